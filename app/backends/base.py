@@ -1,0 +1,58 @@
+"""The contract of a device: eight members at the most. Everything above asks it; nothing above names a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from app.hardware.plan import ServingPlan
+from app.models.context import AttentionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A contiguous run of one sequence's cached tokens: keys and values [tokens, kv_heads, head_dim], the first at absolute `position`."""
+
+    key: Tensor
+    value: Tensor
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRow:
+    """One sequence of a ragged batch: its queries are rows `[first, first + num_tokens)`, at absolute positions from `start`.
+
+    Its context is one or two segments that together cover positions `[0, start + num_tokens)`, this step's own tokens included.
+    """
+
+    first: int
+    num_tokens: int
+    start: int
+    segments: tuple[Segment, ...]
+
+
+class Backend(Protocol):
+    """Our code for a kind of device."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def configure(self, plan: ServingPlan) -> None:
+        """Sizes the thread pools and pins; once, on the worker thread, before the first tensor."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Memory that may still be taken on the device."""
+        ...
+
+    def attention(self, query: Tensor, rows: Rows[AttentionRow], spec: AttentionSpec) -> Tensor:
+        """Causal attention of query [tokens, heads, head_dim] over each row's segments; result like query."""
+        ...
+
+    def synchronize(self) -> None:
+        """Returns when the device has done what was asked."""
+        ...

@@ -1,0 +1,35 @@
+"""What a model's forward pass is given: one flat batch of tokens and a way to attend. A model never sees a slot, a cache or a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """One layer's attention: `scale` multiplies the scores; `window` limits how far back a token sees; `softcap` bounds scores by tanh."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+class Attend(Protocol):
+    """Writes this step's keys and values of one layer to the cache and returns what each token attends to."""
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """query [tokens, heads, head_dim]; key, value [tokens, kv_heads, head_dim]; result like query."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """token_ids, positions [tokens] int64; logit_rows [rows] int64: the tokens whose logits are wanted (None: all)."""
+
+    token_ids: Tensor
+    positions: Tensor
+    logit_rows: Tensor | None
+    attend: Attend

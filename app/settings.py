@@ -1,0 +1,96 @@
+"""What the operator may say, once: each field is a flag of `armature serve`, an environment variable `ARMATURE_*` and a row of the docs.
+
+Everything but the model is `auto`; what `auto` becomes is the plan's business and is printed with its reason.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from app.errors import SettingsInvalid
+
+PREFIX = "ARMATURE_"
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def parse_bytes(value: Any) -> Any:
+    """Turns `4GiB`, `4G` (1024-based) and `500MB` (1000-based) into bytes; anything else is left to the type's own check."""
+    match = _SIZE.match(value) if isinstance(value, str) else None
+    if match is None:
+        return value
+    number, letter, binary = match.groups()
+    base = 1000 if value.strip().lower().endswith("b") and not binary and letter else 1024
+    return int(float(number) * base ** _POWERS[letter.lower()])
+
+
+Auto = Literal["auto"]
+PositiveInt = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Bytes = Annotated[int, Field(ge=1)]
+
+
+class Settings(BaseSettings):
+    """Frozen once read. Unknown flags are refused by the command line; unknown `ARMATURE_*` variables are named in a warning."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", protected_namespaces=())
+
+    model: Path | None = Field(None, description="Checkpoint directory (Hugging Face layout); the embedded demo if not given.")
+    served_model_name: str | None = Field(None, description="Name clients use for the model; the directory's name if not given.")
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: int = Field(8000, ge=0, le=65535, description="TCP port to listen on; 0 picks a free one.")
+    device: Literal["auto", "cpu", "mps", "cuda"] = Field("auto", description="Device to serve on.")
+    precision: Literal["auto", "fp32", "bf16", "int8", "int4"] = Field("auto", description="Weight precision.")
+    threads: PositiveInt | Auto = Field("auto", description="Compute threads.")
+    compile: Literal["auto", "on", "off"] = Field("auto", description="Compile the model's glue code.")
+    calibrate: Literal["auto", "on", "off"] = Field("auto", description="Measure the machine before planning.")
+    max_model_len: PositiveInt | Auto = Field("auto", description="Longest context, prompt and completion together, in tokens.")
+    max_running_seqs: PositiveInt | Auto = Field("auto", description="Sequences that may be computed at the same time.")
+    max_batch_tokens: PositiveInt | Auto = Field("auto", description="Tokens in one step at the most.")
+    max_waiting_requests: PositiveInt | Auto = Field("auto", description="Requests that may queue before new ones are refused with 429.")
+    request_timeout_seconds: PositiveFloat = Field(600.0, description="A request that has not finished by then is ended.")
+    drain_seconds: Annotated[float, Field(ge=0)] = Field(30.0, description="On SIGTERM, how long open answers may take to finish.")
+    kv_cache_bytes: Annotated[Bytes | Auto, BeforeValidator(parse_bytes)] = Field("auto", description="KV cache memory, such as 4GiB.")
+    cache_dir: Path | None = Field(None, description="Where packs, calibration and compiled code are kept; ~/.cache/armature if not given.")
+    api_keys: tuple[str, ...] = Field((), description="API keys clients must send as Bearer tokens, as a JSON list; none: open.")
+    api_key_file: Path | None = Field(None, description="File with one API key a line.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe message to log.")
+    hourly_price: PositiveFloat | None = Field(None, description="Dollars an hour of this machine, for cost metrics.")
+    watts: PositiveFloat | None = Field(None, description="Power of this machine under load, for energy metrics where no counter exists.")
+    itl_target_ms: PositiveFloat | Auto = Field("auto", description="Inter-token latency that prefill of other requests may not exceed.")
+    kv_precision: Literal["auto", "bf16", "int8"] = Field("auto", description="Precision of keys and values.")
+    int8_copy: Literal["auto", "on", "off"] = Field("auto", description="With int4, hold an int8 copy for many rows.")
+    speculation: Literal["auto", "off"] = Field("auto", description="Speculative decoding.")
+    numa_node: Annotated[int, Field(ge=0)] | Auto = Field("auto", description="NUMA node to serve on.")
+    deterministic: Literal["off", "on"] = Field("off", description="Same request, same text, whatever else is in the batch.")
+
+
+def kubernetes_link_variables(environ: dict[str, str]) -> list[str]:
+    """Names of variables that Kubernetes injects for a Service called `armature` (`ARMATURE_PORT=tcp://10.0.0.1:8000` and its kin)."""
+    pattern = re.compile(rf"^{PREFIX}(PORT|SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP)(_(PROTO|PORT|ADDR))?)$")
+    return [name for name, value in environ.items() if pattern.match(name) and (name != f"{PREFIX}PORT" or "://" in value)]
+
+
+def load_settings(**flags: Any) -> tuple[Settings, list[str]]:
+    """Settings from flags over environment, with the warnings to print. Raises `SettingsInvalid` with one sentence a mistake."""
+    injected = kubernetes_link_variables(dict(os.environ))
+    warnings = [f"{name} was injected by Kubernetes for a Service named armature and is ignored." for name in injected]
+    for name in injected:
+        os.environ.pop(name, None)
+    known = {PREFIX + field.upper() for field in Settings.model_fields}
+    warnings += [f"{name} is not a setting and is ignored." for name in os.environ if name.startswith(PREFIX) and name not in known]
+    try:
+        return Settings(**flags), warnings
+    except ValidationError as error:
+        raise SettingsInvalid("; ".join(_sentence(dict(item)) for item in error.errors())) from error
+
+
+def _sentence(item: dict[str, Any]) -> str:
+    name = str(item["loc"][0]) if item["loc"] else "settings"
+    return f"{name} (--{name.replace('_', '-')}, {PREFIX}{name.upper()}): {item['msg']}, got {item.get('input')!r}"
