@@ -1,24 +1,24 @@
 """Every failure that a person or a machine can cause, in words; HTTP status codes live in `api/errors.py` alone.
 
-    ArmatureError
-    ├── RequestError                 one request fails, its client is told
-    │   ├── InvalidRequest           a value that cannot be honoured
-    │   │   ├── ContextLengthExceeded
-    │   │   ├── UnsupportedParameter
-    │   │   └── WrongModelKind
-    │   ├── ModelNotFound
-    │   ├── BodyTooLarge
-    │   ├── Unauthorized
-    │   ├── Overloaded               carries `retry_after_seconds`
-    │   ├── NotReady
-    │   ├── ServiceStopping
-    │   ├── RequestTimeout
-    │   └── StepFailed
-    └── StartupError                 the process ends, its operator is told
-        ├── SettingsInvalid
-        ├── CheckpointInvalid
-        ├── PlanImpossible
-        └── NoRecipe
+ArmatureError
+├── RequestError                 one request fails, its client is told
+│   ├── InvalidRequest           a value that cannot be honoured
+│   │   ├── ContextLengthExceeded
+│   │   ├── UnsupportedParameter
+│   │   └── WrongModelKind
+│   ├── ModelNotFound
+│   ├── BodyTooLarge
+│   ├── Unauthorized
+│   ├── Overloaded               carries `retry_after_seconds`
+│   ├── NotReady
+│   ├── ServiceStopping
+│   ├── RequestTimeout
+│   └── StepFailed
+└── StartupError                 the process ends, its operator is told
+    ├── SettingsInvalid
+    ├── CheckpointInvalid
+    ├── PlanImpossible
+    └── NoRecipe
 """
 
 from __future__ import annotations

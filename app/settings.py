@@ -53,17 +53,29 @@ class Settings(BaseSettings):
     max_model_len: PositiveInt | Auto = Field("auto", description="Longest context, prompt and completion together, in tokens.")
     max_running_seqs: PositiveInt | Auto = Field("auto", description="Sequences that may be computed at the same time.")
     max_batch_tokens: PositiveInt | Auto = Field("auto", description="Tokens in one step at the most.")
-    max_waiting_requests: PositiveInt | Auto = Field("auto", description="Requests that may queue before new ones are refused with 429.")
+    max_waiting_requests: PositiveInt | Auto = Field(
+        "auto", description="Requests that may queue before new ones are refused with 429."
+    )
     request_timeout_seconds: PositiveFloat = Field(600.0, description="A request that has not finished by then is ended.")
-    drain_seconds: Annotated[float, Field(ge=0)] = Field(30.0, description="On SIGTERM, how long open answers may take to finish.")
-    kv_cache_bytes: Annotated[Bytes | Auto, BeforeValidator(parse_bytes)] = Field("auto", description="KV cache memory, such as 4GiB.")
-    cache_dir: Path | None = Field(None, description="Where packs, calibration and compiled code are kept; ~/.cache/armature if not given.")
+    drain_seconds: Annotated[float, Field(ge=0)] = Field(
+        30.0, description="On SIGTERM, how long open answers may take to finish."
+    )
+    kv_cache_bytes: Annotated[Bytes | Auto, BeforeValidator(parse_bytes)] = Field(
+        "auto", description="KV cache memory, such as 4GiB."
+    )
+    cache_dir: Path | None = Field(
+        None, description="Where packs, calibration and compiled code are kept; ~/.cache/armature if not given."
+    )
     api_keys: tuple[str, ...] = Field((), description="API keys clients must send as Bearer tokens, as a JSON list; none: open.")
     api_key_file: Path | None = Field(None, description="File with one API key a line.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe message to log.")
     hourly_price: PositiveFloat | None = Field(None, description="Dollars an hour of this machine, for cost metrics.")
-    watts: PositiveFloat | None = Field(None, description="Power of this machine under load, for energy metrics where no counter exists.")
-    itl_target_ms: PositiveFloat | Auto = Field("auto", description="Inter-token latency that prefill of other requests may not exceed.")
+    watts: PositiveFloat | None = Field(
+        None, description="Power of this machine under load, for energy metrics where no counter exists."
+    )
+    itl_target_ms: PositiveFloat | Auto = Field(
+        "auto", description="Inter-token latency that prefill of other requests may not exceed."
+    )
     kv_precision: Literal["auto", "bf16", "int8"] = Field("auto", description="Precision of keys and values.")
     int8_copy: Literal["auto", "on", "off"] = Field("auto", description="With int4, hold an int8 copy for many rows.")
     speculation: Literal["auto", "off"] = Field("auto", description="Speculative decoding.")
@@ -84,7 +96,9 @@ def load_settings(**flags: Any) -> tuple[Settings, list[str]]:
     for name in injected:
         os.environ.pop(name, None)
     known = {PREFIX + field.upper() for field in Settings.model_fields}
-    warnings += [f"{name} is not a setting and is ignored." for name in os.environ if name.startswith(PREFIX) and name not in known]
+    warnings += [
+        f"{name} is not a setting and is ignored." for name in os.environ if name.startswith(PREFIX) and name not in known
+    ]
     try:
         return Settings(**flags), warnings
     except ValidationError as error:

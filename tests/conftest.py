@@ -1,0 +1,75 @@
+"""What every test runs under: few threads, no settings from the shell, no network but loopback, and the markers that ask for a device."""
+
+from __future__ import annotations
+
+import os
+
+# Before anything imports torch: its pools read these when they load, and tests measure nothing.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # transformers, our reference, may not look anything up
+for _name in [name for name in os.environ if name.startswith("ARMATURE_")]:
+    del os.environ[_name]  # a developer's own settings are not the tests'
+
+import ipaddress
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# One profile everywhere: examples are found by search, never by the clock, and a red run can be repeated.
+settings.register_profile("armature", deadline=None, derandomize=True, max_examples=100, database=None)
+settings.load_profile("armature")
+
+_PRESENT: dict[str, Callable[[], bool]] = {
+    "arm64": lambda: platform.machine() in ("aarch64", "arm64"),
+    "cuda": lambda: shutil.which("nvidia-smi") is not None,
+    "mps": lambda: sys.platform == "darwin" and platform.machine() == "arm64",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what this machine has no device for, and says which."""
+    missing = {marker for marker, present in _PRESENT.items() if not present()}
+    for item in items:
+        for marker in missing & {mark.name for mark in item.iter_markers()}:
+            item.add_marker(pytest.mark.skip(reason=f"this machine has no {marker}"))
+
+
+def _refuse_the_world(address: Any) -> None:
+    """Loopback and sockets in files only: a test that needs the network is a test that fails on a train."""
+    host = address[0] if isinstance(address, tuple) else None
+    if host is None or host in ("localhost", ""):
+        return
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        raise AssertionError(f"a test tried to reach {host}: tests use loopback only")
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = socket.socket.connect
+
+    def guarded(self: socket.socket, address: Any) -> None:
+        _refuse_the_world(address)
+        connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", guarded)
+
+
+@pytest.fixture
+def root() -> Path:
+    """The repository's root directory."""
+    return ROOT
