@@ -1,0 +1,75 @@
+# Two commands first: `make serve` answers a request, `make test` says whether all is well. Works with GNU make 3.81 (macOS) and newer.
+#   MODEL=DIR make serve     serves that checkpoint instead of the embedded demo
+#   ARGS="--port 9000"       goes to the command as it stands
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+PINS := requirements/runtime.txt requirements/dev.txt pyproject.toml tools/install.py
+MODEL_FLAG = $(if $(MODEL),--model "$(MODEL)")
+# The first interpreter that torch has wheels for; PYTHON=... chooses another.
+FIND_PYTHON = for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14); do \
+	"$$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' >/dev/null 2>&1 && break; python=; done; \
+	[ -n "$$python" ] || { echo "Armature needs Python 3.11 to 3.14 and finds none. Debian 12, Ubuntu 24.04 or newer: sudo apt install python3 python3-venv; Ubuntu 22.04: sudo apt install python3.11 python3.11-venv; macOS: brew install python@3.13"; exit 1; }
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test install venv format lint types unit parity live arm64 bench probe docs build clean
+
+help: ## show this
+	@grep -hE '^[a-z0-9-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):[^#]*## /\1|/' | awk -F'|' '{printf "  make %-9s %s\n", $$1, $$2}'
+
+$(VENV)/runtime.stamp: $(PINS)
+	@$(FIND_PYTHON); "$$python" tools/install.py $(VENV) runtime
+
+$(VENV)/dev.stamp: $(PINS)
+	@$(FIND_PYTHON); "$$python" tools/install.py $(VENV) dev
+
+serve: $(VENV)/runtime.stamp ## serve the demo, or MODEL=DIR, on 127.0.0.1:8000
+	@exec $(BIN)/armature serve $(MODEL_FLAG) $(ARGS)
+
+probe: $(VENV)/runtime.stamp ## what this machine is and what would be done with it
+	@$(BIN)/armature probe $(MODEL_FLAG) $(ARGS)
+
+test: $(VENV)/dev.stamp ## format, lint, types and every test that this machine can run
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest $(ARGS)
+
+install: $(VENV)/runtime.stamp ## make .venv with what serving needs
+venv: $(VENV)/dev.stamp ## make .venv with what developing needs
+
+format: $(VENV)/dev.stamp ## rewrite the code in the project's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: $(VENV)/dev.stamp ## format and lint, changing nothing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(VENV)/dev.stamp ## mypy --strict on app/
+	$(BIN)/mypy
+
+unit: $(VENV)/dev.stamp ## the quick tests
+	$(BIN)/python -m pytest tests/unit tests/api -m "not slow" $(ARGS)
+
+parity: $(VENV)/dev.stamp ## fast equals slow: our models against their reference, and their kin
+	$(BIN)/python -m pytest tests/parity $(ARGS)
+
+live: $(VENV)/dev.stamp ## a real server: streaming, disconnects, drain, overload, the README's commands
+	$(BIN)/python -m pytest tests/live tests/test_readme.py $(ARGS)
+
+arm64: ## the parity tests on an emulated 64-bit Arm processor (Debian or Ubuntu, root, 2 GB)
+	tools/arm64.sh $(ARGS)
+
+bench: $(VENV)/dev.stamp ## speed of the engine against this machine's ceilings, for the demo or MODEL=DIR
+	$(BIN)/armature bench engine $(MODEL_FLAG) $(ARGS)
+
+docs: $(VENV)/dev.stamp ## write the docs that are generated
+	$(BIN)/python -m tools.settings_table
+
+build: $(VENV)/dev.stamp ## a wheel in dist/
+	$(BIN)/python -m pip wheel --no-deps --no-build-isolation -w dist .
+
+clean: ## remove what was made, .venv too
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find app tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
