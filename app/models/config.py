@@ -1,0 +1,248 @@
+"""What a decoder is, read from its config.json: one frozen `ModelConfig` in which every difference between families is a value.
+
+Torch is not needed. What is absent gets the family's own default, as in transformers; what is not understood is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from app.errors import CheckpointInvalid
+from app.models.fields import Fields
+from app.models.rope import Rope, parse_rope
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What a config.json of this architecture means where it is silent, and the weights and norms that only this family has."""
+
+    model_type: str
+    default_window: int | None = None
+    tie_embeddings: bool = False
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    theta: float = 10_000.0
+    local_theta: float | None = None  # theta of sliding layers where they have their own
+    attention_biases: Literal["config", "qkv", "none"] = "config"
+    has_mlp_bias: bool = False
+    qk_norm: bool = False
+    fused_weights: bool = False
+    gemma: bool = False
+    norm_eps: float = 1e-6
+
+
+# Defaults are those of transformers' configuration classes, which omit from a saved config.json what equals them.
+FAMILIES: Mapping[str, Family] = {
+    "LlamaForCausalLM": Family("llama", has_mlp_bias=True),
+    "MistralForCausalLM": Family("mistral", default_window=4096, attention_biases="none"),
+    "Qwen2ForCausalLM": Family("qwen2", default_window=4096, attention_biases="qkv"),
+    "Qwen3ForCausalLM": Family("qwen3", default_window=4096, head_dim=128, qk_norm=True),
+    "Phi3ForCausalLM": Family("phi3", attention_biases="none", fused_weights=True, norm_eps=1e-5),
+    "SmolLM3ForCausalLM": Family("smollm3", tie_embeddings=True, theta=2_000_000.0, has_mlp_bias=True),
+    "Gemma2ForCausalLM": Family("gemma2", default_window=4096, tie_embeddings=True, head_dim=256, gemma=True),
+    "Gemma3ForCausalLM": Family(
+        "gemma3_text",
+        default_window=4096,
+        tie_embeddings=True,
+        head_dim=256,
+        theta=1_000_000.0,
+        local_theta=10_000.0,
+        qk_norm=True,
+        gemma=True,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder's shape. `windows` and `ropes` have one entry a layer: None is full attention, and no rotary embedding.
+
+    `attention_scale` multiplies scores, `embedding_scale` the embeddings; `gemma` means norms of 1 + w, and one more after each branch.
+    """
+
+    architecture: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    max_model_len: int
+    norm_eps: float
+    activation: Activation
+    windows: tuple[int | None, ...]
+    ropes: tuple[Rope | None, ...]
+    attention_scale: float
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    fused_weights: bool = False  # the checkpoint holds qkv_proj and gate_up_proj as one tensor each
+    gemma: bool = False
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_scale: float = 1.0
+
+    @property
+    def kind(self) -> Literal["decoder"]:
+        return "decoder"
+
+    @classmethod
+    def from_hf(cls, values: Mapping[str, Any]) -> ModelConfig:
+        """Reads a Hugging Face config.json. Raises `CheckpointInvalid` with what is missing, wrong or not known."""
+        config, architecture = Fields(values), architecture_of(values)
+        family = FAMILIES[architecture]
+        num_layers, num_heads = config.integer("num_hidden_layers"), config.integer("num_attention_heads")
+        hidden_size = config.integer("hidden_size")
+        head_dim = config.integer("head_dim", family.head_dim or max(1, hidden_size // num_heads))
+        types = _layer_types(config, family, num_layers)
+        bias = family.attention_biases == "config" and config.boolean("attention_bias", False)
+        ropes = _ropes(config, family, head_dim, types)
+        return cls(
+            architecture=architecture,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=_kv_heads(config, num_heads),
+            head_dim=head_dim,
+            hidden_size=hidden_size,
+            intermediate_size=config.integer("intermediate_size"),
+            vocab_size=config.integer("vocab_size"),
+            max_model_len=_max_model_len(config, ropes),
+            norm_eps=config.number("rms_norm_eps", family.norm_eps),
+            activation=_activation(config, family),
+            windows=_windows(config, family, types),
+            ropes=ropes,
+            attention_scale=(config.number("query_pre_attn_scalar", 256) if family.gemma else head_dim) ** -0.5,
+            tie_embeddings=config.boolean("tie_word_embeddings", family.tie_embeddings),
+            qkv_bias=bias or family.attention_biases == "qkv",
+            output_bias=bias,
+            mlp_bias=family.has_mlp_bias and config.boolean("mlp_bias", False),
+            qk_norm=family.qk_norm,
+            fused_weights=family.fused_weights,
+            gemma=family.gemma,
+            attention_softcap=_softcap(config, family, "attn_logit_softcapping", 50.0),
+            logit_softcap=_softcap(config, family, "final_logit_softcapping", 30.0),
+            embedding_scale=hidden_size**0.5 if family.gemma else 1.0,
+        )
+
+
+def architecture_of(values: Mapping[str, Any]) -> str:
+    """The first known name in `architectures`, or the family of `model_type` where a config.json names no architecture."""
+    names = values.get("architectures") or [
+        name for name, family in FAMILIES.items() if family.model_type == values.get("model_type")
+    ]
+    known = [name for name in names if isinstance(name, str) and name in FAMILIES] if isinstance(names, list) else []
+    if not known:
+        said = ", ".join(str(name) for name in names) if isinstance(names, list) and names else str(values.get("model_type"))
+        raise CheckpointInvalid(f"config.json: architecture {said} is not supported; supported are {', '.join(FAMILIES)}.")
+    if values.get("use_bidirectional_attention"):
+        raise CheckpointInvalid(
+            "config.json: use_bidirectional_attention makes an encoder of this decoder, which is not supported."
+        )
+    return known[0]
+
+
+def _kv_heads(config: Fields, num_heads: int) -> int:
+    num_kv_heads = config.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise CheckpointInvalid(f"config.json: {num_heads} attention heads cannot share {num_kv_heads} key/value heads evenly.")
+    return num_kv_heads
+
+
+def _activation(config: Fields, family: Family) -> Activation:
+    # Gemma's first config files said hidden_act "gelu" and meant the tanh form; transformers reads hidden_activation alone.
+    name = config.text("hidden_activation", "gelu_pytorch_tanh") if family.gemma else config.text("hidden_act", "silu")
+    if name not in ACTIVATIONS:
+        raise CheckpointInvalid(f"config.json: activation {name!r} is not known; known are {', '.join(ACTIVATIONS)}.")
+    return ACTIVATIONS[name]
+
+
+def _softcap(config: Fields, family: Family, name: str, default: float) -> float | None:
+    if not family.gemma or (name in config.values and not config.has(name)):
+        return None
+    if family.model_type == "gemma3_text" and not config.has(name):
+        return None  # Gemma 3 replaced the caps by norms of queries and keys
+    return config.number(name, default)
+
+
+# ---- which layers slide, and which turn ------------------------------------------------------------------------------
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def _layer_types(config: Fields, family: Family, num_layers: int) -> tuple[str, ...]:
+    """`full_attention` or `sliding_attention` for each layer: as the config.json lists them, else by the family's rule."""
+    if config.has("layer_types") and family.model_type not in ("llama", "mistral", "phi3"):
+        types = config.texts("layer_types", num_layers)
+        unknown = set(types) - set(_LAYER_TYPES)
+        if unknown:
+            raise CheckpointInvalid(
+                f"config.json: layer_types {sorted(unknown)} are not known; known are {', '.join(_LAYER_TYPES)}."
+            )
+        return types
+    slides = _SLIDES.get(family.model_type)
+    return tuple(_LAYER_TYPES[slides is not None and slides(config, layer)] for layer in range(num_layers))
+
+
+def _qwen_slides(config: Fields, layer: int) -> bool:
+    return config.boolean("use_sliding_window", False) and layer >= config.integer("max_window_layers", 28, at_least=0)
+
+
+def _smollm3_slides(config: Fields, layer: int) -> bool:
+    return config.boolean("use_sliding_window", False) and config.has("sliding_window") and not _turns(config, layer)
+
+
+_SLIDES: Mapping[str, Callable[[Fields, int], bool]] = {
+    "mistral": lambda config, layer: True,
+    "phi3": lambda config, layer: True,
+    "qwen2": _qwen_slides,
+    "qwen3": _qwen_slides,
+    "smollm3": _smollm3_slides,
+    "gemma2": lambda config, layer: layer % 2 == 0,
+    "gemma3_text": lambda config, layer: (layer + 1) % config.integer("sliding_window_pattern", 6) != 0,
+}
+
+
+def _windows(config: Fields, family: Family, types: tuple[str, ...]) -> tuple[int | None, ...]:
+    # A null is a wish for full attention, an absent key the family's default: two different things here.
+    window = config.optional_integer("sliding_window", None if "sliding_window" in config.values else family.default_window)
+    if family.model_type in ("qwen2", "qwen3") and not config.boolean("use_sliding_window", False):
+        window = None
+    return tuple(window if name == "sliding_attention" else None for name in types)
+
+
+def _turns(config: Fields, layer: int) -> bool:
+    """SmolLM3 leaves every fourth layer without positions."""
+    listed = config.values.get("no_rope_layers")
+    if isinstance(listed, list) and layer < len(listed):
+        return bool(listed[layer])
+    return (layer + 1) % config.integer("no_rope_layer_interval", 4) != 0
+
+
+def _ropes(config: Fields, family: Family, head_dim: int, types: tuple[str, ...]) -> tuple[Rope | None, ...]:
+    if family.local_theta is None:
+        rope = parse_rope(config, head_dim, family.theta)
+        return tuple(rope if family.model_type != "smollm3" or _turns(config, layer) else None for layer in range(len(types)))
+    full = parse_rope(config, head_dim, family.theta, "full_attention")
+    nested = config.section("rope_parameters").section("sliding_attention")
+    theta = nested.number("rope_theta", config.number("rope_local_base_freq", family.local_theta))
+    sliding = Rope(theta, head_dim)
+    return tuple(sliding if name == "sliding_attention" else full for name in types)
+
+
+def _max_model_len(config: Fields, ropes: tuple[Rope | None, ...]) -> int:
+    """The longest context: what the config.json says, or as far as YaRN stretches the original one."""
+    stretched = [rope.factor * rope.original_max_position_embeddings for rope in ropes if rope and rope.kind == "yarn"]
+    return max([config.integer("max_position_embeddings"), *(int(length) for length in stretched)])

@@ -1,0 +1,85 @@
+"""Reads one value at a time from a config.json and says in a sentence what is wrong with it; what values mean is `config`'s business."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from app.errors import CheckpointInvalid
+
+_REQUIRED = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """A JSON object with a name for messages. A value of null counts as absent, as in transformers."""
+
+    values: Mapping[str, Any]
+    where: str = "config.json"
+
+    def has(self, name: str) -> bool:
+        return self.values.get(name) is not None
+
+    def integer(self, name: str, default: int | object = _REQUIRED, at_least: int = 1) -> int:
+        value = self._get(name, default)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+            raise self._wrong(name, f"an integer of at least {at_least}", value)
+        return value
+
+    def optional_integer(self, name: str, default: int | None = None) -> int | None:
+        return self.integer(name) if self.has(name) else default
+
+    def number(self, name: str, default: float | object = _REQUIRED) -> float:
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+            raise self._wrong(name, "a number greater than 0", value)
+        return float(value)
+
+    def optional_number(self, name: str) -> float | None:
+        return self.number(name) if self.has(name) else None
+
+    def boolean(self, name: str, default: bool | object = _REQUIRED) -> bool:
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise self._wrong(name, "true or false", value)
+        return value
+
+    def text(self, name: str, default: str | object = _REQUIRED) -> str:
+        value = self._get(name, default)
+        if not isinstance(value, str):
+            raise self._wrong(name, "a string", value)
+        return value
+
+    def numbers(self, name: str, length: int) -> tuple[float, ...]:
+        value = self._get(name, _REQUIRED)
+        if not isinstance(value, list) or len(value) != length or not all(isinstance(item, int | float) for item in value):
+            raise self._wrong(name, f"a list of {length} numbers", value)
+        return tuple(float(item) for item in value)
+
+    def texts(self, name: str, length: int) -> tuple[str, ...]:
+        value = self._get(name, _REQUIRED)
+        if not isinstance(value, list) or len(value) != length or not all(isinstance(item, str) for item in value):
+            raise self._wrong(name, f"a list of {length} strings, one a layer", value)
+        return tuple(value)
+
+    def section(self, name: str) -> Fields:
+        value = self.values.get(name) or {}
+        if not isinstance(value, Mapping):
+            raise self._wrong(name, "an object", value)
+        return Fields(value, f"{self.where}: {name}")
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self.values.get(name)
+        if value is not None:
+            return value
+        if default is _REQUIRED:
+            raise CheckpointInvalid(f"{self.where} does not say {name}.")
+        return default
+
+    def _wrong(self, name: str, wanted: str, value: Any) -> CheckpointInvalid:
+        shown = repr(value)
+        return CheckpointInvalid(f"{self.where}: {name} must be {wanted}, not {shown[:80]}.")

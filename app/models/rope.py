@@ -1,0 +1,99 @@
+"""What a config.json says about rotary position embeddings, in both of transformers' spellings. The angles themselves are in `layers`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from app.errors import CheckpointInvalid
+from app.models.fields import Fields
+
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
+
+# "su" is what Phi-3's first releases called longrope. "dynamic" only differs past max_position_embeddings, where we never serve.
+KINDS: Mapping[str, RopeKind] = {
+    "default": "default",
+    "dynamic": "default",
+    "linear": "linear",
+    "llama3": "llama3",
+    "yarn": "yarn",
+    "longrope": "longrope",
+    "su": "longrope",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embeddings of one layer: the first `dim` elements of a head turn, with base `theta`.
+
+    `factor` scales the context beyond `original_max_position_embeddings`; the rest belongs to one kind each, None or empty elsewhere.
+    """
+
+    theta: float
+    dim: int
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    attention_factor: float | None = None  # yarn, longrope
+    short_factor: tuple[float, ...] = ()  # longrope
+    long_factor: tuple[float, ...] = ()
+
+
+def parse_rope(config: Fields, head_dim: int, default_theta: float, layer_type: str | None = None) -> Rope:
+    """The rope of one kind of layer. `layer_type` picks among nested `rope_parameters`, as Gemma 3 has them."""
+    section = _section(config, layer_type)
+    theta = section.number("rope_theta", config.number("rope_theta", default_theta))
+    partial = section.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+    dim = int(head_dim * partial)
+    if dim % 2 or not 0 < dim <= head_dim:
+        raise CheckpointInvalid(
+            f"{section.where}: rotary embeddings turn pairs, and {dim} of {head_dim} elements cannot be paired."
+        )
+    name = section.text("rope_type", section.text("type", "default"))
+    kind = KINDS.get(name)
+    if kind is None:
+        raise CheckpointInvalid(f"{section.where}: rope_type {name!r} is not known; known are {', '.join(sorted(KINDS))}.")
+    if kind == "yarn" and section.has("short_factor"):
+        kind = "longrope"  # Phi-3's second releases called it yarn
+    return Rope(theta, dim) if kind == "default" else _scaled(config, section, Rope(theta, dim, kind))
+
+
+def _section(config: Fields, layer_type: str | None) -> Fields:
+    new, old = config.section("rope_parameters"), config.section("rope_scaling")
+    if layer_type is not None and (new.has("full_attention") or new.has("sliding_attention")):
+        return new.section(layer_type)
+    return old if old.values and not new.values else new
+
+
+def _scaled(config: Fields, section: Fields, plain: Rope) -> Rope:
+    longest = config.integer("max_position_embeddings")
+    original = config.optional_integer("original_max_position_embeddings")
+    original = original or section.integer("original_max_position_embeddings", longest)
+    half = plain.dim // 2
+    is_longrope, is_llama3 = plain.kind == "longrope", plain.kind == "llama3"
+    factor = section.number("factor", longest / original) if plain.kind in ("longrope", "yarn") else section.number("factor")
+    return Rope(
+        theta=plain.theta,
+        dim=plain.dim,
+        kind=plain.kind,
+        factor=factor,
+        original_max_position_embeddings=original,
+        low_freq_factor=section.number("low_freq_factor") if is_llama3 else 1.0,
+        high_freq_factor=section.number("high_freq_factor") if is_llama3 else 4.0,
+        beta_fast=section.number("beta_fast", 32.0),
+        beta_slow=section.number("beta_slow", 1.0),
+        mscale=section.optional_number("mscale"),
+        mscale_all_dim=section.optional_number("mscale_all_dim"),
+        truncate=section.boolean("truncate", True),
+        attention_factor=section.optional_number("attention_factor"),
+        short_factor=section.numbers("short_factor", half) if is_longrope else (),
+        long_factor=section.numbers("long_factor", half) if is_longrope else (),
+    )
