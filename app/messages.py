@@ -138,12 +138,16 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class TokensReady:
-    """New completion tokens of one choice. `logprobs` is as long as `token_ids` where asked for, else empty."""
+    """New completion tokens of one choice. `logprobs` is as long as `token_ids` where asked for, else empty.
+
+    `timings` comes with a choice's first tokens: its queue and prefill seconds and cached tokens are final then.
+    """
 
     request_id: str
     choice: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+    timings: Timings | None = None
 
 
 @dataclass(frozen=True, slots=True)
