@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BeforeValidator, Field, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from app.errors import SettingsInvalid
 
 PREFIX = "ARMATURE_"
+SECRETS = frozenset({"api_keys"})  # never printed, not even in a refusal
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
@@ -39,7 +42,9 @@ Bytes = Annotated[int, Field(ge=1)]
 class Settings(BaseSettings):
     """Frozen once read. Unknown flags are refused by the command line; unknown `ARMATURE_*` variables are named in a warning."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", protected_namespaces=())
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, frozen=True, extra="forbid", env_ignore_empty=True, protected_namespaces=()
+    )
 
     model: Path | None = Field(None, description="Checkpoint directory (Hugging Face layout); the embedded demo if not given.")
     served_model_name: str | None = Field(None, description="Name clients use for the model; the directory's name if not given.")
@@ -95,16 +100,77 @@ def load_settings(**flags: Any) -> tuple[Settings, list[str]]:
     warnings = [f"{name} was injected by Kubernetes for a Service named armature and is ignored." for name in injected]
     for name in injected:
         os.environ.pop(name, None)
-    known = {PREFIX + field.upper() for field in Settings.model_fields}
-    warnings += [
-        f"{name} is not a setting and is ignored." for name in os.environ if name.startswith(PREFIX) and name not in known
-    ]
+    known = {row.variable for row in setting_rows()}
+    unknown = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
+    warnings += [f"{name} is not a setting and is ignored." for name in unknown]
     try:
         return Settings(**flags), warnings
     except ValidationError as error:
-        raise SettingsInvalid("; ".join(_sentence(dict(item)) for item in error.errors())) from error
+        raise SettingsInvalid("; ".join(_sentences(error))) from None
+    except SettingsError as error:  # a variable that should hold JSON and does not
+        raise SettingsInvalid(f"{error}: {error.__cause__}" if error.__cause__ else str(error)) from None
 
 
-def _sentence(item: dict[str, Any]) -> str:
-    name = str(item["loc"][0]) if item["loc"] else "settings"
-    return f"{name} (--{name.replace('_', '-')}, {PREFIX}{name.upper()}): {item['msg']}, got {item.get('input')!r}"
+def _sentences(error: ValidationError) -> list[str]:
+    """One sentence a field: a union reports each of its branches, and any of them would have done."""
+    branches: dict[str, list[str]] = {}
+    inputs: dict[str, str] = {}
+    for item in error.errors():
+        name = str(item["loc"][0]) if item["loc"] else "settings"
+        branches.setdefault(name, []).append(item["msg"][:1].lower() + item["msg"][1:])
+        secret = name in SECRETS
+        inputs[name] = "" if secret else f", got {item.get('input')!r}"
+    rows = {row.name: row for row in setting_rows()}
+    return [
+        f"{name} ({rows[name].flag}, {rows[name].variable}): {' or '.join(dict.fromkeys(texts))}{inputs[name]}"
+        if name in rows
+        else f"{name} is not a setting"
+        for name, texts in branches.items()
+    ]
+
+
+# ---- the same words for the command line and the docs --------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SettingRow:
+    """One setting as people see it. `values` says what it takes, `default` is empty where there is none."""
+
+    name: str
+    flag: str
+    variable: str
+    values: str
+    default: str
+    description: str
+
+
+def setting_rows() -> list[SettingRow]:
+    """Every setting in the order of its declaration; flags, help texts and `docs/settings.md` are made from these."""
+    return [
+        SettingRow(
+            name=name,
+            flag=f"--{name.replace('_', '-')}",
+            variable=PREFIX + name.upper(),
+            values="|".join(dict.fromkeys(_values(field.annotation))),
+            default="" if field.default in (None, ()) else str(field.default),
+            description=field.description or "",
+        )
+        for name, field in Settings.model_fields.items()
+    ]
+
+
+_WORDS: dict[Any, str] = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}
+
+
+def _values(annotation: Any) -> list[str]:
+    """`auto|INTEGER` and the like, out of a type."""
+    if get_origin(annotation) is Annotated:
+        return _values(get_args(annotation)[0])
+    if get_origin(annotation) is Literal:
+        return [str(value) for value in get_args(annotation)]
+    if get_origin(annotation) in (Union, UnionType):
+        parts = [part for part in get_args(annotation) if part is not type(None)]
+        return sorted((word for part in parts for word in _values(part)), key=str.isupper)
+    if get_origin(annotation) is tuple:
+        return ["JSON LIST"]
+    return [_WORDS[annotation]]

@@ -1,0 +1,42 @@
+"""Writes docs/settings.md from the settings themselves: `python -m tools.settings_table`, or with `--check` says whether it is current."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from app.settings import setting_rows
+
+TARGET = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
+HEAD = """# Settings
+
+Each is a flag of `armature serve` and an environment variable; a flag wins. Everything but the model is `auto`, and `armature probe`
+says what `auto` becomes on your machine, and why. This page is written by `make docs`.
+
+| flag | variable | takes | default | what |
+|---|---|---|---|---|
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    rows = (
+        f"| `{row.flag}` | `{row.variable}` | {row.values.replace('|', ' or ')} | {row.default or '–'} | {row.description} |\n"
+        for row in setting_rows()
+    )
+    return HEAD + "".join(rows)
+
+
+def main(arguments: list[str]) -> int:
+    """Exit status 1 where `--check` finds the page out of date."""
+    if arguments == ["--check"]:
+        current = TARGET.exists() and TARGET.read_text(encoding="utf-8") == page()
+        if not current:
+            print("docs/settings.md is out of date: make docs", file=sys.stderr)
+        return 0 if current else 1
+    TARGET.write_text(page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
