@@ -69,12 +69,14 @@ class TextDelta:
     """More of one choice's text, with the tokens it came from. The deltas of a choice joined are its text, `token_ids` joined its tokens.
 
     `text` is empty only where tokens without text end a choice. `logprobs` is as long as `token_ids` where asked for, else empty.
+    `timings` comes with a choice's first tokens: a streaming face tells queue and prefill before the rest is known.
     """
 
     choice: int
     text: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[ScoredToken, ...] = ()
+    timings: Timings | None = None
 
 
 @dataclass(frozen=True, slots=True)
