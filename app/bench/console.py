@@ -1,0 +1,72 @@
+"""How a bench speaks: a progress bar and a table on standard error for people, one JSON object on standard output for programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from app.bench.stats import Figure, Outcome
+
+Advance = Callable[[str], None]  # one unit of work is done; the text says what comes next
+
+
+@contextmanager
+def progress(total: int, what: str) -> Iterator[Advance]:
+    """A bar with the time left; quiet where standard error is not a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda text: bar.update(task, advance=1, description=text)
+
+
+def show(outcome: Outcome, json_path: Path | None) -> int:
+    """Prints everything, writes the file that was asked for, and answers the exit status: 1 for a failed measurement."""
+    console = Console(stderr=True)
+    console.print(table(outcome))
+    for mistake in outcome.mistakes:
+        console.print(mistake, style="bold red", markup=False, highlight=False)
+    if not outcome.complete:
+        console.print("Interrupted: these are the samples taken until then.", style="yellow")
+    text = json.dumps(outcome.to_json())
+    if json_path is not None:
+        json_path.write_text(text + "\n", encoding="utf-8")
+    sys.stdout.write(text + "\n")
+    return 1 if outcome.mistakes else 0
+
+
+def table(outcome: Outcome) -> Table:
+    """One row a figure."""
+    made = Table(title=f"armature bench {outcome.bench}: {outcome.subject}", title_justify="left")
+    for name in ("", "p50", "p99", "unit", "ratio", "target", "against"):
+        made.add_column(name, justify="right" if name in ("p50", "p99", "ratio", "target") else "left")
+    for figure in outcome.figures:
+        made.add_row(
+            figure.name,
+            number(figure.value),
+            "" if figure.p99 is None else number(figure.p99),
+            figure.unit,
+            "" if figure.ratio is None else f"{figure.ratio:.3f}",
+            _target(figure),
+            figure.against,
+        )
+    return made
+
+
+def number(value: float) -> str:
+    """Three figures, and no exponent where people would not write one."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _target(figure: Figure) -> str:
+    if figure.target is None:
+        return ""
+    colour = "green" if figure.met else "red"
+    return f"[{colour}]{'≤' if figure.at_most else '≥'} {figure.target:g}[/{colour}]"

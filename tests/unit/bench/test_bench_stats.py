@@ -1,0 +1,78 @@
+"""Percentiles are samples, targets have a direction, and a share above one is a mistake."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.bench.console import number, show, table
+from app.bench.stats import Figure, Outcome, percentile, spread
+
+SAMPLES = st.lists(st.floats(0, 1e6), min_size=1, max_size=50)
+
+
+@given(SAMPLES, st.floats(0.01, 1.0))
+def test_a_percentile_is_the_first_sample_that_enough_do_not_exceed(samples: list[float], share: float) -> None:
+    found = percentile(samples, share)
+    assert found in samples
+    assert sum(sample <= found for sample in samples) >= share * len(samples) - 1e-9
+    assert sum(sample < found for sample in samples) < share * len(samples)
+
+
+@given(SAMPLES)
+def test_a_spread_is_in_order(samples: list[float]) -> None:
+    found = spread(samples)
+    assert found.smallest <= found.p50 <= found.p99 <= found.largest
+    assert found.p50 == statistics.median(samples)
+    assert found.num_samples == len(samples)
+
+
+@pytest.mark.parametrize(
+    "ratio, at_most, met",
+    [(0.9, False, True), (0.89, False, False), (0.9, True, True), (0.91, True, False)],
+)
+def test_a_target_has_a_direction(ratio: float, at_most: bool, met: bool) -> None:
+    assert Figure("x", 1.0, "s", ratio=ratio, target=0.9, at_most=at_most).met is met
+
+
+def test_a_target_without_a_ratio_bounds_the_value() -> None:
+    assert Figure("start", 4.0, "s", target=5.0, at_most=True).met is True
+    assert Figure("start", 6.0, "s", target=5.0, at_most=True).met is False
+    assert Figure("start", 6.0, "s").met is None
+
+
+def test_a_share_above_one_is_a_failed_measurement(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    figures = (Figure("decode", 1.0, "tok/s", ratio=1.01, against="read bandwidth", is_share=True),)
+    outcome = Outcome("engine", "tiny", figures)
+    assert show(outcome, tmp_path / "out.json") == 1
+    captured = capsys.readouterr()
+    assert "failed measurement" in captured.err
+    assert json.loads(captured.out)["mistakes"] == outcome.mistakes
+    assert json.loads((tmp_path / "out.json").read_text()) == json.loads(captured.out)
+
+
+def test_a_ratio_that_is_no_share_may_pass_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert show(Outcome("itl", "tiny", (Figure("ITL", 1.0, "s", ratio=2.5, target=3, at_most=True),)), None) == 0
+    assert json.loads(capsys.readouterr().out)["figures"][0]["met"] is True
+
+
+def test_what_was_interrupted_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    show(Outcome("engine", "tiny", (), complete=False), None)
+    captured = capsys.readouterr()
+    assert "Interrupted" in captured.err
+    assert json.loads(captured.out)["complete"] is False
+
+
+def test_the_table_has_a_row_for_every_figure() -> None:
+    figures = (Figure("a", 1234.5, "tok/s", p99=2.0), Figure("b", 0.01234, "s", ratio=0.5, target=0.4))
+    assert table(Outcome("engine", "tiny", figures)).row_count == 2
+
+
+@pytest.mark.parametrize("value, text", [(1234.5, "1,234"), (0.012345, "0.0123"), (47.06, "47.1"), (0, "0")])
+def test_numbers_are_written_as_people_do(value: float, text: str) -> None:
+    assert number(value) == text
