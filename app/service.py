@@ -38,6 +38,7 @@ class Limits:
     max_running_seqs: int
     max_waiting_requests: int
     request_timeout_seconds: float
+    vocab_size: int = 0  # ids the embedding knows; may be more than the tokenizer has
     tokenizer_threads: int = 2
 
 

@@ -1,0 +1,87 @@
+"""Token ids to text, one by one: never half a character, never past a stop string, and never the whole text decoded again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from app.text.stops import StopStrings
+from app.text.tokenizer import Tokenizer
+
+_UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet
+_KEPT = (8, 7, 6, 5)  # tokens; at least 5: an unfinished character has at most 3, and they must not be the window's first
+_WIDE = 12  # tokens in the window from which it is narrowed
+_HOPELESS = 24  # tokens in the window from which bytes that never became a character are shown as they are
+_MAX_UNFINISHED = 3  # bytes: of UTF-8's four at most three can be waiting
+
+
+class IncrementalText:
+    """The text of a growing list of tokens. Pieces joined are what decoding all tokens at once gives, cut at the first stop string.
+
+    A window of the last tokens is decoded at each push, so a token costs the same at any length. `context` is what the tokens
+    continue: the end of the prompt in a completion, so that a sentencepiece decoder keeps the space before the first word;
+    nothing in a chat, where the answer starts a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), context: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stops = StopStrings(stops)
+        self._window = self._visible_end(context)
+        self._shown = self._context_length()  # characters of the window's text that have been given away
+
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string that ended the text; nothing comes after it."""
+        return self._stops.matched
+
+    def push(self, token_id: int) -> str:
+        """The text that is certain now; often empty."""
+        if not self._tokenizer.has_text(token_id):
+            return ""
+        self._window.append(token_id)
+        text = self._decoded()
+        certain = len(text.rstrip(_UNFINISHED))
+        if certain < len(text) and len(self._window) >= _HOPELESS:
+            certain = max(certain, len(text) - _MAX_UNFINISHED)
+        piece = text[self._shown : certain]
+        self._shown = max(self._shown, certain)
+        if len(self._window) >= (_WIDE if certain == len(text) else _HOPELESS):
+            self._narrow(text)
+        return self._stops.push(piece)
+
+    def flush(self) -> str:
+        """The tokens have ended: whatever was held back, unfinished characters as U+FFFD."""
+        rest = self._decoded()[self._shown :]
+        self._shown += len(rest)
+        shown = self._stops.push(rest)
+        return shown + self._stops.flush()
+
+    def _decoded(self) -> str:
+        return self._tokenizer.decode(self._window)
+
+    def _narrow(self, text: str) -> None:
+        """Forgets the window's first tokens, at a place where the rest decodes to the end of the same text."""
+        waiting = len(text) - self._shown
+        last_resort = _KEPT[:1] if len(self._window) >= _HOPELESS else ()
+        for place, count in enumerate((*_KEPT, *last_resort)):
+            tail = self._tokenizer.decode(self._window[-count:])
+            if place >= len(_KEPT) or (len(tail) > waiting and text.endswith(tail)):
+                self._window = self._window[-count:]
+                self._shown = max(len(tail) - waiting, 0)
+                return
+
+    def _context_length(self) -> int:
+        """Characters of the context that are whole: it may end within one, which the next tokens then complete."""
+        text = self._decoded()
+        meant = b"".join(map(self._tokenizer.token_bytes, self._window)).endswith(_UNFINISHED.encode())
+        return len(text) if meant else len(text.rstrip(_UNFINISHED))
+
+    def _visible_end(self, context: Sequence[int]) -> list[int]:
+        """The last tokens of a context that have text, from the start of a character on where that can be told."""
+        visible: list[int] = []
+        for token_id in reversed(context):
+            if len(visible) == _KEPT[0]:
+                break
+            if self._tokenizer.has_text(token_id):
+                visible.insert(0, token_id)
+        ends = (visible[-count:] for count in _KEPT)
+        return next((end for end in ends if _UNFINISHED not in self._tokenizer.decode(end)), visible)

@@ -1,0 +1,169 @@
+"""A checkpoint's own tokenizer (`tokenizer.json` beside `tokenizer_config.json`): text to ids and back, and which ids end a text.
+
+Leaves streaming to `stream.py` and conversations to `chat.py`. Any thread may use it: it does not change after loading.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any
+
+import tokenizers
+from tokenizers import processors
+
+from app.errors import ArmatureError, CheckpointInvalid, InvalidRequest
+
+# The named special tokens that chat templates may mention, as transformers calls them.
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")  # how a byte-fallback vocabulary writes a byte
+_META_SPACE = "\u2581"  # how a sentencepiece vocabulary writes a space
+
+
+class _BareExceptionBecomes:
+    """The Rust library raises plain `Exception` and no class of its own: that very class becomes ours here, all others pass."""
+
+    def __init__(self, kind: type[ArmatureError], sentence: str) -> None:
+        self._kind, self._sentence = kind, sentence
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if kind is Exception:
+            raise self._kind(f"{self._sentence}: {error}") from error
+
+
+class Tokenizer:
+    """`bos_token_id` None: the checkpoint has none. `eos_token_ids`: each of them ends a completion."""
+
+    def __init__(self, directory: Path) -> None:
+        self._inner = _load(directory / "tokenizer.json")
+        self.config: Mapping[str, Any] = _read_object(directory / "tokenizer_config.json")
+        self.named_tokens: Mapping[str, str] = MappingProxyType(_named_tokens(self.config))
+        self._added = {token_id: str(token.content) for token_id, token in self._inner.get_added_tokens_decoder().items()}
+        self._special = frozenset(i for i, token in self._inner.get_added_tokens_decoder().items() if token.special)
+        self.vocab_size = self._inner.get_vocab_size(with_added_tokens=True)
+        self.bos_token_id = self.token_id(self.named_tokens.get("bos_token"))
+        self.eos_token_ids = self._all_eos(directory)
+        self._settle_post_processor()
+
+    def token_id(self, token: str | None) -> int | None:
+        return None if token is None else self._inner.token_to_id(token)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text. Lets other threads run meanwhile (the library's batch call does, its plain one does not)."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"the text is not valid Unicode: a lone surrogate stands at character {error.start}.") from error
+        with _BareExceptionBecomes(InvalidRequest, "this checkpoint's tokenizer cannot encode the text"):
+            return self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of ids in [0, 2^32); ids that the vocabulary does not know have no text."""
+        with _BareExceptionBecomes(InvalidRequest, "this checkpoint's tokenizer cannot decode the ids"):
+            return self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def has_text(self, token_id: int) -> bool:
+        """False for special tokens and for ids beyond the vocabulary (an embedding may have more rows): both decode to nothing."""
+        return token_id not in self._special and self._inner.id_to_token(token_id) is not None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds to the text, as bytes, since it may be half a character. Special tokens give their names."""
+        token = self._added.get(token_id)
+        if token is not None:
+            return token.encode()
+        token = self._inner.id_to_token(token_id) or ""
+        if "ByteLevel" in self._decoder_kinds:
+            values = [_BYTE_OF_LETTER.get(letter) for letter in token]
+            return token.encode() if None in values else bytes(value for value in values if value is not None)
+        byte = _BYTE_TOKEN.match(token) if "ByteFallback" in self._decoder_kinds else None
+        return bytes([int(byte.group(1), 16)]) if byte else token.replace(_META_SPACE, " ").encode()
+
+    @cached_property
+    def _decoder_kinds(self) -> frozenset[str]:
+        decoder = self._inner.decoder
+        state = json.loads(decoder.__getstate__()) if decoder is not None else {}
+        return frozenset(part["type"] for part in [state, *state.get("decoders", ())] if "type" in part)
+
+    def _all_eos(self, directory: Path) -> frozenset[int]:
+        """`generation_config.json`'s, or else `config.json`'s, and the tokenizer's own: instruct checkpoints end turns with any of them."""
+        generation = _eos_of(directory / "generation_config.json")
+        ids = generation if generation is not None else _eos_of(directory / "config.json") or frozenset()
+        own = self.token_id(self.named_tokens.get("eos_token"))
+        return ids if own is None else ids | {own}
+
+    def _settle_post_processor(self) -> None:
+        """`add_bos_token` or `add_eos_token` in tokenizer_config.json overrule tokenizer.json, as they do in transformers 5."""
+        flags = {name: self.config.get(f"add_{name}_token") for name in ("bos", "eos")}
+        if all(flag is None for flag in flags.values()):
+            return
+        tokens = {name: self.named_tokens.get(f"{name}_token") for name in flags}
+        ids = {name: self.token_id(token) for name, token in tokens.items() if token and flags[name]}
+        pieces = [f"{tokens['bos']}:0"] * ("bos" in ids) + ["$A:0"] + [f"{tokens['eos']}:0"] * ("eos" in ids)
+        special = [(str(tokens[name]), token_id) for name, token_id in ids.items() if token_id is not None]
+        if len(special) != len(ids):
+            raise CheckpointInvalid("tokenizer_config.json adds a bos or eos token that tokenizer.json does not have.")
+        self._inner.post_processor = processors.TemplateProcessing(single=pieces, pair=[*pieces, "$B:1"], special_tokens=special)
+
+
+def _load(path: Path) -> tokenizers.Tokenizer:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        hint = "Save the tokenizer in its fast form: transformers' AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)."
+        raise CheckpointInvalid(f"{path} is missing. {hint}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointInvalid(f"{path} cannot be read: {error}") from error
+    with _BareExceptionBecomes(
+        CheckpointInvalid, f"{path} is not a tokenizer that the tokenizers library {tokenizers.__version__} knows"
+    ):
+        inner = tokenizers.Tokenizer.from_str(text)
+    inner.no_truncation()  # some checkpoints carry both from their training; a prompt is never cut in silence
+    inner.no_padding()
+    return inner
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON object from a file that may be absent (then empty)."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise CheckpointInvalid(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointInvalid(f"{path} must hold a JSON object, not a {type(value).__name__}.")
+    return value
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """A named token is written as a string or as an object with `content`."""
+    named = {name: config.get(name) for name in _NAMED_TOKENS}
+    contents = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
+    return {name: content for name, content in contents.items() if isinstance(content, str)}
+
+
+def _eos_of(path: Path) -> frozenset[int] | None:
+    """`eos_token_id` of a config file: None where it says nothing."""
+    value = _read_object(path).get("eos_token_id")
+    ids = value if isinstance(value, list) else [value]
+    if value is None:
+        return None
+    if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
+        raise CheckpointInvalid(f"eos_token_id in {path} must be an id or a list of ids, not {value!r}.")
+    return frozenset(ids)
+
+
+def _letters() -> dict[str, int]:
+    """The byte-level alphabet of GPT-2: printable bytes stand for themselves, the others for the letters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(hidden)}
+
+
+_BYTE_OF_LETTER = _letters()

@@ -1,0 +1,57 @@
+"""A text with stop strings, cut into pieces anywhere, ends where the first of them to be complete begins."""
+
+from __future__ import annotations
+
+import time
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.text.stops import StopStrings
+
+letters = st.text("ab🙂\n", max_size=40)
+
+
+def cut(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """The slow twin: the occurrence that ends first; of two that end together the longer."""
+    found = [(text.index(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
+    if not found:
+        return text, None
+    end, length, stop = min(found)
+    return text[: end + length], stop
+
+
+@given(st.lists(letters, max_size=12), st.lists(st.text("ab🙂\n", min_size=1, max_size=6), max_size=4))
+def test_pieces_joined_are_the_text_cut_at_the_first_stop(pieces: list[str], stops: list[str]) -> None:
+    stream = StopStrings(stops)
+    shown = [stream.push(piece) for piece in pieces]
+    matched = stream.matched
+    assert ("".join([*shown, stream.flush()]), matched) == cut("".join(pieces), stops)
+
+
+@given(st.lists(letters, max_size=12), st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=3))
+def test_what_is_shown_could_not_have_been_a_stop_and_no_more_is_held_than_need_be(pieces: list[str], stops: list[str]) -> None:
+    stream, text, shown = StopStrings(stops), "", ""
+    for piece in pieces:
+        text += piece
+        shown += stream.push(piece)
+        if stream.matched is not None:
+            return
+        held = text.removeprefix(shown)
+        assert not held or any(stop.startswith(held) for stop in stops)
+        longer = [text[-count:] for count in range(len(held) + 1, len(text) + 1)]
+        assert not any(stop.startswith(end) for stop in stops for end in longer)
+
+
+def test_nothing_comes_after_a_stop() -> None:
+    stream = StopStrings(["\n\n"])
+    assert [stream.push("one\n"), stream.push("\ntwo"), stream.push("three"), stream.flush()] == ["one", "", "", ""]
+    assert stream.matched == "\n\n"
+
+
+def test_the_longest_stops_cost_a_step_a_character() -> None:
+    # Sixteen stops of 256 characters that are almost matched all the time; quadratic work would take minutes.
+    stream = StopStrings(["a" * 240 + f"b{number:015d}" for number in range(16)])
+    start = time.process_time()
+    assert len("".join(stream.push("a" * 8) for _ in range(500)) + stream.flush()) == 4000
+    assert time.process_time() - start < 5

@@ -1,0 +1,120 @@
+"""Streamed text equals decoding everything at once, for every form of tokenizer, and no piece has half a character."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.text.stream import IncrementalText
+from app.text.tokenizer import Tokenizer
+from small_tokenizers import FORMS, write_tokenizer
+
+WHOLE = ["byte_level", "sentence_piece"]  # forms that can spell any character
+
+
+@cache
+def tokenizer(form: str) -> Tokenizer:
+    with TemporaryDirectory() as directory:
+        return Tokenizer(write_tokenizer(Path(directory), FORMS[form]()))
+
+
+def pieces_of(stream: IncrementalText, ids: list[int]) -> list[str]:
+    pieces = [stream.push(token_id) for token_id in ids if stream.matched_stop is None]
+    return [*pieces, stream.flush()]
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=60) | st.text("the fox 你好🙂\u200d👩é�▁ \n", max_size=60)
+
+
+@pytest.mark.parametrize("form", WHOLE)
+@given(text=texts)
+def test_pieces_joined_are_the_text(form: str, text: str) -> None:
+    ids = tokenizer(form).encode(text, add_special_tokens=False)
+    assert "".join(pieces_of(IncrementalText(tokenizer(form)), ids)) == tokenizer(form).decode(ids)
+
+
+@pytest.mark.parametrize("form", WHOLE)
+@given(text=texts.filter(lambda text: "\ufffd" not in text))
+def test_no_piece_has_half_a_character(form: str, text: str) -> None:
+    ids = tokenizer(form).encode(text, add_special_tokens=False)
+    assert not any("\ufffd" in piece for piece in pieces_of(IncrementalText(tokenizer(form)), ids))
+
+
+@pytest.mark.parametrize("form", ["byte_level", "meta_space"])
+@given(seed=st.integers(0, 2**32), length=st.integers(0, 150))
+def test_any_ids_decode_as_they_do_at_once(form: str, seed: int, length: int) -> None:
+    # Bytes that are no characters, special tokens, ids beyond the vocabulary: what a model with random weights says.
+    ids = [random.Random(seed + place).randrange(tokenizer(form).vocab_size + 9) for place in range(length)]
+    assert "".join(pieces_of(IncrementalText(tokenizer(form)), ids)) == tokenizer(form).decode(ids)
+
+
+@given(prompt=texts.filter(bool), text=texts)
+def test_a_completion_continues_its_prompt(prompt: str, text: str) -> None:
+    inner = tokenizer("sentence_piece")
+    before = inner.encode(prompt, add_special_tokens=False)
+    ids = inner.encode(text, add_special_tokens=False)
+    joined = inner.decode(before) + "".join(pieces_of(IncrementalText(inner, context=before), ids))
+    assert joined == inner.decode(before + ids)
+
+
+def test_a_sentence_piece_completion_keeps_its_first_space_and_a_chat_drops_it() -> None:
+    inner = tokenizer("sentence_piece")
+    before, ids = inner.encode("Once upon"), inner.encode("a time", add_special_tokens=False)
+    assert "".join(pieces_of(IncrementalText(inner, context=before), ids)) == " a time"
+    assert "".join(pieces_of(IncrementalText(inner), ids)) == "a time"
+
+
+def test_a_space_after_many_special_tokens_is_kept() -> None:
+    inner = tokenizer("sentence_piece")
+    hello, silence = inner.encode("hello", add_special_tokens=False), [inner.token_id("<|end|>")] * 50
+    ids = [*hello, *(token_id for token_id in silence if token_id is not None), *hello]
+    assert "".join(pieces_of(IncrementalText(inner), ids)) == "hello hello"
+
+
+def test_a_character_comes_whole_with_its_last_byte() -> None:
+    inner = tokenizer("byte_level")
+    ids = inner.encode("aᚠb", add_special_tokens=False)  # not in the training text: one token a byte
+    assert pieces_of(IncrementalText(inner), ids) == ["a", "", "", "ᚠ", "b", ""]
+
+
+def test_a_character_cut_off_by_the_end_becomes_a_replacement_character() -> None:
+    inner = tokenizer("byte_level")
+    ids = inner.encode("aᚠ", add_special_tokens=False)[:-1]
+    assert pieces_of(IncrementalText(inner), ids) == ["a", "", "", "\ufffd"]
+
+
+def test_a_prompt_that_ends_within_a_character_is_completed() -> None:
+    inner = tokenizer("byte_level")
+    ids = inner.encode("aᚠ!", add_special_tokens=False)
+    assert "".join(pieces_of(IncrementalText(inner, context=ids[:3]), ids[3:])) == "ᚠ!"
+
+
+class Counting:
+    """Stands in for a tokenizer and counts the tokens that are decoded."""
+
+    def __init__(self, inner: Tokenizer) -> None:
+        self.inner, self.decoded, self.longest = inner, 0, 0
+        self.has_text, self.token_bytes = inner.has_text, inner.token_bytes
+
+    def decode(self, ids: list[int]) -> str:
+        self.decoded += len(ids)
+        self.longest = max(self.longest, len(ids))
+        return self.inner.decode(ids)
+
+
+@pytest.mark.parametrize("letters", ["hello world ", "\xff", "🦉"])
+def test_a_token_costs_the_same_at_any_length(letters: str) -> None:
+    inner = tokenizer("byte_level")
+    ids = inner.encode(letters, add_special_tokens=False) if letters != "\xff" else [inner.token_id("\xff")]
+    counting = Counting(inner)
+    stream = IncrementalText(counting)  # type: ignore[arg-type]
+    many = [token_id for token_id in ids * 400 if token_id is not None]
+    assert "".join(pieces_of(stream, many)) == inner.decode(many)
+    assert counting.longest <= 24
+    assert counting.decoded <= 24 * len(many)
