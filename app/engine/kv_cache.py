@@ -1,0 +1,153 @@
+"""Keys and values of every slot in one reserved stretch of address space, of which only what was written takes memory.
+
+Who owns which slot is `slots.py`'s business; this file only knows where a slot's tokens lie, and how their pages are given back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import mmap
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from app.backends.base import Segment
+from app.engine.batch import Copy, Span
+from app.errors import PlanImpossible
+
+# Python's mmap has no name for it; the value is the same on x86, Arm and RISC-V (Linux, asm-generic/mman-common.h).
+# With it the reservation is not counted against the commit limit. macOS needs nothing: there anonymous memory is lazy anyway.
+_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
+# Linux drops the pages at once; macOS takes the hint only under pressure, and MADV_FREE is its way to say that the content is void.
+_GIVE_BACK = mmap.MADV_DONTNEED if sys.platform == "linux" else getattr(mmap, "MADV_FREE", mmap.MADV_DONTNEED)
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What a cache has room for: `num_slots` sequences of up to `max_len` tokens each."""
+
+    num_layers: int
+    num_slots: int
+    max_len: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Tokens `[first, first + num_tokens)` of a layer's flat rows; the first is at absolute `position` of its sequence."""
+
+    first: int
+    num_tokens: int
+    position: int
+
+
+class KVCache:
+    """Position p of a slot's sequence lies at offset p of the slot; a token's keys and values of a layer lie together.
+
+    Per layer `[slots, stride, 2, kv_heads, head_dim]`, where `stride` is `max_len` rounded up so that no two slots share a page.
+    """
+
+    def __init__(self, shape: KVShape, dtype: torch.dtype) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.token_bytes = 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize  # of one layer
+        self.bytes_per_token = shape.num_layers * self.token_bytes
+        self.tokens_per_page = max(1, mmap.PAGESIZE // self.token_bytes)
+        whole_pages = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, self.token_bytes)  # fewest tokens that fill pages exactly
+        self.stride = math.ceil(shape.max_len / whole_pages) * whole_pages
+        self.reserved_bytes = shape.num_slots * self.stride * self.bytes_per_token
+        self._memory = _reserve(self.reserved_bytes)
+        rows = torch.frombuffer(self._memory, dtype=dtype).view(
+            shape.num_layers, shape.num_slots * self.stride, 2, shape.num_kv_heads, shape.head_dim
+        )
+        self._rows = rows
+        self._keys = rows[:, :, 0].unbind(0)  # per layer [slots * stride, kv_heads, head_dim]
+        self._values = rows[:, :, 1].unbind(0)
+
+    def row(self, slot: int, position: int) -> int:
+        """Where a token lies among a layer's flat rows."""
+        return slot * self.stride + position
+
+    def written_rows(self, spans: Iterable[Span]) -> list[int]:
+        """The flat rows of all tokens that these spans compute, in batch order."""
+        rows: list[int] = []
+        for span in spans:
+            assert span.start >= span.prefix_tokens, "a step never writes into a prefix that others share"
+            first = self.row(span.slot, span.start)
+            rows.extend(range(first, first + span.num_tokens))
+        return rows
+
+    def write(self, layer: int, rows: Tensor, key: Tensor, value: Tensor) -> None:
+        """Stores key, value [tokens, kv_heads, head_dim] (any strides) at `rows` [tokens] int64: one index op each, whatever the batch."""
+        self._keys[layer].index_copy_(0, rows, key.to(self.dtype))
+        self._values[layer].index_copy_(0, rows, value.to(self.dtype))
+
+    def runs(self, span: Span) -> tuple[Run, ...]:
+        """Where a span's context `[0, end)` lies: the shared prefix, if any, then its own tail. The same for every layer."""
+        prefix = span.prefix_tokens if span.prefix_slot is not None else 0
+        tail = Run(self.row(span.slot, prefix), span.end - prefix, prefix)
+        if span.prefix_slot is None or prefix == 0:
+            return (tail,)
+        return (Run(self.row(span.prefix_slot, 0), prefix, 0), tail)
+
+    def segment(self, layer: int, run: Run) -> Segment:
+        """A run's keys and values of one layer, as views."""
+        key = self._keys[layer].narrow(0, run.first, run.num_tokens)
+        return Segment(key, self._values[layer].narrow(0, run.first, run.num_tokens), run.position)
+
+    def segments(self, layer: int, span: Span) -> tuple[Segment, ...]:
+        """A span's whole context of one layer, as views: one segment, or two where it shares a prefix."""
+        return tuple(self.segment(layer, run) for run in self.runs(span))
+
+    def copy(self, copy: Copy) -> None:
+        """Carries out one copy, in all layers."""
+        source, target = self.row(copy.source, copy.start), self.row(copy.target, copy.start)
+        length = copy.end - copy.start
+        self._rows.narrow(1, target, length).copy_(self._rows.narrow(1, source, length))
+
+    def release(self, slot: int, start: int, end: int) -> None:
+        """Gives the whole pages among positions `[start, end)` of a slot back; a page that also holds a token outside stays.
+
+        `end` at `max_len` takes the slot's last page too: nothing lies behind it.
+        """
+        last = self.stride if end >= self.shape.max_len else end
+        first_byte = math.ceil(start * self.token_bytes / mmap.PAGESIZE) * mmap.PAGESIZE
+        last_byte = last * self.token_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+        if last_byte <= first_byte:
+            return
+        layer_bytes = self.shape.num_slots * self.stride * self.token_bytes
+        for layer in range(self.shape.num_layers):
+            slot_byte = layer * layer_bytes + slot * self.stride * self.token_bytes
+            self._memory.madvise(_GIVE_BACK, slot_byte + first_byte, last_byte - first_byte)
+
+    def resident_bytes(self) -> int:
+        """How much of the reservation takes memory now. It asks the kernel about every page: for tests and reports, not for a step."""
+        pages = (ctypes.c_ubyte * (self.reserved_bytes // mmap.PAGESIZE))()
+        address = ctypes.c_void_p(self._rows.data_ptr())
+        if ctypes.CDLL(None, use_errno=True).mincore(address, ctypes.c_size_t(self.reserved_bytes), pages) != 0:
+            raise OSError(ctypes.get_errno(), "mincore")
+        flags = torch.frombuffer(pages, dtype=torch.uint8)  # the lowest bit says resident, the others are the system's own
+        return int(flags.bitwise_and_(1).sum()) * mmap.PAGESIZE
+
+
+def _reserve(num_bytes: int) -> mmap.mmap:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except (OSError, ValueError, OverflowError) as error:
+        raise PlanImpossible(
+            f"The system refuses to reserve {num_bytes / 2**30:.1f} GiB of address space for the KV cache ({error}). "
+            "It is only taken as it is written, but strict overcommit (vm.overcommit_memory=2) or an address space limit (ulimit -v) "
+            "counts it at once: lift that, or lower max_running_seqs or max_model_len."
+        ) from error
+    # With huge pages one token would touch 2 MiB a layer. A kernel that has none refuses the advice, and needs none.
+    with contextlib.suppress(OSError):
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return memory

@@ -1,0 +1,106 @@
+"""Picks each sequence's next token, or a beam's best candidates, from one step's logits; rows are grouped by what they ask for.
+
+The mathematics is in `sampling_rows.py`. Where a sequence ends, and which beams live on, is the scheduler's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from dataclasses import replace
+
+from torch import Tensor
+
+from app.engine.batch import Picked
+from app.engine.sampling_rows import draw, has_penalties, penalised, probabilities, require_finite
+from app.engine.sequence import Sequence
+from app.engine.uniform import uniform
+
+PickRows = Callable[[Tensor, Rows[Sequence]], list[Picked]]
+
+
+class Sampler:
+    """Stateless: what is picked follows from the logits and the sequence alone, so neither the batch nor a preemption matters."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def pick(self, logits: Tensor, sequences: Rows[Sequence]) -> list[Picked]:
+        """One `Picked` a sequence from logits [rows, vocab]. Raises `StepFailed` where they are not finite."""
+        expected = (len(sequences), self.vocab_size)
+        assert logits.shape == expected, f"one row of logits a sequence: got {tuple(logits.shape)}, not {expected}"
+        groups: dict[PickRows, list[int]] = {}
+        for row, sequence in enumerate(sequences):
+            groups.setdefault(_way_to_pick(sequence), []).append(row)
+        picked: list[Picked] = [Picked(())] * len(sequences)
+        for pick_rows, rows in groups.items():
+            chosen = pick_rows(_take(logits, rows), [sequences[row] for row in rows])
+            for row, one in zip(rows, chosen, strict=True):
+                picked[row] = one
+        return _with_logprobs(picked, logits, sequences)
+
+
+def _way_to_pick(sequence: Sequence) -> PickRows:
+    if sequence.is_beam:
+        return _pick_beams
+    if not sequence.params.greedy:
+        return _pick_drawn
+    return _pick_greedy_penalised if has_penalties(sequence.params) else _pick_greedy
+
+
+def _take(logits: Tensor, rows: list[int]) -> Tensor:
+    return logits if len(rows) == len(logits) else logits[rows]
+
+
+def _pick_greedy(logits: Tensor, sequences: Rows[Sequence]) -> list[Picked]:
+    """One pass over the logits as they are. `max` takes the lowest id among equals, and is quicker than `argmax` in bfloat16."""
+    best, token_ids = logits.max(-1)
+    require_finite(best)
+    return [Picked((token_id,)) for token_id in token_ids.tolist()]
+
+
+def _pick_greedy_penalised(logits: Tensor, sequences: Rows[Sequence]) -> list[Picked]:
+    require_finite(logits.amax(-1))
+    return _pick_greedy(penalised(logits, sequences), sequences)
+
+
+def _pick_drawn(logits: Tensor, sequences: Rows[Sequence]) -> list[Picked]:
+    """The number drawn belongs to the seed and to the position that the new token will have."""
+    require_finite(logits.amax(-1))
+    shares = probabilities(penalised(logits, sequences), [sequence.params for sequence in sequences])
+    uniforms = [uniform(sequence.seed, len(sequence.token_ids)) for sequence in sequences]
+    return [Picked((token_id,)) for token_id in draw(shares, uniforms).tolist()]
+
+
+def _pick_beams(logits: Tensor, sequences: Rows[Sequence]) -> list[Picked]:
+    """Each parent's best candidates with their log-probabilities, best first. A beam search ignores the temperature."""
+    require_finite(logits.amax(-1))
+    logprobs = penalised(logits, sequences).log_softmax(-1)
+    best = _best(logprobs, max(sequence.num_candidates for sequence in sequences))
+    picked = []
+    for row, sequence in zip(best, sequences, strict=True):
+        candidates = row[: sequence.num_candidates]
+        picked.append(Picked(tuple(one for one, _ in candidates), tuple(logprob for _, logprob in candidates)))
+    return picked
+
+
+def _with_logprobs(picked: list[Picked], logits: Tensor, sequences: Rows[Sequence]) -> list[Picked]:
+    """Adds natural-log probabilities under the model's own distribution, before penalties and temperature, where they were asked for."""
+    rows = [row for row, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
+    if not rows:
+        return picked
+    logprobs = _take(logits, rows).float().log_softmax(-1)
+    best = _best(logprobs, max(sequences[row].params.logprobs or 0 for row in rows))
+    result = list(picked)
+    for index, row in enumerate(rows):
+        one, top = picked[row], tuple(best[index][: sequences[row].params.logprobs])
+        own = one.logprobs or (float(logprobs[index, one.token_ids[0]]),)  # a beam has its candidates' already
+        result[row] = replace(one, logprobs=own, top=top)
+    return result
+
+
+def _best(logprobs: Tensor, count: int) -> list[list[tuple[int, float]]]:
+    """Each row's `count` likeliest tokens with their log-probabilities, best first, the lower id first among equals."""
+    values, token_ids = logprobs.topk(min(count, logprobs.shape[1]))
+    pairs = (zip(ids, row, strict=True) for ids, row in zip(token_ids.tolist(), values.tolist(), strict=True))
+    return [sorted(row, key=lambda pair: (-pair[1], pair[0])) for row in pairs]

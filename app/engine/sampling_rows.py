@@ -1,0 +1,135 @@
+"""The mathematics of picking: many rows of logits at once, each with its own parameters. Which row needs what is the sampler's business.
+
+Every filter is a threshold: a token stays if it is at least as likely as the last one that must stay, so ties stay together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Rows
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from app.engine.sequence import Sequence
+from app.errors import StepFailed
+from app.messages import SamplingParams
+
+_BLOCK = 256  # tokens whose probabilities are summed before one of them is drawn: a running sum over the blocks is short
+_BELOW_ONE = 1.0 - 2.0**-53
+_NUCLEUS_WIDTHS = (
+    256,
+    4096,
+)  # most nuclei are found among this many likeliest tokens; sorting a whole vocabulary costs 30 times as much
+
+
+def require_finite(best: Tensor) -> None:
+    """best [rows] is each row's largest logit: NaN anywhere in a row, +inf or nothing but -inf shows there."""
+    if not bool(best.isfinite().all()):
+        bad = int((~best.isfinite()).sum())
+        raise StepFailed(
+            f"The model's logits are not finite for {bad} of {len(best)} sequences of this step, so no token can be picked."
+        )
+
+
+def penalised(logits: Tensor, sequences: Rows[Sequence]) -> Tensor:
+    """A float32 copy of logits [rows, vocab] with each sequence's penalties.
+
+    Repetition counts prompt and completion, as in transformers; presence and frequency the completion alone, as OpenAI has it.
+    Counted anew each step, for the rows that ask: a preempted or forked sequence needs no bookkeeping.
+    """
+    scores = logits.to(torch.float32, copy=True)
+    rows: list[int] = []
+    token_ids: list[int] = []
+    terms: list[tuple[float, float]] = []  # divisor of a positive score, amount to subtract
+    for row, sequence in enumerate(sequences):
+        params = sequence.params
+        if not has_penalties(params):
+            continue
+        completion = Counter(sequence.token_ids[sequence.num_prompt_tokens :])
+        for token_id in set(sequence.token_ids) if params.repetition_penalty != 1.0 else completion:
+            count = completion[token_id]
+            rows.append(row)
+            token_ids.append(token_id)
+            terms.append(
+                (max(params.repetition_penalty, 1e-6), params.frequency_penalty * count + params.presence_penalty * (count > 0))
+            )
+    if rows:
+        at = (torch.tensor(rows), torch.tensor(token_ids))
+        divisor, amount = torch.tensor(terms).unbind(1)
+        seen = scores[at]
+        # A client's extreme penalty may overflow; that may not look like a broken model, which fails the whole step.
+        scores[at] = torch.where(seen > 0, seen / divisor, seen * divisor).sub_(amount).nan_to_num_(nan=0.0)
+    return scores
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+
+
+def probabilities(scores: Tensor, params: Rows[SamplingParams]) -> Tensor:
+    """What may be drawn, from scores [rows, vocab] float32, which are overwritten: temperature, top_k, top_p, min_p, in that order.
+
+    Filtered tokens have probability 0; what is left need not sum to 1.
+    """
+    temperature = torch.tensor([max(one.temperature, 1e-6) for one in params]).unsqueeze(1)
+    scores.sub_(scores.amax(-1, keepdim=True)).div_(temperature)
+    vocab_size = scores.shape[1]
+    if any(0 < one.top_k < vocab_size for one in params):
+        scores.masked_fill_(scores < _top_k_threshold(scores, [one.top_k for one in params]), -torch.inf)
+    shares = scores.softmax(-1)
+    if any(one.top_p < 1.0 or one.min_p > 0.0 for one in params):
+        threshold = torch.tensor([one.min_p for one in params]).unsqueeze(1) * shares.amax(-1, keepdim=True)
+        threshold = torch.maximum(threshold, _top_p_threshold(shares, [one.top_p for one in params]))
+        shares.masked_fill_(shares < threshold, 0.0)
+    return shares
+
+
+def draw(shares: Tensor, uniforms: Rows[float]) -> Tensor:
+    """One token id a row from probabilities [rows, vocab]: where the running sum in vocabulary order passes the row's uniform number.
+
+    In vocabulary order and not by rank, since then a rounding difference in the logits moves the borders a little instead of
+    swapping two tokens. In two stages, blocks and then inside one, since a running sum over a vocabulary in float64 is slow.
+    """
+    blocks = F.pad(shares, (0, -shares.shape[1] % _BLOCK)).view(len(shares), -1, _BLOCK)
+    block, rest = _locate(blocks.sum(-1).double(), torch.tensor(uniforms, dtype=torch.float64))
+    inside, _ = _locate(blocks[torch.arange(len(blocks)), block].double(), rest)
+    return block * _BLOCK + inside
+
+
+def _locate(mass: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
+    """The first index whose running sum exceeds `fraction` [rows] of the row's total, and how far into that index's mass it falls."""
+    running = mass.cumsum(-1)
+    target = fraction * running[:, -1]
+    index = (running <= target.unsqueeze(1)).sum(-1, keepdim=True)  # below the last: target < total, as fraction < 1
+    here = mass.gather(1, index).squeeze(1)  # greater than 0: the sum grew here
+    before = running.gather(1, index).squeeze(1) - here
+    return index.squeeze(1), ((target - before) / here).clamp_(0.0, _BELOW_ONE)
+
+
+def _top_k_threshold(scores: Tensor, top_k: Rows[int]) -> Tensor:
+    """The k-th largest score of each row, [rows, 1]; -inf where k is off."""
+    rows = [row for row, k in enumerate(top_k) if 0 < k < scores.shape[1]]
+    counts = torch.tensor([top_k[row] for row in rows])
+    best = scores[rows].topk(int(counts.max())).values
+    threshold = scores.new_full((len(scores), 1), -torch.inf)
+    threshold[rows] = best.gather(1, counts.unsqueeze(1) - 1)
+    return threshold
+
+
+def _top_p_threshold(shares: Tensor, top_p: Rows[float]) -> Tensor:
+    """The least probability inside each row's nucleus, [rows, 1]: the fewest likeliest tokens that sum to at least top_p. 0 where off."""
+    threshold = shares.new_zeros((len(shares), 1))
+    pending = torch.tensor([row for row, p in enumerate(top_p) if p < 1.0], dtype=torch.int64)
+    limits = torch.tensor(top_p, dtype=torch.float64).unsqueeze(1)
+    vocab_size = shares.shape[1]
+    for width in (*(width for width in _NUCLEUS_WIDTHS if width < vocab_size), vocab_size):
+        if len(pending) == 0:
+            break
+        best = shares[pending].topk(width).values
+        running = best.double().cumsum(-1)
+        inside = (running - best < limits[pending]).sum(-1, keepdim=True).clamp_(min=1)
+        threshold[pending] = best.gather(1, inside - 1)
+        pending = pending[running[:, -1] < limits[pending].squeeze(1)]  # these want tokens beyond `width`
+    return threshold
