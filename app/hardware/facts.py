@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 CoreKind = Literal["performance", "efficiency"]
+CacheKind = Literal["data", "instruction", "unified"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +39,12 @@ class Core:
 
 @dataclass(frozen=True, slots=True)
 class NumaNode:
-    """A memory node and the logical CPUs near it; a node without CPUs is memory only."""
+    """A memory node and the logical CPUs near it; a node without CPUs is memory only. What is in the page cache counts as available."""
 
     id: int
     cpu_ids: tuple[int, ...]
     memory_bytes: int
-    free_bytes: int | None = None
+    available_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Cache:
     """One level of cache as seen from the first CPU: `shared_by` logical CPUs use one instance of `size_bytes`."""
 
     level: int
-    kind: Literal["data", "instruction", "unified"]
+    kind: CacheKind
     size_bytes: int
     shared_by: int
 

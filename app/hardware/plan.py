@@ -104,7 +104,9 @@ def make_plan(
         max_model_len=Decision(length if settings.max_model_len == "auto" else settings.max_model_len, "The model's."),
         max_running_seqs=Decision(64 if settings.max_running_seqs == "auto" else settings.max_running_seqs, "Default."),
         max_batch_tokens=Decision(512 if settings.max_batch_tokens == "auto" else settings.max_batch_tokens, "Default."),
-        max_waiting_requests=Decision(256 if settings.max_waiting_requests == "auto" else settings.max_waiting_requests, "Default."),
+        max_waiting_requests=Decision(
+            256 if settings.max_waiting_requests == "auto" else settings.max_waiting_requests, "Default."
+        ),
         kv_cache_bytes=Decision(2**30 if settings.kv_cache_bytes == "auto" else settings.kv_cache_bytes, "Default."),
         itl_target_seconds=Decision(None if settings.itl_target_ms == "auto" else settings.itl_target_ms / 1000, "Default."),
         compile=Decision(False, "Not built yet."),

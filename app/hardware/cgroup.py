@@ -1,0 +1,145 @@
+"""The limits of this process's control group on Linux: the tightest of its own and all its ancestors', cgroup v1, v2 or both at once.
+
+Formats: Linux Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/*.rst, man 7 cgroups, man 5 proc_pid_mountinfo.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Literal
+
+from app.hardware.facts import Cgroup
+from app.hardware.files import Files, parse_cpu_list
+
+# v1 says "no limit" as the largest multiple of a page below 2^63; no machine has an exbibyte.
+_NO_LIMIT = 2**60
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A cgroup file system: `top` is the part of the hierarchy that is mounted at `point`; v2 has no list of controllers here."""
+
+    top: str
+    point: str
+    version: Literal[1, 2]
+    controllers: frozenset[str]
+
+
+def read(files: Files) -> Cgroup:
+    mounts, groups = parse_mounts(files.text("/proc/self/mountinfo") or ""), parse_groups(files.text("/proc/self/cgroup") or "")
+    memory = list(_memory(files, mounts, groups))
+    limits = [limit for limit, _ in memory]
+    versions = [mount.version for name in ("cpu", "memory") if (mount := _mount(mounts, groups, name))]
+    return Cgroup(
+        version=min(versions, default=0),
+        quota_cores=min(_quotas(files, mounts, groups), default=None),
+        cpuset=_cpuset(files, mounts, groups),
+        memory_limit_bytes=min(limits, default=None),
+        memory_available_bytes=min((max(0, limit - used) for limit, used in memory), default=None),
+    )
+
+
+def parse_mounts(text: str) -> list[Mount]:
+    """The cgroup mounts among the lines of mountinfo: `id parent device top point options [tags] - type source options`."""
+    found = []
+    for line in text.splitlines():
+        left, dash, right = line.partition(" - ")
+        fields, kind = left.split(), right.split()
+        if dash and len(fields) >= 5 and kind and kind[0] in ("cgroup", "cgroup2"):
+            controllers = frozenset(kind[2].split(",")) if len(kind) > 2 else frozenset()
+            found.append(Mount(_unescape(fields[3]), _unescape(fields[4]), 2 if kind[0] == "cgroup2" else 1, controllers))
+    return found
+
+
+def parse_groups(text: str) -> dict[str, str]:
+    """Controller → path of this process's group, from `id:controllers:path` lines; v2's line has no controllers and is named ``."""
+    groups: dict[str, str] = {}
+    for line in text.splitlines():
+        parts = line.split(":", 2)
+        if len(parts) == 3:
+            for controller in parts[1].split(","):
+                groups[controller] = parts[2]
+    return groups
+
+
+def _mount(mounts: list[Mount], groups: dict[str, str], controller: str) -> Mount | None:
+    """A controller lives in one hierarchy only: v1's where it is mounted there, else v2's."""
+    first = next((mount for mount in mounts if mount.version == 1 and controller in mount.controllers), None)
+    if first is not None and controller in groups:
+        return first
+    return next((mount for mount in mounts if mount.version == 2 and "" in groups), None)
+
+
+def _directories(files: Files, mounts: list[Mount], groups: dict[str, str], controller: str) -> Iterator[tuple[int, str]]:
+    """The hierarchy's version with the directory of this process's group, then of each ancestor up to what is mounted."""
+    mount = _mount(mounts, groups, controller)
+    if mount is None:
+        return
+    group = groups[controller if mount.version == 1 else ""]
+    inside = PurePosixPath(group)
+    if inside.is_relative_to(mount.top):
+        inside = PurePosixPath("/") / inside.relative_to(mount.top)
+    # A container may see only its own part of the hierarchy, under a path that names more: then the mount itself is the group.
+    if ".." in inside.parts or not files.is_directory(mount.point + str(inside)):
+        inside = PurePosixPath("/")
+    for directory in (inside, *inside.parents):
+        yield mount.version, (mount.point + str(directory)).rstrip("/")
+
+
+def _quotas(files: Files, mounts: list[Mount], groups: dict[str, str]) -> Iterator[float]:
+    """Cores as quota over period, of every level that has a quota."""
+    for version, directory in _directories(files, mounts, groups, "cpu"):
+        if version == 2:
+            quota = parse_cpu_max(files.text(f"{directory}/cpu.max") or "")
+        else:
+            quota = _cores(files.number(f"{directory}/cpu.cfs_quota_us"), files.number(f"{directory}/cpu.cfs_period_us"))
+        if quota is not None:
+            yield quota
+
+
+def parse_cpu_max(text: str) -> float | None:
+    """`50000 100000` is half a core, `max 100000` no limit."""
+    parts = text.split()
+    if not parts or not parts[0].isdecimal():
+        return None
+    period = int(parts[1]) if len(parts) > 1 and parts[1].isdecimal() else 100_000  # microseconds, the kernel's default
+    return _cores(int(parts[0]), period)
+
+
+def _cores(quota: int | None, period: int | None) -> float | None:
+    return quota / period if quota is not None and quota > 0 and period else None
+
+
+def _cpuset(files: Files, mounts: list[Mount], groups: dict[str, str]) -> tuple[int, ...] | None:
+    """What is effective already counts the ancestors in, so the nearest level that states it is enough."""
+    for version, directory in _directories(files, mounts, groups, "cpuset"):
+        names = ("cpuset.cpus.effective",) if version == 2 else ("cpuset.effective_cpus", "cpuset.cpus")
+        for name in names:
+            if cpus := parse_cpu_list(files.text(f"{directory}/{name}")):
+                return cpus
+    return None
+
+
+def _memory(files: Files, mounts: list[Mount], groups: dict[str, str]) -> Iterator[tuple[int, int]]:
+    """(limit, in use and not droppable) in bytes of every level that has a limit; above memory.high the kernel slows a group down."""
+    for version, directory in _directories(files, mounts, groups, "memory"):
+        names = ("memory.max", "memory.high") if version == 2 else ("memory.limit_in_bytes",)
+        limits = [limit for name in names if (limit := files.number(f"{directory}/{name}")) is not None and limit < _NO_LIMIT]
+        if limits:
+            used = files.number(f"{directory}/{'memory.current' if version == 2 else 'memory.usage_in_bytes'}") or 0
+            yield min(limits), max(0, used - _droppable(files, directory, version))
+
+
+def _droppable(files: Files, directory: str, version: int) -> int:
+    """Page cache of the group: it counts as used and makes way for anything else."""
+    prefix = "" if version == 2 else "total_"
+    text = files.text(f"{directory}/memory.stat") or ""
+    return sum(int(count) for count in re.findall(rf"^{prefix}(?:in)?active_file (\d+)$", text, re.MULTILINE))
+
+
+def _unescape(text: str) -> str:
+    """mountinfo writes a space as \\040."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

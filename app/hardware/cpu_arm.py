@@ -1,0 +1,166 @@
+"""Names an Arm core from its implementer and part numbers, the product around it from what the firmware states, and its instruction sets.
+
+Arm Linux has no model name: cores are known by the numbers of the MIDR register, and the same core is sold in several products.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+
+from app.hardware.facts import Cpu
+from app.hardware.files import Files
+
+# Linux arch/arm64/include/asm/cputype.h (ARM_CPU_IMP_*)
+_IMPLEMENTERS = {
+    0x41: "Arm",
+    0x43: "Cavium",
+    0x46: "Fujitsu",
+    0x48: "HiSilicon",
+    0x4E: "NVIDIA",
+    0x51: "Qualcomm",
+    0x61: "Apple",
+    0x6D: "Microsoft",
+    0xC0: "Ampere",
+}
+
+# (implementer, part): Linux cputype.h (*_CPU_PART_*) and, for cores that it does not name, util-linux sys-utils/lscpu-arm.c.
+_CORES: Mapping[tuple[int, int], str] = {
+    (0x41, 0xD0C): "Neoverse N1",
+    (0x41, 0xD49): "Neoverse N2",
+    (0x41, 0xD8E): "Neoverse N3",
+    (0x41, 0xD40): "Neoverse V1",
+    (0x41, 0xD4F): "Neoverse V2",
+    (0x41, 0xD84): "Neoverse V3",
+    (0x41, 0xD83): "Neoverse V3AE",
+    (0x41, 0xD4A): "Neoverse E1",
+    (0x6D, 0xD49): "Neoverse N2",  # Azure Cobalt 100: Microsoft's implementer number on Arm's core
+    (0xC0, 0xAC3): "AmpereOne",
+    (0xC0, 0xAC4): "AmpereOne",  # Ampere-1A
+    (0x48, 0xD01): "TaiShan v110",
+    (0x48, 0xD02): "TaiShan v120",
+    (0x43, 0x0AF): "ThunderX2",
+    (0x46, 0x001): "A64FX",
+    (0x4E, 0x010): "Olympus",
+    (0x41, 0xD03): "Cortex-A53",
+    (0x41, 0xD07): "Cortex-A57",
+    (0x41, 0xD08): "Cortex-A72",
+    (0x41, 0xD0B): "Cortex-A76",
+    (0x41, 0xD42): "Cortex-A78AE",
+    (0x41, 0xD81): "Cortex-A720",
+    (0x41, 0xD85): "Cortex-X925",
+    (0x41, 0xD87): "Cortex-A725",
+    (0x61, 0x022): "Apple M1",
+    (0x61, 0x023): "Apple M1",
+    (0x61, 0x024): "Apple M1",
+    (0x61, 0x025): "Apple M1",
+    (0x61, 0x028): "Apple M1",
+    (0x61, 0x029): "Apple M1",
+    (0x61, 0x032): "Apple M2",
+    (0x61, 0x033): "Apple M2",
+    (0x61, 0x034): "Apple M2",
+    (0x61, 0x035): "Apple M2",
+    (0x61, 0x038): "Apple M2",
+    (0x61, 0x039): "Apple M2",
+}
+
+# Names in /proc/cpuinfo (Linux Documentation/arch/arm64/elf_hwcaps.rst) and what this project calls them.
+_FEATURES = {
+    "asimd": "neon",
+    "asimdhp": "fp16",
+    "asimdfhm": "fp16fml",
+    "asimddp": "dotprod",
+    "atomics": "lse",
+    "i8mm": "i8mm",
+    "bf16": "bf16",
+    "sve": "sve",
+    "sve2": "sve2",
+    "svei8mm": "svei8mm",
+    "svebf16": "svebf16",
+    "sme": "sme",
+    "sme2": "sme2",
+}
+
+# The same as bits of the auxiliary vector's AT_HWCAP (16) and AT_HWCAP2 (26): Linux arch/arm64/include/uapi/asm/hwcap.h.
+_HWCAPS = {
+    16: {1: "neon", 8: "lse", 10: "fp16", 20: "dotprod", 22: "sve", 23: "fp16fml"},
+    26: {1: "sve2", 9: "svei8mm", 12: "svebf16", 13: "i8mm", 14: "bf16", 23: "sme", 37: "sme2"},
+}
+
+# Who sells the machine (sys_vendor or chassis tag in DMI, as cloud-init's ds-identify reads them) and its core: the product.
+_CLOUD_PRODUCTS: Mapping[tuple[str, str], str] = {
+    ("Amazon EC2", "Cortex-A72"): "Graviton",  # aws-graviton-getting-started: A1
+    ("Amazon EC2", "Neoverse N1"): "Graviton2",
+    ("Amazon EC2", "Neoverse V1"): "Graviton3",
+    ("Amazon EC2", "Neoverse V2"): "Graviton4",
+    ("Amazon EC2", "Neoverse V3"): "Graviton5",
+    ("Google", "Neoverse N1"): "Altra",  # Tau T2A
+    ("Google", "Neoverse V2"): "Axion",  # C4A
+    ("Google", "Neoverse N3"): "Axion",  # N4A
+    ("Microsoft Corporation", "Neoverse N1"): "Altra",  # Dpsv5
+    ("Microsoft Corporation", "Neoverse N2"): "Cobalt 100",  # Dpsv6
+    ("OracleCloud.com", "Neoverse N1"): "Altra",  # A1
+    ("Hetzner", "Neoverse N1"): "Altra",  # CAX
+    ("Alibaba Cloud", "Neoverse N2"): "Yitian 710",  # g8y
+}
+
+# Silicon that names itself through SMCCC SOC_ID (/sys/devices/soc0/soc_id, JEP-106 manufacturer and part).
+_SOC_PRODUCTS = {"jep106:036b:0241": "Grace", "jep106:0a16:0001": "Altra"}
+
+# Implementers that sell one product with the core in question.
+_OWN_PRODUCTS = {
+    (0x6D, 0xD49): "Cobalt 100",
+    (0xC0, 0xAC3): "AmpereOne",
+    (0xC0, 0xAC4): "AmpereOne",
+    (0x48, 0xD01): "Kunpeng 920",
+}
+
+
+def cpu(fields: Mapping[str, str], files: Files) -> Cpu:
+    """From the block of /proc/cpuinfo of a performance core, and the firmware's files."""
+    implementer, part = _hexadecimal(fields.get("CPU implementer")), _hexadecimal(fields.get("CPU part"))
+    core = _CORES.get((implementer, part))
+    return Cpu(
+        vendor=_IMPLEMENTERS.get(implementer, f"implementer {implementer:#x}" if implementer >= 0 else "unknown"),
+        name=core or (f"Arm part {part:#x}" if part >= 0 else "Arm"),
+        microarchitecture=core,
+        product=_OWN_PRODUCTS.get((implementer, part)) or _product(core, files),
+    )
+
+
+def _product(core: str | None, files: Files) -> str | None:
+    """What is sold with this core inside, where the firmware says who sold it; no network is asked."""
+    for soc in files.names("/sys/devices"):
+        if soc.startswith("soc") and (known := _SOC_PRODUCTS.get(files.text(f"/sys/devices/{soc}/soc_id") or "")):
+            return known
+    for name in ("sys_vendor", "chassis_asset_tag"):
+        stated = files.text(f"/sys/class/dmi/id/{name}") or files.text(f"/sys/devices/virtual/dmi/id/{name}")
+        if known := _CLOUD_PRODUCTS.get((stated or "", core or "")):
+            return known
+    return None
+
+
+def instruction_sets(fields: Mapping[str, str], files: Files) -> frozenset[str]:
+    """From the Features line; emulators that show another machine's /proc/cpuinfo still give the right auxiliary vector."""
+    stated = fields.get("Features")
+    if stated is None:
+        return _from_auxiliary_vector(files.octets("/proc/self/auxv"))
+    return frozenset(_FEATURES[name] for name in stated.split() if name in _FEATURES)
+
+
+def _from_auxiliary_vector(octets: bytes) -> frozenset[str]:
+    pairs = dict(struct.iter_unpack("<QQ", octets[: len(octets) // 16 * 16]))
+    return frozenset(name for kind, bits in _HWCAPS.items() for bit, name in bits.items() if pairs.get(kind, 0) >> bit & 1)
+
+
+def sve_bits(files: Files, isa: frozenset[str]) -> int | None:
+    """SVE's vector length, bits; the kernel states the default length that a new process gets, in bytes."""
+    length = files.number("/proc/sys/abi/sve_default_vector_length")
+    return length * 8 if length is not None and "sve" in isa else None
+
+
+def _hexadecimal(text: str | None) -> int:
+    try:
+        return int(text or "", 16)
+    except ValueError:
+        return -1

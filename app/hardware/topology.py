@@ -1,0 +1,92 @@
+"""Physical cores, SMT siblings, kinds of core, memory nodes and caches of a Linux machine, from sysfs.
+
+Where sysfs is not mounted, each processor of /proc/cpuinfo counts as a core of its own.
+"""
+
+from __future__ import annotations
+
+import re
+
+from app.hardware.facts import Cache, CacheKind, Core, CoreKind, NumaNode
+from app.hardware.files import Files, parse_cpu_list, parse_fields, parse_size
+
+_CPUS = "/sys/devices/system/cpu"
+_NODES = "/sys/devices/system/node"
+_CACHE_KINDS: dict[str, CacheKind] = {"Data": "data", "Instruction": "instruction", "Unified": "unified"}
+
+# A core below this share of the largest cpu_capacity (Linux Documentation/scheduler/sched-capacity.rst) is an efficiency core;
+# cores of one kind differ by a few percent where the firmware lists their best clocks.
+_EFFICIENCY_SHARE = 0.8
+
+
+def online_cpus(files: Files) -> tuple[int, ...]:
+    stated = parse_cpu_list(files.text(f"{_CPUS}/online"))
+    if stated:
+        return stated
+    listed = re.findall(r"^processor\s*:\s*(\d+)", files.text("/proc/cpuinfo") or "", re.MULTILINE)
+    return tuple(int(cpu) for cpu in listed) or (0,)
+
+
+def cores(files: Files, nodes: tuple[NumaNode, ...]) -> tuple[Core, ...]:
+    """One entry a physical core, in the order of its first logical CPU."""
+    online = online_cpus(files)
+    node_of = {cpu: node.id for node in nodes for cpu in node.cpu_ids}
+    efficient = _efficiency_cpus(files, online)
+    found: dict[tuple[int, ...], Core] = {}
+    for cpu in online:
+        siblings = _siblings(files, cpu, online)
+        package = files.number(f"{_CPUS}/cpu{cpu}/topology/physical_package_id") or 0
+        kind: CoreKind = "efficiency" if cpu in efficient else "performance"
+        found.setdefault(siblings, Core(siblings, max(package, 0), node_of.get(cpu, 0), kind))
+    return tuple(sorted(found.values(), key=lambda core: core.cpu_ids))
+
+
+def _siblings(files: Files, cpu: int, online: tuple[int, ...]) -> tuple[int, ...]:
+    for name in ("core_cpus_list", "thread_siblings_list"):  # the second is the name before Linux 5.3
+        stated = parse_cpu_list(files.text(f"{_CPUS}/cpu{cpu}/topology/{name}"))
+        if stated:
+            return tuple(sibling for sibling in stated if sibling in online)
+    return (cpu,)
+
+
+def _efficiency_cpus(files: Files, online: tuple[int, ...]) -> frozenset[int]:
+    """Intel's hybrids list their small cores under one name; Arm states each CPU's capacity."""
+    small = parse_cpu_list(files.text("/sys/devices/cpu_atom/cpus"))
+    if small:
+        return frozenset(small)
+    capacities = {cpu: files.number(f"{_CPUS}/cpu{cpu}/cpu_capacity") or 0 for cpu in online}
+    largest = max(capacities.values())
+    return frozenset(cpu for cpu, capacity in capacities.items() if 0 < capacity < _EFFICIENCY_SHARE * largest)
+
+
+def numa_nodes(files: Files) -> tuple[NumaNode, ...]:
+    ids = sorted(int(match[1]) for name in files.names(_NODES) if (match := re.fullmatch(r"node(\d+)", name)))
+    return tuple(_node(files, node) for node in ids)
+
+
+def _node(files: Files, node: int) -> NumaNode:
+    text = files.text(f"{_NODES}/node{node}/meminfo") or ""
+    fields = parse_fields(text.replace(f"Node {node} ", ""))
+    sizes = {name: parse_size(value) or 0 for name, value in fields.items()}
+    droppable = sizes.get("Active(file)", 0) + sizes.get("Inactive(file)", 0)  # the page cache makes way
+    return NumaNode(
+        id=node,
+        cpu_ids=parse_cpu_list(files.text(f"{_NODES}/node{node}/cpulist")),
+        memory_bytes=sizes.get("MemTotal", 0),
+        available_bytes=sizes["MemFree"] + droppable if "MemFree" in sizes else None,
+    )
+
+
+def caches(files: Files) -> tuple[Cache, ...]:
+    """As the first online CPU sees them."""
+    directory = f"{_CPUS}/cpu{online_cpus(files)[0]}/cache"
+    found = [_cache(files, f"{directory}/{name}") for name in files.names(directory) if name.startswith("index")]
+    return tuple(cache for cache in found if cache is not None)
+
+
+def _cache(files: Files, directory: str) -> Cache | None:
+    level, size = files.number(f"{directory}/level"), parse_size(files.text(f"{directory}/size"))
+    kind = _CACHE_KINDS.get(files.text(f"{directory}/type") or "")
+    if level is None or size is None or kind is None:
+        return None
+    return Cache(level, kind, size, max(1, len(parse_cpu_list(files.text(f"{directory}/shared_cpu_list")))))
