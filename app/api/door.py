@@ -1,0 +1,153 @@
+"""The door that every request passes: its id, its key, the size of its body, a watch for the client leaving, and the last handler.
+
+Plain ASGI, since a middleware that wraps requests in its own tasks hides disconnects. What a body means is the dialects' business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import re
+import uuid
+from collections.abc import Collection
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.api.errors import error_body, error_response, refusal
+from app.api.streaming import sse
+from app.api.watch import ClientLeft, linger, run_beside_watch
+from app.errors import BodyTooLarge, Overloaded, RequestError, ServiceStopping, Unauthorized
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 16 * 2**20  # a context of a million tokens as text, several times over
+MAX_HELD_BODIES = 16  # bodies of full size in memory at the same time
+BODY_SECONDS = 60.0  # a body that takes longer is not worth its connection
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics"})  # probes and scrapers have no keys
+_SANE_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+class Door:
+    """Wraps the application; the only state is how many bytes of bodies are being held."""
+
+    def __init__(self, app: ASGIApp, api_keys: Collection[str] = (), max_body_bytes: int = MAX_BODY_BYTES) -> None:
+        self._app = app
+        self._key_hashes = tuple(_hash(key.encode()) for key in api_keys)
+        self._max_body_bytes = max_body_bytes
+        self._held_bytes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        answer = Answer(scope, send)
+        try:
+            self._check_key(scope)
+            await self._pass(scope, receive, answer)
+        except ClientLeft:
+            log.debug("request %s: the client left", answer.request_id)
+        except (RequestError, HTTPException) as error:
+            await answer.refuse(error)
+            if isinstance(error, BodyTooLarge):
+                await linger(receive)
+        except asyncio.CancelledError:  # the server stops and has waited long enough
+            await answer.refuse(ServiceStopping("The server is stopping and could not finish this request."))
+        except Exception as error:  # the last handler: the client learns nothing of our insides, the log all
+            log.exception("request %s failed", answer.request_id)
+            await answer.refuse(error)
+        await answer.end()
+
+    def _check_key(self, scope: Scope) -> None:
+        if not self._key_hashes or scope["path"] in OPEN_PATHS:
+            return
+        scheme, _, key = _header(scope, b"authorization").partition(b" ")
+        offered = _hash(key.strip())
+        # Every key is compared, in constant time: the time taken tells nothing.
+        known = sum(hmac.compare_digest(offered, expected) for expected in self._key_hashes)
+        if scheme.lower() != b"bearer" or not known:
+            raise Unauthorized("This server wants an API key: send it as `Authorization: Bearer KEY`.")
+
+    async def _pass(self, scope: Scope, receive: Receive, answer: Answer) -> None:
+        if scope["method"] in ("GET", "HEAD"):
+            await self._app(scope, receive, answer.send)
+            return
+        body = bytearray()
+        try:
+            await self._read(scope, receive, body)
+            await run_beside_watch(self._app, scope, bytes(body), receive, answer.send)
+        finally:
+            self._held_bytes -= len(body)
+
+    async def _read(self, scope: Scope, receive: Receive, body: bytearray) -> None:
+        declared = _header(scope, b"content-length")
+        if declared.isdigit() and int(declared[:20]) > self._max_body_bytes:
+            raise self._too_large()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                while await self._read_chunk(receive, body):
+                    pass
+        except TimeoutError as error:
+            raise HTTPException(408, f"The body did not arrive within {BODY_SECONDS:g} seconds") from error
+
+    async def _read_chunk(self, receive: Receive, body: bytearray) -> bool:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        chunk = message.get("body", b"")
+        if len(body) + len(chunk) > self._max_body_bytes:
+            raise self._too_large()
+        if self._held_bytes + len(chunk) > MAX_HELD_BODIES * self._max_body_bytes:
+            raise Overloaded("The server holds too many large bodies already.", retry_after_seconds=1.0)
+        body += chunk
+        self._held_bytes += len(chunk)
+        return bool(message.get("more_body", False))
+
+    def _too_large(self) -> BodyTooLarge:
+        return BodyTooLarge(f"The body may have {self._max_body_bytes} bytes at the most.")
+
+
+class Answer:
+    """What goes back to one client: adds the request's id, and knows how far the response is."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        offered = _header(scope, b"x-request-id")
+        self.request_id = offered.decode() if _SANE_ID.fullmatch(offered) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = self.request_id
+        self._scope, self._send = scope, send
+        self._started = self._ended = self._streams = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._started = True
+            headers = message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
+            self._streams = any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
+        elif not message.get("more_body", False):
+            self._ended = True
+        await self._send(message)
+
+    async def refuse(self, error: Exception) -> None:
+        """Tells the client, in whatever way is still possible: a response, or the last event of a stream. `end` comes after it."""
+        path = self._scope["path"]
+        if not self._started:
+            response = error_response(path, error)
+            if isinstance(error, BodyTooLarge):
+                response.headers["connection"] = "close"
+            await self.send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+            await self.send({"type": "http.response.body", "body": response.body, "more_body": True})
+        elif self._streams and not self._ended:
+            await self.send({"type": "http.response.body", "body": sse(error_body(path, refusal(error))), "more_body": True})
+
+    async def end(self) -> None:
+        if self._started and not self._ended:
+            await self.send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    return next((value for key, value in scope["headers"] if key == name), b"")
+
+
+def _hash(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -1,0 +1,155 @@
+"""Where errors become HTTP: the only place that knows status codes and what each dialect's error body looks like.
+
+Everything else raises `RequestError`s, which are words; the door catches what nobody else did.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from app.errors import (
+    ArmatureError,
+    BodyTooLarge,
+    InvalidRequest,
+    ModelNotFound,
+    NotReady,
+    Overloaded,
+    RequestError,
+    RequestTimeout,
+    ServiceStopping,
+    StepFailed,
+    Unauthorized,
+)
+
+# The nearest class in an error's ancestry counts.
+STATUS: Mapping[type[ArmatureError], int] = {
+    InvalidRequest: 400,
+    Unauthorized: 401,
+    ModelNotFound: 404,
+    BodyTooLarge: 413,
+    Overloaded: 429,
+    StepFailed: 500,
+    NotReady: 503,
+    ServiceStopping: 503,
+    RequestTimeout: 504,
+    ArmatureError: 500,
+}
+# Loading says no better; kubelet's own readiness period is 10 s, a client may look a little oftener.
+LOADING_RETRY_SECONDS = 5
+# Another pod answers at once.
+STOPPING_RETRY_SECONDS = 1
+INTERNAL_MESSAGE = "The server failed to answer this request. Its log, under the same x-request-id, says why."
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An error as HTTP will say it, before a dialect gives it a body."""
+
+    status: int
+    code: str
+    message: str
+    field: str | None
+    headers: Mapping[str, str]
+
+
+def refusal(error: Exception) -> Refusal:
+    """Any exception in the words of HTTP. What we did not foresee is a 500 that tells the client nothing of our insides."""
+    if isinstance(error, RequestError):
+        status = next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
+        return Refusal(status, error.code, error.message, error.field, _retry_headers(error))
+    if isinstance(error, HTTPException):
+        code = _HTTP_CODES.get(error.status_code, "http_error")
+        return Refusal(error.status_code, code, f"{error.detail}.", None, dict(error.headers or {}))
+    return Refusal(500, "internal_error", INTERNAL_MESSAGE, None, {})
+
+
+_HTTP_CODES: Mapping[int, str] = {404: "route_not_found", 405: "method_not_allowed"}
+
+
+def _retry_headers(error: RequestError) -> dict[str, str]:
+    if isinstance(error, Overloaded):
+        return {"retry-after": str(max(1, math.ceil(error.retry_after_seconds)))}
+    if isinstance(error, NotReady):
+        return {"retry-after": str(LOADING_RETRY_SECONDS)}
+    if isinstance(error, ServiceStopping):
+        return {"retry-after": str(STOPPING_RETRY_SECONDS)}
+    if isinstance(error, Unauthorized):
+        return {"www-authenticate": "Bearer"}
+    return {}
+
+
+# ---- what each dialect says ----------------------------------------------------------------------------------------
+
+
+def _openai_body(refusal: Refusal) -> dict[str, Any]:
+    kind = _OPENAI_TYPES.get(refusal.status, "server_error" if refusal.status >= 500 else "invalid_request_error")
+    return {"error": {"message": refusal.message, "type": kind, "param": refusal.field, "code": refusal.code}}
+
+
+_OPENAI_TYPES: Mapping[int, str] = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+def _native_body(refusal: Refusal) -> dict[str, Any]:
+    return {"error": {"code": refusal.code, "message": refusal.message, "field": refusal.field}}
+
+
+# First part of the path → body; what is not listed speaks our own dialect.
+BODIES: Mapping[str, Callable[[Refusal], dict[str, Any]]] = {"v1": _openai_body}
+
+
+def error_body(path: str, refusal: Refusal) -> dict[str, Any]:
+    """The error's body in the dialect that the path belongs to."""
+    return BODIES.get(path.split("/", 2)[1] if path.startswith("/") else "", _native_body)(refusal)
+
+
+def error_response(path: str, error: Exception) -> JSONResponse:
+    said = refusal(error)
+    return JSONResponse(error_body(path, said), said.status, headers=said.headers)
+
+
+# ---- pydantic's complaints -----------------------------------------------------------------------------------------
+
+
+def invalid_body(error: ValidationError | RequestValidationError) -> InvalidRequest:
+    """The most specific complaint as one sentence that names the field; what a union's branches say of the same field is joined by `or`."""
+    complaints = [(_field_name(item["loc"]), item["msg"]) for item in error.errors()]
+    name, _ = max(complaints, key=lambda complaint: (complaint[0].count("[") + complaint[0].count("."), bool(complaint[0])))
+    sentence = "; or ".join(dict.fromkeys(_plain(text) for about, text in complaints if about == name))
+    return InvalidRequest(f"{name}: {sentence}." if name else f"The body could not be read: {sentence}.", field=name or None)
+
+
+def _field_name(location: tuple[int | str, ...]) -> str:
+    """`messages[0].content` from pydantic's location, which also holds the branches of unions (`str`, `list[str]`)."""
+    name = ""
+    for part in location:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif part.isidentifier() and part not in _TYPE_TAGS and part[0].islower():
+            name += f".{part}" if name else part
+    return name
+
+
+_TYPE_TAGS = frozenset({"str", "int", "float", "bool", "none", "dict", "list", "tuple", "body"})
+
+
+def _plain(text: str) -> str:
+    return text.removeprefix("Value error, ").removesuffix(".").replace("valid tuple", "valid list")
+
+
+async def answer_error(request: Request, error: Exception) -> JSONResponse:
+    """FastAPI's handler for the errors that it catches itself."""
+    if isinstance(error, RequestValidationError):
+        error = invalid_body(error)
+    return error_response(request.url.path, error)
+
+
+HANDLED: tuple[type[Exception], ...] = (RequestError, HTTPException, RequestValidationError)

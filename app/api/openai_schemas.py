@@ -1,0 +1,102 @@
+"""What bodies of OpenAI's dialect look like: the fields that we honour, those that change nothing here, and those that must be neutral."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from app.api.schemas import MAX_MESSAGES, MAX_PARTS, Body, Int, Prompts, SamplingFields
+
+# Labels, billing and storage on OpenAI's side; hints that have nothing to act on where there are no tools.
+IGNORED = frozenset(
+    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention parallel_tool_calls".split()
+)
+
+
+class StreamOptions(Body):
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
+
+    include_usage: bool | None = None
+
+
+class Part(Body):
+    """One part of a message; only text has a meaning here."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"annotations": (None, [])}
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """One turn. `name` is handed to the chat template, which may or may not use it."""
+
+    # What an answer of ours or OpenAI's carries when it is sent back as history.
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "refusal": (None,),
+        "audio": (None,),
+        "annotations": (None, []),
+        "tool_calls": (None, []),
+        "function_call": (None,),
+        "reasoning_content": (None, ""),
+    }
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[tuple[Part, ...], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)]
+    name: str | None = None
+
+
+class GenerationBody(SamplingFields):
+    """What chat and completions share."""
+
+    IGNORED: ClassVar[frozenset[str]] = IGNORED
+
+    model: str | None = None
+    max_tokens: Int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class ChatBody(GenerationBody):
+    """`POST /v1/chat/completions`. Without `max_tokens` an answer may go on to the end of the context."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "tools": (None, []),
+        "tool_choice": (None, "none", "auto"),
+        "functions": (None, []),
+        "function_call": (None, "none", "auto"),
+        "logit_bias": (None, {}),
+        "response_format": (None, {"type": "text"}),
+        "modalities": (None, ["text"]),
+        "audio": (None,),
+        "prediction": (None,),
+        "reasoning_effort": (None, "none"),
+        "verbosity": (None, "medium"),
+        "web_search_options": (None,),
+    }
+
+    messages: Annotated[tuple[Message, ...], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionBody(GenerationBody):
+    """`POST /v1/completions`. Without `max_tokens` an answer has 16 tokens, as OpenAI's has."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "best_of": (None, 1),
+        "suffix": (None, ""),
+        "logit_bias": (None, {}),
+    }
+
+    prompt: Prompts
+    echo: bool | None = None
+    logprobs: Int | None = None

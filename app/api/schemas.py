@@ -1,0 +1,134 @@
+"""What all dialects' bodies have in common: strict types, no field swallowed, and the fields that say how tokens are picked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+
+from app.api.errors import invalid_body
+from app.errors import UnsupportedParameter
+from app.messages import SamplingParams
+
+MAX_PROMPTS = 64  # prompts in one body; each is a request of its own to the engine
+MAX_MESSAGES = 10_000
+MAX_PARTS = 1_000  # parts of one message
+MAX_STOP_TOKEN_IDS = 256
+
+# 64 bits: what is longer is no number that anybody meant, and Python's own have no bound.
+Int = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+TokenIds = Annotated[
+    Any,
+    AfterValidator(lambda value: token_ids(value)),
+    WithJsonSchema({"type": "array", "items": {"type": "integer"}, "minItems": 1}),
+]
+Body_ = TypeVar("Body_", bound="Body")
+
+
+class Body(BaseModel):
+    """A JSON object from a client. A field that we do not know is refused by name, unless it stands in one of the two tables.
+
+    IGNORED fields change nothing that a client could notice here. NEUTRAL ones are refused unless their value asks for nothing.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False)
+    IGNORED: ClassVar[frozenset[str]] = frozenset()
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    def refuse_unknown(self, path: str = "") -> None:
+        for name, value in (self.model_extra or {}).items():
+            if name in self.IGNORED or value in self.NEUTRAL.get(name, ()):
+                continue
+            field = path + name
+            if name not in self.NEUTRAL:
+                raise UnsupportedParameter(f"{field} is not a parameter of this route.", field=field)
+            neutral = " or ".join(repr(accepted) for accepted in self.NEUTRAL[name] if accepted is not None)
+            wanted = f"leave it out, or send {neutral}" if neutral else "leave it out"
+            raise UnsupportedParameter(f"{field} is not supported: {wanted}.", field=field)
+        for name in type(self).model_fields:
+            _refuse_unknown_below(getattr(self, name), path + name)
+
+
+def _refuse_unknown_below(value: Any, path: str) -> None:
+    if isinstance(value, Body):
+        value.refuse_unknown(f"{path}.")
+    elif isinstance(value, tuple) and value and isinstance(value[0], Body):
+        for index, item in enumerate(value):
+            item.refuse_unknown(f"{path}[{index}].")
+
+
+class SamplingFields(Body):
+    """How tokens are picked, in every generating dialect. Absent and null mean neutral."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop: str | Annotated[tuple[str, ...], Field(fail_fast=True)] | None = None
+    stop_token_ids: Annotated[tuple[Int, ...], Field(fail_fast=True, max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    seed: Int | None = None
+    n: Int | None = None
+    ignore_eos: bool | None = None
+
+    def params(self, **more: Any) -> SamplingParams:
+        """Raises `InvalidRequest` for what is out of range; None in `more` means the neutral value too."""
+        given = {name: getattr(self, name) for name in SamplingFields.model_fields} | more
+        given["stop"] = (self.stop,) if isinstance(self.stop, str) else self.stop
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+def parse(model: type[Body_], body: bytes) -> Body_:
+    """A body of this shape, or the first thing that is wrong with it as `InvalidRequest`."""
+    try:
+        parsed = model.model_validate_json(body)
+    except ValidationError as error:
+        raise invalid_body(error) from error
+    parsed.refuse_unknown()
+    return parsed
+
+
+def token_ids(value: Any) -> tuple[int, ...]:
+    """Types are checked as a set: a context of a million ids is checked in milliseconds, and by no list of a million complaints."""
+    if not isinstance(value, list) or set(map(type, value)) != {int}:
+        raise ValueError("Input should be a list of token ids, not empty")
+    return tuple(value)
+
+
+def prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
+    """OpenAI's four shapes of a prompt as one: each element is a text or token ids."""
+    if isinstance(value, str):
+        return (value,)
+    kinds = set(map(type, value)) if isinstance(value, list) else set()
+    if kinds == {int}:
+        return (tuple(value),)
+    if kinds in ({str}, {list}):
+        _refuse_many(value)
+        return tuple(text if isinstance(text, str) else token_ids(text) for text in value)
+    raise ValueError(
+        "Input should be a string, a list of strings, a list of token ids or a list of lists of token ids, not empty"
+    )
+
+
+def _refuse_many(value: Sequence[Any]) -> None:
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"Input should have {MAX_PROMPTS} prompts at the most, not {len(value)}")
+
+
+Prompts = Annotated[
+    Any,
+    AfterValidator(prompts),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}},
+                {"type": "array", "items": {"type": "integer"}},
+                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+            ]
+        }
+    ),
+]

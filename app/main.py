@@ -1,0 +1,105 @@
+"""The ASGI application: every URL in one list, and the door in front of them. What stands behind is made in `startup`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.responses import Response
+
+from app.api import health, native, openai, web
+from app.api.dependencies import Runtime
+from app.api.door import Door
+from app.api.errors import HANDLED, answer_error
+from app.api.native_schemas import DetokenizeBody, GenerateBody, TokenizeBody
+from app.api.openai_schemas import ChatBody, CompletionBody
+from app.api.schemas import Body
+from app.version import VERSION
+
+SCHEMAS = "#/components/schemas/{model}"
+
+
+@dataclass(frozen=True, slots=True)
+class Url:
+    """One route; `body` is what its JSON body looks like."""
+
+    method: str
+    path: str
+    endpoint: Callable[[Request], Awaitable[Response]]
+    summary: str
+    body: type[Body] | None = None
+
+
+URLS = (
+    Url("GET", "/healthz", health.healthz, "Alive: 200 while the worker thread lives, else 500"),
+    Url("GET", "/readyz", health.readyz, "Ready: 503 with the stage of loading until it is"),
+    Url("GET", "/info", health.info, "Version, model, facts, plan with reasons, capacity"),
+    Url("GET", "/metrics", health.metrics, "Prometheus text; OpenMetrics on request"),
+    Url("POST", "/v1/chat/completions", openai.chat_completions, "OpenAI: a chat's next message", ChatBody),
+    Url("POST", "/v1/completions", openai.completions, "OpenAI: a prompt's continuation", CompletionBody),
+    Url("GET", "/v1/models", openai.models, "OpenAI: the models served, which is one"),
+    Url("GET", "/v1/models/{name:path}", openai.model, "OpenAI: one model"),
+    Url("POST", "/generate", native.generate, "Text or token ids in, text and token ids out", GenerateBody),
+    Url("POST", "/tokenize", native.tokenize, "A text's or a chat's token ids", TokenizeBody),
+    Url("POST", "/detokenize", native.detokenize, "Token ids as text", DetokenizeBody),
+    Url("POST", "/v1/embeddings", native.needs_encoder, "OpenAI: vectors of texts (an encoder's)"),
+    Url("POST", "/v1/rerank", native.needs_encoder, "Texts in order of relevance (an encoder's)"),
+    Url("POST", "/v1/classify", native.needs_encoder, "Labels with scores (an encoder's)"),
+    Url("POST", "/embed", native.needs_encoder, "Vectors of texts (an encoder's)"),
+    Url("GET", "/", web.root, "The page"),
+)
+
+
+def create_app(runtime: Runtime) -> FastAPI:
+    """The whole application around what serves it. Its lifespan starts and stops the runtime."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await runtime.lifetime.start()
+        try:
+            yield
+        finally:
+            await runtime.lifetime.stop()
+
+    app = FastAPI(
+        title="Armature",
+        version=VERSION,
+        lifespan=lifespan,
+        redoc_url=None,
+        redirect_slashes=False,
+        exception_handlers=dict.fromkeys(HANDLED, answer_error),
+    )
+    app.state.runtime = runtime
+    app.add_middleware(Door, api_keys=runtime.api_keys)
+    for url in URLS:
+        app.add_api_route(
+            url.path, url.endpoint, methods=[url.method], summary=url.summary, openapi_extra=_request_body(url.body)
+        )
+    _describe_bodies(app)
+    return app
+
+
+def _request_body(body: type[Body] | None) -> dict[str, Any] | None:
+    """Bodies are parsed by the endpoints, faster and stricter than FastAPI would; so it is told what they look like."""
+    if body is None:
+        return None
+    schema = {"$ref": SCHEMAS.format(model=body.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _describe_bodies(app: FastAPI) -> None:
+    bodies = [(url.body, "validation") for url in URLS if url.body is not None]
+    _, definitions = models_json_schema(bodies, ref_template=SCHEMAS)  # type: ignore[arg-type]
+    generated = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = generated()
+        document.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
