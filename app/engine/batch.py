@@ -34,6 +34,20 @@ class Span:
         return self.num_tokens == 1 and self.start >= self.sequence.num_prompt_tokens
 
 
+def next_span(sequence: Sequence, num_tokens: int) -> Span:
+    """The next `num_tokens` of a running sequence."""
+    assert sequence.slot is not None, "only a running sequence is computed"
+    return Span(
+        sequence=sequence,
+        start=sequence.num_computed,
+        num_tokens=num_tokens,
+        slot=sequence.slot,
+        prefix_slot=sequence.prefix_slot,
+        prefix_tokens=sequence.prefix_tokens,
+        samples=num_tokens == sequence.num_uncomputed,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Copy:
     """Keys and values of positions `[start, end)` go from one slot to another before the step runs (a fork's own tail)."""
@@ -46,11 +60,16 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What `schedule()` hands to `run()`: decodes first, then prefill chunks; `copies` come first of all, `released` slots give pages back."""
+    """What `schedule()` hands to `run()`: decodes first, then prefill chunks.
+
+    The order is binding: `copies` one after the other, then `released` pages go back (a copy may read from one), then the spans.
+    """
 
     spans: tuple[Span, ...]
     copies: tuple[Copy, ...] = ()
-    released: tuple[tuple[int, int, int], ...] = ()  # slot, from position, to position
+    released: tuple[tuple[int, int, int], ...] = ()  # slot, from position, to position; whole pages
+    cached_tokens: int = 0  # of the prompts that this step begins with, found in the KV cache
+    preempted: int = 0  # sequences that lost their memory for this step
 
     @property
     def num_tokens(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, field
 
-from app.messages import Generate, SamplingParams
+from app.messages import Generate, SamplingParams, TokenLogprob
 
 _SEED_MASK = 2**63 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # Steele et al., "Fast splittable pseudorandom number generators", 2014: the increment of SplitMix64
@@ -29,6 +29,8 @@ class Sequence:
     seed: int = 0  # resolved, in [0, 2^63): random numbers depend on it and on the position alone
     stop_ids: frozenset[int] = field(default_factory=frozenset)  # each ends the sequence and is not text
     arrived_at: float = 0.0
+    order: int = 0  # of arrival, unique: the oldest goes first and is preempted last
+    limit: int = 0  # longest that `token_ids` may become: max_tokens, the context or the KV cache ends it there
     num_computed: int = 0
     slot: int | None = None
     prefix_slot: int | None = None
@@ -37,6 +39,7 @@ class Sequence:
     scheduled_at: float | None = None
     first_token_at: float | None = None
     beam_logprob: float = 0.0  # cumulative, of a beam's completion
+    beam_trail: tuple[TokenLogprob, ...] = ()  # of each token of a beam's completion, where asked for
 
     @property
     def num_completion_tokens(self) -> int:

@@ -1,0 +1,80 @@
+"""Continuous batching of a decoder: the scheduler decides, the runner computes, the scheduler learns what came of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from typing import Protocol
+
+from app.engine.batch import Batch, Picked
+from app.engine.scheduler import Scheduler
+from app.errors import RequestError, StepFailed
+from app.messages import Abort, Event, Generate, Snapshot, StepStats
+
+
+class Runner(Protocol):
+    """Tensors in, ids out: one `Picked` for each span that samples, in span order."""
+
+    def run(self, batch: Batch) -> Items[Picked]: ...
+
+
+class DecoderEngine:
+    """The engine's face to the worker for models that generate. `stats` is the last step's."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.stats: StepStats | None = None
+        self._clock = clock
+        self._batch: Batch | None = None  # of the step that is under way, or that raised
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add(self, request: Generate) -> list[Event]:
+        return self.scheduler.add(request)
+
+    def abort(self, command: Abort) -> list[Event]:
+        return self.scheduler.abort(command)
+
+    def step(self) -> list[Event]:
+        """Computes the next batch and returns what its clients are to be told."""
+        started = self._clock()
+        self._batch = batch = self.scheduler.schedule()
+        if batch is None:
+            return []
+        picked = self.runner.run(batch)
+        events = self.scheduler.update(batch, picked)
+        self._batch = None
+        self.stats = measured(batch, self._clock() - started)
+        self.scheduler.observe(self.stats)
+        return events
+
+    def fail(self) -> list[Event]:
+        """After `step` raised: the requests of its batch end, the others go on. Where there was no batch, all end."""
+        error = StepFailed("The step that computed this request failed; the server's log says why. It may be sent again.")
+        batch, self._batch = self._batch, None
+        return self.scheduler.fail(batch, error) if batch else self.scheduler.fail_all(error)
+
+    def fail_all(self, error: RequestError) -> list[Event]:
+        return self.scheduler.fail_all(error)
+
+    def snapshot(self) -> Snapshot:
+        return self.scheduler.snapshot()
+
+
+def measured(batch: Batch, seconds: float) -> StepStats:
+    """A step in numbers, for the metrics and the pace."""
+    decodes = sum(span.is_decode for span in batch.spans)
+    return StepStats(
+        seconds=seconds,
+        prefill_tokens=batch.num_tokens - decodes,
+        decode_tokens=decodes,
+        num_sequences=len(batch.spans),
+        num_prefill_sequences=len(batch.spans) - decodes,
+        num_decode_sequences=decodes,
+        cached_tokens=batch.cached_tokens,
+        preempted=batch.preempted,
+    )

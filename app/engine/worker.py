@@ -1,0 +1,170 @@
+"""The one thread that owns device, model and engine: loads, takes commands from its mailbox, steps, and tells what happened once a step.
+
+It knows no event loop and no metrics: callbacks carry its words away. When it ends in any way but `Stop`, `on_fatal` is told.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Literal, Protocol, TypeVar
+
+from app.errors import RequestError, ServiceStopping, StepFailed
+from app.messages import Abort, Command, Event, Generate, RequestFailed, Snapshot, StepStats, Stop
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+State = Literal["loading", "ready", "failed", "stopped"]
+
+# Failing steps in a row after which the device or the model is taken as broken: a request that breaks its own step has ended after one.
+MAX_FAILED_STEPS = 3
+
+
+class Engine(Protocol):
+    """What a decoder and an encoder have in common."""
+
+    stats: StepStats | None
+
+    @property
+    def has_work(self) -> bool: ...
+    def add(self, request: Generate) -> list[Event]: ...
+    def abort(self, command: Abort) -> list[Event]: ...
+    def step(self) -> list[Event]: ...
+    def fail(self) -> list[Event]: ...
+    def fail_all(self, error: RequestError) -> list[Event]: ...
+    def snapshot(self) -> Snapshot: ...
+
+
+def _never(_: Exception) -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Callbacks:
+    """All are called on the worker thread. `on_events` never gets an empty list; `is_fatal` says that the device cannot survive this."""
+
+    on_events: Callable[[list[Event]], None]
+    on_fatal: Callable[[BaseException], None]
+    on_step: Callable[[StepStats, Snapshot], None] = lambda stats, snapshot: None
+    is_fatal: Callable[[Exception], bool] = _never
+
+
+class Worker:
+    """`state`, `stage`, `snapshot`, `error` and `alive` may be read from any thread, `put` called from any."""
+
+    def __init__(self, build: Callable[[Callable[[str], None]], Engine], callbacks: Callbacks) -> None:
+        self.state: State = "loading"
+        self.stage = "starting"
+        self.snapshot = Snapshot()
+        self.error: BaseException | None = None
+        self._build = build
+        self._callbacks = callbacks
+        self._mailbox: SimpleQueue[Command] = SimpleQueue()
+        self._failed_steps = 0
+        self._thread = threading.Thread(target=self._run, name="armature-worker", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, command: Command) -> None:
+        """Raises `ServiceStopping` for a request that nobody would read any more."""
+        self._mailbox.put(command)
+        if isinstance(command, Generate) and self.state in ("failed", "stopped"):
+            raise ServiceStopping("The server is stopping.")
+
+    def join(self, timeout_seconds: float | None = None) -> None:
+        self._thread.join(timeout_seconds)
+
+    @property
+    def alive(self) -> bool:
+        """False before `start` and once the thread has ended, however it did."""
+        return self._thread.is_alive()
+
+    # ---- on the worker thread --------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            engine, error = self._attempt(lambda: self._build(self._report))
+            if engine is None:
+                self.error = error
+                return
+            self.state, self.stage, self.snapshot = "ready", "ready", engine.snapshot()
+            self._serve(engine)
+        finally:
+            self._finish()
+
+    def _serve(self, engine: Engine) -> None:
+        """Until `Stop` or a failure that cannot be survived. An idle engine blocks on the mailbox."""
+        while self.error is None:
+            events, stop = self._take_commands(engine)
+            if stop:
+                self.state = "stopped"
+                self._tell([*events, *engine.fail_all(ServiceStopping("The server is stopping."))])
+                return
+            stats = None
+            if engine.has_work:
+                told, stats = self._step(engine)
+                events += told
+            self.snapshot = engine.snapshot()
+            self._tell(events)
+            if stats is not None:
+                self._callbacks.on_step(stats, self.snapshot)
+
+    def _take_commands(self, engine: Engine) -> tuple[list[Event], bool]:
+        """Everything in the mailbox, waiting for the first where there is nothing else to do; True when `Stop` was among it."""
+        events: list[Event] = []
+        block = not engine.has_work
+        while True:
+            try:
+                command = self._mailbox.get(block=block)
+            except Empty:
+                return events, False
+            block = False
+            if isinstance(command, Stop):
+                return events, True
+            events += engine.add(command) if isinstance(command, Generate) else engine.abort(command)
+
+    def _step(self, engine: Engine) -> tuple[list[Event], StepStats | None]:
+        events, error = self._attempt(engine.step)
+        if events is not None:
+            self._failed_steps = 0
+            return events, engine.stats
+        assert error is not None, "what returns nothing has raised"
+        self._failed_steps += 1
+        failed = engine.fail()
+        if self._failed_steps < MAX_FAILED_STEPS and not self._callbacks.is_fatal(error):
+            return failed, None
+        self.error = error
+        return failed + engine.fail_all(StepFailed("The server's device has failed; the server is restarting.")), None
+
+    def _attempt(self, action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+        """The one place of the engine where every failure is caught, so that the requests behind it are told."""
+        try:
+            return action(), None
+        except Exception as error:
+            log.exception("%s failed", "Loading" if self.state == "loading" else "A step")
+            return None, error
+
+    def _finish(self) -> None:
+        """Whatever ended the thread: who is still in the mailbox is told, and the process learns that it cannot serve."""
+        if self.state != "stopped":
+            self.state = "failed"
+        events: list[Event] = []
+        while not self._mailbox.empty():
+            command = self._mailbox.get()
+            if isinstance(command, Generate):
+                events.append(RequestFailed(command.request_id, ServiceStopping("The server is stopping.")))
+        self._tell(events)
+        if self.state == "failed":
+            self._callbacks.on_fatal(self.error or RuntimeError("The worker thread ended without a word."))
+
+    def _tell(self, events: list[Event]) -> None:
+        if events:
+            self._callbacks.on_events(events)
+
+    def _report(self, stage: str) -> None:
+        self.stage = stage
