@@ -14,7 +14,6 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 
 import tokenizers
-from tokenizers import processors
 
 from app.errors import ArmatureError, CheckpointInvalid, InvalidRequest
 
@@ -49,13 +48,15 @@ class Tokenizer:
         self.vocab_size = self._inner.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = self.token_id(self.named_tokens.get("bos_token"))
         self.eos_token_ids = self._all_eos(directory)
-        self._settle_post_processor()
 
     def token_id(self, token: str | None) -> int | None:
         return None if token is None else self._inner.token_to_id(token)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text. Lets other threads run meanwhile (the library's batch call does, its plain one does not)."""
+        """Ids of a text; tokenizer.json's post-processor says which special tokens are added, as in transformers.
+
+        Other threads run meanwhile: the library's batch call lets them, its plain one does not.
+        """
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -96,19 +97,6 @@ class Tokenizer:
         ids = generation if generation is not None else _eos_of(directory / "config.json") or frozenset()
         own = self.token_id(self.named_tokens.get("eos_token"))
         return ids if own is None else ids | {own}
-
-    def _settle_post_processor(self) -> None:
-        """`add_bos_token` or `add_eos_token` in tokenizer_config.json overrule tokenizer.json, as they do in transformers 5."""
-        flags = {name: self.config.get(f"add_{name}_token") for name in ("bos", "eos")}
-        if all(flag is None for flag in flags.values()):
-            return
-        tokens = {name: self.named_tokens.get(f"{name}_token") for name in flags}
-        ids = {name: self.token_id(token) for name, token in tokens.items() if token and flags[name]}
-        pieces = [f"{tokens['bos']}:0"] * ("bos" in ids) + ["$A:0"] + [f"{tokens['eos']}:0"] * ("eos" in ids)
-        special = [(str(tokens[name]), token_id) for name, token_id in ids.items() if token_id is not None]
-        if len(special) != len(ids):
-            raise CheckpointInvalid("tokenizer_config.json adds a bos or eos token that tokenizer.json does not have.")
-        self._inner.post_processor = processors.TemplateProcessing(single=pieces, pair=[*pieces, "$B:1"], special_tokens=special)
 
 
 def _load(path: Path) -> tokenizers.Tokenizer:

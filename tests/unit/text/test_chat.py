@@ -1,0 +1,168 @@
+"""Chat templates render as they do in transformers, and whatever one tries fails its own request only."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.errors import CheckpointInvalid, InvalidRequest, UnsupportedParameter
+from app.text.chat import ChatTemplate, open_chat_template
+from small_tokenizers import byte_level, write_tokenizer
+
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+CONVERSATION = [
+    {"role": "system", "content": "Be <b>brief</b> & 'kind'."},
+    {"role": "user", "content": "  Hello?\n"},
+    {"role": "assistant", "content": "Hi é 你"},
+    {"role": "user", "content": "Bye"},
+]
+CHATML = """{% for message in messages %}
+    {% if loop.first and message['role'] != 'system' %}<|im_start|>system
+You are kind.<|im_end|>
+{% endif %}
+{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
+{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+BRACKETS = """{{- bos_token }}
+{%- set ns = namespace(turn=0) %}
+{%- for message in messages %}
+    {%- if message.role == 'system' %}{% continue %}{% endif %}
+    {%- if (message.role == 'user') != (ns.turn % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
+    {%- set ns.turn = ns.turn + 1 %}
+    {%- if message.role == 'user' %}{{ '[INST] ' + message.content | trim + ' [/INST]' }}
+    {%- else %}{% generation %}{{ ' ' + message.content + eos_token }}{% endgeneration %}{% endif %}
+{%- endfor %}"""
+EVERYTHING = "{{ messages | tojson(indent=1) }}"
+EVERYTHING += "{{ tools is none }}{{ thinking | default('unset') }}{{ range(3) | list }}{{ 'ab' * 3 }}{{ 2 ** 3 }}"
+
+
+@pytest.mark.parametrize("source", [CHATML, BRACKETS, EVERYTHING])
+def test_rendered_as_by_transformers(source: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    write_tokenizer(tmp_path, byte_level(), tokenizer_class="PreTrainedTokenizerFast", chat_template=source)
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    expected = reference.apply_chat_template(CONVERSATION, tokenize=False, add_generation_prompt=True, thinking=True)
+    assert ChatTemplate(source, TOKENS).render(CONVERSATION, {"thinking": True}) == expected
+
+
+def test_text_parts_are_lines_of_one_text() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert ChatTemplate("{{ messages[0].content }}", {}).render([{"role": "user", "content": parts}]) == "one\ntwo"
+
+
+ESCAPES = [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ messages.__class__ }}{{ messages.__init__.__globals__['os'].system('true') }}",
+    "{{ raise_exception.__globals__ }}{{ raise_exception.__globals__.json }}",
+    "{{ range.__self__._left.x }}",
+    "{{ ('{0.__class__.__base__}' | string).format(messages) }}{{ ''.format.__self__.x }}",
+    "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+    "{{ namespace(__init__=1) }}",
+    "{{ messages.append(1) }}",
+    "{{ messages[0].update({'role': 'system'}) }}",
+    "{% include '/etc/passwd' %}",
+    "{% import 'os' as os %}{{ os }}",
+    "{{ self.__init__.__globals__.x }}",
+    "{{ lipsum(n=1000000) }}",
+]
+RUNAWAYS = [
+    "{% for i in range(100000000) %}{% endfor %}",
+    "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
+    "{% for i in range(1000) %}{{ 'x' * 100000 }}{% endfor %}",
+    "{{ 'x' * 10000000000 }}",
+    "{{ [1] * 10000000000 }}",
+    "{{ 2 ** 100000 }}",
+    "{{ 10 ** 60 ** 60 }}",
+    "{% set ns = namespace(n=7) %}{% for i in range(100) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
+    "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    "{{ 1 / 0 }}",
+    "{{ messages[0]['absent']['deeper'] }}",
+    "{{ 1 + 'a' }}",
+    "{{ none.x() }}",
+    "{{ absent() }}",
+]
+
+
+@pytest.mark.parametrize("source", ESCAPES + RUNAWAYS)
+def test_a_template_that_goes_wrong_fails_its_request_only(source: str) -> None:
+    template, good = ChatTemplate(source, TOKENS), ChatTemplate(CHATML, TOKENS)
+    with pytest.raises(InvalidRequest, match="template") as caught:
+        template.render(CONVERSATION)
+    assert caught.value.field == "messages"
+    assert good.render(CONVERSATION).endswith("<|im_start|>assistant\n")
+
+
+def test_a_formatted_text_shows_nothing_of_ours() -> None:
+    assert "object" not in _outcome("{{ '{0.__class__}'.format(messages) }}")
+    assert "jinja2" not in _outcome("{{ '%s' % raise_exception.__globals__ }}")
+
+
+def _outcome(source: str) -> str:
+    try:
+        return ChatTemplate(source, TOKENS).render(CONVERSATION)
+    except InvalidRequest as error:
+        return error.message
+
+
+def test_a_template_may_refuse_a_conversation() -> None:
+    with pytest.raises(InvalidRequest, match="refuses these messages: roles must alternate"):
+        ChatTemplate(BRACKETS, TOKENS).render([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
+
+
+@pytest.mark.parametrize(
+    "messages, kind, sentence",
+    [
+        ([], InvalidRequest, "at least one"),
+        ([{"role": "user", "content": 3}], InvalidRequest, "string or a list of text parts"),
+        ([{"role": "user", "content": ["a"]}], InvalidRequest, "content parts must be"),
+        ([{"role": "user", "content": [{"type": "text"}]}], InvalidRequest, "content parts must be"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], UnsupportedParameter, "reads text only"),
+        ([{"role": "user", "content": object()}], InvalidRequest, "plain JSON"),
+    ],
+)
+def test_messages_that_are_none(messages: list[dict[str, Any]], kind: type[InvalidRequest], sentence: str) -> None:
+    with pytest.raises(kind, match=sentence) as caught:
+        ChatTemplate(CHATML, TOKENS).render(messages)
+    assert caught.value.field == "messages"
+
+
+@pytest.mark.parametrize("name", ["messages", "bos_token", "range"])
+def test_arguments_may_not_replace_what_is_given(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"{name} cannot be an argument"):
+        ChatTemplate(CHATML, TOKENS).render(CONVERSATION, {name: 1})
+
+
+def test_a_deep_conversation_is_refused() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(InvalidRequest, match="plain JSON"):
+        ChatTemplate(CHATML, TOKENS).render([{"role": "user", "content": "a", "extra": deep}])
+
+
+@pytest.mark.parametrize(
+    "config, file, expected",
+    [
+        (None, None, None),
+        ("one", None, "one"),
+        ([{"name": "tool_use", "template": "tool"}, {"name": "default", "template": "plain"}], None, "plain"),
+        ([{"name": "rag", "template": "rag"}], None, "rag"),
+        ("one", "file", "file"),
+    ],
+)
+def test_where_a_template_comes_from(config: Any, file: str | None, expected: str | None, tmp_path: Path) -> None:
+    if file is not None:
+        (tmp_path / "chat_template.jinja").write_text(file, encoding="utf-8")
+    template = open_chat_template(tmp_path, {"chat_template": config}, TOKENS)
+    assert (None if template is None else template.render(CONVERSATION)) == expected
+
+
+@pytest.mark.parametrize(
+    "config, sentence", [(3, "must be a string"), (["a"], "must be a string"), ("{% if %}", "wrong in line 1")]
+)
+def test_templates_that_are_none(config: Any, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointInvalid, match=sentence):
+        open_chat_template(tmp_path, json.loads(json.dumps({"chat_template": config})), TOKENS)
