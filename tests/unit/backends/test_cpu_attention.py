@@ -1,0 +1,177 @@
+"""The processor's attention against the plain formula in float32, for every mixture of rows, segments, windows, caps and head counts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.backends import cpu
+from app.backends.base import AttentionRow, Segment
+from app.backends.cpu import CpuBackend
+from app.backends.reference import reference_attention
+from app.models.context import AttentionSpec
+
+# Standard normal inputs, results below 5. In bfloat16 a part's result and its softmax weights are rounded to 8 bits.
+TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 5e-6}, torch.bfloat16: {"rtol": 1.6e-2, "atol": 6e-3}}
+
+
+@dataclass(frozen=True)
+class Share:
+    """A row to be: `prefix` tokens in another slot, `past` computed tokens of its own, `new` tokens in this step."""
+
+    prefix: int
+    past: int
+    new: int
+
+
+def make_rows(
+    shares: list[Share], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, list[AttentionRow]]:
+    """Keys and values as the cache has them: strided views of token-major memory."""
+    generator = torch.Generator().manual_seed(sum(share.prefix * 7 + share.past * 3 + share.new for share in shares))
+
+    def segment(tokens: int, position: int) -> Segment:
+        memory = torch.randn((tokens + 2, 2, kv_heads, head_dim), generator=generator).to(dtype)
+        return Segment(memory[1:-1, 0], memory[1:-1, 1], position)
+
+    rows, first = [], 0
+    for share in shares:
+        own = segment(share.past + share.new, share.prefix)
+        segments = (segment(share.prefix, 0), own) if share.prefix else (own,)
+        rows.append(AttentionRow(first, share.new, share.prefix + share.past, segments))
+        first += share.new
+    return torch.randn((first, heads, head_dim), generator=generator).to(dtype), rows
+
+
+def check(shares: list[Share], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, spec: AttentionSpec) -> None:
+    query, rows = make_rows(shares, heads, kv_heads, head_dim, dtype)
+    result = CpuBackend(dtype).attention(query, rows, spec)
+    assert (result.shape, result.dtype) == (query.shape, dtype)
+    torch.testing.assert_close(result.float(), reference_attention(query, rows, spec), **TOLERANCE[dtype])
+
+
+RAGGED = [
+    Share(0, 40, 1),
+    Share(17, 0, 1),
+    Share(30, 12, 1),
+    Share(0, 0, 9),
+    Share(0, 21, 8),
+    Share(13, 0, 7),
+    Share(5, 6, 11),
+    Share(0, 0, 1),
+]
+SPECS = [
+    AttentionSpec(0.125),
+    AttentionSpec(0.2, window=8),
+    AttentionSpec(0.2, window=16, softcap=3.0),
+    AttentionSpec(0.3, softcap=2.0),
+    AttentionSpec(0.1, window=1),
+    AttentionSpec(0.1, window=1000),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (6, 2), (3, 1)])
+def test_a_ragged_batch(dtype: torch.dtype, spec: AttentionSpec, heads: int, kv_heads: int) -> None:
+    check(RAGGED, heads, kv_heads, 64, dtype, spec)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [8, 33, 80, 96, 100, 128, 256])
+def test_head_sizes(dtype: torch.dtype, head_dim: int) -> None:
+    check(RAGGED, 4, 2, head_dim, dtype, AttentionSpec(head_dim**-0.5))
+    check(RAGGED, 4, 2, head_dim, dtype, AttentionSpec(head_dim**-0.5, window=10))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "spec", [AttentionSpec(0.125), AttentionSpec(0.125, window=600), AttentionSpec(0.125, softcap=20.0)], ids=str
+)
+def test_lengths_beyond_the_kernels_own_blocks(dtype: torch.dtype, spec: AttentionSpec) -> None:
+    """Torch's kernel splits keys by 512 and queries by 256 at the most; ours splits masked queries by 256."""
+    check([Share(300, 500, 1), Share(0, 700, 580), Share(600, 0, 70), Share(0, 0, 900)], 2, 1, 16, dtype, spec)
+
+
+@given(
+    shares=st.lists(st.builds(Share, st.integers(0, 40), st.integers(0, 40), st.integers(1, 24)), min_size=1, max_size=6),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 5),
+    head_dim=st.sampled_from([4, 7, 16, 40]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    window=st.none() | st.integers(1, 60),
+    softcap=st.none() | st.floats(1.0, 50.0),
+)
+def test_any_mixture(
+    shares: list[Share], kv_heads: int, group: int, head_dim: int, dtype: torch.dtype, window: int | None, softcap: float | None
+) -> None:
+    check(shares, kv_heads * group, kv_heads, head_dim, dtype, AttentionSpec(head_dim**-0.5, window, softcap))
+
+
+def test_the_formula_itself() -> None:
+    """One head, two tokens seen, worked by hand: scores 0 and log 3 weigh 1/4 and 3/4."""
+    key = torch.tensor([[[0.0]], [[math.log(3.0)]]])
+    value = torch.tensor([[[4.0]], [[8.0]]])
+    row = AttentionRow(0, 1, 1, (Segment(key, value, 0),))
+    query = torch.tensor([[[1.0]]])
+    assert reference_attention(query, [row], AttentionSpec(1.0)).item() == pytest.approx(7.0)
+    assert reference_attention(query, [row], AttentionSpec(1.0, window=1)).item() == pytest.approx(8.0)
+    capped = 2.0 * math.tanh(math.log(3.0) / 2.0)
+    weight = math.exp(capped) / (1 + math.exp(capped))
+    assert reference_attention(query, [row], AttentionSpec(1.0, softcap=2.0)).item() == pytest.approx(4 + 4 * weight)
+
+
+def test_parts_of_very_different_weight_are_merged_stably() -> None:
+    """A prefix whose scores are 2,000 lower adds nothing, and nothing overflows."""
+    near, far = torch.full((3, 1, 4), 50.0), torch.full((3, 1, 4), -50.0)
+    segments = (Segment(far, torch.full((3, 1, 4), 9.0), 0), Segment(near, torch.ones(3, 1, 4), 3))
+    result = CpuBackend(torch.float32).attention(
+        torch.full((1, 1, 4), 5.0), [AttentionRow(0, 1, 5, segments)], AttentionSpec(1.0)
+    )
+    torch.testing.assert_close(result, torch.ones(1, 1, 4))
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    query, rows = make_rows(RAGGED, 8, 2, 64, torch.bfloat16)
+    spec, backend = AttentionSpec(0.125), CpuBackend(torch.bfloat16)
+    together = backend.attention(query, rows, spec)
+    for row in rows:
+        alone = AttentionRow(0, row.num_tokens, row.start, row.segments)
+        own = slice(row.first, row.first + row.num_tokens)
+        assert torch.equal(backend.attention(query[own], [alone], spec), together[own])
+
+
+def test_the_query_may_be_a_view_of_the_fused_product() -> None:
+    query, rows = make_rows(RAGGED, 4, 2, 16, torch.float32)
+    fused = torch.cat([query.flatten(1), torch.randn(len(query), 64)], 1)
+    view = fused[:, :64].view(-1, 4, 16)
+    spec, backend = AttentionSpec(0.25), CpuBackend(torch.float32)
+    assert torch.equal(backend.attention(view, rows, spec), backend.attention(query, rows, spec))
+
+
+def test_a_cache_in_another_precision_is_read_as_it_is() -> None:
+    query, rows = make_rows(RAGGED, 4, 2, 16, torch.bfloat16)
+    result = CpuBackend(torch.float32).attention(query.float(), rows, AttentionSpec(0.25))
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(result, reference_attention(query, rows, AttentionSpec(0.25)), **TOLERANCE[torch.bfloat16])
+
+
+def test_keys_and_values_are_not_copied_on_the_quick_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    flash = cpu._flash
+
+    def spy(queries: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: object, **options: object) -> object:
+        seen.extend((key.data_ptr(), value.data_ptr()))
+        return flash(queries, key, value, *rest, **options)
+
+    monkeypatch.setattr(cpu, "_flash", spy)
+    query, rows = make_rows([Share(9, 4, 1), Share(0, 5, 6)], 4, 2, 16, torch.bfloat16)
+    CpuBackend(torch.bfloat16).attention(query, rows, AttentionSpec(0.25))
+    memory = {tensor.data_ptr() for row in rows for segment in row.segments for tensor in (segment.key, segment.value)}
+    inside = {rows[1].segments[0].key[5:].data_ptr(), rows[1].segments[0].value[5:].data_ptr()}
+    assert set(seen) == memory | inside

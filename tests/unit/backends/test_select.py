@@ -1,0 +1,88 @@
+"""The table from the plan's device to a backend, and what the processor's backend does when it is configured."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from app.backends.cpu import CpuBackend
+from app.backends.select import select_backend
+from app.errors import PlanImpossible
+from app.hardware.plan import Decision, ServingPlan
+
+
+@pytest.fixture
+def plan() -> ServingPlan:
+    values = {item.name: Decision(None, "of no matter here") for item in dataclasses.fields(ServingPlan)}
+    chosen = {
+        "device": "cpu",
+        "dtype": "bfloat16",
+        "threads": 1,
+        "interop_threads": torch.get_num_interop_threads(),
+        "cpu_ids": (),
+    }
+    return ServingPlan(**{**values, **{name: Decision(value, "chosen") for name, value in chosen.items()}})
+
+
+def with_values(plan: ServingPlan, **values: object) -> ServingPlan:
+    return dataclasses.replace(plan, **{name: Decision(value, "chosen") for name, value in values.items()})
+
+
+def in_a_thread(work: Callable[[], object]) -> object:
+    """What `work` returns or raises on a thread of its own: its affinity ends with it."""
+    answer: list[object] = []
+
+    def run() -> None:
+        try:
+            answer.append(work())
+        except PlanImpossible as error:
+            answer.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return answer[0]
+
+
+def test_the_cpu_is_served_in_the_plans_dtype(plan: ServingPlan) -> None:
+    backend = select_backend(plan)
+    assert isinstance(backend, CpuBackend)
+    assert (backend.device, backend.dtype) == (torch.device("cpu"), torch.bfloat16)
+    assert select_backend(with_values(plan, dtype="float32")).dtype == torch.float32
+
+
+def test_an_unknown_device_is_refused_and_what_exists_is_named(plan: ServingPlan) -> None:
+    with pytest.raises(PlanImpossible, match=r"'tpu'.*serves on: cpu"):
+        select_backend(with_values(plan, device="tpu"))
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not pin threads")
+def test_configure_sizes_the_pool_and_pins_the_calling_thread_alone(plan: ServingPlan) -> None:
+    before, threads, dtype = os.sched_getaffinity(0), torch.get_num_threads(), torch.get_default_dtype()
+    cpu = max(before)
+
+    def work() -> tuple[set[int], int]:
+        CpuBackend(torch.float32).configure(with_values(plan, threads=2, cpu_ids=(cpu,)))
+        return os.sched_getaffinity(0), torch.get_num_threads()
+
+    try:
+        assert in_a_thread(work) == ({cpu}, 2)
+    finally:
+        torch.set_num_threads(threads)
+    assert os.sched_getaffinity(0) == before
+    assert torch.get_default_dtype() == dtype
+
+
+def test_pinning_to_a_cpu_that_is_not_there_is_refused(plan: ServingPlan) -> None:
+    error = in_a_thread(lambda: CpuBackend(torch.float32).configure(with_values(plan, cpu_ids=(100_000,))))
+    assert isinstance(error, PlanImpossible)
+    assert "100000" in error.message
+
+
+def test_free_bytes_is_a_part_of_the_machines_memory() -> None:
+    assert 0 < CpuBackend(torch.float32).free_bytes() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
