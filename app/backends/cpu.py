@@ -17,6 +17,7 @@ from app.backends.base import AttentionRow, Segment
 from app.backends.reference import capped, visible
 from app.errors import PlanImpossible
 from app.hardware.plan import ServingPlan
+from app.hardware.probe import probe
 from app.models.context import AttentionSpec
 
 # query, key, value [1, heads or kv_heads, tokens, head_dim] with any strides, nothing is copied; returns the result and, in float32,
@@ -47,8 +48,8 @@ class CpuBackend:
             torch.set_num_interop_threads(plan.interop_threads.value)
 
     def free_bytes(self) -> int:
-        """What the machine could still give without swapping; a control group's limit is the plan's business."""
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        """What this process could take without swapping, its control group's limit counted. It probes the machine: not for every step."""
+        return probe().usable_bytes
 
     def attention(self, query: Tensor, rows: Rows[AttentionRow], spec: AttentionSpec) -> Tensor:
         """Causal attention of query [tokens, heads, head_dim] over each row's segments; result like query. Rows follow one another."""
