@@ -10,6 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+class MeasurementFailed(Exception):
+    """A bench could not measure what it was asked to; the message says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Spread:
     """Samples of one quantity. Percentiles are of the samples themselves (nearest rank), so p99 of ten samples is the largest."""

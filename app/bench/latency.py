@@ -1,0 +1,108 @@
+"""What one client feels of another: running streams while a long prompt arrives, and a second request that shares a prefix."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+
+from app.bench.client import Client, Stream
+from app.bench.console import Advance
+from app.bench.stats import Figure, MeasurementFailed, percentile
+from app.bench.workload import Deck
+
+NUM_STREAMS = 4
+STREAM_PROMPT_TOKENS = 64
+STREAM_MAX_TOKENS = 448  # they are left as soon as the long prompt has its answer
+QUIET_PIECES = 40  # of each stream, before the long prompt is sent
+TAIL_TOKENS = 16
+ITL_TARGET = 3.0
+PREFIX_TARGET = 0.15
+
+
+async def inter_token_latency(client: Client, prompt_tokens: int, rounds: int, advance: Advance) -> list[Figure]:
+    """Gaps between the pieces of running streams, before a long prompt is sent and from then until its first token."""
+    deck = await client.deck()
+    quiet: list[float] = []
+    disturbed: list[float] = []
+    for number in range(rounds):
+        before, during = await _one_arrival(client, deck, prompt_tokens)
+        quiet += before
+        disturbed += during
+        advance(f"arrival {number + 1} of {rounds}")
+    median, worst = statistics.median(quiet), percentile(disturbed, 0.99)
+    return [
+        Figure(f"ITL, {NUM_STREAMS} streams undisturbed", median * 1e3, "ms", p99=percentile(quiet, 0.99) * 1e3),
+        Figure(
+            f"ITL, {NUM_STREAMS} streams while {prompt_tokens} tokens prefill",
+            statistics.median(disturbed) * 1e3,
+            "ms",
+            p99=worst * 1e3,
+            ratio=worst / median,
+            against="its p99 over the undisturbed p50",
+            target=ITL_TARGET,
+            at_most=True,
+        ),
+    ]
+
+
+async def _one_arrival(client: Client, deck: Deck, prompt_tokens: int) -> tuple[list[float], list[float]]:
+    counts = [0] * NUM_STREAMS
+    warm, over = asyncio.Event(), asyncio.Event()
+
+    def keep_on(index: int) -> bool:
+        counts[index] += 1
+        if min(counts) > QUIET_PIECES:
+            warm.set()
+        return not over.is_set()
+
+    async def stream(index: int) -> Stream:
+        prompt = deck.prompt(STREAM_PROMPT_TOKENS)
+        return await client.generate(prompt, STREAM_MAX_TOKENS, lambda _: keep_on(index))
+
+    async def arrival() -> tuple[float, float]:
+        await warm.wait()
+        sent = time.perf_counter()
+        try:
+            answer = await client.generate(deck.prompt(prompt_tokens), 1)
+        finally:
+            over.set()
+        return sent, answer.pieces[0][0]
+
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(stream(index)) for index in range(NUM_STREAMS)]
+        long = tasks.create_task(arrival())
+    sent, answered = long.result()
+    streams = [task.result() for task in running]
+    during = [gap for each in streams for gap in each.gaps(since=sent, until=answered)]
+    if not during:
+        raise MeasurementFailed("the long prompt was answered between two tokens of the streams: take a longer one")
+    return [gap for each in streams for gap in each.gaps(until=sent)], during
+
+
+async def shared_prefix(client: Client, prefix_tokens: int, rounds: int, advance: Advance) -> list[Figure]:
+    """Time to first token of a prompt, and of a second one that begins with the same tokens, sent when the first is answered."""
+    deck = await client.deck()
+    await client.generate(deck.prompt(TAIL_TOKENS), 1)  # the first request of a process pays for more than itself
+    firsts: list[float] = []
+    seconds: list[float] = []
+    for number in range(rounds):
+        prefix = deck.prompt(prefix_tokens)
+        for samples in (firsts, seconds):
+            answer = await client.generate(deck.prompt(prefix_tokens + TAIL_TOKENS, prefix), 1)
+            samples.append(answer.time_to_first_token)
+        advance(f"prefix {number + 1} of {rounds}")
+    ratios = [second / first for first, second in zip(firsts, seconds, strict=True)]
+    return [
+        Figure(f"TTFT, {prefix_tokens + TAIL_TOKENS} tokens", statistics.median(firsts) * 1e3, "ms", p99=max(firsts) * 1e3),
+        Figure(
+            f"TTFT, {prefix_tokens} of them seen before",
+            statistics.median(seconds) * 1e3,
+            "ms",
+            p99=max(seconds) * 1e3,
+            ratio=statistics.median(ratios),
+            against="the first's, median of pairs",
+            target=PREFIX_TARGET,
+            at_most=True,
+        ),
+    ]

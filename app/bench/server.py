@@ -1,0 +1,120 @@
+"""Starts a server of ours as a process of its own, waits until it serves, and ends it; or takes one that already runs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.bench.client import Client, connect
+from app.bench.stats import MeasurementFailed
+
+READY_SECONDS = 600.0  # packing a large checkpoint on a small machine takes minutes
+POLL_SECONDS = 0.02
+STOP_SECONDS = 60.0
+_ADDRESS = re.compile(r"https?://[\w.\[\]:]+:\d+")
+_PACKAGES = Path(__file__).resolve().parent.parent.parent  # where this very `app` was imported from
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server that is ready. `pid`, `started` and `ready` (`time.perf_counter`) are None for one that we did not start."""
+
+    client: Client
+    url: str
+    pid: int | None = None
+    started: float | None = None
+    ready: float | None = None
+
+
+@asynccontextmanager
+async def serving(url: str | None, flags: Sequence[str]) -> AsyncIterator[Server]:
+    """The server at `url`, or else a new one with these flags of `armature serve` on a free port of this machine."""
+    if url is None:
+        async with _started(flags) as server:
+            yield server
+        return
+    async with connect(url) as http:
+        client = Client(http)
+        if not await client.ready():
+            raise MeasurementFailed(f"{url} is not ready")
+        yield Server(client, url)
+
+
+@asynccontextmanager
+async def _started(flags: Sequence[str]) -> AsyncIterator[Server]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(_PACKAGES), os.environ.get("PYTHONPATH"))))}
+    # -P: a folder called `app` where the user happens to stand is not us.
+    command = (sys.executable, "-P", "-m", "app", "serve", "--port", "0", "--host", "127.0.0.1", *flags)
+    started = time.perf_counter()
+    process = await asyncio.create_subprocess_exec(
+        *command, env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    log = _Log(process)
+    try:
+        url = await log.address()
+        async with connect(url) as http:
+            client = Client(http)
+            while not await client.ready():
+                if log.ended:
+                    raise log.failure()
+                if time.perf_counter() - started > READY_SECONDS:
+                    raise MeasurementFailed(f"the server at {url} was not ready after {READY_SECONDS:g} s")
+                await asyncio.sleep(POLL_SECONDS)
+            yield Server(client, url, process.pid, started, time.perf_counter())
+    finally:
+        await _stop(process)
+        await log.close()
+
+
+class _Log:
+    """Reads what the process prints, so that it never blocks on a full pipe, and keeps the end of it."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._tail: deque[str] = deque(maxlen=15)
+        self._address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._reading = asyncio.create_task(self._read())
+
+    async def address(self) -> str:
+        return await self._address
+
+    @property
+    def ended(self) -> bool:
+        return self._reading.done()
+
+    def failure(self) -> MeasurementFailed:
+        return MeasurementFailed("the server ended before it was ready:\n" + "".join(self._tail))
+
+    async def close(self) -> None:
+        await self._reading
+        if self._address.done() and not self._address.cancelled():
+            self._address.exception()  # seen, even where nobody waited for it
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None, "the process was started with a pipe"
+        async for line in self._process.stdout:
+            self._tail.append(line.decode(errors="replace"))
+            found = _ADDRESS.search(self._tail[-1])
+            if found is not None and not self._address.done():
+                self._address.set_result(found.group())
+        if not self._address.done():
+            self._address.set_exception(self.failure())
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    with suppress(ProcessLookupError):
+        process.send_signal(signal.SIGTERM)
+    try:
+        await asyncio.wait_for(process.wait(), STOP_SECONDS)
+    except TimeoutError:
+        process.kill()
+        await process.wait()

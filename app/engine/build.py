@@ -1,0 +1,110 @@
+"""From a checkpoint and a plan to an engine that can step, on the thread that will step it: backend, weights, KV memory, warm-up.
+
+Serving and `armature bench engine` build theirs here, so what is measured is what is served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from app.backends.base import Backend
+from app.backends.select import select_backend
+from app.engine.batch import Batch, Span
+from app.engine.decoder import DecoderEngine
+from app.engine.kv_cache import KVCache, KVShape
+from app.engine.limits import Limits
+from app.engine.pace import StepPace
+from app.engine.runner import Runner
+from app.engine.sampler import Sampler
+from app.engine.scheduler import Scheduler
+from app.engine.sequence import sequence_of
+from app.engine.slots import SlotPool
+from app.hardware.plan import ServingPlan
+from app.messages import Generate, SamplingParams
+from app.models.config import ModelConfig
+from app.weights.checkpoint import Checkpoint
+from app.weights.load import load_model
+
+Report = Callable[[str], None]  # told the stage of loading, in words for people
+
+KV_DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """An engine with the parts that benches and `/info` look at."""
+
+    engine: DecoderEngine
+    runner: Runner
+    model: nn.Module
+    kv_cache: KVCache
+    backend: Backend
+
+
+def build_engine(checkpoint: Checkpoint, plan: ServingPlan, eos_token_ids: Collection[int], report: Report) -> BuiltEngine:
+    """Loads and warms up. Raises a `StartupError` where the checkpoint or the plan cannot be served."""
+    report("preparing the device")
+    backend = select_backend(plan)
+    backend.configure(plan)
+    report("loading weights")
+    model = load_model(checkpoint, plan, backend, _percent(report))
+    report("reserving KV memory")
+    config = checkpoint.model_config
+    kv_cache = KVCache(kv_shape(config, plan), KV_DTYPES[plan.kv_precision.value])
+    runner = Runner(model, kv_cache, backend, Sampler(config.vocab_size))
+    report("warming up")
+    warm_up(runner)
+    return BuiltEngine(DecoderEngine(_scheduler(kv_cache, plan, eos_token_ids), runner), runner, model, kv_cache, backend)
+
+
+def kv_shape(config: ModelConfig, plan: ServingPlan) -> KVShape:
+    """Twice as many slots as sequences that run: each owns one, and may lean on another's prefix."""
+    return KVShape(
+        num_layers=config.num_layers,
+        num_slots=2 * plan.max_running_seqs.value,
+        max_len=plan.max_model_len.value,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+    )
+
+
+def _scheduler(kv_cache: KVCache, plan: ServingPlan, eos_token_ids: Collection[int]) -> Scheduler:
+    slots = kv_cache.shape.num_slots
+    capacity = min(plan.kv_cache_bytes.value // kv_cache.bytes_per_token, slots * kv_cache.stride)
+    pool = SlotPool(slots, capacity, kv_cache.tokens_per_page)
+    limits = Limits(plan.max_model_len.value, plan.max_running_seqs.value, plan.max_batch_tokens.value)
+    pace = StepPace(plan.max_batch_tokens.value, plan.itl_target_seconds.value)
+    return Scheduler(pool, pace, limits, eos_token_ids)
+
+
+def warm_up(runner: Runner) -> None:
+    """One prefill and one decode beside the scheduler, so that the first client does not pay for pools and generated code.
+
+    What it wrote to the KV memory is given back, and the pace never hears of these steps.
+    """
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    length = max(1, min(WARM_UP_TOKENS, runner.kv_cache.shape.max_len - 1))
+    sequence = sequence_of(Generate("warm-up", (0,) * length, params, arrived_at=0.0), 0, frozenset())
+    for start, num_tokens in ((0, length), (length, 1)):
+        span = Span(sequence, start, num_tokens, slot=0, prefix_slot=None, prefix_tokens=0, samples=True)
+        (picked,) = runner.run(Batch((span,)))
+        sequence.token_ids.extend(picked.token_ids)
+    runner.kv_cache.release(0, 0, runner.kv_cache.shape.max_len)
+
+
+def _percent(report: Report) -> Callable[[int, int], None]:
+    told = -1
+
+    def progress(done: int, total: int) -> None:
+        nonlocal told
+        percent = 100 * done // max(total, 1)
+        if percent != told:
+            told = percent
+            report(f"loading weights, {percent}%")
+
+    return progress
