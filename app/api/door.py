@@ -49,6 +49,7 @@ class Door:
             await self._pass(scope, receive, answer)
         except ClientLeft:
             log.debug("request %s: the client left", answer.request_id)
+            return
         except (RequestError, HTTPException) as error:
             await answer.refuse(error)
             if isinstance(error, BodyTooLarge):

@@ -1,0 +1,50 @@
+"""The application around a scripted service, and a client of it over ASGI."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from app.api.dependencies import Runtime
+from app.main import create_app
+from tests.api.scripted import Conversation, CountingMetrics, Lifetime, ScriptedService
+
+
+@pytest.fixture
+def service() -> ScriptedService:
+    return ScriptedService()
+
+
+@pytest.fixture
+def metrics() -> CountingMetrics:
+    return CountingMetrics()
+
+
+@pytest.fixture
+def build(service: ScriptedService, metrics: CountingMetrics) -> Callable[..., Any]:
+    """Makes the application; keys may be given."""
+
+    def make(api_keys: tuple[str, ...] = ()) -> Any:
+        info = lambda: {"plan": {"threads": {"value": 1, "reason": "because"}}}  # noqa: E731
+        return create_app(Runtime(service, metrics, Lifetime(), info, created=1_700_000_000, api_keys=api_keys))  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.fixture
+def app(build: Callable[..., Any]) -> Any:
+    return build()
+
+
+@pytest.fixture
+async def client(app: Any) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://armature") as client:
+        yield client
+
+
+@pytest.fixture
+def conversation(app: Any) -> Callable[..., Conversation]:
+    return lambda path, body, headers=None: Conversation(app, path, body, headers)

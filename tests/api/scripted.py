@@ -1,0 +1,165 @@
+"""A service that plays a script, and ways to talk to the application around it: a whole answer by httpx, or message by message."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+
+from app.errors import NotReady
+from app.generation import Accepted, ChoiceFinished, GenerationRequest, Piece, TextDelta, Usage
+from app.messages import Snapshot, Timings
+
+Step = Piece | Exception | asyncio.Event
+
+
+def deltas(*texts: str, choice: int = 0, reason: Any = "stop", prompt_tokens: int = 3) -> list[Step]:
+    """One choice: a delta of one token for each text, then its end."""
+    pieces: list[Step] = []
+    for number, text in enumerate(texts):
+        timings = Timings(queue_seconds=0.001, prefill_seconds=0.002) if number == 0 else None
+        pieces.append(TextDelta(choice, text, (100 + number,), timings=timings))
+    usage = Usage(prompt_tokens, 1, len(texts))
+    return [*pieces, ChoiceFinished(choice, reason, usage, len(texts), Timings(0.001, 0.002, 0.004))]
+
+
+@dataclass
+class ScriptedService:
+    """Plays one script for each request, the last one again and again; an event in it is waited for, an error raised."""
+
+    scripts: list[list[Step]] = field(default_factory=lambda: [deltas("Hello", " there")])
+    ready: bool = True
+    alive: bool = True
+    stage: str = "ready"
+    snapshot: Snapshot = field(default_factory=Snapshot)
+    requests: list[GenerationRequest] = field(default_factory=list)
+    num_open: int = 0
+
+    @property
+    def model(self) -> Any:
+        if not self.ready:
+            raise NotReady(f"The model is still loading: {self.stage}.")
+        return SimpleNamespace(name="demo", limits=SimpleNamespace(max_model_len=512))
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Piece]:
+        self.requests.append(request)
+        script = self.scripts[min(len(self.requests), len(self.scripts)) - 1]
+        self.num_open += 1
+        try:
+            if not self.ready:
+                raise NotReady(f"The model is still loading: {self.stage}.")
+            if not isinstance(script[0], Exception):
+                yield Accepted((1, 2, 3))
+            for step in script:
+                if isinstance(step, Exception):
+                    raise step
+                if isinstance(step, asyncio.Event):
+                    await step.wait()
+                else:
+                    yield step
+        finally:
+            self.num_open -= 1
+
+    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [1] * add_special_tokens + [ord(letter) for letter in text]
+
+    async def tokenize_chat(self, messages: Sequence[Any], arguments: Any) -> list[int]:
+        return [len(messages)]
+
+    async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(chr(token_id) for token_id in token_ids)
+
+
+class CountingMetrics:
+    """Remembers what was refused; renders the `Accept` header."""
+
+    def __init__(self) -> None:
+        self.refusals: list[str] = []
+
+    def refused(self, api: str) -> None:
+        self.refusals.append(api)
+
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        return accept.encode(), "text/plain; version=1.0.0; charset=utf-8"
+
+
+@dataclass
+class Lifetime:
+    running: bool = False
+
+    async def start(self) -> None:
+        self.running = True
+
+    async def stop(self) -> None:
+        self.running = False
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The data of each server-sent event, `[DONE]` as it stands."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+class Conversation:
+    """One request, message by message: what was sent so far can be looked at, and the client can leave."""
+
+    def __init__(
+        self, app: Any, path: str, body: bytes | list[bytes], headers: dict[str, str] | None = None, reads: bool = True
+    ) -> None:
+        chunks = body if isinstance(body, list) else [body]
+        self._incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        for number, chunk in enumerate(chunks):
+            self._incoming.put_nowait({"type": "http.request", "body": chunk, "more_body": number < len(chunks) - 1})
+        self.sent: list[dict[str, Any]] = []
+        self.received = self.received_before_answer = 0
+        self._reads = reads
+        self._told = asyncio.Condition()
+        given = {"content-type": "application/json", **(headers or {})}
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "root_path": "",
+            "scheme": "http",
+            "query_string": b"",
+            "headers": [(name.encode(), value.encode()) for name, value in given.items()],
+        }
+        self.task = asyncio.ensure_future(app(scope, self._receive, self._send))
+
+    async def _receive(self) -> dict[str, Any]:
+        message = await self._incoming.get()
+        self.received += len(message.get("body", b""))
+        return message
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            self.received_before_answer = self.received
+        async with self._told:
+            self.sent.append(message)
+            self._told.notify_all()
+        if not self._reads:
+            await asyncio.Event().wait()
+
+    async def until(self, count: int) -> None:
+        """Waits for that many messages from the server."""
+        async with asyncio.timeout(10), self._told:
+            await self._told.wait_for(lambda: len(self.sent) >= count)
+
+    def leave(self) -> None:
+        self._incoming.put_nowait({"type": "http.disconnect"})
+
+    async def over(self) -> None:
+        await asyncio.wait_for(self.task, 10)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent)

@@ -1,0 +1,197 @@
+"""The door: ids, keys, the size of bodies, clients that leave, and a server that stops; message by message over ASGI."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from app.api import door as door_module
+from app.api.door import Door
+from tests.api.scripted import Conversation, ScriptedService, deltas
+
+PROMPT = b'{"prompt": "a"}'
+STREAM = b'{"prompt": "a", "stream": true}'
+Talk = Callable[..., Conversation]
+
+
+def status(conversation: Conversation) -> int:
+    return int(conversation.sent[0]["status"])
+
+
+def header(conversation: Conversation, name: str) -> str | None:
+    return next((value.decode() for key, value in conversation.sent[0]["headers"] if key == name.encode()), None)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/nothing", "/healthz", "/metrics"])
+async def test_every_answer_has_an_id(client: httpx.AsyncClient, path: str) -> None:
+    first, second = await client.get(path), await client.get(path)
+    assert first.headers["x-request-id"] != second.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("offered", ["abc-123", "x" * 128, "!~"])
+async def test_a_sane_id_is_echoed(client: httpx.AsyncClient, offered: str) -> None:
+    assert (await client.get("/healthz", headers={"x-request-id": offered})).headers["x-request-id"] == offered
+
+
+@pytest.mark.parametrize("offered", ["", "x" * 129, "a b", "a\tb", "é".encode().decode("latin-1")])
+async def test_any_other_is_not(client: httpx.AsyncClient, offered: str) -> None:
+    sent = {"x-request-id": offered.encode("latin-1")}
+    answered = (await client.get("/healthz", headers=sent)).headers["x-request-id"]
+    assert answered != offered
+    assert len(answered) == 32
+
+
+async def test_keys(build: Callable[..., Any]) -> None:
+    transport = httpx.ASGITransport(build(api_keys=("one", "zwei-ü")))
+    async with httpx.AsyncClient(transport=transport, base_url="http://armature") as client:
+        for key in ("one", "zwei-ü"):
+            sent = {"authorization": f"Bearer {key}".encode()}
+            assert (
+                await client.post("/generate", content=PROMPT, headers=sent | {"content-type": "application/json"})
+            ).is_success
+        for wrong in ("Bearer two", "Bearer ", "one", "Basic one", "Bearer one2"):
+            refused = await client.post("/v1/completions", content=PROMPT, headers={"authorization": wrong})
+            assert refused.status_code == 401
+            assert refused.headers["www-authenticate"] == "Bearer"
+            assert refused.json()["error"]["type"] == "authentication_error"
+        assert (await client.get("/info")).status_code == 401
+        for path in ("/healthz", "/readyz", "/metrics"):
+            assert (await client.get(path)).status_code == 200
+
+
+async def test_a_body_that_says_it_is_too_large_is_not_read(conversation: Talk) -> None:
+    talk = conversation("/v1/completions", [b"x" * 2**20] * 100, {"content-length": str(100 * 2**20)})
+    await talk.over()
+    assert status(talk) == 413
+    assert header(talk, "connection") == "close"
+    assert json.loads(talk.body)["error"]["code"] == "body_too_large"
+    assert talk.received_before_answer == 0
+
+
+async def test_one_that_does_not_say_is_read_to_the_limit_and_no_further(conversation: Talk) -> None:
+    talk = conversation("/generate", [b"x" * 2**20] * 100)
+    await talk.over()
+    assert status(talk) == 413
+    assert set(json.loads(talk.body)["error"]) == {"code", "message", "field"}
+    assert talk.received_before_answer == door_module.MAX_BODY_BYTES + 2**20
+
+
+async def test_what_a_refused_client_still_sends_is_thrown_away(conversation: Talk) -> None:
+    talk = conversation("/generate", [b"x" * 2**20] * 100)
+    await talk.over()
+    assert talk.received == 100 * 2**20
+    assert talk.sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
+
+
+async def test_a_body_in_pieces_is_one_body(conversation: Talk) -> None:
+    talk = conversation("/generate", [b'{"pro', b'mpt": ', b'"a"}'])
+    await talk.over()
+    assert status(talk) == 200
+
+
+async def test_all_bodies_together_are_bounded() -> None:
+    async def never(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.Event().wait()
+
+    door = Door(never, max_body_bytes=100)
+    held = [Conversation(door, "/generate", b"x" * 100) for _ in range(door_module.MAX_HELD_BODIES)]
+    while door._held_bytes < 1600:
+        await asyncio.sleep(0)
+    refused = Conversation(door, "/generate", b"x" * 100)
+    await refused.over()
+    assert status(refused) == 429
+    held[0].leave()
+    await held[0].over()
+    assert door._held_bytes == 1500
+    for talk in held[1:]:
+        talk.leave()
+        await talk.over()
+    assert door._held_bytes == 0
+
+
+async def test_a_body_that_never_comes(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door_module, "BODY_SECONDS", 0.01)
+    talk = Conversation(app, "/generate", [])
+    await talk.over()
+    assert status(talk) == 408
+
+
+async def test_a_client_that_leaves_before_its_body_is_nobody(app: Any, service: ScriptedService) -> None:
+    talk = Conversation(app, "/generate", [])
+    talk.leave()
+    await talk.over()
+    assert talk.sent == []
+    assert service.requests == []
+
+
+@pytest.mark.parametrize("body", [PROMPT, STREAM])
+@pytest.mark.parametrize("begun", [0, 1])
+async def test_a_client_that_leaves_ends_its_request(
+    conversation: Talk, service: ScriptedService, body: bytes, begun: int
+) -> None:
+    never = asyncio.Event()
+    service.scripts = [[*deltas("a")[:begun], never]]
+    talk = conversation("/generate", body)
+    while not service.num_open:
+        await asyncio.sleep(0)
+    if body is STREAM and begun:
+        await talk.until(2)
+    talk.leave()
+    await talk.over()
+    assert service.num_open == 0
+    assert all(message["type"] != "http.response.start" for message in talk.sent) or begun
+
+
+async def test_a_client_that_leaves_while_it_does_not_read(app: Any, service: ScriptedService) -> None:
+    """The server is stuck in `send`, not in the service: the request must end all the same."""
+    talk = Conversation(app, "/generate", STREAM, reads=False)
+    await talk.until(1)
+    talk.leave()
+    await talk.over()
+    assert service.num_open == 0
+
+
+async def test_a_client_that_neither_reads_nor_leaves_cannot_hold_up_a_stop(app: Any, service: ScriptedService) -> None:
+    talk = Conversation(app, "/generate", STREAM, reads=False)
+    await talk.until(1)
+    talk.task.cancel()  # the end of draining
+    await talk.until(2)
+    talk.task.cancel()  # the end of the loop
+    await asyncio.wait([talk.task], timeout=10)
+    assert talk.task.cancelled()
+    assert service.num_open == 0
+
+
+@pytest.mark.parametrize("body", [PROMPT, STREAM])
+async def test_a_server_that_stops_tells_those_it_cuts_off(conversation: Talk, service: ScriptedService, body: bytes) -> None:
+    service.scripts = [[*deltas("a")[:1], asyncio.Event()]]
+    talk = conversation("/v1/completions", body)
+    while not service.num_open:
+        await asyncio.sleep(0)
+    if body is STREAM:
+        await talk.until(2)
+    talk.task.cancel()
+    await talk.over()
+    assert service.num_open == 0
+    last = talk.body.split(b"data: ")[-1]
+    assert json.loads(last)["error"]["code"] == "service_stopping"
+    assert talk.sent[-1]["more_body"] is False
+    assert status(talk) == (200 if body is STREAM else 503)
+
+
+async def test_events_are_sent_as_they_come(conversation: Talk, service: ScriptedService) -> None:
+    gate = asyncio.Event()
+    pieces = deltas("a", "b")
+    service.scripts = [[pieces[0], gate, *pieces[1:]]]
+    talk = conversation("/generate", STREAM)
+    await talk.until(2)
+    assert header(talk, "content-type") == "text/event-stream; charset=utf-8"
+    assert json.loads(talk.body.removeprefix(b"data: "))["text"] == "a"
+    gate.set()
+    await talk.over()
+    assert talk.body.count(b"data: ") == 3
