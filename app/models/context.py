@@ -10,7 +10,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """One layer's attention: `scale` multiplies the scores; `window` limits how far back a token sees; `softcap` bounds scores by tanh."""
+    """One layer's attention: `scale` multiplies the scores, then `softcap` bounds them: cap · tanh(score / cap).
+
+    With a `window`, the token at position p sees positions p - window + 1 to p: itself and the window - 1 before it.
+    """
 
     scale: float
     window: int | None = None
@@ -21,7 +24,7 @@ class Attend(Protocol):
     """Writes this step's keys and values of one layer to the cache and returns what each token attends to."""
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """query [tokens, heads, head_dim]; key, value [tokens, kv_heads, head_dim]; result like query."""
+        """query [tokens, heads, head_dim]; key, value [tokens, kv_heads, head_dim], views of larger tensors; result like query."""
         ...
 
 

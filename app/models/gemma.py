@@ -1,0 +1,57 @@
+"""Gemma 2 and 3 (text): scaled embeddings, a norm after each branch as well as before it, capped logits, two kinds of layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from app.models.config import ModelConfig
+from app.models.context import Attend, StepContext
+from app.models.layers import Attention, Embedding, GatedMLP, RMSNorm, output_layer
+from app.models.rotary import Angles, LayerAngles
+
+
+class GemmaLayer(nn.Module):
+    """h + norm(attention(norm h)), then h + norm(mlp(norm h))."""
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        at, size = f"model.layers.{layer}", config.hidden_size
+        self.attention_norm = RMSNorm(f"{at}.input_layernorm", size, config, dtype)
+        self.attention = Attention(config, layer, dtype)
+        self.mixed_norm = RMSNorm(f"{at}.post_attention_layernorm", size, config, torch.float32)
+        self.mlp_norm = RMSNorm(f"{at}.pre_feedforward_layernorm", size, config, dtype)
+        self.mlp = GatedMLP(config, layer)
+        self.gated_norm = RMSNorm(f"{at}.post_feedforward_layernorm", size, config, torch.float32)
+
+    def forward(self, hidden: Tensor, angles: Angles | None, attend: Attend, rows: Tensor | None) -> Tensor:
+        """hidden [tokens, hidden], overwritten; `rows`: the only tokens wanted after this layer (None: all)."""
+        mixed = self.attention(self.attention_norm(hidden), angles, attend, rows)
+        hidden = hidden if rows is None else hidden.index_select(0, rows)
+        hidden += self.mixed_norm(mixed)
+        hidden += self.gated_norm(self.mlp(self.mlp_norm(hidden)))
+        return hidden
+
+
+class Gemma(nn.Module):
+    """Token ids to logits."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, max_model_len: int, device: torch.device) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = Embedding("model.embed_tokens", config)
+        self.layers = nn.ModuleList(GemmaLayer(config, layer, dtype) for layer in range(config.num_layers))
+        self.norm = RMSNorm("model.norm", config.hidden_size, config, dtype)
+        self.output = output_layer(config)
+        self.angles = LayerAngles(config.ropes, max_model_len, device)
+
+    def forward(self, context: StepContext) -> Tensor:
+        """Logits [rows, vocab] of the tokens in `logit_rows`, bounded by cap · tanh(logits / cap) where the config has a cap."""
+        hidden = self.embedding(context.token_ids)  # [tokens, hidden]
+        rows: list[Tensor | None] = [None] * len(self.layers)
+        rows[-1] = context.logit_rows
+        for layer, angles, wanted in zip(self.layers, self.angles(context.positions), rows, strict=True):
+            hidden = layer(hidden, angles, context.attend, wanted)
+        logits: Tensor = self.output(self.norm(hidden))
+        cap = self.config.logit_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

@@ -1,0 +1,112 @@
+"""The parts that decoders are made of. Each knows which of the checkpoint's tensors it wants; the loader brings them.
+
+The residual stream [tokens, hidden] and what turns or normalises are FP32; the large products are in the model's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from app.kernels.linear import Linear
+from app.models.config import Activation, ModelConfig
+from app.models.context import Attend, AttentionSpec
+from app.models.rotary import Angles, turn
+
+ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+class Embedding(nn.Module):
+    """Token ids [tokens] to FP32 [tokens, hidden]. The table stays in the dtype and the place it was stored in: only rows used are read."""
+
+    def __init__(self, source: str, config: ModelConfig) -> None:
+        super().__init__()
+        self.source, self.scale = source, config.embedding_scale
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size), requires_grad=False)
+
+    def adopt(self, tensor: Tensor) -> None:
+        self.weight = nn.Parameter(tensor, requires_grad=False)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        rows = F.embedding(token_ids, self.weight).float()
+        return rows if self.scale == 1.0 else rows.mul_(self.scale)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) times a weight, in FP32; the result in `dtype`. Gemma stores the weight less 1."""
+
+    def __init__(self, source: str, size: int, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.source, self.size, self.eps, self.dtype = source, (size,), config.norm_eps, dtype
+        self.offset = 1.0 if config.gemma else 0.0
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+
+    def adopt(self, tensor: Tensor) -> None:
+        self.weight = nn.Parameter(tensor.to(torch.float32, copy=True) + self.offset, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.size, self.weight, self.eps).to(self.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention: one product for queries, keys and values, rotary positions, `attend`, one product out."""
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        at = f"model.layers.{layer}.self_attn"
+        self.layer, self.dtype, self.head_dim = layer, dtype, config.head_dim
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        names = ("qkv_proj",) if config.fused_weights else ("q_proj", "k_proj", "v_proj")
+        sources = tuple(f"{at}.{name}" for name in names)
+        self.qkv = Linear(sources, config.hidden_size, queries + 2 * keys, config.qkv_bias)
+        self.out = Linear((f"{at}.o_proj",), queries, config.hidden_size, config.output_bias)
+        self.query_norm = RMSNorm(f"{at}.q_norm", config.head_dim, config, torch.float32) if config.qk_norm else None
+        self.key_norm = RMSNorm(f"{at}.k_norm", config.head_dim, config, torch.float32) if config.qk_norm else None
+        self.spec = AttentionSpec(config.attention_scale, config.windows[layer], config.attention_softcap)
+
+    def forward(self, x: Tensor, angles: Angles | None, attend: Attend, rows: Tensor | None) -> Tensor:
+        """x [tokens, hidden] to [tokens, hidden], or to `rows` of it where nobody asks for the others."""
+        tokens, num_turned = x.shape[0], self.num_heads + self.num_kv_heads
+        heads = self.qkv(x).view(tokens, num_turned + self.num_kv_heads, self.head_dim)
+        turned, value = heads[:, :num_turned], heads[:, num_turned:]  # queries and keys turn by the same angles
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = turned[:, : self.num_heads], turned[:, self.num_heads :]
+            turned = torch.cat((self.query_norm(query), self.key_norm(key)), 1)
+        if angles is not None:
+            turned = turn(turned.float(), angles)
+        turned = turned.to(self.dtype)
+        mixed = attend(self.layer, turned[:, : self.num_heads], turned[:, self.num_heads :], value, self.spec)
+        mixed = mixed.reshape(tokens, self.num_heads * self.head_dim)
+        result: Tensor = self.out(mixed if rows is None else mixed.index_select(0, rows))
+        return result
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate x) * up x), gate and up in one product."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        at = f"model.layers.{layer}.mlp"
+        sources = (f"{at}.gate_up_proj",) if config.fused_weights else (f"{at}.gate_proj", f"{at}.up_proj")
+        self.gate_up = Linear(sources, config.hidden_size, 2 * config.intermediate_size, config.mlp_bias)
+        self.down = Linear((f"{at}.down_proj",), config.intermediate_size, config.hidden_size, config.mlp_bias)
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        result: Tensor = self.down(self.activation(gate).mul_(up))
+        return result
+
+
+def output_layer(config: ModelConfig) -> Linear:
+    """Hidden rows to logits; with tied embeddings its weight is the embedding's."""
+    source = "model.embed_tokens" if config.tie_embeddings else "lm_head"
+    return Linear((source,), config.hidden_size, config.vocab_size)

@@ -1,0 +1,127 @@
+"""Rotary positions: the angle of each pair of a head's elements at each position, in FP32, and the turning itself.
+
+Angles are computed for the tokens of a step, once a step: six small operations, against 33 MB of tables for a context of 128k.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from app.models.rope import Rope, RopeKind
+
+Angles = tuple[Tensor, Tensor]  # cos and signed sin, each [tokens, 1, dim]
+
+
+class Rotary:
+    """Angles of one `Rope`. With longrope, a server whose contexts may pass the original length uses the long factors for all of them.
+
+    (transformers takes the short ones while a sequence is short, which turns keys cached before the border wrongly after it.)
+    """
+
+    def __init__(self, rope: Rope, max_model_len: int, device: torch.device) -> None:
+        frequencies, self.scale = _KINDS[rope.kind](rope, max_model_len)
+        # sin(-a) = -sin(a): the sign that `turn` needs in the first half sits in the frequency.
+        self.signed = torch.cat((-frequencies, frequencies)).to(device)
+
+    def __call__(self, positions: Tensor) -> Angles:
+        """positions [tokens] to cos and signed sin [tokens, 1, dim]."""
+        angles = positions.to(torch.float32)[:, None, None] * self.signed
+        cos, sin = angles.cos(), angles.sin()
+        return (cos, sin) if self.scale == 1.0 else (cos.mul_(self.scale), sin.mul_(self.scale))
+
+
+class LayerAngles:
+    """The angles of every layer at once; layers with the same `Rope` share them, a layer without one gets None."""
+
+    def __init__(self, ropes: Sequence[Rope | None], max_model_len: int, device: torch.device) -> None:
+        distinct = list(dict.fromkeys(rope for rope in ropes if rope is not None))
+        self.rotaries = [Rotary(rope, max_model_len, device) for rope in distinct]
+        self.indices = [None if rope is None else distinct.index(rope) for rope in ropes]
+
+    def __call__(self, positions: Tensor) -> list[Angles | None]:
+        """positions [tokens] to one entry a layer."""
+        angles = [rotary(positions) for rotary in self.rotaries]
+        return [None if index is None else angles[index] for index in self.indices]
+
+
+def turn(x: Tensor, angles: Angles) -> Tensor:
+    """Turns the first dim elements of each head of x [tokens, heads, head_dim]: (a, b) to (a cos - b sin, b cos + a sin)."""
+    cos, sin = angles
+    dim = cos.shape[-1]
+    if dim < x.shape[-1]:
+        return torch.cat((turn(x[..., :dim], angles), x[..., dim:]), -1)
+    swapped = x.roll(dim // 2, -1)  # (b, a); sin is (-sin, sin)
+    return (x * cos).addcmul_(swapped, sin)
+
+
+# ---- frequencies [dim / 2] and the factor on cos and sin, for each kind ----------------------------------------------
+
+
+def _plain(rope: Rope) -> Tensor:
+    exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32, device="cpu") / rope.dim
+    return 1.0 / rope.theta**exponents
+
+
+def _default(rope: Rope, max_model_len: int) -> tuple[Tensor, float]:
+    return _plain(rope), 1.0
+
+
+def _linear(rope: Rope, max_model_len: int) -> tuple[Tensor, float]:
+    return _plain(rope) / rope.factor, 1.0
+
+
+def _llama3(rope: Rope, max_model_len: int) -> tuple[Tensor, float]:
+    """Long waves are stretched by `factor`, short ones stay, those between are blended by how many fit the original context."""
+    plain, length = _plain(rope), rope.original_max_position_embeddings
+    waves = length * plain / (2 * math.pi)  # how many fit
+    blend = ((waves - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    return plain * blend + plain / rope.factor * (1 - blend), 1.0
+
+
+def _yarn(rope: Rope, max_model_len: int) -> tuple[Tensor, float]:
+    """As llama3, but blended over element index between the pairs that turn `beta_fast` and `beta_slow` times in the original context."""
+
+    def index_of(turns: float) -> float:
+        return rope.dim * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = index_of(rope.beta_fast), index_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    width = high - low if high != low else 0.001
+    stretched = ((torch.arange(rope.dim // 2, dtype=torch.float32, device="cpu") - low) / width).clamp(0, 1)
+    plain = _plain(rope)
+    return plain / rope.factor * stretched + plain * (1 - stretched), _yarn_scale(rope)
+
+
+def _yarn_scale(rope: Rope) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def mscale(weight: float) -> float:
+        return 1.0 if rope.factor <= 1.0 else 0.1 * weight * math.log(rope.factor) + 1.0
+
+    return mscale(rope.mscale) / mscale(rope.mscale_all_dim) if rope.mscale and rope.mscale_all_dim else mscale(1.0)
+
+
+def _longrope(rope: Rope, max_model_len: int) -> tuple[Tensor, float]:
+    """A factor of its own for each pair, one set for short contexts and one for long."""
+    original = rope.original_max_position_embeddings
+    factors = torch.tensor(rope.long_factor if max_model_len > original else rope.short_factor, device="cpu")
+    scale = rope.attention_factor
+    if scale is None:
+        scale = 1.0 if rope.factor <= 1.0 else math.sqrt(1 + math.log(rope.factor) / math.log(original))
+    return _plain(rope) / factors, scale
+
+
+_KINDS: Mapping[RopeKind, Callable[[Rope, int], tuple[Tensor, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}

@@ -1,0 +1,111 @@
+"""Fills a model with a checkpoint's weights: mapped where they are used as stored, else packed one at a time from the mapped file.
+
+At its peak it holds the finished weights and one tensor more; the largest go first, while little is there yet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from app.backends.base import Backend
+from app.hardware.plan import ServingPlan
+from app.kernels.linear import FORMS, Linear, Packing, host_architecture
+from app.models.layers import Embedding, RMSNorm
+from app.models.registry import build_model
+from app.weights.checkpoint import Checkpoint
+from app.weights.headers import TensorEntry
+from app.weights.mapped import TORCH_DTYPES, MappedFiles
+from app.weights.recipes import Recipe, find_recipe
+
+Progress = Callable[[int, int], None]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_COPY_BYTES = 8 * 2**20  # source pages held while a tensor is converted
+
+
+def load_model(checkpoint: Checkpoint, plan: ServingPlan, backend: Backend, progress: Progress | None = None) -> nn.Module:
+    """The model, ready to run. `progress` hears (bytes done, bytes in all) after each tensor."""
+    recipe = find_recipe(plan.device.value, host_architecture(), plan.precision.value)
+    dtype = DTYPES[plan.dtype.value]
+    model = build_model(checkpoint.model_config, dtype, plan.max_model_len.value, backend.device)
+    _Loading(checkpoint, recipe, dtype, progress or (lambda done, total: None)).fill(model)
+    return model
+
+
+class _Loading:
+    """State of one load: the mapped files, a buffer that all fused and converted tensors pass through, and how far it is."""
+
+    def __init__(self, checkpoint: Checkpoint, recipe: Recipe, dtype: torch.dtype, progress: Progress) -> None:
+        self.tensors, self.recipe, self.dtype, self.progress = checkpoint.tensors, recipe, dtype, progress
+        self.files = MappedFiles()
+        self.staging = torch.empty(0, dtype=dtype)
+        self.done, self.total = 0, sum(entry.nbytes for entry in checkpoint.tensors.values())
+
+    @torch.inference_mode()
+    def fill(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        linears = [module for module in modules if isinstance(module, Linear)]
+        for linear in sorted(linears, key=lambda linear: -linear.in_features * linear.out_features):
+            self._pack(linear)
+        for module in modules:
+            if isinstance(module, Embedding | RMSNorm):
+                entry = self.tensors[f"{module.source}.weight"]
+                module.adopt(self.files.tensor(entry))
+                self._advance((entry,))
+        self.progress(self.total, self.total)
+
+    def _pack(self, linear: Linear) -> None:
+        entries = [self.tensors[f"{source}.weight"] for source in linear.sources]
+        form = self._form(linear)
+        weight, mapped = self._weight(entries, (linear.out_features, linear.in_features), form.keeps_weight)
+        bias = self._bias(linear.sources) if linear.has_bias else None
+        linear.form = form.pack(weight, bias)
+        if not (mapped and form.keeps_weight):
+            for entry in entries:
+                self.files.drop(entry.file, entry.start, entry.end)
+        self._advance(entries)
+
+    def _form(self, linear: Linear) -> type[Packing]:
+        forms = (FORMS[name] for name in self.recipe.linear)
+        return next(form for form in forms if form.suits(linear.out_features, linear.in_features, self.dtype))
+
+    def _weight(self, entries: Sequence[TensorEntry], shape: tuple[int, int], keeps: bool) -> tuple[Tensor, bool]:
+        """The weight in the model's dtype, and whether it is the mapped file itself: so where its parts lie end to end as stored."""
+        if TORCH_DTYPES[entries[0].dtype] == self.dtype and _lie_end_to_end(entries):
+            return self.files.span(entries[0], shape), True
+        weight = torch.empty(shape, dtype=self.dtype) if keeps else self._staging(shape)
+        row = 0
+        for entry in entries:
+            self._copy(entry, weight[row : row + entry.shape[0]])
+            row += entry.shape[0]
+        return weight, False
+
+    def _staging(self, shape: tuple[int, int]) -> Tensor:
+        if self.staging.numel() < math.prod(shape):
+            self.staging = torch.empty(0, dtype=self.dtype)  # the old one goes before the new one comes
+            self.staging = torch.empty(math.prod(shape), dtype=self.dtype)
+        return self.staging[: math.prod(shape)].view(shape)
+
+    def _copy(self, entry: TensorEntry, target: Tensor) -> None:
+        source, row_bytes = self.files.tensor(entry), entry.nbytes // max(1, entry.shape[0])
+        step = max(1, _COPY_BYTES // max(1, row_bytes))
+        for row in range(0, entry.shape[0], step):
+            target[row : row + step].copy_(source[row : row + step])
+            self.files.drop(entry.file, entry.start + row * row_bytes, entry.start + min(row + step, entry.shape[0]) * row_bytes)
+
+    def _bias(self, sources: Sequence[str]) -> Tensor:
+        entries = [self.tensors[f"{source}.bias"] for source in sources]
+        self._advance(entries)
+        return torch.cat([self.files.tensor(entry).to(self.dtype) for entry in entries])
+
+    def _advance(self, entries: Sequence[TensorEntry]) -> None:
+        self.done = min(self.total, self.done + sum(entry.nbytes for entry in entries))  # a tied table is used twice
+        self.progress(self.done, self.total)
+
+
+def _lie_end_to_end(entries: Sequence[TensorEntry]) -> bool:
+    return all((left.file, left.dtype, left.end) == (right.file, right.dtype, right.start) for left, right in pairwise(entries))

@@ -1,0 +1,31 @@
+"""Loads a checkpoint as the server does, with a plan and a backend of only what the loader reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from app.backends.base import Backend
+from app.hardware.plan import Decision, ServingPlan
+from app.weights.checkpoint import open_checkpoint
+from app.weights.load import Progress, load_model
+
+
+def plan_of(dtype: str, max_model_len: int, device: str = "cpu") -> ServingPlan:
+    """`dtype` is float32 or bfloat16; the precision follows."""
+    values: dict[str, Any] = {"device": device, "dtype": dtype, "max_model_len": max_model_len}
+    values["precision"] = {"float32": "fp32", "bfloat16": "bf16"}[dtype]
+    return cast(ServingPlan, SimpleNamespace(**{name: Decision(value, "asked for") for name, value in values.items()}))
+
+
+def load(
+    directory: Path, dtype: str = "float32", max_model_len: int | None = None, progress: Progress | None = None
+) -> nn.Module:
+    """The checkpoint's model on the CPU, ready to run."""
+    checkpoint = open_checkpoint(directory)
+    backend = cast(Backend, SimpleNamespace(device=torch.device("cpu"), dtype=getattr(torch, dtype)))
+    return load_model(checkpoint, plan_of(dtype, max_model_len or checkpoint.model_config.max_model_len), backend, progress)

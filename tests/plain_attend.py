@@ -1,0 +1,37 @@
+"""The simplest `Attend` there is, for one sequence: all keys and values, the mask as its definition reads, an FP32 softmax."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from app.models.context import AttentionSpec, StepContext
+
+
+class PlainAttend:
+    """Keeps all keys and values of one sequence, layer by layer."""
+
+    def __init__(self) -> None:
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        none = key.new_zeros(0, *key.shape[1:])
+        self.keys[layer] = torch.cat((self.keys.get(layer, none), key))
+        self.values[layer] = torch.cat((self.values.get(layer, none), value))
+        group = query.shape[1] // key.shape[1]
+        keys, values = (held[layer].float().repeat_interleave(group, 1) for held in (self.keys, self.values))
+        scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * spec.scale
+        if spec.softcap is not None:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        at = torch.arange(keys.shape[0])
+        mine = at[-query.shape[0] :, None]
+        visible = at <= mine if spec.window is None else (at <= mine) & (at > mine - spec.window)
+        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)
+
+
+def context_of(token_ids: list[int], attend: PlainAttend, start: int = 0, logit_rows: list[int] | None = None) -> StepContext:
+    """One sequence's tokens from position `start` on."""
+    rows = None if logit_rows is None else torch.tensor(logit_rows)
+    return StepContext(torch.tensor(token_ids), torch.arange(start, start + len(token_ids)), rows, attend)
