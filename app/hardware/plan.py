@@ -1,50 +1,41 @@
 """What shall be done with a machine: `make_plan` is pure, final, and gives a reason for every choice. Torch is not needed to decide.
 
 It reads facts and settings and never changes a setting quietly: what is forced is honoured or `PlanImpossible` says why not.
+The choices themselves are made in `numerics`, `parallel` and `capacity`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
 
+from app.hardware import capacity, numerics, parallel
+from app.hardware.decision import Decision, Dtype, Measurements, RecipeKey
 from app.hardware.facts import Facts, Needs, plain
+from app.hardware.numerics import check_torch_can_run
 from app.settings import Settings
 
-T = TypeVar("T")
-RecipeKey = tuple[str, str, str]  # device kind, CPU architecture, precision: the key of weights/recipes.py
-Dtype = Literal["float32", "bfloat16"]
+__all__ = ["Decision", "Dtype", "Measurements", "RecipeKey", "ServingPlan", "check_torch_can_run", "make_plan"]
 
-
-@dataclass(frozen=True, slots=True)
-class Decision(Generic[T]):
-    """A choice and why it was made, in a sentence for the operator."""
-
-    value: T
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Measurements:
-    """What calibration measured on this very machine; empty where it did not run.
-
-    `products_per_second` is the best rate by precision (multiply and add count as two); `step_seconds` is a decode step by rows.
-    """
-
-    read_bytes_per_second: float | None = None
-    products_per_second: Mapping[str, float] = field(default_factory=dict)
-    step_seconds: Mapping[int, float] = field(default_factory=dict)
+# libgomp spins this often before a thread sleeps, about 3 ms (its default where no policy is given; gcc libgomp/env.c). With the policy
+# ACTIVE alone it would spin for minutes, and an idle server would burn its cores.
+_SPINS = "300000"
+_SPIN_MILLISECONDS = "3"  # the same for LLVM's OpenMP, which torch brings on macOS
 
 
 @dataclass(frozen=True, slots=True)
 class ServingPlan:
-    """Every choice for one process on one machine. `cpu_ids` empty: do not pin; `itl_target_seconds` None: relative to what is measured."""
+    """Every choice for one process on one machine.
+
+    `cpu_ids` is the mask the compute threads are confined to, before their pool starts; empty: leave them alone.
+    `itl_target_seconds` None: relative to the decode steps as they are measured while serving.
+    """
 
     device: Decision[str]
-    dtype: Decision[Dtype]
     precision: Decision[str]
+    dtype: Decision[Dtype]
     kv_precision: Decision[str]
     threads: Decision[int]
     cpu_ids: Decision[tuple[int, ...]]
@@ -53,16 +44,19 @@ class ServingPlan:
     interop_threads: Decision[int]
     tokenizer_threads: Decision[int]
     http_threads: Decision[int]
+    weight_bytes: Decision[int]
+    kv_cache_bytes: Decision[int]
     max_model_len: Decision[int]
     max_running_seqs: Decision[int]
     max_batch_tokens: Decision[int]
     max_waiting_requests: Decision[int]
-    kv_cache_bytes: Decision[int]
     itl_target_seconds: Decision[float | None]
     compile: Decision[bool]
     calibrate: Decision[bool]
     speculation: Decision[bool]
     deterministic: Decision[bool]
+    decode_tokens_per_second: Decision[float | None]
+    prefill_tokens_per_second: Decision[float | None]
 
     def decisions(self) -> Iterable[tuple[str, Decision[Any]]]:
         return [(item.name, getattr(self, item.name)) for item in dataclasses.fields(self)]
@@ -73,12 +67,18 @@ class ServingPlan:
     def environment(self) -> dict[str, str]:
         """Variables that the thread pools read when they load: set them before torch is imported."""
         threads = str(self.threads.value)
+        spinning = {"GOMP_SPINCOUNT": _SPINS, "KMP_BLOCKTIME": _SPIN_MILLISECONDS} if self.wait_policy.value == "active" else {}
         return {
             "OMP_NUM_THREADS": threads,
-            "MKL_NUM_THREADS": threads,
             "OMP_WAIT_POLICY": self.wait_policy.value,
+            "OMP_DYNAMIC": "false",
+            "OMP_PROC_BIND": "false",  # the mask of the worker thread is enough; binding would pin the event loop too
+            "MKL_NUM_THREADS": threads,
+            "VECLIB_MAXIMUM_THREADS": threads,
+            "OPENBLAS_NUM_THREADS": "1",  # NumPy's own pool has nothing to do
             "RAYON_NUM_THREADS": str(self.tokenizer_threads.value),
             "TOKENIZERS_PARALLELISM": "false",
+            **spinning,
         }
 
 
@@ -86,31 +86,59 @@ def make_plan(
     facts: Facts, measurements: Measurements | None, settings: Settings, needs: Needs | None, recipes: Collection[RecipeKey]
 ) -> ServingPlan:
     """Decides everything. Raises `PlanImpossible` or `NoRecipe` with a sentence where what is asked cannot be."""
-    threads = len(facts.allowed_cpus) if settings.threads == "auto" else settings.threads
-    length = needs.max_model_len if needs else 4096
-    bf16 = bool(facts.isa & {"avx512_bf16", "amx_bf16", "bf16"})
+    numerics.refuse_unbuilt(settings)
+    device = numerics.device(facts, settings, recipes)
+    precision = numerics.precision(facts, settings, recipes, device.value)
+    dtype = numerics.dtype(precision.value)
+    kv_precision = numerics.kv_precision(settings, dtype.value)
+    threads = parallel.decide(facts, settings)
+    memory = capacity.decide(
+        facts, settings, capacity.Demand(needs, precision.value, kv_precision.value, threads.numa_node.value)
+    )
     return ServingPlan(
-        device=Decision("cpu", "The CPU is what is built."),
-        dtype=Decision("bfloat16" if bf16 else "float32", "What the hardware multiplies."),
-        precision=Decision("bf16" if bf16 else "fp32", "As the dtype."),
-        kv_precision=Decision("bf16" if bf16 else "fp32", "As the dtype."),
-        threads=Decision(max(1, threads), "Allowed CPUs."),
-        cpu_ids=Decision((), "Not pinned."),
-        numa_node=Decision(None, "One node."),
-        wait_policy=Decision("passive", "Not decided yet."),
-        interop_threads=Decision(1, "One step at a time."),
-        tokenizer_threads=Decision(2, "Tokenising is short."),
-        http_threads=Decision(4, "Handlers are asynchronous."),
-        max_model_len=Decision(length if settings.max_model_len == "auto" else settings.max_model_len, "The model's."),
-        max_running_seqs=Decision(64 if settings.max_running_seqs == "auto" else settings.max_running_seqs, "Default."),
-        max_batch_tokens=Decision(512 if settings.max_batch_tokens == "auto" else settings.max_batch_tokens, "Default."),
-        max_waiting_requests=Decision(
-            256 if settings.max_waiting_requests == "auto" else settings.max_waiting_requests, "Default."
-        ),
-        kv_cache_bytes=Decision(2**30 if settings.kv_cache_bytes == "auto" else settings.kv_cache_bytes, "Default."),
-        itl_target_seconds=Decision(None if settings.itl_target_ms == "auto" else settings.itl_target_ms / 1000, "Default."),
-        compile=Decision(False, "Not built yet."),
-        calibrate=Decision(False, "Not built yet."),
-        speculation=Decision(False, "Not built yet."),
+        device=device,
+        precision=precision,
+        dtype=dtype,
+        kv_precision=kv_precision,
+        **_fields(threads),
+        **_fields(memory),
+        itl_target_seconds=_itl_target(settings),
+        compile=Decision(False, "Asked for." if settings.compile == "off" else "Not built yet."),
+        calibrate=Decision(False, "Asked for." if settings.calibrate == "off" else "Not built yet."),
+        speculation=Decision(False, "Asked for." if settings.speculation == "off" else "Not built yet."),
         deterministic=Decision(False, "Not asked for."),
+        decode_tokens_per_second=_decode_ceiling(measurements, memory.weight_bytes.value),
+        prefill_tokens_per_second=_prefill_ceiling(measurements, needs, precision.value),
+    )
+
+
+def _fields(part: parallel.Parallelism | capacity.Capacity) -> dict[str, Any]:
+    return {item.name: getattr(part, item.name) for item in dataclasses.fields(part)}
+
+
+def _itl_target(settings: Settings) -> Decision[float | None]:
+    if settings.itl_target_ms == "auto":
+        return Decision(
+            None, "Relative to the decode steps as they are measured: prefill may not stretch a step to many times theirs."
+        )
+    return Decision(settings.itl_target_ms / 1000, "Asked for.")
+
+
+def _decode_ceiling(measurements: Measurements | None, weight_bytes: int) -> Decision[float | None]:
+    """One sequence alone reads every weight once a token."""
+    if measurements is None or measurements.read_bytes_per_second is None or not weight_bytes:
+        return Decision(None, "Known when a model is given and the machine is measured.")
+    rate = measurements.read_bytes_per_second
+    return Decision(
+        rate / weight_bytes, f"Measured reads of {rate / 1e9:.0f} GB/s over the weights' bytes: a ceiling for one sequence."
+    )
+
+
+def _prefill_ceiling(measurements: Measurements | None, needs: Needs | None, precision: str) -> Decision[float | None]:
+    """A token costs a multiply and an add for each parameter."""
+    rate = measurements.products_per_second.get(precision) if measurements else None
+    if rate is None or needs is None or not needs.num_parameters:
+        return Decision(None, "Known when a model is given and the machine is measured.")
+    return Decision(
+        rate / (2 * needs.num_parameters), f"Measured products of {rate / 1e9:.0f} GFLOP/s over two a parameter: a ceiling."
     )

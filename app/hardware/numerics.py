@@ -1,0 +1,130 @@
+"""On which device and in which precision to serve, and whether torch can run here at all; what is not built is refused with what is."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from app.errors import NoRecipe, PlanImpossible
+from app.hardware.decision import Decision, Dtype, RecipeKey
+from app.hardware.facts import Facts
+from app.settings import Settings
+
+# Instruction sets that multiply BF16 by BF16 and add in FP32. AVX-512 without BF16 only converts: slower than FP32.
+_BF16_PRODUCTS = {"x86_64": ("amx_bf16", "avx512_bf16"), "arm64": ("bf16",)}
+
+# torch imports NumPy, whose wheels (2.4.6) execute AVX unguarded and refuse anything below x86-64-v2: seen under emulation of
+# Westmere (stops at import) and Sandy Bridge (runs). torch alone would run on less.
+_X86_NEEDS = frozenset({"sse4_2", "popcnt", "avx"})
+# torch 2.10's aarch64 wheel uses the atomic instructions of Armv8.1 without asking and dies with SIGILL on Armv8.0 cores.
+_ARM_NEEDS = frozenset({"lse"})
+
+
+def check_torch_can_run(facts: Facts) -> None:
+    """Raises `PlanImpossible` where importing torch would end the process without a word. To be called before that import."""
+    if facts.architecture not in _BF16_PRODUCTS:
+        raise PlanImpossible(f"There is no torch for {facts.os} on {facts.architecture}: x86_64 and arm64 are supported.")
+    if facts.os == "macos" and facts.architecture == "x86_64":
+        raise PlanImpossible(
+            "torch left Intel Macs after 2.2, which is older than what is needed here: use an Apple silicon Mac or Linux."
+        )
+    needs = _X86_NEEDS if facts.architecture == "x86_64" else _ARM_NEEDS
+    missing = needs - facts.isa
+    if facts.isa and missing:  # a kernel that states nothing refuses nothing
+        core = facts.cpu.microarchitecture or facts.cpu.name
+        wanted = (
+            "AVX (Intel Sandy Bridge, AMD Bulldozer or newer)" if facts.architecture == "x86_64" else "Armv8.1's atomics (LSE)"
+        )
+        raise PlanImpossible(
+            f"This processor ({core}) has no {', '.join(sorted(missing))}: importing torch would stop with an illegal instruction. "
+            f"torch needs {wanted}."
+        )
+
+
+def device(facts: Facts, settings: Settings, recipes: Collection[RecipeKey]) -> Decision[str]:
+    """The fastest kind of device that is here and built; a forced one that is not raises."""
+    built = {kind for kind, architecture, _ in recipes if architecture == facts.architecture}
+    if settings.device != "auto":
+        _check_present(facts, settings.device)
+        if settings.device not in built:
+            raise NoRecipe(f"Serving on {settings.device} is not built yet. {_what_exists(recipes)}")
+        return Decision(settings.device, "Asked for.")
+    idle = [f"{len(facts.cuda)} × {facts.cuda[0].name}"] if facts.cuda else ["the Apple GPU (MPS)"] if facts.mps else []
+    for kind, present in (("cuda", bool(facts.cuda)), ("mps", facts.mps)):
+        if present and kind in built:
+            return Decision(kind, f"{idle[0]} is here and can be served on.")
+    if "cpu" not in built:
+        raise NoRecipe(f"Nothing is built for {facts.architecture}. {_what_exists(recipes)}")
+    return Decision("cpu", f"{idle[0]} is here, but serving on it is not built yet." if idle else "No other device is here.")
+
+
+def _check_present(facts: Facts, kind: str) -> None:
+    if kind == "cuda" and not facts.cuda:
+        raise PlanImpossible(
+            "device is cuda, but neither nvidia-smi nor /proc/driver/nvidia names a GPU. Is the driver installed?"
+        )
+    if kind == "mps" and not facts.mps:
+        raise PlanImpossible("device is mps, but this is no Apple silicon Mac.")
+
+
+def precision(facts: Facts, settings: Settings, recipes: Collection[RecipeKey], kind: str) -> Decision[str]:
+    """BF16 where the hardware multiplies it, else FP32; a forced one is honoured where a recipe for it exists."""
+    built = {name for device_kind, architecture, name in recipes if (device_kind, architecture) == (kind, facts.architecture)}
+    if settings.precision != "auto":
+        if settings.precision not in built:
+            raise NoRecipe(
+                f"Precision {settings.precision} on {kind} ({facts.architecture}) is not built yet. {_what_exists(recipes)}"
+            )
+        slow = settings.precision == "bf16" and bf16_products(facts) is None
+        return Decision(
+            settings.precision, "Asked for; slow, since this processor does not multiply BF16." if slow else "Asked for."
+        )
+    multiplier = bf16_products(facts)
+    if multiplier and "bf16" in built:
+        return Decision(
+            "bf16", f"This processor multiplies BF16 ({multiplier}): half the bytes of FP32 and several times its products."
+        )
+    if "fp32" in built:
+        return Decision(
+            "fp32", "This processor does not multiply BF16." if not multiplier else "BF16 is not built for this device yet."
+        )
+    raise NoRecipe(f"Neither bf16 nor fp32 is built on {kind} ({facts.architecture}). {_what_exists(recipes)}")
+
+
+def dtype(chosen: str) -> Decision[Dtype]:
+    """What activations are held in."""
+    if chosen == "fp32":
+        return Decision("float32", "As the weights.")
+    return Decision("bfloat16", "As the weights; sums run in FP32.")
+
+
+def kv_precision(settings: Settings, chosen: Dtype) -> Decision[str]:
+    name = "bf16" if chosen == "bfloat16" else "fp32"
+    if settings.kv_precision not in ("auto", name):
+        raise PlanImpossible(
+            f"kv_precision is {settings.kv_precision}, but keys and values are held in the activations' dtype ({name}); "
+            "another is not built yet. Leave kv_precision at auto."
+        )
+    return Decision(name, "As the activations.")
+
+
+def bf16_products(facts: Facts) -> str | None:
+    """The instruction set that multiplies BF16 here, or None."""
+    return next((name for name in _BF16_PRODUCTS.get(facts.architecture, ()) if name in facts.isa), None)
+
+
+def refuse_unbuilt(settings: Settings) -> None:
+    """Settings whose `on` means nothing yet are refused, never ignored."""
+    asked = {
+        "compile": (settings.compile == "on", "leave it at auto or off"),
+        "calibrate": (settings.calibrate == "on", "leave it at auto or off"),
+        "int8_copy": (settings.int8_copy == "on", "it belongs to int4, which is not built yet either"),
+        "deterministic": (settings.deterministic == "on", "answers may vary with what else is in the batch; leave it off"),
+    }
+    for name, (is_asked, instead) in asked.items():
+        if is_asked:
+            raise PlanImpossible(f"{name} is on, but that is not built yet: {instead}.")
+
+
+def _what_exists(recipes: Collection[RecipeKey]) -> str:
+    listed = ", ".join(f"{name} on {kind} ({architecture})" for kind, architecture, name in sorted(recipes))
+    return f"What exists: {listed}." if listed else "Nothing is built."

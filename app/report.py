@@ -1,0 +1,143 @@
+"""A machine's facts and the plan for it as tables for people; `armature probe` prints what is made here. Machines read `to_json`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from app.hardware.decision import count, gib
+from app.hardware.facts import Cache, Facts, NumaNode, TorchBuild
+from app.hardware.plan import ServingPlan
+
+_BYTES = ("kv_cache_bytes", "weight_bytes")
+
+
+def render_probe(facts: Facts, plan: ServingPlan | None) -> RenderableType:
+    """Two tables: what this machine is, and what would be done with it and why. Without a plan, the facts alone."""
+    return Group(render_facts(facts), "", render_plan(plan)) if plan else render_facts(facts)
+
+
+def render_facts(facts: Facts) -> Table:
+    table = Table(title="This machine", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for name, value in _fact_rows(facts):
+        if value:
+            table.add_row(name, value)
+    return table
+
+
+def render_plan(plan: ServingPlan) -> Table:
+    table = Table(title="What would be done with it", title_justify="left", header_style="bold", box=None, padding=(0, 2, 0, 0))
+    table.add_column("decision", style="bold", no_wrap=True)
+    table.add_column("value", overflow="fold", max_width=28)
+    table.add_column("reason", ratio=1)
+    for name, decision in plan.decisions():
+        table.add_row(name, _value(name, decision.value), decision.reason)
+    return table
+
+
+def _fact_rows(facts: Facts) -> list[tuple[str, str]]:
+    cpu = facts.cpu
+    inside = ", ".join(part for part in (cpu.product, cpu.microarchitecture) if part and part not in cpu.name)
+    return [
+        ("system", " ".join(part for part in (facts.os, facts.kernel, facts.architecture) if part)),
+        ("processor", f"{cpu.vendor} {cpu.name}".strip() + (f" ({inside})" if inside else "")),
+        ("instruction sets", " ".join(sorted(facts.isa)) + (f" (SVE {facts.sve_bits} bits)" if facts.sve_bits else "")),
+        ("cores", _cores(facts)),
+        ("may run on", _allowed(facts)),
+        ("caches", ", ".join(_cache(cache) for cache in facts.caches)),
+        ("memory", f"{gib(facts.memory_bytes)}, {gib(facts.available_bytes)} available, pages of {facts.page_bytes // 1024} KiB"),
+        ("memory nodes", "; ".join(_node(node) for node in facts.numa_nodes) if len(facts.numa_nodes) > 1 else ""),
+        ("huge pages", _huge_pages(facts)),
+        ("control group", _cgroup(facts)),
+        (
+            "GPUs",
+            "; ".join(_gpu(device.name, device.memory_bytes, device.capability) for device in facts.cuda) or _apple_gpu(facts),
+        ),
+        ("torch", _torch(facts.torch)),
+    ]
+
+
+def _cores(facts: Facts) -> str:
+    kinds = Counter(core.kind for core in facts.cores)
+    packages = len({core.package for core in facts.cores})
+    text = f"{len(facts.cores)} physical, {facts.num_logical_cpus} logical, {count(packages, 'package')}"
+    return text + (f" ({kinds['performance']} performance, {kinds['efficiency']} efficiency)" if kinds["efficiency"] else "")
+
+
+def _allowed(facts: Facts) -> str:
+    quota = facts.cgroup.quota_cores
+    limit = f", quota of {quota:g} cores" if quota is not None else ""
+    return f"CPUs {cpu_ranges(sorted(facts.allowed_cpus))}{limit}"
+
+
+def _cache(cache: Cache) -> str:
+    name = f"L{cache.level}{'' if cache.kind == 'unified' else cache.kind[0]}"
+    return f"{name} {_small(cache.size_bytes)}" + (f" shared by {cache.shared_by}" if cache.shared_by > 1 else "")
+
+
+def _node(node: NumaNode) -> str:
+    return f"{node.id}: CPUs {cpu_ranges(list(node.cpu_ids))}, {gib(node.memory_bytes)}"
+
+
+def _huge_pages(facts: Facts) -> str:
+    pages = facts.huge_pages
+    explicit = f", {pages.free} of {pages.total} explicit ones of {_small(pages.page_bytes)} free" if pages.total else ""
+    return f"transparent: {pages.transparent}{explicit}" if pages.transparent else explicit.lstrip(", ")
+
+
+def _cgroup(facts: Facts) -> str:
+    group = facts.cgroup
+    if not group.version:
+        return ""
+    limits = [f"{group.quota_cores:g} cores"] if group.quota_cores is not None else []
+    limits += [f"{gib(group.memory_limit_bytes)} of memory"] if group.memory_limit_bytes is not None else []
+    return f"v{group.version}, " + (" and ".join(limits) if limits else "no limit on CPU time or memory")
+
+
+def _gpu(name: str, memory_bytes: int | None, capability: tuple[int, int] | None) -> str:
+    size = f", {gib(memory_bytes)}" if memory_bytes else ""
+    return f"{name}{size}" + (f", capability {capability[0]}.{capability[1]}" if capability else "")
+
+
+def _apple_gpu(facts: Facts) -> str:
+    return "Apple GPU (MPS)" if facts.mps else ""
+
+
+def _torch(build: TorchBuild | None) -> str:
+    if build is None:
+        return "not installed"
+    names = {"oneDNN": build.onednn, "MKL": build.mkl, "Arm Compute Library": build.acl, "KleidiAI": build.kleidiai}
+    inside = [name for name, there in names.items() if there]
+    return build.version + (f", CUDA {build.cuda}" if build.cuda else "") + (f", with {', '.join(inside)}" if inside else "")
+
+
+def _value(name: str, value: Any) -> str:
+    if value is None:
+        return "–"
+    if name in _BYTES:
+        return gib(value)
+    if name == "cpu_ids":
+        return cpu_ranges(list(value)) or "–"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:.1f}" if isinstance(value, float) else str(value)
+
+
+def _small(size: int) -> str:
+    return f"{size / 2**20:g} MiB" if size >= 2**20 else f"{size // 2**10} KiB"
+
+
+def cpu_ranges(cpus: list[int]) -> str:
+    """[0, 1, 2, 8] as `0-2,8`."""
+    parts: list[list[int]] = []
+    for cpu in cpus:
+        if parts and cpu == parts[-1][-1] + 1:
+            parts[-1][1:] = [cpu]
+        else:
+            parts.append([cpu])
+    return ",".join("-".join(str(end) for end in part) for part in parts)
