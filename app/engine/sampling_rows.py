@@ -17,6 +17,7 @@ from app.errors import StepFailed
 from app.messages import SamplingParams
 
 _BLOCK = 256  # tokens whose probabilities are summed before one of them is drawn: a running sum over the blocks is short
+_LEAST = 1e-6  # temperatures and repetition penalties below act like it: no client's value may overflow, which would look like a broken model
 _BELOW_ONE = 1.0 - 2.0**-53
 _NUCLEUS_WIDTHS = (
     256,
@@ -53,14 +54,13 @@ def penalised(logits: Tensor, sequences: Rows[Sequence]) -> Tensor:
             rows.append(row)
             token_ids.append(token_id)
             terms.append(
-                (max(params.repetition_penalty, 1e-6), params.frequency_penalty * count + params.presence_penalty * (count > 0))
+                (max(params.repetition_penalty, _LEAST), params.frequency_penalty * count + params.presence_penalty * (count > 0))
             )
     if rows:
         at = (torch.tensor(rows), torch.tensor(token_ids))
         divisor, amount = torch.tensor(terms).unbind(1)
         seen = scores[at]
-        # A client's extreme penalty may overflow; that may not look like a broken model, which fails the whole step.
-        scores[at] = torch.where(seen > 0, seen / divisor, seen * divisor).sub_(amount).nan_to_num_(nan=0.0)
+        scores[at] = torch.where(seen > 0, seen / divisor, seen * divisor).sub_(amount)
     return scores
 
 
@@ -73,7 +73,7 @@ def probabilities(scores: Tensor, params: Rows[SamplingParams]) -> Tensor:
 
     Filtered tokens have probability 0; what is left need not sum to 1.
     """
-    temperature = torch.tensor([max(one.temperature, 1e-6) for one in params]).unsqueeze(1)
+    temperature = torch.tensor([max(one.temperature, _LEAST) for one in params]).unsqueeze(1)
     scores.sub_(scores.amax(-1, keepdim=True)).div_(temperature)
     vocab_size = scores.shape[1]
     if any(0 < one.top_k < vocab_size for one in params):
