@@ -17,7 +17,7 @@ from app.errors import StepFailed
 from app.messages import SamplingParams
 
 _BLOCK = 256  # tokens whose probabilities are summed before one of them is drawn: a running sum over the blocks is short
-_LEAST = 1e-6  # temperatures and repetition penalties below act like it: no client's value may overflow, which would look like a broken model
+_LEAST = 1e-6  # smaller temperatures and repetition penalties act like it: an overflow would look like a broken model
 _BELOW_ONE = 1.0 - 2.0**-53
 _NUCLEUS_WIDTHS = (
     256,
