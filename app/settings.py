@@ -18,6 +18,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 from app.errors import SettingsInvalid
 
 PREFIX = "ARMATURE_"
+DEMO = Path(__file__).resolve().parent / "demo" / "llama"
 SECRETS = frozenset({"api_keys"})  # never printed, not even in a refusal
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -86,6 +87,11 @@ class Settings(BaseSettings):
     speculation: Literal["auto", "off"] = Field("auto", description="Speculative decoding.")
     numa_node: Annotated[int, Field(ge=0)] | Auto = Field("auto", description="NUMA node to serve on.")
     deterministic: Literal["off", "on"] = Field("off", description="Same request, same text, whatever else is in the batch.")
+
+    @property
+    def checkpoint_directory(self) -> Path:
+        """The directory to serve: what was asked for, or the demo that comes with the package."""
+        return DEMO if self.model is None else self.model.expanduser()
 
 
 def kubernetes_link_variables(environ: dict[str, str]) -> list[str]:

@@ -39,12 +39,14 @@ LAYERS: tuple[tuple[str, float], ...] = (
     ("generation", 4),
     ("bench.inside", BESIDE),
     ("bench.ceilings", BESIDE),
+    ("bench.driver", BESIDE),
     ("bench.*", ISLAND),
     ("service", 5),
     ("admission", 5),
     ("api.*", 6),
     ("startup", 7),
     ("report", 7),
+    ("arguments", 7),
     ("main", 7.1),
     ("cli", 7.2),
     ("__main__", 7.3),
@@ -54,7 +56,7 @@ LAYERS: tuple[tuple[str, float], ...] = (
 TORCH_FREE = (
     "errors", "version", "settings", "messages", "hardware.*", "metrics", "quantiles", "models.config", "weights.checkpoint",
     "weights.recipes", "engine.sequence", "engine.slots", "engine.scheduler", "engine.pace", "engine.batch", "text.*", "generation",
-    "service", "admission", "api.*", "report", "main", "cli",
+    "service", "admission", "api.*", "report", "arguments", "main", "cli",
 )  # fmt: skip
 
 # A library and the only places that may import it.

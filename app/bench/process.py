@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from app.bench.client import Client
 from app.bench.console import Advance
 from app.bench.server import Server, serving
 from app.bench.stats import Figure, MeasurementFailed

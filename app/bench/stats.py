@@ -47,7 +47,7 @@ class Figure:
     """One number for people, `ratio` where it is held against something: `against` says what.
 
     `target` bounds the ratio where there is one, or else the value: from below unless `at_most`.
-    `is_share` ratios are parts of a ceiling that cannot be passed: above 1, something was measured wrongly.
+    `is_share` ratios are parts of a ceiling that cannot be passed: outside 0 to 1, something was measured wrongly.
     """
 
     name: str
@@ -71,8 +71,8 @@ class Figure:
     @property
     def mistake(self) -> str | None:
         """Why this figure cannot be true, if it cannot."""
-        if self.is_share and self.ratio is not None and self.ratio > 1.0:
-            return f"{self.name}: {self.ratio:.2f} of {self.against} is more than there is: a failed measurement"
+        if self.is_share and self.ratio is not None and not 0.0 <= self.ratio <= 1.0:
+            return f"{self.name}: {self.ratio:.2f} of {self.against} cannot be: a failed measurement"
         return None
 
 

@@ -124,5 +124,7 @@ def test_every_setting_has_a_row_that_people_can_read() -> None:
     assert rows["api_keys"].values == "JSON LIST"
 
 
-def test_paths_are_paths() -> None:
-    assert load_settings(model="some/where")[0].model == Path("some/where")
+def test_the_demo_is_served_where_no_model_is_named() -> None:
+    assert load_settings()[0].checkpoint_directory.parts[-3:] == ("app", "demo", "llama")
+    assert load_settings(model="some/where")[0].checkpoint_directory == Path("some/where")
+    assert load_settings(model="~/where")[0].checkpoint_directory == Path.home() / "where"

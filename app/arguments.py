@@ -1,0 +1,106 @@
+"""What may stand behind `armature`: commands and their flags. Every setting is a flag of every command that loads a model.
+
+Only words here: what a command does is `cli`'s business.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from app.settings import Settings, setting_rows
+from app.version import VERSION
+
+BENCHES = {
+    "engine": "the engine alone, step by step, held against this machine's memory and compute ceilings",
+    "start": "seconds from the start of the process to a first token",
+    "itl": "inter-token latency of running streams while a long prompt arrives",
+    "prefix": "time to first token of a second request that shares a long prefix",
+    "memory": "resident memory, held against weights and touched KV",
+    "overhead": "the share of wall time that is not the model, at decode ×8 over HTTP",
+}
+OVER_HTTP = ("itl", "prefix", "overhead")  # these can measure a server that runs already, too
+TOKENS = {"itl": 2000, "prefix": 1000}
+
+
+class UnknownArgument(Exception):
+    """Says what was not understood and what was probably meant."""
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """`command` (and `bench`) with their flags. Raises `UnknownArgument`; on a bad value argparse itself exits with status 2."""
+    arguments, unknown = _parser().parse_known_args(argv)
+    if unknown:
+        command = " ".join(filter(None, (arguments.command, getattr(arguments, "bench", None))))
+        raise UnknownArgument(f"armature {command}: {_complaint(unknown)} armature {command} --help lists the flags.")
+    return arguments
+
+
+def settings_given(arguments: argparse.Namespace) -> dict[str, str]:
+    """Settings that stand on the command line, as text."""
+    return {name: getattr(arguments, name) for name in Settings.model_fields if hasattr(arguments, name)}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="armature", description="Serves small language models on ordinary processors.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"armature {VERSION}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_settings(_command(commands, "serve", "serve a checkpoint over HTTP"))
+    probe = _command(commands, "probe", "what this machine is and what would be done with it, each decision with its reason")
+    probe.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_settings(probe)
+    bench = commands.add_parser("bench", help="measure", allow_abbrev=False)
+    benches = bench.add_subparsers(dest="bench", required=True, metavar="WHAT")
+    for name, what in BENCHES.items():
+        _add_bench(benches, name, what)
+    return parser
+
+
+def _add_bench(benches: Any, name: str, what: str) -> None:
+    parser = _command(benches, name, what, within="bench ")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the JSON object there as well")
+    parser.add_argument("--rounds", type=_count, default=5, metavar="N", help="how often to measure (default 5)")
+    if name in OVER_HTTP:
+        parser.add_argument("--url", help="measure the server there instead of starting one")
+    if name in TOKENS:
+        text = f"length of the long prompt or the prefix (default {TOKENS[name]})"
+        parser.add_argument("--tokens", type=_count, default=TOKENS[name], metavar="N", help=text)
+    _add_settings(parser)
+
+
+def _command(commands: Any, name: str, what: str, within: str = "") -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=what, description=f"{what[0].upper()}{what[1:]}.", usage=f"armature {within}{name} [FLAGS]", allow_abbrev=False
+    )
+    return parser
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("settings", "Each is an environment variable too, the one in brackets; a flag wins.")
+    for row in setting_rows():
+        default = f" Default: {row.default}." if row.default else ""
+        text = f"{row.description}{default} [{row.variable}]".replace("%", "%%")
+        metavar = row.values.replace(" ", "_")
+        group.add_argument(row.flag, dest=row.name, metavar=metavar, default=argparse.SUPPRESS, help=text)
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    return number
+
+
+def _complaint(unknown: list[str]) -> str:
+    """Names the first flag that was not understood, or else the first word."""
+    word = next((word for word in unknown if word.startswith("-")), unknown[0])
+    if not word.startswith("-"):
+        return f"{word!r} is not understood. A checkpoint is given as --model {word}."
+    known = [*(row.flag for row in setting_rows()), "--json", "--url", "--rounds", "--tokens", "--help"]
+    near = difflib.get_close_matches(word.partition("=")[0], known, n=1)
+    return f"there is no flag {word}." + (f" Did you mean {near[0]}?" if near else "")

@@ -1,0 +1,92 @@
+"""What this machine can do at the most, measured here and now: bytes read a second, and multiply-adds a second by dtype.
+
+The reader is the C library's own (`memchr`, `memcmp`): vectorised everywhere, no compiler needed, and ctypes lets threads run beside
+each other. tools/check_reading.py holds it against a compiled loop.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from app.kernels.linear import FORMS, LinearForm
+
+BUFFER_BYTES = 2**29  # far beyond any cache
+ABSENT = 7  # a byte that the buffer does not hold
+REPEATS = 3  # of one sample, the best counts: a ceiling is what can be reached
+# libgomp's threads go on spinning for some milliseconds after a product, and would share the cores with the readers.
+SETTLE_SECONDS = 0.05
+# rows, outputs, inputs: which of them a machine is best at differs, so all are tried
+SHAPES = ((256, 2048, 2048), (512, 8192, 2048), (512, 2048, 8192), (1024, 4096, 2048))
+
+
+class ReadCeiling:
+    """Bytes a second that `threads` threads together read from memory."""
+
+    def __init__(self, threads: int, num_bytes: int = BUFFER_BYTES) -> None:
+        self._library = ctypes.CDLL(None)
+        self._library.memchr.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+        self._library.memchr.restype = ctypes.c_void_p
+        self._library.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+        self._buffer = np.zeros(num_bytes, dtype=np.uint8)
+        self._buffer += 1  # written, so that every page is memory of its own
+        self._pool = ThreadPoolExecutor(threads)
+        self._share = num_bytes // threads // 2 * 2
+        self._parts = [self._buffer.ctypes.data + index * self._share for index in range(threads)]
+
+    def sample(self) -> float:
+        """The better reader's best of a few passes."""
+        time.sleep(SETTLE_SECONDS)
+        return max(self._rate(reader) for _ in range(REPEATS) for reader in (self._search, self._compare))
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def _rate(self, reader: Callable[[int], None]) -> float:
+        start = time.perf_counter()
+        for _ in self._pool.map(reader, self._parts):
+            pass
+        return self._share * len(self._parts) / (time.perf_counter() - start)
+
+    def _search(self, address: int) -> None:
+        """Looks for a byte that is not there."""
+        found = self._library.memchr(address, ABSENT, self._share)
+        assert found is None, "the buffer holds nothing but ones"
+
+    def _compare(self, address: int) -> None:
+        """Compares the two halves, which are equal."""
+        difference = self._library.memcmp(address, address + self._share // 2, self._share // 2)
+        assert difference == 0, "the buffer holds nothing but ones"
+
+
+class ProductCeiling:
+    """Multiply-adds a second, counted as two operations each, of the best product among forms and shapes."""
+
+    def __init__(self, dtype: torch.dtype, shapes: Iterable[tuple[int, int, int]] = SHAPES) -> None:
+        candidates = [(shape, form, x) for shape in shapes for form, x in _products(dtype, *shape)]
+        for _, form, x in candidates:
+            form.multiply(x)  # the first call of a shape makes its code
+        candidates.sort(key=lambda candidate: -self._rate(*candidate))
+        self._best = candidates[:2]  # the second best may be the best when it counts
+
+    def sample(self) -> float:
+        return max(self._rate(*candidate) for _ in range(REPEATS) for candidate in self._best)
+
+    def _rate(self, shape: tuple[int, int, int], form: LinearForm, x: torch.Tensor) -> float:
+        rows, outputs, inputs = shape
+        start = time.perf_counter()
+        form.multiply(x)
+        return 2.0 * rows * outputs * inputs / (time.perf_counter() - start)
+
+
+def _products(dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> Iterable[tuple[LinearForm, torch.Tensor]]:
+    """A form of a random weight, for every form that suits it, and what to multiply with it."""
+    x = torch.randn(rows, inputs).to(dtype)
+    for packing in FORMS.values():
+        if packing.suits(outputs, inputs, dtype):
+            yield packing.pack(torch.randn(outputs, inputs).to(dtype), None), x

@@ -1,0 +1,68 @@
+"""Puts requests into an engine and times its steps, one by one; a served engine is driven by its worker instead."""
+
+from __future__ import annotations
+
+import time
+from itertools import count
+
+from app.bench.stats import MeasurementFailed
+from app.bench.workload import Deck
+from app.engine.decoder import DecoderEngine
+from app.messages import Abort, Generate, RequestFailed, SamplingParams
+
+PROMPT_TOKENS = 128
+MAX_STEPS = 10_000  # until all sequences of a workload decode together
+
+
+class Driver:
+    """Prompts never repeat, so nothing is found in the KV cache."""
+
+    def __init__(self, engine: DecoderEngine, deck: Deck) -> None:
+        self._engine = engine
+        self._deck = deck
+        self._names = count()
+
+    def decode(self, rows: int, steps: int) -> list[float]:
+        """Seconds of each of `steps` steps that decode `rows` sequences and do nothing else."""
+        names = [self._add(PROMPT_TOKENS, max_tokens=steps + rows + 8) for _ in range(rows)]
+        self._until_decoding(rows)
+        seconds: list[float] = []
+        while len(seconds) < steps:
+            elapsed, tokens = self._step()
+            if tokens == (0, rows):
+                seconds.append(elapsed)
+        for name in names:
+            self._engine.abort(Abort(name))
+        return seconds
+
+    def prefill(self, tokens: int) -> float:
+        """Seconds from an idle engine to the first token of one prompt."""
+        self._add(tokens, max_tokens=1)
+        seconds = 0.0
+        while self._engine.has_work:
+            seconds += self._step()[0]
+        return seconds
+
+    def _until_decoding(self, rows: int) -> None:
+        for _ in range(MAX_STEPS):
+            if self._step()[1] == (0, rows):
+                return
+        raise MeasurementFailed(f"{rows} sequences never decoded together: the plan runs fewer, or the KV cache is too small")
+
+    def _add(self, num_tokens: int, max_tokens: int) -> str:
+        name = f"bench-{next(self._names)}"
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        refused = self._engine.add(Generate(name, tuple(self._deck.prompt(num_tokens)), params, time.monotonic()))
+        for event in refused:
+            if isinstance(event, RequestFailed):
+                raise MeasurementFailed(event.error.message)
+        return name
+
+    def _step(self) -> tuple[float, tuple[int, int]]:
+        """Its seconds, and how many tokens it prefilled and decoded."""
+        start = time.perf_counter()
+        self._engine.step()
+        elapsed = time.perf_counter() - start
+        stats = self._engine.stats
+        assert stats is not None, "an engine with work has made a step"
+        return elapsed, (stats.prefill_tokens, stats.decode_tokens)
