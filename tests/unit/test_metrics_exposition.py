@@ -1,0 +1,193 @@
+"""What a scrape shows: names that dashboards lean on, values that were told, and nothing where nothing is known."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from app.messages import Snapshot, StepStats, Timings
+from app.metrics import SECONDS, About, Metrics, Place, throttled_seconds
+
+ABOUT = About("1.2", "demo", "cpu", "avx512", "bf16", "2.13.0")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def samples(metrics: Metrics) -> dict[str, float]:
+    """Every sample by its name with its labels, as `name{a=1,b=2}`."""
+    found: dict[str, float] = {}
+    for family in parse_text(metrics.render()[0].decode()):
+        for sample in family.samples:
+            labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
+            found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return found
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def metrics(clock: Clock) -> Metrics:
+    return Metrics(clock)
+
+
+def tell_everything(metrics: Metrics) -> None:
+    metrics.about, metrics.place = ABOUT, Place(threads=2, hourly_price=0.36)
+    metrics.prompt(100, 40)
+    metrics.first_token(Timings(queue_seconds=0.02, prefill_seconds=0.1), 0.12)
+    metrics.completion(1)
+    metrics.next_token(0.03)
+    metrics.completion(1)
+    metrics.last_token(0.03)
+    metrics.request_ended("chat", "stop", 0.15)
+    metrics.refused("native")
+    mixed = StepStats(0.05, prefill_tokens=30, decode_tokens=4, num_sequences=5, num_prefill_sequences=1, num_decode_sequences=4)
+    metrics.on_step(mixed, Snapshot())
+    metrics.on_step(StepStats(0.02, decode_tokens=4, num_sequences=4, num_decode_sequences=4), Snapshot())
+
+
+def test_everything_told_is_shown(metrics: Metrics) -> None:
+    tell_everything(metrics)
+    seen = samples(metrics)
+    expected = {
+        "armature_requests_total{api=chat,outcome=stop}": 1,
+        "armature_requests_total{api=native,outcome=refused}": 1,
+        "armature_tokens_total{kind=prompt}": 100,
+        "armature_tokens_total{kind=cached}": 40,
+        "armature_tokens_total{kind=completion}": 2,
+        "armature_request_seconds_sum{api=chat}": 0.15,
+        "armature_queue_seconds_sum": 0.02,
+        "armature_time_to_first_token_seconds_sum": 0.12,
+        "armature_inter_token_latency_seconds_count": 1,
+        "armature_time_per_output_token_seconds_sum": 0.03,
+        "armature_step_seconds_count{phase=prefill}": 1,
+        "armature_step_seconds_sum{phase=decode}": 0.02,
+        "armature_batch_tokens_sum{phase=prefill}": 30,
+        "armature_batch_tokens_sum{phase=decode}": 8,
+        "armature_batch_sequences_count{phase=decode}": 2,
+        "armature_threads": 2,
+        "armature_info{device=cpu,isa=avx512,model=demo,precision=bf16,torch=2.13.0,version=1.2}": 1,
+        "armature_throughput_per_second{kind=prompt_tokens}": 100,
+        "armature_throughput_per_second{kind=completion_tokens}": 2,
+        "armature_throughput_per_second{kind=requests}": 1,
+    }
+    assert {name: seen.get(name) for name in expected} == pytest.approx(expected)
+    quantiles = {
+        name: f"armature_latency_quantile_seconds{{metric={name},quantile=0.99}}" for name in ("request", "queue", "ttft", "itl")
+    }
+    told = {name: seen[quantiles[name]] for name in quantiles}
+    assert told == pytest.approx({"request": 0.15, "queue": 0.02, "ttft": 0.12, "itl": 0.03}, rel=0.02)
+
+
+def test_gauges_are_the_last_snapshot_under_our_names_and_the_gateways(metrics: Metrics) -> None:
+    metrics.read_snapshot = lambda: Snapshot(num_running=3, num_waiting=5, kv_used_tokens=80, kv_capacity_tokens=320)
+    metrics.predict_wait = lambda: 1.5
+    seen = samples(metrics)
+    for ours, theirs, value in (
+        ("armature_requests_running", "vllm:num_requests_running", 3),
+        ("armature_requests_waiting", "vllm:num_requests_waiting", 5),
+        ("armature_kv_cache_usage_ratio", "vllm:kv_cache_usage_perc", 0.25),
+    ):
+        assert (seen[ours], seen[theirs]) == (value, value)
+    assert seen["vllm:cache_config_info{block_size=16,num_gpu_blocks=20}"] == 1
+    assert seen["armature_predicted_wait_seconds"] == 1.5
+
+
+def test_what_is_not_known_is_absent(metrics: Metrics) -> None:
+    names = " ".join(samples(metrics))
+    for absent in ("predicted_wait", "latency_quantile", "cost", "quota", "throttled", "info", "energy", "capacity", "roofline"):
+        assert absent not in names
+
+
+def test_cost_is_hours_times_price_and_a_million_tokens_at_this_speed(metrics: Metrics, clock: Clock) -> None:
+    metrics.about, metrics.place = ABOUT, Place(hourly_price=0.36)
+    assert "llm_cost_per_million_tokens{model_name=demo}" not in samples(metrics)
+    for _ in range(50):
+        clock.seconds += 1
+        metrics.prompt(60, 0)
+        metrics.completion(40)
+    seen = samples(metrics)
+    assert seen["armature_cost_dollars_total"] == pytest.approx(0.36 * 50 / 3600)
+    assert seen["llm_cost_per_million_tokens{model_name=demo}"] == pytest.approx(0.36 / 3600 / 100 * 1e6, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "text, seconds",
+    [
+        ("usage_usec 9\nnr_throttled 3\nthrottled_usec 1500000\n", 1.5),
+        ("nr_periods 1\nnr_throttled 0\nthrottled_time 2500000000\n", 2.5),
+        ("usage_usec 9\n", None),
+        ("", None),
+    ],
+)
+def test_throttled_time_of_both_kinds_of_control_group(text: str, seconds: float | None, tmp_path: Path) -> None:
+    (tmp_path / "cpu.stat").write_text(text)
+    assert throttled_seconds(tmp_path / "cpu.stat") == seconds
+    metrics = Metrics()
+    metrics.place = Place(cpu_quota_cores=1.5, cpu_stat=tmp_path / "cpu.stat")
+    assert samples(metrics).get("process_cgroup_cpu_throttled_seconds_total") == seconds
+
+
+def test_a_control_group_that_went_away_is_absent(tmp_path: Path) -> None:
+    assert throttled_seconds(tmp_path / "cpu.stat") is None
+    assert throttled_seconds(None) is None
+
+
+def test_buckets_reach_from_half_a_millisecond_to_ten_minutes() -> None:
+    assert SECONDS[0] == 0.0005
+    assert SECONDS[-1] >= 600
+    assert all(1.59 < high / low < 1.61 for low, high in itertools.pairwise(SECONDS))
+
+
+@pytest.mark.parametrize(
+    "accept, content_type",
+    [
+        ("", "text/plain; version=0.0.4"),
+        ("*/*", "text/plain; version=0.0.4"),
+        (
+            "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5",
+            "application/openmetrics-text; version=1.0.0",
+        ),
+    ],
+)
+def test_the_format_is_what_was_asked_for(accept: str, content_type: str, metrics: Metrics) -> None:
+    tell_everything(metrics)
+    body, told = metrics.render(accept)
+    assert told.startswith(content_type)
+    parse: Any = parse_openmetrics if "openmetrics" in told else parse_text
+    names = {family.name for family in parse(body.decode())}
+    assert {"armature_requests", "vllm:num_requests_waiting", "armature_step_seconds", "armature_cost_dollars"} <= names
+    assert (b"# EOF" in body) == ("openmetrics" in told)
+
+
+def test_no_label_is_made_from_what_clients_send_and_all_names_are_ours(metrics: Metrics) -> None:
+    tell_everything(metrics)
+    for name in samples(metrics):
+        assert name.startswith(("armature_", "vllm:", "process_", "llm_cost_per_million_tokens")), name
+
+
+def test_a_scrape_costs_a_few_milliseconds_of_one_core(metrics: Metrics) -> None:
+    tell_everything(metrics)
+    for api in ("chat", "completions", "native", "oip"):
+        for outcome in ("stop", "length", "aborted", "timeout"):
+            metrics.request_ended(api, outcome, 0.1)  # type: ignore[arg-type]
+    times = []
+    for _ in range(9):
+        start = time.thread_time()  # of this thread alone: a busy machine does not count
+        metrics.render()
+        times.append(time.thread_time() - start)
+    assert min(times) < 0.005 * 4  # the aim is 5 ms on the reference machine; a slow one may take four times that
