@@ -1,12 +1,20 @@
-"""The ASGI application: every URL in one list, and the door in front of them. What stands behind is made in `startup`."""
+"""The ASGI application, every URL in one list, and the process that serves it until a signal says stop.
+
+What stands behind it is wired in `startup`.
+"""
 
 from __future__ import annotations
 
+import logging
+import signal
+import socket
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import uvicorn
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
@@ -19,8 +27,17 @@ from app.api.errors import HANDLED, answer_error
 from app.api.native_schemas import DetokenizeBody, GenerateBody, TokenizeBody
 from app.api.openai_schemas import ChatBody, CompletionBody
 from app.api.schemas import Body
+from app.errors import SettingsInvalid, StartupError
+from app.settings import Settings
+from app.startup import Serving, prepare
 from app.version import VERSION
 
+log = logging.getLogger(__name__)
+
+KEEP_ALIVE_SECONDS = 75  # longer than the 60 s of common load balancers, which otherwise reuse a connection just as it closes
+BACKLOG = 2048  # connections that wait while the loop is busy; uvicorn's own default
+# Python hands the interpreter from thread to thread at this interval: the event loop waits no longer for a computing worker.
+SWITCH_SECONDS = 0.001
 SCHEMAS = "#/components/schemas/{model}"
 
 
@@ -103,3 +120,68 @@ def _describe_bodies(app: FastAPI) -> None:
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+# ---- the process ---------------------------------------------------------------------------------------------------
+
+
+def serve(settings: Settings) -> int:
+    """Serves until SIGTERM or Ctrl-C; the exit status. Raises the `StartupError` that kept it from serving."""
+    _log_to_stderr(settings.log_level)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    prepared = prepare(settings)
+    failures: list[BaseException] = []
+
+    def on_fatal(error: BaseException) -> None:
+        failures.append(error)
+        server.should_exit = True  # read ten times a second
+
+    serving = Serving(prepared, on_fatal)
+    server = uvicorn.Server(_server_config(create_app(serving.runtime()), settings))
+    listener = listen(settings.host, settings.port)
+    sys.stdout.write(f"listening on {url_of(listener)}\n")
+    sys.stdout.flush()
+    # uvicorn raises a signal again once it has drained: that finds this same harmless receiver, and we end by returning.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, server.handle_exit)
+    server.run(sockets=[listener])
+    for failure in failures:
+        if isinstance(failure, StartupError):
+            raise failure
+    log.info("stopped")
+    return 1 if failures else 0
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """An open port, so that clients and probes find somebody there from the first moment."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise SettingsInvalid(f"Cannot listen on {host} port {port}: {error}. Choose others with --host and --port.") from error
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+        ws="none",
+        server_header=False,
+        proxy_headers=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=cast(int, settings.drain_seconds),  # only ever asyncio's timeout: fractions do
+    )
+
+
+def _log_to_stderr(level: str) -> None:
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True)
+    # Its own events are told by us, in our words; what strangers send to the port is no event of the process.
+    logging.getLogger("uvicorn.error").setLevel(logging.DEBUG if level == "debug" else logging.ERROR)

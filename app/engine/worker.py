@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Literal, Protocol, TypeVar
 
-from app.errors import RequestError, ServiceStopping, StepFailed
+from app.errors import ArmatureError, RequestError, ServiceStopping, StepFailed
 from app.messages import Abort, Command, Event, Generate, RequestFailed, Snapshot, StepStats, Stop
 
 log = logging.getLogger(__name__)
@@ -84,6 +84,10 @@ class Worker:
         """False before `start` and once the thread has ended, however it did."""
         return self._thread.is_alive()
 
+    @property
+    def ready(self) -> bool:
+        return self.state == "ready"
+
     # ---- on the worker thread --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -146,7 +150,9 @@ class Worker:
         try:
             return action(), None
         except Exception as error:
-            log.exception("%s failed", "Loading" if self.state == "loading" else "A step")
+            # What loading says in a sentence, `on_fatal` passes on; anything else is told with its trace.
+            if self.state != "loading" or not isinstance(error, ArmatureError):
+                log.exception("%s failed", "Loading" if self.state == "loading" else "A step")
             return None, error
 
     def _finish(self) -> None:

@@ -1,0 +1,190 @@
+"""Composition: from settings to a plan, then to a running worker and service, and a server around them until it is told to stop.
+
+Torch is imported on the worker thread alone, after the plan has set what its thread pools read; so the port opens at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from dataclasses import dataclass
+from threading import Event as Flag
+from typing import TYPE_CHECKING, Any
+
+from app.api.dependencies import Runtime
+from app.engine.worker import Callbacks, Worker
+from app.errors import ServiceStopping, SettingsInvalid
+from app.hardware.facts import Facts, plain
+from app.hardware.plan import ServingPlan, make_plan
+from app.hardware.probe import probe
+from app.messages import Stop
+from app.metrics import About, Metrics, Place
+from app.service import Limits, ServedModel, Service
+from app.settings import Settings
+from app.version import VERSION
+from app.weights.checkpoint import Checkpoint, open_checkpoint
+from app.weights.recipes import RECIPES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from app.engine.worker import Engine
+    from app.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+JOIN_SECONDS = 10.0  # a step takes less, and loading looks up at each percent
+# The most telling instruction set that a machine has, for one label.
+ISA_RANKS = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2", "sve2", "sve", "i8mm", "dotprod", "neon")
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """All that is decided before anything is loaded."""
+
+    settings: Settings
+    facts: Facts
+    checkpoint: Checkpoint
+    plan: ServingPlan
+
+    @property
+    def model_name(self) -> str:
+        return self.settings.served_model_name or self.checkpoint.name
+
+
+def prepare(settings: Settings) -> Prepared:
+    """Looks at the machine and the checkpoint, and decides; milliseconds, no torch. Raises a `StartupError`."""
+    facts = probe()
+    checkpoint = open_checkpoint(settings.checkpoint_directory)
+    plan = make_plan(facts, None, settings, checkpoint.needs(), RECIPES.keys())
+    log.info("serving %s from %s", checkpoint.model_config.architecture, checkpoint.directory)
+    for name, decision in plan.decisions():
+        log.info("plan: %s = %s (%s)", name, decision.value, decision.reason)
+    return Prepared(settings, facts, checkpoint, plan)
+
+
+def read_api_keys(settings: Settings) -> tuple[str, ...]:
+    """From the setting and from the file, a key a line; empty lines and lines that begin with # are no keys."""
+    if settings.api_key_file is None:
+        return settings.api_keys
+    try:
+        lines = settings.api_key_file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsInvalid(f"api_key_file {settings.api_key_file} cannot be read: {error}.") from error
+    keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not keys:
+        raise SettingsInvalid(f"api_key_file {settings.api_key_file} holds no key: nobody could be served.")
+    return (*settings.api_keys, *keys)
+
+
+class Serving:
+    """The worker, the service and the metrics of one process, wired. `on_fatal` is called from the worker thread when it cannot go on."""
+
+    def __init__(self, prepared: Prepared, on_fatal: Callable[[BaseException], None]) -> None:
+        self._prepared = prepared
+        self._on_fatal = on_fatal
+        self._began = time.monotonic()
+        self._abandoned = Flag()
+        self.metrics = Metrics()
+        callbacks = Callbacks(
+            on_events=lambda events: self.service.on_events(events),
+            on_fatal=self._worker_failed,
+            on_step=self.metrics.on_step,
+        )
+        self.worker = Worker(self._build, callbacks)
+        self.service = Service(self.worker, self.metrics)
+        self._place_metrics()
+
+    def runtime(self) -> Runtime:
+        """What the faces stand before."""
+        keys = read_api_keys(self._prepared.settings)
+        return Runtime(self.service, self.metrics, self, self._info, created=int(time.time()), api_keys=keys)
+
+    async def start(self) -> None:
+        await self.service.start()
+        self.worker.start()
+
+    async def stop(self) -> None:
+        """Once answers have been given or cut off. Returns when the worker has ended, or will not."""
+        self._abandoned.set()
+        await self.service.stop()
+        self.worker.put(Stop())
+        await asyncio.to_thread(self.worker.join, JOIN_SECONDS)
+        if self.worker.alive:
+            log.warning("the worker thread did not end within %g s and is left behind", JOIN_SECONDS)
+
+    # ---- on the worker thread --------------------------------------------------------------------------------------
+
+    def _build(self, report: Callable[[str], None]) -> Engine:
+        def tell(stage: str) -> None:
+            if self._abandoned.is_set():
+                raise ServiceStopping("The server was told to stop while it was loading.")
+            report(stage)
+
+        prepared = self._prepared
+        os.environ.update(prepared.plan.environment())  # before torch: its pools read it when they load
+        tell("reading the tokenizer")
+        tokenizer = self._serve_text()
+        tell("importing torch")
+        began = time.monotonic()
+        from app.engine.build import build_engine
+
+        log.info("torch imported in %.1f s", time.monotonic() - began)
+        began = time.monotonic()
+        engine = build_engine(prepared.checkpoint, prepared.plan, tokenizer.eos_token_ids, tell).engine
+        log.info("weights loaded and warmed up in %.1f s", time.monotonic() - began)
+        log.info("ready in %.1f s", time.monotonic() - self._began)
+        return engine
+
+    def _serve_text(self) -> Tokenizer:
+        """The half of the model that needs no torch."""
+        from app.text.chat import open_chat_template
+        from app.text.tokenizer import Tokenizer
+
+        checkpoint, plan = self._prepared.checkpoint, self._prepared.plan
+        tokenizer = Tokenizer(checkpoint.directory)
+        chat = open_chat_template(checkpoint.directory, tokenizer.config, tokenizer.named_tokens)
+        limits = Limits(
+            max_model_len=plan.max_model_len.value,
+            max_running_seqs=plan.max_running_seqs.value,
+            max_waiting_requests=plan.max_waiting_requests.value,
+            request_timeout_seconds=self._prepared.settings.request_timeout_seconds,
+            vocab_size=checkpoint.model_config.vocab_size,
+            tokenizer_threads=plan.tokenizer_threads.value,
+        )
+        self.service.serve(ServedModel(self._prepared.model_name, tokenizer, chat, limits))
+        return tokenizer
+
+    def _worker_failed(self, error: BaseException) -> None:
+        self.service.on_worker_exit()
+        if not self._abandoned.is_set():
+            self._on_fatal(error)
+
+    # ---- what is told of it ----------------------------------------------------------------------------------------
+
+    def _place_metrics(self) -> None:
+        prepared = self._prepared
+        facts, plan = prepared.facts, prepared.plan
+        self.metrics.about = About(
+            version=VERSION,
+            model=prepared.model_name,
+            device=plan.device.value,
+            isa=next((name for name in ISA_RANKS if name in facts.isa), ""),
+            precision=plan.precision.value,
+            torch=facts.torch.version if facts.torch else "",
+        )
+        self.metrics.place = Place(
+            threads=plan.threads.value,
+            cpu_quota_cores=facts.cgroup.quota_cores,
+            hourly_price=prepared.settings.hourly_price,
+        )
+
+    def _info(self) -> dict[str, Any]:
+        prepared = self._prepared
+        return {
+            "model": {"name": prepared.model_name, **plain(prepared.checkpoint.needs())},
+            "facts": prepared.facts.to_json(),
+            "plan": prepared.plan.to_json(),
+        }
