@@ -45,7 +45,7 @@ def _settings(arguments: Namespace) -> Settings:
 
 
 def _serve(arguments: Namespace) -> int:
-    from app.startup import serve
+    from app.main import serve
 
     return serve(_settings(arguments))
 
