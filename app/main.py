@@ -137,7 +137,7 @@ def serve(settings: Settings) -> int:
         server.should_exit = True  # read ten times a second
 
     serving = Serving(prepared, on_fatal)
-    server = uvicorn.Server(_server_config(create_app(serving.runtime()), settings))
+    server = uvicorn.Server(server_config(create_app(serving.runtime()), settings))
     listener = listen(settings.host, settings.port)
     sys.stdout.write(f"listening on {url_of(listener)}\n")
     sys.stdout.flush()
@@ -166,7 +166,7 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
+def server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         log_config=None,

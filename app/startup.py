@@ -21,7 +21,8 @@ from app.hardware.plan import ServingPlan, make_plan
 from app.hardware.probe import probe
 from app.messages import Stop
 from app.metrics import About, Metrics, Place
-from app.service import Limits, ServedModel, Service
+from app.reading import Limits, ServedModel
+from app.service import Service
 from app.settings import Settings
 from app.version import VERSION
 from app.weights.checkpoint import Checkpoint, open_checkpoint

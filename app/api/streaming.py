@@ -14,7 +14,7 @@ from starlette.types import Send
 
 from app.api.errors import error_body, refusal
 from app.errors import RequestError
-from app.generation import Accepted, Piece, TextDelta
+from app.generation import ChoiceFinished, Piece, TextDelta
 from app.messages import Timings
 
 DONE = b"data: [DONE]\n\n"
@@ -53,11 +53,11 @@ class Opened:
 
 
 async def opened(pieces: Pieces) -> Opened:
-    """Waits for the first piece that tells of tokens. Raises what went wrong before it."""
+    """Waits for the first piece that tells of tokens (an echo of the prompt has none). Raises what went wrong before it."""
     head: list[Piece] = []
     async for piece in pieces:
         head.append(piece)
-        if not isinstance(piece, Accepted):
+        if isinstance(piece, ChoiceFinished) or (isinstance(piece, TextDelta) and piece.token_ids):
             break
     return Opened(head, pieces)
 

@@ -84,10 +84,6 @@ class Worker:
         """False before `start` and once the thread has ended, however it did."""
         return self._thread.is_alive()
 
-    @property
-    def ready(self) -> bool:
-        return self.state == "ready"
-
     # ---- on the worker thread --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
