@@ -10,6 +10,7 @@ import ctypes
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,14 +22,49 @@ ABSENT = 7  # a byte that the buffer does not hold
 REPEATS = 3  # of one sample, the best counts: a ceiling is what can be reached
 # libgomp's threads go on spinning for some milliseconds after a product, and would share the cores with the readers.
 SETTLE_SECONDS = 0.05
+Shape = tuple[int, int, int]
+DTYPES = (torch.float32, torch.bfloat16)
 # rows, outputs, inputs: which of them a machine is best at differs, so all are tried
 SHAPES = ((256, 2048, 2048), (512, 8192, 2048), (512, 2048, 8192), (1024, 4096, 2048))
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Bytes read and operations (of one dtype) a second, as they were just now."""
+
+    read: float
+    product: float
+
+
+class Machine:
+    """Samples the ceilings of what is measured, and keeps all samples. `dtype` is what the engine multiplies in."""
+
+    def __init__(self, threads: int, dtype: torch.dtype) -> None:
+        self.reads: list[float] = []
+        self.products: dict[torch.dtype, list[float]] = {kind: [] for kind in DTYPES}
+        self._dtype = dtype
+        self._reading = ReadCeiling(threads)
+        self._multiplying = {kind: ProductCeiling(kind) for kind in DTYPES}
+
+    def sample(self) -> Ceilings:
+        self.reads.append(self._reading.sample())
+        self.products[self._dtype].append(self._multiplying[self._dtype].sample())
+        return Ceilings(self.reads[-1], self.products[self._dtype][-1])
+
+    def sample_other_dtypes(self) -> None:
+        """For people's information: the engine does not multiply in these."""
+        for kind in self.products.keys() - {self._dtype}:
+            self.products[kind].append(self._multiplying[kind].sample())
+
+    def close(self) -> None:
+        self._reading.close()
 
 
 class ReadCeiling:
     """Bytes a second that `threads` threads together read from memory."""
 
-    def __init__(self, threads: int, num_bytes: int = BUFFER_BYTES) -> None:
+    def __init__(self, threads: int, num_bytes: int | None = None) -> None:
+        num_bytes = BUFFER_BYTES if num_bytes is None else num_bytes
         self._library = ctypes.CDLL(None)
         self._library.memchr.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
         self._library.memchr.restype = ctypes.c_void_p
@@ -67,8 +103,8 @@ class ReadCeiling:
 class ProductCeiling:
     """Multiply-adds a second, counted as two operations each, of the best product among forms and shapes."""
 
-    def __init__(self, dtype: torch.dtype, shapes: Iterable[tuple[int, int, int]] = SHAPES) -> None:
-        candidates = [(shape, form, x) for shape in shapes for form, x in _products(dtype, *shape)]
+    def __init__(self, dtype: torch.dtype, shapes: Iterable[Shape] | None = None) -> None:
+        candidates = [(shape, form, x) for shape in shapes or SHAPES for form, x in _products(dtype, *shape)]
         for _, form, x in candidates:
             form.multiply(x)  # the first call of a shape makes its code
         candidates.sort(key=lambda candidate: -self._rate(*candidate))
@@ -77,7 +113,7 @@ class ProductCeiling:
     def sample(self) -> float:
         return max(self._rate(*candidate) for _ in range(REPEATS) for candidate in self._best)
 
-    def _rate(self, shape: tuple[int, int, int], form: LinearForm, x: torch.Tensor) -> float:
+    def _rate(self, shape: Shape, form: LinearForm, x: torch.Tensor) -> float:
         rows, outputs, inputs = shape
         start = time.perf_counter()
         form.multiply(x)

@@ -46,7 +46,7 @@ def table(outcome: Outcome) -> Table:
     """One row a figure."""
     made = Table(title=f"armature bench {outcome.bench}: {outcome.subject}", title_justify="left")
     for name in ("", "p50", "p99", "unit", "ratio", "target", "against"):
-        made.add_column(name, justify="right" if name in ("p50", "p99", "ratio", "target") else "left")
+        made.add_column(name, no_wrap=name == "", justify="right" if name in ("p50", "p99", "ratio", "target") else "left")
     for figure in outcome.figures:
         made.add_row(
             figure.name,

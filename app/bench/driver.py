@@ -11,6 +11,7 @@ from app.engine.decoder import DecoderEngine
 from app.messages import Abort, Generate, RequestFailed, SamplingParams
 
 PROMPT_TOKENS = 128
+SMALLEST_CHUNK = 8  # tokens of prefill that a step carries at the least, as engine/pace.py has it
 MAX_STEPS = 10_000  # until all sequences of a workload decode together
 
 
@@ -24,7 +25,9 @@ class Driver:
 
     def decode(self, rows: int, steps: int) -> list[float]:
         """Seconds of each of `steps` steps that decode `rows` sequences and do nothing else."""
-        names = [self._add(PROMPT_TOKENS, max_tokens=steps + rows + 8) for _ in range(rows)]
+        # Prompts come in chunks beside the decodes of those that were quicker, which must not end before the last has come.
+        waiting = rows * PROMPT_TOKENS // SMALLEST_CHUNK
+        names = [self._add(PROMPT_TOKENS, max_tokens=steps + 2 * waiting) for _ in range(rows)]
         self._until_decoding(rows)
         seconds: list[float] = []
         while len(seconds) < steps:

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 
 import torch
 
-from app.bench.ceilings import ProductCeiling, ReadCeiling
+from app.bench.ceilings import Ceilings, Machine
 from app.bench.console import Advance, progress
 from app.bench.driver import Driver
 from app.bench.stats import Figure, Outcome, percentile
 from app.bench.workload import Deck
-from app.engine.build import BuiltEngine, build_engine
+from app.engine.build import build_engine
 from app.hardware.facts import Facts
 from app.hardware.plan import ServingPlan
 from app.kernels.linear import Linear
@@ -30,9 +30,7 @@ STEPS_PER_ROUND = 20
 PREFILLS_PER_ROUND = 3
 PREFILL = "prefill"
 UNITS_PER_ROUND = len(DECODE_ROWS) + 1  # of progress
-READ_TARGET = 0.90  # decode ×1, of the read bandwidth
-PREFILL_TARGET = 0.75  # of the product rate
-DTYPES = (torch.float32, torch.bfloat16)
+TARGETS = {"decode ×1": 0.90, PREFILL: 0.75}  # of the read bandwidth, of the product rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +40,13 @@ class Weights:
     num_bytes: int
     operations_per_token: float
     operations_per_logit_row: float
+    cache_bytes: int = 0  # the machine's largest cache
 
     def floor_seconds(self, tokens: int, logit_rows: int, ceilings: Ceilings) -> tuple[float, float]:
-        """The least time to read the weights once, and to multiply with them."""
+        """The least time to read the weights once, and to multiply with them. What may stay in a cache is read in no time."""
         operations = tokens * self.operations_per_token + logit_rows * self.operations_per_logit_row
-        return self.num_bytes / ceilings.read, operations / ceilings.product
-
-
-@dataclass(frozen=True, slots=True)
-class Ceilings:
-    """Bytes and operations a second, as they were just now."""
-
-    read: float
-    product: float
+        read_bytes = self.num_bytes if self.num_bytes > 2 * self.cache_bytes else 0
+        return read_bytes / ceilings.read, operations / ceilings.product
 
 
 @dataclass(slots=True)
@@ -67,8 +59,18 @@ class Samples:
     read_shares: list[float] = field(default_factory=list)
     product_shares: list[float] = field(default_factory=list)
 
+    def hold(self, seconds: list[float], weights: Weights, ceilings: Ceilings) -> None:
+        """One round's samples, against the ceilings that stood on both sides of it."""
+        self.seconds += seconds
+        read, product = weights.floor_seconds(self.tokens, self.logit_rows, ceilings)
+        self.read_shares.append(read / statistics.median(seconds))
+        self.product_shares.append(product / statistics.median(seconds))
 
-def weights_of(model: torch.nn.Module, vocab_size: int) -> Weights:
+
+Workloads = dict[str, Samples]
+
+
+def weights_of(model: torch.nn.Module, vocab_size: int, facts: Facts) -> Weights:
     """Counted from the layers themselves, as they are held."""
     layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
     output = [layer for layer in layers if layer.out_features == vocab_size]
@@ -77,51 +79,42 @@ def weights_of(model: torch.nn.Module, vocab_size: int) -> Weights:
         num_bytes=sum({id(layer.form): layer.form.nbytes for layer in layers}.values()),
         operations_per_token=2.0 * sum(layer.in_features * layer.out_features for layer in inner),
         operations_per_logit_row=2.0 * sum(layer.in_features * layer.out_features for layer in output),
+        cache_bytes=max((cache.size_bytes for cache in facts.caches), default=0),
     )
-
-
-@dataclass(slots=True)
-class Run:
-    """Everything that is measured, as far as it has come."""
-
-    workloads: dict[str, Samples]
-    reads: list[float] = field(default_factory=list)
-    products: dict[torch.dtype, list[float]] = field(default_factory=lambda: defaultdict(list))
-    complete: bool = False
 
 
 def measure(checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, rounds: int) -> Outcome:
     """Builds the engine as serving does and measures it on this thread."""
-    vocab_size = checkpoint.model_config.vocab_size
+    workloads = {f"decode ×{rows}": Samples(rows, rows) for rows in DECODE_ROWS} | {PREFILL: Samples(PREFILL_TOKENS, 1)}
     with progress(rounds * UNITS_PER_ROUND + 1, "loading") as advance:
         started = time.perf_counter()
         built = build_engine(checkpoint, plan, (), lambda stage: None)
         load_seconds = time.perf_counter() - started
         advance("ceilings")
-        run = measure_engine(built, vocab_size, plan.threads.value, rounds, advance)
+        machine = Machine(plan.threads.value, built.backend.dtype)
+        driver = Driver(built.engine, Deck(range(2, checkpoint.model_config.vocab_size)))
+        weights = weights_of(built.model, checkpoint.model_config.vocab_size, facts)
+        with closing(machine), torch.inference_mode():
+            complete = _rounds(rounds, driver, weights, workloads, machine, advance)
     details = {"machine": facts.to_json(), "plan": plan.to_json(), "torch": torch.__version__, "load_seconds": load_seconds}
-    return outcome_of(run, f"{checkpoint.name}, {plan.precision.value}, {plan.threads.value} threads", details)
+    subject = f"{checkpoint.name}, {plan.precision.value}, {plan.threads.value} threads"
+    return Outcome("engine", subject, tuple(_figures(machine, workloads)), details, complete)
 
 
-def measure_engine(built: BuiltEngine, vocab_size: int, threads: int, rounds: int, advance: Advance) -> Run:
-    """Rounds of every workload between two samples of each ceiling. Ctrl-C keeps the rounds that are done."""
-    driver = Driver(built.engine, Deck(range(2, vocab_size)))
-    weights = weights_of(built.model, vocab_size)
-    run = Run({f"decode ×{rows}": Samples(rows, rows) for rows in DECODE_ROWS} | {PREFILL: Samples(PREFILL_TOKENS, 1)})
-    with closing(ReadCeiling(threads)) as reading, torch.inference_mode():
-        products = {dtype: ProductCeiling(dtype) for dtype in DTYPES}
-        try:
-            for _ in range(rounds):
-                for name, samples in run.workloads.items():
-                    before = _ceilings(run, reading, products, built.backend.dtype)
-                    seconds = _work(driver, name, samples)
-                    after = _ceilings(run, reading, products, built.backend.dtype)
-                    _hold(samples, seconds, weights, Ceilings(max(before.read, after.read), max(before.product, after.product)))
-                    advance(name)
-            run.complete = True
-        except KeyboardInterrupt:
-            pass
-    return run
+def _rounds(rounds: int, driver: Driver, weights: Weights, workloads: Workloads, machine: Machine, advance: Advance) -> bool:
+    """Rounds of every workload between two samples of the ceilings. Ctrl-C keeps what is measured, and answers False."""
+    try:
+        for _ in range(rounds):
+            machine.sample_other_dtypes()
+            for name, samples in workloads.items():
+                before = machine.sample()
+                seconds = _work(driver, name, samples)
+                after = machine.sample()
+                samples.hold(seconds, weights, Ceilings(max(before.read, after.read), max(before.product, after.product)))
+                advance(name)
+    except KeyboardInterrupt:
+        return False
+    return True
 
 
 def _work(driver: Driver, name: str, samples: Samples) -> list[float]:
@@ -130,44 +123,23 @@ def _work(driver: Driver, name: str, samples: Samples) -> list[float]:
     return driver.decode(samples.tokens, STEPS_PER_ROUND)
 
 
-def _ceilings(run: Run, reading: ReadCeiling, products: dict[torch.dtype, ProductCeiling], dtype: torch.dtype) -> Ceilings:
-    run.reads.append(reading.sample())
-    for kind, ceiling in products.items():
-        run.products[kind].append(ceiling.sample())
-    return Ceilings(run.reads[-1], run.products[dtype][-1])
-
-
-def _hold(samples: Samples, seconds: list[float], weights: Weights, ceilings: Ceilings) -> None:
-    """One round's samples against the ceilings that stood on both sides of it."""
-    samples.seconds += seconds
-    read, product = weights.floor_seconds(samples.tokens, samples.logit_rows, ceilings)
-    samples.read_shares.append(read / statistics.median(seconds))
-    samples.product_shares.append(product / statistics.median(seconds))
-
-
-def outcome_of(run: Run, subject: str, details: dict[str, object]) -> Outcome:
-    """Figures for people, the ceilings first."""
-    figures = [Figure("memory read", statistics.median(run.reads) / 1e9, "GB/s")] if run.reads else []
-    for dtype, rates in run.products.items():
-        figures.append(Figure(f"products, {str(dtype).removeprefix('torch.')}", statistics.median(rates) / 1e9, "GFLOP/s"))
-    for name, samples in run.workloads.items():
+def _figures(machine: Machine, workloads: Workloads) -> Iterator[Figure]:
+    """The ceilings first."""
+    if machine.reads:
+        yield Figure("memory read", statistics.median(machine.reads) / 1e9, "GB/s")
+    for dtype, rates in machine.products.items():
+        if rates:
+            yield Figure(f"products, {str(dtype).removeprefix('torch.')}", statistics.median(rates) / 1e9, "GFLOP/s")
+    for name, samples in workloads.items():
         if samples.seconds:
-            figures += _figures(name, samples)
-    return Outcome("engine", subject, tuple(figures), details, run.complete)
+            yield from _held(name, samples)
 
 
-def _figures(name: str, samples: Samples) -> list[Figure]:
+def _held(name: str, samples: Samples) -> Iterator[Figure]:
     middle = statistics.median(samples.seconds)
-    what = f"prefill {samples.tokens}" if name == PREFILL else name
+    what, unit = (f"prefill {samples.tokens}", "prompt") if name == PREFILL else (name, "step")
     read, product = statistics.median(samples.read_shares), statistics.median(samples.product_shares)
     bound, share = ("memory read", read) if read >= product else ("product rate", product)
-    target = READ_TARGET if name == "decode ×1" else PREFILL_TARGET if name == PREFILL else None
-    return [
-        Figure(
-            f"{what}, a {'prompt' if name == 'prefill' else 'step'}",
-            middle * 1e3,
-            "ms",
-            p99=percentile(samples.seconds, 0.99) * 1e3,
-        ),
-        Figure(what, samples.tokens / middle, "tok/s", ratio=share, against=bound, target=target, is_share=True),
-    ]
+    yield Figure(f"{what}, one {unit}", middle * 1e3, "ms", p99=percentile(samples.seconds, 0.99) * 1e3)
+    target = TARGETS.get(name)
+    yield Figure(what, samples.tokens / middle, "tok/s", ratio=share, against=bound, target=target, is_share=True)

@@ -1,0 +1,170 @@
+"""The engine's bench on a tiny checkpoint: it counts what it holds, times what it says, keeps what Ctrl-C leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from app.bench import ceilings, inside
+from app.bench.ceilings import Ceilings, Machine, ProductCeiling, ReadCeiling
+from app.bench.driver import Driver
+from app.bench.inside import Samples, Weights, measure, weights_of
+from app.bench.stats import Figure, MeasurementFailed, Outcome
+from app.bench.workload import Deck
+from app.engine.build import BuiltEngine, build_engine
+from app.hardware.facts import Cache, Core, Cpu, Facts
+from app.hardware.plan import ServingPlan, make_plan
+from app.hardware.probe import probe
+from app.settings import load_settings
+from app.weights.checkpoint import Checkpoint, open_checkpoint
+from app.weights.recipes import RECIPES
+from tiny_checkpoints import write_checkpoint
+
+FACTS = Facts("linux", "x86_64", Cpu("", ""), (Core((0,)),), 2**34, 2**34, (0,))
+FLAGS = {"max_running_seqs": "16", "kv_cache_bytes": "64MiB", "threads": "1", "precision": "fp32"}
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ceilings, "BUFFER_BYTES", 2**20)
+    monkeypatch.setattr(ceilings, "SHAPES", ((64, 64, 64),))
+    monkeypatch.setattr(ceilings, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(inside, "STEPS_PER_ROUND", 3)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    checkpoint: Checkpoint
+    plan: ServingPlan
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path_factory.mktemp("bench") / "tiny", max_position_embeddings=1024))
+    plan = make_plan(probe(), None, load_settings(**FLAGS)[0], checkpoint.needs(), RECIPES.keys())
+    return Prepared(checkpoint, plan)
+
+
+@pytest.fixture
+def built(prepared: Prepared) -> BuiltEngine:
+    return build_engine(prepared.checkpoint, prepared.plan, (), lambda stage: None)
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def figures_of(outcome: Outcome) -> dict[str, Figure]:
+    return {figure.name: figure for figure in outcome.figures}
+
+
+def test_every_workload_and_both_ceilings_are_measured(prepared: Prepared) -> None:
+    outcome = measure(prepared.checkpoint, prepared.plan, FACTS, rounds=2)
+    figures = figures_of(outcome)
+    assert outcome.complete
+    assert {"memory read", "products, float32", "products, bfloat16"} < figures.keys()
+    for name in ("decode ×1", "decode ×8", "decode ×16", "prefill 512"):
+        assert 0.0 < (figures[name].ratio or 0.0) <= 1.0, name
+    assert figures["decode ×1"].target == 0.9
+    assert figures["prefill 512"].target == 0.75
+    assert outcome.details["plan"]["threads"]["value"] == 1
+
+
+def test_ctrl_c_keeps_what_was_measured(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = inside._work
+
+    def interrupted(driver: Driver, name: str, samples: Samples) -> list[float]:
+        if name == "decode ×8":
+            raise KeyboardInterrupt
+        return work(driver, name, samples)
+
+    monkeypatch.setattr(inside, "_work", interrupted)
+    outcome = measure(prepared.checkpoint, prepared.plan, FACTS, rounds=2)
+    assert not outcome.complete
+    assert "decode ×1" in figures_of(outcome)
+    assert "decode ×8" not in figures_of(outcome)
+
+
+def test_weights_are_counted_as_they_are_held(built: BuiltEngine) -> None:
+    weights = weights_of(built.model, 320, FACTS)
+    attention = 32 * (4 + 2 + 2) * 8 + 4 * 8 * 32
+    layer = attention + 3 * 32 * 48
+    assert weights.operations_per_token == 2 * 2 * layer
+    assert weights.operations_per_logit_row == 2 * 320 * 32
+    assert weights.num_bytes >= 4 * (2 * layer + 320 * 32)
+
+
+def test_weights_that_fit_a_cache_are_not_held_against_memory() -> None:
+    rates = Ceilings(read=1e9, product=1e9)
+    assert Weights(1000, 1.0, 1.0, cache_bytes=100).floor_seconds(1, 1, rates)[0] == 1e-6
+    assert Weights(1000, 1.0, 1.0, cache_bytes=500).floor_seconds(1, 1, rates)[0] == 0.0
+    cached = Facts("linux", "x86_64", Cpu("", ""), (Core((0,)),), 1, 1, (0,), caches=(Cache(3, "unified", 77, 1),))
+    assert weights_of(torch.nn.Module(), 320, cached).cache_bytes == 77
+
+
+def test_a_step_quicker_than_the_ceiling_is_a_failed_measurement() -> None:
+    samples = Samples(tokens=1, logit_rows=1)
+    samples.hold([0.5], Weights(int(1e9), 1.0, 1.0), Ceilings(read=1e9, product=1e12))
+    assert samples.read_shares == [2.0]
+    mistaken = next(figure for figure in inside._held("decode ×1", samples) if figure.is_share)
+    assert mistaken.mistake is not None
+
+
+def test_a_decode_step_decodes_every_row_and_prefills_nothing(built: BuiltEngine) -> None:
+    driver = Driver(built.engine, Deck(range(2, 320)))
+    assert len(driver.decode(8, steps=4)) == 4
+    stats = built.engine.stats
+    assert stats is not None
+    assert (stats.prefill_tokens, stats.decode_tokens) == (0, 8)
+    assert not built.engine.has_work
+
+
+def test_a_prefill_computes_every_token(built: BuiltEngine) -> None:
+    driver = Driver(built.engine, Deck(range(2, 320)))
+    assert driver.prefill(300) > 0.0
+    assert driver.prefill(300) > 0.0
+    stats = built.engine.stats
+    assert stats is not None
+    assert stats.cached_tokens == 0
+
+
+def test_what_cannot_be_added_says_why(built: BuiltEngine) -> None:
+    with pytest.raises(MeasurementFailed, match="context"):
+        Driver(built.engine, Deck(range(2, 320))).prefill(5000)
+
+
+def test_more_rows_than_the_plan_runs_are_noticed(built: BuiltEngine) -> None:
+    with pytest.raises(MeasurementFailed, match="never decoded together"):
+        Driver(built.engine, Deck(range(2, 320))).decode(17, steps=1)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_readers_read_the_whole_buffer(threads: int) -> None:
+    reading = ReadCeiling(threads, num_bytes=3 * 2**16)
+    assert reading.sample() > 0.0
+    for address in reading._parts:
+        reading._buffer[address - reading._buffer.ctypes.data + reading._share - 1] = ceilings.ABSENT
+        with pytest.raises(AssertionError):
+            reading._search(address)
+    reading.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_has_a_rate(dtype: torch.dtype) -> None:
+    assert ProductCeiling(dtype, shapes=((16, 32, 32),)).sample() > 0.0
+
+
+def test_a_machine_keeps_its_samples() -> None:
+    machine = Machine(1, torch.bfloat16)
+    machine.sample_other_dtypes()
+    sampled = machine.sample()
+    machine.close()
+    assert machine.reads == [sampled.read]
+    assert machine.products[torch.bfloat16] == [sampled.product]
+    assert len(machine.products[torch.float32]) == 1
