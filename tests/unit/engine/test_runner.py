@@ -1,0 +1,121 @@
+"""What a batch becomes: the tensors of a step, the order of memory moves, and who is picked for. Model and sampler are fakes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from app.backends.base import AttentionRow, Segment
+from app.backends.cpu import CpuBackend
+from app.backends.reference import reference_attention
+from app.engine.batch import Batch, Copy, Picked, Span
+from app.engine.kv_cache import KVCache, KVShape
+from app.engine.runner import Runner
+from app.engine.sequence import Sequence
+from app.messages import SamplingParams
+from app.models.context import AttentionSpec, StepContext
+
+SHAPE = KVShape(num_layers=2, num_slots=4, max_len=64, num_kv_heads=2, head_dim=4)
+SPEC = AttentionSpec(0.5)
+
+
+class Watched(nn.Module):
+    """A model that keeps what it was given, and lets a test look at the step from inside."""
+
+    def __init__(self, inside: Callable[[StepContext], None] = lambda context: None) -> None:
+        super().__init__()
+        self.inside = inside
+        self.contexts: list[StepContext] = []
+
+    def forward(self, context: StepContext) -> Tensor:
+        self.contexts.append(context)
+        assert torch.is_inference_mode_enabled()
+        self.inside(context)
+        assert context.logit_rows is not None
+        return context.token_ids[context.logit_rows].unsqueeze(1).expand(-1, 10).float()
+
+
+class Echo:
+    """Picks the first logit, which the model above makes the last token's id."""
+
+    def pick(self, logits: Tensor, sequences: list[Sequence]) -> list[Picked]:
+        assert len(logits) == len(sequences)
+        return [Picked((int(row[0]),)) for row in logits]
+
+
+def runner_with(model: nn.Module, cache: KVCache | None = None) -> Runner:
+    return Runner(model, cache or KVCache(SHAPE, torch.float32), CpuBackend(torch.float32), Echo())  # type: ignore[arg-type]
+
+
+def span_of(
+    token_ids: list[int], start: int, num_tokens: int, slot: int, samples: bool = True, prefix: tuple[int, int] = (0, 0)
+) -> Span:
+    sequence = Sequence(f"r{slot}", 0, SamplingParams(), token_ids, len(token_ids))
+    return Span(sequence, start, num_tokens, slot, prefix[0] if prefix[1] else None, prefix[1], samples)
+
+
+def test_a_batch_becomes_flat_tensors_and_one_pick_for_each_span_that_samples() -> None:
+    model = Watched()
+    spans = (
+        span_of([1, 2, 3, 4], 3, 1, slot=0),
+        span_of([5, 6, 7, 8, 9], 1, 3, slot=1, samples=False),
+        span_of([3, 2, 1], 0, 3, slot=2),
+    )
+    picked = runner_with(model).run(Batch(spans))
+    (context,) = model.contexts
+    assert context.token_ids.tolist() == [4, 6, 7, 8, 3, 2, 1]
+    assert context.positions.tolist() == [3, 1, 2, 3, 0, 1, 2]
+    assert context.logit_rows is not None and context.logit_rows.tolist() == [0, 6]
+    assert {tensor.dtype for tensor in (context.token_ids, context.positions, context.logit_rows)} == {torch.int64}
+    assert picked == [Picked((4,)), Picked((1,))]
+
+
+def test_a_step_of_chunks_alone_writes_the_cache_and_picks_nothing() -> None:
+    model = Watched()
+    assert runner_with(model).run(Batch((span_of([1, 2, 3], 0, 2, slot=0, samples=False),))) == []
+    assert model.contexts[0].logit_rows is not None and model.contexts[0].logit_rows.tolist() == []
+
+
+def test_copies_come_first_then_releases_then_the_step() -> None:
+    """The copy's source is released in the same batch, and the step writes behind the copy."""
+    cache = KVCache(SHAPE, torch.float32)
+    key, value = torch.randn(2, 64, 2, 4).unbind(0)
+    for layer in range(2):
+        cache.write(layer, torch.arange(64) + cache.row(1, 0), key, value)
+    seen: list[Tensor] = []
+
+    def inside(context: StepContext) -> None:
+        (segment,) = cache.segments(0, span_of([0] * 41, 0, 41, slot=3))
+        seen.append(segment.key.clone())
+        (source,) = cache.segments(0, span_of([0] * 64, 0, 64, slot=1))
+        seen.append(source.key.clone())
+
+    batch = Batch((span_of([0] * 41, 40, 1, slot=3),), (Copy(1, 3, 0, 40),), ((1, 0, 64),))
+    runner_with(Watched(inside), cache).run(batch)
+    torch.testing.assert_close(seen[0][:40], key[:40])
+    assert not bool(seen[1].any()), "the released pages read as zeros"
+
+
+def test_attention_writes_this_steps_keys_and_sees_the_prefix_and_the_tail() -> None:
+    """Two sequences share slot 0's first 5 tokens; both layers are written before they are read."""
+    cache, generator = KVCache(SHAPE, torch.float32), torch.Generator().manual_seed(3)
+    shared = torch.randn((2, 2, 5, 2, 4), generator=generator)  # layer, key or value, ...
+    for layer in range(2):
+        cache.write(layer, torch.arange(5), *shared[layer].unbind(0))
+    query = torch.randn((5, 4, 4), generator=generator)
+    fresh = torch.randn((2, 2, 5, 2, 4), generator=generator)
+    results: list[Tensor] = []
+
+    def inside(context: StepContext) -> None:
+        results.extend(context.attend(layer, query, *fresh[layer].unbind(0), SPEC) for layer in range(2))
+
+    spans = (span_of([0] * 7, 5, 2, slot=1, prefix=(0, 5)), span_of([0] * 6, 3, 3, slot=2, prefix=(0, 3)))
+    runner_with(Watched(inside), cache).run(Batch(spans))
+    for layer in range(2):
+        rows = []
+        for first, start, length, prefix in ((0, 5, 2, 5), (2, 3, 3, 3)):
+            context = [torch.cat([shared[layer, part, :prefix], fresh[layer, part, first : first + length]]) for part in (0, 1)]
+            rows.append(AttentionRow(first, length, start, (Segment(*context, 0),)))
+        torch.testing.assert_close(results[layer], reference_attention(query, rows, SPEC))
