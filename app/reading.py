@@ -1,0 +1,87 @@
+"""From what a client sent to token ids that fit the model: templates and tokenizer, then every refusal that needs no engine.
+
+Runs in the service's small pool; depends on the loaded model alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from app.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
+from app.generation import GenerationRequest
+from app.text.chat import ChatTemplate
+from app.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the plan allows. `request_timeout_seconds` counts from arrival to the last token, `vocab_size` the rows of the embedding."""
+
+    max_model_len: int
+    max_running_seqs: int
+    max_waiting_requests: int
+    request_timeout_seconds: float
+    vocab_size: int
+    tokenizer_threads: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the service needs of a loaded checkpoint. `chat` is None where it has no chat template."""
+
+    name: str
+    tokenizer: Tokenizer
+    chat: ChatTemplate | None
+    limits: Limits
+
+
+def read(model: ServedModel, request: GenerationRequest) -> tuple[int, ...]:
+    """The prompt's ids. Raises an `InvalidRequest` that names the field."""
+    if request.echo and request.params.logprobs is not None:
+        raise UnsupportedParameter(
+            "echo with logprobs is not supported: the prompt's own log-probabilities are not computed.", field="echo"
+        )
+    field, ids = _ids(model, request)
+    if not ids:
+        raise InvalidRequest(f"{field} has no tokens: there is nothing to continue.", field=field)
+    _check_length(model.limits.max_model_len, len(ids), request, field)
+    check_ids(request.params.stop_token_ids, model.limits.vocab_size, "stop_token_ids")
+    return tuple(ids)
+
+
+def chat_ids(model: ServedModel, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> list[int]:
+    """A conversation's ids. The template has written every special token that belongs there, so none is added, as in transformers."""
+    if model.chat is None:
+        raise InvalidRequest("This model has no chat template: send a prompt to the completions route instead.", field="messages")
+    return model.tokenizer.encode(model.chat.render(messages, arguments), add_special_tokens=False)
+
+
+def check_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:
+    """Every id is a row of the embedding."""
+    wrong = next((token_id for token_id in (min(ids), max(ids)) if not 0 <= token_id < vocab_size), None) if ids else None
+    if wrong is not None:
+        raise InvalidRequest(f"{field} must lie in [0, {vocab_size}), and {wrong} does not.", field=field)
+
+
+def _ids(model: ServedModel, request: GenerationRequest) -> tuple[str, Sequence[int]]:
+    if request.messages is not None:
+        return "messages", chat_ids(model, request.messages, request.template_arguments)
+    if request.prompt is not None:
+        return "prompt", model.tokenizer.encode(request.prompt, request.add_special_tokens)
+    ids = request.token_ids or ()
+    check_ids(ids, model.limits.vocab_size, "token_ids")
+    return "token_ids", ids
+
+
+def _check_length(context: int, num_prompt: int, request: GenerationRequest, field: str) -> None:
+    """In the words that OpenAI's clients look for."""
+    limit = f"This model's maximum context length is {context} tokens."
+    if num_prompt >= context:
+        told = f"However, the {field} have {num_prompt} tokens, and the answer needs one at least."
+        raise ContextLengthExceeded(f"{limit} {told} Please shorten the {field}.", field=field)
+    asked = request.params.max_tokens
+    if asked is not None and num_prompt + asked > context:
+        told = f"However, you requested {num_prompt + asked} tokens ({num_prompt} in the {field}, {asked} in the completion)."
+        raise ContextLengthExceeded(f"{limit} {told} Please reduce max_tokens or shorten the {field}.", field="max_tokens")
