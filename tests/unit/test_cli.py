@@ -1,0 +1,178 @@
+"""The command line: what it understands, how it refuses, and that it does without torch until something computes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+import app.hardware.probe
+from app import cli
+from app.arguments import BENCHES, UnknownArgument, parse, settings_given
+from app.errors import CheckpointInvalid, RequestTimeout, StartupError
+from app.hardware.facts import Core, Cpu, Facts
+from app.settings import setting_rows
+from app.version import VERSION
+
+FACTS = Facts("linux", "x86_64", Cpu("Maker", "Processor"), (Core((0,)), Core((1,))), 2**34, 2**33, (0, 1))
+
+
+@pytest.fixture
+def recorded_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app.hardware.probe, "probe", lambda: FACTS)
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"armature {VERSION}\n"
+
+
+@pytest.mark.parametrize("command", [["serve"], ["probe"], *(["bench", name] for name in BENCHES)], ids=" ".join)
+def test_every_setting_is_a_flag_with_its_variable_in_the_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([*command, "--help"])
+    shown = capsys.readouterr().out
+    for row in setting_rows():
+        assert f"  {row.flag} " in shown
+        assert row.variable in shown
+
+
+def test_settings_reach_the_command_as_they_were_given() -> None:
+    arguments = parse(["serve", "--max-model-len", "512", "--model=some/where"])
+    assert settings_given(arguments) == {"model": "some/where", "max_model_len": "512"}
+    assert parse(["bench", "itl", "--tokens", "7"]).tokens == 7
+    assert parse(["bench", "prefix"]).tokens == 1000
+
+
+@pytest.mark.parametrize(
+    "argv, expected",
+    [
+        (["serve", "--prot", "9000"], "armature serve: there is no flag --prot. Did you mean --port?"),
+        (["serve", "--max-model-length=9"], "Did you mean --max-model-len?"),
+        (["serve", "--xyzzy"], "there is no flag --xyzzy. armature serve --help"),
+        (["serve", "some/where"], "'some/where' is not understood. A checkpoint is given as --model some/where."),
+        (["bench", "start", "--url", "http://x"], "armature bench start: there is no flag --url."),
+        (["serve", "--por", "1"], "there is no flag --por."),
+    ],
+)
+def test_what_is_not_understood_is_named_with_what_was_meant(
+    argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UnknownArgument):
+        parse(argv)
+    assert cli.main(argv) == 2
+    captured = capsys.readouterr()
+    assert expected in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["srve"], ["bench"], ["bench", "speed"], ["bench", "itl", "--rounds", "0"], ["serve", "--port"]]
+)
+def test_a_command_line_that_cannot_be_ends_with_status_2(argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(argv)
+    assert ended.value.code == 2
+
+
+class Unmendable(StartupError):
+    exit_code = 1
+
+
+@pytest.mark.parametrize(
+    "error, status", [(CheckpointInvalid("No config."), 2), (Unmendable("No memory."), 1), (RequestTimeout("Late."), 1)]
+)
+def test_a_refusal_is_one_sentence_and_a_status(
+    error: Exception, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(arguments: Namespace) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "COMMANDS", {"serve": refuse})
+    assert cli.main(["serve"]) == status
+    assert capsys.readouterr().err == f"armature: {error}\n"
+
+
+def test_ctrl_c_has_the_shells_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(arguments: Namespace) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "COMMANDS", {"serve": interrupted})
+    assert cli.main(["serve"]) == 130
+
+
+def test_a_mistaken_setting_names_flag_and_variable(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["probe", "--threads", "none"]) == 2
+    assert "threads (--threads, ARMATURE_THREADS)" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("recorded_machine")
+def test_a_warning_goes_to_standard_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("ARMATURE_PORT", "tcp://10.0.0.1:8000")
+    assert cli.main(["probe", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert "ARMATURE_PORT was injected by Kubernetes" in captured.err
+    json.loads(captured.out)
+
+
+@pytest.mark.usefixtures("recorded_machine")
+def test_probe_says_what_it_found_and_decided(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["probe", "--json", "--threads", "1"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["facts"]["cpu"]["vendor"] == "Maker"
+    assert printed["plan"]["threads"]["value"] == 1
+    assert printed["plan"]["threads"]["reason"]
+    assert printed["needs"] is None
+    assert cli.main(["probe"]) == 0
+    assert "Maker Processor" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("recorded_machine")
+def test_probe_shows_the_facts_even_where_nothing_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["probe", "--json", "--device", "cuda"]) == 2
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["plan"] is None
+    assert "cuda" in captured.err
+
+
+@pytest.mark.usefixtures("recorded_machine")
+def test_probe_refuses_a_checkpoint_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["probe", "--model", str(tmp_path)]) == 2
+    assert "config.json" in capsys.readouterr().err
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "app", *arguments], capture_output=True, text=True, check=False)
+
+
+def test_the_module_is_the_command() -> None:
+    assert run("--version").stdout == f"armature {VERSION}\n"
+    assert run("serve", "--prot").returncode == 2
+
+
+@pytest.mark.parametrize("argv", [["--version"], ["serve", "--help"], ["probe", "--json"]], ids=" ".join)
+def test_torch_is_not_imported_to_speak(argv: list[str]) -> None:
+    script = (
+        "import sys\n"
+        "from app.cli import main\n"
+        "try:\n"
+        "    main(sys.argv[1:])\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "sys.exit('torch' in sys.modules or 'fastapi' in sys.modules)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script, *argv], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    command = f"{sys.executable} -m app probe --json | head -c 1"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert result.stdout == "{"
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,120 @@
+"""Which build of torch a machine gets, how little time a silent index costs, and what a machine without ensurepip is told."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+import threading
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+from tools import install
+
+
+def never() -> bool:
+    raise AssertionError("the answer would not matter here")
+
+
+@pytest.mark.parametrize(
+    "machine, gpu, index, requirement, options",
+    [
+        (("Linux", "x86_64"), False, lambda: True, install.TORCH, ["--extra-index-url", install.CPU_INDEX]),
+        (("Linux", "x86_64"), False, lambda: False, install.TORCH, []),
+        (("Linux", "x86_64"), True, never, install.TORCH, []),
+        (("Linux", "aarch64"), False, lambda: True, install.TORCH, ["--extra-index-url", install.CPU_INDEX]),
+        (("Linux", "aarch64"), False, lambda: False, install.TORCH_ARM_LINUX, []),
+        (("Linux", "aarch64"), True, never, install.TORCH, []),
+        (("Darwin", "arm64"), False, never, install.TORCH, []),
+    ],
+)
+def test_each_machine_gets_its_build(
+    machine: tuple[str, str], gpu: bool, index: Any, requirement: str, options: list[str]
+) -> None:
+    assert install.choose_torch(*machine, gpu, index)[:2] == (requirement, options)
+
+
+def test_an_intel_mac_is_refused_with_a_reason() -> None:
+    with pytest.raises(install.Refusal, match="Intel Macs"):
+        install.choose_torch("Darwin", "x86_64", False, never)
+
+
+def test_a_silent_index_costs_no_more_than_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+
+    def hang(*_: Any, **__: Any) -> None:
+        over.wait(60.0)
+        raise OSError("nobody waits any more")
+
+    monkeypatch.setattr(install, "INDEX_SECONDS", 0.05)
+    monkeypatch.setattr(install.urllib.request, "urlopen", hang)
+    assert install.cpu_index_answers() is False
+    assert not over.is_set()
+    over.set()
+
+
+@pytest.mark.parametrize("error", [OSError("no route"), TimeoutError()])
+def test_an_index_that_cannot_be_reached_does_not_answer(error: OSError, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(install.urllib.request, "urlopen", refuse)
+    assert install.cpu_index_answers() is False
+
+
+def test_without_ensurepip_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert install.main([str(tmp_path / "venv"), "runtime"]) == 1
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert f"sudo apt install python{version}-venv" in capsys.readouterr().err
+    assert not (tmp_path / "venv").exists()
+
+
+def test_one_install_for_torch_and_pins_then_the_project_and_a_stamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, ...]] = []
+    monkeypatch.setattr(install, "make_venv", lambda venv: Path("python"))
+    monkeypatch.setattr(install, "cpu_index_answers", lambda: False)
+    monkeypatch.setattr(install, "pip", lambda python, *arguments: calls.append(arguments))
+    assert install.main([str(tmp_path), "dev"]) == 0
+    assert any(str(argument).endswith("requirements/dev.txt") for argument in calls[0])
+    assert calls[1][-2:] == ("-e", str(install.ROOT))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dev.stamp", "runtime.stamp"]
+
+
+def test_a_failed_install_leaves_no_stamp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = subprocess.CompletedProcess([], 1)
+    monkeypatch.setattr(install, "make_venv", lambda venv: Path("python"))
+    monkeypatch.setattr(install, "cpu_index_answers", lambda: False)
+    monkeypatch.setattr(install.subprocess, "run", lambda *_, **__: failed)
+    assert install.main([str(tmp_path), "runtime"]) == 1
+    assert "pip could not install" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def pins(root: Path, name: str) -> dict[str, str]:
+    lines = (root / "requirements" / name).read_text().splitlines()
+    return dict(line.split("==") for line in lines if re.match(r"[a-z]", line))
+
+
+def test_the_pins_lie_within_the_ranges(root: Path) -> None:
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    runtime = pins(root, "runtime.txt") | dict([install.TORCH.split("==")])
+    everything = runtime | pins(root, "dev.txt")
+    wanted = [(text, runtime) for text in project["dependencies"]]
+    wanted += [(text, everything) for extra in project["optional-dependencies"].values() for text in extra]
+    for text, pinned in wanted:
+        requirement = Requirement(text)
+        if requirement.name != "armature":
+            assert requirement.specifier.contains(pinned[requirement.name]), text
+    arm = install.TORCH_ARM_LINUX.split("==")[1]
+    torch = next(Requirement(text) for text in project["dependencies"] if text.startswith("torch>"))
+    assert torch.specifier.contains(arm)
