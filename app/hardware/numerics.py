@@ -48,7 +48,7 @@ def device(facts: Facts, settings: Settings, recipes: Collection[RecipeKey]) -> 
         if settings.device not in built:
             raise NoRecipe(f"Serving on {settings.device} is not built yet. {_what_exists(recipes)}")
         return Decision(settings.device, "Asked for.")
-    idle = [f"{len(facts.cuda)} × {facts.cuda[0].name}"] if facts.cuda else ["the Apple GPU (MPS)"] if facts.mps else []
+    idle = [f"{len(facts.cuda)} × {facts.cuda[0].name}"] if facts.cuda else ["The Apple GPU (MPS)"] if facts.mps else []
     for kind, present in (("cuda", bool(facts.cuda)), ("mps", facts.mps)):
         if present and kind in built:
             return Decision(kind, f"{idle[0]} is here and can be served on.")

@@ -1,0 +1,137 @@
+"""What is planned for every recorded host: threads, places, precision, memory, and that each choice says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import pytest
+
+from app.errors import PlanImpossible
+from app.hardware.facts import Facts, Needs
+from app.hardware.plan import RecipeKey, ServingPlan, check_torch_can_run, make_plan
+from app.settings import Settings
+
+Recorded = Callable[[str], Facts]
+Recipes = Collection[RecipeKey]
+
+# host: precision, threads, memory node, how many CPUs the threads are confined to (0: not), wait policy, tokenizer threads
+PLANNED: dict[str, tuple[str, int, int | None, int, str, int]] = {
+    "zen5-vm": ("bf16", 2, None, 0, "active", 2),
+    "graviton2": ("fp32", 2, None, 0, "active", 2),
+    "graviton3": ("bf16", 8, None, 0, "active", 4),
+    "graviton3-old-kernel": ("fp32", 8, None, 0, "active", 4),
+    "graviton4": ("bf16", 96, None, 0, "active", 4),
+    "altra": ("fp32", 64, None, 0, "active", 4),
+    "altra-cpuset": ("fp32", 3, None, 0, "active", 3),
+    "altra-two-sockets": ("fp32", 80, 1, 80, "active", 4),
+    "xeon-amx": ("bf16", 48, 0, 48, "active", 4),
+    "xeon-avx2": ("fp32", 22, 0, 22, "active", 4),
+    "cgroup-v1": ("fp32", 1, 0, 44, "active", 1),
+    "cgroup-v2-nested": ("bf16", 1, None, 0, "passive", 1),
+    "h100": ("bf16", 52, 0, 52, "active", 4),
+    "mac-m1": ("fp32", 4, None, 0, "active", 4),
+    "mac-m2": ("bf16", 4, None, 0, "active", 4),
+}
+
+# host: words that the reason of a decision must have, so that an operator learns what decided
+REASONS: list[tuple[str, str, str]] = [
+    ("zen5-vm", "precision", "avx512_bf16"),
+    ("xeon-amx", "precision", "amx_bf16"),
+    ("graviton3", "precision", "bf16"),
+    ("graviton2", "precision", "does not multiply BF16"),
+    ("cgroup-v1", "threads", "quota is 1.5 cores, rounded down"),
+    ("cgroup-v2-nested", "threads", "quota is 0.5 cores"),
+    ("cgroup-v2-nested", "wait_policy", "quota of 0.5 cores"),
+    ("cgroup-v2-nested", "cpu_ids", "quota is less than the cores"),
+    ("altra-cpuset", "threads", "3 physical cores may be used"),
+    ("altra-two-sockets", "threads", "on memory node 1"),
+    ("altra-two-sockets", "numa_node", "Of 2 memory nodes"),
+    ("xeon-avx2", "threads", "SMT siblings"),
+    ("xeon-avx2", "cpu_ids", "One CPU of each core"),
+    ("mac-m2", "threads", "4 efficiency cores"),
+    ("mac-m2", "cpu_ids", "does not bind"),
+    ("mac-m2", "device", "Apple GPU (MPS) is here, but serving on it is not built yet"),
+    ("h100", "device", "8 × NVIDIA H100 80GB HBM3 is here, but serving on it is not built yet"),
+    ("cgroup-v1", "kv_cache_bytes", "control group's limit of 6.0 GiB"),
+    ("graviton3", "kv_cache_bytes", "the machine's memory"),
+    ("xeon-avx2", "kv_cache_bytes", "memory node 0"),
+]
+
+
+def planned(facts: Facts, recipes: Recipes, needs: Needs | None = None) -> ServingPlan:
+    return make_plan(facts, None, Settings(), needs, recipes)
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_what_is_planned(recorded: Recorded, recipes: Recipes, name: str) -> None:
+    plan = planned(recorded(name), recipes)
+    assert PLANNED[name] == (
+        plan.precision.value,
+        plan.threads.value,
+        plan.numa_node.value,
+        len(plan.cpu_ids.value),
+        plan.wait_policy.value,
+        plan.tokenizer_threads.value,
+    )
+    assert plan.dtype.value == {"bf16": "bfloat16", "fp32": "float32"}[plan.precision.value]
+    assert plan.kv_precision.value == plan.precision.value
+    assert (plan.device.value, plan.interop_threads.value) == ("cpu", 1)
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_threads_fit_what_the_process_may_use(recorded: Recorded, recipes: Recipes, name: str) -> None:
+    facts = recorded(name)
+    plan = planned(facts, recipes)
+    assert 1 <= plan.threads.value <= len(facts.allowed_cpus)
+    assert set(plan.cpu_ids.value) <= facts.allowed_cpus
+    if facts.cgroup.quota_cores is not None:
+        assert plan.threads.value <= max(1, facts.cgroup.quota_cores)
+    if len(plan.cpu_ids.value) == plan.threads.value:
+        siblings = [core.cpu_ids for core in facts.cores]
+        assert all(len(set(core) & set(plan.cpu_ids.value)) <= 1 for core in siblings), "no two threads on one core"
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_every_decision_says_why(recorded: Recorded, recipes: Recipes, llama_1b: Needs, name: str) -> None:
+    needs = llama_1b if name not in ("graviton2", "cgroup-v1", "cgroup-v2-nested") else None  # where it fits
+    for field, decision in planned(recorded(name), recipes, needs).decisions():
+        assert decision.reason.endswith("."), f"{field}: {decision.reason!r} is no sentence"
+        assert decision.reason[0].isupper() or decision.reason[0].isdigit(), field
+
+
+@pytest.mark.parametrize(("name", "field", "words"), REASONS)
+def test_reasons(recorded: Recorded, recipes: Recipes, llama_1b: Needs, name: str, field: str, words: str) -> None:
+    needs = llama_1b if field == "kv_cache_bytes" and name == "graviton3" else None
+    assert words in getattr(planned(recorded(name), recipes, needs), field).reason
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_numbers(recorded: Recorded, recipes: Recipes, llama_1b: Needs) -> None:
+    with pytest.raises(PlanImpossible, match=r"weights need 4.6 GiB in fp32.*4.0 GiB are available .*limit of 6.0 GiB"):
+        planned(recorded("cgroup-v1"), recipes, llama_1b)
+    with pytest.raises(PlanImpossible, match=r"weights need 4.6 GiB in fp32.*2.0 GiB are available \(the machine's memory\)"):
+        planned(recorded("graviton2"), recipes, llama_1b)
+
+
+def test_what_the_process_itself_holds_is_counted(recorded: Recorded, recipes: Recipes, llama_1b: Needs) -> None:
+    """The weights alone, 2.3 GiB, would fit into the 2.6 GiB that are left of the pod's 3."""
+    with pytest.raises(
+        PlanImpossible, match=r"need 2.3 GiB in bf16 and the process beside them \d+ MiB, but 2.6 GiB are available"
+    ):
+        planned(recorded("cgroup-v2-nested"), recipes, llama_1b)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("raspberry-pi-4", "Cortex-A72.*no lse.*Armv8.1"),
+        ("xeon-westmere", "no avx:.*Sandy Bridge"),
+    ],
+)
+def test_torch_is_not_even_imported_where_it_would_crash(recorded: Recorded, name: str, words: str) -> None:
+    with pytest.raises(PlanImpossible, match=words):
+        check_torch_can_run(recorded(name))
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_torch_is_imported_everywhere_else(recorded: Recorded, name: str) -> None:
+    check_torch_can_run(recorded(name))

@@ -1,0 +1,251 @@
+"""What the operator forces is honoured or refused with a sentence, never changed quietly; and threads stay within any quota."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.errors import NoRecipe, PlanImpossible
+from app.hardware.facts import Cgroup, Core, Cpu, CudaDevice, Facts, Needs, NumaNode
+from app.hardware.plan import Measurements, RecipeKey, ServingPlan, make_plan
+from app.settings import Settings
+
+Recorded = Callable[[str], Facts]
+Recipes = Collection[RecipeKey]
+GIB = 2**30
+RECIPES = [("cpu", architecture, name) for architecture in ("x86_64", "arm64") for name in ("fp32", "bf16")]
+
+
+def machine(cores: int = 8, siblings: int = 1, nodes: int = 1, memory: int = 64 * GIB, **changes: Any) -> Facts:
+    """A Linux machine with AVX-512 BF16, numbered core by core."""
+    ids = [tuple(range(core * siblings, (core + 1) * siblings)) for core in range(cores)]
+    made = [Core(cpus, numa_node=number * nodes // cores) for number, cpus in enumerate(ids)]
+    of_node = [tuple(cpu for core in made if core.numa_node == node for cpu in core.cpu_ids) for node in range(nodes)]
+    facts = Facts(
+        os="linux",
+        architecture="x86_64",
+        cpu=Cpu("AMD", "EPYC", "Zen 5"),
+        isa=frozenset({"avx", "avx2", "avx512_bf16", "sse4_2", "popcnt"}),
+        cores=tuple(made),
+        numa_nodes=tuple(NumaNode(node, cpus, memory // nodes, memory // nodes) for node, cpus in enumerate(of_node)),
+        memory_bytes=memory,
+        available_bytes=memory,
+        affinity=tuple(range(cores * siblings)),
+    )
+    return dataclasses.replace(facts, **changes)
+
+
+def plan(facts: Facts, needs: Needs | None = None, recipes: Recipes = RECIPES, **settings: Any) -> ServingPlan:
+    return make_plan(facts, None, Settings(**settings), needs, recipes)
+
+
+FORCED: list[tuple[dict[str, Any], str, Any]] = [
+    ({"device": "cpu"}, "device", "cpu"),
+    ({"precision": "fp32"}, "precision", "fp32"),
+    ({"precision": "fp32"}, "dtype", "float32"),
+    ({"precision": "fp32"}, "kv_precision", "fp32"),
+    ({"kv_precision": "bf16"}, "kv_precision", "bf16"),
+    ({"threads": 3}, "threads", 3),
+    ({"max_model_len": 1000}, "max_model_len", 1000),
+    ({"max_running_seqs": 5}, "max_running_seqs", 5),
+    ({"max_running_seqs": 5}, "max_waiting_requests", 20),
+    ({"max_running_seqs": 1000}, "max_batch_tokens", 1000),
+    ({"max_batch_tokens": 40}, "max_running_seqs", 40),
+    ({"max_waiting_requests": 7}, "max_waiting_requests", 7),
+    ({"kv_cache_bytes": GIB}, "kv_cache_bytes", GIB),
+    ({"itl_target_ms": 50}, "itl_target_seconds", 0.05),
+    ({"compile": "off", "calibrate": "off", "speculation": "off"}, "compile", False),
+]
+
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"precision": "int8"}, NoRecipe, r"int8 on cpu \(x86_64\) is not built yet. What exists: bf16 on cpu \(arm64\)"),
+    ({"precision": "int4"}, NoRecipe, "int4 .* not built yet"),
+    ({"device": "cuda"}, PlanImpossible, "neither nvidia-smi"),
+    ({"device": "mps"}, PlanImpossible, "no Apple silicon Mac"),
+    ({"compile": "on"}, PlanImpossible, "compile is on"),
+    ({"calibrate": "on"}, PlanImpossible, "calibrate is on"),
+    ({"int8_copy": "on"}, PlanImpossible, "int8_copy is on"),
+    ({"deterministic": "on"}, PlanImpossible, "deterministic is on"),
+    ({"kv_precision": "int8"}, PlanImpossible, "kv_precision is int8"),
+    ({"kv_precision": "bf16", "precision": "fp32"}, PlanImpossible, r"dtype \(fp32\)"),
+    ({"threads": 9}, PlanImpossible, "threads is 9, but this process may use only 8 logical CPUs"),
+    ({"numa_node": 4}, PlanImpossible, "numa_node is 4, .* on: 0"),
+    ({"max_model_len": 200_000}, PlanImpossible, "max_model_len is 200000, but the model was made for 131072"),
+    ({"max_model_len": 130_000, "kv_cache_bytes": GIB}, PlanImpossible, "130000 tokens needs 4.0 GiB .* 1.0 GiB"),
+    ({"kv_cache_bytes": 100 * GIB}, PlanImpossible, "kv_cache_bytes is 100.0 GiB, but there is room for"),
+    ({"kv_cache_bytes": 1000}, PlanImpossible, "A context of 16 tokens needs"),
+    ({"max_running_seqs": 30, "max_batch_tokens": 20}, PlanImpossible, "max_running_seqs is 30"),
+]
+
+
+@pytest.mark.parametrize(("settings", "field", "value"), FORCED)
+def test_forced_values_are_honoured(llama_1b: Needs, settings: dict[str, Any], field: str, value: Any) -> None:
+    assert getattr(plan(machine(), llama_1b, **settings), field).value == value
+
+
+@pytest.mark.parametrize(("settings", "error", "words"), REFUSED)
+def test_forced_impossibilities_are_refused(
+    llama_1b: Needs, settings: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        plan(machine(), llama_1b, **settings)
+
+
+def test_devices_that_are_here_but_not_built() -> None:
+    host = machine(cuda=(CudaDevice(0, "NVIDIA L4", (8, 9), 24 * GIB),))
+    with pytest.raises(NoRecipe, match="cuda is not built yet"):
+        plan(host, device="cuda")
+    assert plan(host).device.value == "cpu"
+    built = [*RECIPES, ("cuda", "x86_64", "bf16")]
+    assert plan(host, recipes=built).device.value == "cuda"
+    assert plan(host, recipes=built, device="cpu").device.value == "cpu"
+    assert plan(machine(), recipes=built).device.value == "cpu"
+    with pytest.raises(NoRecipe, match="Nothing is built"):
+        plan(machine(), recipes=[])
+
+
+def test_bf16_that_is_forced_where_it_is_slow_says_so() -> None:
+    host = machine(isa=frozenset({"avx2"}))
+    assert plan(host).precision.value == "fp32"
+    forced = plan(host, precision="bf16").precision
+    assert (forced.value, "slow" in forced.reason) == ("bf16", True)
+
+
+def test_siblings_are_used_only_where_they_are_forced() -> None:
+    host = machine(cores=4, siblings=2)
+    auto = plan(host)
+    assert (auto.threads.value, auto.cpu_ids.value) == (4, (0, 2, 4, 6))
+    forced = plan(host, threads=6)
+    assert (forced.threads.value, forced.cpu_ids.value, forced.wait_policy.value) == (6, (), "passive")
+    assert "4 physical cores" in forced.threads.reason
+
+
+def test_memory_nodes() -> None:
+    host = machine(cores=8, nodes=2)
+    assert (plan(host).numa_node.value, plan(host).threads.value, plan(host).cpu_ids.value) == (0, 4, (0, 1, 2, 3))
+    assert plan(host, numa_node=1).cpu_ids.value == (4, 5, 6, 7)
+    wide = plan(host, threads=6)
+    assert (wide.numa_node.value, wide.threads.value, wide.cpu_ids.value) == (None, 6, ())
+    with pytest.raises(PlanImpossible, match="memory node 1 has 4 logical CPUs"):
+        plan(host, threads=6, numa_node=1)
+    fuller = dataclasses.replace(host.numa_nodes[0], available_bytes=GIB)
+    assert plan(dataclasses.replace(host, numa_nodes=(fuller, host.numa_nodes[1]))).numa_node.value == 1
+    assert plan(dataclasses.replace(host, affinity=(0, 1, 2, 3, 4))).numa_node.value == 0, "cores come before memory"
+
+
+def test_the_budget_of_one_memory_node(llama_1b: Needs) -> None:
+    whole, half = plan(machine(nodes=1, memory=16 * GIB), llama_1b), plan(machine(nodes=2, memory=16 * GIB), llama_1b)
+    assert whole.kv_cache_bytes.value > 10 * GIB
+    assert half.kv_cache_bytes.value < 6 * GIB
+
+
+def test_a_quota_that_is_shared_is_not_bound_to_cpus() -> None:
+    host = machine(cgroup=Cgroup(2, quota_cores=3.7))
+    found = plan(host)
+    assert (found.threads.value, found.cpu_ids.value, found.wait_policy.value, found.tokenizer_threads.value) == (
+        3,
+        (),
+        "active",
+        3,
+    )
+    on_a_node = plan(machine(nodes=2, siblings=2, cgroup=Cgroup(2, quota_cores=3.7)))
+    assert (on_a_node.threads.value, on_a_node.cpu_ids.value) == (3, tuple(range(8)))
+    forced = plan(host, threads=5)
+    assert (forced.threads.value, forced.wait_policy.value) == (5, "passive")
+    assert "throttled" in forced.threads.reason
+
+
+def test_no_cpu_in_common() -> None:
+    with pytest.raises(PlanImpossible, match="no CPU in common"):
+        plan(machine(cgroup=Cgroup(2, cpuset=(100,))))
+
+
+def test_a_context_that_the_memory_shortens(llama_1b: Needs) -> None:
+    length = plan(machine(memory=5 * GIB), llama_1b).max_model_len
+    assert 16 <= length.value < 131_072
+    assert "made for 131072 tokens" in length.reason
+    assert plan(machine(memory=64 * GIB), llama_1b).max_model_len.value == 131_072
+
+
+def test_kv_memory_is_no_more_than_could_be_used(llama_1b: Needs) -> None:
+    small = dataclasses.replace(llama_1b, max_model_len=100)
+    found = plan(machine(), small)
+    assert found.kv_cache_bytes.value == 2 * 64 * 100 * small.kv_elements_per_token * 2
+    encoder = dataclasses.replace(llama_1b, kind="encoder", kv_elements_per_token=0)
+    assert plan(machine(), encoder).kv_cache_bytes.value == 0
+
+
+def test_weights_and_kv_stay_within_what_is_available(llama_1b: Needs) -> None:
+    for memory in (4 * GIB, 6 * GIB, 12 * GIB):
+        found = plan(machine(memory=memory), llama_1b)
+        assert found.kv_cache_bytes.value + found.weight_bytes.value < memory - 400 * 2**20
+
+
+def test_predictions_come_from_measurements(llama_1b: Needs) -> None:
+    measured = Measurements(read_bytes_per_second=50e9, products_per_second={"bf16": 850e9})
+    found = make_plan(machine(), measured, Settings(), llama_1b, RECIPES)
+    assert found.decode_tokens_per_second.value == pytest.approx(50e9 / 2_471_628_800)
+    assert found.prefill_tokens_per_second.value == pytest.approx(850e9 / (2 * 1_235_814_400))
+    assert plan(machine(), llama_1b).decode_tokens_per_second.value is None
+
+
+def test_the_environment_of_the_pools() -> None:
+    spinning = plan(machine()).environment()
+    assert (spinning["OMP_NUM_THREADS"], spinning["OMP_WAIT_POLICY"], spinning["TOKENIZERS_PARALLELISM"]) == (
+        "8",
+        "active",
+        "false",
+    )
+    assert int(spinning["GOMP_SPINCOUNT"]) < 10**7, "active alone spins for minutes: an idle server must cost nothing"
+    quiet = plan(machine(cgroup=Cgroup(2, quota_cores=0.5))).environment()
+    assert (quiet["OMP_NUM_THREADS"], quiet["OMP_WAIT_POLICY"], "GOMP_SPINCOUNT" in quiet) == ("1", "passive", False)
+
+
+@given(
+    cores=st.integers(1, 64),
+    siblings=st.integers(1, 2),
+    nodes=st.integers(1, 4),
+    quota=st.none() | st.floats(0.01, 200),
+    allowed=st.none() | st.sets(st.integers(0, 127), min_size=1),
+)
+def test_threads_never_exceed_what_may_run(
+    cores: int, siblings: int, nodes: int, quota: float | None, allowed: set[int] | None
+) -> None:
+    host = machine(
+        cores,
+        siblings,
+        min(nodes, cores),
+        cgroup=Cgroup(2, quota_cores=quota, cpuset=tuple(sorted(allowed)) if allowed else None),
+    )
+    if not host.allowed_cpus:
+        with pytest.raises(PlanImpossible):
+            plan(host)
+        return
+    found = plan(host)
+    threads = found.threads.value
+    usable = [core for core in host.cores if set(core.cpu_ids) & host.allowed_cpus]
+    assert 1 <= threads <= len(usable)
+    assert quota is None or threads == 1 or threads <= math.floor(quota)
+    assert set(found.cpu_ids.value) <= host.allowed_cpus
+    assert not found.cpu_ids.value or len(found.cpu_ids.value) >= threads
+    assert (found.wait_policy.value == "active") == (quota is None or quota >= threads)
+    assert 1 <= found.tokenizer_threads.value <= 4
+
+
+@given(memory=st.integers(GIB, 64 * GIB), limit=st.none() | st.integers(GIB, 64 * GIB))
+def test_no_memory_limit_is_ever_overrun(memory: int, limit: int | None) -> None:
+    needs = Needs("decoder", "X", 10**9, 2 * 10**9, {"bf16": 2 * 10**9}, 16384, 8192, 16, 2048, 32_000, "bfloat16")
+    group = Cgroup(2, memory_limit_bytes=limit, memory_available_bytes=limit) if limit else Cgroup()
+    try:
+        found = plan(machine(memory=memory, cgroup=group), needs)
+    except PlanImpossible as refusal:
+        assert "GiB" in refusal.message
+        return
+    assert found.weight_bytes.value + found.kv_cache_bytes.value < min(memory, limit or memory)
+    assert found.max_model_len.value * needs.kv_elements_per_token * 2 <= found.kv_cache_bytes.value
