@@ -1,0 +1,163 @@
+"""The real scheduler over a real model: whatever is shared, chunked, preempted or aborted beside it, a request says what it says alone.
+
+In FP32; greedy, seeded and beam requests. Logits of two batch compositions differ by rounding, about 1e-6, far below the gaps here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+
+from app.backends.cpu import CpuBackend
+from app.engine.decoder import DecoderEngine
+from app.engine.kv_cache import KVCache, KVShape
+from app.engine.limits import Limits
+from app.engine.pace import StepPace
+from app.engine.runner import Runner
+from app.engine.sampler import Sampler
+from app.engine.scheduler import Scheduler
+from app.engine.slots import SlotPool
+from app.messages import Abort, Event, Generate, RequestFailed, SamplingParams, SequenceFinished, StepStats, TokensReady
+from loaded_models import load
+from tiny_checkpoints import write_checkpoint
+
+MAX_LEN, SLOTS, EOS = 160, 12, 1
+Said = dict[tuple[str, int], list[int]]
+
+
+class Served:
+    """One model's engine over fresh KV memory, and what its clients were told."""
+
+    def __init__(self, model: torch.nn.Module, capacity: int = SLOTS * MAX_LEN, max_batch_tokens: int = 24) -> None:
+        config: Any = model.config
+        cache = KVCache(KVShape(config.num_layers, SLOTS, MAX_LEN, config.num_kv_heads, config.head_dim), torch.float32)
+        runner = Runner(model, cache, CpuBackend(torch.float32), Sampler(config.vocab_size))
+        self.pool = SlotPool(SLOTS, capacity)
+        limits = Limits(MAX_LEN, SLOTS // 2, max_batch_tokens)
+        self.engine = DecoderEngine(Scheduler(self.pool, StepPace(max_batch_tokens), limits, {EOS}), runner)
+        self.said: Said = {}
+        self.stats: list[StepStats] = []
+        self.endings: dict[tuple[str, int], SequenceFinished] = {}
+
+    def add(self, request: Generate) -> None:
+        self.hear(self.engine.add(request))
+
+    def step(self) -> None:
+        self.hear(self.engine.step())
+        assert self.engine.stats is not None
+        self.stats.append(self.engine.stats)
+
+    def finish(self) -> Served:
+        while self.engine.has_work:
+            self.step()
+        return self
+
+    def hear(self, events: Iterable[Event]) -> None:
+        for event in events:
+            assert not isinstance(event, RequestFailed), event
+            said = self.said.setdefault((event.request_id, event.choice), [])
+            if isinstance(event, TokensReady | SequenceFinished):
+                said.extend(event.token_ids)
+            if isinstance(event, SequenceFinished):
+                self.endings[event.request_id, event.choice] = event
+
+
+@pytest.fixture(scope="module", params=["LlamaForCausalLM", "Gemma2ForCausalLM"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> torch.nn.Module:
+    directory = write_checkpoint(tmp_path_factory.mktemp("model"), request.param, seed=11)
+    return load(directory, max_model_len=MAX_LEN)
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    ids: list[int] = torch.randint(4, 320, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return ids
+
+
+def request_of(name: str, prompt: list[int], **params: Any) -> Generate:
+    return Generate(name, tuple(prompt), SamplingParams(**{"max_tokens": 24, "ignore_eos": True, **params}), arrived_at=0.0)
+
+
+SHARED = prompt_of(40, 0)
+REQUESTS = [
+    request_of("greedy", prompt_of(30, 1), temperature=0.0),
+    request_of("seeded", prompt_of(50, 2), seed=3),
+    request_of("shaped", SHARED + prompt_of(7, 3), seed=4, temperature=1.2, top_p=0.9, top_k=50, min_p=0.01),
+    request_of("penalised", SHARED + prompt_of(19, 4), temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.4),
+    request_of("several", SHARED + prompt_of(3, 5), seed=6, n=3),
+    request_of("beams", prompt_of(20, 6), beam_width=3, max_tokens=10),
+    request_of("short", prompt_of(1, 7), temperature=0.0, max_tokens=60),
+    request_of("ends", prompt_of(12, 8), seed=19, ignore_eos=False, stop_token_ids=tuple(range(100, 110)), max_tokens=60),
+]
+
+
+@pytest.fixture(scope="module")
+def alone(model: torch.nn.Module) -> Said:
+    """Each request in an engine of its own, its prompt computed whole."""
+    said: Said = {}
+    for request in REQUESTS:
+        served = Served(model, max_batch_tokens=MAX_LEN)
+        served.add(request)
+        said |= served.finish().said
+    assert all(said.values())
+    return said
+
+
+def test_together_they_say_what_each_says_alone(model: torch.nn.Module, alone: Said) -> None:
+    served = Served(model)
+    for request in REQUESTS:
+        served.add(request)
+    assert served.finish().said == alone
+    assert any(step.num_prefill_sequences and step.num_decode_sequences for step in served.stats), "prefill rode beside decodes"
+
+
+def test_a_prefix_hit_says_what_a_miss_says(model: torch.nn.Module, alone: Said) -> None:
+    """One after the other in one engine: later ones find what earlier ones left; then all of them again, almost wholly cached."""
+    served = Served(model)
+    for request in REQUESTS:
+        served.add(request)
+        served.finish()
+    assert served.said == alone
+    assert sum(step.cached_tokens for step in served.stats) >= 2 * len(SHARED)
+    served.said.clear()
+    served.stats.clear()
+    for request in REQUESTS:
+        served.add(request)
+    assert served.finish().said == alone
+    assert sum(step.cached_tokens for step in served.stats) >= 2 * len(SHARED)
+
+
+@pytest.mark.parametrize("capacity", [110, 170, 230])
+def test_preempted_they_say_what_they_say_undisturbed(model: torch.nn.Module, alone: Said, capacity: int) -> None:
+    """KV memory for about two of them: they lose it to each other and compute again."""
+    served = Served(model, capacity)
+    for request in REQUESTS:
+        served.add(request)
+    assert served.finish().said == alone
+    assert sum(step.preempted for step in served.stats) > 0
+    assert served.pool.in_use_tokens() == 0
+
+
+def test_an_aborted_neighbour_changes_nothing(model: torch.nn.Module, alone: Said) -> None:
+    """Half of them leave at different steps, some while they prefill; those that stay are not disturbed."""
+    served = Served(model)
+    for request in REQUESTS:
+        served.add(request)
+    for request in REQUESTS[1::2]:
+        served.step()
+        served.hear(served.engine.abort(Abort(request.request_id)))
+    served.finish()
+    stayed = {request.request_id for request in REQUESTS[::2]}
+    assert {key: said for key, said in served.said.items() if key[0] in stayed} == {
+        key: said for key, said in alone.items() if key[0] in stayed
+    }
+
+
+def test_choices_of_a_request_differ_and_the_first_is_that_of_a_single_one(model: torch.nn.Module, alone: Said) -> None:
+    several = [alone["several", choice] for choice in range(3)]
+    assert len({tuple(said) for said in several}) == 3
+    served = Served(model)
+    served.add(request_of("one", list(REQUESTS[4].token_ids), seed=6))
+    assert served.finish().said["one", 0] == several[0]
