@@ -43,6 +43,9 @@ LAYERS: tuple[tuple[str, float], ...] = (
     ("bench.*", ISLAND),
     ("service", 5),
     ("admission", 5),
+    ("answer", 5),
+    ("answer", 5),
+    ("reading", 5),
     ("api.*", 6),
     ("startup", 7),
     ("report", 7),
@@ -56,7 +59,7 @@ LAYERS: tuple[tuple[str, float], ...] = (
 TORCH_FREE = (
     "errors", "version", "settings", "messages", "hardware.*", "metrics", "quantiles", "models.config", "weights.checkpoint",
     "weights.recipes", "engine.sequence", "engine.slots", "engine.scheduler", "engine.pace", "engine.batch", "text.*", "generation",
-    "service", "admission", "api.*", "report", "arguments", "main", "cli",
+    "service", "admission", "answer", "reading", "api.*", "report", "arguments", "main", "cli",
 )  # fmt: skip
 
 # A library and the only places that may import it.
