@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from app.backends.base import Backend
-from app.backends.choice import select_backend
+from app.backends.selection import select_backend
 from app.engine.batch import Batch, Span
 from app.engine.decoder import DecoderEngine
 from app.engine.kv_cache import KVCache, KVShape

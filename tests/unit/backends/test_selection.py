@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from app.backends.cpu import CpuBackend
-from app.backends.choice import select_backend
+from app.backends.selection import select_backend
 from app.errors import PlanImpossible
 from app.hardware.plan import Decision, ServingPlan
 
