@@ -13,6 +13,7 @@ from app.hardware.facts import Cache, Facts, NumaNode, TorchBuild
 from app.hardware.plan import ServingPlan
 
 _BYTES = ("kv_cache_bytes", "weight_bytes")
+_UNKNOWN_AS_ZERO = ("weight_bytes", "max_model_len")  # as long as no model is given
 
 
 def render_probe(facts: Facts, plan: ServingPlan | None) -> RenderableType:
@@ -45,7 +46,7 @@ def _fact_rows(facts: Facts) -> list[tuple[str, str]]:
     inside = ", ".join(part for part in (cpu.product, cpu.microarchitecture) if part and part not in cpu.name)
     return [
         ("system", " ".join(part for part in (facts.os, facts.kernel, facts.architecture) if part)),
-        ("processor", f"{cpu.vendor} {cpu.name}".strip() + (f" ({inside})" if inside else "")),
+        ("processor", (cpu.name if cpu.vendor in cpu.name else f"{cpu.vendor} {cpu.name}") + (f" ({inside})" if inside else "")),
         ("instruction sets", " ".join(sorted(facts.isa)) + (f" (SVE {facts.sve_bits} bits)" if facts.sve_bits else "")),
         ("cores", _cores(facts)),
         ("may run on", _allowed(facts)),
@@ -117,7 +118,7 @@ def _torch(build: TorchBuild | None) -> str:
 
 
 def _value(name: str, value: Any) -> str:
-    if value is None:
+    if value is None or (value == 0 and name in _UNKNOWN_AS_ZERO):
         return "–"
     if name in _BYTES:
         return gib(value)

@@ -1,0 +1,83 @@
+"""What `armature probe` prints, for people and as JSON."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from rich.console import Console
+
+from app.hardware.facts import Cgroup, Core, Cpu, CudaDevice, Facts, HugePages, NumaNode, TorchBuild
+from app.hardware.plan import make_plan
+from app.report import cpu_ranges, render_probe
+from app.settings import Settings
+
+RECIPES = [("cpu", "x86_64", "bf16"), ("cpu", "x86_64", "fp32")]
+FACTS = Facts(
+    os="linux",
+    kernel="6.1.0",
+    architecture="x86_64",
+    cpu=Cpu("Intel", "Intel(R) Xeon(R)", "Sapphire Rapids"),
+    isa=frozenset({"avx2", "amx_bf16"}),
+    cores=(Core((0, 2)), Core((1, 3), package=1, numa_node=1)),
+    numa_nodes=(NumaNode(0, (0, 2), 2**33), NumaNode(1, (1, 3), 2**33)),
+    memory_bytes=2**34,
+    available_bytes=2**33,
+    affinity=(0, 1, 2, 3),
+    cgroup=Cgroup(2, quota_cores=1.5, cpuset=(0, 1, 2), memory_limit_bytes=2**32, memory_available_bytes=2**32),
+    huge_pages=HugePages("madvise", 2**21, 10, 4),
+    cuda=(CudaDevice(0, "NVIDIA H100 80GB HBM3", (9, 0), 81559 * 2**20),),
+    torch=TorchBuild("2.13.0+cpu", onednn=True, mkl=True),
+)
+
+
+def printed(facts: Facts, *, with_plan: bool) -> str:
+    plan = make_plan(facts, None, Settings(), None, RECIPES) if with_plan else None
+    console = Console(width=160)
+    with console.capture() as capture:
+        console.print(render_probe(facts, plan))
+    return capture.get()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "linux 6.1.0 x86_64",
+        "Intel(R) Xeon(R) (Sapphire Rapids)",
+        "amx_bf16 avx2",
+        "2 physical, 4 logical, 2 packages",
+        "CPUs 0-2, quota of 1.5 cores",
+        "16.0 GiB, 8.0 GiB available, pages of 4 KiB",
+        "1: CPUs 1,3, 8.0 GiB",
+        "madvise, 4 of 10 explicit ones of 2 MiB free",
+        "v2, 1.5 cores and 4.0 GiB of memory",
+        "NVIDIA H100 80GB HBM3, 79.6 GiB, capability 9.0",
+        "2.13.0+cpu, with oneDNN, MKL",
+    ],
+)
+def test_facts_for_people(words: str) -> None:
+    assert words in printed(FACTS, with_plan=False)
+
+
+def test_every_decision_is_printed_with_its_reason() -> None:
+    text = printed(FACTS, with_plan=True)
+    for name, decision in make_plan(FACTS, None, Settings(), None, RECIPES).decisions():
+        assert name in text
+        assert decision.reason.split()[0] in text
+    assert "1 physical core may be used on memory node 0" in text
+
+
+def test_the_json_is_json() -> None:
+    plan = make_plan(FACTS, None, Settings(), None, RECIPES)
+    facts = json.loads(json.dumps(FACTS.to_json()))
+    assert facts["isa"] == ["amx_bf16", "avx2"]
+    assert facts["cgroup"]["quota_cores"] == 1.5
+    assert facts["cores"][1] == {"cpu_ids": [1, 3], "package": 1, "numa_node": 1, "kind": "performance"}
+    threads = json.loads(json.dumps(plan.to_json()))["threads"]
+    assert threads["value"] == 1
+    assert threads["reason"] == plan.threads.reason
+
+
+@pytest.mark.parametrize(("cpus", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 8], "0-2,8"), ([1, 3, 5, 6], "1,3,5-6")])
+def test_cpu_ranges(cpus: list[int], text: str) -> None:
+    assert cpu_ranges(cpus) == text
