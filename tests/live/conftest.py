@@ -1,0 +1,42 @@
+"""A tiny checkpoint and one server of it that most live tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from app.settings import DEMO
+from tests.live.live_server import LiveServer, live
+from tiny_checkpoints import write_checkpoint
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights, a context of 256 tokens, byte-level text."""
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def shared(tiny: Path) -> Iterator[LiveServer]:
+    with live(tiny, max_running_seqs=8) as server:
+        yield server
+
+
+@pytest.fixture
+def demo() -> Iterator[LiveServer]:
+    """The checkpoint that comes with the package: enough work for a prefill to take a while."""
+    with live(DEMO) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared: LiveServer) -> Iterator[LiveServer]:
+    """The shared server, which a test must leave serving and empty."""
+    shared.reins.batches.clear()
+    yield shared
+    shared.reins.release()
+    assert shared.generate(max_tokens=2).status_code == 200
+    assert shared.idle
+    assert not shared.fatal

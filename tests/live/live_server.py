@@ -1,0 +1,169 @@
+"""A real server on a free port: in a thread of this process, where a test may hold the reins of its engine, or in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+
+from app.engine.batch import Batch, Picked
+from app.main import create_app, listen, server_config, url_of
+from app.settings import Settings
+from app.startup import Serving, prepare
+
+PATIENCE = 60.0  # seconds; a busy machine is no failure
+
+
+class Reins:
+    """Stands before the runner: steps can be held at the gate, counted, and made to fail."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.reached = threading.Event()  # a step has come to the gate
+        self.faults: list[Exception] = []
+        self.batches: list[Batch] = []
+        self.runner: Any = None
+
+    def take(self, engine: Any) -> Any:
+        self.runner, engine.runner = engine.runner, self
+        return engine
+
+    def hold(self) -> None:
+        self.reached.clear()
+        self.gate.clear()
+
+    def release(self) -> None:
+        self.gate.set()
+
+    def run(self, batch: Batch) -> list[Picked]:
+        self.batches.append(batch)
+        self.reached.set()
+        assert self.gate.wait(PATIENCE), "a test held the engine and never let it go"
+        if self.faults:
+            raise self.faults.pop(0)
+        picked: list[Picked] = self.runner.run(batch)
+        return picked
+
+
+class LiveServer:
+    """`client` speaks to it; `reins` hold its engine."""
+
+    def __init__(self, model: Path, **settings: Any) -> None:
+        self.reins = Reins()
+        self.fatal: list[BaseException] = []
+        given = Settings(model=model, port=0, threads=1, **{"precision": "fp32", **settings})
+        self.serving = Serving(prepare(given), self.fatal.append)
+        worker = self.serving.worker
+        build, worker._build = worker._build, lambda report: self.reins.take(build(report))
+        listener = listen(given.host, given.port)
+        self.url = url_of(listener)
+        self.server = uvicorn.Server(server_config(create_app(self.serving.runtime()), given))
+        self.client = httpx.Client(base_url=self.url, timeout=PATIENCE)
+        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]})
+
+    def start(self) -> LiveServer:
+        self._thread.start()
+        return self
+
+    def wait_until_ready(self) -> LiveServer:
+        until(lambda: self.client.get("/readyz").status_code == 200)
+        return self
+
+    def stop(self) -> None:
+        self.reins.release()
+        self.client.close()
+        self.server.should_exit = True
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive()
+
+    def generate(self, **body: Any) -> httpx.Response:
+        return self.client.post("/generate", json={"prompt": "Once upon", "temperature": 0, **body})
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The value of one series; 0 where there is none yet."""
+        for line in self.client.get("/metrics").text.splitlines():
+            found = re.fullmatch(r"([a-zA-Z_:]+)(?:\{(.*)\})? (\S+)", line)
+            if found and found[1] == name and dict(re.findall(r'(\w+)="([^"]*)"', found[2] or "")) == labels:
+                return float(found[3])
+        return 0.0
+
+    @property
+    def idle(self) -> bool:
+        snapshot = self.serving.service.snapshot
+        return self.serving.service.num_open == snapshot.num_running == snapshot.num_waiting == 0
+
+
+@contextlib.contextmanager
+def live(model: Path, **settings: Any) -> Iterator[LiveServer]:
+    """A server that is ready, and stopped afterwards."""
+    with starting(model, **settings) as server:
+        yield server.wait_until_ready()
+
+
+@contextlib.contextmanager
+def starting(model: Path, **settings: Any) -> Iterator[LiveServer]:
+    """A server whose port is open; what it does to the process's environment is undone afterwards."""
+    environment = dict(os.environ)
+    server = LiveServer(model, **settings)
+    try:
+        yield server.start()
+    finally:
+        server.stop()
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits for what must become true, looking often."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "what had to come did not"
+        time.sleep(0.005)
+
+
+class ServerProcess:
+    """`armature serve` as its users start it: for signals, exit status and what is printed."""
+
+    def __init__(self, model: Path, *flags: str) -> None:
+        command = [sys.executable, "-m", "app", "serve", "--model", str(model), "--port", "0", "--threads", "1", *flags]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def url(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line.startswith("listening on http://"), (line, self.finish())
+        return line.removeprefix("listening on ").strip()
+
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    def finish(self) -> tuple[int, str]:
+        """Exit status and what it said on stderr."""
+        _, said = self.process.communicate(timeout=PATIENCE)
+        return self.process.returncode, said
+
+    def cpu_seconds(self) -> float:
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextlib.contextmanager
+def server_process(model: Path, *flags: str) -> Iterator[ServerProcess]:
+    server = ServerProcess(model, *flags)
+    try:
+        yield server
+    finally:
+        server.process.kill()
+        server.process.communicate()

@@ -1,0 +1,89 @@
+"""The process: what it prints, how it ends, and that it costs nothing while nobody asks."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.live.live_server import ServerProcess, server_process, until
+from tiny_checkpoints import write_checkpoint
+
+LONG = {"prompt": "Once", "max_tokens": 240, "ignore_eos": True, "stream": True}
+
+
+def ready(process: ServerProcess) -> str:
+    url = process.url()
+    until(lambda: httpx.get(f"{url}/readyz").status_code == 200)
+    return url
+
+
+def test_on_sigterm_open_answers_are_finished(tiny: Path) -> None:
+    with server_process(tiny) as process:
+        url = ready(process)
+        before = process.cpu_seconds() if Path("/proc").exists() else 0.0
+        time.sleep(1.0)  # the second that is being measured
+        idle = process.cpu_seconds() - before if Path("/proc").exists() else 0.0
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=60) as told:
+            lines = told.iter_lines()
+            next(lines)
+            process.terminate()
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+        status, said = process.finish()
+        assert status == 0, said
+        assert "Traceback" not in said
+        assert "plan: threads = 1" in said
+        assert "torch imported in" in said
+        assert idle < 0.1
+
+
+def test_those_that_take_too_long_are_told(tmp_path: Path) -> None:
+    slow = write_checkpoint(tmp_path / "slow", max_position_embeddings=100_000)
+    with server_process(slow, "--drain-seconds", "0.2", "--log-level", "warning") as process:
+        url = ready(process)
+        body = LONG | {"max_tokens": 90_000}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as told:
+            lines = told.iter_lines()
+            next(lines)
+            process.terminate()
+            rest = [line for line in lines if line]
+        assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "service_stopping"
+        status, said = process.finish()
+        assert status == 0, said
+        assert "Traceback" not in said
+
+
+def test_a_stop_while_loading(tiny: Path) -> None:
+    with server_process(tiny) as process:
+        process.url()
+        process.terminate()
+        status, said = process.finish()
+        assert status == 0, said
+        assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("broken", ["config.json", "tokenizer.json"])
+def test_a_checkpoint_that_cannot_be_served_ends_the_process_with_a_sentence(tmp_path: Path, broken: str) -> None:
+    """One is found before the port opens, the other by the worker thread."""
+    directory = write_checkpoint(tmp_path / "broken")
+    (directory / broken).write_text("{")
+    with server_process(directory) as process:
+        status, said = process.finish()
+    assert status == 2
+    assert said.splitlines()[-1].startswith("armature: ")
+    assert broken in said.splitlines()[-1]
+    assert "Traceback" not in said
+
+
+def test_a_port_that_is_taken(tiny: Path) -> None:
+    with server_process(tiny) as first:
+        port = first.url().rpartition(":")[2]
+        with server_process(tiny, "--port", port) as second:
+            status, said = second.finish()
+    assert status == 2
+    assert port in said.splitlines()[-1]
