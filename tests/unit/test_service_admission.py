@@ -1,0 +1,134 @@
+"""Who comes in and who is told to come back, and when: places, predictions, five hundred clients at once, and what is counted of it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families as parse
+
+from app.admission import Admission
+from app.errors import Overloaded, RequestError, StepFailed
+from app.messages import RequestFailed, Snapshot
+from app.service import Service
+from fake_worker import LIMITS, Client, finished, request, serving, tokens
+
+
+def admission(snapshot: Snapshot, max_running: int = 2, max_waiting: int = 1) -> Admission:
+    made = Admission(lambda: snapshot)
+    made.max_running, made.max_waiting = max_running, max_waiting
+    return made
+
+
+async def test_the_next_one_is_refused_and_a_place_that_is_free_is_given_again() -> None:
+    async with serving() as (service, worker, _):
+        clients = [Client(service, request()) for _ in range(3)]  # two places and one in the queue
+        orders = await worker.orders(3)
+        with pytest.raises(Overloaded) as caught:
+            await Client(service, request()).over()
+        assert caught.value.retry_after_seconds >= 1
+        service.on_events([finished(orders[0].request_id)])
+        await clients[0].over()
+        late = Client(service, request())
+        service.on_events([finished(order.request_id) for order in [*orders[1:], (await worker.orders(4))[3]]])
+        for client in [*clients[1:], late]:
+            await client.over()
+
+
+async def test_five_hundred_clients_at_once_are_answered_or_told_to_come_back() -> None:
+    limits = replace(LIMITS, max_running_seqs=16, max_waiting_requests=84)
+    async with serving(limits) as (service, worker, _):
+        clients = [Client(service, request(f"prompt {number}", params={"n": 1 + number % 2})) for number in range(500)]
+        orders = await worker.orders(100)
+        while len(orders) > 0:
+            served, orders = orders[:16], orders[16:]
+            told = [event for order in served for event in _whole(order.request_id, order.params.n)]
+            service.on_events(told)
+            await asyncio.sleep(0)
+        outcomes = await asyncio.gather(*(client.over() for client in clients), return_exceptions=True)
+        refused = [outcome for outcome in outcomes if isinstance(outcome, Overloaded)]
+        answered = [client for client in clients if client.error is None]
+        assert (len(refused), len(answered), service.num_open) == (400, 100, 0)
+        assert {client.text for client in answered} == {"hello", "hellohello"}
+        assert worker.aborts == []
+
+
+def _whole(name: str, n: int) -> list[Any]:
+    return [event for choice in range(n) for event in [*tokens(name, "hello", choice), finished(name, "stop", choice=choice)]]
+
+
+def test_nothing_is_predicted_before_it_is_measured() -> None:
+    assert admission(Snapshot(num_waiting=9)).predicted_wait_seconds() is None
+    assert admission(Snapshot(num_waiting=9)).retry_after_seconds() == 1
+
+
+def test_a_free_place_waits_for_the_prompts_before_it() -> None:
+    now = Snapshot(num_running=1, waiting_prompt_tokens=300, prefill_tokens_per_second=100, decode_tokens_per_second=10)
+    assert admission(now).predicted_wait_seconds() == pytest.approx(3.0)
+
+
+def test_where_all_places_are_taken_each_turn_lasts_a_completion() -> None:
+    now = Snapshot(num_running=2, num_waiting=3, prefill_tokens_per_second=100, decode_tokens_per_second=64)
+    made = admission(now)
+    assert made.predicted_wait_seconds() == pytest.approx((3 + 1) * 128 / 64)
+    for _ in range(100):
+        made.observe(50, 16)
+    assert made.predicted_wait_seconds() == pytest.approx(50 / 100 + 4 * 16 / 64, rel=0.01)
+    assert made.retry_after_seconds() == made.predicted_wait_seconds()
+
+
+def test_retry_after_has_an_end() -> None:
+    now = Snapshot(num_running=2, num_waiting=10**6, prefill_tokens_per_second=100, decode_tokens_per_second=1)
+    assert admission(now).retry_after_seconds() == 600
+
+
+def test_a_place_is_free_again_after_an_error() -> None:
+    made = admission(Snapshot(), max_running=1, max_waiting=0)
+    with pytest.raises(StepFailed), made.permit():
+        raise StepFailed("no")
+    with made.permit(), pytest.raises(Overloaded), made.permit():
+        pass
+    assert made.num_open == 0
+
+
+def counted(service: Service) -> dict[str, float]:
+    body = service._metrics.render()[0].decode()
+    samples = [sample for family in parse(body) for sample in family.samples]
+    return {",".join([sample.name, *sample.labels.values()]): sample.value for sample in samples}
+
+
+async def test_every_request_is_counted_once_by_how_it_ended() -> None:
+    async with serving(replace(LIMITS, max_running_seqs=9)) as (service, worker, clock):
+        clients = [Client(service, request(str(number))) for number in range(4)]
+        orders = {order.token_ids: order.request_id for order in await worker.orders(4)}
+        names = [orders[tuple(service.model.tokenizer.encode(str(number)))] for number in range(4)]
+        clock.seconds += 3
+        service.on_events([*tokens(names[0], "abc"), finished(names[0], "length", 3)])
+        await clients[0].over()
+        service.on_events([finished(names[1], "stop", 1, stop_token_id=2), RequestFailed(names[2], StepFailed("no"))])
+        clients[3].task.cancel()
+        await asyncio.wait([client.task for client in clients])
+        with pytest.raises(RequestError):
+            await Client(service, request("")).over()
+        seen = counted(service)
+        outcomes = {name.rsplit(",", 1)[1]: value for name, value in seen.items() if name.startswith("armature_requests_total")}
+        assert outcomes == {"length": 1, "stop": 1, "failed": 1, "aborted": 1, "refused": 1}
+        assert seen["armature_tokens_total,prompt"] == 2
+        assert seen["armature_tokens_total,cached"] == 2
+        assert seen["armature_tokens_total,completion"] == 4
+        assert seen["armature_time_to_first_token_seconds_count"] == 2
+        assert seen["armature_time_to_first_token_seconds_sum"] == 6
+        assert seen["armature_inter_token_latency_seconds_count"] == 2
+        assert seen["armature_time_per_output_token_seconds_count"] == 1
+        assert seen["armature_queue_seconds_sum"] == 0.5
+        assert seen["armature_request_seconds_count,native"] == 4
+
+
+async def test_the_metrics_see_the_worker_and_the_prediction() -> None:
+    async with serving() as (service, worker, _):
+        worker.snapshot = Snapshot(num_running=1, num_waiting=2, waiting_prompt_tokens=50, prefill_tokens_per_second=100)
+        seen = counted(service)
+        assert (seen["armature_requests_waiting"], seen["armature_predicted_wait_seconds"]) == (2, 0.5)
+        assert service.snapshot is worker.snapshot
