@@ -76,6 +76,7 @@ class _Loading:
     def _weight(self, entries: Sequence[TensorEntry], shape: tuple[int, int], keeps: bool) -> tuple[Tensor, bool]:
         """The weight in the model's dtype, and whether it is the mapped file itself: so where its parts lie end to end as stored."""
         if TORCH_DTYPES[entries[0].dtype] == self.dtype and _lie_end_to_end(entries):
+            self.files.fetch(entries[0].file, entries[0].start, entries[-1].end)
             return self.files.span(entries[0], shape), True
         weight = torch.empty(shape, dtype=self.dtype) if keeps else self._staging(shape)
         row = 0

@@ -17,6 +17,9 @@ from app.weights.headers import TensorEntry
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
+_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, which Python's mmap does not name
+_FETCH_BYTES = 8 * 2**20  # the call keeps the interpreter's lock, so it is kept short
+
 
 class MappedFiles:
     """The checkpoint's files, each mapped when first asked for. A tensor keeps its mapping alive by itself."""
@@ -41,6 +44,15 @@ class MappedFiles:
                 )
                 return unaligned.clone().view(dtype).view(shape)
             return torch.frombuffer(self._map(first.file), dtype=dtype, count=count, offset=first.start).view(shape)
+
+    def fetch(self, file: Path, start: int, end: int) -> None:
+        """Reads these bytes in order, ahead of a product that would read them in blocks: one call instead of a fault for every 16 pages."""
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        for at in range(first, end, _FETCH_BYTES):
+            try:
+                self._map(file).madvise(_POPULATE_READ, at, min(_FETCH_BYTES, end - at))
+            except (OSError, ValueError):
+                return  # the kernel does not know it; faults do the same, slower
 
     def drop(self, file: Path, start: int, end: int) -> None:
         """Gives back the pages that lie wholly in `[start, end)` of the file; reading them again is harmless and costs a fault."""

@@ -1,0 +1,121 @@
+"""config.json to `ModelConfig`: what published checkpoints say, both spellings of rope, and every refusal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.errors import CheckpointInvalid
+from app.models.config import FAMILIES, ModelConfig
+from tiny_checkpoints import ARCHITECTURES, config_values
+
+
+def read(architecture: str = "LlamaForCausalLM", **values: Any) -> ModelConfig:
+    return ModelConfig.from_hf(config_values(architecture, **values))
+
+
+def test_every_family_has_a_tiny_checkpoint() -> None:
+    assert set(ARCHITECTURES) == set(FAMILIES)
+
+
+def test_model_type_alone_names_the_architecture() -> None:
+    assert read("Gemma3ForCausalLM", architectures=None).architecture == "Gemma3ForCausalLM"
+
+
+def test_llama_3_2_as_published() -> None:
+    scaling = {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"}
+    config = read(
+        rope_scaling={**scaling, "original_max_position_embeddings": 8192},
+        max_position_embeddings=131072,
+        tie_word_embeddings=True,
+    )
+    rope = config.ropes[0]
+    assert rope is not None
+    assert (rope.kind, rope.factor, rope.original_max_position_embeddings) == ("llama3", 32.0, 8192)
+    assert config.max_model_len == 131072 and config.tie_embeddings
+
+
+def test_both_spellings_of_rope_mean_the_same() -> None:
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    old = read(rope_theta=5.0, rope_scaling=scaling)
+    new = read(rope_theta=None, rope_parameters={**scaling, "rope_theta": 5.0})
+    assert old == new and old.ropes[0] is not None and old.ropes[0].theta == 5.0
+
+
+def test_yarn_stretches_the_context() -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    assert read("Qwen2ForCausalLM", rope_scaling=scaling, max_position_embeddings=32768).max_model_len == 131072
+
+
+@pytest.mark.parametrize("name", ["su", "longrope", "yarn"])
+def test_phi3_has_had_three_names_for_longrope(name: str) -> None:
+    scaling = {"type": name, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    rope = read("Phi3ForCausalLM", rope_scaling=scaling, original_max_position_embeddings=64).ropes[0]
+    assert rope is not None and rope.kind == "longrope" and rope.factor == 4.0 and rope.long_factor == (2.0,) * 4
+
+
+def test_windows_by_layer() -> None:
+    assert read("MistralForCausalLM", sliding_window=None).windows == (None, None)
+    assert read("MistralForCausalLM", sliding_window=9).windows == (9, 9)
+    assert read("Qwen2ForCausalLM", use_sliding_window=True, sliding_window=9, max_window_layers=1).windows == (None, 9)
+    assert read("Qwen2ForCausalLM", sliding_window=9).windows == (None, None)
+    assert read("Gemma2ForCausalLM", num_hidden_layers=3).windows == (6, None, 6)
+    assert read("Gemma3ForCausalLM", num_hidden_layers=4).windows == (6, 6, None, 6)
+    types = ["full_attention", "sliding_attention"]
+    assert read("Gemma2ForCausalLM", layer_types=types).windows == (None, 6)
+
+
+def test_gemma3_has_two_thetas_and_smollm3_layers_without() -> None:
+    gemma = read("Gemma3ForCausalLM", rope_theta=1e6, rope_local_base_freq=1e4)
+    assert [rope and rope.theta for rope in gemma.ropes] == [1e4, 1e4, 1e6]
+    nested = {"full_attention": {"rope_theta": 7.0}, "sliding_attention": {"rope_theta": 3.0}}
+    gemma = read("Gemma3ForCausalLM", rope_theta=None, rope_parameters=nested)
+    assert [rope and rope.theta for rope in gemma.ropes] == [3.0, 3.0, 7.0]
+    assert [rope is not None for rope in read("SmolLM3ForCausalLM").ropes] == [True, True, True, False]
+    assert [rope is not None for rope in read("SmolLM3ForCausalLM", no_rope_layers=[0, 1, 1, 1]).ropes] == [
+        False,
+        True,
+        True,
+        True,
+    ]
+
+
+REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
+    "architecture": (
+        {"architectures": ["BloomForCausalLM"]},
+        "BloomForCausalLM is not supported; supported are LlamaForCausalLM",
+    ),
+    "no architecture": ({"architectures": None, "model_type": "t5"}, "t5 is not supported"),
+    "architectures not a list": ({"architectures": "LlamaForCausalLM"}, "is not supported"),
+    "rope type": ({"rope_scaling": {"rope_type": "spiral", "factor": 2}}, "rope_type 'spiral' is not known; known are default"),
+    "rope factor": ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling does not say factor"),
+    "rope section": ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
+    "longrope factors": (
+        {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}},
+        "short_factor must be a list of 4",
+    ),
+    "odd rotary": ({"head_dim": 7}, "turn pairs, and 7 of 7"),
+    "activation": ({"hidden_act": "relu6"}, "activation 'relu6' is not known; known are silu"),
+    "missing": ({"num_hidden_layers": None}, "does not say num_hidden_layers"),
+    "zero": ({"hidden_size": 0}, "hidden_size must be an integer of at least 1, not 0"),
+    "boolean as number": ({"vocab_size": True}, "vocab_size must be an integer"),
+    "text as number": ({"num_attention_heads": "4"}, "num_attention_heads must be an integer of at least 1, not '4'"),
+    "text as boolean": ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),
+    "infinite": ({"rms_norm_eps": float("inf")}, "rms_norm_eps must be a number greater than 0"),
+    "kv heads": ({"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
+    "layer type": (
+        {"architectures": ["Qwen3ForCausalLM"], "layer_types": ["full_attention", "chunked_attention"]},
+        "chunked_attention",
+    ),
+    "layer types": ({"architectures": ["Qwen3ForCausalLM"], "layer_types": ["full_attention"]}, "a list of 2 strings"),
+    "encoder in disguise": ({"use_bidirectional_attention": True}, "makes an encoder"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals_say_what_and_what_would_be_right(name: str) -> None:
+    values, sentence = REFUSALS[name]
+    with pytest.raises(CheckpointInvalid) as caught:
+        read(**values)
+    assert sentence in caught.value.message

@@ -1,0 +1,43 @@
+"""Turning: lengths stay, angles add up, and the elements past the rotary part are left alone."""
+
+from __future__ import annotations
+
+import torch
+
+from app.kernels.rowwise import turn
+from app.models.rope import Rope
+from app.models.rotary import LayerAngles, Rotary
+
+CPU = torch.device("cpu")
+
+
+def test_turning_keeps_lengths_and_only_distance_matters() -> None:
+    rotary = Rotary(Rope(theta=100.0, dim=8), 512, CPU)
+    x, y = torch.randn(2, 1, 1, 8)
+    products = []
+    for start in (0, 3, 200):
+        query, key = (turn(v, rotary(torch.tensor([position]))) for v, position in ((x, start + 5), (y, start)))
+        products.append((query * key).sum())
+        torch.testing.assert_close(query.norm(), x.norm())
+    torch.testing.assert_close(torch.stack(products), products[0].expand(3), atol=1e-4, rtol=0.0)
+
+
+def test_a_part_of_the_head_may_stay() -> None:
+    rotary = Rotary(Rope(theta=100.0, dim=4), 512, CPU)
+    x = torch.randn(3, 2, 10)
+    turned = turn(x, rotary(torch.tensor([0, 1, 2])))
+    assert torch.equal(turned[..., 4:], x[..., 4:])
+    assert torch.equal(turned[0], x[0])  # position 0 turns by nothing
+    assert not torch.equal(turned[1:, :, :4], x[1:, :, :4])
+
+
+def test_layers_share_the_angles_of_equal_ropes() -> None:
+    near, far = Rope(10.0, 8), Rope(1000.0, 8)
+    angles = LayerAngles((near, None, far, Rope(10.0, 8)), 512, CPU)(torch.arange(4))
+    assert angles[1] is None and angles[0] is angles[3] and angles[0] is not angles[2]
+
+
+def test_longrope_takes_its_factors_from_the_context_that_is_served() -> None:
+    rope = Rope(10.0, 4, "longrope", 2.0, original_max_position_embeddings=64, short_factor=(1.0, 1.0), long_factor=(2.0, 4.0))
+    short, long = Rotary(rope, 64, CPU), Rotary(rope, 65, CPU)
+    torch.testing.assert_close(short.signed[2:] / long.signed[2:], torch.tensor([2.0, 4.0]))

@@ -1,0 +1,43 @@
+"""The torch-free list of tensors and the modules' own `sources` must name the same tensors, each once."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from app.kernels.linear import Linear
+from app.models.config import FAMILIES, ModelConfig
+from app.models.layers import Embedding, RMSNorm
+from app.models.registry import MODELS, build_model
+from app.models.shapes import tensors_of
+from tiny_checkpoints import ARCHITECTURES, config_values
+
+
+def test_registry_and_families_know_the_same_architectures() -> None:
+    assert set(MODELS) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_modules_want_exactly_the_tensors_listed(architecture: str, biases: bool) -> None:
+    values = config_values(architecture, tie_word_embeddings=False, attention_bias=biases, mlp_bias=biases)
+    config = ModelConfig.from_hf(values)
+    model = build_model(config, torch.float32, config.max_model_len, torch.device("cpu"))
+    wanted: Counter[str] = Counter()
+    shapes = tensors_of(config)
+    for module in model.modules():
+        if isinstance(module, Embedding | RMSNorm):
+            wanted[f"{module.source}.weight"] += 1
+        elif isinstance(module, Linear):
+            kinds = ("weight", "bias") if module.has_bias else ("weight",)
+            wanted.update(f"{source}.{kind}" for source in module.sources for kind in kinds)
+            assert sum(shapes[f"{source}.weight"][0] for source in module.sources) == module.out_features
+    assert wanted == Counter(list(shapes))
+
+
+def test_the_model_is_built_without_memory() -> None:
+    config = ModelConfig.from_hf(config_values())
+    model = build_model(config, torch.float32, config.max_model_len, torch.device("cpu"))
+    assert all(parameter.is_meta for parameter in model.parameters())
