@@ -1,7 +1,7 @@
-"""x86 and Arm processors: one file, since only data differs. Threads and pinning, and ragged attention by torch's own kernels.
+"""x86 and Arm processors: one file, since only data differs. Threads and pinning, and ragged attention by our kernels or torch's own.
 
-Torch's flash kernel has no way to say "window" or "soft cap", and is causal only where queries and keys begin together;
-so a context is cut into parts that it can do, and the parts are merged by their log-sum-exp.
+Ours serve where they suit (kernels/attention.py). Torch's flash kernel has no way to say "window" or "soft cap", and is causal only
+where queries and keys begin together; so a context is cut into parts that it can do, and the parts are merged by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from app.backends.reference import capped, visible
 from app.errors import PlanImpossible
 from app.hardware.plan import ServingPlan
 from app.hardware.probe import probe
+from app.kernels import attention as native_attention
 from app.models.context import AttentionSpec
 
 # query, key, value [1, heads or kv_heads, tokens, head_dim] with any strides, nothing is copied; returns the result and, in float32,
@@ -53,26 +54,33 @@ class CpuBackend:
 
     def attention(self, query: Tensor, rows: Rows[AttentionRow], spec: AttentionSpec) -> Tensor:
         """Causal attention of query [tokens, heads, head_dim] over each row's segments; result like query. Rows follow one another."""
-        tokens, heads, head_dim = query.shape
-        kv_heads = rows[0].segments[0].key.shape[1]
-        grouped = query.to(rows[0].segments[0].key.dtype).reshape(tokens, kv_heads, heads // kv_heads, head_dim)
-        results = []
-        for row in rows:
-            queries = grouped.narrow(0, row.first, row.num_tokens)
-            if spec.softcap is not None:
-                step = max(1, _EXPLICIT_SCORES // (heads * (row.start + row.num_tokens)))
-                results.append(_blockwise(queries, row, spec, _explicit, step))
-            elif row.num_tokens == 1:
-                results.append(_one_token(queries, row, spec))
-            elif spec.window is not None and row.start + row.num_tokens > spec.window:
-                results.append(_blockwise(queries, row, spec, _masked_flash, _MASKED_QUERIES))
-            else:
-                results.append(_chunk(queries, row, spec))
-        result = results[0] if len(results) == 1 else torch.cat(results)
-        return result.reshape(tokens, heads, head_dim).to(query.dtype)
+        if native_attention.suits(query, rows):
+            return native_attention.attention(query, rows, spec.scale, spec.window, spec.softcap)
+        return torch_attention(query, rows, spec)
 
     def synchronize(self) -> None:
         """A processor has done what was asked when the call returns."""
+
+
+def torch_attention(query: Tensor, rows: Rows[AttentionRow], spec: AttentionSpec) -> Tensor:
+    """As `CpuBackend.attention`, by torch's kernels: FP32, and processors that ours have no instructions for."""
+    tokens, heads, head_dim = query.shape
+    kv_heads = rows[0].segments[0].key.shape[1]
+    grouped = query.to(rows[0].segments[0].key.dtype).reshape(tokens, kv_heads, heads // kv_heads, head_dim)
+    results = []
+    for row in rows:
+        queries = grouped.narrow(0, row.first, row.num_tokens)
+        if spec.softcap is not None:
+            step = max(1, _EXPLICIT_SCORES // (heads * (row.start + row.num_tokens)))
+            results.append(_blockwise(queries, row, spec, _explicit, step))
+        elif row.num_tokens == 1:
+            results.append(_one_token(queries, row, spec))
+        elif spec.window is not None and row.start + row.num_tokens > spec.window:
+            results.append(_blockwise(queries, row, spec, _masked_flash, _MASKED_QUERIES))
+        else:
+            results.append(_chunk(queries, row, spec))
+    result = results[0] if len(results) == 1 else torch.cat(results)
+    return result.reshape(tokens, heads, head_dim).to(query.dtype)
 
 
 def _pin(cpu_ids: tuple[int, ...]) -> None:

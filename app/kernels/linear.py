@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from app.kernels.panels import PanelLinear
+
 
 class LinearForm(Protocol):
     """A weight [out, in] and a bias [out], ready to multiply."""
@@ -114,7 +116,7 @@ def host_architecture() -> str:
     return {"amd64": "x86_64", "aarch64": "arm64"}.get(machine, machine)
 
 
-FORMS: Mapping[str, type[Packing]] = {"plain": PlainLinear, "onednn": OneDnnLinear}
+FORMS: Mapping[str, type[Packing]] = {"plain": PlainLinear, "onednn": OneDnnLinear, "panels": PanelLinear}
 
 
 class Linear(nn.Module):

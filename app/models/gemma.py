@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from app.kernels.rowwise import Angles
 from app.models.config import ModelConfig
 from app.models.context import Attend, StepContext
 from app.models.layers import Attention, Embedding, GatedMLP, RMSNorm, output_layer
-from app.models.rotary import Angles, LayerAngles
+from app.models.rotary import LayerAngles
 
 
 class GemmaLayer(nn.Module):

@@ -5,22 +5,14 @@ The residual stream [tokens, hidden] and what turns or normalises are FP32; the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.kernels.linear import Linear
-from app.models.config import Activation, ModelConfig
+from app.kernels.rowwise import Angles, gate, rms_norm, turn
+from app.models.config import ModelConfig
 from app.models.context import Attend, AttentionSpec
-from app.models.rotary import Angles, turn
-
-ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
 
 
 class Embedding(nn.Module):
@@ -44,15 +36,16 @@ class RMSNorm(nn.Module):
 
     def __init__(self, source: str, size: int, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        self.source, self.size, self.eps, self.dtype = source, (size,), config.norm_eps, dtype
+        self.source, self.eps, self.dtype = source, config.norm_eps, dtype
         self.offset = 1.0 if config.gemma else 0.0
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
 
     def adopt(self, tensor: Tensor) -> None:
         self.weight = nn.Parameter(tensor.to(torch.float32, copy=True) + self.offset, requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.size, self.weight, self.eps).to(self.dtype)
+    def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        """x [tokens, size], to which `added` is added in place first, to its norm."""
+        return rms_norm(x, self.weight, self.eps, self.dtype, added)
 
 
 class Attention(nn.Module):
@@ -81,7 +74,7 @@ class Attention(nn.Module):
             query, key = turned[:, : self.num_heads], turned[:, self.num_heads :]
             turned = torch.cat((self.query_norm(query), self.key_norm(key)), 1)
         if angles is not None:
-            turned = turn(turned.float(), angles)
+            turned = turn(turned, angles)
         turned = turned.to(self.dtype)
         mixed = attend(self.layer, turned[:, : self.num_heads], turned[:, self.num_heads :], value, self.spec)
         mixed = mixed.reshape(tokens, self.num_heads * self.head_dim)
@@ -98,11 +91,10 @@ class GatedMLP(nn.Module):
         sources = (f"{at}.gate_up_proj",) if config.fused_weights else (f"{at}.gate_proj", f"{at}.up_proj")
         self.gate_up = Linear(sources, config.hidden_size, 2 * config.intermediate_size, config.mlp_bias)
         self.down = Linear((f"{at}.down_proj",), config.intermediate_size, config.hidden_size, config.mlp_bias)
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation = config.activation
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)
-        result: Tensor = self.down(self.activation(gate).mul_(up))
+        result: Tensor = self.down(gate(self.gate_up(x), self.activation))
         return result
 
 

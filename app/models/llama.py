@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from app.kernels.rowwise import Angles
 from app.models.config import ModelConfig
 from app.models.context import Attend, StepContext
 from app.models.layers import Attention, Embedding, GatedMLP, RMSNorm, output_layer
-from app.models.rotary import Angles, LayerAngles
+from app.models.rotary import LayerAngles
 
 
 class LlamaLayer(nn.Module):
@@ -26,8 +27,7 @@ class LlamaLayer(nn.Module):
         """hidden [tokens, hidden], overwritten; `rows`: the only tokens wanted after this layer (None: all)."""
         mixed = self.attention(self.attention_norm(hidden), angles, attend, rows)
         hidden = hidden if rows is None else hidden.index_select(0, rows)
-        hidden += mixed
-        hidden += self.mlp(self.mlp_norm(hidden))
+        hidden += self.mlp(self.mlp_norm(hidden, mixed))  # the norm adds `mixed` to `hidden` on its way
         return hidden
 
 

@@ -1,4 +1,4 @@
-"""Rotary positions: the angle of each pair of a head's elements at each position, in FP32, and the turning itself.
+"""Rotary positions: the angle of each pair of a head's elements at each position, in FP32; the turning itself is a kernel.
 
 Angles are computed for the tokens of a step, once a step: six small operations, against 33 MB of tables for a context of 128k.
 """
@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from app.kernels.rowwise import Angles
 from app.models.rope import Rope, RopeKind
-
-Angles = tuple[Tensor, Tensor]  # cos and signed sin, each [tokens, 1, dim]
 
 
 class Rotary:
@@ -24,7 +23,7 @@ class Rotary:
 
     def __init__(self, rope: Rope, max_model_len: int, device: torch.device) -> None:
         frequencies, self.scale = _KINDS[rope.kind](rope, max_model_len)
-        # sin(-a) = -sin(a): the sign that `turn` needs in the first half sits in the frequency.
+        # sin(-a) = -sin(a): the sign that `kernels.rowwise.turn` needs in the first half sits in the frequency.
         self.signed = torch.cat((-frequencies, frequencies)).to(device)
 
     def __call__(self, positions: Tensor) -> Angles:
@@ -46,16 +45,6 @@ class LayerAngles:
         """positions [tokens] to one entry a layer."""
         angles = [rotary(positions) for rotary in self.rotaries]
         return [None if index is None else angles[index] for index in self.indices]
-
-
-def turn(x: Tensor, angles: Angles) -> Tensor:
-    """Turns the first dim elements of each head of x [tokens, heads, head_dim]: (a, b) to (a cos - b sin, b cos + a sin)."""
-    cos, sin = angles
-    dim = cos.shape[-1]
-    if dim < x.shape[-1]:
-        return torch.cat((turn(x[..., :dim], angles), x[..., dim:]), -1)
-    swapped = x.roll(dim // 2, -1)  # (b, a); sin is (-sin, sin)
-    return (x * cos).addcmul_(swapped, sin)
 
 
 # ---- frequencies [dim / 2] and the factor on cos and sin, for each kind ----------------------------------------------

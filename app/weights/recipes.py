@@ -19,7 +19,7 @@ class Recipe:
     linear: tuple[str, ...]
 
 
-PACKED = Recipe(linear=("onednn", "plain"))
+PACKED = Recipe(linear=("panels", "onednn", "plain"))
 
 # device kind, CPU architecture, precision. What packing gains on x86 stands in kernels/linear.py; torch for Arm has the same operators.
 RECIPES: Mapping[RecipeKey, Recipe] = {

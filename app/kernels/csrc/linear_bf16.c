@@ -1,0 +1,93 @@
+/* y = x W^T (+ bias) in bf16 with fp32 sums, out of panels: the same packed weights serve one row and five hundred. */
+#include "tile_bf16.h"
+
+#include <omp.h>
+#include <string.h>
+
+/* Rows [N, K] as stored -> panels [ceil(N / 32)][ceil(K / 2)][32][2]; what is beyond N or K is zero. `panels` from `first_output` on, a multiple
+ * of 32 or the continuation of a fused matrix: output n of this part becomes output first_output + n. */
+EXPORT void armature_pack_bf16(const uint16_t *weights, uint16_t *panels, ptrdiff_t outputs, ptrdiff_t inputs, ptrdiff_t first_output) {
+    const ptrdiff_t pairs = (inputs + 1) / 2, block = 16;
+#pragma omp parallel for schedule(dynamic, 1)
+    for (ptrdiff_t group = first_output / block; group < (first_output + outputs + block - 1) / block; group++) {
+        for (ptrdiff_t p0 = 0; p0 < pairs; p0 += 16) {
+            ptrdiff_t stop = p0 + 16 < pairs ? p0 + 16 : pairs;
+            for (ptrdiff_t n = group * block; n < group * block + block; n++) {
+                ptrdiff_t own = n - first_output;
+                if (own < 0 || own >= outputs) continue;
+                uint16_t *target = panels + (n / PANEL_WIDTH) * pairs * PANEL_WIDTH * 2 + (n % PANEL_WIDTH) * 2;
+                const uint16_t *source = weights + own * inputs;
+                for (ptrdiff_t p = p0; p < stop; p++) {
+                    uint32_t pair;
+                    if (2 * p + 1 < inputs) memcpy(&pair, source + 2 * p, 4);
+                    else pair = source[2 * p];
+                    memcpy(target + p * PANEL_WIDTH * 2, &pair, 4);
+                }
+            }
+        }
+    }
+}
+
+#ifndef AHEAD
+#define AHEAD 1024
+#endif
+#ifdef ARMATURE_X86
+
+/* Interleaves rows pair by pair, tile by tile, so that a tile is read from first to last byte. `stride` of x in elements. */
+static void interleave(const uint16_t *x, ptrdiff_t stride, int rows, ptrdiff_t inputs, uint32_t *tiles) {
+    const ptrdiff_t pairs = (inputs + 1) / 2;
+#pragma omp for schedule(static)
+    for (int tile = 0; tile < (rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS; tile++) {
+        int row = 0, count = tile_rows(0, rows);
+        for (int i = 0; i < tile; i++) row += count, count = tile_rows(row, rows);
+        uint32_t *target = tiles + row * pairs;
+        for (int r = 0; r < count; r++) {
+            const uint16_t *source = x + (row + r) * stride;
+            for (ptrdiff_t p = 0; p < inputs / 2; p++) memcpy(target + p * count + r, source + 2 * p, 4);
+            if (inputs & 1) target[(pairs - 1) * count + r] = source[inputs - 1];
+        }
+    }
+}
+
+static TARGET_BF16 void store(const float *sums, int count, const float *bias, uint16_t *y, ptrdiff_t stride, int outputs) {
+    const __mmask32 mask = outputs >= 32 ? 0xffffffffu : (1u << outputs) - 1;
+    for (int r = 0; r < count; r++) {
+        __m512 low = _mm512_loadu_ps(sums + r * 32), high = _mm512_loadu_ps(sums + r * 32 + 16);
+        if (bias) {
+            low = _mm512_add_ps(low, _mm512_maskz_loadu_ps((__mmask16)mask, bias));
+            high = _mm512_add_ps(high, _mm512_maskz_loadu_ps((__mmask16)(mask >> 16), bias + 16));
+        }
+        _mm512_mask_storeu_epi16(y + r * stride, mask, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    }
+}
+
+/* x [rows, inputs] (row stride in elements), y [rows, outputs] (likewise), bias [outputs] fp32 or NULL, scratch rows * ceil(inputs / 2) words. */
+EXPORT TARGET_BF16 void armature_linear_bf16(const uint16_t *x, ptrdiff_t x_stride, const uint8_t *panels, const float *bias, uint16_t *y,
+                                             ptrdiff_t y_stride, int rows, ptrdiff_t inputs, ptrdiff_t outputs, uint32_t *scratch) {
+    const ptrdiff_t pairs = (inputs + 1) / 2, num_panels = (outputs + PANEL_WIDTH - 1) / PANEL_WIDTH;
+#pragma omp parallel
+    {
+        float sums[MAX_TILE_ROWS * PANEL_WIDTH] __attribute__((aligned(64)));
+        interleave(x, x_stride, rows, inputs, scratch);
+#pragma omp for schedule(dynamic, 8)
+        for (ptrdiff_t panel = 0; panel < num_panels; panel++) {
+            const uint8_t *weights = panels + panel * pairs * PANEL_WIDTH * 4;
+            ptrdiff_t first = panel * PANEL_WIDTH;
+            for (int row = 0, count; row < rows; row += count) {
+                count = tile_rows(row, rows);
+                const int last = row + count == rows;
+                const uint8_t *ahead = !last ? weights : weights + (row ? pairs * PANEL_WIDTH * 4 : AHEAD);
+                tile_product(count, scratch + row * pairs, weights, pairs, ahead, sums);
+                store(sums, count, bias ? bias + first : NULL, y + row * y_stride + first, y_stride, (int)(outputs - first));
+            }
+        }
+    }
+}
+
+EXPORT int armature_has_bf16(void) {
+    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+
+#else
+EXPORT int armature_has_bf16(void) { return 0; }
+#endif

@@ -1,0 +1,129 @@
+"""Our native kernels against their torch twins, on odd shapes and bad values; where the machine cannot run them, that it says why."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.kernels import native as native_module
+from app.kernels import rowwise
+from app.kernels.memory import weights_bytes
+from app.kernels.native import native
+from app.kernels.panels import PanelLinear
+
+needs_native = pytest.mark.skipif(native().bf16 is None, reason=native().reason)
+# One rounding to bfloat16 (8 bits) on either side, and sums in another order.
+CLOSE = {"rtol": 1e-2, "atol": 1e-2}
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@needs_native
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(1, 40), inputs=st.integers(1, 150), outputs=st.integers(1, 150), bias=st.booleans())
+def test_panels_multiply_as_torch_does(rows: int, inputs: int, outputs: int, bias: bool) -> None:
+    x, weight = normal(rows, inputs).bfloat16(), normal(outputs, inputs, seed=1).bfloat16()
+    added = normal(outputs, seed=2).bfloat16() if bias else None
+    expected = F.linear(x.float(), weight.float(), None if added is None else added.float())
+    torch.testing.assert_close(PanelLinear.pack(weight, added).multiply(x).float(), expected, **CLOSE)
+
+
+@needs_native
+def test_a_row_says_the_same_in_every_batch_of_a_strided_input() -> None:
+    weight, wide = normal(96, 200, seed=1).bfloat16(), normal(30, 300).bfloat16()
+    form, x = PanelLinear.pack(weight, None), wide[:, 50:250]
+    together = form.multiply(x)
+    assert form.nbytes == 96 * 200 * 2
+    for row in range(30):
+        torch.testing.assert_close(form.multiply(x[row : row + 1])[0], together[row], rtol=1e-2, atol=1e-2)
+
+
+@needs_native
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_bad_values_stay_bad_in_their_row_and_leave_the_others_alone(bad: float) -> None:
+    x, weight = normal(5, 64).bfloat16(), normal(40, 64, seed=1).bfloat16()
+    clean = PanelLinear.pack(weight, None).multiply(x)
+    x[2, 7] = bad
+    spoiled = PanelLinear.pack(weight, None).multiply(x)
+    assert not spoiled[2].isfinite().any()
+    assert torch.equal(spoiled[[0, 1, 3, 4]], clean[[0, 1, 3, 4]])
+
+
+@needs_native
+@pytest.mark.parametrize("size", [1, 16, 65, 2048])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("extra", [False, True])
+def test_rms_norm_is_its_twin(size: int, rows: int, extra: bool) -> None:
+    hidden, weight = normal(rows, size), normal(size, seed=1)
+    added = normal(rows, size, seed=2).bfloat16() if extra else None
+    mine, twin = hidden.clone(), hidden.clone()
+    result = rowwise.rms_norm(mine, weight, 1e-5, torch.bfloat16, added)
+    expected = rowwise.rms_norm_torch(twin, weight, 1e-5, torch.bfloat16, added)
+    assert torch.equal(mine, twin)
+    torch.testing.assert_close(result, expected, rtol=1e-2, atol=1e-6)
+
+
+@needs_native
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
+@pytest.mark.parametrize("shape", [(1, 30), (4, 128), (7, 5000)])
+def test_the_gate_is_its_twin(activation: str, shape: tuple[int, int]) -> None:
+    gate_up = (normal(*shape) * 8).bfloat16()
+    gate_up[0, :3] = torch.tensor([-100.0, 100.0, 0.0])
+    # The twin rounds act(gate) to bfloat16 before it multiplies: two roundings against one.
+    torch.testing.assert_close(
+        rowwise.gate(gate_up, activation), rowwise.gate_torch(gate_up.clone(), activation), rtol=2e-2, atol=1e-3
+    )
+
+
+@needs_native
+@pytest.mark.parametrize(("head_dim", "dim"), [(64, 64), (128, 128), (96, 48), (20, 10)])
+def test_turning_is_its_twin(head_dim: int, dim: int) -> None:
+    wide, angle = normal(9, 7, head_dim).bfloat16(), normal(9, 1, dim, seed=1)
+    angles = (angle.cos(), angle.sin())
+    expected = rowwise.turn_torch(wide[:, :5].float(), angles).bfloat16()
+    untouched = wide[:, 5:].clone()
+    torch.testing.assert_close(rowwise.turn(wide[:, :5], angles), expected, rtol=1e-2, atol=1e-2)
+    assert torch.equal(wide[:, 5:], untouched)
+
+
+@needs_native
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads Linux's /proc")
+def test_the_process_holds_one_openmp_runtime_of_ours_and_torchs() -> None:
+    maps = Path("/proc/self/maps").read_text()
+    # numpy's and scipy's wheels bring none; a second libgomp would be a second pool, spinning on the same cores.
+    assert len(set(re.findall(r"\S*lib(?:gomp|omp|iomp)[^/\s]*\.so\S*", maps))) == 1
+
+
+def test_without_a_compiler_torch_serves_and_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    found = native_module.native.__wrapped__()
+    assert found.bf16 is None
+    assert "torch's own products serve" in found.reason
+
+
+def test_a_compiler_that_fails_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(native_module.platform, "machine", lambda: "x86_64")
+    monkeypatch.setenv("ARMATURE_CACHE_DIR", str(tmp_path))
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\necho 'no space left' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    found = native_module.native.__wrapped__()
+    assert found.bf16 is None
+    assert "no space left" in found.reason
+
+
+@pytest.mark.parametrize("nbytes", [100, 9 * 2**20])
+def test_weights_memory_is_aligned_and_writable(nbytes: int) -> None:
+    memory = weights_bytes(nbytes)
+    assert (memory.numel(), memory.data_ptr() % 64) == (nbytes, 0)
+    memory.fill_(7)
+    assert int(memory[-1]) == 7
