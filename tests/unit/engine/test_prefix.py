@@ -1,0 +1,97 @@
+"""Which cached or running slot serves a prompt best, and how it is used."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.engine.prefix import common_prefix, placements
+from app.engine.slots import Placement, Slot
+
+NOTHING = Placement()
+
+
+def slot(index: int, token_ids: list[int], running: bool = False, base: Slot | None = None, shared: int = 0) -> Slot:
+    made = Slot(index, running, token_ids, len(token_ids), base.index if base else None, shared, len(token_ids))
+    if base is not None:
+        base.leaners.add(index)
+    return made
+
+
+def prompt(length: int, *tail: int) -> list[int]:
+    return [*range(100, 100 + length), *tail]
+
+
+@given(st.lists(st.integers(0, 1), max_size=300), st.integers(0, 300), st.lists(st.integers(0, 1), max_size=9), st.data())
+def test_the_common_prefix_is_what_comparing_one_by_one_finds(
+    first: list[int], shared: int, tail: list[int], data: st.DataObject
+) -> None:
+    second = first[:shared] + tail
+    end = min(len(first), len(second))
+    plain = next((at for at in range(end) if first[at] != second[at]), end)
+    start = data.draw(st.integers(0, plain))
+    assert common_prefix(first, second, start, end) == plain
+
+
+def test_one_token_is_always_left_to_compute() -> None:
+    cached = slot(0, prompt(40))
+    assert next(placements([cached], prompt(40))).cached == 39
+
+
+def test_a_running_slot_counts_as_far_as_it_is_computed() -> None:
+    source = slot(0, prompt(40), running=True)
+    source.num_tokens = 30
+    assert next(placements([source], prompt(40))) == Placement(30, prefix_slot=0, prefix_tokens=30)
+
+
+def test_too_little_is_not_shared_unless_it_was_made_for_it() -> None:
+    source = slot(0, prompt(15), running=True)
+    assert list(placements([source], prompt(20))) == [NOTHING]
+    assert next(placements([source], prompt(15), minimum=1)) == Placement(14, prefix_slot=0, prefix_tokens=14)
+
+
+def test_a_continuation_takes_its_own_slot_over() -> None:
+    cached = slot(0, prompt(100, 7, 7))
+    assert next(placements([cached], prompt(100, 8, 8, 8))) == Placement(100, adopt=0)
+
+
+def test_a_long_cached_slot_is_not_destroyed_for_a_short_common_prefix() -> None:
+    cached = slot(0, prompt(100))
+    options = list(placements([cached], prompt(40, 8)))
+    assert options == [Placement(40, prefix_slot=0, prefix_tokens=40), Placement(40, adopt=0), NOTHING]
+
+
+def test_a_leaning_source_is_shared_up_to_its_base_and_copied_beyond() -> None:
+    base = slot(0, prompt(40))
+    source = slot(1, prompt(60), running=True, base=base, shared=40)
+    options = list(placements([base, source], prompt(50, 8)))
+    assert options[0] == Placement(50, prefix_slot=0, prefix_tokens=40, copies=((1, 40, 50),))
+    assert next(placements([base, source], prompt(30, 8))) == Placement(30, prefix_slot=0, prefix_tokens=30)
+
+
+def test_a_leaning_source_is_passed_over_where_its_shared_part_differs() -> None:
+    base = slot(0, [*prompt(30), *[9] * 30])
+    source = slot(1, [*prompt(30), *[9] * 60], base=base, shared=60)
+    assert next(placements([base, source], prompt(50))).prefix_slot == 0
+
+
+def test_of_equals_the_one_that_loses_nothing_is_taken_then_the_one_without_a_copy() -> None:
+    base = slot(0, prompt(40))
+    running = slot(1, prompt(80), running=True, base=base, shared=40)
+    plain = slot(2, prompt(80), running=True)
+    cached = slot(3, prompt(80))
+    assert next(placements([base, running, plain, cached], prompt(80, 8))) == Placement(80, adopt=3)
+    assert next(placements([base, running, plain], prompt(80, 8))).prefix_slot == 2
+
+
+def test_alone_means_leaning_on_none() -> None:
+    base = slot(0, prompt(40))
+    source = slot(1, prompt(60), base=base, shared=40)
+    options = list(placements([base, source], prompt(60, 8), alone=True))
+    assert options == [Placement(60, copies=((0, 0, 40), (1, 40, 60))), NOTHING]
+
+
+@pytest.mark.parametrize("token_ids", [[5], prompt(1)])
+def test_a_prompt_of_one_token_shares_nothing(token_ids: list[int]) -> None:
+    assert list(placements([slot(0, token_ids * 1)], token_ids, minimum=1)) == [NOTHING]

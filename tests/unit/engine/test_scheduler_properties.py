@@ -1,0 +1,110 @@
+"""Any run of add, step, abort and failing steps: memory is kept to, contents are right, everyone ends once and says what it must."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from app.engine.limits import Limits, longest
+from app.engine.pace import StepPace
+from app.engine.sequence import resolve_seed
+from app.messages import Abort, Generate, SamplingParams
+from engine_simulation import EOS, Simulation, plain_beam_search, plain_completion
+
+FAMILIES = {"a": [1, 2, 3, 4] * 20, "b": [1, 2, 3, 4] * 6 + [5] * 60, "c": [6] * 80}  # a and b part after 24 tokens
+
+
+class AnyRun(RuleBasedStateMachine):
+    """The machine draws what happens; `Simulation` holds each step against what must be true."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: dict[str, Generate] = {}
+        self.aborted: set[tuple[str, int | None]] = set()
+
+    @initialize(
+        num_slots=st.sampled_from([4, 5, 9]),
+        capacity=st.sampled_from([64, 97, 150, 400]),
+        page=st.sampled_from([1, 2, 4, 7]),
+        running=st.integers(2, 4),
+        batch_tokens=st.sampled_from([4, 9, 64]),
+        itl=st.sampled_from([None, 1.0, 50.0]),
+    )
+    def begin(self, num_slots: int, capacity: int, page: int, running: int, batch_tokens: int, itl: float | None) -> None:
+        limits = Limits(max_model_len=90, max_running_seqs=running, max_batch_tokens=batch_tokens)
+        self.sim = Simulation(num_slots, capacity, page, limits, StepPace(batch_tokens, itl))
+
+    @rule(
+        family=st.sampled_from(sorted(FAMILIES)),
+        shared=st.integers(1, 60),
+        own=st.lists(st.integers(1, 6), max_size=8),
+        seed=st.integers(0, 3),
+        shape=st.sampled_from([(1, 1), (1, 1), (2, 1), (3, 1), (1, 2), (1, 3)]),
+        max_tokens=st.sampled_from([1, 3, 12, None]),
+        ignore_eos=st.booleans(),
+    )
+    def add(
+        self,
+        family: str,
+        shared: int,
+        own: list[int],
+        seed: int,
+        shape: tuple[int, int],
+        max_tokens: int | None,
+        ignore_eos: bool,
+    ) -> None:
+        params = SamplingParams(max_tokens=max_tokens, seed=seed, n=shape[0], beam_width=shape[1], ignore_eos=ignore_eos)
+        request = Generate(f"r{len(self.asked)}", tuple(FAMILIES[family][:shared] + own), params, 0.0)
+        self.asked[request.request_id] = request
+        self.sim.hear(self.sim.engine.add(request))
+
+    @rule(times=st.integers(1, 6))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self.sim.step()
+
+    @precondition(lambda self: self.asked)
+    @rule(which=st.integers(0, 1000), choice=st.sampled_from([None, None, 0, 1]))
+    def abort(self, which: int, choice: int | None) -> None:
+        request_id = f"r{which % len(self.asked)}"
+        self.aborted.add((request_id, choice))
+        self.sim.hear(self.sim.engine.abort(Abort(request_id, choice=choice)))
+
+    @precondition(lambda self: len(self.asked) % 5 == 4)
+    @rule()
+    def break_a_step(self) -> None:
+        self.sim.runner.broken = True
+        self.sim.step()
+        self.sim.runner.broken = False
+
+    def teardown(self) -> None:
+        if not hasattr(self, "sim"):
+            return
+        self.sim.finish()
+        assert self.sim.pool.in_use_tokens() == 0
+        assert self.sim.step() is None
+        for request in self.asked.values():
+            self.check_told(request)
+
+    def check_told(self, request: Generate) -> None:
+        """Each choice ended exactly once, with the words of the plain loop, or their beginning where it was stopped."""
+        if request.request_id in self.sim.failures:
+            return
+        limit, eos = longest(request, self.sim.scheduler._limits, self.sim.pool), None if request.params.ignore_eos else EOS
+        for choice in range(request.params.n):
+            key = (request.request_id, choice)
+            ending = self.sim.endings[key]
+            if ending.reason == "aborted":
+                assert (request.request_id, None) in self.aborted or key in self.aborted
+            said = list(ending.token_ids) or self.sim.completions.get(key, [])
+            if request.params.beam_width > 1:
+                expected = plain_beam_search(request.token_ids, request.params.beam_width, limit, eos)
+            else:
+                expected = plain_completion(request.token_ids, resolve_seed(request.params.seed, choice), limit, eos)
+            assert said == (expected[: len(said)] if ending.reason == "aborted" else expected)
+            assert (ending.reason == "stop") == (ending.stop_token_id == EOS)
+
+
+TestAnyRun = AnyRun.TestCase
+TestAnyRun.settings = settings(max_examples=150, stateful_step_count=30)
