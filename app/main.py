@@ -138,12 +138,12 @@ def serve(settings: Settings) -> int:
 
     serving = Serving(prepared, on_fatal)
     server = uvicorn.Server(server_config(create_app(serving.runtime()), settings))
-    listener = listen(settings.host, settings.port)
-    sys.stdout.write(f"listening on {url_of(listener)}\n")
-    sys.stdout.flush()
     # uvicorn raises a signal again once it has drained: that finds this same harmless receiver, and we end by returning.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, server.handle_exit)
+    listener = listen(settings.host, settings.port)
+    sys.stdout.write(f"listening on {url_of(listener)}\n")
+    sys.stdout.flush()
     server.run(sockets=[listener])
     for failure in failures:
         if isinstance(failure, StartupError):

@@ -10,13 +10,16 @@ import logging
 import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Event as Flag
 from typing import TYPE_CHECKING, Any
 
 from app.api.dependencies import Runtime
 from app.engine.worker import Callbacks, Worker
 from app.errors import ServiceStopping, SettingsInvalid
+from app.hardware.cgroup import find_cpu_stat
 from app.hardware.facts import Facts, plain
+from app.hardware.files import Files
 from app.hardware.plan import ServingPlan, make_plan
 from app.hardware.probe import probe
 from app.messages import Stop
@@ -179,6 +182,7 @@ class Serving:
         self.metrics.place = Place(
             threads=plan.threads.value,
             cpu_quota_cores=facts.cgroup.quota_cores,
+            cpu_stat=find_cpu_stat(Files(Path("/"))),
             hourly_price=prepared.settings.hourly_price,
         )
 

@@ -91,9 +91,10 @@ def _of_prompt(body: CompletionBody, prompt: str | tuple[int, ...], params: Samp
 
 
 def template_message(message: Message) -> dict[str, Any]:
-    """A turn as chat templates know it: `developer` is what newer OpenAI models call `system`; parts of a text are lines."""
-    content = message.content if isinstance(message.content, str) else "\n".join(part.text for part in message.content)
-    turn = {"role": "system" if message.role == "developer" else message.role, "content": content}
+    """A turn as chat templates know it: `developer` is what newer OpenAI models call `system`."""
+    role = "system" if message.role == "developer" else message.role
+    content = message.content
+    turn = {"role": role, "content": content if isinstance(content, str) else [part.model_dump() for part in content]}
     return turn if message.name is None else turn | {"name": message.name}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from app.hardware.facts import Cgroup
@@ -35,7 +35,7 @@ def read(files: Files) -> Cgroup:
     versions = [mount.version for name in ("cpu", "memory") if (mount := _mount(mounts, groups, name))]
     return Cgroup(
         version=min(versions, default=0),
-        quota_cores=min(_quotas(files, mounts, groups), default=None),
+        quota_cores=min((quota for quota, _ in _quotas(files, mounts, groups)), default=None),
         cpuset=_cpuset(files, mounts, groups),
         memory_limit_bytes=min(limits, default=None),
         memory_available_bytes=min((max(0, limit - used) for limit, used in memory), default=None),
@@ -89,15 +89,22 @@ def _directories(files: Files, mounts: list[Mount], groups: dict[str, str], cont
         yield mount.version, (mount.point + str(directory)).rstrip("/")
 
 
-def _quotas(files: Files, mounts: list[Mount], groups: dict[str, str]) -> Iterator[float]:
-    """Cores as quota over period, of every level that has a quota."""
+def find_cpu_stat(files: Files) -> Path | None:
+    """Where the kernel counts how long the tightest quota has kept this process's group off the CPU; None where there is no quota."""
+    mounts, groups = parse_mounts(files.text("/proc/self/mountinfo") or ""), parse_groups(files.text("/proc/self/cgroup") or "")
+    tightest = min(_quotas(files, mounts, groups), default=None)
+    return None if tightest is None else files.path(f"{tightest[1]}/cpu.stat")
+
+
+def _quotas(files: Files, mounts: list[Mount], groups: dict[str, str]) -> Iterator[tuple[float, str]]:
+    """Cores as quota over period, with the directory, of every level that has a quota."""
     for version, directory in _directories(files, mounts, groups, "cpu"):
         if version == 2:
             quota = parse_cpu_max(files.text(f"{directory}/cpu.max") or "")
         else:
             quota = _cores(files.number(f"{directory}/cpu.cfs_quota_us"), files.number(f"{directory}/cpu.cfs_period_us"))
         if quota is not None:
-            yield quota
+            yield quota, directory
 
 
 def parse_cpu_max(text: str) -> float | None:

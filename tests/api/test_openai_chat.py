@@ -91,7 +91,7 @@ async def test_everything_asked_for_reaches_the_service(client: httpx.AsyncClien
     assert request.request_id == "mine"
     assert request.messages == (
         {"role": "system", "content": "Be kind."},
-        {"role": "user", "content": "one\ntwo", "name": "Ada"},
+        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}], "name": "Ada"},
         {"role": "assistant", "content": "three"},
     )
     assert request.template_arguments == {"enable_thinking": False}

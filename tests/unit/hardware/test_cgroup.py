@@ -153,3 +153,21 @@ def test_the_tightest_level_wins(
         assert found.quota_cores is not None and math.isclose(found.quota_cores, min(quotas) / period)
     else:
         assert found.quota_cores is None
+
+
+@pytest.mark.parametrize(
+    ("own", "parent", "expected"), [("max 100000", "150000 100000", "/a"), ("50000 100000", "150000 100000", "/a/b")]
+)
+def test_throttling_is_counted_where_the_tightest_quota_is(tmp_path: Path, own: str, parent: str, expected: str) -> None:
+    files = {
+        "/proc/self/cgroup": "0::/a/b\n",
+        "/proc/self/mountinfo": V2_MOUNT,
+        "/sys/fs/cgroup/a/cpu.max": parent,
+        "/sys/fs/cgroup/a/b/cpu.max": own,
+    }
+    group(tmp_path, files)
+    assert cgroup.find_cpu_stat(Files(tmp_path)) == tmp_path / f"sys/fs/cgroup{expected}/cpu.stat"
+
+
+def test_no_quota_no_throttling(tmp_path: Path) -> None:
+    assert cgroup.find_cpu_stat(Files(tmp_path)) is None
