@@ -20,7 +20,7 @@ _ARM_NEEDS = frozenset({"lse"})
 
 
 def check_torch_can_run(facts: Facts) -> None:
-    """Raises `PlanImpossible` where importing torch would end the process without a word. To be called before that import."""
+    """Raises `PlanImpossible` where importing torch would end the process without a word; the first thing that a plan asks."""
     if facts.architecture not in _BF16_PRODUCTS:
         raise PlanImpossible(f"There is no torch for {facts.os} on {facts.architecture}: x86_64 and arm64 are supported.")
     if facts.os == "macos" and facts.architecture == "x86_64":

@@ -86,6 +86,7 @@ def make_plan(
     facts: Facts, measurements: Measurements | None, settings: Settings, needs: Needs | None, recipes: Collection[RecipeKey]
 ) -> ServingPlan:
     """Decides everything. Raises `PlanImpossible` or `NoRecipe` with a sentence where what is asked cannot be."""
+    check_torch_can_run(facts)
     numerics.refuse_unbuilt(settings)
     device = numerics.device(facts, settings, recipes)
     precision = numerics.precision(facts, settings, recipes, device.value)

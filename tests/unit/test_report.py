@@ -18,7 +18,7 @@ FACTS = Facts(
     kernel="6.1.0",
     architecture="x86_64",
     cpu=Cpu("Intel", "Intel(R) Xeon(R)", "Sapphire Rapids"),
-    isa=frozenset({"avx2", "amx_bf16"}),
+    isa=frozenset({"amx_bf16", "avx", "avx2", "popcnt", "sse4_2"}),
     cores=(Core((0, 2)), Core((1, 3), package=1, numa_node=1)),
     numa_nodes=(NumaNode(0, (0, 2), 2**33), NumaNode(1, (1, 3), 2**33)),
     memory_bytes=2**34,
@@ -44,7 +44,7 @@ def printed(facts: Facts, *, with_plan: bool) -> str:
     [
         "linux 6.1.0 x86_64",
         "Intel(R) Xeon(R) (Sapphire Rapids)",
-        "amx_bf16 avx2",
+        "amx_bf16 avx avx2 popcnt sse4_2",
         "2 physical, 4 logical, 2 packages",
         "CPUs 0-2, quota of 1.5 cores",
         "16.0 GiB, 8.0 GiB available, pages of 4 KiB",
@@ -70,7 +70,7 @@ def test_every_decision_is_printed_with_its_reason() -> None:
 def test_the_json_is_json() -> None:
     plan = make_plan(FACTS, None, Settings(), None, RECIPES)
     facts = json.loads(json.dumps(FACTS.to_json()))
-    assert facts["isa"] == ["amx_bf16", "avx2"]
+    assert facts["isa"][:2] == ["amx_bf16", "avx"]
     assert facts["cgroup"]["quota_cores"] == 1.5
     assert facts["cores"][1] == {"cpu_ids": [1, 3], "package": 1, "numa_node": 1, "kind": "performance"}
     threads = json.loads(json.dumps(plan.to_json()))["threads"]

@@ -127,9 +127,11 @@ def test_what_the_process_itself_holds_is_counted(recorded: Recorded, recipes: R
         ("xeon-westmere", "no avx:.*Sandy Bridge"),
     ],
 )
-def test_torch_is_not_even_imported_where_it_would_crash(recorded: Recorded, name: str, words: str) -> None:
+def test_torch_is_not_even_imported_where_it_would_crash(recorded: Recorded, recipes: Recipes, name: str, words: str) -> None:
     with pytest.raises(PlanImpossible, match=words):
         check_torch_can_run(recorded(name))
+    with pytest.raises(PlanImpossible, match=words):
+        planned(recorded(name), recipes)
 
 
 @pytest.mark.parametrize("name", PLANNED)

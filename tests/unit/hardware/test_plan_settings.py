@@ -111,7 +111,7 @@ def test_devices_that_are_here_but_not_built() -> None:
 
 
 def test_bf16_that_is_forced_where_it_is_slow_says_so() -> None:
-    host = machine(isa=frozenset({"avx2"}))
+    host = machine(isa=frozenset({"sse4_2", "popcnt", "avx", "avx2"}))
     assert plan(host).precision.value == "fp32"
     forced = plan(host, precision="bf16").precision
     assert (forced.value, "slow" in forced.reason) == ("bf16", True)

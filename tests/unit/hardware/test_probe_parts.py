@@ -139,6 +139,15 @@ def test_two_kinds_of_core(tmp_path: Path) -> None:
     ] * 2
 
 
+def test_the_core_that_computes_gives_its_name(tmp_path: Path) -> None:
+    """An Arm machine whose first CPU is a small core: the order of NVIDIA's GB10 and of most phones."""
+    block = "processor\t: {n}\nFeatures\t: asimd atomics\nCPU implementer\t: 0x41\nCPU part\t: {part}\n\n"
+    files = {"/proc/cpuinfo": "".join(block.format(n=n, part="0xd87" if n < 2 else "0xd85") for n in range(4))}
+    files |= {f"/sys/devices/system/cpu/cpu{n}/cpu_capacity": "718" if n < 2 else "1024" for n in range(4)}
+    write(tmp_path, {"/sys/devices/system/cpu/online": "0-3", **files})
+    assert probe(tmp_path, silent).cpu.microarchitecture == "Cortex-X925"
+
+
 def test_a_sibling_that_is_offline_is_not_there(tmp_path: Path) -> None:
     files = write(
         tmp_path, {"/sys/devices/system/cpu/online": "0", "/sys/devices/system/cpu/cpu0/topology/core_cpus_list": "0-1"}
