@@ -16,7 +16,7 @@ from app.engine.pace import StepPace
 from app.engine.scheduler import Scheduler
 from app.engine.sequence import Sequence
 from app.engine.slots import SlotPool
-from app.messages import Event, Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
+from app.messages import Event, Generate, RequestFailed, SamplingParams, SequenceFinished, StepStats, TokensReady
 
 VOCABULARY = 7
 EOS = 0
@@ -106,6 +106,14 @@ class RememberingRunner:
         return candidates(mark, sequence.num_candidates) if sequence.is_beam else Picked((drawn(mark, sequence.seed),))
 
 
+def experienced_pace(max_batch_tokens: int) -> StepPace:
+    """A pace that knows its decode steps, and that prefill is as good as free: it never holds anyone back."""
+    pace = StepPace(max_batch_tokens)
+    pace.observe(StepStats(seconds=1.0, decode_tokens=1))
+    pace.observe(StepStats(seconds=1e-6, prefill_tokens=64))
+    return pace
+
+
 class Simulation:
     """A decoder engine on the fake runner, and everything that its clients were told."""
 
@@ -115,7 +123,7 @@ class Simulation:
         limits = limits or Limits(max_model_len=200, max_running_seqs=4, max_batch_tokens=64)
         self.pool = SlotPool(num_slots, capacity, page)
         self.runner = RememberingRunner(self.pool)
-        self.pace = pace or StepPace(limits.max_batch_tokens)
+        self.pace = pace or experienced_pace(limits.max_batch_tokens)
         ticks = count()
         self.scheduler = Scheduler(self.pool, self.pace, limits, {EOS}, clock=lambda: float(next(ticks)))
         self.engine = DecoderEngine(self.scheduler, self.runner, clock=lambda: float(next(ticks)))

@@ -1,0 +1,218 @@
+"""Who is computed when: order, budgets, shared prompts, choices, preemption, endings and refusals, step by step."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.engine.batch import Batch
+from app.engine.limits import Limits
+from app.engine.pace import StepPace
+from app.engine.sequence import resolve_seed
+from app.errors import ContextLengthExceeded, InvalidRequest
+from app.messages import Abort, StepStats, TokensReady
+from engine_simulation import EOS, Simulation, drawn, fingerprints, plain_completion
+
+
+def shape(batch: Batch | None) -> list[tuple[str, int]]:
+    """A batch as request and number of tokens."""
+    assert batch is not None
+    return [(span.sequence.request_id, span.num_tokens) for span in batch.spans]
+
+
+def seed_that(continues: bool, token_ids: list[int]) -> int:
+    return next(seed for seed in range(1000) if (drawn(fingerprints(token_ids)[-1], seed) != EOS) == continues)
+
+
+def limited(max_model_len: int = 200, running: int = 4, batch_tokens: int = 64) -> Limits:
+    return Limits(max_model_len, running, batch_tokens)
+
+
+def test_decodes_come_first_then_running_prefill_then_new_requests() -> None:
+    sim = Simulation(limits=limited(batch_tokens=40))
+    sim.add("a", [1] * 5, ignore_eos=True)
+    sim.step()
+    sim.add("b", [2] * 70, ignore_eos=True)
+    sim.add("c", [3] * 8)
+    assert shape(sim.step()) == [("a", 1), ("b", 39)]
+    assert shape(sim.step()) == [("a", 1), ("b", 31), ("c", 8)]
+
+
+def test_prefill_beside_decodes_keeps_to_the_pace() -> None:
+    sim = Simulation(limits=limited(batch_tokens=40), pace=StepPace(40, itl_target_seconds=0.05))
+    sim.add("a", [1] * 5, ignore_eos=True)
+    sim.step()
+    sim.pace.observe(StepStats(seconds=0.03, decode_tokens=1))
+    sim.pace.observe(StepStats(seconds=0.04, prefill_tokens=40))
+    sim.add("b", [2] * 100)
+    assert shape(sim.step()) == [("a", 1), ("b", 20)]
+
+
+def test_nobody_overtakes_the_oldest_waiting() -> None:
+    sim = Simulation(capacity=100, limits=limited(running=4))
+    sim.add("a", [1] * 50, ignore_eos=True, max_tokens=20)
+    sim.step()
+    sim.add("long", [2] * 60, ignore_eos=True, max_tokens=2)
+    sim.add("short", [3] * 5, max_tokens=1)
+    for _ in range(20):
+        sim.step()
+        assert ("short", 0) not in sim.endings
+        if ("a", 0) in sim.endings:
+            break
+    sim.finish()
+    assert set(sim.endings) == {("a", 0), ("long", 0), ("short", 0)}
+
+
+def test_running_sequences_are_bounded() -> None:
+    sim = Simulation(limits=limited(running=2))
+    for name in "abc":
+        sim.add(name, [1, 2], max_tokens=3, ignore_eos=True)
+    assert len(shape(sim.step())) == 2
+    snapshot = sim.scheduler.snapshot()
+    assert (snapshot.num_running, snapshot.num_waiting, snapshot.waiting_prompt_tokens) == (2, 1, 2)
+
+
+def test_a_shared_prompt_is_not_prefilled_again() -> None:
+    sim = Simulation()
+    sim.add("a", [1] * 50 + [2], max_tokens=4)
+    sim.finish()
+    sim.runner.computed_tokens = 0
+    sim.add("b", [1] * 50 + [3], max_tokens=1)
+    assert shape(sim.step()) == [("b", 1)]
+    assert sim.runner.batches[-1].cached_tokens == 50
+    assert sim.endings["b", 0].timings.cached_tokens == 50
+
+
+def test_a_running_prompt_is_shared_without_a_copy() -> None:
+    sim = Simulation()
+    sim.add("a", [1] * 50 + [2], ignore_eos=True)
+    sim.step()
+    sim.add("b", [1] * 50 + [3], ignore_eos=True)
+    sim.step()
+    batch = sim.runner.batches[-1]
+    span = next(span for span in batch.spans if span.sequence.request_id == "b")
+    assert (span.start, span.prefix_tokens, span.num_tokens, batch.copies) == (50, 50, 1, ())
+
+
+def test_choices_share_one_prefill_and_differ_by_seed() -> None:
+    prompt = [1, 2, 3, 4, 5]
+    sim = Simulation()
+    sim.add("a", prompt, n=3, seed=11, max_tokens=6, ignore_eos=True)
+    assert shape(sim.step()) == [("a", 5)]
+    assert shape(sim.step()) == [("a", 1)] * 3
+    sim.finish()
+    said = {choice: sim.completions["a", choice] for choice in range(3)}
+    assert said == {choice: plain_completion(prompt, resolve_seed(11, choice), 11, eos=None) for choice in range(3)}
+    assert len({tuple(words) for words in said.values()}) > 1
+
+
+def test_when_the_first_choice_leaves_the_next_prefills_for_the_others() -> None:
+    sim = Simulation(limits=limited(batch_tokens=4))
+    sim.add("a", [1] * 10, n=3, max_tokens=2, ignore_eos=True)
+    sim.step()
+    sim.hear(sim.scheduler.abort(Abort("a", choice=0)))
+    sim.finish()
+    assert [sim.endings["a", choice].reason for choice in range(3)] == ["aborted", "length", "length"]
+    # What the first had computed is too short to be kept; the second computes the prompt, the third finds it.
+    assert sim.runner.computed_tokens == 4 + (10 + 1) + (1 + 1)
+
+
+def test_the_youngest_loses_its_memory_and_says_the_same() -> None:
+    sim = Simulation(capacity=60, limits=limited(max_model_len=60))
+    sim.add("old", [1] * 20, max_tokens=25, ignore_eos=True, seed=1)
+    sim.add("young", [2] * 20, max_tokens=25, ignore_eos=True, seed=2)
+    sim.finish()
+    assert sum(batch.preempted for batch in sim.runner.batches) >= 1
+    assert sim.endings["old", 0].timings.decode_seconds < sim.endings["young", 0].timings.decode_seconds
+    for name, token, seed in (("old", 1, 1), ("young", 2, 2)):
+        assert sim.completions[name, 0] == plain_completion([token] * 20, seed, 45, eos=None)
+
+
+def test_a_preempted_sequence_goes_on_from_what_is_left_of_it() -> None:
+    sim = Simulation(capacity=64, page=4, limits=limited(max_model_len=64))
+    sim.add("old", [1] * 20, max_tokens=14, ignore_eos=True)
+    sim.add("young", [2] * 20, max_tokens=14, ignore_eos=True)
+    sim.finish()
+    assert sum(batch.preempted for batch in sim.runner.batches) == 1
+    assert sim.runner.computed_tokens < 2 * 33 + 20, "not all of it was computed twice"
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [({}, ("stop", EOS)), ({"ignore_eos": True, "max_tokens": 1}, ("length", None))],
+)
+def test_a_stop_token_ends_it_and_is_not_text(params: dict[str, object], expected: tuple[str, int | None]) -> None:
+    sim = Simulation()
+    sim.add("a", [1, 2], seed=seed_that(False, [1, 2]), **params)
+    sim.finish()
+    ending = sim.endings["a", 0]
+    assert (ending.reason, ending.stop_token_id) == expected
+    assert sim.completions.get(("a", 0), []) == ([] if expected[1] == EOS else [EOS])
+    assert ending.num_completion_tokens == 1
+
+
+def test_stop_token_ids_end_it_too() -> None:
+    sim = Simulation()
+    seed = seed_that(True, [1, 2])
+    token = drawn(fingerprints([1, 2])[-1], seed)
+    sim.add("a", [1, 2], seed=seed, stop_token_ids=(token,), ignore_eos=True)
+    sim.finish()
+    assert sim.endings["a", 0].stop_token_id == token
+
+
+def test_the_context_ends_it() -> None:
+    sim = Simulation(limits=limited(max_model_len=12))
+    sim.add("a", [1] * 10, ignore_eos=True)
+    sim.finish()
+    assert len(sim.completions["a", 0]) == 2 and sim.endings["a", 0].reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "error", "words"),
+    [
+        ([], {}, InvalidRequest, "no tokens"),
+        ([1] * 50, {}, ContextLengthExceeded, "50 tokens"),
+        ([1], {"beam_width": 5}, InvalidRequest, "at most 4"),
+        ([1] * 49, {"beam_width": 2}, ContextLengthExceeded, "does not fit the KV cache"),
+    ],
+)
+def test_what_can_never_be_served_is_refused_at_once(
+    prompt: list[int], params: dict[str, object], error: type[InvalidRequest], words: str
+) -> None:
+    sim = Simulation(capacity=50, limits=limited(max_model_len=80))
+    sim.add("a", prompt, **params)
+    assert isinstance(sim.failures["a"].error, error) and words in sim.failures["a"].error.message
+    assert not sim.engine.has_work
+
+
+def test_an_abort_ends_one_choice_or_all_and_unknown_ids_are_ignored() -> None:
+    sim = Simulation()
+    sim.add("a", [1] * 20, n=2, ignore_eos=True)
+    sim.step()
+    sim.step()
+    sim.hear(sim.scheduler.abort(Abort("a", "stop", choice=1)))
+    assert sim.endings["a", 1].reason == "stop" and sim.engine.has_work
+    sim.hear(sim.scheduler.abort(Abort("a", "timeout")))
+    assert sim.endings["a", 0].reason == "timeout" and not sim.engine.has_work
+    assert sim.scheduler.abort(Abort("a")) == sim.scheduler.abort(Abort("nobody")) == []
+
+
+def test_an_aborted_prefill_stays_cached() -> None:
+    sim = Simulation(limits=limited(batch_tokens=32))
+    sim.add("a", [1] * 60)
+    sim.step()
+    sim.hear(sim.scheduler.abort(Abort("a")))
+    sim.add("b", [1] * 60)
+    batch = sim.step()
+    assert batch is not None and batch.cached_tokens == 32
+
+
+def test_times_are_split_where_they_belong_and_come_with_the_first_token() -> None:
+    sim = Simulation()
+    sim.add("a", [1] * 5, max_tokens=2, ignore_eos=True)
+    first = sim.scheduler.update(batch := sim.scheduler.schedule(), sim.runner.run(batch))  # type: ignore[arg-type]
+    assert isinstance(first[0], TokensReady) and first[0].timings is not None
+    second = sim.scheduler.update(batch := sim.scheduler.schedule(), sim.runner.run(batch))  # type: ignore[arg-type]
+    assert isinstance(second[0], TokensReady) and second[0].timings is None
+    # The clock ticks by one whenever it is read: at the first schedule, and at each update.
+    assert second[1].timings.prefill_seconds == first[0].timings.prefill_seconds == 1.0  # type: ignore[union-attr]
+    assert second[1].timings.decode_seconds == 1.0  # type: ignore[union-attr]
