@@ -6,6 +6,7 @@ It knows no event loop and no metrics: callbacks carry its words away. When it e
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -154,7 +155,7 @@ class Worker:
     def _finish(self) -> None:
         """Whatever ended the thread: who is still in the mailbox is told, and the process learns that it cannot serve."""
         if self.state != "stopped":
-            self.state = "failed"
+            self.state, self.error = "failed", self.error or sys.exception()
         events: list[Event] = []
         while not self._mailbox.empty():
             command = self._mailbox.get()
@@ -162,7 +163,7 @@ class Worker:
                 events.append(RequestFailed(command.request_id, ServiceStopping("The server is stopping.")))
         self._tell(events)
         if self.state == "failed":
-            self._callbacks.on_fatal(self.error or RuntimeError("The worker thread ended without a word."))
+            self._callbacks.on_fatal(self.error or RuntimeError("The worker thread ended without an error."))
 
     def _tell(self, events: list[Event]) -> None:
         if events:

@@ -1,0 +1,228 @@
+"""The worker thread: loads, steps, tells; what it says when something breaks, and that nobody is left waiting when it ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+
+import pytest
+
+from app.engine.decoder import DecoderEngine
+from app.engine.worker import MAX_FAILED_STEPS, Callbacks, Engine, Worker
+from app.errors import CheckpointInvalid, ServiceStopping
+from app.messages import (
+    Abort,
+    Command,
+    Event,
+    Generate,
+    RequestFailed,
+    SamplingParams,
+    SequenceFinished,
+    Snapshot,
+    StepStats,
+    Stop,
+)
+from engine_simulation import Simulation
+
+PATIENCE_SECONDS = 10.0  # a hang becomes a red test
+
+
+class CountedMailbox:
+    """The worker's mailbox, which counts how often it is looked into while there may be work."""
+
+    def __init__(self) -> None:
+        self.queue: SimpleQueue[Command] = SimpleQueue()
+        self.looks = 0
+        self.put, self.empty = self.queue.put, self.queue.empty
+
+    def get(self, block: bool = True) -> Command:
+        self.looks += 1
+        return self.queue.get(block)
+
+
+class Bench:
+    """A worker under test, and queues of everything it said."""
+
+    def __init__(self, build: Callable[[Callable[[str], None]], Engine] | None = None, fatal: bool = False) -> None:
+        self.sim = Simulation()
+        self.events: SimpleQueue[list[Event]] = SimpleQueue()
+        self.steps: SimpleQueue[tuple[StepStats, Snapshot]] = SimpleQueue()
+        self.fatal: SimpleQueue[BaseException] = SimpleQueue()
+        callbacks = Callbacks(
+            on_events=self.events.put,
+            on_fatal=self.fatal.put,
+            on_step=lambda stats, snapshot: self.steps.put((stats, snapshot)),
+            is_fatal=lambda error: fatal,
+        )
+        self.worker = Worker(build or (lambda report: self.sim.engine), callbacks)
+
+    def heard(self) -> list[Event]:
+        events = self.events.get(timeout=PATIENCE_SECONDS)
+        assert events, "never an empty list"
+        return events
+
+    def heard_until(self, number: int, kind: type[Event]) -> list[Event]:
+        found: list[Event] = []
+        while len(found) < number:
+            found += [event for event in self.heard() if isinstance(event, kind)]
+        return found
+
+    def end(self) -> None:
+        self.worker.join(PATIENCE_SECONDS)
+        assert not self.worker.alive
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    if made.worker.alive:
+        made.worker.put(Stop())
+        made.end()
+
+
+def request(name: str, max_tokens: int = 3) -> Generate:
+    return Generate(name, (1, 2, 3), SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1), 0.0)
+
+
+def test_it_serves_and_tells_once_a_step(bench: Bench) -> None:
+    bench.worker.put(request("a"))
+    bench.worker.put(request("b"))
+    bench.worker.start()
+    assert {event.request_id for event in bench.heard_until(2, SequenceFinished)} == {"a", "b"}
+    steps = [bench.steps.get(timeout=PATIENCE_SECONDS) for _ in range(3)]
+    assert [stats.num_sequences for stats, _ in steps] == [2, 2, 2]
+    assert steps[0][1].num_running == 2 and steps[2][1].num_running == 0
+    assert bench.worker.state == bench.worker.stage == "ready"
+
+
+def test_an_idle_engine_takes_no_step_and_blocks(bench: Bench) -> None:
+    """Per request: one blocking look into the mailbox, one that finds it empty, one step. A loop that spins would look far more often."""
+    mailbox = bench.worker._mailbox = CountedMailbox()
+    bench.worker.start()
+    for name in ("a", "b", "c"):
+        bench.worker.put(request(name, max_tokens=1))
+        bench.heard_until(1, SequenceFinished)
+    bench.worker.put(Stop())
+    bench.end()
+    assert len(bench.sim.runner.batches) == 3
+    assert mailbox.looks == 3 * 2 + 1
+
+
+def test_a_refusal_is_told_without_a_step(bench: Bench) -> None:
+    bench.worker.start()
+    bench.worker.put(Generate("empty", (), SamplingParams(), 0.0))
+    assert isinstance(bench.heard()[0], RequestFailed)
+    assert bench.sim.runner.batches == []
+
+
+def test_an_abort_is_obeyed_between_steps(bench: Bench) -> None:
+    bench.worker.put(request("a", max_tokens=100))
+    bench.worker.put(Abort("a"))
+    bench.worker.start()
+    assert [event.reason for event in bench.heard_until(1, SequenceFinished)] == ["aborted"]  # type: ignore[union-attr]
+
+
+def test_a_step_that_raises_is_told_and_the_next_request_is_served(bench: Bench) -> None:
+    bench.sim.runner.broken = True
+    bench.worker.put(request("a"))
+    bench.worker.start()
+    assert [event.request_id for event in bench.heard_until(1, RequestFailed)] == ["a"]
+    bench.sim.runner.broken = False
+    bench.worker.put(request("b"))
+    assert [event.request_id for event in bench.heard_until(1, SequenceFinished)] == ["b"]
+    assert bench.worker.state == "ready" and bench.fatal.empty()
+
+
+def test_steps_that_keep_failing_end_the_worker() -> None:
+    bench = Bench()
+    bench.sim.runner.broken = True
+    bench.worker.start()
+    for number in range(MAX_FAILED_STEPS):
+        bench.worker.put(request(f"r{number}"))
+        bench.heard_until(1, RequestFailed)
+    bench.end()
+    assert bench.worker.state == "failed"
+    assert type(bench.fatal.get(timeout=PATIENCE_SECONDS)).__name__ == "DeviceBroke"
+
+
+def test_a_good_step_between_failures_starts_the_count_again(bench: Bench) -> None:
+    bench.worker.start()
+    for number in range(2 * MAX_FAILED_STEPS):
+        bench.sim.runner.broken = number % 2 == 0
+        bench.worker.put(request(f"r{number}", max_tokens=1))
+        bench.heard_until(1, RequestFailed if number % 2 == 0 else SequenceFinished)
+    assert bench.worker.alive
+
+
+def test_what_the_device_cannot_survive_fails_everyone_at_once() -> None:
+    bench = Bench(fatal=True)
+    bench.sim.runner.broken = True
+    for number in range(6):  # four run at a time
+        bench.worker.put(request(f"r{number}"))
+    bench.worker.start()
+    assert len({event.request_id for event in bench.heard_until(6, RequestFailed)}) == 6
+    bench.end()
+    assert bench.worker.state == "failed" and not bench.fatal.empty()
+    with pytest.raises(ServiceStopping):
+        bench.worker.put(request("late"))
+    bench.worker.put(Abort("late"))
+
+
+def test_loading_reports_its_stage() -> None:
+    reported, go_on = threading.Event(), threading.Event()
+    sim = Simulation()
+
+    def build(report: Callable[[str], None]) -> DecoderEngine:
+        report("weights")
+        reported.set()
+        go_on.wait(PATIENCE_SECONDS)
+        return sim.engine
+
+    bench = Bench(build)
+    assert not bench.worker.alive and bench.worker.state == "loading"
+    bench.worker.start()
+    reported.wait(PATIENCE_SECONDS)
+    assert (bench.worker.state, bench.worker.stage, bench.worker.alive) == ("loading", "weights", True)
+    go_on.set()
+    bench.worker.put(Stop())
+    bench.end()
+    assert bench.worker.state == "stopped" and bench.fatal.empty()
+
+
+def test_a_failed_load_ends_it_with_the_reason_and_tells_who_waits() -> None:
+    error = CheckpointInvalid("config.json is missing.")
+
+    def build(report: Callable[[str], None]) -> Engine:
+        raise error
+
+    bench = Bench(build)
+    bench.worker.put(request("early"))
+    bench.worker.start()
+    assert bench.fatal.get(timeout=PATIENCE_SECONDS) is error
+    bench.end()
+    assert bench.worker.state == "failed" and bench.worker.error is error
+    assert [event.request_id for event in bench.heard()] == ["early"]
+
+
+def test_stop_tells_everyone_and_ends_the_thread(bench: Bench) -> None:
+    for command in (request("a", max_tokens=100), Stop(), request("behind")):
+        bench.worker.put(command)
+    bench.worker.start()
+    failed = bench.heard_until(2, RequestFailed)
+    assert {event.request_id for event in failed} == {"a", "behind"}
+    assert all(isinstance(event.error, ServiceStopping) for event in failed if isinstance(event, RequestFailed))
+    bench.end()
+    assert bench.worker.state == "stopped" and bench.fatal.empty()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_bug_in_the_worker_itself_is_fatal_not_silent() -> None:
+    bench = Bench()
+    bench.worker.put(request("same"))
+    bench.worker.put(request("same"))  # the service never does this: an assertion fires
+    bench.worker.start()
+    assert isinstance(bench.fatal.get(timeout=PATIENCE_SECONDS), AssertionError)
+    bench.end()
+    assert bench.worker.state == "failed"
