@@ -6,6 +6,7 @@ What stands behind it is wired in `startup`.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
 import sys
@@ -145,10 +146,14 @@ def serve(settings: Settings) -> int:
     sys.stdout.write(f"listening on {url_of(listener)}\n")
     sys.stdout.flush()
     server.run(sockets=[listener])
+    log.info("stopped")
+    if serving.worker.alive:
+        # Nothing ends a thread in the midst of native code; the interpreter's own way out would pull the ground from under it.
+        logging.shutdown()
+        os._exit(0)
     for failure in failures:
         if isinstance(failure, StartupError):
             raise failure
-    log.info("stopped")
     return 1 if failures else 0
 
 

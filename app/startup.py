@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-JOIN_SECONDS = 10.0  # a step takes less, and loading looks up at each percent
+STEP_SECONDS = 10.0  # how long a stop waits for the worker: a step takes less
+LOADING_SECONDS = 1.0  # the same while loading, which looks up at each percent; an import does not look up, and leaves nothing half done
 # The most telling instruction set that a machine has, for one label.
 ISA_RANKS = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2", "sve2", "sve", "i8mm", "dotprod", "neon")
 
@@ -115,9 +116,8 @@ class Serving:
         self._abandoned.set()
         await self.service.stop()
         self.worker.put(Stop())
-        await asyncio.to_thread(self.worker.join, JOIN_SECONDS)
-        if self.worker.alive:
-            log.warning("the worker thread did not end within %g s and is left behind", JOIN_SECONDS)
+        patience = LOADING_SECONDS if self.worker.state == "loading" else STEP_SECONDS
+        await asyncio.to_thread(self.worker.join, patience)
 
     # ---- on the worker thread --------------------------------------------------------------------------------------
 
