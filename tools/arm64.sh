@@ -1,0 +1,122 @@
+#!/usr/bin/env bash
+# Runs tests on an emulated 64-bit Arm processor: it proves instructions and numbers, never speed. Debian or Ubuntu on x86-64.
+#   tools/arm64.sh                       the parity tests, as a Neoverse V1 (SVE 256 bits, bf16, i8mm)
+#   CPU=neoverse-n1 tools/arm64.sh ...   as an older one (dotprod only); other arguments go to pytest
+# The first run makes what it needs in .arm64 (or ARM64_DIR), about 1.3 GB: an emulator, Debian's Python for arm64, and this
+# project's pinned packages. Nothing is emulated while that installs, and nothing outside that folder changes but apt's mmdebstrap.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+TORCH=torch==2.10.0 # the last CPU build for 64-bit Arm Linux on PyPI, see tools/install.py
+SUITE=bookworm      # its Python is 3.11, the oldest that this project takes
+PYTHON=3.11
+QEMU_NEEDED=8.1     # the first emulator that knows Neoverse V1
+DEFAULT_TESTS=(tests/parity tests/unit/kernels)
+
+say() { printf 'arm64: %s\n' "$*" >&2; }
+die() { say "$*"; exit 1; }
+
+main() {
+  case "$(uname -m)" in
+    aarch64 | arm64) die "this is a 64-bit Arm machine: make test runs everything, at full speed" ;;
+  esac
+  command -v apt-get >/dev/null || die "needs Debian's or Ubuntu's apt-get to fetch an emulator and a Python for arm64"
+  mkdir -p "${ARM64_DIR:=.arm64}"
+  dir=$(readlink -f "$ARM64_DIR")
+  mirror=$(debian_mirror)
+  [ -x "$dir/qemu-aarch64" ] || make_emulator
+  [ -x "$dir/root/usr/bin/python$PYTHON" ] || make_root
+  make_packages
+  [ $# -gt 0 ] || set -- "${DEFAULT_TESTS[@]}"
+  say "${CPU:-neoverse-v1} runs pytest $*"
+  # No cache folder and no bytecode: both would be shared with the x86 runs of the same checkout.
+  exec env OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONHOME="$dir/root/usr" PYTHONPATH="$dir/site" PYTHONDONTWRITEBYTECODE=1 \
+    "$dir/qemu-aarch64" -cpu "${CPU:-neoverse-v1}" -L "$dir/root" "$dir/root/usr/bin/python$PYTHON" -m pytest -p no:cacheprovider "$@"
+}
+
+debian_mirror() {
+  # Where this machine gets Debian from, so that a local mirror is used; on Ubuntu, Debian's own.
+  local found
+  found=$(grep -rhoE 'https?://[^ ]+/debian/?( |$)' /etc/apt/sources.list /etc/apt/sources.list.d 2>/dev/null | head -n 1 | tr -d ' ' || true)
+  printf '%s' "${found:-http://deb.debian.org/debian}" | sed 's:/*$::'
+}
+
+make_emulator() {
+  local installed work
+  installed=$(command -v qemu-aarch64-static || command -v qemu-aarch64 || true)
+  if [ -n "$installed" ] && enough "$installed"; then
+    ln -sf "$installed" "$dir/qemu-aarch64"
+    return
+  fi
+  say "fetching an emulator from $SUITE-backports"
+  work=$(mktemp -d)
+  private_apt "$work" "$SUITE-backports"
+  for package in qemu-user qemu-user-static; do # the static binary has moved from one to the other
+    (cd "$work" && APT_CONFIG="$work/apt.conf" apt-get download -qq "$package:amd64" 2>/dev/null) || true
+  done
+  for package in "$work"/*.deb; do dpkg -x "$package" "$work/unpacked"; done
+  for binary in "$work"/unpacked/usr/bin/qemu-aarch64-static "$work"/unpacked/usr/bin/qemu-aarch64; do
+    if [ -f "$binary" ] && [ ! -L "$binary" ] && enough "$binary"; then
+      install -m 755 "$binary" "$dir/qemu-aarch64"
+      break
+    fi
+  done
+  rm -rf "$work"
+  [ -x "$dir/qemu-aarch64" ] || die "found no emulator of version $QEMU_NEEDED or newer"
+}
+
+enough() {
+  local version
+  version=$("$1" --version 2>/dev/null | grep -oE '[0-9]+\.[0-9]+' | head -n 1)
+  [ -n "$version" ] && [ "$(printf '%s\n' "$QEMU_NEEDED" "$version" | sort -V | head -n 1)" = "$QEMU_NEEDED" ]
+}
+
+private_apt() {
+  # An apt that knows one suite and writes below $1 alone.
+  local keys=/usr/share/keyrings/debian-archive-keyring.gpg
+  [ -f "$keys" ] || die "needs the package debian-archive-keyring"
+  mkdir -p "$1"/{lists/partial,cache/archives/partial,parts}
+  printf 'deb [arch=amd64 signed-by=%s] %s %s main\n' "$keys" "$mirror" "$2" >"$1/sources.list"
+  cat >"$1/apt.conf" <<CONF
+Dir::State::Lists "$1/lists";
+Dir::Cache "$1/cache";
+Dir::Etc::SourceList "$1/sources.list";
+Dir::Etc::SourceParts "$1/parts";
+APT::Sandbox::User "root";
+CONF
+  APT_CONFIG="$1/apt.conf" apt-get update -qq
+}
+
+make_root() {
+  if ! command -v mmdebstrap >/dev/null; then
+    [ "$(id -u)" = 0 ] || die "needs mmdebstrap: sudo apt install mmdebstrap"
+    apt-get update -qq && apt-get install -y -qq --no-install-recommends mmdebstrap >/dev/null
+  fi
+  say "unpacking Debian's Python $PYTHON for arm64"
+  rm -rf "$dir/root"
+  mmdebstrap --quiet --variant=extract --arch=arm64 --include="python$PYTHON,libpython$PYTHON-stdlib,libstdc++6,libgomp1" \
+    "$SUITE" "$dir/root" "$mirror"
+  # Torch asks /sys for the processor's features; without it some of its products silently take slow reference paths.
+  for folder in sys proc; do
+    rm -rf "${dir:?}/root/$folder" && ln -s "/$folder" "$dir/root/$folder"
+  done
+}
+
+make_packages() {
+  local stamp="$dir/site/.pins" pins
+  pins=$(cat requirements/runtime.txt requirements/dev.txt; echo "$TORCH")
+  [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$pins" ] && return
+  say "installing the pinned packages and $TORCH for arm64"
+  rm -rf "$dir/site"
+  # The pins name everything, so nothing needs resolving; what resolving would do here is ask for this machine's CUDA.
+  grep -hE '^[a-z]' requirements/runtime.txt requirements/dev.txt | grep -vE '^(ruff|mypy|pre-commit|uvloop)==' >"$dir/pins.txt"
+  local platforms=()
+  for version in 2_28 2_27 2_24 2_17; do platforms+=(--platform "manylinux_${version}_aarch64"); done
+  local python=.venv/bin/python
+  [ -x "$python" ] || python=python3
+  PIP_ROOT_USER_ACTION=ignore "$python" -m pip install -q --no-deps --target "$dir/site" --python-version "$PYTHON" --implementation cp --only-binary=:all: \
+    "${platforms[@]}" --platform manylinux2014_aarch64 "$TORCH" -r "$dir/pins.txt"
+  printf '%s' "$pins" >"$stamp"
+}
+
+main "$@"
