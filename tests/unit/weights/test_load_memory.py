@@ -1,0 +1,78 @@
+"""Loading peaks at the finished weights and the largest tensor: measured in a process of its own, on a checkpoint of 170 MB."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.models.config import ModelConfig
+from app.models.shapes import tensors_of
+from tiny_checkpoints import config_values, write_tokenizer, write_weights
+
+SLACK_BYTES = 24 * 2**20  # thread pools, the allocator's own, code that the first product brings in
+SHAPE = {
+    "vocab_size": 16384,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 64,
+    "torch_dtype": "bfloat16",
+}
+
+PROBE = """
+import json, sys, torch
+from pathlib import Path
+from loaded_models import load
+from app.kernels.linear import FORMS, Linear
+from app.weights import load as loading
+from app.weights.recipes import Recipe
+def high_water():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+directory, dtype, *forms = sys.argv[1:]
+for name in forms:  # what the first packing brings in is not the weights'
+    if FORMS[name].suits(512, 512, getattr(torch, dtype)):
+        FORMS[name].pack(torch.ones(512, 512, dtype=getattr(torch, dtype)), None).multiply(torch.ones(1, 512, dtype=getattr(torch, dtype)))
+loading.find_recipe = lambda *key: Recipe(tuple(forms))
+before = high_water()
+model = load(Path(directory), dtype)
+held = [module.form.nbytes for module in model.modules() if isinstance(module, Linear)]
+print(json.dumps({"peak": high_water() - before, "held": sum(held), "largest": max(held)}))
+"""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("large")
+    values = config_values(**SHAPE)
+    (folder / "config.json").write_text(json.dumps(values))
+    shapes = tensors_of(ModelConfig.from_hf(values))
+    write_weights(folder, {name: torch.full(shape, 0.01, dtype=torch.bfloat16) for name, shape in shapes.items()})
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the process's high water mark from /proc")
+@pytest.mark.parametrize("forms", ["plain", "onednn plain", "panels onednn plain"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loading_peaks_at_the_final_bytes_and_one_tensor(directory: Path, dtype: str, forms: str) -> None:
+    here = Path(__file__).parents[2]
+    command = [sys.executable, "-c", PROBE, str(directory), dtype, *forms.split()]
+    environment = {
+        "PYTHONPATH": f"{here}:{here.parent}",
+        "OMP_NUM_THREADS": "1",
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(Path.home()),
+    }
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(done.stdout)
+    assert measured["peak"] <= measured["held"] + measured["largest"] + SLACK_BYTES, measured
