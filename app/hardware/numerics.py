@@ -21,6 +21,8 @@ _ARM_NEEDS = frozenset({"lse"})
 
 def check_torch_can_run(facts: Facts) -> None:
     """Raises `PlanImpossible` where importing torch would end the process without a word; the first thing that a plan asks."""
+    if facts.os not in ("linux", "macos"):
+        raise PlanImpossible(f"{facts.os} is not supported: Linux and macOS are (on Windows, inside WSL or a container).")
     if facts.architecture not in _BF16_PRODUCTS:
         raise PlanImpossible(f"There is no torch for {facts.os} on {facts.architecture}: x86_64 and arm64 are supported.")
     if facts.os == "macos" and facts.architecture == "x86_64":

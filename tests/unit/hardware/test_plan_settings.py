@@ -97,6 +97,23 @@ def test_forced_impossibilities_are_refused(
         plan(machine(), llama_1b, **settings)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"os": "win32", "architecture": "unknown"}, "win32 is not supported: Linux and macOS are"),
+        ({"architecture": "riscv64"}, "no torch for linux on riscv64"),
+        ({"os": "macos"}, "torch left Intel Macs"),
+    ],
+)
+def test_machines_without_a_torch(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(PlanImpossible, match=words):
+        plan(machine(**changes))
+
+
+def test_a_kernel_that_states_no_features_refuses_nothing() -> None:
+    assert plan(machine(isa=frozenset())).precision.value == "fp32"
+
+
 def test_devices_that_are_here_but_not_built() -> None:
     host = machine(cuda=(CudaDevice(0, "NVIDIA L4", (8, 9), 24 * GIB),))
     with pytest.raises(NoRecipe, match="cuda is not built yet"):
