@@ -30,7 +30,7 @@ from app.reading import Limits, ServedModel
 from app.service import Service
 from app.text.chat import ChatTemplate
 from app.text.tokenizer import Tokenizer
-from small_tokenizers import byte_level, write_tokenizer
+from small_tokenizers import FORMS, write_tokenizer
 
 LIMITS = Limits(max_model_len=64, max_running_seqs=2, max_waiting_requests=1, request_timeout_seconds=60, vocab_size=340)
 TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
@@ -38,9 +38,9 @@ TIMINGS = Timings(queue_seconds=0.25, prefill_seconds=0.5, cached_tokens=1)
 
 
 @cache
-def tokenizer() -> Tokenizer:
+def tokenizer(form: str = "byte_level") -> Tokenizer:
     with TemporaryDirectory() as directory:
-        return Tokenizer(write_tokenizer(Path(directory), byte_level()))
+        return Tokenizer(write_tokenizer(Path(directory), FORMS[form]()))
 
 
 @dataclass
@@ -81,12 +81,14 @@ class Clock:
 
 
 @asynccontextmanager
-async def serving(limits: Limits = LIMITS, template: str | None = TEMPLATE) -> AsyncIterator[tuple[Service, FakeWorker, Clock]]:
+async def serving(
+    limits: Limits = LIMITS, template: str | None = TEMPLATE, form: str = "byte_level"
+) -> AsyncIterator[tuple[Service, FakeWorker, Clock]]:
     worker, clock = FakeWorker(), Clock()
     service = Service(worker, Metrics(clock), clock)
     await service.start()
-    chat = ChatTemplate(template, tokenizer().named_tokens) if template is not None else None
-    service.serve(ServedModel("demo", tokenizer(), chat, limits))
+    chat = ChatTemplate(template, tokenizer(form).named_tokens) if template is not None else None
+    service.serve(ServedModel("demo", tokenizer(form), chat, limits))
     try:
         yield service, worker, clock
     finally:

@@ -47,7 +47,7 @@ async def test_five_hundred_clients_at_once_are_answered_or_told_to_come_back() 
             told = [event for order in served for event in _whole(order.request_id, order.params.n)]
             service.on_events(told)
             await asyncio.sleep(0)
-        outcomes = await asyncio.gather(*(client.over() for client in clients), return_exceptions=True)
+        outcomes = await asyncio.wait_for(asyncio.gather(*(client.over() for client in clients), return_exceptions=True), 10)
         refused = [outcome for outcome in outcomes if isinstance(outcome, Overloaded)]
         answered = [client for client in clients if client.error is None]
         assert (len(refused), len(answered), service.num_open) == (400, 100, 0)
@@ -101,11 +101,12 @@ def counted(service: Service) -> dict[str, float]:
 
 async def test_every_request_is_counted_once_by_how_it_ended() -> None:
     async with serving(replace(LIMITS, max_running_seqs=9)) as (service, worker, clock):
-        clients = [Client(service, request(str(number))) for number in range(4)]
+        clients = [Client(service, request(str(number), params={"n": 1 + (number == 0)})) for number in range(4)]
         orders = {order.token_ids: order.request_id for order in await worker.orders(4)}
         names = [orders[tuple(service.model.tokenizer.encode(str(number)))] for number in range(4)]
         clock.seconds += 3
-        service.on_events([*tokens(names[0], "abc"), finished(names[0], "length", 3)])
+        service.on_events([*tokens(names[0], "abc"), *tokens(names[0], "xyz", choice=1)])
+        service.on_events([finished(names[0], "length", 3), finished(names[0], "stop", 3, choice=1)])
         await clients[0].over()
         service.on_events([finished(names[1], "stop", 1, stop_token_id=2), RequestFailed(names[2], StepFailed("no"))])
         clients[3].task.cancel()
@@ -117,12 +118,12 @@ async def test_every_request_is_counted_once_by_how_it_ended() -> None:
         assert outcomes == {"length": 1, "stop": 1, "failed": 1, "aborted": 1, "refused": 1}
         assert seen["armature_tokens_total,prompt"] == 2
         assert seen["armature_tokens_total,cached"] == 2
-        assert seen["armature_tokens_total,completion"] == 4
-        assert seen["armature_time_to_first_token_seconds_count"] == 2
-        assert seen["armature_time_to_first_token_seconds_sum"] == 6
-        assert seen["armature_inter_token_latency_seconds_count"] == 2
-        assert seen["armature_time_per_output_token_seconds_count"] == 1
-        assert seen["armature_queue_seconds_sum"] == 0.5
+        assert seen["armature_tokens_total,completion"] == 7
+        assert seen["armature_time_to_first_token_seconds_count"] == 3
+        assert seen["armature_time_to_first_token_seconds_sum"] == 9
+        assert seen["armature_inter_token_latency_seconds_count"] == 4
+        assert seen["armature_time_per_output_token_seconds_count"] == 2
+        assert seen["armature_queue_seconds_sum"] == 0.75
         assert seen["armature_request_seconds_count,native"] == 4
 
 

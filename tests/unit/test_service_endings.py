@@ -87,6 +87,19 @@ async def test_out_of_time_with_something_is_an_answer() -> None:
         assert [abort.reason for abort in worker.aborts] == ["timeout"]
 
 
+async def test_a_request_that_has_ended_leaves_no_timer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, timers = asyncio.get_running_loop(), []
+    plain = loop.call_later
+    monkeypatch.setattr(loop, "call_later", lambda *call: timers.append(plain(*call)) or timers[-1])
+    async with serving() as (service, worker, _):
+        client = Client(service, request())
+        service.on_events([finished((await worker.orders())[0].request_id)])
+        await client.over()
+        lasting = [timer for timer in timers if timer.when() > loop.time() + LIMITS.request_timeout_seconds / 2]
+        assert len(lasting) == 1
+        assert lasting[0].cancelled()
+
+
 async def test_out_of_time_while_the_prompt_is_read() -> None:
     release = threading.Event()
 
@@ -239,7 +252,7 @@ async def _play(script: list[tuple[str, int, str]], n: int) -> None:
         complete = len(over) == n
         assert complete == (client.error is None and not client.task.cancelled())
         assert len([abort for abort in worker.aborts if abort.choice is None]) == (not complete)
-        assert service.num_open == 0
+        assert (service.num_open, service._open) == (0, {})
 
 
 def _later(pieces: list[Piece], delta: TextDelta) -> bool:

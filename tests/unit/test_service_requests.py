@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,6 +48,25 @@ async def test_a_chat_goes_through_the_template_and_starts_a_text() -> None:
     messages = ({"role": "user", "content": "hello"},)
     pieces, _ = await answer_of(lambda name: [finished(name)], request(messages=messages, api="chat"))
     assert tokenizer().decode(pieces[0].prompt_token_ids, skip_special_tokens=False) == "<s>user: hello\nassistant:"
+
+
+@pytest.mark.parametrize("chat, text", [(False, " said"), (True, "said")])
+async def test_a_completion_goes_on_where_its_prompt_ends_and_a_chat_begins_a_text(chat: bool, text: str) -> None:
+    inner = tokenizer("sentence_piece")
+    source: dict[str, Any] = {"messages": ({"role": "user", "content": "hello"},)} if chat else {"prompt": "hello"}
+    async with serving(form="sentence_piece") as (service, worker, _):
+        client = Client(service, request(**source))
+        (order,) = await worker.orders()
+        assert list(order.token_ids).count(inner.bos_token_id or -1) == 1  # the template's, or else the tokenizer's: never both
+        said = inner.encode("said", add_special_tokens=False)
+        service.on_events([TokensReady(order.request_id, 0, tuple(said)), finished(order.request_id)])
+        await client.over()
+        assert client.text == text
+
+
+async def test_tokens_without_text_are_told_with_the_end() -> None:
+    pieces, _ = await answer_of(lambda name: [TokensReady(name, 0, (2, 2)), finished(name, "length")], request())
+    assert pieces[1] == TextDelta(0, "", (2, 2), timings=TIMINGS)
 
 
 async def test_token_ids_are_taken_as_they_are() -> None:
@@ -97,14 +117,22 @@ async def test_a_beam_search_tells_everything_at_its_end() -> None:
 
 async def test_choices_come_as_they_grow_and_usage_adds_up() -> None:
     def events(name: str) -> list[Any]:
-        one, two = tokens(name, "abc"), tokens(name, "xy", choice=1)
-        return [*one[:2], *two, finished(name, "length", 2, choice=1), *one[2:], finished(name, "length", 3)]
+        late = replace(TIMINGS, cached_tokens=2)  # the second choice finds the whole prompt, which the first has read
+        one, two = tokens(name, "abc"), tokens(name, "xy", choice=1, timings=late)
+        return [
+            *one[:2],
+            *two,
+            replace(finished(name, "length", 2, choice=1), timings=late),
+            *one[2:],
+            finished(name, "length", 3),
+        ]
 
     pieces, _ = await answer_of(events, request(params={"n": 2}))
     texts = {choice: "".join(p.text for p in pieces if isinstance(p, TextDelta) and p.choice == choice) for choice in (0, 1)}
     assert texts == {0: "abc", 1: "xy"}
     ends = [piece for piece in pieces if isinstance(piece, ChoiceFinished)]
     assert [(end.choice, end.num_completion_tokens, end.usage.completion_tokens) for end in ends] == [(1, 2, 4), (0, 3, 5)]
+    assert [end.usage.cached_tokens for end in ends] == [1, 1]
 
 
 async def test_an_echo_comes_before_each_choice() -> None:
@@ -129,7 +157,7 @@ REFUSED: list[tuple[dict[str, Any], type[RequestError], str | None, str]] = [
     ({"prompt": ""}, InvalidRequest, "prompt", "no tokens"),
     ({"token_ids": ()}, InvalidRequest, "token_ids", "no tokens"),
     ({"token_ids": (1, 340)}, InvalidRequest, "token_ids", "340 does not"),
-    ({"token_ids": (-1,)}, InvalidRequest, "token_ids", "-1 does not"),
+    ({"token_ids": (-1, 5)}, InvalidRequest, "token_ids", "-1 does not"),
     ({"prompt": "a\ud800"}, InvalidRequest, None, "surrogate"),
     ({"params": {"stop_token_ids": (340,)}}, InvalidRequest, "stop_token_ids", "340"),
     ({"token_ids": (9,) * 64}, ContextLengthExceeded, "token_ids", "maximum context length is 64 tokens.*have 64 tokens"),
