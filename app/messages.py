@@ -192,6 +192,7 @@ class StepStats:
     num_decode_sequences: int = 0
     cached_tokens: int = 0
     preempted: int = 0
+    model_seconds: float = 0.0  # of `seconds`, in the model's forward pass
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,7 @@ class Metrics:
         """A step with any prefill in it counts as prefill: that is what its time went to."""
         phase: Phase = "prefill" if stats.prefill_tokens else "decode"
         self._step_seconds.labels(phase).observe(stats.seconds)
+        self._model_seconds.labels(phase).inc(stats.model_seconds)
         shares = (
             ("prefill", stats.prefill_tokens, stats.num_prefill_sequences),
             ("decode", stats.decode_tokens, stats.num_decode_sequences),
@@ -146,6 +147,7 @@ class Metrics:
         tpot = "Mean time of a choice's tokens after the first."
         self._tpot_seconds = self._histogram("time_per_output_token_seconds", tpot, SECONDS)
         self._step_seconds = self._histogram("step_seconds", "Time of an engine step.", SECONDS, "phase")
+        self._model_seconds = self._counter("model_seconds", "Time of engine steps spent in the model itself.", "phase")
         self._batch_tokens = self._histogram("batch_tokens", "Tokens of a step.", COUNTS, "phase")
         self._batch_sequences = self._histogram("batch_sequences", "Sequences of a step.", COUNTS, "phase")
 

@@ -56,6 +56,8 @@ def candidates(fingerprint: int, number: int) -> Picked:
 class RememberingRunner:
     """Carries out batches on the dictionary and holds them against what they must be. `broken` makes it raise."""
 
+    model_seconds = 0.0
+
     def __init__(self, pool: SlotPool) -> None:
         self.pool = pool
         self.memory: dict[tuple[int, int], int] = {}

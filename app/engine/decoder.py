@@ -16,6 +16,11 @@ from app.messages import Abort, Event, Generate, Snapshot, StepStats
 class Runner(Protocol):
     """Tensors in, ids out: one `Picked` for each span that samples, in span order."""
 
+    @property
+    def model_seconds(self) -> float:
+        """Of the last batch, in the model's forward pass."""
+        ...
+
     def run(self, batch: Batch) -> Items[Picked]: ...
 
 
@@ -48,7 +53,7 @@ class DecoderEngine:
         picked = self.runner.run(batch)
         events = self.scheduler.update(batch, picked)
         self._batch = None
-        self.stats = measured(batch, self._clock() - started)
+        self.stats = measured(batch, self._clock() - started, self.runner.model_seconds)
         self.scheduler.observe(self.stats)
         return events
 
@@ -65,7 +70,7 @@ class DecoderEngine:
         return self.scheduler.snapshot()
 
 
-def measured(batch: Batch, seconds: float) -> StepStats:
+def measured(batch: Batch, seconds: float, model_seconds: float = 0.0) -> StepStats:
     """A step in numbers, for the metrics and the pace."""
     decodes = sum(span.is_decode for span in batch.spans)
     return StepStats(
@@ -77,4 +82,5 @@ def measured(batch: Batch, seconds: float) -> StepStats:
         num_decode_sequences=decodes,
         cached_tokens=batch.cached_tokens,
         preempted=batch.preempted,
+        model_seconds=model_seconds,
     )

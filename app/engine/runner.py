@@ -5,6 +5,8 @@ Who is in the batch is the scheduler's decision; how a device attends is the bac
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +25,7 @@ class Runner:
         self.kv_cache = kv_cache
         self.backend = backend
         self.sampler = sampler
+        self.model_seconds = 0.0  # of the last batch, in the model's forward pass
 
     def run(self, batch: Batch) -> list[Picked]:
         """One `Picked` for each span that samples, in span order.
@@ -34,7 +37,11 @@ class Runner:
                 self.kv_cache.copy(copy)
             for slot, start, end in batch.released:
                 self.kv_cache.release(slot, start, end)
-            logits = self.model(self._context(batch.spans))
+            context = self._context(batch.spans)
+            started = time.perf_counter()
+            logits = self.model(context)
+            self.backend.synchronize()
+            self.model_seconds = time.perf_counter() - started
             sequences = [span.sequence for span in batch.spans if span.samples]
             return self.sampler.pick(logits, sequences) if sequences else []
 

@@ -35,6 +35,7 @@ class Reins:
         self.faults: list[Exception] = []
         self.batches: list[Batch] = []
         self.runner: Any = None
+        self.model_seconds = 0.0
 
     def take(self, engine: Any) -> Any:
         self.runner, engine.runner = engine.runner, self
