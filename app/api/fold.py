@@ -62,11 +62,8 @@ class Whole:
 async def fold(pieces: Pieces) -> Whole:
     """Reads to the end. Raises what the pieces raise."""
     whole = Whole()
-    try:
-        async for piece in pieces:
-            whole.add(piece)
-    finally:
-        await pieces.aclose()
+    async for piece in pieces:
+        whole.add(piece)
     return whole
 
 

@@ -32,7 +32,7 @@ class Body(BaseModel):
     IGNORED fields change nothing that a client could notice here. NEUTRAL ones are refused unless their value asks for nothing.
     """
 
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
     IGNORED: ClassVar[frozenset[str]] = frozenset()
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 

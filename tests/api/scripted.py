@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +38,7 @@ class ScriptedService:
     stage: str = "ready"
     snapshot: Snapshot = field(default_factory=Snapshot)
     requests: list[GenerationRequest] = field(default_factory=list)
+    streams: list[AsyncGenerator[Piece, None]] = field(default_factory=list)
     num_open: int = 0
 
     @property
@@ -46,7 +47,12 @@ class ScriptedService:
             raise NotReady(f"The model is still loading: {self.stage}.")
         return SimpleNamespace(name="demo", limits=SimpleNamespace(max_model_len=512))
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Piece]:
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Piece, None]:
+        """Holds on to what it gives, so that only who closes a stream ends it, and not the collector of garbage."""
+        self.streams.append(self._play(request))
+        return self.streams[-1]
+
+    async def _play(self, request: GenerationRequest) -> AsyncGenerator[Piece, None]:
         self.requests.append(request)
         script = self.scripts[min(len(self.requests), len(self.scripts)) - 1]
         self.num_open += 1

@@ -147,6 +147,17 @@ async def test_a_client_that_leaves_ends_its_request(
     assert all(message["type"] != "http.response.start" for message in talk.sent) or begun
 
 
+@pytest.mark.parametrize("stream", [b"false", b"true"])
+async def test_a_client_that_leaves_ends_all_its_prompts(conversation: Talk, service: ScriptedService, stream: bytes) -> None:
+    service.scripts = [[*deltas("a")[:1], asyncio.Event()], [asyncio.Event()]]
+    talk = conversation("/v1/completions", b'{"prompt": ["x", "y", "z"], "stream": ' + stream + b"}")
+    while service.num_open < 3:
+        await asyncio.sleep(0)
+    talk.leave()
+    await talk.over()
+    assert service.num_open == 0
+
+
 async def test_a_client_that_leaves_while_it_does_not_read(app: Any, service: ScriptedService) -> None:
     """The server is stuck in `send`, not in the service: the request must end all the same."""
     talk = Conversation(app, "/generate", STREAM, reads=False)

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app.errors import Overloaded
+from app.errors import Overloaded, StepFailed
 from app.generation import ChoiceFinished, ScoredToken, TextDelta, Usage
 from app.messages import Timings
 from tests.api.scripted import ScriptedService, deltas, events
@@ -73,6 +73,12 @@ async def test_a_prompt_that_fails_later_ends_the_stream(client: httpx.AsyncClie
     told = events(await client.post(URL, json={"prompt": ["x", "y"], "stream": True}))
     assert told[-1]["error"]["code"] == "internal_error"
     assert service.num_open == 0
+
+
+async def test_an_echo_is_no_token_yet(client: httpx.AsyncClient, service: ScriptedService) -> None:
+    service.scripts = [[TextDelta(0, "x"), StepFailed("A step failed.")]]
+    response = await client.post(URL, json={"prompt": "x", "echo": True, "stream": True})
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "step_failed")
 
 
 async def test_the_number_of_choices_is_bounded(client: httpx.AsyncClient) -> None:
