@@ -237,6 +237,8 @@ def _ropes(config: Fields, family: Family, head_dim: int, types: tuple[str, ...]
         return tuple(rope if family.model_type != "smollm3" or _turns(config, layer) else None for layer in range(len(types)))
     full = parse_rope(config, head_dim, family.theta, "full_attention")
     nested = config.section("rope_parameters").section("sliding_attention")
+    if nested.text("rope_type", "default") != "default":
+        raise CheckpointInvalid(f"{nested.where}: sliding layers turn without scaling, rope_type 'default'.")
     theta = nested.number("rope_theta", config.number("rope_local_base_freq", family.local_theta))
     sliding = Rope(theta, head_dim)
     return tuple(sliding if name == "sliding_attention" else full for name in types)

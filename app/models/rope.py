@@ -68,8 +68,11 @@ def parse_rope(config: Fields, head_dim: int, default_theta: float, layer_type: 
 
 def _section(config: Fields, layer_type: str | None) -> Fields:
     new, old = config.section("rope_parameters"), config.section("rope_scaling")
-    if layer_type is not None and (new.has("full_attention") or new.has("sliding_attention")):
-        return new.section(layer_type)
+    if new.has("full_attention") or new.has("sliding_attention"):
+        full, sliding = new.section("full_attention"), new.section("sliding_attention")
+        if layer_type is None and full.values and sliding.values and full.values != sliding.values:
+            raise CheckpointInvalid(f"{new.where} differs between kinds of layers, which is known of Gemma 3 alone.")
+        return new.section(layer_type or "full_attention")
     return old if old.values and not new.values else new
 
 

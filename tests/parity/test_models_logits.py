@@ -27,6 +27,10 @@ LLAMA3 = {
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 2.0, 3.0, 4.0]}
 LONGROPE = {"original_max_position_embeddings": 64, "rope_scaling": {"type": "longrope", **FACTORS}}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+NESTED = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
 
 # name: architecture, what config.json says, length of the prompt
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -54,6 +58,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "gemma2-untied": ("Gemma2ForCausalLM", {"tie_word_embeddings": False}, 24),
     "gemma2-no-caps": ("Gemma2ForCausalLM", {"attn_logit_softcapping": None, "final_logit_softcapping": None}, 24),
     "gemma3-two-ropes": ("Gemma3ForCausalLM", {"rope_theta": 5000.0, "rope_local_base_freq": 100.0}, 24),
+    "gemma3-new-spelling": ("Gemma3ForCausalLM", {"rope_theta": None, "rope_parameters": NESTED}, 24),
     "gemma3-linear": ("Gemma3ForCausalLM", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 24),
 }
 

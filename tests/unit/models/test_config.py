@@ -81,6 +81,7 @@ def test_gemma3_has_two_thetas_and_smollm3_layers_without() -> None:
     ]
 
 
+TYPES = ("full_attention", "sliding_attention")
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": (
         {"architectures": ["BloomForCausalLM"]},
@@ -91,6 +92,11 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "rope type": ({"rope_scaling": {"rope_type": "spiral", "factor": 2}}, "rope_type 'spiral' is not known; known are default"),
     "rope factor": ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling does not say factor"),
     "rope section": ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
+    "two ropes": ({"rope_parameters": {name: {"rope_theta": len(name)} for name in TYPES}}, "differs between kinds of layers"),
+    "scaled sliding layers": (
+        {"architectures": ["Gemma3ForCausalLM"], "rope_parameters": {TYPES[1]: {"rope_type": "linear", "factor": 2.0}}},
+        "sliding layers turn without scaling",
+    ),
     "longrope factors": (
         {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}},
         "short_factor must be a list of 4",
