@@ -30,9 +30,13 @@ class LinearForm(Protocol):
 
 
 class Packing(Protocol):
-    """How a form is made. `keeps_weight` says that it holds on to the very tensor it was given, which then must not be reused."""
+    """How a form is made. `keeps_weight` says that it holds on to the very tensor it was given, which then must not be reused;
+
+    `streams` that it can be made empty, `form(out, in, bias)`, and then filled some rows at a time.
+    """
 
     keeps_weight: ClassVar[bool]
+    streams: ClassVar[bool]
 
     @classmethod
     def suits(cls, rows: int, columns: int, dtype: torch.dtype) -> bool:
@@ -47,6 +51,7 @@ class PlainLinear:
     """The weight as it is, multiplied by torch's own product. Always there; a weight that the file stores like this stays mapped."""
 
     keeps_weight: ClassVar[bool] = True
+    streams: ClassVar[bool] = False
 
     __slots__ = ("bias", "weight")
 
@@ -76,6 +81,7 @@ class OneDnnLinear:
     """
 
     keeps_weight: ClassVar[bool] = False
+    streams: ClassVar[bool] = False
     # Below this, a call costs more than the product: 256 x 256 takes 13 us instead of 5 in FP32 (one core, one row).
     smallest: ClassVar[int] = 2**16
 

@@ -5,7 +5,6 @@ Layout and product are described in `csrc/armature.h` and `csrc/tile_bf16.h`. It
 
 from __future__ import annotations
 
-import ctypes
 from typing import ClassVar
 
 import torch
@@ -22,11 +21,20 @@ class PanelLinear:
     within a tenth of it at 512 (8192 x 2048, two Zen 5 cores)."""
 
     keeps_weight: ClassVar[bool] = False
+    streams: ClassVar[bool] = True
 
     __slots__ = ("bias", "inputs", "library", "outputs", "panels")
 
-    def __init__(self, library: ctypes.CDLL, panels: Tensor, bias: Tensor | None, outputs: int, inputs: int) -> None:
-        self.library, self.panels, self.bias, self.outputs, self.inputs = library, panels, bias, outputs, inputs
+    def __init__(self, outputs: int, inputs: int, bias: Tensor | None) -> None:
+        """Room for a weight [outputs, inputs], which `fill` brings."""
+        library = native().bf16
+        assert library is not None, "suits() was asked"
+        num_panels = -(-outputs // PANEL_WIDTH)
+        self.library, self.outputs, self.inputs = library, outputs, inputs
+        self.bias = None if bias is None else bias.to(torch.float32, copy=True)
+        self.panels = weights_bytes(num_panels * PANEL_WIDTH * -(-inputs // 2) * 4)
+        if outputs % PANEL_WIDTH:  # the last panel is padded with zeros
+            self.panels[-self.panels.numel() // num_panels :].zero_()
 
     @classmethod
     def suits(cls, rows: int, columns: int, dtype: torch.dtype) -> bool:
@@ -34,16 +42,15 @@ class PanelLinear:
 
     @classmethod
     def pack(cls, weight: Tensor, bias: Tensor | None) -> PanelLinear:
-        """weight [out, in] bf16, its rows contiguous."""
-        library = native().bf16
-        assert library is not None and weight.dtype == torch.bfloat16 and weight.is_contiguous(), "suits() was asked"
-        outputs, inputs = weight.shape
-        num_panels = -(-outputs // PANEL_WIDTH)
-        panels = weights_bytes(num_panels * PANEL_WIDTH * -(-inputs // 2) * 4)
-        if outputs % PANEL_WIDTH:  # the last panel is padded with zeros
-            panels[-panels.numel() // num_panels :].zero_()
-        library.armature_pack_bf16(weight.data_ptr(), panels.data_ptr(), outputs, inputs, 0)
-        return cls(library, panels, None if bias is None else bias.to(torch.float32, copy=True), outputs, inputs)
+        """weight [out, in] bf16."""
+        form = cls(weight.shape[0], weight.shape[1], bias)
+        form.fill(0, weight)
+        return form
+
+    def fill(self, first: int, rows: Tensor) -> None:
+        """rows [n, in] bf16, contiguous: outputs `[first, first + n)`. They may be reused afterwards."""
+        assert rows.dtype == torch.bfloat16 and rows.is_contiguous() and first + len(rows) <= self.outputs, "rows of this weight"
+        self.library.armature_pack_bf16(rows.data_ptr(), self.panels.data_ptr(), len(rows), self.inputs, first)
 
     @property
     def nbytes(self) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from app.backends.base import Backend
 from app.hardware.plan import ServingPlan
 from app.kernels.linear import FORMS, Linear, Packing, host_architecture
+from app.kernels.panels import PanelLinear
 from app.models.layers import Embedding, RMSNorm
 from app.models.registry import build_model
 from app.weights.checkpoint import Checkpoint
@@ -25,6 +26,7 @@ from app.weights.recipes import Recipe, find_recipe
 Progress = Callable[[int, int], None]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _COPY_BYTES = 8 * 2**20  # source pages held while a tensor is converted
+_STREAM_BYTES = 8 * 2**20  # of a weight on its way into panels: less than the last cache of any server
 
 
 def load_model(checkpoint: Checkpoint, plan: ServingPlan, backend: Backend, progress: Progress | None = None) -> nn.Module:
@@ -56,18 +58,34 @@ class _Loading:
                 entry = self.tensors[f"{module.source}.weight"]
                 module.adopt(self.files.tensor(entry))
                 self._advance((entry,))
+        self.files.close()
         self.progress(self.total, self.total)
 
     def _pack(self, linear: Linear) -> None:
         entries = [self.tensors[f"{source}.weight"] for source in linear.sources]
-        form = self._form(linear)
-        weight, mapped = self._weight(entries, (linear.out_features, linear.in_features), form.keeps_weight)
-        bias = self._bias(linear.sources) if linear.has_bias else None
-        linear.form = form.pack(weight, bias)
-        if not (mapped and form.keeps_weight):
-            for entry in entries:
-                self.files.drop(entry.file, entry.start, entry.end)
+        form, bias = self._form(linear), self._bias(linear.sources) if linear.has_bias else None
+        if issubclass(form, PanelLinear):
+            linear.form = self._streamed(form(linear.out_features, linear.in_features, bias), entries)
+        else:
+            weight, mapped = self._weight(entries, (linear.out_features, linear.in_features), form.keeps_weight)
+            linear.form = form.pack(weight, bias)
+            if not (mapped and form.keeps_weight):
+                for entry in entries:
+                    self.files.drop(entry.file, entry.start, entry.end)
         self._advance(entries)
+
+    def _streamed(self, form: PanelLinear, entries: Sequence[TensorEntry]) -> PanelLinear:
+        """A few rows at a time, through a buffer that stays in the processor's cache: neither whole tensors nor mapped pages are held."""
+        first = 0
+        for entry in entries:
+            rows, columns = entry.shape
+            step = max(1, _STREAM_BYTES // (columns * self.dtype.itemsize))
+            for row in range(0, rows, step):
+                some = self._staging((min(step, rows - row), columns))
+                self.files.read(entry, row, some)
+                form.fill(first + row, some)
+            first += rows
+        return form
 
     def _form(self, linear: Linear) -> type[Packing]:
         forms = (FORMS[name] for name in self.recipe.linear)

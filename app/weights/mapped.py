@@ -5,14 +5,18 @@ The mapping is private and read-only: nothing can write to the checkpoint, and t
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
+from app.errors import CheckpointInvalid
 from app.weights.headers import TensorEntry
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -26,6 +30,7 @@ class MappedFiles:
 
     def __init__(self) -> None:
         self._maps: dict[Path, mmap.mmap] = {}
+        self._streams: dict[Path, BinaryIO] = {}
 
     def tensor(self, entry: TensorEntry) -> Tensor:
         """The tensor as stored: a view of the file."""
@@ -45,6 +50,25 @@ class MappedFiles:
                 return unaligned.clone().view(dtype).view(shape)
             return torch.frombuffer(self._map(first.file), dtype=dtype, count=count, offset=first.start).view(shape)
 
+    def read(self, entry: TensorEntry, row: int, target: Tensor) -> None:
+        """Copies `len(target)` rows of a two-dimensional tensor from `row` on, converted to target's dtype where it differs.
+
+        By a read, not through the mapping: a page table entry for each 4 KiB costs more than the copy (1.6 s for 2.4 GB against 0.3).
+        """
+        rows, columns = target.shape
+        stored = TORCH_DTYPES[entry.dtype]
+        direct = stored == target.dtype and target.is_contiguous()
+        buffer = target if direct else torch.empty(rows, columns, dtype=stored)
+        view = memoryview((ctypes.c_char * buffer.nbytes).from_address(buffer.data_ptr())).cast("B")
+        offset, done = entry.start + row * columns * stored.itemsize, 0
+        while done < len(view):  # a read may stop early; the interpreter's lock is free meanwhile
+            count = os.preadv(self._descriptor(entry.file), [view[done:]], offset + done)
+            if count == 0:
+                raise CheckpointInvalid(f"{entry.file.name} became shorter while it was read. Was it being replaced?")
+            done += count
+        if not direct:
+            target.copy_(buffer)
+
     def fetch(self, file: Path, start: int, end: int) -> None:
         """Reads these bytes in order, ahead of a product that would read them in blocks: one call instead of a fault for every 16 pages."""
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
@@ -60,6 +84,17 @@ class MappedFiles:
         first, last = -(-start // page) * page, end // page * page
         if first < last and hasattr(mmap, "MADV_DONTNEED"):
             self._map(file).madvise(mmap.MADV_DONTNEED, first, last - first)
+
+    def close(self) -> None:
+        """Closes what `read` opened; mapped tensors live on."""
+        for stream in self._streams.values():
+            stream.close()
+        self._streams.clear()
+
+    def _descriptor(self, file: Path) -> int:
+        if file not in self._streams:
+            self._streams[file] = file.open("rb", buffering=0)
+        return self._streams[file].fileno()
 
     def _map(self, file: Path) -> mmap.mmap:
         mapped = self._maps.get(file)
