@@ -9,10 +9,11 @@ from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from app.engine.batch import Picked
-from app.engine.sampling_rows import draw, has_penalties, penalised, probabilities, require_finite
+from app.engine.sampling_rows import draw, has_penalties, penalised, probabilities, require_finite, take
 from app.engine.sequence import Sequence
 from app.engine.uniform import uniform
 
@@ -34,7 +35,7 @@ class Sampler:
             groups.setdefault(_way_to_pick(sequence), []).append(row)
         picked: list[Picked] = [Picked(())] * len(sequences)
         for pick_rows, rows in groups.items():
-            chosen = pick_rows(_take(logits, rows), [sequences[row] for row in rows])
+            chosen = pick_rows(take(logits, rows), [sequences[row] for row in rows])
             for row, one in zip(rows, chosen, strict=True):
                 picked[row] = one
         return _with_logprobs(picked, logits, sequences)
@@ -46,10 +47,6 @@ def _way_to_pick(sequence: Sequence) -> PickRows:
     if not sequence.params.greedy:
         return _pick_drawn
     return _pick_greedy_penalised if has_penalties(sequence.params) else _pick_greedy
-
-
-def _take(logits: Tensor, rows: list[int]) -> Tensor:
-    return logits if len(rows) == len(logits) else logits[rows]
 
 
 def _pick_greedy(logits: Tensor, sequences: Rows[Sequence]) -> list[Picked]:
@@ -75,7 +72,7 @@ def _pick_drawn(logits: Tensor, sequences: Rows[Sequence]) -> list[Picked]:
 def _pick_beams(logits: Tensor, sequences: Rows[Sequence]) -> list[Picked]:
     """Each parent's best candidates with their log-probabilities, best first. A beam search ignores the temperature."""
     require_finite(logits.amax(-1))
-    logprobs = penalised(logits, sequences).log_softmax(-1)
+    logprobs = _log_softmax(penalised(logits, sequences))
     best = _best(logprobs, max(sequence.num_candidates for sequence in sequences))
     picked = []
     for row, sequence in zip(best, sequences, strict=True):
@@ -89,7 +86,7 @@ def _with_logprobs(picked: list[Picked], logits: Tensor, sequences: Rows[Sequenc
     rows = [row for row, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
     if not rows:
         return picked
-    logprobs = _take(logits, rows).float().log_softmax(-1)
+    logprobs = _log_softmax(take(logits, rows).to(torch.float32, copy=True))
     best = _best(logprobs, max(sequences[row].params.logprobs or 0 for row in rows))
     result = list(picked)
     for index, row in enumerate(rows):
@@ -97,6 +94,11 @@ def _with_logprobs(picked: list[Picked], logits: Tensor, sequences: Rows[Sequenc
         own = one.logprobs or (float(logprobs[index, one.token_ids[0]]),)  # a beam has its candidates' already
         result[row] = replace(one, logprobs=own, top=top)
     return result
+
+
+def _log_softmax(scores: Tensor) -> Tensor:
+    """In place: touching fresh memory of this size costs more than the arithmetic."""
+    return torch.log_softmax(scores, -1, out=scores)
 
 
 def _best(logprobs: Tensor, count: int) -> list[list[tuple[int, float]]]:

@@ -25,6 +25,11 @@ _NUCLEUS_WIDTHS = (
 )  # most nuclei are found among this many likeliest tokens; sorting a whole vocabulary costs 30 times as much
 
 
+def take(values: Tensor, rows: list[int] | Tensor) -> Tensor:
+    """Some rows of values [rows, vocab], in ascending order; all of them are not copied."""
+    return values if len(rows) == len(values) else values[rows]
+
+
 def require_finite(best: Tensor) -> None:
     """best [rows] is each row's largest logit: NaN anywhere in a row, +inf or nothing but -inf shows there."""
     if not bool(best.isfinite().all()):
@@ -41,27 +46,22 @@ def penalised(logits: Tensor, sequences: Rows[Sequence]) -> Tensor:
     Counted anew each step, for the rows that ask: a preempted or forked sequence needs no bookkeeping.
     """
     scores = logits.to(torch.float32, copy=True)
-    rows: list[int] = []
-    token_ids: list[int] = []
-    terms: list[tuple[float, float]] = []  # divisor of a positive score, amount to subtract
     for row, sequence in enumerate(sequences):
-        params = sequence.params
-        if not has_penalties(params):
-            continue
-        completion = Counter(sequence.token_ids[sequence.num_prompt_tokens :])
-        for token_id in set(sequence.token_ids) if params.repetition_penalty != 1.0 else completion:
-            count = completion[token_id]
-            rows.append(row)
-            token_ids.append(token_id)
-            terms.append(
-                (max(params.repetition_penalty, _LEAST), params.frequency_penalty * count + params.presence_penalty * (count > 0))
-            )
-    if rows:
-        at = (torch.tensor(rows), torch.tensor(token_ids))
-        divisor, amount = torch.tensor(terms).unbind(1)
-        seen = scores[at]
-        scores[at] = torch.where(seen > 0, seen / divisor, seen * divisor).sub_(amount)
+        if has_penalties(sequence.params):
+            _penalise(scores[row], sequence)
     return scores
+
+
+def _penalise(scores: Tensor, sequence: Sequence) -> None:
+    params, num_prompt = sequence.params, sequence.num_prompt_tokens
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(list(set(sequence.token_ids)))
+        values, penalty = scores[seen], max(params.repetition_penalty, _LEAST)
+        scores[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if sequence.num_completion_tokens and (params.presence_penalty or params.frequency_penalty):
+        counts = Counter(sequence.token_ids[num_prompt:])
+        said, times = torch.tensor(list(counts.keys())), torch.tensor(list(counts.values()))
+        scores[said] -= times * params.frequency_penalty + params.presence_penalty
 
 
 def has_penalties(params: SamplingParams) -> bool:
@@ -74,11 +74,11 @@ def probabilities(scores: Tensor, params: Rows[SamplingParams]) -> Tensor:
     Filtered tokens have probability 0; what is left need not sum to 1.
     """
     temperature = torch.tensor([max(one.temperature, _LEAST) for one in params]).unsqueeze(1)
-    scores.sub_(scores.amax(-1, keepdim=True)).div_(temperature)
+    scores.div_(temperature)
     vocab_size = scores.shape[1]
     if any(0 < one.top_k < vocab_size for one in params):
         scores.masked_fill_(scores < _top_k_threshold(scores, [one.top_k for one in params]), -torch.inf)
-    shares = scores.softmax(-1)
+    shares = torch.softmax(scores, -1, out=scores)  # in place: touching fresh memory costs more than the arithmetic
     if any(one.top_p < 1.0 or one.min_p > 0.0 for one in params):
         threshold = torch.tensor([one.min_p for one in params]).unsqueeze(1) * shares.amax(-1, keepdim=True)
         threshold = torch.maximum(threshold, _top_p_threshold(shares, [one.top_p for one in params]))
@@ -92,7 +92,8 @@ def draw(shares: Tensor, uniforms: Rows[float]) -> Tensor:
     In vocabulary order and not by rank, since then a rounding difference in the logits moves the borders a little instead of
     swapping two tokens. In two stages, blocks and then inside one, since a running sum over a vocabulary in float64 is slow.
     """
-    blocks = F.pad(shares, (0, -shares.shape[1] % _BLOCK)).view(len(shares), -1, _BLOCK)
+    missing = -shares.shape[1] % _BLOCK
+    blocks = (F.pad(shares, (0, missing)) if missing else shares).view(len(shares), -1, _BLOCK)
     block, rest = _locate(blocks.sum(-1).double(), torch.tensor(uniforms, dtype=torch.float64))
     inside, _ = _locate(blocks[torch.arange(len(blocks)), block].double(), rest)
     return block * _BLOCK + inside
@@ -112,7 +113,7 @@ def _top_k_threshold(scores: Tensor, top_k: Rows[int]) -> Tensor:
     """The k-th largest score of each row, [rows, 1]; -inf where k is off."""
     rows = [row for row, k in enumerate(top_k) if 0 < k < scores.shape[1]]
     counts = torch.tensor([top_k[row] for row in rows])
-    best = scores[rows].topk(int(counts.max())).values
+    best = take(scores, rows).topk(int(counts.max())).values
     threshold = scores.new_full((len(scores), 1), -torch.inf)
     threshold[rows] = best.gather(1, counts.unsqueeze(1) - 1)
     return threshold
@@ -127,7 +128,7 @@ def _top_p_threshold(shares: Tensor, top_p: Rows[float]) -> Tensor:
     for width in (*(width for width in _NUCLEUS_WIDTHS if width < vocab_size), vocab_size):
         if len(pending) == 0:
             break
-        best = shares[pending].topk(width).values
+        best = take(shares, pending).topk(width).values
         running = best.double().cumsum(-1)
         inside = (running - best < limits[pending]).sum(-1, keepdim=True).clamp_(min=1)
         threshold[pending] = best.gather(1, inside - 1)
