@@ -1,8 +1,12 @@
-"""The processor's attention against the plain formula in float32, for every mixture of rows, segments, windows, caps and head counts."""
+"""The processor's attention against the plain formula in float32, for every mixture of rows, segments, windows, caps and head counts.
+
+What the backend serves with (our kernels, where this machine has them) and torch's way are both held to it.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -12,12 +16,15 @@ from hypothesis import strategies as st
 
 from app.backends import cpu
 from app.backends.base import AttentionRow, Segment
-from app.backends.cpu import CpuBackend
+from app.backends.cpu import CpuBackend, torch_attention
 from app.backends.reference import reference_attention
 from app.models.context import AttentionSpec
 
 # Standard normal inputs, results below 5. In bfloat16 a part's result and its softmax weights are rounded to 8 bits.
 TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 5e-6}, torch.bfloat16: {"rtol": 1.6e-2, "atol": 6e-3}}
+
+
+Attention = Callable[[torch.Tensor, list[AttentionRow], AttentionSpec], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -105,7 +112,7 @@ def test_lengths_beyond_the_kernels_own_blocks(dtype: torch.dtype, spec: Attenti
     shares=st.lists(st.builds(Share, st.integers(0, 40), st.integers(0, 40), st.integers(1, 24)), min_size=1, max_size=6),
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 5),
-    head_dim=st.sampled_from([4, 7, 16, 40]),
+    head_dim=st.sampled_from([4, 7, 16, 40, 64]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     window=st.none() | st.integers(1, 60),
     softcap=st.none() | st.floats(1.0, 50.0),
@@ -129,32 +136,39 @@ def test_the_formula_itself() -> None:
     assert reference_attention(query, [row], AttentionSpec(1.0, softcap=2.0)).item() == pytest.approx(4 + 4 * weight)
 
 
-def test_parts_of_very_different_weight_are_merged_stably() -> None:
-    """A prefix whose scores are 2,000 lower adds nothing, and nothing overflows."""
-    near, far = torch.full((3, 1, 4), 50.0), torch.full((3, 1, 4), -50.0)
-    segments = (Segment(far, torch.full((3, 1, 4), 9.0), 0), Segment(near, torch.ones(3, 1, 4), 3))
-    result = CpuBackend(torch.float32).attention(
-        torch.full((1, 1, 4), 5.0), [AttentionRow(0, 1, 5, segments)], AttentionSpec(1.0)
-    )
-    torch.testing.assert_close(result, torch.ones(1, 1, 4))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("near", [0, 1])
+def test_parts_of_very_different_weight_are_merged_stably(dtype: torch.dtype, near: int) -> None:
+    """A part whose scores are 8,000 lower adds nothing, whichever it is, and nothing overflows."""
+    parts = [(torch.full((3, 1, 16), sign * 50.0), torch.full((3, 1, 16), value)) for sign, value in ((1, 1.0), (-1, 9.0))]
+    ordered = parts if near == 0 else parts[::-1]
+    segments = tuple(Segment(key.to(dtype), value.to(dtype), 3 * at) for at, (key, value) in enumerate(ordered))
+    query, row = torch.full((1, 1, 16), 5.0, dtype=dtype), AttentionRow(0, 1, 5, segments)
+    for result in (
+        CpuBackend(dtype).attention(query, [row], AttentionSpec(1.0)),
+        torch_attention(query, [row], AttentionSpec(1.0)),
+    ):
+        torch.testing.assert_close(result.float(), torch.ones(1, 1, 16))
 
 
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
+@pytest.mark.parametrize("attention", [CpuBackend(torch.bfloat16).attention, torch_attention], ids=["backend", "torch"])
+def test_a_row_does_not_depend_on_its_neighbours(attention: Attention) -> None:
     query, rows = make_rows(RAGGED, 8, 2, 64, torch.bfloat16)
-    spec, backend = AttentionSpec(0.125), CpuBackend(torch.bfloat16)
-    together = backend.attention(query, rows, spec)
+    spec = AttentionSpec(0.125)
+    together = attention(query, rows, spec)
     for row in rows:
         alone = AttentionRow(0, row.num_tokens, row.start, row.segments)
         own = slice(row.first, row.first + row.num_tokens)
-        assert torch.equal(backend.attention(query[own], [alone], spec), together[own])
+        assert torch.equal(attention(query[own], [alone], spec), together[own])
 
 
-def test_the_query_may_be_a_view_of_the_fused_product() -> None:
-    query, rows = make_rows(RAGGED, 4, 2, 16, torch.float32)
-    fused = torch.cat([query.flatten(1), torch.randn(len(query), 64)], 1)
+@pytest.mark.parametrize("attention", [CpuBackend(torch.bfloat16).attention, torch_attention], ids=["backend", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_query_may_be_a_view_of_the_fused_product(attention: Attention, dtype: torch.dtype) -> None:
+    query, rows = make_rows(RAGGED, 4, 2, 16, dtype)
+    fused = torch.cat([query.flatten(1), torch.randn(len(query), 64).to(dtype)], 1)
     view = fused[:, :64].view(-1, 4, 16)
-    spec, backend = AttentionSpec(0.25), CpuBackend(torch.float32)
-    assert torch.equal(backend.attention(view, rows, spec), backend.attention(query, rows, spec))
+    assert torch.equal(attention(view, rows, AttentionSpec(0.25)), attention(query, rows, AttentionSpec(0.25)))
 
 
 def test_a_cache_in_another_precision_is_read_as_it_is() -> None:
