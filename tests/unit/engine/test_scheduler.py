@@ -37,6 +37,16 @@ def test_decodes_come_first_then_running_prefill_then_new_requests() -> None:
     assert shape(sim.step()) == [("a", 1), ("b", 31), ("c", 8)]
 
 
+def test_a_decode_comes_before_the_last_token_of_an_older_prompt() -> None:
+    sim = Simulation(limits=limited(batch_tokens=12))
+    sim.add("old", [1] * 9, n=2)
+    sim.add("young", [2] * 4, ignore_eos=True)
+    sim.hear(sim.scheduler.abort(Abort("old", choice=0)))
+    sim.scheduler._waiting.sort(key=lambda sequence: -sequence.order)  # as if the older had been held for longer
+    sim.step()
+    assert shape(sim.step()) == [("young", 1), ("old", 1)]
+
+
 def test_prefill_beside_decodes_keeps_to_the_pace() -> None:
     sim = Simulation(limits=limited(batch_tokens=40), pace=StepPace(40, itl_target_seconds=0.05))
     sim.add("a", [1] * 5, ignore_eos=True)

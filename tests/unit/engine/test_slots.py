@@ -108,6 +108,14 @@ def test_pages_taken_again_are_not_given_back() -> None:
     assert pool.take_released() == ()
 
 
+def test_pages_are_given_back_once() -> None:
+    pool = SlotPool(num_slots=1, capacity_tokens=100, tokens_per_page=10)
+    assert cache(pool, [1] * 60) == occupy(pool, [2] * 25)
+    pool.take_released()
+    pool.release(0, 0)
+    assert pool.take_released() == ((0, 0, 30),)
+
+
 def test_a_slot_adopted_in_place_is_cut_to_what_is_shared() -> None:
     pool = SlotPool(num_slots=2, capacity_tokens=100)
     index = cache(pool, [1] * 60)
