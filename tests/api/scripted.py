@@ -40,6 +40,7 @@ class ScriptedService:
     requests: list[GenerationRequest] = field(default_factory=list)
     streams: list[AsyncGenerator[Piece, None]] = field(default_factory=list)
     num_open: int = 0
+    num_waiting: int = 0
 
     @property
     def model(self) -> Any:
@@ -65,6 +66,7 @@ class ScriptedService:
                 if isinstance(step, Exception):
                     raise step
                 if isinstance(step, asyncio.Event):
+                    self.num_waiting += 1
                     await step.wait()
                 else:
                     yield step

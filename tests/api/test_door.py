@@ -151,7 +151,7 @@ async def test_a_client_that_leaves_ends_its_request(
 async def test_a_client_that_leaves_ends_all_its_prompts(conversation: Talk, service: ScriptedService, stream: bytes) -> None:
     service.scripts = [[*deltas("a")[:1], asyncio.Event()], [asyncio.Event()]]
     talk = conversation("/v1/completions", b'{"prompt": ["x", "y", "z"], "stream": ' + stream + b"}")
-    while service.num_open < 3:
+    while service.num_waiting < 3:
         await asyncio.sleep(0)
     talk.leave()
     await talk.over()

@@ -177,6 +177,12 @@ async def test_logprobs_in_the_stream_and_in_the_answer(client: httpx.AsyncClien
     assert chunks[1]["choices"][0]["logprobs"]["content"] == expected
 
 
+async def test_tokens_without_text_make_no_chunk(client: httpx.AsyncClient, service: ScriptedService) -> None:
+    service.scripts = [deltas("a", "")]
+    chunks = events(await client.post(URL, json=HELLO | {"stream": True}))[:-1]
+    assert [chunk["choices"][0]["delta"].get("content") for chunk in chunks] == ["", "a", None]
+
+
 async def test_several_choices_are_told_apart(client: httpx.AsyncClient, service: ScriptedService) -> None:
     first, second = deltas("a", "b"), deltas("c", "d", choice=1, reason="length")
     service.scripts = [[piece for pair in zip(first, second, strict=True) for piece in pair]]

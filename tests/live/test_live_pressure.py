@@ -10,10 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlparse
 
-import pytest
-
 from app.engine.worker import MAX_FAILED_STEPS
-from tests.live.live_server import LiveServer, live, starting, until
+from tests.live.live_server import LiveServer, live, until
 from tiny_checkpoints import write_checkpoint
 
 
@@ -126,30 +124,4 @@ def test_a_template_that_looks_for_a_way_out(tmp_path: Path) -> None:
         response = server.client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]})
         assert response.status_code == 400
         assert "subclasses" not in response.text.lower() or "sandbox" in response.text
-        assert server.generate(max_tokens=2).status_code == 200
-
-
-def test_while_it_loads_the_port_is_open(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
-
-    from app.weights import load
-
-    gate = threading.Event()
-    load_model = load.load_model
-
-    def slowly(*arguments: object) -> object:
-        assert gate.wait(60)
-        return load_model(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("app.engine.build.load_model", slowly)
-    with starting(tiny) as server:
-        until(lambda: "weights" in server.client.get("/readyz").json()["stage"])
-        assert server.client.get("/readyz").status_code == 503
-        assert server.client.get("/healthz").status_code == 200
-        assert server.client.get("/metrics").status_code == 200
-        early = server.generate(max_tokens=2)
-        assert (early.status_code, early.json()["error"]["code"]) == (503, "not_ready")
-        assert int(early.headers["retry-after"]) >= 1
-        gate.set()
-        server.wait_until_ready()
         assert server.generate(max_tokens=2).status_code == 200
