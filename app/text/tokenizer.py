@@ -93,8 +93,7 @@ class Tokenizer:
 
     def _all_eos(self, directory: Path) -> frozenset[int]:
         """`generation_config.json`'s, or else `config.json`'s, and the tokenizer's own: instruct checkpoints end turns with any of them."""
-        generation = _eos_of(directory / "generation_config.json")
-        ids = generation if generation is not None else _eos_of(directory / "config.json") or frozenset()
+        ids = _eos_of(directory / "generation_config.json") or _eos_of(directory / "config.json")
         own = self.token_id(self.named_tokens.get("eos_token"))
         return ids if own is None else ids | {own}
 
@@ -136,12 +135,10 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: content for name, content in contents.items() if isinstance(content, str)}
 
 
-def _eos_of(path: Path) -> frozenset[int] | None:
-    """`eos_token_id` of a config file: None where it says nothing."""
+def _eos_of(path: Path) -> frozenset[int]:
+    """`eos_token_id` of a config file, which may be one, a list or nothing."""
     value = _read_object(path).get("eos_token_id")
-    ids = value if isinstance(value, list) else [value]
-    if value is None:
-        return None
+    ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
         raise CheckpointInvalid(f"eos_token_id in {path} must be an id or a list of ids, not {value!r}.")
     return frozenset(ids)

@@ -66,14 +66,14 @@ ESCAPES = [
     "{% include '/etc/passwd' %}",
     "{% import 'os' as os %}{{ os }}",
     "{{ self.__init__.__globals__.x }}",
-    "{{ lipsum(n=1000000) }}",
+    "{{ lipsum(n=1) }}",
 ]
 RUNAWAYS = [
     "{% for i in range(100000000) %}{% endfor %}",
     "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
     "{% for i in range(1000) %}{{ 'x' * 100000 }}{% endfor %}",
-    "{{ 'x' * 10000000000 }}",
-    "{{ [1] * 10000000000 }}",
+    "{% set unseen = 'x' * 2000000 %}",
+    "{% set unseen = 2000000 * [1] %}",
     "{{ 2 ** 100000 }}",
     "{{ 10 ** 60 ** 60 }}",
     "{% set ns = namespace(n=7) %}{% for i in range(100) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import product
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,6 +28,13 @@ def test_pieces_joined_are_the_text_cut_at_the_first_stop(pieces: list[str], sto
     shown = [stream.push(piece) for piece in pieces]
     matched = stream.matched
     assert ("".join([*shown, stream.flush()]), matched) == cut("".join(pieces), stops)
+
+
+def test_every_short_text_with_every_short_stop() -> None:
+    words = ["".join(word) for length in range(9) for word in product("ab", repeat=length)]
+    for text, stop in product(words, [word for word in words if 0 < len(word) < 6]):
+        stream = StopStrings([stop])
+        assert "".join([*map(stream.push, text), stream.flush()]) == cut(text, [stop])[0]
 
 
 @given(st.lists(letters, max_size=12), st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=3))

@@ -54,6 +54,26 @@ def test_any_ids_decode_as_they_do_at_once(form: str, seed: int, length: int) ->
     assert "".join(pieces_of(IncrementalText(tokenizer(form)), ids)) == tokenizer(form).decode(ids)
 
 
+@pytest.mark.parametrize("form", WHOLE)
+@given(text=texts, stops=st.lists(st.text("the fox你🙂 ", min_size=1, max_size=4), max_size=3))
+def test_pieces_joined_are_the_text_up_to_the_first_stop_string(form: str, text: str, stops: list[str]) -> None:
+    ids = tokenizer(form).encode(text, add_special_tokens=False)
+    stream = IncrementalText(tokenizer(form), stops)
+    joined, whole = "".join(pieces_of(stream, ids)), tokenizer(form).decode(ids)
+    ends = [(whole.index(stop) + len(stop), -len(stop)) for stop in stops if stop in whole]
+    assert joined == (whole[: sum(min(ends))] if ends else whole)
+    assert (stream.matched_stop is not None) == bool(ends)
+
+
+@pytest.mark.parametrize("count", range(14, 40))
+def test_a_character_after_bytes_that_are_none(count: int) -> None:
+    inner = tokenizer("byte_level")
+    garbage = inner.token_id("\xff")
+    assert garbage is not None
+    ids = [garbage] * count + inner.encode("ᚠ!", add_special_tokens=False)
+    assert "".join(pieces_of(IncrementalText(inner), ids)) == "\ufffd" * count + "ᚠ!"
+
+
 @given(prompt=texts.filter(bool), text=texts)
 def test_a_completion_continues_its_prompt(prompt: str, text: str) -> None:
     inner = tokenizer("sentence_piece")
