@@ -166,7 +166,10 @@ class Conversation:
         self._incoming.put_nowait({"type": "http.disconnect"})
 
     async def over(self) -> None:
-        await asyncio.wait_for(self.task, 10)
+        """Not `wait_for`: its cancelling would end what should have ended by itself."""
+        await asyncio.wait([self.task], timeout=10)
+        assert self.task.done(), "the server still works for this request"
+        self.task.result()
 
     @property
     def body(self) -> bytes:
