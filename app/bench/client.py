@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -90,6 +92,16 @@ class Client:
 
     async def _get(self, path: str) -> httpx.Response:
         return _checked(await self._http.get(path))
+
+
+@asynccontextmanager
+async def beside_each_other() -> AsyncIterator[asyncio.TaskGroup]:
+    """Tasks of which the first failure ends all, and is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
 
 
 def connect(url: str) -> httpx.AsyncClient:

@@ -14,13 +14,14 @@ from rich.table import Table
 
 from app.bench.stats import Figure, Outcome
 
+WIDTH = 140
 Advance = Callable[[str], None]  # one unit of work is done; the text says what comes next
 
 
 @contextmanager
 def progress(total: int, what: str) -> Iterator[Advance]:
     """A bar with the time left; quiet where standard error is not a terminal."""
-    console = Console(stderr=True)
+    console = _console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=total)
@@ -29,7 +30,7 @@ def progress(total: int, what: str) -> Iterator[Advance]:
 
 def show(outcome: Outcome, json_path: Path | None) -> int:
     """Prints everything, writes the file that was asked for, and answers the exit status: 1 for a failed measurement."""
-    console = Console(stderr=True)
+    console = _console()
     console.print(table(outcome))
     for mistake in outcome.mistakes:
         console.print(mistake, style="bold red", markup=False, highlight=False)
@@ -58,6 +59,12 @@ def table(outcome: Outcome) -> Table:
             figure.against,
         )
     return made
+
+
+def _console() -> Console:
+    """Where nobody watches, in a log, lines are as long as the table wants them."""
+    console = Console(stderr=True)
+    return console if console.is_terminal else Console(stderr=True, width=WIDTH)
 
 
 def number(value: float) -> str:

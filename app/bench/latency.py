@@ -6,7 +6,7 @@ import asyncio
 import statistics
 import time
 
-from app.bench.client import Client, Stream
+from app.bench.client import Client, Stream, beside_each_other
 from app.bench.console import Advance
 from app.bench.stats import Figure, MeasurementFailed, percentile
 from app.bench.workload import Deck
@@ -58,7 +58,12 @@ async def _one_arrival(client: Client, deck: Deck, prompt_tokens: int) -> tuple[
 
     async def stream(index: int) -> Stream:
         prompt = deck.prompt(STREAM_PROMPT_TOKENS)
-        return await client.generate(prompt, STREAM_MAX_TOKENS, lambda _: keep_on(index))
+        answer = await client.generate(prompt, STREAM_MAX_TOKENS, lambda _: keep_on(index))
+        if not over.is_set():
+            raise MeasurementFailed(
+                f"a stream of {STREAM_MAX_TOKENS} tokens ended in {counts[index]} pieces before the long prompt was answered"
+            )
+        return answer
 
     async def arrival() -> tuple[float, float]:
         await warm.wait()
@@ -69,7 +74,7 @@ async def _one_arrival(client: Client, deck: Deck, prompt_tokens: int) -> tuple[
             over.set()
         return sent, answer.pieces[0][0]
 
-    async with asyncio.TaskGroup() as tasks:
+    async with beside_each_other() as tasks:
         running = [tasks.create_task(stream(index)) for index in range(NUM_STREAMS)]
         long = tasks.create_task(arrival())
     sent, answered = long.result()

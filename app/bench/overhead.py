@@ -6,7 +6,7 @@ import asyncio
 import statistics
 import time
 
-from app.bench.client import Client
+from app.bench.client import Client, beside_each_other
 from app.bench.console import Advance
 from app.bench.stats import Figure, MeasurementFailed
 
@@ -58,8 +58,10 @@ async def _one_window(client: Client, seed: int) -> tuple[float, float]:
 
     async def stream(index: int) -> None:
         await client.generate(deck.prompt(PROMPT_TOKENS), MAX_TOKENS, lambda _: note(index))
+        if not ending.is_set():
+            raise MeasurementFailed(f"a stream of {MAX_TOKENS} tokens came in {counts[index]} pieces, too few to tell its pace")
 
-    async with asyncio.TaskGroup() as tasks:
+    async with beside_each_other() as tasks:
         for index in range(NUM_STREAMS):
             tasks.create_task(stream(index))
         await warm.wait()

@@ -9,11 +9,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from app.bench.client import beside_each_other
 from app.bench.console import Advance
 from app.bench.server import Server, serving
 from app.bench.stats import Figure, MeasurementFailed
 
-PROMPT_TOKENS = 16
+PROMPT = range(10, 26)  # any tokens; asking the server for some would be part of the time
 START_TARGET_SECONDS = 5.0
 MEMORY_TARGET = 1.15
 MEMORY_STREAMS = 4
@@ -30,8 +31,7 @@ async def time_to_first_token(flags: Sequence[str], rounds: int, advance: Advanc
         async with serving(None, flags) as server:
             assert server.started is not None, "a server of our own notes when it was started"
             assert server.ready is not None, "and when it was ready"
-            deck = await server.client.deck()
-            answer = await server.client.generate(deck.prompt(PROMPT_TOKENS), 1)
+            answer = await server.client.generate(PROMPT, 1)
         if number > 0:
             totals.append(answer.pieces[0][0] - server.started)
             readies.append(server.ready - server.started)
@@ -58,7 +58,7 @@ async def resident_memory(server: Server, weight_bytes: int, kv_bytes_per_token:
     if server.pid is None:
         raise MeasurementFailed("memory is read from a process of our own: leave out --url")
     deck = await server.client.deck()
-    async with asyncio.TaskGroup() as tasks:
+    async with beside_each_other() as tasks:
         for _ in range(MEMORY_STREAMS):
             tasks.create_task(server.client.generate(deck.prompt(MEMORY_PROMPT_TOKENS), MEMORY_MAX_TOKENS))
     # What has finished stays in the KV cache for reuse, so nothing of it has been given back yet.

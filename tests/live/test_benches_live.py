@@ -1,0 +1,101 @@
+"""The benches that speak HTTP, against servers that they start themselves on a tiny checkpoint: every figure, and every way to fail."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from app.bench import latency, overhead, process
+from app.bench.over_http import Job, measure
+from app.bench.server import serving
+from app.bench.stats import Figure, MeasurementFailed
+
+pytestmark = pytest.mark.slow
+
+
+FLAGS = ("--threads=1", "--kv-cache-bytes=64MiB")  # of the demo: its tokens have text, so each comes as a piece of its own
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latency, "QUIET_PIECES", 5)
+    monkeypatch.setattr(overhead, "MAX_TOKENS", 40)
+    monkeypatch.setattr(process, "MEMORY_PROMPT_TOKENS", 32)
+    monkeypatch.setattr(process, "MEMORY_MAX_TOKENS", 8)
+
+
+def told(_: str) -> None:
+    """Progress that nobody watches."""
+
+
+def shares(figures: list[Figure]) -> list[float]:
+    return [figure.ratio for figure in figures if figure.ratio is not None]
+
+
+async def test_one_server_under_every_bench() -> None:
+    async with serving(None, FLAGS) as server:
+        itl = await latency.inter_token_latency(server.client, prompt_tokens=500, rounds=1, advance=told)
+        prefix = await latency.shared_prefix(server.client, prefix_tokens=600, rounds=2, advance=told)
+        outside = await overhead.outside_the_model(server.client, rounds=1, advance=told)
+        memory = await process.resident_memory(server, weight_bytes=2**20, kv_bytes_per_token=64, advance=told)
+        info = await server.client.info()
+    assert [figure.p99 is not None for figure in itl] == [True, True]
+    assert shares(itl)[0] > 0.0
+    assert shares(prefix)[0] < 1.0, "a prefix that was seen before is computed again"
+    assert 0.0 < shares(outside)[0] < 1.0
+    assert outside[0].value > 0.0
+    # Torch alone is more than this, and a process that holds gigabytes for a model of some kilobytes would be mistaken.
+    assert 2**26 < memory[-1].value * 2**20 < 2**32
+    assert info["model"]["architecture"] == "LlamaForCausalLM"
+
+
+async def test_a_prompt_that_does_not_fit_is_told_in_the_servers_words() -> None:
+    async with serving(None, FLAGS) as server:
+        with pytest.raises(MeasurementFailed, match="context"):
+            await server.client.generate([5] * 5000, 1)
+        url = server.url
+        async with serving(url, ()) as found:
+            assert found.pid is None
+            with pytest.raises(MeasurementFailed, match="leave out --url"):
+                await process.resident_memory(found, 1, 1, told)
+    with pytest.raises(MeasurementFailed, match="is not ready"):
+        async with serving(url, ()):
+            pass
+
+
+def test_a_start_is_timed_from_the_process_to_the_token() -> None:
+    outcome = measure(Job("start", "demo", FLAGS, rounds=1))
+    seconds = {figure.name: figure.value for figure in outcome.figures}
+    assert seconds["process start to first token"] > seconds["process start to ready"] > 0.0
+    assert seconds["importing torch, alone in a process"] > 0.0
+
+
+def test_a_server_that_refuses_to_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(MeasurementFailed, match=r"no config\.json"):
+        measure(Job("prefix", "nothing", (f"--model={tmp_path}",), rounds=1, tokens=10))
+
+
+async def test_whoever_leaves_takes_the_server_along() -> None:
+    started: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def stay() -> None:
+        async with serving(None, FLAGS) as server:
+            assert server.pid is not None
+            started.set_result(server.pid)
+            await asyncio.Event().wait()
+
+    staying = asyncio.create_task(stay())
+    pid = await started
+    os.kill(pid, 0)
+    staying.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await staying
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_resident_memory_is_this_processs_too() -> None:
+    assert process.resident_bytes(os.getpid()) > 2**23
