@@ -5,8 +5,7 @@ The arithmetic of waiting, for `Retry-After` and the metrics; it looks at the wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from app.errors import Overloaded
 from app.messages import Snapshot
@@ -14,6 +13,25 @@ from app.messages import Snapshot
 _FIRST_GUESS_TOKENS = 128.0  # of a completion, before the first has ended: vLLM's benchmarks' default output length
 _GAIN = 0.1  # of a new request in the running means: they look back about ten
 _MIN_RETRY_SECONDS, _MAX_RETRY_SECONDS = 1.0, 600.0
+
+
+class Permit:
+    """A place, held from its making until it is first given back, however often that happens."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission: Admission | None = admission
+        admission.num_open += 1
+
+    def release(self) -> None:
+        if self._admission is not None:
+            self._admission.num_open -= 1
+            self._admission = None
+
+    def __enter__(self) -> Permit:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 class Admission:
@@ -27,20 +45,15 @@ class Admission:
         self._prompt_tokens = 0.0
         self._completion_tokens = _FIRST_GUESS_TOKENS
 
-    @contextmanager
-    def permit(self) -> Iterator[None]:
-        """Held while a request is open, tokenising included. Raises `Overloaded` where all are taken."""
+    def permit(self) -> Permit:
+        """A place for one request, tokenising included. Raises `Overloaded` where all are taken."""
         if self.num_open >= self.max_running + self.max_waiting:
             seconds = self.retry_after_seconds()
             sentence = (
                 f"All {self.max_running} places are taken and {self.max_waiting} requests wait; try again in {seconds:.0f} s."
             )
             raise Overloaded(sentence, retry_after_seconds=seconds)
-        self.num_open += 1
-        try:
-            yield
-        finally:
-            self.num_open -= 1
+        return Permit(self)
 
     def observe(self, num_uncached_prompt_tokens: int, num_completion_tokens: int) -> None:
         """A request has been answered: what the next ones may be like."""

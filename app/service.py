@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any, Protocol, TypeVar
 
-from app.admission import Admission
+from app.admission import Admission, Permit
 from app.answer import Answer
 from app.errors import InvalidRequest, NotReady, RequestError, RequestTimeout, ServiceStopping, StepFailed
 from app.generation import Accepted, ChoiceFinished, GenerationRequest, Piece, TextDelta
@@ -141,16 +141,17 @@ class Service:
 
         A request out of time ends with reason timeout and what it has, or as `RequestTimeout` where it has nothing. Whoever leaves
         early calls `aclose()` (`contextlib.aclosing`) or cancels the task that awaits: the worker is sent an `Abort`.
-        A reader that is slow holds back nobody; what piles up for it is bounded by its own `max_tokens`.
+        A reader that is slow holds back nobody: what piles up for it is bounded by its own `max_tokens`, and its place by the timeout.
         """
         arrived_at, accepted = self._clock(), False
         outcome: Outcome = "failed"
         try:
             model = self._ready_model()
-            with self._admission.permit():
+            with self._admission.permit() as permit:
                 order = await self._order(model, request, arrived_at)
                 answer = Answer(order, model.tokenizer, self._metrics, continues_prompt=request.messages is None)
-                with self._enrolled(order, answer, arrived_at + model.limits.request_timeout_seconds) as inbox:
+                deadline = arrived_at + model.limits.request_timeout_seconds
+                with self._enrolled(order, answer, permit, deadline) as inbox:
                     accepted = True
                     yield Accepted(order.token_ids)
                     for echo in _echoes(request, model, order):
@@ -202,12 +203,12 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
     @contextmanager
-    def _enrolled(self, order: Generate, answer: Answer, deadline: float) -> Iterator[Inbox]:
+    def _enrolled(self, order: Generate, answer: Answer, permit: Permit, deadline: float) -> Iterator[Inbox]:
         """The worker's answers to this order come to the inbox, and None at the deadline; however it ends, the worker forgets it."""
         assert self._loop is not None, "the service is started before it is asked"
         inbox: Inbox = asyncio.Queue()
         self._open[order.request_id] = inbox
-        timer = self._loop.call_later(deadline - self._clock(), inbox.put_nowait, None)
+        timer = self._loop.call_later(deadline - self._clock(), self._expire, order.request_id, permit)
         try:
             if not self._worker.alive:  # looked at after enrolling: a worker that ends later will tell the inbox
                 raise NotReady("The engine has stopped; the server is about to end.")
@@ -219,9 +220,14 @@ class Service:
             if not answer.finished:
                 self._worker.put(Abort(order.request_id))
 
+    def _expire(self, name: str, permit: Permit) -> None:
+        """Out of time: engine and place are free at once, even if the reader never looks into its inbox again."""
+        self._worker.put(Abort(name, reason="timeout"))
+        permit.release()
+        self._open[name].put_nowait(None)
+
     def _pieces(self, answer: Answer, order: Generate, item: tuple[Event, float] | None) -> Iterator[Piece]:
         if item is None:
-            self._worker.put(Abort(order.request_id, reason="timeout"))
             last = list(answer.end("timeout", self._clock()))
             if not answer.num_completion_tokens:
                 raise RequestTimeout("The request timed out before its first token.")

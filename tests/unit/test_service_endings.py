@@ -87,6 +87,19 @@ async def test_out_of_time_with_something_is_an_answer() -> None:
         assert [abort.reason for abort in worker.aborts] == ["timeout"]
 
 
+async def test_out_of_time_frees_engine_and_place_though_nobody_reads() -> None:
+    async with serving() as (service, worker, clock):
+        async with aclosing(service.generate(request())) as pieces:
+            first = asyncio.ensure_future(anext(pieces))
+            await asyncio.sleep(0)
+            clock.seconds += LIMITS.request_timeout_seconds
+            assert isinstance(await first, Accepted)
+            while not worker.aborts:  # the reader does nothing but let the loop turn
+                await asyncio.sleep(0)
+            assert (worker.aborts[0].reason, service.num_open) == ("timeout", 0)
+        assert service.num_open == 0
+
+
 async def test_a_request_that_has_ended_leaves_no_timer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     loop, timers = asyncio.get_running_loop(), []
     plain = loop.call_later
