@@ -25,6 +25,7 @@ from app.api import health, native, openai, web
 from app.api.dependencies import Runtime
 from app.api.door import Door
 from app.api.errors import HANDLED, answer_error
+from app.api.head import BoundedHead
 from app.api.native_schemas import DetokenizeBody, GenerateBody, TokenizeBody
 from app.api.openai_schemas import ChatBody, CompletionBody
 from app.api.schemas import Body
@@ -176,6 +177,7 @@ def server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         app,
         log_config=None,
         access_log=False,
+        http=BoundedHead,
         lifespan="on",
         ws="none",
         server_header=False,

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event as Flag
@@ -108,6 +109,8 @@ class Serving:
         return Runtime(self.service, self.metrics, self, self._info, created=int(time.time()), api_keys=keys)
 
     async def start(self) -> None:
+        pool = ThreadPoolExecutor(self._prepared.plan.http_threads.value, thread_name_prefix="armature-http")
+        asyncio.get_running_loop().set_default_executor(pool)
         await self.service.start()
         self.worker.start()
 

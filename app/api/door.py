@@ -24,7 +24,7 @@ from app.errors import BodyTooLarge, Overloaded, RequestError, ServiceStopping, 
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 * 2**20  # a context of a million tokens as text, several times over
-MAX_HELD_BODIES = 16  # bodies of full size in memory at the same time
+MAX_HELD_BODIES = 8  # bodies of full size in memory at the same time; parsed they take several times that
 BODY_SECONDS = 60.0  # a body that takes longer is not worth its connection
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics"})  # probes and scrapers have no keys
 _SANE_ID = re.compile(rb"[\x21-\x7e]{1,128}")

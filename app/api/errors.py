@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -119,7 +118,7 @@ def error_response(path: str, error: Exception) -> JSONResponse:
 # ---- pydantic's complaints -----------------------------------------------------------------------------------------
 
 
-def invalid_body(error: ValidationError | RequestValidationError) -> InvalidRequest:
+def invalid_body(error: ValidationError) -> InvalidRequest:
     """The most specific complaint as one sentence that names the field; what a union's branches say of the same field is joined by `or`."""
     complaints = [(_field_name(item["loc"]), item["msg"]) for item in error.errors()]
     name, _ = max(complaints, key=lambda complaint: (complaint[0].count("[") + complaint[0].count("."), bool(complaint[0])))
@@ -146,10 +145,8 @@ def _plain(text: str) -> str:
 
 
 async def answer_error(request: Request, error: Exception) -> JSONResponse:
-    """FastAPI's handler for the errors that it catches itself."""
-    if isinstance(error, RequestValidationError):
-        error = invalid_body(error)
+    """FastAPI's handler for the errors that it may catch."""
     return error_response(request.url.path, error)
 
 
-HANDLED: tuple[type[Exception], ...] = (RequestError, HTTPException, RequestValidationError)
+HANDLED: tuple[type[Exception], ...] = (RequestError, HTTPException)

@@ -12,8 +12,8 @@ from app.errors import UnsupportedParameter
 from app.messages import SamplingParams
 
 MAX_PROMPTS = 64  # prompts in one body; each is a request of its own to the engine
-MAX_MESSAGES = 10_000
-MAX_PARTS = 1_000  # parts of one message
+MAX_MESSAGES = 4_096
+MAX_PARTS = 128  # parts of one message
 MAX_STOP_TOKEN_IDS = 256
 
 # 64 bits: what is longer is no number that anybody meant, and Python's own have no bound.
@@ -37,7 +37,9 @@ class Body(BaseModel):
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     def refuse_unknown(self, path: str = "") -> None:
-        for name, value in (self.model_extra or {}).items():
+        """Forgets what is ignored: a list of a million empty lists would else be held as long as its request."""
+        extra = self.model_extra or {}
+        for name, value in extra.items():
             if name in self.IGNORED or value in self.NEUTRAL.get(name, ()):
                 continue
             field = path + name
@@ -46,6 +48,7 @@ class Body(BaseModel):
             neutral = " or ".join(repr(accepted) for accepted in self.NEUTRAL[name] if accepted is not None)
             wanted = f"leave it out, or send {neutral}" if neutral else "leave it out"
             raise UnsupportedParameter(f"{field} is not supported: {wanted}.", field=field)
+        extra.clear()
         for name in type(self).model_fields:
             _refuse_unknown_below(getattr(self, name), path + name)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -146,9 +145,6 @@ class ServerProcess:
         line = self.process.stdout.readline()
         assert line.startswith("listening on http://"), (line, self.finish())
         return line.removeprefix("listening on ").strip()
-
-    def terminate(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
 
     def finish(self) -> tuple[int, str]:
         """Exit status and what it said on stderr."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def test_on_sigterm_open_answers_are_finished(tiny: Path) -> None:
         with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=60) as told:
             lines = told.iter_lines()
             next(lines)
-            process.terminate()
+            process.process.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
@@ -43,6 +44,7 @@ def test_on_sigterm_open_answers_are_finished(tiny: Path) -> None:
 
 
 def test_those_that_take_too_long_are_told(tmp_path: Path) -> None:
+    """With Ctrl-C this time, which is the same to us."""
     slow = write_checkpoint(tmp_path / "slow", max_position_embeddings=100_000)
     with server_process(slow, "--drain-seconds", "0.2", "--log-level", "warning") as process:
         url = ready(process)
@@ -50,7 +52,7 @@ def test_those_that_take_too_long_are_told(tmp_path: Path) -> None:
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as told:
             lines = told.iter_lines()
             next(lines)
-            process.terminate()
+            process.process.send_signal(signal.SIGINT)
             rest = [line for line in lines if line]
         assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "service_stopping"
         status, said = process.finish()
@@ -61,7 +63,7 @@ def test_those_that_take_too_long_are_told(tmp_path: Path) -> None:
 def test_a_stop_while_loading(tiny: Path) -> None:
     with server_process(tiny) as process:
         process.url()
-        process.terminate()
+        process.process.send_signal(signal.SIGTERM)
         status, said = process.finish()
         assert status == 0, said
         assert "Traceback" not in said
