@@ -48,7 +48,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token with its text (U+FFFD where it is not whole characters), its bytes, its log-probability and the likeliest instead, best first."""
+    """A token with its text (U+FFFD where it is no whole character), its bytes and log-probability, and the likeliest instead, best first."""
 
     token_id: int
     text: str
@@ -59,7 +59,7 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Always the first piece: the request is valid and admitted. A refusal is raised before it, so a dialect awaits it before its status line."""
+    """Always the first piece: the request is valid and admitted. Refusals come before it, so a dialect awaits it before its status line."""
 
     prompt_token_ids: tuple[int, ...]
 
