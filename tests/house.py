@@ -44,7 +44,6 @@ LAYERS: tuple[tuple[str, float], ...] = (
     ("service", 5),
     ("admission", 5),
     ("answer", 5),
-    ("answer", 5),
     ("reading", 5),
     ("api.*", 6),
     ("startup", 7),
