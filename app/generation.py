@@ -48,7 +48,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token with its text (U+FFFD where it is no whole character), its bytes and log-probability, and the likeliest instead, best first."""
+    """A token with its text (U+FFFD where it is no whole character), bytes and log-probability, and the likeliest instead, best first."""
 
     token_id: int
     text: str
