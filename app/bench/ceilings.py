@@ -72,8 +72,8 @@ class ReadCeiling:
         self._buffer = np.zeros(num_bytes, dtype=np.uint8)
         self._buffer += 1  # written, so that every page is memory of its own
         self._pool = ThreadPoolExecutor(threads)
-        self._share = num_bytes // threads // 2 * 2
-        self._parts = [self._buffer.ctypes.data + index * self._share for index in range(threads)]
+        self.share = num_bytes // threads // 2 * 2
+        self.parts = [self._buffer.ctypes.data + index * self.share for index in range(threads)]
 
     def sample(self) -> float:
         """The better reader's best of a few passes."""
@@ -85,18 +85,18 @@ class ReadCeiling:
 
     def _rate(self, reader: Callable[[int], None]) -> float:
         start = time.perf_counter()
-        for _ in self._pool.map(reader, self._parts):
+        for _ in self._pool.map(reader, self.parts):
             pass
-        return self._share * len(self._parts) / (time.perf_counter() - start)
+        return self.share * len(self.parts) / (time.perf_counter() - start)
 
     def _search(self, address: int) -> None:
         """Looks for a byte that is not there."""
-        found = self._library.memchr(address, ABSENT, self._share)
+        found = self._library.memchr(address, ABSENT, self.share)
         assert found is None, "the buffer holds nothing but ones"
 
     def _compare(self, address: int) -> None:
         """Compares the two halves, which are equal."""
-        difference = self._library.memcmp(address, address + self._share // 2, self._share // 2)
+        difference = self._library.memcmp(address, address + self.share // 2, self.share // 2)
         assert difference == 0, "the buffer holds nothing but ones"
 
 

@@ -148,8 +148,8 @@ def test_more_rows_than_the_plan_runs_are_noticed(built: BuiltEngine) -> None:
 def test_the_readers_read_the_whole_buffer(threads: int) -> None:
     reading = ReadCeiling(threads, num_bytes=3 * 2**16)
     assert reading.sample() > 0.0
-    for address in reading._parts:
-        reading._buffer[address - reading._buffer.ctypes.data + reading._share - 1] = ceilings.ABSENT
+    for address in reading.parts:
+        reading._buffer[address - reading._buffer.ctypes.data + reading.share - 1] = ceilings.ABSENT
         with pytest.raises(AssertionError):
             reading._search(address)
     reading.close()
