@@ -34,7 +34,8 @@ def main() -> int:
     rates: dict[str, list[float]] = {name: [] for name in sides}
     try:
         for name, side in sides.items():
-            _turn(side, 4, seed=0)
+            for tokens in (1, arguments.tokens):  # whatever is compiled or allocated once
+                _turn(side, tokens, seed=0)
             print(f"{name} is ready", file=sys.stderr)
         for number in range(arguments.rounds):
             for name, side in sides.items():
@@ -72,6 +73,8 @@ def _decode_rate(side: subprocess.Popen[str], tokens: int, seed: int) -> float:
     """What a generation of one token takes is prefill; what more tokens take beyond that is decode."""
     prefill = _turn(side, 1, 2 * seed)
     whole = _turn(side, tokens, 2 * seed + 1)
+    if whole <= prefill:
+        raise SystemExit(f"{tokens} tokens took no longer than one: take more of them, on an idle machine")
     return ROWS * (tokens - 1) / (whole - prefill)
 
 
