@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STEP_SECONDS = 10.0  # how long a stop waits for the worker: a step takes less
-LOADING_SECONDS = 1.0  # the same while loading, which looks up at each percent; an import does not look up, and leaves nothing half done
+LOADING_SECONDS = 1.0  # the same while loading, which looks up at each percent; what does not leaves nothing half done
 # The most telling instruction set that a machine has, for one label.
 ISA_RANKS = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2", "sve2", "sve", "i8mm", "dotprod", "neon")
 
