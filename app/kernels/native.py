@@ -26,6 +26,7 @@ _SIZE, _POINTER, _INT, _FLOAT = ctypes.c_ssize_t, ctypes.c_void_p, ctypes.c_int,
 _SIGNATURES: dict[str, tuple[type, tuple[type, ...]]] = {
     "armature_has_bf16": (_INT, ()),
     "armature_pack_bf16": (type(None), (_POINTER, _POINTER, _SIZE, _SIZE, _SIZE)),
+    "armature_rows_bf16": (type(None), (_POINTER, _POINTER, _POINTER, _SIZE, _SIZE)),
     "armature_linear_bf16": (type(None), (_POINTER, _SIZE, _POINTER, _POINTER, _POINTER, _SIZE, _INT, _SIZE, _SIZE, _POINTER)),
     "armature_attention_scratch": (ctypes.c_int64, (_POINTER,)),
     "armature_attention_bf16": (_INT, (_POINTER,)),

@@ -77,3 +77,11 @@ class PanelLinear:
             tiles,
         )
         return y
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows of the weight itself, fp32 [n, in], for ids [n] int64: a tied embedding needs no second copy, nor the file."""
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.outputs:
+            raise IndexError(f"token ids must lie in [0, {self.outputs})")
+        out, ids = torch.empty(len(ids), self.inputs), ids.contiguous()
+        self.library.armature_rows_bf16(self.panels.data_ptr(), ids.data_ptr(), out.data_ptr(), len(ids), self.inputs)
+        return out

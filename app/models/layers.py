@@ -10,24 +10,35 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.kernels.linear import Linear
+from app.kernels.panels import PanelLinear
 from app.kernels.rowwise import Angles, gate, rms_norm, turn
 from app.models.config import ModelConfig
 from app.models.context import Attend, AttentionSpec
 
 
 class Embedding(nn.Module):
-    """Token ids [tokens] to FP32 [tokens, hidden]. The table stays in the dtype and the place it was stored in: only rows used are read."""
+    """Token ids [tokens] to FP32 [tokens, hidden].
+
+    The table stays in the dtype and the place it was stored in, where only rows used are read; tied to an output layer that can hand out
+    its rows, there is no second table at all.
+    """
 
     def __init__(self, source: str, config: ModelConfig) -> None:
         super().__init__()
         self.source, self.scale = source, config.embedding_scale
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size), requires_grad=False)
 
+        self.form: PanelLinear | None = None
+
     def adopt(self, tensor: Tensor) -> None:
         self.weight = nn.Parameter(tensor, requires_grad=False)
 
+    def share(self, form: PanelLinear) -> None:
+        """Rows come out of the output layer's packed weight from now on."""
+        self.form = form
+
     def forward(self, token_ids: Tensor) -> Tensor:
-        rows = F.embedding(token_ids, self.weight).float()
+        rows = F.embedding(token_ids, self.weight).float() if self.form is None else self.form.rows(token_ids)
         return rows if self.scale == 1.0 else rows.mul_(self.scale)
 
 

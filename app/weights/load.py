@@ -53,10 +53,15 @@ class _Loading:
         linears = [module for module in modules if isinstance(module, Linear)]
         for linear in sorted(linears, key=lambda linear: -linear.in_features * linear.out_features):
             self._pack(linear)
+        packed = {linear.sources: linear.form for linear in linears}
         for module in modules:
             if isinstance(module, Embedding | RMSNorm):
                 entry = self.tensors[f"{module.source}.weight"]
-                module.adopt(self.files.tensor(entry))
+                tied = packed.get((module.source,))
+                if isinstance(module, Embedding) and isinstance(tied, PanelLinear):
+                    module.share(tied)
+                else:
+                    module.adopt(self.files.tensor(entry))
                 self._advance((entry,))
         self.files.close()
         self.progress(self.total, self.total)

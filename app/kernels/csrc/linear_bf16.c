@@ -28,6 +28,16 @@ EXPORT void armature_pack_bf16(const uint16_t *weights, uint16_t *panels, ptrdif
     }
 }
 
+/* Rows of the packed matrix as they were, widened: out [count, inputs] fp32 is row ids[i] each. For an embedding that is the output layer too. */
+EXPORT void armature_rows_bf16(const uint16_t *panels, const int64_t *ids, float *out, ptrdiff_t count, ptrdiff_t inputs) {
+    const ptrdiff_t pairs = (inputs + 1) / 2;
+#pragma omp parallel for schedule(static) if (count > 8)
+    for (ptrdiff_t i = 0; i < count; i++) {
+        const uint16_t *source = panels + (ids[i] / PANEL_WIDTH) * pairs * PANEL_WIDTH * 2 + ids[i] % PANEL_WIDTH * 2;
+        for (ptrdiff_t k = 0; k < inputs; k++) out[i * inputs + k] = bf16_to_float(source[k / 2 * PANEL_WIDTH * 2 + (k & 1)]);
+    }
+}
+
 #define AHEAD 2048 /* bytes asked for before their use: measured against 1024 and 4096 at 1 to 32 rows */
 
 #ifdef ARMATURE_X86

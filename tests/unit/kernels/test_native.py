@@ -47,6 +47,17 @@ def test_a_row_says_the_same_in_every_batch_of_a_strided_input() -> None:
 
 
 @needs_native
+@pytest.mark.parametrize("inputs", [1, 7, 64])
+def test_a_packed_weight_hands_out_its_rows(inputs: int) -> None:
+    weight, ids = normal(70, inputs).bfloat16(), torch.tensor([0, 69, 31, 32, 5, 5, 64, 1, 2, 3])
+    form = PanelLinear.pack(weight, None)
+    assert torch.equal(form.rows(ids), weight[ids].float())
+    assert form.rows(ids[:0]).shape == (0, inputs)
+    with pytest.raises(IndexError):
+        form.rows(torch.tensor([70]))
+
+
+@needs_native
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_bad_values_stay_bad_in_their_row_and_leave_the_others_alone(bad: float) -> None:
     x, weight = normal(5, 64).bfloat16(), normal(40, 64, seed=1).bfloat16()
