@@ -70,23 +70,33 @@ static TARGET_BF16 void store(const float *sums, int count, const float *bias, u
     }
 }
 
+/* Panels that a thread takes at a time: about a megabyte, so that reading runs on, but at least eight turns for each thread. */
+static int panels_together(ptrdiff_t num_panels, ptrdiff_t pairs) {
+    ptrdiff_t chunk = (1 << 20) / (pairs * PANEL_WIDTH * 4), most = num_panels / (8 * omp_get_max_threads());
+    if (chunk > most) chunk = most;
+    return chunk < 1 ? 1 : (int)chunk;
+}
+
 /* x [rows, inputs] (row stride in elements), y [rows, outputs] (likewise), bias [outputs] fp32 or NULL, scratch rows * ceil(inputs / 2) words. */
 EXPORT TARGET_BF16 void armature_linear_bf16(const uint16_t *x, ptrdiff_t x_stride, const uint8_t *panels, const float *bias, uint16_t *y,
                                              ptrdiff_t y_stride, int rows, ptrdiff_t inputs, ptrdiff_t outputs, uint32_t *scratch) {
     const ptrdiff_t pairs = (inputs + 1) / 2, num_panels = (outputs + PANEL_WIDTH - 1) / PANEL_WIDTH;
+    const int lone = rows == 1 && inputs % 2 == 0; /* one row is its own tile */
+    const uint32_t *tiles = lone ? (const uint32_t *)x : scratch;
+    const int chunk = panels_together(num_panels, pairs);
 #pragma omp parallel
     {
         float sums[MAX_TILE_ROWS * PANEL_WIDTH] __attribute__((aligned(64)));
-        interleave(x, x_stride, rows, inputs, scratch);
-#pragma omp for schedule(dynamic, 8)
+        if (!lone) interleave(x, x_stride, rows, inputs, scratch);
+#pragma omp for schedule(dynamic, chunk)
         for (ptrdiff_t panel = 0; panel < num_panels; panel++) {
             const uint8_t *weights = panels + panel * pairs * PANEL_WIDTH * 4;
             ptrdiff_t first = panel * PANEL_WIDTH;
             for (int row = 0, count; row < rows; row += count) {
                 count = tile_rows(row, rows);
-                const int last = row + count == rows;
+                const int last = row + count == rows; /* the last pass over a panel asks for the next one */
                 const uint8_t *ahead = !last ? weights : weights + (row ? pairs * PANEL_WIDTH * 4 : AHEAD);
-                tile_product(count, scratch + row * pairs, weights, pairs, ahead, sums);
+                tile_product(count, tiles + row * pairs, weights, pairs, ahead, sums);
                 store(sums, count, bias ? bias + first : NULL, y + row * y_stride + first, y_stride, (int)(outputs - first));
             }
         }
