@@ -81,11 +81,6 @@ def _probe(arguments: Namespace) -> int:
 
 
 def _bench(arguments: Namespace) -> int:
-    try:
-        import app.bench.client  # noqa: F401  (its HTTP client is an extra)
-    except ModuleNotFoundError as error:
-        print(f"armature bench needs {error.name}: pip install 'armature[bench]', or make venv", file=sys.stderr)
-        return 2
     from app.bench.console import show
     from app.bench.stats import MeasurementFailed
 
@@ -93,6 +88,11 @@ def _bench(arguments: Namespace) -> int:
         settings = _settings(arguments)
         inside = arguments.bench == "engine"
         outcome = _measured_inside(settings, arguments.rounds) if inside else _measured_over_http(settings, arguments)
+    except ModuleNotFoundError as error:
+        if error.name != "httpx":  # only what speaks HTTP needs it, so it is an extra
+            raise
+        print("armature bench needs an HTTP client: pip install 'armature[bench]', or make venv.", file=sys.stderr)
+        return 2
     except MeasurementFailed as error:
         print(f"armature bench {arguments.bench}: {error}", file=sys.stderr)
         return 1

@@ -45,7 +45,7 @@ def compiled(folder: Path) -> ctypes.CDLL:
 
 def main() -> int:
     """Prints both medians and the ratio."""
-    threads = int(sys.argv[1]) if len(sys.argv) > 1 else len(os.sched_getaffinity(0))
+    threads = int(sys.argv[1]) if len(sys.argv) > 1 else os.cpu_count() or 1
     ceiling = ReadCeiling(threads)
     ours: list[float] = []
     loop: list[float] = []

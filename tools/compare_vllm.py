@@ -54,7 +54,9 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", type=Path, required=True, help="checkpoint directory")
     parser.add_argument("--peer", default=sys.executable, help="interpreter of an environment with vLLM")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="compute threads of each side")
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count() or 1, help="compute threads of each side: one a physical core"
+    )
     parser.add_argument("--tokens", type=int, default=64, help="completion tokens of each sequence")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--side", choices=list(SIDES), help=argparse.SUPPRESS)

@@ -1,0 +1,42 @@
+"""The Makefile: every target is explained, and a machine without a fitting Python is told what to install."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+
+
+def make(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["make", *arguments], cwd=root, capture_output=True, text=True, check=False)
+
+
+def test_make_alone_explains_every_target(root: Path) -> None:
+    text = (root / "Makefile").read_text()
+    phony = next(line for line in text.splitlines() if line.startswith(".PHONY:"))
+    explained = re.findall(r"^  make (\S+) ", make(root).stdout, re.MULTILINE)
+    assert sorted(explained) == sorted(phony.split()[1:])
+
+
+def test_without_a_fitting_python_it_says_what_to_install(root: Path, tmp_path: Path) -> None:
+    result = make(root, "serve", f"VENV={tmp_path / 'venv'}", "PYTHON=no-such-python")
+    assert result.returncode != 0
+    assert "sudo apt install python3 python3-venv" in result.stdout
+    assert not (tmp_path / "venv").exists()
+
+
+def test_a_model_is_passed_as_one_word(root: Path, tmp_path: Path) -> None:
+    for stamp in ("runtime.stamp", "dev.stamp"):
+        (tmp_path / stamp).touch()
+    result = make(root, "-n", "serve", f"VENV={tmp_path}", "MODEL=some where", "ARGS=--port 9")
+    assert f'{tmp_path}/bin/armature serve --model "some where" --port 9' in result.stdout
+
+
+def test_continuous_integration_runs_what_a_person_would(root: Path) -> None:
+    lines = [line for line in (root / ".ci" / "run").read_text().splitlines() if line and not line.startswith("#")]
+    assert lines[-1] == "exec make test </dev/null"
