@@ -29,7 +29,7 @@ def progress(total: int, what: str) -> Iterator[Advance]:
 
 
 def show(outcome: Outcome, json_path: Path | None) -> int:
-    """Prints everything, writes the file that was asked for, and answers the exit status: 1 for a failed measurement."""
+    """Prints everything, writes the file that was asked for, and answers the exit status: 1 for a failed measurement, 130 after Ctrl-C."""
     console = _console()
     console.print(table(outcome))
     for mistake in outcome.mistakes:
@@ -40,7 +40,9 @@ def show(outcome: Outcome, json_path: Path | None) -> int:
     if json_path is not None:
         json_path.write_text(text + "\n", encoding="utf-8")
     sys.stdout.write(text + "\n")
-    return 1 if outcome.mistakes else 0
+    if outcome.mistakes:
+        return 1
+    return 0 if outcome.complete else 130  # 128 + SIGINT: a loop in a shell ends too
 
 
 def table(outcome: Outcome) -> Table:

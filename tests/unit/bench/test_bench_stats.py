@@ -62,7 +62,7 @@ def test_a_ratio_that_is_no_share_may_pass_one(capsys: pytest.CaptureFixture[str
 
 
 def test_what_was_interrupted_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    show(Outcome("engine", "tiny", (), complete=False), None)
+    assert show(Outcome("engine", "tiny", (), complete=False), None) == 130
     captured = capsys.readouterr()
     assert "Interrupted" in captured.err
     assert json.loads(captured.out)["complete"] is False
