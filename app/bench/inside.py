@@ -110,11 +110,16 @@ def _rounds(rounds: int, driver: Driver, weights: Weights, workloads: Workloads,
                 before = machine.sample()
                 seconds = _work(driver, name, samples)
                 after = machine.sample()
-                samples.hold(seconds, weights, Ceilings(max(before.read, after.read), max(before.product, after.product)))
+                samples.hold(seconds, weights, between(before, after))
                 advance(name)
     except KeyboardInterrupt:
         return False
     return True
+
+
+def between(before: Ceilings, after: Ceilings) -> Ceilings:
+    """The ceilings while the work ran: the mean of both sides. (The larger would count a shared machine's drift against the work.)"""
+    return Ceilings((before.read + after.read) / 2, (before.product + after.product) / 2)
 
 
 def _work(driver: Driver, name: str, samples: Samples) -> list[float]:
