@@ -1,0 +1,118 @@
+"""From a checkpoint and a plan to an engine: its stages in words, a warm-up that leaves no trace, and a step whose model time is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from app.engine import build
+from app.engine.build import BuiltEngine, build_engine, kv_shape, warm_up
+from app.hardware.plan import Decision, ServingPlan, make_plan
+from app.hardware.probe import probe
+from app.messages import Generate, SamplingParams, Snapshot, StepStats
+from app.metrics import Metrics
+from app.settings import load_settings
+from app.weights.checkpoint import Checkpoint, open_checkpoint
+from app.weights.recipes import RECIPES
+from tiny_checkpoints import write_checkpoint
+
+EOS = 1
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return open_checkpoint(write_checkpoint(tmp_path_factory.mktemp("build") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def plan(checkpoint: Checkpoint) -> ServingPlan:
+    settings, _ = load_settings(threads="1", precision="fp32", kv_cache_bytes="1MiB", max_running_seqs="3")
+    return make_plan(probe(), None, settings, checkpoint.needs(), RECIPES.keys())
+
+
+@pytest.fixture
+def stages() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def built(checkpoint: Checkpoint, plan: ServingPlan, stages: list[str]) -> Iterator[BuiltEngine]:
+    threads = torch.get_num_threads()
+    yield build_engine(checkpoint, plan, (EOS,), stages.append)
+    torch.set_num_threads(threads)
+
+
+def run(built: BuiltEngine, **params: object) -> StepStats:
+    built.engine.add(Generate("r", tuple(range(4, 40)), SamplingParams(temperature=0.0, **params), 0.0))  # type: ignore[arg-type]
+    while built.engine.has_work:
+        built.engine.step()
+    assert built.engine.stats is not None
+    return built.engine.stats
+
+
+def test_loading_is_told_stage_by_stage(built: BuiltEngine, stages: list[str]) -> None:
+    kinds = list(dict.fromkeys(stage.partition(",")[0] for stage in stages))
+    assert kinds == ["preparing the device", "loading weights", "reserving KV memory", "warming up"]
+    percents = [int(stage.split()[-1].rstrip("%")) for stage in stages if stage.endswith("%")]
+    assert percents == sorted(set(percents))
+    assert percents[-1] == 100
+
+
+def test_every_sequence_may_lean_on_another(checkpoint: Checkpoint, plan: ServingPlan) -> None:
+    shape = kv_shape(checkpoint.model_config, plan)
+    assert (shape.num_slots, shape.max_len) == (6, plan.max_model_len.value)
+    assert (shape.num_layers, shape.num_kv_heads, shape.head_dim) == (2, 2, 8)
+
+
+def test_the_warm_up_leaves_no_trace(built: BuiltEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert built.kv_cache.resident_bytes() == 0
+    assert built.engine.stats is None
+    now = built.engine.snapshot()
+    assert (now.kv_used_tokens, now.prefill_tokens_per_second, now.num_running) == (0, 0.0, 0)
+    monkeypatch.setattr(built.kv_cache, "release", lambda *_: None)
+    warm_up(built.runner)
+    assert built.kv_cache.resident_bytes() > 0, "a warm-up writes keys and values, or it warms nothing"
+
+
+def test_the_budget_bounds_what_is_kept(built: BuiltEngine, plan: ServingPlan) -> None:
+    capacity = built.engine.snapshot().kv_capacity_tokens
+    assert 0 < capacity * built.kv_cache.bytes_per_token <= plan.kv_cache_bytes.value
+
+
+def test_a_budget_beyond_all_slots_is_not_used(checkpoint: Checkpoint, plan: ServingPlan, stages: list[str]) -> None:
+    roomy = replace(plan, kv_cache_bytes=Decision(2**40, "More than there is."))
+    built = build_engine(checkpoint, roomy, (), stages.append)
+    assert built.engine.snapshot().kv_capacity_tokens <= built.kv_cache.shape.num_slots * built.kv_cache.stride
+
+
+def test_what_ends_a_text_reaches_the_scheduler(built: BuiltEngine, checkpoint: Checkpoint, plan: ServingPlan) -> None:
+    free = build_engine(checkpoint, plan, (), lambda stage: None)
+    picked: list[int] = []
+    free.engine.add(Generate("r", (5, 6, 7), SamplingParams(max_tokens=1, temperature=0.0), 0.0))
+    for event in free.engine.step():
+        picked += getattr(event, "token_ids", ())
+    stopping = build_engine(checkpoint, plan, picked, lambda stage: None)
+    stopping.engine.add(Generate("r", (5, 6, 7), SamplingParams(max_tokens=9, temperature=0.0), 0.0))
+    (finished,) = stopping.engine.step()
+    assert getattr(finished, "reason", None) == "stop"
+
+
+def test_a_model_of_a_single_position_still_warms_up(built: BuiltEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "WARM_UP_TOKENS", 1)
+    warm_up(built.runner)
+
+
+def test_the_models_share_of_a_step_is_known(built: BuiltEngine) -> None:
+    stats = run(built, max_tokens=3, ignore_eos=True)
+    assert 0.0 < stats.model_seconds < stats.seconds
+
+
+def test_the_models_time_is_counted_by_phase() -> None:
+    metrics = Metrics()
+    metrics.on_step(StepStats(seconds=2.0, decode_tokens=1, model_seconds=1.5), Snapshot())
+    metrics.on_step(StepStats(seconds=2.0, decode_tokens=1, model_seconds=1.0), Snapshot())
+    text = metrics.render()[0].decode()
+    assert 'armature_model_seconds_total{phase="decode"} 2.5' in text
