@@ -132,6 +132,18 @@ def test_a_compiler_that_fails_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_
     assert "no space left" in found.reason
 
 
+@needs_native
+def test_a_library_that_others_could_have_written_is_not_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    shared.mkdir()
+    shared.chmod(0o777)
+    monkeypatch.setenv("ARMATURE_CACHE_DIR", str(shared))
+    monkeypatch.setattr(native_module.tempfile, "gettempdir", lambda: str(own))
+    assert native_module.native.__wrapped__().bf16 is not None
+    assert not list(shared.iterdir())
+    assert len(list(own.glob("*/native-*.so"))) == 1
+
+
 @pytest.mark.parametrize("nbytes", [100, 9 * 2**20])
 def test_weights_memory_is_aligned_and_writable(nbytes: int) -> None:
     memory = weights_bytes(nbytes)
