@@ -1,7 +1,7 @@
 """Decode ×16 of vLLM's CPU build and of ours, turn by turn in one run: `python tools/compare_vllm.py --model DIR --peer PYTHON`.
 
 PYTHON is the interpreter of an environment that has vLLM; ours is the one that runs this. Each side is a process of its own that has
-loaded the model and waits while the other works. Both are given token ids, pick greedily and write no text.
+loaded the model and is halted while the other works. Both are given token ids, pick greedily, write no text and may prefill as they like.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = 16
 PROMPT_TOKENS = 128
+SHORT_TOKENS = 16
 MARK = "TURN "  # before a line that is meant for us; whatever else a library prints is not
 
 Generate = Callable[[list[list[int]], int], None]  # prompts and how many tokens of each
@@ -34,7 +36,7 @@ def main() -> int:
     rates: dict[str, list[float]] = {name: [] for name in sides}
     try:
         for name, side in sides.items():
-            for tokens in (1, arguments.tokens):  # whatever is compiled or allocated once
+            for tokens in (1, SHORT_TOKENS + arguments.tokens):  # whatever is compiled or allocated once
                 _turn(side, tokens, seed=0)
             print(f"{name} is ready", file=sys.stderr)
         for number in range(arguments.rounds):
@@ -43,7 +45,7 @@ def main() -> int:
                 print(f"round {number + 1}: {name} {rates[name][-1]:.1f} tok/s", file=sys.stderr)
     finally:
         for side in sides.values():
-            side.kill()
+            os.killpg(side.pid, signal.SIGKILL)
     medians = {name: statistics.median(samples) for name, samples in rates.items()}
     ratio = statistics.median(ours / peer for ours, peer in zip(rates["ours"], rates["vllm"], strict=True))
     print(json.dumps({"rows": ROWS, "tokens_per_second": medians, "rounds": rates, "ours_over_vllm": ratio}))
@@ -68,20 +70,28 @@ def _arguments() -> argparse.Namespace:
 
 def _start(python: str, side: str, arguments: argparse.Namespace) -> subprocess.Popen[str]:
     command = [python, __file__, "--side", side, "--model", str(arguments.model), "--threads", str(arguments.threads)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
 
 
 def _decode_rate(side: subprocess.Popen[str], tokens: int, seed: int) -> float:
-    """What a generation of one token takes is prefill; what more tokens take beyond that is decode."""
-    prefill = _turn(side, 1, 2 * seed)
-    whole = _turn(side, tokens, 2 * seed + 1)
-    if whole <= prefill:
-        raise SystemExit(f"{tokens} tokens took no longer than one: take more of them, on an idle machine")
-    return ROWS * (tokens - 1) / (whole - prefill)
+    """Between a short and a longer generation lie steps in which all rows decode; by the short one's end prefill is over."""
+    short = _turn(side, SHORT_TOKENS, 2 * seed)
+    whole = _turn(side, SHORT_TOKENS + tokens, 2 * seed + 1)
+    if whole <= short:
+        raise SystemExit(f"{tokens} more tokens took no time: take more of them, on an idle machine")
+    return ROWS * tokens / (whole - short)
 
 
 def _turn(side: subprocess.Popen[str], tokens: int, seed: int) -> float:
-    """Seconds that one side takes for all rows."""
+    """Seconds that one side takes for all rows. The other is halted meanwhile: one that polls would take a core."""
+    os.killpg(side.pid, signal.SIGCONT)
+    try:
+        return _taken(side, tokens, seed)
+    finally:
+        os.killpg(side.pid, signal.SIGSTOP)
+
+
+def _taken(side: subprocess.Popen[str], tokens: int, seed: int) -> float:
     assert side.stdin is not None, "it was started with a pipe"
     assert side.stdout is not None, "it was started with a pipe"
     side.stdin.write(f"{tokens} {seed}\n")
@@ -126,7 +136,7 @@ def _ours(model: Path, threads: int) -> Generate:
     from app.settings import load_settings
     from app.startup import prepare
 
-    prepared = prepare(load_settings(model=str(model), threads=threads, precision="bf16")[0])
+    prepared = prepare(load_settings(model=str(model), threads=threads, precision="bf16", itl_target_ms=60_000)[0])
     os.environ.update(prepared.plan.environment())
     from app.engine.build import build_engine
     from app.messages import Generate as Request

@@ -92,11 +92,14 @@ EXPORT TARGET_BF16 void armature_linear_bf16(const uint16_t *x, ptrdiff_t x_stri
         for (ptrdiff_t panel = 0; panel < num_panels; panel++) {
             const uint8_t *weights = panels + panel * pairs * PANEL_WIDTH * 4;
             ptrdiff_t first = panel * PANEL_WIDTH;
-            for (int row = 0, count; row < rows; row += count) {
+            for (int row = 0, pass = 0, count; row < rows; row += count) {
                 count = tile_rows(row, rows);
-                const int last = row + count == rows; /* the last pass over a panel asks for the next one */
-                const uint8_t *ahead = !last ? weights : weights + (row ? pairs * PANEL_WIDTH * 4 : AHEAD);
-                tile_product(count, tiles + row * pairs, weights, pairs, ahead, sums);
+                /* One pass asks for its own panel a little ahead. Of several passes each of the first two asks for half of the next panel,
+                 * so that memory is busy while they compute; the others find it there. */
+                const ptrdiff_t bytes = pairs * PANEL_WIDTH * 4;
+                const uint8_t *ahead = count == rows ? weights + AHEAD : pass < 2 ? weights + bytes + pass * bytes / 2 : weights;
+                tile_product(count, tiles + row * pairs, weights, pairs, ahead, count == rows ? 128 : pass < 2 ? 64 : 0, sums);
+                pass++;
                 store(sums, count, bias ? bias + first : NULL, y + row * y_stride + first, y_stride, (int)(outputs - first));
             }
         }

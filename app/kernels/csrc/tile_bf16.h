@@ -6,15 +6,16 @@
 
 #ifdef ARMATURE_X86
 
-/* sums[row * 32 + output] = sum over k of tile * panel. `pairs` counts input pairs; MR is a compile-time constant at every call. */
+/* sums[row * 32 + output] = sum over k of tile * panel. `pairs` counts input pairs; MR is a compile-time constant at every call.
+ * For each pair `stride` bytes from `ahead` on are asked for: what will be read next. */
 #define DEFINE_TILE(MR)                                                                                                                  \
     INLINE TARGET_BF16 void tile_product_##MR(const uint32_t *tile, const uint8_t *panel, ptrdiff_t pairs, const uint8_t *ahead,       \
-                                                  float *sums) {                                                                         \
+                                                  ptrdiff_t stride, float *sums) {                                                                         \
         __m512 low[MR], high[MR];                                                                                                        \
         for (int r = 0; r < MR; r++) low[r] = high[r] = _mm512_setzero_ps();                                                             \
         for (ptrdiff_t p = 0; p < pairs; p++) {                                                                                          \
-            _mm_prefetch((const char *)ahead + p * 128, _MM_HINT_T0);                                                                    \
-            _mm_prefetch((const char *)ahead + p * 128 + 64, _MM_HINT_T0);                                                               \
+            _mm_prefetch((const char *)ahead + p * stride, _MM_HINT_T0);                                                                 \
+            _mm_prefetch((const char *)ahead + p * stride + stride / 2, _MM_HINT_T0);                                                    \
             __m512bh w0 = (__m512bh)_mm512_loadu_si512(panel + p * 128), w1 = (__m512bh)_mm512_loadu_si512(panel + p * 128 + 64);        \
             for (int r = 0; r < MR; r++) {                                                                                               \
                 __m512bh x = (__m512bh)_mm512_set1_epi32((int)tile[p * MR + r]);                                                         \
@@ -41,15 +42,15 @@ DEFINE_TILE(11)
 DEFINE_TILE(12)
 
 /* One row is bound by memory: four pairs in flight hide the latency of the accumulators, and lines are asked for ahead of their use. */
-INLINE TARGET_BF16 void tile_product_1(const uint32_t *tile, const uint8_t *panel, ptrdiff_t pairs, const uint8_t *ahead, float *sums) {
+INLINE TARGET_BF16 void tile_product_1(const uint32_t *tile, const uint8_t *panel, ptrdiff_t pairs, const uint8_t *ahead, ptrdiff_t stride, float *sums) {
     __m512 low[4], high[4];
     for (int i = 0; i < 4; i++) low[i] = high[i] = _mm512_setzero_ps();
     ptrdiff_t p = 0;
     for (; p + 4 <= pairs; p += 4)
         for (int i = 0; i < 4; i++) {
             const uint8_t *line = panel + (p + i) * 128;
-            _mm_prefetch((const char *)ahead + (p + i) * 128, _MM_HINT_T0);
-            _mm_prefetch((const char *)ahead + (p + i) * 128 + 64, _MM_HINT_T0);
+            _mm_prefetch((const char *)ahead + (p + i) * stride, _MM_HINT_T0);
+            _mm_prefetch((const char *)ahead + (p + i) * stride + stride / 2, _MM_HINT_T0);
             __m512bh x = (__m512bh)_mm512_set1_epi32((int)tile[p + i]);
             low[i] = _mm512_dpbf16_ps(low[i], (__m512bh)_mm512_loadu_si512(line), x);
             high[i] = _mm512_dpbf16_ps(high[i], (__m512bh)_mm512_loadu_si512(line + 64), x);
@@ -63,9 +64,10 @@ INLINE TARGET_BF16 void tile_product_1(const uint32_t *tile, const uint8_t *pane
     _mm512_storeu_ps(sums + 16, _mm512_add_ps(_mm512_add_ps(high[0], high[1]), _mm512_add_ps(high[2], high[3])));
 }
 
-#define TILE_CASE(MR) case MR: tile_product_##MR(tile, panel, pairs, ahead, sums); break;
+#define TILE_CASE(MR) case MR: tile_product_##MR(tile, panel, pairs, ahead, stride, sums); break;
 
-INLINE TARGET_BF16 void tile_product(int rows, const uint32_t *tile, const uint8_t *panel, ptrdiff_t pairs, const uint8_t *ahead, float *sums) {
+INLINE TARGET_BF16 void tile_product(int rows, const uint32_t *tile, const uint8_t *panel, ptrdiff_t pairs, const uint8_t *ahead, ptrdiff_t stride,
+                                    float *sums) {
     switch (rows) {
         TILE_CASE(1) TILE_CASE(2) TILE_CASE(3) TILE_CASE(4) TILE_CASE(5) TILE_CASE(6)
         TILE_CASE(7) TILE_CASE(8) TILE_CASE(9) TILE_CASE(10) TILE_CASE(11) TILE_CASE(12)
