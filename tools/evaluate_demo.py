@@ -1,20 +1,23 @@
 """The figures that stand in the checkpoint's README: its perplexity beside the grammar's own entropy, and along the context."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from llama_files import BEGIN, END, PAD, Checkpoint, load
+from llama_files import BEGIN, END, PAD, Checkpoint, document_ids, load
 from sample_demo import print_quality, print_samples
 from stories import held_out_stories, training_stories
-from storybook.story import Story
+from storybook.chat import converse
+from storybook.dice import Dice
+from storybook.story import Story, may_train
 from torch import Tensor
 
-NUM_STORIES = 1000
-NUM_WINDOWS = 32
+NUM_STORIES = 300
+NUM_WINDOWS = 12
 ROWS = 16
 
 
@@ -44,7 +47,7 @@ def report(directory: Path, seed: int) -> None:
     print(score(checkpoint, held_out).line("held-out combinations"))
     print(score(checkpoint, fresh).line("new stories of trained combinations"))
     print(score(checkpoint, seen).line("stories that it was trained on"), flush=True)
-    print_positions(checkpoint, held_out)
+    print_positions(checkpoint, seed + 1)
     print_quality(checkpoint, seed)
     print_samples(checkpoint, seed)
 
@@ -69,15 +72,23 @@ def token_losses(checkpoint: Checkpoint, rows: list[list[int]]) -> Tensor:
 
 
 @torch.inference_mode()
-def print_positions(checkpoint: Checkpoint, stories: list[Story]) -> None:
-    """Perplexity along windows of the whole context, filled with story after story."""
+def print_positions(checkpoint: Checkpoint, seed: int) -> None:
+    """Perplexity of stories asked for one after the other, along conversations that fill the whole context."""
     length = checkpoint.net.shape.max_positions
-    stream = [token for story in stories for token in _ids(checkpoint, story.text)]
-    rows = [stream[start : start + length + 1] for start in range(0, len(stream) - length, length)][:NUM_WINDOWS]
+    rows = [row[: length + 1] for row in islice(_long_conversations(checkpoint, seed), NUM_WINDOWS)]
     losses = torch.cat([token_losses(checkpoint, [row]) for row in rows])
     for start in range(0, length, length // 4):
         part = losses[:, start : start + length // 4]
         print(f"positions {start} to {start + part.shape[1]}: perplexity {part.mean().exp():.3f}", flush=True)
+
+
+def _long_conversations(checkpoint: Checkpoint, seed: int) -> Iterator[list[int]]:
+    """Those that are long enough, new ones."""
+    for number in count():
+        turns = converse(Dice(f"{seed}/long/{number}"), may_train, goes_on=0.97)
+        ids = document_ids(checkpoint.tokenizer, turns)
+        if len(ids) > checkpoint.net.shape.max_positions:
+            yield ids
 
 
 def _ids(checkpoint: Checkpoint, text: str) -> list[int]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from llama_net import Llama, Shape
 from safetensors.torch import load_file, save_file
+from storybook.chat import Turn
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 SPECIAL = ("<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|pad|>")
@@ -51,6 +52,15 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
         special_tokens=[(SPECIAL[BEGIN], BEGIN)],
     )
     return tokenizer
+
+
+def document_ids(tokenizer: Tokenizer, turns: list[Turn]) -> list[int]:
+    """What the chat template and the tokenizer make of a document, its end included."""
+    ids = [BEGIN]
+    for turn in turns:
+        ids += [ROLES[turn.role]] if turn.role else []
+        ids += [*tokenizer.encode(turn.text, add_special_tokens=False).ids, END]
+    return ids
 
 
 def save(directory: Path, net: Llama, tokenizer: Tokenizer) -> None:

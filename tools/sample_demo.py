@@ -5,7 +5,7 @@ from itertools import islice
 
 import torch
 import torch.nn.functional as F
-from llama_files import BEGIN, END, ROLES, Checkpoint
+from llama_files import BEGIN, END, PAD, ROLES, Checkpoint
 from stories import training_documents
 from storybook import words
 from storybook.reading import follows, is_coherent
@@ -13,6 +13,7 @@ from storybook.scene import is_held_out_pair
 
 NUM_STORIES = 64
 MAX_TOKENS = 400
+NEVER_TOLD = [BEGIN, PAD, *ROLES.values()]
 # More than the training reads, so that no copy goes unseen.
 NUM_DOCUMENTS = 60_000
 PROMPTS = ("Tell me a story about a fox and a lantern.", "Write a short story about Mia in the forest.", "Hello!")
@@ -24,12 +25,13 @@ def generate(checkpoint: Checkpoint, rows: list[list[int]], temperature: float, 
     batch = torch.tensor(rows)
     start, has_ended = batch.shape[1], torch.zeros(len(rows), dtype=torch.bool)
     while batch.shape[1] < start + MAX_TOKENS and not bool(has_ended.all()):
-        hidden = checkpoint.net(batch[~has_ended])[:, -1]
+        logits = checkpoint.net(batch[~has_ended])[:, -1]
+        logits[:, NEVER_TOLD] = -torch.inf
         chosen = torch.full((len(rows),), END)
         if temperature == 0:
-            chosen[~has_ended] = hidden.argmax(-1)
+            chosen[~has_ended] = logits.argmax(-1)
         else:
-            chosen[~has_ended] = torch.multinomial(F.softmax(hidden / temperature, -1), 1, generator=chance)[:, 0]
+            chosen[~has_ended] = torch.multinomial(F.softmax(logits / temperature, -1), 1, generator=chance)[:, 0]
         batch = torch.cat((batch, chosen[:, None]), 1)
         has_ended |= chosen == END
     return [_until_end(checkpoint, row[start:]) for row in batch.tolist()]

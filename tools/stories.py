@@ -5,39 +5,49 @@ The corpus is endless: document number i of a seed is always the same, whatever 
 
 import argparse
 from collections.abc import Iterator
-from itertools import count
+from itertools import count, islice
 
-from storybook.chat import Turn, converse
+from storybook.chat import Turn, converse, practise
 from storybook.dice import Dice
 from storybook.story import Story, is_held_out, may_train, write_story
 
-PLAIN_SHARE = 0.4  # of the documents; the others are conversations
-LONG_SHARE = 0.06  # of the documents: conversations that fill the whole context
+NUM_PRACTICE = 2560  # documents at the beginning: nothing but practice, until the network can copy a name
+PRACTICE_SHARE, PLAIN_SHARE = 0.25, 0.3  # of the documents after these; the others are conversations
+LONG_SHARE = 0.06  # of the conversations: those that fill the whole context
 
 
 def training_documents(seed: int) -> Iterator[list[Turn]]:
-    """Plain stories (one turn without a role) and conversations, none with a held-out combination."""
-    return (training_document(f"{seed}/train/{number}") for number in count())
+    """Practice, plain stories (one turn without a role) and conversations, none with a held-out combination."""
+    return (training_document(seed, number) for number in count())
 
 
-def training_document(seed: str) -> list[Turn]:
+def training_document(seed: int, number: int) -> list[Turn]:
     """One document of the corpus."""
-    dice = Dice(f"{seed}/form")
-    if _is_plain(dice):
-        return [Turn("", write_story(seed, may_train).text)]
-    goes_on = 0.92 if dice.chance(LONG_SHARE / (1 - PLAIN_SHARE)) else 0.3
-    return converse(Dice(seed), may_train, goes_on)
-
-
-def _is_plain(dice: Dice) -> bool:
-    return dice.chance(PLAIN_SHARE)
+    name, form = _name_and_form(seed, number)
+    if form == "plain":
+        return [Turn("", write_story(name, may_train).text)]
+    if form == "practice":
+        return practise(Dice(name), may_train)
+    return converse(Dice(name), may_train, goes_on=0.93 if form == "long" else 0.3)
 
 
 def training_stories(seed: int) -> Iterator[Story]:
     """The plain stories among the training documents, in their order."""
     for number in count():
-        if _is_plain(Dice(f"{seed}/train/{number}/form")):
-            yield write_story(f"{seed}/train/{number}", may_train)
+        name, form = _name_and_form(seed, number)
+        if form == "plain":
+            yield write_story(name, may_train)
+
+
+def _name_and_form(seed: int, number: int) -> tuple[str, str]:
+    """The seed of a document, and what it will be."""
+    name = f"{seed}/train/{number}"
+    dice = Dice(f"{name}/form")
+    if number < NUM_PRACTICE or dice.chance(PRACTICE_SHARE):
+        return name, "practice"
+    if dice.chance(PLAIN_SHARE / (1 - PRACTICE_SHARE)):
+        return name, "plain"
+    return name, "long" if dice.chance(LONG_SHARE) else "conversation"
 
 
 def held_out_stories(seed: int, number: int) -> list[Story]:
@@ -50,13 +60,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=3)
+    parser.add_argument("--skip", type=int, default=NUM_PRACTICE, help="documents to leave out at the beginning")
     parser.add_argument("--held-out", action="store_true")
     options = parser.parse_args()
     if options.held_out:
         for story in held_out_stories(options.seed, options.count):
             print(f"{story.text}\n({story.nats:.1f} nats)\n")
         return
-    for _, turns in zip(range(options.count), training_documents(options.seed), strict=False):
+    for turns in islice(training_documents(options.seed), options.skip, options.skip + options.count):
         print("\n".join(f"[{turn.role or 'story'}] {turn.text}" for turn in turns), end="\n\n")
 
 

@@ -6,24 +6,24 @@ stand in it. Ctrl-C ends the training early and saves what there is.
 
 import argparse
 import math
+import random
 import time
 from collections.abc import Iterator
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 import evaluate_demo
 import torch
 import torch.nn.functional as F
-from llama_files import BEGIN, END, PAD, ROLES, SPECIAL, save, train_tokenizer
+from llama_files import PAD, SPECIAL, document_ids, save, train_tokenizer
 from llama_net import Llama, Shape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from stories import training_documents
+from stories import NUM_PRACTICE, training_documents
 from tokenizers import Tokenizer
 from torch import Tensor
 
-STEP_TOKENS = 2048
-SHORT, LONG = 512, 2048  # tokens of a window; every eighth step reads long ones, so that no position stays unknown
-LONG_EVERY = 8
+STEP_TOKENS = 2048  # of a step, padding included; half of that while it practises, as it takes many steps and not many tokens
+POOL = 256  # documents that are sorted by length, so that rows of one batch are alike
 REPORT_EVERY = 100
 WARMUP_STEPS = 40
 MUON_RATE, ADAMW_RATE = 4e-3, 4e-3
@@ -31,27 +31,35 @@ MUON_RATE, ADAMW_RATE = 4e-3, 4e-3
 
 def token_stream(tokenizer: Tokenizer, seed: int) -> Iterator[list[int]]:
     """Documents as the serving side will see them: begin, then roles and texts, each closed by an end."""
-    for turns in training_documents(seed):
-        ids = [BEGIN]
-        for turn in turns:
-            ids += [ROLES[turn.role]] if turn.role else []
-            ids += [*tokenizer.encode(turn.text, add_special_tokens=False).ids, END]
-        yield ids
+    return (document_ids(tokenizer, turns) for turns in training_documents(seed))
 
 
 def batches(tokenizer: Tokenizer, seed: int) -> Iterator[Tensor]:
-    """Windows of packed documents, [rows, tokens + 1]; nothing is ever read twice."""
-    documents = token_stream(tokenizer, seed)
-    pool: list[int] = []
-    step = 0
-    while True:
-        length = LONG if step % LONG_EVERY == LONG_EVERY - 1 else SHORT
-        rows = STEP_TOKENS // length
-        while len(pool) < rows * (length + 1):
-            pool += next(documents)
-        taken, pool = pool[: rows * (length + 1)], pool[rows * (length + 1) :]
-        yield torch.tensor(taken).view(rows, length + 1)
-        step += 1
+    """Batches of whole documents, [rows, tokens], padded at the end; nothing is ever read twice."""
+    documents, order = token_stream(tokenizer, seed), random.Random(seed)
+    for number in count():
+        longest = Shape().max_positions + 1  # the last token is only a target
+        pool = sorted((document[:longest] for document in islice(documents, POOL)), key=len)
+        groups = grouped(pool, STEP_TOKENS if number >= NUM_PRACTICE // POOL else STEP_TOKENS // 2)
+        order.shuffle(groups)
+        yield from (padded(group) for group in groups)
+
+
+def grouped(pool: list[list[int]], max_tokens: int) -> list[list[list[int]]]:
+    """Neighbours of a sorted pool, as many as fit once they are padded to the longest of them."""
+    groups: list[list[list[int]]] = []
+    for document in pool:
+        if groups and (len(groups[-1]) + 1) * len(document) <= max_tokens:
+            groups[-1].append(document)
+        else:
+            groups.append([document])
+    return groups
+
+
+def padded(rows: list[list[int]]) -> Tensor:
+    """One rectangle."""
+    longest = max(len(row) for row in rows)
+    return torch.tensor([row + [PAD] * (longest - len(row)) for row in rows])
 
 
 def rate(step: int, num_steps: int) -> float:
@@ -75,7 +83,7 @@ def train_step(net: Llama, optimizers: list[torch.optim.Optimizer], batch: Tenso
     """One update; products in BF16, everything that sums in FP32."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = net(batch[:, :-1])
-    loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+    loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten(), ignore_index=PAD)
     torch.autograd.backward(loss)
     torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
     for optimizer in optimizers:
@@ -88,7 +96,7 @@ def train(net: Llama, tokenizer: Tokenizer, seed: int, num_steps: int) -> None:
     """All steps, or as many as the person at the keyboard lets pass."""
     optimizers = optimizers_of(net)
     peaks = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
-    started, recent = time.monotonic(), math.nan
+    started, recent, num_tokens = time.monotonic(), math.nan, 0
     columns = (
         TextColumn("training"),
         BarColumn(),
@@ -105,11 +113,12 @@ def train(net: Llama, tokenizer: Tokenizer, seed: int, num_steps: int) -> None:
                     group["lr"] = peak * rate(step, num_steps)
                 loss = train_step(net, optimizers, batch)
                 recent = loss if math.isnan(recent) else 0.98 * recent + 0.02 * loss
+                num_tokens += int((batch[:, 1:] != PAD).sum())
                 progress.update(task, advance=1, loss=recent)
                 if step % REPORT_EVERY == REPORT_EVERY - 1:
                     seconds = time.monotonic() - started
                     progress.console.print(
-                        f"step {step + 1}: loss {recent:.4f}, {(step + 1) * STEP_TOKENS / seconds:.0f} tokens/s"
+                        f"step {step + 1}: loss {recent:.4f}, {num_tokens:,} tokens, {num_tokens / seconds:.0f} a second"
                     )
     except KeyboardInterrupt:
         print("stopped early; saving what there is")
@@ -121,7 +130,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="directory to write the checkpoint to")
     parser.add_argument("--evaluate", type=Path, metavar="DIR", help="measure a checkpoint instead of making one")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=2400)
+    parser.add_argument("--steps", type=int, default=3500)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

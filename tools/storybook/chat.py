@@ -22,6 +22,7 @@ SYSTEM = (
 TALK = tuple(
     (line.split(" => ")[0], line.split(" => ")[1]) for line in (HERE / "talk.txt").read_text(encoding="utf-8").splitlines()
 )
+FACTS = tuple((HERE / "facts.txt").read_text(encoding="utf-8").splitlines())
 STRANGE = tuple((HERE / "strange.txt").read_text(encoding="utf-8").splitlines())
 PREFACE = "[Of course!|Gladly!|Here is a story about SUBJECT.|Here is a little story for you.|This is the story of SUBJECT.]"
 EXCUSE = (
@@ -34,6 +35,13 @@ QUESTIONS = (
     ("[Who was the friend of {hero}|Who helped {hero}|Who was with {hero}]?", "It was {friend} the {fkind}."),
     ("[What thing was it|What was it all about|Which thing was in the story]?", "It was a {look} {thing}."),
 )
+
+
+PRACTICE = (
+    "[Practice with|Say something about|Write some sentences about] "
+    "[{hero}|{hero} the {kind}|{hero} and {friend}|a {kind} and a {thing}|a {look} {thing} and {hero}|{friend} and a {thing}]"
+)
+PRACTICE_SENTENCES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +64,25 @@ def converse(dice: Dice, allowed: Split, goes_on: float) -> list[Turn]:
             turns += draw_from(allowed, dice, _story_exchange)
         if not dice.chance(goes_on):
             return turns
+
+
+def practise(dice: Dice, allowed: Split) -> list[Turn]:
+    """Sentences that say the same few names and things again and again.
+
+    A small network learns from stories for a long time before it finds out that a name is to be copied, since few of their
+    tokens are names. Here nearly every sentence asks for it, and half of the words are rare.
+    """
+    return draw_from(allowed, dice, _practice)
+
+
+def _practice(dice: Dice) -> tuple[list[Turn], Scene]:
+    scene = Scene(dice, rare_share=0.5)
+    asked = _ask(PRACTICE, dice, scene)
+    left, told = list(FACTS), []
+    for _ in range(PRACTICE_SENTENCES):
+        left.remove(fact := dice.pick(left))
+        told.append(tell(fact, dice, scene))
+    return [asked, Turn("assistant", " ".join(told))], scene
 
 
 def _story_exchange(dice: Dice) -> tuple[list[Turn], Scene]:

@@ -32,9 +32,10 @@ def is_held_out_pair(kind: str, thing: str) -> bool:
 class Scene:
     """Looks slots up: first what is already drawn, then the rules below, then the shared macros."""
 
-    def __init__(self, dice: Dice, plot: str = "") -> None:
+    def __init__(self, dice: Dice, plot: str = "", rare_share: float = 0.12) -> None:
         self.dice = dice
         self.plot = plot
+        self.rare_share = rare_share
         self.drawn: dict[str, str] = {}
         self._place: Place | None = None
         self._rules: dict[str, Callable[[], str]] = {
@@ -84,7 +85,7 @@ class Scene:
         return self.place.details if slot == "detail" else self.place.spots
 
     def _common_or_rare(self, common: Sequence[str], rare: Sequence[str]) -> str:
-        return self.dice.pick(rare if self.dice.chance(0.12) else common)
+        return self.dice.pick(rare if self.dice.chance(self.rare_share) else common)
 
     def _other(self, slot: str, options: Sequence[str]) -> str:
         """An option that the hero does not have already."""
@@ -103,14 +104,14 @@ class Scene:
         return {"feature": common[0], "home": common[1]}[what]
 
     def _kind(self, who: str) -> str:
-        """A child or a creature; a friend is never of the hero's kind."""
-        hero = self.drawn.get("kind", "") if who else ""
+        """A child or a creature; hero and friend are never of one kind."""
+        other = self.drawn.get("kind" if who else "fkind", "")
         if self.dice.chance(0.25):
-            if hero in PRONOUNS and "fgender" not in self.drawn:
-                self.drawn["fgender"] = "boy" if hero == "girl" else "girl"
+            if other in PRONOUNS and who + "gender" not in self.drawn:
+                self.drawn[who + "gender"] = "boy" if other == "girl" else "girl"
             return self._gender(who)
-        common = tuple(kind for kind in words.KINDS if kind != hero)
-        return self._common_or_rare(common, words.RARE_KINDS)
+        common = tuple(kind for kind in words.KINDS if kind != other)
+        return self._common_or_rare(common, tuple(kind for kind in words.RARE_KINDS if kind != other))
 
     def _gender(self, who: str) -> str:
         return self._remembered(who + "gender", lambda: self.dice.pick(("girl", "boy")))
@@ -119,7 +120,7 @@ class Scene:
         """A common name, or now and then an invented one."""
         taken = set(self.drawn.values())
         names = words.GIRLS if self._gender(who) == "girl" else words.BOYS
-        if self.dice.chance(0.15):
+        if self.dice.chance(self.rare_share):
             return self.dice.pick(words.FIRST_SYLLABLES) + self.dice.pick(words.LAST_SYLLABLES)
         return self.dice.pick([name for name in names if name not in taken])
 
