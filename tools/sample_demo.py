@@ -15,7 +15,7 @@ NUM_STORIES = 64
 MAX_TOKENS = 400
 NEVER_TOLD = [BEGIN, PAD, *ROLES.values()]
 # More than the training reads, so that no copy goes unseen.
-NUM_DOCUMENTS = 60_000
+NUM_DOCUMENTS = 15_000
 PROMPTS = ("Tell me a story about a fox and a lantern.", "Write a short story about Mia in the forest.", "Hello!")
 
 
