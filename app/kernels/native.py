@@ -1,6 +1,6 @@
-"""The native library: plain C, compiled on this machine at the first start and kept in the cache; without it torch's products serve.
+"""The native library: plain C with kernels for several instruction sets, of which it picks one; without it torch's products serve.
 
-A library is found by the hash of its sources, compiler and flags, so an old one is never loaded. It says itself what the processor runs.
+It shares the libgomp.so.1 that torch brings, so torch is loaded first: two pools would fight for the cores.
 """
 
 from __future__ import annotations
@@ -17,14 +17,30 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import torch  # before the library: both must use the libgomp.so.1 that torch brings, two pools would fight for the cores
+import torch
+
+from app.errors import PlanImpossible
 
 SOURCES = Path(__file__).parent / "csrc"
-# No -march: each kernel names the instructions it uses and is called only where the processor has them. No -ffast-math: NaN must stay NaN.
-FLAGS = ("-O3", "-std=gnu11", "-fopenmp", "-fPIC", "-shared", "-fvisibility=hidden")
+# No -march: only a level's own file is compiled for its instructions. No -ffast-math: NaN must stay NaN.
+FLAGS = ("-O3", "-std=gnu11", "-fopenmp", "-fPIC", "-fvisibility=hidden")
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mfma", "-mavx2")
+LEVELS = {
+    "avx512bf16": (*_AVX512, "-mavx512bf16"),
+    "avx512": _AVX512,
+    "avxvnni": ("-mavx2", "-mfma", "-mavxvnni"),
+    "avx2": ("-mavx2", "-mfma"),
+    "portable": (),
+}
 _SIZE, _POINTER, _INT, _FLOAT = ctypes.c_ssize_t, ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 
 _SIGNATURES: dict[str, tuple[type, tuple[type, ...]]] = {
+    "armature_level": (ctypes.c_char_p, ()),
+    "armature_select": (_INT, (ctypes.c_char_p,)),
+    "armature_has": (_INT, (ctypes.c_int64,)),
+    "armature_tiles": (ctypes.c_int64, (ctypes.c_int64,)),
+    "armature_run": (ctypes.c_int64, (_POINTER, ctypes.c_int64, ctypes.c_int64)),
+    "armature_pack_int": (type(None), (_POINTER,)),
     "armature_has_bf16": (_INT, ()),
     "armature_pack_bf16": (type(None), (_POINTER, _POINTER, _SIZE, _SIZE, _SIZE)),
     "armature_rows_bf16": (type(None), (_POINTER, _POINTER, _POINTER, _SIZE, _SIZE)),
@@ -39,10 +55,18 @@ _SIGNATURES: dict[str, tuple[type, tuple[type, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """What became of the library: `bf16` holds its kernels where this processor runs them; `reason` is for people."""
+    """What became of the library: `level` is the instruction set that serves, `bf16` the library where it has bf16 products as well.
 
+    A tile of quantised rows has at most `tile_rows` rows, of which `align` go together, and `block` inputs lie together (csrc/ops.h).
+    """
+
+    library: ctypes.CDLL | None
     bf16: ctypes.CDLL | None
+    level: str | None
     reason: str
+    tile_rows: int = 1
+    block: int = 4
+    align: int = 1
 
 
 def cache_folder() -> Path:
@@ -53,24 +77,40 @@ def cache_folder() -> Path:
 
 @cache
 def native() -> Native:
-    """Compiles where need be (about two seconds, once), loads, and asks the library what this processor can run. Never raises."""
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        return Native(None, f"no native kernels for {platform.machine()} yet: torch's own products serve")
+    """Finds and loads the library and lets it choose a level, or takes the one that `ARMATURE_ISA` names.
+
+    Raises `PlanImpossible` where that one cannot run here, and nothing else.
+    """
+    given = os.environ.get("ARMATURE_NATIVE_LIBRARY")
     compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None:
-        return Native(None, "no C compiler was found: torch's own products serve")
+    if given is None and compiler is None:
+        return Native(None, None, None, "no C compiler was found: torch's own products serve")
     try:
-        library = _load(_compiled(compiler))
+        library = _load(Path(given) if given else _compiled(compiler or "cc"))
     except (OSError, subprocess.SubprocessError) as error:
-        return Native(None, f"the native kernels could not be compiled ({_first_line(error)}): torch's own products serve")
-    if not library.armature_has_bf16():
-        return Native(None, "this processor has no AVX512-BF16: torch's own products serve")
-    return Native(library, "native kernels for AVX512-BF16")
+        return Native(
+            None, None, None, f"the native kernels could not be loaded ({_first_line(error)}): torch's own products serve"
+        )
+    return _chosen(library, os.environ.get("ARMATURE_ISA"))
+
+
+def _chosen(library: ctypes.CDLL, wanted: str | None) -> Native:
+    if wanted and library.armature_select(wanted.encode()) != 0:
+        raise PlanImpossible(
+            f"ARMATURE_ISA is {wanted}, which this library or this processor does not have. Without it the best level serves: "
+            f"{(library.armature_level() or b'none').decode()}."
+        )
+    name = library.armature_level()
+    if name is None:
+        return Native(None, None, None, "the library has no kernels for this processor: torch's own products serve")
+    level, sizes = name.decode(), [int(library.armature_tiles(what)) for what in range(3)]
+    bf16 = hasattr(library, "armature_has_bf16") and (level == "avx512" or level == "avx512bf16") and library.armature_has_bf16()
+    return Native(library, library if bf16 else None, level, f"native kernels for {level}", *sizes)
 
 
 def _compiled(compiler: str) -> Path:
-    sources = sorted(SOURCES.glob("*.[ch]"))
-    key = hashlib.sha256(" ".join((platform.machine(), os.path.realpath(compiler), *FLAGS)).encode())
+    sources = sorted(SOURCES.glob("**/*.[ch]"))
+    key = hashlib.sha256(" ".join((platform.machine(), os.path.realpath(compiler), *FLAGS, str(LEVELS))).encode())
     for source in sources:
         key.update(source.read_bytes())
     for folder in (cache_folder(), Path(tempfile.gettempdir()) / f"armature-{os.getuid()}"):
@@ -81,16 +121,30 @@ def _compiled(compiler: str) -> Path:
                 continue
             if target.exists() and _ours(target):
                 return target
-            with tempfile.NamedTemporaryFile(dir=folder, suffix=".so") as unfinished:
-                files = [str(source) for source in sources if source.suffix == ".c"]
-                subprocess.run([compiler, *FLAGS, *files, "-o", unfinished.name], check=True, capture_output=True, timeout=120)
-                os.link(unfinished.name, target)  # whole or not at all, whoever else compiles at the same time
+            with tempfile.TemporaryDirectory(dir=folder) as unfinished:
+                _compile(compiler, Path(unfinished))
+                os.link(Path(unfinished) / "library.so", target)  # whole or not at all, whoever else compiles at the same time
         except FileExistsError:
             return target
         except PermissionError:
             continue
         return target
     raise OSError("neither the cache nor a temporary folder of our own can be written")
+
+
+def _compile(compiler: str, folder: Path) -> None:
+    built = [name for name in LEVELS if (SOURCES / "levels" / f"{name}.c").exists()]
+    for name in built:
+        command = [compiler, *FLAGS, *LEVELS[name], "-c", str(SOURCES / "levels" / f"{name}.c"), "-o", str(folder / f"{name}.o")]
+        subprocess.run(command, check=True, capture_output=True, timeout=240)
+    files = [str(source) for source in sorted(SOURCES.glob("*.c"))] + [str(folder / f"{name}.o") for name in built]
+    defined = [f"-DARMATURE_LEVEL_{name}=1" for name in built]
+    subprocess.run(
+        [compiler, *FLAGS, "-shared", *defined, *files, "-o", str(folder / "library.so")],
+        check=True,
+        capture_output=True,
+        timeout=240,
+    )
 
 
 def _ours(path: Path) -> bool:

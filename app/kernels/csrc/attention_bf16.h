@@ -40,6 +40,8 @@ static inline int64_t first_seen(const attention *a, int64_t position) {
 
 static inline int uses_panels(const attention *a, const sequence *s) { return s->num_tokens > 1 && s->num_tokens * group_of(a) >= 32; }
 
+#ifdef ARMATURE_X86
+
 /* scores * scale, bounded by tanh where the model asks for it */
 INLINE TARGET_BF16 __m512 finish_scores(__m512 dots, const attention *a) {
     __m512 scores = _mm512_mul_ps(dots, _mm512_set1_ps((float)a->scale));
@@ -62,4 +64,5 @@ TARGET_BF16 void pack_context(const attention *a, const sequence *s, int64_t kv_
 int64_t panel_bytes(const attention *a, const sequence *s);
 int64_t queries_together(const attention *a);
 
+#endif
 #endif

@@ -1,0 +1,128 @@
+/* Which levels this library has, which of them the processor runs, and the one that serves. */
+#include <stdlib.h>
+#include <string.h>
+
+#include <omp.h>
+
+#include "level.h"
+
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
+typedef struct {
+    const level *level;
+    int (*runs)(void);
+} candidate;
+
+#define MAYBE __attribute__((unused))
+
+MAYBE static int always(void) { return 1; }
+
+#if defined(__x86_64__)
+MAYBE static int has_avx512(void) {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma");
+}
+
+MAYBE static int has_avx512bf16(void) { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+
+MAYBE static int has_avx2(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+
+/* CPUID leaf 7, subleaf 1, EAX bit 4: compilers before GCC 13 have no word for it. */
+MAYBE static int has_avxvnni(void) {
+    unsigned eax = 7, ebx, ecx = 1, edx;
+    if (!has_avx2()) return 0;
+    unsigned most = 7, other = 0;
+    __asm__ volatile("cpuid" : "+a"(other), "=b"(ebx), "=c"(ecx), "=d"(edx));
+    most = other;
+    ecx = 1;
+    if (most < 7) return 0;
+    __asm__ volatile("cpuid" : "+a"(eax), "=b"(ebx), "+c"(ecx), "=d"(edx));
+    return eax >> 4 & 1;
+}
+#elif defined(__aarch64__) && defined(__linux__)
+/* Linux, arch/arm64/include/uapi/asm/hwcap.h */
+MAYBE static int has_dotprod(void) { return getauxval(AT_HWCAP) >> 20 & 1; }
+MAYBE static int has_i8mm(void) { return has_dotprod() && (getauxval(AT_HWCAP2) >> 13 & 1); }
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+static int asks(const char *name) {
+    int value = 0;
+    size_t size = sizeof value;
+    return sysctlbyname(name, &value, &size, NULL, 0) == 0 && value;
+}
+MAYBE static int has_dotprod(void) { return asks("hw.optional.arm.FEAT_DotProd"); }
+MAYBE static int has_i8mm(void) { return has_dotprod() && asks("hw.optional.arm.FEAT_I8MM"); }
+#endif
+
+/* The best first; the build says which of them it could compile. */
+static const candidate CANDIDATES[] = {
+#ifdef ARMATURE_LEVEL_avx512bf16
+    {&level_avx512bf16, has_avx512bf16},
+#endif
+#ifdef ARMATURE_LEVEL_avx512
+    {&level_avx512, has_avx512},
+#endif
+#ifdef ARMATURE_LEVEL_avxvnni
+    {&level_avxvnni, has_avxvnni},
+#endif
+#ifdef ARMATURE_LEVEL_avx2
+    {&level_avx2, has_avx2},
+#endif
+#ifdef ARMATURE_LEVEL_i8mm
+    {&level_i8mm, has_i8mm},
+#endif
+#ifdef ARMATURE_LEVEL_dotprod
+    {&level_dotprod, has_dotprod},
+#endif
+#ifdef ARMATURE_LEVEL_neon
+    {&level_neon, always},
+#endif
+#ifdef ARMATURE_LEVEL_portable
+    {&level_portable, always},
+#endif
+    {NULL, always},
+};
+
+static const level *serving;
+
+static const level *find(const char *name) {
+    for (const candidate *c = CANDIDATES; c->level; c++)
+        if ((!name || strcmp(name, c->level->name) == 0) && c->runs()) return c->level;
+    return NULL;
+}
+
+const level *armature_now(void) {
+    if (!serving) serving = find(NULL);
+    return serving;
+}
+
+/* The name of the level that serves, NULL where there is none. */
+EXPORT const char *armature_level(void) { return armature_now() ? armature_now()->name : NULL; }
+
+/* Makes another level serve, NULL for the best: 0, or -1 where this library or this processor has no such level. Not while anything runs. */
+EXPORT int armature_select(const char *name) {
+    const level *found = find(name);
+    if (found) serving = found;
+    return found ? 0 : -1;
+}
+
+/* Whether the level that serves has a kernel for this operation. */
+EXPORT int armature_has(int64_t code) { return armature_now() && code >= 0 && code < OP_COUNT && armature_now()->kernels[code] != NULL; }
+
+/* Shape of tiles at the level that serves: 0 the most rows, 1 BLOCK, 2 TILE_ALIGN (see ops.h). */
+EXPORT int64_t armature_tiles(int64_t what) {
+    const level *l = armature_now();
+    return !l ? 0 : what == 0 ? l->tile_rows : what == 1 ? l->block : l->align;
+}
+
+/* Runs the operations one after the other on `threads` threads. Returns 0, or -1 - i where operation i has no kernel: then nothing has run. */
+EXPORT int64_t armature_run(const operation *operations, int64_t count, int64_t threads) {
+    const level *l = armature_now();
+    for (int64_t i = 0; i < count; i++)
+        if (!armature_has(operations[i].code)) return -1 - i;
+#pragma omp parallel num_threads((int)threads)
+    for (int64_t i = 0; i < count; i++) l->kernels[operations[i].code](operations[i].arguments);
+    return 0;
+}

@@ -1,0 +1,33 @@
+/* What a level is: an instruction set with a name, and its kernels. One translation unit each, in levels/. */
+#ifndef ARMATURE_LEVEL_H
+#define ARMATURE_LEVEL_H
+
+#include "ops.h"
+
+#define EXPORT __attribute__((visibility("default")))
+
+typedef void (*kernel)(const void *arguments);
+
+typedef struct {
+    const char *name;
+    int64_t tile_rows; /* the most rows of a tile */
+    int64_t block;     /* inputs that lie together: 4 or 8 */
+    int64_t align;     /* tiles are rounded up to this many rows */
+    kernel kernels[OP_COUNT];
+} level;
+
+extern const level level_avx512bf16, level_avx512, level_avxvnni, level_avx2, level_i8mm, level_dotprod, level_neon, level_portable;
+
+/* Of every level (pack_int.c). */
+void armature_rows(const void *arguments);
+
+/* The level that serves. */
+const level *armature_now(void);
+
+/* Rows of each tile but the last: tiles are as equal as they can be. */
+static inline int64_t tile_height(const level *l, int64_t rows) {
+    int64_t tiles = (rows + l->tile_rows - 1) / l->tile_rows, height = tiles ? (rows + tiles - 1) / tiles : 1;
+    return (height + l->align - 1) / l->align * l->align;
+}
+
+#endif

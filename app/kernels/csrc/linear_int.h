@@ -1,0 +1,90 @@
+/* y = x W^T (+ bias) from quantised rows and packed int4 or int8 panels. Who multiplies a tile with a panel is the level's business
+ * (tile_*.h); here is the order in which tiles and panels meet, and what becomes of the sums. */
+#ifndef ARMATURE_LINEAR_INT_H
+#define ARMATURE_LINEAR_INT_H
+
+#include <omp.h>
+
+#include "level.h"
+#include "simd.h"
+
+/* Bytes of a panel's group, header included. */
+INLINE ptrdiff_t group_bytes(const linear_int_arguments *a) {
+    return 64 + (a->minimums ? 64 : 0) + a->group * PANEL_OUTPUTS / (a->bits == 4 ? 2 : 1);
+}
+
+INLINE ptrdiff_t panel_bytes_int(const linear_int_arguments *a) { return a->padded / a->group * group_bytes(a); }
+
+/* Rows [row, row + count) of the panel's outputs: sums [count, 32], overwritten. `ahead`: for each byte of the panel, what to ask for. */
+static void multiply_tile(const linear_int_arguments *a, const uint8_t *panel, int64_t row, int count, const uint8_t *ahead, float *sums);
+
+INLINE void store_row(const linear_int_arguments *a, const float *sums, ptrdiff_t row, ptrdiff_t first, ptrdiff_t outputs) {
+    for (ptrdiff_t i = 0; i < outputs; i += LANES) {
+        vf x = vf_load(sums + i);
+        if (a->bias) x += vf_load_part(a->bias + first + i, outputs - i);
+        if (a->output == OUTPUT_BF16) {
+            bf16_store_part((uint16_t *)a->y + row * a->y_stride + first + i, x, outputs - i);
+            continue;
+        }
+        float *y = (float *)a->y + row * a->y_stride + first + i;
+        if (a->output == OUTPUT_ADD_FP32) x += vf_load_part(y, outputs - i);
+        vf_store_part(y, x, outputs - i);
+    }
+}
+
+/* How a product is divided: `panels` panels and `tiles` tiles a task. */
+typedef struct {
+    int64_t num_panels, num_tiles, panels, tiles, panel_tasks, tile_tasks;
+} division;
+
+/* Few rows: memory is the cost, so a task is one panel and the loop below hands out a megabyte at a time. Many: tiles meet several panels while
+ * these lie in the cache, and where outputs are too few for all threads, rows are divided too. */
+INLINE division divide(const linear_int_arguments *a) {
+    division d = {.num_panels = (a->outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS, .num_tiles = (a->rows + a->height - 1) / a->height};
+    const int64_t wanted = 4 * omp_get_num_threads(), fit = (1 << 18) / panel_bytes_int(a);
+    d.panels = d.num_tiles <= 4 ? 1 : d.num_panels / wanted < fit ? d.num_panels / wanted : fit;
+    if (d.panels < 1) d.panels = 1;
+    d.panel_tasks = (d.num_panels + d.panels - 1) / d.panels;
+    d.tile_tasks = d.panel_tasks >= wanted || d.num_tiles <= 4 ? 1 : (wanted + d.panel_tasks - 1) / d.panel_tasks;
+    if (d.tile_tasks > d.num_tiles) d.tile_tasks = d.num_tiles;
+    d.tiles = (d.num_tiles + d.tile_tasks - 1) / d.tile_tasks;
+    d.tile_tasks = (d.num_tiles + d.tiles - 1) / d.tiles;
+    return d;
+}
+
+/* Panels that a thread claims at a time: about a megabyte, so that reading runs on, but at least eight turns for each thread. */
+INLINE int claim(const linear_int_arguments *a, const division *d) {
+    int64_t chunk = (1 << 20) / (panel_bytes_int(a) * d->panels), most = d->panel_tasks / (8 * omp_get_num_threads());
+    chunk = chunk < most ? chunk : most;
+    return chunk < 1 || d->tile_tasks > 1 ? 1 : (int)chunk;
+}
+
+#define AHEAD 2048 /* bytes asked for before their use */
+
+/* One pass asks for its own panel a little ahead. Of several passes the first asks for the next panel, so that memory is busy meanwhile. */
+INLINE void run_task(const linear_int_arguments *a, const division *d, int64_t task, float *sums) {
+    const ptrdiff_t bytes = panel_bytes_int(a);
+    const int64_t panel0 = task / d->tile_tasks * d->panels, tile0 = task % d->tile_tasks * d->tiles;
+    const int64_t panel1 = panel0 + d->panels < d->num_panels ? panel0 + d->panels : d->num_panels;
+    const int64_t tile1 = tile0 + d->tiles < d->num_tiles ? tile0 + d->tiles : d->num_tiles;
+    for (int64_t tile = tile0; tile < tile1; tile++)
+        for (int64_t panel = panel0; panel < panel1; panel++) {
+            const uint8_t *weights = a->panels + panel * bytes;
+            const int64_t row = tile * a->height, left = a->rows - row, first = panel * PANEL_OUTPUTS;
+            const int count = (int)(left < a->height ? left : a->height);
+            multiply_tile(a, weights, row, count, d->num_tiles == 1 ? weights + AHEAD : tile == tile0 ? weights + d->panels * bytes : NULL, sums);
+            const int64_t outputs = a->outputs - first < PANEL_OUTPUTS ? a->outputs - first : PANEL_OUTPUTS;
+            for (int r = 0; r < count; r++) store_row(a, sums + r * PANEL_OUTPUTS, row + r, first, outputs);
+        }
+}
+
+static void linear_int(const void *arguments) {
+    const linear_int_arguments *a = arguments;
+    const division d = divide(a);
+    const int chunk = claim(a, &d);
+    float sums[TILE_ROWS * PANEL_OUTPUTS] __attribute__((aligned(64)));
+#pragma omp for schedule(dynamic, chunk)
+    for (int64_t task = 0; task < d.panel_tasks * d.tile_tasks; task++) run_task(a, &d, task, sums);
+}
+
+#endif

@@ -1,0 +1,112 @@
+/* The words between Python and the library: what can be asked for, and the arguments of each. Every field is eight bytes, so that a caller
+ * needs nothing but addresses and 64-bit numbers; `app/kernels/operations.py` mirrors this file.
+ *
+ * An operation is a *team function*: `armature_run` opens one parallel region in which every thread walks the same list, each kernel divides
+ * its own work among them, and none returns before all have done their part.
+ *
+ * Quantised activations
+ *   A row of `size` inputs is padded with zeros to a multiple of `group`; each group of a row has a scale: value = scale * code, code int8 in
+ *   [-127, 127]. A group with NaN or infinity in it has the scale NaN. Rows lie in *tiles* of `height` rows (the last may have fewer), so that
+ *   a product reads a tile from first to last byte. Of a tile with `count` rows (rounded up to TILE_ALIGN), which begins at row `first`:
+ *     codes at first * padded + (k / BLOCK) * count * BLOCK + row * BLOCK + k % BLOCK;
+ *     scales (fp32) and sums (int32, the NEGATED sum of a group's codes) at first * groups + g * count + row.
+ *   `height`, BLOCK and TILE_ALIGN belong to the level: BLOCK is 4 for dot products and 8 for matrix products.
+ *
+ * Packed weights
+ *   A *panel* holds 32 outputs, the last one padded with zeros. For each group of inputs: 32 scales (bf16), 32 minimums (bf16, if the form has
+ *   them), then the codes. int4: value = scale * (code - 8), or scale * code + minimum; int8: value = scale * code.
+ *   Dot products (BLOCK 4): for each 8 inputs two lines of 64 bytes, outputs 0 to 15 and 16 to 31. int4: byte 4 * output + i holds input i in
+ *   its low half and input 4 + i in its high half. int8: four lines, inputs 0 to 3 of both halves of the outputs, then inputs 4 to 7.
+ *   Matrix products (BLOCK 8): the same bytes, but int4: byte 8 * o + i holds input i of output o (0 to 7) in its low half and of output o + 8
+ *   in its high half; int8: for each half of the outputs 128 bytes, byte 8 * output + i.
+ */
+#ifndef ARMATURE_OPS_H
+#define ARMATURE_OPS_H
+
+#include <stdint.h>
+
+#define PANEL_OUTPUTS 32
+
+typedef struct {
+    int64_t code;
+    const void *arguments;
+} operation;
+
+enum {
+    OP_QUANTISE,   /* bf16 rows to quantised rows */
+    OP_NORM,       /* residual add, RMSNorm, then bf16 or quantised */
+    OP_GATE,       /* act(gate) * up, then bf16 or quantised */
+    OP_TURN,       /* norms of query and key heads, rotary positions, keys and values to the cache */
+    OP_LINEAR_INT, /* quantised rows times int4 or int8 panels */
+    OP_PICK,       /* the same, but only each row's best outputs come out */
+    OP_ATTENTION,  /* queries over cached keys and values */
+    OP_ROWS,       /* rows of packed weights, widened: an embedding */
+    OP_GATHER,     /* some rows of an fp32 matrix */
+    OP_LINEAR_BF16,
+    OP_COUNT
+};
+
+/* Where rows of activations go: bf16 [rows, size] where `rows` is given, quantised where `tiles` is. */
+typedef struct {
+    uint16_t *rows;
+    int8_t *tiles;
+    float *scales;
+    int32_t *sums;
+    int64_t group, height;
+} sink;
+
+/* x [rows, size] bf16, row stride in elements. */
+typedef struct {
+    const uint16_t *x;
+    int64_t stride, rows, size;
+    sink out;
+} quantise_arguments;
+
+/* hidden [rows, size] fp32 (row stride in elements) += added [rows, size] bf16 where given; out = hidden / rms(hidden) * weight [size] fp32. */
+typedef struct {
+    float *hidden;
+    const uint16_t *added;
+    const float *weight;
+    int64_t stride, rows, size;
+    double eps;
+    sink out;
+} norm_arguments;
+
+/* gate_up [rows, 2 * size] bf16 to act(gate) * up; activation 0: SiLU, 1: GELU by tanh, 2: GELU by erf. */
+typedef struct {
+    const uint16_t *gate_up;
+    int64_t rows, size, activation;
+    sink out;
+} gate_arguments;
+
+enum { OUTPUT_BF16, OUTPUT_FP32, OUTPUT_ADD_FP32 };
+
+/* y [rows, outputs] (row stride in elements; ADD: += into fp32) = quantised rows times panels, plus bias [outputs] fp32 where given. */
+typedef struct {
+    const uint8_t *panels;
+    const float *bias;
+    const int8_t *tiles;
+    const float *scales;
+    const int32_t *sums;
+    void *y;
+    int64_t y_stride, rows, padded, outputs, group, height, bits, minimums, output;
+} linear_int_arguments;
+
+/* Rows ids[i] of packed int4 or int8 weights, out [count, inputs] fp32, times `factor`. */
+typedef struct {
+    const uint8_t *panels;
+    const int64_t *ids;
+    float *out;
+    int64_t count, inputs, padded, group, bits, minimums;
+    double factor;
+} rows_arguments;
+
+/* out [count, size] fp32 = rows ids[i] of x (row stride in elements). */
+typedef struct {
+    const float *x;
+    const int64_t *ids;
+    float *out;
+    int64_t stride, count, size;
+} gather_arguments;
+
+#endif

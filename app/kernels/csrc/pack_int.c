@@ -1,0 +1,83 @@
+/* Codes and scales to panels and back: the layout that ops.h describes, in plain C, since it happens once. */
+#include <string.h>
+
+#include <omp.h>
+
+#include "level.h"
+
+/* What a packed weight looks like; codes one byte each, [outputs, padded]: int4 as 0 to 15, int8 as they are. */
+typedef struct {
+    const uint8_t *codes;
+    const uint16_t *scales, *minimums; /* bf16 [outputs, groups]; minimums NULL where the form has none */
+    uint8_t *panels;
+    int64_t outputs, first, padded, group, bits;
+} pack_arguments;
+
+static int64_t bytes_of_group(int64_t group, int64_t bits, int minimums) { return 64 + (minimums ? 64 : 0) + group * PANEL_OUTPUTS * bits / 8; }
+
+/* Where the code of (output, k) lies in its group, and by how many bits it is shifted. */
+static int64_t place(int64_t output, int64_t k, int64_t bits, int64_t block, int *shift) {
+    const int64_t half = output / 16, o = output % 16, eight = k / 8, i = k % 8;
+    *shift = 0;
+    if (bits == 8) return eight * 256 + (block == 4 ? i / 4 * 128 + half * 64 + o * 4 + i % 4 : half * 128 + o * 8 + i);
+    if (block == 4) {
+        *shift = i / 4 * 4;
+        return eight * 128 + half * 64 + o * 4 + i % 4;
+    }
+    *shift = o / 8 * 4;
+    return eight * 128 + half * 64 + o % 8 * 8 + i;
+}
+
+/* Outputs [first, first + outputs) of a weight. `first` and `outputs` are multiples of 32, but the weight's last rows: a panel is one thread's. */
+EXPORT void armature_pack_int(const pack_arguments *a) {
+    const int64_t groups = a->padded / a->group, bytes = bytes_of_group(a->group, a->bits, a->minimums != NULL), block = armature_now()->block;
+    const int64_t header = a->minimums ? 128 : 64;
+#pragma omp parallel for schedule(dynamic, 1)
+    for (int64_t panel = 0; panel < (a->outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS; panel++)
+        for (int64_t g = 0; g < groups; g++) {
+            uint8_t *target = a->panels + ((a->first / PANEL_OUTPUTS + panel) * groups + g) * bytes;
+            memset(target, 0, (size_t)bytes);
+            for (int64_t o = 0; o < PANEL_OUTPUTS && panel * PANEL_OUTPUTS + o < a->outputs; o++) {
+                const int64_t row = panel * PANEL_OUTPUTS + o;
+                memcpy(target + o * 2, a->scales + row * groups + g, 2);
+                if (a->minimums) memcpy(target + 64 + o * 2, a->minimums + row * groups + g, 2);
+                const uint8_t *codes = a->codes + row * a->padded + g * a->group;
+                for (int64_t k = 0; k < a->group; k++) {
+                    int shift;
+                    uint8_t *at = target + header + place(o, k, a->bits, block, &shift);
+                    *at = (uint8_t)(*at | codes[k] << shift);
+                }
+            }
+        }
+}
+
+static float widened(const uint8_t *p) {
+    uint16_t half;
+    memcpy(&half, p, 2);
+    union { uint32_t bits; float number; } cast = {(uint32_t)half << 16};
+    return cast.number;
+}
+
+/* One output of one group, as numbers. */
+static void unpack(const rows_arguments *a, const uint8_t *group, int64_t output, int64_t count, float *out) {
+    const float scale = widened(group + output * 2) * (float)a->factor, minimum = a->minimums ? widened(group + 64 + output * 2) * (float)a->factor : -8 * scale;
+    const int64_t header = a->minimums ? 128 : 64, block = armature_now()->block;
+    for (int64_t k = 0; k < count; k++) {
+        int shift;
+        const uint8_t byte = group[header + place(output, k, a->bits, block, &shift)];
+        out[k] = a->bits == 8 ? scale * (float)(int8_t)byte : scale * (float)(byte >> shift & 15) + minimum;
+    }
+}
+
+/* A team function of every level. */
+void armature_rows(const void *arguments) {
+    const rows_arguments *a = arguments;
+    const int64_t groups = a->padded / a->group, bytes = bytes_of_group(a->group, a->bits, a->minimums != 0);
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < a->count; i++)
+        for (int64_t g = 0; g < groups; g++) {
+            const uint8_t *group = a->panels + (a->ids[i] / PANEL_OUTPUTS * groups + g) * bytes;
+            const int64_t left = a->inputs - g * a->group;
+            unpack(a, group, a->ids[i] % PANEL_OUTPUTS, left < a->group ? left : a->group, a->out + i * a->inputs + g * a->group);
+        }
+}

@@ -1,0 +1,150 @@
+/* Vectors of LANES floats in the compiler's own vector types, so that one source serves every instruction set: each level says how wide its
+ * registers are and includes this. Only what the compiler has no operator for stands here; products of integers are in tile_*.h. */
+#ifndef ARMATURE_SIMD_H
+#define ARMATURE_SIMD_H
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vf __attribute__((vector_size(LANES * 4)));
+typedef int32_t vi __attribute__((vector_size(LANES * 4)));
+typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
+typedef uint16_t vh __attribute__((vector_size(LANES * 2)));
+typedef int8_t vb __attribute__((vector_size(LANES)));
+
+INLINE vf vf_all(float x) { return (vf){0} + x; }
+INLINE vi vi_all(int32_t x) { return (vi){0} + x; }
+
+INLINE vf vf_load(const float *p) {
+    vf x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+INLINE void vf_store(float *p, vf x) { memcpy(p, &x, sizeof x); }
+
+/* The first `count` lanes; the others are zero. */
+INLINE vf vf_load_part(const float *p, ptrdiff_t count) {
+    if (count >= LANES) return vf_load(p);
+    vf x = {0};
+    memcpy(&x, p, (size_t)count * 4);
+    return x;
+}
+
+INLINE void vf_store_part(float *p, vf x, ptrdiff_t count) { memcpy(p, &x, (size_t)(count < LANES ? count : LANES) * 4); }
+
+INLINE vf vf_select(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
+INLINE vi vi_max(vi a, vi b) {
+    vi mask = a > b;
+    return (a & mask) | (b & ~mask);
+}
+/* b where either is NaN */
+INLINE vf vf_max(vf a, vf b) { return vf_select(a > b, a, b); }
+INLINE vf vf_min(vf a, vf b) { return vf_select(a < b, a, b); }
+
+INLINE float vf_sum(vf x) {
+    float part[LANES];
+    vf_store(part, x);
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; i++) part[i] += part[i + width];
+    return part[0];
+}
+
+INLINE float vf_largest(vf x) {
+    float part[LANES], best;
+    vf_store(part, x);
+    best = part[0];
+    for (int i = 1; i < LANES; i++) best = part[i] > best ? part[i] : best;
+    return best;
+}
+
+INLINE int32_t vi_largest(vi x) {
+    int32_t best = x[0];
+    for (int i = 1; i < LANES; i++) best = x[i] > best ? x[i] : best;
+    return best;
+}
+
+/* Keeps a product apart from the sum that follows: the compiler may otherwise fuse the two, which rounds once instead of twice. */
+INLINE vf unfused(vf x) {
+#if defined(__x86_64__) && LANES == 16
+    __asm__("" : "+v"(x));
+#elif defined(__x86_64__)
+    __asm__("" : "+x"(x));
+#elif defined(__aarch64__)
+    __asm__("" : "+w"(x));
+#endif
+    return x;
+}
+
+/* To the nearest integer, ties to even; |x| < 2^22. */
+INLINE vi vf_round(vf x) {
+    const vf magic = vf_all(12582912.0f); /* 1.5 * 2^23 */
+    return (vi)(unfused(x) + magic) - (vi)magic;
+}
+
+/* ---- bf16 ---- */
+
+INLINE vf bf16_load(const uint16_t *p) {
+    vh x;
+    memcpy(&x, p, sizeof x);
+    return (vf)(__builtin_convertvector(x, vu) << 16);
+}
+
+INLINE vf bf16_load_part(const uint16_t *p, ptrdiff_t count) {
+    if (count >= LANES) return bf16_load(p);
+    uint16_t part[LANES] = {0};
+    memcpy(part, p, (size_t)count * 2);
+    return bf16_load(part);
+}
+
+/* Rounds to nearest, ties to even; NaN stays NaN. */
+INLINE vh bf16_of(vf x) {
+    vu bits = (vu)x, odd = (bits >> 16) & 1, rounded = (bits + 0x7fff + odd) >> 16, nan = (vu)(x != x);
+    return __builtin_convertvector((nan & ((bits >> 16) | 0x40)) | (~nan & rounded), vh);
+}
+
+INLINE void bf16_store(uint16_t *p, vf x) {
+    vh h = bf16_of(x);
+    memcpy(p, &h, sizeof h);
+}
+
+INLINE void bf16_store_part(uint16_t *p, vf x, ptrdiff_t count) {
+    vh h = bf16_of(x);
+    memcpy(p, &h, (size_t)(count < LANES ? count : LANES) * 2);
+}
+
+/* ---- functions ---- */
+
+/* e^x, relative error about 2^-22: x = n ln 2 + r and a polynomial in r (Cephes' range reduction). Below -87 it is 0, above 88 infinity; NaN
+ * stays NaN. */
+INLINE vf vf_exp(vf x) {
+    vf inside = vf_select(x > -87.0f, x, vf_all(-87.0f)); /* NaN goes to -87 and is put back below */
+    inside = vf_min(inside, vf_all(88.0f));
+    vi whole = vf_round(inside * 1.44269504088896341f);
+    vf n = __builtin_convertvector(whole, vf);
+    vf r = inside - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    vf y = r * (1.0f / 720) + (1.0f / 120);
+    y = y * r + (1.0f / 24);
+    y = y * r + (1.0f / 6);
+    y = y * r + 0.5f;
+    y = y * r + 1.0f;
+    y = y * r + 1.0f;
+    vf result = y * (vf)((whole + 127) << 23);
+    result = vf_select(x < -87.0f, vf_all(0.0f), result);
+    result = vf_select(x > 88.0f, vf_all(INFINITY), result);
+    return vf_select(x != x, x, result);
+}
+
+/* tanh x = 1 - 2 / (e^2x + 1): exact at both ends, absolute error about 1e-7 in between. */
+INLINE vf vf_tanh(vf x) {
+    vf inside = vf_min(vf_max(x, vf_all(-20.0f)), vf_all(20.0f));
+    vf result = 1.0f - 2.0f / (vf_exp(inside + inside) + 1.0f);
+    return vf_select(x != x, x, result);
+}
+
+#endif

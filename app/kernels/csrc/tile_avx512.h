@@ -1,0 +1,108 @@
+/* A tile times a panel by AVX512-VNNI: VPDPBUSD multiplies 16 x 4 unsigned weight codes with 4 signed activation codes and sums in int32, exactly.
+ *
+ * Weights are unsigned: int4 codes as they are (their zero point 8 is made good by the group's sum of activations), int8 with 128 added. */
+#ifndef ARMATURE_TILE_AVX512_H
+#define ARMATURE_TILE_AVX512_H
+
+#include <immintrin.h>
+
+#include "linear_int.h"
+
+INLINE __m512 scales16(const uint8_t *p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
+}
+
+INLINE __m512i broadcast4(const int8_t *p) {
+    int32_t four;
+    memcpy(&four, p, 4);
+    return _mm512_set1_epi32(four);
+}
+
+/* 4 inputs of 32 outputs for every row. */
+INLINE void dot(int rows, __m512i weights0, __m512i weights1, const int8_t *x, __m512i (*acc)[2]) {
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) {
+        const __m512i codes = broadcast4(x + r * 4);
+        acc[r][0] = _mm512_dpbusd_epi32(acc[r][0], weights0, codes);
+        acc[r][1] = _mm512_dpbusd_epi32(acc[r][1], weights1, codes);
+    }
+}
+
+INLINE void eight_int4(int rows, const uint8_t *codes, const int8_t *x, __m512i (*acc)[2]) {
+    const __m512i mask = _mm512_set1_epi8(15);
+    const __m512i line0 = _mm512_loadu_si512(codes), line1 = _mm512_loadu_si512(codes + 64);
+    const __m512i low0 = _mm512_and_si512(line0, mask), low1 = _mm512_and_si512(line1, mask);
+    dot(rows, low0, low1, x, acc);
+    const __m512i high0 = _mm512_and_si512(_mm512_srli_epi16(line0, 4), mask), high1 = _mm512_and_si512(_mm512_srli_epi16(line1, 4), mask);
+    dot(rows, high0, high1, x + rows * 4, acc);
+}
+
+INLINE void eight_int8(int rows, const uint8_t *codes, const int8_t *x, __m512i (*acc)[2]) {
+    const __m512i offset = _mm512_set1_epi8((char)0x80);
+    for (int half = 0; half < 2; half++) {
+        const __m512i line0 = _mm512_xor_si512(_mm512_loadu_si512(codes + half * 128), offset);
+        const __m512i line1 = _mm512_xor_si512(_mm512_loadu_si512(codes + half * 128 + 64), offset);
+        dot(rows, line0, line1, x + half * rows * 4, acc);
+    }
+}
+
+/* Takes one group's exact sums into `sums`, times both scales. */
+INLINE void take_group(int rows, const uint8_t *header, const float *scales, const int32_t *negated, int minimums, __m512i (*acc)[2], float *sums) {
+    const __m512 scale0 = scales16(header), scale1 = scales16(header + 32);
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) {
+        const __m512 own = _mm512_set1_ps(scales[r]);
+        __m512 y0 = _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[r][0]), _mm512_mul_ps(scale0, own), _mm512_load_ps(sums + r * 32));
+        __m512 y1 = _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[r][1]), _mm512_mul_ps(scale1, own), _mm512_load_ps(sums + r * 32 + 16));
+        if (minimums) {
+            const __m512 total = _mm512_set1_ps(scales[r] * (float)negated[r]);
+            y0 = _mm512_fnmadd_ps(total, scales16(header + 64), y0);
+            y1 = _mm512_fnmadd_ps(total, scales16(header + 96), y1);
+        }
+        _mm512_store_ps(sums + r * 32, y0);
+        _mm512_store_ps(sums + r * 32 + 16, y1);
+    }
+}
+
+/* `rows` is a compile-time constant at every call, so that all sums stay in registers. */
+INLINE void multiply(int rows, int bits, int minimums, const linear_int_arguments *a, const uint8_t *panel, int64_t row, const uint8_t *ahead, float *sums) {
+    const int64_t groups = a->padded / a->group;
+    const ptrdiff_t step = bits == 4 ? 128 : 256, header = minimums ? 128 : 64, jump = ahead - panel;
+    const int8_t *x = a->tiles + row * a->padded;
+    const float *scales = a->scales + row * groups;
+    const int32_t *negated = a->sums + row * groups;
+    for (int r = 0; r < rows * 2; r++) _mm512_store_ps(sums + r * 16, _mm512_setzero_ps());
+    for (int64_t g = 0; g < groups; g++) {
+        __m512i acc[TILE_ROWS][2];
+    #pragma GCC unroll 16
+        for (int r = 0; r < rows; r++) {
+            const __m512i start = minimums ? _mm512_setzero_si512() : _mm512_slli_epi32(_mm512_set1_epi32(negated[r]), bits == 4 ? 3 : 7);
+            acc[r][0] = acc[r][1] = start;
+        }
+        const uint8_t *at = panel + header;
+        if (ahead) _mm_prefetch((const char *)panel + jump, _MM_HINT_T0);
+        for (int64_t k = 0; k < a->group; k += 8, at += step, x += rows * 8) {
+            if (ahead)
+                for (int line = 0; line < step; line += 64) _mm_prefetch((const char *)at + jump + line, _MM_HINT_T0);
+            if (bits == 4) eight_int4(rows, at, x, acc);
+            else eight_int8(rows, at, x, acc);
+        }
+        take_group(rows, panel, scales, negated, minimums, acc, sums);
+        panel = at, scales += rows, negated += rows;
+    }
+}
+
+#define CASE(ROWS)                                                                                                                       \
+    case ROWS:                                                                                                                           \
+        if (a->bits == 8) multiply(ROWS, 8, 0, a, panel, row, ahead, sums);                                                              \
+        else if (a->minimums) multiply(ROWS, 4, 1, a, panel, row, ahead, sums);                                                          \
+        else multiply(ROWS, 4, 0, a, panel, row, ahead, sums);                                                                           \
+        break;
+
+static void multiply_tile(const linear_int_arguments *a, const uint8_t *panel, int64_t row, int count, const uint8_t *ahead, float *sums) {
+    switch (count) {
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+    }
+}
+
+#endif

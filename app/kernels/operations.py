@@ -1,0 +1,115 @@
+"""What the native library can be asked for: the codes and arguments of `csrc/ops.h`, and the one call that runs them.
+
+Addresses are taken from tensors that the caller keeps alive until the call returns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from enum import IntEnum
+
+import torch
+
+from app.kernels.native import native
+
+_ADDRESS, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+
+
+class Code(IntEnum):
+    """As `enum` in csrc/ops.h."""
+
+    QUANTISE = 0
+    NORM = 1
+    GATE = 2
+    TURN = 3
+    LINEAR_INT = 4
+    PICK = 5
+    ATTENTION = 6
+    ROWS = 7
+    GATHER = 8
+    LINEAR_BF16 = 9
+
+
+class Output(IntEnum):
+    """What becomes of a product's sums."""
+
+    BF16 = 0
+    FP32 = 1
+    ADD_FP32 = 2
+
+
+class Sink(ctypes.Structure):
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("rows", "tiles", "scales", "sums")),
+        *((name, _INT) for name in ("group", "height")),
+    )
+
+
+class Quantise(ctypes.Structure):
+    code = Code.QUANTISE
+    _fields_ = (("x", _ADDRESS), *((name, _INT) for name in ("stride", "rows", "size")), ("out", Sink))
+
+
+class Norm(ctypes.Structure):
+    code = Code.NORM
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("hidden", "added", "weight")),
+        *((name, _INT) for name in ("stride", "rows", "size")),
+        ("eps", _FLOAT),
+        ("out", Sink),
+    )
+
+
+class Gate(ctypes.Structure):
+    code = Code.GATE
+    _fields_ = (("gate_up", _ADDRESS), *((name, _INT) for name in ("rows", "size", "activation")), ("out", Sink))
+
+
+class LinearInt(ctypes.Structure):
+    code = Code.LINEAR_INT
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("panels", "bias", "tiles", "scales", "sums", "y")),
+        *((name, _INT) for name in ("y_stride", "rows", "padded", "outputs", "group", "height", "bits", "minimums", "output")),
+    )
+
+
+class Rows(ctypes.Structure):
+    code = Code.ROWS
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("panels", "ids", "out")),
+        *((name, _INT) for name in ("count", "inputs", "padded", "group", "bits", "minimums")),
+        ("factor", _FLOAT),
+    )
+
+
+class Gather(ctypes.Structure):
+    code = Code.GATHER
+    _fields_ = (*((name, _ADDRESS) for name in ("x", "ids", "out")), *((name, _INT) for name in ("stride", "count", "size")))
+
+
+class Pack(ctypes.Structure):
+    """Not an operation: what `armature_pack_int` takes (csrc/pack_int.c)."""
+
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("codes", "scales", "minimums", "panels")),
+        *((name, _INT) for name in ("outputs", "first", "padded", "group", "bits")),
+    )
+
+
+class _Operation(ctypes.Structure):
+    _fields_ = (("code", _INT), ("arguments", _ADDRESS))
+
+
+def run(arguments: ctypes.Structure, code: Code) -> None:
+    """Runs one operation on this thread's pool. Others of Python's threads go on meanwhile."""
+    library = native().library
+    assert library is not None, "whoever calls has asked whether the library is there"
+    operation = _Operation(int(code), ctypes.addressof(arguments))
+    missing = library.armature_run(ctypes.byref(operation), 1, torch.get_num_threads())
+    assert missing == 0, f"the level {native().level} has no kernel for {code.name}: ask `has` first"
+
+
+def has(code: Code) -> bool:
+    """Whether a library is here whose level has a kernel for this operation."""
+    library = native().library
+    return library is not None and bool(library.armature_has(int(code)))
