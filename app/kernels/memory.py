@@ -26,6 +26,11 @@ def weights_bytes(nbytes: int) -> Tensor:
     return whole[start : start + nbytes]
 
 
+def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Room for a kernel's result, 64-byte aligned where torch's own allocator aligns (it does on a processor); not initialised."""
+    return torch.empty(shape, dtype=dtype)
+
+
 def aligned(nbytes: int) -> Tensor:
     """Uint8 [nbytes] that begins at a cache line."""
     whole = torch.empty(nbytes + 64, dtype=torch.uint8)
