@@ -1,0 +1,168 @@
+"""A Llama checkpoint as llama.cpp reads it: `python -m tools.gguf_checkpoint DIR FILE.gguf [--type q4_0] [--pure]`.
+
+Run it with the interpreter of an environment that has `gguf` and `llama-cpp-python`; torch is not needed. Weights go over bit for bit
+and llama.cpp itself quantises them. There is no tokenizer in the file: comparisons speak in token ids.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from app.models.config import ModelConfig
+from app.models.rope import Rope
+from app.weights.checkpoint import open_checkpoint
+from app.weights.headers import TensorEntry
+
+# Ours to llama.cpp's; `{}` is the layer. Queries and keys change the order of their rows, see `interleaved`.
+LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+OTHER_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # numpy has no BF16: its bits will do
+TYPES = {"f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}  # `enum llama_ftype`
+
+
+def main() -> int:
+    """Writes the file; BF16 and F16 ones as they are stored, others through llama.cpp's own quantiser."""
+    arguments = _arguments()
+    if arguments.type is None:
+        write_gguf(arguments.checkpoint, arguments.file)
+        return 0
+    with tempfile.TemporaryDirectory(dir=arguments.file.parent) as folder:
+        whole = Path(folder) / "whole.gguf"
+        write_gguf(arguments.checkpoint, whole)
+        quantise(whole, arguments.file, arguments.type, pure=arguments.pure, threads=arguments.threads)
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("checkpoint", type=Path, help="Hugging Face directory of a Llama")
+    parser.add_argument("file", type=Path, help="GGUF file to write")
+    parser.add_argument("--type", choices=list(TYPES), help="quantised to this; as stored if not given")
+    parser.add_argument("--pure", action="store_true", help="every matrix in this type, the output layer too")
+    parser.add_argument("--threads", type=int, default=1, help="of the quantiser")
+    return parser.parse_args()
+
+
+def write_gguf(directory: Path, file: Path) -> None:
+    """All tensors in the dtype that they are stored in, norms in FP32 as llama.cpp wants them."""
+    import gguf
+
+    checkpoint = open_checkpoint(directory)
+    config = checkpoint.model_config
+    _check(config)
+    writer = gguf.GGUFWriter(file, "llama")
+    _write_shape(writer, config)
+    for name, entry in checkpoint.tensors.items():
+        if name == "lm_head.weight" and config.tie_embeddings:
+            continue
+        values, is_bf16 = tensor(entry), entry.dtype == "BF16"
+        if len(entry.shape) == 1:
+            values, is_bf16 = single_precision(values, is_bf16), False
+        elif "q_proj" in name or "k_proj" in name:
+            values = interleaved(values, config.num_heads if "q_proj" in name else config.num_kv_heads)
+        writer.add_tensor(
+            gguf_name(name),
+            values.view(np.uint8) if is_bf16 else values,
+            raw_dtype=gguf.GGMLQuantizationType.BF16 if is_bf16 else None,
+        )
+    rope = config.ropes[0]
+    if rope is not None and rope.kind == "llama3":
+        writer.add_tensor("rope_freqs.weight", llama3_divisors(rope))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file(progress=sys.stderr.isatty())
+    writer.close()
+
+
+def _check(config: ModelConfig) -> None:
+    """What this file cannot say of a model must not be left out of it."""
+    kinds = {rope and rope.kind for rope in config.ropes}
+    if config.architecture != "LlamaForCausalLM" or config.qkv_bias or config.output_bias or config.mlp_bias:
+        raise SystemExit(f"{config.architecture}, with biases or not a Llama, is not converted: only a Llama without them is")
+    if len(set(config.ropes)) != 1 or not kinds <= {"default", "llama3"}:
+        raise SystemExit(f"rotary embeddings of kind {', '.join(map(str, kinds))} are not converted: default and llama3 are")
+
+
+def _write_shape(writer: Any, config: ModelConfig) -> None:
+    rope = config.ropes[0]
+    assert rope is not None, "checked: one rope for all layers, of a known kind"
+    writer.add_tokenizer_model("no_vocab")
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_model_len)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_block_count(config.num_layers)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_rope_dimension_count(rope.dim)
+    writer.add_rope_freq_base(rope.theta)
+
+
+def gguf_name(name: str) -> str:
+    """`model.layers.3.mlp.up_proj.weight` is `blk.3.ffn_up.weight` there."""
+    stem = name.removesuffix(".weight")
+    if stem in OTHER_NAMES:
+        return f"{OTHER_NAMES[stem]}.weight"
+    layer, _, part = stem.removeprefix("model.layers.").partition(".")
+    return f"blk.{layer}.{LAYER_NAMES[part]}.weight"
+
+
+def tensor(entry: TensorEntry) -> np.ndarray:
+    """Mapped, so a checkpoint may be larger than memory."""
+    return np.memmap(entry.file, DTYPES[entry.dtype], mode="r", offset=entry.start, shape=entry.shape)
+
+
+def single_precision(values: np.ndarray, is_bf16: bool) -> np.ndarray:
+    """BF16 is the upper half of FP32."""
+    return (values.astype(np.uint32) << 16).view(np.float32) if is_bf16 else values.astype(np.float32)
+
+
+def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows [heads x head_dim, in] in the order of llama.cpp's rotary embedding.
+
+    It turns neighbours, elements 2i and 2i + 1 of a head; Hugging Face turns i and i + head_dim/2. Scores are the same in any order.
+    """
+    halves = weight.reshape(heads, 2, -1, weight.shape[1])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)
+
+
+def llama3_divisors(rope: Rope) -> np.ndarray:
+    """What Llama 3.1 and later divide each pair's frequency by: 1 for quick ones, `factor` for slow ones, between them a blend."""
+    frequencies = rope.theta ** -(np.arange(0, rope.dim, 2, dtype=np.float64) / rope.dim)
+    turns = rope.original_max_position_embeddings * frequencies / (2 * np.pi)
+    quick = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
+    return (1 / ((1 - quick) / rope.factor + quick)).astype(np.float32)
+
+
+def quantise(whole: Path, file: Path, kind: str, *, pure: bool, threads: int) -> None:
+    """By llama.cpp. Without `pure` it chooses finer types for some matrices, as its own command does."""
+    import llama_cpp
+
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.pure, params.nthread = TYPES[kind], pure, threads
+    code = llama_cpp.llama_model_quantize(str(whole).encode(), str(file).encode(), params)
+    if code != 0:
+        raise SystemExit(f"llama.cpp could not quantise {whole}: code {code}, its reason stands above")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""Our own engine as a side of a comparison, built as serving builds it. Options are settings, such as `precision=int4 int8_copy=off`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from app.messages import Event, Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
+from app.settings import load_settings
+from app.startup import prepare
+from app.version import VERSION
+from tools.peers.turns import Peer, Rows
+
+
+def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
+    """The plan sets what thread pools read before torch is imported. Nobody waits for the streams: prefill need not be held back."""
+    settings = load_settings(model=str(model), threads=threads, **{"itl_target_ms": 60_000, **options})[0]
+    prepared = prepare(settings)
+    os.environ.update(prepared.plan.environment())
+    import torch
+
+    from app.bench.inside import weights_of
+    from app.engine.build import build_engine
+
+    built = build_engine(prepared.checkpoint, prepared.plan, (), lambda stage: None)
+    weights = weights_of(built.model, prepared.checkpoint.model_config.vocab_size, prepared.facts)
+    names = count()
+
+    def generate(prompts: Rows, tokens: int) -> Iterator[Rows]:
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        rows = {f"row-{next(names)}": (prompt, list[int]()) for prompt in prompts}
+        yield [picked for _, picked in rows.values()]
+        for name, (prompt, _) in rows.items():
+            _collect(built.engine.add(Generate(name, tuple(prompt), params, time.monotonic())), rows)
+        while built.engine.has_work:
+            _collect(built.engine.step(), rows)
+            yield [picked for _, picked in rows.values()]
+
+    about = f"armature {VERSION}, torch {torch.__version__}, {prepared.plan.precision.value}{_level()}"
+    return Peer(about, weights.num_bytes, generate)
+
+
+def _collect(events: list[Event], rows: dict[str, tuple[Any, list[int]]]) -> None:
+    for event in events:
+        if isinstance(event, RequestFailed):
+            raise SystemExit(f"the engine refused a row: {event.error}")
+        if isinstance(event, TokensReady | SequenceFinished):
+            rows[event.request_id][1].extend(event.token_ids)
+
+
+def _level() -> str:
+    isa = os.environ.get("ARMATURE_ISA")
+    return f", ARMATURE_ISA={isa}" if isa else ""

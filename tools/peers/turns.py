@@ -1,0 +1,127 @@
+"""One side of a comparison, in its own process: loads the model once, then takes a turn for each line that it is sent, and halts.
+
+`python -m tools.peers.turns KIND MODEL --threads N [--option NAME=VALUE]...`, with the interpreter that has the peer's library; only the
+standard library is used here. What the one who gives turns is to hear goes out as JSON behind a mark; what else a library prints does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib
+import json
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+MARK = "TURN "
+# Rows that were prefilled first decode beside the prefill of the last; none may end before all decode together.
+AHEAD_TOKENS = 24
+CHECKED_TOKENS = 8  # of each row, told so that sides can be held against each other
+PR_SET_PDEATHSIG = 1
+
+Rows = list[list[int]]  # token ids of each row of a batch
+# From prompts and a number of tokens: the tokens of each row so far, before anything is computed and again after each step.
+Generate = Callable[[Rows, int], Iterator[Rows]]
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A model that is loaded and can generate, greedily and without end of text."""
+
+    about: str  # library and version, and what it says of its instructions where it says so
+    bytes_per_token: int  # of weights, that one decoded token must read
+    generate: Generate
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What is asked: `tokens` 1 is a prefill; more are decoded by all rows together."""
+
+    rows: int
+    prompt_tokens: int
+    tokens: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What came of it: `tokens` of all rows in `seconds`, and the first few ids of each row."""
+
+    seconds: float
+    tokens: int
+    ids: Rows
+
+
+def main() -> int:
+    """Tells when it is ready, then answers line by line until there are no more."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind")
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--option", action="append", default=[], help="NAME=VALUE")
+    arguments = parser.parse_args()
+    _die_with_parent()
+    start = time.perf_counter()
+    options = dict(option.split("=", 1) for option in arguments.option)
+    load: Callable[[Path, int, dict[str, str]], Peer] = importlib.import_module(f"tools.peers.{arguments.kind}").load
+    peer = load(arguments.model, arguments.threads, options)
+    ready = {"about": peer.about, "bytes_per_token": peer.bytes_per_token, "load_seconds": time.perf_counter() - start}
+    _say({**ready, "resident_bytes": _resident_bytes()})
+    for line in sys.stdin:
+        turn = Turn(**json.loads(line))
+        prompts = deal(turn)
+        tokens = turn.tokens if turn.tokens == 1 else turn.tokens + AHEAD_TOKENS
+        _say(asdict(timed(peer.generate(prompts, tokens), turn.tokens, tokens)))
+    return 0
+
+
+def deal(turn: Turn) -> Rows:
+    """Ids that do not repeat in a prompt, and never the same prompt twice: nothing is found in a cache."""
+    deck = random.Random(turn.seed)
+    return [deck.sample(range(100, 2000), turn.prompt_tokens) for _ in range(turn.rows)]
+
+
+def timed(steps: Iterable[Rows], wanted: int, whole: int, clock: Callable[[], float] = time.perf_counter) -> Taken:
+    """A prefill's time runs to its first token. Decoding is timed from when the last row has a token to when the first row ends."""
+    began: float | None = None
+    ended: float | None = None
+    before = after = 0
+    rows: Rows = []
+    for rows in steps:
+        now, picked = clock(), sum(map(len, rows))
+        if began is None and (wanted == 1 or all(rows)):
+            began, before = now, picked
+        if ended is None and any(len(row) >= whole for row in rows):
+            ended, after = now, picked
+    if began is None or ended is None or min(map(len, rows)) < whole:
+        raise SystemExit(f"of {whole} tokens a row came {min(map(len, rows), default=0)}: the side stopped early")
+    if wanted > 1 and after - before < wanted // 2 * len(rows):
+        raise SystemExit(f"rows decoded together for {(after - before) / len(rows):.0f} tokens only: take more --tokens")
+    return Taken(ended - began, after - before, [row[:CHECKED_TOKENS] for row in rows])
+
+
+def _say(values: dict[str, object]) -> None:
+    print(f"\n{MARK}{json.dumps(values)}", flush=True)
+
+
+def _die_with_parent() -> None:
+    """A halted process does not notice that nobody will wake it; on Linux the system ends it then."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _resident_bytes() -> int | None:
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return None
+    (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmRSS:"))
+    return 1024 * int(line.split()[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
