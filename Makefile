@@ -4,7 +4,11 @@
 
 VENV ?= .venv
 BIN := $(VENV)/bin
-PINS := requirements/runtime.txt requirements/dev.txt pyproject.toml tools/install.py
+PINS := requirements/runtime.txt requirements/dev.txt requirements/cmake.txt pyproject.toml tools/install.py
+CSRC := $(wildcard app/kernels/csrc/* app/kernels/csrc/levels/*)
+# With the virtual environment's cmake and ninja, where the machine has none.
+CMAKE = PATH="$(abspath $(BIN)):$$PATH" cmake
+CONFIGURE = $(CMAKE) -S app/kernels/csrc -B build/native -DARMATURE_INPLACE=ON >build/native/configure.log 2>&1
 MODEL_FLAG = $(if $(MODEL),--model "$(MODEL)")
 # The first interpreter that torch has wheels for; PYTHON=... chooses another.
 FIND_PYTHON = for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14); do \
@@ -12,7 +16,8 @@ FIND_PYTHON = for python in $(or $(PYTHON),python3 python3.13 python3.12 python3
 	[ -n "$$python" ] || { echo "Armature needs Python 3.11 to 3.14 and finds none. Debian 12, Ubuntu 24.04 or newer: sudo apt install python3 python3-venv; Ubuntu 22.04: sudo apt install python3.11 python3.11-venv; macOS: brew install python@3.13"; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test install venv format lint types unit parity live arm64 bench probe docs build clean
+.NOTPARALLEL: # two rules would install into one environment
+.PHONY: help serve test install venv native format lint types unit parity live sanitize cross arm64 bench probe docs build wheels clean
 
 help: ## show this
 	@grep -hE '^[a-z0-9-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):[^#]*## /\1|/' | awk -F'|' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -23,13 +28,20 @@ $(VENV)/runtime.stamp: $(PINS)
 $(VENV)/dev.stamp: $(PINS)
 	@$(FIND_PYTHON); "$$python" tools/install.py $(VENV) dev
 
-serve: $(VENV)/runtime.stamp ## serve the demo, or MODEL=DIR, on 127.0.0.1:8000
+# Beside app/kernels/native.py, again whenever the C sources change. Where there is no fitting compiler, cmake says so and goes on.
+build/native/made.stamp: $(CSRC) | $(VENV)/runtime.stamp
+	@mkdir -p build/native
+	@$(CONFIGURE) || { rm -rf build/native/CMake*; $(CONFIGURE); } || { cat build/native/configure.log; exit 1; }
+	@grep -h '^-- Armature' build/native/configure.log; $(CMAKE) --build build/native
+	@touch $@
+
+serve: $(VENV)/runtime.stamp build/native/made.stamp ## serve the demo, or MODEL=DIR, on 127.0.0.1:8000
 	@exec $(BIN)/armature serve $(MODEL_FLAG) $(ARGS)
 
-probe: $(VENV)/runtime.stamp ## what this machine is and what would be done with it
+probe: $(VENV)/runtime.stamp build/native/made.stamp ## what this machine is and what would be done with it
 	@$(BIN)/armature probe $(MODEL_FLAG) $(ARGS)
 
-test: $(VENV)/dev.stamp ## format, lint, types and every test that this machine can run
+test: $(VENV)/dev.stamp build/native/made.stamp ## format, lint, types and every test that this machine can run
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -37,6 +49,7 @@ test: $(VENV)/dev.stamp ## format, lint, types and every test that this machine 
 
 install: $(VENV)/runtime.stamp ## make .venv with what serving needs
 venv: $(VENV)/dev.stamp ## make .venv with what developing needs
+native: build/native/made.stamp ## compile the C sources again, if they have changed
 
 format: $(VENV)/dev.stamp ## rewrite the code in the project's format
 	$(BIN)/ruff format .
@@ -49,27 +62,38 @@ lint: $(VENV)/dev.stamp ## format and lint, changing nothing
 types: $(VENV)/dev.stamp ## mypy --strict on app/
 	$(BIN)/mypy
 
-unit: $(VENV)/dev.stamp ## the quick tests
+unit: $(VENV)/dev.stamp build/native/made.stamp ## the quick tests
 	$(BIN)/python -m pytest tests/unit tests/api -m "not slow" $(ARGS)
 
-parity: $(VENV)/dev.stamp ## fast equals slow: our models against their reference, and their kin
+parity: $(VENV)/dev.stamp build/native/made.stamp ## fast equals slow: our models against their reference, and their kin
 	$(BIN)/python -m pytest tests/parity $(ARGS)
 
-live: $(VENV)/dev.stamp ## a real server: streaming, disconnects, drain, overload, the README's commands
+live: $(VENV)/dev.stamp build/native/made.stamp ## a real server: streaming, disconnects, drain, overload, the README's commands
 	$(BIN)/python -m pytest tests/live tests/test_readme.py $(ARGS)
+
+sanitize: $(VENV)/runtime.stamp ## the C kernels' own test, under the address and undefined behaviour sanitizers
+	@$(CMAKE) -S app/kernels/csrc -B build/sanitize -DARMATURE_SANITIZE=ON >/dev/null && $(CMAKE) --build build/sanitize --target driver
+	build/sanitize/driver $(ARGS)
+
+cross: ## the native library for 64-bit Arm, built here: build/aarch64/libarmature.so
+	@PATH="$(abspath $(BIN)):$$PATH" tools/cross.sh
 
 arm64: ## the parity tests on an emulated 64-bit Arm processor (Debian or Ubuntu, root, 2 GB)
 	tools/arm64.sh $(ARGS)
 
-bench: $(VENV)/dev.stamp ## speed of the engine against this machine's ceilings, for the demo or MODEL=DIR
+bench: $(VENV)/dev.stamp build/native/made.stamp ## speed of the engine against this machine's ceilings, for the demo or MODEL=DIR
 	$(BIN)/armature bench engine $(MODEL_FLAG) $(ARGS)
 
 docs: $(VENV)/dev.stamp ## write the docs that are generated
 	$(BIN)/python -m tools.settings_table
 
-build: $(VENV)/dev.stamp ## a wheel in dist/
+build: $(VENV)/dev.stamp ## a wheel for this very machine in dist/
 	$(BIN)/python -m pip wheel --no-deps --no-build-isolation -w dist .
+
+wheels: $(VENV)/dev.stamp ## manylinux wheels in dist/: this machine's, and 64-bit Arm's where it can be built
+	$(BIN)/python -m tools.wheels
 
 clean: ## remove what was made, .venv too
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -f app/kernels/libarmature.*
 	find app tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,7 +3,8 @@
 #   tools/arm64.sh                       the parity tests, as a Neoverse V1 (SVE 256 bits, bf16, i8mm)
 #   CPU=neoverse-n1 tools/arm64.sh ...   as an older one (dotprod only); other arguments go to pytest
 # The first run makes what it needs in .arm64 (or ARM64_DIR), about 1.3 GB: an emulator, Debian's Python for arm64, and this
-# project's pinned packages. Nothing is emulated while that installs, and nothing outside that folder changes but apt's mmdebstrap.
+# project's pinned packages. Nothing is emulated while that installs. Outside that folder, apt installs mmdebstrap and a cross compiler, which
+# makes the native library in build/aarch64.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -27,10 +28,12 @@ main() {
   [ -x "$dir/qemu-aarch64" ] || make_emulator
   [ -x "$dir/root/usr/bin/python$PYTHON" ] || make_root
   make_packages
+  make_library
   [ $# -gt 0 ] || set -- "${DEFAULT_TESTS[@]}"
   say "${CPU:-neoverse-v1} runs pytest $*"
   # No cache folder and no bytecode: both would be shared with the x86 runs of the same checkout.
-  exec env OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONHOME="$dir/root/usr" PYTHONPATH="$dir/site" PYTHONDONTWRITEBYTECODE=1 \
+  exec env OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" ARMATURE_NATIVE_LIBRARY="$PWD/build/aarch64/libarmature.so" \
+    PYTHONHOME="$dir/root/usr" PYTHONPATH="$dir/site" PYTHONDONTWRITEBYTECODE=1 \
     "$dir/qemu-aarch64" -cpu "${CPU:-neoverse-v1}" -L "$dir/root" "$dir/root/usr/bin/python$PYTHON" -m pytest -p no:cacheprovider "$@"
 }
 
@@ -87,11 +90,18 @@ CONF
   APT_CONFIG="$1/apt.conf" apt-get update -qq
 }
 
+apt_install() {
+  [ "$(id -u)" = 0 ] || die "missing: sudo apt install $*"
+  apt-get update -qq && apt-get install -y -qq --no-install-recommends "$@" >/dev/null
+}
+
+make_library() {
+  command -v aarch64-linux-gnu-gcc >/dev/null || apt_install gcc-aarch64-linux-gnu libc6-dev-arm64-cross
+  PATH="$PWD/.venv/bin:$PATH" tools/cross.sh >&2
+}
+
 make_root() {
-  if ! command -v mmdebstrap >/dev/null; then
-    [ "$(id -u)" = 0 ] || die "needs mmdebstrap: sudo apt install mmdebstrap"
-    apt-get update -qq && apt-get install -y -qq --no-install-recommends mmdebstrap >/dev/null
-  fi
+  command -v mmdebstrap >/dev/null || apt_install mmdebstrap
   say "unpacking Debian's Python $PYTHON for arm64"
   rm -rf "$dir/root"
   mmdebstrap --quiet --variant=extract --arch=arm64 --include="python$PYTHON,libpython$PYTHON-stdlib,libstdc++6,libgomp1" \
@@ -104,18 +114,18 @@ make_root() {
 
 make_packages() {
   local stamp="$dir/site/.pins" pins
-  pins=$(cat requirements/runtime.txt requirements/dev.txt; echo "$TORCH")
+  pins=$(grep -hE '^[a-z]' requirements/runtime.txt requirements/dev.txt | grep -vE '^(ruff|mypy|pre-commit|uvloop|scikit-build-core|wheel)=='; echo "$TORCH")
   [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$pins" ] && return
   say "installing the pinned packages and $TORCH for arm64"
   rm -rf "$dir/site"
   # The pins name everything, so nothing needs resolving; what resolving would do here is ask for this machine's CUDA.
-  grep -hE '^[a-z]' requirements/runtime.txt requirements/dev.txt | grep -vE '^(ruff|mypy|pre-commit|uvloop)==' >"$dir/pins.txt"
+  printf '%s\n' "$pins" >"$dir/pins.txt"
   local platforms=()
   for version in 2_28 2_27 2_24 2_17; do platforms+=(--platform "manylinux_${version}_aarch64"); done
   local python=.venv/bin/python
   [ -x "$python" ] || python=python3
   PIP_ROOT_USER_ACTION=ignore "$python" -m pip install -q --no-deps --target "$dir/site" --python-version "$PYTHON" --implementation cp --only-binary=:all: \
-    "${platforms[@]}" --platform manylinux2014_aarch64 "$TORCH" -r "$dir/pins.txt"
+    "${platforms[@]}" --platform manylinux2014_aarch64 -r "$dir/pins.txt"
   printf '%s' "$pins" >"$stamp"
 }
 

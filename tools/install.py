@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TORCH = "torch==2.13.0"
 # On PyPI, torch for 64-bit Arm Linux is a CPU build up to this version and a CUDA build of several GB after it.
 TORCH_ARM_LINUX = "torch==2.10.0"
+CMAKE = (3, 22)  # app/kernels/csrc/CMakeLists.txt
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 INDEX_SECONDS = 3.0
 
@@ -48,9 +50,9 @@ def install(venv: Path, kind: str) -> None:
     print(f"{requirement}: {reason}.", flush=True)
     print(f"Installing what {kind} needs into {venv} ...", flush=True)
     pins = ROOT / "requirements" / f"{kind}.txt"
-    pip(python, "install", "-q", *options, requirement, "-r", str(pins))
-    # setuptools is among the pins (torch needs it), so building the project fetches nothing more.
-    pip(python, "install", "-q", "--no-deps", "--no-build-isolation", "-e", str(ROOT))
+    pip(python, "install", "-q", *options, requirement, "-r", str(pins), *build_tools())
+    # What builds the project is among the pins, so this fetches nothing more. The build folder is kept: `make native` goes on from there.
+    pip(python, "install", "-q", "--no-deps", "--no-build-isolation", "-C", "build-dir=build/native", "-e", str(ROOT))
     for stamp in ("runtime", "dev") if kind == "dev" else ("runtime",):
         (venv / f"{stamp}.stamp").touch()
 
@@ -85,6 +87,17 @@ def choose_torch(system: str, machine: str, gpu: bool, index_answers: Callable[[
     if arm_linux:
         return TORCH_ARM_LINUX, [], f"{CPU_INDEX} does not answer; this is PyPI's last CPU build for 64-bit Arm"
     return TORCH, [], f"{CPU_INDEX} does not answer; pip takes what its own configuration offers"
+
+
+def build_tools() -> list[str]:
+    """Pins of cmake and ninja where this machine has none that will do; a C compiler it must have itself, or torch's products serve."""
+    found = shutil.which("cmake")
+    if found and (shutil.which("ninja") or shutil.which("make")):
+        said = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
+        version = re.search(r"version (\d+)\.(\d+)", said)
+        if version and (int(version[1]), int(version[2])) >= CMAKE:
+            return []
+    return ["-r", str(ROOT / "requirements" / "cmake.txt")]
 
 
 def has_nvidia_gpu() -> bool:

@@ -91,13 +91,39 @@ def test_one_install_for_torch_and_pins_then_the_project_and_a_stamp(tmp_path: P
 def test_a_failed_install_leaves_no_stamp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    failed = subprocess.CompletedProcess([], 1)
+    failed = subprocess.CompletedProcess([], 1, stdout="")
     monkeypatch.setattr(install, "make_venv", lambda venv: Path("python"))
     monkeypatch.setattr(install, "cpu_index_answers", lambda: False)
     monkeypatch.setattr(install.subprocess, "run", lambda *_, **__: failed)
     assert install.main([str(tmp_path), "runtime"]) == 1
     assert "pip could not install" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "present, version, fetched",
+    [
+        (("cmake", "ninja"), "3.25.1", False),
+        (("cmake", "make"), "4.0", False),
+        (("cmake", "make"), "3.18.4", True),
+        (("cmake",), "3.25.1", True),
+        (("make", "ninja"), "", True),
+    ],
+)
+def test_cmake_is_fetched_where_the_machine_has_none_that_will_do(
+    present: tuple[str, ...], version: str, fetched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = subprocess.CompletedProcess([], 0, stdout=f"cmake version {version}\n")
+    monkeypatch.setattr(install.shutil, "which", lambda name: name if name in present else None)
+    monkeypatch.setattr(install.subprocess, "run", lambda *_, **__: said)
+    assert install.build_tools() == (["-r", str(install.ROOT / "requirements" / "cmake.txt")] if fetched else [])
+
+
+def test_what_fetches_cmake_and_what_wants_it_agree(root: Path) -> None:
+    wanted = re.search(r"cmake_minimum_required\(VERSION (\d+)\.(\d+)", (root / "app/kernels/csrc/CMakeLists.txt").read_text())
+    assert wanted
+    assert install.CMAKE == (int(wanted[1]), int(wanted[2]))
+    assert pins(root, "cmake.txt").keys() == {"cmake", "ninja"}
 
 
 def pins(root: Path, name: str) -> dict[str, str]:
