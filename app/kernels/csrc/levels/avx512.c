@@ -1,7 +1,7 @@
 /* AVX-512 with VNNI: Intel Ice Lake, AMD Zen 4 and newer. */
 #define LANES 16
 #define BLOCK 4
-#define TILE_ROWS 12
+#define TILE_ROWS 8
 #define TILE_ALIGN 1
 
 #include "../tile_avx512.h"
