@@ -28,17 +28,17 @@ static int64_t place(int64_t output, int64_t k, int64_t bits, int64_t block, int
     return eight * 128 + half * 64 + o % 8 * 8 + i;
 }
 
-/* Outputs [first, first + outputs) of a weight. `first` and `outputs` are multiples of 32, but the weight's last rows: a panel is one thread's. */
+/* Outputs [first, first + outputs) of a weight, each brought once, into panels that held zeros. */
 EXPORT void armature_pack_int(const pack_arguments *a) {
     const int64_t groups = a->padded / a->group, bytes = bytes_of_group(a->group, a->bits, a->minimums != NULL), block = armature_now()->block;
-    const int64_t header = a->minimums ? 128 : 64;
-#pragma omp parallel for schedule(dynamic, 1)
-    for (int64_t panel = 0; panel < (a->outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS; panel++)
-        for (int64_t g = 0; g < groups; g++) {
-            uint8_t *target = a->panels + ((a->first / PANEL_OUTPUTS + panel) * groups + g) * bytes;
-            memset(target, 0, (size_t)bytes);
-            for (int64_t o = 0; o < PANEL_OUTPUTS && panel * PANEL_OUTPUTS + o < a->outputs; o++) {
-                const int64_t row = panel * PANEL_OUTPUTS + o;
+    const int64_t header = a->minimums ? 128 : 64, last = a->first + a->outputs;
+#pragma omp parallel for schedule(dynamic, 1) /* a panel is one thread's: outputs share its bytes */
+    for (int64_t panel = a->first / PANEL_OUTPUTS; panel < (last + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS; panel++)
+        for (int64_t n = panel * PANEL_OUTPUTS; n < (panel + 1) * PANEL_OUTPUTS; n++) {
+            const int64_t row = n - a->first, o = n % PANEL_OUTPUTS;
+            if (row < 0 || row >= a->outputs) continue;
+            for (int64_t g = 0; g < groups; g++) {
+                uint8_t *target = a->panels + (panel * groups + g) * bytes;
                 memcpy(target + o * 2, a->scales + row * groups + g, 2);
                 if (a->minimums) memcpy(target + 64 + o * 2, a->minimums + row * groups + g, 2);
                 const uint8_t *codes = a->codes + row * a->padded + g * a->group;

@@ -1,0 +1,154 @@
+"""Linear forms of our own in four and eight bits: panels of codes with scales, multiplied by activations that are int8 too.
+
+Layout and arithmetic are described in `csrc/ops.h`; how a weight becomes codes is `rounding.py`'s business. One packed form serves one row and
+five hundred, and a row's result never depends on how many others there are. Its twin multiplies by what the codes mean.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from app.kernels.activations import Quantised, quantise, quantise_torch
+from app.kernels.memory import empty, weights_bytes
+from app.kernels.native import native
+from app.kernels.operations import Code, LinearInt, Output, Pack, Rows, has, run
+from app.kernels.rounding import quantise_int4, quantise_int8
+
+PANEL_OUTPUTS = 32
+_GROUPS_OF_INT8 = 8  # inputs of an int8 weight are padded to a multiple of this: what the kernels take at a time
+_STREAM_ROWS = 2048  # outputs rounded at a time
+
+
+@dataclass(frozen=True, slots=True)
+class IntPacking:
+    """How such a form is made: `bits` 4 or 8, and how many inputs share a scale; `group` None: all of an output's."""
+
+    bits: int
+    group: int | None
+    zero_points: bool = False
+    keeps_weight: bool = False
+    streams: bool = True
+
+    def suits(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
+        return has(Code.LINEAR_INT)
+
+    def room(self, outputs: int, inputs: int, bias: Tensor | None) -> IntPanels:
+        """An empty form, which `fill` brings the weight."""
+        return IntPanels(self, outputs, inputs, bias)
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> IntPanels:
+        """weight [out, in] of any float dtype."""
+        form = self.room(weight.shape[0], weight.shape[1], bias)
+        for first in range(0, weight.shape[0], _STREAM_ROWS):
+            form.fill(first, weight[first : first + _STREAM_ROWS])
+        return form
+
+    def group_of(self, inputs: int) -> int:
+        """Inputs that share a scale, of a weight with this many."""
+        return -(-inputs // _GROUPS_OF_INT8) * _GROUPS_OF_INT8 if self.group is None else self.group
+
+    def panel_bytes(self, inputs: int) -> int:
+        group = self.group_of(inputs)
+        header = 2 * PANEL_OUTPUTS * (2 if self.zero_points else 1)
+        return -(-inputs // group) * (header + group * PANEL_OUTPUTS * self.bits // 8)
+
+
+class IntPanels:
+    """A weight [out, in] in panels."""
+
+    __slots__ = ("bias", "group", "inputs", "outputs", "packing", "padded", "panels")
+
+    def __init__(self, packing: IntPacking, outputs: int, inputs: int, bias: Tensor | None, panels: Tensor | None = None) -> None:
+        """`panels`: packed before (a cache); None: room for them, zeros."""
+        self.packing, self.outputs, self.inputs = packing, outputs, inputs
+        self.group = packing.group_of(inputs)
+        self.padded = -(-inputs // self.group) * self.group
+        self.bias = None if bias is None else bias.to(torch.float32, copy=True)
+        self.panels = weights_bytes(self.panels_bytes).zero_() if panels is None else panels
+        assert self.panels.numel() == self.panels_bytes and self.panels.data_ptr() % 64 == 0, (
+            "panels of this weight, on a cache line"
+        )
+
+    @property
+    def panels_bytes(self) -> int:
+        return -(-self.outputs // PANEL_OUTPUTS) * self.packing.panel_bytes(self.inputs)
+
+    @property
+    def nbytes(self) -> int:
+        return self.panels.nbytes + (self.bias.nbytes if self.bias is not None else 0)
+
+    def fill(self, first: int, rows: Tensor) -> None:
+        """rows [n, in], any float dtype: outputs `[first, first + n)`, each brought once. They may be reused afterwards."""
+        assert first + len(rows) <= self.outputs, "rows of this weight"
+        if self.packing.bits == 4:
+            four = quantise_int4(rows, self.group, self.packing.zero_points)
+            codes, scales, minimums = four.codes, four.scales, four.minimums
+        else:
+            eight = quantise_int8(rows)
+            codes, scales, minimums = eight.codes, eight.scales, None
+            if self.padded != self.inputs:
+                codes = torch.nn.functional.pad(codes, (0, self.padded - self.inputs))
+        codes, scales = codes.contiguous(), scales.contiguous()
+        arguments = Pack(
+            codes.data_ptr(), scales.data_ptr(), None if minimums is None else minimums.data_ptr(), self.panels.data_ptr(),
+            len(rows), first, self.padded, self.group, self.packing.bits,
+        )  # fmt: skip
+        library = native().library
+        assert library is not None, "suits() was asked"
+        library.armature_pack_int(ctypes.byref(arguments))
+
+    def takes(self, rows: int) -> int:
+        """Activations come quantised, with one scale for each of this many inputs."""
+        return self.group
+
+    def multiply(self, x: Tensor | Quantised) -> Tensor:
+        """x [tokens, in] to [tokens, out] bf16, summed in fp32."""
+        x = x if isinstance(x, Quantised) else quantise(x, self.group)
+        y = empty((x.rows, self.outputs), torch.bfloat16)
+        self._run(x, y, Output.BF16)
+        return y
+
+    def add_to(self, hidden: Tensor, x: Tensor | Quantised) -> None:
+        """hidden [tokens, out] fp32 += the product."""
+        x = x if isinstance(x, Quantised) else quantise(x, self.group)
+        self._run(x, hidden, Output.ADD_FP32)
+
+    def _run(self, x: Quantised, y: Tensor, output: Output) -> None:
+        assert (x.size, x.group) == (self.inputs, self.group), "rows quantised for this weight"
+        bias = None if self.bias is None else self.bias.data_ptr()
+        run(
+            LinearInt(
+                self.panels.data_ptr(), bias, x.codes.data_ptr(), x.scales.data_ptr(), x.sums.data_ptr(), y.data_ptr(), y.stride(0),
+                x.rows, self.padded, self.outputs, self.group, x.height, self.packing.bits, self.packing.zero_points, output,
+            ),
+            Code.LINEAR_INT,
+        )  # fmt: skip
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows of the weight as the codes mean it, fp32 [n, in], for ids [n] int64: a tied embedding needs no second copy."""
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.outputs:
+            raise IndexError(f"token ids must lie in [0, {self.outputs})")
+        out, ids = empty((len(ids), self.inputs), torch.float32), ids.contiguous()
+        run(
+            Rows(
+                self.panels.data_ptr(), ids.data_ptr(), out.data_ptr(), len(ids), self.inputs, self.padded, self.group,
+                self.packing.bits, self.packing.zero_points, 1.0,
+            ),
+            Code.ROWS,
+        )  # fmt: skip
+        return out
+
+    def dequantised(self) -> Tensor:
+        """The weight as the codes mean it, fp32 [out, in]."""
+        return self.rows(torch.arange(self.outputs))
+
+    def multiply_torch(self, x: Tensor) -> Tensor:
+        """The twin of `multiply`, fp32: activations rounded as ours are, times what the codes mean."""
+        codes, scales = quantise_torch(x, self.group)
+        rounded = (codes.float() * scales[..., None]).flatten(1)[:, : self.inputs]
+        product = rounded @ self.dequantised().T
+        return product if self.bias is None else product + self.bias
