@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from pathlib import Path
@@ -58,6 +59,29 @@ def test_those_that_take_too_long_are_told(tmp_path: Path) -> None:
         status, said = process.finish()
         assert status == 0, said
         assert "Traceback" not in said
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads Linux's /proc")
+def test_a_serving_process_has_one_openmp_runtime(tiny: Path) -> None:
+    """Two would be two pools of threads that spin on the same cores; numpy's and Pillow's wheels bring none, and ours must not."""
+    with server_process(tiny, "--log-level", "warning") as process:
+        url = ready(process)
+        assert httpx.post(f"{url}/generate", json={"prompt": "Once", "max_tokens": 2}, timeout=60).status_code == 200
+        maps = Path(f"/proc/{process.process.pid}/maps").read_text()
+    assert len(openmp_runtimes(maps)) == 1, openmp_runtimes(maps)
+
+
+def openmp_runtimes(maps: str) -> set[str]:
+    return set(re.findall(r"\S*/lib(?:gomp|omp|iomp)[^/\s]*\.so\S*", maps))
+
+
+def test_a_second_openmp_runtime_would_be_counted() -> None:
+    maps = "".join(f"7f00-7f10 r-xp 0 08:01 1  /usr/lib/{name}\n" for name in ("libgomp.so.1.0.0", "libiomp5.so", "libc.so.6"))
+    assert openmp_runtimes(maps + "7f00-7f10 r-xp 0 08:01 1  /venv/libgomp-24e2ab19.so.1.0.0\n" + maps) == {
+        "/usr/lib/libgomp.so.1.0.0",
+        "/usr/lib/libiomp5.so",
+        "/venv/libgomp-24e2ab19.so.1.0.0",
+    }
 
 
 def test_a_stop_while_loading(tiny: Path) -> None:
