@@ -36,6 +36,15 @@ class Quantised:
         return Sink(None, self.codes.data_ptr(), self.scales.data_ptr(), self.sums.data_ptr(), self.group, self.height)
 
 
+Activations = Tensor | Quantised  # what a product reads: rows in the model's dtype, or quantised where its form asks for that
+
+
+def plain(x: Activations) -> Tensor:
+    """Rows that a form reads which never asks for quantised ones."""
+    assert isinstance(x, Tensor), "rows are quantised only for a form whose `takes` names a group"
+    return x
+
+
 def room(rows: int, size: int, group: int) -> Quantised:
     """Room for quantised rows, not initialised."""
     chosen = native()

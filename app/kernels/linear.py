@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from app.kernels.activations import Activations, plain
 from app.kernels.panels import PanelLinear
 
 
@@ -24,8 +25,16 @@ class LinearForm(Protocol):
         """Bytes held, wherever they lie: a mapped file counts as well as memory of our own."""
         ...
 
-    def multiply(self, x: Tensor) -> Tensor:
-        """x [tokens, in] to [tokens, out], of x's dtype."""
+    def takes(self, rows: int) -> int | None:
+        """What it reads at this many rows: None is a tensor in the model's dtype, a number quantised rows with groups of this size."""
+        ...
+
+    def multiply(self, x: Activations) -> Tensor:
+        """x [tokens, in] to [tokens, out], in the model's dtype."""
+        ...
+
+    def add_to(self, hidden: Tensor, x: Activations) -> None:
+        """hidden [tokens, out] fp32 += the product, in one go where the form can."""
         ...
 
 
@@ -70,8 +79,14 @@ class PlainLinear:
     def nbytes(self) -> int:
         return self.weight.nbytes + (self.bias.nbytes if self.bias is not None else 0)
 
-    def multiply(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+    def takes(self, rows: int) -> int | None:
+        return None
+
+    def multiply(self, x: Activations) -> Tensor:
+        return F.linear(plain(x), self.weight, self.bias)
+
+    def add_to(self, hidden: Tensor, x: Activations) -> None:
+        hidden += self.multiply(x)
 
 
 class OneDnnLinear:
@@ -103,9 +118,15 @@ class OneDnnLinear:
     def nbytes(self) -> int:
         return self.packed.nbytes + (self.bias.nbytes if self.bias is not None else 0)
 
-    def multiply(self, x: Tensor) -> Tensor:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+    def takes(self, rows: int) -> int | None:
+        return None
+
+    def multiply(self, x: Activations) -> Tensor:
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(plain(x), self.packed, self.bias, "none", [], "")
         return product
+
+    def add_to(self, hidden: Tensor, x: Activations) -> None:
+        hidden += self.multiply(x)
 
 
 def _onednn_packs(dtype: torch.dtype) -> bool:
@@ -137,5 +158,13 @@ class Linear(nn.Module):
         super().__init__()
         self.sources, self.in_features, self.out_features, self.has_bias = sources, in_features, out_features, bias
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Activations) -> Tensor:
         return self.form.multiply(x)
+
+    def takes(self, rows: int) -> int | None:
+        """What to give it at this many rows: None is a plain tensor, a number quantised rows with groups of this size."""
+        return self.form.takes(rows)
+
+    def add_to(self, hidden: Tensor, x: Activations) -> None:
+        """hidden [tokens, out_features] fp32 += the product."""
+        self.form.add_to(hidden, x)

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from app.kernels.activations import Activations, plain
 from app.kernels.memory import scratch, weights_bytes
 from app.kernels.native import native
 
@@ -56,8 +57,15 @@ class PanelLinear:
     def nbytes(self) -> int:
         return self.panels.nbytes + (self.bias.nbytes if self.bias is not None else 0)
 
-    def multiply(self, x: Tensor) -> Tensor:
+    def takes(self, rows: int) -> int | None:
+        return None
+
+    def add_to(self, hidden: Tensor, x: Activations) -> None:
+        hidden += self.multiply(x)
+
+    def multiply(self, x: Activations) -> Tensor:
         """x [tokens, in] bf16 to [tokens, out] bf16, summed in fp32."""
+        x = plain(x)
         if x.stride(-1) != 1:
             x = x.contiguous()
         rows = x.shape[0]

@@ -1,6 +1,7 @@
-"""What stands between the products of a layer: normalise, gate, turn. Each has a plain torch twin, which serves where ours cannot.
+"""What stands between the products of a layer: normalise, gate, turn, gather. Each has a plain torch twin, which serves where ours cannot.
 
-`*_torch` say what is meant; the public names pick. Results are equal within the rounding of one bf16.
+`*_torch` say what is meant; the public names pick. Results are equal within the rounding of one bf16. A `group` asks for quantised rows, as
+the product that comes next reads them; only a form that has a native library asks for that.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from app.kernels.activations import Activations, quantise, room
+from app.kernels.memory import empty
 from app.kernels.native import native
+from app.kernels.operations import Code, Gate, Gather, Norm, Sink, has, run
 
 Angles = tuple[Tensor, Tensor]  # cos and signed sin, each [tokens, 1, dim], fp32
 
@@ -20,19 +24,21 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
-_NATIVE_GATES = {"silu": 0, "gelu_tanh": 1}
+_GATES = {"silu": 0, "gelu_tanh": 1, "gelu": 2}  # as csrc/ops.h numbers them
 
 
-def rms_norm(hidden: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, added: Tensor | None = None) -> Tensor:
-    """hidden [tokens, size] fp32, to which `added` is added in place; hidden / rms(hidden) * weight in `dtype`."""
-    library = native().bf16 if dtype == torch.bfloat16 and hidden.dim() == 2 and hidden.device.type == "cpu" else None
+def rms_norm(
+    hidden: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, group: int | None = None, added: Tensor | None = None
+) -> Activations:
+    """hidden [tokens, size] fp32, to which `added` is added in place; hidden / rms(hidden) * weight in `dtype`, or quantised."""
+    ours = dtype == torch.bfloat16 and hidden.dtype == torch.float32 and hidden.dim() == 2 and hidden.stride(1) == 1
     plain = added is None or (added.dtype == torch.bfloat16 and added.is_contiguous())
-    if library is None or hidden.dtype != torch.float32 or hidden.stride(1) != 1 or not plain:
-        return rms_norm_torch(hidden, weight, eps, dtype, added)
+    if not (ours and plain and hidden.device.type == "cpu" and has(Code.NORM)):
+        return _as_asked(rms_norm_torch(hidden, weight, eps, dtype, added), group)
     rows, size = hidden.shape
-    out = torch.empty(rows, size, dtype=torch.bfloat16)
+    out, sink = _destination(rows, size, group)
     extra = None if added is None else added.data_ptr()
-    library.armature_rms_norm_bf16(hidden.data_ptr(), hidden.stride(0), extra, weight.data_ptr(), eps, out.data_ptr(), rows, size)
+    run(Norm(hidden.data_ptr(), extra, weight.data_ptr(), hidden.stride(0), rows, size, eps, sink), Code.NORM)
     return out
 
 
@@ -42,21 +48,43 @@ def rms_norm_torch(hidden: Tensor, weight: Tensor, eps: float, dtype: torch.dtyp
     return F.rms_norm(hidden.float(), weight.shape, weight, eps).to(dtype)
 
 
-def gate(gate_up: Tensor, activation: str) -> Tensor:
-    """gate_up [tokens, 2 * size] to act(gate) * up [tokens, size]."""
-    library = native().bf16 if gate_up.dtype == torch.bfloat16 and gate_up.device.type == "cpu" else None
-    kind = _NATIVE_GATES.get(activation)
-    if library is None or kind is None or not gate_up.is_contiguous():
-        return gate_torch(gate_up, activation)
+def gate(gate_up: Tensor, activation: str, group: int | None = None) -> Activations:
+    """gate_up [tokens, 2 * size] to act(gate) * up [tokens, size], in its dtype or quantised."""
+    if gate_up.dtype != torch.bfloat16 or not gate_up.is_contiguous() or gate_up.device.type != "cpu" or not has(Code.GATE):
+        return _as_asked(gate_torch(gate_up, activation), group)
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty(rows, size, dtype=torch.bfloat16)
-    library.armature_gate_bf16(gate_up.data_ptr(), out.data_ptr(), rows, size, kind)
+    out, sink = _destination(rows, size, group)
+    run(Gate(gate_up.data_ptr(), rows, size, _GATES[activation], sink), Code.GATE)
     return out
 
 
 def gate_torch(gate_up: Tensor, activation: str) -> Tensor:
     first, second = gate_up.chunk(2, -1)
     return ACTIVATIONS[activation](first).mul_(second)
+
+
+def gather(x: Tensor, rows: Tensor) -> Tensor:
+    """Rows [n] int64 of x [tokens, size]."""
+    if x.dtype != torch.float32 or x.stride(1) != 1 or x.device.type != "cpu" or not has(Code.GATHER):
+        return x.index_select(0, rows)
+    rows = rows.contiguous()
+    assert not len(rows) or 0 <= int(rows.min()) <= int(rows.max()) < len(x), "the engine asks for tokens of its own batch"
+    out = empty((len(rows), x.shape[1]), torch.float32)
+    run(Gather(x.data_ptr(), rows.data_ptr(), out.data_ptr(), x.stride(0), len(rows), x.shape[1]), Code.GATHER)
+    return out
+
+
+def _destination(rows: int, size: int, group: int | None) -> tuple[Activations, Sink]:
+    """Room for a kernel's rows, and how the kernel is told of it."""
+    if group is None:
+        out = empty((rows, size), torch.bfloat16)
+        return out, Sink(out.data_ptr(), None, None, None, 0, 0)
+    quantised = room(rows, size, group)
+    return quantised, quantised.sink()
+
+
+def _as_asked(rows: Tensor, group: int | None) -> Activations:
+    return rows if group is None else quantise(rows, group)
 
 
 def turn(x: Tensor, angles: Angles) -> Tensor:

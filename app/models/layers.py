@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from app.kernels.activations import Activations
 from app.kernels.linear import Linear
 from app.kernels.panels import PanelLinear
 from app.kernels.rowwise import Angles, gate, rms_norm, turn
@@ -43,24 +44,28 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) times a weight, in FP32; the result in `dtype`. Gemma stores the weight less 1."""
+    """x / rms(x) times a weight, in FP32; the result in `dtype`, or as the product that it `feeds` wants it. Gemma stores it less 1."""
 
-    def __init__(self, source: str, size: int, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, source: str, size: int, config: ModelConfig, dtype: torch.dtype, feeds: Linear | None = None) -> None:
         super().__init__()
-        self.source, self.eps, self.dtype = source, config.norm_eps, dtype
+        self.source, self.eps, self.dtype, self.feeds = source, config.norm_eps, dtype, feeds
         self.offset = 1.0 if config.gemma else 0.0
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
 
     def adopt(self, tensor: Tensor) -> None:
         self.weight = nn.Parameter(tensor.to(torch.float32, copy=True) + self.offset, requires_grad=False)
 
-    def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
-        """x [tokens, size], to which `added` is added in place first, to its norm."""
-        return rms_norm(x, self.weight, self.eps, self.dtype, added)
+    def forward(self, x: Tensor) -> Activations:
+        """x [tokens, size] to its norm; without `feeds` x may have more dimensions, and the result is a tensor."""
+        group = None if self.feeds is None else self.feeds.takes(x.shape[0])
+        return rms_norm(x, self.weight, self.eps, self.dtype, group)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention: one product for queries, keys and values, rotary positions, `attend`, one product out."""
+    """Grouped-query attention: one product for queries, keys and values, rotary positions, `attend`.
+
+    The product `out` is the layer's to call, which knows for which tokens it is wanted and what becomes of it.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -76,10 +81,11 @@ class Attention(nn.Module):
         self.key_norm = RMSNorm(f"{at}.k_norm", config.head_dim, config, torch.float32) if config.qk_norm else None
         self.spec = AttentionSpec(config.attention_scale, config.windows[layer], config.attention_softcap)
 
-    def forward(self, x: Tensor, angles: Angles | None, attend: Attend, rows: Tensor | None) -> Tensor:
-        """x [tokens, hidden] to [tokens, hidden], or to `rows` of it where nobody asks for the others."""
-        tokens, num_turned = x.shape[0], self.num_heads + self.num_kv_heads
-        heads = self.qkv(x).view(tokens, num_turned + self.num_kv_heads, self.head_dim)
+    def forward(self, x: Activations, angles: Angles | None, attend: Attend) -> Tensor:
+        """x [tokens, hidden] to what the heads made of it, [tokens, heads * head_dim]."""
+        heads = self.qkv(x)
+        tokens, num_turned = heads.shape[0], self.num_heads + self.num_kv_heads
+        heads = heads.view(tokens, num_turned + self.num_kv_heads, self.head_dim)
         turned, value = heads[:, :num_turned], heads[:, num_turned:]  # queries and keys turn by the same angles
         if self.query_norm is not None and self.key_norm is not None:
             query, key = turned[:, : self.num_heads], turned[:, self.num_heads :]
@@ -88,9 +94,7 @@ class Attention(nn.Module):
             turned = turn(turned, angles)
         turned = turned.to(self.dtype)
         mixed = attend(self.layer, turned[:, : self.num_heads], turned[:, self.num_heads :], value, self.spec)
-        mixed = mixed.reshape(tokens, self.num_heads * self.head_dim)
-        result: Tensor = self.out(mixed if rows is None else mixed.index_select(0, rows))
-        return result
+        return mixed.reshape(tokens, self.num_heads * self.head_dim)
 
 
 class GatedMLP(nn.Module):
@@ -104,9 +108,18 @@ class GatedMLP(nn.Module):
         self.down = Linear((f"{at}.down_proj",), config.intermediate_size, config.hidden_size, config.mlp_bias)
         self.activation = config.activation
 
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.down(gate(self.gate_up(x), self.activation))
+    def forward(self, x: Activations) -> Tensor:
+        """x [tokens, hidden] to [tokens, hidden]."""
+        result: Tensor = self.down(self._gated(x))
         return result
+
+    def add_to(self, hidden: Tensor, x: Activations) -> None:
+        """hidden [tokens, hidden] += what x becomes."""
+        self.down.add_to(hidden, self._gated(x))
+
+    def _gated(self, x: Activations) -> Activations:
+        gate_up = self.gate_up(x)
+        return gate(gate_up, self.activation, self.down.takes(gate_up.shape[0]))
 
 
 def output_layer(config: ModelConfig) -> Linear:

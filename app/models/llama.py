@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from app.kernels.rowwise import Angles
+from app.kernels.rowwise import Angles, gather
 from app.models.config import ModelConfig
 from app.models.context import Attend, StepContext
 from app.models.layers import Attention, Embedding, GatedMLP, RMSNorm, output_layer
@@ -18,16 +18,18 @@ class LlamaLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
         at = f"model.layers.{layer}"
-        self.attention_norm = RMSNorm(f"{at}.input_layernorm", config.hidden_size, config, dtype)
         self.attention = Attention(config, layer, dtype)
-        self.mlp_norm = RMSNorm(f"{at}.post_attention_layernorm", config.hidden_size, config, dtype)
+        self.attention_norm = RMSNorm(f"{at}.input_layernorm", config.hidden_size, config, dtype, self.attention.qkv)
         self.mlp = GatedMLP(config, layer)
+        self.mlp_norm = RMSNorm(f"{at}.post_attention_layernorm", config.hidden_size, config, dtype, self.mlp.gate_up)
 
     def forward(self, hidden: Tensor, angles: Angles | None, attend: Attend, rows: Tensor | None) -> Tensor:
         """hidden [tokens, hidden], overwritten; `rows`: the only tokens wanted after this layer (None: all)."""
-        mixed = self.attention(self.attention_norm(hidden), angles, attend, rows)
-        hidden = hidden if rows is None else hidden.index_select(0, rows)
-        hidden += self.mlp(self.mlp_norm(hidden, mixed))  # the norm adds `mixed` to `hidden` on its way
+        mixed = self.attention(self.attention_norm(hidden), angles, attend)
+        if rows is not None:
+            hidden, mixed = gather(hidden, rows), mixed.index_select(0, rows)
+        self.attention.out.add_to(hidden, mixed)
+        self.mlp.add_to(hidden, self.mlp_norm(hidden))
         return hidden
 
 
@@ -39,8 +41,8 @@ class Llama(nn.Module):
         self.config = config
         self.embedding = Embedding("model.embed_tokens", config)
         self.layers = nn.ModuleList(LlamaLayer(config, layer, dtype) for layer in range(config.num_layers))
-        self.norm = RMSNorm("model.norm", config.hidden_size, config, dtype)
         self.output = output_layer(config)
+        self.norm = RMSNorm("model.norm", config.hidden_size, config, dtype, self.output)
         self.angles = LayerAngles(config.ropes, max_model_len, device)
 
     def forward(self, context: StepContext) -> Tensor:

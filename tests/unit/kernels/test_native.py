@@ -76,7 +76,7 @@ def test_rms_norm_is_its_twin(size: int, rows: int, extra: bool) -> None:
     hidden, weight = normal(rows, size), normal(size, seed=1)
     added = normal(rows, size, seed=2).bfloat16() if extra else None
     mine, twin = hidden.clone(), hidden.clone()
-    result = rowwise.rms_norm(mine, weight, 1e-5, torch.bfloat16, added)
+    result = rowwise.rms_norm(mine, weight, 1e-5, torch.bfloat16, added=added)
     expected = rowwise.rms_norm_torch(twin, weight, 1e-5, torch.bfloat16, added)
     assert torch.equal(mine, twin)
     torch.testing.assert_close(result, expected, rtol=1e-2, atol=1e-6)
