@@ -6,6 +6,7 @@
 #include "simd.h"
 
 #define MOST_ROW 65536 /* inputs of a row that a kernel keeps on its stack, in floats */
+#define TOGETHER (BLOCK < LANES ? BLOCK : LANES) /* codes of one vector that stay together in a tile */
 
 /* Codes of `count` (at most LANES) values; the scale's inverse may not have made any of them exceed 127. */
 INLINE vi quantise_lanes(const float *x, float inverse, ptrdiff_t count) {
@@ -33,7 +34,8 @@ INLINE void quantise_group(const float *x, ptrdiff_t size, ptrdiff_t padded, int
         vb narrow = __builtin_convertvector(code, vb);
         total += code;
         memcpy(codes, &narrow, sizeof codes);
-        for (ptrdiff_t j = 0; j < LANES && i + j < padded; j += BLOCK) memcpy(target + (i + j) / BLOCK * step, codes + j, BLOCK);
+        for (ptrdiff_t j = 0; j < LANES && i + j < padded; j += TOGETHER)
+            memcpy(target + (i + j) / BLOCK * step + (i + j) % BLOCK, codes + j, TOGETHER);
     }
     int32_t sums = 0;
     for (int i = 0; i < LANES; i++) sums += total[i];
