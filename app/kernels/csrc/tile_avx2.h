@@ -1,0 +1,179 @@
+/* A tile times a panel by AVX2: 8 outputs x 4 inputs a register, weight codes unsigned, activation codes signed. With AVX-VNNI, VPDPBUSD sums four
+ * products in int32; without it VPMADDUBSW sums two in int16, where eight such sums of int4 codes fit (8 * 2 * 15 * 127 < 2^15).
+ *
+ * The order of the float operations is that of tile_avx512.h, so that the three levels give the same bits. */
+#ifndef ARMATURE_TILE_AVX2_H
+#define ARMATURE_TILE_AVX2_H
+
+#include <immintrin.h>
+
+#include "linear_int.h"
+
+#define MOST_WIDTH 4 /* registers of outputs: a whole panel */
+
+INLINE __m256 scales8(const uint8_t *p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
+}
+
+INLINE __m256i broadcast4(const int8_t *p) {
+    int32_t four;
+    memcpy(&four, p, 4);
+    return _mm256_set1_epi32(four);
+}
+
+/* Of 8 inputs the first (part 0) or last (part 1) four, of the outputs 8 * vector to 8 * vector + 7. */
+INLINE __m256i codes_of(int bits, const uint8_t *at, int part, int vector) {
+    if (bits == 8) return _mm256_loadu_si256((const __m256i *)(at + part * 128 + vector * 32));
+    const __m256i line = _mm256_loadu_si256((const __m256i *)(at + vector * 32));
+    return _mm256_and_si256(part ? _mm256_srli_epi16(line, 4) : line, _mm256_set1_epi8(15));
+}
+
+INLINE void ask(const uint8_t *at, ptrdiff_t step) {
+    for (ptrdiff_t line = 0; line < step; line += 64) _mm_prefetch((const char *)at + line, _MM_HINT_T0);
+}
+
+#ifdef __AVXVNNI__
+
+#define OFFSET8 7 /* int8 weights have 128 added */
+
+/* Adds one group's products of `width` registers of outputs to `acc`. `jump`: from a byte to what to ask for meanwhile, 0 for nothing. */
+INLINE void sum_group(int rows, int width, int bits, int64_t group, const uint8_t *at, const int8_t *x, ptrdiff_t jump, __m256i (*acc)[MOST_WIDTH]) {
+    const ptrdiff_t step = bits == 4 ? 128 : 256;
+    for (int64_t k = 0; k < group; k += 8, at += step) {
+        if (jump) ask(at + jump, step);
+#pragma GCC unroll 2
+        for (int part = 0; part < 2; part++, x += rows * 4) {
+            __m256i weights[MOST_WIDTH];
+#pragma GCC unroll 4
+            for (int v = 0; v < width; v++) {
+                weights[v] = codes_of(bits, at, part, v);
+                if (bits == 8) weights[v] = _mm256_xor_si256(weights[v], _mm256_set1_epi8((char)0x80));
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) {
+                const __m256i codes = broadcast4(x + r * 4);
+#pragma GCC unroll 4
+                for (int v = 0; v < width; v++) acc[r][v] = _mm256_dpbusd_avx_epi32(acc[r][v], weights[v], codes);
+            }
+        }
+    }
+}
+
+#else
+
+#define OFFSET8 -1 /* int8 weights are multiplied as they are */
+
+/* int4: up to 32 inputs are summed in int16. */
+INLINE void sum_int4(int rows, int width, int64_t count, const uint8_t *at, const int8_t *x, ptrdiff_t jump, __m256i (*acc)[MOST_WIDTH]) {
+    __m256i pairs[TILE_ROWS][MOST_WIDTH];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < width; v++) pairs[r][v] = _mm256_setzero_si256();
+    for (int64_t k = 0; k < count; k += 8, at += 128) {
+        if (jump) ask(at + jump, 128);
+#pragma GCC unroll 2
+        for (int part = 0; part < 2; part++, x += rows * 4) {
+            __m256i weights[MOST_WIDTH];
+#pragma GCC unroll 4
+            for (int v = 0; v < width; v++) weights[v] = codes_of(4, at, part, v);
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) {
+                const __m256i codes = broadcast4(x + r * 4);
+#pragma GCC unroll 4
+                for (int v = 0; v < width; v++) pairs[r][v] = _mm256_add_epi16(pairs[r][v], _mm256_maddubs_epi16(weights[v], codes));
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < width; v++) acc[r][v] = _mm256_add_epi32(acc[r][v], _mm256_madd_epi16(pairs[r][v], _mm256_set1_epi16(1)));
+}
+
+/* int8: the weight's sign goes to the activation, since two products of unsigned codes up to 255 would not fit; 2 * 128 * 127 does. */
+INLINE void sum_int8(int rows, int width, const uint8_t *at, const int8_t *x, __m256i (*acc)[MOST_WIDTH]) {
+#pragma GCC unroll 2
+    for (int part = 0; part < 2; part++, x += rows * 4) {
+        __m256i weights[MOST_WIDTH], sizes[MOST_WIDTH];
+#pragma GCC unroll 4
+        for (int v = 0; v < width; v++) weights[v] = codes_of(8, at, part, v), sizes[v] = _mm256_abs_epi8(weights[v]);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            const __m256i codes = broadcast4(x + r * 4);
+#pragma GCC unroll 4
+            for (int v = 0; v < width; v++) {
+                const __m256i pairs = _mm256_maddubs_epi16(sizes[v], _mm256_sign_epi8(codes, weights[v]));
+                acc[r][v] = _mm256_add_epi32(acc[r][v], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+            }
+        }
+    }
+}
+
+/* Adds one group's products of `width` registers of outputs to `acc`. `jump`: from a byte to what to ask for meanwhile, 0 for nothing. */
+INLINE void sum_group(int rows, int width, int bits, int64_t group, const uint8_t *at, const int8_t *x, ptrdiff_t jump, __m256i (*acc)[MOST_WIDTH]) {
+    if (bits == 4)
+        for (int64_t k = 0; k < group; k += 32) sum_int4(rows, width, group - k < 32 ? group - k : 32, at + k * 16, x + k * rows, jump, acc);
+    else
+        for (int64_t k = 0; k < group; k += 8) {
+            if (jump) ask(at + k * 32 + jump, 256);
+            sum_int8(rows, width, at + k * 32, x + k * rows, acc);
+        }
+}
+
+#endif
+
+/* Takes one group's exact sums of 8 * width outputs, times both scales, into `sums`; the header begins at the first of these outputs. */
+INLINE void take_group(int rows, int width, const uint8_t *header, const float *scales, const int32_t *negated, int minimums, __m256i (*acc)[MOST_WIDTH], float *sums) {
+    __m256 scale[MOST_WIDTH];
+#pragma GCC unroll 4
+    for (int v = 0; v < width; v++) scale[v] = scales8(header + v * 16);
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++) {
+        const __m256 own = _mm256_set1_ps(scales[r]), total = _mm256_set1_ps(scales[r] * (float)negated[r]);
+#pragma GCC unroll 4
+        for (int v = 0; v < width; v++) {
+            float *at = sums + r * PANEL_OUTPUTS + v * 8;
+            __m256 y = _mm256_fmadd_ps(_mm256_cvtepi32_ps(acc[r][v]), _mm256_mul_ps(scale[v], own), _mm256_load_ps(at));
+            if (minimums) y = _mm256_fnmadd_ps(total, scales8(header + 64 + v * 16), y);
+            _mm256_store_ps(at, y);
+        }
+    }
+}
+
+/* `rows` and `width` are compile-time constants at every call, so that sums stay in registers: few rows take a whole panel at once, more rows its
+ * halves one after the other, while the group lies in the first cache. */
+INLINE void multiply(int rows, int width, int bits, int minimums, const linear_int_arguments *a, const uint8_t *panel, int64_t row, const uint8_t *ahead, float *sums) {
+    const int64_t groups = a->padded / a->group;
+    const ptrdiff_t header = minimums ? 128 : 64, bytes = header + a->group * (bits == 4 ? 16 : 32), jump = ahead ? ahead - panel : 0;
+    const int shift = minimums ? -1 : bits == 4 ? 3 : OFFSET8; /* of the sum of activations, which makes good the weights' zero point */
+    const int8_t *x = a->tiles + row * a->padded;
+    const float *scales = a->scales + row * groups;
+    const int32_t *negated = a->sums + row * groups;
+    memset(sums, 0, (size_t)rows * PANEL_OUTPUTS * sizeof *sums);
+    for (int64_t g = 0; g < groups; g++, panel += bytes, x += rows * a->group, scales += rows, negated += rows) {
+        if (jump) ask(panel + jump, 64);
+        for (int first = 0; first < 4; first += width) {
+            __m256i acc[TILE_ROWS][MOST_WIDTH];
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+                for (int v = 0; v < width; v++) acc[r][v] = shift < 0 ? _mm256_setzero_si256() : _mm256_slli_epi32(_mm256_set1_epi32(negated[r]), shift);
+            sum_group(rows, width, bits, a->group, panel + header + first * 32, x, first ? 0 : jump, acc);
+            take_group(rows, width, panel + first * 16, scales, negated, minimums, acc, sums + first * 8);
+        }
+    }
+}
+
+#define CASE(ROWS, WIDTH)                                                                                                                \
+    case ROWS:                                                                                                                           \
+        if (a->bits == 8) multiply(ROWS, WIDTH, 8, 0, a, panel, row, ahead, sums);                                                       \
+        else if (a->minimums) multiply(ROWS, WIDTH, 4, 1, a, panel, row, ahead, sums);                                                   \
+        else multiply(ROWS, WIDTH, 4, 0, a, panel, row, ahead, sums);                                                                    \
+        break;
+
+static void multiply_tile(const linear_int_arguments *a, const uint8_t *panel, int64_t row, int count, const uint8_t *ahead, float *sums) {
+    switch (count) {
+        CASE(1, 4) CASE(2, 4) CASE(3, 2) CASE(4, 2) CASE(5, 2) CASE(6, 2)
+    }
+}
+
+#endif

@@ -1,0 +1,97 @@
+/* A tile times a panel in plain C: two products fit an int16 (2 * 128 * 127), and sixteen where the weight has four bits (16 * 15 * 127), so the
+ * compiler's own vectors of int16 serve whatever processor it compiles for. */
+#ifndef ARMATURE_TILE_PORTABLE_H
+#define ARMATURE_TILE_PORTABLE_H
+
+#include "linear_int.h"
+
+#define WIDTH 2 /* vectors of LANES outputs that are summed together */
+
+typedef int16_t vs __attribute__((vector_size(LANES * 4)));
+typedef uint16_t vus __attribute__((vector_size(LANES * 4)));
+
+/* Each int32 lane holds four bytes, so each int16 lane an even and an odd one; here with their signs. */
+INLINE vs even(vs x) { return (x << 8) >> 8; }
+INLINE vs odd(vs x) { return x >> 8; }
+
+INLINE vs broadcast4(const int8_t *p) {
+    int32_t four;
+    memcpy(&four, p, 4);
+    return (vs)vi_all(four);
+}
+
+/* The sum of both halves of each int32 lane. */
+INLINE vi pair_sums(vs x) { return (((vi)x << 16) >> 16) + ((vi)x >> 16); }
+
+/* Of 8 inputs the first (part 0) or last (part 1) four, of the outputs LANES * vector onwards. */
+INLINE void codes_of(int bits, const uint8_t *at, int part, int vector, vs *evens, vs *odds) {
+    vs line;
+    memcpy(&line, at + (bits == 8 ? part * 128 : 0) + vector * LANES * 4, sizeof line);
+    if (bits == 8) *evens = even(line), *odds = odd(line);
+    else *evens = (vs)((vus)line >> (part * 4)) & 15, *odds = (vs)((vus)line >> (8 + part * 4)) & 15;
+}
+
+/* Up to 32 inputs of int4 weights, or 4 of int8: what fits an int16. */
+INLINE void sum_some(int rows, int bits, int64_t begin, int64_t end, const uint8_t *codes, const int8_t *x, vi (*acc)[WIDTH]) {
+    vs pairs[TILE_ROWS][WIDTH] = {0};
+    for (int64_t k = begin; k < end; k += 4) {
+        vs evens[WIDTH], odds[WIDTH];
+        for (int v = 0; v < WIDTH; v++) codes_of(bits, codes + k / 8 * (bits == 4 ? 128 : 256), k / 4 % 2, v, evens + v, odds + v);
+        for (int r = 0; r < rows; r++) {
+            const vs four = broadcast4(x + k * rows + r * 4);
+            for (int v = 0; v < WIDTH; v++) pairs[r][v] += evens[v] * even(four) + odds[v] * odd(four);
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < WIDTH; v++) acc[r][v] += pair_sums(pairs[r][v]);
+}
+
+/* Takes one group's exact sums of WIDTH * LANES outputs, times both scales, into `sums`; the header begins at the first of these outputs. */
+INLINE void take_group(int rows, const uint8_t *header, const float *scales, const int32_t *negated, int minimums, vi (*acc)[WIDTH], float *sums) {
+    for (int v = 0; v < WIDTH; v++) {
+        const vf scale = bf16_load((const uint16_t *)header + v * LANES);
+        for (int r = 0; r < rows; r++) {
+            float *at = sums + r * PANEL_OUTPUTS + v * LANES;
+            vf y = vf_load(at) + __builtin_convertvector(acc[r][v], vf) * (scale * scales[r]);
+            if (minimums) y -= bf16_load((const uint16_t *)(header + 64) + v * LANES) * (scales[r] * (float)negated[r]);
+            vf_store(at, y);
+        }
+    }
+}
+
+/* `rows`, `bits` and `minimums` are compile-time constants at every call. */
+INLINE void multiply(int rows, int bits, int minimums, const linear_int_arguments *a, const uint8_t *panel, int64_t row, const uint8_t *ahead, float *sums) {
+    const int64_t groups = a->padded / a->group, some = bits == 4 ? 32 : 4;
+    const ptrdiff_t header = minimums ? 128 : 64, bytes = header + a->group * (bits == 4 ? 16 : 32);
+    for (int i = 0; i < rows * PANEL_OUTPUTS; i++) sums[i] = 0;
+    for (int64_t g = 0; g < groups; g++, panel += bytes) {
+        const int8_t *x = a->tiles + row * a->padded + g * a->group * rows;
+        const float *scales = a->scales + row * groups + g * rows;
+        const int32_t *negated = a->sums + row * groups + g * rows;
+        if (ahead)
+            for (ptrdiff_t line = 0; line < bytes; line += 64) __builtin_prefetch(ahead + g * bytes + line);
+        for (int first = 0; first < PANEL_OUTPUTS; first += WIDTH * LANES) {
+            vi acc[TILE_ROWS][WIDTH];
+            for (int r = 0; r < rows; r++)
+                for (int v = 0; v < WIDTH; v++) acc[r][v] = vi_all(bits == 4 && !minimums ? negated[r] * 8 : 0);
+            for (int64_t k = 0; k < a->group; k += some)
+                sum_some(rows, bits, k, k + some < a->group ? k + some : a->group, panel + header + first * 4, x, acc);
+            take_group(rows, panel + first * 2, scales, negated, minimums, acc, sums + first);
+        }
+    }
+}
+
+#define CASE(ROWS)                                                                                                                       \
+    case ROWS:                                                                                                                           \
+        if (a->bits == 8) multiply(ROWS, 8, 0, a, panel, row, ahead, sums);                                                              \
+        else if (a->minimums) multiply(ROWS, 4, 1, a, panel, row, ahead, sums);                                                          \
+        else multiply(ROWS, 4, 0, a, panel, row, ahead, sums);                                                                           \
+        break;
+
+static void multiply_tile(const linear_int_arguments *a, const uint8_t *panel, int64_t row, int count, const uint8_t *ahead, float *sums) {
+    switch (count) {
+        CASE(1) CASE(2) CASE(3) CASE(4)
+    }
+}
+
+#endif

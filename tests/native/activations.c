@@ -1,0 +1,80 @@
+/* Activations: made, quantised by plain loops and by the library, and found again in its tiles (csrc/ops.h says where). */
+#include "activations.h"
+
+static float value_of(int kind, float power, int64_t i) {
+    if (kind == EXTREME) return power * (float)(below(2) ? 127 : -127);
+    if (kind == POWERS) return power * (float)(i == 0 ? 127 : between(-127, 127));
+    return number() * (below(50) == 0 ? 30.0f : 1.0f);
+}
+
+activations new_activations(int64_t rows, int64_t size, int64_t group, int kind) {
+    activations a = {.rows = rows, .size = size, .stride = size + below(3), .group = group, .groups = (size + group - 1) / group};
+    a.padded = a.groups * group;
+    a.x = room(((rows - 1) * a.stride + size) * 2);
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t g = 0; g < a.groups; g++) {
+            const float power = (float)(1 << below(2)); /* products of two such and sums of these stay below 2^24 */
+            const int zero = kind == ANY && below(20) == 0;
+            for (int64_t i = g * group; i < (g + 1) * group && i < size; i++)
+                a.x[row * a.stride + i] = bf16_of_float(zero ? 0 : value_of(kind, kind == EXTREME ? 1 : power, i - g * group));
+        }
+    return a;
+}
+
+activations one_row(const activations *a, int64_t row) {
+    activations one = *a;
+    one.rows = 1, one.stride = a->size;
+    one.x = room(a->size * 2);
+    memcpy(one.x, a->x + row * a->stride, (size_t)a->size * 2);
+    quantise_activations(&one);
+    return one;
+}
+
+void free_activations(activations *a) {
+    free(a->x), free(a->tiles), free(a->scales), free(a->sums);
+    *a = (activations){0};
+}
+
+static int64_t up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+void quantise_activations(activations *a) {
+    const int64_t align = armature_tiles(2), tiles = (a->rows + armature_tiles(0) - 1) / armature_tiles(0), most = up(a->rows, align);
+    a->height = up((a->rows + tiles - 1) / tiles, align);
+    a->tiles = room(most * a->padded);
+    a->scales = room(most * a->groups * 4);
+    a->sums = room(most * a->groups * 4);
+    const quantise_arguments arguments = {a->x, a->stride, a->rows, a->size, {NULL, a->tiles, a->scales, a->sums, a->group, a->height}};
+    run(OP_QUANTISE, &arguments);
+}
+
+plain_group plainly_quantised(const activations *a, int64_t row, int64_t g) {
+    plain_group result = {{0}, 0, 0};
+    const uint16_t *x = a->x + row * a->stride + g * a->group;
+    const int64_t count = a->size - g * a->group < a->group ? a->size - g * a->group : a->group;
+    float largest = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const float size = fabsf(float_of_bf16(x[i]));
+        if (!isfinite(size)) result.scale = NAN;
+        else if (size > largest) largest = size;
+    }
+    if (result.scale != result.scale || largest <= 1e-35f) return result;
+    const float inverse = 127.0f / largest;
+    result.scale = largest / 127.0f;
+    for (int64_t i = 0; i < count; i++) {
+        result.codes[i] = (int8_t)rintf(float_of_bf16(x[i]) * inverse);
+        result.negated -= result.codes[i];
+    }
+    return result;
+}
+
+plain_group from_tiles(const activations *a, int64_t row, int64_t g) {
+    plain_group result = {{0}, 0, 0};
+    const int64_t block = armature_tiles(1), first = row / a->height * a->height, left = a->rows - first;
+    const int64_t count = up(left < a->height ? left : a->height, armature_tiles(2)), at = first * a->groups + g * count + row - first;
+    for (int64_t i = 0; i < a->group; i++) {
+        const int64_t k = g * a->group + i;
+        result.codes[i] = a->tiles[first * a->padded + k / block * count * block + (row - first) * block + k % block];
+    }
+    result.scale = a->scales[at], result.negated = a->sums[at];
+    return result;
+}

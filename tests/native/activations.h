@@ -1,0 +1,35 @@
+/* Rows of activations in the driver: as bf16, and quantised into tiles by the library. */
+#ifndef ARMATURE_ACTIVATIONS_H
+#define ARMATURE_ACTIVATIONS_H
+
+#include "proof.h"
+
+typedef struct {
+    uint16_t *x; /* [rows, size], row stride `stride` */
+    int64_t rows, size, stride, group, groups, padded, height;
+    int8_t *tiles;
+    float *scales;
+    int32_t *sums;
+} activations;
+
+/* One group of a row as a plain loop sees it. */
+typedef struct {
+    int8_t codes[512];
+    float scale;
+    int32_t negated;
+} plain_group;
+
+/* How the values lie: any; integers to 127 times a power of two, each group with a 127; all of them 127 or -127. */
+enum { ANY, POWERS, EXTREME };
+
+activations new_activations(int64_t rows, int64_t size, int64_t group, int kind);
+/* Row `row` of `a` and nothing else. */
+activations one_row(const activations *a, int64_t row);
+void free_activations(activations *a);
+/* By the library, into new tiles. */
+void quantise_activations(activations *a);
+plain_group plainly_quantised(const activations *a, int64_t row, int64_t g);
+/* The same out of the library's tiles. */
+plain_group from_tiles(const activations *a, int64_t row, int64_t g);
+
+#endif

@@ -1,0 +1,59 @@
+/* Proves the native library without Python: every operation, at every level that this processor has, against plain loops.
+ *
+ *   driver             every level, on one thread and on two
+ *   driver avx2 ...    these levels; one that the processor has not is a failure
+ *   driver --level     the level that would serve, nothing else
+ *
+ * Buffers have exactly the size that the library is told, so that a sanitizer sees each byte too many. */
+#include "proof.h"
+
+static const char *const LEVELS[] = {"avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon", "portable"};
+
+static const struct {
+    const char *says;
+    check *runs;
+    int64_t needs; /* an operation of the level, -1 for none */
+} CHECKS[] = {
+    {"quantised rows, bit for bit", quantised_rows, OP_QUANTISE},
+    {"products in powers of two, bit for bit", exact_products, OP_LINEAR_INT},
+    {"products in any scale, with bias, all outputs", near_products, OP_LINEAR_INT},
+    {"NaN and infinity stay in their rows", bad_activations, OP_LINEAR_INT},
+    {"a row alone has the bits it has among others", rows_alone, OP_LINEAR_INT},
+    {"rows of packed weights", widened_rows, OP_ROWS},
+    {"nothing to do, too many threads, no such kernel", odd_calls, -1},
+};
+
+/* Returns how many checks there were. */
+static int prove(const char *level) {
+    int done = 0;
+    for (size_t i = 0; i < sizeof CHECKS / sizeof *CHECKS; i++) {
+        if (CHECKS[i].needs >= 0 && !armature_has(CHECKS[i].needs)) continue;
+        const int64_t before = failures, shapes = CHECKS[i].runs();
+        printf("%s, %d thread%s: %s: %s (%d)\n", level, (int)threads, threads == 1 ? "" : "s", CHECKS[i].says, failures > before ? "FAILED" : "ok", (int)shapes);
+        done++;
+    }
+    return done;
+}
+
+static int prove_level(const char *level) {
+    int done = 0;
+    for (threads = 1; threads <= 2; threads++) done += prove(level);
+    return done;
+}
+
+int main(int count, char **words) {
+    if (count == 2 && strcmp(words[1], "--level") == 0) {
+        printf("%s\n", armature_level() ? armature_level() : "none");
+        return 0;
+    }
+    const size_t known = sizeof LEVELS / sizeof *LEVELS;
+    int done = 0;
+    for (size_t i = 0; count == 1 && i < known; i++)
+        if (armature_select(LEVELS[i]) == 0) done += prove_level(LEVELS[i]);
+    for (int i = 1; i < count; i++) {
+        if (armature_select(words[i]) == 0) done += prove_level(words[i]);
+        else failed("this processor or this library has no level %s", words[i]);
+    }
+    printf("%d checks, %d failures\n", done, (int)failures);
+    return failures > 0 || done == 0;
+}

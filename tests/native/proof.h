@@ -1,0 +1,44 @@
+/* What the parts of the driver share: random numbers, buffers of exactly the size that is said, a failure's one line, and the library's words. */
+#ifndef ARMATURE_PROOF_H
+#define ARMATURE_PROOF_H
+
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "ops.h"
+
+const char *armature_level(void);
+int armature_select(const char *name);
+int armature_has(int64_t code);
+int64_t armature_tiles(int64_t what);
+int64_t armature_run(const operation *operations, int64_t count, int64_t threads);
+
+extern int64_t threads; /* that operations run on */
+extern int64_t failures;
+
+/* 0 to below. */
+int64_t below(int64_t limit);
+int64_t between(int64_t first, int64_t last);
+/* -1 to 1, with 16 bits. */
+float number(void);
+
+/* Not initialised, aligned as the library's own allocations are, and a byte beyond it is nobody's. */
+void *room(int64_t bytes);
+uint16_t bf16_of_float(float x); /* to nearest, ties to even */
+float float_of_bf16(uint16_t x);
+
+void run(int64_t code, const void *arguments);
+/* One line for a check that failed. */
+void failed(const char *format, ...) __attribute__((format(printf, 1, 2)));
+/* The same bits, or NaN both. */
+int same(float a, float b);
+int close_to(double value, double expected, double tolerance);
+
+/* The checks: each runs many shapes at the level that serves, and returns how many. */
+typedef int64_t check(void);
+check quantised_rows, exact_products, near_products, bad_activations, rows_alone, widened_rows, odd_calls;
+
+#endif

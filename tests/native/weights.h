@@ -1,0 +1,21 @@
+/* Quantised weights in the driver: codes, scales and minimums, and the panels that the library packs of them. */
+#ifndef ARMATURE_WEIGHTS_H
+#define ARMATURE_WEIGHTS_H
+
+#include "activations.h"
+
+typedef struct {
+    int64_t outputs, inputs, padded, group, groups, bits, minimums;
+    uint8_t *codes;         /* [outputs, padded]: int4 as 0 to 15, int8 as they are */
+    uint16_t *scales, *low; /* [outputs, groups]: the scales and the minimums */
+    uint8_t *panels;
+} weights;
+
+weights new_weights(int64_t outputs, int64_t inputs, int64_t group, int64_t bits, int64_t minimums, int kind);
+void free_weights(weights *w);
+/* The code as it counts: without its zero point where the form has one. */
+int32_t code_of(const weights *w, int64_t output, int64_t k);
+float scale_of(const weights *w, int64_t output, int64_t g);
+float minimum_of(const weights *w, int64_t output, int64_t g);
+
+#endif
