@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -26,9 +28,23 @@ def weights_bytes(nbytes: int) -> Tensor:
     return whole[start : start + nbytes]
 
 
+Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
+_allocators: list[Allocate] = []  # of the worker thread
+
+
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Room for a kernel's result, 64-byte aligned where torch's own allocator aligns (it does on a processor); not initialised."""
-    return torch.empty(shape, dtype=dtype)
+    """Room for a kernel's result, on a cache line where torch's own allocator gives that (it does on a processor); not initialised."""
+    return _allocators[-1](shape, dtype) if _allocators else torch.empty(shape, dtype=dtype)
+
+
+@contextmanager
+def allocating(allocate: Allocate) -> Iterator[None]:
+    """Kernels' results come from this allocator meanwhile."""
+    _allocators.append(allocate)
+    try:
+        yield
+    finally:
+        _allocators.pop()
 
 
 def aligned(nbytes: int) -> Tensor:

@@ -6,13 +6,8 @@ It shares the libgomp.so.1 that torch brings, so torch is loaded first: two pool
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import platform
-import shutil
-import stat
-import subprocess
-import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,17 +16,8 @@ import torch
 
 from app.errors import PlanImpossible
 
-SOURCES = Path(__file__).parent / "csrc"
-# No -march: only a level's own file is compiled for its instructions. No -ffast-math: NaN must stay NaN.
-FLAGS = ("-O3", "-std=gnu11", "-fopenmp", "-fPIC", "-fvisibility=hidden")
-_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mfma", "-mavx2")
-LEVELS = {
-    "avx512bf16": (*_AVX512, "-mavx512bf16"),
-    "avx512": _AVX512,
-    "avxvnni": ("-mavx2", "-mfma", "-mavxvnni"),
-    "avx2": ("-mavx2", "-mfma"),
-    "portable": (),
-}
+# Built when the package is installed, and by `make native` in a checkout (csrc/CMakeLists.txt).
+BESIDE = Path(__file__).parent / ("libarmature.dylib" if platform.system() == "Darwin" else "libarmature.so")
 _SIZE, _POINTER, _INT, _FLOAT = ctypes.c_ssize_t, ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 
 _SIGNATURES: dict[str, tuple[type, tuple[type, ...]]] = {
@@ -69,29 +55,25 @@ class Native:
     align: int = 1
 
 
-def cache_folder() -> Path:
-    """Where compiled code is kept: `ARMATURE_CACHE_DIR`, else the user's cache."""
-    chosen = os.environ.get("ARMATURE_CACHE_DIR")
-    return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "armature"
-
-
 @cache
 def native() -> Native:
     """Finds and loads the library and lets it choose a level, or takes the one that `ARMATURE_ISA` names.
 
-    Raises `PlanImpossible` where that one cannot run here, and nothing else.
+    `ARMATURE_NATIVE_LIBRARY` names another file. Raises `PlanImpossible` where what is named cannot be had, and nothing else.
     """
-    given = os.environ.get("ARMATURE_NATIVE_LIBRARY")
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if given is None and compiler is None:
-        return Native(None, None, None, "no C compiler was found: torch's own products serve")
-    try:
-        library = _load(Path(given) if given else _compiled(compiler or "cc"))
-    except (OSError, subprocess.SubprocessError) as error:
+    named, wanted = os.environ.get("ARMATURE_NATIVE_LIBRARY"), os.environ.get("ARMATURE_ISA")
+    path = Path(named) if named else BESIDE
+    if not path.exists() and not named and not wanted:
         return Native(
-            None, None, None, f"the native kernels could not be loaded ({_first_line(error)}): torch's own products serve"
+            None, None, None, "the native library was not built (no C compiler at install?): torch's own products serve"
         )
-    return _chosen(library, os.environ.get("ARMATURE_ISA"))
+    try:
+        library = _load(path)
+    except OSError as error:
+        if named or wanted:
+            raise PlanImpossible(f"The native library {path} cannot be loaded: {error}.") from error
+        return Native(None, None, None, f"the native library cannot be loaded ({error}): torch's own products serve")
+    return _chosen(library, wanted)
 
 
 def _chosen(library: ctypes.CDLL, wanted: str | None) -> Native:
@@ -104,53 +86,8 @@ def _chosen(library: ctypes.CDLL, wanted: str | None) -> Native:
     if name is None:
         return Native(None, None, None, "the library has no kernels for this processor: torch's own products serve")
     level, sizes = name.decode(), [int(library.armature_tiles(what)) for what in range(3)]
-    bf16 = hasattr(library, "armature_has_bf16") and (level == "avx512" or level == "avx512bf16") and library.armature_has_bf16()
+    bf16 = level in ("avx512", "avx512bf16") and hasattr(library, "armature_has_bf16") and library.armature_has_bf16()
     return Native(library, library if bf16 else None, level, f"native kernels for {level}", *sizes)
-
-
-def _compiled(compiler: str) -> Path:
-    sources = sorted(SOURCES.glob("**/*.[ch]"))
-    key = hashlib.sha256(" ".join((platform.machine(), os.path.realpath(compiler), *FLAGS, str(LEVELS))).encode())
-    for source in sources:
-        key.update(source.read_bytes())
-    for folder in (cache_folder(), Path(tempfile.gettempdir()) / f"armature-{os.getuid()}"):
-        target = folder / f"native-{key.hexdigest()[:16]}.so"
-        try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if not _ours(folder):
-                continue
-            if target.exists() and _ours(target):
-                return target
-            with tempfile.TemporaryDirectory(dir=folder) as unfinished:
-                _compile(compiler, Path(unfinished))
-                os.link(Path(unfinished) / "library.so", target)  # whole or not at all, whoever else compiles at the same time
-        except FileExistsError:
-            return target
-        except PermissionError:
-            continue
-        return target
-    raise OSError("neither the cache nor a temporary folder of our own can be written")
-
-
-def _compile(compiler: str, folder: Path) -> None:
-    built = [name for name in LEVELS if (SOURCES / "levels" / f"{name}.c").exists()]
-    for name in built:
-        command = [compiler, *FLAGS, *LEVELS[name], "-c", str(SOURCES / "levels" / f"{name}.c"), "-o", str(folder / f"{name}.o")]
-        subprocess.run(command, check=True, capture_output=True, timeout=240)
-    files = [str(source) for source in sorted(SOURCES.glob("*.c"))] + [str(folder / f"{name}.o") for name in built]
-    defined = [f"-DARMATURE_LEVEL_{name}=1" for name in built]
-    subprocess.run(
-        [compiler, *FLAGS, "-shared", *defined, *files, "-o", str(folder / "library.so")],
-        check=True,
-        capture_output=True,
-        timeout=240,
-    )
-
-
-def _ours(path: Path) -> bool:
-    """Whether nobody else could have written it: code is loaded from there. Root's is as good as our own."""
-    status = path.stat()
-    return status.st_uid in (os.getuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _load(path: Path) -> ctypes.CDLL:
@@ -162,9 +99,3 @@ def _load(path: Path) -> ctypes.CDLL:
             function.restype = None if result is type(None) else result
             function.argtypes = arguments
     return library
-
-
-def _first_line(error: Exception) -> str:
-    output = getattr(error, "stderr", None)
-    text = output.decode(errors="replace") if output else str(error)
-    return next((line for line in text.splitlines() if line.strip()), type(error).__name__)

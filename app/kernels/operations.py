@@ -6,7 +6,10 @@ Addresses are taken from tensors that the caller keeps alive until the call retu
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
+from typing import Any
 
 import torch
 
@@ -100,6 +103,10 @@ class _Operation(ctypes.Structure):
     _fields_ = (("code", _INT), ("arguments", _ADDRESS))
 
 
+Listener = Callable[[Code, ctypes.Structure], None]
+_listeners: list[Listener] = []  # of the worker thread, which alone runs operations while something is recorded
+
+
 def run(arguments: ctypes.Structure, code: Code) -> None:
     """Runs one operation on this thread's pool. Others of Python's threads go on meanwhile."""
     library = native().library
@@ -107,6 +114,23 @@ def run(arguments: ctypes.Structure, code: Code) -> None:
     operation = _Operation(int(code), ctypes.addressof(arguments))
     missing = library.armature_run(ctypes.byref(operation), 1, torch.get_num_threads())
     assert missing == 0, f"the level {native().level} has no kernel for {code.name}: ask `has` first"
+    for listener in _listeners:
+        listener(code, arguments)
+
+
+def listed(steps: Sequence[tuple[Code, ctypes.Structure]]) -> ctypes.Array[Any]:
+    """Operations in order, as `armature_run` takes them; the arguments must be kept alive beside it."""
+    return (_Operation * len(steps))(*(_Operation(int(code), ctypes.addressof(arguments)) for code, arguments in steps))
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Tells the listener of every operation that has run."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
 
 
 def has(code: Code) -> bool:

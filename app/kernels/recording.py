@@ -1,0 +1,116 @@
+"""A step's operations, recorded once and run again by one native call: without the interpreter between them, as a graph does on a GPU.
+
+While a step is recorded it runs as always; every operation's arguments are kept, and results lie in a pool whose memory stays. What is
+not an operation of ours (a torch kernel) would be missing when the step is run again, so it ends the recording: the step stays eager.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from app.kernels import memory, operations
+from app.kernels.native import native
+from app.kernels.operations import Code
+
+_CACHE_LINE = 64
+# What only looks at a tensor in another way.
+_VIEWS = frozenset(
+    {
+        "view",
+        "_unsafe_view",
+        "slice",
+        "select",
+        "split",
+        "split_with_sizes",
+        "unsqueeze",
+        "squeeze",
+        "transpose",
+        "permute",
+        "alias",
+    }
+)
+_VIEWS_TOO = frozenset({"detach", "expand", "narrow", "unbind", "as_strided", "chunk", "t", "_reshape_alias", "reshape"})
+
+
+class Unrecordable(Exception):
+    """The step does something that no operation of ours does; its name is the message."""
+
+
+class Pool:
+    """Memory for results: a block is free again when the last tensor that lies in it has gone, and never goes back to the system."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Tensor]] = defaultdict(list)
+        self.nbytes = 0
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        with _disable_current_modes():
+            return self._lend(shape, dtype)
+
+    def _lend(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        size = max(1, -(-math.prod(shape) * dtype.itemsize // _CACHE_LINE)) * _CACHE_LINE
+        block = self._free[size].pop() if self._free[size] else self._new(size)
+        lent: np.ndarray[Any, Any] = block.numpy()[:]  # an object of its own, which lives as long as a tensor needs the memory
+        weakref.finalize(lent, self._free[size].append, block).atexit = False
+        return torch.from_numpy(lent)[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    def _new(self, size: int) -> Tensor:
+        self.nbytes += size
+        return memory.aligned(size)
+
+
+class Recorded:
+    """Operations in order, ready to run again. `inputs` are refreshed before, `result` read after."""
+
+    def __init__(self, steps: list[tuple[Code, ctypes.Structure]], inputs: list[Tensor], result: Any) -> None:
+        self._arguments = [arguments for _, arguments in steps]  # kept alive
+        self._list = operations.listed(steps)
+        self._inputs, self._result = inputs, result
+
+    def __len__(self) -> int:
+        return len(self._arguments)
+
+    def run(self, inputs: list[Tensor]) -> Any:
+        """The result lies in memory that the next run of any recording of this pool overwrites."""
+        for own, given in zip(self._inputs, inputs, strict=True):
+            own.copy_(given)
+        library = native().library
+        assert library is not None, "it recorded operations of the library"
+        library.armature_run(ctypes.byref(self._list), len(self._arguments), torch.get_num_threads())
+        return self._result
+
+
+def record(pool: Pool, body: Callable[[list[Tensor]], Any], inputs: list[Tensor]) -> Recorded:
+    """Runs `body(inputs)` once and keeps what it did. Raises `Unrecordable`: what it was given may then be half overwritten."""
+    own = [pool.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor) for tensor in inputs]
+    with _recording(pool) as steps, _OnlyOurs():  # type: ignore[no-untyped-call]
+        result = body(list(own))
+    return Recorded(steps, own, result)
+
+
+@contextmanager
+def _recording(pool: Pool) -> Iterator[list[tuple[Code, ctypes.Structure]]]:
+    steps: list[tuple[Code, ctypes.Structure]] = []
+    with memory.allocating(pool.empty), operations.listening(lambda code, arguments: steps.append((code, arguments))):
+        yield steps
+
+
+class _OnlyOurs(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every torch kernel that is called."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if name not in _VIEWS and name not in _VIEWS_TOO:
+            raise Unrecordable(name)
+        return func(*args, **(kwargs or {}))
