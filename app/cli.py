@@ -127,7 +127,7 @@ def _with_memory(job: Job, settings: Settings) -> Job:
     prepared = prepare(settings)
     needs, plan = prepared.checkpoint.needs(), prepared.plan
     kv_bytes = needs.kv_elements_per_token * {"fp32": 4, "bf16": 2, "int8": 1}[plan.kv_precision.value]
-    return replace(job, weight_bytes=needs.bytes_by_precision[plan.precision.value], kv_bytes_per_token=kv_bytes)
+    return replace(job, weight_bytes=plan.weight_bytes.value, kv_bytes_per_token=kv_bytes)
 
 
 COMMANDS: Mapping[str, Callable[[Namespace], int]] = {"serve": _serve, "probe": _probe, "bench": _bench}

@@ -25,16 +25,27 @@ _ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What will be held: a checkpoint in a precision, keys and values in theirs, on one memory node or all."""
+    """What will be held: a checkpoint in a precision, keys and values in theirs, on one memory node or all.
+
+    `int8_copy`: the layers' weights in eight bits as well.
+    """
 
     needs: Needs | None
     precision: str
     kv_precision: str
     numa_node: int | None = None
+    int8_copy: bool = False
 
     @property
     def weight_bytes(self) -> int:
-        return self.needs.bytes_by_precision.get(self.precision, self.needs.weight_bytes) if self.needs else 0
+        if self.needs is None:
+            return 0
+        copy = self.needs.int8_copy_bytes if self.int8_copy else 0
+        return self.needs.bytes_by_precision.get(self.precision, self.needs.weight_bytes) + copy
+
+    @property
+    def held_in(self) -> str:
+        return f"{self.precision} with an int8 copy" if self.int8_copy else self.precision
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -70,7 +81,7 @@ def decide(facts: Facts, settings: Settings, demand: Demand) -> Capacity:
         running = _fewer_where_tight(running, demand, room)
     waiting = _WAITING_ROUNDS * running.value
     return Capacity(
-        weight_bytes=Decision(demand.weight_bytes, f"Resident in {demand.precision}." if demand.needs else "No model is given."),
+        weight_bytes=Decision(demand.weight_bytes, f"Resident in {demand.held_in}." if demand.needs else "No model is given."),
         kv_cache_bytes=_kv_cache_bytes(settings, demand, room, length.value * running.value),
         max_model_len=length,
         max_running_seqs=running,
@@ -114,7 +125,7 @@ def _room(facts: Facts, demand: Demand, batch_tokens: int, running: int) -> Room
     size = available - demand.weight_bytes - headroom
     if demand.needs and size < _MIN_TOKENS * demand.kv_bytes_per_token:
         raise PlanImpossible(
-            f"The model does not fit: its weights need {gib(demand.weight_bytes)} in {demand.precision} and the process beside them "
+            f"The model does not fit: its weights need {gib(demand.weight_bytes)} in {demand.held_in} and the process beside them "
             f"{gib(headroom)}, but {gib(available)} are available ({source}). Give it more memory or serve a smaller model or precision."
         )
     held = f" less {gib(demand.weight_bytes)} of weights" if demand.needs else ""

@@ -163,7 +163,8 @@ class Facts:
 class Needs:
     """What a checkpoint asks of a machine, from its config and tensor headers alone.
 
-    `weight_bytes` are on disk; `bytes_by_precision` are resident when served, by precision (`fp32`, `bf16`, …).
+    `weight_bytes` are on disk; `bytes_by_precision` are resident when served, by precision (`fp32`, `bf16`, …);
+    `int8_copy_bytes` come on top where layers are held in eight bits beside four.
     `kv_elements_per_token` is 2 · layers · kv_heads · head_dim, 0 for an encoder.
     """
 
@@ -178,6 +179,7 @@ class Needs:
     hidden_size: int
     vocab_size: int
     stored_dtype: str
+    int8_copy_bytes: int = 0
 
 
 def plain(value: Any) -> Any:

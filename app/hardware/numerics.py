@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from app.errors import NoRecipe, PlanImpossible
-from app.hardware.decision import Decision, Dtype, RecipeKey
-from app.hardware.facts import Facts
+from app.hardware.decision import Decision, Dtype, RecipeKey, gib
+from app.hardware.facts import Facts, Needs
 from app.settings import Settings
 
 # Instruction sets that multiply BF16 by BF16 and add in FP32. AVX-512 without BF16 only converts: slower than FP32.
@@ -92,10 +92,13 @@ def precision(facts: Facts, settings: Settings, recipes: Collection[RecipeKey], 
     raise NoRecipe(f"Neither bf16 nor fp32 is built on {kind} ({facts.architecture}). {_what_exists(recipes)}")
 
 
-def dtype(chosen: str) -> Decision[Dtype]:
+def dtype(facts: Facts, chosen: str) -> Decision[Dtype]:
     """What activations are held in."""
     if chosen == "fp32":
         return Decision("float32", "As the weights.")
+    if chosen in ("int8", "int4"):
+        needless = "" if bf16_products(facts) else ", which asks for no BF16 instructions"
+        return Decision("bfloat16", f"Rows are rounded to int8 before each product; between products they are BF16{needless}.")
     return Decision("bfloat16", "As the weights; sums run in FP32.")
 
 
@@ -109,6 +112,21 @@ def kv_precision(settings: Settings, chosen: Dtype) -> Decision[str]:
     return Decision(name, "As the activations.")
 
 
+def int8_copy(settings: Settings, chosen: str, needs: Needs | None) -> Decision[bool]:
+    """Whether layers are held in eight bits beside four; `capacity` says whether both fit."""
+    if chosen != "int4":
+        if settings.int8_copy == "on":
+            raise PlanImpossible(
+                f"int8_copy is on, but precision is {chosen}: the copy belongs to int4. Set precision to int4 too."
+            )
+        return Decision(False, "It belongs to int4.")
+    more = f"{gib(needs.int8_copy_bytes)} more" if needs else "one byte a weight more"
+    if settings.int8_copy == "on":
+        return Decision(True, f"Asked for: prompts and large batches multiply eight-bit weights, for {more} of memory.")
+    lean = f"Lean: one four-bit form for every number of rows. A copy in eight bits would take {more} and make prompts quicker."
+    return Decision(False, "Asked for." if settings.int8_copy == "off" else lean)
+
+
 def bf16_products(facts: Facts) -> str | None:
     """The instruction set that multiplies BF16 here, or None."""
     return next((name for name in _BF16_PRODUCTS.get(facts.architecture, ()) if name in facts.isa), None)
@@ -119,7 +137,6 @@ def refuse_unbuilt(settings: Settings) -> None:
     asked = {
         "compile": (settings.compile == "on", "leave it at auto or off"),
         "calibrate": (settings.calibrate == "on", "leave it at auto or off"),
-        "int8_copy": (settings.int8_copy == "on", "it belongs to int4, which is not built yet either"),
         "deterministic": (settings.deterministic == "on", "answers may vary with what else is in the batch; leave it off"),
     }
     for name, (is_asked, instead) in asked.items():

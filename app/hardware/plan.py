@@ -36,6 +36,7 @@ class ServingPlan:
     device: Decision[str]
     precision: Decision[str]
     dtype: Decision[Dtype]
+    int8_copy: Decision[bool]
     kv_precision: Decision[str]
     threads: Decision[int]
     cpu_ids: Decision[tuple[int, ...]]
@@ -90,16 +91,18 @@ def make_plan(
     numerics.refuse_unbuilt(settings)
     device = numerics.device(facts, settings, recipes)
     precision = numerics.precision(facts, settings, recipes, device.value)
-    dtype = numerics.dtype(precision.value)
+    dtype = numerics.dtype(facts, precision.value)
+    int8_copy = numerics.int8_copy(settings, precision.value, needs)
     kv_precision = numerics.kv_precision(settings, dtype.value)
     threads = parallel.decide(facts, settings)
     memory = capacity.decide(
-        facts, settings, capacity.Demand(needs, precision.value, kv_precision.value, threads.numa_node.value)
+        facts, settings, capacity.Demand(needs, precision.value, kv_precision.value, threads.numa_node.value, int8_copy.value)
     )
     return ServingPlan(
         device=device,
         precision=precision,
         dtype=dtype,
+        int8_copy=int8_copy,
         kv_precision=kv_precision,
         **_fields(threads),
         **_fields(memory),

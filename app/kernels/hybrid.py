@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from app.kernels.activations import Quantised
-from app.kernels.int_panels import IntPanels
+from app.kernels.int_panels import IntPacking, IntPanels
+
+
+@dataclass(frozen=True, slots=True)
+class HybridPacking:
+    """Both forms of one weight, made at once: `few` up to `most_few` rows, `many` beyond."""
+
+    few: IntPacking
+    many: IntPacking
+    most_few: int
+    keeps_weight: ClassVar[bool] = False
+
+    def suits(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
+        return self.few.suits(rows, columns, dtype) and self.many.suits(rows, columns, dtype)
+
+    def room(self, outputs: int, inputs: int, bias: Tensor | None) -> HybridLinear:
+        few, many = self.few.room(outputs, inputs, bias), self.many.room(outputs, inputs, bias)
+        return HybridLinear(few, many, self.most_few)
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> HybridLinear:
+        return HybridLinear(self.few.pack(weight, bias), self.many.pack(weight, bias), self.most_few)
 
 
 class HybridLinear:

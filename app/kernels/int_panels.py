@@ -1,25 +1,25 @@
 """Linear forms of our own in four and eight bits: panels of codes with scales, multiplied by activations that are int8 too.
 
-Layout and arithmetic are described in `csrc/ops.h`; how a weight becomes codes is `rounding.py`'s business. One packed form serves one row and
-five hundred, and a row's result never depends on how many others there are. Its twin multiplies by what the codes mean.
+Layout and arithmetic are described in `csrc/ops.h`; how a weight becomes codes is `rounding.py`'s business. One packed form serves one row
+and five hundred, and a row's result never depends on how many others there are. Its twin multiplies by what the codes mean.
 """
 
 from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from app.kernels.activations import Quantised, quantise, quantise_torch
+from app.kernels.layout import PanelLayout
 from app.kernels.memory import empty, weights_bytes
 from app.kernels.native import native
 from app.kernels.operations import Code, LinearInt, Output, Pack, Rows, has, run
 from app.kernels.rounding import quantise_int4, quantise_int8
 
-PANEL_OUTPUTS = 32
-_GROUPS_OF_INT8 = 8  # inputs of an int8 weight are padded to a multiple of this: what the kernels take at a time
 _STREAM_ROWS = 2048  # outputs rounded at a time
 
 
@@ -30,8 +30,11 @@ class IntPacking:
     bits: int
     group: int | None
     zero_points: bool = False
-    keeps_weight: bool = False
-    streams: bool = True
+    keeps_weight: ClassVar[bool] = False
+
+    @property
+    def layout(self) -> PanelLayout:
+        return PanelLayout(self.bits, self.group, self.zero_points)
 
     def suits(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
         return has(Code.LINEAR_INT)
@@ -47,15 +50,6 @@ class IntPacking:
             form.fill(first, weight[first : first + _STREAM_ROWS])
         return form
 
-    def group_of(self, inputs: int) -> int:
-        """Inputs that share a scale, of a weight with this many."""
-        return -(-inputs // _GROUPS_OF_INT8) * _GROUPS_OF_INT8 if self.group is None else self.group
-
-    def panel_bytes(self, inputs: int) -> int:
-        group = self.group_of(inputs)
-        header = 2 * PANEL_OUTPUTS * (2 if self.zero_points else 1)
-        return -(-inputs // group) * (header + group * PANEL_OUTPUTS * self.bits // 8)
-
 
 class IntPanels:
     """A weight [out, in] in panels."""
@@ -65,7 +59,7 @@ class IntPanels:
     def __init__(self, packing: IntPacking, outputs: int, inputs: int, bias: Tensor | None, panels: Tensor | None = None) -> None:
         """`panels`: packed before (a cache); None: room for them, zeros."""
         self.packing, self.outputs, self.inputs = packing, outputs, inputs
-        self.group = packing.group_of(inputs)
+        self.group = packing.layout.group_of(inputs)
         self.padded = -(-inputs // self.group) * self.group
         self.bias = None if bias is None else bias.to(torch.float32, copy=True)
         self.panels = weights_bytes(self.panels_bytes).zero_() if panels is None else panels
@@ -75,7 +69,7 @@ class IntPanels:
 
     @property
     def panels_bytes(self) -> int:
-        return -(-self.outputs // PANEL_OUTPUTS) * self.packing.panel_bytes(self.inputs)
+        return self.packing.layout.nbytes(self.outputs, self.inputs)
 
     @property
     def nbytes(self) -> int:

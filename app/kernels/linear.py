@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.kernels.activations import Activations, plain
+from app.kernels.int_panels import IntPacking
+from app.kernels.layout import LAYOUTS
 from app.kernels.panels import PanelLinear
 
 
@@ -38,29 +40,43 @@ class LinearForm(Protocol):
         ...
 
 
-class Packing(Protocol):
-    """How a form is made. `keeps_weight` says that it holds on to the very tensor it was given, which then must not be reused;
+class EmptyForm(LinearForm, Protocol):
+    """A form that was made empty, and is brought its weight some rows at a time."""
 
-    `streams` that it can be made empty, `form(out, in, bias)`, and then filled some rows at a time.
-    """
-
-    keeps_weight: ClassVar[bool]
-    streams: ClassVar[bool]
-
-    @classmethod
-    def suits(cls, rows: int, columns: int, dtype: torch.dtype) -> bool:
-        """Whether this machine can multiply a weight of this size and dtype in this form, and gains by it."""
+    def fill(self, first: int, rows: Tensor) -> None:
+        """rows [n, in], any float dtype: outputs `[first, first + n)`, each brought once. They may be reused afterwards."""
         ...
 
-    @classmethod
-    def pack(cls, weight: Tensor, bias: Tensor | None) -> LinearForm: ...
+
+class TableForm(Protocol):
+    """A form that gives its rows back: an embedding tied to it needs no table of its own."""
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows of the weight, fp32 [n, in], for ids [n] int64."""
+        ...
+
+
+class Packing(Protocol):
+    """How a form is made. `keeps_weight` says that it holds on to the very tensor it was given, which then must not be reused."""
+
+    @property
+    def keeps_weight(self) -> bool: ...
+
+    def suits(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
+        """Whether this machine can multiply a weight of this size by activations of this dtype in this form, and gains by it."""
+        ...
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> LinearForm: ...
+
+    def room(self, outputs: int, inputs: int, bias: Tensor | None) -> EmptyForm | None:
+        """An empty form; None where a weight can only be packed whole."""
+        ...
 
 
 class PlainLinear:
     """The weight as it is, multiplied by torch's own product. Always there; a weight that the file stores like this stays mapped."""
 
     keeps_weight: ClassVar[bool] = True
-    streams: ClassVar[bool] = False
 
     __slots__ = ("bias", "weight")
 
@@ -74,6 +90,10 @@ class PlainLinear:
     @classmethod
     def pack(cls, weight: Tensor, bias: Tensor | None) -> PlainLinear:
         return cls(weight, bias)
+
+    @classmethod
+    def room(cls, outputs: int, inputs: int, bias: Tensor | None) -> None:
+        """It can only be packed whole."""
 
     @property
     def nbytes(self) -> int:
@@ -96,7 +116,6 @@ class OneDnnLinear:
     """
 
     keeps_weight: ClassVar[bool] = False
-    streams: ClassVar[bool] = False
     # Below this, a call costs more than the product: 256 x 256 takes 13 us instead of 5 in FP32 (one core, one row).
     smallest: ClassVar[int] = 2**16
 
@@ -113,6 +132,10 @@ class OneDnnLinear:
     def pack(cls, weight: Tensor, bias: Tensor | None) -> OneDnnLinear:
         # The layout may depend on the rows expected; packed for one row it is as quick as any at 512 (measured as above).
         return cls(torch.ops.mkldnn._reorder_linear_weight(weight, 1), None if bias is None else bias.clone())
+
+    @classmethod
+    def room(cls, outputs: int, inputs: int, bias: Tensor | None) -> None:
+        """It can only be packed whole."""
 
     @property
     def nbytes(self) -> int:
@@ -143,7 +166,12 @@ def host_architecture() -> str:
     return {"amd64": "x86_64", "aarch64": "arm64"}.get(machine, machine)
 
 
-FORMS: Mapping[str, type[Packing]] = {"plain": PlainLinear, "onednn": OneDnnLinear, "panels": PanelLinear}
+# In the model's own precision, by the names that recipes use.
+FORMS: Mapping[str, Packing] = {"plain": PlainLinear, "onednn": OneDnnLinear, "panels": PanelLinear}
+# Rounded to fewer bits: what they multiply is not quite the checkpoint's weight.
+ROUNDED_FORMS: Mapping[str, IntPacking] = {
+    name: IntPacking(layout.bits, layout.group, layout.zero_points) for name, layout in LAYOUTS.items()
+}
 
 
 class Linear(nn.Module):

@@ -22,7 +22,6 @@ class PanelLinear:
     within a tenth of it at 512 (8192 x 2048, two Zen 5 cores)."""
 
     keeps_weight: ClassVar[bool] = False
-    streams: ClassVar[bool] = True
 
     __slots__ = ("bias", "inputs", "library", "outputs", "panels")
 
@@ -42,15 +41,20 @@ class PanelLinear:
         return dtype == torch.bfloat16 and native().bf16 is not None
 
     @classmethod
+    def room(cls, outputs: int, inputs: int, bias: Tensor | None) -> PanelLinear:
+        return cls(outputs, inputs, bias)
+
+    @classmethod
     def pack(cls, weight: Tensor, bias: Tensor | None) -> PanelLinear:
         """weight [out, in] bf16."""
-        form = cls(weight.shape[0], weight.shape[1], bias)
+        form = cls.room(weight.shape[0], weight.shape[1], bias)
         form.fill(0, weight)
         return form
 
     def fill(self, first: int, rows: Tensor) -> None:
-        """rows [n, in] bf16, contiguous: outputs `[first, first + n)`. They may be reused afterwards."""
-        assert rows.dtype == torch.bfloat16 and rows.is_contiguous() and first + len(rows) <= self.outputs, "rows of this weight"
+        """rows [n, in], any float dtype, contiguous: outputs `[first, first + n)`. They may be reused afterwards."""
+        assert rows.is_contiguous() and first + len(rows) <= self.outputs, "rows of this weight"
+        rows = rows.to(torch.bfloat16)
         self.library.armature_pack_bf16(rows.data_ptr(), self.panels.data_ptr(), len(rows), self.inputs, first)
 
     @property

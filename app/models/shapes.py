@@ -23,6 +23,16 @@ def tensors_of(config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
+def products_of(config: ModelConfig) -> Iterator[tuple[Shape, bool]]:
+    """Shape, and whether it has a bias, of every product of the layers as computed: queries, keys and values are one, gate and up too."""
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    for _ in range(config.num_layers):
+        yield (queries + 2 * keys, config.hidden_size), config.qkv_bias
+        yield (config.hidden_size, queries), config.output_bias
+        yield (2 * config.intermediate_size, config.hidden_size), config.mlp_bias
+        yield (config.hidden_size, config.intermediate_size), config.mlp_bias
+
+
 def norms_of(config: ModelConfig) -> tuple[str, ...]:
     """The norms of one layer. In Gemma `post_attention_layernorm` follows attention, elsewhere it precedes the MLP."""
     llama = ("input_layernorm", "post_attention_layernorm")

@@ -14,13 +14,16 @@ from typing import Any
 
 from app.errors import CheckpointInvalid
 from app.hardware.facts import Needs
+from app.kernels.layout import LAYOUTS
 from app.models.config import ModelConfig
-from app.models.shapes import Shape, tensors_of
+from app.models.shapes import Shape, norms_of, products_of, tensors_of
 from app.weights.headers import TensorEntry, read_header
+from app.weights.recipes import find_recipe
 
 INDEX = "model.safetensors.index.json"
 STORED_DTYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 PRECISION_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2}
+ROUNDED = ("int8", "int4")
 _LISTED = 4  # names in one message
 
 
@@ -51,13 +54,17 @@ class Checkpoint:
             architecture=config.architecture,
             num_parameters=sum(sizes.values()),
             weight_bytes=sum(entry.nbytes for entry in self.tensors.values()),
-            bytes_by_precision={name: products * size + table for name, size in PRECISION_BYTES.items()},
+            bytes_by_precision={
+                **{name: products * size + table for name, size in PRECISION_BYTES.items()},
+                **{name: rounded_bytes(config, name) + table for name in ROUNDED},
+            },
             kv_elements_per_token=2 * config.num_layers * config.num_kv_heads * config.head_dim,
             max_model_len=config.max_model_len,
             num_layers=config.num_layers,
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
             stored_dtype=self.stored_dtype,
+            int8_copy_bytes=sum(LAYOUTS["int8"].nbytes(*shape) + 4 * shape[0] * bias for shape, bias in products_of(config)),
         )
 
     @property
@@ -67,6 +74,16 @@ class Checkpoint:
         for entry in self.tensors.values():
             elements[entry.dtype] += entry.num_elements
         return STORED_DTYPES[elements.most_common(1)[0][0]]
+
+
+def rounded_bytes(config: ModelConfig, precision: str) -> int:
+    """Bytes of the products' weights, of biases and of norms (in FP32) where our own forms hold them: the same on x86 and on Arm."""
+    recipe = find_recipe("cpu", "x86_64", precision)
+    inner, output = (LAYOUTS[recipe.forms(is_output)[0]] for is_output in (False, True))
+    layers = sum(inner.nbytes(*shape) + 4 * shape[0] * bias for shape, bias in products_of(config))
+    heads = 2 * config.head_dim if config.qk_norm else 0
+    norms = config.num_layers * (len(norms_of(config)) * config.hidden_size + heads) + config.hidden_size
+    return layers + output.nbytes(config.vocab_size, config.hidden_size) + 4 * norms
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:

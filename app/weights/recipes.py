@@ -14,19 +14,38 @@ from app.hardware.plan import RecipeKey
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """`linear`: forms in the order of preference; the first that suits the weight and the machine holds it, "plain" suits always."""
+    """Forms in the order of preference: the first that suits the weight and the machine holds it; "plain" suits always.
+
+    `linear` is for the layers' products, `output` for the output layer and the embedding tied to it (None: as `linear`).
+    `int8_copy_from`: where an int8 copy is held beside four-bit weights, it multiplies from so many rows on.
+    """
 
     linear: tuple[str, ...]
+    output: tuple[str, ...] | None = None
+    int8_copy_from: int | None = None
+
+    def forms(self, is_output: bool) -> tuple[str, ...]:
+        return self.linear if self.output is None or not is_output else self.output
 
 
-PACKED = Recipe(linear=("panels", "onednn", "plain"))
+EXACT = Recipe(linear=("panels", "onednn", "plain"))
+INT8 = Recipe(linear=("int8",))
+
+
+def _int4(int8_copy_from: int) -> Recipe:
+    return Recipe(linear=("int4/64",), int8_copy_from=int8_copy_from)
+
 
 # device kind, CPU architecture, precision. What packing gains on x86 stands in kernels/linear.py; torch for Arm has the same operators.
 RECIPES: Mapping[RecipeKey, Recipe] = {
-    ("cpu", "x86_64", "fp32"): PACKED,
-    ("cpu", "x86_64", "bf16"): PACKED,
-    ("cpu", "arm64", "fp32"): PACKED,
-    ("cpu", "arm64", "bf16"): PACKED,
+    ("cpu", "x86_64", "fp32"): EXACT,
+    ("cpu", "x86_64", "bf16"): EXACT,
+    ("cpu", "x86_64", "int8"): INT8,
+    ("cpu", "x86_64", "int4"): _int4(int8_copy_from=64),
+    ("cpu", "arm64", "fp32"): EXACT,
+    ("cpu", "arm64", "bf16"): EXACT,
+    ("cpu", "arm64", "int8"): INT8,
+    ("cpu", "arm64", "int4"): _int4(int8_copy_from=32),
 }
 
 
