@@ -1,0 +1,25 @@
+/* Any 64-bit Arm. */
+#define LANES 4
+#define BLOCK 4
+#define TILE_ROWS 6
+#define TILE_ALIGN 1
+
+#include "../tile_neon.h"
+#include "../quantise.h"
+#include "../rowwise.h"
+
+const level level_neon = {
+    .name = "neon",
+    .tile_rows = TILE_ROWS,
+    .block = BLOCK,
+    .align = TILE_ALIGN,
+    .kernels =
+        {
+            [OP_QUANTISE] = quantise,
+            [OP_NORM] = norm,
+            [OP_GATE] = gate,
+            [OP_LINEAR_INT] = linear_int,
+            [OP_ROWS] = armature_rows,
+            [OP_GATHER] = gather,
+        },
+};
