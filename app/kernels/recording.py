@@ -76,7 +76,7 @@ class Recorded:
     def __init__(self, steps: list[tuple[Code, ctypes.Structure]], inputs: list[Tensor], result: Any) -> None:
         self._arguments = [arguments for _, arguments in steps]  # kept alive
         self._list = operations.listed(steps)
-        self._inputs, self._result = inputs, result
+        self._inputs, self.result = inputs, result
 
     def __len__(self) -> int:
         return len(self._arguments)
@@ -88,7 +88,7 @@ class Recorded:
         library = native().library
         assert library is not None, "it recorded operations of the library"
         library.armature_run(ctypes.byref(self._list), len(self._arguments), torch.get_num_threads())
-        return self._result
+        return self.result
 
 
 def record(pool: Pool, body: Callable[[list[Tensor]], Any], inputs: list[Tensor]) -> Recorded:

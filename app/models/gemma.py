@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from app.kernels.activations import Activations
 from app.kernels.rowwise import Angles, gather
 from app.models.config import ModelConfig
 from app.models.context import Attend, StepContext
@@ -47,13 +48,26 @@ class Gemma(nn.Module):
         self.norm = RMSNorm("model.norm", config.hidden_size, config, dtype, self.output)
         self.angles = LayerAngles(config.ropes, max_model_len, device)
 
+    def inputs(self, context: StepContext) -> list[Tensor]:
+        """What the layers start from: embedded tokens [tokens, hidden], then cos and sin of each kind of rotary positions."""
+        return [self.embedding(context.token_ids), *self.angles(context.positions)]
+
+    def body(self, inputs: list[Tensor], attend: Attend, rows: Tensor | None) -> Activations:
+        """All layers and the last norm: what the output layer takes, of the tokens in `rows` (None: all). Overwrites the inputs."""
+        hidden, angles = inputs[0], self.angles.of_layers(inputs[1:])
+        wanted: list[Tensor | None] = [None] * len(self.layers)
+        wanted[-1] = rows
+        for layer, own, only in zip(self.layers, angles, wanted, strict=True):
+            hidden = layer(hidden, own, attend, only)
+        result: Activations = self.norm(hidden)
+        return result
+
     def forward(self, context: StepContext) -> Tensor:
-        """Logits [rows, vocab] of the tokens in `logit_rows`, bounded by cap · tanh(logits / cap) where the config has a cap."""
-        hidden = self.embedding(context.token_ids)  # [tokens, hidden]
-        rows: list[Tensor | None] = [None] * len(self.layers)
-        rows[-1] = context.logit_rows
-        for layer, angles, wanted in zip(self.layers, self.angles(context.positions), rows, strict=True):
-            hidden = layer(hidden, angles, context.attend, wanted)
-        logits: Tensor = self.output(self.norm(hidden))
+        """Logits [rows, vocab] of the tokens in `logit_rows`."""
+        return self.logits(self.body(self.inputs(context), context.attend, context.logit_rows))
+
+    def logits(self, rows: Activations) -> Tensor:
+        """Bounded by cap · tanh(logits / cap) where the config has a cap."""
+        logits: Tensor = self.output(rows)
         cap = self.config.logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from app.kernels.activations import Activations
 from app.kernels.rowwise import Angles, gather
 from app.models.config import ModelConfig
 from app.models.context import Attend, StepContext
@@ -45,12 +46,27 @@ class Llama(nn.Module):
         self.norm = RMSNorm("model.norm", config.hidden_size, config, dtype, self.output)
         self.angles = LayerAngles(config.ropes, max_model_len, device)
 
+    def inputs(self, context: StepContext) -> list[Tensor]:
+        """What the layers start from: embedded tokens [tokens, hidden], then cos and sin of each kind of rotary positions."""
+        return [self.embedding(context.token_ids), *self.angles(context.positions)]
+
+    def body(self, inputs: list[Tensor], attend: Attend, rows: Tensor | None) -> Activations:
+        """All layers and the last norm: what the output layer takes, of the tokens in `rows` (None: all). Overwrites the inputs.
+
+        Of the other tokens the last layer needs no more than keys and values.
+        """
+        hidden, angles = inputs[0], self.angles.of_layers(inputs[1:])
+        wanted: list[Tensor | None] = [None] * len(self.layers)
+        wanted[-1] = rows
+        for layer, own, only in zip(self.layers, angles, wanted, strict=True):
+            hidden = layer(hidden, own, attend, only)
+        result: Activations = self.norm(hidden)
+        return result
+
     def forward(self, context: StepContext) -> Tensor:
-        """Logits [rows, vocab] of the tokens in `logit_rows`; of the others the last layer needs no more than keys and values."""
-        hidden = self.embedding(context.token_ids)  # [tokens, hidden]
-        rows: list[Tensor | None] = [None] * len(self.layers)
-        rows[-1] = context.logit_rows
-        for layer, angles, wanted in zip(self.layers, self.angles(context.positions), rows, strict=True):
-            hidden = layer(hidden, angles, context.attend, wanted)
-        logits: Tensor = self.output(self.norm(hidden))
+        """Logits [rows, vocab] of the tokens in `logit_rows`."""
+        return self.logits(self.body(self.inputs(context), context.attend, context.logit_rows))
+
+    def logits(self, rows: Activations) -> Tensor:
+        logits: Tensor = self.output(rows)
         return logits

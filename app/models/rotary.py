@@ -41,10 +41,13 @@ class LayerAngles:
         self.rotaries = [Rotary(rope, max_model_len, device) for rope in distinct]
         self.indices = [None if rope is None else distinct.index(rope) for rope in ropes]
 
-    def __call__(self, positions: Tensor) -> list[Angles | None]:
-        """positions [tokens] to one entry a layer."""
-        angles = [rotary(positions) for rotary in self.rotaries]
-        return [None if index is None else angles[index] for index in self.indices]
+    def __call__(self, positions: Tensor) -> list[Tensor]:
+        """positions [tokens] to cos and signed sin of each distinct rotary, one after the other."""
+        return [tensor for rotary in self.rotaries for tensor in rotary(positions)]
+
+    def of_layers(self, computed: Sequence[Tensor]) -> list[Angles | None]:
+        """One entry a layer, out of what the call gave."""
+        return [None if index is None else (computed[2 * index], computed[2 * index + 1]) for index in self.indices]
 
 
 # ---- frequencies [dim / 2] and the factor on cos and sin, for each kind ----------------------------------------------

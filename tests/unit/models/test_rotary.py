@@ -33,8 +33,11 @@ def test_a_part_of_the_head_may_stay() -> None:
 
 def test_layers_share_the_angles_of_equal_ropes() -> None:
     near, far = Rope(10.0, 8), Rope(1000.0, 8)
-    angles = LayerAngles((near, None, far, Rope(10.0, 8)), 512, CPU)(torch.arange(4))
-    assert angles[1] is None and angles[0] is angles[3] and angles[0] is not angles[2]
+    layers = LayerAngles((near, None, far, Rope(10.0, 8)), 512, CPU)
+    computed = layers(torch.arange(4))
+    first, second, third, fourth = layers.of_layers(computed)
+    assert len(computed) == 4 and second is None and first is not None and third is not None and fourth is not None
+    assert first[0] is fourth[0] and first[1] is fourth[1] and first[0] is not third[0]
 
 
 def test_longrope_takes_its_factors_from_the_context_that_is_served() -> None:

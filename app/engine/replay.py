@@ -1,0 +1,62 @@
+"""Steps that decode are run again natively once they have been seen: what the interpreter would do between two products is left out.
+
+Only what does not change from step to step is recorded; tokens, positions and where keys and values lie are refreshed in place. A model
+or a machine that does something else in a layer than our operations stays eager, and says why.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from app.kernels.activations import Activations
+from app.kernels.recording import Pool, Recorded, Unrecordable, record
+from app.models.context import Attend, StepContext
+
+SEEN_BEFORE = 2  # how often a batch of some size must have come before it is worth recording
+
+
+class Decoder(Protocol):
+    """What a model offers beside `forward`."""
+
+    def inputs(self, context: StepContext) -> list[Tensor]: ...
+    def body(self, inputs: list[Tensor], attend: Attend, rows: Tensor | None) -> Activations: ...
+    def logits(self, rows: Activations) -> Tensor: ...
+
+
+class Replay:
+    """Belongs to one model and one KV cache; the worker thread's."""
+
+    def __init__(self, model: Decoder, enabled: bool) -> None:
+        self.model = model
+        self.reason = "" if enabled else "switched off"  # why every step is eager; empty: it is not
+        self._pool = Pool()
+        self._seen: dict[int, int] = {}
+        self._recorded: dict[int, Recorded] = {}
+
+    def logits(self, context: StepContext, decodes: bool) -> Tensor:
+        """Logits [rows, vocab]. `decodes`: every token is the last of its sequence, and there is one of each."""
+        inputs = self.model.inputs(context)
+        rows = len(context.token_ids)
+        if not decodes or self.reason or not self._known(rows):
+            return self.model.logits(self.model.body(inputs, context.attend, None if decodes else context.logit_rows))
+        recorded = self._recorded.get(rows)
+        if recorded is not None:
+            return self.model.logits(recorded.run(inputs))
+        return self.model.logits(self._record(rows, inputs, context.attend))
+
+    def _known(self, rows: int) -> bool:
+        self._seen[rows] = self._seen.get(rows, 0) + 1
+        return self._seen[rows] > SEEN_BEFORE
+
+    def _record(self, rows: int, inputs: list[Tensor], attend: Attend) -> Activations:
+        kept = [tensor.clone() for tensor in inputs]
+        try:
+            recorded = record(self._pool, lambda own: self.model.body(own, attend, None), inputs)
+        except Unrecordable as reason:
+            self.reason = f"{reason} is not an operation of ours"
+            return self.model.body(kept, attend, None)
+        self._recorded[rows] = recorded
+        result: Activations = recorded.result
+        return result
