@@ -35,12 +35,12 @@ class Replay:
         self._seen: dict[int, int] = {}
         self._recorded: dict[int, Recorded] = {}
 
-    def logits(self, context: StepContext, decodes: bool) -> Tensor:
-        """Logits [rows, vocab]. `decodes`: every token is the last of its sequence, and there is one of each."""
+    def __call__(self, context: StepContext) -> Tensor:
+        """Logits [rows, vocab], as the model's own `forward`."""
         inputs = self.model.inputs(context)
         rows = len(context.token_ids)
-        if not decodes or self.reason or not self._known(rows):
-            return self.model.logits(self.model.body(inputs, context.attend, None if decodes else context.logit_rows))
+        if not context.decodes or self.reason or not self._known(rows):
+            return self.model.logits(self.model.body(inputs, context.attend, None if context.decodes else context.logit_rows))
         recorded = self._recorded.get(rows)
         if recorded is not None:
             return self.model.logits(recorded.run(inputs))

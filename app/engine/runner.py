@@ -6,9 +6,10 @@ Who is in the batch is the scheduler's decision; how a device attends is the bac
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from app.backends.base import AttentionRow, Backend
 from app.engine.batch import Batch, Picked, Span
@@ -20,7 +21,7 @@ from app.models.context import Attend, AttentionSpec, StepContext
 class Runner:
     """Tensors in, ids out. Lives on the worker thread, between two calls it holds no state but the KV cache."""
 
-    def __init__(self, model: nn.Module, kv_cache: KVCache, backend: Backend, sampler: Sampler) -> None:
+    def __init__(self, model: Callable[[StepContext], Tensor], kv_cache: KVCache, backend: Backend, sampler: Sampler) -> None:
         self.model = model
         self.kv_cache = kv_cache
         self.backend = backend
@@ -55,7 +56,8 @@ class Runner:
             if span.samples:
                 logit_rows.append(len(token_ids) - 1)
         attend: Attend = StepAttention(self.kv_cache, self.backend, spans)
-        return StepContext(self._ids(token_ids), self._ids(positions), self._ids(logit_rows), attend)
+        decodes = all(span.num_tokens == 1 and span.samples for span in spans)
+        return StepContext(self._ids(token_ids), self._ids(positions), self._ids(logit_rows), attend, decodes)
 
     def _ids(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.backend.device)

@@ -30,9 +30,13 @@ class Attend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """token_ids, positions [tokens] int64; logit_rows [rows] int64: the tokens whose logits are wanted (None: all)."""
+    """token_ids, positions [tokens] int64; logit_rows [rows] int64: the tokens whose logits are wanted (None: all).
+
+    `decodes`: each token is the newest of a sequence of its own, and all of their logits are wanted.
+    """
 
     token_ids: Tensor
     positions: Tensor
     logit_rows: Tensor | None
     attend: Attend
+    decodes: bool = False
