@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.kernels.activations import Activations
-from app.kernels.linear import Linear
-from app.kernels.panels import PanelLinear
+from app.kernels.linear import Linear, TableForm
 from app.kernels.rowwise import Angles, gate, rms_norm, turn
 from app.models.config import ModelConfig
 from app.models.context import Attend, AttentionSpec
@@ -29,12 +28,12 @@ class Embedding(nn.Module):
         self.source, self.scale = source, config.embedding_scale
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size), requires_grad=False)
 
-        self.form: PanelLinear | None = None
+        self.form: TableForm | None = None
 
     def adopt(self, tensor: Tensor) -> None:
         self.weight = nn.Parameter(tensor, requires_grad=False)
 
-    def share(self, form: PanelLinear) -> None:
+    def share(self, form: TableForm) -> None:
         """Rows come out of the output layer's packed weight from now on."""
         self.form = form
 
