@@ -60,6 +60,7 @@ def _fact_rows(facts: Facts) -> list[tuple[str, str]]:
             "; ".join(_gpu(device.name, device.memory_bytes, device.capability) for device in facts.cuda) or _apple_gpu(facts),
         ),
         ("torch", _torch(facts.torch)),
+        ("native kernels", " ".join(facts.native.levels) if facts.native else "not built"),
     ]
 
 

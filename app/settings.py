@@ -18,6 +18,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 from app.errors import SettingsInvalid
 
 PREFIX = "ARMATURE_"
+# What kernels/native.py reads itself: for tests and for those who build the library.
+NATIVE_VARIABLES = ("ARMATURE_ISA", "ARMATURE_NATIVE_LIBRARY")
 DEMO = Path(__file__).resolve().parent / "demo" / "llama"
 SECRETS = frozenset({"api_keys"})  # never printed, not even in a refusal
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
@@ -106,7 +108,7 @@ def load_settings(**flags: Any) -> tuple[Settings, list[str]]:
     warnings = [f"{name} was injected by Kubernetes for a Service named armature and is ignored." for name in injected]
     for name in injected:
         os.environ.pop(name, None)
-    known = {row.variable for row in setting_rows()}
+    known = {row.variable for row in setting_rows()}.union(NATIVE_VARIABLES)
     unknown = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
     warnings += [f"{name} is not a setting and is ignored." for name in unknown]
     try:

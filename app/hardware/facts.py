@@ -105,6 +105,14 @@ class TorchBuild:
 
 
 @dataclass(frozen=True, slots=True)
+class NativeLibrary:
+    """Our own library of kernels: the levels of instructions compiled into it, the best first; `forced` is what `ARMATURE_ISA` names."""
+
+    levels: tuple[str, ...]
+    forced: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """Everything the plan may know of a machine.
 
@@ -130,6 +138,7 @@ class Facts:
     cuda: tuple[CudaDevice, ...] = ()
     mps: bool = False
     torch: TorchBuild | None = None
+    native: NativeLibrary | None = None
 
     @property
     def num_logical_cpus(self) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from app.hardware import capacity, numerics, parallel
+from app.hardware import capacity, native_library, numerics, parallel
 from app.hardware.decision import Decision, Dtype, Measurements, RecipeKey
 from app.hardware.facts import Facts, Needs, plain
 from app.hardware.numerics import check_torch_can_run
@@ -38,6 +38,7 @@ class ServingPlan:
     dtype: Decision[Dtype]
     int8_copy: Decision[bool]
     kv_precision: Decision[str]
+    kernels: Decision[str]
     threads: Decision[int]
     cpu_ids: Decision[tuple[int, ...]]
     numa_node: Decision[int | None]
@@ -104,6 +105,7 @@ def make_plan(
         dtype=dtype,
         int8_copy=int8_copy,
         kv_precision=kv_precision,
+        kernels=native_library.kernels(facts),
         **_fields(threads),
         **_fields(memory),
         itl_target_seconds=_itl_target(settings),

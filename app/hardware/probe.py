@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from app.hardware import accelerators, cgroup, cpu_arm, cpu_x86, macos, memory, topology, torch_build
+from app.hardware import accelerators, cgroup, cpu_arm, cpu_x86, macos, memory, native_library, topology, torch_build
 from app.hardware.accelerators import Run
 from app.hardware.facts import Core, Cpu, Facts
 from app.hardware.files import Files, parse_cpu_list, parse_fields
@@ -35,11 +35,12 @@ def run_command(command: list[str]) -> str | None:
 def probe(
     root: Path = Path("/"), run: Run = run_command, affinity: tuple[int, ...] | None = None, torch_directory: Path | None = None
 ) -> Facts:
-    """Facts of the machine below `root`. Of this machine, the installed torch is looked at too; elsewhere only where its place is given."""
+    """Facts of the machine below `root`. Of this machine, the installed torch and our library too; elsewhere only what is given."""
     files = Files(root)
     facts = _linux(files, run, affinity) if files.is_directory("/proc") else macos.facts(run) or _unknown()
     place = torch_build.installed_torch() if torch_directory is None and files.is_this_machine else torch_directory
-    return dataclasses.replace(facts, torch=torch_build.read(place) if place else None)
+    native = native_library.look() if files.is_this_machine else None
+    return dataclasses.replace(facts, torch=torch_build.read(place) if place else None, native=native)
 
 
 def _linux(files: Files, run: Run, affinity: tuple[int, ...] | None) -> Facts:

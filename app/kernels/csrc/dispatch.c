@@ -44,7 +44,7 @@ MAYBE static int has_avxvnni(void) {
 #elif defined(__aarch64__) && defined(__linux__)
 /* Linux, arch/arm64/include/uapi/asm/hwcap.h */
 MAYBE static int has_dotprod(void) { return getauxval(AT_HWCAP) >> 20 & 1; }
-MAYBE static int has_i8mm(void) { return has_dotprod() && (getauxval(AT_HWCAP2) >> 13 & 1); }
+MAYBE static int has_i8mm(void) { return has_dotprod() && (getauxval(AT_HWCAP2) >> 13 & 3) == 3; } /* I8MM, BF16 */
 #elif defined(__aarch64__) && defined(__APPLE__)
 #include <sys/sysctl.h>
 static int asks(const char *name) {
@@ -53,7 +53,7 @@ static int asks(const char *name) {
     return sysctlbyname(name, &value, &size, NULL, 0) == 0 && value;
 }
 MAYBE static int has_dotprod(void) { return asks("hw.optional.arm.FEAT_DotProd"); }
-MAYBE static int has_i8mm(void) { return has_dotprod() && asks("hw.optional.arm.FEAT_I8MM"); }
+MAYBE static int has_i8mm(void) { return has_dotprod() && asks("hw.optional.arm.FEAT_I8MM") && asks("hw.optional.arm.FEAT_BF16"); }
 #endif
 
 /* The best first; the build says which of them it could compile. */
@@ -97,6 +97,9 @@ const level *armature_now(void) {
     if (!serving) serving = find(NULL);
     return serving;
 }
+
+/* Read from the file, before anything is loaded, by app/hardware/native_library.py. */
+EXPORT const char armature_levels[] = "armature levels: " ARMATURE_LEVELS ";";
 
 /* The name of the level that serves, NULL where there is none. */
 EXPORT const char *armature_level(void) { return armature_now() ? armature_now()->name : NULL; }

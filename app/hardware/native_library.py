@@ -1,0 +1,59 @@
+"""What is known of our native library before anything of it is loaded, and which of its levels of instructions serves here.
+
+The file says itself which levels were compiled into it; `kernels/native.py` loads it after torch, and the library asks the processor again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+from app.errors import PlanImpossible
+from app.hardware.decision import Decision
+from app.hardware.facts import Facts, NativeLibrary
+
+TWINS = "torch"
+_BESIDE = Path(__file__).parents[1] / "kernels" / ("libarmature.dylib" if sys.platform == "darwin" else "libarmature.so")
+_LEVELS = re.compile(rb"armature levels: ([a-z0-9 ]*);")  # csrc/dispatch.c
+
+# What a processor must have, in the words of `Facts.isa`. What asks for nothing runs on any processor of its architecture.
+_AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "fma"})
+_WANTS = {
+    "avx512bf16": _AVX512 | {"avx512_bf16"},
+    "avx512": _AVX512,
+    "avxvnni": frozenset({"avx2", "fma", "avx_vnni"}),
+    "avx2": frozenset({"avx2", "fma"}),
+    "i8mm": frozenset({"dotprod", "i8mm", "bf16"}),
+    "dotprod": frozenset({"dotprod"}),
+}
+
+
+def look() -> NativeLibrary | None:
+    """The library beside the kernels, or the one that `ARMATURE_NATIVE_LIBRARY` names; None where there is none."""
+    path = Path(os.environ.get("ARMATURE_NATIVE_LIBRARY") or _BESIDE)
+    try:
+        found = _LEVELS.search(path.read_bytes())
+    except OSError:
+        return None
+    levels = tuple(found[1].decode().split()) if found else ()
+    return NativeLibrary(levels=levels, forced=os.environ.get("ARMATURE_ISA") or None)
+
+
+def kernels(facts: Facts) -> Decision[str]:
+    """The level that serves, or torch's own products. Raises `PlanImpossible` where `ARMATURE_ISA` names a level that cannot run."""
+    library = facts.native
+    if library is None:
+        return Decision(TWINS, "Our native library was not built (no GCC when this was installed?): torch's own products serve.")
+    levels = [level for level in library.levels if _WANTS.get(level, frozenset()) <= facts.isa]
+    if library.forced:
+        if library.forced not in levels:
+            raise PlanImpossible(
+                f"ARMATURE_ISA is {library.forced}, which this library or this processor does not have. "
+                f"Here it may be one of: {', '.join(levels) or 'none'}."
+            )
+        return Decision(library.forced, "ARMATURE_ISA asks for it.")
+    if not levels:
+        return Decision(TWINS, "Our native library has no kernels for this processor: torch's own products serve.")
+    return Decision(levels[0], "The best level of our native library that this processor runs.")
