@@ -71,9 +71,7 @@ class Settings(BaseSettings):
     kv_cache_bytes: Annotated[Bytes | Auto, BeforeValidator(parse_bytes)] = Field(
         "auto", description="KV cache memory, such as 4GiB."
     )
-    cache_dir: Path | None = Field(
-        None, description="Where packs, calibration and compiled code are kept; ~/.cache/armature if not given."
-    )
+    cache_dir: Path | None = Field(None, description="Where packs and calibration are kept; ~/.cache/armature if not given.")
     api_keys: tuple[str, ...] = Field((), description="API keys clients must send as Bearer tokens, as a JSON list; none: open.")
     api_key_file: Path | None = Field(None, description="File with one API key a line.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe message to log.")

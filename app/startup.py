@@ -132,8 +132,6 @@ class Serving:
 
         prepared = self._prepared
         os.environ.update(prepared.plan.environment())  # before torch: its pools read it when they load
-        if prepared.settings.cache_dir is not None:
-            os.environ["ARMATURE_CACHE_DIR"] = str(prepared.settings.cache_dir)  # where kernels look for compiled code
         tell("reading the tokenizer")
         tokenizer = self._serve_text()
         tell("importing torch")

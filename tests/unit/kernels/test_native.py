@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.errors import PlanImpossible
 from app.kernels import native as native_module
 from app.kernels import rowwise
 from app.kernels.memory import weights_bytes
@@ -113,35 +117,43 @@ def test_the_process_holds_one_openmp_runtime_of_ours_and_torchs() -> None:
     assert len(set(re.findall(r"\S*lib(?:gomp|omp|iomp)[^/\s]*\.so\S*", maps))) == 1
 
 
-def test_without_a_compiler_torch_serves_and_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CC", "no-such-compiler")
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where the library would be looked for, were it not named; nothing lies there."""
+    for name in ("ARMATURE_NATIVE_LIBRARY", "ARMATURE_ISA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(native_module, "BESIDE", tmp_path / "libarmature.so")
+    return tmp_path / "libarmature.so"
+
+
+@pytest.mark.parametrize(("content", "reason"), [(None, "was not built"), (b"no library at all", "cannot be loaded")])
+def test_without_a_library_that_loads_torch_serves_and_the_reason_is_said(bare: Path, content: bytes | None, reason: str) -> None:
+    if content is not None:
+        bare.write_bytes(content)
     found = native_module.native.__wrapped__()
-    assert found.bf16 is None
+    assert (found.library, found.bf16, found.level) == (None, None, None)
+    assert reason in found.reason
     assert "torch's own products serve" in found.reason
 
 
-def test_a_compiler_that_fails_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(native_module.platform, "machine", lambda: "x86_64")
-    monkeypatch.setenv("ARMATURE_CACHE_DIR", str(tmp_path))
-    compiler = tmp_path / "cc"
-    compiler.write_text("#!/bin/sh\necho 'no space left' >&2\nexit 1\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CC", str(compiler))
-    found = native_module.native.__wrapped__()
-    assert found.bf16 is None
-    assert "no space left" in found.reason
+def test_a_library_that_is_asked_for_by_name_is_loaded_or_refused(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARMATURE_NATIVE_LIBRARY", str(bare.parent / "other.so"))
+    with pytest.raises(PlanImpossible, match=r"other\.so cannot be loaded"):
+        native_module.native.__wrapped__()
 
 
-@needs_native
-def test_a_library_that_others_could_have_written_is_not_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    shared, own = tmp_path / "shared", tmp_path / "own"
-    shared.mkdir()
-    shared.chmod(0o777)
-    monkeypatch.setenv("ARMATURE_CACHE_DIR", str(shared))
-    monkeypatch.setattr(native_module.tempfile, "gettempdir", lambda: str(own))
-    assert native_module.native.__wrapped__().bf16 is not None
-    assert not list(shared.iterdir())
-    assert len(list(own.glob("*/native-*.so"))) == 1
+@pytest.mark.skipif(native().library is None, reason=native().reason)
+@pytest.mark.parametrize("level", ["portable", "no-such-level"])
+def test_a_level_that_is_asked_for_by_name_serves_or_is_refused(level: str) -> None:
+    """In a process of its own: the level is the library's, and this process has its tests to run."""
+    script = "from app.kernels.native import native; print(native().level)"
+    result = subprocess.run(
+        [sys.executable, "-c", script], env=os.environ | {"ARMATURE_ISA": level}, capture_output=True, text=True, check=False
+    )
+    if level == "portable":
+        assert result.stdout.split() == ["portable"], result.stderr
+    else:
+        assert "PlanImpossible: ARMATURE_ISA is no-such-level" in result.stderr
 
 
 @pytest.mark.parametrize("nbytes", [100, 9 * 2**20])
