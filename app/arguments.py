@@ -15,6 +15,7 @@ from app.settings import Settings, setting_rows
 from app.version import VERSION
 
 BENCHES = {
+    "kernels": "the products and decode attention alone, by form and number of rows, held against this machine's ceilings",
     "engine": "the engine alone, step by step, held against this machine's memory and compute ceilings",
     "start": "seconds from the start of the process to a first token",
     "itl": "inter-token latency of running streams while a long prompt arrives",

@@ -17,6 +17,7 @@ from app.settings import Settings, load_settings, setting_rows
 if TYPE_CHECKING:  # neither the web nor numbers are wanted for `armature --help`
     from app.bench.over_http import Job
     from app.bench.stats import Outcome
+    from app.startup import Prepared
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,8 +87,8 @@ def _bench(arguments: Namespace) -> int:
 
     try:
         settings = _settings(arguments)
-        inside = arguments.bench == "engine"
-        outcome = _measured_inside(settings, arguments.rounds) if inside else _measured_over_http(settings, arguments)
+        inside = _INSIDE.get(arguments.bench)
+        outcome = inside(settings, arguments) if inside else _measured_over_http(settings, arguments)
     except ModuleNotFoundError as error:
         if error.name != "httpx":  # only what speaks HTTP needs it, so it is an extra
             raise
@@ -99,14 +100,30 @@ def _bench(arguments: Namespace) -> int:
     return show(outcome, arguments.json)
 
 
-def _measured_inside(settings: Settings, rounds: int) -> Outcome:
+def _measured_engine(settings: Settings, arguments: Namespace) -> Outcome:
+    prepared = _ready_to_measure(settings)
+    from app.bench.inside import measure
+
+    return measure(prepared.checkpoint, prepared.plan, prepared.facts, arguments.rounds)
+
+
+def _measured_kernels(settings: Settings, arguments: Namespace) -> Outcome:
+    prepared = _ready_to_measure(settings)
+    from app.bench.kernels import measure
+
+    return measure(prepared.plan, prepared.facts, arguments.rounds)
+
+
+_INSIDE: Mapping[str, Callable[[Settings, Namespace], Outcome]] = {"engine": _measured_engine, "kernels": _measured_kernels}
+
+
+def _ready_to_measure(settings: Settings) -> Prepared:
+    """The thread pools read their environment when torch is imported, which is afterwards."""
     from app.startup import prepare
 
     prepared = prepare(settings)
-    os.environ.update(prepared.plan.environment())  # the thread pools read it when torch is imported, which is now
-    from app.bench.inside import measure
-
-    return measure(prepared.checkpoint, prepared.plan, prepared.facts, rounds)
+    os.environ.update(prepared.plan.environment())
+    return prepared
 
 
 def _measured_over_http(settings: Settings, arguments: Namespace) -> Outcome:

@@ -7,6 +7,7 @@ each other. tools/check_reading.py holds it against a compiled loop.
 from __future__ import annotations
 
 import ctypes
+import math
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from app.kernels.linear import FORMS, LinearForm
+from app.kernels.int_panels import IntPacking
+from app.kernels.linear import FORMS
 
 BUFFER_BYTES = 2**29  # far beyond any cache
 ABSENT = 7  # a byte that the buffer does not hold
@@ -23,7 +25,8 @@ REPEATS = 3  # of one sample, the best counts: a ceiling is what can be reached
 # libgomp's threads go on spinning for some milliseconds after a product, and would share the cores with the readers.
 SETTLE_SECONDS = 0.05
 Shape = tuple[int, int, int]
-DTYPES = (torch.float32, torch.bfloat16)
+Multiply = Callable[[torch.Tensor], object]
+DTYPES = (torch.float32, torch.bfloat16, torch.int8)  # int8 by int8, summed in int32
 # rows, outputs, inputs: which of them a machine is best at differs, so all are tried
 SHAPES = ((256, 2048, 2048), (512, 8192, 2048), (512, 2048, 8192), (1024, 4096, 2048))
 
@@ -39,12 +42,13 @@ class Ceilings:
 class Machine:
     """Samples the ceilings of what is measured, and keeps all samples. `dtype` is what the engine multiplies in."""
 
-    def __init__(self, threads: int, dtype: torch.dtype) -> None:
+    def __init__(self, threads: int, dtype: torch.dtype, kinds: Iterable[torch.dtype] = DTYPES) -> None:
+        """`kinds`: of which the product rate is known; sampling others would only take time."""
         self.reads: list[float] = []
         self.products: dict[torch.dtype, list[float]] = {kind: [] for kind in DTYPES}
         self._dtype = dtype
         self._reading = ReadCeiling(threads)
-        self._multiplying = {kind: ProductCeiling(kind) for kind in DTYPES}
+        self._multiplying = {kind: ProductCeiling(kind) for kind in kinds}
 
     def sample(self) -> Ceilings:
         self.reads.append(self._reading.sample())
@@ -53,7 +57,7 @@ class Machine:
 
     def sample_other_dtypes(self) -> None:
         """For people's information: the engine does not multiply in these."""
-        for kind in self.products.keys() - {self._dtype}:
+        for kind in self._multiplying.keys() - {self._dtype}:
             self.products[kind].append(self._multiplying[kind].sample())
 
     def close(self) -> None:
@@ -104,25 +108,47 @@ class ProductCeiling:
     """Multiply-adds a second, counted as two operations each, of the best product among forms and shapes."""
 
     def __init__(self, dtype: torch.dtype, shapes: Iterable[Shape] | None = None) -> None:
-        candidates = [(shape, form, x) for shape in shapes or SHAPES for form, x in _products(dtype, *shape)]
-        for _, form, x in candidates:
-            form.multiply(x)  # the first call of a shape makes its code
+        candidates = [(shape, multiply, x) for shape in shapes or SHAPES for multiply, x in _products(dtype, *shape)]
+        for _, multiply, x in candidates:
+            multiply(x)  # the first call of a shape makes its code
         candidates.sort(key=lambda candidate: -self._rate(*candidate))
         self._best = candidates[:2]  # the second best may be the best when it counts
 
     def sample(self) -> float:
-        return max(self._rate(*candidate) for _ in range(REPEATS) for candidate in self._best)
+        return max((self._rate(*candidate) for _ in range(REPEATS) for candidate in self._best), default=math.nan)
 
-    def _rate(self, shape: Shape, form: LinearForm, x: torch.Tensor) -> float:
+    def _rate(self, shape: Shape, multiply: Multiply, x: torch.Tensor) -> float:
         rows, outputs, inputs = shape
         start = time.perf_counter()
-        form.multiply(x)
+        multiply(x)
         return 2.0 * rows * outputs * inputs / (time.perf_counter() - start)
 
 
-def _products(dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> Iterable[tuple[LinearForm, torch.Tensor]]:
-    """A form of a random weight, for every form that suits it, and what to multiply with it."""
+def _products(dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> Iterable[tuple[Multiply, torch.Tensor]]:
+    """A product with a random weight, of every form that suits it, and what to multiply."""
+    if dtype == torch.int8:
+        yield from _integer_products(rows, outputs, inputs)
+        return
     x = torch.randn(rows, inputs).to(dtype)
-    for packing in FORMS.values():
+    for name in ("plain", "onednn", "panels"):
+        packing = FORMS[name]
         if packing.suits(outputs, inputs, dtype):
-            yield packing.pack(torch.randn(outputs, inputs).to(dtype), None), x
+            yield packing.pack(torch.randn(outputs, inputs).to(dtype), None).multiply, x
+
+
+def _integer_products(rows: int, outputs: int, inputs: int) -> Iterable[tuple[Multiply, torch.Tensor]]:
+    """oneDNN's, where this torch has it (activations unsigned: signed ones fall to a reference path, see docs/performance.md), and ours."""
+    if hasattr(torch.ops.onednn, "qlinear_pointwise"):
+        weight = torch.ops.onednn.qlinear_prepack(torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8), None)
+        scales, zeros = torch.ones(outputs), torch.zeros(outputs, dtype=torch.int64)
+
+        def multiply(x: torch.Tensor) -> torch.Tensor:
+            product: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
+                x, 1.0, 128, weight, scales, zeros, None, 1.0, 0, torch.bfloat16, "none", [], ""
+            )
+            return product
+
+        yield multiply, torch.randint(0, 256, (rows, inputs), dtype=torch.uint8)
+    packing = IntPacking(bits=8, group=None)
+    if packing.suits(outputs, inputs, torch.bfloat16):
+        yield packing.pack(torch.randn(outputs, inputs), None).multiply, torch.randn(rows, inputs).bfloat16()

@@ -29,6 +29,7 @@ DECODE_ROWS = (1, 8, 16)
 STEPS_PER_ROUND = 20
 PREFILLS_PER_ROUND = 3
 PREFILL = "prefill"
+INTEGERS = ("int8", "int4")  # precisions whose products are of integers
 UNITS_PER_ROUND = len(DECODE_ROWS) + 1  # of progress
 TARGETS = {"decode ×1": 0.90, PREFILL: 0.75}  # of the read bandwidth, of the product rate
 
@@ -91,7 +92,7 @@ def measure(checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, rounds: int
         built = build_engine(checkpoint, plan, (), lambda stage: None)
         load_seconds = time.perf_counter() - started
         advance("ceilings")
-        machine = Machine(plan.threads.value, built.backend.dtype)
+        machine = Machine(plan.threads.value, torch.int8 if plan.precision.value in INTEGERS else built.backend.dtype)
         driver = Driver(built.engine, Deck(range(2, checkpoint.model_config.vocab_size)))
         weights = weights_of(built.model, checkpoint.model_config.vocab_size, facts)
         with closing(machine), torch.inference_mode():
@@ -134,7 +135,8 @@ def _figures(machine: Machine, workloads: Workloads) -> Iterator[Figure]:
         yield Figure("memory read", statistics.median(machine.reads) / 1e9, "GB/s")
     for dtype, rates in machine.products.items():
         if rates:
-            yield Figure(f"products, {str(dtype).removeprefix('torch.')}", statistics.median(rates) / 1e9, "GFLOP/s")
+            unit = "GOP/s" if dtype == torch.int8 else "GFLOP/s"
+            yield Figure(f"products, {str(dtype).removeprefix('torch.')}", statistics.median(rates) / 1e9, unit)
     for name, samples in workloads.items():
         if samples.seconds:
             yield from _held(name, samples)

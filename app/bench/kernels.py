@@ -1,0 +1,154 @@
+"""The products and decode attention alone, row count by row count, held against what this machine reads and multiplies at the most.
+
+Weights rotate beyond every cache, as a model's layers do, and ceilings are sampled between all that is held against them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+
+import torch
+
+from app.bench.ceilings import Ceilings, Machine
+from app.bench.console import Advance, progress
+from app.bench.stats import Figure, Outcome, percentile
+from app.hardware.facts import Facts
+from app.hardware.plan import ServingPlan
+from app.kernels.activations import Quantised, quantise
+from app.kernels.int_panels import IntPacking, IntPanels
+from app.kernels.memory import aligned
+from app.kernels.native import native
+from app.kernels.operations import Code, has
+
+SHAPES = ((8192, 2048), (2048, 8192))  # outputs, inputs
+FORMS = {"int4": IntPacking(bits=4, group=64), "int8": IntPacking(bits=8, group=None)}
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
+ROTATED_BYTES = 2**28  # of copies of a weight, far beyond any cache
+CALLS = {1: 60, 2: 60, 4: 60, 8: 60, 16: 40, 32: 30, 64: 20, 128: 12, 512: 6}  # a round of each
+MANY_ROWS = 64  # from here on the int8 ceiling is what counts
+
+
+@dataclass(slots=True)
+class Timed:
+    """One form, shape and number of rows: seconds of every call, and each round's share of the two ceilings."""
+
+    operations: float
+    num_bytes: float
+    seconds: list[float] = field(default_factory=list)
+    read_shares: list[float] = field(default_factory=list)
+    product_shares: list[float] = field(default_factory=list)
+
+    def hold(self, seconds: list[float], ceilings: Ceilings) -> None:
+        middle = statistics.median(seconds)
+        self.seconds += seconds
+        self.read_shares.append(self.num_bytes / middle / ceilings.read)
+        self.product_shares.append(self.operations / middle / ceilings.product)
+
+    @property
+    def middle(self) -> float:
+        return statistics.median(self.seconds)
+
+
+Name = tuple[str, tuple[int, int], int]  # form, shape, rows
+
+
+def measure(plan: ServingPlan, facts: Facts, rounds: int) -> Outcome:
+    """Runs on this thread, whose pool the products use."""
+    torch.set_num_threads(plan.threads.value)
+    if not has(Code.LINEAR_INT):
+        return Outcome("kernels", native().reason, (), {"machine": facts.to_json()})
+    timed: dict[Name, Timed] = {}
+    machine = Machine(plan.threads.value, torch.int8, (torch.int8,))
+    with progress(rounds * len(FORMS) * len(SHAPES) + 1, "packing") as advance, closing(machine), torch.inference_mode():
+        weights = {(name, shape): _copies(packing, shape) for name, packing in FORMS.items() for shape in SHAPES}
+        advance("measuring")
+        complete = _rounds(rounds, machine, weights, timed, advance)
+    figures = (*_ceilings(machine), *_figures(timed))
+    details = {"machine": facts.to_json(), "level": native().level, "torch": torch.__version__, "threads": plan.threads.value}
+    return Outcome("kernels", f"{native().level}, {plan.threads.value} threads", figures, details, complete)
+
+
+def _copies(packing: IntPacking, shape: tuple[int, int]) -> list[IntPanels]:
+    outputs, inputs = shape
+    first = packing.pack(torch.randn(outputs, inputs) / inputs**0.5, None)
+    count = max(2, ROTATED_BYTES // first.panels.numel())
+    return [
+        first,
+        *(IntPanels(packing, outputs, inputs, None, aligned(first.panels.numel()).copy_(first.panels)) for _ in range(count - 1)),
+    ]
+
+
+def _rounds(
+    rounds: int,
+    machine: Machine,
+    weights: dict[tuple[str, tuple[int, int]], list[IntPanels]],
+    timed: dict[Name, Timed],
+    advance: Advance,
+) -> bool:
+    """Ctrl-C keeps what is measured, and answers False."""
+    try:
+        for _ in range(rounds):
+            for (name, shape), copies in weights.items():
+                for rows in ROWS:
+                    one = timed.setdefault((name, shape, rows), _empty(copies[0], rows))
+                    before = machine.sample()
+                    seconds = _time(copies, rows)
+                    one.hold(seconds, _between(before, machine.sample()))
+                advance(f"{name} {shape[0]} × {shape[1]}")
+    except KeyboardInterrupt:
+        return False
+    return True
+
+
+def _empty(form: IntPanels, rows: int) -> Timed:
+    return Timed(2.0 * rows * form.outputs * form.inputs, float(form.nbytes))
+
+
+def _between(before: Ceilings, after: Ceilings) -> Ceilings:
+    return Ceilings((before.read + after.read) / 2, (before.product + after.product) / 2)
+
+
+def _time(copies: list[IntPanels], rows: int) -> list[float]:
+    """Seconds of each call, rows quantised before, one weight after the other."""
+    x = quantise(torch.randn(rows, copies[0].inputs).bfloat16(), copies[0].group)
+    calls = [_product(form, x) for form in copies]
+    for call in calls[:2]:
+        call()
+    seconds = []
+    for index in range(CALLS[rows]):
+        started = time.perf_counter()
+        calls[index % len(calls)]()
+        seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+def _product(form: IntPanels, x: Quantised) -> Callable[[], object]:
+    return lambda: form.multiply(x)
+
+
+def _ceilings(machine: Machine) -> Iterator[Figure]:
+    if machine.reads:
+        yield Figure("memory read", statistics.median(machine.reads) / 1e9, "GB/s")
+    if machine.products[torch.int8]:
+        yield Figure("products, int8", statistics.median(machine.products[torch.int8]) / 1e9, "GOP/s")
+
+
+def _figures(timed: dict[Name, Timed]) -> Iterator[Figure]:
+    for (name, shape, rows), one in timed.items():
+        label = f"{name} {shape[0]}×{shape[1]}, {rows} row{'s' if rows > 1 else ''}"
+        read, product = statistics.median(one.read_shares), statistics.median(one.product_shares)
+        bound, share = ("memory read", read) if read >= product else ("int8 products", product)
+        target = {1: 0.9, 4: 0.8}.get(rows) if name == "int4" else None
+        if name == "int4" and rows == ROWS[-1]:
+            bound, share, target = "int8 products", product, 0.75
+        p99 = percentile(one.seconds, 0.99) * 1e6
+        yield Figure(label, one.middle * 1e6, "us", p99=p99, ratio=share, against=bound, target=target, is_share=True)
+        if name == "int4" and rows == 8:
+            alone = timed[(name, shape, 1)].middle
+            yield Figure(f"{label}, over 1 row", one.middle / alone, "times", target=1.6, at_most=True)
+        if name == "int4" and rows == 16:
+            yield Figure(f"{label}, rate", one.operations / one.middle / 1e12, "TOP/s", target=1.1)
