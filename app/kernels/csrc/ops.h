@@ -5,7 +5,7 @@
  * its own work among them, and none returns before all have done their part.
  *
  * Quantised activations
- *   A row of `size` inputs is padded with zeros to a multiple of `group`; each group of a row has a scale: value = scale * code, code int8 in
+ *   A row of `size` inputs is padded with zeros to a multiple of `group`, itself one of 32; each group of a row has a scale: value = scale * code, code int8 in
  *   [-127, 127]. A group with NaN or infinity in it has the scale NaN. Rows lie in *tiles* of `height` rows (the last may have fewer), so that
  *   a product reads a tile from first to last byte. Of a tile with `count` rows (rounded up to TILE_ALIGN), which begins at row `first`:
  *     codes at first * padded + (k / BLOCK) * count * BLOCK + row * BLOCK + k % BLOCK;
@@ -91,6 +91,20 @@ typedef struct {
     void *y;
     int64_t y_stride, rows, padded, outputs, group, height, bits, minimums, output;
 } linear_int_arguments;
+
+/* Each row's `k` best outputs of a product whose logits nobody else needs, best first and the lower id first among equals: values [rows, k] fp32,
+ * ids [rows, k]. A row with a NaN has NaN as its best value. With `softcap` > 0 a logit is softcap * tanh(logit / softcap). `logsumexp` [rows]
+ * where given. `product.y` and what belongs to it are not used. scratch: PICK_TASKS * rows * (12 * k + 16) bytes. */
+#define PICK_TASKS 64
+typedef struct {
+    linear_int_arguments product;
+    float *values;
+    int64_t *ids;
+    float *logsumexp;
+    void *scratch;
+    int64_t k;
+    double softcap;
+} pick_arguments;
 
 /* Rows ids[i] of packed int4 or int8 weights, out [count, inputs] fp32, times `factor`. */
 typedef struct {

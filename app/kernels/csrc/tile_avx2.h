@@ -36,26 +36,30 @@ INLINE void ask(const uint8_t *at, ptrdiff_t step) {
 
 #define OFFSET8 7 /* int8 weights have 128 added */
 
-/* Adds one group's products of `width` registers of outputs to `acc`. `jump`: from a byte to what to ask for meanwhile, 0 for nothing. */
-INLINE void sum_group(int rows, int width, int bits, int64_t group, const uint8_t *at, const int8_t *x, ptrdiff_t jump, __m256i (*acc)[MOST_WIDTH]) {
-    const ptrdiff_t step = bits == 4 ? 128 : 256;
-    for (int64_t k = 0; k < group; k += 8, at += step) {
-        if (jump) ask(at + jump, step);
-#pragma GCC unroll 2
-        for (int part = 0; part < 2; part++, x += rows * 4) {
-            __m256i weights[MOST_WIDTH];
+/* Adds the products of 4 inputs. */
+INLINE void sum_four(int rows, int width, int bits, int part, const uint8_t *at, const int8_t *x, __m256i (*acc)[MOST_WIDTH]) {
+    __m256i weights[MOST_WIDTH];
 #pragma GCC unroll 4
-            for (int v = 0; v < width; v++) {
-                weights[v] = codes_of(bits, at, part, v);
-                if (bits == 8) weights[v] = _mm256_xor_si256(weights[v], _mm256_set1_epi8((char)0x80));
-            }
+    for (int v = 0; v < width; v++) {
+        weights[v] = codes_of(bits, at, part, v);
+        if (bits == 8) weights[v] = _mm256_xor_si256(weights[v], _mm256_set1_epi8((char)0x80));
+    }
 #pragma GCC unroll 8
-            for (int r = 0; r < rows; r++) {
-                const __m256i codes = broadcast4(x + r * 4);
+    for (int r = 0; r < rows; r++) {
+        const __m256i codes = broadcast4(x + r * 4);
 #pragma GCC unroll 4
-                for (int v = 0; v < width; v++) acc[r][v] = _mm256_dpbusd_avx_epi32(acc[r][v], weights[v], codes);
-            }
-        }
+        for (int v = 0; v < width; v++) acc[r][v] = _mm256_dpbusd_avx_epi32(acc[r][v], weights[v], codes);
+    }
+}
+
+/* Adds the products of 32 inputs and `width` registers of outputs to `acc`. `jump`: from a byte to what to ask for meanwhile, 0 for nothing. */
+INLINE void sum_32(int rows, int width, int bits, const uint8_t *at, const int8_t *x, ptrdiff_t jump, __m256i (*acc)[MOST_WIDTH]) {
+    const ptrdiff_t step = bits == 4 ? 128 : 256;
+#pragma GCC unroll 4
+    for (int eight = 0; eight < 4; eight++, at += step, x += rows * 8) {
+        if (jump) ask(at + jump, step);
+        sum_four(rows, width, bits, 0, at, x, acc);
+        sum_four(rows, width, bits, 1, at, x + rows * 4, acc);
     }
 }
 
@@ -63,25 +67,32 @@ INLINE void sum_group(int rows, int width, int bits, int64_t group, const uint8_
 
 #define OFFSET8 -1 /* int8 weights are multiplied as they are */
 
-/* int4: up to 32 inputs are summed in int16. */
-INLINE void sum_int4(int rows, int width, int64_t count, const uint8_t *at, const int8_t *x, ptrdiff_t jump, __m256i (*acc)[MOST_WIDTH]) {
-    __m256i pairs[TILE_ROWS][MOST_WIDTH];
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < width; v++) pairs[r][v] = _mm256_setzero_si256();
-    for (int64_t k = 0; k < count; k += 8, at += 128) {
-        if (jump) ask(at + jump, 128);
-#pragma GCC unroll 2
-        for (int part = 0; part < 2; part++, x += rows * 4) {
-            __m256i weights[MOST_WIDTH];
+/* Stays in its register: the compiler would otherwise add products to one another first and have more of them than registers. */
+INLINE __m256i kept(__m256i x) {
+    __asm__("" : "+x"(x));
+    return x;
+}
+
+/* int4: the sums of 4 inputs by twos, in int16. */
+INLINE void pair_four(int rows, int width, int part, const uint8_t *at, const int8_t *x, __m256i (*pairs)[MOST_WIDTH]) {
+    __m256i weights[MOST_WIDTH];
 #pragma GCC unroll 4
-            for (int v = 0; v < width; v++) weights[v] = codes_of(4, at, part, v);
+    for (int v = 0; v < width; v++) weights[v] = codes_of(4, at, part, v);
 #pragma GCC unroll 8
-            for (int r = 0; r < rows; r++) {
-                const __m256i codes = broadcast4(x + r * 4);
+    for (int r = 0; r < rows; r++) {
+        const __m256i codes = broadcast4(x + r * 4);
 #pragma GCC unroll 4
-                for (int v = 0; v < width; v++) pairs[r][v] = _mm256_add_epi16(pairs[r][v], _mm256_maddubs_epi16(weights[v], codes));
-            }
-        }
+        for (int v = 0; v < width; v++) pairs[r][v] = kept(_mm256_add_epi16(pairs[r][v], _mm256_maddubs_epi16(weights[v], codes)));
+    }
+}
+
+INLINE void sum_32_int4(int rows, int width, const uint8_t *at, const int8_t *x, ptrdiff_t jump, __m256i (*acc)[MOST_WIDTH]) {
+    __m256i pairs[TILE_ROWS][MOST_WIDTH] = {{_mm256_setzero_si256()}};
+#pragma GCC unroll 4
+    for (int eight = 0; eight < 4; eight++, at += 128, x += rows * 8) {
+        if (jump) ask(at + jump, 128);
+        pair_four(rows, width, 0, at, x, pairs);
+        pair_four(rows, width, 1, at, x + rows * 4, pairs);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
@@ -90,33 +101,32 @@ INLINE void sum_int4(int rows, int width, int64_t count, const uint8_t *at, cons
 }
 
 /* int8: the weight's sign goes to the activation, since two products of unsigned codes up to 255 would not fit; 2 * 128 * 127 does. */
-INLINE void sum_int8(int rows, int width, const uint8_t *at, const int8_t *x, __m256i (*acc)[MOST_WIDTH]) {
-#pragma GCC unroll 2
-    for (int part = 0; part < 2; part++, x += rows * 4) {
-        __m256i weights[MOST_WIDTH], sizes[MOST_WIDTH];
+INLINE void sum_four_int8(int rows, int width, int part, const uint8_t *at, const int8_t *x, __m256i (*acc)[MOST_WIDTH]) {
+    __m256i weights[MOST_WIDTH], sizes[MOST_WIDTH];
 #pragma GCC unroll 4
-        for (int v = 0; v < width; v++) weights[v] = codes_of(8, at, part, v), sizes[v] = _mm256_abs_epi8(weights[v]);
+    for (int v = 0; v < width; v++) weights[v] = codes_of(8, at, part, v), sizes[v] = _mm256_abs_epi8(weights[v]);
 #pragma GCC unroll 8
-        for (int r = 0; r < rows; r++) {
-            const __m256i codes = broadcast4(x + r * 4);
+    for (int r = 0; r < rows; r++) {
+        const __m256i codes = broadcast4(x + r * 4);
 #pragma GCC unroll 4
-            for (int v = 0; v < width; v++) {
-                const __m256i pairs = _mm256_maddubs_epi16(sizes[v], _mm256_sign_epi8(codes, weights[v]));
-                acc[r][v] = _mm256_add_epi32(acc[r][v], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-            }
+        for (int v = 0; v < width; v++) {
+            const __m256i pairs = _mm256_maddubs_epi16(sizes[v], _mm256_sign_epi8(codes, weights[v]));
+            acc[r][v] = kept(_mm256_add_epi32(acc[r][v], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
         }
     }
 }
 
-/* Adds one group's products of `width` registers of outputs to `acc`. `jump`: from a byte to what to ask for meanwhile, 0 for nothing. */
-INLINE void sum_group(int rows, int width, int bits, int64_t group, const uint8_t *at, const int8_t *x, ptrdiff_t jump, __m256i (*acc)[MOST_WIDTH]) {
-    if (bits == 4)
-        for (int64_t k = 0; k < group; k += 32) sum_int4(rows, width, group - k < 32 ? group - k : 32, at + k * 16, x + k * rows, jump, acc);
-    else
-        for (int64_t k = 0; k < group; k += 8) {
-            if (jump) ask(at + k * 32 + jump, 256);
-            sum_int8(rows, width, at + k * 32, x + k * rows, acc);
-        }
+/* Adds the products of 32 inputs and `width` registers of outputs to `acc`. `jump`: from a byte to what to ask for meanwhile, 0 for nothing. */
+INLINE void sum_32(int rows, int width, int bits, const uint8_t *at, const int8_t *x, ptrdiff_t jump, __m256i (*acc)[MOST_WIDTH]) {
+    if (bits == 4) {
+        sum_32_int4(rows, width, at, x, jump, acc);
+        return;
+    }
+    for (int eight = 0; eight < 4; eight++, at += 256, x += rows * 8) {
+        if (jump) ask(at + jump, 256);
+        sum_four_int8(rows, width, 0, at, x, acc);
+        sum_four_int8(rows, width, 1, at, x + rows * 4, acc);
+    }
 }
 
 #endif
@@ -157,7 +167,8 @@ INLINE void multiply(int rows, int width, int bits, int minimums, const linear_i
             for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
                 for (int v = 0; v < width; v++) acc[r][v] = shift < 0 ? _mm256_setzero_si256() : _mm256_slli_epi32(_mm256_set1_epi32(negated[r]), shift);
-            sum_group(rows, width, bits, a->group, panel + header + first * 32, x, first ? 0 : jump, acc);
+            for (int64_t k = 0; k < a->group; k += 32)
+                sum_32(rows, width, bits, panel + header + k * (bits == 4 ? 16 : 32) + first * 32, x + k * rows, first ? 0 : jump, acc);
             take_group(rows, width, panel + first * 16, scales, negated, minimums, acc, sums + first * 8);
         }
     }

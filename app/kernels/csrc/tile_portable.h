@@ -5,7 +5,7 @@
 
 #include "linear_int.h"
 
-#define WIDTH 2 /* vectors of LANES outputs that are summed together */
+#define WIDTH 4 /* vectors of LANES outputs that are summed together */
 
 typedef int16_t vs __attribute__((vector_size(LANES * 4)));
 typedef uint16_t vus __attribute__((vector_size(LANES * 4)));
