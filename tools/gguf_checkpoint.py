@@ -65,7 +65,7 @@ def write_gguf(directory: Path, file: Path) -> None:
 
     checkpoint = open_checkpoint(directory)
     config = checkpoint.model_config
-    _check(config)
+    check(config)
     writer = gguf.GGUFWriter(file, "llama")
     _write_shape(writer, config)
     for name, entry in checkpoint.tensors.items():
@@ -90,7 +90,7 @@ def write_gguf(directory: Path, file: Path) -> None:
     writer.close()
 
 
-def _check(config: ModelConfig) -> None:
+def check(config: ModelConfig) -> None:
     """What this file cannot say of a model must not be left out of it."""
     kinds = {rope and rope.kind for rope in config.ropes}
     if config.architecture != "LlamaForCausalLM" or config.qkv_bias or config.output_bias or config.mlp_bias:

@@ -93,7 +93,10 @@ class Side:
     def end(self) -> None:
         self._signal(signal.SIGKILL)
         self._process.wait()
-        self._errors.close()
+        for stream in (self._process.stdin, self._process.stdout, self._errors):
+            with suppress(BrokenPipeError):  # what it did not read is of no interest
+                if stream is not None:
+                    stream.close()
 
     def _signal(self, number: int) -> None:
         """To the whole group: some libraries start processes of their own."""

@@ -1,0 +1,81 @@
+"""What llama.cpp is given is the same model: names, the order of rows under its rotary embedding, and Llama 3's scaled frequencies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from app.models.config import ModelConfig
+from app.models.rope import Rope
+from app.models.rotary import Rotary
+from app.models.shapes import tensors_of
+from app.weights.checkpoint import open_checkpoint
+from tools import gguf_checkpoint
+
+DEMO = Path(__file__).resolve().parents[3] / "app" / "demo" / "llama"
+
+
+def turned(pairs: np.ndarray, angles: np.ndarray) -> np.ndarray:
+    """[heads, pairs, 2] turned by an angle a pair."""
+    x, y = pairs[..., 0], pairs[..., 1]
+    return np.stack([x * np.cos(angles) - y * np.sin(angles), x * np.sin(angles) + y * np.cos(angles)], axis=-1)
+
+
+def test_scores_are_the_same_where_neighbours_are_turned() -> None:
+    heads, head_dim, hidden = 3, 8, 5
+    generator = np.random.default_rng(1)
+    weights = generator.normal(size=(2, heads * head_dim, hidden))
+    x = generator.normal(size=hidden)
+    angles = generator.uniform(0, 6, size=(2, head_dim // 2))
+    halves = [turned(np.moveaxis((w @ x).reshape(heads, 2, -1), 1, 2), a) for w, a in zip(weights, angles, strict=True)]
+    neighbours = [
+        turned((gguf_checkpoint.interleaved(w, heads) @ x).reshape(heads, -1, 2), a) for w, a in zip(weights, angles, strict=True)
+    ]
+    assert np.allclose((halves[0] * halves[1]).sum((1, 2)), (neighbours[0] * neighbours[1]).sum((1, 2)))
+    assert not np.array_equal(gguf_checkpoint.interleaved(weights[0], heads), weights[0])
+
+
+def test_every_tensor_of_a_llama_has_a_name_of_its_own_there() -> None:
+    config = open_checkpoint(DEMO).model_config
+    names = [gguf_checkpoint.gguf_name(name) for name in tensors_of(config)]
+    assert len(set(names)) == len(names) == 2 + 9 * config.num_layers
+    assert {"token_embd.weight", "output_norm.weight", "blk.4.attn_q.weight", "blk.0.ffn_down.weight"} <= set(names)
+
+
+def test_norms_become_single_precision_from_the_stored_bits() -> None:
+    checkpoint = open_checkpoint(DEMO)
+    entry = checkpoint.tensors["model.norm.weight"]
+    assert entry.dtype == "BF16"
+    stored = gguf_checkpoint.tensor(entry)
+    expected = torch.frombuffer(bytearray(stored.tobytes()), dtype=torch.bfloat16).float().numpy()
+    assert np.array_equal(gguf_checkpoint.single_precision(stored, is_bf16=True), expected)
+
+
+def test_scaled_frequencies_are_ours() -> None:
+    scaled = Rope(500_000.0, 64, "llama3", 32.0, 8192, 1.0, 4.0)
+    ours, plain = (
+        Rotary(rope, 131_072, torch.device("cpu")).signed.flatten()[:32].abs() for rope in (scaled, Rope(500_000.0, 64))
+    )
+    divisors = gguf_checkpoint.llama3_divisors(scaled)
+    assert divisors.min() == 1.0
+    assert divisors.max() == 32.0
+    assert np.allclose(plain.numpy() / divisors, ours.numpy(), rtol=1e-5)
+
+
+def test_what_the_file_cannot_say_is_refused() -> None:
+    values = dict(open_checkpoint(DEMO).config)
+    refusals = [
+        {**values, "attention_bias": True},
+        {**values, "architectures": ["MistralForCausalLM"]},
+        {**values, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    ]
+    for refused in refusals:
+        try:
+            gguf_checkpoint.check(ModelConfig.from_hf(refused))
+        except SystemExit as refusal:
+            assert "not converted" in str(refusal)
+        else:
+            raise AssertionError(f"{refused} was converted")
+    gguf_checkpoint.check(ModelConfig.from_hf(values))
