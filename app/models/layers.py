@@ -27,19 +27,22 @@ class Embedding(nn.Module):
         super().__init__()
         self.source, self.scale = source, config.embedding_scale
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size), requires_grad=False)
-
         self.form: TableForm | None = None
+        self.undo: Tensor | None = None
+        self.factor: float | Tensor = self.scale  # what rows are multiplied by
 
     def adopt(self, tensor: Tensor) -> None:
         self.weight = nn.Parameter(tensor, requires_grad=False)
 
-    def share(self, form: TableForm) -> None:
-        """Rows come out of the output layer's packed weight from now on."""
+    def share(self, form: TableForm, even: Tensor | None = None) -> None:
+        """Rows come out of the output layer's packed weight from now on, whose columns are multiplied by `even`."""
         self.form = form
+        if even is not None:
+            self.factor = self.scale / even
 
     def forward(self, token_ids: Tensor) -> Tensor:
         rows = F.embedding(token_ids, self.weight).float() if self.form is None else self.form.rows(token_ids)
-        return rows if self.scale == 1.0 else rows.mul_(self.scale)
+        return rows.mul_(self.factor) if isinstance(self.factor, Tensor) or self.factor != 1.0 else rows
 
 
 class RMSNorm(nn.Module):
@@ -53,6 +56,10 @@ class RMSNorm(nn.Module):
 
     def adopt(self, tensor: Tensor) -> None:
         self.weight = nn.Parameter(tensor.to(torch.float32, copy=True) + self.offset, requires_grad=False)
+
+    def divide(self, factors: Tensor) -> None:
+        """By what the columns of the product it feeds are multiplied by (kernels/equalise.py)."""
+        self.weight.div_(factors)
 
     def forward(self, x: Tensor) -> Activations:
         """x [tokens, size] to its norm; without `feeds` x may have more dimensions, and the result is a tensor."""

@@ -17,11 +17,13 @@ class Recipe:
     """Forms in the order of preference: the first that suits the weight and the machine holds it; "plain" suits always.
 
     `linear` is for the layers' products, `output` for the output layer and the embedding tied to it (None: as `linear`).
+    `equalise`: channels are made alike before they are rounded (kernels/equalise.py).
     `int8_copy_from`: where an int8 copy is held beside four-bit weights, it multiplies from so many rows on.
     """
 
     linear: tuple[str, ...]
     output: tuple[str, ...] | None = None
+    equalise: bool = False
     int8_copy_from: int | None = None
 
     def forms(self, is_output: bool) -> tuple[str, ...]:
@@ -29,11 +31,11 @@ class Recipe:
 
 
 EXACT = Recipe(linear=("panels", "onednn", "plain"))
-INT8 = Recipe(linear=("int8",))
+INT8 = Recipe(linear=("int8",), equalise=True)
 
 
 def _int4(int8_copy_from: int) -> Recipe:
-    return Recipe(linear=("int4/64",), int8_copy_from=int8_copy_from)
+    return Recipe(linear=("int4/64",), equalise=True, int8_copy_from=int8_copy_from)
 
 
 # device kind, CPU architecture, precision. What packing gains on x86 stands in kernels/linear.py; torch for Arm has the same operators.
