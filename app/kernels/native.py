@@ -18,7 +18,7 @@ from app.errors import PlanImpossible
 
 # Built when the package is installed, and by `make native` in a checkout (csrc/CMakeLists.txt).
 BESIDE = Path(__file__).parent / ("libarmature.dylib" if platform.system() == "Darwin" else "libarmature.so")
-_SIZE, _POINTER, _INT, _FLOAT = ctypes.c_ssize_t, ctypes.c_void_p, ctypes.c_int, ctypes.c_float
+_SIZE, _POINTER, _INT = ctypes.c_ssize_t, ctypes.c_void_p, ctypes.c_int
 
 _SIGNATURES: dict[str, tuple[type, tuple[type, ...]]] = {
     "armature_level": (ctypes.c_char_p, ()),
@@ -33,8 +33,6 @@ _SIGNATURES: dict[str, tuple[type, tuple[type, ...]]] = {
     "armature_linear_bf16": (type(None), (_POINTER, _SIZE, _POINTER, _POINTER, _POINTER, _SIZE, _INT, _SIZE, _SIZE, _POINTER)),
     "armature_attention_scratch": (ctypes.c_int64, (_POINTER,)),
     "armature_attention_bf16": (_INT, (_POINTER,)),
-    "armature_rms_norm_bf16": (type(None), (_POINTER, _SIZE, _POINTER, _POINTER, _FLOAT, _POINTER, _SIZE, _SIZE)),
-    "armature_gate_bf16": (type(None), (_POINTER, _POINTER, _SIZE, _SIZE, _INT)),
     "armature_turn_bf16": (type(None), (_POINTER, _SIZE, _POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE)),
 }
 

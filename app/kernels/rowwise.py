@@ -64,13 +64,13 @@ def gate_torch(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def gather(x: Tensor, rows: Tensor) -> Tensor:
-    """Rows [n] int64 of x [tokens, size]."""
-    if x.dtype != torch.float32 or x.stride(1) != 1 or x.device.type != "cpu" or not has(Code.GATHER):
+    """Rows [n] int64 of x [tokens, size]; they must lie in it, which a kernel does not check."""
+    size, stride = x.shape[1] * x.itemsize, x.stride(0) * x.itemsize
+    if size % 4 or stride % 4 or x.stride(1) != 1 or x.device.type != "cpu" or not has(Code.GATHER):
         return x.index_select(0, rows)
-    rows = rows.contiguous()
-    assert not len(rows) or 0 <= int(rows.min()) <= int(rows.max()) < len(x), "the engine asks for tokens of its own batch"
-    out = empty((len(rows), x.shape[1]), torch.float32)
-    run(Gather(x.data_ptr(), rows.data_ptr(), out.data_ptr(), x.stride(0), len(rows), x.shape[1]), Code.GATHER)
+    rows, out = rows.contiguous(), empty((len(rows), x.shape[1]), x.dtype)
+    # Bytes are bytes: four of them are an fp32 to the kernel.
+    run(Gather(x.data_ptr(), rows.data_ptr(), out.data_ptr(), stride // 4, len(rows), size // 4), Code.GATHER)
     return out
 
 

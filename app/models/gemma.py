@@ -30,7 +30,7 @@ class GemmaLayer(nn.Module):
         """hidden [tokens, hidden], overwritten; `rows`: the only tokens wanted after this layer (None: all)."""
         mixed = self.attention(self.attention_norm(hidden), angles, attend)
         if rows is not None:
-            hidden, mixed = gather(hidden, rows), mixed.index_select(0, rows)
+            hidden, mixed = gather(hidden, rows), gather(mixed, rows)
         hidden += self.mixed_norm(self.attention.out(mixed))
         hidden += self.gated_norm(self.mlp(self.mlp_norm(hidden)))
         return hidden

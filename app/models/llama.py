@@ -28,7 +28,7 @@ class LlamaLayer(nn.Module):
         """hidden [tokens, hidden], overwritten; `rows`: the only tokens wanted after this layer (None: all)."""
         mixed = self.attention(self.attention_norm(hidden), angles, attend)
         if rows is not None:
-            hidden, mixed = gather(hidden, rows), mixed.index_select(0, rows)
+            hidden, mixed = gather(hidden, rows), gather(mixed, rows)
         self.attention.out.add_to(hidden, mixed)
         self.mlp.add_to(hidden, self.mlp_norm(hidden))
         return hidden

@@ -6,11 +6,13 @@
 
 static void quantise(const void *arguments) {
     const quantise_arguments *a = arguments;
-    float values[MOST_ROW];
+    float values[ROOM] __attribute__((aligned(64)));
 #pragma omp for schedule(static)
-    for (int64_t row = 0; row < a->rows; row++) {
-        for (int64_t i = 0; i < a->size; i += LANES) vf_store(values + i, bf16_load_part(a->x + row * a->stride + i, a->size - i));
-        emit(&a->out, row, a->rows, values, a->size);
+    for (int64_t index = 0; index < a->rows * parts_of(&a->out, a->size); index++) {
+        const part p = nth_part(&a->out, a->size, index);
+        const uint16_t *x = a->x + p.row * a->stride + p.from;
+        for (int64_t i = 0; i < p.count; i += LANES) vf_store(values + i, bf16_load_part(x + i, p.count - i));
+        emit(&a->out, a->rows, a->size, p, values);
     }
 }
 

@@ -62,10 +62,28 @@ INLINE float vf_largest(vf x) {
     return best;
 }
 
+typedef int32_t quarter __attribute__((vector_size(16)));
+
+INLINE quarter vi_quarter(vi x, int i) {
+    quarter part;
+    memcpy(&part, (const char *)&x + i * 16, sizeof part);
+    return part;
+}
+
 INLINE int32_t vi_largest(vi x) {
-    int32_t best = x[0];
-    for (int i = 1; i < LANES; i++) best = x[i] > best ? x[i] : best;
-    return best;
+    quarter best = vi_quarter(x, 0);
+    for (int i = 1; i < LANES / 4; i++) {
+        const quarter other = vi_quarter(x, i), mask = best > other;
+        best = (best & mask) | (other & ~mask);
+    }
+    const int32_t a = best[0] > best[1] ? best[0] : best[1], b = best[2] > best[3] ? best[2] : best[3];
+    return a > b ? a : b;
+}
+
+INLINE int32_t vi_sum(vi x) {
+    quarter sum = vi_quarter(x, 0);
+    for (int i = 1; i < LANES / 4; i++) sum += vi_quarter(x, i);
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
 /* Keeps a product apart from the sum that follows: the compiler may otherwise fuse the two, which rounds once instead of twice. */
@@ -119,6 +137,18 @@ INLINE void bf16_store_part(uint16_t *p, vf x, ptrdiff_t count) {
 
 /* ---- functions ---- */
 
+/* The processor's own instruction: libm's sqrtf sets errno as well. */
+INLINE float float_sqrt(float x) {
+#if defined(__x86_64__)
+    __asm__("sqrtss %0, %0" : "+x"(x));
+#elif defined(__aarch64__)
+    __asm__("fsqrt %s0, %s0" : "+w"(x));
+#else
+    x = sqrtf(x);
+#endif
+    return x;
+}
+
 /* e^x, relative error about 2^-22: x = n ln 2 + r and a polynomial in r (Cephes' range reduction). Below -87 it is 0, above 88 infinity; NaN
  * stays NaN. */
 INLINE vf vf_exp(vf x) {
@@ -145,6 +175,18 @@ INLINE vf vf_tanh(vf x) {
     vf inside = vf_min(vf_max(x, vf_all(-20.0f)), vf_all(20.0f));
     vf result = 1.0f - 2.0f / (vf_exp(inside + inside) + 1.0f);
     return vf_select(x != x, x, result);
+}
+
+/* 1 - erf x for x >= 0, relative error about 2e-6: e^-xx times a polynomial in 1 / (1 + x / 2), fitted by least squares on [0, 10]. */
+INLINE vf vf_erfc(vf x) {
+    const vf t = 1.0f / (1.0f + 0.5f * x);
+    vf y = t * 0.08821777409980577f + -0.3567896530435611f;
+    y = y * t + 0.3893016421392539f;
+    y = y * t + 0.037832962697445634f;
+    y = y * t + 0.28152640523479067f;
+    y = y * t + 0.2775777461609004f;
+    y = y * t + 0.282331739978284f;
+    return y * t * vf_exp(-(x * x));
 }
 
 #endif

@@ -1,61 +1,100 @@
-/* Rows of activations on their way out of a kernel: as bf16, or quantised into tiles. A kernel hands over one finished row of floats. */
+/* Rows of activations on their way out of a kernel: as bf16, or quantised into tiles. A kernel hands over finished floats, a part of a row at
+ * a time: whole groups, so that parts may be any thread's, and few enough to stay in the first cache where groups are small. */
 #ifndef ARMATURE_SINK_H
 #define ARMATURE_SINK_H
 
 #include "ops.h"
 #include "simd.h"
 
-#define MOST_ROW 65536 /* inputs of a row that a kernel keeps on its stack, in floats */
-#define TOGETHER (BLOCK < LANES ? BLOCK : LANES) /* codes of one vector that stay together in a tile */
+#define MOST_GROUP 65536 /* the largest group that a kernel keeps on its stack, in floats */
+#define PART 1024        /* values that are finished together where groups are smaller */
+#define STRIP 16         /* codes that are made together */
 
-/* Codes of `count` (at most LANES) values; the scale's inverse may not have made any of them exceed 127. */
-INLINE vi quantise_lanes(const float *x, float inverse, ptrdiff_t count) {
-    vi code = vf_round(vf_load_part(x, count) * inverse);
-    return code;
+typedef int8_t strip __attribute__((vector_size(STRIP)));
+
+/* `count` values of a row, from column `from`. */
+typedef struct {
+    int64_t row, from, count;
+} part;
+
+/* Values of a part. A group that does not end with a strip is a part of its own. */
+INLINE int64_t part_size(const sink *out) {
+    if (!out->tiles) return PART;
+    return out->group >= PART || out->group % STRIP ? out->group : PART / out->group * out->group;
+}
+
+INLINE int64_t parts_of(const sink *out, int64_t size) { return (size + part_size(out) - 1) / part_size(out); }
+
+/* Part `index` of all parts of rows of `size`. */
+INLINE part nth_part(const sink *out, int64_t size, int64_t index) {
+    const int64_t parts = parts_of(out, size), from = index % parts * part_size(out), left = size - from;
+    return (part){index / parts, from, left < part_size(out) ? left : part_size(out)};
 }
 
 /* The group's largest magnitude, as bits: NaN is above infinity and infinity above all numbers. */
-INLINE int32_t largest_bits(const float *x, ptrdiff_t size) {
+INLINE int32_t largest_bits(const float *x, int64_t size) {
     vi best = vi_all(0);
-    for (ptrdiff_t i = 0; i < size; i += LANES) best = vi_max(best, (vi)vf_load_part(x + i, size - i) & 0x7fffffff);
+    for (int64_t i = 0; i < size; i += LANES) best = vi_max(best, (vi)vf_load(x + i) & 0x7fffffff);
     return vi_largest(best);
 }
 
-/* One group of a row: `target` is where its first code goes; each BLOCK codes lie together, blocks `step` bytes apart. */
-INLINE void quantise_group(const float *x, ptrdiff_t size, ptrdiff_t padded, int8_t *target, ptrdiff_t step, float *scale, int32_t *sum) {
-    union { int32_t bits; float number; } largest = {largest_bits(x, size)};
-    const int finite = largest.bits < 0x7f800000, any = finite && largest.number > 1e-35f;
-    const float inverse = any ? 127.0f / largest.number : 0.0f;
-    *scale = any ? largest.number / 127.0f : finite ? 0.0f : NAN;
-    vi total = vi_all(0);
-    for (ptrdiff_t i = 0; i < padded; i += LANES) {
-        int8_t codes[LANES];
-        vi code = any && i < size ? quantise_lanes(x + i, inverse, size - i) : vi_all(0);
-        vb narrow = __builtin_convertvector(code, vb);
-        total += code;
-        memcpy(codes, &narrow, sizeof codes);
-        for (ptrdiff_t j = 0; j < LANES && i + j < padded; j += TOGETHER)
-            memcpy(target + (i + j) / BLOCK * step + (i + j) % BLOCK, codes + j, TOGETHER);
+INLINE strip strip_of(const float *x, float inverse, vi *total) {
+    strip codes;
+#pragma GCC unroll 4
+    for (int i = 0; i < STRIP / LANES; i++) {
+        const vi code = vf_round(vf_load(x + i * LANES) * inverse);
+        const vb narrow = __builtin_convertvector(code, vb);
+        *total += code;
+        memcpy((char *)&codes + i * LANES, &narrow, sizeof narrow);
     }
-    int32_t sums = 0;
-    for (int i = 0; i < LANES; i++) sums += total[i];
-    *sum = -sums;
+    return codes;
 }
 
-/* One row [size] of `rows` rows. */
-INLINE void emit(const sink *out, ptrdiff_t row, ptrdiff_t rows, const float *x, ptrdiff_t size) {
-    if (out->rows)
-        for (ptrdiff_t i = 0; i < size; i += LANES) bf16_store_part(out->rows + row * size + i, vf_load_part(x + i, size - i), size - i);
-    if (!out->tiles) return;
-    const ptrdiff_t group = out->group, groups = (size + group - 1) / group, padded = groups * group;
-    const ptrdiff_t first = row / out->height * out->height, left = rows - first;
-    ptrdiff_t count = left < out->height ? left : out->height;
+/* The first `count` codes: each BLOCK together, blocks `step` bytes apart. */
+INLINE void strip_store(int8_t *target, int64_t step, strip codes, int64_t count) {
+    if (step == BLOCK && count >= STRIP) {
+        memcpy(target, &codes, STRIP);
+        return;
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < STRIP; i += BLOCK)
+        if (i < count) memcpy(target + i / BLOCK * step, (const char *)&codes + i, BLOCK);
+}
+
+/* One group of a row, zeros up to a whole strip; x may be overwritten. */
+INLINE void quantise_group(float *x, int64_t group, int8_t *target, int64_t step, float *scale, int32_t *sum) {
+    union { int32_t bits; float number; } largest = {largest_bits(x, group)};
+    const int finite = largest.bits < 0x7f800000, any = finite && largest.number > 1e-35f;
+    const float inverse = any ? 127.0f / largest.number : 0.0f;
+    if (!finite) memset(x, 0, (size_t)group * sizeof *x);
+    *scale = any ? largest.number / 127.0f : finite ? 0.0f : NAN;
+    vi total = vi_all(0);
+    for (int64_t i = 0; i < group; i += STRIP) strip_store(target + i / BLOCK * step, step, strip_of(x + i, inverse, &total), group - i);
+    *sum = -vi_sum(total);
+}
+
+/* Where the codes of a row's group go is said in ops.h. x has room for whole strips. */
+INLINE void emit_groups(const sink *out, int64_t rows, int64_t size, part p, float *x) {
+    const int64_t group = out->group, groups = (size + group - 1) / group, last = (p.count + group - 1) / group;
+    const int64_t first = p.row / out->height * out->height, left = rows - first, within = p.row - first;
+    int64_t count = left < out->height ? left : out->height;
     count = (count + TILE_ALIGN - 1) / TILE_ALIGN * TILE_ALIGN;
-    for (ptrdiff_t g = 0; g < groups; g++) {
-        const ptrdiff_t here = size - g * group < group ? size - g * group : group, at = first * groups + g * count + row - first;
-        int8_t *target = out->tiles + first * padded + g * group * count + (row - first) * BLOCK;
-        quantise_group(x + g * group, here, group, target, count * BLOCK, out->scales + at, out->sums + at);
+    memset(x + p.count, 0, (size_t)((last * group + STRIP - 1) / STRIP * STRIP - p.count) * sizeof *x);
+    for (int64_t i = 0; i < last; i++) {
+        const int64_t g = p.from / group + i, at = first * groups + g * count + within;
+        int8_t *target = out->tiles + first * groups * group + g * group * count + within * BLOCK;
+        if (count == 1) quantise_group(x + i * group, group, target, BLOCK, out->scales + at, out->sums + at); /* codes lie end to end */
+        else quantise_group(x + i * group, group, target, count * BLOCK, out->scales + at, out->sums + at);
     }
 }
+
+/* Part p of `rows` rows of `size`. x has room for MOST_GROUP values and a strip, and may be overwritten. */
+INLINE void emit(const sink *out, int64_t rows, int64_t size, part p, float *x) {
+    if (out->tiles) emit_groups(out, rows, size, p, x);
+    else
+        for (int64_t i = 0; i < p.count; i += LANES) bf16_store_part(out->rows + p.row * size + p.from + i, vf_load(x + i), p.count - i);
+}
+
+#define ROOM (MOST_GROUP + STRIP)
 
 #endif

@@ -5,12 +5,22 @@
 #define TILE_ALIGN 1
 
 #include "../tile_avx512.h"
+#include "../pick.h"
 #include "../quantise.h"
+#include "../rowwise.h"
 
 const level level_avx512 = {
     .name = "avx512",
     .tile_rows = TILE_ROWS,
     .block = BLOCK,
     .align = TILE_ALIGN,
-    .kernels = {[OP_QUANTISE] = quantise, [OP_LINEAR_INT] = linear_int, [OP_ROWS] = armature_rows},
+    .kernels =
+        {
+            [OP_QUANTISE] = quantise,
+            [OP_NORM] = norm,
+            [OP_GATE] = gate,
+            [OP_LINEAR_INT] = linear_int,
+            [OP_PICK] = pick, [OP_ROWS] = armature_rows,
+            [OP_GATHER] = gather,
+        },
 };

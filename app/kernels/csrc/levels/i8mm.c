@@ -5,6 +5,7 @@
 #define TILE_ALIGN 2
 
 #include "../tile_i8mm.h"
+#include "../pick.h"
 #include "../quantise.h"
 #include "../rowwise.h"
 
@@ -19,7 +20,7 @@ const level level_i8mm = {
             [OP_NORM] = norm,
             [OP_GATE] = gate,
             [OP_LINEAR_INT] = linear_int,
-            [OP_ROWS] = armature_rows,
+            [OP_PICK] = pick, [OP_ROWS] = armature_rows,
             [OP_GATHER] = gather,
         },
 };

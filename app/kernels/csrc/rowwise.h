@@ -1,0 +1,95 @@
+/* What stands between the products of a layer, a row at a time: normalise, gate, gather. fp32 inside; what comes out is what the product that
+ * comes next reads. A row's result never depends on how many others there are. */
+#ifndef ARMATURE_ROWWISE_H
+#define ARMATURE_ROWWISE_H
+
+#include "sink.h"
+
+/* ---- normalise ---- */
+
+/* x += added where given; x * x on top of `squares`. */
+INLINE vf add_and_square(float *x, const uint16_t *added, int64_t left, vf squares) {
+    vf value = vf_load_part(x, left);
+    if (added) {
+        value += bf16_load_part(added, left);
+        vf_store_part(x, value, left);
+    }
+    return squares + value * value;
+}
+
+/* 1 / rms(x + added); the sum stays in x. Four sums run side by side, as each has to wait for itself. */
+INLINE float inverse_rms(float *x, const uint16_t *added, int64_t size, double eps) {
+    vf squares[4] = {vf_all(0), vf_all(0), vf_all(0), vf_all(0)};
+    int64_t i = 0;
+    for (; i + 4 * LANES <= size; i += 4 * LANES)
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; k++) squares[k] = add_and_square(x + i + k * LANES, added ? added + i + k * LANES : NULL, LANES, squares[k]);
+    for (; i < size; i += LANES) squares[0] = add_and_square(x + i, added ? added + i : NULL, size - i, squares[0]);
+    const float sum = vf_sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
+    return 1.0f / float_sqrt(sum / (float)size + (float)eps);
+}
+
+static void norm(const void *arguments) {
+    const norm_arguments *a = arguments;
+    const int64_t parts = parts_of(&a->out, a->size);
+    float values[ROOM] __attribute__((aligned(64)));
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < a->rows; row++) {
+        float *hidden = a->hidden + row * a->stride;
+        const float scale = inverse_rms(hidden, a->added ? a->added + row * a->size : NULL, a->size, a->eps);
+        for (int64_t k = 0; k < parts; k++) {
+            const part p = nth_part(&a->out, a->size, row * parts + k);
+            const float *x = hidden + p.from, *weight = a->weight + p.from;
+            for (int64_t i = 0; i < p.count; i += LANES)
+                vf_store(values + i, vf_load_part(x + i, p.count - i) * scale * vf_load_part(weight + i, p.count - i));
+            emit(&a->out, a->rows, a->size, p, values);
+        }
+    }
+}
+
+/* ---- gate ---- */
+
+enum { SILU, GELU_TANH, GELU_ERF };
+
+INLINE vf silu(vf x) { return x / (1.0f + vf_exp(-x)); }
+
+/* Hendrycks and Gimpel, arXiv 1606.08415, the tanh form: x / 2 (1 + tanh u) is x / (1 + e^-2u), which loses nothing where tanh u is near -1. */
+INLINE vf gelu_tanh(vf x) { return x / (1.0f + vf_exp(-1.5957691216057308f * (x + 0.044715f * (x * x * x)))); }
+
+INLINE vf gelu_erf(vf x) {
+    const vf half = 0.5f * vf_erfc((vf)((vi)x & 0x7fffffff) * 0.7071067811865476f);
+    return x * vf_select(x < 0.0f, half, 1.0f - half);
+}
+
+/* `count` values of act(gate) * up; `activation` is a compile-time constant at every call. */
+INLINE void gate_values(int activation, const uint16_t *gate, const uint16_t *up, int64_t count, float *values) {
+    for (int64_t i = 0; i < count; i += LANES) {
+        const vf x = bf16_load_part(gate + i, count - i);
+        const vf act = activation == SILU ? silu(x) : activation == GELU_TANH ? gelu_tanh(x) : gelu_erf(x);
+        vf_store(values + i, act * bf16_load_part(up + i, count - i));
+    }
+}
+
+static void gate(const void *arguments) {
+    const gate_arguments *a = arguments;
+    float values[ROOM] __attribute__((aligned(64)));
+#pragma omp for schedule(static)
+    for (int64_t index = 0; index < a->rows * parts_of(&a->out, a->size); index++) {
+        const part p = nth_part(&a->out, a->size, index);
+        const uint16_t *first = a->gate_up + p.row * 2 * a->size + p.from, *second = first + a->size;
+        if (a->activation == SILU) gate_values(SILU, first, second, p.count, values);
+        else if (a->activation == GELU_TANH) gate_values(GELU_TANH, first, second, p.count, values);
+        else gate_values(GELU_ERF, first, second, p.count, values);
+        emit(&a->out, a->rows, a->size, p, values);
+    }
+}
+
+/* ---- gather ---- */
+
+static void gather(const void *arguments) {
+    const gather_arguments *a = arguments;
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < a->count; i++) memcpy(a->out + i * a->size, a->x + a->ids[i] * a->stride, (size_t)a->size * sizeof *a->out);
+}
+
+#endif
