@@ -1,0 +1,37 @@
+"""The levels of the native library that this processor runs, and how a test makes one of them serve for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from app.kernels.native import Native, native
+
+_NAMES = ("avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon", "portable")
+
+
+def levels() -> tuple[str, ...]:
+    """Names, the best first; none where there is no library. The one that served serves again afterwards."""
+    library, serving = native().library, native().level
+    if library is None or serving is None:
+        return ()
+    found = tuple(name for name in _NAMES if library.armature_select(name.encode()) == 0)
+    library.armature_select(serving.encode())
+    return found
+
+
+@contextmanager
+def at_level(name: str) -> Iterator[Native]:
+    """Inside, `native()` is the library at this level. Nothing else may run meanwhile."""
+    before = native()
+    assert before.library is not None and before.level is not None, "levels() named this one"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ARMATURE_ISA", name)
+        native.cache_clear()
+        try:
+            yield native()
+        finally:
+            before.library.armature_select(before.level.encode())
+            native.cache_clear()
