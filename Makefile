@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PINS := requirements/runtime.txt requirements/dev.txt requirements/cmake.txt pyproject.toml tools/install.py
 CSRC := $(wildcard app/kernels/csrc/* app/kernels/csrc/levels/*)
 # With the virtual environment's cmake and ninja, where the machine has none.
-CMAKE = PATH="$(abspath $(BIN)):$$PATH" cmake
+CMAKE = PATH="$(abspath $(BIN)):$$PATH"; export PATH; command -v ninja >/dev/null && export CMAKE_GENERATOR=Ninja; cmake
 CONFIGURE = $(CMAKE) -S app/kernels/csrc -B build/native -DARMATURE_INPLACE=ON >build/native/configure.log 2>&1
 MODEL_FLAG = $(if $(MODEL),--model "$(MODEL)")
 # The first interpreter that torch has wheels for; PYTHON=... chooses another.
@@ -72,7 +72,7 @@ live: $(VENV)/dev.stamp build/native/made.stamp ## a real server: streaming, dis
 	$(BIN)/python -m pytest tests/live tests/test_readme.py $(ARGS)
 
 sanitize: $(VENV)/runtime.stamp ## the C kernels' own test, under the address and undefined behaviour sanitizers
-	@$(CMAKE) -S app/kernels/csrc -B build/sanitize -DARMATURE_SANITIZE=ON >/dev/null && $(CMAKE) --build build/sanitize --target driver
+	@$(CMAKE) -S app/kernels/csrc -B build/sanitize -DARMATURE_SANITIZE=ON >/dev/null && cmake --build build/sanitize --target driver
 	build/sanitize/driver $(ARGS)
 
 cross: ## the native library for 64-bit Arm, built here: build/aarch64/libarmature.so

@@ -11,5 +11,6 @@ if [ ${#missing[@]} -gt 0 ]; then
   echo "cross: missing; Debian or Ubuntu: sudo apt install ${missing[*]}" >&2
   exit 1
 fi
+command -v ninja >/dev/null && export CMAKE_GENERATOR=Ninja
 cmake -S app/kernels/csrc -B build/aarch64 -DCMAKE_TOOLCHAIN_FILE="$PWD/cmake/aarch64-linux-gnu.cmake" "$@" | grep -- '^-- Armature'
 cmake --build build/aarch64

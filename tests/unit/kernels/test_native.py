@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -142,18 +140,22 @@ def test_a_library_that_is_asked_for_by_name_is_loaded_or_refused(bare: Path, mo
         native_module.native.__wrapped__()
 
 
-@pytest.mark.skipif(native().library is None, reason=native().reason)
-@pytest.mark.parametrize("level", ["portable", "no-such-level"])
-def test_a_level_that_is_asked_for_by_name_serves_or_is_refused(level: str) -> None:
-    """In a process of its own: the level is the library's, and this process has its tests to run."""
-    script = "from app.kernels.native import native; print(native().level)"
-    result = subprocess.run(
-        [sys.executable, "-c", script], env=os.environ | {"ARMATURE_ISA": level}, capture_output=True, text=True, check=False
-    )
-    if level == "portable":
-        assert result.stdout.split() == ["portable"], result.stderr
-    else:
-        assert "PlanImpossible: ARMATURE_ISA is no-such-level" in result.stderr
+@pytest.fixture
+def level() -> Iterator[str]:
+    """The level that serves this process, which serves it again afterwards."""
+    chosen = native()
+    if chosen.library is None or chosen.level is None:
+        pytest.skip(chosen.reason)
+    yield chosen.level
+    assert chosen.library.armature_select(chosen.level.encode()) == 0
+
+
+def test_a_level_that_is_asked_for_by_name_serves_or_is_refused(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARMATURE_ISA", "portable")
+    assert native_module.native.__wrapped__().level == "portable"
+    monkeypatch.setenv("ARMATURE_ISA", "no-such-level")
+    with pytest.raises(PlanImpossible, match="ARMATURE_ISA is no-such-level, which this library or this processor does not have"):
+        native_module.native.__wrapped__()
 
 
 @pytest.mark.parametrize("nbytes", [100, 9 * 2**20])
