@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -28,6 +29,13 @@ class HybridPacking:
         few, many = self.few.room(outputs, inputs, bias), self.many.room(outputs, inputs, bias)
         return HybridLinear(few, many, self.most_few)
 
+    def part_bytes(self, outputs: int, inputs: int) -> tuple[int, ...]:
+        return (*self.few.part_bytes(outputs, inputs), *self.many.part_bytes(outputs, inputs))
+
+    def restored(self, outputs: int, inputs: int, bias: Tensor | None, parts: Sequence[Tensor]) -> HybridLinear:
+        few, many = self.few.restored(outputs, inputs, bias, parts[:1]), self.many.restored(outputs, inputs, bias, parts[1:])
+        return HybridLinear(few, many, self.most_few)
+
     def pack(self, weight: Tensor, bias: Tensor | None) -> HybridLinear:
         return HybridLinear(self.few.pack(weight, bias), self.many.pack(weight, bias), self.most_few)
 
@@ -43,6 +51,10 @@ class HybridLinear:
     @property
     def nbytes(self) -> int:
         return self.few.nbytes + self.many.nbytes
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return (*self.few.parts, *self.many.parts)
 
     def fill(self, first: int, rows: Tensor) -> None:
         self.few.fill(first, rows)

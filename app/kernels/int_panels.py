@@ -7,6 +7,7 @@ and five hundred, and a row's result never depends on how many others there are.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -43,6 +44,15 @@ class IntPacking:
         """An empty form, which `fill` brings the weight."""
         return IntPanels(self, outputs, inputs, bias)
 
+    def part_bytes(self, outputs: int, inputs: int) -> tuple[int, ...]:
+        """Of what a form of this size is made of, as `parts` gives it."""
+        return (self.layout.nbytes(outputs, inputs),)
+
+    def restored(self, outputs: int, inputs: int, bias: Tensor | None, parts: Sequence[Tensor]) -> IntPanels:
+        """A form out of `parts` that were kept."""
+        (panels,) = parts
+        return IntPanels(self, outputs, inputs, bias, panels)
+
     def pack(self, weight: Tensor, bias: Tensor | None) -> IntPanels:
         """weight [out, in] of any float dtype."""
         form = self.room(weight.shape[0], weight.shape[1], bias)
@@ -74,6 +84,11 @@ class IntPanels:
     @property
     def nbytes(self) -> int:
         return self.panels.nbytes + (self.bias.nbytes if self.bias is not None else 0)
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """What can be kept, uint8: all but the bias."""
+        return (self.panels,)
 
     def fill(self, first: int, rows: Tensor) -> None:
         """rows [n, in], any float dtype: outputs `[first, first + n)`, each brought once. They may be reused afterwards."""

@@ -1,18 +1,22 @@
-"""Which form a layer's weight is held in: the first of the recipe's that suits it on this machine."""
+"""Which form a layer's weight is held in, the first of the recipe's that suits it on this machine; and what of it can be kept in a file."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from app.kernels.hybrid import HybridPacking
-from app.kernels.int_panels import IntPacking
+from app.kernels.hybrid import HybridLinear, HybridPacking
+from app.kernels.int_panels import IntPacking, IntPanels
 from app.kernels.linear import FORMS, ROUNDED_FORMS, Linear, Packing
+from app.models.layers import RMSNorm
 from app.weights.recipes import Recipe
 
 OUTPUT_SOURCES = (("lm_head",), ("model.embed_tokens",))
-KeptPacking = IntPacking | HybridPacking  # what it makes may be kept in a file, and mapped at the next start
+KeptPacking = IntPacking | HybridPacking  # what they make is our own: it may be kept in a file for the next start
+KeptForm = IntPanels | HybridLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,3 +40,42 @@ class Choice:
         if not self.int8_copy or is_output or threshold is None or not isinstance(packing, IntPacking) or packing.bits == 8:
             return packing
         return HybridPacking(packing, IntPacking(8, None), threshold - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One product: how its weight is packed, and the norm whose channels are made even with its columns (None: as they are)."""
+
+    linear: Linear
+    packing: Packing
+    norm: RMSNorm | None
+
+    @property
+    def name(self) -> str:
+        return "+".join(self.linear.sources)
+
+    def kept_bytes(self) -> Iterator[tuple[str, int]]:
+        """Name and bytes of all that is kept of it."""
+        if not isinstance(self.packing, KeptPacking):
+            return
+        for index, nbytes in enumerate(self.packing.part_bytes(self.linear.out_features, self.linear.in_features)):
+            yield f"{self.name}.{index}", nbytes
+        if self.norm is not None:
+            yield f"{self.name}.factors", 4 * self.linear.in_features
+
+    def parts(self, factors: Tensor | None) -> Iterator[tuple[str, Tensor]]:
+        """The same, of its form as it is packed."""
+        if not isinstance(self.linear.form, KeptForm):
+            return
+        for index, part in enumerate(self.linear.form.parts):
+            yield f"{self.name}.{index}", part
+        if factors is not None:
+            yield f"{self.name}.factors", factors
+
+    def of(self, blobs: Mapping[str, Tensor]) -> list[Tensor]:
+        """Its own parts among what was kept."""
+        return [blobs[name] for name, _ in self.kept_bytes() if not name.endswith(".factors")]
+
+    def factors(self, blobs: Mapping[str, Tensor]) -> Tensor:
+        """What its columns were multiplied by, FP32 [in]."""
+        return blobs[f"{self.name}.factors"].view(torch.float32)

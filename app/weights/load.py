@@ -5,7 +5,7 @@ At its peak it holds the finished weights and one tensor more; the largest go fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,50 +20,80 @@ from app.kernels.panels import PanelLinear
 from app.models.layers import Embedding, RMSNorm
 from app.models.registry import build_model
 from app.weights.checkpoint import Checkpoint
-from app.weights.choice import Choice
+from app.weights.choice import Choice, KeptPacking, Layer
 from app.weights.headers import TensorEntry
+from app.weights.pack_cache import Kept, Packs
+from app.weights.packed import Progress
 from app.weights.recipes import find_recipe
 from app.weights.streams import WeightStreams
 
-Progress = Callable[[int, int], None]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def load_model(checkpoint: Checkpoint, plan: ServingPlan, backend: Backend, progress: Progress | None = None) -> nn.Module:
-    """The model, ready to run. `progress` hears (bytes done, bytes in all) after each tensor."""
-    recipe = find_recipe(plan.device.value, host_architecture(), plan.precision.value)
-    dtype = DTYPES[plan.dtype.value]
-    model = build_model(checkpoint.model_config, dtype, plan.max_model_len.value, backend.device)
-    choice = Choice(recipe, dtype, plan.int8_copy.value)
-    _Loading(checkpoint, choice, progress or (lambda done, total: None)).fill(model)
-    return model
+def load_model(
+    checkpoint: Checkpoint, plan: ServingPlan, backend: Backend, progress: Progress | None = None, packs: Packs | None = None
+) -> nn.Module:
+    """The model, ready to run. `progress` hears (bytes done, bytes in all) after each tensor; `packs`: where packed weights are kept."""
+    loading = _Loading(checkpoint, plan, backend, progress or (lambda done, total: None))
+    loading.fill(packs)
+    return loading.model
+
+
+def pack_weights(checkpoint: Checkpoint, plan: ServingPlan, backend: Backend, progress: Progress, packs: Packs) -> Kept | None:
+    """Loads as serving does, so that the weights are packed and kept: what became of that, None where nothing is kept in this form."""
+    loading = _Loading(checkpoint, plan, backend, progress)
+    return loading.fill(packs)
 
 
 class _Loading:
-    """State of one load: which factors channels were multiplied by, and how far it is."""
+    """State of one load: the model, how far it is, and which factors channels were multiplied by."""
 
-    def __init__(self, checkpoint: Checkpoint, choice: Choice, progress: Progress) -> None:
-        self.choice, self.progress = choice, progress
+    def __init__(self, checkpoint: Checkpoint, plan: ServingPlan, backend: Backend, progress: Progress) -> None:
+        self.checkpoint, self.progress = checkpoint, progress
+        dtype = DTYPES[plan.dtype.value]
+        recipe = find_recipe(plan.device.value, host_architecture(), plan.precision.value)
+        self.choice = Choice(recipe, dtype, plan.int8_copy.value)
+        self.model = build_model(checkpoint.model_config, dtype, plan.max_model_len.value, backend.device)
         self.streams = WeightStreams(checkpoint.tensors)
         self.factors: dict[tuple[str, ...], Tensor] = {}  # by a layer's sources: what its columns were multiplied by
         self.done, self.total = 0, sum(entry.nbytes for entry in checkpoint.tensors.values())
 
     @torch.inference_mode()
-    def fill(self, model: nn.Module) -> None:
-        modules = list(model.modules())
+    def fill(self, packs: Packs | None) -> Kept | None:
+        modules = list(self.model.modules())
         linears = [module for module in modules if isinstance(module, Linear)]
         norms = [module for module in modules if isinstance(module, RMSNorm)]
         for norm in norms:
             self._adopt(norm)
-        feeding = {norm.feeds: norm for norm in norms if norm.feeds is not None}
-        for linear in sorted(linears, key=lambda linear: -linear.in_features * linear.out_features):
-            self._pack(linear, feeding.get(linear))
+        layers = self._layers(linears, norms)
+        kept = None if packs is None else packs.open(self.checkpoint, self.choice, layers)
+        blobs = None if kept is None else kept.read(self._told)
+        for layer in sorted(layers, key=lambda layer: -layer.linear.in_features * layer.linear.out_features):
+            self._pack(layer, blobs)
         packed = {linear.sources: linear.form for linear in linears}
         for module in modules:
             if isinstance(module, Embedding):
                 self._embed(module, packed.get((module.source,)))
         self.streams.close()
         self.progress(self.total, self.total)
+        if kept is not None and blobs is None:
+            kept.keep({name: part for layer in layers for name, part in layer.parts(self.factors.get(layer.linear.sources))})
+        return kept
+
+    def _layers(self, linears: Sequence[Linear], norms: Sequence[RMSNorm]) -> list[Layer]:
+        """Each product with how it is packed, and with the norm that is to be made even with it."""
+        feeding = {norm.feeds: norm for norm in norms if norm.feeds is not None}
+        layers = []
+        for linear in linears:
+            packing = self.choice.packing(linear)
+            evens = self.choice.recipe.equalise and packing not in FORMS.values()
+            layers.append(Layer(linear, packing, feeding.get(linear) if evens else None))
+        return layers
+
+    def _told(self, done: int, total: int) -> None:
+        """Packed weights are read: that is all there is to wait for."""
+        self.done = self.total * done // max(1, total)
+        self.progress(self.done, self.total)
 
     def _embed(self, embedding: Embedding, tied: LinearForm | None) -> None:
         if isinstance(tied, PanelLinear | IntPanels | HybridLinear):
@@ -77,20 +107,30 @@ class _Loading:
         module.adopt(self.streams.stored(entry))
         self._advance((entry,))
 
-    def _pack(self, linear: Linear, norm: RMSNorm | None) -> None:
-        entries, packing = self.streams.entries(linear.sources), self.choice.packing(linear)
+    def _pack(self, layer: Layer, blobs: Mapping[str, Tensor] | None) -> None:
+        linear, entries = layer.linear, self.streams.entries(layer.linear.sources)
         factors = None
-        if norm is not None and self.choice.recipe.equalise and packing not in FORMS.values():
-            factors = gauge(norm.weight, column_maxima((rows for _, rows in self.streams.blocks(entries)), linear.in_features))
-            norm.divide(factors)
+        if layer.norm is not None:
+            factors = self._factors(layer.norm, layer, entries) if blobs is None else layer.factors(blobs)
+            layer.norm.divide(factors)
             self.factors[linear.sources] = factors
-        linear.form = self._form(linear, packing, entries, factors)
+        if blobs is not None and isinstance(layer.packing, KeptPacking):
+            linear.form = layer.packing.restored(linear.out_features, linear.in_features, self._bias(linear), layer.of(blobs))
+        else:
+            linear.form = self._form(linear, layer.packing, entries, factors)
         self._advance(entries)
 
+    def _factors(self, norm: RMSNorm, layer: Layer, entries: Sequence[TensorEntry]) -> Tensor:
+        return gauge(norm.weight, column_maxima((rows for _, rows in self.streams.blocks(entries)), layer.linear.in_features))
+
+    def _bias(self, linear: Linear) -> Tensor | None:
+        if not linear.has_bias:
+            return None
+        self._advance(self.streams.entries(linear.sources, "bias"))
+        return self.streams.bias(linear.sources, self.choice.dtype)
+
     def _form(self, linear: Linear, packing: Packing, entries: Sequence[TensorEntry], factors: Tensor | None) -> LinearForm:
-        bias = self.streams.bias(linear.sources, self.choice.dtype) if linear.has_bias else None
-        if bias is not None:
-            self._advance(self.streams.entries(linear.sources, "bias"))
+        bias = self._bias(linear)
         empty = packing.room(linear.out_features, linear.in_features, bias)
         if empty is not None:
             for first, rows in self.streams.blocks(entries):

@@ -1,0 +1,125 @@
+"""The pack of one checkpoint in one recipe: used where it is there and sound, made and kept where it is not.
+
+Several processes may share the folder and start at once. What cannot be used or kept is a warning and costs the packing; it never ends a
+start, and nothing that is damaged or somebody else's is ever multiplied by.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from app.kernels import equalise, int_panels, layout, rounding
+from app.kernels.linear import host_architecture
+from app.kernels.native import native
+from app.version import VERSION
+from app.weights.checkpoint import Checkpoint
+from app.weights.choice import Choice, Layer
+from app.weights.content import content_of
+from app.weights.packed import PackUnusable, Progress, open_pack, write_pack
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1  # of what lies in the blobs: to be raised when csrc/ops.h says otherwise of packed weights
+FOLDER = "packs"
+_MAKERS = (equalise, int_panels, layout, rounding)  # whose text decides which codes a weight becomes
+
+
+@dataclass(frozen=True, slots=True)
+class Packs:
+    """Where packs are kept. `keeping` hears (bytes done, bytes in all) while one is written.
+
+    `mapped`: weights stay in the file, shared with other processes, instead of memory of our own.
+    """
+
+    folder: Path
+    keeping: Progress
+    mapped: bool = False
+
+    def open(self, checkpoint: Checkpoint, choice: Choice, layers: Sequence[Layer]) -> Kept | None:
+        """The pack of these layers' weights, there or not; None where none of them is held in a form that can be kept."""
+        wanted = {name: nbytes for layer in layers for name, nbytes in layer.kept_bytes()}
+        if not wanted:
+            return None
+        began = time.monotonic()
+        content = content_of(checkpoint, self.folder / FOLDER, torch.get_num_threads())
+        log.debug("the checkpoint is %s (%.1f s)", content, time.monotonic() - began)
+        return Kept(self, {"checkpoint": content, "choice": repr(choice), **_machine()}, wanted)
+
+
+class Kept:
+    """One pack: `file` is where it is, or would be; `size` its bytes, None where it could not be kept; `found`: it was there."""
+
+    def __init__(self, packs: Packs, key: Mapping[str, str], wanted: Mapping[str, int]) -> None:
+        """`wanted`: bytes by name of what it must hold."""
+        self._packs, self._key, self._wanted = packs, key, wanted
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+        self.file = packs.folder / FOLDER / f"{digest[:32]}.pack"
+        self.size: int | None = None
+        self.found = False
+
+    def read(self, progress: Progress) -> Mapping[str, Tensor] | None:
+        """The blobs, uint8, all of them checked: None where they must be packed."""
+        try:
+            pack = open_pack(self.file, self._key)
+        except FileNotFoundError:
+            return None
+        except (OSError, PackUnusable) as error:
+            self._warn(error)
+            return None
+        try:
+            if {name: blob.nbytes for name, blob in pack.blobs.items()} != dict(self._wanted):
+                raise PackUnusable("it holds other weights")
+            blobs = _read_all(self._wanted, progress, pack.mapped if self._packs.mapped else pack.read)
+            self.size, self.found = pack.size, True
+            return blobs
+        except (OSError, PackUnusable) as error:
+            self._warn(error)
+            return None
+        finally:
+            pack.close()
+
+    def keep(self, blobs: Mapping[str, Tensor]) -> None:
+        """Writes them for the next start, or warns."""
+        try:
+            self.size = write_pack(self.file, self._key, blobs, self._packs.keeping)
+        except OSError as error:
+            log.warning("packed weights cannot be kept in %s (%s): the next start packs again", self.file.parent, error)
+        else:
+            log.info("kept %d MiB of packed weights in %s", self.size >> 20, self.file)
+
+    def _warn(self, error: Exception) -> None:
+        log.warning("the packed weights in %s cannot be used (%s): packing again", self.file, error)
+
+
+def _read_all(wanted: Mapping[str, int], progress: Progress, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    done, total, blobs = 0, sum(wanted.values()), {}
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for name, blob in zip(wanted, pool.map(read, wanted), strict=True):
+            blobs[name] = blob
+            done += wanted[name]
+            progress(done, total)
+    return blobs
+
+
+def _machine() -> dict[str, str]:
+    """What else decides the bytes: our own version and text, and how this level's products want codes to lie."""
+    text = hashlib.sha256()
+    for module in _MAKERS:
+        text.update(Path(str(module.__file__)).read_bytes())
+    return {
+        "format": str(FORMAT),
+        "version": VERSION,
+        "text": text.hexdigest(),
+        "architecture": host_architecture(),
+        "block": str(native().block),
+    }

@@ -1,0 +1,232 @@
+"""Packed weights in one file: a JSON header, then blobs of bytes at multiples of 64, each with a checksum. Whole, or not there at all.
+
+Like safetensors, but aligned as kernels want it and checked before it is believed. A file is loaded only where nobody but us or root could
+have written it, since what it holds decides what people are answered.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import stat
+import tempfile
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app.kernels.memory import weights_bytes
+from app.weights.headers import MAX_HEADER_BYTES
+
+MAGIC = b"armature pack 1\n"
+ALIGNMENT = 64
+_BEGIN = len(MAGIC) + 16  # then the header's length and its checksum, little-endian
+_PARTIAL, _ABANDONED_SECONDS = ".partial-", 3600.0
+_CHUNK_BYTES = 4 * 2**20  # read and checked at a time: it stays in the cache in between
+Progress = Callable[[int, int], None]
+
+
+class PackUnusable(Exception):
+    """This file cannot be used, and why: whoever asked packs again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """Bytes `[start, start + nbytes)` of the file."""
+
+    start: int
+    nbytes: int
+    checksum: int
+
+
+# ---- writing ----------------------------------------------------------------------------------------------------------
+
+
+def write_pack(target: Path, key: Mapping[str, str], blobs: Mapping[str, Tensor], progress: Progress) -> int:
+    """Writes beside the target, then takes its place at once; returns the bytes. On any error, or Ctrl-C, nothing is left behind.
+
+    `progress` hears (bytes done, bytes in all). Raises `OSError`.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _sweep(target.parent)
+    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=_PARTIAL)
+    try:
+        with os.fdopen(descriptor, "wb", buffering=0) as stream:
+            size = _write(stream.fileno(), key, blobs, progress)
+            os.fchmod(stream.fileno(), 0o644)  # others may read it; who else may write is the directory's business
+            os.fsync(stream.fileno())
+        Path(name).replace(target)
+    except BaseException:
+        with suppress(OSError):
+            Path(name).unlink()
+        raise
+    _sync_folder(target.parent)
+    return size
+
+
+def _write(file: int, key: Mapping[str, str], blobs: Mapping[str, Tensor], progress: Progress) -> int:
+    places = {name: Blob(0, blob.nbytes, 0) for name, blob in blobs.items()}
+    at = _aligned(_BEGIN + len(_header(key, places)))  # numbers have a fixed width: the header's length is known before they are
+    done, total = 0, sum(blob.nbytes for blob in blobs.values())
+    for name, blob in blobs.items():
+        checksum = 0
+        whole = _view(blob)
+        for first in range(0, len(whole), _CHUNK_BYTES):
+            chunk = whole[first : first + _CHUNK_BYTES]
+            checksum = zlib.crc32(chunk, checksum)
+            _put(file, chunk, at + first)
+            done += len(chunk)
+            progress(done, total)
+        places[name] = Blob(at, blob.nbytes, checksum)
+        at = _aligned(at + blob.nbytes)
+    os.ftruncate(file, at)
+    header = _header(key, places)
+    _put(file, MAGIC + len(header).to_bytes(8, "little") + zlib.crc32(header).to_bytes(8, "little") + header, 0)
+    return at
+
+
+def _header(key: Mapping[str, str], blobs: Mapping[str, Blob]) -> bytes:
+    listed = {name: f"{blob.start:016x} {blob.nbytes:016x} {blob.checksum:08x}" for name, blob in blobs.items()}
+    return json.dumps({"key": dict(key), "blobs": listed}).encode()
+
+
+def _put(file: int, some: bytes | memoryview, at: int) -> None:
+    view = memoryview(some)
+    while view:
+        written = os.pwrite(file, view, at)
+        view, at = view[written:], at + written
+
+
+def _view(tensor: Tensor) -> memoryview:
+    """Its bytes, as long as the caller holds the tensor."""
+    assert tensor.is_contiguous(), "a blob lies in one piece"
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _sweep(folder: Path) -> None:
+    """What a process that was killed left half written goes after a while."""
+    for file in folder.glob(f"{_PARTIAL}*"):
+        with suppress(OSError):
+            if time.time() - file.stat().st_mtime > _ABANDONED_SECONDS:
+                file.unlink()
+
+
+def _sync_folder(folder: Path) -> None:
+    with suppress(OSError):  # some file systems cannot, and the name is only worth a packing
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _aligned(at: int) -> int:
+    return -(-at // ALIGNMENT) * ALIGNMENT
+
+
+# ---- reading ----------------------------------------------------------------------------------------------------------
+
+
+class Pack:
+    """An open file whose header has been checked; each blob is checked when it is read."""
+
+    def __init__(self, file: int, blobs: Mapping[str, Blob]) -> None:
+        self._file, self.blobs, self.size = file, blobs, os.fstat(file).st_size
+        self._map: mmap.mmap | None = None
+
+    def read(self, name: str) -> Tensor:
+        """Uint8 in memory of our own, on huge pages where it is large. Raises `PackUnusable` where the bytes are not those written."""
+        blob = self.blobs[name]
+        target, checksum = weights_bytes(blob.nbytes), 0
+        view = _view(target)
+        for first in range(0, blob.nbytes, _CHUNK_BYTES):
+            chunk = view[first : first + _CHUNK_BYTES]
+            self._fill(chunk, blob.start + first)
+            checksum = zlib.crc32(chunk, checksum)
+        _check(name, checksum, blob)
+        return target
+
+    def mapped(self, name: str) -> Tensor:
+        """Uint8 in the file itself, which several processes share. Raises `PackUnusable` as `read`."""
+        blob = self.blobs[name]
+        if self._map is None:
+            self._map = mmap.mmap(self._file, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+        with memoryview(self._map) as whole:
+            _check(name, zlib.crc32(whole[blob.start : blob.start + blob.nbytes]), blob)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")  # as it should be
+            return torch.frombuffer(self._map, dtype=torch.uint8, count=blob.nbytes, offset=blob.start)
+
+    def close(self) -> None:
+        """Mapped tensors live on."""
+        os.close(self._file)
+
+    def _fill(self, chunk: memoryview, at: int) -> None:
+        while chunk:
+            count = os.preadv(self._file, [chunk], at)
+            if count == 0:
+                raise PackUnusable("it became shorter while it was read")
+            chunk, at = chunk[count:], at + count
+
+
+def open_pack(file: Path, key: Mapping[str, str]) -> Pack:
+    """Raises `FileNotFoundError` where there is none, and `PackUnusable` where it is not whole, not ours or made for something else."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would wait
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise PackUnusable(f"it cannot be opened ({error.strerror})") from error
+    try:
+        check_ours(os.fstat(descriptor))
+        return Pack(descriptor, _read_header(descriptor, key))
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def check_ours(status: os.stat_result) -> None:
+    """Raises `PackUnusable` where somebody else could have written it. Root's is as good as our own."""
+    if not stat.S_ISREG(status.st_mode):
+        raise PackUnusable("it is no ordinary file")
+    if status.st_uid not in (os.getuid(), 0):
+        raise PackUnusable(f"it belongs to user {status.st_uid}")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PackUnusable("others may write to it")
+
+
+def _read_header(file: int, key: Mapping[str, str]) -> Mapping[str, Blob]:
+    size = os.fstat(file).st_size
+    begin = os.pread(file, _BEGIN, 0)
+    length, checksum = (int.from_bytes(begin[at : at + 8], "little") for at in (len(MAGIC), len(MAGIC) + 8))
+    if begin[: len(MAGIC)] != MAGIC or length > min(size - _BEGIN, MAX_HEADER_BYTES):
+        raise PackUnusable("it is not a whole pack of this version")
+    text = os.pread(file, length, _BEGIN)
+    if zlib.crc32(text) != checksum:
+        raise PackUnusable("its header is damaged")
+    header: Any = json.loads(text)  # as it was written: the checksum says so
+    if header["key"] != dict(key):
+        raise PackUnusable("it was made for something else")
+    blobs = {name: _blob(place) for name, place in header["blobs"].items()}
+    if any(blob.start % ALIGNMENT or blob.start + blob.nbytes > size for blob in blobs.values()):
+        raise PackUnusable("it has been cut short")
+    return blobs
+
+
+def _blob(place: str) -> Blob:
+    start, nbytes, checksum = (int(word, 16) for word in place.split())
+    return Blob(start, nbytes, checksum)
+
+
+def _check(name: str, checksum: int, blob: Blob) -> None:
+    if checksum != blob.checksum:
+        raise PackUnusable(f"the bytes of {name} are damaged")
