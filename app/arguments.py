@@ -17,6 +17,7 @@ from app.version import VERSION
 BENCHES = {
     "kernels": "the products and decode attention alone, by form and number of rows, held against this machine's ceilings",
     "engine": "the engine alone, step by step, held against this machine's memory and compute ceilings",
+    "quality": "a text's perplexity at each precision, and how often the likeliest token is the one that FP32 has",
     "start": "seconds from the start of the process to a first token",
     "itl": "inter-token latency of running streams while a long prompt arrives",
     "prefix": "time to first token of a second request that shares a long prefix",
@@ -65,7 +66,13 @@ def _parser() -> argparse.ArgumentParser:
 def _add_bench(benches: Any, name: str, what: str) -> None:
     parser = _command(benches, name, what, within="bench ")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the JSON object there as well")
-    parser.add_argument("--rounds", type=_count, default=5, metavar="N", help="how often to measure (default 5)")
+    if name == "quality":
+        parser.add_argument(
+            "--text", type=Path, metavar="FILE", required=True, help="what to read; lines of --- between documents"
+        )
+        parser.add_argument("--tokens", type=_count, metavar="N", help="of the text, at the most (default: all)")
+    else:
+        parser.add_argument("--rounds", type=_count, default=5, metavar="N", help="how often to measure (default 5)")
     if name in OVER_HTTP:
         parser.add_argument("--url", help="measure the server there instead of starting one")
     if name in TOKENS:
@@ -102,6 +109,6 @@ def _complaint(unknown: list[str]) -> str:
     word = next((word for word in unknown if word.startswith("-")), unknown[0])
     if not word.startswith("-"):
         return f"{word!r} is not understood. A checkpoint is given as --model {word}."
-    known = [*(row.flag for row in setting_rows()), "--json", "--url", "--rounds", "--tokens", "--help"]
+    known = [*(row.flag for row in setting_rows()), "--json", "--url", "--rounds", "--tokens", "--text", "--help"]
     near = difflib.get_close_matches(word.partition("=")[0], known, n=1)
     return f"there is no flag {word}." + (f" Did you mean {near[0]}?" if near else "")

@@ -114,7 +114,18 @@ def _measured_kernels(settings: Settings, arguments: Namespace) -> Outcome:
     return measure(prepared.plan, prepared.facts, arguments.rounds)
 
 
-_INSIDE: Mapping[str, Callable[[Settings, Namespace], Outcome]] = {"engine": _measured_engine, "kernels": _measured_kernels}
+def _measured_quality(settings: Settings, arguments: Namespace) -> Outcome:
+    prepared = _ready_to_measure(settings)
+    from app.bench.quality import Subject, measure
+
+    return measure(Subject(prepared.checkpoint, settings, prepared.facts), arguments.text, arguments.tokens)
+
+
+_INSIDE: Mapping[str, Callable[[Settings, Namespace], Outcome]] = {
+    "engine": _measured_engine,
+    "kernels": _measured_kernels,
+    "quality": _measured_quality,
+}
 
 
 def _ready_to_measure(settings: Settings) -> Prepared:

@@ -38,6 +38,7 @@ LAYERS: tuple[tuple[str, float], ...] = (
     ("text.*", 4),
     ("generation", 4),
     ("bench.inside", BESIDE),
+    ("bench.quality", BESIDE),
     ("bench.ceilings", BESIDE),
     ("bench.driver", BESIDE),
     ("bench.*", ISLAND),

@@ -1,6 +1,7 @@
 """The seeded generator of the demo's corpus: `python tools/stories.py --count 3` prints what it tells.
 
-The corpus is endless: document number i of a seed is always the same, whatever else is drawn.
+`--held-out --documents --count 300` prints the text for `armature bench quality --text`. The corpus is endless: document number i of a seed
+is always the same, whatever else is drawn.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from storybook.story import Story, is_held_out, may_train, write_story
 
 NUM_PRACTICE = 2560  # documents at the beginning: nothing but practice, until the network can copy a name
 PRACTICE_SHARE, PLAIN_SHARE = 0.25, 0.3  # of the documents after these; the others are conversations
+END = "<|end|>"  # as the tokenizer spells the end of a text
 LONG_SHARE = 0.06  # of the conversations: those that fill the whole context
 
 
@@ -62,7 +64,13 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=3)
     parser.add_argument("--skip", type=int, default=NUM_PRACTICE, help="documents to leave out at the beginning")
     parser.add_argument("--held-out", action="store_true")
+    parser.add_argument(
+        "--documents", action="store_true", help="with --held-out: nothing but stories, each ended, lines of --- between"
+    )
     options = parser.parse_args()
+    if options.held_out and options.documents:
+        print("\n---\n".join(f"{story.text}{END}" for story in held_out_stories(options.seed, options.count)))
+        return
     if options.held_out:
         for story in held_out_stories(options.seed, options.count):
             print(f"{story.text}\n({story.nats:.1f} nats)\n")
