@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 PANEL_OUTPUTS = 32
-_MULTIPLE = 8  # inputs that share one scale are padded to a multiple of this: what the kernels take at a time
+_MULTIPLE = 32  # inputs that share one scale are padded to a multiple of this: what the kernels take at a time
 
 
 @dataclass(frozen=True, slots=True)
