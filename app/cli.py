@@ -78,6 +78,13 @@ def _probe(arguments: Namespace) -> int:
     return 0
 
 
+def _pack(arguments: Namespace) -> int:
+    from app.packing import pack
+
+    print(pack(_settings(arguments)))
+    return 0
+
+
 # ---- benches -------------------------------------------------------------------------------------------------------
 
 
@@ -158,4 +165,4 @@ def _with_memory(job: Job, settings: Settings) -> Job:
     return replace(job, weight_bytes=plan.weight_bytes.value, kv_bytes_per_token=kv_bytes)
 
 
-COMMANDS: Mapping[str, Callable[[Namespace], int]] = {"serve": _serve, "probe": _probe, "bench": _bench}
+COMMANDS: Mapping[str, Callable[[Namespace], int]] = {"serve": _serve, "probe": _probe, "pack": _pack, "bench": _bench}

@@ -93,6 +93,17 @@ class Settings(BaseSettings):
         """The directory to serve: what was asked for, or the demo that comes with the package."""
         return DEMO if self.model is None else self.model.expanduser()
 
+    @property
+    def cache_directory(self) -> Path | None:
+        """Where things are kept for the next start: what was asked for, or the user's cache; None for a user without a home."""
+        if self.cache_dir is not None:
+            return self.cache_dir.expanduser()
+        caches = os.environ.get("XDG_CACHE_HOME")
+        try:
+            return (Path(caches) if caches else Path.home() / ".cache") / "armature"
+        except RuntimeError:  # no HOME, and the system does not know this user: so in a container with a number for a user
+            return None
+
 
 def kubernetes_link_variables(environ: dict[str, str]) -> list[str]:
     """Names of variables that Kubernetes injects for a Service called `armature` (`ARMATURE_PORT=tcp://10.0.0.1:8000` and its kin)."""

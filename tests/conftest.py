@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 
 # Before anything imports torch: its pools read these when they load, and tests measure nothing.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -13,9 +16,13 @@ _TESTED = ("ARMATURE_ISA", "ARMATURE_NATIVE_LIBRARY")  # what is to be tested, i
 for _name in [name for name in os.environ if name.startswith("ARMATURE_") and name not in _TESTED]:
     del os.environ[_name]  # a developer's own settings are not the tests'
 
+# What is kept for the next start is not kept in a developer's home, nor found there.
+_CACHES = tempfile.mkdtemp(prefix="armature-tests-")
+atexit.register(shutil.rmtree, _CACHES, ignore_errors=True)
+os.environ["XDG_CACHE_HOME"] = _CACHES
+
 import ipaddress
 import platform
-import shutil
 import socket
 import sys
 from collections.abc import Callable

@@ -48,6 +48,7 @@ LAYERS: tuple[tuple[str, float], ...] = (
     ("reading", 5),
     ("api.*", 6),
     ("startup", 7),
+    ("packing", 7),
     ("report", 7),
     ("arguments", 7),
     ("main", 7.1),
@@ -59,7 +60,7 @@ LAYERS: tuple[tuple[str, float], ...] = (
 TORCH_FREE = (
     "errors", "version", "settings", "messages", "hardware.*", "metrics", "quantiles", "models.config", "weights.checkpoint",
     "weights.recipes", "engine.sequence", "engine.slots", "engine.scheduler", "engine.pace", "engine.batch", "text.*", "generation",
-    "service", "admission", "answer", "reading", "api.*", "report", "arguments", "main", "cli",
+    "service", "admission", "answer", "reading", "api.*", "report", "arguments", "packing", "main", "cli",
 )  # fmt: skip
 
 # A library and the only places that may import it.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ from app.messages import Generate, SamplingParams
 from app.models.config import ModelConfig
 from app.weights.checkpoint import Checkpoint
 from app.weights.load import load_model
+from app.weights.pack_cache import Packs
 
 Report = Callable[[str], None]  # told the stage of loading, in words for people
 
@@ -52,7 +54,9 @@ def build_engine(checkpoint: Checkpoint, plan: ServingPlan, eos_token_ids: Colle
     backend = select_backend(plan)
     backend.configure(plan)
     report("loading weights")
-    model = load_model(checkpoint, plan, backend, _percent(report))
+    folder = plan.pack_folder.value
+    packs = None if folder is None else Packs(Path(folder), _percent(report, "keeping packed weights"))
+    model = load_model(checkpoint, plan, backend, _percent(report, "loading weights"), packs)
     report("reserving KV memory")
     config = checkpoint.model_config
     kv_cache = KVCache(kv_shape(config, plan), KV_DTYPES[plan.kv_precision.value])
@@ -97,7 +101,7 @@ def warm_up(runner: Runner) -> None:
     runner.kv_cache.release(0, 0, runner.kv_cache.shape.max_len)
 
 
-def _percent(report: Report) -> Callable[[int, int], None]:
+def _percent(report: Report, stage: str) -> Callable[[int, int], None]:
     told = -1
 
     def progress(done: int, total: int) -> None:
@@ -105,6 +109,6 @@ def _percent(report: Report) -> Callable[[int, int], None]:
         percent = 100 * done // max(total, 1)
         if percent != told:
             told = percent
-            report(f"loading weights, {percent}%")
+            report(f"{stage}, {percent}%")
 
     return progress

@@ -12,6 +12,8 @@ from app.settings import Settings
 # Instruction sets that multiply BF16 by BF16 and add in FP32. AVX-512 without BF16 only converts: slower than FP32.
 _BF16_PRODUCTS = {"x86_64": ("amx_bf16", "avx512_bf16"), "arm64": ("bf16",)}
 
+ROUNDED = ("int8", "int4")  # precisions whose weights are codes with scales
+
 # torch imports NumPy, whose wheels (2.4.6) execute AVX unguarded and refuse anything below x86-64-v2: seen under emulation of
 # Westmere (stops at import) and Sandy Bridge (runs). torch alone would run on less.
 _X86_NEEDS = frozenset({"sse4_2", "popcnt", "avx"})
@@ -96,7 +98,7 @@ def dtype(facts: Facts, chosen: str) -> Decision[Dtype]:
     """What activations are held in."""
     if chosen == "fp32":
         return Decision("float32", "As the weights.")
-    if chosen in ("int8", "int4"):
+    if chosen in ROUNDED:
         needless = "" if bf16_products(facts) else ", which asks for no BF16 instructions"
         return Decision("bfloat16", f"Rows are rounded to int8 before each product; between products they are BF16{needless}.")
     return Decision("bfloat16", "As the weights; sums run in FP32.")
@@ -125,6 +127,20 @@ def int8_copy(settings: Settings, chosen: str, needs: Needs | None) -> Decision[
         return Decision(True, f"Asked for: prompts and large batches multiply eight-bit weights, for {more} of memory.")
     lean = f"Lean: one four-bit form for every number of rows. A copy in eight bits would take {more} and make prompts quicker."
     return Decision(False, "Asked for." if settings.int8_copy == "off" else lean)
+
+
+def pack_folder(settings: Settings, chosen: str) -> Decision[str | None]:
+    """Where packed weights are kept for the next start; None: they are packed at each."""
+    if chosen not in ROUNDED:
+        return Decision(None, f"Weights in {chosen} are packed while they are read, at each start.")
+    folder = settings.cache_directory
+    if folder is None:
+        return Decision(
+            None, "This user has no home; cache_dir would say where packed weights may be kept. They are packed at each start."
+        )
+    return Decision(
+        str(folder), f"Rounding to {chosen} takes longest: it happens once, and the next start reads what is kept there."
+    )
 
 
 def bf16_products(facts: Facts) -> str | None:

@@ -30,6 +30,7 @@ class ServingPlan:
     """Every choice for one process on one machine.
 
     `cpu_ids` is the mask the compute threads are confined to, before their pool starts; empty: leave them alone.
+    `pack_folder` None: no packed weights are kept.
     `itl_target_seconds` None: relative to the decode steps as they are measured while serving.
     """
 
@@ -37,6 +38,7 @@ class ServingPlan:
     precision: Decision[str]
     dtype: Decision[Dtype]
     int8_copy: Decision[bool]
+    pack_folder: Decision[str | None]
     kv_precision: Decision[str]
     kernels: Decision[str]
     threads: Decision[int]
@@ -104,6 +106,7 @@ def make_plan(
         precision=precision,
         dtype=dtype,
         int8_copy=int8_copy,
+        pack_folder=numerics.pack_folder(settings, precision.value),
         kv_precision=kv_precision,
         kernels=native_library.kernels(facts),
         **_fields(threads),
