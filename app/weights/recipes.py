@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from app.errors import NoRecipe
-from app.hardware.plan import RecipeKey
+from app.hardware.decision import RecipeKey
 
 
 @dataclass(frozen=True, slots=True)
