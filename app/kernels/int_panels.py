@@ -18,10 +18,24 @@ from app.kernels.activations import Quantised, quantise, quantise_torch
 from app.kernels.layout import PanelLayout
 from app.kernels.memory import empty, weights_bytes
 from app.kernels.native import native
-from app.kernels.operations import Code, LinearInt, Output, Pack, Rows, has, run
+from app.kernels.operations import Code, LinearInt, Output, Pack, Pick, Rows, has, run
 from app.kernels.rounding import quantise_int4, quantise_int8
 
 _STREAM_ROWS = 2048  # outputs rounded at a time
+MOST_BEST = 64
+_PICK_TASKS = 64  # csrc/ops.h
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """Each row's best outputs, best first, the lower id first among equals: fp32 [rows, k] and int64 [rows, k].
+
+    A row with a NaN has NaN as its best value. `logsumexp` [rows] is over all outputs, where it was asked for.
+    """
+
+    values: Tensor
+    ids: Tensor
+    logsumexp: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,15 +140,33 @@ class IntPanels:
         x = x if isinstance(x, Quantised) else quantise(x, self.group)
         self._run(x, hidden, Output.ADD_FP32)
 
+    def best(self, x: Tensor | Quantised, k: int, softcap: float | None = None, with_logsumexp: bool = False) -> Best:
+        """Each row's k best outputs (at most `MOST_BEST`), without the others ever being written; summed and compared in fp32."""
+        assert 1 <= k <= min(MOST_BEST, self.outputs), "as many as a kernel keeps"
+        x = x if isinstance(x, Quantised) else quantise(x, self.group)
+        best = Best(
+            empty((x.rows, k), torch.float32),
+            empty((x.rows, k), torch.int64),
+            empty((x.rows,), torch.float32) if with_logsumexp else None,
+        )
+        scratch = empty((_PICK_TASKS * x.rows * (12 * k + 16),), torch.uint8)
+        logsumexp = None if best.logsumexp is None else best.logsumexp.data_ptr()
+        product = self._product(x, None, 0, Output.FP32)
+        run(
+            Pick(product, best.values.data_ptr(), best.ids.data_ptr(), logsumexp, scratch.data_ptr(), k, softcap or 0.0),
+            Code.PICK,
+        )
+        return best
+
     def _run(self, x: Quantised, y: Tensor, output: Output) -> None:
+        run(self._product(x, y.data_ptr(), y.stride(0), output), Code.LINEAR_INT)
+
+    def _product(self, x: Quantised, y: int | None, stride: int, output: Output) -> LinearInt:
         assert (x.size, x.group) == (self.inputs, self.group), "rows quantised for this weight"
         bias = None if self.bias is None else self.bias.data_ptr()
-        run(
-            LinearInt(
-                self.panels.data_ptr(), bias, x.codes.data_ptr(), x.scales.data_ptr(), x.sums.data_ptr(), y.data_ptr(), y.stride(0),
-                x.rows, self.padded, self.outputs, self.group, x.height, self.packing.bits, self.packing.zero_points, output,
-            ),
-            Code.LINEAR_INT,
+        return LinearInt(
+            self.panels.data_ptr(), bias, x.codes.data_ptr(), x.scales.data_ptr(), x.sums.data_ptr(), y, stride,
+            x.rows, self.padded, self.outputs, self.group, x.height, self.packing.bits, self.packing.zero_points, output,
         )  # fmt: skip
 
     def rows(self, ids: Tensor) -> Tensor:

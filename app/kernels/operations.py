@@ -76,6 +76,16 @@ class LinearInt(ctypes.Structure):
     )
 
 
+class Pick(ctypes.Structure):
+    code = Code.PICK
+    _fields_ = (
+        ("product", LinearInt),
+        *((name, _ADDRESS) for name in ("values", "ids", "logsumexp", "scratch")),
+        ("k", _INT),
+        ("softcap", _FLOAT),
+    )
+
+
 class Rows(ctypes.Structure):
     code = Code.ROWS
     _fields_ = (

@@ -46,7 +46,7 @@ enum {
     OP_COUNT
 };
 
-/* Where rows of activations go: bf16 [rows, size] where `rows` is given, quantised where `tiles` is. */
+/* Where rows of activations go: quantised where `tiles` is given, else bf16 [rows, size]. */
 typedef struct {
     uint16_t *rows;
     int8_t *tiles;

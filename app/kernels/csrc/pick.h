@@ -1,0 +1,121 @@
+/* The best outputs of each row straight from the output product: a tile's logits are looked at while they are in the first cache, and never
+ * written out. Outputs are divided into the same tasks whoever runs them, and merged in order, so a result depends on nothing but its row. */
+#ifndef ARMATURE_PICK_H
+#define ARMATURE_PICK_H
+
+#include "linear_int.h"
+
+/* What a task knows of a row: its k best so far, the worst of them, and the running sum of e^(x - largest). */
+typedef struct {
+    float largest, sum, worst;
+    int32_t broken; /* a NaN was seen */
+} seen;
+
+INLINE int any(vi mask) {
+    int64_t words[LANES / 2], all = 0;
+    memcpy(words, &mask, sizeof words);
+    for (int i = 0; i < LANES / 2; i++) all |= words[i];
+    return all != 0;
+}
+
+/* Scratch of one task and row: `seen`, then k ids of eight bytes, then k values. */
+INLINE uint8_t *place_of(const pick_arguments *a, int64_t task, int64_t row) {
+    return (uint8_t *)a->scratch + (task * a->product.rows + row) * (int64_t)(sizeof(seen) + 12 * (size_t)a->k);
+}
+
+INLINE void insert(const pick_arguments *a, seen *s, float value, int64_t id) {
+    int64_t *ids = (int64_t *)(s + 1), i = a->k - 1;
+    float *values = (float *)(ids + a->k);
+    if (!(value > values[i])) return; /* among equals the earlier, which is the lower, stays */
+    for (; i > 0 && value > values[i - 1]; i--) values[i] = values[i - 1], ids[i] = ids[i - 1];
+    values[i] = value, ids[i] = id;
+    s->worst = values[a->k - 1];
+}
+
+INLINE void add_exponentials(seen *s, const float *x, int64_t outputs) {
+    vf most = vf_all(-INFINITY), total = vf_all(0);
+    for (int64_t i = 0; i < outputs; i++) most[0] = x[i] > most[0] ? x[i] : most[0];
+    const float largest = most[0] > s->largest ? most[0] : s->largest;
+    if (largest == -INFINITY) return;
+    for (int64_t i = 0; i < outputs; i += LANES) {
+        float part[LANES];
+        for (int64_t j = 0; j < LANES; j++) part[j] = i + j < outputs ? x[i + j] : -INFINITY;
+        total += vf_exp(vf_load(part) - largest);
+    }
+    const float shift = s->largest == -INFINITY ? 0.0f : vf_exp(vf_all(s->largest - largest))[0];
+    s->sum = s->sum * shift + vf_sum(total);
+    s->largest = largest;
+}
+
+/* Logits of one row and panel, as far as there are outputs. */
+INLINE void look(const pick_arguments *a, seen *s, float *x, int64_t first, int64_t outputs) {
+    const linear_int_arguments *p = &a->product;
+    vi better = vi_all(0), nan = vi_all(0);
+    for (int64_t i = 0; i < PANEL_OUTPUTS; i += LANES) {
+        vf logits = vf_load(x + i);
+        if (p->bias && i < outputs) logits += vf_load_part(p->bias + first + i, outputs - i);
+        if (a->softcap > 0) logits = (float)a->softcap * vf_tanh(logits / (float)a->softcap);
+        vf_store(x + i, logits);
+        better |= logits > s->worst;
+        nan |= logits != logits;
+    }
+    if (a->logsumexp) add_exponentials(s, x, outputs);
+    if (any(nan)) s->broken = 1;
+    if (!any(better)) return;
+    for (int64_t i = 0; i < outputs; i++) insert(a, s, x[i], first + i);
+}
+
+INLINE void start_row(const pick_arguments *a, seen *s) {
+    int64_t *ids = (int64_t *)(s + 1);
+    float *values = (float *)(ids + a->k);
+    *s = (seen){-INFINITY, 0, -INFINITY, 0};
+    for (int64_t i = 0; i < a->k; i++) values[i] = -INFINITY, ids[i] = 0;
+}
+
+INLINE void pick_task(const pick_arguments *a, int64_t task, int64_t panels, int64_t num_panels, float *sums) {
+    const linear_int_arguments *p = &a->product;
+    const ptrdiff_t bytes = panel_bytes_int(p);
+    for (int64_t row = 0; row < p->rows; row++) start_row(a, (seen *)place_of(a, task, row));
+    for (int64_t panel = task * panels; panel < (task + 1) * panels && panel < num_panels; panel++)
+        for (int64_t row = 0; row < p->rows; row += p->height) {
+            const uint8_t *weights = p->panels + panel * bytes;
+            const int64_t left = p->rows - row, first = panel * PANEL_OUTPUTS, outputs = p->outputs - first;
+            const int count = (int)(left < p->height ? left : p->height);
+            multiply_tile(p, weights, row, count, p->rows <= p->height ? weights + AHEAD : row == 0 ? weights + bytes : NULL, sums);
+            for (int r = 0; r < count; r++)
+                look(a, (seen *)place_of(a, task, row + r), sums + r * PANEL_OUTPUTS, first, outputs < PANEL_OUTPUTS ? outputs : PANEL_OUTPUTS);
+        }
+}
+
+INLINE void merge(const pick_arguments *a, int64_t row, int64_t tasks) {
+    seen *all = (seen *)place_of(a, 0, row);
+    for (int64_t task = 1; task < tasks; task++) {
+        const seen *s = (const seen *)place_of(a, task, row);
+        const int64_t *ids = (const int64_t *)(s + 1);
+        const float *values = (const float *)(ids + a->k);
+        for (int64_t i = 0; i < a->k; i++) insert(a, all, values[i], ids[i]);
+        all->broken |= s->broken;
+        if (s->largest == -INFINITY) continue;
+        const float largest = s->largest > all->largest ? s->largest : all->largest;
+        all->sum = all->sum * (all->largest == -INFINITY ? 0.0f : expf(all->largest - largest)) + s->sum * expf(s->largest - largest);
+        all->largest = largest;
+    }
+    const int64_t *ids = (const int64_t *)(all + 1);
+    memcpy(a->ids + row * a->k, ids, (size_t)a->k * 8);
+    memcpy(a->values + row * a->k, ids + a->k, (size_t)a->k * 4);
+    if (all->broken) a->values[row * a->k] = NAN;
+    if (a->logsumexp) a->logsumexp[row] = all->broken ? NAN : all->largest + logf(all->sum);
+}
+
+static void pick(const void *arguments) {
+    const pick_arguments *a = arguments;
+    const int64_t num_panels = (a->product.outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS, panels = (num_panels + PICK_TASKS - 1) / PICK_TASKS;
+    const int64_t tasks = (num_panels + panels - 1) / panels;
+    float sums[TILE_ROWS * PANEL_OUTPUTS] __attribute__((aligned(64)));
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t task = 0; task < tasks; task++) pick_task(a, task, panels, num_panels, sums);
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < a->product.rows; row++) merge(a, row, tasks);
+}
+
+#endif
