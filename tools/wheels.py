@@ -63,6 +63,8 @@ def build(machine: str, cross: bool, folder: Path) -> Path:
         subprocess.run(command, check=True, capture_output=True)
         (wheel,) = Path(work).glob("*.whl")
         folder.mkdir(exist_ok=True)
+        for other in folder.glob("-".join(wheel.name.split("-")[:2]) + f"-*_{machine}.whl"):
+            other.unlink()  # of this version and machine, perhaps for another C library
         return Path(shutil.copy(wheel, folder))
 
 

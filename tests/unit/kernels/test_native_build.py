@@ -17,16 +17,22 @@ import pytest
 from tools import wheels
 
 CSRC = Path("app/kernels/csrc")
+# The virtual environment's cmake and ninja, where the machine has none.
+PATH = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
 CC = shutil.which(os.environ.get("CC", "gcc"))
 MACHINE = platform.machine()
 
-needs_cmake = pytest.mark.skipif(shutil.which("cmake") is None, reason="there is no cmake on the PATH")
+needs_cmake = pytest.mark.skipif(shutil.which("cmake", path=PATH) is None, reason="there is no cmake")
 needs_gcc = pytest.mark.skipif(sys.platform != "linux" or CC is None, reason="there is no GCC for Linux")
 pytestmark = needs_cmake
 
 
 def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    env = {name: value for name, value in os.environ.items() if name not in ("CC", "CFLAGS", "CMAKE_ARGS")} | environment
+    env = (
+        {name: value for name, value in os.environ.items() if name not in ("CC", "CFLAGS", "CMAKE_ARGS")}
+        | {"PATH": PATH}
+        | environment
+    )
     return subprocess.run(command, capture_output=True, text=True, check=False, env=env, stdin=subprocess.DEVNULL)
 
 
@@ -177,7 +183,7 @@ def test_without_a_compiler_a_wheel_is_built_and_says_who_serves(root: Path, tmp
     tools = tmp_path / "bin"
     tools.mkdir()
     for name in ("cmake", "ninja", "make"):
-        found = shutil.which(name)
+        found = shutil.which(name, path=PATH)
         if found:
             (tools / name).symlink_to(found)
     command = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, root)
