@@ -14,6 +14,8 @@ from app.kernels.memory import empty
 from app.kernels.native import native
 from app.kernels.operations import Code, Quantise, Sink, run
 
+_MOST_GROUP = 65536  # csrc/sink.h
+
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
@@ -47,6 +49,7 @@ def plain(x: Activations) -> Tensor:
 
 def room(rows: int, size: int, group: int) -> Quantised:
     """Room for quantised rows, not initialised."""
+    assert group % 8 == 0 and 0 < group <= _MOST_GROUP, "what kernels take at a time, and what they keep on their stack"
     chosen = native()
     num_tiles = max(1, -(-rows // chosen.tile_rows))
     height = -(-rows // num_tiles)

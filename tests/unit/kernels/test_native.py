@@ -71,32 +71,6 @@ def test_bad_values_stay_bad_in_their_row_and_leave_the_others_alone(bad: float)
 
 
 @needs_native
-@pytest.mark.parametrize("size", [1, 16, 65, 2048])
-@pytest.mark.parametrize("rows", [1, 3, 40])
-@pytest.mark.parametrize("extra", [False, True])
-def test_rms_norm_is_its_twin(size: int, rows: int, extra: bool) -> None:
-    hidden, weight = normal(rows, size), normal(size, seed=1)
-    added = normal(rows, size, seed=2).bfloat16() if extra else None
-    mine, twin = hidden.clone(), hidden.clone()
-    result = rowwise.rms_norm(mine, weight, 1e-5, torch.bfloat16, added=added)
-    expected = rowwise.rms_norm_torch(twin, weight, 1e-5, torch.bfloat16, added)
-    assert torch.equal(mine, twin)
-    torch.testing.assert_close(result, expected, rtol=1e-2, atol=1e-6)
-
-
-@needs_native
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
-@pytest.mark.parametrize("shape", [(1, 30), (4, 128), (7, 5000)])
-def test_the_gate_is_its_twin(activation: str, shape: tuple[int, int]) -> None:
-    gate_up = (normal(*shape) * 8).bfloat16()
-    gate_up[0, :3] = torch.tensor([-100.0, 100.0, 0.0])
-    # The twin rounds act(gate) to bfloat16 before it multiplies: two roundings against one.
-    torch.testing.assert_close(
-        rowwise.gate(gate_up, activation), rowwise.gate_torch(gate_up.clone(), activation), rtol=2e-2, atol=1e-3
-    )
-
-
-@needs_native
 @pytest.mark.parametrize(("head_dim", "dim"), [(64, 64), (128, 128), (96, 48), (20, 10)])
 def test_turning_is_its_twin(head_dim: int, dim: int) -> None:
     wide, angle = normal(9, 7, head_dim).bfloat16(), normal(9, 1, dim, seed=1)

@@ -1,0 +1,78 @@
+"""What layers hand to their products: plain rows, or quantised ones in the groups that the form asks for; and what comes of it."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+import torch
+from torch import Tensor
+
+from app.kernels.activations import Activations, Quantised
+from app.kernels.int_panels import IntPacking
+from app.kernels.linear import Linear, PlainLinear
+from app.kernels.operations import Code, has
+from app.models.config import ModelConfig
+from app.models.context import AttentionSpec
+from app.models.gemma import GemmaLayer
+from app.models.layers import RMSNorm
+from app.models.llama import LlamaLayer
+from tiny_checkpoints import config_values
+
+needs_integers = pytest.mark.skipif(not (has(Code.LINEAR_INT) and has(Code.QUANTISE)), reason="no kernels of integer products")
+
+
+def layer_of(kind: type[LlamaLayer | GemmaLayer], packing: IntPacking | type[PlainLinear]) -> LlamaLayer | GemmaLayer:
+    """Random weights, the same at every call, in the form that is asked for."""
+    layer = kind(ModelConfig.from_hf(config_values()), 0, torch.bfloat16)
+    seeds = count()
+    for module in layer.modules():
+        generator = torch.Generator().manual_seed(next(seeds))
+        if isinstance(module, Linear):
+            weight = torch.randn(module.out_features, module.in_features, generator=generator) * module.in_features**-0.5
+            module.form = packing.pack(weight.bfloat16(), None)
+        elif isinstance(module, RMSNorm):
+            module.adopt(1 + 0.1 * torch.randn(module.weight.shape, generator=generator))
+    return layer
+
+
+def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+    return query
+
+
+@needs_integers
+@pytest.mark.parametrize("kind", [LlamaLayer, GemmaLayer])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("wanted", [None, [6, 2]])
+def test_a_layer_in_integers_says_what_the_plain_one_says(kind: type[LlamaLayer], bits: int, wanted: list[int] | None) -> None:
+    packing = IntPacking(bits, None if bits == 8 else 32)
+    rows = None if wanted is None else torch.tensor(wanted)
+    results = []
+    for form in (PlainLinear, packing):
+        layer = layer_of(kind, form)
+        hidden = torch.randn(9, layer.attention.qkv.in_features, generator=torch.Generator().manual_seed(99))
+        results.append(layer(hidden, None, attend, rows))
+    plain, ours = results
+    assert ours.shape == plain.shape == (9 if rows is None else 2, plain.shape[1])
+    assert (ours - plain).norm() < (0.02 if bits == 8 else 0.15) * plain.norm()
+
+
+@needs_integers
+def test_who_feeds_a_product_writes_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, seen = layer_of(LlamaLayer, IntPacking(4, 32)), []
+    multiply = Linear.forward
+
+    def seeing(self: Linear, x: Activations) -> Tensor:
+        seen.append(x)
+        return multiply(self, x)
+
+    monkeypatch.setattr(Linear, "forward", seeing)
+    monkeypatch.setattr(Linear, "add_to", lambda self, hidden, x: seen.append(x))
+    layer(torch.randn(3, layer.attention.qkv.in_features), None, attend, None)
+    qkv, out, gate_up, down = seen
+    assert all(isinstance(x, Quantised) and (x.rows, x.group) == (3, 32) for x in (qkv, gate_up, down))
+    assert isinstance(out, Tensor)
+    seen.clear()
+    layer_of(LlamaLayer, PlainLinear)(torch.randn(3, layer.attention.qkv.in_features), None, attend, None)
+    assert len(seen) == 4
+    assert all(isinstance(x, Tensor) and x.dtype == torch.bfloat16 for x in seen)
