@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from app.kernels.activations import Quantised, quantise, quantise_torch
+from app.kernels.best import MOST_BEST, Best, Wanted
 from app.kernels.layout import PanelLayout
 from app.kernels.memory import empty, weights_bytes
 from app.kernels.native import native
@@ -22,20 +23,7 @@ from app.kernels.operations import Code, LinearInt, Output, Pack, Pick, Rows, ha
 from app.kernels.rounding import quantise_int4, quantise_int8
 
 _STREAM_ROWS = 2048  # outputs rounded at a time
-MOST_BEST = 64
 _PICK_TASKS = 64  # csrc/ops.h
-
-
-@dataclass(frozen=True, slots=True)
-class Best:
-    """Each row's best outputs, best first, the lower id first among equals: fp32 [rows, k] and int64 [rows, k].
-
-    A row with a NaN has NaN as its best value. `logsumexp` [rows] is over all outputs, where it was asked for.
-    """
-
-    values: Tensor
-    ids: Tensor
-    logsumexp: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +128,20 @@ class IntPanels:
         x = x if isinstance(x, Quantised) else quantise(x, self.group)
         self._run(x, hidden, Output.ADD_FP32)
 
-    def best(self, x: Tensor | Quantised, k: int, softcap: float | None = None, with_logsumexp: bool = False) -> Best:
-        """Each row's k best outputs (at most `MOST_BEST`), without the others ever being written; summed and compared in fp32."""
+    def best(self, x: Tensor | Quantised, wanted: Wanted, softcap: float | None = None) -> Best:
+        """Each row's best outputs (at most `MOST_BEST`), without the others ever being written; summed and compared in fp32.
+
+        With a soft cap, of softcap · tanh(logit / softcap).
+        """
+        k = wanted.k
         assert 1 <= k <= min(MOST_BEST, self.outputs), "as many as a kernel keeps"
         x = x if isinstance(x, Quantised) else quantise(x, self.group)
         best = Best(
             empty((x.rows, k), torch.float32),
             empty((x.rows, k), torch.int64),
-            empty((x.rows,), torch.float32) if with_logsumexp else None,
+            empty((x.rows,), torch.float32) if wanted.with_logsumexp else None,
         )
-        scratch = empty((_PICK_TASKS * x.rows * (12 * k + 16),), torch.uint8)
+        scratch = empty((_PICK_TASKS * x.rows * (8 * k + 16),), torch.uint8)
         logsumexp = None if best.logsumexp is None else best.logsumexp.data_ptr()
         product = self._product(x, None, 0, Output.FP32)
         run(

@@ -20,6 +20,10 @@ static const struct {
     {"NaN and infinity stay in their rows", bad_activations, OP_LINEAR_INT},
     {"a row alone has the bits it has among others", rows_alone, OP_LINEAR_INT},
     {"rows of packed weights", widened_rows, OP_ROWS},
+    {"norms, as bf16 or in tiles", norms, OP_NORM},
+    {"gates, as bf16 or in tiles", gates, OP_GATE},
+    {"gathered rows", gathers, OP_GATHER},
+    {"the best outputs of a product", picks, OP_PICK},
     {"nothing to do, too many threads, no such kernel", odd_calls, -1},
 };
 

@@ -94,7 +94,7 @@ typedef struct {
 
 /* Each row's `k` best outputs of a product whose logits nobody else needs, best first and the lower id first among equals: values [rows, k] fp32,
  * ids [rows, k]. A row with a NaN has NaN as its best value. With `softcap` > 0 a logit is softcap * tanh(logit / softcap). `logsumexp` [rows]
- * where given. `product.y` and what belongs to it are not used. scratch: PICK_TASKS * rows * (12 * k + 16) bytes. */
+ * where given. `product.y` and what belongs to it are not used. scratch: PICK_TASKS * rows * (8 * k + 16) bytes. */
 #define PICK_TASKS 64
 typedef struct {
     linear_int_arguments product;

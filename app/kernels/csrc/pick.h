@@ -18,17 +18,18 @@ INLINE int any(vi mask) {
     return all != 0;
 }
 
-/* Scratch of one task and row: `seen`, then k ids of eight bytes, then k values. */
+/* Scratch of one task and row: `seen`, then k ids of four bytes, then k values. */
 INLINE uint8_t *place_of(const pick_arguments *a, int64_t task, int64_t row) {
-    return (uint8_t *)a->scratch + (task * a->product.rows + row) * (int64_t)(sizeof(seen) + 12 * (size_t)a->k);
+    return (uint8_t *)a->scratch + (task * a->product.rows + row) * (int64_t)(sizeof(seen) + 8 * (size_t)a->k);
 }
 
 INLINE void insert(const pick_arguments *a, seen *s, float value, int64_t id) {
-    int64_t *ids = (int64_t *)(s + 1), i = a->k - 1;
+    int32_t *ids = (int32_t *)(s + 1);
     float *values = (float *)(ids + a->k);
+    int64_t i = a->k - 1;
     if (!(value > values[i])) return; /* among equals the earlier, which is the lower, stays */
     for (; i > 0 && value > values[i - 1]; i--) values[i] = values[i - 1], ids[i] = ids[i - 1];
-    values[i] = value, ids[i] = id;
+    values[i] = value, ids[i] = (int32_t)id;
     s->worst = values[a->k - 1];
 }
 
@@ -66,7 +67,7 @@ INLINE void look(const pick_arguments *a, seen *s, float *x, int64_t first, int6
 }
 
 INLINE void start_row(const pick_arguments *a, seen *s) {
-    int64_t *ids = (int64_t *)(s + 1);
+    int32_t *ids = (int32_t *)(s + 1);
     float *values = (float *)(ids + a->k);
     *s = (seen){-INFINITY, 0, -INFINITY, 0};
     for (int64_t i = 0; i < a->k; i++) values[i] = -INFINITY, ids[i] = 0;
@@ -91,7 +92,7 @@ INLINE void merge(const pick_arguments *a, int64_t row, int64_t tasks) {
     seen *all = (seen *)place_of(a, 0, row);
     for (int64_t task = 1; task < tasks; task++) {
         const seen *s = (const seen *)place_of(a, task, row);
-        const int64_t *ids = (const int64_t *)(s + 1);
+        const int32_t *ids = (const int32_t *)(s + 1);
         const float *values = (const float *)(ids + a->k);
         for (int64_t i = 0; i < a->k; i++) insert(a, all, values[i], ids[i]);
         all->broken |= s->broken;
@@ -100,8 +101,8 @@ INLINE void merge(const pick_arguments *a, int64_t row, int64_t tasks) {
         all->sum = all->sum * (all->largest == -INFINITY ? 0.0f : expf(all->largest - largest)) + s->sum * expf(s->largest - largest);
         all->largest = largest;
     }
-    const int64_t *ids = (const int64_t *)(all + 1);
-    memcpy(a->ids + row * a->k, ids, (size_t)a->k * 8);
+    const int32_t *ids = (const int32_t *)(all + 1);
+    for (int64_t i = 0; i < a->k; i++) a->ids[row * a->k + i] = ids[i];
     memcpy(a->values + row * a->k, ids + a->k, (size_t)a->k * 4);
     if (all->broken) a->values[row * a->k] = NAN;
     if (a->logsumexp) a->logsumexp[row] = all->broken ? NAN : all->largest + logf(all->sum);

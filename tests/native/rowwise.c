@@ -1,0 +1,118 @@
+/* Checks of what stands between products: norm, gate and gather, whose rows go out as bf16 or in tiles. */
+#include "activations.h"
+
+/* A sink for `size` inputs and what it is of; the tiles as in `activations`. */
+static sink new_sink(activations *a, int64_t tiles) {
+    const int64_t align = armature_tiles(2), count = (a->rows + armature_tiles(0) - 1) / armature_tiles(0), most = (a->rows + align - 1) / align * align;
+    a->height = ((a->rows + count - 1) / count + align - 1) / align * align;
+    a->groups = (a->size + a->group - 1) / a->group, a->padded = a->groups * a->group;
+    if (!tiles) a->x = room(a->rows * a->size * 2);
+    else a->tiles = room(most * a->padded), a->scales = room(most * a->groups * 4), a->sums = room(most * a->groups * 4);
+    return (sink){a->x, a->tiles, a->scales, a->sums, a->group, a->height};
+}
+
+static void check_group(const activations *a, int64_t row, int64_t g, const double *expected) {
+    const plain_group found = from_tiles(a, row, g);
+    double largest = 0;
+    int32_t sum = 0;
+    for (int64_t i = 0; i < a->group && g * a->group + i < a->size; i++)
+        largest = fabs(expected[i]) > largest || expected[i] != expected[i] ? fabs(expected[i]) : largest;
+    if (!isfinite(largest) ? found.scale == found.scale : !close_to(found.scale, largest / 127, 1e-4 * largest / 127 + 1e-37)) {
+        failed("row %d, group %d: the scale is %g for %g", (int)row, (int)g, found.scale, largest / 127);
+        return;
+    }
+    for (int64_t i = 0; i < a->group; i++) {
+        const double value = g * a->group + i < a->size ? expected[i] : 0;
+        sum += found.codes[i];
+        if (isfinite(largest) && fabs((double)found.scale * found.codes[i] - value) > 0.501 * found.scale + 1e-5)
+            failed("row %d, input %d: code %d of %g for %g", (int)row, (int)(g * a->group + i), found.codes[i], found.scale, value);
+    }
+    if (found.negated != -sum) failed("row %d, group %d: the sum is %d for %d", (int)row, (int)g, found.negated, -sum);
+}
+
+/* expected [rows, size] */
+static void check_sink(const activations *a, const double *expected) {
+    for (int64_t at = 0; a->x && at < a->rows * a->size; at++)
+        if (!close_to(float_of_bf16(a->x[at]), expected[at], fabs(expected[at]) / 200 + 1e-5)) failed("value %d: %g for %g", (int)at, float_of_bf16(a->x[at]), expected[at]);
+    for (int64_t row = 0; a->tiles && row < a->rows; row++)
+        for (int64_t g = 0; g < a->groups; g++) check_group(a, row, g, expected + row * a->size + g * a->group);
+}
+
+static const int64_t SIZES[] = {576, 896, 1, 33, 64, 1000}, GROUPS[] = {32, 64, 128};
+
+static activations some_rows(int64_t i) {
+    return (activations){.rows = between(1, 20), .size = SIZES[i % 6], .group = GROUPS[below(3)]};
+}
+
+int64_t norms(void) {
+    for (int64_t i = 0; i < 18; i++) {
+        activations a = some_rows(i);
+        const sink out = new_sink(&a, i % 3);
+        const int64_t stride = a.size + below(3), count = (a.rows - 1) * stride + a.size;
+        float *hidden = room(count * 4), *weight = room(a.size * 4);
+        uint16_t *added = i % 2 ? room(a.rows * a.size * 2) : NULL;
+        double *expected = room(a.rows * a.size * 8);
+        for (int64_t at = 0; at < count; at++) hidden[at] = 4 * number();
+        for (int64_t at = 0; at < a.size; at++) weight[at] = number();
+        for (int64_t at = 0; added && at < a.rows * a.size; at++) added[at] = bf16_of_float(number());
+        if (i % 5 == 4) hidden[below(a.rows) * stride] = NAN;
+        float *sums = memcpy(room(count * 4), hidden, (size_t)count * 4);
+        for (int64_t row = 0; row < a.rows; row++) {
+            double squares = 0;
+            for (int64_t k = 0; k < a.size; k++) {
+                float *x = sums + row * stride + k;
+                if (added) *x += float_of_bf16(added[row * a.size + k]);
+                squares += (double)*x * *x;
+            }
+            for (int64_t k = 0; k < a.size; k++) expected[row * a.size + k] = sums[row * stride + k] / sqrt(squares / (double)a.size + 1e-5) * weight[k];
+        }
+        const norm_arguments arguments = {hidden, added, weight, stride, a.rows, a.size, 1e-5, out};
+        run(OP_NORM, &arguments);
+        for (int64_t at = 0; at < count; at++)
+            if (!same(hidden[at], sums[at])) failed("the sum %d is %g for %g", (int)at, hidden[at], sums[at]);
+        check_sink(&a, expected);
+        free(hidden), free(weight), free(added), free(expected), free(sums), free_activations(&a);
+    }
+    return 18;
+}
+
+static double gated(int64_t activation, double x) {
+    if (activation == 0) return x / (1 + exp(-x));
+    return activation == 1 ? x / 2 * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))) : x / 2 * (1 + erf(x * 0.7071067811865476));
+}
+
+int64_t gates(void) {
+    for (int64_t i = 0; i < 18; i++) {
+        activations a = some_rows(i);
+        const sink out = new_sink(&a, i % 4);
+        uint16_t *gate_up = room(a.rows * 2 * a.size * 2);
+        double *expected = room(a.rows * a.size * 8);
+        for (int64_t at = 0; at < a.rows * 2 * a.size; at++) gate_up[at] = bf16_of_float((below(20) ? 5 : 90) * number());
+        if (i % 5 == 4) gate_up[below(a.rows) * 2 * a.size] = bf16_of_float(NAN);
+        for (int64_t at = 0; at < a.rows * a.size; at++) {
+            const uint16_t *x = gate_up + at / a.size * 2 * a.size + at % a.size;
+            expected[at] = gated(i % 3, float_of_bf16(*x)) * float_of_bf16(x[a.size]);
+        }
+        const gate_arguments arguments = {gate_up, a.rows, a.size, i % 3, out};
+        run(OP_GATE, &arguments);
+        check_sink(&a, expected);
+        free(gate_up), free(expected), free_activations(&a);
+    }
+    return 18;
+}
+
+int64_t gathers(void) {
+    for (int64_t i = 0; i < 6; i++) {
+        const int64_t size = SIZES[i], rows = between(1, 20), count = below(10), stride = size + below(3), values = (rows - 1) * stride + size;
+        float *x = room(values * 4), *out = room(count * size * 4);
+        int64_t *ids = room(count * 8);
+        for (int64_t at = 0; at < values; at++) x[at] = number();
+        for (int64_t n = 0; n < count; n++) ids[n] = n ? below(rows) : rows - 1;
+        const gather_arguments arguments = {x, ids, out, stride, count, size};
+        run(OP_GATHER, &arguments);
+        for (int64_t n = 0; n < count; n++)
+            if (memcmp(out + n * size, x + ids[n] * stride, (size_t)size * 4) != 0) failed("row %d is not row %d", (int)n, (int)ids[n]);
+        free(x), free(out), free(ids);
+    }
+    return 6;
+}
