@@ -49,7 +49,7 @@ def plain(x: Activations) -> Tensor:
 
 def room(rows: int, size: int, group: int) -> Quantised:
     """Room for quantised rows, not initialised."""
-    assert group % 8 == 0 and 0 < group <= _MOST_GROUP, "what kernels take at a time, and what they keep on their stack"
+    assert group % 32 == 0 and 0 < group <= _MOST_GROUP, "what kernels take at a time, and what they keep on their stack"
     chosen = native()
     num_tiles = max(1, -(-rows // chosen.tile_rows))
     height = -(-rows // num_tiles)
@@ -66,7 +66,7 @@ def quantise(x: Tensor, group: int) -> Quantised:
     if x.stride(-1) != 1 or x.dtype != torch.bfloat16:
         x = x.to(torch.bfloat16).contiguous()
     result = room(x.shape[0], x.shape[1], group)
-    run(Quantise(x.data_ptr(), x.stride(0), x.shape[0], x.shape[1], result.sink()), Code.QUANTISE)
+    run(Quantise(x.data_ptr(), x.stride(0), x.shape[0], x.shape[1], result.sink()), Code.QUANTISE, x.numel())
     return result
 
 

@@ -113,16 +113,21 @@ class _Operation(ctypes.Structure):
     _fields_ = (("code", _INT), ("arguments", _ADDRESS))
 
 
+_WORTH_A_POOL = 16384  # values: for fewer, waking the others costs more than what they would do
 Listener = Callable[[Code, ctypes.Structure], None]
 _listeners: list[Listener] = []  # of the worker thread, which alone runs operations while something is recorded
 
 
-def run(arguments: ctypes.Structure, code: Code) -> None:
-    """Runs one operation on this thread's pool. Others of Python's threads go on meanwhile."""
+def run(arguments: ctypes.Structure, code: Code, values: int | None = None) -> None:
+    """Runs one operation on this thread's pool, or on this thread alone where it says that it makes few `values`.
+
+    Others of Python's threads go on meanwhile.
+    """
     library = native().library
     assert library is not None, "whoever calls has asked whether the library is there"
     operation = _Operation(int(code), ctypes.addressof(arguments))
-    missing = library.armature_run(ctypes.byref(operation), 1, torch.get_num_threads())
+    threads = 1 if values is not None and values < _WORTH_A_POOL else torch.get_num_threads()
+    missing = library.armature_run(ctypes.byref(operation), 1, threads)
     assert missing == 0, f"the level {native().level} has no kernel for {code.name}: ask `has` first"
     for listener in _listeners:
         listener(code, arguments)

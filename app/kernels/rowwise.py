@@ -38,7 +38,7 @@ def rms_norm(
     rows, size = hidden.shape
     out, sink = _destination(rows, size, group)
     extra = None if added is None else added.data_ptr()
-    run(Norm(hidden.data_ptr(), extra, weight.data_ptr(), hidden.stride(0), rows, size, eps, sink), Code.NORM)
+    run(Norm(hidden.data_ptr(), extra, weight.data_ptr(), hidden.stride(0), rows, size, eps, sink), Code.NORM, rows * size)
     return out
 
 
@@ -54,7 +54,7 @@ def gate(gate_up: Tensor, activation: str, group: int | None = None) -> Activati
         return _as_asked(gate_torch(gate_up, activation), group)
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out, sink = _destination(rows, size, group)
-    run(Gate(gate_up.data_ptr(), rows, size, _GATES[activation], sink), Code.GATE)
+    run(Gate(gate_up.data_ptr(), rows, size, _GATES[activation], sink), Code.GATE, rows * size)
     return out
 
 
@@ -70,7 +70,7 @@ def gather(x: Tensor, rows: Tensor) -> Tensor:
         return x.index_select(0, rows)
     rows, out = rows.contiguous(), empty((len(rows), x.shape[1]), x.dtype)
     # Bytes are bytes: four of them are an fp32 to the kernel.
-    run(Gather(x.data_ptr(), rows.data_ptr(), out.data_ptr(), stride // 4, len(rows), size // 4), Code.GATHER)
+    run(Gather(x.data_ptr(), rows.data_ptr(), out.data_ptr(), stride // 4, len(rows), size // 4), Code.GATHER, out.numel())
     return out
 
 

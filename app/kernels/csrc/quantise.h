@@ -6,7 +6,7 @@
 
 static void quantise(const void *arguments) {
     const quantise_arguments *a = arguments;
-    float values[ROOM] __attribute__((aligned(64)));
+    float values[MOST_GROUP] __attribute__((aligned(64)));
 #pragma omp for schedule(static)
     for (int64_t index = 0; index < a->rows * parts_of(&a->out, a->size); index++) {
         const part p = nth_part(&a->out, a->size, index);

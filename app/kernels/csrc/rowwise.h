@@ -32,7 +32,7 @@ INLINE float inverse_rms(float *x, const uint16_t *added, int64_t size, double e
 static void norm(const void *arguments) {
     const norm_arguments *a = arguments;
     const int64_t parts = parts_of(&a->out, a->size);
-    float values[ROOM] __attribute__((aligned(64)));
+    float values[MOST_GROUP] __attribute__((aligned(64)));
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < a->rows; row++) {
         float *hidden = a->hidden + row * a->stride;
@@ -72,7 +72,7 @@ INLINE void gate_values(int activation, const uint16_t *gate, const uint16_t *up
 
 static void gate(const void *arguments) {
     const gate_arguments *a = arguments;
-    float values[ROOM] __attribute__((aligned(64)));
+    float values[MOST_GROUP] __attribute__((aligned(64)));
 #pragma omp for schedule(static)
     for (int64_t index = 0; index < a->rows * parts_of(&a->out, a->size); index++) {
         const part p = nth_part(&a->out, a->size, index);

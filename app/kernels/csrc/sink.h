@@ -8,7 +8,7 @@
 
 #define MOST_GROUP 65536 /* the largest group that a kernel keeps on its stack, in floats */
 #define PART 1024        /* values that are finished together where groups are smaller */
-#define STRIP 16         /* codes that are made together */
+#define STRIP 16         /* codes that are made together; a group has a multiple of 32 */
 
 typedef int8_t strip __attribute__((vector_size(STRIP)));
 
@@ -17,10 +17,9 @@ typedef struct {
     int64_t row, from, count;
 } part;
 
-/* Values of a part. A group that does not end with a strip is a part of its own. */
 INLINE int64_t part_size(const sink *out) {
     if (!out->tiles) return PART;
-    return out->group >= PART || out->group % STRIP ? out->group : PART / out->group * out->group;
+    return out->group >= PART ? out->group : PART / out->group * out->group;
 }
 
 INLINE int64_t parts_of(const sink *out, int64_t size) { return (size + part_size(out) - 1) / part_size(out); }
@@ -50,18 +49,15 @@ INLINE strip strip_of(const float *x, float inverse, vi *total) {
     return codes;
 }
 
-/* The first `count` codes: each BLOCK together, blocks `step` bytes apart. */
-INLINE void strip_store(int8_t *target, int64_t step, strip codes, int64_t count) {
-    if (step == BLOCK && count >= STRIP) {
-        memcpy(target, &codes, STRIP);
-        return;
-    }
+/* Each BLOCK codes together, blocks `step` bytes apart. */
+INLINE void strip_store(int8_t *target, int64_t step, strip codes) {
+    if (step == BLOCK) memcpy(target, &codes, STRIP);
+    else
 #pragma GCC unroll 4
-    for (int i = 0; i < STRIP; i += BLOCK)
-        if (i < count) memcpy(target + i / BLOCK * step, (const char *)&codes + i, BLOCK);
+        for (int i = 0; i < STRIP; i += BLOCK) memcpy(target + i / BLOCK * step, (const char *)&codes + i, BLOCK);
 }
 
-/* One group of a row, zeros up to a whole strip; x may be overwritten. */
+/* One group of a row; x may be overwritten. */
 INLINE void quantise_group(float *x, int64_t group, int8_t *target, int64_t step, float *scale, int32_t *sum) {
     union { int32_t bits; float number; } largest = {largest_bits(x, group)};
     const int finite = largest.bits < 0x7f800000, any = finite && largest.number > 1e-35f;
@@ -69,17 +65,17 @@ INLINE void quantise_group(float *x, int64_t group, int8_t *target, int64_t step
     if (!finite) memset(x, 0, (size_t)group * sizeof *x);
     *scale = any ? largest.number / 127.0f : finite ? 0.0f : NAN;
     vi total = vi_all(0);
-    for (int64_t i = 0; i < group; i += STRIP) strip_store(target + i / BLOCK * step, step, strip_of(x + i, inverse, &total), group - i);
+    for (int64_t i = 0; i < group; i += STRIP) strip_store(target + i / BLOCK * step, step, strip_of(x + i, inverse, &total));
     *sum = -vi_sum(total);
 }
 
-/* Where the codes of a row's group go is said in ops.h. x has room for whole strips. */
+/* Where the codes of a row's group go is said in ops.h. */
 INLINE void emit_groups(const sink *out, int64_t rows, int64_t size, part p, float *x) {
     const int64_t group = out->group, groups = (size + group - 1) / group, last = (p.count + group - 1) / group;
     const int64_t first = p.row / out->height * out->height, left = rows - first, within = p.row - first;
     int64_t count = left < out->height ? left : out->height;
     count = (count + TILE_ALIGN - 1) / TILE_ALIGN * TILE_ALIGN;
-    memset(x + p.count, 0, (size_t)((last * group + STRIP - 1) / STRIP * STRIP - p.count) * sizeof *x);
+    memset(x + p.count, 0, (size_t)(last * group - p.count) * sizeof *x);
     for (int64_t i = 0; i < last; i++) {
         const int64_t g = p.from / group + i, at = first * groups + g * count + within;
         int8_t *target = out->tiles + first * groups * group + g * group * count + within * BLOCK;
@@ -88,13 +84,11 @@ INLINE void emit_groups(const sink *out, int64_t rows, int64_t size, part p, flo
     }
 }
 
-/* Part p of `rows` rows of `size`. x has room for MOST_GROUP values and a strip, and may be overwritten. */
+/* Part p of `rows` rows of `size`. x has room for MOST_GROUP values and may be overwritten. */
 INLINE void emit(const sink *out, int64_t rows, int64_t size, part p, float *x) {
     if (out->tiles) emit_groups(out, rows, size, p, x);
     else
         for (int64_t i = 0; i < p.count; i += LANES) bf16_store_part(out->rows + p.row * size + p.from + i, vf_load(x + i), p.count - i);
 }
-
-#define ROOM (MOST_GROUP + STRIP)
 
 #endif

@@ -34,7 +34,7 @@ def rows_of(rows: int, size: int, spread: float = 1.0, bad: float | None = None,
 
 
 def group_of(group: int | None, size: int) -> int | None:
-    return -(-size // 8) * 8 if group == 0 else group
+    return -(-size // 32) * 32 if group == 0 else group
 
 
 def check(found: Activations, meant: Tensor, group: int | None) -> None:
@@ -67,7 +67,7 @@ def bits(x: Activations) -> list[Tensor]:
 
 @needs_levels
 @often
-@given(level=a_level, rows=num_rows, size=sizes, group=st.sampled_from([0, 8, 32, 64, 128, 1536]), spread=spreads, bad=bad_values)
+@given(level=a_level, rows=num_rows, size=sizes, group=st.sampled_from([0, 32, 64, 96, 128, 1536]), spread=spreads, bad=bad_values)
 def test_quantising_is_its_twin_to_the_bit(
     level: str, rows: int, size: int, group: int, spread: float, bad: float | None
 ) -> None:
