@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from app.kernels.activations import Activations
+from app.kernels.best import Best, Wanted
 from app.kernels.recording import Pool, Recorded, Unrecordable, record
 from app.models.context import Attend, StepContext
 
@@ -22,7 +23,7 @@ class Decoder(Protocol):
 
     def inputs(self, context: StepContext) -> list[Tensor]: ...
     def body(self, inputs: list[Tensor], attend: Attend, rows: Tensor | None) -> Activations: ...
-    def logits(self, rows: Activations) -> Tensor: ...
+    def outputs(self, rows: Activations, wanted: Wanted | None) -> Tensor | Best: ...
 
 
 class Replay:
@@ -35,16 +36,20 @@ class Replay:
         self._seen: dict[int, int] = {}
         self._recorded: dict[int, Recorded] = {}
 
-    def __call__(self, context: StepContext) -> Tensor:
-        """Logits [rows, vocab], as the model's own `forward`."""
-        inputs = self.model.inputs(context)
-        rows = len(context.token_ids)
-        if not context.decodes or self.reason or not self._known(rows):
-            return self.model.logits(self.model.body(inputs, context.attend, None if context.decodes else context.logit_rows))
-        recorded = self._recorded.get(rows)
-        if recorded is not None:
-            return self.model.logits(recorded.run(inputs))
-        return self.model.logits(self._record(rows, inputs, context.attend))
+    def __call__(self, context: StepContext) -> Tensor | Best:
+        """As the model's own `forward`."""
+        return self.model.outputs(self._rows(context, self.model.inputs(context)), context.best)
+
+    def _rows(self, context: StepContext, inputs: list[Tensor]) -> Activations:
+        """What the output layer takes."""
+        count = len(context.token_ids)
+        if not context.decodes or self.reason or not self._known(count):
+            return self.model.body(inputs, context.attend, None if context.decodes else context.logit_rows)
+        recorded = self._recorded.get(count)
+        if recorded is None:
+            return self._record(count, inputs, context.attend)
+        rows: Activations = recorded.run(inputs)
+        return rows
 
     def _known(self, rows: int) -> bool:
         self._seen[rows] = self._seen.get(rows, 0) + 1

@@ -11,21 +11,34 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from app.backends.base import AttentionRow, Backend
+from app.backends.base import Backend
 from app.engine.batch import Batch, Picked, Span
 from app.engine.kv_cache import KVCache
+from app.engine.picking import pick_best, wanted_best
 from app.engine.sampler import Sampler
+<<<<<<< /tmp/att/app/engine/runner.py
+from app.kernels.attention import Row, Step
+from app.kernels.memory import Words
+from app.kernels.turn import Heads, turn
+=======
+from app.kernels.best import Best
+>>>>>>> /work/main/app/engine/runner.py
 from app.models.context import Attend, AttentionSpec, StepContext
+
+_STEP_TOKENS = 2**16  # rows written that are remembered at one address
 
 
 class Runner:
-    """Tensors in, ids out. Lives on the worker thread, between two calls it holds no state but the KV cache."""
+    """Tensors in, ids out. Lives on the worker thread, between two calls it holds no state but the KV cache and room."""
 
-    def __init__(self, model: Callable[[StepContext], Tensor], kv_cache: KVCache, backend: Backend, sampler: Sampler) -> None:
+    def __init__(
+        self, model: Callable[[StepContext], Tensor | Best], kv_cache: KVCache, backend: Backend, sampler: Sampler
+    ) -> None:
         self.model = model
         self.kv_cache = kv_cache
         self.backend = backend
         self.sampler = sampler
+        self._attention = StepAttention(kv_cache, backend)
         self.model_seconds = 0.0  # of the last batch, in the model's forward pass
 
     def run(self, batch: Batch) -> list[Picked]:
@@ -40,11 +53,13 @@ class Runner:
                 self.kv_cache.release(slot, start, end)
             context = self._context(batch.spans)
             started = time.perf_counter()
-            logits = self.model(context)
+            outputs = self.model(context)
             self.backend.synchronize()
             self.model_seconds = time.perf_counter() - started
             sequences = [span.sequence for span in batch.spans if span.samples]
-            return self.sampler.pick(logits, sequences) if sequences else []
+            if not sequences:
+                return []
+            return pick_best(outputs, sequences) if isinstance(outputs, Best) else self.sampler.pick(outputs, sequences)
 
     def _context(self, spans: tuple[Span, ...]) -> StepContext:
         token_ids: list[int] = []
@@ -55,34 +70,41 @@ class Runner:
             positions += range(span.start, span.end)
             if span.samples:
                 logit_rows.append(len(token_ids) - 1)
+<<<<<<< /tmp/att/app/engine/runner.py
+        attend = self._attention.begin(spans)
+=======
+        wanted = wanted_best([span.sequence for span in spans if span.samples])
         attend: Attend = StepAttention(self.kv_cache, self.backend, spans)
+>>>>>>> /work/main/app/engine/runner.py
         decodes = all(span.num_tokens == 1 and span.samples for span in spans)
-        return StepContext(self._ids(token_ids), self._ids(positions), self._ids(logit_rows), attend, decodes)
+        return StepContext(self._ids(token_ids), self._ids(positions), self._ids(logit_rows), attend, decodes, wanted)
 
     def _ids(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.backend.device)
 
 
 class StepAttention:
-    """The `Attend` of one step: what does not depend on the layer is worked out once."""
+    """The `Attend` of every step: what does not depend on the layer is worked out once a step, in memory whose address stays."""
 
-    def __init__(self, kv_cache: KVCache, backend: Backend, spans: tuple[Span, ...]) -> None:
+    def __init__(self, kv_cache: KVCache, backend: Backend) -> None:
         self._kv_cache = kv_cache
         self._backend = backend
-        self._written = torch.tensor(kv_cache.written_rows(spans), dtype=torch.int64, device=backend.device)
-        self._runs = [kv_cache.runs(span) for span in spans]
-        self._borders: list[tuple[int, int, int]] = []  # first row of the batch, number of tokens, position of the first
+        self._step = Step(kv_cache.shape.num_slots)
+        self._rows = Words(_STEP_TOKENS)
+        self._written = self._rows.tensor[:0]
+
+    def begin(self, spans: tuple[Span, ...]) -> Attend:
+        """Describes the next step; what was described before is forgotten."""
+        self._written = self._rows.fill(self._kv_cache.written_rows(spans)).to(self._backend.device)
+        rows: list[Row] = []
         first = 0
         for span in spans:
-            self._borders.append((first, span.num_tokens, span.start))
+            rows.append(Row(first, span.num_tokens, span.start, self._kv_cache.runs(span)))
             first += span.num_tokens
+        self._step.fill(rows)
+        return self
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """query [tokens, heads, head_dim]; key, value [tokens, kv_heads, head_dim]; result like query."""
-        self._kv_cache.write(layer, self._written, key, value)
-        segment = self._kv_cache.segment
-        rows = [
-            AttentionRow(*border, tuple(segment(layer, run) for run in runs))
-            for border, runs in zip(self._borders, self._runs, strict=True)
-        ]
-        return self._backend.attention(query, rows, spec)
+    def __call__(self, layer: int, heads: Heads, spec: AttentionSpec) -> Tensor:
+        kv = self._kv_cache.layers[layer]
+        query = turn(heads, kv, self._written)
+        return self._backend.attention(query, kv, self._step, spec).flatten(1)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from app.kernels.activations import Quantised
+from app.kernels.best import Best, Wanted
 from app.kernels.int_panels import IntPacking, IntPanels
 
 
@@ -71,6 +72,9 @@ class HybridLinear:
 
     def add_to(self, hidden: Tensor, x: Tensor | Quantised) -> None:
         self._form(_rows(x)).add_to(hidden, x)
+
+    def best(self, x: Tensor | Quantised, wanted: Wanted, softcap: float | None = None) -> Best:
+        return self._form(_rows(x)).best(x, wanted, softcap)
 
     def rows(self, ids: Tensor) -> Tensor:
         return self.few.rows(ids)

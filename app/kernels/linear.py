@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.kernels.activations import Activations, plain
+from app.kernels.best import Best, Picking, Wanted
 from app.kernels.int_panels import IntPacking
 from app.kernels.layout import LAYOUTS
 from app.kernels.panels import PanelLinear
@@ -196,3 +197,7 @@ class Linear(nn.Module):
     def add_to(self, hidden: Tensor, x: Activations) -> None:
         """hidden [tokens, out_features] fp32 += the product."""
         self.form.add_to(hidden, x)
+
+    def best(self, x: Activations, wanted: Wanted, softcap: float | None = None) -> Best | None:
+        """Each row's best outputs; None where the form can only write all of them."""
+        return self.form.best(x, wanted, softcap) if isinstance(self.form, Picking) else None

@@ -7,6 +7,12 @@ from typing import Protocol
 
 from torch import Tensor
 
+<<<<<<< /tmp/att/app/models/context.py
+from app.kernels.turn import Heads
+=======
+from app.kernels.best import Wanted
+>>>>>>> /work/main/app/models/context.py
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
@@ -21,10 +27,10 @@ class AttentionSpec:
 
 
 class Attend(Protocol):
-    """Writes this step's keys and values of one layer to the cache and returns what each token attends to."""
+    """Gives one layer's heads their norms and positions, writes keys and values to the cache and returns what each token attends to."""
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """query [tokens, heads, head_dim]; key, value [tokens, kv_heads, head_dim], views of larger tensors; result like query."""
+    def __call__(self, layer: int, heads: Heads, spec: AttentionSpec) -> Tensor:
+        """The product in `heads` may be overwritten; the result is [tokens, num_heads * head_dim] of its dtype."""
         ...
 
 
@@ -33,6 +39,7 @@ class StepContext:
     """token_ids, positions [tokens] int64; logit_rows [rows] int64: the tokens whose logits are wanted (None: all).
 
     `decodes`: each token is the newest of a sequence of its own, and all of their logits are wanted.
+    `best`: that many of the best are enough; a model whose output layer can only write all logits gives those.
     """
 
     token_ids: Tensor
@@ -40,3 +47,4 @@ class StepContext:
     logit_rows: Tensor | None
     attend: Attend
     decodes: bool = False
+    best: Wanted | None = None

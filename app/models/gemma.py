@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from app.kernels.activations import Activations
+from app.kernels.best import Best, Wanted
 from app.kernels.rowwise import Angles, gather
 from app.models.config import ModelConfig
 from app.models.context import Attend, StepContext
@@ -62,12 +63,15 @@ class Gemma(nn.Module):
         result: Activations = self.norm(hidden)
         return result
 
-    def forward(self, context: StepContext) -> Tensor:
-        """Logits [rows, vocab] of the tokens in `logit_rows`."""
-        return self.logits(self.body(self.inputs(context), context.attend, context.logit_rows))
+    def forward(self, context: StepContext) -> Tensor | Best:
+        """Logits [rows, vocab] of the tokens in `logit_rows`, or the best of them."""
+        return self.outputs(self.body(self.inputs(context), context.attend, context.logit_rows), context.best)
 
-    def logits(self, rows: Activations) -> Tensor:
+    def outputs(self, rows: Activations, wanted: Wanted | None) -> Tensor | Best:
         """Bounded by cap · tanh(logits / cap) where the config has a cap."""
-        logits: Tensor = self.output(rows)
         cap = self.config.logit_softcap
+        best = None if wanted is None else self.output.best(rows, wanted, cap)
+        if best is not None:
+            return best
+        logits: Tensor = self.output(rows)
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from app.kernels.activations import Activations
 from app.kernels.linear import Linear, TableForm
-from app.kernels.rowwise import Angles, gate, rms_norm, turn
+from app.kernels.rowwise import Angles, gate, rms_norm
+from app.kernels.turn import Heads
 from app.models.config import ModelConfig
 from app.models.context import Attend, AttentionSpec
 
@@ -68,7 +69,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention: one product for queries, keys and values, rotary positions, `attend`.
+    """Grouped-query attention: one product for queries, keys and values, then `attend`, which also turns them.
 
     The product `out` is the layer's to call, which knows for which tokens it is wanted and what becomes of it.
     """
@@ -76,7 +77,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
         at = f"model.layers.{layer}.self_attn"
-        self.layer, self.dtype, self.head_dim = layer, dtype, config.head_dim
+        self.layer, self.head_dim, self.eps = layer, config.head_dim, config.norm_eps
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         names = ("qkv_proj",) if config.fused_weights else ("q_proj", "k_proj", "v_proj")
@@ -89,18 +90,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Activations, angles: Angles | None, attend: Attend) -> Tensor:
         """x [tokens, hidden] to what the heads made of it, [tokens, heads * head_dim]."""
-        heads = self.qkv(x)
-        tokens, num_turned = heads.shape[0], self.num_heads + self.num_kv_heads
-        heads = heads.view(tokens, num_turned + self.num_kv_heads, self.head_dim)
-        turned, value = heads[:, :num_turned], heads[:, num_turned:]  # queries and keys turn by the same angles
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = turned[:, : self.num_heads], turned[:, self.num_heads :]
-            turned = torch.cat((self.query_norm(query), self.key_norm(key)), 1)
-        if angles is not None:
-            turned = turn(turned, angles)
-        turned = turned.to(self.dtype)
-        mixed = attend(self.layer, turned[:, : self.num_heads], turned[:, self.num_heads :], value, self.spec)
-        return mixed.reshape(tokens, self.num_heads * self.head_dim)
+        queries, keys = self.query_norm, self.key_norm
+        norms = (None if queries is None else queries.weight, None if keys is None else keys.weight)
+        heads = Heads(self.qkv(x), self.num_heads, self.num_kv_heads, self.head_dim, *norms, self.eps, angles)
+        return attend(self.layer, heads, self.spec)
 
 
 class GatedMLP(nn.Module):

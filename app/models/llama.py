@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from app.kernels.activations import Activations
+from app.kernels.best import Best, Wanted
 from app.kernels.rowwise import Angles, gather
 from app.models.config import ModelConfig
 from app.models.context import Attend, StepContext
@@ -63,10 +64,13 @@ class Llama(nn.Module):
         result: Activations = self.norm(hidden)
         return result
 
-    def forward(self, context: StepContext) -> Tensor:
-        """Logits [rows, vocab] of the tokens in `logit_rows`."""
-        return self.logits(self.body(self.inputs(context), context.attend, context.logit_rows))
+    def forward(self, context: StepContext) -> Tensor | Best:
+        """Logits [rows, vocab] of the tokens in `logit_rows`, or the best of them."""
+        return self.outputs(self.body(self.inputs(context), context.attend, context.logit_rows), context.best)
 
-    def logits(self, rows: Activations) -> Tensor:
+    def outputs(self, rows: Activations, wanted: Wanted | None) -> Tensor | Best:
+        best = None if wanted is None else self.output.best(rows, wanted)
+        if best is not None:
+            return best
         logits: Tensor = self.output(rows)
         return logits

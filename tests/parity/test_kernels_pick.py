@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.kernels.int_panels import Best, IntPacking, IntPanels
+from app.kernels.best import Best, Wanted
+from app.kernels.int_panels import IntPacking, IntPanels
 from app.kernels.operations import Code, Output, has
 
 pytestmark = pytest.mark.skipif(not has(Code.PICK), reason="no native kernels here")
@@ -41,7 +42,7 @@ def _same(best: Best, logits: Tensor, k: int) -> None:
 def test_best_are_the_best_of_the_logits(rows: int, outputs: int, k: int, bits: int, seed: int) -> None:
     k = min(k, outputs)
     form, x = _form(outputs, 96, seed, bits), torch.randn(rows, 96).bfloat16()
-    best, logits = form.best(x, k, with_logsumexp=True), _logits(form, x)
+    best, logits = form.best(x, Wanted(k, True)), _logits(form, x)
     _same(best, logits, k)
     assert best.logsumexp is not None
     torch.testing.assert_close(best.logsumexp, logits.logsumexp(-1), atol=1e-5, rtol=1e-5)
@@ -49,22 +50,22 @@ def test_best_are_the_best_of_the_logits(rows: int, outputs: int, k: int, bits: 
 
 def test_equals_come_by_id() -> None:
     form = IntPacking(4, 32).pack(torch.ones(3000, 64), None)
-    best = form.best(torch.ones(3, 64).bfloat16(), 8)
+    best = form.best(torch.ones(3, 64).bfloat16(), Wanted(8))
     assert best.ids.tolist() == [list(range(8))] * 3
 
 
 def test_a_soft_cap_bends_the_values() -> None:
     form, x = _form(700, 64, 3), 30 * torch.randn(5, 64).bfloat16()
-    best, logits = form.best(x, 4, softcap=5.0), 5 * torch.tanh(_logits(form, x) / 5)
+    best, logits = form.best(x, Wanted(4), softcap=5.0), 5 * torch.tanh(_logits(form, x) / 5)
     torch.testing.assert_close(best.values, _best_of(logits, 4)[0], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_a_broken_row_shows_and_stays_alone(bad: float) -> None:
     form, x = _form(700, 64, 4), torch.randn(11, 64).bfloat16()
-    whole = form.best(x, 3)
+    whole = form.best(x, Wanted(3))
     x[6, 5] = bad
-    broken = form.best(x, 3)
+    broken = form.best(x, Wanted(3))
     assert broken.values[6, 0].isnan()
     others = [row for row in range(11) if row != 6]
     assert torch.equal(broken.values[others], whole.values[others])
@@ -72,11 +73,11 @@ def test_a_broken_row_shows_and_stays_alone(bad: float) -> None:
 
 def test_a_row_does_not_depend_on_the_others_nor_on_threads() -> None:
     form, x = _form(5000, 128, 5), torch.randn(23, 128).bfloat16()
-    together, threads = form.best(x, 5, with_logsumexp=True), torch.get_num_threads()
+    together, threads = form.best(x, Wanted(5, True)), torch.get_num_threads()
     for other in (1, 2):
         torch.set_num_threads(other)
         try:
-            alone = [form.best(x[row : row + 1], 5, with_logsumexp=True) for row in range(23)]
+            alone = [form.best(x[row : row + 1], Wanted(5, True)) for row in range(23)]
         finally:
             torch.set_num_threads(threads)
         assert torch.equal(together.values, torch.cat([one.values for one in alone]))
