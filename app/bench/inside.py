@@ -21,7 +21,8 @@ from app.bench.workload import Deck
 from app.engine.build import build_engine
 from app.hardware.facts import Facts
 from app.hardware.plan import ServingPlan
-from app.kernels.linear import Linear
+from app.kernels.hybrid import HybridLinear
+from app.kernels.linear import Linear, LinearForm
 from app.weights.checkpoint import Checkpoint
 
 PREFILL_TOKENS = 512
@@ -77,11 +78,16 @@ def weights_of(model: torch.nn.Module, vocab_size: int, facts: Facts) -> Weights
     output = [layer for layer in layers if layer.out_features == vocab_size]
     inner = [layer for layer in layers if layer.out_features != vocab_size]
     return Weights(
-        num_bytes=sum({id(layer.form): layer.form.nbytes for layer in layers}.values()),
+        num_bytes=sum({id(layer.form): _read_bytes(layer.form) for layer in layers}.values()),
         operations_per_token=2.0 * sum(layer.in_features * layer.out_features for layer in inner),
         operations_per_logit_row=2.0 * sum(layer.in_features * layer.out_features for layer in output),
         cache_bytes=max((cache.size_bytes for cache in facts.caches), default=0),
     )
+
+
+def _read_bytes(form: LinearForm) -> int:
+    """What the product of a few rows reads: of a weight that is held in two forms, one."""
+    return form.few.nbytes if isinstance(form, HybridLinear) else form.nbytes
 
 
 def measure(checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, rounds: int) -> Outcome:

@@ -25,6 +25,8 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
 
     from app.bench.inside import weights_of
     from app.engine.build import build_engine
+    from app.kernels.linear import Linear
+    from app.kernels.native import native
 
     built = build_engine(prepared.checkpoint, prepared.plan, (), lambda stage: None)
     weights = weights_of(built.model, prepared.checkpoint.model_config.vocab_size, prepared.facts)
@@ -40,8 +42,10 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
             _collect(built.engine.step(), rows)
             yield [picked for _, picked in rows.values()]
 
-    about = f"armature {VERSION}, torch {torch.__version__}, {prepared.plan.precision.value}{_level()}"
-    return Peer(about, weights.num_bytes, generate)
+    held = sum({id(layer.form): layer.form.nbytes for layer in built.model.modules() if isinstance(layer, Linear)}.values())
+    share = f"{held / prepared.checkpoint.needs().num_parameters:.3f} bytes a parameter held"
+    words = [f"armature {VERSION}", f"torch {torch.__version__}", prepared.plan.precision.value, share, native().reason]
+    return Peer(", ".join(words), weights.num_bytes, generate)
 
 
 def _collect(events: list[Event], rows: dict[str, tuple[Any, list[int]]]) -> None:
@@ -50,8 +54,3 @@ def _collect(events: list[Event], rows: dict[str, tuple[Any, list[int]]]) -> Non
             raise SystemExit(f"the engine refused a row: {event.error}")
         if isinstance(event, TokensReady | SequenceFinished):
             rows[event.request_id][1].extend(event.token_ids)
-
-
-def _level() -> str:
-    isa = os.environ.get("ARMATURE_ISA")
-    return f", ARMATURE_ISA={isa}" if isa else ""
