@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from app.kernels.turn import Heads, turned_torch
 from app.models.context import AttentionSpec, StepContext
 
 
@@ -15,7 +16,8 @@ class PlainAttend:
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+    def __call__(self, layer: int, heads: Heads, spec: AttentionSpec) -> Tensor:
+        query, key, value = turned_torch(heads)
         none = key.new_zeros(0, *key.shape[1:])
         self.keys[layer] = torch.cat((self.keys.get(layer, none), key))
         self.values[layer] = torch.cat((self.values.get(layer, none), value))
@@ -28,7 +30,7 @@ class PlainAttend:
         mine = at[-query.shape[0] :, None]
         visible = at <= mine if spec.window is None else (at <= mine) & (at > mine - spec.window)
         weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-        return torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)
+        return torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype).flatten(1)
 
 
 def context_of(token_ids: list[int], attend: PlainAttend, start: int = 0, logit_rows: list[int] | None = None) -> StepContext:

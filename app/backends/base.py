@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +9,8 @@ import torch
 from torch import Tensor
 
 from app.hardware.plan import ServingPlan
+from app.kernels.attention import Row, Step
+from app.kernels.kv_rows import KVRows
 from app.models.context import AttentionSpec
 
 
@@ -35,6 +36,12 @@ class AttentionRow:
     segments: tuple[Segment, ...]
 
 
+def with_segments(row: Row, kv: KVRows) -> AttentionRow:
+    """A sequence and its context in one layer."""
+    segments = tuple(Segment(*kv.read(run.first, run.num_tokens), run.position) for run in row.runs)
+    return AttentionRow(row.first, row.num_tokens, row.start, segments)
+
+
 class Backend(Protocol):
     """Our code for a kind of device."""
 
@@ -49,8 +56,8 @@ class Backend(Protocol):
         """Memory that may still be taken on the device."""
         ...
 
-    def attention(self, query: Tensor, rows: Rows[AttentionRow], spec: AttentionSpec) -> Tensor:
-        """Causal attention of query [tokens, heads, head_dim] over each row's segments; result like query."""
+    def attention(self, query: Tensor, kv: KVRows, step: Step, spec: AttentionSpec) -> Tensor:
+        """Causal attention of query [tokens, heads, head_dim] over the rows of one layer that the step says; result like query."""
         ...
 
     def synchronize(self) -> None:

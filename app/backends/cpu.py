@@ -9,16 +9,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from app.backends.base import AttentionRow, Segment
+from app.backends.base import AttentionRow, Segment, with_segments
 from app.backends.reference import capped, visible
 from app.errors import PlanImpossible
 from app.hardware.plan import ServingPlan
 from app.hardware.probe import probe
 from app.kernels import attention as native_attention
+from app.kernels.attention import Step
+from app.kernels.kv_rows import KVRows
 from app.models.context import AttentionSpec
 
 # query, key, value [1, heads or kv_heads, tokens, head_dim] with any strides, nothing is copied; returns the result and, in float32,
@@ -52,11 +55,16 @@ class CpuBackend:
         """What this process could take without swapping, its control group's limit counted. It probes the machine: not for every step."""
         return probe().usable_bytes
 
-    def attention(self, query: Tensor, rows: Rows[AttentionRow], spec: AttentionSpec) -> Tensor:
-        """Causal attention of query [tokens, heads, head_dim] over each row's segments; result like query. Rows follow one another."""
-        if native_attention.suits(query, rows):
-            return native_attention.attention(query, rows, spec.scale, spec.window, spec.softcap)
-        return torch_attention(query, rows, spec)
+    def attention(self, query: Tensor, kv: KVRows, step: Step, spec: AttentionSpec) -> Tensor:
+        """Causal attention of query [tokens, heads, head_dim] over the rows of one layer that the step says; result like query."""
+        if not native_attention.suits(query, kv):
+            return torch_attention(query, [with_segments(row, kv) for row in step.rows], spec)
+        result = native_attention.attention(query, kv, step, spec.scale, spec.window, spec.softcap)
+        for row in step.rows:
+            if not native_attention.takes(row, query, kv):
+                own, alone = slice(row.first, row.first + row.num_tokens), replace(with_segments(row, kv), first=0)
+                result[own] = torch_attention(query[own], [alone], spec)
+        return result
 
     def synchronize(self) -> None:
         """A processor has done what was asked when the call returns."""

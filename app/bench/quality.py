@@ -172,10 +172,10 @@ class Reader:
 
     def __init__(self, checkpoint: Checkpoint, plan: ServingPlan, backend: Backend) -> None:
         config = checkpoint.model_config
-        self._model, self._backend = load_model(checkpoint, plan, backend), backend
+        self._model = load_model(checkpoint, plan, backend)
         self.weight_bytes = held_bytes(self._model)
         shape = KVShape(config.num_layers, 1, min(WINDOW, config.max_model_len), config.num_kv_heads, config.head_dim)
-        self._kv_cache = KVCache(shape, KV_DTYPES[plan.kv_precision.value])
+        self._attention = StepAttention(KVCache(shape, KV_DTYPES[plan.kv_precision.value]), backend)
 
     def read(self, window: Window) -> tuple[float, Tensor]:
         """Nats of all tokens but the first, and which token was likeliest at each of these places."""
@@ -190,7 +190,7 @@ class Reader:
     def _logits(self, window: Window, start: int, end: int) -> Tensor:
         request = Generate("quality", tuple(window), SamplingParams(max_tokens=1), arrived_at=0.0)
         span = Span(sequence_of(request), start, end - start, slot=0, prefix_slot=None, prefix_tokens=0, samples=True)
-        attend = StepAttention(self._kv_cache, self._backend, (span,))
+        attend = self._attention.begin((span,))
         tokens, positions = torch.tensor(window[start:end]), torch.arange(start, end)
         logits: Tensor = self._model(StepContext(tokens, positions, torch.arange(end - start), attend))
         return logits

@@ -19,6 +19,8 @@ from torch import Tensor
 from app.backends.base import Segment
 from app.engine.batch import Copy, Span
 from app.errors import PlanImpossible
+from app.kernels.attention import Run
+from app.kernels.kv_rows import kv_rows, token_bytes
 
 # Python's mmap has no name for it; the value is the same on x86, Arm and RISC-V (Linux, asm-generic/mman-common.h).
 # With it the reservation is not counted against the commit limit. macOS needs nothing: there anonymous memory is lazy anyway.
@@ -38,37 +40,27 @@ class KVShape:
     head_dim: int
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Tokens `[first, first + num_tokens)` of a layer's flat rows; the first is at absolute `position` of its sequence."""
-
-    first: int
-    num_tokens: int
-    position: int
-
-
 class KVCache:
     """Position p of a slot's sequence lies at offset p of the slot; a token's keys and values of a layer lie together.
 
-    Per layer `[slots, stride, 2, kv_heads, head_dim]`, where `stride` is `max_len` rounded up so that no two slots share a page.
+    Per layer `[slots, stride, token_bytes]` (kernels/kv_rows.py says what is in a row), where `stride` is `max_len` rounded up so that no
+    two slots share a page.
     """
 
     def __init__(self, shape: KVShape, dtype: torch.dtype) -> None:
         self.shape = shape
         self.dtype = dtype
-        self.token_bytes = 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize  # of one layer
+        self.token_bytes = token_bytes(shape.num_kv_heads, shape.head_dim, dtype)  # of one layer
         self.bytes_per_token = shape.num_layers * self.token_bytes
         self.tokens_per_page = max(1, mmap.PAGESIZE // self.token_bytes)
         whole_pages = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, self.token_bytes)  # fewest tokens that fill pages exactly
         self.stride = math.ceil(shape.max_len / whole_pages) * whole_pages
         self.reserved_bytes = shape.num_slots * self.stride * self.bytes_per_token
         self._memory = _reserve(self.reserved_bytes)
-        rows = torch.frombuffer(self._memory, dtype=dtype).view(
-            shape.num_layers, shape.num_slots * self.stride, 2, shape.num_kv_heads, shape.head_dim
+        self._rows = torch.frombuffer(self._memory, dtype=torch.uint8).view(
+            shape.num_layers, shape.num_slots * self.stride, self.token_bytes
         )
-        self._rows = rows
-        self._keys = rows[:, :, 0].unbind(0)  # per layer [slots * stride, kv_heads, head_dim]
-        self._values = rows[:, :, 1].unbind(0)
+        self.layers = [kv_rows(layer, shape.num_kv_heads, shape.head_dim, dtype) for layer in self._rows]
 
     def row(self, slot: int, position: int) -> int:
         """Where a token lies among a layer's flat rows."""
@@ -84,9 +76,8 @@ class KVCache:
         return rows
 
     def write(self, layer: int, rows: Tensor, key: Tensor, value: Tensor) -> None:
-        """Stores key, value [tokens, kv_heads, head_dim] (any strides) at `rows` [tokens] int64: one index op each, whatever the batch."""
-        self._keys[layer].index_copy_(0, rows, key.to(self.dtype))
-        self._values[layer].index_copy_(0, rows, value.to(self.dtype))
+        """Stores key, value [tokens, kv_heads, head_dim] (any strides) at `rows` [tokens] int64."""
+        self.layers[layer].write(rows, key, value)
 
     def runs(self, span: Span) -> tuple[Run, ...]:
         """Where a span's context `[0, end)` lies: the shared prefix, if any, then its own tail. The same for every layer."""
@@ -98,8 +89,7 @@ class KVCache:
 
     def segment(self, layer: int, run: Run) -> Segment:
         """A run's keys and values of one layer, as views."""
-        key = self._keys[layer].narrow(0, run.first, run.num_tokens)
-        return Segment(key, self._values[layer].narrow(0, run.first, run.num_tokens), run.position)
+        return Segment(*self.layers[layer].read(run.first, run.num_tokens), run.position)
 
     def segments(self, layer: int, span: Span) -> tuple[Segment, ...]:
         """A span's whole context of one layer, as views: one segment, or two where it shares a prefix."""

@@ -16,13 +16,10 @@ from app.engine.batch import Batch, Picked, Span
 from app.engine.kv_cache import KVCache
 from app.engine.picking import pick_best, wanted_best
 from app.engine.sampler import Sampler
-<<<<<<< /tmp/att/app/engine/runner.py
 from app.kernels.attention import Row, Step
+from app.kernels.best import Best
 from app.kernels.memory import Words
 from app.kernels.turn import Heads, turn
-=======
-from app.kernels.best import Best
->>>>>>> /work/main/app/engine/runner.py
 from app.models.context import Attend, AttentionSpec, StepContext
 
 _STEP_TOKENS = 2**16  # rows written that are remembered at one address
@@ -70,12 +67,8 @@ class Runner:
             positions += range(span.start, span.end)
             if span.samples:
                 logit_rows.append(len(token_ids) - 1)
-<<<<<<< /tmp/att/app/engine/runner.py
-        attend = self._attention.begin(spans)
-=======
         wanted = wanted_best([span.sequence for span in spans if span.samples])
-        attend: Attend = StepAttention(self.kv_cache, self.backend, spans)
->>>>>>> /work/main/app/engine/runner.py
+        attend = self._attention.begin(spans)
         decodes = all(span.num_tokens == 1 and span.samples for span in spans)
         return StepContext(self._ids(token_ids), self._ids(positions), self._ids(logit_rows), attend, decodes, wanted)
 

@@ -1,95 +1,117 @@
-"""Attention of a ragged batch by our own kernels: bf16, one or two segments a sequence, windows and soft caps included.
+"""Attention of a ragged batch by our own kernels: keys and values in bf16 or int8, one or two segments a sequence, windows and soft caps.
 
-Its twin is `backends/reference.py`; where it does not suit, the backend uses torch's own kernels.
+Its twin is `backends/reference.py`; where it does not suit, and for prompts on levels without products of bf16, the backend uses torch's.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence as Rows
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from app.kernels.memory import scratch
+from app.kernels.kv_rows import KVRows
+from app.kernels.memory import Words, aligned, empty
 from app.kernels.native import native
+from app.kernels.operations import Attention, Code, has, run
 
-_MAX_HEAD_DIM, _MAX_GROUP = 256, 32  # csrc/attention_bf16.h
+_MAX_HEAD_DIM, _MAX_GROUP = 256, 32  # csrc/attention.h
+_FEW_ROWS = 32  # is_decode in csrc/attention.h: below, the queries of a head of keys read the context as it lies
+_NO_SEGMENT = (0, 0, 0)
+_HEAD_WORDS, _ROW_WORDS = 2, 10  # of `attention_step` and `sequence` in csrc/ops.h
 
 
-class Run(Protocol):
-    """A contiguous run of cached tokens: key, value [tokens, kv_heads, head_dim], the first at absolute `position`."""
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Tokens `[first, first + num_tokens)` of a layer's flat rows; the first is at absolute `position` of its sequence."""
+
+    first: int
+    num_tokens: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence of a ragged batch: its queries are rows `[first, first + num_tokens)`, at absolute positions from `start`.
+
+    Its context is one or two runs that together cover positions `[0, start + num_tokens)`, this step's own tokens included.
+    """
+
+    first: int
+    num_tokens: int
+    start: int
+    runs: tuple[Run, ...]
+
+
+class Step:
+    """What a step attends to, the same for every layer, as `attention_step` in csrc/ops.h lays it: in words whose address stays while they
+    have room, so that recorded operations, run again, find the new step there."""
+
+    def __init__(self, num_sequences: int = 64) -> None:
+        """Room for so many sequences; more get room at another address."""
+        self.rows: Rows[Row] = ()
+        self._words = Words(_HEAD_WORDS + num_sequences * _ROW_WORDS)
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._shape: tuple[int, int, int] | None = None  # heads, kv_heads, head_dim: known from the first layer that attends
 
     @property
-    def key(self) -> Tensor: ...
-    @property
-    def value(self) -> Tensor: ...
-    @property
-    def position(self) -> int: ...
+    def address(self) -> int:
+        return self._words.address
+
+    def fill(self, rows: Rows[Row]) -> None:
+        """Describes the next step."""
+        self.rows = rows
+        words = [len(rows), self._scratch.data_ptr()]
+        for row in rows:
+            words += (row.first, row.num_tokens, row.start, len(row.runs))
+            for part in row.runs:
+                words += (part.first, part.num_tokens, part.position)
+            if len(row.runs) == 1:
+                words += _NO_SEGMENT
+        self._words.fill(words)
+        if self._shape is not None:
+            self._reserve(*self._shape)
+
+    def attend_with(self, heads: int, kv_heads: int, head_dim: int) -> None:
+        """Says how many heads attend: scratch is made for them now, and at every step from now on."""
+        if self._shape != (heads, kv_heads, head_dim):
+            self._shape = (heads, kv_heads, head_dim)
+            self._reserve(*self._shape)
+
+    def _reserve(self, heads: int, kv_heads: int, head_dim: int) -> None:
+        library = native().library
+        if library is None or not has(Code.ATTENTION):
+            return
+        asked = Attention(step=self.address, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+        needed = int(library.armature_attention_scratch(ctypes.byref(asked)))
+        if needed > self._scratch.numel():
+            self._scratch = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
+            self._scratch = aligned(needed)
+            self._words.set(1, self._scratch.data_ptr())
 
 
-class Row(Protocol):
-    """One sequence's queries, batch rows `[first, first + num_tokens)` at positions from `start`, and its context."""
-
-    @property
-    def first(self) -> int: ...
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def segments(self) -> Rows[Run]: ...
+def suits(query: Tensor, kv: KVRows) -> bool:
+    """Whether the native kernels take this query [tokens, heads, head_dim] over these keys and values, at least for decode."""
+    _, heads, head_dim = query.shape
+    plain = query.dtype == torch.bfloat16 and query.stride(2) == 1 and query.stride(1) == head_dim
+    held = kv.keys.dtype in (torch.bfloat16, torch.int8) and heads // kv.keys.shape[1] <= _MAX_GROUP
+    return plain and held and head_dim % 8 == 0 and head_dim <= _MAX_HEAD_DIM and has(Code.ATTENTION)
 
 
-_WORDS = 12  # of one `sequence` in csrc/attention_bf16.h: first, num_tokens, start, num_segments, then two segments of four
-_NO_SEGMENT = (0, 0, 0, 0)
+def takes(row: Row, query: Tensor, kv: KVRows) -> bool:
+    """Whether they take this very sequence: prompts need products of bf16, and keys and values in bf16."""
+    few = row.num_tokens == 1 or row.num_tokens * (query.shape[1] // kv.keys.shape[1]) < _FEW_ROWS
+    return few or (kv.keys.dtype == torch.bfloat16 and has(Code.LINEAR_BF16))
 
 
-class _Attention(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("query", "out", "sequences")),
-        *((name, ctypes.c_int64) for name in ("num_sequences", "query_stride", "out_stride", "key_stride")),
-        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "window")),
-        *((name, ctypes.c_double) for name in ("scale", "softcap")),
-        ("scratch", ctypes.c_void_p),
-    )
-
-
-def suits(query: Tensor, rows: Rows[Row]) -> bool:
-    """Whether the native kernels take this batch: query [tokens, heads, head_dim] and its segments as the KV cache lays them."""
-    if native().bf16 is None or query.dtype != torch.bfloat16 or query.stride(2) != 1 or query.stride(1) != query.shape[2]:
-        return False
-    key, (_, heads, head_dim) = rows[0].segments[0].key, query.shape
-    grouped = heads // key.shape[1] <= _MAX_GROUP
-    laid = key.stride(2) == 1 and key.stride(1) == head_dim and key.dtype == torch.bfloat16
-    return grouped and laid and head_dim % 16 == 0 and head_dim <= _MAX_HEAD_DIM
-
-
-def attention(query: Tensor, rows: Rows[Row], scale: float, window: int | None, softcap: float | None) -> Tensor:
-    """Causal attention of query [tokens, heads, head_dim] over each row's segments; a new contiguous tensor like query."""
-    library = native().bf16
-    assert library is not None, "suits() was asked"
+def attention(query: Tensor, kv: KVRows, step: Step, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    """Causal attention of query [tokens, heads, head_dim] to a new contiguous tensor like it; rows of sequences not taken are left open."""
     tokens, heads, head_dim = query.shape
-    key = rows[0].segments[0].key
-    out = torch.empty(tokens, heads, head_dim, dtype=torch.bfloat16)
-    described = _described(rows)
-    call = _Attention(
-        query.data_ptr(), out.data_ptr(), ctypes.addressof(described), len(rows), query.stride(0), heads * head_dim, key.stride(0),
-        heads, key.shape[1], head_dim, window or 0, scale, softcap or 0.0,
-    )  # fmt: skip
-    call.scratch = scratch(library.armature_attention_scratch(ctypes.byref(call)))
-    if library.armature_attention_bf16(ctypes.byref(call)):
-        raise MemoryError("No memory for the list of attention tasks.")
+    kv_heads = kv.keys.shape[1]
+    step.attend_with(heads, kv_heads, head_dim)
+    out = empty((tokens, heads, head_dim), torch.bfloat16)
+    sizes = (query.stride(0), heads * head_dim, heads, kv_heads, head_dim, window or 0)
+    run(Attention(query.data_ptr(), out.data_ptr(), step.address, kv.addresses(), *sizes, scale, softcap or 0.0), Code.ATTENTION)
     return out
-
-
-def _described(rows: Rows[Row]) -> ctypes.Array[ctypes.c_int64]:
-    words: list[int] = []
-    for row in rows:
-        words += (row.first, row.num_tokens, row.start, len(row.segments))
-        for run in row.segments:
-            words += (run.key.data_ptr(), run.value.data_ptr(), run.key.shape[0], run.position)
-        if len(row.segments) == 1:
-            words += _NO_SEGMENT
-    return (ctypes.c_int64 * (_WORDS * len(rows)))(*words)

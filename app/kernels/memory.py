@@ -1,9 +1,9 @@
-"""Memory for kernels: large weights on huge pages where the system gives them, and scratch that grows and is used again."""
+"""Memory for kernels: large weights on huge pages where the system gives them, and words whose address stays."""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -54,17 +54,27 @@ def aligned(nbytes: int) -> Tensor:
     return whole[start : start + nbytes]
 
 
-class _Scratch(threading.local):
-    def __init__(self) -> None:
-        self.bytes = torch.empty(0, dtype=torch.uint8)
+class Words:
+    """Int64 words at an address that stays as long as there is room: whoever knows it reads here what is described anew."""
+
+    def __init__(self, room: int = 1024) -> None:
+        self._words, self.tensor = _words(room)
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self._words)
+
+    def fill(self, values: list[int]) -> Tensor:
+        """These values from the first word on, as a view."""
+        if len(values) > len(self._words):
+            self._words, self.tensor = _words(2 * len(values))
+        self._words[: len(values)] = values  # type: ignore[assignment]  # ctypes takes numbers
+        return self.tensor[: len(values)]
+
+    def set(self, index: int, value: int) -> None:
+        self._words[index] = value
 
 
-_scratch = _Scratch()
-
-
-def scratch(nbytes: int) -> int:
-    """Address of at least `nbytes` bytes, 64-byte aligned, that the calling thread may use until its next call of this."""
-    if _scratch.bytes.numel() < nbytes:
-        _scratch.bytes = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
-        _scratch.bytes = aligned(nbytes)
-    return _scratch.bytes.data_ptr()
+def _words(room: int) -> tuple[ctypes.Array[ctypes.c_int64], Tensor]:
+    words = (ctypes.c_int64 * room)()
+    return words, torch.frombuffer(words, dtype=torch.int64)

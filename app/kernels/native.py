@@ -27,25 +27,19 @@ _SIGNATURES: dict[str, tuple[type, tuple[type, ...]]] = {
     "armature_tiles": (ctypes.c_int64, (ctypes.c_int64,)),
     "armature_run": (ctypes.c_int64, (_POINTER, ctypes.c_int64, ctypes.c_int64)),
     "armature_pack_int": (type(None), (_POINTER,)),
-    "armature_has_bf16": (_INT, ()),
     "armature_pack_bf16": (type(None), (_POINTER, _POINTER, _SIZE, _SIZE, _SIZE)),
-    "armature_rows_bf16": (type(None), (_POINTER, _POINTER, _POINTER, _SIZE, _SIZE)),
-    "armature_linear_bf16": (type(None), (_POINTER, _SIZE, _POINTER, _POINTER, _POINTER, _SIZE, _INT, _SIZE, _SIZE, _POINTER)),
     "armature_attention_scratch": (ctypes.c_int64, (_POINTER,)),
-    "armature_attention_bf16": (_INT, (_POINTER,)),
-    "armature_turn_bf16": (type(None), (_POINTER, _SIZE, _POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE)),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """What became of the library: `level` is the instruction set that serves, `bf16` the library where it has bf16 products as well.
+    """What became of the library: `level` is the instruction set that serves; what it can do, `operations.has` says.
 
     A tile of quantised rows has at most `tile_rows` rows, of which `align` go together, and `block` inputs lie together (csrc/ops.h).
     """
 
     library: ctypes.CDLL | None
-    bf16: ctypes.CDLL | None
     level: str | None
     reason: str
     tile_rows: int = 1
@@ -62,15 +56,13 @@ def native() -> Native:
     named, wanted = os.environ.get("ARMATURE_NATIVE_LIBRARY"), os.environ.get("ARMATURE_ISA")
     path = Path(named) if named else BESIDE
     if not path.exists() and not named and not wanted:
-        return Native(
-            None, None, None, "the native library was not built (no C compiler at install?): torch's own products serve"
-        )
+        return Native(None, None, "the native library was not built (no C compiler at install?): torch's own products serve")
     try:
         library = _load(path)
     except OSError as error:
         if named or wanted:
             raise PlanImpossible(f"The native library {path} cannot be loaded: {error}.") from error
-        return Native(None, None, None, f"the native library cannot be loaded ({error}): torch's own products serve")
+        return Native(None, None, f"the native library cannot be loaded ({error}): torch's own products serve")
     return _chosen(library, wanted)
 
 
@@ -82,10 +74,9 @@ def _chosen(library: ctypes.CDLL, wanted: str | None) -> Native:
         )
     name = library.armature_level()
     if name is None:
-        return Native(None, None, None, "the library has no kernels for this processor: torch's own products serve")
+        return Native(None, None, "the library has no kernels for this processor: torch's own products serve")
     level, sizes = name.decode(), [int(library.armature_tiles(what)) for what in range(3)]
-    bf16 = level in ("avx512", "avx512bf16") and hasattr(library, "armature_has_bf16") and library.armature_has_bf16()
-    return Native(library, library if bf16 else None, level, f"native kernels for {level}", *sizes)
+    return Native(library, level, f"native kernels for {level}", *sizes)
 
 
 def _load(path: Path) -> ctypes.CDLL:

@@ -100,6 +100,40 @@ class Gather(ctypes.Structure):
     _fields_ = (*((name, _ADDRESS) for name in ("x", "ids", "out")), *((name, _INT) for name in ("stride", "count", "size")))
 
 
+class LinearBf16(ctypes.Structure):
+    code = Code.LINEAR_BF16
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("x", "panels", "bias", "tiles", "y")),
+        *((name, _INT) for name in ("x_stride", "y_stride", "rows", "inputs", "outputs", "output")),
+    )
+
+
+class KVAddresses(ctypes.Structure):
+    """`kv_rows` in csrc/ops.h."""
+
+    _fields_ = (*((name, _ADDRESS) for name in ("keys", "values", "key_scales", "value_scales")), ("token_bytes", _INT))
+
+
+class Attention(ctypes.Structure):
+    code = Code.ATTENTION
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("query", "out", "step")),
+        ("kv", KVAddresses),
+        *((name, _INT) for name in ("query_stride", "out_stride", "heads", "kv_heads", "head_dim", "window")),
+        *((name, _FLOAT) for name in ("scale", "softcap")),
+    )
+
+
+class Turn(ctypes.Structure):
+    code = Code.TURN
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("x", "query_norm", "key_norm", "cos", "sin", "written")),
+        ("kv", KVAddresses),
+        *((name, _INT) for name in ("stride", "rows", "heads", "kv_heads", "head_dim", "dim")),
+        ("eps", _FLOAT),
+    )
+
+
 class Pack(ctypes.Structure):
     """Not an operation: what `armature_pack_int` takes (csrc/pack_int.c)."""
 

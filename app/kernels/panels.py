@@ -1,6 +1,6 @@
 """A linear form of our own: bf16 weights in panels that our kernels stream, the same bytes for one row and for five hundred.
 
-Layout and product are described in `csrc/armature.h` and `csrc/tile_bf16.h`. Its twin is torch's `F.linear`.
+Layout and product are described in `csrc/tile_bf16.h`. Its twin is torch's `F.linear`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from app.kernels.activations import Activations, plain
-from app.kernels.memory import scratch, weights_bytes
+from app.kernels.memory import empty, weights_bytes
 from app.kernels.native import native
+from app.kernels.operations import Code, LinearBf16, Output, Rows, has, run
 
 PANEL_WIDTH = 32  # outputs
 
@@ -23,14 +24,12 @@ class PanelLinear:
 
     keeps_weight: ClassVar[bool] = False
 
-    __slots__ = ("bias", "inputs", "library", "outputs", "panels")
+    __slots__ = ("bias", "inputs", "outputs", "panels")
 
     def __init__(self, outputs: int, inputs: int, bias: Tensor | None) -> None:
         """Room for a weight [outputs, inputs], which `fill` brings."""
-        library = native().bf16
-        assert library is not None, "suits() was asked"
         num_panels = -(-outputs // PANEL_WIDTH)
-        self.library, self.outputs, self.inputs = library, outputs, inputs
+        self.outputs, self.inputs = outputs, inputs
         self.bias = None if bias is None else bias.to(torch.float32, copy=True)
         self.panels = weights_bytes(num_panels * PANEL_WIDTH * -(-inputs // 2) * 4)
         if outputs % PANEL_WIDTH:  # the last panel is padded with zeros
@@ -38,7 +37,7 @@ class PanelLinear:
 
     @classmethod
     def suits(cls, rows: int, columns: int, dtype: torch.dtype) -> bool:
-        return dtype == torch.bfloat16 and native().bf16 is not None
+        return dtype == torch.bfloat16 and has(Code.LINEAR_BF16)
 
     @classmethod
     def room(cls, outputs: int, inputs: int, bias: Tensor | None) -> PanelLinear:
@@ -55,7 +54,9 @@ class PanelLinear:
         """rows [n, in], any float dtype, contiguous: outputs `[first, first + n)`. They may be reused afterwards."""
         assert rows.is_contiguous() and first + len(rows) <= self.outputs, "rows of this weight"
         rows = rows.to(torch.bfloat16)
-        self.library.armature_pack_bf16(rows.data_ptr(), self.panels.data_ptr(), len(rows), self.inputs, first)
+        library = native().library
+        assert library is not None, "suits() was asked"
+        library.armature_pack_bf16(rows.data_ptr(), self.panels.data_ptr(), len(rows), self.inputs, first)
 
     @property
     def nbytes(self) -> int:
@@ -64,36 +65,28 @@ class PanelLinear:
     def takes(self, rows: int) -> int | None:
         return None
 
-    def add_to(self, hidden: Tensor, x: Activations) -> None:
-        hidden += self.multiply(x)
-
     def multiply(self, x: Activations) -> Tensor:
         """x [tokens, in] bf16 to [tokens, out] bf16, summed in fp32."""
-        x = plain(x)
+        y = empty((plain(x).shape[0], self.outputs), torch.bfloat16)
+        self._run(plain(x), y, Output.BF16)
+        return y
+
+    def add_to(self, hidden: Tensor, x: Activations) -> None:
+        self._run(plain(x), hidden, Output.ADD_FP32)
+
+    def _run(self, x: Tensor, y: Tensor, output: Output) -> None:
         if x.stride(-1) != 1:
             x = x.contiguous()
-        rows = x.shape[0]
-        y = torch.empty(rows, self.outputs, dtype=torch.bfloat16)
-        bias = None if self.bias is None else self.bias.data_ptr()
-        tiles = scratch(rows * -(-self.inputs // 2) * 4)
-        self.library.armature_linear_bf16(
-            x.data_ptr(),
-            x.stride(0),
-            self.panels.data_ptr(),
-            bias,
-            y.data_ptr(),
-            self.outputs,
-            rows,
-            self.inputs,
-            self.outputs,
-            tiles,
-        )
-        return y
+        rows, bias = x.shape[0], None if self.bias is None else self.bias.data_ptr()
+        tiles = empty((rows * -(-self.inputs // 2),), torch.int32)
+        addresses = (x.data_ptr(), self.panels.data_ptr(), bias, tiles.data_ptr(), y.data_ptr())
+        run(LinearBf16(*addresses, x.stride(0), y.stride(0), rows, self.inputs, self.outputs, output), Code.LINEAR_BF16)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of the weight itself, fp32 [n, in], for ids [n] int64: a tied embedding needs no second copy, nor the file."""
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.outputs:
             raise IndexError(f"token ids must lie in [0, {self.outputs})")
-        out, ids = torch.empty(len(ids), self.inputs), ids.contiguous()
-        self.library.armature_rows_bf16(self.panels.data_ptr(), ids.data_ptr(), out.data_ptr(), len(ids), self.inputs)
+        out, ids = empty((len(ids), self.inputs), torch.float32), ids.contiguous()
+        addresses = (self.panels.data_ptr(), ids.data_ptr(), out.data_ptr())
+        run(Rows(*addresses, len(ids), self.inputs, 0, 0, 16, 0, 1.0), Code.ROWS)
         return out

@@ -1,4 +1,4 @@
-"""What stands between the products of a layer: normalise, gate, turn, gather. Each has a plain torch twin, which serves where ours cannot.
+"""What stands between the products of a layer: normalise, gate, gather. Each has a plain torch twin, which serves where ours cannot.
 
 `*_torch` say what is meant; the public names pick. Results are equal within the rounding of one bf16. A `group` asks for quantised rows, as
 the product that comes next reads them; only a form that has a native library asks for that.
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from app.kernels.activations import Activations, quantise, room
 from app.kernels.memory import empty
-from app.kernels.native import native
 from app.kernels.operations import Code, Gate, Gather, Norm, Sink, has, run
 
 Angles = tuple[Tensor, Tensor]  # cos and signed sin, each [tokens, 1, dim], fp32
@@ -85,24 +84,3 @@ def _destination(rows: int, size: int, group: int | None) -> tuple[Activations, 
 
 def _as_asked(rows: Tensor, group: int | None) -> Activations:
     return rows if group is None else quantise(rows, group)
-
-
-def turn(x: Tensor, angles: Angles) -> Tensor:
-    """Turns the first dim elements of each head of x [tokens, heads, head_dim] by rotary angles; x itself may be overwritten."""
-    library = native().bf16 if x.dtype == torch.bfloat16 and x.device.type == "cpu" else None
-    cos, sin = angles
-    if library is None or x.stride(2) != 1 or x.stride(1) != x.shape[2] or not (cos.is_contiguous() and sin.is_contiguous()):
-        return turn_torch(x.float(), angles).to(x.dtype)
-    tokens, heads, head_dim = x.shape
-    library.armature_turn_bf16(x.data_ptr(), x.stride(0), cos.data_ptr(), sin.data_ptr(), tokens, heads, head_dim, cos.shape[-1])
-    return x
-
-
-def turn_torch(x: Tensor, angles: Angles) -> Tensor:
-    """(a, b) to (a cos - b sin, b cos + a sin), x in fp32."""
-    cos, sin = angles
-    dim = cos.shape[-1]
-    if dim < x.shape[-1]:
-        return torch.cat((turn_torch(x[..., :dim], angles), x[..., dim:]), -1)
-    swapped = x.roll(dim // 2, -1)  # (b, a); sin is (-sin, sin)
-    return (x * cos).addcmul_(swapped, sin)

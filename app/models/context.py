@@ -7,11 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-<<<<<<< /tmp/att/app/models/context.py
-from app.kernels.turn import Heads
-=======
 from app.kernels.best import Wanted
->>>>>>> /work/main/app/models/context.py
+from app.kernels.turn import Heads
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,13 @@ extern const level level_avx512bf16, level_avx512, level_avxvnni, level_avx2, le
 /* Of every level (pack_int.c). */
 void armature_rows(const void *arguments);
 
+/* Row i of what is asked for, out of panels of bf16 (pack_bf16.c). */
+void armature_row_bf16(const rows_arguments *a, int64_t i);
+
 /* The level that serves. */
 const level *armature_now(void);
+
+EXPORT int armature_has(int64_t code);
 
 /* Rows of each tile but the last: tiles are as equal as they can be. */
 static inline int64_t tile_height(const level *l, int64_t rows) {

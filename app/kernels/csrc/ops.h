@@ -106,7 +106,7 @@ typedef struct {
     double softcap;
 } pick_arguments;
 
-/* Rows ids[i] of packed int4 or int8 weights, out [count, inputs] fp32, times `factor`. */
+/* Rows ids[i] of packed int4, int8 or (bits 16: no groups) bf16 weights, out [count, inputs] fp32, times `factor`. */
 typedef struct {
     const uint8_t *panels;
     const int64_t *ids;
@@ -122,5 +122,69 @@ typedef struct {
     float *out;
     int64_t stride, count, size;
 } gather_arguments;
+
+/* y [rows, outputs] (row stride in elements; ADD: += into fp32) = x [rows, inputs] bf16 (likewise) times panels of bf16 (linear_bf16.h), plus
+ * bias [outputs] fp32 where given. `tiles`: room for rows * ceil(inputs / 2) words. */
+typedef struct {
+    const uint16_t *x;
+    const uint8_t *panels;
+    const float *bias;
+    uint32_t *tiles;
+    void *y;
+    int64_t x_stride, y_stride, rows, inputs, outputs, output;
+} linear_bf16_arguments;
+
+/* Keys and values
+ *   A layer's cache is rows of `token_bytes`, one a token: the keys of all heads, then their values, bf16. Or int8 codes for both, then a scale
+ *   (fp32) for each head's key, then for each head's value: key = scale * code, code in [-127, 127], and a key that is not finite has the scale
+ *   NaN. `keys`, `values`, `key_scales` and `value_scales` are the addresses of row 0's; both scales are NULL for bf16. A row of int8 is padded
+ *   to a multiple of 64 bytes.
+ */
+typedef struct {
+    uint8_t *keys, *values, *key_scales, *value_scales;
+    int64_t token_bytes;
+} kv_rows;
+
+/* A contiguous run of a sequence's tokens: rows [first, first + tokens) of every layer, the first at absolute `position`. */
+typedef struct {
+    int64_t first, tokens, position;
+} segment;
+
+/* One sequence: its queries are batch rows [first, first + num_tokens) at positions from `start`; the segments cover [0, start + num_tokens). */
+typedef struct {
+    int64_t first, num_tokens, start, num_segments;
+    segment segments[2];
+} sequence;
+
+/* What a step attends to, the same for all layers. It is read when the operation runs: a list of operations that is run again finds here who is
+ * in the batch now. `scratch` has at least as many bytes as `armature_attention_scratch` says. */
+typedef struct {
+    int64_t num_sequences;
+    uint8_t *scratch;
+    sequence sequences[];
+} attention_step;
+
+/* Causal attention: query, out [tokens, heads, head_dim] bf16, strides between tokens in elements. window <= 0 and softcap <= 0 mean none. Rows
+ * of sequences that the level has no kernel for (many queries without bf16 products) are left alone. */
+typedef struct {
+    const uint16_t *query;
+    uint16_t *out;
+    const attention_step *step;
+    kv_rows kv;
+    int64_t query_stride, out_stride, heads, kv_heads, head_dim, window;
+    double scale, softcap;
+} attention_arguments;
+
+/* heads [rows, heads + 2 * kv_heads, head_dim] bf16 (stride between rows in elements): queries, keys, values. Queries and keys are normalised
+ * (weights [head_dim] fp32, where given) and the first `dim` elements of each turned: (a, b) to (a cos - b sin, b cos + a sin), cos and sin [rows,
+ * dim] fp32, the sign of sin in the angle (dim 0: none). Queries stay in place; keys and values go to rows written[i] of the cache. */
+typedef struct {
+    uint16_t *x;
+    const float *query_norm, *key_norm, *cos, *sin;
+    const int64_t *written;
+    kv_rows kv;
+    int64_t stride, rows, heads, kv_heads, head_dim, dim;
+    double eps;
+} turn_arguments;
 
 #endif

@@ -72,6 +72,11 @@ static void unpack(const rows_arguments *a, const uint8_t *group, int64_t output
 /* A team function of every level. */
 void armature_rows(const void *arguments) {
     const rows_arguments *a = arguments;
+    if (a->bits == 16) {
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < a->count; i++) armature_row_bf16(a, i);
+        return;
+    }
     const int64_t groups = a->padded / a->group, bytes = bytes_of_group(a->group, a->bits, a->minimums != 0);
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < a->count; i++)

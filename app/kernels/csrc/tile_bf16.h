@@ -1,16 +1,33 @@
-/* The one product everything is made of: a tile of 1 to 12 rows times one panel of 32 outputs, bf16 in, fp32 out. */
-#ifndef TILE_BF16_H
-#define TILE_BF16_H
+/* The one product everything in bf16 is made of: a tile of 1 to 12 rows times one panel of 32 outputs, bf16 in, fp32 out (AVX512-BF16).
+ *
+ * A *panel* holds PANEL_OUTPUTS outputs of a matrix: for each pair of inputs (k, k + 1) the pairs of all its outputs lie together, so that one
+ * 64-byte line feeds one VDPBF16PS (two products a lane, summed in fp32) and a panel streams from first to last byte.
+ * A *tile* holds up to BF16_ROWS rows of activations, interleaved pair by pair in the same order. */
+#ifndef ARMATURE_TILE_BF16_H
+#define ARMATURE_TILE_BF16_H
 
-#include "armature.h"
+#include <immintrin.h>
 
-#ifdef ARMATURE_X86
+#include "level.h"
+#include "simd.h"
+
+#define BF16_ROWS 12 /* 12 rows x 2 accumulators leave 8 of 32 registers for weights and activations */
+
+/* How many rows the tile has that starts at `row` of `rows`: all tiles of a call are as equal as they can be. */
+static inline int tile_rows(int64_t row, int64_t rows) {
+    int64_t left = rows - row, tiles = (left + BF16_ROWS - 1) / BF16_ROWS;
+    return (int)((left + tiles - 1) / tiles);
+}
+
+INLINE __mmask16 first_lanes(ptrdiff_t count) { return count >= 16 ? 0xffff : (__mmask16)((1u << count) - 1); }
+
+INLINE void narrow(uint16_t *p, __m512 x, __mmask16 mask) { _mm256_mask_storeu_epi16(p, mask, (__m256i)_mm512_cvtneps_pbh(x)); }
 
 /* sums[row * 32 + output] = sum over k of tile * panel. `pairs` counts input pairs; MR is a compile-time constant at every call.
  * For each pair `stride` bytes from `ahead` on are asked for: what will be read next. */
 #define DEFINE_TILE(MR)                                                                                                                  \
-    INLINE TARGET_BF16 void tile_product_##MR(const uint32_t *tile, const uint8_t *panel, ptrdiff_t pairs, const uint8_t *ahead,       \
-                                                  ptrdiff_t stride, float *sums) {                                                                         \
+    INLINE void tile_product_##MR(const uint32_t *tile, const uint8_t *panel, ptrdiff_t pairs, const uint8_t *ahead, ptrdiff_t stride,   \
+                                  float *sums) {                                                                                         \
         __m512 low[MR], high[MR];                                                                                                        \
         for (int r = 0; r < MR; r++) low[r] = high[r] = _mm512_setzero_ps();                                                             \
         for (ptrdiff_t p = 0; p < pairs; p++) {                                                                                          \
@@ -42,7 +59,7 @@ DEFINE_TILE(11)
 DEFINE_TILE(12)
 
 /* One row is bound by memory: four pairs in flight hide the latency of the accumulators, and lines are asked for ahead of their use. */
-INLINE TARGET_BF16 void tile_product_1(const uint32_t *tile, const uint8_t *panel, ptrdiff_t pairs, const uint8_t *ahead, ptrdiff_t stride, float *sums) {
+INLINE void tile_product_1(const uint32_t *tile, const uint8_t *panel, ptrdiff_t pairs, const uint8_t *ahead, ptrdiff_t stride, float *sums) {
     __m512 low[4], high[4];
     for (int i = 0; i < 4; i++) low[i] = high[i] = _mm512_setzero_ps();
     ptrdiff_t p = 0;
@@ -66,13 +83,12 @@ INLINE TARGET_BF16 void tile_product_1(const uint32_t *tile, const uint8_t *pane
 
 #define TILE_CASE(MR) case MR: tile_product_##MR(tile, panel, pairs, ahead, stride, sums); break;
 
-INLINE TARGET_BF16 void tile_product(int rows, const uint32_t *tile, const uint8_t *panel, ptrdiff_t pairs, const uint8_t *ahead, ptrdiff_t stride,
-                                    float *sums) {
+INLINE void tile_product(int rows, const uint32_t *tile, const uint8_t *panel, ptrdiff_t pairs, const uint8_t *ahead, ptrdiff_t stride,
+                         float *sums) {
     switch (rows) {
         TILE_CASE(1) TILE_CASE(2) TILE_CASE(3) TILE_CASE(4) TILE_CASE(5) TILE_CASE(6)
         TILE_CASE(7) TILE_CASE(8) TILE_CASE(9) TILE_CASE(10) TILE_CASE(11) TILE_CASE(12)
     }
 }
 
-#endif
 #endif

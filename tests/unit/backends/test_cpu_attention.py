@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -15,16 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.backends import cpu
-from app.backends.base import AttentionRow, Segment
+from app.backends.base import AttentionRow, Segment, with_segments
 from app.backends.cpu import CpuBackend, torch_attention
 from app.backends.reference import reference_attention
+from app.kernels.attention import Row, Run, Step
+from app.kernels.kv_rows import KVRows, kv_rows, token_bytes
 from app.models.context import AttentionSpec
 
 # Standard normal inputs, results below 5. In bfloat16 a part's result and its softmax weights are rounded to 8 bits.
 TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 5e-6}, torch.bfloat16: {"rtol": 1.6e-2, "atol": 6e-3}}
-
-
-Attention = Callable[[torch.Tensor, list[AttentionRow], AttentionSpec], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -36,32 +35,58 @@ class Share:
     new: int
 
 
-def make_rows(
-    shares: list[Share], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, list[AttentionRow]]:
-    """Keys and values as the cache has them: strided views of token-major memory."""
+@dataclass(frozen=True)
+class Batch:
+    """Queries and one layer's keys and values, as a step has them."""
+
+    query: torch.Tensor
+    kv: KVRows
+    rows: list[Row]
+
+    @property
+    def segments(self) -> list[AttentionRow]:
+        return [with_segments(row, self.kv) for row in self.rows]
+
+    def step(self) -> Step:
+        step = Step()
+        step.fill(self.rows)
+        return step
+
+
+def make_batch(shares: list[Share], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Batch:
+    """Every run lies somewhere in the cache, rows of others before and behind it, which hold NaN."""
     generator = torch.Generator().manual_seed(sum(share.prefix * 7 + share.past * 3 + share.new for share in shares))
-
-    def segment(tokens: int, position: int) -> Segment:
-        memory = torch.randn((tokens + 2, 2, kv_heads, head_dim), generator=generator).to(dtype)
-        return Segment(memory[1:-1, 0], memory[1:-1, 1], position)
-
-    rows, first = [], 0
+    rows: list[Row] = []
+    first = at = 1
     for share in shares:
-        own = segment(share.past + share.new, share.prefix)
-        segments = (segment(share.prefix, 0), own) if share.prefix else (own,)
-        rows.append(AttentionRow(first, share.new, share.prefix + share.past, segments))
-        first += share.new
-    return torch.randn((first, heads, head_dim), generator=generator).to(dtype), rows
+        context = share.past + share.new
+        own = Run(at + share.prefix + 1, context, share.prefix)
+        runs = (Run(at, share.prefix, 0), own) if share.prefix else (own,)
+        rows.append(Row(first - 1, share.new, share.prefix + share.past, runs))
+        first, at = first + share.new, at + share.prefix + context + 2
+    memory = torch.empty(at, token_bytes(kv_heads, head_dim, dtype), dtype=torch.uint8)
+    kv = kv_rows(memory, kv_heads, head_dim, dtype)
+    kv.write(torch.arange(at), *torch.full((2, at, kv_heads, head_dim), torch.nan).unbind(0))
+    for run in (run for row in rows for run in row.runs):
+        key, value = torch.randn((2, run.num_tokens, kv_heads, head_dim), generator=generator).unbind(0)
+        kv.write(torch.arange(run.first, run.first + run.num_tokens), key, value)
+    return Batch(torch.randn((first - 1, heads, head_dim), generator=generator).to(dtype), kv, rows)
+
+
+def attend(batch: Batch, spec: AttentionSpec, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return CpuBackend(dtype).attention(batch.query, batch.kv, batch.step(), spec)
+
+
+def torchs(batch: Batch, spec: AttentionSpec) -> torch.Tensor:
+    return torch_attention(batch.query, batch.segments, spec)
 
 
 def check(shares: list[Share], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, spec: AttentionSpec) -> None:
-    """Both roads where both are there: our kernels (bfloat16 on processors that have it), and torch's own."""
-    query, rows = make_rows(shares, heads, kv_heads, head_dim, dtype)
-    expected = reference_attention(query, rows, spec)
-    results = [CpuBackend(dtype).attention(query, rows, spec), cpu.torch_attention(query, rows, spec)]
-    for result in results:
-        assert (result.shape, result.dtype) == (query.shape, dtype)
+    """Both roads where both are there: our kernels (bfloat16), and torch's own."""
+    batch = make_batch(shares, heads, kv_heads, head_dim, dtype)
+    expected = reference_attention(batch.query, batch.segments, spec)
+    for result in (attend(batch, spec, dtype), torchs(batch, spec)):
+        assert (result.shape, result.dtype) == (batch.query.shape, dtype)
         torch.testing.assert_close(result.float(), expected, **TOLERANCE[dtype])
 
 
@@ -140,42 +165,44 @@ def test_the_formula_itself() -> None:
 @pytest.mark.parametrize("near", [0, 1])
 def test_parts_of_very_different_weight_are_merged_stably(dtype: torch.dtype, near: int) -> None:
     """A part whose scores are 8,000 lower adds nothing, whichever it is, and nothing overflows."""
+    kv = kv_rows(torch.empty(6, token_bytes(1, 16, dtype), dtype=torch.uint8), 1, 16, dtype)
     parts = [(torch.full((3, 1, 16), sign * 50.0), torch.full((3, 1, 16), value)) for sign, value in ((1, 1.0), (-1, 9.0))]
-    ordered = parts if near == 0 else parts[::-1]
-    segments = tuple(Segment(key.to(dtype), value.to(dtype), 3 * at) for at, (key, value) in enumerate(ordered))
-    query, row = torch.full((1, 1, 16), 5.0, dtype=dtype), AttentionRow(0, 1, 5, segments)
-    for result in (
-        CpuBackend(dtype).attention(query, [row], AttentionSpec(1.0)),
-        torch_attention(query, [row], AttentionSpec(1.0)),
-    ):
+    for at, (key, value) in enumerate(parts if near == 0 else parts[::-1]):
+        kv.write(torch.arange(3 * at, 3 * at + 3), key, value)
+    query = torch.full((1, 1, 16), 5.0, dtype=dtype)
+    batch = Batch(query, kv, [Row(0, 1, 5, (Run(0, 3, 0), Run(3, 3, 3)))])
+    for result in (attend(batch, AttentionSpec(1.0), dtype), torchs(batch, AttentionSpec(1.0))):
         torch.testing.assert_close(result.float(), torch.ones(1, 1, 16))
 
 
-@pytest.mark.parametrize("attention", [CpuBackend(torch.bfloat16).attention, torch_attention], ids=["backend", "torch"])
-def test_a_row_does_not_depend_on_its_neighbours(attention: Attention) -> None:
-    query, rows = make_rows(RAGGED, 8, 2, 64, torch.bfloat16)
-    spec = AttentionSpec(0.125)
-    together = attention(query, rows, spec)
-    for row in rows:
-        alone = AttentionRow(0, row.num_tokens, row.start, row.segments)
+@pytest.mark.parametrize("attention", [attend, torchs], ids=["backend", "torch"])
+def test_a_row_does_not_depend_on_its_neighbours(attention: Callable[[Batch, AttentionSpec], torch.Tensor]) -> None:
+    batch, spec = make_batch(RAGGED, 8, 2, 64, torch.bfloat16), AttentionSpec(0.125)
+    together = attention(batch, spec)
+    for row in batch.rows:
         own = slice(row.first, row.first + row.num_tokens)
-        assert torch.equal(attention(query[own], [alone], spec), together[own])
+        alone = Batch(batch.query[own], batch.kv, [replace(row, first=0)])
+        assert torch.equal(attention(alone, spec), together[own])
 
 
-@pytest.mark.parametrize("attention", [CpuBackend(torch.bfloat16).attention, torch_attention], ids=["backend", "torch"])
+@pytest.mark.parametrize("attention", [attend, torchs], ids=["backend", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_query_may_be_a_view_of_the_fused_product(attention: Attention, dtype: torch.dtype) -> None:
-    query, rows = make_rows(RAGGED, 4, 2, 16, dtype)
-    fused = torch.cat([query.flatten(1), torch.randn(len(query), 64).to(dtype)], 1)
-    view = fused[:, :64].view(-1, 4, 16)
-    assert torch.equal(attention(view, rows, AttentionSpec(0.25)), attention(query, rows, AttentionSpec(0.25)))
+def test_the_query_may_be_a_view_of_the_fused_product(
+    attention: Callable[[Batch, AttentionSpec], torch.Tensor], dtype: torch.dtype
+) -> None:
+    batch = make_batch(RAGGED, 4, 2, 16, dtype)
+    fused = torch.cat([batch.query.flatten(1), torch.randn(len(batch.query), 64).to(dtype)], 1)
+    view = replace(batch, query=fused[:, :64].view(-1, 4, 16))
+    assert torch.equal(attention(view, AttentionSpec(0.25)), attention(batch, AttentionSpec(0.25)))
 
 
 def test_a_cache_in_another_precision_is_read_as_it_is() -> None:
-    query, rows = make_rows(RAGGED, 4, 2, 16, torch.bfloat16)
-    result = CpuBackend(torch.float32).attention(query.float(), rows, AttentionSpec(0.25))
+    batch = make_batch(RAGGED, 4, 2, 16, torch.bfloat16)
+    wide = replace(batch, query=batch.query.float())
+    result = attend(wide, AttentionSpec(0.25), torch.float32)
     assert result.dtype == torch.float32
-    torch.testing.assert_close(result, reference_attention(query, rows, AttentionSpec(0.25)), **TOLERANCE[torch.bfloat16])
+    expected = reference_attention(wide.query, wide.segments, AttentionSpec(0.25))
+    torch.testing.assert_close(result, expected, **TOLERANCE[torch.bfloat16])
 
 
 def test_keys_and_values_are_not_copied_on_the_quick_paths(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,8 +214,8 @@ def test_keys_and_values_are_not_copied_on_the_quick_paths(monkeypatch: pytest.M
         return flash(queries, key, value, *rest, **options)
 
     monkeypatch.setattr(cpu, "_flash", spy)
-    query, rows = make_rows([Share(9, 4, 1), Share(0, 5, 6)], 4, 2, 16, torch.bfloat16)
-    cpu.torch_attention(query, rows, AttentionSpec(0.25))
-    memory = {tensor.data_ptr() for row in rows for segment in row.segments for tensor in (segment.key, segment.value)}
-    inside = {rows[1].segments[0].key[5:].data_ptr(), rows[1].segments[0].value[5:].data_ptr()}
+    batch = make_batch([Share(9, 4, 1), Share(0, 5, 6)], 4, 2, 16, torch.bfloat16)
+    torchs(batch, AttentionSpec(0.25))
+    memory = {tensor.data_ptr() for row in batch.segments for segment in row.segments for tensor in (segment.key, segment.value)}
+    inside = {tensor[5:].data_ptr() for segment in batch.segments[1].segments for tensor in (segment.key, segment.value)}
     assert set(seen) == memory | inside

@@ -14,6 +14,7 @@ from app.engine.batch import Batch, Copy, Picked, Span
 from app.engine.kv_cache import KVCache, KVShape
 from app.engine.runner import Runner
 from app.engine.sequence import Sequence
+from app.kernels.turn import Heads
 from app.messages import SamplingParams
 from app.models.context import AttentionSpec, StepContext
 
@@ -106,10 +107,11 @@ def test_attention_writes_this_steps_keys_and_sees_the_prefix_and_the_tail() -> 
         cache.write(layer, torch.arange(5), *shared[layer].unbind(0))
     query = torch.randn((5, 4, 4), generator=generator)
     fresh = torch.randn((2, 2, 5, 2, 4), generator=generator)
+    heads = [Heads(torch.cat((query, *fresh[layer].unbind(0)), 1).flatten(1), 4, 2, 4) for layer in range(2)]
     results: list[Tensor] = []
 
     def inside(context: StepContext) -> None:
-        results.extend(context.attend(layer, query, *fresh[layer].unbind(0), SPEC) for layer in range(2))
+        results.extend(context.attend(layer, heads[layer], SPEC).view(5, 4, 4) for layer in range(2))
 
     spans = (span_of([0] * 7, 5, 2, slot=1, prefix=(0, 5)), span_of([0] * 6, 3, 3, slot=2, prefix=(0, 3)))
     runner_with(Watched(inside), cache).run(Batch(spans))

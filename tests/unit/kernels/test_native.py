@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from app.errors import PlanImpossible
 from app.kernels import native as native_module
-from app.kernels import rowwise
 from app.kernels.memory import weights_bytes
 from app.kernels.native import native
+from app.kernels.operations import Code, has
 from app.kernels.panels import PanelLinear
 
-needs_native = pytest.mark.skipif(native().bf16 is None, reason=native().reason)
+needs_native = pytest.mark.skipif(not has(Code.LINEAR_BF16), reason=native().reason)
 # One rounding to bfloat16 (8 bits) on either side, and sums in another order.
 CLOSE = {"rtol": 1e-2, "atol": 1e-2}
 
@@ -71,17 +71,6 @@ def test_bad_values_stay_bad_in_their_row_and_leave_the_others_alone(bad: float)
 
 
 @needs_native
-@pytest.mark.parametrize(("head_dim", "dim"), [(64, 64), (128, 128), (96, 48), (20, 10)])
-def test_turning_is_its_twin(head_dim: int, dim: int) -> None:
-    wide, angle = normal(9, 7, head_dim).bfloat16(), normal(9, 1, dim, seed=1)
-    angles = (angle.cos(), angle.sin())
-    expected = rowwise.turn_torch(wide[:, :5].float(), angles).bfloat16()
-    untouched = wide[:, 5:].clone()
-    torch.testing.assert_close(rowwise.turn(wide[:, :5], angles), expected, rtol=1e-2, atol=1e-2)
-    assert torch.equal(wide[:, 5:], untouched)
-
-
-@needs_native
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads Linux's /proc")
 def test_the_process_holds_one_openmp_runtime_of_ours_and_torchs() -> None:
     maps = Path("/proc/self/maps").read_text()
@@ -103,7 +92,7 @@ def test_without_a_library_that_loads_torch_serves_and_the_reason_is_said(bare: 
     if content is not None:
         bare.write_bytes(content)
     found = native_module.native.__wrapped__()
-    assert (found.library, found.bf16, found.level) == (None, None, None)
+    assert (found.library, found.level) == (None, None)
     assert reason in found.reason
     assert "torch's own products serve" in found.reason
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from app.kernels.rowwise import turn
+from app.kernels.turn import turn_torch as turn
 from app.models.rope import Rope
 from app.models.rotary import LayerAngles, Rotary
 

@@ -8,6 +8,8 @@
 #include "../pick.h"
 #include "../quantise.h"
 #include "../rowwise.h"
+#include "../attention_team.h"
+#include "../turn.h"
 
 const level level_avxvnni = {
     .name = "avxvnni",
@@ -20,7 +22,10 @@ const level level_avxvnni = {
             [OP_NORM] = norm,
             [OP_GATE] = gate,
             [OP_LINEAR_INT] = linear_int,
-            [OP_PICK] = pick, [OP_ROWS] = armature_rows,
+            [OP_PICK] = pick,
+            [OP_ROWS] = armature_rows,
             [OP_GATHER] = gather,
+            [OP_ATTENTION] = attention,
+            [OP_TURN] = turn,
         },
 };

@@ -1,0 +1,213 @@
+/* Decode: a few queries of a sequence against one part of its context, read as it lies. All query heads that share a head of keys go together,
+ * and so do all heads of a block of tokens, whose keys and values lie together: each byte is read once. Running maximum and sum (online softmax:
+ * Milakov and Gimelshein, arXiv 1805.02867), scores and sums in fp32. Blocks begin at multiples of DECODE_BLOCK positions, so that a row's
+ * result does not depend on who else is asked for, nor on how its context is divided into segments. */
+#ifndef ARMATURE_ATTENTION_DECODE_H
+#define ARMATURE_ATTENTION_DECODE_H
+
+#include "decode_lanes.h"
+
+#define TASK_ROWS 64 /* query heads (of all queries) of one task */
+#define DISTANCE 4   /* heads of a block between asking for bytes and reading them */
+
+#ifdef __AVX512BF16__
+#define KEYS_AS FROM_PAIRS
+#else
+#define KEYS_AS FROM_BF16
+#endif
+
+/* A task: heads of keys [first_head, first_head + kv_heads) of positions [from, to). Its rows are (head of keys, query, query head). */
+typedef struct {
+    const attention_arguments *a;
+    const sequence *s;
+    int64_t first_head, kv_heads, from, to, split;
+    float *partials; /* of the sequence, NULL: the task has its context alone */
+    int64_t rows;    /* of one head of keys */
+    int64_t at[2 * DECODE_BLOCK];
+    float maximum[TASK_ROWS], total[TASK_ROWS];
+    float sums[TASK_ROWS][MAX_HEAD_DIM] __attribute__((aligned(64)));
+    float queries[TASK_ROWS][MAX_HEAD_DIM] __attribute__((aligned(64)));
+} decoding;
+
+/* A query head as its dots want it: padded with zeros, widened unless the dots are of pairs. */
+INLINE void load_query(int kind, const uint16_t *source, int64_t size, float *target) {
+    if (kind == FROM_PAIRS) {
+        memset(target, 0, (size_t)(size + 31) / 32 * 64);
+        memcpy(target, source, (size_t)size * 2);
+    } else
+        for (int64_t i = 0; i < size; i += LANES) vf_store(target + i, bf16_load_part(source + i, size - i));
+}
+
+static void begin_decoding(decoding *d, int kind) {
+    const attention_arguments *a = d->a;
+    const int64_t group = group_size(a);
+    d->rows = d->s->num_tokens * group;
+    for (int64_t row = 0; row < d->kv_heads * d->rows; row++) {
+        const int64_t head = (d->first_head + row / d->rows) * group + row % group, query = row % d->rows / group;
+        load_query(kind, a->query + (d->s->first + query) * a->query_stride + head * a->head_dim, a->head_dim, d->queries[row]);
+        d->maximum[row] = -INFINITY, d->total[row] = 0;
+        memset(d->sums[row], 0, (size_t)padded32(a->head_dim) * 4);
+    }
+}
+
+/* Where the tokens of the block at `position` lie; what is outside the task stands for its nearest token. */
+INLINE void locate(const decoding *d, int64_t position, int64_t *at) {
+    for (int64_t t = 0; t < DECODE_BLOCK; t++) {
+        const int64_t p = position + t < d->from ? d->from : position + t < d->to ? position + t : d->to - 1;
+        at[t] = row_at(d->a, d->s, p);
+    }
+}
+
+INLINE float raise_maximum(float *maximum, float candidate) {
+    const float before = *maximum;
+    if (candidate <= before) return 1.0f;
+    *maximum = candidate;
+    return vf_exp(vf_all(before - candidate))[0];
+}
+
+/* Dots of one row, tokens [from, to) of the block, become weights e^(score - maximum); the others' are zero. */
+INLINE void weigh(decoding *d, int64_t row, int from, int to, const float *key_scales, const float *value_scales, float *scores) {
+    const attention_arguments *a = d->a;
+    const float cap = (float)a->softcap;
+    vi lanes;
+    for (int i = 0; i < LANES; i++) lanes[i] = i;
+    vf largest = vf_all(-INFINITY), sum = vf_all(0);
+    for (int t = from / LANES * LANES; t < to; t += LANES) {
+        vf x = vf_load(scores + t) * (float)a->scale;
+        if (key_scales) x *= vf_load(key_scales + t);
+        if (cap > 0) x = vf_tanh(x / cap) * cap;
+        x = vf_select((lanes + t >= from) & (lanes + t < to), x, vf_all(-INFINITY));
+        largest = vf_max(x, largest);
+        vf_store(scores + t, x);
+    }
+    const float rescale = raise_maximum(&d->maximum[row], vf_largest(largest));
+    for (int t = from / LANES * LANES; t < to; t += LANES) {
+        const vf weight = vf_exp(vf_load(scores + t) - d->maximum[row]);
+        sum += weight;
+        vf_store(scores + t, value_scales ? weight * vf_load(value_scales + t) : weight);
+    }
+    d->total[row] = d->total[row] * rescale + vf_sum(sum);
+    if (rescale != 1.0f)
+        for (int64_t i = 0; i < a->head_dim; i += LANES) vf_store(d->sums[row] + i, vf_load(d->sums[row] + i) * rescale);
+}
+
+#define FOR_ROWS(COUNT, CALL)       \
+    switch (COUNT) {                \
+        case 1: CALL(1); break;     \
+        case 2: CALL(2); break;     \
+        case 3: CALL(3); break;     \
+        default: CALL(SHARING);     \
+    }
+
+INLINE void score_all(int kind, const decoding *d, int64_t row0, const block_rows *keys, int from, int to, float (*scores)[DECODE_BLOCK]) {
+    for (int64_t r = 0; r < d->rows; r += SHARING) {
+#define SCORE(ROWS) score(kind, ROWS < SHARING ? ROWS : SHARING, r == 0, keys, (const float (*)[MAX_HEAD_DIM])d->queries + row0 + r, from, to, scores + r)
+        FOR_ROWS(d->rows - r, SCORE)
+    }
+}
+
+/* The rows [row, row + count), all of one query. */
+INLINE void add_all(int kind, decoding *d, int64_t row, int64_t count, int first, const block_rows *values, const float (*weights)[DECODE_BLOCK], int from,
+                    int to) {
+    const int64_t size = d->a->head_dim;
+    for (int64_t r = 0; r < count; r += SHARING) {
+        int64_t i = 0;
+#define ADD(ROWS, VECTORS, TAIL) \
+    add_values(kind, ROWS < SHARING ? ROWS : SHARING, VECTORS, TAIL, first && r == 0, values, i, weights + r, from, to, d->sums + row + r)
+#define ADD_FOUR(ROWS) ADD(ROWS, 4, 0)
+#define ADD_ONE(ROWS) ADD(ROWS, 1, 0)
+#define ADD_TAIL(ROWS) ADD(ROWS, 1, 1)
+        for (; i + 4 * LANES <= size; i += 4 * LANES) FOR_ROWS(count - r, ADD_FOUR)
+        for (; i + LANES <= size; i += LANES) FOR_ROWS(count - r, ADD_ONE)
+        if (i < size) FOR_ROWS(count - r, ADD_TAIL)
+    }
+}
+
+/* Head `h` of the task takes the block at `position`, whose tokens are at d->at; the next block's follow there. */
+INLINE void take_block(decoding *d, int kind, int64_t h, int64_t position) {
+    const attention_arguments *a = d->a;
+    const int64_t distance = DISTANCE < d->kv_heads ? DISTANCE : d->kv_heads, wraps = h + distance >= d->kv_heads;
+    const int64_t group = group_size(a), bytes = a->head_dim * (kind == FROM_INT8 ? 1 : 2), head = d->first_head + h;
+    const int64_t asked = head + distance - (wraps ? d->kv_heads : 0), *ahead_at = d->at + (wraps ? DECODE_BLOCK : 0);
+    const block_rows keys = {a->kv.keys + head * bytes, a->kv.keys + asked * bytes, d->at, ahead_at, a->head_dim, bytes};
+    const block_rows values = {a->kv.values + head * bytes, a->kv.values + asked * bytes, d->at, ahead_at, a->head_dim, bytes};
+    float scores[MAX_GROUP][DECODE_BLOCK] __attribute__((aligned(64))), key_scales[DECODE_BLOCK], value_scales[DECODE_BLOCK];
+    if (kind == FROM_INT8)
+        for (int t = 0; t < DECODE_BLOCK; t++) {
+            memcpy(key_scales + t, a->kv.key_scales + d->at[t] + head * 4, 4);
+            memcpy(value_scales + t, a->kv.value_scales + d->at[t] + head * 4, 4);
+        }
+    const int low = d->from > position ? (int)(d->from - position) : 0, high = d->to - position < DECODE_BLOCK ? (int)(d->to - position) : DECODE_BLOCK;
+    score_all(kind, d, h * d->rows, &keys, low, high, scores);
+    for (int64_t query = 0; query < d->s->num_tokens; query++) {
+        const int64_t seen = first_seen(a, d->s->start + query) - position, left = d->s->start + query + 1 - position, row = h * d->rows + query * group;
+        const int from = seen > low ? (int)(seen < DECODE_BLOCK ? seen : DECODE_BLOCK) : low, to = left < high ? (int)(left > 0 ? left : 0) : high;
+        if (from >= to) continue;
+        for (int64_t g = 0; g < group; g++)
+            weigh(d, row + g, from, to, kind == FROM_INT8 ? key_scales : NULL, kind == FROM_INT8 ? value_scales : NULL, scores[query * group + g]);
+        add_all(kind, d, row, group, query == 0, &values, (const float (*)[DECODE_BLOCK])scores + query * group, from, to);
+    }
+}
+
+INLINE void store_output(const attention_arguments *a, const float *sums, float total, uint16_t *out) {
+    for (int64_t i = 0; i < a->head_dim; i += LANES) bf16_store_part(out + i, vf_load(sums + i) / total, a->head_dim - i);
+}
+
+INLINE uint16_t *output_of(const attention_arguments *a, const sequence *s, int64_t row) {
+    const int64_t group = group_size(a), rows = s->num_tokens * group; /* row: (head of keys, query, query head) */
+    return a->out + (s->first + row % rows / group) * a->out_stride + (row / rows * group + row % group) * a->head_dim;
+}
+
+static void finish_decoding(const decoding *d) {
+    const attention_arguments *a = d->a;
+    for (int64_t r = 0; r < d->kv_heads * d->rows; r++) {
+        const int64_t row = d->first_head * d->rows + r;
+        if (!d->partials) {
+            store_output(a, d->sums[r], d->total[r], output_of(a, d->s, row));
+            continue;
+        }
+        float *partial = d->partials + (row * num_splits(a, d->s) + d->split) * partial_floats(a);
+        partial[0] = d->maximum[r], partial[1] = d->total[r];
+        for (int64_t i = 0; i < a->head_dim; i += LANES) vf_store(partial + 16 + i, vf_load(d->sums[r] + i));
+    }
+}
+
+INLINE void decode_as(decoding *d, int kind) {
+    begin_decoding(d, kind);
+    int64_t position = d->from / DECODE_BLOCK * DECODE_BLOCK;
+    locate(d, position, d->at);
+    for (; position < d->to; position += DECODE_BLOCK) {
+        const int64_t next = position + DECODE_BLOCK < d->to ? position + DECODE_BLOCK : position;
+        locate(d, next, d->at + DECODE_BLOCK);
+        for (int64_t h = 0; h < d->kv_heads; h++) take_block(d, kind, h, position);
+        memcpy(d->at, d->at + DECODE_BLOCK, sizeof d->at / 2);
+    }
+    finish_decoding(d);
+}
+
+/* Part `split` of a sequence's context for some heads of keys. */
+static void decode(const attention_arguments *a, const sequence *s, int64_t split, int64_t first_head, int64_t kv_heads, float *partials) {
+    decoding d;
+    const int64_t begins = (first_split(a, s) + split) * DECODE_SPLIT, ends = begins + DECODE_SPLIT, lowest = first_seen(a, s->start), context = s->start + s->num_tokens;
+    d.a = a, d.s = s, d.first_head = first_head, d.kv_heads = kv_heads, d.split = split, d.partials = partials;
+    d.from = begins > lowest ? begins : lowest, d.to = ends < context ? ends : context;
+    if (a->kv.key_scales) decode_as(&d, FROM_INT8);
+    else decode_as(&d, KEYS_AS);
+}
+
+/* Joins the parts of one row, in the order of their positions. */
+static void join(const attention_arguments *a, const sequence *s, int64_t row, const float *partials) {
+    const int64_t splits = num_splits(a, s), floats = partial_floats(a);
+    const float *first = partials + row * splits * floats;
+    float sums[MAX_HEAD_DIM] __attribute__((aligned(64))), maximum = -INFINITY, total = 0;
+    for (int64_t i = 0; i < splits; i++) maximum = first[i * floats] > maximum ? first[i * floats] : maximum;
+    memset(sums, 0, sizeof sums);
+    for (const float *part = first; part < first + splits * floats; part += floats) {
+        const float share = vf_exp(vf_all(part[0] - maximum))[0];
+        total += share * part[1];
+        for (int64_t i = 0; i < a->head_dim; i += LANES) vf_store(sums + i, vf_load(sums + i) + share * vf_load(part + 16 + i));
+    }
+    store_output(a, sums, total, output_of(a, s, row));
+}
+
+#endif

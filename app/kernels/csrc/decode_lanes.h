@@ -1,0 +1,186 @@
+/* What decode attention does to vectors: dots of a few queries with a few tokens, and weighted sums of values, for any width of vector. */
+#ifndef ARMATURE_DECODE_LANES_H
+#define ARMATURE_DECODE_LANES_H
+
+#include "attention.h"
+#include "simd.h"
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
+#endif
+
+#define DECODE_BLOCK 32 /* tokens whose scores are held at a time */
+
+/* Queries that share a loaded key or value: as many as leave registers for four tokens or four vectors of each. */
+#if LANES == 16 || defined(__aarch64__)
+#define SHARING 4
+#else
+#define SHARING 2
+#endif
+
+/* How keys meet queries: widened to fp32, or (VDPBF16PS) as pairs of bf16, twice as many a vector. */
+enum { FROM_BF16, FROM_INT8, FROM_PAIRS };
+
+INLINE int64_t lanes_of(int kind) { return kind == FROM_PAIRS ? 2 * LANES : LANES; }
+INLINE int64_t bytes_of(int kind) { return kind == FROM_INT8 ? 1 : 2; }
+
+/* ---- sums across lanes, four or LANES at once ---- */
+
+#if LANES == 16
+#define EVEN 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30
+#define ODD 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31
+#elif LANES == 8
+#define EVEN 0, 2, 8, 10, 4, 6, 12, 14
+#define ODD 1, 3, 9, 11, 5, 7, 13, 15
+#else
+#define EVEN 0, 2, 4, 6
+#define ODD 1, 3, 5, 7
+#endif
+
+INLINE vf add_neighbours(vf a, vf b) { return SHUFFLE(a, b, EVEN) + SHUFFLE(a, b, ODD); }
+
+/* In each four lanes the sums of the four vectors' same four lanes. */
+INLINE vf sum_fours(const vf *x) { return add_neighbours(add_neighbours(x[0], x[1]), add_neighbours(x[2], x[3])); }
+
+/* From LANES / 4 of those the sums of all LANES vectors, in order. */
+INLINE vf sum_lanes(const vf *x) {
+#if LANES == 16
+#define EVEN_FOURS 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27
+#define ODD_FOURS 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31
+    vf low = SHUFFLE(x[0], x[1], EVEN_FOURS) + SHUFFLE(x[0], x[1], ODD_FOURS), high = SHUFFLE(x[2], x[3], EVEN_FOURS) + SHUFFLE(x[2], x[3], ODD_FOURS);
+    return SHUFFLE(low, high, EVEN_FOURS) + SHUFFLE(low, high, ODD_FOURS);
+#elif LANES == 8
+    return SHUFFLE(x[0], x[1], 0, 1, 2, 3, 8, 9, 10, 11) + SHUFFLE(x[0], x[1], 4, 5, 6, 7, 12, 13, 14, 15);
+#else
+    return x[0];
+#endif
+}
+
+/* ---- loads ---- */
+
+INLINE vf widened(int kind, const uint8_t *p) {
+    if (kind == FROM_INT8) {
+        vb codes;
+        memcpy(&codes, p, sizeof codes);
+        return __builtin_convertvector(__builtin_convertvector(codes, vi), vf);
+    }
+    return bf16_load((const uint16_t *)p);
+}
+
+/* The last eight elements of a head, zeros behind them: heads are multiples of eight, so only vectors of 16 have such a tail. */
+INLINE vf widened_tail(int kind, const uint8_t *p) {
+    uint8_t eight[LANES < 8 ? 16 : LANES * 2] = {0};
+    memcpy(eight, p, kind == FROM_INT8 ? 8 : 16);
+    return widened(kind, eight);
+}
+
+INLINE vf key_vector(int kind, const uint8_t *p) { return kind == FROM_PAIRS ? vf_load((const float *)p) : widened(kind, p); }
+
+INLINE vf key_tail(int kind, const uint8_t *p, int64_t left) {
+#ifdef __AVX512BF16__
+    if (kind == FROM_PAIRS) return (vf)_mm512_maskz_loadu_epi16((1u << left) - 1, p);
+#endif
+    return widened_tail(kind, p);
+}
+
+INLINE vf add_product(int kind, vf sum, vf key, vf query) {
+#ifdef __AVX512BF16__
+    if (kind == FROM_PAIRS) return _mm512_dpbf16_ps(sum, (__m512bh)key, (__m512bh)query);
+#endif
+    return sum + key * query;
+}
+
+INLINE void ask_for(const uint8_t *p, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
+}
+
+/* ---- products ---- */
+
+/* One head's keys or values of a block: token t is at base + at[t]; `ahead + ahead_at[t]` is what will be read a little later. */
+typedef struct {
+    const uint8_t *base, *ahead;
+    const int64_t *at, *ahead_at;
+    int64_t head_dim, bytes; /* of a head in a row */
+} block_rows;
+
+/* sums[r][i] += products of vector v / LANES of query r and of key i. */
+INLINE void add_products(int kind, int rows, vf (*sums)[4], const vf *keys, const float (*queries)[MAX_HEAD_DIM], int64_t v) {
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) {
+        const vf query = vf_load(queries[r] + v);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) sums[r][i] = add_product(kind, sums[r][i], keys[i], query);
+    }
+}
+
+/* scores[r][t] = query r times key t for `rows` (1 to SHARING) queries, tokens [from, to) and their neighbours in the same vector. */
+INLINE void score(int kind, int rows, int first, const block_rows *keys, const float (*queries)[MAX_HEAD_DIM], int from, int to,
+                  float (*scores)[DECODE_BLOCK]) {
+    for (int t0 = from / LANES * LANES; t0 < to; t0 += LANES) {
+        vf fours[SHARING][LANES / 4];
+        for (int part = 0; part < LANES / 4; part++) {
+            const uint8_t *key[4];
+            vf sums[SHARING][4];
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) {
+                const int t = t0 + part * 4 + i;
+                key[i] = keys->base + keys->at[t];
+                if (first) ask_for(keys->ahead + keys->ahead_at[t], keys->bytes);
+#pragma GCC unroll 4
+                for (int r = 0; r < rows; r++) sums[r][i] = vf_all(0);
+            }
+            int64_t d = 0, v = 0;
+            for (; d + lanes_of(kind) <= keys->head_dim; d += lanes_of(kind), v += LANES) {
+                vf x[4];
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; i++) x[i] = key_vector(kind, key[i] + d * bytes_of(kind));
+                add_products(kind, rows, sums, x, queries, v);
+            }
+            if (d < keys->head_dim) {
+                vf x[4];
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; i++) x[i] = key_tail(kind, key[i] + d * bytes_of(kind), keys->head_dim - d);
+                add_products(kind, rows, sums, x, queries, v);
+            }
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++) fours[r][part] = sum_fours(sums[r]);
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) vf_store(scores[r] + t0, sum_lanes(fours[r]));
+    }
+}
+
+/* sums[r][d ...] += weights[r][t] * value t for tokens [from, to), `vectors` (1 to 4) vectors from element d on, or the head's tail. */
+INLINE void add_values(int kind, int rows, int vectors, int tail, int first, const block_rows *values, int64_t d, const float (*weights)[DECODE_BLOCK], int from,
+                       int to, float (*sums)[MAX_HEAD_DIM]) {
+    vf acc[SHARING][4];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) acc[r][v] = vf_load(sums[r] + d + v * LANES);
+    for (int t = from; t < to; t++) {
+        const uint8_t *value = values->base + values->at[t] + d * bytes_of(kind);
+        vf weight[SHARING];
+        if (first && d == 0) ask_for(values->ahead + values->ahead_at[t], values->bytes);
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) weight[r] = vf_all(weights[r][t]);
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) {
+            const vf x = tail ? widened_tail(kind, value) : widened(kind, value + v * LANES * bytes_of(kind));
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++) acc[r][v] += weight[r] * x;
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) vf_store(sums[r] + d + v * LANES, acc[r][v]);
+}
+
+#endif

@@ -1,0 +1,78 @@
+/* From the product of queries, keys and values to attention: norms of query and key heads, rotary positions, and this step's keys and values to
+ * the cache. fp32 from the product to the one rounding at the end. */
+#ifndef ARMATURE_TURN_H
+#define ARMATURE_TURN_H
+
+#include "level.h"
+#include "simd.h"
+
+#define MOST_HEAD 256 /* elements of a head */
+
+INLINE void normalise(float *x, ptrdiff_t size, const float *weight, float eps) {
+    vf squares = vf_all(0);
+    for (ptrdiff_t i = 0; i < size; i += LANES) squares += vf_load(x + i) * vf_load(x + i); /* what is beyond the head is zero */
+    const float scale = 1.0f / float_sqrt(vf_sum(squares) / (float)size + eps);
+    for (ptrdiff_t i = 0; i < size; i += LANES) vf_store(x + i, vf_load(x + i) * scale * vf_load_part(weight + i, size - i));
+}
+
+/* x [dim] to out: halves (a, b) to (a cos - b sin, b cos + a sin). */
+INLINE void turn_head(const float *x, ptrdiff_t dim, const float *cosine, const float *sine, float *out) {
+    const ptrdiff_t half = dim / 2;
+    for (ptrdiff_t i = 0; i < half; i += LANES) {
+        const vf a = vf_load_part(x + i, half - i), b = vf_load_part(x + half + i, half - i);
+        vf_store_part(out + i, a * vf_load_part(cosine + i, half - i) + b * vf_load_part(sine + i, half - i), half - i);
+        vf_store_part(out + half + i, b * vf_load_part(cosine + half + i, half - i) + a * vf_load_part(sine + half + i, half - i), half - i);
+    }
+}
+
+INLINE void store_bf16_head(uint16_t *target, const float *x, ptrdiff_t size) {
+    for (ptrdiff_t i = 0; i < size; i += LANES) bf16_store_part(target + i, vf_load(x + i), size - i);
+}
+
+/* As sink.h quantises a group: a head with NaN or infinity in it has the scale NaN, one that is nearly zero the scale 0. */
+INLINE void store_int8_head(uint8_t *target, uint8_t *scale, const float *x, ptrdiff_t size) {
+    vi largest = vi_all(0);
+    for (ptrdiff_t i = 0; i < size; i += LANES) largest = vi_max(largest, (vi)vf_load(x + i) & 0x7fffffff);
+    const union { int32_t bits; float number; } top = {vi_largest(largest)};
+    const int finite = top.bits < 0x7f800000, any = finite && top.number > 1e-35f;
+    const float inverse = any ? 127.0f / top.number : 0.0f, own = any ? top.number / 127.0f : finite ? 0.0f : NAN;
+    for (ptrdiff_t i = 0; i < size; i += LANES) {
+        const vb codes = __builtin_convertvector(any ? vf_round(vf_load(x + i) * inverse) : vi_all(0), vb);
+        memcpy(target + i, &codes, (size_t)(size - i < LANES ? size - i : LANES));
+    }
+    memcpy(scale, &own, 4);
+}
+
+INLINE void store_head(const turn_arguments *a, int64_t row, int64_t head, const float *x, uint16_t *query) {
+    const int64_t size = a->head_dim, own = head - a->heads, kv_head = own < a->kv_heads ? own : own - a->kv_heads;
+    if (own < 0) {
+        store_bf16_head(query, x, size);
+        return;
+    }
+    const int64_t at = a->written[row] * a->kv.token_bytes;
+    uint8_t *rows = (own < a->kv_heads ? a->kv.keys : a->kv.values) + at, *scales = own < a->kv_heads ? a->kv.key_scales : a->kv.value_scales;
+    if (scales) store_int8_head(rows + kv_head * size, scales + at + kv_head * 4, x, size);
+    else store_bf16_head((uint16_t *)(rows + kv_head * size * 2), x, size);
+}
+
+static void turn(const void *arguments) {
+    const turn_arguments *a = arguments;
+    const int64_t heads = a->heads + 2 * a->kv_heads, size = a->head_dim, turning = a->heads + a->kv_heads;
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < a->rows * heads; i++) {
+        const int64_t row = i / heads, head = i % heads;
+        const float *weight = head < a->heads ? a->query_norm : head < turning ? a->key_norm : NULL;
+        uint16_t *source = a->x + row * a->stride + head * size;
+        float x[MOST_HEAD + LANES], turned[MOST_HEAD + LANES];
+        for (int64_t k = 0; k < size; k += LANES) vf_store(x + k, bf16_load_part(source + k, size - k));
+        if (weight) normalise(x, size, weight, (float)a->eps);
+        const int64_t dim = head < turning ? a->dim : 0;
+        if (dim) {
+            memcpy(turned, x, sizeof x);
+            turn_head(x, dim, a->cos + row * a->dim, a->sin + row * a->dim, turned);
+        }
+        store_head(a, row, head, dim ? turned : x, source);
+    }
+}
+
+#endif

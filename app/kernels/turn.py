@@ -1,0 +1,82 @@
+"""From the product of queries, keys and values to attention: norms of heads, rotary positions, keys and values to the cache in one go.
+
+The twin is plain torch, and serves for other dtypes and where there is no library.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from app.kernels.kv_rows import KVRows
+from app.kernels.operations import Code, Turn, has, run
+from app.kernels.rowwise import Angles
+
+_MAX_HEAD_DIM = 256  # csrc/turn.h
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """One layer's product of queries, keys and values, [tokens, (num_heads + 2 * num_kv_heads) * head_dim], and what its heads still need:
+
+    an RMSNorm each for queries and keys (weights [head_dim] fp32) and rotary angles, where the model has them.
+    """
+
+    product: Tensor
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    eps: float = 0.0
+    angles: Angles | None = None
+
+
+def turn(heads: Heads, kv: KVRows, written: Tensor) -> Tensor:
+    """Queries [tokens, num_heads, head_dim], ready to attend; keys and values are at rows `written` [tokens] int64 afterwards.
+
+    The product may be overwritten, and the queries be a view of it.
+    """
+    product = heads.product
+    plain = product.dtype == torch.bfloat16 and product.stride(1) == 1 and heads.head_dim <= _MAX_HEAD_DIM
+    if not (plain and kv.keys.dtype in (torch.bfloat16, torch.int8) and has(Code.TURN)):
+        query, key, value = turned_torch(heads)
+        kv.write(written, key, value)
+        return query
+    cos, sin = heads.angles if heads.angles is not None else (None, None)
+    tensors = (product, heads.query_norm, heads.key_norm, cos, sin, written)
+    assert all(tensor is None or tensor.stride(-1) == 1 for tensor in tensors), "kernels read rows from end to end"
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    tokens, dim = len(product), 0 if cos is None else cos.shape[-1]
+    sizes = (product.stride(0), tokens, heads.num_heads, heads.num_kv_heads, heads.head_dim, dim)
+    run(Turn(*addresses, kv.addresses(), *sizes, heads.eps), Code.TURN)
+    return product[:, : heads.num_heads * heads.head_dim].view(tokens, heads.num_heads, heads.head_dim)
+
+
+def turned_torch(heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    """The twin: queries, keys and values, [tokens, heads, head_dim] each, in the product's dtype."""
+    product = heads.product.view(len(heads.product), heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim)
+    query, key, value = product.tensor_split((heads.num_heads, heads.num_heads + heads.num_kv_heads), 1)
+    return _turned(query, heads.query_norm, heads), _turned(key, heads.key_norm, heads), value
+
+
+def _turned(x: Tensor, norm: Tensor | None, heads: Heads) -> Tensor:
+    if norm is None and heads.angles is None:
+        return x
+    wide = x.float()
+    if norm is not None:
+        wide = F.rms_norm(wide, norm.shape, norm, heads.eps)
+    return (wide if heads.angles is None else turn_torch(wide, heads.angles)).to(x.dtype)
+
+
+def turn_torch(x: Tensor, angles: Angles) -> Tensor:
+    """(a, b) to (a cos - b sin, b cos + a sin), x in fp32."""
+    cos, sin = angles
+    dim = cos.shape[-1]
+    if dim < x.shape[-1]:
+        return torch.cat((turn_torch(x[..., :dim], angles), x[..., dim:]), -1)
+    swapped = x.roll(dim // 2, -1)  # (b, a); sin is (-sin, sin)
+    return (x * cos).addcmul_(swapped, sin)
