@@ -119,7 +119,7 @@ def _warm_up(sides: list[Side], workloads: list[Workload], abouts: dict[str, dic
         ids = [row[0] for seed, workload in enumerate(workloads) for row in side.take(workload.turn(seed)).ids]
         firsts = firsts or [ids]
         equal = sum(mine == theirs for mine, theirs in zip(firsts[0], ids, strict=True))
-        abouts[side.spec.name]["first_tokens_equal"] = equal / len(ids)
+        abouts[side.spec.name] |= {"first_tokens_equal": equal / len(ids), "resident_bytes": side.resident_bytes()}
         _say(f"{side.spec.name}: warm, {equal} of {len(ids)} first tokens as {sides[0].spec.name} has them")
 
 
@@ -146,7 +146,7 @@ def _report(abouts: dict[str, dict[str, Any]], rates: Rates, threads: int, compl
         if of[names[0]]
     }
     for name, about in abouts.items():
-        held = f", {about['resident_bytes'] / 1e6:.0f} MB resident" if about["resident_bytes"] else ""
+        held = f", {about['resident_bytes'] / 1e6:.0f} MB resident" if about.get("resident_bytes") else ""
         print(f"{name}: {about['bytes_per_token'] / 1e6:.0f} MB of weights a token{held}; {about['about']}")
     for work, of_sides in ratios.items():
         for name, ratio in of_sides.items():

@@ -90,6 +90,13 @@ class Side:
         finally:
             self._signal(signal.SIGSTOP)
 
+    def resident_bytes(self) -> int | None:
+        """Of its main process, mapped files included; None where the system does not tell like this."""
+        status = Path(f"/proc/{self._process.pid}/status")
+        if not status.exists():
+            return None
+        return next((1024 * int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmRSS:")), None)
+
     def end(self) -> None:
         self._signal(signal.SIGKILL)
         self._process.wait()

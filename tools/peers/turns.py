@@ -70,8 +70,7 @@ def main() -> int:
     options = dict(option.split("=", 1) for option in arguments.option)
     load: Callable[[Path, int, dict[str, str]], Peer] = importlib.import_module(f"tools.peers.{arguments.kind}").load
     peer = load(arguments.model, arguments.threads, options)
-    ready = {"about": peer.about, "bytes_per_token": peer.bytes_per_token, "load_seconds": time.perf_counter() - start}
-    _say({**ready, "resident_bytes": _resident_bytes()})
+    _say({"about": peer.about, "bytes_per_token": peer.bytes_per_token, "load_seconds": time.perf_counter() - start})
     for line in sys.stdin:
         turn = Turn(**json.loads(line))
         prompts = deal(turn)
@@ -113,14 +112,6 @@ def _die_with_parent() -> None:
     """A halted process does not notice that nobody will wake it; on Linux the system ends it then."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _resident_bytes() -> int | None:
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return None
-    (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmRSS:"))
-    return 1024 * int(line.split()[1])
 
 
 if __name__ == "__main__":
