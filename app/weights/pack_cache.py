@@ -61,7 +61,7 @@ class Kept:
 
     def __init__(self, packs: Packs, key: Mapping[str, str], wanted: Mapping[str, int]) -> None:
         """`wanted`: bytes by name of what it must hold."""
-        self._packs, self._key, self._wanted = packs, key, wanted
+        self._packs, self.key, self._wanted = packs, key, wanted
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
         self.file = packs.folder / FOLDER / f"{digest[:32]}.pack"
         self.size: int | None = None
@@ -70,7 +70,7 @@ class Kept:
     def read(self, progress: Progress) -> Mapping[str, Tensor] | None:
         """The blobs, uint8, all of them checked: None where they must be packed."""
         try:
-            pack = open_pack(self.file, self._key)
+            pack = open_pack(self.file, self.key)
         except FileNotFoundError:
             return None
         except (OSError, PackUnusable) as error:
@@ -79,7 +79,7 @@ class Kept:
         try:
             if {name: blob.nbytes for name, blob in pack.blobs.items()} != dict(self._wanted):
                 raise PackUnusable("it holds other weights")
-            blobs = _read_all(self._wanted, progress, pack.mapped if self._packs.mapped else pack.read)
+            blobs = _read_all(self._wanted, progress, pack.mapping() if self._packs.mapped else pack.read)
             self.size, self.found = pack.size, True
             return blobs
         except (OSError, PackUnusable) as error:
@@ -91,7 +91,7 @@ class Kept:
     def keep(self, blobs: Mapping[str, Tensor]) -> None:
         """Writes them for the next start, or warns."""
         try:
-            self.size = write_pack(self.file, self._key, blobs, self._packs.keeping)
+            self.size = write_pack(self.file, self.key, blobs, self._packs.keeping)
         except OSError as error:
             log.warning("packed weights cannot be kept in %s (%s): the next start packs again", self.file.parent, error)
         else:

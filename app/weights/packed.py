@@ -141,7 +141,6 @@ class Pack:
 
     def __init__(self, file: int, blobs: Mapping[str, Blob]) -> None:
         self._file, self.blobs, self.size = file, blobs, os.fstat(file).st_size
-        self._map: mmap.mmap | None = None
 
     def read(self, name: str) -> Tensor:
         """Uint8 in memory of our own, on huge pages where it is large. Raises `PackUnusable` where the bytes are not those written."""
@@ -155,16 +154,20 @@ class Pack:
         _check(name, checksum, blob)
         return target
 
-    def mapped(self, name: str) -> Tensor:
-        """Uint8 in the file itself, which several processes share. Raises `PackUnusable` as `read`."""
-        blob = self.blobs[name]
-        if self._map is None:
-            self._map = mmap.mmap(self._file, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
-        with memoryview(self._map) as whole:
-            _check(name, zlib.crc32(whole[blob.start : blob.start + blob.nbytes]), blob)
+    def mapping(self) -> Callable[[str], Tensor]:
+        """Like `read`, but what it gives lies in the file itself, which several processes share."""
+        region = mmap.mmap(self._file, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")  # as it should be
-            return torch.frombuffer(self._map, dtype=torch.uint8, count=blob.nbytes, offset=blob.start)
+            whole = torch.frombuffer(region, dtype=torch.uint8)
+
+        def mapped(name: str) -> Tensor:
+            blob = self.blobs[name]
+            part = whole[blob.start : blob.start + blob.nbytes]
+            _check(name, zlib.crc32(_view(part)), blob)
+            return part
+
+        return mapped
 
     def close(self) -> None:
         """Mapped tensors live on."""
