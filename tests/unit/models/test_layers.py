@@ -12,6 +12,7 @@ from app.kernels.activations import Activations, Quantised
 from app.kernels.int_panels import IntPacking
 from app.kernels.linear import Linear, PlainLinear
 from app.kernels.operations import Code, has
+from app.kernels.turn import Heads
 from app.models.config import ModelConfig
 from app.models.context import AttentionSpec
 from app.models.gemma import GemmaLayer
@@ -36,8 +37,8 @@ def layer_of(kind: type[LlamaLayer | GemmaLayer], packing: IntPacking | type[Pla
     return layer
 
 
-def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-    return query
+def attend(layer: int, heads: Heads, spec: AttentionSpec) -> Tensor:
+    return heads.product[:, : heads.num_heads * heads.head_dim]
 
 
 @needs_integers

@@ -1,0 +1,152 @@
+"""Decode and prompts of a ragged batch at every level this processor has, against the formula; and that no result depends on neighbours,
+threads, or how a context is divided."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.backends.reference import reference_attention
+from app.kernels.attention import Row, Run
+from app.kernels.kv_rows import kv_rows, quantised_heads, token_bytes
+from app.kernels.operations import Code, has
+from app.models.context import AttentionSpec
+from native_levels import at_level, levels
+from ragged_batches import Share, attend, make_batch
+
+LEVELS = levels()
+needs_levels = pytest.mark.skipif(not LEVELS, reason="no native library")
+a_level = st.sampled_from(LEVELS or ("none",))
+# A result is rounded to 8 bits; at prompts, softmax weights as well.
+CLOSE = {"rtol": 1.6e-2, "atol": 6e-3}
+few = st.builds(Share, st.integers(0, 300), st.integers(0, 600), st.integers(1, 3))
+many = st.builds(Share, st.integers(0, 40), st.integers(0, 200), st.integers(1, 40))
+
+
+@needs_levels
+@settings(max_examples=120)
+@given(
+    level=a_level,
+    shares=st.lists(few | many, min_size=1, max_size=5),
+    kv_heads=st.integers(1, 5),
+    group=st.integers(1, 8) | st.sampled_from([9, 32]),
+    head_dim=st.sampled_from([8, 16, 24, 64, 72, 80, 96, 128, 256]),
+    window=st.none() | st.integers(1, 700),
+    softcap=st.none() | st.floats(1.0, 50.0),
+    dtype=st.sampled_from([torch.bfloat16, torch.int8]),
+)
+def test_any_batch_is_what_the_formula_says(
+    level: str,
+    shares: list[Share],
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    window: int | None,
+    softcap: float | None,
+    dtype: torch.dtype,
+) -> None:
+    spec = AttentionSpec(head_dim**-0.5, window, softcap)
+    batch = make_batch(shares, kv_heads * group, kv_heads, head_dim, dtype)
+    with at_level(level):
+        assert has(Code.ATTENTION)
+        result = attend(batch, spec)
+    torch.testing.assert_close(result.float(), reference_attention(batch.query, batch.segments, spec), **CLOSE)
+
+
+LONG = [
+    Share(300, 500, 1),
+    Share(0, 1500, 1),
+    Share(0, 255, 1),
+    Share(0, 256, 1),
+    Share(10, 900, 3),
+    Share(0, 700, 2),
+    Share(0, 0, 40),
+]
+
+
+@needs_levels
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("spec", [AttentionSpec(0.125), AttentionSpec(0.125, 400, 20.0)], ids=str)
+def test_a_row_is_bit_for_bit_the_same_whatever_is_beside_it(level: str, dtype: torch.dtype, spec: AttentionSpec) -> None:
+    """With one thread and with two; alone and in a batch; each query alone; one segment instead of two."""
+    batch, before = make_batch(LONG, 8, 2, 64, dtype), torch.get_num_threads()
+    with at_level(level):
+        torch.set_num_threads(1)
+        one = attend(batch, spec)
+        torch.set_num_threads(2)
+        two = attend(batch, spec)
+        torch.set_num_threads(before)
+        assert torch.equal(one, two)
+        for row in batch.rows[:-1]:
+            for query in range(row.num_tokens):
+                runs = tuple(part for part in (_cut(run, row.start + query + 1) for run in row.runs) if part.num_tokens)
+                alone = replace(batch, query=batch.query[row.first + query][None], rows=[Row(0, 1, row.start + query, runs)])
+                assert torch.equal(attend(alone, spec)[0], one[row.first + query])
+
+
+def _cut(run: Run, end: int) -> Run:
+    return replace(run, num_tokens=min(run.num_tokens, end - run.position))
+
+
+@needs_levels
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_shared_prefix_changes_no_bit(level: str) -> None:
+    batch = make_batch([Share(0, 700, 1)], 8, 2, 64, torch.bfloat16)
+    (row,) = batch.rows
+    (run,) = row.runs
+    with at_level(level):
+        whole = attend(batch, AttentionSpec(0.125))
+        for border in (1, 31, 256, 700):
+            halves = Run(run.first, border, 0), Run(run.first + border, run.num_tokens - border, border)
+            assert torch.equal(attend(replace(batch, rows=[replace(row, runs=halves)]), AttentionSpec(0.125)), whole)
+
+
+@needs_levels
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_bad_values_stay_with_those_who_see_them(level: str, dtype: torch.dtype, bad: float) -> None:
+    """Position 40 of the first sequence is bad in head 1: other sequences, head 0 and who has it outside the window stay as they were."""
+    batch, spec = make_batch([Share(0, 90, 2), Share(0, 60, 1), Share(7, 300, 1)], 4, 2, 64, dtype), AttentionSpec(0.125)
+    near = replace(spec, window=45)
+    with at_level(level):
+        clean, cleans_near = attend(batch, spec), attend(batch, near)
+        value = torch.zeros(1, 2, 64)
+        value[0, 1, 5] = bad
+        batch.kv.write(torch.tensor([batch.rows[0].runs[0].first + 40]), torch.zeros(1, 2, 64), value)
+        batch.kv.write(
+            torch.tensor([batch.rows[0].runs[0].first + 91]), torch.zeros(1, 2, 64), value
+        )  # seen by its second query alone
+        result = attend(batch, replace(spec, window=None))
+        assert not result[0, 2:, 5].isfinite().any()
+        assert not result[1, 2:, 5].isfinite().any()
+        assert result[0, :2].isfinite().all()
+        assert torch.equal(result[2:], clean[2:])
+        assert torch.equal(attend(batch, near)[0], cleans_near[0])
+
+
+def test_int8_heads_are_within_half_a_step() -> None:
+    x = torch.randn(50, 3, 64) * torch.logspace(-3, 3, 50)[:, None, None]
+    codes, scales = quantised_heads(x)
+    assert bool(((codes * scales[..., None] - x).abs() <= 0.5001 * scales[..., None]).all())
+    assert codes.abs().amax() == 127
+    assert quantised_heads(torch.full((1, 1, 8), torch.inf))[1].isnan().all()
+
+
+@pytest.mark.parametrize(("kv_heads", "head_dim", "expected"), [(8, 64, 1088), (1, 8, 64), (5, 72, 768), (2, 128, 576)])
+def test_a_row_of_int8_begins_at_a_cache_line_and_holds_both_and_their_scales(
+    kv_heads: int, head_dim: int, expected: int
+) -> None:
+    assert token_bytes(kv_heads, head_dim, torch.int8) == expected
+    assert token_bytes(kv_heads, head_dim, torch.bfloat16) == 4 * kv_heads * head_dim
+    rows = kv_rows(torch.zeros(3, expected, dtype=torch.uint8), kv_heads, head_dim, torch.int8)
+    key, value = torch.randn(2, 2, kv_heads, head_dim).unbind(0)
+    rows.write(torch.tensor([2, 0]), key, value)
+    for given_, read in zip((key, value), rows.read(0, 3), strict=True):
+        torch.testing.assert_close(read[[2, 0]].float(), given_, rtol=2e-2, atol=2e-2)
+        assert not read[1].any()

@@ -1,0 +1,95 @@
+"""Norms and positions of heads, and this step's keys and values on their way to the cache, against their torch twin at every level."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.kernels.kv_rows import KVRows, kv_rows, token_bytes
+from app.kernels.operations import Code, has
+from app.kernels.turn import Heads, turn, turned_torch
+from native_levels import at_level, levels
+
+LEVELS = levels()
+needs_levels = pytest.mark.skipif(not LEVELS, reason="no native library")
+a_level = st.sampled_from(LEVELS or ("none",))
+CLOSE = {"rtol": 1e-2, "atol": 1e-5}  # one rounding to bfloat16 on either side
+MARK = 77  # in bytes that nobody may write
+
+
+def rows_of(kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[KVRows, torch.Tensor]:
+    memory = torch.full((20, token_bytes(kv_heads, head_dim, dtype)), MARK, dtype=torch.uint8)
+    return kv_rows(memory, kv_heads, head_dim, dtype), memory
+
+
+def heads_of(tokens: int, num_heads: int, kv_heads: int, head_dim: int, dim: int, norms: bool) -> Heads:
+    generator = torch.Generator().manual_seed(tokens * 7 + head_dim + dim)
+    width = (num_heads + 2 * kv_heads) * head_dim
+    product = torch.randn(tokens, width + 8, generator=generator).to(torch.bfloat16)[
+        :, :width
+    ]  # a view: rows are not beside each other
+    weights = 1 + 0.2 * torch.randn(2, head_dim, generator=generator)
+    angle = torch.randn(tokens, 1, dim, generator=generator)
+    own = (weights[0], weights[1]) if norms else (None, None)
+    return Heads(product, num_heads, kv_heads, head_dim, *own, 1e-5, (angle.cos(), angle.sin()) if dim else None)
+
+
+@needs_levels
+@settings(max_examples=120)
+@given(
+    level=a_level, tokens=st.integers(1, 9), kv_heads=st.integers(1, 4), group=st.integers(1, 5),
+    head_dim=st.sampled_from([8, 16, 24, 64, 72, 80, 128, 256]), turned=st.sampled_from([0, 0.5, 1]), norms=st.booleans(),
+    dtype=st.sampled_from([torch.bfloat16, torch.int8]),
+)  # fmt: skip
+def test_heads_are_turned_and_kept_as_the_twin_does(
+    level: str, tokens: int, kv_heads: int, group: int, head_dim: int, turned: float, norms: bool, dtype: torch.dtype
+) -> None:
+    heads = heads_of(tokens, kv_heads * group, kv_heads, head_dim, int(head_dim * turned), norms)
+    expected = turned_torch(heads)
+    kv, memory = rows_of(kv_heads, head_dim, dtype)
+    written = torch.randperm(20)[:tokens]
+    with at_level(level):
+        assert has(Code.TURN)
+        query = turn(heads, kv, written)
+    torch.testing.assert_close(query, expected[0], **CLOSE)
+    for row, token in enumerate(written.tolist()):
+        for read, wanted in zip(kv.read(token, 1), (expected[1][row], expected[2][row]), strict=True):
+            step = wanted.float().abs().amax(-1, keepdim=True) / 127 if dtype == torch.int8 else torch.zeros(1)
+            assert bool(((read[0].float() - wanted.float()).abs() <= 0.51 * step + 0.01 * wanted.float().abs() + 1e-5).all())
+    others = [row for row in range(20) if row not in written.tolist()]
+    assert bool((memory[others] == MARK).all())
+
+
+@needs_levels
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_bad_values_stay_in_their_head(level: str, bad: float) -> None:
+    heads, (kv, _) = heads_of(3, 2, 2, 16, 16, False), rows_of(2, 16, torch.int8)
+    heads.product[1, 2 * 16 + 3] = bad  # the first key of token 1
+    with at_level(level):
+        turn(heads, kv, torch.tensor([4, 5, 6]))
+    key, value = kv.read(4, 3)
+    assert key[1, 0].isnan().all()
+    assert value.isfinite().all()
+    key[1, 0] = 0
+    assert key.isfinite().all()
+
+
+@needs_levels
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
+def test_a_token_is_bit_for_bit_the_same_alone(level: str, dtype: torch.dtype) -> None:
+    with at_level(level):
+        (together, memory), (kv, own) = rows_of(2, 64, dtype), rows_of(2, 64, dtype)
+        heads = heads_of(6, 4, 2, 64, 64, True)
+        product = heads.product.clone()
+        queries = turn(heads, together, torch.arange(6))
+        for row in range(6):
+            assert heads.angles is not None
+            cos, sin = heads.angles
+            norms = heads.query_norm, heads.key_norm
+            alone = Heads(product[row : row + 1], 4, 2, 64, *norms, heads.eps, (cos[row : row + 1], sin[row : row + 1]))
+            assert torch.equal(turn(alone, kv, torch.tensor([row]))[0], queries[row])
+        assert torch.equal(memory, own)
