@@ -2,6 +2,7 @@
 # Runs tests on an emulated 64-bit Arm processor: it proves instructions and numbers, never speed. Debian or Ubuntu on x86-64.
 #   tools/arm64.sh                       the parity tests, as a Neoverse V1 (SVE 256 bits, bf16, i8mm)
 #   CPU=neoverse-n1 tools/arm64.sh ...   as an older one (dotprod only); other arguments go to pytest
+#   tools/arm64.sh driver                the native library's own test in C, also as a Cortex-A53, which torch does not run on (NEON only)
 # The first run makes what it needs in .arm64 (or ARM64_DIR), about 1.3 GB: an emulator, Debian's Python for arm64, and this
 # project's pinned packages. Nothing is emulated while that installs. Outside that folder, apt installs mmdebstrap and a cross compiler, which
 # makes the native library in build/aarch64.
@@ -27,8 +28,9 @@ main() {
   mirror=$(debian_mirror)
   [ -x "$dir/qemu-aarch64" ] || make_emulator
   [ -x "$dir/root/usr/bin/python$PYTHON" ] || make_root
-  make_packages
   make_library
+  [ "${1:-}" != driver ] || { run_driver; exit; }
+  make_packages
   [ $# -gt 0 ] || set -- "${DEFAULT_TESTS[@]}"
   say "${CPU:-neoverse-v1} runs pytest $*"
   # No cache folder and no bytecode: both would be shared with the x86 runs of the same checkout.
@@ -98,6 +100,14 @@ apt_install() {
 make_library() {
   command -v aarch64-linux-gnu-gcc >/dev/null || apt_install gcc-aarch64-linux-gnu libc6-dev-arm64-cross
   PATH="$PWD/.venv/bin:$PATH" tools/cross.sh >&2
+}
+
+run_driver() {
+  PATH="$PWD/.venv/bin:$PATH" cmake --build build/aarch64 --target driver >&2
+  for cpu in ${CPU:-cortex-a53 neoverse-n1 neoverse-v1}; do
+    say "$cpu runs the driver"
+    "$dir/qemu-aarch64" -cpu "$cpu" -L "$dir/root" build/aarch64/driver
+  done
 }
 
 make_root() {
