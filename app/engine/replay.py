@@ -32,6 +32,7 @@ class Replay:
     def __init__(self, model: Decoder, enabled: bool) -> None:
         self.model = model
         self.reason = "" if enabled else "switched off"  # why every step is eager; empty: it is not
+        self.num_runs = 0  # steps that were run again
         self._pool = Pool()
         self._seen: dict[int, int] = {}
         self._recorded: dict[int, Recorded] = {}
@@ -48,6 +49,7 @@ class Replay:
         recorded = self._recorded.get(count)
         if recorded is None:
             return self._record(count, inputs, context.attend)
+        self.num_runs += 1
         rows: Activations = recorded.run(inputs)
         return rows
 

@@ -24,23 +24,11 @@ from app.kernels.native import native
 from app.kernels.operations import Code
 
 _CACHE_LINE = 64
-# What only looks at a tensor in another way.
+# What only looks at a tensor in another way. Some of these copy where they must, so the result is checked to lie where the tensor does.
 _VIEWS = frozenset(
-    {
-        "view",
-        "_unsafe_view",
-        "slice",
-        "select",
-        "split",
-        "split_with_sizes",
-        "unsqueeze",
-        "squeeze",
-        "transpose",
-        "permute",
-        "alias",
-    }
+    "view _unsafe_view reshape flatten unflatten slice select split split_with_sizes chunk tensor_split unbind narrow unsqueeze squeeze "
+    "transpose t permute expand as_strided alias detach".split()
 )
-_VIEWS_TOO = frozenset({"detach", "expand", "narrow", "unbind", "as_strided", "chunk", "t", "_reshape_alias", "reshape"})
 
 
 class Unrecordable(Exception):
@@ -111,6 +99,10 @@ class _OnlyOurs(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
-        if name not in _VIEWS and name not in _VIEWS_TOO:
+        if name not in _VIEWS:
             raise Unrecordable(name)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        views = result if isinstance(result, list | tuple) else (result,)
+        if any(view.untyped_storage().data_ptr() != args[0].untyped_storage().data_ptr() for view in views):
+            raise Unrecordable(f"a copy ({name})")
+        return result

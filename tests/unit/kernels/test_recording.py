@@ -71,6 +71,11 @@ def test_a_torch_kernel_inside_ends_the_recording() -> None:
         record(Pool(), lambda inputs: inputs[0] * 2, [torch.ones(2, 2)])
 
 
+def test_a_view_that_copies_ends_it_too() -> None:
+    with pytest.raises(Unrecordable, match="copy|clone"):
+        record(Pool(), lambda inputs: inputs[0].T.reshape(6), [torch.ones(2, 3)])
+
+
 def test_quantised_results_come_back_too() -> None:
     def body(inputs: list[Tensor]) -> Quantised:
         return quantise(inputs[0], 32)
