@@ -1,0 +1,103 @@
+"""The native library without Python: its own driver in C under sanitizers, on emulated processors, and what its objects are made of."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+QEMU = shutil.which("qemu-x86_64")
+X86 = platform.machine() in ("x86_64", "AMD64")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux" or shutil.which(os.environ.get("CC", "gcc")) is None, reason="no GCC for Linux"),
+    pytest.mark.skipif(shutil.which("cmake") is None, reason="there is no cmake on the PATH"),
+]
+needs_x86 = pytest.mark.skipif(not X86, reason="x86 alone")
+needs_qemu = pytest.mark.skipif(QEMU is None or not X86, reason="no qemu-x86_64 (Debian: apt install qemu-user), or not an x86")
+
+
+def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if name not in ("CC", "CFLAGS")} | {"OMP_WAIT_POLICY": "passive"}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+
+
+@pytest.fixture
+def built(root: Path, pytestconfig: pytest.Config) -> Callable[..., Path]:
+    """The driver, built with these flags, in a folder that the next run of the tests finds again: then little is left to compile."""
+
+    def build(name: str, *flags: str) -> Path:
+        folder = pytestconfig.cache.mkdir(f"native-{name}")
+        configured = run("cmake", "-S", root / "app/kernels/csrc", "-B", folder, *flags)
+        assert configured.returncode == 0, configured.stderr
+        compiled = run("cmake", "--build", folder, "--target", "driver", "--parallel", "2")
+        assert compiled.returncode == 0, compiled.stdout + compiled.stderr
+        return folder / "driver"
+
+    return build
+
+
+@pytest.mark.slow
+def test_every_level_is_proved_under_the_sanitizers(built: Callable[..., Path]) -> None:
+    result = run(built("sanitized", "-DARMATURE_SANITIZE=ON"))
+    assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
+    assert re.search(r"^[1-9]\d* checks, 0 failures$", result.stdout, re.MULTILINE)
+    assert "portable, 2 threads: products in powers of two, bit for bit: ok" in result.stdout
+    refused = run(built("sanitized", "-DARMATURE_SANITIZE=ON"), "no-such-level")
+    assert refused.returncode == 1
+    assert "no level no-such-level" in refused.stdout
+
+
+@pytest.mark.slow
+@needs_qemu
+@pytest.mark.parametrize(("processor", "level", "better"), [("Westmere", "portable", "avx2"), ("Haswell", "avx2", "avxvnni")])
+def test_an_older_processor_meets_no_instruction_that_it_lacks(
+    built: Callable[..., Path], processor: str, level: str, better: str
+) -> None:
+    driver = built("quick", "-DCMAKE_C_FLAGS_RELEASE=-O1")
+    emulated = (str(QEMU), "-cpu", processor, driver)
+    assert run(*emulated, "--level").stdout == f"{level}\n"
+    proved = run(*emulated, level)
+    assert proved.returncode == 0, (proved.stdout + proved.stderr)[-4000:]
+    forced = run(*emulated, better)
+    assert forced.returncode == 1, "refused, not killed by an illegal instruction"
+    assert f"this processor or this library has no level {better}" in forced.stdout
+
+
+def mnemonics(command: str, folder: Path, target: Path) -> str:
+    """What the compiler makes of one source with these flags, disassembled."""
+    words = ["-O1" if word == "-O3" else word for word in shlex.split(command)]  # quicker, and the flags are what matters
+    words[words.index("-o") + 1] = str(target)
+    compiled = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+    assert compiled.returncode == 0, compiled.stderr
+    return run("objdump", "-d", "--no-show-raw-insn", target).stdout
+
+
+AVX = re.compile(r"\t(v(?!err|erw|erx)[a-z0-9]+ .*|.*%[yz]mm\d+.*)")
+
+
+@pytest.mark.slow
+@needs_x86
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="there is no objdump")
+def test_only_a_level_s_own_file_has_its_instructions(root: Path, tmp_path: Path) -> None:
+    csrc = root / "app/kernels/csrc"
+    assert run("cmake", "-S", csrc, "-B", tmp_path / "build").returncode == 0
+    commands = {Path(entry["file"]): entry for entry in json.loads((tmp_path / "build/compile_commands.json").read_text())}
+    everywhere = [*csrc.glob("*.c"), csrc / "levels/portable.c"]
+    assert len(everywhere) >= 3
+    for number, source in enumerate(everywhere):
+        text = mnemonics(commands[source]["command"], Path(commands[source]["directory"]), tmp_path / f"{number}.o")
+        assert "ret" in text
+        assert AVX.findall(text)[:5] == [], f"{source.name} is met by every processor"
+    avx2 = commands[csrc / "levels/avx2.c"]
+    text = mnemonics(avx2["command"], Path(avx2["directory"]), tmp_path / "avx2.o")
+    assert AVX.search(text), "what is looked for would be found"
+    assert re.findall(r"vpdpbusd.*|.*%zmm.*|.*%k[1-7].*|.*%ymm(?:1[6-9]|2\d|3[01]).*", text)[:5] == []
