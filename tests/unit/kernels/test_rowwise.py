@@ -67,7 +67,9 @@ def bits(x: Activations) -> list[Tensor]:
 
 @needs_levels
 @often
-@given(level=a_level, rows=num_rows, size=sizes, group=st.sampled_from([0, 32, 64, 96, 128, 1536]), spread=spreads, bad=bad_values)
+@given(
+    level=a_level, rows=num_rows, size=sizes, group=st.sampled_from([0, 32, 64, 96, 128, 1536]), spread=spreads, bad=bad_values
+)
 def test_quantising_is_its_twin_to_the_bit(
     level: str, rows: int, size: int, group: int, spread: float, bad: float | None
 ) -> None:
