@@ -16,7 +16,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,16 +59,15 @@ def write_pack(target: Path, key: Mapping[str, str], blobs: Mapping[str, Tensor]
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     _sweep(target.parent)
     descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=_PARTIAL)
-    try:
+    partial = Path(name)
+    with ExitStack() as undo:
+        undo.callback(partial.unlink, missing_ok=True)
         with os.fdopen(descriptor, "wb", buffering=0) as stream:
             size = _write(stream.fileno(), key, blobs, progress)
             os.fchmod(stream.fileno(), 0o644)  # others may read it; who else may write is the directory's business
             os.fsync(stream.fileno())
-        Path(name).replace(target)
-    except BaseException:
-        with suppress(OSError):
-            Path(name).unlink()
-        raise
+        partial.replace(target)
+        undo.pop_all()
     _sync_folder(target.parent)
     return size
 
@@ -189,12 +188,12 @@ def open_pack(file: Path, key: Mapping[str, str]) -> Pack:
         raise
     except OSError as error:
         raise PackUnusable(f"it cannot be opened ({error.strerror})") from error
-    try:
+    with ExitStack() as undo:
+        undo.callback(os.close, descriptor)
         check_ours(os.fstat(descriptor))
-        return Pack(descriptor, _read_header(descriptor, key))
-    except BaseException:
-        os.close(descriptor)
-        raise
+        pack = Pack(descriptor, _read_header(descriptor, key))
+        undo.pop_all()
+        return pack
 
 
 def check_ours(status: os.stat_result) -> None:

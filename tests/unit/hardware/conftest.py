@@ -75,13 +75,14 @@ def llama_1b() -> Needs:
         architecture="LlamaForCausalLM",
         num_parameters=1_235_814_400,
         weight_bytes=2_471_645_608,
-        bytes_by_precision={"fp32": 4_943_257_600, "bf16": 2_471_628_800},
+        bytes_by_precision={"fp32": 4_943_257_600, "bf16": 2_471_628_800, "int8": 1_240_000_000, "int4": 660_000_000},
         kv_elements_per_token=2 * 16 * 8 * 64,
         max_model_len=131_072,
         num_layers=16,
         hidden_size=2048,
         vocab_size=128_256,
         stored_dtype="bfloat16",
+        int8_copy_bytes=980_000_000,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,39 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.errors import NoRecipe, PlanImpossible
-from app.hardware.facts import Cgroup, Core, Cpu, CudaDevice, Facts, Needs, NumaNode
-from app.hardware.plan import Measurements, RecipeKey, ServingPlan, make_plan
+from app.hardware.facts import Cgroup, CudaDevice, Facts, Needs
+from app.hardware.plan import Measurements, make_plan
 from app.settings import Settings
+from planned_machines import GIB, RECIPES, machine, plan
 
 Recorded = Callable[[str], Facts]
-Recipes = Collection[RecipeKey]
-GIB = 2**30
-RECIPES = [("cpu", architecture, name) for architecture in ("x86_64", "arm64") for name in ("fp32", "bf16")]
-
-
-def machine(cores: int = 8, siblings: int = 1, nodes: int = 1, memory: int = 64 * GIB, **changes: Any) -> Facts:
-    """A Linux machine with AVX-512 BF16, numbered core by core."""
-    ids = [tuple(range(core * siblings, (core + 1) * siblings)) for core in range(cores)]
-    made = [Core(cpus, numa_node=number * nodes // cores) for number, cpus in enumerate(ids)]
-    of_node = [tuple(cpu for core in made if core.numa_node == node for cpu in core.cpu_ids) for node in range(nodes)]
-    facts = Facts(
-        os="linux",
-        architecture="x86_64",
-        cpu=Cpu("AMD", "EPYC", "Zen 5"),
-        isa=frozenset({"avx", "avx2", "avx512_bf16", "sse4_2", "popcnt"}),
-        cores=tuple(made),
-        numa_nodes=tuple(NumaNode(node, cpus, memory // nodes, memory // nodes) for node, cpus in enumerate(of_node)),
-        memory_bytes=memory,
-        available_bytes=memory,
-        affinity=tuple(range(cores * siblings)),
-    )
-    return dataclasses.replace(facts, **changes)
-
-
-def plan(facts: Facts, needs: Needs | None = None, recipes: Recipes = RECIPES, **settings: Any) -> ServingPlan:
-    return make_plan(facts, None, Settings(**settings), needs, recipes)
-
-
 FORCED: list[tuple[dict[str, Any], str, Any]] = [
     ({"device": "cpu"}, "device", "cpu"),
     ({"precision": "fp32"}, "precision", "fp32"),
@@ -64,13 +37,11 @@ FORCED: list[tuple[dict[str, Any], str, Any]] = [
 ]
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"precision": "int8"}, NoRecipe, r"int8 on cpu \(x86_64\) is not built yet. What exists: bf16 on cpu \(arm64\)"),
-    ({"precision": "int4"}, NoRecipe, "int4 .* not built yet"),
     ({"device": "cuda"}, PlanImpossible, "neither nvidia-smi"),
     ({"device": "mps"}, PlanImpossible, "no Apple silicon Mac"),
     ({"compile": "on"}, PlanImpossible, "compile is on"),
     ({"calibrate": "on"}, PlanImpossible, "calibrate is on"),
-    ({"int8_copy": "on"}, PlanImpossible, "int8_copy is on"),
+    ({"int8_copy": "on"}, PlanImpossible, "int8_copy is on, but precision is bf16"),
     ({"deterministic": "on"}, PlanImpossible, "deterministic is on"),
     ({"kv_precision": "int8"}, PlanImpossible, "kv_precision is int8"),
     ({"kv_precision": "bf16", "precision": "fp32"}, PlanImpossible, r"dtype \(fp32\)"),

@@ -5,19 +5,38 @@ from __future__ import annotations
 import pytest
 
 from app.errors import NoRecipe
-from app.kernels.linear import FORMS
-from app.weights.recipes import RECIPES, find_recipe
+from app.kernels.layout import LAYOUTS
+from app.kernels.linear import FORMS, ROUNDED_FORMS
+from app.weights.recipes import RECIPES, Recipe, find_recipe
 
 
-def test_every_recipe_names_forms_that_exist_and_ends_with_one_that_always_suits() -> None:
-    for recipe in RECIPES.values():
-        assert set(recipe.linear) <= set(FORMS) and recipe.linear[-1] == "plain"
+@pytest.mark.parametrize("is_output", [False, True])
+def test_every_recipe_names_forms_that_exist(is_output: bool) -> None:
+    for (_, _, precision), recipe in RECIPES.items():
+        forms = recipe.forms(is_output)
+        if precision in ("fp32", "bf16"):
+            assert set(forms) <= set(FORMS) and forms[-1] == "plain"  # which suits always
+            assert not recipe.equalise and recipe.int8_copy_from is None
+        else:
+            assert set(forms) <= set(ROUNDED_FORMS) and forms[0] in LAYOUTS and recipe.equalise
 
 
 @pytest.mark.parametrize("architecture", ["x86_64", "arm64"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8", "int4"])
 def test_cpus_are_served(architecture: str, precision: str) -> None:
     assert find_recipe("cpu", architecture, precision).linear
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_both_architectures_hold_the_same_bytes(precision: str) -> None:
+    """What a checkpoint needs is counted before the machine is known."""
+    first, second = (find_recipe("cpu", architecture, precision) for architecture in ("x86_64", "arm64"))
+    assert all(first.forms(is_output)[0] == second.forms(is_output)[0] for is_output in (False, True))
+
+
+def test_an_output_layer_may_have_forms_of_its_own() -> None:
+    recipe = Recipe(linear=("int4/64",), output=("int8",))
+    assert (recipe.forms(False), recipe.forms(True)) == (("int4/64",), ("int8",))
 
 
 def test_a_missing_row_lists_those_that_exist() -> None:
