@@ -1,0 +1,189 @@
+"""Integer products against their twins at every level that this processor runs: odd rows and tails, extreme codes, zeros, NaN and infinity.
+
+A row's result is its own: the same bits alone as among others, whatever the others hold.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from app.kernels.activations import quantise, quantise_torch, unpacked
+from app.kernels.int_panels import IntPacking, IntPanels
+from app.kernels.native import native
+from app.kernels.operations import Pack
+from tests.native_levels import at_level, levels
+
+LEVELS = levels()
+pytestmark = pytest.mark.skipif(not LEVELS, reason=native().reason)
+at_every_level = pytest.mark.parametrize("level", LEVELS)
+
+FORMS = st.sampled_from([IntPacking(8, None), *(IntPacking(4, group, low) for group in (32, 64, 128) for low in (False, True))])
+INPUTS = st.one_of(st.sampled_from([576, 896, 32, 128]), st.integers(1, 300))
+SEEDS = st.integers(0, 2**31)
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """What is multiplied: x [rows, inputs] bf16 and a weight [outputs, inputs] in panels."""
+
+    x: Tensor
+    form: IntPanels
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """Float64 [rows, outputs], and the sum of all magnitudes in it."""
+        codes, scales = quantise_torch(self.x, self.form.group)
+        rounded = (codes.double() * scales.double()[..., None]).flatten(1)[:, : self.form.inputs]
+        weight = self.form.dequantised().double()
+        bias = torch.zeros(self.form.outputs) if self.form.bias is None else self.form.bias
+        return rounded @ weight.T + bias, rounded.abs() @ weight.abs().T + bias.abs()
+
+
+@st.composite
+def products(draw: st.DrawFn, most_rows: int = 40) -> Product:
+    generator = torch.Generator().manual_seed(draw(SEEDS))
+    rows, outputs, inputs = draw(st.integers(1, most_rows)), draw(st.integers(1, 100)), draw(INPUTS)
+    x = torch.randn(rows, inputs, generator=generator) * draw(st.sampled_from([1.0, 1e-6, 1e6]))
+    if draw(st.booleans()):
+        x = x * (torch.rand(rows, inputs, generator=generator) < 0.3)  # zeros, and groups of nothing else
+    weight = torch.randn(outputs, inputs, generator=generator)
+    if draw(st.booleans()):
+        weight = weight.sign()
+    bias = torch.randn(outputs, generator=generator) if draw(st.booleans()) else None
+    return Product(x.bfloat16(), draw(FORMS).pack(weight, bias))
+
+
+def multiplied(form: IntPanels, x: Tensor) -> Tensor:
+    """fp32 [rows, outputs]: nothing is rounded away. Without the bias, which an output that is added to has not."""
+    y = torch.zeros(len(x), form.outputs)
+    form.add_to(y, x)
+    return y
+
+
+@at_every_level
+@settings(max_examples=25)
+@given(x=st.data())
+def test_activations_are_rounded_as_the_twin_rounds_them(level: str, x: st.DataObject) -> None:
+    with at_level(level):
+        product = x.draw(products())
+        group = x.draw(st.sampled_from([32, 64, 128, 256]))
+        expected, found = quantise_torch(product.x, group), unpacked(quantise(product.x, group))
+        assert torch.equal(found[0], expected[0])
+        assert torch.equal(found[1], expected[1])
+
+
+@at_every_level
+@settings(max_examples=40)
+@given(data=st.data())
+def test_a_product_is_that_of_what_the_codes_mean(level: str, data: st.DataObject) -> None:
+    with at_level(level):
+        product = data.draw(products())
+        expected, size = product.expected()
+        error = (product.form.multiply(product.x).double() - expected).abs()
+        assert (error <= 2e-5 * size + expected.abs() / 256).all(), f"off by {float(error.max()):g}"
+        twin = product.form.multiply_torch(product.x).double()
+        assert ((twin - expected).abs() <= 2e-5 * size).all()
+
+
+@at_every_level
+@settings(max_examples=25)
+@given(data=st.data())
+def test_a_row_has_the_same_bits_alone_and_among_others(level: str, data: st.DataObject) -> None:
+    with at_level(level):
+        product = data.draw(products(30))
+        together = multiplied(product.form, product.x)
+        for row in range(len(product.x)):
+            assert torch.equal(multiplied(product.form, product.x[row : row + 1])[0], together[row]), f"row {row}"
+
+
+@at_every_level
+@settings(max_examples=20)
+@given(data=st.data(), bad=st.sampled_from([torch.nan, torch.inf, -torch.inf]))
+def test_what_is_not_a_number_stays_in_its_row(level: str, data: st.DataObject, bad: float) -> None:
+    with at_level(level):
+        product = data.draw(products(20))
+        good = multiplied(product.form, product.x)
+        row, column = data.draw(st.integers(0, len(product.x) - 1)), data.draw(st.integers(0, product.form.inputs - 1))
+        spoilt = product.x.clone()
+        spoilt[row, column] = bad
+        found = multiplied(product.form, spoilt)
+        assert found[row].isnan().all()
+        others = torch.arange(len(spoilt)) != row
+        assert torch.equal(found[others], good[others])
+
+
+def packed(packing: IntPacking, codes: Tensor, scales: Tensor, minimums: Tensor | None) -> IntPanels:
+    """codes [outputs, groups * group], scales and minimums [outputs, groups] bf16, as they are."""
+    form = packing.room(len(codes), codes.shape[1], None)
+    pack = Pack(
+        codes.data_ptr(), scales.data_ptr(), None if minimums is None else minimums.data_ptr(), form.panels.data_ptr(),
+        len(codes), 0, codes.shape[1], form.group, packing.bits,
+    )  # fmt: skip
+    library = native().library
+    assert library is not None
+    library.armature_pack_int(ctypes.byref(pack))
+    return form
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """Any codes, with scales and minimums that are integers: all that is made of them is exact in fp32."""
+
+    packing: IntPacking
+    codes: Tensor
+    scales: Tensor
+    minimums: Tensor | None
+
+    @property
+    def values(self) -> Tensor:
+        """Float64 [outputs, inputs]."""
+        codes = self.codes.double().view(*self.scales.shape, -1)
+        codes = codes - 8 if self.packing.bits == 4 and self.minimums is None else codes
+        low = 0 if self.minimums is None else self.minimums.double()[..., None]
+        return (codes * self.scales.double()[..., None] + low).flatten(1)
+
+
+@st.composite
+def weights(draw: st.DrawFn) -> Weight:
+    generator = torch.Generator().manual_seed(draw(SEEDS))
+    packing, outputs, groups = draw(FORMS), draw(st.integers(1, 100)), draw(st.integers(1, 4))
+    group = packing.group or 32 * groups
+    groups = groups if packing.group else 1
+    least, most, kind = (0, 16, torch.uint8) if packing.bits == 4 else (-127, 128, torch.int8)
+    codes = torch.randint(least, most, (outputs, groups * group), generator=generator, dtype=torch.int16)
+    if draw(st.booleans()):
+        codes = torch.where(codes > (least + most) // 2, most - 1, least)  # nothing but extremes
+    signs = torch.randint(0, 2, (outputs, groups), generator=generator) * 2.0 - 1
+    lows = torch.randint(-15, 16, (outputs, groups), generator=generator).bfloat16() if packing.zero_points else None
+    return Weight(packing, codes.to(kind), signs.bfloat16(), lows)
+
+
+@at_every_level
+@settings(max_examples=40)
+@given(data=st.data())
+def test_what_was_packed_comes_out_again(level: str, data: st.DataObject) -> None:
+    with at_level(level):
+        weight = data.draw(weights())
+        form = packed(weight.packing, weight.codes, weight.scales, weight.minimums)
+        assert torch.equal(form.dequantised().double(), weight.values)
+
+
+@at_every_level
+@settings(max_examples=40)
+@given(data=st.data())
+def test_the_integer_part_is_exact_to_the_last_bit(level: str, data: st.DataObject) -> None:
+    with at_level(level):
+        weight = data.draw(weights())
+        form = packed(weight.packing, weight.codes, weight.scales, weight.minimums)
+        rows, generator = data.draw(st.integers(1, 40)), torch.Generator().manual_seed(data.draw(SEEDS))
+        x = torch.randint(-127, 128, (rows, form.inputs), generator=generator)
+        if data.draw(st.booleans()):
+            x = torch.where(x > 0, 127, -127)
+        x.view(rows, -1, form.group)[..., 0] = 127  # so that each group's scale is 1, and a code is its value
+        assert torch.equal(multiplied(form, x.bfloat16()).double(), x.double() @ weight.values.T)
