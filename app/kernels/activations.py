@@ -52,7 +52,7 @@ def room(rows: int, size: int, group: int) -> Quantised:
     assert group % 32 == 0 and 0 < group <= _MOST_GROUP, "what kernels take at a time, and what they keep on their stack"
     chosen = native()
     num_tiles = max(1, -(-rows // chosen.tile_rows))
-    height = -(-rows // num_tiles)
+    height = max(1, -(-rows // num_tiles))  # a step whose rows nobody asks for has none
     height = -(-height // chosen.align) * chosen.align
     groups, most = -(-size // group), -(-rows // chosen.align) * chosen.align
     return Quantised(

@@ -1,0 +1,96 @@
+"""A step that is run again natively says what the interpreter's would, token for token, whoever joins and leaves meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from app.backends.cpu import CpuBackend
+from app.engine.decoder import DecoderEngine
+from app.engine.kv_cache import KVCache, KVShape
+from app.engine.limits import Limits
+from app.engine.pace import StepPace
+from app.engine.replay import Decoder, Replay
+from app.engine.runner import Runner
+from app.engine.sampler import Sampler
+from app.engine.scheduler import Scheduler
+from app.engine.slots import SlotPool
+from app.kernels.operations import Code, has
+from app.messages import Abort, Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
+from loaded_models import load
+from tiny_checkpoints import write_checkpoint
+
+MAX_LEN, SLOTS = 160, 12
+RECORDABLE = [
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Phi3ForCausalLM",
+    "SmolLM3ForCausalLM",
+]
+pytestmark = pytest.mark.skipif(not has(Code.TURN), reason="no native kernels here")
+
+
+def served(model: torch.nn.Module, enabled: bool) -> tuple[dict[str, list[int]], Replay]:
+    """What every request was told, of a run in which requests join, share a prefix, draw, fork, leave early and end."""
+    config: Any = model.config
+    cache = KVCache(KVShape(config.num_layers, SLOTS, MAX_LEN, config.num_kv_heads, config.head_dim), torch.bfloat16)
+    replay = Replay(cast(Decoder, model), enabled)
+    runner = Runner(replay, cache, CpuBackend(torch.bfloat16), Sampler(config.vocab_size))
+    engine = DecoderEngine(
+        Scheduler(SlotPool(SLOTS, SLOTS * MAX_LEN), StepPace(24), Limits(MAX_LEN, SLOTS // 2, 24), {1}), runner
+    )
+    said: dict[str, list[int]] = {}
+    prompt = torch.randint(4, 320, (40,), generator=torch.Generator().manual_seed(3)).tolist()
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.8, "seed": 5},
+        {"top_k": 9, "seed": 6},
+        {"n": 2, "seed": 7},
+    ]
+
+    def hear(events: Any) -> None:
+        for event in events:
+            assert not isinstance(event, RequestFailed), event
+            if isinstance(event, TokensReady | SequenceFinished):
+                said.setdefault(f"{event.request_id}/{event.choice}", []).extend(event.token_ids)
+
+    for step in range(400):
+        if step % 6 == 0 and step < 60:
+            number = step // 6
+            length = 12 + 3 * number if number % 3 else 40
+            params = SamplingParams(max_tokens=20 + 2 * number, ignore_eos=True, **kinds[number % len(kinds)])
+            hear(engine.add(Generate(str(number), tuple(prompt[:length]), params, arrived_at=0.0)))
+        if step == 33:
+            hear(engine.abort(Abort("4")))
+        if engine.has_work:
+            hear(engine.step())
+    assert not engine.has_work
+    return said, replay
+
+
+@pytest.mark.parametrize(
+    ("architecture", "precision"),
+    [*((name, "int4") for name in RECORDABLE), (RECORDABLE[0], "int8"), (RECORDABLE[0], "bfloat16")],
+)
+def test_steps_run_again_say_the_same(architecture: str, precision: str, tmp_path: Path) -> None:
+    if precision == "bfloat16" and not has(Code.LINEAR_BF16):
+        pytest.skip("torch's own products serve here")
+    model = load(write_checkpoint(tmp_path, architecture, seed=11), precision, max_model_len=MAX_LEN)
+    eager, _ = served(model, enabled=False)
+    replayed, replay = served(model, enabled=True)
+    assert replay.reason == ""
+    assert replay.num_runs > 20
+    assert replayed == eager
+
+
+def test_a_model_that_does_something_else_stays_eager_and_says_what(tmp_path: Path) -> None:
+    model = load(write_checkpoint(tmp_path, "Gemma2ForCausalLM", seed=11), "int4", max_model_len=MAX_LEN)
+    eager, _ = served(model, enabled=False)
+    tried, replay = served(model, enabled=True)
+    assert "not an operation of ours" in replay.reason
+    assert tried == eager
