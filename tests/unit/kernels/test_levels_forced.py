@@ -1,0 +1,59 @@
+"""`ARMATURE_ISA` from the outside: the level that it names serves a process, or the process says why not and ends before anything runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from app.kernels.native import native
+from tests.native_levels import levels
+
+LEVELS = levels()
+FOREIGN = "i8mm" if platform.machine() in ("x86_64", "AMD64") else "avx2"
+pytestmark = pytest.mark.skipif(not LEVELS, reason=native().reason)
+
+
+def run(level: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"ARMATURE_ISA": level}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, env=env)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_plan_says_that_a_level_was_asked_for(level: str) -> None:
+    result = run(level, "-m", "app", "probe", "--json")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["plan"]["kernels"] == {"value": level, "reason": "ARMATURE_ISA asks for it."}
+
+
+@pytest.mark.parametrize("level", [FOREIGN, "no-such-level"])
+@pytest.mark.parametrize("command", [["probe"], ["serve", "--port", "0"]], ids=lambda command: str(command[0]))
+def test_a_level_that_cannot_run_is_refused_in_a_sentence(level: str, command: list[str]) -> None:
+    result = run(level, "-m", "app", *command)
+    assert result.returncode == 2
+    assert f"armature: ARMATURE_ISA is {level}, which this library or this processor does not have." in result.stderr
+    assert ", ".join(LEVELS) in result.stderr, "what it may be instead"
+    assert "Traceback" not in result.stderr
+
+
+PRODUCT = """
+import sys
+import torch
+from app.kernels.int_panels import IntPacking
+from app.kernels.native import native
+form, x = IntPacking(4, 32).pack(torch.randn(40, 64), None), torch.randn(3, 64).bfloat16()
+torch.testing.assert_close(form.multiply(x).float(), form.multiply_torch(x), rtol=1e-2, atol=1e-2)
+print(native().level)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_multiplies_at_the_level_that_was_asked_for_or_not_at_all() -> None:
+    assert run(LEVELS[-1], "-c", PRODUCT).stdout == f"{LEVELS[-1]}\n"
+    refused = run(FOREIGN, "-c", PRODUCT)
+    assert refused.returncode == 1, "an exception, no illegal instruction"
+    assert f"PlanImpossible: ARMATURE_ISA is {FOREIGN}" in refused.stderr
