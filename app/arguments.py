@@ -56,7 +56,11 @@ def _parser() -> argparse.ArgumentParser:
     probe = _command(commands, "probe", "what this machine is and what would be done with it, each decision with its reason")
     probe.add_argument("--json", action="store_true", help="print one JSON object")
     _add_settings(probe)
-    _add_settings(_command(commands, "pack", "quantise and pack a checkpoint's weights now, and keep them for every start"))
+    pack = _command(commands, "pack", "quantise and pack a checkpoint's weights now, and keep them for every start")
+    pack.add_argument(
+        "--text", type=Path, metavar="FILE", help="what the model will be used for: makes better codes of four bits"
+    )
+    _add_settings(pack)
     bench = commands.add_parser("bench", help="measure", allow_abbrev=False)
     benches = bench.add_subparsers(dest="bench", required=True, metavar="WHAT")
     for name, what in BENCHES.items():

@@ -81,7 +81,7 @@ def _probe(arguments: Namespace) -> int:
 def _pack(arguments: Namespace) -> int:
     from app.packing import pack
 
-    print(pack(_settings(arguments)))
+    print(pack(_settings(arguments), arguments.text))
     return 0
 
 

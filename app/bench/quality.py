@@ -13,34 +13,24 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from app.backends.base import Backend
 from app.backends.selection import select_backend
 from app.bench.console import Advance, progress
-from app.bench.stats import Figure, MeasurementFailed, Outcome
-from app.engine.batch import Span
+from app.bench.stats import Figure, Outcome
 from app.engine.build import KV_DTYPES
-from app.engine.kv_cache import KVCache, KVShape
-from app.engine.runner import StepAttention
-from app.engine.sequence import sequence_of
+from app.engine.scoring import Reader, Window, windows_of
 from app.errors import NoRecipe, PlanImpossible
 from app.hardware.facts import Facts
 from app.hardware.plan import ServingPlan, make_plan
 from app.kernels.linear import Linear
-from app.messages import Generate, SamplingParams
-from app.models.context import StepContext
 from app.settings import Settings
 from app.text.tokenizer import Tokenizer
 from app.weights.checkpoint import Checkpoint
 from app.weights.load import load_model
+from app.weights.pack_cache import Packs
 from app.weights.recipes import RECIPES
 
 PRECISIONS = ("fp32", "bf16", "int8", "int4")  # the first is what the others are held against
 TARGETS = {"int8": 1.005, "int4": 1.03}  # of FP32's perplexity
-WINDOW = 512  # tokens that see each other
-STEP = 128  # tokens whose logits are worked out at once: with a vocabulary of 128k, 64 MB of them
-BREAK = "---"  # a line of its own between documents, which do not see each other
-
-Window = list[int]
 
 
 @dataclass(slots=True)
@@ -94,37 +84,6 @@ def measure(subject: Subject, text: Path, max_tokens: int | None) -> Outcome:
     return Outcome("quality", subject_line, figures, details | {"refused": refused}, complete)
 
 
-def windows_of(tokenizer: Tokenizer, text: Path, max_model_len: int, max_tokens: int | None) -> list[Window]:
-    """The text's documents cut into pieces of ids, each beginning with what this checkpoint's texts begin with."""
-    try:
-        documents = _documents(text.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise MeasurementFailed(f"{text} cannot be read: {error}") from error
-    begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    room, left, windows = min(WINDOW, max_model_len) - len(begin), max_tokens, []
-    for document in documents:
-        ids = tokenizer.encode(document, add_special_tokens=False)[:left]
-        pieces = [[*begin, *ids[start : start + room]] for start in range(0, len(ids), room)]
-        windows += [piece for piece in pieces if len(piece) > 1]
-        left = None if left is None else left - len(ids)
-        if left == 0:
-            break
-    if not windows:
-        raise MeasurementFailed(f"{text} has no two tokens one after the other.")
-    return windows
-
-
-def _documents(text: str) -> Iterator[str]:
-    """Parts between lines that say BREAK, without the ends of lines around them."""
-    lines: list[str] = []
-    for line in [*text.split("\n"), BREAK]:
-        if line.strip() != BREAK:
-            lines.append(line)
-        elif document := "\n".join(lines).strip("\n"):
-            yield document
-            lines = []
-
-
 def _plans(subject: Subject) -> tuple[dict[str, ServingPlan], dict[str, str]]:
     """A plan for each precision, and why there is none for the others."""
     plans, refused = {}, {}
@@ -147,8 +106,11 @@ def _read_all(
             if not configured:  # pools are sized once, and are the same for all
                 backend.configure(plan)
                 configured = True
-            reader = Reader(checkpoint, plan, backend)
-            scores[precision].weight_bytes = reader.weight_bytes
+            folder = plan.pack_folder.value
+            packs = None if folder is None else Packs(Path(folder), lambda done, total: None)
+            model = load_model(checkpoint, plan, backend, packs=packs)
+            scores[precision].weight_bytes = held_bytes(model)
+            reader = Reader(model, checkpoint.model_config, KV_DTYPES[plan.kv_precision.value], backend)
             for window in windows:
                 scores[precision].hold(*reader.read(window))
                 advance(precision)
@@ -165,35 +127,6 @@ def held_bytes(model: nn.Module) -> int:
     ]
     unused = {id(weight) for module in shared for weight in module.parameters()}
     return sum(forms.values()) + sum(weight.nbytes for weight in model.parameters() if id(weight) not in unused)
-
-
-class Reader:
-    """A model as it is served, and one sequence at a time through it, with the logits of every token."""
-
-    def __init__(self, checkpoint: Checkpoint, plan: ServingPlan, backend: Backend) -> None:
-        config = checkpoint.model_config
-        self._model = load_model(checkpoint, plan, backend)
-        self.weight_bytes = held_bytes(self._model)
-        shape = KVShape(config.num_layers, 1, min(WINDOW, config.max_model_len), config.num_kv_heads, config.head_dim)
-        self._attention = StepAttention(KVCache(shape, KV_DTYPES[plan.kv_precision.value]), backend)
-
-    def read(self, window: Window) -> tuple[float, Tensor]:
-        """Nats of all tokens but the first, and which token was likeliest at each of these places."""
-        nats, likeliest = 0.0, []
-        for start in range(0, len(window) - 1, STEP):
-            wanted = torch.tensor(window[start + 1 : start + STEP + 1])
-            logits = self._logits(window, start, start + len(wanted)).float()
-            nats += float(torch.nn.functional.cross_entropy(logits, wanted, reduction="sum"))
-            likeliest.append(logits.argmax(-1))
-        return nats, torch.cat(likeliest)
-
-    def _logits(self, window: Window, start: int, end: int) -> Tensor:
-        request = Generate("quality", tuple(window), SamplingParams(max_tokens=1), arrived_at=0.0)
-        span = Span(sequence_of(request), start, end - start, slot=0, prefix_slot=None, prefix_tokens=0, samples=True)
-        attend = self._attention.begin((span,))
-        tokens, positions = torch.tensor(window[start:end]), torch.arange(start, end)
-        logits: Tensor = self._model(StepContext(tokens, positions, torch.arange(end - start), attend))
-        return logits
 
 
 def _figures(scores: dict[str, Score], num_parameters: int) -> Iterator[Figure]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from app.kernels.activations import Quantised
 from app.kernels.best import Best, Wanted
+from app.kernels.compensate import Bonds
 from app.kernels.int_panels import IntPacking, IntPanels
 
 
@@ -57,9 +58,9 @@ class HybridLinear:
     def parts(self) -> tuple[Tensor, ...]:
         return (*self.few.parts, *self.many.parts)
 
-    def fill(self, first: int, rows: Tensor) -> None:
-        self.few.fill(first, rows)
-        self.many.fill(first, rows)
+    def fill(self, first: int, rows: Tensor, bonds: Bonds | None = None) -> None:
+        self.few.fill(first, rows, bonds)
+        self.many.fill(first, rows, bonds)
 
     def _form(self, rows: int) -> IntPanels:
         return self.few if rows <= self.most_few else self.many

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from app.kernels.activations import Quantised, quantise, quantise_torch
 from app.kernels.best import MOST_BEST, Best, Wanted
+from app.kernels.compensate import Bonds, compensated_int4
 from app.kernels.layout import PanelLayout
 from app.kernels.memory import empty, weights_bytes
 from app.kernels.native import native
@@ -92,11 +93,18 @@ class IntPanels:
         """What can be kept, uint8: all but the bias."""
         return (self.panels,)
 
-    def fill(self, first: int, rows: Tensor) -> None:
-        """rows [n, in], any float dtype: outputs `[first, first + n)`, each brought once. They may be reused afterwards."""
+    def fill(self, first: int, rows: Tensor, bonds: Bonds | None = None) -> None:
+        """rows [n, in], any float dtype: outputs `[first, first + n)`, each brought once. They may be reused afterwards.
+
+        `bonds` say which inputs belong together (compensate.py); four bits make use of it.
+        """
         assert first + len(rows) <= self.outputs, "rows of this weight"
         if self.packing.bits == 4:
-            four = quantise_int4(rows, self.group, self.packing.zero_points)
+            zero_points = self.packing.zero_points
+            if bonds is None:
+                four = quantise_int4(rows, self.group, zero_points)
+            else:
+                four = compensated_int4(rows, self.group, zero_points, bonds)
             codes, scales, minimums = four.codes, four.scales, four.minimums
         else:
             eight = quantise_int8(rows)
@@ -143,7 +151,7 @@ class IntPanels:
         )
         scratch = empty((_PICK_TASKS * x.rows * (8 * k + 16),), torch.uint8)
         logsumexp = None if best.logsumexp is None else best.logsumexp.data_ptr()
-        product = self._product(x, None, 0, Output.FP32)
+        product = self.product(x, None, 0, Output.FP32)
         run(
             Pick(product, best.values.data_ptr(), best.ids.data_ptr(), logsumexp, scratch.data_ptr(), k, softcap or 0.0),
             Code.PICK,
@@ -151,9 +159,9 @@ class IntPanels:
         return best
 
     def _run(self, x: Quantised, y: Tensor, output: Output) -> None:
-        run(self._product(x, y.data_ptr(), y.stride(0), output), Code.LINEAR_INT)
+        run(self.product(x, y.data_ptr(), y.stride(0), output), Code.LINEAR_INT)
 
-    def _product(self, x: Quantised, y: int | None, stride: int, output: Output) -> LinearInt:
+    def product(self, x: Quantised, y: int | None, stride: int, output: Output) -> LinearInt:
         assert (x.size, x.group) == (self.inputs, self.group), "rows quantised for this weight"
         bias = None if self.bias is None else self.bias.data_ptr()
         return LinearInt(

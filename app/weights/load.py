@@ -5,17 +5,19 @@ At its peak it holds the finished weights and one tensor more; the largest go fi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from app.backends.base import Backend
 from app.hardware.plan import ServingPlan
+from app.kernels.compensate import bonds_of
 from app.kernels.equalise import column_maxima, gauge
 from app.kernels.hybrid import HybridLinear
 from app.kernels.int_panels import IntPanels
-from app.kernels.linear import FORMS, Linear, LinearForm, Packing, host_architecture
+from app.kernels.linear import FORMS, EmptyForm, Linear, LinearForm, Packing, host_architecture
 from app.kernels.panels import PanelLinear
 from app.models.layers import Embedding, RMSNorm
 from app.models.registry import build_model
@@ -39,9 +41,20 @@ def load_model(
     return loading.model
 
 
-def pack_weights(checkpoint: Checkpoint, plan: ServingPlan, backend: Backend, progress: Progress, packs: Packs) -> Kept | None:
-    """Loads as serving does, so that the weights are packed and kept: what became of that, None where nothing is kept in this form."""
+def pack_weights(
+    checkpoint: Checkpoint,
+    plan: ServingPlan,
+    backend: Backend,
+    progress: Progress,
+    packs: Packs,
+    correlations: Mapping[tuple[str, ...], Tensor] | None = None,
+) -> Kept | None:
+    """Loads as serving does, so that the weights are packed and kept: what became of that, None where nothing is kept in this form.
+
+    `correlations` of the inputs, by a product's sources, make better codes: then it is packed again, whatever was there.
+    """
     loading = _Loading(checkpoint, plan, backend, progress)
+    loading.correlations = correlations or {}
     return loading.fill(packs)
 
 
@@ -56,6 +69,7 @@ class _Loading:
         self.model = build_model(checkpoint.model_config, dtype, plan.max_model_len.value, backend.device)
         self.streams = WeightStreams(checkpoint.tensors)
         self.factors: dict[tuple[str, ...], Tensor] = {}  # by a layer's sources: what its columns were multiplied by
+        self.correlations: Mapping[tuple[str, ...], Tensor] = {}  # likewise: what a text showed of its inputs
         self.done, self.total = 0, sum(entry.nbytes for entry in checkpoint.tensors.values())
 
     @torch.inference_mode()
@@ -67,7 +81,7 @@ class _Loading:
             self._adopt(norm)
         layers = self._layers(linears, norms)
         kept = None if packs is None else packs.open(self.checkpoint, self.choice, layers)
-        blobs = None if kept is None else kept.read(self._told)
+        blobs = None if kept is None or self.correlations else kept.read(self._told)
         for layer in sorted(layers, key=lambda layer: -layer.linear.in_features * layer.linear.out_features):
             self._pack(layer, blobs)
         packed = {linear.sources: linear.form for linear in linears}
@@ -133,14 +147,22 @@ class _Loading:
         bias = self._bias(linear)
         empty = packing.room(linear.out_features, linear.in_features, bias)
         if empty is not None:
+            fill = self._filling(empty, linear, factors)
             for first, rows in self.streams.blocks(entries):
-                empty.fill(first, rows if factors is None else rows * factors)
+                fill(first, rows if factors is None else rows * factors)
             return empty
         weight, mapped = self.streams.whole(entries, self.choice.dtype, packing.keeps_weight)
         form = packing.pack(weight if factors is None else weight * factors, bias)
         if not (mapped and packing.keeps_weight):
             self.streams.drop(entries)
         return form
+
+    def _filling(self, empty: EmptyForm, linear: Linear, factors: Tensor | None) -> Callable[[int, Tensor], None]:
+        """How the form is brought its rows: four bits with what a text showed of their inputs."""
+        correlation = self.correlations.get(linear.sources)
+        if correlation is None or not isinstance(empty, IntPanels | HybridLinear):
+            return empty.fill
+        return partial(empty.fill, bonds=bonds_of(correlation, factors))
 
     def _advance(self, entries: Sequence[TensorEntry]) -> None:
         self.done = min(self.total, self.done + sum(entry.nbytes for entry in entries))  # a tied table is used twice

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from app.kernels import equalise, int_panels, layout, rounding
+from app.kernels import compensate, equalise, int_panels, layout, rounding
 from app.kernels.linear import host_architecture
 from app.kernels.native import native
 from app.version import VERSION
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1  # of what lies in the blobs: to be raised when csrc/ops.h says otherwise of packed weights
 FOLDER = "packs"
-_MAKERS = (equalise, int_panels, layout, rounding)  # whose text decides which codes a weight becomes
+_MAKERS = (compensate, equalise, int_panels, layout, rounding)  # whose text decides which codes a weight becomes
 
 
 @dataclass(frozen=True, slots=True)

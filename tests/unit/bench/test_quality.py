@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.bench import quality
-from app.bench.quality import BREAK, Reader, Score, Subject, measure, windows_of
-from app.bench.stats import MeasurementFailed, Outcome
+from app.bench.quality import Score, Subject, measure
+from app.bench.stats import Outcome
+from app.engine.scoring import Reader
 from app.hardware.probe import probe
 from app.kernels.operations import Code, has
 from app.settings import load_settings
-from app.text.tokenizer import Tokenizer
 from app.weights.checkpoint import open_checkpoint
 from tiny_checkpoints import write_checkpoint
 
@@ -43,40 +42,6 @@ def text(tmp_path: Path) -> Path:
 
 def values(outcome: Outcome) -> dict[str, float]:
     return {figure.name: figure.value for figure in outcome.figures}
-
-
-def test_windows_are_documents_in_pieces_that_each_begin_as_texts_do(subject, text, monkeypatch):
-    monkeypatch.setattr(quality, "WINDOW", 9)
-    tokenizer = Tokenizer(subject.checkpoint.directory)
-    windows = windows_of(tokenizer, text, 256, None)
-    documents = [part.strip("\n") for part in TEXT.split(BREAK) if part.strip()]
-    assert all(window[0] == tokenizer.bos_token_id and 2 <= len(window) <= 9 for window in windows)
-    assert "".join(tokenizer.decode(window) for window in windows) == "".join(documents)
-    assert len(windows) == sum(-(-len(tokenizer.encode(document, add_special_tokens=False)) // 8) for document in documents)
-    assert sum(len(window) - 1 for window in windows_of(tokenizer, text, 256, 11)) == 11
-
-
-def test_a_text_of_nothing_or_no_text_is_refused(subject, tmp_path):
-    tokenizer, empty = Tokenizer(subject.checkpoint.directory), tmp_path / "empty.txt"
-    empty.write_text("---\n\n---\n", encoding="utf-8")
-    for file in (empty, tmp_path / "absent.txt"):
-        with pytest.raises(MeasurementFailed, match=file.name):
-            windows_of(tokenizer, file, 256, None)
-
-
-def test_a_window_read_in_steps_is_the_window_read_at_once(subject, monkeypatch):
-    from app.backends.selection import select_backend
-
-    plan = subject.plan("fp32")
-    reader = Reader(subject.checkpoint, plan, select_backend(plan))
-    window = torch.randint(2, 300, (100,), generator=torch.Generator().manual_seed(0)).tolist()
-    with torch.inference_mode():
-        nats, likeliest = reader.read(window)
-        monkeypatch.setattr(quality, "STEP", 7)
-        again, picked = reader.read(window)
-    assert len(likeliest) == 99 and torch.equal(likeliest, picked)
-    assert again == pytest.approx(nats, rel=1e-5)
-    assert nats / 99 == pytest.approx(torch.tensor(320.0).log().item(), rel=0.5)  # random weights know little
 
 
 def test_every_precision_is_held_against_the_first(subject, text):

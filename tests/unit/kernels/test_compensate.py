@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from app.kernels.compensate import compensated_int4, root_of
+from app.kernels.compensate import DAMPING, bonds_of, compensated_int4
 from app.kernels.rounding import Int4Weight, quantise_int4
 
 
@@ -31,7 +31,7 @@ def loss(x: torch.Tensor, weight: torch.Tensor, rounded: Int4Weight) -> float:
 @pytest.mark.parametrize("columns", (96, 300))
 def test_products_come_closer(columns, zero_points):
     x, weight = inputs_of(columns), weight_of(40, columns)
-    rounded = compensated_int4(weight, 64, zero_points, root_of(x.T @ x))
+    rounded = compensated_int4(weight, 64, zero_points, bonds_of(x.T @ x))
     assert loss(x, weight, rounded) < 0.5 * loss(x, weight, quantise_int4(weight, 64, zero_points))
     fresh = inputs_of(columns, rows=1200)[600:]
     assert loss(fresh, weight, rounded) < 0.6 * loss(fresh, weight, quantise_int4(weight, 64, zero_points))
@@ -40,18 +40,18 @@ def test_products_come_closer(columns, zero_points):
 @pytest.mark.parametrize("zero_points", (False, True))
 def test_without_correlation_it_is_plain_rounding(zero_points):
     weight, nearest = weight_of(9, 200), quantise_int4(weight_of(9, 200), 32, zero_points)
-    for root in (root_of(torch.diag(torch.rand(200) + 0.1)), root_of(torch.zeros(200, 200))):
-        rounded = compensated_int4(weight, 32, zero_points, root)
+    for bonds in (bonds_of(torch.diag(torch.rand(200) + 0.1)), bonds_of(torch.zeros(200, 200))):
+        rounded = compensated_int4(weight, 32, zero_points, bonds)
         torch.testing.assert_close(rounded.dequantise(), nearest.dequantise(), rtol=0, atol=1e-6)
         assert torch.equal(rounded.codes[:, 200:], nearest.codes[:, 200:])
 
 
 def test_rows_may_come_alone():
     x, weight = inputs_of(160), weight_of(30, 160)
-    root = root_of(x.T @ x)
-    whole = compensated_int4(weight, 64, False, root)
+    bonds = bonds_of(x.T @ x)
+    whole = compensated_int4(weight, 64, False, bonds)
     for rows in (slice(0, 7), slice(7, 30)):
-        part = compensated_int4(weight[rows], 64, False, root)
+        part = compensated_int4(weight[rows], 64, False, bonds)
         assert (part.codes != whole.codes[rows]).float().mean() < 0.01  # products of another size may sum in another order
         assert torch.equal(part.scales, whole.scales[rows])
 
@@ -59,13 +59,18 @@ def test_rows_may_come_alone():
 def test_factors_belong_to_the_inputs():
     x, factors = inputs_of(64), torch.rand(64) + 0.5
     scaled = x / factors
-    torch.testing.assert_close(root_of(x.T @ x, factors), root_of(scaled.T @ scaled), rtol=1e-3, atol=1e-3)
+    divided, plain = bonds_of(x.T @ x, factors), bonds_of(scaled.T @ scaled)
+    assert torch.equal(divided.order, plain.order)
+    torch.testing.assert_close(divided.root, plain.root, rtol=1e-3, atol=1e-3)
 
 
 def test_the_root_is_that_of_the_inverse():
     x = inputs_of(50)
     correlation = (x.T @ x).double()
-    root = root_of(correlation)
-    damped = correlation / correlation.diagonal().mean() + 0.05 * torch.eye(50)
+    bonds = bonds_of(correlation)
+    root = bonds.root
+    damped = (correlation / correlation.diagonal().mean() + DAMPING * torch.eye(50))[bonds.order][:, bonds.order]
+    loudness = correlation.diagonal()[bonds.order]
+    assert bool((loudness[:-1] >= loudness[1:]).all())
     torch.testing.assert_close(root.T @ root @ damped, torch.eye(50, dtype=torch.float64), rtol=0, atol=1e-6)
     assert torch.equal(root, root.triu())
