@@ -5,31 +5,33 @@ Weights rotate beyond every cache, as a model's layers do, and ceilings are samp
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 
 import torch
 
+from app.bench.attending import KV_TOKENS, SEQUENCES, Attending
 from app.bench.ceilings import Ceilings, Machine
 from app.bench.console import Advance, progress
 from app.bench.stats import Figure, Outcome, percentile
 from app.hardware.facts import Facts
 from app.hardware.plan import ServingPlan
-from app.kernels.activations import Quantised, quantise
+from app.kernels.activations import quantise
 from app.kernels.int_panels import IntPacking, IntPanels
 from app.kernels.memory import aligned
 from app.kernels.native import native
-from app.kernels.operations import Code, has
+from app.kernels.operations import Code, Output, has, listed
 
 SHAPES = ((8192, 2048), (2048, 8192))  # outputs, inputs
 FORMS = {"int4": IntPacking(bits=4, group=64), "int8": IntPacking(bits=8, group=None)}
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 ROTATED_BYTES = 2**28  # of copies of a weight, far beyond any cache
-CALLS = {1: 60, 2: 60, 4: 60, 8: 60, 16: 40, 32: 30, 64: 20, 128: 12, 512: 6}  # a round of each
-MANY_ROWS = 64  # from here on the int8 ceiling is what counts
+PASSES = {1: 8, 2: 8, 4: 8, 8: 8, 16: 6, 32: 4, 64: 6, 128: 4, 512: 2}  # a round, over all weights
+MANY_ROWS = 64  # from here on a pass goes over a few weights only: memory is not the cost
 
 
 @dataclass(slots=True)
@@ -54,6 +56,7 @@ class Timed:
 
 
 Name = tuple[str, tuple[int, int], int]  # form, shape, rows
+ATTENTION: Name = ("attention", (SEQUENCES, KV_TOKENS), 1)
 
 
 def measure(plan: ServingPlan, facts: Facts, rounds: int) -> Outcome:
@@ -63,7 +66,11 @@ def measure(plan: ServingPlan, facts: Facts, rounds: int) -> Outcome:
         return Outcome("kernels", native().reason, (), {"machine": facts.to_json()})
     timed: dict[Name, Timed] = {}
     machine = Machine(plan.threads.value, torch.int8, (torch.int8,))
-    with progress(rounds * len(FORMS) * len(SHAPES) + 1, "packing") as advance, closing(machine), torch.inference_mode():
+    with (
+        progress(rounds * (len(FORMS) * len(SHAPES) + Attending.here()) + 1, "packing") as advance,
+        closing(machine),
+        torch.inference_mode(),
+    ):
         weights = {(name, shape): _copies(packing, shape) for name, packing in FORMS.items() for shape in SHAPES}
         advance("measuring")
         complete = _rounds(rounds, machine, weights, timed, advance)
@@ -90,6 +97,7 @@ def _rounds(
     advance: Advance,
 ) -> bool:
     """Ctrl-C keeps what is measured, and answers False."""
+    attention = Attending() if Attending.here() else None
     try:
         for _ in range(rounds):
             for (name, shape), copies in weights.items():
@@ -99,6 +107,11 @@ def _rounds(
                     seconds = _time(copies, rows)
                     one.hold(seconds, _between(before, machine.sample()))
                 advance(f"{name} {shape[0]} × {shape[1]}")
+            if attention is not None:
+                before = machine.sample()
+                seconds = attention.time()
+                timed.setdefault(ATTENTION, Timed(0.0, attention.num_bytes)).hold(seconds, _between(before, machine.sample()))
+                advance("attention")
     except KeyboardInterrupt:
         return False
     return True
@@ -113,21 +126,21 @@ def _between(before: Ceilings, after: Ceilings) -> Ceilings:
 
 
 def _time(copies: list[IntPanels], rows: int) -> list[float]:
-    """Seconds of each call, rows quantised before, one weight after the other."""
-    x = quantise(torch.randn(rows, copies[0].inputs).bfloat16(), copies[0].group)
-    calls = [_product(form, x) for form in copies]
-    for call in calls[:2]:
-        call()
+    """Seconds of a product, one weight after the other, rows quantised before: by one native call, as a step does it."""
+    form = copies[0]
+    x = quantise(torch.randn(rows, form.inputs).bfloat16(), form.group)
+    y = torch.empty(rows, form.outputs, dtype=torch.bfloat16)
+    used = copies if rows < MANY_ROWS else copies[:4]
+    steps = [(Code.LINEAR_INT, copy.product(x, y.data_ptr(), y.stride(0), Output.BF16)) for copy in used]
+    operations, library = listed(steps), native().library
+    assert library is not None, "measure() has asked"
     seconds = []
-    for index in range(CALLS[rows]):
+    for index in range(PASSES[rows] + 1):
         started = time.perf_counter()
-        calls[index % len(calls)]()
-        seconds.append(time.perf_counter() - started)
+        library.armature_run(ctypes.byref(operations), len(steps), torch.get_num_threads())
+        if index:
+            seconds.append((time.perf_counter() - started) / len(steps))
     return seconds
-
-
-def _product(form: IntPanels, x: Quantised) -> Callable[[], object]:
-    return lambda: form.multiply(x)
 
 
 def _ceilings(machine: Machine) -> Iterator[Figure]:
@@ -139,6 +152,10 @@ def _ceilings(machine: Machine) -> Iterator[Figure]:
 
 def _figures(timed: dict[Name, Timed]) -> Iterator[Figure]:
     for (name, shape, rows), one in timed.items():
+        if (name, shape, rows) == ATTENTION:
+            label, share = f"decode attention, {SEQUENCES} × {KV_TOKENS} tokens", statistics.median(one.read_shares)
+            yield Figure(label, one.middle * 1e6, "us", ratio=share, against="memory read", target=0.8, is_share=True)
+            continue
         label = f"{name} {shape[0]}×{shape[1]}, {rows} row{'s' if rows > 1 else ''}"
         read, product = statistics.median(one.read_shares), statistics.median(one.product_shares)
         bound, share = ("memory read", read) if read >= product else ("int8 products", product)

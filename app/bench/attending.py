@@ -1,0 +1,57 @@
+"""Decode attention as a step does it, over a cache of the engine's own that no processor's cache holds: for `armature bench kernels`."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+
+import torch
+
+from app.engine.kv_cache import KVCache, KVShape
+from app.kernels.attention import Row, Run, Step, attention
+from app.kernels.native import native
+from app.kernels.operations import Code, has, listed, listening
+
+SEQUENCES, KV_TOKENS = 8, 4000
+HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 8, 64, 4  # Llama 3.2 1B's; the layers together pass any cache
+CALLS = 12
+
+
+class Attending:
+    """One query of each sequence against its whole context, a layer after the other."""
+
+    def __init__(self) -> None:
+        shape = KVShape(num_layers=LAYERS, num_slots=SEQUENCES, max_len=KV_TOKENS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+        self._cache = KVCache(shape, torch.bfloat16)
+        for layer in self._cache.layers:
+            layer.keys.normal_()
+            layer.values.normal_()
+        self._query = torch.randn(SEQUENCES, HEADS, HEAD_DIM).bfloat16()
+        self._step = Step(SEQUENCES)
+        runs = [Run(self._cache.row(slot, 0), KV_TOKENS, 0) for slot in range(SEQUENCES)]
+        self._step.fill([Row(slot, 1, KV_TOKENS - 1, (run,)) for slot, run in enumerate(runs)])
+        self.num_bytes = float(SEQUENCES * KV_TOKENS * self._cache.token_bytes)
+
+    @staticmethod
+    def here() -> bool:
+        return has(Code.ATTENTION)
+
+    def time(self) -> list[float]:
+        """Seconds a layer, of several passes over all of them."""
+        call = self._recorded()
+        call()
+        seconds = []
+        for _ in range(CALLS):
+            started = time.perf_counter()
+            call()
+            seconds.append((time.perf_counter() - started) / LAYERS)
+        return seconds
+
+    def _recorded(self) -> Callable[[], object]:
+        steps: list[tuple[Code, ctypes.Structure]] = []
+        with listening(lambda code, arguments: steps.append((code, arguments))):  # `kept`: what the operations write
+            kept = [attention(self._query, layer, self._step, HEAD_DIM**-0.5, None, None) for layer in self._cache.layers]
+        operations, library = listed(steps), native().library
+        assert library is not None, "here() was asked"
+        return lambda: (library.armature_run(ctypes.byref(operations), len(steps), torch.get_num_threads()), kept)
