@@ -38,6 +38,8 @@ LAYERS: tuple[tuple[str, float], ...] = (
     ("text.*", 4),
     ("generation", 4),
     ("bench.inside", BESIDE),
+    ("bench.kernels", BESIDE),
+    ("bench.attending", BESIDE),
     ("bench.quality", BESIDE),
     ("bench.ceilings", BESIDE),
     ("bench.driver", BESIDE),
