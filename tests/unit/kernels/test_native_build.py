@@ -131,6 +131,22 @@ def test_a_level_shares_no_function_with_another(root: Path) -> None:
 
 @needs_gcc
 @pytest.mark.slow
+@pytest.mark.skipif(MACHINE != "x86_64" or shutil.which("qemu-x86_64") is None, reason="no qemu-x86_64 to be an old processor")
+@pytest.mark.parametrize(("processor", "level"), [("Nehalem", "portable"), ("Haswell", "avx2")])
+def test_an_old_processor_meets_no_instruction_that_it_lacks(root: Path, processor: str, level: str) -> None:
+    """The whole driver runs there, and the level is what that processor has."""
+    build = root / "build" / "native"
+    if not (build / "CMakeCache.txt").exists():
+        pytest.skip("the library has not been built here: make native")
+    made = run("cmake", "--build", build, "--target", "driver")
+    assert made.returncode == 0, made.stdout
+    assert run("qemu-x86_64", "-cpu", processor, build / "driver", "--level").stdout.split() == [level]
+    result = run("qemu-x86_64", "-cpu", processor, build / "driver", level)
+    assert result.returncode == 0, result.stdout
+
+
+@needs_gcc
+@pytest.mark.slow
 def test_a_wheel_holds_one_library_and_says_where_it_runs(tmp_path: Path) -> None:
     wheel = wheels.build(MACHINE, cross=False, folder=tmp_path)
     assert re.fullmatch(rf"armature-\S+-py3-none-manylinux_2_\d+_{MACHINE}\.whl", wheel.name)
@@ -194,7 +210,8 @@ def test_without_a_compiler_a_wheel_is_built_and_says_who_serves(root: Path, tmp
         assert not [name for name in archive.namelist() if "libarmature" in name]
         archive.extractall(tmp_path / "installed")
     script = "from app.kernels.native import native; print(native().reason)"
-    said = run(sys.executable, "-c", script, PATH=str(tools), PYTHONPATH=str(tmp_path / "installed"))
+    # -P: not from the folder that this runs in, which has a library of its own.
+    said = run(sys.executable, "-P", "-c", script, PATH=str(tools), PYTHONPATH=str(tmp_path / "installed"))
     assert "torch's own products serve" in said.stdout, said.stderr
 
 
