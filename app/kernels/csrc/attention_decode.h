@@ -8,7 +8,7 @@
 #include "decode_lanes.h"
 
 #define TASK_ROWS 64 /* query heads (of all queries) of one task */
-#define DISTANCE 4   /* heads of a block between asking for bytes and reading them */
+#define DISTANCE 2   /* heads of a block between asking for bytes and reading them */
 
 #ifdef __AVX512BF16__
 #define KEYS_AS FROM_PAIRS
@@ -24,18 +24,26 @@ typedef struct {
     float *partials; /* of the sequence, NULL: the task has its context alone */
     int64_t rows;    /* of one head of keys */
     int64_t at[2 * DECODE_BLOCK];
-    float maximum[TASK_ROWS], total[TASK_ROWS];
+    float maximum[TASK_ROWS];
+    float totals[TASK_ROWS][LANES] __attribute__((aligned(64))); /* lane by lane */
     float sums[TASK_ROWS][MAX_HEAD_DIM] __attribute__((aligned(64)));
     float queries[TASK_ROWS][MAX_HEAD_DIM] __attribute__((aligned(64)));
 } decoding;
 
-/* A query head as its dots want it: padded with zeros, widened unless the dots are of pairs. */
+/* A query head as its dots want it, padded with zeros (decode_lanes.h). */
 INLINE void load_query(int kind, const uint16_t *source, int64_t size, float *target) {
-    if (kind == FROM_PAIRS) {
-        memset(target, 0, (size_t)(size + 31) / 32 * 64);
-        memcpy(target, source, (size_t)size * 2);
-    } else
-        for (int64_t i = 0; i < size; i += LANES) vf_store(target + i, bf16_load_part(source + i, size - i));
+    uint16_t padded[MAX_HEAD_DIM] = {0};
+    memcpy(padded, source, (size_t)size * 2);
+    for (int64_t i = 0; i < size; i += STEP) {
+        if (kind == FROM_PAIRS) memcpy(target + i / 2, padded + i, STEP * 2);
+        else if (kind == FROM_INT8)
+            for (int half = 0; half < 2; half++) vf_store(target + i + half * LANES, bf16_load(padded + i + half * LANES));
+        else {
+            vf x[2];
+            widen(kind, (const uint8_t *)(padded + i), x);
+            for (int v = 0; v < 2; v++) vf_store(target + i + v * LANES, x[v]);
+        }
+    }
 }
 
 static void begin_decoding(decoding *d, int kind) {
@@ -45,7 +53,8 @@ static void begin_decoding(decoding *d, int kind) {
     for (int64_t row = 0; row < d->kv_heads * d->rows; row++) {
         const int64_t head = (d->first_head + row / d->rows) * group + row % group, query = row % d->rows / group;
         load_query(kind, a->query + (d->s->first + query) * a->query_stride + head * a->head_dim, a->head_dim, d->queries[row]);
-        d->maximum[row] = -INFINITY, d->total[row] = 0;
+        d->maximum[row] = -INFINITY;
+        vf_store(d->totals[row], vf_all(0));
         memset(d->sums[row], 0, (size_t)padded32(a->head_dim) * 4);
     }
 }
@@ -65,30 +74,45 @@ INLINE float raise_maximum(float *maximum, float candidate) {
     return vf_exp(vf_all(before - candidate))[0];
 }
 
-/* Dots of one row, tokens [from, to) of the block, become weights e^(score - maximum); the others' are zero. */
-INLINE void weigh(decoding *d, int64_t row, int from, int to, const float *key_scales, const float *value_scales, float *scores) {
-    const attention_arguments *a = d->a;
+/* A block's scores from the dots of one row; what is outside tokens [from, to) is -inf. */
+INLINE void finish_block(const attention_arguments *a, int from, int to, const float *key_scales, float *scores) {
     const float cap = (float)a->softcap;
     vi lanes;
     for (int i = 0; i < LANES; i++) lanes[i] = i;
-    vf largest = vf_all(-INFINITY), sum = vf_all(0);
     for (int t = from / LANES * LANES; t < to; t += LANES) {
         vf x = vf_load(scores + t) * (float)a->scale;
         if (key_scales) x *= vf_load(key_scales + t);
         if (cap > 0) x = vf_tanh(x / cap) * cap;
-        x = vf_select((lanes + t >= from) & (lanes + t < to), x, vf_all(-INFINITY));
-        largest = vf_max(x, largest);
+        if (from > t || to < t + LANES) x = vf_select((lanes + t >= from) & (lanes + t < to), x, vf_all(-INFINITY));
         vf_store(scores + t, x);
     }
-    const float rescale = raise_maximum(&d->maximum[row], vf_largest(largest));
+}
+
+/* The maximum need not be the very largest score, only near it: sums grow by no more than e^SLACK, and are rescaled seldom. */
+#define SLACK 20.0f
+
+static void raise(decoding *d, int64_t row, int from, int to, const float *scores) {
+    float largest = -INFINITY;
+    for (int t = from; t < to; t++) largest = scores[t] > largest ? scores[t] : largest;
+    const float rescale = raise_maximum(&d->maximum[row], largest);
+    vf_store(d->totals[row], vf_load(d->totals[row]) * rescale);
+    for (int64_t i = 0; i < padded32(d->a->head_dim); i += LANES) vf_store(d->sums[row] + i, vf_load(d->sums[row] + i) * rescale);
+}
+
+/* Dots of one row, tokens [from, to) of the block, become weights e^(score - maximum); their neighbours' are zero. */
+INLINE void weigh(decoding *d, int64_t row, int from, int to, const float *key_scales, const float *value_scales, float *scores) {
+    const vf limit = vf_all(d->maximum[row] + SLACK);
+    vi above = vi_all(0);
+    finish_block(d->a, from, to, key_scales, scores);
+    for (int t = from / LANES * LANES; t < to; t += LANES) above |= vf_load(scores + t) > limit;
+    if (any_lane(above)) raise(d, row, from, to, scores);
+    vf total = vf_load(d->totals[row]);
     for (int t = from / LANES * LANES; t < to; t += LANES) {
-        const vf weight = vf_exp(vf_load(scores + t) - d->maximum[row]);
-        sum += weight;
+        const vf weight = exp_below(vf_load(scores + t) - d->maximum[row]);
+        total += weight;
         vf_store(scores + t, value_scales ? weight * vf_load(value_scales + t) : weight);
     }
-    d->total[row] = d->total[row] * rescale + vf_sum(sum);
-    if (rescale != 1.0f)
-        for (int64_t i = 0; i < a->head_dim; i += LANES) vf_store(d->sums[row] + i, vf_load(d->sums[row] + i) * rescale);
+    vf_store(d->totals[row], total);
 }
 
 #define FOR_ROWS(COUNT, CALL)       \
@@ -112,13 +136,13 @@ INLINE void add_all(int kind, decoding *d, int64_t row, int64_t count, int first
     const int64_t size = d->a->head_dim;
     for (int64_t r = 0; r < count; r += SHARING) {
         int64_t i = 0;
-#define ADD(ROWS, VECTORS, TAIL) \
-    add_values(kind, ROWS < SHARING ? ROWS : SHARING, VECTORS, TAIL, first && r == 0, values, i, weights + r, from, to, d->sums + row + r)
-#define ADD_FOUR(ROWS) ADD(ROWS, 4, 0)
+#define ADD(ROWS, STEPS, TAIL) \
+    add_values(kind == FROM_INT8 ? FROM_INT8 : FROM_BF16, ROWS < SHARING ? ROWS : SHARING, STEPS, TAIL, first && r == 0, values, i, weights + r, from, to, d->sums + row + r)
+#define ADD_TWO(ROWS) ADD(ROWS, 2, 0)
 #define ADD_ONE(ROWS) ADD(ROWS, 1, 0)
 #define ADD_TAIL(ROWS) ADD(ROWS, 1, 1)
-        for (; i + 4 * LANES <= size; i += 4 * LANES) FOR_ROWS(count - r, ADD_FOUR)
-        for (; i + LANES <= size; i += LANES) FOR_ROWS(count - r, ADD_ONE)
+        for (; i + 2 * STEP <= size; i += 2 * STEP) FOR_ROWS(count - r, ADD_TWO)
+        for (; i + STEP <= size; i += STEP) FOR_ROWS(count - r, ADD_ONE)
         if (i < size) FOR_ROWS(count - r, ADD_TAIL)
     }
 }
@@ -149,8 +173,14 @@ INLINE void take_block(decoding *d, int kind, int64_t h, int64_t position) {
     }
 }
 
+/* Sums of values, put in order, over their total. */
 INLINE void store_output(const attention_arguments *a, const float *sums, float total, uint16_t *out) {
-    for (int64_t i = 0; i < a->head_dim; i += LANES) bf16_store_part(out + i, vf_load(sums + i) / total, a->head_dim - i);
+    float ordered[MAX_HEAD_DIM] __attribute__((aligned(64)));
+    const int64_t size = padded32(a->head_dim);
+    if (a->kv.key_scales) memcpy(ordered, sums, (size_t)size * 4);
+    else
+        for (int64_t i = 0; i < size; i++) ordered[i] = sums[i / STEP * STEP + i % 2 * LANES + i % STEP / 2];
+    for (int64_t i = 0; i < a->head_dim; i += LANES) bf16_store_part(out + i, vf_load(ordered + i) / total, a->head_dim - i);
 }
 
 INLINE uint16_t *output_of(const attention_arguments *a, const sequence *s, int64_t row) {
@@ -162,13 +192,14 @@ static void finish_decoding(const decoding *d) {
     const attention_arguments *a = d->a;
     for (int64_t r = 0; r < d->kv_heads * d->rows; r++) {
         const int64_t row = d->first_head * d->rows + r;
+        const float total = vf_sum(vf_load(d->totals[r]));
         if (!d->partials) {
-            store_output(a, d->sums[r], d->total[r], output_of(a, d->s, row));
+            store_output(a, d->sums[r], total, output_of(a, d->s, row));
             continue;
         }
         float *partial = d->partials + (row * num_splits(a, d->s) + d->split) * partial_floats(a);
-        partial[0] = d->maximum[r], partial[1] = d->total[r];
-        for (int64_t i = 0; i < a->head_dim; i += LANES) vf_store(partial + 16 + i, vf_load(d->sums[r] + i));
+        partial[0] = d->maximum[r], partial[1] = total;
+        for (int64_t i = 0; i < padded32(a->head_dim); i += LANES) vf_store(partial + 16 + i, vf_load(d->sums[r] + i));
     }
 }
 
@@ -205,7 +236,7 @@ static void join(const attention_arguments *a, const sequence *s, int64_t row, c
     for (const float *part = first; part < first + splits * floats; part += floats) {
         const float share = vf_exp(vf_all(part[0] - maximum))[0];
         total += share * part[1];
-        for (int64_t i = 0; i < a->head_dim; i += LANES) vf_store(sums + i, vf_load(sums + i) + share * vf_load(part + 16 + i));
+        for (int64_t i = 0; i < padded32(a->head_dim); i += LANES) vf_store(sums + i, vf_load(sums + i) + share * vf_load(part + 16 + i));
     }
     store_output(a, sums, total, output_of(a, s, row));
 }

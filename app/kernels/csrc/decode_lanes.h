@@ -5,7 +5,7 @@
 #include "attention.h"
 #include "simd.h"
 
-#ifdef __AVX512BF16__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -24,11 +24,15 @@
 #define SHARING 2
 #endif
 
-/* How keys meet queries: widened to fp32, or (VDPBF16PS) as pairs of bf16, twice as many a vector. */
+/* Elements of a head are taken STEP at a time, as two vectors: of bf16 those at even and those at odd places (a shift and a mask widen them), of
+ * int8 the first and the second half. Queries are laid out likewise, and sums of values are put in order at the very end. Or (VDPBF16PS) keys
+ * stay pairs of bf16, one vector. */
 enum { FROM_BF16, FROM_INT8, FROM_PAIRS };
 
-INLINE int64_t lanes_of(int kind) { return kind == FROM_PAIRS ? 2 * LANES : LANES; }
+#define STEP (2 * LANES)
+
 INLINE int64_t bytes_of(int kind) { return kind == FROM_INT8 ? 1 : 2; }
+INLINE int vectors_of(int kind) { return kind == FROM_PAIRS ? 1 : 2; }
 
 /* ---- sums across lanes, four or LANES at once ---- */
 
@@ -62,31 +66,61 @@ INLINE vf sum_lanes(const vf *x) {
 #endif
 }
 
+/* ---- softmax ---- */
+
+INLINE int any_lane(vi x) {
+#if LANES == 16 && defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0;
+#elif LANES == 8 && defined(__AVX2__)
+    return !_mm256_testz_si256((__m256i)x, (__m256i)x);
+#else
+    uint64_t words[LANES / 2], any = 0;
+    memcpy(words, &x, sizeof words);
+    for (int i = 0; i < LANES / 2; i++) any |= words[i];
+    return any != 0;
+#endif
+}
+
+/* e^x for x below SLACK, as vf_exp: below -87 it is 0, NaN stays NaN. */
+INLINE vf exp_below(vf x) {
+    const vf magic = vf_all(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
+    const vf shifted = unfused(x * 1.44269504088896341f) + magic, n = shifted - magic;
+    vf r = x - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    vf y = r * (1.0f / 720) + (1.0f / 120);
+    y = y * r + (1.0f / 24);
+    y = y * r + (1.0f / 6);
+    y = y * r + 0.5f;
+    y = y * r + 1.0f;
+    y = y * r + 1.0f;
+    const vf result = y * (vf)(((vi)shifted - (vi)magic + 127) << 23);
+    return (vf)((vi)result & ~(vi)(x < -87.0f));
+}
+
 /* ---- loads ---- */
 
-INLINE vf widened(int kind, const uint8_t *p) {
+/* STEP elements as two vectors, or as one of pairs. */
+INLINE void widen(int kind, const uint8_t *p, vf *x) {
     if (kind == FROM_INT8) {
-        vb codes;
-        memcpy(&codes, p, sizeof codes);
-        return __builtin_convertvector(__builtin_convertvector(codes, vi), vf);
+        vb codes[2];
+        memcpy(codes, p, sizeof codes);
+        for (int i = 0; i < 2; i++) x[i] = __builtin_convertvector(__builtin_convertvector(codes[i], vi), vf);
+        return;
     }
-    return bf16_load((const uint16_t *)p);
+    vu both;
+    memcpy(&both, p, sizeof both);
+    if (kind == FROM_PAIRS) {
+        x[0] = (vf)both;
+        return;
+    }
+    x[0] = (vf)(both << 16), x[1] = (vf)(both & 0xffff0000u);
 }
 
-/* The last eight elements of a head, zeros behind them: heads are multiples of eight, so only vectors of 16 have such a tail. */
-INLINE vf widened_tail(int kind, const uint8_t *p) {
-    uint8_t eight[LANES < 8 ? 16 : LANES * 2] = {0};
-    memcpy(eight, p, kind == FROM_INT8 ? 8 : 16);
-    return widened(kind, eight);
-}
-
-INLINE vf key_vector(int kind, const uint8_t *p) { return kind == FROM_PAIRS ? vf_load((const float *)p) : widened(kind, p); }
-
-INLINE vf key_tail(int kind, const uint8_t *p, int64_t left) {
-#ifdef __AVX512BF16__
-    if (kind == FROM_PAIRS) return (vf)_mm512_maskz_loadu_epi16((1u << left) - 1, p);
-#endif
-    return widened_tail(kind, p);
+/* The same of a head's last `left` elements, a multiple of eight; zeros stand behind them. */
+INLINE void widen_tail(int kind, const uint8_t *p, int64_t left, vf *x) {
+    uint8_t part[2 * STEP < 16 ? 16 : 2 * STEP] = {0};
+    for (int64_t i = 0; i < left * bytes_of(kind); i += 8) memcpy(part + i, p + i, 8);
+    widen(kind, part, x);
 }
 
 INLINE vf add_product(int kind, vf sum, vf key, vf query) {
@@ -109,14 +143,15 @@ typedef struct {
     int64_t head_dim, bytes; /* of a head in a row */
 } block_rows;
 
-/* sums[r][i] += products of vector v / LANES of query r and of key i. */
-INLINE void add_products(int kind, int rows, vf (*sums)[4], const vf *keys, const float (*queries)[MAX_HEAD_DIM], int64_t v) {
+/* sums[r][i] += products of one step of query r, from `query` floats on, and of key i. */
+INLINE void add_products(int kind, int rows, vf (*sums)[4], vf (*keys)[2], const float (*queries)[MAX_HEAD_DIM], int64_t query) {
+    for (int v = 0; v < vectors_of(kind); v++)
 #pragma GCC unroll 4
-    for (int r = 0; r < rows; r++) {
-        const vf query = vf_load(queries[r] + v);
+        for (int r = 0; r < rows; r++) {
+            const vf x = vf_load(queries[r] + query + v * LANES);
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) sums[r][i] = add_product(kind, sums[r][i], keys[i], query);
-    }
+            for (int i = 0; i < 4; i++) sums[r][i] = add_product(kind, sums[r][i], keys[i][v], x);
+        }
 }
 
 /* scores[r][t] = query r times key t for `rows` (1 to SHARING) queries, tokens [from, to) and their neighbours in the same vector. */
@@ -126,7 +161,7 @@ INLINE void score(int kind, int rows, int first, const block_rows *keys, const f
         vf fours[SHARING][LANES / 4];
         for (int part = 0; part < LANES / 4; part++) {
             const uint8_t *key[4];
-            vf sums[SHARING][4];
+            vf sums[SHARING][4], x[4][2];
 #pragma GCC unroll 4
             for (int i = 0; i < 4; i++) {
                 const int t = t0 + part * 4 + i;
@@ -135,18 +170,15 @@ INLINE void score(int kind, int rows, int first, const block_rows *keys, const f
 #pragma GCC unroll 4
                 for (int r = 0; r < rows; r++) sums[r][i] = vf_all(0);
             }
-            int64_t d = 0, v = 0;
-            for (; d + lanes_of(kind) <= keys->head_dim; d += lanes_of(kind), v += LANES) {
-                vf x[4];
+            int64_t d = 0, query = 0;
+            for (; d + STEP <= keys->head_dim; d += STEP, query += vectors_of(kind) * LANES) {
 #pragma GCC unroll 4
-                for (int i = 0; i < 4; i++) x[i] = key_vector(kind, key[i] + d * bytes_of(kind));
-                add_products(kind, rows, sums, x, queries, v);
+                for (int i = 0; i < 4; i++) widen(kind, key[i] + d * bytes_of(kind), x[i]);
+                add_products(kind, rows, sums, x, queries, query);
             }
             if (d < keys->head_dim) {
-                vf x[4];
-#pragma GCC unroll 4
-                for (int i = 0; i < 4; i++) x[i] = key_tail(kind, key[i] + d * bytes_of(kind), keys->head_dim - d);
-                add_products(kind, rows, sums, x, queries, v);
+                for (int i = 0; i < 4; i++) widen_tail(kind, key[i] + d * bytes_of(kind), keys->head_dim - d, x[i]);
+                add_products(kind, rows, sums, x, queries, query);
             }
 #pragma GCC unroll 4
             for (int r = 0; r < rows; r++) fours[r][part] = sum_fours(sums[r]);
@@ -156,31 +188,31 @@ INLINE void score(int kind, int rows, int first, const block_rows *keys, const f
     }
 }
 
-/* sums[r][d ...] += weights[r][t] * value t for tokens [from, to), `vectors` (1 to 4) vectors from element d on, or the head's tail. */
-INLINE void add_values(int kind, int rows, int vectors, int tail, int first, const block_rows *values, int64_t d, const float (*weights)[DECODE_BLOCK], int from,
-                       int to, float (*sums)[MAX_HEAD_DIM]) {
-    vf acc[SHARING][4];
+/* sums[r][d ...] += weights[r][t] * value t for tokens [from, to): `steps` (1 or 2) steps of elements from d on, or the head's tail. */
+INLINE void add_values(int kind, int rows, int steps, int tail, int first, const block_rows *values, int64_t d, const float (*weights)[DECODE_BLOCK],
+                       int from, int to, float (*sums)[MAX_HEAD_DIM]) {
+    vf acc[SHARING][4], x[4];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) acc[r][v] = vf_load(sums[r] + d + v * LANES);
+        for (int v = 0; v < 2 * steps; v++) acc[r][v] = vf_load(sums[r] + d + v * LANES);
     for (int t = from; t < to; t++) {
         const uint8_t *value = values->base + values->at[t] + d * bytes_of(kind);
-        vf weight[SHARING];
         if (first && d == 0) ask_for(values->ahead + values->ahead_at[t], values->bytes);
+        for (int i = 0; i < steps; i++)
+            if (tail) widen_tail(kind, value, values->head_dim - d, x);
+            else widen(kind, value + i * STEP * bytes_of(kind), x + 2 * i);
 #pragma GCC unroll 4
-        for (int r = 0; r < rows; r++) weight[r] = vf_all(weights[r][t]);
+        for (int r = 0; r < rows; r++) {
+            const vf weight = vf_all(weights[r][t]);
 #pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) {
-            const vf x = tail ? widened_tail(kind, value) : widened(kind, value + v * LANES * bytes_of(kind));
-#pragma GCC unroll 4
-            for (int r = 0; r < rows; r++) acc[r][v] += weight[r] * x;
+            for (int v = 0; v < 2 * steps; v++) acc[r][v] += weight * x[v];
         }
     }
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) vf_store(sums[r] + d + v * LANES, acc[r][v]);
+        for (int v = 0; v < 2 * steps; v++) vf_store(sums[r] + d + v * LANES, acc[r][v]);
 }
 
 #endif
