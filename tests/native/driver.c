@@ -24,6 +24,10 @@ static const struct {
     {"gates, as bf16 or in tiles", gates, OP_GATE},
     {"gathered rows", gathers, OP_GATHER},
     {"the best outputs of a product", picks, OP_PICK},
+    {"products in bf16", bf16_products, OP_LINEAR_BF16},
+    {"rows of weights in bf16", bf16_rows, OP_ROWS},
+    {"attention", attends, OP_ATTENTION},
+    {"positions turned, keys and values cached", turns, OP_TURN},
     {"nothing to do, too many threads, no such kernel", odd_calls, -1},
 };
 
