@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from app.kernels.activations import Activations, plain
 from app.kernels.best import Best, Picking, Wanted
 from app.kernels.int_panels import IntPacking
+from app.kernels.kleidi import KleidiPacking
 from app.kernels.layout import LAYOUTS
 from app.kernels.panels import PanelLinear
+from app.kernels.torch_int import TorchInt4Packing, TorchInt8Packing
 
 
 class LinearForm(Protocol):
@@ -170,8 +172,11 @@ def host_architecture() -> str:
 # In the model's own precision, by the names that recipes use.
 FORMS: Mapping[str, Packing] = {"plain": PlainLinear, "onednn": OneDnnLinear, "panels": PanelLinear}
 # Rounded to fewer bits: what they multiply is not quite the checkpoint's weight.
-ROUNDED_FORMS: Mapping[str, IntPacking] = {
-    name: IntPacking(layout.bits, layout.group, layout.zero_points) for name, layout in LAYOUTS.items()
+ROUNDED_FORMS: Mapping[str, Packing] = {
+    **{name: IntPacking(layout.bits, layout.group, layout.zero_points) for name, layout in LAYOUTS.items()},
+    **{f"kleidi int4/{group}": KleidiPacking(group) for group in (32, 64, 128)},
+    **{f"torch int4/{group}": TorchInt4Packing(group) for group in (32, 64, 128)},
+    "torch int8": TorchInt8Packing(),
 }
 
 

@@ -31,11 +31,12 @@ class Recipe:
 
 
 EXACT = Recipe(linear=("panels", "onednn", "plain"))
-INT8 = Recipe(linear=("int8",), equalise=True)
+INT8 = Recipe(linear=("int8", "torch int8", "plain"), equalise=True)
 
 
-def _int4(int8_copy_from: int) -> Recipe:
-    return Recipe(linear=("int4/64",), equalise=True, int8_copy_from=int8_copy_from)
+def _int4(*others: str, int8_copy_from: int) -> Recipe:
+    """Groups of 64: 0.53 bytes a weight. `others` serve where our library was not built."""
+    return Recipe(linear=("int4/64", *others, "plain"), equalise=True, int8_copy_from=int8_copy_from)
 
 
 # device kind, CPU architecture, precision. What packing gains on x86 stands in kernels/linear.py; torch for Arm has the same operators.
@@ -43,11 +44,21 @@ RECIPES: Mapping[RecipeKey, Recipe] = {
     ("cpu", "x86_64", "fp32"): EXACT,
     ("cpu", "x86_64", "bf16"): EXACT,
     ("cpu", "x86_64", "int8"): INT8,
-    ("cpu", "x86_64", "int4"): _int4(int8_copy_from=64),
+    ("cpu", "x86_64", "int4"): _int4("torch int4/64", int8_copy_from=64),
     ("cpu", "arm64", "fp32"): EXACT,
     ("cpu", "arm64", "bf16"): EXACT,
     ("cpu", "arm64", "int8"): INT8,
-    ("cpu", "arm64", "int4"): _int4(int8_copy_from=32),
+    ("cpu", "arm64", "int4"): _int4("kleidi int4/64", "torch int4/64", int8_copy_from=32),
+}
+
+
+# What torch and torchao have for other devices, by the names of torchao 0.18's configurations. Nothing serves on these devices yet, so no
+# plan sees this table.
+TORCHAO: Mapping[tuple[str, str], tuple[str, Mapping[str, int]]] = {
+    ("cuda", "int4"): ("Int4WeightOnlyConfig", {"group_size": 64}),
+    ("cuda", "int8"): ("Int8DynamicActivationInt8WeightConfig", {}),
+    ("mps", "int4"): ("IntxWeightOnlyConfig", {}),
+    ("mps", "int8"): ("Int8WeightOnlyConfig", {}),
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 from app.errors import NoRecipe
 from app.kernels.layout import LAYOUTS
 from app.kernels.linear import FORMS, ROUNDED_FORMS
-from app.weights.recipes import RECIPES, Recipe, find_recipe
+from app.weights.recipes import RECIPES, TORCHAO, Recipe, find_recipe
 
 
 @pytest.mark.parametrize("is_output", [False, True])
@@ -18,7 +18,7 @@ def test_every_recipe_names_forms_that_exist(is_output: bool) -> None:
             assert set(forms) <= set(FORMS) and forms[-1] == "plain"  # which suits always
             assert not recipe.equalise and recipe.int8_copy_from is None
         else:
-            assert set(forms) <= set(ROUNDED_FORMS) and forms[0] in LAYOUTS and recipe.equalise
+            assert set(forms[:-1]) <= set(ROUNDED_FORMS) and forms[0] in LAYOUTS and forms[-1] == "plain" and recipe.equalise
 
 
 @pytest.mark.parametrize("architecture", ["x86_64", "arm64"])
@@ -43,3 +43,10 @@ def test_a_missing_row_lists_those_that_exist() -> None:
     with pytest.raises(NoRecipe) as caught:
         find_recipe("cpu", "riscv64", "bf16")
     assert "bf16 on cpu with riscv64" in caught.value.message and "cpu x86_64 fp32" in caught.value.message
+
+
+def test_devices_that_nothing_serves_are_in_no_plan_and_their_configurations_exist() -> None:
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not here")
+    assert not {device for device, _ in TORCHAO} & {device for device, _, _ in RECIPES}
+    for name, arguments in TORCHAO.values():
+        assert getattr(quantization, name)(**arguments) is not None

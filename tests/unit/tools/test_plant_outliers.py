@@ -1,0 +1,34 @@
+"""Planted outliers: a checkpoint that is the same function, with channels that are not alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from app.backends.cpu import CpuBackend
+from app.engine.scoring import Reader
+from app.weights.checkpoint import open_checkpoint
+from loaded_models import load
+from tiny_checkpoints import write_checkpoint
+from tools.plant_outliers import write
+
+
+def nats(directory: Path) -> float:
+    window = torch.randint(2, 300, (60,), generator=torch.Generator().manual_seed(0)).tolist()
+    config = open_checkpoint(directory).model_config
+    with torch.inference_mode():
+        return Reader(load(directory), config, torch.float32, CpuBackend(torch.float32)).read(window)[0]
+
+
+def test_it_is_the_same_function_with_channels_that_stand_out(tmp_path):
+    plain = write_checkpoint(tmp_path / "plain")
+    write(plain, tmp_path / "planted", channels=4, seed=1)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "planted"))
+    assert before.keys() == after.keys()
+    assert abs(nats(plain) - nats(tmp_path / "planted")) < 1e-3
+    for name in ("model.layers.0.input_layernorm.weight", "model.layers.1.post_attention_layernorm.weight"):
+        grown = after[name] / before[name]
+        assert int((grown > 29).sum()) == 4 and int((grown == 1).sum()) == grown.numel() - 4
+    assert torch.equal(before["model.norm.weight"], after["model.norm.weight"])
