@@ -86,7 +86,9 @@ class Settings(BaseSettings):
     int8_copy: Literal["auto", "on", "off"] = Field("auto", description="With int4, hold an int8 copy for many rows.")
     speculation: Literal["auto", "off"] = Field("auto", description="Speculative decoding.")
     numa_node: Annotated[int, Field(ge=0)] | Auto = Field("auto", description="NUMA node to serve on.")
-    deterministic: Literal["off", "on"] = Field("off", description="Same request, same text, whatever else is in the batch.")
+    deterministic: Literal["off", "on"] = Field(
+        "off", description="Same request, same text, whatever else is in the batch; prompts are slower."
+    )
 
     @property
     def checkpoint_directory(self) -> Path:

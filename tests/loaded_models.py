@@ -15,10 +15,13 @@ from app.weights.checkpoint import open_checkpoint
 from app.weights.load import Progress, load_model
 
 
-def plan_of(dtype: str, max_model_len: int, device: str = "cpu", int8_copy: bool = False) -> ServingPlan:
+def plan_of(
+    dtype: str, max_model_len: int, device: str = "cpu", int8_copy: bool = False, deterministic: bool = False
+) -> ServingPlan:
     """`dtype` is float32 or bfloat16, and the precision follows; or int8 or int4, and the dtype follows."""
     precision = {"float32": "fp32", "bfloat16": "bf16"}.get(dtype, dtype)
     values: dict[str, Any] = {"device": device, "precision": precision, "max_model_len": max_model_len, "int8_copy": int8_copy}
+    values["deterministic"] = deterministic
     values["dtype"] = "float32" if precision == "fp32" else "bfloat16"
     return cast(ServingPlan, SimpleNamespace(**{name: Decision(value, "asked for") for name, value in values.items()}))
 
@@ -29,9 +32,12 @@ def load(
     max_model_len: int | None = None,
     progress: Progress | None = None,
     int8_copy: bool = False,
+    deterministic: bool = False,
 ) -> nn.Module:
     """The checkpoint's model on the CPU, ready to run."""
     checkpoint = open_checkpoint(directory)
-    plan = plan_of(dtype, max_model_len or checkpoint.model_config.max_model_len, int8_copy=int8_copy)
+    plan = plan_of(
+        dtype, max_model_len or checkpoint.model_config.max_model_len, int8_copy=int8_copy, deterministic=deterministic
+    )
     backend = cast(Backend, SimpleNamespace(device=torch.device("cpu"), dtype=getattr(torch, plan.dtype.value)))
     return load_model(checkpoint, plan, backend, progress)

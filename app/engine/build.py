@@ -26,7 +26,9 @@ from app.engine.sampler import Sampler
 from app.engine.scheduler import Scheduler
 from app.engine.sequence import sequence_of
 from app.engine.slots import SlotPool
+from app.errors import PlanImpossible
 from app.hardware.plan import ServingPlan
+from app.kernels.attention import fits, most_few
 from app.messages import Generate, SamplingParams
 from app.models.config import ModelConfig
 from app.weights.checkpoint import Checkpoint
@@ -63,10 +65,22 @@ def build_engine(checkpoint: Checkpoint, plan: ServingPlan, eos_token_ids: Colle
     config = checkpoint.model_config
     kv_cache = KVCache(kv_shape(config, plan), KV_DTYPES[plan.kv_precision.value])
     replay = Replay(cast(Decoder, model), enabled=plan.device.value == "cpu")
-    runner = Runner(replay, kv_cache, backend, Sampler(config.vocab_size))
+    runner = Runner(replay, kv_cache, backend, Sampler(config.vocab_size), _few_queries(config, plan))
     report("warming up")
     warm_up(runner)
     return BuiltEngine(DecoderEngine(_scheduler(kv_cache, plan, eos_token_ids), runner), runner, model, kv_cache, backend)
+
+
+def _few_queries(config: ModelConfig, plan: ServingPlan) -> int | None:
+    """How many queries of a sequence may attend together where neighbours may not matter; None: as is quickest."""
+    if not plan.deterministic.value:
+        return None
+    if not fits(config.num_heads, config.num_kv_heads, config.head_dim):
+        raise PlanImpossible(
+            f"deterministic is on, but our attention has no kernel for {config.num_heads} heads of {config.head_dim} over "
+            f"{config.num_kv_heads}, and torch's depends on what else is in the batch: leave it off."
+        )
+    return most_few(config.num_heads, config.num_kv_heads)
 
 
 def kv_shape(config: ModelConfig, plan: ServingPlan) -> KVShape:

@@ -16,26 +16,37 @@ from app.engine.batch import Batch, Picked, Span
 from app.engine.kv_cache import KVCache
 from app.engine.picking import pick_best, wanted_best
 from app.engine.sampler import Sampler
-from app.kernels.attention import Row, Step
+from app.kernels.attention import Row, Step, few_at_a_time
 from app.kernels.best import Best
 from app.kernels.memory import Words
 from app.kernels.turn import Heads, turn
 from app.models.context import Attend, AttentionSpec, StepContext
 
 _STEP_TOKENS = 2**16  # rows written that are remembered at one address
+_QUERIES_TOGETHER = 64  # where a prompt attends a few queries at a time: what bounds the scratch
 
 
 class Runner:
-    """Tensors in, ids out. Lives on the worker thread, between two calls it holds no state but the KV cache and room."""
+    """Tensors in, ids out. Lives on the worker thread, between two calls it holds no state but the KV cache and room.
+
+    With `few_queries`, what is said of a sequence does not depend on its neighbours, not in a bit: at most so many of its queries attend
+    together, and picks are always made from whole logits.
+    """
 
     def __init__(
-        self, model: Callable[[StepContext], Tensor | Best], kv_cache: KVCache, backend: Backend, sampler: Sampler
+        self,
+        model: Callable[[StepContext], Tensor | Best],
+        kv_cache: KVCache,
+        backend: Backend,
+        sampler: Sampler,
+        few_queries: int | None = None,
     ) -> None:
         self.model = model
         self.kv_cache = kv_cache
         self.backend = backend
         self.sampler = sampler
-        self._attention = StepAttention(kv_cache, backend)
+        self._attention = StepAttention(kv_cache, backend, few_queries)
+        self._whole_logits = few_queries is not None
         self.model_seconds = 0.0  # of the last batch, in the model's forward pass
 
     def run(self, batch: Batch) -> list[Picked]:
@@ -67,7 +78,7 @@ class Runner:
             positions += range(span.start, span.end)
             if span.samples:
                 logit_rows.append(len(token_ids) - 1)
-        wanted = wanted_best([span.sequence for span in spans if span.samples])
+        wanted = None if self._whole_logits else wanted_best([span.sequence for span in spans if span.samples])
         attend = self._attention.begin(spans)
         decodes = all(span.num_tokens == 1 and span.samples for span in spans)
         return StepContext(self._ids(token_ids), self._ids(positions), self._ids(logit_rows), attend, decodes, wanted)
@@ -77,12 +88,17 @@ class Runner:
 
 
 class StepAttention:
-    """The `Attend` of every step: what does not depend on the layer is worked out once a step, in memory whose address stays."""
+    """The `Attend` of every step: what does not depend on the layer is worked out once a step, in memory whose address stays.
 
-    def __init__(self, kv_cache: KVCache, backend: Backend) -> None:
+    With `few_queries`, no more of a sequence attend together: all go the same road, whatever chunk they came in.
+    """
+
+    def __init__(self, kv_cache: KVCache, backend: Backend, few_queries: int | None = None) -> None:
         self._kv_cache = kv_cache
         self._backend = backend
-        self._step = Step(kv_cache.shape.num_slots)
+        self._few_queries = few_queries
+        self._step = Step(max(kv_cache.shape.num_slots, _QUERIES_TOGETHER))
+        self._parts: list[tuple[slice, list[Row]]] = []  # of the batch, where it attends in more than one
         self._rows = Words(_STEP_TOKENS)
         self._written = self._rows.tensor[:0]
 
@@ -94,10 +110,18 @@ class StepAttention:
         for span in spans:
             rows.append(Row(first, span.num_tokens, span.start, self._kv_cache.runs(span)))
             first += span.num_tokens
-        self._step.fill(rows)
+        self._parts = [] if self._few_queries is None else few_at_a_time(rows, self._few_queries, _QUERIES_TOGETHER)
+        if len(self._parts) < 2:
+            self._step.fill(self._parts[0][1] if self._parts else rows)
         return self
 
     def __call__(self, layer: int, heads: Heads, spec: AttentionSpec) -> Tensor:
         kv = self._kv_cache.layers[layer]
         query = turn(heads, kv, self._written)
-        return self._backend.attention(query, kv, self._step, spec).flatten(1)
+        if len(self._parts) < 2:
+            return self._backend.attention(query, kv, self._step, spec).flatten(1)
+        results = []
+        for own, rows in self._parts:
+            self._step.fill(rows)
+            results.append(self._backend.attention(query[own], kv, self._step, spec))
+        return torch.cat(results).flatten(1)

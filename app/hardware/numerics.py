@@ -7,12 +7,16 @@ from collections.abc import Collection
 from app.errors import NoRecipe, PlanImpossible
 from app.hardware.decision import Decision, Dtype, RecipeKey, gib
 from app.hardware.facts import Facts, Needs
+from app.hardware.native_library import TWINS
 from app.settings import Settings
 
 # Instruction sets that multiply BF16 by BF16 and add in FP32. AVX-512 without BF16 only converts: slower than FP32.
 _BF16_PRODUCTS = {"x86_64": ("amx_bf16", "avx512_bf16"), "arm64": ("bf16",)}
 
 ROUNDED = ("int8", "int4")  # precisions whose weights are codes with scales
+
+# Precisions whose products can add in one order for any number of rows, and the levels of our kernels that do so; empty: all.
+_FIXED_LEVELS = {"bf16": ("avx512bf16",), "int8": (), "int4": ()}
 
 # torch imports NumPy, whose wheels (2.4.6) execute AVX unguarded and refuse anything below x86-64-v2: seen under emulation of
 # Westmere (stops at import) and Sandy Bridge (runs). torch alone would run on less.
@@ -129,6 +133,32 @@ def int8_copy(settings: Settings, chosen: str, needs: Needs | None) -> Decision[
     return Decision(False, "Asked for." if settings.int8_copy == "off" else lean)
 
 
+def deterministic(settings: Settings, chosen: str, copy: bool, level: str) -> Decision[bool]:
+    """Whether neighbours may not matter, not in a bit; `level` of our kernels, or whose products serve instead."""
+    if settings.deterministic == "off":
+        return Decision(False, "Not asked for: what else is in the batch may change the last bits, and so a word now and then.")
+    if level == TWINS:
+        raise PlanImpossible(
+            "deterministic is on, but our native kernels do not serve here, and the order in which torch's products add depends on "
+            "what else is in the batch: leave it off."
+        )
+    able = _FIXED_LEVELS.get(chosen)
+    if able is None or (able and level not in able):
+        raise PlanImpossible(
+            f"deterministic is on, but precision is {chosen}: set it to int8 or int4 (or, on a processor with AVX512-BF16, bf16), whose "
+            "products add in one order for any number of rows."
+        )
+    if copy:
+        raise PlanImpossible(
+            "deterministic is on, and so is int8_copy, but which copy multiplies depends on what else is in the batch: leave one off."
+        )
+    return Decision(
+        True,
+        f"Asked for: products in {chosen} add in one order for any number of rows, and all queries attend as a decode's do; "
+        "prompts attend more slowly for it, and every pick writes all its logits.",
+    )
+
+
 def pack_folder(settings: Settings, chosen: str) -> Decision[str | None]:
     """Where packed weights are kept for the next start; None: they are packed at each."""
     if chosen not in ROUNDED:
@@ -153,7 +183,6 @@ def refuse_unbuilt(settings: Settings) -> None:
     asked = {
         "compile": (settings.compile == "on", "leave it at auto or off"),
         "calibrate": (settings.calibrate == "on", "leave it at auto or off"),
-        "deterministic": (settings.deterministic == "on", "answers may vary with what else is in the batch; leave it off"),
     }
     for name, (is_asked, instead) in asked.items():
         if is_asked:

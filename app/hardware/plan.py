@@ -98,6 +98,7 @@ def make_plan(
     int8_copy = numerics.int8_copy(settings, precision.value, needs)
     kv_precision = numerics.kv_precision(settings, dtype.value)
     threads = parallel.decide(facts, settings)
+    kernels = native_library.kernels(facts)
     memory = capacity.decide(
         facts, settings, capacity.Demand(needs, precision.value, kv_precision.value, threads.numa_node.value, int8_copy.value)
     )
@@ -108,14 +109,14 @@ def make_plan(
         int8_copy=int8_copy,
         pack_folder=numerics.pack_folder(settings, precision.value),
         kv_precision=kv_precision,
-        kernels=native_library.kernels(facts),
+        kernels=kernels,
         **_fields(threads),
         **_fields(memory),
         itl_target_seconds=_itl_target(settings),
         compile=Decision(False, "Asked for." if settings.compile == "off" else "Not built yet."),
         calibrate=Decision(False, "Asked for." if settings.calibrate == "off" else "Not built yet."),
         speculation=Decision(False, "Asked for." if settings.speculation == "off" else "Not built yet."),
-        deterministic=Decision(False, "Not asked for."),
+        deterministic=numerics.deterministic(settings, precision.value, int8_copy.value, kernels.value),
         decode_tokens_per_second=_decode_ceiling(measurements, memory.weight_bytes.value),
         prefill_tokens_per_second=_prefill_ceiling(measurements, needs, precision.value),
     )

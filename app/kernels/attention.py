@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -96,14 +96,47 @@ def suits(query: Tensor, kv: KVRows) -> bool:
     """Whether the native kernels take this query [tokens, heads, head_dim] over these keys and values, at least for decode."""
     _, heads, head_dim = query.shape
     plain = query.dtype == torch.bfloat16 and query.stride(2) == 1 and query.stride(1) == head_dim
-    held = kv.keys.dtype in (torch.bfloat16, torch.int8) and heads // kv.keys.shape[1] <= _MAX_GROUP
-    return plain and held and head_dim % 8 == 0 and head_dim <= _MAX_HEAD_DIM and has(Code.ATTENTION)
+    return plain and kv.keys.dtype in (torch.bfloat16, torch.int8) and fits(heads, kv.keys.shape[1], head_dim)
+
+
+def fits(heads: int, kv_heads: int, head_dim: int) -> bool:
+    """Whether they are here, and take heads of this number and size."""
+    return heads // kv_heads <= _MAX_GROUP and head_dim % 8 == 0 and head_dim <= _MAX_HEAD_DIM and has(Code.ATTENTION)
 
 
 def takes(row: Row, query: Tensor, kv: KVRows) -> bool:
     """Whether they take this very sequence: prompts need products of bf16, and keys and values in bf16."""
-    few = row.num_tokens == 1 or row.num_tokens * (query.shape[1] // kv.keys.shape[1]) < _FEW_ROWS
+    few = row.num_tokens <= most_few(query.shape[1], kv.keys.shape[1])
     return few or (kv.keys.dtype == torch.bfloat16 and has(Code.LINEAR_BF16))
+
+
+def most_few(heads: int, kv_heads: int) -> int:
+    """So many queries of a sequence go the road of one, and not that of prompts, whose sums have another order."""
+    return max(1, (_FEW_ROWS - 1) // (heads // kv_heads))
+
+
+def few_at_a_time(rows: Rows[Row], few: int, together: int) -> list[tuple[slice, list[Row]]]:
+    """The same queries as sequences of at most `few`, in parts of about `together`: which rows of the batch, and how they lie in those.
+
+    Parts bound the scratch. A batch of one query a sequence is one part.
+    """
+    if all(row.num_tokens == 1 for row in rows):
+        return [(slice(0, len(rows)), list(rows))]
+    parts: list[tuple[slice, list[Row]]] = []
+    for row in rows:
+        for at in range(0, row.num_tokens, few):
+            first, count = row.first + at, min(few, row.num_tokens - at)
+            if not parts or first - parts[-1][0].start >= together:
+                parts.append((slice(first, first), []))
+            begin = parts[-1][0].start
+            parts[-1][1].append(Row(first - begin, count, row.start + at, _until(row.start + at + count, row.runs)))
+            parts[-1] = (slice(begin, first + count), parts[-1][1])
+    return parts
+
+
+def _until(end: int, runs: tuple[Run, ...]) -> tuple[Run, ...]:
+    """What of a context lies before position `end`."""
+    return tuple(replace(run, num_tokens=min(run.num_tokens, end - run.position)) for run in runs if run.position < end)
 
 
 def attention(query: Tensor, kv: KVRows, step: Step, scale: float, window: int | None, softcap: float | None) -> Tensor:

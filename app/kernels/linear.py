@@ -18,7 +18,7 @@ from app.kernels.best import Best, Picking, Wanted
 from app.kernels.int_panels import IntPacking
 from app.kernels.kleidi import KleidiPacking
 from app.kernels.layout import LAYOUTS
-from app.kernels.panels import PanelLinear
+from app.kernels.panels import FixedPacking, PanelLinear
 from app.kernels.torch_int import TorchInt4Packing, TorchInt8Packing
 
 
@@ -170,7 +170,12 @@ def host_architecture() -> str:
 
 
 # In the model's own precision, by the names that recipes use.
-FORMS: Mapping[str, Packing] = {"plain": PlainLinear, "onednn": OneDnnLinear, "panels": PanelLinear}
+FORMS: Mapping[str, Packing] = {
+    "plain": PlainLinear,
+    "onednn": OneDnnLinear,
+    "panels": PanelLinear,
+    "panels/fixed": FixedPacking(),
+}
 # Rounded to fewer bits: what they multiply is not quite the checkpoint's weight.
 ROUNDED_FORMS: Mapping[str, Packing] = {
     **{name: IntPacking(layout.bits, layout.group, layout.zero_points) for name, layout in LAYOUTS.items()},

@@ -104,7 +104,7 @@ class LinearBf16(ctypes.Structure):
     code = Code.LINEAR_BF16
     _fields_ = (
         *((name, _ADDRESS) for name in ("x", "panels", "bias", "tiles", "y")),
-        *((name, _INT) for name in ("x_stride", "y_stride", "rows", "inputs", "outputs", "output")),
+        *((name, _INT) for name in ("x_stride", "y_stride", "rows", "inputs", "outputs", "output", "fixed")),
     )
 
 

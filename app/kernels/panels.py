@@ -5,6 +5,7 @@ Layout and product are described in `csrc/tile_bf16.h`. Its twin is torch's `F.l
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -24,10 +25,11 @@ class PanelLinear:
 
     keeps_weight: ClassVar[bool] = False
 
-    __slots__ = ("bias", "inputs", "outputs", "panels")
+    __slots__ = ("bias", "fixed", "inputs", "outputs", "panels")
 
-    def __init__(self, outputs: int, inputs: int, bias: Tensor | None) -> None:
-        """Room for a weight [outputs, inputs], which `fill` brings."""
+    def __init__(self, outputs: int, inputs: int, bias: Tensor | None, fixed: bool = False) -> None:
+        """Room for a weight [outputs, inputs], which `fill` brings. `fixed`: a row's sums do not depend on how many others there are."""
+        self.fixed = fixed
         num_panels = -(-outputs // PANEL_WIDTH)
         self.outputs, self.inputs = outputs, inputs
         self.bias = None if bias is None else bias.to(torch.float32, copy=True)
@@ -80,7 +82,10 @@ class PanelLinear:
         rows, bias = x.shape[0], None if self.bias is None else self.bias.data_ptr()
         tiles = empty((rows * -(-self.inputs // 2),), torch.int32)
         addresses = (x.data_ptr(), self.panels.data_ptr(), bias, tiles.data_ptr(), y.data_ptr())
-        run(LinearBf16(*addresses, x.stride(0), y.stride(0), rows, self.inputs, self.outputs, output), Code.LINEAR_BF16)
+        run(
+            LinearBf16(*addresses, x.stride(0), y.stride(0), rows, self.inputs, self.outputs, output, self.fixed),
+            Code.LINEAR_BF16,
+        )
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of the weight itself, fp32 [n, in], for ids [n] int64: a tied embedding needs no second copy, nor the file."""
@@ -90,3 +95,22 @@ class PanelLinear:
         addresses = (self.panels.data_ptr(), ids.data_ptr(), out.data_ptr())
         run(Rows(*addresses, len(ids), self.inputs, 0, 0, 16, 0, 1.0), Code.ROWS)
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class FixedPacking:
+    """`PanelLinear` whose every row is summed in one order: a lone row gives up the road of its own, which adds in four strands."""
+
+    keeps_weight: ClassVar[bool] = False
+
+    def suits(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
+        return PanelLinear.suits(rows, columns, dtype)
+
+    def room(self, outputs: int, inputs: int, bias: Tensor | None) -> PanelLinear:
+        return PanelLinear(outputs, inputs, bias, fixed=True)
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> PanelLinear:
+        """weight [out, in] bf16."""
+        form = self.room(weight.shape[0], weight.shape[1], bias)
+        form.fill(0, weight)
+        return form

@@ -26,7 +26,7 @@ from app.weights.choice import Choice, KeptPacking, Layer
 from app.weights.headers import TensorEntry
 from app.weights.pack_cache import Kept, Packs
 from app.weights.packed import Progress
-from app.weights.recipes import find_recipe
+from app.weights.recipes import FIXED, find_recipe
 from app.weights.streams import WeightStreams
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -64,7 +64,8 @@ class _Loading:
     def __init__(self, checkpoint: Checkpoint, plan: ServingPlan, backend: Backend, progress: Progress) -> None:
         self.checkpoint, self.progress = checkpoint, progress
         dtype = DTYPES[plan.dtype.value]
-        recipe = find_recipe(plan.device.value, host_architecture(), plan.precision.value)
+        precision, device = plan.precision.value, plan.device.value
+        recipe = FIXED[precision] if plan.deterministic.value else find_recipe(device, host_architecture(), precision)
         self.choice = Choice(recipe, dtype, plan.int8_copy.value)
         self.model = build_model(checkpoint.model_config, dtype, plan.max_model_len.value, backend.device)
         self.streams = WeightStreams(checkpoint.tensors)

@@ -52,6 +52,14 @@ RECIPES: Mapping[RecipeKey, Recipe] = {
 }
 
 
+# Where neighbours may not matter (deterministic=on): forms whose rows add in one order, on any processor that they suit.
+FIXED: Mapping[str, Recipe] = {
+    "bf16": Recipe(linear=("panels/fixed",)),
+    "int8": Recipe(linear=("int8",), equalise=True),
+    "int4": Recipe(linear=("int4/64",), equalise=True),
+}
+
+
 # What torch and torchao have for other devices, by the names of torchao 0.18's configurations. Nothing serves on these devices yet, so no
 # plan sees this table.
 TORCHAO: Mapping[tuple[str, str], tuple[str, Mapping[str, int]]] = {

@@ -69,7 +69,9 @@ static void linear_bf16(const void *arguments) {
             /* One pass asks for its own panel a little ahead. Of several passes each of the first two asks for half of the next panel, so that
              * memory is busy while they compute; the others find it there. */
             const uint8_t *ahead = count == a->rows ? weights + AHEAD_BF16 : pass < 2 ? weights + bytes + pass * bytes / 2 : weights;
-            tile_product((int)count, tiles + row * pairs, weights, pairs, ahead, count == a->rows ? 128 : pass < 2 ? 64 : 0, sums);
+            const ptrdiff_t stride = count == a->rows ? 128 : pass < 2 ? 64 : 0;
+            if (a->fixed && count == 1) tile_product_1(tiles + row * pairs, weights, pairs, ahead, stride, sums);
+            else tile_product((int)count, tiles + row * pairs, weights, pairs, ahead, stride, sums);
             store_bf16(a, sums, row, (int)count, panel * PANEL_OUTPUTS);
         }
     }

@@ -124,14 +124,14 @@ typedef struct {
 } gather_arguments;
 
 /* y [rows, outputs] (row stride in elements; ADD: += into fp32) = x [rows, inputs] bf16 (likewise) times panels of bf16 (linear_bf16.h), plus
- * bias [outputs] fp32 where given. `tiles`: room for rows * ceil(inputs / 2) words. */
+ * bias [outputs] fp32 where given. `tiles`: room for rows * ceil(inputs / 2) words. `fixed`: one row is summed in the order of many. */
 typedef struct {
     const uint16_t *x;
     const uint8_t *panels;
     const float *bias;
     uint32_t *tiles;
     void *y;
-    int64_t x_stride, y_stride, rows, inputs, outputs, output;
+    int64_t x_stride, y_stride, rows, inputs, outputs, output, fixed;
 } linear_bf16_arguments;
 
 /* Keys and values

@@ -46,6 +46,7 @@ INLINE void narrow(uint16_t *p, __m512 x, __mmask16 mask) { _mm256_mask_storeu_e
         }                                                                                                                                \
     }
 
+DEFINE_TILE(1)
 DEFINE_TILE(2)
 DEFINE_TILE(3)
 DEFINE_TILE(4)
@@ -58,8 +59,9 @@ DEFINE_TILE(10)
 DEFINE_TILE(11)
 DEFINE_TILE(12)
 
-/* One row is bound by memory: four pairs in flight hide the latency of the accumulators, and lines are asked for ahead of their use. */
-INLINE void tile_product_1(const uint32_t *tile, const uint8_t *panel, ptrdiff_t pairs, const uint8_t *ahead, ptrdiff_t stride, float *sums) {
+/* One row is bound by memory: four pairs in flight hide the latency of the accumulators, and lines are asked for ahead of their use. Its sums
+ * are not quite those of `tile_product_1`, which adds in the order of all the others. */
+INLINE void tile_product_alone(const uint32_t *tile, const uint8_t *panel, ptrdiff_t pairs, const uint8_t *ahead, ptrdiff_t stride, float *sums) {
     __m512 low[4], high[4];
     for (int i = 0; i < 4; i++) low[i] = high[i] = _mm512_setzero_ps();
     ptrdiff_t p = 0;
@@ -86,7 +88,8 @@ INLINE void tile_product_1(const uint32_t *tile, const uint8_t *panel, ptrdiff_t
 INLINE void tile_product(int rows, const uint32_t *tile, const uint8_t *panel, ptrdiff_t pairs, const uint8_t *ahead, ptrdiff_t stride,
                          float *sums) {
     switch (rows) {
-        TILE_CASE(1) TILE_CASE(2) TILE_CASE(3) TILE_CASE(4) TILE_CASE(5) TILE_CASE(6)
+        case 1: tile_product_alone(tile, panel, pairs, ahead, stride, sums); break;
+        TILE_CASE(2) TILE_CASE(3) TILE_CASE(4) TILE_CASE(5) TILE_CASE(6)
         TILE_CASE(7) TILE_CASE(8) TILE_CASE(9) TILE_CASE(10) TILE_CASE(11) TILE_CASE(12)
     }
 }

@@ -42,7 +42,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"compile": "on"}, PlanImpossible, "compile is on"),
     ({"calibrate": "on"}, PlanImpossible, "calibrate is on"),
     ({"int8_copy": "on"}, PlanImpossible, "int8_copy is on, but precision is bf16"),
-    ({"deterministic": "on"}, PlanImpossible, "deterministic is on"),
+    ({"deterministic": "on"}, PlanImpossible, "deterministic is on, but our native kernels do not serve"),
     ({"kv_precision": "int8"}, PlanImpossible, "kv_precision is int8"),
     ({"kv_precision": "bf16", "precision": "fp32"}, PlanImpossible, r"dtype \(fp32\)"),
     ({"threads": 9}, PlanImpossible, "threads is 9, but this process may use only 8 logical CPUs"),

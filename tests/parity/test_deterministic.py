@@ -1,0 +1,133 @@
+"""With deterministic on, a request says the same to the last bit of its log-probabilities, whoever comes and goes beside it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from app.backends.cpu import CpuBackend
+from app.engine.decoder import DecoderEngine
+from app.engine.kv_cache import KVCache, KVShape
+from app.engine.limits import Limits
+from app.engine.pace import StepPace
+from app.engine.replay import Decoder, Replay
+from app.engine.runner import Runner
+from app.engine.sampler import Sampler
+from app.engine.scheduler import Scheduler
+from app.engine.slots import SlotPool
+from app.kernels.attention import most_few
+from app.kernels.operations import Code, has
+from app.kernels.panels import FixedPacking, PanelLinear
+from app.messages import Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
+from loaded_models import load
+from tiny_checkpoints import write_checkpoint
+
+MAX_LEN, SLOTS = 400, 12
+CASES = [
+    ("LlamaForCausalLM", "int4"),
+    ("Qwen3ForCausalLM", "int8"),
+    ("LlamaForCausalLM", "bfloat16"),
+    ("MistralForCausalLM", "int4"),
+    ("Gemma2ForCausalLM", "int4"),
+    ("Gemma3ForCausalLM", "int8"),
+]
+Said = dict[str, list[Any]]
+pytestmark = pytest.mark.skipif(not has(Code.TURN), reason="no native kernels here")
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    ids: list[int] = torch.randint(4, 320, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return ids
+
+
+def request_of(name: str, prompt: list[int], **params: Any) -> Generate:
+    settings = {"max_tokens": 14, "ignore_eos": True, "logprobs": 2, **params}
+    return Generate(name, tuple(prompt), SamplingParams(**settings), arrived_at=0.0)
+
+
+SHARED = prompt_of(70, 0)
+REQUESTS = [
+    request_of("greedy", prompt_of(30, 1), temperature=0.0),
+    request_of("long", prompt_of(290, 2), temperature=0.0),
+    request_of("seeded", SHARED + prompt_of(9, 3), seed=3),
+    request_of("shaped", SHARED + prompt_of(33, 4), seed=4, temperature=1.3, top_k=40, top_p=0.95),
+    request_of("few", SHARED[:50], seed=5, top_k=5),
+    request_of("penalised", SHARED + prompt_of(19, 6), temperature=0.0, repetition_penalty=1.2),
+    request_of("short", prompt_of(1, 7), seed=8, max_tokens=40),
+]
+
+
+def served(
+    model: torch.nn.Module, requests: list[Generate], fixed: bool, seed: int, capacity: int, budget: int
+) -> tuple[Said, int]:
+    """Tokens and log-probabilities of each request, and how often one was preempted; `seed` says who comes when."""
+    config: Any = model.config
+    cache = KVCache(KVShape(config.num_layers, SLOTS, MAX_LEN, config.num_kv_heads, config.head_dim), torch.bfloat16)
+    few = most_few(config.num_heads, config.num_kv_heads) if fixed else None
+    replay = Replay(cast(Decoder, model), enabled=seed % 2 == 0)
+    runner = Runner(replay, cache, CpuBackend(torch.bfloat16), Sampler(config.vocab_size), few)
+    limits = Limits(MAX_LEN, SLOTS // 2, budget)
+    engine = DecoderEngine(Scheduler(SlotPool(SLOTS, capacity), StepPace(budget), limits, {1}), runner)
+    said: Said = {}
+    dice, waiting, preempted = random.Random(seed), list(requests), 0
+    dice.shuffle(waiting)
+    while waiting or engine.has_work:
+        events = list(engine.add(waiting.pop())) if waiting and (dice.random() < 0.2 or not engine.has_work) else []
+        if engine.has_work:
+            events += engine.step()
+            preempted += 0 if engine.stats is None else engine.stats.preempted
+        for event in events:
+            assert not isinstance(event, RequestFailed), event
+            if isinstance(event, TokensReady | SequenceFinished):
+                said.setdefault(event.request_id, []).append(event)
+    return {name: told(events) for name, events in said.items()}, preempted
+
+
+def told(events: list[TokensReady | SequenceFinished]) -> list[Any]:
+    return [pair for event in events for pair in zip(event.token_ids, event.logprobs or (), strict=False)]
+
+
+def model_of(directory: Path, architecture: str, precision: str, deterministic: bool = True) -> torch.nn.Module:
+    if precision == "bfloat16" and not has(Code.LINEAR_BF16):
+        pytest.skip("no products of bf16 here")
+    return load(write_checkpoint(directory, architecture, seed=11), precision, max_model_len=MAX_LEN, deterministic=deterministic)
+
+
+@pytest.mark.parametrize(("architecture", "precision"), CASES)
+def test_neighbours_do_not_change_a_bit(architecture: str, precision: str, tmp_path: Path) -> None:
+    model, room = model_of(tmp_path, architecture, precision), SLOTS * MAX_LEN
+    alone: Said = {}
+    for request in REQUESTS:
+        alone |= served(model, [request], True, 1, room, MAX_LEN)[0]
+    assert all(len(said) == request.params.max_tokens for said, request in zip(alone.values(), REQUESTS, strict=True))
+    evicted = 0
+    for seed, capacity, budget in ((2, room, 24), (3, room, MAX_LEN), (4, 420, 13), (5, 480, 100), (6, room, 7)):
+        together, preempted = served(model, REQUESTS, True, seed, capacity, budget)
+        assert together == alone
+        evicted += preempted
+    assert evicted > 0
+
+
+@pytest.mark.parametrize("precision", ["int4", "bfloat16"])
+def test_without_it_neighbours_do(precision: str, tmp_path: Path) -> None:
+    """Which is why there is something to switch on, and shows that what is compared above is fine enough."""
+    model, room = model_of(tmp_path, "LlamaForCausalLM", precision, deterministic=False), SLOTS * MAX_LEN
+    whole, parts = (served(model, REQUESTS[1:2], False, 1, room, budget)[0] for budget in (MAX_LEN, 5))
+    assert whole != parts
+
+
+@pytest.mark.skipif(not has(Code.LINEAR_BF16), reason="no products of bf16 here")
+@pytest.mark.parametrize("inputs", [31, 64, 577, 2048])
+def test_a_lone_row_of_bf16_is_summed_as_one_of_many(inputs: int) -> None:
+    """And is not, in the form that takes a shorter road for it."""
+    weight, x = torch.randn(96, inputs).bfloat16(), torch.randn(13, inputs).bfloat16()
+    for form in (FixedPacking().pack(weight, None), PanelLinear.pack(weight, None)):
+        whole, alone = torch.zeros(13, 96), torch.zeros(13, 96)
+        form.add_to(whole, x)
+        for row in range(13):
+            form.add_to(alone[row : row + 1], x[row : row + 1])
+        assert torch.equal(whole, alone) == form.fixed

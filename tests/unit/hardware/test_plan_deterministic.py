@@ -1,0 +1,48 @@
+"""Where neighbours may not change a bit, the plan says what that costs; where they would, it refuses with what could be set instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.errors import PlanImpossible
+from app.hardware.facts import Facts, NativeLibrary
+from planned_machines import machine, plan
+
+AVX512 = frozenset("sse4_2 popcnt avx avx2 fma avx512f avx512bw avx512dq avx512vl avx512_vnni".split())
+
+
+def kernels_at(level: str) -> Facts:
+    return machine(isa=AVX512 | {"avx512_bf16"}, native=NativeLibrary((level,), None))
+
+
+@pytest.mark.parametrize(
+    ("level", "precision"), [("avx512bf16", "auto"), ("avx512bf16", "int4"), ("avx512", "int8"), ("portable", "int4")]
+)
+def test_what_adds_in_one_order_serves(level: str, precision: str) -> None:
+    decision = plan(kernels_at(level), precision=precision, deterministic="on").deterministic
+    assert decision.value
+    assert "prompts attend more slowly" in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("level", "settings", "words"),
+    [
+        ("avx512bf16", {"precision": "fp32"}, "precision is fp32: set it to int8 or int4"),
+        ("avx512", {"precision": "bf16"}, "precision is bf16: set it to int8 or int4"),
+        ("avx512", {"precision": "int4", "int8_copy": "on"}, "and so is int8_copy"),
+    ],
+)
+def test_what_does_not_is_refused(level: str, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(PlanImpossible, match=words):
+        plan(kernels_at(level), deterministic="on", **settings)
+
+
+def test_torchs_own_products_are_refused() -> None:
+    with pytest.raises(PlanImpossible, match="our native kernels do not serve here"):
+        plan(machine(), precision="fp32", deterministic="on")
+
+
+def test_it_is_off_unless_it_is_asked_for() -> None:
+    assert not plan(kernels_at("avx512bf16")).deterministic.value
