@@ -92,9 +92,9 @@ INLINE void finish_block(const attention_arguments *a, int from, int to, const f
 #define SLACK 20.0f
 
 static void raise(decoding *d, int64_t row, int from, int to, const float *scores) {
-    float largest = -INFINITY;
-    for (int t = from; t < to; t++) largest = scores[t] > largest ? scores[t] : largest;
-    const float rescale = raise_maximum(&d->maximum[row], largest);
+    vf largest = vf_all(-INFINITY);
+    for (int t = from / LANES * LANES; t < to; t += LANES) largest = vf_max(vf_load(scores + t), largest);
+    const float rescale = raise_maximum(&d->maximum[row], vf_largest(largest));
     vf_store(d->totals[row], vf_load(d->totals[row]) * rescale);
     for (int64_t i = 0; i < padded32(d->a->head_dim); i += LANES) vf_store(d->sums[row] + i, vf_load(d->sums[row] + i) * rescale);
 }

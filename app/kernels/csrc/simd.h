@@ -16,7 +16,7 @@ typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
 typedef uint16_t vh __attribute__((vector_size(LANES * 2)));
 typedef int8_t vb __attribute__((vector_size(LANES)));
 
-INLINE vf vf_all(float x) { return (vf){0} + x; }
+INLINE vf vf_all(float x) { return x - (vf){0}; } /* x + 0 would be an addition, as -0 becomes 0 */
 INLINE vi vi_all(int32_t x) { return (vi){0} + x; }
 
 INLINE vf vf_load(const float *p) {
