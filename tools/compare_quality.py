@@ -55,6 +55,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, help="of the text, at the most")
     parser.add_argument("--peer", help="the other environment's interpreter")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--cache-dir", type=Path, help="ours: where packed weights are, `armature pack --text` ones say")
     parser.add_argument("--windows", type=Path, help=argparse.SUPPRESS)  # this is the peer: read these
     return parser.parse_args()
 
@@ -70,7 +71,8 @@ def _ours(arguments: argparse.Namespace) -> tuple[list[Reading], list[list[int]]
     from app.weights.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(arguments.model)
-    subject = Subject(checkpoint, load_settings(threads=str(arguments.threads))[0], probe())
+    cache = {} if arguments.cache_dir is None else {"cache_dir": str(arguments.cache_dir)}
+    subject = Subject(checkpoint, load_settings(threads=str(arguments.threads), **cache)[0], probe())
     length = checkpoint.model_config.max_model_len
     windows = windows_of(Tokenizer(checkpoint.directory), arguments.text, length, arguments.tokens)
     outcome = measure(subject, arguments.text, arguments.tokens)
@@ -105,7 +107,7 @@ def _peer(model: Path, windows: Path, threads: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
         whole = Path(folder) / "whole.gguf"
         write_gguf(model, whole)
-        for name, (kind, pure) in {"BF16": (None, True), **KINDS}.items():
+        for name, (kind, pure) in {"as stored": (None, True), **KINDS}.items():
             file = whole
             if kind is not None:
                 file = Path(folder) / "rounded.gguf"
