@@ -17,17 +17,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.overrides import TorchFunctionMode
 
 from app.kernels import memory, operations
 from app.kernels.native import native
 from app.kernels.operations import Code
 
 _CACHE_LINE = 64
-# What only looks at a tensor in another way. Some of these copy where they must, so the result is checked to lie where the tensor does.
-_VIEWS = frozenset(
-    "view _unsafe_view reshape flatten unflatten slice select split split_with_sizes chunk tensor_split unbind narrow unsqueeze squeeze "
-    "transpose t permute expand as_strided alias detach".split()
+# What only looks at a tensor, or at it in another way. Some copy where they must, so a result is checked to lie where the tensor does.
+_LOOKS = frozenset(
+    "__get__ __len__ data_ptr stride size dim numel element_size is_contiguous untyped_storage view view_as reshape flatten unflatten "
+    "__getitem__ select split chunk tensor_split unbind narrow unsqueeze squeeze transpose t permute expand detach".split()
 )
 
 
@@ -43,7 +43,7 @@ class Pool:
         self.nbytes = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        with _disable_current_modes():
+        with _not_watched():
             return self._lend(shape, dtype)
 
     def _lend(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -82,7 +82,7 @@ class Recorded:
 def record(pool: Pool, body: Callable[[list[Tensor]], Any], inputs: list[Tensor]) -> Recorded:
     """Runs `body(inputs)` once and keeps what it did. Raises `Unrecordable`: what it was given may then be half overwritten."""
     own = [pool.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor) for tensor in inputs]
-    with _recording(pool) as steps, _OnlyOurs():  # type: ignore[no-untyped-call]
+    with _recording(pool) as steps, _OnlyOurs():
         result = body(list(own))
     return Recorded(steps, own, result)
 
@@ -94,15 +94,32 @@ def _recording(pool: Pool) -> Iterator[list[tuple[Code, ctypes.Structure]]]:
         yield steps
 
 
-class _OnlyOurs(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every torch kernel that is called."""
+_unwatched: list[None] = []  # not empty while the pool itself uses torch
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.removeprefix("aten::")
-        if name not in _VIEWS:
+
+@contextmanager
+def _not_watched() -> Iterator[None]:
+    _unwatched.append(None)
+    try:
+        yield
+    finally:
+        _unwatched.pop()
+
+
+class _OnlyOurs(TorchFunctionMode):
+    """Sees every function of torch that Python calls. (A dispatch mode would see more, but loads a second's worth of modules first.)"""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if not _unwatched and name not in _LOOKS:
             raise Unrecordable(name)
         result = func(*args, **(kwargs or {}))
         views = result if isinstance(result, list | tuple) else (result,)
-        if any(view.untyped_storage().data_ptr() != args[0].untyped_storage().data_ptr() for view in views):
+        if not _unwatched and any(isinstance(view, Tensor) and not _same_memory(view, args[0]) for view in views):
             raise Unrecordable(f"a copy ({name})")
         return result
+
+
+def _same_memory(view: Tensor, tensor: Tensor) -> bool:
+    with _not_watched():
+        return view.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
