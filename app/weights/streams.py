@@ -13,7 +13,7 @@ from app.weights.headers import TensorEntry
 from app.weights.mapped import TORCH_DTYPES, MappedFiles
 
 _COPY_BYTES = 8 * 2**20  # source pages held while a tensor is converted
-_STREAM_BYTES = 8 * 2**20  # of a weight on its way into panels: less than the last cache of any server
+_STREAM_BYTES = 4 * 2**20  # of a weight on its way into panels: less than the last cache of any server, in FP32 too
 
 
 class WeightStreams:

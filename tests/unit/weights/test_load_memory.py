@@ -30,7 +30,7 @@ PROBE = """
 import json, sys, torch
 from pathlib import Path
 from loaded_models import load
-from app.kernels.linear import FORMS, Linear
+from app.kernels.linear import FORMS, ROUNDED_FORMS, Linear
 from app.weights import load as loading
 from app.weights.recipes import Recipe
 def high_water():
@@ -38,9 +38,10 @@ def high_water():
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 directory, dtype, *forms = sys.argv[1:]
 for name in forms:  # what the first packing brings in is not the weights'
-    if FORMS[name].suits(512, 512, getattr(torch, dtype)):
-        FORMS[name].pack(torch.ones(512, 512, dtype=getattr(torch, dtype)), None).multiply(torch.ones(1, 512, dtype=getattr(torch, dtype)))
-loading.find_recipe = lambda *key: Recipe(tuple(forms))
+    packing = (FORMS | ROUNDED_FORMS)[name]
+    if packing.suits(512, 512, getattr(torch, dtype)):
+        packing.pack(torch.ones(512, 512, dtype=getattr(torch, dtype)), None).multiply(torch.ones(1, 512, dtype=getattr(torch, dtype)))
+loading.find_recipe = lambda *key: Recipe(tuple(forms), equalise=True)
 before = high_water()
 model = load(Path(directory), dtype)
 held = [module.form.nbytes for module in model.modules() if isinstance(module, Linear)]
@@ -61,7 +62,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the process's high water mark from /proc")
-@pytest.mark.parametrize("forms", ["plain", "onednn plain", "panels onednn plain"])
+@pytest.mark.parametrize("forms", ["plain", "onednn plain", "panels onednn plain", "int4/64 plain"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_loading_peaks_at_the_final_bytes_and_one_tensor(directory: Path, dtype: str, forms: str) -> None:
     here = Path(__file__).parents[2]
