@@ -9,10 +9,12 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
+from functools import cache
 from typing import Any
 
 import torch
 
+from app.errors import PlanImpossible
 from app.kernels.native import native
 
 _ADDRESS, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
@@ -183,6 +185,23 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 def has(code: Code) -> bool:
-    """Whether a library is here whose level has a kernel for this operation."""
+    """Whether a library is here whose level has a kernel for this operation.
+
+    Raises `PlanImpossible` where the library is older or newer than this file: it would read the arguments otherwise than they are written.
+    """
     library = native().library
-    return library is not None and bool(library.armature_has(int(code)))
+    return library is not None and _of_this_version() and bool(library.armature_has(int(code)))
+
+
+@cache
+def _of_this_version() -> bool:
+    library = native().library
+    assert library is not None, "whoever asks has one"
+    for arguments in (Quantise, Norm, Gate, Turn, LinearInt, Pick, Attention, Rows, Gather, LinearBf16):
+        size = int(library.armature_size(int(arguments.code))) if hasattr(library, "armature_size") else 0
+        if size != ctypes.sizeof(arguments):
+            raise PlanImpossible(
+                f"The native library is of another version ({arguments.__name__} has {size} bytes there, {ctypes.sizeof(arguments)} here). "
+                "In a checkout, make native builds it again; else install the package again."
+            )
+    return True

@@ -120,6 +120,17 @@ EXPORT int64_t armature_tiles(int64_t what) {
     return !l ? 0 : what == 0 ? l->tile_rows : what == 1 ? l->block : l->align;
 }
 
+/* Bytes of an operation's arguments as this library reads them: whoever writes them otherwise is of another version. */
+EXPORT int64_t armature_size(int64_t code) {
+    static const int64_t sizes[OP_COUNT] = {
+        [OP_QUANTISE] = sizeof(quantise_arguments),     [OP_NORM] = sizeof(norm_arguments),     [OP_GATE] = sizeof(gate_arguments),
+        [OP_TURN] = sizeof(turn_arguments),             [OP_PICK] = sizeof(pick_arguments),     [OP_LINEAR_INT] = sizeof(linear_int_arguments),
+        [OP_ATTENTION] = sizeof(attention_arguments),   [OP_ROWS] = sizeof(rows_arguments),     [OP_GATHER] = sizeof(gather_arguments),
+        [OP_LINEAR_BF16] = sizeof(linear_bf16_arguments),
+    };
+    return code >= 0 && code < OP_COUNT ? sizes[code] : 0;
+}
+
 /* Runs the operations one after the other on `threads` threads. Returns 0, or -1 - i where operation i has no kernel: then nothing has run. */
 EXPORT int64_t armature_run(const operation *operations, int64_t count, int64_t threads) {
     const level *l = armature_now();
