@@ -50,15 +50,20 @@ def plain(x: Activations) -> Tensor:
 def room(rows: int, size: int, group: int) -> Quantised:
     """Room for quantised rows, not initialised."""
     assert group % 32 == 0 and 0 < group <= _MOST_GROUP, "what kernels take at a time, and what they keep on their stack"
+    align = native().align
+    groups, most = -(-size // group), -(-rows // align) * align
+    return Quantised(
+        empty((most * groups * group,), torch.int8), empty((most * groups,), torch.float32), empty((most * groups,), torch.int32),
+        rows, size, group, tile_height(rows),
+    )  # fmt: skip
+
+
+def tile_height(rows: int) -> int:
+    """Rows of each tile but the last: tiles are as equal as they can be."""
     chosen = native()
     num_tiles = max(1, -(-rows // chosen.tile_rows))
     height = max(1, -(-rows // num_tiles))  # a step whose rows nobody asks for has none
-    height = -(-height // chosen.align) * chosen.align
-    groups, most = -(-size // group), -(-rows // chosen.align) * chosen.align
-    return Quantised(
-        empty((most * groups * group,), torch.int8), empty((most * groups,), torch.float32), empty((most * groups,), torch.int32),
-        rows, size, group, height,
-    )  # fmt: skip
+    return -(-height // chosen.align) * chosen.align
 
 
 def quantise(x: Tensor, group: int) -> Quantised:
