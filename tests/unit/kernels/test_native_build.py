@@ -132,8 +132,8 @@ def test_a_level_shares_no_function_with_another(root: Path) -> None:
 @needs_gcc
 @pytest.mark.slow
 @pytest.mark.skipif(MACHINE != "x86_64" or shutil.which("qemu-x86_64") is None, reason="no qemu-x86_64 to be an old processor")
-@pytest.mark.parametrize(("processor", "level"), [("Nehalem", "portable"), ("Haswell", "avx2")])
-def test_an_old_processor_meets_no_instruction_that_it_lacks(root: Path, processor: str, level: str) -> None:
+@pytest.mark.parametrize(("processor", "level", "newer"), [("Nehalem", "portable", "avx2"), ("Haswell", "avx2", "avxvnni")])
+def test_an_old_processor_meets_no_instruction_that_it_lacks(root: Path, processor: str, level: str, newer: str) -> None:
     """The whole driver runs there, and the level is what that processor has."""
     build = root / "build" / "native"
     if not (build / "CMakeCache.txt").exists():
@@ -143,6 +143,9 @@ def test_an_old_processor_meets_no_instruction_that_it_lacks(root: Path, process
     assert run("qemu-x86_64", "-cpu", processor, build / "driver", "--level").stdout.split() == [level]
     result = run("qemu-x86_64", "-cpu", processor, build / "driver", level)
     assert result.returncode == 0, result.stdout
+    refused = run("qemu-x86_64", "-cpu", processor, build / "driver", newer)
+    assert refused.returncode == 1, "refused, not killed by an illegal instruction"
+    assert f"no level {newer}" in refused.stdout
 
 
 @needs_gcc

@@ -1,4 +1,4 @@
-"""The native library without Python: its own driver in C under sanitizers, on emulated processors, and what its objects are made of."""
+"""The native library without Python: its own driver in C under sanitizers, and which objects hold which instructions."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-QEMU = shutil.which("qemu-x86_64")
 X86 = platform.machine() in ("x86_64", "AMD64")
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux" or shutil.which(os.environ.get("CC", "gcc")) is None, reason="no GCC for Linux"),
     pytest.mark.skipif(shutil.which("cmake") is None, reason="there is no cmake on the PATH"),
 ]
 needs_x86 = pytest.mark.skipif(not X86, reason="x86 alone")
-needs_qemu = pytest.mark.skipif(QEMU is None or not X86, reason="no qemu-x86_64 (Debian: apt install qemu-user), or not an x86")
 
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
@@ -31,45 +28,25 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def built(root: Path, pytestconfig: pytest.Config) -> Callable[..., Path]:
-    """The driver, built with these flags, in a folder that the next run of the tests finds again: then little is left to compile."""
-
-    def build(name: str, *flags: str) -> Path:
-        folder = pytestconfig.cache.mkdir(f"native-{name}")
-        configured = run("cmake", "-S", root / "app/kernels/csrc", "-B", folder, *flags)
-        assert configured.returncode == 0, configured.stderr
-        compiled = run("cmake", "--build", folder, "--target", "driver", "--parallel", "2")
-        assert compiled.returncode == 0, compiled.stdout + compiled.stderr
-        return folder / "driver"
-
-    return build
+def driver(root: Path, pytestconfig: pytest.Config) -> Path:
+    """The sanitized driver, in a folder that the next run of the tests finds again: then little is left to compile."""
+    folder = pytestconfig.cache.mkdir("native-sanitized")
+    configured = run("cmake", "-S", root / "app/kernels/csrc", "-B", folder, "-DARMATURE_SANITIZE=ON")
+    assert configured.returncode == 0, configured.stderr
+    compiled = run("cmake", "--build", folder, "--target", "driver", "--parallel", "2")
+    assert compiled.returncode == 0, compiled.stdout + compiled.stderr
+    return folder / "driver"
 
 
 @pytest.mark.slow
-def test_every_level_is_proved_under_the_sanitizers(built: Callable[..., Path]) -> None:
-    result = run(built("sanitized", "-DARMATURE_SANITIZE=ON"))
+def test_every_level_is_proved_under_the_sanitizers(driver: Path) -> None:
+    result = run(driver)
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
     assert re.search(r"^[1-9]\d* checks, 0 failures$", result.stdout, re.MULTILINE)
     assert "portable, 2 threads: products in powers of two, bit for bit: ok" in result.stdout
-    refused = run(built("sanitized", "-DARMATURE_SANITIZE=ON"), "no-such-level")
+    refused = run(driver, "no-such-level")
     assert refused.returncode == 1
     assert "no level no-such-level" in refused.stdout
-
-
-@pytest.mark.slow
-@needs_qemu
-@pytest.mark.parametrize(("processor", "level", "better"), [("Westmere", "portable", "avx2"), ("Haswell", "avx2", "avxvnni")])
-def test_an_older_processor_meets_no_instruction_that_it_lacks(
-    built: Callable[..., Path], processor: str, level: str, better: str
-) -> None:
-    driver = built("quick", "-DCMAKE_C_FLAGS_RELEASE=-O1")
-    emulated = (str(QEMU), "-cpu", processor, driver)
-    assert run(*emulated, "--level").stdout == f"{level}\n"
-    proved = run(*emulated, level)
-    assert proved.returncode == 0, (proved.stdout + proved.stderr)[-4000:]
-    forced = run(*emulated, better)
-    assert forced.returncode == 1, "refused, not killed by an illegal instruction"
-    assert f"this processor or this library has no level {better}" in forced.stdout
 
 
 def mnemonics(command: str, folder: Path, target: Path) -> str:
