@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.backends.reference import reference_attention
-from app.kernels.attention import Row, Run
+from app.kernels.attention import Row, Run, Step, attention
 from app.kernels.kv_rows import kv_rows, quantised_heads, token_bytes
-from app.kernels.operations import Code, has
+from app.kernels.operations import Code, has, listening, run
 from app.models.context import AttentionSpec
 from native_levels import at_level, levels
 from ragged_batches import Share, attend, make_batch
@@ -150,3 +150,19 @@ def test_a_row_of_int8_begins_at_a_cache_line_and_holds_both_and_their_scales(
     for given_, read in zip((key, value), rows.read(0, 3), strict=True):
         torch.testing.assert_close(read[[2, 0]].float(), given_, rtol=2e-2, atol=2e-2)
         assert not read[1].any()
+
+
+@needs_levels
+def test_an_operation_run_again_finds_the_next_step_at_the_same_address() -> None:
+    """Recorded for one short sequence, run again for another, much longer one: scratch has grown meanwhile."""
+    short, long = (make_batch([Share(0, past, 1)], 4, 2, 64, torch.bfloat16) for past in (20, 2000))
+    kv, step, heard = long.kv, Step(), []
+    step.fill(short.rows)
+    with listening(lambda code, arguments: heard.append((code, arguments))):
+        out = attention(long.query, kv, step, 0.125, None, None)
+    address = step.address
+    step.fill(long.rows)
+    assert step.address == address
+    ((code, arguments),) = heard
+    run(arguments, code)
+    assert torch.equal(out, attend(long, AttentionSpec(0.125)))
