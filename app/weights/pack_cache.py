@@ -38,8 +38,8 @@ _MAKERS = (compensate, equalise, int_panels, layout, rounding)  # whose text dec
 class Packs:
     """Where packs are kept. `keeping` hears (bytes done, bytes in all) while one is written.
 
-    `mapped`: weights stay in the file, shared with other processes, instead of being read into memory of our own. On huge pages, which Linux
-    gives such a mapping on ext4 and xfs, one row multiplies as quickly either way, and a start is several times quicker.
+    `mapped`: weights stay in the file, shared with other processes, instead of being read into memory of our own. On huge pages (Linux,
+    ext4) one row multiplies as quickly either way, and a start is several times quicker.
     """
 
     folder: Path
