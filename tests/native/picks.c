@@ -9,7 +9,7 @@ typedef struct {
     double softcap;
 } picked;
 
-static const linear_int_arguments product_of(const picked *p) {
+static linear_int_arguments product_of(const picked *p) {
     return (linear_int_arguments){
         p->w.panels, p->bias, p->a.tiles, p->a.scales, p->a.sums, p->logits, p->w.outputs, p->a.rows, p->a.padded, p->w.outputs, p->a.group, p->a.height, p->w.bits, p->w.minimums, OUTPUT_FP32,
     };

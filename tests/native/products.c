@@ -189,11 +189,16 @@ int64_t odd_calls(void) {
         if (armature_run(wrong + i, 1, threads) != -1) failed("an operation that does not exist was run");
     const int64_t chosen = threads;
     product p = new_product(0, ANY, 20);
+    const quantise_arguments again = {p.a.x, p.a.stride, p.a.rows, p.a.size, {NULL, p.a.tiles, p.a.scales, p.a.sums, p.a.group, p.a.height}};
+    const operation both[] = {{OP_QUANTISE, &again}, {OP_COUNT, NULL}};
+    p.a.scales[0] = 77;
+    if (armature_run(both, 2, threads) != -2 || p.a.scales[0] != 77) failed("a list whose second operation has no kernel was run");
+    if (armature_run(both, 1, threads) != 0 || p.a.scales[0] == 77) failed("its first alone was not");
     float *few = multiplied(&p.a, &p.w);
     threads = 9; /* more than the cores of most machines that test, and more than the panels */
     float *many = multiplied(&p.a, &p.w);
     if (memcmp(few, many, (size_t)(p.a.rows * p.w.outputs) * 4) != 0) failed("more threads, other bits");
     free(few), free(many), free_product(&p);
     threads = chosen;
-    return 4;
+    return 6;
 }
