@@ -102,9 +102,7 @@ INLINE vf exp_below(vf x) {
 /* STEP elements as two vectors, or as one of pairs. */
 INLINE void widen(int kind, const uint8_t *p, vf *x) {
     if (kind == FROM_INT8) {
-        vb codes[2];
-        memcpy(codes, p, sizeof codes);
-        for (int i = 0; i < 2; i++) x[i] = __builtin_convertvector(__builtin_convertvector(codes[i], vi), vf);
+        bytes_load(p, x);
         return;
     }
     vu both;

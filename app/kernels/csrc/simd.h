@@ -8,6 +8,11 @@
 #include <stdint.h>
 #include <string.h>
 
+#if defined(__aarch64__) && LANES == 4
+#define NEON_LANES /* where GCC takes bytes to words, or back, through general registers one by one, NEON's own steps stand instead */
+#include <arm_neon.h>
+#endif
+
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vf __attribute__((vector_size(LANES * 4)));
@@ -133,6 +138,20 @@ INLINE void bf16_store(uint16_t *p, vf x) {
 INLINE void bf16_store_part(uint16_t *p, vf x, ptrdiff_t count) {
     vh h = bf16_of(x);
     memcpy(p, &h, (size_t)(count < LANES ? count : LANES) * 2);
+}
+
+/* ---- bytes ---- */
+
+/* 2 * LANES signed bytes as numbers. */
+INLINE void bytes_load(const void *p, vf *x) {
+#ifdef NEON_LANES
+    const int16x8_t wide = vmovl_s8(vld1_s8(p));
+    x[0] = (vf)vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide))), x[1] = (vf)vcvtq_f32_s32(vmovl_high_s16(wide));
+#else
+    vb codes[2];
+    memcpy(codes, p, sizeof codes);
+    for (int i = 0; i < 2; i++) x[i] = __builtin_convertvector(__builtin_convertvector(codes[i], vi), vf);
+#endif
 }
 
 /* ---- functions ---- */

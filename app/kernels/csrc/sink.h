@@ -37,16 +37,30 @@ INLINE int32_t largest_bits(const float *x, int64_t size) {
     return vi_largest(best);
 }
 
-INLINE strip strip_of(const float *x, float inverse, vi *total) {
+/* Small integers to bytes. Four at a time, GCC moves them through general registers one by one: on Arm two steps of NEON take their place. */
+INLINE strip strip_narrowed(const vi *wide) {
     strip codes;
+#ifdef NEON_LANES
+    const int16x8_t low = vuzp1q_s16((int16x8_t)wide[0], (int16x8_t)wide[1]), high = vuzp1q_s16((int16x8_t)wide[2], (int16x8_t)wide[3]);
+    codes = (strip)vuzp1q_s8((int8x16_t)low, (int8x16_t)high);
+#else
 #pragma GCC unroll 4
     for (int i = 0; i < STRIP / LANES; i++) {
-        const vi code = vf_round(vf_load(x + i * LANES) * inverse);
-        const vb narrow = __builtin_convertvector(code, vb);
-        *total += code;
+        const vb narrow = __builtin_convertvector(wide[i], vb);
         memcpy((char *)&codes + i * LANES, &narrow, sizeof narrow);
     }
+#endif
     return codes;
+}
+
+INLINE strip strip_of(const float *x, float inverse, vi *total) {
+    vi codes[STRIP / LANES];
+#pragma GCC unroll 4
+    for (int i = 0; i < STRIP / LANES; i++) {
+        codes[i] = vf_round(vf_load(x + i * LANES) * inverse);
+        *total += codes[i];
+    }
+    return strip_narrowed(codes);
 }
 
 /* Each BLOCK codes together, blocks `step` bytes apart. */
