@@ -45,12 +45,31 @@ int64_t bf16_products(void) {
         for (int64_t o = 0; bias && o < outputs; o++) bias[o] = number();
         for (int64_t at = 0; output == OUTPUT_ADD_FP32 && at < count; at++) ((float *)y)[at] = number();
         void *before = memcpy(room(count * bytes), y, (size_t)(count * bytes));
-        const linear_bf16_arguments a = {x, panels, bias, tiles, y, x_stride, y_stride, rows, inputs, outputs, output};
+        const linear_bf16_arguments a = {x, panels, bias, tiles, y, x_stride, y_stride, rows, inputs, outputs, output, i / 6 % 2};
         run(OP_LINEAR_BF16, &a);
         check_product(&a, weights, before);
         free(x), free(weights), free(panels), free(y), free(tiles), free(bias), free(before);
     }
     return 18;
+}
+
+int64_t bf16_rows_alone(void) {
+    for (int64_t i = 0; i < 6; i++) {
+        const int64_t inputs = INPUTS[i], rows = between(2, 40), outputs = between(1, 100);
+        uint16_t *x = halves(rows * inputs), *weights = halves(outputs * inputs);
+        uint8_t *panels = packed(weights, outputs, inputs);
+        uint32_t *tiles = room(rows * ((inputs + 1) / 2) * 4);
+        float *together = room(rows * outputs * 4), *alone = room(outputs * 4);
+        linear_bf16_arguments a = {x, panels, NULL, tiles, together, inputs, outputs, rows, inputs, outputs, OUTPUT_FP32, 1};
+        run(OP_LINEAR_BF16, &a);
+        for (int64_t row = 0; row < rows; row++) {
+            a.x = x + row * inputs, a.rows = 1, a.y = alone;
+            run(OP_LINEAR_BF16, &a);
+            if (memcmp(alone, together + row * outputs, (size_t)outputs * 4) != 0) failed("row %d of %d differs alone, of %d inputs", (int)row, (int)rows, (int)inputs);
+        }
+        free(x), free(weights), free(panels), free(tiles), free(together), free(alone);
+    }
+    return 6;
 }
 
 int64_t bf16_rows(void) {

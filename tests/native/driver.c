@@ -25,6 +25,7 @@ static const struct {
     {"gathered rows", gathers, OP_GATHER},
     {"the best outputs of a product", picks, OP_PICK},
     {"products in bf16", bf16_products, OP_LINEAR_BF16},
+    {"a row of bf16 alone, summed as among others", bf16_rows_alone, OP_LINEAR_BF16},
     {"rows of weights in bf16", bf16_rows, OP_ROWS},
     {"attention", attends, OP_ATTENTION},
     {"positions turned, keys and values cached", turns, OP_TURN},
