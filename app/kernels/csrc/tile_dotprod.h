@@ -1,7 +1,9 @@
 /* A tile times a panel by SDOT: 4 outputs x 4 inputs of weight codes times 4 inputs of one row, summed in int32, exactly.
  *
  * One register holds the inputs of four rows, and the instruction picks the row by lane. Codes 0 to 15 fit signed bytes: their zero point 8 is made
- * good by the group's sum of activations; int8 needs nothing. */
+ * good by the group's sum of activations; int8 needs nothing.
+ *
+ * The loop at 12 rows, per 8 inputs and 8 outputs, as GCC 12 compiles it: 48 SDOT, 8 loads, 4 to unpack (6 with constants), nothing spilled. */
 #ifndef ARMATURE_TILE_DOTPROD_H
 #define ARMATURE_TILE_DOTPROD_H
 

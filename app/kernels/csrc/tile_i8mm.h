@@ -3,7 +3,10 @@
  * Sums stay as the instruction leaves them, (row 0, output 0), (row 0, output 1), (row 1, output 0), (row 1, output 1), through all groups of a
  * panel, scales likewise; only what leaves is brought into rows. Tiles have an even number of rows: the last one may be nobody's and hold
  * anything, since lanes never meet and nobody stores it. Codes 0 to 15 fit signed bytes: their zero point 8 is made good by the group's sum of
- * activations; int8 needs nothing. */
+ * activations; int8 needs nothing.
+ *
+ * The loop at 12 rows, per 8 inputs and 8 outputs, as GCC 12 compiles it: 24 SMMLA, 8 loads, 4 to unpack, 2 prefetches in a fourth of the passes,
+ * nothing spilled; int8 10 loads. SVE would do the same work: 128 bits wide on all but Neoverse V1, which has half as many pipes for its 256. */
 #ifndef ARMATURE_TILE_I8MM_H
 #define ARMATURE_TILE_I8MM_H
 

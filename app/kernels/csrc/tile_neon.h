@@ -1,7 +1,9 @@
 /* A tile times a panel on any 64-bit Arm: SMLAL multiplies eight bytes with eight bytes and sums in int16, widened before that can overflow.
  *
  * int4: a code is at most 15, so sixteen products (64 inputs in blocks of four) stay below 2^15: 16 * 15 * 127 = 30480. int8: two do: 2 * 128 * 127
- * = 32512. A register of int16 holds four partial sums of one output and four of the next. */
+ * = 32512. A register of int16 holds four partial sums of one output and four of the next.
+ *
+ * The loop at 6 rows, per 8 inputs and 8 outputs, as GCC 12 compiles it: int4 48 SMLAL, 14 loads, 15 others; int8 24 SMULL, 24 SMLAL, 24 SADALP. */
 #ifndef ARMATURE_TILE_NEON_H
 #define ARMATURE_TILE_NEON_H
 
