@@ -58,7 +58,7 @@ class Quantise(ctypes.Structure):
 class Norm(ctypes.Structure):
     code = Code.NORM
     _fields_ = (
-        *((name, _ADDRESS) for name in ("hidden", "added", "weight")),
+        *((name, _ADDRESS) for name in ("hidden", "branch", "weight")),
         *((name, _INT) for name in ("stride", "rows", "size")),
         ("eps", _FLOAT),
         ("out", Sink),

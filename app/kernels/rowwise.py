@@ -26,25 +26,37 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 _GATES = {"silu": 0, "gelu_tanh": 1, "gelu": 2}  # as csrc/ops.h numbers them
 
 
-def rms_norm(
-    hidden: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, group: int | None = None, added: Tensor | None = None
-) -> Activations:
-    """hidden [tokens, size] fp32, to which `added` is added in place; hidden / rms(hidden) * weight in `dtype`, or quantised."""
-    ours = dtype == torch.bfloat16 and hidden.dtype == torch.float32 and hidden.dim() == 2 and hidden.stride(1) == 1
-    plain = added is None or (added.dtype == torch.bfloat16 and added.is_contiguous())
-    if not (ours and plain and hidden.device.type == "cpu" and has(Code.NORM)):
-        return _as_asked(rms_norm_torch(hidden, weight, eps, dtype, added), group)
+def rms_norm(hidden: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, group: int | None = None) -> Activations:
+    """hidden [tokens, size] to hidden / rms(hidden) * weight in `dtype`, or quantised."""
+    if dtype != torch.bfloat16 or not _suits_norm(hidden):
+        return _as_asked(rms_norm_torch(hidden, weight, eps, dtype), group)
     rows, size = hidden.shape
     out, sink = _destination(rows, size, group)
-    extra = None if added is None else added.data_ptr()
-    run(Norm(hidden.data_ptr(), extra, weight.data_ptr(), hidden.stride(0), rows, size, eps, sink), Code.NORM, rows * size)
+    run(Norm(hidden.data_ptr(), None, weight.data_ptr(), hidden.stride(0), rows, size, eps, sink), Code.NORM, rows * size)
     return out
 
 
-def rms_norm_torch(hidden: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, added: Tensor | None = None) -> Tensor:
-    if added is not None:
-        hidden += added
+def rms_norm_torch(hidden: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     return F.rms_norm(hidden.float(), weight.shape, weight, eps).to(dtype)
+
+
+def add_rms_norm(hidden: Tensor, branch: Tensor, weight: Tensor, eps: float) -> None:
+    """hidden [tokens, size] fp32 += branch / rms(branch) * weight, branch [tokens, size]."""
+    if branch.dtype != torch.bfloat16 or not branch.is_contiguous() or not _suits_norm(hidden):
+        add_rms_norm_torch(hidden, branch, weight, eps)
+        return
+    rows, size = hidden.shape
+    sizes = (hidden.stride(0), rows, size)
+    run(Norm(hidden.data_ptr(), branch.data_ptr(), weight.data_ptr(), *sizes, eps, Sink()), Code.NORM, rows * size)
+
+
+def add_rms_norm_torch(hidden: Tensor, branch: Tensor, weight: Tensor, eps: float) -> None:
+    hidden += rms_norm_torch(branch, weight, eps, torch.float32)
+
+
+def _suits_norm(hidden: Tensor) -> bool:
+    plain = hidden.dtype == torch.float32 and hidden.dim() == 2 and hidden.stride(1) == 1
+    return plain and hidden.device.type == "cpu" and has(Code.NORM)
 
 
 def gate(gate_up: Tensor, activation: str, group: int | None = None) -> Activations:

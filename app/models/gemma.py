@@ -32,8 +32,8 @@ class GemmaLayer(nn.Module):
         mixed = self.attention(self.attention_norm(hidden), angles, attend)
         if rows is not None:
             hidden, mixed = gather(hidden, rows), gather(mixed, rows)
-        hidden += self.mixed_norm(self.attention.out(mixed))
-        hidden += self.gated_norm(self.mlp(self.mlp_norm(hidden)))
+        self.mixed_norm.add_to(hidden, self.attention.out(mixed))
+        self.gated_norm.add_to(hidden, self.mlp(self.mlp_norm(hidden)))
         return hidden
 
 

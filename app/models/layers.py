@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from app.kernels.activations import Activations
 from app.kernels.linear import Linear, TableForm
-from app.kernels.rowwise import Angles, gate, rms_norm
+from app.kernels.rowwise import Angles, add_rms_norm, gate, rms_norm
 from app.kernels.turn import Heads
 from app.models.config import ModelConfig
 from app.models.context import Attend, AttentionSpec
@@ -66,6 +66,10 @@ class RMSNorm(nn.Module):
         """x [tokens, size] to its norm; without `feeds` x may have more dimensions, and the result is a tensor."""
         group = None if self.feeds is None else self.feeds.takes(x.shape[0])
         return rms_norm(x, self.weight, self.eps, self.dtype, group)
+
+    def add_to(self, hidden: Tensor, x: Tensor) -> None:
+        """hidden [tokens, size] fp32 += the norm of x [tokens, size]."""
+        add_rms_norm(hidden, x, self.weight, self.eps)
 
 
 class Attention(nn.Module):

@@ -34,7 +34,7 @@ typedef struct {
 
 enum {
     OP_QUANTISE,   /* bf16 rows to quantised rows */
-    OP_NORM,       /* residual add, RMSNorm, then bf16 or quantised */
+    OP_NORM,       /* RMSNorm, then bf16 or quantised, or added to the residual stream */
     OP_GATE,       /* act(gate) * up, then bf16 or quantised */
     OP_TURN,       /* norms of query and key heads, rotary positions, keys and values to the cache */
     OP_LINEAR_INT, /* quantised rows times int4 or int8 panels */
@@ -62,10 +62,11 @@ typedef struct {
     sink out;
 } quantise_arguments;
 
-/* hidden [rows, size] fp32 (row stride in elements) += added [rows, size] bf16 where given; out = hidden / rms(hidden) * weight [size] fp32. */
+/* out = hidden / rms(hidden) * weight, hidden [rows, size] fp32 (row stride in elements), weight [size] fp32. Where `branch` [rows, size] bf16 is
+ * given, its norm is added into hidden instead, and `out` is not used: hidden += branch / rms(branch) * weight. */
 typedef struct {
     float *hidden;
-    const uint16_t *added;
+    const uint16_t *branch;
     const float *weight;
     int64_t stride, rows, size;
     double eps;

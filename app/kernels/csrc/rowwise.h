@@ -7,36 +7,51 @@
 
 /* ---- normalise ---- */
 
-/* x += added where given; x * x on top of `squares`. */
-INLINE vf add_and_square(float *x, const uint16_t *added, int64_t left, vf squares) {
-    vf value = vf_load_part(x, left);
-    if (added) {
-        value += bf16_load_part(added, left);
-        vf_store_part(x, value, left);
-    }
+/* A row: bf16 where `narrow` is given, else fp32. */
+typedef struct {
+    const float *wide;
+    const uint16_t *narrow;
+} norm_row;
+
+INLINE vf norm_load(norm_row x, int64_t i, int64_t left) { return x.narrow ? bf16_load_part(x.narrow + i, left) : vf_load_part(x.wide + i, left); }
+
+INLINE vf add_square(norm_row x, int64_t i, int64_t left, vf squares) {
+    const vf value = norm_load(x, i, left);
     return squares + value * value;
 }
 
-/* 1 / rms(x + added); the sum stays in x. Four sums run side by side, as each has to wait for itself. */
-INLINE float inverse_rms(float *x, const uint16_t *added, int64_t size, double eps) {
+/* 1 / rms(x). Four sums run side by side, as each has to wait for itself. */
+INLINE float inverse_rms(norm_row x, int64_t size, double eps) {
     vf squares[4] = {vf_all(0), vf_all(0), vf_all(0), vf_all(0)};
     int64_t i = 0;
     for (; i + 4 * LANES <= size; i += 4 * LANES)
 #pragma GCC unroll 4
-        for (int k = 0; k < 4; k++) squares[k] = add_and_square(x + i + k * LANES, added ? added + i + k * LANES : NULL, LANES, squares[k]);
-    for (; i < size; i += LANES) squares[0] = add_and_square(x + i, added ? added + i : NULL, size - i, squares[0]);
+        for (int k = 0; k < 4; k++) squares[k] = add_square(x, i + k * LANES, LANES, squares[k]);
+    for (; i < size; i += LANES) squares[0] = add_square(x, i, size - i, squares[0]);
     const float sum = vf_sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
     return 1.0f / float_sqrt(sum / (float)size + (float)eps);
 }
 
-static void norm(const void *arguments) {
-    const norm_arguments *a = arguments;
+static void add_norms(const norm_arguments *a) {
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < a->rows; row++) {
+        float *hidden = a->hidden + row * a->stride;
+        const uint16_t *x = a->branch + row * a->size;
+        const float scale = inverse_rms((norm_row){NULL, x}, a->size, a->eps);
+        for (int64_t i = 0; i < a->size; i += LANES) {
+            const int64_t left = a->size - i;
+            const vf normed = bf16_load_part(x + i, left) * scale * vf_load_part(a->weight + i, left);
+            vf_store_part(hidden + i, vf_load_part(hidden + i, left) + normed, left);
+        }
+    }
+}
+
+static void write_norms(const norm_arguments *a) {
     const int64_t parts = parts_of(&a->out, a->size);
     float values[MOST_GROUP] __attribute__((aligned(64)));
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < a->rows; row++) {
-        float *hidden = a->hidden + row * a->stride;
-        const float scale = inverse_rms(hidden, a->added ? a->added + row * a->size : NULL, a->size, a->eps);
+        const float *hidden = a->hidden + row * a->stride, scale = inverse_rms((norm_row){hidden, NULL}, a->size, a->eps);
         for (int64_t k = 0; k < parts; k++) {
             const part p = nth_part(&a->out, a->size, row * parts + k);
             const float *x = hidden + p.from, *weight = a->weight + p.from;
@@ -45,6 +60,12 @@ static void norm(const void *arguments) {
             emit(&a->out, a->rows, a->size, p, values);
         }
     }
+}
+
+static void norm(const void *arguments) {
+    const norm_arguments *a = arguments;
+    if (a->branch) add_norms(a);
+    else write_norms(a);
 }
 
 /* ---- gate ---- */
