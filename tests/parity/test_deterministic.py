@@ -45,7 +45,7 @@ def prompt_of(length: int, seed: int) -> list[int]:
 
 
 def request_of(name: str, prompt: list[int], **params: Any) -> Generate:
-    settings = {"max_tokens": 14, "ignore_eos": True, "logprobs": 2, **params}
+    settings = {"max_tokens": 24, "ignore_eos": True, "logprobs": 2, **params}
     return Generate(name, tuple(prompt), SamplingParams(**settings), arrived_at=0.0)
 
 
@@ -64,7 +64,9 @@ REQUESTS = [
 def served(
     model: torch.nn.Module, requests: list[Generate], fixed: bool, seed: int, capacity: int, budget: int
 ) -> tuple[Said, int]:
-    """Tokens and log-probabilities of each request, and how often one was preempted; `seed` says who comes when."""
+    """Tokens and log-probabilities of each request, and how often one was preempted. `seed` says who comes when.
+
+    Where memory is short all come at once."""
     config: Any = model.config
     cache = KVCache(KVShape(config.num_layers, SLOTS, MAX_LEN, config.num_kv_heads, config.head_dim), torch.bfloat16)
     few = most_few(config.num_heads, config.num_kv_heads) if fixed else None
@@ -75,8 +77,9 @@ def served(
     said: Said = {}
     dice, waiting, preempted = random.Random(seed), list(requests), 0
     dice.shuffle(waiting)
+    rate = 1.0 if capacity < SLOTS * MAX_LEN else 0.2
     while waiting or engine.has_work:
-        events = list(engine.add(waiting.pop())) if waiting and (dice.random() < 0.2 or not engine.has_work) else []
+        events = list(engine.add(waiting.pop())) if waiting and (dice.random() < rate or not engine.has_work) else []
         if engine.has_work:
             events += engine.step()
             preempted += 0 if engine.stats is None else engine.stats.preempted
@@ -105,8 +108,13 @@ def test_neighbours_do_not_change_a_bit(architecture: str, precision: str, tmp_p
         alone |= served(model, [request], True, 1, room, MAX_LEN)[0]
     assert all(len(said) == request.params.max_tokens for said, request in zip(alone.values(), REQUESTS, strict=True))
     evicted = 0
-    for seed, capacity, budget in ((2, room, 24), (3, room, MAX_LEN), (4, 420, 13), (5, 480, 100), (6, room, 7)):
-        together, preempted = served(model, REQUESTS, True, seed, capacity, budget)
+    for seed in range(2, 9):
+        roomy, tight = (
+            served(model, REQUESTS, True, seed, room, (7, 24, MAX_LEN)[seed % 3]),
+            served(model, REQUESTS, True, seed, 480, 100),
+        )
+        assert roomy[0] == alone
+        together, preempted = tight
         assert together == alone
         evicted += preempted
     assert evicted > 0
