@@ -78,12 +78,14 @@ class Packed:
         return -(-self.case.inputs // group) * group
 
     @classmethod
-    def of(cls, case: Case, exact: bool) -> Packed:
-        """Scales and minimums are powers of two where sums are to be exact in fp32."""
+    def of(cls, case: Case, exact: bool, code: int | None = None) -> Packed:
+        """Scales and minimums are powers of two where sums are to be exact in fp32. `code`: all codes are this one."""
         packed = cls(case, aligned(case.layout.nbytes(case.outputs, case.inputs)).zero_())
         groups = packed.padded // case.layout.group_of(case.inputs)
         codes = mixed(1, case.outputs, packed.padded)
         codes = (codes % 255 - 127).to(torch.int8) if case.bits == 8 else (codes % 16).to(torch.uint8)
+        if code is not None:
+            codes = torch.full_like(codes, code)
         signs = 1 - 2 * (mixed(2, case.outputs, groups) % 2)
         sizes = 2.0 ** -(mixed(3, case.outputs, groups) % 2) if exact else (mixed(3, case.outputs, groups) + 1) / 2.0**20
         scales = (signs * sizes).bfloat16()
@@ -212,6 +214,15 @@ def test_a_group_that_is_not_finite_spoils_its_own_row_only(level: str) -> None:
         assert bad[spoiled].isnan().all()
         kept = [row for row in range(ROWS) if row not in spoiled]
         assert torch.equal(bad[kept], good[kept])
+
+
+def test_nothing_but_extremes_of_one_sign_overflows_nowhere(level: str) -> None:
+    for case in CASES:
+        for code in (-127, 127) if case.bits == 8 else (0, 15):
+            packed = Packed.of(case, exact=True, code=code)
+            for value in (-127, 127):
+                x = torch.full((7, case.inputs), value).bfloat16()
+                assert torch.equal(packed.times(x).double(), x.double() @ packed.widened().double().T), (case, code, value)
 
 
 def test_the_exact_sums_are_those_of_integers() -> None:
