@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from app.engine import build
 from app.engine.build import BuiltEngine, build_engine, kv_shape, warm_up
+from app.errors import PlanImpossible
 from app.hardware.plan import Decision, ServingPlan, make_plan
 from app.hardware.probe import probe
+from app.kernels.operations import Code, has
 from app.messages import Generate, SamplingParams, Snapshot, StepStats
 from app.metrics import Metrics
 from app.settings import load_settings
@@ -116,3 +119,12 @@ def test_the_models_time_is_counted_by_phase() -> None:
     metrics.on_step(StepStats(seconds=2.0, decode_tokens=1, model_seconds=1.0), Snapshot())
     text = metrics.render()[0].decode()
     assert 'armature_model_seconds_total{phase="decode"} 2.5' in text
+
+
+@pytest.mark.skipif(not has(Code.ATTENTION), reason="no native kernels here")
+def test_attention_that_depends_on_the_batch_is_refused_where_it_may_not(tmp_path: Path, plan: ServingPlan) -> None:
+    odd = open_checkpoint(write_checkpoint(tmp_path, head_dim=12))
+    chosen = {"deterministic": True, "precision": "int8", "dtype": "bfloat16", "kv_precision": "bf16", "pack_folder": None}
+    fixed = replace(plan, **{name: Decision(value, "asked for") for name, value in chosen.items()})
+    with pytest.raises(PlanImpossible, match="our attention has no kernel for 4 heads of 12"):
+        build_engine(odd, fixed, (EOS,), lambda stage: None)
