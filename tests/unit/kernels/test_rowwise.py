@@ -40,7 +40,8 @@ def group_of(group: int | None, size: int) -> int | None:
 def check(found: Activations, meant: Tensor, group: int | None) -> None:
     """meant: fp32. Codes may be one off, as the values may differ in their last bit."""
     if group is None:
-        torch.testing.assert_close(plain(found), meant.bfloat16(), rtol=2**-7, atol=1e-12, equal_nan=True)
+        # GELU in fp64 loses 2^-53 of 1 + erf, times a gate and an up of some ten thousand.
+        torch.testing.assert_close(plain(found), meant.bfloat16(), rtol=2**-7, atol=1e-10, equal_nan=True)
         return
     assert isinstance(found, Quantised)
     codes, scales = unpacked(found)
