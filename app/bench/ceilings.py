@@ -1,7 +1,7 @@
 """What this machine can do at the most, measured here and now: bytes read a second, and multiply-adds a second by dtype.
 
-The readers are the C library's own (`memchr`, `memcmp`: vectorised everywhere, no compiler needed) and our native library's; the best counts,
-and ctypes lets threads run beside each other. tools/check_reading.py holds it against a compiled loop.
+The readers are the C library's own (`memchr`, `memcmp`: vectorised everywhere, no compiler needed) and our native library's; the best
+counts, and ctypes lets threads run beside each other. tools/check_reading.py holds it against a compiled loop.
 """
 
 from __future__ import annotations
