@@ -5,10 +5,6 @@
 #include "attention.h"
 #include "simd.h"
 
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
-
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
@@ -68,32 +64,11 @@ INLINE vf sum_lanes(const vf *x) {
 
 /* ---- softmax ---- */
 
-INLINE int any_lane(vi x) {
-#if LANES == 16 && defined(__AVX512F__)
-    return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0;
-#elif LANES == 8 && defined(__AVX2__)
-    return !_mm256_testz_si256((__m256i)x, (__m256i)x);
-#else
-    uint64_t words[LANES / 2], any = 0;
-    memcpy(words, &x, sizeof words);
-    for (int i = 0; i < LANES / 2; i++) any |= words[i];
-    return any != 0;
-#endif
-}
-
 /* e^x for x below SLACK, as vf_exp: below -87 it is 0, NaN stays NaN. */
 INLINE vf exp_below(vf x) {
     const vf magic = vf_all(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
     const vf shifted = unfused(x * 1.44269504088896341f) + magic, n = shifted - magic;
-    vf r = x - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
-    vf y = r * (1.0f / 720) + (1.0f / 120);
-    y = y * r + (1.0f / 24);
-    y = y * r + (1.0f / 6);
-    y = y * r + 0.5f;
-    y = y * r + 1.0f;
-    y = y * r + 1.0f;
-    const vf result = y * (vf)(((vi)shifted - (vi)magic + 127) << 23);
+    const vf result = exp_rest(x, n) * (vf)(((vi)shifted - (vi)magic + 127) << 23);
     return (vf)((vi)result & ~(vi)(x < -87.0f));
 }
 

@@ -18,6 +18,15 @@ INLINE ptrdiff_t panel_bytes_int(const linear_int_arguments *a) { return a->padd
 /* Rows [row, row + count) of the panel's outputs: sums [count, 32], overwritten. `ahead`: for each byte of the panel, what to ask for. */
 static void multiply_tile(const linear_int_arguments *a, const uint8_t *panel, int64_t row, int count, const uint8_t *ahead, float *sums);
 
+/* For `multiply_tile`: a case for so many rows, a constant, and whatever else the level's `multiply` takes before bits and minimums. */
+#define FIRST_OF(COUNT, ...) COUNT
+#define CASE(...)                                                                               \
+    case FIRST_OF(__VA_ARGS__, ):                                                               \
+        if (a->bits == 8) multiply(__VA_ARGS__, 8, 0, a, panel, row, ahead, sums);              \
+        else if (a->minimums) multiply(__VA_ARGS__, 4, 1, a, panel, row, ahead, sums);          \
+        else multiply(__VA_ARGS__, 4, 0, a, panel, row, ahead, sums);                           \
+        break;
+
 INLINE void store_row(const linear_int_arguments *a, const float *sums, ptrdiff_t row, ptrdiff_t first, ptrdiff_t outputs) {
     for (ptrdiff_t i = 0; i < outputs; i += LANES) {
         vf x = vf_load(sums + i);

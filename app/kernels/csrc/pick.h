@@ -11,13 +11,6 @@ typedef struct {
     int32_t broken; /* a NaN was seen */
 } seen;
 
-INLINE int any(vi mask) {
-    int64_t words[LANES / 2], all = 0;
-    memcpy(words, &mask, sizeof words);
-    for (int i = 0; i < LANES / 2; i++) all |= words[i];
-    return all != 0;
-}
-
 /* Scratch of one task and row: `seen`, then k ids of four bytes, then k values. */
 INLINE uint8_t *place_of(const pick_arguments *a, int64_t task, int64_t row) {
     return (uint8_t *)a->scratch + (task * a->product.rows + row) * (int64_t)(sizeof(seen) + 8 * (size_t)a->k);
@@ -61,8 +54,8 @@ INLINE void look(const pick_arguments *a, seen *s, float *x, int64_t first, int6
         nan |= logits != logits;
     }
     if (a->logsumexp) add_exponentials(s, x, outputs);
-    if (any(nan)) s->broken = 1;
-    if (!any(better)) return;
+    if (any_lane(nan)) s->broken = 1;
+    if (!any_lane(better)) return;
     for (int64_t i = 0; i < outputs; i++) insert(a, s, x[i], first + i);
 }
 

@@ -8,6 +8,10 @@
 #include <stdint.h>
 #include <string.h>
 
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
 #if defined(__aarch64__) && LANES == 4
 #define NEON_LANES /* where GCC takes bytes to words, or back, through general registers one by one, NEON's own steps stand instead */
 #include <arm_neon.h>
@@ -43,6 +47,20 @@ INLINE vf vf_load_part(const float *p, ptrdiff_t count) {
 INLINE void vf_store_part(float *p, vf x, ptrdiff_t count) { memcpy(p, &x, (size_t)(count < LANES ? count : LANES) * 4); }
 
 INLINE vf vf_select(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
+/* Whether any bit of any lane is set. */
+INLINE int any_lane(vi x) {
+#if LANES == 16 && defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0;
+#elif LANES == 8 && defined(__AVX2__)
+    return !_mm256_testz_si256((__m256i)x, (__m256i)x);
+#else
+    uint64_t words[LANES / 2], any = 0;
+    memcpy(words, &x, sizeof words);
+    for (int i = 0; i < LANES / 2; i++) any |= words[i];
+    return any != 0;
+#endif
+}
+
 INLINE vi vi_max(vi a, vi b) {
     vi mask = a > b;
     return (a & mask) | (b & ~mask);
@@ -168,22 +186,26 @@ INLINE float float_sqrt(float x) {
     return x;
 }
 
-/* e^x, relative error about 2^-22: x = n ln 2 + r and a polynomial in r (Cephes' range reduction). Below -87 it is 0, above 88 infinity; NaN
- * stays NaN. */
-INLINE vf vf_exp(vf x) {
-    vf inside = vf_select(x > -87.0f, x, vf_all(-87.0f)); /* NaN goes to -87 and is put back below */
-    inside = vf_min(inside, vf_all(88.0f));
-    vi whole = vf_round(inside * 1.44269504088896341f);
-    vf n = __builtin_convertvector(whole, vf);
-    vf r = inside - n * 0.693359375f;
+/* e^(x - n ln 2) for x near n ln 2, relative error about 2^-22: a polynomial in what is left (Cephes' range reduction). */
+INLINE vf exp_rest(vf x, vf n) {
+    vf r = x - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
     vf y = r * (1.0f / 720) + (1.0f / 120);
     y = y * r + (1.0f / 24);
     y = y * r + (1.0f / 6);
     y = y * r + 0.5f;
     y = y * r + 1.0f;
-    y = y * r + 1.0f;
-    vf result = y * (vf)((whole + 127) << 23);
+    return y * r + 1.0f;
+}
+
+/* e^x. Below -87 it is 0, above 88 infinity; NaN
+ * stays NaN. */
+INLINE vf vf_exp(vf x) {
+    vf inside = vf_select(x > -87.0f, x, vf_all(-87.0f)); /* NaN goes to -87 and is put back below */
+    inside = vf_min(inside, vf_all(88.0f));
+    vi whole = vf_round(inside * 1.44269504088896341f);
+    vf n = __builtin_convertvector(whole, vf);
+    vf result = exp_rest(inside, n) * (vf)((whole + 127) << 23);
     result = vf_select(x < -87.0f, vf_all(0.0f), result);
     result = vf_select(x > 88.0f, vf_all(INFINITY), result);
     return vf_select(x != x, x, result);

@@ -48,12 +48,4 @@ INLINE void multiply(int rows, int quads, int bits, int minimums, const linear_i
     }
 }
 
-/* In a switch: `count` rows (constants) of the tile that `multiply_tile` was given. */
-#define CASE(COUNT, QUADS_AT_A_TIME)                                                                                                     \
-    case COUNT:                                                                                                                          \
-        if (a->bits == 8) multiply(COUNT, QUADS_AT_A_TIME, 8, 0, a, panel, row, ahead, sums);                                            \
-        else if (a->minimums) multiply(COUNT, QUADS_AT_A_TIME, 4, 1, a, panel, row, ahead, sums);                                        \
-        else multiply(COUNT, QUADS_AT_A_TIME, 4, 0, a, panel, row, ahead, sums);                                                         \
-        break;
-
 #endif

@@ -174,13 +174,6 @@ INLINE void multiply(int rows, int width, int bits, int minimums, const linear_i
     }
 }
 
-#define CASE(ROWS, WIDTH)                                                                                                                \
-    case ROWS:                                                                                                                           \
-        if (a->bits == 8) multiply(ROWS, WIDTH, 8, 0, a, panel, row, ahead, sums);                                                       \
-        else if (a->minimums) multiply(ROWS, WIDTH, 4, 1, a, panel, row, ahead, sums);                                                   \
-        else multiply(ROWS, WIDTH, 4, 0, a, panel, row, ahead, sums);                                                                    \
-        break;
-
 static void multiply_tile(const linear_int_arguments *a, const uint8_t *panel, int64_t row, int count, const uint8_t *ahead, float *sums) {
     switch (count) {
         CASE(1, 4) CASE(2, 4) CASE(3, 2) CASE(4, 2) CASE(5, 2) CASE(6, 2)

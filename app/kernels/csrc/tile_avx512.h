@@ -97,13 +97,6 @@ INLINE void multiply(int rows, int bits, int minimums, const linear_int_argument
     }
 }
 
-#define CASE(ROWS)                                                                                                                       \
-    case ROWS:                                                                                                                           \
-        if (a->bits == 8) multiply(ROWS, 8, 0, a, panel, row, ahead, sums);                                                              \
-        else if (a->minimums) multiply(ROWS, 4, 1, a, panel, row, ahead, sums);                                                          \
-        else multiply(ROWS, 4, 0, a, panel, row, ahead, sums);                                                                           \
-        break;
-
 static void multiply_tile(const linear_int_arguments *a, const uint8_t *panel, int64_t row, int count, const uint8_t *ahead, float *sums) {
     switch (count) {
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)

@@ -1,31 +1,10 @@
 /* AVX-512 with VNNI: Intel Ice Lake, AMD Zen 4 and newer. */
+#define LEVEL level_avx512
+#define NAME "avx512"
 #define LANES 16
 #define BLOCK 4
 #define TILE_ROWS 8
 #define TILE_ALIGN 1
 
 #include "../tile_avx512.h"
-#include "../pick.h"
-#include "../quantise.h"
-#include "../rowwise.h"
-#include "../attention_team.h"
-#include "../turn.h"
-
-const level level_avx512 = {
-    .name = "avx512",
-    .tile_rows = TILE_ROWS,
-    .block = BLOCK,
-    .align = TILE_ALIGN,
-    .kernels =
-        {
-            [OP_QUANTISE] = quantise,
-            [OP_NORM] = norm,
-            [OP_GATE] = gate,
-            [OP_LINEAR_INT] = linear_int,
-            [OP_PICK] = pick,
-            [OP_ROWS] = armature_rows,
-            [OP_GATHER] = gather,
-            [OP_ATTENTION] = attention,
-            [OP_TURN] = turn,
-        },
-};
+#include "../kernels.h"

@@ -1,4 +1,6 @@
 /* AVX-512 with VNNI and products of bf16: Intel Cooper Lake and Sapphire Rapids, AMD Zen 4 and newer. */
+#define LEVEL level_avx512bf16
+#define NAME "avx512bf16"
 #define LANES 16
 #define BLOCK 4
 #define TILE_ROWS 8
@@ -6,29 +8,4 @@
 #define ATTENTION_PANELS 1
 
 #include "../tile_avx512.h"
-#include "../pick.h"
-#include "../quantise.h"
-#include "../rowwise.h"
-#include "../linear_bf16.h"
-#include "../attention_team.h"
-#include "../turn.h"
-
-const level level_avx512bf16 = {
-    .name = "avx512bf16",
-    .tile_rows = TILE_ROWS,
-    .block = BLOCK,
-    .align = TILE_ALIGN,
-    .kernels =
-        {
-            [OP_QUANTISE] = quantise,
-            [OP_NORM] = norm,
-            [OP_GATE] = gate,
-            [OP_LINEAR_INT] = linear_int,
-            [OP_PICK] = pick,
-            [OP_ROWS] = armature_rows,
-            [OP_GATHER] = gather,
-            [OP_LINEAR_BF16] = linear_bf16,
-            [OP_ATTENTION] = attention,
-            [OP_TURN] = turn,
-        },
-};
+#include "../kernels.h"

@@ -1,31 +1,10 @@
 /* Armv8.2 with dot products: AWS Graviton 2, Ampere Altra, Arm Neoverse N1, Apple M1. */
+#define LEVEL level_dotprod
+#define NAME "dotprod"
 #define LANES 4
 #define BLOCK 4
 #define TILE_ROWS 12
 #define TILE_ALIGN 1
 
 #include "../tile_dotprod.h"
-#include "../pick.h"
-#include "../quantise.h"
-#include "../rowwise.h"
-#include "../attention_team.h"
-#include "../turn.h"
-
-const level level_dotprod = {
-    .name = "dotprod",
-    .tile_rows = TILE_ROWS,
-    .block = BLOCK,
-    .align = TILE_ALIGN,
-    .kernels =
-        {
-            [OP_QUANTISE] = quantise,
-            [OP_NORM] = norm,
-            [OP_GATE] = gate,
-            [OP_LINEAR_INT] = linear_int,
-            [OP_PICK] = pick,
-            [OP_ROWS] = armature_rows,
-            [OP_GATHER] = gather,
-            [OP_ATTENTION] = attention,
-            [OP_TURN] = turn,
-        },
-};
+#include "../kernels.h"

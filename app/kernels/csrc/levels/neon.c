@@ -1,31 +1,10 @@
 /* Any 64-bit Arm. */
+#define LEVEL level_neon
+#define NAME "neon"
 #define LANES 4
 #define BLOCK 4
 #define TILE_ROWS 6
 #define TILE_ALIGN 1
 
 #include "../tile_neon.h"
-#include "../pick.h"
-#include "../quantise.h"
-#include "../rowwise.h"
-#include "../attention_team.h"
-#include "../turn.h"
-
-const level level_neon = {
-    .name = "neon",
-    .tile_rows = TILE_ROWS,
-    .block = BLOCK,
-    .align = TILE_ALIGN,
-    .kernels =
-        {
-            [OP_QUANTISE] = quantise,
-            [OP_NORM] = norm,
-            [OP_GATE] = gate,
-            [OP_LINEAR_INT] = linear_int,
-            [OP_PICK] = pick,
-            [OP_ROWS] = armature_rows,
-            [OP_GATHER] = gather,
-            [OP_ATTENTION] = attention,
-            [OP_TURN] = turn,
-        },
-};
+#include "../kernels.h"

@@ -1,0 +1,38 @@
+/* The kernels that every level has, and the table that names them: the last thing that a level's file includes. LEVEL is its symbol, NAME what
+ * people call it. */
+#ifndef ARMATURE_KERNELS_H
+#define ARMATURE_KERNELS_H
+
+#include "pick.h"
+#include "quantise.h"
+#include "rowwise.h"
+#include "attention_team.h"
+#include "turn.h"
+
+#if ATTENTION_PANELS /* products of bf16 */
+#include "linear_bf16.h"
+#endif
+
+const level LEVEL = {
+    .name = NAME,
+    .tile_rows = TILE_ROWS,
+    .block = BLOCK,
+    .align = TILE_ALIGN,
+    .kernels =
+        {
+            [OP_QUANTISE] = quantise,
+            [OP_NORM] = norm,
+            [OP_GATE] = gate,
+            [OP_LINEAR_INT] = linear_int,
+            [OP_PICK] = pick,
+            [OP_ROWS] = armature_rows,
+            [OP_GATHER] = gather,
+            [OP_ATTENTION] = attention,
+            [OP_TURN] = turn,
+#if ATTENTION_PANELS
+            [OP_LINEAR_BF16] = linear_bf16,
+#endif
+        },
+};
+
+#endif
