@@ -6,6 +6,7 @@ import ctypes
 import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -58,23 +59,34 @@ class Words:
     """Int64 words at an address that stays as long as there is room: whoever knows it reads here what is described anew."""
 
     def __init__(self, room: int = 1024) -> None:
-        self._words, self.tensor = _words(room)
+        self._kept = self._now = _Block.of(room)
 
     @property
     def address(self) -> int:
-        return ctypes.addressof(self._words)
+        return ctypes.addressof(self._now.words)
+
+    @property
+    def tensor(self) -> Tensor:
+        return self._now.tensor
 
     def fill(self, values: list[int]) -> Tensor:
-        """These values from the first word on, as a view."""
-        if len(values) > len(self._words):
-            self._words, self.tensor = _words(2 * len(values))
-        self._words[: len(values)] = values  # type: ignore[assignment]  # ctypes takes numbers
-        return self.tensor[: len(values)]
+        """These values from the first word on, as a view. What has no room lies elsewhere until the next call, and the room stays."""
+        self._now = self._kept if len(values) <= len(self._kept.words) else _Block.of(len(values))
+        self._now.words[: len(values)] = values  # type: ignore[assignment]  # ctypes takes numbers
+        return self._now.tensor[: len(values)]
 
     def set(self, index: int, value: int) -> None:
-        self._words[index] = value
+        self._now.words[index] = value
 
 
-def _words(room: int) -> tuple[ctypes.Array[ctypes.c_int64], Tensor]:
-    words = (ctypes.c_int64 * room)()
-    return words, torch.frombuffer(words, dtype=torch.int64)
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Words, and the same memory as a tensor int64."""
+
+    words: ctypes.Array[ctypes.c_int64]
+    tensor: Tensor
+
+    @classmethod
+    def of(cls, room: int) -> _Block:
+        words = (ctypes.c_int64 * room)()
+        return cls(words, torch.frombuffer(words, dtype=torch.int64))
