@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import nn
@@ -20,7 +19,7 @@ from app.engine.decoder import DecoderEngine
 from app.engine.kv_cache import KVCache, KVShape
 from app.engine.limits import Limits
 from app.engine.pace import StepPace
-from app.engine.replay import Decoder, Replay
+from app.engine.replay import Replay
 from app.engine.runner import Runner
 from app.engine.sampler import Sampler
 from app.engine.scheduler import Scheduler
@@ -64,7 +63,7 @@ def build_engine(checkpoint: Checkpoint, plan: ServingPlan, eos_token_ids: Colle
     report("reserving KV memory")
     config = checkpoint.model_config
     kv_cache = KVCache(kv_shape(config, plan), KV_DTYPES[plan.kv_precision.value])
-    replay = Replay(cast(Decoder, model), enabled=plan.device.value == "cpu")
+    replay = Replay(model, enabled=plan.device.value == "cpu")
     runner = Runner(replay, kv_cache, backend, Sampler(config.vocab_size), _few_queries(config, plan))
     report("warming up")
     warm_up(runner)

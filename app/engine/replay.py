@@ -6,24 +6,15 @@ or a machine that does something else in a layer than our operations stays eager
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from torch import Tensor
 
 from app.kernels.activations import Activations
-from app.kernels.best import Best, Wanted
+from app.kernels.best import Best
 from app.kernels.recording import Pool, Recorded, Unrecordable, record
 from app.models.context import Attend, StepContext
+from app.models.decoder import Decoder
 
 SEEN_BEFORE = 2  # how often a batch of some size must have come before it is worth recording
-
-
-class Decoder(Protocol):
-    """What a model offers beside `forward`."""
-
-    def inputs(self, context: StepContext) -> list[Tensor]: ...
-    def body(self, inputs: list[Tensor], attend: Attend, rows: Tensor | None) -> Activations: ...
-    def outputs(self, rows: Activations, wanted: Wanted | None) -> Tensor | Best: ...
 
 
 class Replay:

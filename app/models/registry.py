@@ -1,4 +1,4 @@
-"""Which module computes which architecture: one table, one function."""
+"""Which layers compute which architecture: one table, one function."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ import torch
 from torch import nn
 
 from app.models.config import ModelConfig
-from app.models.gemma import Gemma
-from app.models.llama import Llama
+from app.models.decoder import Decoder
+from app.models.gemma import GemmaLayer
+from app.models.llama import LlamaLayer
 
-Decoder = Llama | Gemma
-
-MODELS: Mapping[str, type[Decoder]] = {
-    "LlamaForCausalLM": Llama,
-    "MistralForCausalLM": Llama,
-    "Qwen2ForCausalLM": Llama,
-    "Qwen3ForCausalLM": Llama,
-    "Phi3ForCausalLM": Llama,
-    "SmolLM3ForCausalLM": Llama,
-    "Gemma2ForCausalLM": Gemma,
-    "Gemma3ForCausalLM": Gemma,
+LAYERS: Mapping[str, type[nn.Module]] = {
+    "LlamaForCausalLM": LlamaLayer,
+    "MistralForCausalLM": LlamaLayer,
+    "Qwen2ForCausalLM": LlamaLayer,
+    "Qwen3ForCausalLM": LlamaLayer,
+    "Phi3ForCausalLM": LlamaLayer,
+    "SmolLM3ForCausalLM": LlamaLayer,
+    "Gemma2ForCausalLM": GemmaLayer,
+    "Gemma3ForCausalLM": GemmaLayer,
 }
 
 
-def build_model(config: ModelConfig, dtype: torch.dtype, max_model_len: int, device: torch.device) -> nn.Module:
+def build_model(config: ModelConfig, dtype: torch.dtype, max_model_len: int, device: torch.device) -> Decoder:
     """The model on `meta`, in inference mode, without weights: the loader assigns them."""
     with torch.device("meta"):
-        return MODELS[config.architecture](config, dtype, max_model_len, device).eval()
+        return Decoder(LAYERS[config.architecture], config, dtype, max_model_len, device).eval()

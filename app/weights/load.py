@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from app.backends.base import Backend
 from app.hardware.plan import ServingPlan
@@ -19,6 +19,7 @@ from app.kernels.hybrid import HybridLinear
 from app.kernels.int_panels import IntPanels
 from app.kernels.linear import FORMS, EmptyForm, Linear, LinearForm, Packing, host_architecture
 from app.kernels.panels import PanelLinear
+from app.models.decoder import Decoder
 from app.models.layers import Embedding, RMSNorm
 from app.models.registry import build_model
 from app.weights.checkpoint import Checkpoint
@@ -34,7 +35,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def load_model(
     checkpoint: Checkpoint, plan: ServingPlan, backend: Backend, progress: Progress | None = None, packs: Packs | None = None
-) -> nn.Module:
+) -> Decoder:
     """The model, ready to run. `progress` hears (bytes done, bytes in all) after each tensor; `packs`: where packed weights are kept."""
     loading = _Loading(checkpoint, plan, backend, progress or (lambda done, total: None))
     loading.fill(packs)

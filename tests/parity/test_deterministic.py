@@ -14,7 +14,7 @@ from app.engine.decoder import DecoderEngine
 from app.engine.kv_cache import KVCache, KVShape
 from app.engine.limits import Limits
 from app.engine.pace import StepPace
-from app.engine.replay import Decoder, Replay
+from app.engine.replay import Replay
 from app.engine.runner import Runner
 from app.engine.sampler import Sampler
 from app.engine.scheduler import Scheduler
@@ -23,6 +23,7 @@ from app.kernels.attention import most_few
 from app.kernels.operations import Code, has
 from app.kernels.panels import FixedPacking, PanelLinear
 from app.messages import Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
+from app.models.decoder import Decoder
 from loaded_models import load
 from tiny_checkpoints import write_checkpoint
 

@@ -10,13 +10,13 @@ import torch
 from app.kernels.linear import Linear
 from app.models.config import FAMILIES, ModelConfig
 from app.models.layers import Embedding, RMSNorm
-from app.models.registry import MODELS, build_model
+from app.models.registry import LAYERS, build_model
 from app.models.shapes import tensors_of
 from tiny_checkpoints import ARCHITECTURES, config_values
 
 
 def test_registry_and_families_know_the_same_architectures() -> None:
-    assert set(MODELS) == set(FAMILIES)
+    assert set(LAYERS) == set(FAMILIES)
 
 
 @pytest.mark.parametrize("biases", [False, True])
