@@ -40,6 +40,11 @@ class Ceilings:
     product: float
 
 
+def between(before: Ceilings, after: Ceilings) -> Ceilings:
+    """The ceilings while the work ran: the mean of both sides. (The larger would count a shared machine's drift against the work.)"""
+    return Ceilings((before.read + after.read) / 2, (before.product + after.product) / 2)
+
+
 class Machine:
     """Samples the ceilings of what is measured, and keeps all samples. `dtype` is what the engine multiplies in."""
 

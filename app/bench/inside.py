@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from app.bench.ceilings import Ceilings, Machine
+from app.bench.ceilings import Ceilings, Machine, between
 from app.bench.console import Advance, progress
 from app.bench.driver import Driver
 from app.bench.stats import Figure, Outcome, percentile
@@ -122,11 +122,6 @@ def _rounds(rounds: int, driver: Driver, weights: Weights, workloads: Workloads,
     except KeyboardInterrupt:
         return False
     return True
-
-
-def between(before: Ceilings, after: Ceilings) -> Ceilings:
-    """The ceilings while the work ran: the mean of both sides. (The larger would count a shared machine's drift against the work.)"""
-    return Ceilings((before.read + after.read) / 2, (before.product + after.product) / 2)
 
 
 def _work(driver: Driver, name: str, samples: Samples) -> list[float]:

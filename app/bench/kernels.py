@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from app.bench.attending import KV_TOKENS, SEQUENCES, Attending
-from app.bench.ceilings import Ceilings, Machine
+from app.bench.ceilings import Ceilings, Machine, between
 from app.bench.console import Advance, progress
 from app.bench.stats import Figure, Outcome, percentile
 from app.hardware.facts import Facts
@@ -105,12 +105,12 @@ def _rounds(
                     one = timed.setdefault((name, shape, rows), _empty(copies[0], rows))
                     before = machine.sample()
                     seconds = _time(copies, rows)
-                    one.hold(seconds, _between(before, machine.sample()))
+                    one.hold(seconds, between(before, machine.sample()))
                 advance(f"{name} {shape[0]} × {shape[1]}")
             if attention is not None:
                 before = machine.sample()
                 seconds = attention.time()
-                timed.setdefault(ATTENTION, Timed(0.0, attention.num_bytes)).hold(seconds, _between(before, machine.sample()))
+                timed.setdefault(ATTENTION, Timed(0.0, attention.num_bytes)).hold(seconds, between(before, machine.sample()))
                 advance("attention")
     except KeyboardInterrupt:
         return False
@@ -119,10 +119,6 @@ def _rounds(
 
 def _empty(form: IntPanels, rows: int) -> Timed:
     return Timed(2.0 * rows * form.outputs * form.inputs, float(form.nbytes))
-
-
-def _between(before: Ceilings, after: Ceilings) -> Ceilings:
-    return Ceilings((before.read + after.read) / 2, (before.product + after.product) / 2)
 
 
 def _time(copies: list[IntPanels], rows: int) -> list[float]:
