@@ -193,6 +193,9 @@ class StepStats:
     cached_tokens: int = 0
     preempted: int = 0
     model_seconds: float = 0.0  # of `seconds`, in the model's forward pass
+    context_tokens: int = 0  # that the decoding sequences attend to, all together
+    drafted_tokens: int = 0  # guessed by speculation and computed in this step, beside `decode_tokens`
+    accepted_tokens: int = 0  # of them, those that the model would have picked too
 
 
 @dataclass(frozen=True, slots=True)

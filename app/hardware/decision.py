@@ -20,15 +20,46 @@ class Decision(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Measurements:
-    """What calibration measured on this very machine; empty where it did not run.
+class Trial:
+    """One way to serve a checkpoint, timed: seconds of steps of the whole model, worked out from layers of its shapes.
 
-    `products_per_second` is the best rate by precision (multiply and add count as two); `step_seconds` is a decode step by rows.
+    `decode_seconds` is a step by sequences that decode together, hardly any context behind them; `prefill_seconds` a step by tokens of one
+    prompt; `context_token_seconds` what each token of context that a decoding sequence attends to adds to a step, all layers together.
+    `read_bytes` are the weights that a decode step reads, `operations_per_token` its multiply-adds, times two, for a token.
+    """
+
+    precision: str
+    threads: int
+    decode_seconds: Mapping[int, float]
+    prefill_seconds: Mapping[int, float]
+    context_token_seconds: float = 0.0
+    read_bytes: int = 0
+    operations_per_token: float = 0.0
+    int8_copy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """What calibration measured on this very machine, for one checkpoint's shapes; empty where it did not run.
+
+    `products_per_second` is the best rate by precision (multiply and add count as two), at the most threads that may serve.
+    `most_few_rows`: up to so many rows four-bit weights are quicker than eight-bit ones; None: not measured.
+    `fallback`: why nothing here was taken for true and the plan decides from facts alone; empty where it was.
     """
 
     read_bytes_per_second: float | None = None
     products_per_second: Mapping[str, float] = field(default_factory=dict)
-    step_seconds: Mapping[int, float] = field(default_factory=dict)
+    trials: tuple[Trial, ...] = ()
+    most_few_rows: int | None = None
+    seconds: float = 0.0
+    fallback: str = ""
+
+    def of(self, precision: str, threads: int | None = None) -> Trial | None:
+        """The trial of a precision, without a copy in eight bits: at so many threads, else its quickest at one sequence."""
+        found = [trial for trial in self.trials if trial.precision == precision and not trial.int8_copy]
+        if threads is not None:
+            found = [trial for trial in found if trial.threads == threads]
+        return min(found, key=lambda trial: trial.decode_seconds[min(trial.decode_seconds)], default=None)
 
 
 def gib(size: int) -> str:
