@@ -24,7 +24,8 @@ class Trial:
     """One way to serve a checkpoint, timed: seconds of steps of the whole model, worked out from layers of its shapes.
 
     `decode_seconds` is a step by sequences that decode together, hardly any context behind them; `prefill_seconds` a step by tokens of one
-    prompt; `context_token_seconds` what each token of context that a decoding sequence attends to adds to a step, all layers together.
+    prompt; `context_token_seconds` what each token of context that a decoding sequence attends to adds to a step, all layers together;
+    `pair_seconds` what each pair of a prompt's token and one computed in a chunk before it adds (0: not measured).
     `read_bytes` are the weights that a decode step reads, `operations_per_token` its multiply-adds, times two, for a token.
     """
 
@@ -36,6 +37,7 @@ class Trial:
     read_bytes: int = 0
     operations_per_token: float = 0.0
     int8_copy: bool = False
+    pair_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
-"""On which device and in which precision to serve, and whether torch can run here at all; what is not built is refused with what is."""
+"""On which device and in which precision to serve, and whether torch can run here at all."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 from app.errors import NoRecipe, PlanImpossible
-from app.hardware.decision import Decision, Dtype, RecipeKey, gib
+from app.hardware.decision import Decision, Dtype, Measurements, RecipeKey, gib
 from app.hardware.facts import Facts, Needs
 from app.hardware.native_library import TWINS
 from app.settings import Settings
@@ -133,6 +133,15 @@ def int8_copy(settings: Settings, chosen: str, needs: Needs | None) -> Decision[
     return Decision(False, "Asked for." if settings.int8_copy == "off" else lean)
 
 
+def most_few_rows(measurements: Measurements | None, copy: bool) -> Decision[int | None]:
+    """Where a copy in eight bits lies beside four: up to how many rows the four-bit form multiplies."""
+    if not copy:
+        return Decision(None, "There is no copy in eight bits.")
+    if measurements is None or measurements.most_few_rows is None:
+        return Decision(None, "Not measured: as the recipe says.")
+    return Decision(measurements.most_few_rows, "Measured: beyond that many rows products in eight bits are quicker.")
+
+
 def deterministic(settings: Settings, chosen: str, copy: bool, level: str) -> Decision[bool]:
     """Whether neighbours may not matter, not in a bit; `level` of our kernels, or whose products serve instead."""
     if settings.deterministic == "off":
@@ -176,17 +185,6 @@ def pack_folder(settings: Settings, chosen: str) -> Decision[str | None]:
 def bf16_products(facts: Facts) -> str | None:
     """The instruction set that multiplies BF16 here, or None."""
     return next((name for name in _BF16_PRODUCTS.get(facts.architecture, ()) if name in facts.isa), None)
-
-
-def refuse_unbuilt(settings: Settings) -> None:
-    """Settings whose `on` means nothing yet are refused, never ignored."""
-    asked = {
-        "compile": (settings.compile == "on", "leave it at auto or off"),
-        "calibrate": (settings.calibrate == "on", "leave it at auto or off"),
-    }
-    for name, (is_asked, instead) in asked.items():
-        if is_asked:
-            raise PlanImpossible(f"{name} is on, but that is not built yet: {instead}.")
 
 
 def _what_exists(recipes: Collection[RecipeKey]) -> str:

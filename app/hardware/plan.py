@@ -1,17 +1,17 @@
 """What shall be done with a machine: `make_plan` is pure, final, and gives a reason for every choice. Torch is not needed to decide.
 
 It reads facts and settings and never changes a setting quietly: what is forced is honoured or `PlanImpossible` says why not.
-The choices themselves are made in `numerics`, `parallel` and `capacity`.
+The choices themselves are made in `numerics`, `parallel`, `capacity` and `stepping`; what to expect of them in `speed`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from app.hardware import capacity, native_library, numerics, parallel
+from app.hardware import capacity, native_library, numerics, parallel, speed, stepping
 from app.hardware.decision import Decision, Dtype, Measurements, RecipeKey
 from app.hardware.facts import Facts, Needs, plain
 from app.hardware.numerics import check_torch_can_run
@@ -32,12 +32,16 @@ class ServingPlan:
     `cpu_ids` is the mask the compute threads are confined to, before their pool starts; empty: leave them alone.
     `pack_folder` None: no packed weights are kept.
     `itl_target_seconds` None: relative to the decode steps as they are measured while serving.
+    `compile`: steps are run again natively from what was recorded of them.
+    `most_few_rows`: up to so many rows four-bit weights multiply where an int8 copy lies beside them; None: as the recipe says.
+    `capacity_tokens_per_second`: phase (`prefill`, `decode`) → rows of a step → tokens; empty where not measured, as `roofline_ratio`.
     """
 
     device: Decision[str]
     precision: Decision[str]
     dtype: Decision[Dtype]
     int8_copy: Decision[bool]
+    most_few_rows: Decision[int | None]
     pack_folder: Decision[str | None]
     kv_precision: Decision[str]
     kernels: Decision[str]
@@ -61,6 +65,8 @@ class ServingPlan:
     deterministic: Decision[bool]
     decode_tokens_per_second: Decision[float | None]
     prefill_tokens_per_second: Decision[float | None]
+    capacity_tokens_per_second: Decision[Mapping[str, Mapping[int, float]]]
+    roofline_ratio: Decision[Mapping[str, float]]
 
     def decisions(self) -> Iterable[tuple[str, Decision[Any]]]:
         return [(item.name, getattr(self, item.name)) for item in dataclasses.fields(self)]
@@ -91,7 +97,6 @@ def make_plan(
 ) -> ServingPlan:
     """Decides everything. Raises `PlanImpossible` or `NoRecipe` with a sentence where what is asked cannot be."""
     check_torch_can_run(facts)
-    numerics.refuse_unbuilt(settings)
     device = numerics.device(facts, settings, recipes)
     precision = numerics.precision(facts, settings, recipes, device.value)
     dtype = numerics.dtype(facts, precision.value)
@@ -107,48 +112,17 @@ def make_plan(
         precision=precision,
         dtype=dtype,
         int8_copy=int8_copy,
+        most_few_rows=numerics.most_few_rows(measurements, int8_copy.value),
         pack_folder=numerics.pack_folder(settings, precision.value),
         kv_precision=kv_precision,
         kernels=kernels,
         **_fields(threads),
         **_fields(memory),
-        itl_target_seconds=_itl_target(settings),
-        compile=Decision(False, "Asked for." if settings.compile == "off" else "Not built yet."),
-        calibrate=Decision(False, "Asked for." if settings.calibrate == "off" else "Not built yet."),
-        speculation=Decision(False, "Asked for." if settings.speculation == "off" else "Not built yet."),
+        **_fields(stepping.decide(settings, measurements, stepping.Served(needs, device.value, kernels.value))),
         deterministic=numerics.deterministic(settings, precision.value, int8_copy.value, kernels.value),
-        decode_tokens_per_second=_decode_ceiling(measurements, memory.weight_bytes.value),
-        prefill_tokens_per_second=_prefill_ceiling(measurements, needs, precision.value),
+        **_fields(speed.expect(measurements, needs, precision.value, memory.weight_bytes.value)),
     )
 
 
-def _fields(part: parallel.Parallelism | capacity.Capacity) -> dict[str, Any]:
+def _fields(part: parallel.Parallelism | capacity.Capacity | stepping.Stepping | speed.Speed) -> dict[str, Any]:
     return {item.name: getattr(part, item.name) for item in dataclasses.fields(part)}
-
-
-def _itl_target(settings: Settings) -> Decision[float | None]:
-    if settings.itl_target_ms == "auto":
-        return Decision(
-            None, "Relative to the decode steps as they are measured: prefill may not stretch a step to many times theirs."
-        )
-    return Decision(settings.itl_target_ms / 1000, "Asked for.")
-
-
-def _decode_ceiling(measurements: Measurements | None, weight_bytes: int) -> Decision[float | None]:
-    """One sequence alone reads every weight once a token."""
-    if measurements is None or measurements.read_bytes_per_second is None or not weight_bytes:
-        return Decision(None, "Known when a model is given and the machine is measured.")
-    rate = measurements.read_bytes_per_second
-    return Decision(
-        rate / weight_bytes, f"Measured reads of {rate / 1e9:.0f} GB/s over the weights' bytes: a ceiling for one sequence."
-    )
-
-
-def _prefill_ceiling(measurements: Measurements | None, needs: Needs | None, precision: str) -> Decision[float | None]:
-    """A token costs a multiply and an add for each parameter."""
-    rate = measurements.products_per_second.get(precision) if measurements else None
-    if rate is None or needs is None or not needs.num_parameters:
-        return Decision(None, "Known when a model is given and the machine is measured.")
-    return Decision(
-        rate / (2 * needs.num_parameters), f"Measured products of {rate / 1e9:.0f} GFLOP/s over two a parameter: a ceiling."
-    )

@@ -33,14 +33,16 @@ FORCED: list[tuple[dict[str, Any], str, Any]] = [
     ({"max_waiting_requests": 7}, "max_waiting_requests", 7),
     ({"kv_cache_bytes": GIB}, "kv_cache_bytes", GIB),
     ({"itl_target_ms": 50}, "itl_target_seconds", 0.05),
-    ({"compile": "off", "calibrate": "off", "speculation": "off"}, "compile", False),
+    ({"compile": "off"}, "compile", False),
+    ({"calibrate": "off"}, "calibrate", False),
+    ({"calibrate": "on"}, "calibrate", True),
+    ({"speculation": "off"}, "speculation", False),
 ]
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"device": "cuda"}, PlanImpossible, "neither nvidia-smi"),
     ({"device": "mps"}, PlanImpossible, "no Apple silicon Mac"),
     ({"compile": "on"}, PlanImpossible, "compile is on"),
-    ({"calibrate": "on"}, PlanImpossible, "calibrate is on"),
     ({"int8_copy": "on"}, PlanImpossible, "int8_copy is on, but precision is bf16"),
     ({"deterministic": "on"}, PlanImpossible, "deterministic is on, but our native kernels do not serve"),
     ({"kv_precision": "int8"}, PlanImpossible, "kv_precision is int8"),

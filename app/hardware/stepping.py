@@ -1,0 +1,87 @@
+"""How steps are made: run again natively from a recording, some tokens guessed, prompts in parts; and whether to measure first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from app.errors import PlanImpossible
+from app.hardware.decision import Decision, Measurements
+from app.hardware.facts import Needs
+from app.hardware.native_library import TWINS
+from app.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Stepping:
+    itl_target_seconds: Decision[float | None]
+    compile: Decision[bool]
+    calibrate: Decision[bool]
+    speculation: Decision[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What is served, on which kind of device, by which level of our kernels."""
+
+    needs: Needs | None
+    device: str
+    level: str
+
+
+def decide(settings: Settings, measurements: Measurements | None, served: Served) -> Stepping:
+    return Stepping(
+        itl_target_seconds=_itl_target(settings),
+        compile=_recorded(settings, served),
+        calibrate=_calibrate(settings, measurements, served),
+        speculation=_speculation(settings, served),
+    )
+
+
+def _itl_target(settings: Settings) -> Decision[float | None]:
+    if settings.itl_target_ms == "auto":
+        return Decision(
+            None, "Relative to the decode steps as they are measured: prefill may not stretch a step to many times theirs."
+        )
+    return Decision(settings.itl_target_ms / 1000, "Asked for.")
+
+
+def _recorded(settings: Settings, served: Served) -> Decision[bool]:
+    """Nothing is compiled: a step's operations are recorded once and run again without Python, so readiness waits for nothing."""
+    able = served.device == "cpu" and served.level != TWINS
+    if settings.compile == "off":
+        return Decision(False, "Asked for: every step goes through Python.")
+    if able:
+        asked = "Asked for: a" if settings.compile == "on" else "A"
+        return Decision(
+            True, f"{asked} step's operations are recorded once and run again natively; no compiler is used, and no start waits."
+        )
+    if settings.compile == "on":
+        raise PlanImpossible(
+            "compile is on, but our native kernels do not serve here, and only their operations can be recorded and run again: "
+            "leave it at auto."
+        )
+    return Decision(False, "Only operations of our native kernels are recorded, and they do not serve here.")
+
+
+def _calibrate(settings: Settings, measurements: Measurements | None, served: Served) -> Decision[bool]:
+    if settings.calibrate == "off":
+        return Decision(False, "Asked for: decided from facts alone.")
+    if served.needs is not None and served.needs.kind != "decoder":
+        return Decision(False, "Only decoders are measured.")
+    if measurements is None:
+        return Decision(
+            True, "This machine will be measured with this model's shapes before weights are read, or once for all starts."
+        )
+    if measurements.fallback:
+        return Decision(True, f"Measured, but decided from facts alone: {measurements.fallback}")
+    return Decision(True, f"Measured on this machine with this model's shapes, in {measurements.seconds:.1f} s.")
+
+
+def _speculation(settings: Settings, served: Served) -> Decision[bool]:
+    if settings.speculation == "off":
+        return Decision(False, "Asked for.")
+    if served.device != "cpu" or (served.needs is not None and served.needs.kind != "decoder"):
+        return Decision(False, "Only for models that generate, on processors.")
+    return Decision(
+        True, "What follows a repeated phrase is guessed and checked in one step; it stops by itself while it does not pay."
+    )
