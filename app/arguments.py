@@ -7,25 +7,44 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from app.settings import Settings, setting_rows
 from app.version import VERSION
 
-BENCHES = {
-    "kernels": "the products and decode attention alone, by form and number of rows, held against this machine's ceilings",
-    "engine": "the engine alone, step by step, held against this machine's memory and compute ceilings",
-    "quality": "a text's perplexity at each precision, and how often the likeliest token is the one that FP32 has",
-    "start": "seconds from the start of the process to a first token",
-    "itl": "inter-token latency of running streams while a long prompt arrives",
-    "prefix": "time to first token of a second request that shares a long prefix",
-    "memory": "resident memory, held against weights and touched KV",
-    "overhead": "the share of wall time that is not the model, at decode ×8 over HTTP",
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """`flags`: those of `_bench_flags` that it takes, each with its default; None where there is none."""
+
+    what: str
+    flags: Mapping[str, Any]
+
+
+# One line here and one in `benches` (measured from within) or in `bench/over_http` is a bench.
+BENCHES: Mapping[str, Bench] = {
+    "kernels": Bench(
+        "the products and decode attention alone, by form and number of rows, held against this machine's ceilings",
+        {"--rounds": 5},
+    ),
+    "engine": Bench("the engine alone, step by step, held against this machine's memory and compute ceilings", {"--rounds": 5}),
+    "quality": Bench(
+        "a text's perplexity at each precision, and how often the likeliest token is the one that FP32 has",
+        {"--text": None, "--tokens": None},
+    ),
+    "start": Bench("seconds from the start of the process to a first token", {"--rounds": 5}),
+    "itl": Bench(
+        "inter-token latency of running streams while a long prompt arrives", {"--rounds": 5, "--tokens": 2000, "--url": None}
+    ),
+    "prefix": Bench(
+        "time to first token of a second request that shares a long prefix", {"--rounds": 5, "--tokens": 1000, "--url": None}
+    ),
+    "memory": Bench("resident memory, held against weights and touched KV", {"--rounds": 5}),
+    "overhead": Bench("the share of wall time that is not the model, at decode ×8 over HTTP", {"--rounds": 5, "--url": None}),
 }
-OVER_HTTP = ("itl", "prefix", "overhead")  # these can measure a server that runs already, too
-TOKENS = {"itl": 2000, "prefix": 1000}
 
 
 class UnknownArgument(Exception):
@@ -63,27 +82,30 @@ def _parser() -> argparse.ArgumentParser:
     _add_settings(pack)
     bench = commands.add_parser("bench", help="measure", allow_abbrev=False)
     benches = bench.add_subparsers(dest="bench", required=True, metavar="WHAT")
-    for name, what in BENCHES.items():
-        _add_bench(benches, name, what)
+    for name, each in BENCHES.items():
+        _add_bench(benches, name, each)
     return parser
 
 
-def _add_bench(benches: Any, name: str, what: str) -> None:
-    parser = _command(benches, name, what, within="bench ")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the JSON object there as well")
-    if name == "quality":
-        parser.add_argument(
-            "--text", type=Path, metavar="FILE", required=True, help="what to read; lines of --- between documents"
-        )
-        parser.add_argument("--tokens", type=_count, metavar="N", help="of the text, at the most (default: all)")
-    else:
-        parser.add_argument("--rounds", type=_count, default=5, metavar="N", help="how often to measure (default 5)")
-    if name in OVER_HTTP:
-        parser.add_argument("--url", help="measure the server there instead of starting one")
-    if name in TOKENS:
-        text = f"length of the long prompt or the prefix (default {TOKENS[name]})"
-        parser.add_argument("--tokens", type=_count, default=TOKENS[name], metavar="N", help=text)
+def _add_bench(benches: Any, name: str, bench: Bench) -> None:
+    parser = _command(benches, name, bench.what, within="bench ")
+    known = _bench_flags()
+    for flag, default in {"--json": None, **bench.flags}.items():
+        words = dict(known[flag])
+        text = words.pop("help") + ("" if default is None else f" (default {default})")
+        parser.add_argument(flag, default=default, help=text, **words)
     _add_settings(parser)
+
+
+def _bench_flags() -> dict[str, dict[str, Any]]:
+    """What benches may be asked beside the settings, as argparse takes it."""
+    return {
+        "--json": {"type": Path, "metavar": "PATH", "help": "write the JSON object there as well"},
+        "--rounds": {"type": _count, "metavar": "N", "help": "how often to measure"},
+        "--url": {"help": "measure the server there instead of starting one"},
+        "--tokens": {"type": _count, "metavar": "N", "help": "length of the long prompt, of the prefix, of the text at the most"},
+        "--text": {"type": Path, "metavar": "FILE", "required": True, "help": "what to read; lines of --- between documents"},
+    }
 
 
 def _command(commands: Any, name: str, what: str, within: str = "") -> argparse.ArgumentParser:
@@ -114,6 +136,6 @@ def _complaint(unknown: list[str]) -> str:
     word = next((word for word in unknown if word.startswith("-")), unknown[0])
     if not word.startswith("-"):
         return f"{word!r} is not understood. A checkpoint is given as --model {word}."
-    known = [*(row.flag for row in setting_rows()), "--json", "--url", "--rounds", "--tokens", "--text", "--help"]
+    known = [*(row.flag for row in setting_rows()), *_bench_flags(), "--help"]
     near = difflib.get_close_matches(word.partition("=")[0], known, n=1)
     return f"there is no flag {word}." + (f" Did you mean {near[0]}?" if near else "")

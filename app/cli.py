@@ -7,17 +7,10 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from app.arguments import UnknownArgument, parse, settings_given
 from app.errors import ArmatureError, StartupError
-from app.settings import Settings, load_settings, setting_rows
-
-if TYPE_CHECKING:  # neither the web nor numbers are wanted for `armature --help`
-    from app.bench.over_http import Job
-    from app.bench.stats import Outcome
-    from app.startup import Prepared
+from app.settings import Settings, load_settings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,17 +78,14 @@ def _pack(arguments: Namespace) -> int:
     return 0
 
 
-# ---- benches -------------------------------------------------------------------------------------------------------
-
-
 def _bench(arguments: Namespace) -> int:
     from app.bench.console import show
     from app.bench.stats import MeasurementFailed
 
     try:
-        settings = _settings(arguments)
-        inside = _INSIDE.get(arguments.bench)
-        outcome = inside(settings, arguments) if inside else _measured_over_http(settings, arguments)
+        from app.benches import measured
+
+        outcome = measured(_settings(arguments), arguments)
     except ModuleNotFoundError as error:
         if error.name != "httpx":  # only what speaks HTTP needs it, so it is an extra
             raise
@@ -105,64 +95,6 @@ def _bench(arguments: Namespace) -> int:
         print(f"armature bench {arguments.bench}: {error}", file=sys.stderr)
         return 1
     return show(outcome, arguments.json)
-
-
-def _measured_engine(settings: Settings, arguments: Namespace) -> Outcome:
-    prepared = _ready_to_measure(settings)
-    from app.bench.inside import measure
-
-    return measure(prepared.checkpoint, prepared.plan, prepared.facts, arguments.rounds)
-
-
-def _measured_kernels(settings: Settings, arguments: Namespace) -> Outcome:
-    prepared = _ready_to_measure(settings)
-    from app.bench.kernels import measure
-
-    return measure(prepared.plan, prepared.facts, arguments.rounds)
-
-
-def _measured_quality(settings: Settings, arguments: Namespace) -> Outcome:
-    prepared = _ready_to_measure(settings)
-    from app.bench.quality import Subject, measure
-
-    return measure(Subject(prepared.checkpoint, settings, prepared.facts), arguments.text, arguments.tokens)
-
-
-_INSIDE: Mapping[str, Callable[[Settings, Namespace], Outcome]] = {
-    "engine": _measured_engine,
-    "kernels": _measured_kernels,
-    "quality": _measured_quality,
-}
-
-
-def _ready_to_measure(settings: Settings) -> Prepared:
-    """The thread pools read their environment when torch is imported, which is afterwards."""
-    from app.startup import prepare
-
-    prepared = prepare(settings)
-    os.environ.update(prepared.plan.environment())
-    return prepared
-
-
-def _measured_over_http(settings: Settings, arguments: Namespace) -> Outcome:
-    from app.bench.over_http import Job, measure
-
-    url = getattr(arguments, "url", None)
-    flags = tuple(f"{row.flag}={getattr(arguments, row.name)}" for row in setting_rows() if hasattr(arguments, row.name))
-    job = Job(
-        arguments.bench, url or settings.checkpoint_directory.name, flags, url, arguments.rounds, getattr(arguments, "tokens", 0)
-    )
-    return measure(_with_memory(job, settings) if job.bench == "memory" else job)
-
-
-def _with_memory(job: Job, settings: Settings) -> Job:
-    """What resident memory is held against: the weights as they are served, and what a token's keys and values take."""
-    from app.startup import prepare
-
-    prepared = prepare(settings)
-    needs, plan = prepared.checkpoint.needs(), prepared.plan
-    kv_bytes = needs.kv_elements_per_token * {"fp32": 4, "bf16": 2, "int8": 1}[plan.kv_precision.value]
-    return replace(job, weight_bytes=plan.weight_bytes.value, kv_bytes_per_token=kv_bytes)
 
 
 COMMANDS: Mapping[str, Callable[[Namespace], int]] = {"serve": _serve, "probe": _probe, "pack": _pack, "bench": _bench}

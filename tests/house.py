@@ -54,6 +54,7 @@ LAYERS: tuple[tuple[str, float], ...] = (
     ("report", 7),
     ("arguments", 7),
     ("main", 7.1),
+    ("benches", 7.2),
     ("cli", 7.2),
     ("__main__", 7.3),
 )

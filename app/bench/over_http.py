@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from app.bench.console import Advance, progress
 from app.bench.latency import inter_token_latency, shared_prefix
 from app.bench.overhead import outside_the_model
 from app.bench.process import resident_memory, time_to_first_token
-from app.bench.server import serving
+from app.bench.server import Server, serving
 from app.bench.stats import Figure, Outcome
 
 
@@ -40,14 +40,15 @@ def measure(job: Job) -> Outcome:
 
 
 async def _measured(job: Job, advance: Advance) -> Sequence[Figure]:
-    if job.bench == "start":
+    if job.bench == "start":  # which starts servers of its own, one after the other
         return await time_to_first_token(job.flags, job.rounds, advance)
     async with serving(job.url, job.flags) as server:
-        if job.bench == "memory":
-            return await resident_memory(server, job.weight_bytes, job.kv_bytes_per_token, advance)
-        if job.bench == "itl":
-            return await inter_token_latency(server.client, job.tokens, job.rounds, advance)
-        if job.bench == "prefix":
-            return await shared_prefix(server.client, job.tokens, job.rounds, advance)
-        assert job.bench == "overhead", f"no bench is called {job.bench}"
-        return await outside_the_model(server.client, job.rounds, advance)
+        return await OF_A_SERVER[job.bench](server, job, advance)
+
+
+OF_A_SERVER: Mapping[str, Callable[[Server, Job, Advance], Awaitable[Sequence[Figure]]]] = {
+    "itl": lambda server, job, advance: inter_token_latency(server.client, job.tokens, job.rounds, advance),
+    "prefix": lambda server, job, advance: shared_prefix(server.client, job.tokens, job.rounds, advance),
+    "memory": lambda server, job, advance: resident_memory(server, job.weight_bytes, job.kv_bytes_per_token, advance),
+    "overhead": lambda server, job, advance: outside_the_model(server.client, job.rounds, advance),
+}
