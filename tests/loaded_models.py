@@ -23,6 +23,7 @@ def plan_of(
     values: dict[str, Any] = {"device": device, "precision": precision, "max_model_len": max_model_len, "int8_copy": int8_copy}
     values["deterministic"] = deterministic
     values["dtype"] = "float32" if precision == "fp32" else "bfloat16"
+    values["most_few_rows"] = None  # as the recipe says
     return cast(ServingPlan, SimpleNamespace(**{name: Decision(value, "asked for") for name, value in values.items()}))
 
 

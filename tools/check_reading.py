@@ -15,7 +15,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from app.bench.ceilings import ReadCeiling
+from app.kernels.ceilings import ReadCeiling
 
 ROUNDS = 15
 # Four sums at once, so that no addition waits for the one before it; the compiler makes vectors of it.

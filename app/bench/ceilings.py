@@ -1,35 +1,15 @@
-"""What this machine can do at the most, measured here and now: bytes read a second, and multiply-adds a second by dtype.
-
-The readers are the C library's own (`memchr`, `memcmp`: vectorised everywhere, no compiler needed) and our native library's; the best
-counts, and ctypes lets threads run beside each other. tools/check_reading.py holds it against a compiled loop.
-"""
+"""Samples of this machine's two ceilings (kernels/ceilings.py), taken between rounds of work and held against it."""
 
 from __future__ import annotations
 
-import ctypes
-import math
-import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from app.kernels.int_panels import IntPacking
-from app.kernels.linear import FORMS
-from app.kernels.native import native
+from app.kernels.ceilings import ProductCeiling, ReadCeiling
 
-BUFFER_BYTES = 2**29  # far beyond any cache
-ABSENT = 7  # a byte that the buffer does not hold
-REPEATS = 3  # of one sample, the best counts: a ceiling is what can be reached
-# libgomp's threads go on spinning for some milliseconds after a product, and would share the cores with the readers.
-SETTLE_SECONDS = 0.05
-Shape = tuple[int, int, int]
-Multiply = Callable[[torch.Tensor], object]
 DTYPES = (torch.float32, torch.bfloat16, torch.int8)  # int8 by int8, summed in int32
-# rows, outputs, inputs: which of them a machine is best at differs, so all are tried
-SHAPES = ((256, 2048, 2048), (512, 8192, 2048), (512, 2048, 8192), (1024, 4096, 2048))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,100 +48,3 @@ class Machine:
 
     def close(self) -> None:
         self._reading.close()
-
-
-class ReadCeiling:
-    """Bytes a second that `threads` threads together read from memory."""
-
-    def __init__(self, threads: int, num_bytes: int | None = None) -> None:
-        num_bytes = BUFFER_BYTES if num_bytes is None else num_bytes
-        self._library = ctypes.CDLL(None)
-        self._library.memchr.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
-        self._library.memchr.restype = ctypes.c_void_p
-        self._library.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-        self._buffer = np.zeros(num_bytes, dtype=np.uint8)
-        self._buffer += 1  # written, so that every page is memory of its own
-        self._pool = ThreadPoolExecutor(threads)
-        self.share = num_bytes // threads // 2 * 2
-        self.parts = [self._buffer.ctypes.data + index * self.share for index in range(threads)]
-
-    def sample(self) -> float:
-        """The best reader's best of a few passes."""
-        time.sleep(SETTLE_SECONDS)
-        readers = (self._search, self._compare, *((self._ask_ahead,) if native().library is not None else ()))
-        return max(self._rate(reader) for _ in range(REPEATS) for reader in readers)
-
-    def close(self) -> None:
-        self._pool.shutdown()
-
-    def _rate(self, reader: Callable[[int], None]) -> float:
-        start = time.perf_counter()
-        for _ in self._pool.map(reader, self.parts):
-            pass
-        return self.share * len(self.parts) / (time.perf_counter() - start)
-
-    def _search(self, address: int) -> None:
-        """Looks for a byte that is not there."""
-        found = self._library.memchr(address, ABSENT, self.share)
-        assert found is None, "the buffer holds nothing but ones"
-
-    def _ask_ahead(self, address: int) -> None:
-        """Our own library's, which asks for memory ahead as its products do."""
-        library = native().library
-        assert library is not None, "sample() has asked"
-        library.armature_read(address, self.share)
-
-    def _compare(self, address: int) -> None:
-        """Compares the two halves, which are equal."""
-        difference = self._library.memcmp(address, address + self.share // 2, self.share // 2)
-        assert difference == 0, "the buffer holds nothing but ones"
-
-
-class ProductCeiling:
-    """Multiply-adds a second, counted as two operations each, of the best product among forms and shapes."""
-
-    def __init__(self, dtype: torch.dtype, shapes: Iterable[Shape] | None = None) -> None:
-        candidates = [(shape, multiply, x) for shape in shapes or SHAPES for multiply, x in _products(dtype, *shape)]
-        for _, multiply, x in candidates:
-            multiply(x)  # the first call of a shape makes its code
-        candidates.sort(key=lambda candidate: -self._rate(*candidate))
-        self._best = candidates[:2]  # the second best may be the best when it counts
-
-    def sample(self) -> float:
-        return max((self._rate(*candidate) for _ in range(REPEATS) for candidate in self._best), default=math.nan)
-
-    def _rate(self, shape: Shape, multiply: Multiply, x: torch.Tensor) -> float:
-        rows, outputs, inputs = shape
-        start = time.perf_counter()
-        multiply(x)
-        return 2.0 * rows * outputs * inputs / (time.perf_counter() - start)
-
-
-def _products(dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> Iterable[tuple[Multiply, torch.Tensor]]:
-    """A product with a random weight, of every form that suits it, and what to multiply."""
-    if dtype == torch.int8:
-        yield from _integer_products(rows, outputs, inputs)
-        return
-    x = torch.randn(rows, inputs).to(dtype)
-    for name in ("plain", "onednn", "panels"):
-        packing = FORMS[name]
-        if packing.suits(outputs, inputs, dtype):
-            yield packing.pack(torch.randn(outputs, inputs).to(dtype), None).multiply, x
-
-
-def _integer_products(rows: int, outputs: int, inputs: int) -> Iterable[tuple[Multiply, torch.Tensor]]:
-    """oneDNN's, where this torch has it (activations unsigned: signed ones fall to a reference path, see docs/performance.md), and ours."""
-    if hasattr(torch.ops.onednn, "qlinear_pointwise"):
-        weight = torch.ops.onednn.qlinear_prepack(torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8), None)
-        scales, zeros = torch.ones(outputs), torch.zeros(outputs, dtype=torch.int64)
-
-        def multiply(x: torch.Tensor) -> torch.Tensor:
-            product: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
-                x, 1.0, 128, weight, scales, zeros, None, 1.0, 0, torch.bfloat16, "none", [], ""
-            )
-            return product
-
-        yield multiply, torch.randint(0, 256, (rows, inputs), dtype=torch.uint8)
-    packing = IntPacking(bits=8, group=None)
-    if packing.suits(outputs, inputs, torch.bfloat16):
-        yield packing.pack(torch.randn(outputs, inputs), None).multiply, torch.randn(rows, inputs).bfloat16()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,11 +21,16 @@ KeptForm = IntPanels | HybridLinear
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A recipe with what the plan decided: the dtype of activations, and whether eight-bit copies are held beside four bits."""
+    """A recipe with what the plan decided: the dtype of activations, and whether eight-bit copies are held beside four bits.
+
+    `most_few`: up to so many rows four bits multiply where both are held, as measured; None: as the recipe says. What is kept in a file is
+    the same for any.
+    """
 
     recipe: Recipe
     dtype: torch.dtype
     int8_copy: bool
+    most_few: int | None = field(default=None, repr=False)  # not in a pack's key
 
     def packing(self, linear: Linear) -> Packing:
         is_output = linear.sources in OUTPUT_SOURCES
@@ -39,7 +44,7 @@ class Choice:
         packing, threshold = ROUNDED_FORMS[name], self.recipe.int8_copy_from
         if not self.int8_copy or is_output or threshold is None or not isinstance(packing, IntPacking) or packing.bits == 8:
             return packing
-        return HybridPacking(packing, IntPacking(8, None), threshold - 1)
+        return HybridPacking(packing, IntPacking(8, None), threshold - 1 if self.most_few is None else self.most_few)
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,16 +59,20 @@ def pack_weights(
     return loading.fill(packs)
 
 
+def choice_of(plan: ServingPlan) -> Choice:
+    """How the plan's weights are held."""
+    precision, device = plan.precision.value, plan.device.value
+    recipe = FIXED[precision] if plan.deterministic.value else find_recipe(device, host_architecture(), precision)
+    return Choice(recipe, DTYPES[plan.dtype.value], plan.int8_copy.value, plan.most_few_rows.value)
+
+
 class _Loading:
     """State of one load: the model, how far it is, and which factors channels were multiplied by."""
 
     def __init__(self, checkpoint: Checkpoint, plan: ServingPlan, backend: Backend, progress: Progress) -> None:
         self.checkpoint, self.progress = checkpoint, progress
-        dtype = DTYPES[plan.dtype.value]
-        precision, device = plan.precision.value, plan.device.value
-        recipe = FIXED[precision] if plan.deterministic.value else find_recipe(device, host_architecture(), precision)
-        self.choice = Choice(recipe, dtype, plan.int8_copy.value)
-        self.model = build_model(checkpoint.model_config, dtype, plan.max_model_len.value, backend.device)
+        self.choice = choice_of(plan)
+        self.model = build_model(checkpoint.model_config, self.choice.dtype, plan.max_model_len.value, backend.device)
         self.streams = WeightStreams(checkpoint.tensors)
         self.factors: dict[tuple[str, ...], Tensor] = {}  # by a layer's sources: what its columns were multiplied by
         self.correlations: Mapping[tuple[str, ...], Tensor] = {}  # likewise: what a text showed of its inputs

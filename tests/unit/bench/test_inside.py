@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from app.bench import ceilings, inside
-from app.bench.ceilings import Ceilings, Machine, ProductCeiling, ReadCeiling
+from app.bench import inside
+from app.bench.ceilings import Ceilings, Machine
 from app.bench.driver import Driver
 from app.bench.inside import Samples, Weights, measure, weights_of
 from app.bench.stats import Figure, MeasurementFailed, Outcome
@@ -18,6 +18,8 @@ from app.engine.build import BuiltEngine, build_engine
 from app.hardware.facts import Cache, Core, Cpu, Facts
 from app.hardware.plan import ServingPlan, make_plan
 from app.hardware.probe import probe
+from app.kernels import ceilings
+from app.kernels.ceilings import ProductCeiling, ReadCeiling
 from app.settings import load_settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.recipes import RECIPES
