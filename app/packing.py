@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from app.errors import PlanImpossible, SettingsInvalid
-from app.hardware.numerics import bf16_products
 from app.hardware.plan import make_plan
+from app.hardware.precision import bf16_products
 from app.settings import Settings
 from app.startup import Prepared, prepare
 from app.weights.recipes import RECIPES

@@ -189,6 +189,7 @@ class Needs:
     vocab_size: int
     stored_dtype: str
     int8_copy_bytes: int = 0
+    num_kv_heads: int = 0
 
 
 def plain(value: Any) -> Any:

@@ -1,22 +1,21 @@
-"""On which device and in which precision to serve, and whether torch can run here at all."""
+"""On which device to serve, in which dtypes what is no weight is held, and whether torch can run here at all."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 from app.errors import NoRecipe, PlanImpossible
-from app.hardware.decision import Decision, Dtype, Measurements, RecipeKey, gib
-from app.hardware.facts import Facts, Needs
+from app.hardware.decision import Decision, Dtype, RecipeKey
+from app.hardware.facts import Facts
 from app.hardware.native_library import TWINS
+from app.hardware.precision import ROUNDED, bf16_products, what_exists
+from app.hardware.room import USEFUL_SEQS, USEFUL_TOKENS, Room
 from app.settings import Settings
-
-# Instruction sets that multiply BF16 by BF16 and add in FP32. AVX-512 without BF16 only converts: slower than FP32.
-_BF16_PRODUCTS = {"x86_64": ("amx_bf16", "avx512_bf16"), "arm64": ("bf16",)}
-
-ROUNDED = ("int8", "int4")  # precisions whose weights are codes with scales
 
 # Precisions whose products can add in one order for any number of rows, and the levels of our kernels that do so; empty: all.
 _FIXED_LEVELS = {"bf16": ("avx512bf16",), "int8": (), "int4": ()}
+
+_ARCHITECTURES = ("x86_64", "arm64")
 
 # torch imports NumPy, whose wheels (2.4.6) execute AVX unguarded and refuse anything below x86-64-v2: seen under emulation of
 # Westmere (stops at import) and Sandy Bridge (runs). torch alone would run on less.
@@ -29,7 +28,7 @@ def check_torch_can_run(facts: Facts) -> None:
     """Raises `PlanImpossible` where importing torch would end the process without a word; the first thing that a plan asks."""
     if facts.os not in ("linux", "macos"):
         raise PlanImpossible(f"{facts.os} is not supported: Linux and macOS are (on Windows, inside WSL or a container).")
-    if facts.architecture not in _BF16_PRODUCTS:
+    if facts.architecture not in _ARCHITECTURES:
         raise PlanImpossible(f"There is no torch for {facts.os} on {facts.architecture}: x86_64 and arm64 are supported.")
     if facts.os == "macos" and facts.architecture == "x86_64":
         raise PlanImpossible(
@@ -54,14 +53,14 @@ def device(facts: Facts, settings: Settings, recipes: Collection[RecipeKey]) -> 
     if settings.device != "auto":
         _check_present(facts, settings.device)
         if settings.device not in built:
-            raise NoRecipe(f"Serving on {settings.device} is not built yet. {_what_exists(recipes)}")
+            raise NoRecipe(f"Serving on {settings.device} is not built yet. {what_exists(recipes)}")
         return Decision(settings.device, "Asked for.")
     idle = [f"{len(facts.cuda)} × {facts.cuda[0].name}"] if facts.cuda else ["The Apple GPU (MPS)"] if facts.mps else []
     for kind, present in (("cuda", bool(facts.cuda)), ("mps", facts.mps)):
         if present and kind in built:
             return Decision(kind, f"{idle[0]} is here and can be served on.")
     if "cpu" not in built:
-        raise NoRecipe(f"Nothing is built for {facts.architecture}. {_what_exists(recipes)}")
+        raise NoRecipe(f"Nothing is built for {facts.architecture}. {what_exists(recipes)}")
     return Decision("cpu", f"{idle[0]} is here, but serving on it is not built yet." if idle else "No other device is here.")
 
 
@@ -74,30 +73,6 @@ def _check_present(facts: Facts, kind: str) -> None:
         raise PlanImpossible("device is mps, but this is no Apple silicon Mac.")
 
 
-def precision(facts: Facts, settings: Settings, recipes: Collection[RecipeKey], kind: str) -> Decision[str]:
-    """BF16 where the hardware multiplies it, else FP32; a forced one is honoured where a recipe for it exists."""
-    built = {name for device_kind, architecture, name in recipes if (device_kind, architecture) == (kind, facts.architecture)}
-    if settings.precision != "auto":
-        if settings.precision not in built:
-            raise NoRecipe(
-                f"Precision {settings.precision} on {kind} ({facts.architecture}) is not built yet. {_what_exists(recipes)}"
-            )
-        slow = settings.precision == "bf16" and bf16_products(facts) is None
-        return Decision(
-            settings.precision, "Asked for; slow, since this processor does not multiply BF16." if slow else "Asked for."
-        )
-    multiplier = bf16_products(facts)
-    if multiplier and "bf16" in built:
-        return Decision(
-            "bf16", f"This processor multiplies BF16 ({multiplier}): half the bytes of FP32 and several times its products."
-        )
-    if "fp32" in built:
-        return Decision(
-            "fp32", "This processor does not multiply BF16." if not multiplier else "BF16 is not built for this device yet."
-        )
-    raise NoRecipe(f"Neither bf16 nor fp32 is built on {kind} ({facts.architecture}). {_what_exists(recipes)}")
-
-
 def dtype(facts: Facts, chosen: str) -> Decision[Dtype]:
     """What activations are held in."""
     if chosen == "fp32":
@@ -108,38 +83,24 @@ def dtype(facts: Facts, chosen: str) -> Decision[Dtype]:
     return Decision("bfloat16", "As the weights; sums run in FP32.")
 
 
-def kv_precision(settings: Settings, chosen: Dtype) -> Decision[str]:
-    name = "bf16" if chosen == "bfloat16" else "fp32"
-    if settings.kv_precision not in ("auto", name):
-        raise PlanImpossible(
-            f"kv_precision is {settings.kv_precision}, but keys and values are held in the activations' dtype ({name}); "
-            "another is not built yet. Leave kv_precision at auto."
-        )
-    return Decision(name, "As the activations.")
-
-
-def int8_copy(settings: Settings, chosen: str, needs: Needs | None) -> Decision[bool]:
-    """Whether layers are held in eight bits beside four; `capacity` says whether both fit."""
-    if chosen != "int4":
-        if settings.int8_copy == "on":
+def kv_precision(settings: Settings, chosen: Dtype, short: Room | None) -> Decision[str]:
+    """`short`: what is left for keys and values as wide as the activations, where that is less than is useful."""
+    if chosen == "float32":
+        if settings.kv_precision != "auto":
             raise PlanImpossible(
-                f"int8_copy is on, but precision is {chosen}: the copy belongs to int4. Set precision to int4 too."
+                f"kv_precision is {settings.kv_precision}, but keys and values are held in the activations' dtype (fp32). "
+                "Leave kv_precision at auto, or set precision to bf16, int8 or int4."
             )
-        return Decision(False, "It belongs to int4.")
-    more = f"{gib(needs.int8_copy_bytes)} more" if needs else "one byte a weight more"
-    if settings.int8_copy == "on":
-        return Decision(True, f"Asked for: prompts and large batches multiply eight-bit weights, for {more} of memory.")
-    lean = f"Lean: one four-bit form for every number of rows. A copy in eight bits would take {more} and make prompts quicker."
-    return Decision(False, "Asked for." if settings.int8_copy == "off" else lean)
-
-
-def most_few_rows(measurements: Measurements | None, copy: bool) -> Decision[int | None]:
-    """Where a copy in eight bits lies beside four: up to how many rows the four-bit form multiplies."""
-    if not copy:
-        return Decision(None, "There is no copy in eight bits.")
-    if measurements is None or measurements.most_few_rows is None:
-        return Decision(None, "Not measured: as the recipe says.")
-    return Decision(measurements.most_few_rows, "Measured: beyond that many rows products in eight bits are quicker.")
+        return Decision("fp32", "As the activations.")
+    if settings.kv_precision == "int8":
+        return Decision("int8", "Asked for: half the memory, a scale for each head of a token; prompts read them back as BF16.")
+    if settings.kv_precision == "bf16" or short is None:
+        return Decision("bf16", "Asked for." if settings.kv_precision == "bf16" else "As the activations.")
+    return Decision(
+        "int8",
+        f"In BF16 there would be room for less than {USEFUL_SEQS} sequences of {USEFUL_TOKENS:,} tokens ({short.story}); "
+        "eight bits hold nearly twice as many.",
+    )
 
 
 def deterministic(settings: Settings, chosen: str, copy: bool, level: str) -> Decision[bool]:
@@ -180,13 +141,3 @@ def pack_folder(settings: Settings, chosen: str) -> Decision[str | None]:
     return Decision(
         str(folder), f"Rounding to {chosen} takes longest: it happens once, and the next start reads what is kept there."
     )
-
-
-def bf16_products(facts: Facts) -> str | None:
-    """The instruction set that multiplies BF16 here, or None."""
-    return next((name for name in _BF16_PRODUCTS.get(facts.architecture, ()) if name in facts.isa), None)
-
-
-def _what_exists(recipes: Collection[RecipeKey]) -> str:
-    listed = ", ".join(f"{name} on {kind} ({architecture})" for kind, architecture, name in sorted(recipes))
-    return f"What exists: {listed}." if listed else "Nothing is built."

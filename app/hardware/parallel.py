@@ -7,12 +7,30 @@ So all pools together are sized from what the process may really use, rounded do
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from app.errors import PlanImpossible
 from app.hardware.decision import Decision, count
 from app.hardware.facts import Core, Facts
+from app.hardware.trials import NOTHING, Trials
 from app.settings import Settings
+
+MIN_GAIN = 1.03  # times as quick: for less, a thread fewer is not worth the speed it might have on another day
+
+# How compute threads wait at a barrier, by the word of `Parallelism.wait_policy`: what their pools read when torch is imported. libgomp
+# spins so often before a thread sleeps, about 3 ms (its default where no policy is given; gcc libgomp/env.c): with ACTIVE alone it would
+# spin for minutes, and an idle server would burn its cores. KMP is LLVM's OpenMP, which torch brings on macOS, in milliseconds.
+WAITING: Mapping[str, Mapping[str, str]] = {
+    "active": {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "300000", "KMP_BLOCKTIME": "3"},
+    "passive": {"OMP_WAIT_POLICY": "passive"},
+}
+# Which of them where: a thread to each core, more threads than cores, more threads than the quota pays for.
+_WAITS: Mapping[str, tuple[str, str]] = {
+    "alone": ("active", "Each thread has a core to itself: it spins for some milliseconds between products, then sleeps."),
+    "crowded": ("passive", "There are more threads than cores: one that spins would hold up another."),
+    "throttled": ("passive", "Spinning would burn the quota of {quota:g} cores."),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +53,12 @@ class Place:
     skipped: str  # what was left out, for the sentence
 
 
-def decide(facts: Facts, settings: Settings) -> Parallelism:
+def decide(facts: Facts, settings: Settings, trials: Trials = NOTHING, precision: str = "") -> Parallelism:
+    """As many threads as may serve, or fewer where that was measured to be quicker in this precision."""
     place = _place(facts, settings)
     threads = _threads(facts, settings, place)
+    if settings.threads == "auto":
+        threads = _fewer_where_quicker(threads, trials, precision)
     small = min(4, max(1, math.floor(_budget(facts))))
     return Parallelism(
         threads=threads,
@@ -133,6 +154,23 @@ def _threads(facts: Facts, settings: Settings, place: Place) -> Decision[int]:
     return Decision(cores, f"{where}{place.skipped}{siblings}.")
 
 
+def _fewer_where_quicker(planned: Decision[int], trials: Trials, precision: str) -> Decision[int]:
+    now = trials.at(precision, planned.value)
+    fewer = trials.fewer_threads(precision, planned.value)
+    if now is None or not fewer:
+        return planned
+    best = max(fewer, key=lambda timing: timing.gain_over(now))
+    gain, threads = best.gain_over(now), count(best.trial.threads, "thread")
+    if gain < MIN_GAIN:
+        slower = f"{threads} would take {1 / gain:.2f} times as long" if gain <= 1 else f"{threads} would gain under 3%"
+        return Decision(planned.value, f"{planned.reason[:-1]}; {slower}, as measured.")
+    return Decision(
+        best.trial.threads,
+        f"Measured with {threads} {best.figures()}, with {planned.value} {now.figures()}: fewer are {gain:.2f} times as quick. "
+        f"{planned.reason}",
+    )
+
+
 def _forced_threads(facts: Facts, threads: int, cores: int) -> Decision[int]:
     """Honoured up to the logical CPUs that there are, with a warning where it will hurt."""
     allowed = len(facts.allowed_cpus)
@@ -170,11 +208,9 @@ def _cpu_ids(facts: Facts, threads: int, place: Place) -> Decision[tuple[int, ..
 
 def _wait_policy(facts: Facts, threads: int, place: Place) -> Decision[str]:
     quota = facts.cgroup.quota_cores
-    if quota is not None and threads > quota:
-        return Decision("passive", f"Spinning would burn the quota of {quota:g} cores.")
-    if threads > len(place.cores):
-        return Decision("passive", "There are more threads than cores: one that spins would hold up another.")
-    return Decision("active", "Each thread has a core to itself: it spins for some milliseconds between products, then sleeps.")
+    case = "throttled" if quota is not None and threads > quota else "crowded" if threads > len(place.cores) else "alone"
+    policy, reason = _WAITS[case]
+    return Decision(policy, reason.format(quota=quota))
 
 
 def _budget(facts: Facts) -> float:

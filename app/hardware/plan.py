@@ -1,7 +1,7 @@
 """What shall be done with a machine: `make_plan` is pure, final, and gives a reason for every choice. Torch is not needed to decide.
 
 It reads facts and settings and never changes a setting quietly: what is forced is honoured or `PlanImpossible` says why not.
-The choices themselves are made in `numerics`, `parallel`, `capacity` and `stepping`; what to expect of them in `speed`.
+The choices themselves are made in `holding`, `parallel`, `capacity` and `stepping`; what to expect of them is worked out in `speed`.
 """
 
 from __future__ import annotations
@@ -11,18 +11,21 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from app.hardware import capacity, native_library, numerics, parallel, speed, stepping
+from app.hardware import capacity, holding, int8_copy, native_library, numerics, parallel, speed, stepping
+from app.hardware.capacity import Capacity
 from app.hardware.decision import Decision, Dtype, Measurements, RecipeKey
 from app.hardware.facts import Facts, Needs, plain
+from app.hardware.holding import Holding
 from app.hardware.numerics import check_torch_can_run
+from app.hardware.parallel import Parallelism
+from app.hardware.precision import Candidates, built_for
+from app.hardware.room import Demand
+from app.hardware.speed import Speed
+from app.hardware.stepping import Stepping
+from app.hardware.trials import Trials
 from app.settings import Settings
 
 __all__ = ["Decision", "Dtype", "Measurements", "RecipeKey", "ServingPlan", "check_torch_can_run", "make_plan"]
-
-# libgomp spins this often before a thread sleeps, about 3 ms (its default where no policy is given; gcc libgomp/env.c). With the policy
-# ACTIVE alone it would spin for minutes, and an idle server would burn its cores.
-_SPINS = "300000"
-_SPIN_MILLISECONDS = "3"  # the same for LLVM's OpenMP, which torch brings on macOS
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +80,8 @@ class ServingPlan:
     def environment(self) -> dict[str, str]:
         """Variables that the thread pools read when they load: set them before torch is imported."""
         threads = str(self.threads.value)
-        spinning = {"GOMP_SPINCOUNT": _SPINS, "KMP_BLOCKTIME": _SPIN_MILLISECONDS} if self.wait_policy.value == "active" else {}
         return {
             "OMP_NUM_THREADS": threads,
-            "OMP_WAIT_POLICY": self.wait_policy.value,
             "OMP_DYNAMIC": "false",
             "OMP_PROC_BIND": "false",  # the mask of the worker thread is enough; binding would pin the event loop too
             "MKL_NUM_THREADS": threads,
@@ -88,7 +89,7 @@ class ServingPlan:
             "OPENBLAS_NUM_THREADS": "1",  # NumPy's own pool has nothing to do
             "RAYON_NUM_THREADS": str(self.tokenizer_threads.value),
             "TOKENIZERS_PARALLELISM": "false",
-            **spinning,
+            **parallel.WAITING[self.wait_policy.value],
         }
 
 
@@ -98,31 +99,29 @@ def make_plan(
     """Decides everything. Raises `PlanImpossible` or `NoRecipe` with a sentence where what is asked cannot be."""
     check_torch_can_run(facts)
     device = numerics.device(facts, settings, recipes)
-    precision = numerics.precision(facts, settings, recipes, device.value)
-    dtype = numerics.dtype(facts, precision.value)
-    int8_copy = numerics.int8_copy(settings, precision.value, needs)
-    kv_precision = numerics.kv_precision(settings, dtype.value)
-    threads = parallel.decide(facts, settings)
     kernels = native_library.kernels(facts)
-    memory = capacity.decide(
-        facts, settings, capacity.Demand(needs, precision.value, kv_precision.value, threads.numa_node.value, int8_copy.value)
-    )
+    most = parallel.decide(facts, settings)
+    node, trials = most.numa_node.value, Trials.of(measurements, most.threads.value)
+    built = built_for(recipes, device.value, facts.architecture, settings)
+    held = holding.decide(Candidates(facts, settings, needs, node, built), trials, most.threads.value)
+    precision, has_copy = held.precision.value, held.int8_copy.value
+    threads = parallel.decide(facts, settings, trials, precision)
+    timing = trials.serving(precision, threads.threads.value, int8_copy=has_copy)
+    memory = capacity.decide(facts, settings, Demand(needs, precision, held.kv_precision.value, node, has_copy), timing)
+    limits = speed.Limits(memory.max_batch_tokens.value, memory.max_running_seqs.value, memory.weight_bytes.value)
     return ServingPlan(
         device=device,
-        precision=precision,
-        dtype=dtype,
-        int8_copy=int8_copy,
-        most_few_rows=numerics.most_few_rows(measurements, int8_copy.value),
-        pack_folder=numerics.pack_folder(settings, precision.value),
-        kv_precision=kv_precision,
         kernels=kernels,
+        **_fields(held),
+        most_few_rows=int8_copy.most_few_rows(measurements, has_copy),
+        pack_folder=numerics.pack_folder(settings, precision),
         **_fields(threads),
         **_fields(memory),
-        **_fields(stepping.decide(settings, measurements, stepping.Served(needs, device.value, kernels.value))),
-        deterministic=numerics.deterministic(settings, precision.value, int8_copy.value, kernels.value),
-        **_fields(speed.expect(measurements, needs, precision.value, memory.weight_bytes.value)),
+        **_fields(stepping.decide(settings, measurements, stepping.Served(needs, device.value, kernels.value, timing))),
+        deterministic=numerics.deterministic(settings, precision, has_copy, kernels.value),
+        **_fields(speed.expect(measurements, speed.Served(needs, precision, limits, timing))),
     )
 
 
-def _fields(part: parallel.Parallelism | capacity.Capacity | stepping.Stepping | speed.Speed) -> dict[str, Any]:
+def _fields(part: Holding | Parallelism | Capacity | Stepping | Speed) -> dict[str, Any]:
     return {item.name: getattr(part, item.name) for item in dataclasses.fields(part)}

@@ -1,19 +1,21 @@
-"""What speed to expect before the first request: from the trial that was chosen, and how near it comes to this machine's ceilings."""
+"""What speed to expect before the first request: from the trial that was served, and how near it comes to this machine's ceilings."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from app.hardware.decision import Decision, Measurements
+from app.hardware.decision import Decision, Measurements, Trial, count
 from app.hardware.facts import Needs
+from app.hardware.trials import TYPICAL_CONTEXT, Timing, rate
 
 _UNKNOWN = "Known when a model is given and the machine is measured."
+MANY_ROWS = 128  # from here on a copy in eight bits multiplies, wherever there is one
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Capacity by phase (`prefill`, `decode`) and rows of a step; ratios of what is measured to the ceiling, by phase."""
+    """Capacity by phase (`prefill`, `decode`) and rows of a step; ratios to the ceiling by phase (`decode_full`: of the most rows)."""
 
     decode_tokens_per_second: Decision[float | None]
     prefill_tokens_per_second: Decision[float | None]
@@ -21,13 +23,82 @@ class Speed:
     roofline_ratio: Decision[Mapping[str, float]]
 
 
-def expect(measurements: Measurements | None, needs: Needs | None, precision: str, weight_bytes: int) -> Speed:
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How large steps become, and what of weights is held."""
+
+    batch_tokens: int
+    running_seqs: int
+    weight_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What will serve, and its trial."""
+
+    needs: Needs | None
+    precision: str
+    limits: Limits
+    timing: Timing | None = None
+
+
+def expect(measurements: Measurements | None, served: Served) -> Speed:
+    believed = None if measurements is None or measurements.fallback else measurements
     return Speed(
-        decode_tokens_per_second=_decode_ceiling(measurements, weight_bytes),
-        prefill_tokens_per_second=_prefill_ceiling(measurements, needs, precision),
-        capacity_tokens_per_second=Decision({}, _UNKNOWN),
-        roofline_ratio=Decision({}, _UNKNOWN),
+        decode_tokens_per_second=_decode_ceiling(believed, served.limits.weight_bytes),
+        prefill_tokens_per_second=_prefill_ceiling(believed, served.needs, served.precision),
+        capacity_tokens_per_second=_capacity(served),
+        roofline_ratio=_roofline(believed, served),
     )
+
+
+def _capacity(served: Served) -> Decision[Mapping[str, Mapping[int, float]]]:
+    """Decode by measured rows and at the most that may run, each with a typical context; prefill at measured sizes of a step."""
+    timing, needs = served.timing, served.needs
+    if timing is None or needs is None:
+        return Decision({}, _UNKNOWN)
+    context = min(TYPICAL_CONTEXT, max(1, needs.max_model_len // 2))
+    sizes = {*(rows for rows in timing.trial.decode_seconds if rows <= served.limits.running_seqs), served.limits.running_seqs}
+    decode = {rows: rows / timing.steps.decode(rows, rows * context) for rows in sorted(sizes)}
+    tokens = {*(size for size in timing.trial.prefill_seconds if size <= served.limits.batch_tokens), served.limits.batch_tokens}
+    prefill = {size: timing.prefill_rate(size) for size in sorted(tokens)}
+    last, step = max(decode), max(prefill)
+    return Decision(
+        {"decode": decode, "prefill": prefill},
+        f"From measured steps: {rate(decode[min(decode)])} tokens/s at {count(min(decode), 'sequence')} and {rate(decode[last])} at "
+        f"{last}, each {context} tokens long, and {rate(prefill[step])} of a prompt in steps of {step}.",
+    )
+
+
+def _roofline(measured: Measurements | None, served: Served) -> Decision[Mapping[str, float]]:
+    """The seconds that reading and multiplying must take on this machine, the greater of them, over those that were measured."""
+    timing = served.timing
+    if measured is None or timing is None or not measured.read_bytes_per_second:
+        return Decision({}, _UNKNOWN)
+    steps = timing.steps
+    most = max((rows for rows in timing.trial.decode_seconds if rows <= served.limits.running_seqs), default=1)
+    size = max(
+        (size for size in timing.trial.prefill_seconds if size <= served.limits.batch_tokens), default=served.limits.batch_tokens
+    )
+    found = {
+        "decode": _floor(measured, timing.trial, 1) / steps.decode(1),
+        "decode_full": _floor(measured, timing.trial, most) / steps.decode(most),
+        "prefill": _floor(measured, timing.trial, size) / steps.prefill(size),
+    }
+    words = {"decode": "decode of one", "decode_full": f"of {most}", "prefill": f"{size} tokens of a prompt"}
+    kept = {phase: ratio for phase, ratio in found.items() if 0 < ratio <= 1}
+    told = ", ".join(f"{words[phase]} {ratio:.0%}" for phase, ratio in kept.items())
+    wrong = [words[phase] for phase, ratio in found.items() if ratio > 1]
+    failed = f" Quicker than the ceiling cannot be: {', '.join(wrong)} left out (weights that a cache holds?)." if wrong else ""
+    return Decision(kept, (f"Of this machine's ceilings: {told}." if kept else "Nothing is known of the ceilings.") + failed)
+
+
+def _floor(measured: Measurements, trial: Trial, rows: int) -> float:
+    """Seconds below which no step of so many rows can come here."""
+    assert measured.read_bytes_per_second, "asked for only where it is known"
+    reading = trial.read_bytes / measured.read_bytes_per_second
+    products = measured.products_per_second.get("int8" if trial.int8_copy and rows > MANY_ROWS else trial.precision, 0.0)
+    return max(reading, trial.operations_per_token * rows / products if products > 0 else 0.0)
 
 
 def _decode_ceiling(measurements: Measurements | None, weight_bytes: int) -> Decision[float | None]:

@@ -8,7 +8,13 @@ from app.errors import PlanImpossible
 from app.hardware.decision import Decision, Measurements
 from app.hardware.facts import Needs
 from app.hardware.native_library import TWINS
+from app.hardware.trials import SEVERAL, TYPICAL_CONTEXT, Timing
 from app.settings import Settings
+
+# Where no target is asked for, a step with a part of a prompt may take so many times one of decodes alone: p99 of streams stays below
+# 3 × p50. What was predicted wrongly needs room: at 2.5 a p99 of 2.99 was measured (two Zen 5 cores, llama-1b, `armature bench itl`).
+MIXED_TO_DECODE_RATIO = 2.2
+SHORTEST_TARGET_SECONDS = 0.010  # nobody sees less, and prompts in smaller parts cost every step its fixed part
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,23 +32,33 @@ class Served:
     needs: Needs | None
     device: str
     level: str
+    timing: Timing | None = None
 
 
 def decide(settings: Settings, measurements: Measurements | None, served: Served) -> Stepping:
     return Stepping(
-        itl_target_seconds=_itl_target(settings),
+        itl_target_seconds=_itl_target(settings, served.timing),
         compile=_recorded(settings, served),
         calibrate=_calibrate(settings, measurements, served),
         speculation=_speculation(settings, served),
     )
 
 
-def _itl_target(settings: Settings) -> Decision[float | None]:
-    if settings.itl_target_ms == "auto":
-        return Decision(
-            None, "Relative to the decode steps as they are measured: prefill may not stretch a step to many times theirs."
-        )
-    return Decision(settings.itl_target_ms / 1000, "Asked for.")
+def _itl_target(settings: Settings, timing: Timing | None) -> Decision[float | None]:
+    """A target in seconds would be missed by every step of many sequences, or chop prompts for few: it follows the steps as they are."""
+    if settings.itl_target_ms != "auto":
+        return Decision(settings.itl_target_ms / 1000, "Asked for.")
+    rule = (
+        f"With a part of a prompt a step may take {MIXED_TO_DECODE_RATIO:g} times one of decodes alone, as measured while serving"
+    )
+    least = f"and {SHORTEST_TARGET_SECONDS * 1000:.0f} ms in any case"
+    if timing is None:
+        return Decision(None, f"{rule}, {least}.")
+    alone = timing.steps.decode(SEVERAL, SEVERAL * TYPICAL_CONTEXT)
+    target = max(MIXED_TO_DECODE_RATIO * alone, SHORTEST_TARGET_SECONDS)
+    return Decision(
+        None, f"{rule}, {least}: about {target * 1000:.0f} ms beside {SEVERAL} sequences, whose steps take {alone * 1000:.1f}."
+    )
 
 
 def _recorded(settings: Settings, served: Served) -> Decision[bool]:

@@ -64,6 +64,7 @@ class Checkpoint:
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
             stored_dtype=self.stored_dtype,
+            num_kv_heads=config.num_kv_heads,
             int8_copy_bytes=sum(LAYOUTS["int8"].nbytes(*shape) + 4 * shape[0] * bias for shape, bias in products_of(config)),
         )
 

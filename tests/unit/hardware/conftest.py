@@ -83,6 +83,7 @@ def llama_1b() -> Needs:
         vocab_size=128_256,
         stored_dtype="bfloat16",
         int8_copy_bytes=980_000_000,
+        num_kv_heads=8,
     )
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from app.errors import NoRecipe, PlanImpossible
 from app.hardware.facts import Cgroup, CudaDevice, Facts, Needs
 from app.hardware.plan import Measurements, make_plan
+from app.hardware.room import kv_bytes_per_token
 from app.settings import Settings
 from planned_machines import GIB, RECIPES, machine, plan
 
@@ -24,6 +25,8 @@ FORCED: list[tuple[dict[str, Any], str, Any]] = [
     ({"precision": "fp32"}, "dtype", "float32"),
     ({"precision": "fp32"}, "kv_precision", "fp32"),
     ({"kv_precision": "bf16"}, "kv_precision", "bf16"),
+    ({"kv_precision": "int8"}, "kv_precision", "int8"),
+    ({"kv_precision": "int8", "precision": "int4"}, "kv_precision", "int8"),
     ({"threads": 3}, "threads", 3),
     ({"max_model_len": 1000}, "max_model_len", 1000),
     ({"max_running_seqs": 5}, "max_running_seqs", 5),
@@ -45,7 +48,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"compile": "on"}, PlanImpossible, "compile is on"),
     ({"int8_copy": "on"}, PlanImpossible, "int8_copy is on, but precision is bf16"),
     ({"deterministic": "on"}, PlanImpossible, "deterministic is on, but our native kernels do not serve"),
-    ({"kv_precision": "int8"}, PlanImpossible, "kv_precision is int8"),
+    ({"kv_precision": "int8", "precision": "fp32"}, PlanImpossible, "kv_precision is int8"),
     ({"kv_precision": "bf16", "precision": "fp32"}, PlanImpossible, r"dtype \(fp32\)"),
     ({"threads": 9}, PlanImpossible, "threads is 9, but this process may use only 8 logical CPUs"),
     ({"numa_node": 4}, PlanImpossible, "numa_node is 4, .* on: 0"),
@@ -238,4 +241,4 @@ def test_no_memory_limit_is_ever_overrun(memory: int, limit: int | None) -> None
         assert "GiB" in refusal.message
         return
     assert found.weight_bytes.value + found.kv_cache_bytes.value < min(memory, limit or memory)
-    assert found.max_model_len.value * needs.kv_elements_per_token * 2 <= found.kv_cache_bytes.value
+    assert found.max_model_len.value * kv_bytes_per_token(needs, found.kv_precision.value) <= found.kv_cache_bytes.value

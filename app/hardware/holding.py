@@ -1,0 +1,56 @@
+"""In what weights, activations, keys and values are held, decided together since they share one memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from app.hardware import int8_copy, numerics, precision
+from app.hardware.capacity import chunk
+from app.hardware.decision import Decision, Dtype
+from app.hardware.int8_copy import Copy
+from app.hardware.precision import LEAST_BATCH_TOKENS, Candidates
+from app.hardware.room import Demand, Room, room, useful_kv_bytes
+from app.hardware.trials import Trials
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    precision: Decision[str]
+    dtype: Decision[Dtype]
+    kv_precision: Decision[str]
+    int8_copy: Decision[bool]
+
+
+def decide(candidates: Candidates, trials: Trials, threads: int) -> Holding:
+    """`threads`: with how many the ways to hold weights are compared."""
+    settings = candidates.settings
+    auto = settings.precision == "auto"
+    chosen = precision.choose(candidates, trials, threads) if auto else precision.forced(candidates)
+    dtype = numerics.dtype(candidates.facts, chosen.value)
+    wide = Demand(candidates.needs, chosen.value, "fp32" if dtype.value == "float32" else "bf16", candidates.numa_node)
+    kv_precision = numerics.kv_precision(settings, dtype.value, _short(candidates, wide))
+    lean = Demand(candidates.needs, chosen.value, kv_precision.value, candidates.numa_node)
+    copy = int8_copy.decide(settings, chosen.value, _copy(candidates, lean, trials, threads))
+    return Holding(chosen, dtype, kv_precision, copy)
+
+
+def _short(candidates: Candidates, wide: Demand) -> Room | None:
+    """What is left for keys and values as wide as activations, where that is less than is useful and nobody asked for an amount."""
+    if wide.needs is None or candidates.settings.kv_cache_bytes != "auto":
+        return None
+    left = room(candidates.facts, wide, LEAST_BATCH_TOKENS, LEAST_BATCH_TOKENS)
+    return left if left.size < useful_kv_bytes(candidates.settings, wide) else None
+
+
+def _copy(candidates: Candidates, lean: Demand, trials: Trials, threads: int) -> Copy:
+    """With four-bit weights: what eight bits beside them take, and what they were measured to gain."""
+    facts, settings, needs = candidates.facts, candidates.settings, candidates.needs
+    timing = trials.at("int4", threads)
+    tokens = chunk(facts, settings, lean, timing).value
+    if needs is None:
+        return Copy(0, False, tokens)
+    both = Demand(needs, lean.precision, lean.kv_precision, lean.numa_node, int8_copy=True)
+    left = room(facts, both, tokens, LEAST_BATCH_TOKENS)
+    fits = left.size >= useful_kv_bytes(settings, both) and needs.int8_copy_bytes * int8_copy.ROOM_SHARE <= left.available
+    fast = trials.at("int4", threads, int8_copy=True) or trials.at("int8", threads)
+    return Copy(needs.int8_copy_bytes, fits, tokens, timing, fast)

@@ -1,0 +1,116 @@
+"""How many bytes a way to serve takes, and how many are left of this machine's for keys and values; nothing is decided here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from app.hardware.decision import gib
+from app.hardware.facts import Facts, Needs
+from app.settings import Settings
+
+# Resident without a model, measured on x86-64 Linux: Python, FastAPI and torch 240 MiB, oneDNN's first product 40; a large tokenizer 100.
+_PROCESS_BYTES = 400 * 2**20
+_SLACK_SHARE = 16  # one part in so many is left to page tables, the allocator and the kernel
+_ACTIVATION_WIDTHS = 16  # FP32 values of the hidden size that a token holds at the widest point of a layer
+_ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
+_KV_ALIGNED = 64  # bytes that a token's int8 codes and scales of one layer are padded to a multiple of (kernels/kv_rows.py)
+MIN_TOKENS = 16  # a context shorter than this serves nobody
+# Keys and values that make a precision worth serving: so many sequences with so many tokens each, less where the model is made for less.
+USEFUL_SEQS, USEFUL_TOKENS = 8, 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What will be held: a checkpoint in a precision, keys and values in theirs, on one memory node or all.
+
+    `int8_copy`: the layers' weights in eight bits as well.
+    """
+
+    needs: Needs | None
+    precision: str
+    kv_precision: str
+    numa_node: int | None = None
+    int8_copy: bool = False
+
+    @property
+    def weight_bytes(self) -> int:
+        if self.needs is None:
+            return 0
+        copy = self.needs.int8_copy_bytes if self.int8_copy else 0
+        return self.needs.bytes_by_precision.get(self.precision, self.needs.weight_bytes) + copy
+
+    @property
+    def held_in(self) -> str:
+        return f"{self.precision} with an int8 copy" if self.int8_copy else self.precision
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return kv_bytes_per_token(self.needs, self.kv_precision) if self.needs else 0
+
+
+def kv_bytes_per_token(needs: Needs, kv_precision: str) -> int:
+    """Of all layers; int8 codes have a scale in FP32 for each head of keys and of values beside them."""
+    if kv_precision != "int8":
+        return needs.kv_elements_per_token * _ELEMENT_BYTES[kv_precision]
+    if not needs.kv_elements_per_token:
+        return 0
+    row = needs.kv_elements_per_token // needs.num_layers + 8 * needs.num_kv_heads
+    return needs.num_layers * -(-row // _KV_ALIGNED) * _KV_ALIGNED
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes that keys and values may take (none where negative), and a sentence on where they come from."""
+
+    size: int
+    headroom: int
+    available: int
+    source: str
+    story: str
+
+
+def room(facts: Facts, demand: Demand, batch_tokens: int, running: int) -> Room:
+    """What is available less the weights less what else the process holds."""
+    available, source = available_bytes(facts, demand.numa_node)
+    headroom = _PROCESS_BYTES + available // _SLACK_SHARE + _activation_bytes(demand.needs, batch_tokens, running)
+    held = f" less {gib(demand.weight_bytes)} of weights" if demand.needs else ""
+    return Room(
+        available - demand.weight_bytes - headroom,
+        headroom,
+        available,
+        source,
+        f"{gib(available)} available ({source}){held} less {gib(headroom)} for the process and its activations",
+    )
+
+
+def available_bytes(facts: Facts, node: int | None) -> tuple[int, str]:
+    """The least of what the machine, the control group and the memory node could give now, and which of them it is."""
+    choices = [(facts.available_bytes, "the machine's memory")]
+    if facts.cgroup.memory_available_bytes is not None and facts.cgroup.memory_limit_bytes is not None:
+        choices.append(
+            (facts.cgroup.memory_available_bytes, f"of the control group's limit of {gib(facts.cgroup.memory_limit_bytes)}")
+        )
+    choices += [
+        (known.available_bytes, f"memory node {node}") for known in facts.numa_nodes if known.id == node and known.available_bytes
+    ]
+    return min(choices)
+
+
+def _activation_bytes(needs: Needs | None, batch_tokens: int, running: int) -> int:
+    """The widest layer for a full step, and logits of every running sequence twice: as computed and while they are picked from."""
+    if needs is None:
+        return 0
+    return 4 * (batch_tokens * needs.hidden_size * _ACTIVATION_WIDTHS + 2 * running * needs.vocab_size)
+
+
+def useful_kv_bytes(settings: Settings, demand: Demand) -> int:
+    """Keys and values that are worth serving with: what was asked for, else some sequences of some length."""
+    needs = demand.needs
+    if needs is None:
+        return 0
+    if settings.kv_cache_bytes != "auto":
+        return settings.kv_cache_bytes
+    length = needs.max_model_len if settings.max_model_len == "auto" else settings.max_model_len
+    seqs = USEFUL_SEQS if settings.max_running_seqs == "auto" else min(USEFUL_SEQS, settings.max_running_seqs)
+    tokens = seqs * min(length, USEFUL_TOKENS)
+    return max(tokens, 0 if settings.max_model_len == "auto" else length) * demand.kv_bytes_per_token

@@ -1,0 +1,97 @@
+"""What of calibration a plan may lean on: the trials that can be believed, compared at the row counts that matter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from app.hardware.decision import Measurements, Trial
+from app.hardware.step_seconds import StepSeconds
+
+FEW, SEVERAL = 1, 8  # sequences that decode together: where services on a CPU live
+TYPICAL_CONTEXT = 512  # tokens behind a sequence, where what it costs in service is told
+PROMPT_TOKENS = 512  # of a prompt, where two ways to serve are compared
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """A believable trial with the steps worked out from it."""
+
+    trial: Trial
+    steps: StepSeconds
+
+    def decode_rate(self, rows: int) -> float:
+        """Tokens a second of sequences that decode together, hardly any context behind them."""
+        return rows / self.steps.decode(rows)
+
+    def prefill_rate(self, tokens: int = PROMPT_TOKENS) -> float:
+        return tokens / self.steps.prefill(tokens)
+
+    def gain_over(self, other: Timing) -> float:
+        """So many times as quick, all in all: the geometric mean over one sequence, several, and a prompt."""
+        return math.prod(_rates(self)) ** (1 / 3) / math.prod(_rates(other)) ** (1 / 3)
+
+    def figures(self) -> str:
+        return (
+            f"{rate(self.decode_rate(FEW))} tokens/s at one sequence, {rate(self.decode_rate(SEVERAL))} at {SEVERAL} "
+            f"and {rate(self.prefill_rate())} of a prompt"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Trials:
+    """The timings of everything that may serve: no more threads than that."""
+
+    known: tuple[Timing, ...] = ()
+
+    @classmethod
+    def of(cls, measurements: Measurements | None, most_threads: int) -> Trials:
+        """None where nothing was measured, or nothing was taken for true."""
+        if measurements is None or measurements.fallback:
+            return cls()
+        found = [trial for trial in measurements.trials if 1 <= trial.threads <= most_threads and _is_believable(trial)]
+        return cls(tuple(Timing(trial, StepSeconds.of(trial)) for trial in found))
+
+    def at(self, precision: str, threads: int, *, int8_copy: bool = False) -> Timing | None:
+        return next(
+            (
+                one
+                for one in self.known
+                if (one.trial.precision, one.trial.threads, one.trial.int8_copy) == (precision, threads, int8_copy)
+            ),
+            None,
+        )
+
+    def serving(self, precision: str, threads: int, *, int8_copy: bool) -> Timing | None:
+        """As it will be; where a copy was not timed, as it would be without."""
+        return self.at(precision, threads, int8_copy=int8_copy) or self.at(precision, threads)
+
+    def fewer_threads(self, precision: str, threads: int) -> list[Timing]:
+        lean = [one for one in self.known if one.trial.precision == precision and not one.trial.int8_copy]
+        return [one for one in lean if one.trial.threads < threads]
+
+
+NOTHING = Trials()  # nothing was measured
+
+
+def rate(number: float) -> str:
+    """Tokens a second for a sentence: three digits at the least."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.2f}"
+
+
+def _rates(timing: Timing) -> tuple[float, float, float]:
+    return timing.decode_rate(FEW), timing.decode_rate(SEVERAL), timing.prefill_rate()
+
+
+def _is_believable(trial: Trial) -> bool:
+    """Every number one that a clock could give; both phases measured."""
+    tables: Iterable[Mapping[int, float]] = (trial.decode_seconds, trial.prefill_seconds)
+    extra = (trial.context_token_seconds, trial.pair_seconds, trial.operations_per_token, float(trial.read_bytes))
+    return all(table and all(rows > 0 and _is_time(seconds) for rows, seconds in table.items()) for table in tables) and all(
+        math.isfinite(number) and number >= 0 for number in extra
+    )
+
+
+def _is_time(seconds: float) -> bool:
+    return 1e-9 < seconds < 1e6
