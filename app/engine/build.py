@@ -63,14 +63,14 @@ def build_engine(checkpoint: Checkpoint, plan: ServingPlan, eos_token_ids: Colle
     report("reserving KV memory")
     config = checkpoint.model_config
     kv_cache = KVCache(kv_shape(config, plan), KV_DTYPES[plan.kv_precision.value])
-    replay = Replay(model, enabled=plan.device.value == "cpu")
-    runner = Runner(replay, kv_cache, backend, Sampler(config.vocab_size), _few_queries(config, plan))
+    replay = Replay(model, "" if plan.compile.value else plan.compile.reason)
+    runner = Runner(replay, kv_cache, backend, Sampler(config.vocab_size), few_queries(config, plan))
     report("warming up")
     warm_up(runner)
     return BuiltEngine(DecoderEngine(_scheduler(kv_cache, plan, eos_token_ids), runner), runner, model, kv_cache, backend)
 
 
-def _few_queries(config: ModelConfig, plan: ServingPlan) -> int | None:
+def few_queries(config: ModelConfig, plan: ServingPlan) -> int | None:
     """How many queries of a sequence may attend together where neighbours may not matter; None: as is quickest."""
     if not plan.deterministic.value:
         return None

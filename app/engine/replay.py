@@ -20,12 +20,13 @@ SEEN_BEFORE = 2  # how often a batch of some size must have come before it is wo
 class Replay:
     """Belongs to one model and one KV cache; the worker thread's."""
 
-    def __init__(self, model: Decoder, enabled: bool) -> None:
+    def __init__(self, model: Decoder, off: str = "", seen_before: int = SEEN_BEFORE) -> None:
         self.model = model
-        self.reason = "" if enabled else "switched off"  # why every step is eager; empty: it is not
+        self.reason = off  # why every step is eager; empty: it is not
         self.num_runs = 0  # steps that were run again
         self._pool = Pool()
         self._seen: dict[int, int] = {}
+        self._seen_before = seen_before
         self._recorded: dict[int, Recorded] = {}
 
     def __call__(self, context: StepContext) -> Tensor | Best:
@@ -46,7 +47,7 @@ class Replay:
 
     def _known(self, rows: int) -> bool:
         self._seen[rows] = self._seen.get(rows, 0) + 1
-        return self._seen[rows] > SEEN_BEFORE
+        return self._seen[rows] > self._seen_before
 
     def _record(self, rows: int, inputs: list[Tensor], attend: Attend) -> Activations:
         kept = [tensor.clone() for tensor in inputs]

@@ -42,7 +42,7 @@ def served(model: torch.nn.Module, enabled: bool) -> tuple[dict[str, list[int]],
     """What every request was told, of a run in which requests join, share a prefix, draw, fork, leave early and end."""
     config: Any = model.config
     cache = KVCache(KVShape(config.num_layers, SLOTS, MAX_LEN, config.num_kv_heads, config.head_dim), torch.bfloat16)
-    replay = Replay(cast(Decoder, model), enabled)
+    replay = Replay(cast(Decoder, model), "" if enabled else "for this test")
     runner = Runner(replay, cache, CpuBackend(torch.bfloat16), Sampler(config.vocab_size))
     engine = DecoderEngine(
         Scheduler(SlotPool(SLOTS, SLOTS * MAX_LEN), StepPace(24), Limits(MAX_LEN, SLOTS // 2, 24), {1}), runner

@@ -1,0 +1,156 @@
+"""Timing inside a budget, and what may be believed of it: rounds of samples that take turns, medians, order, and a bound on the spread.
+
+What is timed is the caller's business (`engine/rehearsal.py`: steps of a model); here are only names, calls and seconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+Clock = Callable[[], float]
+
+MOST_SAMPLES = 9  # of one point; more would only use up the budget
+LEAST_SAMPLES = 3  # below that a median says nothing
+MOST_SPREAD = 0.25  # of the middle half of a point's samples, over their median: what a quiet machine shows is a tenth of it
+MOST_BENT = 0.25  # how far sanity may move a measured point
+_GROWTH = 3.0  # what a point may take at the most, in that which came before it in its block
+
+
+@dataclass(frozen=True, slots=True)
+class Point(Generic[Key]):
+    """Something to be timed, by a name."""
+
+    key: Key
+    run: Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Block(Generic[Key]):
+    """Points that are timed after one another, the quickest first; `begin` makes the machine as they want it (threads)."""
+
+    begin: Callable[[], object]
+    points: Sequence[Point[Key]]
+
+
+@dataclass(slots=True)
+class Rounds(Generic[Key]):
+    """Samples of every point, taken in turns until all have enough or the deadline has come; no point that would overrun it is begun.
+
+    The first run of a point is no sample: it makes what later ones use again.
+    """
+
+    deadline: float
+    clock: Clock = time.perf_counter
+    samples: dict[Key, list[float]] = field(default_factory=dict)
+    _expected: dict[Key, float] = field(default_factory=dict)
+
+    def take(self, blocks: Sequence[Block[Key]]) -> None:
+        while sum(self._pass(block) for block in blocks):  # every block has its turn
+            pass
+
+    def _pass(self, block: Block[Key]) -> bool:
+        """Whether anything was run."""
+        wanted = [point for point in block.points if len(self.samples.get(point.key, ())) < MOST_SAMPLES]
+        if not wanted or self.clock() >= self.deadline:
+            return False
+        block.begin()
+        ran, before = False, 0.0
+        for point in wanted:
+            known = self._expected.get(point.key)
+            if self.clock() + self._least(point.key, _GROWTH * before if known is None else known) > self.deadline:
+                before = max(before, known or 0.0)
+                continue
+            before, ran = self._sample(point), True
+        return ran
+
+    def _least(self, key: Key, seconds: float) -> float:
+        """What is still to come of a point before it counts: one that cannot be finished is not begun."""
+        return seconds * (LEAST_SAMPLES + 1 if key not in self._expected else 1)
+
+    def _sample(self, point: Point[Key]) -> float:
+        start = self.clock()
+        point.run()
+        seconds = self.clock() - start
+        if point.key in self._expected:
+            self.samples.setdefault(point.key, []).append(seconds)
+        self._expected[point.key] = seconds
+        return seconds
+
+    def medians(self) -> dict[Key, float]:
+        """Of all points that have enough samples."""
+        return {key: statistics.median(found) for key, found in self.samples.items() if len(found) >= LEAST_SAMPLES}
+
+    def noise(self) -> str:
+        """Why these samples are no measurement; empty: they are one."""
+        spreads = [spread(found) for found in self.samples.values() if len(found) >= LEAST_SAMPLES]
+        if not spreads:
+            return "there was no time for enough samples"
+        middle = statistics.median(spreads)
+        if middle > MOST_SPREAD:
+            return f"the machine is too busy: samples of one and the same step differ by {middle:.0%} ({MOST_SPREAD:.0%} at the most)"
+        return ""
+
+
+def spread(samples: Sequence[float]) -> float:
+    """Width of the middle half of the samples, over their median."""
+    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return (high - low) / middle if middle > 0 else 0.0
+
+
+def rising(values: Sequence[float]) -> list[float]:
+    """The nearest sequence that never falls (least squares): neighbours in the wrong order become their mean."""
+    runs: list[tuple[float, int]] = []
+    for value in values:
+        mean, count = value, 1
+        while runs and runs[-1][0] > mean:
+            other, more = runs.pop()
+            mean, count = (mean * count + other * more) / (count + more), count + more
+        runs.append((mean, count))
+    return list(itertools.chain.from_iterable([mean] * count for mean, count in runs))
+
+
+def table(seconds: Mapping[int, float]) -> dict[int, float] | None:
+    """Seconds by size, where more never costs less; None where that would bend a point too far: then it is no measurement."""
+    sizes = sorted(seconds)
+    measured = [seconds[size] for size in sizes]
+    ordered = rising(measured)
+    if any(value <= 0 for value in measured) or any(
+        abs(new - old) > MOST_BENT * old for new, old in zip(ordered, measured, strict=True)
+    ):
+        return None
+    return dict(zip(sizes, ordered, strict=True))
+
+
+def border(few: Mapping[int, float], many: Mapping[int, float]) -> int | None:
+    """Up to how many rows `few` is the quicker of two forms; None: not measured. Beyond the last row that both know, nobody has looked."""
+    best = None
+    for rows in sorted(few.keys() & many.keys()):
+        if few[rows] > many[rows]:
+            return 0 if best is None else best
+        best = rows
+    return best
+
+
+def whole(parts: Mapping[int, float], num_layers: int) -> float | None:
+    """Seconds of all layers from those of a few: `parts` are seconds by the number of layers that ran, what is around them included."""
+    if num_layers in parts:
+        return parts[num_layers]
+    least, most = min(parts), max(parts)
+    if least == most or parts[most] <= parts[least]:
+        return None
+    return parts[most] + (num_layers - most) * (parts[most] - parts[least]) / (most - least)
+
+
+def by_size(parts: Iterable[tuple[int, int, float]], num_layers: int) -> dict[int, float]:
+    """(size, layers, seconds) to seconds of the whole model by size; sizes of which that cannot be said are left out."""
+    found: dict[int, dict[int, float]] = {}
+    for size, layers, seconds in parts:
+        found.setdefault(size, {})[layers] = seconds
+    totals = {size: whole(few, num_layers) for size, few in found.items()}
+    return {size: seconds for size, seconds in totals.items() if seconds is not None}
