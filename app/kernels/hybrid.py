@@ -13,6 +13,7 @@ from app.kernels.activations import Quantised
 from app.kernels.best import Best, Wanted
 from app.kernels.compensate import Bonds
 from app.kernels.int_panels import IntPacking, IntPanels
+from app.kernels.table import Factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +78,8 @@ class HybridLinear:
     def best(self, x: Tensor | Quantised, wanted: Wanted, softcap: float | None = None) -> Best:
         return self._form(_rows(x)).best(x, wanted, softcap)
 
-    def rows(self, ids: Tensor) -> Tensor:
-        return self.few.rows(ids)
+    def rows(self, ids: Tensor, factor: Factor = 1.0) -> Tensor:
+        return self.few.rows(ids, factor)
 
 
 def _rows(x: Tensor | Quantised) -> int:

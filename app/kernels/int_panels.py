@@ -20,8 +20,9 @@ from app.kernels.compensate import Bonds, compensated_int4
 from app.kernels.layout import PanelLayout
 from app.kernels.memory import empty, weights_bytes
 from app.kernels.native import native
-from app.kernels.operations import Code, LinearInt, Output, Pack, Pick, Rows, has, run
+from app.kernels.operations import Code, LinearInt, Output, Pack, Pick, has, run
 from app.kernels.rounding import quantise_int4, quantise_int8
+from app.kernels.table import Factor, Form, Table
 
 _STREAM_ROWS = 2048  # outputs rounded at a time
 _PICK_TASKS = 64  # csrc/ops.h
@@ -169,19 +170,10 @@ class IntPanels:
             x.rows, self.padded, self.outputs, self.group, x.height, self.packing.bits, self.packing.zero_points, output,
         )  # fmt: skip
 
-    def rows(self, ids: Tensor) -> Tensor:
+    def rows(self, ids: Tensor, factor: Factor = 1.0) -> Tensor:
         """Rows of the weight as the codes mean it, fp32 [n, in], for ids [n] int64: a tied embedding needs no second copy."""
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.outputs:
-            raise IndexError(f"token ids must lie in [0, {self.outputs})")
-        out, ids = empty((len(ids), self.inputs), torch.float32), ids.contiguous()
-        run(
-            Rows(
-                self.panels.data_ptr(), ids.data_ptr(), out.data_ptr(), len(ids), self.inputs, self.padded, self.group,
-                self.packing.bits, self.packing.zero_points, 1.0,
-            ),
-            Code.ROWS,
-        )  # fmt: skip
-        return out
+        form, zero_points = Form(self.packing.bits), self.packing.zero_points
+        return Table(self.panels, form, self.outputs, self.inputs, self.padded, self.group, zero_points).rows(ids, factor)
 
     def dequantised(self) -> Tensor:
         """The weight as the codes mean it, fp32 [out, in]."""

@@ -19,6 +19,7 @@ from app.kernels.int_panels import IntPacking
 from app.kernels.kleidi import KleidiPacking
 from app.kernels.layout import LAYOUTS
 from app.kernels.panels import FixedPacking, PanelLinear
+from app.kernels.table import Factor
 from app.kernels.torch_int import TorchInt4Packing, TorchInt8Packing
 
 
@@ -54,8 +55,8 @@ class EmptyForm(LinearForm, Protocol):
 class TableForm(Protocol):
     """A form that gives its rows back: an embedding tied to it needs no table of its own."""
 
-    def rows(self, ids: Tensor) -> Tensor:
-        """Rows of the weight, fp32 [n, in], for ids [n] int64."""
+    def rows(self, ids: Tensor, factor: Factor = 1.0) -> Tensor:
+        """Rows of the weight, fp32 [n, in], for ids [n] int64, times a factor."""
         ...
 
 

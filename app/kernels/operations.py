@@ -33,6 +33,7 @@ class Code(IntEnum):
     ROWS = 7
     GATHER = 8
     LINEAR_BF16 = 9
+    ANGLES = 10
 
 
 class Output(IntEnum):
@@ -91,8 +92,8 @@ class Pick(ctypes.Structure):
 class Rows(ctypes.Structure):
     code = Code.ROWS
     _fields_ = (
-        *((name, _ADDRESS) for name in ("panels", "ids", "out")),
-        *((name, _INT) for name in ("count", "inputs", "padded", "group", "bits", "minimums")),
+        *((name, _ADDRESS) for name in ("weight", "ids", "factors", "out")),
+        *((name, _INT) for name in ("count", "outputs", "inputs", "padded", "group", "form", "minimums")),
         ("factor", _FLOAT),
     )
 
@@ -107,6 +108,15 @@ class LinearBf16(ctypes.Structure):
     _fields_ = (
         *((name, _ADDRESS) for name in ("x", "panels", "bias", "tiles", "y")),
         *((name, _INT) for name in ("x_stride", "y_stride", "rows", "inputs", "outputs", "output", "fixed")),
+    )
+
+
+class Angle(ctypes.Structure):
+    code = Code.ANGLES
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("positions", "frequencies", "cos", "sin")),
+        *((name, _INT) for name in ("count", "half")),
+        ("scale", _FLOAT),
     )
 
 
@@ -197,7 +207,7 @@ def has(code: Code) -> bool:
 def _of_this_version() -> bool:
     library = native().library
     assert library is not None, "whoever asks has one"
-    for arguments in (Quantise, Norm, Gate, Turn, LinearInt, Pick, Attention, Rows, Gather, LinearBf16):
+    for arguments in (Quantise, Norm, Gate, Turn, LinearInt, Pick, Attention, Rows, Gather, LinearBf16, Angle):
         size = int(library.armature_size(int(arguments.code))) if hasattr(library, "armature_size") else 0
         if size != ctypes.sizeof(arguments):
             raise PlanImpossible(

@@ -14,7 +14,8 @@ from torch import Tensor
 from app.kernels.activations import Activations, plain
 from app.kernels.memory import empty, weights_bytes
 from app.kernels.native import native
-from app.kernels.operations import Code, LinearBf16, Output, Rows, has, run
+from app.kernels.operations import Code, LinearBf16, Output, has, run
+from app.kernels.table import Factor, Form, Table
 
 PANEL_WIDTH = 32  # outputs
 
@@ -87,14 +88,9 @@ class PanelLinear:
             Code.LINEAR_BF16,
         )
 
-    def rows(self, ids: Tensor) -> Tensor:
+    def rows(self, ids: Tensor, factor: Factor = 1.0) -> Tensor:
         """Rows of the weight itself, fp32 [n, in], for ids [n] int64: a tied embedding needs no second copy, nor the file."""
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.outputs:
-            raise IndexError(f"token ids must lie in [0, {self.outputs})")
-        out, ids = empty((len(ids), self.inputs), torch.float32), ids.contiguous()
-        addresses = (self.panels.data_ptr(), ids.data_ptr(), out.data_ptr())
-        run(Rows(*addresses, len(ids), self.inputs, 0, 0, 16, 0, 1.0), Code.ROWS)
-        return out
+        return Table(self.panels, Form.BF16_PANELS, self.outputs, self.inputs).rows(ids, factor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.kernels.kv_rows import KVRows
-from app.kernels.operations import Code, Turn, has, run
+from app.kernels.memory import empty
+from app.kernels.operations import Angle, Code, Turn, has, run
 from app.kernels.rowwise import Angles
 
 _MAX_HEAD_DIM = 256  # csrc/turn.h
@@ -33,6 +34,25 @@ class Heads:
     key_norm: Tensor | None = None
     eps: float = 0.0
     angles: Angles | None = None
+
+
+def angles(positions: Tensor, frequencies: Tensor, scale: float = 1.0) -> Angles:
+    """positions [tokens] int64 and frequencies [dim / 2] fp32 to cos and signed sin [tokens, 1, dim], times a scale."""
+    if positions.device.type != "cpu" or not has(Code.ANGLES):
+        return angles_torch(positions, frequencies, scale)
+    positions = positions if positions.is_contiguous() else positions.contiguous()
+    tokens, half = len(positions), len(frequencies)
+    cos, sin = (empty((tokens, 1, 2 * half), torch.float32) for _ in range(2))
+    addresses = (positions.data_ptr(), frequencies.data_ptr(), cos.data_ptr(), sin.data_ptr())
+    run(Angle(*addresses, tokens, half, scale), Code.ANGLES, tokens * half)
+    return cos, sin
+
+
+def angles_torch(positions: Tensor, frequencies: Tensor, scale: float = 1.0) -> Angles:
+    # sin(-a) = -sin(a): the sign that turning needs in the first half sits in the frequency.
+    turned = positions.to(torch.float32)[:, None, None] * torch.cat((-frequencies, frequencies))
+    cos, sin = turned.cos(), turned.sin()
+    return (cos, sin) if scale == 1.0 else (cos.mul_(scale), sin.mul_(scale))
 
 
 def turn(heads: Heads, kv: KVRows, written: Tensor) -> Tensor:

@@ -6,12 +6,12 @@ The residual stream [tokens, hidden] and what turns or normalises are FP32; the 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.kernels.activations import Activations
 from app.kernels.linear import Linear, TableForm
 from app.kernels.rowwise import Angles, add_rms_norm, gate, rms_norm
+from app.kernels.table import Factor, stored_rows
 from app.kernels.turn import Heads
 from app.models.config import ModelConfig
 from app.models.context import Attend, AttentionSpec
@@ -29,8 +29,7 @@ class Embedding(nn.Module):
         self.source, self.scale = source, config.embedding_scale
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size), requires_grad=False)
         self.form: TableForm | None = None
-        self.undo: Tensor | None = None
-        self.factor: float | Tensor = self.scale  # what rows are multiplied by
+        self.factor: Factor = self.scale  # what rows are multiplied by
 
     def adopt(self, tensor: Tensor) -> None:
         self.weight = nn.Parameter(tensor, requires_grad=False)
@@ -42,8 +41,9 @@ class Embedding(nn.Module):
             self.factor = self.scale / even
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        rows = F.embedding(token_ids, self.weight).float() if self.form is None else self.form.rows(token_ids)
-        return rows.mul_(self.factor) if isinstance(self.factor, Tensor) or self.factor != 1.0 else rows
+        if self.form is not None:
+            return self.form.rows(token_ids, self.factor)
+        return stored_rows(self.weight, token_ids, self.factor)
 
 
 class RMSNorm(nn.Module):

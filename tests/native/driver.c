@@ -23,6 +23,8 @@ static const struct {
     {"norms, as bf16 or in tiles", norms, OP_NORM},
     {"gates, as bf16 or in tiles", gates, OP_GATE},
     {"gathered rows", gathers, OP_GATHER},
+    {"rows of stored tables", stored_rows, OP_ROWS},
+    {"angles of positions", turning_angles, OP_ANGLES},
     {"the best outputs of a product", picks, OP_PICK},
     {"products in bf16", bf16_products, OP_LINEAR_BF16},
     {"a row of bf16 alone, summed as among others", bf16_rows_alone, OP_LINEAR_BF16},

@@ -1,4 +1,4 @@
-/* Checks of what stands between products: norm, gate and gather, whose rows go out as bf16 or in tiles. */
+/* Checks of what stands between products: norm, gate and gather, whose rows go out as bf16 or in tiles; and of where a step begins. */
 #include "activations.h"
 
 /* A sink for `size` inputs and what it is of; the tiles as in `activations`. */
@@ -117,6 +117,61 @@ int64_t gathers(void) {
         for (int64_t n = 0; n < count; n++)
             if (memcmp(out + n * size, x + ids[n] * stride, (size_t)size * 4) != 0) failed("row %d is not row %d", (int)n, (int)ids[n]);
         free(x), free(out), free(ids);
+    }
+    return 6;
+}
+
+/* Halves that are told apart by their bits: 1.5, -2^-14 (the least that is normal), 2^-24 (the least of all), 65504, -0. */
+static const struct {
+    uint16_t bits;
+    float number;
+} HALVES[] = {{0x3e00, 1.5f}, {0x8400, -0x1p-14f}, {0x0001, 0x1p-24f}, {0x7bff, 65504.0f}, {0x8000, -0.0f}};
+
+static const int64_t STORED[] = {FORM_STORED_BF16, FORM_STORED_FP16, FORM_STORED_FP32};
+
+int64_t stored_rows(void) {
+    for (int64_t i = 0; i < 18; i++) {
+        const int64_t inputs = SIZES[i % 6], outputs = between(1, 40), count = between(1, 9), form = STORED[i / 6], bytes = form == FORM_STORED_FP32 ? 4 : 2;
+        float *numbers = room(outputs * inputs * 4), *out = room(count * inputs * 4), *factors = i % 2 ? room(inputs * 4) : NULL;
+        uint8_t *table = room(outputs * inputs * bytes);
+        int64_t *ids = room(count * 8);
+        for (int64_t at = 0; at < outputs * inputs; at++) {
+            const int64_t k = below(5);
+            const uint16_t half = form == FORM_STORED_FP16 ? HALVES[k].bits : bf16_of_float(number());
+            numbers[at] = form == FORM_STORED_FP32 ? number() : form == FORM_STORED_FP16 ? HALVES[k].number : float_of_bf16(half);
+            memcpy(table + at * bytes, form == FORM_STORED_FP32 ? (const void *)(numbers + at) : &half, (size_t)bytes);
+        }
+        for (int64_t k = 0; factors && k < inputs; k++) factors[k] = number();
+        for (int64_t n = 0; n < count; n++) ids[n] = n == 1 ? outputs : n == 2 ? -1 : n ? below(outputs) : outputs - 1;
+        const rows_arguments arguments = {table, ids, factors, out, count, outputs, inputs, 0, 0, form, 0, 4.0};
+        run(OP_ROWS, &arguments);
+        for (int64_t at = 0; at < count * inputs; at++) {
+            const int64_t id = ids[at / inputs], k = at % inputs;
+            const float expected = id < 0 || id >= outputs ? NAN : numbers[id * inputs + k] * (factors ? factors[k] : 1.0f) * 4.0f;
+            if (!same(out[at], expected)) failed("row %d, input %d: %g for %g", (int)id, (int)k, out[at], expected);
+        }
+        free(numbers), free(out), free(factors), free(table), free(ids);
+    }
+    return 18;
+}
+
+int64_t turning_angles(void) {
+    static const int64_t HALVES_OF_HEADS[] = {32, 64, 1, 13, 4, 40};
+    for (int64_t i = 0; i < 6; i++) {
+        const int64_t half = HALVES_OF_HEADS[i], count = between(1, 9);
+        float *frequencies = room(half * 4), *cosine = room(count * half * 8), *sine = room(count * half * 8);
+        int64_t *positions = room(count * 8);
+        for (int64_t k = 0; k < half; k++) frequencies[k] = (float)pow(5e5, -(double)k / (double)half);
+        for (int64_t n = 0; n < count; n++) positions[n] = n ? below(1 << (2 * n + 2)) : 0;
+        const angles_arguments arguments = {positions, frequencies, cosine, sine, count, half, i % 2 ? 1.25 : 1.0};
+        run(OP_ANGLES, &arguments);
+        for (int64_t at = 0; at < count * 2 * half; at++) {
+            const float angle = (float)positions[at / (2 * half)] * frequencies[at % half];
+            const double sign = at % (2 * half) < half ? -1 : 1, scale = arguments.scale;
+            if (!close_to(cosine[at], scale * cos(angle), 1.5e-7) || !close_to(sine[at], sign * scale * sin(angle), 1.5e-7))
+                failed("an angle of %g: %g, %g", angle, cosine[at], sine[at]);
+        }
+        free(frequencies), free(cosine), free(sine), free(positions);
     }
     return 6;
 }

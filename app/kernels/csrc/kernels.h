@@ -3,6 +3,7 @@
 #ifndef ARMATURE_KERNELS_H
 #define ARMATURE_KERNELS_H
 
+#include "angles.h"
 #include "pick.h"
 #include "quantise.h"
 #include "rowwise.h"
@@ -29,6 +30,7 @@ const level LEVEL = {
             [OP_GATHER] = gather,
             [OP_ATTENTION] = attention,
             [OP_TURN] = turn,
+            [OP_ANGLES] = angles,
 #if ATTENTION_PANELS
             [OP_LINEAR_BF16] = linear_bf16,
 #endif

@@ -18,11 +18,12 @@ typedef struct {
 
 extern const level level_avx512bf16, level_avx512, level_avxvnni, level_avx2, level_i8mm, level_dotprod, level_neon, level_portable;
 
-/* Of every level (pack_int.c). */
+/* Of every level (rows.c). */
 void armature_rows(const void *arguments);
 
-/* Row i of what is asked for, out of panels of bf16 (pack_bf16.c). */
-void armature_row_bf16(const rows_arguments *a, int64_t i);
+/* Inputs [from, from + count) of row `id`, out of panels (pack_int.c: all of one group; pack_bf16.c). */
+void armature_row_int(const rows_arguments *a, int64_t id, int64_t from, int64_t count, float *out);
+void armature_row_bf16(const rows_arguments *a, int64_t id, int64_t from, int64_t count, float *out);
 
 /* The level that serves. */
 const level *armature_now(void);

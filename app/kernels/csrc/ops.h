@@ -40,9 +40,10 @@ enum {
     OP_LINEAR_INT, /* quantised rows times int4 or int8 panels */
     OP_PICK,       /* the same, but only each row's best outputs come out */
     OP_ATTENTION,  /* queries over cached keys and values */
-    OP_ROWS,       /* rows of packed weights, widened: an embedding */
+    OP_ROWS,       /* rows of weights, widened: an embedding */
     OP_GATHER,     /* some rows of an fp32 matrix */
     OP_LINEAR_BF16,
+    OP_ANGLES, /* rotary angles of positions */
     OP_COUNT
 };
 
@@ -107,12 +108,17 @@ typedef struct {
     double softcap;
 } pick_arguments;
 
-/* Rows ids[i] of packed int4, int8 or (bits 16: no groups) bf16 weights, out [count, inputs] fp32, times `factor`. */
+/* How the weight of OP_ROWS lies: packed (4 and 8 with groups), or rows as a checkpoint stores them. */
+enum { FORM_INT4 = 4, FORM_INT8 = 8, FORM_BF16_PANELS = 16, FORM_STORED_BF16, FORM_STORED_FP16, FORM_STORED_FP32 };
+
+/* Rows ids[i] of a weight [outputs, inputs], out [count, inputs] fp32, times `factor` and, where given, `factors` [inputs]. Of an id that is
+ * no row's nothing is read, and NaN comes out. */
 typedef struct {
-    const uint8_t *panels;
+    const uint8_t *weight;
     const int64_t *ids;
+    const float *factors;
     float *out;
-    int64_t count, inputs, padded, group, bits, minimums;
+    int64_t count, outputs, inputs, padded, group, form, minimums;
     double factor;
 } rows_arguments;
 
@@ -123,6 +129,16 @@ typedef struct {
     float *out;
     int64_t stride, count, size;
 } gather_arguments;
+
+/* cos and signed sin [count, 2 * half] fp32 of angle = positions[i] * frequencies[k], rounded to fp32 before: cos is (c, c), sin is (-s, s), each
+ * times `scale`; frequencies [half] fp32. */
+typedef struct {
+    const int64_t *positions;
+    const float *frequencies;
+    float *cos, *sin;
+    int64_t count, half;
+    double scale;
+} angles_arguments;
 
 /* y [rows, outputs] (row stride in elements; ADD: += into fp32) = x [rows, inputs] bf16 (likewise) times panels of bf16 (linear_bf16.h), plus
  * bias [outputs] fp32 where given. `tiles`: room for rows * ceil(inputs / 2) words. `fixed`: one row is summed in the order of many. */

@@ -29,12 +29,12 @@ EXPORT void armature_pack_bf16(const uint16_t *weights, uint16_t *panels, int64_
     }
 }
 
-/* Row ids[i] as it was packed, widened, times the factor: part of `armature_rows`. */
-void armature_row_bf16(const rows_arguments *a, int64_t i) {
-    const int64_t pairs = (a->inputs + 1) / 2, id = a->ids[i];
-    const uint16_t *source = (const uint16_t *)a->panels + (id / PANEL_OUTPUTS) * pairs * PANEL_OUTPUTS * 2 + id % PANEL_OUTPUTS * 2;
-    for (int64_t k = 0; k < a->inputs; k++) {
+/* A row as it was packed, widened: part of `armature_rows`. */
+void armature_row_bf16(const rows_arguments *a, int64_t id, int64_t from, int64_t count, float *out) {
+    const int64_t pairs = (a->inputs + 1) / 2;
+    const uint16_t *source = (const uint16_t *)a->weight + (id / PANEL_OUTPUTS) * pairs * PANEL_OUTPUTS * 2 + id % PANEL_OUTPUTS * 2;
+    for (int64_t k = from; k < from + count; k++) {
         union { uint32_t bits; float number; } cast = {(uint32_t)source[k / 2 * PANEL_OUTPUTS * 2 + (k & 1)] << 16};
-        a->out[i * a->inputs + k] = cast.number * (float)a->factor;
+        out[k - from] = cast.number;
     }
 }

@@ -59,30 +59,14 @@ static float widened(const uint8_t *p) {
 }
 
 /* One output of one group, as numbers. */
-static void unpack(const rows_arguments *a, const uint8_t *group, int64_t output, int64_t count, float *out) {
-    const float scale = widened(group + output * 2) * (float)a->factor, minimum = a->minimums ? widened(group + 64 + output * 2) * (float)a->factor : -8 * scale;
+void armature_row_int(const rows_arguments *a, int64_t id, int64_t from, int64_t count, float *out) {
+    const int64_t groups = a->padded / a->group, bytes = bytes_of_group(a->group, a->form, a->minimums != 0), output = id % PANEL_OUTPUTS;
+    const uint8_t *group = a->weight + (id / PANEL_OUTPUTS * groups + from / a->group) * bytes;
+    const float scale = widened(group + output * 2), minimum = a->minimums ? widened(group + 64 + output * 2) : -8 * scale;
     const int64_t header = a->minimums ? 128 : 64, block = armature_now()->block;
     for (int64_t k = 0; k < count; k++) {
         int shift;
-        const uint8_t byte = group[header + place(output, k, a->bits, block, &shift)];
-        out[k] = a->bits == 8 ? scale * (float)(int8_t)byte : scale * (float)(byte >> shift & 15) + minimum;
+        const uint8_t byte = group[header + place(output, k, a->form, block, &shift)];
+        out[k] = a->form == FORM_INT8 ? scale * (float)(int8_t)byte : scale * (float)(byte >> shift & 15) + minimum;
     }
-}
-
-/* A team function of every level. */
-void armature_rows(const void *arguments) {
-    const rows_arguments *a = arguments;
-    if (a->bits == 16) {
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < a->count; i++) armature_row_bf16(a, i);
-        return;
-    }
-    const int64_t groups = a->padded / a->group, bytes = bytes_of_group(a->group, a->bits, a->minimums != 0);
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < a->count; i++)
-        for (int64_t g = 0; g < groups; g++) {
-            const uint8_t *group = a->panels + (a->ids[i] / PANEL_OUTPUTS * groups + g) * bytes;
-            const int64_t left = a->inputs - g * a->group;
-            unpack(a, group, a->ids[i] % PANEL_OUTPUTS, left < a->group ? left : a->group, a->out + i * a->inputs + g * a->group);
-        }
 }

@@ -55,8 +55,9 @@ def test_a_packed_weight_hands_out_its_rows(inputs: int) -> None:
     form = PanelLinear.pack(weight, None)
     assert torch.equal(form.rows(ids), weight[ids].float())
     assert form.rows(ids[:0]).shape == (0, inputs)
-    with pytest.raises(IndexError):
-        form.rows(torch.tensor([70]))
+    odd = form.rows(torch.tensor([70, 3, -1]), 2.0)
+    assert odd[[0, 2]].isnan().all()  # no such row: nothing is read
+    assert torch.equal(odd[1], 2 * weight[3].float())
 
 
 @needs_native

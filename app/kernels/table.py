@@ -1,0 +1,73 @@
+"""Rows of a weight, widened to fp32: an embedding, out of a packed form or of the table as a checkpoint stores it.
+
+The twin is torch's `embedding`; it serves where there is no library. An id that no row has is never read at: what comes out is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from app.kernels.memory import empty
+from app.kernels.operations import Code, Rows, has, run
+
+Factor = float | Tensor  # of all rows, or of each input: fp32 [inputs]
+
+
+class Form(IntEnum):
+    """As `enum` in csrc/ops.h."""
+
+    INT4 = 4
+    INT8 = 8
+    BF16_PANELS = 16
+    STORED_BF16 = 17
+    STORED_FP16 = 18
+    STORED_FP32 = 19
+
+
+_STORED: Mapping[torch.dtype, Form] = {
+    torch.bfloat16: Form.STORED_BF16,
+    torch.float16: Form.STORED_FP16,
+    torch.float32: Form.STORED_FP32,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """How a weight [outputs, inputs] lies: csrc/ops.h has the layouts."""
+
+    weight: Tensor
+    form: Form
+    outputs: int
+    inputs: int
+    padded: int = 0
+    group: int = 0
+    minimums: bool = False
+
+    def rows(self, ids: Tensor, factor: Factor = 1.0) -> Tensor:
+        """Rows fp32 [n, inputs] for ids [n] int64, times a factor."""
+        ids = ids if ids.is_contiguous() else ids.contiguous()
+        out = empty((len(ids), self.inputs), torch.float32)
+        factors, times = (factor.data_ptr(), 1.0) if isinstance(factor, Tensor) else (None, factor)
+        sizes = (len(ids), self.outputs, self.inputs, self.padded, self.group, self.form, self.minimums)
+        addresses = (self.weight.data_ptr(), ids.data_ptr(), factors, out.data_ptr())
+        run(Rows(*addresses, *sizes, times), Code.ROWS, len(ids) * self.inputs)
+        return out
+
+
+def stored_rows(weight: Tensor, ids: Tensor, factor: Factor = 1.0) -> Tensor:
+    """Rows fp32 [n, inputs] of weight [outputs, inputs] as it is stored, for ids [n] int64, times a factor."""
+    form = _STORED.get(weight.dtype)
+    if form is None or weight.device.type != "cpu" or not weight.is_contiguous() or not has(Code.ROWS):
+        return rows_torch(weight, ids, factor)
+    return Table(weight, form, *weight.shape).rows(ids, factor)
+
+
+def rows_torch(weight: Tensor, ids: Tensor, factor: Factor = 1.0) -> Tensor:
+    rows = F.embedding(ids, weight).to(torch.float32, copy=True)
+    return rows.mul_(factor) if isinstance(factor, Tensor) or factor != 1.0 else rows
