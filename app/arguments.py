@@ -30,7 +30,10 @@ BENCHES: Mapping[str, Bench] = {
         "the products and decode attention alone, by form and number of rows, held against this machine's ceilings",
         {"--rounds": 5},
     ),
-    "engine": Bench("the engine alone, step by step, held against this machine's memory and compute ceilings", {"--rounds": 5}),
+    "engine": Bench(
+        "the engine alone, step by step, held against this machine's memory and compute ceilings",
+        {"--rounds": 3, "--rows": None, "--prompts": None, "--steps": None},
+    ),
     "quality": Bench(
         "a text's perplexity at each precision, and how often the likeliest token is the one that FP32 has",
         {"--text": None, "--tokens": None},
@@ -102,6 +105,13 @@ def _bench_flags() -> dict[str, dict[str, Any]]:
     return {
         "--json": {"type": Path, "metavar": "PATH", "help": "write the JSON object there as well"},
         "--rounds": {"type": _count, "metavar": "N", "help": "how often to measure"},
+        "--rows": {"type": _counts, "metavar": "N,N", "help": "sequences that decode together; only these, and --prompts"},
+        "--prompts": {"type": _counts, "metavar": "N,N", "help": "lengths of prompts; only these, and --rows"},
+        "--steps": {
+            "type": _count,
+            "metavar": "N",
+            "help": "of each number of rows, all rounds together: 1000 tell how steady they are",
+        },
         "--url": {"help": "measure the server there instead of starting one"},
         "--tokens": {"type": _count, "metavar": "N", "help": "length of the long prompt, of the prefix, of the text at the most"},
         "--text": {"type": Path, "metavar": "FILE", "required": True, "help": "what to read; lines of --- between documents"},
@@ -129,6 +139,10 @@ def _count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
     return number
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(_count(part) for part in text.split(","))
 
 
 def _complaint(unknown: list[str]) -> str:

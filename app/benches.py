@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from app.bench.over_http import Job, measure
 from app.bench.stats import Outcome
+from app.hardware.room import kv_bytes_per_token
 from app.settings import Settings, setting_rows
 from app.startup import Prepared, prepare
 
@@ -29,9 +30,10 @@ def _ready_to_measure(settings: Settings) -> Prepared:
 
 
 def _engine(prepared: Prepared, arguments: Namespace) -> Outcome:
-    from app.bench.inside import measure
+    from app.bench.inside import Asked, measure
 
-    return measure(prepared.checkpoint, prepared.plan, prepared.facts, arguments.rounds)
+    asked = Asked(arguments.rounds, arguments.rows or (), arguments.prompts or (), arguments.steps)
+    return measure(prepared.checkpoint, prepared.plan, prepared.facts, asked)
 
 
 def _kernels(prepared: Prepared, arguments: Namespace) -> Outcome:
@@ -61,6 +63,6 @@ def _job(settings: Settings, arguments: Namespace) -> Job:
 def _with_memory(job: Job, settings: Settings) -> Job:
     """What resident memory is held against: the weights as they are served, and what a token's keys and values take."""
     prepared = prepare(settings)
-    needs, plan = prepared.checkpoint.needs(), prepared.plan
-    kv_bytes = needs.kv_elements_per_token * {"fp32": 4, "bf16": 2, "int8": 1}[plan.kv_precision.value]
+    plan = prepared.plan
+    kv_bytes = kv_bytes_per_token(prepared.checkpoint.needs(), plan.kv_precision.value)
     return replace(job, weight_bytes=plan.weight_bytes.value, kv_bytes_per_token=kv_bytes)

@@ -26,6 +26,9 @@ LAYERS: tuple[tuple[str, float], ...] = (
     ("settings", 0),
     ("messages", 0),
     ("hardware.facts", 0),
+    ("hardware.decision", 0),
+    ("hardware.step_seconds", 0),
+    ("hardware.tempo", 0),
     ("hardware.*", 1),
     ("metrics", 1),
     ("quantiles", 1),
@@ -43,9 +46,11 @@ LAYERS: tuple[tuple[str, float], ...] = (
     ("bench.quality", BESIDE),
     ("bench.ceilings", BESIDE),
     ("bench.driver", BESIDE),
+    ("bench.floors", BESIDE),
     ("bench.*", ISLAND),
     ("service", 5),
     ("admission", 5),
+    ("waiting", 5),
     ("answer", 5),
     ("reading", 5),
     ("api.*", 6),
@@ -62,8 +67,9 @@ LAYERS: tuple[tuple[str, float], ...] = (
 # Parts that decide or translate import in milliseconds, without torch.
 TORCH_FREE = (
     "errors", "version", "settings", "messages", "hardware.*", "metrics", "quantiles", "models.config", "weights.checkpoint",
-    "weights.recipes", "engine.sequence", "engine.slots", "engine.scheduler", "engine.pace", "engine.batch", "text.*", "generation",
-    "service", "admission", "answer", "reading", "api.*", "report", "arguments", "packing", "main", "cli",
+    "weights.recipes", "engine.sequence", "engine.slots", "engine.scheduler", "engine.pace", "engine.standing", "engine.batch",
+    "text.*", "generation", "service", "admission", "waiting", "answer", "reading", "api.*", "report", "arguments", "packing", "main",
+    "cli",
 )  # fmt: skip
 
 # A library and the only places that may import it.

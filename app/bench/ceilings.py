@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import statistics
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 
+from app.bench.stats import Figure, percentile
 from app.kernels.ceilings import ProductCeiling, ReadCeiling
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int8)  # int8 by int8, summed in int32
@@ -23,6 +25,46 @@ class Ceilings:
 def between(before: Ceilings, after: Ceilings) -> Ceilings:
     """The ceilings while the work ran: the mean of both sides. (The larger would count a shared machine's drift against the work.)"""
     return Ceilings((before.read + after.read) / 2, (before.product + after.product) / 2)
+
+
+@dataclass(slots=True)
+class Samples:
+    """Of one piece of work that reads `num_bytes` and takes `operations` each time: seconds, and each round's share of the two ceilings."""
+
+    num_bytes: float
+    operations: float
+    seconds: list[float] = field(default_factory=list)
+    read_shares: list[float] = field(default_factory=list)
+    product_shares: list[float] = field(default_factory=list)
+
+    def hold(self, seconds: list[float], ceilings: Ceilings) -> None:
+        """One round's samples, against the ceilings that stood on both sides of it."""
+        middle = statistics.median(seconds)
+        self.seconds += seconds
+        self.read_shares.append(self.num_bytes / middle / ceilings.read)
+        self.product_shares.append(self.operations / middle / ceilings.product)
+
+    @property
+    def middle(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def p99(self) -> float:
+        return percentile(self.seconds, 0.99)
+
+    @property
+    def read_share(self) -> float:
+        return statistics.median(self.read_shares)
+
+    @property
+    def product_share(self) -> float:
+        return statistics.median(self.product_shares)
+
+    @property
+    def bound(self) -> tuple[str, float]:
+        """The ceiling that is nearer, and how near."""
+        read, product = self.read_share, self.product_share
+        return ("memory read", read) if read >= product else ("product rate", product)
 
 
 class Machine:
@@ -45,6 +87,15 @@ class Machine:
         """For people's information: the engine does not multiply in these."""
         for kind in self._multiplying.keys() - {self._dtype}:
             self.products[kind].append(self._multiplying[kind].sample())
+
+    def figures(self) -> Iterator[Figure]:
+        """Medians of what was sampled."""
+        if self.reads:
+            yield Figure("memory read", statistics.median(self.reads) / 1e9, "GB/s")
+        for dtype, rates in self.products.items():
+            if rates:
+                unit = "GOP/s" if dtype == torch.int8 else "GFLOP/s"
+                yield Figure(f"products, {str(dtype).removeprefix('torch.')}", statistics.median(rates) / 1e9, unit)
 
     def close(self) -> None:
         self._reading.close()

@@ -15,6 +15,7 @@ from rich.table import Table
 from app.bench.stats import Figure, Outcome
 
 WIDTH = 140
+PERCENTILES = ("p90", "p95")  # which stand between p50 and p99
 Advance = Callable[[str], None]  # one unit of work is done; the text says what comes next
 
 
@@ -32,6 +33,8 @@ def show(outcome: Outcome, json_path: Path | None) -> int:
     """Prints everything, writes the file that was asked for, and answers the exit status: 1 for a failed measurement, 130 after Ctrl-C."""
     console = _console()
     console.print(table(outcome))
+    for note in outcome.notes:
+        console.print(note, markup=False, highlight=False)
     for mistake in outcome.mistakes:
         console.print(mistake, style="bold red", markup=False, highlight=False)
     if not outcome.complete:
@@ -46,21 +49,38 @@ def show(outcome: Outcome, json_path: Path | None) -> int:
 
 
 def table(outcome: Outcome) -> Table:
-    """One row a figure."""
-    made = Table(title=f"armature bench {outcome.bench}: {outcome.subject}", title_justify="left")
-    for name in ("", "p50", "p99", "unit", "ratio", "target", "against"):
-        made.add_column(name, no_wrap=name == "", justify="right" if name in ("p50", "p99", "ratio", "target") else "left")
-    for figure in outcome.figures:
-        made.add_row(
-            figure.name,
-            number(figure.value),
-            "" if figure.p99 is None else number(figure.p99),
-            figure.unit,
-            "" if figure.ratio is None else f"{figure.ratio:.3f}",
-            _target(figure),
-            figure.against,
-        )
+    """One row a figure; a column where any figure has something to say in it."""
+    rows = [_cells(figure) for figure in outcome.figures]
+    parts = dict.fromkeys(name for figure in outcome.figures for name in figure.parts)
+    percentiles, others = [name for name in parts if name in PERCENTILES], [name for name in parts if name not in PERCENTILES]
+    names = ("", "p50", *percentiles, "p99", "unit", *others, "ratio", "target", "against")
+    used = [name for name in names if any(row.get(name) for row in rows)]
+    made = Table(
+        title=f"armature bench {outcome.bench}: {outcome.subject}",
+        title_justify="left",
+        box=None,
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
+    )
+    for name in used:
+        made.add_column(name, no_wrap=True, justify="left" if name in ("", "unit", "against") else "right")
+    for row in rows:
+        made.add_row(*(row.get(name, "") for name in used))
     return made
+
+
+def _cells(figure: Figure) -> dict[str, str]:
+    """By column."""
+    return {
+        "": figure.name,
+        "p50": number(figure.value),
+        **{name: number(value) for name, value in figure.parts.items()},
+        "p99": "" if figure.p99 is None else number(figure.p99),
+        "unit": figure.unit,
+        "ratio": "" if figure.ratio is None else f"{figure.ratio:.3f}",
+        "target": _target(figure),
+        "against": figure.against,
+    }
 
 
 def _console() -> Console:

@@ -11,23 +11,33 @@ from app.engine.decoder import DecoderEngine
 from app.messages import Abort, Generate, RequestFailed, SamplingParams
 
 PROMPT_TOKENS = 128
+SITTING_STEPS = 100  # with longer ones the growing context would be measured rather than the steps
 SMALLEST_CHUNK = 8  # tokens of prefill that a step carries at the least, as engine/pace.py has it
 MAX_STEPS = 10_000  # until all sequences of a workload decode together
 
 
 class Driver:
-    """Prompts never repeat, so nothing is found in the KV cache."""
+    """Prompts never repeat, so nothing is found in the KV cache. Of many steps, each `sitting_steps` begin with new sequences."""
 
-    def __init__(self, engine: DecoderEngine, deck: Deck) -> None:
+    def __init__(self, engine: DecoderEngine, deck: Deck, max_model_len: int) -> None:
         self._engine = engine
         self._deck = deck
+        self._max_tokens = max_model_len - PROMPT_TOKENS
         self._names = count()
+        self.sitting_steps = min(SITTING_STEPS, max(1, self._max_tokens // 2))
 
     def decode(self, rows: int, steps: int) -> list[float]:
         """Seconds of each of `steps` steps that decode `rows` sequences and do nothing else."""
+        seconds: list[float] = []
+        while len(seconds) < steps:
+            seconds += self._sitting(rows, min(self.sitting_steps, steps - len(seconds)))
+        return seconds
+
+    def _sitting(self, rows: int, steps: int) -> list[float]:
         # Prompts come in chunks beside the decodes of those that were quicker, which must not end before the last has come.
         waiting = rows * PROMPT_TOKENS // SMALLEST_CHUNK
-        names = [self._add(PROMPT_TOKENS, max_tokens=steps + 2 * waiting) for _ in range(rows)]
+        max_tokens = min(steps + 2 * waiting, self._max_tokens)
+        names = [self._add(PROMPT_TOKENS, max_tokens) for _ in range(rows)]
         self._until_decoding(rows)
         seconds: list[float] = []
         while len(seconds) < steps:

@@ -5,149 +5,151 @@ Ceilings and work take turns in one run: a machine that others share is never tw
 
 from __future__ import annotations
 
-import statistics
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import torch
 
-from app.bench.ceilings import Ceilings, Machine, between
+from app.bench.ceilings import Machine, Samples, between
 from app.bench.console import Advance, progress
-from app.bench.driver import Driver
-from app.bench.stats import Figure, Outcome, percentile
+from app.bench.driver import PROMPT_TOKENS, Driver
+from app.bench.floors import Weights, weights_of
+from app.bench.stats import Figure, Outcome
 from app.bench.workload import Deck
 from app.engine.build import build_engine
+from app.hardware.decision import Decision
 from app.hardware.facts import Facts
 from app.hardware.plan import ServingPlan
-from app.kernels.hybrid import HybridLinear
-from app.kernels.linear import Linear, LinearForm
 from app.weights.checkpoint import Checkpoint
 
-PREFILL_TOKENS = 512
-DECODE_ROWS = (1, 8, 16)
+DECODE_ROWS = (1, 2, 4, 8, 16, 32)
+PROMPTS = (128, 512, 2048)
 STEPS_PER_ROUND = 20
-PREFILLS_PER_ROUND = 3
-PREFILL = "prefill"
+TOKENS_PER_ROUND = 1536  # of prefill: several short prompts, one long one
 INTEGERS = ("int8", "int4")  # precisions whose products are of integers
-UNITS_PER_ROUND = len(DECODE_ROWS) + 1  # of progress
-TARGETS = {"decode ×1": 0.90, PREFILL: 0.75}  # of the read bandwidth, of the product rate
+TARGETS = {"decode ×1": 0.90, "prefill 512": 0.75}  # of the read bandwidth, of the product rate
+STEADY_STEPS = 1000  # so many tell how steady steps are
+JITTER_TARGET = 1.5  # p99 over p50
+OUTLIERS_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
-    """What one step must read and multiply: bytes of all products' weights, and multiply-adds (times two) a token and a row of logits."""
+class Asked:
+    """How often, and of what: where rows or prompts are named, only they are measured. `steps`: of a load, in all rounds together."""
 
-    num_bytes: int
-    operations_per_token: float
-    operations_per_logit_row: float
-    cache_bytes: int = 0  # the machine's largest cache
+    rounds: int
+    rows: Sequence[int] = ()
+    prompts: Sequence[int] = ()
+    steps: int | None = None
 
-    def floor_seconds(self, tokens: int, logit_rows: int, ceilings: Ceilings) -> tuple[float, float]:
-        """The least time to read the weights once, and to multiply with them. What may stay in a cache is read in no time."""
-        operations = tokens * self.operations_per_token + logit_rows * self.operations_per_logit_row
-        read_bytes = self.num_bytes if self.num_bytes > 2 * self.cache_bytes else 0
-        return read_bytes / ceilings.read, operations / ceilings.product
+    @property
+    def steps_per_round(self) -> int:
+        return STEPS_PER_ROUND if self.steps is None else math.ceil(self.steps / self.rounds)
+
+    def loads(self, plan: ServingPlan) -> list[Load]:
+        """All that the plan can serve, unless some are named."""
+        if self.rows or self.prompts:
+            return [*(Load(rows, rows) for rows in self.rows), *(Load(tokens, 1, prompt=True) for tokens in self.prompts)]
+        rows = [rows for rows in DECODE_ROWS if rows <= plan.max_running_seqs.value]
+        prompts = [tokens for tokens in PROMPTS if tokens < plan.max_model_len.value]
+        return Asked(self.rounds, rows, prompts).loads(plan)
 
 
-@dataclass(slots=True)
-class Samples:
-    """Of one workload: seconds of each step (of each prompt for prefill), and each round's share of the two ceilings."""
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Sequences that decode together, or one prompt; how many tokens a step (a prompt) has, and rows of logits."""
 
     tokens: int
     logit_rows: int
-    seconds: list[float] = field(default_factory=list)
-    read_shares: list[float] = field(default_factory=list)
-    product_shares: list[float] = field(default_factory=list)
+    prompt: bool = False
 
-    def hold(self, seconds: list[float], weights: Weights, ceilings: Ceilings) -> None:
-        """One round's samples, against the ceilings that stood on both sides of it."""
-        self.seconds += seconds
-        read, product = weights.floor_seconds(self.tokens, self.logit_rows, ceilings)
-        self.read_shares.append(read / statistics.median(seconds))
-        self.product_shares.append(product / statistics.median(seconds))
+    @property
+    def name(self) -> str:
+        return f"prefill {self.tokens}" if self.prompt else f"decode ×{self.tokens}"
 
 
-Workloads = dict[str, Samples]
+Measured = dict[Load, Samples]
 
 
-def weights_of(model: torch.nn.Module, vocab_size: int, facts: Facts) -> Weights:
-    """Counted from the layers themselves, as they are held."""
-    layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
-    output = [layer for layer in layers if layer.out_features == vocab_size]
-    inner = [layer for layer in layers if layer.out_features != vocab_size]
-    return Weights(
-        num_bytes=sum({id(layer.form): _read_bytes(layer.form) for layer in layers}.values()),
-        operations_per_token=2.0 * sum(layer.in_features * layer.out_features for layer in inner),
-        operations_per_logit_row=2.0 * sum(layer.in_features * layer.out_features for layer in output),
-        cache_bytes=max((cache.size_bytes for cache in facts.caches), default=0),
-    )
-
-
-def _read_bytes(form: LinearForm) -> int:
-    """What the product of a few rows reads: of a weight that is held in two forms, one."""
-    return form.few.nbytes if isinstance(form, HybridLinear) else form.nbytes
-
-
-def measure(checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, rounds: int) -> Outcome:
-    """Builds the engine as serving does and measures it on this thread."""
-    workloads = {f"decode ×{rows}": Samples(rows, rows) for rows in DECODE_ROWS} | {PREFILL: Samples(PREFILL_TOKENS, 1)}
-    with progress(rounds * UNITS_PER_ROUND + 1, "loading") as advance:
+def measure(checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, asked: Asked) -> Outcome:
+    """Builds the engine as serving does, but without guesses of what comes next, and measures it on this thread."""
+    plan = replace(plan, speculation=Decision(False, "Steps of one token a sequence are timed."))
+    loads = asked.loads(plan)
+    with progress(asked.rounds * len(loads) + 1, "loading") as advance:
         started = time.perf_counter()
         built = build_engine(checkpoint, plan, (), lambda stage: None)
         load_seconds = time.perf_counter() - started
         advance("ceilings")
         machine = Machine(plan.threads.value, torch.int8 if plan.precision.value in INTEGERS else built.backend.dtype)
-        driver = Driver(built.engine, Deck(range(2, checkpoint.model_config.vocab_size)))
+        driver = Driver(built.engine, Deck(range(2, checkpoint.model_config.vocab_size)), plan.max_model_len.value)
         weights = weights_of(built.model, checkpoint.model_config.vocab_size, facts)
+        measured = {load: Samples(weights.read_bytes, weights.operations(load.tokens, load.logit_rows)) for load in loads}
         with closing(machine), torch.inference_mode():
-            complete = _rounds(rounds, driver, weights, workloads, machine, advance)
+            complete = _rounds(asked, driver, measured, machine, advance)
+    taken = {load: samples for load, samples in measured.items() if samples.seconds}
+    kv_bytes = built.kv_cache.bytes_per_token * (PROMPT_TOKENS + min(asked.steps_per_round, driver.sitting_steps) / 2)
     details = {"machine": facts.to_json(), "plan": plan.to_json(), "torch": torch.__version__, "load_seconds": load_seconds}
+    steps = {load.name: [round(seconds, 7) for seconds in samples.seconds] for load, samples in taken.items()}
     subject = f"{checkpoint.name}, {plan.precision.value}, {plan.threads.value} threads"
-    return Outcome("engine", subject, tuple(_figures(machine, workloads)), details, complete)
+    figures = (*machine.figures(), *(figure for load in taken for figure in _held(load, taken[load], weights, kv_bytes)))
+    notes = tuple(note for load, samples in taken.items() for note in _outliers(load, samples))
+    return Outcome("engine", subject, figures, details | {"step_seconds": steps}, complete, notes)
 
 
-def _rounds(rounds: int, driver: Driver, weights: Weights, workloads: Workloads, machine: Machine, advance: Advance) -> bool:
-    """Rounds of every workload between two samples of the ceilings. Ctrl-C keeps what is measured, and answers False."""
+def _rounds(asked: Asked, driver: Driver, measured: Measured, machine: Machine, advance: Advance) -> bool:
+    """Rounds of every load, and a sample of the ceilings between any two. Ctrl-C keeps what is measured, and answers False."""
     try:
-        for _ in range(rounds):
-            machine.sample_other_dtypes()
-            for name, samples in workloads.items():
-                before = machine.sample()
-                seconds = _work(driver, name, samples)
+        machine.sample_other_dtypes()
+        for _ in range(asked.rounds):
+            before = machine.sample()
+            for load, samples in measured.items():
+                seconds = _work(driver, load, asked.steps_per_round)
                 after = machine.sample()
-                samples.hold(seconds, weights, between(before, after))
-                advance(name)
+                samples.hold(seconds, between(before, after))
+                before = after
+                advance(load.name)
     except KeyboardInterrupt:
         return False
     return True
 
 
-def _work(driver: Driver, name: str, samples: Samples) -> list[float]:
-    if name == PREFILL:
-        return [driver.prefill(samples.tokens) for _ in range(PREFILLS_PER_ROUND)]
-    return driver.decode(samples.tokens, STEPS_PER_ROUND)
+def _work(driver: Driver, load: Load, steps: int) -> list[float]:
+    if load.prompt:
+        return [driver.prefill(load.tokens) for _ in range(max(1, TOKENS_PER_ROUND // load.tokens))]
+    return driver.decode(load.tokens, steps)
 
 
-def _figures(machine: Machine, workloads: Workloads) -> Iterator[Figure]:
-    """The ceilings first."""
-    if machine.reads:
-        yield Figure("memory read", statistics.median(machine.reads) / 1e9, "GB/s")
-    for dtype, rates in machine.products.items():
-        if rates:
-            unit = "GOP/s" if dtype == torch.int8 else "GFLOP/s"
-            yield Figure(f"products, {str(dtype).removeprefix('torch.')}", statistics.median(rates) / 1e9, unit)
-    for name, samples in workloads.items():
-        if samples.seconds:
-            yield from _held(name, samples)
+def _held(load: Load, samples: Samples, weights: Weights, kv_bytes: float) -> Iterator[Figure]:
+    """A load's row; `kv_bytes` are a sequence's keys and values in the middle of its run."""
+    bound, share = samples.bound
+    parts = {"tok/s": load.tokens / samples.middle, "of read": samples.read_share}
+    if not load.prompt and weights.read_bytes:
+        parts["with KV"] = samples.read_share * (1 + load.tokens * kv_bytes / weights.read_bytes)
+        parts["MB/token"] = weights.read_bytes / load.tokens / 1e6
+    parts["of products"] = samples.product_share
+    yield Figure(
+        load.name,
+        samples.middle * 1e3,
+        "ms",
+        p99=samples.p99 * 1e3,
+        ratio=share,
+        against=bound,
+        target=TARGETS.get(load.name),
+        is_share=True,
+        parts=parts,
+    )
+    if not load.prompt and len(samples.seconds) >= STEADY_STEPS:
+        yield Figure(f"{load.name}, p99/p50", samples.p99 / samples.middle, "times", target=JITTER_TARGET, at_most=True)
 
 
-def _held(name: str, samples: Samples) -> Iterator[Figure]:
-    middle = statistics.median(samples.seconds)
-    what, unit = (f"prefill {samples.tokens}", "prompt") if name == PREFILL else (name, "step")
-    read, product = statistics.median(samples.read_shares), statistics.median(samples.product_shares)
-    bound, share = ("memory read", read) if read >= product else ("product rate", product)
-    yield Figure(f"{what}, one {unit}", middle * 1e3, "ms", p99=percentile(samples.seconds, 0.99) * 1e3)
-    target = TARGETS.get(name)
-    yield Figure(what, samples.tokens / middle, "tok/s", ratio=share, against=bound, target=target, is_share=True)
+def _outliers(load: Load, samples: Samples) -> Iterator[str]:
+    """Steps that took far longer than others, the slowest first: by their number, so that a rhythm can be seen."""
+    limit = JITTER_TARGET * samples.middle
+    slow = sorted((-seconds, index) for index, seconds in enumerate(samples.seconds) if seconds > limit)
+    if slow and not load.prompt and len(samples.seconds) >= STEADY_STEPS:
+        listed = ", ".join(f"#{index} {-seconds * 1e3:.1f} ms" for seconds, index in slow[:OUTLIERS_SHOWN])
+        more = " …" if len(slow) > OUTLIERS_SHOWN else ""
+        yield f"{load.name}: {len(slow)} of {len(samples.seconds):,} steps took over {JITTER_TARGET:g} times the median: {listed}{more}"

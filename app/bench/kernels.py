@@ -6,18 +6,16 @@ Weights rotate beyond every cache, as a model's layers do, and ceilings are samp
 from __future__ import annotations
 
 import ctypes
-import statistics
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
 
 import torch
 
 from app.bench.attending import KV_TOKENS, SEQUENCES, Attending
-from app.bench.ceilings import Ceilings, Machine, between
+from app.bench.ceilings import Machine, Samples, between
 from app.bench.console import Advance, progress
-from app.bench.stats import Figure, Outcome, percentile
+from app.bench.stats import Figure, Outcome
 from app.hardware.facts import Facts
 from app.hardware.plan import ServingPlan
 from app.kernels.activations import quantise
@@ -34,27 +32,6 @@ PASSES = {1: 8, 2: 8, 4: 8, 8: 8, 16: 6, 32: 4, 64: 6, 128: 4, 512: 2}  # a roun
 MANY_ROWS = 64  # from here on a pass goes over a few weights only: memory is not the cost
 
 
-@dataclass(slots=True)
-class Timed:
-    """One form, shape and number of rows: seconds of every call, and each round's share of the two ceilings."""
-
-    operations: float
-    num_bytes: float
-    seconds: list[float] = field(default_factory=list)
-    read_shares: list[float] = field(default_factory=list)
-    product_shares: list[float] = field(default_factory=list)
-
-    def hold(self, seconds: list[float], ceilings: Ceilings) -> None:
-        middle = statistics.median(seconds)
-        self.seconds += seconds
-        self.read_shares.append(self.num_bytes / middle / ceilings.read)
-        self.product_shares.append(self.operations / middle / ceilings.product)
-
-    @property
-    def middle(self) -> float:
-        return statistics.median(self.seconds)
-
-
 Name = tuple[str, tuple[int, int], int]  # form, shape, rows
 ATTENTION: Name = ("attention", (SEQUENCES, KV_TOKENS), 1)
 
@@ -64,7 +41,7 @@ def measure(plan: ServingPlan, facts: Facts, rounds: int) -> Outcome:
     torch.set_num_threads(plan.threads.value)
     if not has(Code.LINEAR_INT):
         return Outcome("kernels", native().reason, (), {"machine": facts.to_json()})
-    timed: dict[Name, Timed] = {}
+    timed: dict[Name, Samples] = {}
     machine = Machine(plan.threads.value, torch.int8, (torch.int8,))
     with (
         progress(rounds * (len(FORMS) * len(SHAPES) + Attending.here()) + 1, "packing") as advance,
@@ -74,7 +51,7 @@ def measure(plan: ServingPlan, facts: Facts, rounds: int) -> Outcome:
         weights = {(name, shape): _copies(packing, shape) for name, packing in FORMS.items() for shape in SHAPES}
         advance("measuring")
         complete = _rounds(rounds, machine, weights, timed, advance)
-    figures = (*_ceilings(machine), *_figures(timed))
+    figures = (*machine.figures(), *_figures(timed))
     details = {"machine": facts.to_json(), "level": native().level, "torch": torch.__version__, "threads": plan.threads.value}
     return Outcome("kernels", f"{native().level}, {plan.threads.value} threads", figures, details, complete)
 
@@ -93,7 +70,7 @@ def _rounds(
     rounds: int,
     machine: Machine,
     weights: dict[tuple[str, tuple[int, int]], list[IntPanels]],
-    timed: dict[Name, Timed],
+    timed: dict[Name, Samples],
     advance: Advance,
 ) -> bool:
     """Ctrl-C keeps what is measured, and answers False."""
@@ -110,15 +87,15 @@ def _rounds(
             if attention is not None:
                 before = machine.sample()
                 seconds = attention.time()
-                timed.setdefault(ATTENTION, Timed(0.0, attention.num_bytes)).hold(seconds, between(before, machine.sample()))
+                timed.setdefault(ATTENTION, Samples(attention.num_bytes, 0.0)).hold(seconds, between(before, machine.sample()))
                 advance("attention")
     except KeyboardInterrupt:
         return False
     return True
 
 
-def _empty(form: IntPanels, rows: int) -> Timed:
-    return Timed(2.0 * rows * form.outputs * form.inputs, float(form.nbytes))
+def _empty(form: IntPanels, rows: int) -> Samples:
+    return Samples(float(form.nbytes), 2.0 * rows * form.outputs * form.inputs)
 
 
 def _time(copies: list[IntPanels], rows: int) -> list[float]:
@@ -139,27 +116,18 @@ def _time(copies: list[IntPanels], rows: int) -> list[float]:
     return seconds
 
 
-def _ceilings(machine: Machine) -> Iterator[Figure]:
-    if machine.reads:
-        yield Figure("memory read", statistics.median(machine.reads) / 1e9, "GB/s")
-    if machine.products[torch.int8]:
-        yield Figure("products, int8", statistics.median(machine.products[torch.int8]) / 1e9, "GOP/s")
-
-
-def _figures(timed: dict[Name, Timed]) -> Iterator[Figure]:
+def _figures(timed: dict[Name, Samples]) -> Iterator[Figure]:
     for (name, shape, rows), one in timed.items():
         if (name, shape, rows) == ATTENTION:
-            label, share = f"decode attention, {SEQUENCES} × {KV_TOKENS} tokens", statistics.median(one.read_shares)
+            label, share = f"decode attention, {SEQUENCES} × {KV_TOKENS} tokens", one.read_share
             yield Figure(label, one.middle * 1e6, "us", ratio=share, against="memory read", target=0.8, is_share=True)
             continue
         label = f"{name} {shape[0]}×{shape[1]}, {rows} row{'s' if rows > 1 else ''}"
-        read, product = statistics.median(one.read_shares), statistics.median(one.product_shares)
-        bound, share = ("memory read", read) if read >= product else ("int8 products", product)
+        bound, share = one.bound
         target = {1: 0.9, 4: 0.8}.get(rows) if name == "int4" else None
         if name == "int4" and rows == ROWS[-1]:
-            bound, share, target = "int8 products", product, 0.75
-        p99 = percentile(one.seconds, 0.99) * 1e6
-        yield Figure(label, one.middle * 1e6, "us", p99=p99, ratio=share, against=bound, target=target, is_share=True)
+            bound, share, target = "product rate", one.product_share, 0.75
+        yield Figure(label, one.middle * 1e6, "us", p99=one.p99 * 1e6, ratio=share, against=bound, target=target, is_share=True)
         if name == "int4" and rows == 8:
             alone = timed[(name, shape, 1)].middle
             yield Figure(f"{label}, over 1 row", one.middle / alone, "times", target=1.6, at_most=True)

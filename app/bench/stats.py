@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +44,7 @@ def spread(samples: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number for people, `ratio` where it is held against something: `against` says what.
+    """One number for people, `ratio` where it is held against something: `against` says what. `parts`: further numbers, a column each.
 
     `target` bounds the ratio where there is one, or else the value: from below unless `at_most`.
     `is_share` ratios are parts of a ceiling that cannot be passed: outside 0 to 1, something was measured wrongly.
@@ -59,6 +59,7 @@ class Figure:
     target: float | None = None
     at_most: bool = False
     is_share: bool = False
+    parts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def met(self) -> bool | None:
@@ -78,13 +79,14 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Everything that one bench command found. `complete` is false where it was interrupted."""
+    """Everything that one bench command found. `complete` is false where it was interrupted; `notes` are sentences below the table."""
 
     bench: str
     subject: str
     figures: tuple[Figure, ...]
     details: dict[str, Any] = field(default_factory=dict)
     complete: bool = True
+    notes: tuple[str, ...] = ()
 
     @property
     def mistakes(self) -> list[str]:
@@ -97,6 +99,7 @@ class Outcome:
             "subject": self.subject,
             "complete": self.complete,
             "mistakes": self.mistakes,
+            "notes": list(self.notes),
             "figures": figures,
             "details": self.details,
         }

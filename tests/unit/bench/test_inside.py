@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from rich.console import Console
 
 from app.bench import inside
-from app.bench.ceilings import Ceilings, Machine
+from app.bench.ceilings import Ceilings, Machine, Samples
+from app.bench.console import table
 from app.bench.driver import Driver
-from app.bench.inside import Samples, Weights, measure, weights_of
+from app.bench.floors import Weights, weights_of
+from app.bench.inside import Asked, Load, measure
 from app.bench.stats import Figure, MeasurementFailed, Outcome
 from app.bench.workload import Deck
 from app.engine.build import BuiltEngine, build_engine
@@ -66,28 +69,61 @@ def figures_of(outcome: Outcome) -> dict[str, Figure]:
     return {figure.name: figure for figure in outcome.figures}
 
 
-def test_every_workload_and_both_ceilings_are_measured(prepared: Prepared) -> None:
-    outcome = measure(prepared.checkpoint, prepared.plan, FACTS, rounds=2)
+def run(prepared: Prepared, asked: Asked) -> Outcome:
+    return measure(prepared.checkpoint, prepared.plan, FACTS, asked)
+
+
+def test_every_load_that_the_plan_can_serve_and_both_ceilings_are_measured(prepared: Prepared) -> None:
+    outcome = run(prepared, Asked(rounds=2))
     figures = figures_of(outcome)
     assert outcome.complete
     assert {"memory read", "products, float32", "products, bfloat16"} < figures.keys()
-    for name in ("decode ×1", "decode ×8", "decode ×16", "prefill 512"):
+    loads = [name for name in figures if name.startswith(("decode", "prefill"))]
+    assert loads == ["decode ×1", "decode ×2", "decode ×4", "decode ×8", "decode ×16", "prefill 128", "prefill 512"]
+    for name in loads:
         assert 0.0 < (figures[name].ratio or 0.0) <= 1.0, name
+        assert figures[name].parts["tok/s"] == pytest.approx(int(name.split()[1].strip("×")) / figures[name].value * 1e3)
     assert figures["decode ×1"].target == 0.9
     assert figures["prefill 512"].target == 0.75
     assert outcome.details["plan"]["threads"]["value"] == 1
+    assert {name: len(steps) for name, steps in outcome.details["step_seconds"].items() if "×" in name} == {
+        f"decode ×{rows}": 6 for rows in (1, 2, 4, 8, 16)
+    }
+
+
+def test_what_is_named_is_measured_and_nothing_else(prepared: Prepared) -> None:
+    outcome = run(prepared, Asked(rounds=2, rows=(3,), prompts=(40,), steps=5))
+    assert [name for name in figures_of(outcome) if name.startswith(("decode", "prefill"))] == ["decode ×3", "prefill 40"]
+    assert len(outcome.details["step_seconds"]["decode ×3"]) == 6
+
+
+def test_many_steps_tell_how_steady_they_are(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([0.010] * 400 + [0.030] * 6 + [0.010] * 594)
+    monkeypatch.setattr(inside, "_work", lambda driver, load, steps: [next(seconds) for _ in range(steps)])
+    outcome = run(prepared, Asked(rounds=1, rows=(8,), steps=1000))
+    steady = figures_of(outcome)["decode ×8, p99/p50"]
+    assert (steady.value, steady.met) == (pytest.approx(1.0), True)
+    assert outcome.notes[0].startswith("decode ×8: 6 of 1,000 steps took over 1.5 times the median: #400 30.0 ms, #401")
+
+
+def test_the_table_fits_a_terminal(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inside, "_work", lambda driver, load, steps: [1.2345] * steps)
+    monkeypatch.setattr(Weights, "read_bytes", 10**9)
+    outcome = run(prepared, Asked(rounds=1, rows=(16,), prompts=(512,), steps=1000))
+    assert "with KV" in outcome.figures[-3].parts
+    assert Console(width=1000).measure(table(outcome)).maximum <= 120
 
 
 def test_ctrl_c_keeps_what_was_measured(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     work = inside._work
 
-    def interrupted(driver: Driver, name: str, samples: Samples) -> list[float]:
-        if name == "decode ×8":
+    def interrupted(driver: Driver, load: Load, steps: int) -> list[float]:
+        if load.name == "decode ×8":
             raise KeyboardInterrupt
-        return work(driver, name, samples)
+        return work(driver, load, steps)
 
     monkeypatch.setattr(inside, "_work", interrupted)
-    outcome = measure(prepared.checkpoint, prepared.plan, FACTS, rounds=2)
+    outcome = run(prepared, Asked(rounds=2))
     assert not outcome.complete
     assert "decode ×1" in figures_of(outcome)
     assert "decode ×8" not in figures_of(outcome)
@@ -103,23 +139,31 @@ def test_weights_are_counted_as_they_are_held(built: BuiltEngine) -> None:
 
 
 def test_weights_that_fit_a_cache_are_not_held_against_memory() -> None:
-    rates = Ceilings(read=1e9, product=1e9)
-    assert Weights(1000, 1.0, 1.0, cache_bytes=100).floor_seconds(1, 1, rates)[0] == 1e-6
-    assert Weights(1000, 1.0, 1.0, cache_bytes=500).floor_seconds(1, 1, rates)[0] == 0.0
+    assert Weights(1000, 1.0, 1.0, cache_bytes=100).read_bytes == 1000
+    assert Weights(1000, 1.0, 1.0, cache_bytes=500).read_bytes == 0
     cached = Facts("linux", "x86_64", Cpu("", ""), (Core((0,)),), 1, 1, (0,), caches=(Cache(3, "unified", 77, 1),))
     assert weights_of(torch.nn.Module(), 320, cached).cache_bytes == 77
 
 
 def test_a_step_quicker_than_the_ceiling_is_a_failed_measurement() -> None:
-    samples = Samples(tokens=1, logit_rows=1)
-    samples.hold([0.5], Weights(int(1e9), 1.0, 1.0), Ceilings(read=1e9, product=1e12))
+    weights = Weights(int(1e9), 1.0, 1.0)
+    samples = Samples(weights.read_bytes, weights.operations(1, 1))
+    samples.hold([0.5], Ceilings(read=1e9, product=1e12))
     assert samples.read_shares == [2.0]
-    mistaken = next(figure for figure in inside._held("decode ×1", samples) if figure.is_share)
+    mistaken = next(iter(inside._held(Load(1, 1), samples, weights, 0.0)))
     assert mistaken.mistake is not None
 
 
+def test_keys_and_values_are_read_too() -> None:
+    weights = Weights(int(1e9), 1.0, 1.0)
+    samples = Samples(weights.read_bytes, weights.operations(8, 8))
+    samples.hold([2.0], Ceilings(read=1e9, product=1e12))
+    parts = next(iter(inside._held(Load(8, 8), samples, weights, kv_bytes=1e8))).parts
+    assert (parts["of read"], parts["with KV"], parts["MB/token"]) == (0.5, pytest.approx(0.9), 125.0)
+
+
 def test_a_decode_step_decodes_every_row_and_prefills_nothing(built: BuiltEngine) -> None:
-    driver = Driver(built.engine, Deck(range(2, 320)))
+    driver = Driver(built.engine, Deck(range(2, 320)), 1024)
     assert len(driver.decode(8, steps=4)) == 4
     stats = built.engine.stats
     assert stats is not None
@@ -127,8 +171,15 @@ def test_a_decode_step_decodes_every_row_and_prefills_nothing(built: BuiltEngine
     assert not built.engine.has_work
 
 
+def test_many_steps_are_made_in_sittings_of_equal_context(built: BuiltEngine) -> None:
+    driver = Driver(built.engine, Deck(range(2, 320)), 1024)
+    driver.sitting_steps = 3
+    assert len(driver.decode(2, steps=8)) == 8
+    assert next(driver._names) == 6, "three sittings of two sequences"
+
+
 def test_a_prefill_computes_every_token(built: BuiltEngine) -> None:
-    driver = Driver(built.engine, Deck(range(2, 320)))
+    driver = Driver(built.engine, Deck(range(2, 320)), 1024)
     assert driver.prefill(300) > 0.0
     assert driver.prefill(300) > 0.0
     stats = built.engine.stats
@@ -138,12 +189,12 @@ def test_a_prefill_computes_every_token(built: BuiltEngine) -> None:
 
 def test_what_cannot_be_added_says_why(built: BuiltEngine) -> None:
     with pytest.raises(MeasurementFailed, match="context"):
-        Driver(built.engine, Deck(range(2, 320))).prefill(5000)
+        Driver(built.engine, Deck(range(2, 320)), 1024).prefill(5000)
 
 
 def test_more_rows_than_the_plan_runs_are_noticed(built: BuiltEngine) -> None:
     with pytest.raises(MeasurementFailed, match="never decoded together"):
-        Driver(built.engine, Deck(range(2, 320))).decode(17, steps=1)
+        Driver(built.engine, Deck(range(2, 320)), 1024).decode(17, steps=1)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
