@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from app.errors import PlanImpossible
 from app.hardware.decision import Decision, count, gib
 from app.hardware.facts import Facts
-from app.hardware.precision import LEAST_BATCH_TOKENS
-from app.hardware.room import MIN_TOKENS, Demand, Room, room, useful_kv_bytes
+from app.hardware.room import LEAST_BATCH_TOKENS, MIN_TOKENS, Demand, Room, room, useful_kv_bytes
 from app.hardware.trials import Timing, rate
 from app.settings import Settings
 
@@ -83,6 +82,8 @@ def _measured_chunk(timing: Timing | None, running: int) -> Decision[int] | None
     rates = {size: timing.prefill_rate(size) for size in sorted(sizes)}
     best = max(rates, key=lambda size: rates[size])
     found = next(size for size, each in rates.items() if each >= _NEARLY_BEST * rates[best])
+    if found == max(sizes) < _BATCH_TOKENS:
+        return None  # still rising where measuring ended
     if found == best:
         return Decision(found, f"Measured: prompts are quickest in steps of {found} tokens, {rate(rates[found])} tokens/s.")
     return Decision(

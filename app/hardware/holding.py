@@ -8,8 +8,8 @@ from app.hardware import int8_copy, numerics, precision
 from app.hardware.capacity import chunk
 from app.hardware.decision import Decision, Dtype
 from app.hardware.int8_copy import Copy
-from app.hardware.precision import LEAST_BATCH_TOKENS, Candidates
-from app.hardware.room import Demand, Room, room, useful_kv_bytes
+from app.hardware.precision import Candidates
+from app.hardware.room import LEAST_BATCH_TOKENS, Demand, Room, least_room, room, useful_kv_bytes
 from app.hardware.trials import Trials
 
 
@@ -38,7 +38,7 @@ def _short(candidates: Candidates, wide: Demand) -> Room | None:
     """What is left for keys and values as wide as activations, where that is less than is useful and nobody asked for an amount."""
     if wide.needs is None or candidates.settings.kv_cache_bytes != "auto":
         return None
-    left = room(candidates.facts, wide, LEAST_BATCH_TOKENS, LEAST_BATCH_TOKENS)
+    left = least_room(candidates.facts, candidates.settings, wide)
     return left if left.size < useful_kv_bytes(candidates.settings, wide) else None
 
 

@@ -46,7 +46,8 @@ def _copy_that_pays(wanted: Copy, more: str) -> Decision[bool]:
     lean = "Lean: one four-bit form for every number of rows."
     if wanted.lean is None or wanted.fast is None:
         return Decision(False, f"{lean} A copy in eight bits would take {more} and make prompts quicker.")
-    ours, theirs = wanted.lean.prefill_rate(wanted.tokens), wanted.fast.prefill_rate(wanted.tokens)
+    tokens = wanted.fast.prompt_tokens(wanted.lean, wanted.tokens)
+    ours, theirs = wanted.lean.prefill_rate(tokens), wanted.fast.prefill_rate(tokens)
     gain = (
         f"prompts measured {rate(theirs)} tokens/s with eight bits, {rate(ours)} with four ({theirs / ours:.2f} times as quick)"
     )

@@ -164,9 +164,10 @@ def _fewer_where_quicker(planned: Decision[int], trials: Trials, precision: str)
     if gain < MIN_GAIN:
         slower = f"{threads} would take {1 / gain:.2f} times as long" if gain <= 1 else f"{threads} would gain under 3%"
         return Decision(planned.value, f"{planned.reason[:-1]}; {slower}, as measured.")
+    tokens = best.prompt_tokens(now)
     return Decision(
         best.trial.threads,
-        f"Measured with {threads} {best.figures()}, with {planned.value} {now.figures()}: fewer are {gain:.2f} times as quick. "
+        f"Measured with {threads} {best.figures(tokens)}, with {planned.value} {now.figures(tokens)}: fewer are {gain:.2f} times as quick. "
         f"{planned.reason}",
     )
 

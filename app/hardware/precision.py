@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from app.errors import NoRecipe
 from app.hardware.decision import Decision, RecipeKey, gib
 from app.hardware.facts import Facts, Needs
-from app.hardware.room import MIN_TOKENS, USEFUL_SEQS, USEFUL_TOKENS, Demand, available_bytes, room, useful_kv_bytes
+from app.hardware.room import MIN_TOKENS, USEFUL_SEQS, USEFUL_TOKENS, Demand, available_bytes, least_room, useful_kv_bytes
 from app.hardware.trials import FEW, SEVERAL, Timing, Trials, rate
 from app.settings import Settings
 
@@ -24,7 +24,6 @@ SLOW_TOKENS_PER_SECOND = (
     20.0  # at one sequence: below, who waits for an answer feels each gain (people read about five tokens a second)
 )
 MIN_INT4_GAIN = 1.3  # times as quick at one sequence: four bits cost forty times the quality that eight do
-LEAST_BATCH_TOKENS = 64  # a step that small still serves: what fits is judged with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +98,7 @@ def _fitting(candidates: Candidates, names: Sequence[str]) -> list[str]:
         return [names[0]]
     known = [name for name in names if name == names[0] or name in needs.bytes_by_precision]
     demands = {name: _demand(candidates, name) for name in known}
-    left = {name: room(candidates.facts, demands[name], LEAST_BATCH_TOKENS, LEAST_BATCH_TOKENS).size for name in known}
+    left = {name: least_room(candidates.facts, candidates.settings, demands[name]).size for name in known}
     useful = [name for name in known if left[name] >= useful_kv_bytes(candidates.settings, demands[name])]
     least = [name for name in known if left[name] >= MIN_TOKENS * demands[name].kv_bytes_per_token]
     return useful or least[-1:] or [min(known, key=lambda name: demands[name].weight_bytes)]

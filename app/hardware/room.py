@@ -15,6 +15,7 @@ _ACTIVATION_WIDTHS = 16  # FP32 values of the hidden size that a token holds at 
 _ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
 _KV_ALIGNED = 64  # bytes that a token's int8 codes and scales of one layer are padded to a multiple of (kernels/kv_rows.py)
 MIN_TOKENS = 16  # a context shorter than this serves nobody
+LEAST_BATCH_TOKENS = 64  # a step that small still serves: what fits is judged with it
 # Keys and values that make a precision worth serving: so many sequences with so many tokens each, less where the model is made for less.
 USEFUL_SEQS, USEFUL_TOKENS = 8, 1024
 
@@ -81,6 +82,13 @@ def room(facts: Facts, demand: Demand, batch_tokens: int, running: int) -> Room:
         source,
         f"{gib(available)} available ({source}){held} less {gib(headroom)} for the process and its activations",
     )
+
+
+def least_room(facts: Facts, settings: Settings, demand: Demand) -> Room:
+    """With the smallest steps that are served with, where nobody asked for larger ones: whether something fits at all."""
+    running = LEAST_BATCH_TOKENS if settings.max_running_seqs == "auto" else settings.max_running_seqs
+    tokens = max(running, LEAST_BATCH_TOKENS) if settings.max_batch_tokens == "auto" else settings.max_batch_tokens
+    return room(facts, demand, tokens, min(running, tokens))
 
 
 def available_bytes(facts: Facts, node: int | None) -> tuple[int, str]:

@@ -8,13 +8,9 @@ from app.errors import PlanImpossible
 from app.hardware.decision import Decision, Measurements
 from app.hardware.facts import Needs
 from app.hardware.native_library import TWINS
+from app.hardware.tempo import MIXED_TO_DECODE_RATIO, SHORTEST_TARGET_SECONDS
 from app.hardware.trials import SEVERAL, TYPICAL_CONTEXT, Timing
 from app.settings import Settings
-
-# Where no target is asked for, a step with a part of a prompt may take so many times one of decodes alone: p99 of streams stays below
-# 3 × p50. What was predicted wrongly needs room: at 2.5 a p99 of 2.99 was measured (two Zen 5 cores, llama-1b, `armature bench itl`).
-MIXED_TO_DECODE_RATIO = 2.2
-SHORTEST_TARGET_SECONDS = 0.010  # nobody sees less, and prompts in smaller parts cost every step its fixed part
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,17 +25,24 @@ class Timing:
         """Tokens a second of sequences that decode together, hardly any context behind them."""
         return rows / self.steps.decode(rows)
 
-    def prefill_rate(self, tokens: int = PROMPT_TOKENS) -> float:
+    def prefill_rate(self, tokens: int) -> float:
         return tokens / self.steps.prefill(tokens)
 
     def gain_over(self, other: Timing) -> float:
         """So many times as quick, all in all: the geometric mean over one sequence, several, and a prompt."""
-        return math.prod(_rates(self)) ** (1 / 3) / math.prod(_rates(other)) ** (1 / 3)
+        tokens = self.prompt_tokens(other)
+        gains = [self.decode_rate(rows) / other.decode_rate(rows) for rows in (FEW, SEVERAL)]
+        return float((math.prod(gains) * self.prefill_rate(tokens) / other.prefill_rate(tokens)) ** (1 / 3))
 
-    def figures(self) -> str:
+    def prompt_tokens(self, other: Timing, most: int = PROMPT_TOKENS) -> int:
+        """In steps of how many tokens prompts are compared: the most that both were timed with."""
+        both = self.trial.prefill_seconds.keys() & other.trial.prefill_seconds.keys()
+        return max((size for size in both if size <= most), default=most)
+
+    def figures(self, tokens: int) -> str:
         return (
             f"{rate(self.decode_rate(FEW))} tokens/s at one sequence, {rate(self.decode_rate(SEVERAL))} at {SEVERAL} "
-            f"and {rate(self.prefill_rate())} of a prompt"
+            f"and {rate(self.prefill_rate(tokens))} of a prompt"
         )
 
 
@@ -54,14 +61,10 @@ class Trials:
         return cls(tuple(Timing(trial, StepSeconds.of(trial)) for trial in found))
 
     def at(self, precision: str, threads: int, *, int8_copy: bool = False) -> Timing | None:
-        return next(
-            (
-                one
-                for one in self.known
-                if (one.trial.precision, one.trial.threads, one.trial.int8_copy) == (precision, threads, int8_copy)
-            ),
-            None,
-        )
+        """The one that was timed at the most sizes."""
+        wanted = (precision, threads, int8_copy)
+        found = [one for one in self.known if (one.trial.precision, one.trial.threads, one.trial.int8_copy) == wanted]
+        return max(found, key=lambda one: len(one.trial.decode_seconds) + len(one.trial.prefill_seconds), default=None)
 
     def serving(self, precision: str, threads: int, *, int8_copy: bool) -> Timing | None:
         """As it will be; where a copy was not timed, as it would be without."""
@@ -78,10 +81,6 @@ NOTHING = Trials()  # nothing was measured
 def rate(number: float) -> str:
     """Tokens a second for a sentence: three digits at the least."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.2f}"
-
-
-def _rates(timing: Timing) -> tuple[float, float, float]:
-    return timing.decode_rate(FEW), timing.decode_rate(SEVERAL), timing.prefill_rate()
 
 
 def _is_believable(trial: Trial) -> bool:

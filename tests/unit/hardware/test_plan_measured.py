@@ -1,0 +1,307 @@
+"""What measurements change in a plan: each rule on both sides of its border, with the figures in the reason."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.errors import NoRecipe, PlanImpossible
+from app.hardware.decision import Measurements, Trial
+from app.hardware.facts import Cgroup, Facts, NativeLibrary, Needs
+from app.hardware.plan import ServingPlan, make_plan
+from app.settings import Settings
+from planned_machines import GIB, RECIPES, machine
+
+SIZES = (16, 32, 64, 128, 256, 512)
+READ, PRODUCTS = 50e9, {"bf16": 1e12, "int8": 3e12, "int4": 3e12}
+
+
+def trial(precision: str, one: float, eight: float, prompt: float, threads: int = 8, **more: Any) -> Trial:
+    """By tokens a second: at one sequence, at eight, of a prompt at any size of step; decode beyond eight rows costs in proportion."""
+    decode = {1: 1 / one, 8: 8 / eight, 16: 16 / eight, 64: 64 / eight}
+    return Trial(precision, threads, decode, {size: size / prompt for size in SIZES}, **more)
+
+
+def measured(*trials: Trial, **more: Any) -> Measurements:
+    return Measurements(READ, PRODUCTS, trials, seconds=2.5, **more)
+
+
+def plan(measurements: Measurements | None, needs: Needs | None, facts: Facts | None = None, **asked: Any) -> ServingPlan:
+    return make_plan(facts or machine(), measurements, Settings(**asked), needs, RECIPES)
+
+
+BF16 = trial("bf16", 25, 150, 1000)
+
+
+# ---- precision ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("int8", "chosen"),
+    [
+        (trial("int8", 30.01, 181, 900), "int8"),
+        (trial("int8", 29.9, 300, 900), "bf16"),  # 1.196 times at one sequence
+        (trial("int8", 50, 179, 900), "bf16"),  # 1.193 times at eight
+    ],
+)
+def test_eight_bits_where_they_are_a_fifth_quicker(llama_1b: Needs, int8: Trial, chosen: str) -> None:
+    assert plan(measured(BF16, int8), llama_1b).precision.value == chosen
+
+
+def test_the_reason_has_what_was_measured_and_what_it_costs(llama_1b: Needs) -> None:
+    reason = plan(measured(BF16, trial("int8", 45.31, 240, 900)), llama_1b).precision.reason
+    assert "45.3 tokens/s at one sequence and 240 at 8, against 25.0 tokens/s at one sequence and 150 at 8 in bf16" in reason
+    assert "(1.8 and 1.6 times as quick)" in reason and "about +0.02% perplexity" in reason
+    kept = plan(measured(BF16, trial("int8", 26, 150, 900)), llama_1b).precision.reason
+    assert kept.startswith("This processor multiplies BF16") and "1.04 and 1.00 times as quick" in kept and "1.2" in kept
+
+
+@pytest.mark.parametrize(
+    ("one", "four", "chosen"),
+    [(19.9, 26.0, "int4"), (19.9, 25.8, "int8"), (20.0, 40.0, "int8")],
+)
+def test_four_bits_where_eight_are_slow_and_four_are_not(llama_1b: Needs, one: float, four: float, chosen: str) -> None:
+    slow = trial("bf16", 10, 50, 300)
+    found = plan(measured(slow, trial("int8", one, 90, 300), trial("int4", four, 120, 300)), llama_1b).precision
+    assert found.value == chosen
+    assert chosen != "int4" or ("19.9 tokens/s at one sequence in int8" in found.reason and "+0.8% perplexity" in found.reason)
+
+
+@pytest.mark.parametrize(("parameters", "chosen"), [(99_999_999, "bf16"), (100_000_000, "int8")])
+def test_small_models_stay_exact(llama_1b: Needs, parameters: int, chosen: str) -> None:
+    needs = dataclasses.replace(llama_1b, num_parameters=parameters)
+    found = plan(measured(BF16, trial("int8", 60, 400, 2000)), needs).precision
+    assert found.value == chosen
+    assert chosen != "bf16" or "100M parameters" in found.reason
+
+
+def test_what_was_not_measured_does_not_count(llama_1b: Needs) -> None:
+    int8 = trial("int8", 60, 400, 2000)
+    assert plan(measured(int8), llama_1b).precision.value == "bf16", "nothing to compare with"
+    assert plan(measured(BF16, int8, fallback="the machine is busy."), llama_1b).precision.value == "bf16"
+    assert plan(measured(BF16, dataclasses.replace(int8, threads=4)), llama_1b).precision.value == "bf16"
+    assert plan(measured(BF16, dataclasses.replace(int8, decode_seconds={1: float("nan")})), llama_1b).precision.value == "bf16"
+    assert plan(measured(BF16, int8), llama_1b, precision="bf16").precision.reason == "Asked for."
+
+
+@pytest.mark.parametrize(
+    ("memory", "chosen"), [(64 * GIB, "bf16"), (4 * GIB, "bf16"), (3 * GIB, "int8"), (int(1.6 * GIB), "int4")]
+)
+def test_what_does_not_fit_is_held_in_fewer_bits(llama_1b: Needs, memory: int, chosen: str) -> None:
+    found = plan(None, llama_1b, machine(memory=memory))
+    assert found.precision.value == chosen
+    if chosen != "bf16":
+        assert "Weights in bf16 take 2.3 GiB" in found.precision.reason and "perplexity" in found.precision.reason
+        assert found.weight_bytes.value == llama_1b.bytes_by_precision[chosen]
+
+
+def test_what_is_measured_but_does_not_fit_is_not_chosen(llama_1b: Needs) -> None:
+    quick = measured(BF16, trial("int8", 15, 400, 2000), trial("int4", 19, 400, 2000))
+    assert plan(quick, llama_1b, machine(memory=int(1.6 * GIB))).precision.value == "int4", "too little of a gain, but it fits"
+
+
+# ---- threads and steps of a prompt -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("quicker", "threads"), [(1.031, 7), (1.029, 8), (0.5, 8)])
+def test_fewer_threads_where_they_are_quicker(llama_1b: Needs, quicker: float, threads: int) -> None:
+    fewer = trial("bf16", 25 * quicker, 150 * quicker, 1000 * quicker, threads=7)
+    found = plan(measured(BF16, fewer), llama_1b)
+    assert found.threads.value == threads
+    assert found.environment()["OMP_NUM_THREADS"] == str(threads)
+    told = {7: "Measured with 7 threads", 8: "7 threads would"}[threads]
+    assert told in found.threads.reason and "8 physical cores may be used" in found.threads.reason
+
+
+def test_threads_that_are_forced_stay(llama_1b: Needs) -> None:
+    fewer = trial("bf16", 50, 300, 2000, threads=4)
+    assert plan(measured(BF16, fewer), llama_1b, threads=8).threads.value == 8
+    more = trial("bf16", 90, 900, 9000, threads=9)
+    assert plan(measured(BF16, more), llama_1b).threads.value == 8, "nobody may be given more than there is"
+
+
+def test_half_a_core_of_quota_is_left_alone(llama_1b: Needs) -> None:
+    host = machine(cores=2, cgroup=Cgroup(2, quota_cores=1.5))
+    found = plan(measured(trial("bf16", 25, 150, 1000, threads=2), trial("bf16", 20, 100, 900, threads=1)), llama_1b, host)
+    assert found.threads.value == 1 and "quota is 1.5 cores, rounded down" in found.threads.reason
+
+
+def test_fewer_threads_are_compared_in_steps_that_both_were_timed_with(llama_1b: Needs) -> None:
+    """Steps of 512 are the quicker ones: a trial that stops at 128 would look slow."""
+    prompts = {128: 128 / 500, 512: 512 / 1000}
+    full = dataclasses.replace(BF16, prefill_seconds=prompts)
+    fewer = Trial("bf16", 7, BF16.decode_seconds, {128: 128 / 600})
+    assert plan(measured(full, fewer), llama_1b).threads.value == 7
+
+
+def by_size(rates: dict[int, float]) -> Measurements:
+    return measured(dataclasses.replace(BF16, prefill_seconds={size: size / each for size, each in rates.items()}))
+
+
+@pytest.mark.parametrize(
+    ("rates", "tokens"),
+    [
+        ({64: 1000, 128: 951, 256: 980, 512: 1000}, 128),
+        ({64: 1000, 128: 949, 256: 980, 512: 1000}, 256),
+        ({128: 500, 256: 700, 512: 800, 1024: 1000}, 1024),
+        ({128: 900, 256: 1000}, 512),  # still rising where measuring ended
+        ({128: 990, 256: 1000}, 128),
+        ({16: 1000, 64: 1000}, 512),  # too small for the sequences that run beside
+    ],
+)
+def test_the_shortest_step_with_which_prompts_are_quick(llama_1b: Needs, rates: dict[int, float], tokens: int) -> None:
+    found = plan(by_size(rates), llama_1b).max_batch_tokens
+    assert found.value == tokens
+    assert tokens == 512 or "easured" in found.reason
+
+
+def test_steps_are_bounded_by_memory(llama_1b: Needs) -> None:
+    rising = by_size({512: 500, 4096: 900, 8192: 1000})
+    assert plan(rising, llama_1b).max_batch_tokens.value == 8192
+    tight = plan(rising, llama_1b, machine(memory=4 * GIB))
+    assert tight.max_batch_tokens.value < 8192 and "Memory is short" in tight.max_batch_tokens.reason
+    forced = plan(rising, llama_1b, machine(memory=4 * GIB), max_batch_tokens=8192)
+    assert (forced.max_batch_tokens.value, forced.precision.value) == (8192, "int8"), "what is asked for stays: weights give way"
+
+
+# ---- a copy in eight bits, keys and values ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("fast", "has_copy"), [(1101, True), (1099, False)])
+def test_a_copy_where_prompts_gain_a_tenth(llama_1b: Needs, fast: float, has_copy: bool) -> None:
+    lean, copy = trial("int4", 40, 200, 1000), trial("int4", 40, 200, fast, int8_copy=True)
+    found = plan(measured(lean, copy, most_few_rows=24), llama_1b, precision="int4")
+    assert found.int8_copy.value is has_copy
+    assert f"{fast:,.0f} tokens/s with eight bits, 1,000 with four" in found.int8_copy.reason
+    assert found.most_few_rows.value == (24 if has_copy else None)
+    assert found.weight_bytes.value == llama_1b.bytes_by_precision["int4"] + has_copy * llama_1b.int8_copy_bytes
+
+
+def test_a_copy_wants_room(llama_1b: Needs) -> None:
+    quick = measured(trial("int4", 40, 200, 1000), trial("int8", 40, 200, 2000))
+    assert plan(quick, llama_1b, precision="int4").int8_copy.value, "measured of eight bits alone"
+    short = plan(quick, llama_1b, machine(memory=3 * GIB), precision="int4").int8_copy
+    assert not short.value and "quarter" in short.reason
+    assert not plan(quick, llama_1b, precision="int4", int8_copy="off").int8_copy.value
+    assert not plan(measured(trial("int4", 40, 200, 1000)), llama_1b, precision="int4").int8_copy.value
+    kernels = machine(native=NativeLibrary(("portable",), None))
+    assert not plan(quick, llama_1b, kernels, precision="int4", deterministic="on").int8_copy.value
+
+
+def test_keys_and_values_in_eight_bits_where_memory_is_short(llama_1b: Needs) -> None:
+    assert plan(None, llama_1b).kv_precision.value == "bf16"
+    short = plan(None, llama_1b, machine(memory=int(1.4 * GIB)), precision="int4", max_batch_tokens=64)
+    assert short.kv_precision.value == "int8" and "nearly twice as many" in short.kv_precision.reason
+    wide = plan(None, llama_1b, machine(memory=int(1.4 * GIB)), precision="int4", max_batch_tokens=64, kv_precision="bf16")
+    assert short.max_model_len.value > 1.7 * wide.max_model_len.value
+
+
+def test_bytes_of_keys_and_values_in_eight_bits(llama_1b: Needs) -> None:
+    """Codes of one byte, and a scale of four for each head of keys and of values; each layer's row in whole cache lines."""
+    needs = dataclasses.replace(llama_1b, max_model_len=100)
+    row = 2 * 8 * 64 + 2 * 8 * 4
+    assert row % 64 == 0
+    assert plan(None, needs, kv_precision="int8").kv_cache_bytes.value == 2 * 64 * 100 * 16 * row
+    odd = dataclasses.replace(needs, kv_elements_per_token=2 * 16 * 1 * 8, num_kv_heads=1)
+    assert plan(None, odd, kv_precision="int8").kv_cache_bytes.value == 2 * 64 * 100 * 16 * 64
+
+
+# ---- what to expect --------------------------------------------------------------------------------------------------
+
+
+def test_capacity_counts_a_typical_context(llama_1b: Needs) -> None:
+    found = plan(measured(dataclasses.replace(BF16, context_token_seconds=1e-6)), llama_1b).capacity_tokens_per_second
+    decode, prefill = found.value["decode"], found.value["prefill"]
+    assert list(decode) == [1, 8, 16, 64]
+    assert decode[8] == pytest.approx(8 / (8 / 150 + 8 * 512e-6))
+    assert prefill[128] == pytest.approx(1000)
+    assert "at 64, each 512 tokens long" in found.reason
+    assert plan(None, llama_1b).capacity_tokens_per_second.value == {}
+
+
+def test_how_near_the_ceilings_it_comes(llama_1b: Needs) -> None:
+    """Reads of 1 GB at 50 GB/s take 20 ms; 2e9 operations a token at 1e12 a second take 2 ms."""
+    known = trial("bf16", 25, 150, 400, read_bytes=10**9, operations_per_token=2e9)
+    ratio = plan(measured(known), llama_1b).roofline_ratio
+    assert ratio.value == {"decode": pytest.approx(0.5), "decode_full": pytest.approx(0.3), "prefill": pytest.approx(0.8)}
+    assert "decode of one 50%" in ratio.reason
+
+
+def test_quicker_than_the_ceiling_is_no_measurement(llama_1b: Needs) -> None:
+    known = trial("bf16", 51, 150, 400, read_bytes=10**9, operations_per_token=2e9)
+    ratio = plan(measured(known), llama_1b).roofline_ratio
+    assert "decode" not in ratio.value and "prefill" in ratio.value
+    assert "decode of one left out" in ratio.reason
+
+
+def test_the_pace_that_is_meant(llama_1b: Needs) -> None:
+    assert "about 107 ms beside 8 sequences, whose steps take 53.3" in plan(measured(BF16), llama_1b).itl_target_seconds.reason
+    quick = plan(measured(trial("bf16", 2500, 9000, 10000)), llama_1b).itl_target_seconds
+    assert quick.value is None and "about 10 ms" in quick.reason
+
+
+def test_how_it_was_measured(llama_1b: Needs) -> None:
+    assert "in 2.5 s" in plan(measured(BF16), llama_1b).calibrate.reason
+    assert "facts alone: the machine is busy." in plan(measured(BF16, fallback="the machine is busy."), llama_1b).calibrate.reason
+    assert plan(None, llama_1b).calibrate.value and not plan(None, llama_1b, calibrate="off").calibrate.value
+
+
+# ---- any measurement -------------------------------------------------------------------------------------------------
+
+NUMBERS = st.floats(allow_nan=True, allow_infinity=True) | st.floats(1e-6, 10)
+TABLES = st.dictionaries(st.integers(-1, 2048), NUMBERS, max_size=6)
+TRIALS = st.builds(
+    Trial, st.sampled_from(["fp32", "bf16", "int8", "int4", "?"]), st.integers(-1, 9), TABLES, TABLES, NUMBERS,
+    st.integers(0, 10**10), NUMBERS, st.booleans(), NUMBERS,
+)  # fmt: skip
+MEASURED = st.builds(
+    Measurements,
+    st.none() | NUMBERS,
+    st.dictionaries(st.sampled_from(["bf16", "int8", "int4"]), NUMBERS),
+    st.lists(TRIALS, max_size=6).map(tuple),
+    st.none() | st.integers(0, 100),
+    NUMBERS,
+    st.sampled_from(["", "the machine is busy."]),
+)
+ASKED = st.fixed_dictionaries(
+    {},
+    optional={
+        "precision": st.sampled_from(["fp32", "bf16", "int8", "int4"]),
+        "threads": st.integers(1, 9),
+        "int8_copy": st.sampled_from(["on", "off"]),
+        "kv_precision": st.sampled_from(["bf16", "int8"]),
+        "max_batch_tokens": st.integers(1, 1000),
+        "max_running_seqs": st.integers(1, 1000),
+        "compile": st.sampled_from(["on", "off"]),
+        "deterministic": st.sampled_from(["on", "off"]),
+    },
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(MEASURED, ASKED, st.integers(GIB, 8 * GIB))
+def test_a_plan_can_be_made_of_anything(measurements: Measurements, asked: dict[str, Any], memory: int) -> None:
+    needs = Needs(
+        "decoder", "X", 10**9, 2 * 10**9, {"fp32": 4 * 10**9, "bf16": 2 * 10**9, "int8": 10**9, "int4": 5 * 10**8},
+        16384, 8192, 16, 2048, 32_000, "bfloat16", 9 * 10**8, 4,
+    )  # fmt: skip
+    host = machine(memory=memory, native=NativeLibrary(("portable",), None))
+    provisional: ServingPlan | None
+    try:
+        provisional = plan(None, needs, host, **asked)
+    except (PlanImpossible, NoRecipe):
+        provisional = None
+    try:
+        final = plan(measurements, needs, host, **asked)
+    except (PlanImpossible, NoRecipe):
+        assert provisional is None, "what was planned before measuring can still be served afterwards"
+        return
+    assert provisional is not None and final.threads.value <= provisional.threads.value
+    assert final.weight_bytes.value + final.kv_cache_bytes.value < memory
+    assert final.max_running_seqs.value <= final.max_batch_tokens.value
+    for _, decision in final.decisions():
+        assert decision.reason.endswith(".")
