@@ -6,6 +6,7 @@ Whatever the scheduler does, a wrong or missing entry is found in the step that 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterable
 from itertools import count
 
@@ -16,6 +17,7 @@ from app.engine.pace import StepPace
 from app.engine.scheduler import Scheduler
 from app.engine.sequence import Sequence
 from app.engine.slots import SlotPool
+from app.engine.speculation import Speculation
 from app.messages import Event, Generate, RequestFailed, SamplingParams, SequenceFinished, StepStats, TokensReady
 
 VOCABULARY = 7
@@ -76,12 +78,16 @@ class RememberingRunner:
                 self.memory.pop((slot, position), None)
         if self.broken:
             raise DeviceBroke
-        marks = {id(span): fingerprints(span.sequence.token_ids[: span.end]) for span in batch.spans}
+        marks = {id(span): fingerprints([*span.sequence.token_ids[: span.own_end], *span.draft_ids]) for span in batch.spans}
         self._write(batch, marks)
         for span in batch.spans:
             self._read(span, marks[id(span)])
         self._count_pages()
-        return [self._pick(span.sequence, marks[id(span)][-1]) for span in batch.spans if span.samples]
+        return [
+            self._pick(span.sequence, marks[id(span)][position])
+            for span in batch.spans
+            for position in range(span.end - span.num_picks, span.end)
+        ]
 
     def _write(self, batch: Batch, marks: dict[int, list[int]]) -> None:
         written = set()
@@ -106,6 +112,32 @@ class RememberingRunner:
 
     def _pick(self, sequence: Sequence, mark: int) -> Picked:
         return candidates(mark, sequence.num_candidates) if sequence.is_beam else Picked((drawn(mark, sequence.seed),))
+
+
+class Oracle:
+    """Guesses what the sampler will draw, each right so often."""
+
+    def __init__(self, sequence: Sequence, dice: random.Random, chance: float) -> None:
+        self._seed, self._dice, self._chance = sequence.seed, dice, chance
+
+    def propose(self, token_ids: list[int], most: int) -> tuple[int, ...]:
+        tokens = list(token_ids)
+        for _ in range(most):
+            right = drawn(fingerprints(tokens)[-1], self._seed)
+            tokens.append(right if self._dice.random() < self._chance else (right + 1) % VOCABULARY)
+        return tuple(tokens[len(token_ids) :])
+
+
+class FreeRows:
+    """Steps that take no longer for more rows, so that every guess pays."""
+
+    def decode(self, rows: int, context_tokens: int = 0) -> float:
+        return 1.0
+
+
+def oracular(chance: float) -> Speculation:
+    dice = random.Random(0)
+    return Speculation(lambda sequence: Oracle(sequence, dice, chance), FreeRows(), 4)
 
 
 def experienced_pace(max_batch_tokens: int) -> StepPace:
@@ -133,6 +165,11 @@ class Simulation:
         self.endings: dict[tuple[str, int], SequenceFinished] = {}
         self.failures: dict[str, RequestFailed] = {}
         self.steps_without_the_oldest = 0
+
+    def with_guesses(self, chance: float) -> Simulation:
+        """Each of its guesses is right so often."""
+        self.scheduler.speculation = oracular(chance)
+        return self
 
     def add(self, request_id: str, token_ids: Iterable[int], **params: object) -> None:
         request = Generate(request_id, tuple(token_ids), SamplingParams(**params), arrived_at=0.0)  # type: ignore[arg-type]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
 
 from app.engine.sequence import Sequence
 
@@ -13,6 +15,7 @@ class Span:
 
     Keys and values of position p lie at offset p: of `prefix_slot` for p < `prefix_tokens`, else of `slot`.
     `samples` says that the last token's logits pick the next token (a prefill chunk that does not reach the end has nothing to pick).
+    `draft_ids` are guesses of what comes after it: the last of the positions are theirs, and each of their logits picks a token too.
     """
 
     sequence: Sequence
@@ -22,16 +25,31 @@ class Span:
     prefix_slot: int | None
     prefix_tokens: int
     samples: bool
+    draft_ids: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
-        """Length of the context after this step, tokens."""
+        """Length of the context after this step with all guesses, tokens."""
         return self.start + self.num_tokens
 
     @property
+    def own_end(self) -> int:
+        """Where the sequence's own tokens end, and the guesses begin."""
+        return self.end - len(self.draft_ids)
+
+    @property
+    def num_picks(self) -> int:
+        """How many of its rows pick a token: the last own one and each guess."""
+        return 1 + len(self.draft_ids) if self.samples else 0
+
+    @property
     def is_decode(self) -> bool:
-        """True where the one token computed is a completion token whose result picks the next."""
-        return self.num_tokens == 1 and self.start >= self.sequence.num_prompt_tokens
+        """True where the one own token computed is a completion token whose result picks the next."""
+        return self.own_end == self.start + 1 and self.start >= self.sequence.num_prompt_tokens
+
+    def with_drafts(self, draft_ids: tuple[int, ...]) -> Span:
+        """The same with guesses behind it, for which the slot has room."""
+        return replace(self, num_tokens=self.num_tokens + len(draft_ids), draft_ids=draft_ids)
 
 
 def next_span(sequence: Sequence, num_tokens: int) -> Span:
@@ -77,9 +95,43 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class RowToPick:
+    """A row of logits, and whose token it picks: the one that will stand at `position`, where all guesses before it were right."""
+
+    sequence: Sequence
+    position: int
+
+
+def rows_to_pick(spans: Iterable[Span]) -> list[RowToPick]:
+    """In the order of the spans, and of the positions within one."""
+    return [RowToPick(span.sequence, span.own_end + place) for span in spans for place in range(span.num_picks)]
+
+
+@dataclass(frozen=True, slots=True)
 class Picked:
-    """What the sampler picked for one span that samples: `token_ids` has one id, or for a beam parent its best candidates, best first."""
+    """What the sampler picked from one row: `token_ids` has one id, or for a beam parent its best candidates, best first."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] = ()  # of each of token_ids, where the sequence asked for them or is a beam
     top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens with their log-probabilities
+
+
+def upheld(span: Span, picked: Items[Picked]) -> Items[Picked]:
+    """Of what a span's rows picked, that which stands: up to the first token that was not guessed, or that ends the sequence.
+
+    Each row picked as if alone: had its guess been computed a step later, the same numbers would have picked the same token.
+    """
+    for place, draft_id in enumerate(span.draft_ids):
+        if picked[place].token_ids[0] != draft_id or draft_id in span.sequence.stop_ids:
+            return picked[: place + 1]
+    return picked
+
+
+def by_span(batch: Batch, picked: Items[Picked]) -> list[tuple[Span, Items[Picked]]]:
+    """Each span with what stands of what its rows picked; nothing for one that does not sample."""
+    found, first = [], 0
+    for span in batch.spans:
+        found.append((span, upheld(span, picked[first : first + span.num_picks])))
+        first += span.num_picks
+    assert first == len(picked), "one pick for each row that samples"
+    return found

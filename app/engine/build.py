@@ -16,6 +16,7 @@ from app.backends.base import Backend
 from app.backends.selection import select_backend
 from app.engine.batch import Batch, Span
 from app.engine.decoder import DecoderEngine
+from app.engine.drafts import PromptLookup
 from app.engine.kv_cache import KVCache, KVShape
 from app.engine.limits import Limits
 from app.engine.pace import StepPace
@@ -25,6 +26,7 @@ from app.engine.sampler import Sampler
 from app.engine.scheduler import Scheduler
 from app.engine.sequence import sequence_of
 from app.engine.slots import SlotPool
+from app.engine.speculation import MOST_GUESSES, UNMEASURED, Costs, Speculation
 from app.errors import PlanImpossible
 from app.hardware.plan import ServingPlan
 from app.kernels.attention import fits, most_few
@@ -67,7 +69,9 @@ def build_engine(checkpoint: Checkpoint, plan: ServingPlan, eos_token_ids: Colle
     runner = Runner(replay, kv_cache, backend, Sampler(config.vocab_size), few_queries(config, plan))
     report("warming up")
     warm_up(runner)
-    return BuiltEngine(DecoderEngine(_scheduler(kv_cache, plan, eos_token_ids), runner), runner, model, kv_cache, backend)
+    scheduler = _scheduler(kv_cache, plan, eos_token_ids)
+    scheduler.speculation = _speculation(config, plan)
+    return BuiltEngine(DecoderEngine(scheduler, runner), runner, model, kv_cache, backend)
 
 
 def few_queries(config: ModelConfig, plan: ServingPlan) -> int | None:
@@ -80,6 +84,15 @@ def few_queries(config: ModelConfig, plan: ServingPlan) -> int | None:
             f"{config.num_kv_heads}, and torch's depends on what else is in the batch: leave it off."
         )
     return most_few(config.num_heads, config.num_kv_heads)
+
+
+def _speculation(config: ModelConfig, plan: ServingPlan, costs: Costs | None = None) -> Speculation | None:
+    """With its guesses a sequence has no more queries in a step than go the road of one: no step with guesses reads as a prompt does."""
+    if not plan.speculation.value:
+        return None
+    native = fits(config.num_heads, config.num_kv_heads, config.head_dim)
+    most = most_few(config.num_heads, config.num_kv_heads) - 1 if native else MOST_GUESSES
+    return Speculation(lambda sequence: PromptLookup(), costs or UNMEASURED, min(most, MOST_GUESSES))
 
 
 def kv_shape(config: ModelConfig, plan: ServingPlan) -> KVShape:

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import Protocol
 
-from app.engine.batch import Batch, Picked
+from app.engine.batch import Batch, Picked, by_span
 from app.engine.scheduler import Scheduler
 from app.errors import RequestError, StepFailed
 from app.messages import Abort, Event, Generate, Snapshot, StepStats
 
 
 class Runner(Protocol):
-    """Tensors in, ids out: one `Picked` for each span that samples, in span order."""
+    """Tensors in, ids out: one `Picked` for each row that samples, in the order of spans and positions."""
 
     @property
     def model_seconds(self) -> float:
@@ -53,7 +53,7 @@ class DecoderEngine:
         picked = self.runner.run(batch)
         events = self.scheduler.update(batch, picked)
         self._batch = None
-        self.stats = measured(batch, self._clock() - started, self.runner.model_seconds)
+        self.stats = measured(batch, picked, self._clock() - started, self.runner.model_seconds)
         self.scheduler.observe(self.stats)
         return events
 
@@ -70,17 +70,21 @@ class DecoderEngine:
         return self.scheduler.snapshot()
 
 
-def measured(batch: Batch, seconds: float, model_seconds: float = 0.0) -> StepStats:
+def measured(batch: Batch, picked: Items[Picked], seconds: float, model_seconds: float = 0.0) -> StepStats:
     """A step in numbers, for the metrics and the pace."""
     decodes = sum(span.is_decode for span in batch.spans)
+    drafted = sum(len(span.draft_ids) for span in batch.spans)
+    accepted = sum(len(stands) - 1 for span, stands in by_span(batch, picked) if span.draft_ids)
     return StepStats(
         seconds=seconds,
-        prefill_tokens=batch.num_tokens - decodes,
-        decode_tokens=decodes,
+        prefill_tokens=batch.num_tokens - decodes - drafted,
+        decode_tokens=decodes + accepted,
         num_sequences=len(batch.spans),
         num_prefill_sequences=len(batch.spans) - decodes,
         num_decode_sequences=decodes,
         cached_tokens=batch.cached_tokens,
         preempted=batch.preempted,
         model_seconds=model_seconds,
+        drafted_tokens=drafted,
+        accepted_tokens=accepted,
     )

@@ -1,6 +1,8 @@
-"""What clients are told of a sequence: its new token, its end and why, where its time went. Stop strings are found by the service."""
+"""What clients are told of a sequence: its new tokens, its end and why, where its time went. Stop strings are found by the service."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence as Items
 
 from app.engine.batch import Picked
 from app.engine.beams import Hypothesis
@@ -8,20 +10,26 @@ from app.engine.sequence import Sequence
 from app.messages import Event, FinishReason, SequenceFinished, Timings, TokenLogprob, TokensReady
 
 
-def token_events(sequence: Sequence, picked: Picked, now: float) -> list[Event]:
-    """Tells of the token just appended, and of the end where it is one. A stop token is counted but is not text."""
-    token_id = sequence.token_ids[-1]
-    if token_id in sequence.stop_ids:
-        return [finished(sequence, "stop", now, token_id)]
-    first = sequence.num_completion_tokens == 1
-    ready = TokensReady(
-        request_id=sequence.request_id,
-        choice=sequence.choice,
-        token_ids=(token_id,),
-        logprobs=_logprobs(sequence, picked),
-        timings=timings(sequence, now) if first else None,
-    )
-    return [ready, finished(sequence, "length", now)] if len(sequence.token_ids) >= sequence.limit else [ready]
+def token_events(sequence: Sequence, picked: Items[Picked], now: float) -> list[Event]:
+    """Tells of the tokens just appended, and of the end where the last is one. A stop token is counted but is not text."""
+    first = sequence.num_completion_tokens == len(picked)
+    stop_id = sequence.token_ids[-1] if sequence.token_ids[-1] in sequence.stop_ids else None
+    text = picked if stop_id is None else picked[:-1]
+    events: list[Event] = []
+    if text:
+        ready = TokensReady(
+            request_id=sequence.request_id,
+            choice=sequence.choice,
+            token_ids=tuple(one.token_ids[0] for one in text),
+            logprobs=_logprobs(sequence, text),
+            timings=timings(sequence, now) if first else None,
+        )
+        events.append(ready)
+    if stop_id is not None:
+        events.append(finished(sequence, "stop", now, stop_id))
+    elif len(sequence.token_ids) >= sequence.limit:
+        events.append(finished(sequence, "length", now))
+    return events
 
 
 def finished(sequence: Sequence, reason: FinishReason, now: float, stop_token_id: int | None = None) -> SequenceFinished:
@@ -56,9 +64,9 @@ def timings(sequence: Sequence, now: float) -> Timings:
     return Timings(scheduled - sequence.arrived_at, first_token - scheduled, now - first_token, sequence.cached_tokens)
 
 
-def _logprobs(sequence: Sequence, picked: Picked) -> tuple[TokenLogprob, ...]:
+def _logprobs(sequence: Sequence, picked: Items[Picked]) -> tuple[TokenLogprob, ...]:
     asked = sequence.params.logprobs
     if asked is None:
         return ()
-    assert picked.logprobs, "the sampler gives log-probabilities where they are asked for"
-    return (TokenLogprob(picked.token_ids[0], picked.logprobs[0], picked.top[:asked]),)
+    assert all(one.logprobs for one in picked), "the sampler gives log-probabilities where they are asked for"
+    return tuple(TokenLogprob(one.token_ids[0], one.logprobs[0], one.top[:asked]) for one in picked)

@@ -10,58 +10,58 @@ from collections.abc import Sequence as Rows
 import torch
 from torch import Tensor
 
-from app.engine.batch import Picked
-from app.engine.sampling_rows import draw, has_penalties, probabilities, require_finite
+from app.engine.batch import Picked, RowToPick
+from app.engine.sampling_rows import draw, probabilities, require_finite
 from app.engine.sequence import Sequence
 from app.engine.uniform import uniform
 from app.kernels.best import MOST_BEST, Best, Wanted
 
 
-def wanted_best(sequences: Rows[Sequence]) -> Wanted | None:
+def wanted_best(rows: Rows[RowToPick]) -> Wanted | None:
     """How many of the best logits are enough for all of these; None where one of them needs more."""
     most, logsumexp = 0, False
-    for sequence in sequences:
-        enough = _enough(sequence)
+    for row in rows:
+        enough = _enough(row.sequence)
         if enough is None:
             return None
-        most, logsumexp = max(most, enough), logsumexp or sequence.params.logprobs is not None
+        most, logsumexp = max(most, enough), logsumexp or row.sequence.params.logprobs is not None
     return Wanted(most, logsumexp) if most else None
 
 
 def _enough(sequence: Sequence) -> int | None:
     params = sequence.params
-    if sequence.is_beam or has_penalties(params):
+    if sequence.is_beam or params.has_penalties:
         return None
     kept = 1 if params.greedy else params.top_k
     wanted = max(kept, params.logprobs or 0)
     return wanted if kept > 0 and wanted <= MOST_BEST else None
 
 
-def pick_best(best: Best, sequences: Rows[Sequence]) -> list[Picked]:
-    """One `Picked` a sequence, as the sampler would pick from whole rows. Raises `StepFailed` where the logits are not finite.
+def pick_best(best: Best, rows: Rows[RowToPick]) -> list[Picked]:
+    """One `Picked` a row, as the sampler would pick from whole rows. Raises `StepFailed` where the logits are not finite.
 
     Of tokens that tie for the last of `top_k` places the one with the lower id is kept; from whole rows all of them are.
     """
     require_finite(best.values[:, 0])
-    ids, drawn = best.ids.tolist(), [row for row, sequence in enumerate(sequences) if not sequence.params.greedy]
-    places = [0] * len(sequences)
+    ids, drawn = best.ids.tolist(), [index for index, row in enumerate(rows) if not row.sequence.params.greedy]
+    places = [0] * len(rows)
     if drawn:
-        for row, place in zip(drawn, _draw(best, [sequences[row] for row in drawn], drawn), strict=True):
-            places[row] = place
+        for index, place in zip(drawn, _draw(best, [rows[index] for index in drawn], drawn), strict=True):
+            places[index] = place
     return [
-        _with_logprobs(Picked((ids[row][place],)), best, row, place, sequence)
-        for row, (place, sequence) in enumerate(zip(places, sequences, strict=True))
+        _with_logprobs(Picked((ids[index][place],)), best, index, place, row.sequence)
+        for index, (place, row) in enumerate(zip(places, rows, strict=True))
     ]
 
 
-def _draw(best: Best, sequences: Rows[Sequence], rows: list[int]) -> list[int]:
+def _draw(best: Best, rows: Rows[RowToPick], indices: list[int]) -> list[int]:
     """Which of its best each of these rows draws. In the order of the vocabulary, as from whole rows."""
-    order = best.ids[rows].argsort(-1)
-    scores = best.values[rows]
-    for row, sequence in enumerate(sequences):
-        scores[row, sequence.params.top_k :] = -torch.inf
-    shares = probabilities(scores.gather(-1, order), [sequence.params for sequence in sequences])
-    uniforms = [uniform(sequence.seed, len(sequence.token_ids)) for sequence in sequences]
+    order = best.ids[indices].argsort(-1)
+    scores = best.values[indices]
+    for index, row in enumerate(rows):
+        scores[index, row.sequence.params.top_k :] = -torch.inf
+    shares = probabilities(scores.gather(-1, order), [row.sequence.params for row in rows])
+    uniforms = [uniform(row.sequence.seed, row.position) for row in rows]
     chosen: Tensor = order.gather(-1, draw(shares, uniforms).unsqueeze(-1)).squeeze(-1)
     return [int(place) for place in chosen.tolist()]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from app.backends.base import Backend
-from app.engine.batch import Batch, Picked, Span
+from app.engine.batch import Batch, Picked, Span, rows_to_pick
 from app.engine.kv_cache import KVCache
 from app.engine.picking import pick_best, wanted_best
 from app.engine.sampler import Sampler
@@ -50,7 +50,7 @@ class Runner:
         self.model_seconds = 0.0  # of the last batch, in the model's forward pass
 
     def run(self, batch: Batch) -> list[Picked]:
-        """One `Picked` for each span that samples, in span order.
+        """One `Picked` for each row that samples: spans in order, of each its last own token and then its guesses.
 
         Copies come first: their source may be what is released. What is released holds nothing that this step needs.
         """
@@ -64,23 +64,23 @@ class Runner:
             outputs = self.model(context)
             self.backend.synchronize()
             self.model_seconds = time.perf_counter() - started
-            sequences = [span.sequence for span in batch.spans if span.samples]
-            if not sequences:
+            rows = rows_to_pick(batch.spans)
+            if not rows:
                 return []
-            return pick_best(outputs, sequences) if isinstance(outputs, Best) else self.sampler.pick(outputs, sequences)
+            return pick_best(outputs, rows) if isinstance(outputs, Best) else self.sampler.pick(outputs, rows)
 
     def _context(self, spans: tuple[Span, ...]) -> StepContext:
         token_ids: list[int] = []
         positions: list[int] = []
         logit_rows: list[int] = []
         for span in spans:
-            token_ids += span.sequence.token_ids[span.start : span.end]
+            token_ids += span.sequence.token_ids[span.start : span.own_end]
+            token_ids += span.draft_ids
             positions += range(span.start, span.end)
-            if span.samples:
-                logit_rows.append(len(token_ids) - 1)
-        wanted = None if self._whole_logits else wanted_best([span.sequence for span in spans if span.samples])
+            logit_rows += range(len(token_ids) - span.num_picks, len(token_ids))
+        wanted = None if self._whole_logits else wanted_best(rows_to_pick(spans))
         attend = self._attention.begin(spans)
-        decodes = all(span.num_tokens == 1 and span.samples for span in spans)
+        decodes = all(span.num_tokens == span.num_picks for span in spans)
         return StepContext(self._ids(token_ids), self._ids(positions), self._ids(logit_rows), attend, decodes, wanted)
 
     def _ids(self, values: list[int]) -> Tensor:

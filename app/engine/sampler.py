@@ -12,12 +12,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from app.engine.batch import Picked
-from app.engine.sampling_rows import draw, has_penalties, penalised, probabilities, require_finite, take
+from app.engine.batch import Picked, RowToPick
+from app.engine.sampling_rows import draw, penalised, probabilities, require_finite, take
 from app.engine.sequence import Sequence
 from app.engine.uniform import uniform
 
-PickRows = Callable[[Tensor, Rows[Sequence]], list[Picked]]
+PickRows = Callable[[Tensor, Rows[RowToPick]], list[Picked]]
 
 
 class Sampler:
@@ -26,19 +26,19 @@ class Sampler:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
 
-    def pick(self, logits: Tensor, sequences: Rows[Sequence]) -> list[Picked]:
-        """One `Picked` a sequence from logits [rows, vocab]. Raises `StepFailed` where they are not finite."""
-        expected = (len(sequences), self.vocab_size)
-        assert logits.shape == expected, f"one row of logits a sequence: got {tuple(logits.shape)}, not {expected}"
+    def pick(self, logits: Tensor, rows: Rows[RowToPick]) -> list[Picked]:
+        """One `Picked` a row of logits [rows, vocab]. Raises `StepFailed` where they are not finite."""
+        expected = (len(rows), self.vocab_size)
+        assert logits.shape == expected, f"one row of logits for each to pick: got {tuple(logits.shape)}, not {expected}"
         groups: dict[PickRows, list[int]] = {}
-        for row, sequence in enumerate(sequences):
-            groups.setdefault(_way_to_pick(sequence), []).append(row)
-        picked: list[Picked] = [Picked(())] * len(sequences)
-        for pick_rows, rows in groups.items():
-            chosen = pick_rows(take(logits, rows), [sequences[row] for row in rows])
-            for row, one in zip(rows, chosen, strict=True):
-                picked[row] = one
-        return _with_logprobs(picked, logits, sequences)
+        for index, row in enumerate(rows):
+            groups.setdefault(_way_to_pick(row.sequence), []).append(index)
+        picked: list[Picked] = [Picked(())] * len(rows)
+        for pick_rows, indices in groups.items():
+            chosen = pick_rows(take(logits, indices), [rows[index] for index in indices])
+            for index, one in zip(indices, chosen, strict=True):
+                picked[index] = one
+        return _with_logprobs(picked, logits, rows)
 
 
 def _way_to_pick(sequence: Sequence) -> PickRows:
@@ -46,32 +46,34 @@ def _way_to_pick(sequence: Sequence) -> PickRows:
         return _pick_beams
     if not sequence.params.greedy:
         return _pick_drawn
-    return _pick_greedy_penalised if has_penalties(sequence.params) else _pick_greedy
+    return _pick_greedy_penalised if sequence.params.has_penalties else _pick_greedy
 
 
-def _pick_greedy(logits: Tensor, sequences: Rows[Sequence]) -> list[Picked]:
+def _pick_greedy(logits: Tensor, rows: Rows[RowToPick]) -> list[Picked]:
     """One pass over the logits as they are. `max` takes the lowest id among equals, and is quicker than `argmax` in bfloat16."""
     best, token_ids = logits.max(-1)
     require_finite(best)
     return [Picked((token_id,)) for token_id in token_ids.tolist()]
 
 
-def _pick_greedy_penalised(logits: Tensor, sequences: Rows[Sequence]) -> list[Picked]:
+def _pick_greedy_penalised(logits: Tensor, rows: Rows[RowToPick]) -> list[Picked]:
     require_finite(logits.amax(-1))
-    return _pick_greedy(penalised(logits, sequences), sequences)
+    return _pick_greedy(penalised(logits, [row.sequence for row in rows]), rows)
 
 
-def _pick_drawn(logits: Tensor, sequences: Rows[Sequence]) -> list[Picked]:
+def _pick_drawn(logits: Tensor, rows: Rows[RowToPick]) -> list[Picked]:
     """The number drawn belongs to the seed and to the position that the new token will have."""
     require_finite(logits.amax(-1))
-    shares = probabilities(penalised(logits, sequences), [sequence.params for sequence in sequences])
-    uniforms = [uniform(sequence.seed, len(sequence.token_ids)) for sequence in sequences]
+    scores = penalised(logits, [row.sequence for row in rows])
+    shares = probabilities(scores, [row.sequence.params for row in rows])
+    uniforms = [uniform(row.sequence.seed, row.position) for row in rows]
     return [Picked((token_id,)) for token_id in draw(shares, uniforms).tolist()]
 
 
-def _pick_beams(logits: Tensor, sequences: Rows[Sequence]) -> list[Picked]:
+def _pick_beams(logits: Tensor, rows: Rows[RowToPick]) -> list[Picked]:
     """Each parent's best candidates with their log-probabilities, best first. A beam search ignores the temperature."""
     require_finite(logits.amax(-1))
+    sequences = [row.sequence for row in rows]
     logprobs = _log_softmax(penalised(logits, sequences))
     best = _best(logprobs, max(sequence.num_candidates for sequence in sequences))
     picked = []
@@ -81,18 +83,18 @@ def _pick_beams(logits: Tensor, sequences: Rows[Sequence]) -> list[Picked]:
     return picked
 
 
-def _with_logprobs(picked: list[Picked], logits: Tensor, sequences: Rows[Sequence]) -> list[Picked]:
+def _with_logprobs(picked: list[Picked], logits: Tensor, rows: Rows[RowToPick]) -> list[Picked]:
     """Adds natural-log probabilities under the model's own distribution, before penalties and temperature, where they were asked for."""
-    rows = [row for row, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
-    if not rows:
+    asked = [index for index, row in enumerate(rows) if row.sequence.params.logprobs is not None]
+    if not asked:
         return picked
-    logprobs = _log_softmax(take(logits, rows).to(torch.float32, copy=True))
-    best = _best(logprobs, max(sequences[row].params.logprobs or 0 for row in rows))
+    logprobs = _log_softmax(take(logits, asked).to(torch.float32, copy=True))
+    best = _best(logprobs, max(rows[index].sequence.params.logprobs or 0 for index in asked))
     result = list(picked)
-    for index, row in enumerate(rows):
-        one, top = picked[row], tuple(best[index][: sequences[row].params.logprobs])
-        own = one.logprobs or (float(logprobs[index, one.token_ids[0]]),)  # a beam has its candidates' already
-        result[row] = replace(one, logprobs=own, top=top)
+    for place, index in enumerate(asked):
+        one, top = picked[index], tuple(best[place][: rows[index].sequence.params.logprobs])
+        own = one.logprobs or (float(logprobs[place, one.token_ids[0]]),)  # a beam has its candidates' already
+        result[index] = replace(one, logprobs=own, top=top)
     return result
 
 

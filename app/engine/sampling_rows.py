@@ -47,7 +47,7 @@ def penalised(logits: Tensor, sequences: Rows[Sequence]) -> Tensor:
     """
     scores = logits.to(torch.float32, copy=True)
     for row, sequence in enumerate(sequences):
-        if has_penalties(sequence.params):
+        if sequence.params.has_penalties:
             _penalise(scores[row], sequence)
     return scores
 
@@ -62,10 +62,6 @@ def _penalise(scores: Tensor, sequence: Sequence) -> None:
         counts = Counter(sequence.token_ids[num_prompt:])
         said, times = torch.tensor(list(counts.keys())), torch.tensor(list(counts.values()))
         scores[said] -= times * params.frequency_penalty + params.presence_penalty
-
-
-def has_penalties(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
 def probabilities(scores: Tensor, params: Rows[SamplingParams]) -> Tensor:

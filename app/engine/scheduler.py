@@ -13,16 +13,17 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from itertools import count
 
-from app.engine.batch import Batch, Picked, Span, next_span
+from app.engine.batch import Batch, Picked, Span, by_span, next_span
 from app.engine.beams import BeamGroup, Continuation
 from app.engine.limits import Limits, longest, refusal
 from app.engine.outcome import finished, search_finished, token_events
 from app.engine.pace import StepPace
 from app.engine.sequence import Sequence, sequence_of
 from app.engine.slots import SlotPool
+from app.engine.speculation import Speculation
 from app.engine.tenants import Tenants
 from app.errors import RequestError
-from app.messages import Abort, Event, Generate, RequestFailed, Snapshot, StepStats
+from app.messages import Abort, Event, Generate, RequestFailed, SequenceFinished, Snapshot, StepStats
 
 
 @dataclass(slots=True)
@@ -35,7 +36,12 @@ class Request:
 
 
 class Scheduler:
-    """Waiting and running sequences, each list oldest first. `schedule` and `update` alternate; `add` and `abort` come between steps."""
+    """Waiting and running sequences, each list oldest first. `schedule` and `update` alternate; `add` and `abort` come between steps.
+
+    `speculation`: where given, steps that only decode carry guesses where they pay.
+    """
+
+    speculation: Speculation | None = None
 
     def __init__(
         self,
@@ -100,29 +106,29 @@ class Scheduler:
             assert not self._waiting, "an idle engine admits the oldest request"
             return None
         spans.sort(key=lambda span: not span.is_decode)
+        if self.speculation is not None and all(span.is_decode for span in spans):
+            spans = self.speculation.guess(spans, self._limits.max_batch_tokens, self._tenants.grow)
         cached = sum(self._greet(span.sequence) for span in admitted)
         copies = self._tenants.take_copies()
         return Batch(tuple(spans), copies, self._pool.take_released(), cached, self._num_preempted)
 
     def update(self, batch: Batch, picked: Items[Picked]) -> list[Event]:
-        """What the step's result means: one `Picked` for each span that samples, in order."""
+        """What the step's result means: one `Picked` for each row that samples, in order."""
         now = self._clock()
         events: list[Event] = []
         searches: dict[str, list[tuple[Sequence, Picked]]] = {}
-        results = iter(picked)
-        for span in batch.spans:
+        for span, stands in by_span(batch, picked):
             sequence = span.sequence
-            self._tenants.computed(sequence, span.end)
+            self._tenants.computed(sequence, span.own_end + max(len(stands) - 1, 0))
             if span.end >= sequence.num_prompt_tokens:
                 self._let_in_choices(sequence)
             if not span.samples:
                 continue
-            result = next(results)
             sequence.first_token_at = now if sequence.first_token_at is None else sequence.first_token_at
             if sequence.is_beam:
-                searches.setdefault(sequence.request_id, []).append((sequence, result))
+                searches.setdefault(sequence.request_id, []).append((sequence, stands[0]))
             else:
-                events += self._append(sequence, result, now)
+                events += self._append(span, stands, now)
         for request_id, results_of_beams in searches.items():
             events += self._advance_search(request_id, results_of_beams, now)
         return events
@@ -218,10 +224,14 @@ class Scheduler:
             insort(self._waiting, choice, key=_age)
         request.held.clear()
 
-    def _append(self, sequence: Sequence, picked: Picked, now: float) -> list[Event]:
-        sequence.token_ids.append(picked.token_ids[0])
-        events = token_events(sequence, picked, now)
-        if len(events) > 1 or sequence.token_ids[-1] in sequence.stop_ids:
+    def _append(self, span: Span, stands: Items[Picked], now: float) -> list[Event]:
+        sequence = span.sequence
+        sequence.token_ids += [one.token_ids[0] for one in stands]
+        if self.speculation is not None and span.draft_ids:
+            self._tenants.trim(sequence)
+            self.speculation.learn(sequence, len(span.draft_ids), len(stands) - 1)
+        events = token_events(sequence, stands, now)
+        if isinstance(events[-1], SequenceFinished):
             self._end(sequence)
         return events
 
@@ -265,6 +275,8 @@ class Scheduler:
         request = self._requests[sequence.request_id]
         for one in list(request.group.beams) if request.group else [sequence]:
             self._vacate(one, keep_tokens)
+        if self.speculation is not None:
+            self.speculation.forget(sequence)
         request.alive.remove(sequence)
         was_held = sequence in request.held
         if was_held:

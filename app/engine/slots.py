@@ -83,6 +83,11 @@ class SlotPool:
         self._set(slot, slot.prefix_slot, slot.prefix_tokens, max(end, slot.reserved))
         return True
 
+    def trim(self, index: int, end: int) -> None:
+        """Accounts for nothing beyond `end` any more, of a slot that runs."""
+        slot = self.slots[index]
+        self._set(slot, slot.prefix_slot, slot.prefix_tokens, min(slot.reserved, end))
+
     def computed(self, index: int, num_tokens: int) -> None:
         """The step has written keys and values up to `num_tokens`."""
         self.slots[index].num_tokens = num_tokens

@@ -28,10 +28,15 @@ class Tenants:
         assert parent.slot is not None, "only a running sequence has children"
         return self._move_in(child, leaning(self.pool.slots[parent.slot], parent.num_computed))
 
-    def grow(self, sequence: Sequence) -> bool:
-        """Room for all tokens of a running sequence; False where there is none without preempting."""
+    def grow(self, sequence: Sequence, num_drafts: int = 0) -> bool:
+        """Room for all tokens of a running sequence, and so many guesses; False where there is none without preempting."""
         assert sequence.slot is not None, "a running sequence has a slot"
-        return self.pool.reserve(sequence.slot, len(sequence.token_ids))
+        return self.pool.reserve(sequence.slot, len(sequence.token_ids) + num_drafts)
+
+    def trim(self, sequence: Sequence) -> None:
+        """Guesses that were wrong leave no account behind: nobody is ever preempted for one."""
+        assert sequence.slot is not None, "a running sequence has a slot"
+        self.pool.trim(sequence.slot, len(sequence.token_ids))
 
     def computed(self, sequence: Sequence, end: int) -> None:
         """The step has computed a running sequence up to `end`."""

@@ -35,7 +35,7 @@ class Attend(Protocol):
 class StepContext:
     """token_ids, positions [tokens] int64; logit_rows [rows] int64: the tokens whose logits are wanted (None: all).
 
-    `decodes`: each token is the newest of a sequence of its own, and all of their logits are wanted.
+    `decodes`: each token is the newest of its sequence or a guess of what follows it, and all of their logits are wanted.
     `best`: that many of the best are enough; a model whose output layer can only write all logits gives those.
     """
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from app.backends.cpu import CpuBackend
-from app.engine.batch import Batch, Copy, Picked, Span
+from app.engine.batch import Batch, Copy, Picked, RowToPick, Span
 from app.engine.kv_cache import KVCache, KVShape
 from app.engine.runner import Runner
 from app.engine.sequence import Sequence
@@ -31,9 +31,9 @@ class KeepLogits:
     def __init__(self) -> None:
         self.logits: list[Tensor] = []
 
-    def pick(self, logits: Tensor, sequences: list[Sequence]) -> list[Picked]:
+    def pick(self, logits: Tensor, rows: list[RowToPick]) -> list[Picked]:
         self.logits.append(logits.float().clone())
-        return [Picked((0,))] * len(sequences)
+        return [Picked((0,))] * len(rows)
 
 
 class Bench:

@@ -14,6 +14,7 @@ from app.engine.sequence import Sequence
 from app.errors import StepFailed
 from app.kernels.best import MOST_BEST, Wanted, best_torch
 from app.messages import SamplingParams
+from sequences import rows_of
 
 VOCAB = 1000
 
@@ -27,9 +28,9 @@ def logits_of(rows: int, seed: int = 0) -> torch.Tensor:
 
 
 def both(logits: torch.Tensor, sequences: list[Sequence]) -> tuple[list[Picked], list[Picked]]:
-    wanted = wanted_best(sequences)
+    wanted = wanted_best(rows_of(sequences))
     assert wanted is not None
-    return pick_best(best_torch(logits, wanted), sequences), Sampler(VOCAB).pick(logits.clone(), sequences)
+    return pick_best(best_torch(logits, wanted), rows_of(sequences)), Sampler(VOCAB).pick(logits.clone(), rows_of(sequences))
 
 
 @pytest.mark.parametrize(
@@ -79,17 +80,17 @@ def test_logprobs_are_over_the_whole_vocabulary() -> None:
     ids=str,
 )
 def test_one_that_needs_more_asks_for_whole_rows(params: dict[str, Any]) -> None:
-    assert wanted_best([sequence_with(temperature=0.0), sequence_with(**params)]) is None
+    assert wanted_best(rows_of([sequence_with(temperature=0.0), sequence_with(**params)])) is None
 
 
 def test_as_many_as_the_most_demanding_needs() -> None:
     sequences = [sequence_with(temperature=0.0), sequence_with(top_k=7), sequence_with(temperature=0.0, logprobs=3)]
-    assert wanted_best(sequences) == Wanted(7, with_logsumexp=True)
-    assert wanted_best([]) is None
+    assert wanted_best(rows_of(sequences)) == Wanted(7, with_logsumexp=True)
+    assert wanted_best(rows_of([])) is None
 
 
 def test_logits_that_are_not_finite_are_refused() -> None:
     logits = logits_of(2)
     logits[1, 3] = torch.nan
     with pytest.raises(StepFailed, match="1 of 2"):
-        pick_best(best_torch(logits, Wanted(1)), [sequence_with(temperature=0.0)] * 2)
+        pick_best(best_torch(logits, Wanted(1)), rows_of([sequence_with(temperature=0.0)] * 2))

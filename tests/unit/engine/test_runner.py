@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from app.backends.base import AttentionRow, Segment
 from app.backends.cpu import CpuBackend
 from app.backends.reference import reference_attention
-from app.engine.batch import Batch, Copy, Picked, Span
+from app.engine.batch import Batch, Copy, Picked, RowToPick, Span
 from app.engine.kv_cache import KVCache, KVShape
 from app.engine.runner import Runner
 from app.engine.sequence import Sequence
@@ -41,8 +41,8 @@ class Watched(nn.Module):
 class Echo:
     """Picks the first logit, which the model above makes the last token's id."""
 
-    def pick(self, logits: Tensor, sequences: list[Sequence]) -> list[Picked]:
-        assert len(logits) == len(sequences)
+    def pick(self, logits: Tensor, rows: list[RowToPick]) -> list[Picked]:
+        assert len(logits) == len(rows)
         return [Picked((int(row[0]),)) for row in logits]
 
 

@@ -15,6 +15,7 @@ from app.engine.sequence import Sequence
 from app.engine.uniform import uniform
 from app.errors import StepFailed
 from app.messages import SamplingParams
+from sequences import rows_of
 
 VOCAB = 1000
 
@@ -29,7 +30,7 @@ def random_logits(rows: int, vocab: int = VOCAB, seed: int = 0, scale: float = 2
 
 
 def pick_one(logits: torch.Tensor, sequence: Sequence) -> Picked:
-    (picked,) = Sampler(logits.shape[-1]).pick(logits.view(1, -1), [sequence])
+    (picked,) = Sampler(logits.shape[-1]).pick(logits.view(1, -1), rows_of([sequence]))
     return picked
 
 
@@ -48,7 +49,7 @@ def test_greedy_takes_the_likeliest_and_among_equals_the_lowest_id(dtype: torch.
     logits[0, [17, 400, 999]] = 50.0
     logits[1] = 0.0
     logits[2, 999] = 60.0
-    picked = Sampler(VOCAB).pick(logits, [sequence_with(temperature=0.0) for _ in range(3)])
+    picked = Sampler(VOCAB).pick(logits, rows_of([sequence_with(temperature=0.0) for _ in range(3)]))
     assert [one.token_ids for one in picked] == [(17,), (0,), (999,)]
     assert all(one.logprobs == () and one.top == () for one in picked)
 
@@ -62,7 +63,7 @@ def test_the_logits_are_left_as_they_are() -> None:
         {"repetition_penalty": 2.0, "logprobs": 3},
         {"beam_width": 2},
     ]
-    Sampler(VOCAB).pick(logits, [sequence_with(**way) for way in ways])
+    Sampler(VOCAB).pick(logits, rows_of([sequence_with(**way) for way in ways]))
     for row, way in enumerate(ways):
         pick_one(logits[row], sequence_with(**way))  # a whole batch of one kind takes the logits without an index
     assert torch.equal(logits, before)
@@ -148,7 +149,7 @@ def test_draws_follow_the_distribution() -> None:
     """Chi-square over 20,000 seeds: 9 degrees of freedom, p = 0.001 at 27.9. The seeds are fixed, so it passes or fails for ever."""
     logits = torch.linspace(0.0, 3.0, 10).expand(20_000, 10)
     sequences = [sequence_with(seed=seed, temperature=0.8) for seed in range(20_000)]
-    picked = Sampler(10).pick(logits, sequences)
+    picked = Sampler(10).pick(logits, rows_of(sequences))
     counts = torch.bincount(torch.tensor([one.token_ids[0] for one in picked]), minlength=10)
     expected = (logits[0].double() / 0.8).softmax(-1) * 20_000
     assert float(((counts - expected) ** 2 / expected).sum()) < 27.9
@@ -157,7 +158,7 @@ def test_draws_follow_the_distribution() -> None:
 def test_positions_of_one_seed_are_independent_draws() -> None:
     """Successive tokens of one sequence, as pairs: 15 degrees of freedom, p = 0.001 at 37.7."""
     sequences = [sequence_with(prompt=[0] * length, seed=99) for length in range(1, 8001)]
-    ids = [one.token_ids[0] for one in Sampler(4).pick(torch.zeros(8000, 4), sequences)]
+    ids = [one.token_ids[0] for one in Sampler(4).pick(torch.zeros(8000, 4), rows_of(sequences))]
     counts = torch.bincount(
         torch.tensor([4 * first + second for first, second in zip(ids[::2], ids[1::2], strict=True)]), minlength=16
     )
@@ -175,9 +176,9 @@ def test_a_seed_and_a_position_give_the_same_token_alone_and_in_any_batch() -> N
     ]
     sequences = [sequence_with(completion=[1] * row, seed=row * 31, **params[row % len(params)]) for row in range(24)]
     logits = random_logits(24)
-    together = Sampler(VOCAB).pick(logits, sequences)
+    together = Sampler(VOCAB).pick(logits, rows_of(sequences))
     assert together == [pick_one(logits[row], sequence) for row, sequence in enumerate(sequences)]
-    backwards = Sampler(VOCAB).pick(logits.flip(0), sequences[::-1])
+    backwards = Sampler(VOCAB).pick(logits.flip(0), rows_of(sequences[::-1]))
     assert together == backwards[::-1]
 
 
@@ -228,7 +229,7 @@ def test_a_greedy_sequence_is_penalised_too() -> None:
 def test_extreme_values_of_a_client_are_not_a_failed_step(penalty: float, temperature: float) -> None:
     logits = torch.tensor([[0.0, 1e4, -1e4, 5.0], [0.0, 1.0, 2.0, 30.0]])
     extreme = sequence_with([0, 1, 2], [3], repetition_penalty=penalty, temperature=temperature, presence_penalty=2.0)
-    picked = Sampler(4).pick(logits, [extreme, sequence_with(temperature=0.0)])
+    picked = Sampler(4).pick(logits, rows_of([extreme, sequence_with(temperature=0.0)]))
     assert picked[0].token_ids == (1,)
     assert picked[1].token_ids == (3,)
 
@@ -241,7 +242,7 @@ def test_log_probabilities_are_the_models_own(params: dict[str, Any]) -> None:
     logits = random_logits(2)
     expected = logits[1].log_softmax(-1)
     asked = sequence_with([3], [int(logits[1].argmax())], logprobs=4, **params)
-    plain, one = Sampler(VOCAB).pick(logits, [sequence_with(), asked])
+    plain, one = Sampler(VOCAB).pick(logits, rows_of([sequence_with(), asked]))
     assert (plain.logprobs, plain.top) == ((), ())
     assert one.logprobs == pytest.approx((float(expected[one.token_ids[0]]),))
     assert [token_id for token_id, _ in one.top] == expected.topk(4).indices.tolist()
@@ -258,7 +259,7 @@ def test_a_beam_gets_its_best_candidates_best_first() -> None:
     logits[0, [700, 40]] = 20.0
     expected = logits.log_softmax(-1)
     two, three = sequence_with(beam_width=2), sequence_with(beam_width=3, logprobs=2)
-    first, second = Sampler(VOCAB).pick(logits, [two, three])
+    first, second = Sampler(VOCAB).pick(logits, rows_of([two, three]))
     assert len(first.token_ids) == two.num_candidates and len(second.token_ids) == three.num_candidates
     assert first.token_ids[:2] == (40, 700)
     assert second.token_ids == tuple(expected[1].topk(6).indices.tolist())
@@ -282,7 +283,7 @@ def test_logits_that_are_not_finite_fail_the_step(bad: float, params: dict[str, 
     logits = random_logits(3).to(dtype)
     logits[1, 500] = bad
     with pytest.raises(StepFailed, match="1 of 3 sequences"):
-        Sampler(VOCAB).pick(logits, [sequence_with(**params) for _ in range(3)])
+        Sampler(VOCAB).pick(logits, rows_of([sequence_with(**params) for _ in range(3)]))
 
 
 def test_a_token_that_the_model_rules_out_is_no_failure() -> None:
@@ -292,5 +293,5 @@ def test_a_token_that_the_model_rules_out_is_no_failure() -> None:
 
 
 def test_a_row_of_logits_for_each_sequence() -> None:
-    with pytest.raises(AssertionError, match="one row of logits a sequence"):
-        Sampler(VOCAB).pick(random_logits(2), [sequence_with()])
+    with pytest.raises(AssertionError, match="one row of logits for each"):
+        Sampler(VOCAB).pick(random_logits(2), rows_of([sequence_with()]))

@@ -30,10 +30,22 @@ class AnyRun(RuleBasedStateMachine):
         running=st.integers(2, 4),
         batch_tokens=st.sampled_from([4, 9, 64]),
         itl=st.sampled_from([None, 1.0, 50.0]),
+        guessed=st.sampled_from([None, 0.0, 0.5, 0.9, 1.0]),
     )
-    def begin(self, num_slots: int, capacity: int, page: int, running: int, batch_tokens: int, itl: float | None) -> None:
+    def begin(
+        self,
+        num_slots: int,
+        capacity: int,
+        page: int,
+        running: int,
+        batch_tokens: int,
+        itl: float | None,
+        guessed: float | None,
+    ) -> None:
         limits = Limits(max_model_len=90, max_running_seqs=running, max_batch_tokens=batch_tokens)
         self.sim = Simulation(num_slots, capacity, page, limits, StepPace(batch_tokens, itl))
+        if guessed is not None:
+            self.sim.with_guesses(guessed)
 
     @rule(
         family=st.sampled_from(sorted(FAMILIES)),

@@ -1,0 +1,154 @@
+"""Decides how many tokens of each sequence are worth guessing in a step: as many as make the most tokens a second by what is known.
+
+Known are how often guesses were right (of this sequence, and of all before it) and what a step of more rows costs. Where guessing does not
+pay it stops, and tries a single guess again after a pause that doubles each time: to be wrong costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from app.engine.batch import Span
+from app.engine.drafts import Drafter
+from app.engine.sequence import Sequence
+from app.hardware.step_seconds import StepSeconds
+
+MOST_ROWS = 64  # of a step with guesses: beyond it products are bound by arithmetic, and steps of so many sizes are recorded
+MOST_GUESSES = 7  # of a sequence in a step
+WORTH = 1.03  # times the tokens a second without any guess: what is gained must pay for the guessing too
+FIRST_PAUSE, LONGEST_PAUSE = 4, 32  # steps
+_MEMORY = 0.9  # of what was seen before, at each new observation: the last ten count
+_SHARED_MEMORY = 0.99
+_TRUST = 2.0  # how many observations all sequences together count for in a sequence's own estimate
+# Relative seconds of a step by its rows, where none were measured. Weights are read once for all rows, so a few come nearly free.
+UNMEASURED = StepSeconds(((1, 1.0), (2, 1.02), (4, 1.06), (8, 1.5), (64, 10.0)), ((1, 1.0),))
+
+
+class Costs(Protocol):
+    """What a step that decodes takes, in any unit."""
+
+    def decode(self, rows: int, context_tokens: int = 0) -> float: ...
+
+
+@dataclass(slots=True)
+class Rate:
+    """How likely one more guess is right, given that those before it are. Begins with one right and one wrong."""
+
+    memory: float
+    right: float = 1.0
+    wrong: float = 1.0
+
+    def observe(self, guessed: int, right: int) -> None:
+        """Guesses after the first wrong one say nothing."""
+        self.right = self.right * self.memory + right
+        self.wrong = self.wrong * self.memory + (right < guessed)
+
+    def value(self, prior: float = 0.5, trust: float = 0.0) -> float:
+        return (self.right + trust * prior) / (self.right + self.wrong + trust)
+
+
+@dataclass(slots=True)
+class Guesses:
+    """What is known of one sequence's guesses. While `pause` lasts it is not even asked for any."""
+
+    drafter: Drafter
+    rate: Rate = field(default_factory=lambda: Rate(_MEMORY, 0.0, 0.0))
+    pause: int = 0
+    next_pause: int = FIRST_PAUSE
+    has_paused: bool = False
+    is_trial: bool = False  # the one guess under way is only to see
+
+
+Room = Callable[[Sequence, int], bool]  # whether a sequence's slot has room for so many guesses now
+Idea = tuple[Span, tuple[int, ...]]  # a sequence that decodes, and what may follow
+
+
+class Speculation:
+    """Belongs to one engine. `drafter` makes each sequence's own; `most` bounds a sequence's guesses in a step."""
+
+    def __init__(self, drafter: Callable[[Sequence], Drafter], costs: Costs = UNMEASURED, most: int = MOST_GUESSES) -> None:
+        self._drafter, self._costs, self._most = drafter, costs, most
+        self._rate = Rate(_SHARED_MEMORY)
+        self._known: dict[Sequence, Guesses] = {}
+
+    def guess(self, spans: list[Span], most_rows: int, room: Room) -> list[Span]:
+        """The same decodes, with guesses behind those where they pay and find room; a step has at most `most_rows` rows."""
+        left = min(most_rows, MOST_ROWS) - len(spans)
+        ideas = self._ideas(spans) if left > 0 else []
+        if not ideas:
+            return spans
+        drafts: dict[Sequence, tuple[int, ...]] = {}
+        for (span, ids), number in zip(ideas, self._numbers(spans, ideas, left), strict=True):
+            if number and room(span.sequence, number):
+                drafts[span.sequence] = ids[:number]
+        return [span.with_drafts(drafts.get(span.sequence, ())) for span in spans] if drafts else spans
+
+    def learn(self, sequence: Sequence, guessed: int, right: int) -> None:
+        """So many of a step's guesses were right."""
+        guesses = self._known[sequence]
+        guesses.rate.observe(guessed, right)
+        self._rate.observe(guessed, right)
+        if right:
+            guesses.next_pause = FIRST_PAUSE
+        elif guesses.is_trial:
+            guesses.next_pause = min(2 * guesses.next_pause, LONGEST_PAUSE)
+
+    def forget(self, sequence: Sequence) -> None:
+        """It is over."""
+        self._known.pop(sequence, None)
+
+    def _ideas(self, spans: list[Span]) -> list[Idea]:
+        """Penalties count what was said before, so rows of one sequence cannot be picked side by side; beams fork at every token."""
+        found: list[Idea] = []
+        for span in spans:
+            sequence = span.sequence
+            if sequence.is_beam or sequence.params.has_penalties:
+                continue
+            guesses = self._known.get(sequence)
+            if guesses is None:
+                guesses = self._known[sequence] = Guesses(self._drafter(sequence))
+            if guesses.pause > 0:
+                guesses.pause -= 1
+                continue
+            most = min(self._most, sequence.limit - len(sequence.token_ids) - 1)
+            ids = guesses.drafter.propose(sequence.token_ids, most) if most > 0 else ()
+            if ids:
+                found.append((span, ids))
+        return found
+
+    def _numbers(self, spans: list[Span], ideas: list[Idea], left: int) -> list[int]:
+        """How many of each idea's tokens to guess: the likeliest guesses first, as far as tokens a second grow."""
+        known = [self._known[span.sequence] for span, _ in ideas]
+        chances = [
+            (self._chance(guesses) ** place, index)
+            for index, (guesses, (_, ids)) in enumerate(zip(known, ideas, strict=True))
+            for place in range(1, len(ids) + 1)
+        ]
+        chances.sort(reverse=True)
+        rows, context = len(spans), sum(span.end for span in spans)
+        tokens, best, taken = float(rows), WORTH * rows / self._costs.decode(rows, context), 0
+        for count, (chance, _) in enumerate(chances[:left], 1):
+            tokens += chance
+            speed = tokens / self._costs.decode(rows + count, context)
+            if speed > best:
+                best, taken = speed, count
+        numbers = [0] * len(ideas)
+        for _, index in chances[:taken]:
+            numbers[index] += 1
+        surely = (rows + 1) / self._costs.decode(rows + 1, context)
+        may_try = taken < left and surely > WORTH * rows / self._costs.decode(rows, context)
+        return [_or_trial(number, guesses, may_try) for number, guesses in zip(numbers, known, strict=True)]
+
+    def _chance(self, guesses: Guesses) -> float:
+        return guesses.rate.value(self._rate.value(), _TRUST)
+
+
+def _or_trial(number: int, guesses: Guesses, may_try: bool) -> int:
+    """Where no guess pays: none and a pause, and after the pause a single one, where a right one could pay."""
+    guesses.is_trial = number == 0 and guesses.has_paused and may_try
+    guesses.has_paused = number == 0 and not guesses.is_trial
+    if guesses.has_paused:
+        guesses.pause = guesses.next_pause
+    return max(number, int(guesses.is_trial))
