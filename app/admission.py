@@ -1,16 +1,19 @@
-"""Who may come in: a count of open requests against what the plan allows, and how long it would take to be served.
+"""Who may come in: a count of open requests against what the plan allows, and how long each would wait for its first token.
 
-The arithmetic of waiting, for `Retry-After` and the metrics; it looks at the worker's last snapshot and keeps two running means.
+Looks at the worker's last snapshot and at what was sent since, and keeps a few running means; the steps themselves are `waiting.py`'s.
 """
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable
 
 from app.errors import Overloaded
 from app.messages import Snapshot
+from app.waiting import Habits, first_token_seconds
 
-_FIRST_GUESS_TOKENS = 128.0  # of a completion, before the first has ended: vLLM's benchmarks' default output length
+_FIRST_GUESS_TOKENS = 128.0  # of a prompt or a completion, before the first has ended: vLLM's benchmarks' default output length
 _GAIN = 0.1  # of a new request in the running means: they look back about ten
 _MIN_RETRY_SECONDS, _MAX_RETRY_SECONDS = 1.0, 600.0
 
@@ -37,13 +40,16 @@ class Permit:
 class Admission:
     """Event loop only. `max_running` requests may be computed and `max_waiting` more may queue; the next one is refused."""
 
-    def __init__(self, read_snapshot: Callable[[], Snapshot]) -> None:
+    def __init__(self, read_snapshot: Callable[[], Snapshot], clock: Callable[[], float] = time.monotonic) -> None:
         self._read_snapshot = read_snapshot
+        self._clock = clock
         self.max_running = 1
         self.max_waiting = 0
         self.num_open = 0
-        self._prompt_tokens = 0.0
+        self._sent: deque[tuple[float, int]] = deque()  # when, and how many tokens to compute; until a snapshot knows of them
+        self._prompt_tokens = _FIRST_GUESS_TOKENS
         self._completion_tokens = _FIRST_GUESS_TOKENS
+        self._uncached_share = 1.0  # of a prompt's tokens, that have to be computed
 
     def permit(self) -> Permit:
         """A place for one request, tokenising included. Raises `Overloaded` where all are taken."""
@@ -55,27 +61,34 @@ class Admission:
             raise Overloaded(sentence, retry_after_seconds=seconds)
         return Permit(self)
 
-    def observe(self, num_uncached_prompt_tokens: int, num_completion_tokens: int) -> None:
+    def send(self, num_prompt_tokens: int) -> float | None:
+        """A request goes to the worker now; returns what it will wait for its first token, None where that is not known."""
+        predicted = self._predict(num_prompt_tokens)
+        self._sent.append((self._clock(), self._uncached(num_prompt_tokens)))
+        self._prompt_tokens += _GAIN * (num_prompt_tokens - self._prompt_tokens)
+        return predicted
+
+    def observe(self, num_prompt_tokens: int, num_cached_tokens: int, num_completion_tokens: int) -> None:
         """A request has been answered: what the next ones may be like."""
-        self._prompt_tokens += _GAIN * (num_uncached_prompt_tokens - self._prompt_tokens)
+        share = (num_prompt_tokens - num_cached_tokens) / max(num_prompt_tokens, 1)
+        self._uncached_share += _GAIN * (share - self._uncached_share)
         self._completion_tokens += _GAIN * (num_completion_tokens - self._completion_tokens)
 
     def predicted_wait_seconds(self) -> float | None:
-        """What a request arriving now would wait for its first token; None before the speeds are known.
-
-        The prompts before it and its own are read at the measured speed. Where all places are taken, one becomes free each time
-        that a whole completion's tokens have been made, and those who wait already go first.
-        """
-        now = self._read_snapshot()
-        if not now.prefill_tokens_per_second:
-            return None
-        reading = (now.waiting_prompt_tokens + self._prompt_tokens) / now.prefill_tokens_per_second
-        turns = now.num_waiting + 1 if now.num_running >= self.max_running else 0
-        if not turns or not now.decode_tokens_per_second:
-            return reading
-        return reading + turns * self._completion_tokens / now.decode_tokens_per_second
+        """What a request of the usual length arriving now would wait for its first token; None before the speeds are known."""
+        return self._predict(round(self._prompt_tokens))
 
     def retry_after_seconds(self) -> float:
         """When it makes sense to come back: once those who are here now have their turn."""
         wait = self.predicted_wait_seconds()
         return min(max(wait or 0.0, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)
+
+    def _predict(self, num_prompt_tokens: int) -> float | None:
+        now, moment = self._read_snapshot(), self._clock()
+        while self._sent and self._sent[0][0] <= now.stepped_at:
+            self._sent.popleft()
+        newcomers = [*self._sent, (moment, self._uncached(num_prompt_tokens))]
+        return first_token_seconds(now, newcomers, moment, Habits(self._completion_tokens, self.max_running))
+
+    def _uncached(self, num_prompt_tokens: int) -> int:
+        return max(1, round(num_prompt_tokens * self._uncached_share))

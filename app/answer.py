@@ -43,6 +43,7 @@ class Answer:
         self._choices = [Choice(index, text) for index, text in enumerate(texts)]
         self._request, self._tokenizer, self._metrics = request, tokenizer, metrics
         self.num_cached_tokens = 0
+        self._foretold: tuple[float, float] | None = None  # seconds to the first token, and when that was said
 
     @property
     def finished(self) -> bool:
@@ -61,6 +62,10 @@ class Answer:
         """How the request as a whole has ended."""
         reasons = {choice.reason for choice in self._choices}
         return next((reason for reason in _WORST_FIRST if reason in reasons), "aborted")
+
+    def foretell(self, seconds: float | None, now: float) -> None:
+        """What the first token will take from now; None: nobody knows."""
+        self._foretold = None if seconds is None else (seconds, now)
 
     def take(self, event: TokensReady | SequenceFinished, now: float) -> Iterator[Piece]:
         """The pieces that an event leads to. What still comes for a choice that has ended is passed over.
@@ -97,6 +102,8 @@ class Answer:
         if choice.first_token_at is None:
             if self.num_completion_tokens == 0:
                 self._metrics.prompt(self.num_prompt_tokens, self.num_cached_tokens)
+                if self._foretold is not None:
+                    self._metrics.waited(self._foretold[0], now - self._foretold[1])
             choice.first_token_at = now
             self._metrics.first_token(choice.timings, now - self._request.arrived_at)
         else:

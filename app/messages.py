@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from app.errors import InvalidRequest, RequestError
+from app.hardware.tempo import Tempo
 
 FinishReason = Literal["stop", "length", "aborted", "timeout"]
 
@@ -199,21 +200,29 @@ class StepStats:
     preempted: int = 0
     model_seconds: float = 0.0  # of `seconds`, in the model's forward pass
     context_tokens: int = 0  # that the decoding sequences attend to, all together
+    prefill_pairs: int = 0  # of a prompt's token with one that was computed before its chunk
     drafted_tokens: int = 0  # guessed by speculation and computed in this step, beside `decode_tokens`
     accepted_tokens: int = 0  # of them, those that the model would have picked too
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The worker's last word about itself, replaced whole after each step; readers on any thread see one consistent value."""
+    """The worker's last word about itself, replaced whole after each step; readers on any thread see one consistent value.
+
+    `stepped_at` is `time.monotonic()` when it was made. `rows` are the decoding sequences, each as tokens made and the most to come;
+    `prompts` those being read, each as tokens computed and to compute; `queue` the tokens of those that have no place yet; all in order.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
     kv_used_tokens: int = 0
     kv_capacity_tokens: int = 0
-    waiting_prompt_tokens: int = 0  # prompt tokens not yet computed, waiting and running
-    prefill_tokens_per_second: float = 0.0  # measured while serving, 0 where unknown
-    decode_tokens_per_second: float = 0.0
+    stepped_at: float = 0.0
+    rows: tuple[tuple[int, int], ...] = ()
+    context_tokens: int = 0  # that the rows attend to, all together
+    prompts: tuple[tuple[int, int], ...] = ()
+    queue: tuple[int, ...] = ()
+    tempo: Tempo | None = None  # what steps take; None while that is unknown
 
     @property
     def kv_usage_ratio(self) -> float:

@@ -28,6 +28,7 @@ Clock = Callable[[], float]
 
 # From half a millisecond, each 1.6 times the last, to over ten minutes: a request may take `request_timeout_seconds`.
 SECONDS = tuple(float(f"{0.0005 * 1.6**power:.4g}") for power in range(31))
+SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
 COUNTS = tuple(float(2**power) for power in range(15))  # 1 to 16,384 tokens or sequences in a step
 QUANTILES = (0.5, 0.9, 0.99)
 # Paged engines count KV memory in blocks. Ours are tokens; routers that hash a prompt by blocks want a block worth hashing.
@@ -109,6 +110,10 @@ class Metrics:
         self.recent["queue"].record(timings.queue_seconds)
         self.recent["ttft"].record(seconds)
 
+    def waited(self, predicted_seconds: float, seconds: float) -> None:
+        """For its first token a request waited so long, and this was predicted when it was sent to the engine."""
+        self._wait_error.observe(abs(predicted_seconds - seconds) / max(seconds, 1e-9))
+
     def next_token(self, seconds: float) -> None:
         """A further token of a choice, so long after the one before."""
         self._itl_seconds.observe(seconds)
@@ -146,6 +151,8 @@ class Metrics:
         self._itl_seconds = self._histogram("inter_token_latency_seconds", "Between two tokens of a choice.", SECONDS)
         tpot = "Mean time of a choice's tokens after the first."
         self._tpot_seconds = self._histogram("time_per_output_token_seconds", tpot, SECONDS)
+        error = "How far off the predicted wait for the first token was, over the wait."
+        self._wait_error = self._histogram("predicted_wait_error_ratio", error, SHARES)
         self._step_seconds = self._histogram("step_seconds", "Time of an engine step.", SECONDS, "phase")
         self._model_seconds = self._counter("model_seconds", "Time of engine steps spent in the model itself.", "phase")
         self._batch_tokens = self._histogram("batch_tokens", "Tokens of a step.", COUNTS, "phase")

@@ -46,7 +46,7 @@ class Service:
 
     def __init__(self, worker: WorkerPort, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._worker, self._metrics, self._clock = worker, metrics, clock
-        self._admission = Admission(lambda: worker.snapshot)
+        self._admission = Admission(lambda: worker.snapshot, clock)
         self._model: ServedModel | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -159,7 +159,7 @@ class Service:
                     while not answer.finished:
                         for piece in self._pieces(answer, order, await inbox.get()):
                             yield piece
-                self._admission.observe(answer.num_prompt_tokens - answer.num_cached_tokens, answer.num_completion_tokens)
+                self._admission.observe(answer.num_prompt_tokens, answer.num_cached_tokens, answer.num_completion_tokens)
                 outcome = answer.outcome
         except (GeneratorExit, asyncio.CancelledError):
             outcome = "aborted"
@@ -212,6 +212,7 @@ class Service:
         try:
             if not self._worker.alive:  # looked at after enrolling: a worker that ends later will tell the inbox
                 raise NotReady("The engine has stopped; the server is about to end.")
+            answer.foretell(self._admission.send(len(order.token_ids)), self._clock())
             self._worker.put(order)
             yield inbox
         finally:

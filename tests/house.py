@@ -68,6 +68,7 @@ LAYERS: tuple[tuple[str, float], ...] = (
 TORCH_FREE = (
     "errors", "version", "settings", "messages", "hardware.*", "metrics", "quantiles", "models.config", "weights.checkpoint",
     "weights.recipes", "engine.sequence", "engine.slots", "engine.scheduler", "engine.pace", "engine.standing", "engine.batch",
+    "engine.drafts", "engine.speculation",
     "text.*", "generation", "service", "admission", "waiting", "answer", "reading", "api.*", "report", "arguments", "packing", "main",
     "cli",
 )  # fmt: skip

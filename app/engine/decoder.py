@@ -75,6 +75,7 @@ def measured(batch: Batch, picked: Items[Picked], seconds: float, model_seconds:
     decodes = sum(span.is_decode for span in batch.spans)
     drafted = sum(len(span.draft_ids) for span in batch.spans)
     accepted = sum(len(stands) - 1 for span, stands in by_span(batch, picked) if span.draft_ids)
+    context = sum(span.own_end for span in batch.spans if span.is_decode)
     return StepStats(
         seconds=seconds,
         prefill_tokens=batch.num_tokens - decodes - drafted,
@@ -85,6 +86,8 @@ def measured(batch: Batch, picked: Items[Picked], seconds: float, model_seconds:
         cached_tokens=batch.cached_tokens,
         preempted=batch.preempted,
         model_seconds=model_seconds,
+        context_tokens=context,
         drafted_tokens=drafted,
         accepted_tokens=accepted,
+        prefill_pairs=sum(span.num_tokens * span.start for span in batch.spans if not span.is_decode),
     )

@@ -1,93 +1,137 @@
-"""How much prefill a step may carry so that the streams which decode beside it keep their pace; learned from the steps' own seconds.
+"""How much prefill a step may carry so that the streams which decode beside it keep their pace.
 
-A step is taken as `decode seconds + seconds per token × prefill tokens`. Where weights are read once for all rows
-the second term comes late, so this errs on the side of the streams.
+Where calibration has timed steps, the table says it from the first step on, and recent steps correct the table. Else it is learned:
+a step is taken as `decode seconds + seconds per token × prefill tokens`, which errs on the side of the streams.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from statistics import median
+from typing import Protocol
 
+from app.hardware.step_seconds import StepSeconds
+from app.hardware.tempo import MIN_PREFILL_TOKENS, Tempo
 from app.messages import StepStats
 
-MIN_PREFILL_TOKENS = 8  # a long prompt gets on even where the target is missed already
-# Reach: p99 of running streams at most 3 × their p50 while a long prompt arrives. What was predicted wrongly needs room: at 2.5 a p99 of
-# 2.99 was measured (two Zen 5 cores, llama-1b, `armature bench itl`).
-MIXED_TO_DECODE_RATIO = 2.2
-PROBE_EVERY_STEPS = (
-    16  # of an unbroken row of mixed steps one carries no prefill, so that the decode pace stays measured; costs 6%
-)
+# Of an unbroken row of mixed steps one carries no prefill, so that the decode pace stays measured: where the price of a token is all that
+# is known, often (it costs 6%), and where a table is, so seldom that a prompt of a few thousand tokens meets one or none.
+PROBE_EVERY_STEPS, PROBE_EVERY_STEPS_OF_TABLE = 16, 48
+FIRST_PREFILL_TOKENS = 32  # while the price of a prefill token is unknown
 _RECENT_DECODES = 5  # their median: two outliers (a page fault storm, another process) change nothing
-_FIRST_PREFILL_TOKENS = 32  # while the price of a prefill token is unknown
+_RECENT_RATIOS = 9  # the same for four; a table that is wrong is noticed within five steps
+_BOUNDS = 0.25, 4.0  # what measured steps can change of the table: further off, it is not steps that they measure
 _GAIN = 0.3  # of a new measurement in the running price
 _MAX_CHANGE = 2.0  # a measurement counts at most as this factor, so that one outlier moves the price by 30%
-_DECAY = 0.95  # of tokens and seconds per step: speeds look back about 20 steps
+_LINE_TOKENS = 1024  # where the learned line is written down as a table
 
 
-class Speed:
-    """Tokens a second over recent steps, weighted by how long they took; 0 where nothing was measured."""
+class _Knowledge(Protocol):
+    """What is known of steps: a tempo, None while it is too little, and what the next measurement adds."""
 
-    def __init__(self) -> None:
-        self._tokens = 0.0
-        self._seconds = 0.0
-
-    def observe(self, tokens: int, seconds: float) -> None:
-        if tokens:
-            self._tokens = self._tokens * _DECAY + tokens
-            self._seconds = self._seconds * _DECAY + seconds
+    probe_every_steps: int
 
     @property
-    def tokens_per_second(self) -> float:
-        return self._tokens / self._seconds if self._seconds > 0 else 0.0
+    def tempo(self) -> Tempo | None: ...
+    def observe(self, step: StepStats) -> None: ...
 
 
 class StepPace:
-    """Learns from each step; says how many prefill tokens the next may carry. An explicit target replaces the ratio."""
+    """Learns from each step; says how many prefill tokens the next may carry. An explicit target replaces the ratio to decode steps."""
 
-    def __init__(self, max_batch_tokens: int, itl_target_seconds: float | None = None) -> None:
+    def __init__(self, max_batch_tokens: int, itl_target_seconds: float | None = None, steps: StepSeconds | None = None) -> None:
         self._max_tokens = max_batch_tokens
-        self._target_seconds = itl_target_seconds
-        self._decodes: deque[float] = deque(maxlen=_RECENT_DECODES)
-        self._token_seconds: float | None = None
         self._mixed_in_a_row = 0
-        self.prefill = Speed()
-        self.decode = Speed()
+        self._known: _Knowledge
+        if steps is None:
+            self._known = _Learned(max_batch_tokens, itl_target_seconds)
+        else:
+            self._known = _Corrected(Tempo(steps, max_batch_tokens, itl_target_seconds))
+
+    @property
+    def tempo(self) -> Tempo | None:
+        """What steps take now; None where neither a table nor enough steps say it."""
+        return self._known.tempo
 
     def observe(self, step: StepStats) -> None:
         """What a step did and took."""
-        self.prefill.observe(step.prefill_tokens, step.seconds)
-        self.decode.observe(step.decode_tokens, step.seconds)
-        if step.decode_tokens and not step.prefill_tokens:
-            self._decodes.append(step.seconds)
-        elif step.prefill_tokens >= (MIN_PREFILL_TOKENS if step.decode_tokens else _FIRST_PREFILL_TOKENS):
-            self._learn_price(step)
+        self._known.observe(step)
         self._mixed_in_a_row = self._mixed_in_a_row + 1 if step.decode_tokens and step.prefill_tokens else 0
 
-    def prefill_budget(self, num_decodes: int) -> int:
-        """Prefill tokens that the next step may carry beside `num_decodes` decodes; 0 where the decodes alone are to be measured."""
+    def prefill_budget(self, num_decodes: int, context_tokens: int = 0, prompt_context_tokens: int = 0) -> int:
+        """Prefill tokens that the next step may carry beside `num_decodes` rows; 0 where the decodes alone are to be measured.
+
+        The rows attend to `context_tokens`; of the first prompt in line `prompt_context_tokens` are computed.
+        """
         if num_decodes == 0:
             return self._max_tokens
-        alone = self.decode_step_seconds
-        if alone is None or self._mixed_in_a_row >= PROBE_EVERY_STEPS:
+        tempo = self._known.tempo
+        if tempo is None or self._mixed_in_a_row >= self._known.probe_every_steps:
             return 0
-        if self._token_seconds is None:
-            tokens = _FIRST_PREFILL_TOKENS
-        else:
-            target = self._target_seconds or MIXED_TO_DECODE_RATIO * alone
-            tokens = int(min((target - alone) / self._token_seconds, self._max_tokens))
-        return min(max(tokens, MIN_PREFILL_TOKENS), self._max_tokens)
+        return tempo.chunk(num_decodes, context_tokens, prompt_context_tokens)
+
+
+class _Corrected:
+    """A table, and for each kind of step the median of what recent ones took over it."""
+
+    probe_every_steps = PROBE_EVERY_STEPS_OF_TABLE
+
+    def __init__(self, tempo: Tempo) -> None:
+        self.tempo: Tempo | None = tempo
+        self._table = tempo.steps
+        self._ratios: dict[str, deque[float]] = {kind: deque(maxlen=_RECENT_RATIOS) for kind in ("decode", "mixed", "prefill")}
+
+    def observe(self, step: StepStats) -> None:
+        expected = expected_seconds(self._table, step)
+        if expected <= 0.0 or self.tempo is None:
+            return
+        kind = "prefill" if not step.num_decode_sequences else "mixed" if step.prefill_tokens else "decode"
+        self._ratios[kind].append(step.seconds / expected)
+        decode = self._factor("decode", 1.0)
+        prefill = self._factor("prefill", decode)
+        mixed = self._factor("mixed", max(decode, prefill))
+        self.tempo = replace(self.tempo, decode_factor=decode, mixed_factor=mixed, prefill_factor=self._factor("prefill", mixed))
+
+    def _factor(self, kind: str, otherwise: float) -> float:
+        """A kind of step that was not seen yet is as far off as its kin."""
+        ratios = self._ratios[kind]
+        return min(max(median(ratios), _BOUNDS[0]), _BOUNDS[1]) if ratios else otherwise
+
+
+class _Learned:
+    """Nothing was measured before: the decode steps are, and the price of a prefill token beside them."""
+
+    probe_every_steps = PROBE_EVERY_STEPS
+
+    def __init__(self, max_tokens: int, target_seconds: float | None) -> None:
+        self._max_tokens, self._target_seconds = max_tokens, target_seconds
+        self._decodes: deque[float] = deque(maxlen=_RECENT_DECODES)
+        self._token_seconds: float | None = None
 
     @property
-    def decode_step_seconds(self) -> float | None:
-        """A recent step of decodes alone; None before the first."""
-        return median(self._decodes) if self._decodes else None
+    def tempo(self) -> Tempo | None:
+        """A step as a line. While the price is unknown, one at which the first few tokens are all that fits."""
+        if not self._decodes:
+            return None
+        alone = median(self._decodes)
+        price = self._token_seconds
+        most = self._max_tokens if price is not None else min(FIRST_PREFILL_TOKENS, self._max_tokens)
+        farthest = alone + (_LINE_TOKENS - 1) * (price or 0.0)
+        line = StepSeconds(((1, alone), (_LINE_TOKENS, alone)), ((1, alone), (_LINE_TOKENS, farthest)))
+        return Tempo(line, most, self._target_seconds)
+
+    def observe(self, step: StepStats) -> None:
+        if step.decode_tokens and not step.prefill_tokens:
+            self._decodes.append(step.seconds)
+        elif step.prefill_tokens >= (MIN_PREFILL_TOKENS if step.decode_tokens else FIRST_PREFILL_TOKENS):
+            self._learn_price(step)
 
     def _learn_price(self, step: StepStats) -> None:
         """Seconds that one more prefill token costs: of a mixed step what it took longer than its decodes alone, else the whole."""
-        alone = self.decode_step_seconds if step.decode_tokens else 0.0
-        if alone is None:
+        if step.decode_tokens and not self._decodes:
             return
+        alone = median(self._decodes) if step.decode_tokens else 0.0
         price = max(step.seconds - alone, 0.0) / step.prefill_tokens
         known = self._token_seconds
         if known is None:
@@ -95,3 +139,10 @@ class StepPace:
         elif step.decode_tokens or price < known:  # a step of prefill alone carries the fixed cost too: an upper bound
             price = min(max(price, known / _MAX_CHANGE), known * _MAX_CHANGE)
             self._token_seconds = known + _GAIN * (price - known)
+
+
+def expected_seconds(steps: StepSeconds, step: StepStats) -> float:
+    """What a table says of a step that was made: a guessed token is one more row of its sequence."""
+    rows = step.num_decode_sequences + step.drafted_tokens
+    behind = step.prefill_pairs // step.prefill_tokens if step.prefill_tokens else 0
+    return steps.mixed(rows, step.prefill_tokens, step.context_tokens, behind)

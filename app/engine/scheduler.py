@@ -10,7 +10,7 @@ import time
 from bisect import insort
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from app.engine.batch import Batch, Picked, Span, by_span, next_span
@@ -21,6 +21,7 @@ from app.engine.pace import StepPace
 from app.engine.sequence import Sequence, sequence_of
 from app.engine.slots import SlotPool
 from app.engine.speculation import Speculation
+from app.engine.standing import standing
 from app.engine.tenants import Tenants
 from app.errors import RequestError
 from app.messages import Abort, Event, Generate, RequestFailed, SequenceFinished, Snapshot, StepStats
@@ -146,19 +147,9 @@ class Scheduler:
         self._pace.observe(step)
 
     def snapshot(self) -> Snapshot:
-        """Requests are counted, not choices; cached slots that can be evicted do not count as used."""
-        held = {id(one) for request in self._requests.values() for one in request.held}
-        unfinished = [one for request in self._requests.values() for one in request.alive if id(one) not in held]
-        running = {sequence.request_id for sequence in self._running}
-        return Snapshot(
-            num_running=len(running),
-            num_waiting=len(self._requests) - len(running),
-            kv_used_tokens=self._pool.in_use_tokens(),
-            kv_capacity_tokens=self._pool.capacity_tokens,
-            waiting_prompt_tokens=sum(max(one.num_prompt_tokens - one.num_computed, 0) for one in unfinished),
-            prefill_tokens_per_second=self._pace.prefill.tokens_per_second,
-            decode_tokens_per_second=self._pace.decode.tokens_per_second,
-        )
+        """Requests are counted, not choices."""
+        now = standing(self._running, self._waiting, self._pool)
+        return replace(now, num_waiting=len(self._requests) - now.num_running, stepped_at=self._clock(), tempo=self._pace.tempo)
 
     # ---- schedule --------------------------------------------------------------------------------------------------
 
@@ -169,8 +160,13 @@ class Scheduler:
                 self._preempt(self._running[-1])
 
     def _prefill_budget(self, num_ready: int) -> int:
-        num_decodes = sum(one.num_uncomputed == 1 and one.num_completion_tokens > 0 for one in self._running)
-        return min(self._pace.prefill_budget(num_decodes), self._limits.max_batch_tokens - num_ready)
+        """Only where there is a prompt to read: what fits beside the decodes is worked out for nobody else."""
+        decoding = [one for one in self._running if one.is_decoding]
+        reading = next((one.num_computed for one in self._running if one.num_uncomputed > 1), 0 if self._waiting else None)
+        if reading is None:
+            return 0
+        context = sum(len(one.token_ids) for one in decoding)
+        return min(self._pace.prefill_budget(len(decoding), context, reading), self._limits.max_batch_tokens - num_ready)
 
     def _admit(self, left: int) -> list[Span]:
         """First in, first out: where the oldest finds no room nobody overtakes it."""

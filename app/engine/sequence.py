@@ -51,6 +51,11 @@ class Sequence:
         return len(self.token_ids) - self.num_computed
 
     @property
+    def is_decoding(self) -> bool:
+        """A stream that waits for its second token or a later one."""
+        return self.num_uncomputed == 1 and self.num_completion_tokens > 0
+
+    @property
     def is_beam(self) -> bool:
         return self.params.beam_width > 1
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from app.weights.checkpoint import Checkpoint
-from app.weights.packed import PackUnusable, check_ours
+from app.weights.whole_file import FileUnusable, check_ours
 
 _PART_BYTES = 64 * 2**20  # hashed by one thread
 _READ_BYTES = 4 * 2**20
@@ -68,7 +68,7 @@ def _read_note(note: Path) -> str | None:
         with note.open() as stream:
             check_ours(os.fstat(stream.fileno()))
             content = stream.read(65)
-    except (OSError, ValueError, PackUnusable):
+    except (OSError, ValueError, FileUnusable):
         return None
     return content if len(content) == 64 and set(content) <= set("0123456789abcdef") else None
 

@@ -25,7 +25,8 @@ from app.version import VERSION
 from app.weights.checkpoint import Checkpoint
 from app.weights.choice import Choice, Layer
 from app.weights.content import content_of
-from app.weights.packed import PackUnusable, Progress, open_pack, write_pack
+from app.weights.packed import Progress, open_pack, write_pack
+from app.weights.whole_file import FileUnusable
 
 log = logging.getLogger(__name__)
 
@@ -74,16 +75,16 @@ class Kept:
             pack = open_pack(self.file, self.key)
         except FileNotFoundError:
             return None
-        except (OSError, PackUnusable) as error:
+        except (OSError, FileUnusable) as error:
             self._warn(error)
             return None
         try:
             if {name: blob.nbytes for name, blob in pack.blobs.items()} != dict(self._wanted):
-                raise PackUnusable("it holds other weights")
+                raise FileUnusable("it holds other weights")
             blobs = _read_all(self._wanted, progress, pack.mapping() if self._packs.mapped else pack.read)
             self.size, self.found = pack.size, True
             return blobs
-        except (OSError, PackUnusable) as error:
+        except (OSError, FileUnusable) as error:
             self._warn(error)
             return None
         finally:

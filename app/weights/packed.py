@@ -10,9 +10,6 @@ import ctypes
 import json
 import mmap
 import os
-import stat
-import tempfile
-import time
 import warnings
 import zlib
 from collections.abc import Callable, Mapping
@@ -26,17 +23,13 @@ from torch import Tensor
 
 from app.kernels.memory import weights_bytes
 from app.weights.headers import MAX_HEADER_BYTES
+from app.weights.whole_file import FileUnusable, open_ours, replacing
 
 MAGIC = b"armature pack 1\n"
 ALIGNMENT = 64
 _BEGIN = len(MAGIC) + 16  # then the header's length and its checksum, little-endian
-_PARTIAL, _ABANDONED_SECONDS = ".partial-", 3600.0
 _CHUNK_BYTES = 4 * 2**20  # read and checked at a time: it stays in the cache in between
 Progress = Callable[[int, int], None]
-
-
-class PackUnusable(Exception):
-    """This file cannot be used, and why: whoever asked packs again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +49,8 @@ def write_pack(target: Path, key: Mapping[str, str], blobs: Mapping[str, Tensor]
 
     `progress` hears (bytes done, bytes in all). Raises `OSError`.
     """
-    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    _sweep(target.parent)
-    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=_PARTIAL)
-    partial = Path(name)
-    with ExitStack() as undo:
-        undo.callback(partial.unlink, missing_ok=True)
-        with os.fdopen(descriptor, "wb", buffering=0) as stream:
-            size = _write(stream.fileno(), key, blobs, progress)
-            os.fchmod(stream.fileno(), 0o644)  # others may read it; who else may write is the directory's business
-            os.fsync(stream.fileno())
-        partial.replace(target)
-        undo.pop_all()
-    _sync_folder(target.parent)
-    return size
+    with replacing(target) as stream:
+        return _write(stream.fileno(), key, blobs, progress)
 
 
 def _write(file: int, key: Mapping[str, str], blobs: Mapping[str, Tensor], progress: Progress) -> int:
@@ -111,23 +92,6 @@ def _view(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def _sweep(folder: Path) -> None:
-    """What a process that was killed left half written goes after a while."""
-    for file in folder.glob(f"{_PARTIAL}*"):
-        with suppress(OSError):
-            if time.time() - file.stat().st_mtime > _ABANDONED_SECONDS:
-                file.unlink()
-
-
-def _sync_folder(folder: Path) -> None:
-    with suppress(OSError):  # some file systems cannot, and the name is only worth a packing
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
 def _aligned(at: int) -> int:
     return -(-at // ALIGNMENT) * ALIGNMENT
 
@@ -142,7 +106,7 @@ class Pack:
         self._file, self.blobs, self.size = file, blobs, os.fstat(file).st_size
 
     def read(self, name: str) -> Tensor:
-        """Uint8 in memory of our own, on huge pages where it is large. Raises `PackUnusable` where the bytes are not those written."""
+        """Uint8 in memory of our own, on huge pages where it is large. Raises `FileUnusable` where the bytes are not those written."""
         blob = self.blobs[name]
         target, checksum = weights_bytes(blob.nbytes), 0
         view = _view(target)
@@ -181,34 +145,18 @@ class Pack:
         while chunk:
             count = os.preadv(self._file, [chunk], at)
             if count == 0:
-                raise PackUnusable("it became shorter while it was read")
+                raise FileUnusable("it became shorter while it was read")
             chunk, at = chunk[count:], at + count
 
 
 def open_pack(file: Path, key: Mapping[str, str]) -> Pack:
-    """Raises `FileNotFoundError` where there is none, and `PackUnusable` where it is not whole, not ours or made for something else."""
-    try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would wait
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise PackUnusable(f"it cannot be opened ({error.strerror})") from error
+    """Raises `FileNotFoundError` where there is none, and `FileUnusable` where it is not whole, not ours or made for something else."""
+    descriptor = open_ours(file)
     with ExitStack() as undo:
         undo.callback(os.close, descriptor)
-        check_ours(os.fstat(descriptor))
         pack = Pack(descriptor, _read_header(descriptor, key))
         undo.pop_all()
         return pack
-
-
-def check_ours(status: os.stat_result) -> None:
-    """Raises `PackUnusable` where somebody else could have written it. Root's is as good as our own."""
-    if not stat.S_ISREG(status.st_mode):
-        raise PackUnusable("it is no ordinary file")
-    if status.st_uid not in (os.getuid(), 0):
-        raise PackUnusable(f"it belongs to user {status.st_uid}")
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PackUnusable("others may write to it")
 
 
 def _read_header(file: int, key: Mapping[str, str]) -> Mapping[str, Blob]:
@@ -216,16 +164,16 @@ def _read_header(file: int, key: Mapping[str, str]) -> Mapping[str, Blob]:
     begin = os.pread(file, _BEGIN, 0)
     length, checksum = (int.from_bytes(begin[at : at + 8], "little") for at in (len(MAGIC), len(MAGIC) + 8))
     if begin[: len(MAGIC)] != MAGIC or length > min(size - _BEGIN, MAX_HEADER_BYTES):
-        raise PackUnusable("it is not a whole pack of this version")
+        raise FileUnusable("it is not a whole pack of this version")
     text = os.pread(file, length, _BEGIN)
     if zlib.crc32(text) != checksum:
-        raise PackUnusable("its header is damaged")
+        raise FileUnusable("its header is damaged")
     header: Any = json.loads(text)  # as it was written: the checksum says so
     if header["key"] != dict(key):
-        raise PackUnusable("it was made for something else")
+        raise FileUnusable("it was made for something else")
     blobs = {name: _blob(place) for name, place in header["blobs"].items()}
     if any(blob.start % ALIGNMENT or blob.start + blob.nbytes > size for blob in blobs.values()):
-        raise PackUnusable("it has been cut short")
+        raise FileUnusable("it has been cut short")
     return blobs
 
 
@@ -236,4 +184,4 @@ def _blob(place: str) -> Blob:
 
 def _check(name: str, checksum: int, blob: Blob) -> None:
     if checksum != blob.checksum:
-        raise PackUnusable(f"the bytes of {name} are damaged")
+        raise FileUnusable(f"the bytes of {name} are damaged")

@@ -109,7 +109,17 @@ def test_gauges_are_the_last_snapshot_under_our_names_and_the_gateways(metrics: 
 
 def test_what_is_not_known_is_absent(metrics: Metrics) -> None:
     names = " ".join(samples(metrics))
-    for absent in ("predicted_wait", "latency_quantile", "cost", "quota", "throttled", "info", "energy", "capacity", "roofline"):
+    for absent in (
+        "predicted_wait_seconds",
+        "latency_quantile",
+        "cost",
+        "quota",
+        "throttled",
+        "info",
+        "energy",
+        "capacity",
+        "roofline",
+    ):
         assert absent not in names
 
 

@@ -11,13 +11,18 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 
 from app.admission import Admission
 from app.errors import Overloaded, RequestError, StepFailed
+from app.hardware.step_seconds import StepSeconds
+from app.hardware.tempo import Tempo
 from app.messages import RequestFailed, Snapshot
 from app.service import Service
 from fake_worker import LIMITS, Client, finished, request, serving, tokens
 
+# Ten milliseconds a token of a prompt; decodes cost nothing to speak of, and wait for as long as anybody likes.
+TEMPO = Tempo(StepSeconds(((1, 1e-5), (8, 1e-5)), ((1, 0.01), (1000, 10.0))), max_tokens=10**6, target_seconds=1e9)
+
 
 def admission(snapshot: Snapshot, max_running: int = 2, max_waiting: int = 1) -> Admission:
-    made = Admission(lambda: snapshot)
+    made = Admission(lambda: snapshot, clock=lambda: 3.0)
     made.max_running, made.max_waiting = max_running, max_waiting
     return made
 
@@ -64,24 +69,28 @@ def test_nothing_is_predicted_before_it_is_measured() -> None:
     assert admission(Snapshot(num_waiting=9)).retry_after_seconds() == 1
 
 
-def test_a_free_place_waits_for_the_prompts_before_it() -> None:
-    now = Snapshot(num_running=1, waiting_prompt_tokens=300, prefill_tokens_per_second=100, decode_tokens_per_second=10)
-    assert admission(now).predicted_wait_seconds() == pytest.approx(3.0)
-
-
-def test_where_all_places_are_taken_each_turn_lasts_a_completion() -> None:
-    now = Snapshot(num_running=2, num_waiting=3, prefill_tokens_per_second=100, decode_tokens_per_second=64)
-    made = admission(now)
-    assert made.predicted_wait_seconds() == pytest.approx((3 + 1) * 128 / 64)
+def test_who_arrives_waits_for_the_prompts_before_it() -> None:
+    made = admission(Snapshot(tempo=TEMPO), max_running=9)
+    assert made.predicted_wait_seconds() == pytest.approx(1.28), "a guess of its length, where nobody came yet"
+    assert made.send(100) == pytest.approx(1.0)
+    assert made.send(50) == pytest.approx(1.5, rel=0.02)
     for _ in range(100):
-        made.observe(50, 16)
-    assert made.predicted_wait_seconds() == pytest.approx(50 / 100 + 4 * 16 / 64, rel=0.01)
-    assert made.retry_after_seconds() == made.predicted_wait_seconds()
+        made.observe(100, 80, 16)
+    assert made.send(50) == pytest.approx(1.5 + 0.1, rel=0.02), "most of a prompt is found in the cache"
+
+
+def test_a_snapshot_knows_of_whoever_was_sent_before_it() -> None:
+    snapshots = [Snapshot(tempo=TEMPO)]
+    made = Admission(lambda: snapshots[-1], clock=lambda: 3.0)
+    made.max_running = 9
+    made.send(1000)
+    assert made.send(10) == pytest.approx(10.1, rel=0.01)
+    snapshots.append(Snapshot(stepped_at=3.0, tempo=TEMPO))
+    assert made.send(10) == pytest.approx(0.1)
 
 
 def test_retry_after_has_an_end() -> None:
-    now = Snapshot(num_running=2, num_waiting=10**6, prefill_tokens_per_second=100, decode_tokens_per_second=1)
-    assert admission(now).retry_after_seconds() == 600
+    assert admission(Snapshot(queue=(10**6,), tempo=TEMPO)).retry_after_seconds() == 600
 
 
 def test_a_place_is_free_again_after_an_error() -> None:
@@ -129,7 +138,7 @@ async def test_every_request_is_counted_once_by_how_it_ended() -> None:
 
 async def test_the_metrics_see_the_worker_and_the_prediction() -> None:
     async with serving() as (service, worker, _):
-        worker.snapshot = Snapshot(num_running=1, num_waiting=2, waiting_prompt_tokens=50, prefill_tokens_per_second=100)
+        worker.snapshot = Snapshot(num_running=1, num_waiting=2, tempo=TEMPO)
         seen = counted(service)
-        assert (seen["armature_requests_waiting"], seen["armature_predicted_wait_seconds"]) == (2, 0.5)
+        assert (seen["armature_requests_waiting"], seen["armature_predicted_wait_seconds"]) == (2, pytest.approx(1.28))
         assert service.snapshot is worker.snapshot

@@ -74,7 +74,7 @@ def test_the_warm_up_leaves_no_trace(built: BuiltEngine, monkeypatch: pytest.Mon
     assert built.kv_cache.resident_bytes() == 0
     assert built.engine.stats is None
     now = built.engine.snapshot()
-    assert (now.kv_used_tokens, now.prefill_tokens_per_second, now.num_running) == (0, 0.0, 0)
+    assert (now.kv_used_tokens, now.rows, now.num_running) == (0, (), 0)
     monkeypatch.setattr(built.kv_cache, "release", lambda *_: None)
     warm_up(built.runner)
     assert built.kv_cache.resident_bytes() > 0, "a warm-up writes keys and values, or it warms nothing"

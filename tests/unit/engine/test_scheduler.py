@@ -78,7 +78,7 @@ def test_running_sequences_are_bounded() -> None:
         sim.add(name, [1, 2], max_tokens=3, ignore_eos=True)
     assert len(shape(sim.step())) == 2
     snapshot = sim.scheduler.snapshot()
-    assert (snapshot.num_running, snapshot.num_waiting, snapshot.waiting_prompt_tokens) == (2, 1, 2)
+    assert (snapshot.num_running, snapshot.num_waiting, snapshot.queue) == (2, 1, (2,))
 
 
 def test_a_shared_prompt_is_not_prefilled_again() -> None:

@@ -195,7 +195,7 @@ def test_the_environment_of_the_pools() -> None:
         "active",
         "false",
     )
-    assert int(spinning["GOMP_SPINCOUNT"]) < 10**7, "active alone spins for minutes: an idle server must cost nothing"
+    assert int(spinning["GOMP_SPINCOUNT"]) < 10**5, "for minutes, active alone; and a partner that lost its core wants one"
     quiet = plan(machine(cgroup=Cgroup(2, quota_cores=0.5))).environment()
     assert (quiet["OMP_NUM_THREADS"], quiet["OMP_WAIT_POLICY"], "GOMP_SPINCOUNT" in quiet) == ("1", "passive", False)
 

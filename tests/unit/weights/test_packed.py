@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.weights import packed
-from app.weights.packed import ALIGNMENT, Pack, PackUnusable, open_pack, write_pack
+from app.weights.packed import ALIGNMENT, Pack, open_pack, write_pack
+from app.weights.whole_file import PARTIAL, FileUnusable
 
 KEY = {"checkpoint": "a", "recipe": "b"}
 BLOBS = {
@@ -99,19 +99,19 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_what_is_not_sound_is_refused(file: Path, name: str, how: Callable[[Pack, str], torch.Tensor]) -> None:
     damage, sentence = DAMAGES[name]
     damage(file)
-    with pytest.raises(PackUnusable, match=sentence):
+    with pytest.raises(FileUnusable, match=sentence):
         how(open_pack(file, KEY), "large")
 
 
 def test_what_was_made_for_something_else_is_refused(file: Path) -> None:
-    with pytest.raises(PackUnusable, match="made for something else"):
+    with pytest.raises(FileUnusable, match="made for something else"):
         open_pack(file, {**KEY, "recipe": "c"})
 
 
 def test_another_users_file_is_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.fstat(os.open(file, os.O_RDONLY))
     monkeypatch.setattr(os, "fstat", lambda descriptor: os.stat_result([*real[:4], os.getuid() + 1, *real[5:]]))
-    with pytest.raises(PackUnusable, match="belongs to user"):
+    with pytest.raises(FileUnusable, match="belongs to user"):
         open_pack(file, KEY)
 
 
@@ -145,7 +145,7 @@ def test_a_short_write_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_a_killed_process_left_is_swept(file: Path) -> None:
-    old, young = (file.parent / f"{packed._PARTIAL}{name}" for name in ("old", "young"))
+    old, young = (file.parent / f"{PARTIAL}{name}" for name in ("old", "young"))
     for left in (old, young):
         left.write_bytes(b"x")
     os.utime(old, (0, 0))

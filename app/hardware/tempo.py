@@ -1,0 +1,51 @@
+"""What steps take as the machine is now, and so how many tokens of prompts one may carry beside streams that want their next token.
+
+The pace on the worker thread and whoever foretells a wait reckon with the same value; it is replaced, never changed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from app.hardware.step_seconds import StepSeconds
+
+MIN_PREFILL_TOKENS = 8  # a long prompt gets on even where the target is missed already
+# Reach: p99 of running streams at most 3 × their p50 while a long prompt arrives, and steps of which the p99 may be 1.5 × the p50.
+MIXED_TO_DECODE_RATIO = 2.0
+SHORTEST_TARGET_SECONDS = 0.010  # nobody reads a hundred tokens a second: below, prompts get on and nobody is kept waiting
+
+
+@dataclass(frozen=True, slots=True)
+class Tempo:
+    """`steps` as measured before, and what recent steps took over that, by what they carried. A step has room for `max_tokens` of prompts.
+
+    Without `target_seconds` steps may take so many times what the decodes alone would.
+    """
+
+    steps: StepSeconds
+    max_tokens: int
+    target_seconds: float | None = None
+    decode_factor: float = 1.0
+    mixed_factor: float = 1.0
+    prefill_factor: float = 1.0
+
+    def seconds(self, rows: int, tokens: int, context_tokens: int = 0, prompt_context_tokens: int = 0) -> float:
+        """A step of so many decoding rows over their context, and tokens of a prompt behind what is computed of it."""
+        factor = self.mixed_factor if rows and tokens else self.prefill_factor if tokens else self.decode_factor
+        return factor * self.steps.mixed(rows, tokens, context_tokens, prompt_context_tokens)
+
+    def target(self, rows: int, context_tokens: int = 0) -> float:
+        """The longest that a step may take while so many rows decode."""
+        if self.target_seconds is not None:
+            return self.target_seconds
+        return max(MIXED_TO_DECODE_RATIO * self.seconds(rows, 0, context_tokens), SHORTEST_TARGET_SECONDS)
+
+    def chunk(self, rows: int, context_tokens: int = 0, prompt_context_tokens: int = 0) -> int:
+        """The most tokens of prompts that keep a step within the target; a few where nothing does."""
+        if not rows:
+            return self.max_tokens
+        target = self.target(rows, context_tokens)
+        sizes = range(1, self.max_tokens + 1)
+        fitting = bisect_right(sizes, target, key=lambda size: self.seconds(rows, size, context_tokens, prompt_context_tokens))
+        return min(max(fitting, MIN_PREFILL_TOKENS), self.max_tokens)

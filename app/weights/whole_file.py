@@ -1,0 +1,84 @@
+"""Files that are kept for the next start: whole or not there, and believed only where nobody but us or root could have written them.
+
+What they hold decides what people are answered. Several processes may write and read the same one at once.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from io import FileIO
+from pathlib import Path
+
+PARTIAL, _ABANDONED_SECONDS = ".partial-", 3600.0
+
+
+class FileUnusable(Exception):
+    """This file cannot be used, and why: whoever asked makes it again."""
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[FileIO]:
+    """A new file beside the target, which takes its place at the end, at once. On any error, or Ctrl-C, nothing is left behind.
+
+    Raises `OSError`.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _sweep(target.parent)
+    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=PARTIAL)
+    partial = Path(name)
+    with ExitStack() as undo:
+        undo.callback(partial.unlink, missing_ok=True)
+        with FileIO(descriptor, "wb") as stream:
+            yield stream
+            os.fchmod(stream.fileno(), 0o644)  # others may read it; who else may write is the directory's business
+            os.fsync(stream.fileno())
+        partial.replace(target)
+        undo.pop_all()
+    _sync_folder(target.parent)
+
+
+def open_ours(file: Path) -> int:
+    """Its descriptor. Raises `FileNotFoundError` where there is none, and `FileUnusable` where others could have written it."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would wait
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise FileUnusable(f"it cannot be opened ({error.strerror})") from error
+    with ExitStack() as undo:
+        undo.callback(os.close, descriptor)
+        check_ours(os.fstat(descriptor))
+        undo.pop_all()
+    return descriptor
+
+
+def check_ours(status: os.stat_result) -> None:
+    """Raises `FileUnusable` where somebody else could have written it. Root's is as good as our own."""
+    if not stat.S_ISREG(status.st_mode):
+        raise FileUnusable("it is no ordinary file")
+    if status.st_uid not in (os.getuid(), 0):
+        raise FileUnusable(f"it belongs to user {status.st_uid}")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise FileUnusable("others may write to it")
+
+
+def _sweep(folder: Path) -> None:
+    """What a process that was killed left half written goes after a while."""
+    for file in folder.glob(f"{PARTIAL}*"):
+        with suppress(OSError):
+            if time.time() - file.stat().st_mtime > _ABANDONED_SECONDS:
+                file.unlink()
+
+
+def _sync_folder(folder: Path) -> None:
+    with suppress(OSError):  # some file systems cannot, and the name is only worth making the file again
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
