@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from app.errors import InvalidRequest, RequestError
+from app.hardware.step_seconds import StepSeconds
 from app.hardware.tempo import Tempo
 
 FinishReason = Literal["stop", "length", "aborted", "timeout"]
@@ -203,6 +204,12 @@ class StepStats:
     prefill_pairs: int = 0  # of a prompt's token with one that was computed before its chunk
     drafted_tokens: int = 0  # guessed by speculation and computed in this step, beside `decode_tokens`
     accepted_tokens: int = 0  # of them, those that the model would have picked too
+
+    def expected_seconds(self, steps: StepSeconds) -> float:
+        """What a table says of such a step: a guessed token is one more row of its sequence."""
+        rows = self.num_decode_sequences + self.drafted_tokens
+        behind = self.prefill_pairs // self.prefill_tokens if self.prefill_tokens else 0
+        return steps.mixed(rows, self.prefill_tokens, self.context_tokens, behind)
 
 
 @dataclass(frozen=True, slots=True)

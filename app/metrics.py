@@ -18,6 +18,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from app.drift import Drift
 from app.messages import FinishReason, Snapshot, StepStats, Timings
 from app.quantiles import RecentQuantiles, RecentRate
 
@@ -60,7 +61,7 @@ class Place:
 class Metrics:
     """Told what happens, from the event loop but for `on_step`, which is the worker thread's; `render` from any thread.
 
-    `about` and `place` are set when they are known; `predict_wait` answers None while the speeds are not measured yet.
+    `about`, `place` and `drift` are set when they are known; `predict_wait` answers None while the speeds are not measured yet.
     """
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
@@ -69,6 +70,7 @@ class Metrics:
         self.place = Place()
         self.read_snapshot: Callable[[], Snapshot] = Snapshot
         self.predict_wait: Callable[[], float | None] = lambda: None
+        self.drift: Drift | None = None
         self.recent = {name: RecentQuantiles(clock) for name in ("request", "queue", "ttft", "itl")}
         self.rates = {kind: RecentRate(clock) for kind in ("requests", "prompt_tokens", "completion_tokens")}
         self._registry = CollectorRegistry(auto_describe=False)
@@ -85,6 +87,11 @@ class Metrics:
 
     def on_step(self, stats: StepStats, snapshot: Snapshot) -> None:
         """A step with any prefill in it counts as prefill: that is what its time went to."""
+        if self.drift is not None:
+            self.drift.observe(stats)
+        if stats.drafted_tokens:
+            self._speculation.labels("drafted").inc(stats.drafted_tokens)
+            self._speculation.labels("accepted").inc(stats.accepted_tokens)
         phase: Phase = "prefill" if stats.prefill_tokens else "decode"
         self._step_seconds.labels(phase).observe(stats.seconds)
         self._model_seconds.labels(phase).inc(stats.model_seconds)
@@ -145,6 +152,10 @@ class Metrics:
         self._tokens = self._counter("tokens", "Tokens; cached ones are prompt tokens too.", "kind")
         for kind in ("prompt", "cached", "completion"):
             self._tokens.labels(kind)
+        guesses = "Tokens guessed and computed beside the decodes, and those of them that the model picked too."
+        self._speculation = self._counter("speculation_tokens", guesses, "kind")
+        for kind in ("drafted", "accepted"):
+            self._speculation.labels(kind)
         self._request_seconds = self._histogram("request_seconds", "From a request's arrival to its end.", SECONDS, "api")
         self._queue_seconds = self._histogram("queue_seconds", "From a request's arrival to its first step.", SECONDS)
         self._ttft_seconds = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
@@ -173,6 +184,8 @@ class _Gauges(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from self._state(self._metrics.read_snapshot())
+        if self._metrics.drift is not None:
+            yield from self._speed(self._metrics.drift)
         yield from self._last_minute()
         yield from self._place(self._metrics.place)
         if self._metrics.about is not None:
@@ -192,6 +205,17 @@ class _Gauges(Collector):
         if now.kv_capacity_tokens:
             labels = {"block_size": str(BLOCK_TOKENS), "num_gpu_blocks": str(now.kv_capacity_tokens // BLOCK_TOKENS)}
             yield _gauge("vllm:cache_config_info", "Capacity of the KV memory.", 1, labels)
+
+    def _speed(self, drift: Drift) -> Iterator[Metric]:
+        told = "Tokens a second that steps of one kind alone would make, by how many rows they have."
+        capacity = GaugeMetricFamily("armature_capacity_tokens_per_second", told, labels=("phase", "rows"))
+        for phase, by_rows in drift.capacity().items():
+            for rows, speed in by_rows.items():
+                capacity.add_metric((phase, str(rows)), speed)
+        roofline = GaugeMetricFamily("armature_roofline_ratio", "Measured over this machine's ceiling.", labels=("phase",))
+        for phase, ratio in drift.roofline().items():
+            roofline.add_metric((phase,), ratio)
+        yield from (capacity, roofline)
 
     def _last_minute(self) -> Iterator[Metric]:
         latencies = GaugeMetricFamily(

@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, float], ...] = (
     ("hardware.tempo", 0),
     ("hardware.*", 1),
     ("metrics", 1),
+    ("drift", 1),
     ("quantiles", 1),
     ("kernels.calibrate", 3),
     ("models.*", 2),
@@ -66,7 +67,7 @@ LAYERS: tuple[tuple[str, float], ...] = (
 
 # Parts that decide or translate import in milliseconds, without torch.
 TORCH_FREE = (
-    "errors", "version", "settings", "messages", "hardware.*", "metrics", "quantiles", "models.config", "weights.checkpoint",
+    "errors", "version", "settings", "messages", "hardware.*", "drift", "metrics", "quantiles", "models.config", "weights.checkpoint",
     "weights.recipes", "engine.sequence", "engine.slots", "engine.scheduler", "engine.pace", "engine.standing", "engine.batch",
     "engine.drafts", "engine.speculation",
     "text.*", "generation", "service", "admission", "waiting", "answer", "reading", "api.*", "report", "arguments", "packing", "main",

@@ -83,7 +83,7 @@ class _Corrected:
         self._ratios: dict[str, deque[float]] = {kind: deque(maxlen=_RECENT_RATIOS) for kind in ("decode", "mixed", "prefill")}
 
     def observe(self, step: StepStats) -> None:
-        expected = expected_seconds(self._table, step)
+        expected = step.expected_seconds(self._table)
         if expected <= 0.0 or self.tempo is None:
             return
         kind = "prefill" if not step.num_decode_sequences else "mixed" if step.prefill_tokens else "decode"
@@ -139,10 +139,3 @@ class _Learned:
         elif step.decode_tokens or price < known:  # a step of prefill alone carries the fixed cost too: an upper bound
             price = min(max(price, known / _MAX_CHANGE), known * _MAX_CHANGE)
             self._token_seconds = known + _GAIN * (price - known)
-
-
-def expected_seconds(steps: StepSeconds, step: StepStats) -> float:
-    """What a table says of a step that was made: a guessed token is one more row of its sequence."""
-    rows = step.num_decode_sequences + step.drafted_tokens
-    behind = step.prefill_pairs // step.prefill_tokens if step.prefill_tokens else 0
-    return steps.mixed(rows, step.prefill_tokens, step.context_tokens, behind)

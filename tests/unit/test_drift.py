@@ -1,0 +1,96 @@
+"""A machine that changes its speed while it serves: what is told of it, once, and what was promised before the first step."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from app.drift import ENOUGH_STEPS, WINDOW_STEPS, Drift, Promise
+from app.hardware.decision import Trial
+from app.hardware.step_seconds import StepSeconds
+from app.messages import Snapshot, StepStats
+from app.metrics import Metrics
+
+STEPS = StepSeconds.of(Trial("int4", 2, {1: 0.016, 8: 0.030}, {128: 0.2}, context_token_seconds=1e-6))
+PROMISE = Promise(STEPS, {"decode": {1: 62.5, 8: 266.0}, "prefill": {128: 640.0}}, {"decode": 0.9, "prefill": 0.6})
+
+
+class Serving:
+    """`stale` counts how often the calibration was thrown away."""
+
+    def __init__(self) -> None:
+        self.stale = 0
+        self.drift = Drift(PROMISE, self._on_stale)
+
+    def _on_stale(self) -> None:
+        self.stale += 1
+
+    def decode(self, factor: float, number: int = WINDOW_STEPS, overhead: float = 0.0) -> None:
+        model = factor * STEPS.decode(8, 800)
+        stats = StepStats(
+            model * (1 + overhead), decode_tokens=8, num_decode_sequences=8, context_tokens=800, model_seconds=model
+        )
+        for _ in range(number):
+            self.drift.observe(stats)
+
+
+def test_what_was_promised_stands_until_enough_was_seen() -> None:
+    serving = Serving()
+    serving.decode(3.0, number=ENOUGH_STEPS // 2)
+    assert serving.drift.capacity() == PROMISE.capacity
+    assert serving.drift.roofline() == PROMISE.roofline
+
+
+def test_capacity_follows_the_machine_by_phase() -> None:
+    serving = Serving()
+    serving.decode(1.25)
+    assert serving.drift.capacity()["decode"][8] == pytest.approx(266.0 / 1.25)
+    assert serving.drift.capacity()["prefill"] == PROMISE.capacity["prefill"], "of which nothing was seen"
+    assert serving.drift.roofline()["decode"] == pytest.approx(0.9 / 1.25)
+    for _ in range(WINDOW_STEPS):
+        serving.drift.observe(StepStats(2 * STEPS.prefill(128), prefill_tokens=128))
+    assert serving.drift.capacity()["prefill"][128] == pytest.approx(320.0)
+
+
+def test_a_slower_machine_is_told_once_and_measured_anew(caplog: pytest.LogCaptureFixture) -> None:
+    serving = Serving()
+    with caplog.at_level(logging.INFO, "app.drift"):
+        serving.decode(1.1)
+        assert not serving.drift.drifted
+        for factor in (1.3, 1.15, 1.25, 1.12, 1.3):  # around the bound, to and fro
+            serving.decode(factor)
+            assert serving.drift.drifted
+        assert (serving.stale, len(caplog.records)) == (1, 1)
+        serving.decode(1.05)
+        assert not serving.drift.drifted
+        serving.decode(0.7)
+    assert serving.drift.to_json() == {"steps_over_measured": {"decode": 0.7}, "drifted": True}
+    assert (serving.stale, len(caplog.records)) == (1, 3)
+
+
+def test_a_few_slow_steps_are_no_other_machine() -> None:
+    serving = Serving()
+    serving.decode(1.0)
+    serving.decode(5.0, number=WINDOW_STEPS // 3)
+    assert not serving.drift.drifted
+
+
+def test_what_is_spent_beside_the_model_is_capacity_and_no_drift() -> None:
+    serving = Serving()
+    serving.decode(1.0, overhead=0.5)
+    assert serving.drift.capacity()["decode"][1] == pytest.approx(62.5 / 1.5)
+    assert (serving.drift.drifted, serving.stale) == (False, 0)
+
+
+def test_a_scrape_tells_capacity_before_the_first_request_and_what_guesses_came_to() -> None:
+    metrics = Metrics()
+    metrics.drift = Drift(PROMISE)
+    text = metrics.render()[0].decode()
+    assert 'armature_capacity_tokens_per_second{phase="decode",rows="8"} 266.0' in text
+    assert 'armature_roofline_ratio{phase="prefill"} 0.6' in text
+    assert 'armature_speculation_tokens_total{kind="accepted"} 0.0' in text
+    metrics.on_step(StepStats(0.1, decode_tokens=6, num_decode_sequences=2, drafted_tokens=7, accepted_tokens=4), Snapshot())
+    text = metrics.render()[0].decode()
+    assert 'armature_speculation_tokens_total{kind="drafted"} 7.0' in text
+    assert 'armature_speculation_tokens_total{kind="accepted"} 4.0' in text
