@@ -1,4 +1,4 @@
-"""A client of the native routes that notes when each piece arrived. Works against any server of ours, wherever it runs."""
+"""A client that notes when each piece of an answer arrived: of any server that streams, and of what only ours can be asked."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import httpx
-
+from app.bench.dialects import DIALECTS, Ask, Dialect, Usage, usage_of
+from app.bench.events import Events
 from app.bench.stats import MeasurementFailed
+from app.bench.wire import RequestBroken, Wire
 from app.bench.workload import WORDS, Deck
-
-# A long prompt on a small machine may take minutes to its first token; nothing here should give up before the server does.
-TIMEOUT = httpx.Timeout(connect=5.0, read=600.0, write=60.0, pool=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +24,7 @@ class Stream:
 
     started: float
     pieces: tuple[tuple[float, int], ...]
+    usage: Usage | None = None
 
     @property
     def time_to_first_token(self) -> float:
@@ -33,7 +32,8 @@ class Stream:
 
     @property
     def num_tokens(self) -> int:
-        return sum(count for _, count in self.pieces)
+        """As the server counts them, or else as many as could be seen."""
+        return sum(count for _, count in self.pieces) if self.usage is None else self.usage.completion_tokens
 
     def gaps(self, since: float = float("-inf"), until: float = float("inf")) -> list[float]:
         """Seconds from one piece to the next, for pieces that came within `(since, until]`."""
@@ -44,54 +44,99 @@ class Stream:
 OnPiece = Callable[[int], bool]  # told how many pieces have come; False leaves the server in the middle of its answer
 
 
-class Client:
-    """Wraps an HTTP client that knows the server's address."""
+async def streamed(wire: Wire, dialect: Dialect, ask: Ask, on_piece: OnPiece | None = None) -> Stream:
+    """One answer to its end, or as far as `on_piece` wants it. Raises `RequestBroken`."""
+    reading = _Reading(dialect, on_piece)
+    started = time.perf_counter()
+    answer = await wire.post(dialect.path, dialect.body(ask), reading.take)
+    answer.checked(dialect.path)
+    return reading.stream(started)
 
-    def __init__(self, http: httpx.AsyncClient) -> None:
-        self._http = http
+
+class _Reading:
+    """An answer as it comes."""
+
+    def __init__(self, dialect: Dialect, on_piece: OnPiece | None) -> None:
+        self._num_tokens = dialect.num_tokens
+        self._on_piece = on_piece
+        self._events = Events()
+        self._pieces: list[tuple[float, int]] = []
+        self._usage: Usage | None = None
+        self._left = False
+
+    def take(self, part: bytes, moment: float) -> bool:
+        for data in self._events.feed(part):
+            if data != b"[DONE]" and not self._read(_event(data), moment):
+                self._left = True
+                return False
+        return True
+
+    def _read(self, event: dict[str, Any], moment: float) -> bool:
+        num_tokens = self._num_tokens(event)
+        if num_tokens:
+            self._pieces.append((moment, num_tokens))
+        self._usage = usage_of(event) or self._usage
+        return not num_tokens or self._on_piece is None or self._on_piece(len(self._pieces))
+
+    def stream(self, started: float) -> Stream:
+        if not self._pieces:
+            raise RequestBroken("no tokens", "the server's answer has no tokens in it")
+        return Stream(started, tuple(self._pieces), None if self._left else self._usage)
+
+
+def _event(data: bytes) -> dict[str, Any]:
+    """What an event carries."""
+    try:
+        event = json.loads(data)
+    except ValueError as error:
+        raise RequestBroken("not JSON", f"the server sent an event that is no JSON: {data[:100]!r}") from error
+    if not isinstance(event, dict):
+        raise RequestBroken("not JSON", f"the server sent an event that is no object: {data[:100]!r}")
+    if event.get("error"):
+        raise RequestBroken("ended by an error", f"the server ended the stream: {event['error']}")
+    return event
+
+
+class Client:
+    """What can be asked of a server of ours."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
 
     async def ready(self) -> bool:
         """False while the server loads, or does not listen yet."""
         try:
-            return (await self._http.get("/readyz")).status_code == 200
-        except httpx.ConnectError:
+            return (await self.wire.get("/readyz")).status == 200
+        except RequestBroken:
             return False
 
     async def info(self) -> dict[str, Any]:
-        return dict((await self._get("/info")).json())
+        return dict((await self.wire.get("/info")).checked("/info").json())
 
     async def counters(self) -> dict[str, float]:
         """Every sample of `/metrics`, by its name with labels as they are printed."""
-        lines = (await self._get("/metrics")).text.splitlines()
+        lines = (await self.wire.get("/metrics")).checked("/metrics").body.decode().splitlines()
         samples = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
         return {name: float(value) for name, _, value in samples}
 
     async def deck(self, seed: int = 0) -> Deck:
         """Prompts out of this model's own tokens."""
-        response = await self._http.post("/tokenize", json={"prompt": WORDS, "add_special_tokens": False})
-        return Deck(_checked(response).json()["token_ids"], seed)
+        answer = await self.wire.post("/tokenize", {"prompt": WORDS, "add_special_tokens": False})
+        return Deck(answer.checked("/tokenize").json()["token_ids"], seed)
 
     async def generate(self, token_ids: Sequence[int], max_tokens: int, on_piece: OnPiece | None = None) -> Stream:
         """One greedy answer of exactly `max_tokens` tokens, or as far as `on_piece` wants it."""
-        body = {"token_ids": list(token_ids), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-        pieces: list[tuple[float, int]] = []
-        started = time.perf_counter()
-        async with self._http.stream("POST", "/generate", json=body) as response:
-            if response.status_code != 200:
-                await response.aread()
-            async for line in _checked(response).aiter_lines():
-                num_tokens = len(_event(line).get("token_ids") or ())
-                if num_tokens:
-                    pieces.append((time.perf_counter(), num_tokens))
-                    if on_piece is not None and not on_piece(len(pieces)):
-                        return Stream(started, tuple(pieces))
-        stream = Stream(started, tuple(pieces))
-        if stream.num_tokens != max_tokens:
+        went_on = True
+
+        def noted(num_pieces: int) -> bool:
+            nonlocal went_on
+            went_on = on_piece is None or on_piece(num_pieces)
+            return went_on
+
+        stream = await streamed(self.wire, DIALECTS["native"], Ask(list(token_ids), max_tokens), noted)
+        if went_on and stream.num_tokens != max_tokens:
             raise MeasurementFailed(f"asked for {max_tokens} tokens, the server sent {stream.num_tokens}")
         return stream
-
-    async def _get(self, path: str) -> httpx.Response:
-        return _checked(await self._http.get(path))
 
 
 @asynccontextmanager
@@ -102,25 +147,3 @@ async def beside_each_other() -> AsyncIterator[asyncio.TaskGroup]:
             yield tasks
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
-
-
-def connect(url: str) -> httpx.AsyncClient:
-    """As many connections as a bench has streams; the environment's proxies are for other servers."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    return httpx.AsyncClient(base_url=url, timeout=TIMEOUT, limits=limits, trust_env=False)
-
-
-def _checked(response: httpx.Response) -> httpx.Response:
-    if response.status_code != 200:
-        raise MeasurementFailed(f"{response.request.url} answered {response.status_code}: {response.text[:300]}")
-    return response
-
-
-def _event(line: str) -> dict[str, Any]:
-    """What one line of an event stream carries; nothing for blank lines and the end."""
-    if not line.startswith("data: ") or line == "data: [DONE]":
-        return {}
-    event: dict[str, Any] = json.loads(line.removeprefix("data: "))
-    if "error" in event:
-        raise MeasurementFailed(f"the server ended the stream: {event['error']}")
-    return event

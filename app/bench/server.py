@@ -10,12 +10,13 @@ import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.bench.client import Client, connect
+from app.bench.client import Client
 from app.bench.stats import MeasurementFailed
+from app.bench.wire import Wire
 
 READY_SECONDS = 600.0  # packing a large checkpoint on a small machine takes minutes
 POLL_SECONDS = 0.02
@@ -42,8 +43,8 @@ async def serving(url: str | None, flags: Sequence[str]) -> AsyncIterator[Server
         async with _started(flags) as server:
             yield server
         return
-    async with connect(url) as http:
-        client = Client(http)
+    with closing(Wire(url)) as wire:
+        client = Client(wire)
         if not await client.ready():
             raise MeasurementFailed(f"{url} is not ready")
         yield Server(client, url)
@@ -61,8 +62,8 @@ async def _started(flags: Sequence[str]) -> AsyncIterator[Server]:
     log = _Log(process)
     try:
         url = await log.address()
-        async with connect(url) as http:
-            client = Client(http)
+        with closing(Wire(url)) as wire:
+            client = Client(wire)
             while not await client.ready():
                 if log.ended:
                     raise log.failure()

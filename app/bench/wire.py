@@ -1,0 +1,205 @@
+"""HTTP/1.1 as whoever measures a server wants it: it shares the server's cores, so a piece costs it one parser call and no task switch.
+
+Moments are taken when bytes arrive, before anything looks at them. Connections are kept and used again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from httptools import HttpParserCallbackError, HttpParserError, HttpResponseParser
+
+from app.bench.stats import MeasurementFailed
+
+CONNECT_SECONDS = 5.0
+ANSWER_SECONDS = 600.0  # a long prompt on a small machine may take minutes; nothing here should give up before the server does
+Sink = Callable[[bytes, float], bool]  # a part of a body and when it came; False leaves the server in the middle of its answer
+
+
+class RequestBroken(MeasurementFailed):
+    """No whole answer came. `kind` names all failures of one sort."""
+
+    def __init__(self, kind: str, message: str = "", retry_after: float = 0.0) -> None:
+        super().__init__(message or kind)
+        self.kind = kind
+        self.retry_after = retry_after
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`body` is empty where a sink took it. Names of headers are in lower case."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    def checked(self, path: str) -> Answer:
+        """Itself, or the failure that it tells."""
+        if self.status == 200:
+            return self
+        text = self.body.decode(errors="replace")[:300]
+        after = self.headers.get("retry-after", "")
+        seconds = float(after) if after.isdecimal() else 0.0
+        raise RequestBroken(f"status {self.status}", f"{path} answered {self.status}: {text}", seconds)
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+class Wire:
+    """One server's address, and the connections that nobody uses at the moment."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or parts.hostname is None:
+            raise MeasurementFailed(f"{url!r} is no address of a server")
+        self.url = url
+        self._host, self._tls = parts.hostname, parts.scheme == "https"
+        self._port = parts.port or (443 if self._tls else 80)
+        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
+        key = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
+        self._headers = f"Host: {parts.netloc}\r\nAccept-Encoding: identity\r\nUser-Agent: armature-bench\r\n{key}"
+        self._idle: list[_Connection] = []
+
+    async def get(self, path: str) -> Answer:
+        return await self.exchange("GET", path, None)
+
+    async def post(self, path: str, body: Mapping[str, Any], sink: Sink | None = None) -> Answer:
+        return await self.exchange("POST", path, json.dumps(body, ensure_ascii=False).encode(), sink)
+
+    async def exchange(self, method: str, path: str, body: bytes | None, sink: Sink | None = None) -> Answer:
+        """The answer, whatever its status. Raises `RequestBroken` where none comes."""
+        size = "" if body is None else f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        request = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{size}\r\n".encode() + (body or b"")
+        while True:
+            connection, used = await self._connection()
+            try:
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    answer = await connection.send(request, sink)
+            except TimeoutError as error:
+                connection.abort()
+                raise RequestBroken("timeout", f"{path} did not end within {ANSWER_SECONDS:g} s") from error
+            except BaseException:
+                connection.abort()
+                if used and connection.silent:  # the server closed it while it lay idle, and knows nothing of the request
+                    continue
+                raise
+            if connection.reusable:
+                self._idle.append(connection)
+            return answer
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().abort()
+
+    async def _connection(self) -> tuple[_Connection, bool]:
+        """And whether it has been used before."""
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.reusable:
+                return connection, True
+        tls = ssl.create_default_context() if self._tls else None
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                loop = asyncio.get_running_loop()
+                _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=tls)
+        except (OSError, TimeoutError) as error:
+            raise RequestBroken("no connection", f"{self.url} cannot be reached: {error or 'timeout'}") from error
+        return connection, False
+
+
+class _Connection(asyncio.Protocol):
+    """One request at a time. `silent`: nothing of its answer has come."""
+
+    def __init__(self) -> None:
+        self.reusable = True
+        self.silent = True
+        self._moment = 0.0
+        self._transport: asyncio.Transport | None = None
+        self._answer: asyncio.Future[Answer] | None = None
+
+    async def send(self, request: bytes, sink: Sink | None) -> Answer:
+        assert self._transport is not None, "create_connection has connected it"
+        self._answer = asyncio.get_running_loop().create_future()
+        self._parser, self._sink = HttpResponseParser(self), sink
+        self._headers: dict[str, str] = {}
+        self._body: list[bytes] = []
+        self.silent, self._whole_head = True, False
+        if self._transport.is_closing():
+            self._fail(RequestBroken("broken off", "the server closed the connection"))
+        self._transport.write(request)
+        return await self._answer
+
+    def abort(self) -> None:
+        self.reusable = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    # ---- what the event loop calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport), "TCP or TLS"
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        if self._answer is None or self._answer.done():
+            return self.abort()
+        self._moment, self.silent = time.perf_counter(), False
+        try:
+            self._parser.feed_data(data)
+        except HttpParserCallbackError as error:
+            self._fail(error.__context__ or error)
+        except HttpParserError as error:
+            self._fail(RequestBroken("not HTTP", f"the server does not speak HTTP/1.1: {error}"))
+        return None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.reusable = False
+        if self._answer is None or self._answer.done():
+            return
+        unbounded = not {"content-length", "transfer-encoding"} & self._headers.keys()
+        if self._whole_head and unbounded and exc is None:  # such a body ends with its connection
+            self.on_message_complete()
+        else:
+            self._fail(
+                RequestBroken("broken off", f"the server closed the connection {'before' if self.silent else 'in'} its answer")
+            )
+
+    # ---- what the parser calls
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        self._whole_head = True
+        if self._parser.get_status_code() != 200:
+            self._sink = None
+
+    def on_body(self, body: bytes) -> None:
+        if self._answer is None or self._answer.done():
+            return
+        if self._sink is None:
+            self._body.append(body)
+        elif not self._sink(body, self._moment):
+            self.abort()
+            self.on_message_complete()
+
+    def on_message_complete(self) -> None:
+        assert self._answer is not None, "a request was sent"
+        self.reusable = self.reusable and self._parser.should_keep_alive()
+        if not self._answer.done():
+            self._answer.set_result(Answer(self._parser.get_status_code(), self._headers, b"".join(self._body)))
+
+    def _fail(self, error: BaseException) -> None:
+        self.abort()
+        assert self._answer is not None, "a request was sent"
+        with suppress(asyncio.InvalidStateError):
+            self._answer.set_exception(error)
