@@ -46,6 +46,10 @@ BENCHES: Mapping[str, Bench] = {
         "time to first token of a second request that shares a long prefix", {"--rounds": 5, "--tokens": 1000, "--url": None}
     ),
     "memory": Bench("resident memory, held against weights and touched KV", {"--rounds": 5}),
+    "wait": Bench(
+        "what a server says of its capacity and of the wait for a first token, against what they are",
+        {"--rounds": 5, "--url": None},
+    ),
     "overhead": Bench("the share of wall time that is not the model, at decode ×8 over HTTP", {"--rounds": 5, "--url": None}),
 }
 

@@ -12,6 +12,7 @@ from app.bench.overhead import outside_the_model
 from app.bench.process import resident_memory, time_to_first_token
 from app.bench.server import Server, serving
 from app.bench.stats import Figure, Outcome
+from app.bench.wait import LOADS, capacity_and_wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class Job:
 
 def measure(job: Job) -> Outcome:
     """Everything that one command measures. Raises `MeasurementFailed`."""
-    units = {"start": job.rounds + 1, "memory": 1}.get(job.bench, job.rounds)
+    units = {"start": job.rounds + 1, "memory": 1, "wait": 1 + len(LOADS) * job.rounds}.get(job.bench, job.rounds)
     with progress(units, f"bench {job.bench}") as advance:
         figures = asyncio.run(_measured(job, advance))
     return Outcome(job.bench, job.subject, tuple(figures), {"rounds": job.rounds, "flags": list(job.flags), "url": job.url})
@@ -50,5 +51,6 @@ OF_A_SERVER: Mapping[str, Callable[[Server, Job, Advance], Awaitable[Sequence[Fi
     "itl": lambda server, job, advance: inter_token_latency(server.client, job.tokens, job.rounds, advance),
     "prefix": lambda server, job, advance: shared_prefix(server.client, job.tokens, job.rounds, advance),
     "memory": lambda server, job, advance: resident_memory(server, job.weight_bytes, job.kv_bytes_per_token, advance),
+    "wait": lambda server, job, advance: capacity_and_wait(server.client, job.rounds, advance),
     "overhead": lambda server, job, advance: outside_the_model(server.client, job.rounds, advance),
 }

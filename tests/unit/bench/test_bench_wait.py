@@ -1,0 +1,84 @@
+"""What a server says of its speed against what it does: the arithmetic, on a server that answers at once and says what we want."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from app.bench import wait
+from app.bench.client import OnPiece, Stream
+from app.bench.stats import MeasurementFailed
+from app.bench.wait import Capacity, Wait, throughput
+from app.bench.workload import Deck
+
+TOLD = {
+    'armature_capacity_tokens_per_second{phase="decode",rows="1"}': 50.0,
+    'armature_capacity_tokens_per_second{phase="decode",rows="4"}': 128.0,
+    'armature_capacity_tokens_per_second{phase="decode",rows="32"}': 256.0,
+    'armature_capacity_tokens_per_second{phase="prefill",rows="32"}': 400.0,
+    'armature_capacity_tokens_per_second{phase="prefill",rows="128"}': 640.0,
+    "armature_predicted_wait_seconds": 0.3,
+    "armature_other": 1.0,
+}
+
+
+def test_capacity_is_told_at_the_most_rows_that_may_run() -> None:
+    assert Capacity.of(TOLD, 64) == Capacity(32, 640.0, 256.0, 0.02)
+    assert Capacity.of(TOLD, 8) == Capacity(4, 640.0, 128.0, 0.02)
+    assert Capacity(32, 640.0, 256.0, 0.02).requests_per_second == pytest.approx(1 / (64 / 640 + 128 / 256))
+    with pytest.raises(MeasurementFailed):
+        Capacity.of({"armature_predicted_wait_seconds": 0.3}, 64)
+
+
+def test_a_wait_below_a_step_counts_as_a_step() -> None:
+    assert Wait(0.30, 0.20).error(0.02) == pytest.approx(0.5)
+    assert Wait(0.02, 0.01).error(0.02) == pytest.approx(0.5)
+
+
+def test_throughput_is_counted_while_all_clients_are_busy() -> None:
+    def client(first: float, gap: float, number: int) -> list[Stream]:
+        pieces = tuple((first + gap * count, 2) for count in range(number))
+        return [Stream(0.0, pieces[:3]), Stream(0.0, pieces[3:])]
+
+    assert throughput([client(1.0, 1.0, 10), client(4.0, 0.5, 20)]) == pytest.approx((6 * 2 + 12 * 2) / 6)
+    with pytest.raises(MeasurementFailed):
+        throughput([client(1.0, 1.0, 5), client(9.0, 1.0, 5)])
+
+
+class Truthful:
+    """Makes 256 tokens a second of 32 clients, as it says, and waits 0.2 s for each first token, where it says 0.3."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    async def info(self) -> dict[str, object]:
+        return {"plan": {"max_running_seqs": {"value": 4}}}
+
+    async def counters(self) -> dict[str, float]:
+        return TOLD
+
+    async def deck(self, seed: int = 0) -> Deck:
+        return Deck(range(100), seed)
+
+    async def generate(self, token_ids: Sequence[int], max_tokens: int, on_piece: OnPiece | None = None) -> Stream:
+        before = float(sum(self.asked)) / 32
+        self.asked.append(max_tokens)
+        await asyncio.sleep(0)
+        return Stream(before, tuple((before + 0.2 + count / 32, 1) for count in range(max_tokens)))
+
+
+async def test_what_was_told_is_held_against_what_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wait, "ARRIVALS_PER_ROUND", 3)
+    monkeypatch.setattr(wait, "LOADS", (100.0, 200.0))  # nobody has time for real loads
+    told: list[str] = []
+    server = Truthful()
+    figures = await wait.capacity_and_wait(server, 2, told.append)  # type: ignore[arg-type]
+    assert len(told) == 1 + 2 * 2
+    assert len(server.asked) == 4 * wait.ANSWERS_PER_PLACE + 2 * 2 * 3
+    assert [figure.target for figure in figures] == [None, 0.15, 0.15, None, 0.25, None, 0.25]
+    predicted = figures[-1]
+    assert predicted.ratio == pytest.approx(0.5)
+    assert predicted.met is False
+    assert figures[-2].value == pytest.approx(200.0)
