@@ -13,8 +13,8 @@ from dataclasses import replace
 from app.bench.over_http import Job, measure
 from app.bench.stats import Outcome
 from app.hardware.room import kv_bytes_per_token
+from app.preparation import Prepared, calibrate, prepare
 from app.settings import Settings, setting_rows
-from app.startup import Prepared, prepare
 
 
 def measured(settings: Settings, arguments: Namespace) -> Outcome:
@@ -24,9 +24,10 @@ def measured(settings: Settings, arguments: Namespace) -> Outcome:
 
 
 def _ready_to_measure(settings: Settings) -> Prepared:
+    """With the final plan, as serving has it; torch finds the environment that it asks for."""
     prepared = prepare(settings)
     os.environ.update(prepared.plan.environment())
-    return prepared
+    return calibrate(prepared, lambda stage: None)
 
 
 def _engine(prepared: Prepared, arguments: Namespace) -> Outcome:

@@ -30,8 +30,9 @@ from app.api.native_schemas import DetokenizeBody, GenerateBody, TokenizeBody
 from app.api.openai_schemas import ChatBody, CompletionBody
 from app.api.schemas import Body
 from app.errors import SettingsInvalid, StartupError
+from app.preparation import prepare
 from app.settings import Settings
-from app.startup import Serving, prepare
+from app.startup import Serving
 from app.version import VERSION
 
 log = logging.getLogger(__name__)

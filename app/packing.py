@@ -15,8 +15,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from app.errors import PlanImpossible, SettingsInvalid
 from app.hardware.plan import make_plan
 from app.hardware.precision import bf16_products
+from app.preparation import Prepared, prepare
 from app.settings import Settings
-from app.startup import Prepared, prepare
 from app.weights.recipes import RECIPES
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ import logging
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Event as Flag
 from typing import TYPE_CHECKING, Any
@@ -19,18 +18,15 @@ from app.api.dependencies import Runtime
 from app.engine.worker import Callbacks, Worker
 from app.errors import ServiceStopping, SettingsInvalid
 from app.hardware.cgroup import find_cpu_stat
-from app.hardware.facts import Facts, plain
+from app.hardware.facts import plain
 from app.hardware.files import Files
-from app.hardware.plan import ServingPlan, make_plan
-from app.hardware.probe import probe
 from app.messages import Stop
 from app.metrics import About, Metrics, Place
+from app.preparation import Prepared, calibrate
 from app.reading import Limits, ServedModel
 from app.service import Service
 from app.settings import Settings
 from app.version import VERSION
-from app.weights.checkpoint import Checkpoint, open_checkpoint
-from app.weights.recipes import RECIPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,31 +40,6 @@ STEP_SECONDS = 10.0  # how long a stop waits for the worker: a step takes less
 LOADING_SECONDS = 1.0  # the same while loading, which looks up at each percent; what does not leaves nothing half done
 # The most telling instruction set that a machine has, for one label.
 ISA_RANKS = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2", "sve2", "sve", "i8mm", "dotprod", "neon")
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """All that is decided before anything is loaded."""
-
-    settings: Settings
-    facts: Facts
-    checkpoint: Checkpoint
-    plan: ServingPlan
-
-    @property
-    def model_name(self) -> str:
-        return self.settings.served_model_name or self.checkpoint.name
-
-
-def prepare(settings: Settings) -> Prepared:
-    """Looks at the machine and the checkpoint, and decides; milliseconds, no torch. Raises a `StartupError`."""
-    facts = probe()
-    checkpoint = open_checkpoint(settings.checkpoint_directory)
-    plan = make_plan(facts, None, settings, checkpoint.needs(), RECIPES.keys())
-    log.info("serving %s from %s", checkpoint.model_config.architecture, checkpoint.directory)
-    for name, decision in plan.decisions():
-        log.info("plan: %s = %s (%s)", name, decision.value, decision.reason)
-    return Prepared(settings, facts, checkpoint, plan)
 
 
 def read_api_keys(settings: Settings) -> tuple[str, ...]:
@@ -130,28 +101,31 @@ class Serving:
                 raise ServiceStopping("The server was told to stop while it was loading.")
             report(stage)
 
-        prepared = self._prepared
-        os.environ.update(prepared.plan.environment())  # before torch: its pools read it when they load
+        os.environ.update(self._prepared.plan.environment())  # before torch: its pools read it when they load
         tell("reading the tokenizer")
-        tokenizer = self._serve_text()
+        from app.text.tokenizer import Tokenizer
+
+        tokenizer = Tokenizer(self._prepared.checkpoint.directory)
         tell("importing torch")
         began = time.monotonic()
         from app.engine.build import build_engine
 
         log.info("torch imported in %.1f s", time.monotonic() - began)
+        prepared = self._prepared = calibrate(self._prepared, tell)
+        self._place_metrics()
+        self._serve_text(tokenizer)
         began = time.monotonic()
-        engine = build_engine(prepared.checkpoint, prepared.plan, tokenizer.eos_token_ids, tell).engine
+        eos_token_ids = tokenizer.eos_token_ids
+        engine = build_engine(prepared.checkpoint, prepared.plan, eos_token_ids, tell, prepared.step_seconds).engine
         log.info("weights loaded and warmed up in %.1f s", time.monotonic() - began)
         log.info("ready in %.1f s", time.monotonic() - self._began)
         return engine
 
-    def _serve_text(self) -> Tokenizer:
-        """The half of the model that needs no torch."""
+    def _serve_text(self, tokenizer: Tokenizer) -> None:
+        """The half of the model that needs no torch, and the limits of the final plan."""
         from app.text.chat import open_chat_template
-        from app.text.tokenizer import Tokenizer
 
         checkpoint, plan = self._prepared.checkpoint, self._prepared.plan
-        tokenizer = Tokenizer(checkpoint.directory)
         chat = open_chat_template(checkpoint.directory, tokenizer.config, tokenizer.named_tokens)
         limits = Limits(
             max_model_len=plan.max_model_len.value,
@@ -162,7 +136,6 @@ class Serving:
             tokenizer_threads=plan.tokenizer_threads.value,
         )
         self.service.serve(ServedModel(self._prepared.model_name, tokenizer, chat, limits))
-        return tokenizer
 
     def _worker_failed(self, error: BaseException) -> None:
         self.service.on_worker_exit()
@@ -195,4 +168,5 @@ class Serving:
             "model": {"name": prepared.model_name, **plain(prepared.checkpoint.needs())},
             "facts": prepared.facts.to_json(),
             "plan": prepared.plan.to_json(),
+            "calibration": None if prepared.calibration is None else prepared.calibration.to_json(),
         }

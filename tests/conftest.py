@@ -15,6 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # transformers, our reference, may
 _TESTED = ("ARMATURE_ISA", "ARMATURE_NATIVE_LIBRARY")  # what is to be tested, if not this machine's best
 for _name in [name for name in os.environ if name.startswith("ARMATURE_") and name not in _TESTED]:
     del os.environ[_name]  # a developer's own settings are not the tests'
+os.environ["ARMATURE_CALIBRATE"] = "off"  # a start measures nothing but where a test asks for it
 
 # What is kept for the next start is not kept in a developer's home, nor found there.
 _CACHES = tempfile.mkdtemp(prefix="armature-tests-")

@@ -55,9 +55,12 @@ LAYERS: tuple[tuple[str, float], ...] = (
     ("answer", 5),
     ("reading", 5),
     ("api.*", 6),
+    ("calibration", 7),
+    ("preparation", 7),
     ("startup", 7),
     ("packing", 7),
     ("report", 7),
+    ("explanation", 7),
     ("arguments", 7),
     ("main", 7.1),
     ("benches", 7.2),
@@ -70,7 +73,9 @@ TORCH_FREE = (
     "errors", "version", "settings", "messages", "hardware.*", "drift", "metrics", "quantiles", "models.config", "weights.checkpoint",
     "weights.recipes", "engine.sequence", "engine.slots", "engine.scheduler", "engine.pace", "engine.standing", "engine.batch",
     "engine.drafts", "engine.speculation",
-    "text.*", "generation", "service", "admission", "waiting", "answer", "reading", "api.*", "report", "arguments", "packing", "main",
+    "calibration", "preparation",
+    "text.*", "generation", "service", "admission", "waiting", "answer", "reading", "api.*", "report", "explanation", "arguments", "packing",
+    "main",
     "cli",
 )  # fmt: skip
 

@@ -29,6 +29,7 @@ from app.engine.slots import SlotPool
 from app.engine.speculation import MOST_GUESSES, UNMEASURED, Costs, Speculation
 from app.errors import PlanImpossible
 from app.hardware.plan import ServingPlan
+from app.hardware.step_seconds import StepSeconds
 from app.kernels.attention import fits, most_few
 from app.messages import Generate, SamplingParams
 from app.models.config import ModelConfig
@@ -53,8 +54,10 @@ class BuiltEngine:
     backend: Backend
 
 
-def build_engine(checkpoint: Checkpoint, plan: ServingPlan, eos_token_ids: Collection[int], report: Report) -> BuiltEngine:
-    """Loads and warms up. Raises a `StartupError` where the checkpoint or the plan cannot be served."""
+def build_engine(
+    checkpoint: Checkpoint, plan: ServingPlan, eos_token_ids: Collection[int], report: Report, steps: StepSeconds | None = None
+) -> BuiltEngine:
+    """Loads and warms up; `steps` is what steps were measured to take. Raises a `StartupError` where the plan cannot be served."""
     report("preparing the device")
     backend = select_backend(plan)
     backend.configure(plan)
@@ -69,8 +72,9 @@ def build_engine(checkpoint: Checkpoint, plan: ServingPlan, eos_token_ids: Colle
     runner = Runner(replay, kv_cache, backend, Sampler(config.vocab_size), few_queries(config, plan))
     report("warming up")
     warm_up(runner)
-    scheduler = _scheduler(kv_cache, plan, eos_token_ids)
-    scheduler.speculation = _speculation(config, plan)
+    pace = StepPace(plan.max_batch_tokens.value, plan.itl_target_seconds.value, steps)
+    scheduler = _scheduler(kv_cache, plan, pace, eos_token_ids)
+    scheduler.speculation = _speculation(config, plan, steps)
     return BuiltEngine(DecoderEngine(scheduler, runner), runner, model, kv_cache, backend)
 
 
@@ -106,12 +110,11 @@ def kv_shape(config: ModelConfig, plan: ServingPlan) -> KVShape:
     )
 
 
-def _scheduler(kv_cache: KVCache, plan: ServingPlan, eos_token_ids: Collection[int]) -> Scheduler:
+def _scheduler(kv_cache: KVCache, plan: ServingPlan, pace: StepPace, eos_token_ids: Collection[int]) -> Scheduler:
     slots = kv_cache.shape.num_slots
     capacity = min(plan.kv_cache_bytes.value // kv_cache.bytes_per_token, slots * kv_cache.stride)
     pool = SlotPool(slots, capacity, kv_cache.tokens_per_page)
     limits = Limits(plan.max_model_len.value, plan.max_running_seqs.value, plan.max_batch_tokens.value)
-    pace = StepPace(plan.max_batch_tokens.value, plan.itl_target_seconds.value)
     return Scheduler(pool, pace, limits, eos_token_ids)
 
 

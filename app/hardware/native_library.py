@@ -5,6 +5,7 @@ The file says itself which levels were compiled into it; `kernels/native.py` loa
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import sys
@@ -32,13 +33,24 @@ _WANTS = {
 
 def look() -> NativeLibrary | None:
     """The library beside the kernels, or the one that `ARMATURE_NATIVE_LIBRARY` names; None where there is none."""
-    path = Path(os.environ.get("ARMATURE_NATIVE_LIBRARY") or _BESIDE)
     try:
-        found = _LEVELS.search(path.read_bytes())
+        found = _LEVELS.search(_path().read_bytes())
     except OSError:
         return None
     levels = tuple(found[1].decode().split()) if found else ()
     return NativeLibrary(levels=levels, forced=os.environ.get("ARMATURE_ISA") or None)
+
+
+def content() -> str:
+    """A hash of its bytes; empty where there is none."""
+    try:
+        return hashlib.sha256(_path().read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+def _path() -> Path:
+    return Path(os.environ.get("ARMATURE_NATIVE_LIBRARY") or _BESIDE)
 
 
 def kernels(facts: Facts) -> Decision[str]:

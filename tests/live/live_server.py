@@ -18,8 +18,9 @@ import uvicorn
 
 from app.engine.batch import Batch, Picked
 from app.main import create_app, listen, server_config, url_of
+from app.preparation import prepare
 from app.settings import Settings
-from app.startup import Serving, prepare
+from app.startup import Serving
 
 PATIENCE = 60.0  # seconds; a busy machine is no failure
 

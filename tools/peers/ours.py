@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from app.messages import Event, Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
+from app.preparation import calibrate, prepare
 from app.settings import load_settings
-from app.startup import prepare
 from app.version import VERSION
 from tools.peers.turns import Peer, Rows
 
@@ -21,6 +21,7 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
     settings = load_settings(model=str(model), threads=threads, **{"itl_target_ms": 60_000, **options})[0]
     prepared = prepare(settings)
     os.environ.update(prepared.plan.environment())
+    prepared = calibrate(prepared, lambda stage: None)
     import torch
 
     from app.bench.inside import weights_of
@@ -28,7 +29,7 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
     from app.kernels.linear import Linear
     from app.kernels.native import native
 
-    built = build_engine(prepared.checkpoint, prepared.plan, (), lambda stage: None)
+    built = build_engine(prepared.checkpoint, prepared.plan, (), lambda stage: None, prepared.step_seconds)
     weights = weights_of(built.model, prepared.checkpoint.model_config.vocab_size, prepared.facts)
     names = count()
 

@@ -16,6 +16,12 @@ HOSTS = Path(__file__).parent / "hosts"
 Recorded = Callable[[str], Facts]
 
 
+@pytest.fixture(autouse=True)
+def _settings_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a plan makes of defaults is tested with them; other tests say that nothing is measured."""
+    monkeypatch.delenv("ARMATURE_CALIBRATE", raising=False)
+
+
 def sections(text: str) -> Iterator[tuple[str, str, str]]:
     """(head, `each` or `repeat` with its numbers, body) of every `===` line and what follows it."""
     for part in re.split(r"^=== ", text, flags=re.MULTILINE)[1:]:

@@ -1,0 +1,153 @@
+"""What was measured of this machine with one checkpoint's shapes, kept for the next start; found where nothing that matters has changed.
+
+Torch is not needed to read it. Several processes may share the folder; what cannot be read is measured anew, what cannot be written is a
+line in the log.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from app.hardware import native_library
+from app.hardware.decision import Measurements, Trial
+from app.hardware.facts import Facts, plain
+from app.hardware.plan import ServingPlan
+from app.models.config import ModelConfig
+from app.settings import Settings
+from app.version import VERSION
+from app.weights.whole_file import FileUnusable, open_ours, replacing
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1  # of what is measured, and how: to be raised when an older measurement would mislead
+FOLDER = "calibration"
+MOST_BYTES = 2**20  # of one file: what is longer is none of ours
+# What of the settings changes what is measured; memory and limits of requests do not.
+_ASKED = (
+    "device precision threads compile max_batch_tokens max_running_seqs max_model_len kv_precision int8_copy numa_node deterministic"
+).split()
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Measurements, when they were taken (seconds since 1970), and whether an earlier start took them."""
+
+    measurements: Measurements
+    measured_at: float
+    from_cache: bool
+
+    def to_json(self) -> dict[str, Any]:
+        age = max(0.0, time.time() - self.measured_at)
+        fields: dict[str, Any] = plain(self.measurements)
+        return {"from_cache": self.from_cache, "age_seconds": round(age, 1), "measurements": fields}
+
+
+class Kept:
+    """The place of one calibration, whether there is one or not."""
+
+    def __init__(self, folder: Path | None, key: Mapping[str, str]) -> None:
+        """`folder` None: nothing is kept."""
+        self.key = dict(key)
+        digest = hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()
+        self.file = None if folder is None else folder / FOLDER / f"{digest[:32]}.json"
+
+    def read(self) -> Calibration | None:
+        """None where the machine must be measured."""
+        if self.file is None:
+            return None
+        try:
+            return _parsed(_bytes_of(self.file), self.key)
+        except FileNotFoundError:
+            return None
+        except (OSError, FileUnusable) as error:
+            log.warning("the calibration in %s cannot be used (%s): measuring again", self.file, error)
+            return None
+
+    def keep(self, measurements: Measurements) -> Calibration:
+        """Writes them for the next start, or says that it cannot. What was not taken for true is not kept."""
+        taken = Calibration(measurements, time.time(), from_cache=False)
+        if self.file is None or measurements.fallback:
+            return taken
+        fields = {"key": self.key, "measured_at": taken.measured_at, "measurements": plain(measurements)}
+        try:
+            with replacing(self.file) as stream:
+                stream.write(json.dumps(fields).encode())
+        except OSError as error:
+            log.warning(
+                "the calibration cannot be kept in %s (%s): the next start measures again", self.file.parent, error.strerror
+            )
+        return taken
+
+    def forget(self, calibration: Calibration) -> None:
+        """The machine is not as it was measured: the next start measures anew. What another process measured since then stays."""
+        if self.file is None:
+            return
+        with suppress(OSError, FileUnusable):  # gone already, or not ours to remove
+            if _parsed(_bytes_of(self.file), self.key).measured_at == calibration.measured_at:
+                self.file.unlink()
+                log.info("the calibration in %s no longer holds and was removed: the next start measures again", self.file)
+
+
+def key_of(facts: Facts, settings: Settings, plan: ServingPlan, config: ModelConfig) -> dict[str, str]:
+    """All that decides how long a step takes: the processor, what of it may be used, the model's shapes and the code; never a host's name.
+
+    Cores are counted, not named: another process on other cores of the same kind finds the same calibration.
+    """
+    allowed = facts.allowed_cpus
+    cores = [(core.kind, core.numa_node, sum(cpu in allowed for cpu in core.cpu_ids)) for core in facts.cores]
+    return {
+        "format": str(FORMAT),
+        "cpu": repr(plain(facts.cpu)),
+        "isa": " ".join([*sorted(facts.isa), str(facts.sve_bits)]),
+        "caches": repr(plain(facts.caches)),
+        "quota": str(facts.cgroup.quota_cores),
+        "cores": repr(sorted(core for core in cores if core[2])),
+        "huge pages": str(facts.huge_pages.transparent),
+        "shapes": repr(config),
+        "asked": repr({name: getattr(settings, name) for name in _ASKED}),
+        "threads": f"{plan.threads.value} {plan.wait_policy.value}",
+        "version": VERSION,
+        "torch": facts.torch.version if facts.torch else "",
+        "native": f"{native_library.content()} {plan.kernels.value} {os.environ.get('ARMATURE_ISA', '')}",
+    }
+
+
+def _bytes_of(file: Path) -> bytes:
+    descriptor = open_ours(file)
+    try:
+        return os.read(descriptor, MOST_BYTES)
+    finally:
+        os.close(descriptor)
+
+
+def _parsed(text: bytes, key: Mapping[str, str]) -> Calibration:
+    """Raises `FileUnusable` where that is no calibration, or one of something else."""
+    try:
+        fields = json.loads(text)
+        if fields["key"] != dict(key):
+            raise FileUnusable("it was made for something else")
+        return Calibration(_measurements(fields["measurements"]), float(fields["measured_at"]), from_cache=True)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise FileUnusable("it is damaged") from error
+
+
+def _measurements(fields: Mapping[str, Any]) -> Measurements:
+    trials = tuple(_trial(trial) for trial in fields["trials"])
+    return Measurements(**{**fields, "trials": trials})
+
+
+def _trial(fields: Mapping[str, Any]) -> Trial:
+    tables = {name: {int(size): float(seconds) for size, seconds in fields[name].items()} for name in _TABLES}
+    return Trial(**{**fields, **tables})
+
+
+_TABLES = ("decode_seconds", "prefill_seconds")

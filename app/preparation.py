@@ -1,0 +1,169 @@
+"""All that is decided before weights are read: facts, the checkpoint, measurements from an earlier start or of this one, and the plan.
+
+Without measurements the plan is provisional: it says what environment torch is to find, and what is worth measuring.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from app.calibration import Calibration, Kept, key_of
+from app.errors import NoRecipe, PlanImpossible, StepFailed
+from app.hardware import precision
+from app.hardware.decision import Measurements, Trial
+from app.hardware.facts import Facts
+from app.hardware.plan import ServingPlan, make_plan
+from app.hardware.probe import probe
+from app.hardware.step_seconds import StepSeconds
+from app.settings import Settings
+from app.weights.checkpoint import Checkpoint, open_checkpoint
+from app.weights.recipes import RECIPES
+
+if TYPE_CHECKING:
+    from app.engine.measuring import Subject
+
+log = logging.getLogger(__name__)
+
+BUDGET_SECONDS = 3.0  # for measuring, at a start
+PATIENT_SECONDS = 10.0  # the same where somebody waits for nothing else: `armature calibrate`
+SMALL_WEIGHT_BYTES = 64 * 2**20  # a model that any choice serves well: measured, but not for long
+SMALL_BUDGET_SECONDS = 0.3
+FEW_THREADS = 3  # with no more, every number of threads is tried; with more, the planned one and one fewer
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """`calibration` None: not measured, yet or at all; `is_final`: the plan will not change."""
+
+    settings: Settings
+    facts: Facts
+    checkpoint: Checkpoint
+    plan: ServingPlan
+    kept: Kept
+    calibration: Calibration | None = None
+    is_final: bool = True
+
+    @property
+    def model_name(self) -> str:
+        return self.settings.served_model_name or self.checkpoint.name
+
+    @property
+    def step_seconds(self) -> StepSeconds | None:
+        """What steps of the plan take, where that was measured."""
+        trial = self._trial()
+        return None if trial is None else StepSeconds.of(trial)
+
+    def _trial(self) -> Trial | None:
+        if self.calibration is None or self.calibration.measurements.fallback:
+            return None
+        wanted = (self.plan.precision.value, self.plan.threads.value, self.plan.int8_copy.value)
+        trials = self.calibration.measurements.trials
+        return next((one for one in trials if (one.precision, one.threads, one.int8_copy) == wanted), None)
+
+    def planned_with(self, calibration: Calibration) -> Prepared:
+        plan = _plan(self.facts, calibration.measurements, self.settings, self.checkpoint)
+        return replace(self, plan=plan, calibration=calibration, is_final=True)
+
+
+def prepare(settings: Settings) -> Prepared:
+    """Looks at the machine, the checkpoint and what was measured before, and decides; milliseconds, no torch. Raises a `StartupError`."""
+    facts = probe()
+    checkpoint = open_checkpoint(settings.checkpoint_directory)
+    log.info("serving %s from %s", checkpoint.model_config.architecture, checkpoint.directory)
+    prepared = looked_up(facts, settings, checkpoint)
+    if prepared.is_final:
+        _tell(prepared.plan)
+    return prepared
+
+
+def looked_up(facts: Facts, settings: Settings, checkpoint: Checkpoint) -> Prepared:
+    """With the calibration of an earlier start, where there is one and it is wanted."""
+    plan = _plan(facts, None, settings, checkpoint)
+    kept = Kept(settings.cache_directory, key_of(facts, settings, plan, checkpoint.model_config))
+    prepared = Prepared(settings, facts, checkpoint, plan, kept, is_final=not plan.calibrate.value)
+    found = kept.read() if plan.calibrate.value and settings.calibrate != "on" else None
+    return prepared if found is None else prepared.planned_with(found)
+
+
+def calibrate(prepared: Prepared, report: Report, budget_seconds: float | None = None) -> Prepared:
+    """With the final plan: measures, where that is still to be done. On the thread that will compute; imports torch."""
+    if prepared.is_final:
+        return prepared
+    from app.engine.measuring import measure
+
+    budget = budget_for(prepared.checkpoint) if budget_seconds is None else budget_seconds
+    began = time.monotonic()
+    report("calibrating")
+    try:
+        found = measure(subject(prepared), budget, report)
+    except (StepFailed, PlanImpossible, RuntimeError, OSError, MemoryError) as error:  # a measurement ends no start
+        found = Measurements(fallback=f"measuring failed: {error}", seconds=time.monotonic() - began)
+    if found.fallback:
+        log.warning("calibration: decided from facts alone, since %s (%.1f s)", found.fallback, found.seconds)
+    else:
+        log.info("calibrated in %.1f s", found.seconds)
+    final = prepared.planned_with(prepared.kept.keep(found))
+    _tell(final.plan)
+    return final
+
+
+def budget_for(checkpoint: Checkpoint) -> float:
+    small = checkpoint.needs().weight_bytes < SMALL_WEIGHT_BYTES
+    return SMALL_BUDGET_SECONDS if small else BUDGET_SECONDS
+
+
+def subject(prepared: Prepared) -> Subject:
+    """What is worth measuring: every precision that may be chosen, and how many threads may serve."""
+    from app.engine.measuring import Subject
+
+    facts, settings, checkpoint, plan = prepared.facts, prepared.settings, prepared.checkpoint, prepared.plan
+    ways = [plan, *(way for name in _others(prepared) if (way := _way(prepared, name)) is not None)]
+    copy = None
+    if settings.int8_copy != "off" and not plan.deterministic.value and any(way.precision.value == "int4" for way in ways):
+        copy = _way(prepared, "int8")
+    return Subject(
+        checkpoint.model_config,
+        tuple(ways),
+        _thread_counts(settings, plan.threads.value),
+        lambda found: _plan(facts, found, settings, checkpoint).precision.value,
+        copy,
+        max((cache.size_bytes for cache in facts.caches), default=0),
+    )
+
+
+def _others(prepared: Prepared) -> list[str]:
+    """Precisions that the plan may take instead, once it is measured."""
+    needs = prepared.checkpoint.needs()
+    if prepared.settings.precision != "auto" or needs.num_parameters < precision.MIN_PARAMETERS:
+        return []
+    exact = "bf16" if precision.bf16_products(prepared.facts) else "fp32"
+    return [name for name in (exact, *precision.ROUNDED) if name != prepared.plan.precision.value]
+
+
+def _way(prepared: Prepared, name: str) -> ServingPlan | None:
+    """The plan with that precision; None where that cannot be."""
+    asked = {"precision": name, "int8_copy": "auto" if name != "int4" else prepared.settings.int8_copy}
+    try:
+        return _plan(prepared.facts, None, prepared.settings.model_copy(update=asked), prepared.checkpoint)
+    except (NoRecipe, PlanImpossible):
+        return None
+
+
+def _thread_counts(settings: Settings, planned: int) -> tuple[int, ...]:
+    if settings.threads != "auto" or planned == 1:
+        return (planned,)
+    return tuple(range(planned, 0, -1)) if planned <= FEW_THREADS else (planned, planned - 1)
+
+
+def _plan(facts: Facts, measurements: Measurements | None, settings: Settings, checkpoint: Checkpoint) -> ServingPlan:
+    return make_plan(facts, measurements, settings, checkpoint.needs(), RECIPES.keys())
+
+
+def _tell(plan: ServingPlan) -> None:
+    for name, decision in plan.decisions():
+        log.info("plan: %s = %s (%s)", name, decision.value, decision.reason)
