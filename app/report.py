@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -11,6 +12,7 @@ from rich.table import Table
 from app.hardware.decision import count, gib
 from app.hardware.facts import Cache, Facts, NumaNode, TorchBuild
 from app.hardware.plan import ServingPlan
+from app.hardware.trials import rate
 
 _BYTES = ("kv_cache_bytes", "weight_bytes")
 _UNKNOWN_AS_ZERO = ("weight_bytes", "max_model_len")  # as long as no model is given
@@ -37,16 +39,14 @@ def render_plan(plan: ServingPlan) -> Table:
     table.add_column("value", overflow="fold", max_width=28)
     table.add_column("reason", ratio=1)
     for name, decision in plan.decisions():
-        table.add_row(name, _value(name, decision.value), decision.reason)
+        table.add_row(name, value_of(name, decision.value), decision.reason)
     return table
 
 
 def _fact_rows(facts: Facts) -> list[tuple[str, str]]:
-    cpu = facts.cpu
-    inside = ", ".join(part for part in (cpu.product, cpu.microarchitecture) if part and part not in cpu.name)
     return [
         ("system", " ".join(part for part in (facts.os, facts.kernel, facts.architecture) if part)),
-        ("processor", (cpu.name if cpu.vendor in cpu.name else f"{cpu.vendor} {cpu.name}") + (f" ({inside})" if inside else "")),
+        ("processor", processor(facts)),
         ("instruction sets", " ".join(sorted(facts.isa)) + (f" (SVE {facts.sve_bits} bits)" if facts.sve_bits else "")),
         ("cores", _cores(facts)),
         ("may run on", _allowed(facts)),
@@ -62,6 +62,12 @@ def _fact_rows(facts: Facts) -> list[tuple[str, str]]:
         ("torch", _torch(facts.torch)),
         ("native kernels", " ".join(facts.native.levels) if facts.native else "not built"),
     ]
+
+
+def processor(facts: Facts) -> str:
+    cpu = facts.cpu
+    inside = ", ".join(part for part in (cpu.product, cpu.microarchitecture) if part and part not in cpu.name)
+    return (cpu.name if cpu.vendor in cpu.name else f"{cpu.vendor} {cpu.name}") + (f" ({inside})" if inside else "")
 
 
 def _cores(facts: Facts) -> str:
@@ -118,16 +124,29 @@ def _torch(build: TorchBuild | None) -> str:
     return build.version + (f", CUDA {build.cuda}" if build.cuda else "") + (f", with {', '.join(inside)}" if inside else "")
 
 
-def _value(name: str, value: Any) -> str:
+def value_of(name: str, value: Any) -> str:
     if value is None or (value == 0 and name in _UNKNOWN_AS_ZERO):
         return "–"
     if name in _BYTES:
         return gib(value)
     if name == "cpu_ids":
         return cpu_ranges(list(value)) or "–"
+    if isinstance(value, Mapping):
+        return _table(value) or "–"
     if isinstance(value, bool):
         return "on" if value else "off"
     return f"{value:.1f}" if isinstance(value, float) else str(value)
+
+
+def _table(value: Mapping[Any, Any]) -> str:
+    """`decode 1: 20.4, 8: 120; prefill 512: 900`, and `decode 0.81, prefill 0.64`."""
+    flat = [f"{key} {number:.2f}" for key, number in value.items() if not isinstance(number, Mapping)]
+    deep = [
+        f"{key} " + ", ".join(f"{size}: {rate(number)}" for size, number in inner.items())
+        for key, inner in value.items()
+        if isinstance(inner, Mapping)
+    ]
+    return ", ".join(flat) or "; ".join(deep)
 
 
 def _small(size: int) -> str:

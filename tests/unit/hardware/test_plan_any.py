@@ -1,0 +1,69 @@
+"""Of any measurement a plan can be made, or a sentence says why not; and what could be served before measuring can be afterwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.errors import NoRecipe, PlanImpossible
+from app.hardware.decision import Measurements, Trial
+from app.hardware.facts import NativeLibrary, Needs
+from app.hardware.plan import ServingPlan, make_plan
+from app.settings import Settings
+from planned_machines import GIB, RECIPES, machine
+
+NUMBERS = st.floats(allow_nan=True, allow_infinity=True) | st.floats(1e-6, 10)
+TABLES = st.dictionaries(st.integers(-1, 2048), NUMBERS, max_size=6)
+TRIALS = st.builds(
+    Trial, st.sampled_from(["fp32", "bf16", "int8", "int4", "?"]), st.integers(-1, 9), TABLES, TABLES, NUMBERS,
+    st.integers(0, 10**10), NUMBERS, st.booleans(), NUMBERS,
+)  # fmt: skip
+MEASURED = st.builds(
+    Measurements,
+    st.none() | NUMBERS,
+    st.dictionaries(st.sampled_from(["bf16", "int8", "int4"]), NUMBERS),
+    st.lists(TRIALS, max_size=6).map(tuple),
+    st.none() | st.integers(0, 100),
+    NUMBERS,
+    st.sampled_from(["", "the machine is busy."]),
+)
+ASKED = st.fixed_dictionaries(
+    {},
+    optional={
+        "precision": st.sampled_from(["fp32", "bf16", "int8", "int4"]),
+        "threads": st.integers(1, 9),
+        "int8_copy": st.sampled_from(["on", "off"]),
+        "kv_precision": st.sampled_from(["bf16", "int8"]),
+        "max_batch_tokens": st.integers(1, 1000),
+        "max_running_seqs": st.integers(1, 1000),
+        "compile": st.sampled_from(["on", "off"]),
+        "deterministic": st.sampled_from(["on", "off"]),
+    },
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(MEASURED, ASKED, st.integers(GIB, 8 * GIB))
+def test_a_plan_can_be_made_of_anything(measurements: Measurements, asked: dict[str, Any], memory: int) -> None:
+    needs = Needs(
+        "decoder", "X", 10**9, 2 * 10**9, {"fp32": 4 * 10**9, "bf16": 2 * 10**9, "int8": 10**9, "int4": 5 * 10**8},
+        16384, 8192, 16, 2048, 32_000, "bfloat16", 9 * 10**8, 4,
+    )  # fmt: skip
+    host = machine(memory=memory, native=NativeLibrary(("portable",), None))
+    provisional: ServingPlan | None
+    try:
+        provisional = make_plan(host, None, Settings(**asked), needs, RECIPES)
+    except (PlanImpossible, NoRecipe):
+        provisional = None
+    try:
+        final = make_plan(host, measurements, Settings(**asked), needs, RECIPES)
+    except (PlanImpossible, NoRecipe):
+        assert provisional is None, "what was planned before measuring can still be served afterwards"
+        return
+    assert provisional is not None and final.threads.value <= provisional.threads.value
+    assert final.weight_bytes.value + final.kv_cache_bytes.value < memory
+    assert final.max_running_seqs.value <= final.max_batch_tokens.value
+    for _, decision in final.decisions():
+        assert decision.reason.endswith(".")
