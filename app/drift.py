@@ -74,7 +74,12 @@ class Drift:
 
     def to_json(self) -> dict[str, object]:
         factors = {phase: round(factor, 3) for phase, factor in self._factors.items()}
-        return {"steps_over_measured": factors, "drifted": self.drifted}
+        return {
+            "steps_over_measured": factors,
+            "drifted": self.drifted,
+            "capacity_tokens_per_second": self.capacity(),
+            "roofline_ratio": self.roofline(),
+        }
 
     def _look(self) -> None:
         for phase, ratios in self._ratios.items():

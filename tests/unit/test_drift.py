@@ -65,7 +65,9 @@ def test_a_slower_machine_is_told_once_and_measured_anew(caplog: pytest.LogCaptu
         serving.decode(1.05)
         assert not serving.drift.drifted
         serving.decode(0.7)
-    assert serving.drift.to_json() == {"steps_over_measured": {"decode": 0.7}, "drifted": True}
+    told = serving.drift.to_json()
+    assert (told["steps_over_measured"], told["drifted"]) == ({"decode": 0.7}, True)
+    assert told["capacity_tokens_per_second"] == serving.drift.capacity()
     assert (serving.stale, len(caplog.records)) == (1, 3)
 
 
