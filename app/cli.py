@@ -45,27 +45,30 @@ def _serve(arguments: Namespace) -> int:
 
 
 def _probe(arguments: Namespace) -> int:
-    """The facts are shown even where no plan can be made of them."""
+    """The whole plan, or of a model what was chosen for it. The facts are shown even where no plan can be made of them."""
     from rich.console import Console
 
-    from app.hardware.facts import plain
+    from app.explanation import explain, render_explained
     from app.hardware.plan import make_plan
     from app.hardware.probe import probe
     from app.report import render_probe
-    from app.weights.checkpoint import open_checkpoint
     from app.weights.recipes import RECIPES
 
-    settings = _settings(arguments)
-    facts, plan, needs, failure = probe(), None, None, None
+    settings, facts = _settings(arguments), probe()
+    fields, shown, failure = {"facts": facts.to_json(), "needs": None, "plan": None}, render_probe(facts, None), None
     try:
-        needs = None if settings.model is None else open_checkpoint(settings.checkpoint_directory).needs()
-        plan = make_plan(facts, None, settings, needs, RECIPES.keys())
+        if settings.model is None:
+            plan = make_plan(facts, None, settings, None, RECIPES.keys())
+            fields, shown = {**fields, "plan": plan.to_json()}, render_probe(facts, plan)
+        else:
+            explained = explain(settings, facts)
+            fields, shown = explained.to_json(), render_explained(explained)
     except StartupError as error:
         failure = error
     if arguments.json:
-        print(json.dumps({"facts": facts.to_json(), "needs": plain(needs), "plan": plan.to_json() if plan else None}))
+        print(json.dumps(fields))
     else:
-        Console().print(render_probe(facts, plan))
+        Console().print(shown)
     if failure is not None:
         raise failure
     return 0

@@ -74,9 +74,8 @@ TORCH_FREE = (
     "weights.recipes", "engine.sequence", "engine.slots", "engine.scheduler", "engine.pace", "engine.standing", "engine.batch",
     "engine.drafts", "engine.speculation",
     "calibration", "preparation",
-    "text.*", "generation", "service", "admission", "waiting", "answer", "reading", "api.*", "report", "explanation", "arguments", "packing",
-    "main",
-    "cli",
+    "text.*", "generation", "service", "admission", "waiting", "answer", "reading", "api.*", "report", "explanation", "arguments",
+    "packing", "main", "cli",
 )  # fmt: skip
 
 # A library and the only places that may import it.

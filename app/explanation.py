@@ -1,0 +1,167 @@
+"""What was chosen for one model on this machine, and why, in one screen; `armature probe --model` prints what is made here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from app.hardware.decision import Measurements, Trial, count, gib
+from app.hardware.facts import Facts, Needs, plain
+from app.hardware.plan import ServingPlan
+from app.hardware.trials import rate
+from app.preparation import Prepared, looked_up
+from app.report import processor, value_of
+from app.settings import Settings
+from app.weights.checkpoint import open_checkpoint
+
+# Decisions that make a difference to this model, in the order in which they are made; the others stand in `--json`.
+_TOLD = (
+    "precision", "int8_copy", "kv_precision", "kernels", "threads", "wait_policy", "max_batch_tokens", "itl_target_seconds", "compile",
+    "speculation", "weight_bytes", "kv_cache_bytes", "max_model_len", "max_running_seqs",
+)  # fmt: skip
+_MOST_COLUMNS = 6  # of a table of speeds, of each phase: as many as fit beside the names in 120 columns
+_MOST_TRIALS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """All that a plan for a model was made from, and the plan. `origin`: when it was measured, or how it could be."""
+
+    name: str
+    facts: Facts
+    needs: Needs
+    plan: ServingPlan
+    measurements: Measurements | None
+    origin: str
+
+    def to_json(self) -> dict[str, Any]:
+        parts = {"facts": self.facts, "needs": self.needs, "measurements": self.measurements}
+        return {**{name: plain(part) for name, part in parts.items()}, "plan": self.plan.to_json()}
+
+
+def explain(settings: Settings, facts: Facts) -> Explained:
+    """What a start would decide, with what an earlier one measured; nothing is measured here. Raises a `StartupError`."""
+    checkpoint = open_checkpoint(settings.checkpoint_directory)
+    found = looked_up(facts, settings, checkpoint)
+    measurements = None if found.calibration is None else found.calibration.measurements
+    return Explained(checkpoint.name, facts, checkpoint.needs(), found.plan, measurements, _origin(found))
+
+
+def _origin(found: Prepared) -> str:
+    if found.calibration is not None:
+        age, seconds = time.time() - found.calibration.measured_at, found.calibration.measurements.seconds
+        return f"{_age(age)}, in {seconds:.1f} s, with this model's shapes"
+    if found.is_final:
+        return f"no. {found.plan.calibrate.reason}"
+    return f"not yet: a start does it, in a few seconds, or now: armature calibrate --model {found.checkpoint.directory}"
+
+
+def _age(seconds: float) -> str:
+    for size, one in ((86400, "day"), (3600, "hour"), (60, "minute")):
+        if seconds >= size:
+            return f"{count(int(seconds // size), one)} ago"
+    return "just now"
+
+
+def render_explained(explained: Explained) -> RenderableType:
+    parts: list[RenderableType] = [_head(explained)]
+    believed = explained.measurements if explained.measurements and not explained.measurements.fallback else None
+    shown = [] if believed is None else _shown(believed, explained.plan)
+    if shown:
+        parts += ["", _speeds(shown, explained.plan)]
+    return Group(*parts, "", _choices(explained.plan), *_expected(explained.plan))
+
+
+def _head(explained: Explained) -> Table:
+    facts, needs = explained.facts, explained.needs
+    limits = f"; the quota is {facts.cgroup.quota_cores:g} cores" if facts.cgroup.quota_cores is not None else ""
+    table = _plain(f"{explained.name} on this machine")
+    table.add_row(
+        "model",
+        f"{needs.architecture}, {needs.num_parameters / 1e6:,.0f}M parameters, {gib(needs.weight_bytes)} of {needs.stored_dtype}, made for "
+        f"{needs.max_model_len:,} tokens",
+    )
+    table.add_row("processor", f"{processor(facts)}, {count(len(facts.cores), 'core')}{limits}")
+    table.add_row("memory", f"{gib(facts.usable_bytes)} available of {gib(facts.memory_limit_bytes)}")
+    table.add_row("measured", explained.origin)
+    return table
+
+
+def _speeds(shown: list[Trial], plan: ServingPlan) -> Table:
+    """Tokens a second of what was timed, hardly any context behind it; the way that was chosen is marked."""
+    rows, sizes = _columns([trial.decode_seconds for trial in shown]), _columns([trial.prefill_seconds for trial in shown])
+    table = Table(title="Measured tokens/s", title_justify="left", header_style="bold", box=None, padding=(0, 2, 0, 0))
+    table.add_column("", no_wrap=True)
+    names = [f"×{row}" for row in rows] + [str(size) for size in sizes]
+    names[0], names[len(rows)] = f"decode {names[0]}", f"prompt of {names[len(rows)]}"
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    for trial in shown:
+        cells = [_speed(trial.decode_seconds, row) for row in rows] + [_speed(trial.prefill_seconds, size) for size in sizes]
+        table.add_row(_way(trial, plan), *cells)
+    return table
+
+
+def _shown(measurements: Measurements, plan: ServingPlan) -> list[Trial]:
+    """The chosen one first, then those timed at the most sizes."""
+    timed = [trial for trial in measurements.trials if trial.decode_seconds and trial.prefill_seconds]
+    known = sorted(timed, key=lambda trial: -len(trial.decode_seconds) - len(trial.prefill_seconds))
+    return sorted(known, key=lambda trial: not _is_chosen(trial, plan))[:_MOST_TRIALS]
+
+
+def _columns(tables: list[Mapping[int, float]]) -> list[int]:
+    """Of all sizes, every second, … that few columns hold, the largest and those that all share among them."""
+    sizes = sorted({size for table in tables for size in table})
+    shared = [size for size in sizes if all(size in table for table in tables)]
+    rest = [size for size in reversed(sizes) if size not in shared]
+    return sorted((shared + rest)[:_MOST_COLUMNS])
+
+
+def _speed(table: Mapping[int, float], size: int) -> str:
+    return rate(size / table[size]) if table.get(size, 0) > 0 else "–"
+
+
+def _is_chosen(trial: Trial, plan: ServingPlan) -> bool:
+    wanted = (plan.precision.value, plan.threads.value, plan.int8_copy.value)
+    return (trial.precision, trial.threads, trial.int8_copy) == wanted
+
+
+def _way(trial: Trial, plan: ServingPlan) -> str:
+    copy = " + int8" if trial.int8_copy else ""
+    return f"{'▸' if _is_chosen(trial, plan) else ' '} {trial.precision}{copy}, {count(trial.threads, 'thread')}"
+
+
+def _choices(plan: ServingPlan) -> Table:
+    table = Table(title="Chosen", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(ratio=1)
+    decisions = dict(plan.decisions())
+    for name in _TOLD:
+        decision = decisions[name]
+        if name != "int8_copy" or plan.precision.value == "int4":
+            table.add_row(name, "auto" if decision.value is None else value_of(name, decision.value), decision.reason)
+    return table
+
+
+def _expected(plan: ServingPlan) -> Iterator[RenderableType]:
+    """What to expect in service, where it was measured."""
+    if not plan.capacity_tokens_per_second.value:
+        return
+    table = _plain("To be expected")
+    table.add_row("capacity", plan.capacity_tokens_per_second.reason)
+    table.add_row("ceilings", plan.roofline_ratio.reason)
+    yield ""
+    yield table
+
+
+def _plain(title: str) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    return table

@@ -1,0 +1,130 @@
+"""What `armature probe --model` shows: one screen of 120 columns, from the facts and from what an earlier start measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from app.calibration import Kept, key_of
+from app.explanation import Explained, explain, render_explained
+from app.hardware.decision import Measurements, Trial
+from app.hardware.facts import Needs
+from app.hardware.plan import make_plan
+from app.settings import DEMO, Settings
+from app.weights.checkpoint import open_checkpoint
+from app.weights.recipes import RECIPES
+from planned_machines import machine
+
+COLUMNS, LINES = 120, 45
+NEEDS = Needs(
+    "decoder", "LlamaForCausalLM", 1_235_814_400, 2_471_645_608, {"bf16": 2_471_628_800, "int8": 1_240_000_000, "int4": 660_000_000},
+    16384, 131_072, 16, 2048, 128_256, "bfloat16", 980_000_000, 8,
+)  # fmt: skip
+SIZES = (16, 32, 64, 128, 256, 512)
+
+
+def trial(precision: str, speed: float, threads: int = 8, *, full: bool = False, int8_copy: bool = False) -> Trial:
+    """`speed` tokens a second at one sequence, four times that at eight, twenty times that of a prompt."""
+    decode = {1: 1 / speed, 8: 2 / speed}
+    more = {2: 1.1 / speed, 4: 1.5 / speed, 16: 3 / speed, 32: 5 / speed, 64: 9 / speed} if full else {}
+    prefill = {size: size / (20 * speed) for size in (SIZES if full else (128,))}
+    return Trial(precision, threads, decode | more, prefill, 2e-7, 10**9, 2e9, int8_copy)
+
+
+MEASURED = Measurements(
+    50e9, {"bf16": 1e12, "int8": 3e12, "int4": 3e12},
+    (trial("bf16", 12.5), trial("int8", 25, full=True), trial("int4", 40), trial("int8", 20, threads=7)), seconds=2.9,
+)  # fmt: skip
+
+
+def explained(measurements: Measurements | None, origin: str = "now", **asked: str) -> Explained:
+    host = machine()
+    plan = make_plan(host, measurements, Settings(**asked), NEEDS, RECIPES.keys())
+    return Explained("a-model", host, NEEDS, plan, measurements, origin)
+
+
+def printed(what: Explained) -> str:
+    console = Console(width=COLUMNS)
+    with console.capture() as capture:
+        console.print(render_explained(what))
+    return capture.get()
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        explained(None),
+        explained(MEASURED),
+        explained(dataclasses.replace(MEASURED, trials=(trial("int4", 40, full=True),) * 9), precision="int4"),
+        explained(
+            dataclasses.replace(MEASURED, trials=(trial("int4", 9, full=True), trial("int4", 10, full=True, int8_copy=True))),
+            precision="int4",
+            int8_copy="on",
+        ),
+        explained(dataclasses.replace(MEASURED, trials=(Trial("bf16", 8, {}, {}),))),
+    ],
+)
+def test_it_is_one_screen(what: Explained) -> None:
+    lines = printed(what).splitlines()
+    assert len(lines) <= LINES
+    assert max(len(line) for line in lines) <= COLUMNS
+    assert not any("…" in line for line in lines), "nothing is cut off"
+
+
+def test_the_chosen_way_is_marked_and_everything_that_was_timed_is_shown() -> None:
+    text = printed(explained(MEASURED))
+    marked = [line for line in text.splitlines() if line.startswith("▸")]
+    assert len(marked) == 1 and marked[0].split()[:4] == ["▸", "int8,", "8", "threads"]
+    assert marked[0].split()[-1] == "500", "of a prompt in the longest steps"
+    rows = [line.split() for line in text.splitlines()]
+    assert ["bf16,", "8", "threads", "12.5"] in [row[:4] for row in rows]
+    assert ["int8,", "7", "threads", "20.0"] in [row[:4] for row in rows]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "a-model on this machine",
+        "LlamaForCausalLM, 1,236M parameters, 2.3 GiB of bfloat16, made for 131,072 tokens",
+        "AMD EPYC (Zen 5), 8 cores",
+        "12 minutes ago",
+        "about +0.02% perplexity",
+        "7 threads would take 1.25 times as long",
+        "From measured steps: 24.9 tokens/s at 1 sequence",
+        "Of this machine's ceilings: decode of one 50%",
+    ],
+)
+def test_what_it_says(words: str) -> None:
+    text = " ".join(printed(explained(MEASURED, "12 minutes ago")).split())
+    assert words in text
+
+
+def test_a_copy_is_spoken_of_only_where_it_could_be() -> None:
+    assert "int8_copy" not in printed(explained(MEASURED))
+    assert "int8_copy" in printed(explained(MEASURED, precision="int4"))
+
+
+def test_measurements_that_were_not_believed_are_not_shown() -> None:
+    text = printed(explained(dataclasses.replace(MEASURED, fallback="the machine is too busy.")))
+    assert "tokens/s" not in text and "▸" not in text
+
+
+def test_it_finds_what_an_earlier_start_measured(tmp_path: Path) -> None:
+    asked, host = Settings(model=DEMO, cache_dir=tmp_path, calibrate="auto"), machine(cores=2)
+    before = explain(asked, host)
+    assert before.measurements is None and f"armature calibrate --model {DEMO}" in before.origin
+    checkpoint = open_checkpoint(DEMO)
+    first = make_plan(host, None, asked, checkpoint.needs(), RECIPES.keys())
+    timed = Measurements(trials=(trial("bf16", 900, threads=2, full=True),), seconds=1.2)
+    Kept(tmp_path, key_of(host, asked, first, checkpoint.model_config)).keep(timed)
+    after = explain(asked, host)
+    assert after.origin == "just now, in 1.2 s, with this model's shapes"
+    assert after.plan.capacity_tokens_per_second.value["decode"][1] > 100
+    fields = json.loads(json.dumps(after.to_json()))
+    assert fields["measurements"]["trials"][0]["precision"] == "bf16" and fields["plan"]["threads"]["value"] == 2
+    off = explain(asked.model_copy(update={"calibrate": "off"}), host)
+    assert off.measurements is None and "Asked for" in off.origin
