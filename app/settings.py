@@ -54,10 +54,17 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="TCP port to listen on; 0 picks a free one.")
     device: Literal["auto", "cpu", "mps", "cuda"] = Field("auto", description="Device to serve on.")
-    precision: Literal["auto", "fp32", "bf16", "int8", "int4"] = Field("auto", description="Weight precision.")
+    precision: Literal["auto", "fp32", "bf16", "int8", "int4"] = Field(
+        "auto", description="Weight precision; auto: what fits, and what was measured to gain enough."
+    )
     threads: PositiveInt | Auto = Field("auto", description="Compute threads.")
-    compile: Literal["auto", "on", "off"] = Field("auto", description="Compile the model's glue code.")
-    calibrate: Literal["auto", "on", "off"] = Field("auto", description="Measure the machine before planning.")
+    compile: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Record a step's operations and run them again natively, without Python; off: every step through Python.",
+    )
+    calibrate: Literal["auto", "on", "off"] = Field(
+        "auto", description="Measure the machine with the model's shapes; auto: once, on: at every start."
+    )
     max_model_len: PositiveInt | Auto = Field("auto", description="Longest context, prompt and completion together, in tokens.")
     max_running_seqs: PositiveInt | Auto = Field("auto", description="Sequences that may be computed at the same time.")
     max_batch_tokens: PositiveInt | Auto = Field("auto", description="Tokens in one step at the most.")
@@ -82,9 +89,13 @@ class Settings(BaseSettings):
     itl_target_ms: PositiveFloat | Auto = Field(
         "auto", description="Inter-token latency that prefill of other requests may not exceed."
     )
-    kv_precision: Literal["auto", "bf16", "int8"] = Field("auto", description="Precision of keys and values.")
+    kv_precision: Literal["auto", "bf16", "int8"] = Field(
+        "auto", description="Precision of keys and values; auto: int8 only where memory is short."
+    )
     int8_copy: Literal["auto", "on", "off"] = Field("auto", description="With int4, hold an int8 copy for many rows.")
-    speculation: Literal["auto", "off"] = Field("auto", description="Speculative decoding.")
+    speculation: Literal["auto", "off"] = Field(
+        "auto", description="Guess what follows a repeated phrase and check it in one step; each token stays the model's own."
+    )
     numa_node: Annotated[int, Field(ge=0)] | Auto = Field("auto", description="NUMA node to serve on.")
     deterministic: Literal["off", "on"] = Field(
         "off", description="Same request, same text, whatever else is in the batch; prompts are slower."
