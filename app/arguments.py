@@ -38,6 +38,27 @@ BENCHES: Mapping[str, Bench] = {
         "a text's perplexity at each precision, and how often the likeliest token is the one that FP32 has",
         {"--text": None, "--tokens": None},
     ),
+    "http": Bench(
+        "tokens a second and latencies of a server under load: ours, or any that speaks OpenAI's dialect",
+        {
+            "--url": None,
+            "--api": "completions",
+            "--concurrency": None,
+            "--rate": None,
+            "--num-requests": None,
+            "--seconds": None,
+            "--prompt-tokens": (128, 128),
+            "--max-tokens": (128, 128),
+            "--ignore-eos": True,
+            "--warmup": None,
+            "--seed": 0,
+            "--api-key": None,
+            "--slo-ttft-ms": None,
+            "--slo-itl-ms": None,
+            "--against": None,
+            "--rounds": 1,
+        },
+    ),
     "start": Bench("seconds from the start of the process to a first token", {"--rounds": 5}),
     "itl": Bench(
         "inter-token latency of running streams while a long prompt arrives", {"--rounds": 5, "--tokens": 2000, "--url": None}
@@ -87,6 +108,9 @@ def _parser() -> argparse.ArgumentParser:
         "--text", type=Path, metavar="FILE", help="what the model will be used for: makes better codes of four bits"
     )
     _add_settings(pack)
+    calibrate = _command(commands, "calibrate", "measure this machine with a model's shapes now, and keep it for every start")
+    calibrate.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_settings(calibrate)
     bench = commands.add_parser("bench", help="measure", allow_abbrev=False)
     benches = bench.add_subparsers(dest="bench", required=True, metavar="WHAT")
     for name, each in BENCHES.items():
@@ -99,7 +123,8 @@ def _add_bench(benches: Any, name: str, bench: Bench) -> None:
     known = _bench_flags()
     for flag, default in {"--json": None, **bench.flags}.items():
         words = dict(known[flag])
-        text = words.pop("help") + ("" if default is None else f" (default {default})")
+        shown = default[0] if isinstance(default, tuple) else default
+        text = words.pop("help") + ("" if default is None else f" (default {shown})")
         parser.add_argument(flag, default=default, help=text, **words)
     _add_settings(parser)
 
@@ -117,8 +142,41 @@ def _bench_flags() -> dict[str, dict[str, Any]]:
             "help": "of each number of rows, all rounds together: 1000 tell how steady they are",
         },
         "--url": {"help": "measure the server there instead of starting one"},
+        **_load_flags(),
         "--tokens": {"type": _count, "metavar": "N", "help": "length of the long prompt, of the prefix, of the text at the most"},
         "--text": {"type": Path, "metavar": "FILE", "required": True, "help": "what to read; lines of --- between documents"},
+    }
+
+
+def _load_flags() -> dict[str, dict[str, Any]]:
+    """What `bench http` may be asked."""
+    length = {"type": _lengths, "metavar": "N[:N]"}
+    return {
+        "--api": {
+            "choices": ("completions", "openai", "native"),
+            "help": "/v1/completions, /v1/chat/completions or our /generate",
+        },
+        "--concurrency": {
+            "type": _counts,
+            "metavar": "N,N",
+            "help": "clients who each wait for their answer (unless given: 1,8,32)",
+        },
+        "--rate": {"type": _rates, "metavar": "R,R", "help": "requests a second that wait for nobody, at random moments"},
+        "--num-requests": {"type": _count, "metavar": "N", "help": "of each load (unless given: 4 a client)"},
+        "--seconds": {"type": float, "metavar": "S", "help": "for which each load sends (unless given: 30 with --rate)"},
+        "--prompt-tokens": length | {"help": "length of the prompts, or from:to"},
+        "--max-tokens": length | {"help": "length of the answers, or from:to"},
+        "--ignore-eos": {"action": argparse.BooleanOptionalAction, "help": "go on after an end of text"},
+        "--warmup": {
+            "type": int,
+            "metavar": "N",
+            "help": "requests before each load that are not counted (unless given: 1 a client)",
+        },
+        "--seed": {"type": int, "metavar": "N", "help": "of prompts, lengths and moments"},
+        "--api-key": {"metavar": "KEY", "help": "sent as a bearer token"},
+        "--slo-ttft-ms": {"type": float, "metavar": "MS", "help": "count requests whose first token came within this"},
+        "--slo-itl-ms": {"type": float, "metavar": "MS", "help": "and whose later tokens took no longer than this on average"},
+        "--against": {"metavar": "URL", "help": "another server, which takes turns with the first: what that is held against"},
     }
 
 
@@ -147,6 +205,22 @@ def _count(text: str) -> int:
 
 def _counts(text: str) -> tuple[int, ...]:
     return tuple(_count(part) for part in text.split(","))
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    rates = tuple(float(part) for part in text.split(","))
+    if min(rates) <= 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, not {min(rates):g}")
+    return rates
+
+
+def _lengths(text: str) -> tuple[int, int]:
+    """`128` is from 128 to 128."""
+    low, _, high = text.partition(":")
+    lengths = (_count(low), _count(high or low))
+    if lengths[0] > lengths[1]:
+        raise argparse.ArgumentTypeError(f"{text} ends before it begins")
+    return lengths
 
 
 def _complaint(unknown: list[str]) -> str:

@@ -10,8 +10,12 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from app.bench.load import DEFAULT_CLIENTS, Level, LoadJob, Target, measure_load
 from app.bench.over_http import Job, measure
 from app.bench.stats import Outcome
+from app.bench.tally import Objective
+from app.bench.traffic import Bounds, Wanted
+from app.bench.workload import Lengths
 from app.hardware.room import kv_bytes_per_token
 from app.preparation import Prepared, calibrate, prepare
 from app.settings import Settings, setting_rows
@@ -19,6 +23,8 @@ from app.settings import Settings, setting_rows
 
 def measured(settings: Settings, arguments: Namespace) -> Outcome:
     """Raises `MeasurementFailed`, or what a start raises."""
+    if arguments.bench == "http":
+        return measure_load(_load(settings, arguments))
     inside = INSIDE.get(arguments.bench)
     return inside(_ready_to_measure(settings), arguments) if inside else measure(_job(settings, arguments))
 
@@ -55,10 +61,37 @@ INSIDE: Mapping[str, Callable[[Prepared, Namespace], Outcome]] = {"engine": _eng
 def _job(settings: Settings, arguments: Namespace) -> Job:
     """What is asked of a bench over HTTP; `bench/over_http` has them by name."""
     url = getattr(arguments, "url", None)
-    flags = tuple(f"{row.flag}={getattr(arguments, row.name)}" for row in setting_rows() if hasattr(arguments, row.name))
+    flags = _flags(arguments)
     subject, tokens = url or settings.checkpoint_directory.name, getattr(arguments, "tokens", 0)
     job = Job(arguments.bench, subject, flags, url, arguments.rounds, tokens)
     return _with_memory(job, settings) if job.bench == "memory" else job
+
+
+def _flags(arguments: Namespace) -> tuple[str, ...]:
+    """The settings that were given, for a server of our own."""
+    return tuple(f"{row.flag}={getattr(arguments, row.name)}" for row in setting_rows() if hasattr(arguments, row.name))
+
+
+def _load(settings: Settings, arguments: Namespace) -> LoadJob:
+    """With a URL, `--model` is the name that the server there knows."""
+    url, api, key = arguments.url, arguments.api, arguments.api_key
+    name = getattr(arguments, "model", None) if url else None
+    targets = [Target(url, () if url else _flags(arguments), api, name, key)]
+    if arguments.against:
+        targets.append(Target(arguments.against, api=api, api_key=key))
+    clients = arguments.concurrency or (() if arguments.rate else DEFAULT_CLIENTS)
+    levels = [*(Level(clients=each) for each in clients), *(Level(rate=each) for each in arguments.rate or ())]
+    wanted = Wanted(Lengths(*arguments.prompt_tokens), Lengths(*arguments.max_tokens), arguments.ignore_eos, arguments.seed)
+    subject = (
+        f"{url or settings.checkpoint_directory.name}, {api}, prompts of {wanted.prompt_tokens}, answers of {wanted.max_tokens}"
+    )
+    bounds = Bounds(arguments.num_requests, arguments.seconds)
+    objective = Objective(_seconds(arguments.slo_ttft_ms), _seconds(arguments.slo_itl_ms))
+    return LoadJob(subject, targets, levels, wanted, bounds, objective, arguments.rounds, arguments.warmup)
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
 
 
 def _with_memory(job: Job, settings: Settings) -> Job:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -15,8 +16,14 @@ from rich.table import Table
 from app.bench.stats import Figure, Outcome
 
 WIDTH = 140
+LOOKS_PER_SECOND = 2  # each costs what is measured a millisecond
 PERCENTILES = ("p90", "p95")  # which stand between p50 and p99
-Advance = Callable[[str], None]  # one unit of work is done; the text says what comes next
+
+
+class Advance(Protocol):
+    """So many units of work are done; the text says what is done now."""
+
+    def __call__(self, text: str, units: float = 1, /) -> None: ...
 
 
 @contextmanager
@@ -24,9 +31,11 @@ def progress(total: int, what: str) -> Iterator[Advance]:
     """A bar with the time left; quiet where standard error is not a terminal."""
     console = _console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal, refresh_per_second=LOOKS_PER_SECOND
+    ) as bar:
         task = bar.add_task(what, total=total)
-        yield lambda text: bar.update(task, advance=1, description=text)
+        yield lambda text, units=1: bar.update(task, advance=units, description=text)
 
 
 def show(outcome: Outcome, json_path: Path | None) -> int:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from httptools import HttpParserCallbackError, HttpParserError, HttpResponseParser
@@ -146,8 +146,7 @@ class _Connection(asyncio.Protocol):
     # ---- what the event loop calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport), "TCP or TLS"
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one by shape only
 
     def data_received(self, data: bytes) -> None:
         if self._answer is None or self._answer.done():

@@ -1,9 +1,10 @@
-"""Prompts of exact lengths, the same on every machine and different from each other from their first token on."""
+"""Prompts of wanted lengths, the same on every machine and different from each other from their first token on; and when to send them."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 # Common words that every tokenizer knows; prompts are dealt from their tokens.
 WORDS = (
@@ -26,3 +27,41 @@ class Deck:
         """`num_tokens` ids, the first of them `prefix`."""
         drawn = self._random.choices(self._token_ids, k=max(0, num_tokens - len(prefix)))
         return [*prefix, *drawn][:num_tokens]
+
+
+class TextDeck:
+    """The same as text, for servers that take no token ids: of about as many tokens as wanted, by what some words were counted as."""
+
+    def __init__(self, tokens_per_word: float, tokens_around: float, seed: int = 0) -> None:
+        """`tokens_around`: of what the server puts around a prompt, a chat template's for instance."""
+        self._tokens_per_word, self._tokens_around = tokens_per_word, tokens_around
+        self._random = random.Random(seed)
+        self._words = WORDS.split()
+
+    def prompt(self, num_tokens: int) -> str:
+        return self.words(max(1, round((num_tokens - self._tokens_around) / self._tokens_per_word)))
+
+    def words(self, num_words: int) -> str:
+        return " ".join(self._random.choices(self._words, k=num_words))
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """How many tokens: always `low`, or anything from `low` to `high`, each as likely."""
+
+    low: int
+    high: int
+
+    def draw(self, source: random.Random) -> int:
+        return source.randint(self.low, self.high)
+
+    def __str__(self) -> str:
+        return f"{self.low}" if self.low == self.high else f"{self.low}:{self.high}"
+
+
+def poisson(rate: float, seed: int) -> Iterator[float]:
+    """Seconds from the start at which somebody comes: independently of each other, `rate` a second on average."""
+    source, moment = random.Random(seed), 0.0
+    while True:
+        moment += source.expovariate(rate)
+        yield moment

@@ -1,0 +1,145 @@
+"""What runs of requests come to: latencies by percentile, tokens a second, and every failure by its kind."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from app.bench.client import Stream
+from app.bench.stats import Figure, percentile
+from app.bench.traffic import Answered, Run
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What a client calls good service: a first token, and then each mean token, within so many seconds."""
+
+    ttft_seconds: float | None = None
+    itl_seconds: float | None = None
+
+    def met(self, answered: Answered) -> bool:
+        per_token = seconds_per_token(answered.stream) or 0.0
+        soon = self.ttft_seconds is None or first_token_seconds(answered) <= self.ttft_seconds
+        return soon and (self.itl_seconds is None or per_token <= self.itl_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One server under one load: a run of every round."""
+
+    label: str
+    runs: Sequence[Run]
+    closed: bool
+
+    @property
+    def answered(self) -> list[Answered]:
+        return [answered for run in self.runs for answered in run.answered]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """While all clients had a stream where there are clients, else from the first request to the last token. Median of rounds."""
+        rates = [self._rate(run) for run in self.runs if run.answered]
+        return statistics.median(rates) if rates else 0.0
+
+    def _rate(self, run: Run) -> float:
+        steady = steady_rate(run) if self.closed else None
+        return overall_rate(run) if steady is None else steady
+
+
+def first_token_seconds(answered: Answered) -> float:
+    return answered.stream.pieces[0][0] - answered.intended
+
+
+def seconds_per_token(stream: Stream) -> float | None:
+    """Of the tokens after the first."""
+    later = stream.num_tokens - 1
+    return (stream.pieces[-1][0] - stream.pieces[0][0]) / later if later > 0 and len(stream.pieces) > 1 else None
+
+
+def overall_rate(run: Run) -> float:
+    last = max(answered.stream.pieces[-1][0] for answered in run.answered)
+    return sum(answered.stream.num_tokens for answered in run.answered) / (last - run.started)
+
+
+def steady_rate(run: Run) -> float | None:
+    """Tokens a second from when every client has had a first token until the first client has nothing more to ask."""
+    by_client: dict[int, list[Stream]] = {}
+    for answered in run.answered:
+        by_client.setdefault(answered.client, []).append(answered.stream)
+    begin = max(streams[0].pieces[0][0] for streams in by_client.values())
+    end = min(streams[-1].pieces[-1][0] for streams in by_client.values())
+    if end <= begin or run.failures:
+        return None
+    return sum(_tokens_within(answered.stream, begin, end) for answered in run.answered) / (end - begin)
+
+
+def _tokens_within(stream: Stream, begin: float, end: float) -> float:
+    """Where the server has counted more tokens than pieces show, each piece is taken to carry its share."""
+    seen = sum(count for _, count in stream.pieces)
+    inside = sum(count for moment, count in stream.pieces if begin < moment <= end)
+    return inside * stream.num_tokens / seen
+
+
+def figures(side: Side, objective: Objective, against: Side | None = None) -> Iterator[Figure]:
+    """`against`: another server under the same load in the same run."""
+    label, answered, runs = side.label, side.answered, side.runs
+    if answered:
+        rate = side.tokens_per_second
+        ratio = rate / against.tokens_per_second if against is not None and against.tokens_per_second else None
+        overall = statistics.median(overall_rate(run) for run in runs if run.answered)
+        requests = len(answered) / sum(run.ended - run.started for run in runs)
+        parts = {"overall": overall, "requests/s": requests, "answered": len(answered)}
+        yield Figure(
+            f"{label} tokens", rate, "tok/s", ratio=ratio, against=against.label if against and ratio else "", parts=parts
+        )
+        yield from _latencies(label, answered)
+        if objective != Objective():
+            good = sum(map(objective.met, answered))
+            sent = sum(run.num_sent for run in runs)
+            yield Figure(
+                f"{label} goodput", requests * good / len(answered), "requests/s", ratio=good / sent, against="of all sent"
+            )
+    for kind, number in sorted(sum((run.failures for run in runs), Counter[str]()).items()):
+        yield Figure(f"{label} failed, {kind}", number, "requests", target=0, at_most=True)
+
+
+def _latencies(label: str, answered: Sequence[Answered]) -> Iterator[Figure]:
+    streams = [each.stream for each in answered]
+    samples = {
+        "TTFT": [first_token_seconds(each) for each in answered],
+        "ITL": [gap for stream in streams for gap in stream.gaps()],
+        "TPOT": [seconds for seconds in map(seconds_per_token, streams) if seconds is not None],
+        "E2E": [each.stream.pieces[-1][0] - each.intended for each in answered],
+    }
+    for name, seconds in samples.items():
+        if seconds:
+            parts = {f"p{share}": percentile(seconds, share / 100) * 1e3 for share in (90, 95)}
+            middle, p99 = statistics.median(seconds), percentile(seconds, 0.99)
+            yield Figure(f"{label} {name}", middle * 1e3, "ms", p99=p99 * 1e3, parts=parts)
+
+
+def cpu_figure(runs: Iterable[Run]) -> Figure:
+    """What the client itself took of a core: it shares them with the server."""
+    taken = list(runs)
+    wall = sum(run.ended - run.started for run in taken)
+    cpu, pieces = sum(run.cpu_seconds for run in taken), sum(run.num_pieces for run in taken)
+    parts = {"us/piece": 1e6 * cpu / pieces} if pieces else {}
+    return Figure("this client", 100 * cpu / wall if wall else 0.0, "% of a core", parts=parts)
+
+
+def record(answered: Answered, started: float) -> dict[str, Any]:
+    """One request for a file: seconds since its run began, and tokens."""
+    stream = answered.stream
+    usage = None if stream.usage is None else stream.usage.prompt_tokens
+    return {
+        "client": answered.client,
+        "intended": round(answered.intended - started, 6),
+        "first_token": round(first_token_seconds(answered), 6),
+        "last_token": round(stream.pieces[-1][0] - answered.intended, 6),
+        "prompt_tokens": usage,
+        "tokens": stream.num_tokens,
+        "pieces": len(stream.pieces),
+    }
