@@ -56,6 +56,7 @@ LAYERS: tuple[tuple[str, float], ...] = (
     ("reading", 5),
     ("api.*", 6),
     ("calibration", 7),
+    ("calibrating", 7),
     ("preparation", 7),
     ("startup", 7),
     ("packing", 7),
@@ -85,7 +86,8 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "prometheus_client": ("metrics",),
     "torchao": ("weights.load", "kernels.*"),
     "transformers": (),
-    "httpx": ("bench.*",),
+    "httpx": (),
+    "httptools": ("bench.wire",),
 }
 DEVICE_WORDS = ("torch.cuda", "torch.mps", "torch.backends", "platform.machine")
 DEVICE_PLACES = ("hardware.*", "backends.*", "kernels.*")

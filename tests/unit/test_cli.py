@@ -147,16 +147,6 @@ def test_probe_refuses_a_checkpoint_that_is_none(tmp_path: Path, capsys: pytest.
     assert "config.json" in capsys.readouterr().err
 
 
-def test_a_bench_over_http_without_its_client_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in [name for name in sys.modules if name.startswith("app.bench")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "httpx", None)
-    assert cli.main(["bench", "itl", "--url", "http://127.0.0.1:1"]) == 2
-    assert "pip install 'armature[bench]'" in capsys.readouterr().err
-
-
 def test_a_bench_that_cannot_measure_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "itl", "--url", "http://127.0.0.1:1"]) == 1
     captured = capsys.readouterr()
