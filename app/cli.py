@@ -81,23 +81,40 @@ def _pack(arguments: Namespace) -> int:
     return 0
 
 
+def _calibrate(arguments: Namespace) -> int:
+    from app.calibrating import calibrated
+    from app.explanation import render_explained
+
+    explained = calibrated(_settings(arguments))
+    if arguments.json:
+        print(json.dumps(explained.to_json()))
+    else:
+        from rich.console import Console
+
+        Console().print(render_explained(explained))
+    fallback = explained.measurements.fallback if explained.measurements else ""
+    if fallback:
+        print(f"armature calibrate: nothing is kept, since {fallback}", file=sys.stderr)
+    return 1 if fallback else 0
+
+
 def _bench(arguments: Namespace) -> int:
     from app.bench.console import show
     from app.bench.stats import MeasurementFailed
+    from app.benches import measured
 
     try:
-        from app.benches import measured
-
         outcome = measured(_settings(arguments), arguments)
-    except ModuleNotFoundError as error:
-        if error.name != "httpx":  # only what speaks HTTP needs it, so it is an extra
-            raise
-        print("armature bench needs an HTTP client: pip install 'armature[bench]', or make venv.", file=sys.stderr)
-        return 2
     except MeasurementFailed as error:
         print(f"armature bench {arguments.bench}: {error}", file=sys.stderr)
         return 1
     return show(outcome, arguments.json)
 
 
-COMMANDS: Mapping[str, Callable[[Namespace], int]] = {"serve": _serve, "probe": _probe, "pack": _pack, "bench": _bench}
+COMMANDS: Mapping[str, Callable[[Namespace], int]] = {
+    "serve": _serve,
+    "probe": _probe,
+    "pack": _pack,
+    "calibrate": _calibrate,
+    "bench": _bench,
+}

@@ -29,6 +29,7 @@ PRODUCT_SHAPES = ((256, 2048, 2048),)
 CEILINGS_SECONDS = 0.4  # what both ceilings take; a budget with no room for them is for a model that nothing is at stake for
 COARSE_ROWS = (1, 8)
 COARSE_TOKENS = (128,)
+COARSE_LAYERS, FULL_LAYERS = 8, 4  # one in so many is made
 COARSE_SHARE = 0.45  # of the budget, for a look at all precisions that may be chosen
 COPY_SHARE = 0.25  # of the rest, for prompts in eight bits beside four
 RETRIES = 2
@@ -149,7 +150,9 @@ class Session:
         """Of the first number of threads at these rows and tokens (None: at all), of the others at few."""
         self.timer.report(f"calibrating: {self.plan.precision.value}")
         backend: Backend = select_backend(self.plan)
-        rehearsal = Rehearsal(self.subject.config, self.plan, backend, self.subject.cache_bytes)
+        rehearsal = Rehearsal(
+            self.subject.config, self.plan, backend, self.subject.cache_bytes, FULL_LAYERS if rows is None else COARSE_LAYERS
+        )
         rows, tokens = rows or rehearsal.decode_rows(), tokens or rehearsal.prefill_tokens()
         blocks = [self._block(rehearsal, threads[0], _shapes(rehearsal, rows, tokens))]
         blocks += [self._block(rehearsal, number, _shapes(rehearsal, COARSE_ROWS, COARSE_TOKENS)) for number in threads[1:]]

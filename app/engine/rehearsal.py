@@ -38,7 +38,6 @@ from app.weights.load import choice_of
 PATTERN = 0x3C  # twice, it is 0.0115 in bf16; once, 60 in eight bits; half of it 12 or 3 in four
 WEIGHT = 0.0115  # where a form packs whole weights
 MOST_BYTES = 768 * 2**20  # of made-up layers: filled in a fraction of a second, and free again before the model comes
-LAYERS_SHARE = 4  # at least one layer in so many, where the bytes allow it: the less is made of each that is measured
 CONTEXT_TOKENS = 1024  # behind each of some sequences, to see what context costs
 CONTEXT_ROWS = 8
 CHUNK_TOKENS = 64  # of a prompt, behind so much of it
@@ -59,12 +58,15 @@ class StepShape:
 class Rehearsal:
     """One way to serve, with few layers. Memory is taken as long as this lives."""
 
-    def __init__(self, config: ModelConfig, plan: ServingPlan, backend: Backend, cache_bytes: int) -> None:
-        """`cache_bytes`: of the machine's largest cache, which the weights of a step must exceed as those of the whole model do."""
+    def __init__(self, config: ModelConfig, plan: ServingPlan, backend: Backend, cache_bytes: int, layers_share: int) -> None:
+        """`cache_bytes`: of the machine's largest cache, which the weights of a step must exceed as those of the whole model do.
+
+        At least one layer in `layers_share` is made: the less is made of each that is measured.
+        """
         self.config, self.plan = config, plan
         self._choice = choice_of(plan)
         self._forms: dict[tuple[str, ...], LinearForm] = {}
-        self.few_layers = self._count_layers(cache_bytes)
+        self.few_layers = self._count_layers(cache_bytes, layers_share)
         self.layer_counts = sorted({1, min(2, self.few_layers), self.few_layers})
         rows = max(CONTEXT_ROWS, max(self.decode_rows()))
         self.max_len = min(plan.max_model_len.value, plan.max_batch_tokens.value + CONTEXT_TOKENS + CHUNK_TOKENS)
@@ -82,7 +84,7 @@ class Rehearsal:
 
     def prefill_tokens(self) -> list[int]:
         most = min(self.plan.max_batch_tokens.value, self.plan.max_model_len.value)
-        return _doubling(min(16, most), most)
+        return _doubling(min(32, most), most)
 
     @property
     def context(self) -> int:
@@ -119,13 +121,14 @@ class Rehearsal:
 
     # ---- the model ---------------------------------------------------------------------------------------------------
 
-    def _count_layers(self, cache_bytes: int) -> int:
-        """The fewest that exceed the cache twice, or one in some of the model's; at least two, so that one more can be told from one."""
+    def _count_layers(self, cache_bytes: int, share: int) -> int:
+        """So many that they and the output layer exceed the cache twice; at least two, so that one more can be told from one."""
         model = build_model(_with_layers(self.config, 1), self._choice.dtype, 1, torch.device("cpu"))
-        inner = [one for one in model.modules() if isinstance(one, Linear) and one.sources not in OUTPUT_SOURCES]
-        nbytes = max(1, sum(_form_bytes(self._choice, one) for one in inner))
-        wanted = max(2, math.ceil(2 * cache_bytes / nbytes) + 1, math.ceil(self.config.num_layers / LAYERS_SHARE))
-        return min(self.config.num_layers, wanted, max(2, MOST_BYTES // nbytes))
+        linears = [module for module in model.modules() if isinstance(module, Linear)]
+        output = sum(_form_bytes(self._choice, one) for one in linears if one.sources in OUTPUT_SOURCES)
+        layer = max(1, sum(_form_bytes(self._choice, one) for one in linears) - output)
+        wanted = max(2, math.ceil((2 * cache_bytes - output) / layer), math.ceil(self.config.num_layers / share))
+        return min(self.config.num_layers, wanted, max(2, MOST_BYTES // layer))
 
     def _runner(self, layers: int, backend: Backend) -> Runner:
         model = build_model(_with_layers(self.config, layers), self._choice.dtype, self.max_len, backend.device)

@@ -1,0 +1,42 @@
+"""`armature calibrate`: this machine is measured with a model's shapes now, and with more patience than a start has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+
+from app.errors import PlanImpossible
+from app.explanation import Explained
+from app.hardware.probe import probe
+from app.preparation import PATIENT_SECONDS, calibrate, looked_up
+from app.settings import Settings
+from app.weights.checkpoint import open_checkpoint
+
+
+def calibrated(settings: Settings) -> Explained:
+    """What was measured and what was chosen. Raises a `StartupError` where nothing can be measured."""
+    prepared = looked_up(probe(), settings.model_copy(update={"calibrate": "on"}), open_checkpoint(settings.checkpoint_directory))
+    if prepared.is_final:
+        raise PlanImpossible(f"There is nothing to measure. {prepared.plan.calibrate.reason}")
+    os.environ.update(prepared.plan.environment())  # the thread pools read it when torch is imported, which is now
+    with _stages() as report:
+        measured = calibrate(prepared, report, PATIENT_SECONDS)
+    assert measured.calibration is not None, "it was not final"
+    found, file, checkpoint = measured.calibration.measurements, measured.kept.file, measured.checkpoint
+    where = "not kept" if file is None or found.fallback or not file.exists() else f"kept in {file}"
+    origin = f"just now, in {found.seconds:.1f} s; {where}"
+    return Explained(checkpoint.name, measured.facts, checkpoint.needs(), measured.plan, found, origin)
+
+
+@contextmanager
+def _stages() -> Iterator[Callable[[str], None]]:
+    """What is measured, on standard error; quiet where that is no terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda stage: None
+        return
+    with console.status("importing torch") as status:
+        yield lambda stage: status.update(stage)
