@@ -101,7 +101,7 @@ def make_plan(
     device = numerics.device(facts, settings, recipes)
     kernels = native_library.kernels(facts)
     most = parallel.decide(facts, settings)
-    node, trials = most.numa_node.value, Trials.of(measurements, most.threads.value)
+    node, trials = most.numa_node.value, Trials.of(measurements)
     built = built_for(recipes, device.value, facts.architecture, settings)
     held = holding.decide(Candidates(facts, settings, needs, node, built), trials, most.threads.value)
     precision, has_copy = held.precision.value, held.int8_copy.value

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from app.hardware.decision import Decision, Measurements, Trial, count
+from app.hardware.decision import Decision, Measurements, Trial, count, gib
 from app.hardware.facts import Needs
 from app.hardware.trials import TYPICAL_CONTEXT, Timing, rate
 
@@ -45,8 +46,8 @@ class Served:
 def expect(measurements: Measurements | None, served: Served) -> Speed:
     believed = None if measurements is None or measurements.fallback else measurements
     return Speed(
-        decode_tokens_per_second=_decode_ceiling(believed, served.limits.weight_bytes),
-        prefill_tokens_per_second=_prefill_ceiling(believed, served.needs, served.precision),
+        decode_tokens_per_second=_decode_ceiling(believed, served),
+        prefill_tokens_per_second=_prefill_ceiling(believed, served),
         capacity_tokens_per_second=_capacity(served),
         roofline_ratio=_roofline(believed, served),
     )
@@ -73,7 +74,7 @@ def _capacity(served: Served) -> Decision[Mapping[str, Mapping[int, float]]]:
 def _roofline(measured: Measurements | None, served: Served) -> Decision[Mapping[str, float]]:
     """The seconds that reading and multiplying must take on this machine, the greater of them, over those that were measured."""
     timing = served.timing
-    if measured is None or timing is None or not measured.read_bytes_per_second:
+    if measured is None or timing is None or not _positive(measured.read_bytes_per_second):
         return Decision({}, _UNKNOWN)
     steps = timing.steps
     most = max((rows for rows in timing.trial.decode_seconds if rows <= served.limits.running_seqs), default=1)
@@ -85,12 +86,13 @@ def _roofline(measured: Measurements | None, served: Served) -> Decision[Mapping
         "decode_full": _floor(measured, timing.trial, most) / steps.decode(most),
         "prefill": _floor(measured, timing.trial, size) / steps.prefill(size),
     }
-    words = {"decode": "decode of one", "decode_full": f"of {most}", "prefill": f"{size} tokens of a prompt"}
+    words = {"decode": "at one sequence", "decode_full": f"at {most}", "prefill": f"with prompts in steps of {size}"}
     kept = {phase: ratio for phase, ratio in found.items() if 0 < ratio <= 1}
-    told = ", ".join(f"{words[phase]} {ratio:.0%}" for phase, ratio in kept.items())
+    told = ", ".join(f"{ratio:.0%} {words[phase]}" for phase, ratio in kept.items())
     wrong = [words[phase] for phase, ratio in found.items() if ratio > 1]
-    failed = f" Quicker than the ceiling cannot be: {', '.join(wrong)} left out (weights that a cache holds?)." if wrong else ""
-    return Decision(kept, (f"Of this machine's ceilings: {told}." if kept else "Nothing is known of the ceilings.") + failed)
+    failed = f" Nothing is quicker than its ceiling: what is said {', '.join(wrong)} is left out (a cache may hold the weights)."
+    near = f"Of what this machine's memory and products allow: {told}." if kept else "Nothing is known of the ceilings."
+    return Decision(kept, near + (failed if wrong else ""))
 
 
 def _floor(measured: Measurements, trial: Trial, rows: int) -> float:
@@ -101,21 +103,34 @@ def _floor(measured: Measurements, trial: Trial, rows: int) -> float:
     return max(reading, trial.operations_per_token * rows / products if products > 0 else 0.0)
 
 
-def _decode_ceiling(measurements: Measurements | None, weight_bytes: int) -> Decision[float | None]:
+def _decode_ceiling(measured: Measurements | None, served: Served) -> Decision[float | None]:
     """One sequence alone reads every weight once a token."""
-    if measurements is None or measurements.read_bytes_per_second is None or not weight_bytes:
+    nbytes = (served.timing.trial.read_bytes if served.timing else 0) or served.limits.weight_bytes
+    reads = _positive(measured.read_bytes_per_second) if measured else None
+    if reads is None or not nbytes:
         return Decision(None, _UNKNOWN)
-    rate = measurements.read_bytes_per_second
     return Decision(
-        rate / weight_bytes, f"Measured reads of {rate / 1e9:.0f} GB/s over the weights' bytes: a ceiling for one sequence."
+        reads / nbytes, f"Measured reads of {reads / 1e9:.0f} GB/s over {gib(nbytes)} of weights: a ceiling for one sequence."
     )
 
 
-def _prefill_ceiling(measurements: Measurements | None, needs: Needs | None, precision: str) -> Decision[float | None]:
-    """A token costs a multiply and an add for each parameter."""
-    rate = measurements.products_per_second.get(precision) if measurements else None
-    if rate is None or needs is None or not needs.num_parameters:
+def _prefill_ceiling(measured: Measurements | None, served: Served) -> Decision[float | None]:
+    """A token costs a multiply and an add for each weight of the layers."""
+    trial = served.timing.trial if served.timing else None
+    operations = (trial.operations_per_token if trial else 0.0) or 2.0 * (served.needs.num_parameters if served.needs else 0)
+    products = _positive(measured.products_per_second.get(_multiplying(served))) if measured else None
+    if products is None or not operations:
         return Decision(None, _UNKNOWN)
     return Decision(
-        rate / (2 * needs.num_parameters), f"Measured products of {rate / 1e9:.0f} GFLOP/s over two a parameter: a ceiling."
+        products / operations,
+        f"Measured products of {products / 1e9:,.0f} GFLOP/s over {operations / 1e9:.2f} billion operations a token: a ceiling.",
     )
+
+
+def _multiplying(served: Served) -> str:
+    """The precision whose products a prompt asks for."""
+    return "int8" if served.timing and served.timing.trial.int8_copy else served.precision
+
+
+def _positive(number: float | None) -> float | None:
+    return number if number is not None and 0 < number < math.inf else None

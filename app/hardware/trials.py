@@ -48,17 +48,15 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """The timings of everything that may serve: no more threads than that."""
+    """The timings that can be believed; none where nothing was measured, or nothing was taken for true."""
 
     known: tuple[Timing, ...] = ()
 
     @classmethod
-    def of(cls, measurements: Measurements | None, most_threads: int) -> Trials:
-        """None where nothing was measured, or nothing was taken for true."""
+    def of(cls, measurements: Measurements | None) -> Trials:
         if measurements is None or measurements.fallback:
             return cls()
-        found = [trial for trial in measurements.trials if 1 <= trial.threads <= most_threads and _is_believable(trial)]
-        return cls(tuple(Timing(trial, StepSeconds.of(trial)) for trial in found))
+        return cls(tuple(Timing(trial, StepSeconds.of(trial)) for trial in measurements.trials if _is_believable(trial)))
 
     def at(self, precision: str, threads: int, *, int8_copy: bool = False) -> Timing | None:
         """The one that was timed at the most sizes."""
@@ -87,8 +85,10 @@ def _is_believable(trial: Trial) -> bool:
     """Every number one that a clock could give; both phases measured."""
     tables: Iterable[Mapping[int, float]] = (trial.decode_seconds, trial.prefill_seconds)
     extra = (trial.context_token_seconds, trial.pair_seconds, trial.operations_per_token, float(trial.read_bytes))
-    return all(table and all(rows > 0 and _is_time(seconds) for rows, seconds in table.items()) for table in tables) and all(
-        math.isfinite(number) and number >= 0 for number in extra
+    return (
+        trial.threads >= 1
+        and all(table and all(rows > 0 and _is_time(seconds) for rows, seconds in table.items()) for table in tables)
+        and all(math.isfinite(number) and number >= 0 for number in extra)
     )
 
 

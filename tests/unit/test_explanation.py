@@ -95,7 +95,7 @@ def test_the_chosen_way_is_marked_and_everything_that_was_timed_is_shown() -> No
         "about +0.02% perplexity",
         "7 threads would take 1.25 times as long",
         "From measured steps: 24.9 tokens/s at 1 sequence",
-        "Of this machine's ceilings: decode of one 50%",
+        "Of what this machine's memory and products allow: 50% at one sequence",
     ],
 )
 def test_what_it_says(words: str) -> None:

@@ -199,8 +199,8 @@ def test_keys_and_values_in_eight_bits_where_memory_is_short(llama_1b: Needs) ->
 
 def test_bytes_of_keys_and_values_in_eight_bits(llama_1b: Needs) -> None:
     """Codes of one byte, and a scale of four for each head of keys and of values; each layer's row in whole cache lines."""
-    needs = dataclasses.replace(llama_1b, max_model_len=100)
-    row = 2 * 8 * 64 + 2 * 8 * 4
+    needs = dataclasses.replace(llama_1b, max_model_len=100, kv_elements_per_token=2 * 16 * 16 * 64, num_kv_heads=16)
+    row = 2 * 16 * 64 + 2 * 16 * 4
     assert row % 64 == 0
     assert plan(None, needs, kv_precision="int8").kv_cache_bytes.value == 2 * 64 * 100 * 16 * row
     odd = dataclasses.replace(needs, kv_elements_per_token=2 * 16 * 1 * 8, num_kv_heads=1)
@@ -225,14 +225,14 @@ def test_how_near_the_ceilings_it_comes(llama_1b: Needs) -> None:
     known = trial("bf16", 25, 150, 400, read_bytes=10**9, operations_per_token=2e9)
     ratio = plan(measured(known), llama_1b).roofline_ratio
     assert ratio.value == {"decode": pytest.approx(0.5), "decode_full": pytest.approx(0.3), "prefill": pytest.approx(0.8)}
-    assert "decode of one 50%" in ratio.reason
+    assert "50% at one sequence, 30% at 64" in ratio.reason
 
 
 def test_quicker_than_the_ceiling_is_no_measurement(llama_1b: Needs) -> None:
     known = trial("bf16", 51, 150, 400, read_bytes=10**9, operations_per_token=2e9)
     ratio = plan(measured(known), llama_1b).roofline_ratio
     assert "decode" not in ratio.value and "prefill" in ratio.value
-    assert "decode of one left out" in ratio.reason
+    assert "what is said at one sequence is left out" in ratio.reason
 
 
 def test_the_pace_that_is_meant(llama_1b: Needs) -> None:
