@@ -1,20 +1,28 @@
-"""Steps that decode are run again natively once they have been seen: what the interpreter would do between two products is left out.
+"""Steps are run again natively once their like has been seen: what the interpreter would do between two products is left out.
 
-Only what does not change from step to step is recorded; tokens, positions and where keys and values lie are refreshed in place. A model
-or a machine that does something else in a layer than our operations stays eager, and says why.
+Recorded is all from token ids to each row's best logits, or to what the output layer takes where whole logits are wanted; only values at
+addresses that stay change from step to step. A model or a machine that does something else in a step than our operations stays eager, and
+says why.
 """
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
+from typing import Any
+
 from torch import Tensor
 
-from app.kernels.activations import Activations
-from app.kernels.best import Best
+from app.kernels.best import Best, Wanted
 from app.kernels.recording import Pool, Recorded, Unrecordable, record
-from app.models.context import Attend, StepContext
+from app.models.context import StepContext
 from app.models.decoder import Decoder
 
-SEEN_BEFORE = 2  # how often a batch of some size must have come before it is worth recording
+SEEN_BEFORE = 2  # how often a step of some shape must have come before it is worth recording
+MOST_TOKENS = 256  # of a step: beyond, the interpreter is lost in the products, and results would want much memory
+MOST_RECORDED = 128  # the least recently used goes
+_MOST_SEEN = 4096  # shapes that are counted
+
+Shape = tuple[int, int, Wanted | None]  # tokens, rows of logits, what is wanted of them
 
 
 class Replay:
@@ -25,37 +33,40 @@ class Replay:
         self.reason = off  # why every step is eager; empty: it is not
         self.num_runs = 0  # steps that were run again
         self._pool = Pool()
-        self._seen: dict[int, int] = {}
+        self._seen: Counter[Shape] = Counter()
         self._seen_before = seen_before
-        self._recorded: dict[int, Recorded] = {}
+        self.recorded: OrderedDict[Shape, Recorded] = OrderedDict()
 
     def __call__(self, context: StepContext) -> Tensor | Best:
         """As the model's own `forward`."""
-        return self.model.outputs(self._rows(context, self.model.inputs(context)), context.best)
-
-    def _rows(self, context: StepContext, inputs: list[Tensor]) -> Activations:
-        """What the output layer takes."""
-        count = len(context.token_ids)
-        if not context.decodes or self.reason or not self._known(count):
-            return self.model.body(inputs, context.attend, None if context.decodes else context.logit_rows)
-        recorded = self._recorded.get(count)
+        tokens, rows = len(context.token_ids), context.logit_rows
+        if self.reason or not context.stays or tokens > MOST_TOKENS:
+            return self.model.forward(context)
+        shape = (tokens, tokens if rows is None else len(rows), context.best)
+        recorded = self.recorded.get(shape)
         if recorded is None:
-            return self._record(count, inputs, context.attend)
+            return self._eager(shape, context)
+        self.recorded.move_to_end(shape)
         self.num_runs += 1
-        rows: Activations = recorded.run(inputs)
-        return rows
+        return self._outputs(recorded.run(), context)
 
-    def _known(self, rows: int) -> bool:
-        self._seen[rows] = self._seen.get(rows, 0) + 1
-        return self._seen[rows] > self._seen_before
-
-    def _record(self, rows: int, inputs: list[Tensor], attend: Attend) -> Activations:
-        kept = [tensor.clone() for tensor in inputs]
+    def _eager(self, shape: Shape, context: StepContext) -> Tensor | Best:
+        """As always; recorded for the steps to come where their like came before."""
+        self._seen[shape] += 1
+        if self._seen[shape] <= self._seen_before:
+            if len(self._seen) > _MOST_SEEN:
+                self._seen.clear()
+            return self.model.forward(context)
+        body = self.model.forward if context.best is not None and self.model.output.picks else self.model.body
         try:
-            recorded = record(self._pool, lambda own: self.model.body(own, attend, None), inputs)
+            recorded = record(self._pool, lambda: body(context))
         except Unrecordable as reason:
             self.reason = f"{reason} is not an operation of ours"
-            return self.model.body(kept, attend, None)
-        self._recorded[rows] = recorded
-        result: Activations = recorded.result
-        return result
+            return self.model.forward(context)  # what was written by now is written again
+        self.recorded[shape] = recorded
+        if len(self.recorded) > MOST_RECORDED:
+            self.recorded.popitem(last=False)
+        return self._outputs(recorded.result, context)
+
+    def _outputs(self, result: Any, context: StepContext) -> Tensor | Best:
+        return result if isinstance(result, Best) else self.model.outputs(result, context.best)

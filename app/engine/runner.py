@@ -17,12 +17,12 @@ from app.engine.kv_cache import KVCache
 from app.engine.picking import pick_best, wanted_best
 from app.engine.sampler import Sampler
 from app.kernels.attention import Row, Step, few_at_a_time
-from app.kernels.best import Best
+from app.kernels.best import Best, Wanted
 from app.kernels.memory import Words
 from app.kernels.turn import Heads, turn
 from app.models.context import Attend, AttentionSpec, StepContext
 
-_STEP_TOKENS = 2**16  # rows written that are remembered at one address
+_STEP_TOKENS = 2**16  # tokens of a step that are described at one address
 _QUERIES_TOGETHER = 64  # where a prompt attends a few queries at a time: what bounds the scratch
 
 
@@ -45,6 +45,7 @@ class Runner:
         self.kv_cache = kv_cache
         self.backend = backend
         self.sampler = sampler
+        self._token_ids, self._positions, self._logit_rows = Words(_STEP_TOKENS), Words(_STEP_TOKENS), Words(_STEP_TOKENS)
         self._attention = StepAttention(kv_cache, backend, few_queries)
         self._whole_logits = few_queries is not None
         self.model_seconds = 0.0  # of the last batch, in the model's forward pass
@@ -59,17 +60,17 @@ class Runner:
                 self.kv_cache.copy(copy)
             for slot, start, end in batch.released:
                 self.kv_cache.release(slot, start, end)
-            context = self._context(batch.spans)
+            rows = rows_to_pick(batch.spans)
+            context = self._context(batch.spans, None if self._whole_logits else wanted_best(rows))
             started = time.perf_counter()
             outputs = self.model(context)
             self.backend.synchronize()
             self.model_seconds = time.perf_counter() - started
-            rows = rows_to_pick(batch.spans)
             if not rows:
                 return []
             return pick_best(outputs, rows) if isinstance(outputs, Best) else self.sampler.pick(outputs, rows)
 
-    def _context(self, spans: tuple[Span, ...]) -> StepContext:
+    def _context(self, spans: tuple[Span, ...], wanted: Wanted | None) -> StepContext:
         token_ids: list[int] = []
         positions: list[int] = []
         logit_rows: list[int] = []
@@ -78,13 +79,14 @@ class Runner:
             token_ids += span.draft_ids
             positions += range(span.start, span.end)
             logit_rows += range(len(token_ids) - span.num_picks, len(token_ids))
-        wanted = None if self._whole_logits else wanted_best(rows_to_pick(spans))
         attend = self._attention.begin(spans)
-        decodes = all(span.num_tokens == span.num_picks for span in spans)
-        return StepContext(self._ids(token_ids), self._ids(positions), self._ids(logit_rows), attend, decodes, wanted)
+        which = None if len(logit_rows) == len(token_ids) else self._ids(self._logit_rows, logit_rows)
+        ids, places = self._ids(self._token_ids, token_ids), self._ids(self._positions, positions)
+        stays = self._attention.stays and self._token_ids.stays and self.backend.device.type == "cpu"
+        return StepContext(ids, places, which, attend, wanted, stays)
 
-    def _ids(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.backend.device)
+    def _ids(self, words: Words, values: list[int]) -> Tensor:
+        return words.fill(values).to(self.backend.device)
 
 
 class StepAttention:
@@ -114,6 +116,11 @@ class StepAttention:
         if len(self._parts) < 2:
             self._step.fill(self._parts[0][1] if self._parts else rows)
         return self
+
+    @property
+    def stays(self) -> bool:
+        """Whether the step can be run again for another like it: no layer does anything that depends on who is in it."""
+        return len(self._parts) < 2 and self._rows.stays and self._step.stays(self._kv_cache.layers[0])
 
     def __call__(self, layer: int, heads: Heads, spec: AttentionSpec) -> Tensor:
         kv = self._kv_cache.layers[layer]

@@ -1,6 +1,7 @@
 """Attention of a ragged batch by our own kernels: keys and values in bf16 or int8, one or two segments a sequence, windows and soft caps.
 
-Its twin is `backends/reference.py`; where it does not suit, and for prompts on levels without products of bf16, the backend uses torch's.
+Its twin is `backends/reference.py`; where it does not suit, and for prompts over bf16 on levels without products of bf16, the backend uses
+torch's.
 """
 
 from __future__ import annotations
@@ -74,6 +75,12 @@ class Step:
         if self._shape is not None:
             self._reserve(*self._shape)
 
+    def stays(self, kv: KVRows) -> bool:
+        """Whether the next step may be run as this one was: it will lie at the same address, and nothing but our kernel attends."""
+        if self._shape is None or not self._words.stays:  # the first step makes the scratch
+            return False
+        return takes_prompts(kv) or max(row.num_tokens for row in self.rows) <= most_few(*self._shape[:2])
+
     def attend_with(self, heads: int, kv_heads: int, head_dim: int) -> None:
         """Says how many heads attend: scratch is made for them now, and at every step from now on."""
         if self._shape != (heads, kv_heads, head_dim):
@@ -105,9 +112,13 @@ def fits(heads: int, kv_heads: int, head_dim: int) -> bool:
 
 
 def takes(row: Row, query: Tensor, kv: KVRows) -> bool:
-    """Whether they take this very sequence: prompts need products of bf16, and keys and values in bf16."""
-    few = row.num_tokens <= most_few(query.shape[1], kv.keys.shape[1])
-    return few or (kv.keys.dtype == torch.bfloat16 and has(Code.LINEAR_BF16))
+    """Whether they take this very sequence."""
+    return row.num_tokens <= most_few(query.shape[1], kv.keys.shape[1]) or takes_prompts(kv)
+
+
+def takes_prompts(kv: KVRows) -> bool:
+    """Over bf16 only where there are products of bf16; over int8 at every level, so that no context is ever held a second time."""
+    return kv.keys.dtype == torch.int8 or has(Code.LINEAR_BF16)
 
 
 def most_few(heads: int, kv_heads: int) -> int:

@@ -209,6 +209,11 @@ class Linear(nn.Module):
         """hidden [tokens, out_features] fp32 += the product."""
         self.form.add_to(hidden, x)
 
+    @property
+    def picks(self) -> bool:
+        """Whether the form gives each row's best outputs without writing all of them."""
+        return isinstance(self.form, Picking)
+
     def best(self, x: Activations, wanted: Wanted, softcap: float | None = None) -> Best | None:
         """Each row's best outputs; None where the form can only write all of them."""
         return self.form.best(x, wanted, softcap) if isinstance(self.form, Picking) else None

@@ -60,6 +60,12 @@ class Words:
 
     def __init__(self, room: int = 1024) -> None:
         self._kept = self._now = _Block.of(room)
+        self._views: dict[int, Tensor] = {}  # of what stays, by length: making one costs more than filling it
+
+    @property
+    def stays(self) -> bool:
+        """Whether what was filled in last lies where it always does."""
+        return self._now is self._kept
 
     @property
     def address(self) -> int:
@@ -71,9 +77,14 @@ class Words:
 
     def fill(self, values: list[int]) -> Tensor:
         """These values from the first word on, as a view. What has no room lies elsewhere until the next call, and the room stays."""
-        self._now = self._kept if len(values) <= len(self._kept.words) else _Block.of(len(values))
-        self._now.words[: len(values)] = values  # type: ignore[assignment]  # ctypes takes numbers
-        return self._now.tensor[: len(values)]
+        count = len(values)
+        self._now = self._kept if count <= len(self._kept.words) else _Block.of(count)
+        self._now.words[:count] = values  # type: ignore[assignment]  # ctypes takes numbers
+        if not self.stays:
+            return self._now.tensor[:count]
+        if count not in self._views:
+            self._views[count] = self._now.tensor[:count]
+        return self._views[count]
 
     def set(self, index: int, value: int) -> None:
         self._now.words[index] = value

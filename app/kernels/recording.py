@@ -1,7 +1,8 @@
 """A step's operations, recorded once and run again by one native call: without the interpreter between them, as a graph does on a GPU.
 
-While a step is recorded it runs as always; every operation's arguments are kept, and results lie in a pool whose memory stays. What is
-not an operation of ours (a torch kernel) would be missing when the step is run again, so it ends the recording: the step stays eager.
+While a step is recorded it runs as always; every operation's arguments are kept, and results lie in a pool whose memory stays. What it
+starts from lies where it is refreshed in place. What is not an operation of ours (a torch kernel) would be missing when the step is run
+again, so it ends the recording: the step stays eager.
 """
 
 from __future__ import annotations
@@ -47,11 +48,14 @@ class Pool:
             return self._lend(shape, dtype)
 
     def _lend(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        size = max(1, -(-math.prod(shape) * dtype.itemsize // _CACHE_LINE)) * _CACHE_LINE
+        nbytes = math.prod(shape) * dtype.itemsize
+        size = max(
+            _CACHE_LINE, 1 << (nbytes - 1).bit_length()
+        )  # powers of two: steps of other sizes find room in the same blocks
         block = self._free[size].pop() if self._free[size] else self._new(size)
         lent: np.ndarray[Any, Any] = block.numpy()[:]  # an object of its own, which lives as long as a tensor needs the memory
         weakref.finalize(lent, self._free[size].append, block).atexit = False
-        return torch.from_numpy(lent)[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        return torch.from_numpy(lent)[:nbytes].view(dtype).view(shape)
 
     def _new(self, size: int) -> Tensor:
         self.nbytes += size
@@ -59,32 +63,31 @@ class Pool:
 
 
 class Recorded:
-    """Operations in order, ready to run again. `inputs` are refreshed before, `result` read after."""
+    """Operations in order, ready to run again; `result` is read after."""
 
-    def __init__(self, steps: list[tuple[Code, ctypes.Structure]], inputs: list[Tensor], result: Any) -> None:
-        self._arguments = [arguments for _, arguments in steps]  # kept alive
-        self._list = operations.listed(steps)
-        self._inputs, self.result = inputs, result
-
-    def __len__(self) -> int:
-        return len(self._arguments)
-
-    def run(self, inputs: list[Tensor]) -> Any:
-        """The result lies in memory that the next run of any recording of this pool overwrites."""
-        for own, given in zip(self._inputs, inputs, strict=True):
-            own.copy_(given)
+    def __init__(self, pool: Pool, steps: list[tuple[Code, ctypes.Structure]], result: Any) -> None:
         library = native().library
         assert library is not None, "it recorded operations of the library"
-        library.armature_run(ctypes.byref(self._list), len(self._arguments), torch.get_num_threads())
+        self._run = library.armature_run
+        self._kept = (pool, [arguments for _, arguments in steps])  # alive: the operations know addresses alone
+        self._list = operations.listed(steps)
+        self._address, self._count = ctypes.addressof(self._list), len(steps)
+        self.result = result
+
+    def __len__(self) -> int:
+        return self._count
+
+    def run(self) -> Any:
+        """The result lies in memory that the next run overwrites."""
+        self._run(self._address, self._count, torch.get_num_threads())
         return self.result
 
 
-def record(pool: Pool, body: Callable[[list[Tensor]], Any], inputs: list[Tensor]) -> Recorded:
-    """Runs `body(inputs)` once and keeps what it did. Raises `Unrecordable`: what it was given may then be half overwritten."""
-    own = [pool.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor) for tensor in inputs]
+def record(pool: Pool, body: Callable[[], Any]) -> Recorded:
+    """Runs `body()` once and keeps what it did; its inputs lie where they will be refreshed. Raises `Unrecordable` in the midst of it."""
     with _recording(pool) as steps, _OnlyOurs():
-        result = body(list(own))
-    return Recorded(steps, own, result)
+        result = body()
+    return Recorded(pool, steps, result)
 
 
 @contextmanager

@@ -79,7 +79,7 @@ def gather(x: Tensor, rows: Tensor) -> Tensor:
     size, stride = x.shape[1] * x.itemsize, x.stride(0) * x.itemsize
     if size % 4 or stride % 4 or x.stride(1) != 1 or x.device.type != "cpu" or not has(Code.GATHER):
         return x.index_select(0, rows)
-    rows, out = rows.contiguous(), empty((len(rows), x.shape[1]), x.dtype)
+    rows, out = rows if rows.is_contiguous() else rows.contiguous(), empty((len(rows), x.shape[1]), x.dtype)
     # Bytes are bytes: four of them are an fp32 to the kernel.
     run(Gather(x.data_ptr(), rows.data_ptr(), out.data_ptr(), stride // 4, len(rows), size // 4), Code.GATHER, out.numel())
     return out

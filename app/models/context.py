@@ -35,13 +35,13 @@ class Attend(Protocol):
 class StepContext:
     """token_ids, positions [tokens] int64; logit_rows [rows] int64: the tokens whose logits are wanted (None: all).
 
-    `decodes`: each token is the newest of its sequence or a guess of what follows it, and all of their logits are wanted.
     `best`: that many of the best are enough; a model whose output layer can only write all logits gives those.
+    `stays`: the tensors, and what `attend` reads, lie where those of the next such step will lie; nothing but their values will differ.
     """
 
     token_ids: Tensor
     positions: Tensor
     logit_rows: Tensor | None
     attend: Attend
-    decodes: bool = False
     best: Wanted | None = None
+    stays: bool = False

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from app.kernels.activations import Activations
 from app.kernels.best import Best, Wanted
 from app.models.config import ModelConfig
-from app.models.context import Attend, StepContext
+from app.models.context import StepContext
 from app.models.layers import Embedding, RMSNorm, output_layer
 from app.models.rotary import LayerAngles
 
@@ -29,22 +29,18 @@ class Decoder(nn.Module):
 
     def forward(self, context: StepContext) -> Tensor | Best:
         """Logits [rows, vocab] of the tokens in `logit_rows`, or the best of them."""
-        return self.outputs(self.body(self.inputs(context), context.attend, context.logit_rows), context.best)
+        return self.outputs(self.body(context), context.best)
 
-    def inputs(self, context: StepContext) -> list[Tensor]:
-        """What the layers start from: embedded tokens [tokens, hidden], then cos and sin of each kind of rotary positions."""
-        return [self.embedding(context.token_ids), *self.angles(context.positions)]
-
-    def body(self, inputs: list[Tensor], attend: Attend, rows: Tensor | None) -> Activations:
-        """All layers and the last norm: what the output layer takes, of the tokens in `rows` (None: all). Overwrites the inputs.
+    def body(self, context: StepContext) -> Activations:
+        """From token ids to what the output layer takes, of the tokens in `logit_rows`.
 
         Of the other tokens the last layer needs no more than keys and values.
         """
-        hidden, angles = inputs[0], self.angles.of_layers(inputs[1:])
+        hidden, angles = self.embedding(context.token_ids), self.angles.of_layers(self.angles(context.positions))
         wanted: list[Tensor | None] = [None] * len(self.layers)
-        wanted[-1] = rows
+        wanted[-1] = context.logit_rows
         for layer, own, only in zip(self.layers, angles, wanted, strict=True):
-            hidden = layer(hidden, own, attend, only)
+            hidden = layer(hidden, own, context.attend, only)
         result: Activations = self.norm(hidden)
         return result
 

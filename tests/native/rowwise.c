@@ -81,8 +81,8 @@ int64_t norms(void) {
 }
 
 static double gated(int64_t activation, double x) {
-    if (activation == 0) return x / (1 + exp(-x));
-    return activation == 1 ? x / 2 * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))) : x / 2 * (1 + erf(x * 0.7071067811865476));
+    if (activation == 2) return x / 2 * erfc(x * -0.7071067811865476); /* 1 + erf would lose all where erf is near -1 */
+    return x / (1 + exp(activation == 0 ? -x : -1.5957691216057308 * (x + 0.044715 * x * x * x)));
 }
 
 int64_t gates(void) {

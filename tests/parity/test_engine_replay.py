@@ -35,26 +35,37 @@ RECORDABLE = [
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
 ]
+PICKING = ("LlamaForCausalLM", "Gemma2ForCausalLM")  # of them, those that are also asked for their best logits alone
 pytestmark = pytest.mark.skipif(not has(Code.TURN), reason="no native kernels here")
 
 
-def served(model: torch.nn.Module, enabled: bool) -> tuple[dict[str, list[int]], Replay]:
+WHOLE_LOGITS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.8, "seed": 5},
+    {"top_k": 9, "seed": 6},
+    {"n": 2, "seed": 7},
+]
+BEST: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 0.0, "n": 2},
+    {"top_k": 4, "seed": 9},
+]
+
+
+def served(
+    model: torch.nn.Module, enabled: bool, kinds: list[dict[str, Any]] = WHOLE_LOGITS
+) -> tuple[dict[str, list[int]], Replay]:
     """What every request was told, of a run in which requests join, share a prefix, draw, fork, leave early and end."""
     config: Any = model.config
     cache = KVCache(KVShape(config.num_layers, SLOTS, MAX_LEN, config.num_kv_heads, config.head_dim), torch.bfloat16)
-    replay = Replay(cast(Decoder, model), "" if enabled else "for this test")
+    replay = Replay(cast(Decoder, model), "" if enabled else "for this test", seen_before=0)
     runner = Runner(replay, cache, CpuBackend(torch.bfloat16), Sampler(config.vocab_size))
     engine = DecoderEngine(
         Scheduler(SlotPool(SLOTS, SLOTS * MAX_LEN), StepPace(24), Limits(MAX_LEN, SLOTS // 2, 24), {1}), runner
     )
     said: dict[str, list[int]] = {}
     prompt = torch.randint(4, 320, (40,), generator=torch.Generator().manual_seed(3)).tolist()
-    kinds: list[dict[str, Any]] = [
-        {"temperature": 0.0},
-        {"temperature": 0.8, "seed": 5},
-        {"top_k": 9, "seed": 6},
-        {"n": 2, "seed": 7},
-    ]
 
     def hear(events: Any) -> None:
         for event in events:
@@ -84,26 +95,57 @@ def test_steps_run_again_say_the_same(architecture: str, precision: str, tmp_pat
     if precision == "bfloat16" and not has(Code.LINEAR_BF16):
         pytest.skip("torch's own products serve here")
     model = load(write_checkpoint(tmp_path, architecture, seed=11), precision, max_model_len=MAX_LEN)
+    for kinds in (WHOLE_LOGITS, BEST) if architecture in PICKING else (WHOLE_LOGITS,):
+        eager, _ = served(model, False, kinds)
+        replayed, replay = served(model, True, kinds)
+        assert replay.reason == ""
+        assert replay.num_runs > 20
+        assert {tokens == rows for tokens, rows, _ in replay.recorded} == {True, False}  # alone, and beside chunks of prompts
+        assert any(rows and wanted is None for _, rows, wanted in replay.recorded) == (kinds is WHOLE_LOGITS)
+        assert replayed == eager
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma2ForCausalLM"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tables_as_they_are_stored_are_read_the_same(architecture: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, architecture, seed=5, dtype=dtype, tie_word_embeddings=False)
+    model = load(checkpoint, "int8", max_model_len=MAX_LEN)
     eager, _ = served(model, enabled=False)
     replayed, replay = served(model, enabled=True)
-    assert replay.reason == ""
-    assert replay.num_runs > 20
+    assert replay.reason == "" and replay.num_runs > 20
+    assert replayed == eager
+
+
+def test_fp32_stays_eager(tmp_path: Path) -> None:
+    model = load(write_checkpoint(tmp_path, "LlamaForCausalLM", seed=11), "float32", max_model_len=MAX_LEN)
+    _, replay = served(model, enabled=True)
+    assert replay.num_runs == 0 and not replay.recorded
+
+
+def test_what_was_not_run_for_long_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.engine.replay.MOST_RECORDED", 2)
+    model = load(write_checkpoint(tmp_path, "LlamaForCausalLM", seed=11), "int4", max_model_len=MAX_LEN)
+    eager, _ = served(model, enabled=False)
+    replayed, replay = served(model, enabled=True)
+    assert len(replay.recorded) == 2
     assert replayed == eager
 
 
 class Scaled(torch.nn.Module):
-    """A model that does something of its own before its layers."""
+    """An embedding that does something of its own."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, embedding: torch.nn.Module) -> None:
         super().__init__()
-        self.model, self.config, self.inputs, self.outputs = model, model.config, model.inputs, model.outputs
+        self.embedding = embedding
 
-    def body(self, inputs: list[torch.Tensor], *others: Any) -> Any:
-        return self.model.body([inputs[0] * 1.5, *inputs[1:]], *others)
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = self.embedding(token_ids)
+        return rows * 1.5
 
 
 def test_a_model_that_does_something_else_stays_eager_and_says_what(tmp_path: Path) -> None:
-    model = Scaled(load(write_checkpoint(tmp_path, "LlamaForCausalLM", seed=11), "int4", max_model_len=MAX_LEN))
+    model: Any = load(write_checkpoint(tmp_path, "LlamaForCausalLM", seed=11), "int4", max_model_len=MAX_LEN)
+    model.embedding = Scaled(model.embedding)
     eager, _ = served(model, enabled=False)
     tried, replay = served(model, enabled=True)
     assert replay.reason == "mul is not an operation of ours"

@@ -34,8 +34,8 @@ class Watched(nn.Module):
         self.contexts.append(context)
         assert torch.is_inference_mode_enabled()
         self.inside(context)
-        assert context.logit_rows is not None
-        return context.token_ids[context.logit_rows].unsqueeze(1).expand(-1, 10).float()
+        rows = context.token_ids if context.logit_rows is None else context.token_ids[context.logit_rows]
+        return rows.unsqueeze(1).expand(-1, 10).float()
 
 
 class Echo:

@@ -21,66 +21,83 @@ def _two_layers() -> tuple[object, object]:
     torch.manual_seed(1)
     first, second = (PACKING.pack(torch.randn(96, 96) / 10, None) for _ in range(2))
 
-    def body(inputs: list[Tensor]) -> Tensor:
-        return second.multiply(first.multiply(inputs[0]))
+    def body(x: Tensor) -> Tensor:
+        return second.multiply(first.multiply(x))
 
     return body, (first, second)
 
 
+def _some_rows() -> Tensor:
+    return torch.randn(3, 96).bfloat16()
+
+
 def test_a_recording_equals_the_body_for_other_inputs() -> None:
     body, _ = _two_layers()
-    pool = Pool()
-    recorded = record(pool, body, [torch.randn(3, 96).bfloat16()])
+    own = _some_rows()
+    recorded = record(Pool(), lambda: body(own))
     assert len(recorded) == 4  # two products, each with its rows quantised first
     for _ in range(3):
-        x = torch.randn(3, 96).bfloat16()
-        assert torch.equal(recorded.run([x]), body([x]))
+        own.copy_(_some_rows())
+        assert torch.equal(recorded.run(), body(own))
 
 
 def test_results_that_are_gone_leave_their_memory_to_later_ones() -> None:
     body, _ = _two_layers()
+    own = _some_rows()
 
-    def often(inputs: list[Tensor]) -> Tensor:
-        x = inputs[0]
+    def often() -> Tensor:
+        x = own
         for _ in range(8):
-            x = body([x])
+            x = body(x)
         return x
 
     short, long = Pool(), Pool()
-    record(short, body, [torch.randn(3, 96).bfloat16()])
-    recorded = record(long, often, [torch.randn(3, 96).bfloat16()])
+    record(short, lambda: body(own))
+    recorded = record(long, often)
     assert long.nbytes <= short.nbytes * 2
-    x = torch.randn(3, 96).bfloat16()
-    assert torch.equal(recorded.run([x]), often([x]))
+    own.copy_(_some_rows())
+    assert torch.equal(recorded.run(), often())
+
+
+def test_steps_of_many_sizes_share_the_same_memory() -> None:
+    body, _ = _two_layers()
+    pool, whole = Pool(), torch.randn(64, 96).bfloat16()
+    record(pool, lambda: body(whole))
+    alone = pool.nbytes
+    for rows in range(33, 64):
+        record(pool, lambda rows=rows: body(whole[:rows]))  # type: ignore[misc]
+    assert pool.nbytes <= 2 * alone
 
 
 def test_a_result_is_not_overwritten_by_what_is_recorded_later() -> None:
     body, _ = _two_layers()
-    pool = Pool()
-    first = record(pool, body, [torch.randn(3, 96).bfloat16()])
-    x = torch.randn(3, 96).bfloat16()
-    kept = first.run([x])
-    expected = body([x])
-    record(pool, body, [torch.randn(3, 96).bfloat16()])
+    pool, own, other = Pool(), _some_rows(), _some_rows()
+    first = record(pool, lambda: body(own))
+    own.copy_(_some_rows())
+    kept = first.run()
+    expected = body(own)
+    record(pool, lambda: body(other))
     gc.collect()
     assert torch.equal(kept, expected)
 
 
 def test_a_torch_kernel_inside_ends_the_recording() -> None:
+    x = torch.ones(2, 2)
     with pytest.raises(Unrecordable, match="mul"):
-        record(Pool(), lambda inputs: inputs[0] * 2, [torch.ones(2, 2)])
+        record(Pool(), lambda: x * 2)
 
 
 def test_a_view_that_copies_ends_it_too() -> None:
+    x = torch.ones(2, 3)
     with pytest.raises(Unrecordable, match=r"copy|clone"):
-        record(Pool(), lambda inputs: inputs[0].T.reshape(6), [torch.ones(2, 3)])
+        record(Pool(), lambda: x.T.reshape(6))
 
 
 def test_quantised_results_come_back_too() -> None:
-    def body(inputs: list[Tensor]) -> Quantised:
-        return quantise(inputs[0], 32)
-
-    recorded = record(Pool(), body, [torch.zeros(5, 96).bfloat16()])
-    x = torch.randn(5, 96).bfloat16()
-    for mine, theirs in zip(unpacked(recorded.run([x])), unpacked(body([x])), strict=True):
+    own = torch.zeros(5, 96).bfloat16()
+    recorded = record(Pool(), lambda: quantise(own, 32))
+    own.copy_(torch.randn(5, 96))
+    result = recorded.run()
+    assert isinstance(result, Quantised)
+    for mine, theirs in zip(unpacked(result), unpacked(quantise(own, 32)), strict=True):
         assert torch.equal(mine, theirs)
