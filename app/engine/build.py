@@ -39,7 +39,7 @@ from app.weights.pack_cache import Packs
 
 Report = Callable[[str], None]  # told the stage of loading, in words for people
 
-KV_DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+KV_DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32, "int8": torch.int8}
 WARM_UP_TOKENS = 16
 
 

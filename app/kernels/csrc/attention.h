@@ -2,7 +2,8 @@
  *
  * Few queries (decode, attention_decode.h) read keys and values as they lie: the bytes are the cost. Their contexts are cut at multiples of
  * DECODE_SPLIT positions, whoever else is in the batch and however many threads there are; parts that no thread has alone are *partials* in
- * scratch, which are joined in the order of their positions. Many queries (prefill) go to panels, where the level has them. */
+ * scratch, which are joined in the order of their positions. Many queries (prefill) go to panels, where the level has them; without, those over
+ * int8 go a few at a time, each few against its whole context (attention_team.h), and those over bf16 are left alone. */
 #ifndef ARMATURE_ATTENTION_H
 #define ARMATURE_ATTENTION_H
 
@@ -50,9 +51,9 @@ static inline int64_t panel_bytes(const attention_arguments *a, const sequence *
     return panel_blocks(s) * PANEL_BLOCK * (a->head_dim + padded32(a->head_dim)) * 2;
 }
 
-/* `panels`: whether the level has panels, which hold bf16 alone. */
+/* `panels`: whether the level has them. */
 static inline int64_t scratch_of(const attention_arguments *a, const sequence *s, int panels) {
-    if (!is_decode(a, s)) return panels && !a->kv.key_scales ? a->kv_heads * panel_bytes(a, s) : 0;
+    if (!is_decode(a, s)) return panels ? a->kv_heads * panel_bytes(a, s) : 0;
     return num_splits(a, s) == 1 ? 0 : s->num_tokens * a->heads * num_splits(a, s) * partial_floats(a) * 4;
 }
 

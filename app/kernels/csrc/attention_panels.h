@@ -1,8 +1,9 @@
-/* Prefill: many queries against panels of bf16 keys and values (tile_bf16.h), packed once for all queries and heads that share them. */
+/* Prefill: many queries against panels of bf16 keys and values (tile_bf16.h), packed once for all queries and heads that share them; codes of int8
+ * become bf16 on the way. */
 #ifndef ARMATURE_ATTENTION_PANELS_H
 #define ARMATURE_ATTENTION_PANELS_H
 
-#include "attention.h"
+#include "decode_lanes.h"
 #include "tile_bf16.h"
 
 #define ROWS 48                   /* pairs of query and head that share a block while it lies in the cache */
@@ -10,8 +11,22 @@
 
 static int64_t queries_together(const attention_arguments *a) { return ROWS / group_size(a) > 0 ? ROWS / group_size(a) : 1; }
 
-static int64_t panel_tasks(const attention_arguments *a, const sequence *s) {
-    return is_decode(a, s) || a->kv.key_scales ? 0 : (s->num_tokens + queries_together(a) - 1) / queries_together(a) * a->kv_heads;
+static int64_t prompt_tasks(const attention_arguments *a, const sequence *s) {
+    return is_decode(a, s) ? 0 : (s->num_tokens + queries_together(a) - 1) / queries_together(a) * a->kv_heads;
+}
+
+/* A head of one row in bf16: as it lies, or what its codes mean, in `room`. */
+INLINE const uint8_t *as_bf16(const uint8_t *head, const uint8_t *scale, int64_t size, uint16_t *room) {
+    if (!scale) return head;
+    float own;
+    memcpy(&own, scale, 4);
+    for (int64_t i = 0; i < size; i += STEP) {
+        vf x[2];
+        if (i + STEP <= size) widen(FROM_INT8, head + i, x);
+        else widen_tail(FROM_INT8, head + i, size - i, x);
+        for (int v = 0; v < 2; v++) bf16_store(room + i + v * LANES, x[v] * own);
+    }
+    return (const uint8_t *)room;
 }
 
 /* Keys: [32-token panel][head_dim / 2][32 tokens] pairs along head_dim; values after them: [32 outputs][token pairs][32] pairs along tokens.
@@ -23,8 +38,10 @@ static void pack_context(const attention_arguments *a, const sequence *s, int64_
     for (int64_t t = 0; t < 32; t++) {
         const int64_t position = panel * 32 + t, slot = (position / 2 * 32) * 2 + (position & 1);
         const int inside = position < context;
-        const int64_t offset = row_at(a, s, inside ? position : context - 1) + kv_head * a->head_dim * 2;
-        const uint8_t *key = a->kv.keys + offset, *value = a->kv.values + offset;
+        const int64_t row = row_at(a, s, inside ? position : context - 1), head = row + kv_head * a->head_dim * (a->kv.key_scales ? 1 : 2);
+        uint16_t room[2][MAX_HEAD_DIM + STEP];
+        const uint8_t *key = as_bf16(a->kv.keys + head, a->kv.key_scales ? a->kv.key_scales + row + 4 * kv_head : NULL, a->head_dim, room[0]);
+        const uint8_t *value = as_bf16(a->kv.values + head, a->kv.value_scales ? a->kv.value_scales + row + 4 * kv_head : NULL, a->head_dim, room[1]);
         for (int64_t p = 0; p < pairs; p++) {
             uint32_t pair = 0;
             if (inside) memcpy(&pair, key + 4 * p, 4);
@@ -43,7 +60,7 @@ static void pack_panels(const attention_arguments *a) {
     uint8_t *panels = a->step->scratch;
     for (int64_t i = 0; i < a->step->num_sequences; i++) {
         const sequence *s = &a->step->sequences[i];
-        if (panel_tasks(a, s)) {
+        if (prompt_tasks(a, s)) {
             const int64_t num_panels = panel_blocks(s) * PANELS, first = first_seen(a, s->start) / PANEL_BLOCK * PANELS;
 #pragma omp for collapse(2) schedule(static) nowait
             for (int64_t kv_head = 0; kv_head < a->kv_heads; kv_head++)
@@ -144,7 +161,7 @@ static void attend_block(query_tile *tile, const attention_arguments *a, const s
     }
 }
 
-static void attend_panels(const attention_arguments *a, const sequence *s, int64_t task, const uint8_t *scratch) {
+static void attend_prompt(const attention_arguments *a, const sequence *s, int64_t task, const uint8_t *scratch) {
     const int64_t group = group_size(a), kv_head = task % a->kv_heads, first_query = task / a->kv_heads * queries_together(a);
     const int64_t left = s->num_tokens - first_query, queries = left < queries_together(a) ? left : queries_together(a), rows = queries * group;
     const uint8_t *panels = scratch + kv_head * panel_bytes(a, s);
