@@ -1,0 +1,58 @@
+"""Guesses from a text's own past: which earlier place is followed, and how little a long prompt costs a step."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.engine.drafts import NGRAMS, READ_AT_ONCE, PromptLookup
+
+
+def test_what_followed_the_same_three_tokens_is_guessed() -> None:
+    assert PromptLookup().propose([1, 2, 3, 40, 50, 60, 70, 1, 2, 3], 3) == (40, 50, 60)
+
+
+def test_three_tokens_count_for_more_than_two_that_came_later() -> None:
+    assert PromptLookup().propose([1, 2, 3, 40, 9, 2, 3, 50, 1, 2, 3], 1) == (40,)
+
+
+def test_of_two_places_the_later_is_followed() -> None:
+    assert PromptLookup().propose([1, 2, 3, 40, 1, 2, 3, 50, 1, 2, 3], 1) == (50,)
+
+
+def test_a_text_that_repeats_itself_is_taken_to_go_on() -> None:
+    assert PromptLookup().propose([5, 7, 8, 7, 8, 7, 8], 5) == (7, 8, 7, 8, 7)
+
+
+def test_nothing_is_guessed_where_nothing_is_like_it() -> None:
+    assert PromptLookup().propose([1, 2, 3, 4, 5, 6], 4) == ()
+    assert PromptLookup().propose([1], 4) == ()
+
+
+def test_a_long_prompt_is_read_from_its_end_a_little_at_each_step() -> None:
+    """The place that is looked for lies at the very beginning; meanwhile tokens come, and none is passed over."""
+    drafter, tokens = PromptLookup(), [-1, -2, -3, -4, *range(5 * READ_AT_ONCE), -1, -2, -3]
+    before = 0
+    for question in range(6):
+        found = drafter.propose(tokens, 1)
+        assert len(drafter._ends) - before <= len(NGRAMS) * READ_AT_ONCE
+        before = len(drafter._ends)
+        assert found == (() if question < 5 else (-4,)), question
+    last = 10_000 + 2 * READ_AT_ONCE
+    tokens += [*range(10_000, last + 1), -5, last - 2, last - 1]
+    assert [drafter.propose(tokens, 1) for _ in range(3)] == [(), (), (last,)]  # what came since is read as slowly
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 7), st.randoms(use_true_random=False))
+def test_it_is_what_a_search_of_the_whole_text_finds(tokens: list[int], most: int, dice: random.Random) -> None:
+    drafter = PromptLookup()
+    for end in sorted({dice.randint(1, len(tokens)) for _ in range(5)} | {len(tokens)}):
+        text, expected = tokens[:end], ()
+        for size in NGRAMS:
+            places = [at for at in range(size, end) if text[at - size : at] == text[-size:]] if end >= size else []
+            if places and not expected:
+                period = end - places[-1]
+                expected = tuple(text[places[-1] + place % period] for place in range(most))
+        assert drafter.propose(text, most) == expected

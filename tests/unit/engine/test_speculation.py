@@ -1,0 +1,177 @@
+"""When guessing pays, how much of it, and what a step with guesses leaves behind in the scheduler."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Items
+
+import pytest
+
+from app.engine.batch import Span
+from app.engine.limits import Limits
+from app.engine.sequence import Sequence
+from app.engine.speculation import LONGEST_PAUSE, MOST_ROWS, UNMEASURED, Speculation
+from app.hardware.step_seconds import StepSeconds
+from app.messages import SamplingParams
+from engine_simulation import FreeRows, Oracle, Simulation, drawn, fingerprints
+
+COSTLY = StepSeconds(((1, 1.0), (64, 64.0)), ((1, 1.0),))  # each row takes as long as the first
+
+
+class Always:
+    """Has as many ideas as are wanted."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        pass
+
+    def propose(self, token_ids: list[int], most: int) -> tuple[int, ...]:
+        return (7,) * most
+
+
+def decoding(number: int = 0, limit: int = 1000, **params: object) -> Span:
+    sequence = Sequence(f"r{number}", 0, SamplingParams(**params), [1] * 20, 10, limit=limit)  # type: ignore[arg-type]
+    return Span(sequence, 19, 1, number, None, 0, True)
+
+
+def told(speculation: Speculation, spans: list[Span], steps: int, chance: float, seed: int = 0) -> list[int]:
+    """Extra rows of each step, where each guess is right with this chance."""
+    dice, extra = random.Random(seed), []
+    for _ in range(steps):
+        guessed = speculation.guess(spans, 1000, lambda sequence, number: True)
+        extra.append(sum(len(span.draft_ids) for span in guessed))
+        for span in guessed:
+            if span.draft_ids:
+                right = 0
+                while right < len(span.draft_ids) and dice.random() < chance:
+                    right += 1
+                speculation.learn(span.sequence, len(span.draft_ids), right)
+    return extra
+
+
+def test_the_likelier_a_guess_is_right_the_more_are_made() -> None:
+    few, some, many = (told(Speculation(Always), [decoding()], 60, chance)[20:] for chance in (0.3, 0.6, 0.95))
+    assert 1.5 < sum(few) / len(few) < sum(some) / len(some) < sum(many) / len(many) <= 7
+
+
+def test_where_guesses_are_wrong_it_stops_and_tries_again_ever_more_seldom() -> None:
+    extra = told(Speculation(Always), [decoding()], 1000, 0.0)
+    assert sum(extra[:20]) > 0
+    assert 1000 / LONGEST_PAUSE - 5 < sum(extra[20:]) < 1000 / LONGEST_PAUSE + 10
+    assert set(extra[20:]) == {0, 1}
+
+
+def test_after_a_bad_time_it_comes_back() -> None:
+    speculation, spans = Speculation(Always), [decoding()]
+    told(speculation, spans, 300, 0.0)
+    assert sum(told(speculation, spans, 200, 0.9)[100:]) > 300
+
+
+def test_no_guess_where_rows_cost_what_they_may_bring() -> None:
+    assert sum(told(Speculation(Always, COSTLY), [decoding()], 200, 1.0)) == 0
+
+
+def test_of_several_sequences_the_one_that_is_guessed_well_gets_the_rows() -> None:
+    costs = StepSeconds(((1, 1.0), (4, 1.02), (6, 1.2), (64, 30.0)), ((1, 1.0),))
+    speculation, spans = Speculation(Always, costs, 3), [decoding(number) for number in range(2)]
+    for _ in range(30):
+        for span in speculation.guess(spans, 1000, lambda sequence, number: True):
+            if span.draft_ids:
+                speculation.learn(span.sequence, len(span.draft_ids), len(span.draft_ids) * (span.slot == 0))
+    good, bad = speculation.guess(spans, 1000, lambda sequence, number: True)
+    assert len(good.draft_ids) > len(bad.draft_ids)
+
+
+@pytest.mark.parametrize(("most_rows", "expected"), [(1000, MOST_ROWS), (40, 40), (9, 9)])
+def test_a_step_has_so_many_rows_and_no_more(most_rows: int, expected: int) -> None:
+    spans = [decoding(number) for number in range(9)]
+    guessed = Speculation(Always, FreeRows(), 20).guess(spans, most_rows, lambda sequence, number: True)
+    assert sum(span.num_tokens for span in guessed) == expected
+    assert [span.own_end for span in guessed] == [span.end for span in spans]
+
+
+def test_no_further_than_the_sequence_may_go() -> None:
+    for limit, expected in ((21, 0), (22, 1), (24, 3)):
+        (span,) = Speculation(Always, FreeRows()).guess([decoding(limit=limit)], 1000, lambda sequence, number: True)
+        assert len(span.draft_ids) == expected
+
+
+def test_no_room_no_guess() -> None:
+    spans = [decoding()]
+    assert Speculation(Always, FreeRows()).guess(spans, 1000, lambda sequence, number: False) == spans
+
+
+def test_beams_and_penalties_are_not_guessed_for() -> None:
+    spans = [decoding(beam_width=2), decoding(1, presence_penalty=0.5), decoding(2, repetition_penalty=1.1), decoding(3)]
+    guessed = Speculation(Always, FreeRows()).guess(spans, 1000, lambda sequence, number: True)
+    assert [bool(span.draft_ids) for span in guessed] == [False, False, False, True]
+
+
+def test_what_is_not_measured_pays_for_few_rows_alone() -> None:
+    assert UNMEASURED.decode(4) < 1.1 * UNMEASURED.decode(1) < UNMEASURED.decode(8) / 1.3
+
+
+# ---- in the scheduler ----------------------------------------------------------------------------------------------
+
+
+def steps_until_done(sim: Simulation, **params: object) -> int:
+    sim.add("a", [1, 2, 3], max_tokens=40, ignore_eos=True, seed=3, **params)
+    sim.finish()
+    return len(sim.runner.batches)
+
+
+def test_right_guesses_save_steps_and_are_counted() -> None:
+    assert steps_until_done(Simulation()) == 40
+    sim = Simulation().with_guesses(1.0)
+    assert steps_until_done(sim) == 9  # a prompt, then five tokens a step, the last ones within max_tokens
+    sim = Simulation().with_guesses(0.5)
+    sim.add("a", [1, 2, 3], max_tokens=40, ignore_eos=True, seed=3)
+    drafted = accepted = made = 0
+    while sim.engine.has_work:
+        sim.step()
+        stats = sim.engine.stats
+        assert stats is not None
+        drafted, accepted, made = drafted + stats.drafted_tokens, accepted + stats.accepted_tokens, made + stats.decode_tokens
+        assert stats.prefill_tokens in (0, 3)
+    assert 0 < accepted < drafted and made == 39  # the prompt's step made the first
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.5, 1.0])
+def test_nobody_is_preempted_for_a_guess(chance: float) -> None:
+    """Two sequences fill the memory to its last page at their very end."""
+    sim = Simulation(capacity=40, page=4).with_guesses(chance)
+    for name in ("a", "b"):
+        sim.add(name, [ord(name)] * 4, max_tokens=16, ignore_eos=True)
+    while sim.engine.has_work:
+        batch = sim.step()
+        assert batch is not None and batch.preempted == 0
+    assert all(len(said) == 16 for said in sim.completions.values())
+
+
+def test_a_stop_token_among_the_guesses_ends_the_sequence_there() -> None:
+    def until_stop(sim: Simulation) -> tuple[Items[int], int | None, int]:
+        sim.add("a", [1, 2, 3], max_tokens=60, seed=11)
+        sim.finish()
+        ending = sim.endings["a", 0]
+        return sim.completions.get(("a", 0), []), ending.stop_token_id, ending.num_completion_tokens
+
+    plain, guessed = until_stop(Simulation()), until_stop(Simulation().with_guesses(1.0))
+    assert plain == guessed and plain[1] is not None and plain[2] == len(plain[0]) + 1
+
+
+def test_no_guesses_beside_a_prompt_that_is_being_read() -> None:
+    sim = Simulation(limits=Limits(max_model_len=200, max_running_seqs=4, max_batch_tokens=16)).with_guesses(1.0)
+    sim.add("a", [1, 2, 3], max_tokens=30, ignore_eos=True)
+    sim.step()
+    sim.add("b", [5] * 100, max_tokens=2, ignore_eos=True)
+    while sim.engine.has_work:
+        batch = sim.step()
+        assert batch is not None and batch.num_tokens <= 16
+        reads = any(not span.is_decode for span in batch.spans)
+        assert not (reads and any(span.draft_ids for span in batch.spans))
+
+
+def test_the_oracle_knows() -> None:
+    """Or nothing above would mean anything."""
+    sequence = Sequence("a", 0, SamplingParams(), [1, 2, 3], 3, seed=5)
+    first, *_ = Oracle(sequence, random.Random(0), 1.0).propose([1, 2, 3], 3)
+    assert first == drawn(fingerprints([1, 2, 3])[-1], 5)
