@@ -8,12 +8,9 @@ from app.errors import NoRecipe, PlanImpossible
 from app.hardware.decision import Decision, Dtype, RecipeKey
 from app.hardware.facts import Facts
 from app.hardware.native_library import TWINS
-from app.hardware.precision import ROUNDED, bf16_products, what_exists
+from app.hardware.precision import ROUNDED, adds_in_one_order, bf16_products, what_exists
 from app.hardware.room import USEFUL_SEQS, USEFUL_TOKENS, Room
 from app.settings import Settings
-
-# Precisions whose products can add in one order for any number of rows, and the levels of our kernels that do so; empty: all.
-_FIXED_LEVELS = {"bf16": ("avx512bf16",), "int8": (), "int4": ()}
 
 _ARCHITECTURES = ("x86_64", "arm64")
 
@@ -112,8 +109,7 @@ def deterministic(settings: Settings, chosen: str, copy: bool, level: str) -> De
             "deterministic is on, but our native kernels do not serve here, and the order in which torch's products add depends on "
             "what else is in the batch: leave it off."
         )
-    able = _FIXED_LEVELS.get(chosen)
-    if able is None or (able and level not in able):
+    if not adds_in_one_order(chosen, level):
         raise PlanImpossible(
             f"deterministic is on, but precision is {chosen}: set it to int8 or int4 (or, on a processor with AVX512-BF16, bf16), whose "
             "products add in one order for any number of rows."

@@ -103,7 +103,7 @@ def make_plan(
     most = parallel.decide(facts, settings)
     node, trials = most.numa_node.value, Trials.of(measurements)
     built = built_for(recipes, device.value, facts.architecture, settings)
-    held = holding.decide(Candidates(facts, settings, needs, node, built), trials, most.threads.value)
+    held = holding.decide(Candidates(facts, settings, needs, node, built, kernels.value), trials, most.threads.value)
     precision, has_copy = held.precision.value, held.int8_copy.value
     threads = parallel.decide(facts, settings, trials, precision)
     timing = trials.serving(precision, threads.threads.value, int8_copy=has_copy)

@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from app.errors import NoRecipe
 from app.hardware.decision import Decision, RecipeKey, gib
 from app.hardware.facts import Facts, Needs
+from app.hardware.native_library import TWINS
 from app.hardware.room import MIN_TOKENS, USEFUL_SEQS, USEFUL_TOKENS, Demand, available_bytes, least_room, useful_kv_bytes
 from app.hardware.trials import FEW, SEVERAL, Timing, Trials, rate
 from app.settings import Settings
 
 # Instruction sets that multiply BF16 by BF16 and add in FP32. AVX-512 without BF16 only converts: slower than FP32.
 _BF16_PRODUCTS = {"x86_64": ("amx_bf16", "avx512_bf16"), "arm64": ("bf16",)}
+
+# Precisions whose products can add in one order for any number of rows, and the levels of our kernels that do so; empty: all.
+_FIXED_LEVELS = {"bf16": ("avx512bf16",), "int8": (), "int4": ()}
 
 ROUNDED = ("int8", "int4")  # precisions whose weights are codes with scales, from the more exact to the smaller
 # More perplexity than in FP32, to be expected: the demo's, with four bits in groups of 64 (docs/quality.md).
@@ -35,6 +39,13 @@ class Candidates:
     needs: Needs | None
     numa_node: int | None
     built: Collection[str]
+    level: str  # of our kernels, or whose products serve instead
+
+    def adding_in_one_order(self, names: Sequence[str]) -> Sequence[str]:
+        """Those whose products do, where that is asked for; all where none does, which is refused later."""
+        if self.settings.deterministic == "off":
+            return names
+        return [name for name in names if adds_in_one_order(name, self.level)] or names
 
 
 def choose(candidates: Candidates, trials: Trials, threads: int) -> Decision[str]:
@@ -42,9 +53,15 @@ def choose(candidates: Candidates, trials: Trials, threads: int) -> Decision[str
     facts, built = candidates.facts, candidates.built
     multiplier = bf16_products(facts)
     reference = "bf16" if multiplier and "bf16" in built else "fp32"
-    fitting = _fitting(candidates, [reference, *(name for name in ROUNDED if name in built)])
-    if fitting[0] != reference:
-        start = Decision(fitting[0], _why_not(candidates, reference, fitting[0]))
+    names = candidates.adding_in_one_order([reference, *(name for name in ROUNDED if name in built)])
+    fitting = _fitting(candidates, names)
+    if fitting[0] != names[0]:
+        start = Decision(fitting[0], _why_not(candidates, names[0], fitting[0]))
+    elif names[0] != reference:
+        why = (
+            f"deterministic is on, and on this processor products in {reference} do not add in one order, those in {names[0]} do"
+        )
+        start = Decision(names[0], f"{why[0].upper()}{why[1:]}; the expected cost is {QUALITY_COSTS[names[0]]}.")
     elif reference == "bf16":
         start = Decision(
             reference, f"This processor multiplies BF16 ({multiplier}): half the bytes of FP32 and several times its products."
@@ -81,6 +98,12 @@ def built_for(recipes: Collection[RecipeKey], kind: str, architecture: str, sett
 def what_exists(recipes: Collection[RecipeKey]) -> str:
     listed = ", ".join(f"{name} on {kind} ({architecture})" for kind, architecture, name in sorted(recipes))
     return f"What exists: {listed}." if listed else "Nothing is built."
+
+
+def adds_in_one_order(name: str, level: str) -> bool:
+    """Whether a row's product is the same among any others; `level` of our kernels."""
+    levels = _FIXED_LEVELS.get(name)
+    return level != TWINS and levels is not None and (not levels or level in levels)
 
 
 def bf16_products(facts: Facts) -> str | None:

@@ -62,7 +62,8 @@ def test_a_plan_can_be_made_of_anything(measurements: Measurements, asked: dict[
     except (PlanImpossible, NoRecipe):
         assert provisional is None, "what was planned before measuring can still be served afterwards"
         return
-    assert provisional is not None and final.threads.value <= provisional.threads.value
+    assert provisional is not None, "and what is refused at once could not be served afterwards either"
+    assert final.threads.value <= provisional.threads.value
     assert final.weight_bytes.value + final.kv_cache_bytes.value < memory
     assert final.max_running_seqs.value <= final.max_batch_tokens.value
     for _, decision in final.decisions():

@@ -39,6 +39,13 @@ def test_what_does_not_is_refused(level: str, settings: dict[str, Any], words: s
         plan(kernels_at(level), deterministic="on", **settings)
 
 
+def test_unasked_the_most_exact_precision_that_does_is_chosen() -> None:
+    chosen = plan(kernels_at("avx512"), deterministic="on").precision
+    assert chosen.value == "int8" and "in bf16 do not add in one order" in chosen.reason and "perplexity" in chosen.reason
+    assert plan(kernels_at("avx512bf16"), deterministic="on").precision.value == "bf16"
+    assert plan(kernels_at("avx512")).precision.value == "bf16"
+
+
 def test_torchs_own_products_are_refused() -> None:
     with pytest.raises(PlanImpossible, match="our native kernels do not serve here"):
         plan(machine(), precision="fp32", deterministic="on")
