@@ -61,9 +61,9 @@ class Prepared:
     def _trial(self) -> Trial | None:
         if self.calibration is None or self.calibration.measurements.fallback:
             return None
-        wanted = (self.plan.precision.value, self.plan.threads.value, self.plan.int8_copy.value)
-        trials = self.calibration.measurements.trials
-        return next((one for one in trials if (one.precision, one.threads, one.int8_copy) == wanted), None)
+        wanted = (self.plan.precision.value, self.plan.threads.value)
+        found = [one for one in self.calibration.measurements.trials if (one.precision, one.threads) == wanted]
+        return next((one for one in found if one.int8_copy == self.plan.int8_copy.value), next(iter(found), None))
 
     def planned_with(self, calibration: Calibration) -> Prepared:
         plan = _plan(self.facts, calibration.measurements, self.settings, self.checkpoint)
@@ -122,16 +122,15 @@ def subject(prepared: Prepared) -> Subject:
     from app.engine.measuring import Subject
 
     facts, settings, checkpoint, plan = prepared.facts, prepared.settings, prepared.checkpoint, prepared.plan
-    ways = [plan, *(way for name in _others(prepared) if (way := _way(prepared, name)) is not None)]
-    copy = None
-    if settings.int8_copy != "off" and not plan.deterministic.value and any(way.precision.value == "int4" for way in ways):
-        copy = _way(prepared, "int8")
+    names = [plan.precision.value, *_others(prepared)]
+    ways = [way for name in names if (way := _way(prepared, name)) is not None]
+    copies = settings.int8_copy != "off" and not plan.deterministic.value and "int4" in names
     return Subject(
         checkpoint.model_config,
         tuple(ways),
         _thread_counts(settings, plan.threads.value),
         lambda found: _plan(facts, found, settings, checkpoint).precision.value,
-        copy,
+        _way(prepared, "int4", int8_copy="on") if copies else None,
         max((cache.size_bytes for cache in facts.caches), default=0),
     )
 
@@ -145,9 +144,9 @@ def _others(prepared: Prepared) -> list[str]:
     return [name for name in (exact, *precision.ROUNDED) if name != prepared.plan.precision.value]
 
 
-def _way(prepared: Prepared, name: str) -> ServingPlan | None:
+def _way(prepared: Prepared, name: str, int8_copy: str = "off") -> ServingPlan | None:
     """The plan with that precision; None where that cannot be."""
-    asked = {"precision": name, "int8_copy": "auto" if name != "int4" else prepared.settings.int8_copy}
+    asked = {"precision": name, "int8_copy": int8_copy}
     try:
         return _plan(prepared.facts, None, prepared.settings.model_copy(update=asked), prepared.checkpoint)
     except (NoRecipe, PlanImpossible):

@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from app.backends.base import Backend
 from app.backends.selection import select_backend
-from app.engine.rehearsal import CHUNK_TOKENS, CONTEXT_ROWS, Rehearsal, StepShape
+from app.engine.rehearsal import CHUNK_TOKENS, CONTEXT_ROWS, Extent, Rehearsal, StepShape
 from app.hardware.decision import Measurements, Trial
 from app.hardware.plan import ServingPlan
 from app.kernels.calibrate import Block, Clock, Point, Rounds, border, by_size, table
@@ -28,11 +27,13 @@ READ_BYTES = (
 PRODUCT_SHAPES = ((256, 2048, 2048),)
 CEILINGS_SECONDS = 0.4  # what both ceilings take; a budget with no room for them is for a model that nothing is at stake for
 COARSE_ROWS = (1, 8)
+MANY_ROWS = 32  # beyond, a decode step is timed if there is time
 COARSE_TOKENS = (128,)
 COARSE_LAYERS, FULL_LAYERS = 8, 4  # one in so many is made
+COARSE_OUTPUTS = 2048
 COARSE_SHARE = 0.45  # of the budget, for a look at all precisions that may be chosen
 COPY_SHARE = 0.25  # of the rest, for prompts in eight bits beside four
-RETRIES = 2
+PATIENCE = 3  # times as many samples where they differ too much, if there is time
 
 Report = Callable[[str], None]
 Key = tuple[int, StepShape]  # threads, step
@@ -40,8 +41,8 @@ Key = tuple[int, StepShape]  # threads, step
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is measured. `ways`: a plan for each precision that may be chosen; `copy`: one that holds eight bits only, where layers may be
-    held in them beside four. `threads` may serve, the most first. `choose` says which precision the plan takes after a look at all."""
+    """What is measured. `ways`: a plan for each precision that may be chosen; `copy`: one that holds eight bits beside four, where that may
+    be. `threads` may serve, the most first. `choose` says which precision the plan takes after a look at all."""
 
     config: ModelConfig
     ways: tuple[ServingPlan, ...]
@@ -102,12 +103,12 @@ def _trials(subject: Subject, timer: Timer, found: Measurements) -> Measurements
         looking = timer.share(COARSE_SHARE)
         for index, plan in enumerate(subject.ways):
             session = Session(subject, plan, looking.share(1 / (len(subject.ways) - index)))
-            coarse += session.trials(subject.threads[:1], COARSE_ROWS, COARSE_TOKENS)
+            coarse += session.trials(subject.threads[:1], COARSE)
         name = subject.choose(replace(found, trials=tuple(coarse)))
         chosen = next((plan for plan in subject.ways if plan.precision.value == name), chosen)
     copies = subject.copy is not None and chosen.precision.value == "int4"
     session = Session(subject, chosen, timer.share(1 - COPY_SHARE) if copies else timer)
-    full = session.trials(subject.threads)
+    full = session.trials(subject.threads, FULL)
     if not full and not coarse:
         return replace(found, fallback=session.noise)
     found = replace(found, trials=(*full, *_not_again(coarse, full)))
@@ -123,8 +124,8 @@ def _with_copy(subject: Subject, timer: Timer, found: Measurements, full: Sequen
     """Four bits for few rows and eight for many: which is the quicker at how many, and what a step then takes."""
     assert subject.copy is not None, "whoever calls has asked"
     lean = full[0]
-    sizes = [size for size in lean.prefill_seconds if size >= min(CHUNK_TOKENS // 2, max(lean.prefill_seconds))]
-    eight = Session(subject, subject.copy, timer).trials(subject.threads[:1], COARSE_ROWS[:1], sizes)
+    sizes = tuple(sorted({64, 128, max(lean.prefill_seconds)}))
+    eight = Session(subject, subject.copy, timer).trials(subject.threads[:1], replace(COARSE, rows=COARSE_ROWS[:1], tokens=sizes))
     if not eight:
         return found
     many = eight[0].prefill_seconds
@@ -137,6 +138,21 @@ def _with_copy(subject: Subject, timer: Timer, found: Measurements, full: Sequen
     return replace(found, trials=(*found.trials, both), most_few_rows=rows)
 
 
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How closely a way is timed: at which rows and tokens (none: at all that matter), and with how much of the model made up."""
+
+    layers_share: int
+    rows: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    most_outputs: int | None = None
+    context: bool = False
+
+
+FULL = Look(FULL_LAYERS, context=True)
+COARSE = Look(COARSE_LAYERS, COARSE_ROWS, COARSE_TOKENS, COARSE_OUTPUTS)
+
+
 class Session:
     """One way to serve, timed. `noise` says why it gave no trial."""
 
@@ -144,20 +160,15 @@ class Session:
         self.subject, self.plan, self.timer = subject, plan, timer
         self.noise = ""
 
-    def trials(
-        self, threads: Sequence[int], rows: Sequence[int] | None = None, tokens: Sequence[int] | None = None
-    ) -> list[Trial]:
-        """Of the first number of threads at these rows and tokens (None: at all), of the others at few."""
+    def trials(self, threads: Sequence[int], look: Look) -> list[Trial]:
+        """Of the first number of threads as the look says, of the others a coarse one."""
         self.timer.report(f"calibrating: {self.plan.precision.value}")
-        backend: Backend = select_backend(self.plan)
-        rehearsal = Rehearsal(
-            self.subject.config, self.plan, backend, self.subject.cache_bytes, FULL_LAYERS if rows is None else COARSE_LAYERS
-        )
-        rows, tokens = rows or rehearsal.decode_rows(), tokens or rehearsal.prefill_tokens()
-        blocks = [self._block(rehearsal, threads[0], _shapes(rehearsal, rows, tokens))]
-        blocks += [self._block(rehearsal, number, _shapes(rehearsal, COARSE_ROWS, COARSE_TOKENS)) for number in threads[1:]]
-        for _ in range(1 + RETRIES):
-            rounds: Rounds[Key] = Rounds(self.timer.deadline, self.timer.clock)
+        extent = Extent(self.subject.cache_bytes, look.layers_share, look.most_outputs)
+        rehearsal = Rehearsal(self.subject.config, self.plan, select_backend(self.plan), extent)
+        blocks = [self._block(rehearsal, threads[0], _shapes(rehearsal, look))]
+        blocks += [self._block(rehearsal, number, _shapes(rehearsal, COARSE)) for number in threads[1:]]
+        rounds: Rounds[Key] = Rounds(self.timer.deadline, self.timer.clock)
+        for rounds.patience in (1, PATIENCE):
             rounds.take(blocks)
             self.noise = rounds.noise()
             if not self.noise:
@@ -176,30 +187,30 @@ class Session:
         return Block(begin, [Point((threads, shape), rehearsal.step(shape)) for shape in shapes])
 
 
-def _shapes(rehearsal: Rehearsal, rows: Iterable[int], tokens: Iterable[int]) -> list[StepShape]:
-    """The quickest first, but context before long prompts, for which there may be no time."""
-    one, two, few = rehearsal.layer_counts[0], rehearsal.layer_counts[:2], rehearsal.layer_counts[-1]
+def _shapes(rehearsal: Rehearsal, look: Look) -> list[StepShape]:
+    """The quickest first: for the last there may be no time."""
+    two, around = rehearsal.layer_counts[:2], sorted({rehearsal.layer_counts[0], rehearsal.layer_counts[-1]})
     most_rows, most_tokens = max(rehearsal.decode_rows()), max(rehearsal.prefill_tokens())
-    around = sorted({one, few})
-    shapes = [StepShape("decode", size, layers) for size in rows if size <= most_rows for layers in around]
-    if rehearsal.context:
-        shapes.append(StepShape("decode", CONTEXT_ROWS, few, rehearsal.context))
-    sizes = sorted({min(size, most_tokens) for size in tokens})
-    shapes += [StepShape("prefill", size, layers) for size in sizes for layers in two]
-    if rehearsal.context:
+    rows = sorted({min(size, most_rows) for size in look.rows or rehearsal.decode_rows()})
+    tokens = sorted({min(size, most_tokens) for size in look.tokens or rehearsal.prefill_tokens()})
+    shapes = [StepShape("decode", size, layers) for size in rows if size <= MANY_ROWS for layers in around]
+    if look.context and rehearsal.context:
+        shapes.append(StepShape("decode", CONTEXT_ROWS, around[-1], rehearsal.context))
+    shapes += [StepShape("prefill", size, layers) for size in tokens if size <= CHUNK_TOKENS for layers in two]
+    if look.context and rehearsal.context:
         shapes.append(StepShape("prefill", CHUNK_TOKENS, two[-1], rehearsal.context))
-    return shapes
+    shapes += [StepShape("prefill", size, layers) for size in tokens if size > CHUNK_TOKENS for layers in two]
+    return shapes + [StepShape("decode", size, layers) for size in rows if size > MANY_ROWS for layers in around]
 
 
 def _trial(rehearsal: Rehearsal, threads: int, medians: dict[Key, float]) -> Trial | None:
     """None where too little of it was measured, or nonsense."""
     own = {shape: seconds for (number, shape), seconds in medians.items() if number == threads}
     layers = rehearsal.config.num_layers
-    tables = [
-        table(by_size(((s.size, s.layers, seconds) for s, seconds in own.items() if s.kind == kind and not s.context), layers))
-        for kind in ("decode", "prefill")
-    ]
-    decode, prefill = tables
+    decode, prefill = (
+        table(by_size(((s.size, s.layers, seconds) for s, seconds in own.items() if s.kind == kind and not s.context), count))
+        for kind, count in (("decode", rehearsal.decode_layers), ("prefill", float(layers)))
+    )
     if not decode or not prefill:
         return None
     return Trial(

@@ -6,10 +6,9 @@ What a step of all layers takes follows from what steps of few take and of fewer
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from app.engine.runner import Runner
 from app.engine.sampler import Sampler
 from app.engine.sequence import sequence_of
 from app.hardware.plan import ServingPlan
-from app.kernels.hybrid import HybridLinear
+from app.kernels.hybrid import HybridLinear, HybridPacking
 from app.kernels.int_panels import IntPanels
 from app.kernels.linear import Linear, LinearForm, Packing
 from app.kernels.memory import weights_bytes
@@ -32,6 +31,7 @@ from app.messages import Generate, SamplingParams
 from app.models.config import ModelConfig
 from app.models.layers import Embedding, RMSNorm
 from app.models.registry import build_model
+from app.models.shapes import products_of
 from app.weights.choice import OUTPUT_SOURCES, Choice, KeptPacking
 from app.weights.load import choice_of
 
@@ -55,21 +55,36 @@ class StepShape:
     context: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How much of a model is made up.
+
+    `cache_bytes`: of the machine's largest cache, which the weights of a step must exceed as those of the whole model do. At least one
+    layer in `layers_share`: the less is made of each that is measured. `most_outputs`: of the output layer, whose rest counts as layers.
+    """
+
+    cache_bytes: int
+    layers_share: int
+    most_outputs: int | None = None
+
+
 class Rehearsal:
-    """One way to serve, with few layers. Memory is taken as long as this lives."""
+    """One way to serve, with few layers; where eight bits are held beside four, eight alone multiply in them.
 
-    def __init__(self, config: ModelConfig, plan: ServingPlan, backend: Backend, cache_bytes: int, layers_share: int) -> None:
-        """`cache_bytes`: of the machine's largest cache, which the weights of a step must exceed as those of the whole model do.
+    Memory is taken as long as this lives.
+    """
 
-        At least one layer in `layers_share` is made: the less is made of each that is measured.
-        """
-        self.config, self.plan = config, plan
-        self._choice = choice_of(plan)
+    def __init__(self, config: ModelConfig, plan: ServingPlan, backend: Backend, extent: Extent) -> None:
+        self._whole = config
+        self.config = replace(config, vocab_size=min(config.vocab_size, extent.most_outputs or config.vocab_size))
+        self.plan = plan
+        self._choice = replace(choice_of(plan), most_few=0)
         self._forms: dict[tuple[str, ...], LinearForm] = {}
-        self.few_layers = self._count_layers(cache_bytes, layers_share)
+        self.few_layers = self._count_layers(extent)
         self.layer_counts = sorted({1, min(2, self.few_layers), self.few_layers})
         rows = max(CONTEXT_ROWS, max(self.decode_rows()))
         self.max_len = min(plan.max_model_len.value, plan.max_batch_tokens.value + CONTEXT_TOKENS + CHUNK_TOKENS)
+        config = self.config
         shape = KVShape(self.few_layers, rows, self.max_len, config.num_kv_heads, config.head_dim)
         self._num_ids = min(config.vocab_size, MOST_IDS)
         self._kv_cache = KVCache(shape, KV_DTYPES[plan.kv_precision.value])
@@ -108,26 +123,35 @@ class Rehearsal:
     @property
     def read_bytes(self) -> int:
         """Weights that a decode step of the whole model reads."""
-        layer = sum(_read_bytes(form) for sources, form in self._forms.items() if _is_of_layer(sources, 0))
-        output = sum(_read_bytes(form) for sources, form in self._forms.items() if sources in OUTPUT_SOURCES)
-        return self.config.num_layers * layer + output
+        layer, output = self._sizes(self._whole)
+        return self._whole.num_layers * layer + output
 
     @property
     def operations_per_token(self) -> float:
         """Multiply-adds of all layers for one token, times two."""
-        model = build_model(_with_layers(self.config, 1), self._choice.dtype, 1, torch.device("cpu"))
-        inner = [one for one in model.modules() if isinstance(one, Linear) and one.sources not in OUTPUT_SOURCES]
-        return 2.0 * self.config.num_layers * sum(one.in_features * one.out_features for one in inner)
+        return 2.0 * sum(rows * columns for (rows, columns), _ in products_of(self._whole))
+
+    @property
+    def decode_layers(self) -> float:
+        """How many layers a decode step has, if what is left out of the output layer is made of layers too."""
+        layer, output = self._sizes(self._whole)
+        return self._whole.num_layers + (output - self._sizes(self.config)[1]) / layer
 
     # ---- the model ---------------------------------------------------------------------------------------------------
 
-    def _count_layers(self, cache_bytes: int, share: int) -> int:
-        """So many that they and the output layer exceed the cache twice; at least two, so that one more can be told from one."""
-        model = build_model(_with_layers(self.config, 1), self._choice.dtype, 1, torch.device("cpu"))
+    def _sizes(self, config: ModelConfig) -> tuple[int, int]:
+        """Bytes that a layer's products read, and the output layer's."""
+        model = build_model(_with_layers(config, 1), self._choice.dtype, 1, torch.device("cpu"))
         linears = [module for module in model.modules() if isinstance(module, Linear)]
-        output = sum(_form_bytes(self._choice, one) for one in linears if one.sources in OUTPUT_SOURCES)
-        layer = max(1, sum(_form_bytes(self._choice, one) for one in linears) - output)
-        wanted = max(2, math.ceil((2 * cache_bytes - output) / layer), math.ceil(self.config.num_layers / share))
+        output = sum(_read_bytes(self._choice, one) for one in linears if one.sources in OUTPUT_SOURCES)
+        return sum(_read_bytes(self._choice, one) for one in linears) - output, output
+
+    def _count_layers(self, extent: Extent) -> int:
+        """So many that they and the output layer exceed the cache twice; at least two, so that one more can be told from one."""
+        layer, output = self._sizes(self.config)
+        wanted = max(
+            2, math.ceil((2 * extent.cache_bytes - output) / layer), math.ceil(self.config.num_layers / extent.layers_share)
+        )
         return min(self.config.num_layers, wanted, max(2, MOST_BYTES // layer))
 
     def _runner(self, layers: int, backend: Backend) -> Runner:
@@ -186,23 +210,17 @@ def _filled(nbytes: int) -> Tensor:
     return weights_bytes(nbytes).fill_(PATTERN)
 
 
-def _form_bytes(choice: Choice, linear: Linear) -> int:
+def _read_bytes(choice: Choice, linear: Linear) -> int:
+    """What a product of few rows reads."""
     packing = choice.packing(linear)
+    packing = packing.few if isinstance(packing, HybridPacking) else packing
     if isinstance(packing, KeptPacking):
         return sum(packing.part_bytes(linear.out_features, linear.in_features))
     return linear.out_features * linear.in_features * choice.dtype.itemsize
 
 
-def _read_bytes(form: LinearForm) -> int:
-    return form.few.nbytes if isinstance(form, HybridLinear) else form.nbytes
-
-
-def _is_of_layer(sources: tuple[str, ...], layer: int) -> bool:
-    return all(source.startswith(f"model.layers.{layer}.") for source in sources)
-
-
 def _with_layers(config: ModelConfig, layers: int) -> ModelConfig:
-    return dataclasses.replace(config, num_layers=layers, windows=config.windows[:layers], ropes=config.ropes[:layers])
+    return replace(config, num_layers=layers, windows=config.windows[:layers], ropes=config.ropes[:layers])
 
 
 def _doubling(first: int, most: int) -> list[int]:

@@ -17,6 +17,8 @@ Clock = Callable[[], float]
 
 MOST_SAMPLES = 9  # of one point; more would only use up the budget
 LEAST_SAMPLES = 3  # below that a median says nothing
+POINT_SECONDS = 0.1  # what takes long is told from noise by few samples: no more of them than this holds
+LONG_SECONDS = 0.03  # a first run that takes so long is a sample: what it makes for later ones is a small part of it
 MOST_SPREAD = 0.25  # of the middle half of a point's samples, over their median: what a quiet machine shows is a tenth of it
 MOST_BENT = 0.25  # how far sanity may move a measured point
 _GROWTH = 3.0  # what a point may take at the most, in that which came before it in its block
@@ -42,11 +44,12 @@ class Block(Generic[Key]):
 class Rounds(Generic[Key]):
     """Samples of every point, taken in turns until all have enough or the deadline has come; no point that would overrun it is begun.
 
-    The first run of a point is no sample: it makes what later ones use again.
+    The first run of a short point is no sample: it makes what later ones use again. `patience`: times the samples that are enough.
     """
 
     deadline: float
     clock: Clock = time.perf_counter
+    patience: int = 1
     samples: dict[Key, list[float]] = field(default_factory=dict)
     _expected: dict[Key, float] = field(default_factory=dict)
 
@@ -56,7 +59,7 @@ class Rounds(Generic[Key]):
 
     def _pass(self, block: Block[Key]) -> bool:
         """Whether anything was run."""
-        wanted = [point for point in block.points if len(self.samples.get(point.key, ())) < MOST_SAMPLES]
+        wanted = [point for point in block.points if self._wants(point.key)]
         if not wanted or self.clock() >= self.deadline:
             return False
         block.begin()
@@ -69,6 +72,11 @@ class Rounds(Generic[Key]):
             before, ran = self._sample(point), True
         return ran
 
+    def _wants(self, key: Key) -> bool:
+        seconds = self._expected.get(key)
+        enough = MOST_SAMPLES if not seconds else min(max(LEAST_SAMPLES, int(POINT_SECONDS / seconds)), MOST_SAMPLES)
+        return len(self.samples.get(key, ())) < self.patience * enough
+
     def _least(self, key: Key, seconds: float) -> float:
         """What is still to come of a point before it counts: one that cannot be finished is not begun."""
         return seconds * (LEAST_SAMPLES + 1 if key not in self._expected else 1)
@@ -77,7 +85,7 @@ class Rounds(Generic[Key]):
         start = self.clock()
         point.run()
         seconds = self.clock() - start
-        if point.key in self._expected:
+        if point.key in self._expected or seconds >= LONG_SECONDS:
             self.samples.setdefault(point.key, []).append(seconds)
         self._expected[point.key] = seconds
         return seconds
@@ -137,17 +145,20 @@ def border(few: Mapping[int, float], many: Mapping[int, float]) -> int | None:
     return best
 
 
-def whole(parts: Mapping[int, float], num_layers: int) -> float | None:
-    """Seconds of all layers from those of a few: `parts` are seconds by the number of layers that ran, what is around them included."""
-    if num_layers in parts:
-        return parts[num_layers]
+def whole(parts: Mapping[int, float], num_layers: float) -> float | None:
+    """Seconds of all layers from those of a few: `parts` are seconds by the number of layers that ran, what is around them included.
+
+    A number that is not whole stands for layers and for what costs as much as a part of one.
+    """
+    if int(num_layers) == num_layers and int(num_layers) in parts:
+        return parts[int(num_layers)]
     least, most = min(parts), max(parts)
     if least == most or parts[most] <= parts[least]:
         return None
     return parts[most] + (num_layers - most) * (parts[most] - parts[least]) / (most - least)
 
 
-def by_size(parts: Iterable[tuple[int, int, float]], num_layers: int) -> dict[int, float]:
+def by_size(parts: Iterable[tuple[int, int, float]], num_layers: float) -> dict[int, float]:
     """(size, layers, seconds) to seconds of the whole model by size; sizes of which that cannot be said are left out."""
     found: dict[int, dict[int, float]] = {}
     for size, layers, seconds in parts:
