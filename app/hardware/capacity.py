@@ -39,6 +39,8 @@ def decide(facts: Facts, settings: Settings, demand: Demand, timing: Timing | No
     length = _model_len(settings, demand, left)
     if settings.max_running_seqs == "auto":
         running = _fewer_where_tight(running, demand, left)
+        if facts.commit_left_bytes is not None:
+            running = _fewer_where_reserved(running, length.value * demand.kv_bytes_per_token, left)
     waiting = _WAITING_ROUNDS * running.value
     return Capacity(
         weight_bytes=Decision(demand.weight_bytes, f"Resident in {demand.held_in}." if demand.needs else "No model is given."),
@@ -156,6 +158,18 @@ def _fewer_where_tight(running: Decision[int], demand: Demand, room: Room) -> De
     if fits >= running.value:
         return running
     return Decision(fits, f"The memory holds keys and values of {count(fits, 'short sequence')}: {room.story}.")
+
+
+def _fewer_where_reserved(running: Decision[int], sequence_bytes: int, left: Room) -> Decision[int]:
+    """Twice as many slots as sequences are reserved, each as long as it may become; under strict overcommit that must fit at once."""
+    fits = left.size // (2 * sequence_bytes) if sequence_bytes else running.value
+    if fits >= running.value:
+        return running
+    return Decision(
+        max(1, fits),
+        f"With vm.overcommit_memory=2 the whole reservation counts at once, and {gib(2 * sequence_bytes)} of it is each sequence's: "
+        f"{left.story}. A smaller max_model_len lets more run.",
+    )
 
 
 def _kv_cache_bytes(settings: Settings, demand: Demand, room: Room, running_tokens: int) -> Decision[int]:

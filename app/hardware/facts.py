@@ -117,6 +117,8 @@ class Facts:
     """Everything the plan may know of a machine.
 
     `os` is linux, macos or what the kernel calls itself; `architecture` is `x86_64` or `arm64` (aarch64 too), else the kernel's word.
+    `memory_node_ids` are those that memory may be taken from (a cpuset may name fewer than there are); empty: nobody says.
+    `commit_left_bytes`: where every reservation counts at once (vm.overcommit_memory=2), what may still be reserved; else None.
     `isa` uses Linux's names on x86 (`avx512_bf16`) and short ones on Arm (`neon`, `dotprod`, `i8mm`, `bf16`, `sve`, `lse`).
     """
 
@@ -133,6 +135,8 @@ class Facts:
     numa_nodes: tuple[NumaNode, ...] = ()
     caches: tuple[Cache, ...] = ()
     cgroup: Cgroup = Cgroup()
+    memory_node_ids: tuple[int, ...] = ()
+    commit_left_bytes: int | None = None
     page_bytes: int = 4096
     huge_pages: HugePages = HugePages()
     cuda: tuple[CudaDevice, ...] = ()

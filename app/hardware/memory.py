@@ -9,6 +9,7 @@ from app.hardware.facts import HugePages
 from app.hardware.files import Files, parse_fields, parse_size
 
 _DEFAULT_PAGE_BYTES = 4096
+_STRICT = 2  # Linux Documentation/mm/overcommit-accounting.rst
 
 
 def sizes(files: Files) -> dict[str, int]:
@@ -21,6 +22,13 @@ def sizes(files: Files) -> dict[str, int]:
 def available_bytes(meminfo: dict[str, int]) -> int:
     """What may be taken without swapping: the kernel's own estimate where it makes one (Linux 3.14)."""
     return meminfo.get("MemAvailable", meminfo.get("MemFree", 0) + meminfo.get("Cached", 0))
+
+
+def commit_left_bytes(files: Files, meminfo: dict[str, int]) -> int | None:
+    """Under strict overcommit (mode 2) address space is refused beyond a limit, taken or not; else None."""
+    if files.number("/proc/sys/vm/overcommit_memory") != _STRICT or "CommitLimit" not in meminfo:
+        return None
+    return max(0, meminfo["CommitLimit"] - meminfo.get("Committed_AS", 0))
 
 
 def page_bytes(files: Files) -> int:

@@ -90,7 +90,7 @@ def kv_precision(settings: Settings, chosen: Dtype, short: Room | None) -> Decis
             )
         return Decision("fp32", "As the activations.")
     if settings.kv_precision == "int8":
-        return Decision("int8", "Asked for: half the memory, a scale for each head of a token; prompts read them back as BF16.")
+        return Decision("int8", "Asked for: half the memory and a little, for a scale to each head of a token.")
     if settings.kv_precision == "bf16" or short is None:
         return Decision("bf16", "Asked for." if settings.kv_precision == "bf16" else "As the activations.")
     return Decision(

@@ -133,10 +133,12 @@ def _on_forced_node(settings: Settings, cores: tuple[Core, ...], nodes: list[int
 
 
 def _best_node(facts: Facts, settings: Settings, cores: tuple[Core, ...], nodes: list[int]) -> int:
-    """Enough cores for what will run come first, then memory: two services under a quota then land on different nodes."""
+    """Enough cores for what will run come first, then memory that may be taken: two services under a quota land on different nodes."""
     quota = facts.cgroup.quota_cores
     wanted = settings.threads if settings.threads != "auto" else max(1, math.floor(quota)) if quota is not None else len(cores)
     memory = {node.id: node.memory_bytes if node.available_bytes is None else node.available_bytes for node in facts.numa_nodes}
+    if facts.memory_node_ids:
+        memory = {node: size if node in facts.memory_node_ids else 0 for node, size in memory.items()}
     return max(nodes, key=lambda node: (min(wanted, len(_of_node(cores, node))), memory.get(node, 0), -node))
 
 

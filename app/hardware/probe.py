@@ -65,6 +65,8 @@ def _linux(files: Files, run: Run, affinity: tuple[int, ...] | None) -> Facts:
         cgroup=cgroup.read(files),
         memory_bytes=meminfo.get("MemTotal", 0),
         available_bytes=memory.available_bytes(meminfo),
+        memory_node_ids=parse_cpu_list(status.get("Mems_allowed_list")),
+        commit_left_bytes=memory.commit_left_bytes(files, meminfo),
         page_bytes=memory.page_bytes(files),
         huge_pages=memory.huge_pages(files, meminfo),
         cuda=accelerators.cuda_devices(files, run),

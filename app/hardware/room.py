@@ -101,6 +101,12 @@ def available_bytes(facts: Facts, node: int | None) -> tuple[int, str]:
     choices += [
         (known.available_bytes, f"memory node {node}") for known in facts.numa_nodes if known.id == node and known.available_bytes
     ]
+    allowed = [known.available_bytes or 0 for known in facts.numa_nodes if known.id in facts.memory_node_ids]
+    given = sum(allowed)
+    if given and len(allowed) < len(facts.numa_nodes):
+        choices.append((given, f"memory nodes {', '.join(map(str, facts.memory_node_ids))}, as the cpuset allows"))
+    if facts.commit_left_bytes is not None:
+        choices.append((facts.commit_left_bytes, "what vm.overcommit_memory=2 lets be reserved"))
     return min(choices)
 
 

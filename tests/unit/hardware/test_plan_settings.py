@@ -138,6 +138,25 @@ def test_the_budget_of_one_memory_node(llama_1b: Needs) -> None:
     assert half.kv_cache_bytes.value < 6 * GIB
 
 
+def test_nodes_that_give_no_memory() -> None:
+    """A cpuset may allow all CPUs and the memory of one node alone (man 7 cpuset, mems)."""
+    host = machine(cores=8, nodes=2, memory=16 * GIB, memory_node_ids=(1,))
+    assert plan(host).numa_node.value == 1
+    spread = plan(host, threads=6)
+    assert spread.numa_node.value is None and spread.kv_cache_bytes.value < 8 * GIB
+    assert "memory nodes 1, as the cpuset allows" in spread.kv_cache_bytes.reason
+    assert plan(machine(cores=8, nodes=2, memory=16 * GIB, memory_node_ids=(0, 1)), threads=6).kv_cache_bytes.value > 12 * GIB
+
+
+def test_where_every_reservation_counts(llama_1b: Needs) -> None:
+    strict = plan(machine(commit_left_bytes=16 * GIB), llama_1b, max_model_len=8192)
+    sequences = 2 * strict.max_running_seqs.value * 8192 * llama_1b.kv_elements_per_token * 2
+    assert strict.weight_bytes.value + sequences < 16 * GIB
+    assert "vm.overcommit_memory=2" in strict.max_running_seqs.reason
+    assert plan(machine(), llama_1b, max_model_len=8192).max_running_seqs.value == 64
+    assert plan(machine(commit_left_bytes=16 * GIB), llama_1b, max_model_len=100).max_running_seqs.value == 64
+
+
 def test_a_quota_that_is_shared_is_not_bound_to_cpus() -> None:
     host = machine(cgroup=Cgroup(2, quota_cores=3.7))
     found = plan(host)

@@ -127,6 +127,27 @@ def test_a_container_without_sysfs(tmp_path: Path) -> None:
     assert (facts.available_bytes, facts.numa_nodes, facts.caches, facts.cuda) == (3072, (), (), ())
 
 
+@pytest.mark.parametrize(
+    ("mode", "meminfo", "left"),
+    [
+        ("2", "CommitLimit: 12 kB\nCommitted_AS: 5 kB", 7 * 1024),
+        ("2", "CommitLimit: 5 kB\nCommitted_AS: 12 kB", 0),
+        ("2", "MemTotal: 9 kB", None),
+        ("0", "CommitLimit: 12 kB\nCommitted_AS: 5 kB", None),
+        ("1", "CommitLimit: 12 kB\nCommitted_AS: 5 kB", None),
+    ],
+)
+def test_what_strict_overcommit_leaves(tmp_path: Path, mode: str, meminfo: str, left: int | None) -> None:
+    files = {
+        "/proc/sys/vm/overcommit_memory": f"{mode}\n",
+        "/proc/meminfo": meminfo,
+        "/proc/self/status": "Mems_allowed_list:\t0-1,3",
+    }
+    write(tmp_path, {"/proc/cpuinfo": "processor: 0", "/sys/devices/system/cpu/online": "0", **files})
+    facts = probe(tmp_path, silent)
+    assert (facts.commit_left_bytes, facts.memory_node_ids) == (left, (0, 1, 3))
+
+
 def test_two_kinds_of_core(tmp_path: Path) -> None:
     arm = {
         f"/sys/devices/system/cpu/cpu{n}/cpu_capacity": "1024" if n in (0, 3) else "980" if n == 1 else "718" for n in range(4)
