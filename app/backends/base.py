@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from app.hardware.plan import ServingPlan
-from app.kernels.attention import Row, Step
+from app.kernels.attention import Row, Run, Step
 from app.kernels.kv_rows import KVRows
 from app.models.context import AttentionSpec
 
@@ -38,8 +39,12 @@ class AttentionRow:
 
 def with_segments(row: Row, kv: KVRows) -> AttentionRow:
     """A sequence and its context in one layer."""
-    segments = tuple(Segment(*kv.read(run.first, run.num_tokens), run.position) for run in row.runs)
-    return AttentionRow(row.first, row.num_tokens, row.start, segments)
+    return AttentionRow(row.first, row.num_tokens, row.start, segments_of(row.runs, kv))
+
+
+def segments_of(runs: Iterable[Run], kv: KVRows) -> tuple[Segment, ...]:
+    """Keys and values of one layer: views, or of int8 what the codes mean."""
+    return tuple(Segment(*kv.read(run.first, run.num_tokens), run.position) for run in runs)
 
 
 class Backend(Protocol):

@@ -7,20 +7,21 @@ where queries and keys begin together; so a context is cut into parts that it ca
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from app.backends.base import AttentionRow, Segment, with_segments
+from app.backends.base import AttentionRow, Segment, segments_of, with_segments
 from app.backends.reference import capped, visible
 from app.errors import PlanImpossible
 from app.hardware.plan import ServingPlan
 from app.hardware.probe import probe
 from app.kernels import attention as native_attention
-from app.kernels.attention import Step
+from app.kernels.attention import Row, Step, between
 from app.kernels.kv_rows import KVRows
 from app.models.context import AttentionSpec
 
@@ -29,6 +30,7 @@ from app.models.context import AttentionSpec
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 _MASKED_QUERIES = 256  # queries that share one mask: its size is this times the context (or the window)
+_PART = 4096  # tokens of a long context whose keys and values are seen at a time
 _EXPLICIT_SCORES = 2**22  # scores held at once where they are written out: 16 MiB in float32
 
 Masked = Callable[[Tensor, Segment, Tensor, AttentionSpec], Tensor]
@@ -62,8 +64,8 @@ class CpuBackend:
         result = native_attention.attention(query, kv, step, spec.scale, spec.window, spec.softcap)
         for row in step.rows:
             if not native_attention.takes(row, query, kv):
-                own, alone = slice(row.first, row.first + row.num_tokens), replace(with_segments(row, kv), first=0)
-                result[own] = torch_attention(query[own], [alone], spec)
+                own = slice(row.first, row.first + row.num_tokens)
+                result[own] = _prompt(query[own], row, kv, spec)
         return result
 
     def synchronize(self) -> None:
@@ -86,9 +88,24 @@ def torch_attention(query: Tensor, rows: Rows[AttentionRow], spec: AttentionSpec
         elif spec.window is not None and row.start + row.num_tokens > spec.window:
             results.append(_blockwise(queries, row, spec, _masked_flash, _MASKED_QUERIES))
         else:
-            results.append(_chunk(queries, row, spec))
+            own = _between(row.segments, row.start, row.start + row.num_tokens)
+            assert len(own) == 1, "a step's own tokens lie in one segment"
+            results.append(_chunk(queries, _between(row.segments, 0, row.start), own[0], spec.scale))
     result = results[0] if len(results) == 1 else torch.cat(results)
     return result.reshape(tokens, heads, head_dim).to(query.dtype)
+
+
+def _prompt(query: Tensor, row: Row, kv: KVRows, spec: AttentionSpec) -> Tensor:
+    """One sequence's queries [tokens, heads, head_dim] by torch. What codes of int8 mean is held of no more than is seen, or of a part."""
+    end = row.start + row.num_tokens
+    if spec.window is not None or spec.softcap is not None:
+        low = 0 if spec.window is None else max(0, row.start + 1 - spec.window)
+        seen = replace(row, first=0, runs=between(row.runs, low, end))
+        return torch_attention(query, [with_segments(seen, kv)], spec)
+    parts = (between(row.runs, at, min(at + _PART, row.start)) for at in range(0, row.start, _PART))
+    past = (segment for runs in parts for segment in segments_of(runs, kv))
+    (own,) = segments_of(between(row.runs, row.start, end), kv)
+    return _chunk(query.reshape(len(query), own.key.shape[1], -1, query.shape[2]), past, own, spec.scale).reshape(query.shape)
 
 
 def _pin(cpu_ids: tuple[int, ...]) -> None:
@@ -115,14 +132,11 @@ def _one_token(queries: Tensor, row: AttentionRow, spec: AttentionSpec) -> Tenso
     return _merged(parts)[:, :, :group]
 
 
-def _chunk(queries: Tensor, row: AttentionRow, spec: AttentionSpec) -> Tensor:
+def _chunk(queries: Tensor, past: Iterable[Segment], own: Segment, scale: float) -> Tensor:
     """queries [tokens, kv_heads, group, head_dim], and so the result: the past is seen whole, the chunk itself causally."""
     heads = queries.flatten(1, 2).transpose(0, 1).unsqueeze(0)  # [1, heads, tokens, head_dim]
-    own = _between(row.segments, row.start, row.start + row.num_tokens)
-    assert len(own) == 1, "a step's own tokens lie in one segment"
-    parts = [_attend(heads, segment, spec.scale) for segment in _between(row.segments, 0, row.start)]
-    parts.append(_attend(heads, own[0], spec.scale, is_causal=True))
-    return _merged(parts).squeeze(0).transpose(0, 1).reshape(queries.shape)
+    seen = (_attend(heads, segment, scale) for segment in past)
+    return _merged(chain(seen, [_attend(heads, own, scale, is_causal=True)])).squeeze(0).transpose(0, 1).reshape(queries.shape)
 
 
 def _attend(queries: Tensor, segment: Segment, scale: float, is_causal: bool = False) -> tuple[Tensor, Tensor]:
@@ -131,14 +145,16 @@ def _attend(queries: Tensor, segment: Segment, scale: float, is_causal: bool = F
     return result
 
 
-def _merged(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+def _merged(parts: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     """Softmax over several parts of a context from the parts' own: each weighs as the exponential of its log-sum-exp."""
-    result, logsumexp = parts[0]
-    for other, other_logsumexp in parts[1:]:
+    left = iter(parts)
+    result, logsumexp = next(left)
+    dtype = result.dtype
+    for other, other_logsumexp in left:
         share = torch.sigmoid(other_logsumexp - logsumexp).unsqueeze(-1)
         result = torch.lerp(result.float(), other.float(), share)
         logsumexp = torch.logaddexp(logsumexp, other_logsumexp)
-    return result.to(parts[0][0].dtype)
+    return result.to(dtype)
 
 
 def _blockwise(queries: Tensor, row: AttentionRow, spec: AttentionSpec, masked: Masked, step: int) -> Tensor:

@@ -1,14 +1,13 @@
 """Attention of a ragged batch by our own kernels: keys and values in bf16 or int8, one or two segments a sequence, windows and soft caps.
 
-Its twin is `backends/reference.py`; where it does not suit, and for prompts over bf16 on levels without products of bf16, the backend uses
-torch's.
+Its twin is `backends/reference.py`; where it does not suit, and for prompts on levels without products of bf16, the backend uses torch's.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -55,7 +54,7 @@ class Step:
         self.rows: Rows[Row] = ()
         self._words = Words(_HEAD_WORDS + num_sequences * _ROW_WORDS)
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._shape: tuple[int, int, int] | None = None  # heads, kv_heads, head_dim: known from the first layer that attends
+        self._asked: Attention | None = None  # by how many heads: known from the first layer that attends
 
     @property
     def address(self) -> int:
@@ -72,26 +71,27 @@ class Step:
             if len(row.runs) == 1:
                 words += _NO_SEGMENT
         self._words.fill(words)
-        if self._shape is not None:
-            self._reserve(*self._shape)
+        if self._asked is not None:
+            self._reserve(self._asked)
 
     def stays(self, kv: KVRows) -> bool:
         """Whether the next step may be run as this one was: it will lie at the same address, and nothing but our kernel attends."""
-        if self._shape is None or not self._words.stays:  # the first step makes the scratch
+        asked = self._asked
+        if asked is None or not self._words.stays:  # the first step makes the scratch
             return False
-        return takes_prompts(kv) or max(row.num_tokens for row in self.rows) <= most_few(*self._shape[:2])
+        return max([row.num_tokens for row in self.rows]) <= most_few(asked.heads, asked.kv_heads) or takes_prompts(kv)
 
     def attend_with(self, heads: int, kv_heads: int, head_dim: int) -> None:
         """Says how many heads attend: scratch is made for them now, and at every step from now on."""
-        if self._shape != (heads, kv_heads, head_dim):
-            self._shape = (heads, kv_heads, head_dim)
-            self._reserve(*self._shape)
+        asked = self._asked
+        if asked is None or (asked.heads, asked.kv_heads, asked.head_dim) != (heads, kv_heads, head_dim):
+            self._asked = Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+            self._reserve(self._asked)
 
-    def _reserve(self, heads: int, kv_heads: int, head_dim: int) -> None:
+    def _reserve(self, asked: Attention) -> None:
         library = native().library
-        if library is None or not has(Code.ATTENTION):
-            return
-        asked = Attention(step=self.address, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+        assert library is not None, "its kernels attend"
+        asked.step = self.address
         needed = int(library.armature_attention_scratch(ctypes.byref(asked)))
         if needed > self._scratch.numel():
             self._scratch = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
@@ -117,8 +117,8 @@ def takes(row: Row, query: Tensor, kv: KVRows) -> bool:
 
 
 def takes_prompts(kv: KVRows) -> bool:
-    """Over bf16 only where there are products of bf16; over int8 at every level, so that no context is ever held a second time."""
-    return kv.keys.dtype == torch.int8 or has(Code.LINEAR_BF16)
+    """Prompts are products of bf16, of int8 too."""
+    return kv.keys.dtype in (torch.bfloat16, torch.int8) and has(Code.LINEAR_BF16)
 
 
 def most_few(heads: int, kv_heads: int) -> int:
@@ -140,14 +140,15 @@ def few_at_a_time(rows: Rows[Row], few: int, together: int) -> list[tuple[slice,
             if not parts or first - parts[-1][0].start >= together:
                 parts.append((slice(first, first), []))
             begin = parts[-1][0].start
-            parts[-1][1].append(Row(first - begin, count, row.start + at, _until(row.start + at + count, row.runs)))
+            parts[-1][1].append(Row(first - begin, count, row.start + at, between(row.runs, 0, row.start + at + count)))
             parts[-1] = (slice(begin, first + count), parts[-1][1])
     return parts
 
 
-def _until(end: int, runs: tuple[Run, ...]) -> tuple[Run, ...]:
-    """What of a context lies before position `end`."""
-    return tuple(replace(run, num_tokens=min(run.num_tokens, end - run.position)) for run in runs if run.position < end)
+def between(runs: Rows[Run], start: int, end: int) -> tuple[Run, ...]:
+    """What of a context lies at positions `[start, end)`."""
+    cut = [(run, max(start, run.position), min(end, run.position + run.num_tokens)) for run in runs]
+    return tuple(Run(run.first + low - run.position, high - low, low) for run, low, high in cut if low < high)
 
 
 def attention(query: Tensor, kv: KVRows, step: Step, scale: float, window: int | None, softcap: float | None) -> Tensor:

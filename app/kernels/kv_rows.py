@@ -11,7 +11,6 @@ from torch import Tensor
 from app.kernels.operations import KVAddresses
 
 _ALIGNED = 64  # bytes that a row of int8 is padded to a multiple of
-_READ = 1024  # rows whose codes become numbers at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +39,11 @@ class KVRows:
         if self.key_scales is None or self.value_scales is None:
             return key, value
         scales = self.key_scales.narrow(0, first, num_tokens), self.value_scales.narrow(0, first, num_tokens)
-        return _meant(key, scales[0]), _meant(value, scales[1])
+        return (key * scales[0][..., None]).to(torch.bfloat16), (value * scales[1][..., None]).to(torch.bfloat16)
 
     def addresses(self) -> KVAddresses:
         scales = [None if scale is None else scale.data_ptr() for scale in (self.key_scales, self.value_scales)]
         return KVAddresses(self.keys.data_ptr(), self.values.data_ptr(), *scales, self.token_bytes)
-
-
-def _meant(codes: Tensor, scales: Tensor) -> Tensor:
-    """A part at a time: what is held in fp32 meanwhile stays small however long the context."""
-    result = torch.empty(codes.shape, dtype=torch.bfloat16)
-    for part, own, scale in zip(result.split(_READ), codes.split(_READ), scales.split(_READ), strict=True):
-        part.copy_(own * scale[..., None])
-    return result
 
 
 def token_bytes(kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

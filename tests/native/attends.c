@@ -28,7 +28,7 @@ static attended new_attended(int64_t i) {
     attended t = {.step = room((int64_t)sizeof(attention_step) + count * (int64_t)sizeof(sequence))};
     int64_t cached_rows = 0;
     for (int64_t n = 0; n < count; n++) {
-        const int many = (int8 || armature_has(OP_LINEAR_BF16)) && n % 2, few = group < 16;
+        const int many = armature_has(OP_LINEAR_BF16) && n % 2, few = group < 16;
         const int64_t tokens = many ? between(32, 70) : few && n % 3 == 2 ? between(1, 31 / group) : 1;
         t.step->sequences[n] = new_sequence(t.rows, tokens, n == 0 && i % 3 == 0 ? between(500, 800) : below(150), &cached_rows);
         t.rows += tokens;

@@ -2,8 +2,7 @@
  *
  * Few queries (decode, attention_decode.h) read keys and values as they lie: the bytes are the cost. Their contexts are cut at multiples of
  * DECODE_SPLIT positions, whoever else is in the batch and however many threads there are; parts that no thread has alone are *partials* in
- * scratch, which are joined in the order of their positions. Many queries (prefill) go to panels, where the level has them; without, those over
- * int8 go a few at a time, each few against its whole context (attention_team.h), and those over bf16 are left alone. */
+ * scratch, which are joined in the order of their positions. Many queries (prefill) go to panels, where the level has them. */
 #ifndef ARMATURE_ATTENTION_H
 #define ARMATURE_ATTENTION_H
 

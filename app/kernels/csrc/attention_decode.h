@@ -216,18 +216,14 @@ INLINE void decode_as(decoding *d, int kind) {
     finish_decoding(d);
 }
 
-static void decode_any(decoding *d) {
-    if (d->a->kv.key_scales) decode_as(d, FROM_INT8);
-    else decode_as(d, KEYS_AS);
-}
-
 /* Part `split` of a sequence's context for some heads of keys. */
 static void decode(const attention_arguments *a, const sequence *s, int64_t split, int64_t first_head, int64_t kv_heads, float *partials) {
     decoding d;
     const int64_t begins = (first_split(a, s) + split) * DECODE_SPLIT, ends = begins + DECODE_SPLIT, lowest = first_seen(a, s->start), context = s->start + s->num_tokens;
     d.a = a, d.s = s, d.first_head = first_head, d.kv_heads = kv_heads, d.split = split, d.partials = partials;
     d.from = begins > lowest ? begins : lowest, d.to = ends < context ? ends : context;
-    decode_any(&d);
+    if (a->kv.key_scales) decode_as(&d, FROM_INT8);
+    else decode_as(&d, KEYS_AS);
 }
 
 /* Joins the parts of one row, in the order of their positions. */

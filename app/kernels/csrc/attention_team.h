@@ -10,22 +10,8 @@
 #include "attention_panels.h"
 #else
 #define ATTENTION_PANELS 0
-
-/* Without panels, many queries over int8 go a few at a time, one head of keys with its queries a task; those over bf16 are not ours. */
-static int64_t prompt_tasks(const attention_arguments *a, const sequence *s) {
-    const int64_t few = MAX_GROUP / group_size(a);
-    return is_decode(a, s) || !a->kv.key_scales ? 0 : (s->num_tokens + few - 1) / few * a->kv_heads;
-}
-
-static void attend_prompt(const attention_arguments *a, const sequence *s, int64_t task, const uint8_t *scratch) {
-    const int64_t few = MAX_GROUP / group_size(a), at = task / a->kv_heads * few, left = s->num_tokens - at;
-    sequence some = *s;
-    some.first += at, some.start += at, some.num_tokens = left < few ? left : few;
-    decoding d;
-    d.a = a, d.s = &some, d.first_head = task % a->kv_heads, d.kv_heads = 1, d.split = 0, d.partials = NULL;
-    d.from = first_seen(a, some.start), d.to = some.start + some.num_tokens;
-    decode_any(&d);
-}
+static int64_t prompt_tasks(const attention_arguments *a, const sequence *s) { return 0; }
+static void attend_prompt(const attention_arguments *a, const sequence *s, int64_t task, const uint8_t *panels) {}
 #endif
 
 /* A place in the list: sequence i, whose tasks begin at `first` and whose scratch at `offset`. */

@@ -182,7 +182,7 @@ typedef struct {
 } attention_step;
 
 /* Causal attention: query, out [tokens, heads, head_dim] bf16, strides between tokens in elements. window <= 0 and softcap <= 0 mean none. Rows
- * of sequences that the level has no kernel for (many queries over bf16, without products of bf16) are left alone. */
+ * of sequences that the level has no kernel for (many queries without bf16 products) are left alone. */
 typedef struct {
     const uint16_t *query;
     uint16_t *out;
