@@ -21,7 +21,7 @@ POINT_SECONDS = 0.1  # what takes long is told from noise by few samples: no mor
 LONG_SECONDS = 0.03  # a first run that takes so long is a sample: what it makes for later ones is a small part of it
 MOST_SPREAD = 0.25  # of the middle half of a point's samples, over their median: what a quiet machine shows is a tenth of it
 MOST_BENT = 0.25  # how far sanity may move a measured point
-_GROWTH = 3.0  # what a point may take at the most, in that which came before it in its block
+_GROWTH = 2.0  # what a point is taken to need before it has run, in that which comes before it in its block
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +59,15 @@ class Rounds(Generic[Key]):
 
     def _pass(self, block: Block[Key]) -> bool:
         """Whether anything was run."""
-        wanted = [point for point in block.points if self._wants(point.key)]
-        if not wanted or self.clock() >= self.deadline:
+        if self.clock() >= self.deadline or not any(self._wants(point.key) for point in block.points):
             return False
         block.begin()
         ran, before = False, 0.0
-        for point in wanted:
-            known = self._expected.get(point.key)
-            if self.clock() + self._least(point.key, _GROWTH * before if known is None else known) > self.deadline:
-                before = max(before, known or 0.0)
-                continue
-            before, ran = self._sample(point), True
+        for point in block.points:
+            if self._wants(point.key) and self.clock() + self._needs(point.key, before) <= self.deadline:
+                self._sample(point)
+                ran = True
+            before = self._expected.get(point.key, before)
         return ran
 
     def _wants(self, key: Key) -> bool:
@@ -77,18 +75,20 @@ class Rounds(Generic[Key]):
         enough = MOST_SAMPLES if not seconds else min(max(LEAST_SAMPLES, int(POINT_SECONDS / seconds)), MOST_SAMPLES)
         return len(self.samples.get(key, ())) < self.patience * enough
 
-    def _least(self, key: Key, seconds: float) -> float:
-        """What is still to come of a point before it counts: one that cannot be finished is not begun."""
-        return seconds * (LEAST_SAMPLES + 1 if key not in self._expected else 1)
+    def _needs(self, key: Key, before: float) -> float:
+        """Seconds that must be left: of a point that was begun one run; of a new one all that count, and what begun ones still want."""
+        if key in self._expected:
+            return self._expected[key]
+        owed = sum(max(0, LEAST_SAMPLES - len(self.samples.get(one, ()))) * seconds for one, seconds in self._expected.items())
+        return owed + (LEAST_SAMPLES + 1) * _GROWTH * before
 
-    def _sample(self, point: Point[Key]) -> float:
+    def _sample(self, point: Point[Key]) -> None:
         start = self.clock()
         point.run()
         seconds = self.clock() - start
         if point.key in self._expected or seconds >= LONG_SECONDS:
             self.samples.setdefault(point.key, []).append(seconds)
         self._expected[point.key] = seconds
-        return seconds
 
     def medians(self) -> dict[Key, float]:
         """Of all points that have enough samples."""
