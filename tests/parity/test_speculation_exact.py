@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -73,7 +74,9 @@ class Engine:
         few = most_few(config.num_heads, config.num_kv_heads) if fixed else None
         runner = Runner(self.replay, cache, CpuBackend(dtype), Sampler(config.vocab_size), few)
         pool = SlotPool(SLOTS, capacity or SLOTS * MAX_LEN)
-        self.engine = DecoderEngine(Scheduler(pool, StepPace(64), Limits(MAX_LEN, SLOTS // 2, 64), {EOS}), runner)
+        ticks = count()  # every step takes as long, so two runs have the same steps
+        scheduler = Scheduler(pool, StepPace(64), Limits(MAX_LEN, SLOTS // 2, 64), {EOS})
+        self.engine = DecoderEngine(scheduler, runner, clock=lambda: float(next(ticks)))
         self.stats: list[StepStats] = []
 
     def say(self, requests: list[Generate], make: MakeSpeculation | None = None) -> Said:
