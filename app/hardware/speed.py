@@ -54,21 +54,26 @@ def expect(measurements: Measurements | None, served: Served) -> Speed:
 
 
 def _capacity(served: Served) -> Decision[Mapping[str, Mapping[int, float]]]:
-    """Decode by measured rows and at the most that may run, each with a typical context; prefill at measured sizes of a step."""
+    """Decode by measured rows, each with a typical context; prefill by measured sizes of a step."""
     timing, needs = served.timing, served.needs
     if timing is None or needs is None:
         return Decision({}, _UNKNOWN)
     context = min(TYPICAL_CONTEXT, max(1, needs.max_model_len // 2))
-    sizes = {*(rows for rows in timing.trial.decode_seconds if rows <= served.limits.running_seqs), served.limits.running_seqs}
-    decode = {rows: rows / timing.steps.decode(rows, rows * context) for rows in sorted(sizes)}
-    tokens = {*(size for size in timing.trial.prefill_seconds if size <= served.limits.batch_tokens), served.limits.batch_tokens}
-    prefill = {size: timing.prefill_rate(size) for size in sorted(tokens)}
+    rows = _sizes(timing.trial.decode_seconds, served.limits.running_seqs)
+    decode = {row: row / timing.steps.decode(row, row * context) for row in rows}
+    prefill = {size: timing.prefill_rate(size) for size in _sizes(timing.trial.prefill_seconds, served.limits.batch_tokens)}
     last, step = max(decode), max(prefill)
     return Decision(
         {"decode": decode, "prefill": prefill},
         f"From measured steps: {rate(decode[min(decode)])} tokens/s at {count(min(decode), 'sequence')} and {rate(decode[last])} at "
         f"{last}, each {context} tokens long, and {rate(prefill[step])} of a prompt in steps of {step}.",
     )
+
+
+def _sizes(table: Mapping[int, float], most: int) -> list[int]:
+    """What was measured and may be served, and the most that may where that lies between; nothing is made up beyond."""
+    known = [size for size in table if size <= most]
+    return sorted({*known, min(most, max(table))})
 
 
 def _roofline(measured: Measurements | None, served: Served) -> Decision[Mapping[str, float]]:

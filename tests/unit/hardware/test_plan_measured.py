@@ -110,8 +110,15 @@ def test_fewer_threads_where_they_are_quicker(llama_1b: Needs, quicker: float, t
     found = plan(measured(BF16, fewer), llama_1b)
     assert found.threads.value == threads
     assert found.environment()["OMP_NUM_THREADS"] == str(threads)
+    assert "other work" not in found.threads.reason
     told = {7: "Measured with 7 threads", 8: "7 threads would"}[threads]
     assert told in found.threads.reason and "8 physical cores may be used" in found.threads.reason
+
+
+def test_a_thread_too_many_by_far_tells_of_other_work(llama_1b: Needs) -> None:
+    """Two threads that share a core with somebody wait for each other; what was measured then is true, but may not last."""
+    found = plan(measured(BF16, trial("bf16", 33, 200, 1320, threads=7)), llama_1b).threads
+    assert found.value == 7 and "a sign of other work on these cores" in found.reason
 
 
 def test_threads_that_are_forced_stay(llama_1b: Needs) -> None:
@@ -217,6 +224,9 @@ def test_capacity_counts_a_typical_context(llama_1b: Needs) -> None:
     assert decode[8] == pytest.approx(8 / (8 / 150 + 8 * 512e-6))
     assert prefill[128] == pytest.approx(1000)
     assert "at 64, each 512 tokens long" in found.reason
+    assert list(plan(measured(BF16), llama_1b, max_running_seqs=5).capacity_tokens_per_second.value["decode"]) == [1, 5]
+    few = dataclasses.replace(BF16, decode_seconds={1: 1 / 25, 8: 8 / 150})
+    assert list(plan(measured(few), llama_1b).capacity_tokens_per_second.value["decode"]) == [1, 8], "nothing is made up beyond"
     assert plan(None, llama_1b).capacity_tokens_per_second.value == {}
 
 
