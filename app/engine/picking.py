@@ -6,6 +6,7 @@ Whatever needs more of a row (penalties, beams, no limit on what may be drawn) i
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -42,8 +43,10 @@ def pick_best(best: Best, rows: Rows[RowToPick]) -> list[Picked]:
 
     Of tokens that tie for the last of `top_k` places the one with the lower id is kept; from whole rows all of them are.
     """
-    require_finite(best.values[:, 0])
-    ids, drawn = best.ids.tolist(), [index for index, row in enumerate(rows) if not row.sequence.params.greedy]
+    values, ids = best.values.tolist(), best.ids.tolist()
+    if not all(isfinite(row[0]) for row in values):
+        require_finite(best.values[:, 0])
+    drawn = [index for index, row in enumerate(rows) if not row.sequence.params.greedy]
     places = [0] * len(rows)
     if drawn:
         for index, place in zip(drawn, _draw(best, [rows[index] for index in drawn], drawn), strict=True):

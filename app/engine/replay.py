@@ -39,10 +39,9 @@ class Replay:
 
     def __call__(self, context: StepContext) -> Tensor | Best:
         """As the model's own `forward`."""
-        tokens, rows = len(context.token_ids), context.logit_rows
-        if self.reason or not context.stays or tokens > MOST_TOKENS:
+        if self.reason or context.shape is None or context.shape[0] > MOST_TOKENS:
             return self.model.forward(context)
-        shape = (tokens, tokens if rows is None else len(rows), context.best)
+        shape = (*context.shape, context.best)
         recorded = self.recorded.get(shape)
         if recorded is None:
             return self._eager(shape, context)

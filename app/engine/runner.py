@@ -80,13 +80,13 @@ class Runner:
             positions += range(span.start, span.end)
             logit_rows += range(len(token_ids) - span.num_picks, len(token_ids))
         attend = self._attention.begin(spans)
-        which = None if len(logit_rows) == len(token_ids) else self._ids(self._logit_rows, logit_rows)
-        ids, places = self._ids(self._token_ids, token_ids), self._ids(self._positions, positions)
-        stays = self._attention.stays and self._token_ids.stays and self.backend.device.type == "cpu"
-        return StepContext(ids, places, which, attend, wanted, stays)
+        which = None if len(logit_rows) == len(token_ids) else self._here(self._logit_rows.fill(logit_rows))
+        ids, places = self._here(self._token_ids.fill(token_ids)), self._here(self._positions.fill(positions))
+        shape = (len(token_ids), len(logit_rows)) if self._attention.stays and self._token_ids.stays else None
+        return StepContext(ids, places, which, attend, wanted, shape)
 
-    def _ids(self, words: Words, values: list[int]) -> Tensor:
-        return words.fill(values).to(self.backend.device)
+    def _here(self, words: Tensor) -> Tensor:
+        return words if self.backend.device.type == "cpu" else words.to(self.backend.device)
 
 
 class StepAttention:

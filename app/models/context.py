@@ -36,7 +36,8 @@ class StepContext:
     """token_ids, positions [tokens] int64; logit_rows [rows] int64: the tokens whose logits are wanted (None: all).
 
     `best`: that many of the best are enough; a model whose output layer can only write all logits gives those.
-    `stays`: the tensors, and what `attend` reads, lie where those of the next such step will lie; nothing but their values will differ.
+    `shape`: how many tokens and rows of logits, where nothing but values will differ in the next step that has as many: tensors, and what
+    `attend` reads, will lie where they lie now.
     """
 
     token_ids: Tensor
@@ -44,4 +45,4 @@ class StepContext:
     logit_rows: Tensor | None
     attend: Attend
     best: Wanted | None = None
-    stays: bool = False
+    shape: tuple[int, int] | None = None
