@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import ceil
 
 from app.hardware.tempo import Tempo
 from app.messages import Snapshot
@@ -28,7 +29,7 @@ class Line:
 
     def __init__(self, tempo: Tempo, now: Snapshot, habits: Habits) -> None:
         self._tempo, self._habits = tempo, habits
-        self._left = sorted(_expected(made, most, habits.completion_tokens) for made, most in now.rows)  # steps, of each row
+        self._left = sorted(_expected(made, most, habits.completion_tokens) for made, most in now.rows)  # tokens, of each row
         self._context = now.context_tokens
         self._reading = [list(prompt) for prompt in now.prompts]  # tokens computed and to compute
         self._queue = list(now.queue)
@@ -64,7 +65,7 @@ class Line:
             self._reading.append([0, self._queue.pop(0)])
         rows = len(self._left)
         if not self._reading:
-            return self._decode(self._left[0] if jump and self._left else 1, 0, 0)
+            return self._decode(ceil(self._left[0] / self._tempo.tokens_made) if jump and self._left else 1, 0, 0)
         computed, to_compute = self._reading[0]
         budget = self._chunk(rows, computed)
         if jump and to_compute > budget:
@@ -96,11 +97,13 @@ class Line:
         return budget - left
 
     def _decode(self, steps: int, tokens: int, computed: int) -> float:
-        """So many steps alike: every row goes on by one token in each, and who has ended leaves with its context."""
+        """So many steps alike: every row goes on by a token in each, or by what guessing makes of it; who has ended leaves."""
         rows = len(self._left)
-        seconds = steps * self._tempo.seconds(rows, tokens, self._context + rows * steps // 2, computed)
-        stay = [left - steps for left in self._left if left > steps]
-        self._context = (self._context + rows * steps) * len(stay) // rows if rows else 0
+        computed_rows = rows if tokens else round(rows * (1 + self._tempo.guesses))
+        made = steps if tokens else max(1, round(steps * self._tempo.tokens_made))
+        seconds = steps * self._tempo.seconds(computed_rows, tokens, self._context + rows * steps // 2, computed)
+        stay = [left - made for left in self._left if left > made]
+        self._context = (self._context + rows * made) * len(stay) // rows if rows else 0
         self._left = stay
         return seconds
 

@@ -24,6 +24,7 @@ _RECENT_RATIOS = 9  # the same for four; a table that is wrong is noticed within
 _BOUNDS = 0.25, 4.0  # what measured steps can change of the table: further off, it is not steps that they measure
 _GAIN = 0.3  # of a new measurement in the running price
 _MAX_CHANGE = 2.0  # a measurement counts at most as this factor, so that one outlier moves the price by 30%
+_GUESS_GAIN, _FEW_GUESSES = 0.1, 0.01  # of a new step in the running means of guesses, and what counts as none
 _LINE_TOKENS = 1024  # where the learned line is written down as a table
 
 
@@ -87,11 +88,23 @@ class _Corrected:
         if expected <= 0.0 or self.tempo is None:
             return
         kind = "prefill" if not step.num_decode_sequences else "mixed" if step.prefill_tokens else "decode"
+        if kind == "decode":
+            self._note_guesses(step)
         self._ratios[kind].append(step.seconds / expected)
         decode = self._factor("decode", 1.0)
         prefill = self._factor("prefill", decode)
         mixed = self._factor("mixed", max(decode, prefill))
         self.tempo = replace(self.tempo, decode_factor=decode, mixed_factor=mixed, prefill_factor=self._factor("prefill", mixed))
+
+    def _note_guesses(self, step: StepStats) -> None:
+        """Running means; nothing to do while nothing is guessed."""
+        now = self.tempo
+        if now is None or not (step.drafted_tokens or now.guesses):
+            return
+        drafted, made = step.drafted_tokens / step.num_decode_sequences, step.decode_tokens / step.num_decode_sequences
+        guesses = now.guesses + _GUESS_GAIN * (drafted - now.guesses)
+        tokens_made = now.tokens_made + _GUESS_GAIN * (made - now.tokens_made)
+        self.tempo = replace(now, guesses=guesses if guesses > _FEW_GUESSES else 0.0, tokens_made=tokens_made)
 
     def _factor(self, kind: str, otherwise: float) -> float:
         """A kind of step that was not seen yet is as far off as its kin."""

@@ -120,6 +120,8 @@ class SlotPool:
             if slot.running:
                 total += self._size(slot)
                 continue
+            if not slot.leaners and placement is None:  # most slots, at every step
+                continue
             pins = [self.slots[leaner].prefix_tokens for leaner in slot.leaners if self.slots[leaner].running]
             if placement is not None and placement.prefix_slot == slot.index:
                 pins.append(placement.prefix_tokens)

@@ -20,7 +20,8 @@ SHORTEST_TARGET_SECONDS = 0.010  # nobody reads a hundred tokens a second: below
 class Tempo:
     """`steps` as measured before, and what recent steps took over that, by what they carried. A step has room for `max_tokens` of prompts.
 
-    Without `target_seconds` steps may take so many times what the decodes alone would.
+    Without `target_seconds` steps may take so many times what the decodes alone would. A step that only decodes carries so many
+    guesses a sequence, and makes so many tokens of it; beside prompts nothing is guessed.
     """
 
     steps: StepSeconds
@@ -29,6 +30,8 @@ class Tempo:
     decode_factor: float = 1.0
     mixed_factor: float = 1.0
     prefill_factor: float = 1.0
+    guesses: float = 0.0
+    tokens_made: float = 1.0
 
     def seconds(self, rows: int, tokens: int, context_tokens: int = 0, prompt_context_tokens: int = 0) -> float:
         """A step of so many decoding rows over their context, and tokens of a prompt behind what is computed of it."""

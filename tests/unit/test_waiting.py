@@ -147,6 +147,12 @@ def test_where_all_places_are_taken_a_row_has_to_end_first() -> None:
     assert queued == pytest.approx(30 * INT4.decode(4), rel=0.1), "and the one before takes its place"
 
 
+def test_guesses_make_steps_longer_and_rows_end_sooner() -> None:
+    now = Snapshot(stepped_at=5.0, rows=((10, 30),) * 4, tempo=Tempo(INT4, BATCH, guesses=1.0, tokens_made=1.5))
+    wait = first_token_seconds(now, [(5.0, 8)], 5.0, HABITS)
+    assert wait == pytest.approx(20 * INT4.decode(8) + 0.03, rel=0.1)
+
+
 @settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(0, 300), st.integers(1, 4000)), max_size=6),

@@ -194,6 +194,18 @@ def test_a_slower_machine_makes_the_target_longer_too_and_a_table_is_seldom_prob
     assert budgets[-1] == budgets[0]
 
 
+def test_guesses_are_noted_while_there_are_any() -> None:
+    steps = StepSeconds.of(TABLES["small"])
+    pace = StepPace(512, steps=steps)
+    for _ in range(60):
+        pace.observe(StepStats(steps.decode(8), decode_tokens=6, num_decode_sequences=4, drafted_tokens=4, accepted_tokens=2))
+    assert (tempo_of(pace).guesses, tempo_of(pace).tokens_made) == (pytest.approx(1.0, abs=0.01), pytest.approx(1.5, abs=0.01))
+    assert tempo_of(pace).decode_factor == pytest.approx(1.0)
+    for _ in range(60):
+        pace.observe(StepStats(steps.decode(4), decode_tokens=4, num_decode_sequences=4))
+    assert (tempo_of(pace).guesses, tempo_of(pace).tokens_made) == (0.0, pytest.approx(1.0, abs=0.01))
+
+
 def test_what_no_machine_does_changes_a_table_only_so_far() -> None:
     pace = StepPace(512, steps=StepSeconds.of(TABLES["small"]))
     for _ in range(20):
