@@ -1,6 +1,7 @@
-"""What rounding costs: a text's perplexity at each precision, and how often its likeliest next token is the one that FP32 has.
+"""What rounding costs: a text's perplexity at each precision of weights, and of keys and values, and how often its likeliest next token is
+the one that FP32 has.
 
-Each precision is planned and loaded as serving does it, without the int8 copy that may stand beside four bits: those are what is judged.
+Each is planned and loaded as serving does it, without the int8 copy that may stand beside four bits: those are what is judged.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from app.backends.base import Backend
 from app.backends.selection import select_backend
 from app.bench.console import Advance, progress
 from app.bench.stats import Figure, Outcome
@@ -29,13 +31,21 @@ from app.weights.load import load_model
 from app.weights.pack_cache import Packs
 from app.weights.recipes import RECIPES
 
-PRECISIONS = ("fp32", "bf16", "int8", "int4")  # the first is what the others are held against
-TARGETS = {"int8": 1.005, "int4": 1.03}  # of FP32's perplexity
+# Precision of weights, and of keys and values where it is not as wide as the activations. The first is what the others are held against.
+FORMS = {
+    "fp32": ("fp32", "auto"),
+    "bf16": ("bf16", "bf16"),
+    "bf16, int8 KV": ("bf16", "int8"),
+    "int8": ("int8", "bf16"),
+    "int4": ("int4", "bf16"),
+    "int4, int8 KV": ("int4", "int8"),
+}
+TARGETS = {"bf16, int8 KV": 1.005, "int8": 1.005, "int4": 1.03, "int4, int8 KV": 1.03}  # of FP32's perplexity
 
 
 @dataclass(slots=True)
 class Score:
-    """Of one precision: each window's surprise in nats and likeliest tokens, in order, and what its weights take."""
+    """Of one form: each window's surprise in nats and likeliest tokens, in order, and what its weights take."""
 
     weight_bytes: int = 0
     nats: list[float] = field(default_factory=list)
@@ -64,17 +74,18 @@ class Subject:
     settings: Settings
     facts: Facts
 
-    def plan(self, precision: str) -> ServingPlan:
-        settings = self.settings.model_copy(update={"precision": precision, "int8_copy": "off"})
+    def plan(self, precision: str, kv_precision: str) -> ServingPlan:
+        changed = {"precision": precision, "kv_precision": kv_precision, "int8_copy": "off"}
+        settings = self.settings.model_copy(update=changed)
         return make_plan(self.facts, None, settings, self.checkpoint.needs(), RECIPES.keys())
 
 
 def measure(subject: Subject, text: Path, max_tokens: int | None) -> Outcome:
-    """Every precision that this machine has a recipe for. Ctrl-C keeps the windows that were read, and compares what both have."""
+    """Every form that this machine has a recipe for. Ctrl-C keeps the windows that were read, and compares what both have."""
     checkpoint, facts = subject.checkpoint, subject.facts
     windows = windows_of(Tokenizer(checkpoint.directory), text, checkpoint.model_config.max_model_len, max_tokens)
     plans, refused = _plans(subject)
-    scores = {precision: Score() for precision in plans}
+    scores = {name: Score() for name in plans}
     with progress(len(plans) * len(windows), "loading") as advance, torch.inference_mode():
         complete = _read_all(checkpoint, windows, plans, scores, advance)
     num_tokens = sum(len(window) - 1 for window in windows)
@@ -85,38 +96,43 @@ def measure(subject: Subject, text: Path, max_tokens: int | None) -> Outcome:
 
 
 def _plans(subject: Subject) -> tuple[dict[str, ServingPlan], dict[str, str]]:
-    """A plan for each precision, and why there is none for the others."""
+    """A plan for each form, and why there is none for the others."""
     plans, refused = {}, {}
-    for precision in PRECISIONS:
+    for name, (precision, kv_precision) in FORMS.items():
         try:
-            plans[precision] = subject.plan(precision)
+            plans[name] = subject.plan(precision, kv_precision)
         except (NoRecipe, PlanImpossible) as error:
-            refused[precision] = error.message
+            refused[name] = error.message
     return plans, refused
 
 
 def _read_all(
     checkpoint: Checkpoint, windows: list[Window], plans: dict[str, ServingPlan], scores: dict[str, Score], advance: Advance
 ) -> bool:
-    """One precision after the other. Answers False after Ctrl-C."""
-    configured = False
+    """One form after the other; weights stay loaded while only keys and values change. Answers False after Ctrl-C."""
+    configured, model, loaded = False, None, ""
     try:
-        for precision, plan in plans.items():
+        for name, plan in plans.items():
             backend = select_backend(plan)
             if not configured:  # pools are sized once, and are the same for all
                 backend.configure(plan)
                 configured = True
-            folder = plan.pack_folder.value
-            packs = None if folder is None else Packs(Path(folder), lambda done, total: None)
-            model = load_model(checkpoint, plan, backend, packs=packs)
-            scores[precision].weight_bytes = held_bytes(model)
+            if model is None or loaded != plan.precision.value:
+                model, loaded = _load(checkpoint, plan, backend), plan.precision.value
+            scores[name].weight_bytes = held_bytes(model)
             reader = Reader(model, checkpoint.model_config, KV_DTYPES[plan.kv_precision.value], backend)
             for window in windows:
-                scores[precision].hold(*reader.read(window))
-                advance(precision)
+                scores[name].hold(*reader.read(window))
+                advance(name)
     except KeyboardInterrupt:
         return False
     return True
+
+
+def _load(checkpoint: Checkpoint, plan: ServingPlan, backend: Backend) -> nn.Module:
+    folder = plan.pack_folder.value
+    packs = None if folder is None else Packs(Path(folder), lambda done, total: None)
+    return load_model(checkpoint, plan, backend, packs=packs)
 
 
 def held_bytes(model: nn.Module) -> int:
@@ -130,17 +146,16 @@ def held_bytes(model: nn.Module) -> int:
 
 
 def _figures(scores: dict[str, Score], num_parameters: int) -> Iterator[Figure]:
-    reference = scores.get(PRECISIONS[0])
-    for precision, score in scores.items():
+    reference = scores.get(next(iter(FORMS)))
+    for name, score in scores.items():
         if not score.nats:
             continue
         windows = len(score.nats)
         perplexity, ratio, against = score.perplexity(windows), None, ""
         if reference is not None and reference is not score:
             ratio, against = perplexity / reference.perplexity(windows), "FP32"
-        yield Figure(
-            f"{precision}, perplexity", perplexity, "", ratio=ratio, against=against, target=TARGETS.get(precision), at_most=True
-        )
+        yield Figure(f"{name}, perplexity", perplexity, "", ratio=ratio, against=against, target=TARGETS.get(name), at_most=True)
         if ratio is not None and reference is not None:
-            yield Figure(f"{precision}, same likeliest token", 100 * score.agreement(reference), "% of tokens", against="FP32")
-        yield Figure(f"{precision}, weights", score.weight_bytes / num_parameters, "B a parameter")
+            yield Figure(f"{name}, same likeliest token", 100 * score.agreement(reference), "% of tokens", against="FP32")
+        if FORMS[name][1] != "int8":
+            yield Figure(f"{name}, weights", score.weight_bytes / num_parameters, "B a parameter")

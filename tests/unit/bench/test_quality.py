@@ -52,6 +52,9 @@ def test_every_precision_is_held_against_the_first(subject, text):
     assert found["bf16, same likeliest token"] > 80
     assert found["fp32, weights"] == 4.0  # as stored, the embedding too
     assert 2.0 < found["bf16, weights"] < 3.0  # which is not rounded
+    assert found["bf16, int8 KV, perplexity"] == pytest.approx(found["bf16, perplexity"], rel=0.02)
+    assert found["bf16, int8 KV, perplexity"] != found["bf16, perplexity"]
+    assert "bf16, int8 KV, weights" not in found  # they are bf16's
     if has(Code.LINEAR_INT):
         assert found["int8, perplexity"] == pytest.approx(found["fp32, perplexity"], rel=0.05)
         assert found["int4, perplexity"] == pytest.approx(found["fp32, perplexity"], rel=0.3)
@@ -72,6 +75,7 @@ def test_ctrl_c_compares_what_both_have_read(subject, text, monkeypatch):
     assert not outcome.complete
     ratios = {figure.name: figure.ratio for figure in outcome.figures}
     assert ratios["bf16, perplexity"] == pytest.approx(1.0, rel=0.02)
+    assert "bf16, int8 KV, perplexity" not in values(outcome)
     assert values(outcome)["bf16, perplexity"] != pytest.approx(values(outcome)["fp32, perplexity"], rel=1e-3)
     assert not any(name.startswith("int") for name in values(outcome))
 
