@@ -90,6 +90,10 @@ class Rehearsal:
         self._kv_cache = KVCache(shape, KV_DTYPES[plan.kv_precision.value])
         self._runners = {layers: self._runner(layers, backend) for layers in self.layer_counts}
         self._remember()
+        for (
+            layers
+        ) in self.layer_counts:  # before the first step attention does not know how much room it wants, and none is recorded
+            self.step(StepShape("decode", 1, layers))()
 
     # ---- which steps -------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,241 @@
+"""Calibration of tiny models: steps really run with made-up weights, and what is said of the whole model follows from what they took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.backends.selection import select_backend
+from app.engine import measuring
+from app.engine.measuring import Subject, measure
+from app.engine.rehearsal import CHUNK_TOKENS, CONTEXT_ROWS, Extent, Rehearsal, StepShape
+from app.hardware.decision import Measurements, Trial
+from app.hardware.plan import ServingPlan, make_plan
+from app.hardware.probe import probe
+from app.kernels import ceilings
+from app.kernels.operations import Code, has
+from app.settings import Settings
+from app.weights.checkpoint import Checkpoint, open_checkpoint
+from app.weights.load import load_model
+from app.weights.recipes import RECIPES
+from tiny_checkpoints import write_checkpoint
+
+INTEGERS = pytest.mark.skipif(not has(Code.LINEAR_INT), reason="integer forms need the native library")
+PRECISIONS = ["fp32", "bf16", pytest.param("int8", marks=INTEGERS), pytest.param("int4", marks=INTEGERS)]
+FIXED, LAYER, ROW, CONTEXT = 1e-3, 1e-4, 1e-5, 1e-9  # seconds of a step on the machine of these tests
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return open_checkpoint(write_checkpoint(tmp_path_factory.mktemp("measuring") / "tiny", num_hidden_layers=8))
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def plan_of(checkpoint: Checkpoint, **settings: Any) -> ServingPlan:
+    asked = {"threads": 1, "max_batch_tokens": 128, "max_running_seqs": 8, "int8_copy": "off", **settings}
+    return make_plan(probe(), None, Settings(**asked), checkpoint.needs(), RECIPES.keys())
+
+
+def rehearsal_of(checkpoint: Checkpoint, **settings: Any) -> Rehearsal:
+    plan = plan_of(checkpoint, **settings)
+    return Rehearsal(checkpoint.model_config, plan, select_backend(plan), Extent(0, 4))
+
+
+# ---- steps that really run -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_steps_run_with_weights_that_nobody_read(checkpoint: Checkpoint, precision: str) -> None:
+    with torch.inference_mode():
+        rehearsal = rehearsal_of(checkpoint, precision=precision)
+        for shape in (StepShape("decode", 4, 2), StepShape("decode", 8, 1, rehearsal.context), StepShape("prefill", 100, 2)):
+            step = rehearsal.step(shape)
+            for _ in range(3):  # logits that are not finite would raise
+                assert step()
+
+
+@INTEGERS
+def test_steps_are_run_again_from_the_second_on(checkpoint: Checkpoint) -> None:
+    with torch.inference_mode():
+        rehearsal = rehearsal_of(checkpoint, precision="int4")
+        step = rehearsal.step(StepShape("decode", 4, 2))
+        step()
+        replay: Any = rehearsal._runners[2].model
+        assert (replay.reason, replay.num_runs) == ("", 0)
+        step()
+        assert replay.num_runs == 1
+
+
+@INTEGERS
+def test_compile_off_leaves_them_eager(checkpoint: Checkpoint) -> None:
+    replay: Any = rehearsal_of(checkpoint, precision="int4", compile="off")._runners[2].model
+    assert "Asked for" in replay.reason
+
+
+@pytest.mark.parametrize("architecture", ["Gemma2ForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM"])
+def test_every_family_can_be_rehearsed(tmp_path: Path, architecture: str) -> None:
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path / "tiny", architecture))
+    with torch.inference_mode():
+        assert rehearsal_of(checkpoint, precision="bf16").step(StepShape("decode", 2, 2))()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_weights_that_a_step_reads_are_counted_as_they_are_loaded(checkpoint: Checkpoint, precision: str) -> None:
+    plan = plan_of(checkpoint, precision=precision)
+    model = load_model(checkpoint, plan, select_backend(plan))
+    held = sum(module.form.nbytes for module in model.modules() if hasattr(module, "form") and hasattr(module, "sources"))
+    assert rehearsal_of(checkpoint, precision=precision).read_bytes == held
+
+
+def test_layers_exceed_the_cache_twice(checkpoint: Checkpoint) -> None:
+    plan = plan_of(checkpoint, precision="fp32")
+
+    def layers(extent: Extent) -> int:
+        return Rehearsal(checkpoint.model_config, plan, select_backend(plan), extent).few_layers
+
+    layer, output = rehearsal_of(checkpoint, precision="fp32")._sizes(checkpoint.model_config)
+    assert layers(Extent(0, 8)) == 2
+    assert layers(Extent(0, 2)) == 4
+    assert layers(Extent((output + 5 * layer) // 2, 8)) == 5
+    assert layers(Extent(2**40, 8)) == 8, "no more than the model has"
+
+
+# ---- what is said of the whole model ---------------------------------------------------------------------------------
+
+
+class Machine:
+    """A clock that only steps move, by what they would take on a machine without noise (or with)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, factor: Callable[[Rehearsal, int], float]) -> None:
+        self.now, self.factor, self.steps = 0.0, factor, 0
+        monkeypatch.setattr(Rehearsal, "step", lambda rehearsal, shape: lambda: self._run(rehearsal, shape))
+
+    def __call__(self) -> float:
+        return self.now
+
+    def _run(self, rehearsal: Rehearsal, shape: StepShape) -> None:
+        self.steps += 1
+        rows = FIXED + shape.layers * (LAYER + shape.size * ROW + shape.size * shape.context * CONTEXT)
+        self.now += rows * self.factor(rehearsal, torch.get_num_threads())
+
+
+def subject_of(checkpoint: Checkpoint, *precisions: str, **changes: Any) -> Subject:
+    ways = tuple(plan_of(checkpoint, precision=name) for name in precisions)
+    return Subject(checkpoint.model_config, ways, **{"threads": (1,), "choose": lambda found: precisions[0], **changes})
+
+
+def quiet(rehearsal: Rehearsal, threads: int) -> float:
+    return 1.0
+
+
+def measured(machine: Machine, subject: Subject, budget: float = 0.7) -> Measurements:
+    return measure(subject, budget, lambda stage: None, machine)
+
+
+def test_the_whole_models_seconds(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, quiet)
+    found = measured(machine, subject_of(checkpoint, "fp32"))
+    (trial,) = found.trials
+    assert (trial.precision, trial.threads, found.fallback) == ("fp32", 1, "")
+    assert trial.decode_seconds == pytest.approx({rows: FIXED + 8 * (LAYER + rows * ROW) for rows in (1, 2, 4, 8)})
+    assert trial.prefill_seconds == pytest.approx({size: FIXED + 8 * (LAYER + size * ROW) for size in (32, 64, 128)})
+    assert trial.context_token_seconds == pytest.approx(8 * CONTEXT)
+    assert trial.pair_seconds == pytest.approx(8 * CONTEXT)
+    assert found.seconds == pytest.approx(machine.now)
+    assert trial.operations_per_token == 2 * 8 * (32 * 64 + 32 * 32 + 2 * 32 * 48 + 48 * 32)
+
+
+def test_a_noisy_machine_gives_a_reason_and_no_table(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, lambda rehearsal, threads: (1.0, 5.0, 2.0)[machine.steps % 3])
+    found = measured(machine, subject_of(checkpoint, "fp32"))
+    assert (found.trials, "too busy" in found.fallback) == ((), True)
+
+
+def test_no_time_gives_a_reason_and_no_table(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, lambda rehearsal, threads: 1000.0)
+    found = measured(machine, subject_of(checkpoint, "fp32"), budget=0.5)
+    assert (found.trials, "no time" in found.fallback) == ((), True)
+    assert machine.steps <= 2
+
+
+@INTEGERS
+def test_all_that_may_be_chosen_is_looked_at_and_the_choice_looked_at_closely(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(monkeypatch, lambda rehearsal, threads: 0.5 if rehearsal.plan.precision.value == "int4" else 1.0)
+
+    def quickest(found: Measurements) -> str:
+        return min(found.trials, key=lambda trial: trial.decode_seconds[1]).precision
+
+    subject = subject_of(checkpoint, "bf16", "int8", "int4", choose=quickest, threads=(2, 1))
+    found = measured(machine, subject)
+    ways = {(trial.precision, trial.threads): trial for trial in found.trials}
+    assert ways.keys() == {("bf16", 2), ("int8", 2), ("int4", 2), ("int4", 1)}
+    assert len(ways["int4", 2].decode_seconds) > len(ways["int4", 1].decode_seconds) == len(ways["bf16", 2].decode_seconds) == 2
+    assert machine.now <= 0.75
+
+
+@INTEGERS
+def test_where_eight_bits_are_quicker_than_four(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, quiet)
+    seconds = machine._run
+
+    def run(rehearsal: Rehearsal, shape: StepShape) -> None:
+        before = machine.now
+        seconds(rehearsal, shape)
+        if rehearsal.plan.int8_copy.value:  # slower for few tokens, quicker for many
+            machine.now = before + (machine.now - before) * (0.75 if shape.size > 64 else 1.1)
+
+    monkeypatch.setattr(machine, "_run", run)
+    copy = plan_of(checkpoint, precision="int4", int8_copy="on")
+    found = measured(machine, subject_of(checkpoint, "int4", copy=copy))
+    lean, both = found.trials
+    assert found.most_few_rows == 64
+    assert (lean.int8_copy, both.int8_copy) == (False, True)
+    assert both.prefill_seconds[64] == lean.prefill_seconds[64]
+    assert both.prefill_seconds[128] == pytest.approx(0.75 * lean.prefill_seconds[128])
+
+
+def test_ceilings_are_sampled_where_the_budget_has_room(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ceilings, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(measuring, "READ_BYTES", 2**20)
+    monkeypatch.setattr(measuring, "PRODUCT_SHAPES", ((64, 64, 64),))
+    found = measured(Machine(monkeypatch, quiet), subject_of(checkpoint, "fp32"), budget=3.0)
+    assert found.read_bytes_per_second and found.read_bytes_per_second > 1e6
+    assert found.products_per_second.keys() == {"fp32"}
+
+
+def test_whoever_is_told_may_stop_it(checkpoint: Checkpoint) -> None:
+    def stop(stage: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure(subject_of(checkpoint, "fp32"), 0.5, stop)
+
+
+def test_a_context_needs_room(checkpoint: Checkpoint) -> None:
+    short = rehearsal_of(checkpoint, precision="fp32", max_model_len=32)
+    assert (short.context, short.prefill_tokens()) == (0, [32])
+    assert CONTEXT_ROWS <= 8 < CHUNK_TOKENS
+
+
+def test_a_trial_of_a_tiny_model_is_believable(checkpoint: Checkpoint) -> None:
+    """With the real clock: whatever the machine is doing, there is a sane table or a reason."""
+    found = measure(subject_of(checkpoint, "fp32"), 0.3, lambda stage: None)
+    assert bool(found.trials) != bool(found.fallback)
+    assert all(_is_sane(trial) for trial in found.trials)
+
+
+def _is_sane(trial: Trial) -> bool:
+    tables = (trial.decode_seconds, trial.prefill_seconds)
+    return all(list(table.values()) == sorted(table.values()) and min(table.values()) > 0 for table in tables)
