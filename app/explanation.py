@@ -88,7 +88,8 @@ def _head(explained: Explained) -> Table:
     )
     table.add_row("processor", f"{processor(facts)}, {count(len(facts.cores), 'core')}{limits}")
     table.add_row("memory", f"{gib(facts.usable_bytes)} available of {gib(facts.memory_limit_bytes)}")
-    table.add_row("measured", explained.origin)
+    fallback = explained.measurements.fallback if explained.measurements else ""
+    table.add_row("measured", f"{explained.origin}; not taken for true, since {fallback}" if fallback else explained.origin)
     return table
 
 

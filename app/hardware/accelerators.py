@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 
@@ -15,9 +16,18 @@ GPU_QUERY = ["nvidia-smi", "--query-gpu=index,name,compute_cap,memory.total", "-
 _GPU_FILES = "/proc/driver/nvidia/gpus"
 
 
-def cuda_devices(files: Files, run: Run) -> tuple[CudaDevice, ...]:
-    """As nvidia-smi lists them, else as the driver's /proc files do; none where there is no driver."""
-    return parse_gpu_query(run(GPU_QUERY) or "") or tuple(_from_driver_files(files))
+def cuda_devices(files: Files, run: Run, visible: str | None = None) -> tuple[CudaDevice, ...]:
+    """As nvidia-smi lists them, else as the driver's /proc files do; none where there is no driver. `visible`: CUDA_VISIBLE_DEVICES."""
+    return _visible(parse_gpu_query(run(GPU_QUERY) or "") or tuple(_from_driver_files(files)), visible)
+
+
+def _visible(devices: tuple[CudaDevice, ...], visible: str | None) -> tuple[CudaDevice, ...]:
+    """Those that CUDA would show, in its order: numbers up to the first that is none. Names of devices (GPU-…, MIG-…) are not looked up."""
+    words = [word.strip() for word in (visible or "").split(",")]
+    if visible is None or any(word.startswith(("GPU-", "MIG-")) for word in words):
+        return devices
+    known = {str(device.index): device for device in devices}
+    return tuple(known[word] for word in itertools.takewhile(known.__contains__, words))
 
 
 def parse_gpu_query(text: str) -> tuple[CudaDevice, ...]:

@@ -46,7 +46,7 @@ class Measurements:
 
     `products_per_second` is the best rate by precision (multiply and add count as two), at the most threads that may serve.
     `most_few_rows`: up to so many rows four-bit weights are quicker than eight-bit ones; None: not measured.
-    `fallback`: why nothing here was taken for true and the plan decides from facts alone; empty where it was.
+    `fallback`: why nothing here was taken for true and the plan decides from facts alone, as what follows "since"; empty where it was.
     """
 
     read_bytes_per_second: float | None = None

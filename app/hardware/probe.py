@@ -69,7 +69,7 @@ def _linux(files: Files, run: Run, affinity: tuple[int, ...] | None) -> Facts:
         commit_left_bytes=memory.commit_left_bytes(files, meminfo),
         page_bytes=memory.page_bytes(files),
         huge_pages=memory.huge_pages(files, meminfo),
-        cuda=accelerators.cuda_devices(files, run),
+        cuda=accelerators.cuda_devices(files, run, os.environ.get("CUDA_VISIBLE_DEVICES") if files.is_this_machine else None),
     )
 
 

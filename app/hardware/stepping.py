@@ -85,7 +85,7 @@ def _calibrate(settings: Settings, measurements: Measurements | None, served: Se
             True, "This machine will be measured with this model's shapes before weights are read, or once for all starts."
         )
     if measurements.fallback:
-        return Decision(True, f"Measured, but decided from facts alone: {measurements.fallback}")
+        return Decision(True, f"Measured, but decided from facts alone, since {measurements.fallback}.")
     return Decision(True, f"Measured on this machine with this model's shapes, in {measurements.seconds:.1f} s.")
 
 

@@ -109,8 +109,9 @@ def test_a_copy_is_spoken_of_only_where_it_could_be() -> None:
 
 
 def test_measurements_that_were_not_believed_are_not_shown() -> None:
-    text = printed(explained(dataclasses.replace(MEASURED, fallback="the machine is too busy.")))
+    text = printed(explained(dataclasses.replace(MEASURED, fallback="the machine is too busy")))
     assert "tokens/s" not in text and "▸" not in text
+    assert "not taken for true, since the machine is too busy" in text
 
 
 def test_it_finds_what_an_earlier_start_measured(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ MEASURED = st.builds(
     st.lists(TRIALS, max_size=6).map(tuple),
     st.none() | st.integers(0, 100),
     NUMBERS,
-    st.sampled_from(["", "the machine is busy."]),
+    st.sampled_from(["", "the machine is busy"]),
 )
 ASKED = st.fixed_dictionaries(
     {},

@@ -79,7 +79,7 @@ def test_small_models_stay_exact(llama_1b: Needs, parameters: int, chosen: str) 
 def test_what_was_not_measured_does_not_count(llama_1b: Needs) -> None:
     int8 = trial("int8", 60, 400, 2000)
     assert plan(measured(int8), llama_1b).precision.value == "bf16", "nothing to compare with"
-    assert plan(measured(BF16, int8, fallback="the machine is busy."), llama_1b).precision.value == "bf16"
+    assert plan(measured(BF16, int8, fallback="the machine is busy"), llama_1b).precision.value == "bf16"
     assert plan(measured(BF16, dataclasses.replace(int8, threads=4)), llama_1b).precision.value == "bf16"
     assert plan(measured(BF16, dataclasses.replace(int8, decode_seconds={1: float("nan")})), llama_1b).precision.value == "bf16"
     assert plan(measured(BF16, int8), llama_1b, precision="bf16").precision.reason == "Asked for."
@@ -253,5 +253,8 @@ def test_the_pace_that_is_meant(llama_1b: Needs) -> None:
 
 def test_how_it_was_measured(llama_1b: Needs) -> None:
     assert "in 2.5 s" in plan(measured(BF16), llama_1b).calibrate.reason
-    assert "facts alone: the machine is busy." in plan(measured(BF16, fallback="the machine is busy."), llama_1b).calibrate.reason
+    assert (
+        "facts alone, since the machine is busy."
+        in plan(measured(BF16, fallback="the machine is busy"), llama_1b).calibrate.reason
+    )
     assert plan(None, llama_1b).calibrate.value and not plan(None, llama_1b, calibrate="off").calibrate.value

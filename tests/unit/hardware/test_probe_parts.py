@@ -185,6 +185,16 @@ def test_gpus_that_say_little(tmp_path: Path) -> None:
     assert accelerators.cuda_devices(files, silent) == (CudaDevice(0, "NVIDIA L4"),)
 
 
+@pytest.mark.parametrize(
+    ("visible", "indices"),
+    [(None, [0, 1, 2]), ("", []), ("-1", []), ("2, 0", [2, 0]), ("1,-1,2", [1]), ("1,7,2", [1]), ("GPU-4f2a", [0, 1, 2])],
+)
+def test_gpus_that_are_hidden(tmp_path: Path, visible: str | None, indices: list[int]) -> None:
+    listed = "".join(f"{index}, NVIDIA L4, 8.9, 23034\n" for index in range(3))
+    found = accelerators.cuda_devices(Files(tmp_path), lambda command: listed, visible)
+    assert [device.index for device in found] == indices
+
+
 def test_commands_that_are_not_there_or_fail() -> None:
     assert run_command(["no-such-command-anywhere"]) is None
     assert run_command(["sh", "-c", "echo 1; exit 3"]) is None
