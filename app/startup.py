@@ -6,6 +6,7 @@ Torch is imported on the worker thread alone, after the plan has set what its th
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import time
@@ -15,6 +16,7 @@ from threading import Event as Flag
 from typing import TYPE_CHECKING, Any
 
 from app.api.dependencies import Runtime
+from app.drift import Drift, Promise
 from app.engine.worker import Callbacks, Worker
 from app.errors import ServiceStopping, SettingsInvalid
 from app.hardware.cgroup import find_cpu_stat
@@ -113,10 +115,13 @@ class Serving:
         log.info("torch imported in %.1f s", time.monotonic() - began)
         prepared = self._prepared = calibrate(self._prepared, tell)
         self._place_metrics()
+        self._watch_speed()
         self._serve_text(tokenizer)
         began = time.monotonic()
         eos_token_ids = tokenizer.eos_token_ids
         engine = build_engine(prepared.checkpoint, prepared.plan, eos_token_ids, tell, prepared.step_seconds).engine
+        gc.collect()
+        gc.freeze()  # what is loaded stays: no collection while steps run looks through it again
         log.info("weights loaded and warmed up in %.1f s", time.monotonic() - began)
         log.info("ready in %.1f s", time.monotonic() - self._began)
         return engine
@@ -162,6 +167,14 @@ class Serving:
             hourly_price=prepared.settings.hourly_price,
         )
 
+    def _watch_speed(self) -> None:
+        """From the first step on, what was measured is held against what steps take; where it no longer holds it is forgotten."""
+        kept, calibration, plan = self._prepared.kept, self._prepared.calibration, self._prepared.plan
+        steps = self._prepared.step_seconds
+        if steps is not None and calibration is not None:
+            promise = Promise(steps, plan.capacity_tokens_per_second.value, plan.roofline_ratio.value)
+            self.metrics.drift = Drift(promise, lambda: kept.forget(calibration))
+
     def _info(self) -> dict[str, Any]:
         prepared = self._prepared
         return {
@@ -169,4 +182,5 @@ class Serving:
             "facts": prepared.facts.to_json(),
             "plan": prepared.plan.to_json(),
             "calibration": None if prepared.calibration is None else prepared.calibration.to_json(),
+            "speed": None if self.metrics.drift is None else self.metrics.drift.to_json(),
         }
