@@ -1,0 +1,278 @@
+"""What was measured is found again where nothing that matters has changed, and only there; a broken file is measured anew."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app import calibration, preparation
+from app.calibration import Calibration, Kept, key_of
+from app.errors import PlanImpossible
+from app.hardware import native_library
+from app.hardware.decision import Measurements, Trial
+from app.hardware.facts import Cgroup, Core, Cpu, Facts, NativeLibrary, TorchBuild
+from app.hardware.step_seconds import StepSeconds
+from app.preparation import Prepared, budget_for, looked_up, subject
+from app.settings import DEMO, Settings
+from app.weights.checkpoint import Checkpoint, open_checkpoint
+from planned_machines import machine
+from planned_machines import plan as planned
+
+TRIAL = Trial("bf16", 8, {1: 0.02, 8: 0.03}, {64: 0.1, 512: 0.7}, 1e-7, 10**9, 2e9, pair_seconds=1e-8)
+FOUND = Measurements(5e10, {"bf16": 8e11}, (TRIAL,), 48, 2.5)
+CHANGES: dict[str, Callable[[Facts], Facts]] = {
+    "another processor": lambda facts: dataclasses.replace(facts, cpu=Cpu("AMD", "EPYC", "Zen 4")),
+    "other instructions": lambda facts: dataclasses.replace(facts, isa=facts.isa | {"amx_int8"}),
+    "a quota": lambda facts: dataclasses.replace(facts, cgroup=Cgroup(version=2, quota_cores=7.5)),
+    "fewer cores allowed": lambda facts: dataclasses.replace(facts, affinity=facts.affinity[:-1]),
+    "another torch": lambda facts: dataclasses.replace(facts, torch=TorchBuild("9.9")),
+    "other levels": lambda facts: dataclasses.replace(facts, native=NativeLibrary(("portable",))),
+}
+
+
+@pytest.fixture(autouse=True)
+def _nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ARMATURE_CALIBRATE", raising=False)
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Checkpoint:
+    return open_checkpoint(DEMO)
+
+
+def key(facts: Facts, checkpoint: Checkpoint, **settings: Any) -> dict[str, str]:
+    asked = Settings(**settings)
+    return key_of(facts, asked, planned(facts, checkpoint.needs(), **settings), checkpoint.model_config)
+
+
+# ---- where it is found -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_it_is_not_found_on(checkpoint: Checkpoint, change: str) -> None:
+    assert key(CHANGES[change](machine()), checkpoint) != key(machine(), checkpoint)
+
+
+def test_it_is_not_found_for_other_shapes_settings_or_code(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = key(machine(), checkpoint)
+    wider = dataclasses.replace(checkpoint.model_config, intermediate_size=1024)
+    facts, settings = machine(), Settings()
+    assert key_of(facts, settings, planned(facts, checkpoint.needs()), wider) != known
+    for asked in ({"precision": "fp32"}, {"threads": 3}, {"compile": "off"}, {"kv_precision": "int8"}, {"max_batch_tokens": 64}):
+        assert key(machine(), checkpoint, **asked) != known, asked
+    monkeypatch.setattr(native_library, "content", lambda: "another library")
+    other = key(machine(), checkpoint)
+    assert other != known
+    monkeypatch.setattr(calibration, "VERSION", "9.9.9")
+    assert key(machine(), checkpoint) != other
+
+
+def test_neither_the_hosts_name_nor_which_cores_nor_free_memory_matter(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = key(machine(), checkpoint)
+    monkeypatch.setenv("HOSTNAME", "another-pod-7d9f")
+    monkeypatch.setattr(os, "uname", lambda: pytest.fail("whoever asks for the host's name"))
+    others = tuple(Core((number + 64,)) for number in range(8))
+    moved = machine(cores=8, available_bytes=10 * 2**30)
+    moved = dataclasses.replace(moved, cores=others, affinity=tuple(range(64, 72)), numa_nodes=())
+    assert key(moved, checkpoint, host="0.0.0.0", port=9) == known
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def kept(tmp_path: Path, **changed: str) -> Kept:
+    return Kept(tmp_path, {"cpu": "a", "shapes": "b", **changed})
+
+
+def test_what_is_kept_is_found_whole(tmp_path: Path) -> None:
+    taken = kept(tmp_path).keep(FOUND)
+    found = kept(tmp_path).read()
+    assert found is not None
+    assert (found.measurements, found.measured_at, found.from_cache) == (FOUND, taken.measured_at, True)
+    assert not taken.from_cache
+    assert kept(tmp_path, cpu="c").read() is None
+
+
+def test_what_was_not_taken_for_true_is_not_kept(tmp_path: Path) -> None:
+    kept(tmp_path).keep(Measurements(fallback="the machine is too busy"))
+    assert kept(tmp_path).read() is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "{", "[]", "null", '{"key": {}}', "\udcff",
+        json.dumps({"key": {"cpu": "a", "shapes": "b"}, "measured_at": 1.0, "measurements": {"trials": [{"threads": 1}]}}),
+        json.dumps({"key": {"cpu": "a", "shapes": "b"}, "measured_at": 1.0, "measurements": {"trials": [], "unknown": 1}}),
+        json.dumps({"key": {"cpu": "a", "shapes": "b"}, "measured_at": None, "measurements": {"trials": []}}),
+        "[" * 100_000,
+    ],
+)  # fmt: skip
+def test_a_broken_file_is_measured_anew(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    place = kept(tmp_path)
+    place.keep(FOUND)
+    assert place.file is not None
+    place.file.write_text(text, errors="surrogateescape")
+    assert place.read() is None
+    assert "measuring again" in caplog.text
+    place.keep(FOUND)
+    assert place.read() is not None
+
+
+def test_what_others_could_have_written_is_not_believed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    place = kept(tmp_path)
+    place.keep(FOUND)
+    assert place.file is not None
+    place.file.chmod(0o666)
+    assert place.read() is None
+    assert "others may write to it" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_is_a_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "calibration").write_text("a file where the folder would be")
+    assert kept(tmp_path).keep(FOUND).measurements == FOUND
+    assert "cannot be kept" in caplog.text
+    caplog.clear()
+    assert Kept(None, {}).keep(FOUND).measurements == FOUND
+    assert Kept(None, {}).read() is None
+    assert not caplog.text
+
+
+def test_several_processes_may_keep_it_at_once(tmp_path: Path) -> None:
+    def write() -> None:
+        for _ in range(20):
+            kept(tmp_path).keep(FOUND)
+
+    threads = [threading.Thread(target=write) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        found = kept(tmp_path).read()
+        assert found is None or found.measurements == FOUND
+    for thread in threads:
+        thread.join()
+    assert [file.suffix for file in (tmp_path / "calibration").iterdir()] == [".json"]
+
+
+def test_what_no_longer_holds_is_forgotten_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, moments = kept(tmp_path), iter((1.0, 2.0))
+    monkeypatch.setattr(calibration.time, "time", lambda: next(moments))
+    old = place.keep(FOUND)
+    place.keep(FOUND)
+    place.forget(old)
+    assert place.read() is not None, "another process has measured since"
+    newer = place.read()
+    assert newer is not None
+    place.forget(newer)
+    assert place.read() is None
+    place.forget(newer)  # gone already
+
+
+# ---- what a start makes of it ----------------------------------------------------------------------------------------
+
+
+def measure_of(found: Measurements, asked: list[float]) -> Callable[..., Measurements]:
+    def measure(what: Any, budget: float, report: Any) -> Measurements:
+        asked.append(budget)
+        return found
+
+    return measure
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """Budgets of all measurements that were made; each finds `FOUND`, at the threads of the machine."""
+    budgets: list[float] = []
+    monkeypatch.setattr("app.engine.measuring.measure", measure_of(FOUND, budgets))
+    yield budgets
+
+
+def start(tmp_path: Path, checkpoint: Checkpoint, **settings: Any) -> Prepared:
+    facts = machine(torch=TorchBuild("2.13.0"))
+    return preparation.calibrate(looked_up(facts, Settings(cache_dir=tmp_path, **settings), checkpoint), lambda stage: None)
+
+
+def test_the_second_start_reads_what_the_first_measured(tmp_path: Path, checkpoint: Checkpoint, asked: list[float]) -> None:
+    first, second = (start(tmp_path, checkpoint) for _ in range(2))
+    assert len(asked) == 1
+    assert first.calibration is not None and second.calibration is not None
+    assert (first.calibration.from_cache, second.calibration.from_cache) == (False, True)
+    assert first.plan == second.plan
+    assert second.step_seconds == StepSeconds.of(TRIAL)
+
+
+def test_on_measures_at_every_start_and_off_never(tmp_path: Path, checkpoint: Checkpoint, asked: list[float]) -> None:
+    for _ in range(2):
+        start(tmp_path, checkpoint, calibrate="on")
+    assert len(asked) == 2
+    off = start(tmp_path, checkpoint, calibrate="off")
+    assert (len(asked), off.calibration, off.step_seconds) == (2, None, None)
+
+
+def test_a_small_model_is_measured_for_a_moment(checkpoint: Checkpoint, tmp_path: Path, asked: list[float]) -> None:
+    start(tmp_path, checkpoint)
+    assert asked == [preparation.SMALL_BUDGET_SECONDS]
+    large = dataclasses.replace(checkpoint, tensors={name: _larger(entry) for name, entry in checkpoint.tensors.items()})
+    assert budget_for(large) == preparation.BUDGET_SECONDS
+
+
+def _larger(entry: Any) -> Any:
+    return dataclasses.replace(entry, end=entry.start + 100 * (entry.end - entry.start))
+
+
+def test_a_measurement_ends_no_start(
+    tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(what: Any, budget: float, report: Any) -> Measurements:
+        raise PlanImpossible("no address space")
+
+    monkeypatch.setattr("app.engine.measuring.measure", fail)
+    with caplog.at_level(logging.WARNING):
+        served = start(tmp_path, checkpoint)
+    assert "no address space" in caplog.text
+    assert (served.is_final, served.step_seconds) == (True, None)
+    assert start(tmp_path, checkpoint).calibration != served.calibration, "nothing was kept of it"
+
+
+def test_every_precision_that_may_be_chosen_is_a_way(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    facts = machine()
+
+    def ways(large: bool, **settings: Any) -> list[str]:
+        needs = dataclasses.replace(checkpoint.needs(), num_parameters=10**9 if large else 10**6)
+        monkey = pytest.MonkeyPatch()
+        with monkey.context() as patch:
+            patch.setattr(Checkpoint, "needs", lambda self: needs)
+            made = subject(looked_up(facts, Settings(cache_dir=tmp_path, **settings), checkpoint))
+        assert (made.copy is not None) == ("int4" in [way.precision.value for way in made.ways])
+        return [way.precision.value for way in made.ways]
+
+    assert ways(large=True) == ["bf16", "int8", "int4"]
+    assert ways(large=False) == ["bf16"]
+    assert ways(large=True, precision="int4") == ["int4"]
+
+
+@pytest.mark.parametrize(
+    ("cores", "asked_for", "counts"), [(1, "auto", (1,)), (2, "auto", (2, 1)), (8, "auto", (8, 7)), (8, 5, (5,))]
+)
+def test_threads_that_may_serve(
+    tmp_path: Path, checkpoint: Checkpoint, cores: int, asked_for: Any, counts: tuple[int, ...]
+) -> None:
+    settings = Settings(cache_dir=tmp_path, threads=asked_for)
+    assert subject(looked_up(machine(cores=cores), settings, checkpoint)).threads == counts
+
+
+def test_people_are_told(tmp_path: Path) -> None:
+    told = Calibration(FOUND, calibration.time.time() - 60, from_cache=True).to_json()
+    assert told["from_cache"] is True
+    assert 60 <= told["age_seconds"] < 70
+    assert told["measurements"]["trials"][0]["decode_seconds"] == {"1": 0.02, "8": 0.03}
