@@ -38,6 +38,11 @@ BENCHES: Mapping[str, Bench] = {
         "a text's perplexity at each precision, and how often the likeliest token is the one that FP32 has",
         {"--text": None, "--tokens": None},
     ),
+    "speculation": Bench(
+        "what guessing the next tokens brings when guesses are right so often: planted acceptance, at one greedy sequence",
+        {"--rounds": 5},
+    ),
+    "eager": Bench("decode steps by the interpreter against the same run again natively, FP32 beside them", {"--rounds": 5}),
     "http": Bench(
         "tokens a second and latencies of a server under load: ours, or any that speaks OpenAI's dialect",
         {

@@ -55,7 +55,25 @@ def _quality(prepared: Prepared, arguments: Namespace) -> Outcome:
     return measure(Subject(prepared.checkpoint, prepared.settings, prepared.facts), arguments.text, arguments.tokens)
 
 
-INSIDE: Mapping[str, Callable[[Prepared, Namespace], Outcome]] = {"engine": _engine, "kernels": _kernels, "quality": _quality}
+def _speculation(prepared: Prepared, arguments: Namespace) -> Outcome:
+    from app.bench.speculation import measure
+
+    return measure(prepared.checkpoint, prepared.plan, prepared.facts, prepared.step_seconds, arguments.rounds)
+
+
+def _eager(prepared: Prepared, arguments: Namespace) -> Outcome:
+    from app.bench.recorded import measure
+
+    return measure(prepared.checkpoint, prepared.plan, prepared.facts, prepared.settings, arguments.rounds)
+
+
+INSIDE: Mapping[str, Callable[[Prepared, Namespace], Outcome]] = {
+    "engine": _engine,
+    "kernels": _kernels,
+    "quality": _quality,
+    "speculation": _speculation,
+    "eager": _eager,
+}
 
 
 def _job(settings: Settings, arguments: Namespace) -> Job:
