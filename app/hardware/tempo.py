@@ -5,12 +5,15 @@ The pace on the worker thread and whoever foretells a wait reckon with the same 
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 from app.hardware.step_seconds import StepSeconds
 
-MIN_PREFILL_TOKENS = 8  # a long prompt gets on even where the target is missed already
+# A step is run again from a recording where one of its size was recorded, so parts of prompts have few sizes. The least is read even
+# where the target is missed already: a long prompt gets on.
+CHUNKS = tuple(size for power in range(3, 14) for size in (2**power, 3 * 2 ** (power - 1)))
+MIN_PREFILL_TOKENS = CHUNKS[0]
 # Reach: p99 of running streams at most 3 × their p50 while a long prompt arrives, and steps of which the p99 may be 1.5 × the p50.
 MIXED_TO_DECODE_RATIO = 2.0
 SHORTEST_TARGET_SECONDS = 0.010  # nobody reads a hundred tokens a second: below, prompts get on and nobody is kept waiting
@@ -49,6 +52,6 @@ class Tempo:
         if not rows:
             return self.max_tokens
         target = self.target(rows, context_tokens)
-        sizes = range(1, self.max_tokens + 1)
+        sizes = (*CHUNKS[: bisect_left(CHUNKS, self.max_tokens)], self.max_tokens)
         fitting = bisect_right(sizes, target, key=lambda size: self.seconds(rows, size, context_tokens, prompt_context_tokens))
-        return min(max(fitting, MIN_PREFILL_TOKENS), self.max_tokens)
+        return sizes[max(fitting - 1, 0)]

@@ -67,13 +67,13 @@ def test_the_decodes_alone_are_measured_first() -> None:
 def test_mixed_steps_stay_below_three_decode_steps_and_are_used(cost: Callable[[int], float]) -> None:
     seconds = mixed_steps(warm(StepPace(512), cost), cost, 200)
     assert max(seconds) <= 3 * DECODE_SECONDS
-    assert sum(seconds[100:]) >= 100 * 1.8 * DECODE_SECONDS, "the prompt gets what the streams can spare"
+    assert sum(seconds[100:]) >= 100 * 1.6 * DECODE_SECONDS, "the prompt gets what the streams can spare"
 
 
 def test_an_explicit_target_is_kept() -> None:
     seconds = mixed_steps(warm(StepPace(512, itl_target_seconds=0.1)), linear, 100)
     assert max(seconds) <= 0.1
-    assert max(seconds) > 0.09
+    assert max(seconds) > 0.08
 
 
 def test_a_target_that_cannot_be_met_still_lets_prompts_get_on() -> None:
@@ -174,6 +174,12 @@ def test_a_table_that_is_wrong_about_prompts_is_corrected_within_a_few_steps(wro
     target = MIXED_TO_DECODE_RATIO * steps.decode(ROWS, CONTEXT)
     assert max(seconds) < 1.2 * target
     assert sorted(seconds)[len(seconds) // 2] > 0.8 * target
+
+
+def test_parts_of_prompts_have_few_sizes() -> None:
+    steps = StepSeconds.of(TABLES["reads the weights for long"])
+    budgets = {Tempo(steps, 300, target / 1000).chunk(ROWS, CONTEXT) for target in range(1, 500)}
+    assert budgets == {8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 300}
 
 
 def test_a_chunk_deep_in_a_prompt_is_smaller() -> None:
