@@ -81,7 +81,8 @@ class Rehearsal:
         self._choice = replace(choice_of(plan), most_few=0)
         self._forms: dict[tuple[str, ...], LinearForm] = {}
         self.few_layers = self._count_layers(extent)
-        self.layer_counts = sorted({1, min(2, self.few_layers), self.few_layers})
+        whole = self.few_layers == self.decode_layers  # then nothing has to be worked out from fewer
+        self.layer_counts = [self.few_layers] if whole else sorted({1, 2, self.few_layers})
         rows = max(CONTEXT_ROWS, max(self.decode_rows()))
         self.max_len = min(plan.max_model_len.value, plan.max_batch_tokens.value + CONTEXT_TOKENS + CHUNK_TOKENS)
         config = self.config
@@ -90,9 +91,7 @@ class Rehearsal:
         self._kv_cache = KVCache(shape, KV_DTYPES[plan.kv_precision.value])
         self._runners = {layers: self._runner(layers, backend) for layers in self.layer_counts}
         self._remember()
-        for (
-            layers
-        ) in self.layer_counts:  # before the first step attention does not know how much room it wants, and none is recorded
+        for layers in self.layer_counts:  # attention learns how much room it wants: before, no step is recorded
             self.step(StepShape("decode", 1, layers))()
 
     # ---- which steps -------------------------------------------------------------------------------------------------

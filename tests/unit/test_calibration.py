@@ -31,7 +31,7 @@ FOUND = Measurements(5e10, {"bf16": 8e11}, (TRIAL,), 48, 2.5)
 CHANGES: dict[str, Callable[[Facts], Facts]] = {
     "another processor": lambda facts: dataclasses.replace(facts, cpu=Cpu("AMD", "EPYC", "Zen 4")),
     "other instructions": lambda facts: dataclasses.replace(facts, isa=facts.isa | {"amx_int8"}),
-    "a quota": lambda facts: dataclasses.replace(facts, cgroup=Cgroup(version=2, quota_cores=7.5)),
+    "a quota": lambda facts: dataclasses.replace(facts, cgroup=Cgroup(version=2, quota_cores=8.5)),
     "fewer cores allowed": lambda facts: dataclasses.replace(facts, affinity=facts.affinity[:-1]),
     "another torch": lambda facts: dataclasses.replace(facts, torch=TorchBuild("9.9")),
     "other levels": lambda facts: dataclasses.replace(facts, native=NativeLibrary(("portable",))),

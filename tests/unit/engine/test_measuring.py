@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,17 @@ def test_the_whole_models_seconds(checkpoint: Checkpoint, monkeypatch: pytest.Mo
     assert trial.pair_seconds == pytest.approx(8 * CONTEXT)
     assert found.seconds == pytest.approx(machine.now)
     assert trial.operations_per_token == 2 * 8 * (32 * 64 + 32 * 32 + 2 * 32 * 48 + 48 * 32)
+
+
+def test_few_layers_and_few_outputs_stand_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shallow = open_checkpoint(write_checkpoint(tmp_path / "shallow"))  # two layers: all are made
+    machine = Machine(monkeypatch, quiet)
+    subject = subject_of(shallow, "fp32", "bf16")
+    monkeypatch.setattr(measuring, "COARSE", dataclasses.replace(measuring.COARSE, most_outputs=32))
+    by_precision = {trial.precision: trial for trial in measured(machine, subject).trials}
+    assert by_precision["fp32"].decode_seconds[8] == pytest.approx(FIXED + 2 * (LAYER + 8 * ROW))
+    outputs = (320 - 32) * 32 / (32 * 64 + 32 * 32 + 2 * 32 * 48 + 48 * 32)  # what is left out, in layers
+    assert by_precision["bf16"].decode_seconds[8] == pytest.approx(FIXED + (2 + outputs) * (LAYER + 8 * ROW), rel=0.01)
 
 
 def test_a_noisy_machine_gives_a_reason_and_no_table(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,63 @@
+"""A server that measures its machine before it serves: at the first start, not at the second, and never where it is not to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.engine import measuring
+from app.hardware.decision import Measurements
+from app.settings import DEMO
+from tests.live.live_server import LiveServer, live, starting, until
+
+FALLBACK = "the machine is too busy: a test runs"
+
+
+def told(server: LiveServer) -> Any:
+    return server.client.get("/info").json()["calibration"]
+
+
+def test_the_second_start_reads_what_the_first_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.kernels.calibrate.MOST_SPREAD", 1e9)  # tests run on machines that do other things too
+    monkeypatch.setattr("app.kernels.calibrate.MOST_BENT", 1e9)
+    monkeypatch.setattr("app.preparation.SMALL_BUDGET_SECONDS", 10.0)  # it takes one, where nobody else computes
+    flags = {"calibrate": "auto", "cache_dir": tmp_path}
+    with live(DEMO, **flags) as server:
+        first = told(server)
+        assert (first["from_cache"], first["measurements"]["fallback"]) == (False, "")
+        assert server.generate(max_tokens=4).status_code == 200
+    with live(DEMO, **flags) as server:
+        second = told(server)
+        assert second["from_cache"] is True
+        assert second["measurements"] == first["measurements"]
+        assert server.client.get("/info").json()["plan"]["capacity_tokens_per_second"]["value"]["decode"]
+
+
+def test_a_noisy_machine_serves_by_the_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "measure", lambda *arguments: Measurements(fallback=FALLBACK))
+    with live(DEMO, calibrate="auto", cache_dir=tmp_path) as server:
+        assert told(server)["measurements"]["fallback"] == FALLBACK
+        assert FALLBACK in server.client.get("/info").json()["plan"]["calibrate"]["reason"]
+        assert server.generate(max_tokens=4).status_code == 200
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_off_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "measure", lambda *arguments: pytest.fail("it was not to be measured"))
+    with live(DEMO, calibrate="off", cache_dir=tmp_path) as server:
+        assert told(server) is None
+
+
+def test_readiness_says_that_it_is_measured_and_a_stop_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.preparation.SMALL_BUDGET_SECONDS", 600.0)
+    monkeypatch.setattr("app.kernels.calibrate.MOST_SAMPLES", 10**9)
+    monkeypatch.setattr("app.kernels.calibrate.POINT_SECONDS", 1e9)
+    with starting(DEMO, calibrate="auto", cache_dir=tmp_path) as server:
+        until(lambda: server.client.get("/readyz").json().get("stage", "").startswith("calibrating"))
+        assert server.client.get("/readyz").status_code == 503
+        assert server.client.get("/info").json()["calibration"] is None
+        server.server.should_exit = True
+        until(lambda: not server.serving.worker.alive)
+        assert server.fatal == []
