@@ -56,13 +56,6 @@ class Measurements:
     seconds: float = 0.0
     fallback: str = ""
 
-    def of(self, precision: str, threads: int | None = None) -> Trial | None:
-        """The trial of a precision, without a copy in eight bits: at so many threads, else its quickest at one sequence."""
-        found = [trial for trial in self.trials if trial.precision == precision and not trial.int8_copy]
-        if threads is not None:
-            found = [trial for trial in found if trial.threads == threads]
-        return min(found, key=lambda trial: trial.decode_seconds[min(trial.decode_seconds)], default=None)
-
 
 def gib(size: int) -> str:
     """Bytes for a sentence: `2.5 GiB`, and MiB below one."""
