@@ -125,8 +125,9 @@ def _work(driver: Driver, load: Load, steps: int) -> list[float]:
 def _held(load: Load, samples: Samples, weights: Weights, kv_bytes: float) -> Iterator[Figure]:
     """A load's row; `kv_bytes` are a sequence's keys and values in the middle of its run."""
     bound, share = samples.bound
-    parts = {"tok/s": load.tokens / samples.middle, "of read": samples.read_share}
+    parts = {"tok/s": load.tokens / samples.middle}
     if not load.prompt and weights.read_bytes:
+        parts["of read"] = samples.read_share
         parts["with KV"] = samples.read_share * (1 + load.tokens * kv_bytes / weights.read_bytes)
         parts["MB/token"] = weights.read_bytes / load.tokens / 1e6
     parts["of products"] = samples.product_share
@@ -137,7 +138,7 @@ def _held(load: Load, samples: Samples, weights: Weights, kv_bytes: float) -> It
         p99=samples.p99 * 1e3,
         ratio=share,
         against=bound,
-        target=TARGETS.get(load.name),
+        target=TARGETS.get(load.name) if load.prompt or weights.read_bytes else None,
         is_share=True,
         parts=parts,
     )

@@ -6,7 +6,7 @@ import asyncio
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, closing, suppress
+from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from app.bench.server import serving
 from app.bench.stats import Figure, MeasurementFailed, Outcome
 from app.bench.tally import Objective, Side, cpu_figure, figures, record
 from app.bench.traffic import Bounds, Run, Traffic, Wanted
-from app.bench.wire import Wire
+from app.bench.wire import Wire, event_loop
 from app.bench.workload import poisson
 
 DEFAULT_CLIENTS = (1, 8, 32)
@@ -83,7 +83,7 @@ def measure_load(job: LoadJob) -> Outcome:
     """Ctrl-C keeps what has been answered. Raises `MeasurementFailed` where nothing was."""
     found, complete = Found(), True
     try:
-        with _runner() as runner:
+        with event_loop() as runner:
             runner.run(_measured(job, found))
     except KeyboardInterrupt:
         complete = False
@@ -92,15 +92,6 @@ def measure_load(job: LoadJob) -> Outcome:
         first = next((message for run in runs for message in run.messages.values()), "nothing was answered")
         raise MeasurementFailed(first if complete else "interrupted before anything was answered")
     return Outcome("http", job.subject, tuple(_figures(job, found)), _details(job, found), complete, tuple(_notes(job, found)))
-
-
-def _runner() -> asyncio.Runner:
-    """On uvloop where there is one: the client takes half as much of a core."""
-    with suppress(ModuleNotFoundError):
-        import uvloop
-
-        return asyncio.Runner(loop_factory=uvloop.new_event_loop)
-    return asyncio.Runner()
 
 
 async def _measured(job: LoadJob, found: Found) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ from app.bench.process import resident_memory, time_to_first_token
 from app.bench.server import Server, serving
 from app.bench.stats import Figure, Outcome
 from app.bench.wait import LOADS, capacity_and_wait
+from app.bench.wire import event_loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +35,21 @@ class Job:
 def measure(job: Job) -> Outcome:
     """Everything that one command measures. Raises `MeasurementFailed`."""
     units = {"start": job.rounds + 1, "memory": 1, "wait": 1 + len(LOADS) * job.rounds}.get(job.bench, job.rounds)
-    with progress(units, f"bench {job.bench}") as advance:
-        figures = asyncio.run(_measured(job, advance))
+    with progress(units, f"bench {job.bench}") as advance, event_loop() as runner:
+        figures = runner.run(_measured(job, advance))
     return Outcome(job.bench, job.subject, tuple(figures), {"rounds": job.rounds, "flags": list(job.flags), "url": job.url})
 
 
 async def _measured(job: Job, advance: Advance) -> Sequence[Figure]:
+    flags = (*_FLAGS.get(job.bench, ()), *job.flags)
     if job.bench == "start":  # which starts servers of its own, one after the other
         return await time_to_first_token(job.flags, job.rounds, advance)
-    async with serving(job.url, job.flags) as server:
+    async with serving(job.url, flags) as server:
         return await OF_A_SERVER[job.bench](server, job, advance)
 
+
+# What a server of our own is started with unless told otherwise. Capacity is told without guesses: they add to it what a text is worth.
+_FLAGS: Mapping[str, tuple[str, ...]] = {"wait": ("--speculation=off",)}
 
 OF_A_SERVER: Mapping[str, Callable[[Server, Job, Advance], Awaitable[Sequence[Figure]]]] = {
     "itl": lambda server, job, advance: inter_token_latency(server.client, job.tokens, job.rounds, advance),

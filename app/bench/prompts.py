@@ -11,6 +11,7 @@ from app.bench.workload import WORDS, Deck, TextDeck
 
 FEW_WORDS, MORE_WORDS = 16, 80  # whose tokens the server counts
 PROBE_IDS = 8
+PROBE_TOKENS = 8  # more than one: the first of some models have no text
 # How our server and vLLM, and how llama.cpp's, want to be asked for tokens.
 _TOKENIZE = ({"prompt": WORDS, "add_special_tokens": False}, {"content": WORDS, "add_special": False})
 
@@ -63,5 +64,4 @@ async def _counted(wire: Wire, dialect: Dialect, model: str | None, num_words: i
 
 
 async def _asked(wire: Wire, dialect: Dialect, model: str | None, prompt: str | list[int]) -> Stream:
-    """Two tokens are asked for: the first of some models has no text."""
-    return await streamed(wire, dialect, Ask(prompt, 2, model=model))
+    return await streamed(wire, dialect, Ask(prompt, PROBE_TOKENS, model=model))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,11 @@ class Side:
         return statistics.median(rates) if rates else 0.0
 
     def _rate(self, run: Run) -> float:
-        steady = steady_rate(run) if self.closed else None
+        by_client: dict[int, list[Stream]] = {}
+        for answered in run.answered:
+            by_client.setdefault(answered.client, []).append(answered.stream)
+        whole = self.closed and not run.failures  # a client that was sent away has no stream for a while
+        steady = steady_rate(by_client.values()) if whole else None
         return overall_rate(run) if steady is None else steady
 
 
@@ -64,16 +68,13 @@ def overall_rate(run: Run) -> float:
     return sum(answered.stream.num_tokens for answered in run.answered) / (last - run.started)
 
 
-def steady_rate(run: Run) -> float | None:
-    """Tokens a second from when every client has had a first token until the first client has nothing more to ask."""
-    by_client: dict[int, list[Stream]] = {}
-    for answered in run.answered:
-        by_client.setdefault(answered.client, []).append(answered.stream)
-    begin = max(streams[0].pieces[0][0] for streams in by_client.values())
-    end = min(streams[-1].pieces[-1][0] for streams in by_client.values())
-    if end <= begin or run.failures:
+def steady_rate(clients: Collection[Sequence[Stream]]) -> float | None:
+    """Tokens a second from when every client has had a first token until the first client has nothing more to ask; None: never."""
+    begin = max(streams[0].pieces[0][0] for streams in clients)
+    end = min(streams[-1].pieces[-1][0] for streams in clients)
+    if end <= begin:
         return None
-    return sum(_tokens_within(answered.stream, begin, end) for answered in run.answered) / (end - begin)
+    return sum(_tokens_within(stream, begin, end) for streams in clients for stream in streams) / (end - begin)
 
 
 def _tokens_within(stream: Stream, begin: float, end: float) -> float:

@@ -106,7 +106,8 @@ class Traffic:
                 for number, moment in enumerate(moments):
                     if not bounds.hold(number, moment):
                         break
-                    await asyncio.sleep(run.started + moment - time.perf_counter())
+                    while (early := run.started + moment - time.perf_counter()) > 0:  # an event loop may wake a little too soon
+                        await asyncio.sleep(early)
                     tasks.create_task(self._one(run, number, run.started + moment))
 
     async def warm_up(self, num_requests: int, max_tokens: int) -> None:

@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 
 from app.bench.client import Client, Stream, beside_each_other
 from app.bench.console import Advance
 from app.bench.stats import Figure, MeasurementFailed, percentile
+from app.bench.tally import steady_rate
 from app.bench.workload import Deck
 
 PROMPT_TOKENS = 64
@@ -140,12 +140,10 @@ async def _full_load(client: Client, deck: Deck, clients: int, chance: random.Ra
 
 def throughput(answers: Sequence[Sequence[Stream]]) -> float:
     """Tokens a second of clients that each had one answer after the other, while all of them were busy."""
-    began = max(client[0].pieces[0][0] for client in answers)
-    ended = min(client[-1].pieces[-1][0] for client in answers)
-    pieces = chain.from_iterable(answer.pieces for client in answers for answer in client)
-    if ended <= began:
+    rate = steady_rate(answers)
+    if rate is None:
         raise MeasurementFailed("the clients of a full load never ran all at once")
-    return sum(count for moment, count in pieces if began < moment <= ended) / (ended - began)
+    return rate
 
 
 async def _arrivals(client: Client, deck: Deck, gaps: Sequence[float], on_round: Callable[[], None]) -> list[Wait]:

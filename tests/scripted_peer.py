@@ -1,0 +1,127 @@
+"""A server of somebody else's, by script: OpenAI's completions as an event stream, and what servers get wrong; on a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+Body = dict[str, Any]
+
+
+@dataclass
+class ScriptedPeer:
+    """`cut`: bytes of a part of a chunked answer. `fault`: by number, how it fails. `hold`: all but the first wait for so many."""
+
+    cut: int = 10_000
+    usage: bool = True
+    token_ids: bool = False  # takes them as a prompt, and has /tokenize
+    tokens_per_piece: int = 1
+    count: Callable[[Any], int] = len
+    fault: Callable[[int], str | None] = lambda number: None
+    hold: int = 0
+    on_request: Callable[[int], None] = lambda number: None
+    url: str = ""
+    bodies: list[Body] = field(default_factory=list)
+    faults: Counter[str] = field(default_factory=Counter)
+    tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.tasks.add(task)
+        try:
+            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+                while await self._exchange(reader, writer):
+                    pass
+        finally:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Answers False where the connection ends."""
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        path = head.split()[1]
+        length = next((int(line.split(":")[1]) for line in head.splitlines() if line.startswith("content-length")), 0)
+        body = json.loads(await reader.readexactly(length)) if length else {}
+        if path == "/v1/models":
+            return self._plain(writer, 200, {"data": [{"id": "peer"}]})
+        if path == "/tokenize" and self.token_ids:
+            return self._plain(writer, 200, {"tokens": list(range(50))})
+        if path != "/v1/completions" or not (self.token_ids or isinstance(body["prompt"], str)):
+            return self._plain(writer, 404, {"error": "there is no such thing"})
+        return await self._complete(writer, body)
+
+    def _plain(self, writer: asyncio.StreamWriter, status: int, body: Body, headers: str = "") -> bool:
+        text = json.dumps(body).encode()
+        writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(text)}\r\n{headers}\r\n".encode() + text)
+        return True
+
+    async def _complete(self, writer: asyncio.StreamWriter, body: Body) -> bool:
+        self.bodies.append(body)
+        number = len(self.bodies)
+        self.on_request(number)
+        fault = self.fault(number)
+        self.faults[fault or "none"] += 1
+        if fault == "429":
+            return self._plain(writer, 429, {"error": "too many"}, "Retry-After: 0\r\n")
+        while number > 1 and len(self.bodies) < self.hold:
+            await asyncio.sleep(0)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for part in self._parts(body, fault):
+            writer.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
+            await writer.drain()
+        if fault == "cut":
+            return False
+        writer.write(b"0\r\n\r\n")
+        return True
+
+    def _parts(self, body: Body, fault: str | None) -> Iterator[bytes]:
+        text = "".join(self._events(body, fault)).encode()
+        yield from (text[at : at + self.cut] for at in range(0, len(text), self.cut))
+
+    def _events(self, body: Body, fault: str | None) -> Iterator[str]:
+        yield ": a comment\r\n\r\n"
+        pieces = body["max_tokens"] // self.tokens_per_piece
+        for index in range(pieces // 2 if fault else pieces):
+            yield f"data: {json.dumps({'choices': [{'text': f'word{index} '}]})}\r\n\r\n"
+        if fault == "error":
+            yield 'data: {"error": {"message": "out of memory"}}\n\n'
+        if fault == "garbage":
+            yield "data: {not json\n\n"
+        if fault:
+            return
+        if self.usage:
+            counted = {"prompt_tokens": self.count(body["prompt"]), "completion_tokens": body["max_tokens"]}
+            yield f"data: {json.dumps({'choices': [], 'usage': counted})}\n\n"
+        yield "data: [DONE]\n\n"
+
+
+@contextlib.contextmanager
+def running(peer: ScriptedPeer) -> Iterator[ScriptedPeer]:
+    """On a free port of this machine."""
+    loop = asyncio.new_event_loop()
+    server = loop.run_until_complete(asyncio.start_server(peer.serve, "127.0.0.1", 0))
+    peer.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield peer
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.run_until_complete(_end(peer, server))
+        loop.close()
+
+
+async def _end(peer: ScriptedPeer, server: asyncio.Server) -> None:
+    server.close()
+    for task in peer.tasks:
+        task.cancel()
+    await asyncio.gather(*peer.tasks, return_exceptions=True)
