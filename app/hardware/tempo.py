@@ -52,6 +52,6 @@ class Tempo:
         if not rows:
             return self.max_tokens
         target = self.target(rows, context_tokens)
-        sizes = (*CHUNKS[: bisect_left(CHUNKS, self.max_tokens)], self.max_tokens)
+        sizes: tuple[int, ...] = (*CHUNKS[: bisect_left(CHUNKS, self.max_tokens)], self.max_tokens)
         fitting = bisect_right(sizes, target, key=lambda size: self.seconds(rows, size, context_tokens, prompt_context_tokens))
         return sizes[max(fitting - 1, 0)]
