@@ -52,7 +52,7 @@ class KVCache:
         self.dtype = dtype
         self.token_bytes = token_bytes(shape.num_kv_heads, shape.head_dim, dtype)  # of one layer
         self.bytes_per_token = shape.num_layers * self.token_bytes
-        self.tokens_per_page = max(1, mmap.PAGESIZE // self.token_bytes)
+        self.tokens_per_page = math.ceil(mmap.PAGESIZE / self.token_bytes)  # rounded up: a page is never counted as less
         whole_pages = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, self.token_bytes)  # fewest tokens that fill pages exactly
         self.stride = math.ceil(shape.max_len / whole_pages) * whole_pages
         self.reserved_bytes = shape.num_slots * self.stride * self.bytes_per_token

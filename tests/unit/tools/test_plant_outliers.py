@@ -12,7 +12,7 @@ from app.engine.scoring import Reader
 from app.weights.checkpoint import open_checkpoint
 from loaded_models import load
 from tiny_checkpoints import write_checkpoint
-from tools.plant_outliers import write
+from tools.plant_outliers import KEY_PAIRS, write
 
 
 def nats(directory: Path) -> float:
@@ -32,3 +32,14 @@ def test_it_is_the_same_function_with_channels_that_stand_out(tmp_path):
         grown = after[name] / before[name]
         assert int((grown > 29).sum()) == 4 and int((grown == 1).sum()) == grown.numel() - 4
     assert torch.equal(before["model.norm.weight"], after["model.norm.weight"])
+
+
+def test_keys_that_stand_out_change_nothing_either(tmp_path):
+    plain, planted = write_checkpoint(tmp_path / "plain"), tmp_path / "planted"
+    write(plain, planted, channels=0, seed=1, keys=40.0)
+    assert abs(nats(plain) - nats(planted)) < 1e-3
+    before, after = (load_file(directory / "model.safetensors") for directory in (plain, planted))
+    config = open_checkpoint(plain).model_config
+    name = "model.layers.0.self_attn.k_proj.weight"
+    grown = (after[name] / before[name]).view(config.num_kv_heads, config.head_dim, -1).mean(-1)
+    assert (grown > 39).sum(-1).tolist() == [2 * KEY_PAIRS] * config.num_kv_heads
