@@ -15,6 +15,8 @@ from app.waiting import Habits, first_token_seconds
 
 _FIRST_GUESS_TOKENS = 128.0  # of a prompt or a completion, before the first has ended: vLLM's benchmarks' default output length
 _GAIN = 0.1  # of a new request in the running means: they look back about ten
+# In a crowd that comes between two steps each wait is worked out for so many at once: hundreds would hold up the event loop.
+_BURST = 16
 _MIN_RETRY_SECONDS, _MAX_RETRY_SECONDS = 1.0, 600.0
 
 
@@ -50,6 +52,9 @@ class Admission:
         self._prompt_tokens = _FIRST_GUESS_TOKENS
         self._completion_tokens = _FIRST_GUESS_TOKENS
         self._uncached_share = 1.0  # of a prompt's tokens, that have to be computed
+        self._told: tuple[tuple[float, int, int], float] | None = (
+            None  # behind which step and how many, and the moment that was foretold
+        )
 
     def permit(self) -> Permit:
         """A place for one request, tokenising included. Raises `Overloaded` where all are taken."""
@@ -87,8 +92,15 @@ class Admission:
         now, moment = self._read_snapshot(), self._clock()
         while self._sent and self._sent[0][0] <= now.stepped_at:
             self._sent.popleft()
-        newcomers = [*self._sent, (moment, self._uncached(num_prompt_tokens))]
-        return first_token_seconds(now, newcomers, moment, Habits(self._completion_tokens, self.max_running))
+        number = len(self._sent)
+        key = (now.stepped_at, number, num_prompt_tokens) if number < _BURST else (now.stepped_at, _BURST + number // _BURST, 0)
+        idle = not (number or now.rows or now.prompts or now.queue)  # nothing gets nearer while nobody comes
+        if self._told is None or self._told[0] != key or idle:
+            newcomers = [*self._sent, (moment, self._uncached(num_prompt_tokens))]
+            seconds = first_token_seconds(now, newcomers, moment, Habits(self._completion_tokens, self.max_running))
+            self._told = None if seconds is None else (key, moment + seconds)
+            return seconds
+        return max(self._told[1] - moment, 0.0)
 
     def _uncached(self, num_prompt_tokens: int) -> int:
         return max(1, round(num_prompt_tokens * self._uncached_share))

@@ -15,6 +15,7 @@ from app.hardware.step_seconds import StepSeconds
 from app.hardware.tempo import Tempo
 from app.messages import RequestFailed, Snapshot
 from app.service import Service
+from app.waiting import first_token_seconds
 from fake_worker import LIMITS, Client, finished, request, serving, tokens
 
 # Ten milliseconds a token of a prompt; decodes cost nothing to speak of, and wait for as long as anybody likes.
@@ -87,6 +88,24 @@ def test_a_snapshot_knows_of_whoever_was_sent_before_it() -> None:
     assert made.send(10) == pytest.approx(10.1, rel=0.01)
     snapshots.append(Snapshot(stepped_at=3.0, tempo=TEMPO))
     assert made.send(10) == pytest.approx(0.1)
+
+
+def test_a_crowd_between_two_steps_is_reckoned_with_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def counted_seconds(now: Snapshot, newcomers: list[Any], *rest: Any) -> float | None:
+        asked.append(len(newcomers))
+        return first_token_seconds(now, newcomers, *rest)
+
+    monkeypatch.setattr("app.admission.first_token_seconds", counted_seconds)
+    made = admission(Snapshot(tempo=TEMPO), max_running=9)
+    waits = [round(made.send(10) or 0.0, 6) for _ in range(320)]
+    assert len(asked) < 40
+    assert waits == sorted(waits)
+    for busy in (made, admission(Snapshot(rows=((1, 9),), tempo=TEMPO))):
+        for _ in range(500):
+            busy.retry_after_seconds()
+    assert len(asked) < 42, "who is refused is told what was worked out for others"
 
 
 def test_retry_after_has_an_end() -> None:
