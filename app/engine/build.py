@@ -21,12 +21,13 @@ from app.engine.kv_cache import KVCache, KVShape
 from app.engine.limits import Limits
 from app.engine.pace import StepPace
 from app.engine.replay import Replay
+from app.engine.row_costs import RowCosts
 from app.engine.runner import Runner
 from app.engine.sampler import Sampler
 from app.engine.scheduler import Scheduler
 from app.engine.sequence import sequence_of
 from app.engine.slots import SlotPool
-from app.engine.speculation import MOST_GUESSES, UNMEASURED, Costs, Speculation
+from app.engine.speculation import MOST_GUESSES, Speculation
 from app.errors import PlanImpossible
 from app.hardware.plan import ServingPlan
 from app.hardware.step_seconds import StepSeconds
@@ -90,13 +91,13 @@ def few_queries(config: ModelConfig, plan: ServingPlan) -> int | None:
     return most_few(config.num_heads, config.num_kv_heads)
 
 
-def _speculation(config: ModelConfig, plan: ServingPlan, costs: Costs | None = None) -> Speculation | None:
+def _speculation(config: ModelConfig, plan: ServingPlan, steps: StepSeconds | None) -> Speculation | None:
     """With its guesses a sequence has no more queries in a step than go the road of one: no step with guesses reads as a prompt does."""
     if not plan.speculation.value:
         return None
     native = fits(config.num_heads, config.num_kv_heads, config.head_dim)
     most = most_few(config.num_heads, config.num_kv_heads) - 1 if native else MOST_GUESSES
-    return Speculation(lambda sequence: PromptLookup(), costs or UNMEASURED, min(most, MOST_GUESSES))
+    return Speculation(lambda sequence: PromptLookup(), RowCosts(steps), min(most, MOST_GUESSES))
 
 
 def kv_shape(config: ModelConfig, plan: ServingPlan) -> KVShape:

@@ -145,6 +145,8 @@ class Scheduler:
     def observe(self, step: StepStats) -> None:
         """What the step took, for the pace."""
         self._pace.observe(step)
+        if self.speculation is not None:
+            self.speculation.observe(step)
 
     def snapshot(self) -> Snapshot:
         """Requests are counted, not choices."""

@@ -13,7 +13,7 @@ from typing import Protocol
 from app.engine.batch import Span
 from app.engine.drafts import Drafter
 from app.engine.sequence import Sequence
-from app.hardware.step_seconds import StepSeconds
+from app.messages import StepStats
 
 MOST_ROWS = 64  # of a step with guesses: beyond it products are bound by arithmetic, and steps of so many sizes are recorded
 MOST_GUESSES = 7  # of a sequence in a step
@@ -22,14 +22,13 @@ FIRST_PAUSE, LONGEST_PAUSE = 4, 32  # steps
 _MEMORY = 0.9  # of what was seen before, at each new observation: the last ten count
 _SHARED_MEMORY = 0.99
 _TRUST = 2.0  # how many observations all sequences together count for in a sequence's own estimate
-# Relative seconds of a step by its rows, where none were measured. Weights are read once for all rows, so a few come nearly free.
-UNMEASURED = StepSeconds(((1, 1.0), (2, 1.02), (4, 1.06), (8, 1.5), (64, 10.0)), ((1, 1.0),))
 
 
 class Costs(Protocol):
-    """What a step that decodes takes, in any unit."""
+    """What a step that decodes takes, in any unit; hears of every step."""
 
     def decode(self, rows: int, context_tokens: int = 0) -> float: ...
+    def observe(self, step: StepStats) -> None: ...
 
 
 @dataclass(slots=True)
@@ -68,10 +67,14 @@ Idea = tuple[Span, tuple[int, ...]]  # a sequence that decodes, and what may fol
 class Speculation:
     """Belongs to one engine. `drafter` makes each sequence's own; `most` bounds a sequence's guesses in a step."""
 
-    def __init__(self, drafter: Callable[[Sequence], Drafter], costs: Costs = UNMEASURED, most: int = MOST_GUESSES) -> None:
+    def __init__(self, drafter: Callable[[Sequence], Drafter], costs: Costs, most: int = MOST_GUESSES) -> None:
         self._drafter, self._costs, self._most = drafter, costs, most
         self._rate = Rate(_SHARED_MEMORY)
         self._known: dict[Sequence, Guesses] = {}
+
+    def with_drafter(self, drafter: Callable[[Sequence], Drafter]) -> Speculation:
+        """Another that knows the same costs, and has guessed nothing yet."""
+        return Speculation(drafter, self._costs, self._most)
 
     def guess(self, spans: list[Span], most_rows: int, room: Room) -> list[Span]:
         """The same decodes, with guesses behind those where they pay and find room; a step has at most `most_rows` rows."""
@@ -94,6 +97,10 @@ class Speculation:
             guesses.next_pause = FIRST_PAUSE
         elif guesses.is_trial:
             guesses.next_pause = min(2 * guesses.next_pause, LONGEST_PAUSE)
+
+    def observe(self, step: StepStats) -> None:
+        """What a step took, with guesses or without."""
+        self._costs.observe(step)
 
     def forget(self, sequence: Sequence) -> None:
         """It is over."""

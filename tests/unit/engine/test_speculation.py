@@ -9,10 +9,11 @@ import pytest
 
 from app.engine.batch import Span
 from app.engine.limits import Limits
+from app.engine.row_costs import UNMEASURED, RowCosts
 from app.engine.sequence import Sequence
-from app.engine.speculation import LONGEST_PAUSE, MOST_ROWS, UNMEASURED, Speculation
+from app.engine.speculation import LONGEST_PAUSE, MOST_ROWS, Speculation
 from app.hardware.step_seconds import StepSeconds
-from app.messages import SamplingParams
+from app.messages import SamplingParams, StepStats
 from engine_simulation import FreeRows, Oracle, Simulation, drawn, fingerprints
 
 COSTLY = StepSeconds(((1, 1.0), (64, 64.0)), ((1, 1.0),))  # each row takes as long as the first
@@ -49,30 +50,30 @@ def told(speculation: Speculation, spans: list[Span], steps: int, chance: float,
 
 
 def test_the_likelier_a_guess_is_right_the_more_are_made() -> None:
-    few, some, many = (told(Speculation(Always), [decoding()], 60, chance)[20:] for chance in (0.3, 0.6, 0.95))
+    few, some, many = (told(Speculation(Always, RowCosts()), [decoding()], 60, chance)[20:] for chance in (0.3, 0.6, 0.95))
     assert 1.5 < sum(few) / len(few) < sum(some) / len(some) < sum(many) / len(many) <= 7
 
 
 def test_where_guesses_are_wrong_it_stops_and_tries_again_ever_more_seldom() -> None:
-    extra = told(Speculation(Always), [decoding()], 1000, 0.0)
+    extra = told(Speculation(Always, RowCosts()), [decoding()], 1000, 0.0)
     assert sum(extra[:20]) > 0
     assert 1000 / LONGEST_PAUSE - 5 < sum(extra[20:]) < 1000 / LONGEST_PAUSE + 10
     assert set(extra[20:]) == {0, 1}
 
 
 def test_after_a_bad_time_it_comes_back() -> None:
-    speculation, spans = Speculation(Always), [decoding()]
+    speculation, spans = Speculation(Always, RowCosts()), [decoding()]
     told(speculation, spans, 300, 0.0)
     assert sum(told(speculation, spans, 200, 0.9)[100:]) > 300
 
 
 def test_no_guess_where_rows_cost_what_they_may_bring() -> None:
-    assert sum(told(Speculation(Always, COSTLY), [decoding()], 200, 1.0)) == 0
+    assert sum(told(Speculation(Always, RowCosts(COSTLY)), [decoding()], 200, 1.0)) == 0
 
 
 def test_of_several_sequences_the_one_that_is_guessed_well_gets_the_rows() -> None:
     costs = StepSeconds(((1, 1.0), (4, 1.02), (6, 1.2), (64, 30.0)), ((1, 1.0),))
-    speculation, spans = Speculation(Always, costs, 3), [decoding(number) for number in range(2)]
+    speculation, spans = Speculation(Always, RowCosts(costs), 3), [decoding(number) for number in range(2)]
     for _ in range(30):
         for span in speculation.guess(spans, 1000, lambda sequence, number: True):
             if span.draft_ids:
@@ -108,6 +109,30 @@ def test_beams_and_penalties_are_not_guessed_for() -> None:
 
 def test_what_is_not_measured_pays_for_few_rows_alone() -> None:
     assert UNMEASURED.decode(4) < 1.1 * UNMEASURED.decode(1) < UNMEASURED.decode(8) / 1.3
+
+
+def steps(rows: int, seconds: float, count: int) -> list[StepStats]:
+    return [StepStats(seconds, decode_tokens=rows, num_decode_sequences=1, drafted_tokens=rows - 1) for _ in range(count)]
+
+
+def test_what_steps_take_is_learned_from_them() -> None:
+    """A table that was wrong, a few slow steps at first and one later: what is typical counts."""
+    costs = RowCosts(UNMEASURED)
+    for step in [*steps(1, 0.010, 9), *steps(4, 0.050, 3), *steps(4, 0.020, 6), *steps(4, 0.3, 1)]:
+        costs.observe(step)
+    assert costs.decode(1) == pytest.approx(0.010)
+    assert costs.decode(4) == pytest.approx(0.020)
+    assert costs.decode(2) == pytest.approx(0.010 * UNMEASURED.decode(2))
+    assert costs.decode(8) == pytest.approx(0.020 * UNMEASURED.decode(8) / UNMEASURED.decode(4))
+
+
+def test_guessing_stops_where_steps_show_that_it_does_not_pay() -> None:
+    speculation, spans = Speculation(Always, RowCosts()), [decoding()]
+    assert sum(told(speculation, spans, 20, 0.5)) > 20
+    for rows in range(1, 9):
+        for step in steps(rows, 0.001 * rows, 9):
+            speculation.observe(step)
+    assert sum(told(speculation, spans, 100, 0.5)) == 0
 
 
 # ---- in the scheduler ----------------------------------------------------------------------------------------------
