@@ -25,8 +25,9 @@ def calibrated(settings: Settings) -> Explained:
     with _stages() as report:
         measured = calibrate(prepared, report, PATIENT_SECONDS)
     assert measured.calibration is not None, "it was not final"
-    found, file, checkpoint = measured.calibration.measurements, measured.kept.file, measured.checkpoint
-    where = "not kept" if file is None or found.fallback or not file.exists() else f"kept in {file}"
+    found, checkpoint, again = measured.calibration.measurements, measured.checkpoint, measured.kept.read()
+    is_kept = again is not None and again.measured_at == measured.calibration.measured_at
+    where = f"kept in {measured.kept.file}" if is_kept else "not kept"
     origin = f"just now, in {found.seconds:.1f} s; {where}"
     return Explained(checkpoint.name, measured.facts, checkpoint.needs(), measured.plan, found, origin)
 

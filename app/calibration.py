@@ -72,12 +72,11 @@ class Kept:
             log.warning("the calibration in %s cannot be used (%s): measuring again", self.file, error)
             return None
 
-    def keep(self, measurements: Measurements) -> Calibration:
-        """Writes them for the next start, or says that it cannot. What was not taken for true is not kept."""
-        taken = Calibration(measurements, time.time(), from_cache=False)
-        if self.file is None or measurements.fallback:
-            return taken
-        fields = {"key": self.key, "measured_at": taken.measured_at, "measurements": plain(measurements)}
+    def keep(self, calibration: Calibration) -> None:
+        """Writes it for the next start, or says that it cannot. What was not taken for true is not kept."""
+        if self.file is None or calibration.measurements.fallback:
+            return
+        fields = {"key": self.key, "measured_at": calibration.measured_at, "measurements": plain(calibration.measurements)}
         try:
             with replacing(self.file) as stream:
                 stream.write(json.dumps(fields).encode())
@@ -85,7 +84,6 @@ class Kept:
             log.warning(
                 "the calibration cannot be kept in %s (%s): the next start measures again", self.file.parent, error.strerror
             )
-        return taken
 
     def forget(self, calibration: Calibration) -> None:
         """The machine is not as it was measured: the next start measures anew. What another process measured since then stays."""

@@ -16,9 +16,11 @@ from app.errors import NoRecipe, PlanImpossible, StepFailed
 from app.hardware import precision
 from app.hardware.decision import Measurements, Trial
 from app.hardware.facts import Facts
+from app.hardware.parallel import CONTENDED_GAIN
 from app.hardware.plan import ServingPlan, make_plan
 from app.hardware.probe import probe
 from app.hardware.step_seconds import StepSeconds
+from app.hardware.trials import Trials
 from app.settings import Settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.recipes import RECIPES
@@ -107,9 +109,21 @@ def calibrate(prepared: Prepared, report: Report, budget_seconds: float | None =
         log.warning("calibration: decided from facts alone, since %s (%.1f s)", found.fallback, found.seconds)
     else:
         log.info("calibrated in %.1f s", found.seconds)
-    final = prepared.planned_with(prepared.kept.keep(found))
+    final = prepared.planned_with(Calibration(found, time.time(), from_cache=False))
+    if beside_other_work(prepared, final):
+        log.warning("the calibration is not kept: fewer threads were so much quicker that something else must have computed")
+    elif final.calibration is not None:
+        prepared.kept.keep(final.calibration)
     _tell(final.plan)
     return final
+
+
+def beside_other_work(before: Prepared, after: Prepared) -> bool:
+    """Whether the cores were not ours alone: what was measured then serves this start, but is not to serve others."""
+    trials = Trials.of(after.calibration.measurements if after.calibration else None)
+    fewer = trials.at(*_choice(after.plan))
+    planned = trials.at(after.plan.precision.value, before.plan.threads.value)
+    return fewer is not None and planned is not None and fewer.gain_over(planned) > CONTENDED_GAIN
 
 
 def budget_for(checkpoint: Checkpoint) -> float:
@@ -129,10 +143,14 @@ def subject(prepared: Prepared) -> Subject:
         checkpoint.model_config,
         tuple(ways),
         _thread_counts(settings, plan.threads.value),
-        lambda found: _plan(facts, found, settings, checkpoint).precision.value,
+        lambda found: _choice(_plan(facts, found, settings, checkpoint)),
         _way(prepared, "int4", int8_copy="on") if copies else None,
         max((cache.size_bytes for cache in facts.caches), default=0),
     )
+
+
+def _choice(plan: ServingPlan) -> tuple[str, int]:
+    return plan.precision.value, plan.threads.value
 
 
 def _others(prepared: Prepared) -> list[str]:

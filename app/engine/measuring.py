@@ -31,7 +31,8 @@ MANY_ROWS = 32  # beyond, a decode step is timed if there is time
 COARSE_TOKENS = (128,)
 COARSE_LAYERS, FULL_LAYERS = 8, 4  # one in so many is made
 COARSE_OUTPUTS = 2048
-COARSE_SHARE = 0.45  # of the budget, for a look at all precisions that may be chosen
+PRECISIONS_SHARE = 0.4  # of the budget, for a look at all precisions that may be chosen
+THREADS_SHARE = 0.25  # of the rest, for a look at how many threads are best
 COPY_SHARE = 0.25  # of the rest, for prompts in eight bits beside four
 PATIENCE = 3  # times as many samples where they differ too much, if there is time
 
@@ -42,12 +43,12 @@ Key = tuple[int, StepShape]  # threads, step
 @dataclass(frozen=True, slots=True)
 class Subject:
     """What is measured. `ways`: a plan for each precision that may be chosen; `copy`: one that holds eight bits beside four, where that may
-    be. `threads` may serve, the most first. `choose` says which precision the plan takes after a look at all."""
+    be. `threads` may serve, the most first. `choose` says which precision and how many threads the plan takes after a look at all."""
 
     config: ModelConfig
     ways: tuple[ServingPlan, ...]
     threads: tuple[int, ...]
-    choose: Callable[[Measurements], str]
+    choose: Callable[[Measurements], tuple[str, int]]
     copy: ServingPlan | None = None
     cache_bytes: int = 0
 
@@ -97,35 +98,39 @@ def _ceilings(subject: Subject) -> Measurements:
 
 
 def _trials(subject: Subject, timer: Timer, found: Measurements) -> Measurements:
-    """A look at every precision that may be chosen, then a full table of the one that is."""
-    chosen, coarse = subject.ways[0], []
+    """A look at every precision that may be chosen, then at every number of threads, then a full table of what the plan takes."""
+    plan, threads, looked = subject.ways[0], subject.threads[0], list[Trial]()
     if len(subject.ways) > 1:
-        looking = timer.share(COARSE_SHARE)
-        for index, plan in enumerate(subject.ways):
-            session = Session(subject, plan, looking.share(1 / (len(subject.ways) - index)))
-            coarse += session.trials(subject.threads[:1], COARSE)
-        name = subject.choose(replace(found, trials=tuple(coarse)))
-        chosen = next((plan for plan in subject.ways if plan.precision.value == name), chosen)
-    copies = subject.copy is not None and chosen.precision.value == "int4"
-    session = Session(subject, chosen, timer.share(1 - COPY_SHARE) if copies else timer)
-    full = session.trials(subject.threads, FULL)
-    if not full and not coarse:
+        looking = timer.share(PRECISIONS_SHARE)
+        for index, way in enumerate(subject.ways):
+            session = Session(subject, way, looking.share(1 / (len(subject.ways) - index)))
+            looked += session.trials((threads,), COARSE)
+        name = subject.choose(replace(found, trials=tuple(looked)))[0]
+        plan = next((way for way in subject.ways if way.precision.value == name), plan)
+    if len(subject.threads) > 1:
+        counts = Session(subject, plan, timer.share(THREADS_SHARE)).trials(subject.threads, COARSE)
+        looked = [*counts, *_not_again(looked, counts)]
+        asked = subject.choose(replace(found, trials=tuple(looked)))[1]
+        threads = asked if asked in subject.threads else threads
+    copies = subject.copy is not None and plan.precision.value == "int4"
+    session = Session(subject, plan, timer.share(1 - COPY_SHARE) if copies else timer)
+    full = session.trials((threads,), FULL)
+    if not full and not looked:
         return replace(found, fallback=session.noise)
-    found = replace(found, trials=(*full, *_not_again(coarse, full)))
-    return _with_copy(subject, timer, found, full) if copies and subject.copy and full else found
+    found = replace(found, trials=(*full, *_not_again(looked, full)))
+    return _with_copy(subject, timer, found, full[0]) if copies and full else found
 
 
-def _not_again(coarse: Iterable[Trial], full: Sequence[Trial]) -> list[Trial]:
-    known = {(trial.precision, trial.threads) for trial in full}
-    return [trial for trial in coarse if (trial.precision, trial.threads) not in known]
+def _not_again(older: Iterable[Trial], newer: Sequence[Trial]) -> list[Trial]:
+    known = {(trial.precision, trial.threads) for trial in newer}
+    return [trial for trial in older if (trial.precision, trial.threads) not in known]
 
 
-def _with_copy(subject: Subject, timer: Timer, found: Measurements, full: Sequence[Trial]) -> Measurements:
+def _with_copy(subject: Subject, timer: Timer, found: Measurements, lean: Trial) -> Measurements:
     """Four bits for few rows and eight for many: which is the quicker at how many, and what a step then takes."""
     assert subject.copy is not None, "whoever calls has asked"
-    lean = full[0]
     sizes = tuple(sorted({64, 128, max(lean.prefill_seconds)}))
-    eight = Session(subject, subject.copy, timer).trials(subject.threads[:1], replace(COARSE, rows=COARSE_ROWS[:1], tokens=sizes))
+    eight = Session(subject, subject.copy, timer).trials((lean.threads,), replace(COARSE, rows=COARSE_ROWS[:1], tokens=sizes))
     if not eight:
         return found
     many = eight[0].prefill_seconds
@@ -161,12 +166,11 @@ class Session:
         self.noise = ""
 
     def trials(self, threads: Sequence[int], look: Look) -> list[Trial]:
-        """Of the first number of threads as the look says, of the others a coarse one."""
+        """One for each number of threads; they take turns."""
         self.timer.report(f"calibrating: {self.plan.precision.value}")
         extent = Extent(self.subject.cache_bytes, look.layers_share, look.most_outputs)
         rehearsal = Rehearsal(self.subject.config, self.plan, select_backend(self.plan), extent)
-        blocks = [self._block(rehearsal, threads[0], _shapes(rehearsal, look))]
-        blocks += [self._block(rehearsal, number, _shapes(rehearsal, COARSE)) for number in threads[1:]]
+        blocks = [self._block(rehearsal, number, _shapes(rehearsal, look)) for number in threads]
         rounds: Rounds[Key] = Rounds(self.timer.deadline, self.timer.clock)
         for rounds.patience in (1, PATIENCE):
             rounds.take(blocks)

@@ -17,7 +17,7 @@ from app.hardware.trials import NOTHING, Trials
 from app.settings import Settings
 
 MIN_GAIN = 1.03  # times as quick: for less, a thread fewer is not worth the speed it might have on another day
-_CONTENDED_GAIN = 1.3  # no kernel of ours loses so much by a thread more where each has a core to itself
+CONTENDED_GAIN = 1.3  # no kernel of ours loses so much by a thread more where each has a core to itself
 
 # How often libgomp's threads look for work before they sleep: a tenth of a millisecond. Measured on two Zen 5 cores (llama-1b int4, decode
 # ×8): in quiet 300000 (its own default, 3 ms) and 10000 took 19.3 ms a step, sleeping at once 21.7; beside a process that ran for 3 ms of
@@ -177,7 +177,7 @@ def _fewer_where_quicker(planned: Decision[int], trials: Trials, precision: str)
         slower = f"{threads} would take {1 / gain:.2f} times as long" if gain <= 1 else f"{threads} would gain under 3%"
         return Decision(planned.value, f"{planned.reason[:-1]}; {slower}, as measured.")
     tokens = best.prompt_tokens(now)
-    busy = " So much is a sign of other work on these cores." if gain > _CONTENDED_GAIN else ""
+    busy = " So much is a sign of other work on these cores." if gain > CONTENDED_GAIN else ""
     return Decision(
         best.trial.threads,
         f"Measured with {threads} {best.figures(tokens)}, with {planned.value} {now.figures(tokens)}: fewer are {gain:.2f} times as quick."

@@ -28,6 +28,7 @@ from planned_machines import plan as planned
 
 TRIAL = Trial("bf16", 8, {1: 0.02, 8: 0.03}, {64: 0.1, 512: 0.7}, 1e-7, 10**9, 2e9, pair_seconds=1e-8)
 FOUND = Measurements(5e10, {"bf16": 8e11}, (TRIAL,), 48, 2.5)
+TAKEN = Calibration(FOUND, 1.0, from_cache=False)
 CHANGES: dict[str, Callable[[Facts], Facts]] = {
     "another processor": lambda facts: dataclasses.replace(facts, cpu=Cpu("AMD", "EPYC", "Zen 4")),
     "other instructions": lambda facts: dataclasses.replace(facts, isa=facts.isa | {"amx_int8"}),
@@ -95,16 +96,13 @@ def kept(tmp_path: Path, **changed: str) -> Kept:
 
 
 def test_what_is_kept_is_found_whole(tmp_path: Path) -> None:
-    taken = kept(tmp_path).keep(FOUND)
-    found = kept(tmp_path).read()
-    assert found is not None
-    assert (found.measurements, found.measured_at, found.from_cache) == (FOUND, taken.measured_at, True)
-    assert not taken.from_cache
+    kept(tmp_path).keep(TAKEN)
+    assert kept(tmp_path).read() == dataclasses.replace(TAKEN, from_cache=True)
     assert kept(tmp_path, cpu="c").read() is None
 
 
 def test_what_was_not_taken_for_true_is_not_kept(tmp_path: Path) -> None:
-    kept(tmp_path).keep(Measurements(fallback="the machine is too busy"))
+    kept(tmp_path).keep(Calibration(Measurements(fallback="the machine is too busy"), 1.0, from_cache=False))
     assert kept(tmp_path).read() is None
 
 
@@ -120,18 +118,18 @@ def test_what_was_not_taken_for_true_is_not_kept(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_broken_file_is_measured_anew(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
     place = kept(tmp_path)
-    place.keep(FOUND)
+    place.keep(TAKEN)
     assert place.file is not None
     place.file.write_text(text, errors="surrogateescape")
     assert place.read() is None
     assert "measuring again" in caplog.text
-    place.keep(FOUND)
+    place.keep(TAKEN)
     assert place.read() is not None
 
 
 def test_what_others_could_have_written_is_not_believed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     place = kept(tmp_path)
-    place.keep(FOUND)
+    place.keep(TAKEN)
     assert place.file is not None
     place.file.chmod(0o666)
     assert place.read() is None
@@ -140,10 +138,10 @@ def test_what_others_could_have_written_is_not_believed(tmp_path: Path, caplog: 
 
 def test_a_folder_that_cannot_be_written_is_a_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "calibration").write_text("a file where the folder would be")
-    assert kept(tmp_path).keep(FOUND).measurements == FOUND
+    kept(tmp_path).keep(TAKEN)
     assert "cannot be kept" in caplog.text
     caplog.clear()
-    assert Kept(None, {}).keep(FOUND).measurements == FOUND
+    Kept(None, {}).keep(TAKEN)
     assert Kept(None, {}).read() is None
     assert not caplog.text
 
@@ -151,7 +149,7 @@ def test_a_folder_that_cannot_be_written_is_a_line_in_the_log(tmp_path: Path, ca
 def test_several_processes_may_keep_it_at_once(tmp_path: Path) -> None:
     def write() -> None:
         for _ in range(20):
-            kept(tmp_path).keep(FOUND)
+            kept(tmp_path).keep(TAKEN)
 
     threads = [threading.Thread(target=write) for _ in range(4)]
     for thread in threads:
@@ -164,15 +162,11 @@ def test_several_processes_may_keep_it_at_once(tmp_path: Path) -> None:
     assert [file.suffix for file in (tmp_path / "calibration").iterdir()] == [".json"]
 
 
-def test_what_no_longer_holds_is_forgotten_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place, moments = kept(tmp_path), iter((1.0, 2.0))
-    monkeypatch.setattr(calibration.time, "time", lambda: next(moments))
-    old = place.keep(FOUND)
-    place.keep(FOUND)
-    place.forget(old)
+def test_what_no_longer_holds_is_forgotten_once(tmp_path: Path) -> None:
+    place, newer = kept(tmp_path), dataclasses.replace(TAKEN, measured_at=2.0)
+    place.keep(newer)
+    place.forget(TAKEN)
     assert place.read() is not None, "another process has measured since"
-    newer = place.read()
-    assert newer is not None
     place.forget(newer)
     assert place.read() is None
     place.forget(newer)  # gone already
@@ -242,6 +236,21 @@ def test_a_measurement_ends_no_start(
     assert "no address space" in caplog.text
     assert (served.is_final, served.step_seconds) == (True, None)
     assert start(tmp_path, checkpoint).calibration != served.calibration, "nothing was kept of it"
+
+
+def test_what_was_measured_beside_other_work_serves_one_start(
+    tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven threads may be a little quicker than eight; four times as quick is somebody else's doing."""
+    for gain, times in ((1.1, 1), (4.0, 2)):
+        quicker = {rows: seconds / gain for rows, seconds in TRIAL.decode_seconds.items()}
+        prompts = {size: seconds / gain for size, seconds in TRIAL.prefill_seconds.items()}
+        fewer = dataclasses.replace(TRIAL, threads=7, decode_seconds=quicker, prefill_seconds=prompts)
+        budgets: list[float] = []
+        monkeypatch.setattr("app.engine.measuring.measure", measure_of(Measurements(trials=(TRIAL, fewer)), budgets))
+        for _ in range(2):
+            assert start(tmp_path / str(gain), checkpoint).plan.threads.value == 7
+        assert len(budgets) == times, gain
 
 
 def test_every_precision_that_may_be_chosen_is_a_way(tmp_path: Path, checkpoint: Checkpoint) -> None:

@@ -132,7 +132,7 @@ class Machine:
 
 def subject_of(checkpoint: Checkpoint, *precisions: str, **changes: Any) -> Subject:
     ways = tuple(plan_of(checkpoint, precision=name) for name in precisions)
-    return Subject(checkpoint.model_config, ways, **{"threads": (1,), "choose": lambda found: precisions[0], **changes})
+    return Subject(checkpoint.model_config, ways, **{"threads": (1,), "choose": lambda found: (precisions[0], 1), **changes})
 
 
 def quiet(rehearsal: Rehearsal, threads: int) -> float:
@@ -181,19 +181,25 @@ def test_no_time_gives_a_reason_and_no_table(checkpoint: Checkpoint, monkeypatch
 
 
 @INTEGERS
+@pytest.mark.parametrize("fewer", [False, True])
 def test_all_that_may_be_chosen_is_looked_at_and_the_choice_looked_at_closely(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, fewer: bool
 ) -> None:
-    machine = Machine(monkeypatch, lambda rehearsal, threads: 0.5 if rehearsal.plan.precision.value == "int4" else 1.0)
+    def factor(rehearsal: Rehearsal, threads: int) -> float:
+        return (0.5 if rehearsal.plan.precision.value == "int4" else 1.0) * (0.8 if (threads == 1) == fewer else 1.0)
 
-    def quickest(found: Measurements) -> str:
-        return min(found.trials, key=lambda trial: trial.decode_seconds[1]).precision
+    machine = Machine(monkeypatch, factor)
+
+    def quickest(found: Measurements) -> tuple[str, int]:
+        best = min(found.trials, key=lambda trial: trial.decode_seconds[1])
+        return best.precision, best.threads
 
     subject = subject_of(checkpoint, "bf16", "int8", "int4", choose=quickest, threads=(2, 1))
     found = measured(machine, subject)
     ways = {(trial.precision, trial.threads): trial for trial in found.trials}
     assert ways.keys() == {("bf16", 2), ("int8", 2), ("int4", 2), ("int4", 1)}
-    assert len(ways["int4", 2].decode_seconds) > len(ways["int4", 1].decode_seconds) == len(ways["bf16", 2].decode_seconds) == 2
+    full = ways["int4", 1 if fewer else 2]
+    assert all((len(trial.decode_seconds) > 2) == (trial is full) for trial in found.trials)
     assert machine.now <= 0.75
 
 
