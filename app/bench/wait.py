@@ -21,15 +21,36 @@ from app.bench.stats import Figure, MeasurementFailed, percentile
 from app.bench.tally import steady_rate
 from app.bench.workload import Deck
 
-PROMPT_TOKENS = 64
-COMPLETION_TOKENS = (64, 192)  # drawn evenly between them, so that sequences do not end together
+MOST_TOKENS = 1024  # of a prompt and its completion, or as many as the model was made for
+CHUNK_TOKENS = 64  # of a prompt that is read in a step, while others decode
 LOADS = (0.5, 0.9)  # of capacity
-ARRIVALS_PER_ROUND = 20
-ANSWERS_PER_PLACE = 3  # of a full load, one after the other
+ARRIVALS_PER_ROUND = 12
+ANSWERS_PER_PLACE = 2  # of a full load, one after the other
 CAPACITY_TARGET, WAIT_TARGET = 0.15, 0.25
 _CAPACITY = re.compile(r'armature_capacity_tokens_per_second{phase="(\w+)",rows="(\d+)"}')
 _WAIT = "armature_predicted_wait_seconds"
-_MEAN_COMPLETION = sum(COMPLETION_TOKENS) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Asks:
+    """A quarter of the context is prompt, and a quarter to three of them completion, so that sequences do not end together.
+
+    On the way a sequence is half a context long, which is how long those are that capacity is told for.
+    """
+
+    context: int
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.context // 4
+
+    @property
+    def mean_completion(self) -> float:
+        return self.context / 2
+
+    def deal(self, deck: Deck, chance: random.Random) -> tuple[list[int], int]:
+        """A prompt, and how many tokens are to follow."""
+        return deck.prompt(self.prompt_tokens), chance.randint(self.context // 4, 3 * self.context // 4 - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +74,12 @@ class Capacity:
         if not decode or not told["prefill"]:
             raise MeasurementFailed("the server tells no capacity: it was not calibrated (see `calibrate` under /info)")
         fewest, most = min(decode), max(decode)
-        enough = [rows for rows in told["prefill"] if rows >= PROMPT_TOKENS] or [max(told["prefill"])]
+        enough = [size for size in told["prefill"] if size >= CHUNK_TOKENS] or [max(told["prefill"])]
         return cls(most, told["prefill"][min(enough)], decode[most], fewest / decode[fewest])
 
-    @property
-    def completion_tokens_per_second(self) -> float:
-        """Of this load, in which a prompt has to be read for each completion."""
-        return _MEAN_COMPLETION * self.requests_per_second
-
-    @property
-    def requests_per_second(self) -> float:
-        return 1 / (PROMPT_TOKENS / self.prefill + _MEAN_COMPLETION / self.decode)
+    def requests_per_second(self, asks: Asks) -> float:
+        """That can be answered, where a prompt has to be read for each completion."""
+        return 1 / (asks.prompt_tokens / self.prefill + asks.mean_completion / self.decode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,27 +95,29 @@ class Wait:
 
 
 async def capacity_and_wait(client: Client, rounds: int, advance: Advance) -> list[Figure]:
-    """A full load first, then arrivals by chance at parts of the capacity that was told before the first request."""
+    """A full load first, then arrivals by chance at parts of the capacity."""
     plan = (await client.info())["plan"]
+    asks = Asks(min(MOST_TOKENS, plan["max_model_len"]["value"]))
     before = Capacity.of(await client.counters(), plan["max_running_seqs"]["value"])
     deck, chance = await client.deck(), random.Random(7)
-    measured = await _full_load(client, deck, before.rows, chance)
+    measured = await _full_load(client, before.rows, lambda: asks.deal(deck, chance))
     advance("a full load")
     after = Capacity.of(await client.counters(), plan["max_running_seqs"]["value"])
     figures = [
         Figure(f"throughput, {before.rows} clients without a pause", measured, "tok/s"),
-        _held("capacity as told before the first request", before, measured),
-        _held("capacity as told afterwards", after, measured),
+        _held("capacity as told before the first request", before, asks, measured),
+        _held("capacity as told afterwards", after, asks, measured),
     ]
     for load in LOADS:
-        gaps = [chance.expovariate(load * after.requests_per_second) for _ in range(rounds * ARRIVALS_PER_ROUND)]
-        waits = await _arrivals(client, deck, gaps, partial(advance, f"{load:g} of capacity"))
+        gaps = [chance.expovariate(load * after.requests_per_second(asks)) for _ in range(rounds * ARRIVALS_PER_ROUND)]
+        requests = [(gap, *asks.deal(deck, chance)) for gap in gaps]
+        waits = await _arrivals(client, requests, partial(advance, f"{load:g} of capacity"))
         figures += _figures(waits, load, after.step_seconds)
     return figures
 
 
-def _held(name: str, told: Capacity, measured: float) -> Figure:
-    value = told.completion_tokens_per_second
+def _held(name: str, told: Capacity, asks: Asks, measured: float) -> Figure:
+    value = asks.mean_completion * told.requests_per_second(asks)
     against = "it and the throughput, their difference over the throughput"
     return Figure(name, value, "tok/s", None, abs(value / measured - 1), against, CAPACITY_TARGET, at_most=True)
 
@@ -124,14 +142,11 @@ def _figures(waits: Sequence[Wait], load: float, step_seconds: float) -> list[Fi
     ]
 
 
-async def _full_load(client: Client, deck: Deck, clients: int, chance: random.Random) -> float:
+async def _full_load(client: Client, clients: int, deal: Callable[[], tuple[list[int], int]]) -> float:
     """Completion tokens a second while every place is taken: from the last client's first token to the first client's last answer."""
 
     async def keep_asking() -> list[Stream]:
-        return [
-            await client.generate(deck.prompt(PROMPT_TOKENS), chance.randint(*COMPLETION_TOKENS))
-            for _ in range(ANSWERS_PER_PLACE)
-        ]
+        return [await client.generate(*deal()) for _ in range(ANSWERS_PER_PLACE)]
 
     async with beside_each_other() as tasks:
         running = [tasks.create_task(keep_asking()) for _ in range(clients)]
@@ -146,15 +161,14 @@ def throughput(answers: Sequence[Sequence[Stream]]) -> float:
     return rate
 
 
-async def _arrivals(client: Client, deck: Deck, gaps: Sequence[float], on_round: Callable[[], None]) -> list[Wait]:
-    """Requests that come one after the other, whatever became of those before them."""
-    lengths = random.Random(len(gaps))
+async def _arrivals(client: Client, requests: Sequence[tuple[float, list[int], int]], on_round: Callable[[], None]) -> list[Wait]:
+    """Requests that come so long after each other, whatever became of those before them."""
     arrival, running = time.perf_counter(), []
     async with beside_each_other() as tasks:
-        for number, gap in enumerate(gaps, start=1):
+        for number, (gap, prompt, max_tokens) in enumerate(requests, start=1):
             arrival += gap
             await asyncio.sleep(arrival - time.perf_counter())
-            running.append(tasks.create_task(_ask(client, deck.prompt(PROMPT_TOKENS), lengths.randint(*COMPLETION_TOKENS))))
+            running.append(tasks.create_task(_ask(client, prompt, max_tokens)))
             if number % ARRIVALS_PER_ROUND == 0:
                 on_round()
     return [task.result() for task in running]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from random import Random
 
 import pytest
 
 from app.bench import wait
 from app.bench.client import OnPiece, Stream
 from app.bench.stats import MeasurementFailed
-from app.bench.wait import Capacity, Wait, throughput
+from app.bench.wait import Asks, Capacity, Wait, throughput
 from app.bench.workload import Deck
 
 TOLD = {
@@ -27,7 +28,11 @@ TOLD = {
 def test_capacity_is_told_at_the_most_rows_that_may_run() -> None:
     assert Capacity.of(TOLD, 64) == Capacity(32, 640.0, 256.0, 0.02)
     assert Capacity.of(TOLD, 8) == Capacity(4, 640.0, 128.0, 0.02)
-    assert Capacity(32, 640.0, 256.0, 0.02).requests_per_second == pytest.approx(1 / (64 / 640 + 128 / 256))
+    asks = Asks(1024)
+    assert Capacity(32, 640.0, 256.0, 0.02).requests_per_second(asks) == pytest.approx(1 / (256 / 640 + 512 / 256))
+    dealt = [asks.deal(Deck(range(9)), Random(number)) for number in range(200)]
+    assert {len(prompt) for prompt, _ in dealt} == {256}
+    assert all(256 <= tokens < 768 for _, tokens in dealt)
     with pytest.raises(MeasurementFailed):
         Capacity.of({"armature_predicted_wait_seconds": 0.3}, 64)
 
@@ -54,7 +59,7 @@ class Truthful:
         self.asked: list[int] = []
 
     async def info(self) -> dict[str, object]:
-        return {"plan": {"max_running_seqs": {"value": 4}}}
+        return {"plan": {"max_running_seqs": {"value": 4}, "max_model_len": {"value": 512}}}
 
     async def counters(self) -> dict[str, float]:
         return TOLD
