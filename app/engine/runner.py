@@ -75,10 +75,12 @@ class Runner:
         positions: list[int] = []
         logit_rows: list[int] = []
         for span in spans:
-            token_ids += span.sequence.token_ids[span.start : span.own_end]
-            token_ids += span.draft_ids
-            positions += range(span.start, span.end)
-            logit_rows += range(len(token_ids) - span.num_picks, len(token_ids))
+            start, guesses, end = span.start, span.draft_ids, span.end
+            token_ids += span.sequence.token_ids[start : end - len(guesses)]
+            token_ids += guesses
+            positions += range(start, end)
+            if span.samples:
+                logit_rows += range(len(token_ids) - len(guesses) - 1, len(token_ids))
         attend = self._attention.begin(spans)
         which = None if len(logit_rows) == len(token_ids) else self._here(self._logit_rows.fill(logit_rows))
         ids, places = self._here(self._token_ids.fill(token_ids)), self._here(self._positions.fill(positions))

@@ -14,9 +14,10 @@ def read(address: int, count: int) -> list[int]:
 def test_what_is_known_of_an_address_is_what_was_filled_in_last() -> None:
     words = Words(4)
     known = words.address
-    for values in ([1, 2, 3, 4], [5, 6]):
-        assert words.fill(values).tolist() == values
-        assert read(known, len(values)) == values
+    for values in ([1, 2, 3, 4], [5, 6], [7, 8]):
+        filled = words.fill(values)
+        assert filled.tolist() == values and filled.data_ptr() == known
+        assert words.stays and read(known, len(values)) == values
 
 
 def test_what_has_no_room_lies_elsewhere_and_the_known_address_comes_back() -> None:
@@ -24,7 +25,7 @@ def test_what_has_no_room_lies_elsewhere_and_the_known_address_comes_back() -> N
     known = words.address
     words.fill([7, 8])
     assert words.fill(list(range(9))).tolist() == list(range(9))
-    assert words.address != known and read(words.address, 9) == list(range(9))
+    assert words.address != known and not words.stays and read(words.address, 9) == list(range(9))
     assert read(known, 2) == [7, 8]  # still ours, not given back
     words.fill([1])
     words.set(0, 3)
