@@ -36,6 +36,11 @@ CASES = [
     ("Gemma2ForCausalLM", "int4"),
     ("Gemma3ForCausalLM", "int8"),
 ]
+OVER = [
+    *((*case, torch.bfloat16) for case in CASES),
+    ("LlamaForCausalLM", "int4", torch.int8),
+    ("Gemma2ForCausalLM", "int4", torch.int8),
+]
 Said = dict[str, list[Any]]
 pytestmark = pytest.mark.skipif(not has(Code.TURN), reason="no native kernels here")
 
@@ -63,13 +68,19 @@ REQUESTS = [
 
 
 def served(
-    model: torch.nn.Module, requests: list[Generate], fixed: bool, seed: int, capacity: int, budget: int
+    model: torch.nn.Module,
+    requests: list[Generate],
+    fixed: bool,
+    seed: int,
+    capacity: int,
+    budget: int,
+    kv: torch.dtype = torch.bfloat16,
 ) -> tuple[Said, int]:
     """Tokens and log-probabilities of each request, and how often one was preempted. `seed` says who comes when.
 
     Where memory is short all come at once."""
     config: Any = model.config
-    cache = KVCache(KVShape(config.num_layers, SLOTS, MAX_LEN, config.num_kv_heads, config.head_dim), torch.bfloat16)
+    cache = KVCache(KVShape(config.num_layers, SLOTS, MAX_LEN, config.num_kv_heads, config.head_dim), kv)
     few = most_few(config.num_heads, config.num_kv_heads) if fixed else None
     replay = Replay(cast(Decoder, model), off="" if seed % 2 == 0 else "for this test")
     runner = Runner(replay, cache, CpuBackend(torch.bfloat16), Sampler(config.vocab_size), few)
@@ -101,18 +112,18 @@ def model_of(directory: Path, architecture: str, precision: str, deterministic: 
     return load(write_checkpoint(directory, architecture, seed=11), precision, max_model_len=MAX_LEN, deterministic=deterministic)
 
 
-@pytest.mark.parametrize(("architecture", "precision"), CASES)
-def test_neighbours_do_not_change_a_bit(architecture: str, precision: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("architecture", "precision", "kv"), OVER)
+def test_neighbours_do_not_change_a_bit(architecture: str, precision: str, kv: torch.dtype, tmp_path: Path) -> None:
     model, room = model_of(tmp_path, architecture, precision), SLOTS * MAX_LEN
     alone: Said = {}
     for request in REQUESTS:
-        alone |= served(model, [request], True, 1, room, MAX_LEN)[0]
+        alone |= served(model, [request], True, 1, room, MAX_LEN, kv)[0]
     assert all(len(said) == request.params.max_tokens for said, request in zip(alone.values(), REQUESTS, strict=True))
     evicted = 0
     for seed in range(2, 9):
         roomy, tight = (
-            served(model, REQUESTS, True, seed, room, (7, 24, MAX_LEN)[seed % 3]),
-            served(model, REQUESTS, True, seed, 480, 100),
+            served(model, REQUESTS, True, seed, room, (7, 24, MAX_LEN)[seed % 3], kv),
+            served(model, REQUESTS, True, seed, 480, 100, kv),
         )
         assert roomy[0] == alone
         together, preempted = tight

@@ -54,11 +54,14 @@ BEST: list[dict[str, Any]] = [
 
 
 def served(
-    model: torch.nn.Module, enabled: bool, kinds: list[dict[str, Any]] = WHOLE_LOGITS
+    model: torch.nn.Module,
+    enabled: bool,
+    kinds: list[dict[str, Any]] = WHOLE_LOGITS,
+    kv: torch.dtype = torch.bfloat16,
 ) -> tuple[dict[str, list[int]], Replay]:
     """What every request was told, of a run in which requests join, share a prefix, draw, fork, leave early and end."""
     config: Any = model.config
-    cache = KVCache(KVShape(config.num_layers, SLOTS, MAX_LEN, config.num_kv_heads, config.head_dim), torch.bfloat16)
+    cache = KVCache(KVShape(config.num_layers, SLOTS, MAX_LEN, config.num_kv_heads, config.head_dim), kv)
     replay = Replay(cast(Decoder, model), "" if enabled else "for this test", seen_before=0)
     runner = Runner(replay, cache, CpuBackend(torch.bfloat16), Sampler(config.vocab_size))
     engine = DecoderEngine(
@@ -103,6 +106,16 @@ def test_steps_run_again_say_the_same(architecture: str, precision: str, tmp_pat
         assert {tokens == rows for tokens, rows, _ in replay.recorded} == {True, False}  # alone, and beside chunks of prompts
         assert any(rows and wanted is None for _, rows, wanted in replay.recorded) == (kinds is WHOLE_LOGITS)
         assert replayed == eager
+
+
+@pytest.mark.parametrize("architecture", PICKING)
+def test_keys_and_values_in_int8_are_read_again_too(architecture: str, tmp_path: Path) -> None:
+    model = load(write_checkpoint(tmp_path, architecture, seed=11), "int4", max_model_len=MAX_LEN)
+    eager, _ = served(model, False, kv=torch.int8)
+    replayed, replay = served(model, True, kv=torch.int8)
+    assert replay.reason == "" and replay.num_runs > 20
+    assert replayed == eager
+    assert eager != served(model, False)[0]  # bf16 says other words here and there
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma2ForCausalLM"])

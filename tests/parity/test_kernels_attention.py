@@ -133,6 +133,24 @@ def test_bad_values_stay_with_those_who_see_them(level: str, dtype: torch.dtype,
         assert torch.equal(attend(batch, near)[0], cleans_near[0])
 
 
+@pytest.mark.skipif(not has(Code.LINEAR_BF16), reason="no products of bf16 here")
+@pytest.mark.parametrize("spec", [AttentionSpec(0.125), AttentionSpec(0.125, 100, 20.0)], ids=str)
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(2, 64), (1, 8), (3, 72), (2, 128)])
+def test_prompts_read_codes_as_the_bf16_that_they_mean(spec: AttentionSpec, kv_heads: int, head_dim: int) -> None:
+    """To the bit: what is packed from codes is what is packed from their twin's numbers, NaN and all."""
+    codes = make_batch([Share(0, 0, 40), Share(50, 90, 33), Share(0, 300, 70)], 4 * kv_heads, kv_heads, head_dim, torch.int8)
+    bad = torch.full((1, kv_heads, head_dim), torch.nan)
+    codes.kv.write(torch.tensor([codes.rows[0].runs[0].first + 30]), bad, bad)
+    rows = len(codes.kv.keys)
+    numbers = kv_rows(
+        torch.empty(rows, token_bytes(kv_heads, head_dim, torch.bfloat16), dtype=torch.uint8), kv_heads, head_dim, torch.bfloat16
+    )
+    numbers.write(torch.arange(rows), *codes.kv.read(0, rows))
+    found, expected = attend(codes, spec), attend(replace(codes, kv=numbers), spec)
+    assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert found[30:40].isnan().all() and found[40:].isfinite().all()
+
+
 def test_int8_heads_are_within_half_a_step() -> None:
     x = torch.randn(50, 3, 64) * torch.logspace(-3, 3, 50)[:, None, None]
     codes, scales = quantised_heads(x)

@@ -5,14 +5,19 @@ from __future__ import annotations
 import mmap
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
 from app.engine.batch import Copy, Span
+from app.engine.build import KV_DTYPES
 from app.engine.kv_cache import KVCache, KVShape
 from app.engine.sequence import Sequence
 from app.errors import PlanImpossible
+from app.hardware.facts import Needs
+from app.hardware.room import kv_bytes_per_token
 from app.messages import SamplingParams
 
 PAGE = mmap.PAGESIZE
@@ -148,3 +153,27 @@ def test_counts_of_pages_and_bytes() -> None:
 def test_what_cannot_be_reserved_is_refused_with_a_way_out() -> None:
     with pytest.raises(PlanImpossible, match="max_running_seqs"):
         KVCache(KVShape(num_layers=64, num_slots=1024, max_len=2**27, num_kv_heads=64, head_dim=256), torch.float32)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize(("num_layers", "kv_heads", "head_dim"), [(16, 8, 64), (2, 1, 80), (3, 5, 72)])
+def test_the_plan_counts_the_bytes_that_a_token_takes(precision: str, num_layers: int, kv_heads: int, head_dim: int) -> None:
+    counts = {"kv_elements_per_token": 2 * num_layers * kv_heads * head_dim, "num_layers": num_layers, "num_kv_heads": kv_heads}
+    cache = KVCache(KVShape(num_layers, 2, 100, kv_heads, head_dim), KV_DTYPES[precision])
+    assert kv_bytes_per_token(cast(Needs, SimpleNamespace(**counts)), precision) == cache.bytes_per_token
+
+
+def test_codes_are_copied_and_given_back_as_all_else() -> None:
+    """Rows of 320 bytes: neither a token's end nor a slot's is a page's."""
+    cache = KVCache(KVShape(num_layers=2, num_slots=3, max_len=130, num_kv_heads=2, head_dim=64), torch.int8)
+    assert cache.token_bytes == 320 and cache.tokens_per_page == 13
+    key, _ = fill(cache, slot=0, start=0, end=100)
+    other, _ = fill(cache, slot=1, start=0, end=130)
+    cache.copy(Copy(0, 2, 20, 100))
+    cache.release(0, 0, 130)
+    copied, _ = held(cache, 1, 2, 100)
+    torch.testing.assert_close(copied[20:].float(), key[20:] + 1, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(held(cache, 0, 1, 130)[0].float(), other, rtol=2e-2, atol=2e-2)
+    cache.release(1, 0, 130)
+    cache.release(2, 0, 130)
+    assert cache.resident_bytes() == 0
