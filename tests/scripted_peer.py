@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Body = dict[str, Any]
+PACE_SECONDS = 0.001  # between two events, so that they arrive one by one
 
 
 @dataclass
@@ -74,17 +75,16 @@ class ScriptedPeer:
         while number > 1 and len(self.bodies) < self.hold:
             await asyncio.sleep(0)
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
-        for part in self._parts(body, fault):
-            writer.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
-            await writer.drain()
+        for event in self._events(body, fault):
+            text = event.encode()
+            for part in (text[at : at + self.cut] for at in range(0, len(text), self.cut)):
+                writer.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
+                await writer.drain()
+            await asyncio.sleep(PACE_SECONDS)
         if fault == "cut":
             return False
         writer.write(b"0\r\n\r\n")
         return True
-
-    def _parts(self, body: Body, fault: str | None) -> Iterator[bytes]:
-        text = "".join(self._events(body, fault)).encode()
-        yield from (text[at : at + self.cut] for at in range(0, len(text), self.cut))
 
     def _events(self, body: Body, fault: str | None) -> Iterator[str]:
         yield ": a comment\r\n\r\n"

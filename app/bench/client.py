@@ -20,7 +20,10 @@ from app.bench.workload import WORDS, Deck
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """One streamed answer: when it was sent, and when each piece came with how many tokens (`time.perf_counter` seconds)."""
+    """One streamed answer: when it was sent, and when each piece came with how many tokens (`time.perf_counter` seconds).
+
+    What comes at once is one piece: a step that guessed well makes several tokens.
+    """
 
     started: float
     pieces: tuple[tuple[float, int], ...]
@@ -73,10 +76,14 @@ class _Reading:
 
     def _read(self, event: dict[str, Any], moment: float) -> bool:
         num_tokens = self._num_tokens(event)
-        if num_tokens:
-            self._pieces.append((moment, num_tokens))
         self._usage = usage_of(event) or self._usage
-        return not num_tokens or self._on_piece is None or self._on_piece(len(self._pieces))
+        if not num_tokens:
+            return True
+        if self._pieces and self._pieces[-1][0] == moment:  # several events of one step
+            self._pieces[-1] = (moment, self._pieces[-1][1] + num_tokens)
+            return True
+        self._pieces.append((moment, num_tokens))
+        return self._on_piece is None or self._on_piece(len(self._pieces))
 
     def stream(self, started: float) -> Stream:
         if not self._pieces:

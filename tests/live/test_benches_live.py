@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 
 from app.bench import latency, overhead, process
+from app.bench.load import Level, LoadJob, Target, measure_load
 from app.bench.over_http import Job, measure
 from app.bench.server import serving
 from app.bench.stats import Figure, MeasurementFailed
+from app.bench.tally import Objective
+from app.bench.traffic import Bounds, Wanted
+from app.bench.workload import Lengths
 
 pytestmark = pytest.mark.slow
 
@@ -64,6 +68,32 @@ async def test_a_prompt_that_does_not_fit_is_told_in_the_servers_words() -> None
     with pytest.raises(MeasurementFailed, match="is not ready"):
         async with serving(url, ()):
             pass
+
+
+@pytest.mark.parametrize("api", ["native", "completions", "openai"])
+async def test_a_load_on_a_server_of_ours(api: str) -> None:
+    wanted = Wanted(Lengths(40, 40), Lengths(8, 8))
+    async with serving(None, FLAGS) as server:
+        job = LoadJob("demo", [Target(server.url, api=api)], [Level(clients=2)], wanted, Bounds(num_requests=6), Objective())
+        outcome = await asyncio.to_thread(measure_load, job)
+    requests = outcome.details["runs"][0]["requests"]
+    assert [request["tokens"] for request in requests] == [8] * 6
+    asked = [request["prompt_tokens"] for request in requests]
+    assert asked == [40] * 6 if api != "openai" else all(30 <= tokens <= 50 for tokens in asked)
+    assert not any("failed" in figure.name for figure in outcome.figures)
+    assert outcome.figures[0].value > 0.0
+
+
+def test_a_load_starts_a_server_of_its_own() -> None:
+    job = LoadJob(
+        "demo",
+        [Target(None, FLAGS)],
+        [Level(rate=20.0)],
+        Wanted(Lengths(8, 16), Lengths(4, 8)),
+        Bounds(num_requests=5),
+        Objective(),
+    )
+    assert measure_load(job).figures[0].parts["answered"] == 5
 
 
 def test_a_start_is_timed_from_the_process_to_the_token() -> None:

@@ -7,6 +7,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.bench.client import _Reading
+from app.bench.dialects import DIALECTS
 from app.bench.events import Events
 
 DATA = st.lists(st.text("ab {}:é\t", min_size=1).map(str.encode).filter(lambda data: not data.startswith(b" ")), max_size=5)
@@ -34,3 +36,14 @@ def test_what_is_not_whole_is_no_event_yet() -> None:
     events = Events()
     assert events.feed(b"data: a\n") == []
     assert events.feed(b"\n") == [b"a"]
+
+
+def test_what_comes_at_once_is_one_piece() -> None:
+    """A step that guessed well makes several tokens, and no time passes between them."""
+    told: list[int] = []
+    reading = _Reading(DIALECTS["native"], lambda num_pieces: told.append(num_pieces) is None)
+    event = b'data: {"token_ids": [1]}\n\n'
+    assert reading.take(event * 3, 1.0)
+    assert reading.take(event, 2.0)
+    assert reading.stream(0.0).pieces == ((1.0, 3), (2.0, 1))
+    assert told == [1, 2]
