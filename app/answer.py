@@ -75,8 +75,11 @@ class Answer:
         choice = self._choices[event.choice]
         if choice.reason is not None:
             return
+        before = choice.num_tokens
         self._count(choice, event, now)
         yield from self._grow(choice, event)
+        if choice.num_tokens > before:
+            self._metrics.completion(choice.num_tokens - before)
         if choice.text.matched_stop is not None:
             yield from self._finish(choice, "stop", now)
         elif isinstance(event, SequenceFinished):
@@ -89,7 +92,7 @@ class Answer:
                 yield from self._finish(choice, reason, now)
 
     def _count(self, choice: Choice, event: TokensReady | SequenceFinished, now: float) -> None:
-        """Notes when tokens came and tells the metrics. A stop token counts, though it is no text."""
+        """Notes when tokens came and tells the metrics: those of one step came together, after one wait. A stop token is no text, and counts."""
         if event.timings is not None:
             choice.timings = event.timings
             if choice.index == 0:  # the others find their prompt in the cache because choice 0 has read it
@@ -106,9 +109,8 @@ class Answer:
                     self._metrics.waited(self._foretold[0], now - self._foretold[1])
             choice.first_token_at = now
             self._metrics.first_token(choice.timings, now - self._request.arrived_at)
-        else:
+        elif now != choice.last_token_at:
             self._metrics.next_token(now - choice.last_token_at)
-        self._metrics.completion(total - choice.num_tokens)
         choice.last_token_at, choice.num_tokens = now, total
 
     def _grow(self, choice: Choice, event: TokensReady | SequenceFinished) -> Iterator[TextDelta]:
