@@ -17,8 +17,11 @@ from tools.peers.turns import Peer, Rows
 
 
 def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
-    """The plan sets what thread pools read before torch is imported. Nobody waits for the streams: prefill need not be held back."""
-    settings = load_settings(model=str(model), threads=threads, **{"itl_target_ms": 60_000, **options})[0]
+    """The plan sets what thread pools read before torch is imported. Nobody waits for the streams: prefill need not be held back.
+
+    Models without training repeat themselves, which is easily guessed: nothing is, so that every side computes a token a step.
+    """
+    settings = load_settings(model=str(model), threads=threads, **{"itl_target_ms": 60_000, "speculation": "off", **options})[0]
     prepared = prepare(settings)
     os.environ.update(prepared.plan.environment())
     prepared = calibrate(prepared, lambda stage: None)
