@@ -24,19 +24,22 @@ class StepSeconds:
     """Seconds of steps of one model as it is served. `decode_points` and `prefill_points` are the measured tables, rising.
 
     `context_token_seconds` is for each token of context that a decoding sequence attends to, `pair_seconds` for each pair of a prompt's
-    token and one of the tokens computed before its chunk.
+    token and one of the tokens computed before its chunk. `logits_points`: what so many decoding rows take beyond as many of a prompt,
+    of which only the last has logits and is picked from.
     """
 
     decode_points: _Points
     prefill_points: _Points
     context_token_seconds: float = 0.0
     pair_seconds: float = 0.0
+    logits_points: _Points = ()
 
     @classmethod
     def of(cls, trial: Trial) -> StepSeconds:
         pair = trial.pair_seconds or _CHUNK_SHARE * trial.context_token_seconds
         decode = _rising(trial.decode_seconds)
-        return cls(decode, _rising(trial.prefill_seconds) or decode, trial.context_token_seconds, pair)
+        bare = cls(decode, _rising(trial.prefill_seconds) or decode, trial.context_token_seconds, pair)
+        return replace(bare, logits_points=_rising({rows: seconds - bare._products(rows) for rows, seconds in decode}))
 
     def decode(self, rows: int, context_tokens: int = 0) -> float:
         """`rows` sequences that decode, all together attending to `context_tokens`."""
@@ -52,7 +55,7 @@ class StepSeconds:
             return self.decode(rows, context_tokens)
         if not rows:
             return self.prefill(tokens, prompt_context_tokens)
-        products = max(self._products(rows + tokens), _read(self.decode_points, rows))
+        products = max(self._products(rows + tokens) + self._logits(rows), _read(self.decode_points, rows))
         attention = context_tokens * self.context_token_seconds + tokens * prompt_context_tokens * self.pair_seconds
         return products + attention
 
@@ -64,7 +67,11 @@ class StepSeconds:
             prefill_points=tuple((tokens, seconds * factor) for tokens, seconds in self.prefill_points),
             context_token_seconds=self.context_token_seconds * factor,
             pair_seconds=self.pair_seconds * factor,
+            logits_points=tuple((rows, seconds * factor) for rows, seconds in self.logits_points),
         )
+
+    def _logits(self, rows: int) -> float:
+        return max(_read(self.logits_points, rows), 0.0) if self.logits_points else 0.0
 
     def _products(self, tokens: int) -> float:
         """A prompt's tokens without context. Few of them cost what as many decodes do, or what the line to the first point says."""

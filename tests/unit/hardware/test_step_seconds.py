@@ -61,6 +61,12 @@ def test_a_slower_machine_takes_so_many_times_as_long(
     assert slower == pytest.approx(factor * steps.mixed(rows, tokens, context, behind))
 
 
+def test_rows_that_are_picked_from_cost_more_than_those_of_a_prompt() -> None:
+    steps = StepSeconds.of(Trial("int4", 2, {1: 0.016, 32: 0.075}, {32: 0.060, 64: 0.100, 128: 0.190}))
+    assert steps.mixed(32, 32) == pytest.approx(0.100 + 0.015)
+    assert steps.mixed(1, 63) == pytest.approx(0.100)
+
+
 def test_between_points_it_is_linear_and_beyond_them_proportional() -> None:
     steps = StepSeconds.of(TRIAL)
     assert steps.decode(0) == steps.prefill(0) == 0.0
