@@ -42,6 +42,7 @@ class Answer:
     made: int = 0
     drafted: int = 0
     accepted: int = 0
+    judged: int = 0  # guesses up to the first wrong one of each step: those behind it say nothing
     step_seconds: list[float] = field(default_factory=list)
 
 
@@ -124,6 +125,7 @@ class Teller:
             answer.made += stats.decode_tokens
             answer.drafted += stats.drafted_tokens
             answer.accepted += stats.accepted_tokens
+            answer.judged += stats.accepted_tokens + (stats.accepted_tokens < stats.drafted_tokens)
         return events
 
 
@@ -194,12 +196,13 @@ def _figures(taken: Taken) -> Iterator[Figure]:
         if chance is None:
             yield Figure("without guesses", _speed(samples.answers), "tok/s")
             continue
-        drafted, accepted = (sum(getattr(one, name) for one in samples.answers) for name in ("drafted", "accepted"))
+        counts = ("drafted", "accepted", "judged")
+        drafted, accepted, judged = (sum(getattr(one, name) for one in samples.answers) for name in counts)
         steps = sum(len(one.step_seconds) for one in samples.answers)
         name, ratio = f"right {chance:.0%} of the time", statistics.median(samples.ratios)
         yield Figure(name, _speed(samples.answers), "tok/s", ratio=ratio, against="without guesses", target=TARGETS[chance])
         yield Figure(f"{name}, guesses", drafted / steps, "a step")
-        yield Figure(f"{name}, accepted", 100 * accepted / max(drafted, 1), "% of guesses")
+        yield Figure(f"{name}, measured", 100 * accepted / max(judged, 1), "% of guesses that could be right")
 
 
 def _notes(prompter: Prompter) -> tuple[str, ...]:
