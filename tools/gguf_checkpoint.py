@@ -1,12 +1,13 @@
 """A Llama checkpoint as llama.cpp reads it: `python -m tools.gguf_checkpoint DIR FILE.gguf [--type q4_0] [--pure]`.
 
 Run it with the interpreter of an environment that has `gguf` and `llama-cpp-python`; torch is not needed. Weights go over bit for bit
-and llama.cpp itself quantises them. There is no tokenizer in the file: comparisons speak in token ids.
+and llama.cpp itself quantises them. A byte-level tokenizer goes along; others do not, and such a file speaks in token ids alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -33,6 +34,7 @@ LAYER_NAMES = {
 }
 OTHER_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # numpy has no BF16: its bits will do
+NORMAL_TOKEN, CONTROL_TOKEN, USER_TOKEN, UNUSED_TOKEN = 1, 3, 4, 5  # `enum llama_token_type`
 TYPES = {"f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}  # `enum llama_ftype`
 
 
@@ -68,6 +70,7 @@ def write_gguf(directory: Path, file: Path) -> None:
     check(config)
     writer = gguf.GGUFWriter(file, "llama")
     _write_shape(writer, config)
+    _write_tokenizer(writer, config.vocab_size, directory)
     for name, entry in checkpoint.tensors.items():
         if name == "lm_head.weight" and config.tie_embeddings:
             continue
@@ -102,7 +105,6 @@ def check(config: ModelConfig) -> None:
 def _write_shape(writer: Any, config: ModelConfig) -> None:
     rope = config.ropes[0]
     assert rope is not None, "checked: one rope for all layers, of a known kind"
-    writer.add_tokenizer_model("no_vocab")
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_model_len)
     writer.add_embedding_length(config.hidden_size)
@@ -115,6 +117,42 @@ def _write_shape(writer: Any, config: ModelConfig) -> None:
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_rope_dimension_count(rope.dim)
     writer.add_rope_freq_base(rope.theta)
+
+
+def _write_tokenizer(writer: Any, vocab_size: int, directory: Path) -> None:
+    file = directory / "tokenizer.json"
+    read = byte_level(json.loads(file.read_text()), vocab_size) if file.exists() else None
+    if read is None:
+        writer.add_tokenizer_model("no_vocab")
+        return
+    tokens, kinds, merges = read
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(merges)
+    writer.add_add_bos_token(False)
+    ends = json.loads((directory / "config.json").read_text()).get("eos_token_id")
+    if ends is not None:
+        writer.add_eos_token_id(ends[0] if isinstance(ends, list) else ends)
+
+
+def byte_level(tokenizer: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int], list[str]] | None:
+    """Tokens by id, their `enum llama_token_type` and merges, of a tokenizer that splits as GPT-2's does; None of any other."""
+    model, split = tokenizer["model"], tokenizer.get("pre_tokenizer") or {}
+    if (
+        model["type"] != "BPE"
+        or split.get("type") != "ByteLevel"
+        or split.get("add_prefix_space")
+        or not split.get("use_regex", True)
+    ):
+        return None
+    tokens, kinds = [f"[unused{token_id}]" for token_id in range(vocab_size)], [UNUSED_TOKEN] * vocab_size
+    for token, token_id in model["vocab"].items():
+        tokens[token_id], kinds[token_id] = token, NORMAL_TOKEN
+    for added in tokenizer.get("added_tokens", []):
+        tokens[added["id"]], kinds[added["id"]] = added["content"], CONTROL_TOKEN if added["special"] else USER_TOKEN
+    return tokens, kinds, [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
 
 
 def gguf_name(name: str) -> str:

@@ -1,0 +1,158 @@
+"""HTTP servers as sides of a comparison: any command that serves OpenAI's completions on a port, awake only while it is its turn."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from app.bench.client import streamed
+from app.bench.dialects import DIALECTS, Ask
+from app.bench.prompts import prompts_for, served_model
+from app.bench.traffic import Bounds, Run, Traffic, Wanted
+from app.bench.wire import RequestBroken, Wire
+from tools.peers.sides import LAST_LINES, ROOT, environment
+
+POLL_SECONDS = 0.05
+READY_SECONDS = 900.0
+COMPLETIONS = DIALECTS["completions"]
+HELLO = "once upon a time"
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """`NAME=[VARIABLE=value ...] PROGRAM ARGUMENT...`; `{port}` among the arguments is the port that it shall listen on."""
+
+    name: str
+    command: tuple[str, ...]
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> ServerSpec:
+        """Raises `ValueError` with a sentence."""
+        name, equals, rest = text.partition("=")
+        words, variables = shlex.split(rest), {}
+        while words and "=" in words[0] and words[0].partition("=")[0].isidentifier():
+            variable, _, value = words.pop(0).partition("=")
+            variables[variable] = value
+        if not (name and equals and words):
+            raise ValueError(f"{text!r} is not NAME=[VARIABLE=value ...] PROGRAM ARGUMENT...")
+        if not any("{port}" in word for word in words):
+            raise ValueError(f"{name}: its command must say {{port}} where the port belongs")
+        return cls(name, tuple(words), variables)
+
+
+class ServerSide:
+    """One process group that serves. It runs from its start until `halt`; later only within `awake`."""
+
+    def __init__(self, spec: ServerSpec, procs: Sequence[Path] = ()) -> None:
+        """`procs`: lists of control groups that it joins before it becomes the server."""
+        self.spec, port = spec, _free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - `end` closes it
+        command = [word.replace("{port}", str(port)) for word in spec.command]
+        groups = [word for file in procs for word in ("--procs", str(file))]
+        self.started = time.perf_counter()
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(ROOT / "tools" / "peers" / "launch.py"), *groups, "--", *command],
+            cwd=ROOT,
+            env=environment(dict(os.environ), spec.environment),
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,
+        )
+
+    async def first_answer(self) -> float:
+        """Seconds from the process's start to its first answer of one token. Asks until there is one."""
+        with closing(Wire(self.url)) as wire:
+            while True:
+                with suppress(RequestBroken):
+                    await streamed(wire, COMPLETIONS, Ask(HELLO, 1, model=await served_model(wire)))
+                    return time.perf_counter() - self.started
+                if self._process.poll() is not None:
+                    raise SystemExit(self.complaint("ended"))
+                if time.perf_counter() - self.started > READY_SECONDS:
+                    raise SystemExit(self.complaint(f"has not answered within {READY_SECONDS:g} s"))
+                await asyncio.sleep(POLL_SECONDS)
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self.halt()
+
+    def halt(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def end(self) -> None:
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        self._log.close()
+
+    def cpu_seconds(self) -> float:
+        """Of all its processes so far; 0 where the system does not tell like this."""
+        return sum(map(_cpu_seconds, _group(self._process.pid)))
+
+    def complaint(self, what: str) -> str:
+        self._log.seek(0)
+        last = self._log.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+        return "\n".join([f"{self.spec.name} {what}:", *last])
+
+    def _signal(self, number: int) -> None:
+        """To the whole group: some servers compute in a process of their own."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+
+async def traffic_to(side: ServerSide, wanted: Wanted, wire: Wire) -> tuple[Traffic, str]:
+    """What sends requests to a server that is awake, and what its prompts are, in words."""
+    model = await served_model(wire)
+    deck, words = await prompts_for(wire, COMPLETIONS, model, wanted.seed)
+    return Traffic(wire, COMPLETIONS, model, deck, wanted), words
+
+
+async def one_run(traffic: Traffic, clients: int, requests_each: int, warm_up_tokens: int) -> Run:
+    """A closed loop of so many clients. Raises `SystemExit` where a request fails: a figure without it would be another's."""
+    await traffic.warm_up(clients, warm_up_tokens)
+    run = Run()
+    await traffic.clients(run, clients, Bounds(num_requests=clients * requests_each))
+    if run.failures:
+        raise SystemExit("; ".join(f"{kind}: {message}" for kind, message in run.messages.items()))
+    return run
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _group(leader: int) -> list[list[str]]:
+    """The fields after the name in /proc/PID/stat of every process of a group."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = file.read_text().rpartition(")")[2].split()
+            if fields[2] == str(leader):
+                found.append(fields)
+    return found
+
+
+def _cpu_seconds(fields: list[str]) -> float:
+    return (int(fields[11]) + int(fields[12])) / TICKS
