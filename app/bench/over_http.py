@@ -49,7 +49,8 @@ async def _measured(job: Job, advance: Advance) -> Sequence[Figure]:
 
 
 # What a server of our own is started with unless told otherwise. Capacity is told without guesses: they add to it what a text is worth.
-_FLAGS: Mapping[str, tuple[str, ...]] = {"wait": ("--speculation=off",)}
+# And tokens that come by several have long gaps between them, beside which those that prompts make look short.
+_FLAGS: Mapping[str, tuple[str, ...]] = dict.fromkeys(("wait", "itl"), ("--speculation=off",))
 
 OF_A_SERVER: Mapping[str, Callable[[Server, Job, Advance], Awaitable[Sequence[Figure]]]] = {
     "itl": lambda server, job, advance: inter_token_latency(server.client, job.tokens, job.rounds, advance),
