@@ -88,7 +88,12 @@ class Runner:
         return StepContext(ids, places, which, attend, wanted, shape)
 
     def _here(self, words: Tensor) -> Tensor:
-        return words if self.backend.device.type == "cpu" else words.to(self.backend.device)
+        return here(words, self.backend.device)
+
+
+def here(words: Tensor, device: torch.device) -> Tensor:
+    """Where the model reads them; on a processor that is where they are, and torch need not be asked."""
+    return words if device.type == "cpu" else words.to(device)
 
 
 class StepAttention:
@@ -108,7 +113,7 @@ class StepAttention:
 
     def begin(self, spans: tuple[Span, ...]) -> Attend:
         """Describes the next step; what was described before is forgotten."""
-        self._written = self._rows.fill(self._kv_cache.written_rows(spans)).to(self._backend.device)
+        self._written = here(self._rows.fill(self._kv_cache.written_rows(spans)), self._backend.device)
         rows: list[Row] = []
         first = 0
         for span in spans:
