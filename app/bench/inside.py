@@ -5,10 +5,11 @@ Ceilings and work take turns in one run: a machine that others share is never tw
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -87,7 +88,7 @@ def measure(checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, asked: Aske
         driver = Driver(built.engine, Deck(range(2, checkpoint.model_config.vocab_size)), plan.max_model_len.value)
         weights = weights_of(built.model, checkpoint.model_config.vocab_size, facts)
         measured = {load: Samples(weights.read_bytes, weights.operations(load.tokens, load.logit_rows)) for load in loads}
-        with closing(machine), torch.inference_mode():
+        with closing(machine), torch.inference_mode(), _frozen():
             complete = _rounds(asked, driver, measured, machine, advance)
     taken = {load: samples for load, samples in measured.items() if samples.seconds}
     kv_bytes = built.kv_cache.bytes_per_token * (PROMPT_TOKENS + min(asked.steps_per_round, driver.sitting_steps) / 2)
@@ -97,6 +98,15 @@ def measure(checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, asked: Aske
     figures = (*machine.figures(), *(figure for load in taken for figure in _held(load, taken[load], weights, kv_bytes)))
     notes = tuple(note for load, samples in taken.items() for note in _outliers(load, samples))
     return Outcome("engine", subject, figures, details | {"step_seconds": steps}, complete, notes)
+
+
+@contextmanager
+def _frozen() -> Iterator[None]:
+    """No collection looks through what was loaded while steps run, as in serving."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def _rounds(asked: Asked, driver: Driver, measured: Measured, machine: Machine, advance: Advance) -> bool:

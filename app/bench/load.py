@@ -99,8 +99,9 @@ async def _measured(job: LoadJob, found: Found) -> None:
         async with AsyncExitStack() as stack:
             traffics = [await _traffic(job, target, index, found, stack) for index, target in enumerate(job.targets)]
             for level in job.levels:
-                for _ in range(job.rounds):
-                    for index, traffic in enumerate(traffics):
+                for number in range(job.rounds):
+                    order = list(enumerate(traffics))
+                    for index, traffic in reversed(order) if number % 2 else order:  # who begins changes
                         run = Run()
                         found.runs.setdefault((level, index), []).append(run)
                         await _one_run(job, level, traffic, run, advance)

@@ -40,11 +40,16 @@ class Side:
 
     @property
     def tokens_per_second(self) -> float:
-        """While all clients had a stream where there are clients, else from the first request to the last token. Median of rounds."""
-        rates = [self._rate(run) for run in self.runs if run.answered]
-        return statistics.median(rates) if rates else 0.0
+        """Median of rounds."""
+        return statistics.median(self._rate(run) for run in self.runs if run.answered)
+
+    def over(self, other: Side) -> float | None:
+        """How many times as many tokens a second, round by round; the median."""
+        pairs = [(run, its) for run, its in zip(self.runs, other.runs, strict=False) if run.answered and its.answered]
+        return statistics.median(self._rate(run) / other._rate(its) for run, its in pairs) if pairs else None
 
     def _rate(self, run: Run) -> float:
+        """While all clients had a stream where there are clients, else from the first request to the last token."""
         by_client: dict[int, list[Stream]] = {}
         for answered in run.answered:
             by_client.setdefault(answered.client, []).append(answered.stream)
@@ -89,12 +94,12 @@ def figures(side: Side, objective: Objective, against: Side | None = None) -> It
     label, answered, runs = side.label, side.answered, side.runs
     if answered:
         rate = side.tokens_per_second
-        ratio = rate / against.tokens_per_second if against is not None and against.tokens_per_second else None
+        ratio = None if against is None else side.over(against)
         overall = statistics.median(overall_rate(run) for run in runs if run.answered)
         requests = len(answered) / sum(run.ended - run.started for run in runs)
         parts = {"overall": overall, "requests/s": requests, "answered": len(answered)}
         yield Figure(
-            f"{label} tokens", rate, "tok/s", ratio=ratio, against=against.label if against and ratio else "", parts=parts
+            f"{label} tokens", rate, "tok/s", ratio=ratio, against=against.label if against is not None else "", parts=parts
         )
         yield from _latencies(label, answered)
         if objective != Objective():

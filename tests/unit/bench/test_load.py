@@ -121,7 +121,8 @@ def test_another_server_takes_turns() -> None:
     ]  # fmt: skip
     figures = named(outcome)
     ours, other = figures[f"×2 {mine.url} tokens"], figures[f"×2 {theirs.url} tokens"]
-    assert ours.ratio == pytest.approx(ours.value / other.value)
+    assert (ours.ratio or 0.0) > 0.0
+    assert ours.against == f"×2 {theirs.url}"
     assert other.ratio is None
     assert sorted(body["prompt"] for body in mine.bodies[2:]) == sorted(body["prompt"] for body in theirs.bodies[2:])
 

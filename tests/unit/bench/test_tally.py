@@ -50,6 +50,14 @@ def test_of_clients_that_were_sent_away_and_of_arrivals_all_counts() -> None:
     assert named(run)["x failed, status 429"].value == 1
 
 
+def test_two_servers_are_held_against_each_other_round_by_round() -> None:
+    def side(*steps: float) -> Side:
+        return Side("x", [run_of(stream(1.0, step, 10), clients=1) for step in steps], closed=True)
+
+    assert side(0.1, 0.4, 0.2).over(side(0.2, 0.2, 0.2)) == pytest.approx(1.0), "ratios of rounds are 2, 0.5 and 1"
+    assert side(0.1).over(Side("x", [Run()], closed=True)) is None
+
+
 def test_every_latency_is_what_it_is_called() -> None:
     late = Answered(0.5, 0, 3, Stream(0.7, ((1.0, 1), (1.2, 2), (1.6, 1)), Usage(5, 5)))
     found = named(Run(0.0, 2.0, answered=[late], num_sent=1))
