@@ -27,7 +27,7 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
     prepared = calibrate(prepared, lambda stage: None)
     import torch
 
-    from app.bench.inside import weights_of
+    from app.bench.floors import weights_of
     from app.engine.build import build_engine
     from app.kernels.linear import Linear
     from app.kernels.native import native
