@@ -165,6 +165,10 @@ INLINE void bytes_load(const void *p, vf *x) {
 #ifdef NEON_LANES
     const int16x8_t wide = vmovl_s8(vld1_s8(p));
     x[0] = (vf)vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide))), x[1] = (vf)vcvtq_f32_s32(vmovl_high_s16(wide));
+#elif defined(__AVX512F__) && LANES == 16 /* GCC takes convertvector of bytes apart, element by element */
+    for (int i = 0; i < 2; i++) x[i] = (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p + i)));
+#elif defined(__AVX2__) && LANES == 8
+    for (int i = 0; i < 2; i++) x[i] = (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)((const char *)p + 8 * i))));
 #else
     vb codes[2];
     memcpy(codes, p, sizeof codes);
