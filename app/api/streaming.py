@@ -18,6 +18,8 @@ from app.generation import ChoiceFinished, Piece, TextDelta
 from app.messages import Timings
 
 DONE = b"data: [DONE]\n\n"
+# Made once: `json.dumps` with anything but its defaults makes one at each call, which costs an event as much as writing it.
+_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 class Pieces(Protocol):
@@ -29,7 +31,7 @@ class Pieces(Protocol):
 
 def sse(event: dict[str, Any]) -> bytes:
     """One server-sent event; JSON escapes line breaks, so one `data:` line holds it."""
-    return b"data: " + json.dumps(event, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _JSON.encode(event).encode() + b"\n\n"
 
 
 class Opened:

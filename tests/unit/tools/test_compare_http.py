@@ -115,14 +115,18 @@ def test_steady_speed_is_of_the_window_that_all_share() -> None:
     measured = Measured()
     measured.add(run_of((1.0, 4.0), (2.0, 5.0)), cpu_seconds=7.5)
     assert measured.steady == [2.0]  # in (2, 4] two tokens of each
-    assert measured.overall == [8 / 5]
+    assert (measured.overall, measured.together) == ([8 / 5], [2 / 3])
     assert (measured.server_cpu, measured.client_cpu) == ([1.5], [0.1])
     assert measured.summary()["ttft_p99_ms"] == 2000.0
 
 
-def test_streams_that_hardly_meet_are_no_measurement() -> None:
-    with pytest.raises(SystemExit, match="too short a time"):
-        Measured().add(run_of((1.0, 4.0), (3.5, 9.0)), cpu_seconds=1.0)
+def test_streams_that_hardly_meet_are_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    measured = Measured()
+    measured.add(run_of((1.0, 4.0), (3.5, 9.0)), cpu_seconds=1.0)
+    assert measured.together == [pytest.approx(0.5 / 3)]
+    assert "for 17% of the time" in capsys.readouterr().err
+    measured.add(run_of((1.0, 4.0), (5.0, 9.0)), cpu_seconds=1.0)
+    assert (measured.steady[1], measured.together[1]) == (0.0, 0.0)
 
 
 def test_ratios_are_taken_round_by_round() -> None:
