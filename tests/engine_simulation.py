@@ -236,6 +236,7 @@ def check_pool(pool: SlotPool, scheduler: Scheduler) -> None:
         if slot.running:
             owner = owners[slot.index]
             assert slot.token_ids is owner.token_ids
+            assert slot.reserved <= len(slot.token_ids), "room is kept for guesses that were wrong"
             assert (owner.num_computed, owner.prefix_slot, owner.prefix_tokens) == (
                 slot.num_tokens,
                 slot.prefix_slot,

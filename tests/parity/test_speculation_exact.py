@@ -95,6 +95,7 @@ class Engine:
                     said.setdefault((event.request_id, event.choice), []).append(TokenLogprob(event.stop_token_id, 0.0))
             if not self.engine.has_work:
                 return said
+            assert len(self.stats) < 3000, "it goes on for ever"
             events = self.engine.step()
             assert self.engine.stats is not None
             self.stats.append(self.engine.stats)
