@@ -191,7 +191,8 @@ def _report(job: Job, found: Found) -> None:
         first = next(iter(of.values()))
         for name, measured in of.items():
             it = measured.summary()
-            wait = f"TTFT {it['ttft_p50_ms']:6.0f} / {it['ttft_p99_ms']:6.0f} ms, ITL {it['itl_p50_ms']:6.1f} / {it['itl_p99_ms']:6.1f} ms"
+            wait = f"TTFT {it['ttft_p50_ms']:6.0f} / {it['ttft_p99_ms']:6.0f} ms"
+            wait += f", ITL {it['itl_p50_ms']:6.1f} / {it['itl_p99_ms']:6.1f} ms"
             over = f"{ratio(first.steady, measured.steady):5.2f} {ratio(first.overall, measured.overall):5.2f}"
             print(
                 f"×{clients:<3} {name:20} {it['steady']:8.1f} tok/s in {it['together']:.0%}, overall {it['overall']:8.1f}; first over it {over}; "

@@ -1,4 +1,4 @@
-"""`armature serve` with its threads arranged otherwise than the plan has it: `python -m tools.peers.serve_arranged --switch-ms 0.1 -- FLAGS...`.
+"""`armature serve`, its threads arranged otherwise than planned: `python -m tools.peers.serve_arranged --nice-others 5 -- FLAGS...`.
 
 For comparisons alone: what wins by measurement becomes the plan's own decision.
 """

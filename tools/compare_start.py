@@ -1,0 +1,55 @@
+"""Seconds from a server's start to its first answer of one token: `python -m tools.compare_start --server 'NAME=COMMAND' ...`.
+
+Servers start one after the other, alone on the machine, in rounds of which the first is not counted: it warms the page cache, and what
+a server keeps for its next start is made in it. Ratios are each other server's time over the first's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+
+from app.bench.wire import event_loop
+from tools.compare_http import ratio, say, spec
+from tools.peers.servers import ServerSide, ServerSpec
+
+
+def main() -> int:
+    """Progress goes to stderr; then come a table and, as the last line, JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--server", action="append", required=True, type=spec, metavar="NAME=[VARIABLE=value ...] COMMAND")
+    parser.add_argument("--rounds", type=int, default=3, help="that count")
+    arguments = parser.parse_args()
+    found: dict[str, list[float]] = {each.name: [] for each in arguments.server}
+    with event_loop() as runner:
+        for number in range(arguments.rounds + 1):
+            for each in arguments.server:
+                seconds = runner.run(start(each))
+                say(f"start {number}: {each.name} {seconds:.2f} s{'' if number else ', not counted'}")
+                found[each.name] += [seconds] if number else []
+    _report(arguments.server, found)
+    return 0
+
+
+async def start(spec: ServerSpec) -> float:
+    side = ServerSide(spec)
+    try:
+        return await side.first_answer()
+    finally:
+        side.end()
+
+
+def _report(specs: Sequence[ServerSpec], found: dict[str, list[float]]) -> None:
+    first = next(iter(found.values()))
+    over = {name: ratio(seconds, first) for name, seconds in found.items()}
+    for name, seconds in found.items():
+        print(f"{name:20} {statistics.median(seconds):8.2f} s to the first token, {over[name]:.1f} times the first's")
+    commands = {each.name: {"command": each.command, "environment": each.environment} for each in specs}
+    print(json.dumps({"servers": commands, "seconds": found, "over_first": over}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
