@@ -195,10 +195,10 @@ def _report(job: Job, found: Found) -> None:
             wait += f", ITL {it['itl_p50_ms']:6.1f} / {it['itl_p99_ms']:6.1f} ms"
             over = f"{ratio(first.steady, measured.steady):5.2f} {ratio(first.overall, measured.overall):5.2f}"
             print(
-                f"×{clients:<3} {name:20} {it['steady']:8.1f} tok/s in {it['together']:.0%}, overall {it['overall']:8.1f}; first over it {over}; "
-                f"{wait}; "
-                f"cores {it['server_cores']:.2f}, client {it['client_cores']:.2f}"
+                f"×{clients:<3} {name:20} {it['steady']:8.1f} tok/s in {it['together']:.0%}, overall {it['overall']:8.1f}",
+                end="; ",
             )
+            print(f"first over it {over}; {wait}; cores {it['server_cores']:.2f}, client {it['client_cores']:.2f}")
 
 
 def _details(job: Job, found: Found) -> dict[str, Any]:

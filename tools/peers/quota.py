@@ -1,4 +1,4 @@
-"""A CPU quota for processes of a comparison: a control group of this system, of either version, made and removed by who has the right to."""
+"""A CPU quota for processes of a comparison: a control group of either version, made and removed by who has the right to."""
 
 from __future__ import annotations
 
