@@ -79,7 +79,7 @@ class Speculation:
     def guess(self, spans: list[Span], most_rows: int, room: Room) -> list[Span]:
         """The same decodes, with guesses behind those where they pay and find room; a step has at most `most_rows` rows."""
         left = min(most_rows, MOST_ROWS) - len(spans)
-        ideas = self._ideas(spans) if left > 0 else []
+        ideas = self._ideas(spans) if self._could_pay(spans, left) else []
         if not ideas:
             return spans
         drafts: dict[Sequence, tuple[int, ...]] = {}
@@ -105,6 +105,12 @@ class Speculation:
     def forget(self, sequence: Sequence) -> None:
         """It is over."""
         self._known.pop(sequence, None)
+
+    def _could_pay(self, spans: list[Span], left: int) -> bool:
+        """Whether guesses would, were all of them right: nobody is asked for any where rows cost too much. Products take rows by tiles."""
+        rows, context = len(spans), sum(span.end for span in spans)
+        worth = WORTH * rows / self._costs.decode(rows, context)
+        return any((rows + more) / self._costs.decode(rows + more, context) > worth for more in (1, 2, 4, 8) if more <= left)
 
     def _ideas(self, spans: list[Span]) -> list[Idea]:
         """Penalties count what was said before, so rows of one sequence cannot be picked side by side; beams fork at every token."""

@@ -67,7 +67,15 @@ def test_after_a_bad_time_it_comes_back() -> None:
     assert sum(told(speculation, spans, 200, 0.9)[100:]) > 300
 
 
+class Unasked:
+    """Is not to be asked."""
+
+    def propose(self, token_ids: list[int], most: int) -> tuple[int, ...]:
+        raise AssertionError("asked in vain, and that costs")
+
+
 def test_no_guess_where_rows_cost_what_they_may_bring() -> None:
+    assert sum(told(Speculation(lambda sequence: Unasked(), RowCosts(COSTLY)), [decoding()], 200, 1.0)) == 0
     assert sum(told(Speculation(Always, RowCosts(COSTLY)), [decoding()], 200, 1.0)) == 0
 
 
