@@ -21,7 +21,7 @@ from app.bench.tally import overall_rate
 from app.bench.traffic import Run, Traffic, Wanted
 from app.bench.wire import Wire, event_loop
 from app.bench.workload import Lengths
-from tools.compare_http import Measured, say, spec
+from tools.compare_http import say, spec
 from tools.peers.quota import Quota
 from tools.peers.servers import ServerSide, ServerSpec, one_run, traffic_to
 
@@ -39,12 +39,10 @@ class Load:
     max_tokens: int
 
     def rate(self, run: Run) -> float:
-        """Tokens a second: of the prompt until its first token, or those that all clients get while each has a stream."""
+        """Tokens a second: of the prompt until its first token, or of all answers from the first request to the last token."""
         if self.max_tokens == 1:
             return self.prompt_tokens / run.answered[0].stream.time_to_first_token
-        measured = Measured()
-        measured.add(run, 0.0)
-        return measured.steady[0] or overall_rate(run)
+        return overall_rate(run)
 
 
 @dataclass(slots=True)
