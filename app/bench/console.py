@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Protocol
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from app.bench.stats import Figure, Outcome
 
 WIDTH = 140
+WIDEST = 1000
 LOOKS_PER_SECOND = 2  # each costs what is measured a millisecond
 PERCENTILES = ("p90", "p95")  # which stand between p50 and p99
 
@@ -41,7 +43,11 @@ def progress(total: int, what: str) -> Iterator[Advance]:
 def show(outcome: Outcome, json_path: Path | None) -> int:
     """Prints everything, writes the file that was asked for, and answers the exit status: 1 for a failed measurement, 130 after Ctrl-C."""
     console = _console()
-    console.print(table(outcome))
+    figures = table(outcome)
+    needed = Measurement.get(console, console.options.update(max_width=WIDEST), figures).maximum
+    Console(stderr=True, width=max(needed, console.width)).print(
+        figures
+    )  # on a narrow terminal lines run on: no figure is cut off
     for note in outcome.notes:
         console.print(note, markup=False, highlight=False)
     for mistake in outcome.mistakes:

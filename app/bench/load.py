@@ -56,6 +56,11 @@ class Target:
     model: str | None = None
     api_key: str | None = None
 
+    @property
+    def name(self) -> str:
+        """Short enough for a table."""
+        return "ours" if self.url is None else self.url.rpartition("//")[2]
+
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
@@ -149,8 +154,8 @@ def _sides(job: LoadJob, found: Found) -> Iterator[tuple[Side, Side | None]]:
     for level in job.levels:
         sides = []
         for index, target in enumerate(job.targets):
-            name = f" {target.url or 'ours'}" if len(job.targets) > 1 else ""
-            sides.append(Side(level.label + name, found.runs.get((level, index), []), bool(level.clients)))
+            name = target.name if len(job.targets) > 1 else ""
+            sides.append(Side(f"{level.label} {name}".rstrip(), name, found.runs.get((level, index), []), bool(level.clients)))
         for index, side in enumerate(sides):
             yield side, sides[1] if index == 0 and len(sides) > 1 else None
 
@@ -165,7 +170,7 @@ def _notes(job: LoadJob, found: Found) -> Iterator[str]:
     """What one should know before believing the figures."""
     for index, target in enumerate(job.targets):
         runs = [run for (_, which), stretch in found.runs.items() if which == index for run in stretch]
-        yield from _doubts(job, target.url or "our server", [run for run in runs if run.answered], found.prompts.get(index, ""))
+        yield from _doubts(job, target.name, [run for run in runs if run.answered], found.prompts.get(index, ""))
     cpu = cpu_figure(run for runs in found.runs.values() for run in runs)
     if cpu.value > MUCH_CPU:
         yield f"This client took {cpu.value:.0f}% of a core: on few cores that slows the server down."

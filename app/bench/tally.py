@@ -28,9 +28,10 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One server under one load: a run of every round."""
+    """One server under one load: a run of every round. `server` is empty where there is but one."""
 
     label: str
+    server: str
     runs: Sequence[Run]
     closed: bool
 
@@ -97,17 +98,15 @@ def figures(side: Side, objective: Objective, against: Side | None = None) -> It
         ratio = None if against is None else side.over(against)
         overall = statistics.median(overall_rate(run) for run in runs if run.answered)
         requests = len(answered) / sum(run.ended - run.started for run in runs)
-        parts = {"overall": overall, "requests/s": requests, "answered": len(answered)}
+        parts = {"overall": overall, "req/s": requests, "answered": len(answered)}
         yield Figure(
-            f"{label} tokens", rate, "tok/s", ratio=ratio, against=against.label if against is not None else "", parts=parts
+            f"{label} tokens", rate, "tok/s", ratio=ratio, against=against.server if against is not None else "", parts=parts
         )
         yield from _latencies(label, answered)
         if objective != Objective():
             good = sum(map(objective.met, answered))
             sent = sum(run.num_sent for run in runs)
-            yield Figure(
-                f"{label} goodput", requests * good / len(answered), "requests/s", ratio=good / sent, against="of all sent"
-            )
+            yield Figure(f"{label} goodput", requests * good / len(answered), "req/s", ratio=good / sent, against="of all sent")
     for kind, number in sorted(sum((run.failures for run in runs), Counter[str]()).items()):
         yield Figure(f"{label} failed, {kind}", number, "requests", target=0, at_most=True)
 
@@ -133,7 +132,7 @@ def cpu_figure(runs: Iterable[Run]) -> Figure:
     wall = sum(run.ended - run.started for run in taken)
     cpu, pieces = sum(run.cpu_seconds for run in taken), sum(run.num_pieces for run in taken)
     parts = {"us/piece": 1e6 * cpu / pieces} if pieces else {}
-    return Figure("this client", 100 * cpu / wall if wall else 0.0, "% of a core", parts=parts)
+    return Figure("this client, of a core", 100 * cpu / wall if wall else 0.0, "%", parts=parts)
 
 
 def record(answered: Answered, started: float) -> dict[str, Any]:

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
+from app.bench import console
 from app.bench.console import number, show, table
 from app.bench.stats import Figure, Outcome, percentile, spread
 
@@ -76,3 +78,13 @@ def test_the_table_has_a_row_for_every_figure() -> None:
 @pytest.mark.parametrize("value, text", [(1234.5, "1,234"), (0.012345, "0.0123"), (47.06, "47.1"), (0, "0")])
 def test_numbers_are_written_as_people_do(value: float, text: str) -> None:
     assert number(value) == text
+
+
+def test_a_narrow_terminal_cuts_no_figure_off(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(console, "_console", lambda: Console(stderr=True, width=30))
+    figure = Figure("something with a long name", 123.0, "tok/s", p99=456.0, parts={"p90": 234.0, "of read": 0.5})
+    show(Outcome("engine", "tiny", (figure,), notes=("a note [with] brackets",)), None)
+    told = capsys.readouterr().err
+    assert "…" not in told
+    assert next(line.split() for line in told.splitlines() if "456" in line)[-5:] == ["123", "234", "456", "tok/s", "0.5"]
+    assert "[with]" in told

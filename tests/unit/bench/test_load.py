@@ -39,7 +39,7 @@ def test_every_request_is_counted_however_its_bytes_were_cut(cut: int) -> None:
     with running(ScriptedPeer(cut=cut)) as peer:
         outcome = measure_load(job(peer))
     figures = named(outcome)
-    assert list(figures) == ["×3 tokens", "×3 TTFT", "×3 ITL", "×3 TPOT", "×3 E2E", "this client"]
+    assert list(figures) == ["×3 tokens", "×3 TTFT", "×3 ITL", "×3 TPOT", "×3 E2E", "this client, of a core"]
     assert figures["×3 tokens"].parts["answered"] == 9
     assert figures["×3 tokens"].value > 0
     ttft = figures["×3 TTFT"]
@@ -120,9 +120,10 @@ def test_another_server_takes_turns() -> None:
         ("×1", True), ("×1", True), ("×1", False), ("×1", False), ("×2", True), ("×2", True), ("×2", False), ("×2", False),
     ]  # fmt: skip
     figures = named(outcome)
-    ours, other = figures[f"×2 {mine.url} tokens"], figures[f"×2 {theirs.url} tokens"]
+    mine_at, theirs_at = mine.url.removeprefix("http://"), theirs.url.removeprefix("http://")
+    ours, other = figures[f"×2 {mine_at} tokens"], figures[f"×2 {theirs_at} tokens"]
     assert (ours.ratio or 0.0) > 0.0
-    assert ours.against == f"×2 {theirs.url}"
+    assert ours.against == theirs_at
     assert other.ratio is None
     assert sorted(body["prompt"] for body in mine.bodies[2:]) == sorted(body["prompt"] for body in theirs.bodies[2:])
 
@@ -153,6 +154,7 @@ def test_requests_that_warm_up_are_not_counted() -> None:
 
 
 def test_the_table_fits_a_terminal() -> None:
-    with running(ScriptedPeer()) as peer:
-        outcome = measure_load(job(peer, levels=[Level(clients=32)], objective=Objective(1.0), bounds=Bounds(num_requests=64)))
+    with running(ScriptedPeer()) as mine, running(ScriptedPeer()) as theirs:
+        load = job(mine, theirs, levels=[Level(clients=32)], objective=Objective(1.0), bounds=Bounds(num_requests=64))
+        outcome = measure_load(load)
     assert Console(width=1000).measure(table(outcome)).maximum <= 120

@@ -28,7 +28,7 @@ def run_of(*streams: Stream, clients: int = 2, ended: float = 10.0) -> Run:
 
 
 def named(run: Run, objective: Objective | None = None, closed: bool = True) -> dict[str, Figure]:
-    return {figure.name: figure for figure in figures(Side("x", [run], closed), objective or Objective())}
+    return {figure.name: figure for figure in figures(Side("x", "", [run], closed), objective or Objective())}
 
 
 def test_tokens_are_counted_while_all_clients_have_a_stream() -> None:
@@ -52,10 +52,10 @@ def test_of_clients_that_were_sent_away_and_of_arrivals_all_counts() -> None:
 
 def test_two_servers_are_held_against_each_other_round_by_round() -> None:
     def side(*steps: float) -> Side:
-        return Side("x", [run_of(stream(1.0, step, 10), clients=1) for step in steps], closed=True)
+        return Side("x", "", [run_of(stream(1.0, step, 10), clients=1) for step in steps], closed=True)
 
     assert side(0.1, 0.4, 0.2).over(side(0.2, 0.2, 0.2)) == pytest.approx(1.0), "ratios of rounds are 2, 0.5 and 1"
-    assert side(0.1).over(Side("x", [Run()], closed=True)) is None
+    assert side(0.1).over(Side("x", "", [Run()], closed=True)) is None
 
 
 def test_every_latency_is_what_it_is_called() -> None:
@@ -66,7 +66,7 @@ def test_every_latency_is_what_it_is_called() -> None:
     assert found["x ITL"].p99 == pytest.approx(400)
     assert found["x TPOT"].value == pytest.approx(600 / 4)
     assert found["x E2E"].value == pytest.approx(1100)
-    assert found["x tokens"].parts == pytest.approx({"overall": 5 / 1.6, "requests/s": 0.5, "answered": 1})
+    assert found["x tokens"].parts == pytest.approx({"overall": 5 / 1.6, "req/s": 0.5, "answered": 1})
 
 
 def test_an_objective_is_met_by_both_or_not_at_all() -> None:
