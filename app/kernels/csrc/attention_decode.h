@@ -158,6 +158,7 @@ INLINE void take_block(decoding *d, int kind, int64_t h, int64_t position) {
     float scores[MAX_GROUP][DECODE_BLOCK] __attribute__((aligned(64))), key_scales[DECODE_BLOCK], value_scales[DECODE_BLOCK];
     if (kind == FROM_INT8)
         for (int t = 0; t < DECODE_BLOCK; t++) {
+            if (h == 0) __builtin_prefetch(a->kv.key_scales + d->at[DECODE_BLOCK + t]); /* the next block's, of all heads */
             memcpy(key_scales + t, a->kv.key_scales + d->at[t] + head * 4, 4);
             memcpy(value_scales + t, a->kv.value_scales + d->at[t] + head * 4, 4);
         }
