@@ -106,8 +106,9 @@ class Rehearsal:
 
     @property
     def context(self) -> int:
-        """Tokens behind a sequence that has context; 0 where the model is made for too few."""
-        return max(0, min(CONTEXT_TOKENS, self.max_len - CHUNK_TOKENS - 1))
+        """Tokens behind a sequence that has context; 0 where the model is made for too few. No more memory than the plan gives them."""
+        fits = self.plan.kv_cache_bytes.value // (CONTEXT_ROWS * self._kv_cache.bytes_per_token)
+        return max(0, min(CONTEXT_TOKENS, self.max_len - CHUNK_TOKENS - 1, fits))
 
     def step(self, shape: StepShape) -> Callable[[], object]:
         """What runs that step, any number of times."""

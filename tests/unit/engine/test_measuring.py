@@ -244,6 +244,9 @@ def test_whoever_is_told_may_stop_it(checkpoint: Checkpoint) -> None:
 def test_a_context_needs_room(checkpoint: Checkpoint) -> None:
     short = rehearsal_of(checkpoint, precision="fp32", max_model_len=32)
     assert (short.context, short.prefill_tokens()) == (0, [32])
+    tight = rehearsal_of(checkpoint, precision="fp32", kv_cache_bytes=2**18)
+    assert 0 < tight.context * CONTEXT_ROWS * tight._kv_cache.bytes_per_token <= 2**18
+    assert tight.context < rehearsal_of(checkpoint, precision="fp32").context
     assert CONTEXT_ROWS <= 8 < CHUNK_TOKENS
 
 
