@@ -106,11 +106,16 @@ class Speculation:
         """It is over."""
         self._known.pop(sequence, None)
 
+    def _seconds(self, spans: list[Span]) -> Callable[[int], float]:
+        """Of the step, by how many guesses it carries. Never less than without any, whatever was seen."""
+        rows, context = len(spans), sum(span.end for span in spans)
+        alone = self._costs.decode(rows, context)
+        return lambda guesses: max(alone, self._costs.decode(rows + guesses, context))
+
     def _could_pay(self, spans: list[Span], left: int) -> bool:
         """Whether guesses would, were all of them right: nobody is asked for any where rows cost too much. Products take rows by tiles."""
-        rows, context = len(spans), sum(span.end for span in spans)
-        worth = WORTH * rows / self._costs.decode(rows, context)
-        return any((rows + more) / self._costs.decode(rows + more, context) > worth for more in (1, 2, 4, 8) if more <= left)
+        rows, seconds = len(spans), self._seconds(spans)
+        return any(rows + more > WORTH * rows * seconds(more) / seconds(0) for more in (1, 2, 4, 8) if more <= left)
 
     def _ideas(self, spans: list[Span]) -> list[Idea]:
         """Penalties count what was said before, so rows of one sequence cannot be picked side by side; beams fork at every token."""
@@ -140,18 +145,17 @@ class Speculation:
             for place in range(1, len(ids) + 1)
         ]
         chances.sort(reverse=True)
-        rows, context = len(spans), sum(span.end for span in spans)
-        tokens, best, taken = float(rows), WORTH * rows / self._costs.decode(rows, context), 0
+        rows, seconds = len(spans), self._seconds(spans)
+        tokens, worth = float(rows), WORTH * rows / seconds(0)
+        best, taken = worth, 0
         for count, (chance, _) in enumerate(chances[:left], 1):
             tokens += chance
-            speed = tokens / self._costs.decode(rows + count, context)
-            if speed > best:
-                best, taken = speed, count
+            if tokens / seconds(count) > best:
+                best, taken = tokens / seconds(count), count
         numbers = [0] * len(ideas)
         for _, index in chances[:taken]:
             numbers[index] += 1
-        surely = (rows + 1) / self._costs.decode(rows + 1, context)
-        may_try = taken < left and surely > WORTH * rows / self._costs.decode(rows, context)
+        may_try = taken < left and (rows + 1) / seconds(1) > worth
         return [_or_trial(number, guesses, may_try) for number, guesses in zip(numbers, known, strict=True)]
 
     def _chance(self, guesses: Guesses) -> float:

@@ -135,6 +135,14 @@ def test_what_steps_take_is_learned_from_them() -> None:
     assert costs.decode(8) == pytest.approx(dearer * UNMEASURED.decode(8))
 
 
+def test_a_step_that_happened_to_be_quick_makes_no_wrong_guess_worth_it() -> None:
+    speculation, spans = Speculation(Always, RowCosts()), [decoding()]
+    told(speculation, spans, 100, 0.0)
+    for step in [*steps(1, 0.020, 9), *steps(2, 0.010, 9)]:
+        speculation.observe(step)
+    assert sum(told(speculation, spans, 200, 0.0)) < 12
+
+
 def test_a_bad_moment_is_forgotten() -> None:
     """Or rows that were slow once would never be tried again."""
     costs = RowCosts(UNMEASURED)
