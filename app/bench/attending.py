@@ -19,14 +19,15 @@ CALLS = 12
 
 
 class Attending:
-    """One query of each sequence against its whole context, a layer after the other."""
+    """One query of each sequence against its whole context, a layer after the other; keys and values of this dtype."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         shape = KVShape(num_layers=LAYERS, num_slots=SEQUENCES, max_len=KV_TOKENS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
-        self._cache = KVCache(shape, torch.bfloat16)
+        self._cache = KVCache(shape, dtype)
+        written = torch.randn(2, self._cache.stride, KV_HEADS, HEAD_DIM)
         for layer in self._cache.layers:
-            layer.keys.normal_()
-            layer.values.normal_()
+            for slot in range(SEQUENCES):
+                layer.write(torch.arange(self._cache.stride) + self._cache.row(slot, 0), *written.unbind(0))
         self._query = torch.randn(SEQUENCES, HEADS, HEAD_DIM).bfloat16()
         self._step = Step(SEQUENCES)
         runs = [Run(self._cache.row(slot, 0), KV_TOKENS, 0) for slot in range(SEQUENCES)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 
 import torch
@@ -33,7 +33,11 @@ MANY_ROWS = 64  # from here on a pass goes over a few weights only: memory is no
 
 
 Name = tuple[str, tuple[int, int], int]  # form, shape, rows
-ATTENTION: Name = ("attention", (SEQUENCES, KV_TOKENS), 1)
+# Decode attention, over keys and values in either dtype.
+ATTENTION: Mapping[Name, torch.dtype] = {
+    ("attention", (SEQUENCES, KV_TOKENS), 1): torch.bfloat16,
+    ("attention over int8", (SEQUENCES, KV_TOKENS), 1): torch.int8,
+}
 
 
 def measure(plan: ServingPlan, facts: Facts, rounds: int) -> Outcome:
@@ -44,7 +48,7 @@ def measure(plan: ServingPlan, facts: Facts, rounds: int) -> Outcome:
     timed: dict[Name, Samples] = {}
     machine = Machine(plan.threads.value, torch.int8, (torch.int8,))
     with (
-        progress(rounds * (len(FORMS) * len(SHAPES) + Attending.here()) + 1, "packing") as advance,
+        progress(rounds * (len(FORMS) * len(SHAPES) + len(ATTENTION) * Attending.here()) + 1, "packing") as advance,
         closing(machine),
         torch.inference_mode(),
     ):
@@ -74,7 +78,7 @@ def _rounds(
     advance: Advance,
 ) -> bool:
     """Ctrl-C keeps what is measured, and answers False."""
-    attention = Attending() if Attending.here() else None
+    attending = {name: Attending(dtype) for name, dtype in ATTENTION.items()} if Attending.here() else {}
     try:
         for _ in range(rounds):
             for (name, shape), copies in weights.items():
@@ -84,11 +88,11 @@ def _rounds(
                     seconds = _time(copies, rows)
                     one.hold(seconds, between(before, machine.sample()))
                 advance(f"{name} {shape[0]} × {shape[1]}")
-            if attention is not None:
+            for attention, attends in attending.items():
                 before = machine.sample()
-                seconds = attention.time()
-                timed.setdefault(ATTENTION, Samples(attention.num_bytes, 0.0)).hold(seconds, between(before, machine.sample()))
-                advance("attention")
+                seconds = attends.time()
+                timed.setdefault(attention, Samples(attends.num_bytes, 0.0)).hold(seconds, between(before, machine.sample()))
+                advance(attention[0])
     except KeyboardInterrupt:
         return False
     return True
@@ -118,9 +122,9 @@ def _time(copies: list[IntPanels], rows: int) -> list[float]:
 
 def _figures(timed: dict[Name, Samples]) -> Iterator[Figure]:
     for (name, shape, rows), one in timed.items():
-        if (name, shape, rows) == ATTENTION:
-            label, share = f"decode attention, {SEQUENCES} × {KV_TOKENS} tokens", one.read_share
-            yield Figure(label, one.middle * 1e6, "us", ratio=share, against="memory read", target=0.8, is_share=True)
+        if dtype := ATTENTION.get((name, shape, rows)):
+            label, target = f"decode {name}, {SEQUENCES} × {KV_TOKENS} tokens", 0.8 if dtype == torch.bfloat16 else None
+            yield Figure(label, one.middle * 1e6, "us", ratio=one.read_share, against="memory read", target=target, is_share=True)
             continue
         label = f"{name} {shape[0]}×{shape[1]}, {rows} row{'s' if rows > 1 else ''}"
         bound, share = one.bound
