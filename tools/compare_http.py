@@ -131,7 +131,7 @@ def add_load_flags(parser: argparse.ArgumentParser, rounds: int = 5) -> None:
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--requests", type=int, default=1, help="of each client and round, one after the other")
+    parser.add_argument("--requests", type=int, default=2, help="of each client and round, one after the other")
 
 
 def spec(text: str) -> ServerSpec:
