@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ def main() -> int:
     parser.add_argument("--server", action="append", required=True, type=spec, metavar="NAME=[VARIABLE=value ...] COMMAND")
     parser.add_argument("--rounds", type=int, default=3, help="that count")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that a server ends too
     found: dict[str, list[float]] = {each.name: [] for each in arguments.server}
     with event_loop() as runner:
         for number in range(arguments.rounds + 1):
