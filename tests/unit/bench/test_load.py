@@ -128,6 +128,14 @@ def test_another_server_takes_turns() -> None:
     assert sorted(body["prompt"] for body in mine.bodies[2:]) == sorted(body["prompt"] for body in theirs.bodies[2:])
 
 
+def test_who_begins_changes_from_round_to_round() -> None:
+    asked: list[str] = []
+    mine = ScriptedPeer(token_ids=True, on_request=lambda number: asked.append("mine"))
+    with running(mine), running(ScriptedPeer(token_ids=True, on_request=lambda number: asked.append("theirs"))) as theirs:
+        measure_load(job(mine, theirs, levels=[Level(clients=1)], rounds=2, bounds=Bounds(num_requests=1)))
+    assert asked[2:] == ["mine", "theirs", "theirs", "mine"]
+
+
 def test_goodput_is_what_was_soon_enough() -> None:
     with running(ScriptedPeer()) as peer:
         never = measure_load(job(peer, objective=Objective(ttft_seconds=0.0)))

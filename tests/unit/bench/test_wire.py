@@ -17,6 +17,9 @@ from app.bench.wire import RequestBroken, Wire
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
 
 
+SILENCE = b"never"
+
+
 class Script:
     """Answers each request with the next of `answers`, byte by byte; an empty one closes the connection."""
 
@@ -25,6 +28,7 @@ class Script:
         self.close = close
         self.heads: list[bytes] = []
         self.connections = 0
+        self.asked = asyncio.Event()
         self.tasks: list[asyncio.Task[None]] = []
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -36,6 +40,9 @@ class Script:
             while self.answers:
                 self.heads.append(await reader.readuntil(b"\r\n\r\n"))
                 answer = self.answers.pop(0)
+                if answer == SILENCE:
+                    self.asked.set()
+                    await reader.read()  # until whoever asked has left
                 for byte in answer:
                     writer.write(bytes([byte]))
                     await writer.drain()
@@ -72,6 +79,18 @@ async def test_a_connection_that_was_closed_while_idle_is_opened_again() -> None
         assert (await wire.get("/")).body == b"hi"
         assert (await wire.get("/")).body == b"hi"
     assert script.connections == 2
+
+
+async def test_a_request_that_is_given_up_is_not_sent_again() -> None:
+    script = Script(OK, SILENCE, OK)
+    async with talking(script) as wire:
+        await wire.get("/")
+        asking = asyncio.create_task(wire.get("/"))
+        await script.asked.wait()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(asking, 5.0)
+    assert script.connections == 1
 
 
 async def test_a_body_may_end_with_its_connection() -> None:
