@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from app import calibration, preparation
+from app import calibration
 from app.calibration import Calibration, Kept, key_of
-from app.errors import PlanImpossible
 from app.hardware import native_library
 from app.hardware.decision import Measurements, Trial
 from app.hardware.facts import Cgroup, Core, Cpu, Facts, NativeLibrary, TorchBuild
-from app.hardware.step_seconds import StepSeconds
-from app.preparation import Prepared, budget_for, looked_up, subject
 from app.settings import DEMO, Settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from planned_machines import machine
@@ -170,118 +166,3 @@ def test_what_no_longer_holds_is_forgotten_once(tmp_path: Path) -> None:
     place.forget(newer)
     assert place.read() is None
     place.forget(newer)  # gone already
-
-
-# ---- what a start makes of it ----------------------------------------------------------------------------------------
-
-
-def measure_of(found: Measurements, asked: list[float]) -> Callable[..., Measurements]:
-    def measure(what: Any, budget: float, report: Any) -> Measurements:
-        asked.append(budget)
-        return found
-
-    return measure
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """Budgets of all measurements that were made; each finds `FOUND`, at the threads of the machine."""
-    budgets: list[float] = []
-    monkeypatch.setattr("app.engine.measuring.measure", measure_of(FOUND, budgets))
-    yield budgets
-
-
-def start(tmp_path: Path, checkpoint: Checkpoint, **settings: Any) -> Prepared:
-    facts = machine(torch=TorchBuild("2.13.0"))
-    return preparation.calibrate(looked_up(facts, Settings(cache_dir=tmp_path, **settings), checkpoint), lambda stage: None)
-
-
-def test_the_second_start_reads_what_the_first_measured(tmp_path: Path, checkpoint: Checkpoint, asked: list[float]) -> None:
-    first, second = (start(tmp_path, checkpoint) for _ in range(2))
-    assert len(asked) == 1
-    assert first.calibration is not None and second.calibration is not None
-    assert (first.calibration.from_cache, second.calibration.from_cache) == (False, True)
-    assert first.plan == second.plan
-    assert second.step_seconds == StepSeconds.of(TRIAL)
-
-
-def test_on_measures_at_every_start_and_off_never(tmp_path: Path, checkpoint: Checkpoint, asked: list[float]) -> None:
-    for _ in range(2):
-        start(tmp_path, checkpoint, calibrate="on")
-    assert len(asked) == 2
-    off = start(tmp_path, checkpoint, calibrate="off")
-    assert (len(asked), off.calibration, off.step_seconds) == (2, None, None)
-
-
-def test_a_small_model_is_measured_for_a_moment(checkpoint: Checkpoint, tmp_path: Path, asked: list[float]) -> None:
-    start(tmp_path, checkpoint)
-    assert asked == [preparation.SMALL_BUDGET_SECONDS]
-    large = dataclasses.replace(checkpoint, tensors={name: _larger(entry) for name, entry in checkpoint.tensors.items()})
-    assert budget_for(large) == preparation.BUDGET_SECONDS
-
-
-def _larger(entry: Any) -> Any:
-    return dataclasses.replace(entry, end=entry.start + 100 * (entry.end - entry.start))
-
-
-def test_a_measurement_ends_no_start(
-    tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(what: Any, budget: float, report: Any) -> Measurements:
-        raise PlanImpossible("no address space")
-
-    monkeypatch.setattr("app.engine.measuring.measure", fail)
-    with caplog.at_level(logging.WARNING):
-        served = start(tmp_path, checkpoint)
-    assert "no address space" in caplog.text
-    assert (served.is_final, served.step_seconds) == (True, None)
-    assert start(tmp_path, checkpoint).calibration != served.calibration, "nothing was kept of it"
-
-
-def test_what_was_measured_beside_other_work_serves_one_start(
-    tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Seven threads may be a little quicker than eight; four times as quick is somebody else's doing."""
-    for gain, times in ((1.1, 1), (4.0, 2)):
-        quicker = {rows: seconds / gain for rows, seconds in TRIAL.decode_seconds.items()}
-        prompts = {size: seconds / gain for size, seconds in TRIAL.prefill_seconds.items()}
-        fewer = dataclasses.replace(TRIAL, threads=7, decode_seconds=quicker, prefill_seconds=prompts)
-        budgets: list[float] = []
-        monkeypatch.setattr("app.engine.measuring.measure", measure_of(Measurements(trials=(TRIAL, fewer)), budgets))
-        for _ in range(2):
-            assert start(tmp_path / str(gain), checkpoint).plan.threads.value == 7
-        assert len(budgets) == times, gain
-
-
-def test_every_precision_that_may_be_chosen_is_a_way(tmp_path: Path, checkpoint: Checkpoint) -> None:
-    facts = machine()
-
-    def ways(large: bool, **settings: Any) -> list[str]:
-        needs = dataclasses.replace(checkpoint.needs(), num_parameters=10**9 if large else 10**6)
-        monkey = pytest.MonkeyPatch()
-        with monkey.context() as patch:
-            patch.setattr(Checkpoint, "needs", lambda self: needs)
-            made = subject(looked_up(facts, Settings(cache_dir=tmp_path, **settings), checkpoint))
-        assert (made.copy is not None) == ("int4" in [way.precision.value for way in made.ways])
-        return [way.precision.value for way in made.ways]
-
-    assert ways(large=True) == ["bf16", "int8", "int4"]
-    assert ways(large=False) == ["bf16"]
-    assert ways(large=True, precision="int4") == ["int4"]
-
-
-@pytest.mark.parametrize(
-    ("cores", "asked_for", "counts"), [(1, "auto", (1,)), (2, "auto", (2, 1)), (8, "auto", (8, 7)), (8, 5, (5,))]
-)
-def test_threads_that_may_serve(
-    tmp_path: Path, checkpoint: Checkpoint, cores: int, asked_for: Any, counts: tuple[int, ...]
-) -> None:
-    settings = Settings(cache_dir=tmp_path, threads=asked_for)
-    assert subject(looked_up(machine(cores=cores), settings, checkpoint)).threads == counts
-
-
-def test_people_are_told(tmp_path: Path) -> None:
-    told = Calibration(FOUND, calibration.time.time() - 60, from_cache=True).to_json()
-    assert told["from_cache"] is True
-    assert 60 <= told["age_seconds"] < 70
-    assert told["measurements"]["trials"][0]["decode_seconds"] == {"1": 0.02, "8": 0.03}
