@@ -90,19 +90,19 @@ class Wire:
         request = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{size}\r\n".encode() + (body or b"")
         while True:
             connection, used = await self._connection()
+            answer = None
             try:
                 async with asyncio.timeout(ANSWER_SECONDS):
                     answer = await connection.send(request, sink)
             except TimeoutError as error:
-                connection.abort()
                 raise RequestBroken("timeout", f"{path} did not end within {ANSWER_SECONDS:g} s") from error
             except RequestBroken:
                 if used and connection.silent:  # the server closed it while it lay idle, and knows nothing of the request
                     continue
                 raise
-            except BaseException:
-                connection.abort()
-                raise
+            finally:
+                if answer is None:  # whatever ended it, nothing more is wanted of this connection
+                    connection.abort()
             if connection.reusable:
                 self._idle.append(connection)
             return answer
