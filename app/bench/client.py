@@ -44,7 +44,7 @@ class Stream:
         return [later - earlier for earlier, later in pairwise(times) if since < later <= until]
 
 
-OnPiece = Callable[[int], bool]  # told how many pieces have come; False leaves the server in the middle of its answer
+OnPiece = Callable[[int], bool]  # told how many events with tokens have come; False leaves the server in the middle of its answer
 
 
 async def streamed(wire: Wire, dialect: Dialect, ask: Ask, on_piece: OnPiece | None = None) -> Stream:
@@ -65,6 +65,7 @@ class _Reading:
         self._events = Events()
         self._pieces: list[tuple[float, int]] = []
         self._usage: Usage | None = None
+        self._num_events = 0
         self._left = False
 
     def take(self, part: bytes, moment: float) -> bool:
@@ -79,11 +80,12 @@ class _Reading:
         self._usage = usage_of(event) or self._usage
         if not num_tokens:
             return True
+        self._num_events += 1
         if self._pieces and self._pieces[-1][0] == moment:  # several events of one step
             self._pieces[-1] = (moment, self._pieces[-1][1] + num_tokens)
-            return True
-        self._pieces.append((moment, num_tokens))
-        return self._on_piece is None or self._on_piece(len(self._pieces))
+        else:
+            self._pieces.append((moment, num_tokens))
+        return self._on_piece is None or self._on_piece(self._num_events)
 
     def stream(self, started: float) -> Stream:
         if not self._pieces:

@@ -46,4 +46,4 @@ def test_what_comes_at_once_is_one_piece() -> None:
     assert reading.take(event * 3, 1.0)
     assert reading.take(event, 2.0)
     assert reading.stream(0.0).pieces == ((1.0, 3), (2.0, 1))
-    assert told == [1, 2]
+    assert told == [1, 2, 3, 4]
