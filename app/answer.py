@@ -92,7 +92,7 @@ class Answer:
                 yield from self._finish(choice, reason, now)
 
     def _count(self, choice: Choice, event: TokensReady | SequenceFinished, now: float) -> None:
-        """Notes when tokens came and tells the metrics: those of one step came together, after one wait. A stop token is no text, and counts."""
+        """Notes when tokens came and tells the metrics: those of one step came after one wait. A stop token is no text, and counts."""
         if event.timings is not None:
             choice.timings = event.timings
             if choice.index == 0:  # the others find their prompt in the cache because choice 0 has read it

@@ -159,7 +159,9 @@ class Metrics:
         self._request_seconds = self._histogram("request_seconds", "From a request's arrival to its end.", SECONDS, "api")
         self._queue_seconds = self._histogram("queue_seconds", "From a request's arrival to its first step.", SECONDS)
         self._ttft_seconds = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
-        self._itl_seconds = self._histogram("inter_token_latency_seconds", "Between a choice's tokens; those that one step made count once.", SECONDS)
+        self._itl_seconds = self._histogram(
+            "inter_token_latency_seconds", "Between a choice's tokens; those that one step made count once.", SECONDS
+        )
         tpot = "Mean time of a choice's tokens after the first."
         self._tpot_seconds = self._histogram("time_per_output_token_seconds", tpot, SECONDS)
         error = "How far off the predicted wait for the first token was, over the wait."
