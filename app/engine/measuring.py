@@ -66,6 +66,10 @@ class Timer:
         now = self.clock()
         return replace(self, deadline=now + part * max(0.0, self.deadline - now))
 
+    def less(self, seconds: float) -> Timer:
+        """All but so many seconds."""
+        return replace(self, deadline=self.deadline - seconds)
+
 
 def measure(subject: Subject, budget_seconds: float, report: Report, clock: Clock = time.perf_counter) -> Measurements:
     """On the thread that will serve: its pool is left at the number of threads tried last, until the backend is configured."""
@@ -74,11 +78,12 @@ def measure(subject: Subject, budget_seconds: float, report: Report, clock: Cloc
     backend = select_backend(subject.ways[0])
     backend.configure(subject.ways[0])
     with torch.inference_mode():
-        found = Measurements()
-        if budget_seconds > 2 * CEILINGS_SECONDS:
+        if budget_seconds <= 4 * CEILINGS_SECONDS:
+            found = _trials(subject, timer, Measurements())
+        else:
             report("calibrating: ceilings")
-            found = _ceilings(subject)
-        found = _trials(subject, timer, found)
+            before = _ceilings(subject)
+            found = _between(before, _trials(subject, timer.less(CEILINGS_SECONDS), before), _ceilings(subject))
     gc.collect()  # made-up weights go before the real ones come
     return replace(found, seconds=clock() - began)
 
@@ -95,6 +100,14 @@ def _ceilings(subject: Subject) -> Measurements:
         if rate == rate:  # no form multiplies it here: not a number
             products[precision] = rate
     return Measurements(read_bytes_per_second=read, products_per_second=products)
+
+
+def _between(before: Measurements, found: Measurements, after: Measurements) -> Measurements:
+    """What was found, held against what the machine could do before and after it. A product is slow for others' sake alone."""
+    assert before.read_bytes_per_second and after.read_bytes_per_second, "both were read"
+    read = (before.read_bytes_per_second + after.read_bytes_per_second) / 2
+    rates = {name: max(rate, after.products_per_second.get(name, 0.0)) for name, rate in before.products_per_second.items()}
+    return replace(found, read_bytes_per_second=read, products_per_second=rates)
 
 
 def _trials(subject: Subject, timer: Timer, found: Measurements) -> Measurements:

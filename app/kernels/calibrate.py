@@ -136,11 +136,14 @@ def table(seconds: Mapping[int, float]) -> dict[int, float] | None:
 
 
 def border(few: Mapping[int, float], many: Mapping[int, float]) -> int | None:
-    """Up to how many rows `few` is the quicker of two forms; None: not measured. Beyond the last row that both know, nobody has looked."""
+    """Up to how many rows `few` is the quicker of two forms; None: not measured.
+
+    Below the first number of rows that both know, nobody has looked, nor beyond the last: what reads less is taken to be quicker there.
+    """
     best = None
     for rows in sorted(few.keys() & many.keys()):
         if few[rows] > many[rows]:
-            return 0 if best is None else best
+            return rows - 1 if best is None else best
         best = rows
     return best
 
