@@ -27,7 +27,8 @@ from app.kernels.activations import quantise, unpacked
 from app.kernels.layout import PanelLayout
 from app.kernels.memory import aligned
 from app.kernels.native import native
-from app.kernels.operations import Code, LinearInt, Output, Pack, Rows, has, run
+from app.kernels.operations import Code, LinearInt, Output, Pack, has, run
+from app.kernels.table import Form, Table
 
 EXPECTED = Path(__file__).parent / "native_expected.json"
 LEVELS = ("avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon", "portable")
@@ -115,15 +116,9 @@ class Packed:
 
     def widened(self) -> Tensor:
         """All its rows, fp32."""
-        ids, out = torch.arange(self.case.outputs), torch.full((self.case.outputs, self.case.inputs), torch.nan)
-        run(
-            Rows(
-                self.panels.data_ptr(), ids.data_ptr(), out.data_ptr(), len(ids), self.case.inputs, self.padded,
-                self.case.layout.group_of(self.case.inputs), self.case.bits, self.case.zero_points, 1.0,
-            ),
-            Code.ROWS,
-        )  # fmt: skip
-        return out
+        case, group = self.case, self.case.layout.group_of(self.case.inputs)
+        table = Table(self.panels, Form(case.bits), case.outputs, case.inputs, self.padded, group, case.zero_points)
+        return table.rows(torch.arange(case.outputs))
 
 
 def activations(case: Case, exact: bool) -> Tensor:

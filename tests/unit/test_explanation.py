@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from app.calibration import Kept, key_of
+from app.calibration import Calibration, Kept, key_of
 from app.explanation import Explained, explain, render_explained
 from app.hardware.decision import Measurements, Trial
 from app.hardware.facts import Needs
@@ -121,7 +122,7 @@ def test_it_finds_what_an_earlier_start_measured(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(DEMO)
     first = make_plan(host, None, asked, checkpoint.needs(), RECIPES.keys())
     timed = Measurements(trials=(trial("bf16", 900, threads=2, full=True),), seconds=1.2)
-    Kept(tmp_path, key_of(host, asked, first, checkpoint.model_config)).keep(timed)
+    Kept(tmp_path, key_of(host, asked, first, checkpoint.model_config)).keep(Calibration(timed, time.time(), from_cache=False))
     after = explain(asked, host)
     assert after.origin == "just now, in 1.2 s, with this model's shapes"
     assert after.plan.capacity_tokens_per_second.value["decode"][1] > 100
