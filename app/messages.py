@@ -1,11 +1,13 @@
 """What the service and the worker thread say to each other: frozen dataclasses of plain values, nothing else.
 
-A `Generate` or an `Abort` goes in through the mailbox; `TokensReady`, `SequenceFinished` and `RequestFailed` come back, one list a step.
+A `Generate`, an `Encode`, an `Infer` or an `Abort` goes in through the mailbox; events come back, one list a step: of a generation
+`TokensReady` and `SequenceFinished`, of the others one `ArraysReady`, of any `RequestFailed`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -106,6 +108,48 @@ class Generate:
 
 
 @dataclass(frozen=True, slots=True)
+class Array:
+    """A tensor as plain values. `datatype`: the Open Inference Protocol's word (FP32, INT64, BOOL, …); `data`: little-endian, row by row."""
+
+    datatype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """One text, tokenised, its special tokens included. `type_ids` are as many where it has a second segment, else empty: all 0."""
+
+    token_ids: tuple[int, ...]
+    type_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """Texts of one request for an encoder. `outputs` are some of those that the model has: `embedding`, `logits`, `last_hidden_state`.
+
+    `normalize` None: as the checkpoint says. `dimensions`: so many of an embedding's, before it is normalised; None: all.
+    """
+
+    request_id: str
+    texts: tuple[Text, ...]
+    outputs: tuple[str, ...]
+    arrived_at: float
+    normalize: bool | None = None
+    dimensions: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Infer:
+    """Named tensors for an exported program, as many in the batch dimension of each; `outputs` are the names wanted back."""
+
+    request_id: str
+    inputs: Mapping[str, Array]
+    outputs: tuple[str, ...]
+    arrived_at: float
+
+
+@dataclass(frozen=True, slots=True)
 class Abort:
     """Nobody waits for this request any more. Unknown or finished ids are ignored."""
 
@@ -119,7 +163,8 @@ class Stop:
     """End the worker thread once what is running has been told."""
 
 
-Command = Generate | Abort | Stop
+Order = Generate | Encode | Infer
+Command = Order | Abort | Stop
 
 # ---- from the worker -----------------------------------------------------------------------------------------------
 
@@ -141,6 +186,7 @@ class Timings:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     cached_tokens: int = 0
+    encode_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,14 +221,28 @@ class SequenceFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class ArraysReady:
+    """All that an `Encode` or an `Infer` asked for, by output: the request has ended.
+
+    `embedding` FP32 [texts, size] and `logits` FP32 [texts, labels] in the order of the texts, `last_hidden_state` FP32 [tokens of all
+    texts in a row, size]; an `Infer`'s outputs as its program gives them, cut to its own rows. `num_tokens` were computed.
+    """
+
+    request_id: str
+    arrays: Mapping[str, Array]
+    timings: Timings = field(default_factory=Timings)
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class RequestFailed:
-    """Every choice of this request has ended with this error."""
+    """All of this request has ended with this error."""
 
     request_id: str
     error: RequestError
 
 
-Event = TokensReady | SequenceFinished | RequestFailed
+Event = TokensReady | SequenceFinished | ArraysReady | RequestFailed
 
 # ---- what is measured ----------------------------------------------------------------------------------------------
 
@@ -204,6 +264,8 @@ class StepStats:
     prefill_pairs: int = 0  # of a prompt's token with one that was computed before its chunk
     drafted_tokens: int = 0  # guessed by speculation and computed in this step, beside `decode_tokens`
     accepted_tokens: int = 0  # of them, those that the model would have picked too
+    encode_tokens: int = 0  # of texts, or rows of an exported program's batch
+    num_encode_sequences: int = 0
 
     def expected_seconds(self, steps: StepSeconds) -> float:
         """What a table says of such a step: a guessed token is one more row of its sequence."""

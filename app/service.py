@@ -18,7 +18,7 @@ from app.admission import Admission, Permit
 from app.answer import Answer
 from app.errors import InvalidRequest, NotReady, RequestError, RequestTimeout, ServiceStopping, StepFailed
 from app.generation import Accepted, ChoiceFinished, GenerationRequest, Piece, TextDelta
-from app.messages import Abort, Command, Event, Generate, RequestFailed, Snapshot, TokensReady
+from app.messages import Abort, ArraysReady, Command, Event, Generate, RequestFailed, Snapshot, TokensReady
 from app.metrics import Metrics, Outcome
 from app.reading import ServedModel, chat_ids, check_ids, read
 
@@ -237,6 +237,7 @@ class Service:
         event, now = item
         if isinstance(event, RequestFailed):
             raise event.error.with_traceback(None)
+        assert not isinstance(event, ArraysReady), "that is an encoder's answer"
         for piece in answer.take(event, now):
             if isinstance(piece, ChoiceFinished) and isinstance(event, TokensReady):
                 self._worker.put(Abort(order.request_id, reason="stop", choice=piece.choice))

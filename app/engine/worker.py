@@ -11,10 +11,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from app.errors import ArmatureError, RequestError, ServiceStopping, StepFailed
-from app.messages import Abort, Command, Event, Generate, RequestFailed, Snapshot, StepStats, Stop
+from app.messages import Abort, Command, Event, Order, RequestFailed, Snapshot, StepStats, Stop
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Engine(Protocol):
 
     @property
     def has_work(self) -> bool: ...
-    def add(self, request: Generate) -> list[Event]: ...
+    def add(self, order: Any) -> list[Event]: ...
     def abort(self, command: Abort) -> list[Event]: ...
     def step(self) -> list[Event]: ...
     def fail(self) -> list[Event]: ...
@@ -74,7 +74,7 @@ class Worker:
     def put(self, command: Command) -> None:
         """Raises `ServiceStopping` for a request that nobody would read any more."""
         self._mailbox.put(command)
-        if isinstance(command, Generate) and self.state in ("failed", "stopped"):
+        if isinstance(command, Order) and self.state in ("failed", "stopped"):
             raise ServiceStopping("The server is stopping.")
 
     def join(self, timeout_seconds: float | None = None) -> None:
@@ -127,7 +127,7 @@ class Worker:
             block = False
             if isinstance(command, Stop):
                 return events, True
-            events += engine.add(command) if isinstance(command, Generate) else engine.abort(command)
+            events += engine.abort(command) if isinstance(command, Abort) else engine.add(command)
 
     def _step(self, engine: Engine) -> tuple[list[Event], StepStats | None]:
         events, error = self._attempt(engine.step)
@@ -159,7 +159,7 @@ class Worker:
         events: list[Event] = []
         while not self._mailbox.empty():
             command = self._mailbox.get()
-            if isinstance(command, Generate):
+            if isinstance(command, Order):
                 events.append(RequestFailed(command.request_id, ServiceStopping("The server is stopping.")))
         self._tell(events)
         if self.state == "failed":

@@ -16,11 +16,15 @@ class AttentionSpec:
     """One layer's attention: `scale` multiplies the scores, then `softcap` bounds them: cap · tanh(score / cap).
 
     With a `window`, the token at position p sees positions p - window + 1 to p: itself and the window - 1 before it.
+    Where attention is `bidirectional` it sees all of its own text, or with a window positions p - window // 2 to p + window // 2.
+    `distance_bias` [heads, 2 * most + 1] fp32 is added to the scores: column `most` + key position - query position, the outermost beyond.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
+    bidirectional: bool = False
+    distance_bias: Tensor | None = None
 
 
 class Attend(Protocol):
@@ -46,3 +50,17 @@ class StepContext:
     attend: Attend
     best: Wanted | None = None
     shape: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeContext:
+    """Texts end to end in one flat batch: token_ids, positions (0 at each text's begin) and type_ids (None: all 0), [tokens] int64.
+
+    `starts` [texts + 1] int64: text i is tokens [starts[i], starts[i + 1]).
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    type_ids: Tensor | None
+    starts: Tensor
+    attend: Attend
