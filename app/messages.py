@@ -109,7 +109,7 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """A tensor as plain values. `datatype`: the Open Inference Protocol's word (FP32, INT64, BOOL, …); `data`: little-endian, row by row."""
+    """A tensor as plain values. `datatype`: the Open Inference Protocol's word (FP32, INT64, …); `data`: little-endian, row by row."""
 
     datatype: str
     shape: tuple[int, ...]
