@@ -117,6 +117,23 @@ class Array:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor that a program takes or gives: of `shape` the first is the batch, -1; another -1 is free, alike in a whole batch."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What an exported program takes and gives."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Text:
     """One text, tokenised, its special tokens included. `type_ids` are as many where it has a second segment, else empty: all 0."""
 
