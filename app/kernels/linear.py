@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from app.kernels.activate import activate
 from app.kernels.activations import Activations, plain
 from app.kernels.best import Best, Picking, Wanted
 from app.kernels.int_panels import IntPacking
@@ -208,6 +209,11 @@ class Linear(nn.Module):
     def add_to(self, hidden: Tensor, x: Activations) -> None:
         """hidden [tokens, out_features] fp32 += the product."""
         self.form.add_to(hidden, x)
+
+    def activated(self, x: Activations, activation: str, feeds: Linear) -> Activations:
+        """act(the product), as `feeds` takes it at this many rows."""
+        product = self.form.multiply(x)
+        return activate(product, activation, feeds.takes(product.shape[0]))
 
     @property
     def picks(self) -> bool:

@@ -6,23 +6,17 @@ the product that comes next reads them; only a form that has a native library as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from app.kernels.activate import ACTIVATIONS
 from app.kernels.activations import Activations, quantise, room
 from app.kernels.memory import empty
 from app.kernels.operations import Code, Gate, Gather, Norm, Sink, has, run
 
 Angles = tuple[Tensor, Tensor]  # cos and signed sin, each [tokens, 1, dim], fp32
 
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
 _GATES = {"silu": 0, "gelu_tanh": 1, "gelu": 2}  # as csrc/ops.h numbers them
 
 

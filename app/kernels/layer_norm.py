@@ -1,0 +1,34 @@
+"""LayerNorm of the residual stream: what the next product reads and, where a layer normalises what it has added to, the stream itself.
+
+The twin is torch's, and serves for FP32 and where there is no library.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from app.kernels.activations import Activations, quantise
+
+
+def layer_norm(
+    hidden: Tensor,
+    norm: tuple[Tensor, Tensor | None, float],
+    dtype: torch.dtype,
+    group: int | None = None,
+    in_place: bool = False,
+) -> Activations:
+    """hidden [tokens, size] fp32 to (hidden - mean) / deviation * weight + bias in `dtype`, or quantised where a group is given.
+
+    `norm` is weight [size] fp32, bias likewise or None, and eps. `in_place`: hidden becomes its norm as well.
+    """
+    normed = layer_norm_torch(hidden, norm)
+    if in_place:
+        hidden.copy_(normed)
+    return normed.to(dtype) if group is None else quantise(normed, group)
+
+
+def layer_norm_torch(hidden: Tensor, norm: tuple[Tensor, Tensor | None, float]) -> Tensor:
+    weight, bias, eps = norm
+    return F.layer_norm(hidden.float(), weight.shape, weight, bias, eps)
