@@ -12,7 +12,10 @@ from typing import Literal
 from app.models.config import Activation, ModelConfig
 from app.models.rope import Rope
 
+EncoderActivation = Activation | Literal["relu"]
 PoolingMode = Literal["cls", "mean", "max", "mean_sqrt_len", "weighted_mean", "last"]
+Between = Literal["tanh", "identity", "relu", "gelu", "gelu_tanh", "silu"]  # what stands behind the product of a dense module
+Scores = Literal["softmax", "sigmoid", "identity"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,22 @@ class DenseConfig:
     in_features: int
     out_features: int
     bias: bool = True
-    activation: Literal["tanh", "identity", "relu", "gelu"] = "tanh"
+    activation: Between = "tanh"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadConfig:
+    """How hidden states become one logit a label: pooled, act(dense), its norm, then `out`.
+
+    `pooling` "late" takes the mean of the logits of all tokens instead. `bias` is `out`'s, `norm_bias` the encoder's.
+    """
+
+    pooling: Literal["cls", "mean", "last", "late"] = "cls"
+    dense: bool = True
+    dense_bias: bool = True
+    activation: Between = "tanh"
+    norm: bool = False
+    bias: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +65,8 @@ class EncoderConfig:
 
     `pre_norm`: layers normalise what they read (ModernBERT), else what they have added to (BERT). `gated`: act(gate x) * up x.
     `num_positions` learned positions begin at `first_position` (RoBERTa: behind its padding index); 0: none are learned.
-    `labels` of a classification head, in order; `head` says how that is built. `decoder`: layers and attention are a decoder's.
+    `labels` of a classification head, in order; `head` says how that is built, `scores` what its logits become.
+    `decoder`: layers and attention are a decoder's, which sees what follows a token as well where it is `bidirectional`.
     """
 
     architecture: str
@@ -60,7 +79,7 @@ class EncoderConfig:
     vocab_size: int
     max_model_len: int
     norm_eps: float
-    activation: Activation
+    activation: EncoderActivation
     windows: tuple[int | None, ...]
     ropes: tuple[Rope | None, ...]
     pre_norm: bool = False
@@ -71,11 +90,14 @@ class EncoderConfig:
     distance_buckets: int = 0  # MPNet: relative positions in so many buckets; 0: none
     qkv_bias: bool = True
     output_bias: bool = True
-    mlp_bias: bool = True
+    mlp_bias: bool = True  # of up, and of gate where there is one
+    down_bias: bool = True
     norm_bias: bool = True
-    head: str = ""  # of a classifier: bert, roberta, distilbert, modernbert, linear; empty: none
+    lowercases: bool = False  # texts, before the tokenizer sees them
+    bidirectional: bool = True
+    head: HeadConfig | None = None
     labels: tuple[str, ...] = ()
-    multi_label: bool = False  # scores are sigmoids, not a softmax
+    scores: Scores = "softmax"
     pooling: PoolingConfig = field(default_factory=PoolingConfig)
     decoder: ModelConfig | None = None
 
