@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 
 from app.errors import Overloaded
-from app.messages import Snapshot
+from app.measured import Snapshot
 from app.waiting import Habits, first_token_seconds
 
 _FIRST_GUESS_TOKENS = 128.0  # of a prompt or a completion, before the first has ended: vLLM's benchmarks' default output length

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Literal
 
 from app.hardware.step_seconds import StepSeconds
-from app.messages import StepStats
+from app.measured import StepStats
 
 log = logging.getLogger(__name__)
 

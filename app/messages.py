@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from app.errors import InvalidRequest, RequestError
-from app.hardware.step_seconds import StepSeconds
-from app.hardware.tempo import Tempo
 
 FinishReason = Literal["stop", "length", "aborted", "timeout"]
 
@@ -260,57 +258,3 @@ class RequestFailed:
 
 
 Event = TokensReady | SequenceFinished | ArraysReady | RequestFailed
-
-# ---- what is measured ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class StepStats:
-    """One engine step, for the metrics: counts and seconds, no tensors."""
-
-    seconds: float
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    num_sequences: int = 0
-    num_prefill_sequences: int = 0
-    num_decode_sequences: int = 0
-    cached_tokens: int = 0
-    preempted: int = 0
-    model_seconds: float = 0.0  # of `seconds`, in the model's forward pass
-    context_tokens: int = 0  # that the decoding sequences attend to, all together
-    prefill_pairs: int = 0  # of a prompt's token with one that was computed before its chunk
-    drafted_tokens: int = 0  # guessed by speculation and computed in this step, beside `decode_tokens`
-    accepted_tokens: int = 0  # of them, those that the model would have picked too
-    encode_tokens: int = 0  # of texts, or rows of an exported program's batch
-    num_encode_sequences: int = 0
-
-    def expected_seconds(self, steps: StepSeconds) -> float:
-        """What a table says of such a step: a guessed token is one more row of its sequence."""
-        rows = self.num_decode_sequences + self.drafted_tokens
-        behind = self.prefill_pairs // self.prefill_tokens if self.prefill_tokens else 0
-        return steps.mixed(rows, self.prefill_tokens, self.context_tokens, behind)
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The worker's last word about itself, replaced whole after each step; readers on any thread see one consistent value.
-
-    `stepped_at` is `time.monotonic()` when it was made. `rows` are the decoding sequences, each as tokens made and the most to come;
-    `prompts` those being read, each as tokens computed and to compute; `queue` the tokens of those that have no place yet; all in order.
-    """
-
-    num_running: int = 0
-    num_waiting: int = 0
-    kv_used_tokens: int = 0
-    kv_capacity_tokens: int = 0
-    stepped_at: float = 0.0
-    rows: tuple[tuple[int, int], ...] = ()
-    context_tokens: int = 0  # that the rows attend to, all together
-    prompts: tuple[tuple[int, int], ...] = ()
-    queue: tuple[int, ...] = ()
-    tempo: Tempo | None = None  # what steps take; None while that is unknown
-
-    @property
-    def kv_usage_ratio(self) -> float:
-        """Used KV memory over its capacity, 0 to 1."""
-        return self.kv_used_tokens / self.kv_capacity_tokens if self.kv_capacity_tokens else 0.0

@@ -19,7 +19,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from app.drift import Drift
-from app.messages import FinishReason, Snapshot, StepStats, Timings
+from app.measured import Snapshot, StepStats
+from app.messages import FinishReason, Timings
 from app.quantiles import RecentQuantiles, RecentRate
 
 Api = Literal["chat", "completions", "embeddings", "rerank", "classify", "native", "oip"]

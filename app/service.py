@@ -18,7 +18,8 @@ from app.admission import Admission, Permit
 from app.answer import Answer
 from app.errors import InvalidRequest, NotReady, RequestError, RequestTimeout, ServiceStopping, StepFailed
 from app.generation import Accepted, ChoiceFinished, GenerationRequest, Piece, TextDelta
-from app.messages import Abort, ArraysReady, Command, Event, Generate, RequestFailed, Snapshot, TokensReady
+from app.measured import Snapshot
+from app.messages import Abort, ArraysReady, Command, Event, Generate, RequestFailed, TokensReady
 from app.metrics import Metrics, Outcome
 from app.reading import ServedModel, chat_ids, check_ids, read
 

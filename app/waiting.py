@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from app.hardware.tempo import Tempo
-from app.messages import Snapshot
+from app.measured import Snapshot
 
 _MAX_EVENTS = 60  # of which each is one step, or many alike: a longer queue goes on as it went so far
 

@@ -18,7 +18,8 @@ from app.engine.scheduler import Scheduler
 from app.engine.sequence import Sequence
 from app.engine.slots import SlotPool
 from app.engine.speculation import Speculation
-from app.messages import Event, Generate, RequestFailed, SamplingParams, SequenceFinished, StepStats, TokensReady
+from app.measured import StepStats
+from app.messages import Event, Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
 
 VOCABULARY = 7
 EOS = 0

@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, float], ...] = (
     ("version", 0),
     ("settings", 0),
     ("messages", 0),
+    ("measured", 0),
     ("hardware.facts", 0),
     ("hardware.decision", 0),
     ("hardware.step_seconds", 0),
@@ -41,6 +42,8 @@ LAYERS: tuple[tuple[str, float], ...] = (
     ("engine.*", 4),
     ("text.*", 4),
     ("generation", 4),
+    ("encoding", 4),
+    ("scores", 4),
     ("bench.inside", BESIDE),
     ("bench.kernels", BESIDE),
     ("bench.attending", BESIDE),
@@ -56,6 +59,9 @@ LAYERS: tuple[tuple[str, float], ...] = (
     ("waiting", 5),
     ("answer", 5),
     ("reading", 5),
+    ("reading_texts", 5),
+    ("served", 5),
+    ("post", 5),
     ("api.*", 6),
     ("calibration", 7),
     ("calibrating", 7),
@@ -73,11 +79,13 @@ LAYERS: tuple[tuple[str, float], ...] = (
 
 # Parts that decide or translate import in milliseconds, without torch.
 TORCH_FREE = (
-    "errors", "version", "settings", "messages", "hardware.*", "drift", "metrics", "quantiles", "models.config", "weights.checkpoint",
+    "errors", "version", "settings", "messages", "measured", "hardware.*", "drift", "metrics", "quantiles", "models.config",
+    "weights.checkpoint",
     "weights.recipes", "engine.sequence", "engine.slots", "engine.scheduler", "engine.pace", "engine.standing", "engine.batch",
     "engine.drafts", "engine.speculation", "engine.row_costs",
     "calibration", "preparation",
-    "text.*", "generation", "service", "admission", "waiting", "answer", "reading", "api.*", "report", "explanation", "arguments",
+    "text.*", "generation", "service", "admission", "waiting", "answer", "reading", "reading_texts", "served", "post", "encoding",
+    "scores", "api.*", "report", "explanation", "arguments",
     "packing", "main", "cli",
 )  # fmt: skip
 

@@ -10,7 +10,8 @@ from typing import Protocol
 from app.engine.batch import Batch, Picked, by_span
 from app.engine.scheduler import Scheduler
 from app.errors import RequestError, StepFailed
-from app.messages import Abort, Event, Generate, Snapshot, StepStats
+from app.measured import Snapshot, StepStats
+from app.messages import Abort, Event, Generate
 
 
 class Runner(Protocol):

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from app.hardware.step_seconds import StepSeconds
 from app.hardware.tempo import MIN_PREFILL_TOKENS, Tempo
-from app.messages import StepStats
+from app.measured import StepStats
 
 # Of an unbroken row of mixed steps one carries no prefill, so that the decode pace stays measured: where the price of a token is all that
 # is known, often (it costs 6%), and where a table is, so seldom that a prompt of a few thousand tokens meets one or none.

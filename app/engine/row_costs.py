@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from app.hardware.step_seconds import StepSeconds
-from app.messages import StepStats
+from app.measured import StepStats
 
 # Weights are read once for all rows of a step, so a few come nearly free.
 UNMEASURED = StepSeconds(((1, 1.0), (2, 1.02), (4, 1.06), (8, 1.5), (64, 10.0)), ((1, 1.0),))

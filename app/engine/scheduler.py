@@ -1,7 +1,6 @@
 """Decides who is computed next and how many tokens of each, and what the picked tokens mean for them. Counts only, never a tensor.
 
-The oldest goes first and is preempted last, so nobody waits for ever. Slots are `tenants.py`'s business, beams `beams.py`'s,
-what clients are told `outcome.py`'s.
+The oldest goes first and is preempted last: nobody waits for ever. Slots are `tenants.py`'s, beams `beams.py`'s, words `outcome.py`'s.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ from app.engine.speculation import Speculation
 from app.engine.standing import standing
 from app.engine.tenants import Tenants
 from app.errors import RequestError
-from app.messages import Abort, Event, Generate, RequestFailed, SequenceFinished, Snapshot, StepStats
+from app.measured import Snapshot, StepStats
+from app.messages import Abort, Event, Generate, RequestFailed, SequenceFinished
 
 
 @dataclass(slots=True)

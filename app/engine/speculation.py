@@ -13,7 +13,7 @@ from typing import Protocol
 from app.engine.batch import Span
 from app.engine.drafts import Drafter
 from app.engine.sequence import Sequence
-from app.messages import StepStats
+from app.measured import StepStats
 
 MOST_ROWS = 64  # of a step with guesses: beyond it products are bound by arithmetic, and steps of so many sizes are recorded
 MOST_GUESSES = 7  # of a sequence in a step

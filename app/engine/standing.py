@@ -6,7 +6,7 @@ from collections.abc import Sequence as Items
 
 from app.engine.sequence import Sequence
 from app.engine.slots import SlotPool
-from app.messages import Snapshot
+from app.measured import Snapshot
 
 
 def standing(running: Items[Sequence], waiting: Items[Sequence], pool: SlotPool) -> Snapshot:

@@ -14,7 +14,8 @@ from queue import Empty, SimpleQueue
 from typing import Any, Literal, Protocol, TypeVar
 
 from app.errors import ArmatureError, RequestError, ServiceStopping, StepFailed
-from app.messages import Abort, Command, Event, Order, RequestFailed, Snapshot, StepStats, Stop
+from app.measured import Snapshot, StepStats
+from app.messages import Abort, Command, Event, Order, RequestFailed, Stop
 
 log = logging.getLogger(__name__)
 

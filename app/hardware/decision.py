@@ -26,6 +26,7 @@ class Trial:
     `decode_seconds` is a step by sequences that decode together, hardly any context behind them; `prefill_seconds` a step by tokens of one
     prompt; `context_token_seconds` what each token of context that a decoding sequence attends to adds to a step, all layers together;
     `pair_seconds` what each pair of a prompt's token and one computed in a chunk before it adds (0: not measured).
+    An encoder has only `encode_seconds`, a step by tokens of all its texts, and `pair_seconds`, of two tokens of one text.
     `read_bytes` are the weights that a decode step reads, `operations_per_token` its multiply-adds, times two, for a token.
     """
 
@@ -38,6 +39,7 @@ class Trial:
     operations_per_token: float = 0.0
     int8_copy: bool = False
     pair_seconds: float = 0.0
+    encode_seconds: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

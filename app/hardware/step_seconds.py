@@ -16,16 +16,19 @@ from app.hardware.decision import Trial
 # trial did not measure it; steps that carry prompts are held against the model while serving and correct it.
 _CHUNK_SHARE = 0.5
 
+TABLE_TEXT_TOKENS = 128  # of each text in an encoder's table, or as many as the step has
+
 _Points = tuple[tuple[int, float], ...]  # number of rows and seconds, both rising
 
 
 @dataclass(frozen=True, slots=True)
 class StepSeconds:
-    """Seconds of steps of one model as it is served. `decode_points` and `prefill_points` are the measured tables, rising.
+    """Seconds of steps of one model as it is served. `decode_points` and `prefill_points` are the measured tables, rising; an encoder has
+    `encode_points` instead.
 
     `context_token_seconds` is for each token of context that a decoding sequence attends to, `pair_seconds` for each pair of a prompt's
-    token and one of the tokens computed before its chunk. `logits_points`: what so many decoding rows take beyond as many of a prompt,
-    of which only the last has logits and is picked from.
+    token and one of the tokens computed before its chunk, or of two tokens of a text beyond what texts in the table have. `logits_points`:
+    what so many decoding rows take beyond as many of a prompt, of which only the last has logits and is picked from.
     """
 
     decode_points: _Points
@@ -33,13 +36,15 @@ class StepSeconds:
     context_token_seconds: float = 0.0
     pair_seconds: float = 0.0
     logits_points: _Points = ()
+    encode_points: _Points = ()
 
     @classmethod
     def of(cls, trial: Trial) -> StepSeconds:
         pair = trial.pair_seconds or _CHUNK_SHARE * trial.context_token_seconds
         decode = _rising(trial.decode_seconds)
         bare = cls(decode, _rising(trial.prefill_seconds) or decode, trial.context_token_seconds, pair)
-        return replace(bare, logits_points=_rising({rows: seconds - bare._products(rows) for rows, seconds in decode}))
+        logits = _rising({rows: seconds - bare._products(rows) for rows, seconds in decode})
+        return replace(bare, logits_points=logits, encode_points=_rising(trial.encode_seconds))
 
     def decode(self, rows: int, context_tokens: int = 0) -> float:
         """`rows` sequences that decode, all together attending to `context_tokens`."""
@@ -59,6 +64,11 @@ class StepSeconds:
         attention = context_tokens * self.context_token_seconds + tokens * prompt_context_tokens * self.pair_seconds
         return products + attention
 
+    def encode(self, tokens: int, pairs: int = 0) -> float:
+        """Texts of so many tokens in all; `pairs`: of each token with one of its own text, 0 where nobody knows."""
+        more = pairs - tokens * min(tokens, TABLE_TEXT_TOKENS)
+        return _read(self.encode_points, tokens) + max(more, 0) * self.pair_seconds
+
     def scaled(self, factor: float) -> StepSeconds:
         """The same machine, so many times slower."""
         return replace(
@@ -68,6 +78,7 @@ class StepSeconds:
             context_token_seconds=self.context_token_seconds * factor,
             pair_seconds=self.pair_seconds * factor,
             logits_points=tuple((rows, seconds * factor) for rows, seconds in self.logits_points),
+            encode_points=tuple((tokens, seconds * factor) for tokens, seconds in self.encode_points),
         )
 
     def _logits(self, rows: int) -> float:

@@ -21,7 +21,8 @@ SHORTEST_TARGET_SECONDS = 0.010  # nobody reads a hundred tokens a second: below
 
 @dataclass(frozen=True, slots=True)
 class Tempo:
-    """`steps` as measured before, and what recent steps took over that, by what they carried. A step has room for `max_tokens` of prompts.
+    """`steps` as measured before, and what recent steps took over that, by what they carried. A step has room for `max_tokens` of prompts,
+    or puts texts together up to so many.
 
     Without `target_seconds` steps may take so many times what the decodes alone would. A step that only decodes carries so many
     guesses a sequence, and makes so many tokens of it; beside prompts nothing is guessed.
@@ -33,6 +34,7 @@ class Tempo:
     decode_factor: float = 1.0
     mixed_factor: float = 1.0
     prefill_factor: float = 1.0
+    encode_factor: float = 1.0
     guesses: float = 0.0
     tokens_made: float = 1.0
 
@@ -40,6 +42,10 @@ class Tempo:
         """A step of so many decoding rows over their context, and tokens of a prompt behind what is computed of it."""
         factor = self.mixed_factor if rows and tokens else self.prefill_factor if tokens else self.decode_factor
         return factor * self.steps.mixed(rows, tokens, context_tokens, prompt_context_tokens)
+
+    def encode(self, tokens: int, pairs: int = 0) -> float:
+        """A step of an encoder: texts of so many tokens, and pairs of a token with one of its own text."""
+        return self.encode_factor * self.steps.encode(tokens, pairs)
 
     def target(self, rows: int, context_tokens: int = 0) -> float:
         """The longest that a step may take while so many rows decode."""

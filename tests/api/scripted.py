@@ -13,7 +13,8 @@ import httpx
 
 from app.errors import NotReady
 from app.generation import Accepted, ChoiceFinished, GenerationRequest, Piece, TextDelta, Usage
-from app.messages import Snapshot, Timings
+from app.measured import Snapshot
+from app.messages import Timings
 
 Step = Piece | Exception | asyncio.Event
 

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 
 from app.main import URLS
-from app.messages import Snapshot
+from app.measured import Snapshot
 from tests.api.scripted import ScriptedService
 
 

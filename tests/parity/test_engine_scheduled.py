@@ -20,7 +20,8 @@ from app.engine.runner import Runner
 from app.engine.sampler import Sampler
 from app.engine.scheduler import Scheduler
 from app.engine.slots import SlotPool
-from app.messages import Abort, Event, Generate, RequestFailed, SamplingParams, SequenceFinished, StepStats, TokensReady
+from app.measured import StepStats
+from app.messages import Abort, Event, Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
 from loaded_models import load
 from tiny_checkpoints import write_checkpoint
 

@@ -29,7 +29,8 @@ from app.engine.slots import SlotPool
 from app.engine.speculation import Speculation
 from app.kernels.attention import most_few
 from app.kernels.operations import Code, has
-from app.messages import Generate, RequestFailed, SamplingParams, SequenceFinished, StepStats, TokenLogprob, TokensReady
+from app.measured import StepStats
+from app.messages import Generate, RequestFailed, SamplingParams, SequenceFinished, TokenLogprob, TokensReady
 from app.models.decoder import Decoder
 from engine_simulation import FreeRows
 from loaded_models import load

@@ -9,7 +9,7 @@ import pytest
 from app.drift import ENOUGH_STEPS, WINDOW_STEPS, Drift, Promise
 from app.hardware.decision import Trial
 from app.hardware.step_seconds import StepSeconds
-from app.messages import Snapshot, StepStats
+from app.measured import Snapshot, StepStats
 from app.metrics import Metrics
 
 STEPS = StepSeconds.of(Trial("int4", 2, {1: 0.016, 8: 0.030}, {128: 0.2}, context_token_seconds=1e-6))

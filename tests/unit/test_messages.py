@@ -9,6 +9,7 @@ import pickle
 import pytest
 
 from app.errors import InvalidRequest
+from app.measured import Snapshot
 from app.messages import (
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
@@ -16,7 +17,6 @@ from app.messages import (
     RequestFailed,
     SamplingParams,
     SequenceFinished,
-    Snapshot,
     TokensReady,
 )
 

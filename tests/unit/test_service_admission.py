@@ -13,7 +13,8 @@ from app.admission import Admission
 from app.errors import Overloaded, RequestError, StepFailed
 from app.hardware.step_seconds import StepSeconds
 from app.hardware.tempo import Tempo
-from app.messages import RequestFailed, Snapshot
+from app.measured import Snapshot
+from app.messages import RequestFailed
 from app.service import Service
 from app.waiting import first_token_seconds
 from fake_worker import LIMITS, Client, finished, request, serving, tokens

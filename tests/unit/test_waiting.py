@@ -21,7 +21,8 @@ from app.engine.slots import SlotPool
 from app.hardware.decision import Trial
 from app.hardware.step_seconds import StepSeconds
 from app.hardware.tempo import Tempo
-from app.messages import Generate, SamplingParams, Snapshot, TokensReady
+from app.measured import Snapshot
+from app.messages import Generate, SamplingParams, TokensReady
 from app.waiting import Habits, first_token_seconds
 
 INT4 = StepSeconds.of(Trial("int4", 2, {1: 0.016, 8: 0.030, 32: 0.075}, {64: 0.100, 512: 0.70}, 8e-7))

@@ -15,7 +15,8 @@ from app.errors import PlanImpossible
 from app.hardware.plan import Decision, ServingPlan, make_plan
 from app.hardware.probe import probe
 from app.kernels.operations import Code, has
-from app.messages import Generate, SamplingParams, Snapshot, StepStats
+from app.measured import Snapshot, StepStats
+from app.messages import Generate, SamplingParams
 from app.metrics import Metrics
 from app.settings import load_settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint

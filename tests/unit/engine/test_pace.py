@@ -11,7 +11,7 @@ from app.engine.pace import FIRST_PREFILL_TOKENS, PROBE_EVERY_STEPS, PROBE_EVERY
 from app.hardware.decision import Trial
 from app.hardware.step_seconds import StepSeconds
 from app.hardware.tempo import MIN_PREFILL_TOKENS, MIXED_TO_DECODE_RATIO, SHORTEST_TARGET_SECONDS, Tempo
-from app.messages import StepStats
+from app.measured import StepStats
 
 DECODE_SECONDS = 0.020
 TOKEN_SECONDS = 0.0005

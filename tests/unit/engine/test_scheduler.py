@@ -9,7 +9,8 @@ from app.engine.limits import Limits
 from app.engine.pace import StepPace
 from app.engine.sequence import resolve_seed
 from app.errors import ContextLengthExceeded, InvalidRequest
-from app.messages import Abort, StepStats, TokensReady
+from app.measured import StepStats
+from app.messages import Abort, TokensReady
 from engine_simulation import EOS, Simulation, drawn, fingerprints, plain_completion
 
 

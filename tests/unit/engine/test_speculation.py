@@ -13,7 +13,8 @@ from app.engine.row_costs import FORGOTTEN_AFTER, UNMEASURED, RowCosts
 from app.engine.sequence import Sequence
 from app.engine.speculation import LONGEST_PAUSE, MOST_ROWS, Speculation
 from app.hardware.step_seconds import StepSeconds
-from app.messages import SamplingParams, StepStats
+from app.measured import StepStats
+from app.messages import SamplingParams
 from engine_simulation import FreeRows, Oracle, Simulation, drawn, fingerprints
 
 COSTLY = StepSeconds(((1, 1.0), (64, 64.0)), ((1, 1.0),))  # each row takes as long as the first

@@ -11,18 +11,8 @@ import pytest
 from app.engine.decoder import DecoderEngine
 from app.engine.worker import MAX_FAILED_STEPS, Callbacks, Engine, Worker
 from app.errors import CheckpointInvalid, ServiceStopping
-from app.messages import (
-    Abort,
-    Command,
-    Event,
-    Generate,
-    RequestFailed,
-    SamplingParams,
-    SequenceFinished,
-    Snapshot,
-    StepStats,
-    Stop,
-)
+from app.measured import Snapshot, StepStats
+from app.messages import Abort, Command, Event, Generate, RequestFailed, SamplingParams, SequenceFinished, Stop
 from engine_simulation import Simulation
 
 PATIENCE_SECONDS = 10.0  # a hang becomes a red test
