@@ -1,4 +1,4 @@
-"""What an encoder is, read from its config.json: one frozen `EncoderConfig` in which every difference between families is a value.
+"""What an encoder is: one frozen `EncoderConfig` in which every difference between families is a value. `encoder_reading` reads it.
 
 Torch is not needed. An encoder maps texts to vectors or to labels; a decoder served for its hidden states is one too (`decoder`).
 """

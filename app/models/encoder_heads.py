@@ -1,0 +1,84 @@
+"""What stands behind an encoder that gives labels: how its head is built, what the labels are called, what logits become."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from app.errors import CheckpointInvalid
+from app.models.encoder_config import Between, HeadConfig, Scores
+from app.models.encoder_families import EncoderClass
+from app.models.fields import Fields
+
+# The last word of a torch module's path, in files of sentence-transformers.
+TORCH_ACTIVATIONS: Mapping[str, Between] = {
+    "Tanh": "tanh",
+    "Identity": "identity",
+    "ReLU": "relu",
+    "GELU": "gelu",
+    "SiLU": "silu",
+}
+_BETWEEN: Mapping[str, Between] = {
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "tanh": "tanh",
+}
+_LABEL_COUNT = 2  # transformers' default
+
+
+def head_of(kind: EncoderClass, config: Fields) -> HeadConfig:
+    """How the family's ForSequenceClassification gets from hidden states to logits."""
+    if kind.stem == "EuroBert":
+        return HeadConfig(pooling=_pooling(config, {"bos": "cls", "mean": "mean", "late": "late"}, "late"), activation="gelu")
+    if kind.family is None:
+        return HeadConfig(pooling="last", dense=False, bias=False)
+    if kind.family.head == "normed":
+        bias, activation = config.boolean("classifier_bias", False), _activation(config)
+        return HeadConfig(_pooling(config, {"cls": "cls", "mean": "mean"}, "cls"), True, bias, activation, norm=True)
+    return HeadConfig(activation="relu" if kind.family.head == "relu" else "tanh")
+
+
+def _pooling(config: Fields, known: Mapping[str, Literal["cls", "mean", "late"]], default: str) -> Literal["cls", "mean", "late"]:
+    name = config.text("classifier_pooling", default)
+    if name not in known:
+        raise CheckpointInvalid(f"config.json: classifier_pooling {name!r} is not known; known are {', '.join(known)}.")
+    return known[name]
+
+
+def _activation(config: Fields) -> Between:
+    name = config.text("classifier_activation", "gelu")
+    if name not in _BETWEEN:
+        raise CheckpointInvalid(f"config.json: classifier_activation {name!r} is not known; known are {', '.join(_BETWEEN)}.")
+    return _BETWEEN[name]
+
+
+def labels_of(config: Fields) -> tuple[str, ...]:
+    """Names by number, as `id2label` has them, else LABEL_0 and so on as in transformers."""
+    named = config.section("id2label").values
+    if not named:
+        return tuple(f"LABEL_{number}" for number in range(config.integer("num_labels", _LABEL_COUNT)))
+    labels = [named.get(str(number)) for number in range(len(named))]
+    if not all(isinstance(label, str) for label in labels):
+        raise CheckpointInvalid(f"config.json: id2label must name the labels 0 to {len(named) - 1} by strings.")
+    return tuple(str(label) for label in labels)
+
+
+def scores_of(config: Fields, num_labels: int) -> Scores:
+    """One label is a degree, a sigmoid unless the checkpoint says otherwise; several are a choice, unless each stands for itself."""
+    said = config.section("sentence_transformers").values.get("activation_fn")
+    said = config.values.get("sbert_ce_default_activation_function") if said is None else said
+    if num_labels == 1:
+        return "sigmoid" if said is None else score_function(said)
+    return "sigmoid" if config.values.get("problem_type") == "multi_label_classification" else "softmax"
+
+
+def score_function(path: Any) -> Scores:
+    """From the name of a torch module."""
+    name = str(path).rpartition(".")[2]
+    if name not in ("Sigmoid", "Identity", "Softmax"):
+        raise CheckpointInvalid(
+            f"The scores of this cross-encoder are made by {path!r}; known are Sigmoid, Identity and Softmax."
+        )
+    return "sigmoid" if name == "Sigmoid" else "identity" if name == "Identity" else "softmax"

@@ -1,0 +1,288 @@
+"""Reads an encoder's config.json: what is absent gets the family's default, as in transformers; what is not understood is refused by name.
+
+Torch is not needed. What a sentence-transformers directory adds to a config.json comes as `SentenceWords`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from app.errors import CheckpointInvalid
+from app.models.config import ACTIVATIONS, ModelConfig
+from app.models.encoder_config import EncoderActivation, EncoderConfig, PoolingConfig, Scores
+from app.models.encoder_families import (
+    ENCODER_FAMILIES,
+    EncoderClass,
+    EncoderFamily,
+    encoder_class,
+    supported_encoders,
+)
+from app.models.encoder_heads import head_of, labels_of, scores_of
+from app.models.fields import Fields
+from app.models.rope import Rope, parse_rope
+
+ENCODER_ACTIVATIONS: Mapping[str, EncoderActivation] = {
+    **ACTIVATIONS,
+    "relu": "relu",
+    "gelu_fast": "gelu_tanh",
+    "gelu_python": "gelu",
+}
+MPNET_BUCKETS = 32  # whatever its config.json says: transformers counts with these
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceWords:
+    """What stands beside config.json in a directory of sentence-transformers; nothing elsewhere.
+
+    `pooling` None: it does not say how a text becomes a vector. `max_tokens`: longer texts were cut when it was trained.
+    """
+
+    pooling: PoolingConfig | None = None
+    max_tokens: int | None = None
+    lowercases: bool = False
+    scores: Scores | None = None
+
+
+def is_encoder(values: Mapping[str, Any], words: SentenceWords) -> bool:
+    """Whether this config.json, with what stands beside it, is served for vectors or labels; else it is a decoder's."""
+    return words.pooling is not None or _class_of(values, pools=False) is not None
+
+
+def read_encoder(values: Mapping[str, Any], words: SentenceWords | None = None) -> EncoderConfig:
+    """The config. Raises `CheckpointInvalid` with what is missing, wrong or not known."""
+    words = SentenceWords() if words is None else words
+    kind = _class_of(values, words.pooling is not None)
+    if kind is None:
+        said = values.get("architectures") or values.get("model_type")
+        raise CheckpointInvalid(
+            f"config.json: {said} is not supported as an encoder; supported are {supported_encoders()}, each with its ForMaskedLM and"
+            " ForSequenceClassification."
+        )
+    config = (
+        _first_names(Fields(values)) if kind.family is not None and kind.family.model_type == "nomic_bert" else Fields(values)
+    )
+    read = _read_decoder(kind, config) if kind.family is None else _read_encoder(kind.family, kind, config)
+    if kind.classifies:
+        labels = labels_of(config)
+        read = replace(read, head=head_of(kind, config), labels=labels, scores=words.scores or scores_of(config, len(labels)))
+    elif words.pooling is not None:
+        read = replace(read, pooling=words.pooling)
+    longest = read.max_model_len if words.max_tokens is None else min(words.max_tokens, read.max_model_len)
+    return replace(read, architecture=kind.name, max_model_len=longest, lowercases=words.lowercases)
+
+
+def _class_of(values: Mapping[str, Any], pools: bool) -> EncoderClass | None:
+    names = values.get("architectures") or _by_model_type(values.get("model_type"))
+    found = [encoder_class(name, pools) for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    return next((one for one in found if one is not None), None)
+
+
+def _by_model_type(model_type: Any) -> list[str]:
+    """For a config.json that names no architecture: an encoder's plain model. A decoder's is a decoder."""
+    return [f"{family.stem}Model" for family in ENCODER_FAMILIES if family.model_type == model_type]
+
+
+# ---- decoders ----------------------------------------------------------------------------------------------------------
+
+
+def _read_decoder(kind: EncoderClass, config: Fields) -> EncoderConfig:
+    """Its layers as they are; the last token has seen all of a text, unless every token has."""
+    assert kind.decoder is not None, "a class of no family is a decoder's"
+    is_eurobert = kind.stem == "EuroBert"
+    bidirectional = is_eurobert or config.boolean("use_bidirectional_attention", False)
+    defaults = {"rms_norm_eps": 1e-5} if is_eurobert else {}
+    values = {**defaults, **config.values, "architectures": [kind.decoder], "use_bidirectional_attention": None}
+    decoder = replace(ModelConfig.from_hf(values), tie_embeddings=True)  # it has no output layer
+    return EncoderConfig(
+        architecture=kind.name,
+        num_layers=decoder.num_layers,
+        num_heads=decoder.num_heads,
+        num_kv_heads=decoder.num_kv_heads,
+        head_dim=decoder.head_dim,
+        hidden_size=decoder.hidden_size,
+        intermediate_size=decoder.intermediate_size,
+        vocab_size=decoder.vocab_size,
+        max_model_len=decoder.max_model_len,
+        norm_eps=decoder.norm_eps,
+        activation=decoder.activation,
+        windows=decoder.windows,
+        ropes=decoder.ropes,
+        pre_norm=True,
+        gated=True,
+        qkv_bias=decoder.qkv_bias,
+        output_bias=decoder.output_bias,
+        mlp_bias=decoder.mlp_bias,
+        down_bias=decoder.mlp_bias,
+        norm_bias=False,
+        bidirectional=bidirectional,
+        pooling=PoolingConfig(("mean",) if bidirectional else ("last",)),
+        decoder=decoder,
+    )
+
+
+# ---- encoders ----------------------------------------------------------------------------------------------------------
+
+
+def _read_encoder(family: EncoderFamily, kind: EncoderClass, config: Fields) -> EncoderConfig:
+    _refuse(config)
+    num_layers, num_heads = _integer(config, family, "num_hidden_layers"), _integer(config, family, "num_attention_heads")
+    hidden_size = _integer(config, family, "hidden_size")
+    head_dim = config.integer("head_dim", hidden_size // num_heads)
+    if head_dim * num_heads != hidden_size:
+        raise CheckpointInvalid(f"config.json: {num_heads} attention heads cannot share hidden_size {hidden_size} evenly.")
+    windows, ropes = _windows(config, family, num_layers), _ropes(config, family, head_dim, num_layers)
+    longest, first_position = config.integer("max_position_embeddings", 512), _first_position(config, family)
+    num_positions = longest if family.theta is None else 0
+    modern = family.stem == "ModernBert"
+    bias = config.boolean("attention_bias", False) if modern else family.biases
+    mlp_bias = config.boolean("mlp_bias", False) if modern else family.biases and not family.gated
+    return EncoderConfig(
+        architecture=kind.name,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=head_dim,
+        hidden_size=hidden_size,
+        intermediate_size=_integer(config, family, "intermediate_size"),
+        vocab_size=config.integer("vocab_size"),
+        max_model_len=longest - first_position,
+        norm_eps=_norm_eps(config, family),
+        activation=_activation(config, family),
+        windows=windows,
+        ropes=ropes,
+        pre_norm=modern,
+        gated=family.gated,
+        num_positions=num_positions,
+        first_position=first_position,
+        num_types=config.integer("type_vocab_size", family.num_types, at_least=0) if family.num_types else 0,
+        distance_buckets=_distance_buckets(config) if family.stem == "MPNet" else 0,
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=mlp_bias,
+        down_bias=mlp_bias or (family.biases and not modern),
+        norm_bias=config.boolean("norm_bias", False) if modern else True,
+    )
+
+
+# What DistilBERT calls things.
+_DISTILBERT_NAMES: Mapping[str, str] = {
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "hidden_size": "dim",
+    "intermediate_size": "hidden_dim",
+}
+
+
+def _integer(config: Fields, family: EncoderFamily, name: str) -> int:
+    own = _DISTILBERT_NAMES[name] if family.stem == "DistilBert" else name
+    return config.integer(own if config.has(own) else name)
+
+
+def _refuse(config: Fields) -> None:
+    """What makes another model of it."""
+    positions = config.text("position_embedding_type", "absolute")
+    if positions not in ("absolute", "rotary", "rope"):
+        raise CheckpointInvalid(
+            f"config.json: position_embedding_type {positions!r} is not supported; only absolute positions are."
+        )
+    if config.values.get("is_decoder") or config.values.get("add_cross_attention"):
+        raise CheckpointInvalid(
+            "config.json: is_decoder or add_cross_attention makes half of a translator of this encoder; not served."
+        )
+
+
+def _norm_eps(config: Fields, family: EncoderFamily) -> float:
+    if family.stem == "DistilBert":
+        return 1e-12
+    if family.stem == "ModernBert":
+        return config.number("norm_eps", 1e-5)
+    return config.number("layer_norm_eps", 1e-5 if family.stem == "JinaEmbeddingsV3" else 1e-12)
+
+
+def _activation(config: Fields, family: EncoderFamily) -> EncoderActivation:
+    key = {"DistilBert": "activation", "ModernBert": "hidden_activation"}.get(family.stem, "hidden_act")
+    name = config.text(key, "silu" if family.stem == "NomicBert" else "gelu")
+    found = ENCODER_ACTIVATIONS.get(name)
+    if found is None or (family.gated and found == "relu"):
+        raise CheckpointInvalid(f"config.json: {key} {name!r} is not known; known are {', '.join(ENCODER_ACTIVATIONS)}.")
+    return found
+
+
+def _first_position(config: Fields, family: EncoderFamily) -> int:
+    if not family.padding_offset:
+        return 0
+    padding = 1 if family.stem == "MPNet" else config.integer("pad_token_id", 1, at_least=0)
+    return padding + 1
+
+
+def _distance_buckets(config: Fields) -> int:
+    buckets = config.integer("relative_attention_num_buckets", MPNET_BUCKETS)
+    if buckets != MPNET_BUCKETS:
+        raise CheckpointInvalid(f"config.json: relative_attention_num_buckets {buckets} is not supported; MPNet counts with 32.")
+    return buckets
+
+
+def _windows(config: Fields, family: EncoderFamily, num_layers: int) -> tuple[int | None, ...]:
+    if family.stem != "ModernBert":
+        return (None,) * num_layers
+    window = config.integer("local_attention", 128)
+    return tuple(window if slides else None for slides in _slides(config, num_layers))
+
+
+def _slides(config: Fields, num_layers: int) -> list[bool]:
+    """Which of ModernBERT's layers see a window only."""
+    if config.has("layer_types"):
+        return [name == "sliding_attention" for name in config.texts("layer_types", num_layers)]
+    every = config.integer("global_attn_every_n_layers", 3)
+    return [layer % every != 0 for layer in range(num_layers)]
+
+
+def _ropes(config: Fields, family: EncoderFamily, head_dim: int, num_layers: int) -> tuple[Rope | None, ...]:
+    if family.theta is None:
+        return (None,) * num_layers
+    if family.stem != "ModernBert":
+        return (parse_rope(config, head_dim, family.theta),) * num_layers
+    full = parse_rope(config, head_dim, config.number("global_rope_theta", family.theta), "full_attention")
+    local = parse_rope(config, head_dim, config.number("local_rope_theta", 10_000.0), "sliding_attention")
+    return tuple(local if slides else full for slides in _slides(config, num_layers))
+
+
+# ---- Nomic's first config files ----------------------------------------------------------------------------------------
+
+_NOMIC_NAMES: Mapping[str, str] = {
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_embd": "hidden_size",
+    "n_inner": "intermediate_size",
+    "n_positions": "max_position_embeddings",
+    "layer_norm_epsilon": "layer_norm_eps",
+    "rotary_emb_base": "rope_theta",
+    "rotary_emb_fraction": "partial_rotary_factor",
+}
+# What they had to say for us to compute the same.
+_NOMIC_MUST: Mapping[str, tuple[Any, ...]] = {
+    "activation_function": ("swiglu",),
+    "prenorm": (False,),
+    "use_rms_norm": (False, None),
+    "rotary_emb_interleaved": (False,),
+    "rotary_scaling_factor": (None,),
+    "rotary_emb_scale_base": (None,),
+    "qkv_proj_bias": (False,),
+    "mlp_fc1_bias": (False,),
+    "mlp_fc2_bias": (False,),
+    "num_experts": (0, None),
+    "parallel_block": (False,),
+}
+
+
+def _first_names(config: Fields) -> Fields:
+    """Nomic's own spelling in transformers' words."""
+    if not config.has("n_embd"):
+        return config
+    for name, allowed in _NOMIC_MUST.items():
+        if name in config.values and config.values[name] not in allowed:
+            raise CheckpointInvalid(f"config.json: {name} {config.values[name]!r} is not supported; {allowed[0]!r} is.")
+    renamed = {new: config.values[old] for old, new in _NOMIC_NAMES.items() if config.has(old)}
+    return Fields({**config.values, **renamed, "hidden_act": "silu"})
