@@ -69,7 +69,7 @@ class Recorded:
         library = native().library
         assert library is not None, "it recorded operations of the library"
         self._run = library.armature_run
-        self._kept = (pool, [arguments for _, arguments in steps])  # alive: the operations know addresses alone
+        self._pool, self.steps = pool, steps  # alive: the operations know addresses alone
         self._list = operations.listed(steps)
         self._address, self._count = ctypes.addressof(self._list), len(steps)
         self.result = result

@@ -1,0 +1,148 @@
+"""Carries out a batch of texts: describes it where the model reads, runs the layers, pools, and gives each text its rows as bytes.
+
+Which texts are in the batch is the queue's decision.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from app.engine.encode_replay import EncodeReplay
+from app.engine.texts import TextSpan
+from app.kernels.memory import Words
+from app.kernels.texts import Texts, attend_texts
+from app.kernels.turn import Heads
+from app.models.context import AttentionSpec, EncodeContext
+from app.models.encoder_config import EncoderConfig
+
+
+class EncoderModel(Protocol):
+    """Layers and what becomes of them; `starts` [texts + 1] int64 says where texts begin and end."""
+
+    config: EncoderConfig
+
+    def rows(self, starts: Tensor, names: Collection[str]) -> Tensor | None:
+        """Tokens [n] int64 whose hidden states these outputs need; None: all."""
+        ...
+
+    def hidden(self, context: EncodeContext, rows: Tensor | None = None) -> Tensor:
+        """Hidden states behind the last norm, fp32 [tokens or rows, size]."""
+        ...
+
+    def outputs(self, hidden: Tensor, starts: Tensor, names: Collection[str], rows: Tensor | None = None) -> Mapping[str, Tensor]:
+        """`embedding` (not normalised) and `logits` a row for each text, `last_hidden_state` one for each token, fp32."""
+        ...
+
+
+class TextBatch:
+    """The batch that is computed now, in memory whose address stays; also the `Attend` of its layers."""
+
+    def __init__(self, room: int, has_types: bool) -> None:
+        """Room for so many tokens."""
+        self.room = room
+        self._token_ids, self._positions, self._wanted, self._starts = Words(room), Words(room), Words(room), Words(room + 1)
+        self._type_ids = Words(room) if has_types else None
+        self._texts = Texts(room, room)
+        self.num_tokens = 0
+        self.num_wanted: int | None = None
+        self.starts = self._starts.tensor[:1]
+
+    def fill(self, spans: Sequence[TextSpan]) -> None:
+        """All tokens are wanted, until `want` says otherwise."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        for span in spans:
+            token_ids += span.text.token_ids
+            positions += range(span.num_tokens)
+        starts = list(accumulate((span.num_tokens for span in spans), initial=0))
+        assert starts[-1] <= self.room, "a step has a budget"
+        self.num_tokens, self.num_wanted = starts[-1], None
+        self._token_ids.fill(token_ids)
+        self._positions.fill(positions)
+        if self._type_ids is not None:
+            self._type_ids.fill([one for span in spans for one in span.text.type_ids or (0,) * span.num_tokens])
+        self.starts = self._starts.fill(starts)
+        self._texts.fill(starts)
+
+    def want(self, rows: Tensor | None) -> Tensor | None:
+        """Of these tokens alone the last hidden states; as they lie here."""
+        self.num_wanted = None if rows is None else len(rows)
+        return None if rows is None else self._wanted.fill(rows.tolist())
+
+    def context(self, tokens: int) -> EncodeContext:
+        """So many tokens of what lies here; those beyond the batch are of earlier ones, and nobody attends to them."""
+        types = None if self._type_ids is None else self._type_ids.tensor[:tokens]
+        return EncodeContext(self._token_ids.tensor[:tokens], self._positions.tensor[:tokens], types, self.starts, self)
+
+    def wanted(self, rows: int | None) -> Tensor | None:
+        return None if rows is None else self._wanted.tensor[:rows]
+
+    def __call__(self, layer: int, heads: Heads, spec: AttentionSpec) -> Tensor:
+        return attend_texts(heads, self._texts, spec)
+
+
+class EncodeRunner:
+    """Texts in, rows out. Lives on the worker thread; between two calls it holds no state but room."""
+
+    def __init__(self, model: EncoderModel, room: int, off: str = "") -> None:
+        """Batches have at most `room` tokens. `off`: why steps are not run again natively; empty: they are."""
+        self.model = model
+        self._batch = TextBatch(room, model.config.num_types > 0)
+        self.replay = EncodeReplay(self._hidden, self._batch, off)
+        self.model_seconds = 0.0  # of the last batch, in the model's forward pass
+
+    def run(self, spans: Sequence[TextSpan]) -> list[dict[str, bytes]]:
+        """Of each text, by output: its rows, little-endian fp32."""
+        with torch.inference_mode():
+            names = {name for span in spans for name in span.request.order.outputs}
+            self._batch.fill(spans)
+            starts = self._batch.starts
+            rows = self._batch.want(self.model.rows(starts, names))
+            started = time.perf_counter()
+            hidden = self.replay()
+            self.model_seconds = time.perf_counter() - started
+            outputs = self.model.outputs(hidden, starts, names, rows)
+            return self._rows(spans, outputs)
+
+    def _hidden(self, tokens: int, wanted: int | None) -> Tensor:
+        return self.model.hidden(self._batch.context(tokens), self._batch.wanted(wanted))
+
+    def _rows(self, spans: Sequence[TextSpan], outputs: Mapping[str, Tensor]) -> list[dict[str, bytes]]:
+        parts: list[dict[str, bytes]] = [{} for _ in spans]
+        for name, tensor in outputs.items():
+            if name == "embedding":
+                cut = finished(tensor, spans, self.model.config.pooling.normalizes)
+            elif name == "last_hidden_state":
+                cut = in_parts(tensor, [span.num_tokens for span in spans])
+            else:
+                cut = in_parts(tensor, [1] * len(spans))
+            for own, part in zip(parts, cut, strict=True):
+                own[name] = part
+        return parts
+
+
+def finished(vectors: Tensor, spans: Sequence[TextSpan], usual: bool) -> list[bytes]:
+    """Pooled vectors [texts, size] cut to the dimensions that each asked for, then of unit length where it did, or as is `usual`."""
+    asked = [(span.request.order.dimensions, span.request.order.normalize) for span in spans]
+    found: dict[int, bytes] = {}
+    for dimensions, normalize in dict.fromkeys(asked):
+        own = [row for row, one in enumerate(asked) if one == (dimensions, normalize)]
+        rows = (vectors if len(own) == len(asked) else vectors[own])[:, :dimensions]
+        rows = F.normalize(rows, dim=-1) if (usual if normalize is None else normalize) else rows
+        found.update(zip(own, in_parts(rows, [1] * len(own)), strict=True))
+    return [found[row] for row in range(len(asked))]
+
+
+def in_parts(rows: Tensor, counts: Sequence[int]) -> list[bytes]:
+    """rows [n, size] fp32 as bytes, so many rows in each part."""
+    whole = rows.contiguous().numpy().astype("<f4", copy=False).tobytes()
+    width = rows.shape[1] * rows.itemsize
+    ends = list(accumulate(counts))
+    return [whole[(end - count) * width : end * width] for count, end in zip(counts, ends, strict=True)]

@@ -1,0 +1,142 @@
+"""Which texts are computed together: requests take turns so that neither a long one nor a short one waits for the other. Counts only.
+
+Nothing is padded, so any lengths may share a step at no cost; what a text pays for its neighbours is that all end together. So half of a
+step is the oldest request's, and the rest goes to those with the least left to do: short texts beside short ones, and no request takes
+more than twice as long as it would without the other kind.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from app.messages import Array, Encode, Text
+
+FLOAT_BYTES = 4
+Length = tuple[int, int]  # of a text: its tokens and, negative, its index, so that among equals the first is the last
+
+
+@dataclass(slots=True, eq=False)
+class Encoding:
+    """An `Encode` inside the engine. `left` are its texts that are still to be computed, the longest last.
+
+    `alone`: a step that it was in has failed, so it goes without others to see whose fault that was.
+    """
+
+    order: Encode
+    left: list[Length]
+    tokens_left: int
+    results: dict[int, dict[str, bytes]] = field(default_factory=dict)  # by index of the text
+    started_at: float | None = None
+    alone: bool = False
+
+    @classmethod
+    def of(cls, order: Encode) -> Encoding:
+        left = sorted((len(text.token_ids), -index) for index, text in enumerate(order.texts))
+        return cls(order, left, sum(tokens for tokens, _ in left))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest of those that are left."""
+        return self.left[-1][0] if self.left else 0
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.results) == len(self.order.texts)
+
+    def take(self, room: int) -> list[TextSpan]:
+        """Its texts that fit into so many tokens, the longest first: what is left over then fits best into what other steps leave."""
+        taken: list[TextSpan] = []
+        while (at := bisect_right(self.left, (room, 0))) > 0:
+            tokens, index = self.left.pop(at - 1)
+            room -= tokens
+            self.tokens_left -= tokens
+            taken.append(TextSpan(self, -index))
+        return taken
+
+    def put_back(self, spans: Iterable[TextSpan]) -> None:
+        """Taken, but not computed."""
+        self.left = sorted([*self.left, *((span.num_tokens, -span.index) for span in spans)])
+        self.tokens_left = sum(tokens for tokens, _ in self.left)
+
+    def arrays(self) -> dict[str, Array]:
+        """All that was asked for, texts in order; once it is done."""
+        return {name: self._array(name) for name in self.order.outputs}
+
+    def _array(self, name: str) -> Array:
+        parts = [self.results[index][name] for index in range(len(self.order.texts))]
+        each_token = name == "last_hidden_state"
+        rows = sum(len(text.token_ids) for text in self.order.texts) if each_token else len(parts)
+        joined = parts[0] if len(parts) == 1 else b"".join(parts)
+        return Array("FP32", (rows, len(joined) // FLOAT_BYTES // rows), joined)
+
+
+@dataclass(frozen=True, slots=True)
+class TextSpan:
+    """One text of a batch."""
+
+    request: Encoding
+    index: int
+
+    @property
+    def text(self) -> Text:
+        return self.request.order.texts[self.index]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.text.token_ids)
+
+
+class TextQueue:
+    """Open requests, oldest first; those of a batch stay until they are done, or gone."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, Encoding] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    @property
+    def oldest(self) -> Encoding:
+        return next(iter(self._requests.values()))
+
+    @property
+    def requests(self) -> Iterable[Encoding]:
+        """Oldest first."""
+        return self._requests.values()
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all texts that are still to be computed."""
+        return sum(request.tokens_left for request in self._requests.values())
+
+    def add(self, order: Encode) -> None:
+        self._requests[order.request_id] = Encoding.of(order)
+
+    def remove(self, request_id: str) -> Encoding | None:
+        return self._requests.pop(request_id, None)
+
+    def take(self, budget: int) -> tuple[TextSpan, ...]:
+        """The next batch, in all at most `budget` tokens; only the oldest request's longest text goes whatever its length.
+
+        Each batch takes a text of the oldest request, so a text waits for no more steps than older requests have texts.
+        """
+        if not self._requests:
+            return ()
+        suspect = next((request for request in self._requests.values() if request.alone), None)
+        first = suspect or self.oldest
+        spans = first.take(max(budget if suspect else budget // 2, first.longest))
+        if suspect is not None:
+            return tuple(spans)
+        room = budget - sum(span.num_tokens for span in spans)
+        for request in sorted(self._requests.values(), key=lambda request: request.tokens_left):
+            if room <= 0:
+                break
+            more = request.take(room)
+            room -= sum(span.num_tokens for span in more)
+            spans += more
+        return tuple(spans)
