@@ -17,6 +17,8 @@ _FIRST_GUESS_TOKENS = 128.0  # of a prompt or a completion, before the first has
 _GAIN = 0.1  # of a new request in the running means: they look back about ten
 # In a crowd that comes between two steps each wait is worked out for so many at once: hundreds would hold up the event loop.
 _BURST = 16
+# Texts of all open requests, as ids: 36 MB of them, and the vectors of a million of the shortest at most. Many small bodies can hold a lot.
+MAX_HELD_TOKENS = 2**20
 _MIN_RETRY_SECONDS, _MAX_RETRY_SECONDS = 1.0, 600.0
 
 
@@ -25,12 +27,21 @@ class Permit:
 
     def __init__(self, admission: Admission) -> None:
         self._admission: Admission | None = admission
+        self._num_tokens = 0
         admission.num_open += 1
 
     def release(self) -> None:
         if self._admission is not None:
             self._admission.num_open -= 1
+            self._admission.num_held_tokens -= self._num_tokens
             self._admission = None
+
+    def hold(self, num_tokens: int) -> None:
+        """So many tokens stay in memory until the place is given back. Raises `Overloaded` where too many wait already."""
+        assert self._admission is not None, "a place that was given back holds nothing"
+        self._admission.check_room(num_tokens)
+        self._admission.num_held_tokens += num_tokens
+        self._num_tokens = num_tokens
 
     def __enter__(self) -> Permit:
         return self
@@ -48,6 +59,7 @@ class Admission:
         self.max_running = 1
         self.max_waiting = 0
         self.num_open = 0
+        self.num_held_tokens = 0
         self._sent: deque[tuple[float, int]] = deque()  # when, and how many tokens to compute; until a snapshot knows of them
         self._prompt_tokens = _FIRST_GUESS_TOKENS
         self._completion_tokens = _FIRST_GUESS_TOKENS
@@ -65,6 +77,15 @@ class Admission:
             )
             raise Overloaded(sentence, retry_after_seconds=seconds)
         return Permit(self)
+
+    def check_room(self, num_tokens: int) -> None:
+        """Raises `Overloaded` where others hold so many tokens that these are too many; alone a request has the size that it has."""
+        if self.num_held_tokens and self.num_held_tokens + num_tokens > MAX_HELD_TOKENS:
+            seconds = self.retry_after_seconds()
+            sentence = (
+                f"{self.num_held_tokens} tokens of texts wait; {num_tokens} more are too many. Try again in {seconds:.0f} s."
+            )
+            raise Overloaded(sentence, retry_after_seconds=seconds)
 
     def send(self, num_prompt_tokens: int) -> float | None:
         """A request goes to the worker now; returns what it will wait for its first token, None where that is not known."""

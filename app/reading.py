@@ -6,38 +6,14 @@ Runs in the service's small pool; depends on the loaded model alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from app.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 from app.generation import GenerationRequest
-from app.text.chat import ChatTemplate
-from app.text.tokenizer import Tokenizer
+from app.served import ServedDecoder
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the plan allows. `request_timeout_seconds` counts from arrival to the last token, `vocab_size` the rows of the embedding."""
-
-    max_model_len: int
-    max_running_seqs: int
-    max_waiting_requests: int
-    request_timeout_seconds: float
-    vocab_size: int
-    tokenizer_threads: int = 2
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """What the service needs of a loaded checkpoint. `chat` is None where it has no chat template."""
-
-    name: str
-    tokenizer: Tokenizer
-    chat: ChatTemplate | None
-    limits: Limits
-
-
-def read(model: ServedModel, request: GenerationRequest) -> tuple[int, ...]:
+def read(model: ServedDecoder, request: GenerationRequest) -> tuple[int, ...]:
     """The prompt's ids. Raises an `InvalidRequest` that names the field."""
     if request.echo and request.params.logprobs is not None:
         raise UnsupportedParameter(
@@ -51,7 +27,7 @@ def read(model: ServedModel, request: GenerationRequest) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def chat_ids(model: ServedModel, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> list[int]:
+def chat_ids(model: ServedDecoder, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> list[int]:
     """A conversation's ids. The template has written every special token that belongs there, so none is added, as in transformers."""
     if model.chat is None:
         raise InvalidRequest("This model has no chat template: send a prompt to the completions route instead.", field="messages")
@@ -65,7 +41,7 @@ def check_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:
         raise InvalidRequest(f"{field} must lie in [0, {vocab_size}), and {wrong} does not.", field=field)
 
 
-def _ids(model: ServedModel, request: GenerationRequest) -> tuple[str, Sequence[int]]:
+def _ids(model: ServedDecoder, request: GenerationRequest) -> tuple[str, Sequence[int]]:
     if request.messages is not None:
         return "messages", chat_ids(model, request.messages, request.template_arguments)
     if request.prompt is not None:

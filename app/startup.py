@@ -25,7 +25,7 @@ from app.hardware.files import Files
 from app.messages import Stop
 from app.metrics import About, Metrics, Place
 from app.preparation import Prepared, calibrate
-from app.reading import Limits, ServedModel
+from app.served import Limits, ServedDecoder
 from app.service import Service
 from app.settings import Settings
 from app.version import VERSION
@@ -140,7 +140,7 @@ class Serving:
             vocab_size=checkpoint.model_config.vocab_size,
             tokenizer_threads=plan.tokenizer_threads.value,
         )
-        self.service.serve(ServedModel(self._prepared.model_name, tokenizer, chat, limits))
+        self.service.serve(ServedDecoder(self._prepared.model_name, limits, tokenizer, chat))
 
     def _worker_failed(self, error: BaseException) -> None:
         self.service.on_worker_exit()

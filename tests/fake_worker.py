@@ -13,20 +13,10 @@ from typing import Any
 
 from app.errors import RequestError
 from app.generation import GenerationRequest, Piece
-from app.messages import (
-    Abort,
-    Command,
-    Event,
-    FinishReason,
-    Generate,
-    SamplingParams,
-    SequenceFinished,
-    Snapshot,
-    Timings,
-    TokensReady,
-)
+from app.measured import Snapshot
+from app.messages import Abort, Command, Event, FinishReason, Generate, SamplingParams, SequenceFinished, Timings, TokensReady
 from app.metrics import Metrics
-from app.reading import Limits, ServedModel
+from app.served import Limits, ServedDecoder
 from app.service import Service
 from app.text.chat import ChatTemplate
 from app.text.tokenizer import Tokenizer
@@ -88,7 +78,7 @@ async def serving(
     service = Service(worker, Metrics(clock), clock)
     await service.start()
     chat = ChatTemplate(template, tokenizer(form).named_tokens) if template is not None else None
-    service.serve(ServedModel("demo", tokenizer(form), chat, limits))
+    service.serve(ServedDecoder("demo", limits, tokenizer(form), chat))
     try:
         yield service, worker, clock
     finally:

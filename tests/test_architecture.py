@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import house
-from house import RULES, TORCH_FREE, Tree, matches
+from house import RULES, Tree, matches
+from house_tables import TORCH_FREE
 
 Rule = Callable[[Tree], Iterator[str]]
 

@@ -1,0 +1,75 @@
+"""A decoder's answers: one request's way from its prompt to its last piece of text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+
+from app.admission import Permit
+from app.answer import Answer
+from app.desk import Course, Desk
+from app.errors import RequestTimeout
+from app.generation import Accepted, ChoiceFinished, GenerationRequest, Piece, TextDelta
+from app.messages import Abort, ArraysReady, Generate, RequestFailed, TokensReady
+from app.post import Letter
+from app.reading import read
+from app.served import ServedDecoder
+
+Inbox = asyncio.Queue[Letter]
+
+
+async def generate(desk: Desk, model: ServedDecoder, request: GenerationRequest, course: Course) -> AsyncGenerator[Piece, None]:
+    """All pieces of one answer, as `Service.generate` promises them."""
+    with desk.admission.permit() as permit:
+        token_ids = await desk.read(read, model, request)
+        order = Generate(desk.post.name(request.request_id), token_ids, request.params, course.arrived_at)
+        answer = Answer(order, model.tokenizer, desk.metrics, continues_prompt=request.messages is None)
+        with _sent(desk, answer, order, permit, desk.deadline(course)) as inbox:
+            course.accepted = True
+            yield Accepted(order.token_ids)
+            for echo in _echoes(request, model, order):
+                yield echo
+            while not answer.finished:
+                for piece in _pieces(desk, answer, order, await inbox.get()):
+                    yield piece
+        desk.admission.observe(answer.num_prompt_tokens, answer.num_cached_tokens, answer.num_completion_tokens)
+        course.outcome = answer.outcome
+
+
+@contextmanager
+def _sent(desk: Desk, answer: Answer, order: Generate, permit: Permit, deadline: float) -> Iterator[Inbox]:
+    """The worker has the order, and its answers come to the inbox; however it ends, the worker forgets it."""
+    inbox: Inbox = asyncio.Queue()
+    with desk.post.expecting(order.request_id, inbox.put_nowait, permit, deadline):
+        answer.foretell(desk.admission.send(len(order.token_ids)), desk.clock())
+        desk.worker.put(order)
+        try:
+            yield inbox
+        finally:
+            if not answer.finished:
+                desk.worker.put(Abort(order.request_id))
+
+
+def _pieces(desk: Desk, answer: Answer, order: Generate, letter: Letter) -> Iterator[Piece]:
+    if letter is None:
+        last = list(answer.end("timeout", desk.clock()))
+        if not answer.num_completion_tokens:
+            raise RequestTimeout("The request timed out before its first token.")
+        yield from last
+        return
+    event, now = letter
+    if isinstance(event, RequestFailed):
+        raise event.error.with_traceback(None)
+    assert not isinstance(event, ArraysReady), "that is an encoder's answer"
+    for piece in answer.take(event, now):
+        if isinstance(piece, ChoiceFinished) and isinstance(event, TokensReady):
+            desk.worker.put(Abort(order.request_id, reason="stop", choice=piece.choice))
+        yield piece
+
+
+def _echoes(request: GenerationRequest, model: ServedDecoder, order: Generate) -> Iterator[TextDelta]:
+    """The prompt's text before each choice, where it was asked for."""
+    if request.echo:
+        text = model.tokenizer.decode(order.token_ids) if request.prompt is None else request.prompt
+        yield from (TextDelta(choice, text) for choice in range(request.params.n))

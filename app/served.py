@@ -1,0 +1,106 @@
+"""What the service needs to know of a loaded checkpoint, by kind: a decoder, an encoder or an exported program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from app import scores
+from app.errors import WrongModelKind
+from app.messages import Array, Signature
+from app.models.encoder_config import EncoderConfig
+from app.text.chat import ChatTemplate
+from app.text.tokenizer import Tokenizer
+
+Kind = Literal["decoder", "encoder", "program"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the plan allows. `request_timeout_seconds` counts from arrival to the last token, `vocab_size` the rows of the embedding."""
+
+    max_model_len: int
+    max_running_seqs: int
+    max_waiting_requests: int
+    request_timeout_seconds: float
+    vocab_size: int
+    tokenizer_threads: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ServedDecoder:
+    """A model that generates text. `chat` is None where it has no chat template."""
+
+    name: str
+    limits: Limits
+    tokenizer: Tokenizer
+    chat: ChatTemplate | None
+
+    @property
+    def kind(self) -> Kind:
+        return "decoder"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedEncoder:
+    """A model that makes vectors, or scores for `labels`."""
+
+    name: str
+    limits: Limits
+    tokenizer: Tokenizer
+    config: EncoderConfig
+
+    @property
+    def kind(self) -> Kind:
+        return "encoder"
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return self.config.labels
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The outputs that it has, the usual one first, with their last dimension."""
+        sizes = {
+            "embedding": self.config.embedding_size,
+            "logits": len(self.labels),
+            "last_hidden_state": self.config.hidden_size,
+        }
+        return {name: sizes[name] for name in self.config.outputs}
+
+    def scores(self, logits: Array) -> Array:
+        """Logits [texts, labels] as the checkpoint means them: probabilities, or as they are."""
+        return scores.scores(logits, self.config.scores)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedProgram:
+    """An exported program: named tensors in, named tensors out."""
+
+    name: str
+    limits: Limits
+    signature: Signature
+
+    @property
+    def kind(self) -> Kind:
+        return "program"
+
+
+ServedModel = ServedDecoder | ServedEncoder | ServedProgram
+
+
+def wrong_kind(model: ServedModel) -> WrongModelKind:
+    """What this kind of model cannot do, and where it can be asked something."""
+    return WrongModelKind(f"{model.name!r} {_WRONG[model.kind]}", field="model")
+
+
+_WRONG: Mapping[Kind, str] = {
+    "decoder": (
+        "generates text and makes no embeddings or scores: use /v1/chat/completions, /v1/completions or /generate, or serve an encoder."
+    ),
+    "encoder": (
+        "is an encoder and generates no text: use /v1/embeddings, /v1/rerank, /v1/classify or /embed, or serve a decoder."
+    ),
+    "program": "is an exported program with tensors of its own names: use /v2/models/{name}/infer, the Open Inference Protocol.",
+}
