@@ -26,6 +26,7 @@ class Capacity:
     max_model_len: Decision[int]
     max_running_seqs: Decision[int]
     max_batch_tokens: Decision[int]
+    batch_target_tokens: Decision[int]
     max_waiting_requests: Decision[int]
 
 
@@ -48,6 +49,7 @@ def decide(facts: Facts, settings: Settings, demand: Demand, timing: Timing | No
         max_model_len=length,
         max_running_seqs=running,
         max_batch_tokens=batch,
+        batch_target_tokens=Decision(batch.value, "Prompts fill a step as far as the pace of running streams allows."),
         max_waiting_requests=Decision(
             waiting, f"{_WAITING_ROUNDS} times the running sequences: who would wait longer is told when to return."
         )

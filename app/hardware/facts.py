@@ -174,14 +174,14 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a checkpoint asks of a machine, from its config and tensor headers alone.
+    """What a checkpoint asks of a machine, from its config and tensor headers alone. A program's steps are of rows instead of tokens.
 
     `weight_bytes` are on disk; `bytes_by_precision` are resident when served, by precision (`fp32`, `bf16`, …);
     `int8_copy_bytes` come on top where layers are held in eight bits beside four.
     `kv_elements_per_token` is 2 · layers · kv_heads · head_dim, 0 for an encoder.
     """
 
-    kind: Literal["decoder", "encoder"]
+    kind: Literal["decoder", "encoder", "program"]
     architecture: str
     num_parameters: int
     weight_bytes: int
@@ -194,6 +194,11 @@ class Needs:
     stored_dtype: str
     int8_copy_bytes: int = 0
     num_kv_heads: int = 0
+
+    @property
+    def generates(self) -> bool:
+        """Whether it keeps keys and values and goes on token by token; what does not is done in one step."""
+        return self.kind == "decoder"
 
 
 def plain(value: Any) -> Any:

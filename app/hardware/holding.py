@@ -25,10 +25,14 @@ def decide(candidates: Candidates, trials: Trials, threads: int) -> Holding:
     """`threads`: with how many the ways to hold weights are compared."""
     settings = candidates.settings
     auto = settings.precision == "auto"
-    chosen = precision.choose(candidates, trials, threads) if auto else precision.forced(candidates)
+    generates = candidates.needs is None or candidates.needs.generates
+    choose = precision.choose if generates else precision.choose_for_vectors
+    chosen = choose(candidates, trials, threads) if auto else precision.forced(candidates)
     dtype = numerics.dtype(candidates.facts, chosen.value)
     wide = Demand(candidates.needs, chosen.value, "fp32" if dtype.value == "float32" else "bf16", candidates.numa_node)
-    kv_precision = numerics.kv_precision(settings, dtype.value, _short(candidates, wide))
+    kv_precision = numerics.kv_precision(settings, dtype.value, _short(candidates, wide) if generates else None)
+    if not generates:
+        kv_precision = Decision(kv_precision.value, "This model keeps no keys and values.")
     lean = Demand(candidates.needs, chosen.value, kv_precision.value, candidates.numa_node)
     copy = int8_copy.decide(settings, chosen.value, _copy(candidates, lean, trials, threads))
     return Holding(chosen, dtype, kv_precision, copy)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from app.hardware import capacity, holding, int8_copy, native_library, numerics, parallel, speed, stepping
+from app.hardware import capacity, encoding, holding, int8_copy, native_library, numerics, parallel, speed, stepping
 from app.hardware.capacity import Capacity
 from app.hardware.decision import Decision, Dtype, Measurements, RecipeKey
 from app.hardware.facts import Facts, Needs, plain
@@ -34,6 +34,7 @@ class ServingPlan:
 
     `cpu_ids` is the mask the compute threads are confined to, before their pool starts; empty: leave them alone.
     `pack_folder` None: no packed weights are kept.
+    `batch_target_tokens`: up to so many tokens texts are put together; only one that is longer by itself makes a step of more.
     `itl_target_seconds` None: relative to the decode steps as they are measured while serving.
     `compile`: steps are run again natively from what was recorded of them.
     `most_few_rows`: up to so many rows four-bit weights multiply where an int8 copy lies beside them; None: as the recipe says.
@@ -60,6 +61,7 @@ class ServingPlan:
     max_model_len: Decision[int]
     max_running_seqs: Decision[int]
     max_batch_tokens: Decision[int]
+    batch_target_tokens: Decision[int]
     max_waiting_requests: Decision[int]
     itl_target_seconds: Decision[float | None]
     compile: Decision[bool]
@@ -107,8 +109,10 @@ def make_plan(
     precision, has_copy = held.precision.value, held.int8_copy.value
     threads = parallel.decide(facts, settings, trials, precision)
     timing = trials.serving(precision, threads.threads.value, int8_copy=has_copy)
-    memory = capacity.decide(facts, settings, Demand(needs, precision, held.kv_precision.value, node, has_copy), timing)
-    limits = speed.Limits(memory.max_batch_tokens.value, memory.max_running_seqs.value, memory.weight_bytes.value)
+    demand = Demand(needs, precision, held.kv_precision.value, node, has_copy)
+    decide = capacity.decide if needs is None or needs.generates else encoding.decide
+    memory = decide(facts, settings, demand, timing)
+    limits = speed.Limits(memory.batch_target_tokens.value, memory.max_running_seqs.value, memory.weight_bytes.value)
     return ServingPlan(
         device=device,
         kernels=kernels,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from app.errors import NoRecipe
@@ -22,6 +22,7 @@ _FIXED_LEVELS = {"bf16": ("avx512bf16",), "int8": (), "int4": ()}
 ROUNDED = ("int8", "int4")  # precisions whose weights are codes with scales, from the more exact to the smaller
 # More perplexity than in FP32, to be expected: the demo's, with four bits in groups of 64 (docs/quality.md).
 QUALITY_COSTS = {"int8": "about +0.02% perplexity", "int4": "about +0.8% perplexity in groups of 64"}
+VECTOR_COSTS = {"int8": "a turn of each vector, to a cosine of 0.99 or more with the exact one"}
 MIN_PARAMETERS = 100_000_000  # a smaller model is quick in any precision, and rounding costs small models most
 MIN_INT8_GAIN = 1.2  # times as quick, at one sequence and at eight: below, even a small cost in quality buys too little
 SLOW_TOKENS_PER_SECOND = (
@@ -50,26 +51,10 @@ class Candidates:
 
 def choose(candidates: Candidates, trials: Trials, threads: int) -> Decision[str]:
     """`auto`: the reference precision, or a smaller one where that does not fit or is measured to gain enough."""
-    facts, built = candidates.facts, candidates.built
-    multiplier = bf16_products(facts)
-    reference = "bf16" if multiplier and "bf16" in built else "fp32"
-    names = candidates.adding_in_one_order([reference, *(name for name in ROUNDED if name in built)])
+    reference = _reference(candidates)
+    names = candidates.adding_in_one_order([reference, *(name for name in ROUNDED if name in candidates.built)])
     fitting = _fitting(candidates, names)
-    if fitting[0] != names[0]:
-        start = Decision(fitting[0], _why_not(candidates, names[0], fitting[0]))
-    elif names[0] != reference:
-        why = (
-            f"deterministic is on, and on this processor products in {reference} do not add in one order, those in {names[0]} do"
-        )
-        start = Decision(names[0], f"{why[0].upper()}{why[1:]}; the expected cost is {QUALITY_COSTS[names[0]]}.")
-    elif reference == "bf16":
-        start = Decision(
-            reference, f"This processor multiplies BF16 ({multiplier}): half the bytes of FP32 and several times its products."
-        )
-    else:
-        start = Decision(
-            reference, "This processor does not multiply BF16." if not multiplier else "BF16 is not built for this device yet."
-        )
+    start = _exact(candidates, reference, names, fitting)
     timed = {name: timing for name in fitting if (timing := trials.at(name, threads))}
     if start.value not in timed:
         return start
@@ -77,6 +62,21 @@ def choose(candidates: Candidates, trials: Trials, threads: int) -> Decision[str
         millions = candidates.needs.num_parameters / 1e6
         return Decision(start.value, f"{start.reason} With {millions:.0f}M parameters rounding would gain nothing that is felt.")
     return _quicker(start, timed)
+
+
+def choose_for_vectors(candidates: Candidates, trials: Trials, threads: int) -> Decision[str]:
+    """`auto` where vectors come out, or labels: as exact as is quick, for vectors are compared with those that an index holds already."""
+    reference = _reference(candidates)
+    names = candidates.adding_in_one_order([reference, *(name for name in ROUNDED[:1] if name in candidates.built)])
+    start = _exact(candidates, reference, names, _fitting(candidates, names))
+    now, int8 = trials.at(start.value, threads), trials.at("int8", threads)
+    if start.value == "int8" or now is None or int8 is None:
+        return start
+    return Decision(
+        start.value,
+        f"{start.reason} int8 was measured {int8.gain_over(now):.2f} times as quick; vectors must stay comparable with those that an index "
+        "holds, so that is for you to ask for: precision=int8, for all of an index.",
+    )
 
 
 def forced(candidates: Candidates) -> Decision[str]:
@@ -111,6 +111,35 @@ def bf16_products(facts: Facts) -> str | None:
     return next((name for name in _BF16_PRODUCTS.get(facts.architecture, ()) if name in facts.isa), None)
 
 
+def _reference(candidates: Candidates) -> str:
+    return "bf16" if bf16_products(candidates.facts) and "bf16" in candidates.built else "fp32"
+
+
+def _exact(candidates: Candidates, reference: str, names: Sequence[str], fitting: Sequence[str]) -> Decision[str]:
+    """The reference, or what takes its place where that does not fit, or may not be."""
+    cost = _costs(candidates.needs)
+    multiplier = bf16_products(candidates.facts)
+    if fitting[0] != names[0]:
+        return Decision(fitting[0], _why_not(candidates, names[0], fitting[0]))
+    if names[0] != reference:
+        return Decision(
+            names[0],
+            f"Deterministic is on, and on this processor products in {reference} do not add in one order, those in {names[0]} do; "
+            f"the expected cost is {cost[names[0]]}.",
+        )
+    if reference == "bf16":
+        return Decision(
+            reference, f"This processor multiplies BF16 ({multiplier}): half the bytes of FP32 and several times its products."
+        )
+    return Decision(
+        reference, "This processor does not multiply BF16." if not multiplier else "BF16 is not built for this device yet."
+    )
+
+
+def _costs(needs: Needs | None) -> Mapping[str, str]:
+    return QUALITY_COSTS if needs is None or needs.generates else VECTOR_COSTS
+
+
 # ---- memory ------------------------------------------------------------------------------------------------------------
 
 
@@ -136,10 +165,11 @@ def _demand(candidates: Candidates, name: str) -> Demand:
 def _why_not(candidates: Candidates, reference: str, chosen: str) -> str:
     available, source = available_bytes(candidates.facts, candidates.numa_node)
     takes, instead = (gib(_demand(candidates, name).weight_bytes) for name in (reference, chosen))
+    kept = f"with keys and values worth having (of {USEFUL_SEQS} sequences of {USEFUL_TOKENS:,} tokens) "
+    beside = kept if candidates.needs is None or candidates.needs.generates else "with the process itself "
     return (
-        f"Weights in {reference} take {takes}: with keys and values worth having (of {USEFUL_SEQS} sequences of {USEFUL_TOKENS:,} tokens) "
-        f"that is more than the {gib(available)} available ({source}). In {chosen} they take {instead}; "
-        f"the expected cost is {QUALITY_COSTS[chosen]}."
+        f"Weights in {reference} take {takes}: {beside}that is more than the {gib(available)} available ({source}). "
+        f"In {chosen} they take {instead}; the expected cost is {_costs(candidates.needs)[chosen]}."
     )
 
 

@@ -114,7 +114,13 @@ def _activation_bytes(needs: Needs | None, batch_tokens: int, running: int) -> i
     """The widest layer for a full step, and logits of every running sequence twice: as computed and while they are picked from."""
     if needs is None:
         return 0
-    return 4 * (batch_tokens * needs.hidden_size * _ACTIVATION_WIDTHS + 2 * running * needs.vocab_size)
+    logits = 8 * running * needs.vocab_size if needs.generates else 0
+    return batch_tokens * token_bytes(needs) + logits
+
+
+def token_bytes(needs: Needs) -> int:
+    """Of activations, for each token of a step."""
+    return 4 * needs.hidden_size * _ACTIVATION_WIDTHS
 
 
 def useful_kv_bytes(settings: Settings, demand: Demand) -> int:

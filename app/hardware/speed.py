@@ -8,15 +8,18 @@ from dataclasses import dataclass
 
 from app.hardware.decision import Decision, Measurements, Trial, count, gib
 from app.hardware.facts import Needs
+from app.hardware.step_seconds import TABLE_TEXT_TOKENS
 from app.hardware.trials import TYPICAL_CONTEXT, Timing, rate
 
 _UNKNOWN = "Known when a model is given and the machine is measured."
+_NOTHING_GENERATED = "This model generates nothing: capacity and roofline say what is to be expected."
 MANY_ROWS = 128  # from here on a copy in eight bits multiplies, wherever there is one
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Capacity by phase (`prefill`, `decode`) and rows of a step; ratios to the ceiling by phase (`decode_full`: of the most rows)."""
+    """Capacity by phase (`prefill`, `decode`, `encode`) and rows of a step; ratios to the ceiling by phase (`decode_full`: of the most
+    rows, `encode_few`: of the fewest tokens)."""
 
     decode_tokens_per_second: Decision[float | None]
     prefill_tokens_per_second: Decision[float | None]
@@ -58,6 +61,8 @@ def _capacity(served: Served) -> Decision[Mapping[str, Mapping[int, float]]]:
     timing, needs = served.timing, served.needs
     if timing is None or needs is None:
         return Decision({}, _UNKNOWN)
+    if timing.trial.encode_seconds:
+        return _encoding(timing, served.limits.batch_tokens)
     context = min(TYPICAL_CONTEXT, max(1, needs.max_model_len // 2))
     rows = _sizes(timing.trial.decode_seconds, served.limits.running_seqs)
     decode = {row: row / timing.steps.decode(row, row * context) for row in rows}
@@ -67,6 +72,17 @@ def _capacity(served: Served) -> Decision[Mapping[str, Mapping[int, float]]]:
         {"decode": decode, "prefill": prefill},
         f"From measured steps: {rate(decode[min(decode)])} tokens/s at {count(min(decode), 'sequence')} and {rate(decode[last])} at "
         f"{last}, each {context} tokens long, and {rate(prefill[step])} of a prompt in steps of {step}.",
+    )
+
+
+def _encoding(timing: Timing, most: int) -> Decision[Mapping[str, Mapping[int, float]]]:
+    """By measured tokens of a step."""
+    encode = {size: timing.encode_rate(size) for size in _sizes(timing.trial.encode_seconds, most)}
+    few, many = min(encode), max(encode)
+    return Decision(
+        {"encode": encode},
+        f"From measured steps: {rate(encode[few])} tokens/s of texts in steps of {few}, {rate(encode[many])} in steps of {many}: "
+        f"{rate(encode[many] / TABLE_TEXT_TOKENS)} texts of {TABLE_TEXT_TOKENS} tokens a second.",
     )
 
 
@@ -81,23 +97,43 @@ def _roofline(measured: Measurements | None, served: Served) -> Decision[Mapping
     timing = served.timing
     if measured is None or timing is None or not _positive(measured.read_bytes_per_second):
         return Decision({}, _UNKNOWN)
-    steps = timing.steps
-    most = max((rows for rows in timing.trial.decode_seconds if rows <= served.limits.running_seqs), default=1)
-    size = max(
-        (size for size in timing.trial.prefill_seconds if size <= served.limits.batch_tokens), default=served.limits.batch_tokens
-    )
-    found = {
-        "decode": _floor(measured, timing.trial, 1) / steps.decode(1),
-        "decode_full": _floor(measured, timing.trial, most) / steps.decode(most),
-        "prefill": _floor(measured, timing.trial, size) / steps.prefill(size),
-    }
-    words = {"decode": "at one sequence", "decode_full": f"at {most}", "prefill": f"with prompts in steps of {size}"}
+    if timing.trial.encode_seconds:
+        found, words = _encode_ratios(measured, timing, served.limits.batch_tokens)
+    else:
+        found, words = _decoder_ratios(measured, timing, served.limits)
     kept = {phase: ratio for phase, ratio in found.items() if 0 < ratio <= 1}
     told = ", ".join(f"{ratio:.0%} {words[phase]}" for phase, ratio in kept.items())
     wrong = [words[phase] for phase, ratio in found.items() if ratio > 1]
     failed = f" Nothing is quicker than its ceiling: what is said {', '.join(wrong)} is left out (a cache may hold the weights)."
     near = f"Of what this machine's memory and products allow: {told}." if kept else "Nothing is known of the ceilings."
     return Decision(kept, near + (failed if wrong else ""))
+
+
+_Ratios = tuple[dict[str, float], dict[str, str]]  # by phase, and what of it was measured
+
+
+def _encode_ratios(measured: Measurements, timing: Timing, batch_tokens: int) -> _Ratios:
+    sizes = [size for size in timing.trial.encode_seconds if size <= batch_tokens] or [batch_tokens]
+    few, many = min(sizes), max(sizes)
+    found = {name: _floor(measured, timing.trial, size) / timing.steps.encode(size) for name, size in _encode_phases(few, many)}
+    return found, {"encode_few": f"in steps of {few} tokens", "encode": f"in steps of {many}"}
+
+
+def _encode_phases(few: int, many: int) -> list[tuple[str, int]]:
+    return [("encode_few", few), ("encode", many)] if few < many else [("encode", many)]
+
+
+def _decoder_ratios(measured: Measurements, timing: Timing, limits: Limits) -> _Ratios:
+    steps = timing.steps
+    most = max((rows for rows in timing.trial.decode_seconds if rows <= limits.running_seqs), default=1)
+    size = max((size for size in timing.trial.prefill_seconds if size <= limits.batch_tokens), default=limits.batch_tokens)
+    found = {
+        "decode": _floor(measured, timing.trial, 1) / steps.decode(1),
+        "decode_full": _floor(measured, timing.trial, most) / steps.decode(most),
+        "prefill": _floor(measured, timing.trial, size) / steps.prefill(size),
+    }
+    words = {"decode": "at one sequence", "decode_full": f"at {most}", "prefill": f"with prompts in steps of {size}"}
+    return found, words
 
 
 def _floor(measured: Measurements, trial: Trial, rows: int) -> float:
@@ -110,6 +146,8 @@ def _floor(measured: Measurements, trial: Trial, rows: int) -> float:
 
 def _decode_ceiling(measured: Measurements | None, served: Served) -> Decision[float | None]:
     """One sequence alone reads every weight once a token."""
+    if served.needs is not None and not served.needs.generates:
+        return Decision(None, _NOTHING_GENERATED)
     nbytes = (served.timing.trial.read_bytes if served.timing else 0) or served.limits.weight_bytes
     reads = _positive(measured.read_bytes_per_second) if measured else None
     if reads is None or not nbytes:
@@ -121,6 +159,8 @@ def _decode_ceiling(measured: Measurements | None, served: Served) -> Decision[f
 
 def _prefill_ceiling(measured: Measurements | None, served: Served) -> Decision[float | None]:
     """A token costs a multiply and an add for each weight of the layers."""
+    if served.needs is not None and not served.needs.generates:
+        return Decision(None, _NOTHING_GENERATED)
     trial = served.timing.trial if served.timing else None
     operations = (trial.operations_per_token if trial else 0.0) or 2.0 * (served.needs.num_parameters if served.needs else 0)
     products = _positive(measured.products_per_second.get(_multiplying(served))) if measured else None

@@ -33,17 +33,20 @@ class Served:
 
 def decide(settings: Settings, measurements: Measurements | None, served: Served) -> Stepping:
     return Stepping(
-        itl_target_seconds=_itl_target(settings, served.timing),
+        itl_target_seconds=_itl_target(settings, served),
         compile=_recorded(settings, served),
         calibrate=_calibrate(settings, measurements, served),
         speculation=_speculation(settings, served),
     )
 
 
-def _itl_target(settings: Settings, timing: Timing | None) -> Decision[float | None]:
+def _itl_target(settings: Settings, served: Served) -> Decision[float | None]:
     """A target in seconds would be missed by every step of many sequences, or chop prompts for few: it follows the steps as they are."""
     if settings.itl_target_ms != "auto":
         return Decision(settings.itl_target_ms / 1000, "Asked for.")
+    if served.needs is not None and not served.needs.generates:
+        return Decision(None, "This model generates nothing that a stream could wait for.")
+    timing = served.timing
     rule = (
         f"With a part of a prompt a step may take {MIXED_TO_DECODE_RATIO:g} times one of decodes alone, as measured while serving"
     )
@@ -59,9 +62,11 @@ def _itl_target(settings: Settings, timing: Timing | None) -> Decision[float | N
 
 def _recorded(settings: Settings, served: Served) -> Decision[bool]:
     """Nothing is compiled: a step's operations are recorded once and run again without Python, so readiness waits for nothing."""
-    able = served.device == "cpu" and served.level != TWINS
     if settings.compile == "off":
         return Decision(False, "Asked for: every step goes through Python.")
+    if served.needs is not None and served.needs.kind == "program":
+        return _own_operations(settings)
+    able = served.device == "cpu" and served.level != TWINS
     if able:
         asked = "Asked for: a" if settings.compile == "on" else "A"
         return Decision(
@@ -75,11 +80,19 @@ def _recorded(settings: Settings, served: Served) -> Decision[bool]:
     return Decision(False, "Only operations of our native kernels are recorded, and they do not serve here.")
 
 
+def _own_operations(settings: Settings) -> Decision[bool]:
+    if settings.compile == "on":
+        raise PlanImpossible(
+            "compile is on, but an exported program's operations are its own, and only ours are recorded: leave it at auto."
+        )
+    return Decision(False, "An exported program's operations are its own: only ours are recorded.")
+
+
 def _calibrate(settings: Settings, measurements: Measurements | None, served: Served) -> Decision[bool]:
     if settings.calibrate == "off":
         return Decision(False, "Asked for: decided from facts alone.")
-    if served.needs is not None and served.needs.kind != "decoder":
-        return Decision(False, "Only decoders are measured.")
+    if served.needs is not None and served.needs.kind == "program":
+        return Decision(False, "What an exported program's steps take shows as it serves.")
     if measurements is None:
         return Decision(
             True, "This machine will be measured with this model's shapes before weights are read, or once for all starts."
@@ -92,7 +105,7 @@ def _calibrate(settings: Settings, measurements: Measurements | None, served: Se
 def _speculation(settings: Settings, served: Served) -> Decision[bool]:
     if settings.speculation == "off":
         return Decision(False, "Asked for.")
-    if served.device != "cpu" or (served.needs is not None and served.needs.kind != "decoder"):
+    if served.device != "cpu" or (served.needs is not None and not served.needs.generates):
         return Decision(False, "Only for models that generate, on processors.")
     return Decision(
         True, "What follows a repeated phrase is guessed and checked in one step; it stops by itself while it does not pay."

@@ -11,7 +11,8 @@ from app.hardware.step_seconds import StepSeconds
 
 FEW, SEVERAL = 1, 8  # sequences that decode together: where services on a CPU live
 TYPICAL_CONTEXT = 512  # tokens behind a sequence, where what it costs in service is told
-PROMPT_TOKENS = 512  # of a prompt, where two ways to serve are compared
+PROMPT_TOKENS = 512  # of a prompt, or of texts, where two ways to serve are compared
+FEW_TOKENS = 16  # of one short text
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +29,42 @@ class Timing:
     def prefill_rate(self, tokens: int) -> float:
         return tokens / self.steps.prefill(tokens)
 
+    def encode_rate(self, tokens: int) -> float:
+        """Tokens a second of texts, so many of them in a step."""
+        return tokens / self.steps.encode(tokens)
+
     def gain_over(self, other: Timing) -> float:
-        """So many times as quick, all in all: the geometric mean over one sequence, several, and a prompt."""
+        """So many times as quick, all in all: the geometric mean over one sequence, several, and a prompt, or over few texts and many."""
         tokens = self.prompt_tokens(other)
-        gains = [self.decode_rate(rows) / other.decode_rate(rows) for rows in (FEW, SEVERAL)]
-        return float((math.prod(gains) * self.prefill_rate(tokens) / other.prefill_rate(tokens)) ** (1 / 3))
+        if self.trial.encode_seconds:
+            gains = [self.encode_rate(size) / other.encode_rate(size) for size in (min(FEW_TOKENS, tokens), tokens)]
+        else:
+            gains = [self.decode_rate(rows) / other.decode_rate(rows) for rows in (FEW, SEVERAL)]
+            gains.append(self.prefill_rate(tokens) / other.prefill_rate(tokens))
+        return float(math.prod(gains) ** (1 / len(gains)))
 
     def prompt_tokens(self, other: Timing, most: int = PROMPT_TOKENS) -> int:
-        """In steps of how many tokens prompts are compared: the most that both were timed with."""
-        both = self.trial.prefill_seconds.keys() & other.trial.prefill_seconds.keys()
+        """In steps of how many tokens prompts, or texts, are compared: the most that both were timed with."""
+        both = self._table.keys() & other._table.keys()
         return max((size for size in both if size <= most), default=most)
 
     def figures(self, tokens: int) -> str:
+        if self.trial.encode_seconds:
+            few = min(FEW_TOKENS, tokens)
+            return f"{rate(self.encode_rate(few))} tokens/s in steps of {few} and {rate(self.encode_rate(tokens))} of {tokens}"
         return (
             f"{rate(self.decode_rate(FEW))} tokens/s at one sequence, {rate(self.decode_rate(SEVERAL))} at {SEVERAL} "
             f"and {rate(self.prefill_rate(tokens))} of a prompt"
         )
+
+    @property
+    def num_sizes(self) -> int:
+        """At how many sizes of a step it was timed."""
+        return len(self.trial.decode_seconds) + len(self._table)
+
+    @property
+    def _table(self) -> Mapping[int, float]:
+        return self.trial.encode_seconds or self.trial.prefill_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +83,7 @@ class Trials:
         """The one that was timed at the most sizes."""
         wanted = (precision, threads, int8_copy)
         found = [one for one in self.known if (one.trial.precision, one.trial.threads, one.trial.int8_copy) == wanted]
-        return max(found, key=lambda one: len(one.trial.decode_seconds) + len(one.trial.prefill_seconds), default=None)
+        return max(found, key=lambda one: one.num_sizes, default=None)
 
     def serving(self, precision: str, threads: int, *, int8_copy: bool) -> Timing | None:
         """As it will be; where a copy was not timed, as it would be without."""
@@ -82,8 +103,10 @@ def rate(number: float) -> str:
 
 
 def _is_believable(trial: Trial) -> bool:
-    """Every number one that a clock could give; both phases measured."""
+    """Every number one that a clock could give; both phases measured, or the one that an encoder has."""
     tables: Iterable[Mapping[int, float]] = (trial.decode_seconds, trial.prefill_seconds)
+    if trial.encode_seconds:
+        tables = (trial.encode_seconds,)
     extra = (trial.context_token_seconds, trial.pair_seconds, trial.operations_per_token, float(trial.read_bytes))
     return (
         trial.threads >= 1

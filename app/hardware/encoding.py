@@ -1,0 +1,152 @@
+"""What is decided otherwise for models that do not generate, encoders and exported programs: a step does all of a text, and keeps nothing.
+
+A text is never divided, so the longest bounds a step's memory; up to how many tokens texts are put together is another number.
+"""
+
+from __future__ import annotations
+
+from app.errors import PlanImpossible
+from app.hardware.capacity import Capacity
+from app.hardware.decision import Decision, gib
+from app.hardware.facts import Facts, Needs
+from app.hardware.room import MIN_TOKENS, Demand, Room, room, token_bytes
+from app.hardware.step_seconds import TABLE_TEXT_TOKENS
+from app.hardware.trials import Timing, rate
+from app.settings import Settings
+
+_TARGET_TOKENS = 512  # where products reach their best rate on a CPU
+_TARGET_ROWS = 32  # of an exported program: nobody knows what one of them costs
+_NEARLY_BEST = 0.95  # of the best measured rate: a step of half the tokens is worth so much
+_MOST_TEXTS = 256  # of a step
+_WAITING_SECONDS = 10.0  # worth of short texts may wait, as many as that is where speeds are known
+_WAITING_REQUESTS = 256
+_MOST_WAITING = 4096  # requests, whatever the speed: each is a connection
+_GENERATING = ("kv_cache_bytes", "kv_precision", "itl_target_ms")  # settings that mean nothing here
+
+
+def decide(facts: Facts, settings: Settings, demand: Demand, timing: Timing | None) -> Capacity:
+    """Raises `PlanImpossible` where the model does not fit, or what was asked for does not."""
+    needs = demand.needs
+    assert needs is not None, "what generates nothing is known by its needs"
+    refuse_what_generating_asks(settings)
+    left = room(facts, demand, 0, 0)
+    fits = _most_tokens(needs, demand, left)
+    length = _model_len(settings, needs, left, fits)
+    target = _target(settings, needs, timing, fits)
+    batch = _batch(settings, target, length, left, fits)
+    running = _texts(settings, batch.value, needs)
+    return Capacity(
+        weight_bytes=Decision(demand.weight_bytes, f"Resident in {demand.held_in}."),
+        kv_cache_bytes=Decision(0, "This model keeps no keys and values."),
+        max_model_len=length,
+        max_running_seqs=running,
+        max_batch_tokens=batch,
+        batch_target_tokens=target,
+        max_waiting_requests=_waiting(settings, timing, target.value),
+    )
+
+
+def refuse_what_generating_asks(settings: Settings) -> None:
+    """A setting that could change nothing is a mistake that its author should hear of."""
+    asked = next((name for name in _GENERATING if getattr(settings, name) != "auto"), None)
+    if asked is not None:
+        raise PlanImpossible(f"{asked} is {getattr(settings, asked)}, but this model generates no text: leave it at auto.")
+
+
+def _most_tokens(needs: Needs, demand: Demand, left: Room) -> int:
+    """Tokens of a step that there is memory for."""
+    each = token_bytes(needs)
+    if left.size < MIN_TOKENS * each:
+        raise PlanImpossible(
+            f"The model does not fit: its weights need {gib(demand.weight_bytes)} in {demand.held_in} and the process beside them "
+            f"{gib(left.headroom)}, but {gib(left.available)} are available ({left.source}). "
+            "Give it more memory or serve a smaller model or precision."
+        )
+    return left.size // each if each else max(needs.max_model_len, 2**20)
+
+
+def _model_len(settings: Settings, needs: Needs, left: Room, fits: int) -> Decision[int]:
+    """A text goes through a step as a whole."""
+    asked, step = settings.max_model_len, settings.max_batch_tokens
+    if asked != "auto" and asked > needs.max_model_len:
+        raise PlanImpossible(f"max_model_len is {asked}, but the model was made for {needs.max_model_len} tokens at the most.")
+    if asked != "auto" and step != "auto" and asked > step:
+        raise PlanImpossible(f"max_model_len is {asked}, but a text is never divided, and a step has max_batch_tokens = {step}.")
+    if asked != "auto" and asked > fits:
+        raise PlanImpossible(f"A text of {asked} tokens has no room in one step: there is memory for {fits} ({left.story}).")
+    if asked != "auto":
+        return Decision(asked, "Asked for.")
+    most = needs.max_model_len
+    if step != "auto" and step < most:
+        return Decision(
+            step, f"The model was made for {most} tokens; a text is never divided, and steps of {step} were asked for."
+        )
+    if fits < most:
+        return Decision(fits, f"The model was made for {most} tokens; a step has memory for {fits}: {left.story}.")
+    return Decision(most, "As long as the model was made for.")
+
+
+def _target(settings: Settings, needs: Needs, timing: Timing | None, fits: int) -> Decision[int]:
+    """The fewest tokens with which texts are as quick as they get, where that was measured."""
+    if settings.max_batch_tokens != "auto":
+        return Decision(settings.max_batch_tokens, "Asked for.")
+    if needs.kind == "program":
+        return Decision(_TARGET_ROWS, "Rows of a step: nobody knows what one costs; max_batch_tokens says it.")
+    wanted = _measured(timing) or Decision(
+        _TARGET_TOKENS, "Products reach their best rate there; a longer step would only make others wait."
+    )
+    if wanted.value <= fits:
+        return wanted
+    return Decision(fits, f"Memory is short, and each token of a step takes some; otherwise {wanted.value}.")
+
+
+def _measured(timing: Timing | None) -> Decision[int] | None:
+    if timing is None or not timing.trial.encode_seconds:
+        return None
+    rates = {size: timing.encode_rate(size) for size in sorted(timing.trial.encode_seconds)}
+    best = max(rates, key=lambda size: rates[size])
+    found = next(size for size, each in rates.items() if each >= _NEARLY_BEST * rates[best])
+    if found == max(rates) < _TARGET_TOKENS:
+        return None  # still rising where measuring ended
+    near = "the best" if found == best else f"within 5% of the best ({rate(rates[best])} in steps of {best})"
+    return Decision(
+        found, f"Measured {rate(rates[found])} tokens/s in steps of {found}, {near}; a longer step makes others wait."
+    )
+
+
+def _batch(settings: Settings, target: Decision[int], length: Decision[int], left: Room, fits: int) -> Decision[int]:
+    if settings.max_batch_tokens != "auto":
+        if settings.max_batch_tokens > fits:
+            raise PlanImpossible(
+                f"max_batch_tokens is {settings.max_batch_tokens}, but there is memory for {fits} tokens of a step: {left.story}."
+            )
+        return Decision(settings.max_batch_tokens, "Asked for.")
+    if length.value > target.value:
+        return Decision(length.value, "The longest text, which goes alone: none is ever divided.")
+    return Decision(target.value, "As many tokens as are put together; the longest text is shorter.")
+
+
+def _texts(settings: Settings, batch_tokens: int, needs: Needs) -> Decision[int]:
+    """`max_running_seqs` of what does not generate: texts of one step."""
+    if settings.max_running_seqs == "auto":
+        return Decision(min(_MOST_TEXTS, batch_tokens), "Texts of one step: it is full before there are more.")
+    if settings.max_running_seqs > batch_tokens:
+        what = "row" if needs.kind == "program" else "token"
+        raise PlanImpossible(
+            f"max_running_seqs is {settings.max_running_seqs}, but a step has room for max_batch_tokens = {batch_tokens}, "
+            f"and each text needs one {what} of it."
+        )
+    return Decision(settings.max_running_seqs, "Asked for.")
+
+
+def _waiting(settings: Settings, timing: Timing | None, target: int) -> Decision[int]:
+    if settings.max_waiting_requests != "auto":
+        return Decision(settings.max_waiting_requests, "Asked for.")
+    if timing is None or not timing.trial.encode_seconds:
+        return Decision(_WAITING_REQUESTS, "Nobody knows yet how long they would wait.")
+    texts = timing.encode_rate(target) / TABLE_TEXT_TOKENS * _WAITING_SECONDS
+    return Decision(
+        round(min(max(texts, 64), _MOST_WAITING)),
+        f"About {_WAITING_SECONDS:.0f} s worth of texts of {TABLE_TEXT_TOKENS} tokens, one a request: who would wait longer is told when "
+        "to return.",
+    )

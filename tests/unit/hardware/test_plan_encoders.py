@@ -1,0 +1,166 @@
+"""Plans for what does not generate: encoders and exported programs, on both sides of each border."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from app.errors import PlanImpossible
+from app.hardware.decision import Measurements, Trial
+from app.hardware.facts import Needs
+from app.hardware.plan import ServingPlan, make_plan
+from app.settings import Settings
+from planned_machines import GIB, RECIPES, machine
+
+READ, PRODUCTS = 50e9, {"bf16": 1e12, "int8": 2e12}
+BERT_LARGE = Needs(
+    kind="encoder",
+    architecture="BertModel",
+    num_parameters=334_000_000,
+    weight_bytes=1_336_000_000,
+    bytes_by_precision={"fp32": 1_336_000_000, "bf16": 668_000_000, "int8": 400_000_000},
+    kv_elements_per_token=0,
+    max_model_len=512,
+    num_layers=24,
+    hidden_size=1024,
+    vocab_size=30_522,
+    stored_dtype="float32",
+)
+LONG = dataclasses.replace(BERT_LARGE, max_model_len=8192)
+PROGRAM = dataclasses.replace(BERT_LARGE, kind="program", max_model_len=1, num_layers=0, hidden_size=0, vocab_size=0)
+RATES = {16: 400.0, 128: 900.0, 512: 1500.0, 1024: 1560.0, 2048: 1575.0}
+
+
+def trial(precision: str = "bf16", factor: float = 1.0, threads: int = 8, **more: Any) -> Trial:
+    seconds = {size: size / (factor * rate) for size, rate in RATES.items()}
+    return Trial(precision, threads, {}, {}, encode_seconds=seconds, **more)
+
+
+def measured(*trials: Trial) -> Measurements:
+    return Measurements(READ, PRODUCTS, trials, seconds=2.5)
+
+
+def plan(
+    needs: Needs = BERT_LARGE, measurements: Measurements | None = None, memory: int = 64 * GIB, **asked: Any
+) -> ServingPlan:
+    return make_plan(machine(memory=memory), measurements, Settings(**asked), needs, RECIPES)
+
+
+def test_nothing_is_kept_guessed_or_waited_for() -> None:
+    found = plan()
+    assert (found.kv_cache_bytes.value, found.speculation.value, found.itl_target_seconds.value) == (0, False, None)
+    assert found.decode_tokens_per_second.value is found.prefill_tokens_per_second.value is None
+    assert found.calibrate.value and "will be measured" in found.calibrate.reason
+    assert found.precision.value == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("needs", "target", "most"),
+    [(BERT_LARGE, 512, 512), (LONG, 512, 8192), (dataclasses.replace(BERT_LARGE, max_model_len=128), 512, 512)],
+)
+def test_texts_are_put_together_up_to_a_target_and_the_longest_goes_alone(needs: Needs, target: int, most: int) -> None:
+    found = plan(needs)
+    assert (found.batch_target_tokens.value, found.max_batch_tokens.value) == (target, most)
+    assert found.max_model_len.value == needs.max_model_len <= found.max_batch_tokens.value
+
+
+def test_the_target_is_the_shortest_step_within_a_twentieth_of_the_best() -> None:
+    found = plan(measurements=measured(trial()))
+    assert found.batch_target_tokens.value == 512
+    assert (
+        "1,500 tokens/s in steps of 512" in found.batch_target_tokens.reason
+        and "1,575 in steps of 2048" in found.batch_target_tokens.reason
+    )
+    slower = dataclasses.replace(trial(), encode_seconds={**trial().encode_seconds, 512: 512 / 1496})
+    assert plan(measurements=measured(slower)).batch_target_tokens.value == 1024
+
+
+def test_a_table_that_ends_early_and_still_rises_decides_nothing() -> None:
+    short = dataclasses.replace(trial(), encode_seconds={16: 16 / 100, 128: 128 / 1000})
+    assert plan(measurements=measured(short)).batch_target_tokens.value == 512
+
+
+def test_eight_bits_are_offered_and_never_taken() -> None:
+    found = plan(measurements=measured(trial(), trial("int8", 2.5))).precision
+    assert found.value == "bf16"
+    assert "2.50 times as quick" in found.reason and "precision=int8" in found.reason
+
+
+def test_eight_bits_are_taken_where_nothing_else_fits() -> None:
+    found = plan(
+        dataclasses.replace(BERT_LARGE, num_parameters=10**9, bytes_by_precision={"fp32": 4 * GIB, "bf16": 3 * GIB, "int8": GIB}),
+        memory=3 * GIB,
+    )
+    assert found.precision.value == "int8"
+    assert "cosine of 0.99" in found.precision.reason and "keys and values" not in found.precision.reason
+
+
+def test_fewer_threads_where_texts_are_quicker() -> None:
+    found = plan(measurements=measured(trial(), trial(threads=7, factor=1.1)))
+    assert found.threads.value == 7
+    assert "tokens/s in steps of 16 and" in found.threads.reason
+
+
+def test_what_is_to_be_expected() -> None:
+    known = trial(read_bytes=600_000_000, operations_per_token=6e8)
+    found = plan(measurements=measured(known))
+    capacity = found.capacity_tokens_per_second.value["encode"]
+    assert capacity == pytest.approx({16: 400.0, 128: 900.0, 512: 1500.0})
+    assert "11.7 texts of 128 tokens a second" in found.capacity_tokens_per_second.reason
+    ratios = found.roofline_ratio.value
+    assert ratios["encode_few"] == pytest.approx(600_000_000 / READ / (16 / 400))
+    assert ratios["encode"] == pytest.approx(1500 * 6e8 / 1e12)
+
+
+def test_so_many_wait_as_a_few_seconds_are_worth() -> None:
+    assert plan().max_waiting_requests.value == 256
+    assert plan(measurements=measured(trial())).max_waiting_requests.value == round(1500 / 128 * 10)
+    assert plan(measurements=measured(trial(factor=0.01))).max_waiting_requests.value == 64
+    assert plan(max_waiting_requests=5).max_waiting_requests.value == 5
+
+
+def test_a_step_that_was_asked_for_shortens_the_longest_text() -> None:
+    found = plan(LONG, max_batch_tokens=1000)
+    assert (found.max_batch_tokens.value, found.batch_target_tokens.value, found.max_model_len.value) == (1000, 1000, 1000)
+    assert "never divided" in found.max_model_len.reason
+
+
+def test_memory_shortens_the_longest_text_and_the_step() -> None:
+    needs = dataclasses.replace(LONG, max_model_len=2**20)
+    found = plan(needs, memory=2 * GIB)
+    assert found.max_model_len.value == found.max_batch_tokens.value < 2**20
+    assert "memory" in found.max_model_len.reason
+    assert found.max_model_len.value * 4 * 1024 * 16 + found.weight_bytes.value < 2 * GIB
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"kv_cache_bytes": 2**30}, "kv_cache_bytes is 1073741824, but this model generates no text"),
+        ({"kv_precision": "int8"}, "kv_precision is int8"),
+        ({"itl_target_ms": 20.0}, "itl_target_ms is 20"),
+        ({"max_model_len": 513}, "made for 512"),
+        ({"max_model_len": 300, "max_batch_tokens": 200}, "never divided"),
+        ({"max_running_seqs": 600}, "each text needs one token"),
+        ({"max_batch_tokens": 10**9}, "memory for"),
+    ],
+)
+def test_what_cannot_be_is_refused(asked: dict[str, Any], words: str) -> None:
+    with pytest.raises(PlanImpossible, match=words):
+        plan(**asked)
+
+
+def test_a_model_that_does_not_fit_is_refused_with_numbers() -> None:
+    with pytest.raises(PlanImpossible, match=r"does not fit: its weights need .* in int8"):
+        plan(memory=GIB // 2)
+
+
+def test_a_program_has_rows_for_tokens_and_is_not_measured() -> None:
+    found = plan(PROGRAM)
+    assert (found.batch_target_tokens.value, found.max_batch_tokens.value, found.max_model_len.value) == (32, 32, 1)
+    assert not found.calibrate.value and not found.compile.value and found.kv_cache_bytes.value == 0
+    assert plan(PROGRAM, max_batch_tokens=100).max_batch_tokens.value == 100
+    with pytest.raises(PlanImpossible, match="its own"):
+        plan(PROGRAM, compile="on")
