@@ -16,10 +16,12 @@ from typing import Any
 import tokenizers
 
 from app.errors import ArmatureError, CheckpointInvalid, InvalidRequest
+from app.messages import Text
 
 # The named special tokens that chat templates may mention, as transformers calls them.
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")  # how a byte-fallback vocabulary writes a byte
+_CANNOT_ENCODE = "this checkpoint's tokenizer cannot encode the text"
 _META_SPACE = "\u2581"  # how a sentencepiece vocabulary writes a space
 
 
@@ -37,10 +39,16 @@ class _BareExceptionBecomes:
 
 
 class Tokenizer:
-    """`bos_token_id` None: the checkpoint has none. `eos_token_ids`: each of them ends a completion."""
+    """`bos_token_id` None: the checkpoint has none. `eos_token_ids`: each of them ends a completion.
 
-    def __init__(self, directory: Path) -> None:
+    `lowercases`: texts are made small first, but for special tokens written in them; some encoders were trained so.
+    """
+
+    def __init__(self, directory: Path, lowercases: bool = False) -> None:
         self._inner = _load(directory / "tokenizer.json")
+        if lowercases:
+            before = [] if self._inner.normalizer is None else [self._inner.normalizer]
+            self._inner.normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.Lowercase(), *before])
         self.config: Mapping[str, Any] = _read_object(directory / "tokenizer_config.json")
         self.named_tokens: Mapping[str, str] = MappingProxyType(_named_tokens(self.config))
         self._added = {token_id: str(token.content) for token_id, token in self._inner.get_added_tokens_decoder().items()}
@@ -57,12 +65,37 @@ class Tokenizer:
 
         Other threads run meanwhile: the library's batch call lets them, its plain one does not.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(f"the text is not valid Unicode: a lone surrogate stands at character {error.start}.") from error
-        with _BareExceptionBecomes(InvalidRequest, "this checkpoint's tokenizer cannot encode the text"):
+        _check_unicode(text)
+        with _BareExceptionBecomes(InvalidRequest, _CANNOT_ENCODE):
             return self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def texts(
+        self, inputs: Sequence[str | tuple[str, str]], max_tokens: int | None = None, keeps_end: bool = False
+    ) -> list[Text]:
+        """What an encoder reads of texts or pairs of texts, in one call of the library, special tokens and segments included.
+
+        Longer ones than `max_tokens` lose what they have too much between their special tokens, at the end or, where that is kept, at the
+        beginning; of a pair the longer text loses first. None: nothing is cut.
+        """
+        for one in inputs:
+            for text in (one,) if isinstance(one, str) else one:
+                _check_unicode(text)
+        with _BareExceptionBecomes(InvalidRequest, _CANNOT_ENCODE):
+            encodings = self._inner.encode_batch_fast(list(inputs))
+            if max_tokens is not None:
+                side = "left" if keeps_end else "right"
+                for place, one in enumerate(inputs):
+                    if len(encodings[place]) > max_tokens:
+                        encodings[place] = self._cut(one, max_tokens, side)
+        return [Text(tuple(one.ids), tuple(one.type_ids) if any(one.type_ids) else ()) for one in encodings]
+
+    def _cut(self, one: str | tuple[str, str], max_tokens: int, side: str) -> tokenizers.Encoding:
+        segments = [one] if isinstance(one, str) else list(one)
+        encodings = self._inner.encode_batch_fast(segments, add_special_tokens=False)
+        room = max(0, max_tokens - self._inner.num_special_tokens_to_add(len(segments) == 2))
+        for encoding, length in zip(encodings, kept_lengths([len(encoding) for encoding in encodings], room), strict=True):
+            encoding.truncate(length, direction=side)
+        return self._inner.post_process(encodings[0], encodings[1] if len(encodings) == 2 else None)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ids in [0, 2^32); ids that the vocabulary does not know have no text."""
@@ -96,6 +129,24 @@ class Tokenizer:
         ids = _eos_of(directory / "generation_config.json") or _eos_of(directory / "config.json")
         own = self.token_id(self.named_tokens.get("eos_token"))
         return ids if own is None else ids | {own}
+
+
+def kept_lengths(lengths: Sequence[int], room: int) -> list[int]:
+    """Of one or two texts that together may have `room` tokens: the longer gives until both are as long, then each does."""
+    if len(lengths) == 1 or sum(lengths) <= room:
+        return [min(length, room) for length in lengths]
+    first, second = lengths
+    half = room // 2
+    if min(first, second) > half:
+        return [half + room % 2, half] if first > second else [half, half + room % 2]
+    return [room - second, second] if first > second else [first, room - first]
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"the text is not valid Unicode: a lone surrogate stands at character {error.start}.") from error
 
 
 def _load(path: Path) -> tokenizers.Tokenizer:

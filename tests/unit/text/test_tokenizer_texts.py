@@ -1,0 +1,69 @@
+"""What an encoder reads of texts and pairs: equal to transformers' tokenizers, cut or whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Inner
+
+from app.errors import InvalidRequest
+from app.messages import Text
+from app.text.tokenizer import Tokenizer, kept_lengths
+from tiny_encoders import SPECIALS, write_word_pieces
+
+LONG = "the fox said hello to the green world"
+PAIR = ("hello", LONG)
+INPUTS = [LONG, "fox", PAIR, PAIR[::-1], (LONG, LONG)]
+
+
+@pytest.mark.parametrize("specials", SPECIALS)
+@pytest.mark.parametrize("keeps_end", [False, True])
+@pytest.mark.parametrize("max_tokens", [None, 64, 9, 8, 5])
+def test_texts_are_those_of_transformers(tmp_path: Path, specials: str, keeps_end: bool, max_tokens: int | None) -> None:
+    transformers = pytest.importorskip("transformers")
+    write_word_pieces(tmp_path, SPECIALS[specials])
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path, truncation_side="left" if keeps_end else "right")
+    found = Tokenizer(tmp_path).texts(INPUTS, max_tokens, keeps_end)
+    for one, text in zip(INPUTS, found, strict=True):
+        parts = [one] if isinstance(one, str) else list(one)
+        wanted = reference(*parts, truncation=max_tokens is not None, max_length=max_tokens, return_token_type_ids=True)
+        assert list(text.token_ids) == wanted["input_ids"]
+        assert list(text.type_ids or [0] * len(text.token_ids)) == wanted["token_type_ids"]
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=2), st.integers(0, 60))
+def test_a_pair_is_cut_as_the_library_cuts_it(lengths: list[int], room: int) -> None:
+    kept = kept_lengths(lengths, room)
+    assert sum(kept) == min(sum(lengths), room) and all(k <= n for k, n in zip(kept, lengths, strict=True))
+    if len(lengths) == 2:
+        assert kept[0] == lengths[0] or kept[1] == lengths[1] or abs(kept[0] - kept[1]) <= 1
+
+
+def test_padding_of_the_training_is_off(tmp_path: Path) -> None:
+    write_word_pieces(tmp_path)
+    plain = Tokenizer(tmp_path).texts([LONG])
+    inner = Inner.from_file(str(tmp_path / "tokenizer.json"))
+    inner.enable_truncation(4)
+    inner.enable_padding(length=64)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer(tmp_path).texts([LONG]) == plain
+
+
+def test_lowercase_texts_keep_their_special_tokens(tmp_path: Path) -> None:
+    write_word_pieces(tmp_path)
+    inner = Inner.from_file(str(tmp_path / "tokenizer.json"))
+    inner.normalizer = None
+    inner.save(str(tmp_path / "tokenizer.json"))
+    small, plain = Tokenizer(tmp_path, lowercases=True), Tokenizer(tmp_path)
+    assert small.texts(["FOX [MASK]"]) == plain.texts(["fox [MASK]"]) != plain.texts(["FOX [MASK]"])
+    assert plain.texts(["fox"]) == [Text((2, plain.token_id("fox") or 0, 3))]
+
+
+@pytest.mark.parametrize("bad", ["a\ud800", ("fine", "a\ud800")])
+def test_half_a_character_is_refused(tmp_path: Path, bad: str | tuple[str, str]) -> None:
+    write_word_pieces(tmp_path)
+    with pytest.raises(InvalidRequest, match="surrogate stands at character 1"):
+        Tokenizer(tmp_path).texts(["fox", bad])
