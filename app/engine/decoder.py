@@ -32,6 +32,7 @@ class DecoderEngine:
         self.scheduler = scheduler
         self.runner = runner
         self.stats: StepStats | None = None
+        self.patience_seconds = 0.0  # who arrives finds a place in the next step anyway
         self._clock = clock
         self._batch: Batch | None = None  # of the step that is under way, or that raised
 

@@ -33,6 +33,11 @@ class Engine(Protocol):
 
     @property
     def has_work(self) -> bool: ...
+    @property
+    def patience_seconds(self) -> float:
+        """How long the next step may wait for more orders, although there is work."""
+        ...
+
     def add(self, order: Any) -> list[Event]: ...
     def abort(self, command: Abort) -> list[Event]: ...
     def step(self) -> list[Event]: ...
@@ -120,15 +125,25 @@ class Worker:
         """Everything in the mailbox, waiting for the first where there is nothing else to do; True when `Stop` was among it."""
         events: list[Event] = []
         block = not engine.has_work
-        while True:
-            try:
-                command = self._mailbox.get(block=block)
-            except Empty:
-                return events, False
+        while (command := self._next(block, engine if not events else None)) is not None:
             block = False
             if isinstance(command, Stop):
                 return events, True
             events += engine.abort(command) if isinstance(command, Abort) else engine.add(command)
+        return events, False
+
+    def _next(self, block: bool, waiting: Engine | None) -> Command | None:
+        """The next command. Where there is none now, one that comes while the engine would wait with its step."""
+        try:
+            return self._mailbox.get(block=block)
+        except Empty:
+            patience = 0.0 if waiting is None else waiting.patience_seconds
+        if patience <= 0.0:
+            return None
+        try:
+            return self._mailbox.get(timeout=patience)
+        except Empty:
+            return None
 
     def _step(self, engine: Engine) -> tuple[list[Event], StepStats | None]:
         events, error = self._attempt(engine.step)
@@ -136,8 +151,8 @@ class Worker:
             self._failed_steps = 0
             return events, engine.stats
         assert error is not None, "what returns nothing has raised"
-        self._failed_steps += 1
         failed = engine.fail()
+        self._failed_steps += bool(failed)  # a step that ended nobody's request is tried again in parts
         if self._failed_steps < MAX_FAILED_STEPS and not self._callbacks.is_fatal(error):
             return failed, None
         self.error = error
