@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 import pytest
 
@@ -13,6 +13,7 @@ from app.engine.worker import MAX_FAILED_STEPS, Callbacks, Engine, Worker
 from app.errors import CheckpointInvalid, ServiceStopping
 from app.measured import Snapshot, StepStats
 from app.messages import Abort, Command, Event, Generate, RequestFailed, SamplingParams, SequenceFinished, Stop
+from encoder_simulation import POISON, EncoderSimulation, encode
 from engine_simulation import Simulation
 
 PATIENCE_SECONDS = 10.0  # a hang becomes a red test
@@ -216,3 +217,40 @@ def test_a_bug_in_the_worker_itself_is_fatal_not_silent() -> None:
     assert isinstance(bench.fatal.get(timeout=PATIENCE_SECONDS), AssertionError)
     bench.end()
     assert bench.worker.state == "failed"
+
+
+class Patient:
+    """A mailbox that is empty at first, of an engine that waits: what comes meanwhile is in its next step."""
+
+    def __init__(self, late: Command | None) -> None:
+        self.late, self.waited = late, 0.0
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Command:
+        late, self.late = self.late, None
+        if timeout is None or late is None:
+            self.late = late
+            raise Empty
+        self.waited += timeout
+        return late
+
+
+@pytest.mark.parametrize("patience", [0.0, 0.25])
+def test_a_step_waits_as_long_as_its_engine_has_patience(patience: float) -> None:
+    bench, mailbox = Bench(), Patient(request("late"))
+    bench.sim.engine.add(request("first"))
+    bench.sim.engine.patience_seconds = patience
+    bench.worker._mailbox = mailbox  # type: ignore[assignment]
+    assert bench.worker._take_commands(bench.sim.engine) == ([], False)
+    assert mailbox.waited == patience and (mailbox.late is None) == (patience > 0.0)
+
+
+def test_a_step_that_ended_nobody_is_tried_again_and_does_not_count() -> None:
+    sim = EncoderSimulation()
+    worker = Worker(lambda report: sim.engine, Callbacks(lambda events: None, lambda error: None))
+    for name in ("a", "b", "poison", "poisonous"):
+        sim.engine.add(encode(name, 5, first=POISON if name.startswith("poison") else 100))
+    heard: list[Event] = []
+    while sim.engine.has_work:
+        heard += worker._step(sim.engine)[0]
+    assert worker.error is None  # three steps failed, of which one ended nobody
+    assert [event.request_id for event in heard] == ["a", "b", "poison", "poisonous"]

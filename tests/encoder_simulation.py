@@ -1,0 +1,71 @@
+"""An `EncoderEngine` over a runner that computes nothing: rows say which text they are of, so whoever gets another's is found out."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from app.engine.encode_pace import EncodePace
+from app.engine.encoder import EncodeLimits, EncoderEngine
+from app.engine.texts import TextSpan
+from app.messages import ArraysReady, Encode, Event, RequestFailed, Text
+
+BUDGET, MAX_LEN = 64, 48
+POISON = 13  # a token that no step survives
+
+
+class FakeRunner:
+    """Of a text: its first token and its length as `embedding`, each of its tokens as `last_hidden_state`."""
+
+    model_seconds = 0.0
+
+    def __init__(self) -> None:
+        self.broken = False
+        self.batches: list[tuple[TextSpan, ...]] = []
+
+    def run(self, spans: Sequence[TextSpan]) -> list[dict[str, bytes]]:
+        self.batches.append(tuple(spans))
+        if self.broken or any(POISON in span.text.token_ids for span in spans):
+            raise RuntimeError("this step is broken")
+        return [rows_of(span.text) for span in spans]
+
+
+def rows_of(text: Text) -> dict[str, bytes]:
+    ids = text.token_ids
+    return {
+        "embedding": struct.pack("<2f", ids[0], len(ids)),
+        "last_hidden_state": struct.pack(f"<{len(ids)}f", *ids),
+    }
+
+
+class EncoderSimulation:
+    """Steps, and hears what everyone is told; each only once."""
+
+    def __init__(self, budget: int = BUDGET, pace: EncodePace | None = None) -> None:
+        self.now = 0.0
+        self.runner = FakeRunner()
+        limits = EncodeLimits(MAX_LEN, ("embedding", "last_hidden_state"))
+        self.engine = EncoderEngine(self.runner, limits, pace or EncodePace(budget), lambda: self.now)
+        self.budget = budget
+        self.told: dict[str, ArraysReady | RequestFailed] = {}
+
+    def hear(self, events: Sequence[Event]) -> None:
+        for event in events:
+            assert isinstance(event, ArraysReady | RequestFailed)
+            assert event.request_id not in self.told, "everyone ends once"
+            self.told[event.request_id] = event
+
+    def step(self) -> None:
+        """As the worker does it: a step that raises is followed by `fail`."""
+        self.now += 1.0
+        try:
+            events = self.engine.step()
+        except RuntimeError:
+            events = self.engine.fail()
+        self.hear(events)
+
+
+def encode(name: str, *lengths: int, outputs: tuple[str, ...] = ("embedding",), first: int = 100, at: float = 0.0) -> Encode:
+    """Texts of such lengths, whose tokens count up from `first`, so that no two of a test are the same."""
+    texts = tuple(Text(tuple(range(first + 50 * number, first + 50 * number + length))) for number, length in enumerate(lengths))
+    return Encode(name, texts, outputs, arrived_at=at)
