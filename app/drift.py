@@ -17,8 +17,9 @@ from app.measured import StepStats
 
 log = logging.getLogger(__name__)
 
-Phase = Literal["decode", "prefill"]
+Phase = Literal["decode", "prefill", "encode"]
 
+_PHASES: tuple[Phase, ...] = ("decode", "prefill", "encode")  # `decode_full` and `encode_few` are of theirs
 WINDOW_STEPS, ENOUGH_STEPS = 128, 50
 _LOOK_EVERY_STEPS = 8  # a median of the window costs a tenth of a millisecond of every eighth step
 LEAVES, RETURNS = 1.20, 1.10  # as far off it is another machine; it has to come nearer than that to be the old one again
@@ -38,7 +39,7 @@ class Drift:
 
     def __init__(self, promise: Promise, on_stale: Callable[[], None] = lambda: None) -> None:
         self._promise, self._on_stale = promise, on_stale
-        self._ratios: dict[Phase, deque[float]] = {phase: deque(maxlen=WINDOW_STEPS) for phase in ("decode", "prefill")}
+        self._ratios: dict[Phase, deque[float]] = {phase: deque(maxlen=WINDOW_STEPS) for phase in _PHASES}
         self._model_ratios: deque[float] = deque(maxlen=WINDOW_STEPS)
         self._factors: dict[Phase, float] = {}
         self._steps = 0
@@ -46,11 +47,12 @@ class Drift:
         self.drifted = False
 
     def observe(self, step: StepStats) -> None:
-        """What a step took. Whether the machine has changed is read from the model's part of steps that only decode: they are simplest."""
+        """What a step took. Whether the machine has changed is read from the model's part of steps that only decode, which are simplest, or
+        of those that do texts."""
         expected = step.expected_seconds(self._promise.steps)
         if expected <= 0.0:
             return
-        self._ratios["prefill" if step.prefill_tokens else "decode"].append(step.seconds / expected)
+        self._ratios[_phase(step)].append(step.seconds / expected)
         if not step.prefill_tokens and step.model_seconds:
             self._model_ratios.append(step.model_seconds / expected)
         self._steps += 1
@@ -59,7 +61,7 @@ class Drift:
 
     def factor(self, phase: str) -> float:
         """How many times as long as measured before steps take: 1 until enough were seen."""
-        return self._factors.get("prefill" if phase == "prefill" else "decode", 1.0)
+        return next((factor for known, factor in self._factors.items() if phase.startswith(known)), 1.0)
 
     def capacity(self) -> Mapping[str, Mapping[int, float]]:
         """Tokens a second by phase and rows, as the machine is now."""
@@ -103,3 +105,7 @@ class Drift:
         if not self._told:
             self._told = True
             self._on_stale()
+
+
+def _phase(step: StepStats) -> Phase:
+    return "encode" if step.encode_tokens else "prefill" if step.prefill_tokens else "decode"

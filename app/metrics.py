@@ -28,8 +28,9 @@ Outcome = FinishReason | Literal["refused", "failed"]
 Phase = Literal["prefill", "decode", "encode"]
 Clock = Callable[[], float]
 
-# From half a millisecond, each 1.6 times the last, to over ten minutes: a request may take `request_timeout_seconds`.
-SECONDS = tuple(float(f"{0.0005 * 1.6**power:.4g}") for power in range(31))
+# Each 1.6 times the last, half a millisecond among them: from what a small encoder's step takes to over ten minutes, since a request may
+# take `request_timeout_seconds`.
+SECONDS = tuple(float(f"{0.0005 * 1.6**power:.4g}") for power in range(-4, 31))
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
 COUNTS = tuple(float(2**power) for power in range(15))  # 1 to 16,384 tokens or sequences in a step
 QUANTILES = (0.5, 0.9, 0.99)
@@ -73,7 +74,7 @@ class Metrics:
         self.predict_wait: Callable[[], float | None] = lambda: None
         self.drift: Drift | None = None
         self.recent = {name: RecentQuantiles(clock) for name in ("request", "queue", "ttft", "itl")}
-        self.rates = {kind: RecentRate(clock) for kind in ("requests", "prompt_tokens", "completion_tokens")}
+        self.rates = {kind: RecentRate(clock) for kind in ("requests", "prompt_tokens", "completion_tokens", "vectors")}
         self._registry = CollectorRegistry(auto_describe=False)
         self._declare()
         ProcessCollector(registry=self._registry)
@@ -93,12 +94,13 @@ class Metrics:
         if stats.drafted_tokens:
             self._speculation.labels("drafted").inc(stats.drafted_tokens)
             self._speculation.labels("accepted").inc(stats.accepted_tokens)
-        phase: Phase = "prefill" if stats.prefill_tokens else "decode"
+        phase: Phase = "encode" if stats.encode_tokens else "prefill" if stats.prefill_tokens else "decode"
         self._step_seconds.labels(phase).observe(stats.seconds)
         self._model_seconds.labels(phase).inc(stats.model_seconds)
         shares = (
             ("prefill", stats.prefill_tokens, stats.num_prefill_sequences),
             ("decode", stats.decode_tokens, stats.num_decode_sequences),
+            ("encode", stats.encode_tokens, stats.num_encode_sequences),
         )
         for name, tokens, sequences in shares:
             if tokens:
@@ -118,8 +120,16 @@ class Metrics:
         self.recent["queue"].record(timings.queue_seconds)
         self.recent["ttft"].record(seconds)
 
+    def encoded(self, num_vectors: int, num_tokens: int, timings: Timings) -> None:
+        """A request's vectors are there, or its scores, or a program's rows; tokens read count as those of prompts do."""
+        self._queue_seconds.observe(timings.queue_seconds)
+        self.recent["queue"].record(timings.queue_seconds)
+        self.prompt(num_tokens, 0)
+        self._vectors.inc(num_vectors)
+        self.rates["vectors"].record(num_vectors)
+
     def waited(self, predicted_seconds: float, seconds: float) -> None:
-        """For its first token a request waited so long, and this was predicted when it was sent to the engine."""
+        """For its first token, or all its vectors, a request waited so long, and this was predicted when it was sent to the engine."""
         self._wait_error.observe(abs(predicted_seconds - seconds) / max(seconds, 1e-9))
 
     def next_token(self, seconds: float) -> None:
@@ -153,6 +163,7 @@ class Metrics:
         self._tokens = self._counter("tokens", "Tokens; cached ones are prompt tokens too.", "kind")
         for kind in ("prompt", "cached", "completion"):
             self._tokens.labels(kind)
+        self._vectors = self._counter("vectors", "Texts, or rows, of which an answer was given: a vector or scores.")
         guesses = "Tokens guessed and computed beside the decodes, and those of them that the model picked too."
         self._speculation = self._counter("speculation_tokens", guesses, "kind")
         for kind in ("drafted", "accepted"):

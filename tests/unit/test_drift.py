@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -96,3 +97,18 @@ def test_a_scrape_tells_capacity_before_the_first_request_and_what_guesses_came_
     text = metrics.render()[0].decode()
     assert 'armature_speculation_tokens_total{kind="drafted"} 7.0' in text
     assert 'armature_speculation_tokens_total{kind="accepted"} 4.0' in text
+
+
+def test_steps_of_texts_are_held_against_their_own_table() -> None:
+    steps = StepSeconds.of(Trial("bf16", 2, {}, {}, pair_seconds=1e-7, encode_seconds={128: 0.1, 512: 0.3}))
+    stale: list[str] = []
+    promise = Promise(steps, {"encode": {512: 1700.0}}, {"encode": 0.8, "encode_few": 0.4})
+    drift = Drift(promise, lambda: stale.append("told"))
+    long = StepStats(0.3 + 512 * 384 * 1e-7, encode_tokens=512, num_encode_sequences=1, encode_pairs=512 * 512)
+    for _ in range(WINDOW_STEPS):
+        drift.observe(replace(long, model_seconds=long.seconds))
+    assert drift.capacity()["encode"][512] == pytest.approx(1700.0) and not stale, "a long text attends to more: that is no drift"
+    for _ in range(WINDOW_STEPS):
+        drift.observe(replace(long, seconds=2 * long.seconds, model_seconds=2 * long.seconds))
+    assert drift.capacity()["encode"][512] == pytest.approx(850.0) and stale == ["told"]
+    assert drift.roofline() == pytest.approx({"encode": 0.4, "encode_few": 0.2})

@@ -61,6 +61,29 @@ def tell_everything(metrics: Metrics) -> None:
     metrics.on_step(StepStats(0.02, decode_tokens=4, num_sequences=4, num_decode_sequences=4), Snapshot())
 
 
+def test_what_an_encoder_does_is_shown_by_its_phase(metrics: Metrics) -> None:
+    metrics.on_step(
+        StepStats(0.0004, encode_tokens=50, num_sequences=3, num_encode_sequences=3, model_seconds=0.0003), Snapshot()
+    )
+    metrics.encoded(3, 50, Timings(queue_seconds=0.01, encode_seconds=0.02))
+    metrics.request_ended("embeddings", "stop", 0.03)
+    seen = samples(metrics)
+    expected = {
+        "armature_step_seconds_bucket{le=0.0003125,phase=encode}": 0,
+        "armature_step_seconds_bucket{le=0.0005,phase=encode}": 1,
+        "armature_batch_tokens_sum{phase=encode}": 50,
+        "armature_batch_sequences_sum{phase=encode}": 3,
+        "armature_model_seconds_total{phase=encode}": 0.0003,
+        "armature_vectors_total": 3,
+        "armature_tokens_total{kind=prompt}": 50,
+        "armature_queue_seconds_sum": 0.01,
+        "armature_throughput_per_second{kind=vectors}": 3,
+        "armature_request_seconds_sum{api=embeddings}": 0.03,
+    }
+    assert {name: seen.get(name) for name in expected} == pytest.approx(expected)
+    assert "armature_step_seconds_count{phase=decode}" not in seen
+
+
 def test_everything_told_is_shown(metrics: Metrics) -> None:
     tell_everything(metrics)
     seen = samples(metrics)
@@ -158,8 +181,8 @@ def test_a_control_group_that_went_away_is_absent(tmp_path: Path) -> None:
     assert throttled_seconds(None) is None
 
 
-def test_buckets_reach_from_half_a_millisecond_to_ten_minutes() -> None:
-    assert SECONDS[0] == 0.0005
+def test_buckets_tell_half_a_millisecond_from_less_and_reach_to_ten_minutes() -> None:
+    assert SECONDS[0] < 0.0001 < 0.0005 == SECONDS[4]
     assert SECONDS[-1] >= 600
     assert all(1.59 < high / low < 1.61 for low, high in itertools.pairwise(SECONDS))
 
