@@ -21,7 +21,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.embedding = Embedding("model.embed_tokens", config)
+        self.embedding = Embedding("model.embed_tokens", config.vocab_size, config.hidden_size, config.embedding_scale)
         self.layers = nn.ModuleList(layer(config, index, dtype) for index in range(config.num_layers))
         self.output = output_layer(config)
         self.norm = RMSNorm("model.norm", config.hidden_size, config, dtype, self.output)

@@ -18,21 +18,21 @@ from app.models.context import Attend, AttentionSpec
 
 
 class Embedding(nn.Module):
-    """Token ids [tokens] to FP32 [tokens, hidden].
+    """Ids [tokens] to FP32 [tokens, size], times `scale`. Ids count from row `first` of the stored table (RoBERTa's positions).
 
     The table stays in the dtype and the place it was stored in, where only rows used are read; tied to an output layer that can hand out
     its rows, there is no second table at all.
     """
 
-    def __init__(self, source: str, config: ModelConfig) -> None:
+    def __init__(self, source: str, rows: int, size: int, scale: float = 1.0, first: int = 0) -> None:
         super().__init__()
-        self.source, self.scale = source, config.embedding_scale
-        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size), requires_grad=False)
+        self.source, self.scale, self.first = source, scale, first
+        self.weight = nn.Parameter(torch.empty(rows, size), requires_grad=False)
         self.form: TableForm | None = None
         self.factor: Factor = self.scale  # what rows are multiplied by
 
     def adopt(self, tensor: Tensor) -> None:
-        self.weight = nn.Parameter(tensor, requires_grad=False)
+        self.weight = nn.Parameter(tensor[self.first :], requires_grad=False)
 
     def share(self, form: TableForm, even: Tensor | None = None) -> None:
         """Rows come out of the output layer's packed weight from now on, whose columns are multiplied by `even`."""
@@ -44,6 +44,10 @@ class Embedding(nn.Module):
         if self.form is not None:
             return self.form.rows(token_ids, self.factor)
         return stored_rows(self.weight, token_ids, self.factor)
+
+    def add_to(self, hidden: Tensor, ids: Tensor) -> None:
+        """hidden [tokens, size] fp32 += the rows of ids [tokens]."""
+        hidden += self(ids)
 
 
 class RMSNorm(nn.Module):

@@ -7,8 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from app.models.bert import BertBody
 from app.models.config import ModelConfig
 from app.models.decoder import Decoder
+from app.models.embedder import DecoderBody
+from app.models.encoder import Encoder
+from app.models.encoder_config import EncoderConfig
 from app.models.gemma import GemmaLayer
 from app.models.llama import LlamaLayer
 
@@ -28,3 +32,12 @@ def build_model(config: ModelConfig, dtype: torch.dtype, max_model_len: int, dev
     """The model on `meta`, in inference mode, without weights: the loader assigns them."""
     with torch.device("meta"):
         return Decoder(LAYERS[config.architecture], config, dtype, max_model_len, device).eval()
+
+
+def build_encoder(config: EncoderConfig, dtype: torch.dtype, max_model_len: int, device: torch.device) -> Encoder:
+    """Likewise an encoder; a decoder that is served for its hidden states has that decoder's layers."""
+    with torch.device("meta"):
+        if config.decoder is None:
+            return Encoder(config, BertBody(config, dtype, max_model_len, device)).eval()
+        layer = LAYERS[config.decoder.architecture]
+        return Encoder(config, DecoderBody(layer, config, dtype, max_model_len, device)).eval()

@@ -1,0 +1,54 @@
+"""What all encoders are: a body that makes hidden states of texts, and heads that make vectors or logits of these."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import Tensor, nn
+
+from app.models.context import EncodeContext
+from app.models.encoder_config import EncoderConfig
+from app.models.heads import LabelHead, VectorHead
+
+
+class Encoder(nn.Module):
+    """Token ids to what is asked for: `embedding` or `logits`, and `last_hidden_state`. In parts, so that the body can be recorded."""
+
+    def __init__(self, config: EncoderConfig, body: nn.Module) -> None:
+        """`body` maps an EncodeContext, and the only rows wanted, to hidden states."""
+        super().__init__()
+        self.config, self.body = config, body
+        self.vectors = VectorHead(config) if config.head is None else None
+        self.labels = None if config.head is None else LabelHead(config, config.head)
+
+    def rows(self, starts: Tensor, names: Collection[str]) -> Tensor | None:
+        """Of texts that begin at `starts` [texts + 1]: the only tokens [texts] int64 whose hidden states these outputs need; None: all."""
+        if "last_hidden_state" in names:
+            return None
+        head = self.vectors or self.labels
+        assert head is not None, "vectors where there are no labels"
+        return head.rows(starts)
+
+    def hidden(self, context: EncodeContext, rows: Tensor | None = None) -> Tensor:
+        """The last hidden state fp32 [tokens, size], or of `rows` alone."""
+        result: Tensor = self.body(context, rows)
+        return result
+
+    def outputs(
+        self, hidden: Tensor, starts: Tensor, names: Collection[str], rows: Tensor | None = None, skipped: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """What is asked for, fp32: embedding [texts, size], not normalised; logits [texts, labels]; last_hidden_state as `hidden`.
+
+        `rows` as `hidden` was given them. The first `skipped` [texts] tokens of a text are not pooled.
+        """
+        results = {}
+        for name in names:
+            if name == "last_hidden_state":
+                results[name] = hidden
+            elif name == "embedding":
+                assert self.vectors is not None, "outputs are those of the config"
+                results[name] = self.vectors.of_rows(hidden) if rows is not None else self.vectors(hidden, starts, skipped)
+            else:
+                assert self.labels is not None, "outputs are those of the config"
+                results[name] = self.labels.of_rows(hidden) if rows is not None else self.labels(hidden, starts)
+        return results
