@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.kernels.activations import Activations, quantise
+from app.kernels import operations
+from app.kernels.activations import Activations, destination, quantise
+from app.kernels.operations import Activate, Code, has, run
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "tanh"]
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -23,8 +25,13 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 def activate(x: Tensor, activation: str, group: int | None = None) -> Activations:
     """x [tokens, size] to act(x) in its dtype, or quantised where a group is given. x may be overwritten."""
-    result = activate_torch(x, activation)
-    return result if group is None else quantise(result, group)
+    if x.dtype != torch.bfloat16 or x.stride(1) != 1 or x.device.type != "cpu" or not has(Code.ACTIVATE):
+        result = activate_torch(x, activation)
+        return result if group is None else quantise(result, group)
+    rows, size = x.shape
+    out, sink = destination(rows, size, group)
+    run(Activate(x.data_ptr(), x.stride(0), rows, size, operations.ACTIVATIONS[activation], sink), Code.ACTIVATE, rows * size)
+    return out
 
 
 def activate_torch(x: Tensor, activation: str) -> Tensor:

@@ -58,6 +58,15 @@ def room(rows: int, size: int, group: int) -> Quantised:
     )  # fmt: skip
 
 
+def destination(rows: int, size: int, group: int | None) -> tuple[Activations, Sink]:
+    """Room for a kernel's rows, bf16 or quantised, and how the kernel is told of it."""
+    if group is None:
+        out = empty((rows, size), torch.bfloat16)
+        return out, Sink(out.data_ptr(), None, None, None, 0, 0)
+    quantised = room(rows, size, group)
+    return quantised, quantised.sink()
+
+
 def tile_height(rows: int) -> int:
     """Rows of each tile but the last: tiles are as equal as they can be."""
     chosen = native()

@@ -72,6 +72,9 @@ class HybridLinear:
     def multiply(self, x: Tensor | Quantised) -> Tensor:
         return self._form(_rows(x)).multiply(x)
 
+    def activated(self, x: Tensor | Quantised, activation: str) -> Tensor:
+        return self._form(_rows(x)).activated(x, activation)
+
     def add_to(self, hidden: Tensor, x: Tensor | Quantised) -> None:
         self._form(_rows(x)).add_to(hidden, x)
 

@@ -20,7 +20,7 @@ from app.kernels.compensate import Bonds, compensated_int4
 from app.kernels.layout import PanelLayout
 from app.kernels.memory import empty, weights_bytes
 from app.kernels.native import native
-from app.kernels.operations import Code, LinearInt, Output, Pack, Pick, has, run
+from app.kernels.operations import ACTIVATIONS, Code, LinearInt, Output, Pack, Pick, has, run
 from app.kernels.rounding import quantise_int4, quantise_int8
 from app.kernels.table import Factor, Form, Table
 
@@ -127,9 +127,13 @@ class IntPanels:
 
     def multiply(self, x: Tensor | Quantised) -> Tensor:
         """x [tokens, in] to [tokens, out] bf16, summed in fp32."""
+        return self.activated(x, "identity")
+
+    def activated(self, x: Tensor | Quantised, activation: str) -> Tensor:
+        """act(the product), of the sums before they are rounded."""
         x = x if isinstance(x, Quantised) else quantise(x, self.group)
         y = empty((x.rows, self.outputs), torch.bfloat16)
-        self._run(x, y, Output.BF16)
+        self._run(x, y, Output.BF16, ACTIVATIONS[activation])
         return y
 
     def add_to(self, hidden: Tensor, x: Tensor | Quantised) -> None:
@@ -159,8 +163,10 @@ class IntPanels:
         )
         return best
 
-    def _run(self, x: Quantised, y: Tensor, output: Output) -> None:
-        run(self.product(x, y.data_ptr(), y.stride(0), output), Code.LINEAR_INT)
+    def _run(self, x: Quantised, y: Tensor, output: Output, activation: int = 0) -> None:
+        product = self.product(x, y.data_ptr(), y.stride(0), output)
+        product.activation = activation
+        run(product, Code.LINEAR_INT)
 
     def product(self, x: Quantised, y: int | None, stride: int, output: Output) -> LinearInt:
         assert (x.size, x.group) == (self.inputs, self.group), "rows quantised for this weight"

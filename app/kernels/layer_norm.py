@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.kernels.activations import Activations, quantise
+from app.kernels.activations import Activations, destination, quantise
+from app.kernels.operations import Code, LayerNorm, has, run
 
 
 def layer_norm(
@@ -23,10 +24,17 @@ def layer_norm(
 
     `norm` is weight [size] fp32, bias likewise or None, and eps. `in_place`: hidden becomes its norm as well.
     """
-    normed = layer_norm_torch(hidden, norm)
-    if in_place:
-        hidden.copy_(normed)
-    return normed.to(dtype) if group is None else quantise(normed, group)
+    if dtype != torch.bfloat16 or hidden.dtype != torch.float32 or hidden.stride(1) != 1 or not has(Code.LAYER_NORM):
+        normed = layer_norm_torch(hidden, norm)
+        if in_place:
+            hidden.copy_(normed)
+        return normed.to(dtype) if group is None else quantise(normed, group)
+    rows, size = hidden.shape
+    weight, bias, eps = norm
+    out, sink = destination(rows, size, group)
+    addresses = (hidden.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr())
+    run(LayerNorm(*addresses, hidden.stride(0), rows, size, in_place, eps, sink), Code.LAYER_NORM, rows * size)
+    return out
 
 
 def layer_norm_torch(hidden: Tensor, norm: tuple[Tensor, Tensor | None, float]) -> Tensor:

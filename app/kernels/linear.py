@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.kernels.activate import activate
-from app.kernels.activations import Activations, plain
+from app.kernels.activations import Activations, plain, quantise
 from app.kernels.best import Best, Picking, Wanted
 from app.kernels.int_panels import IntPacking
 from app.kernels.kleidi import KleidiPacking
@@ -50,6 +50,15 @@ class EmptyForm(LinearForm, Protocol):
 
     def fill(self, first: int, rows: Tensor) -> None:
         """rows [n, in], any float dtype: outputs `[first, first + n)`, each brought once. They may be reused afterwards."""
+        ...
+
+
+@runtime_checkable
+class Activating(Protocol):
+    """A form whose product is activated on its way out."""
+
+    def activated(self, x: Activations, activation: str) -> Tensor:
+        """act(the product), x [tokens, in] to [tokens, out]; see activate.py."""
         ...
 
 
@@ -150,11 +159,27 @@ class OneDnnLinear:
         return None
 
     def multiply(self, x: Activations) -> Tensor:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(plain(x), self.packed, self.bias, "none", [], "")
+        return self._multiplied(x, "none", "")
+
+    def activated(self, x: Activations, activation: str) -> Tensor:
+        return self._multiplied(x, *_POINTWISE[activation])
+
+    def _multiplied(self, x: Activations, pointwise: str, algorithm: str) -> Tensor:
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(plain(x), self.packed, self.bias, pointwise, [], algorithm)
         return product
 
     def add_to(self, hidden: Tensor, x: Activations) -> None:
         hidden += self.multiply(x)
+
+
+# What oneDNN calls an activation that it applies on the way out, and by which algorithm.
+_POINTWISE = {
+    "relu": ("relu", ""),
+    "gelu": ("gelu", "none"),
+    "gelu_tanh": ("gelu", "tanh"),
+    "silu": ("swish", ""),
+    "tanh": ("tanh", ""),
+}
 
 
 def _onednn_packs(dtype: torch.dtype) -> bool:
@@ -212,8 +237,12 @@ class Linear(nn.Module):
 
     def activated(self, x: Activations, activation: str, feeds: Linear) -> Activations:
         """act(the product), as `feeds` takes it at this many rows."""
-        product = self.form.multiply(x)
-        return activate(product, activation, feeds.takes(product.shape[0]))
+        if not isinstance(self.form, Activating):
+            product = self.form.multiply(x)
+            return activate(product, activation, feeds.takes(len(product)))
+        rows = self.form.activated(x, activation)
+        group = feeds.takes(len(rows))
+        return rows if group is None else quantise(rows, group)
 
     @property
     def picks(self) -> bool:

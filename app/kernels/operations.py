@@ -34,6 +34,8 @@ class Code(IntEnum):
     GATHER = 8
     LINEAR_BF16 = 9
     ANGLES = 10
+    LAYER_NORM = 11
+    ACTIVATE = 12
 
 
 class Output(IntEnum):
@@ -66,6 +68,25 @@ class Norm(ctypes.Structure):
     )
 
 
+class LayerNorm(ctypes.Structure):
+    code = Code.LAYER_NORM
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("hidden", "weight", "bias")),
+        *((name, _INT) for name in ("stride", "rows", "size", "in_place")),
+        ("eps", _FLOAT),
+        ("out", Sink),
+    )
+
+
+# As `enum` in csrc/ops.h: 0 leaves values as they are.
+ACTIVATIONS = {name: at for at, name in enumerate(("identity", "silu", "gelu_tanh", "gelu", "relu", "tanh"))}
+
+
+class Activate(ctypes.Structure):
+    code = Code.ACTIVATE
+    _fields_ = (("x", _ADDRESS), *((name, _INT) for name in ("stride", "rows", "size", "activation")), ("out", Sink))
+
+
 class Gate(ctypes.Structure):
     code = Code.GATE
     _fields_ = (("gate_up", _ADDRESS), *((name, _INT) for name in ("rows", "size", "activation")), ("out", Sink))
@@ -75,7 +96,10 @@ class LinearInt(ctypes.Structure):
     code = Code.LINEAR_INT
     _fields_ = (
         *((name, _ADDRESS) for name in ("panels", "bias", "tiles", "scales", "sums", "y")),
-        *((name, _INT) for name in ("y_stride", "rows", "padded", "outputs", "group", "height", "bits", "minimums", "output")),
+        *(
+            (name, _INT)
+            for name in ("y_stride", "rows", "padded", "outputs", "group", "height", "bits", "minimums", "output", "activation")
+        ),
     )
 
 
@@ -107,7 +131,7 @@ class LinearBf16(ctypes.Structure):
     code = Code.LINEAR_BF16
     _fields_ = (
         *((name, _ADDRESS) for name in ("x", "panels", "bias", "tiles", "y")),
-        *((name, _INT) for name in ("x_stride", "y_stride", "rows", "inputs", "outputs", "output", "fixed")),
+        *((name, _INT) for name in ("x_stride", "y_stride", "rows", "inputs", "outputs", "output", "fixed", "activation")),
     )
 
 
@@ -207,7 +231,21 @@ def has(code: Code) -> bool:
 def _of_this_version() -> bool:
     library = native().library
     assert library is not None, "whoever asks has one"
-    for arguments in (Quantise, Norm, Gate, Turn, LinearInt, Pick, Attention, Rows, Gather, LinearBf16, Angle):
+    for arguments in (
+        Quantise,
+        Norm,
+        Gate,
+        Turn,
+        LinearInt,
+        Pick,
+        Attention,
+        Rows,
+        Gather,
+        LinearBf16,
+        Angle,
+        LayerNorm,
+        Activate,
+    ):
         size = int(library.armature_size(int(arguments.code))) if hasattr(library, "armature_size") else 0
         if size != ctypes.sizeof(arguments):
             raise PlanImpossible(

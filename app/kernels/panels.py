@@ -14,7 +14,7 @@ from torch import Tensor
 from app.kernels.activations import Activations, plain
 from app.kernels.memory import empty, weights_bytes
 from app.kernels.native import native
-from app.kernels.operations import Code, LinearBf16, Output, has, run
+from app.kernels.operations import ACTIVATIONS, Code, LinearBf16, Output, has, run
 from app.kernels.table import Factor, Form, Table
 
 PANEL_WIDTH = 32  # outputs
@@ -70,21 +70,25 @@ class PanelLinear:
 
     def multiply(self, x: Activations) -> Tensor:
         """x [tokens, in] bf16 to [tokens, out] bf16, summed in fp32."""
+        return self.activated(x, "identity")
+
+    def activated(self, x: Activations, activation: str) -> Tensor:
+        """act(the product), of the sums before they are rounded."""
         y = empty((plain(x).shape[0], self.outputs), torch.bfloat16)
-        self._run(plain(x), y, Output.BF16)
+        self._run(plain(x), y, Output.BF16, ACTIVATIONS[activation])
         return y
 
     def add_to(self, hidden: Tensor, x: Activations) -> None:
         self._run(plain(x), hidden, Output.ADD_FP32)
 
-    def _run(self, x: Tensor, y: Tensor, output: Output) -> None:
+    def _run(self, x: Tensor, y: Tensor, output: Output, activation: int = 0) -> None:
         if x.stride(-1) != 1:
             x = x.contiguous()
         rows, bias = x.shape[0], None if self.bias is None else self.bias.data_ptr()
         tiles = empty((rows * -(-self.inputs // 2),), torch.int32)
         addresses = (x.data_ptr(), self.panels.data_ptr(), bias, tiles.data_ptr(), y.data_ptr())
         run(
-            LinearBf16(*addresses, x.stride(0), y.stride(0), rows, self.inputs, self.outputs, output, self.fixed),
+            LinearBf16(*addresses, x.stride(0), y.stride(0), rows, self.inputs, self.outputs, output, self.fixed, activation),
             Code.LINEAR_BF16,
         )
 

@@ -10,14 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from app.kernels import operations
 from app.kernels.activate import ACTIVATIONS
-from app.kernels.activations import Activations, quantise, room
+from app.kernels.activations import Activations, destination, quantise
 from app.kernels.memory import empty
 from app.kernels.operations import Code, Gate, Gather, Norm, Sink, has, run
 
 Angles = tuple[Tensor, Tensor]  # cos and signed sin, each [tokens, 1, dim], fp32
-
-_GATES = {"silu": 0, "gelu_tanh": 1, "gelu": 2}  # as csrc/ops.h numbers them
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, group: int | None = None) -> Activations:
@@ -25,7 +24,7 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, gro
     if dtype != torch.bfloat16 or not _suits_norm(hidden):
         return _as_asked(rms_norm_torch(hidden, weight, eps, dtype), group)
     rows, size = hidden.shape
-    out, sink = _destination(rows, size, group)
+    out, sink = destination(rows, size, group)
     run(Norm(hidden.data_ptr(), None, weight.data_ptr(), hidden.stride(0), rows, size, eps, sink), Code.NORM, rows * size)
     return out
 
@@ -58,8 +57,8 @@ def gate(gate_up: Tensor, activation: str, group: int | None = None) -> Activati
     if gate_up.dtype != torch.bfloat16 or not gate_up.is_contiguous() or gate_up.device.type != "cpu" or not has(Code.GATE):
         return _as_asked(gate_torch(gate_up, activation), group)
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out, sink = _destination(rows, size, group)
-    run(Gate(gate_up.data_ptr(), rows, size, _GATES[activation], sink), Code.GATE, rows * size)
+    out, sink = destination(rows, size, group)
+    run(Gate(gate_up.data_ptr(), rows, size, operations.ACTIVATIONS[activation], sink), Code.GATE, rows * size)
     return out
 
 
@@ -77,15 +76,6 @@ def gather(x: Tensor, rows: Tensor) -> Tensor:
     # Bytes are bytes: four of them are an fp32 to the kernel.
     run(Gather(x.data_ptr(), rows.data_ptr(), out.data_ptr(), stride // 4, len(rows), size // 4), Code.GATHER, out.numel())
     return out
-
-
-def _destination(rows: int, size: int, group: int | None) -> tuple[Activations, Sink]:
-    """Room for a kernel's rows, and how the kernel is told of it."""
-    if group is None:
-        out = empty((rows, size), torch.bfloat16)
-        return out, Sink(out.data_ptr(), None, None, None, 0, 0)
-    quantised = room(rows, size, group)
-    return quantised, quantised.sink()
 
 
 def _as_asked(rows: Tensor, group: int | None) -> Activations:

@@ -127,6 +127,7 @@ EXPORT int64_t armature_size(int64_t code) {
         [OP_TURN] = sizeof(turn_arguments),             [OP_PICK] = sizeof(pick_arguments),     [OP_LINEAR_INT] = sizeof(linear_int_arguments),
         [OP_ATTENTION] = sizeof(attention_arguments),   [OP_ROWS] = sizeof(rows_arguments),     [OP_GATHER] = sizeof(gather_arguments),
         [OP_LINEAR_BF16] = sizeof(linear_bf16_arguments), [OP_ANGLES] = sizeof(angles_arguments),
+        [OP_LAYER_NORM] = sizeof(layer_norm_arguments), [OP_ACTIVATE] = sizeof(activate_arguments),
     };
     return code >= 0 && code < OP_COUNT ? sizes[code] : 0;
 }

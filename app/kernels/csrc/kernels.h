@@ -3,7 +3,9 @@
 #ifndef ARMATURE_KERNELS_H
 #define ARMATURE_KERNELS_H
 
+#include "activate.h"
 #include "angles.h"
+#include "layer_norm.h"
 #include "pick.h"
 #include "quantise.h"
 #include "rowwise.h"
@@ -31,6 +33,8 @@ const level LEVEL = {
             [OP_ATTENTION] = attention,
             [OP_TURN] = turn,
             [OP_ANGLES] = angles,
+            [OP_LAYER_NORM] = layer_norm,
+            [OP_ACTIVATE] = activate,
 #if ATTENTION_PANELS
             [OP_LINEAR_BF16] = linear_bf16,
 #endif

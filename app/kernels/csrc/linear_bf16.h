@@ -4,6 +4,7 @@
 
 #include <omp.h>
 
+#include "activate.h"
 #include "tile_bf16.h"
 
 #define AHEAD_BF16 2048 /* bytes asked for before their use: measured against 1024 and 4096 at 1 to 32 rows */
@@ -25,7 +26,7 @@ static void interleave(const linear_bf16_arguments *a) {
 }
 
 /* Sums of `count` rows from `row` on, outputs from `first` on, to where the arguments want them. */
-INLINE void store_bf16(const linear_bf16_arguments *a, const float *sums, int64_t row, int count, int64_t first) {
+INLINE void store_bf16(int activation, const linear_bf16_arguments *a, const float *sums, int64_t row, int count, int64_t first) {
     const int64_t outputs = a->outputs - first;
     const __mmask32 mask = outputs >= 32 ? 0xffffffffu : (1u << outputs) - 1;
     const __mmask16 masks[2] = {(__mmask16)mask, (__mmask16)(mask >> 16)};
@@ -33,6 +34,7 @@ INLINE void store_bf16(const linear_bf16_arguments *a, const float *sums, int64_
         __m512 x[2] = {_mm512_loadu_ps(sums + r * 32), _mm512_loadu_ps(sums + r * 32 + 16)};
         if (a->bias)
             for (int i = 0; i < 2; i++) x[i] = _mm512_add_ps(x[i], _mm512_maskz_loadu_ps(masks[i], a->bias + first + i * 16));
+        for (int i = 0; i < 2; i++) x[i] = (__m512)activated(activation, (vf)x[i]);
         if (a->output == OUTPUT_BF16) {
             _mm512_mask_storeu_epi16((uint16_t *)a->y + (row + r) * a->y_stride + first, mask, (__m512i)_mm512_cvtne2ps_pbh(x[1], x[0]));
             continue;
@@ -72,7 +74,8 @@ static void linear_bf16(const void *arguments) {
             const ptrdiff_t stride = count == a->rows ? 128 : pass < 2 ? 64 : 0;
             if (a->fixed && count == 1) tile_product_1(tiles + row * pairs, weights, pairs, ahead, stride, sums);
             else tile_product((int)count, tiles + row * pairs, weights, pairs, ahead, stride, sums);
-            store_bf16(a, sums, row, (int)count, panel * PANEL_OUTPUTS);
+#define STORE_BF16(WHICH) store_bf16(WHICH, a, sums, row, (int)count, panel * PANEL_OUTPUTS)
+            FOR_ACTIVATION(a->activation, STORE_BF16)
         }
     }
 }

@@ -5,8 +5,8 @@
 
 #include <omp.h>
 
+#include "activate.h"
 #include "level.h"
-#include "simd.h"
 
 /* Bytes of a panel's group, header included. */
 INLINE ptrdiff_t group_bytes(const linear_int_arguments *a) {
@@ -27,10 +27,11 @@ static void multiply_tile(const linear_int_arguments *a, const uint8_t *panel, i
         else multiply(__VA_ARGS__, 4, 0, a, panel, row, ahead, sums);                           \
         break;
 
-INLINE void store_row(const linear_int_arguments *a, const float *sums, ptrdiff_t row, ptrdiff_t first, ptrdiff_t outputs) {
+INLINE void store_row(int activation, const linear_int_arguments *a, const float *sums, ptrdiff_t row, ptrdiff_t first, ptrdiff_t outputs) {
     for (ptrdiff_t i = 0; i < outputs; i += LANES) {
         vf x = vf_load(sums + i);
         if (a->bias) x += vf_load_part(a->bias + first + i, outputs - i);
+        x = activated(activation, x);
         if (a->output == OUTPUT_BF16) {
             bf16_store_part((uint16_t *)a->y + row * a->y_stride + first + i, x, outputs - i);
             continue;
@@ -85,7 +86,9 @@ INLINE void run_task(const linear_int_arguments *a, const division *d, int64_t t
             const int count = (int)(left < a->height ? left : a->height);
             multiply_tile(a, weights, row, count, d->num_tiles == 1 ? weights + AHEAD : tile == tile0 ? weights + d->panels * bytes : NULL, sums);
             const int64_t outputs = a->outputs - first < PANEL_OUTPUTS ? a->outputs - first : PANEL_OUTPUTS;
-            for (int r = 0; r < count; r++) store_row(a, sums + r * PANEL_OUTPUTS, row + r, first, outputs);
+#define STORE_ROWS(WHICH) \
+    for (int r = 0; r < count; r++) store_row(WHICH, a, sums + r * PANEL_OUTPUTS, row + r, first, outputs)
+            FOR_ACTIVATION(a->activation, STORE_ROWS)
         }
 }
 

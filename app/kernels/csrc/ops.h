@@ -43,7 +43,9 @@ enum {
     OP_ROWS,       /* rows of weights, widened: an embedding */
     OP_GATHER,     /* some rows of an fp32 matrix */
     OP_LINEAR_BF16,
-    OP_ANGLES, /* rotary angles of positions */
+    OP_ANGLES,     /* rotary angles of positions */
+    OP_LAYER_NORM, /* LayerNorm, then bf16 or quantised, and in place */
+    OP_ACTIVATE,   /* act(x), then bf16 or quantised */
     OP_COUNT
 };
 
@@ -74,7 +76,26 @@ typedef struct {
     sink out;
 } norm_arguments;
 
-/* gate_up [rows, 2 * size] bf16 to act(gate) * up; activation 0: SiLU, 1: GELU by tanh, 2: GELU by erf. */
+/* out = (hidden - mean) / sqrt(variance + eps) * weight (+ bias), hidden [rows, size] fp32 (row stride in elements), weight and, where given, bias
+ * [size] fp32. `in_place`: the same, fp32, into hidden as well. */
+typedef struct {
+    float *hidden;
+    const float *weight, *bias;
+    int64_t stride, rows, size, in_place;
+    double eps;
+    sink out;
+} layer_norm_arguments;
+
+enum { IDENTITY, SILU, GELU_TANH, GELU_ERF, RELU, TANH };
+
+/* x [rows, size] bf16 (row stride in elements) to act(x). */
+typedef struct {
+    const uint16_t *x;
+    int64_t stride, rows, size, activation;
+    sink out;
+} activate_arguments;
+
+/* gate_up [rows, 2 * size] bf16 to act(gate) * up. */
 typedef struct {
     const uint16_t *gate_up;
     int64_t rows, size, activation;
@@ -83,7 +104,7 @@ typedef struct {
 
 enum { OUTPUT_BF16, OUTPUT_FP32, OUTPUT_ADD_FP32 };
 
-/* y [rows, outputs] (row stride in elements; ADD: += into fp32) = quantised rows times panels, plus bias [outputs] fp32 where given. */
+/* y [rows, outputs] (row stride in elements; ADD: += into fp32) = act(quantised rows times panels, plus bias [outputs] fp32 where given). */
 typedef struct {
     const uint8_t *panels;
     const float *bias;
@@ -91,7 +112,7 @@ typedef struct {
     const float *scales;
     const int32_t *sums;
     void *y;
-    int64_t y_stride, rows, padded, outputs, group, height, bits, minimums, output;
+    int64_t y_stride, rows, padded, outputs, group, height, bits, minimums, output, activation;
 } linear_int_arguments;
 
 /* Each row's `k` best outputs of a product whose logits nobody else needs, best first and the lower id first among equals: values [rows, k] fp32,
@@ -140,15 +161,15 @@ typedef struct {
     double scale;
 } angles_arguments;
 
-/* y [rows, outputs] (row stride in elements; ADD: += into fp32) = x [rows, inputs] bf16 (likewise) times panels of bf16 (linear_bf16.h), plus
- * bias [outputs] fp32 where given. `tiles`: room for rows * ceil(inputs / 2) words. `fixed`: one row is summed in the order of many. */
+/* y [rows, outputs] (row stride in elements; ADD: += into fp32) = act(x [rows, inputs] bf16 (likewise) times panels of bf16 (linear_bf16.h), plus
+ * bias [outputs] fp32 where given). `tiles`: room for rows * ceil(inputs / 2) words. `fixed`: one row is summed in the order of many. */
 typedef struct {
     const uint16_t *x;
     const uint8_t *panels;
     const float *bias;
     uint32_t *tiles;
     void *y;
-    int64_t x_stride, y_stride, rows, inputs, outputs, output, fixed;
+    int64_t x_stride, y_stride, rows, inputs, outputs, output, fixed, activation;
 } linear_bf16_arguments;
 
 /* Keys and values

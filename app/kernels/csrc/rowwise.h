@@ -1,4 +1,4 @@
-/* What stands between the products of a layer, a row at a time: normalise, gate, gather. fp32 inside; what comes out is what the product that
+/* What stands between the products of a layer, a row at a time: normalise, gather. fp32 inside; what comes out is what the product that
  * comes next reads. A row's result never depends on how many others there are. */
 #ifndef ARMATURE_ROWWISE_H
 #define ARMATURE_ROWWISE_H
@@ -66,43 +66,6 @@ static void norm(const void *arguments) {
     const norm_arguments *a = arguments;
     if (a->branch) add_norms(a);
     else write_norms(a);
-}
-
-/* ---- gate ---- */
-
-enum { SILU, GELU_TANH, GELU_ERF };
-
-INLINE vf silu(vf x) { return x / (1.0f + vf_exp(-x)); }
-
-/* Hendrycks and Gimpel, arXiv 1606.08415, the tanh form: x / 2 (1 + tanh u) is x / (1 + e^-2u), which loses nothing where tanh u is near -1. */
-INLINE vf gelu_tanh(vf x) { return x / (1.0f + vf_exp(-1.5957691216057308f * (x + 0.044715f * (x * x * x)))); }
-
-INLINE vf gelu_erf(vf x) {
-    const vf half = 0.5f * vf_erfc((vf)((vi)x & 0x7fffffff) * 0.7071067811865476f);
-    return x * vf_select(x < 0.0f, half, 1.0f - half);
-}
-
-/* `count` values of act(gate) * up; `activation` is a compile-time constant at every call. */
-INLINE void gate_values(int activation, const uint16_t *gate, const uint16_t *up, int64_t count, float *values) {
-    for (int64_t i = 0; i < count; i += LANES) {
-        const vf x = bf16_load_part(gate + i, count - i);
-        const vf act = activation == SILU ? silu(x) : activation == GELU_TANH ? gelu_tanh(x) : gelu_erf(x);
-        vf_store(values + i, act * bf16_load_part(up + i, count - i));
-    }
-}
-
-static void gate(const void *arguments) {
-    const gate_arguments *a = arguments;
-    float values[MOST_GROUP] __attribute__((aligned(64)));
-#pragma omp for schedule(static)
-    for (int64_t index = 0; index < a->rows * parts_of(&a->out, a->size); index++) {
-        const part p = nth_part(&a->out, a->size, index);
-        const uint16_t *first = a->gate_up + p.row * 2 * a->size + p.from, *second = first + a->size;
-        if (a->activation == SILU) gate_values(SILU, first, second, p.count, values);
-        else if (a->activation == GELU_TANH) gate_values(GELU_TANH, first, second, p.count, values);
-        else gate_values(GELU_ERF, first, second, p.count, values);
-        emit(&a->out, a->rows, a->size, p, values);
-    }
 }
 
 /* ---- gather ---- */

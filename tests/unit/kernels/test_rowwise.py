@@ -6,64 +6,30 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from app.kernels import rowwise
-from app.kernels.activations import Activations, Quantised, plain, quantise, quantise_torch, unpacked
+from app.kernels.activate import ACTIVATIONS
+from app.kernels.activations import plain, quantise, quantise_torch, unpacked
 from app.kernels.operations import Code, has
-from native_levels import at_level, levels
+from native_levels import at_level
+from row_checks import (
+    LEVELS,
+    a_level,
+    bad_values,
+    bits,
+    check,
+    group_of,
+    groups,
+    needs_levels,
+    num_rows,
+    rows_of,
+    sizes,
+    spreads,
+    sums_of,
+)
 
 EPS = 1e-5
-LEVELS = levels()
-needs_levels = pytest.mark.skipif(not LEVELS, reason="no native library")
-a_level = st.sampled_from(LEVELS or ("none",))
-num_rows = st.integers(1, 40)
-sizes = st.sampled_from([8, 64, 100, 576, 896, 2048, 3000, 8192])
-spreads = st.sampled_from([0.0, 1e-37, 1e-3, 1.0, 30.0, 1e4, 3e37])
-bad_values = st.sampled_from([None, torch.nan, torch.inf, -torch.inf])
-# None asks for bf16, 0 for one group of the whole row.
-groups = st.sampled_from([None, 0, 32, 64, 128])
 often = settings(max_examples=60, deadline=None)
-
-
-def rows_of(rows: int, size: int, spread: float = 1.0, bad: float | None = None, seed: int = 0) -> Tensor:
-    x = torch.randn(rows, size, generator=torch.Generator().manual_seed(seed)) * spread
-    if bad is not None:
-        x[rows // 2, size // 3] = bad
-    return x
-
-
-def group_of(group: int | None, size: int) -> int | None:
-    return -(-size // 32) * 32 if group == 0 else group
-
-
-def check(found: Activations, meant: Tensor, group: int | None) -> None:
-    """meant: fp32. Codes may be one off, as the values may differ in their last bit."""
-    if group is None:
-        # GELU in fp64 loses 2^-53 of 1 + erf, times a gate and an up of some ten thousand.
-        torch.testing.assert_close(plain(found), meant.bfloat16(), rtol=2**-7, atol=1e-10, equal_nan=True)
-        return
-    assert isinstance(found, Quantised)
-    codes, scales = unpacked(found)
-    expected_codes, expected_scales = quantise_torch(meant, group)
-    torch.testing.assert_close(scales, expected_scales, rtol=2e-5, atol=1e-37, equal_nan=True)
-    assert (codes.int() - expected_codes.int()).abs().max() <= 1
-    assert torch.equal(sums_of(found), -codes.sum(-1, dtype=torch.int32))
-    assert not codes.flatten(1)[:, found.size :].any()
-
-
-def sums_of(x: Quantised) -> Tensor:
-    """Int32 [rows, groups], out of their tiles, where they lie as scales do."""
-    swapped = Quantised(x.codes, x.sums.view(torch.float32), x.sums, x.rows, x.size, x.group, x.height)
-    return unpacked(swapped)[1].view(torch.int32)
-
-
-def bits(x: Activations) -> list[Tensor]:
-    """Everything that a row says, [rows, ...]."""
-    if not isinstance(x, Quantised):
-        return [x.view(torch.int16)]
-    codes, scales = unpacked(x)
-    return [codes, scales.view(torch.int32), sums_of(x)]
 
 
 @needs_levels
@@ -120,7 +86,7 @@ def test_a_norm_that_is_added_is_its_twin(level: str, rows: int, size: int, spre
 @often
 @given(
     level=a_level, rows=num_rows, size=sizes, group=groups, spread=spreads, bad=bad_values,
-    activation=st.sampled_from(sorted(rowwise.ACTIVATIONS)),
+    activation=st.sampled_from(sorted(ACTIVATIONS)),
 )  # fmt: skip
 def test_the_gate_is_its_twin(
     level: str, rows: int, size: int, group: int | None, spread: float, bad: float | None, activation: str
@@ -150,12 +116,12 @@ def test_a_row_says_the_same_whatever_else_is_in_the_batch(level: str, rows: int
 
 
 @needs_levels
-@pytest.mark.parametrize("activation", sorted(rowwise.ACTIVATIONS))
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_gate_is_exact_for_every_bf16(level: str, activation: str) -> None:
     finite = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16)
     x = torch.cat((finite, -finite))
-    expected = rowwise.ACTIVATIONS[activation](x.double())
+    expected = ACTIVATIONS[activation](x.double())
     with at_level(level):
         if not has(Code.GATE):
             pytest.skip("this level has no such kernel")

@@ -1,0 +1,61 @@
+"""What tests of kernels that finish rows share: shapes and values for hypothesis, and how a result is held against what it means."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from app.kernels.activations import Activations, Quantised, plain, quantise_torch, unpacked
+from native_levels import levels
+
+LEVELS = levels()
+needs_levels = pytest.mark.skipif(not LEVELS, reason="no native library")
+a_level = st.sampled_from(LEVELS or ("none",))
+num_rows = st.integers(1, 40)
+sizes = st.sampled_from([8, 64, 100, 576, 896, 2048, 3000, 8192])
+spreads = st.sampled_from([0.0, 1e-37, 1e-3, 1.0, 30.0, 1e4, 3e37])
+bad_values = st.sampled_from([None, torch.nan, torch.inf, -torch.inf])
+# None asks for bf16, 0 for one group of the whole row.
+groups = st.sampled_from([None, 0, 32, 64, 128])
+
+
+def rows_of(rows: int, size: int, spread: float = 1.0, bad: float | None = None, seed: int = 0) -> Tensor:
+    x = torch.randn(rows, size, generator=torch.Generator().manual_seed(seed)) * spread
+    if bad is not None:
+        x[rows // 2, size // 3] = bad
+    return x
+
+
+def group_of(group: int | None, size: int) -> int | None:
+    return -(-size // 32) * 32 if group == 0 else group
+
+
+def check(found: Activations, meant: Tensor, group: int | None) -> None:
+    """meant: fp32. Codes may be one off, as the values may differ in their last bit."""
+    if group is None:
+        # GELU in fp64 loses 2^-53 of 1 + erf, times a gate and an up of some ten thousand.
+        torch.testing.assert_close(plain(found), meant.bfloat16(), rtol=2**-7, atol=1e-10, equal_nan=True)
+        return
+    assert isinstance(found, Quantised)
+    codes, scales = unpacked(found)
+    expected_codes, expected_scales = quantise_torch(meant, group)
+    torch.testing.assert_close(scales, expected_scales, rtol=2e-5, atol=1e-37, equal_nan=True)
+    assert (codes.int() - expected_codes.int()).abs().max() <= 1
+    assert torch.equal(sums_of(found), -codes.sum(-1, dtype=torch.int32))
+    assert not codes.flatten(1)[:, found.size :].any()
+
+
+def sums_of(x: Quantised) -> Tensor:
+    """Int32 [rows, groups], out of their tiles, where they lie as scales do."""
+    swapped = Quantised(x.codes, x.sums.view(torch.float32), x.sums, x.rows, x.size, x.group, x.height)
+    return unpacked(swapped)[1].view(torch.int32)
+
+
+def bits(x: Activations) -> list[Tensor]:
+    """Everything that a row says, [rows, ...]."""
+    if not isinstance(x, Quantised):
+        return [x.view(torch.int16)]
+    codes, scales = unpacked(x)
+    return [codes, scales.view(torch.int32), sums_of(x)]

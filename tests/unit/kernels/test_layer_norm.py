@@ -1,0 +1,126 @@
+"""LayerNorm and activations against their torch twins at every level this processor has, alone and on a product's way out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from app.kernels.activate import ACTIVATIONS, activate, activate_torch
+from app.kernels.activations import Activations, plain, quantise
+from app.kernels.int_panels import IntPacking
+from app.kernels.layer_norm import layer_norm, layer_norm_torch
+from app.kernels.linear import FORMS, Activating, Linear
+from app.kernels.operations import Code, has
+from native_levels import at_level
+from row_checks import a_level, bad_values, bits, check, group_of, groups, needs_levels, num_rows, rows_of, sizes, spreads
+
+EPS = 1e-12
+often = settings(max_examples=60, deadline=None)
+
+
+def norm_of(size: int, with_bias: bool) -> tuple[Tensor, Tensor | None, float]:
+    return rows_of(1, size, seed=1)[0], rows_of(1, size, seed=2)[0] if with_bias else None, EPS
+
+
+@needs_levels
+@often
+@given(
+    level=a_level, rows=num_rows, size=sizes, group=groups, shift=st.sampled_from([0.0, 3.0, 300.0]), bad=bad_values,
+    with_bias=st.booleans(), in_place=st.booleans(),
+)  # fmt: skip
+def test_the_norm_is_its_twin(
+    level: str, rows: int, size: int, group: int | None, shift: float, bad: float | None, with_bias: bool, in_place: bool
+) -> None:
+    wide, norm, group = rows_of(rows, size + 8, 1.0, bad) + shift, norm_of(size, with_bias), group_of(group, size)
+    before = wide.clone()
+    meant = layer_norm_torch(before[:, :size].double(), norm).float()
+    with at_level(level):
+        assume(has(Code.LAYER_NORM))
+        found = layer_norm(wide[:, :size], norm, torch.bfloat16, group, in_place)
+        exact = 2e-4 if shift == 300 else 2e-6  # what fp32 loses to the shift
+        torch.testing.assert_close(
+            wide[:, :size], meant if in_place else before[:, :size], rtol=exact, atol=exact, equal_nan=True
+        )
+        if shift < 300:
+            check(found, wide[:, :size] if in_place else meant, group)
+    assert torch.equal(wide[:, size:], before[:, size:]) or bad is not None
+
+
+@torch.inference_mode()
+def test_in_fp32_the_twin_serves() -> None:
+    hidden, norm = rows_of(5, 64), norm_of(64, True)
+    meant = layer_norm_torch(hidden, norm)
+    assert torch.equal(plain(layer_norm(hidden, norm, torch.float32, in_place=True)), meant)
+    assert torch.equal(hidden, meant)
+    assert torch.equal(plain(activate(meant, "gelu")), activate_torch(meant, "gelu"))
+
+
+@needs_levels
+@often
+@given(
+    level=a_level, rows=num_rows, size=sizes, group=groups, spread=spreads, bad=bad_values,
+    activation=st.sampled_from(sorted(ACTIVATIONS)),
+)  # fmt: skip
+def test_an_activation_is_its_twin(
+    level: str, rows: int, size: int, group: int | None, spread: float, bad: float | None, activation: str
+) -> None:
+    wide, group = rows_of(rows, size + 8, spread, bad).bfloat16(), group_of(group, size)
+    with at_level(level):
+        assume(has(Code.ACTIVATE))
+        check(activate(wide[:, :size], activation, group), activate_torch(wide[:, :size].double(), activation).float(), group)
+
+
+@needs_levels
+@settings(max_examples=20, deadline=None)
+@given(level=a_level, rows=num_rows, size=sizes, group=groups)
+def test_a_row_says_the_same_whatever_else_is_in_the_batch(level: str, rows: int, size: int, group: int | None) -> None:
+    hidden, norm, group = rows_of(rows, size), norm_of(size, True), group_of(group, size)
+    with at_level(level):
+        assume(has(Code.LAYER_NORM))
+
+        def said(own: slice) -> list[Tensor]:
+            return bits(layer_norm(hidden[own], norm, torch.bfloat16, group)) + bits(
+                activate(hidden[own].bfloat16(), "gelu", group)
+            )
+
+        together = said(slice(rows))
+        for row in {0, rows // 2, rows - 1}:
+            assert all(torch.equal(a[0], t[row]) for a, t in zip(said(slice(row, row + 1)), together, strict=True))
+
+
+class TakesGroups:
+    """A form that reads quantised rows, and does nothing else."""
+
+    def takes(self, rows: int) -> int:
+        return 64
+
+
+def layer(form: object, outputs: int, inputs: int) -> Linear:
+    made = Linear(("a",), inputs, outputs)
+    made.form = form  # type: ignore[assignment]
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+@pytest.mark.parametrize("name", [*FORMS, "int8", "int4/32"])
+@torch.inference_mode()
+def test_a_product_is_activated_on_its_way_out(name: str, activation: str, dtype: torch.dtype) -> None:
+    packing = FORMS[name] if name in FORMS else IntPacking(8, None) if name == "int8" else IntPacking(4, 32)
+    if not packing.suits(512, 512, dtype) or (name not in FORMS and dtype == torch.float32):
+        pytest.skip("this machine does not have it")
+    form = packing.pack(rows_of(515, 160, 0.2).to(dtype), rows_of(1, 515, seed=3)[0].to(dtype))
+    x, feeds = rows_of(23, 160, seed=4).to(dtype), layer(FORMS["plain"].pack(torch.ones(1, 515), None), 1, 515)
+    meant = activate_torch(form.multiply(x).double(), activation)
+    found = plain(layer(form, 515, 160).activated(x, activation, feeds))
+    assert found.dtype == dtype and isinstance(form, Activating) == (name != "plain")
+    torch.testing.assert_close(
+        found.double(), meant, **({"atol": 1e-5, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.02, "rtol": 2**-6})
+    )
+    if dtype == torch.bfloat16 and has(Code.QUANTISE):
+        codes: Activations = layer(form, 515, 160).activated(x, activation, layer(TakesGroups(), 1, 515))
+        if name != "plain":
+            assert all(torch.equal(a, b) for a, b in zip(bits(codes), bits(quantise(found, 64)), strict=True))
