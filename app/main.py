@@ -21,14 +21,17 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import Response
 
-from app.api import health, native, openai, web
+from app.api import health, native, oip, oip_generate, openai, web
 from app.api.dependencies import Runtime
 from app.api.door import Door
+from app.api.encoder_schemas import ClassifyBody, EmbedBody, EmbeddingsBody, RerankBody
 from app.api.errors import HANDLED, answer_error
 from app.api.head import BoundedHead
 from app.api.native_schemas import DetokenizeBody, GenerateBody, TokenizeBody
+from app.api.oip_schemas import InferBody, OipGenerateBody
 from app.api.openai_schemas import ChatBody, CompletionBody
 from app.api.schemas import Body
+from app.api.tei_schemas import EmbedAllBody, PredictBody, RankBody, SimilarityBody
 from app.errors import SettingsInvalid, StartupError
 from app.preparation import prepare
 from app.settings import Settings
@@ -41,6 +44,9 @@ KEEP_ALIVE_SECONDS = 75  # longer than the 60 s of common load balancers, which 
 BACKLOG = 2048  # connections that wait while the loop is busy; uvicorn's own default
 # Python hands the interpreter from thread to thread at this interval: the event loop waits no longer for a computing worker.
 SWITCH_SECONDS = 0.001
+# A model's name may have slashes, so the first that matches counts: versions before models, and each one's own metadata last.
+MODEL = "/v2/models/{name:path}"
+VERSIONED = MODEL + "/versions/{version}"
 SCHEMAS = "#/components/schemas/{model}"
 
 
@@ -67,10 +73,14 @@ URLS = (
     Url("POST", "/generate", native.generate, "Text or token ids in, text and token ids out", GenerateBody),
     Url("POST", "/tokenize", native.tokenize, "A text's or a chat's token ids", TokenizeBody),
     Url("POST", "/detokenize", native.detokenize, "Token ids as text", DetokenizeBody),
-    Url("POST", "/v1/embeddings", native.needs_encoder, "OpenAI: vectors of texts (an encoder's)"),
-    Url("POST", "/v1/rerank", native.needs_encoder, "Texts in order of relevance (an encoder's)"),
-    Url("POST", "/v1/classify", native.needs_encoder, "Labels with scores (an encoder's)"),
-    Url("POST", "/embed", native.needs_encoder, "Vectors of texts (an encoder's)"),
+    Url("POST", "/v1/embeddings", embeddings.embeddings, "OpenAI: vectors of texts", EmbeddingsBody),
+    Url("POST", "/v1/rerank", rerank.rerank, "Documents in order of their relevance to a query", RerankBody),
+    Url("POST", "/v1/classify", rerank.classify, "Labels with scores", ClassifyBody),
+    Url("POST", "/embed", embeddings.embed, "Vectors of texts or token ids", EmbedBody),
+    Url("POST", "/embed_all", tei.embed_all, "text-embeddings-inference: vectors of all tokens", EmbedAllBody),
+    Url("POST", "/predict", tei.predict, "text-embeddings-inference: labels with scores", PredictBody),
+    Url("POST", "/rerank", tei.rerank, "text-embeddings-inference: texts in order of their relevance", RankBody),
+    Url("POST", "/similarity", tei.similarity, "text-embeddings-inference: how alike sentences are", SimilarityBody),
     Url("GET", "/", web.root, "The page"),
 )
 

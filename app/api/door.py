@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.errors import error_body, error_response, refusal
+from app.api.inflate import Inflate
 from app.api.streaming import sse
 from app.api.watch import ClientLeft, linger, run_beside_watch
 from app.errors import BodyTooLarge, Overloaded, RequestError, ServiceStopping, Unauthorized
@@ -24,19 +25,22 @@ from app.errors import BodyTooLarge, Overloaded, RequestError, ServiceStopping, 
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 * 2**20  # a context of a million tokens as text, several times over
+MAX_TENSOR_BODY_BYTES = 4 * MAX_BODY_BYTES  # 100 images of 224 × 224 in FP32; binary tensors are not parsed
+TENSOR_HEADER = b"inference-header-content-length"
 MAX_HELD_BODIES = 8  # bodies of full size in memory at the same time; parsed they take several times that
 BODY_SECONDS = 60.0  # a body that takes longer is not worth its connection
-OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics"})  # probes and scrapers have no keys
+OPEN_PATHS = frozenset(
+    {"/healthz", "/readyz", "/v2/health/live", "/v2/health/ready", "/metrics"}
+)  # probes and scrapers have no keys
 _SANE_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 class Door:
     """Wraps the application; the only state is how many bytes of bodies are being held."""
 
-    def __init__(self, app: ASGIApp, api_keys: Collection[str] = (), max_body_bytes: int = MAX_BODY_BYTES) -> None:
+    def __init__(self, app: ASGIApp, api_keys: Collection[str] = ()) -> None:
         self._app = app
         self._key_hashes = tuple(_hash(key.encode()) for key in api_keys)
-        self._max_body_bytes = max_body_bytes
         self._held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -83,31 +87,31 @@ class Door:
             self._held_bytes -= len(body)
 
     async def _read(self, scope: Scope, receive: Receive, body: bytearray) -> None:
-        declared = _header(scope, b"content-length")
-        if declared.isdigit() and int(declared[:20]) > self._max_body_bytes:
-            raise self._too_large()
+        declared, limit = _header(scope, b"content-length"), _limit(scope)
+        if declared.isdigit() and int(declared[:20]) > limit:
+            raise _too_large(limit)
+        inflate = Inflate(_header(scope, b"content-encoding").decode("latin-1"))
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                while await self._read_chunk(receive, body):
+                while await self._read_chunk(receive, body, inflate, limit):
                     pass
         except TimeoutError as error:
             raise HTTPException(408, f"The body did not arrive within {BODY_SECONDS:g} seconds") from error
 
-    async def _read_chunk(self, receive: Receive, body: bytearray) -> bool:
+        inflate.finish()
+
+    async def _read_chunk(self, receive: Receive, body: bytearray, inflate: Inflate, limit: int) -> bool:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientLeft
-        chunk = message.get("body", b"")
-        if len(body) + len(chunk) > self._max_body_bytes:
-            raise self._too_large()
-        if self._held_bytes + len(chunk) > MAX_HELD_BODIES * self._max_body_bytes:
+        chunk = inflate(message.get("body", b""), limit + 1 - len(body))
+        if len(body) + len(chunk) > limit:
+            raise _too_large(limit)
+        if self._held_bytes + len(chunk) > MAX_HELD_BODIES * MAX_BODY_BYTES:
             raise Overloaded("The server holds too many large bodies already.", retry_after_seconds=1.0)
         body += chunk
         self._held_bytes += len(chunk)
         return bool(message.get("more_body", False))
-
-    def _too_large(self) -> BodyTooLarge:
-        return BodyTooLarge(f"The body may have {self._max_body_bytes} bytes at the most.")
 
 
 class Answer:
@@ -144,6 +148,16 @@ class Answer:
     async def end(self) -> None:
         if self._started and not self._ended:
             await self.send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _limit(scope: Scope) -> int:
+    """Bodies that say where their tensors begin may be larger."""
+    has_tensors = scope["path"].startswith("/v2/") and _header(scope, TENSOR_HEADER)
+    return MAX_TENSOR_BODY_BYTES if has_tensors else MAX_BODY_BYTES
+
+
+def _too_large(limit: int) -> BodyTooLarge:
+    return BodyTooLarge(f"The body may have {limit} bytes at the most.")
 
 
 def _header(scope: Scope, name: bytes) -> bytes:

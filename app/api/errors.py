@@ -101,8 +101,20 @@ def _native_body(refusal: Refusal) -> dict[str, Any]:
     return {"error": {"code": refusal.code, "message": refusal.message, "field": refusal.field}}
 
 
+def _oip_body(refusal: Refusal) -> dict[str, Any]:
+    return {"error": refusal.message}
+
+
+def _tei_body(refusal: Refusal) -> dict[str, Any]:
+    kind = _TEI_TYPES.get(refusal.status, "Backend" if refusal.status >= 500 else "Validation")
+    return {"error": refusal.message, "error_type": kind}
+
+
+_TEI_TYPES: Mapping[int, str] = {429: "Overloaded", 503: "Unhealthy"}
+
+
 # First part of the path → body; what is not listed speaks our own dialect.
-BODIES: Mapping[str, Callable[[Refusal], dict[str, Any]]] = {"v1": _openai_body}
+BODIES: Mapping[str, Callable[[Refusal], dict[str, Any]]] = {"v1": _openai_body, "v2": _oip_body}
 
 
 def error_body(path: str, refusal: Refusal) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -94,11 +96,13 @@ async def test_a_body_in_pieces_is_one_body(conversation: Talk) -> None:
     assert status(talk) == 200
 
 
-async def test_all_bodies_together_are_bounded() -> None:
+async def test_all_bodies_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door_module, "MAX_BODY_BYTES", 100)
+
     async def never(scope: Any, receive: Any, send: Any) -> None:
         await asyncio.Event().wait()
 
-    door = Door(never, max_body_bytes=100)
+    door = Door(never)
     held = [Conversation(door, "/generate", b"x" * 100) for _ in range(door_module.MAX_HELD_BODIES)]
     while door._held_bytes < 100 * len(held):
         await asyncio.sleep(0)
@@ -112,6 +116,54 @@ async def test_all_bodies_together_are_bounded() -> None:
         talk.leave()
         await talk.over()
     assert door._held_bytes == 0
+
+
+@pytest.mark.parametrize(("encoding", "compress"), [("gzip", gzip.compress), ("deflate", zlib.compress), ("Identity", bytes)])
+async def test_a_compressed_body_is_made_plain(conversation: Talk, encoding: str, compress: Callable[[bytes], bytes]) -> None:
+    body = compress(b'{"prompt": "a"}')
+    talk = conversation("/generate", [body[:9], body[9:]], headers={"content-encoding": encoding})
+    await talk.over()
+    assert status(talk) == 200
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body"),
+    [
+        ("br", b"{}"),
+        ("gzip", b'{"prompt": "a"}'),
+        ("gzip", gzip.compress(b'{"prompt": "a"}')[:-3]),
+        ("gzip", gzip.compress(b'{"prompt": "a"}') + b"more"),
+        ("gzip", b""),
+    ],
+)
+async def test_a_body_that_is_not_what_it_says(conversation: Talk, encoding: str, body: bytes) -> None:
+    talk = conversation("/generate", body, headers={"content-encoding": encoding})
+    await talk.over()
+    assert status(talk) == 400
+
+
+async def test_a_small_body_that_would_become_a_large_one(conversation: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door_module, "MAX_BODY_BYTES", 2**16)
+    talk = conversation("/generate", gzip.compress(b" " * 2**24), headers={"content-encoding": "gzip"})
+    talk.leave()
+    await talk.over()
+    assert status(talk) == 413
+
+
+async def test_only_bodies_with_binary_tensors_may_be_larger(conversation: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door_module, "MAX_BODY_BYTES", 100)
+    monkeypatch.setattr(door_module, "MAX_TENSOR_BODY_BYTES", 200)
+    header = {"inference-header-content-length": "2"}
+    for path, headers, length, expected in [
+        ("/v2/models/demo/infer", header, 200, 400),  # read: `infer` is nothing for a decoder
+        ("/v2/models/demo/infer", header, 201, 413),
+        ("/v2/models/demo/infer", {}, 200, 413),
+        ("/generate", header, 200, 413),
+    ]:
+        talk = conversation(path, b" " * length, headers=headers)
+        talk.leave()
+        await talk.over()
+        assert status(talk) == expected, (path, headers, length)
 
 
 async def test_a_body_that_never_comes(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,36 @@
+"""Bodies that come compressed, made plain at the door: never more of them than a body may have."""
+
+from __future__ import annotations
+
+import zlib
+
+from app.errors import InvalidRequest
+
+GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS  # zlib looks at the first bytes; HTTP's `deflate` is zlib's format
+
+
+class Inflate:
+    """One body, chunk by chunk. Raises `InvalidRequest` for an encoding that we do not know and for what is not of it."""
+
+    def __init__(self, encoding: str) -> None:
+        known = encoding.strip().lower()
+        if known not in ("", "identity", "gzip", "x-gzip", "deflate"):
+            raise InvalidRequest(f"The content-encoding {encoding[:40]!r} is not supported: send gzip, deflate or none.")
+        self._inner = zlib.decompressobj(GZIP_OR_ZLIB) if known not in ("", "identity") else None
+
+    def __call__(self, chunk: bytes, max_bytes: int) -> bytes:
+        """The chunk made plain, or the first `max_bytes` of that."""
+        if self._inner is None:
+            return chunk
+        try:
+            plain = self._inner.decompress(chunk, max_bytes)
+        except zlib.error as error:
+            raise InvalidRequest("The body is not of the content-encoding that its header names.") from error
+        if self._inner.unused_data:
+            raise InvalidRequest("The compressed body goes on behind its end.")
+        return plain
+
+    def finish(self) -> None:
+        """Raises where the body broke off."""
+        if self._inner is not None and not self._inner.eof:
+            raise InvalidRequest("The compressed body ends too early.")

@@ -1,0 +1,122 @@
+"""The Open Inference Protocol (KServe V2 over REST): what is served and whether it is ready, and `infer` for encoders and programs."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from app.api import oip_texts
+from app.api.dependencies import Runtime, counting_refusals, request_id, runtime_of
+from app.api.errors import LOADING_RETRY_SECONDS
+from app.api.oip_models import bare_inputs, check_complete, check_inputs, config, metadata, signature_of, wanted_outputs
+from app.api.oip_schemas import InferParameters
+from app.api.oip_wire import HEADER, VERSION, Answered, Inference, read_inference, render, split
+from app.encoding import InferenceRequest
+from app.errors import InvalidRequest, ModelNotFound, RequestTimeout, WrongModelKind
+from app.served import ServedDecoder, ServedEncoder, ServedModel, ServedProgram
+from app.version import VERSION as SERVER_VERSION
+
+EXTENSIONS = ("binary_tensor_data", "generate", "model_configuration", "parameters")
+
+
+async def server(request: Request) -> Response:
+    return JSONResponse({"name": "armature", "version": SERVER_VERSION, "extensions": EXTENSIONS})
+
+
+async def live(request: Request) -> Response:
+    alive = runtime_of(request).service.alive
+    return JSONResponse({"live": alive}, 200 if alive else 500)
+
+
+async def ready(request: Request) -> Response:
+    """The specification's object says `live` here, KServe's own servers say `ready`."""
+    service = runtime_of(request).service
+    body = {"live": service.alive, "ready": service.ready}
+    return JSONResponse(body) if service.ready else JSONResponse(body, 503, {"retry-after": str(LOADING_RETRY_SECONDS)})
+
+
+async def model_ready(request: Request) -> Response:
+    service, model = runtime_of(request).service, served(request)
+    body = {"name": model.name, "ready": service.ready}
+    return JSONResponse(body) if service.ready else JSONResponse(body, 503, {"retry-after": str(LOADING_RETRY_SECONDS)})
+
+
+async def model_metadata(request: Request) -> Response:
+    return JSONResponse(metadata(served(request)))
+
+
+async def model_config(request: Request) -> Response:
+    return JSONResponse(config(served(request)))
+
+
+async def infer(request: Request) -> Response:
+    runtime = runtime_of(request)
+    with counting_refusals(runtime.metrics, "oip"):
+        check_origin(request)
+        model = served(request)
+        inference = _inference(model, *split(request, await request.body()))
+        _check_parameters(model, inference)
+    microseconds = inference.parameters.timeout
+    try:
+        async with asyncio.timeout(microseconds / 1e6 if microseconds else None):
+            answered = await _computed(runtime, model, inference, request_id(request))
+    except TimeoutError as error:
+        raise RequestTimeout(f"The request was not answered within its own timeout of {microseconds} microseconds.") from error
+    return await render(model.name, inference, answered)
+
+
+def served(request: Request) -> ServedModel:
+    """The model of the path, if it is the one that we serve."""
+    model = runtime_of(request).service.model
+    name, version = request.path_params["name"], request.path_params.get("version", VERSION)
+    if name != model.name:
+        raise ModelNotFound(f"The model {name[:100]!r} is not served here; {model.name!r} is.", field="model")
+    if version != VERSION:
+        raise ModelNotFound(f"The model {name!r} has no version {version[:40]!r}; it has {VERSION!r}.", field="version")
+    return model
+
+
+def check_origin(request: Request) -> None:
+    """The protocol's clients name no content type. A web page's scripts name where they come from, and must ask before they send JSON."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if "origin" in request.headers and kind != "application/json" and HEADER not in request.headers:
+        raise InvalidRequest("Send the body as JSON with the header `content-type: application/json`.")
+
+
+def _inference(model: ServedModel, head: bytes, tail: bytes | None) -> Inference:
+    if isinstance(model, ServedDecoder):
+        raise WrongModelKind(
+            f"{model.name!r} generates text: use /v2/models/{model.name}/generate, or serve an encoder.", field="model"
+        )
+    if head or tail is None:
+        return read_inference(head, tail)
+    return Inference(bare_inputs(signature_of(model), tail), parameters=InferParameters(binary_data_output=True))
+
+
+def _check_parameters(model: ServedModel, inference: Inference) -> None:
+    """A program takes tensors alone."""
+    if isinstance(model, ServedProgram):
+        given = inference.parameters
+        for name in ("normalize", "truncate", "dimensions", "prompt_name"):
+            if getattr(given, name) is not None:
+                raise WrongModelKind(
+                    f"parameters.{name} is about texts, and {model.name!r} is a program.", field=f"parameters.{name}"
+                )
+
+
+async def _computed(runtime: Runtime, model: ServedModel, inference: Inference, identity: str) -> Answered:
+    if isinstance(model, ServedEncoder):
+        with counting_refusals(runtime.metrics, "oip"):
+            asked = oip_texts.read_texts(model, inference, identity)
+        encoded = await runtime.service.encode(asked.request)
+        usage = {"prompt_tokens": encoded.usage.prompt_tokens}
+        return Answered(oip_texts.outputs_of(model, asked, encoded), encoded.timings, usage)
+    signature = signature_of(model)
+    with counting_refusals(runtime.metrics, "oip"):
+        check_inputs(signature.inputs, inference.inputs)
+        check_complete(signature.inputs, inference.inputs)
+        outputs = wanted_outputs(signature, inference)
+    inferred = await runtime.service.infer(InferenceRequest(inference.inputs, outputs, "oip", identity))
+    return Answered({name: inferred.arrays[name] for name in outputs}, inferred.timings)

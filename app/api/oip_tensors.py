@@ -1,0 +1,184 @@
+"""Tensors of the Open Inference Protocol as `Array`s, out of JSON or of the bytes behind it, and back.
+
+Nothing that a client says of a tensor is believed: datatype, shape, number of values and number of bytes must agree, or it is refused.
+"""
+
+from __future__ import annotations
+
+import array
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+from pydantic_core import to_json
+
+from app.errors import InvalidRequest
+from app.messages import Array
+
+# Bytes of one value; BYTES has a length before each. BF16 is not in the protocol's own table, but its binary extension carries it.
+SIZES = {
+    "BOOL": 1, "UINT8": 1, "UINT16": 2, "UINT32": 4, "UINT64": 8, "INT8": 1, "INT16": 2, "INT32": 4, "INT64": 8,
+    "FP16": 2, "BF16": 2, "FP32": 4, "FP64": 8,
+}  # fmt: skip
+# The letters of Python's `array`; every machine that we run on is little-endian, as the protocol wants.
+_LETTERS = {
+    "UINT8": "B", "UINT16": "H", "UINT32": "I", "UINT64": "Q", "INT8": "b", "INT16": "h", "INT32": "i", "INT64": "q",
+    "FP32": "f", "FP64": "d",
+}  # fmt: skip
+_WANTED: dict[str, tuple[str, frozenset[type]]] = {
+    "BOOL": ("booleans", frozenset({bool})),
+    "BYTES": ("strings", frozenset({str})),
+    "FP32": ("numbers", frozenset({int, float})),
+    "FP64": ("numbers", frozenset({int, float})),
+}
+_WHOLE = ("whole numbers", frozenset({int}))
+LARGEST_FP32 = float.fromhex("0x1.fffffep127")
+MAX_STRINGS = 4_096  # in one tensor: twice the texts of a request; each is a step of Python
+MAX_JSON_VALUES = 2**22  # of one output: as Python's numbers they take 32 times the 4 bytes of an FP32
+SLICE_VALUES = 2**14  # written as JSON in about a millisecond, after which others may have the loop
+
+
+def from_json(name: str, datatype: str, shape: tuple[int, ...], values: Any) -> Array:
+    """A tensor given as a JSON list, flat or nested as its shape says."""
+    count = _count(name, datatype, shape)
+    if datatype in ("FP16", "BF16"):
+        raise _refused(name, f"{datatype} cannot be sent as JSON: send it as binary data")
+    flat = _flat(name, shape, values)
+    if len(flat) != count:
+        raise _refused(name, f"the shape {list(shape)} has {count} values, and data has {len(flat)}")
+    called, kinds = _WANTED.get(datatype, _WHOLE)
+    if not kinds.issuperset(map(type, flat)):
+        raise _refused(name, f"data of datatype {datatype} must be {called}")
+    return Array(datatype, shape, _packed(name, datatype, flat))
+
+
+def from_binary(name: str, datatype: str, shape: tuple[int, ...], data: bytes) -> Array:
+    """A tensor given as bytes: little-endian, row by row, each element of BYTES behind its length in four bytes."""
+    count = _count(name, datatype, shape)
+    if datatype == "BYTES":
+        if sum(4 + len(element) for element in _elements(name, data, count)) != len(data):
+            raise _refused(name, f"the shape {list(shape)} has {count} elements, and its binary data goes on behind them")
+    elif len(data) != count * SIZES[datatype]:
+        wanted = count * SIZES[datatype]
+        raise _refused(name, f"{datatype} of shape {list(shape)} is {wanted} bytes, and binary_data_size says {len(data)}")
+    elif datatype == "BOOL" and data.translate(None, b"\0\1"):
+        raise _refused(name, "a BOOL is one byte, 0 or 1")
+    return Array(datatype, shape, data)
+
+
+def strings(name: str, tensor: Array) -> list[str]:
+    """The elements of a BYTES tensor, each of which must be text in UTF-8."""
+    try:
+        return [element.decode() for element in _elements(name, tensor.data, math.prod(tensor.shape))]
+    except UnicodeDecodeError as error:
+        raise _refused(name, "its elements must be text in UTF-8") from error
+
+
+def integers(tensor: Array) -> Sequence[int]:
+    """The values of a tensor of whole numbers, in a row."""
+    values = array.array(_LETTERS[tensor.datatype])
+    values.frombytes(tensor.data)
+    return values
+
+
+def of_strings(elements: Sequence[str], shape: tuple[int, ...]) -> Array:
+    return Array("BYTES", shape, _packed("", "BYTES", elements))
+
+
+def json_slices(name: str, tensor: Array) -> Iterator[bytes]:
+    """The values as the inside of a JSON list, in slices that are written quickly. Raises where JSON has no words for them."""
+    if tensor.datatype in ("FP16", "BF16"):
+        raise _unsayable(name, f"{tensor.datatype} cannot be told as JSON")
+    if math.prod(tensor.shape) > MAX_JSON_VALUES:
+        raise _unsayable(name, f"{math.prod(tensor.shape)} values are too many for JSON, which takes {MAX_JSON_VALUES}")
+    separator = b""
+    for values in _slices(name, tensor):
+        if tensor.datatype in ("FP32", "FP64") and not all(map(math.isfinite, values)):
+            raise _unsayable(name, "it holds values that are not finite, for which JSON has no words")
+        yield separator + to_json(values)[1:-1]
+        separator = b","
+
+
+def _slices(name: str, tensor: Array) -> Iterator[list[Any]]:
+    if tensor.datatype == "BYTES":
+        yield strings(name, tensor)
+        return
+    step = SLICE_VALUES * SIZES[tensor.datatype]
+    for start in range(0, len(tensor.data), step):
+        part = tensor.data[start : start + step]
+        if tensor.datatype == "BOOL":
+            yield list(map(bool, part))
+        else:
+            values = array.array(_LETTERS[tensor.datatype])
+            values.frombytes(part)
+            yield values.tolist()
+
+
+def _count(name: str, datatype: str, shape: tuple[int, ...]) -> int:
+    count = math.prod(shape)
+    if datatype == "BYTES":
+        if count > MAX_STRINGS:
+            raise _refused(name, f"the shape {list(shape)} has {count} elements, and BYTES may have {MAX_STRINGS}")
+    elif datatype not in SIZES:
+        raise _refused(name, f"{datatype[:20]!r} is not a datatype: use BYTES, {', '.join(SIZES)}")
+    return count
+
+
+def _flat(name: str, shape: tuple[int, ...], values: Any) -> list[Any]:
+    """The values in a row: they come so, or nested exactly as the shape says."""
+    if not isinstance(values, list):
+        raise _refused(name, "data must be a list")
+    if not values or type(values[0]) is not list:
+        return values
+    level = [values]
+    for size in shape:
+        if any(type(row) is not list or len(row) != size for row in level):
+            raise _refused(name, f"data is not nested as the shape {list(shape)} says")
+        level = list(chain.from_iterable(level))
+    return level
+
+
+def _packed(name: str, datatype: str, values: Sequence[Any]) -> bytes:
+    try:
+        if datatype == "BYTES":
+            elements = [value.encode() for value in values]
+            return b"".join(struct.pack("<I", len(element)) + element for element in elements)
+        if datatype == "BOOL":
+            return bytes(values)
+        if datatype in ("FP32", "FP64"):
+            _check_finite(name, datatype, values)
+        return array.array(_LETTERS[datatype], values).tobytes()
+    except OverflowError as error:
+        raise _refused(name, f"data has a number that {datatype} cannot hold") from error
+    except UnicodeEncodeError as error:
+        raise _refused(name, "data has a string that is not Unicode text") from error
+
+
+def _check_finite(name: str, datatype: str, values: Sequence[float]) -> None:
+    """JSON has no infinity; what is too large for FP32 would silently become one."""
+    if not all(map(math.isfinite, values)):
+        raise _refused(name, "data must be finite numbers")
+    if datatype == "FP32" and values and max(map(abs, values)) > LARGEST_FP32:
+        raise OverflowError
+
+
+def _elements(name: str, data: bytes, count: int) -> Iterator[bytes]:
+    """The first `count` elements of BYTES."""
+    position = 0
+    for _ in range(count):
+        start = position + 4
+        end = start + int.from_bytes(data[position:start], "little")
+        if start > len(data) or end > len(data):
+            raise _refused(name, f"its binary data ends within an element: {count} were announced")
+        yield data[start:end]
+        position = end
+
+
+def _refused(name: str, sentence: str) -> InvalidRequest:
+    return InvalidRequest(f"Input {name[:100]!r}: {sentence}.", field=name[:100])
+
+
+def _unsayable(name: str, sentence: str) -> InvalidRequest:
+    return InvalidRequest(f"Output {name!r}: {sentence}; ask for it with the parameter binary_data.", field=name)

@@ -1,0 +1,159 @@
+"""An encoder in the Open Inference Protocol: texts or rows of token ids out of its input tensors, and its arrays as output tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress
+
+from app.api.oip_models import OPTIONAL, TEXT, check_inputs, signature_of, wanted_outputs
+from app.api.oip_tensors import integers, strings
+from app.api.oip_wire import Inference
+from app.encoding import Encoded, EncodingRequest, TextInput
+from app.errors import InvalidRequest
+from app.messages import Array, Text
+from app.reading_texts import MAX_HIDDEN_BYTES, MAX_TEXTS
+from app.served import ServedEncoder
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """`masks` where ids were sent: which places of a row are tokens, [batch, width]; `outputs` as the client calls them."""
+
+    request: EncodingRequest
+    outputs: tuple[str, ...]
+    masks: Sequence[bytes] | None = None
+    width: int = 0
+
+
+def read_texts(model: ServedEncoder, inference: Inference, identity: str) -> Asked:
+    """Raises an `InvalidRequest` that names the input."""
+    inputs, parameters = inference.inputs, inference.parameters
+    check_inputs((TEXT, *OPTIONAL), inputs)
+    outputs = wanted_outputs(signature_of(model), inference)
+    if ("text" in inputs) == ("input_ids" in inputs):
+        raise InvalidRequest("Send either the input text or the input input_ids.", field="text")
+    masks, width = None, 0
+    if "text" in inputs:
+        field, texts = "text", _texts(inputs)
+    else:
+        width = inputs["input_ids"].shape[1]
+        masks = _masks(inputs)
+        field, texts = "input_ids", _rows(inputs, masks)
+        _check_padded(model, outputs, len(masks), width)
+    request = EncodingRequest(
+        inputs=texts,
+        outputs=tuple(dict.fromkeys("logits" if name == "scores" else name for name in outputs)),
+        api="oip",
+        request_id=identity,
+        truncate=bool(parameters.truncate),
+        normalize=parameters.normalize,
+        dimensions=parameters.dimensions,
+        prompt=parameters.prompt_name,
+        field=field,
+    )
+    return Asked(request, outputs, masks, width)
+
+
+def _texts(inputs: Mapping[str, Array]) -> tuple[TextInput, ...]:
+    _refuse_beside("text", inputs, "attention_mask", "token_type_ids")
+    first = strings("text", inputs["text"])
+    if "text_pair" not in inputs:
+        return tuple(first)
+    return tuple(zip(first, strings("text_pair", inputs["text_pair"]), strict=True))
+
+
+def _masks(inputs: Mapping[str, Array]) -> list[bytes]:
+    """One byte for each place of a row: 1 where there is a token. Without an attention mask that is everywhere."""
+    _refuse_beside("input_ids", inputs, "text_pair")
+    batch, width = inputs["input_ids"].shape
+    if batch > MAX_TEXTS:
+        raise InvalidRequest(f"input_ids takes 1 to {MAX_TEXTS} rows, not {batch}.", field="input_ids")
+    for name in ("attention_mask", "token_type_ids"):
+        if name in inputs and inputs[name].shape != (batch, width):
+            given = list(inputs[name].shape)
+            raise InvalidRequest(f"Input {name!r} must have the shape of input_ids, {[batch, width]}, not {given}.", field=name)
+    if "attention_mask" not in inputs:
+        return [b"\1" * width] * batch
+    values = integers(inputs["attention_mask"])
+    if not {0, 1}.issuperset(values):
+        raise InvalidRequest("Input 'attention_mask' must be 1 where there is a token and 0 elsewhere.", field="attention_mask")
+    places = bytes(values)
+    return [places[start : start + width] for start in range(0, batch * width, width)] if width else [b""] * batch
+
+
+def _rows(inputs: Mapping[str, Array], masks: Sequence[bytes]) -> tuple[Text, ...]:
+    width = inputs["input_ids"].shape[1]
+    ids = integers(inputs["input_ids"])
+    types = integers(inputs["token_type_ids"]) if "token_type_ids" in inputs else ()
+    texts = []
+    for number, mask in enumerate(masks):
+        row = slice(number * width, (number + 1) * width)
+        texts.append(Text(tuple(compress(ids[row], mask)), tuple(compress(types[row], mask))))
+    return tuple(texts)
+
+
+def _refuse_beside(name: str, inputs: Mapping[str, Array], *others: str) -> None:
+    for other in others:
+        if other in inputs:
+            raise InvalidRequest(f"The input {other!r} does not go with {name!r}.", field=other)
+
+
+# ---- what comes back -----------------------------------------------------------------------------------------------
+
+
+def outputs_of(model: ServedEncoder, asked: Asked, encoded: Encoded) -> dict[str, Array]:
+    """The arrays under the names and in the order that were asked for."""
+    arrays: dict[str, Array] = {}
+    for name in asked.outputs:
+        if name == "scores":
+            arrays[name] = model.scores(encoded.arrays["logits"])
+        elif name == "last_hidden_state":
+            arrays[name] = _spread(model, asked, encoded)
+        else:
+            arrays[name] = encoded.arrays[name]
+    return arrays
+
+
+def _spread(model: ServedEncoder, asked: Asked, encoded: Encoded) -> Array:
+    """Hidden states [tokens, size] as [batch, width, size]: each token's at its place, zeros where there is none."""
+    packed = memoryview(encoded.arrays["last_hidden_state"].data)
+    size = encoded.arrays["last_hidden_state"].shape[1]
+    lengths = encoded.lengths
+    width = asked.width if asked.masks is not None else max(lengths)
+    _check_padded(model, asked.outputs, len(lengths), width)
+    masks = asked.masks if asked.masks is not None else [b"\1" * length for length in lengths]
+    spread, row_bytes, read = bytearray(4 * size * width * len(lengths)), 4 * size, 0
+    for number, (mask, length) in enumerate(zip(masks, lengths, strict=True)):
+        for place, run in _runs(mask, length):
+            start = (number * width + place) * row_bytes
+            spread[start : start + run * row_bytes] = packed[read : read + run * row_bytes]
+            read += run * row_bytes
+    return Array("FP32", (len(lengths), width, size), bytes(spread))
+
+
+def _runs(mask: bytes, length: int) -> list[tuple[int, int]]:
+    """Place and length of each run of tokens in a row, the first `length` tokens of it: what was cut off has no place."""
+    runs: list[tuple[int, int]] = []
+    place = mask.find(1)
+    while length and place >= 0:
+        end = mask.find(0, place)
+        run = min((len(mask) if end < 0 else end) - place, length)
+        runs.append((place, run))
+        length -= run
+        place = -1 if end < 0 else mask.find(1, end)
+    return runs
+
+
+def _check_padded(model: ServedEncoder, outputs: Sequence[str], batch: int, width: int) -> None:
+    """What is sent back is as wide as its longest row."""
+    if "last_hidden_state" not in outputs:
+        return
+    num_bytes = 4 * math.prod((batch, width, model.sizes["last_hidden_state"]))
+    if num_bytes > MAX_HIDDEN_BYTES:
+        raise InvalidRequest(
+            f"The output last_hidden_state would be {num_bytes >> 20} MiB with its padding, and {MAX_HIDDEN_BYTES >> 20} MiB are "
+            "the most: name the outputs that you need, or send fewer texts of like length.",
+            field="outputs",
+        )
