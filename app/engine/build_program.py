@@ -1,0 +1,72 @@
+"""From an exported program and a plan to an engine: weights, a look at whether rows are independent, warm-up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from app.backends.selection import select_backend
+from app.engine.program import FAILURES, ProgramEngine, Served
+from app.engine.tensors import DTYPES
+from app.errors import CheckpointInvalid
+from app.hardware.plan import ServingPlan
+from app.messages import Signature, TensorSpec
+from app.weights.load_program import load_program
+from app.weights.program import ProgramCheckpoint
+
+Report = Callable[[str], None]
+FREE_SIZE = 16  # of a dimension that a client may choose, while warming up
+_CLOSE = 0.05  # of the largest value: products of other numbers of rows round otherwise
+
+
+def build_program(checkpoint: ProgramCheckpoint, plan: ServingPlan, report: Report) -> ProgramEngine:
+    """Loads and warms up. Raises a `StartupError` where the plan or the program cannot be served."""
+    backend = select_backend(plan)
+    backend.configure(plan)
+    report("loading weights")
+    program = load_program(checkpoint, plan, lambda done, total: report(f"loading weights, {100 * done // max(total, 1)}%"))
+    served = Served(program, checkpoint.signature, checkpoint.gives, checkpoint.fewest_rows)
+    report("warming up")
+    check_rows(served)
+    return ProgramEngine(served, min(plan.max_batch_tokens.value, checkpoint.most_rows or plan.max_batch_tokens.value))
+
+
+def check_rows(served: Served) -> None:
+    """Two different rows together must give what each gives alone: else requests in one batch would change each other's answers."""
+    try:
+        both = made_up(served.signature, 2)
+        together = served.run(both)
+        alone = [served.run({name: tensor[row : row + 1] for name, tensor in both.items()}) for row in range(2)]
+    except FAILURES as error:
+        raise CheckpointInvalid(f"The program cannot be run: {str(error).splitlines()[0][:300]}") from error
+    for name, result in together.items():
+        apart = torch.cat([each[name] for each in alone])
+        if result.shape != apart.shape or not _alike(result, apart):
+            raise CheckpointInvalid(
+                f"The program's output {name!r} of a row depends on the other rows of its batch, so requests cannot share one. "
+                "Was the model in eval() when it was exported?"
+            )
+
+
+def made_up(signature: Signature, rows: int) -> dict[str, Tensor]:
+    """Inputs of so many rows, each another: small numbers, and indices that any table has."""
+    generator = torch.Generator().manual_seed(0)
+    return {spec.name: _made_up(spec, rows, generator) for spec in signature.inputs}
+
+
+def _made_up(spec: TensorSpec, rows: int, generator: torch.Generator) -> Tensor:
+    shape = (rows, *(FREE_SIZE if size < 0 else size for size in spec.shape[1:]))
+    dtype = DTYPES[spec.datatype]
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randint(0, 2, shape, generator=generator).to(dtype)
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    if not one.is_floating_point():
+        return bool((one == other).float().mean() > 1 - _CLOSE) if one.numel() else True
+    one, other = one.float(), other.float()
+    largest = float(other.nan_to_num(0.0).abs().max()) if other.numel() else 0.0
+    return torch.allclose(one, other, rtol=0.0, atol=_CLOSE * max(largest, 1e-6), equal_nan=True)

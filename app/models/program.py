@@ -1,0 +1,165 @@
+"""Runs the graph of an exported program: calls in order, values let go after their last use, products of rows in our own forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app.errors import CheckpointInvalid
+from app.kernels.linear import LinearForm
+from app.models.graph import Graph, Node, Ref, Word
+from app.models.operators import AUTOCAST, SET_GRAD, SILENT, constant, operator_named
+
+LINEAR = "torch.ops.aten.linear.default"
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One node, ready to run. `drops`: names that nobody asks for after it."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    outputs: tuple[Any, ...]
+    drops: tuple[str, ...]
+
+
+class Product:
+    """A product of rows by a weight that is packed, bias included: [..., in] to [..., out]; `narrow`: in the form's dtype, else as x."""
+
+    def __init__(self, form: LinearForm, dtype: torch.dtype, narrow: bool) -> None:
+        self._form, self._dtype, self._narrow = form, dtype, narrow
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1]).to(self._dtype).contiguous()
+        result = self._form.multiply(rows).view(*x.shape[:-1], -1)
+        return result if self._narrow else result.to(x.dtype)
+
+
+class Subgraph:
+    """A graph within a graph, under another setting of torch: gradients (never any here) or autocast."""
+
+    def __init__(self, graph: Graph, autocast: Sequence[Any] | None) -> None:
+        self._program = Program(graph, {}, {})
+        self._single, self._autocast = graph.single, autocast
+
+    def __call__(self, *operands: Any) -> Any:
+        with nullcontext() if self._autocast is None else _autocast(*self._autocast):
+            results = self._program.run(dict(zip(self._program.inputs, operands, strict=True)))
+        return results[0] if self._single else results
+
+
+class Program:
+    """`states` are the graph's own tensors by name, `products` the packed weights of its linear layers.
+
+    `narrow`: what torch's autocast knows to bear BF16 is computed in it.
+    """
+
+    def __init__(self, graph: Graph, states: Mapping[str, Tensor], products: Mapping[str, Product], narrow: bool = False) -> None:
+        self.inputs, self.outputs, self._narrow = graph.inputs, graph.outputs, narrow
+        self._states = dict(states)
+        keep = {*self._states, *products, *_names(list(graph.outputs))}
+        self._calls = _with_drops([_call(node, products) for node in graph.nodes if node.target not in SILENT], keep)
+
+    def run(self, given: Mapping[str, Any]) -> list[Any]:
+        """The graph's outputs for its inputs by name."""
+        with torch.autocast("cpu", torch.bfloat16) if self._narrow else nullcontext():
+            return self._run(given)
+
+    def _run(self, given: Mapping[str, Any]) -> list[Any]:
+        values: Values = {**self._states, **given}
+        for call in self._calls:
+            result = call.function(
+                *[_resolved(argument, values) for argument in call.arguments],
+                **{name: _resolved(argument, values) for name, argument in call.keywords.items()},
+            )
+            _bind(call.outputs, result, values)
+            for name in call.drops:
+                values.pop(name, None)
+        return [_resolved(output, values) for output in self.outputs]
+
+
+def _call(node: Node, products: Mapping[str, Product]) -> Call:
+    arguments, keywords = [_ready(item) for item in node.arguments], {name: _ready(item) for name, item in node.keywords.items()}
+    if node.target == LINEAR and isinstance(node.arguments[1], Ref) and node.arguments[1].name in products:
+        product = products[node.arguments[1].name]
+        return Call(product, (arguments[0],), {}, node.outputs, ())
+    if node.target in (SET_GRAD, AUTOCAST):
+        return _subgraph(node)
+    return Call(operator_named(node.target), tuple(arguments), keywords, node.outputs, ())
+
+
+def _subgraph(node: Node) -> Call:
+    """(setting, …, graph, operands …): what stands before the graph is the setting."""
+    arguments = [*node.arguments, *node.keywords.values()]
+    at = next((index for index, item in enumerate(arguments) if isinstance(item, Graph)), None)
+    if at is None:
+        raise CheckpointInvalid(f"The program calls {node.target} without a graph.")
+    settings = [_ready(item) for item in arguments[:at]] if node.target == AUTOCAST else None
+    graph: Graph = arguments[at]
+    # Operands are given under other names inside: a packed weight would not be known there, so it is none that such a graph reads.
+    return Call(Subgraph(graph, settings), tuple(arguments[at + 1 :]), {}, node.outputs, ())
+
+
+def _autocast(device: str, dtype: torch.dtype | None, enabled: bool, *_: Any) -> Any:
+    return torch.autocast("cpu", dtype=torch.bfloat16 if enabled else dtype, enabled=enabled)
+
+
+def _ready(argument: Any) -> Any:
+    """Words become torch's own once, not at every run."""
+    if isinstance(argument, Word):
+        return constant(argument)
+    if isinstance(argument, list):
+        return [_ready(item) for item in argument]
+    return argument
+
+
+def _resolved(argument: Any, values: Values) -> Any:
+    if isinstance(argument, Ref):
+        return values[argument.name]
+    if isinstance(argument, list):
+        return [_resolved(item, values) for item in argument]
+    return argument
+
+
+def _bind(outputs: tuple[Any, ...], result: Any, values: Values) -> None:
+    if len(outputs) == 1 and not isinstance(outputs[0], list):
+        if outputs[0] is not None:
+            values[outputs[0]] = result[0] if isinstance(result, list | tuple) and len(result) == 1 else result
+        return
+    results = [result] if len(outputs) == 1 else result
+    for output, one in zip(outputs, results, strict=False):
+        for name, value in zip(output, one, strict=True) if isinstance(output, list) else ((output, one),):
+            if name is not None:
+                values[name] = value
+
+
+def _with_drops(calls: list[Call], keep: set[str]) -> list[Call]:
+    """Each call with the names that are read there for the last time."""
+    seen, result = set(keep), []
+    for call in reversed(calls):
+        read = {*_names([*call.arguments, *call.keywords.values()]), *_made(call.outputs)}
+        drops = tuple(read - seen)
+        seen |= read
+        result.append(Call(call.function, call.arguments, call.keywords, call.outputs, drops))
+    return result[::-1]
+
+
+def _names(arguments: list[Any]) -> set[str]:
+    found: set[str] = set()
+    for argument in arguments:
+        if isinstance(argument, Ref):
+            found.add(argument.name)
+        elif isinstance(argument, list):
+            found |= _names(argument)
+    return found
+
+
+def _made(outputs: tuple[Any, ...]) -> set[str]:
+    return {name for output in outputs for name in (output if isinstance(output, list) else [output]) if name is not None}

@@ -1,0 +1,139 @@
+"""The members of a `.pt2` archive (torch.export.save): JSON and raw tensors are read, pickles never; who needs one is refused.
+
+torch's own loader unpickles, and evaluates the text of expressions; so it is not used. Torch is not needed here.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from app.errors import CheckpointInvalid
+from app.models.graph import dtype_name, read_size
+
+_MOST_JSON_BYTES = 256 * 2**20  # of a graph: a thousand layers are some ten megabytes
+_HOW = "Save it again with torch.export.save of torch 2.10 or newer"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor that lies in the archive: elements of `member` as a strided view."""
+
+    member: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @property
+    def num_elements(self) -> int:
+        """Of the view, 0 where a dimension is."""
+        number = 1
+        for size in self.shape:
+            number *= size
+        return number
+
+    @property
+    def last(self) -> int:
+        """How many elements the member must have at least."""
+        if not self.num_elements:
+            return 0
+        return self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)) + 1
+
+
+class Archive:
+    """An open archive; every member is stored, none compressed, so sizes are what they say."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._zip = zipfile.ZipFile(path)
+        except (OSError, zipfile.BadZipFile) as error:
+            raise CheckpointInvalid(f"{path.name} is not an archive of torch.export.save: {error}.") from error
+        members = self._zip.infolist()
+        roots = {member.filename.partition("/")[0] for member in members}
+        if len(roots) != 1:
+            raise CheckpointInvalid(f"{path.name} is not an archive of torch.export.save: it has {len(roots)} roots.")
+        if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+            raise CheckpointInvalid(f"{path.name} is compressed, which torch.export.save does not do. {_HOW}.")
+        self._root = roots.pop()
+        self._sizes = {member.filename.removeprefix(f"{self._root}/"): member.file_size for member in members}
+
+    def close(self) -> None:
+        self._zip.close()
+
+    def names(self, folder: str) -> list[str]:
+        """Members below that folder, without it."""
+        return sorted(name.removeprefix(folder) for name in self._sizes if name.startswith(folder))
+
+    def has(self, name: str) -> bool:
+        return name in self._sizes
+
+    def size(self, name: str) -> int:
+        return self._sizes[name]
+
+    def read(self, name: str) -> bytes:
+        """A member's bytes, their checksum tested."""
+        if name not in self._sizes:
+            raise CheckpointInvalid(f"{self.path.name} has no {name}. {_HOW}.")
+        try:
+            return self._zip.read(f"{self._root}/{name}")
+        except (OSError, zipfile.BadZipFile, EOFError) as error:
+            raise CheckpointInvalid(f"{self.path.name}: {name} is damaged: {error}.") from error
+
+    def read_json(self, name: str) -> Mapping[str, Any]:
+        if self._sizes.get(name, 0) > _MOST_JSON_BYTES:
+            raise CheckpointInvalid(f"{self.path.name}: {name} is larger than any graph is.")
+        try:
+            values = json.loads(self.read(name))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointInvalid(f"{self.path.name}: {name} is not JSON: {error}.") from error
+        if not isinstance(values, dict):
+            raise CheckpointInvalid(f"{self.path.name}: {name} is not a JSON object.")
+        return values
+
+    def stored(self, kind: str, model: str) -> dict[str, Stored]:
+        """The tensors among `kind` (weights or constants) by name. Raises where one could be read only by running code."""
+        folder = f"data/{kind}/"
+        if self.has(f"{folder}{model}.pt"):
+            raise CheckpointInvalid(f"{self.path.name}: its {kind} are a pickle, which can run code when read. {_HOW}.")
+        config = self.read_json(f"{folder}{model}_{kind}_config.json").get("config")
+        if not isinstance(config, dict):
+            raise CheckpointInvalid(f"{self.path.name}: the list of {kind} is damaged.")
+        return {name: self._stored(folder, name, entry) for name, entry in config.items()}
+
+    def _stored(self, folder: str, name: str, entry: Any) -> Stored:
+        if not isinstance(entry, dict) or entry.get("use_pickle") or not isinstance(entry.get("tensor_meta"), dict):
+            raise CheckpointInvalid(
+                f"{self.path.name}: {name} is stored as a pickle, which can run code when read. Only plain tensors are served. {_HOW}"
+                ", without custom objects or tensor subclasses."
+            )
+        try:
+            meta, member = entry["tensor_meta"], folder + str(entry["path_name"])
+            sizes, strides = ([_fixed(size) for size in meta[what]] for what in ("sizes", "strides"))
+            stored = Stored(member, dtype_name(meta["dtype"]), tuple(sizes), tuple(strides), _fixed(meta["storage_offset"]))
+            enough = stored.last * _ITEM_BYTES[stored.dtype] <= self._sizes.get(member, 0 if stored.last == 0 else -1)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointInvalid(f"{self.path.name}: what is said of {name} is damaged: {error!r}.") from error
+        if not enough or len(sizes) != len(strides):
+            raise CheckpointInvalid(f"{self.path.name}: {member} is missing, or too short for {name} of shape {sizes}.")
+        return stored
+
+
+_ITEM_BYTES: Mapping[str, int] = {
+    **dict.fromkeys(("uint8", "int8", "bool"), 1),
+    **dict.fromkeys(("int16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "float32"), 4),
+    **dict.fromkeys(("int64", "float64"), 8),
+}
+
+
+def _fixed(size: Mapping[str, Any]) -> int:
+    number = read_size(size)
+    if not isinstance(number, int) or number < 0:
+        raise ValueError(f"a stored tensor whose size is {number!r}")
+    return number
