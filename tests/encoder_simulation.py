@@ -10,7 +10,7 @@ from app.engine.encoder import EncodeLimits, EncoderEngine
 from app.engine.texts import TextSpan
 from app.messages import ArraysReady, Encode, Event, RequestFailed, Text
 
-BUDGET, MAX_LEN = 64, 48
+BUDGET, MAX_LEN, MAX_TEXTS = 64, 48, 8
 POISON = 13  # a token that no step survives
 
 
@@ -44,7 +44,7 @@ class EncoderSimulation:
     def __init__(self, budget: int = BUDGET, pace: EncodePace | None = None) -> None:
         self.now = 0.0
         self.runner = FakeRunner()
-        limits = EncodeLimits(MAX_LEN, ("embedding", "last_hidden_state"))
+        limits = EncodeLimits(MAX_LEN, MAX_TEXTS, ("embedding", "last_hidden_state"))
         self.engine = EncoderEngine(self.runner, limits, pace or EncodePace(budget), lambda: self.now)
         self.budget = budget
         self.told: dict[str, ArraysReady | RequestFailed] = {}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from app.engine.encode_pace import EncodePace
-from app.engine.texts import Encoding, TextQueue, TextSpan
+from app.engine.texts import Encoding, Room, TextQueue, TextSpan
 from app.errors import ContextLengthExceeded, InvalidRequest, RequestError, StepFailed, WrongModelKind
 from app.measured import Snapshot, StepStats
 from app.messages import Abort, ArraysReady, Encode, Event, RequestFailed, Timings
@@ -28,9 +28,13 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EncodeLimits:
-    """What an order may ask for: texts of at most so many tokens, and these outputs. The service refuses the same, in a client's words."""
+    """What an order may ask for: texts of at most so many tokens, and these outputs. The service refuses the same, in a client's words.
+
+    A step has at most so many texts.
+    """
 
     max_model_len: int
+    max_running_seqs: int
     outputs: tuple[str, ...]
 
     def refusal(self, order: Encode) -> RequestError | None:
@@ -92,7 +96,7 @@ class EncoderEngine:
     def step(self) -> list[Event]:
         """Computes the next batch; returns the answers that are whole now."""
         began = self._clock()
-        self._spans = spans = self.queue.take(self._pace.step_tokens)
+        self._spans = spans = self.queue.take(Room(self._pace.target_tokens, self._limits.max_running_seqs))
         if not spans:
             return []
         for span in spans:

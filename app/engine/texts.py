@@ -8,13 +8,24 @@ more than twice as long as it would without the other kind.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from app.messages import Array, Encode, Text
 
 FLOAT_BYTES = 4
 Length = tuple[int, int]  # of a text: its tokens and, negative, its index, so that among equals the first is the last
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Of a batch: so many tokens and so many texts more."""
+
+    tokens: int
+    texts: int
+
+    def beside(self, spans: Collection[TextSpan]) -> Room:
+        return Room(self.tokens - sum(span.num_tokens for span in spans), self.texts - len(spans))
 
 
 @dataclass(slots=True, eq=False)
@@ -45,12 +56,12 @@ class Encoding:
     def is_done(self) -> bool:
         return len(self.results) == len(self.order.texts)
 
-    def take(self, room: int) -> list[TextSpan]:
-        """Its texts that fit into so many tokens, the longest first: what is left over then fits best into what other steps leave."""
+    def take(self, room: Room) -> list[TextSpan]:
+        """Its texts that fit, the longest first: what is left over then fits best into what other steps leave."""
         taken: list[TextSpan] = []
-        while (at := bisect_right(self.left, (room, 0))) > 0:
+        while room.texts > 0 and (at := bisect_right(self.left, (room.tokens, 0))) > 0:
             tokens, index = self.left.pop(at - 1)
-            room -= tokens
+            room = Room(room.tokens - tokens, room.texts - 1)
             self.tokens_left -= tokens
             taken.append(TextSpan(self, -index))
         return taken
@@ -120,8 +131,8 @@ class TextQueue:
     def remove(self, request_id: str) -> Encoding | None:
         return self._requests.pop(request_id, None)
 
-    def take(self, budget: int) -> tuple[TextSpan, ...]:
-        """The next batch, in all at most `budget` tokens; only the oldest request's longest text goes whatever its length.
+    def take(self, room: Room) -> tuple[TextSpan, ...]:
+        """The next batch; the oldest request's longest text is in it, whatever its length.
 
         Each batch takes a text of the oldest request, so a text waits for no more steps than older requests have texts.
         """
@@ -129,14 +140,13 @@ class TextQueue:
             return ()
         suspect = next((request for request in self._requests.values() if request.alone), None)
         first = suspect or self.oldest
-        spans = first.take(max(budget if suspect else budget // 2, first.longest))
+        half = room if suspect else Room(room.tokens // 2, max(room.texts // 2, 1))
+        spans = first.take(Room(max(half.tokens, first.longest), half.texts))
         if suspect is not None:
             return tuple(spans)
-        room = budget - sum(span.num_tokens for span in spans)
         for request in sorted(self._requests.values(), key=lambda request: request.tokens_left):
-            if room <= 0:
+            left = room.beside(spans)
+            if left.tokens <= 0:
                 break
-            more = request.take(room)
-            room -= sum(span.num_tokens for span in more)
-            spans += more
+            spans += request.take(left)
         return tuple(spans)

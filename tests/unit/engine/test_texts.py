@@ -6,10 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from app.engine.texts import TextQueue
+from app.engine.texts import Room, TextQueue
 from app.errors import StepFailed
 from app.messages import Abort, ArraysReady, Encode, RequestFailed
-from encoder_simulation import MAX_LEN, POISON, EncoderSimulation, encode, rows_of
+from encoder_simulation import MAX_LEN, MAX_TEXTS, POISON, EncoderSimulation, encode, rows_of
 
 
 class AnyRun(RuleBasedStateMachine):
@@ -55,7 +55,7 @@ class AnyRun(RuleBasedStateMachine):
             batch = self.sim.runner.batches[-1]
             assert any(span.request is oldest or span.request.alone for span in batch) or oldest.tokens_left < before
             total = sum(span.num_tokens for span in batch)
-            assert total <= max(self.sim.budget, batch[0].num_tokens)
+            assert total <= max(self.sim.budget, batch[0].num_tokens) and len(batch) <= MAX_TEXTS
 
     @precondition(lambda self: self.asked)
     @rule(which=st.integers(0, 1000))
@@ -115,7 +115,7 @@ TestAnyRun.settings = settings(max_examples=80, stateful_step_count=25)
 
 
 def taken(queue: TextQueue, budget: int) -> list[tuple[str, int]]:
-    return [(span.request.order.request_id, span.num_tokens) for span in queue.take(budget)]
+    return [(span.request.order.request_id, span.num_tokens) for span in queue.take(Room(budget, 9))]
 
 
 def test_a_short_request_does_not_wait_behind_a_long_one() -> None:
@@ -147,8 +147,15 @@ def test_texts_of_one_request_fill_what_is_left_over() -> None:
 def test_what_was_put_back_comes_again() -> None:
     queue = TextQueue()
     queue.add(encode("one", 5, 6, 7))
-    spans = queue.take(18)
+    spans = queue.take(Room(18, 9))
     assert queue.num_tokens == 0
     queue.oldest.put_back(spans[1:])
     assert queue.num_tokens == 11
-    assert {span.index for span in queue.take(18)} == {span.index for span in spans[1:]}
+    assert {span.index for span in queue.take(Room(18, 9))} == {span.index for span in spans[1:]}
+
+
+def test_a_step_has_at_most_so_many_texts() -> None:
+    queue = TextQueue()
+    queue.add(encode("one", 1, 1, 1))
+    queue.add(encode("two", 1, 1))
+    assert [len(queue.take(Room(64, 2))) for _ in range(4)] == [2, 2, 1, 0]
