@@ -12,6 +12,7 @@ from math import ceil
 
 from app.hardware.tempo import Tempo
 from app.measured import Snapshot
+from app.turns import answer_seconds
 
 _MAX_EVENTS = 60  # of which each is one step, or many alike: a longer queue goes on as it went so far
 
@@ -122,13 +123,15 @@ def _expected(made: int, most: int, completion_tokens: float) -> int:
 
 
 def first_token_seconds(now: Snapshot, newcomers: list[tuple[float, int]], moment: float, habits: Habits) -> float | None:
-    """What the last of `newcomers` waits from `moment` on; None where nobody knows what steps take.
+    """What the last of `newcomers` waits from `moment` on, for a first token or its vectors; None where nobody knows what steps take.
 
     Newcomers are those that the snapshot does not know yet, as the moments of their sending and their tokens. The step under way began
     with the snapshot, or with the first of them where there was nothing to do, and takes in nobody.
     """
     if now.tempo is None:
         return None
+    if now.tempo.steps.encode_points:
+        return answer_seconds(now, newcomers, moment)
     line = Line(now.tempo, now, habits)
     began = now.stepped_at
     if line.is_idle:
