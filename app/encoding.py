@@ -22,7 +22,8 @@ class EncodingRequest:
 
     `request_id` is what the client sees; it need not be unique. A text that is too long is refused, or cut where `truncate` is set: at its
     end, or at its start where `keeps_end`. `normalize` None: as the checkpoint says. `dimensions` None: all. `prompt` is the name of one
-    that the checkpoint has, put before each text; None: its default. `field` is what the dialect calls the texts.
+    that the checkpoint has, put before each text; None: its default. The first `num_queries` are
+    queries and the others documents: each have their own prompt where the checkpoint has one. `field` is what the dialect calls the texts.
     """
 
     inputs: tuple[TextInput, ...]
@@ -34,6 +35,7 @@ class EncodingRequest:
     normalize: bool | None = None
     dimensions: int | None = None
     prompt: str | None = None
+    num_queries: int = 0
     field: str = "input"
 
 

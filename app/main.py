@@ -21,14 +21,13 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import Response
 
-from app.api import health, native, oip, oip_generate, openai, web
+from app.api import embeddings, health, native, openai, rerank, tei, web
 from app.api.dependencies import Runtime
 from app.api.door import Door
 from app.api.encoder_schemas import ClassifyBody, EmbedBody, EmbeddingsBody, RerankBody
 from app.api.errors import HANDLED, answer_error
 from app.api.head import BoundedHead
 from app.api.native_schemas import DetokenizeBody, GenerateBody, TokenizeBody
-from app.api.oip_schemas import InferBody, OipGenerateBody
 from app.api.openai_schemas import ChatBody, CompletionBody
 from app.api.schemas import Body
 from app.api.tei_schemas import EmbedAllBody, PredictBody, RankBody, SimilarityBody

@@ -47,10 +47,11 @@ def is_short(request: EncodingRequest) -> bool:
 def read_texts(model: ServedEncoder, request: EncodingRequest) -> tuple[Text, ...]:
     """The texts' ids, in order. Raises an `InvalidRequest` that names the field."""
     limits = model.limits
-    written = [(index, given) for index, given in enumerate(request.inputs) if not isinstance(given, Text)]
+    written = {
+        index: _behind_prompt(model, request, index) for index, given in enumerate(request.inputs) if not isinstance(given, Text)
+    }
     cut_at = limits.max_model_len if request.truncate else None
-    read = model.tokenizer.texts([_spelled(model, request, given) for _, given in written], cut_at, request.keeps_end)
-    texts = dict(zip((index for index, _ in written), read, strict=True))
+    texts = dict(zip(written, model.tokenizer.texts([*written.values()], cut_at, request.keeps_end), strict=True))
     for index, given in enumerate(request.inputs):
         if isinstance(given, Text):
             texts[index] = _own_ids(model, request, index, given)
@@ -95,15 +96,21 @@ def _characters(given: TextInput) -> int:
     return len(given) if isinstance(given, str) else len(given[0]) + len(given[1])
 
 
-def _spelled(model: ServedEncoder, request: EncodingRequest, given: str | tuple[str, str]) -> str | tuple[str, str]:
-    """As the tokenizer is to see it: behind its prompt, in lower case where the checkpoint was trained on that."""
-    if isinstance(given, tuple):
-        first, second = given
-        return (first.lower(), second.lower()) if model.config.lowercases else given
-    pooling = model.config.pooling
-    name = request.prompt or pooling.default_prompt
-    text = given if name is None else pooling.prompts[name] + given
-    return text.lower() if model.config.lowercases else text
+def _behind_prompt(model: ServedEncoder, request: EncodingRequest, index: int) -> str | tuple[str, str]:
+    """A text behind the prompt that the checkpoint wants before it; a pair has none."""
+    given, prompts = request.inputs[index], model.config.pooling.prompts
+    assert not isinstance(given, Text), "ids stand for themselves"
+    if isinstance(given, tuple) or not prompts:
+        return given
+    wanted: Sequence[str | None] = (request.prompt,)
+    if request.num_queries:
+        wanted = ("query",) if index < request.num_queries else _DOCUMENT_PROMPTS
+    name = next((name for name in wanted if name in prompts), model.config.pooling.default_prompt)
+    return given if name is None else prompts[name] + given
+
+
+# What checkpoints call it, as sentence-transformers looks for it.
+_DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 
 
 def _own_ids(model: ServedEncoder, request: EncodingRequest, index: int, text: Text) -> Text:
@@ -143,4 +150,7 @@ def _check_hidden(model: ServedEncoder, request: EncodingRequest, texts: Sequenc
 
 
 def _name(request: EncodingRequest, index: int) -> str:
-    return request.field if len(request.inputs) == 1 else f"{request.field}[{index}]"
+    """What the client called the text."""
+    if index < request.num_queries:
+        return "query"
+    return request.field if len(request.inputs) == 1 else f"{request.field}[{index - request.num_queries}]"

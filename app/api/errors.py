@@ -114,7 +114,11 @@ _TEI_TYPES: Mapping[int, str] = {429: "Overloaded", 503: "Unhealthy"}
 
 
 # First part of the path → body; what is not listed speaks our own dialect.
-BODIES: Mapping[str, Callable[[Refusal], dict[str, Any]]] = {"v1": _openai_body, "v2": _oip_body}
+BODIES: Mapping[str, Callable[[Refusal], dict[str, Any]]] = {
+    "v1": _openai_body,
+    "v2": _oip_body,
+    **dict.fromkeys(("predict", "rerank", "similarity", "embed_all"), _tei_body),
+}
 
 
 def error_body(path: str, refusal: Refusal) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from app.api.fold import Choice, Whole, fold, server_timing
 from app.api.native_schemas import DetokenizeBody, GenerateBody, TokenizeBody
 from app.api.openai import template_message
 from app.api.streaming import EventStream, Pieces, encode, opened
-from app.errors import InvalidRequest, WrongModelKind
+from app.errors import InvalidRequest
 from app.generation import Accepted, ChoiceFinished, GenerationRequest, ScoredToken, Usage
 
 Json = dict[str, Any]
@@ -48,16 +48,6 @@ async def detokenize(request: Request) -> Response:
     body = await read_body(request, DetokenizeBody)
     text = await runtime_of(request).service.detokenize(body.token_ids, body.skip_special_tokens is not False)
     return JSONResponse({"text": text})
-
-
-async def needs_encoder(request: Request) -> Response:
-    """What an encoder answers, asked of a model that generates text."""
-    name = runtime_of(request).service.model.name
-    raise WrongModelKind(
-        f"{name!r} generates text and makes no embeddings or scores: use /v1/chat/completions, /v1/completions or /generate, "
-        "or serve an encoder.",
-        field="model",
-    )
 
 
 def _translated(body: GenerateBody, identity: str) -> GenerationRequest:

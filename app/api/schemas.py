@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
@@ -101,7 +102,7 @@ def token_ids(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
+def prompts(value: Any, most: int = MAX_PROMPTS) -> tuple[str | tuple[int, ...], ...]:
     """OpenAI's four shapes of a prompt as one: each element is a text or token ids."""
     if isinstance(value, str):
         return (value,)
@@ -109,29 +110,24 @@ def prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
     if kinds == {int}:
         return (tuple(value),)
     if kinds in ({str}, {list}):
-        _refuse_many(value)
+        if len(value) > most:
+            raise ValueError(f"Input should have {most} prompts at the most, not {len(value)}")
         return tuple(text if isinstance(text, str) else token_ids(text) for text in value)
     raise ValueError(
         "Input should be a string, a list of strings, a list of token ids or a list of lists of token ids, not empty"
     )
 
 
-def _refuse_many(value: Sequence[Any]) -> None:
-    if len(value) > MAX_PROMPTS:
-        raise ValueError(f"Input should have {MAX_PROMPTS} prompts at the most, not {len(value)}")
-
-
-Prompts = Annotated[
-    Any,
-    AfterValidator(prompts),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}},
-                {"type": "array", "items": {"type": "integer"}},
-                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
-            ]
-        }
-    ),
-]
+_TEXTS_OR_IDS = WithJsonSchema(
+    {
+        "anyOf": [
+            {"type": "string"},
+            {"type": "array", "items": {"type": "string"}},
+            {"type": "array", "items": {"type": "integer"}},
+            {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+        ]
+    }
+)
+Prompts = Annotated[Any, AfterValidator(prompts), _TEXTS_OR_IDS]
+# The same for an encoder, which reads many texts at once and counts them itself.
+Texts = Annotated[Any, AfterValidator(lambda value: prompts(value, sys.maxsize)), _TEXTS_OR_IDS]

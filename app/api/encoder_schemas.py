@@ -1,0 +1,102 @@
+"""What bodies look like that ask something of an encoder: vectors, an order of relevance, labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from app.api.openai_schemas import IGNORED
+from app.api.schemas import Body, Int, Texts
+
+Words = Annotated[str, Field(min_length=1)]
+Many = Field(fail_fast=True, min_length=1)
+
+
+class EmbeddingsBody(Body):
+    """`POST /v1/embeddings`. `truncate` is ours: what is too long is cut instead of refused."""
+
+    IGNORED: ClassVar[frozenset[str]] = IGNORED
+
+    input: Texts
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Int | None = None
+    truncate: bool | None = None
+
+
+class Document(Body):
+    """A document as an object."""
+
+    text: str
+
+
+class RerankBody(Body):
+    """`POST /v1/rerank`, as Cohere's and Jina's clients send it; `truncate` and `raw_scores` are ours."""
+
+    IGNORED: ClassVar[frozenset[str]] = IGNORED
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "rank_fields": (None, [], ["text"]),
+        "max_chunks_per_doc": (None,),
+        "max_tokens_per_doc": (None,),
+        "priority": (None, 0),
+    }
+
+    query: Words
+    documents: Annotated[tuple[str | Document, ...], Many]
+    model: str | None = None
+    top_n: Annotated[Int, Field(ge=1)] | None = None
+    return_documents: bool | None = None
+    truncate: bool | None = None
+    raw_scores: bool | None = None
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return tuple(given if isinstance(given, str) else given.text for given in self.documents)
+
+
+class TextPair(Body):
+    """Two texts that are classified together."""
+
+    text: str
+    text_pair: str
+
+
+Classified = str | TextPair
+
+
+class ClassifyBody(Body):
+    """`POST /v1/classify`."""
+
+    IGNORED: ClassVar[frozenset[str]] = IGNORED
+
+    input: Classified | Annotated[tuple[Classified, ...], Many]
+    model: str | None = None
+    truncate: bool | None = None
+    raw_scores: bool | None = None
+
+    @property
+    def texts(self) -> tuple[str | tuple[str, str], ...]:
+        given = self.input if isinstance(self.input, tuple) else (self.input,)
+        return tuple(one if isinstance(one, str) else (one.text, one.text_pair) for one in given)
+
+
+class CutFields(Body):
+    """What to do with a text that is too long, in the words of text-embeddings-inference."""
+
+    truncate: bool | None = None
+    truncation_direction: Literal["Left", "Right", "left", "right"] | None = None
+
+    @property
+    def keeps_end(self) -> bool:
+        return self.truncation_direction in ("Left", "left")
+
+
+class EmbedBody(CutFields):
+    """`POST /embed`. `normalize` absent: as the checkpoint says."""
+
+    inputs: Texts
+    normalize: bool | None = None
+    dimensions: Int | None = None
+    prompt_name: str | None = None

@@ -1,0 +1,103 @@
+"""text-embeddings-inference's dialect on the paths that are not ours: predict, rerank, similarity and vectors of all tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
+from typing import Any
+
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from app.api.dependencies import counting_refusals, read_body, request_id, runtime_of
+from app.api.embeddings import answered, inputs
+from app.api.encoder_schemas import CutFields
+from app.api.rerank import Cut, Labelled, Question, best_first, labels_of, relevance_request, relevances
+from app.api.tei_schemas import EmbedAllBody, PredictBody, RankBody, SimilarityBody, SimilarityParameters
+from app.api.vectors import joined, json_list
+from app.encoding import Encoded, EncodingRequest
+from app.scores import cosines, floats
+
+
+async def predict(request: Request) -> Response:
+    runtime = runtime_of(request)
+    with counting_refusals(runtime.metrics, "classify"):
+        runtime.service.encoder  # noqa: B018  # another kind of model is refused whatever the body is
+        body = await read_body(request, PredictBody)
+        many, texts = body.inputs
+    encoded, scored = await labels_of(
+        runtime.service, Labelled(texts, bool(body.raw_scores), _cut(body), "inputs"), request_id(request)
+    )
+    said = [[{"score": score, "label": label} for label, score in scores] for scores in scored]
+    return _answered(to_json(said if many else said[0]), encoded)
+
+
+async def rerank(request: Request) -> Response:
+    runtime = runtime_of(request)
+    with counting_refusals(runtime.metrics, "rerank"):
+        served = runtime.service.encoder
+        body = await read_body(request, RankBody)
+        question = Question(body.query, body.texts, bool(body.raw_scores), _cut(body), "texts")
+        wanted = relevance_request(served, question, request_id(request))
+    encoded = await runtime.service.encode(wanted)
+    ranked = best_first(relevances(served, encoded, question.raw_scores))
+    ranks: list[dict[str, Any]] = [{"index": index, "score": score} for index, score in ranked]
+    if body.return_text:
+        ranks = [rank | {"text": body.texts[rank["index"]]} for rank in ranks]
+    return _answered(to_json(ranks), encoded)
+
+
+async def similarity(request: Request) -> Response:
+    runtime = runtime_of(request)
+    with counting_refusals(runtime.metrics, "native"):
+        runtime.service.encoder  # noqa: B018
+        body = await read_body(request, SimilarityBody)
+        parameters = body.parameters or SimilarityParameters()
+        wanted = EncodingRequest(
+            inputs=(body.inputs.source_sentence, *body.inputs.sentences),
+            outputs=("embedding",),
+            api="native",
+            request_id=request_id(request),
+            truncate=bool(parameters.truncate),
+            keeps_end=parameters.keeps_end,
+            prompt=parameters.prompt_name,
+            field="inputs",
+        )
+    encoded = await runtime.service.encode(wanted)
+    vectors = floats(encoded.arrays["embedding"])
+    return _answered(json_list(cosines(vectors[:1], vectors[1:])[0]), encoded)
+
+
+async def embed_all(request: Request) -> Response:
+    runtime = runtime_of(request)
+    with counting_refusals(runtime.metrics, "native"):
+        runtime.service.encoder  # noqa: B018
+        body = await read_body(request, EmbedAllBody)
+        wanted = EncodingRequest(
+            inputs=inputs(body.inputs),
+            outputs=("last_hidden_state",),
+            api="native",
+            request_id=request_id(request),
+            truncate=bool(body.truncate),
+            keeps_end=body.keeps_end,
+            prompt=body.prompt_name,
+            field="inputs",
+        )
+    encoded = await runtime.service.encode(wanted)
+    return _answered(await joined(b"[", _all_tokens(encoded), b"]"), encoded)
+
+
+def _all_tokens(encoded: Encoded) -> Iterator[bytes]:
+    """A list of vectors for each text."""
+    hidden = floats(encoded.arrays["last_hidden_state"])
+    return (json_list(hidden[start:end]) for start, end in pairwise(accumulate(encoded.lengths, initial=0)))
+
+
+def _cut(body: CutFields) -> Cut:
+    return Cut(bool(body.truncate), body.keeps_end)
+
+
+def _answered(body: bytes, encoded: Encoded) -> Response:
+    """These bodies have no place for usage: it is in a header, as there."""
+    return answered(body, encoded, {"x-compute-tokens": str(encoded.usage.prompt_tokens)})

@@ -1,0 +1,81 @@
+"""What bodies of text-embeddings-inference's dialect look like, on the paths that are not ours."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, WithJsonSchema
+
+from app.api.encoder_schemas import CutFields, Many, Words
+from app.api.schemas import Body, Texts
+
+One = str | tuple[str, str]
+
+
+def _predicted(value: Any) -> tuple[bool, tuple[One, ...]]:
+    """Whether there is more than one text, and the texts: a list of strings is one text or a pair, only a list of lists is many."""
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        return True, tuple(_one(item) for item in value)
+    return False, (_one(value),)
+
+
+def _one(value: Any) -> One:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and len(value) in (1, 2) and set(map(type, value)) == {str}:
+        return value[0] if len(value) == 1 else (value[0], value[1])
+    raise ValueError("Input should be a string, a pair of strings, or a list of lists of one or two strings")
+
+
+Predicted = Annotated[
+    Any,
+    AfterValidator(_predicted),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 2},
+                {"type": "array", "items": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 2}},
+            ]
+        }
+    ),
+]
+
+
+class PredictBody(CutFields):
+    """`POST /predict`."""
+
+    inputs: Predicted
+    raw_scores: bool | None = None
+
+
+class RankBody(CutFields):
+    """`POST /rerank`."""
+
+    query: Words
+    texts: Annotated[tuple[str, ...], Many]
+    raw_scores: bool | None = None
+    return_text: bool | None = None
+
+
+class EmbedAllBody(CutFields):
+    """`POST /embed_all`."""
+
+    inputs: Texts
+    prompt_name: str | None = None
+
+
+class Sentences(Body):
+    source_sentence: Words
+    sentences: Annotated[tuple[str, ...], Many]
+
+
+class SimilarityParameters(CutFields):
+    prompt_name: str | None = Field(default=None)
+
+
+class SimilarityBody(Body):
+    """`POST /similarity`."""
+
+    inputs: Sentences
+    parameters: SimilarityParameters | None = None

@@ -1,0 +1,226 @@
+"""An encoder's requests through the service: what the worker is sent, what is refused, and how each ends."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from app.admission import MAX_HELD_TOKENS
+from app.encoding import EncodingRequest
+from app.errors import (
+    ContextLengthExceeded,
+    InvalidRequest,
+    NotReady,
+    Overloaded,
+    RequestTimeout,
+    ServiceStopping,
+    StepFailed,
+    WrongModelKind,
+)
+from app.messages import Abort, Text
+from app.reading_texts import MAX_HIDDEN_BYTES, MAX_TEXTS, SHORT_CHARACTERS, is_short, read_texts
+from app.scores import floats
+from app.served import ServedEncoder
+from fake_encoder import CLASSIFIER, CONFIG, LIMITS, PROMPTED, SIZE, TIMINGS, encoding, ids_of, tokenizer, vector
+from fake_worker import request as generation
+from fake_worker import serving
+
+LONG = "the fox said hello to the green world and the fox said no"
+
+
+def wanted(*inputs: Any, **fields: Any) -> EncodingRequest:
+    return EncodingRequest(**{"inputs": inputs, "outputs": ("embedding",), "api": "native", "request_id": "r", **fields})
+
+
+def counted(service: Any, name: str) -> float:
+    lines = service._metrics.render()[0].decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+async def test_texts_pairs_and_ids_go_to_the_worker_and_vectors_come_back_in_order() -> None:
+    async with encoding() as (service, worker, _):
+        inputs = ("the fox", ("hello", "world"), Text((2, 9, 3)), "said " * 4)
+        encoded = await service.encode(wanted(*inputs, normalize=False, dimensions=3))
+        (order,) = worker.encodes
+        assert order.texts == (*ids_of("the fox", ("hello", "world")), Text((2, 9, 3)), *ids_of("said " * 4))
+        assert (order.outputs, order.normalize, order.dimensions, order.arrived_at) == (("embedding",), False, 3, 100.0)
+        assert floats(encoded.arrays["embedding"]).tolist() == [vector(text)[:3] for text in order.texts]
+        assert (encoded.timings, encoded.lengths) == (TIMINGS, tuple(len(text.token_ids) for text in order.texts))
+        assert encoded.usage.prompt_tokens == sum(encoded.lengths)
+        assert (service.num_open, service._desk.admission.num_held_tokens, worker.aborts) == (0, 0, [])
+        assert counted(service, 'armature_requests_total{api="native",outcome="stop"}') == 1
+        assert counted(service, 'armature_tokens_total{kind="prompt"}') == sum(encoded.lengths)
+
+
+async def test_short_texts_are_read_on_the_loop_and_long_ones_beside_it() -> None:
+    assert is_short(wanted("x" * (SHORT_CHARACTERS - 1), ("x", ""), Text((1,))))
+    assert not is_short(wanted("x" * SHORT_CHARACTERS, "x"))
+    async with encoding(limits=replace(LIMITS, max_model_len=10_000)) as (service, _, _):
+        text = "fox " * SHORT_CHARACTERS
+        encoded = await service.encode(wanted(text, text))
+        assert encoded.lengths == (SHORT_CHARACTERS + 2,) * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "field"),
+    [
+        ({"inputs": ()}, InvalidRequest, "input"),
+        ({"inputs": ("x",) * (MAX_TEXTS + 1)}, InvalidRequest, "input"),
+        ({"inputs": ("x", "")}, InvalidRequest, "input[1]"),
+        ({"inputs": ("",), "field": "inputs"}, InvalidRequest, "inputs"),
+        ({"inputs": ("x", ("a", ""))}, InvalidRequest, "input[1]"),
+        ({"inputs": ("", "x"), "num_queries": 1}, InvalidRequest, "query"),
+        ({"inputs": ("x", ""), "num_queries": 1, "field": "documents"}, InvalidRequest, "documents[0]"),
+        ({"inputs": (Text(()),)}, InvalidRequest, "input"),
+        ({"inputs": (Text((1, LIMITS.vocab_size)),)}, InvalidRequest, "input"),
+        ({"inputs": (Text((1, -1)),)}, InvalidRequest, "input"),
+        ({"inputs": (Text((1, 2), (0, 2)),)}, InvalidRequest, "token_type_ids"),
+        ({"inputs": ("x", LONG * 2)}, ContextLengthExceeded, "input[1]"),
+        ({"inputs": (Text((1,) * 17),)}, ContextLengthExceeded, "input"),
+        ({"dimensions": 0}, InvalidRequest, "dimensions"),
+        ({"dimensions": SIZE + 1}, InvalidRequest, "dimensions"),
+        ({"outputs": ("logits",)}, WrongModelKind, "model"),
+        ({"prompt": "query"}, InvalidRequest, "prompt_name"),
+        ({"inputs": ("lone \ud800",)}, InvalidRequest, None),
+    ],
+)
+async def test_what_is_refused_reaches_no_batch(given: dict[str, Any], kind: type[Exception], field: str | None) -> None:
+    async with encoding() as (service, worker, _):
+        with pytest.raises(kind) as caught:
+            await service.encode(wanted(*given.pop("inputs", ("x",)), **given))
+        assert getattr(caught.value, "field", None) == field
+        assert (worker.commands, service.num_open) == ([], 0)
+        assert counted(service, 'armature_requests_total{api="native",outcome="refused"}') == 1
+
+
+@pytest.mark.parametrize("keeps_end", [False, True])
+async def test_too_long_a_text_is_cut_where_that_is_asked_for(keeps_end: bool) -> None:
+    async with encoding() as (service, worker, _):
+        await service.encode(wanted(LONG * 2, Text(tuple(range(20))), truncate=True, keeps_end=keeps_end))
+        text, own = worker.encodes[0].texts
+        whole = tokenizer().texts([LONG * 2])[0].token_ids
+        kept = whole[-15:-1] if keeps_end else whole[1:15]
+        assert text.token_ids == (whole[0], *kept, whole[-1])
+        assert own.token_ids == tuple(range(20))[slice(-16, None) if keeps_end else slice(16)]
+
+
+async def test_hidden_states_beyond_what_an_answer_holds_are_refused() -> None:
+    async with encoding() as (service, _, _):
+        served = service.encoder
+        wide = ServedEncoder("wide", served.limits, served.tokenizer, replace(CONFIG, hidden_size=MAX_HIDDEN_BYTES // 4 // 5))
+        fits, too_much = wanted("a b", outputs=("last_hidden_state",)), wanted("a b c d", outputs=("last_hidden_state",))
+        assert len(read_texts(wide, fits)) == 1
+        with pytest.raises(InvalidRequest, match="send fewer"):
+            read_texts(wide, too_much)
+
+
+@pytest.mark.parametrize(
+    ("asked", "behind"),
+    [
+        ({}, ["hello a", "hello b"]),
+        ({"prompt": "query"}, ["the fox a", "the fox b"]),
+        ({"num_queries": 1}, ["the fox a", "hello b"]),
+    ],
+)
+async def test_a_checkpoints_prompts_stand_before_texts(asked: dict[str, Any], behind: list[str]) -> None:
+    async with encoding(PROMPTED) as (service, worker, _):
+        await service.encode(wanted("a", "b", **asked))
+        assert list(worker.encodes[0].texts) == ids_of(*behind)
+
+
+async def test_a_request_that_fails_leaves_its_neighbours_alone() -> None:
+    async with encoding() as (service, worker, _):
+        worker.bad = ids_of("said")[0].token_ids[1]
+        results = await asyncio.gather(*(service.encode(wanted(text)) for text in ("a", "said", "b")), return_exceptions=True)
+        assert [isinstance(result, StepFailed) for result in results] == [False, True, False]
+        assert (service.num_open, worker.aborts) == (0, [])
+        assert counted(service, 'armature_requests_total{api="native",outcome="failed"}') == 1
+
+
+async def test_who_leaves_is_forgotten_and_who_waits_too_long_is_told() -> None:
+    async with encoding() as (service, worker, clock):
+        worker.holds = True
+        leaving = asyncio.ensure_future(service.encode(wanted("a")))
+        while not worker.encodes:
+            await asyncio.sleep(0)
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        late = asyncio.ensure_future(service.encode(wanted("fox " * 10 * SHORT_CHARACTERS, truncate=True)))
+        await asyncio.sleep(0)
+        clock.seconds += LIMITS.request_timeout_seconds
+        with pytest.raises(RequestTimeout):
+            await late
+        assert [abort.reason for abort in worker.aborts] == ["aborted", "timeout"]
+        assert (service.num_open, service._desk.post._open) == (0, {})
+        worker.answer(worker.encodes[0])  # nobody listens any more
+
+
+async def test_an_answer_and_the_end_of_its_time_in_one_turn_are_one_answer() -> None:
+    async with encoding() as (service, worker, _):
+        worker.holds = True
+        answer = asyncio.ensure_future(service.encode(wanted("a")))
+        while not worker.encodes:
+            await asyncio.sleep(0)
+        worker.answer(worker.encodes[0])
+        service._desk.post._expire(worker.encodes[0].request_id, _Place())  # type: ignore[arg-type]
+        with pytest.raises(RequestTimeout):
+            await answer
+        assert worker.aborts == [Abort(worker.encodes[0].request_id, "timeout")]
+
+
+class _Place:
+    def release(self) -> None: ...
+
+
+async def test_places_and_tokens_of_texts_are_counted() -> None:
+    async with encoding(limits=replace(LIMITS, max_running_seqs=1, max_waiting_requests=1)) as (service, worker, _):
+        worker.holds = True
+        first = asyncio.ensure_future(service.encode(wanted("a")))
+        while not worker.encodes:
+            await asyncio.sleep(0)
+        held = service._desk.admission.num_held_tokens
+        assert held == 3
+        service._desk.admission.num_held_tokens = MAX_HELD_TOKENS - 1
+        with pytest.raises(Overloaded, match="tokens of texts wait"):
+            await service.encode(wanted("a"))
+        service._desk.admission.num_held_tokens = held
+        second = asyncio.ensure_future(service.encode(wanted("a")))
+        while len(worker.encodes) < 2:
+            await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="places are taken"):
+            await service.encode(wanted("a"))
+        for order in worker.encodes:
+            worker.answer(order)
+        await asyncio.gather(first, second)
+        assert (service.num_open, service._desk.admission.num_held_tokens) == (0, 0)
+
+
+async def test_a_service_that_is_not_there_yet_or_stops_says_so() -> None:
+    async with encoding() as (service, worker, _):
+        worker.state = "loading"
+        with pytest.raises(NotReady):
+            await service.encode(wanted("a"))
+        worker.state, worker.holds = "ready", True
+        open_one = asyncio.ensure_future(service.encode(wanted("a")))
+        while not worker.encodes:
+            await asyncio.sleep(0)
+        await service.stop()
+        for asked in (open_one, service.encode(wanted("a"))):
+            with pytest.raises(ServiceStopping):
+                await asked
+
+
+async def test_each_kind_of_model_says_what_it_is_not() -> None:
+    async with encoding(CLASSIFIER) as (service, _, _):
+        with pytest.raises(WrongModelKind, match="generates no text"):
+            await anext(service.generate(generation()))
+        with pytest.raises(WrongModelKind, match="classification head and makes no embeddings"):
+            await service.encode(wanted("a"))
+        assert await service.detokenize(await service.tokenize("the fox")) == "the fox"
+    async with serving() as (decoder, _, _):
+        with pytest.raises(WrongModelKind, match="generates text"):
+            await decoder.encode(wanted("a"))
