@@ -73,7 +73,7 @@ def _heard(prepared: Prepared, backend: Backend, text: Path, stage: Stage) -> Co
     checkpoint, facts = prepared.checkpoint, prepared.facts
     exact = prepared.settings.model_copy(update={"precision": "bf16" if bf16_products(facts) else "fp32", "kv_precision": "auto"})
     plan = make_plan(facts, None, exact, checkpoint.needs(), RECIPES.keys())
-    windows = windows_of(Tokenizer(checkpoint.directory), text, checkpoint.model_config.max_model_len, MAX_TEXT_TOKENS)
+    windows = windows_of(Tokenizer(checkpoint.directory), text, checkpoint.decoder.max_model_len, MAX_TEXT_TOKENS)
     return correlations_of(checkpoint, plan, backend, windows, stage("reading the text"))
 
 

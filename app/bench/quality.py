@@ -83,7 +83,7 @@ class Subject:
 def measure(subject: Subject, text: Path, max_tokens: int | None) -> Outcome:
     """Every form that this machine has a recipe for. Ctrl-C keeps the windows that were read, and compares what both have."""
     checkpoint, facts = subject.checkpoint, subject.facts
-    windows = windows_of(Tokenizer(checkpoint.directory), text, checkpoint.model_config.max_model_len, max_tokens)
+    windows = windows_of(Tokenizer(checkpoint.directory), text, checkpoint.decoder.max_model_len, max_tokens)
     plans, refused = _plans(subject)
     scores = {name: Score() for name in plans}
     with progress(len(plans) * len(windows), "loading") as advance, torch.inference_mode():
@@ -120,7 +120,7 @@ def _read_all(
             if model is None or loaded != plan.precision.value:
                 model, loaded = _load(checkpoint, plan, backend), plan.precision.value
             scores[name].weight_bytes = held_bytes(model)
-            reader = Reader(model, checkpoint.model_config, KV_DTYPES[plan.kv_precision.value], backend)
+            reader = Reader(model, checkpoint.decoder, KV_DTYPES[plan.kv_precision.value], backend)
             for window in windows:
                 scores[name].hold(*reader.read(window))
                 advance(name)

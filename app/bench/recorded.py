@@ -77,7 +77,7 @@ def _ways(precision: str, checkpoint: Checkpoint, plan: ServingPlan) -> list[Way
     built.engine.scheduler.speculation = None  # a step of so many rows is to make so many tokens
     replay = built.runner.model
     assert isinstance(replay, Replay), "decoders are built with one"
-    driver = Driver(built.engine, Deck(range(2, checkpoint.model_config.vocab_size)), plan.max_model_len.value)
+    driver = Driver(built.engine, Deck(range(2, checkpoint.decoder.vocab_size)), plan.max_model_len.value)
     kinds = (EAGER,) if precision == "fp32" or replay.reason else (EAGER, RECORDED)
     return [Way(precision, how, driver, replay) for how in kinds]
 

@@ -138,7 +138,7 @@ def measure(checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, steps: Step
             raise MeasurementFailed(f"nothing is guessed with this plan: {plan.speculation.reason}")
         teller = Teller(built.engine, min(TOKENS, plan.max_model_len.value - PROMPT_TOKENS))
         taken: Taken = {chance: Samples() for chance in (None, *TARGETS)}
-        deck = Deck(range(2, checkpoint.model_config.vocab_size))
+        deck = Deck(range(2, checkpoint.decoder.vocab_size))
         with torch.inference_mode():
             complete = _rounds(rounds, Round(teller, deck, speculation), taken, advance)
     details = {"machine": facts.to_json(), "plan": plan.to_json(), "torch": torch.__version__}

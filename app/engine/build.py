@@ -5,20 +5,19 @@ Serving and `armature bench engine` build theirs here, so what is measured is wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from app.backends.base import Backend
-from app.backends.selection import select_backend
 from app.engine.batch import Batch, Span
 from app.engine.decoder import DecoderEngine
 from app.engine.drafts import PromptLookup
 from app.engine.kv_cache import KVCache, KVShape
 from app.engine.limits import Limits
+from app.engine.loading import Report, load
 from app.engine.pace import StepPace
 from app.engine.replay import Replay
 from app.engine.row_costs import RowCosts
@@ -34,11 +33,8 @@ from app.hardware.step_seconds import StepSeconds
 from app.kernels.attention import fits, most_few
 from app.messages import Generate, SamplingParams
 from app.models.config import ModelConfig
+from app.models.decoder import Decoder
 from app.weights.checkpoint import Checkpoint
-from app.weights.load import load_model
-from app.weights.pack_cache import Packs
-
-Report = Callable[[str], None]  # told the stage of loading, in words for people
 
 KV_DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32, "int8": torch.int8}
 WARM_UP_TOKENS = 16
@@ -59,15 +55,10 @@ def build_engine(
     checkpoint: Checkpoint, plan: ServingPlan, eos_token_ids: Collection[int], report: Report, steps: StepSeconds | None = None
 ) -> BuiltEngine:
     """Loads and warms up; `steps` is what steps were measured to take. Raises a `StartupError` where the plan cannot be served."""
-    report("preparing the device")
-    backend = select_backend(plan)
-    backend.configure(plan)
-    report("loading weights")
-    folder = plan.pack_folder.value
-    packs = None if folder is None else Packs(Path(folder), _percent(report, "keeping packed weights"))
-    model = load_model(checkpoint, plan, backend, _percent(report, "loading weights"), packs)
+    model, backend = load(checkpoint, plan, report)
+    assert isinstance(model, Decoder), "a decoder's checkpoint"
     report("reserving KV memory")
-    config = checkpoint.model_config
+    config = checkpoint.decoder
     kv_cache = KVCache(kv_shape(config, plan), KV_DTYPES[plan.kv_precision.value])
     replay = Replay(model, "" if plan.compile.value else plan.compile.reason)
     runner = Runner(replay, kv_cache, backend, Sampler(config.vocab_size), few_queries(config, plan))
@@ -132,16 +123,3 @@ def warm_up(runner: Runner) -> None:
         (picked,) = runner.run(Batch((span,)))
         sequence.token_ids.extend(picked.token_ids)
     runner.kv_cache.release(0, 0, runner.kv_cache.shape.max_len)
-
-
-def _percent(report: Report, stage: str) -> Callable[[int, int], None]:
-    told = -1
-
-    def progress(done: int, total: int) -> None:
-        nonlocal told
-        percent = 100 * done // max(total, 1)
-        if percent != told:
-            told = percent
-            report(f"{stage}, {percent}%")
-
-    return progress

@@ -64,7 +64,7 @@ def correlations_of(
     heard = {}
     for linear in (module for module in model.modules() if isinstance(module, Linear)):
         heard[linear.sources] = linear.form = Heard(linear.form, linear.in_features)
-    reader = Reader(model, checkpoint.model_config, KV_DTYPES[plan.kv_precision.value], backend)
+    reader = Reader(model, checkpoint.decoder, KV_DTYPES[plan.kv_precision.value], backend)
     for done, window in enumerate(windows):
         for _, logits in reader.steps(window):
             openness = (1 - logits.softmax(-1).square_().sum(-1)).clamp_min(0).sqrt()

@@ -29,14 +29,14 @@ def _parts(name: str, *ours: str) -> dict[str, Stored]:
 
 @dataclass(frozen=True, slots=True)
 class EncoderFamily:
-    """`prefix` stands before the names of all tensors but the head's where a checkpoint has a head. `layouts`: any of them may be met.
+    """`prefixes`: one stands before the names of all tensors but the head's where a head is saved. `layouts`: any of them may be met.
 
     `padding_offset`: learned positions begin behind the padding id. `theta` None: positions do not turn. `head`: see `encoder_heads`.
     """
 
     stem: str
     model_type: str
-    prefix: str
+    prefixes: tuple[str, ...]
     layouts: tuple[Names, ...]
     head: str = "tanh"
     num_types: int = 2
@@ -146,16 +146,16 @@ _FIRST_GTE: Names = {
 _ROBERTA: Names = {**_BERT_LAYERS, **_TWO_LAYER_HEAD}
 
 ENCODER_FAMILIES: tuple[EncoderFamily, ...] = (
-    EncoderFamily("Bert", "bert", "bert.", ({**_BERT_LAYERS, **_POOLER_HEAD},)),
-    EncoderFamily("Roberta", "roberta", "roberta.", (_ROBERTA,), padding_offset=True),
-    EncoderFamily("XLMRoberta", "xlm-roberta", "roberta.", (_ROBERTA,), padding_offset=True),
-    EncoderFamily("Camembert", "camembert", "roberta.", (_ROBERTA,), padding_offset=True),
-    EncoderFamily("DistilBert", "distilbert", "distilbert.", (_DISTILBERT,), head="relu", num_types=0),
-    EncoderFamily("MPNet", "mpnet", "mpnet.", (_MPNET,), num_types=0, padding_offset=True),
+    EncoderFamily("Bert", "bert", ("bert.",), ({**_BERT_LAYERS, **_POOLER_HEAD},)),
+    EncoderFamily("Roberta", "roberta", ("roberta.",), (_ROBERTA,), padding_offset=True),
+    EncoderFamily("XLMRoberta", "xlm-roberta", ("roberta.",), (_ROBERTA,), padding_offset=True),
+    EncoderFamily("Camembert", "camembert", ("roberta.",), (_ROBERTA,), padding_offset=True),
+    EncoderFamily("DistilBert", "distilbert", ("distilbert.",), (_DISTILBERT,), head="relu", num_types=0),
+    EncoderFamily("MPNet", "mpnet", ("mpnet.",), (_MPNET,), num_types=0, padding_offset=True),
     EncoderFamily(
         "ModernBert",
         "modernbert",
-        "model.",
+        ("model.",),
         (_MODERNBERT,),
         head="normed",
         num_types=0,
@@ -163,9 +163,9 @@ ENCODER_FAMILIES: tuple[EncoderFamily, ...] = (
         biases=False,
         gated=True,
     ),
-    EncoderFamily("NomicBert", "nomic_bert", "nomic_bert.", (_TURNING, _FIRST_NOMIC), theta=1_000.0, biases=False, gated=True),
-    EncoderFamily("Gte", "gte", "gte.", (_TURNING, _FIRST_GTE), num_types=1, theta=160_000.0, gated=True),
-    EncoderFamily("JinaEmbeddingsV3", "jina_embeddings_v3", "roberta.", (_JINA, _FIRST_JINA), num_types=1, theta=20_000.0),
+    EncoderFamily("NomicBert", "nomic_bert", ("nomic_bert.",), (_TURNING, _FIRST_NOMIC), theta=1_000.0, biases=False, gated=True),
+    EncoderFamily("Gte", "gte", ("gte.", "new."), (_TURNING, _FIRST_GTE), num_types=1, theta=160_000.0, gated=True),
+    EncoderFamily("JinaEmbeddingsV3", "jina_embeddings_v3", ("roberta.",), (_JINA, _FIRST_JINA), num_types=1, theta=20_000.0),
 )
 
 
@@ -213,6 +213,11 @@ def encoder_class(name: str, pools: bool) -> EncoderClass | None:
     if not (use in _USES or (pools and use.startswith("For"))):
         return None
     return EncoderClass(name, _BY_STEM.get(stem), DECODER_STEMS.get(stem), use == CLASSIFIES and not pools)
+
+
+def family_of(name: str) -> EncoderFamily:
+    """Of an encoder's architecture."""
+    return _BY_STEM[_stem(name) or ""]
 
 
 def _stem(name: str) -> str | None:

@@ -21,6 +21,7 @@ from app.models.encoder_families import (
 )
 from app.models.encoder_heads import head_of, labels_of, scores_of
 from app.models.fields import Fields
+from app.models.nomic_words import in_new_words
 from app.models.rope import Rope, parse_rope
 
 ENCODER_ACTIVATIONS: Mapping[str, EncoderActivation] = {
@@ -60,17 +61,25 @@ def read_encoder(values: Mapping[str, Any], words: SentenceWords | None = None) 
             f"config.json: {said} is not supported as an encoder; supported are {supported_encoders()}, each with its ForMaskedLM and"
             " ForSequenceClassification."
         )
-    config = (
-        _first_names(Fields(values)) if kind.family is not None and kind.family.model_type == "nomic_bert" else Fields(values)
-    )
+    config = in_new_words(Fields(values)) if kind.stem == "NomicBert" else Fields(values)
     read = _read_decoder(kind, config) if kind.family is None else _read_encoder(kind.family, kind, config)
     if kind.classifies:
         labels = labels_of(config)
         read = replace(read, head=head_of(kind, config), labels=labels, scores=words.scores or scores_of(config, len(labels)))
     elif words.pooling is not None:
-        read = replace(read, pooling=words.pooling)
+        read = replace(read, pooling=_fitting(words.pooling, read.hidden_size))
     longest = read.max_model_len if words.max_tokens is None else min(words.max_tokens, read.max_model_len)
     return replace(read, architecture=kind.name, max_model_len=longest, lowercases=words.lowercases)
+
+
+def _fitting(pooling: PoolingConfig, hidden_size: int) -> PoolingConfig:
+    """What is pooled, and what each dense module gives, is what the next one takes."""
+    size = hidden_size * len(pooling.modes)
+    for dense in pooling.dense:
+        if dense.in_features != size:
+            raise CheckpointInvalid(f"{dense.folder}/config.json: in_features is {dense.in_features}, and {size} come in.")
+        size = dense.out_features
+    return pooling
 
 
 def _class_of(values: Mapping[str, Any], pools: bool) -> EncoderClass | None:
@@ -247,42 +256,3 @@ def _ropes(config: Fields, family: EncoderFamily, head_dim: int, num_layers: int
     full = parse_rope(config, head_dim, config.number("global_rope_theta", family.theta), "full_attention")
     local = parse_rope(config, head_dim, config.number("local_rope_theta", 10_000.0), "sliding_attention")
     return tuple(local if slides else full for slides in _slides(config, num_layers))
-
-
-# ---- Nomic's first config files ----------------------------------------------------------------------------------------
-
-_NOMIC_NAMES: Mapping[str, str] = {
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_embd": "hidden_size",
-    "n_inner": "intermediate_size",
-    "n_positions": "max_position_embeddings",
-    "layer_norm_epsilon": "layer_norm_eps",
-    "rotary_emb_base": "rope_theta",
-    "rotary_emb_fraction": "partial_rotary_factor",
-}
-# What they had to say for us to compute the same.
-_NOMIC_MUST: Mapping[str, tuple[Any, ...]] = {
-    "activation_function": ("swiglu",),
-    "prenorm": (False,),
-    "use_rms_norm": (False, None),
-    "rotary_emb_interleaved": (False,),
-    "rotary_scaling_factor": (None,),
-    "rotary_emb_scale_base": (None,),
-    "qkv_proj_bias": (False,),
-    "mlp_fc1_bias": (False,),
-    "mlp_fc2_bias": (False,),
-    "num_experts": (0, None),
-    "parallel_block": (False,),
-}
-
-
-def _first_names(config: Fields) -> Fields:
-    """Nomic's own spelling in transformers' words."""
-    if not config.has("n_embd"):
-        return config
-    for name, allowed in _NOMIC_MUST.items():
-        if name in config.values and config.values[name] not in allowed:
-            raise CheckpointInvalid(f"config.json: {name} {config.values[name]!r} is not supported; {allowed[0]!r} is.")
-    renamed = {new: config.values[old] for old, new in _NOMIC_NAMES.items() if config.has(old)}
-    return Fields({**config.values, **renamed, "hidden_act": "silu"})

@@ -5,67 +5,84 @@ Whatever is missing, damaged or not supported is refused with a sentence that na
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from app.errors import CheckpointInvalid
 from app.hardware.facts import Needs
-from app.kernels.layout import LAYOUTS
 from app.models.config import ModelConfig
-from app.models.shapes import Shape, norms_of, products_of, tensors_of
+from app.models.encoder_config import EncoderConfig
+from app.models.encoder_reading import is_encoder, read_encoder
+from app.models.encoder_shapes import encoder_tensors_of
+from app.models.shapes import Shape, tensors_of
 from app.weights.headers import TensorEntry, read_header
-from app.weights.recipes import find_recipe
+from app.weights.json_file import read_object, read_optional
+from app.weights.renaming import renamed
+from app.weights.resident import decoder_bytes, encoder_bytes, int8_copy_bytes
+from app.weights.sentence_transformers import sentence_words
 
 INDEX = "model.safetensors.index.json"
 STORED_DTYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-PRECISION_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2}
-ROUNDED = ("int8", "int4")
 _LISTED = 4  # names in one message
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A directory that can be served: its words and where each of its tensors lies."""
+    """A directory that can be served: its words and where each of its tensors lies, an encoder's under our names for them."""
 
     directory: Path
     config: Mapping[str, Any]
     generation_config: Mapping[str, Any]
-    model_config: ModelConfig
+    model_config: ModelConfig | EncoderConfig
     tensors: Mapping[str, TensorEntry]
+    given_name: str = ""  # where it was not asked for by its directory
 
     @property
     def name(self) -> str:
-        return self.directory.resolve().name
+        return self.given_name or self.directory.resolve().name
+
+    @property
+    def kind(self) -> Literal["decoder", "encoder"]:
+        return self.model_config.kind
+
+    @property
+    def decoder(self) -> ModelConfig:
+        """Where only a decoder will do. Raises `CheckpointInvalid`."""
+        if isinstance(self.model_config, ModelConfig):
+            return self.model_config
+        raise CheckpointInvalid(f"{self.directory} is an encoder ({self.model_config.architecture}); a decoder is needed here.")
+
+    @property
+    def encoder(self) -> EncoderConfig:
+        """Where only an encoder will do. Raises `CheckpointInvalid`."""
+        if isinstance(self.model_config, EncoderConfig):
+            return self.model_config
+        raise CheckpointInvalid(f"{self.directory} is a decoder ({self.model_config.architecture}); an encoder is needed here.")
 
     def needs(self) -> Needs:
-        """What serving it asks of a machine. With tied embeddings the output layer's copy is the one that counts."""
-        config = self.model_config
-        sizes = {name: entry.num_elements for name, entry in self.tensors.items()}
-        embedding = self.tensors["model.embed_tokens.weight"]
-        # The embedding's table is never converted: rows are looked up as they are stored, and counted where no output layer holds them.
-        table = 0 if config.tie_embeddings else embedding.nbytes
-        products = sum(sizes.values()) - (0 if config.tie_embeddings else embedding.num_elements)
+        """What serving it asks of a machine."""
+        config, tensors = self.model_config, self.tensors
+        if isinstance(config, ModelConfig):
+            held, kv_elements = decoder_bytes(config, tensors), 2 * config.num_layers * config.num_kv_heads * config.head_dim
+        else:
+            held, kv_elements = encoder_bytes(config, tensors), 0
         return Needs(
             kind=config.kind,
             architecture=config.architecture,
-            num_parameters=sum(sizes.values()),
-            weight_bytes=sum(entry.nbytes for entry in self.tensors.values()),
-            bytes_by_precision={
-                **{name: products * size + table for name, size in PRECISION_BYTES.items()},
-                **{name: rounded_bytes(config, name) + table for name in ROUNDED},
-            },
-            kv_elements_per_token=2 * config.num_layers * config.num_kv_heads * config.head_dim,
+            num_parameters=sum(entry.num_elements for entry in tensors.values()),
+            weight_bytes=sum(entry.nbytes for entry in tensors.values()),
+            bytes_by_precision=held,
+            kv_elements_per_token=kv_elements,
             max_model_len=config.max_model_len,
             num_layers=config.num_layers,
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
             stored_dtype=self.stored_dtype,
             num_kv_heads=config.num_kv_heads,
-            int8_copy_bytes=sum(LAYOUTS["int8"].nbytes(*shape) + 4 * shape[0] * bias for shape, bias in products_of(config)),
+            int8_copy_bytes=int8_copy_bytes(config),
         )
 
     @property
@@ -77,16 +94,6 @@ class Checkpoint:
         return STORED_DTYPES[elements.most_common(1)[0][0]]
 
 
-def rounded_bytes(config: ModelConfig, precision: str) -> int:
-    """Bytes of the products' weights, of biases and of norms (in FP32) where our own forms hold them: the same on x86 and on Arm."""
-    recipe = find_recipe("cpu", "x86_64", precision)
-    inner, output = (LAYOUTS[recipe.forms(is_output)[0]] for is_output in (False, True))
-    layers = sum(inner.nbytes(*shape) + 4 * shape[0] * bias for shape, bias in products_of(config))
-    heads = 2 * config.head_dim if config.qk_norm else 0
-    norms = config.num_layers * (len(norms_of(config)) * config.hidden_size + heads) + config.hidden_size
-    return layers + output.nbytes(config.vocab_size, config.hidden_size) + 4 * norms
-
-
 def open_checkpoint(directory: Path) -> Checkpoint:
     """Reads and checks everything but the weights' values. Raises `CheckpointInvalid`."""
     if not directory.is_dir():
@@ -94,29 +101,15 @@ def open_checkpoint(directory: Path) -> Checkpoint:
         raise CheckpointInvalid(
             f"Checkpoint {directory} {what}. A checkpoint is a directory with config.json, *.safetensors and tokenizer.json."
         )
-    config = _read_json(directory / "config.json")
+    words = sentence_words(directory)
+    config = read_object(directory / "config.json")
     if config.get("quantization_config"):
         raise CheckpointInvalid("config.json: the weights are quantised already (quantization_config); give the original ones.")
-    model_config = ModelConfig.from_hf(config)
-    tensors = _check_tensors(model_config, _find_tensors(directory))
+    model_config = read_encoder(config, words) if is_encoder(config, words) else ModelConfig.from_hf(config)
+    found = _find_tensors(directory)
+    tensors = _of_encoder(model_config, found, directory) if model_config.kind == "encoder" else _of_decoder(model_config, found)
     _check_tokenizer(directory)
-    generation = directory / "generation_config.json"
-    generation_config = _read_json(generation) if generation.exists() else {}
-    return Checkpoint(directory, config, generation_config, model_config, tensors)
-
-
-def _read_json(file: Path) -> Mapping[str, Any]:
-    if not file.is_file():
-        raise CheckpointInvalid(
-            f"{file.parent} has no {file.name}; a checkpoint is the whole directory as transformers saves it."
-        )
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointInvalid(f"{file.name} in {file.parent} is not JSON: {error}.") from error
-    if not isinstance(values, dict):
-        raise CheckpointInvalid(f"{file.name} in {file.parent} is not a JSON object.")
-    return values
+    return Checkpoint(directory, config, read_optional(directory / "generation_config.json"), model_config, tensors)
 
 
 # ---- which files ------------------------------------------------------------------------------------------------------
@@ -141,7 +134,7 @@ def _find_tensors(directory: Path) -> dict[str, TensorEntry]:
 
 
 def _read_shards(directory: Path) -> dict[str, TensorEntry]:
-    places = _read_json(directory / INDEX).get("weight_map")
+    places = read_object(directory / INDEX).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) and Path(file).name == file for file in places.values()):
         raise CheckpointInvalid(f"{INDEX}: weight_map must map tensor names to names of files beside it.")
     files = sorted(set(places.values()))
@@ -168,27 +161,44 @@ def _check_tokenizer(directory: Path) -> None:
 # ---- which tensors ----------------------------------------------------------------------------------------------------
 
 
-def _check_tensors(config: ModelConfig, found: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+def _of_decoder(config: ModelConfig, found: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    extra = [name for name in found if name not in tensors_of(config) and not _is_harmless(name, config)]
+    missing = [name for name in tensors_of(config) if name not in found]
+    if missing == ["lm_head.weight"]:
+        raise CheckpointInvalid(
+            "The weights have no lm_head.weight; if it shares the embedding's, config.json must say tie_word_embeddings: true."
+        )
+    return _checked(config.architecture, tensors_of(config), found, extra)
+
+
+def _of_encoder(config: EncoderConfig, found: Mapping[str, TensorEntry], directory: Path) -> dict[str, TensorEntry]:
+    tensors, extra = renamed(found, config)
+    for place, dense in enumerate(config.pooling.dense):
+        own = _find_tensors(directory / dense.folder)
+        tensors |= {f"dense.{place}.{name.removeprefix('linear.')}": entry for name, entry in own.items()}
+    wanted = encoder_tensors_of(config)
+    if config.decoder is not None:
+        extra += [name for name in tensors if name not in wanted and name not in extra]
+    return _checked(config.architecture, wanted, tensors, extra)
+
+
+def _checked(
+    architecture: str, wanted: Mapping[str, Shape], found: Mapping[str, TensorEntry], extra: list[str]
+) -> dict[str, TensorEntry]:
     """The tensors that serving uses. Others are refused too: a weight left out silently is a wrong answer."""
-    wanted = tensors_of(config)
     missing = [name for name in wanted if name not in found]
     if missing:
-        raise CheckpointInvalid(_missing_sentence(config, missing, len(wanted)))
-    extra = [name for name in found if name not in wanted and not _is_harmless(name, config)]
+        raise CheckpointInvalid(
+            f"The weights lack {len(missing)} of the {len(wanted)} tensors of this {architecture}: {_names(missing)}."
+        )
     if extra:
         raise CheckpointInvalid(
-            f"The weights hold {len(extra)} tensors that config.json's {config.architecture} has no use for: {_names(extra)}."
+            f"The weights hold {len(extra)} tensors that config.json's {architecture} has no use for: {_names(extra)}."
             " Check num_hidden_layers and the architecture."
         )
     for name, shape in wanted.items():
         _check_tensor(name, found[name], shape)
     return {name: found[name] for name in wanted}
-
-
-def _missing_sentence(config: ModelConfig, missing: list[str], num_wanted: int) -> str:
-    if missing == ["lm_head.weight"]:
-        return "The weights have no lm_head.weight; if it shares the embedding's, config.json must say tie_word_embeddings: true."
-    return f"The weights lack {len(missing)} of the {num_wanted} tensors of this {config.architecture}: {_names(missing)}."
 
 
 def _is_harmless(name: str, config: ModelConfig) -> bool:

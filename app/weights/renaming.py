@@ -1,0 +1,87 @@
+"""An encoder's tensors under our names: whatever prefix a file has, whichever of a family's layouts, several in one tensor or not.
+
+A part of a stored tensor is a range of its rows, so it is known from the header alone; nothing is read or copied.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from app.errors import CheckpointInvalid
+from app.models.encoder_config import EncoderConfig
+from app.models.encoder_families import Stored, family_of, stored_names
+from app.weights.headers import TensorEntry
+
+DECODER_PREFIX = "model."
+_DECODER_HEADS: Mapping[str, str] = {"dense": "head.dense", "classifier": "head.out", "score": "head.out"}
+_OLD_NORMS: Mapping[str, str] = {"gamma": "weight", "beta": "bias"}  # as the first checkpoints called them
+# Heads that guess words, sentences or answers, computed positions, and what a base model keeps for a head that it does not have here.
+_HARMLESS = re.compile(
+    r"(cls|lm_head|pooler|classifier|pre_classifier|qa_outputs|score|head|decoder|dense|vocab_\w+)\."
+    r"|(embeddings\.|.*\.)?position_ids$|.*rotary_emb\.inv_freq$"
+)
+
+
+def renamed(found: Mapping[str, TensorEntry], config: EncoderConfig) -> tuple[dict[str, TensorEntry], list[str]]:
+    """Tensors by our names, and the stored names of those that are of no use and not known to be harmless."""
+    if any("lora_" in name or ".parametrizations." in name for name in found):
+        raise CheckpointInvalid(
+            "The weights hold adapters (LoRA), which are not served: merge one into the weights and save them."
+        )
+    if config.decoder is not None:
+        tensors, spare = _of_decoder(found)
+    else:
+        tensors, spare = _of_encoder(found, config)
+    return tensors, [name for name in spare if not _HARMLESS.match(name)]
+
+
+def _of_decoder(found: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry], list[str]]:
+    """Saved alone it has no prefix, beside a head it has. What is no decoder's at all is found to be missing or left over later."""
+    prefix = "" if any(name.startswith(DECODER_PREFIX) for name in found) else DECODER_PREFIX
+    tensors, spare = {}, []
+    for name, entry in found.items():
+        head, _, kind = name.rpartition(".")
+        if head in _DECODER_HEADS:
+            tensors[f"{_DECODER_HEADS[head]}.{kind}"] = entry
+        elif name.startswith("lm_head."):
+            spare.append(name)
+        else:
+            tensors[prefix + name] = entry
+    return tensors, spare
+
+
+def _of_encoder(found: Mapping[str, TensorEntry], config: EncoderConfig) -> tuple[dict[str, TensorEntry], list[str]]:
+    family = family_of(config.architecture)
+    plain = {_plain(name, family.prefixes): entry for name, entry in found.items()}
+    layouts = [dict(stored_names(names, config.num_layers)) for names in family.layouts]
+    layout = max(layouts, key=lambda names: sum(f"{stored.name}.weight" in plain for stored in names.values()))
+    tensors, used = {}, set()
+    for ours, stored in layout.items():
+        for kind in ("weight", "bias"):
+            name = f"{stored.name}.{kind}"
+            if name in plain:
+                tensors[f"{ours}.{kind}"] = part_of(plain[name], stored)
+                used.add(name)
+    return tensors, [name for name in plain if name not in used]
+
+
+def _plain(name: str, prefixes: tuple[str, ...]) -> str:
+    """Without the base model's prefix, and with a norm's tensors called as everywhere."""
+    name = next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), name)
+    head, _, kind = name.rpartition(".")
+    return f"{head}.{_OLD_NORMS[kind]}" if kind in _OLD_NORMS else name
+
+
+def part_of(entry: TensorEntry, stored: Stored) -> TensorEntry:
+    """The rows of one of several tensors that lie in one."""
+    if stored.parts == 1:
+        return entry
+    if not entry.shape or entry.shape[0] % stored.parts:
+        raise CheckpointInvalid(
+            f"{entry.file.name}: {stored.name} of shape {list(entry.shape)} cannot be cut into {stored.parts} equal parts by rows."
+        )
+    nbytes = entry.nbytes // stored.parts
+    start = entry.start + stored.part * nbytes
+    return replace(entry, shape=(entry.shape[0] // stored.parts, *entry.shape[1:]), start=start, end=start + nbytes)
