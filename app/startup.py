@@ -24,17 +24,20 @@ from app.hardware.facts import plain
 from app.hardware.files import Files
 from app.messages import Stop
 from app.metrics import About, Metrics, Place
+from app.models.encoder_config import EncoderConfig
 from app.preparation import Prepared, calibrate
-from app.served import Limits, ServedDecoder
+from app.served import Limits, ServedDecoder, ServedEncoder, ServedModel, ServedProgram
 from app.service import Service
 from app.settings import Settings
 from app.version import VERSION
+from app.weights.program import ProgramCheckpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from app.engine.worker import Engine
     from app.text.tokenizer import Tokenizer
+    from app.weights.checkpoint import Checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +59,40 @@ def read_api_keys(settings: Settings) -> tuple[str, ...]:
     if not keys:
         raise SettingsInvalid(f"api_key_file {settings.api_key_file} holds no key: nobody could be served.")
     return (*settings.api_keys, *keys)
+
+
+def read_tokenizer(checkpoint: Checkpoint | ProgramCheckpoint, report: Callable[[str], None]) -> Tokenizer | None:
+    """None for an exported program, which reads no text."""
+    if isinstance(checkpoint, ProgramCheckpoint):
+        return None
+    from app.text.tokenizer import Tokenizer
+
+    report("reading the tokenizer")
+    config = checkpoint.model_config
+    return Tokenizer(checkpoint.directory, lowercases=isinstance(config, EncoderConfig) and config.lowercases)
+
+
+def served_model(prepared: Prepared, tokenizer: Tokenizer | None) -> ServedModel:
+    """The half of the model that needs no torch, and the limits of the final plan."""
+    checkpoint, plan, name = prepared.checkpoint, prepared.plan, prepared.model_name
+    limits = Limits(
+        max_model_len=plan.max_model_len.value,
+        max_running_seqs=plan.max_running_seqs.value,
+        max_waiting_requests=plan.max_waiting_requests.value,
+        request_timeout_seconds=prepared.settings.request_timeout_seconds,
+        vocab_size=checkpoint.needs().vocab_size,
+        tokenizer_threads=plan.tokenizer_threads.value,
+    )
+    if isinstance(checkpoint, ProgramCheckpoint):
+        return ServedProgram(name, limits, checkpoint.signature)
+    assert tokenizer is not None, "what is no program reads text"
+    if isinstance(checkpoint.model_config, EncoderConfig):
+        return ServedEncoder(name, limits, tokenizer, checkpoint.model_config)
+    from app.text.chat import open_chat_template
+
+    return ServedDecoder(
+        name, limits, tokenizer, open_chat_template(checkpoint.directory, tokenizer.config, tokenizer.named_tokens)
+    )
 
 
 class Serving:
@@ -104,43 +141,26 @@ class Serving:
             report(stage)
 
         os.environ.update(self._prepared.plan.environment())  # before torch: its pools read it when they load
-        tell("reading the tokenizer")
-        from app.text.tokenizer import Tokenizer
-
-        tokenizer = Tokenizer(self._prepared.checkpoint.directory)
+        tokenizer = read_tokenizer(self._prepared.checkpoint, tell)
         tell("importing torch")
         began = time.monotonic()
-        from app.engine.build import build_engine
+        import torch  # noqa: F401  # now, so that it can be told how long it takes
+
+        from app.engine.kinds import Ordered, build
 
         log.info("torch imported in %.1f s", time.monotonic() - began)
         prepared = self._prepared = calibrate(self._prepared, tell)
         self._place_metrics()
         self._watch_speed()
-        self._serve_text(tokenizer)
+        self.service.serve(served_model(prepared, tokenizer))
         began = time.monotonic()
-        eos_token_ids = tokenizer.eos_token_ids
-        engine = build_engine(prepared.checkpoint, prepared.plan, eos_token_ids, tell, prepared.step_seconds).engine
+        eos_token_ids = () if tokenizer is None else tokenizer.eos_token_ids
+        engine = build(Ordered(prepared.checkpoint, prepared.plan, tell, prepared.step_seconds, eos_token_ids))
         gc.collect()
         gc.freeze()  # what is loaded stays: no collection while steps run looks through it again
         log.info("weights loaded and warmed up in %.1f s", time.monotonic() - began)
         log.info("ready in %.1f s", time.monotonic() - self._began)
         return engine
-
-    def _serve_text(self, tokenizer: Tokenizer) -> None:
-        """The half of the model that needs no torch, and the limits of the final plan."""
-        from app.text.chat import open_chat_template
-
-        checkpoint, plan = self._prepared.checkpoint, self._prepared.plan
-        chat = open_chat_template(checkpoint.directory, tokenizer.config, tokenizer.named_tokens)
-        limits = Limits(
-            max_model_len=plan.max_model_len.value,
-            max_running_seqs=plan.max_running_seqs.value,
-            max_waiting_requests=plan.max_waiting_requests.value,
-            request_timeout_seconds=self._prepared.settings.request_timeout_seconds,
-            vocab_size=checkpoint.model_config.vocab_size,
-            tokenizer_threads=plan.tokenizer_threads.value,
-        )
-        self.service.serve(ServedDecoder(self._prepared.model_name, limits, tokenizer, chat))
 
     def _worker_failed(self, error: BaseException) -> None:
         self.service.on_worker_exit()

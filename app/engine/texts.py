@@ -66,6 +66,10 @@ class Encoding:
             taken.append(TextSpan(self, -index))
         return taken
 
+    def spans(self) -> list[TextSpan]:
+        """All of its texts, in order."""
+        return [TextSpan(self, index) for index in range(len(self.order.texts))]
+
     def put_back(self, spans: Iterable[TextSpan]) -> None:
         """Taken, but not computed."""
         self.left = sorted([*self.left, *((span.num_tokens, -span.index) for span in spans)])

@@ -1,0 +1,49 @@
+"""From an encoder's checkpoint and a plan to an engine that can step, on the thread that will step it: backend, weights, warm-up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from app.backends.base import Backend
+from app.engine.encode_pace import EncodePace
+from app.engine.encode_runner import EncodeRunner
+from app.engine.encoder import EncodeLimits, EncoderEngine
+from app.engine.loading import Report, load
+from app.engine.texts import Encoding
+from app.hardware.plan import ServingPlan
+from app.hardware.step_seconds import StepSeconds
+from app.messages import Encode, Text
+from app.models.encoder import Encoder
+from app.weights.checkpoint import Checkpoint
+
+WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEncoder:
+    """An engine with the parts that benches and `/info` look at."""
+
+    engine: EncoderEngine
+    runner: EncodeRunner
+    model: Encoder
+    backend: Backend
+
+
+def build_encoder(checkpoint: Checkpoint, plan: ServingPlan, report: Report, steps: StepSeconds | None = None) -> BuiltEncoder:
+    """Loads and warms up; `steps` is what steps were measured to take. Raises a `StartupError` where the plan cannot be served."""
+    model, backend = load(checkpoint, plan, report)
+    assert isinstance(model, Encoder), "an encoder's checkpoint"
+    room = max(plan.max_batch_tokens.value, plan.max_model_len.value)
+    runner = EncodeRunner(model, room, "" if plan.compile.value else plan.compile.reason)
+    report("warming up")
+    warm_up(runner, plan.max_model_len.value)
+    limits = EncodeLimits(plan.max_model_len.value, plan.max_running_seqs.value, model.config.outputs)
+    engine = EncoderEngine(runner, limits, EncodePace(plan.batch_target_tokens.value, steps))
+    return BuiltEncoder(engine, runner, model, backend)
+
+
+def warm_up(runner: EncodeRunner, max_model_len: int) -> None:
+    """One batch for each output beside the engine, so that the first client pays neither for pools nor for what is recorded once."""
+    text = Text((0,) * min(WARM_UP_TOKENS, max_model_len))
+    for output in runner.model.config.outputs:
+        runner.run(Encoding.of(Encode("warm-up", (text,), (output,), arrived_at=0.0)).spans())
