@@ -21,13 +21,14 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import Response
 
-from app.api import embeddings, health, native, openai, rerank, tei, web
+from app.api import embeddings, health, native, oip, oip_generate, openai, rerank, tei, web
 from app.api.dependencies import Runtime
 from app.api.door import Door
 from app.api.encoder_schemas import ClassifyBody, EmbedBody, EmbeddingsBody, RerankBody
 from app.api.errors import HANDLED, answer_error
 from app.api.head import BoundedHead
 from app.api.native_schemas import DetokenizeBody, GenerateBody, TokenizeBody
+from app.api.oip_schemas import InferBody, OipGenerateBody
 from app.api.openai_schemas import ChatBody, CompletionBody
 from app.api.schemas import Body
 from app.api.tei_schemas import EmbedAllBody, PredictBody, RankBody, SimilarityBody
@@ -80,6 +81,22 @@ URLS = (
     Url("POST", "/predict", tei.predict, "text-embeddings-inference: labels with scores", PredictBody),
     Url("POST", "/rerank", tei.rerank, "text-embeddings-inference: texts in order of their relevance", RankBody),
     Url("POST", "/similarity", tei.similarity, "text-embeddings-inference: how alike sentences are", SimilarityBody),
+    Url("GET", "/v2", oip.server, "Open Inference Protocol: the server"),
+    Url("GET", "/v2/", oip.server, "Open Inference Protocol: the server"),
+    Url("GET", "/v2/health/live", oip.live, "Open Inference Protocol: as /healthz"),
+    Url("GET", "/v2/health/ready", oip.ready, "Open Inference Protocol: as /readyz"),
+    Url("GET", f"{VERSIONED}/ready", oip.model_ready, "The same of a version"),
+    Url("GET", f"{VERSIONED}/config", oip.model_config, "The same of a version"),
+    Url("POST", f"{VERSIONED}/infer", oip.infer, "The same of a version", InferBody),
+    Url("POST", f"{VERSIONED}/generate", oip_generate.generate, "The same of a version", OipGenerateBody),
+    Url("POST", f"{VERSIONED}/generate_stream", oip_generate.generate_stream, "The same of a version", OipGenerateBody),
+    Url("GET", VERSIONED, oip.model_metadata, "The same of a version"),
+    Url("GET", f"{MODEL}/ready", oip.model_ready, "Open Inference Protocol: whether a model is ready"),
+    Url("GET", f"{MODEL}/config", oip.model_config, "Open Inference Protocol: a model's tensors as Triton tells them"),
+    Url("POST", f"{MODEL}/infer", oip.infer, "Open Inference Protocol: tensors in, tensors out", InferBody),
+    Url("POST", f"{MODEL}/generate", oip_generate.generate, "Open Inference Protocol: a text's continuation", OipGenerateBody),
+    Url("POST", f"{MODEL}/generate_stream", oip_generate.generate_stream, "The same while it grows", OipGenerateBody),
+    Url("GET", MODEL, oip.model_metadata, "Open Inference Protocol: a model and its tensors"),
     Url("GET", "/", web.root, "The page"),
 )
 
