@@ -70,7 +70,7 @@ LAYERS: tuple[tuple[str, float], ...] = (
 # Parts that decide or translate import in milliseconds, without torch.
 TORCH_FREE = (
     "errors", "version", "settings", "messages", "measured", "hardware.*", "drift", "metrics", "quantiles", "models.config",
-    "weights.checkpoint",
+    "models.graph", "models.outputs", "weights.checkpoint", "weights.archive", "weights.program",
     "weights.recipes", "engine.sequence", "engine.slots", "engine.scheduler", "engine.pace", "engine.standing", "engine.batch",
     "engine.drafts", "engine.speculation", "engine.row_costs", "engine.texts", "engine.encoder", "engine.encode_pace",
     "calibration", "preparation",

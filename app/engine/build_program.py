@@ -30,7 +30,13 @@ def build_program(checkpoint: ProgramCheckpoint, plan: ServingPlan, report: Repo
     served = Served(program, checkpoint.signature, checkpoint.gives, checkpoint.fewest_rows)
     report("warming up")
     check_rows(served)
-    return ProgramEngine(served, min(plan.max_batch_tokens.value, checkpoint.most_rows or plan.max_batch_tokens.value))
+    return ProgramEngine(served, _rows(checkpoint, plan))
+
+
+def _rows(checkpoint: ProgramCheckpoint, plan: ServingPlan) -> int:
+    """Of a step: as the plan says, and no more than the program was exported for."""
+    wanted = plan.batch_target_tokens.value
+    return min(wanted, checkpoint.most_rows or wanted)
 
 
 def check_rows(served: Served) -> None:

@@ -51,6 +51,7 @@ def _states(checkpoint: ProgramCheckpoint, archive: Archive, progress: Progress)
             done += members[stored.member].nbytes
             progress(min(done, total), total)
         states[name] = torch.as_strided(members[stored.member], stored.shape, stored.strides, stored.offset)
+    progress(total, total)
     return states
 
 

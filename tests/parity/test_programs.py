@@ -1,0 +1,107 @@
+"""Exported programs against the models that they were exported from, in every precision, and whatever company a row has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from app.engine.build_program import check_rows, made_up
+from app.engine.program import Served
+from app.errors import CheckpointInvalid
+from app.weights.load_program import load_program
+from app.weights.program import open_program
+from exported_programs import MODEL, model_of, tampered, write_program
+from planned_machines import machine, plan
+
+CLOSE = {"fp32": 1e-5, "bf16": 0.03, "int8": 0.03}  # of the largest value
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("programs")
+    for name in ("recommender", "vision", "reader", "centred", "guarded"):
+        write_program(directory, name)
+    return directory
+
+
+def served(path: Path, precision: str = "fp32") -> Served:
+    checkpoint = open_program(path)
+    told: list[tuple[int, int]] = []
+    program = load_program(checkpoint, plan(machine(), precision=precision), lambda done, total: told.append((done, total)))
+    assert told and told[-1][0] == told[-1][1]
+    return Served(program, checkpoint.signature, checkpoint.gives, checkpoint.fewest_rows)
+
+
+def expected(name: str, inputs: dict[str, Tensor]) -> list[Tensor]:
+    with torch.inference_mode():
+        return _pytree.tree_leaves(model_of(name)(*inputs.values()))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("name", ["recommender", "vision", "reader", "guarded"])
+def test_as_the_model_itself(programs: Path, name: str, precision: str) -> None:
+    subject = served(programs / f"{name}.pt2", precision)
+    inputs = made_up(subject.signature, 3)
+    results = subject.run(inputs)
+    for result, wanted in zip(results.values(), expected(name, inputs), strict=True):
+        assert result.shape == wanted.shape
+        if wanted.is_floating_point():
+            assert (result.float() - wanted).abs().max() <= CLOSE[precision] * wanted.abs().max()
+        elif precision == "fp32":
+            assert torch.equal(result, wanted)
+
+
+@pytest.mark.parametrize("name", ["recommender", "vision", "reader"])
+def test_a_row_is_what_it_is_alone(programs: Path, name: str) -> None:
+    subject = served(programs / f"{name}.pt2")
+    check_rows(subject)
+    inputs = made_up(subject.signature, 5)
+    together = subject.run(inputs)
+    for row in range(5):
+        alone = subject.run({key: tensor[row : row + 1] for key, tensor in inputs.items()})
+        for key, result in alone.items():
+            torch.testing.assert_close(result[0], together[key][row], rtol=1e-4, atol=1e-5)
+
+
+def test_rows_that_change_each_other_are_refused(programs: Path) -> None:
+    with pytest.raises(CheckpointInvalid, match="'output' of a row depends on the other rows"):
+        check_rows(served(programs / "centred.pt2"))
+
+
+def test_a_program_exported_for_two_rows_or_more_serves_one(programs: Path) -> None:
+    subject = served(programs / "recommender.pt2")
+    wants_two = Served(subject.program, subject.signature, subject.gives, fewest=2)
+    inputs = made_up(subject.signature, 1)
+    for name, result in wants_two.run(inputs).items():
+        torch.testing.assert_close(result, subject.run(inputs)[name], rtol=1e-4, atol=1e-6)
+        assert len(result) == 1
+
+
+def test_linear_layers_are_held_in_our_forms(programs: Path) -> None:
+    checkpoint = open_program(programs / "recommender.pt2")
+    assert checkpoint.linears == {"p_net_0_weight": "p_net_0_bias", "p_net_2_weight": "p_net_2_bias", "p_score_weight": None}
+
+
+@pytest.mark.parametrize(
+    "target", ["torch.load", "torch.ops.aten.from_file.default", "torch.os.system", "torch.ops.prim.device.default"]
+)
+def test_nothing_but_operators_is_called(programs: Path, tmp_path: Path, target: str) -> None:
+    def calls(values: dict[str, dict[str, dict[str, list[dict[str, object]]]]]) -> None:
+        values["graph_module"]["graph"]["nodes"][0]["target"] = target
+
+    bad = tampered(programs / "recommender.pt2", tmp_path / "bad.pt2", MODEL, calls)
+    with pytest.raises(CheckpointInvalid, match=f"calls '{target}', which is none of torch's own operators"):
+        served(bad)
+
+
+def test_an_operator_that_this_torch_lacks_is_named(programs: Path, tmp_path: Path) -> None:
+    def calls(values: dict[str, dict[str, dict[str, list[dict[str, object]]]]]) -> None:
+        values["graph_module"]["graph"]["nodes"][0]["target"] = "torch.ops.aten.of_tomorrow.default"
+
+    bad = tampered(programs / "recommender.pt2", tmp_path / "bad.pt2", MODEL, calls)
+    with pytest.raises(CheckpointInvalid, match=f"of_tomorrow.default', which torch {torch.__version__}".replace("+", r"\+")):
+        served(bad)
