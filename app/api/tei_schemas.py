@@ -16,12 +16,10 @@ def _predicted(value: Any) -> tuple[bool, tuple[One, ...]]:
     """Whether there is more than one text, and the texts: a list of strings is one text or a pair, only a list of lists is many."""
     if isinstance(value, list) and value and isinstance(value[0], list):
         return True, tuple(_one(item) for item in value)
-    return False, (_one(value),)
+    return False, (value if isinstance(value, str) else _one(value),)
 
 
 def _one(value: Any) -> One:
-    if isinstance(value, str):
-        return value
     if isinstance(value, list) and len(value) in (1, 2) and set(map(type, value)) == {str}:
         return value[0] if len(value) == 1 else (value[0], value[1])
     raise ValueError("Input should be a string, a pair of strings, or a list of lists of one or two strings")

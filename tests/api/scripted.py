@@ -15,6 +15,7 @@ from app.errors import NotReady
 from app.generation import Accepted, ChoiceFinished, GenerationRequest, Piece, TextDelta, Usage
 from app.measured import Snapshot
 from app.messages import Timings
+from app.served import wrong_kind
 
 Step = Piece | Exception | asyncio.Event
 
@@ -47,7 +48,11 @@ class ScriptedService:
     def model(self) -> Any:
         if not self.ready:
             raise NotReady(f"The model is still loading: {self.stage}.")
-        return SimpleNamespace(name="demo", limits=SimpleNamespace(max_model_len=512))
+        return SimpleNamespace(name="demo", kind="decoder", limits=SimpleNamespace(max_model_len=512))
+
+    @property
+    def encoder(self) -> Any:
+        raise wrong_kind(self.model)
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Piece, None]:
         """Holds on to what it gives, so that only who closes a stream ends it, and not the collector of garbage."""
