@@ -44,17 +44,20 @@ BENCHES: Mapping[str, Bench] = {
     ),
     "eager": Bench("decode steps by the interpreter against the same run again natively, FP32 beside them", {"--rounds": 5}),
     "http": Bench(
-        "tokens a second and latencies of a server under load: ours, or any that speaks OpenAI's dialect",
+        "generation or embedding by a server under load: ours, or any that speaks OpenAI's dialect",
         {
+            "--kind": "generate",
             "--url": None,
-            "--api": "completions",
+            "--api": None,
             "--concurrency": None,
             "--rate": None,
             "--num-requests": None,
             "--seconds": None,
-            "--prompt-tokens": (128, 128),
-            "--max-tokens": (128, 128),
-            "--ignore-eos": True,
+            "--prompt-tokens": None,
+            "--max-tokens": None,
+            "--ignore-eos": None,
+            "--texts": None,
+            "--lengths": None,
             "--warmup": None,
             "--seed": 0,
             "--api-key": None,
@@ -157,9 +160,10 @@ def _load_flags() -> dict[str, dict[str, Any]]:
     """What `bench http` may be asked."""
     length = {"type": _lengths, "metavar": "N[:N]"}
     return {
+        "--kind": {"choices": ("generate", "embed"), "help": "what is asked for: streamed answers, or vectors of texts"},
         "--api": {
-            "choices": ("completions", "openai", "native"),
-            "help": "/v1/completions, /v1/chat/completions or our /generate",
+            "choices": ("completions", "openai", "native", "tei", "oip"),
+            "help": "generate: completions (unless given), openai's chat, our own; embed: openai (unless given), native, tei, oip",
         },
         "--concurrency": {
             "type": _counts,
@@ -167,11 +171,24 @@ def _load_flags() -> dict[str, dict[str, Any]]:
             "help": "clients who each wait for their answer (unless given: 1,8,32)",
         },
         "--rate": {"type": _rates, "metavar": "R,R", "help": "requests a second that wait for nobody, at random moments"},
-        "--num-requests": {"type": _count, "metavar": "N", "help": "of each load (unless given: 4 a client)"},
-        "--seconds": {"type": float, "metavar": "S", "help": "for which each load sends (unless given: 30 with --rate)"},
-        "--prompt-tokens": length | {"help": "length of the prompts, or from:to"},
-        "--max-tokens": length | {"help": "length of the answers, or from:to"},
-        "--ignore-eos": {"action": argparse.BooleanOptionalAction, "help": "go on after an end of text"},
+        "--num-requests": {"type": _count, "metavar": "N", "help": "of each load (unless given: 4 a client that generates)"},
+        "--seconds": {
+            "type": float,
+            "metavar": "S",
+            "help": "for which each load sends (unless given: 10 to embed, 30 with --rate)",
+        },
+        "--prompt-tokens": length | {"help": "generate: length of the prompts, or from:to (unless given: 128)"},
+        "--max-tokens": length | {"help": "generate: length of the answers, or from:to (unless given: 128)"},
+        "--ignore-eos": {
+            "action": argparse.BooleanOptionalAction,
+            "help": "generate: go on after an end of text (unless given: yes)",
+        },
+        "--texts": {"type": _count, "metavar": "N", "help": "embed: texts of a request (unless given: 1)"},
+        "--lengths": {
+            "type": _text_lengths,
+            "metavar": "N[:N]",
+            "help": "embed: tokens of a text, or from:to, or lognormal:MEDIAN:HIGHEST (unless given: 128)",
+        },
         "--warmup": {
             "type": int,
             "metavar": "N",
@@ -226,6 +243,12 @@ def _lengths(text: str) -> tuple[int, int]:
     if lengths[0] > lengths[1]:
         raise argparse.ArgumentTypeError(f"{text} ends before it begins")
     return lengths
+
+
+def _text_lengths(text: str) -> tuple[str, int, int]:
+    """`40:512` is anything between, each as likely; `lognormal:40:512` is mostly near 40."""
+    shape, numbers = ("lognormal", text.removeprefix("lognormal:")) if text.startswith("lognormal:") else ("even", text)
+    return (shape, *_lengths(numbers))
 
 
 def _complaint(unknown: list[str]) -> str:

@@ -7,18 +7,26 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
+from app.bench.dialects import DIALECTS
+from app.bench.embed_dialects import EMBED_DIALECTS
+from app.bench.embed_traffic import Texts
+from app.bench.embedding import Embedding
+from app.bench.generating import Generation
 from app.bench.load import DEFAULT_CLIENTS, Level, LoadJob, Target, measure_load
+from app.bench.loops import Bounds
 from app.bench.over_http import Job, measure
-from app.bench.stats import Outcome
+from app.bench.stats import MeasurementFailed, Outcome
 from app.bench.tally import Objective
-from app.bench.traffic import Bounds, Wanted
-from app.bench.workload import Lengths
+from app.bench.traffic import Wanted
+from app.bench.workload import Lengths, LogNormal
 from app.hardware.room import kv_bytes_per_token
 from app.preparation import Prepared, calibrate, prepare
 from app.settings import Settings, setting_rows
+
+USUAL_TOKENS = (128, 128)
 
 
 def measured(settings: Settings, arguments: Namespace) -> Outcome:
@@ -92,20 +100,48 @@ def _flags(arguments: Namespace) -> tuple[str, ...]:
 
 def _load(settings: Settings, arguments: Namespace) -> LoadJob:
     """With a URL, `--model` is the name that the server there knows."""
-    url, api, key = arguments.url, arguments.api, arguments.api_key
+    embeds = arguments.kind == "embed"
+    api = _api(arguments, EMBED_DIALECTS if embeds else DIALECTS, "openai" if embeds else "completions")
+    url, key = arguments.url, arguments.api_key
     name = getattr(arguments, "model", None) if url else None
     targets = [Target(url, () if url else _flags(arguments), api, name, key)]
     if arguments.against:
         targets.append(Target(arguments.against, api=api, api_key=key))
     clients = arguments.concurrency or (() if arguments.rate else DEFAULT_CLIENTS)
     levels = [*(Level(clients=each) for each in clients), *(Level(rate=each) for each in arguments.rate or ())]
-    wanted = Wanted(Lengths(*arguments.prompt_tokens), Lengths(*arguments.max_tokens), arguments.ignore_eos, arguments.seed)
-    subject = (
-        f"{url or settings.checkpoint_directory.name}, {api}, prompts of {wanted.prompt_tokens}, answers of {wanted.max_tokens}"
-    )
+    work = _embedding(arguments) if embeds else _generation(arguments)
+    asked = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in work.details().items())
+    subject = f"{url or settings.checkpoint_directory.name}, {api}, {asked}"
     bounds = Bounds(arguments.num_requests, arguments.seconds)
-    objective = Objective(_seconds(arguments.slo_ttft_ms), _seconds(arguments.slo_itl_ms))
-    return LoadJob(subject, targets, levels, wanted, bounds, objective, arguments.rounds, arguments.warmup)
+    return LoadJob(subject, targets, levels, work, bounds, arguments.rounds, arguments.warmup)
+
+
+def _generation(arguments: Namespace) -> Generation:
+    _refuse(arguments, "texts", "lengths")
+    prompts, answers = (Lengths(*(given or USUAL_TOKENS)) for given in (arguments.prompt_tokens, arguments.max_tokens))
+    wanted = Wanted(prompts, answers, arguments.ignore_eos is not False, arguments.seed)
+    return Generation(wanted, Objective(_seconds(arguments.slo_ttft_ms), _seconds(arguments.slo_itl_ms)))
+
+
+def _embedding(arguments: Namespace) -> Embedding:
+    _refuse(arguments, "prompt_tokens", "max_tokens", "ignore_eos", "slo_ttft_ms", "slo_itl_ms")
+    shape, low, high = arguments.lengths or ("even", *USUAL_TOKENS)
+    lengths = LogNormal(low, high) if shape == "lognormal" else Lengths(low, high)
+    return Embedding(Texts(arguments.texts or 1, lengths, arguments.seed))
+
+
+def _refuse(arguments: Namespace, *names: str) -> None:
+    """What means nothing to this kind must not be given."""
+    for name in names:
+        if getattr(arguments, name) is not None:
+            raise MeasurementFailed(f"--{name.replace('_', '-')} says nothing to --kind {arguments.kind}")
+
+
+def _api(arguments: Namespace, dialects: Collection[str], usual: str) -> str:
+    api = arguments.api or usual
+    if api not in dialects:
+        raise MeasurementFailed(f"--api {api} is not for --kind {arguments.kind}: {', '.join(dialects)}")
+    return str(api)
 
 
 def _seconds(milliseconds: float | None) -> float | None:

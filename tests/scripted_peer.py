@@ -1,4 +1,4 @@
-"""A server of somebody else's, by script: OpenAI's completions as an event stream, and what servers get wrong; on a thread of its own."""
+"""A server of somebody else's, by script: OpenAI's completions as an event stream, vectors of texts, and what servers get wrong."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ PACE_SECONDS = 0.001  # between two events, so that they arrive one by one
 
 @dataclass
 class ScriptedPeer:
-    """`cut`: bytes of a part of a chunked answer. `fault`: by number, how it fails. `hold`: all but the first wait for so many."""
+    """`cut`: bytes of a part of a chunked answer. `fault`: by number, how it fails.
+
+    `hold`: all but the first `num_asking` wait for so many. `embeds`: the dialect in which vectors are asked for.
+    It runs on a thread of its own.
+    """
 
     cut: int = 10_000
     usage: bool = True
@@ -26,6 +30,8 @@ class ScriptedPeer:
     count: Callable[[Any], int] = len
     fault: Callable[[int], str | None] = lambda number: None
     hold: int = 0
+    num_asking: int = 1
+    embeds: str = "openai"
     on_request: Callable[[int], None] = lambda number: None
     url: str = ""
     bodies: list[Body] = field(default_factory=list)
@@ -55,25 +61,50 @@ class ScriptedPeer:
             return self._plain(writer, 200, {"data": [{"id": "peer"}]})
         if path == "/tokenize" and self.token_ids:
             return self._plain(writer, 200, {"tokens": list(range(50))})
+        if path in ("/v1/embeddings", "/embed", "/v2/models/peer/infer"):
+            return await self._embed(writer, body)
         if path != "/v1/completions" or not (self.token_ids or isinstance(body["prompt"], str)):
             return self._plain(writer, 404, {"error": "there is no such thing"})
         return await self._complete(writer, body)
 
-    def _plain(self, writer: asyncio.StreamWriter, status: int, body: Body, headers: str = "") -> bool:
+    def _plain(self, writer: asyncio.StreamWriter, status: int, body: Any, headers: str = "") -> bool:
         text = json.dumps(body).encode()
         writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(text)}\r\n{headers}\r\n".encode() + text)
         return True
 
-    async def _complete(self, writer: asyncio.StreamWriter, body: Body) -> bool:
+    async def _taken(self, body: Body) -> str | None:
+        """How this request fails, once its time has come."""
         self.bodies.append(body)
         number = len(self.bodies)
         self.on_request(number)
         fault = self.fault(number)
         self.faults[fault or "none"] += 1
+        while fault != "429" and number > self.num_asking and len(self.bodies) < self.hold:
+            await asyncio.sleep(0)
+        return fault
+
+    async def _embed(self, writer: asyncio.StreamWriter, body: Body) -> bool:
+        fault = await self._taken(body)
         if fault == "429":
             return self._plain(writer, 429, {"error": "too many"}, "Retry-After: 0\r\n")
-        while number > 1 and len(self.bodies) < self.hold:
-            await asyncio.sleep(0)
+        if fault == "cut":
+            return False
+        texts = body["input"] if self.embeds == "openai" else body["inputs"]
+        texts = texts[0]["data"] if self.embeds == "oip" else texts
+        usage = {"usage": {"prompt_tokens": sum(map(self.count, texts))}} if self.usage else {}
+        tensor = {"name": "embedding", "shape": [len(texts), 2], "data": [0.5, 0.5] * len(texts)}
+        answers: dict[str, Any] = {
+            "openai": {"data": [{"index": index, "embedding": [0.5, 0.5]} for index in range(len(texts))], **usage},
+            "native": {"embeddings": [[0.5, 0.5]] * len(texts), **usage},
+            "tei": [[0.5, 0.5]] * len(texts),
+            "oip": {"outputs": [tensor]},
+        }
+        return self._plain(writer, 200, answers[self.embeds])
+
+    async def _complete(self, writer: asyncio.StreamWriter, body: Body) -> bool:
+        fault = await self._taken(body)
+        if fault == "429":
+            return self._plain(writer, 429, {"error": "too many"}, "Retry-After: 0\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         for event in self._events(body, fault):
             text = event.encode()

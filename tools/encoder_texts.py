@@ -17,7 +17,19 @@ from storybook.dice import Dice
 from storybook.story import may_train, write_story
 from tokenizers import Tokenizer
 
-DOCUMENTED = ("torch", "sympy", "transformers", "networkx", "numpy", "huggingface_hub", "openai", "pip", "pydantic", "setuptools", "jinja2")
+DOCUMENTED = (
+    "torch",
+    "sympy",
+    "transformers",
+    "networkx",
+    "numpy",
+    "huggingface_hub",
+    "openai",
+    "pip",
+    "pydantic",
+    "setuptools",
+    "jinja2",
+)
 QUOTED = re.compile(r'^\s*[rR]?"""(.+?)"""', re.DOTALL | re.MULTILINE)
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 HELD_OUT_SHARE = 50  # one text of so many is never trained on

@@ -160,8 +160,12 @@ def make(options: argparse.Namespace) -> None:
     texts = [text for text in corpus(teacher_tokenizer, options.seed, options.texts) if not is_held_out(text)]
     taught = vectors(teacher, teacher_tokenizer, texts)
     axes = main_axes(taught, Shape().hidden_size)
-    print(f"the {axes.shape[1]} axes kept of {axes.shape[0]} hold {(taught @ axes).square().sum() / len(taught):.4f} of the squares")
-    tokenizer = smaller_tokenizer(teacher_tokenizer, choose_tokens(teacher_tokenizer, texts, Shape().vocab_size), Shape().max_positions)
+    print(
+        f"the {axes.shape[1]} axes kept of {axes.shape[0]} hold {(taught @ axes).square().sum() / len(taught):.4f} of the squares"
+    )
+    tokenizer = smaller_tokenizer(
+        teacher_tokenizer, choose_tokens(teacher_tokenizer, texts, Shape().vocab_size), Shape().max_positions
+    )
     net = Bert(Shape(vocab_size=tokenizer.get_vocab_size()))
     print(f"{sum(parameter.numel() for parameter in net.parameters()):,} parameters")
     begin(net, tokenizer, teacher, teacher_tokenizer, axes)
@@ -173,7 +177,9 @@ def make(options: argparse.Namespace) -> None:
 def main() -> None:
     """Train and save, or evaluate, or both."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--teacher", type=Path, required=True, metavar="DIR", help="all-MiniLM-L6-v2, a sentence-transformers directory")
+    parser.add_argument(
+        "--teacher", type=Path, required=True, metavar="DIR", help="all-MiniLM-L6-v2, a sentence-transformers directory"
+    )
     parser.add_argument("--out", type=Path, help="directory to write the checkpoint to")
     parser.add_argument("--evaluate", type=Path, metavar="DIR", help="measure a checkpoint against the teacher")
     parser.add_argument("--seed", type=int, default=0)

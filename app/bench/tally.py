@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.bench.client import Stream
+from app.bench.loops import Side, Stretch
 from app.bench.stats import Figure, percentile
 from app.bench.traffic import Answered, Run
 
@@ -26,37 +27,25 @@ class Objective:
         return soon and (self.itl_seconds is None or per_token <= self.itl_seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One server under one load: a run of every round. `server` is empty where there is but one."""
+def tokens_per_second(side: Side[Answered]) -> float:
+    """Median of rounds."""
+    return statistics.median(_rate(run, side.closed) for run in side.runs if run.answered)
 
-    label: str
-    server: str
-    runs: Sequence[Run]
-    closed: bool
 
-    @property
-    def answered(self) -> list[Answered]:
-        return [answered for run in self.runs for answered in run.answered]
+def over(side: Side[Answered], other: Side[Answered]) -> float | None:
+    """How many times as many tokens a second, round by round; the median."""
+    ratios = [_rate(run, side.closed) / _rate(its, other.closed) for run, its in side.pairs(other)]
+    return statistics.median(ratios) if ratios else None
 
-    @property
-    def tokens_per_second(self) -> float:
-        """Median of rounds."""
-        return statistics.median(self._rate(run) for run in self.runs if run.answered)
 
-    def over(self, other: Side) -> float | None:
-        """How many times as many tokens a second, round by round; the median."""
-        pairs = [(run, its) for run, its in zip(self.runs, other.runs, strict=False) if run.answered and its.answered]
-        return statistics.median(self._rate(run) / other._rate(its) for run, its in pairs) if pairs else None
-
-    def _rate(self, run: Run) -> float:
-        """While all clients had a stream where there are clients, else from the first request to the last token."""
-        by_client: dict[int, list[Stream]] = {}
-        for answered in run.answered:
-            by_client.setdefault(answered.client, []).append(answered.stream)
-        whole = self.closed and not run.failures  # a client that was sent away has no stream for a while
-        steady = steady_rate(by_client.values()) if whole else None
-        return overall_rate(run) if steady is None else steady
+def _rate(run: Run, closed: bool) -> float:
+    """While all clients had a stream where there are clients, else from the first request to the last token."""
+    by_client: dict[int, list[Stream]] = {}
+    for answered in run.answered:
+        by_client.setdefault(answered.client, []).append(answered.stream)
+    whole = closed and not run.failures  # a client that was sent away has no stream for a while
+    steady = steady_rate(by_client.values()) if whole else None
+    return overall_rate(run) if steady is None else steady
 
 
 def first_token_seconds(answered: Answered) -> float:
@@ -90,14 +79,14 @@ def _tokens_within(stream: Stream, begin: float, end: float) -> float:
     return inside * stream.num_tokens / seen
 
 
-def figures(side: Side, objective: Objective, against: Side | None = None) -> Iterator[Figure]:
+def figures(side: Side[Answered], objective: Objective, against: Side[Answered] | None = None) -> Iterator[Figure]:
     """`against`: another server under the same load in the same run."""
     label, answered, runs = side.label, side.answered, side.runs
     if answered:
-        rate = side.tokens_per_second
-        ratio = None if against is None else side.over(against)
+        rate = tokens_per_second(side)
+        ratio = None if against is None else over(side, against)
         overall = statistics.median(overall_rate(run) for run in runs if run.answered)
-        requests = len(answered) / sum(run.ended - run.started for run in runs)
+        requests = side.requests_per_second
         parts = {"overall": overall, "req/s": requests, "answered": len(answered)}
         yield Figure(
             f"{label} tokens", rate, "tok/s", ratio=ratio, against=against.server if against is not None else "", parts=parts
@@ -107,8 +96,7 @@ def figures(side: Side, objective: Objective, against: Side | None = None) -> It
             good = sum(map(objective.met, answered))
             sent = sum(run.num_sent for run in runs)
             yield Figure(f"{label} goodput", requests * good / len(answered), "req/s", ratio=good / sent, against="of all sent")
-    for kind, number in sorted(sum((run.failures for run in runs), Counter[str]()).items()):
-        yield Figure(f"{label} failed, {kind}", number, "requests", target=0, at_most=True)
+    yield from failures(side)
 
 
 def _latencies(label: str, answered: Sequence[Answered]) -> Iterator[Figure]:
@@ -121,17 +109,27 @@ def _latencies(label: str, answered: Sequence[Answered]) -> Iterator[Figure]:
     }
     for name, seconds in samples.items():
         if seconds:
-            parts = {f"p{share}": percentile(seconds, share / 100) * 1e3 for share in (90, 95)}
-            middle, p99 = statistics.median(seconds), percentile(seconds, 0.99)
-            yield Figure(f"{label} {name}", middle * 1e3, "ms", p99=p99 * 1e3, parts=parts)
+            yield latency(f"{label} {name}", seconds)
 
 
-def cpu_figure(runs: Iterable[Run]) -> Figure:
+def failures(side: Side[Any]) -> Iterator[Figure]:
+    """How many requests failed, by kind."""
+    for kind, number in sorted(sum((run.failures for run in side.runs), Counter[str]()).items()):
+        yield Figure(f"{side.label} failed, {kind}", number, "requests", target=0, at_most=True)
+
+
+def latency(name: str, seconds: Sequence[float]) -> Figure:
+    """Milliseconds, from the middle to the end."""
+    parts = {f"p{share}": percentile(seconds, share / 100) * 1e3 for share in (90, 95)}
+    return Figure(name, statistics.median(seconds) * 1e3, "ms", p99=percentile(seconds, 0.99) * 1e3, parts=parts)
+
+
+def cpu_figure(runs: Iterable[Stretch[Any]], unit: str = "piece") -> Figure:
     """What the client itself took of a core: it shares them with the server."""
     taken = list(runs)
     wall = sum(run.ended - run.started for run in taken)
     cpu, pieces = sum(run.cpu_seconds for run in taken), sum(run.num_pieces for run in taken)
-    parts = {"us/piece": 1e6 * cpu / pieces} if pieces else {}
+    parts = {f"us/{unit}": 1e6 * cpu / pieces} if pieces else {}
     return Figure("this client, of a core", 100 * cpu / wall if wall else 0.0, "%", parts=parts)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 # Common words that every tokenizer knows; prompts are dealt from their tokens.
 WORDS = (
@@ -57,6 +59,28 @@ class Lengths:
 
     def __str__(self) -> str:
         return f"{self.low}" if self.low == self.high else f"{self.low}:{self.high}"
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormal:
+    """How many tokens: as many below `median` as above it, a few of them far above, up to `highest`."""
+
+    median: int
+    highest: int
+
+    def draw(self, source: random.Random) -> int:
+        while True:
+            drawn = round(self.median * math.exp(source.gauss(0.0, self._sigma)))
+            if 1 <= drawn <= self.highest:
+                return drawn
+
+    @property
+    def _sigma(self) -> float:
+        """One text in a thousand would be longer than the highest; it is drawn anew."""
+        return max(math.log(self.highest / self.median), 0.0) / NormalDist().inv_cdf(0.999)
+
+    def __str__(self) -> str:
+        return f"lognormal:{self.median}:{self.highest}"
 
 
 def poisson(rate: float, seed: int) -> Iterator[float]:

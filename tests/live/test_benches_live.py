@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from app.bench import latency, overhead, process
+from app.bench.generating import Generation
 from app.bench.load import Level, LoadJob, Target, measure_load
+from app.bench.loops import Bounds
 from app.bench.over_http import Job, measure
 from app.bench.server import serving
 from app.bench.stats import Figure, MeasurementFailed
-from app.bench.tally import Objective
-from app.bench.traffic import Bounds, Wanted
+from app.bench.traffic import Wanted
 from app.bench.workload import Lengths
 
 pytestmark = pytest.mark.slow
@@ -74,7 +75,7 @@ async def test_a_prompt_that_does_not_fit_is_told_in_the_servers_words() -> None
 async def test_a_load_on_a_server_of_ours(api: str) -> None:
     wanted = Wanted(Lengths(40, 40), Lengths(8, 8))
     async with serving(None, FLAGS) as server:
-        job = LoadJob("demo", [Target(server.url, api=api)], [Level(clients=2)], wanted, Bounds(num_requests=6), Objective())
+        job = LoadJob("demo", [Target(server.url, api=api)], [Level(clients=2)], Generation(wanted), Bounds(num_requests=6))
         outcome = await asyncio.to_thread(measure_load, job)
     requests = outcome.details["runs"][0]["requests"]
     assert [request["tokens"] for request in requests] == [8] * 6
@@ -89,9 +90,8 @@ def test_a_load_starts_a_server_of_its_own() -> None:
         "demo",
         [Target(None, FLAGS)],
         [Level(rate=20.0)],
-        Wanted(Lengths(8, 16), Lengths(4, 8)),
+        Generation(Wanted(Lengths(8, 16), Lengths(4, 8))),
         Bounds(num_requests=5),
-        Objective(),
     )
     assert measure_load(job).figures[0].parts["answered"] == 5
 

@@ -19,8 +19,9 @@ from typing import IO
 
 from app.bench.client import streamed
 from app.bench.dialects import DIALECTS, Ask
+from app.bench.loops import Bounds
 from app.bench.prompts import prompts_for, served_model
-from app.bench.traffic import Bounds, Run, Traffic, Wanted
+from app.bench.traffic import Run, Traffic, Wanted
 from app.bench.wire import RequestBroken, Wire
 from tools.peers.sides import LAST_LINES, ROOT, environment
 

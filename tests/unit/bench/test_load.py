@@ -10,20 +10,23 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from app.bench import traffic
+from app.bench import loops
 from app.bench.console import table
+from app.bench.generating import Generation
 from app.bench.load import Level, LoadJob, Target, measure_load
+from app.bench.loops import Bounds
 from app.bench.stats import Figure, MeasurementFailed, Outcome
 from app.bench.tally import Objective
-from app.bench.traffic import Bounds, Wanted
+from app.bench.traffic import Wanted
 from app.bench.workload import Lengths
 from scripted_peer import ScriptedPeer, running
 
 
 def job(*peers: ScriptedPeer, levels: Sequence[Level] = (Level(clients=3),), **changed: Any) -> LoadJob:
     wanted = Wanted(Lengths(20, 20), changed.pop("max_tokens", Lengths(8, 8)))
-    given = {"bounds": Bounds(num_requests=9), "objective": Objective(), "warm_up": 0} | changed
-    return LoadJob("peer", [Target(peer.url) for peer in peers], levels, wanted, **given)
+    given = {"bounds": Bounds(num_requests=9), "warm_up": 0} | changed
+    work = Generation(wanted, given.pop("objective", Objective()))
+    return LoadJob("peer", [Target(peer.url) for peer in peers], levels, work, **given)
 
 
 def named(outcome: Outcome) -> dict[str, Figure]:
@@ -82,7 +85,7 @@ def test_ids_are_prompts_where_the_server_takes_them() -> None:
 
 
 def test_failures_are_told_by_kind_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traffic, "SHORTEST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(loops, "SHORTEST_PAUSE_SECONDS", 0.0)
     faults = {4: "429", 6: "cut", 7: "429", 9: "error", 11: "garbage"}  # the first two ask how long texts are
     with running(ScriptedPeer(fault=faults.get)) as peer:
         outcome = measure_load(job(peer, bounds=Bounds(num_requests=12)))

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from app.bench.client import Stream
 from app.bench.dialects import Usage
+from app.bench.loops import Bounds, Side
 from app.bench.stats import Figure
-from app.bench.tally import Objective, Side, cpu_figure, figures, steady_rate
-from app.bench.traffic import Answered, Bounds, Run
+from app.bench.tally import Objective, cpu_figure, figures, over, steady_rate
+from app.bench.traffic import Answered, Run
 from app.bench.workload import Lengths, TextDeck, poisson
 
 
@@ -51,11 +52,11 @@ def test_of_clients_that_were_sent_away_and_of_arrivals_all_counts() -> None:
 
 
 def test_two_servers_are_held_against_each_other_round_by_round() -> None:
-    def side(*steps: float) -> Side:
+    def side(*steps: float) -> Side[Answered]:
         return Side("x", "", [run_of(stream(1.0, step, 10), clients=1) for step in steps], closed=True)
 
-    assert side(0.1, 0.4, 0.2).over(side(0.2, 0.2, 0.2)) == pytest.approx(1.0), "ratios of rounds are 2, 0.5 and 1"
-    assert side(0.1).over(Side("x", "", [Run()], closed=True)) is None
+    assert over(side(0.1, 0.4, 0.2), side(0.2, 0.2, 0.2)) == pytest.approx(1.0), "ratios of rounds are 2, 0.5 and 1"
+    assert over(side(0.1), Side("x", "", [Run()], closed=True)) is None
 
 
 def test_every_latency_is_what_it_is_called() -> None:
