@@ -1,0 +1,80 @@
+"""What was recorded with many rows gives, run again with fewer, what fewer rows give: to the bit, whatever was there before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from app.kernels.int_panels import IntPacking
+from app.kernels.linear import Linear
+from app.kernels.memory import Words
+from app.kernels.operations import Code, has
+from app.kernels.recording import Pool, Unrecordable, record
+from app.kernels.resizing import Resizing
+from app.kernels.rowwise import gate, gather, rms_norm
+from app.kernels.table import stored_rows
+from app.kernels.turn import angles
+
+SIZE, INNER, MOST = 64, 96, 40
+pytestmark = pytest.mark.skipif(not has(Code.LINEAR_INT), reason="no native kernels here")
+
+
+class Net:
+    """Every kind of operation that has rows, on token ids that are refreshed in place; the last product is of some rows alone."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.table = torch.randn((50, SIZE), generator=generator)
+        self.norm, self.frequencies = torch.rand(SIZE, generator=generator), torch.rand(8, generator=generator)
+        self.up, self.down = Linear(("up",), SIZE, 2 * INNER), Linear(("down",), INNER, SIZE)
+        for linear in (self.up, self.down):
+            weight = torch.randn((linear.out_features, linear.in_features), generator=generator)
+            linear.form = IntPacking(8, 128, False).pack(weight, None)
+        self.ids, self.wanted = Words(MOST), Words(MOST)
+
+    def fill(self, tokens: int, wanted: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.ids.fill(torch.randint(0, 50, (tokens,), generator=generator).tolist())
+        self.wanted.fill(torch.randint(0, tokens, (wanted,), generator=generator).tolist())
+
+    def __call__(self, tokens: int, wanted: int) -> tuple[Tensor, Tensor, Tensor]:
+        ids = self.ids.tensor[:tokens]
+        hidden, (cos, sin) = stored_rows(self.table, ids), angles(ids, self.frequencies)
+        hidden = gather(hidden, self.wanted.tensor[:wanted])
+        inner = gate(
+            self.up(rms_norm(hidden, self.norm, 1e-6, torch.bfloat16, self.up.takes(wanted))), "silu", self.down.takes(wanted)
+        )
+        self.down.add_to(hidden, inner)
+        return hidden, cos, sin
+
+
+def test_fewer_rows_come_out_as_if_they_had_been_all() -> None:
+    net = Net()
+    net.fill(MOST, MOST - 1, seed=0)
+    recorded = record(Pool(), lambda: net(MOST, MOST - 1))
+    resizing = Resizing(recorded.steps, (MOST, MOST - 1))
+    for seed, (tokens, wanted) in enumerate([(17, 3), (1, 1), (MOST, MOST - 1), (33, 33), (33, 32), (2, 1), (MOST, 1)]):
+        net.fill(tokens, wanted, seed)
+        resizing.set((tokens, wanted))
+        result, cos, sin = recorded.run()
+        expected = net(tokens, wanted)
+        assert torch.equal(result[:wanted], expected[0])
+        assert torch.equal(cos[:tokens], expected[1]) and torch.equal(sin[:tokens], expected[2])
+
+
+def test_an_operation_of_another_number_of_rows_cannot_be_resized() -> None:
+    net = Net()
+    net.fill(MOST, 5, seed=0)
+    recorded = record(Pool(), lambda: net(MOST, 5))
+    with pytest.raises(Unrecordable, match="of 5 rows"):
+        Resizing(recorded.steps, (MOST,))
+
+
+@pytest.mark.parametrize("sizes", [(MOST + 1,), (0,), (1, 1)])
+def test_more_rows_than_there_is_room_for_are_a_mistake_of_ours(sizes: tuple[int, ...]) -> None:
+    net = Net()
+    net.fill(MOST, MOST, seed=0)
+    recorded = record(Pool(), lambda: net(MOST, MOST))
+    with pytest.raises(AssertionError):
+        Resizing(recorded.steps, (MOST,)).set(sizes)
