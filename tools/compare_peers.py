@@ -2,7 +2,7 @@
 
 Each side is a process of its own, run by the interpreter named, that has loaded its model and is halted while another has its turn.
 All are given token ids, pick greedily, write no text and schedule as they like. Ratios are the first side's speed over each other's,
-taken round by round.
+taken round by round. Encoders (`ours_encoder`, `openvino_encoder`, `torch_encoder`) are given texts: `--workloads 8x128,8x512`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import statistics
 import sys
 from dataclasses import dataclass
 from typing import Any
 
-from tools.peers.sides import Side, SideSpec
+from tools.peers.sides import KINDS, Side, SideSpec
 from tools.peers.turns import Taken, Turn
 
 PREFILL_TOKENS = 512
@@ -28,21 +29,32 @@ Rates = dict[str, dict[str, list[float]]]  # workload, side: tokens a second of 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`prefill`, or how many sequences decode together."""
+    """`prefill`, how many sequences decode together, or `8x128`: so many texts of so many tokens for an encoder."""
 
     name: str
     tokens: int
 
+    @property
+    def texts(self) -> tuple[int, int] | None:
+        rows, cross, tokens = self.name.partition("x")
+        return (int(rows), int(tokens)) if cross else None
+
     def turn(self, seed: int) -> Turn:
+        if self.texts is not None:
+            return Turn(*self.texts, 1, seed)
         if self.name == "prefill":
             return Turn(1, PREFILL_TOKENS, 1, seed)
         return Turn(int(self.name), PROMPT_TOKENS, self.tokens, seed)
 
     def rate(self, taken: Taken) -> float:
-        """Tokens a second: of the prompt to the first token, or decoded by all rows."""
+        """Tokens a second: of the prompt to the first token, or decoded by all rows; of an encoder texts."""
+        if self.texts is not None:
+            return self.texts[0] / taken.seconds
         return (PREFILL_TOKENS if self.name == "prefill" else taken.tokens) / taken.seconds
 
     def __str__(self) -> str:
+        if self.texts is not None:
+            return f"{self.texts[0]} texts of {self.texts[1]}"
         return f"prefill {PREFILL_TOKENS}" if self.name == "prefill" else f"decode ×{self.name}"
 
 
@@ -80,12 +92,17 @@ def _arguments() -> argparse.Namespace:
         required=True,
         type=_side,
         metavar="KIND[/LABEL]=INTERPRETER:MODEL[,name=value...]",
-        help="ours, llama_cpp, openvino or vllm; names in capitals are set in its environment, others are the side's own options",
+        help=f"{', '.join(KINDS)}; names in capitals are set in its environment, others are the side's own options",
     )
     parser.add_argument(
         "--threads", type=int, default=os.cpu_count() or 1, help="compute threads of each side: one a physical core"
     )
-    parser.add_argument("--workloads", default=",".join(WORKLOADS), type=_names, help="prefill, and counts of rows that decode")
+    parser.add_argument(
+        "--workloads",
+        default=",".join(WORKLOADS),
+        type=_names,
+        help="prefill, counts of rows that decode, texts of tokens as 8x128",
+    )
     parser.add_argument("--tokens", type=int, default=64, help="tokens that all rows decode together")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
@@ -104,8 +121,8 @@ def _side(text: str) -> SideSpec:
 
 def _names(text: str) -> str:
     for name in text.split(","):
-        if name != "prefill" and not (name.isdecimal() and int(name) > 0):
-            raise argparse.ArgumentTypeError(f"{name!r} is neither prefill nor a number of rows")
+        if not re.fullmatch(r"prefill|[1-9]\d*(x[1-9]\d*)?", name):
+            raise argparse.ArgumentTypeError(f"{name!r} is neither prefill nor a number of rows, nor texts of tokens as 8x128")
     return text
 
 
@@ -131,7 +148,7 @@ def _round(number: int, sides: list[Side], workloads: list[Workload], rates: Rat
         for side in sides[first:] + sides[:first]:
             rate = workload.rate(side.take(workload.turn(seed=(1 + number) * len(workloads) + at)))
             measured[str(workload)][side.spec.name] = [rate]
-            _say(f"round {number + 1}: {workload}, {side.spec.name} {rate:.1f} tok/s")
+            _say(f"round {number + 1}: {workload}, {side.spec.name} {rate:.1f}/s")
     for name, of_sides in measured.items():
         for side_name, values in of_sides.items():
             rates[name][side_name] += values
@@ -151,7 +168,8 @@ def _report(abouts: dict[str, dict[str, Any]], rates: Rates, threads: int, compl
     for work, of_sides in ratios.items():
         for name, ratio in of_sides.items():
             beside = "" if name == names[0] else f"  {names[0]} is {ratio:.2f} times as quick"
-            print(f"{work:12} {name:24} {medians[work][name]:8.1f} tok/s{beside}")
+            unit = "texts/s" if " texts of " in work else "tok/s"
+            print(f"{work:15} {name:24} {medians[work][name]:8.1f} {unit}{beside}")
     result = {"threads": threads, "complete": complete, "sides": abouts, "tokens_per_second": medians}
     print(json.dumps({**result, "rounds": rates, "first_over": ratios}))
 

@@ -15,7 +15,7 @@ from typing import IO, Any
 from tools.peers.turns import MARK, Taken, Turn
 
 ROOT = Path(__file__).resolve().parents[2]
-KINDS = ("ours", "llama_cpp", "openvino", "vllm")
+KINDS = ("ours", "llama_cpp", "openvino", "vllm", "ours_encoder", "openvino_encoder", "torch_encoder")
 # What a shell may say about thread pools is not ours to pass on: each side sizes its own from the threads that it is told.
 POOL_PREFIXES = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TBB_")
 LAST_LINES = 15  # of what a side complained of, shown when it ends too early

@@ -6,6 +6,7 @@ import os
 import stat
 import sys
 import time
+from array import array
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tools.compare_peers import Workload
+from tools.peers.ours_encoder import largest
 from tools.peers.sides import Side, SideSpec, environment
 from tools.peers.turns import AHEAD_TOKENS, Rows, Taken, Turn, deal, timed
 
@@ -118,3 +120,15 @@ def test_thread_pools_are_each_sides_own() -> None:
     ours = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0", "PATH": "/bin", "ARMATURE_ISA": "avx2"}
     kept = environment(ours, {"OMP_PROC_BIND": "true"})
     assert kept == {"PATH": "/bin", "ARMATURE_ISA": "avx2", "HF_HUB_OFFLINE": "1", "OMP_PROC_BIND": "true"}
+
+
+def test_texts_of_an_encoder_are_one_turn_without_decoding() -> None:
+    workload = Workload("8x128", tokens=64)
+    assert workload.turn(seed=3) == Turn(8, 128, 1, seed=3)
+    assert workload.rate(Taken(0.5, 8, [])) == 16.0
+    assert str(workload) == "8 texts of 128"
+
+
+def test_sides_of_encoders_are_held_against_each_other_by_their_largest_value() -> None:
+    vectors = array("f", [0.1, 0.7, -0.9, 0.5, 0.2, 0.3])
+    assert largest(vectors.tobytes(), 2) == [[1], [0]]

@@ -1,0 +1,37 @@
+"""OpenVINO's runtime as a side of a comparison of encoders. `MODEL` is a folder that `export_openvino` made.
+
+Options are properties of the CPU plugin by their own names, such as `inference_precision_hint=f32`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import openvino
+
+from tools.peers.turns import Peer, Rows
+
+
+def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
+    """One stream with all threads: a batch as quick as it gets. Texts of a turn are alike in length, so nothing is padded."""
+    properties = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1, "PERFORMANCE_HINT": "LATENCY"}
+    compiled = openvino.compile_model(
+        model / "openvino_model.xml", "CPU", properties | {name.upper(): text for name, text in options.items()}
+    )
+    request = compiled.create_infer_request()
+
+    def generate(prompts: Rows, tokens: int) -> Iterator[Rows]:
+        yield [[] for _ in prompts]
+        ids = np.array(prompts, dtype=np.int64)
+        request.infer({"input_ids": ids, "attention_mask": np.ones_like(ids)}, share_inputs=True)
+        vectors = request.get_output_tensor(0).data.mean(1)
+        yield [[int(row.argmax())] for row in vectors]
+
+    precision = compiled.get_property("INFERENCE_PRECISION_HINT")
+    return Peer(
+        f"OpenVINO {openvino.__version__}, {model.name}, computes in {precision}",
+        (model / "openvino_model.bin").stat().st_size,
+        generate,
+    )

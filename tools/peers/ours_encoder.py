@@ -1,0 +1,57 @@
+"""Our encoder engine as a side of a comparison, built as serving builds it. Options are settings, such as `precision=int8`.
+
+A text's "token" is the place of the largest value in its vector, by which sides are held against each other.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from array import array
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+from app.messages import ArraysReady, Encode, Text
+from app.preparation import calibrate, prepare
+from app.settings import load_settings
+from app.version import VERSION
+from tools.peers.turns import Peer, Rows
+
+
+def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
+    """The plan sets what thread pools read before torch is imported. A turn's texts are one request: the engine divides them."""
+    settings = load_settings(model=str(model), threads=threads, **options)[0]
+    prepared = prepare(settings)
+    os.environ.update(prepared.plan.environment())
+    prepared = calibrate(prepared, lambda stage: None)
+    import torch
+
+    from app.engine.build_encoder import build_encoder
+    from app.kernels.linear import Linear
+    from app.kernels.native import native
+
+    built = build_encoder(prepared.checkpoint, prepared.plan, lambda stage: None, prepared.step_seconds)
+    names = count()
+
+    def generate(prompts: Rows, tokens: int) -> Iterator[Rows]:
+        yield [[] for _ in prompts]
+        texts = tuple(Text(tuple(prompt)) for prompt in prompts)
+        events = built.engine.add(Encode(f"texts-{next(names)}", texts, ("embedding",), time.monotonic()))
+        while built.engine.has_work:
+            events = events + built.engine.step()
+        (answer,) = events
+        if not isinstance(answer, ArraysReady):
+            raise SystemExit(f"the engine refused the texts: {answer}")
+        yield largest(answer.arrays["embedding"].data, len(prompts))
+
+    held = sum({id(layer.form): layer.form.nbytes for layer in built.model.modules() if isinstance(layer, Linear)}.values())
+    words = [f"armature {VERSION}", f"torch {torch.__version__}", prepared.plan.precision.value, native().reason]
+    return Peer(", ".join(words), held, generate)
+
+
+def largest(vectors: bytes, rows: int) -> Rows:
+    """FP32 vectors of as many texts, end to end."""
+    values = array("f", vectors)
+    size = len(values) // rows
+    return [[max(range(size), key=values[at : at + size].__getitem__)] for at in range(0, len(values), size)]
