@@ -21,14 +21,13 @@ from app.hardware import native_library
 from app.hardware.decision import Measurements, Trial
 from app.hardware.facts import Facts, plain
 from app.hardware.plan import ServingPlan
-from app.models.config import ModelConfig
 from app.settings import Settings
 from app.version import VERSION
 from app.weights.whole_file import FileUnusable, open_ours, replacing
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1  # of what is measured, and how: to be raised when an older measurement would mislead
+FORMAT = 2  # of what is measured, and how: to be raised when an older measurement would mislead
 FOLDER = "calibration"
 MOST_BYTES = 2**20  # of one file: what is longer is none of ours
 # What of the settings changes what is measured; memory and limits of requests do not.
@@ -95,7 +94,7 @@ class Kept:
                 log.info("the calibration in %s no longer holds and was removed: the next start measures again", self.file)
 
 
-def key_of(facts: Facts, settings: Settings, plan: ServingPlan, config: ModelConfig) -> dict[str, str]:
+def key_of(facts: Facts, settings: Settings, plan: ServingPlan, shapes: object) -> dict[str, str]:
     """All that decides how long a step takes: the processor, what of it may be used, the model's shapes and the code; never a host's name.
 
     Cores are counted, not named: another process on other cores of the same kind finds the same calibration.
@@ -110,7 +109,7 @@ def key_of(facts: Facts, settings: Settings, plan: ServingPlan, config: ModelCon
         "quota": str(facts.cgroup.quota_cores),
         "cores": repr(sorted(core for core in cores if core[2])),
         "huge pages": str(facts.huge_pages.transparent),
-        "shapes": repr(config),
+        "shapes": repr(shapes),
         "asked": repr({name: getattr(settings, name) for name in _ASKED}),
         "threads": f"{plan.threads.value} {plan.wait_policy.value}",
         "version": VERSION,
@@ -148,4 +147,4 @@ def _trial(fields: Mapping[str, Any]) -> Trial:
     return Trial(**{**fields, **tables})
 
 
-_TABLES = ("decode_seconds", "prefill_seconds")
+_TABLES = ("decode_seconds", "prefill_seconds", "encode_seconds")

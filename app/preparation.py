@@ -23,6 +23,7 @@ from app.hardware.step_seconds import StepSeconds
 from app.hardware.trials import Trials
 from app.settings import Settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
+from app.weights.program import ProgramCheckpoint
 from app.weights.recipes import RECIPES
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ SMALL_WEIGHT_BYTES = 64 * 2**20  # a model that any choice serves well: measured
 SMALL_BUDGET_SECONDS = 0.3
 FEW_THREADS = 3  # with no more, every number of threads is tried; with more, the planned one and one fewer
 Report = Callable[[str], None]
+AnyCheckpoint = Checkpoint | ProgramCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class Prepared:
 
     settings: Settings
     facts: Facts
-    checkpoint: Checkpoint
+    checkpoint: AnyCheckpoint
     plan: ServingPlan
     kept: Kept
     calibration: Calibration | None = None
@@ -76,17 +78,17 @@ def prepare(settings: Settings) -> Prepared:
     """Looks at the machine, the checkpoint and what was measured before, and decides; milliseconds, no torch. Raises a `StartupError`."""
     facts = probe()
     checkpoint = open_checkpoint(settings.checkpoint_directory)
-    log.info("serving %s from %s", checkpoint.model_config.architecture, checkpoint.directory)
+    log.info("serving %s from %s", checkpoint.needs().architecture, checkpoint.directory)
     prepared = looked_up(facts, settings, checkpoint)
     if prepared.is_final:
         _tell(prepared.plan)
     return prepared
 
 
-def looked_up(facts: Facts, settings: Settings, checkpoint: Checkpoint) -> Prepared:
+def looked_up(facts: Facts, settings: Settings, checkpoint: AnyCheckpoint) -> Prepared:
     """With the calibration of an earlier start, where there is one and it is wanted."""
     plan = _plan(facts, None, settings, checkpoint)
-    kept = Kept(settings.cache_directory, key_of(facts, settings, plan, checkpoint.model_config))
+    kept = Kept(settings.cache_directory, key_of(facts, settings, plan, _shapes(checkpoint)))
     prepared = Prepared(settings, facts, checkpoint, plan, kept, is_final=not plan.calibrate.value)
     found = kept.read() if plan.calibrate.value and settings.calibrate != "on" else None
     return prepared if found is None else prepared.planned_with(found)
@@ -126,7 +128,12 @@ def beside_other_work(before: Prepared, after: Prepared) -> bool:
     return fewer is not None and planned is not None and fewer.gain_over(planned) > CONTENDED_GAIN
 
 
-def budget_for(checkpoint: Checkpoint) -> float:
+def _shapes(checkpoint: AnyCheckpoint) -> object:
+    """Whatever decides what its steps take; None of what is never measured."""
+    return checkpoint.model_config if isinstance(checkpoint, Checkpoint) else None
+
+
+def budget_for(checkpoint: AnyCheckpoint) -> float:
     small = checkpoint.needs().weight_bytes < SMALL_WEIGHT_BYTES
     return SMALL_BUDGET_SECONDS if small else BUDGET_SECONDS
 
@@ -138,7 +145,8 @@ def subject(prepared: Prepared) -> Subject:
     facts, settings, checkpoint, plan = prepared.facts, prepared.settings, prepared.checkpoint, prepared.plan
     names = [plan.precision.value, *_others(prepared)]
     ways = [way for name in names if (way := _way(prepared, name)) is not None]
-    copies = settings.int8_copy != "off" and not plan.deterministic.value and "int4" in names
+    copies = settings.int8_copy != "off" and not plan.deterministic.value and "int4" in names and checkpoint.needs().generates
+    assert isinstance(checkpoint, Checkpoint), "no plan wants a program measured"
     return Subject(
         checkpoint.model_config,
         tuple(ways),
@@ -156,7 +164,11 @@ def _choice(plan: ServingPlan) -> tuple[str, int]:
 def _others(prepared: Prepared) -> list[str]:
     """Precisions that the plan may take instead, once it is measured."""
     needs = prepared.checkpoint.needs()
-    if prepared.settings.precision != "auto" or needs.num_parameters < precision.MIN_PARAMETERS:
+    if prepared.settings.precision != "auto":
+        return []
+    if not needs.generates:  # nothing else is taken, but what eight bits would gain is told where there is time to look
+        return ["int8"] if needs.weight_bytes >= SMALL_WEIGHT_BYTES and prepared.plan.precision.value != "int8" else []
+    if needs.num_parameters < precision.MIN_PARAMETERS:
         return []
     exact = "bf16" if precision.bf16_products(prepared.facts) else "fp32"
     return [name for name in (exact, *precision.ROUNDED) if name != prepared.plan.precision.value]
@@ -177,7 +189,7 @@ def _thread_counts(settings: Settings, planned: int) -> tuple[int, ...]:
     return tuple(range(planned, 0, -1)) if planned <= FEW_THREADS else (planned, planned - 1)
 
 
-def _plan(facts: Facts, measurements: Measurements | None, settings: Settings, checkpoint: Checkpoint) -> ServingPlan:
+def _plan(facts: Facts, measurements: Measurements | None, settings: Settings, checkpoint: AnyCheckpoint) -> ServingPlan:
     return make_plan(facts, measurements, settings, checkpoint.needs(), RECIPES.keys())
 
 

@@ -7,30 +7,28 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 
 import torch
 
 from app.backends.selection import select_backend
-from app.engine.rehearsal import CHUNK_TOKENS, CONTEXT_ROWS, Extent, Rehearsal, StepShape
+from app.engine.encode_rehearsal import EncodeRehearsal
+from app.engine.looks import COARSE, FULL, Extent, Look, Rehearsed, StepShape
+from app.engine.rehearsal import Rehearsal
 from app.hardware.decision import Measurements, Trial
 from app.hardware.plan import ServingPlan
-from app.kernels.calibrate import Block, Clock, Point, Rounds, border, by_size, table
+from app.kernels.calibrate import Block, Clock, Point, Rounds, border, table
 from app.kernels.ceilings import ProductCeiling, ReadCeiling
 from app.models.config import ModelConfig
+from app.models.encoder_config import EncoderConfig
 
 READ_BYTES = (
     2**27
 )  # of the buffer that the read ceiling is sampled with: four times a large cache, filled in some hundredths of a second
 PRODUCT_SHAPES = ((256, 2048, 2048),)
 CEILINGS_SECONDS = 0.4  # what both ceilings take; a budget with no room for them is for a model that nothing is at stake for
-COARSE_ROWS = (1, 8)
-MANY_ROWS = 32  # beyond, a decode step is timed if there is time
-COARSE_TOKENS = (128,)
-COARSE_LAYERS, FULL_LAYERS = 8, 4  # one in so many is made
-COARSE_OUTPUTS = 2048
 PRECISIONS_SHARE = 0.4  # of the budget, for a look at all precisions that may be chosen
 THREADS_SHARE = 0.25  # of the rest, for a look at how many threads are best
 COPY_SHARE = 0.25  # of the rest, for prompts in eight bits beside four
@@ -45,7 +43,7 @@ class Subject:
     """What is measured. `ways`: a plan for each precision that may be chosen; `copy`: one that holds eight bits beside four, where that may
     be. `threads` may serve, the most first. `choose` says which precision and how many threads the plan takes after a look at all."""
 
-    config: ModelConfig
+    config: ModelConfig | EncoderConfig
     ways: tuple[ServingPlan, ...]
     threads: tuple[int, ...]
     choose: Callable[[Measurements], tuple[str, int]]
@@ -143,7 +141,7 @@ def _with_copy(subject: Subject, timer: Timer, found: Measurements, lean: Trial)
     """Four bits for few rows and eight for many: which is the quicker at how many, and what a step then takes."""
     assert subject.copy is not None, "whoever calls has asked"
     sizes = tuple(sorted({64, 128, max(lean.prefill_seconds)}))
-    eight = Session(subject, subject.copy, timer).trials((lean.threads,), replace(COARSE, rows=COARSE_ROWS[:1], tokens=sizes))
+    eight = Session(subject, subject.copy, timer).trials((lean.threads,), replace(COARSE, rows=COARSE.rows[:1], tokens=sizes))
     if not eight:
         return found
     many = eight[0].prefill_seconds
@@ -154,21 +152,6 @@ def _with_copy(subject: Subject, timer: Timer, found: Measurements, lean: Trial)
     }
     both = replace(lean, prefill_seconds=table(prefill) or prefill, int8_copy=True)
     return replace(found, trials=(*found.trials, both), most_few_rows=rows)
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """How closely a way is timed: at which rows and tokens (none: at all that matter), and with how much of the model made up."""
-
-    layers_share: int
-    rows: tuple[int, ...] = ()
-    tokens: tuple[int, ...] = ()
-    most_outputs: int | None = None
-    context: bool = False
-
-
-FULL = Look(FULL_LAYERS, context=True)
-COARSE = Look(COARSE_LAYERS, COARSE_ROWS, COARSE_TOKENS, COARSE_OUTPUTS)
 
 
 class Session:
@@ -182,21 +165,28 @@ class Session:
         """One for each number of threads; they take turns."""
         self.timer.report(f"calibrating: {self.plan.precision.value}")
         extent = Extent(self.subject.cache_bytes, look.layers_share, look.most_outputs)
-        rehearsal = Rehearsal(self.subject.config, self.plan, select_backend(self.plan), extent)
-        blocks = [self._block(rehearsal, number, _shapes(rehearsal, look)) for number in threads]
+        rehearsal = self._rehearsal(extent)
+        blocks = [self._block(rehearsal, number, rehearsal.shapes(look)) for number in threads]
         rounds: Rounds[Key] = Rounds(self.timer.deadline, self.timer.clock)
         for rounds.patience in (1, PATIENCE):
             rounds.take(blocks)
             self.noise = rounds.noise()
             if not self.noise:
                 break
-        found = [] if self.noise else [_trial(rehearsal, number, rounds.medians()) for number in threads]
+        medians = {} if self.noise else rounds.medians()
+        found = [rehearsal.trial(number, _of_threads(medians, number)) for number in threads]
         trials = [trial for trial in found if trial is not None]
         if not self.noise and not trials:
             self.noise = "steps with more rows or layers were measured shorter than steps with fewer"
         return trials
 
-    def _block(self, rehearsal: Rehearsal, threads: int, shapes: Iterable[StepShape]) -> Block[Key]:
+    def _rehearsal(self, extent: Extent) -> Rehearsed:
+        config, backend = self.subject.config, select_backend(self.plan)
+        if isinstance(config, EncoderConfig):
+            return EncodeRehearsal(config, self.plan, backend, extent)
+        return Rehearsal(config, self.plan, backend, extent)
+
+    def _block(self, rehearsal: Rehearsed, threads: int, shapes: Iterable[StepShape]) -> Block[Key]:
         def begin() -> None:
             self.timer.report(f"calibrating: {self.plan.precision.value}")
             torch.set_num_threads(threads)
@@ -204,48 +194,5 @@ class Session:
         return Block(begin, [Point((threads, shape), rehearsal.step(shape)) for shape in shapes])
 
 
-def _shapes(rehearsal: Rehearsal, look: Look) -> list[StepShape]:
-    """The quickest first: for the last there may be no time."""
-    two, around = rehearsal.layer_counts[:2], sorted({rehearsal.layer_counts[0], rehearsal.layer_counts[-1]})
-    most_rows, most_tokens = max(rehearsal.decode_rows()), max(rehearsal.prefill_tokens())
-    rows = sorted({min(size, most_rows) for size in look.rows or rehearsal.decode_rows()})
-    tokens = sorted({min(size, most_tokens) for size in look.tokens or rehearsal.prefill_tokens()})
-    shapes = [StepShape("decode", size, layers) for size in rows if size <= MANY_ROWS for layers in around]
-    if look.context and rehearsal.context:
-        shapes.append(StepShape("decode", CONTEXT_ROWS, around[-1], rehearsal.context))
-    shapes += [StepShape("prefill", size, layers) for size in tokens if size <= CHUNK_TOKENS for layers in two]
-    if look.context and rehearsal.context:
-        shapes.append(StepShape("prefill", CHUNK_TOKENS, two[-1], rehearsal.context))
-    shapes += [StepShape("prefill", size, layers) for size in tokens if size > CHUNK_TOKENS for layers in two]
-    return shapes + [StepShape("decode", size, layers) for size in rows if size > MANY_ROWS for layers in around]
-
-
-def _trial(rehearsal: Rehearsal, threads: int, medians: dict[Key, float]) -> Trial | None:
-    """None where too little of it was measured, or nonsense."""
-    own = {shape: seconds for (number, shape), seconds in medians.items() if number == threads}
-    layers = rehearsal.config.num_layers
-    decode, prefill = (
-        table(by_size(((s.size, s.layers, seconds) for s, seconds in own.items() if s.kind == kind and not s.context), count))
-        for kind, count in (("decode", rehearsal.decode_layers), ("prefill", float(layers)))
-    )
-    if not decode or not prefill:
-        return None
-    return Trial(
-        precision=rehearsal.plan.precision.value,
-        threads=threads,
-        decode_seconds=decode,
-        prefill_seconds=prefill,
-        context_token_seconds=_of_context(own, "decode", CONTEXT_ROWS, layers),
-        pair_seconds=_of_context(own, "prefill", CHUNK_TOKENS, layers),
-        read_bytes=rehearsal.read_bytes,
-        operations_per_token=rehearsal.operations_per_token,
-    )
-
-
-def _of_context(own: dict[StepShape, float], kind: str, size: int, num_layers: int) -> float:
-    """Seconds that each token of context adds for each token of the step, all layers together; 0 where it was not measured."""
-    for shape, seconds in own.items():
-        without = own.get(replace(shape, context=0))
-        if shape.kind == kind and shape.size == size and shape.context and without is not None:
-            return max(0.0, seconds - without) / (size * shape.context) * num_layers / shape.layers
-    return 0.0
+def _of_threads(medians: Mapping[Key, float], threads: int) -> dict[StepShape, float]:
+    return {shape: seconds for (number, shape), seconds in medians.items() if number == threads}

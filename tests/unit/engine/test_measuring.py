@@ -12,8 +12,9 @@ import torch
 
 from app.backends.selection import select_backend
 from app.engine import measuring
+from app.engine.looks import Extent, StepShape
 from app.engine.measuring import Subject, measure
-from app.engine.rehearsal import CHUNK_TOKENS, CONTEXT_ROWS, Extent, Rehearsal, StepShape
+from app.engine.rehearsal import CHUNK_TOKENS, CONTEXT_ROWS, Rehearsal
 from app.hardware.decision import Measurements, Trial
 from app.hardware.plan import ServingPlan, make_plan
 from app.hardware.probe import probe

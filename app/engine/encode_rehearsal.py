@@ -1,0 +1,174 @@
+"""Steps of an encoder that is not loaded: a few layers of its own shapes with made-up weights, run as serving would run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+
+from app.backends.base import Backend
+from app.engine.encode_runner import EncodeRunner
+from app.engine.looks import Extent, Look, StepShape, doubling
+from app.engine.made_up import MOST_IDS, Forms, few_layers, table_of
+from app.engine.texts import Encoding, TextSpan
+from app.hardware.decision import Trial
+from app.hardware.plan import ServingPlan
+from app.hardware.step_seconds import TABLE_TEXT_TOKENS
+from app.kernels.calibrate import by_size, table
+from app.kernels.linear import Linear
+from app.messages import Encode, Text
+from app.models.distances import DistanceBias
+from app.models.encoder import Encoder
+from app.models.encoder_config import EncoderConfig
+from app.models.encoder_shapes import encoder_products_of
+from app.models.heads import Dense
+from app.models.layer_norm import LayerNorm
+from app.models.layers import Embedding, RMSNorm
+from app.models.registry import build_encoder
+from app.weights.load import choice_of
+
+LEAST_TOKENS = 16  # of one short text
+MOST_TOKENS = 2048  # of a step: by then products have long had their best rate
+USUAL_TOKENS = 512  # a plan with smaller steps was asked for them, or has no memory for more: then no larger ones are timed
+FEW_TOKENS = 64  # up to so many, what a step reads may cost more than what it multiplies: as much is read as in the whole model
+RECORDED_OPERATIONS = (
+    2e10  # what recording may cost: it computes a step of as many tokens as will be run again, at each start anew
+)
+LONG_TOKENS = 512  # of the one text that tells what attending costs
+
+
+class EncodeRehearsal:
+    """One way to serve, with few layers. Memory is taken as long as this lives."""
+
+    def __init__(self, config: EncoderConfig, plan: ServingPlan, backend: Backend, extent: Extent) -> None:
+        self.config, self.plan = config, plan
+        self._forms = Forms(choice_of(plan))
+        layer = (self._product_bytes(2) - self._product_bytes(1)) if config.num_layers > 1 else self._product_bytes(1)
+        self.few_layers = few_layers(config.num_layers, extent, layer, 0)
+        whole = self.few_layers == config.num_layers  # then nothing has to be worked out from fewer
+        self.layer_counts = [self.few_layers] if whole else sorted({1, 2, self.few_layers})
+        self._models = {layers: self._made_up(layers, backend) for layers in self.layer_counts}
+        off = "" if plan.compile.value else plan.compile.reason
+        self._recorded = {layers: EncodeRunner(model, self._room(layers), off) for layers, model in self._models.items()}
+        room = max(max(self.sizes()), LONG_TOKENS)
+        self._eager = {
+            layers: EncodeRunner(model, room, "Long steps are not recorded.") for layers, model in self._models.items()
+        }
+        for layers in self.layer_counts:  # what is recorded is no sample
+            self.step(StepShape("encode", self.sizes()[0], layers))()
+
+    # ---- which steps -------------------------------------------------------------------------------------------------
+
+    def sizes(self) -> list[int]:
+        """Tokens of steps."""
+        target = self.plan.batch_target_tokens.value
+        most = target if target < USUAL_TOKENS else max(target, MOST_TOKENS)
+        return doubling(min(LEAST_TOKENS, most), most)
+
+    def shapes(self, look: Look) -> list[StepShape]:
+        """The quickest first: for the last there may be no time."""
+        two, around = self.layer_counts[:2], sorted({self.layer_counts[0], self.layer_counts[-1]})
+        most = max(self.sizes())
+        sizes = sorted({min(size, most) for size in look.texts or self.sizes()})
+        shapes = [StepShape("encode", size, layers) for size in sizes for layers in (around if size <= FEW_TOKENS else two)]
+        long = min(LONG_TOKENS, self.plan.max_model_len.value)
+        if look.context and long in sizes and long > TABLE_TEXT_TOKENS:
+            alone = StepShape("encode", long, two[-1], context=long)
+            shapes.insert(1 + max(at for at, shape in enumerate(shapes) if shape.size == long), alone)
+        return shapes
+
+    def step(self, shape: StepShape) -> Callable[[], object]:
+        """What runs that step, any number of times."""
+        short = shape.size <= self._room(shape.layers)
+        runner = (self._recorded if short else self._eager)[shape.layers]
+        spans = self._spans(shape.size, shape.context or min(TABLE_TEXT_TOKENS, self.plan.max_model_len.value))
+        return lambda: runner.run(spans)
+
+    def _spans(self, tokens: int, each: int) -> list[TextSpan]:
+        lengths = [each] * (tokens // each) + ([tokens % each] if tokens % each else [])
+        ids = tuple(index % self._num_ids for index in range(max(lengths)))
+        texts = tuple(Text(ids[:length]) for length in lengths)
+        return Encoding.of(Encode("rehearsal", texts, self.config.outputs[:1], arrived_at=0.0)).spans()
+
+    # ---- what is said of the whole model -----------------------------------------------------------------------------
+
+    def trial(self, threads: int, seconds: Mapping[StepShape, float]) -> Trial | None:
+        """None where too little of it was measured, or nonsense."""
+        layers = self.config.num_layers
+        usual = ((shape.size, shape.layers, took) for shape, took in seconds.items() if not shape.context)
+        encode = table(by_size(usual, float(layers)))
+        if not encode:
+            return None
+        return Trial(
+            precision=self.plan.precision.value,
+            threads=threads,
+            decode_seconds={},
+            prefill_seconds={},
+            encode_seconds=encode,
+            pair_seconds=_of_pairs(seconds, layers),
+            read_bytes=self.read_bytes,
+            operations_per_token=self.operations_per_token,
+        )
+
+    @property
+    def read_bytes(self) -> int:
+        """Weights of products that a step of the whole model reads."""
+        return self._product_bytes(self.config.num_layers)
+
+    @property
+    def operations_per_token(self) -> float:
+        """Multiply-adds of all layers for one token, times two."""
+        return 2.0 * sum(rows * columns for (rows, columns), _ in encoder_products_of(self.config))
+
+    # ---- the model ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _num_ids(self) -> int:
+        return min(self.config.vocab_size, MOST_IDS)
+
+    def _product_bytes(self, layers: int) -> int:
+        return self._forms.sizes(self._model(layers, torch.device("cpu")).modules())[0]
+
+    def _model(self, layers: int, device: torch.device) -> Encoder:
+        return build_encoder(with_layers(self.config, layers), self._forms.choice.dtype, self.plan.max_model_len.value, device)
+
+    def _room(self, layers: int) -> int:
+        """Up to how many tokens steps of so many layers are recorded; what is lost in longer ones is a small part of them."""
+        affordable = RECORDED_OPERATIONS * self.config.num_layers / layers / self.operations_per_token
+        return int(min(max(affordable, FEW_TOKENS), max(self.sizes())))
+
+    def _made_up(self, layers: int, backend: Backend) -> Encoder:
+        model = self._model(layers, backend.device)
+        for module in list(model.modules()):
+            if isinstance(module, Linear):
+                module.form = self._forms.of(module)
+            elif isinstance(module, Embedding):
+                words = len(module.weight) == self.config.vocab_size
+                module.adopt(table_of(self._num_ids if words else len(module.weight) + module.first, module.weight.shape[1]))
+            elif isinstance(module, RMSNorm):
+                module.adopt(torch.ones(module.weight.shape))
+            elif isinstance(module, LayerNorm | Dense | DistanceBias):
+                bias = torch.zeros(module.weight.shape[0]) if module.has_bias else None
+                module.adopt(torch.full(module.weight.shape, 0.01), bias)
+        return model
+
+
+def with_layers(config: EncoderConfig, layers: int) -> EncoderConfig:
+    """The same with the first of its layers alone."""
+    cut = replace(config, num_layers=layers, windows=config.windows[:layers], ropes=config.ropes[:layers])
+    if config.decoder is None:
+        return cut
+    decoder = config.decoder
+    few = replace(decoder, num_layers=layers, windows=decoder.windows[:layers], ropes=decoder.ropes[:layers])
+    return replace(cut, decoder=few)
+
+
+def _of_pairs(seconds: Mapping[StepShape, float], num_layers: int) -> float:
+    """Seconds that each pair of tokens of one text costs, all layers together; 0 where it was not measured."""
+    for shape, took in seconds.items():
+        without = seconds.get(replace(shape, context=0))
+        if shape.context and without is not None:
+            more = shape.size * (shape.context - TABLE_TEXT_TOKENS)
+            return max(0.0, took - without) / more * num_layers / shape.layers
+    return 0.0

@@ -1,0 +1,132 @@
+"""Calibration of tiny encoders: steps really run with made-up weights, and what is said of the whole model follows from what they took."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.backends.selection import select_backend
+from app.engine.encode_rehearsal import EncodeRehearsal, with_layers
+from app.engine.looks import COARSE, FULL, Extent, StepShape
+from app.engine.measuring import Subject, measure
+from app.hardware.plan import ServingPlan, make_plan
+from app.hardware.probe import probe
+from app.settings import Settings
+from app.weights.checkpoint import Checkpoint, open_checkpoint
+from app.weights.load import load_model
+from app.weights.recipes import RECIPES
+from tiny_encoders import write_encoder
+
+FIXED, LAYER, ROW, PAIR = 1e-3, 1e-4, 1e-5, 1e-8  # seconds of a step on the machine of these tests
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """Texts of up to 256 tokens: long enough to tell what attending costs."""
+    folder = tmp_path_factory.mktemp("encoding") / "tiny"
+    return open_checkpoint(write_encoder(folder, num_hidden_layers=8, max_position_embeddings=256))
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def plan_of(checkpoint: Checkpoint, **settings: Any) -> ServingPlan:
+    asked = {"threads": 1, "precision": "fp32", "max_batch_tokens": 256, **settings}
+    return make_plan(probe(), None, Settings(**asked), checkpoint.needs(), RECIPES.keys())
+
+
+def rehearsal_of(checkpoint: Checkpoint, **settings: Any) -> EncodeRehearsal:
+    plan = plan_of(checkpoint, **settings)
+    return EncodeRehearsal(checkpoint.encoder, plan, select_backend(plan), Extent(0, 4))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_steps_run_with_weights_that_nobody_read(checkpoint: Checkpoint, precision: str) -> None:
+    with torch.inference_mode():
+        rehearsal = rehearsal_of(checkpoint, precision=precision)
+        for shape in rehearsal.shapes(FULL):
+            (row, *_) = rehearsal.step(shape)()  # type: ignore[misc]
+            assert torch.frombuffer(bytearray(row["embedding"]), dtype=torch.float32).isfinite().all()
+
+
+@pytest.mark.parametrize("architecture", ["MPNetModel", "ModernBertForSequenceClassification", "Qwen3Model", "NomicBertModel"])
+def test_every_family_can_be_rehearsed(tmp_path: Path, architecture: str) -> None:
+    checkpoint = open_checkpoint(write_encoder(tmp_path / "tiny", architecture))
+    with torch.inference_mode():
+        rehearsal = rehearsal_of(checkpoint, precision="bf16", max_batch_tokens="auto", max_model_len=32)
+        assert rehearsal.step(StepShape("encode", 40, rehearsal.layer_counts[0]))()
+
+
+def test_weights_that_a_step_reads_are_counted_as_they_are_loaded(checkpoint: Checkpoint) -> None:
+    plan = plan_of(checkpoint)
+    model = load_model(checkpoint, plan, select_backend(plan))
+    held = sum(module.form.nbytes for module in model.modules() if hasattr(module, "form") and hasattr(module, "sources"))
+    biases = sum(module.out_features * 4 for module in model.modules() if hasattr(module, "sources") and module.has_bias)
+    assert rehearsal_of(checkpoint).read_bytes in (held, held - biases)
+
+
+def test_few_short_texts_many_and_a_long_one(checkpoint: Checkpoint) -> None:
+    rehearsal = rehearsal_of(checkpoint)
+    assert rehearsal.sizes() == [16, 32, 64, 128, 256], "no more than was asked for"
+    full = rehearsal.shapes(FULL)
+    assert StepShape("encode", 256, 2, context=256) in full
+    assert {shape.size for shape in rehearsal.shapes(COARSE)} == {16, 256}
+    assert [shape.size for shape in full] == sorted(shape.size for shape in full)
+    assert max(rehearsal_of(checkpoint, max_batch_tokens="auto").sizes()) == 2048
+
+
+def test_the_first_layers_of_an_embedder_are_its_decoders(tmp_path: Path) -> None:
+    config = open_checkpoint(write_encoder(tmp_path / "tiny", "Qwen3Model")).encoder
+    cut = with_layers(config, 1)
+    assert cut.decoder is not None and cut.num_layers == cut.decoder.num_layers == len(cut.decoder.ropes) == 1
+
+
+# ---- what is said of the whole model ---------------------------------------------------------------------------------
+
+
+class Machine:
+    """A clock that only steps move, by what they would take on a machine without noise."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(EncodeRehearsal, "step", lambda rehearsal, shape: lambda: self._run(rehearsal, shape))
+
+    def __call__(self) -> float:
+        return self.now
+
+    def _run(self, rehearsal: EncodeRehearsal, shape: StepShape) -> None:
+        more = shape.size * (shape.context - 128) if shape.context else 0
+        seconds = FIXED + shape.layers * (LAYER + shape.size * ROW + more * PAIR)
+        self.now += seconds * (0.5 if rehearsal.plan.precision.value == "bf16" else 1.0)
+
+
+def test_the_whole_models_seconds(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = Subject(checkpoint.encoder, (plan_of(checkpoint),), (1,), lambda found: ("fp32", 1))
+    found = measure(subject, 0.9, lambda stage: None, Machine(monkeypatch))
+    (trial,) = found.trials
+    assert (trial.precision, trial.threads, found.fallback) == ("fp32", 1, "")
+    assert trial.encode_seconds == pytest.approx({size: FIXED + 8 * (LAYER + size * ROW) for size in (16, 32, 64, 128, 256)})
+    assert trial.pair_seconds == pytest.approx(8 * PAIR)
+    assert (trial.decode_seconds, trial.prefill_seconds) == ({}, {})
+    config = checkpoint.encoder
+    layer = 4 * config.hidden_size**2 + 2 * config.hidden_size * config.intermediate_size
+    assert trial.operations_per_token == 2 * 8 * layer
+
+
+def test_what_is_not_taken_is_looked_at_coarsely(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = tuple(plan_of(checkpoint, precision=name) for name in ("fp32", "bf16"))
+    subject = Subject(checkpoint.encoder, ways, (1,), lambda found: ("fp32", 1))
+    found = measure(subject, 1.4, lambda stage: None, Machine(monkeypatch))
+    by_precision = {trial.precision: trial for trial in found.trials}
+    assert by_precision["bf16"].encode_seconds == pytest.approx(
+        {16: (FIXED + 8 * (LAYER + 16 * ROW)) / 2, 256: (FIXED + 8 * (LAYER + 256 * ROW)) / 2}
+    )
+    assert len(by_precision["fp32"].encode_seconds) == 5
