@@ -44,11 +44,11 @@ class EncoderModel(Protocol):
 class TextBatch:
     """The batch that is computed now, in memory whose address stays; also the `Attend` of its layers."""
 
-    def __init__(self, room: int, has_types: bool) -> None:
-        """Room for so many tokens."""
-        self.room = room
+    def __init__(self, room: int, num_types: int) -> None:
+        """Room for so many tokens. Of a single type all are, whatever a tokenizer says."""
+        self.room, self._num_types = room, num_types
         self._token_ids, self._positions, self._wanted, self._starts = Words(room), Words(room), Words(room), Words(room + 1)
-        self._type_ids = Words(room) if has_types else None
+        self._type_ids = Words(room) if num_types else None
         self._texts = Texts(room, room)
         self.num_tokens = 0
         self.num_wanted: int | None = None
@@ -66,7 +66,7 @@ class TextBatch:
         self.num_tokens, self.num_wanted = starts[-1], None
         self._token_ids.fill(token_ids)
         self._positions.fill(positions)
-        if self._type_ids is not None:
+        if self._type_ids is not None and self._num_types > 1:
             self._type_ids.fill([one for span in spans for one in span.text.type_ids or (0,) * span.num_tokens])
         self.starts = self._starts.fill(starts)
         self._texts.fill(starts)
@@ -94,7 +94,7 @@ class EncodeRunner:
     def __init__(self, model: EncoderModel, room: int, off: str = "") -> None:
         """Batches have at most `room` tokens. `off`: why steps are not run again natively; empty: they are."""
         self.model = model
-        self._batch = TextBatch(room, model.config.num_types > 0)
+        self._batch = TextBatch(room, model.config.num_types)
         self.replay = EncodeReplay(self._hidden, self._batch, off)
         self.model_seconds = 0.0  # of the last batch, in the model's forward pass
 

@@ -1,0 +1,117 @@
+"""What the encoder's engine answers, whoever shares its steps, is what the model says of each text alone; recorded steps say the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from app.engine.encode_pace import EncodePace
+from app.engine.encode_runner import EncodeRunner
+from app.engine.encoder import EncodeLimits, EncoderEngine
+from app.engine.texts import Encoding
+from app.kernels.operations import Code, has
+from app.messages import Array, ArraysReady, Encode, Text
+from app.models.encoder import Encoder
+from encoded import encoded, random_texts
+from loaded_models import load
+from tiny_encoders import Modules, write_encoder
+
+LENGTHS = ((9,), (3, 30, 1, 12), (25, 25), (2,), (40, 1, 1, 7, 30))  # of the texts of each request
+CLASSIFIER = "BertForSequenceClassification"
+
+
+def asked(model: Encoder, outputs: tuple[str, ...]) -> list[Encode]:
+    """Requests with several texts each, of which some want other things than others."""
+    orders = []
+    for number, lengths in enumerate(LENGTHS):
+        texts = tuple(random_texts(lengths, num_types=model.config.num_types, seed=number))
+        normalize, dimensions = ((None, None), (False, None), (True, 8))[number % 3]
+        wanted = outputs if number % 2 else outputs[:1]
+        if outputs[0] == "embedding":
+            orders.append(Encode(f"r{number}", texts, wanted, 0.0, normalize=normalize, dimensions=dimensions))
+        else:
+            orders.append(Encode(f"r{number}", texts, wanted, 0.0))
+    return orders
+
+
+def answered(runner: EncodeRunner, orders: list[Encode], target: int = 48) -> dict[str, ArraysReady]:
+    limits = EncodeLimits(64, 16, runner.model.config.outputs)
+    engine = EncoderEngine(runner, limits, EncodePace(target))
+    told: dict[str, ArraysReady] = {}
+    for order in orders:
+        assert engine.add(order) == []
+    while engine.has_work:
+        for event in engine.step():
+            assert isinstance(event, ArraysReady)
+            told[event.request_id] = event
+    return told
+
+
+def tensor_of(array: Array) -> Tensor:
+    assert array.datatype == "FP32"
+    return torch.from_numpy(np.frombuffer(array.data, "<f4").copy()).view(array.shape)
+
+
+def expected(model: Encoder, order: Encode) -> dict[str, Tensor]:
+    """Text by text, by the words of the order."""
+    rows = [encoded(model, (text,), order.outputs) for text in order.texts]
+    whole = {name: torch.cat([row[name] for row in rows]) for name in order.outputs}
+    if "embedding" in whole:
+        cut = whole["embedding"][:, : order.dimensions]
+        unit = model.config.pooling.normalizes if order.normalize is None else order.normalize
+        whole["embedding"] = F.normalize(cut, dim=-1) if unit else cut
+    return whole
+
+
+@pytest.mark.parametrize("architecture", ["BertModel", CLASSIFIER, "ModernBertModel", "MPNetModel", "Qwen3Model", "RobertaModel"])
+def test_every_request_gets_what_its_texts_are_alone(architecture: str, tmp_path: Path) -> None:
+    modules = Modules() if architecture == "BertModel" else None
+    model = cast(Encoder, load(write_encoder(tmp_path / "model", architecture, modules=modules)))
+    orders = asked(model, model.config.outputs)
+    told = answered(EncodeRunner(model, 64), orders)
+    for order in orders:
+        answer = told[order.request_id]
+        assert answer.num_tokens == sum(len(text.token_ids) for text in order.texts)
+        for name, wanted in expected(model, order).items():
+            torch.testing.assert_close(tensor_of(answer.arrays[name]), wanted, atol=2e-5, rtol=0.0)
+
+
+def test_fp32_stays_eager_and_says_why(tmp_path: Path) -> None:
+    model = cast(Encoder, load(write_encoder(tmp_path / "model")))
+    runner = EncodeRunner(model, 64)
+    answered(runner, asked(model, ("embedding",)))
+    assert runner.replay.num_runs == 0 and runner.replay.most_tokens == 0
+    assert runner.replay.reason.endswith("is not an operation of ours")
+
+
+def test_types_that_a_model_has_no_rows_for_are_left_out(tmp_path: Path) -> None:
+    model = cast(Encoder, load(write_encoder(tmp_path / "model", "RobertaModel")))  # one type
+    runner = EncodeRunner(model, 64)
+    with_types, without = Text((5, 6, 7), (0, 1, 1)), Text((5, 6, 7))
+    rows = [runner.run(Encoding.of(Encode("r", (text,), ("embedding",), 0.0)).spans()) for text in (with_types, without)]
+    assert rows[0] == rows[1]
+
+
+RECORDABLE = ["BertModel", CLASSIFIER, "ModernBertModel", "NomicBertModel", "MPNetModel", "Qwen3Model"]
+
+
+@pytest.mark.parametrize("architecture", RECORDABLE)
+@pytest.mark.parametrize("precision", ["int8", "bfloat16"])
+def test_steps_run_again_say_the_same(architecture: str, precision: str, tmp_path: Path) -> None:
+    if not has(Code.LINEAR_INT) or (precision == "bfloat16" and not has(Code.LINEAR_BF16)):
+        pytest.skip("torch's own products serve here")
+    model = cast(Encoder, load(write_encoder(tmp_path / "model", architecture), precision))
+    for outputs in (model.config.outputs[:1], model.config.outputs):
+        orders = asked(model, outputs)
+        eager, again = EncodeRunner(model, 64, "for this test"), EncodeRunner(model, 64)
+        said = answered(eager, orders)
+        replayed = answered(again, orders)
+        assert again.replay.reason == "" and again.replay.most_tokens == 64
+        assert again.replay.num_runs > 3 and eager.replay.num_runs == 0
+        assert {name: told.arrays for name, told in replayed.items()} == {name: told.arrays for name, told in said.items()}
