@@ -13,12 +13,12 @@ from app.explanation import Explained
 from app.hardware.probe import probe
 from app.preparation import PATIENT_SECONDS, calibrate, looked_up
 from app.settings import Settings
-from app.weights.checkpoint import open_checkpoint
+from app.weights.opening import open_model
 
 
 def calibrated(settings: Settings) -> Explained:
     """What was measured and what was chosen. Raises a `StartupError` where nothing can be measured."""
-    prepared = looked_up(probe(), settings.model_copy(update={"calibrate": "on"}), open_checkpoint(settings.checkpoint_directory))
+    prepared = looked_up(probe(), settings.model_copy(update={"calibrate": "on"}), open_model(settings.checkpoint_directory))
     if prepared.is_final:
         raise PlanImpossible(f"There is nothing to measure. {prepared.plan.calibrate.reason}")
     os.environ.update(prepared.plan.environment())  # the thread pools read it when torch is imported, which is now

@@ -17,7 +17,7 @@ from app.hardware.trials import rate
 from app.preparation import Prepared, looked_up
 from app.report import processor, value_of
 from app.settings import Settings
-from app.weights.checkpoint import open_checkpoint
+from app.weights.opening import open_model
 
 # Decisions that make a difference to this model, in the order in which they are made; the others stand in `--json`.
 _TOLD = (
@@ -46,7 +46,7 @@ class Explained:
 
 def explain(settings: Settings, facts: Facts) -> Explained:
     """What a start would decide, with what an earlier one measured; nothing is measured here. Raises a `StartupError`."""
-    checkpoint = open_checkpoint(settings.checkpoint_directory)
+    checkpoint = open_model(settings.checkpoint_directory)
     found = looked_up(facts, settings, checkpoint)
     measurements = None if found.calibration is None else found.calibration.measurements
     return Explained(checkpoint.name, facts, checkpoint.needs(), found.plan, measurements, _origin(found))
