@@ -133,10 +133,14 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One text, tokenised, its special tokens included. `type_ids` are as many where it has a second segment, else empty: all 0."""
+    """One text, tokenised, its special tokens included. `type_ids` are as many where it has a second segment, else empty: all 0.
+
+    The first `num_prompt_tokens` are an instruction that is read and not pooled.
+    """
 
     token_ids: tuple[int, ...]
     type_ids: tuple[int, ...] = ()
+    num_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ Needs the loaded model alone, and runs in the service's small pool unless the te
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from app.encoding import EncodingRequest, TextInput
 from app.errors import ContextLengthExceeded, InvalidRequest, WrongModelKind
@@ -46,17 +47,20 @@ def is_short(request: EncodingRequest) -> bool:
 
 def read_texts(model: ServedEncoder, request: EncodingRequest) -> tuple[Text, ...]:
     """The texts' ids, in order. Raises an `InvalidRequest` that names the field."""
-    limits = model.limits
     written = {
-        index: _behind_prompt(model, request, index) for index, given in enumerate(request.inputs) if not isinstance(given, Text)
+        index: (_prompt(model, request, index), given)
+        for index, given in enumerate(request.inputs)
+        if not isinstance(given, Text)
     }
-    cut_at = limits.max_model_len if request.truncate else None
-    texts = dict(zip(written, model.tokenizer.texts([*written.values()], cut_at, request.keeps_end), strict=True))
+    behind = [prompt + given if isinstance(given, str) else given for prompt, given in written.values()]
+    cut_at = model.limits.max_model_len if request.truncate else None
+    texts = dict(zip(written, model.tokenizer.texts(behind, cut_at, request.keeps_end), strict=True))
     for index, given in enumerate(request.inputs):
         if isinstance(given, Text):
             texts[index] = _own_ids(model, request, index, given)
-        elif len(texts[index].token_ids) > limits.max_model_len:
-            raise _too_long(request, index, len(texts[index].token_ids), limits.max_model_len)
+        _check_length(model, request, index, texts[index])
+    if model.config.pooling.skips_prompt:
+        texts |= {index: _not_pooled(model, prompt, texts[index]) for index, (prompt, _) in written.items() if prompt}
     in_order = tuple(texts[index] for index in range(len(texts)))
     _check_hidden(model, request, in_order)
     return in_order
@@ -96,45 +100,49 @@ def _characters(given: TextInput) -> int:
     return len(given) if isinstance(given, str) else len(given[0]) + len(given[1])
 
 
-def _behind_prompt(model: ServedEncoder, request: EncodingRequest, index: int) -> str | tuple[str, str]:
-    """A text behind the prompt that the checkpoint wants before it; a pair has none."""
-    given, prompts = request.inputs[index], model.config.pooling.prompts
-    assert not isinstance(given, Text), "ids stand for themselves"
-    if isinstance(given, tuple) or not prompts:
-        return given
+def _prompt(model: ServedEncoder, request: EncodingRequest, index: int) -> str:
+    """What the checkpoint wants before a text; a pair has nothing before it."""
+    prompts = model.config.pooling.prompts
+    if not prompts or isinstance(request.inputs[index], tuple):
+        return ""
     wanted: Sequence[str | None] = (request.prompt,)
     if request.num_queries:
         wanted = ("query",) if index < request.num_queries else _DOCUMENT_PROMPTS
     name = next((name for name in wanted if name in prompts), model.config.pooling.default_prompt)
-    return given if name is None else prompts[name] + given
+    return "" if name is None else prompts[name]
 
 
 # What checkpoints call it, as sentence-transformers looks for it.
 _DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 
 
+def _not_pooled(model: ServedEncoder, prompt: str, text: Text) -> Text:
+    """With the number of its prompt's tokens: as sentence-transformers counts them, without the special token that would end it."""
+    (alone,) = model.tokenizer.texts([prompt])
+    ends = not model.tokenizer.has_text(alone.token_ids[-1])
+    return replace(text, num_prompt_tokens=min(len(alone.token_ids) - ends, len(text.token_ids) - 1))
+
+
 def _own_ids(model: ServedEncoder, request: EncodingRequest, index: int, text: Text) -> Text:
     """A client's own ids, checked and cut."""
-    limits, name = model.limits, _name(request, index)
-    check_ids(text.token_ids, limits.vocab_size, name)
-    if text.type_ids:
-        check_ids(text.type_ids, max(model.config.num_types, 1), "token_type_ids")
-    too_many = len(text.token_ids) - limits.max_model_len
-    if too_many <= 0:
-        return text
+    limit, name = model.limits.max_model_len, _name(request, index)
+    check_ids(text.token_ids, model.limits.vocab_size, name)
+    check_ids(text.type_ids, max(model.config.num_types, 1), "token_type_ids")
     if not request.truncate:
-        raise _too_long(request, index, len(text.token_ids), limits.max_model_len)
-    kept = slice(too_many, None) if request.keeps_end else slice(limits.max_model_len)
+        return text
+    kept = slice(-limit, None) if request.keeps_end else slice(limit)
     return Text(text.token_ids[kept], text.type_ids[kept])
 
 
-def _too_long(request: EncodingRequest, index: int, num_tokens: int, limit: int) -> ContextLengthExceeded:
+def _check_length(model: ServedEncoder, request: EncodingRequest, index: int, text: Text) -> None:
     """In the words that OpenAI's clients look for."""
-    name = _name(request, index)
-    sentence = (
-        f"This model's maximum context length is {limit} tokens. However, {name} has {num_tokens} tokens. Please shorten it"
-    )
-    return ContextLengthExceeded(f"{sentence}, or ask for it to be truncated where the route offers that.", field=name)
+    limit, number = model.limits.max_model_len, len(text.token_ids)
+    if number > limit:
+        name = _name(request, index)
+        sentence = (
+            f"This model's maximum context length is {limit} tokens. However, {name} has {number} tokens. Please shorten it"
+        )
+        raise ContextLengthExceeded(f"{sentence}, or ask for it to be truncated where the route offers that.", field=name)
 
 
 def _check_hidden(model: ServedEncoder, request: EncodingRequest, texts: Sequence[Text]) -> None:

@@ -131,6 +131,14 @@ async def test_a_checkpoints_prompts_stand_before_texts(asked: dict[str, Any], b
         assert list(worker.encodes[0].texts) == ids_of(*behind)
 
 
+async def test_a_prompts_tokens_are_counted_where_they_are_not_pooled() -> None:
+    silent = replace(PROMPTED, pooling=replace(PROMPTED.pooling, skips_prompt=True))
+    async with encoding(silent) as (service, worker, _):
+        await service.encode(wanted("a", ("a", "b"), Text((2, 9, 3)), prompt="query"))
+        assert [text.num_prompt_tokens for text in worker.encodes[0].texts] == [3, 0, 0], "[CLS] the fox"
+        assert worker.encodes[0].texts[0].token_ids == ids_of("the fox a")[0].token_ids
+
+
 async def test_a_request_that_fails_leaves_its_neighbours_alone() -> None:
     async with encoding() as (service, worker, _):
         worker.bad = ids_of("said")[0].token_ids[1]
