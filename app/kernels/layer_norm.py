@@ -10,33 +10,51 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.kernels.activations import Activations, destination, quantise
-from app.kernels.operations import Code, LayerNorm, has, run
+from app.kernels.operations import Code, LayerNorm, Sink, has, run
+
+LayerNormOf = tuple[Tensor, Tensor | None, float]  # weight and bias [size] fp32, eps
 
 
 def layer_norm(
     hidden: Tensor,
-    norm: tuple[Tensor, Tensor | None, float],
+    norm: LayerNormOf,
     dtype: torch.dtype,
     group: int | None = None,
     in_place: bool = False,
 ) -> Activations:
     """hidden [tokens, size] fp32 to (hidden - mean) / deviation * weight + bias in `dtype`, or quantised where a group is given.
 
-    `norm` is weight [size] fp32, bias likewise or None, and eps. `in_place`: hidden becomes its norm as well.
+    `in_place`: hidden becomes its norm as well.
     """
-    if dtype != torch.bfloat16 or hidden.dtype != torch.float32 or hidden.stride(1) != 1 or not has(Code.LAYER_NORM):
+    if dtype != torch.bfloat16 or not _suits(hidden):
         normed = layer_norm_torch(hidden, norm)
         if in_place:
             hidden.copy_(normed)
         return normed.to(dtype) if group is None else quantise(normed, group)
-    rows, size = hidden.shape
-    weight, bias, eps = norm
-    out, sink = destination(rows, size, group)
-    addresses = (hidden.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr())
-    run(LayerNorm(*addresses, hidden.stride(0), rows, size, in_place, eps, sink), Code.LAYER_NORM, rows * size)
+    out, sink = destination(*hidden.shape, group)
+    _run(hidden, norm, in_place, sink)
     return out
 
 
-def layer_norm_torch(hidden: Tensor, norm: tuple[Tensor, Tensor | None, float]) -> Tensor:
+def layer_norm_in_place(hidden: Tensor, norm: LayerNormOf) -> None:
+    """hidden [tokens, size] fp32 becomes its norm, and nothing else is wanted."""
+    if _suits(hidden):
+        _run(hidden, norm, True, Sink())
+    else:
+        hidden.copy_(layer_norm_torch(hidden, norm))
+
+
+def _suits(hidden: Tensor) -> bool:
+    return hidden.dtype == torch.float32 and hidden.stride(1) == 1 and hidden.device.type == "cpu" and has(Code.LAYER_NORM)
+
+
+def _run(hidden: Tensor, norm: LayerNormOf, in_place: bool, sink: Sink) -> None:
+    rows, size = hidden.shape
+    weight, bias, eps = norm
+    addresses = (hidden.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr())
+    run(LayerNorm(*addresses, hidden.stride(0), rows, size, in_place, eps, sink), Code.LAYER_NORM, rows * size)
+
+
+def layer_norm_torch(hidden: Tensor, norm: LayerNormOf) -> Tensor:
     weight, bias, eps = norm
     return F.layer_norm(hidden.float(), weight.shape, weight, bias, eps)

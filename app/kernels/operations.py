@@ -117,7 +117,7 @@ class Rows(ctypes.Structure):
     code = Code.ROWS
     _fields_ = (
         *((name, _ADDRESS) for name in ("weight", "ids", "factors", "out")),
-        *((name, _INT) for name in ("count", "outputs", "inputs", "padded", "group", "form", "minimums")),
+        *((name, _INT) for name in ("count", "outputs", "inputs", "padded", "group", "form", "minimums", "add")),
         ("factor", _FLOAT),
     )
 

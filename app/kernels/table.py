@@ -51,21 +51,41 @@ class Table:
 
     def rows(self, ids: Tensor, factor: Factor = 1.0) -> Tensor:
         """Rows fp32 [n, inputs] for ids [n] int64, times a factor."""
-        ids = ids if ids.is_contiguous() else ids.contiguous()
         out = empty((len(ids), self.inputs), torch.float32)
+        self.write(out, ids, factor)
+        return out
+
+    def write(self, out: Tensor, ids: Tensor, factor: Factor = 1.0, add: bool = False) -> None:
+        """The same into out [n, inputs] fp32; `add`: out += rows."""
+        ids = ids if ids.is_contiguous() else ids.contiguous()
+        assert out.is_contiguous() and out.shape == (len(ids), self.inputs), "what a kernel writes to"
         factors, times = (factor.data_ptr(), 1.0) if isinstance(factor, Tensor) else (None, factor)
-        sizes = (len(ids), self.outputs, self.inputs, self.padded, self.group, self.form, self.minimums)
+        sizes = (len(ids), self.outputs, self.inputs, self.padded, self.group, self.form, self.minimums, add)
         addresses = (self.weight.data_ptr(), ids.data_ptr(), factors, out.data_ptr())
         run(Rows(*addresses, *sizes, times), Code.ROWS, len(ids) * self.inputs)
-        return out
 
 
 def stored_rows(weight: Tensor, ids: Tensor, factor: Factor = 1.0) -> Tensor:
     """Rows fp32 [n, inputs] of weight [outputs, inputs] as it is stored, for ids [n] int64, times a factor."""
+    table = _stored(weight)
+    return rows_torch(weight, ids, factor) if table is None else table.rows(ids, factor)
+
+
+def add_rows(hidden: Tensor, weight: Tensor, ids: Tensor, factor: Factor = 1.0) -> None:
+    """hidden [n, inputs] fp32 contiguous += those rows."""
+    table = _stored(weight)
+    if table is None:
+        hidden += rows_torch(weight, ids, factor)
+    else:
+        table.write(hidden, ids, factor, add=True)
+
+
+def _stored(weight: Tensor) -> Table | None:
+    """None where torch's twin serves."""
     form = _STORED.get(weight.dtype)
     if form is None or weight.device.type != "cpu" or not weight.is_contiguous() or not has(Code.ROWS):
-        return rows_torch(weight, ids, factor)
-    return Table(weight, form, *weight.shape).rows(ids, factor)
+        return None
+    return Table(weight, form, *weight.shape)
 
 
 def rows_torch(weight: Tensor, ids: Tensor, factor: Factor = 1.0) -> Tensor:

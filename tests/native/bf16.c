@@ -80,7 +80,7 @@ int64_t bf16_rows(void) {
         float *out = room(count * inputs * 4);
         int64_t *ids = room(count * 8);
         for (int64_t n = 0; n < count; n++) ids[n] = n ? below(outputs) : outputs - 1;
-        const rows_arguments a = {panels, ids, NULL, out, count, outputs, inputs, inputs, 0, FORM_BF16_PANELS, 0, 2.0};
+        const rows_arguments a = {panels, ids, NULL, out, count, outputs, inputs, inputs, 0, FORM_BF16_PANELS, 0, 0, 2.0};
         run(OP_ROWS, &a);
         for (int64_t at = 0; at < count * inputs; at++)
             if (out[at] != 2 * float_of_bf16(weights[ids[at / inputs] * inputs + at % inputs])) failed("row %d, input %d", (int)ids[at / inputs], (int)(at % inputs));

@@ -169,7 +169,7 @@ int64_t widened_rows(void) {
         int64_t *ids = room(count * 8);
         for (int64_t r = 0; r < count; r++) ids[r] = r == 0 ? w.outputs - 1 : below(w.outputs);
         float *out = room(count * w.inputs * 4);
-        const rows_arguments arguments = {w.panels, ids, NULL, out, count, w.outputs, w.inputs, w.padded, w.group, w.bits, w.minimums, i % 2 ? 1.0 : 8.5};
+        const rows_arguments arguments = {w.panels, ids, NULL, out, count, w.outputs, w.inputs, w.padded, w.group, w.bits, w.minimums, 0, i % 2 ? 1.0 : 8.5};
         run(OP_ROWS, &arguments);
         for (int64_t at = 0; at < count * w.inputs; at++) {
             const int64_t id = ids[at / w.inputs], k = at % w.inputs, g = k / w.group;

@@ -143,7 +143,8 @@ int64_t stored_rows(void) {
         }
         for (int64_t k = 0; factors && k < inputs; k++) factors[k] = number();
         for (int64_t n = 0; n < count; n++) ids[n] = n == 1 ? outputs : n == 2 ? -1 : n ? below(outputs) : outputs - 1;
-        const rows_arguments arguments = {table, ids, factors, out, count, outputs, inputs, 0, 0, form, 0, 4.0};
+        const rows_arguments arguments = {table, ids, factors, out, count, outputs, inputs, 0, 0, form, 0, i % 4 == 3, 4.0};
+        for (int64_t at = 0; at < count * inputs; at++) out[at] = 0;
         run(OP_ROWS, &arguments);
         for (int64_t at = 0; at < count * inputs; at++) {
             const int64_t id = ids[at / inputs], k = at % inputs;

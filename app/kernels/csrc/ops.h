@@ -132,14 +132,14 @@ typedef struct {
 /* How the weight of OP_ROWS lies: packed (4 and 8 with groups), or rows as a checkpoint stores them. */
 enum { FORM_INT4 = 4, FORM_INT8 = 8, FORM_BF16_PANELS = 16, FORM_STORED_BF16, FORM_STORED_FP16, FORM_STORED_FP32 };
 
-/* Rows ids[i] of a weight [outputs, inputs], out [count, inputs] fp32, times `factor` and, where given, `factors` [inputs]. Of an id that is
- * no row's nothing is read, and NaN comes out. */
+/* Rows ids[i] of a weight [outputs, inputs], out [count, inputs] fp32, times `factor` and, where given, `factors` [inputs]; `add`: += into out. Of an
+ * id that is no row's nothing is read, and NaN comes out. */
 typedef struct {
     const uint8_t *weight;
     const int64_t *ids;
     const float *factors;
     float *out;
-    int64_t count, outputs, inputs, padded, group, form, minimums;
+    int64_t count, outputs, inputs, padded, group, form, minimums, add;
     double factor;
 } rows_arguments;
 

@@ -7,17 +7,17 @@
 
 #define PART 256 /* inputs that one thread widens at a time, where no group says how many */
 
-static float from_bits(uint32_t bits) {
+static inline float from_bits(uint32_t bits) {
     union { uint32_t bits; float number; } cast = {bits};
     return cast.number;
 }
 
 /* IEEE half: the exponent moves by 112, which a product does also where it is denormal; infinity and NaN keep theirs. */
-static float from_half(uint16_t half) {
+static inline float from_half(uint16_t half) {
     const uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = (uint32_t)(half & 0x7fff) << 13;
-    if (rest >= 0x0f800000) return from_bits(sign | rest | 0x7f800000);
-    const float number = from_bits(rest) * 0x1p112f;
-    return sign ? -number : number;
+    const union { float number; uint32_t bits; } moved = {from_bits(rest) * 0x1p112f};
+    const uint32_t special = rest >= 0x0f800000 ? 0xffffffff : 0; /* no branches, so that compilers take several at a time */
+    return from_bits(sign | (((rest | 0x7f800000) & special) | (moved.bits & ~special)));
 }
 
 /* A table may begin at any byte of its file. */
@@ -27,11 +27,12 @@ static void stored(const rows_arguments *a, int64_t id, int64_t from, int64_t co
         memcpy(out, at, (size_t)count * 4);
         return;
     }
-    for (int64_t k = 0; k < count; k++) {
-        uint16_t half;
-        memcpy(&half, at + 2 * k, 2);
-        out[k] = a->form == FORM_STORED_FP16 ? from_half(half) : from_bits((uint32_t)half << 16);
-    }
+    uint16_t halves[PART];
+    memcpy(halves, at, (size_t)count * 2);
+    if (a->form == FORM_STORED_FP16)
+        for (int64_t k = 0; k < count; k++) out[k] = from_half(halves[k]);
+    else
+        for (int64_t k = 0; k < count; k++) out[k] = from_bits((uint32_t)halves[k] << 16);
 }
 
 static void widen(const rows_arguments *a, int64_t id, int64_t from, int64_t count, float *out) {
@@ -42,17 +43,25 @@ static void widen(const rows_arguments *a, int64_t id, int64_t from, int64_t cou
     else stored(a, id, from, count, out);
 }
 
+static void finish(const rows_arguments *a, int64_t from, int64_t count, float *values) {
+    const float factor = (float)a->factor;
+    for (int64_t k = 0; a->factors && k < count; k++) values[k] *= a->factors[from + k];
+    for (int64_t k = 0; factor != 1.0f && k < count; k++) values[k] *= factor;
+}
+
 /* A team function of every level. */
 void armature_rows(const void *arguments) {
     const rows_arguments *a = arguments;
     const int64_t size = a->form == FORM_INT4 || a->form == FORM_INT8 ? a->group : PART, parts = (a->inputs + size - 1) / size;
-    const float factor = (float)a->factor;
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < a->count * parts; i++) {
-        const int64_t row = i / parts, from = i % parts * size, left = a->inputs - from, count = left < size ? left : size;
-        float *out = a->out + row * a->inputs + from;
-        widen(a, a->ids[row], from, count, out);
-        for (int64_t k = 0; a->factors && k < count; k++) out[k] *= a->factors[from + k];
-        for (int64_t k = 0; factor != 1.0f && k < count; k++) out[k] *= factor;
+        const int64_t row = i / parts, begin = i % parts * size, end = begin + size < a->inputs ? begin + size : a->inputs;
+        for (int64_t from = begin; from < end; from += a->add ? PART : size) {
+            const int64_t step = a->add ? PART : size, count = end - from < step ? end - from : step;
+            float *out = a->out + row * a->inputs + from, part[PART], *values = a->add ? part : out;
+            widen(a, a->ids[row], from, count, values);
+            finish(a, from, count, values);
+            for (int64_t k = 0; a->add && k < count; k++) out[k] += part[k];
+        }
     }
 }

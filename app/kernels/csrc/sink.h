@@ -98,10 +98,10 @@ INLINE void emit_groups(const sink *out, int64_t rows, int64_t size, part p, flo
     }
 }
 
-/* Part p of `rows` rows of `size`. x has room for MOST_GROUP values and may be overwritten. */
+/* Part p of `rows` rows of `size`, where anyone wants it. x has room for MOST_GROUP values and may be overwritten. */
 INLINE void emit(const sink *out, int64_t rows, int64_t size, part p, float *x) {
     if (out->tiles) emit_groups(out, rows, size, p, x);
-    else
+    else if (out->rows)
         for (int64_t i = 0; i < p.count; i += LANES) bf16_store_part(out->rows + p.row * size + p.from + i, vf_load(x + i), p.count - i);
 }
 

@@ -11,7 +11,7 @@ from app.kernels.hybrid import HybridPacking
 from app.kernels.int_panels import IntPacking
 from app.kernels.operations import Code, has
 from app.kernels.panels import PanelLinear
-from app.kernels.table import rows_torch, stored_rows
+from app.kernels.table import add_rows, rows_torch, stored_rows
 from app.kernels.turn import angles, angles_torch
 from native_levels import at_level, levels
 
@@ -40,6 +40,10 @@ def test_stored_rows_are_the_twins_to_the_bit(
     with at_level(level):
         assert has(Code.ROWS)
         assert torch.equal(stored_rows(weight, ids, times), rows_torch(weight, ids, times))
+        hidden = torch.randn(count, inputs)
+        meant = hidden + rows_torch(weight, ids, times)
+        add_rows(hidden, weight, ids, times)
+        assert torch.equal(hidden, meant)
 
 
 @needs_levels
