@@ -25,6 +25,7 @@ from app.bench.workload import Lengths, LogNormal
 from app.hardware.room import kv_bytes_per_token
 from app.preparation import Prepared, calibrate, prepare
 from app.settings import Settings, setting_rows
+from app.weights.opening import checkpoint_of
 
 USUAL_TOKENS = (128, 128)
 
@@ -48,7 +49,7 @@ def _engine(prepared: Prepared, arguments: Namespace) -> Outcome:
     from app.bench.inside import Asked, measure
 
     asked = Asked(arguments.rounds, arguments.rows or (), arguments.prompts or (), arguments.steps)
-    return measure(prepared.checkpoint, prepared.plan, prepared.facts, asked)
+    return measure(checkpoint_of(prepared.checkpoint), prepared.plan, prepared.facts, asked)
 
 
 def _kernels(prepared: Prepared, arguments: Namespace) -> Outcome:
@@ -60,19 +61,21 @@ def _kernels(prepared: Prepared, arguments: Namespace) -> Outcome:
 def _quality(prepared: Prepared, arguments: Namespace) -> Outcome:
     from app.bench.quality import Subject, measure
 
-    return measure(Subject(prepared.checkpoint, prepared.settings, prepared.facts), arguments.text, arguments.tokens)
+    return measure(
+        Subject(checkpoint_of(prepared.checkpoint), prepared.settings, prepared.facts), arguments.text, arguments.tokens
+    )
 
 
 def _speculation(prepared: Prepared, arguments: Namespace) -> Outcome:
     from app.bench.speculation import measure
 
-    return measure(prepared.checkpoint, prepared.plan, prepared.facts, prepared.step_seconds, arguments.rounds)
+    return measure(checkpoint_of(prepared.checkpoint), prepared.plan, prepared.facts, prepared.step_seconds, arguments.rounds)
 
 
 def _eager(prepared: Prepared, arguments: Namespace) -> Outcome:
     from app.bench.recorded import measure
 
-    return measure(prepared.checkpoint, prepared.plan, prepared.facts, prepared.settings, arguments.rounds)
+    return measure(checkpoint_of(prepared.checkpoint), prepared.plan, prepared.facts, prepared.settings, arguments.rounds)
 
 
 INSIDE: Mapping[str, Callable[[Prepared, Namespace], Outcome]] = {

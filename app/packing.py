@@ -17,6 +17,7 @@ from app.hardware.plan import make_plan
 from app.hardware.precision import bf16_products
 from app.preparation import Prepared, prepare
 from app.settings import Settings
+from app.weights.opening import checkpoint_of
 from app.weights.recipes import RECIPES
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def _packed(prepared: Prepared, folder: Path, stage: Stage, text: Path | None) -
     backend.configure(prepared.plan)
     correlations = None if text is None else _heard(prepared, backend, text, stage)
     packs = Packs(folder, stage("keeping packed weights"))
-    return pack_weights(prepared.checkpoint, prepared.plan, backend, stage("packing weights"), packs, correlations)
+    return pack_weights(checkpoint_of(prepared.checkpoint), prepared.plan, backend, stage("packing weights"), packs, correlations)
 
 
 def _heard(prepared: Prepared, backend: Backend, text: Path, stage: Stage) -> Correlations:
@@ -70,7 +71,7 @@ def _heard(prepared: Prepared, backend: Backend, text: Path, stage: Stage) -> Co
     from app.engine.scoring import windows_of
     from app.text.tokenizer import Tokenizer
 
-    checkpoint, facts = prepared.checkpoint, prepared.facts
+    checkpoint, facts = checkpoint_of(prepared.checkpoint), prepared.facts
     exact = prepared.settings.model_copy(update={"precision": "bf16" if bf16_products(facts) else "fp32", "kv_precision": "auto"})
     plan = make_plan(facts, None, exact, checkpoint.needs(), RECIPES.keys())
     windows = windows_of(Tokenizer(checkpoint.directory), text, checkpoint.decoder.max_model_len, MAX_TEXT_TOKENS)

@@ -27,6 +27,13 @@ def open_model(path: Path) -> Opened:
     return open_checkpoint(path)
 
 
+def checkpoint_of(opened: Opened) -> Checkpoint:
+    """Where a program will not do. Raises `CheckpointInvalid`."""
+    if isinstance(opened, Checkpoint):
+        return opened
+    raise CheckpointInvalid(f"{opened.path} is an exported program; a checkpoint's directory is needed here.")
+
+
 def package_directory(name: str) -> Path:
     """Where the checkpoint of an installed package lies; nothing of the package is run."""
     distribution, package = PACKAGES[name]
