@@ -71,7 +71,8 @@ LAYERS: tuple[tuple[str, float], ...] = (
 TORCH_FREE = (
     "errors", "version", "settings", "messages", "measured", "hardware.*", "drift", "metrics", "quantiles", "models.config",
     "models.graph", "models.outputs", "models.encoder_config", "models.encoder_reading", "models.encoder_shapes",
-    "weights.checkpoint", "weights.opening", "weights.sentence_transformers", "weights.renaming", "weights.resident", "weights.archive", "weights.program",
+    "weights.checkpoint", "weights.opening", "weights.sentence_transformers", "weights.renaming", "weights.resident",
+    "weights.archive", "weights.program",
     "weights.recipes", "engine.sequence", "engine.slots", "engine.scheduler", "engine.pace", "engine.standing", "engine.batch",
     "engine.drafts", "engine.speculation", "engine.row_costs", "engine.texts", "engine.encoder", "engine.encode_pace",
     "calibration", "preparation",
