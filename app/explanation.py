@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,38 @@ from app.weights.opening import open_model
 
 # Decisions that make a difference to this model, in the order in which they are made; the others stand in `--json`.
 _TOLD = (
-    "precision", "int8_copy", "kv_precision", "kernels", "threads", "wait_policy", "max_batch_tokens", "itl_target_seconds", "compile",
-    "speculation", "weight_bytes", "kv_cache_bytes", "max_model_len", "max_running_seqs",
+    "precision", "int8_copy", "kv_precision", "kernels", "threads", "wait_policy", "max_batch_tokens", "batch_target_tokens",
+    "itl_target_seconds", "compile", "speculation", "weight_bytes", "kv_cache_bytes", "max_model_len", "max_running_seqs",
 )  # fmt: skip
+_GENERATING = (
+    "kv_precision",
+    "itl_target_seconds",
+    "speculation",
+    "kv_cache_bytes",
+)  # of these nothing is told where nothing is generated
 _MOST_COLUMNS = 6  # of a table of speeds, of each phase: as many as fit beside the names in 120 columns
 _MOST_TRIALS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A kind of step: what its first column is called, what the others are, and its table."""
+
+    first: str
+    other: str
+    read: Callable[[Trial], Mapping[int, float]]
+
+    def columns(self, shown: Sequence[Trial]) -> Iterator[tuple[str, int]]:
+        """Headings and sizes."""
+        for index, size in enumerate(_columns([self.read(trial) for trial in shown])):
+            yield (self.other if index else self.first).format(size), size
+
+
+PHASES = (
+    Phase("decode ×{}", "×{}", lambda trial: trial.decode_seconds),
+    Phase("prompt of {}", "{}", lambda trial: trial.prefill_seconds),
+    Phase("texts of {}", "{}", lambda trial: trial.encode_seconds),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +101,7 @@ def render_explained(explained: Explained) -> RenderableType:
     shown = [] if believed is None else _shown(believed, explained.plan)
     if shown:
         parts += ["", _speeds(shown, explained.plan)]
-    return Group(*parts, "", _choices(explained.plan), *_expected(explained.plan))
+    return Group(*parts, "", _choices(explained), *_expected(explained.plan))
 
 
 def _head(explained: Explained) -> Table:
@@ -83,8 +110,8 @@ def _head(explained: Explained) -> Table:
     table = _plain(f"{explained.name} on this machine")
     table.add_row(
         "model",
-        f"{needs.architecture}, {needs.num_parameters / 1e6:,.0f}M parameters, {gib(needs.weight_bytes)} of {needs.stored_dtype}, made for "
-        f"{needs.max_model_len:,} tokens",
+        f"{needs.architecture}, {needs.num_parameters / 1e6:,.0f}M parameters, {gib(needs.weight_bytes)} of {needs.stored_dtype}"
+        + ("" if needs.kind == "program" else f", made for {needs.max_model_len:,} tokens"),
     )
     table.add_row("processor", f"{processor(facts)}, {count(len(facts.cores), 'core')}{limits}")
     table.add_row("memory", f"{gib(facts.usable_bytes)} available of {gib(facts.memory_limit_bytes)}")
@@ -95,23 +122,20 @@ def _head(explained: Explained) -> Table:
 
 def _speeds(shown: list[Trial], plan: ServingPlan) -> Table:
     """Tokens a second of what was timed, hardly any context behind it; the way that was chosen is marked."""
-    rows, sizes = _columns([trial.decode_seconds for trial in shown]), _columns([trial.prefill_seconds for trial in shown])
+    columns = [(phase, *column) for phase in PHASES for column in phase.columns(shown)]
     table = Table(title="Measured tokens/s", title_justify="left", header_style="bold", box=None, padding=(0, 2, 0, 0))
     table.add_column("", no_wrap=True)
-    names = [f"×{row}" for row in rows] + [str(size) for size in sizes]
-    names[0], names[len(rows)] = f"decode {names[0]}", f"prompt of {names[len(rows)]}"
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+    for _, heading, _ in columns:
+        table.add_column(heading, justify="right", no_wrap=True)
     for trial in shown:
-        cells = [_speed(trial.decode_seconds, row) for row in rows] + [_speed(trial.prefill_seconds, size) for size in sizes]
-        table.add_row(_way(trial, plan), *cells)
+        table.add_row(_way(trial, plan), *(_speed(phase.read(trial), size) for phase, _, size in columns))
     return table
 
 
 def _shown(measurements: Measurements, plan: ServingPlan) -> list[Trial]:
     """The chosen one first, then those timed at the most sizes."""
-    timed = [trial for trial in measurements.trials if trial.decode_seconds and trial.prefill_seconds]
-    known = sorted(timed, key=lambda trial: -len(trial.decode_seconds) - len(trial.prefill_seconds))
+    timed = [trial for trial in measurements.trials if (trial.decode_seconds and trial.prefill_seconds) or trial.encode_seconds]
+    known = sorted(timed, key=lambda trial: -sum(len(phase.read(trial)) for phase in PHASES))
     return sorted(known, key=lambda trial: not _is_chosen(trial, plan))[:_MOST_TRIALS]
 
 
@@ -137,7 +161,8 @@ def _way(trial: Trial, plan: ServingPlan) -> str:
     return f"{'▸' if _is_chosen(trial, plan) else ' '} {trial.precision}{copy}, {count(trial.threads, 'thread')}"
 
 
-def _choices(plan: ServingPlan) -> Table:
+def _choices(explained: Explained) -> Table:
+    plan, needs = explained.plan, explained.needs
     table = Table(title="Chosen", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(no_wrap=True)
@@ -145,7 +170,8 @@ def _choices(plan: ServingPlan) -> Table:
     decisions = dict(plan.decisions())
     for name in _TOLD:
         decision = decisions[name]
-        if name != "int8_copy" or plan.precision.value == "int4":
+        told = name not in _GENERATING if not needs.generates else name != "batch_target_tokens"
+        if told and (name != "int8_copy" or plan.precision.value == "int4"):
             table.add_row(name, "auto" if decision.value is None else value_of(name, decision.value), decision.reason)
     return table
 

@@ -22,8 +22,8 @@ from app.hardware.probe import probe
 from app.hardware.step_seconds import StepSeconds
 from app.hardware.trials import Trials
 from app.settings import Settings
-from app.weights.checkpoint import Checkpoint, open_checkpoint
-from app.weights.program import ProgramCheckpoint
+from app.weights.checkpoint import Checkpoint
+from app.weights.opening import Opened, open_model
 from app.weights.recipes import RECIPES
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ SMALL_WEIGHT_BYTES = 64 * 2**20  # a model that any choice serves well: measured
 SMALL_BUDGET_SECONDS = 0.3
 FEW_THREADS = 3  # with no more, every number of threads is tried; with more, the planned one and one fewer
 Report = Callable[[str], None]
-AnyCheckpoint = Checkpoint | ProgramCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ class Prepared:
 
     settings: Settings
     facts: Facts
-    checkpoint: AnyCheckpoint
+    checkpoint: Opened
     plan: ServingPlan
     kept: Kept
     calibration: Calibration | None = None
@@ -77,7 +76,7 @@ class Prepared:
 def prepare(settings: Settings) -> Prepared:
     """Looks at the machine, the checkpoint and what was measured before, and decides; milliseconds, no torch. Raises a `StartupError`."""
     facts = probe()
-    checkpoint = open_checkpoint(settings.checkpoint_directory)
+    checkpoint = open_model(settings.checkpoint_directory)
     log.info("serving %s from %s", checkpoint.needs().architecture, checkpoint.directory)
     prepared = looked_up(facts, settings, checkpoint)
     if prepared.is_final:
@@ -85,7 +84,7 @@ def prepare(settings: Settings) -> Prepared:
     return prepared
 
 
-def looked_up(facts: Facts, settings: Settings, checkpoint: AnyCheckpoint) -> Prepared:
+def looked_up(facts: Facts, settings: Settings, checkpoint: Opened) -> Prepared:
     """With the calibration of an earlier start, where there is one and it is wanted."""
     plan = _plan(facts, None, settings, checkpoint)
     kept = Kept(settings.cache_directory, key_of(facts, settings, plan, _shapes(checkpoint)))
@@ -128,12 +127,12 @@ def beside_other_work(before: Prepared, after: Prepared) -> bool:
     return fewer is not None and planned is not None and fewer.gain_over(planned) > CONTENDED_GAIN
 
 
-def _shapes(checkpoint: AnyCheckpoint) -> object:
+def _shapes(checkpoint: Opened) -> object:
     """Whatever decides what its steps take; None of what is never measured."""
     return checkpoint.model_config if isinstance(checkpoint, Checkpoint) else None
 
 
-def budget_for(checkpoint: AnyCheckpoint) -> float:
+def budget_for(checkpoint: Opened) -> float:
     small = checkpoint.needs().weight_bytes < SMALL_WEIGHT_BYTES
     return SMALL_BUDGET_SECONDS if small else BUDGET_SECONDS
 
@@ -189,7 +188,7 @@ def _thread_counts(settings: Settings, planned: int) -> tuple[int, ...]:
     return tuple(range(planned, 0, -1)) if planned <= FEW_THREADS else (planned, planned - 1)
 
 
-def _plan(facts: Facts, measurements: Measurements | None, settings: Settings, checkpoint: AnyCheckpoint) -> ServingPlan:
+def _plan(facts: Facts, measurements: Measurements | None, settings: Settings, checkpoint: Opened) -> ServingPlan:
     return make_plan(facts, measurements, settings, checkpoint.needs(), RECIPES.keys())
 
 

@@ -42,10 +42,34 @@ MEASURED = Measurements(
 )  # fmt: skip
 
 
-def explained(measurements: Measurements | None, origin: str = "now", **asked: str) -> Explained:
+ENCODER = Needs(
+    "encoder", "BertModel", 334_000_000, 1_336_000_000, {"fp32": 1_336_000_000, "bf16": 668_000_000, "int8": 400_000_000},
+    0, 512, 24, 1024, 30_522, "float32",
+)  # fmt: skip
+TEXTS = {
+    16: 16 / 400,
+    32: 32 / 500,
+    64: 64 / 700,
+    128: 128 / 900,
+    256: 256 / 1200,
+    512: 512 / 1500,
+    1024: 1024 / 1510,
+    2048: 2048 / 1520,
+}
+ENCODED = Measurements(
+    50e9, {"bf16": 1e12, "int8": 3e12},
+    (
+        Trial("bf16", 8, {}, {}, read_bytes=10**9, operations_per_token=6e8, encode_seconds=TEXTS),
+        Trial("int8", 8, {}, {}, encode_seconds={16: 16 / 800, 256: 256 / 2400}),
+    ),
+    seconds=2.9,
+)  # fmt: skip
+
+
+def explained(measurements: Measurements | None, origin: str = "now", needs: Needs = NEEDS, **asked: str) -> Explained:
     host = machine()
-    plan = make_plan(host, measurements, Settings(**asked), NEEDS, RECIPES.keys())
-    return Explained("a-model", host, NEEDS, plan, measurements, origin)
+    plan = make_plan(host, measurements, Settings(**asked), needs, RECIPES.keys())
+    return Explained("a-model", host, needs, plan, measurements, origin)
 
 
 def printed(what: Explained) -> str:
@@ -67,6 +91,8 @@ def printed(what: Explained) -> str:
             int8_copy="on",
         ),
         explained(dataclasses.replace(MEASURED, trials=(Trial("bf16", 8, {}, {}),))),
+        explained(ENCODED, needs=ENCODER),
+        explained(None, needs=dataclasses.replace(ENCODER, kind="program", max_model_len=1, hidden_size=0)),
     ],
 )
 def test_it_is_one_screen(what: Explained) -> None:
@@ -102,6 +128,19 @@ def test_the_chosen_way_is_marked_and_everything_that_was_timed_is_shown() -> No
 def test_what_it_says(words: str) -> None:
     text = " ".join(printed(explained(MEASURED, "12 minutes ago")).split())
     assert words in text
+
+
+def test_an_encoder_is_told_of_in_texts() -> None:
+    text = printed(explained(ENCODED, needs=ENCODER))
+    lines = [line.split() for line in text.splitlines()]
+    assert "texts of 16" in text and "decode" not in text and "prompt" not in text
+    assert next(line for line in lines if line[:2] == ["▸", "bf16,"])[4] == "400"
+    assert next(line for line in lines if line[:1] == ["int8,"])[3] == "800"
+    words = " ".join(text.split())
+    assert "int8 was measured 2.00 times as quick" in words
+    assert "11.7 texts of 128 tokens a second" in words and "in steps of 512" in words
+    assert "batch_target_tokens 512" in words
+    assert not any(name in words for name in ("kv_cache_bytes", "speculation", "itl_target_seconds"))
 
 
 def test_a_copy_is_spoken_of_only_where_it_could_be() -> None:
