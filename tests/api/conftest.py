@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from functools import cache
 from typing import Any
 
 import httpx
@@ -25,13 +26,22 @@ def metrics() -> CountingMetrics:
 
 @pytest.fixture
 def build(service: ScriptedService, metrics: CountingMetrics) -> Callable[..., Any]:
-    """Makes the application; keys may be given."""
+    """The application; keys may be given. It is made once, which takes longer than most tests; what it stands before is this test's own."""
 
     def make(api_keys: tuple[str, ...] = ()) -> Any:
         info = lambda: {"plan": {"threads": {"value": 1, "reason": "because"}}}  # noqa: E731
-        return create_app(Runtime(service, metrics, Lifetime(), info, created=1_700_000_000, api_keys=api_keys))  # type: ignore[arg-type]
+        runtime = Runtime(service, metrics, Lifetime(), info, created=1_700_000_000, api_keys=api_keys)  # type: ignore[arg-type]
+        app = create_app(runtime) if api_keys else application()
+        app.state.runtime = runtime
+        return app
 
     return make
+
+
+@cache
+def application() -> Any:
+    nothing: Any = None
+    return create_app(Runtime(nothing, nothing, Lifetime(), dict, created=1))
 
 
 @pytest.fixture

@@ -6,19 +6,18 @@ import json
 from array import array
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from functools import cache
 from typing import Any
 
 import httpx
 
 from app.api.dependencies import Runtime
-from app.main import create_app
 from app.messages import Array, ArraysReady, Command, Encode, Infer, Signature, TensorSpec, Timings
 from app.metrics import Metrics
 from app.models.encoder_config import EncoderConfig
 from app.served import Limits, ServedDecoder, ServedEncoder, ServedModel, ServedProgram
 from app.service import Service
 from fake_worker import FakeWorker, tokenizer
+from tests.api.conftest import application
 from tests.api.scripted import Lifetime
 
 LIMITS = Limits(max_model_len=64, max_running_seqs=8, max_waiting_requests=8, request_timeout_seconds=60, vocab_size=340)
@@ -89,12 +88,6 @@ class Served:
         return [command for command in self.worker.commands if isinstance(command, Encode | Infer)]
 
 
-@cache
-def _application() -> Any:
-    """Made once, which takes longer than most tests; what it stands before changes."""
-    return create_app(Runtime(Service(FakeWorker(), Metrics()), Metrics(), Lifetime(), dict, created=1))
-
-
 @asynccontextmanager
 async def serving(model: ServedModel) -> AsyncIterator[Served]:
     worker = FakeWorker()
@@ -107,7 +100,7 @@ async def serving(model: ServedModel) -> AsyncIterator[Served]:
     worker.refuse = answer
     await service.start()
     service.serve(model)
-    app = _application()
+    app = application()
     app.state.runtime = Runtime(service, Metrics(), Lifetime(), dict, created=1)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://armature") as client:
         yield Served(service, worker, client)
