@@ -36,8 +36,13 @@ class EncoderModel(Protocol):
         """Hidden states behind the last norm, fp32 [tokens or rows, size]."""
         ...
 
-    def outputs(self, hidden: Tensor, starts: Tensor, names: Collection[str], rows: Tensor | None = None) -> Mapping[str, Tensor]:
-        """`embedding` (not normalised) and `logits` a row for each text, `last_hidden_state` one for each token, fp32."""
+    def outputs(
+        self, hidden: Tensor, starts: Tensor, names: Collection[str], rows: Tensor | None = None, skipped: Tensor | None = None
+    ) -> Mapping[str, Tensor]:
+        """`embedding` (not normalised) and `logits` a row for each text, `last_hidden_state` one for each token, fp32.
+
+        The first `skipped` [texts] tokens of a text are not pooled.
+        """
         ...
 
 
@@ -108,8 +113,14 @@ class EncodeRunner:
             started = time.perf_counter()
             hidden = self.replay()
             self.model_seconds = time.perf_counter() - started
-            outputs = self.model.outputs(hidden, starts, names, rows)
+            outputs = self.model.outputs(hidden, starts, names, rows, self._skipped(spans))
             return self._rows(spans, outputs)
+
+    def _skipped(self, spans: Sequence[TextSpan]) -> Tensor | None:
+        """Tokens of a prompt before each text, where those are not pooled."""
+        if not self.model.config.pooling.skips_prompt:
+            return None
+        return torch.tensor([span.text.num_prompt_tokens for span in spans])
 
     def _hidden(self, tokens: int, wanted: int | None) -> Tensor:
         return self.model.hidden(self._batch.context(tokens), self._batch.wanted(wanted))

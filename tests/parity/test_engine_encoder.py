@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -96,6 +98,18 @@ def test_types_that_a_model_has_no_rows_for_are_left_out(tmp_path: Path) -> None
     with_types, without = Text((5, 6, 7), (0, 1, 1)), Text((5, 6, 7))
     rows = [runner.run(Encoding.of(Encode("r", (text,), ("embedding",), 0.0)).spans()) for text in (with_types, without)]
     assert rows[0] == rows[1]
+
+
+def test_a_prompts_tokens_are_not_pooled_where_the_checkpoint_says_so(tmp_path: Path) -> None:
+    directory = write_encoder(tmp_path / "model", modules=Modules(prompts={"query": "hello world"}))
+    says = json.loads((directory / "1_Pooling" / "config.json").read_text())
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps({**says, "include_prompt": False}))
+    model = cast(Encoder, load(directory))
+    (plain,) = random_texts((9,))
+    text = replace(plain, num_prompt_tokens=4)
+    (rows,) = EncodeRunner(model, 64).run(Encoding.of(Encode("r", (text,), ("embedding",), 0.0, normalize=False)).spans())
+    wanted = encoded(model, (plain,), ("last_hidden_state",))["last_hidden_state"][4:].mean(0)
+    torch.testing.assert_close(torch.from_numpy(np.frombuffer(rows["embedding"], "<f4").copy()), wanted, atol=1e-5, rtol=0.0)
 
 
 RECORDABLE = ["BertModel", CLASSIFIER, "ModernBertModel", "NomicBertModel", "MPNetModel", "Qwen3Model"]
