@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +30,7 @@ READY_SECONDS = 900.0
 COMPLETIONS = DIALECTS["completions"]
 HELLO = "once upon a time"
 TICKS = os.sysconf("SC_CLK_TCK")
+AskOne = Callable[[Wire, str | None], Awaitable[object]]  # one request for the model of this name; raises `RequestBroken`
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +77,12 @@ class ServerSide:
             start_new_session=True,
         )
 
-    async def first_answer(self) -> float:
-        """Seconds from the process's start to its first answer of one token. Asks until there is one."""
+    async def first_answer(self, ask: AskOne | None = None) -> float:
+        """Seconds from the process's start to its first answer, of one token unless `ask` says otherwise. Asks until there is one."""
         with closing(Wire(self.url)) as wire:
             while True:
                 with suppress(RequestBroken):
-                    await streamed(wire, COMPLETIONS, Ask(HELLO, 1, model=await served_model(wire)))
+                    await (ask or _one_token)(wire, await served_model(wire))
                     return time.perf_counter() - self.started
                 if self._process.poll() is not None:
                     raise SystemExit(self.complaint("ended"))
@@ -118,6 +119,10 @@ class ServerSide:
         """To the whole group: some servers compute in a process of their own."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
+
+
+async def _one_token(wire: Wire, model: str | None) -> None:
+    await streamed(wire, COMPLETIONS, Ask(HELLO, 1, model=model))
 
 
 async def traffic_to(side: ServerSide, wanted: Wanted, wire: Wire) -> tuple[Traffic, str]:

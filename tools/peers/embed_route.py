@@ -1,0 +1,141 @@
+"""A plain FastAPI route around another library's encoder: `python -m tools.peers.embed_route KIND MODEL --port PORT`.
+
+`sentence_transformers` takes the checkpoint as it is; `openvino` and `onnxruntime` convert it once into `--exports`, pad a request's texts
+to the longest and take the mean. Requests are computed one by one, or `--workers` at a time. Runs in the peer's own environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvicorn
+from fastapi import Body, FastAPI
+from tokenizers import Tokenizer
+
+Vectors = np.ndarray  # [texts, size], of length 1
+Embed = Callable[[list[str]], tuple[Vectors, int]]  # and how many tokens it has read
+Run = Callable[[dict[str, np.ndarray]], np.ndarray]  # ids and mask [texts, tokens] to last hidden states
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("kind", choices=sorted(KINDS))
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--exports", type=Path, help="where converted models lie, or shall")
+    parser.add_argument("--threads", type=int, default=2, help="of each worker")
+    parser.add_argument("--workers", type=int, default=1)
+    arguments = parser.parse_args()
+    embed = KINDS[arguments.kind](arguments)
+    uvicorn.run(route(embed, arguments.workers), host="127.0.0.1", port=arguments.port, log_level="warning")
+
+
+def route(embed: Embed, workers: int) -> FastAPI:
+    """OpenAI's, as somebody writes it in an afternoon."""
+    app, pool = FastAPI(), ThreadPoolExecutor(workers)
+
+    @app.post("/v1/embeddings")
+    async def embeddings(body: dict[str, Any] = Body()) -> dict[str, Any]:  # noqa: B008 - FastAPI's way
+        texts = [body["input"]] if isinstance(body["input"], str) else body["input"]
+        vectors, num_tokens = await asyncio.get_running_loop().run_in_executor(pool, embed, texts)
+        data = [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors.tolist())]
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        return {"object": "list", "data": data, "model": body.get("model", ""), "usage": usage}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [{"id": "encoder", "object": "model"}]}
+
+    return app
+
+
+def sentence_transformers(arguments: argparse.Namespace) -> Embed:
+    import sentence_transformers as library
+
+    model = library.SentenceTransformer(str(arguments.model), device="cpu")
+    tokenizer = tokenizer_of(arguments.model)  # only to count: its own does not say
+
+    def embed(texts: list[str]) -> tuple[Vectors, int]:
+        num_tokens = sum(sum(encoding.attention_mask) for encoding in tokenizer.encode_batch(texts))
+        return model.encode(texts, normalize_embeddings=True, show_progress_bar=False), num_tokens
+
+    return embed
+
+
+def openvino(arguments: argparse.Namespace) -> Embed:
+    import openvino as library
+
+    folder = arguments.exports / "openvino"
+    if not (folder / "openvino_model.xml").exists():
+        command = (sys.executable, "-m", "tools.peers.export_openvino", arguments.model, folder, "--precision", "fp32")
+        subprocess.run(command, check=True)
+    properties = {"NUM_STREAMS": arguments.workers, "INFERENCE_NUM_THREADS": arguments.workers * arguments.threads}
+    model = library.compile_model(folder / "openvino_model.xml", "CPU", properties)
+
+    def run(inputs: dict[str, np.ndarray]) -> np.ndarray:
+        request = model.create_infer_request()  # one a call: workers must not share theirs
+        return np.asarray(request.infer(inputs, share_inputs=True)[model.output(0)])
+
+    return pooled(tokenizer_of(arguments.model), run)
+
+
+def onnxruntime(arguments: argparse.Namespace) -> Embed:
+    import onnxruntime as library
+
+    file = arguments.exports / "onnx" / "model.onnx"
+    if not file.exists():
+        from optimum.exporters.onnx import main_export
+
+        main_export(str(arguments.model), file.parent, task="feature-extraction", library_name="transformers")
+    options = library.SessionOptions()
+    options.intra_op_num_threads = arguments.threads
+    session = library.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    names = {each.name for each in session.get_inputs()}
+
+    def run(inputs: dict[str, np.ndarray]) -> np.ndarray:
+        given = inputs | {"token_type_ids": np.zeros_like(inputs["input_ids"])}
+        return np.asarray(session.run(None, {name: given[name] for name in names})[0])
+
+    return pooled(tokenizer_of(arguments.model), run)
+
+
+def tokenizer_of(model: Path) -> Tokenizer:
+    """Texts padded to the longest of a request, cut where sentence-transformers cuts them."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.enable_padding()
+    tokenizer.enable_truncation(json.loads((model / "sentence_bert_config.json").read_text())["max_seq_length"])
+    return tokenizer
+
+
+def pooled(tokenizer: Tokenizer, run: Run) -> Embed:
+    """The mean of hidden states where there is text, of length 1."""
+
+    def embed(texts: list[str]) -> tuple[Vectors, int]:
+        encodings = tokenizer.encode_batch(texts)
+        ids = np.array([encoding.ids for encoding in encodings], dtype=np.int64)
+        mask = np.array([encoding.attention_mask for encoding in encodings], dtype=np.int64)
+        hidden = run({"input_ids": ids, "attention_mask": mask})
+        vectors = np.einsum("btd,bt->bd", hidden, mask.astype(np.float32))
+        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True), int(mask.sum())
+
+    return embed
+
+
+KINDS: dict[str, Callable[[argparse.Namespace], Embed]] = {
+    "sentence_transformers": sentence_transformers,
+    "openvino": openvino,
+    "onnxruntime": onnxruntime,
+}
+
+
+if __name__ == "__main__":
+    main()
