@@ -13,8 +13,11 @@ from app.api.oip_wire import Inference
 from app.encoding import Encoded, EncodingRequest, TextInput
 from app.errors import InvalidRequest
 from app.messages import Array, Text
-from app.reading_texts import MAX_HIDDEN_BYTES, MAX_TEXTS
+from app.reading_texts import MAX_TEXTS
 from app.served import ServedEncoder
+
+# Padding costs a client nothing to ask for, and an answer is in memory until it has been read: 85 rows of 512 × 384.
+MAX_PADDED_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,18 +122,19 @@ def outputs_of(model: ServedEncoder, asked: Asked, encoded: Encoded) -> dict[str
 def _spread(model: ServedEncoder, asked: Asked, encoded: Encoded) -> Array:
     """Hidden states [tokens, size] as [batch, width, size]: each token's at its place, zeros where there is none."""
     packed = memoryview(encoded.arrays["last_hidden_state"].data)
-    size = encoded.arrays["last_hidden_state"].shape[1]
-    lengths = encoded.lengths
+    lengths, row_bytes = encoded.lengths, 4 * encoded.arrays["last_hidden_state"].shape[1]
     width = asked.width if asked.masks is not None else max(lengths)
     _check_padded(model, asked.outputs, len(lengths), width)
     masks = asked.masks if asked.masks is not None else [b"\1" * length for length in lengths]
-    spread, row_bytes, read = bytearray(4 * size * width * len(lengths)), 4 * size, 0
-    for number, (mask, length) in enumerate(zip(masks, lengths, strict=True)):
+    pieces: list[memoryview | bytes] = []
+    read = 0
+    for mask, length in zip(masks, lengths, strict=True):
+        filled = 0
         for place, run in _runs(mask, length):
-            start = (number * width + place) * row_bytes
-            spread[start : start + run * row_bytes] = packed[read : read + run * row_bytes]
-            read += run * row_bytes
-    return Array("FP32", (len(lengths), width, size), bytes(spread))
+            pieces += [bytes((place - filled) * row_bytes), packed[read : read + run * row_bytes]]
+            read, filled = read + run * row_bytes, place + run
+        pieces.append(bytes((width - filled) * row_bytes))
+    return Array("FP32", (len(lengths), width, row_bytes // 4), b"".join(pieces))
 
 
 def _runs(mask: bytes, length: int) -> list[tuple[int, int]]:
@@ -151,9 +155,9 @@ def _check_padded(model: ServedEncoder, outputs: Sequence[str], batch: int, widt
     if "last_hidden_state" not in outputs:
         return
     num_bytes = 4 * math.prod((batch, width, model.sizes["last_hidden_state"]))
-    if num_bytes > MAX_HIDDEN_BYTES:
+    if num_bytes > MAX_PADDED_BYTES:
         raise InvalidRequest(
-            f"The output last_hidden_state would be {num_bytes >> 20} MiB with its padding, and {MAX_HIDDEN_BYTES >> 20} MiB are "
+            f"The output last_hidden_state would be {num_bytes >> 20} MiB with its padding, and {MAX_PADDED_BYTES >> 20} MiB are "
             "the most: name the outputs that you need, or send fewer texts of like length.",
             field="outputs",
         )

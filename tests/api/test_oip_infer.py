@@ -286,7 +286,7 @@ async def test_a_decoder_has_no_tensors() -> None:
 
 
 async def test_hidden_states_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.api.oip_texts.MAX_HIDDEN_BYTES", 2 * 64 * 2 * 4 - 1)
+    monkeypatch.setattr("app.api.oip_texts.MAX_PADDED_BYTES", 2 * 64 * 2 * 4 - 1)
     ids = tensor("input_ids", "INT64", [2, 64], [1] * 128)
     mask = tensor("attention_mask", "INT64", [2, 64], [1, *[0] * 63] * 2)
     assert (await served.infer([ids, mask])).status_code == 400
