@@ -142,8 +142,12 @@ def _bench_flags() -> dict[str, dict[str, Any]]:
     return {
         "--json": {"type": Path, "metavar": "PATH", "help": "write the JSON object there as well"},
         "--rounds": {"type": _count, "metavar": "N", "help": "how often to measure"},
-        "--rows": {"type": _counts, "metavar": "N,N", "help": "sequences that decode together; only these, and --prompts"},
-        "--prompts": {"type": _counts, "metavar": "N,N", "help": "lengths of prompts; only these, and --rows"},
+        "--rows": {
+            "type": _counts,
+            "metavar": "N,N",
+            "help": "sequences that decode together, or texts of a batch; only these, and --prompts",
+        },
+        "--prompts": {"type": _counts, "metavar": "N,N", "help": "lengths of prompts, or of texts; only these, and --rows"},
         "--steps": {
             "type": _count,
             "metavar": "N",

@@ -46,10 +46,13 @@ def _ready_to_measure(settings: Settings) -> Prepared:
 
 
 def _engine(prepared: Prepared, arguments: Namespace) -> Outcome:
-    from app.bench.inside import Asked, measure
+    from app.bench import inside, texts
 
-    asked = Asked(arguments.rounds, arguments.rows or (), arguments.prompts or (), arguments.steps)
-    return measure(checkpoint_of(prepared.checkpoint), prepared.plan, prepared.facts, asked)
+    asked = inside.Asked(arguments.rounds, arguments.rows or (), arguments.prompts or (), arguments.steps)
+    checkpoint, plan, facts = checkpoint_of(prepared.checkpoint), prepared.plan, prepared.facts
+    if checkpoint.kind == "encoder":
+        return texts.measure(checkpoint, plan, facts, prepared.step_seconds, asked)
+    return inside.measure(checkpoint, plan, facts, asked)
 
 
 def _kernels(prepared: Prepared, arguments: Namespace) -> Outcome:

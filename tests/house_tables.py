@@ -39,6 +39,7 @@ LAYERS: tuple[tuple[str, float], ...] = (
     ("bench.driver", BESIDE),
     ("bench.floors", BESIDE),
     ("bench.speculation", BESIDE),
+    ("bench.texts", BESIDE),
     ("bench.*", ISLAND),
     ("service", 5),
     ("admission", 5),

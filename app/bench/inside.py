@@ -88,7 +88,7 @@ def measure(checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, asked: Aske
         driver = Driver(built.engine, Deck(range(2, checkpoint.model_config.vocab_size)), plan.max_model_len.value)
         weights = weights_of(built.model, checkpoint.model_config.vocab_size, facts)
         measured = {load: Samples(weights.read_bytes, weights.operations(load.tokens, load.logit_rows)) for load in loads}
-        with closing(machine), torch.inference_mode(), _frozen():
+        with closing(machine), torch.inference_mode(), frozen():
             complete = _rounds(asked, driver, measured, machine, advance)
     taken = {load: samples for load, samples in measured.items() if samples.seconds}
     kv_bytes = built.kv_cache.bytes_per_token * (PROMPT_TOKENS + min(asked.steps_per_round, driver.sitting_steps) / 2)
@@ -101,7 +101,7 @@ def measure(checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, asked: Aske
 
 
 @contextmanager
-def _frozen() -> Iterator[None]:
+def frozen() -> Iterator[None]:
     """No collection looks through what was loaded while steps run, as in serving."""
     gc.collect()
     gc.freeze()

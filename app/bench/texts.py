@@ -1,0 +1,194 @@
+"""An encoder's engine alone: batches of texts of one length, from an idle engine to their answer, against what the machine can multiply.
+
+Ceilings and work take turns, as for decoders (`inside.py`): of the product rates in BF16 and in int8 each is sampled between any two loads.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import closing
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+
+from app.bench.ceilings import Machine, Samples, between
+from app.bench.console import Advance, progress
+from app.bench.floors import Weights, weights_of
+from app.bench.inside import INTEGERS, Asked, frozen
+from app.bench.stats import Figure, MeasurementFailed, Outcome, percentile
+from app.bench.workload import Deck
+from app.engine.build_encoder import BuiltEncoder, build_encoder
+from app.engine.encoder import EncoderEngine
+from app.hardware.facts import Facts
+from app.hardware.plan import ServingPlan
+from app.hardware.step_seconds import StepSeconds
+from app.messages import ArraysReady, Encode, Text
+from app.models.encoder_config import EncoderConfig
+from app.models.encoder_shapes import encoder_products_of
+from app.weights.checkpoint import Checkpoint
+
+TEXTS = (1, 4, 8, 16, 32)  # of a batch
+LENGTHS = (128, 512)  # of a text, tokens
+SHORT_TOKENS = 16  # of the one text that an idle server is asked for
+ROUND_SECONDS = 1.5  # for which a load is repeated in each round
+MOST_REPEATS = 50  # in a round
+_KINDS = {"bf16": torch.bfloat16, "int8": torch.int8}  # whose product rates everything is held against
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A request of so many texts, each of so many tokens."""
+
+    texts: int
+    length: int
+
+    @property
+    def name(self) -> str:
+        return f"×{self.texts} of {self.length}"
+
+    @property
+    def tokens(self) -> int:
+        return self.texts * self.length
+
+
+@dataclass(slots=True)
+class Taken:
+    """What a load took: seconds held against the ceilings, and of each batch how much of it was spent in the model."""
+
+    samples: Samples
+    model_shares: list[float] = field(default_factory=list)
+
+
+Measured = dict[Load, Taken]
+
+
+def loads_of(asked: Asked, max_model_len: int) -> list[Load]:
+    """What was named, else one short text and all batches of all lengths that the model reads."""
+    lengths = [length for length in asked.prompts or LENGTHS if length <= max_model_len]
+    if not lengths:
+        raise MeasurementFailed(f"the model reads {max_model_len} tokens: name lengths that it reads (--prompts)")
+    named = asked.rows or asked.prompts
+    short = [] if named else [Load(1, min(SHORT_TOKENS, max_model_len))]
+    return [*short, *(Load(texts, length) for length in lengths for texts in asked.rows or TEXTS)]
+
+
+def operations(config: EncoderConfig, load: Load) -> float:
+    """Multiply-adds of a load's products, times two; behind the last layer's attention only for tokens whose hidden state is wanted."""
+    shapes = [rows * columns for (rows, columns), _ in encoder_products_of(config)]
+    modes = {config.head.pooling} if config.head is not None else set(config.pooling.modes)
+    tail = sum(shapes[-(len(shapes) // config.num_layers) + 1 :]) if modes <= {"cls", "last"} and len(modes) == 1 else 0
+    return 2.0 * (load.tokens * (sum(shapes) - tail) + load.texts * tail)
+
+
+def measure(checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, steps: StepSeconds | None, asked: Asked) -> Outcome:
+    """Builds the engine as serving does and measures it on this thread."""
+    loads, config = loads_of(asked, plan.max_model_len.value), checkpoint.encoder
+    with progress(asked.rounds * len(loads) + 1, "loading") as advance:
+        started = time.perf_counter()
+        built = build_encoder(checkpoint, plan, lambda stage: None, steps)
+        load_seconds = time.perf_counter() - started
+        advance("ceilings")
+        own = torch.int8 if plan.precision.value in INTEGERS else built.backend.dtype
+        machine = Machine(plan.threads.value, own, {own, *_KINDS.values()})
+        weights = weights_of(built.model, -1, facts)
+        measured: Measured = {load: Taken(Samples(_read(weights, plan, load), operations(config, load))) for load in loads}
+        with closing(machine), torch.inference_mode(), frozen():
+            complete = _rounds(asked, Driver(built.engine, config), measured, machine, advance)
+    taken = {load: each for load, each in measured.items() if each.samples.seconds}
+    details = {"machine": facts.to_json(), "plan": plan.to_json(), "torch": torch.__version__, "load_seconds": load_seconds}
+    seconds = {load.name: [round(one, 7) for one in each.samples.seconds] for load, each in taken.items()}
+    subject = f"{checkpoint.name}, {plan.precision.value}, {plan.threads.value} threads"
+    figures = (*machine.figures(), *(_figure(load, taken[load], machine) for load in taken))
+    return Outcome("engine", subject, figures, details | {"batch_seconds": seconds}, complete, _notes(built))
+
+
+class Driver:
+    """Puts texts that never repeat into an engine and times their answers."""
+
+    def __init__(self, engine: EncoderEngine, config: EncoderConfig) -> None:
+        self._engine, self._output = engine, config.outputs[0]
+        self._deck = Deck(range(2, config.vocab_size))
+        self._number = 0
+
+    def answer(self, load: Load) -> tuple[float, float]:
+        """Seconds from an idle engine to the answer of one request, and how many of them were spent in the model."""
+        texts = tuple(Text(tuple(self._deck.prompt(load.length))) for _ in range(load.texts))
+        self._number += 1
+        order = Encode(f"bench-{self._number}", texts, (self._output,), time.monotonic())
+        start, inside = time.perf_counter(), 0.0
+        events = self._engine.add(order)
+        while self._engine.has_work:
+            events += self._engine.step()
+            inside += self._engine.stats.model_seconds if self._engine.stats else 0.0
+        seconds = time.perf_counter() - start
+        if not all(isinstance(event, ArraysReady) for event in events):
+            raise MeasurementFailed(f"{load.name} was not answered: {events}")
+        return seconds, inside
+
+
+def _rounds(asked: Asked, driver: Driver, measured: Measured, machine: Machine, advance: Advance) -> bool:
+    """Rounds of every load, and a sample of all ceilings between any two. Ctrl-C keeps what is measured, and answers False."""
+    try:
+        for load in measured:
+            driver.answer(load)  # what the first of its size makes is used again
+        for _ in range(asked.rounds):
+            before = machine.sample()
+            for load, taken in measured.items():
+                found = _repeated(driver, load, None if asked.steps is None else asked.steps_per_round)
+                machine.sample_other_dtypes()
+                after = machine.sample()
+                taken.samples.hold([seconds for seconds, _ in found], between(before, after))
+                taken.model_shares += [inside / seconds for seconds, inside in found]
+                before = after
+                advance(load.name)
+    except KeyboardInterrupt:
+        return False
+    return True
+
+
+def _repeated(driver: Driver, load: Load, times: int | None) -> list[tuple[float, float]]:
+    """As often as was asked for, else for some time."""
+    found: list[tuple[float, float]] = []
+    ends = time.perf_counter() + ROUND_SECONDS
+    while len(found) < (times or 1) or (times is None and len(found) < MOST_REPEATS and time.perf_counter() < ends):
+        found.append(driver.answer(load))
+    return found
+
+
+def _read(weights: Weights, plan: ServingPlan, load: Load) -> float:
+    """Bytes of weights that a load reads, once a step."""
+    together = max(1, plan.batch_target_tokens.value // load.length)
+    return weights.read_bytes * math.ceil(load.texts / together)
+
+
+def _figure(load: Load, taken: Taken, machine: Machine) -> Figure:
+    samples = taken.samples
+    bound, share = samples.bound
+    rates = {name: machine.products[kind] for name, kind in _KINDS.items()}
+    parts = {
+        "p95": percentile(samples.seconds, 0.95) * 1e3,
+        "samples/s": load.texts / samples.middle,
+        "tok/s": load.tokens / samples.middle,
+        **{f"of {name}": samples.operations / samples.middle / median(found) for name, found in rates.items() if found},
+        "in the model": median(taken.model_shares),
+    }
+    return Figure(
+        load.name,
+        samples.middle * 1e3,
+        "ms",
+        p99=samples.p99 * 1e3,
+        ratio=share,
+        against=bound,
+        is_share=True,
+        parts=parts,
+    )
+
+
+def _notes(built: BuiltEncoder) -> tuple[str, ...]:
+    replay = built.runner.replay
+    how = (
+        f"steps of up to {replay.most_tokens} tokens were run again natively" if not replay.reason else f"eager: {replay.reason}"
+    )
+    return (f"{how}.",)
