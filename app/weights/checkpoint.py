@@ -20,7 +20,7 @@ from app.models.encoder_shapes import encoder_tensors_of
 from app.models.shapes import Shape, tensors_of
 from app.weights.headers import TensorEntry, read_header
 from app.weights.json_file import read_object, read_optional
-from app.weights.renaming import renamed
+from app.weights.renaming import Renamed, renamed
 from app.weights.resident import decoder_bytes, encoder_bytes, int8_copy_bytes
 from app.weights.sentence_transformers import sentence_words
 
@@ -168,25 +168,24 @@ def _of_decoder(config: ModelConfig, found: Mapping[str, TensorEntry]) -> dict[s
         raise CheckpointInvalid(
             "The weights have no lm_head.weight; if it shares the embedding's, config.json must say tie_word_embeddings: true."
         )
-    return _checked(config.architecture, tensors_of(config), found, extra)
+    return _checked(config.architecture, tensors_of(config), Renamed(dict(found), extra, {}))
 
 
 def _of_encoder(config: EncoderConfig, found: Mapping[str, TensorEntry], directory: Path) -> dict[str, TensorEntry]:
-    tensors, extra = renamed(found, config)
+    read = renamed(found, config)
     for place, dense in enumerate(config.pooling.dense):
         own = _find_tensors(directory / dense.folder)
-        tensors |= {f"dense.{place}.{name.removeprefix('linear.')}": entry for name, entry in own.items()}
+        read.tensors.update((f"dense.{place}.{name.removeprefix('linear.')}", entry) for name, entry in own.items())
     wanted = encoder_tensors_of(config)
     if config.decoder is not None:
-        extra += [name for name in tensors if name not in wanted and name not in extra]
-    return _checked(config.architecture, wanted, tensors, extra)
+        read.spare.extend(name for name in read.tensors if name not in wanted)
+    return _checked(config.architecture, wanted, read)
 
 
-def _checked(
-    architecture: str, wanted: Mapping[str, Shape], found: Mapping[str, TensorEntry], extra: list[str]
-) -> dict[str, TensorEntry]:
+def _checked(architecture: str, wanted: Mapping[str, Shape], read: Renamed) -> dict[str, TensorEntry]:
     """The tensors that serving uses. Others are refused too: a weight left out silently is a wrong answer."""
-    missing = [name for name in wanted if name not in found]
+    found, extra = read.tensors, read.spare
+    missing = [read.theirs.get(name, name) for name in wanted if name not in found]
     if missing:
         raise CheckpointInvalid(
             f"The weights lack {len(missing)} of the {len(wanted)} tensors of this {architecture}: {_names(missing)}."
@@ -197,7 +196,7 @@ def _checked(
             " Check num_hidden_layers and the architecture."
         )
     for name, shape in wanted.items():
-        _check_tensor(name, found[name], shape)
+        _check_tensor(read.theirs.get(name, name), found[name], shape)
     return {name: found[name] for name in wanted}
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from app.errors import CheckpointInvalid
 from app.models.encoder_config import EncoderConfig
@@ -24,20 +24,26 @@ _HARMLESS = re.compile(
 )
 
 
-def renamed(found: Mapping[str, TensorEntry], config: EncoderConfig) -> tuple[dict[str, TensorEntry], list[str]]:
-    """Tensors by our names, and the stored names of those that are of no use and not known to be harmless."""
+@dataclass(frozen=True, slots=True)
+class Renamed:
+    """Tensors by our names; the stored names of those that are of no use; what the file calls, or would call, each of ours."""
+
+    tensors: dict[str, TensorEntry]
+    spare: list[str]
+    theirs: Mapping[str, str]
+
+
+def renamed(found: Mapping[str, TensorEntry], config: EncoderConfig) -> Renamed:
+    """Without what is known to be harmless."""
     if any("lora_" in name or ".parametrizations." in name for name in found):
         raise CheckpointInvalid(
             "The weights hold adapters (LoRA), which are not served: merge one into the weights and save them."
         )
-    if config.decoder is not None:
-        tensors, spare = _of_decoder(found)
-    else:
-        tensors, spare = _of_encoder(found, config)
-    return tensors, [name for name in spare if not _HARMLESS.match(name)]
+    read = _of_encoder(found, config) if config.decoder is None else _of_decoder(found)
+    return replace(read, spare=[name for name in read.spare if not _HARMLESS.match(name)])
 
 
-def _of_decoder(found: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry], list[str]]:
+def _of_decoder(found: Mapping[str, TensorEntry]) -> Renamed:
     """Saved alone it has no prefix, beside a head it has. What is no decoder's at all is found to be missing or left over later."""
     prefix = "" if any(name.startswith(DECODER_PREFIX) for name in found) else DECODER_PREFIX
     tensors, spare = {}, []
@@ -49,22 +55,22 @@ def _of_decoder(found: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry
             spare.append(name)
         else:
             tensors[prefix + name] = entry
-    return tensors, spare
+    return Renamed(tensors, spare, {})
 
 
-def _of_encoder(found: Mapping[str, TensorEntry], config: EncoderConfig) -> tuple[dict[str, TensorEntry], list[str]]:
+def _of_encoder(found: Mapping[str, TensorEntry], config: EncoderConfig) -> Renamed:
     family = family_of(config.architecture)
     plain = {_plain(name, family.prefixes): entry for name, entry in found.items()}
     layouts = [dict(stored_names(names, config.num_layers)) for names in family.layouts]
     layout = max(layouts, key=lambda names: sum(f"{stored.name}.weight" in plain for stored in names.values()))
-    tensors, used = {}, set()
+    tensors, used, theirs = {}, set(), {}
     for ours, stored in layout.items():
         for kind in ("weight", "bias"):
-            name = f"{stored.name}.{kind}"
+            name = theirs[f"{ours}.{kind}"] = f"{stored.name}.{kind}"
             if name in plain:
                 tensors[f"{ours}.{kind}"] = part_of(plain[name], stored)
                 used.add(name)
-    return tensors, [name for name in plain if name not in used]
+    return Renamed(tensors, [name for name in plain if name not in used], theirs)
 
 
 def _plain(name: str, prefixes: tuple[str, ...]) -> str:
