@@ -122,3 +122,7 @@ class BertBody(nn.Module):
         for layer, own, only in zip(self.layers, angles, wanted, strict=True):
             hidden, x = layer(hidden, x, own, attend, only)
         return hidden
+
+    def finished(self, hidden: Tensor) -> Tensor:
+        """They are: the last layer's norm was in place."""
+        return hidden

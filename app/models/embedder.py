@@ -38,11 +38,16 @@ class DecoderBody(nn.Module):
         self.angles = LayerAngles(decoder.ropes, max_model_len, device)
 
     def forward(self, context: EncodeContext, rows: Tensor | None = None) -> Tensor:
-        """The last hidden state, normalised, fp32 [tokens, size]; with `rows` of these tokens alone."""
-        hidden, angles = self.embedding(context.token_ids), self.angles.of_layers(self.angles(context.positions))
+        """Hidden states fp32 [tokens, size], not yet normalised; with `rows` of these tokens alone."""
+        hidden: Tensor = self.embedding(context.token_ids)
+        angles = self.angles.of_layers(self.angles(context.positions))
         wanted: list[Tensor | None] = [None] * len(self.layers)
         wanted[-1] = rows
         for layer, own, only in zip(self.layers, angles, wanted, strict=True):
             hidden = layer(hidden, own, context.attend, only)
+        return hidden
+
+    def finished(self, hidden: Tensor) -> Tensor:
+        """The last norm, in FP32: not an operation of ours, so it is no part of what is recorded."""
         result: Tensor = self.norm(hidden)
         return result

@@ -6,7 +6,9 @@ from collections.abc import Collection
 
 from torch import Tensor, nn
 
+from app.models.bert import BertBody
 from app.models.context import EncodeContext
+from app.models.embedder import DecoderBody
 from app.models.encoder_config import EncoderConfig
 from app.models.heads import LabelHead, VectorHead
 
@@ -14,8 +16,7 @@ from app.models.heads import LabelHead, VectorHead
 class Encoder(nn.Module):
     """Token ids to what is asked for: `embedding` or `logits`, and `last_hidden_state`. In parts, so that the body can be recorded."""
 
-    def __init__(self, config: EncoderConfig, body: nn.Module) -> None:
-        """`body` maps an EncodeContext, and the only rows wanted, to hidden states."""
+    def __init__(self, config: EncoderConfig, body: BertBody | DecoderBody) -> None:
         super().__init__()
         self.config, self.body = config, body
         self.vectors = VectorHead(config) if config.head is None else None
@@ -30,18 +31,18 @@ class Encoder(nn.Module):
         return head.rows(starts)
 
     def hidden(self, context: EncodeContext, rows: Tensor | None = None) -> Tensor:
-        """The last hidden state fp32 [tokens, size], or of `rows` alone."""
+        """Hidden states fp32 [tokens, size], or of `rows` alone, by operations of ours alone where the precision has them all."""
         result: Tensor = self.body(context, rows)
         return result
 
     def outputs(
         self, hidden: Tensor, starts: Tensor, names: Collection[str], rows: Tensor | None = None, skipped: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """What is asked for, fp32: embedding [texts, size], not normalised; logits [texts, labels]; last_hidden_state as `hidden`.
+        """What is asked for, fp32: embedding [texts, size], not normalised; logits [texts, labels]; last_hidden_state of all tokens.
 
         `rows` as `hidden` was given them. The first `skipped` [texts] tokens of a text are not pooled.
         """
-        results = {}
+        hidden, results = self.body.finished(hidden), {}
         for name in names:
             if name == "last_hidden_state":
                 results[name] = hidden

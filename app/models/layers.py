@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from app.kernels.activations import Activations
 from app.kernels.linear import Linear, TableForm
 from app.kernels.rowwise import Angles, add_rms_norm, gate, rms_norm
-from app.kernels.table import Factor, stored_rows
+from app.kernels.table import Factor, add_rows, stored_rows
 from app.kernels.turn import Heads
 from app.models.config import ModelConfig
 from app.models.context import Attend, AttentionSpec
@@ -47,7 +47,7 @@ class Embedding(nn.Module):
 
     def add_to(self, hidden: Tensor, ids: Tensor) -> None:
         """hidden [tokens, size] fp32 += the rows of ids [tokens]."""
-        hidden += self(ids)
+        add_rows(hidden, self.weight, ids, self.factor)
 
 
 class RMSNorm(nn.Module):

@@ -21,11 +21,12 @@ from tiny_encoders import SUFFIX, write_encoder
 
 TOLERANCE = {"atol": 1e-4, "rtol": 0.0}
 LENGTHS = (5, 1, 120, 17)
+ALIKE = ("XLMRoberta", "Camembert", "Llama", "Mistral")  # their heads are another family's
 THREE = {"num_labels": 3}
 # name: class, what config.json says, lengths of texts
 CASES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     **{f"{name}Model": (f"{name}Model", {}, LENGTHS) for name in FAMILIES},
-    **{f"{name}{SUFFIX}": (f"{name}{SUFFIX}", THREE, LENGTHS) for name in FAMILIES},
+    **{f"{name}{SUFFIX}": (f"{name}{SUFFIX}", THREE, LENGTHS) for name in FAMILIES if name not in ALIKE},
     "cross-encoder": (f"Bert{SUFFIX}", {"num_labels": 1}, LENGTHS),
     "bert-tanh-gelu": ("BertModel", {"hidden_act": "gelu_new"}, LENGTHS),
     "bert-relu": ("BertModel", {"hidden_act": "relu"}, LENGTHS),
