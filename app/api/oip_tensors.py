@@ -12,8 +12,10 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
+import numpy
 from pydantic_core import to_json
 
+from app.api.vectors import json_list
 from app.errors import InvalidRequest
 from app.messages import Array
 
@@ -22,11 +24,12 @@ SIZES = {
     "BOOL": 1, "UINT8": 1, "UINT16": 2, "UINT32": 4, "UINT64": 8, "INT8": 1, "INT16": 2, "INT32": 4, "INT64": 8,
     "FP16": 2, "BF16": 2, "FP32": 4, "FP64": 8,
 }  # fmt: skip
-# The letters of Python's `array`; every machine that we run on is little-endian, as the protocol wants.
+# The letters of Python's `array`, and numpy's; every machine that we run on is little-endian, as the protocol wants.
 _LETTERS = {
     "UINT8": "B", "UINT16": "H", "UINT32": "I", "UINT64": "Q", "INT8": "b", "INT16": "h", "INT32": "i", "INT64": "q",
     "FP32": "f", "FP64": "d",
 }  # fmt: skip
+_NUMPY = {datatype: f"<{letter}" for datatype, letter in _LETTERS.items()}
 _WANTED: dict[str, tuple[str, frozenset[type]]] = {
     "BOOL": ("booleans", frozenset({bool})),
     "BYTES": ("strings", frozenset({str})),
@@ -93,27 +96,22 @@ def json_slices(name: str, tensor: Array) -> Iterator[bytes]:
         raise _unsayable(name, f"{tensor.datatype} cannot be told as JSON")
     if math.prod(tensor.shape) > MAX_JSON_VALUES:
         raise _unsayable(name, f"{math.prod(tensor.shape)} values are too many for JSON, which takes {MAX_JSON_VALUES}")
-    separator = b""
-    for values in _slices(name, tensor):
-        if tensor.datatype in ("FP32", "FP64") and not all(map(math.isfinite, values)):
-            raise _unsayable(name, "it holds values that are not finite, for which JSON has no words")
-        yield separator + to_json(values)[1:-1]
-        separator = b","
-
-
-def _slices(name: str, tensor: Array) -> Iterator[list[Any]]:
     if tensor.datatype == "BYTES":
-        yield strings(name, tensor)
+        yield to_json(strings(name, tensor))[1:-1]
         return
     step = SLICE_VALUES * SIZES[tensor.datatype]
     for start in range(0, len(tensor.data), step):
-        part = tensor.data[start : start + step]
-        if tensor.datatype == "BOOL":
-            yield list(map(bool, part))
-        else:
-            values = array.array(_LETTERS[tensor.datatype])
-            values.frombytes(part)
-            yield values.tolist()
+        yield (b"," if start else b"") + _written(name, tensor.datatype, tensor.data[start : start + step])[1:-1]
+
+
+def _written(name: str, datatype: str, data: bytes) -> bytes:
+    """A JSON list of them."""
+    if datatype == "BOOL":
+        return to_json(list(map(bool, data)))
+    values = numpy.frombuffer(data, _NUMPY[datatype])
+    if datatype in ("FP32", "FP64") and not numpy.isfinite(values).all():
+        raise _unsayable(name, "it holds values that are not finite, for which JSON has no words")
+    return json_list(values) if datatype == "FP32" else to_json(values.tolist())
 
 
 def _count(name: str, datatype: str, shape: tuple[int, ...]) -> int:
