@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,11 +18,10 @@ from typing import Any, cast
 import uvicorn
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
-from starlette.requests import Request
-from starlette.responses import Response
 
 from app.api import embeddings, health, native, oip, oip_generate, openai, rerank, tei, web
 from app.api.dependencies import Runtime
+from app.api.directory import Directory, Endpoint
 from app.api.door import Door
 from app.api.encoder_schemas import ClassifyBody, EmbedBody, EmbeddingsBody, RerankBody
 from app.api.errors import HANDLED, answer_error
@@ -56,7 +55,7 @@ class Url:
 
     method: str
     path: str
-    endpoint: Callable[[Request], Awaitable[Response]]
+    endpoint: Endpoint
     summary: str
     body: type[Body] | None = None
 
@@ -121,6 +120,7 @@ def create_app(runtime: Runtime) -> FastAPI:
         exception_handlers=dict.fromkeys(HANDLED, answer_error),
     )
     app.state.runtime = runtime
+    app.add_middleware(Directory, endpoints={(url.method, url.path): url.endpoint for url in URLS if "{" not in url.path})
     app.add_middleware(Door, api_keys=runtime.api_keys)
     for url in URLS:
         app.add_api_route(

@@ -20,15 +20,15 @@ async def run_beside_watch(app: ASGIApp, scope: Scope, body: bytes, receive: Rec
     """Runs the app on a body that has been read; cancels it and raises `ClientLeft` when the client leaves."""
     serving = asyncio.ensure_future(app(scope, _replay(body), send))
     watching = asyncio.ensure_future(_departure(receive))
+    watching.add_done_callback(lambda _: serving.cancel())
     try:
-        await asyncio.wait((serving, watching), return_when=asyncio.FIRST_COMPLETED)
-        if not serving.done():
-            raise ClientLeft
-        serving.result()
+        await serving
+    except asyncio.CancelledError:
+        if watching.done():
+            raise ClientLeft from None
+        raise
     finally:
-        serving.cancel()
         watching.cancel()
-        await asyncio.gather(serving, watching, return_exceptions=True)
 
 
 def _replay(body: bytes) -> Receive:
