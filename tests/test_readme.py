@@ -79,16 +79,18 @@ def test_the_tree_names_every_file_once(root: Path) -> None:
     assert sorted(named_in(root)) == sorted(files_in(root))
 
 
+FOLDERS = ("app/kernels/csrc/", "app/demo/llama/", "app/demo/bert/")
+
+
 def files_in(root: Path) -> Iterator[str]:
-    """Files of app/ but packages' own and what is built; the C sources and the demo stand as folders."""
+    """Files of app/ but packages' own and what is built; the C sources and the demos stand as folders."""
     for path in (root / "app").rglob("*"):
         name = path.relative_to(root).as_posix()
         if "__pycache__" in name or path.name.startswith("libarmature.") or path.name == "__init__.py" or not path.is_file():
             continue
-        folder = next((folder for folder in ("app/kernels/csrc/", "app/demo/llama/") if name.startswith(folder)), None)
-        if folder is None:
+        if not name.startswith(FOLDERS):
             yield name
-    yield from ("app/kernels/csrc/", "app/demo/llama/")
+    yield from FOLDERS
 
 
 def named_in(root: Path) -> Iterator[str]:

@@ -52,7 +52,7 @@ def test_settings_reach_the_command_as_they_were_given() -> None:
 
 def test_a_load_is_said_in_numbers() -> None:
     given = parse(["bench", "http", "--concurrency", "1,8", "--prompt-tokens", "64:256", "--no-ignore-eos"])
-    assert (given.concurrency, given.prompt_tokens, given.max_tokens, given.ignore_eos) == ((1, 8), (64, 256), (128, 128), False)
+    assert (given.concurrency, given.prompt_tokens, given.max_tokens, given.ignore_eos) == ((1, 8), (64, 256), None, False)
     assert parse(["bench", "http", "--rate", "0.5,2"]).rate == (0.5, 2.0)
     assert parse(["bench", "engine", "--rows", "1,8", "--steps", "2000"]).rows == (1, 8)
 
