@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import argparse
 import random
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import nncf
+import numpy as np
 import openvino
-import torch
-from transformers import AutoModel
+from optimum.exporters.openvino import main_export
 
 CALIBRATION_TEXTS = 32
 TEXT_TOKENS = 128
+MODEL = "openvino_model.xml"
 
 
 def main() -> None:
@@ -26,30 +28,27 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--precision", choices=("fp32", "int8", "w8a8"), default="fp32")
     arguments = parser.parse_args()
-    model = AutoModel.from_pretrained(arguments.checkpoint, attn_implementation="sdpa").eval()
-    names = ("input_ids", "attention_mask")
-    example = {name: torch.ones(2, TEXT_TOKENS, dtype=torch.int64) for name in names}
-    with torch.inference_mode():
-        converted = openvino.convert_model(model, example_input=example)
-    for parameter in converted.inputs:
-        converted.reshape({port: openvino.PartialShape([-1, -1]) for port in converted.inputs})
-        assert parameter.get_any_name() in names, "two inputs and no other"
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    openvino.save_model(_rounded(converted, arguments.precision), arguments.folder / "openvino_model.xml", compress_to_fp16=False)
+    with tempfile.TemporaryDirectory() as exported:
+        main_export(str(arguments.checkpoint), exported, task="feature-extraction", ov_config=None)
+        model = openvino.Core().read_model(Path(exported) / MODEL)
+        arguments.folder.mkdir(parents=True, exist_ok=True)
+        openvino.save_model(_rounded(model, arguments.precision), arguments.folder / MODEL, compress_to_fp16=False)
 
 
 def _rounded(model: Any, precision: str) -> Any:
     if precision == "int8":
         return nncf.compress_weights(model, mode=nncf.CompressWeightsMode.INT8_SYM)
     if precision == "w8a8":
-        texts = nncf.Dataset([_text(seed) for seed in range(CALIBRATION_TEXTS)])
+        names = [port.get_any_name() for port in model.inputs]
+        texts = nncf.Dataset([_text(seed, names) for seed in range(CALIBRATION_TEXTS)])
         return nncf.quantize(model, texts, model_type=nncf.ModelType.TRANSFORMER, subset_size=CALIBRATION_TEXTS)
     return model
 
 
-def _text(seed: int) -> dict[str, Any]:
+def _text(seed: int, names: list[str]) -> dict[str, Any]:
     ids = random.Random(seed).choices(range(100, 2000), k=TEXT_TOKENS)
-    return {"input_ids": torch.tensor([ids]).numpy(), "attention_mask": torch.ones(1, TEXT_TOKENS, dtype=torch.int64).numpy()}
+    rows = {"input_ids": [ids], "attention_mask": [[1] * TEXT_TOKENS], "token_type_ids": [[0] * TEXT_TOKENS]}
+    return {name: np.array(rows[name], dtype=np.int64) for name in names}
 
 
 if __name__ == "__main__":

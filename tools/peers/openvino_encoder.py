@@ -20,12 +20,14 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
     compiled = openvino.compile_model(
         model / "openvino_model.xml", "CPU", properties | {name.upper(): text for name, text in options.items()}
     )
+    names = [port.get_any_name() for port in compiled.inputs]
     request = compiled.create_infer_request()
 
     def generate(prompts: Rows, tokens: int) -> Iterator[Rows]:
         yield [[] for _ in prompts]
         ids = np.array(prompts, dtype=np.int64)
-        request.infer({"input_ids": ids, "attention_mask": np.ones_like(ids)}, share_inputs=True)
+        rows = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
+        request.infer({name: rows[name] for name in names}, share_inputs=True)
         vectors = request.get_output_tensor(0).data.mean(1)
         yield [[int(row.argmax())] for row in vectors]
 
