@@ -31,7 +31,8 @@ def layer_norm(
         if in_place:
             hidden.copy_(normed)
         return normed.to(dtype) if group is None else quantise(normed, group)
-    out, sink = destination(*hidden.shape, group)
+    rows, size = hidden.shape
+    out, sink = destination(rows, size, group)
     _run(hidden, norm, in_place, sink)
     return out
 

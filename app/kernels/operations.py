@@ -36,6 +36,7 @@ class Code(IntEnum):
     ANGLES = 10
     LAYER_NORM = 11
     ACTIVATE = 12
+    TEXTS = 13
 
 
 class Output(IntEnum):
@@ -156,6 +157,15 @@ class Attention(ctypes.Structure):
         *((name, _ADDRESS) for name in ("query", "out", "step")),
         ("kv", KVAddresses),
         *((name, _INT) for name in ("query_stride", "out_stride", "heads", "kv_heads", "head_dim", "window")),
+        *((name, _FLOAT) for name in ("scale", "softcap")),
+    )
+
+
+class TextsAttention(ctypes.Structure):
+    code = Code.TEXTS
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("query", "key", "value", "out", "texts", "bias")),
+        *((name, _INT) for name in ("stride", "out_stride", "heads", "kv_heads", "head_dim", "before", "after", "most", "wide")),
         *((name, _FLOAT) for name in ("scale", "softcap")),
     )
 

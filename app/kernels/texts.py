@@ -12,9 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.kernels.memory import Words
-from app.kernels.turn import Heads, turned_torch
+from app.kernels.kv_rows import KVRows
+from app.kernels.memory import Words, empty
+from app.kernels.operations import Code, TextsAttention, has, run
+from app.kernels.turn import Heads, turn, turned_torch
 from app.models.context import AttentionSpec
+
+_MOST_HEAD, _MOST_GROUP = 256, 64  # csrc/texts.h
+_MOST_TOKENS = 2**40  # more than any text has
 
 
 class Texts:
@@ -44,7 +49,44 @@ class Texts:
 
 def attend_texts(heads: Heads, texts: Texts, spec: AttentionSpec) -> Tensor:
     """What each token makes of its own text, [tokens, num_heads * head_dim] of the product's dtype. The product may be overwritten."""
-    return attend_texts_torch(heads, texts.starts, spec)
+    if not suits(heads):
+        return attend_texts_torch(heads, texts.starts, spec)
+    _turn_in_place(heads, texts)
+    product, size = heads.product, heads.head_dim
+    tokens, queries, keys = len(product), heads.num_heads * size, heads.num_kv_heads * size
+    out = empty((tokens, queries), product.dtype)
+    columns = (product.data_ptr() + at * product.itemsize for at in (0, queries, queries + keys))
+    bias, most, (before, after) = spec.distance_bias, 0, _seen(_MOST_TOKENS, spec)
+    if bias is not None:
+        assert bias.is_contiguous() and bias.dtype == torch.float32 and bias.shape[0] == heads.num_heads, "a row of each head"
+        most = bias.shape[1] // 2
+    addresses = (*columns, out.data_ptr(), texts.address, None if bias is None else bias.data_ptr())
+    sizes = (product.stride(0), queries, heads.num_heads, heads.num_kv_heads, size, before, after, most)
+    wide = product.dtype == torch.float32
+    run(TextsAttention(*addresses, *sizes, wide, spec.scale, spec.softcap or 0.0), Code.TEXTS)
+    return out
+
+
+def suits(heads: Heads) -> bool:
+    """Whether our kernel takes this product: it is of bf16 or fp32, and its heads are of a size that kernels know."""
+    product = heads.product
+    plain = product.dtype in (torch.bfloat16, torch.float32) and product.stride(1) == 1 and product.device.type == "cpu"
+    group = heads.num_heads // heads.num_kv_heads
+    return plain and heads.head_dim % 2 == 0 and heads.head_dim <= _MOST_HEAD and group <= _MOST_GROUP and has(Code.TEXTS)
+
+
+def _turn_in_place(heads: Heads, texts: Texts) -> None:
+    """Norms and angles of heads, where they have them: as into a cache whose rows are the product's own."""
+    if heads.angles is None and heads.query_norm is None and heads.key_norm is None:
+        return
+    queries, keys = (number * heads.head_dim for number in (heads.num_heads, heads.num_kv_heads))
+    product, tokens = heads.product, len(heads.product)
+    if product.dtype != torch.bfloat16:
+        query, key, _ = turned_torch(heads)
+        product[:, :queries], product[:, queries : queries + keys] = query.flatten(1), key.flatten(1)
+        return
+    key, value = (product[:, at : at + keys].view(tokens, heads.num_kv_heads, heads.head_dim) for at in (queries, queries + keys))
+    turn(heads, KVRows(key, value, product.stride(0) * product.itemsize), texts.rows[:tokens])
 
 
 def attend_texts_torch(heads: Heads, starts: Sequence[int], spec: AttentionSpec) -> Tensor:

@@ -10,6 +10,7 @@
 #include "quantise.h"
 #include "rowwise.h"
 #include "attention_team.h"
+#include "texts.h"
 #include "turn.h"
 
 #if ATTENTION_PANELS /* products of bf16 */
@@ -35,6 +36,7 @@ const level LEVEL = {
             [OP_ANGLES] = angles,
             [OP_LAYER_NORM] = layer_norm,
             [OP_ACTIVATE] = activate,
+            [OP_TEXTS] = texts,
 #if ATTENTION_PANELS
             [OP_LINEAR_BF16] = linear_bf16,
 #endif

@@ -46,6 +46,7 @@ enum {
     OP_ANGLES,     /* rotary angles of positions */
     OP_LAYER_NORM, /* LayerNorm, then bf16 or quantised, and in place */
     OP_ACTIVATE,   /* act(x), then bf16 or quantised */
+    OP_TEXTS,      /* attention of whole texts, without a cache */
     OP_COUNT
 };
 
@@ -212,6 +213,24 @@ typedef struct {
     int64_t query_stride, out_stride, heads, kv_heads, head_dim, window;
     double scale, softcap;
 } attention_arguments;
+
+/* Texts end to end: text i is rows [starts[i], starts[i + 1]). Read when the operation runs. */
+typedef struct {
+    int64_t count, starts[];
+} text_list;
+
+/* Attention within each text: query, key and value are columns of rows that a product wrote (stride between rows in elements), bf16 or, `wide`,
+ * fp32; out [rows, heads, head_dim] of the same (likewise out_stride). head_dim is even and at most 256. A token at p sees positions p - before to
+ * p + after of its text. Scores are scaled, capped where softcap > 0, and where bias [heads, 2 * most + 1] fp32 is given added to: column most + key -
+ * query, the outermost beyond. */
+typedef struct {
+    const void *query, *key, *value;
+    void *out;
+    const text_list *texts;
+    const float *bias;
+    int64_t stride, out_stride, heads, kv_heads, head_dim, before, after, most, wide;
+    double scale, softcap;
+} texts_arguments;
 
 /* heads [rows, heads + 2 * kv_heads, head_dim] bf16 (stride between rows in elements): queries, keys, values. Queries and keys are normalised
  * (weights [head_dim] fp32, where given) and the first `dim` elements of each turned: (a, b) to (a cos - b sin, b cos + a sin), cos and sin [rows,

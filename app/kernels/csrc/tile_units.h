@@ -1,0 +1,93 @@
+/* Products of attention over whole texts, for any width of vector: a few rows of units, four bytes each, times a panel of PANEL_UNITS columns.
+ * A unit is one fp32 or, where the level multiplies them, a pair of bf16. */
+#ifndef ARMATURE_TILE_UNITS_H
+#define ARMATURE_TILE_UNITS_H
+
+#include "decode_lanes.h"
+
+#define PANEL_UNITS (2 * LANES)
+#define UNIT_ROWS (LANES == 8 ? 6 : 12) /* times two accumulators: of 16 registers four, of 32 eight are left */
+
+enum { UNIT_FP32, UNIT_PAIRS };
+
+INLINE vf multiply_add(int kind, vf sum, vf weights, uint32_t x) {
+#if ATTENTION_PANELS
+    if (kind == UNIT_PAIRS) return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32((int)x));
+#endif
+    float number;
+    memcpy(&number, &x, 4);
+    return sum + weights * number;
+}
+
+/* out [rows, PANEL_UNITS] (row stride in floats) = tile [rows, units] (likewise) times panel [units, PANEL_UNITS]; `add`: +=. */
+INLINE void multiply_rows(int rows, int kind, int add, const uint32_t *tile, int64_t tile_stride, const uint32_t *panel, int64_t units, float *out,
+                          int64_t stride) {
+    vf sums[UNIT_ROWS][2];
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < 2; i++) sums[r][i] = add ? vf_load(out + r * stride + i * LANES) : vf_all(0);
+    for (int64_t u = 0; u < units; u++, panel += PANEL_UNITS) {
+        const vf low = vf_load((const float *)panel), high = vf_load((const float *)panel + LANES);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            const uint32_t x = tile[r * tile_stride + u];
+            sums[r][0] = multiply_add(kind, sums[r][0], low, x);
+            sums[r][1] = multiply_add(kind, sums[r][1], high, x);
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < 2; i++) vf_store(out + r * stride + i * LANES, sums[r][i]);
+}
+
+#define ROWS_CASE(ROWS) case ROWS: multiply_rows(ROWS <= UNIT_ROWS ? ROWS : 1, kind, add, tile, tile_stride, panel, units, out, stride); break;
+
+/* `kind`, `add` and `tile_stride` are compile-time constants at every call. */
+INLINE void multiply_units(int kind, int rows, int add, const uint32_t *tile, int64_t tile_stride, const uint32_t *panel, int64_t units, float *out,
+                           int64_t stride) {
+    switch (rows) {
+        ROWS_CASE(1) ROWS_CASE(2) ROWS_CASE(3) ROWS_CASE(4) ROWS_CASE(5) ROWS_CASE(6)
+        ROWS_CASE(7) ROWS_CASE(8) ROWS_CASE(9) ROWS_CASE(10) ROWS_CASE(11) ROWS_CASE(12)
+    }
+}
+
+#ifdef __clang__
+#define SHUFFLE4(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE4(a, b, ...) __builtin_shuffle(a, b, (quarter){__VA_ARGS__})
+#endif
+
+/* Four rows of `count` units (at least one) to columns: unit u of row r to to[u * to_stride + r], for u < 4 and u < count. */
+INLINE void turn_four(const uint32_t *from, int64_t stride, int64_t count, uint32_t *to, int64_t to_stride) {
+    quarter x[4];
+    for (int r = 0; r < 4; r++) memcpy(&x[r], from + r * stride, sizeof x[r]);
+    const quarter low01 = SHUFFLE4(x[0], x[1], 0, 4, 1, 5), high01 = SHUFFLE4(x[0], x[1], 2, 6, 3, 7);
+    const quarter low23 = SHUFFLE4(x[2], x[3], 0, 4, 1, 5), high23 = SHUFFLE4(x[2], x[3], 2, 6, 3, 7);
+    const quarter columns[4] = {
+        SHUFFLE4(low01, low23, 0, 1, 4, 5), SHUFFLE4(low01, low23, 2, 3, 6, 7), SHUFFLE4(high01, high23, 0, 1, 4, 5), SHUFFLE4(high01, high23, 2, 3, 6, 7)};
+    for (int u = 0; u < 4 && u < count; u++) memcpy(to + u * to_stride, &columns[u], sizeof columns[u]);
+}
+
+/* PANEL_UNITS elements of two rows of bf16 to pairs. */
+INLINE void join_pairs(const uint16_t *even, const uint16_t *odd, uint32_t *to) {
+    for (int i = 0; i < 2; i++) {
+        vh first, second;
+        memcpy(&first, even + i * LANES, sizeof first);
+        memcpy(&second, odd + i * LANES, sizeof second);
+        const vu pairs = __builtin_convertvector(first, vu) | __builtin_convertvector(second, vu) << 16;
+        memcpy(to + i * LANES, &pairs, sizeof pairs);
+    }
+}
+
+/* Weights of LANES positions from p on as units. */
+INLINE void store_weights(int kind, uint32_t *weights, int64_t p, vf x) {
+#if ATTENTION_PANELS
+    if (kind == UNIT_PAIRS) {
+        _mm256_storeu_si256((__m256i *)((uint16_t *)weights + p), (__m256i)_mm512_cvtneps_pbh((__m512)x));
+        return;
+    }
+#endif
+    vf_store((float *)weights + p, x);
+}
+
+#endif
