@@ -34,6 +34,7 @@ from tools.peers.servers import ServerSide, ServerSpec
 OPENAI = EMBED_DIALECTS["openai"]
 TOKENS_AROUND = 2.0  # [CLS] and [SEP]; our words are one token each in the usual vocabularies
 WARM_UP_REQUESTS = 32
+FEWEST = 20  # requests at half load
 ROUTES = ("sentence_transformers", "openvino", "onnxruntime")
 
 
@@ -181,7 +182,7 @@ async def _round(number: int, job: Job, sides: list[tuple[ServerSide, EmbedTraff
             runs.append((side.spec.name, busy, calm := Stretch[Embedded](), side.cpu_seconds() - before))
             _check(side, busy)
             half = len(busy.answered) / (busy.ended - busy.started) / 2
-            await traffic.arrivals(calm, poisson(half, number), Bounds(seconds=job.seconds))
+            await traffic.arrivals(calm, poisson(half, number), Bounds(num_requests=max(FEWEST, round(half * job.seconds))))
             _check(side, calm)
         say(f"round {number + 1}: {side.spec.name} {rate(busy, True, num_texts):.0f} texts/s")
     for name, busy, calm, cpu_seconds in runs:
