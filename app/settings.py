@@ -49,7 +49,11 @@ class Settings(BaseSettings):
         env_prefix=PREFIX, frozen=True, extra="forbid", env_ignore_empty=True, protected_namespaces=()
     )
 
-    model: Path | None = Field(None, description="Checkpoint directory (Hugging Face layout); the embedded demo if not given.")
+    model: Path | None = Field(
+        None,
+        description="Checkpoint directory (Hugging Face or sentence-transformers layout), exported program (.pt2), or a name: bert, minilm;"
+        " the embedded demo if not given.",
+    )
     served_model_name: str | None = Field(None, description="Name clients use for the model; the directory's name if not given.")
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="TCP port to listen on; 0 picks a free one.")

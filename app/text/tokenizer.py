@@ -50,6 +50,8 @@ class Tokenizer:
             before = [] if self._inner.normalizer is None else [self._inner.normalizer]
             self._inner.normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.Lowercase(), *before])
         self.config: Mapping[str, Any] = _read_object(directory / "tokenizer_config.json")
+        inputs = self.config.get("model_input_names")
+        self._tells_segments = not isinstance(inputs, list) or "token_type_ids" in inputs
         self.named_tokens: Mapping[str, str] = MappingProxyType(_named_tokens(self.config))
         self._added = {token_id: str(token.content) for token_id, token in self._inner.get_added_tokens_decoder().items()}
         self._special = frozenset(i for i, token in self._inner.get_added_tokens_decoder().items() if token.special)
@@ -75,7 +77,8 @@ class Tokenizer:
         """What an encoder reads of texts or pairs of texts, in one call of the library, special tokens and segments included.
 
         Longer ones than `max_tokens` lose what they have too much between their special tokens, at the end or, where that is kept, at the
-        beginning; of a pair the longer text loses first. None: nothing is cut.
+        beginning; of a pair the longer text loses first. None: nothing is cut. Segments are told where tokenizer_config.json's
+        `model_input_names` does not leave them out.
         """
         for one in inputs:
             for text in (one,) if isinstance(one, str) else one:
@@ -87,7 +90,8 @@ class Tokenizer:
                 for place, one in enumerate(inputs):
                     if len(encodings[place]) > max_tokens:
                         encodings[place] = self._cut(one, max_tokens, side)
-        return [Text(tuple(one.ids), tuple(one.type_ids) if any(one.type_ids) else ()) for one in encodings]
+        told = [tuple(one.type_ids) if self._tells_segments and any(one.type_ids) else () for one in encodings]
+        return [Text(tuple(one.ids), type_ids) for one, type_ids in zip(encodings, told, strict=True)]
 
     def _cut(self, one: str | tuple[str, str], max_tokens: int, side: str) -> tokenizers.Encoding:
         segments = [one] if isinstance(one, str) else list(one)

