@@ -19,6 +19,8 @@ from app.api.vectors import joined, json_list
 from app.encoding import Encoded, EncodingRequest
 from app.scores import cosines, floats
 
+PIECE_TOKENS = 16
+
 
 async def predict(request: Request) -> Response:
     runtime = runtime_of(request)
@@ -89,9 +91,13 @@ async def embed_all(request: Request) -> Response:
 
 
 def _all_tokens(encoded: Encoded) -> Iterator[bytes]:
-    """A list of vectors for each text."""
+    """A list of vectors for each text, in pieces of so many tokens that the event loop can turn between them."""
     hidden = floats(encoded.arrays["last_hidden_state"])
-    return (json_list(hidden[start:end]) for start, end in pairwise(accumulate(encoded.lengths, initial=0)))
+    for start, end in pairwise(accumulate(encoded.lengths, initial=0)):
+        for first in range(start, end, PIECE_TOKENS):
+            last = min(first + PIECE_TOKENS, end)
+            rows = json_list(hidden[first:last])
+            yield rows[first != start : len(rows) - (last != end)]
 
 
 def _cut(body: CutFields) -> Cut:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy
 import pytest
 
+from app.api import tei
 from app.models.encoder_config import EncoderConfig
 from app.scores import floats, of_logits
 from fake_encoder import CLASSIFIER, CONFIG, CROSS_ENCODER, PROMPTED, SIZE, array, ids_of, logits, vector
@@ -136,9 +137,13 @@ async def test_how_alike_sentences_are() -> None:
     assert found == pytest.approx([cosine(document) for document in DOCUMENTS], rel=1e-5)
 
 
-async def test_vectors_of_all_tokens() -> None:
-    found = (await answer_of(CONFIG, "/embed_all", {"inputs": ["hello", "the fox"]})).json()
-    assert found == [[[float(token)] * SIZE for token in text.token_ids] for text in ids_of("hello", "the fox")]
+async def test_vectors_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = ["hello", "the fox", "fox " * 14]
+    async with asking() as (client, _):
+        for piece in (16, 5, 1):
+            monkeypatch.setattr(tei, "PIECE_TOKENS", piece)
+            found = (await client.post("/embed_all", json={"inputs": inputs})).json()
+            assert found == [[[float(token)] * SIZE for token in text.token_ids] for text in ids_of(*inputs)]
 
 
 @pytest.mark.parametrize(
