@@ -11,6 +11,7 @@ from app.engine import measuring
 from app.hardware.decision import Measurements
 from app.settings import DEMO
 from tests.live.live_server import LiveServer, live, starting, until
+from tiny_encoders import Modules, write_encoder
 
 FALLBACK = "the machine is too busy: a test runs"
 
@@ -33,6 +34,25 @@ def test_the_second_start_reads_what_the_first_measured(tmp_path: Path, monkeypa
         assert second["from_cache"] is True
         assert second["measurements"] == first["measurements"]
         assert server.client.get("/info").json()["plan"]["capacity_tokens_per_second"]["value"]["decode"]
+
+
+def test_an_encoder_is_measured_and_tells_what_to_expect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.kernels.calibrate.MOST_SPREAD", 1e9)
+    monkeypatch.setattr("app.kernels.calibrate.MOST_BENT", 1e9)
+    monkeypatch.setattr("app.preparation.SMALL_BUDGET_SECONDS", 10.0)
+    checkpoint = write_encoder(tmp_path / "tiny", modules=Modules())
+    with live(checkpoint, calibrate="auto", cache_dir=tmp_path / "cache", max_batch_tokens=64) as server:
+        (trial,) = told(server)["measurements"]["trials"]
+        assert list(trial["encode_seconds"]) == ["16", "32", "64"] and trial["decode_seconds"] == {}
+        before = server.client.get("/metrics").text
+        assert 'armature_capacity_tokens_per_second{phase="encode",rows="16"}' in before
+        assert "armature_predicted_wait_seconds" in before, "known before the first request"
+        answer = server.client.post("/embed", json={"inputs": ["hello", "the fox said hello"]})
+        assert answer.status_code == 200
+        until(lambda: 'armature_step_seconds_count{phase="encode"} 1.0' in server.client.get("/metrics").text)
+        after = server.client.get("/metrics").text
+        for line in ("armature_vectors_total 2.0", "armature_predicted_wait_error_ratio_count 1.0", 'kind="vectors"'):
+            assert line in after
 
 
 def test_a_noisy_machine_serves_by_the_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
