@@ -79,13 +79,6 @@ def strings(name: str, tensor: Array) -> list[str]:
         raise _refused(name, "its elements must be text in UTF-8") from error
 
 
-def integers(tensor: Array) -> list[int]:
-    """The values of a tensor of whole numbers, in a row."""
-    values = array.array(_LETTERS[tensor.datatype])
-    values.frombytes(tensor.data)
-    return values.tolist()
-
-
 def of_strings(elements: Sequence[str], shape: tuple[int, ...]) -> Array:
     return Array("BYTES", shape, _packed("", "BYTES", elements))
 

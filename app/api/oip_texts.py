@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
+
+import numpy
+from numpy.typing import NDArray
 
 from app.api.oip_models import OPTIONAL, TEXT, check_inputs, signature_of, wanted_outputs
-from app.api.oip_tensors import integers, strings
+from app.api.oip_tensors import strings
 from app.api.oip_wire import Inference
 from app.encoding import Encoded, EncodingRequest, TextInput
-from app.errors import InvalidRequest
+from app.errors import ContextLengthExceeded, InvalidRequest
 from app.messages import Array, Text
 from app.reading_texts import MAX_TEXTS
 from app.served import ServedEncoder
@@ -43,7 +45,7 @@ def read_texts(model: ServedEncoder, inference: Inference, identity: str) -> Ask
     else:
         width = inputs["input_ids"].shape[1]
         masks = _masks(inputs)
-        field, texts = "input_ids", _rows(inputs, masks)
+        field, texts = "input_ids", _rows(inputs, masks, model.limits.max_model_len, bool(parameters.truncate))
         _check_padded(model, outputs, len(masks), width)
     request = EncodingRequest(
         inputs=texts,
@@ -79,22 +81,32 @@ def _masks(inputs: Mapping[str, Array]) -> list[bytes]:
             raise InvalidRequest(f"Input {name!r} must have the shape of input_ids, {[batch, width]}, not {given}.", field=name)
     if "attention_mask" not in inputs:
         return [b"\1" * width] * batch
-    values = integers(inputs["attention_mask"])
-    if not {0, 1}.issuperset(values):
+    values = _whole(inputs["attention_mask"])
+    if (values & ~1).any():
         raise InvalidRequest("Input 'attention_mask' must be 1 where there is a token and 0 elsewhere.", field="attention_mask")
-    places = bytes(values)
-    return [places[start : start + width] for start in range(0, batch * width, width)] if width else [b""] * batch
+    return [row.tobytes() for row in values.astype(numpy.bool_)]
 
 
-def _rows(inputs: Mapping[str, Array], masks: Sequence[bytes]) -> tuple[Text, ...]:
-    width = inputs["input_ids"].shape[1]
-    ids = integers(inputs["input_ids"])
-    types = integers(inputs["token_type_ids"]) if "token_type_ids" in inputs else ()
+def _rows(inputs: Mapping[str, Array], masks: Sequence[bytes], longest: int, truncate: bool) -> tuple[Text, ...]:
+    """Only what the model can read becomes Python's numbers: a body may hold millions, and the event loop waits for them."""
+    ids = _whole(inputs["input_ids"])
+    types = _whole(inputs["token_type_ids"]) if "token_type_ids" in inputs else None
     texts = []
     for number, mask in enumerate(masks):
-        row = slice(number * width, (number + 1) * width)
-        texts.append(Text(tuple(compress(ids[row], mask)), tuple(compress(types[row], mask))))
+        places = numpy.frombuffer(mask, numpy.bool_).nonzero()[0]
+        if len(places) > longest and not truncate:
+            raise ContextLengthExceeded(
+                f"This model's maximum context length is {longest} tokens. However, input_ids[{number}] has {len(places)} tokens. "
+                "Please shorten it, or set the parameter truncate.",
+                field="input_ids",
+            )
+        read = places[:longest]
+        texts.append(Text(tuple(ids[number, read].tolist()), () if types is None else tuple(types[number, read].tolist())))
     return tuple(texts)
+
+
+def _whole(array: Array) -> NDArray[numpy.int64]:
+    return numpy.frombuffer(array.data, "<i8").reshape(array.shape)
 
 
 def _refuse_beside(name: str, inputs: Mapping[str, Array], *others: str) -> None:
