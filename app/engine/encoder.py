@@ -84,8 +84,7 @@ class EncoderEngine:
         error = self._limits.refusal(order)
         if error is not None:
             return [RequestFailed(order.request_id, error)]
-        self.queue.add(order)
-        self._pace.arrived(order.arrived_at, sum(len(text.token_ids) for text in order.texts))
+        self._pace.arrived(order.arrived_at, self.queue.add(order).num_tokens)
         return []
 
     def abort(self, command: Abort) -> list[Event]:
@@ -160,7 +159,7 @@ def _ready(request: Encoding, now: float) -> ArraysReady:
     order, started_at = request.order, request.started_at
     assert started_at is not None, "it was in a step"
     timings = Timings(queue_seconds=max(started_at - order.arrived_at, 0.0), encode_seconds=now - started_at)
-    return ArraysReady(order.request_id, request.arrays(), timings, sum(len(text.token_ids) for text in order.texts))
+    return ArraysReady(order.request_id, request.arrays(), timings, request.num_tokens)
 
 
 def measured(spans: Items[TextSpan], seconds: float, model_seconds: float) -> StepStats:

@@ -25,18 +25,20 @@ class Room:
     texts: int
 
     def beside(self, spans: Collection[TextSpan]) -> Room:
+        """What is left of it next to these."""
         return Room(self.tokens - sum(span.num_tokens for span in spans), self.texts - len(spans))
 
 
 @dataclass(slots=True, eq=False)
 class Encoding:
-    """An `Encode` inside the engine. `left` are its texts that are still to be computed, the longest last.
+    """An `Encode` inside the engine, `num_tokens` in all. `left` are its texts that are still to be computed, the longest last.
 
     `alone`: a step that it was in has failed, so it goes without others to see whose fault that was.
     """
 
     order: Encode
     left: list[Length]
+    num_tokens: int
     tokens_left: int
     results: dict[int, dict[str, bytes]] = field(default_factory=dict)  # by index of the text
     started_at: float | None = None
@@ -45,7 +47,8 @@ class Encoding:
     @classmethod
     def of(cls, order: Encode) -> Encoding:
         left = sorted((len(text.token_ids), -index) for index, text in enumerate(order.texts))
-        return cls(order, left, sum(tokens for tokens, _ in left))
+        num_tokens = sum(tokens for tokens, _ in left)
+        return cls(order, left, num_tokens, num_tokens)
 
     @property
     def longest(self) -> int:
@@ -63,12 +66,12 @@ class Encoding:
             tokens, index = self.left.pop(at - 1)
             room = Room(room.tokens - tokens, room.texts - 1)
             self.tokens_left -= tokens
-            taken.append(TextSpan(self, -index))
+            taken.append(TextSpan(self, -index, tokens))
         return taken
 
     def spans(self) -> list[TextSpan]:
         """All of its texts, in order."""
-        return [TextSpan(self, index) for index in range(len(self.order.texts))]
+        return [TextSpan(self, index, len(text.token_ids)) for index, text in enumerate(self.order.texts)]
 
     def put_back(self, spans: Iterable[TextSpan]) -> None:
         """Taken, but not computed."""
@@ -82,25 +85,22 @@ class Encoding:
     def _array(self, name: str) -> Array:
         parts = [self.results[index][name] for index in range(len(self.order.texts))]
         each_token = name == "last_hidden_state"
-        rows = sum(len(text.token_ids) for text in self.order.texts) if each_token else len(parts)
+        rows = self.num_tokens if each_token else len(parts)
         joined = parts[0] if len(parts) == 1 else b"".join(parts)
         return Array("FP32", (rows, len(joined) // FLOAT_BYTES // rows), joined)
 
 
 @dataclass(frozen=True, slots=True)
 class TextSpan:
-    """One text of a batch."""
+    """One text of a batch, and its number of tokens."""
 
     request: Encoding
     index: int
+    num_tokens: int
 
     @property
     def text(self) -> Text:
         return self.request.order.texts[self.index]
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.text.token_ids)
 
 
 class TextQueue:
@@ -129,8 +129,9 @@ class TextQueue:
         """Of all texts that are still to be computed."""
         return sum(request.tokens_left for request in self._requests.values())
 
-    def add(self, order: Encode) -> None:
-        self._requests[order.request_id] = Encoding.of(order)
+    def add(self, order: Encode) -> Encoding:
+        request = self._requests[order.request_id] = Encoding.of(order)
+        return request
 
     def remove(self, request_id: str) -> Encoding | None:
         return self._requests.pop(request_id, None)
@@ -148,9 +149,11 @@ class TextQueue:
         spans = first.take(Room(max(half.tokens, first.longest), half.texts))
         if suspect is not None:
             return tuple(spans)
+        room = room.beside(spans)
         for request in sorted(self._requests.values(), key=lambda request: request.tokens_left):
-            left = room.beside(spans)
-            if left.tokens <= 0:
+            if room.tokens <= 0 or room.texts <= 0:
                 break
-            spans += request.take(left)
+            more = request.take(room)
+            room = room.beside(more)
+            spans += more
         return tuple(spans)
