@@ -95,9 +95,10 @@ def _something(given: TextInput) -> bool:
 
 
 def _characters(given: TextInput) -> int:
-    if isinstance(given, Text):
-        return 0
-    return len(given) if isinstance(given, str) else len(given[0]) + len(given[1])
+    """Or ids: to check a million of them takes a while too."""
+    if isinstance(given, tuple):
+        return len(given[0]) + len(given[1])
+    return len(given) if isinstance(given, str) else len(given.token_ids)
 
 
 def _prompt(model: ServedEncoder, request: EncodingRequest, index: int) -> str:

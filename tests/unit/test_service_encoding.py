@@ -56,8 +56,9 @@ async def test_texts_pairs_and_ids_go_to_the_worker_and_vectors_come_back_in_ord
 
 
 async def test_short_texts_are_read_on_the_loop_and_long_ones_beside_it() -> None:
-    assert is_short(wanted("x" * (SHORT_CHARACTERS - 1), ("x", ""), Text((1,))))
+    assert is_short(wanted("x" * (SHORT_CHARACTERS - 3), ("x", "y"), Text((1,))))
     assert not is_short(wanted("x" * SHORT_CHARACTERS, "x"))
+    assert not is_short(wanted(Text((1,) * (SHORT_CHARACTERS + 1))))
     async with encoding(limits=replace(LIMITS, max_model_len=10_000)) as (service, _, _):
         text = "fox " * SHORT_CHARACTERS
         encoded = await service.encode(wanted(text, text))
