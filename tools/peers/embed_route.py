@@ -11,6 +11,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -81,11 +82,14 @@ def openvino(arguments: argparse.Namespace) -> Embed:
     properties = {"NUM_STREAMS": arguments.workers, "INFERENCE_NUM_THREADS": arguments.workers * arguments.threads}
     model = library.compile_model(folder / "openvino_model.xml", "CPU", properties)
 
-    def run(inputs: dict[str, np.ndarray]) -> np.ndarray:
-        request = model.create_infer_request()  # one a call: workers must not share theirs
-        return np.asarray(request.infer(inputs, share_inputs=True)[model.output(0)])
+    own = threading.local()  # each worker's request, whose memory the answer lies in until the next
 
-    return pooled(tokenizer_of(arguments.model), run)
+    def run(inputs: dict[str, np.ndarray]) -> np.ndarray:
+        if not hasattr(own, "request"):
+            own.request = model.create_infer_request()
+        return np.asarray(own.request.infer(inputs, share_inputs=True, share_outputs=True)[model.output(0)])
+
+    return pooled(tokenizer_of(arguments.model), run, {each.get_any_name() for each in model.inputs})
 
 
 def onnxruntime(arguments: argparse.Namespace) -> Embed:
@@ -99,13 +103,11 @@ def onnxruntime(arguments: argparse.Namespace) -> Embed:
     options = library.SessionOptions()
     options.intra_op_num_threads = arguments.threads
     session = library.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-    names = {each.name for each in session.get_inputs()}
 
     def run(inputs: dict[str, np.ndarray]) -> np.ndarray:
-        given = inputs | {"token_type_ids": np.zeros_like(inputs["input_ids"])}
-        return np.asarray(session.run(None, {name: given[name] for name in names})[0])
+        return np.asarray(session.run(None, inputs)[0])
 
-    return pooled(tokenizer_of(arguments.model), run)
+    return pooled(tokenizer_of(arguments.model), run, {each.name for each in session.get_inputs()})
 
 
 def tokenizer_of(model: Path) -> Tokenizer:
@@ -116,14 +118,15 @@ def tokenizer_of(model: Path) -> Tokenizer:
     return tokenizer
 
 
-def pooled(tokenizer: Tokenizer, run: Run) -> Embed:
-    """The mean of hidden states where there is text, of length 1."""
+def pooled(tokenizer: Tokenizer, run: Run, names: set[str]) -> Embed:
+    """The mean of hidden states where there is text, of length 1; `names` of what the model is given."""
 
     def embed(texts: list[str]) -> tuple[Vectors, int]:
         encodings = tokenizer.encode_batch(texts)
         ids = np.array([encoding.ids for encoding in encodings], dtype=np.int64)
         mask = np.array([encoding.attention_mask for encoding in encodings], dtype=np.int64)
-        hidden = run({"input_ids": ids, "attention_mask": mask})
+        known = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
+        hidden = run({name: known[name] for name in names})
         vectors = np.einsum("btd,bt->bd", hidden, mask.astype(np.float32))
         return vectors / np.linalg.norm(vectors, axis=1, keepdims=True), int(mask.sum())
 
