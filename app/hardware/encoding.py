@@ -9,7 +9,7 @@ from app.errors import PlanImpossible
 from app.hardware.capacity import Capacity
 from app.hardware.decision import Decision, gib
 from app.hardware.facts import Facts, Needs
-from app.hardware.room import MIN_TOKENS, Demand, Room, room, token_bytes
+from app.hardware.room import LEAST_BATCH_TOKENS, MIN_TOKENS, Demand, Room, room, token_bytes
 from app.hardware.step_seconds import TABLE_TEXT_TOKENS
 from app.hardware.trials import Timing, rate
 from app.settings import Settings
@@ -92,18 +92,23 @@ def _target(settings: Settings, needs: Needs, timing: Timing | None, fits: int) 
         return Decision(settings.max_batch_tokens, "Asked for.")
     if needs.kind == "program":
         return Decision(_TARGET_ROWS, "Rows of a step: nobody knows what one costs; max_batch_tokens says it.")
-    wanted = _measured(timing) or Decision(
+    texts = 1 if settings.max_running_seqs == "auto" else settings.max_running_seqs
+    wanted = _measured(timing, max(texts, LEAST_BATCH_TOKENS)) or Decision(
         _TARGET_TOKENS, "Products reach their best rate there; a longer step would only make others wait."
     )
+    if wanted.value < texts:
+        return Decision(texts, "One token for each of the texts that a step may have.")
     if wanted.value <= fits:
         return wanted
     return Decision(fits, f"Memory is short, and each token of a step takes some; otherwise {wanted.value}.")
 
 
-def _measured(timing: Timing | None) -> Decision[int] | None:
-    if timing is None or not timing.trial.encode_seconds:
+def _measured(timing: Timing | None, least: int) -> Decision[int] | None:
+    """Of at least so many tokens."""
+    sizes = sorted(size for size in timing.trial.encode_seconds if size >= least) if timing else []
+    if timing is None or not sizes:
         return None
-    rates = {size: timing.encode_rate(size) for size in sorted(timing.trial.encode_seconds)}
+    rates = {size: timing.encode_rate(size) for size in sizes}
     best = max(rates, key=lambda size: rates[size])
     found = next(size for size, each in rates.items() if each >= _NEARLY_BEST * rates[best])
     if found == max(rates) < _TARGET_TOKENS:

@@ -100,10 +100,11 @@ def kv_precision(settings: Settings, chosen: Dtype, short: Room | None) -> Decis
     )
 
 
-def deterministic(settings: Settings, chosen: str, copy: bool, level: str) -> Decision[bool]:
+def deterministic(settings: Settings, chosen: str, copy: bool, level: str, generates: bool = True) -> Decision[bool]:
     """Whether neighbours may not matter, not in a bit; `level` of our kernels, or whose products serve instead."""
     if settings.deterministic == "off":
-        return Decision(False, "Not asked for: what else is in the batch may change the last bits, and so a word now and then.")
+        what = ", and so a word now and then" if generates else ""
+        return Decision(False, f"Not asked for: what else is in the batch may change the last bits{what}.")
     if level == TWINS:
         raise PlanImpossible(
             "deterministic is on, but our native kernels do not serve here, and the order in which torch's products add depends on "
@@ -117,6 +118,10 @@ def deterministic(settings: Settings, chosen: str, copy: bool, level: str) -> De
     if copy:
         raise PlanImpossible(
             "deterministic is on, and so is int8_copy, but which copy multiplies depends on what else is in the batch: leave one off."
+        )
+    if not generates:
+        return Decision(
+            True, f"Asked for: products in {chosen} add in one order for any number of rows, and each text attends alone."
         )
     return Decision(
         True,

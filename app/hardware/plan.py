@@ -110,7 +110,8 @@ def make_plan(
     threads = parallel.decide(facts, settings, trials, precision)
     timing = trials.serving(precision, threads.threads.value, int8_copy=has_copy)
     demand = Demand(needs, precision, held.kv_precision.value, node, has_copy)
-    decide = capacity.decide if needs is None or needs.generates else encoding.decide
+    generates = needs is None or needs.generates
+    decide = capacity.decide if generates else encoding.decide
     memory = decide(facts, settings, demand, timing)
     limits = speed.Limits(memory.batch_target_tokens.value, memory.max_running_seqs.value, memory.weight_bytes.value)
     return ServingPlan(
@@ -122,7 +123,7 @@ def make_plan(
         **_fields(threads),
         **_fields(memory),
         **_fields(stepping.decide(settings, measurements, stepping.Served(needs, device.value, kernels.value, timing))),
-        deterministic=numerics.deterministic(settings, precision, has_copy, kernels.value),
+        deterministic=numerics.deterministic(settings, precision, has_copy, kernels.value, generates),
         **_fields(speed.expect(measurements, speed.Served(needs, precision, limits, timing))),
     )
 

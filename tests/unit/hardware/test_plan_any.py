@@ -18,7 +18,7 @@ NUMBERS = st.floats(allow_nan=True, allow_infinity=True) | st.floats(1e-6, 10)
 TABLES = st.dictionaries(st.integers(-1, 2048), NUMBERS, max_size=6)
 TRIALS = st.builds(
     Trial, st.sampled_from(["fp32", "bf16", "int8", "int4", "?"]), st.integers(-1, 9), TABLES, TABLES, NUMBERS,
-    st.integers(0, 10**10), NUMBERS, st.booleans(), NUMBERS,
+    st.integers(0, 10**10), NUMBERS, st.booleans(), NUMBERS, st.just({}) | TABLES,
 )  # fmt: skip
 MEASURED = st.builds(
     Measurements,
@@ -45,11 +45,11 @@ ASKED = st.fixed_dictionaries(
 
 
 @settings(deadline=None, max_examples=150)
-@given(MEASURED, ASKED, st.integers(GIB, 8 * GIB))
-def test_a_plan_can_be_made_of_anything(measurements: Measurements, asked: dict[str, Any], memory: int) -> None:
+@given(MEASURED, ASKED, st.integers(GIB, 8 * GIB), st.sampled_from(["decoder", "encoder"]))
+def test_a_plan_can_be_made_of_anything(measurements: Measurements, asked: dict[str, Any], memory: int, kind: Any) -> None:
     needs = Needs(
-        "decoder", "X", 10**9, 2 * 10**9, {"fp32": 4 * 10**9, "bf16": 2 * 10**9, "int8": 10**9, "int4": 5 * 10**8},
-        16384, 8192, 16, 2048, 32_000, "bfloat16", 9 * 10**8, 4,
+        kind, "X", 10**9, 2 * 10**9, {"fp32": 4 * 10**9, "bf16": 2 * 10**9, "int8": 10**9, "int4": 5 * 10**8},
+        16384 if kind == "decoder" else 0, 8192 if kind == "decoder" else 100, 16, 2048, 32_000, "bfloat16", 9 * 10**8, 4,
     )  # fmt: skip
     host = machine(memory=memory, native=NativeLibrary(("portable",), None))
     provisional: ServingPlan | None
@@ -66,5 +66,7 @@ def test_a_plan_can_be_made_of_anything(measurements: Measurements, asked: dict[
     assert final.threads.value <= provisional.threads.value
     assert final.weight_bytes.value + final.kv_cache_bytes.value < memory
     assert final.max_running_seqs.value <= final.max_batch_tokens.value
+    assert final.batch_target_tokens.value <= final.max_batch_tokens.value
+    assert kind == "decoder" or final.max_model_len.value <= final.max_batch_tokens.value, "no text is ever divided"
     for _, decision in final.decisions():
         assert decision.reason.endswith(".")

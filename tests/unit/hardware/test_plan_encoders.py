@@ -82,6 +82,14 @@ def test_a_table_that_ends_early_and_still_rises_decides_nothing() -> None:
     assert plan(measurements=measured(short)).batch_target_tokens.value == 512
 
 
+def test_a_step_has_a_token_for_each_text_that_it_may_have() -> None:
+    short = dataclasses.replace(BERT_LARGE, max_model_len=100)
+    best_at_few = dataclasses.replace(trial(), encode_seconds={16: 0.001, 64: 0.01, 256: 0.1, 512: 0.2})
+    assert plan(short, measured(best_at_few)).batch_target_tokens.value == 64, "however quick a step of fewer may be"
+    assert plan(short, measured(best_at_few), max_running_seqs=300).max_batch_tokens.value == 512
+    assert plan(short, measured(best_at_few), max_running_seqs=600).max_batch_tokens.value == 600
+
+
 def test_eight_bits_are_offered_and_never_taken() -> None:
     found = plan(measurements=measured(trial(), trial("int8", 2.5))).precision
     assert found.value == "bf16"
@@ -143,7 +151,7 @@ def test_memory_shortens_the_longest_text_and_the_step() -> None:
         ({"itl_target_ms": 20.0}, "itl_target_ms is 20"),
         ({"max_model_len": 513}, "made for 512"),
         ({"max_model_len": 300, "max_batch_tokens": 200}, "never divided"),
-        ({"max_running_seqs": 600}, "each text needs one token"),
+        ({"max_running_seqs": 600, "max_batch_tokens": 512}, "each text needs one token"),
         ({"max_batch_tokens": 10**9}, "memory for"),
     ],
 )
