@@ -49,7 +49,7 @@ class Embedding:
 
     def doubts(self, name: str, answered: Sequence[Embedded], prompts: str) -> Iterator[str]:
         each = statistics.median(num_tokens(one) / one.num_texts for one in answered)
-        yield f"{name}: texts are {prompts}; a request's have {each:.0f} tokens each in the middle."
+        yield f"{name}: texts are {prompts}; {each:.0f} tokens each in the median request."
         if any(one.num_tokens is None for one in answered):
             yield f"{name}: no usage in its answers: tokens are those that were meant."
 
