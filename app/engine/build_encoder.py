@@ -34,7 +34,7 @@ def build_encoder(checkpoint: Checkpoint, plan: ServingPlan, report: Report, ste
     model, backend = load(checkpoint, plan, report)
     assert isinstance(model, Encoder), "an encoder's checkpoint"
     room = max(plan.max_batch_tokens.value, plan.max_model_len.value)
-    runner = EncodeRunner(model, room, "" if plan.compile.value else plan.compile.reason)
+    runner = EncodeRunner(model, room, "" if plan.compile.value else plan.compile.reason, plan.batch_target_tokens.value)
     report("warming up")
     warm_up(runner, plan.max_model_len.value)
     limits = EncodeLimits(plan.max_model_len.value, plan.max_running_seqs.value, model.config.outputs)

@@ -16,7 +16,6 @@ from torch import Tensor
 from app.kernels.recording import Pool, Recorded, Unrecordable, record
 from app.kernels.resizing import Resizing
 
-MOST_TOKENS = 4096  # of a step: beyond, the interpreter is lost in the products, and results would want much memory
 LEAST_TOKENS = 16  # not to be recorded even with so few: not at all
 
 
@@ -48,11 +47,12 @@ class EncodeReplay:
     `hidden(inputs, tokens, wanted)` computes so many tokens of what lies there, and gives the hidden states of all or so many of them.
     """
 
-    def __init__(self, hidden: Callable[[int, int | None], Tensor], inputs: Inputs, off: str = "") -> None:
+    def __init__(self, hidden: Callable[[int, int | None], Tensor], inputs: Inputs, most: int, off: str = "") -> None:
+        """Steps of at most so many tokens: in longer ones the interpreter is lost in the products, and results want much memory."""
         self.reason = off  # why every step is eager; empty: it is not
         self.num_runs = 0  # steps that were run again
         self._hidden, self._inputs = hidden, inputs
-        self._most = min(inputs.room, MOST_TOKENS)
+        self._most = min(inputs.room, most)
         self._pool = Pool()
         self._kept: dict[bool, _Kept] = {}  # by whether some tokens are wanted, or all
 

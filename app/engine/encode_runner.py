@@ -96,11 +96,14 @@ class TextBatch:
 class EncodeRunner:
     """Texts in, rows out. Lives on the worker thread; between two calls it holds no state but room."""
 
-    def __init__(self, model: EncoderModel, room: int, off: str = "") -> None:
-        """Batches have at most `room` tokens. `off`: why steps are not run again natively; empty: they are."""
+    def __init__(self, model: EncoderModel, room: int, off: str = "", usual: int | None = None) -> None:
+        """Batches have at most `room` tokens, and up to the `usual` number of them are run again natively (None: all).
+
+        `off`: why they are not; empty: they are.
+        """
         self.model = model
         self._batch = TextBatch(room, model.config.num_types)
-        self.replay = EncodeReplay(self._hidden, self._batch, off)
+        self.replay = EncodeReplay(self._hidden, self._batch, room if usual is None else usual, off)
         self.model_seconds = 0.0  # of the last batch, in the model's forward pass
 
     def run(self, spans: Sequence[TextSpan]) -> list[dict[str, bytes]]:

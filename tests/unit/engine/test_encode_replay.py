@@ -52,7 +52,7 @@ def check(layers: Layers, replay: EncodeReplay) -> None:
 
 def test_one_recording_serves_all_steps_of_a_kind() -> None:
     layers = Layers()
-    replay = EncodeReplay(layers, layers)
+    replay = EncodeReplay(layers, layers, ROOM)
     for tokens, wanted in [(3, None), (50, None), (1, None), (ROOM, None), (9, 4), (ROOM, 1), (40, 40)]:
         layers.fill(tokens, wanted)
         check(layers, replay)
@@ -62,7 +62,7 @@ def test_one_recording_serves_all_steps_of_a_kind() -> None:
 
 def test_where_large_products_are_somebody_elses_fewer_tokens_are_run_again() -> None:
     layers = Layers(most=50)
-    replay = EncodeReplay(layers, layers)
+    replay = EncodeReplay(layers, layers, ROOM)
     layers.fill(20)
     check(layers, replay)
     assert replay.most_tokens == 32 and replay.num_runs == 1
@@ -73,15 +73,24 @@ def test_where_large_products_are_somebody_elses_fewer_tokens_are_run_again() ->
 
 def test_as_many_wanted_as_there_are_tokens_at_the_most_are_eager() -> None:
     layers = Layers()
-    replay = EncodeReplay(layers, layers)
+    replay = EncodeReplay(layers, layers, ROOM)
     layers.fill(ROOM, ROOM)  # a recording needs two different numbers
     check(layers, replay)
     assert replay.num_runs == 0
 
 
+def test_more_tokens_than_is_usual_are_eager() -> None:
+    layers = Layers()
+    replay = EncodeReplay(layers, layers, 40)
+    for tokens, num_runs in [(40, 1), (41, 1), (12, 2)]:
+        layers.fill(tokens)
+        check(layers, replay)
+        assert replay.num_runs == num_runs
+
+
 def test_what_cannot_even_be_recorded_with_few_is_never_tried_again() -> None:
     layers = Layers(most=0)
-    replay = EncodeReplay(layers, layers)
+    replay = EncodeReplay(layers, layers, ROOM)
     layers.fill(5)
     with pytest.raises(Unrecordable):
         replay()  # eager, which this one is not either
@@ -95,7 +104,7 @@ def test_what_cannot_even_be_recorded_with_few_is_never_tried_again() -> None:
 
 def test_where_it_is_off_nothing_is_recorded() -> None:
     layers = Layers()
-    replay = EncodeReplay(layers, layers, off="asked for")
+    replay = EncodeReplay(layers, layers, ROOM, off="asked for")
     layers.fill(5)
     check(layers, replay)
     assert layers.calls == [5, 5] and replay.most_tokens == 0
