@@ -146,10 +146,14 @@ def architecture_of(values: Mapping[str, Any]) -> str:
     known = [name for name in names if isinstance(name, str) and name in FAMILIES] if isinstance(names, list) else []
     if not known:
         said = ", ".join(str(name) for name in names) if isinstance(names, list) and names else str(values.get("model_type"))
-        raise CheckpointInvalid(f"config.json: architecture {said} is not supported; supported are {', '.join(FAMILIES)}.")
+        raise CheckpointInvalid(
+            f"config.json: architecture {said} is not supported; supported are {', '.join(FAMILIES)} and the"
+            " encoders of docs/encoders.md."
+        )
     if values.get("use_bidirectional_attention"):
         raise CheckpointInvalid(
-            "config.json: use_bidirectional_attention makes an encoder of this decoder, which is not supported."
+            "config.json: use_bidirectional_attention makes an encoder of this decoder: with the architecture of its plain Model, or with"
+            " a modules.json, it is served for vectors."
         )
     return known[0]
 
