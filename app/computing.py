@@ -11,7 +11,7 @@ from app.errors import RequestTimeout
 from app.messages import Abort, ArraysReady, Encode, Infer, RequestFailed
 from app.post import Letter
 from app.reading_texts import check_texts, is_short, read_texts
-from app.served import ServedEncoder
+from app.served import ServedEncoder, ServedProgram
 
 
 async def encode(desk: Desk, model: ServedEncoder, request: EncodingRequest, course: Course) -> Encoded:
@@ -28,9 +28,9 @@ async def encode(desk: Desk, model: ServedEncoder, request: EncodingRequest, cou
     return Encoded(ready.arrays, ready.timings, lengths)
 
 
-async def infer(desk: Desk, request: InferenceRequest, course: Course) -> Inferred:
+async def infer(desk: Desk, program: ServedProgram, request: InferenceRequest, course: Course) -> Inferred:
     """Rows of the batch are to a program what tokens are to an encoder."""
-    num_rows = next(iter(request.inputs.values())).shape[0]
+    num_rows = request.inputs[program.signature.inputs[0].name].shape[0]
     with desk.admission.permit() as permit:
         order = Infer(desk.post.name(request.request_id), request.inputs, request.outputs, course.arrived_at)
         ready = await _answered(desk, order, num_rows, permit, course)

@@ -129,8 +129,7 @@ class Service:
         """As `encode`, for an exported program; the inputs have been held against its signature."""
         with self._desk.counted(request.api) as course:
             self._check_ready()
-            assert self.program.signature.inputs, "a program without inputs is not served"
-            return await computing.infer(self._desk, request, course)
+            return await computing.infer(self._desk, self.program, request, course)
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return await self._desk.run(self._tokenizer.encode, text, add_special_tokens)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from app.admission import MAX_HELD_TOKENS
-from app.encoding import EncodingRequest
+from app.encoding import EncodingRequest, InferenceRequest
 from app.errors import (
     ContextLengthExceeded,
     InvalidRequest,
@@ -20,13 +20,15 @@ from app.errors import (
     StepFailed,
     WrongModelKind,
 )
-from app.messages import Abort, Text
+from app.messages import Abort, ArraysReady, Infer, Signature, TensorSpec, Text
+from app.metrics import Metrics
 from app.reading_texts import MAX_HIDDEN_BYTES, MAX_TEXTS, SHORT_CHARACTERS, is_short, read_texts
 from app.scores import floats
-from app.served import ServedEncoder
-from fake_encoder import CLASSIFIER, CONFIG, LIMITS, PROMPTED, SIZE, TIMINGS, encoding, ids_of, tokenizer, vector
+from app.served import ServedEncoder, ServedProgram
+from app.service import Service
+from fake_encoder import CLASSIFIER, CONFIG, LIMITS, PROMPTED, SIZE, TIMINGS, array, encoding, ids_of, tokenizer, vector
+from fake_worker import FakeWorker, serving
 from fake_worker import request as generation
-from fake_worker import serving
 
 LONG = "the fox said hello to the green world and the fox said no"
 
@@ -233,3 +235,29 @@ async def test_each_kind_of_model_says_what_it_is_not() -> None:
     async with serving() as (decoder, _, _):
         with pytest.raises(WrongModelKind, match="generates text"):
             await decoder.encode(wanted("a"))
+
+
+async def test_a_programs_tensors_go_to_the_worker_and_its_outputs_come_back() -> None:
+    signature = Signature((TensorSpec("x", "FP32", (-1, 2)),), (TensorSpec("y", "FP32", (-1, 1)),))
+    worker = FakeWorker()
+    service = Service(worker, Metrics())
+    await service.start()
+    service.serve(ServedProgram("p", LIMITS, signature))
+    given, made = array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), array([[1.0], [2.0], [3.0]])
+    worker.refuse = lambda command: service.on_events(
+        [ArraysReady(command.request_id, {"y": made}, TIMINGS, 3)] if isinstance(command, Infer) else []
+    )
+    asked = InferenceRequest({"x": given}, ("y",), "oip", "r")
+    inferred = await service.infer(asked)
+    assert (inferred.arrays, inferred.timings) == ({"y": made}, TIMINGS)
+    (order,) = worker.commands
+    assert isinstance(order, Infer) and (order.inputs, order.outputs) == ({"x": given}, ("y",))
+    assert (counted(service, "armature_vectors_total"), service.num_open) == (3, 0)
+    with pytest.raises(WrongModelKind, match="infer"):
+        await service.encode(wanted("a"))
+    with pytest.raises(WrongModelKind, match="exported program"):
+        await service.tokenize("a")
+    await service.stop()
+    async with encoding() as (encoder, _, _):
+        with pytest.raises(WrongModelKind, match="is an encoder"):
+            await encoder.infer(asked)
