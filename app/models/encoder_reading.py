@@ -196,6 +196,8 @@ def _refuse(config: Fields) -> None:
         raise CheckpointInvalid(
             f"config.json: position_embedding_type {positions!r} is not supported; only absolute positions are."
         )
+    if config.values.get("logn_attention_scale"):
+        raise CheckpointInvalid("config.json: logn_attention_scale, by which scores grow with the text, is not supported.")
     if config.values.get("is_decoder") or config.values.get("add_cross_attention"):
         raise CheckpointInvalid(
             "config.json: is_decoder or add_cross_attention makes half of a translator of this encoder; not served."

@@ -54,7 +54,7 @@ def sentence_words(directory: Path) -> SentenceWords:
     modules = [one for one in _modules(directory) if one.kind != "Dropout"]
     said = Fields(read_optional(directory / "config_sentence_transformers.json"), "config_sentence_transformers.json")
     kind = said.text("model_type", "SentenceTransformer")
-    lowercases = Fields(read_optional(directory / "sentence_bert_config.json")).boolean("do_lower_case", False)
+    lowercases = _of_transformer(directory).boolean("do_lower_case", False)
     if kind == "CrossEncoder":
         _expect([one.kind for one in modules], ("Transformer",))
         score = said.values.get("activation_fn")
@@ -66,11 +66,17 @@ def sentence_words(directory: Path) -> SentenceWords:
 
 def _max_tokens(directory: Path) -> int | None:
     """Newer directories leave it to the tokenizer."""
-    said = Fields(read_optional(directory / "sentence_bert_config.json"), "sentence_bert_config.json")
+    said = _of_transformer(directory)
     if said.has("max_seq_length"):
         return said.integer("max_seq_length")
     longest = read_optional(directory / "tokenizer_config.json").get("model_max_length")
     return int(longest) if isinstance(longest, int) and 0 < longest <= _LONGEST else None
+
+
+def _of_transformer(directory: Path) -> Fields:
+    """Beside BERT's own name for it there were sentence_roberta_config.json and others."""
+    found = sorted(directory.glob("sentence_*_config.json"))
+    return Fields(read_object(found[0]), found[0].name) if found else Fields({})
 
 
 def _modules(directory: Path) -> list[_Module]:

@@ -148,6 +148,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "another use": ("BertModel", {"architectures": ["BertForTokenClassification"]}, "not supported as an encoder"),
     "relative positions": ("BertModel", {"position_embedding_type": "relative_key"}, "position_embedding_type 'relative_key'"),
+    "scores that grow": ("GteModel", {"logn_attention_scale": True}, "logn_attention_scale"),
     "half a translator": ("BertModel", {"is_decoder": True}, "is_decoder"),
     "heads": ("BertModel", {"num_attention_heads": 5}, "5 attention heads cannot share hidden_size 32"),
     "activation": ("BertModel", {"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu' is not known"),

@@ -88,6 +88,8 @@ def test_newer_directories_leave_the_length_to_the_tokenizer(tmp_path: Path) -> 
         assert words.max_tokens == wanted and words.pooling is not None and words.pooling.skips_prompt
     put(tmp_path / "sentence_bert_config.json", {"max_seq_length": 32, "do_lower_case": True})
     assert (sentence_words(tmp_path).max_tokens, sentence_words(tmp_path).lowercases) == (32, True)
+    (tmp_path / "sentence_bert_config.json").rename(tmp_path / "sentence_xlm-roberta_config.json")
+    assert (sentence_words(tmp_path).max_tokens, sentence_words(tmp_path).lowercases) == (32, True)
 
 
 def test_a_cross_encoder_ends_in_labels(tmp_path: Path) -> None:
