@@ -48,13 +48,7 @@ class EncodeRehearsal:
         self.few_layers = few_layers(config.num_layers, extent, layer, 0)
         whole = self.few_layers == config.num_layers  # then nothing has to be worked out from fewer
         self.layer_counts = [self.few_layers] if whole else sorted({1, 2, self.few_layers})
-        self._models = {layers: self._made_up(layers, backend) for layers in self.layer_counts}
-        off = "" if plan.compile.value else plan.compile.reason
-        self._recorded = {layers: EncodeRunner(model, self._room(layers), off) for layers, model in self._models.items()}
-        room = max(max(self.sizes()), LONG_TOKENS)
-        self._eager = {
-            layers: EncodeRunner(model, room, "Long steps are not recorded.") for layers, model in self._models.items()
-        }
+        self._runners = {layers: self._runner(layers, backend) for layers in self.layer_counts}
         for layers in self.layer_counts:  # what is recorded is no sample
             self.step(StepShape("encode", self.sizes()[0], layers))()
 
@@ -80,8 +74,7 @@ class EncodeRehearsal:
 
     def step(self, shape: StepShape) -> Callable[[], object]:
         """What runs that step, any number of times."""
-        short = shape.size <= self._room(shape.layers)
-        runner = (self._recorded if short else self._eager)[shape.layers]
+        runner = self._runners[shape.layers]
         spans = self._spans(shape.size, shape.context or min(TABLE_TEXT_TOKENS, self.plan.max_model_len.value))
         return lambda: runner.run(spans)
 
@@ -133,12 +126,8 @@ class EncodeRehearsal:
     def _model(self, layers: int, device: torch.device) -> Encoder:
         return build_encoder(with_layers(self.config, layers), self._forms.choice.dtype, self.plan.max_model_len.value, device)
 
-    def _room(self, layers: int) -> int:
-        """Up to how many tokens steps of so many layers are recorded; what is lost in longer ones is a small part of them."""
-        affordable = RECORDED_OPERATIONS * self.config.num_layers / layers / self.operations_per_token
-        return int(min(max(affordable, FEW_TOKENS), max(self.sizes())))
-
-    def _made_up(self, layers: int, backend: Backend) -> Encoder:
+    def _runner(self, layers: int, backend: Backend) -> EncodeRunner:
+        """Steps are recorded up to as many tokens as that may cost; what the interpreter takes of longer ones is a small part of them."""
         model = self._model(layers, backend.device)
         for module in list(model.modules()):
             if isinstance(module, Linear):
@@ -151,7 +140,10 @@ class EncodeRehearsal:
             elif isinstance(module, LayerNorm | Dense | DistanceBias):
                 bias = torch.zeros(module.weight.shape[0]) if module.has_bias else None
                 module.adopt(torch.full(module.weight.shape, 0.01), bias)
-        return model
+        room = max(max(self.sizes()), LONG_TOKENS)
+        affordable = RECORDED_OPERATIONS * self.config.num_layers / layers / self.operations_per_token
+        recorded = int(min(max(affordable, FEW_TOKENS), max(self.sizes())))
+        return EncodeRunner(model, room, "" if self.plan.compile.value else self.plan.compile.reason, recorded)
 
 
 def with_layers(config: EncoderConfig, layers: int) -> EncoderConfig:
