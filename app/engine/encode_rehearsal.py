@@ -43,7 +43,7 @@ class EncodeRehearsal:
 
     def __init__(self, config: EncoderConfig, plan: ServingPlan, backend: Backend, extent: Extent) -> None:
         self.config, self.plan = config, plan
-        self._forms = Forms(choice_of(plan))
+        self._forms = Forms(choice_of(plan, texts=True))
         layer = (self._product_bytes(2) - self._product_bytes(1)) if config.num_layers > 1 else self._product_bytes(1)
         self.few_layers = few_layers(config.num_layers, extent, layer, 0)
         whole = self.few_layers == config.num_layers  # then nothing has to be worked out from fewer

@@ -108,10 +108,7 @@ class IntPanels:
                 four = compensated_int4(rows, self.group, zero_points, bonds)
             codes, scales, minimums = four.codes, four.scales, four.minimums
         else:
-            eight = quantise_int8(rows)
-            codes, scales, minimums = eight.codes, eight.scales, None
-            if self.padded != self.inputs:
-                codes = torch.nn.functional.pad(codes, (0, self.padded - self.inputs))
+            codes, scales, minimums = *self._eight_bits(rows), None
         codes, scales = codes.contiguous(), scales.contiguous()
         arguments = Pack(
             codes.data_ptr(), scales.data_ptr(), None if minimums is None else minimums.data_ptr(), self.panels.data_ptr(),
@@ -120,6 +117,13 @@ class IntPanels:
         library = native().library
         assert library is not None, "suits() was asked"
         library.armature_pack_int(ctypes.byref(arguments))
+
+    def _eight_bits(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes int8 [n, padded] and scales [n, groups]; what is padded is 0."""
+        if self.padded != self.inputs:
+            rows = torch.nn.functional.pad(rows, (0, self.padded - self.inputs))
+        eight = quantise_int8(rows.reshape(-1, self.group))
+        return eight.codes.view(len(rows), self.padded), eight.scales.view(len(rows), -1)
 
     def takes(self, rows: int) -> int:
         """Activations come quantised, with one scale for each of this many inputs."""

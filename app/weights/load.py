@@ -31,7 +31,7 @@ from app.weights.choice import Choice, KeptPacking, Layer
 from app.weights.headers import TensorEntry
 from app.weights.pack_cache import Kept, Packs
 from app.weights.packed import Progress
-from app.weights.recipes import FIXED, find_recipe
+from app.weights.recipes import FIXED, find_recipe, for_texts
 from app.weights.streams import WeightStreams
 
 Model = Decoder | Encoder
@@ -64,10 +64,11 @@ def pack_weights(
     return loading.fill(packs)
 
 
-def choice_of(plan: ServingPlan) -> Choice:
-    """How the plan's weights are held."""
+def choice_of(plan: ServingPlan, texts: bool = False) -> Choice:
+    """How the plan's weights are held; `texts`: an encoder's."""
     precision, device = plan.precision.value, plan.device.value
     recipe = FIXED[precision] if plan.deterministic.value else find_recipe(device, host_architecture(), precision)
+    recipe = for_texts(recipe) if texts else recipe
     return Choice(recipe, DTYPES[plan.dtype.value], plan.int8_copy.value, plan.most_few_rows.value)
 
 
@@ -82,7 +83,7 @@ class _Loading:
 
     def __init__(self, checkpoint: Checkpoint, plan: ServingPlan, backend: Backend, progress: Progress) -> None:
         self.checkpoint, self.progress = checkpoint, progress
-        self.choice = choice_of(plan)
+        self.choice = choice_of(plan, checkpoint.kind == "encoder")
         self.model = _build(checkpoint, self.choice.dtype, plan.max_model_len.value, backend.device)
         self.streams = WeightStreams(checkpoint.tensors)
         self.factors: dict[tuple[str, ...], Tensor] = {}  # by a layer's sources: what its columns were multiplied by

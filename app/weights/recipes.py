@@ -6,7 +6,7 @@ Torch is not needed: the names are those of `kernels.linear.FORMS`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from app.errors import NoRecipe
 from app.hardware.decision import RecipeKey
@@ -50,6 +50,16 @@ RECIPES: Mapping[RecipeKey, Recipe] = {
     ("cpu", "arm64", "int8"): INT8,
     ("cpu", "arm64", "int4"): _int4("kleidi int4/64", "torch int4/64", int8_copy_from=32),
 }
+
+
+# What holds an encoder's products instead. Vectors are compared with others, and a text of one word has no others to average with: with one
+# scale a row, all-MiniLM-L6-v2's "ok" comes out at a cosine of 0.982 with the exact one; with one for each 128 inputs at 0.995.
+TEXT_FORMS: Mapping[str, str] = {"int8": "int8/128"}
+
+
+def for_texts(recipe: Recipe) -> Recipe:
+    """The same recipe for an encoder, or for a decoder that is served for its hidden states."""
+    return replace(recipe, linear=tuple(TEXT_FORMS.get(name, name) for name in recipe.linear))
 
 
 # Where neighbours may not matter (deterministic=on): forms whose rows add in one order, on any processor that they suit.

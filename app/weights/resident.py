@@ -10,7 +10,7 @@ from app.models.encoder_config import EncoderConfig
 from app.models.encoder_shapes import encoder_norm_elements, encoder_products_of, encoder_tables_of
 from app.models.shapes import norms_of, products_of
 from app.weights.headers import TensorEntry
-from app.weights.recipes import find_recipe
+from app.weights.recipes import find_recipe, for_texts
 
 PRECISION_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2}
 ROUNDED = ("int8", "int4")
@@ -49,7 +49,9 @@ def int8_copy_bytes(config: ModelConfig | EncoderConfig) -> int:
 
 
 def _rounded_products(config: ModelConfig | EncoderConfig, precision: str) -> int:
-    return _held_bytes(config, find_recipe("cpu", "x86_64", precision).forms(is_output=False)[0])
+    recipe = find_recipe("cpu", "x86_64", precision)
+    recipe = recipe if isinstance(config, ModelConfig) else for_texts(recipe)
+    return _held_bytes(config, recipe.forms(is_output=False)[0])
 
 
 def _held_bytes(config: ModelConfig | EncoderConfig, form: str) -> int:

@@ -24,7 +24,9 @@ LEVELS = levels()
 pytestmark = pytest.mark.skipif(not LEVELS, reason=native().reason)
 at_every_level = pytest.mark.parametrize("level", LEVELS)
 
-FORMS = st.sampled_from([IntPacking(8, None), *(IntPacking(4, group, low) for group in (32, 64, 128) for low in (False, True))])
+FORMS = st.sampled_from(
+    [IntPacking(8, None), IntPacking(8, 128), *(IntPacking(4, group, low) for group in (32, 64, 128) for low in (False, True))]
+)
 INPUTS = st.one_of(st.sampled_from([576, 896, 32, 128]), st.integers(1, 300))
 SEEDS = st.integers(0, 2**31)
 

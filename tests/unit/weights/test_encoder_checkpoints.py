@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from app.errors import CheckpointInvalid
 from app.models.encoder_shapes import encoder_tensors_of
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.mapped import MappedFiles
+from app.weights.resident import encoder_bytes
 from encoder_families import FAMILIES
 from tiny_checkpoints import write_checkpoint, write_weights
 from tiny_encoders import SUFFIX, write_encoder
@@ -31,7 +33,17 @@ def test_every_family_opens(tmp_path: Path, family: str, use: str) -> None:
     needs = checkpoint.needs()
     stored = sum(tensor.numel() for tensor in load_file(tmp_path / "tiny" / "model.safetensors").values())
     assert (needs.kind, needs.kv_elements_per_token, needs.num_parameters) == ("encoder", 0, stored)
-    assert needs.bytes_by_precision["fp32"] == 4 * stored > needs.bytes_by_precision["bf16"] > needs.bytes_by_precision["int8"]
+    assert needs.bytes_by_precision["fp32"] == 4 * stored > needs.bytes_by_precision["bf16"]
+
+
+def test_eight_bits_are_counted_with_a_scale_for_each_group(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_encoder(tmp_path / "tiny"))
+    config = replace(checkpoint.encoder, num_layers=1, hidden_size=256, intermediate_size=512)
+    held = encoder_bytes(config, checkpoint.tensors)
+    assert held["fp32"] > held["bf16"] > held["int8"]
+    weights = 4 * 256 * 256 + 2 * 256 * 512  # a byte each, and two for the scale of 128
+    biases = 4 * 256 + 512 + 256  # 4 bytes instead of 2
+    assert held["bf16"] - held["int8"] == weights - 2 * weights // 128 - 2 * biases
 
 
 def values_of(checkpoint: Checkpoint, name: str) -> torch.Tensor:

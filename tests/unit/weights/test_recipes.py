@@ -7,7 +7,7 @@ import pytest
 from app.errors import NoRecipe
 from app.kernels.layout import LAYOUTS
 from app.kernels.linear import FORMS, ROUNDED_FORMS
-from app.weights.recipes import RECIPES, TORCHAO, Recipe, find_recipe
+from app.weights.recipes import RECIPES, TORCHAO, Recipe, find_recipe, for_texts
 
 
 @pytest.mark.parametrize("is_output", [False, True])
@@ -50,3 +50,12 @@ def test_devices_that_nothing_serves_are_in_no_plan_and_their_configurations_exi
     assert not {device for device, _ in TORCHAO} & {device for device, _, _ in RECIPES}
     for name, arguments in TORCHAO.values():
         assert getattr(quantization, name)(**arguments) is not None
+
+
+@pytest.mark.parametrize("architecture", ["x86_64", "arm64"])
+def test_eight_bits_of_texts_have_a_scale_for_each_group(architecture: str) -> None:
+    recipe = find_recipe("cpu", architecture, "int8")
+    assert (recipe.forms(False)[0], for_texts(recipe).forms(False)[0]) == ("int8", "int8/128")
+    assert for_texts(recipe).equalise and for_texts(find_recipe("cpu", architecture, "bf16")) == find_recipe(
+        "cpu", architecture, "bf16"
+    )
