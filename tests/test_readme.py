@@ -27,12 +27,19 @@ def blocks(root: Path, language: str) -> list[str]:
 async def test_every_example_runs_against_the_demo(root: Path) -> None:
     if shutil.which("curl") is None:
         pytest.skip("the examples are curl's")
-    examples = [("bash", "-ec", block) for block in blocks(root, "bash")]
-    examples += [(sys.executable, "-c", block) for block in blocks(root, "python")]
-    assert len(examples) == 3
+    chats, natives, texts = blocks(root, "bash")
+    (client_code,) = blocks(root, "python")
+    examples = [("bash", "-ec", chats), ("bash", "-ec", natives), (sys.executable, "-c", client_code)]
     async with serving(None, ("--threads=1",)) as server:
-        printed = [run(*command, block.replace(ADDRESS, server.url)) for *command, block in examples]
-    chat, native, client = printed
+        chat, native, client = [run(*command, block.replace(ADDRESS, server.url)) for *command, block in examples]
+    async with serving(None, ("--threads=1", "--model=bert")) as server:
+        told = run("bash", "-ec", texts.replace(ADDRESS, server.url))
+    decode = json.JSONDecoder().raw_decode
+    vectors, end = decode(told)
+    ranks, more = decode(told[end:])
+    assert len(vectors["data"]) == 2
+    assert ranks["results"][0]["index"] == 0
+    assert decode(told[end + more :])[0]["outputs"][0]["name"] == "embedding"
     assert chat.endswith("data: [DONE]\n\n")
     assert '"delta"' in chat
     generated = json.JSONDecoder().raw_decode(native)[0]
