@@ -39,6 +39,6 @@ int close_to(double value, double expected, double tolerance);
 
 /* The checks: each runs many shapes at the level that serves, and returns how many. */
 typedef int64_t check(void);
-check quantised_rows, exact_products, near_products, bad_activations, rows_alone, widened_rows, norms, gates, gathers, stored_rows, turning_angles, picks, bf16_products, bf16_rows_alone, bf16_rows, attends, turns, odd_calls;
+check quantised_rows, exact_products, near_products, bad_activations, rows_alone, widened_rows, norms, layer_norms, activated_rows, whole_texts, gates, gathers, stored_rows, turning_angles, picks, bf16_products, bf16_rows_alone, bf16_rows, attends, turns, odd_calls;
 
 #endif

@@ -80,9 +80,61 @@ int64_t norms(void) {
     return 18;
 }
 
+int64_t layer_norms(void) {
+    for (int64_t i = 0; i < 18; i++) {
+        activations a = some_rows(i);
+        const sink out = new_sink(&a, i % 3);
+        const int64_t stride = a.size + below(3), count = (a.rows - 1) * stride + a.size, in_place = i % 2;
+        float *hidden = room(count * 4), *weight = room(a.size * 4), *bias = i % 4 ? room(a.size * 4) : NULL;
+        double *expected = room(a.rows * a.size * 8);
+        for (int64_t at = 0; at < count; at++) hidden[at] = 4 * number() + 1;
+        for (int64_t at = 0; at < a.size; at++) weight[at] = number();
+        for (int64_t at = 0; bias && at < a.size; at++) bias[at] = number();
+        if (i % 5 == 4) hidden[below(a.rows) * stride] = NAN;
+        float *before = memcpy(room(count * 4), hidden, (size_t)count * 4);
+        for (int64_t row = 0; row < a.rows; row++) {
+            const float *x = hidden + row * stride;
+            double mean = 0, squares = 0;
+            for (int64_t k = 0; k < a.size; k++) mean += x[k] / (double)a.size;
+            for (int64_t k = 0; k < a.size; k++) squares += (x[k] - mean) * (x[k] - mean);
+            for (int64_t k = 0; k < a.size; k++) expected[row * a.size + k] = (x[k] - mean) / sqrt(squares / (double)a.size + 1e-3) * weight[k] + (bias ? bias[k] : 0);
+        }
+        const layer_norm_arguments arguments = {hidden, weight, bias, stride, a.rows, a.size, in_place, 1e-3, out};
+        run(OP_LAYER_NORM, &arguments);
+        for (int64_t at = 0; at < count; at++) {
+            const int64_t row = at / stride, k = at % stride;
+            if (in_place && k < a.size ? !close_to(hidden[at], expected[row * a.size + k], 2e-5) : !same(hidden[at], before[at]))
+                failed("hidden %d is %g", (int)at, hidden[at]);
+        }
+        check_sink(&a, expected);
+        free(hidden), free(weight), free(bias), free(expected), free(before), free_activations(&a);
+    }
+    return 18;
+}
+
 static double gated(int64_t activation, double x) {
-    if (activation == 2) return x / 2 * erfc(x * -0.7071067811865476); /* 1 + erf would lose all where erf is near -1 */
-    return x / (1 + exp(activation == 0 ? -x : -1.5957691216057308 * (x + 0.044715 * x * x * x)));
+    if (activation == GELU_ERF) return x / 2 * erfc(x * -0.7071067811865476); /* 1 + erf would lose all where erf is near -1 */
+    if (activation == RELU) return x < 0 ? 0 : x;
+    if (activation == TANH) return tanh(x);
+    return x / (1 + exp(activation == SILU ? -x : -1.5957691216057308 * (x + 0.044715 * x * x * x)));
+}
+
+int64_t activated_rows(void) {
+    for (int64_t i = 0; i < 20; i++) {
+        activations a = some_rows(i);
+        const sink out = new_sink(&a, i % 4);
+        const int64_t stride = a.size + below(3), count = (a.rows - 1) * stride + a.size, activation = SILU + i % 5;
+        uint16_t *x = room(count * 2);
+        double *expected = room(a.rows * a.size * 8);
+        for (int64_t at = 0; at < count; at++) x[at] = bf16_of_float((below(20) ? 5 : 90) * number());
+        if (i % 5 == 4) x[below(a.rows) * stride] = bf16_of_float(NAN);
+        for (int64_t at = 0; at < a.rows * a.size; at++) expected[at] = gated(activation, float_of_bf16(x[at / a.size * stride + at % a.size]));
+        const activate_arguments arguments = {x, stride, a.rows, a.size, activation, out};
+        run(OP_ACTIVATE, &arguments);
+        check_sink(&a, expected);
+        free(x), free(expected), free_activations(&a);
+    }
+    return 20;
 }
 
 int64_t gates(void) {
@@ -95,9 +147,9 @@ int64_t gates(void) {
         if (i % 5 == 4) gate_up[below(a.rows) * 2 * a.size] = bf16_of_float(NAN);
         for (int64_t at = 0; at < a.rows * a.size; at++) {
             const uint16_t *x = gate_up + at / a.size * 2 * a.size + at % a.size;
-            expected[at] = gated(i % 3, float_of_bf16(*x)) * float_of_bf16(x[a.size]);
+            expected[at] = gated(SILU + i % 3, float_of_bf16(*x)) * float_of_bf16(x[a.size]);
         }
-        const gate_arguments arguments = {gate_up, a.rows, a.size, i % 3, out};
+        const gate_arguments arguments = {gate_up, a.rows, a.size, SILU + i % 3, out};
         run(OP_GATE, &arguments);
         check_sink(&a, expected);
         free(gate_up), free(expected), free_activations(&a);
@@ -144,7 +196,7 @@ int64_t stored_rows(void) {
         for (int64_t k = 0; factors && k < inputs; k++) factors[k] = number();
         for (int64_t n = 0; n < count; n++) ids[n] = n == 1 ? outputs : n == 2 ? -1 : n ? below(outputs) : outputs - 1;
         const rows_arguments arguments = {table, ids, factors, out, count, outputs, inputs, 0, 0, form, 0, i % 4 == 3, 4.0};
-        for (int64_t at = 0; at < count * inputs; at++) out[at] = 0;
+        for (int64_t at = 0; at < count * inputs; at++) out[at] = -0.0f; /* adds nothing, not even to -0 */
         run(OP_ROWS, &arguments);
         for (int64_t at = 0; at < count * inputs; at++) {
             const int64_t id = ids[at / inputs], k = at % inputs;

@@ -147,12 +147,12 @@ static void attend_block(query_tile *tile, const attention_arguments *a, const s
     int num = seen >= PANEL_BLOCK ? PANELS : (int)((seen + 31) / 32);
     for (int i = 0; i < num; i++) {
         const uint8_t *keys = panels + (block / 32 + i) * pairs * 128;
-        tile_product(tile->count, tile->queries, keys, pairs, keys, 0, scores[i][0]);
+        tile_product(tile->count, tile->queries, keys, pairs, NULL, 0, scores[i][0]);
     }
     for (int r = 0; r < tile->count; r++) rescale[r] = weigh_row(tile, r, a, scores, block, num, weights);
     for (int64_t d = 0; d < padded32(a->head_dim); d += 32) {
         const uint8_t *part = values + (d / 32 * token_pairs + block / 2) * 128;
-        tile_product(tile->count, weights, part, num * 16, part, 0, product[0]);
+        tile_product(tile->count, weights, part, num * 16, NULL, 0, product[0]);
         for (int r = 0; r < tile->count; r++)
             for (int i = 0; i < 32; i += 16) {
                 float *sum = &tile->sums[r][d + i];

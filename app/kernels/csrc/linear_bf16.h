@@ -2,25 +2,35 @@
 #ifndef ARMATURE_LINEAR_BF16_H
 #define ARMATURE_LINEAR_BF16_H
 
-#include <omp.h>
-
 #include "activate.h"
+#include "division.h"
 #include "tile_bf16.h"
 
+#define MANY_BF16 (FEW_TILES * BF16_ROWS) /* rows beyond which tiles meet several panels; not yet measured */
+#define FIT_BF16 (1 << 19) /* bytes of panels that a tile meets: half of a second cache of a megabyte; not yet measured against others */
 #define AHEAD_BF16 2048 /* bytes asked for before their use: measured against 1024 and 4096 at 1 to 32 rows */
+
+/* First row of a tile: they are as equal as they can be, the larger ones first. */
+INLINE int64_t first_row(const linear_bf16_arguments *a, int64_t tile) {
+    const int64_t tiles = (a->rows + BF16_ROWS - 1) / BF16_ROWS, larger = a->rows % tiles;
+    return tile * (a->rows / tiles) + (tile < larger ? tile : larger);
+}
 
 /* Interleaves rows pair by pair, tile by tile, so that a tile is read from first to last byte. */
 static void interleave(const linear_bf16_arguments *a) {
-    const int64_t pairs = (a->inputs + 1) / 2;
+    const int64_t pairs = (a->inputs + 1) / 2, whole = a->inputs / 8 * 4;
 #pragma omp for schedule(static)
     for (int64_t tile = 0; tile < (a->rows + BF16_ROWS - 1) / BF16_ROWS; tile++) {
-        int64_t row = 0, count = tile_rows(0, a->rows);
-        for (int64_t i = 0; i < tile; i++) row += count, count = tile_rows(row, a->rows);
+        const int64_t row = first_row(a, tile), count = first_row(a, tile + 1) - row;
+        const uint16_t *source = a->x + row * a->x_stride;
         uint32_t *target = a->tiles + row * pairs;
         for (int64_t r = 0; r < count; r++) {
-            const uint16_t *source = a->x + (row + r) * a->x_stride;
-            for (int64_t p = 0; p < a->inputs / 2; p++) memcpy(target + p * count + r, source + 2 * p, 4);
-            if (a->inputs & 1) target[(pairs - 1) * count + r] = source[a->inputs - 1];
+            int64_t p = 0;
+            if (r % 4 == 0 && r + 4 <= count)
+                for (int64_t q = 0; q < whole; q += 4) turn_four(source + r * a->x_stride + 2 * q, a->x_stride * 2, 4, target + q * count + r, count);
+            if (r / 4 * 4 + 4 <= count) p = whole; /* it went with its four */
+            for (; p < a->inputs / 2; p++) memcpy(target + p * count + r, source + r * a->x_stride + 2 * p, 4);
+            if (a->inputs & 1) target[(pairs - 1) * count + r] = source[r * a->x_stride + a->inputs - 1];
         }
     }
 }
@@ -47,6 +57,11 @@ INLINE void store_bf16(int activation, const linear_bf16_arguments *a, const flo
     }
 }
 
+static void store_all(const linear_bf16_arguments *a, const float *sums, int64_t row, int count, int64_t first) {
+#define STORE_BF16(WHICH) store_bf16(WHICH, a, sums, row, count, first)
+    FOR_ACTIVATION(a->activation, STORE_BF16)
+}
+
 /* Panels that a thread takes at a time: about a megabyte, so that reading runs on, but at least eight turns for each thread. */
 INLINE int panels_together(int64_t num_panels, int64_t pairs) {
     int64_t chunk = (1 << 20) / (pairs * PANEL_OUTPUTS * 4), most = num_panels / (8 * omp_get_num_threads());
@@ -54,14 +69,10 @@ INLINE int panels_together(int64_t num_panels, int64_t pairs) {
     return chunk < 1 ? 1 : (int)chunk;
 }
 
-static void linear_bf16(const void *arguments) {
-    const linear_bf16_arguments *a = arguments;
-    const int64_t pairs = (a->inputs + 1) / 2, num_panels = (a->outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS;
-    const int lone = a->rows == 1 && a->inputs % 2 == 0; /* one row is its own tile */
-    const uint32_t *tiles = lone ? (const uint32_t *)a->x : a->tiles;
+/* Few rows: one panel after the other, each against all tiles. */
+static void few_rows(const linear_bf16_arguments *a, const uint32_t *tiles, int64_t num_panels, int64_t pairs) {
     const int chunk = panels_together(num_panels, pairs);
     float sums[BF16_ROWS * PANEL_OUTPUTS] __attribute__((aligned(64)));
-    if (!lone) interleave(a);
 #pragma omp for schedule(dynamic, chunk)
     for (int64_t panel = 0; panel < num_panels; panel++) {
         const ptrdiff_t bytes = pairs * PANEL_OUTPUTS * 4;
@@ -70,14 +81,42 @@ static void linear_bf16(const void *arguments) {
             count = tile_rows(row, a->rows);
             /* One pass asks for its own panel a little ahead. Of several passes each of the first two asks for half of the next panel, so that
              * memory is busy while they compute; the others find it there. */
-            const uint8_t *ahead = count == a->rows ? weights + AHEAD_BF16 : pass < 2 ? weights + bytes + pass * bytes / 2 : weights;
-            const ptrdiff_t stride = count == a->rows ? 128 : pass < 2 ? 64 : 0;
+            const uint8_t *ahead = count == a->rows ? weights + AHEAD_BF16 : pass < 2 ? weights + bytes + pass * bytes / 2 : NULL;
+            const ptrdiff_t stride = count == a->rows ? 128 : 64;
             if (a->fixed && count == 1) tile_product_1(tiles + row * pairs, weights, pairs, ahead, stride, sums);
             else tile_product((int)count, tiles + row * pairs, weights, pairs, ahead, stride, sums);
-#define STORE_BF16(WHICH) store_bf16(WHICH, a, sums, row, (int)count, panel * PANEL_OUTPUTS)
-            FOR_ACTIVATION(a->activation, STORE_BF16)
+            store_all(a, sums, row, (int)count, panel * PANEL_OUTPUTS);
         }
     }
+}
+
+/* Many: a tile, which the first cache holds, meets several panels, which the second one holds. */
+static void many_rows(const linear_bf16_arguments *a, int64_t num_panels, int64_t pairs) {
+    const ptrdiff_t bytes = pairs * PANEL_OUTPUTS * 4;
+    const division d = divide(num_panels, (a->rows + BF16_ROWS - 1) / BF16_ROWS, FIT_BF16 / bytes);
+    float sums[BF16_ROWS * PANEL_OUTPUTS] __attribute__((aligned(64)));
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t task = 0; task < d.panel_tasks * d.tile_tasks; task++) {
+        const int64_t panel0 = task / d.tile_tasks * d.panels, tile0 = task % d.tile_tasks * d.tiles;
+        const int64_t panel1 = panel0 + d.panels < num_panels ? panel0 + d.panels : num_panels;
+        for (int64_t tile = tile0; tile < tile0 + d.tiles && tile < d.num_tiles; tile++) {
+            const int64_t row = first_row(a, tile), count = first_row(a, tile + 1) - row;
+            for (int64_t panel = panel0; panel < panel1; panel++) {
+                tile_product((int)count, a->tiles + row * pairs, a->panels + panel * bytes, pairs, NULL, 0, sums);
+                store_all(a, sums, row, (int)count, panel * PANEL_OUTPUTS);
+            }
+        }
+    }
+}
+
+static void linear_bf16(const void *arguments) {
+    const linear_bf16_arguments *a = arguments;
+    const int64_t pairs = (a->inputs + 1) / 2, num_panels = (a->outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS;
+    const int lone = a->rows == 1 && a->inputs % 2 == 0; /* one row is its own tile */
+    if (a->rows < 1) return;
+    if (!lone) interleave(a);
+    if (a->rows > MANY_BF16) many_rows(a, num_panels, pairs);
+    else few_rows(a, lone ? (const uint32_t *)a->x : a->tiles, num_panels, pairs);
 }
 
 #endif

@@ -6,6 +6,7 @@
 #include <omp.h>
 
 #include "activate.h"
+#include "division.h"
 #include "level.h"
 
 /* Bytes of a panel's group, header included. */
@@ -42,26 +43,6 @@ INLINE void store_row(int activation, const linear_int_arguments *a, const float
     }
 }
 
-/* How a product is divided: `panels` panels and `tiles` tiles a task. */
-typedef struct {
-    int64_t num_panels, num_tiles, panels, tiles, panel_tasks, tile_tasks;
-} division;
-
-/* Few rows: memory is the cost, so a task is one panel and the loop below hands out a megabyte at a time. Many: tiles meet several panels while
- * these lie in the cache, and where outputs are too few for all threads, rows are divided too. */
-INLINE division divide(const linear_int_arguments *a) {
-    division d = {.num_panels = (a->outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS, .num_tiles = (a->rows + a->height - 1) / a->height};
-    const int64_t wanted = 4 * omp_get_num_threads(), fit = (1 << 18) / panel_bytes_int(a);
-    d.panels = d.num_tiles <= 4 ? 1 : d.num_panels / wanted < fit ? d.num_panels / wanted : fit;
-    if (d.panels < 1) d.panels = 1;
-    d.panel_tasks = (d.num_panels + d.panels - 1) / d.panels;
-    d.tile_tasks = d.panel_tasks >= wanted || d.num_tiles <= 4 ? 1 : (wanted + d.panel_tasks - 1) / d.panel_tasks;
-    if (d.tile_tasks > d.num_tiles) d.tile_tasks = d.num_tiles;
-    d.tiles = (d.num_tiles + d.tile_tasks - 1) / d.tile_tasks;
-    d.tile_tasks = (d.num_tiles + d.tiles - 1) / d.tiles;
-    return d;
-}
-
 /* Panels that a thread claims at a time: about a megabyte, so that reading runs on, but at least eight turns for each thread. */
 INLINE int claim(const linear_int_arguments *a, const division *d) {
     int64_t chunk = (1 << 20) / (panel_bytes_int(a) * d->panels), most = d->panel_tasks / (8 * omp_get_num_threads());
@@ -95,7 +76,8 @@ INLINE void run_task(const linear_int_arguments *a, const division *d, int64_t t
 static void linear_int(const void *arguments) {
     const linear_int_arguments *a = arguments;
     if (a->rows < 1) return; /* a step whose rows nobody asks for */
-    const division d = divide(a);
+    const int64_t num_panels = (a->outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS, num_tiles = (a->rows + a->height - 1) / a->height;
+    const division d = divide(num_panels, num_tiles, (1 << 18) / panel_bytes_int(a));
     const int chunk = claim(a, &d);
     float sums[TILE_ROWS * PANEL_OUTPUTS] __attribute__((aligned(64)));
 #pragma omp for schedule(dynamic, chunk)

@@ -109,6 +109,23 @@ INLINE int32_t vi_sum(vi x) {
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
+#ifdef __clang__
+#define SHUFFLE4(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE4(a, b, ...) __builtin_shuffle(a, b, (quarter){__VA_ARGS__})
+#endif
+
+/* Four words of four rows, `bytes` apart, to columns: word u of row r to to[u * stride + r], for u < 4 and u < count. */
+INLINE void turn_four(const void *from, ptrdiff_t bytes, int64_t count, uint32_t *to, ptrdiff_t stride) {
+    quarter x[4];
+    for (int r = 0; r < 4; r++) memcpy(&x[r], (const char *)from + r * bytes, sizeof x[r]);
+    const quarter low01 = SHUFFLE4(x[0], x[1], 0, 4, 1, 5), high01 = SHUFFLE4(x[0], x[1], 2, 6, 3, 7);
+    const quarter low23 = SHUFFLE4(x[2], x[3], 0, 4, 1, 5), high23 = SHUFFLE4(x[2], x[3], 2, 6, 3, 7);
+    const quarter columns[4] = {
+        SHUFFLE4(low01, low23, 0, 1, 4, 5), SHUFFLE4(low01, low23, 2, 3, 6, 7), SHUFFLE4(high01, high23, 0, 1, 4, 5), SHUFFLE4(high01, high23, 2, 3, 6, 7)};
+    for (int u = 0; u < 4 && u < count; u++) memcpy(to + u * stride, &columns[u], sizeof columns[u]);
+}
+
 /* Keeps a product apart from the sum that follows: the compiler may otherwise fuse the two, which rounds once instead of twice. */
 INLINE vf unfused(vf x) {
 #if defined(__x86_64__) && LANES == 16

@@ -57,7 +57,7 @@ INLINE void pack_keys(int kind, text_task *t, int64_t from, int64_t count) {
             else memset(four[i], 0, sizeof four[i]);
         }
         uint32_t *target = t->keys + p / PANEL_UNITS * PANEL_UNITS * units + p % PANEL_UNITS;
-        for (int64_t u = 0; u < units; u += 4) turn_four(four[0] + u, TEXT_HEAD, units - u, target + u * PANEL_UNITS, PANEL_UNITS);
+        for (int64_t u = 0; u < units; u += 4) turn_four(four[0] + u, TEXT_HEAD * 4, units - u, target + u * PANEL_UNITS, PANEL_UNITS);
     }
 }
 

@@ -100,6 +100,9 @@ INLINE void multiply(int rows, int bits, int minimums, const linear_int_argument
 static void multiply_tile(const linear_int_arguments *a, const uint8_t *panel, int64_t row, int count, const uint8_t *ahead, float *sums) {
     switch (count) {
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
+#if TILE_ROWS > 8
+        CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
     }
 }
 

@@ -24,15 +24,17 @@ INLINE __mmask16 first_lanes(ptrdiff_t count) { return count >= 16 ? 0xffff : (_
 INLINE void narrow(uint16_t *p, __m512 x, __mmask16 mask) { _mm256_mask_storeu_epi16(p, mask, (__m256i)_mm512_cvtneps_pbh(x)); }
 
 /* sums[row * 32 + output] = sum over k of tile * panel. `pairs` counts input pairs; MR is a compile-time constant at every call.
- * For each pair `stride` bytes from `ahead` on are asked for: what will be read next. */
+ * For each pair `stride` bytes from `ahead` on, where given, are asked for: what will be read next. */
 #define DEFINE_TILE(MR)                                                                                                                  \
     INLINE void tile_product_##MR(const uint32_t *tile, const uint8_t *panel, ptrdiff_t pairs, const uint8_t *ahead, ptrdiff_t stride,   \
                                   float *sums) {                                                                                         \
         __m512 low[MR], high[MR];                                                                                                        \
         for (int r = 0; r < MR; r++) low[r] = high[r] = _mm512_setzero_ps();                                                             \
         for (ptrdiff_t p = 0; p < pairs; p++) {                                                                                          \
-            _mm_prefetch((const char *)ahead + p * stride, _MM_HINT_T0);                                                                 \
-            _mm_prefetch((const char *)ahead + p * stride + stride / 2, _MM_HINT_T0);                                                    \
+            if (ahead) {                                                                                                                 \
+                _mm_prefetch((const char *)ahead + p * stride, _MM_HINT_T0);                                                             \
+                _mm_prefetch((const char *)ahead + p * stride + stride / 2, _MM_HINT_T0);                                                \
+            }                                                                                                                            \
             __m512bh w0 = (__m512bh)_mm512_loadu_si512(panel + p * 128), w1 = (__m512bh)_mm512_loadu_si512(panel + p * 128 + 64);        \
             for (int r = 0; r < MR; r++) {                                                                                               \
                 __m512bh x = (__m512bh)_mm512_set1_epi32((int)tile[p * MR + r]);                                                         \
@@ -68,8 +70,10 @@ INLINE void tile_product_alone(const uint32_t *tile, const uint8_t *panel, ptrdi
     for (; p + 4 <= pairs; p += 4)
         for (int i = 0; i < 4; i++) {
             const uint8_t *line = panel + (p + i) * 128;
-            _mm_prefetch((const char *)ahead + (p + i) * stride, _MM_HINT_T0);
-            _mm_prefetch((const char *)ahead + (p + i) * stride + stride / 2, _MM_HINT_T0);
+            if (ahead) {
+                _mm_prefetch((const char *)ahead + (p + i) * stride, _MM_HINT_T0);
+                _mm_prefetch((const char *)ahead + (p + i) * stride + stride / 2, _MM_HINT_T0);
+            }
             __m512bh x = (__m512bh)_mm512_set1_epi32((int)tile[p + i]);
             low[i] = _mm512_dpbf16_ps(low[i], (__m512bh)_mm512_loadu_si512(line), x);
             high[i] = _mm512_dpbf16_ps(high[i], (__m512bh)_mm512_loadu_si512(line + 64), x);

@@ -51,23 +51,6 @@ INLINE void multiply_units(int kind, int rows, int add, const uint32_t *tile, in
     }
 }
 
-#ifdef __clang__
-#define SHUFFLE4(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE4(a, b, ...) __builtin_shuffle(a, b, (quarter){__VA_ARGS__})
-#endif
-
-/* Four rows of `count` units (at least one) to columns: unit u of row r to to[u * to_stride + r], for u < 4 and u < count. */
-INLINE void turn_four(const uint32_t *from, int64_t stride, int64_t count, uint32_t *to, int64_t to_stride) {
-    quarter x[4];
-    for (int r = 0; r < 4; r++) memcpy(&x[r], from + r * stride, sizeof x[r]);
-    const quarter low01 = SHUFFLE4(x[0], x[1], 0, 4, 1, 5), high01 = SHUFFLE4(x[0], x[1], 2, 6, 3, 7);
-    const quarter low23 = SHUFFLE4(x[2], x[3], 0, 4, 1, 5), high23 = SHUFFLE4(x[2], x[3], 2, 6, 3, 7);
-    const quarter columns[4] = {
-        SHUFFLE4(low01, low23, 0, 1, 4, 5), SHUFFLE4(low01, low23, 2, 3, 6, 7), SHUFFLE4(high01, high23, 0, 1, 4, 5), SHUFFLE4(high01, high23, 2, 3, 6, 7)};
-    for (int u = 0; u < 4 && u < count; u++) memcpy(to + u * to_stride, &columns[u], sizeof columns[u]);
-}
-
 /* PANEL_UNITS elements of two rows of bf16 to pairs. */
 INLINE void join_pairs(const uint16_t *even, const uint16_t *odd, uint32_t *to) {
     for (int i = 0; i < 2; i++) {
