@@ -26,7 +26,7 @@ from torch import Tensor
 STEP_TOKENS = 1536  # of a training step, padding included
 TEACHER_TOKENS = 4096
 POOL = 2048  # texts that are sorted by length, so that rows of one batch are alike
-COMMON_WORDS = 4500  # of the vocabulary, from the top of the teacher's; the rest is what the corpus uses most
+COMMON_WORDS = 5600  # of the vocabulary, from the top of the teacher's; the rest is what the corpus uses most
 WARMUP_STEPS = 100
 RATE = 2e-3
 SIMILARITY_WEIGHT = 20.0  # cosines among a batch's texts against the teacher's: squared errors there are that much smaller
@@ -82,11 +82,12 @@ def choose_tokens(tokenizer: Tokenizer, texts: list[str], vocab_size: int) -> li
     chosen = dict.fromkeys([*SPECIAL, *(one for c in characters for one in (c, f"##{c}") if one in known)])
     common = (token for token in by_id if token.removeprefix("##").isascii() and token.removeprefix("##").isalnum())
     chosen.update(dict.fromkeys(islice(common, COMMON_WORDS)))
-    used = Counter(token for encoding in tokenizer.encode_batch_fast(texts) for token in encoding.tokens if token.isascii())
+    used = Counter(by_id[number] for encoding in tokenizer.encode_batch_fast(texts) for number in encoding.ids)
     for token, _ in used.most_common():
         if len(chosen) >= vocab_size:
             break
-        chosen[token] = None
+        if token.isascii():
+            chosen[token] = None
     return list(chosen)
 
 

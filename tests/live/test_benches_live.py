@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from app.bench import latency, overhead, process
+from app.bench.embed_traffic import Texts
+from app.bench.embedding import Embedding
 from app.bench.generating import Generation
 from app.bench.load import Level, LoadJob, Target, measure_load
 from app.bench.loops import Bounds
@@ -17,6 +19,7 @@ from app.bench.server import serving
 from app.bench.stats import Figure, MeasurementFailed
 from app.bench.traffic import Wanted
 from app.bench.workload import Lengths
+from app.settings import DEMO
 
 pytestmark = pytest.mark.slow
 
@@ -83,6 +86,16 @@ async def test_a_load_on_a_server_of_ours(api: str) -> None:
     assert asked == [40] * 6 if api != "openai" else all(30 <= tokens <= 50 for tokens in asked)
     assert not any("failed" in figure.name for figure in outcome.figures)
     assert outcome.figures[0].value > 0.0
+
+
+@pytest.mark.parametrize("api", ["openai", "native", "oip"])
+def test_texts_are_embedded_by_a_server_of_ours(api: str) -> None:
+    work = Embedding(Texts(2, Lengths(10, 10)))
+    flags = ("--threads=1", f"--model={DEMO.parent / 'bert'}")
+    outcome = measure_load(LoadJob("demo", [Target(None, flags, api)], [Level(clients=2)], work, Bounds(num_requests=6)))
+    requests = outcome.details["runs"][0]["requests"]
+    assert [(request["texts"], request["tokens"]) for request in requests] == [(2, 20)] * 6
+    assert not any("failed" in figure.name for figure in outcome.figures)
 
 
 def test_a_load_starts_a_server_of_its_own() -> None:
