@@ -94,7 +94,8 @@ def test_texts_are_embedded_by_a_server_of_ours(api: str) -> None:
     flags = ("--threads=1", f"--model={DEMO.parent / 'bert'}")
     outcome = measure_load(LoadJob("demo", [Target(None, flags, api)], [Level(clients=2)], work, Bounds(num_requests=6)))
     requests = outcome.details["runs"][0]["requests"]
-    assert [(request["texts"], request["tokens"]) for request in requests] == [(2, 20)] * 6
+    assert [request["texts"] for request in requests] == [2] * 6
+    assert all(10 <= request["tokens"] <= 40 for request in requests), "a word has a piece or two"
     assert not any("failed" in figure.name for figure in outcome.figures)
 
 
