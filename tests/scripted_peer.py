@@ -88,6 +88,7 @@ class ScriptedPeer:
         if fault == "429":
             return self._plain(writer, 429, {"error": "too many"}, "Retry-After: 0\r\n")
         if fault == "cut":
+            writer.write(b"HTTP/1.1 200 X\r\nContent-Length: 100\r\n\r\n{")
             return False
         texts = body["input"] if self.embeds == "openai" else body["inputs"]
         texts = texts[0]["data"] if self.embeds == "oip" else texts
