@@ -44,13 +44,10 @@ def test_the_norm_is_its_twin(
         torch.testing.assert_close(
             wide[:, :size], meant if in_place else before[:, :size], rtol=exact, atol=exact, equal_nan=True
         )
-        if shift < 300:
-            check(found, wide[:, :size] if in_place else meant, group)
         alone = before.clone()
         layer_norm_in_place(alone[:, :size], norm)
-        torch.testing.assert_close(
-            alone[:, :size], wide[:, :size] if in_place else alone[:, :size], rtol=0, atol=0, equal_nan=True
-        )
+        torch.testing.assert_close(alone[:, :size], meant, rtol=exact, atol=exact, equal_nan=True)
+        check(found, alone[:, :size], group)  # its own fp32: a bias may cancel all but the last bits
     torch.testing.assert_close(wide[:, size:], before[:, size:], rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(alone[:, size:], before[:, size:], rtol=0, atol=0, equal_nan=True)
 
