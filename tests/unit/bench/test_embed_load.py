@@ -95,7 +95,7 @@ def test_arrivals_wait_for_nobody_and_servers_take_turns() -> None:
     requests = outcome.details["runs"][0]["requests"]
     assert min(each["intended"] + each["answered"] for each in requests) >= max(each["intended"] for each in requests)
     assert [(run["server"] == mine.url) for run in outcome.details["runs"]] == [True, False]
-    assert asked(mine) == asked(theirs), "every server is sent the same texts"
+    assert sorted(asked(mine)) == sorted(asked(theirs)), "every server is sent the same texts, whichever of two arrives first"
     assert (outcome.figures[0].ratio or 0.0) > 0.0
 
 
