@@ -1,12 +1,14 @@
 """How long texts wait for their answer: the steps that lie before it, with what steps take now, reckoned from counts of tokens alone.
 
-The order is the engine's (`engine/texts.py`): half of each step belongs to the oldest request, the rest to those with the least left to do.
+The order is the engine's (`engine/texts.py`): half of each step belongs to the oldest request, the rest to those of the smallest size
+class, as they came.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from app.engine.texts import size_class
 from app.hardware.tempo import Tempo
 from app.measured import Snapshot
 
@@ -33,7 +35,7 @@ def answer_seconds(now: Snapshot, newcomers: Sequence[tuple[float, int]], moment
 def _step(queue: list[int], budget: int) -> int:
     """One step's tokens, taken from the queue."""
     room = budget - _take(queue, 0, budget // 2)
-    for index in sorted(range(len(queue)), key=queue.__getitem__):
+    for index in sorted(range(len(queue)), key=lambda index: size_class(queue[index], budget)):
         if not room:
             break
         room -= _take(queue, index, room)
@@ -49,11 +51,12 @@ def _take(queue: list[int], index: int, room: int) -> int:
 def _until_done(tempo: Tempo, queue: Sequence[int]) -> float:
     """Until the last of the queue has all its texts.
 
-    Before it come those with less to do, `own` included; meanwhile the other half of each step goes to the older ones that have more,
+    Before it come those that are no larger by class, `own` included; meanwhile the other half of each step goes to older ones that are,
     as long as there is anything of them.
     """
-    last, budget, total = queue[-1], tempo.max_tokens, sum(queue)
-    own = sum(tokens for tokens in queue if tokens <= last)
+    budget, total = tempo.max_tokens, sum(queue)
+    last = size_class(queue[-1], budget)
+    own = sum(tokens for tokens in queue if size_class(tokens, budget) <= last)
     before = own + min(own, total - own)
     full = (before - 1) // budget
     return full * tempo.encode(budget) + tempo.encode(min(budget, total - full * budget))

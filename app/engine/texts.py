@@ -1,8 +1,8 @@
 """Which texts are computed together: requests take turns so that neither a long one nor a short one waits for the other. Counts only.
 
 Nothing is padded, so any lengths may share a step at no cost; what a text pays for its neighbours is that all end together. So half of a
-step is the oldest request's, and the rest goes to those with the least left to do: short texts beside short ones, and no request takes
-more than twice as long as it would without the other kind.
+step is the oldest request's, and the rest goes to requests as they came, but that larger ones yield to smaller ones: those that fit a step
+wait only for each other and for half of what is larger. (The least first among them too, p99 was 8 times p50 under 32 clients.)
 """
 
 from __future__ import annotations
@@ -15,6 +15,11 @@ from app.messages import Array, Encode, Text
 
 FLOAT_BYTES = 4
 Length = tuple[int, int]  # of a text: its tokens and, negative, its index, so that among equals the first is the last
+
+
+def size_class(tokens: int, step: int) -> int:
+    """0: they fit a step; then 1, 2, … for up to 2, 4, … times as many."""
+    return max((tokens - 1) // max(step, 1), 0).bit_length()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +154,8 @@ class TextQueue:
         spans = first.take(Room(max(half.tokens, first.longest), half.texts))
         if suspect is not None:
             return tuple(spans)
-        room = room.beside(spans)
-        for request in sorted(self._requests.values(), key=lambda request: request.tokens_left):
+        whole, room = room.tokens, room.beside(spans)
+        for request in sorted(self._requests.values(), key=lambda request: size_class(request.tokens_left, whole)):
             if room.tokens <= 0 or room.texts <= 0:
                 break
             more = request.take(room)

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from app.engine.texts import Room, TextQueue
+from app.engine.texts import Room, TextQueue, size_class
 from app.errors import StepFailed
 from app.messages import Abort, ArraysReady, Encode, RequestFailed
 from encoder_simulation import MAX_LEN, MAX_TEXTS, POISON, EncoderSimulation, encode, rows_of
@@ -123,8 +123,18 @@ def test_a_short_request_does_not_wait_behind_a_long_one() -> None:
     queue.add(encode("long", *[10] * 100))
     queue.add(encode("middle", 9, 9))
     queue.add(encode("short", 4))
-    assert taken(queue, 40) == [("long", 10), ("long", 10), ("short", 4), ("middle", 9)]  # half is the oldest's
-    assert taken(queue, 40) == [("long", 10), ("long", 10), ("middle", 9), ("long", 10)]  # and what nobody else wants
+    assert taken(queue, 40) == [("long", 10), ("long", 10), ("middle", 9), ("middle", 9)]  # half is the oldest's
+    assert taken(queue, 40) == [("long", 10), ("long", 10), ("short", 4), ("long", 10)]  # and what nobody else wants
+
+
+def test_requests_that_fit_a_step_go_as_they_came_and_larger_ones_behind_them() -> None:
+    queue = TextQueue()
+    for name, texts in (("oldest", [10]), ("large", [10] * 5), ("larger", [10] * 20), ("small", [20]), ("smaller", [5])):
+        queue.add(encode(name, *texts))
+    assert taken(queue, 40) == [("oldest", 10), ("small", 20), ("smaller", 5)]
+    queue.remove("oldest")
+    assert [name for name, _ in taken(queue, 40)] == ["large"] * 4
+    assert [size_class(tokens, 40) for tokens in (1, 40, 41, 80, 81, 160, 161)] == [0, 0, 1, 1, 2, 2, 3]
 
 
 def test_a_text_that_is_longer_than_half_a_step_goes_all_the_same() -> None:
