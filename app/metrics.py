@@ -5,20 +5,15 @@ Filled by listening: the worker thread tells of steps, the service of requests a
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from app.drift import Drift
+from app.gauges import About, Clock, Gauges, Place
 from app.measured import Snapshot, StepStats
 from app.messages import FinishReason, Timings
 from app.quantiles import RecentQuantiles, RecentRate
@@ -26,38 +21,12 @@ from app.quantiles import RecentQuantiles, RecentRate
 Api = Literal["chat", "completions", "embeddings", "rerank", "classify", "native", "oip"]
 Outcome = FinishReason | Literal["refused", "failed"]
 Phase = Literal["prefill", "decode", "encode"]
-Clock = Callable[[], float]
 
 # Each 1.6 times the last, half a millisecond among them: from what a small encoder's step takes to over ten minutes, since a request may
 # take `request_timeout_seconds`.
 SECONDS = tuple(float(f"{0.0005 * 1.6**power:.4g}") for power in range(-4, 31))
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
 COUNTS = tuple(float(2**power) for power in range(15))  # 1 to 16,384 tokens or sequences in a step
-QUANTILES = (0.5, 0.9, 0.99)
-# Paged engines count KV memory in blocks. Ours are tokens; routers that hash a prompt by blocks want a block worth hashing.
-BLOCK_TOKENS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class About:
-    """The labels of `armature_info`."""
-
-    version: str
-    model: str
-    device: str
-    isa: str
-    precision: str
-    torch: str
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where the process runs and what that costs; what is None is not told. `cpu_stat` is the control group's file of that name."""
-
-    threads: int | None = None
-    cpu_quota_cores: float | None = None
-    cpu_stat: Path | None = None
-    hourly_price: float | None = None
 
 
 class Metrics:
@@ -78,7 +47,7 @@ class Metrics:
         self._registry = CollectorRegistry(auto_describe=False)
         self._declare()
         ProcessCollector(registry=self._registry)
-        self._registry.register(_Gauges(self, clock))
+        self._registry.register(Gauges(self, clock))
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """The exposition and its content type; OpenMetrics where the `Accept` header asks for it."""
@@ -188,97 +157,3 @@ class Metrics:
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...], *labels: str) -> Histogram:  # noqa: A002
         return Histogram(name, help, labels, namespace="armature", buckets=buckets, registry=self._registry)
-
-
-class _Gauges(Collector):
-    """What is worked out when somebody looks: from the last snapshot and the rings of the last minute."""
-
-    def __init__(self, metrics: Metrics, clock: Clock) -> None:
-        self._metrics, self._clock, self._began = metrics, clock, clock()
-
-    def collect(self) -> Iterator[Metric]:
-        yield from self._state(self._metrics.read_snapshot())
-        if self._metrics.drift is not None:
-            yield from self._speed(self._metrics.drift)
-        yield from self._last_minute()
-        yield from self._place(self._metrics.place)
-        if self._metrics.about is not None:
-            yield _gauge("armature_info", "What serves.", 1, asdict(self._metrics.about))
-
-    def _state(self, now: Snapshot) -> Iterator[Metric]:
-        yield _gauge("armature_requests_running", "Requests being computed.", now.num_running)
-        yield _gauge("armature_requests_waiting", "Requests in the queue.", now.num_waiting)
-        yield _gauge("armature_kv_cache_usage_ratio", "Used KV memory over its capacity.", now.kv_usage_ratio)
-        wait = self._metrics.predict_wait()
-        if wait is not None:
-            yield _gauge("armature_predicted_wait_seconds", "What a request arriving now would wait for its first token.", wait)
-        # Names and meanings that inference gateways look for (Gateway API Inference Extension, model server protocol).
-        yield _gauge("vllm:num_requests_running", "As armature_requests_running.", now.num_running)
-        yield _gauge("vllm:num_requests_waiting", "As armature_requests_waiting.", now.num_waiting)
-        yield _gauge("vllm:kv_cache_usage_perc", "As armature_kv_cache_usage_ratio, 0 to 1.", now.kv_usage_ratio)
-        if now.kv_capacity_tokens:
-            labels = {"block_size": str(BLOCK_TOKENS), "num_gpu_blocks": str(now.kv_capacity_tokens // BLOCK_TOKENS)}
-            yield _gauge("vllm:cache_config_info", "Capacity of the KV memory.", 1, labels)
-
-    def _speed(self, drift: Drift) -> Iterator[Metric]:
-        told = "Tokens a second that steps of one kind alone would make, by how many rows they have."
-        capacity = GaugeMetricFamily("armature_capacity_tokens_per_second", told, labels=("phase", "rows"))
-        for phase, by_rows in drift.capacity().items():
-            for rows, speed in by_rows.items():
-                capacity.add_metric((phase, str(rows)), speed)
-        roofline = GaugeMetricFamily("armature_roofline_ratio", "Measured over this machine's ceiling.", labels=("phase",))
-        for phase, ratio in drift.roofline().items():
-            roofline.add_metric((phase,), ratio)
-        yield from (capacity, roofline)
-
-    def _last_minute(self) -> Iterator[Metric]:
-        latencies = GaugeMetricFamily(
-            "armature_latency_quantile_seconds", "Latencies of the last 60 seconds.", labels=("metric", "quantile")
-        )
-        for name, recent in self._metrics.recent.items():
-            for quantile, value in zip(QUANTILES, recent.read(QUANTILES) or (), strict=False):
-                latencies.add_metric((name, str(quantile)), value)
-        throughput = GaugeMetricFamily("armature_throughput_per_second", "Over the last 60 seconds.", labels=("kind",))
-        for kind, rate in self._metrics.rates.items():
-            throughput.add_metric((kind,), rate.per_second())
-        yield from (latencies, throughput)
-
-    def _place(self, place: Place) -> Iterator[Metric]:
-        if place.threads is not None:
-            yield _gauge("armature_threads", "Threads that compute.", place.threads)
-        if place.cpu_quota_cores is not None:
-            yield _gauge("armature_cpu_quota_cores", "Cores of the control group's CPU quota.", place.cpu_quota_cores)
-            throttled = throttled_seconds(place.cpu_stat)
-            if throttled is not None:
-                yield CounterMetricFamily(
-                    "process_cgroup_cpu_throttled_seconds_total", "Time the control group was kept off the CPU.", throttled
-                )
-        if place.hourly_price is not None:
-            yield from self._cost(place.hourly_price / 3600)
-
-    def _cost(self, dollars_per_second: float) -> Iterator[Metric]:
-        spent = dollars_per_second * (self._clock() - self._began)
-        yield CounterMetricFamily("armature_cost_dollars_total", "Hours since the start times their price.", spent)
-        tokens = sum(self._metrics.rates[kind].per_second() for kind in ("prompt_tokens", "completion_tokens"))
-        if tokens:
-            model = {"model_name": self._metrics.about.model} if self._metrics.about else {}
-            price = dollars_per_second / tokens * 1e6
-            yield _gauge(
-                "llm_cost_per_million_tokens", "Dollars, prompt and completion alike, at the last minute's speed.", price, model
-            )
-
-
-def throttled_seconds(cpu_stat: Path | None) -> float | None:
-    """Microseconds as `throttled_usec` in cgroup v2, nanoseconds as `throttled_time` in v1; None where neither can be read."""
-    try:
-        text = cpu_stat.read_text() if cpu_stat is not None else ""
-    except OSError:
-        return None
-    found = re.search(r"^throttled_(usec|time) (\d+)$", text, re.MULTILINE)
-    return int(found[2]) / (1e6 if found[1] == "usec" else 1e9) if found else None
-
-
-def _gauge(name: str, help: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:  # noqa: A002
-    family = GaugeMetricFamily(name, help, labels=tuple(labels or ()))
-    family.add_metric(tuple((labels or {}).values()), value)
-    return family

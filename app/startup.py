@@ -19,11 +19,12 @@ from app.api.dependencies import Runtime
 from app.drift import Drift, Promise
 from app.engine.worker import Callbacks, Worker
 from app.errors import ServiceStopping, SettingsInvalid
+from app.gauges import About, Place
 from app.hardware.cgroup import find_cpu_stat
 from app.hardware.facts import plain
 from app.hardware.files import Files
 from app.messages import Stop
-from app.metrics import About, Metrics, Place
+from app.metrics import Metrics
 from app.models.encoder_config import EncoderConfig
 from app.preparation import Prepared, calibrate
 from app.served import Limits, ServedDecoder, ServedEncoder, ServedModel, ServedProgram

@@ -18,6 +18,7 @@ LAYERS: tuple[tuple[str, float], ...] = (
     ("hardware.tempo", 0),
     ("hardware.*", 1),
     ("metrics", 1),
+    ("gauges", 1),
     ("drift", 1),
     ("quantiles", 1),
     ("kernels.calibrate", 3),
@@ -70,7 +71,7 @@ LAYERS: tuple[tuple[str, float], ...] = (
 
 # Parts that decide or translate import in milliseconds, without torch.
 TORCH_FREE = (
-    "errors", "version", "settings", "messages", "measured", "hardware.*", "drift", "metrics", "quantiles", "models.config",
+    "errors", "version", "settings", "messages", "measured", "hardware.*", "drift", "gauges", "metrics", "quantiles", "models.config",
     "models.graph", "models.outputs", "models.encoder_config", "models.encoder_reading", "models.encoder_shapes",
     "weights.checkpoint", "weights.opening", "weights.sentence_transformers", "weights.renaming", "weights.resident",
     "weights.archive", "weights.program",
@@ -87,7 +88,7 @@ TORCH_FREE = (
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "fastapi": ("api.*", "main"),
     "starlette": ("api.*", "main"),
-    "prometheus_client": ("metrics",),
+    "prometheus_client": ("gauges", "metrics"),
     "torchao": ("weights.load", "kernels.*"),
     "transformers": (),
     "httpx": (),

@@ -11,9 +11,10 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from app.gauges import About, Place, throttled_seconds
 from app.measured import Snapshot, StepStats
 from app.messages import Timings
-from app.metrics import SECONDS, About, Metrics, Place, throttled_seconds
+from app.metrics import SECONDS, Metrics
 
 ABOUT = About("1.2", "demo", "cpu", "avx512", "bf16", "2.13.0")
 

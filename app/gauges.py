@@ -1,0 +1,154 @@
+"""What is worked out when somebody looks at the metrics: how it stands now, how fast it is, what the last minute was like, what it costs.
+
+Torch-free and without a thread of its own: a scrape reads what others have left to be read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from app.drift import Drift
+from app.measured import Snapshot
+from app.quantiles import RecentQuantiles, RecentRate
+
+Clock = Callable[[], float]
+
+QUANTILES = (0.5, 0.9, 0.99)
+# Paged engines count KV memory in blocks. Ours are tokens; routers that hash a prompt by blocks want a block worth hashing.
+BLOCK_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """The labels of `armature_info`."""
+
+    version: str
+    model: str
+    device: str
+    isa: str
+    precision: str
+    torch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the process runs and what that costs; what is None is not told. `cpu_stat` is the control group's file of that name."""
+
+    threads: int | None = None
+    cpu_quota_cores: float | None = None
+    cpu_stat: Path | None = None
+    hourly_price: float | None = None
+
+
+class Watched(Protocol):
+    """What is looked at: `metrics.Metrics`. What is None is not known, or not yet."""
+
+    about: About | None
+    place: Place
+    read_snapshot: Callable[[], Snapshot]
+    predict_wait: Callable[[], float | None]
+    drift: Drift | None
+    recent: dict[str, RecentQuantiles]
+    rates: dict[str, RecentRate]
+
+
+class Gauges(Collector):
+    """From the last snapshot and the rings of the last minute; what is not known is left out."""
+
+    def __init__(self, metrics: Watched, clock: Clock) -> None:
+        self._metrics, self._clock, self._began = metrics, clock, clock()
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._state(self._metrics.read_snapshot())
+        if self._metrics.drift is not None:
+            yield from self._speed(self._metrics.drift)
+        yield from self._last_minute()
+        yield from self._place(self._metrics.place)
+        if self._metrics.about is not None:
+            yield gauge("armature_info", "What serves.", 1, asdict(self._metrics.about))
+
+    def _state(self, now: Snapshot) -> Iterator[Metric]:
+        yield gauge("armature_requests_running", "Requests being computed.", now.num_running)
+        yield gauge("armature_requests_waiting", "Requests in the queue.", now.num_waiting)
+        yield gauge("armature_kv_cache_usage_ratio", "Used KV memory over its capacity.", now.kv_usage_ratio)
+        wait = self._metrics.predict_wait()
+        if wait is not None:
+            yield gauge("armature_predicted_wait_seconds", "What a request arriving now would wait for its first token.", wait)
+        # Names and meanings that inference gateways look for (Gateway API Inference Extension, model server protocol).
+        yield gauge("vllm:num_requests_running", "As armature_requests_running.", now.num_running)
+        yield gauge("vllm:num_requests_waiting", "As armature_requests_waiting.", now.num_waiting)
+        yield gauge("vllm:kv_cache_usage_perc", "As armature_kv_cache_usage_ratio, 0 to 1.", now.kv_usage_ratio)
+        if now.kv_capacity_tokens:
+            labels = {"block_size": str(BLOCK_TOKENS), "num_gpu_blocks": str(now.kv_capacity_tokens // BLOCK_TOKENS)}
+            yield gauge("vllm:cache_config_info", "Capacity of the KV memory.", 1, labels)
+
+    def _speed(self, drift: Drift) -> Iterator[Metric]:
+        told = "Tokens a second that steps of one kind alone would make, by how many rows they have."
+        capacity = GaugeMetricFamily("armature_capacity_tokens_per_second", told, labels=("phase", "rows"))
+        for phase, by_rows in drift.capacity().items():
+            for rows, speed in by_rows.items():
+                capacity.add_metric((phase, str(rows)), speed)
+        roofline = GaugeMetricFamily("armature_roofline_ratio", "Measured over this machine's ceiling.", labels=("phase",))
+        for phase, ratio in drift.roofline().items():
+            roofline.add_metric((phase,), ratio)
+        yield from (capacity, roofline)
+
+    def _last_minute(self) -> Iterator[Metric]:
+        latencies = GaugeMetricFamily(
+            "armature_latency_quantile_seconds", "Latencies of the last 60 seconds.", labels=("metric", "quantile")
+        )
+        for name, recent in self._metrics.recent.items():
+            for quantile, value in zip(QUANTILES, recent.read(QUANTILES) or (), strict=False):
+                latencies.add_metric((name, str(quantile)), value)
+        throughput = GaugeMetricFamily("armature_throughput_per_second", "Over the last 60 seconds.", labels=("kind",))
+        for kind, rate in self._metrics.rates.items():
+            throughput.add_metric((kind,), rate.per_second())
+        yield from (latencies, throughput)
+
+    def _place(self, place: Place) -> Iterator[Metric]:
+        if place.threads is not None:
+            yield gauge("armature_threads", "Threads that compute.", place.threads)
+        if place.cpu_quota_cores is not None:
+            yield gauge("armature_cpu_quota_cores", "Cores of the control group's CPU quota.", place.cpu_quota_cores)
+            throttled = throttled_seconds(place.cpu_stat)
+            if throttled is not None:
+                yield CounterMetricFamily(
+                    "process_cgroup_cpu_throttled_seconds_total", "Time the control group was kept off the CPU.", throttled
+                )
+        if place.hourly_price is not None:
+            yield from self._cost(place.hourly_price / 3600)
+
+    def _cost(self, dollars_per_second: float) -> Iterator[Metric]:
+        spent = dollars_per_second * (self._clock() - self._began)
+        yield CounterMetricFamily("armature_cost_dollars_total", "Hours since the start times their price.", spent)
+        tokens = sum(self._metrics.rates[kind].per_second() for kind in ("prompt_tokens", "completion_tokens"))
+        if tokens:
+            model = {"model_name": self._metrics.about.model} if self._metrics.about else {}
+            price = dollars_per_second / tokens * 1e6
+            yield gauge(
+                "llm_cost_per_million_tokens", "Dollars, prompt and completion alike, at the last minute's speed.", price, model
+            )
+
+
+def throttled_seconds(cpu_stat: Path | None) -> float | None:
+    """Microseconds as `throttled_usec` in cgroup v2, nanoseconds as `throttled_time` in v1; None where neither can be read."""
+    try:
+        text = cpu_stat.read_text() if cpu_stat is not None else ""
+    except OSError:
+        return None
+    found = re.search(r"^throttled_(usec|time) (\d+)$", text, re.MULTILINE)
+    return int(found[2]) / (1e6 if found[1] == "usec" else 1e9) if found else None
+
+
+def gauge(name: str, help: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:  # noqa: A002
+    family = GaugeMetricFamily(name, help, labels=tuple(labels or ()))
+    family.add_metric(tuple((labels or {}).values()), value)
+    return family
