@@ -16,6 +16,8 @@ from app.errors import CheckpointInvalid
 from app.models.graph import dtype_name, read_size
 
 _MOST_JSON_BYTES = 256 * 2**20  # of a graph: a thousand layers are some ten megabytes
+# zipfile tells of damage in many ways: names that are no text (ValueError), versions and ciphers it does not know (RuntimeError).
+_DAMAGED = (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile)
 _HOW = "Save it again with torch.export.save of torch 2.10 or newer"
 
 
@@ -52,7 +54,7 @@ class Archive:
         self.path = path
         try:
             self._zip = zipfile.ZipFile(path)
-        except (OSError, zipfile.BadZipFile) as error:
+        except _DAMAGED as error:
             raise CheckpointInvalid(f"{path.name} is not an archive of torch.export.save: {error}.") from error
         members = self._zip.infolist()
         roots = {member.filename.partition("/")[0] for member in members}
@@ -82,7 +84,7 @@ class Archive:
             raise CheckpointInvalid(f"{self.path.name} has no {name}. {_HOW}.")
         try:
             return self._zip.read(f"{self._root}/{name}")
-        except (OSError, zipfile.BadZipFile, EOFError) as error:
+        except _DAMAGED as error:
             raise CheckpointInvalid(f"{self.path.name}: {name} is damaged: {error}.") from error
 
     def read_json(self, name: str) -> Mapping[str, Any]:

@@ -210,3 +210,23 @@ def recommender_json(programs: Path) -> tuple[Path, Any]:
     with zipfile.ZipFile(path) as archive:
         root = archive.namelist()[0].partition("/")[0]
         return path, json.loads(archive.read(f"{root}/{MODEL}"))
+
+
+@given(
+    flips=st.lists(st.tuples(st.booleans(), st.integers(0, 3000), st.integers(0, 255)), min_size=1, max_size=8),
+    shorter=st.integers(0, 40),
+)
+@settings(max_examples=150, deadline=None)
+def test_whatever_is_damaged_is_opened_or_refused_in_a_sentence(
+    programs: Path, flips: list[tuple[bool, int, int]], shorter: int
+) -> None:
+    """Bytes anywhere: the archive's list of members stands at its end, so many of them there."""
+    whole = bytearray((programs / "recommender.pt2").read_bytes())
+    for at_end, place, octet in flips:
+        whole[-1 - place if at_end else place * 7 % len(whole)] = octet
+    damaged = programs / "damaged.pt2"
+    damaged.write_bytes(whole[: len(whole) - shorter])
+    try:
+        open_program(damaged)
+    except CheckpointInvalid as error:
+        assert str(error).strip()
