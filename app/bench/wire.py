@@ -63,6 +63,14 @@ class Answer:
         return json.loads(self.body)
 
 
+@dataclass(frozen=True, slots=True)
+class Body:
+    """What is posted. `headers` say what it is, a line each."""
+
+    content: bytes
+    headers: str = "Content-Type: application/json\r\n"
+
+
 class Wire:
     """One server's address, and the connections that nobody uses at the moment."""
 
@@ -82,12 +90,13 @@ class Wire:
         return await self.exchange("GET", path, None)
 
     async def post(self, path: str, body: Mapping[str, Any], sink: Sink | None = None) -> Answer:
-        return await self.exchange("POST", path, json.dumps(body, ensure_ascii=False).encode(), sink)
+        return await self.exchange("POST", path, Body(json.dumps(body, ensure_ascii=False).encode()), sink)
 
-    async def exchange(self, method: str, path: str, body: bytes | None, sink: Sink | None = None) -> Answer:
+    async def exchange(self, method: str, path: str, body: Body | None, sink: Sink | None = None) -> Answer:
         """The answer, whatever its status. Raises `RequestBroken` where none comes."""
-        size = "" if body is None else f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-        request = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{size}\r\n".encode() + (body or b"")
+        what = "" if body is None else f"{body.headers}Content-Length: {len(body.content)}\r\n"
+        head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{what}\r\n".encode()
+        request = head if body is None else head + body.content
         while True:
             connection, used = await self._connection()
             answer = None
