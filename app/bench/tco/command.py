@@ -10,14 +10,14 @@ from pathlib import Path
 class Asked:
     """`target` as it was typed, e.g. `10000/s`; `published` is the comparison that others published, with no files needed."""
 
-    results: tuple[Path, ...] = ()
+    paths: tuple[Path, ...] = ()
     target: str | None = None
     p99_ms: float | None = None
     instances: Path | None = None
     published: bool = False
-    as_json: bool = False
+    json: bool = False
 
 
-def run(asked: Asked) -> int:
+def print_costs(asked: Asked) -> int:
     """The exit status. Raises `MeasurementFailed`, with what is wrong and what would be right."""
     raise NotImplementedError
