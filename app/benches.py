@@ -10,6 +10,8 @@ from argparse import Namespace
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
+from app.arguments import settings_given
+from app.bench.compare.measuring import POINT_SECONDS, MachineJob, Place, measure_machine
 from app.bench.dialects import DIALECTS
 from app.bench.embed_dialects import EMBED_DIALECTS
 from app.bench.embed_traffic import Texts
@@ -34,8 +36,21 @@ def measured(settings: Settings, arguments: Namespace) -> Outcome:
     """Raises `MeasurementFailed`, or what a start raises."""
     if arguments.bench == "http":
         return measure_load(_load(settings, arguments))
+    if arguments.bench == "compare":
+        return measure_machine(_machine(settings, arguments))
     inside = INSIDE.get(arguments.bench)
     return inside(_ready_to_measure(settings), arguments) if inside else measure(_job(settings, arguments))
+
+
+def report(arguments: Namespace) -> int:
+    """Result files held against each other, and the exit status. Raises `MeasurementFailed`."""
+    measuring = ("json", "url", "name", "instance", "output", "seconds", "api_key", *settings_given(arguments))
+    given = [f"--{name.replace('_', '-')}" for name in measuring if getattr(arguments, name) is not None]
+    if given:
+        raise MeasurementFailed(f"{', '.join(given)}: nothing is measured where RESULTs are given; leave one or the other out")
+    from app.bench.report.making import make_report
+
+    return make_report(arguments.results, arguments.report, bool(arguments.force))
 
 
 def _ready_to_measure(settings: Settings) -> Prepared:
@@ -102,6 +117,16 @@ def _job(settings: Settings, arguments: Namespace) -> Job:
 def _flags(arguments: Namespace) -> tuple[str, ...]:
     """The settings that were given, for a server of our own."""
     return tuple(f"{row.flag}={getattr(arguments, row.name)}" for row in setting_rows() if hasattr(arguments, row.name))
+
+
+def _machine(settings: Settings, arguments: Namespace) -> MachineJob:
+    """With a URL, `--model` is the name that the server there knows."""
+    if arguments.report is not None or arguments.force:
+        raise MeasurementFailed("--report and --force are of RESULTs: name the files that were measured before")
+    url, seconds = arguments.url, arguments.seconds
+    target = Target(url, () if url else _flags(arguments), model=getattr(arguments, "model", None), api_key=arguments.api_key)
+    place = Place(arguments.name, arguments.instance, settings.hourly_price, settings.watts)
+    return MachineJob(target, place, arguments.output, POINT_SECONDS if seconds is None else seconds, arguments.seed)
 
 
 def _load(settings: Settings, arguments: Namespace) -> LoadJob:

@@ -101,14 +101,29 @@ def _calibrate(arguments: Namespace) -> int:
 def _bench(arguments: Namespace) -> int:
     from app.bench.console import show
     from app.bench.stats import MeasurementFailed
-    from app.benches import measured
+    from app.benches import measured, report
 
     try:
+        if getattr(arguments, "results", None):  # of machines that were measured before
+            return report(arguments)
         outcome = measured(_settings(arguments), arguments)
     except MeasurementFailed as error:
         print(f"armature bench {arguments.bench}: {error}", file=sys.stderr)
         return 1
     return show(outcome, arguments.json)
+
+
+def _tco(arguments: Namespace) -> int:
+    from app.bench.stats import MeasurementFailed
+    from app.bench.tco.command import Asked, run
+
+    results, published = tuple(arguments.results), arguments.published
+    asked = Asked(results, arguments.target, arguments.p99_ms, arguments.instances, published, arguments.json)
+    try:
+        return run(asked)
+    except MeasurementFailed as error:
+        print(f"armature tco: {error}", file=sys.stderr)
+        return 2
 
 
 COMMANDS: Mapping[str, Callable[[Namespace], int]] = {
@@ -117,4 +132,5 @@ COMMANDS: Mapping[str, Callable[[Namespace], int]] = {
     "pack": _pack,
     "calibrate": _calibrate,
     "bench": _bench,
+    "tco": _tco,
 }

@@ -62,6 +62,7 @@ LAYERS: tuple[tuple[str, float], ...] = (
     ("packing", 7),
     ("report", 7),
     ("explanation", 7),
+    ("bench_flags", 7),
     ("arguments", 7),
     ("main", 7.1),
     ("benches", 7.2),
@@ -80,7 +81,7 @@ TORCH_FREE = (
     "calibration", "preparation",
     "text.*", "generation", "service", "admission", "turns", "waiting", "answer", "reading", "reading_texts", "served", "post",
     "desk", "generating", "computing", "encoding",
-    "scores", "api.*", "report", "explanation", "arguments",
+    "scores", "api.*", "report", "explanation", "arguments", "bench_flags",
     "packing", "main", "cli",
 )  # fmt: skip
 
