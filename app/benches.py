@@ -24,9 +24,11 @@ from app.bench.stats import MeasurementFailed, Outcome
 from app.bench.tally import Objective
 from app.bench.traffic import Wanted
 from app.bench.workload import Lengths, LogNormal
+from app.hardware.probe import probe
 from app.hardware.room import kv_bytes_per_token
 from app.preparation import Prepared, calibrate, prepare
 from app.settings import Settings, setting_rows
+from app.version import VERSION
 from app.weights.opening import checkpoint_of
 
 USUAL_TOKENS = (128, 128)
@@ -48,9 +50,9 @@ def report(arguments: Namespace) -> int:
     given = [f"--{name.replace('_', '-')}" for name in measuring if getattr(arguments, name) is not None]
     if given:
         raise MeasurementFailed(f"{', '.join(given)}: nothing is measured where RESULTs are given; leave one or the other out")
-    from app.bench.report.making import make_report
+    from app.bench.report.making import Here, make_report
 
-    return make_report(arguments.results, arguments.report, bool(arguments.force))
+    return make_report(arguments.results, arguments.report, bool(arguments.force), Here(VERSION, probe().to_json()))
 
 
 def _ready_to_measure(settings: Settings) -> Prepared:

@@ -115,12 +115,12 @@ def _bench(arguments: Namespace) -> int:
 
 def _tco(arguments: Namespace) -> int:
     from app.bench.stats import MeasurementFailed
-    from app.bench.tco.command import Asked, run
+    from app.bench.tco.command import Asked, print_costs
 
     results, published = tuple(arguments.results), arguments.published
     asked = Asked(results, arguments.target, arguments.p99_ms, arguments.instances, published, arguments.json)
     try:
-        return run(asked)
+        return print_costs(asked)
     except MeasurementFailed as error:
         print(f"armature tco: {error}", file=sys.stderr)
         return 2
