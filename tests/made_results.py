@@ -1,4 +1,4 @@
-"""Result files of machines that do not exist: invented figures in the shape of measured ones, for tests of the report and the cost tables."""
+"""Result files of machines that do not exist: invented figures in the shape of measured ones, for the report's and the costs' tests."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def _generated(load: Load, began: float, machine: Machine, precision: str, sampl
     prefill = _step_seconds(machine, precision, load.tokens)
     seconds = samples / load.clients * (prefill * load.clients**0.5 + step * ANSWER)
     first = [prefill * load.clients**0.5 * rng.uniform(0.9, 1.5) for _ in range(samples)]
-    gaps = [_gap(step, prefill, rng) for _ in range(min(4000, samples * (ANSWER - 1)))]
+    gaps = [_gap(step, prefill, rng) for _ in range(min(1500, samples * (ANSWER - 1)))]
     tpot = [step * rng.uniform(0.98, 1.15) for _ in range(samples)]
-    steps = _steps(seconds, [(step, load.clients, "decode")] * 8 + [(prefill, load.tokens, "prefill")], rng)
+    steps = _steps(began, seconds, [(step, load.clients, "decode")] * 8 + [(prefill, load.tokens, "prefill")], rng)
     return Point(
         load=load,
         began=began,
@@ -108,7 +108,7 @@ def _embedded(load: Load, began: float, machine: Machine, precision: str, sample
         samples=samples * load.batch,
         read_tokens=samples * load.batch * load.tokens,
         request_seconds=[step * rng.uniform(0.95, 1.2) * (3.0 if rng.random() < 0.02 else 1.0) for _ in range(samples)],
-        steps=_steps(seconds, [(step, rows * load.tokens, "encode")], rng),
+        steps=_steps(began, seconds, [(step, rows * load.tokens, "encode")], rng),
         **_around(seconds, machine),
     )
 
@@ -117,16 +117,16 @@ def _gap(step: float, prefill: float, rng: random.Random) -> float:
     return step * rng.uniform(0.97, 1.1) + (prefill if rng.random() < 0.01 else 0.0) + (4 * step if rng.random() < 0.003 else 0.0)
 
 
-def _steps(seconds: float, kinds: list[tuple[float, int, str]], rng: random.Random) -> Steps:
-    """Steps one after the other, at most 2,000; some took longer, and why is known of most of them."""
-    chosen = [kinds[index % len(kinds)] for index in range(min(2000, max(20, int(seconds / kinds[0][0]))))]
+def _steps(began: float, seconds: float, kinds: list[tuple[float, int, str]], rng: random.Random) -> Steps:
+    """Steps one after the other, at most 1,000; some took longer, and why is known of most of them."""
+    chosen = [kinds[index % len(kinds)] for index in range(min(1000, max(20, int(seconds / kinds[0][0]))))]
     causes = [rng.choices(("", "prefill", "garbage_collection", "descheduled", "unknown"), (970, 14, 4, 8, 4))[0] for _ in chosen]
     took = [
         base * rng.uniform(0.98, 1.08) * (rng.uniform(1.6, 6) if cause else 1.0)
         for (base, _, _), cause in zip(chosen, causes, strict=True)
     ]
     return Steps(
-        at=[BEGAN + 10.0 + each for each in accumulate(took)],
+        at=[began + each for each in accumulate(took)],
         seconds=took,
         phase=[phase for _, _, phase in chosen],
         tokens=[tokens for _, tokens, _ in chosen],
