@@ -45,7 +45,7 @@ BENCHES: Mapping[str, Bench] = {
     ),
     "eager": Bench("decode steps by the interpreter against the same run again natively, FP32 beside them", {"--rounds": 5}),
     "http": Bench(
-        "generation or embedding by a server under load: ours, or any that speaks OpenAI's dialect",
+        "a server under load, which generates, embeds or infers: ours, or any that speaks the same dialect",
         {
             "--kind": "generate",
             "--url": None,
@@ -59,6 +59,8 @@ BENCHES: Mapping[str, Bench] = {
             "--ignore-eos": None,
             "--texts": None,
             "--lengths": None,
+            "--batch": None,
+            "--below": None,
             "--warmup": None,
             "--seed": 0,
             "--api-key": None,

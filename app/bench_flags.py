@@ -35,10 +35,13 @@ def _load_flags() -> dict[str, dict[str, Any]]:
     """What `bench http` may be asked."""
     length = {"type": _lengths, "metavar": "N[:N]"}
     return {
-        "--kind": {"choices": ("generate", "embed"), "help": "what is asked for: streamed answers, or vectors of texts"},
+        "--kind": {
+            "choices": ("generate", "embed", "infer"),
+            "help": "what is asked for: streamed answers, vectors of texts, or rows of an exported program",
+        },
         "--api": {
             "choices": ("completions", "openai", "native", "tei", "oip"),
-            "help": "generate: completions (unless given), openai's chat, our own; embed: openai (unless given), native, tei, oip",
+            "help": "generate: completions (unless given), openai's chat, ours; embed: openai (unless given), native, tei, oip; infer: oip",
         },
         "--concurrency": {
             "type": _counts,
@@ -50,7 +53,7 @@ def _load_flags() -> dict[str, dict[str, Any]]:
         "--seconds": {
             "type": float,
             "metavar": "S",
-            "help": "for which each load sends (unless given: 10 to embed, 30 with --rate; compare: 8)",
+            "help": "for which each load sends (unless given: 10 to embed or infer, 30 with --rate; compare: 8)",
         },
         "--prompt-tokens": length | {"help": "generate: length of the prompts, or from:to (unless given: 128)"},
         "--max-tokens": length | {"help": "generate: length of the answers, or from:to (unless given: 128)"},
@@ -62,8 +65,10 @@ def _load_flags() -> dict[str, dict[str, Any]]:
         "--lengths": {
             "type": _text_lengths,
             "metavar": "N[:N]",
-            "help": "embed: tokens of a text, or from:to, or lognormal:MEDIAN:HIGHEST (unless given: 128)",
+            "help": "embed: tokens of a text, or from:to, or lognormal:MEDIAN:HIGHEST (unless given: 128); infer: free dimensions (16)",
         },
+        "--batch": {"type": _count, "metavar": "N", "help": "infer: rows of a request (unless given: 1)"},
+        "--below": {"type": _count, "metavar": "N", "help": "infer: whole numbers of inputs lie below this (unless given: 2)"},
         "--warmup": {
             "type": int,
             "metavar": "N",

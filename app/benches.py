@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from app.arguments import settings_given
 from app.bench.compare.measuring import POINT_SECONDS, MachineJob, Place, measure_machine
@@ -17,7 +18,9 @@ from app.bench.embed_dialects import EMBED_DIALECTS
 from app.bench.embed_traffic import Texts
 from app.bench.embedding import Embedding
 from app.bench.generating import Generation
-from app.bench.load import DEFAULT_CLIENTS, Level, LoadJob, Target, measure_load
+from app.bench.infer_rows import USUAL_FREE, Rows
+from app.bench.inferring import Inferring
+from app.bench.load import DEFAULT_CLIENTS, Level, LoadJob, Target, Work, measure_load
 from app.bench.loops import Bounds
 from app.bench.over_http import Job, measure
 from app.bench.stats import MeasurementFailed, Outcome
@@ -133,8 +136,8 @@ def _machine(settings: Settings, arguments: Namespace) -> MachineJob:
 
 def _load(settings: Settings, arguments: Namespace) -> LoadJob:
     """With a URL, `--model` is the name that the server there knows."""
-    embeds = arguments.kind == "embed"
-    api = _api(arguments, EMBED_DIALECTS if embeds else DIALECTS, "openai" if embeds else "completions")
+    kind = KINDS[arguments.kind]
+    api = _api(arguments, kind)
     url, key = arguments.url, arguments.api_key
     name = getattr(arguments, "model", None) if url else None
     targets = [Target(url, () if url else _flags(arguments), api, name, key)]
@@ -142,7 +145,7 @@ def _load(settings: Settings, arguments: Namespace) -> LoadJob:
         targets.append(Target(arguments.against, api=api, api_key=key))
     clients = arguments.concurrency or (() if arguments.rate else DEFAULT_CLIENTS)
     levels = [*(Level(clients=each) for each in clients), *(Level(rate=each) for each in arguments.rate or ())]
-    work = _embedding(arguments) if embeds else _generation(arguments)
+    work = kind.work(arguments)
     asked = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in work.details().items())
     subject = f"{url or settings.checkpoint_directory.name}, {api}, {asked}"
     bounds = Bounds(arguments.num_requests, arguments.seconds)
@@ -150,17 +153,47 @@ def _load(settings: Settings, arguments: Namespace) -> LoadJob:
 
 
 def _generation(arguments: Namespace) -> Generation:
-    _refuse(arguments, "texts", "lengths")
+    _refuse(arguments, "texts", "lengths", "batch", "below")
     prompts, answers = (Lengths(*(given or USUAL_TOKENS)) for given in (arguments.prompt_tokens, arguments.max_tokens))
     wanted = Wanted(prompts, answers, arguments.ignore_eos is not False, arguments.seed)
     return Generation(wanted, Objective(_seconds(arguments.slo_ttft_ms), _seconds(arguments.slo_itl_ms)))
 
 
 def _embedding(arguments: Namespace) -> Embedding:
-    _refuse(arguments, "prompt_tokens", "max_tokens", "ignore_eos", "slo_ttft_ms", "slo_itl_ms")
-    shape, low, high = arguments.lengths or ("even", *USUAL_TOKENS)
-    lengths = LogNormal(low, high) if shape == "lognormal" else Lengths(low, high)
-    return Embedding(Texts(arguments.texts or 1, lengths, arguments.seed))
+    _refuse(arguments, *_OF_STREAMS, "batch", "below")
+    return Embedding(Texts(arguments.texts or 1, _lengths(arguments) or Lengths(*USUAL_TOKENS), arguments.seed))
+
+
+def _inferring(arguments: Namespace) -> Inferring:
+    _refuse(arguments, *_OF_STREAMS, "texts")
+    below = 2 if arguments.below is None else arguments.below
+    return Inferring(Rows(arguments.batch or 1, _lengths(arguments) or USUAL_FREE, below, arguments.seed))
+
+
+def _lengths(arguments: Namespace) -> Lengths | LogNormal | None:
+    if arguments.lengths is None:
+        return None
+    shape, low, high = arguments.lengths
+    return LogNormal(low, high) if shape == "lognormal" else Lengths(low, high)
+
+
+_OF_STREAMS = ("prompt_tokens", "max_tokens", "ignore_eos", "slo_ttft_ms", "slo_itl_ms")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What `--kind` asks of a server: in which dialects, and the one unless told otherwise."""
+
+    dialects: Collection[str]
+    usual: str
+    work: Callable[[Namespace], Work[Any]]
+
+
+KINDS: Mapping[str, Kind] = {
+    "generate": Kind(DIALECTS, "completions", _generation),
+    "embed": Kind(EMBED_DIALECTS, "openai", _embedding),
+    "infer": Kind(("oip",), "oip", _inferring),
+}
 
 
 def _refuse(arguments: Namespace, *names: str) -> None:
@@ -170,10 +203,10 @@ def _refuse(arguments: Namespace, *names: str) -> None:
             raise MeasurementFailed(f"--{name.replace('_', '-')} says nothing to --kind {arguments.kind}")
 
 
-def _api(arguments: Namespace, dialects: Collection[str], usual: str) -> str:
-    api = arguments.api or usual
-    if api not in dialects:
-        raise MeasurementFailed(f"--api {api} is not for --kind {arguments.kind}: {', '.join(dialects)}")
+def _api(arguments: Namespace, kind: Kind) -> str:
+    api = arguments.api or kind.usual
+    if api not in kind.dialects:
+        raise MeasurementFailed(f"--api {api} is not for --kind {arguments.kind}: {', '.join(kind.dialects)}")
     return str(api)
 
 

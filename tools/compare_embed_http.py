@@ -22,9 +22,10 @@ from typing import Any
 
 from app.bench.embed_dialects import EMBED_DIALECTS
 from app.bench.embed_traffic import Embedded, EmbedTraffic, Texts, posted
-from app.bench.embedding import num_texts, num_tokens, rate
+from app.bench.embedding import num_texts, num_tokens
 from app.bench.loops import Bounds, Stretch
 from app.bench.prompts import served_model
+from app.bench.rates import rate
 from app.bench.stats import percentile
 from app.bench.wire import Wire, event_loop
 from app.bench.workload import LogNormal, TextDeck, poisson

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from app.bench.embed_dialects import EMBED_DIALECTS
 from app.bench.embed_traffic import Embedded, EmbedTraffic, Texts, text_deck
 from app.bench.load import Level, Target
-from app.bench.loops import Bounds, Side, Stretch
+from app.bench.loops import Bounds, Side
 from app.bench.prompts import served_model
+from app.bench.rates import Counted, speed
 from app.bench.stats import Figure
 from app.bench.tally import failures, latency
 from app.bench.wire import Wire
 
 LOAD_SECONDS = 10.0  # requests take milliseconds: so many seconds hold thousands
-Weight = Callable[[Embedded], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class Embedding:
 
     def figures(self, side: Side[Embedded], against: Side[Embedded] | None) -> Iterator[Figure]:
         if side.answered:
-            yield _speed("samples", "text/s", side, against, num_texts)
-            yield _speed("tokens", "tok/s", side, against, num_tokens)
+            yield speed(SAMPLES, side, against)
+            yield speed(TOKENS, side, against)
             yield latency(f"{side.label} latency", [each.ended - each.intended for each in side.answered])
         yield from failures(side)
 
@@ -74,28 +74,5 @@ def num_tokens(answered: Embedded) -> float:
     return answered.asked_tokens if answered.num_tokens is None else answered.num_tokens
 
 
-def _speed(what: str, unit: str, side: Side[Embedded], against: Side[Embedded] | None, weight: Weight) -> Figure:
-    """Median of rounds; `against`: how many times as much, round by round."""
-    parts = {"overall": sum(map(weight, side.answered)) / sum(run.ended - run.started for run in side.runs)}
-    if weight is num_texts:
-        parts |= {"req/s": side.requests_per_second, "answered": len(side.answered)}
-    median = statistics.median(rate(run, side.closed, weight) for run in side.runs if run.answered)
-    ratios = [] if against is None else [_over(run, its, side.closed, weight) for run, its in side.pairs(against)]
-    ratio = statistics.median(ratios) if ratios else None
-    return Figure(f"{side.label} {what}", median, unit, ratio=ratio, against=against.server if against else "", parts=parts)
-
-
-def _over(run: Stretch[Embedded], other: Stretch[Embedded], closed: bool, weight: Weight) -> float:
-    return rate(run, closed, weight) / rate(other, closed, weight)
-
-
-def rate(run: Stretch[Embedded], closed: bool, weight: Weight) -> float:
-    """A second, while all clients wait for an answer where there are clients; else from the first request to the last answer."""
-    by_client: dict[int, list[Embedded]] = {}
-    for answered in run.answered:
-        by_client.setdefault(answered.client, []).append(answered)
-    begin = max(ordered[0].ended for ordered in by_client.values())
-    end = min(ordered[-1].ended for ordered in by_client.values())
-    if not closed or run.failures or end <= begin:
-        begin, end = run.started, max(answered.ended for answered in run.answered)
-    return sum(weight(each) for each in run.answered if begin < each.ended <= end) / (end - begin)
+SAMPLES = Counted("samples", "text/s", num_texts, requests=True)
+TOKENS = Counted("tokens", "tok/s", num_tokens)

@@ -16,9 +16,10 @@ from app.arguments import parse
 from app.bench import loops
 from app.bench.embed_dialects import EMBED_DIALECTS, counted_tokens
 from app.bench.embed_traffic import Embedded, Texts
-from app.bench.embedding import Embedding, num_texts, num_tokens, rate
+from app.bench.embedding import Embedding, num_texts, num_tokens
 from app.bench.load import Level, LoadJob, Target, measure_load
 from app.bench.loops import Bounds, Stretch
+from app.bench.rates import rate
 from app.bench.stats import Figure, MeasurementFailed, Outcome
 from app.bench.workload import Lengths, LogNormal
 from app.benches import measured
