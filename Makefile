@@ -4,7 +4,7 @@
 
 VENV ?= .venv
 BIN := $(VENV)/bin
-PINS := requirements/runtime.txt requirements/dev.txt requirements/cmake.txt pyproject.toml tools/install.py
+PINS := requirements/runtime.txt requirements/bench.txt requirements/dev.txt requirements/cmake.txt pyproject.toml tools/install.py
 CSRC := $(wildcard app/kernels/csrc/* app/kernels/csrc/levels/*)
 # With the virtual environment's cmake and ninja, where the machine has none.
 CMAKE = PATH="$(abspath $(BIN)):$$PATH"; export PATH; command -v ninja >/dev/null && export CMAKE_GENERATOR=Ninja; cmake
@@ -17,13 +17,16 @@ FIND_PYTHON = for python in $(or $(PYTHON),python3 python3.13 python3.12 python3
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # two rules would install into one environment
-.PHONY: help serve test install venv native format lint types unit parity live sanitize cross arm64 bench probe docs build wheels clean
+.PHONY: help serve test install venv native format lint types unit parity live sanitize cross arm64 bench report probe docs build wheels clean
 
 help: ## show this
 	@grep -hE '^[a-z0-9-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):[^#]*## /\1|/' | awk -F'|' '{printf "  make %-9s %s\n", $$1, $$2}'
 
 $(VENV)/runtime.stamp: $(PINS)
 	@$(FIND_PYTHON); "$$python" tools/install.py $(VENV) runtime
+
+$(VENV)/bench.stamp: $(PINS)
+	@$(FIND_PYTHON); "$$python" tools/install.py $(VENV) bench
 
 $(VENV)/dev.stamp: $(PINS)
 	@$(FIND_PYTHON); "$$python" tools/install.py $(VENV) dev
@@ -83,6 +86,9 @@ arm64: ## the parity tests on an emulated 64-bit Arm processor (Debian or Ubuntu
 
 bench: $(VENV)/dev.stamp build/native/made.stamp ## speed of the engine against this machine's ceilings, for the demo or MODEL=DIR
 	$(BIN)/armature bench engine $(MODEL_FLAG) $(ARGS)
+
+report: $(VENV)/bench.stamp ## tables, plots and a page of result files: ARGS="a.json b.json --report DIR"
+	@$(BIN)/armature bench compare $(ARGS)
 
 docs: $(VENV)/dev.stamp ## write the docs that are generated
 	$(BIN)/python -m tools.settings_table

@@ -1,4 +1,4 @@
-"""Makes the virtual environment that the Makefile uses: `python tools/install.py .venv {runtime,dev}`. Standard library only.
+"""Makes the virtual environment that the Makefile uses: `python tools/install.py .venv {runtime,bench,dev}`. Standard library only.
 
 Chooses torch's build for this machine; everything else stands in requirements/*.txt. Run again, it changes only what is out of date.
 """
@@ -23,11 +23,12 @@ TORCH_ARM_LINUX = "torch==2.10.0"
 CMAKE = (3, 22)  # app/kernels/csrc/CMakeLists.txt
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 INDEX_SECONDS = 3.0
+KINDS = ("runtime", "bench", "dev")  # each holds what stands before it
 
 
 def main(arguments: list[str]) -> int:
     """Exit status 0 when the environment stands, 1 with a sentence when it cannot."""
-    if len(arguments) != 2 or arguments[1] not in ("runtime", "dev"):
+    if len(arguments) != 2 or arguments[1] not in KINDS:
         print(__doc__, file=sys.stderr)
         return 2
     venv, kind = Path(arguments[0]), arguments[1]
@@ -53,7 +54,7 @@ def install(venv: Path, kind: str) -> None:
     pip(python, "install", "-q", *options, requirement, "-r", str(pins), *build_tools())
     # What builds the project is among the pins, so this fetches nothing more. The build folder is kept: `make native` goes on from there.
     pip(python, "install", "-q", "--no-deps", "--no-build-isolation", "-C", "build-dir=build/native", "-e", str(ROOT))
-    for stamp in ("runtime", "dev") if kind == "dev" else ("runtime",):
+    for stamp in KINDS[: KINDS.index(kind) + 1]:
         (venv / f"{stamp}.stamp").touch()
 
 

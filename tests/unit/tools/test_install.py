@@ -77,15 +77,18 @@ def test_without_ensurepip_it_says_what_to_install(
     assert not (tmp_path / "venv").exists()
 
 
-def test_one_install_for_torch_and_pins_then_the_project_and_a_stamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind, stamps", [("runtime", 1), ("bench", 2), ("dev", 3)])
+def test_one_install_for_torch_and_pins_then_the_project_and_its_stamps(
+    kind: str, stamps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[tuple[str, ...]] = []
     monkeypatch.setattr(install, "make_venv", lambda venv: Path("python"))
     monkeypatch.setattr(install, "cpu_index_answers", lambda: False)
     monkeypatch.setattr(install, "pip", lambda python, *arguments: calls.append(arguments))
-    assert install.main([str(tmp_path), "dev"]) == 0
-    assert any(str(argument).endswith("requirements/dev.txt") for argument in calls[0])
+    assert install.main([str(tmp_path), kind]) == 0
+    assert any(str(argument).endswith(f"requirements/{kind}.txt") for argument in calls[0])
     assert calls[1][-2:] == ("-e", str(install.ROOT))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["dev.stamp", "runtime.stamp"]
+    assert {path.stem for path in tmp_path.iterdir()} == set(("runtime", "bench", "dev")[:stamps])
 
 
 def test_a_failed_install_leaves_no_stamp(
