@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from app.errors import CheckpointInvalid
-from app.models.fields import Fields
+from app.models.fields import MAX_LAYERS, Fields
 from app.models.rope import Rope, parse_rope
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
@@ -104,7 +104,8 @@ class ModelConfig:
         """Reads a Hugging Face config.json. Raises `CheckpointInvalid` with what is missing, wrong or not known."""
         config, architecture = Fields(values), architecture_of(values)
         family = FAMILIES[architecture]
-        num_layers, num_heads = config.integer("num_hidden_layers"), config.integer("num_attention_heads")
+        num_layers = config.integer("num_hidden_layers", at_most=MAX_LAYERS)
+        num_heads = config.integer("num_attention_heads")
         hidden_size = config.integer("hidden_size")
         head_dim = config.integer("head_dim", family.head_dim or max(1, hidden_size // num_heads))
         types = _layer_types(config, family, num_layers)

@@ -20,7 +20,7 @@ from app.models.encoder_families import (
     supported_encoders,
 )
 from app.models.encoder_heads import head_of, labels_of, scores_of
-from app.models.fields import Fields
+from app.models.fields import MAX_INTEGER, MAX_LAYERS, Fields
 from app.models.nomic_words import in_new_words
 from app.models.rope import Rope, parse_rope
 
@@ -136,7 +136,8 @@ def _read_decoder(kind: EncoderClass, config: Fields) -> EncoderConfig:
 
 def _read_encoder(family: EncoderFamily, kind: EncoderClass, config: Fields) -> EncoderConfig:
     _refuse(config)
-    num_layers, num_heads = _integer(config, family, "num_hidden_layers"), _integer(config, family, "num_attention_heads")
+    num_layers = _integer(config, family, "num_hidden_layers", MAX_LAYERS)
+    num_heads = _integer(config, family, "num_attention_heads")
     hidden_size = _integer(config, family, "hidden_size")
     head_dim = config.integer("head_dim", hidden_size // num_heads)
     if head_dim * num_heads != hidden_size:
@@ -184,9 +185,9 @@ _DISTILBERT_NAMES: Mapping[str, str] = {
 }
 
 
-def _integer(config: Fields, family: EncoderFamily, name: str) -> int:
+def _integer(config: Fields, family: EncoderFamily, name: str, at_most: int = MAX_INTEGER) -> int:
     own = _DISTILBERT_NAMES[name] if family.stem == "DistilBert" else name
-    return config.integer(own if config.has(own) else name)
+    return config.integer(own if config.has(own) else name, at_most=at_most)
 
 
 def _refuse(config: Fields) -> None:

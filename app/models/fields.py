@@ -10,6 +10,10 @@ from typing import Any
 from app.errors import CheckpointInvalid
 
 _REQUIRED = object()
+MAX_INTEGER = 2**40  # nothing that a config counts comes near
+MAX_LAYERS = (
+    4096  # a layer is an object with a dozen tensors: a damaged number must not fill the memory before they are looked for
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +26,12 @@ class Fields:
     def has(self, name: str) -> bool:
         return self.values.get(name) is not None
 
-    def integer(self, name: str, default: int | object = _REQUIRED, at_least: int = 1) -> int:
+    def integer(self, name: str, default: int | object = _REQUIRED, at_least: int = 1, at_most: int = MAX_INTEGER) -> int:
         value = self._get(name, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-            raise self._wrong(name, f"an integer of at least {at_least}", value)
+        if isinstance(value, bool) or not isinstance(value, int) or not at_least <= value <= at_most:
+            raise self._wrong(name, f"an integer of {at_least} to {at_most:,}", value)
         return value
 
     def optional_integer(self, name: str, default: int | None = None) -> int | None:
