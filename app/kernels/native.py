@@ -28,6 +28,8 @@ _SIGNATURES: dict[str, tuple[type, tuple[type, ...]]] = {
     "armature_size": (ctypes.c_int64, (ctypes.c_int64,)),
     "armature_read": (ctypes.c_uint64, (_POINTER, ctypes.c_int64)),
     "armature_run": (ctypes.c_int64, (_POINTER, ctypes.c_int64, ctypes.c_int64)),
+    "armature_resize": (type(None), (_POINTER, ctypes.c_int64, _POINTER)),
+    "armature_run_lanes": (type(None), (_POINTER,)),
     "armature_pack_int": (type(None), (_POINTER,)),
     "armature_pack_bf16": (type(None), (_POINTER, _POINTER, _SIZE, _SIZE, _SIZE)),
     "armature_attention_scratch": (ctypes.c_int64, (_POINTER,)),

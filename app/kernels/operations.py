@@ -193,9 +193,45 @@ class _Operation(ctypes.Structure):
     _fields_ = (("code", _INT), ("arguments", _ADDRESS))
 
 
+class RowPlace(ctypes.Structure):
+    """`row_place` in csrc/ops.h."""
+
+    _fields_ = (("word", _ADDRESS), ("which", _INT), ("is_height", _INT))
+
+
+class TextWords(ctypes.Structure):
+    """`text_words` in csrc/ops.h."""
+
+    _fields_ = tuple((name, _ADDRESS) for name in ("token_ids", "positions", "types", "wanted", "texts"))
+
+
+class TextSteps(ctypes.Structure):
+    """`text_steps` in csrc/ops.h."""
+
+    _fields_ = (
+        ("words", TextWords),
+        ("hidden", _ADDRESS),
+        ("operations", _ADDRESS),
+        ("count", _INT),
+        ("places", _ADDRESS),
+        ("num_places", _INT),
+    )
+
+
+class LanesArguments(ctypes.Structure):
+    """Not an operation: what `armature_run_lanes` takes (csrc/lanes.c)."""
+
+    _fields_ = (
+        ("batch", TextWords),
+        *((name, _ADDRESS) for name in ("hidden", "texts", "wanted", "steps")),
+        *((name, _INT) for name in ("count", "together", "threads", "size")),
+    )
+
+
 _WORTH_A_POOL = 16384  # values: for fewer, waking the others costs more than what they would do
 Listener = Callable[[Code, ctypes.Structure], None]
 _listeners: list[Listener] = []  # of the worker thread, which alone runs operations while something is recorded
+_notes: list[Listener] = []  # of whoever wants to know what would run
 
 
 def run(arguments: ctypes.Structure, code: Code, values: int | None = None) -> None:
@@ -203,6 +239,9 @@ def run(arguments: ctypes.Structure, code: Code, values: int | None = None) -> N
 
     Others of Python's threads go on meanwhile.
     """
+    if _notes:
+        _notes[-1](code, arguments)
+        return
     library = native().library
     assert library is not None, "whoever calls has asked whether the library is there"
     operation = _Operation(int(code), ctypes.addressof(arguments))
@@ -228,6 +267,16 @@ def listening(listener: Listener) -> Iterator[None]:
         _listeners.remove(listener)
 
 
+@contextmanager
+def noting(listener: Listener) -> Iterator[None]:
+    """Tells the listener of every operation that would run, and runs none: results are not initialised."""
+    _notes.append(listener)
+    try:
+        yield
+    finally:
+        _notes.pop()
+
+
 def has(code: Code) -> bool:
     """Whether a library is here whose level has a kernel for this operation.
 
@@ -241,25 +290,14 @@ def has(code: Code) -> bool:
 def _of_this_version() -> bool:
     library = native().library
     assert library is not None, "whoever asks has one"
-    for arguments in (
-        Quantise,
-        Norm,
-        Gate,
-        Turn,
-        LinearInt,
-        Pick,
-        Attention,
-        Rows,
-        Gather,
-        LinearBf16,
-        Angle,
-        LayerNorm,
-        Activate,
-    ):
-        size = int(library.armature_size(int(arguments.code))) if hasattr(library, "armature_size") else 0
-        if size != ctypes.sizeof(arguments):
+    own = (Quantise, Norm, Gate, Turn, LinearInt, Pick, Attention, Rows, Gather, LinearBf16, Angle, LayerNorm, Activate, TextsAttention)
+    expected = {arguments.__name__: (int(arguments.code), ctypes.sizeof(arguments)) for arguments in own}
+    expected["Lanes"] = (len(Code), sum(map(ctypes.sizeof, (LanesArguments, TextSteps, RowPlace))))
+    for name, (code, here) in expected.items():
+        size = int(library.armature_size(code)) if hasattr(library, "armature_size") else 0
+        if size != here:
             raise PlanImpossible(
-                f"The native library is of another version ({arguments.__name__} has {size} bytes there, {ctypes.sizeof(arguments)} here). "
+                f"The native library is of another version ({name} has {size} bytes there, {here} here). "
                 "In a checkout, make native builds it again; else install the package again."
             )
     return True

@@ -71,7 +71,7 @@ class Recorded:
         self._run = library.armature_run
         self._pool, self.steps = pool, steps  # alive: the operations know addresses alone
         self._list = operations.listed(steps)
-        self._address, self._count = ctypes.addressof(self._list), len(steps)
+        self.address, self._count = ctypes.addressof(self._list), len(steps)  # of the list, as the library takes it
         self.result = result
 
     def __len__(self) -> int:
@@ -79,13 +79,21 @@ class Recorded:
 
     def run(self) -> Any:
         """The result lies in memory that the next run overwrites."""
-        self._run(self._address, self._count, torch.get_num_threads())
+        self._run(self.address, self._count, torch.get_num_threads())
         return self.result
 
 
 def record(pool: Pool, body: Callable[[], Any]) -> Recorded:
     """Runs `body()` once and keeps what it did; its inputs lie where they will be refreshed. Raises `Unrecordable` in the midst of it."""
     with _recording(pool) as steps, _OnlyOurs():
+        result = body()
+    return Recorded(pool, steps, result)
+
+
+def noted(pool: Pool, body: Callable[[], Any]) -> Recorded:
+    """As `record`, but nothing is computed: where nobody wants this first result, recording costs no more than the interpreter."""
+    steps: list[tuple[Code, ctypes.Structure]] = []
+    with memory.allocating(pool.empty), operations.noting(lambda code, arguments: steps.append((code, arguments))), _OnlyOurs():
         result = body()
     return Recorded(pool, steps, result)
 

@@ -120,8 +120,9 @@ EXPORT int64_t armature_tiles(int64_t what) {
     return !l ? 0 : what == 0 ? l->tile_rows : what == 1 ? l->block : l->align;
 }
 
-/* Bytes of an operation's arguments as this library reads them: whoever writes them otherwise is of another version. */
+/* Bytes of an operation's arguments as this library reads them, of lanes' for OP_COUNT: whoever writes them otherwise is of another version. */
 EXPORT int64_t armature_size(int64_t code) {
+    if (code == OP_COUNT) return sizeof(lanes_arguments) + sizeof(text_steps) + sizeof(row_place);
     static const int64_t sizes[OP_COUNT] = {
         [OP_QUANTISE] = sizeof(quantise_arguments),     [OP_NORM] = sizeof(norm_arguments),     [OP_GATE] = sizeof(gate_arguments),
         [OP_TURN] = sizeof(turn_arguments),             [OP_PICK] = sizeof(pick_arguments),     [OP_LINEAR_INT] = sizeof(linear_int_arguments),

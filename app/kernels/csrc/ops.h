@@ -244,4 +244,37 @@ typedef struct {
     double eps;
 } turn_arguments;
 
+/* ---- Lanes: texts of one batch that go through recorded operations apart from the others (lanes.c) ---- */
+
+/* A number that recorded operations keep: so many rows, or the height of tiles of so many. `which`: 0 the tokens, 1 those that are wanted. */
+typedef struct {
+    int64_t *word, which, is_height;
+} row_place;
+
+/* Texts end to end, and `wanted`, rising: the tokens whose hidden states are asked for, NULL for all. `types` NULL: nobody reads them. */
+typedef struct {
+    int64_t *token_ids, *positions, *types, *wanted;
+    text_list *texts;
+} text_words;
+
+/* Recorded operations over memory of their own, where they read their texts, and where they leave hidden states fp32 [wanted, size]. */
+typedef struct {
+    text_words words;
+    const float *hidden;
+    const operation *operations;
+    int64_t count;
+    const row_place *places;
+    int64_t num_places;
+} text_steps;
+
+/* A batch, and hidden [wanted, size]. Lane i has texts [texts[i], texts[i + 1]), and of what is wanted rows [wanted[i], wanted[i + 1]). The first
+ * `together` of `count` lanes are computed by all `threads` with steps[0]; the others by one thread each, thread t with steps[1 + t]. */
+typedef struct {
+    text_words batch;
+    float *hidden;
+    const int64_t *texts, *wanted;
+    const text_steps *steps;
+    int64_t count, together, threads, size;
+} lanes_arguments;
+
 #endif
