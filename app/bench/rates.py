@@ -50,12 +50,18 @@ def speed(counted: Counted[W], side: Side[W], against: Side[W] | None) -> Figure
 
 
 def rate(run: Stretch[W], closed: bool, weight: Callable[[W], float]) -> float:
-    """A second, while all clients wait for an answer where there are clients; else from the first request to the last answer."""
+    """A second of `steady`."""
+    begin, end = steady(run, closed)
+    return sum(weight(each) for each in run.answered if begin < each.ended <= end) / (end - begin)
+
+
+def steady(run: Stretch[W], closed: bool) -> tuple[float, float]:
+    """While all clients wait for an answer where there are clients; else from the first request to the last answer."""
     by_client: dict[int, list[W]] = {}
     for answered in run.answered:
         by_client.setdefault(answered.client, []).append(answered)
     begin = max(ordered[0].ended for ordered in by_client.values())
     end = min(ordered[-1].ended for ordered in by_client.values())
     if not closed or run.failures or end <= begin:
-        begin, end = run.started, max(answered.ended for answered in run.answered)
-    return sum(weight(each) for each in run.answered if begin < each.ended <= end) / (end - begin)
+        return run.started, max(answered.ended for answered in run.answered)
+    return begin, end

@@ -39,13 +39,18 @@ def over(side: Side[Answered], other: Side[Answered]) -> float | None:
 
 
 def _rate(run: Run, closed: bool) -> float:
+    begin, end = window(run, closed)
+    return sum(tokens_within(each.stream, begin, end) for each in run.answered) / (end - begin)
+
+
+def window(run: Run, closed: bool) -> tuple[float, float]:
     """While all clients had a stream where there are clients, else from the first request to the last token."""
     by_client: dict[int, list[Stream]] = {}
     for answered in run.answered:
         by_client.setdefault(answered.client, []).append(answered.stream)
     whole = closed and not run.failures  # a client that was sent away has no stream for a while
-    steady = steady_rate(by_client.values()) if whole else None
-    return overall_rate(run) if steady is None else steady
+    steady = _steady(by_client.values()) if whole else None
+    return steady or (run.started, max(answered.stream.pieces[-1][0] for answered in run.answered))
 
 
 def first_token_seconds(answered: Answered) -> float:
@@ -64,16 +69,23 @@ def overall_rate(run: Run) -> float:
 
 
 def steady_rate(clients: Collection[Sequence[Stream]]) -> float | None:
-    """Tokens a second from when every client has had a first token until the first client has nothing more to ask; None: never."""
+    """Tokens a second while every client has a stream; None: never."""
+    steady = _steady(clients)
+    if steady is None:
+        return None
+    begin, end = steady
+    return sum(tokens_within(stream, begin, end) for streams in clients for stream in streams) / (end - begin)
+
+
+def _steady(clients: Collection[Sequence[Stream]]) -> tuple[float, float] | None:
+    """From when every client has had a first token until the first client has nothing more to ask; None: never."""
     begin = max(streams[0].pieces[0][0] for streams in clients)
     end = min(streams[-1].pieces[-1][0] for streams in clients)
-    if end <= begin:
-        return None
-    return sum(_tokens_within(stream, begin, end) for streams in clients for stream in streams) / (end - begin)
+    return None if end <= begin else (begin, end)
 
 
-def _tokens_within(stream: Stream, begin: float, end: float) -> float:
-    """Where the server has counted more tokens than pieces show, each piece is taken to carry its share."""
+def tokens_within(stream: Stream, begin: float, end: float) -> float:
+    """Within `(begin, end]`. Where the server has counted more tokens than pieces show, each piece is taken to carry its share."""
     seen = sum(count for _, count in stream.pieces)
     inside = sum(count for moment, count in stream.pieces if begin < moment <= end)
     return inside * stream.num_tokens / seen
