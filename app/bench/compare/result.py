@@ -53,20 +53,23 @@ class Load(_Part):
     @property
     def name(self) -> str:
         if self.kind == "generate":
-            return f"{self.clients} clients, prompts of {self.tokens}"
-        return f"batch {self.batch}" + (f" of {self.tokens} tokens" if self.tokens else "")
+            clients = "1 client" if self.clients == 1 else f"{self.clients} clients"
+            return f"{clients}, prompts of {self.tokens}"
+        clients = f"{self.clients} clients, " if self.clients > 1 else ""
+        return f"{clients}batch {self.batch}" + (f" of {self.tokens} tokens" if self.tokens else "")
 
 
 class Point(_Part):
     """One load, measured after its warm-up. Latencies are raw, one for each request; gaps one for each token after the first.
 
-    `samples` are whole answers: generations, vectors, rows. `generated_tokens` are of answers, `read_tokens` of prompts and texts.
+    `samples` are generations, vectors or rows, `generated_tokens` of answers, `read_tokens` of prompts and texts: those of `seconds`, in
+    which all clients had something asked for. A generation of which only a part lies in them counts as that part. Latencies are of all.
     """
 
     load: Load
     began: float = Field(ge=0)
     seconds: float = Field(gt=0)
-    samples: int = Field(ge=0)
+    samples: float = Field(ge=0)
     read_tokens: int = Field(0, ge=0)
     generated_tokens: int = Field(0, ge=0)
     request_seconds: list[float] = []
@@ -78,6 +81,7 @@ class Point(_Part):
     throttled_seconds: float | None = Field(None, ge=0)  # of the server's control group; None where there is no quota to read
     stolen_ratio: float | None = Field(None, ge=0)  # of all cores: taken by the host or by others than the server and this client
     client_cpu_ratio: float | None = Field(None, ge=0)  # of one core, taken by the client itself
+    pressure_ratio: float | None = Field(None, ge=0)  # of the time, in which some thread of this machine waited for a core
     energy: Energy | None = None
     steps: Steps = Steps()
 
@@ -110,6 +114,7 @@ class Result(_Part):
     doubts: list[str] = []
     info: dict[str, Any]
     points: list[Point] = Field(min_length=1)
+    repeats: list[Point] = []  # the first point's load again, half-way and at the end: how steady the machine was
 
     @property
     def model_shape(self) -> dict[str, Any]:
