@@ -1,4 +1,4 @@
-"""A server of somebody else's, by script: OpenAI's completions as an event stream, vectors of texts, and what servers get wrong."""
+"""A server of somebody else's, by script: OpenAI's completions as an event stream, vectors of texts, tensors, what servers get wrong."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ class ScriptedPeer:
     hold: int = 0
     num_asking: int = 1
     embeds: str = "openai"
+    takes: list[Body] | None = None  # the inputs of a model that is asked for rows
+    gives: Callable[[int], Any] = lambda rows: {"outputs": [{"name": "score", "datatype": "FP32", "shape": [rows, 1]}]}
     on_request: Callable[[int], None] = lambda number: None
     url: str = ""
     bodies: list[Body] = field(default_factory=list)
@@ -56,11 +58,15 @@ class ScriptedPeer:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
         path = head.split()[1]
         length = next((int(line.split(":")[1]) for line in head.splitlines() if line.startswith("content-length")), 0)
-        body = json.loads(await reader.readexactly(length)) if length else {}
+        tensors = next((int(line.split(":")[1]) for line in head.splitlines() if line.startswith("inference-header")), length)
+        content = await reader.readexactly(length)
+        body = json.loads(content[:tensors]) if length else {}
         if path == "/v1/models":
             return self._plain(writer, 200, {"data": [{"id": "peer"}]})
         if path == "/tokenize" and self.token_ids:
             return self._plain(writer, 200, {"tokens": list(range(50))})
+        if self.takes is not None and path.startswith("/v2/models/peer"):
+            return await self._infer(writer, body) if body else self._plain(writer, 200, {"inputs": self.takes})
         if path in ("/v1/embeddings", "/embed", "/v2/models/peer/infer"):
             return await self._embed(writer, body)
         if path != "/v1/completions" or not (self.token_ids or isinstance(body["prompt"], str)):
@@ -101,6 +107,12 @@ class ScriptedPeer:
             "oip": {"outputs": [tensor]},
         }
         return self._plain(writer, 200, answers[self.embeds])
+
+    async def _infer(self, writer: asyncio.StreamWriter, body: Body) -> bool:
+        fault = await self._taken(body)
+        if fault == "429":
+            return self._plain(writer, 429, {"error": "too many"}, "Retry-After: 0\r\n")
+        return self._plain(writer, 200, self.gives(body["inputs"][0]["shape"][0]))
 
     async def _complete(self, writer: asyncio.StreamWriter, body: Body) -> bool:
         fault = await self._taken(body)

@@ -12,6 +12,8 @@ from app.bench import latency, overhead, process
 from app.bench.embed_traffic import Texts
 from app.bench.embedding import Embedding
 from app.bench.generating import Generation
+from app.bench.infer_rows import Rows
+from app.bench.inferring import Inferring
 from app.bench.load import Level, LoadJob, Target, measure_load
 from app.bench.loops import Bounds
 from app.bench.over_http import Job, measure
@@ -20,6 +22,7 @@ from app.bench.stats import Figure, MeasurementFailed
 from app.bench.traffic import Wanted
 from app.bench.workload import Lengths
 from app.settings import DEMO
+from exported_programs import write_program
 
 pytestmark = pytest.mark.slow
 
@@ -96,6 +99,14 @@ def test_texts_are_embedded_by_a_server_of_ours(api: str) -> None:
     requests = outcome.details["runs"][0]["requests"]
     assert [request["texts"] for request in requests] == [2] * 6
     assert all(10 <= request["tokens"] <= 40 for request in requests), "a word has a piece or two"
+    assert not any("failed" in figure.name for figure in outcome.figures)
+
+
+def test_rows_of_a_program_are_asked_of_a_server_of_ours(tmp_path: Path) -> None:
+    flags = ("--threads=1", f"--model={write_program(tmp_path, 'recommender')}")
+    work = Inferring(Rows(3, below=50))
+    outcome = measure_load(LoadJob("demo", [Target(None, flags, "oip")], [Level(clients=2)], work, Bounds(num_requests=6)))
+    assert [request["rows"] for request in outcome.details["runs"][0]["requests"]] == [3] * 6
     assert not any("failed" in figure.name for figure in outcome.figures)
 
 
