@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from app.hardware.decision import count, gib
-from app.hardware.facts import Cache, Facts, NumaNode, TorchBuild
+from app.hardware.facts import Cache, Facts, NumaNode, PowerMeter, TorchBuild
 from app.hardware.plan import ServingPlan
 from app.hardware.trials import rate
 
@@ -55,6 +55,7 @@ def _fact_rows(facts: Facts) -> list[tuple[str, str]]:
         ("memory nodes", "; ".join(_node(node) for node in facts.numa_nodes) if len(facts.numa_nodes) > 1 else ""),
         ("huge pages", _huge_pages(facts)),
         ("control group", _cgroup(facts)),
+        ("power", _power(facts.power)),
         (
             "GPUs",
             "; ".join(_gpu(device.name, device.memory_bytes, device.capability) for device in facts.cuda) or _apple_gpu(facts),
@@ -105,6 +106,17 @@ def _cgroup(facts: Facts) -> str:
     limits = [f"{group.quota_cores:g} cores"] if group.quota_cores is not None else []
     limits += [f"{gib(group.memory_limit_bytes)} of memory"] if group.memory_limit_bytes is not None else []
     return f"v{group.version}, " + (" and ".join(limits) if limits else "no limit on CPU time or memory")
+
+
+def _power(meter: PowerMeter) -> str:
+    names = ", ".join(counter.name for counter in meter.counters)
+    return (
+        f"{meter.source}{f' ({names})' if names else ''}"
+        if meter.source
+        else f"not counted: {meter.reason}"
+        if meter.reason
+        else ""
+    )
 
 
 def _gpu(name: str, memory_bytes: int | None, capability: tuple[int, int] | None) -> str:

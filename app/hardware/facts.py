@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 CoreKind = Literal["performance", "efficiency"]
 CacheKind = Literal["data", "instruction", "unified"]
+PowerSource = Literal["rapl", "scmi", "hwmon", "powermetrics"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,25 @@ class NativeLibrary:
 
 
 @dataclass(frozen=True, slots=True)
+class PowerCounter:
+    """A file with a number: microjoules that count up (`energy`, from 0 again after `wraps_at`), or microwatts just now (`power`)."""
+
+    name: str
+    file: str
+    unit: Literal["energy", "power"] = "energy"
+    wraps_at: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PowerMeter:
+    """What tells the power that this machine takes; `source` None where nothing does. `reason`: what is counted, or why nothing can be."""
+
+    source: PowerSource | None = None
+    counters: tuple[PowerCounter, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """Everything the plan may know of a machine.
 
@@ -143,6 +163,7 @@ class Facts:
     mps: bool = False
     torch: TorchBuild | None = None
     native: NativeLibrary | None = None
+    power: PowerMeter = PowerMeter()
 
     @property
     def num_logical_cpus(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from app.hardware.accelerators import Run
-from app.hardware.facts import Cache, CacheKind, Core, CoreKind, Cpu, Facts
+from app.hardware.facts import Cache, CacheKind, Core, CoreKind, Cpu, Facts, PowerMeter
 from app.hardware.files import parse_fields
 
 SYSCTL = ["sysctl", "hw", "machdep.cpu.brand_string", "kern.osrelease", "vm.page_free_count", "vm.page_speculative_count"]
@@ -63,7 +63,16 @@ def facts(run: Run) -> Facts | None:
         available_bytes=_available(values, memory),
         page_bytes=_number(values, "hw.pagesize") or 4096,
         mps=is_arm,  # every Apple silicon Mac has the GPU that torch's MPS asks for
+        power=_power(run, is_arm),
     )
+
+
+def _power(run: Run, is_arm: bool) -> PowerMeter:
+    if not is_arm:
+        return PowerMeter(reason="Of Macs, only those with Apple's own processors are asked for their power.")
+    if (run(["id", "-u"]) or "").strip() != "0":
+        return PowerMeter(reason="powermetrics tells the power of a Mac to root alone.")
+    return PowerMeter("powermetrics", reason="What powermetrics says of processor, graphics and neural engine.")
 
 
 def _cpu(values: Mapping[str, str], is_arm: bool) -> Cpu:

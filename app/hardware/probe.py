@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from app.hardware import accelerators, cgroup, cpu_arm, cpu_x86, macos, memory, native_library, topology, torch_build
+from app.hardware import accelerators, cgroup, cpu_arm, cpu_x86, macos, memory, native_library, power, topology, torch_build
 from app.hardware.accelerators import Run
 from app.hardware.facts import Core, Cpu, Facts
 from app.hardware.files import Files, parse_cpu_list, parse_fields
@@ -70,6 +70,7 @@ def _linux(files: Files, run: Run, affinity: tuple[int, ...] | None) -> Facts:
         page_bytes=memory.page_bytes(files),
         huge_pages=memory.huge_pages(files, meminfo),
         cuda=accelerators.cuda_devices(files, run, os.environ.get("CUDA_VISIBLE_DEVICES") if files.is_this_machine else None),
+        power=power.look(files),
     )
 
 
