@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from app.backends.selection import select_backend
+from app.engine.loading import Report, percent, prepared_device
 from app.engine.program import FAILURES, ProgramEngine, Served
 from app.engine.tensors import DTYPES
 from app.errors import CheckpointInvalid
@@ -16,17 +14,14 @@ from app.messages import Signature, TensorSpec
 from app.weights.load_program import load_program
 from app.weights.program import ProgramCheckpoint
 
-Report = Callable[[str], None]
 FREE_SIZE = 16  # of a dimension that a client may choose, while warming up
 _CLOSE = 0.05  # of the largest value: products of other numbers of rows round otherwise
 
 
 def build_program(checkpoint: ProgramCheckpoint, plan: ServingPlan, report: Report) -> ProgramEngine:
     """Loads and warms up. Raises a `StartupError` where the plan or the program cannot be served."""
-    backend = select_backend(plan)
-    backend.configure(plan)
-    report("loading weights")
-    program = load_program(checkpoint, plan, lambda done, total: report(f"loading weights, {100 * done // max(total, 1)}%"))
+    prepared_device(plan, report)
+    program = load_program(checkpoint, plan, percent(report, "loading weights"))
     served = Served(program, checkpoint.signature, checkpoint.gives, checkpoint.fewest_rows)
     report("warming up")
     check_rows(served)

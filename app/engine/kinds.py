@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from app.engine.loading import Report
 from app.engine.worker import Engine
 from app.hardware.plan import ServingPlan
 from app.hardware.step_seconds import StepSeconds
 from app.weights.checkpoint import Checkpoint
 from app.weights.program import ProgramCheckpoint
-
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The beginning of every engine that serves a checkpoint's layers: the device made ready, and the weights in it, told step by step."""
+"""The beginning of every engine: the device made ready, and a checkpoint's layers in it, told step by step."""
 
 from __future__ import annotations
 
@@ -17,23 +17,30 @@ Report = Callable[[str], None]  # told the stage of loading, in words for people
 
 def load(checkpoint: Checkpoint, plan: ServingPlan, report: Report) -> tuple[Model, Backend]:
     """Raises a `StartupError` where the plan cannot be served."""
+    backend = prepared_device(plan, report)
+    folder = plan.pack_folder.value
+    packs = None if folder is None else Packs(Path(folder), percent(report, "keeping packed weights"))
+    return load_model(checkpoint, plan, backend, percent(report, "loading weights"), packs), backend
+
+
+def prepared_device(plan: ServingPlan, report: Report) -> Backend:
+    """Configured as planned, on this thread."""
     report("preparing the device")
     backend = select_backend(plan)
     backend.configure(plan)
     report("loading weights")
-    folder = plan.pack_folder.value
-    packs = None if folder is None else Packs(Path(folder), _percent(report, "keeping packed weights"))
-    return load_model(checkpoint, plan, backend, _percent(report, "loading weights"), packs), backend
+    return backend
 
 
-def _percent(report: Report, stage: str) -> Callable[[int, int], None]:
+def percent(report: Report, stage: str) -> Callable[[int, int], None]:
+    """Hears (done, of so many), and tells of whole steps only."""
     told = -1
 
     def progress(done: int, total: int) -> None:
         nonlocal told
-        percent = 100 * done // max(total, 1)
-        if percent != told:
-            told = percent
-            report(f"{stage}, {percent}%")
+        now = 100 * done // max(total, 1)
+        if now != told:
+            told = now
+            report(f"{stage}, {now}%")
 
     return progress

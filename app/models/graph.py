@@ -7,7 +7,7 @@ Written after torch/_export/serde/schema.py, major version 8.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ MEMORY_FORMATS: Mapping[int, str] = {
     3: "channels_last_3d",
     4: "preserve_format",
 }
+LINEAR = "torch.ops.aten.linear.default"  # a product of rows: x, weight, and a bias perhaps
 _SYMBOL = re.compile(r"Symbol\('(\w+)'[\w=, ]*\)")  # as sympy writes one that stands alone
 _KEYWORD = 2
 _DEEPEST = 16  # graphs within graphs, lists within lists
@@ -80,6 +81,15 @@ class Graph:
     nodes: tuple[Node, ...]
     values: Mapping[str, Value]
     single: bool = False  # gives one tensor and not a list of one
+
+
+def refs(argument: Any) -> Iterator[Ref]:
+    """All that an argument reads, lists within it included. A graph within it reads only what it is given beside itself."""
+    if isinstance(argument, Ref):
+        yield argument
+    elif isinstance(argument, list | tuple):
+        for item in argument:
+            yield from refs(item)
 
 
 def read_graph(values: Mapping[str, Any], depth: int = 0) -> Graph:

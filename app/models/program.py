@@ -12,10 +12,9 @@ from torch import Tensor
 
 from app.errors import CheckpointInvalid
 from app.kernels.linear import LinearForm
-from app.models.graph import Graph, Node, Ref, Word
+from app.models.graph import LINEAR, Graph, Node, Ref, Word, refs
 from app.models.operators import AUTOCAST, SET_GRAD, SILENT, constant, operator_named
 
-LINEAR = "torch.ops.aten.linear.default"
 Values = dict[str, Any]
 
 
@@ -64,7 +63,7 @@ class Program:
     def __init__(self, graph: Graph, states: Mapping[str, Tensor], products: Mapping[str, Product], narrow: bool = False) -> None:
         self.inputs, self.outputs, self._narrow = graph.inputs, graph.outputs, narrow
         self._states = dict(states)
-        keep = {*self._states, *products, *_names(list(graph.outputs))}
+        keep = {*self._states, *products, *_names(graph.outputs)}
         self._calls = _with_drops([_call(node, products) for node in graph.nodes if node.target not in SILENT], keep)
 
     def run(self, given: Mapping[str, Any]) -> list[Any]:
@@ -151,14 +150,8 @@ def _with_drops(calls: list[Call], keep: set[str]) -> list[Call]:
     return result[::-1]
 
 
-def _names(arguments: list[Any]) -> set[str]:
-    found: set[str] = set()
-    for argument in arguments:
-        if isinstance(argument, Ref):
-            found.add(argument.name)
-        elif isinstance(argument, list):
-            found |= _names(argument)
-    return found
+def _names(arguments: Sequence[Any]) -> set[str]:
+    return {ref.name for argument in arguments for ref in refs(argument)}
 
 
 def _made(outputs: tuple[Any, ...]) -> set[str]:

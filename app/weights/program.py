@@ -15,7 +15,7 @@ from typing import Any
 from app.errors import CheckpointInvalid
 from app.hardware.facts import Needs
 from app.messages import Signature, TensorSpec
-from app.models.graph import SCHEMA_MAJOR, Graph, Node, Ref, Value, read_argument, read_graph
+from app.models.graph import LINEAR, SCHEMA_MAJOR, Graph, Ref, Value, read_argument, read_graph, refs
 from app.models.outputs import output_names
 from app.weights.archive import Archive, Stored
 
@@ -32,7 +32,6 @@ DATATYPES: Mapping[str, str] = {
     "float32": "FP32",
     "float64": "FP64",
 }
-LINEAR = "torch.ops.aten.linear.default"
 _SYMBOL = re.compile(r"[A-Za-z_]\w*")
 _EVAL = "Was the model in eval() when it was exported?"
 _EXPORT = (
@@ -238,16 +237,9 @@ def _spec(name: str, value: Value) -> TensorSpec:
 def _uses(graph: Graph) -> Iterator[tuple[str, tuple[str, int]]]:
     """Each name with the operation and the place where it is read."""
     for node in graph.nodes:
-        yield from _uses_of(node)
-    for output in graph.outputs:
-        if isinstance(output, Ref):
-            yield output.name, ("output", 0)
-
-
-def _uses_of(node: Node) -> Iterator[tuple[str, tuple[str, int]]]:
-    for place, argument in enumerate((*node.arguments, *node.keywords.values())):
-        for ref in _refs(argument):
-            yield ref.name, (node.target, place)
+        for place, argument in enumerate((*node.arguments, *node.keywords.values())):
+            yield from ((ref.name, (node.target, place)) for ref in refs(argument))
+    yield from ((ref.name, ("output", 0)) for ref in refs(graph.outputs))
 
 
 def _named(argument: Any) -> str | None:
@@ -258,11 +250,3 @@ def _padded(names: list[str | None]) -> tuple[str | None, str | None, str | None
     """x, weight and bias of a product."""
     x, weight, bias = (*names, None, None, None)[:3]
     return x, weight, bias
-
-
-def _refs(argument: Any) -> Iterator[Ref]:
-    if isinstance(argument, Ref):
-        yield argument
-    elif isinstance(argument, list):
-        for item in argument:
-            yield from _refs(item)
