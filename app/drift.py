@@ -10,18 +10,14 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal
 
 from app.hardware.step_seconds import StepSeconds
-from app.measured import StepStats
+from app.measured import Phase, StepStats
 
 log = logging.getLogger(__name__)
 
-Phase = Literal["decode", "prefill", "encode"]
-
 _PHASES: tuple[Phase, ...] = ("decode", "prefill", "encode")  # `decode_full` and `encode_few` are of theirs
 WINDOW_STEPS, ENOUGH_STEPS = 128, 50
-_LOOK_EVERY_STEPS = 8  # a median of the window costs a tenth of a millisecond of every eighth step
 LEAVES, RETURNS = 1.20, 1.10  # as far off it is another machine; it has to come nearer than that to be the old one again
 
 
@@ -42,22 +38,26 @@ class Drift:
         self._ratios: dict[Phase, deque[float]] = {phase: deque(maxlen=WINDOW_STEPS) for phase in _PHASES}
         self._model_ratios: deque[float] = deque(maxlen=WINDOW_STEPS)
         self._factors: dict[Phase, float] = {}
-        self._steps = 0
         self._told = False
         self.drifted = False
 
     def observe(self, step: StepStats) -> None:
-        """What a step took. Whether the machine has changed is read from the model's part of steps that only decode, which are simplest, or
-        of those that do texts."""
+        """What a step took; `look` makes something of it. Whether the machine has changed is read from the model's part of steps that only
+        decode, which are simplest, or of those that do texts."""
         expected = step.expected_seconds(self._promise.steps)
         if expected <= 0.0:
             return
-        self._ratios[_phase(step)].append(step.seconds / expected)
+        self._ratios[step.phase].append(step.seconds / expected)
         if not step.prefill_tokens and step.model_seconds:
             self._model_ratios.append(step.model_seconds / expected)
-        self._steps += 1
-        if self._steps % _LOOK_EVERY_STEPS == 0:
-            self._look()
+
+    def look(self) -> None:
+        """What the recent steps come to. Medians of a window cost a tenth of a millisecond, so: between two steps, and now and then."""
+        for phase, ratios in self._ratios.items():
+            if len(ratios) >= ENOUGH_STEPS:
+                self._factors[phase] = median(ratios)
+        if len(self._model_ratios) >= ENOUGH_STEPS:
+            self._judge(median(self._model_ratios))
 
     def factor(self, phase: str) -> float:
         """How many times as long as measured before steps take: 1 until enough were seen."""
@@ -83,13 +83,6 @@ class Drift:
             "roofline_ratio": self.roofline(),
         }
 
-    def _look(self) -> None:
-        for phase, ratios in self._ratios.items():
-            if len(ratios) >= ENOUGH_STEPS:
-                self._factors[phase] = median(ratios)
-        if len(self._model_ratios) >= ENOUGH_STEPS:
-            self._judge(median(self._model_ratios))
-
     def _judge(self, factor: float) -> None:
         bound = RETURNS if self.drifted else LEAVES
         drifted = not 1 / bound <= factor <= bound
@@ -105,7 +98,3 @@ class Drift:
         if not self._told:
             self._told = True
             self._on_stale()
-
-
-def _phase(step: StepStats) -> Phase:
-    return "encode" if step.encode_tokens else "prefill" if step.prefill_tokens else "decode"

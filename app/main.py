@@ -64,6 +64,7 @@ URLS = (
     Url("GET", "/healthz", health.healthz, "Alive: 200 while the worker thread lives, else 500"),
     Url("GET", "/readyz", health.readyz, "Ready: 503 with the stage of loading until it is"),
     Url("GET", "/info", health.info, "Version, model, facts, plan with reasons, capacity"),
+    Url("GET", "/info/steps", health.steps, "The engine's last steps: when, how long, and why longer than such steps take"),
     Url("GET", "/metrics", health.metrics, "Prometheus text; OpenMetrics on request"),
     Url("POST", "/v1/chat/completions", openai.chat_completions, "OpenAI: a chat's next message", ChatBody),
     Url("POST", "/v1/completions", openai.completions, "OpenAI: a prompt's continuation", CompletionBody),

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from app.hardware.step_seconds import StepSeconds
 from app.hardware.tempo import Tempo
+
+Phase = Literal["prefill", "decode", "encode"]
+# Why a step took longer than such steps do, or kept streams waiting longer than their decodes would have.
+Cause = Literal["prefill", "page_fault", "garbage_collection", "throttled", "compiled", "preempted", "descheduled", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,18 @@ class StepStats:
     encode_tokens: int = 0  # of texts, or rows of an exported program's batch
     num_encode_sequences: int = 0
     encode_pairs: int = 0  # of a text's token with one of its own: the squares of the texts' lengths
+    recomputed_tokens: int = 0  # of `prefill_tokens`, of sequences that had lost their place: computed once already
+    is_first: bool = False  # of its shape: what comes again and again is run again natively, and was recorded now or is not yet
+
+    @property
+    def phase(self) -> Phase:
+        """A step with any prefill in it counts as prefill: that is what its time goes to."""
+        return "encode" if self.encode_tokens else "prefill" if self.prefill_tokens else "decode"
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all kinds, with the guesses that were right."""
+        return self.prefill_tokens + self.decode_tokens + self.encode_tokens
 
     def expected_seconds(self, steps: StepSeconds) -> float:
         """What a table says of such a step: a guessed token is one more row of its sequence."""

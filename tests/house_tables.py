@@ -20,6 +20,10 @@ LAYERS: tuple[tuple[str, float], ...] = (
     ("metrics", 1),
     ("gauges", 1),
     ("drift", 1),
+    ("garbage", 1),
+    ("stalls", 1),
+    ("step_log", 1),
+    ("step_watch", 1),
     ("quantiles", 1),
     ("kernels.calibrate", 3),
     ("models.*", 2),
@@ -73,6 +77,7 @@ LAYERS: tuple[tuple[str, float], ...] = (
 # Parts that decide or translate import in milliseconds, without torch.
 TORCH_FREE = (
     "errors", "version", "settings", "messages", "measured", "hardware.*", "drift", "gauges", "metrics", "quantiles", "models.config",
+    "garbage", "stalls", "step_log", "step_watch",
     "models.graph", "models.outputs", "models.encoder_config", "models.encoder_reading", "models.encoder_shapes",
     "weights.checkpoint", "weights.opening", "weights.sentence_transformers", "weights.renaming", "weights.resident",
     "weights.archive", "weights.program",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from typing import Any
 
@@ -10,7 +11,10 @@ from starlette.responses import JSONResponse, Response
 
 from app.api.dependencies import runtime_of
 from app.api.errors import LOADING_RETRY_SECONDS
+from app.errors import InvalidRequest
 from app.version import VERSION
+
+MOST_DIGITS = 18  # of a step's number: more steps than a machine lives to make
 
 
 async def healthz(request: Request) -> Response:
@@ -34,6 +38,18 @@ async def info(request: Request) -> Response:
     snapshot = runtime.service.snapshot
     capacity: dict[str, Any] = asdict(snapshot) | {"kv_usage_ratio": snapshot.kv_usage_ratio}
     return JSONResponse({"version": VERSION, "stage": runtime.service.stage, **runtime.info(), "capacity": capacity})
+
+
+async def steps(request: Request) -> Response:
+    """The engine's last steps, by number: what came after the one that a client asked for last."""
+    after = _whole(request.query_params.get("after", "0"))
+    return JSONResponse({"clock": time.time(), **runtime_of(request).metrics.steps.since(after)})
+
+
+def _whole(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS):
+        raise InvalidRequest("after is the number of a step, 0 or more: what the answer before called `next`.", field="after")
+    return int(text)
 
 
 async def metrics(request: Request) -> Response:

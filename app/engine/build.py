@@ -67,7 +67,9 @@ def build_engine(
     pace = StepPace(plan.max_batch_tokens.value, plan.itl_target_seconds.value, steps)
     scheduler = _scheduler(kv_cache, plan, pace, eos_token_ids)
     scheduler.speculation = _speculation(config, plan, steps)
-    return BuiltEngine(DecoderEngine(scheduler, runner), runner, model, kv_cache, backend)
+    engine = DecoderEngine(scheduler, runner)
+    engine.is_first = lambda: replay.is_first
+    return BuiltEngine(engine, runner, model, kv_cache, backend)
 
 
 def few_queries(config: ModelConfig, plan: ServingPlan) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from typing import Protocol
 
 from app.engine.batch import Batch, Picked, by_span
@@ -33,6 +34,9 @@ class DecoderEngine:
         self.runner = runner
         self.stats: StepStats | None = None
         self.patience_seconds = 0.0  # who arrives finds a place in the next step anyway
+        self.is_first: Callable[[], bool] = lambda: (
+            False
+        )  # whether the last step was of a shape that is not run again natively yet
         self._clock = clock
         self._batch: Batch | None = None  # of the step that is under way, or that raised
 
@@ -55,7 +59,8 @@ class DecoderEngine:
         picked = self.runner.run(batch)
         events = self.scheduler.update(batch, picked)
         self._batch = None
-        self.stats = measured(batch, picked, self._clock() - started, self.runner.model_seconds)
+        stats = measured(batch, picked, self._clock() - started, self.runner.model_seconds)
+        self.stats = replace(stats, is_first=True) if self.is_first() else stats
         self.scheduler.observe(self.stats)
         return events
 
@@ -78,6 +83,7 @@ def measured(batch: Batch, picked: Items[Picked], seconds: float, model_seconds:
     drafted = sum(len(span.draft_ids) for span in batch.spans)
     accepted = sum(len(stands) - 1 for span, stands in by_span(batch, picked) if span.draft_ids)
     context = sum(span.own_end for span in batch.spans if span.is_decode)
+    prompts = [span for span in batch.spans if not span.is_decode]
     return StepStats(
         seconds=seconds,
         prefill_tokens=batch.num_tokens - decodes - drafted,
@@ -91,5 +97,6 @@ def measured(batch: Batch, picked: Items[Picked], seconds: float, model_seconds:
         context_tokens=context,
         drafted_tokens=drafted,
         accepted_tokens=accepted,
-        prefill_pairs=sum(span.num_tokens * span.start for span in batch.spans if not span.is_decode),
+        prefill_pairs=sum(span.num_tokens * span.start for span in prompts),
+        recomputed_tokens=sum(span.num_tokens for span in prompts if span.sequence.num_admitted > 1),
     )

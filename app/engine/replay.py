@@ -32,6 +32,7 @@ class Replay:
         self.model = model
         self.reason = off  # why every step is eager; empty: it is not
         self.num_runs = 0  # steps that were run again
+        self.is_first = False  # the last step was of a shape that will be run again, and is not yet: it took longer
         self._pool = Pool()
         self._seen: Counter[Shape] = Counter()
         self._seen_before = seen_before
@@ -39,6 +40,7 @@ class Replay:
 
     def __call__(self, context: StepContext) -> Tensor | Best:
         """As the model's own `forward`."""
+        self.is_first = False
         if self.reason or context.shape is None or context.shape[0] > MOST_TOKENS:
             return self.model.forward(context)
         shape = (*context.shape, context.best)
@@ -52,6 +54,7 @@ class Replay:
     def _eager(self, shape: Shape, context: StepContext) -> Tensor | Best:
         """As always; recorded for the steps to come where their like came before."""
         self._seen[shape] += 1
+        self.is_first = True
         if self._seen[shape] <= self._seen_before:
             if len(self._seen) > _MOST_SEEN:
                 self._seen.clear()

@@ -36,6 +36,7 @@ class Sequence:
     prefix_slot: int | None = None
     prefix_tokens: int = 0
     cached_tokens: int = 0  # of the prompt, found in the KV cache when it was first admitted
+    num_admitted: int = 0  # how often it was given a slot: more than once, and what it computed before is computed again
     scheduled_at: float | None = None
     first_token_at: float | None = None
     beam_logprob: float = 0.0  # cumulative, of a beam's completion

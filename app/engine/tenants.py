@@ -60,6 +60,7 @@ class Tenants:
         if slot is None:
             return False
         sequence.slot, sequence.num_computed = slot, placement.cached
+        sequence.num_admitted += 1
         sequence.prefix_slot, sequence.prefix_tokens = placement.prefix_slot, placement.prefix_tokens
         self._copies += [Copy(source, slot, start, end) for source, start, end in placement.copies]
         return True

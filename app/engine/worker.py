@@ -60,16 +60,53 @@ class Callbacks:
     is_fatal: Callable[[Exception], bool] = _never
 
 
+class Watch(Protocol):
+    """Stands beside the loop, on the worker thread."""
+
+    def begin(self) -> None:
+        """The next thing is a step."""
+        ...
+
+    def end(self, step: StepStats) -> None:
+        """The last thing was this one; its clients are still to be told."""
+        ...
+
+    def rest(self) -> None:
+        """After a step of which everybody was told."""
+        ...
+
+    def idle(self) -> None:
+        """There is nothing to compute until a command comes."""
+        ...
+
+    def close(self) -> None:
+        """The thread ends."""
+        ...
+
+
+class Unwatched:
+    """A `Watch` that sees nothing."""
+
+    def begin(self) -> None: ...
+    def end(self, step: StepStats) -> None: ...
+    def rest(self) -> None: ...
+    def idle(self) -> None: ...
+    def close(self) -> None: ...
+
+
 class Worker:
     """`state`, `stage`, `snapshot`, `error` and `alive` may be read from any thread, `put` called from any."""
 
-    def __init__(self, build: Callable[[Callable[[str], None]], Engine], callbacks: Callbacks) -> None:
+    def __init__(
+        self, build: Callable[[Callable[[str], None]], Engine], callbacks: Callbacks, watch: Watch | None = None
+    ) -> None:
         self.state: State = "loading"
         self.stage = "starting"
         self.snapshot = Snapshot()
         self.error: BaseException | None = None
         self._build = build
         self._callbacks = callbacks
+        self._watch = watch or Unwatched()
         self._mailbox: SimpleQueue[Command] = SimpleQueue()
         self._failed_steps = 0
         self._thread = threading.Thread(target=self._run, name="armature-worker", daemon=True)
@@ -120,11 +157,14 @@ class Worker:
             self._tell(events)
             if stats is not None:
                 self._callbacks.on_step(stats, self.snapshot)
+                self._watch.rest()
 
     def _take_commands(self, engine: Engine) -> tuple[list[Event], bool]:
         """Everything in the mailbox, waiting for the first where there is nothing else to do; True when `Stop` was among it."""
         events: list[Event] = []
         block = not engine.has_work
+        if block:
+            self._watch.idle()
         while (command := self._next(block, engine if not events else None)) is not None:
             block = False
             if isinstance(command, Stop):
@@ -146,9 +186,12 @@ class Worker:
             return None
 
     def _step(self, engine: Engine) -> tuple[list[Event], StepStats | None]:
+        self._watch.begin()
         events, error = self._attempt(engine.step)
         if events is not None:
             self._failed_steps = 0
+            if engine.stats is not None:
+                self._watch.end(engine.stats)
             return events, engine.stats
         assert error is not None, "what returns nothing has raised"
         failed = engine.fail()
@@ -170,6 +213,7 @@ class Worker:
 
     def _finish(self) -> None:
         """Whatever ended the thread: who is still in the mailbox is told, and the process learns that it cannot serve."""
+        self._watch.close()
         if self.state != "stopped":
             self.state, self.error = "failed", self.error or sys.exception()
         events: list[Event] = []

@@ -34,6 +34,7 @@ class Serving:
         )
         for _ in range(number):
             self.drift.observe(stats)
+        self.drift.look()
 
 
 def test_what_was_promised_stands_until_enough_was_seen() -> None:
@@ -51,6 +52,7 @@ def test_capacity_follows_the_machine_by_phase() -> None:
     assert serving.drift.roofline()["decode"] == pytest.approx(0.9 / 1.25)
     for _ in range(WINDOW_STEPS):
         serving.drift.observe(StepStats(2 * STEPS.prefill(128), prefill_tokens=128))
+    serving.drift.look()
     assert serving.drift.capacity()["prefill"][128] == pytest.approx(320.0)
 
 
@@ -107,8 +109,10 @@ def test_steps_of_texts_are_held_against_their_own_table() -> None:
     long = StepStats(0.3 + 512 * 384 * 1e-7, encode_tokens=512, num_encode_sequences=1, encode_pairs=512 * 512)
     for _ in range(WINDOW_STEPS):
         drift.observe(replace(long, model_seconds=long.seconds))
+    drift.look()
     assert drift.capacity()["encode"][512] == pytest.approx(1700.0) and not stale, "a long text attends to more: that is no drift"
     for _ in range(WINDOW_STEPS):
         drift.observe(replace(long, seconds=2 * long.seconds, model_seconds=2 * long.seconds))
+    drift.look()
     assert drift.capacity()["encode"][512] == pytest.approx(850.0) and stale == ["told"]
     assert drift.roofline() == pytest.approx({"encode": 0.4, "encode_few": 0.2})
