@@ -126,7 +126,7 @@ def _steps(began: float, seconds: float, kinds: list[tuple[float, int, str]], rn
         for (base, _, _), cause in zip(chosen, causes, strict=True)
     ]
     return Steps(
-        at=[began + each for each in accumulate(took)],
+        at=[began + end - each for end, each in zip(accumulate(took), took, strict=True)],
         seconds=took,
         phase=[phase for _, _, phase in chosen],
         tokens=[tokens for _, tokens, _ in chosen],

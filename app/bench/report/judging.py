@@ -1,0 +1,131 @@
+"""What a reader must know of each result before its figures, judged where and when the report is made; and what must not be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from app.bench.compare.result import Result
+from app.bench.report.loads import cases_of, load_name
+from app.bench.stats import MeasurementFailed
+
+_MACHINE = ("cpu", "architecture", "memory_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """Where the report is made: the version of this program, and this machine's facts as `/info` would give them."""
+
+    version: str
+    facts: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """`doubts`: why the figures may be wrong. `remarks`: where they come from, which is no fault."""
+
+    name: str
+    doubts: tuple[str, ...]
+    remarks: tuple[str, ...]
+
+
+def check_comparable(results: Sequence[Result], force: bool) -> None:
+    """Results of different models are refused unless `force`."""
+    first = results[0]
+    for other in results[1:]:
+        differs = _different(first.model_shape, other.model_shape)
+        if differs and not force:
+            raise MeasurementFailed(
+                f"{first.name} and {other.name} are of different models ({'; '.join(differs)}): their figures say nothing about the "
+                f"machines. --force compares them all the same, and the report says so."
+            )
+
+
+def judge(results: Sequence[Result], here: Here) -> list[Judged]:
+    """Of each result, in their order."""
+    return [
+        Judged(name, (*_doubts(result, results), *_unlike(result, results[0])), _remarks(result, here))
+        for result, name in zip(results, names_of(results), strict=True)
+    ]
+
+
+def names_of(results: Sequence[Result]) -> list[str]:
+    """What each is called in the report: its name, and a number where several have it."""
+    given = [result.name for result in results]
+    return [name if given.count(name) == 1 else f"{name} ({given[: index + 1].count(name)})" for index, name in enumerate(given)]
+
+
+def _doubts(result: Result, results: Sequence[Result]) -> list[str]:
+    found = list(result.doubts)
+    if not result.complete and not found:
+        found.append("Not complete: it was interrupted, and holds what was measured until then.")
+    for point in result.points:
+        if point.failures:
+            failures = ", ".join(f"{number} × {reason}" for reason, number in sorted(point.failures.items()))
+            asked = len(point.request_seconds) + sum(point.failures.values())
+            found.append(f"Of {asked} requests some failed at {load_name(point.load)}: {failures}.")
+    forced = (result.info.get("facts", {}).get("native") or {}).get("forced")
+    if forced:
+        found.append(f"Its kernels were forced to {forced}, whatever more the processor could.")
+    own = {point.load for point in result.points}
+    missing = [load_name(case.load) for case in cases_of(results) if case.load not in own]
+    if missing:
+        found.append(f"Not measured, though another result has it: {_few(missing)}.")
+    return found
+
+
+def _unlike(result: Result, first: Result) -> list[str]:
+    """What differs from the first result beside the machine and its plan."""
+    found = []
+    differs = _different(first.model_shape, result.model_shape)
+    if differs:
+        found.append(f"Another model than that of the first result ({'; '.join(differs)}): compared because it was asked for.")
+    versions = [str(each.info.get("version")) for each in (first, result)]
+    if versions[0] != versions[1]:
+        found.append(f"The server is version {versions[1]}, that of the first result {versions[0]}.")
+    builds = [_torch(each) for each in (first, result)]
+    if builds[0] != builds[1]:
+        found.append(f"It ran with torch {builds[1]}, the first result with {builds[0]}.")
+    return found
+
+
+def _remarks(result: Result, here: Here) -> tuple[str, ...]:
+    facts = result.info.get("facts", {})
+    found = []
+    if machine_of(facts) != machine_of(here.facts):
+        found.append(f"Made on another machine than this report: {machine_name(facts)}, not {machine_name(here.facts)}.")
+    version = str(result.info.get("version"))
+    if version != here.version:
+        found.append(f"Made by version {version}; this report by {here.version}.")
+    if result.url is not None:
+        found.append(f"Measured against a server that ran already, at {result.url}.")
+    return tuple(found)
+
+
+def machine_of(facts: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What tells machines apart; no host's name."""
+    return (*(facts.get(name) for name in _MACHINE), len(facts.get("cores", ())))
+
+
+def machine_name(facts: Mapping[str, Any]) -> str:
+    """`Intel Xeon @ 2.50GHz, 8 cores`."""
+    cpu = facts.get("cpu") or {}
+    vendor, name = str(cpu.get("vendor", "")), str(cpu.get("name", "an unknown processor"))
+    told = cpu.get("product") or (name if vendor in name else f"{vendor} {name}")
+    cores = len(facts.get("cores", ()))
+    return f"{told}, {cores} core{'s' * (cores != 1)}"
+
+
+def _torch(result: Result) -> str:
+    return str((result.info.get("facts", {}).get("torch") or {}).get("version", "of no known version")).partition("+")[0]
+
+
+def _different(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """`hidden size 2048 and 4096`; at most three."""
+    names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+    return [f"{name.replace('_', ' ')} {first.get(name)} and {other.get(name)}" for name in names[:3]]
+
+
+def _few(texts: Sequence[str]) -> str:
+    return "; ".join(texts[:3]) + (f"; and {len(texts) - 3} more" if len(texts) > 3 else "")

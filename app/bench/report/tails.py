@@ -1,0 +1,100 @@
+"""The steps of a result: how long they take, how far the slow ones go beyond what such steps take, and what made them slow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from app.bench.compare.result import Result, Steps
+from app.bench.stats import percentile
+
+CAUSES: dict[str, str] = {
+    "prefill": "a prompt was read in the same step",
+    "page_fault": "memory was touched for the first time, or had been taken away",
+    "garbage_collection": "Python collected garbage",
+    "throttled": "the control group's time was used up",
+    "compiled": "the first step of its shape, which is recorded",
+    "preempted": "a sequence had to give its place up and was computed again",
+    "descheduled": "another process had a core",
+    "unknown": "none of these",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Steps of one phase, all loads together, in seconds; `beyond` are the same percentiles over what steps of their size usually take."""
+
+    name: str
+    num_steps: int
+    seconds: tuple[float, float, float, float]  # p50, p99, p99.9, the longest
+    beyond: tuple[float, float, float]  # p99, p99.9, the longest
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Slow steps of one cause: how many, the longest, and what they took beyond the usual, as a part of the time of all steps."""
+
+    name: str
+    num_steps: int
+    share: float
+    longest_seconds: float
+    lost_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    phase: str
+    seconds: float
+    usual: float
+    cause: str
+
+
+def phases(result: Result) -> list[Phase]:
+    steps = list(_steps(result))
+    names = dict.fromkeys(step.phase for step in steps)
+    return [_phase(name, [step for step in steps if step.phase == name]) for name in names]
+
+
+def causes(result: Result) -> list[Cause]:
+    """Those that cost the most first."""
+    steps = list(_steps(result))
+    slow = [step for step in steps if step.cause]
+    whole = math.fsum(step.seconds for step in steps)
+    names = dict.fromkeys(step.cause for step in slow)
+    found = [_cause(name, [step for step in slow if step.cause == name], len(steps), whole) for name in names]
+    return sorted(found, key=lambda cause: -cause.lost_share)
+
+
+def _phase(name: str, steps: Sequence[_Step]) -> Phase:
+    seconds, beyond = [step.seconds for step in steps], [step.seconds / step.usual for step in steps]
+    first, second, third = (percentile(beyond, share) for share in (0.99, 0.999, 1.0))
+    took = tuple(percentile(seconds, share) for share in (0.5, 0.99, 0.999, 1.0))
+    return Phase(name, len(steps), (took[0], took[1], took[2], took[3]), (first, second, third))
+
+
+def _cause(name: str, steps: Sequence[_Step], total: int, whole: float) -> Cause:
+    lost = math.fsum(max(0.0, step.seconds - step.usual) for step in steps)
+    return Cause(name, len(steps), len(steps) / total, max(step.seconds for step in steps), lost / whole)
+
+
+def _steps(result: Result) -> Iterator[_Step]:
+    """Each with what steps of its phase and of about its size usually take at the same load: their median."""
+    for point in result.points:
+        usual = _usual(point.steps)
+        for phase, tokens, seconds, cause in _rows(point.steps):
+            if seconds > 0:
+                yield _Step(phase, seconds, usual[phase, tokens.bit_length()], cause)
+
+
+def _usual(steps: Steps) -> dict[tuple[str, int], float]:
+    """By phase and the power of two that tokens lie below."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for phase, tokens, seconds, _ in _rows(steps):
+        found.setdefault((phase, tokens.bit_length()), []).append(seconds)
+    return {size: median(values) for size, values in found.items()}
+
+
+def _rows(steps: Steps) -> Iterator[tuple[str, int, float, str]]:
+    return zip(steps.phase, steps.tokens, steps.seconds, steps.cause, strict=True)
