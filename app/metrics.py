@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Literal
+from functools import cache
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.exposition import choose_encoder
 
 from app.drift import Drift
 from app.gauges import About, Clock, Gauges, Place
-from app.measured import Snapshot, StepStats
+from app.hardware.energy import Energy, Work
+from app.measured import Cause, Phase, Snapshot, StepStats
 from app.messages import FinishReason, Timings
 from app.quantiles import RecentQuantiles, RecentRate
+from app.step_log import StepLog
 
 Api = Literal["chat", "completions", "embeddings", "rerank", "classify", "native", "oip"]
 Outcome = FinishReason | Literal["refused", "failed"]
-Phase = Literal["prefill", "decode", "encode"]
 
 # Each 1.6 times the last, half a millisecond among them: from what a small encoder's step takes to over ten minutes, since a request may
 # take `request_timeout_seconds`.
@@ -32,7 +34,8 @@ COUNTS = tuple(float(2**power) for power in range(15))  # 1 to 16,384 tokens or 
 class Metrics:
     """Told what happens, from the event loop but for `on_step`, which is the worker thread's; `render` from any thread.
 
-    `about`, `place` and `drift` are set when they are known; `predict_wait` answers None while the speeds are not measured yet.
+    `about`, `place` and `drift` are set when they are known, `steps` are the last ones.
+    `predict_wait` answers None while the speeds are not measured yet.
     """
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
@@ -41,7 +44,12 @@ class Metrics:
         self.place = Place()
         self.read_snapshot: Callable[[], Snapshot] = Snapshot
         self.predict_wait: Callable[[], float | None] = lambda: None
+        self.num_open: Callable[[], int] = lambda: 0
+        self.energy: Energy | None = None
+        self.busy_seconds = 0.0
+        self.num_tokens = self.num_vectors = 0
         self.drift: Drift | None = None
+        self.steps = StepLog()
         self.recent = {name: RecentQuantiles(clock) for name in ("request", "queue", "ttft", "itl")}
         self.rates = {kind: RecentRate(clock) for kind in ("requests", "prompt_tokens", "completion_tokens", "vectors")}
         self._registry = CollectorRegistry(auto_describe=False)
@@ -54,27 +62,43 @@ class Metrics:
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
+    def work(self) -> Work:
+        """What was done so far, as energy is counted against it."""
+        idle = self.read_snapshot().stepped_at > 0.0 and not self.num_open()  # there is a first snapshot when all is loaded
+        return Work(self.busy_seconds, self.num_tokens, self.num_vectors, idle)
+
     # ---- from the worker thread ------------------------------------------------------------------------------------
 
     def on_step(self, stats: StepStats, snapshot: Snapshot) -> None:
-        """A step with any prefill in it counts as prefill: that is what its time went to."""
+        """A microsecond or two for each number: it stands between two steps."""
         if self.drift is not None:
             self.drift.observe(stats)
         if stats.drafted_tokens:
             self._speculation.labels("drafted").inc(stats.drafted_tokens)
             self._speculation.labels("accepted").inc(stats.accepted_tokens)
-        phase: Phase = "encode" if stats.encode_tokens else "prefill" if stats.prefill_tokens else "decode"
-        self._step_seconds.labels(phase).observe(stats.seconds)
-        self._model_seconds.labels(phase).inc(stats.model_seconds)
-        shares = (
+        step_seconds, model_seconds = self._of_step(stats.phase)
+        step_seconds.observe(stats.seconds)
+        self.busy_seconds += stats.seconds
+        model_seconds.inc(stats.model_seconds)
+        shares: tuple[tuple[Phase, int, int], ...] = (
             ("prefill", stats.prefill_tokens, stats.num_prefill_sequences),
             ("decode", stats.decode_tokens, stats.num_decode_sequences),
             ("encode", stats.encode_tokens, stats.num_encode_sequences),
         )
         for name, tokens, sequences in shares:
             if tokens:
-                self._batch_tokens.labels(name).observe(tokens)
-                self._batch_sequences.labels(name).observe(sequences)
+                batch_tokens, batch_sequences = self._of_share(name)
+                batch_tokens.observe(tokens)
+                batch_sequences.observe(sequences)
+
+    def look(self) -> None:
+        """Now and then, between two steps: what the recent ones say of the machine."""
+        if self.drift is not None:
+            self.drift.look()
+
+    def on_stall(self, cause: Cause) -> None:
+        """A step took longer than such steps do, or kept streams waiting longer than their decodes would have."""
+        self._stalls[cause].inc()
 
     # ---- from the event loop ---------------------------------------------------------------------------------------
 
@@ -95,6 +119,7 @@ class Metrics:
         self.recent["queue"].record(timings.queue_seconds)
         self.prompt(num_tokens, 0)
         self._vectors.inc(num_vectors)
+        self.num_vectors += num_vectors
         self.rates["vectors"].record(num_vectors)
 
     def waited(self, predicted_seconds: float, seconds: float) -> None:
@@ -115,10 +140,12 @@ class Metrics:
         self._tokens.labels("prompt").inc(num_tokens)
         self._tokens.labels("cached").inc(num_cached)
         self.rates["prompt_tokens"].record(num_tokens)
+        self.num_tokens += num_tokens
 
     def completion(self, num_tokens: int) -> None:
         self._tokens.labels("completion").inc(num_tokens)
         self.rates["completion_tokens"].record(num_tokens)
+        self.num_tokens += num_tokens
 
     def request_ended(self, api: Api, outcome: Outcome, seconds: float) -> None:
         """Once for each request that had a place."""
@@ -151,6 +178,12 @@ class Metrics:
         self._model_seconds = self._counter("model_seconds", "Time of engine steps spent in the model itself.", "phase")
         self._batch_tokens = self._histogram("batch_tokens", "Tokens of a step.", COUNTS, "phase")
         self._batch_sequences = self._histogram("batch_sequences", "Sequences of a step.", COUNTS, "phase")
+        # Looked up once, each when it is first told: a label that never comes has no series.
+        self._of_step = cache(lambda phase: (self._step_seconds.labels(phase), self._model_seconds.labels(phase)))
+        self._of_share = cache(lambda phase: (self._batch_tokens.labels(phase), self._batch_sequences.labels(phase)))
+        stalls = "Steps over 1.5 times what such steps take, or of which prompts made running streams wait so long; by cause."
+        stalled = self._counter("step_stalls", stalls, "cause")
+        self._stalls: dict[Cause, Counter] = {cause: stalled.labels(cause) for cause in get_args(Cause)}
 
     def _counter(self, name: str, help: str, *labels: str) -> Counter:  # noqa: A002 (Prometheus' word)
         return Counter(name, help, labels, namespace="armature", registry=self._registry)
