@@ -1,0 +1,100 @@
+"""On what a result was measured, and the sizes of its family that it is scaled to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from app.bench.compare.result import Result
+from app.bench.stats import MeasurementFailed
+from app.bench.tco.prices import Family, Prices, Size
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One size that a result stands for: `share` of the measured machine's rate and watts, 1 where it is that machine itself.
+
+    `watts` from the price table, None where it has none; what was measured goes before it.
+    """
+
+    name: str
+    architecture: str
+    vcpus: int
+    cores: int
+    share: float
+    dollars_an_hour: float | None
+    watts: float | None
+    watts_basis: str
+
+
+def machines_of(result: Result, prices: Prices) -> list[Machine]:
+    """The named instance and all sizes of its family, small to large; without a name, or of one that no table knows, that machine alone.
+
+    Raises `MeasurementFailed` where the named instance cannot have been what was measured.
+    """
+    found = None if result.instance is None else prices.find(result.instance)
+    if found is None:
+        return [_itself(result)]
+    family, measured = found
+    _same_machine(result, family, measured)
+    return [_sized(result, family, measured, size) for size in sorted(family.sizes, key=family.units)]
+
+
+def _sized(result: Result, family: Family, measured: Size, size: Size) -> Machine:
+    """The operator's own price stands for the machine that they measured."""
+    own = result.hourly_price if size == measured else None
+    return Machine(
+        name=size.name,
+        architecture=family.architecture,
+        vcpus=size.vcpus,
+        cores=family.cores(size),
+        share=family.units(size) / family.units(measured),
+        dollars_an_hour=own or size.dollars_an_hour,
+        watts=family.watts(size),
+        watts_basis="" if family.power is None else family.power.basis,
+    )
+
+
+def _itself(result: Result) -> Machine:
+    facts = _facts(result)
+    return Machine(
+        name=result.instance or result.name,
+        architecture="gpu" if _device(result) in ("cuda", "mps") else str(facts.get("architecture", "")),
+        vcpus=sum(len(core["cpu_ids"]) for core in facts.get("cores", [])),
+        cores=len(facts.get("cores", [])),
+        share=1.0,
+        dollars_an_hour=result.hourly_price,
+        watts=result.watts,
+        watts_basis="declared",
+    )
+
+
+def _same_machine(result: Result, family: Family, size: Size) -> None:
+    reasons = list(_differences(_facts(result), family, size))
+    if reasons:
+        raise MeasurementFailed(
+            f"{result.name} was not measured on a whole {size.name}: {reasons[0]}. Name the size that it ran on."
+        )
+
+
+def _differences(facts: Mapping[str, Any], family: Family, size: Size) -> Iterator[str]:
+    """Where the facts are silent nothing differs. A row with cards says nothing of its processor's architecture."""
+    cpus, architecture = sum(len(core["cpu_ids"]) for core in facts.get("cores", [])), facts.get("architecture")
+    quota = (facts.get("cgroup") or {}).get("quota_cores")
+    if family.architecture != "gpu" and architecture is not None and architecture != family.architecture:
+        yield f"that is {family.architecture}, this was {architecture}"
+    if cpus and cpus != size.vcpus:
+        yield f"that has {size.vcpus} vCPUs, this had {cpus}"
+    if quota is not None and quota < size.vcpus:
+        yield f"that has {size.vcpus} vCPUs, the server was held to {quota:g}"
+
+
+def _facts(result: Result) -> Mapping[str, Any]:
+    facts: Mapping[str, Any] = result.info.get("facts") or {}
+    return facts
+
+
+def _device(result: Result) -> str | None:
+    device = ((result.info.get("plan") or {}).get("device") or {}).get("value")
+    return None if device is None else str(device)

@@ -1,0 +1,146 @@
+"""What machines cost and the power they take: the table beside this file, and the user's own over it.
+
+A family is machines of one processor that differ in size; only within one are rates scaled. Every price says where it was read and when.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from app.bench.stats import MeasurementFailed
+
+SHIPPED = Path(__file__).with_name("instances.toml")
+HOURS_A_YEAR = 8760
+Architecture = Literal["arm64", "x86_64", "gpu"]
+
+
+class _Row(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Power(_Row):
+    """So many watts of so many cores (or cards), what kind of figure that is, and where it was read."""
+
+    watts: float = Field(gt=0)
+    of: int = Field(ge=1)
+    basis: str
+    source: str
+
+
+class Size(_Row):
+    """One machine to rent, or to buy for `purchase_price` and keep for so many `years`. Neither: nobody knows what it costs."""
+
+    name: str
+    vcpus: int = Field(ge=1)
+    gpus: int = Field(0, ge=0)
+    hourly_price: float | None = Field(None, gt=0)
+    purchase_price: float | None = Field(None, gt=0)
+    years: float | None = Field(None, gt=0)
+
+    @model_validator(mode="after")
+    def _priced_once(self) -> Size:
+        if (self.purchase_price is None) != (self.years is None):
+            raise ValueError("purchase_price and years say something only together")
+        if self.purchase_price is not None and self.hourly_price is not None:
+            raise ValueError("either hourly_price or purchase_price")
+        return self
+
+    @property
+    def dollars_an_hour(self) -> float | None:
+        """Of what was bought: its price over the hours that it is kept."""
+        if self.purchase_price is not None and self.years is not None:
+            return self.purchase_price / (self.years * HOURS_A_YEAR)
+        return self.hourly_price
+
+
+class Family(_Row):
+    """`as_of`: the day that the prices were so, where their source says it; `read`: the day that somebody read them."""
+
+    name: str
+    cloud: str
+    processor: str
+    architecture: Architecture
+    region: str
+    threads_per_core: int = Field(ge=1, le=8)
+    memory_gib_per_vcpu: float | None = Field(None, gt=0)
+    source: str = Field("", description="where the prices were read")
+    as_of: date | None = None
+    read: date | None = None
+    note: str = ""
+    power: Power | None = None
+    sizes: list[Size] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _sourced(self) -> Family:
+        priced = any(size.dollars_an_hour is not None for size in self.sizes)
+        if priced and not (self.source.strip() and self.read):
+            raise ValueError(f"the prices of {self.name} need `source` and `read`: where they were read, and when")
+        return self
+
+    def cores(self, size: Size) -> int:
+        """Physical ones."""
+        return max(1, size.vcpus // self.threads_per_core)
+
+    def units(self, size: Size) -> int:
+        """What rates and watts of this family grow with: its cards where it has any, else its physical cores."""
+        return size.gpus or self.cores(size)
+
+    def watts(self, size: Size) -> float | None:
+        return None if self.power is None else self.power.watts * self.units(size) / self.power.of
+
+
+class _Table(_Row):
+    family: list[Family]
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Families by name."""
+
+    families: Mapping[str, Family]
+
+    def find(self, instance: str) -> tuple[Family, Size] | None:
+        return next(((family, size) for family, size in self.sizes() if size.name == instance), None)
+
+    def sizes(self) -> Iterator[tuple[Family, Size]]:
+        for family in self.families.values():
+            for size in family.sizes:
+                yield family, size
+
+
+def read_prices(own: Path | None) -> Prices:
+    """The shipped table; a family of the same name in the user's file replaces ours. Raises `MeasurementFailed`."""
+    tables = [_read(SHIPPED)] + ([] if own is None else [_read(own)])
+    return Prices({family.name: family for table in tables for family in table.family})
+
+
+def _read(path: Path) -> _Table:
+    try:
+        fields: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise MeasurementFailed(f"{path} cannot be read: {error}.") from error
+    except tomllib.TOMLDecodeError as error:
+        raise MeasurementFailed(f"{path} is no TOML: {error}.") from error
+    try:
+        table = _Table.model_validate(fields)
+    except ValidationError as error:
+        raise MeasurementFailed(
+            f"{path}: {_complaint(error)}. {SHIPPED.name} beside armature's own code shows the words."
+        ) from error
+    names = [size.name for family in table.family for size in family.sizes]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise MeasurementFailed(f"{path}: {twice} stands there twice.")
+    return table
+
+
+def _complaint(error: ValidationError) -> str:
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg'].removeprefix('Value error, ')}"
