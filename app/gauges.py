@@ -16,6 +16,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from app.drift import Drift
+from app.hardware.energy import Energy
 from app.measured import Snapshot
 from app.quantiles import RecentQuantiles, RecentRate
 
@@ -24,6 +25,9 @@ Clock = Callable[[], float]
 QUANTILES = (0.5, 0.9, 0.99)
 # Paged engines count KV memory in blocks. Ours are tokens; routers that hash a prompt by blocks want a block worth hashing.
 BLOCK_TOKENS = 16
+_WHOSE = "Of the whole machine or its processors, neighbours on it included; modelled: the declared watts, while steps run."
+_EACH = "Over the last 60 seconds, for each {}; all joules count, those of idle time too."
+_ABOVE = "Over the last 60 seconds, for each {}; less what the machine takes when idle."
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,7 @@ class Place:
     cpu_quota_cores: float | None = None
     cpu_stat: Path | None = None
     hourly_price: float | None = None
+    watts: float | None = None
 
 
 class Watched(Protocol):
@@ -56,6 +61,7 @@ class Watched(Protocol):
     read_snapshot: Callable[[], Snapshot]
     predict_wait: Callable[[], float | None]
     drift: Drift | None
+    energy: Energy | None
     recent: dict[str, RecentQuantiles]
     rates: dict[str, RecentRate]
 
@@ -72,6 +78,8 @@ class Gauges(Collector):
             yield from self._speed(self._metrics.drift)
         yield from self._last_minute()
         yield from self._place(self._metrics.place)
+        if self._metrics.energy is not None:
+            yield from _energy(self._metrics.energy)
         if self._metrics.about is not None:
             yield gauge("armature_info", "What serves.", 1, asdict(self._metrics.about))
 
@@ -129,13 +137,37 @@ class Gauges(Collector):
     def _cost(self, dollars_per_second: float) -> Iterator[Metric]:
         spent = dollars_per_second * (self._clock() - self._began)
         yield CounterMetricFamily("armature_cost_dollars_total", "Hours since the start times their price.", spent)
-        tokens = sum(self._metrics.rates[kind].per_second() for kind in ("prompt_tokens", "completion_tokens"))
+        rates = self._metrics.rates
+        tokens = sum(rates[kind].per_second() for kind in ("prompt_tokens", "completion_tokens"))
+        vectors = rates["vectors"].per_second()
         if tokens:
-            model = {"model_name": self._metrics.about.model} if self._metrics.about else {}
-            price = dollars_per_second / tokens * 1e6
-            yield gauge(
-                "llm_cost_per_million_tokens", "Dollars, prompt and completion alike, at the last minute's speed.", price, model
-            )
+            # OpenCost's name and labels: `allocation` is what the machine costs, idle or not; no `phase` is prompt and completion alike.
+            labels = {"model_name": self._metrics.about.model if self._metrics.about else "", "cost_basis": "allocation"}
+            told = "Dollars, prompt and completion alike, idle time included, at the last minute's speed."
+            yield gauge("llm_cost_per_million_tokens", told, dollars_per_second / tokens * 1e6, labels)
+        if vectors:
+            told = "Dollars for a million texts or rows, idle time included, at the last minute's speed."
+            yield gauge("armature_cost_per_million_vectors", told, dollars_per_second / vectors * 1e6)
+
+
+def _energy(energy: Energy) -> Iterator[Metric]:
+    """Nothing before the counter has moved: some virtual machines show one that stands at 0 for ever."""
+    spent, source = energy.look(), {"source": energy.source}
+    if spent.joules <= 0.0:
+        return
+    total = CounterMetricFamily("armature_energy_joules_total", f"Since the start. {_WHOSE}", labels=("source",))
+    total.add_metric((energy.source,), spent.joules)
+    yield total
+    for name, told, value in (
+        ("power_watts", f"Over the last 60 seconds. {_WHOSE}", spent.watts),
+        ("energy_idle_watts", "The least power seen over 10 seconds without a request.", spent.idle_watts),
+        ("energy_joules_per_token", _EACH.format("token, prompt and completion alike"), spent.per_token),
+        ("energy_joules_per_vector", _EACH.format("text or row"), spent.per_vector),
+        ("energy_above_idle_joules_per_token", _ABOVE.format("token"), spent.above_idle_per_token),
+        ("energy_above_idle_joules_per_vector", _ABOVE.format("text or row"), spent.above_idle_per_vector),
+    ):
+        if value is not None:
+            yield gauge(f"armature_{name}", told, value, source)
 
 
 def throttled_seconds(cpu_stat: Path | None) -> float | None:

@@ -35,6 +35,7 @@ class Service:
         self.on_events, self.on_worker_exit = self._desk.post.on_events, self._desk.post.on_worker_exit  # the worker's callbacks
         metrics.read_snapshot = lambda: worker.snapshot
         metrics.predict_wait = self._desk.admission.predicted_wait_seconds
+        metrics.num_open = lambda: self.num_open
 
     # ---- life ------------------------------------------------------------------------------------------------------
 

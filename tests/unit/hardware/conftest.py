@@ -35,13 +35,13 @@ def _filled(template: str, number: int) -> str:
     return re.sub(r"\{(n[-+*/\d]*)\}", lambda match: str(eval(match[1], {"__builtins__": {}}, {"n": number})), template)
 
 
-def read_tree(name: str) -> dict[str, str]:
+def read_tree(name: str, folder: Path = HOSTS, file: str = "tree.txt") -> dict[str, str]:
     """Path, or `$ command`, of a host's files → content."""
     files: dict[str, str] = {}
-    for head, turn, body in sections((HOSTS / name / "tree.txt").read_text()):
+    for head, turn, body in sections((folder / name / file).read_text()):
         numbers = parse_cpu_list(turn.partition(" ")[2])
         if head.startswith("include "):
-            files |= read_tree(head.removeprefix("include "))
+            files |= read_tree(head.removeprefix("include "), folder)
         elif turn.startswith("each"):
             files |= {_filled(head, number): _filled(body, number) for number in numbers}
         else:
