@@ -1,88 +1,151 @@
-"""An encoder's layers run again natively: one recording serves any number of tokens up to the one that it was made for.
+"""An encoder's layers run again natively: recorded once, for any number of tokens up to the one that was recorded.
 
 What is saved is more than the interpreter's time: between two operations its lock would have to be had, for which a busy event loop
 lets others wait milliseconds. Recorded is all from token ids to hidden states; only values at addresses that stay, and the numbers of
-rows, change from step to step. A model that does something else than our operations stays eager, and says why.
+rows, change from step to step. All threads together have one recording, over all operations of which they are divided; and each has
+one of its own, over less memory, with which it computes lanes. A model that does something else than our operations stays eager.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+import ctypes
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
-from app.kernels.recording import Pool, Recorded, Unrecordable, record
+from app.engine.lanes import USUAL, Cut, Lanes, room_of_lane
+from app.engine.text_batch import TextBatch
+from app.kernels.memory import Words
+from app.kernels.native import native
+from app.kernels.operations import LanesArguments, TextSteps
+from app.kernels.recording import Pool, Recorded, Unrecordable, noted
 from app.kernels.resizing import Resizing
+from app.models.context import EncodeContext
 
 LEAST_TOKENS = 16  # not to be recorded even with so few: not at all
+_MOST_LANES = 4096
+
+Hidden = Callable[[EncodeContext, Tensor | None], Tensor]
 
 
-class Inputs(Protocol):
-    """A batch at addresses that stay, of which also more may be read than it has: what is there has been valid."""
+class _Copy:
+    """Recordings of the layers over a batch and a pool of their own: one for all tokens, one for those that are wanted."""
+
+    def __init__(self, hidden: Hidden, room: int, num_types: int) -> None:
+        self._hidden, self.room = hidden, room
+        self._batch = TextBatch(room + 1, num_types)  # recorded are two numbers, which must differ
+        self._pool = Pool()
+        self._kept: dict[bool, tuple[Recorded, Resizing]] = {}
+
+    def steps(self, some: bool) -> TextSteps:
+        """Raises `Unrecordable`."""
+        recorded, resizing = self._kept.get(some) or self._record(some)
+        result: Tensor = recorded.result
+        assert result.is_contiguous() and result.dtype == torch.float32, "rows of the hidden size"
+        places = resizing.places
+        return TextSteps(
+            self._batch.words(some), result.data_ptr(), recorded.address, len(recorded), ctypes.addressof(places), len(places)
+        )
 
     @property
-    def num_tokens(self) -> int: ...
-    @property
-    def num_wanted(self) -> int | None:
-        """Tokens whose hidden states are wanted; None: all."""
-        ...
+    def size(self) -> int:
+        """Of a hidden state."""
+        recorded, _ = next(iter(self._kept.values()))
+        return int(recorded.result.shape[1])
 
-    @property
-    def room(self) -> int:
-        """Tokens that may be read."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    recorded: Recorded
-    resizing: Resizing
+    def _record(self, some: bool) -> tuple[Recorded, Resizing]:
+        """With as many tokens as there is room for: a form of weights may hand large products to somebody else."""
+        sizes: tuple[int, ...] = (self.room + 1, self.room) if some else (self.room,)
+        recorded = noted(
+            self._pool, lambda: self._hidden(self._batch.context(sizes[0]), self._batch.wanted(self.room if some else None))
+        )
+        self._kept[some] = recorded, Resizing(recorded.steps, sizes)
+        return self._kept[some]
 
 
 class EncodeReplay:
-    """Belongs to one model and one place for its batches; the worker thread's.
+    """Belongs to one model and one batch; the worker thread's. `hidden` are the model's layers."""
 
-    `hidden(inputs, tokens, wanted)` computes so many tokens of what lies there, and gives the hidden states of all or so many of them.
-    """
-
-    def __init__(self, hidden: Callable[[int, int | None], Tensor], inputs: Inputs, most: int, off: str = "") -> None:
+    def __init__(self, hidden: Hidden, batch: TextBatch, most: int, off: str = "", lanes: Lanes = USUAL) -> None:
         """Steps of at most so many tokens: in longer ones the interpreter is lost in the products, and results want much memory."""
         self.reason = off  # why every step is eager; empty: it is not
         self.num_runs = 0  # steps that were run again
-        self._hidden, self._inputs = hidden, inputs
-        self._most = min(inputs.room, most)
-        self._pool = Pool()
-        self._kept: dict[bool, _Kept] = {}  # by whether some tokens are wanted, or all
+        self._hidden, self._batch = hidden, batch
+        self.lanes = lanes
+        self._most = min(batch.room, most)
+        self._copies: list[_Copy] = []  # the team's, then each thread's
+        self._steps: dict[bool, ctypes.Array[TextSteps]] = {}  # by whether some tokens are wanted, or all
+        self._result = torch.empty(0)
+        self._texts, self._wanted = Words(_MOST_LANES + 1), Words(_MOST_LANES + 1)
 
     @property
     def most_tokens(self) -> int:
         """Of the steps that are run again; 0: none is."""
         return 0 if self.reason else self._most
 
-    def __call__(self) -> Tensor:
-        """Hidden states of the batch that lies there, fp32: what the next step overwrites."""
-        tokens, wanted = self._inputs.num_tokens, self._inputs.num_wanted
-        kept = self._kept.get(wanted is not None) or self._record(wanted is not None)
-        sizes = (tokens,) if wanted is None else (tokens, wanted)
-        if kept is None or any(now > most for now, most in zip(sizes, kept.resizing.sizes, strict=True)):
-            return self._hidden(tokens, wanted)
-        kept.resizing.set(sizes)
-        self.num_runs += 1
-        result: Tensor = kept.recorded.run()
-        return result[: sizes[-1]]
+    def cut(self, lengths: Sequence[int]) -> Cut:
+        """In which order the batch is to have texts of so many tokens, and who computes which."""
+        if self.reason or sum(lengths) > self._most:
+            return Cut.none(len(lengths))
+        return self.lanes.cut(lengths, torch.get_num_threads())
 
-    def _record(self, some: bool) -> _Kept | None:
-        """With as many tokens as can be: a form of weights may hand large products to somebody else."""
-        while not self.reason:
-            sizes = (self._most, self._most - 1) if some else (self._most,)
+    def __call__(self, cut: Cut) -> Tensor:
+        """Hidden states of the batch, whose texts lie in the order of the cut, fp32: what the next step overwrites."""
+        batch = self._batch
+        some = batch.num_wanted is not None
+        steps = self._recorded(some) if batch.num_tokens <= self._most else None
+        if steps is None or batch.num_tokens > self._most:
+            return self._hidden(batch.context(batch.num_tokens), batch.wanted(batch.num_wanted))
+        self.num_runs += 1
+        self._run(cut, steps, some)
+        return self._result[: batch.num_wanted if batch.num_wanted is not None else batch.num_tokens]
+
+    def _run(self, cut: Cut, steps: ctypes.Array[TextSteps], some: bool) -> None:
+        library, starts, rows = native().library, self._batch.text_starts, self._batch.rows
+        assert library is not None, "it recorded operations of the library"
+        together = 1 if cut.together else 0
+        texts = [0, *([cut.together] if together else []), *cut.ends]
+        self._texts.fill(texts)
+        self._wanted.fill([bisect_left(rows, starts[text]) for text in texts] if some else [0])
+        library.armature_run_lanes(
+            ctypes.byref(
+                LanesArguments(
+                    self._batch.words(some), self._result.data_ptr(), self._texts.address, self._wanted.address, ctypes.addressof(steps),
+                    len(texts) - 1, together, torch.get_num_threads(), self._result.shape[1],
+                )
+            )
+        )  # fmt: skip
+
+    def _recorded(self, some: bool) -> ctypes.Array[TextSteps] | None:
+        """The team's steps and each thread's; None where they cannot be had."""
+        threads = torch.get_num_threads()
+        if len(self._copies) not in (0, _num_copies(threads)):
+            self._copies, self._steps = [], {}
+        while not self.reason and some not in self._steps:
             try:
-                recorded = record(self._pool, lambda: self._hidden(self._most, self._most - 1 if some else None))
-                self._kept[some] = _Kept(recorded, Resizing(recorded.steps, sizes))
-                return self._kept[some]
+                self._steps[some] = self._record(some, threads)
             except Unrecordable as reason:
                 if self._most <= LEAST_TOKENS:
                     self.reason = f"{reason} is not an operation of ours"
                 self._most = max(self._most // 2, LEAST_TOKENS)
-        return None
+                self._copies, self._steps = [], {}
+        return None if self.reason else self._steps[some]
+
+    def _record(self, some: bool, threads: int) -> ctypes.Array[TextSteps]:
+        """What is recorded lies in no batch yet: nothing is computed."""
+        if not self._copies:
+            types = self._batch.num_types
+            lane = min(room_of_lane(self._most, threads), self._most)
+            rooms = [self._most, *[lane] * (_num_copies(threads) - 1)]
+            self._copies = [_Copy(self._hidden, room, types) for room in rooms]
+        steps = (TextSteps * len(self._copies))(*(each.steps(some) for each in self._copies))
+        if not len(self._result):
+            self._result = torch.empty((self._most, self._copies[0].size), dtype=torch.float32)
+        return steps
+
+
+def _num_copies(threads: int) -> int:
+    """The team's and each thread's; one thread is its own team."""
+    return 1 + threads if threads > 1 else 1

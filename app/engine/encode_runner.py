@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
+from operator import itemgetter
 from typing import Protocol
 
 import torch
@@ -15,11 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.engine.encode_replay import EncodeReplay
+from app.engine.lanes import USUAL, Lanes
+from app.engine.text_batch import TextBatch
 from app.engine.texts import TextSpan
-from app.kernels.memory import Words
-from app.kernels.texts import Texts, attend_texts
-from app.kernels.turn import Heads
-from app.models.context import AttentionSpec, EncodeContext
+from app.models.context import EncodeContext
 from app.models.encoder_config import EncoderConfig
 
 
@@ -46,87 +46,39 @@ class EncoderModel(Protocol):
         ...
 
 
-class TextBatch:
-    """The batch that is computed now, in memory whose address stays; also the `Attend` of its layers."""
-
-    def __init__(self, room: int, num_types: int) -> None:
-        """Room for so many tokens. Of a single type all are, whatever a tokenizer says."""
-        self.room, self._num_types = room, num_types
-        self._token_ids, self._positions, self._wanted, self._starts = Words(room), Words(room), Words(room), Words(room + 1)
-        self._type_ids = Words(room) if num_types else None
-        self._texts = Texts(room, room)
-        self.num_tokens = 0
-        self.num_wanted: int | None = None
-        self.starts = self._starts.tensor[:1]
-
-    def fill(self, spans: Sequence[TextSpan]) -> None:
-        """All tokens are wanted, until `want` says otherwise."""
-        token_ids: list[int] = []
-        positions: list[int] = []
-        for span in spans:
-            token_ids += span.text.token_ids
-            positions += range(span.num_tokens)
-        starts = list(accumulate((span.num_tokens for span in spans), initial=0))
-        assert starts[-1] <= self.room, "a step has a budget"
-        self.num_tokens, self.num_wanted = starts[-1], None
-        self._token_ids.fill(token_ids)
-        self._positions.fill(positions)
-        if self._type_ids is not None and self._num_types > 1:
-            self._type_ids.fill([one for span in spans for one in span.text.type_ids or (0,) * span.num_tokens])
-        self.starts = self._starts.fill(starts)
-        self._texts.fill(starts)
-
-    def want(self, rows: Tensor | None) -> Tensor | None:
-        """Of these tokens alone the last hidden states; as they lie here."""
-        self.num_wanted = None if rows is None else len(rows)
-        return None if rows is None else self._wanted.fill(rows.tolist())
-
-    def context(self, tokens: int) -> EncodeContext:
-        """So many tokens of what lies here; those beyond the batch are of earlier ones, and nobody attends to them."""
-        types = None if self._type_ids is None else self._type_ids.tensor[:tokens]
-        return EncodeContext(self._token_ids.tensor[:tokens], self._positions.tensor[:tokens], types, self.starts, self)
-
-    def wanted(self, rows: int | None) -> Tensor | None:
-        return None if rows is None else self._wanted.tensor[:rows]
-
-    def __call__(self, layer: int, heads: Heads, spec: AttentionSpec) -> Tensor:
-        return attend_texts(heads, self._texts, spec)
-
-
 class EncodeRunner:
     """Texts in, rows out. Lives on the worker thread; between two calls it holds no state but room."""
 
-    def __init__(self, model: EncoderModel, room: int, off: str = "", usual: int | None = None) -> None:
+    def __init__(self, model: EncoderModel, room: int, off: str = "", usual: int | None = None, lanes: Lanes = USUAL) -> None:
         """Batches have at most `room` tokens, and up to the `usual` number of them are run again natively (None: all).
 
-        `off`: why they are not; empty: they are.
+        `off`: why they are not; empty: they are. `lanes`: how they are cut.
         """
         self.model = model
         self._batch = TextBatch(room, model.config.num_types)
-        self.replay = EncodeReplay(self._hidden, self._batch, room if usual is None else usual, off)
+        self.replay = EncodeReplay(model.hidden, self._batch, room if usual is None else usual, off, lanes)
         self.model_seconds = 0.0  # of the last batch, in the model's forward pass
 
     def run(self, spans: Sequence[TextSpan]) -> list[dict[str, bytes]]:
         """Of each text, by output: its rows, little-endian fp32."""
         with torch.inference_mode():
             names = {name for span in spans for name in span.request.order.outputs}
+            cut = self.replay.cut([span.num_tokens for span in spans])
+            spans = [spans[text] for text in cut.order]
             self._batch.fill(spans)
             starts = self._batch.starts
             rows = self._batch.want(self.model.rows(starts, names))
             started = time.perf_counter()
-            hidden = self.replay()
+            hidden = self.replay(cut)
             self.model_seconds = time.perf_counter() - started
             outputs = self.model.outputs(hidden, starts, names, rows, self._skipped(spans))
-            return self._rows(spans, outputs)
+            return as_they_came(self._rows(spans, outputs), cut.order)
 
     def _skipped(self, spans: Sequence[TextSpan]) -> Tensor | None:
         """Tokens of a prompt before each text, where those are not pooled."""
         if not self.model.config.pooling.skips_prompt:
             return None
         return torch.tensor([span.text.num_prompt_tokens for span in spans])
-
-    def _hidden(self, tokens: int, wanted: int | None) -> Tensor:
-        return self.model.hidden(self._batch.context(tokens), self._batch.wanted(wanted))
 
     def _rows(self, spans: Sequence[TextSpan], outputs: Mapping[str, Tensor]) -> list[dict[str, bytes]]:
         parts: list[dict[str, bytes]] = [{} for _ in spans]
@@ -152,6 +104,11 @@ def finished(vectors: Tensor, spans: Sequence[TextSpan], usual: bool) -> list[by
         rows = F.normalize(rows, dim=-1) if (usual if normalize is None else normalize) else rows
         found.update(zip(own, in_parts(rows, [1] * len(own)), strict=True))
     return [found[row] for row in range(len(asked))]
+
+
+def as_they_came(rows: Sequence[dict[str, bytes]], order: Sequence[int]) -> list[dict[str, bytes]]:
+    """rows[i] are those of the text that came as `order[i]`."""
+    return [row for _, row in sorted(zip(order, rows, strict=True), key=itemgetter(0))]
 
 
 def in_parts(rows: Tensor, counts: Sequence[int]) -> list[bytes]:

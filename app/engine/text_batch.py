@@ -1,0 +1,75 @@
+"""A batch of texts where the model reads it, at addresses that stay: what recorded operations find, run again, is the batch of now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from torch import Tensor
+
+from app.engine.texts import TextSpan
+from app.kernels.memory import Words
+from app.kernels.operations import TextWords
+from app.kernels.texts import Texts, attend_texts
+from app.kernels.turn import Heads
+from app.models.context import AttentionSpec, EncodeContext
+
+
+class TextBatch:
+    """Texts end to end; also the `Attend` of the layers that read them."""
+
+    def __init__(self, room: int, num_types: int) -> None:
+        """Room for so many tokens. Of a single type all are, whatever a tokenizer says."""
+        self.room, self.num_types = room, num_types
+        self._token_ids, self._positions, self._wanted, self._starts = Words(room), Words(room), Words(room), Words(room + 1)
+        self._type_ids = Words(room) if num_types else None
+        self._texts = Texts(room, room)
+        self.num_tokens = 0
+        self.num_wanted: int | None = None
+        self.starts = self._starts.tensor[:1]
+        self.rows: tuple[int, ...] = ()  # that are wanted
+
+    def fill(self, spans: Sequence[TextSpan]) -> None:
+        """All tokens are wanted, until `want` says otherwise."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        for span in spans:
+            token_ids += span.text.token_ids
+            positions += range(span.num_tokens)
+        starts = list(accumulate((span.num_tokens for span in spans), initial=0))
+        assert starts[-1] <= self.room, "a step has a budget"
+        self.num_tokens, self.num_wanted, self.rows = starts[-1], None, ()
+        self._token_ids.fill(token_ids)
+        self._positions.fill(positions)
+        if self._type_ids is not None and self.num_types > 1:
+            self._type_ids.fill([one for span in spans for one in span.text.type_ids or (0,) * span.num_tokens])
+        self.starts = self._starts.fill(starts)
+        self._texts.fill(starts)
+
+    def want(self, rows: Tensor | None) -> Tensor | None:
+        """Of these tokens alone, rising, the last hidden states; as they lie here."""
+        self.rows = () if rows is None else tuple(rows.tolist())
+        self.num_wanted = None if rows is None else len(self.rows)
+        return None if rows is None else self._wanted.fill(list(self.rows))
+
+    @property
+    def text_starts(self) -> tuple[int, ...]:
+        """As `starts`, in plain numbers."""
+        return self._texts.starts
+
+    def context(self, tokens: int) -> EncodeContext:
+        """So many tokens of what lies here."""
+        types = None if self._type_ids is None else self._type_ids.tensor[:tokens]
+        return EncodeContext(self._token_ids.tensor[:tokens], self._positions.tensor[:tokens], types, self.starts, self)
+
+    def wanted(self, rows: int | None) -> Tensor | None:
+        return None if rows is None else self._wanted.tensor[:rows]
+
+    def words(self, some: bool) -> TextWords:
+        """Where everything lies; `some`: only what is wanted is asked for."""
+        types = None if self._type_ids is None else self._type_ids.address
+        wanted = self._wanted.address if some else None
+        return TextWords(self._token_ids.address, self._positions.address, types, wanted, self._texts.address)
+
+    def __call__(self, layer: int, heads: Heads, spec: AttentionSpec) -> Tensor:
+        return attend_texts(heads, self._texts, spec)
