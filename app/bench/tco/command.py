@@ -2,8 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+from app.bench.compare.result import Result, read_result
+from app.bench.stats import MeasurementFailed
+from app.bench.tco.assumptions import assumptions, doubts, missing_prices
+from app.bench.tco.prices import Prices, read_prices
+from app.bench.tco.published import SOURCE, at_list_prices, published, remarks, saving
+from app.bench.tco.sizing import Sheet, sheets
+from app.bench.tco.tables import pair_table, published_table, published_title, sheet_table
+from app.bench.tco.target import Target, read_target
+
+WIDEST = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +38,123 @@ class Asked:
     json: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Everything that is said of some result files."""
+
+    target: Target
+    sheets: tuple[Sheet, ...]
+    assumptions: tuple[str, ...]
+    doubts: tuple[str, ...]
+    missing: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
 def print_costs(asked: Asked) -> int:
-    """The exit status. Raises `MeasurementFailed`, with what is wrong and what would be right."""
-    raise NotImplementedError
+    """The exit status: 1 where no load of any result kept the p99. Raises `MeasurementFailed`, with what is wrong and what would be right."""
+    _refuse_nothing(asked)
+    prices = read_prices(asked.instances)
+    costs = _costs(asked, prices) if asked.paths else None
+    if asked.json:
+        fields = {} if costs is None else costs.to_json()
+        sys.stdout.write(json.dumps(fields | ({"published": _published_json(prices)} if asked.published else {})) + "\n")
+    else:
+        if costs is not None:
+            _print_costs(costs)
+        if asked.published:
+            _print_published(prices)
+    return 0 if costs is None or any(sheet.rows for sheet in costs.sheets) else 1
+
+
+def _refuse_nothing(asked: Asked) -> None:
+    if not asked.paths and not asked.published:
+        raise MeasurementFailed("no result files: armature bench compare writes them; --published needs none.")
+    if asked.paths and asked.target is None:
+        raise MeasurementFailed(
+            "--target is missing: what shall all machines together serve? 10000/s, 1e6/day or 5000tok/s, say."
+        )
+    if not asked.paths and (asked.target is not None or asked.p99_ms is not None):
+        raise MeasurementFailed("--target and --p99-ms are of result files; the published comparison has a target of its own.")
+    if asked.p99_ms is not None and not 0 < asked.p99_ms < float("inf"):
+        raise MeasurementFailed(f"--p99-ms must be above 0 and finite, not {asked.p99_ms:g}.")
+
+
+def _costs(asked: Asked, prices: Prices) -> Costs:
+    assert asked.target is not None, "refused before"
+    target = read_target(asked.target)
+    results = [read_result(path) for path in asked.paths]
+    _refuse_mixture(results)
+    limit = None if asked.p99_ms is None else asked.p99_ms / 1e3
+    found = sheets(results, prices, target, limit)
+    if not found:
+        raise MeasurementFailed("the result files hold no load that was served whole: nothing to count with.")
+    return Costs(
+        target=target,
+        sheets=tuple(found),
+        assumptions=tuple(assumptions(results, prices, found, target, limit)),
+        doubts=tuple(doubts(results)),
+        missing=tuple(missing_prices(results, prices)),
+    )
+
+
+def _refuse_mixture(results: Sequence[Result]) -> None:
+    """Costs of different models, or of the same file twice, side by side would mislead."""
+    first = results[0]
+    for other in results[1:]:
+        if other.model_shape != first.model_shape:
+            raise MeasurementFailed(f"{first.name} and {other.name} are results of different models: they cannot be compared.")
+    names = [result.name for result in results]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise MeasurementFailed(f"two results are called {twice}: measure with --name, or edit `name` in one of the files.")
+
+
+def _print_costs(costs: Costs) -> None:
+    _say("Doubts", costs.doubts)
+    for sheet in costs.sheets:
+        if sheet.rows:
+            _show(sheet_table(sheet, costs.target))
+        _say("" if sheet.rows else f"{sheet.work}: {costs.target}", sheet.notes)
+        if sheet.pairs:
+            _show(pair_table(sheet.pairs))
+    if not any(sheet.pairs for sheet in costs.sheets):
+        _say("", ["Arm and x86 of as many vCPUs are not both here: there is nothing to hold against each other."])
+    _say("No dollars", costs.missing)
+    _say("Assumptions", costs.assumptions)
+
+
+def _print_published(prices: Prices) -> None:
+    pair, listed = published(), at_list_prices(prices)
+    _show(published_table(pair, published_title()))
+    _say("", [f"The second costs {saving(pair):.1%} less. Source: {SOURCE}"])
+    if listed is not None:
+        _show(published_table(listed, "The same rates at the prices of our table"))
+        _say("", [f"The second costs {saving(listed):.1%} less."])
+    _say("What holds and what does not", remarks(prices))
+
+
+def _published_json(prices: Prices) -> dict[str, Any]:
+    listed = at_list_prices(prices)
+    return {
+        "source": SOURCE,
+        "lines": [dataclasses.asdict(line) for line in published()],
+        "at_list_prices": None if listed is None else [dataclasses.asdict(line) for line in listed],
+        "remarks": remarks(prices),
+    }
+
+
+def _show(table: Table) -> None:
+    """No figure is cut off: on a narrow terminal lines run on."""
+    console = Console()
+    needed = Measurement.get(console, console.options.update(max_width=WIDEST), table).maximum
+    title, table.title = table.title, None
+    sys.stdout.write(f"{title}\n")
+    Console(width=max(needed, console.width)).print(table)
+    sys.stdout.write("\n")
+
+
+def _say(title: str, sentences: Sequence[str]) -> None:
+    if sentences:
+        sys.stdout.write((f"{title}\n" if title else "") + "".join(f"- {sentence}\n" for sentence in sentences) + "\n")

@@ -29,7 +29,9 @@ class Machine:
 
 
 def machines_of(result: Result, prices: Prices) -> list[Machine]:
-    """The named instance and all sizes of its family, small to large; without a name, or of one that no table knows, that machine alone.
+    """The named instance and the sizes of its family whose memory is more than the weights, small to large.
+
+    Without a name, or of one that no table knows, that machine alone.
 
     Raises `MeasurementFailed` where the named instance cannot have been what was measured.
     """
@@ -38,7 +40,9 @@ def machines_of(result: Result, prices: Prices) -> list[Machine]:
         return [_itself(result)]
     family, measured = found
     _same_machine(result, family, measured)
-    return [_sized(result, family, measured, size) for size in sorted(family.sizes, key=family.units)]
+    weights = _weight_bytes(result)
+    able = [size for size in family.sizes if size == measured or (family.memory_bytes(size) or weights + 1) > weights]
+    return [_sized(result, family, measured, size) for size in sorted(able, key=family.units)]
 
 
 def _sized(result: Result, family: Family, measured: Size, size: Size) -> Machine:
@@ -93,6 +97,11 @@ def _differences(facts: Mapping[str, Any], family: Family, size: Size) -> Iterat
 def _facts(result: Result) -> Mapping[str, Any]:
     facts: Mapping[str, Any] = result.info.get("facts") or {}
     return facts
+
+
+def _weight_bytes(result: Result) -> int:
+    """As they are served; 0 where the plan is silent."""
+    return int(((result.info.get("plan") or {}).get("weight_bytes") or {}).get("value") or 0)
 
 
 def _device(result: Result) -> str | None:

@@ -92,6 +92,9 @@ class Family(_Row):
         """What rates and watts of this family grow with: its cards where it has any, else its physical cores."""
         return size.gpus or self.cores(size)
 
+    def memory_bytes(self, size: Size) -> float | None:
+        return None if self.memory_gib_per_vcpu is None else self.memory_gib_per_vcpu * size.vcpus * 2**30
+
     def watts(self, size: Size) -> float | None:
         return None if self.power is None else self.power.watts * self.units(size) / self.power.of
 

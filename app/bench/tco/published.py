@@ -1,0 +1,142 @@
+"""A comparison that others published, worked out again from its own inputs, and what is wrong with it.
+
+Its inputs are quoted from those who read it. Of the page that they seem to be from only the first paragraphs could be read where this was
+written: what it prints of dollars a year was not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from app.bench.tco.costs import annual_dollars, dollars_per_million, machines_needed
+from app.bench.tco.prices import Prices
+
+SOURCE = "https://engineersofai.com/docs/foundational-cs/computer-architecture/arm-vs-x86-for-ai-workloads"
+SAMPLES_PER_SECOND = 10_000.0
+OPENING = ("c5.9xlarge", "c7g.8xlarge")  # of its first sentences: a fifth more throughput, 40% less cost
+ROOM = 0.7  # of what a machine can do; what operators leave for peaks and for a machine that fails
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A machine as the article has it."""
+
+    instance: str
+    samples_per_second: float
+    dollars_an_hour: float
+
+
+CLAIMS = (Claim("c6i.16xlarge", 120, 2.72), Claim("c7g.16xlarge", 165, 2.09))
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What follows from a claim for `SAMPLES_PER_SECOND` all year; `exactly`: machines before rounding up."""
+
+    claim: Claim
+    exactly: float
+    machines: int
+    annual_dollars: float
+    dollars_per_million: float
+
+
+def published() -> tuple[Line, ...]:
+    return lines(CLAIMS)
+
+
+def lines(claims: Sequence[Claim]) -> tuple[Line, ...]:
+    return tuple(_line(claim) for claim in claims)
+
+
+def at_list_prices(prices: Prices) -> tuple[Line, ...] | None:
+    """The same rates at the prices of our table; None where it lacks one."""
+    dollars = [_price(prices, claim.instance) for claim in CLAIMS]
+    return (
+        lines([replace(claim, dollars_an_hour=each) for claim, each in zip(CLAIMS, dollars, strict=True) if each])
+        if all(dollars)
+        else None
+    )
+
+
+def saving(pair: Sequence[Line]) -> float:
+    """The share of the first line's dollars that the second one does not cost."""
+    x86, arm = pair
+    return 1 - arm.annual_dollars / x86.annual_dollars
+
+
+def remarks(prices: Prices) -> list[str]:
+    """What holds and what does not, a sentence or two each."""
+    pair = published()
+    said = [_whole_machines(pair), _its_own_dollars(pair)]
+    said += [text for text in (_its_price(prices, pair), _its_opening(prices), _its_gap(prices)) if text]
+    return [*said, _its_cores()]
+
+
+def _line(claim: Claim) -> Line:
+    machines = machines_needed(SAMPLES_PER_SECOND, claim.samples_per_second)
+    annual = annual_dollars(machines, claim.dollars_an_hour)
+    exactly = SAMPLES_PER_SECOND / claim.samples_per_second
+    return Line(claim, exactly, machines, annual, dollars_per_million(annual, SAMPLES_PER_SECOND))
+
+
+def _price(prices: Prices, instance: str) -> float | None:
+    found = prices.find(instance)
+    return None if found is None else found[1].dollars_an_hour
+
+
+def _whole_machines(pair: Sequence[Line]) -> str:
+    counts = " and ".join(f"{line.exactly:.1f} is {line.machines}" for line in pair)
+    roomy = " and ".join(str(machines_needed(SAMPLES_PER_SECOND, line.claim.samples_per_second * ROOM)) for line in pair)
+    return (
+        f"Right: in whole machines {counts}. But each then runs at 99% all year, and nothing is said of latency: "
+        f"with {1 - ROOM:.0%} left for peaks and for a machine that fails it would be {roomy}."
+    )
+
+
+def _its_own_dollars(pair: Sequence[Line]) -> str:
+    dollars = " and ".join(f"${line.annual_dollars:,.0f}" for line in pair)
+    return (
+        f"By its own inputs that is {dollars} a year, {saving(pair):.1%} less. What the page itself prints could not be read, "
+        "only its beginning; where it prints other dollars, they do not follow from its inputs."
+    )
+
+
+def _its_price(prices: Prices, pair: Sequence[Line]) -> str | None:
+    found, listed = prices.find(CLAIMS[1].instance), at_list_prices(prices)
+    if found is None or listed is None:
+        return None
+    family, arm = found[0], listed[1]
+    return (
+        f"Off: {CLAIMS[1].dollars_an_hour} dollars is not what {arm.claim.instance} costs on demand: {arm.claim.dollars_an_hour:g} "
+        f"in {family.region} (as of {family.as_of}). At list prices it is ${arm.annual_dollars:,.0f} against "
+        f"${listed[0].annual_dollars:,.0f}: {saving(listed):.1%} less, not {saving(pair):.1%}."
+    )
+
+
+def _its_opening(prices: Prices) -> str | None:
+    x86, arm = (_price(prices, instance) for instance in OPENING)
+    if not x86 or not arm:
+        return None
+    return (
+        f"Off: its first sentences have {OPENING[1]} serve 20% more than {OPENING[0]} at 40% less cost. At {arm:g} and {x86:g} dollars "
+        f"an hour the same work costs {1 - arm / x86 / 1.2:.1%} less, and each machine {1 - arm / x86:.1%} less."
+    )
+
+
+def _its_gap(prices: Prices) -> str | None:
+    arm = _price(prices, "c7g.16xlarge")
+    others = {name: price for name in ("c6i", "c7i", "c7a") if (price := _price(prices, f"{name}.16xlarge"))}
+    if not arm or not others:
+        return None
+    gaps = ", ".join(f"{1 - arm / price:.0%} less than {name}" for name, price in others.items())
+    return f"Off: it says that Graviton3 costs 20 to 40% less than an equal x86. Of 64 vCPUs, c7g costs {gaps}."
+
+
+def _its_cores() -> str:
+    x86, arm = CLAIMS
+    return (
+        f"Left out: 64 vCPUs are 32 cores of {x86.instance} and 64 of {arm.instance}. A core of the first does "
+        f"{x86.samples_per_second / 32:.2f} samples/s, one of the second {arm.samples_per_second / 64:.2f}: "
+        "what is cheaper here is the core's rent."
+    )

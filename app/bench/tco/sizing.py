@@ -1,0 +1,130 @@
+"""How many machines of each size a target needs, and what they cost and take: rows of a table, and Arm held against x86."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from app.bench.compare.result import Result
+from app.bench.tco.costs import annual_dollars, dollars_per_million, machines_needed
+from app.bench.tco.kept import ENOUGH_FOR_P99, Kept, NotKept, Work, most_kept, works
+from app.bench.tco.machines import Machine, machines_of
+from app.bench.tco.prices import Prices
+from app.bench.tco.target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """So many machines of one size that together serve the target. None: not known.
+
+    `rate` of one machine in the target's unit; `watts` of all machines together under that load.
+    """
+
+    result: str
+    machine: Machine
+    load: str
+    rate: float
+    utilisation: float
+    p99_seconds: float | None
+    machines: int
+    annual_dollars: float | None
+    dollars_per_million_samples: float | None
+    dollars_per_million_tokens: float | None
+    watts: float | None
+    watts_basis: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Arm's dollars, watts and machines over those of an x86 with as many vCPUs; None where one of the two is not known."""
+
+    arm: Row
+    x86: Row
+    dollars: float | None
+    watts: float | None
+    machines: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """One kind of work: what each result's machines need for it."""
+
+    work: Work
+    rows: tuple[Row, ...]
+    pairs: tuple[Pair, ...]
+    notes: tuple[str, ...]
+
+
+def sheets(results: Sequence[Result], prices: Prices, target: Target, p99_limit: float | None) -> list[Sheet]:
+    """`p99_limit` in seconds. A work that only some results have has rows of those. Raises `MeasurementFailed`."""
+    named = [(result, machines_of(result, prices), works(result)) for result in results]
+    found: list[Sheet] = []
+    for work in dict.fromkeys(work for _, _, each in named for work in each):
+        rows: list[Row] = []
+        notes: list[str] = []
+        for result, machines, each in named:
+            if work not in each:
+                notes.append(f"{result.name} has no point of {work}.")
+                continue
+            kept = most_kept(each[work], target.unit, p99_limit)
+            notes += _remarks(result.name, kept, p99_limit)
+            if isinstance(kept, Kept):
+                rows += [_row(result.name, machine, kept, target) for machine in machines]
+        found.append(Sheet(work, tuple(rows), tuple(against(rows)), tuple(notes)))
+    return found
+
+
+def against(rows: Sequence[Row]) -> list[Pair]:
+    """Every Arm size with every x86 size of as many vCPUs."""
+    arms, x86s = ([row for row in rows if row.machine.architecture == each] for each in ("arm64", "x86_64"))
+    return [_pair(arm, x86) for arm in arms for x86 in x86s if arm.machine.vcpus == x86.machine.vcpus]
+
+
+def _row(result: str, machine: Machine, kept: Kept, target: Target) -> Row:
+    rate = kept.rate * machine.share
+    machines = machines_needed(target.per_second, rate)
+    samples, tokens = (target.per_second * each / kept.rate for each in (kept.samples_per_second, kept.tokens_per_second))
+    annual = None if machine.dollars_an_hour is None else annual_dollars(machines, machine.dollars_an_hour)
+    watts, basis = _watts(kept, machine)
+    return Row(
+        result=result,
+        machine=machine,
+        load=kept.load.name,
+        rate=rate,
+        utilisation=kept.utilisation,
+        p99_seconds=kept.p99,
+        machines=machines,
+        annual_dollars=annual,
+        dollars_per_million_samples=None if annual is None else dollars_per_million(annual, samples),
+        dollars_per_million_tokens=None if annual is None or not tokens else dollars_per_million(annual, tokens),
+        watts=None if watts is None else watts * machines,
+        watts_basis=basis,
+    )
+
+
+def _watts(kept: Kept, machine: Machine) -> tuple[float | None, str]:
+    """Counted joules go before the table's figure, that before what was modelled from a setting."""
+    if kept.watts is not None and kept.watts_source != "modelled":
+        return kept.watts * machine.share, f"measured ({kept.watts_source})"
+    if machine.watts is not None:
+        return machine.watts, machine.watts_basis
+    return (None, "") if kept.watts is None else (kept.watts * machine.share, "modelled")
+
+
+def _pair(arm: Row, x86: Row) -> Pair:
+    """Watts only of equal kinds: a TDP over what a counter said is no comparison."""
+    watts = _over(arm.watts, x86.watts) if arm.watts_basis == x86.watts_basis else None
+    return Pair(arm, x86, _over(arm.annual_dollars, x86.annual_dollars), watts, arm.machines / x86.machines)
+
+
+def _over(one: float | None, other: float | None) -> float | None:
+    return None if one is None or not other else one / other
+
+
+def _remarks(name: str, kept: Kept | NotKept, limit: float | None) -> list[str]:
+    if isinstance(kept, NotKept):
+        least = "no request was timed" if kept.least_p99 is None else f"the least was {kept.least_p99 * 1e3:.3g} ms"
+        return [f"{name}: no measured load kept a p99 of {(limit or 0) * 1e3:g} ms; {least}."]
+    if limit is not None and kept.num_requests < ENOUGH_FOR_P99:
+        return [f"{name}: the p99 is the slowest of {kept.num_requests} requests; measure longer for a real one (--seconds)."]
+    return []
