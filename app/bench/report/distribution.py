@@ -1,0 +1,95 @@
+"""The plot of how long requests and tokens take: from the quickest to the slowest, the far end drawn as wide as the rest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from app.bench.report import style
+from app.bench.report.figures import MILLI
+from app.bench.report.loads import Case, Column, load_name
+from app.bench.report.style import Plot, Words, drawn
+
+_SHARES = (0.0, 0.5, 0.9, 0.99, 0.999, 0.9999)
+_MOST_DOTS = 240  # of a line: more than it has pixels across
+_LOGARITHMIC_FROM = 12.0  # the longest over the shortest
+_USUAL_CLIENTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Panel:
+    title: str
+    case: Case
+    column: Column
+
+
+def latency_plot(cases: Sequence[Case], names: Sequence[str]) -> Plot | str:
+    """A panel for each kind of time, or for each load where there is only one kind; a sentence where nothing was measured."""
+    panels = _panels(cases)
+    if not panels:
+        return "No load was measured by all results: no distributions are drawn."
+    loads = "; ".join(dict.fromkeys(load_name(panel.case.load) for panel in panels))
+    words = Words(
+        "latency",
+        "How long it takes, from the quickest to the slowest",
+        f"Read it as: so many percent of all took no longer than that. Measured with {loads}. A line ends where its samples end.",
+        f"Percentile curves of {', '.join(panel.title for panel in panels)} for {', '.join(names)}, measured with {loads}.",
+    )
+
+    def draw(figure: Figure) -> None:
+        drawings = figure.subplots(1, len(panels), squeeze=False)[0]
+        for axes, panel in zip(drawings, panels, strict=True):
+            _draw(axes, panel, names)
+        figure.legend(handles=style.keys(names), loc="outside upper left", ncols=4)
+
+    return drawn(words, (9.4, 3.6), draw)
+
+
+def _panels(cases: Sequence[Case]) -> list[_Panel]:
+    shared = [case for case in cases if all(case.measured)]
+    if not shared:
+        return []
+    if shared[0].load.kind == "generate":
+        shortest = [case for case in shared if case.load.tokens == shared[0].load.tokens]
+        case = min(shortest, key=lambda each: abs(each.load.clients - _USUAL_CLIENTS))
+        panels = [
+            _Panel("time to first token", case, lambda point: point.first_token_seconds),
+            _Panel("token to token", case, lambda point: point.gap_seconds),
+            _Panel("whole answer", case, lambda point: point.request_seconds),
+        ]
+    else:
+        chosen = dict.fromkeys((0, len(shared) // 2, len(shared) - 1))
+        panels = [_Panel(load_name(shared[index].load), shared[index], lambda point: point.request_seconds) for index in chosen]
+    return [panel for panel in panels if any(each and panel.column(each.point) for each in panel.case.measured)]
+
+
+def _draw(axes: Axes, panel: _Panel, names: Sequence[str]) -> None:
+    lines: list[list[float]] = [sorted(panel.column(each.point)) if each else [] for each in panel.case.measured]
+    for index, samples in enumerate(lines):
+        if samples:
+            places, values = curve(samples)
+            axes.plot(places, [value * MILLI for value in values], color=style.colour_of(index), label=names[index])
+    longest = max(len(samples) for samples in lines)
+    shares = [share for share in _SHARES if share < 1 - 0.5 / longest]
+    style.plain_ticks(axes, "x", [place_of(share) for share in shares], [f"{share * 100:g}" for share in shares])
+    style.time_axis(axes, [value * MILLI for samples in lines for value in samples], _LOGARITHMIC_FROM)
+    axes.set_title(panel.title)
+    axes.set_xlabel("percent that took no longer")
+    axes.set_ylabel("milliseconds")
+
+
+def curve(samples: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Sorted samples as a line: where each stands across, and its value. As many dots at the far end as before it."""
+    last = place_of(1 - 0.5 / len(samples))
+    places = [last * index / (_MOST_DOTS - 1) for index in range(_MOST_DOTS)]
+    ranks = dict.fromkeys(min(len(samples) - 1, int((1 - 10**-place) * len(samples))) for place in places)
+    return [place_of((rank + 0.5) / len(samples)) for rank in ranks], [samples[rank] for rank in ranks]
+
+
+def place_of(share: float) -> float:
+    """0 for none, 1 for 90%, 2 for 99%."""
+    return -math.log10(1 - share)

@@ -1,0 +1,145 @@
+"""The plot of time from token to token while one load runs, or of steps where no tokens come: what stands out is coloured by its cause.
+
+A gap's cause is that of the slow step that ran in it; one without a slow step has its cause outside of the engine's steps.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from app.bench.compare.result import Point, Steps
+from app.bench.report import style
+from app.bench.report.figures import MILLI
+from app.bench.report.loads import Case, load_name
+from app.bench.report.style import Plot, Words, drawn
+
+STANDS_OUT = 1.5  # times the median; the server asks for the cause of steps from there on
+OUTSIDE = "between steps"
+_MOST_DOTS = 3000  # usual ones, of all results together: what a page can carry
+_MOST_OUTLIERS = 1500
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """`at` in seconds since the load began, `cause` empty where it took what such take."""
+
+    at: float
+    seconds: float
+    cause: str = ""
+
+
+def rhythm_plot(cases: Sequence[Case], names: Sequence[str]) -> Plot | str:
+    """A row for each result, on one scale; a sentence where nothing of the kind was measured."""
+    case = _chosen(cases)
+    if case is None:
+        return "Neither tokens nor steps were measured at a load that all results have: nothing is drawn of them over time."
+    beats = [_beats(each.point) if each else [] for each in case.measured]
+    what = "Time from token to token" if _has_gaps(case) else "Time of the engine's steps"
+    usual, slow = _thinning(beats, _MOST_DOTS, out=False), _thinning(beats, _MOST_OUTLIERS, out=True)
+    words = Words(
+        "rhythm",
+        f"{what}, as it goes",
+        f"{load_name(case.load)}. What took more than {STANDS_OUT:g} times the median is coloured by what caused it"
+        + (f"; of the others every {usual}th is drawn" if usual > 1 else "")
+        + (f", of the coloured ones every {slow}th." if slow > 1 else "."),
+        f"{what} at {load_name(case.load)}. " + "; ".join(_told(name, each) for name, each in zip(names, beats, strict=True)),
+    )
+
+    def draw(figure: Figure) -> None:
+        rows = figure.subplots(len(beats), 1, squeeze=False, sharey=True)[:, 0]
+        for axes, name, each in zip(rows, names, beats, strict=True):
+            _draw(axes, each, usual, slow)
+            axes.set_title(name)
+            axes.set_ylabel("milliseconds")
+        style.time_axis(rows[0], [beat.seconds * MILLI for each in beats for beat in each], 12.0)
+        rows[-1].set_xlabel("seconds since the load began")
+        figure.legend(handles=_keys(beats), loc="outside upper left", ncols=5)
+
+    return drawn(words, (9.4, 0.9 + 2.2 * len(beats)), draw)
+
+
+def beats_of(point: Point) -> list[Beat]:
+    """Each token's time after the one before it, with the cause of the slow step that it waited for."""
+    usual = median(point.gap_seconds) * STANDS_OUT
+    steps = _slow(point.steps)
+    ends = [end for end, _ in steps]
+    longest = max((end - began for end, (began, _) in steps), default=0.0)
+    found = []
+    for at, seconds in zip(point.gap_at, point.gap_seconds, strict=True):
+        cause = _cause(at - seconds, at, steps, ends, longest) if seconds > usual else ""
+        found.append(Beat(at - point.began, seconds, cause))
+    return found
+
+
+_Slow = tuple[float, tuple[float, str]]  # end; begin and cause
+
+
+def _slow(steps: Steps) -> list[_Slow]:
+    rows = zip(steps.at, steps.seconds, steps.cause, strict=True)
+    return sorted((at + seconds, (at, cause)) for at, seconds, cause in rows if cause)
+
+
+def _cause(began: float, ended: float, steps: Sequence[_Slow], ends: Sequence[float], longest: float) -> str:
+    """Of the slow step that shares the most time with it."""
+    most, cause = 0.0, OUTSIDE
+    for end, (at, each) in steps[bisect_right(ends, began) : bisect_right(ends, ended + longest)]:
+        shared = min(end, ended) - max(at, began)
+        if shared > most:
+            most, cause = shared, each
+    return cause
+
+
+def _beats(point: Point) -> list[Beat]:
+    if point.gap_seconds:
+        return beats_of(point)
+    rows = zip(point.steps.at, point.steps.seconds, point.steps.cause, strict=True)
+    return [Beat(at - point.began, seconds, cause) for at, seconds, cause in rows]
+
+
+def _chosen(cases: Sequence[Case]) -> Case | None:
+    """The most clients with the shortest prompts or texts: there the most happens at once."""
+    possible = [case for case in cases if all(each and (each.point.gap_seconds or each.point.steps.at) for each in case.measured)]
+    return max(possible, key=lambda case: (-case.load.tokens, case.load.clients, case.load.batch), default=None)
+
+
+def _has_gaps(case: Case) -> bool:
+    return any(each and each.point.gap_seconds for each in case.measured)
+
+
+def _thinning(beats: Sequence[Sequence[Beat]], most: int, out: bool) -> int:
+    """Every so manieth is drawn."""
+    return -(-sum(bool(beat.cause) == out for each in beats for beat in each) // most) or 1
+
+
+def _draw(axes: Axes, beats: Sequence[Beat], usual: int, slow: int) -> None:
+    _dots(axes, [beat for beat in beats if not beat.cause][::usual], style.MUTED, ".", 2.0)
+    out = [beat for beat in beats if beat.cause][::slow]
+    for cause in dict.fromkeys(beat.cause for beat in out):
+        _dots(axes, [beat for beat in out if beat.cause == cause], style.cause_colour(cause), style.cause_mark(cause), 4.5)
+
+
+def _dots(axes: Axes, beats: Sequence[Beat], colour: str, mark: str, size: float) -> None:
+    places, values = [round(beat.at, 4) for beat in beats], [beat.seconds * MILLI for beat in beats]
+    axes.plot(places, values, color=colour, marker=mark, markersize=size, linestyle="", markeredgewidth=0)
+
+
+def _keys(beats: Sequence[Sequence[Beat]]) -> list[Line2D]:
+    causes = dict.fromkeys(beat.cause for each in beats for beat in each if beat.cause)
+    named = [("as usual", style.MUTED, ".")]
+    named += [(cause.replace("_", " "), style.cause_colour(cause), style.cause_mark(cause)) for cause in causes]
+    return [
+        Line2D([], [], color=colour, marker=mark, linestyle="", markeredgewidth=0, label=name) for name, colour, mark in named
+    ]
+
+
+def _told(name: str, beats: Sequence[Beat]) -> str:
+    causes = [beat.cause for beat in beats if beat.cause]
+    counted = ", ".join(f"{causes.count(cause)} {cause.replace('_', ' ')}" for cause in dict.fromkeys(causes))
+    return f"{name}: {len(beats)} times, {len(causes)} of them stand out" + (f" ({counted})" if causes else "")

@@ -1,0 +1,170 @@
+"""How the plots look: colours that colour-blind people tell apart, each with a mark of its own, and one drawing for page and PNG.
+
+The page's drawings are vectors whose colours are variables of its style sheet, so that they are light or dark as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from io import BytesIO, StringIO
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+INK, MUTED, GRID, PAPER = "#1b1f24", "#57606a", "#d8dee4", "#ffffff"
+# Results by their order. The eight hues of Okabe and Ito, the first six that are dark enough for lines: jfly.uni-koeln.de/color
+SERIES = ("#0072b2", "#d55e00", "#009e73", "#b3589a", "#8a6d00", "#3f3f9f")
+MARKS = ("o", "s", "^", "D", "v", "P")
+CAUSE_COLOURS = {
+    "prefill": "#0072b3",
+    "page_fault": "#d55e01",
+    "garbage_collection": "#009e74",
+    "throttled": "#b3589b",
+    "compiled": "#8a6d01",
+    "preempted": "#3f3fa0",
+    "descheduled": "#a40e26",
+    "unknown": "#1b1f25",
+    "between steps": "#57606b",
+}
+CAUSE_MARKS = dict(zip(CAUSE_COLOURS, "osv^DPX*d", strict=True))
+# What a colour is called in the page's style sheet: no two of the above are alike, not even where they look it.
+VARIABLES = {
+    INK: "ink",
+    MUTED: "muted",
+    GRID: "grid",
+    PAPER: "paper",
+    **{colour: f"series-{index}" for index, colour in enumerate(SERIES)},
+    **{colour: f"cause-{index}" for index, colour in enumerate(CAUSE_COLOURS.values())},
+}
+DPI = 160
+_STYLE: Any = {  # matplotlib's own type of it differs from version to version
+    "font.family": ["DejaVu Sans"],
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "axes.facecolor": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4.5,
+    "text.color": INK,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "figure.facecolor": PAPER,
+    "figure.constrained_layout.use": True,
+    "svg.fonttype": "none",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """`alternative` says in words what the plot shows; `svg` stands in the page, `png` (bytes) beside it as `NAME.png`."""
+
+    name: str
+    title: str
+    caption: str
+    alternative: str
+    svg: str
+    png: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What is said of a plot."""
+
+    name: str
+    title: str
+    caption: str
+    alternative: str
+
+
+def drawn(words: Words, size: tuple[float, float], draw: Callable[[Figure], None]) -> Plot:
+    """`size` in inches. What `draw` puts on the figure, as vectors and as a picture."""
+    with rc_context(_STYLE | {"svg.hashsalt": words.name}):
+        figure = Figure(figsize=size)
+        draw(figure)
+        picture, vectors = BytesIO(), StringIO()
+        figure.savefig(picture, format="png", dpi=DPI, metadata={"Software": None})
+        figure.patch.set_visible(False)
+        figure.savefig(vectors, format="svg", metadata={"Date": None, "Creator": None})
+    svg = inline(vectors.getvalue(), words.name, words.alternative)
+    return Plot(words.name, words.title, words.caption, words.alternative, svg, picture.getvalue())
+
+
+def inline(svg: str, name: str, alternative: str) -> str:
+    """As a part of a page: without a head, in the page's colours and font, with no name that another drawing might have too."""
+    body = svg[svg.index("<svg") :]
+    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
+    body = re.sub(r"<!--.*?-->\s*", "", body, flags=re.DOTALL)
+    body = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", body, flags=re.DOTALL)  # it would hold for the whole page
+    used = set(re.findall(r'(?:href="|url\()#([\w.-]+)', body))
+    body = re.sub(r' id="([\w.-]+)"', lambda found: f' id="{name}-{found[1]}"' if found[1] in used else "", body)
+    body = re.sub(r'(href="|url\()#', rf"\1#{name}-", body)
+    body = re.sub(r"#[0-9a-f]{6}\b", lambda found: f"var(--{VARIABLES[found[0]]})" if found[0] in VARIABLES else found[0], body)
+    box = re.search(r'viewBox="[^"]+"', body)
+    assert box, "matplotlib writes a viewBox"
+    label = alternative.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
+    head = f'<svg {box[0]} role="img" aria-label="{label}" xmlns:xlink="http://www.w3.org/1999/xlink">'
+    return head + body[body.index(">", box.end()) + 1 :].strip()
+
+
+def colour_of(index: int) -> str:
+    return SERIES[index % len(SERIES)]
+
+
+def mark_of(index: int) -> str:
+    """Further results have a colour again, but with another mark."""
+    return MARKS[(index + index // len(SERIES)) % len(MARKS)]
+
+
+def line(index: int) -> dict[str, Any]:
+    """How the line of a result looks."""
+    return {"color": colour_of(index), "marker": mark_of(index)}
+
+
+def keys(names: Sequence[str]) -> list[Line2D]:
+    """What the colours stand for."""
+    return [Line2D([], [], **line(index), label=name) for index, name in enumerate(names)]
+
+
+def cause_colour(cause: str) -> str:
+    return CAUSE_COLOURS.get(cause, CAUSE_COLOURS["unknown"])
+
+
+def cause_mark(cause: str) -> str:
+    return CAUSE_MARKS.get(cause, CAUSE_MARKS["unknown"])
+
+
+def plain_ticks(axes: Axes, axis: str, ticks: list[float], labels: list[str] | None = None) -> None:
+    """Only these, with no smaller ones between."""
+    chosen = axes.xaxis if axis == "x" else axes.yaxis
+    chosen.set_ticks(ticks, labels if labels is not None else [f"{tick:,g}" for tick in ticks])
+    chosen.set_ticks([], minor=True)
+
+
+def time_axis(axes: Axes, values: Sequence[float], logarithmic_from: float) -> None:
+    """From zero; logarithmic where the longest is so many times the shortest, with figures that are written out."""
+    positive = [value for value in values if value > 0]
+    if not positive or max(positive) < logarithmic_from * min(positive):
+        axes.set_ylim(bottom=0)
+        return
+    axes.set_yscale("log")
+    low, high = min(positive) / 1.2, max(positive) * 1.2
+    ticks = [step * 10.0**power for power in range(-6, 9) for step in (1, 2, 5) if low <= step * 10.0**power <= high]
+    plain_ticks(axes, "y", ticks if len(ticks) < 9 else ticks[::3])
+    axes.set_ylim(low, high)
