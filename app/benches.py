@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from app.arguments import settings_given
-from app.bench.compare.measuring import POINT_SECONDS, MachineJob, Place, measure_machine
+from app.bench.compare.job import POINT_SECONDS, MachineJob, Place
+from app.bench.compare.measuring import measure_machine
 from app.bench.dialects import DIALECTS
 from app.bench.embed_dialects import EMBED_DIALECTS
 from app.bench.embed_traffic import Texts
@@ -129,9 +130,15 @@ def _machine(settings: Settings, arguments: Namespace) -> MachineJob:
     if arguments.report is not None or arguments.force:
         raise MeasurementFailed("--report and --force are of RESULTs: name the files that were measured before")
     url, seconds = arguments.url, arguments.seconds
+    of_a_server = [name for name in settings_given(arguments) if name not in ("model", "hourly_price", "watts")]
+    if url and of_a_server:
+        raise MeasurementFailed(
+            f"--{of_a_server[0].replace('_', '-')} says nothing to a server that runs already: leave out --url"
+        )
     target = Target(url, () if url else _flags(arguments), model=getattr(arguments, "model", None), api_key=arguments.api_key)
     place = Place(arguments.name, arguments.instance, settings.hourly_price, settings.watts)
-    return MachineJob(target, place, arguments.output, POINT_SECONDS if seconds is None else seconds, arguments.seed)
+    seconds = POINT_SECONDS if seconds is None else seconds
+    return MachineJob(target, place, VERSION, arguments.output, seconds, arguments.seed)
 
 
 def _load(settings: Settings, arguments: Namespace) -> LoadJob:

@@ -19,6 +19,7 @@ from app.bench.stats import Figure, Outcome
 WIDTH = 140
 WIDEST = 1000
 LOOKS_PER_SECOND = 2  # each costs what is measured a millisecond
+STEADY_SECONDS = 600.0  # over which speed is averaged: of minutes, the time left should not jump with every load
 PERCENTILES = ("p90", "p95")  # which stand between p50 and p99
 
 
@@ -33,8 +34,14 @@ def progress(total: int, what: str) -> Iterator[Advance]:
     """A bar with the time left; quiet where standard error is not a terminal."""
     console = _console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    shown = console.is_terminal
     with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal, refresh_per_second=LOOKS_PER_SECOND
+        *columns,
+        console=console,
+        transient=True,
+        disable=not shown,
+        refresh_per_second=LOOKS_PER_SECOND,
+        speed_estimate_period=STEADY_SECONDS,
     ) as bar:
         task = bar.add_task(what, total=total)
         yield lambda text, units=1: bar.update(task, advance=units, description=text)

@@ -146,7 +146,7 @@ async def _traffic(job: LoadJob, target: Target, index: int, found: Found, stack
 async def _one_run(job: LoadJob, level: Level, traffic: Sender[Any], run: Stretch[Any], advance: Advance) -> None:
     await traffic.warm_up((level.clients or 1) if job.warm_up is None else job.warm_up)
     bounds = job.work.bounds(level) if job.bounds == Bounds() else job.bounds
-    watching = asyncio.create_task(_watch(f"{level.label}: {{:,.0f}} {job.work.piece}s/s", bounds, run, advance))
+    watching = asyncio.create_task(watch(f"{level.label}: {{:,.0f}} {job.work.piece}s/s", bounds, run, advance))
     try:
         if level.clients:
             await traffic.clients(run, level.clients, bounds)
@@ -156,7 +156,7 @@ async def _one_run(job: LoadJob, level: Level, traffic: Sender[Any], run: Stretc
         watching.cancel()
 
 
-async def _watch(words: str, bounds: Bounds, run: Stretch[Any], advance: Advance) -> None:
+async def watch(words: str, bounds: Bounds, run: Stretch[Any], advance: Advance) -> None:
     """Says how it goes; looking seldom costs nothing."""
     told = 0.0
     try:

@@ -1,36 +1,178 @@
-"""`armature bench compare`: one machine measured with one model, from the server's start to the result file."""
+"""`armature bench compare`: one machine measured with one model, from the server's start to the result file.
+
+What was measured is kept whatever ends it: Ctrl-C, or a server that does not answer any more.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+import asyncio
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from app.bench.load import Target
+from app.bench.client import Client
+from app.bench.compare.circumstances import between, read
+from app.bench.compare.doubts import Measured, doubts
+from app.bench.compare.job import MachineJob, is_local, output_of, place_of
+from app.bench.compare.loads import loads_for
+from app.bench.compare.points import Subject, measured
+from app.bench.compare.result import SCHEMA, Load, Point, Result, write_result
+from app.bench.compare.rhythm import Rhythm
+from app.bench.compare.telling import outcome_of
+from app.bench.console import Advance, progress
+from app.bench.load import watch
+from app.bench.loops import Bounds, Stretch
+from app.bench.server import serving
 from app.bench.stats import MeasurementFailed, Outcome
+from app.bench.wire import Wire, event_loop
 
-POINT_SECONDS = 8.0
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """What the operator says of this machine: its name in reports, its row of the price table, dollars an hour, watts."""
-
-    name: str | None = None
-    instance: str | None = None
-    hourly_price: float | None = None
-    watts: float | None = None
+IDLE_SHARE = 1.25  # of a load's seconds, without any: ten of them tell what the machine takes when it has nothing to do
+PIECES = {"generate": "token", "embed": "text", "infer": "row"}
 
 
-@dataclass(frozen=True, slots=True)
-class MachineJob:
-    """`seconds`: for which each point sends requests. `output` None: a name is made of what was measured."""
+@dataclass(slots=True)
+class Found:
+    """All that is known so far."""
 
-    target: Target
-    place: Place
-    output: Path | None
-    seconds: float = POINT_SECONDS
-    seed: int = 0
+    began_at: float = 0.0
+    info: dict[str, Any] = field(default_factory=dict)
+    info_after: dict[str, Any] = field(default_factory=dict)
+    local: bool = True
+    told: list[str] = field(default_factory=list)
+    points: list[Point] = field(default_factory=list)
+    repeats: list[Point] = field(default_factory=list)
+    lost_steps: int = 0
+    under_way: str = ""
+    num_loads: int = 0
+    complete: bool = False
 
 
 def measure_machine(job: MachineJob) -> Outcome:
-    raise MeasurementFailed("nothing is measured yet")
+    """Raises `MeasurementFailed` where nothing at all could be measured."""
+    if not (job.seconds > 0 and math.isfinite(job.seconds)):
+        raise MeasurementFailed(f"--seconds {job.seconds:g}: a load takes some time, above 0")
+    if job.output is not None:
+        output_of(job, {})  # what cannot be written is said before anything is measured
+    found = Found()
+    try:
+        with event_loop() as runner:
+            runner.run(_measured(job, found))
+    except KeyboardInterrupt:
+        _ended(found, "Interrupted")
+    except MeasurementFailed as error:
+        if not found.points:
+            raise
+        _ended(found, f"The server stopped answering ({error})")
+    path = output_of(job, found.info)
+    result = _result(job, found)
+    write_result(result, path)
+    return outcome_of(result, path)
+
+
+def _ended(found: Found, how: str) -> None:
+    if not found.points:
+        raise MeasurementFailed("interrupted before anything was measured")
+    measured = len(found.points) + len(found.repeats)
+    found.told.append(f"{how} while {found.under_way}: {measured} of {found.num_loads} loads are here.")
+
+
+async def _measured(job: MachineJob, found: Found) -> None:
+    async with serving(job.target.url, job.target.flags) as server:
+        with closing(Wire(server.url, job.target.api_key)) as wire:
+            client = Client(wire)
+            found.info = found.info_after = await client.info()
+            output_of(job, found.info)
+            found.local = job.target.url is None or is_local(server.url, found.info)
+            await _loads(job, found, client)
+
+
+async def _loads(job: MachineJob, found: Found, client: Client) -> None:
+    wanted = loads_for(found.info)
+    found.told += wanted.left_out
+    found.began_at = time.time()
+    rhythm = Rhythm(client, found.began_at)
+    model = job.target.model if job.target.url and job.target.model else found.info["model"]["name"]
+    subject = Subject(client.wire, model, rhythm, time.perf_counter(), found.local, job.seconds)
+    order = list(_order(wanted.loads))
+    found.num_loads = len(order)
+    with progress(len(order) + 1, "the machine at rest") as advance:
+        found.under_way = "the machine was at rest"
+        subject = await _at_rest(subject, advance)
+        await rhythm.begin()
+        for number, (load, is_repeat) in enumerate(order):
+            point = await _one_load(subject, load, job.seed * 1000 + number, found, advance)
+            if point is not None:
+                (found.repeats if is_repeat else found.points).append(point)
+            found.lost_steps = rhythm.lost
+    found.complete = True
+    found.info_after = await client.info()
+
+
+def _order(loads: Sequence[Load]) -> Iterator[tuple[Load, bool]]:
+    """The first one again half-way and at the end."""
+    for number, load in enumerate(loads):
+        yield load, False
+        if number == len(loads) // 2:
+            yield loads[0], True
+    yield loads[0], True
+
+
+async def _at_rest(subject: Subject, advance: Advance) -> Subject:
+    """With what the machine takes without any load, where its energy is counted."""
+    before = await read(subject.client, subject.local)
+    if between(before, before).source:
+        await asyncio.sleep(subject.seconds * IDLE_SHARE)
+        subject = replace(subject, idle_watts=between(before, await read(subject.client, subject.local)).watts)
+    advance("the machine was at rest")
+    return subject
+
+
+async def _one_load(subject: Subject, load: Load, seed: int, found: Found, advance: Advance) -> Point | None:
+    """None where the server lives and could not answer: that load is left out. Raises `RequestBroken` where it does not live."""
+    run = Stretch[Any]()
+    found.under_way = f"measuring {load.name}"
+    words = f"{load.name}: {{:,.0f}} {PIECES[load.kind]}s/s"
+    watching = asyncio.create_task(watch(words, Bounds(seconds=subject.seconds), run, advance))
+    try:
+        return await measured(subject, load, seed, run)
+    except MeasurementFailed as error:
+        if not await subject.client.ready():
+            raise
+        found.told.append(f"{load.name} is left out, since the server did not answer it: {error}.")
+        return None
+    finally:
+        watching.cancel()
+
+
+def _result(job: MachineJob, found: Found) -> Result:
+    place = place_of(job, found.info)
+    measured = Measured(
+        found.info,
+        found.info_after,
+        job.version,
+        job.target.url,
+        found.local,
+        found.points,
+        found.repeats,
+        found.lost_steps,
+        found.told,
+    )
+    return Result(
+        schema=SCHEMA,
+        name=place.name or "",
+        began_at=round(found.began_at, 3),
+        measured_by=job.version,
+        flags=list(job.target.flags),
+        url=job.target.url,
+        instance=place.instance,
+        hourly_price=place.hourly_price,
+        watts=place.watts,
+        complete=found.complete,
+        doubts=doubts(measured),
+        info=found.info,
+        points=found.points,
+        repeats=found.repeats,
+    )

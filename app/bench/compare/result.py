@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from app.bench.stats import MeasurementFailed
 
-SCHEMA = "armature-compare/1"
+SCHEMA: Literal["armature-compare/1"] = "armature-compare/1"
 Kind = Literal["generate", "embed", "infer"]
 
 

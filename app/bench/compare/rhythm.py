@@ -1,0 +1,57 @@
+"""The engine's steps as the server tells them, on the line of time of this measurement."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from app.bench.client import Client
+from app.bench.compare.result import Steps
+
+MOST_STEPS = 20_000  # of one point
+SAME_CLOCK_SECONDS = 0.1  # of difference: the way of an answer, not another clock
+_FROM_NOW_ON = 9_000_000_000_000_000
+
+
+@dataclass(slots=True)
+class Rhythm:
+    """Asks for what came since the last time. `began_at`: seconds since 1970, by this machine's clock, of moment 0."""
+
+    client: Client
+    began_at: float
+    lost: int = 0  # which the server had overwritten, or which were too many for a point
+    _next: int | None = None
+
+    async def begin(self) -> None:
+        """What came before is of no interest. A server that tells no steps is never asked again."""
+        told = await self._ask(_FROM_NOW_ON)
+        self._next = None if told is None else int(told["next"])
+
+    async def steps(self, begin: float, end: float) -> Steps:
+        """Those that began within these moments. Raises `RequestBroken`."""
+        columns: dict[str, list[Any]] = {"at": [], "seconds": [], "phase": [], "tokens": [], "cause": []}
+        while self._next is not None:
+            told = await self._ask(self._next)
+            if told is None or not told["steps"]["at"]:
+                break
+            self._next, self.lost = int(told["next"]), self.lost + int(told["dropped"])
+            ahead = _ahead(float(told["clock"]))
+            moments = [at - ahead - self.began_at for at in told["steps"]["at"]]
+            inside = [index for index, moment in enumerate(moments) if begin <= moment <= end]
+            columns["at"] += [round(max(0.0, moments[index]), 4) for index in inside]
+            for name in ("seconds", "phase", "tokens", "cause"):
+                columns[name] += [told["steps"][name][index] for index in inside]
+        self.lost += max(0, len(columns["at"]) - MOST_STEPS)
+        kept = {name: column[:MOST_STEPS] for name, column in columns.items()}
+        return Steps(**kept | {"seconds": [round(float(each), 6) for each in kept["seconds"]]})
+
+    async def _ask(self, after: int) -> dict[str, Any] | None:
+        answer = await self.client.wire.get(f"/info/steps?after={after}")
+        return None if answer.status == 404 else dict(answer.checked("/info/steps").json())
+
+
+def _ahead(clock: float) -> float:
+    """By how many seconds the server's clock is before this one's."""
+    ahead = clock - time.time()
+    return 0.0 if abs(ahead) < SAME_CLOCK_SECONDS else ahead

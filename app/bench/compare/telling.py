@@ -1,0 +1,34 @@
+"""What one result comes to on the console: a line for each load, and what to doubt of it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from app.bench.compare.result import Point, Result
+from app.bench.stats import Figure, Outcome, percentile
+
+
+def outcome_of(result: Result, path: Path) -> Outcome:
+    """The file has everything; here are the figures that one looks at first."""
+    figures = tuple(_figure(point) for point in result.points)
+    subject = f"{result.info['model']['name']}, {result.info['plan']['precision']['value']}, on {result.name}"
+    details = {"file": str(path), "doubts": result.doubts}
+    notes = (*result.doubts, f"{path} has it all: armature bench compare {path} OTHER… --report DIR holds it against others.")
+    return Outcome("compare", subject, figures, details, result.complete, notes)
+
+
+def _figure(point: Point) -> Figure:
+    parts = {"tok/s": point.tokens_per_second} if point.tokens_per_second else {}
+    for name, seconds in (("ms", point.request_seconds), ("TTFT ms", point.first_token_seconds), ("TPOT ms", point.tpot_seconds)):
+        parts |= _middle(name, seconds)
+    if point.request_seconds:
+        parts["p99 ms"] = percentile(point.request_seconds, 0.99) * 1e3
+    if point.energy is not None:
+        parts["W"] = point.energy.joules / point.seconds
+    return Figure(point.load.name, point.samples_per_second, "sample/s", parts=parts)
+
+
+def _middle(name: str, seconds: Sequence[float]) -> dict[str, float]:
+    return {name: statistics.median(seconds) * 1e3} if seconds else {}
