@@ -50,7 +50,6 @@ class Place:
     cpu_quota_cores: float | None = None
     cpu_stat: Path | None = None
     hourly_price: float | None = None
-    watts: float | None = None
 
 
 class Watched(Protocol):

@@ -20,10 +20,8 @@ from app.engine.worker import Callbacks, Worker
 from app.errors import ServiceStopping, SettingsInvalid
 from app.gauges import About, Place, throttled_seconds
 from app.hardware.cgroup import find_cpu_stat
-from app.hardware.energy import LOOK_EVERY_SECONDS, Energy
 from app.hardware.facts import plain
 from app.hardware.files import Files
-from app.hardware.meters import open_meter
 from app.messages import Stop
 from app.metrics import Metrics
 from app.models.encoder_config import EncoderConfig
@@ -31,6 +29,7 @@ from app.preparation import Prepared, calibrate
 from app.served import Limits, ServedDecoder, ServedEncoder, ServedModel, ServedProgram
 from app.service import Service
 from app.settings import Settings
+from app.spending import Spending
 from app.stalls import Stalls, Usual, first_touch_seconds
 from app.step_watch import StepWatch
 from app.version import VERSION
@@ -107,8 +106,8 @@ class Serving:
         self._on_fatal = on_fatal
         self._began = time.monotonic()
         self._abandoned = Flag()
-        self._next_look: asyncio.TimerHandle | None = None
         self.metrics = Metrics()
+        self._spending = Spending(self.metrics, prepared.facts.power, prepared.settings.watts)
         callbacks = Callbacks(
             on_events=lambda events: self.service.on_events(events),
             on_fatal=self._worker_failed,
@@ -128,12 +127,12 @@ class Serving:
         pool = ThreadPoolExecutor(self._prepared.plan.http_threads.value, thread_name_prefix="armature-http")
         asyncio.get_running_loop().set_default_executor(pool)
         await self.service.start()
-        self._watch_energy()
+        self._spending.start()
         self.worker.start()
 
     async def stop(self) -> None:
         """Once answers have been given or cut off. Returns when the worker has ended, or will not."""
-        self._unwatch_energy()
+        self._spending.stop()
         self._abandoned.set()
         await self.service.stop()
         self.worker.put(Stop())
@@ -175,28 +174,6 @@ class Serving:
         if not self._abandoned.is_set():
             self._on_fatal(error)
 
-    # ---- its joules ------------------------------------------------------------------------------------------------
-
-    def _watch_energy(self) -> None:
-        """From now on, on the event loop: a look reads a few files, a tenth of a millisecond every five seconds."""
-        settings, power = self._prepared.settings, self._prepared.facts.power
-        meter = open_meter(power, Files(Path("/")), settings.watts, lambda: self.metrics.busy_seconds)
-        if meter is not None:
-            self.metrics.energy = Energy(meter, self.metrics.work)
-            self._look_at_energy()
-
-    def _look_at_energy(self) -> None:
-        energy = self.metrics.energy
-        if energy is not None:
-            energy.look()
-            self._next_look = asyncio.get_running_loop().call_later(LOOK_EVERY_SECONDS, self._look_at_energy)
-
-    def _unwatch_energy(self) -> None:
-        if self._next_look is not None:
-            self._next_look.cancel()
-        if self.metrics.energy is not None:
-            self.metrics.energy.close()
-
     # ---- what is told of it ----------------------------------------------------------------------------------------
 
     def _place_metrics(self) -> None:
@@ -215,7 +192,6 @@ class Serving:
             cpu_quota_cores=facts.cgroup.quota_cores,
             cpu_stat=find_cpu_stat(Files(Path("/"))),
             hourly_price=prepared.settings.hourly_price,
-            watts=prepared.settings.watts,
         )
 
     def _watch_speed(self) -> None:
@@ -238,20 +214,8 @@ class Serving:
         return {
             "model": {"name": prepared.model_name, **plain(prepared.checkpoint.needs())},
             "facts": prepared.facts.to_json(),
-            "place": self._place(),
+            "place": self._spending.to_json(),
             "plan": prepared.plan.to_json(),
             "calibration": None if prepared.calibration is None else prepared.calibration.to_json(),
             "speed": None if self.metrics.drift is None else self.metrics.drift.to_json(),
-        }
-
-    def _place(self) -> dict[str, Any]:
-        """What running here costs, and what tells its joules."""
-        place, power = self.metrics.place, self._prepared.facts.power
-        energy = self.metrics.energy
-        modelled = "The declared watts while steps run, nothing between them: what the machine takes when idle is not known."
-        return {
-            "hourly_price": place.hourly_price,
-            "watts": place.watts,
-            "energy_source": None if energy is None else energy.source,
-            "energy_reason": modelled if energy is not None and energy.source == "modelled" else power.reason,
         }

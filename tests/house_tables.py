@@ -62,6 +62,7 @@ LAYERS: tuple[tuple[str, float], ...] = (
     ("calibration", 7),
     ("calibrating", 7),
     ("preparation", 7),
+    ("spending", 7),
     ("startup", 7),
     ("packing", 7),
     ("report", 7),
@@ -87,7 +88,7 @@ TORCH_FREE = (
     "text.*", "generation", "service", "admission", "turns", "waiting", "answer", "reading", "reading_texts", "served", "post",
     "desk", "generating", "computing", "encoding",
     "scores", "api.*", "report", "explanation", "arguments", "bench_flags",
-    "packing", "main", "cli",
+    "packing", "spending", "main", "cli",
 )  # fmt: skip
 
 # A library and the only places that may import it.

@@ -139,7 +139,7 @@ def test_what_is_not_known_is_absent(metrics: Metrics) -> None:
         "latency_quantile",
         "cost",
         "quota",
-        "throttled",
+        "cgroup_cpu_throttled",
         "info",
         "energy",
         "capacity",
@@ -150,14 +150,27 @@ def test_what_is_not_known_is_absent(metrics: Metrics) -> None:
 
 def test_cost_is_hours_times_price_and_a_million_tokens_at_this_speed(metrics: Metrics, clock: Clock) -> None:
     metrics.about, metrics.place = ABOUT, Place(hourly_price=0.36)
-    assert "llm_cost_per_million_tokens{model_name=demo}" not in samples(metrics)
+    cost = "llm_cost_per_million_tokens{cost_basis=allocation,model_name=demo}"
+    assert cost not in samples(metrics)
     for _ in range(50):
         clock.seconds += 1
         metrics.prompt(60, 0)
         metrics.completion(40)
     seen = samples(metrics)
     assert seen["armature_cost_dollars_total"] == pytest.approx(0.36 * 50 / 3600)
-    assert seen["llm_cost_per_million_tokens{model_name=demo}"] == pytest.approx(0.36 / 3600 / 100 * 1e6, rel=0.03)
+    assert seen[cost] == pytest.approx(0.36 / 3600 / 100 * 1e6, rel=0.03)
+    assert "armature_cost_per_million_vectors" not in seen
+
+
+def test_a_million_vectors_cost_what_the_machine_does_while_they_are_made(metrics: Metrics, clock: Clock) -> None:
+    metrics.about, metrics.place = ABOUT, Place(hourly_price=0.72)
+    for _ in range(50):
+        clock.seconds += 1
+        metrics.encoded(20, 400, Timings(queue_seconds=0.01, encode_seconds=0.02))
+    seen = samples(metrics)
+    assert seen["armature_cost_per_million_vectors"] == pytest.approx(0.72 / 3600 / 20 * 1e6, rel=0.03)
+    cost = seen["llm_cost_per_million_tokens{cost_basis=allocation,model_name=demo}"]
+    assert cost == pytest.approx(0.72 / 3600 / 400 * 1e6, rel=0.03)
 
 
 @pytest.mark.parametrize(

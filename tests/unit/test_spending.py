@@ -1,0 +1,142 @@
+"""Joules and dollars as a scrape and `/info` show them: absent where unknown, counted by the timer where nobody scrapes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from app.gauges import Place
+from app.hardware.energy import Energy, Spent
+from app.hardware.facts import PowerCounter, PowerMeter
+from app.hardware.files import Files
+from app.hardware.meters import Counted, Modelled
+from app.measured import Snapshot, StepStats
+from app.messages import Timings
+from app.metrics import Metrics
+from app.spending import Spending
+
+RAPL = PowerMeter("rapl", (PowerCounter("package-0", "/energy_uj", "energy", 1_000_000_000),), "The processor's own counters.")
+NONE = PowerMeter(reason="No power zones.")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def energies(metrics: Metrics) -> dict[str, float]:
+    """Samples that speak of energy or power, without prefix and with their source."""
+    return {
+        f"{sample.name.removeprefix('armature_')}:{sample.labels['source']}": sample.value
+        for family in parse_text(metrics.render()[0].decode())
+        for sample in family.samples
+        if "source" in sample.labels
+    }
+
+
+def metered(root: Path, clock: Clock) -> Metrics:
+    metrics = Metrics(clock)
+    (root / "energy_uj").write_text("5000000")
+    metrics.energy = Energy(Counted("rapl", RAPL.counters, Files(root), clock), metrics.work, clock)
+    return metrics
+
+
+def test_joules_in_all_and_for_each_token_and_vector(tmp_path: Path) -> None:
+    clock = Clock()
+    metrics = metered(tmp_path, clock)
+    assert energies(metrics) == {}, "a counter that has not moved may never do"
+    metrics.read_snapshot = lambda: Snapshot(stepped_at=1.0)
+    clock.seconds += 1
+    metrics.render()
+    clock.seconds += 10
+    (tmp_path / "energy_uj").write_text("105000000")
+    seen = energies(metrics)
+    assert seen["energy_joules_total:rapl"] == pytest.approx(100.0)
+    assert seen["power_watts:rapl"] == pytest.approx(100 / 11)
+    assert seen["energy_idle_watts:rapl"] == pytest.approx(10.0)
+    assert "energy_joules_per_token:rapl" not in seen
+    clock.seconds += 5
+    (tmp_path / "energy_uj").write_text("405000000")
+    metrics.on_step(StepStats(4.0, encode_tokens=800, num_encode_sequences=40), Snapshot(stepped_at=1.0))
+    metrics.encoded(40, 800, Timings(queue_seconds=0.0, encode_seconds=4.0))
+    metrics.completion(200)
+    seen = energies(metrics)
+    assert seen["energy_joules_per_token:rapl"] == pytest.approx(400 / 1000)
+    assert seen["energy_joules_per_vector:rapl"] == pytest.approx(400 / 40)
+    assert seen["energy_above_idle_joules_per_token:rapl"] == pytest.approx((400 - 160) / 1000)
+    assert seen["energy_above_idle_joules_per_vector:rapl"] == pytest.approx((400 - 160) / 40)
+
+
+def test_a_request_that_is_open_keeps_the_time_from_being_idle(tmp_path: Path) -> None:
+    clock = Clock()
+    metrics = metered(tmp_path, clock)
+    metrics.read_snapshot, metrics.num_open = lambda: Snapshot(stepped_at=1.0), lambda: 1
+    for joules in (20, 40):
+        clock.seconds += 10
+        (tmp_path / "energy_uj").write_text(str(joules * 1_000_000))
+        assert "energy_idle_watts:rapl" not in energies(metrics)
+
+
+def test_declared_watts_are_modelled_by_the_steps_and_know_no_idling() -> None:
+    clock = Clock()
+    metrics = Metrics(clock)
+    metrics.read_snapshot = lambda: Snapshot(stepped_at=1.0)
+    metrics.energy = Energy(Modelled(120.0, lambda: metrics.busy_seconds), metrics.work, clock)
+    for _ in range(3):
+        clock.seconds += 10
+        metrics.render()
+    metrics.on_step(StepStats(0.5, decode_tokens=4, num_decode_sequences=4), Snapshot())
+    metrics.completion(4)
+    clock.seconds += 1
+    seen = energies(metrics)
+    assert seen["energy_joules_total:modelled"] == pytest.approx(60.0)
+    assert seen["energy_joules_per_token:modelled"] == pytest.approx(15.0)
+    assert not any("idle" in name for name in seen)
+
+
+async def test_the_timer_counts_where_nobody_scrapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.spending.LOOK_EVERY_SECONDS", 0.001)
+    (tmp_path / "energy_uj").write_text("5000000")
+    metrics = Metrics()
+    spending = Spending(metrics, RAPL, 90.0, tmp_path)
+    spending.start()
+    assert metrics.energy is not None
+    looked = asyncio.Event()
+    look = metrics.energy.look
+
+    def seen() -> Spent:
+        looked.set()
+        return look()
+
+    monkeypatch.setattr(metrics.energy, "look", seen)
+    await asyncio.wait_for(looked.wait(), 30)
+    assert spending.to_json() == {
+        "hourly_price": None,
+        "watts": 90.0,
+        "energy_source": "rapl",
+        "energy_reason": "The processor's own counters.",
+    }
+    spending.stop()
+    assert spending._next_look is not None and spending._next_look.cancelled()
+
+
+async def test_what_info_says_of_a_machine_without_counters() -> None:
+    metrics = Metrics()
+    metrics.place = Place(hourly_price=0.5)
+    spending = Spending(metrics, NONE, None)
+    spending.start()
+    told = spending.to_json()
+    assert (told["hourly_price"], told["energy_source"], told["energy_reason"]) == (0.5, None, "No power zones.")
+    spending.stop()
+    declared = Spending(metrics, NONE, 65.0)
+    declared.start()
+    told = declared.to_json()
+    declared.stop()
+    assert told["energy_source"] == "modelled"
+    assert "No power zones" in told["energy_reason"] and "declared watts" in told["energy_reason"]
