@@ -69,7 +69,8 @@ def _of_utilisation(limit: float | None) -> str:
         )
     return (
         f"Machines run at the highest measured rate whose p99 of a whole request was within {limit * 1e3:g} ms; "
-        "nothing is read between measured loads, and nothing is left for a machine that fails."
+        "nothing is read between measured loads, nothing is left for a machine that fails, and clients waited for their answers: "
+        "traffic that does not wait has a longer tail at the same rate."
     )
 
 

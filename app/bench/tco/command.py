@@ -53,7 +53,7 @@ class Costs:
 
 
 def print_costs(asked: Asked) -> int:
-    """The exit status: 1 where no load of any result kept the p99. Raises `MeasurementFailed`, with what is wrong and what would be right."""
+    """The exit status: 1 where no load of any result kept the p99. Raises `MeasurementFailed` with what would be right."""
     _refuse_nothing(asked)
     prices = read_prices(asked.instances)
     costs = _costs(asked, prices) if asked.paths else None
@@ -119,7 +119,7 @@ def _print_costs(costs: Costs) -> None:
         _say("" if sheet.rows else f"{sheet.work}: {costs.target}", sheet.notes)
         if sheet.pairs:
             _show(pair_table(sheet.pairs))
-    if not any(sheet.pairs for sheet in costs.sheets):
+    if any(sheet.rows for sheet in costs.sheets) and not any(sheet.pairs for sheet in costs.sheets):
         _say("", ["Arm and x86 of as many vCPUs are not both here: there is nothing to hold against each other."])
     _say("No dollars", costs.missing)
     _say("Assumptions", costs.assumptions)

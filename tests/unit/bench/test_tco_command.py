@@ -1,0 +1,124 @@
+"""`armature tco` on files: what it prints, what it refuses, and with which status it ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import made_results
+from app.bench.compare.result import Result, write_result
+from app.bench.stats import MeasurementFailed
+from app.bench.tco.command import Asked, print_costs
+from app.cli import main
+
+X86 = made_results.Machine("xeon", "x86_64", "Intel", "Xeon", cores=8, threads_a_core=2)
+ARM = made_results.Machine("arm", "arm64", "Arm", "Neoverse-V1", cores=16, threads_a_core=1)
+
+
+def saved(tmp_path: Path, *results: Result) -> tuple[Path, ...]:
+    paths = tuple(tmp_path / f"{index}.json" for index in range(len(results)))
+    for path, result in zip(paths, results, strict=True):
+        write_result(result, path)
+    return paths
+
+
+def printed(capsys: pytest.CaptureFixture[str], **asked: Any) -> str:
+    assert print_costs(Asked(**asked)) == 0
+    return capsys.readouterr().out
+
+
+def two(tmp_path: Path) -> tuple[Path, ...]:
+    return saved(
+        tmp_path, made_results.made_encoder(X86, instance="c6i.4xlarge"), made_results.made_encoder(ARM, instance="c7g.4xlarge")
+    )
+
+
+def test_tables_pairs_and_assumptions_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, paths=two(tmp_path), target="1000/s", p99_ms=5000)
+    assert "texts of 128 tokens: 1,000 samples a second" in out
+    assert "c6i.16xlarge" in out
+    assert "Arm against x86, of as many vCPUs" in out
+    assert "within 5000 ms" in out
+    assert "as of 2026-07-20, https://github.com/aws/" in out
+    assert "in proportion to cores" in out
+    assert "$/year" in out
+    assert "No dollars" not in out
+
+
+def test_a_narrow_terminal_cuts_nothing_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert "measured (rapl)" in printed(capsys, paths=two(tmp_path)[:1], target="1/s"), "the last column"
+
+
+def test_without_prices_the_table_goes_on_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = saved(
+        tmp_path, made_results.made_decoder(X86, doubts=["The host was noisy."]), made_results.made_decoder(ARM, instance="ours")
+    )
+    out = printed(capsys, paths=paths, target="5000tok/s")
+    assert "$/year" not in out
+    assert "names no instance" in out
+    assert "ours is in no table" in out
+    assert "xeon-int4: The host was noisy." in out
+    assert "answers of 128 tokens to prompts of 512: 5,000 tokens a second" in out
+
+
+def test_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fields = json.loads(printed(capsys, paths=two(tmp_path), target="1000/s", published=True, json=True))
+    assert fields["target"] == {"per_second": 1000.0, "unit": "samples"}
+    assert fields["sheets"][0]["rows"][0]["machines"] > 0
+    assert fields["sheets"][0]["pairs"]
+    assert [line["machines"] for line in fields["published"]["lines"]] == [84, 61]
+
+
+def test_the_published_comparison_needs_no_files(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tco", "--published"]) == 0
+    out = capsys.readouterr().out
+    for figure in ("84", "61", "2,001,485", "1,116,812", "44.2% less", "38.1% less"):
+        assert figure in out
+
+
+def test_a_p99_that_nothing_keeps_ends_with_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert print_costs(Asked(paths=two(tmp_path), target="1/s", p99_ms=0.001)) == 1
+    assert "no measured load kept a p99 of 0.001 ms" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("asked", "complaint"),
+    [
+        ({}, "no result files"),
+        ({"paths": (Path("a.json"),)}, "--target is missing"),
+        ({"paths": (Path("a.json"),), "target": "0/s"}, "above 0"),
+        ({"paths": (Path("a.json"),), "target": "1/s", "p99_ms": 0.0}, "--p99-ms must be above 0"),
+        ({"paths": (Path("a.json"),), "target": "1/s", "p99_ms": float("nan")}, "--p99-ms must be above 0"),
+        ({"paths": (Path("a.json"),), "target": "1/s"}, "a.json cannot be read"),
+        ({"published": True, "target": "1/s"}, "a target of its own"),
+    ],
+)
+def test_what_says_nothing_is_refused(
+    asked: dict[str, Any], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MeasurementFailed, match=complaint):
+        print_costs(Asked(**asked))
+
+
+def test_different_models_are_refused(tmp_path: Path) -> None:
+    paths = saved(tmp_path, made_results.made_encoder(X86), made_results.made_decoder(ARM))
+    with pytest.raises(MeasurementFailed, match="different models"):
+        print_costs(Asked(paths=paths, target="1/s"))
+
+
+def test_two_results_of_one_name_are_refused(tmp_path: Path) -> None:
+    paths = saved(tmp_path, made_results.made_encoder(X86), made_results.made_encoder(X86))
+    with pytest.raises(MeasurementFailed, match="are called xeon-int8"):
+        print_costs(Asked(paths=paths, target="1/s"))
+
+
+def test_the_command_line_ends_with_a_sentence_and_two(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tco"]) == 2
+    assert capsys.readouterr().err.startswith("armature tco: no result files")
