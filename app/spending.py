@@ -1,6 +1,6 @@
 """What serving costs while it runs: a meter for the machine that was found, looked at now and then, and what is told of price and power.
 
-The event loop's. A look reads a few files, a tenth of a millisecond every five seconds: no counter passes its end unseen where nobody scrapes.
+The event loop's. A look reads a few files, a tenth of a millisecond every five seconds, so that no counter passes its end unseen.
 """
 
 from __future__ import annotations
