@@ -53,6 +53,7 @@ PHASES = (
     Phase("prompt of {}", "{}", lambda trial: trial.prefill_seconds),
     Phase("texts of {}", "{}", lambda trial: trial.encode_seconds),
 )
+_ROWS = Phase("steps of {}", "{}", lambda trial: trial.encode_seconds)  # of a program
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ def render_explained(explained: Explained) -> RenderableType:
     believed = explained.measurements if explained.measurements and not explained.measurements.fallback else None
     shown = [] if believed is None else _shown(believed, explained.plan)
     if shown:
-        parts += ["", _speeds(shown, explained.plan)]
+        parts += ["", _speeds(shown, explained)]
     return Group(*parts, "", _choices(explained), *_expected(explained.plan))
 
 
@@ -120,15 +121,16 @@ def _head(explained: Explained) -> Table:
     return table
 
 
-def _speeds(shown: list[Trial], plan: ServingPlan) -> Table:
-    """Tokens a second of what was timed, hardly any context behind it; the way that was chosen is marked."""
-    columns = [(phase, *column) for phase in PHASES for column in phase.columns(shown)]
-    table = Table(title="Measured tokens/s", title_justify="left", header_style="bold", box=None, padding=(0, 2, 0, 0))
+def _speeds(shown: list[Trial], explained: Explained) -> Table:
+    """Tokens a second of what was timed, hardly any context behind it, or rows; the way that was chosen is marked."""
+    phases, unit = ((_ROWS,), "rows") if explained.needs.kind == "program" else (PHASES, "tokens")
+    columns = [(phase, *column) for phase in phases for column in phase.columns(shown)]
+    table = Table(title=f"Measured {unit}/s", title_justify="left", header_style="bold", box=None, padding=(0, 2, 0, 0))
     table.add_column("", no_wrap=True)
     for _, heading, _ in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     for trial in shown:
-        table.add_row(_way(trial, plan), *(_speed(phase.read(trial), size) for phase, _, size in columns))
+        table.add_row(_way(trial, explained.plan), *(_speed(phase.read(trial), size) for phase, _, size in columns))
     return table
 
 
@@ -171,6 +173,7 @@ def _choices(explained: Explained) -> Table:
     for name in _TOLD:
         decision = decisions[name]
         told = name not in _GENERATING if not needs.generates else name != "batch_target_tokens"
+        told = told and not (needs.kind == "program" and name == "max_model_len")
         if told and (name != "int8_copy" or plan.precision.value == "int4"):
             table.add_row(name, "auto" if decision.value is None else value_of(name, decision.value), decision.reason)
     return table

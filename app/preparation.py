@@ -128,8 +128,8 @@ def beside_other_work(before: Prepared, after: Prepared) -> bool:
 
 
 def _shapes(checkpoint: Opened) -> object:
-    """Whatever decides what its steps take; None of what is never measured."""
-    return checkpoint.model_config if isinstance(checkpoint, Checkpoint) else None
+    """Whatever decides what its steps take."""
+    return checkpoint.model_config if isinstance(checkpoint, Checkpoint) else checkpoint.fingerprint
 
 
 def budget_for(checkpoint: Opened) -> float:
@@ -145,9 +145,8 @@ def subject(prepared: Prepared) -> Subject:
     names = [plan.precision.value, *_others(prepared)]
     ways = [way for name in names if (way := _way(prepared, name)) is not None]
     copies = settings.int8_copy != "off" and not plan.deterministic.value and "int4" in names and checkpoint.needs().generates
-    assert isinstance(checkpoint, Checkpoint), "no plan wants a program measured"
     return Subject(
-        checkpoint.model_config,
+        checkpoint.model_config if isinstance(checkpoint, Checkpoint) else checkpoint,
         tuple(ways),
         _thread_counts(settings, plan.threads.value),
         lambda found: _choice(_plan(facts, found, settings, checkpoint)),

@@ -1,7 +1,7 @@
 """How long texts wait for their answer: the steps that lie before it, with what steps take now, reckoned from counts of tokens alone.
 
-The order is the engine's (`engine/texts.py`): half of each step belongs to the oldest request, the rest to those of the smallest size
-class, as they came.
+The order is the engine's: a program's rows go as they came; of texts (`engine/texts.py`) half of each step belongs to the oldest request,
+the rest to those of the smallest size class, as they came.
 """
 
 from __future__ import annotations
@@ -26,20 +26,26 @@ def answer_seconds(now: Snapshot, newcomers: Sequence[tuple[float, int]], moment
         queue, newcomers = [first], newcomers[1:]
         if not newcomers:
             return max(_until_done(now.tempo, queue) - (moment - began), 0.0)
-    under_way = _step(queue, now.tempo.max_tokens)
+    under_way = _step(queue, now.tempo)
     ends = max(began + now.tempo.encode(under_way), moment)  # one that is late may end any moment
     queue += [tokens for _, tokens in newcomers]
     return ends - moment + _until_done(now.tempo, queue)
 
 
-def _step(queue: list[int], budget: int) -> int:
+def _step(queue: list[int], tempo: Tempo) -> int:
     """One step's tokens, taken from the queue."""
-    room = budget - _take(queue, 0, budget // 2)
-    for index in sorted(range(len(queue)), key=lambda index: size_class(queue[index], budget)):
+    budget = tempo.max_tokens
+    room = budget - _take(queue, 0, budget if tempo.oldest_first else budget // 2)
+    for index in sorted(range(len(queue)), key=lambda index: _class(queue[index], tempo)):
         if not room:
             break
         room -= _take(queue, index, room)
     return budget - room
+
+
+def _class(tokens: int, tempo: Tempo) -> int:
+    """Requests of one class go as they came, smaller classes before larger ones."""
+    return 0 if tempo.oldest_first else size_class(tokens, tempo.max_tokens)
 
 
 def _take(queue: list[int], index: int, room: int) -> int:
@@ -55,8 +61,8 @@ def _until_done(tempo: Tempo, queue: Sequence[int]) -> float:
     as long as there is anything of them.
     """
     budget, total = tempo.max_tokens, sum(queue)
-    last = size_class(queue[-1], budget)
-    own = sum(tokens for tokens in queue if size_class(tokens, budget) <= last)
+    last = _class(queue[-1], tempo)
+    own = sum(tokens for tokens in queue if _class(tokens, tempo) <= last)
     before = own + min(own, total - own)
     full = (before - 1) // budget
     return full * tempo.encode(budget) + tempo.encode(min(budget, total - full * budget))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from app.engine.encode_pace import EncodePace
 from app.engine.loading import Report, percent, prepared_device
 from app.engine.program import FAILURES, ProgramEngine, Served
 from app.engine.tensors import DTYPES
 from app.errors import CheckpointInvalid
 from app.hardware.plan import ServingPlan
+from app.hardware.step_seconds import StepSeconds
 from app.messages import Signature, TensorSpec
+from app.models.program import Program
 from app.weights.load_program import load_program
 from app.weights.program import ProgramCheckpoint
 
@@ -18,19 +21,25 @@ FREE_SIZE = 16  # of a dimension that a client may choose, while warming up
 _CLOSE = 0.05  # of the largest value: products of other numbers of rows round otherwise
 
 
-def build_program(checkpoint: ProgramCheckpoint, plan: ServingPlan, report: Report) -> ProgramEngine:
-    """Loads and warms up. Raises a `StartupError` where the plan or the program cannot be served."""
+def build_program(
+    checkpoint: ProgramCheckpoint, plan: ServingPlan, report: Report, steps: StepSeconds | None = None
+) -> ProgramEngine:
+    """Loads and warms up; `steps` is what steps were measured to take. Raises a `StartupError` where the plan or the program cannot be
+    served."""
     prepared_device(plan, report)
     program = load_program(checkpoint, plan, percent(report, "loading weights"))
-    served = Served(program, checkpoint.signature, checkpoint.gives, checkpoint.fewest_rows)
+    served = served_program(checkpoint, program)
     report("warming up")
     check_rows(served)
-    return ProgramEngine(served, _rows(checkpoint, plan))
+    return ProgramEngine(served, EncodePace(most_rows(checkpoint, plan.batch_target_tokens.value), steps, oldest_first=True))
 
 
-def _rows(checkpoint: ProgramCheckpoint, plan: ServingPlan) -> int:
-    """Of a step: as the plan says, and no more than the program was exported for."""
-    wanted = plan.batch_target_tokens.value
+def served_program(checkpoint: ProgramCheckpoint, program: Program) -> Served:
+    return Served(program, checkpoint.signature, checkpoint.gives, checkpoint.fewest_rows)
+
+
+def most_rows(checkpoint: ProgramCheckpoint, wanted: int) -> int:
+    """Of a step: as wanted, and no more than the program was exported for."""
     return min(wanted, checkpoint.most_rows or wanted)
 
 

@@ -18,9 +18,10 @@ _RECENT_ARRIVALS = 8
 class EncodePace:
     """Belongs to the engine. `target_tokens`: up to so many texts are put together."""
 
-    def __init__(self, target_tokens: int, steps: StepSeconds | None = None) -> None:
+    def __init__(self, target_tokens: int, steps: StepSeconds | None = None, *, oldest_first: bool = False) -> None:
         self.target_tokens = target_tokens
-        self.tempo = None if steps is None or not steps.encode_points else Tempo(steps, target_tokens)
+        known = steps if steps is not None and steps.encode_points else None
+        self.tempo = None if known is None else Tempo(known, target_tokens, oldest_first=oldest_first)
         self._ratios: deque[float] = deque(maxlen=_RECENT_RATIOS)
         self._arrivals: deque[tuple[float, int]] = deque(maxlen=_RECENT_ARRIVALS)  # of requests: when, and their tokens
 

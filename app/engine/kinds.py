@@ -47,7 +47,7 @@ def _program(ordered: Ordered) -> Engine:
     from app.engine.build_program import build_program
 
     assert isinstance(ordered.checkpoint, ProgramCheckpoint), "of its kind"
-    return build_program(ordered.checkpoint, ordered.plan, ordered.report)
+    return build_program(ordered.checkpoint, ordered.plan, ordered.report, ordered.steps)
 
 
 _BUILDERS: Mapping[str, Callable[[Ordered], Engine]] = {"decoder": _decoder, "encoder": _encoder, "program": _program}

@@ -34,7 +34,7 @@ class Forms:
     def of(self, linear: Linear) -> LinearForm:
         if linear.sources not in self.made:
             bias = torch.zeros(linear.out_features, dtype=self.choice.dtype) if linear.has_bias else None
-            self.made[linear.sources] = _made_up(self.choice.packing(linear), linear, bias, self.choice.dtype)
+            self.made[linear.sources] = made_up_form(self.choice.packing(linear), linear, bias, self.choice.dtype)
         return self.made[linear.sources]
 
     def sizes(self, modules: Iterable[nn.Module]) -> tuple[int, int]:
@@ -63,7 +63,8 @@ def table_of(rows: int, size: int) -> Tensor:
     return torch.full((rows, size), WEIGHT, dtype=torch.bfloat16)
 
 
-def _made_up(packing: Packing, linear: Linear, bias: Tensor | None, dtype: torch.dtype) -> LinearForm:
+def made_up_form(packing: Packing, linear: Linear, bias: Tensor | None, dtype: torch.dtype) -> LinearForm:
+    """As that packing makes it of a weight of the layer's size."""
     outputs, inputs = linear.out_features, linear.in_features
     if isinstance(packing, KeptPacking):
         return packing.restored(outputs, inputs, bias, [_filled(nbytes) for nbytes in packing.part_bytes(outputs, inputs)])

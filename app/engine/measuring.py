@@ -16,6 +16,7 @@ import torch
 from app.backends.selection import select_backend
 from app.engine.encode_rehearsal import EncodeRehearsal
 from app.engine.looks import COARSE, FULL, Extent, Look, Rehearsed, StepShape
+from app.engine.program_rehearsal import ProgramRehearsal
 from app.engine.rehearsal import Rehearsal
 from app.hardware.decision import Measurements, Trial
 from app.hardware.plan import ServingPlan
@@ -23,6 +24,7 @@ from app.kernels.calibrate import Block, Clock, Point, Rounds, border, table
 from app.kernels.ceilings import ProductCeiling, ReadCeiling
 from app.models.config import ModelConfig
 from app.models.encoder_config import EncoderConfig
+from app.weights.program import ProgramCheckpoint
 
 READ_BYTES = (
     2**27
@@ -43,7 +45,7 @@ class Subject:
     """What is measured. `ways`: a plan for each precision that may be chosen; `copy`: one that holds eight bits beside four, where that may
     be. `threads` may serve, the most first. `choose` says which precision and how many threads the plan takes after a look at all."""
 
-    config: ModelConfig | EncoderConfig
+    config: ModelConfig | EncoderConfig | ProgramCheckpoint
     ways: tuple[ServingPlan, ...]
     threads: tuple[int, ...]
     choose: Callable[[Measurements], tuple[str, int]]
@@ -182,6 +184,8 @@ class Session:
 
     def _rehearsal(self, extent: Extent) -> Rehearsed:
         config, backend = self.subject.config, select_backend(self.plan)
+        if isinstance(config, ProgramCheckpoint):
+            return ProgramRehearsal(config, self.plan)
         if isinstance(config, EncoderConfig):
             return EncodeRehearsal(config, self.plan, backend, extent)
         return Rehearsal(config, self.plan, backend, extent)

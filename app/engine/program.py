@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from app.engine.encode_pace import EncodePace
 from app.engine.tensors import array_of, tensor_of
 from app.errors import InvalidRequest, RequestError, StepFailed
 from app.measured import Snapshot, StepStats
@@ -75,9 +76,10 @@ class ProgramEngine:
 
     patience_seconds = 0.0
 
-    def __init__(self, served: Served, max_rows: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, served: Served, pace: EncodePace, clock: Callable[[], float] = time.monotonic) -> None:
+        """A step has up to `pace.target_tokens` rows."""
         self.stats: StepStats | None = None
-        self._served, self._max_rows, self._clock = served, max_rows, clock
+        self._served, self._pace, self._clock = served, pace, clock
         self._waiting: deque[Waiting] = deque()
         self._batch: list[Share] = []  # of the step that is under way, or that raised
 
@@ -112,6 +114,7 @@ class ProgramEngine:
         self.stats = StepStats(
             seconds, num_sequences=len(shares), model_seconds=seconds, encode_tokens=rows, num_encode_sequences=rows
         )
+        self._pace.observe(self.stats)
         return events
 
     def fail(self) -> list[Event]:
@@ -130,11 +133,12 @@ class ProgramEngine:
             num_waiting=len(self._waiting) - begun,
             stepped_at=self._clock(),
             queue=tuple(request.rows - request.done for request in self._waiting),
+            tempo=self._pace.tempo,
         )
 
     def _next_batch(self) -> list[Share]:
         """The oldest request's rows, and behind it those of others whose inputs have the same shapes."""
-        shapes, left = self._waiting[0].shapes, self._max_rows
+        shapes, left = self._waiting[0].shapes, self._pace.target_tokens
         shares = []
         for request in self._waiting:
             if not left:

@@ -6,6 +6,7 @@ A text is never divided, so the longest bounds a step's memory; up to how many t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from app.errors import PlanImpossible
 from app.hardware.capacity import Capacity
@@ -17,7 +18,7 @@ from app.hardware.trials import Timing, rate
 from app.settings import Settings
 
 _TARGET_TOKENS = 512  # where products reach their best rate on a CPU
-_TARGET_ROWS = 32  # of an exported program: nobody knows what one of them costs
+_TARGET_ROWS = 32  # of an exported program, while nobody knows what one of them costs
 # Of the best measured rate, where steps are short and where they are long: who arrives waits for the one under way, so that shorter ones
 # are worth something. (FP32 on two Cascade Lake cores: 1,024 tokens of all-MiniLM-L6-v2 in 0.31 s, 6% ahead of 128 in 0.04 s.)
 _NEARLY_BEST, _NEARLY_BEST_IF_LONG = 0.9, 0.8
@@ -38,7 +39,7 @@ def decide(facts: Facts, settings: Settings, demand: Demand, timing: Timing | No
     fits = _most_tokens(needs, demand, left)
     length = _model_len(settings, needs, left, fits)
     target = _target(settings, needs, timing, fits)
-    batch = _batch(settings, target, length, left, fits)
+    batch = _batch(settings, needs, Fitting(target, length, fits), left)
     running = _texts(settings, batch.value, needs)
     return Capacity(
         weight_bytes=Decision(demand.weight_bytes, f"Resident in {demand.held_in}."),
@@ -47,7 +48,7 @@ def decide(facts: Facts, settings: Settings, demand: Demand, timing: Timing | No
         max_running_seqs=running,
         max_batch_tokens=batch,
         batch_target_tokens=target,
-        max_waiting_requests=_waiting(settings, timing, target.value),
+        max_waiting_requests=_waiting(settings, needs, timing, target.value),
     )
 
 
@@ -96,9 +97,11 @@ def _target(settings: Settings, needs: Needs, timing: Timing | None, fits: int) 
     if settings.max_batch_tokens != "auto":
         return Decision(settings.max_batch_tokens, "Asked for.")
     if needs.kind == "program":
-        return Decision(_TARGET_ROWS, "Rows of a step: nobody knows what one costs; max_batch_tokens says it.")
+        return _measured(timing, 1, _TARGET_ROWS, "rows") or Decision(
+            _TARGET_ROWS, "Rows of a step: nobody knows yet what one costs; max_batch_tokens says it."
+        )
     texts = 1 if settings.max_running_seqs == "auto" else settings.max_running_seqs
-    wanted = _measured(timing, max(texts, LEAST_BATCH_TOKENS)) or Decision(
+    wanted = _measured(timing, max(texts, LEAST_BATCH_TOKENS), _TARGET_TOKENS, "tokens") or Decision(
         _TARGET_TOKENS, "Products reach their best rate there; a longer step would only make others wait."
     )
     if wanted.value < texts:
@@ -108,8 +111,8 @@ def _target(settings: Settings, needs: Needs, timing: Timing | None, fits: int) 
     return Decision(fits, f"Memory is short, and each token of a step takes some; otherwise {wanted.value}.")
 
 
-def _measured(timing: Timing | None, least: int) -> Decision[int] | None:
-    """Of at least so many tokens."""
+def _measured(timing: Timing | None, least: int, usual: int, unit: str) -> Decision[int] | None:
+    """Of at least so many; None where it is still rising at fewer than are usual."""
     sizes = sorted(size for size in timing.trial.encode_seconds if size >= least) if timing else []
     if timing is None or not sizes:
         return None
@@ -118,11 +121,11 @@ def _measured(timing: Timing | None, least: int) -> Decision[int] | None:
     found = _fewest(rates, _NEARLY_BEST)
     if found / rates[found] > _LONG_SECONDS:
         found = _fewest(rates, _NEARLY_BEST_IF_LONG)
-    if found == max(rates) < _TARGET_TOKENS:
-        return None  # still rising where measuring ended
+    if found == max(rates) < usual:
+        return None  # measuring ended there
     near = "the best" if found == best else f"not far from the best ({rate(rates[best])} in steps of {best})"
     return Decision(
-        found, f"Measured {rate(rates[found])} tokens/s in steps of {found}, {near}; a longer step makes others wait."
+        found, f"Measured {rate(rates[found])} {unit}/s in steps of {found}, {near}; a longer step makes others wait."
     )
 
 
@@ -131,22 +134,36 @@ def _fewest(rates: Mapping[int, float], share: float) -> int:
     return next(size for size, each in rates.items() if each >= share * max(rates.values()))
 
 
-def _batch(settings: Settings, target: Decision[int], length: Decision[int], left: Room, fits: int) -> Decision[int]:
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """Up to how many tokens are put together, how long a text may be, and how many of a step there is memory for."""
+
+    target: Decision[int]
+    length: Decision[int]
+    fits: int
+
+
+def _batch(settings: Settings, needs: Needs, fitting: Fitting, left: Room) -> Decision[int]:
+    target, length = fitting.target, fitting.length
     if settings.max_batch_tokens != "auto":
-        if settings.max_batch_tokens > fits:
+        if settings.max_batch_tokens > fitting.fits:
             raise PlanImpossible(
-                f"max_batch_tokens is {settings.max_batch_tokens}, but there is memory for {fits} tokens of a step: {left.story}."
+                f"max_batch_tokens is {settings.max_batch_tokens}, but there is memory for {fitting.fits} tokens of a step: "
+                f"{left.story}."
             )
         return Decision(settings.max_batch_tokens, "Asked for.")
     if length.value > target.value:
         return Decision(length.value, "The longest text, which goes alone: none is ever divided.")
+    if needs.kind == "program":
+        return Decision(target.value, "As many rows as are put together; those of a larger request span steps.")
     return Decision(target.value, "As many tokens as are put together; the longest text is shorter.")
 
 
 def _texts(settings: Settings, batch_tokens: int, needs: Needs) -> Decision[int]:
     """`max_running_seqs` of what does not generate: texts of one step."""
     if settings.max_running_seqs == "auto":
-        return Decision(min(_MOST_TEXTS, batch_tokens), "Texts of one step: it is full before there are more.")
+        what = "Requests" if needs.kind == "program" else "Texts"
+        return Decision(min(_MOST_TEXTS, batch_tokens), f"{what} of one step: it is full before there are more.")
     if settings.max_running_seqs > batch_tokens:
         what = "row" if needs.kind == "program" else "token"
         raise PlanImpossible(
@@ -156,14 +173,14 @@ def _texts(settings: Settings, batch_tokens: int, needs: Needs) -> Decision[int]
     return Decision(settings.max_running_seqs, "Asked for.")
 
 
-def _waiting(settings: Settings, timing: Timing | None, target: int) -> Decision[int]:
+def _waiting(settings: Settings, needs: Needs, timing: Timing | None, target: int) -> Decision[int]:
     if settings.max_waiting_requests != "auto":
         return Decision(settings.max_waiting_requests, "Asked for.")
     if timing is None or not timing.trial.encode_seconds:
         return Decision(_WAITING_REQUESTS, "Nobody knows yet how long they would wait.")
-    texts = timing.encode_rate(target) / TABLE_TEXT_TOKENS * _WAITING_SECONDS
+    tokens, what = (1, "rows") if needs.kind == "program" else (TABLE_TEXT_TOKENS, f"texts of {TABLE_TEXT_TOKENS} tokens")
+    requests = timing.encode_rate(target) / tokens * _WAITING_SECONDS
     return Decision(
-        round(min(max(texts, 64), _MOST_WAITING)),
-        f"About {_WAITING_SECONDS:.0f} s worth of texts of {TABLE_TEXT_TOKENS} tokens, one a request: who would wait longer is told when "
-        "to return.",
+        round(min(max(requests, 64), _MOST_WAITING)),
+        f"About {_WAITING_SECONDS:.0f} s worth of {what}, one a request: who would wait longer is told when to return.",
     )

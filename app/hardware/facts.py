@@ -200,6 +200,7 @@ class Needs:
     `weight_bytes` are on disk; `bytes_by_precision` are resident when served, by precision (`fp32`, `bf16`, …);
     `int8_copy_bytes` come on top where layers are held in eight bits beside four.
     `kv_elements_per_token` is 2 · layers · kv_heads · head_dim, 0 for an encoder.
+    `rows_vary`: what a program's row costs depends on dimensions that each request chooses.
     """
 
     kind: Literal["decoder", "encoder", "program"]
@@ -215,6 +216,7 @@ class Needs:
     stored_dtype: str
     int8_copy_bytes: int = 0
     num_kv_heads: int = 0
+    rows_vary: bool = False
 
     @property
     def generates(self) -> bool:

@@ -62,7 +62,7 @@ def _capacity(served: Served) -> Decision[Mapping[str, Mapping[int, float]]]:
     if timing is None or needs is None:
         return Decision({}, _UNKNOWN)
     if timing.trial.encode_seconds:
-        return _encoding(timing, served.limits.batch_tokens)
+        return _encoding(timing, served.limits.batch_tokens, needs.kind == "program")
     context = min(TYPICAL_CONTEXT, max(1, needs.max_model_len // 2))
     rows = _sizes(timing.trial.decode_seconds, served.limits.running_seqs)
     decode = {row: row / timing.steps.decode(row, row * context) for row in rows}
@@ -75,15 +75,14 @@ def _capacity(served: Served) -> Decision[Mapping[str, Mapping[int, float]]]:
     )
 
 
-def _encoding(timing: Timing, most: int) -> Decision[Mapping[str, Mapping[int, float]]]:
-    """By measured tokens of a step."""
+def _encoding(timing: Timing, most: int, of_rows: bool) -> Decision[Mapping[str, Mapping[int, float]]]:
+    """By measured tokens of a step, or a program's rows."""
     encode = {size: timing.encode_rate(size) for size in _sizes(timing.trial.encode_seconds, most)}
     few, many = min(encode), max(encode)
-    return Decision(
-        {"encode": encode},
-        f"From measured steps: {rate(encode[few])} tokens/s of texts in steps of {few}, {rate(encode[many])} in steps of {many}: "
-        f"{rate(encode[many] / TABLE_TEXT_TOKENS)} texts of {TABLE_TEXT_TOKENS} tokens a second.",
-    )
+    unit = "rows/s" if of_rows else "tokens/s of texts"
+    texts = f": {rate(encode[many] / TABLE_TEXT_TOKENS)} texts of {TABLE_TEXT_TOKENS} tokens a second"
+    told = f"{rate(encode[few])} {unit} in steps of {few}, {rate(encode[many])} in steps of {many}{'' if of_rows else texts}."
+    return Decision({"encode": encode}, f"From measured steps: {told}")
 
 
 def _sizes(table: Mapping[int, float], most: int) -> list[int]:
@@ -116,7 +115,7 @@ def _encode_ratios(measured: Measurements, timing: Timing, batch_tokens: int) ->
     sizes = [size for size in timing.trial.encode_seconds if size <= batch_tokens] or [batch_tokens]
     few, many = min(sizes), max(sizes)
     found = {name: _floor(measured, timing.trial, size) / timing.steps.encode(size) for name, size in _encode_phases(few, many)}
-    return found, {"encode_few": f"in steps of {few} tokens", "encode": f"in steps of {many}"}
+    return found, {"encode_few": f"in steps of {few}", "encode": f"in steps of {many}"}
 
 
 def _encode_phases(few: int, many: int) -> list[tuple[str, int]]:

@@ -91,8 +91,8 @@ def _own_operations(settings: Settings) -> Decision[bool]:
 def _calibrate(settings: Settings, measurements: Measurements | None, served: Served) -> Decision[bool]:
     if settings.calibrate == "off":
         return Decision(False, "Asked for: decided from facts alone.")
-    if served.needs is not None and served.needs.kind == "program":
-        return Decision(False, "What an exported program's steps take shows as it serves.")
+    if served.needs is not None and served.needs.rows_vary:
+        return Decision(False, "What a row of this program costs depends on dimensions that each request chooses.")
     if measurements is None:
         return Decision(
             True, "This machine will be measured with this model's shapes before weights are read, or once for all starts."

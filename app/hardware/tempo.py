@@ -25,7 +25,8 @@ class Tempo:
     or puts texts together up to so many.
 
     Without `target_seconds` steps may take so many times what the decodes alone would. A step that only decodes carries so many
-    guesses a sequence, and makes so many tokens of it; beside prompts nothing is guessed.
+    guesses a sequence, and makes so many tokens of it; beside prompts nothing is guessed. `oldest_first`: what is done in one step goes
+    as it came, whatever its size.
     """
 
     steps: StepSeconds
@@ -37,6 +38,7 @@ class Tempo:
     encode_factor: float = 1.0
     guesses: float = 0.0
     tokens_made: float = 1.0
+    oldest_first: bool = False
 
     def seconds(self, rows: int, tokens: int, context_tokens: int = 0, prompt_context_tokens: int = 0) -> float:
         """A step of so many decoding rows over their context, and tokens of a prompt behind what is computed of it."""

@@ -37,7 +37,8 @@ class Timing:
         """So many times as quick, all in all: the geometric mean over one sequence, several, and a prompt, or over few texts and many."""
         tokens = self.prompt_tokens(other)
         if self.trial.encode_seconds:
-            gains = [self.encode_rate(size) / other.encode_rate(size) for size in (min(FEW_TOKENS, tokens), tokens)]
+            few = min(FEW_TOKENS, *(self._table.keys() & other._table.keys()), tokens)
+            gains = [self.encode_rate(size) / other.encode_rate(size) for size in (few, tokens)]
         else:
             gains = [self.decode_rate(rows) / other.decode_rate(rows) for rows in (FEW, SEVERAL)]
             gains.append(self.prefill_rate(tokens) / other.prefill_rate(tokens))
@@ -50,8 +51,8 @@ class Timing:
 
     def figures(self, tokens: int) -> str:
         if self.trial.encode_seconds:
-            few = min(FEW_TOKENS, tokens)
-            return f"{rate(self.encode_rate(few))} tokens/s in steps of {few} and {rate(self.encode_rate(tokens))} of {tokens}"
+            few = min(FEW_TOKENS, tokens, *self.trial.encode_seconds)
+            return f"{rate(self.encode_rate(few))} a second in steps of {few} and {rate(self.encode_rate(tokens))} of {tokens}"
         return (
             f"{rate(self.decode_rate(FEW))} tokens/s at one sequence, {rate(self.decode_rate(SEVERAL))} at {SEVERAL} "
             f"and {rate(self.prefill_rate(tokens))} of a prompt"

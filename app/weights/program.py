@@ -5,6 +5,7 @@ The first dimension of every input is the batch, one free symbol for all; output
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -78,6 +79,11 @@ class ProgramCheckpoint:
         floating = weight in states and states[weight].dtype in ("float32", "float16", "bfloat16")
         return floating and len(states[weight].shape) == 2 and len(biases) == 1 and (bias is None or bias in states)
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of what is computed and with weights of which sizes, whatever their values are."""
+        return hashlib.sha256(repr((self.graph, self.states, self.fewest_rows, self.most_rows)).encode()).hexdigest()
+
     def needs(self) -> Needs:
         """What serving it asks of a machine. Products are held in the precision served, everything else as it is stored."""
         sizes = {ref: stored.num_elements for ref, stored in self.states.items()}
@@ -95,6 +101,7 @@ class ProgramCheckpoint:
             hidden_size=0,
             vocab_size=0,
             stored_dtype="float32",
+            rows_vary=any(size < 0 for spec in self.signature.inputs for size in spec.shape[1:]),
         )
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from app.engine.encode_pace import EncodePace
 from app.engine.program import ProgramEngine, Served
 from app.engine.tensors import DTYPES, array_of, tensor_of
 from app.errors import InvalidRequest, ServiceStopping, StepFailed
@@ -38,7 +39,7 @@ class Table:
 
 
 def engine_of(table: Table, max_rows: int = 8) -> ProgramEngine:
-    return ProgramEngine(Served(table, SIGNATURE, (0, 1)), max_rows)  # type: ignore[arg-type]
+    return ProgramEngine(Served(table, SIGNATURE, (0, 1)), EncodePace(max_rows))  # type: ignore[arg-type]
 
 
 def order(name: str, rows: list[list[int]], outputs: tuple[str, ...] = ("sum",)) -> Infer:

@@ -114,7 +114,7 @@ def test_eight_bits_are_taken_where_nothing_else_fits() -> None:
 def test_fewer_threads_where_texts_are_quicker() -> None:
     found = plan(measurements=measured(trial(), trial(threads=7, factor=1.1)))
     assert found.threads.value == 7
-    assert "tokens/s in steps of 16 and" in found.threads.reason
+    assert "a second in steps of 16 and" in found.threads.reason
 
 
 def test_what_is_to_be_expected() -> None:
@@ -171,10 +171,41 @@ def test_a_model_that_does_not_fit_is_refused_with_numbers() -> None:
         plan(memory=GIB // 2)
 
 
-def test_a_program_has_rows_for_tokens_and_is_not_measured() -> None:
+def test_a_program_has_rows_for_tokens() -> None:
     found = plan(PROGRAM)
     assert (found.batch_target_tokens.value, found.max_batch_tokens.value, found.max_model_len.value) == (32, 32, 1)
-    assert not found.calibrate.value and not found.compile.value and found.kv_cache_bytes.value == 0
+    assert found.calibrate.value and not found.compile.value and found.kv_cache_bytes.value == 0
     assert plan(PROGRAM, max_batch_tokens=100).max_batch_tokens.value == 100
     with pytest.raises(PlanImpossible, match="its own"):
         plan(PROGRAM, compile="on")
+
+
+@pytest.mark.parametrize(
+    ("rates", "target"),
+    [
+        ({1: 10, 2: 11, 4: 12, 8: 13}, 2),  # steps are long: within a fifth of the best
+        ({1: 1_000, 2: 2_000, 8: 7_000, 32: 20_000, 128: 21_000, 256: 22_000}, 32),
+        ({1: 1_000, 8: 8_000, 64: 60_000, 256: 200_000}, 256),  # still rising at more than is usual
+        ({1: 1_000, 2: 2_000, 4: 4_000}, 32),  # still rising at less: it tells nothing
+    ],
+)
+def test_a_programs_step_has_as_many_rows_as_pay(rates: dict[int, float], target: int) -> None:
+    table = dataclasses.replace(trial(), encode_seconds={size: size / each for size, each in rates.items()})
+    found = plan(PROGRAM, measured(table))
+    assert found.batch_target_tokens.value == found.max_batch_tokens.value == target
+    assert found.capacity_tokens_per_second.value["encode"][1] == pytest.approx(rates[1])
+    assert "tokens" not in found.capacity_tokens_per_second.reason + found.max_waiting_requests.reason
+    most = found.capacity_tokens_per_second.value["encode"][max(rates)] if target == max(rates) else rates.get(target, 4_000)
+    assert found.max_waiting_requests.value == round(min(max(10 * most, 64), 4096))
+
+
+def test_rows_that_cost_what_each_request_chooses_are_not_measured() -> None:
+    found = plan(dataclasses.replace(PROGRAM, rows_vary=True)).calibrate
+    assert not found.value and "each request chooses" in found.reason
+
+
+def test_a_programs_threads_are_compared_at_one_row_and_at_more() -> None:
+    few = dataclasses.replace(trial(threads=7), encode_seconds={1: 1e-3, 8: 3e-3})
+    all_of_them = dataclasses.replace(trial(), encode_seconds={1: 2e-3, 8: 4e-3})
+    found = plan(PROGRAM, measured(few, all_of_them)).threads
+    assert found.value == 7 and "1,000 a second in steps of 1 and 2,667 of 8" in found.reason
