@@ -35,7 +35,9 @@ class Machine:
 
 
 XEON = Machine()
-GRAVITON = Machine("graviton", "arm64", "Arm", "Neoverse-V2", 16, 1, 1.3, 120.0, 40.0, 180e9, {"bf16": 3e12, "int8": 6e12})
+GRAVITON = Machine(
+    "graviton", "arm64", "Arm", "Neoverse-V2", 16, 1, 1.3, 120.0, 40.0, 180e9, {"bf16": 3e12, "int8": 6e12, "int4": 4e12}
+)
 
 
 def made_decoder(machine: Machine = XEON, precision: str = "int4", seed: int = 1, samples: int = 24, **changes: Any) -> Result:

@@ -52,7 +52,7 @@ def _plot(axis: str, lines: Sequence[_Line], cases: Sequence[Case], names: Seque
             right.plot(places, [p99 for _, _, p99 in line.dots], **look)
         _label(left, axis, lines, "throughput", f"{unit} a second")
         _label(right, axis, lines, "p99 of a request", "milliseconds")
-        left.set_ylim(bottom=0)
+        style.time_axis(left, [0.0], 1.0)
         style.time_axis(right, [p99 for line in lines for _, _, p99 in line.dots], 0.0)
         figure.legend(handles=[*style.keys(names), *_keys(lines)], loc="outside upper left", ncols=4)
 

@@ -84,7 +84,7 @@ def _unlike(result: Result, first: Result) -> list[str]:
     versions = [str(each.info.get("version")) for each in (first, result)]
     if versions[0] != versions[1]:
         found.append(f"The server is version {versions[1]}, that of the first result {versions[0]}.")
-    builds = [_torch(each) for each in (first, result)]
+    builds = [torch_of(each) for each in (first, result)]
     if builds[0] != builds[1]:
         found.append(f"It ran with torch {builds[1]}, the first result with {builds[0]}.")
     return found
@@ -117,7 +117,7 @@ def machine_name(facts: Mapping[str, Any]) -> str:
     return f"{told}, {cores} core{'s' * (cores != 1)}"
 
 
-def _torch(result: Result) -> str:
+def torch_of(result: Result) -> str:
     return str((result.info.get("facts", {}).get("torch") or {}).get("version", "of no known version")).partition("+")[0]
 
 

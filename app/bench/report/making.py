@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import importlib.util
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from app.bench.compare.result import Result, read_result
+from app.bench.compare.result import read_result
+from app.bench.report.comparison import Comparison, compare
+from app.bench.report.judging import Here, check_comparable
+from app.bench.report.printing import print_report
 from app.bench.stats import MeasurementFailed
 
+__all__ = ["Here", "make_report"]
 
-@dataclass(frozen=True, slots=True)
-class Here:
-    """Where the report is made: the version of this program, and this machine's facts as `/info` would give them."""
-
-    version: str
-    facts: Mapping[str, Any]
+PAGE = "report.html"
 
 
 def make_report(paths: Sequence[Path], folder: Path | None, force: bool, here: Here) -> int:
-    """Exit status. Raises `MeasurementFailed` for what cannot be read or must not be compared."""
+    """Exit status. Raises `MeasurementFailed` for what cannot be read, compared, drawn or written."""
+    if folder is not None and importlib.util.find_spec("matplotlib") is None:
+        raise MeasurementFailed(
+            "--report draws with matplotlib, which is not installed: pip install 'armature[bench]', or make report."
+        )
     results = [read_result(path) for path in paths]
     check_comparable(results, force)
+    comparison = compare(results, here)
+    print_report(comparison.judged, comparison.sentences, comparison.tables)
+    if folder is not None:
+        written = write_report(comparison, folder)
+        sys.stderr.write(f"{written} ({written.stat().st_size / 1e6:.1f} MB)\n")
     return 0
 
 
-def check_comparable(results: Sequence[Result], force: bool) -> None:
-    """Results of different models are refused unless `force`."""
-    shapes = [result.model_shape for result in results]
-    if not force and any(shape != shapes[0] for shape in shapes):
-        raise MeasurementFailed("these are results of different models; --force compares them all the same")
+def write_report(comparison: Comparison, folder: Path) -> Path:
+    """The page, with each plot as a PNG beside it. Only this needs matplotlib."""
+    from app.bench.report.page import render, sections_of
+
+    sections = sections_of(comparison)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for plot in (plot for section in sections for plot in section.plots):
+            (folder / f"{plot.name}.png").write_bytes(plot.png)
+        (folder / PAGE).write_text(render(comparison, sections), encoding="utf-8")
+    except OSError as error:
+        raise MeasurementFailed(f"the report cannot be written to {folder}: {error}.") from error
+    return folder / PAGE

@@ -60,7 +60,8 @@ def roofline_plot(results: Sequence[Result], names: Sequence[str]) -> Plot | str
         "roofline",
         "What was reached, under each machine's ceilings",
         "The slope is what memory can read, the level what products can do, both as measured on that machine. "
-        "A step of one token lies at the left end; each further token does more with the same bytes. Attention's own work is not counted. "
+        "Beside each dot stands how many tokens such steps had: each further one does more with the same bytes. "
+        "Attention's own work is not counted. "
         "A dot above the slope is no error: a cache then held the weights."
         + (f" Not known of {', '.join(missing)}." if missing else ""),
         "Operations a second against operations a byte. "
@@ -71,12 +72,12 @@ def roofline_plot(results: Sequence[Result], names: Sequence[str]) -> Plot | str
         axes = figure.subplots()
         for index, ceilings, dots in known:
             _draw(axes, index, ceilings, dots)
-        axes.set_xscale("log")
-        axes.set_yscale("log")
+        style.logarithmic(axes, "x", *axes.get_xlim())
+        style.logarithmic(axes, "y", *axes.get_ylim())
         axes.set_xlabel("operations for each byte of weights that a step reads")
         axes.set_ylabel("billion operations a second")
         phases = dict.fromkeys(dot.phase for _, _, dots in known for dot in dots)
-        figure.legend(handles=[*_keys(names, known), *_phase_keys(phases)], loc="outside upper left", ncols=5)
+        figure.legend(handles=[*_keys(names, known), *_phase_keys(phases)], loc="outside upper left", ncols=2)
 
     return drawn(words, (9.4, 4.4), draw)
 
@@ -128,14 +129,19 @@ def _draw(axes: Axes, index: int, ceilings: Ceilings, dots: Sequence[Reached]) -
     ridge, smallest = ceilings.products / ceilings.reads, ceilings.token_operations / ceilings.step_bytes
     ends = [min([smallest, *(dot.intensity for dot in dots)]) / 1.5, max([ridge * 4, *(dot.intensity for dot in dots)]) * 1.5]
     places = sorted([*ends, ridge])
-    axes.plot(places, [ceilings.bound(place) / GIGA for place in places], color=colour, linewidth=2.0)
+    axes.loglog(places, [ceilings.bound(place) / GIGA for place in places], color=colour, linewidth=2.0)
     for dot in dots:
         axes.plot([dot.intensity], [dot.rate / GIGA], color=colour, marker=_MARKS.get(dot.phase, "D"), markersize=6)
+        where = (dot.intensity, dot.rate / GIGA)
+        axes.annotate(
+            f"{dot.tokens:g}", where, xytext=(7, 4 - 12 * (index % 2)), textcoords="offset points", fontsize=8, color=colour
+        )
 
 
 def _keys(names: Sequence[str], known: Sequence[tuple[int, Ceilings, list[Reached]]]) -> list[Line2D]:
     return [
-        Line2D([], [], color=style.colour_of(index), linewidth=2.0, label=f"{names[index]}, ceilings") for index, _, _ in known
+        Line2D([], [], color=style.colour_of(index), linewidth=2.0, label=f"{style.short(names[index])}: {_roof(ceilings)}")
+        for index, ceilings, _ in known
     ]
 
 
@@ -149,5 +155,8 @@ def _told(name: str, ceilings: Ceilings, dots: Sequence[Reached]) -> str:
     parts = [
         f"{dot.phase} of {dot.tokens:g} tokens {dot.rate / ceilings.bound(dot.intensity):.0%} of its ceiling" for dot in dots
     ]
-    roof = f"{ceilings.reads / GIGA:.0f} GB/s and {ceilings.products / GIGA:,.0f} billion operations a second"
-    return f"{name}: {roof}; " + (", ".join(parts) or "no steps were recorded")
+    return f"{name}: {_roof(ceilings)}; " + (", ".join(parts) or "no steps were recorded")
+
+
+def _roof(ceilings: Ceilings) -> str:
+    return f"{ceilings.reads / GIGA:,.0f} GB/s, {ceilings.products / GIGA:,.0f} billion operations/s"

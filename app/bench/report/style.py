@@ -15,6 +15,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import StrMethodFormatter
 
 INK, MUTED, GRID, PAPER = "#1b1f24", "#57606a", "#d8dee4", "#ffffff"
 # Results by their order. The eight hues of Okabe and Ito, the first six that are dark enough for lines: jfly.uni-koeln.de/color
@@ -42,6 +43,7 @@ VARIABLES = {
     **{colour: f"cause-{index}" for index, colour in enumerate(CAUSE_COLOURS.values())},
 }
 DPI = 160
+LONGEST_NAME = 36
 _STYLE: Any = {  # matplotlib's own type of it differs from version to version
     "font.family": ["DejaVu Sans"],
     "font.size": 9,
@@ -68,6 +70,7 @@ _STYLE: Any = {  # matplotlib's own type of it differs from version to version
     "figure.facecolor": PAPER,
     "figure.constrained_layout.use": True,
     "svg.fonttype": "none",
+    "text.parse_math": False,  # a dollar in a name is a dollar
 }
 
 
@@ -139,7 +142,14 @@ def line(index: int) -> dict[str, Any]:
 
 def keys(names: Sequence[str]) -> list[Line2D]:
     """What the colours stand for."""
-    return [Line2D([], [], **line(index), label=name) for index, name in enumerate(names)]
+    return [Line2D([], [], **line(index), label=short(name)) for index, name in enumerate(names)]
+
+
+def short(name: str) -> str:
+    """As much of a name as a legend has room for; matplotlib hides what begins with a line."""
+    return (name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…").replace(
+        "_", "\u2017", 1 if name[:1] == "_" else 0
+    )
 
 
 def cause_colour(cause: str) -> str:
@@ -158,13 +168,25 @@ def plain_ticks(axes: Axes, axis: str, ticks: list[float], labels: list[str] | N
 
 
 def time_axis(axes: Axes, values: Sequence[float], logarithmic_from: float) -> None:
-    """From zero; logarithmic where the longest is so many times the shortest, with figures that are written out."""
+    """From zero; logarithmic where the longest is so many times the shortest."""
     positive = [value for value in values if value > 0]
     if not positive or max(positive) < logarithmic_from * min(positive):
         axes.set_ylim(bottom=0)
-        return
-    axes.set_yscale("log")
-    low, high = min(positive) / 1.2, max(positive) * 1.2
-    ticks = [step * 10.0**power for power in range(-6, 9) for step in (1, 2, 5) if low <= step * 10.0**power <= high]
-    plain_ticks(axes, "y", ticks if len(ticks) < 9 else ticks[::3])
-    axes.set_ylim(low, high)
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    else:
+        logarithmic(axes, "y", min(positive) / 1.2, max(positive) * 1.2)
+
+
+def logarithmic(axes: Axes, axis: str, low: float, high: float) -> None:
+    """With figures that are written out: 1, 2, 5, or fewer where there is no room."""
+    for steps in ((1, 2, 5), (1, 3), (1,)):
+        ticks = [step * 10.0**power for power in range(-9, 13) for step in steps if low <= step * 10.0**power <= high]
+        if len(ticks) < 9:
+            break
+    if axis == "x":
+        axes.set_xscale("log")
+        axes.set_xlim(low, high)
+    else:
+        axes.set_yscale("log")
+        axes.set_ylim(low, high)
+    plain_ticks(axes, axis, ticks)

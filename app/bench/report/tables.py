@@ -1,0 +1,152 @@
+"""The tables of the report: what was compared, figures by load with their ratios, what steps took and why, and where plans differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from app.bench.compare.result import Result
+from app.bench.report.figures import MILLI, TOPICS, Metric, Topic
+from app.bench.report.judging import machine_name, torch_of
+from app.bench.report.loads import Case, load_name
+from app.bench.report.table import Group, Row, Table, compared, number, plain
+from app.bench.report.tails import CAUSES, causes, phases
+
+_PERCENTILES = ("p50", "p99", "p99.9", "longest")
+# What follows from the rest, or from the moment.
+_NOT_COMPARED = ("decode_tokens_per_second", "prefill_tokens_per_second", "capacity_tokens_per_second", "roofline_ratio")
+
+
+def head_table(results: Sequence[Result], names: Sequence[str]) -> Table:
+    """What was compared, a column each."""
+    columns = [_head(result) for result in results]
+    rows = tuple(
+        Row(name, plain([column[name] for column in columns])) for name in columns[0] if any(col[name] for col in columns)
+    )
+    return Table("What was compared", ("", ""), tuple(names), (Group("", rows),), numeric=False)
+
+
+def figure_tables(cases: Sequence[Case], names: Sequence[str]) -> list[Table]:
+    """One for each topic of which anything was measured; only loads that have something to say in it."""
+    return [table for topic in TOPICS if (table := _figures(topic, cases, names)).groups]
+
+
+def tail_tables(results: Sequence[Result], names: Sequence[str]) -> list[Table]:
+    """What steps took, and what the slow ones lost to each cause; none where no steps were recorded."""
+    taken = [Group(name, tuple(_phase_rows(result))) for name, result in zip(names, results, strict=True)]
+    lost = [Group(name, tuple(_cause_rows(result))) for name, result in zip(names, results, strict=True)]
+    tables = [
+        Table(
+            "What the engine's steps took",
+            ("result", "steps"),
+            ("number", *(f"{name} (ms)" for name in _PERCENTILES), *(f"{name} (× usual)" for name in _PERCENTILES[1:])),
+            tuple(group for group in taken if group.rows),
+            "All loads together. Usual is the median of steps of the same phase, load and about the same size.",
+        ),
+        Table(
+            "What made the slow steps slow",
+            ("result", "cause"),
+            ("steps", "of all steps (%)", "longest (ms)", "time lost (%)"),
+            tuple(group for group in lost if group.rows),
+            "Slow is beyond 1.5 times what such steps take. Time lost: what they took beyond the usual, of the time of all steps. "
+            + "; ".join(f"{name.replace('_', ' ')}: {why}" for name, why in CAUSES.items())
+            + ".",
+        ),
+    ]
+    return [table for table in tables if table.groups]
+
+
+def decision_table(results: Sequence[Result], names: Sequence[str]) -> Table | None:
+    """Decisions of the plans that differ, with their reasons side by side; None where none does."""
+    plans = [result.info.get("plan", {}) for result in results]
+    differing = [
+        name
+        for name in plans[0]
+        if name not in _NOT_COMPARED and any(_value(plan, name) != _value(plans[0], name) for plan in plans[1:])
+    ]
+    if not differing:
+        return None
+    rows = tuple(Row(name.replace("_", " "), plain([_decision(plan, name) for plan in plans])) for name in differing)
+    note = "Decisions that are the same everywhere are left out, and so is what follows from measurements alone."
+    return Table("Where the plans differ, and why", ("", "decision"), tuple(names), (Group("", rows),), note, numeric=False)
+
+
+def _head(result: Result) -> dict[str, str]:
+    info, plan = result.info, result.info.get("plan", {})
+    facts, model = info.get("facts", {}), info.get("model", {})
+    quota = (facts.get("cgroup") or {}).get("quota_cores")
+    meters = dict.fromkeys(point.energy.source for point in result.points if point.energy)
+    return {
+        "machine": machine_name(facts) + (f", a quota of {quota:g}" if quota is not None else ""),
+        "architecture": str(facts.get("architecture", "")),
+        "memory": f"{facts.get('memory_bytes', 0) / 2**30:.0f} GiB",
+        "instance": result.instance or "",
+        "price": "" if result.hourly_price is None else f"${result.hourly_price:g} an hour",
+        "model": f"{model.get('name', '?')}, {model.get('num_parameters', 0) / 1e6:,.0f}M parameters",
+        "precision": _text(_value(plan, "precision")),
+        "kernels": _text(_value(plan, "kernels")),
+        "threads": _text(_value(plan, "threads")),
+        "energy by": ", ".join(meters),
+        "version": f"{info.get('version')}, torch {torch_of(result)}",
+        "measured": f"{_date(result.began_at)}, by version {result.measured_by}",
+        "server's flags": " ".join(result.flags),
+    }
+
+
+def _figures(topic: Topic, cases: Sequence[Case], names: Sequence[str]) -> Table:
+    metrics = [metric for metric in topic.metrics if any(metric.read(each) is not None for each in _all(cases))]
+    groups = [Group(load_name(case.load), tuple(_rows(case, metrics, names))) for case in cases]
+    heads = tuple(f"{metric.name} ({metric.unit})" for metric in metrics)
+    told = tuple(group for group in groups if any(cell.text != "–" for row in group.rows for cell in row.cells))
+    note = topic.note + (f" Beside each figure: its ratio to {names[0]}." if len(names) > 1 else "")
+    return Table(topic.title, ("load", "result"), heads, told, note)
+
+
+def _all(cases: Sequence[Case]) -> Iterator[Any]:
+    return (each for case in cases for each in case.measured if each is not None)
+
+
+def _rows(case: Case, metrics: Sequence[Metric], names: Sequence[str]) -> Iterator[Row]:
+    first = case.measured[0]
+    for index, (name, each) in enumerate(zip(names, case.measured, strict=True)):
+        cells = []
+        for metric in metrics:
+            against = metric.read(first) if first and index else None
+            cells.append(compared(metric.read(each) if each else None, against, metric.more_is_better))
+        yield Row(name, tuple(cells))
+
+
+def _phase_rows(result: Result) -> Iterator[Row]:
+    for phase in phases(result):
+        took = [number(seconds * MILLI) for seconds in phase.seconds]
+        yield Row(phase.name, plain([f"{phase.num_steps:,}", *took, *(number(ratio) for ratio in phase.beyond)]))
+
+
+def _cause_rows(result: Result) -> Iterator[Row]:
+    for cause in causes(result):
+        shares = number(cause.share * 100), number(cause.longest_seconds * MILLI), number(cause.lost_share * 100)
+        yield Row(cause.name.replace("_", " "), plain([f"{cause.num_steps:,}", *shares]))
+
+
+def _value(plan: Mapping[str, Any], name: str) -> Any:
+    return (plan.get(name) or {}).get("value")
+
+
+def _decision(plan: Mapping[str, Any], name: str) -> str:
+    reason = (plan.get(name) or {}).get("reason", "")
+    return f"{_text(_value(plan, name), name)}: {reason}" if reason else _text(_value(plan, name), name)
+
+
+def _text(value: Any, name: str = "") -> str:
+    if value is None or value == []:
+        return "–"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if name.endswith("_bytes"):
+        return f"{value / 2**20:,.0f} MiB"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
