@@ -12,7 +12,7 @@ from typing import Any, Final, get_args
 from app.measured import Cause, Phase, StepStats
 
 KEPT_STEPS = 65_536  # a minute of a small encoder's steps, an hour of a large decoder's
-MOST_TOLD = 4096  # of one answer: they are a few milliseconds of the event loop as JSON
+MOST_TOLD = 2048  # of one answer: as JSON a few milliseconds of the event loop
 
 _PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
 _CAUSES: Final[tuple[Cause | None, ...]] = (None, *get_args(Cause))

@@ -16,6 +16,7 @@ from app.generation import Accepted, ChoiceFinished, GenerationRequest, Piece, T
 from app.measured import Snapshot
 from app.messages import Timings
 from app.served import wrong_kind
+from app.step_log import StepLog
 
 Step = Piece | Exception | asyncio.Event
 
@@ -94,6 +95,7 @@ class CountingMetrics:
 
     def __init__(self) -> None:
         self.refusals: list[str] = []
+        self.steps = StepLog()
 
     def refused(self, api: str) -> None:
         self.refusals.append(api)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
+import pytest
 
 from app.main import URLS
-from app.measured import Snapshot
-from tests.api.scripted import ScriptedService
+from app.measured import Snapshot, StepStats
+from tests.api.scripted import CountingMetrics, ScriptedService
 
 
 async def test_alive_while_the_worker_lives(client: httpx.AsyncClient, service: ScriptedService) -> None:
@@ -69,3 +70,21 @@ async def test_the_document_has_every_url_and_what_it_takes(client: httpx.AsyncC
     text = str(document)
     for reference in {part.split("'")[0] for part in text.split("#/components/schemas/")[1:]}:
         assert reference in document["components"]["schemas"]
+
+
+async def test_the_last_steps_are_told_from_a_number_on(client: httpx.AsyncClient, metrics: CountingMetrics) -> None:
+    for _ in range(3):
+        metrics.steps.add(5.0, StepStats(0.25, decode_tokens=2), "descheduled")
+    told = (await client.get("/info/steps")).json()
+    assert told["next"] == 3 and told["dropped"] == 0 and told["clock"] > 1_700_000_000
+    assert told["steps"]["cause"] == ["descheduled"] * 3
+    later = (await client.get("/info/steps", params={"after": 2})).json()
+    assert later["steps"] == {"at": [5.0], "seconds": [0.25], "phase": ["decode"], "tokens": [2], "cause": ["descheduled"]}
+    assert (await client.get("/info/steps", params={"after": 10**17})).json()["steps"]["at"] == []
+
+
+@pytest.mark.parametrize("after", ["-1", "", "x", "1.5", "１", "9" * 19, "9" * 5000])
+async def test_a_step_has_a_whole_number(client: httpx.AsyncClient, after: str) -> None:
+    response = await client.get("/info/steps", params={"after": after})
+    assert response.status_code == 400
+    assert response.json()["error"]["field"] == "after"

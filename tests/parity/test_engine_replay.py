@@ -13,7 +13,7 @@ from app.engine.decoder import DecoderEngine
 from app.engine.kv_cache import KVCache, KVShape
 from app.engine.limits import Limits
 from app.engine.pace import StepPace
-from app.engine.replay import Replay
+from app.engine.replay import SEEN_BEFORE, Replay
 from app.engine.runner import Runner
 from app.engine.sampler import Sampler
 from app.engine.scheduler import Scheduler
@@ -163,3 +163,21 @@ def test_a_model_that_does_something_else_stays_eager_and_says_what(tmp_path: Pa
     tried, replay = served(model, enabled=True)
     assert replay.reason == "mul is not an operation of ours"
     assert tried == eager
+
+
+def test_steps_of_a_new_shape_are_first_until_they_are_run_again(tmp_path: Path) -> None:
+    model: Any = load(write_checkpoint(tmp_path, "LlamaForCausalLM", seed=11), "int4", max_model_len=MAX_LEN)
+    config, replay = model.config, Replay(model)
+    cache = KVCache(KVShape(config.num_layers, SLOTS, MAX_LEN, config.num_kv_heads, config.head_dim), torch.bfloat16)
+    runner = Runner(replay, cache, CpuBackend(torch.bfloat16), Sampler(config.vocab_size))
+    scheduler = Scheduler(SlotPool(SLOTS, SLOTS * MAX_LEN), StepPace(24), Limits(MAX_LEN, SLOTS // 2, 24), {1})
+    engine = DecoderEngine(scheduler, runner)
+    engine.is_first = lambda: replay.is_first
+    engine.add(Generate("r", tuple(range(4, 14)), SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0), 0.0))
+    firsts = []
+    while engine.has_work:
+        engine.step()
+        assert engine.stats is not None
+        firsts += [engine.stats.is_first] if engine.stats.phase == "decode" else []
+    seen = SEEN_BEFORE + 1  # by the interpreter, and the one that is recorded
+    assert firsts == seen * [True] + (7 - seen) * [False]

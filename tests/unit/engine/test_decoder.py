@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.engine.batch import Batch, Picked
+from app.engine.limits import Limits
 from app.errors import ServiceStopping, StepFailed
 from app.messages import Event
 from engine_simulation import DeviceBroke, Simulation
@@ -92,3 +93,27 @@ def test_all_can_be_told_that_it_is_over() -> None:
     sim.add("waiting", [1])
     sim.hear(sim.engine.fail_all(ServiceStopping("over")))
     assert set(sim.failures) == {"a", "b", "waiting"} and not sim.engine.has_work
+
+
+def test_what_is_computed_a_second_time_is_counted() -> None:
+    sim = Simulation(capacity=60, limits=Limits(max_model_len=60, max_running_seqs=4, max_batch_tokens=64))
+    for name, token in (("old", 1), ("young", 2)):
+        sim.add(name, [token] * 20, max_tokens=25, ignore_eos=True)
+    counted = []
+    while sim.engine.has_work:
+        sim.step()
+        assert sim.engine.stats is not None
+        counted.append((sim.engine.stats.preempted, sim.engine.stats.recomputed_tokens))
+    first = next(index for index, (preempted, _) in enumerate(counted) if preempted)
+    assert all(again == 0 for _, again in counted[: first + 1])
+    again = sum(again for _, again in counted)
+    assert again == sim.runner.computed_tokens - 2 * (20 + 24) + 1, "with the last token, which was picked and never computed"
+    assert again > 10
+
+
+def test_a_first_step_of_its_shape_is_said_to_be_one() -> None:
+    sim = two_running()
+    assert sim.engine.stats is not None and not sim.engine.stats.is_first
+    sim.engine.is_first = lambda: True
+    sim.step()
+    assert sim.engine.stats.is_first and sim.engine.stats.decode_tokens == 2

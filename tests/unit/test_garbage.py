@@ -1,0 +1,109 @@
+"""Circles of objects wait until a step is over, and never for long; what was collected anyway is counted."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from app import garbage
+from app.garbage import MOST_NEW_OBJECTS, MOST_SECONDS, WHOLE_SECONDS, Garbage
+
+
+class Circle:
+    """Refers to itself: only a collection finds that nobody else does."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+class Clock:
+    seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def tidy(clock: Clock) -> Iterator[Garbage]:
+    found = Garbage(clock)
+    found.settle()
+    yield found
+    found.close()
+    gc.unfreeze()
+
+
+def dropped() -> weakref.ref[Circle]:
+    """A circle that nobody holds any more."""
+    return weakref.ref(Circle())
+
+
+def test_nothing_is_collected_in_a_step(tidy: Garbage) -> None:
+    tidy.hold()
+    circle = dropped()
+    kept = [[number] for number in range(100 * gc.get_threshold()[0])]
+    assert circle() is not None and tidy.collections == 0 and len(kept) > 0
+    tidy.release()
+    kept += [[number] for number in range(2 * gc.get_threshold()[0])]
+    assert circle() is None and tidy.collections > 0, "an idle engine leaves it to Python again"
+
+
+def test_between_steps_it_is_done_once_enough_has_come_together(tidy: Garbage) -> None:
+    tidy.hold()
+    circle = dropped()
+    tidy.tidy()
+    assert circle() is not None and tidy.collections == 0
+    kept = [[number] for number in range(MOST_NEW_OBJECTS)]
+    tidy.tidy()
+    assert circle() is None and tidy.collections == 1 and len(kept) > 0
+    tidy.tidy()
+    assert tidy.collections == 1, "what lives is not looked through at every step"
+
+
+def test_a_busy_engine_waits_no_longer_than_a_second(tidy: Garbage, clock: Clock) -> None:
+    """A few objects may hold a large body."""
+    tidy.hold()
+    circle = dropped()
+    clock.seconds += MOST_SECONDS
+    tidy.tidy()
+    assert circle() is None
+
+
+def test_what_outlived_a_collection_is_looked_through_once_a_minute(tidy: Garbage, clock: Clock) -> None:
+    tidy.hold()
+    circle = Circle()
+    seen = weakref.ref(circle)
+    for _ in range(2):  # it grows old
+        clock.seconds += MOST_SECONDS
+        tidy.tidy()
+    del circle
+    clock.seconds += MOST_SECONDS
+    tidy.tidy()
+    assert seen() is not None
+    clock.seconds += WHOLE_SECONDS
+    tidy.tidy()
+    assert seen() is None
+
+
+def test_what_was_loaded_is_not_looked_through(tidy: Garbage) -> None:
+    assert gc.get_freeze_count() > 0
+
+
+def test_its_time_is_counted_whoever_collects(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(100))
+    heard = Garbage(lambda: float(next(ticks)))
+    heard.settle()
+    gc.collect()
+    assert (heard.collections, heard.seconds) == (1, 1.0)
+    heard.close()
+    gc.collect()
+    assert heard.collections == 1 and gc.isenabled() and heard._hear not in gc.callbacks
+    gc.unfreeze()
+    assert garbage.MOST_SECONDS < garbage.WHOLE_SECONDS

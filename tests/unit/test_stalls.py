@@ -1,0 +1,170 @@
+"""Why a step was slow: each cause is made for real where a test can make it, and from counters where only a busy machine could."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from app.gauges import throttled_seconds
+from app.hardware.decision import Trial
+from app.hardware.step_seconds import StepSeconds
+from app.measured import StepStats
+from app.stalls import Counters, Stall, Stalls, Usual, first_touch_seconds
+
+TABLE = StepSeconds.of(Trial("int4", 2, {1: 0.016, 8: 0.030}, {128: 0.2}, context_token_seconds=1e-6))
+DECODE = StepStats(0.030, decode_tokens=8, num_decode_sequences=8)
+SLOW = replace(DECODE, seconds=0.050)
+MIXED = replace(DECODE, prefill_tokens=64, num_prefill_sequences=1, seconds=0.100)
+PAGES = 2000
+
+
+def stalls(**parts: object) -> Stalls:
+    return Stalls(Usual(TABLE), **parts)  # type: ignore[arg-type]
+
+
+def after(found: Stalls, step: StepStats) -> str | None:
+    found.begin()
+    return found.end(step)
+
+
+# ---- what such steps take ----------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_takes_what_such_steps_take_has_no_cause() -> None:
+    found = stalls()
+    assert after(found, DECODE) is None
+    assert after(found, replace(DECODE, seconds=0.044)) is None
+    assert after(found, SLOW) is not None
+
+
+def test_a_machine_that_has_become_slower_does_not_stall_at_every_step() -> None:
+    found = stalls()
+    causes = [after(found, replace(DECODE, seconds=0.060)) for _ in range(60)]
+    assert causes[0] is not None and causes[-1] is None
+    assert after(found, replace(DECODE, seconds=0.150)) is not None
+
+
+def test_one_slow_step_does_not_change_what_is_usual() -> None:
+    usual = Usual(TABLE)
+    usual.learn(replace(DECODE, seconds=10.0))
+    told = usual.seconds(DECODE)
+    assert told is not None and 0.030 <= told < 0.034
+
+
+def test_without_a_table_steps_of_the_same_size_tell_what_is_usual() -> None:
+    found = Stalls(Usual())
+    first = [after(found, replace(DECODE, seconds=seconds)) for seconds in (0.1, *(15 * [0.030]))]
+    assert set(first) == {None}, "nothing is known yet"
+    assert after(found, DECODE) is None
+    assert after(found, replace(DECODE, seconds=0.2)) is not None
+    many = StepStats(1.0, encode_tokens=512, num_encode_sequences=4)
+    assert after(found, many) is None, "another kind of step"
+    for _ in range(20):
+        after(found, many)
+    assert after(found, replace(many, encode_tokens=64)) is None, "another size"
+    assert after(found, replace(many, seconds=1.6)) is not None
+
+
+def test_a_step_of_which_nothing_is_known_teaches_nothing() -> None:
+    usual = Usual(TABLE)
+    usual.learn(StepStats(1.0))
+    assert usual.seconds(StepStats(1.0)) is None
+
+
+# ---- causes ------------------------------------------------------------------------------------------------------------
+
+
+def test_streams_that_waited_for_a_prompt_are_told_so() -> None:
+    found = stalls()
+    assert after(found, replace(MIXED, seconds=TABLE.mixed(8, 64))) == "prefill", "as long as such a step takes"
+    assert after(found, replace(MIXED, prefill_tokens=1, seconds=0.035)) is None, "nobody noticed"
+    assert after(found, StepStats(0.1, prefill_tokens=64, num_prefill_sequences=1)) is None, "nobody waited for a next token"
+
+
+def test_a_sequence_that_lost_its_place_is_computed_again() -> None:
+    found = stalls()
+    alone = StepStats(0.1, prefill_tokens=64, num_prefill_sequences=1, recomputed_tokens=64)
+    assert after(found, alone) == "preempted"
+    assert after(found, replace(MIXED, recomputed_tokens=64)) == "preempted"
+    assert after(found, replace(SLOW, preempted=1)) == "preempted"
+
+
+def test_a_first_step_of_its_shape_is_slow_for_that() -> None:
+    assert after(stalls(), replace(SLOW, is_first=True)) == "compiled"
+
+
+def touch(pages: int) -> None:
+    """Memory that nobody has touched: each page is a fault."""
+    with mmap.mmap(-1, pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        if (small_pages := getattr(mmap, "MADV_NOHUGEPAGE", None)) is not None:
+            memory.madvise(small_pages)
+        for place in range(0, len(memory), mmap.PAGESIZE):
+            memory[place] = 1
+
+
+def test_new_memory_is_seen_as_page_faults() -> None:
+    found = stalls(fault_seconds=1e-5)
+    found.begin()
+    touch(PAGES)
+    assert found.end(replace(SLOW, seconds=0.030 + PAGES * 1e-5)) == "page_fault"
+    assert after(found, SLOW) != "page_fault", "those of an earlier step are not this one's"
+
+
+def test_a_few_faults_explain_no_long_step() -> None:
+    assert Stall(SLOW, 1.0, Counters(minor_faults=100), fault_seconds=1e-6).cause() == "unknown"
+    assert Stall(SLOW, 1e-4, Counters(minor_faults=100), fault_seconds=1e-6).cause() == "page_fault"
+    assert Stall(SLOW, 1.0, Counters(major_faults=1)).cause() == "page_fault", "nobody knows how long a disk takes"
+
+
+def test_a_page_costs_something_to_touch_first() -> None:
+    assert 0.0 < first_touch_seconds() < 1e-3
+
+
+def test_garbage_of_that_step_counts_and_earlier_garbage_does_not() -> None:
+    collected = [5.0]
+    found = stalls(garbage_seconds=lambda: collected[0])
+    found.begin()
+    collected[0] += 0.015
+    assert found.end(SLOW) == "garbage_collection"
+    assert after(found, SLOW) != "garbage_collection"
+    found.begin()
+    collected[0] += 0.005
+    assert found.end(SLOW) != "garbage_collection", "the lesser part of it"
+
+
+@pytest.mark.parametrize("line, unit", [("throttled_usec", 1e6), ("throttled_time", 1e9)])
+def test_a_quota_that_is_used_up_is_read_from_the_control_group(line: str, unit: float, tmp_path: Path) -> None:
+    stat = tmp_path / "cpu.stat"
+
+    def write(seconds: float) -> None:
+        stat.write_text(f"nr_throttled 3\n{line} {round(seconds * unit)}\n")
+
+    write(7.0)
+    found = stalls(throttled_seconds=lambda: throttled_seconds(stat))
+    found.begin()
+    write(7.015)
+    assert found.end(SLOW) == "throttled"
+    assert after(found, SLOW) != "throttled"
+    write(8.0)
+    found.look()  # it happened while nothing was computed, or spread over many steps
+    assert after(found, SLOW) != "throttled"
+
+
+def test_without_a_quota_nothing_is_throttled() -> None:
+    assert after(stalls(throttled_seconds=lambda: None), SLOW) != "throttled"
+
+
+def test_a_thread_that_lost_its_core_is_the_last_guess_but_one() -> None:
+    lost = Counters(switches=1)
+    assert Stall(SLOW, 0.02, lost).cause() == "descheduled"
+    assert Stall(MIXED, 0.02, lost).cause() == "descheduled", "it took longer than a prompt explains"
+    assert Stall(MIXED, 0.02, Counters()).cause() == "prefill"
+    assert Stall(SLOW, 0.02, Counters()).cause() == "unknown"
+
+
+def test_counters_are_of_the_time_between() -> None:
+    before, now = Counters(10, 1, 5, 2.0), Counters(15, 1, 7, 2.5)
+    assert now.since(before) == Counters(5, 0, 2, 0.5)

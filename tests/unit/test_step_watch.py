@@ -1,0 +1,160 @@
+"""The worker's loop with somebody beside it: what a step really did to the process is what the log and the counter say of it."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import time
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+
+import pytest
+
+from app.engine.worker import Callbacks, Worker
+from app.errors import RequestError
+from app.measured import Cause, Snapshot, StepStats
+from app.messages import Abort, Encode, Event, Stop, Text
+from app.stalls import Stalls, Usual
+from app.step_log import StepLog
+from app.step_watch import LOOK_SECONDS, StepWatch
+
+PATIENCE_SECONDS = 10.0
+QUICK = 1e-4
+PAGES, FAULT_SECONDS = 4000, 1e-7
+
+
+class Deeds:
+    """An engine whose steps are what a test wants done; each takes at least as long as it takes."""
+
+    patience_seconds = 0.0
+
+    def __init__(self, deeds: list[Callable[[], object]]) -> None:
+        self.stats: StepStats | None = None
+        self.deeds = deeds
+        self.orders = 0
+
+    @property
+    def has_work(self) -> bool:
+        return self.orders > 0 and bool(self.deeds)
+
+    def add(self, order: Encode) -> list[Event]:
+        self.orders += 1
+        return []
+
+    def step(self) -> list[Event]:
+        began = time.perf_counter()
+        self.deeds.pop(0)()
+        self.stats = StepStats(max(time.perf_counter() - began, QUICK), encode_tokens=8, num_encode_sequences=1)
+        return []
+
+    def abort(self, command: Abort) -> list[Event]:
+        return []
+
+    def fail(self) -> list[Event]:
+        return []
+
+    def fail_all(self, error: RequestError) -> list[Event]:
+        return []
+
+    def check(self) -> None: ...
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot()
+
+
+class Watched:
+    """A worker that is done once the deeds are."""
+
+    def __init__(self) -> None:
+        self.log = StepLog()
+        self.causes: list[Cause] = []
+        self.looks = 0
+        self.now = 0.0
+        self.watch = StepWatch(self.log, self.causes.append, self._look, lambda: self.now)
+        self.watch.stalls = Stalls(Usual(), lambda: self.watch.garbage.seconds, fault_seconds=FAULT_SECONDS)
+        self.done: SimpleQueue[StepStats] = SimpleQueue()
+        self.was_enabled: list[bool] = []
+
+    def _look(self) -> None:
+        self.looks += 1
+
+    def run(self, *deeds: Callable[[], object]) -> list[str]:
+        """Causes of the steps, in order; twenty that do nothing come first."""
+        every = [*(20 * [lambda: None]), *deeds]
+        engine, wanted = Deeds(every), len(every)
+        callbacks = Callbacks(lambda events: None, lambda error: None, lambda stats, snapshot: self.done.put(stats))
+        worker = Worker(lambda report: self._settled(engine), callbacks, self.watch)
+        worker.put(Encode("all", (Text((1,)),), ("embedding",), 0.0))
+        worker.start()
+        for _ in range(wanted):
+            self.done.get(timeout=PATIENCE_SECONDS)
+        worker.put(Stop())
+        worker.join(PATIENCE_SECONDS)
+        assert not worker.alive
+        told: list[str] = self.log.since(0)["steps"]["cause"][20:]
+        return told
+
+    def _settled(self, engine: Deeds) -> Deeds:
+        self.watch.garbage.settle()
+        return engine
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    yield Watched()
+    gc.unfreeze()
+    assert gc.isenabled()
+
+
+def touch() -> None:
+    with mmap.mmap(-1, PAGES * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        if (small_pages := getattr(mmap, "MADV_NOHUGEPAGE", None)) is not None:
+            memory.madvise(small_pages)
+        for place in range(0, len(memory), mmap.PAGESIZE):
+            memory[place] = 1
+
+
+def test_a_step_that_touches_new_memory_stalled_for_page_faults(watched: Watched) -> None:
+    watched.watch.stalls = Stalls(Usual(), fault_seconds=1.0)  # whatever they cost here, they are counted as the greater part
+    assert watched.run(touch) == ["page_fault"]
+    assert watched.causes[-1] == "page_fault"
+
+
+def test_a_collection_in_a_step_is_why_it_stalled(watched: Watched) -> None:
+    """Somebody asks for one outright; what would come by itself is held."""
+    kept: list[list[int]] = []
+    assert watched.run(lambda: kept.extend([number] for number in range(50_000)), gc.collect)[-1] == "garbage_collection"
+    assert len(kept) == 50_000, "there was much to look through"
+
+
+def test_no_collection_comes_by_itself_in_a_step(watched: Watched) -> None:
+    def allocate() -> None:
+        kept = [[number] for number in range(20_000)]
+        held.append((gc.isenabled(), watched.watch.garbage.collections, len(kept)))
+
+    held: list[tuple[bool, int, int]] = []
+    watched.run(allocate)
+    assert held == [(False, 0, 20_000)]
+
+
+def test_every_step_is_logged_with_when_it_began(watched: Watched) -> None:
+    before = time.time()
+    watched.run()
+    told = watched.log.since(0)["steps"]
+    assert len(told["at"]) == 20
+    assert all(before - 0.001 <= at <= time.time() for at in told["at"])
+    assert told["at"] == sorted(told["at"]) and set(told["phase"]) == {"encode"}
+
+
+def test_what_is_not_of_a_single_step_is_looked_at_once_a_second(watched: Watched) -> None:
+    def pass_time() -> None:
+        watched.now += 0.3 * LOOK_SECONDS
+
+    watched.run(*(10 * [pass_time]))
+    assert watched.looks == 2
+
+
+def test_without_knowing_what_steps_take_they_are_logged_all_the_same(watched: Watched) -> None:
+    watched.watch.stalls = None
+    assert watched.run(lambda: None) == [""]
+    assert watched.causes == []
