@@ -10,24 +10,32 @@ from pathlib import Path
 from typing import Any
 
 from app.hardware.energy import LOOK_EVERY_SECONDS, Energy
-from app.hardware.facts import PowerMeter
+from app.hardware.facts import CudaDevice, PowerMeter
 from app.hardware.files import Files
-from app.hardware.meters import open_meter
+from app.hardware.meters import Meter, open_meter
+from app.hardware.nvml import open_nvml
 from app.metrics import Metrics
 
+_DEVICE = "The driver counts what the device takes; the rest of the machine is not told."
 _MODELLED = "No counter can be read ({}), so the declared watts count while steps run, and nothing between them."
 
 
 class Spending:
-    """Fills `metrics.energy`, from `start` to `stop`; it stays None where nothing tells the machine's power."""
+    """Fills `metrics.energy`, from `start` to `stop`; it stays None where nothing tells the machine's power.
 
-    def __init__(self, metrics: Metrics, power: PowerMeter, watts: float | None, root: Path = Path("/")) -> None:
-        self._metrics, self._power, self._watts, self._root = metrics, power, watts, root
+    `device` is what computes where that is no processor: then its own counter is asked, and the processor's joules are not told.
+    """
+
+    def __init__(self, metrics: Metrics, power: PowerMeter, watts: float | None, device: CudaDevice | None = None) -> None:
+        self._metrics, self._watts, self._device = metrics, watts, device
+        self._power = power if device is None else PowerMeter(reason="The driver does not count what the device takes.")
         self._next_look: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Joules count from now on."""
-        meter = open_meter(self._power, Files(self._root), self._watts, lambda: self._metrics.busy_seconds)
+        meter: Meter | None = None if self._device is None else open_nvml(self._device)
+        if meter is None:
+            meter = open_meter(self._power, Files(Path("/")), self._watts, lambda: self._metrics.busy_seconds)
         if meter is not None:
             self._metrics.energy = Energy(meter, self._metrics.work)
             self._look()
@@ -39,13 +47,13 @@ class Spending:
             self._metrics.energy.close()
 
     def to_json(self) -> dict[str, Any]:
-        energy = self._metrics.energy
-        modelled = energy is not None and energy.source == "modelled"
+        source = None if self._metrics.energy is None else self._metrics.energy.source
+        reasons = {"nvml": _DEVICE, "modelled": _MODELLED.format(self._power.reason.rstrip("."))}
         return {
             "hourly_price": self._metrics.place.hourly_price,
             "watts": self._watts,
-            "energy_source": None if energy is None else energy.source,
-            "energy_reason": _MODELLED.format(self._power.reason.rstrip(".")) if modelled else self._power.reason,
+            "energy_source": source,
+            "energy_reason": reasons.get(source or "", self._power.reason),
         }
 
     def _look(self) -> None:

@@ -107,7 +107,8 @@ class Serving:
         self._began = time.monotonic()
         self._abandoned = Flag()
         self.metrics = Metrics()
-        self._spending = Spending(self.metrics, prepared.facts.power, prepared.settings.watts)
+        device = prepared.facts.cuda[0] if prepared.plan.device.value == "cuda" else None
+        self._spending = Spending(self.metrics, prepared.facts.power, prepared.settings.watts, device)
         callbacks = Callbacks(
             on_events=lambda events: self.service.on_events(events),
             on_fatal=self._worker_failed,

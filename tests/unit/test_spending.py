@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from app.gauges import Place
 from app.hardware.energy import Energy, Spent
-from app.hardware.facts import PowerCounter, PowerMeter
+from app.hardware.facts import CudaDevice, PowerCounter, PowerMeter
 from app.hardware.files import Files
 from app.hardware.meters import Counted, Modelled
 from app.measured import Snapshot, StepStats
@@ -104,7 +105,8 @@ async def test_the_timer_counts_where_nobody_scrapes(tmp_path: Path, monkeypatch
     monkeypatch.setattr("app.spending.LOOK_EVERY_SECONDS", 0.001)
     (tmp_path / "energy_uj").write_text("5000000")
     metrics = Metrics()
-    spending = Spending(metrics, RAPL, 90.0, tmp_path)
+    power = replace(RAPL, counters=(PowerCounter("package-0", str(tmp_path / "energy_uj")),))
+    spending = Spending(metrics, power, 90.0)
     spending.start()
     assert metrics.energy is not None
     looked = asyncio.Event()
@@ -140,3 +142,19 @@ async def test_what_info_says_of_a_machine_without_counters() -> None:
     declared.stop()
     assert told["energy_source"] == "modelled"
     assert "No power zones" in told["energy_reason"] and "declared watts" in told["energy_reason"]
+
+
+async def test_a_device_is_counted_by_its_driver_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, metrics = CudaDevice(0, "H200"), Metrics()
+    counter = Modelled(1.0, lambda: 0.0)
+    counter.source = "nvml"
+    monkeypatch.setattr("app.spending.open_nvml", lambda asked: counter if asked == device else None)
+    counted = Spending(metrics, RAPL, None, device)
+    counted.start()
+    assert (counted.to_json()["energy_source"], "rest of the machine" in counted.to_json()["energy_reason"]) == ("nvml", True)
+    counted.stop()
+    metrics.energy = None
+    other = Spending(metrics, RAPL, None, CudaDevice(1, "P4"))
+    other.start()
+    assert (metrics.energy, other.to_json()["energy_source"]) == (None, None), "the processor's counter is not the device's"
+    assert "does not count" in other.to_json()["energy_reason"]

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.hardware import meters, power
-from app.hardware.facts import PowerCounter, PowerMeter
+from app.hardware.facts import CudaDevice, PowerCounter, PowerMeter
 from app.hardware.files import Files
 from app.hardware.meters import Counted, Modelled, Powermetrics, Sampled, open_meter, parse_powermetrics
+from app.hardware.nvml import open_nvml
 from tests.unit.hardware.conftest import read_tree, write_tree
 
 COUNTERS = Path(__file__).parent / "counters"
@@ -198,3 +199,53 @@ BROKEN = (
 @pytest.mark.parametrize("text", BROKEN)
 def test_what_tells_no_power_counts_nothing(text: bytes) -> None:
     assert parse_powermetrics(text) == 0.0
+
+
+# ---- NVML: the driver's library as its header declares it, played by a stand-in ---------------------------------------
+
+
+class Driver:
+    """Answers as `libnvidia-ml.so.1` does: 0 for success, values through pointers."""
+
+    def __init__(self, millijoules: list[int], known: int = 1) -> None:
+        self.millijoules, self.known, self.open = millijoules, known, 0
+
+    def nvmlInit_v2(self) -> int:
+        self.open += 1
+        return 0
+
+    def nvmlShutdown(self) -> int:
+        self.open -= 1
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: Any, handle: Any) -> int:
+        handle._obj.value = 7
+        return 0 if index.value < self.known else 2
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: Any, told: Any) -> int:
+        value = self.millijoules.pop(0)
+        told._obj.value = value
+        return 0 if value >= 0 and handle.value == 7 else 3
+
+
+def test_a_device_counts_its_own_joules() -> None:
+    driver = Driver([90_000, 90_500, -1, 95_000])
+    meter = open_nvml(CudaDevice(0, "H200"), lambda name: driver)
+    assert meter is not None and meter.source == "nvml"
+    assert [meter.joules() for _ in range(3)] == pytest.approx([0.5, 0.5, 5.0])
+    meter.close()
+    assert driver.open == 0
+
+
+def test_a_device_that_does_not_count_is_absent_and_the_driver_let_go() -> None:
+    for driver in (Driver([-1]), Driver([], known=0)):
+        assert open_nvml(CudaDevice(0, "P4"), lambda name, driver=driver: driver) is None  # type: ignore[misc]
+        assert driver.open == 0
+
+
+def test_no_driver_no_meter() -> None:
+    def missing(name: str) -> Any:
+        raise OSError(name)
+
+    assert open_nvml(CudaDevice(0, "none"), missing) is None
+    assert open_nvml(CudaDevice(0, "old"), lambda name: object()) is None
