@@ -86,9 +86,9 @@ class Settings(BaseSettings):
     api_keys: tuple[str, ...] = Field((), description="API keys clients must send as Bearer tokens, as a JSON list; none: open.")
     api_key_file: Path | None = Field(None, description="File with one API key a line.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe message to log.")
-    hourly_price: PositiveFloat | None = Field(None, description="Dollars an hour of this machine, for cost metrics.")
+    hourly_price: PositiveFloat | None = Field(None, description="Dollars an hour of this machine, for metrics of cost.")
     watts: PositiveFloat | None = Field(
-        None, description="Power of this machine under load, for energy metrics where no counter exists."
+        None, description="What this machine takes while it computes; counted while steps run, where no counter can be read."
     )
     itl_target_ms: PositiveFloat | Auto = Field(
         "auto", description="Inter-token latency that prefill of other requests may not exceed."
