@@ -57,13 +57,16 @@ def test_a_narrow_terminal_cuts_nothing_off(
 
 def test_without_prices_the_table_goes_on_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = saved(
-        tmp_path, made_results.made_decoder(X86, doubts=["The host was noisy."]), made_results.made_decoder(ARM, instance="ours")
+        tmp_path,
+        made_results.made_decoder(X86, doubts=["The host was noisy."], complete=False),
+        made_results.made_decoder(ARM, instance="ours"),
     )
     out = printed(capsys, paths=paths, target="5000tok/s")
     assert "$/year" not in out
     assert "names no instance" in out
     assert "ours is in no table" in out
     assert "xeon-int4: The host was noisy." in out
+    assert "xeon-int4: the measurement was interrupted" in out
     assert "answers of 128 tokens to prompts of 512: 5,000 tokens a second" in out
 
 

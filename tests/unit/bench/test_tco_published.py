@@ -57,7 +57,7 @@ sizes = [{ name = "x", vcpus = 1 }]
 
 
 @pytest.mark.parametrize(
-    ("per_second", "rate", "machines"), [(10_000, 120, 84), (330, 165, 2), (0.3, 0.1, 3), (1, 100, 1), (1.0001, 1, 2)]
+    ("per_second", "rate", "machines"), [(10_000, 120, 84), (330, 165, 2), (2.1, 0.3, 7), (1, 100, 1), (1.0001, 1, 2)]
 )
 def test_machines_are_whole(per_second: float, rate: float, machines: int) -> None:
     assert machines_needed(per_second, rate) == machines
