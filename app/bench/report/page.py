@@ -34,12 +34,12 @@ def sections_of(comparison: Comparison) -> list[Section]:
     throughput, tokens, energy = (figures.get(title) for title in comparison.topics)
     found = [
         Section("What was compared", tables=(comparison.head,)),
-        _section("How much", throughput_plots(cases, names), [throughput]),
-        _section("How long it takes", [latency_plot(cases, names)], [tokens]),
-        _section("How evenly", [rhythm_plot(cases, names)], comparison.tails),
-        _section("How near to what the machine can do", [roofline_plot(results, names)], []),
+        _section("Throughput", throughput_plots(cases, names), [throughput]),
+        _section("Latency", [latency_plot(cases, names)], [tokens]),
+        _section("Jitter", [rhythm_plot(cases, names)], comparison.tails),
+        _section("Ceilings", [roofline_plot(results, names)], []),
         _section("Energy and cost", [], [energy]),
-        _section("What was decided", [], [comparison.decisions]),
+        _section("Decisions", [], [comparison.decisions]),
     ]
     return [section for section in found if section.plots or section.tables or section.sentences]
 

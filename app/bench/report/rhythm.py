@@ -58,6 +58,7 @@ def rhythm_plot(cases: Sequence[Case], names: Sequence[str]) -> Plot | str:
             _draw(axes, each, usual, slow)
             axes.set_title(name)
             axes.set_ylabel("milliseconds")
+            axes.set_xlim(left=0)
         style.time_axis(rows[0], [beat.seconds * MILLI for each in beats for beat in each], 12.0)
         rows[-1].set_xlabel("seconds since the load began")
         figure.legend(handles=_keys(beats), loc="outside upper left", ncols=5)

@@ -32,7 +32,7 @@ CAUSE_COLOURS = {
     "unknown": "#1b1f25",
     "between steps": "#57606b",
 }
-CAUSE_MARKS = dict(zip(CAUSE_COLOURS, "osv^DPX*d", strict=True))
+CAUSE_MARKS = dict(zip(CAUSE_COLOURS, "osv^DPXpd", strict=True))
 # What a colour is called in the page's style sheet: no two of the above are alike, not even where they look it.
 VARIABLES = {
     INK: "ink",

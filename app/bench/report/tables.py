@@ -109,10 +109,10 @@ def _all(cases: Sequence[Case]) -> Iterator[Any]:
 
 def _rows(case: Case, metrics: Sequence[Metric], names: Sequence[str]) -> Iterator[Row]:
     first = case.measured[0]
-    for index, (name, each) in enumerate(zip(names, case.measured, strict=True)):
+    for name, each in zip(names, case.measured, strict=True):
         cells = []
         for metric in metrics:
-            against = metric.read(first) if first and index else None
+            against = metric.read(first) if first and len(names) > 1 else None
             cells.append(compared(metric.read(each) if each else None, against, metric.more_is_better))
         yield Row(name, tuple(cells))
 
