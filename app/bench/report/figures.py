@@ -13,12 +13,12 @@ MILLI = 1e3
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """`read` answers None where nothing is known; `unit` is what its numbers are in."""
+    """`read` answers None where nothing is known; `unit` is what its numbers are in; `more_is_better` None: it is told, not compared."""
 
     name: str
     unit: str
     read: Callable[[Measured], float | None]
-    more_is_better: bool = False
+    more_is_better: bool | None = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,8 @@ def _tokens(measured: Measured) -> int:
 
 
 def _samples(measured: Measured) -> float:
-    return measured.samples
+    """Not of generations: what one takes depends on its length alone."""
+    return 0.0 if measured.load.kind == "generate" else measured.samples
 
 
 def _watts(measured: Measured) -> float | None:
@@ -83,6 +84,7 @@ TOPICS: tuple[Topic, ...] = (
         (
             Metric("samples", "1/s", lambda measured: measured.samples_per_second, more_is_better=True),
             Metric("tokens", "1/s", lambda measured: measured.tokens_per_second, more_is_better=True),
+            Metric("requests", "number", lambda measured: len(measured.point.request_seconds), more_is_better=None),
             _quantile("", _requests, 0.50),
             _quantile("", _requests, 0.95),
             _quantile("", _requests, 0.99),
@@ -105,13 +107,13 @@ TOPICS: tuple[Topic, ...] = (
         "Joules are what the meter of each result counted, named at its head; above idle: less the watts of the idle machine. "
         "Dollars are the hour's price over what was made at this load, without a pause.",
         (
-            Metric("mean power", "W", _watts),
+            Metric("mean power", "W", _watts, more_is_better=None),
             _joules("energy", "J/token", _tokens, above_idle=False),
             _joules("above idle", "J/token", _tokens, above_idle=True),
             _joules("energy", "J/sample", _samples, above_idle=False),
             _joules("above idle", "J/sample", _samples, above_idle=True),
             Metric("cost", "$/M tokens", lambda measured: measured.dollars_per_million(measured.tokens)),
-            Metric("cost", "$/M samples", lambda measured: measured.dollars_per_million(measured.samples)),
+            Metric("cost", "$/M samples", lambda measured: measured.dollars_per_million(_samples(measured))),
         ),
     ),
 )

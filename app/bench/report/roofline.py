@@ -133,9 +133,8 @@ def _draw(axes: Axes, index: int, ceilings: Ceilings, dots: Sequence[Reached]) -
     for dot in dots:
         axes.plot([dot.intensity], [dot.rate / GIGA], color=colour, marker=_MARKS.get(dot.phase, "D"), markersize=6)
         where = (dot.intensity, dot.rate / GIGA)
-        axes.annotate(
-            f"{dot.tokens:g}", where, xytext=(7, 4 - 12 * (index % 2)), textcoords="offset points", fontsize=8, color=colour
-        )
+        away, side = (-7, "right") if index % 2 else (7, "left")  # of two results one to the left, one to the right
+        axes.annotate(f"{dot.tokens:g}", where, xytext=(away, -3), textcoords="offset points", fontsize=8, color=colour, ha=side)
 
 
 def _keys(names: Sequence[str], known: Sequence[tuple[int, Ceilings, list[Reached]]]) -> list[Line2D]:

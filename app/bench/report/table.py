@@ -50,11 +50,11 @@ class Table:
         return any(group.name for group in self.groups)
 
 
-def compared(value: float | None, first: float | None, more_is_better: bool) -> Cell:
+def compared(value: float | None, first: float | None, more_is_better: bool | None) -> Cell:
     """A number beside that of the first result."""
     if value is None:
         return Cell("–")
-    if not first:
+    if not first or more_is_better is None:
         return Cell(number(value))
     ratio = value / first
     standing: Standing = ""
