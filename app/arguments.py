@@ -44,6 +44,7 @@ BENCHES: Mapping[str, Bench] = {
         {"--rounds": 5},
     ),
     "eager": Bench("decode steps by the interpreter against the same run again natively, FP32 beside them", {"--rounds": 5}),
+    "recording": Bench("what it costs to know of each step how long it took and why", {"--rounds": 5}),
     "http": Bench(
         "a server under load, which generates, embeds or infers: ours, or any that speaks the same dialect",
         {

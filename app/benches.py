@@ -102,12 +102,19 @@ def _eager(prepared: Prepared, arguments: Namespace) -> Outcome:
     return measure(checkpoint_of(prepared.checkpoint), prepared.plan, prepared.facts, prepared.settings, arguments.rounds)
 
 
+def _recording(prepared: Prepared, arguments: Namespace) -> Outcome:
+    from app.bench.recording import measure
+
+    return measure(prepared.facts, arguments.rounds)
+
+
 INSIDE: Mapping[str, Callable[[Prepared, Namespace], Outcome]] = {
     "engine": _engine,
     "kernels": _kernels,
     "quality": _quality,
     "speculation": _speculation,
     "eager": _eager,
+    "recording": _recording,
 }
 
 

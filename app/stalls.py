@@ -12,6 +12,7 @@ import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from app.hardware.step_seconds import StepSeconds
 from app.measured import Cause, StepStats
@@ -22,6 +23,14 @@ _KNOWN_STEPS = 16  # of a size, before it is known what they take
 _QUICK, _STEADY = 0.10, 0.02  # how far one step moves the middle of its like: at first, and then
 _SIZES_PER_DOUBLING = 4
 _PROBED_PAGES, _PROBES = 256, 3
+_AS_MEASURED, _UNKNOWN = (1.0, 0), (0.0, 0)  # the middle, and of how many steps
+
+
+class Like(NamedTuple):
+    """What makes steps alike: what they carry and how large they are; and the seconds that the middle of their kind is a multiple of."""
+
+    key: tuple[str, int]
+    expected: float
 
 
 class Usual:
@@ -34,28 +43,43 @@ class Usual:
         self._table = table
         self._middles: dict[tuple[str, int], tuple[float, int]] = {}  # by kind and size: the middle, and of how many steps
 
-    def seconds(self, step: StepStats) -> float | None:
+    def like(self, step: StepStats) -> Like:
+        """The kind of a step; its size, and a second, where there is no table, or else what that says."""
+        kind = "mixed" if _joined(step) else step.phase
+        if self._table is not None:
+            return Like((kind, 0), step.expected_seconds(self._table))
+        rows = step.num_decode_sequences + step.drafted_tokens + step.prefill_tokens + step.encode_tokens
+        return Like((kind, _size(rows)), 1.0)
+
+    def decodes_of(self, step: StepStats) -> Like:
+        """What it would have been without prompts: for one that only computes again, one sequence's next token."""
+        rows = max(step.num_decode_sequences, 1)
+        if self._table is not None:
+            return Like(("decode", 0), self._table.decode(rows, step.context_tokens))
+        return Like(("decode", _size(rows)), 1.0)
+
+    def seconds(self, like: Like) -> float | None:
         """For a step like this; None while that is not known."""
         if self._table is not None:
-            middle, _ = self._middles.get((_kind(step), 0), (1.0, 0))
-            return middle * step.expected_seconds(self._table) or None
-        middle, seen = self._middles.get((_kind(step), _size(step)), (0.0, 0))
+            return self._middles.get(like.key, _AS_MEASURED)[0] * like.expected or None
+        middle, seen = self._middles.get(like.key, _UNKNOWN)
         return middle if seen >= _KNOWN_STEPS else None
 
-    def learn(self, step: StepStats) -> None:
-        expected, size = (1.0, _size(step)) if self._table is None else (step.expected_seconds(self._table), 0)
-        if expected <= 0.0 or step.seconds <= 0.0:
+    def learn(self, like: Like, seconds: float) -> None:
+        """One that took so long."""
+        if like.expected <= 0.0 or seconds <= 0.0:
             return
-        now, key = step.seconds / expected, (_kind(step), size)
-        middle, seen = self._middles.get(key, (now if self._table is None else 1.0, 0))
+        now = seconds / like.expected
+        middle, seen = self._middles.get(like.key, _AS_MEASURED if self._table is not None else (now, 0))
         pull = _QUICK if seen < _KNOWN_STEPS else _STEADY
-        self._middles[key] = (min(middle * (1 + pull), now) if now > middle else max(middle / (1 + pull), now), seen + 1)
+        middle = min(middle * (1 + pull), now) if now > middle else max(middle / (1 + pull), now)
+        self._middles[like.key] = (middle, seen + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What the process had suffered by some moment: page faults with and without reading from a disk, switches away from a thread that
-    would have gone on, and seconds of collecting garbage."""
+    """What the process suffered meanwhile: page faults without and with reading from a disk, switches away from a thread that would have
+    gone on, and seconds of collecting garbage. Of all threads together, since those that compute are several."""
 
     minor_faults: int = 0
     major_faults: int = 0
@@ -63,17 +87,12 @@ class Counters:
     garbage_seconds: float = 0.0
 
     @classmethod
-    def now(cls, garbage_seconds: float) -> Counters:
-        """Of all threads together, since those that compute are several: a microsecond or two."""
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        return cls(usage.ru_minflt, usage.ru_majflt, usage.ru_nivcsw, garbage_seconds)
-
-    def since(self, before: Counters) -> Counters:
-        return Counters(
-            self.minor_faults - before.minor_faults,
-            self.major_faults - before.major_faults,
-            self.switches - before.switches,
-            self.garbage_seconds - before.garbage_seconds,
+    def between(cls, before: resource.struct_rusage, after: resource.struct_rusage, garbage_seconds: float) -> Counters:
+        return cls(
+            after.ru_minflt - before.ru_minflt,
+            after.ru_majflt - before.ru_majflt,
+            after.ru_nivcsw - before.ru_nivcsw,
+            garbage_seconds,
         )
 
 
@@ -121,7 +140,7 @@ class Stalls:
     ) -> None:
         self._usual, self._fault_seconds = usual, fault_seconds
         self._garbage_seconds, self._throttled_seconds = garbage_seconds, throttled_seconds
-        self._before = Counters()
+        self._usage, self._garbage = resource.getrusage(resource.RUSAGE_SELF), garbage_seconds()
         self._throttled = 0.0
         self.look()
 
@@ -130,23 +149,26 @@ class Stalls:
         self._throttled = self._throttled_seconds() or 0.0
 
     def begin(self) -> None:
-        self._before = Counters.now(self._garbage_seconds())
+        """A microsecond or two: one call of the system."""
+        self._usage, self._garbage = resource.getrusage(resource.RUSAGE_SELF), self._garbage_seconds()
 
     def end(self, step: StepStats) -> Cause | None:
         """Right after it. None: it took what such steps take, and kept nobody waiting who only wanted the next token."""
-        usual = self._usual.seconds(step)
+        like = self._usual.like(step)
+        usual = self._usual.seconds(like)
         cause: Cause | None = None
         if usual is not None and step.seconds > STALLED * usual:
             cause = self._judge(step, step.seconds - usual)
         elif _joined(step) or step.recomputed_tokens:
-            alone = self._usual.seconds(_decodes_of(step))
+            alone = self._usual.seconds(self._usual.decodes_of(step))
             if alone is not None and step.seconds > STALLED * alone:
                 cause = "preempted" if step.recomputed_tokens else "prefill"
-        self._usual.learn(step)
+        self._usual.learn(like, step.seconds)
         return cause
 
     def _judge(self, step: StepStats, excess_seconds: float) -> Cause:
-        during = Counters.now(self._garbage_seconds()).since(self._before)
+        garbage = self._garbage_seconds() - self._garbage
+        during = Counters.between(self._usage, resource.getrusage(resource.RUSAGE_SELF), garbage)
         before = self._throttled
         self.look()
         return Stall(step, excess_seconds, during, self._throttled - before, self._fault_seconds).cause()
@@ -178,17 +200,6 @@ def _joined(step: StepStats) -> bool:
     return step.prefill_tokens > 0 and step.num_decode_sequences > 0
 
 
-def _decodes_of(step: StepStats) -> StepStats:
-    """What the step would have been without prompts: for one that only computes again, one sequence's next token."""
-    rows = max(step.num_decode_sequences, 1)
-    return StepStats(0.0, decode_tokens=rows, num_decode_sequences=rows, context_tokens=step.context_tokens)
-
-
-def _kind(step: StepStats) -> str:
-    return "mixed" if _joined(step) else step.phase
-
-
-def _size(step: StepStats) -> int:
-    """Steps of one size differ by less than a fifth in tokens."""
-    rows = step.num_decode_sequences + step.drafted_tokens + step.prefill_tokens + step.encode_tokens
+def _size(rows: int) -> int:
+    """Steps of one size differ by less than a fifth in rows."""
     return round(math.log2(max(rows, 1)) * _SIZES_PER_DOUBLING)

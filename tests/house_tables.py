@@ -40,6 +40,7 @@ LAYERS: tuple[tuple[str, float], ...] = (
     ("bench.attending", BESIDE),
     ("bench.quality", BESIDE),
     ("bench.recorded", BESIDE),
+    ("bench.recording", BESIDE),
     ("bench.ceilings", BESIDE),
     ("bench.driver", BESIDE),
     ("bench.floors", BESIDE),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,8 +50,8 @@ def test_a_machine_that_has_become_slower_does_not_stall_at_every_step() -> None
 
 def test_one_slow_step_does_not_change_what_is_usual() -> None:
     usual = Usual(TABLE)
-    usual.learn(replace(DECODE, seconds=10.0))
-    told = usual.seconds(DECODE)
+    usual.learn(usual.like(DECODE), 10.0)
+    told = usual.seconds(usual.like(DECODE))
     assert told is not None and 0.030 <= told < 0.034
 
 
@@ -70,8 +71,9 @@ def test_without_a_table_steps_of_the_same_size_tell_what_is_usual() -> None:
 
 def test_a_step_of_which_nothing_is_known_teaches_nothing() -> None:
     usual = Usual(TABLE)
-    usual.learn(StepStats(1.0))
-    assert usual.seconds(StepStats(1.0)) is None
+    nothing = usual.like(StepStats(1.0))
+    usual.learn(nothing, 1.0)
+    assert usual.seconds(nothing) is None
 
 
 # ---- causes ------------------------------------------------------------------------------------------------------------
@@ -166,5 +168,8 @@ def test_a_thread_that_lost_its_core_is_the_last_guess_but_one() -> None:
 
 
 def test_counters_are_of_the_time_between() -> None:
-    before, now = Counters(10, 1, 5, 2.0), Counters(15, 1, 7, 2.5)
-    assert now.since(before) == Counters(5, 0, 2, 0.5)
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    touch(PAGES)
+    during = Counters.between(before, resource.getrusage(resource.RUSAGE_SELF), 0.5)
+    assert PAGES <= during.minor_faults < before.ru_minflt + PAGES
+    assert during.major_faults >= 0 and during.switches >= 0 and during.garbage_seconds == 0.5

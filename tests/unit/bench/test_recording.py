@@ -1,0 +1,58 @@
+"""What recording a step costs is measured with everything that serving does, and leaves the process as it was."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+
+from app.bench import recording
+from app.bench.recording import TARGET_MICROSECONDS, Serving, measure
+from app.hardware.probe import probe
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "SAMPLES_PER_ROUND", 40)
+
+
+def test_recording_a_step_takes_microseconds() -> None:
+    outcome = measure(probe(Path("/")), rounds=1)
+    assert outcome.complete and len(outcome.figures) == 5
+    ordinary = outcome.figures[0]
+    assert (
+        0.0 < ordinary.parts["least"] < 4 * TARGET_MICROSECONDS
+    )  # the aim is of the reference machine; a slow one may take longer
+    assert [figure.target for figure in outcome.figures] == 3 * [TARGET_MICROSECONDS] + 2 * [None]
+    assert gc.isenabled()
+
+
+def test_what_is_timed_is_what_serving_does() -> None:
+    """Each step is in the log and the histograms, and the slow ones have a cause."""
+    serving = Serving()
+    for _ in range(4):
+        serving.both(recording.DECODE)
+        serving.both(recording.MIXED)
+        serving.by_turns(recording.DECODE, recording.SLOW)
+    serving.watch.close()
+    causes = serving.metrics.steps.since(0)["steps"]["cause"]
+    assert [causes[index::3] for index in (0, 1)] == [4 * [""], 4 * ["prefill"]]
+    assert [bool(cause) for cause in causes[2::3]] == [True, False, True, False]
+    text = serving.metrics.render()[0].decode()
+    assert 'armature_step_seconds_count{phase="decode"} 4.0' in text
+    assert 'armature_step_stalls_total{cause="prefill"} 4.0' in text
+
+
+def test_an_interruption_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = recording._microseconds, iter(range(1000))
+
+    def interrupted(work: object) -> float:
+        if next(calls) >= 60:
+            raise KeyboardInterrupt
+        return real(work)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(recording, "_microseconds", interrupted)
+    outcome = measure(probe(Path("/")), rounds=1)
+    assert not outcome.complete and len(outcome.figures) == 1
+    assert gc.isenabled()
