@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import zipfile
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +107,18 @@ def model_of(name: str) -> nn.Module:
 
 def write_program(directory: Path, name: str, *, static: bool = False) -> Path:
     """`static`: exported for two rows alone."""
-    _, example, shapes = PROGRAMS[name]
-    exported = torch.export.export(model_of(name), example, dynamic_shapes=None if static else shapes)
     path = directory / f"{name}.pt2"
-    torch.export.save(exported, path)
+    path.write_bytes(_exported(name, static))
     return path
+
+
+@cache
+def _exported(name: str, static: bool) -> bytes:
+    """Exporting takes a second: once for all tests."""
+    _, example, shapes = PROGRAMS[name]
+    archive = io.BytesIO()
+    torch.export.save(torch.export.export(model_of(name), example, dynamic_shapes=None if static else shapes), archive)
+    return archive.getvalue()
 
 
 Change = Callable[[Any], Any]

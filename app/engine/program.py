@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -47,6 +48,12 @@ class Served:
         return {spec.name: results[index][:rows] for spec, index in zip(self.signature.outputs, self.gives, strict=True)}
 
 
+class Runner(Protocol):
+    """Computes outputs by name for inputs by name."""
+
+    def run(self, inputs: Tensors) -> dict[str, Tensor]: ...
+
+
 @dataclass(slots=True)
 class Waiting:
     """A request that is in the engine: rows `[done, rows)` are still to be computed."""
@@ -79,7 +86,8 @@ class ProgramEngine:
     def __init__(self, served: Served, pace: EncodePace, clock: Callable[[], float] = time.monotonic) -> None:
         """A step has up to `pace.target_tokens` rows."""
         self.stats: StepStats | None = None
-        self._served, self._pace, self._clock = served, pace, clock
+        self.runner: Runner = served
+        self._signature, self._pace, self._clock = served.signature, pace, clock
         self._waiting: deque[Waiting] = deque()
         self._batch: list[Share] = []  # of the step that is under way, or that raised
 
@@ -89,7 +97,7 @@ class ProgramEngine:
 
     def add(self, order: Infer) -> list[Event]:
         inputs = {name: tensor_of(array) for name, array in order.inputs.items()}
-        shapes = tuple(tuple(inputs[spec.name].shape[1:]) for spec in self._served.signature.inputs)
+        shapes = tuple(tuple(inputs[spec.name].shape[1:]) for spec in self._signature.inputs)
         self._waiting.append(Waiting(order, inputs, len(next(iter(inputs.values()))), shapes))
         return []
 
@@ -149,9 +157,9 @@ class ProgramEngine:
         return shares
 
     def _compute(self, shares: Sequence[Share]) -> dict[str, Tensor]:
-        names = [spec.name for spec in self._served.signature.inputs]
+        names = [spec.name for spec in self._signature.inputs]
         parts = {name: [share.of(name) for share in shares] for name in names}
-        return self._served.run({name: each[0] if len(each) == 1 else torch.cat(each) for name, each in parts.items()})
+        return self.runner.run({name: each[0] if len(each) == 1 else torch.cat(each) for name, each in parts.items()})
 
     def _deal(self, shares: Sequence[Share], outputs: Mapping[str, Tensor]) -> list[Event]:
         """To each its rows; who has all of them has ended."""
@@ -181,7 +189,7 @@ class ProgramEngine:
 
     def _answer(self, request: Waiting) -> ArraysReady:
         self._waiting.remove(request)
-        specs = {spec.name: spec for spec in self._served.signature.outputs}
+        specs = {spec.name: spec for spec in self._signature.outputs}
         arrays = {name: array_of(torch.cat(parts), specs[name].datatype) for name, parts in request.parts.items()}
         began = request.began or 0.0
         timings = Timings(queue_seconds=began - request.order.arrived_at, encode_seconds=self._clock() - began)

@@ -77,7 +77,7 @@ class ProgramRehearsal:
             prefill_seconds={},
             encode_seconds=encode,
             read_bytes=read_bytes(self.checkpoint, precision),
-            operations_per_token=operations_per_row(self.checkpoint.graph, 1),
+            operations_per_token=operations_per_row(self.checkpoint, 1),
         )
 
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from app.models.graph import LINEAR, Graph, Node, Ref
 from app.weights.program import ProgramCheckpoint
 
 CONVOLUTIONS = frozenset(f"torch.ops.aten.{name}.default" for name in ("conv1d", "conv2d", "conv3d", "convolution"))
 _TRANSPOSED = 6  # the place of that word among a convolution's arguments
-_REPEATED = re.compile(r"(\d+)\*\w+")  # as sympy writes so many places of each row
 
 
-def operations_per_row(graph: Graph, free_size: int) -> float:
+def operations_per_row(checkpoint: ProgramCheckpoint, free_size: int) -> float:
     """Multiply-adds of linear layers and convolutions for a row, times two; the caller's own dimensions are taken for `free_size`."""
-    return sum(_operations(node, graph, free_size) for node in graph.nodes) + sum(
-        operations_per_row(inner, free_size) for node in graph.nodes for inner in _within(node)
-    )
+    first = checkpoint.graph.values[checkpoint.signature.inputs[0].name].shape[0]
+    return _of_graph(checkpoint.graph, Sizes(first, free_size))
 
 
 def read_bytes(checkpoint: ProgramCheckpoint, precision: str) -> int:
@@ -31,11 +29,33 @@ def read_bytes(checkpoint: ProgramCheckpoint, precision: str) -> int:
     return in_forms * products + (2 if precision == "bf16" else 4) * others
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What dimensions of the graph's values come to, for one row of the batch."""
+
+    batch: int | str
+    free: int
+
+    def product(self, shape: Sequence[int | str]) -> int:
+        return math.prod(map(self._of, shape))
+
+    def _of(self, size: int | str) -> int:
+        """A number, a symbol, or a product of them; what is longer is taken for a free one."""
+        if isinstance(size, int):
+            return size
+        return math.prod(int(part) if part.isdecimal() else 1 if part == self.batch else self.free for part in size.split("*"))
+
+
+def _of_graph(graph: Graph, sizes: Sizes) -> float:
+    inner = sum(_of_graph(each, sizes) for node in graph.nodes for each in _within(node))
+    return inner + sum(_operations(node, graph, sizes) for node in graph.nodes)
+
+
 def _within(node: Node) -> Iterator[Graph]:
     return (item for item in (*node.arguments, *node.keywords.values()) if isinstance(item, Graph))
 
 
-def _operations(node: Node, graph: Graph, free_size: int) -> float:
+def _operations(node: Node, graph: Graph, sizes: Sizes) -> float:
     """Each number of the result is a sum over all but the first dimension of the weight."""
     if node.target != LINEAR and node.target not in CONVOLUTIONS:
         return 0.0
@@ -44,12 +64,4 @@ def _operations(node: Node, graph: Graph, free_size: int) -> float:
     weight, result = node.arguments[1], node.outputs[0]
     if not isinstance(weight, Ref) or not {weight.name, result} <= graph.values.keys():
         return 0.0
-    first, *rest = graph.values[result].shape
-    sums = _repeated(first) * math.prod(free_size if isinstance(size, str) else size for size in rest)
-    return 2.0 * sums * math.prod(size for size in graph.values[weight.name].shape[1:] if isinstance(size, int))
-
-
-def _repeated(first: int | str) -> int:
-    """Rows of a result for each of the batch."""
-    found = _REPEATED.fullmatch(first) if isinstance(first, str) else None
-    return int(found[1]) if found else 1
+    return 2.0 * sizes.product(graph.values[result].shape) * sizes.product(graph.values[weight.name].shape[1:])

@@ -10,6 +10,7 @@ import pytest
 from app.engine import measuring
 from app.hardware.decision import Measurements
 from app.settings import DEMO
+from exported_programs import write_program
 from tests.live.live_server import LiveServer, live, starting, until
 from tiny_encoders import Modules, write_encoder
 
@@ -53,6 +54,27 @@ def test_an_encoder_is_measured_and_tells_what_to_expect(tmp_path: Path, monkeyp
         after = server.client.get("/metrics").text
         for line in ("armature_vectors_total 2.0", "armature_predicted_wait_error_ratio_count 1.0", 'kind="vectors"'):
             assert line in after
+
+
+def test_a_program_is_measured_and_tells_what_to_expect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.kernels.calibrate.MOST_SPREAD", 1e9)
+    monkeypatch.setattr("app.kernels.calibrate.MOST_BENT", 1e9)
+    monkeypatch.setattr("app.preparation.SMALL_BUDGET_SECONDS", 10.0)
+    program = write_program(tmp_path, "recommender")
+    tensors = [
+        {"name": "ids", "shape": [1, 5], "datatype": "INT64", "data": [3, 1, 4, 1, 5]},
+        {"name": "dense", "shape": [1, 8], "datatype": "FP32", "data": [0] * 8},
+    ]
+    with live(program, calibrate="auto", cache_dir=tmp_path / "cache", max_batch_tokens=8) as server:
+        (trial,) = told(server)["measurements"]["trials"]
+        assert list(trial["encode_seconds"]) == ["1", "2", "4", "8"]
+        before = server.client.get("/metrics").text
+        assert 'armature_capacity_tokens_per_second{phase="encode",rows="1"}' in before
+        assert "armature_predicted_wait_seconds" in before, "known before the first request"
+        assert server.client.post("/v2/models/recommender/infer", json={"inputs": tensors}).status_code == 200
+        until(lambda: "armature_predicted_wait_error_ratio_count 1.0" in server.client.get("/metrics").text)
+    with live(program, calibrate="auto", cache_dir=tmp_path / "cache", max_batch_tokens=8) as server:
+        assert told(server)["from_cache"] is True
 
 
 def test_a_noisy_machine_serves_by_the_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,3 +169,9 @@ def test_it_finds_what_an_earlier_start_measured(tmp_path: Path) -> None:
     assert fields["measurements"]["trials"][0]["precision"] == "bf16" and fields["plan"]["threads"]["value"] == 2
     off = explain(asked.model_copy(update={"calibrate": "off"}), host)
     assert off.measurements is None and "Asked for" in off.origin
+
+
+def test_a_program_is_told_of_in_rows() -> None:
+    text = printed(explained(ENCODED, needs=dataclasses.replace(ENCODER, kind="program", max_model_len=1, hidden_size=0)))
+    assert "Measured rows/s" in text and "steps of 16" in text
+    assert not any(word in text for word in ("tokens/s", "texts", "max_model_len"))

@@ -53,6 +53,14 @@ def test_a_machine_that_got_slower_is_reckoned_with() -> None:
     assert wait(slow, (9.0, 128)) == pytest.approx(0.020)
 
 
+def test_a_programs_rows_go_as_they_came() -> None:
+    in_turn = Tempo(STEPS, BUDGET, oldest_first=True)
+    now = Snapshot(stepped_at=5.0, queue=(4 * 512,), tempo=in_turn)
+    assert wait(now, (5.0, 16)) == pytest.approx(4 * 0.032 + 0.004), "a short one waits for all that is before it"
+    assert wait(now, (5.0, 16), (5.0, 112)) == pytest.approx(4 * 0.032 + 0.010)
+    assert wait(Snapshot(stepped_at=5.0, tempo=in_turn), (9.0, 512 + 16)) == pytest.approx(0.036)
+
+
 @pytest.mark.parametrize("per_second", [20.0, 60.0, 110.0])
 def test_waits_are_foretold_under_a_light_a_heavy_and_too_heavy_a_load(per_second: float) -> None:
     random = Random(1)

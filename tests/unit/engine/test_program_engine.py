@@ -15,6 +15,7 @@ from app.engine.encode_pace import EncodePace
 from app.engine.program import ProgramEngine, Served
 from app.engine.tensors import DTYPES, array_of, tensor_of
 from app.errors import InvalidRequest, ServiceStopping, StepFailed
+from app.hardware.step_seconds import StepSeconds
 from app.messages import Abort, Array, ArraysReady, Event, Infer, RequestFailed, Signature, TensorSpec
 
 SIGNATURE = Signature(
@@ -176,3 +177,17 @@ def test_arrays_become_tensors_and_back(datatype: str) -> None:
 def test_an_array_without_rows() -> None:
     assert tensor_of(array_of(torch.empty(0, 4))).shape == (0, 4)
     assert array_of(torch.empty(0, 4)) == Array("FP32", (0, 4), b"")
+
+
+def test_what_steps_take_is_told_and_corrected() -> None:
+    steps = StepSeconds((), (), encode_points=((1, 1.0), (8, 2.0)))
+    moments = iter(float(second) for second in range(100))
+    served = Served(Table(), SIGNATURE, (0, 1))  # type: ignore[arg-type]
+    engine = ProgramEngine(served, EncodePace(8, steps, oldest_first=True), lambda: 1.5 * next(moments))
+    before = engine.snapshot().tempo
+    assert before is not None and (before.max_tokens, before.oldest_first, before.encode(1)) == (8, True, 1.0)
+    engine.add(order("a", [[1]]))
+    finished(engine)
+    after = engine.snapshot().tempo
+    assert after is not None and after.encode(1) == 3.0, "the step took three seconds"
+    assert engine_of(Table()).snapshot().tempo is None, "nothing was measured"
