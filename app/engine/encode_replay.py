@@ -72,6 +72,7 @@ class EncodeReplay:
         """Steps of at most so many tokens: in longer ones the interpreter is lost in the products, and results want much memory."""
         self.reason = off  # why every step is eager; empty: it is not
         self.num_runs = 0  # steps that were run again
+        self.num_lanes = 0  # of all of them
         self._hidden, self._batch = hidden, batch
         self.lanes = lanes
         self._most = min(batch.room, most)
@@ -107,6 +108,7 @@ class EncodeReplay:
         assert library is not None, "it recorded operations of the library"
         together = 1 if cut.together else 0
         texts = [0, *([cut.together] if together else []), *cut.ends]
+        self.num_lanes += len(cut.ends)
         self._texts.fill(texts)
         self._wanted.fill([bisect_left(rows, starts[text]) for text in texts] if some else [0])
         library.armature_run_lanes(

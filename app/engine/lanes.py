@@ -51,7 +51,8 @@ class Lanes:
         for together in range(len(lengths) - threads + 1):
             share = UNEVEN * left / threads
             number = min(threads * self.most_a_thread, tokens // self.least_tokens, len(lengths) - together)
-            if number < threads:
+            number -= number % threads  # as many for each
+            if number == 0:
                 break
             if costs[together] <= share:
                 lanes = _even(costs, [lengths[text] for text in order], together, number)

@@ -24,6 +24,7 @@ static const struct {
     {"layer norms, as bf16 or in tiles, in place", layer_norms, OP_LAYER_NORM},
     {"activations, as bf16 or in tiles", activated_rows, OP_ACTIVATE},
     {"attention of whole texts", whole_texts, OP_TEXTS},
+    {"texts in lanes, bit for bit", texts_in_lanes, OP_TEXTS},
     {"gates, as bf16 or in tiles", gates, OP_GATE},
     {"gathered rows", gathers, OP_GATHER},
     {"rows of stored tables", stored_rows, OP_ROWS},

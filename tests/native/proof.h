@@ -15,6 +15,7 @@ int armature_select(const char *name);
 int armature_has(int64_t code);
 int64_t armature_tiles(int64_t what);
 int64_t armature_run(const operation *operations, int64_t count, int64_t threads);
+void armature_run_lanes(const lanes_arguments *a);
 
 extern int64_t threads; /* that operations run on */
 extern int64_t failures;
@@ -39,6 +40,6 @@ int close_to(double value, double expected, double tolerance);
 
 /* The checks: each runs many shapes at the level that serves, and returns how many. */
 typedef int64_t check(void);
-check quantised_rows, exact_products, near_products, bad_activations, rows_alone, widened_rows, norms, layer_norms, activated_rows, whole_texts, gates, gathers, stored_rows, turning_angles, picks, bf16_products, bf16_rows_alone, bf16_rows, attends, turns, odd_calls;
+check quantised_rows, exact_products, near_products, bad_activations, rows_alone, widened_rows, norms, layer_norms, activated_rows, whole_texts, texts_in_lanes, gates, gathers, stored_rows, turning_angles, picks, bf16_products, bf16_rows_alone, bf16_rows, attends, turns, odd_calls;
 
 #endif

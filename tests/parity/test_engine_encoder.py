@@ -16,6 +16,7 @@ from torch import Tensor
 from app.engine.encode_pace import EncodePace
 from app.engine.encode_runner import EncodeRunner
 from app.engine.encoder import EncodeLimits, EncoderEngine
+from app.engine.lanes import Lanes
 from app.engine.texts import Encoding
 from app.kernels.operations import Code, has
 from app.messages import Array, ArraysReady, Encode, Text
@@ -129,3 +130,33 @@ def test_steps_run_again_say_the_same(architecture: str, precision: str, tmp_pat
         assert again.replay.reason == "" and again.replay.most_tokens == 64
         assert again.replay.num_runs > 3 and eager.replay.num_runs == 0
         assert {name: told.arrays for name, told in replayed.items()} == {name: told.arrays for name, told in said.items()}
+
+
+@pytest.mark.parametrize("architecture", RECORDABLE)
+@pytest.mark.parametrize("precision", ["int8", "bfloat16"])
+@pytest.mark.parametrize("threads", [2, 3])
+def test_lanes_say_what_all_threads_together_say(architecture: str, precision: str, threads: int, tmp_path: Path) -> None:
+    """To the bit where a product's sums do not depend on how many rows there are: a single one of bf16 has an order of its own."""
+    if not has(Code.LINEAR_INT) or (precision == "bfloat16" and not has(Code.LINEAR_BF16)):
+        pytest.skip("torch's own products serve here")
+    model = cast(Encoder, load(write_encoder(tmp_path / "model", architecture), precision, deterministic=precision == "bfloat16"))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for outputs in (model.config.outputs[:1], model.config.outputs):
+            orders = asked(model, outputs)
+            eager, together = EncodeRunner(model, 128, "for this test"), EncodeRunner(model, 128)
+            lanes = EncodeRunner(model, 128, lanes=Lanes(least_tokens=8, most_a_thread=2))
+            said = [answered(each, orders, 96) for each in (together, lanes)]
+            assert {name: told.arrays for name, told in answered(eager, orders, 96).items()} == {
+                name: told.arrays for name, told in said[0].items()
+            }
+            for name, told in said[0].items():
+                for output, array in told.arrays.items():
+                    within = 1e-6 if output == "logits" else 0.0  # torch's product of a head's rows, which lie in another order
+                    torch.testing.assert_close(
+                        tensor_of(said[1][name].arrays[output]), tensor_of(array), atol=within, rtol=within
+                    )
+            assert lanes.replay.num_lanes > 4 and together.replay.num_lanes == 0
+    finally:
+        torch.set_num_threads(before)

@@ -1,110 +1,155 @@
-"""Which steps of an encoder are run again: all that a recording has room for, of as many tokens as our own operations will take."""
+"""Which steps of an encoder are run again: all that a recording has room for, of as many tokens as our own operations will take; in lanes
+or not, hidden states are those of the model."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from app.engine.encode_replay import LEAST_TOKENS, EncodeReplay
-from app.kernels.memory import Words
+from app.engine.lanes import USUAL, Cut
+from app.engine.text_batch import TextBatch
+from app.engine.texts import Encoding
 from app.kernels.operations import Code, has
 from app.kernels.recording import Unrecordable
 from app.kernels.rowwise import gather
-from app.kernels.table import stored_rows
+from app.kernels.table import add_rows, stored_rows
+from app.messages import Encode, Text
+from app.models.context import EncodeContext
 
 ROOM = 128
 pytestmark = pytest.mark.skipif(not has(Code.ROWS), reason="no native kernels here")
 
 
-class Layers:
-    """Rows of a table, of which some are wanted; more than `most` tokens at once are somebody else's operation."""
+@pytest.fixture(params=[1, 2, 3], autouse=True)
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
 
-    def __init__(self, most: int = ROOM) -> None:
-        self.most, self.room = most, ROOM
+
+class Layers:
+    """Rows of a table for tokens and positions, of which some are wanted; more than `most` tokens at once are somebody else's operation."""
+
+    def __init__(self, most: int = ROOM + 1) -> None:
+        self.most = most
         self.table = torch.randn(60, 8, generator=torch.Generator().manual_seed(1))
-        self.ids, self.rows = Words(ROOM), Words(ROOM)
-        self.num_tokens, self.num_wanted = 0, None
+        self.places = torch.randn(ROOM, 8, generator=torch.Generator().manual_seed(2))
+        self.batch = TextBatch(ROOM, 0)
         self.calls: list[int] = []
 
-    num_wanted: int | None
+    def fill(self, *lengths: int, some: bool = False, cut: Cut | None = None) -> Cut:
+        """Texts of so many tokens each, in the order of a cut; of which the first tokens are wanted, or all."""
+        texts = tuple(Text(tuple((7 * at + length) % 60 for at in range(length))) for length in lengths)
+        spans = Encoding.of(Encode("r", texts, ("embedding",), 0.0)).spans()
+        cut = cut or Cut.none(len(lengths))
+        self.batch.fill([spans[text] for text in cut.order])
+        if some:
+            self.batch.want(self.batch.starts[:-1])
+        return cut
 
-    def fill(self, tokens: int, wanted: int | None = None) -> None:
-        self.ids.fill([(7 * at + tokens) % 60 for at in range(tokens)])
-        self.num_tokens, self.num_wanted = tokens, wanted
-        if wanted is not None:
-            self.rows.fill([(3 * at) % tokens for at in range(wanted)])
-
-    def __call__(self, tokens: int, wanted: int | None) -> Tensor:
-        self.calls.append(tokens)
-        if tokens > self.most:
+    def __call__(self, context: EncodeContext, rows: Tensor | None) -> Tensor:
+        self.calls.append(len(context.token_ids))
+        if len(context.token_ids) > self.most:
             raise Unrecordable("a large product")
-        hidden = stored_rows(self.table, self.ids.tensor[:tokens])
-        return hidden if wanted is None else gather(hidden, self.rows.tensor[:wanted])
+        hidden = stored_rows(self.table, context.token_ids)
+        add_rows(hidden, self.places, context.positions)
+        return hidden if rows is None else gather(hidden, rows)
 
 
-def check(layers: Layers, replay: EncodeReplay) -> None:
-    result = replay().clone()
-    most, layers.most = layers.most, ROOM
-    assert torch.equal(result, layers(layers.num_tokens, layers.num_wanted))
-    layers.most = most
+def check(layers: Layers, replay: EncodeReplay, cut: Cut) -> None:
+    """To the bit what one call of the layers gives."""
+    result = replay(cut).clone()
+    batch, most, calls = layers.batch, layers.most, list(layers.calls)
+    layers.most = ROOM
+    assert torch.equal(result, layers(batch.context(batch.num_tokens), batch.wanted(batch.num_wanted)))
+    layers.most, layers.calls = most, calls
 
 
-def test_one_recording_serves_all_steps_of_a_kind() -> None:
+STEPS: Sequence[tuple[tuple[int, ...], bool]] = [
+    ((3,), False),
+    ((50,), False),
+    ((1,), False),
+    ((ROOM,), False),
+    ((2, 3, 3, 1), True),
+    ((ROOM - 5, 5), True),
+    ((1,) * 40, True),
+    ((1,) * ROOM, True),
+]
+
+
+def test_one_recording_serves_all_steps_of_a_kind(threads: int) -> None:
     layers = Layers()
-    replay = EncodeReplay(layers, layers, ROOM)
-    for tokens, wanted in [(3, None), (50, None), (1, None), (ROOM, None), (9, 4), (ROOM, 1), (40, 40)]:
-        layers.fill(tokens, wanted)
-        check(layers, replay)
-    assert replay.num_runs == 7 and replay.reason == "" and replay.most_tokens == ROOM
-    assert layers.calls.count(ROOM) == 4  # two recordings, and twice asked for by this test
+    replay = EncodeReplay(layers, layers.batch, ROOM)
+    for lengths, some in STEPS:
+        check(layers, replay, layers.fill(*lengths, some=some))
+    assert replay.num_runs == len(STEPS) and replay.reason == "" and replay.most_tokens == ROOM
+    assert len(layers.calls) == 2 * (1 if threads == 1 else 1 + threads)  # once for the team, once for each thread's lanes
+
+
+@pytest.mark.parametrize("some", [False, True])
+def test_lanes_give_what_all_together_give(threads: int, some: bool) -> None:
+    layers = Layers()
+    replay = EncodeReplay(layers, layers.batch, ROOM, lanes=replace(USUAL, least_tokens=4))
+    for lengths in [(30, 30, 30), (7, 1, 1, 9, 12, 40, 2), (60, 5, 5, 6, 4, 7), (1,) * 30, (20, 21), (ROOM - 20, 10, 10)]:
+        cut = replay.cut(lengths)
+        assert len(cut.ends) > 1 or threads == 1 or threads > 2
+        check(layers, replay, layers.fill(*lengths, some=some, cut=cut))
+    assert replay.num_runs == 6
+
+
+def test_another_number_of_threads_has_lanes_of_its_own() -> None:
+    layers = Layers()
+    replay = EncodeReplay(layers, layers.batch, ROOM, lanes=replace(USUAL, least_tokens=4))
+    for number in (2, 1, 3):
+        torch.set_num_threads(number)
+        cut = replay.cut([20] * 6)
+        assert bool(cut.ends) == (number > 1)
+        check(layers, replay, layers.fill(*[20] * 6, cut=cut))
 
 
 def test_where_large_products_are_somebody_elses_fewer_tokens_are_run_again() -> None:
     layers = Layers(most=50)
-    replay = EncodeReplay(layers, layers, ROOM)
-    layers.fill(20)
-    check(layers, replay)
+    replay = EncodeReplay(layers, layers.batch, ROOM)
+    check(layers, replay, layers.fill(20))
     assert replay.most_tokens == 32 and replay.num_runs == 1
-    layers.fill(33)
-    check(layers, replay)
+    with pytest.raises(Unrecordable):
+        replay(layers.fill(60))  # eager, which so many are not here
+    check(layers, replay, layers.fill(33))
     assert replay.num_runs == 1  # eager, as that one was
-
-
-def test_as_many_wanted_as_there_are_tokens_at_the_most_are_eager() -> None:
-    layers = Layers()
-    replay = EncodeReplay(layers, layers, ROOM)
-    layers.fill(ROOM, ROOM)  # a recording needs two different numbers
-    check(layers, replay)
-    assert replay.num_runs == 0
 
 
 def test_more_tokens_than_is_usual_are_eager() -> None:
     layers = Layers()
-    replay = EncodeReplay(layers, layers, 40)
+    replay = EncodeReplay(layers, layers.batch, 40)
     for tokens, num_runs in [(40, 1), (41, 1), (12, 2)]:
-        layers.fill(tokens)
-        check(layers, replay)
+        check(layers, replay, layers.fill(tokens))
         assert replay.num_runs == num_runs
+    assert replay.cut([21, 21]).ends == ()
 
 
 def test_what_cannot_even_be_recorded_with_few_is_never_tried_again() -> None:
     layers = Layers(most=0)
-    replay = EncodeReplay(layers, layers, ROOM)
-    layers.fill(5)
+    replay = EncodeReplay(layers, layers.batch, ROOM)
+    cut = layers.fill(5)
     with pytest.raises(Unrecordable):
-        replay()  # eager, which this one is not either
+        replay(cut)  # eager, which this one is not either
     assert replay.reason == "a large product is not an operation of ours" and replay.most_tokens == 0
     tried = len(layers.calls)
     assert layers.calls[-2:] == [LEAST_TOKENS, 5]
     with pytest.raises(Unrecordable):
-        replay()
+        replay(cut)
     assert len(layers.calls) == tried + 1
 
 
 def test_where_it_is_off_nothing_is_recorded() -> None:
     layers = Layers()
-    replay = EncodeReplay(layers, layers, ROOM, off="asked for")
-    layers.fill(5)
-    check(layers, replay)
-    assert layers.calls == [5, 5] and replay.most_tokens == 0
+    replay = EncodeReplay(layers, layers.batch, ROOM, off="asked for", lanes=replace(USUAL, least_tokens=1))
+    assert replay.cut([30, 30, 30]) == Cut.none(3)
+    check(layers, replay, layers.fill(30, 30, 30))
+    assert layers.calls == [90] and replay.most_tokens == 0
