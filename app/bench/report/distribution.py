@@ -16,7 +16,7 @@ from app.bench.report.style import Plot, Words, drawn
 
 _SHARES = (0.0, 0.5, 0.9, 0.99, 0.999, 0.9999)
 _MOST_DOTS = 240  # of a line: more than it has pixels across
-_LOGARITHMIC_FROM = 12.0  # the longest over the shortest
+_LOGARITHMIC_FROM = 8.0  # the longest over the median
 _USUAL_CLIENTS = 8
 
 
@@ -62,9 +62,16 @@ def _panels(cases: Sequence[Case]) -> list[_Panel]:
             _Panel("whole answer", case, lambda point: point.request_seconds),
         ]
     else:
-        chosen = dict.fromkeys((0, len(shared) // 2, len(shared) - 1))
-        panels = [_Panel(load_name(shared[index].load), shared[index], lambda point: point.request_seconds) for index in chosen]
+        panels = [_Panel(load_name(case.load), case, lambda point: point.request_seconds) for case in _ends(shared)]
     return [panel for panel in panels if any(each and panel.column(each.point) for each in panel.case.measured)]
+
+
+def _ends(cases: Sequence[Case]) -> list[Case]:
+    """Of the shortest texts: the smallest load, the largest batch, the most clients."""
+    shortest = [case for case in cases if case.load.tokens == cases[0].load.tokens]
+    largest = max(shortest, key=lambda case: (case.load.batch, -case.load.clients))
+    crowded = max(shortest, key=lambda case: case.load.clients)
+    return list({case.load: case for case in (shortest[0], largest, crowded)}.values())
 
 
 def _draw(axes: Axes, panel: _Panel, names: Sequence[str]) -> None:

@@ -84,7 +84,7 @@ TOPICS: tuple[Topic, ...] = (
         (
             Metric("samples", "1/s", lambda measured: measured.samples_per_second, more_is_better=True),
             Metric("tokens", "1/s", lambda measured: measured.tokens_per_second, more_is_better=True),
-            Metric("requests", "number", lambda measured: len(measured.point.request_seconds), more_is_better=None),
+            Metric("requests", "", lambda measured: len(measured.point.request_seconds), more_is_better=None),
             _quantile("", _requests, 0.50),
             _quantile("", _requests, 0.95),
             _quantile("", _requests, 0.99),

@@ -1,6 +1,6 @@
 """The plot of time from token to token while one load runs, or of steps where no tokens come: what stands out is coloured by its cause.
 
-A gap's cause is that of the slow step that ran in it; one without a slow step has its cause outside of the engine's steps.
+A gap's cause is the slow step that ran in it, or the prompt that was read in it; where hardly any step ran, it lies outside of them.
 """
 
 from __future__ import annotations
@@ -67,34 +67,37 @@ def rhythm_plot(cases: Sequence[Case], names: Sequence[str]) -> Plot | str:
 
 
 def beats_of(point: Point) -> list[Beat]:
-    """Each token's time after the one before it, with the cause of the slow step that it waited for."""
+    """Each token's time after the one before it; of long ones, what it was that they waited for."""
     usual = median(point.gap_seconds) * STANDS_OUT
-    steps = _slow(point.steps)
-    ends = [end for end, _ in steps]
-    longest = max((end - began for end, (began, _) in steps), default=0.0)
-    found = []
-    for at, seconds in zip(point.gap_at, point.gap_seconds, strict=True):
-        cause = _cause(at - seconds, at, steps, ends, longest) if seconds > usual else ""
-        found.append(Beat(at - point.began, seconds, cause))
-    return found
+    steps = _Steps(point.steps)
+    rows = zip(point.gap_at, point.gap_seconds, strict=True)
+    return [Beat(at - point.began, took, steps.cause(at - took, at) if took > usual else "") for at, took in rows]
 
 
-_Slow = tuple[float, tuple[float, str]]  # end; begin and cause
+class _Steps:
+    """The steps of a load, by their ends."""
 
+    def __init__(self, steps: Steps) -> None:
+        rows = zip(steps.at, steps.seconds, steps.phase, steps.cause, strict=True)
+        self._rows = sorted((at + seconds, at, phase, cause) for at, seconds, phase, cause in rows)
+        self._ends = [end for end, *_ in self._rows]
 
-def _slow(steps: Steps) -> list[_Slow]:
-    rows = zip(steps.at, steps.seconds, steps.cause, strict=True)
-    return sorted((at + seconds, (at, cause)) for at, seconds, cause in rows if cause)
-
-
-def _cause(began: float, ended: float, steps: Sequence[_Slow], ends: Sequence[float], longest: float) -> str:
-    """Of the slow step that shares the most time with it."""
-    most, cause = 0.0, OUTSIDE
-    for end, (at, each) in steps[bisect_right(ends, began) : bisect_right(ends, ended + longest)]:
-        shared = min(end, ended) - max(at, began)
-        if shared > most:
-            most, cause = shared, each
-    return cause
+    def cause(self, began: float, ended: float) -> str:
+        """Of the slow step that shares the most of this time; else a prompt's, if one was read in it."""
+        shares: dict[str, float] = {}
+        busy = 0.0
+        for end, at, phase, cause in self._rows[bisect_right(self._ends, began) :]:
+            if at >= ended:
+                break
+            shared = min(end, ended) - max(at, began)
+            busy += shared
+            if cause:
+                shares[cause] = shares.get(cause, 0.0) + shared
+            elif phase == "prefill":
+                shares.setdefault(phase, 0.0)
+        if shares:
+            return max(shares, key=lambda cause: shares[cause])
+        return "unknown" if busy > (ended - began) / 2 else OUTSIDE
 
 
 def _beats(point: Point) -> list[Beat]:

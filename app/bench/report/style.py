@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import BytesIO, StringIO
+from statistics import median
 from typing import Any
 
 from matplotlib import rc_context
@@ -168,9 +169,9 @@ def plain_ticks(axes: Axes, axis: str, ticks: list[float], labels: list[str] | N
 
 
 def time_axis(axes: Axes, values: Sequence[float], logarithmic_from: float) -> None:
-    """From zero; logarithmic where the longest is so many times the shortest."""
+    """From zero; logarithmic where the longest is so many times the one in the middle."""
     positive = [value for value in values if value > 0]
-    if not positive or max(positive) < logarithmic_from * min(positive):
+    if not positive or max(positive) < logarithmic_from * median(positive):
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     else:

@@ -64,7 +64,9 @@ def compared(value: float | None, first: float | None, more_is_better: bool | No
 
 
 def number(value: float) -> str:
-    """Three figures: `1,234`, `56.7`, `0.0123`."""
+    """Three figures: `1,234`, `56.7`, `0.0123`; what is counted as it is."""
+    if isinstance(value, int):
+        return f"{value:,}"
     if not math.isfinite(value):
         return "–"
     if abs(value) >= 1000:

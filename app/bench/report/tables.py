@@ -97,7 +97,7 @@ def _head(result: Result) -> dict[str, str]:
 def _figures(topic: Topic, cases: Sequence[Case], names: Sequence[str]) -> Table:
     metrics = [metric for metric in topic.metrics if any(metric.read(each) is not None for each in _all(cases))]
     groups = [Group(load_name(case.load), tuple(_rows(case, metrics, names))) for case in cases]
-    heads = tuple(f"{metric.name} ({metric.unit})" for metric in metrics)
+    heads = tuple(f"{metric.name} ({metric.unit})" if metric.unit else metric.name for metric in metrics)
     told = tuple(group for group in groups if any(cell.text != "–" for row in group.rows for cell in row.cells))
     note = topic.note + (f" Beside each figure: its ratio to {names[0]}." if len(names) > 1 else "")
     return Table(topic.title, ("load", "result"), heads, told, note)
