@@ -84,7 +84,7 @@ def _refuse_nothing(asked: Asked) -> None:
 def _costs(asked: Asked, prices: Prices) -> Costs:
     assert asked.target is not None, "refused before"
     target = read_target(asked.target)
-    results = [read_result(path) for path in asked.paths]
+    results = _told_apart([read_result(path) for path in asked.paths])
     _refuse_mixture(results)
     limit = None if asked.p99_ms is None else asked.p99_ms / 1e3
     found = sheets(results, prices, target, limit)
@@ -100,15 +100,27 @@ def _costs(asked: Asked, prices: Prices) -> Costs:
 
 
 def _refuse_mixture(results: Sequence[Result]) -> None:
-    """Costs of different models, or of the same file twice, side by side would mislead."""
+    """Costs of different models side by side would mislead."""
     first = results[0]
     for other in results[1:]:
         if other.model_shape != first.model_shape:
             raise MeasurementFailed(f"{first.name} and {other.name} are results of different models: they cannot be compared.")
+
+
+def _told_apart(results: Sequence[Result]) -> list[Result]:
+    """Results of one name by their precision too: those of one machine. Raises `MeasurementFailed` where that does not help."""
     names = [result.name for result in results]
+    named = [result if names.count(result.name) == 1 else _with_precision(result) for result in results]
+    names = [result.name for result in named]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise MeasurementFailed(f"two results are called {twice}: measure with --name, or edit `name` in one of the files.")
+    return named
+
+
+def _with_precision(result: Result) -> Result:
+    precision = ((result.info.get("plan") or {}).get("precision") or {}).get("value", "")
+    return result.model_copy(update={"name": f"{result.name} {precision}".strip()})
 
 
 def _print_costs(costs: Costs) -> None:
@@ -128,7 +140,7 @@ def _print_costs(costs: Costs) -> None:
 def _print_published(prices: Prices) -> None:
     pair, listed = published(), at_list_prices(prices)
     _show(published_table(pair, published_title()))
-    _say("", [f"The second costs {saving(pair):.1%} less. Source: {SOURCE}"])
+    _say("", [f"The second costs {saving(pair):.1%} less. Source, of which only the beginning could be read: {SOURCE}"])
     if listed is not None:
         _show(published_table(listed, "The same rates at the prices of our table"))
         _say("", [f"The second costs {saving(listed):.1%} less."])

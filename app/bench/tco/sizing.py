@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from app.bench.compare.result import Result
+from app.bench.console import number
 from app.bench.tco.costs import annual_dollars, dollars_per_million, machines_needed
 from app.bench.tco.kept import ENOUGH_FOR_P99, Kept, NotKept, Work, most_kept, works
 from app.bench.tco.machines import Machine, machines_of
@@ -123,7 +124,7 @@ def _over(one: float | None, other: float | None) -> float | None:
 
 def _remarks(name: str, kept: Kept | NotKept, limit: float | None) -> list[str]:
     if isinstance(kept, NotKept):
-        least = "no request was timed" if kept.least_p99 is None else f"the least was {kept.least_p99 * 1e3:.3g} ms"
+        least = "no request was timed" if kept.least_p99 is None else f"the least was {number(kept.least_p99 * 1e3)} ms"
         return [f"{name}: no measured load kept a p99 of {(limit or 0) * 1e3:g} ms; {least}."]
     if limit is not None and kept.num_requests < ENOUGH_FOR_P99:
         return [f"{name}: the p99 is the slowest of {kept.num_requests} requests; measure longer for a real one (--seconds)."]

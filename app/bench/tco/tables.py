@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from rich.table import Table
 
+from app.bench.console import number
 from app.bench.tco.published import CLAIMS, SAMPLES_PER_SECOND, Line
 from app.bench.tco.sizing import Pair, Row, Sheet
 from app.bench.tco.target import Target
@@ -83,10 +84,7 @@ def _named(row: Row) -> str:
 
 
 def _number(value: float | None) -> str:
-    """Three figures at least, no exponents."""
-    if value is None:
-        return NONE
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" if value >= 0.001 else f"{value:.6f}"
+    return NONE if value is None else number(value)
 
 
 def _dollars(value: float | None) -> str:

@@ -116,9 +116,16 @@ def test_different_models_are_refused(tmp_path: Path) -> None:
         print_costs(Asked(paths=paths, target="1/s"))
 
 
-def test_two_results_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_results_of_one_name_are_told_apart_by_precision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = saved(tmp_path, *(made_results.made_encoder(X86, precision, name="ours") for precision in ("int8", "bf16")))
+    out = printed(capsys, paths=paths, target="1/s")
+    assert "ours int8" in out
+    assert "ours bf16" in out
+
+
+def test_two_results_of_one_name_and_precision_are_refused(tmp_path: Path) -> None:
     paths = saved(tmp_path, made_results.made_encoder(X86), made_results.made_encoder(X86))
-    with pytest.raises(MeasurementFailed, match="are called xeon-int8"):
+    with pytest.raises(MeasurementFailed, match="are called xeon-int8 int8"):
         print_costs(Asked(paths=paths, target="1/s"))
 
 
