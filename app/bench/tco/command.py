@@ -128,13 +128,20 @@ def _print_costs(costs: Costs) -> None:
     for sheet in costs.sheets:
         if sheet.rows:
             _show(sheet_table(sheet, costs.target))
-        _say("" if sheet.rows else f"{sheet.work}: {costs.target}", sheet.notes)
+        _say("" if sheet.rows else f"{sheet.work}: {costs.target}", [*_cheapest(sheet), *sheet.notes])
         if sheet.pairs:
             _show(pair_table(sheet.pairs))
     if any(sheet.rows for sheet in costs.sheets) and not any(sheet.pairs for sheet in costs.sheets):
         _say("", ["Arm and x86 of as many vCPUs are not both here: there is nothing to hold against each other."])
     _say("No dollars", costs.missing)
     _say("Assumptions", costs.assumptions)
+
+
+def _cheapest(sheet: Sheet) -> list[str]:
+    row = sheet.cheapest
+    if row is None:
+        return []
+    return [f"Cheapest: {row.machines:,} × {row.machine.name}, ${row.annual_dollars:,.0f} a year (as {row.result} was measured)."]
 
 
 def _print_published(prices: Prices) -> None:

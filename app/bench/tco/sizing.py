@@ -55,6 +55,14 @@ class Sheet:
     pairs: tuple[Pair, ...]
     notes: tuple[str, ...]
 
+    @property
+    def cheapest(self) -> Row | None:
+        """The fewest dollars a year, then the fewest machines; None where no price is known."""
+        priced = [
+            (row.annual_dollars, row.machines, index) for index, row in enumerate(self.rows) if row.annual_dollars is not None
+        ]
+        return self.rows[min(priced)[2]] if priced else None
+
 
 def sheets(results: Sequence[Result], prices: Prices, target: Target, p99_limit: float | None) -> list[Sheet]:
     """`p99_limit` in seconds. A work that only some results have has rows of those. Raises `MeasurementFailed`."""

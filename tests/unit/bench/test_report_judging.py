@@ -84,7 +84,9 @@ def test_results_of_different_models_are_refused_unless_forced() -> None:
     same = [made_decoder(XEON, "int4", samples=1), made_decoder(GRAVITON, "int8", samples=1)]
     check_comparable(same, force=False)
     different = [same[0], changed(same[1], "model", hidden_size=4096)]
-    with pytest.raises(MeasurementFailed, match="xeon-int4 and graviton-int8 are of different models \\(hidden size 2048 and 4096\\)"):
+    with pytest.raises(
+        MeasurementFailed, match="xeon-int4 and graviton-int8 are of different models \\(hidden size 2048 and 4096\\)"
+    ):
         check_comparable(different, force=False)
     check_comparable(different, force=True)
     check_comparable([same[0], changed(same[1], "model", name="renamed")], force=False)

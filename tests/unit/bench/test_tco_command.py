@@ -45,6 +45,7 @@ def test_tables_pairs_and_assumptions_are_printed(tmp_path: Path, capsys: pytest
     assert "as of 2026-07-20, https://github.com/aws/" in out
     assert "in proportion to cores" in out
     assert "$/year" in out
+    assert "Cheapest: " in out
     assert "No dollars" not in out
 
 

@@ -155,6 +155,15 @@ def test_arm_is_held_against_x86_of_as_many_vcpus() -> None:
     assert all(each.arm.machine.vcpus == each.x86.machine.vcpus for each in found.pairs)
 
 
+def test_the_cheapest_is_named_the_fewest_machines_of_equals() -> None:
+    found = sheet(result([point(100, 0.01)], instance="c6i.4xlarge"), result([point(120, 0.01)], ARM, instance="c7g.4xlarge"))
+    assert found.cheapest is not None
+    assert found.cheapest.annual_dollars == min(each.annual_dollars or 0 for each in found.rows)
+    equals = [each for each in found.rows if each.annual_dollars == found.cheapest.annual_dollars]
+    assert found.cheapest.machines == min(each.machines for each in equals)
+    assert sheet(result([point(100, 0.01)])).cheapest is None
+
+
 def test_watts_of_unequal_kinds_are_no_ratio() -> None:
     counted = point(120, 0.01, energy=Energy(joules=500, source="rapl"))
     found = sheet(result([point(100, 0.01)], instance="c6i.4xlarge"), result([counted], ARM, instance="c7g.4xlarge"))
