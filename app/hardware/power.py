@@ -57,7 +57,8 @@ def _rapl(files: Files) -> PowerMeter | None:
         zones = _zones(files, control_type)
         packages = _packages(zones, mirrored=_dies_mirror(files))
         if packages:
-            memories = [zone for zone in zones if zone.name == "dram" and any(zone.numbers[:1] == p.numbers for p in packages)]
+            numbers = {package.numbers for package in packages}
+            memories = [zone for zone in zones if zone.name == "dram" and zone.numbers[:-1] in numbers]
             return _rapl_meter(files, [*packages, *memories])
         if zones and not any(zone.name for zone in zones):
             return PowerMeter(reason=f"{_POWERCAP} is masked: container runtimes hide it from those inside (CVE-2020-8694).")
@@ -69,7 +70,7 @@ def _packages(zones: list[_Zone], mirrored: bool) -> list[_Zone]:
     found: dict[str, _Zone] = {}
     for zone in zones:
         match = re.fullmatch(r"(package-\d+)(-die-\d+)?", zone.name)
-        if match and len(zone.numbers) == 1:
+        if match:
             found.setdefault(match[1] if mirrored else zone.name, zone)
     return list(found.values())
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from app.hardware.facts import Cgroup, Core, Cpu, CudaDevice, Facts, HugePages, NumaNode, TorchBuild
+from app.hardware.facts import Cgroup, Core, Cpu, CudaDevice, Facts, HugePages, NumaNode, PowerCounter, PowerMeter, TorchBuild
 from app.hardware.plan import make_plan
 from app.report import cpu_ranges, render_probe
 from app.settings import Settings
@@ -57,6 +58,14 @@ def printed(facts: Facts, *, with_plan: bool) -> str:
 )
 def test_facts_for_people(words: str) -> None:
     assert words in printed(FACTS, with_plan=False)
+
+
+def test_what_tells_the_power_or_why_nothing_does() -> None:
+    counters = (PowerCounter("package-0", "/0"), PowerCounter("dram-0", "/1"))
+    counted = printed(replace(FACTS, power=PowerMeter("rapl", counters, "The processor's own.")), with_plan=False)
+    assert "rapl (package-0, dram-0)" in counted
+    assert "not counted: root alone may." in printed(replace(FACTS, power=PowerMeter(reason="root alone may.")), with_plan=False)
+    assert "power" not in printed(FACTS, with_plan=False)
 
 
 def test_every_decision_is_printed_with_its_reason() -> None:
