@@ -8,16 +8,14 @@ from torch import Tensor
 from app.engine.encode_pace import EncodePace
 from app.engine.loading import Report, percent, prepared_device
 from app.engine.program import FAILURES, ProgramEngine, Served
-from app.engine.tensors import DTYPES
+from app.engine.tensors import made_up
 from app.errors import CheckpointInvalid
 from app.hardware.plan import ServingPlan
 from app.hardware.step_seconds import StepSeconds
-from app.messages import Signature, TensorSpec
 from app.models.program import Program
 from app.weights.load_program import load_program
 from app.weights.program import ProgramCheckpoint
 
-FREE_SIZE = 16  # of a dimension that a client may choose, while warming up
 _CLOSE = 0.05  # of the largest value: products of other numbers of rows round otherwise
 
 
@@ -58,20 +56,6 @@ def check_rows(served: Served) -> None:
                 f"The program's output {name!r} of a row depends on the other rows of its batch, so requests cannot share one. "
                 "Was the model in eval() when it was exported?"
             )
-
-
-def made_up(signature: Signature, rows: int) -> dict[str, Tensor]:
-    """Inputs of so many rows, each another: small numbers, and indices that any table has."""
-    generator = torch.Generator().manual_seed(0)
-    return {spec.name: _made_up(spec, rows, generator) for spec in signature.inputs}
-
-
-def _made_up(spec: TensorSpec, rows: int, generator: torch.Generator) -> Tensor:
-    shape = (rows, *(FREE_SIZE if size < 0 else size for size in spec.shape[1:]))
-    dtype = DTYPES[spec.datatype]
-    if dtype.is_floating_point:
-        return torch.randn(shape, generator=generator).to(dtype)
-    return torch.randint(0, 2, shape, generator=generator).to(dtype)
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

@@ -8,11 +8,13 @@ from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import Protocol
 
-from app.engine.batch import Batch, Picked, by_span
+from app.engine.batch import Batch, Picked, by_span, next_span
 from app.engine.scheduler import Scheduler
+from app.engine.sequence import sequence_of
+from app.engine.tenants import Tenants
 from app.errors import RequestError, StepFailed
 from app.measured import Snapshot, StepStats
-from app.messages import Abort, Event, Generate
+from app.messages import Abort, Event, Generate, SamplingParams
 
 
 class Runner(Protocol):
@@ -69,6 +71,17 @@ class DecoderEngine:
         error = StepFailed("The step that computed this request failed; the server's log says why. It may be sent again.")
         batch, self._batch = self._batch, None
         return self.scheduler.fail(batch, error) if batch else self.scheduler.fail_all(error)
+
+    def check(self) -> None:
+        """A prompt of one token in a slot of its own, beside all requests. Where there is no slot nothing is learnt."""
+        pool = self.scheduler.pool
+        tenants, sequence = Tenants(pool), sequence_of(Generate("check", (0,), SamplingParams(max_tokens=1), arrived_at=0.0))
+        if not tenants.admit(sequence):
+            return
+        try:
+            self.runner.run(Batch((next_span(sequence, 1),), tenants.take_copies(), pool.take_released()))
+        finally:
+            tenants.leave(sequence, keep=0)
 
     def fail_all(self, error: RequestError) -> list[Event]:
         return self.scheduler.fail_all(error)

@@ -12,7 +12,7 @@ from app.engine.encode_pace import EncodePace
 from app.engine.texts import Encoding, Room, TextQueue, TextSpan
 from app.errors import ContextLengthExceeded, InvalidRequest, RequestError, StepFailed, WrongModelKind
 from app.measured import Snapshot, StepStats
-from app.messages import Abort, ArraysReady, Encode, Event, RequestFailed, Timings
+from app.messages import Abort, ArraysReady, Encode, Event, RequestFailed, Text, Timings
 
 
 class Runner(Protocol):
@@ -122,6 +122,10 @@ class EncoderEngine:
             request.put_back(span for span in spans if span.request is request)
             request.alone = True
         return []
+
+    def check(self) -> None:
+        """A text of one token, beside all requests."""
+        self.runner.run(Encoding.of(Encode("check", (Text((0,)),), self._limits.outputs[:1], arrived_at=0.0)).spans())
 
     def fail_all(self, error: RequestError) -> list[Event]:
         """Every request ends with this error."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from app.engine.encode_pace import EncodePace
-from app.engine.tensors import array_of, tensor_of
+from app.engine.tensors import array_of, made_up, tensor_of
 from app.errors import InvalidRequest, RequestError, StepFailed
 from app.measured import Snapshot, StepStats
 from app.messages import Abort, ArraysReady, Event, Infer, RequestFailed, Signature, Timings
@@ -90,6 +90,7 @@ class ProgramEngine:
         self._signature, self._pace, self._clock = served.signature, pace, clock
         self._waiting: deque[Waiting] = deque()
         self._batch: list[Share] = []  # of the step that is under way, or that raised
+        self._model_seconds = 0.0  # of that step, in the program itself
 
     @property
     def has_work(self) -> bool:
@@ -108,7 +109,8 @@ class ProgramEngine:
     def step(self) -> list[Event]:
         """Computes the next batch and returns what its clients are to be told."""
         started = self._clock()
-        self._batch = shares = self._next_batch()
+        self._batch, self._model_seconds = self._next_batch(), 0.0
+        shares = self._batch
         for share in shares:
             share.request.began = started if share.request.began is None else share.request.began
         try:
@@ -120,7 +122,11 @@ class ProgramEngine:
         rows = sum(share.rows for share in shares)
         seconds = self._clock() - started
         self.stats = StepStats(
-            seconds, num_sequences=len(shares), model_seconds=seconds, encode_tokens=rows, num_encode_sequences=rows
+            seconds,
+            num_sequences=len(shares),
+            model_seconds=self._model_seconds,
+            encode_tokens=rows,
+            num_encode_sequences=rows,
         )
         self._pace.observe(self.stats)
         return events
@@ -130,6 +136,10 @@ class ProgramEngine:
         shares, self._batch = self._batch, []
         error = StepFailed("The step that computed this request failed; the server's log says why. It may be sent again.")
         return [self._end(share.request, error) for share in shares] if shares else self.fail_all(error)
+
+    def check(self) -> None:
+        """A row that nobody sent."""
+        self.runner.run(made_up(self._signature, 1))
 
     def fail_all(self, error: RequestError) -> list[Event]:
         return [self._end(request, error) for request in list(self._waiting)]
@@ -159,7 +169,12 @@ class ProgramEngine:
     def _compute(self, shares: Sequence[Share]) -> dict[str, Tensor]:
         names = [spec.name for spec in self._signature.inputs]
         parts = {name: [share.of(name) for share in shares] for name in names}
-        return self.runner.run({name: each[0] if len(each) == 1 else torch.cat(each) for name, each in parts.items()})
+        inputs = {name: each[0] if len(each) == 1 else torch.cat(each) for name, each in parts.items()}
+        began = self._clock()
+        try:
+            return self.runner.run(inputs)
+        finally:
+            self._model_seconds += self._clock() - began
 
     def _deal(self, shares: Sequence[Share], outputs: Mapping[str, Tensor]) -> list[Event]:
         """To each its rows; who has all of them has ended."""

@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from app.engine.build_program import made_up, most_rows, served_program
+from app.engine.build_program import most_rows, served_program
 from app.engine.looks import Look, StepShape, doubling
 from app.engine.made_up import PATTERN, made_up_form
 from app.engine.program import FAILURES
+from app.engine.tensors import made_up
 from app.errors import StepFailed
 from app.hardware.decision import Trial
 from app.hardware.plan import ServingPlan

@@ -53,7 +53,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tenants = Tenants(pool)
-        self._pool = pool
+        self.pool = pool
         self._pace = pace
         self._limits = limits.within(pool)
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -71,12 +71,12 @@ class Scheduler:
     def add(self, request: Generate) -> list[Event]:
         """Queues a request; one that can never be served is refused at once."""
         assert request.request_id not in self._requests, "the service gives each request an id of its own"
-        error = refusal(request, self._limits, self._pool)
+        error = refusal(request, self._limits, self.pool)
         if error is not None:
             return [RequestFailed(request.request_id, error)]
         choices = [sequence_of(request, choice, self._eos_token_ids) for choice in range(request.params.n)]
         for sequence in choices:
-            sequence.order, sequence.limit = next(self._orders), longest(request, self._limits, self._pool)
+            sequence.order, sequence.limit = next(self._orders), longest(request, self._limits, self.pool)
         group = BeamGroup(choices[0]) if choices[0].is_beam else None
         self._requests[request.request_id] = Request(choices, choices[1:], group)
         self._waiting.append(choices[0])
@@ -111,7 +111,7 @@ class Scheduler:
             spans = self.speculation.guess(spans, self._limits.max_batch_tokens, self._tenants.grow)
         cached = sum(self._greet(span.sequence) for span in admitted)
         copies = self._tenants.take_copies()
-        return Batch(tuple(spans), copies, self._pool.take_released(), cached, self._num_preempted)
+        return Batch(tuple(spans), copies, self.pool.take_released(), cached, self._num_preempted)
 
     def update(self, batch: Batch, picked: Items[Picked]) -> list[Event]:
         """What the step's result means: one `Picked` for each row that samples, in order."""
@@ -150,7 +150,7 @@ class Scheduler:
 
     def snapshot(self) -> Snapshot:
         """Requests are counted, not choices."""
-        now = standing(self._running, self._waiting, self._pool)
+        now = standing(self._running, self._waiting, self.pool)
         return replace(now, num_waiting=len(self._requests) - now.num_running, stepped_at=self._clock(), tempo=self._pace.tempo)
 
     # ---- schedule --------------------------------------------------------------------------------------------------

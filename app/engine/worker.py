@@ -22,7 +22,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 State = Literal["loading", "ready", "failed", "stopped"]
 
-# Failing steps in a row after which the device or the model is taken as broken: a request that breaks its own step has ended after one.
+# Failing steps in a row after which it is looked whether the device still computes anything. That it does not is the only reason to end:
+# what breaks for its own requests alone, a client could send for ever.
 MAX_FAILED_STEPS = 3
 
 
@@ -43,6 +44,10 @@ class Engine(Protocol):
     def step(self) -> list[Event]: ...
     def fail(self) -> list[Event]: ...
     def fail_all(self, error: RequestError) -> list[Event]: ...
+    def check(self) -> None:
+        """Computes something that is known to work, beside all requests: raises what a broken device raises."""
+        ...
+
     def snapshot(self) -> Snapshot: ...
 
 
@@ -196,10 +201,22 @@ class Worker:
         assert error is not None, "what returns nothing has raised"
         failed = engine.fail()
         self._failed_steps += bool(failed)  # a step that ended nobody's request is tried again in parts
-        if self._failed_steps < MAX_FAILED_STEPS and not self._callbacks.is_fatal(error):
+        if not self._is_lost(engine, error):
             return failed, None
         self.error = error
         return failed + engine.fail_all(StepFailed("The server's device has failed; the server is restarting.")), None
+
+    def _is_lost(self, engine: Engine, error: Exception) -> bool:
+        """Whether the device has failed, and not only the step."""
+        if self._callbacks.is_fatal(error):
+            return True
+        if self._failed_steps < MAX_FAILED_STEPS:
+            return False
+        self._failed_steps = 0
+        _, broken = self._attempt(engine.check)
+        if broken is None:
+            log.warning("%d steps failed one after the other, and the device computes: it was their requests", MAX_FAILED_STEPS)
+        return broken is not None
 
     def _attempt(self, action: Callable[[], T]) -> tuple[T | None, Exception | None]:
         """The one place of the engine where every failure is caught, so that the requests behind it are told."""

@@ -89,7 +89,7 @@ def test_a_step_that_fails_under_a_stream_is_its_last_event(server: LiveServer) 
 
 def test_a_device_that_keeps_failing_ends_the_worker(tiny: Path) -> None:
     with live(tiny) as server:
-        server.reins.faults += [RuntimeError("broken")] * MAX_FAILED_STEPS
+        server.reins.faults += [RuntimeError("broken")] * (MAX_FAILED_STEPS + 1)  # and it cannot compute anything else either
         assert {server.generate(max_tokens=4).status_code for _ in range(MAX_FAILED_STEPS)} == {500}
         until(lambda: server.client.get("/healthz").status_code == 500)
         assert server.client.get("/readyz").status_code == 503

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from app.engine.build_program import check_rows, made_up
+from app.engine.build_program import check_rows
 from app.engine.program import Served
+from app.engine.tensors import made_up
 from app.errors import CheckpointInvalid
 from app.weights.load_program import load_program
 from app.weights.program import open_program

@@ -12,11 +12,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from app.engine import program_rehearsal
-from app.engine.build_program import made_up
 from app.engine.looks import COARSE, FULL, StepShape
 from app.engine.measuring import Subject, measure
 from app.engine.program import Served
 from app.engine.program_rehearsal import ProgramRehearsal
+from app.engine.tensors import made_up
 from app.errors import StepFailed
 from app.hardware.plan import ServingPlan, make_plan
 from app.hardware.probe import probe
