@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import IO, Protocol
 from xml.parsers.expat import ExpatError
 
@@ -69,14 +70,23 @@ def _counted(last: int, now: int, wraps_at: int | None, seconds: float) -> int:
     return over if over * MICRO <= MOST_WATTS * seconds else now
 
 
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """Replaced whole by the thread that reads: whoever looks sees one moment."""
+
+    at: float
+    watts: float
+    joules: float
+
+
 class Sampled:
     """Power read again and again on a thread of its own, and added up: through a board's controller a reading takes many milliseconds."""
 
     def __init__(self, source: str, watts: ReadWatts, clock: Clock = time.monotonic) -> None:
         self.source = source
         self._watts, self._clock = watts, clock
-        self._last: tuple[float, float] | None = None
-        self._joules = 0.0
+        self._last: _Sample | None = None
+        self._told = 0.0
         self._closed = threading.Event()
 
     def start(self) -> Sampled:
@@ -84,21 +94,22 @@ class Sampled:
         return self
 
     def joules(self) -> float:
-        return self._joules
+        """Since the last reading, as many watts as it said; where the next one says less, time catches up with what was told."""
+        last = self._last
+        if last is not None:
+            since = min(self._clock() - last.at, 2 * SAMPLE_SECONDS)
+            self._told = max(self._told, last.joules + last.watts * since)
+        return self._told
 
     def close(self) -> None:
         self._closed.set()
 
     def sample(self) -> None:
         """Between two readings, the mean of both; one that fails is bridged."""
-        watts = self._watts()
-        if watts is None:
-            return
-        moment = self._clock()
-        if self._last is not None:
-            before, last = self._last
-            self._joules += (last + watts) / 2 * (moment - before)
-        self._last = (moment, watts)
+        watts, last, now = self._watts(), self._last, self._clock()
+        if watts is not None:
+            joules = 0.0 if last is None else last.joules + (last.watts + watts) / 2 * (now - last.at)
+            self._last = _Sample(now, watts, joules)
 
     def _run(self) -> None:
         while not self._closed.is_set():

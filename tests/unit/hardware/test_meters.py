@@ -109,8 +109,26 @@ def test_power_is_the_mean_of_two_readings_and_gaps_are_bridged() -> None:
     for _ in range(4):
         meter.sample()
         seen.append(meter.joules())
-        clock.seconds += 2
-    assert seen == pytest.approx([0.0, 30.0, 30.0, 30.0 + 30.0 * 4])
+        clock.seconds += 1
+    assert seen == pytest.approx([0.0, 15.0, 15.0 + 20.0, 15.0 + 30.0 * 2])
+
+
+def test_between_readings_power_stays_what_it_was_and_joules_never_fall() -> None:
+    clock, told = Clock(), iter([100.0, 20.0, 20.0])
+    meter = Sampled("hwmon", lambda: next(told), clock)
+    meter.sample()
+    clock.seconds += 0.9
+    assert meter.joules() == pytest.approx(90.0)
+    clock.seconds += 0.1
+    meter.sample()
+    assert meter.joules() == pytest.approx(90.0), "60 J by now: what was told stands"
+    clock.seconds += 1.0
+    meter.sample()
+    assert meter.joules() == pytest.approx(90.0)
+    clock.seconds += 1.0
+    assert meter.joules() == pytest.approx(100.0)
+    clock.seconds += 60.0
+    assert meter.joules() == pytest.approx(80.0 + 40.0), "a sensor that is gone is not believed for ever"
 
 
 def test_sensors_are_read_by_a_thread_until_they_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
