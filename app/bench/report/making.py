@@ -38,9 +38,9 @@ def write_report(comparison: Comparison, folder: Path) -> Path:
     """The page, with each plot as a PNG beside it. Only this needs matplotlib."""
     from app.bench.report.page import render, sections_of
 
-    sections = sections_of(comparison)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        sections = sections_of(comparison)
         for plot in (plot for section in sections for plot in section.plots):
             (folder / f"{plot.name}.png").write_bytes(plot.png)
         (folder / PAGE).write_text(render(comparison, sections), encoding="utf-8")

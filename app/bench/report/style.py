@@ -104,6 +104,7 @@ def drawn(words: Words, size: tuple[float, float], draw: Callable[[Figure], None
         draw(figure)
         picture, vectors = BytesIO(), StringIO()
         figure.savefig(picture, format="png", dpi=DPI, metadata={"Software": None})
+        figure.set_layout_engine("none")  # all stays where it was found to fit
         figure.patch.set_visible(False)
         figure.savefig(vectors, format="svg", metadata={"Date": None, "Creator": None})
     svg = inline(vectors.getvalue(), words.name, words.alternative)

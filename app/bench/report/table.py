@@ -71,8 +71,9 @@ def number(value: float) -> str:
         return "–"
     if abs(value) >= 1000:
         return f"{value:,.0f}"
-    digits = 2 - math.floor(math.log10(abs(value))) if value else 0
-    return f"{value:.{max(0, min(9, digits))}f}"
+    rounded = float(f"{value:.3g}")
+    digits = 2 - math.floor(math.log10(abs(rounded))) if rounded else 0
+    return f"{rounded:.{max(0, min(9, digits))}f}"
 
 
 def times(ratio: float) -> str:
