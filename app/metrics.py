@@ -32,7 +32,7 @@ COUNTS = tuple(float(2**power) for power in range(15))  # 1 to 16,384 tokens or 
 
 
 class Metrics:
-    """Told what happens, from the event loop but for `on_step`, which is the worker thread's; `render` from any thread.
+    """Told what happens, and asked to `render`, from the event loop; but for `on_step` and `on_stall`, which are the worker thread's.
 
     `about`, `place` and `drift` are set when they are known, `steps` are the last ones.
     `predict_wait` answers None while the speeds are not measured yet.
