@@ -10,6 +10,7 @@ from app.bench.report.answer import answer
 from app.bench.report.figures import TOPICS
 from app.bench.report.judging import Here, Judged, judge, names_of
 from app.bench.report.loads import Case, cases_of
+from app.bench.report.pricing import priced
 from app.bench.report.table import Table
 from app.bench.report.tables import decision_table, figure_tables, head_table, tail_tables
 
@@ -40,7 +41,9 @@ class Comparison:
         return [self.head, *self.figures, *self.tails, *([self.decisions] if self.decisions else [])]
 
 
-def compare(results: Sequence[Result], here: Here) -> Comparison:
+def compare(given: Sequence[Result], here: Here) -> Comparison:
+    with_prices = priced(given)
+    results = [each.result for each in with_prices]
     names, cases = names_of(results), cases_of(results)
     return Comparison(
         results=tuple(results),
@@ -48,7 +51,7 @@ def compare(results: Sequence[Result], here: Here) -> Comparison:
         cases=tuple(cases),
         judged=tuple(judge(results, here)),
         sentences=tuple(answer(results)),
-        head=head_table(results, names),
+        head=head_table(with_prices, names),
         figures=tuple(figure_tables(cases, names)),
         tails=tuple(tail_tables(results, names)),
         decisions=decision_table(results, names),

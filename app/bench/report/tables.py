@@ -10,6 +10,7 @@ from app.bench.compare.result import Result
 from app.bench.report.figures import MILLI, TOPICS, Metric, Topic
 from app.bench.report.judging import machine_name, torch_of
 from app.bench.report.loads import Case, load_name
+from app.bench.report.pricing import Priced
 from app.bench.report.table import Group, Row, Table, compared, number, plain
 from app.bench.report.tails import CAUSES, causes, phases
 
@@ -18,7 +19,7 @@ _PERCENTILES = ("p50", "p99", "p99.9", "longest")
 _NOT_COMPARED = ("decode_tokens_per_second", "prefill_tokens_per_second", "capacity_tokens_per_second", "roofline_ratio")
 
 
-def head_table(results: Sequence[Result], names: Sequence[str]) -> Table:
+def head_table(results: Sequence[Priced], names: Sequence[str]) -> Table:
     """What was compared, a column each."""
     columns = [_head(result) for result in results]
     rows = tuple(
@@ -72,7 +73,8 @@ def decision_table(results: Sequence[Result], names: Sequence[str]) -> Table | N
     return Table("Where the plans differ, and why", ("", "decision"), tuple(names), (Group("", rows),), note, numeric=False)
 
 
-def _head(result: Result) -> dict[str, str]:
+def _head(priced: Priced) -> dict[str, str]:
+    result = priced.result
     info, plan = result.info, result.info.get("plan", {})
     facts, model = info.get("facts", {}), info.get("model", {})
     quota = (facts.get("cgroup") or {}).get("quota_cores")
@@ -83,6 +85,7 @@ def _head(result: Result) -> dict[str, str]:
         "memory": f"{facts.get('memory_bytes', 0) / 2**30:.0f} GiB",
         "instance": result.instance or "",
         "price": "" if result.hourly_price is None else f"${result.hourly_price:g} an hour",
+        "price read": priced.origin,
         "model": f"{model.get('name', '?')}, {model.get('num_parameters', 0) / 1e6:,.0f}M parameters",
         "precision": _text(_value(plan, "precision")),
         "kernels": _text(_value(plan, "kernels")),

@@ -10,6 +10,7 @@ import pytest
 from app.bench.compare.result import Energy, Load, Point, Result, Steps
 from app.bench.report.judging import names_of
 from app.bench.report.loads import cases_of, load_name
+from app.bench.report.pricing import priced
 from app.bench.report.table import Cell, Table, compared, number
 from app.bench.report.tables import decision_table, figure_tables, head_table, tail_tables
 from app.bench.report.tails import causes, phases
@@ -144,9 +145,19 @@ def test_only_decisions_that_differ_are_shown_with_their_reasons() -> None:
 
 def test_the_head_says_what_was_compared() -> None:
     given = FIRST.model_copy(update={"instance": "m7i.4xlarge", "hourly_price": 1.42})
-    table = head_table([given, SECOND], names_of([given, SECOND]))
+    table = head_table(priced([given, SECOND]), names_of([given, SECOND]))
     rows = {row.name: [cell.text for cell in row.cells] for row in table.groups[0].rows}
     assert rows["machine"] == ["Intel Xeon Platinum 8488C, 8 cores", "Arm Neoverse-V2, 16 cores"]
     assert rows["instance"] == ["m7i.4xlarge", "–"] and rows["price"] == ["$1.42 an hour", "–"]
+    assert rows["price read"] == ["the operator's setting", "–"]
     assert rows["measured"][0] == "2026-09-21 14:13 UTC, by version 0.1.0"
     assert "server's flags" not in rows
+
+
+def test_a_named_instance_has_the_price_of_the_table_unless_the_operator_says_another() -> None:
+    named = FIRST.model_copy(update={"instance": "c6i.large"})
+    (found,) = priced([named])
+    assert found.result.hourly_price == 0.085
+    assert found.origin.startswith("us-east-1, 2026-") and "https://" in found.origin
+    assert priced([named.model_copy(update={"hourly_price": 2.0})])[0].result.hourly_price == 2.0
+    assert priced([FIRST.model_copy(update={"instance": "no.such"})])[0].origin == ""
