@@ -46,6 +46,7 @@ LAYERS: tuple[tuple[str, float], ...] = (
     ("bench.floors", BESIDE),
     ("bench.speculation", BESIDE),
     ("bench.texts", BESIDE),
+    ("bench.programs", BESIDE),
     ("bench.*", ISLAND),
     ("service", 5),
     ("admission", 5),
@@ -101,6 +102,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "transformers": (),
     "httpx": (),
     "httptools": ("bench.wire",),
+    "matplotlib": ("bench.report.*",),
 }
 DEVICE_WORDS = ("torch.cuda", "torch.mps", "torch.backends", "platform.machine")
 DEVICE_PLACES = ("hardware.*", "backends.*", "kernels.*")
