@@ -5,6 +5,7 @@ The server's own counters come from its `/metrics`; what else its machine did, f
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -44,6 +45,12 @@ class Reading:
     client_cpu: float
     host: Host | None
 
+    @property
+    def joules(self) -> Mapping[str, float]:
+        """By source; what was measured comes before what was worked out."""
+        found = {match[1]: value for name, value in self.counters.items() if (match := _JOULES.fullmatch(name)) is not None}
+        return {source: found[source] for source in sorted(found, key=lambda each: each == _MODELLED)}
+
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
@@ -65,8 +72,10 @@ class Circumstances:
 
 async def read(client: Client, local: bool) -> Reading:
     """`local`: the server is on this machine. Raises `RequestBroken`."""
+    asked = time.perf_counter()
     counters = await client.counters()
-    return Reading(time.perf_counter(), counters, time.process_time(), host() if local else None)
+    moment = (asked + time.perf_counter()) / 2
+    return Reading(moment, counters, time.process_time(), host() if local else None)
 
 
 def between(before: Reading, after: Reading) -> Circumstances:
@@ -118,12 +127,10 @@ def _taken(before: Reading, after: Reading, seconds: float) -> tuple[float | Non
 
 
 def _watts(before: Reading, after: Reading, seconds: float) -> tuple[float | None, str]:
-    """What was measured comes before what was worked out."""
-    found = {match[1]: name for name in after.counters if (match := _JOULES.fullmatch(name)) is not None}
-    for source in sorted(found, key=lambda each: each == _MODELLED):
-        joules = _difference(before, after, found[source])
-        if joules is not None and seconds > 0:
-            return round(joules / seconds, 6), source
+    for source, joules in after.joules.items():
+        used = joules - before.joules.get(source, math.inf)
+        if used >= 0 and seconds > 0:
+            return round(used / seconds, 6), source
     return None, ""
 
 

@@ -123,7 +123,7 @@ def _order(loads: Sequence[Load]) -> Iterator[tuple[Load, bool]]:
 async def _at_rest(subject: Subject, advance: Advance) -> Subject:
     """With what the machine takes without any load, where its energy is counted."""
     before = await read(subject.client, subject.local)
-    if between(before, before).source:
+    if before.joules:
         await asyncio.sleep(subject.seconds * IDLE_SHARE)
         subject = replace(subject, idle_watts=between(before, await read(subject.client, subject.local)).watts)
     advance("the machine was at rest")

@@ -31,7 +31,8 @@ class Rhythm:
     async def steps(self, begin: float, end: float) -> Steps:
         """Those that began within these moments. Raises `RequestBroken`."""
         columns: dict[str, list[Any]] = {"at": [], "seconds": [], "phase": [], "tokens": [], "cause": []}
-        while self._next is not None:
+        moments = [begin]
+        while self._next is not None and moments[-1] <= end:  # somebody else's load may go on and on
             told = await self._ask(self._next)
             if told is None or not told["steps"]["at"]:
                 break
