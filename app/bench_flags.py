@@ -15,7 +15,7 @@ def bench_flags() -> dict[str, dict[str, Any]]:
         "--rows": {
             "type": _counts,
             "metavar": "N,N",
-            "help": "sequences that decode together, or texts of a batch; only these, and --prompts",
+            "help": "sequences that decode together, or texts or rows of a batch; only these, and --prompts",
         },
         "--prompts": {"type": _counts, "metavar": "N,N", "help": "lengths of prompts, or of texts; only these, and --rows"},
         "--steps": {

@@ -34,6 +34,7 @@ from app.preparation import Prepared, calibrate, prepare
 from app.settings import Settings, setting_rows
 from app.version import VERSION
 from app.weights.opening import checkpoint_of
+from app.weights.program import ProgramCheckpoint
 
 USUAL_TOKENS = (128, 128)
 
@@ -67,10 +68,13 @@ def _ready_to_measure(settings: Settings) -> Prepared:
 
 
 def _engine(prepared: Prepared, arguments: Namespace) -> Outcome:
-    from app.bench import inside, texts
+    from app.bench import inside, programs, texts
 
     asked = inside.Asked(arguments.rounds, arguments.rows or (), arguments.prompts or (), arguments.steps)
-    checkpoint, plan, facts = checkpoint_of(prepared.checkpoint), prepared.plan, prepared.facts
+    plan, facts = prepared.plan, prepared.facts
+    if isinstance(prepared.checkpoint, ProgramCheckpoint):
+        return programs.measure(prepared.checkpoint, plan, facts, prepared.step_seconds, asked)
+    checkpoint = checkpoint_of(prepared.checkpoint)
     if checkpoint.kind == "encoder":
         return texts.measure(checkpoint, plan, facts, prepared.step_seconds, asked)
     return inside.measure(checkpoint, plan, facts, asked)

@@ -10,6 +10,7 @@ import time
 from contextlib import closing
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -61,7 +62,21 @@ class Taken:
     model_shares: list[float] = field(default_factory=list)
 
 
-Measured = dict[Load, Taken]
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+N = TypeVar("N", bound=Named)
+N_in = TypeVar("N_in", bound=Named, contravariant=True)
+
+
+class Answering(Protocol[N_in]):
+    """Puts a load into an engine."""
+
+    def answer(self, load: N_in) -> tuple[float, float]:
+        """Seconds from an idle engine to the answer of one request, and how many of them were spent in the model."""
+        ...
 
 
 def loads_of(asked: Asked, max_model_len: int) -> list[Load]:
@@ -93,9 +108,9 @@ def measure(checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, steps: Step
         own = torch.int8 if plan.precision.value in INTEGERS else built.backend.dtype
         machine = Machine(plan.threads.value, own, {own, *_KINDS.values()})
         weights = weights_of(built.model, -1, facts)
-        measured: Measured = {load: Taken(Samples(_read(weights, plan, load), operations(config, load))) for load in loads}
+        measured = {load: Taken(Samples(_read(weights, plan, load), operations(config, load))) for load in loads}
         with closing(machine), torch.inference_mode(), frozen():
-            complete = _rounds(asked, Driver(built.engine, config), measured, machine, advance)
+            complete = take_rounds(asked, Driver(built.engine, config), measured, machine, advance)
     taken = {load: each for load, each in measured.items() if each.samples.seconds}
     details = {"machine": facts.to_json(), "plan": plan.to_json(), "torch": torch.__version__, "load_seconds": load_seconds}
     seconds = {load.name: [round(one, 7) for one in each.samples.seconds] for load, each in taken.items()}
@@ -128,7 +143,7 @@ class Driver:
         return seconds, inside
 
 
-def _rounds(asked: Asked, driver: Driver, measured: Measured, machine: Machine, advance: Advance) -> bool:
+def take_rounds(asked: Asked, driver: Answering[N], measured: dict[N, Taken], machine: Machine, advance: Advance) -> bool:
     """Rounds of every load, and a sample of all ceilings between any two. Ctrl-C keeps what is measured, and answers False."""
     try:
         for load in measured:
@@ -148,7 +163,7 @@ def _rounds(asked: Asked, driver: Driver, measured: Measured, machine: Machine, 
     return True
 
 
-def _repeated(driver: Driver, load: Load, times: int | None) -> list[tuple[float, float]]:
+def _repeated(driver: Answering[N], load: N, times: int | None) -> list[tuple[float, float]]:
     """As often as was asked for, else for some time."""
     found: list[tuple[float, float]] = []
     ends = time.perf_counter() + ROUND_SECONDS

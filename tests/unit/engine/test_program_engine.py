@@ -180,14 +180,21 @@ def test_an_array_without_rows() -> None:
 
 
 def test_what_steps_take_is_told_and_corrected() -> None:
+    now = [0.0]
+
+    class Slow(Table):
+        def run(self, given: Mapping[str, Tensor]) -> list[Any]:
+            now[0] += 3.0
+            return super().run(given)
+
     steps = StepSeconds((), (), encode_points=((1, 1.0), (8, 2.0)))
-    moments = iter(float(second) for second in range(100))
-    served = Served(Table(), SIGNATURE, (0, 1))  # type: ignore[arg-type]
-    engine = ProgramEngine(served, EncodePace(8, steps, oldest_first=True), lambda: 1.5 * next(moments))
+    served = Served(Slow(), SIGNATURE, (0, 1))  # type: ignore[arg-type]
+    engine = ProgramEngine(served, EncodePace(8, steps, oldest_first=True), lambda: now[0])
     before = engine.snapshot().tempo
     assert before is not None and (before.max_tokens, before.oldest_first, before.encode(1)) == (8, True, 1.0)
     engine.add(order("a", [[1]]))
     finished(engine)
+    assert engine.stats is not None and engine.stats.model_seconds == engine.stats.seconds == 3.0
     after = engine.snapshot().tempo
     assert after is not None and after.encode(1) == 3.0, "the step took three seconds"
     assert engine_of(Table()).snapshot().tempo is None, "nothing was measured"

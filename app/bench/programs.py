@@ -1,0 +1,128 @@
+"""An exported program's engine alone: batches of made-up rows, from an idle engine to their answer, against this machine's ceilings.
+
+Held against them is what the graph tells (`weights/program_cost.py`): linear layers and convolutions, and their weights.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from app.bench.ceilings import Machine, Samples
+from app.bench.console import progress
+from app.bench.floors import Weights
+from app.bench.inside import INTEGERS, Asked, frozen
+from app.bench.stats import Figure, MeasurementFailed, Outcome, percentile
+from app.bench.texts import Taken, take_rounds
+from app.engine.build_program import build_program
+from app.engine.program import ProgramEngine
+from app.engine.tensors import FREE_SIZE, array_of, made_up
+from app.hardware.facts import Facts
+from app.hardware.plan import ServingPlan
+from app.hardware.step_seconds import StepSeconds
+from app.messages import Array, ArraysReady, Infer, Signature
+from app.weights.program import ProgramCheckpoint
+from app.weights.program_cost import operations_per_row, read_bytes
+
+ROWS = (1, 4, 8, 16, 32)  # of a batch
+_KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A request of so many rows."""
+
+    rows: int
+
+    @property
+    def name(self) -> str:
+        return f"×{self.rows}"
+
+
+def measure(checkpoint: ProgramCheckpoint, plan: ServingPlan, facts: Facts, steps: StepSeconds | None, asked: Asked) -> Outcome:
+    """Builds the engine as serving does and measures it on this thread."""
+    if asked.prompts:
+        raise MeasurementFailed("--prompts says nothing to an exported program: name numbers of rows (--rows)")
+    loads = [Load(rows) for rows in asked.rows or ROWS]
+    with progress(asked.rounds * len(loads) + 1, "loading") as advance:
+        started = time.perf_counter()
+        engine = build_program(checkpoint, plan, lambda stage: None, steps)
+        load_seconds = time.perf_counter() - started
+        advance("ceilings")
+        own = torch.int8 if plan.precision.value in INTEGERS else _KINDS[plan.precision.value]
+        machine = Machine(plan.threads.value, own, {own})
+        measured = {load: Taken(_floor(checkpoint, plan, facts, load)) for load in loads}
+        with closing(machine), torch.inference_mode(), frozen():
+            complete = take_rounds(asked, Driver(engine, checkpoint.signature), measured, machine, advance)
+    taken = {load: each for load, each in measured.items() if each.samples.seconds}
+    details = {"machine": facts.to_json(), "plan": plan.to_json(), "torch": torch.__version__, "load_seconds": load_seconds}
+    seconds = {load.name: [round(one, 7) for one in each.samples.seconds] for load, each in taken.items()}
+    subject = f"{checkpoint.name}, {plan.precision.value}, {plan.threads.value} threads"
+    figures = (*machine.figures(), *(_figure(load, each) for load, each in taken.items()))
+    return Outcome("engine", subject, figures, details | {"batch_seconds": seconds}, complete, _notes(checkpoint, plan))
+
+
+class Driver:
+    """Puts rows into an engine and times their answers."""
+
+    def __init__(self, engine: ProgramEngine, signature: Signature) -> None:
+        self._engine, self._signature = engine, signature
+        self._inputs: dict[Load, dict[str, Array]] = {}
+        self._number = 0
+
+    def answer(self, load: Load) -> tuple[float, float]:
+        """Seconds from an idle engine to the answer of one request, and how many of them were spent in the program."""
+        if load not in self._inputs:
+            tensors = made_up(self._signature, load.rows)
+            self._inputs[load] = {spec.name: array_of(tensors[spec.name], spec.datatype) for spec in self._signature.inputs}
+        self._number += 1
+        outputs = tuple(spec.name for spec in self._signature.outputs)
+        order = Infer(f"bench-{self._number}", self._inputs[load], outputs, time.monotonic())
+        start, inside = time.perf_counter(), 0.0
+        events = self._engine.add(order)
+        while self._engine.has_work:
+            events += self._engine.step()
+            inside += self._engine.stats.model_seconds if self._engine.stats else 0.0
+        seconds = time.perf_counter() - start
+        if not all(isinstance(event, ArraysReady) for event in events):
+            raise MeasurementFailed(f"{load.name} was not answered: {events}")
+        return seconds, inside
+
+
+def _floor(checkpoint: ProgramCheckpoint, plan: ServingPlan, facts: Facts, load: Load) -> Samples:
+    """What the load must read and multiply."""
+    cache = max((cache.size_bytes for cache in facts.caches), default=0)
+    operations = operations_per_row(checkpoint, FREE_SIZE)
+    weights = Weights(read_bytes(checkpoint, plan.precision.value), operations, 0.0, cache)
+    return Samples(weights.read_bytes * _num_steps(plan, load), weights.operations(load.rows, 0))
+
+
+def _num_steps(plan: ServingPlan, load: Load) -> int:
+    return math.ceil(load.rows / plan.batch_target_tokens.value)
+
+
+def _figure(load: Load, taken: Taken) -> Figure:
+    samples = taken.samples
+    bound, share = samples.bound
+    parts = {
+        "p95": percentile(samples.seconds, 0.95) * 1e3,
+        "samples/s": load.rows / samples.middle,
+        "in the model": median(taken.model_shares),
+    }
+    held = (share, bound) if share > 0.0 else (None, "")  # a program of neither multiplies nothing that is counted
+    return Figure(
+        load.name, samples.middle * 1e3, "ms", p99=samples.p99 * 1e3, ratio=held[0], against=held[1], is_share=True, parts=parts
+    )
+
+
+def _notes(checkpoint: ProgramCheckpoint, plan: ServingPlan) -> tuple[str, ...]:
+    steps = f"Steps have up to {plan.batch_target_tokens.value} rows; rows are made up, and whole numbers in them are 0 or 1."
+    millions = operations_per_row(checkpoint, FREE_SIZE) / 1e6
+    counted = f"Counted are linear layers and convolutions: {millions:,.3g} million operations a row."
+    free = (f"Free dimensions are {FREE_SIZE}.",) if checkpoint.needs().rows_vary else ()
+    return (steps, counted, *free)
