@@ -88,7 +88,8 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe message to log.")
     hourly_price: PositiveFloat | None = Field(None, description="Dollars an hour of this machine, for metrics of cost.")
     watts: PositiveFloat | None = Field(
-        None, description="What this machine takes while it computes; counted while steps run, where no counter can be read."
+        None,
+        description="Watts that this machine takes while it computes; counted while steps run, where no counter can be read.",
     )
     itl_target_ms: PositiveFloat | Auto = Field(
         "auto", description="Inter-token latency that prefill of other requests may not exceed."
