@@ -1,0 +1,109 @@
+"""The report in a real browser without a network: all is drawn, nothing is fetched or runs over, in light and dark, wide and narrow."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from app.bench.compare.result import write_result
+from app.bench.report.judging import Here
+from app.bench.report.making import make_report
+from made_results import GRAVITON, XEON, made_decoder, made_info
+
+Image = pytest.importorskip("PIL.Image", reason="the plots need the extra `bench`")
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")]
+
+# What a reader's browser made of the page, told in its title; the page itself runs no script, so the copy that is looked at may.
+PROBE = """
+<script>
+addEventListener("load", () => {
+  const box = (element) => element.getBoundingClientRect();
+  const drawn = [...document.querySelectorAll(".drawing svg")].map((svg) => [box(svg).width, box(svg).height]);
+  const small = [...document.querySelectorAll("svg text")].filter((text) => box(text).height < 8).length;
+  const style = getComputedStyle(document.body);
+  const line = getComputedStyle(document.querySelector("svg path[style*='--series-0']"));
+  const names = performance.getEntriesByType("resource").map((entry) => entry.name);
+  document.body.replaceChildren(JSON.stringify({
+    drawn, small, names, paper: style.backgroundColor, ink: style.color, line: line.stroke, over: over,
+  }));
+});
+const over = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+</script>
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Sizes in CSS pixels; `over`: how far the page is wider than its window; `names`: what was fetched beside it."""
+
+    drawn: list[list[float]]
+    small: int
+    names: list[str]
+    paper: str
+    ink: str
+    line: str
+    over: float
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two results of machines that do not exist, one with doubts."""
+    folder = tmp_path_factory.mktemp("browser")
+    results = [made_decoder(samples=40, doubts=["Others took up to 12% of all cores."]), made_decoder(GRAVITON, samples=40)]
+    paths = [folder / f"{result.name}.json" for result in results]
+    for result, path in zip(results, paths, strict=True):
+        write_result(result, path)
+    make_report(paths, folder / "report", False, Here("0.1.0", made_info(XEON, "int4", "decoder")["facts"]))
+    return folder / "report" / "report.html"
+
+
+def browse(page: Path, *flags: str) -> str:
+    assert BROWSER is not None, "skipped without one"
+    profile = page.parent / "profile"
+    always = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run", f"--user-data-dir={profile}")
+    nowhere = "--host-resolver-rules=MAP * ~NOTFOUND"
+    found = subprocess.run(
+        [BROWSER, *always, nowhere, *flags, page.as_uri()], capture_output=True, text=True, timeout=120, check=True
+    )
+    return found.stdout
+
+
+def look(page: Path, *flags: str) -> Seen:
+    text = re.sub(r"<meta http-equiv[^>]+>", "", page.read_text(encoding="utf-8"))
+    probed = page.with_name("probed.html")
+    probed.write_text(text.replace("</body>", PROBE + "</body>"), encoding="utf-8")
+    found = re.search(r"<body>(\{.*\})</body>", browse(probed, "--dump-dom", *flags), re.DOTALL)
+    assert found, "the page's script told what it saw"
+    return Seen(**json.loads(found[1]))
+
+
+def test_it_is_drawn_whole_and_fetches_nothing(page: Path) -> None:
+    seen = look(page, "--window-size=1200,900")
+    assert len(seen.drawn) == 4
+    assert all(width > 900 and height > 300 for width, height in seen.drawn)
+    assert (seen.over, seen.small, seen.names) == (0, 0, [])
+    assert (seen.paper, seen.ink, seen.line) == ("rgb(255, 255, 255)", "rgb(27, 31, 36)", "rgb(0, 114, 178)")
+
+
+def test_it_is_dark_where_the_reader_has_it_dark_and_fits_a_telephone(page: Path) -> None:
+    seen = look(page, "--window-size=500,900", "--blink-settings=preferredColorScheme=0")
+    assert (seen.paper, seen.ink, seen.line) == ("rgb(20, 23, 27)", "rgb(232, 235, 238)", "rgb(91, 180, 240)")
+    assert seen.over == 0
+    assert all(width >= 600 for width, _ in seen.drawn)  # these scroll by themselves: their words stay legible
+
+
+def test_it_can_be_looked_at_and_printed(page: Path) -> None:
+    picture, print_ = page.with_name("page.png"), page.with_name("page.pdf")
+    browse(page, "--window-size=1200,2400", f"--screenshot={picture}")
+    colours = {colour for _, colour in Image.open(picture).convert("RGB").getcolors(2**24)}
+    assert {(0, 114, 178), (194, 84, 0), (255, 246, 224)} <= colours  # both results' lines, and the banner of doubts
+    browse(page, f"--print-to-pdf={print_}", "--no-pdf-header-footer")
+    assert print_.read_bytes().startswith(b"%PDF") and print_.stat().st_size > 50_000
