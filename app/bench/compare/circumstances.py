@@ -63,6 +63,11 @@ class Circumstances:
     watts: float | None = None
     source: str = ""
 
+    @property
+    def idle_watts(self) -> float | None:
+        """Where nothing was asked. A model of joules takes them for nothing, which they are not."""
+        return None if self.source == _MODELLED else self.watts
+
     def energy(self, seconds: float, idle_watts: float | None) -> Energy | None:
         """Of so many seconds."""
         if self.watts is None:

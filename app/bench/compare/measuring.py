@@ -125,7 +125,8 @@ async def _at_rest(subject: Subject, advance: Advance) -> Subject:
     before = await read(subject.client, subject.local)
     if before.joules:
         await asyncio.sleep(subject.seconds * IDLE_SHARE)
-        subject = replace(subject, idle_watts=between(before, await read(subject.client, subject.local)).watts)
+        around = between(before, await read(subject.client, subject.local))
+        subject = replace(subject, idle_watts=around.idle_watts)
     advance("the machine was at rest")
     return subject
 

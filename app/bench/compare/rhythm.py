@@ -36,9 +36,10 @@ class Rhythm:
             told = await self._ask(self._next)
             if told is None or not told["steps"]["at"]:
                 break
-            self._next, self.lost = int(told["next"]), self.lost + int(told["dropped"])
             ahead = _ahead(float(told["clock"]))
             moments = [at - ahead - self.began_at for at in told["steps"]["at"]]
+            self._next = int(told["next"]) - sum(moment > end for moment in moments)
+            self.lost += int(told["dropped"])
             inside = [index for index, moment in enumerate(moments) if begin <= moment <= end]
             columns["at"] += [round(max(0.0, moments[index]), 4) for index in inside]
             for name in ("seconds", "phase", "tokens", "cause"):

@@ -55,6 +55,7 @@ def test_throttling_and_energy_as_the_server_counts_them() -> None:
     assert around.energy(3.0, 20.0) == Energy(joules=150.0, source="rapl", idle_watts=20.0)
     modelled = between(looked(0.0, modelled=0.0), looked(2.0, modelled=5.0))
     assert (modelled.watts, modelled.source) == (2.5, "modelled")
+    assert (around.idle_watts, modelled.idle_watts) == (50.0, None)
 
 
 def test_counters_that_began_anew_tell_nothing() -> None:

@@ -1,0 +1,129 @@
+"""What a stretch of answers comes to as a point, and which of the engine's steps are its own."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from app.bench.client import Stream
+from app.bench.compare import rhythm
+from app.bench.compare.circumstances import Circumstances
+from app.bench.compare.points import Subject, point_of
+from app.bench.compare.result import Load, Steps
+from app.bench.compare.rhythm import Rhythm
+from app.bench.dialects import Usage
+from app.bench.embed_traffic import Embedded
+from app.bench.infer_traffic import Inferred
+from app.bench.loops import Stretch
+from app.bench.traffic import Answered
+from app.bench.wire import Answer
+
+BEGAN_AT = 1_790_000_000.0
+
+
+def subject() -> Subject:
+    wire: Any = None
+    return Subject(wire, "tiny", Rhythm(wire, BEGAN_AT), origin=100.0, local=True, seconds=4.0, idle_watts=3.0)
+
+
+def stretch(answered: list[Any]) -> Stretch[Any]:
+    return Stretch(started=110.0, ended=120.0, answered=answered)
+
+
+def streamed(client: int, began: float, *pieces: tuple[float, int]) -> Answered:
+    """Of a prompt of 10 tokens."""
+    return Answered(began, client, 4, Stream(began, pieces, Usage(10, sum(count for _, count in pieces))))
+
+
+def test_generations_of_the_time_in_which_all_had_one() -> None:
+    load = Load(kind="generate", clients=2, tokens=10, max_tokens=4)
+    run = stretch(
+        [
+            streamed(0, 110.0, (111.0, 1), (112.0, 2), (114.0, 1)),
+            streamed(1, 110.0, (112.0, 1), (113.0, 3)),
+            streamed(1, 113.0, (114.0, 1), (120.0, 3)),
+        ]
+    )
+    point = point_of(load, run, Circumstances(watts=5.0, source="rapl"), Steps(), subject())
+    # From the last client's first token, at 112, to when the first one has nothing more to ask, at 114: 1 + 3 + 1 of 12 tokens.
+    assert (point.began, point.seconds) == (10.0, 2.0)
+    assert (point.generated_tokens, point.samples, point.read_tokens) == (5, 1.25, 12)
+    assert point.tokens_per_second == 2.5
+    assert point.request_seconds == [4.0, 3.0, 7.0]
+    assert point.first_token_seconds == [1.0, 2.0, 1.0]
+    assert point.tpot_seconds == [1.0, pytest.approx(1 / 3, abs=1e-6), 2.0]
+    assert list(zip(point.gap_at, point.gap_seconds, strict=True)) == [(12.0, 1.0), (14.0, 2.0), (13.0, 1.0), (20.0, 6.0)]
+    assert point.energy is not None
+    assert (point.energy.joules, point.energy.idle_watts) == (10.0, 3.0)
+
+
+def test_where_clients_were_sent_away_all_counts() -> None:
+    load = Load(kind="generate", clients=1, tokens=10, max_tokens=4)
+    run = stretch([streamed(0, 110.0, (111.0, 1), (115.0, 3))])
+    run.failures["status 429"] = 2
+    point = point_of(load, run, Circumstances(), Steps(), subject())
+    assert (point.seconds, point.samples, point.generated_tokens, point.failures) == (5.0, 1.0, 4, {"status 429": 2})
+    assert point.energy is None
+
+
+def test_texts_and_rows() -> None:
+    texts = Load(kind="embed", clients=1, batch=4, tokens=8)
+    run = stretch([Embedded(at, 0, at, at + 2.0, 4, 32, number) for at, number in ((110.0, 31), (112.0, None), (114.0, 33))])
+    point = point_of(texts, run, Circumstances(), Steps(), subject())
+    # From the first answer to the last: what the server does not count is as long as it was meant.
+    assert (point.seconds, point.samples, point.read_tokens, point.generated_tokens) == (4.0, 8.0, 65, 0)
+    assert point.request_seconds == [2.0, 2.0, 2.0]
+    rows = Load(kind="infer", clients=1, batch=16, tokens=0)
+    only = stretch([Inferred(110.0, 0, 110.0, 112.5, 16)])
+    point = point_of(rows, only, Circumstances(), Steps(), subject())
+    assert (point.seconds, point.samples, point.read_tokens) == (2.5, 16.0, 0)
+
+
+class Told:
+    """`/info/steps` of a server that made a step each second, `ahead` of this clock, and tells three at a time."""
+
+    def __init__(self, count: int, ahead: float = 0.0) -> None:
+        self.wire: Any = self
+        self.count, self.ahead = count, ahead
+        self.asked: list[int] = []
+
+    async def get(self, path: str) -> Answer:
+        after = int(path.partition("after=")[2])
+        self.asked.append(after)
+        numbers = list(range(self.count))[after : after + 3]
+        moments = [BEGAN_AT + self.ahead + number for number in numbers]
+        columns = f'"at": {moments}, "seconds": {[0.5] * len(numbers)}, "tokens": {numbers}'
+        words = f'"phase": {["decode"] * len(numbers)}, "cause": {[""] * len(numbers)}'.replace("'", '"')
+        following = numbers[-1] + 1 if numbers else min(after, self.count)
+        text = f'{{"next": {following}, "dropped": 1, "clock": {time.time() + self.ahead}, "steps": {{{columns}, {words}}}}}'
+        return Answer(200, {}, text.encode())
+
+
+@pytest.mark.parametrize("ahead", [0.0, 3600.0, -2.5])
+async def test_steps_of_a_load_on_our_line_of_time(ahead: float) -> None:
+    told: Any = Told(10, ahead)
+    steps = Rhythm(told, BEGAN_AT, _next=0)
+    found = await steps.steps(3.9, 7.5)
+    assert found.tokens == [4, 5, 6, 7]
+    assert found.at == pytest.approx([4.0, 5.0, 6.0, 7.0], abs=0.05)
+    assert told.asked == [0, 3, 6], "what comes later is asked for later"
+    assert (await steps.steps(7.9, 8.5)).tokens == [8]
+
+
+async def test_what_came_before_is_left_where_it_is() -> None:
+    told: Any = Told(10)
+    steps = Rhythm(told, BEGAN_AT)
+    await steps.begin()
+    told.count = 12
+    assert (await steps.steps(0.0, 100.0)).tokens == [10, 11]
+    assert steps.lost == 1
+
+
+async def test_steps_beyond_what_is_kept_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rhythm, "MOST_STEPS", 4)
+    told: Any = Told(6)
+    steps = Rhythm(told, BEGAN_AT, _next=0)
+    assert len((await steps.steps(0.0, 100.0)).at) == 4
+    assert steps.lost == 2 + 2, "two too many, and one that the server said of each answer"
