@@ -44,7 +44,11 @@ INLINE vf vf_load_part(const float *p, ptrdiff_t count) {
     return x;
 }
 
-INLINE void vf_store_part(float *p, vf x, ptrdiff_t count) { memcpy(p, &x, (size_t)(count < LANES ? count : LANES) * 4); }
+/* A copy of a size that the compiler knows is one store, of any other size a call. */
+INLINE void vf_store_part(float *p, vf x, ptrdiff_t count) {
+    if (count >= LANES) vf_store(p, x);
+    else memcpy(p, &x, (size_t)count * 4);
+}
 
 INLINE vf vf_select(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
 /* Whether any bit of any lane is set. */
@@ -61,28 +65,38 @@ INLINE int any_lane(vi x) {
 #endif
 }
 
+/* x86 has an instruction for each of these three, in which the compiler does not recognise them. */
 INLINE vi vi_max(vi a, vi b) {
+#if LANES == 16 && defined(__AVX512F__)
+    return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#elif LANES == 8 && defined(__AVX2__)
+    return (vi)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#else
     vi mask = a > b;
     return (a & mask) | (b & ~mask);
+#endif
 }
+
 /* b where either is NaN */
-INLINE vf vf_max(vf a, vf b) { return vf_select(a > b, a, b); }
-INLINE vf vf_min(vf a, vf b) { return vf_select(a < b, a, b); }
-
-INLINE float vf_sum(vf x) {
-    float part[LANES];
-    vf_store(part, x);
-    for (int width = LANES / 2; width > 0; width /= 2)
-        for (int i = 0; i < width; i++) part[i] += part[i + width];
-    return part[0];
+INLINE vf vf_max(vf a, vf b) {
+#if LANES == 16 && defined(__AVX512F__)
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif LANES == 8 && defined(__AVX2__)
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return vf_select(a > b, a, b);
+#endif
 }
 
-INLINE float vf_largest(vf x) {
-    float part[LANES], best;
-    vf_store(part, x);
-    best = part[0];
-    for (int i = 1; i < LANES; i++) best = part[i] > best ? part[i] : best;
-    return best;
+/* Likewise. */
+INLINE vf vf_min(vf a, vf b) {
+#if LANES == 16 && defined(__AVX512F__)
+    return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#elif LANES == 8 && defined(__AVX2__)
+    return (vf)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return vf_select(a < b, a, b);
+#endif
 }
 
 typedef int32_t quarter __attribute__((vector_size(16)));
@@ -91,6 +105,34 @@ INLINE quarter vi_quarter(vi x, int i) {
     quarter part;
     memcpy(&part, (const char *)&x + i * 16, sizeof part);
     return part;
+}
+
+typedef float float_quarter __attribute__((vector_size(16)));
+
+INLINE float_quarter vf_quarter(vf x, int i) { return (float_quarter)vi_quarter((vi)x, i); }
+
+/* Halves are added to halves until one is left. */
+INLINE float vf_sum(vf x) {
+#if LANES == 16
+    const float_quarter four = (vf_quarter(x, 0) + vf_quarter(x, 2)) + (vf_quarter(x, 1) + vf_quarter(x, 3));
+#elif LANES == 8
+    const float_quarter four = vf_quarter(x, 0) + vf_quarter(x, 1);
+#else
+    const float_quarter four = x;
+#endif
+    return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+/* Of numbers or infinities. */
+INLINE float vf_largest(vf x) {
+    float_quarter best = vf_quarter(x, 0);
+    for (int i = 1; i < LANES / 4; i++) {
+        const float_quarter other = vf_quarter(x, i);
+        const quarter mask = best > other;
+        best = (float_quarter)(((quarter)best & mask) | ((quarter)other & ~mask));
+    }
+    const float a = best[0] > best[1] ? best[0] : best[1], b = best[2] > best[3] ? best[2] : best[3];
+    return a > b ? a : b;
 }
 
 INLINE int32_t vi_largest(vi x) {
@@ -172,7 +214,8 @@ INLINE void bf16_store(uint16_t *p, vf x) {
 
 INLINE void bf16_store_part(uint16_t *p, vf x, ptrdiff_t count) {
     vh h = bf16_of(x);
-    memcpy(p, &h, (size_t)(count < LANES ? count : LANES) * 2);
+    if (count >= LANES) memcpy(p, &h, sizeof h);
+    else memcpy(p, &h, (size_t)count * 2);
 }
 
 /* ---- bytes ---- */

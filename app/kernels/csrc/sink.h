@@ -37,12 +37,17 @@ INLINE int32_t largest_bits(const float *x, int64_t size) {
     return vi_largest(best);
 }
 
-/* Small integers to bytes. Four at a time, GCC moves them through general registers one by one: on Arm two steps of NEON take their place. */
+/* Small integers to bytes. GCC moves them through general registers one by one: the processors' own steps take their place. */
 INLINE strip strip_narrowed(const vi *wide) {
     strip codes;
 #ifdef NEON_LANES
     const int16x8_t low = vuzp1q_s16((int16x8_t)wide[0], (int16x8_t)wide[1]), high = vuzp1q_s16((int16x8_t)wide[2], (int16x8_t)wide[3]);
     codes = (strip)vuzp1q_s8((int8x16_t)low, (int8x16_t)high);
+#elif LANES == 16 && defined(__AVX512F__)
+    codes = (strip)_mm512_cvtepi32_epi8((__m512i)wide[0]);
+#elif LANES == 8 && defined(__AVX2__) /* the quarters of both come out as 0, 2, 1, 3 */
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)wide[0], (__m256i)wide[1]), 0xd8);
+    codes = (strip)_mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
 #else
 #pragma GCC unroll 4
     for (int i = 0; i < STRIP / LANES; i++) {

@@ -9,17 +9,20 @@
 
 #include "tile_units.h"
 
-#define TEXT_BLOCK 64     /* positions whose keys and values are in panels together */
-#define TEXT_SUMS 24576   /* floats of weighted values that a task holds: queries times padded head */
+#define TEXT_BLOCK 256    /* positions whose keys and values are in panels together, at most */
+#define TEXT_PANELS 16384 /* elements of keys, and of values, that are in panels together: they stay in the second cache */
+#define TEXT_SUMS 32768   /* floats of weighted values that a task holds: queries times padded head */
 #define TEXT_HEAD 256     /* elements of a head */
+#define TEXT_ROW (TEXT_BLOCK + 16) /* a row's scores; rows a power of two apart would meet in the same places of the first cache */
 
 /* A task: rows are (query, query head) of one text and one head of keys. */
 typedef struct {
     const texts_arguments *a;
     int64_t begin, end, kv_head, first_query, rows; /* the text's tokens are [begin, end) */
-    uint32_t keys[TEXT_BLOCK * TEXT_HEAD], values[TEXT_BLOCK * TEXT_HEAD] __attribute__((aligned(64)));
-    uint32_t tile[UNIT_ROWS * TEXT_HEAD] __attribute__((aligned(64)));
-    float scores[UNIT_ROWS * TEXT_HEAD] __attribute__((aligned(64)));
+    uint32_t keys[TEXT_PANELS] __attribute__((aligned(64)));
+    uint32_t values[TEXT_PANELS] __attribute__((aligned(64)));
+    uint32_t queries[TEXT_SUMS] __attribute__((aligned(64))); /* tile after tile, of each unit all rows */
+    float scores[UNIT_ROWS * TEXT_ROW] __attribute__((aligned(64))); /* a tile's, then its weights, each row's end to end */
     float maximum[TEXT_SUMS / 2 / LANES], total[TEXT_SUMS / 2 / LANES];
     float sums[TEXT_SUMS] __attribute__((aligned(64)));
 } text_task;
@@ -35,47 +38,60 @@ static int64_t text_queries(const texts_arguments *a) {
     return most > least ? most : least;
 }
 
-/* Elements [0, head_dim) of the head `column` of a token, as units: pairs of bf16 as they lie, else fp32. */
-INLINE void load_units(int kind, const texts_arguments *a, const void *rows, int64_t token, int64_t column, uint32_t *units) {
-    const int64_t at = token * a->stride + column * a->head_dim;
-    if (a->wide) memcpy(units, (const float *)rows + at, (size_t)a->head_dim * 4);
-    else if (kind == UNIT_PAIRS) memcpy(units, (const uint16_t *)rows + at, (size_t)a->head_dim * 2);
-    else
-        for (int64_t i = 0; i < a->head_dim; i += LANES)
-            vf_store_part((float *)units + i, bf16_load_part((const uint16_t *)rows + at + i, a->head_dim - i), a->head_dim - i);
+/* Positions of a block: a multiple of PANEL_UNITS. */
+INLINE int64_t text_block(const texts_arguments *a) {
+    const int64_t fit = TEXT_PANELS / padded_head(a) / 64 * 64;
+    return fit < TEXT_BLOCK ? fit : TEXT_BLOCK;
 }
 
 INLINE int64_t units_of(int kind, int64_t elements) { return kind == UNIT_PAIRS ? elements / 2 : elements; }
 
+/* Where the head `column` of a token begins. */
+INLINE const void *head_of(const texts_arguments *a, const void *rows, int64_t token, int64_t column) {
+    return (const char *)rows + (token * a->stride + column * a->head_dim) * (a->wide ? 4 : 2);
+}
+
+/* LANES units of a head from unit u on, of which it has `left`: pairs of bf16 as they lie, else fp32. */
+INLINE vf load_units(int kind, const texts_arguments *a, const void *head, int64_t u, int64_t left) {
+    if (a->wide || kind == UNIT_PAIRS) return vf_load_part((const float *)head + u, left);
+    return bf16_load_part((const uint16_t *)head + u, left);
+}
+
+/* Four heads to columns: unit u of head i to to[u * stride + i]. Heads that are NULL are zeros. */
+INLINE void turn_heads(int kind, const texts_arguments *a, const void *const *heads, uint32_t *to, int64_t stride) {
+    const int64_t units = units_of(kind, a->head_dim);
+    for (int64_t u = 0; u < units; u += LANES) {
+        vf four[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) four[i] = heads[i] ? load_units(kind, a, heads[i], u, units - u) : vf_all(0);
+        for (int64_t part = 0; part < LANES && u + part < units; part += 4)
+            turn_four((const float *)four + part, sizeof *four, units - u - part, to + (u + part) * stride, stride);
+    }
+}
+
 /* Keys of positions [from, from + count) to panels [PANEL_UNITS positions][unit of head][position]; what is beyond count is zero. */
 INLINE void pack_keys(int kind, text_task *t, int64_t from, int64_t count) {
     const int64_t units = units_of(kind, t->a->head_dim);
-    uint32_t four[4][TEXT_HEAD];
     for (int64_t p = 0; p < (count + PANEL_UNITS - 1) / PANEL_UNITS * PANEL_UNITS; p += 4) {
-        for (int64_t i = 0; i < 4; i++) {
-            if (p + i < count) load_units(kind, t->a, t->a->key, t->begin + from + p + i, t->kv_head, four[i]);
-            else memset(four[i], 0, sizeof four[i]);
-        }
-        uint32_t *target = t->keys + p / PANEL_UNITS * PANEL_UNITS * units + p % PANEL_UNITS;
-        for (int64_t u = 0; u < units; u += 4) turn_four(four[0] + u, TEXT_HEAD * 4, units - u, target + u * PANEL_UNITS, PANEL_UNITS);
+        const void *heads[4];
+        for (int64_t i = 0; i < 4; i++) heads[i] = p + i < count ? head_of(t->a, t->a->key, t->begin + from + p + i, t->kv_head) : NULL;
+        turn_heads(kind, t->a, heads, t->keys + p / PANEL_UNITS * PANEL_UNITS * units + p % PANEL_UNITS, PANEL_UNITS);
     }
 }
 
 /* Values likewise to panels [PANEL_UNITS elements][unit of positions][element]. */
 INLINE void pack_values(int kind, text_task *t, int64_t from, int64_t count) {
-    const int64_t size = t->a->head_dim, per = kind == UNIT_PAIRS ? 2 : 1, units = TEXT_BLOCK / per;
-    uint32_t rows[2][TEXT_HEAD + PANEL_UNITS];
-    memset(rows, 0, sizeof rows);
-    for (int64_t p = 0; p < count; p += per) {
-        for (int64_t i = 0; i < per; i++) {
-            if (p + i < count) load_units(kind, t->a, t->a->value, t->begin + from + p + i, t->kv_head, rows[i]);
-            else memset(rows[i], 0, sizeof rows[i]);
+    const int64_t size = t->a->head_dim, units = units_of(kind, text_block(t->a));
+    for (int64_t p = 0; p < count; p += kind == UNIT_PAIRS ? 2 : 1) {
+        const void *even = head_of(t->a, t->a->value, t->begin + from + p, t->kv_head);
+        const void *odd = p + 1 < count ? head_of(t->a, t->a->value, t->begin + from + p + 1, t->kv_head) : NULL;
+        for (int64_t d = 0; d < size; d += LANES) {
+            uint32_t *target = t->values + (d / PANEL_UNITS * units + units_of(kind, p)) * PANEL_UNITS + d % PANEL_UNITS;
+            if (kind == UNIT_PAIRS) join_pairs((const uint16_t *)even + d, odd ? (const uint16_t *)odd + d : NULL, size - d, target);
+            else vf_store((float *)target, load_units(kind, t->a, even, d, size - d));
         }
-        for (int64_t d = 0; d < size; d += PANEL_UNITS) {
-            uint32_t *target = t->values + (d / PANEL_UNITS * units + p / per) * PANEL_UNITS;
-            if (kind == UNIT_PAIRS) join_pairs((const uint16_t *)rows[0] + d, (const uint16_t *)rows[1] + d, target);
-            else memcpy(target, rows[0] + d, PANEL_UNITS * 4);
-        }
+        if (size % PANEL_UNITS && size % PANEL_UNITS <= LANES) /* the panel's other half */
+            vf_store((float *)t->values + (size / PANEL_UNITS * units + units_of(kind, p)) * PANEL_UNITS + LANES, vf_all(0));
     }
 }
 
@@ -89,57 +105,107 @@ INLINE vf distance_bias(const texts_arguments *a, int64_t head, int64_t position
     return vf_load(part);
 }
 
-/* Dots of row r with `count` positions from `from` on to weights, units for the product with values; sums so far are put on the new maximum's scale. */
-INLINE void weigh_text_row(int kind, text_task *t, int64_t row, int64_t from, int64_t count, float *scores, uint32_t *weights) {
+/* Rows of the tile that begins at `row`: all are as equal as they can be. */
+INLINE int64_t rows_of_tile(const text_task *t, int64_t row) {
+    const int64_t left = t->rows - row, tiles = (left + UNIT_ROWS - 1) / UNIT_ROWS;
+    return (left + tiles - 1) / tiles;
+}
+
+/* Queries to tiles, four rows at a time. */
+INLINE void pack_queries(int kind, text_task *t) {
     const texts_arguments *a = t->a;
-    const int64_t group = text_group(a), position = t->first_query + row / group, head = t->kv_head * group + row % group;
+    const int64_t group = text_group(a), units = units_of(kind, a->head_dim);
+    uint32_t last[4 * TEXT_HEAD];
+    for (int64_t row = 0, count; row < t->rows; row += count) {
+        count = rows_of_tile(t, row);
+        for (int64_t r = 0; r < count; r += 4) {
+            const void *heads[4];
+            uint32_t *target = t->queries + row * units + r;
+            for (int64_t i = 0; i < 4; i++) {
+                const int64_t of_task = row + r + i;
+                heads[i] = r + i < count ? head_of(a, a->query, t->begin + t->first_query + of_task / group, t->kv_head * group + of_task % group) : NULL;
+            }
+            if (r + 4 <= count) {
+                turn_heads(kind, a, heads, target, count);
+                continue;
+            }
+            turn_heads(kind, a, heads, last, 4);
+            for (int64_t u = 0; u < units; u++)
+                for (int64_t i = 0; i < count - r; i++) target[u * count + i] = last[u * 4 + i];
+        }
+    }
+}
+
+#define LOG2_E 1.44269504088896341f
+
+/* Dots of a row, a query at `position` and its `head`, with `count` positions from `from` on to logarithms of weights, to the base of 2; -infinity
+ * where it does not look. Returns the largest. */
+INLINE float finish_scores_of(const texts_arguments *a, int64_t head, int64_t position, int64_t from, int64_t count, float *scores) {
     const int64_t low = position - a->before - from, high = position + a->after + 1 - from; /* seen: [low, high) of the block */
-    vf largest = vf_all(-INFINITY), sum = vf_all(0);
+    const int plain = a->softcap <= 0 && !a->bias;
+    const float factor = plain ? (float)a->scale * LOG2_E : (float)a->scale;
+    vf most = vf_all(-INFINITY);
     vi lanes;
     for (int i = 0; i < LANES; i++) lanes[i] = i;
-    for (int64_t p = 0; p < TEXT_BLOCK && p < count; p += LANES) {
-        vf x = vf_load(scores + p) * (float)a->scale;
-        if (a->softcap > 0) x = vf_tanh(x / (float)a->softcap) * (float)a->softcap;
-        if (a->bias) x += distance_bias(a, head, position, from + p);
+    for (int64_t p = 0; p < count; p += LANES) {
+        vf x = vf_load(scores + p) * factor;
+        if (!plain) {
+            if (a->softcap > 0) x = vf_tanh(x / (float)a->softcap) * (float)a->softcap;
+            if (a->bias) x += distance_bias(a, head, position, from + p);
+            x *= LOG2_E;
+        }
         if (low > p || high < p + LANES || count < p + LANES) {
             const int64_t end = high < count ? high : count, first = low - p < 0 ? 0 : low - p > LANES ? LANES : low - p;
             x = vf_select((lanes >= (int32_t)first) & (lanes < (int32_t)(end - p < 0 ? 0 : end - p > LANES ? LANES : end - p)), x, vf_all(-INFINITY));
         }
-        largest = vf_max(x, largest);
+        most = vf_max(x, most);
         vf_store(scores + p, x);
     }
-    const int64_t whole = (count + LANES - 1) / LANES * LANES;
-    const float top = vf_largest(largest), before = t->maximum[row];
-    if (high <= 0 || low >= count) { /* it sees nothing here */
-        for (int64_t p = 0; p < whole; p += LANES) store_weights(kind, weights, p, vf_all(0));
-        return;
-    }
-    if (top > before) {
-        const float rescale = vf_exp(vf_all(before - top))[0];
-        float *sums = t->sums + row * padded_head(a);
-        for (int64_t i = 0; i < padded_head(a); i += LANES) vf_store(sums + i, vf_load(sums + i) * rescale);
-        t->maximum[row] = top, t->total[row] *= rescale;
-    }
-    for (int64_t p = 0; p < whole; p += LANES) {
-        const vf weight = exp_below(vf_load(scores + p) - t->maximum[row]);
+    return vf_largest(most);
+}
+
+/* Logarithms of `count` weights to weights, units for the product with values; returns their sum. */
+INLINE float weigh_scores(int kind, float *scores, int64_t count, float maximum) {
+    vf sum = vf_all(0);
+    for (int64_t p = 0; p < count; p += LANES) {
+        const vf weight = exp2_below(vf_load(scores + p) - maximum);
         sum += weight;
-        store_weights(kind, weights, p, weight);
+        store_weights(kind, (uint32_t *)scores, p, weight);
     }
-    t->total[row] += vf_sum(sum);
+    return vf_sum(sum);
+}
+
+/* A tile's dots with `count` positions from `from` on to weights; sums so far are put on the new maximum's scale. */
+INLINE void weigh_tile(int kind, text_task *t, int64_t row, int rows, int64_t from, int64_t count) {
+    const texts_arguments *a = t->a;
+    const int64_t group = text_group(a), size = padded_head(a);
+    int64_t position = t->first_query + row / group, member = row % group;
+    for (int r = 0; r < rows; r++, row++) {
+        float *scores = t->scores + r * TEXT_ROW, *sums = t->sums + row * size;
+        const float top = finish_scores_of(a, t->kv_head * group + member, position, from, count, scores), before = t->maximum[row];
+        if (position - a->before >= from + count || position + a->after < from) { /* it sees nothing here */
+            memset(scores, 0, TEXT_BLOCK * sizeof *scores);
+        } else {
+            if (top > before) {
+                const float rescale = exp2_below(vf_all(before - top))[0];
+                for (int64_t i = 0; i < size; i += LANES) vf_store(sums + i, vf_load(sums + i) * rescale);
+                t->maximum[row] = top, t->total[row] *= rescale;
+            }
+            t->total[row] += weigh_scores(kind, scores, count, t->maximum[row]);
+        }
+        if (++member == group) member = 0, position++;
+    }
 }
 
 /* Rows [row, row + count) of the task against the block at `from`. */
 INLINE void attend_tile(int kind, text_task *t, int64_t row, int count, int64_t from, int64_t positions) {
     const texts_arguments *a = t->a;
-    const int64_t group = text_group(a), units = units_of(kind, a->head_dim), token_units = TEXT_BLOCK / (kind == UNIT_PAIRS ? 2 : 1);
-    const int64_t used = kind == UNIT_PAIRS ? (positions + 1) / 2 : positions;
-    for (int r = 0; r < count; r++)
-        load_units(kind, a, a->query, t->begin + t->first_query + (row + r) / group, t->kv_head * group + (row + r) % group, t->tile + r * TEXT_HEAD);
+    const int64_t units = units_of(kind, a->head_dim), block = units_of(kind, text_block(a)), used = units_of(kind, positions + (kind == UNIT_PAIRS));
     for (int64_t p = 0; p < positions; p += PANEL_UNITS)
-        multiply_units(kind, count, 0, t->tile, TEXT_HEAD, t->keys + p * units, units, t->scores + p, TEXT_HEAD);
-    for (int r = 0; r < count; r++) weigh_text_row(kind, t, row + r, from, positions, t->scores + r * TEXT_HEAD, t->tile + r * TEXT_HEAD);
+        multiply_units(kind, count, 0, t->queries + row * units, 0, t->keys + p * units, units, t->scores + p, TEXT_ROW);
+    weigh_tile(kind, t, row, count, from, positions);
     for (int64_t d = 0; d < a->head_dim; d += PANEL_UNITS)
-        multiply_units(kind, count, 1, t->tile, TEXT_HEAD, t->values + d * token_units, used, t->sums + row * padded_head(a) + d, padded_head(a));
+        multiply_units(kind, count, 1, (const uint32_t *)t->scores, TEXT_ROW, t->values + d * block, used, t->sums + row * padded_head(a) + d, padded_head(a));
 }
 
 static void finish_text_rows(const text_task *t) {
@@ -158,18 +224,18 @@ static void finish_text_rows(const text_task *t) {
 
 INLINE void attend_text(int kind, text_task *t, int64_t queries) {
     const texts_arguments *a = t->a;
-    const int64_t length = t->end - t->begin, last = t->first_query + queries - 1;
+    const int64_t block = text_block(a), length = t->end - t->begin, last = t->first_query + queries - 1;
     const int64_t low = t->first_query > a->before ? t->first_query - a->before : 0, high = length - last > a->after ? last + a->after + 1 : length;
     t->rows = queries * text_group(a);
     for (int64_t row = 0; row < t->rows; row++) t->maximum[row] = -INFINITY, t->total[row] = 0;
     memset(t->sums, 0, (size_t)(t->rows * padded_head(a)) * 4);
-    for (int64_t from = low / TEXT_BLOCK * TEXT_BLOCK; from < high; from += TEXT_BLOCK) {
-        const int64_t positions = high - from < TEXT_BLOCK ? high - from : TEXT_BLOCK;
+    pack_queries(kind, t);
+    for (int64_t from = low / block * block; from < high; from += block) {
+        const int64_t positions = high - from < block ? high - from : block;
         pack_keys(kind, t, from, positions);
         pack_values(kind, t, from, positions);
         for (int64_t row = 0, count; row < t->rows; row += count) {
-            const int64_t left = t->rows - row, tiles = (left + UNIT_ROWS - 1) / UNIT_ROWS;
-            count = (left + tiles - 1) / tiles;
+            count = rows_of_tile(t, row);
             attend_tile(kind, t, row, (int)count, from, positions);
         }
     }

@@ -46,32 +46,30 @@ INLINE void eight_int8(int rows, const uint8_t *codes, const int8_t *x, __m512i 
     }
 }
 
-/* Takes one group's exact sums into `sums`, times both scales. */
-INLINE void take_group(int rows, const uint8_t *header, const float *scales, const int32_t *negated, int minimums, __m512i (*acc)[2], __m512 (*sums)[2]) {
-    const __m512 scale0 = scales16(header), scale1 = scales16(header + 32);
+/* Takes one group's exact sums, times both scales, into `sums` [rows, 32]; `first`: nothing is there yet. */
+INLINE void take_group(int rows, int first, const uint8_t *header, const float *scales, const int32_t *negated, int minimums, __m512i (*acc)[2], float *sums) {
+    const __m512 scale[2] = {scales16(header), scales16(header + 32)};
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++) {
-        const __m512 own = _mm512_set1_ps(scales[r]);
-        sums[r][0] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[r][0]), _mm512_mul_ps(scale0, own), sums[r][0]);
-        sums[r][1] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[r][1]), _mm512_mul_ps(scale1, own), sums[r][1]);
-        if (minimums) {
-            const __m512 total = _mm512_set1_ps(scales[r] * (float)negated[r]);
-            sums[r][0] = _mm512_fnmadd_ps(total, scales16(header + 64), sums[r][0]);
-            sums[r][1] = _mm512_fnmadd_ps(total, scales16(header + 96), sums[r][1]);
+        const __m512 own = _mm512_set1_ps(scales[r]), total = _mm512_set1_ps(scales[r] * (float)negated[r]);
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; v++) {
+            float *at = sums + r * PANEL_OUTPUTS + v * 16;
+            const __m512 before = first ? _mm512_setzero_ps() : _mm512_load_ps(at);
+            __m512 y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[r][v]), _mm512_mul_ps(scale[v], own), before);
+            if (minimums) y = _mm512_fnmadd_ps(total, scales16(header + 64 + v * 32), y);
+            _mm512_store_ps(at, y);
         }
     }
 }
 
-/* `rows` is a compile-time constant at every call, so that all sums stay in registers. */
-INLINE void multiply(int rows, int bits, int minimums, const linear_int_arguments *a, const uint8_t *panel, int64_t row, const uint8_t *ahead, float *out) {
+/* `rows` is a compile-time constant at every call, so that all exact sums stay in registers; what groups add up to is in the first cache. */
+INLINE void multiply(int rows, int bits, int minimums, const linear_int_arguments *a, const uint8_t *panel, int64_t row, const uint8_t *ahead, float *sums) {
     const int64_t groups = a->padded / a->group;
     const ptrdiff_t step = bits == 4 ? 128 : 256, header = minimums ? 128 : 64, jump = ahead - panel;
     const int8_t *x = a->tiles + row * a->padded;
     const float *scales = a->scales + row * groups;
     const int32_t *negated = a->sums + row * groups;
-    __m512 sums[TILE_ROWS][2];
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
     for (int64_t g = 0; g < groups; g++) {
         __m512i acc[TILE_ROWS][2];
 #pragma GCC unroll 16
@@ -87,13 +85,8 @@ INLINE void multiply(int rows, int bits, int minimums, const linear_int_argument
             if (bits == 4) eight_int4(rows, at, x, acc);
             else eight_int8(rows, at, x, acc);
         }
-        take_group(rows, panel, scales, negated, minimums, acc, sums);
+        take_group(rows, g == 0, panel, scales, negated, minimums, acc, sums);
         panel = at, scales += rows, negated += rows;
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; r++) {
-        _mm512_store_ps(out + r * 32, sums[r][0]);
-        _mm512_store_ps(out + r * 32 + 16, sums[r][1]);
     }
 }
 

@@ -19,47 +19,44 @@ INLINE vf multiply_add(int kind, vf sum, vf weights, uint32_t x) {
     return sum + weights * number;
 }
 
-/* out [rows, PANEL_UNITS] (row stride in floats) = tile [rows, units] (likewise) times panel [units, PANEL_UNITS]; `add`: +=. */
-INLINE void multiply_rows(int rows, int kind, int add, const uint32_t *tile, int64_t tile_stride, const uint32_t *panel, int64_t units, float *out,
-                          int64_t stride) {
+/* out [rows, PANEL_UNITS] (row stride in floats) = tile [rows, units] times panel [units, PANEL_UNITS]; `add`: +=. Of a tile all rows' units lie
+ * together, or (`stride` > 0) each row's, `stride` apart. */
+INLINE void multiply_rows(int rows, int kind, int add, const uint32_t *tile, int64_t stride, const uint32_t *panel, int64_t units, float *out,
+                          int64_t out_stride) {
     vf sums[UNIT_ROWS][2];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
-        for (int i = 0; i < 2; i++) sums[r][i] = add ? vf_load(out + r * stride + i * LANES) : vf_all(0);
-    for (int64_t u = 0; u < units; u++, panel += PANEL_UNITS) {
+        for (int i = 0; i < 2; i++) sums[r][i] = add ? vf_load(out + r * out_stride + i * LANES) : vf_all(0);
+    for (int64_t u = 0; u < units; u++, panel += PANEL_UNITS, tile += stride ? 1 : rows) {
         const vf low = vf_load((const float *)panel), high = vf_load((const float *)panel + LANES);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
-            const uint32_t x = tile[r * tile_stride + u];
+            const uint32_t x = tile[stride ? r * stride : r];
             sums[r][0] = multiply_add(kind, sums[r][0], low, x);
             sums[r][1] = multiply_add(kind, sums[r][1], high, x);
         }
     }
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
-        for (int i = 0; i < 2; i++) vf_store(out + r * stride + i * LANES, sums[r][i]);
+        for (int i = 0; i < 2; i++) vf_store(out + r * out_stride + i * LANES, sums[r][i]);
 }
 
-#define ROWS_CASE(ROWS) case ROWS: multiply_rows(ROWS <= UNIT_ROWS ? ROWS : 1, kind, add, tile, tile_stride, panel, units, out, stride); break;
+#define ROWS_CASE(ROWS) case ROWS: multiply_rows(ROWS <= UNIT_ROWS ? ROWS : 1, kind, add, tile, stride, panel, units, out, out_stride); break;
 
-/* `kind`, `add` and `tile_stride` are compile-time constants at every call. */
-INLINE void multiply_units(int kind, int rows, int add, const uint32_t *tile, int64_t tile_stride, const uint32_t *panel, int64_t units, float *out,
-                           int64_t stride) {
+/* `kind`, `add` and `stride` are compile-time constants at every call. */
+INLINE void multiply_units(int kind, int rows, int add, const uint32_t *tile, int64_t stride, const uint32_t *panel, int64_t units, float *out,
+                           int64_t out_stride) {
     switch (rows) {
         ROWS_CASE(1) ROWS_CASE(2) ROWS_CASE(3) ROWS_CASE(4) ROWS_CASE(5) ROWS_CASE(6)
         ROWS_CASE(7) ROWS_CASE(8) ROWS_CASE(9) ROWS_CASE(10) ROWS_CASE(11) ROWS_CASE(12)
     }
 }
 
-/* PANEL_UNITS elements of two rows of bf16 to pairs. */
-INLINE void join_pairs(const uint16_t *even, const uint16_t *odd, uint32_t *to) {
-    for (int i = 0; i < 2; i++) {
-        vh first, second;
-        memcpy(&first, even + i * LANES, sizeof first);
-        memcpy(&second, odd + i * LANES, sizeof second);
-        const vu pairs = __builtin_convertvector(first, vu) | __builtin_convertvector(second, vu) << 16;
-        memcpy(to + i * LANES, &pairs, sizeof pairs);
-    }
+/* LANES elements of two rows of bf16 to pairs, of which the rows have `left`; a row that is NULL is zeros. */
+INLINE void join_pairs(const uint16_t *even, const uint16_t *odd, int64_t left, uint32_t *to) {
+    const vu first = (vu)bf16_load_part(even, left) >> 16, second = odd ? (vu)bf16_load_part(odd, left) : (vu){0};
+    const vu pairs = first | second;
+    memcpy(to, &pairs, sizeof pairs);
 }
 
 /* Weights of LANES positions from p on as units. */

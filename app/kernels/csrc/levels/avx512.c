@@ -3,7 +3,7 @@
 #define NAME "avx512"
 #define LANES 16
 #define BLOCK 4
-#define TILE_ROWS 8
+#define TILE_ROWS 12
 #define TILE_ALIGN 1
 
 #include "../tile_avx512.h"

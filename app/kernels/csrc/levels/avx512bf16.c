@@ -3,7 +3,7 @@
 #define NAME "avx512bf16"
 #define LANES 16
 #define BLOCK 4
-#define TILE_ROWS 8
+#define TILE_ROWS 12
 #define TILE_ALIGN 1
 #define ATTENTION_PANELS 1
 
