@@ -141,6 +141,10 @@ def test_only_decisions_that_differ_are_shown_with_their_reasons() -> None:
     assert table is not None and [row.name for row in table.groups[0].rows] == ["kernels", "threads"]
     assert table.groups[0].rows[1].cells[1].text == "16: 16 physical cores may be used."
     assert decision_table([FIRST, FIRST], ["a", "b"]) is None
+    measured = FIRST.info["plan"] | {"roofline_ratio": {"value": {"decode": 0.8}, "reason": "As measured."}}
+    quicker = FIRST.info["plan"] | {"roofline_ratio": {"value": {"decode": 0.9}, "reason": "As measured."}}
+    plans = [FIRST.model_copy(update={"info": FIRST.info | {"plan": plan}}) for plan in (measured, quicker)]
+    assert decision_table(plans, ["a", "b"]) is None
 
 
 def test_the_head_says_what_was_compared() -> None:
