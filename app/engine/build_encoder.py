@@ -8,6 +8,7 @@ from app.backends.base import Backend
 from app.engine.encode_pace import EncodePace
 from app.engine.encode_runner import EncodeRunner
 from app.engine.encoder import EncodeLimits, EncoderEngine
+from app.engine.lanes import USUAL_PAIR, Lanes
 from app.engine.loading import Report, load
 from app.engine.texts import Encoding
 from app.hardware.plan import ServingPlan
@@ -34,7 +35,9 @@ def build_encoder(checkpoint: Checkpoint, plan: ServingPlan, report: Report, ste
     model, backend = load(checkpoint, plan, report)
     assert isinstance(model, Encoder), "an encoder's checkpoint"
     room = max(plan.max_batch_tokens.value, plan.max_model_len.value)
-    runner = EncodeRunner(model, room, "" if plan.compile.value else plan.compile.reason, plan.batch_target_tokens.value)
+    lanes = Lanes((steps.pair_tokens if steps else None) or USUAL_PAIR)
+    off = "" if plan.compile.value else plan.compile.reason
+    runner = EncodeRunner(model, room, off, plan.batch_target_tokens.value, lanes)
     report("warming up")
     warm_up(runner, plan.max_model_len.value)
     limits = EncodeLimits(plan.max_model_len.value, plan.max_running_seqs.value, model.config.outputs)

@@ -32,9 +32,6 @@ LEAST_TOKENS = 16  # of one short text
 MOST_TOKENS = 2048  # of a step: by then products have long had their best rate
 USUAL_TOKENS = 512  # a plan with smaller steps was asked for them, or has no memory for more: then no larger ones are timed
 FEW_TOKENS = 64  # up to so many, what a step reads may cost more than what it multiplies: as much is read as in the whole model
-RECORDED_OPERATIONS = (
-    2e10  # what recording may cost: it computes a step of as many tokens as will be run again, at each start anew
-)
 LONG_TOKENS = 512  # of the one text that tells what attending costs
 
 
@@ -127,7 +124,6 @@ class EncodeRehearsal:
         return build_encoder(with_layers(self.config, layers), self._forms.choice.dtype, self.plan.max_model_len.value, device)
 
     def _runner(self, layers: int, backend: Backend) -> EncodeRunner:
-        """Steps are recorded up to as many tokens as that may cost; what the interpreter takes of longer ones is a small part of them."""
         model = self._model(layers, backend.device)
         for module in list(model.modules()):
             if isinstance(module, Linear):
@@ -141,9 +137,7 @@ class EncodeRehearsal:
                 bias = torch.zeros(module.weight.shape[0]) if module.has_bias else None
                 module.adopt(torch.full(module.weight.shape, 0.01), bias)
         room = max(max(self.sizes()), LONG_TOKENS)
-        affordable = RECORDED_OPERATIONS * self.config.num_layers / layers / self.operations_per_token
-        recorded = int(min(max(affordable, FEW_TOKENS), max(self.sizes())))
-        return EncodeRunner(model, room, "" if self.plan.compile.value else self.plan.compile.reason, recorded)
+        return EncodeRunner(model, room, "" if self.plan.compile.value else self.plan.compile.reason, max(self.sizes()))
 
 
 def with_layers(config: EncoderConfig, layers: int) -> EncoderConfig:

@@ -76,8 +76,8 @@ class EncodeReplay:
         self._hidden, self._batch = hidden, batch
         self.lanes = lanes
         self._most = min(batch.room, most)
-        self._copies: list[_Copy] = []  # the team's, then each thread's
-        self._steps: dict[bool, ctypes.Array[TextSteps]] = {}  # by whether some tokens are wanted, or all
+        self._copies: dict[int, list[_Copy]] = {}  # by number of threads: the team's, then each thread's
+        self._steps: dict[tuple[int, bool], ctypes.Array[TextSteps]] = {}  # and by whether some tokens are wanted, or all
         self._result = torch.empty(0)
         self._texts, self._wanted = Words(_MOST_LANES + 1), Words(_MOST_LANES + 1)
 
@@ -123,31 +123,23 @@ class EncodeReplay:
     def _recorded(self, some: bool) -> ctypes.Array[TextSteps] | None:
         """The team's steps and each thread's; None where they cannot be had."""
         threads = torch.get_num_threads()
-        if len(self._copies) not in (0, _num_copies(threads)):
-            self._copies, self._steps = [], {}
-        while not self.reason and some not in self._steps:
+        while not self.reason and (threads, some) not in self._steps:
             try:
-                self._steps[some] = self._record(some, threads)
+                self._steps[threads, some] = self._record(some, threads)
             except Unrecordable as reason:
                 if self._most <= LEAST_TOKENS:
                     self.reason = f"{reason} is not an operation of ours"
                 self._most = max(self._most // 2, LEAST_TOKENS)
-                self._copies, self._steps = [], {}
-        return None if self.reason else self._steps[some]
+                self._copies, self._steps = {}, {}
+        return None if self.reason else self._steps[threads, some]
 
     def _record(self, some: bool, threads: int) -> ctypes.Array[TextSteps]:
-        """What is recorded lies in no batch yet: nothing is computed."""
-        if not self._copies:
-            types = self._batch.num_types
+        if threads not in self._copies:
             lane = min(room_of_lane(self._most, threads), self._most)
-            rooms = [self._most, *[lane] * (_num_copies(threads) - 1)]
-            self._copies = [_Copy(self._hidden, room, types) for room in rooms]
-        steps = (TextSteps * len(self._copies))(*(each.steps(some) for each in self._copies))
+            rooms = [self._most, *[lane] * threads] if threads > 1 else [self._most]  # one thread is its own team
+            self._copies[threads] = [_Copy(self._hidden, room, self._batch.num_types) for room in rooms]
+        copies = self._copies[threads]
+        steps = (TextSteps * len(copies))(*(each.steps(some) for each in copies))
         if not len(self._result):
-            self._result = torch.empty((self._most, self._copies[0].size), dtype=torch.float32)
+            self._result = torch.empty((self._most, copies[0].size), dtype=torch.float32)
         return steps
-
-
-def _num_copies(threads: int) -> int:
-    """The team's and each thread's; one thread is its own team."""
-    return 1 + threads if threads > 1 else 1

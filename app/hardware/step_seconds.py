@@ -69,6 +69,15 @@ class StepSeconds:
         more = pairs - tokens * min(tokens, TABLE_TEXT_TOKENS)
         return _read(self.encode_points, tokens) + max(more, 0) * self.pair_seconds
 
+    @property
+    def pair_tokens(self) -> float | None:
+        """What a pair of tokens of one text costs, in tokens without pairs; None where it was not measured."""
+        if not self.pair_seconds or not self.encode_points:
+            return None
+        tokens, seconds = self.encode_points[-1]
+        alone = seconds / tokens - min(tokens, TABLE_TEXT_TOKENS) * self.pair_seconds
+        return self.pair_seconds / alone if alone > 0.0 else None
+
     def scaled(self, factor: float) -> StepSeconds:
         """The same machine, so many times slower."""
         return replace(

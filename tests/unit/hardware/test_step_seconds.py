@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,3 +79,10 @@ def test_between_points_it_is_linear_and_beyond_them_proportional() -> None:
     assert steps.prefill(8) == pytest.approx(0.016 + (0.20 - 0.016) * 7 / 127), "on the line from one token to the first point"
     assert steps.decode(3, 1000) == pytest.approx(0.021)
     assert steps.prefill(128, 1000) == pytest.approx(0.20 + 0.064), "half of what a decode pays, where nobody measured it"
+
+
+def test_pairs_in_tokens_leave_out_those_that_the_table_has() -> None:
+    measured = Trial("int8", 2, {}, {}, encode_seconds={64: 0.02, 1024: 1024 * (1e-4 + 128 * 1e-6)}, pair_seconds=1e-6)
+    assert StepSeconds.of(measured).pair_tokens == pytest.approx(1e-6 / 1e-4)
+    assert StepSeconds.of(replace(measured, pair_seconds=0.0)).pair_tokens is None
+    assert StepSeconds.of(replace(measured, pair_seconds=2e-6)).pair_tokens is None  # more than there is

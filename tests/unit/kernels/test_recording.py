@@ -11,7 +11,7 @@ from torch import Tensor
 from app.kernels.activations import Quantised, quantise, unpacked
 from app.kernels.int_panels import IntPacking
 from app.kernels.operations import Code, has
-from app.kernels.recording import Pool, Unrecordable, record
+from app.kernels.recording import Pool, Unrecordable, noted, record
 
 pytestmark = pytest.mark.skipif(not has(Code.LINEAR_INT), reason="no native kernels here")
 PACKING = IntPacking(bits=4, group=32)
@@ -39,6 +39,22 @@ def test_a_recording_equals_the_body_for_other_inputs() -> None:
     for _ in range(3):
         own.copy_(_some_rows())
         assert torch.equal(recorded.run(), body(own))
+
+
+def test_what_is_only_noted_computes_nothing_until_it_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    body, _ = _two_layers()
+    own, pool = _some_rows(), Pool()
+    asked: list[object] = []
+    with monkeypatch.context() as patched:
+        patched.setattr("app.kernels.operations.native", lambda: asked.append(None))
+        recorded = noted(pool, lambda: body(own))
+    assert asked == [] and len(recorded) == 4
+    for _ in range(2):
+        own.copy_(_some_rows())
+        assert torch.equal(recorded.run(), body(own))
+    with pytest.raises(Unrecordable):
+        noted(pool, lambda: body(own).relu())
+    assert torch.equal(body(own), recorded.run())  # whoever is next computes again
 
 
 def test_results_that_are_gone_leave_their_memory_to_later_ones() -> None:
