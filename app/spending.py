@@ -17,7 +17,7 @@ from app.hardware.nvml import open_nvml
 from app.metrics import Metrics
 
 _DEVICE = "The driver counts what the device takes; the rest of the machine is not told."
-_MODELLED = "No counter can be read ({}), so the declared watts count while steps run, and nothing between them."
+_MODELLED = "The declared watts count while steps run, and nothing between them, since there is no counter."
 
 
 class Spending:
@@ -48,7 +48,7 @@ class Spending:
 
     def to_json(self) -> dict[str, Any]:
         source = None if self._metrics.energy is None else self._metrics.energy.source
-        reasons = {"nvml": _DEVICE, "modelled": _MODELLED.format(self._power.reason.rstrip("."))}
+        reasons = {"nvml": _DEVICE, "modelled": f"{_MODELLED} {self._power.reason}".strip()}
         return {
             "hourly_price": self._metrics.place.hourly_price,
             "watts": self._watts,
