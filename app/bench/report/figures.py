@@ -71,6 +71,10 @@ def _samples(measured: Measured) -> float:
     return 0.0 if measured.load.kind == "generate" else measured.samples
 
 
+def _percent(share: float | None) -> float | None:
+    return None if share is None else share * 100
+
+
 def _watts(measured: Measured) -> float | None:
     joules = measured.joules(above_idle=False)
     return None if joules is None else joules / measured.point.seconds
@@ -114,6 +118,17 @@ TOPICS: tuple[Topic, ...] = (
             _joules("above idle", "J/sample", _samples, above_idle=True),
             Metric("cost", "$/M tokens", lambda measured: measured.dollars_per_million(measured.tokens)),
             Metric("cost", "$/M samples", lambda measured: measured.dollars_per_million(_samples(measured))),
+        ),
+    ),
+    Topic(
+        "Circumstances",
+        "What went on beside each load. Taken by others: of all cores, by the host or by anybody but the server and this client. "
+        "Pressure: of the time, somebody waited for a core. The client's own: of one core; above a half it may have been what was slow.",
+        (
+            Metric("throttled", "s", lambda measured: measured.point.throttled_seconds, more_is_better=None),
+            Metric("taken by others", "%", lambda measured: _percent(measured.point.stolen_ratio), more_is_better=None),
+            Metric("pressure", "%", lambda measured: _percent(measured.point.pressure_ratio), more_is_better=None),
+            Metric("the client's own", "%", lambda measured: _percent(measured.point.client_cpu_ratio), more_is_better=None),
         ),
     ),
 )

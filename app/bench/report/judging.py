@@ -10,7 +10,7 @@ from app.bench.compare.result import Result
 from app.bench.report.loads import cases_of, load_name
 from app.bench.stats import MeasurementFailed
 
-_MACHINE = ("cpu", "architecture", "memory_bytes")
+_MEMORY_ALIKE = 0.1  # kernels keep different parts of it for themselves, and hosts lend some and take it back
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def _unlike(result: Result, first: Result) -> list[str]:
 def _remarks(result: Result, here: Here) -> tuple[str, ...]:
     facts = result.info.get("facts", {})
     found = []
-    if machine_of(facts) != machine_of(here.facts):
+    if not same_machine(facts, here.facts):
         found.append(f"Made on another machine than this report: {machine_name(facts)}, not {machine_name(here.facts)}.")
     version = str(result.info.get("version"))
     if version != here.version:
@@ -103,9 +103,11 @@ def _remarks(result: Result, here: Here) -> tuple[str, ...]:
     return tuple(found)
 
 
-def machine_of(facts: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What tells machines apart; no host's name."""
-    return (*(facts.get(name) for name in _MACHINE), len(facts.get("cores", ())))
+def same_machine(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """By what they are, not by what they are called."""
+    sizes = [facts.get("memory_bytes") or 0 for facts in (one, other)]
+    kinds = [(facts.get("cpu"), facts.get("architecture"), len(facts.get("cores", ()))) for facts in (one, other)]
+    return kinds[0] == kinds[1] and max(sizes) - min(sizes) <= _MEMORY_ALIKE * max(sizes)
 
 
 def machine_name(facts: Mapping[str, Any]) -> str:

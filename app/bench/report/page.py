@@ -31,7 +31,7 @@ def sections_of(comparison: Comparison) -> list[Section]:
     """From the answer down to what explains it; what there is nothing of has no section."""
     cases, names, results = comparison.cases, comparison.names, comparison.results
     figures = {table.title: table for table in comparison.figures}
-    throughput, tokens, energy = (figures.get(title) for title in comparison.topics)
+    throughput, tokens, energy, circumstances = (figures.get(title) for title in comparison.topics)
     found = [
         Section("What was compared", tables=(comparison.head,)),
         _section("Throughput", throughput_plots(cases, names), [throughput]),
@@ -40,6 +40,7 @@ def sections_of(comparison: Comparison) -> list[Section]:
         _section("Ceilings", [roofline_plot(results, names)], []),
         _section("Energy and cost", [], [energy]),
         _section("Decisions", [], [comparison.decisions]),
+        _section("Circumstances", [], [circumstances]),
     ]
     return [section for section in found if section.plots or section.tables or section.sentences]
 

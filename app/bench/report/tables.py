@@ -102,7 +102,8 @@ def _figures(topic: Topic, cases: Sequence[Case], names: Sequence[str]) -> Table
     groups = [Group(load_name(case.load), tuple(_rows(case, metrics, names))) for case in cases]
     heads = tuple(f"{metric.name} ({metric.unit})" if metric.unit else metric.name for metric in metrics)
     told = tuple(group for group in groups if any(cell.text != "–" for row in group.rows for cell in row.cells))
-    note = topic.note + (f" Beside each figure: its ratio to {names[0]}." if len(names) > 1 else "")
+    compared_here = len(names) > 1 and any(metric.more_is_better is not None for metric in metrics)
+    note = topic.note + (f" Beside figures: their ratio to {names[0]}." if compared_here else "")
     return Table(topic.title, ("load", "result"), heads, told, note)
 
 

@@ -47,9 +47,13 @@ def test_another_machine_and_another_version_are_named() -> None:
     )
 
 
-@pytest.mark.parametrize("fact", [{"memory_bytes": 1}, {"cores": []}, {"architecture": "arm64"}])
+@pytest.mark.parametrize("fact", [{"memory_bytes": 28 * 2**30}, {"cores": []}, {"architecture": "arm64"}])
 def test_a_machine_is_another_one_by_any_of_its_facts(fact: dict[str, Any]) -> None:
     assert told(changed(PLAIN, "facts", **fact))[1]
+
+
+def test_a_little_memory_more_or_less_is_the_same_machine() -> None:
+    assert told(changed(PLAIN, "facts", memory_bytes=31 * 2**30)) == ((), ())
 
 
 def test_a_server_that_ran_already_is_named() -> None:
