@@ -1,0 +1,123 @@
+"""`armature bench compare` with servers of our own on the demos, with one that is killed, and as a process that is interrupted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from app.bench.compare import loads, measuring
+from app.bench.compare.job import MachineJob, Place
+from app.bench.compare.measuring import measure_machine
+from app.bench.compare.result import Result, read_result
+from app.bench.load import Target
+from app.bench.server import Server, serving
+from app.measured import Cause
+from app.version import VERSION
+from scripted_machine import ScriptedMachine, running
+
+pytestmark = pytest.mark.slow
+
+FLAGS = (
+    "--threads=1",
+    "--calibrate=off",
+    "--kv-cache-bytes=64MiB",
+    "--max-model-len=150",
+    "--max-running-seqs=2",
+    "--watts=50",
+    "--hourly-price=2",
+)
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loads, "ANSWER_TOKENS", 16)
+
+
+def measured(path: Path, *flags: str) -> Result:
+    outcome = measure_machine(MachineJob(Target(None, flags), Place(), VERSION, path, seconds=0.1))
+    assert outcome.details["file"] == str(path)
+    return read_result(path)
+
+
+def test_the_demo_decoder(tmp_path: Path) -> None:
+    result = measured(tmp_path / "decoder.json", *FLAGS)
+    assert result.complete
+    assert (result.flags, result.url, result.watts, result.hourly_price) == (list(FLAGS), None, 50.0, 2.0)
+    assert result.info["plan"]["max_running_seqs"]["value"] == 2
+    assert [point.load.clients for point in result.points] == [1, 2]
+    assert len(result.repeats) == 2
+    for point in result.points:
+        assert point.generated_tokens > 0
+        assert not point.failures
+        assert {"prefill", "decode"} <= set(point.steps.phase)
+        assert sum(point.steps.tokens) >= 128 + 16 - 1
+        assert set(point.steps.cause) <= {"", *get_args(Cause)}
+        assert point.energy is None or point.energy.idle_watts is None, "modelled"
+        assert max(point.gap_at) <= point.began + 0.1 + 2 * max(point.request_seconds)
+    assert not any("version" in doubt or "network" in doubt for doubt in result.doubts)
+    assert any("not calibrated" in doubt for doubt in result.doubts)
+
+
+def test_the_demo_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loads, "BATCHES", (1, 8))
+    monkeypatch.setattr(loads, "CLIENTS", (1, 8))
+    result = measured(tmp_path / "encoder.json", "--model=bert", "--threads=1", "--calibrate=off", "--max-model-len=128")
+    assert [(point.load.clients, point.load.batch) for point in result.points] == [(1, 1), (1, 8), (8, 1)]
+    for point in result.points:
+        assert point.read_tokens == pytest.approx(128 * point.samples, rel=0.15), "texts are about as long as was meant, and cut"
+        assert set(point.steps.phase) == {"encode"}
+        assert not point.failures
+
+
+def test_a_server_of_our_own_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    servers: list[Server] = []
+    measure = measuring.measured
+
+    @asynccontextmanager
+    async def noted(url: str | None, flags: Sequence[str]) -> AsyncIterator[Server]:
+        async with serving(url, flags) as server:
+            servers.append(server)
+            yield server
+
+    async def killed(subject: Any, load: Any, seed: int, run: Any) -> Any:
+        if load.clients == 2:
+            assert servers[0].pid is not None
+            os.kill(servers[0].pid, signal.SIGKILL)
+        return await measure(subject, load, seed, run)
+
+    monkeypatch.setattr(measuring, "serving", noted)
+    monkeypatch.setattr(measuring, "measured", killed)
+    result = measured(tmp_path / "half.json", *FLAGS)
+    assert not result.complete
+    assert len(result.points) == 1
+    assert any(doubt.startswith("The server stopped answering") for doubt in result.doubts)
+
+
+def test_a_process_that_is_interrupted_keeps_what_it_has(tmp_path: Path) -> None:
+    machine = ScriptedMachine()
+    path = tmp_path / "part.json"
+    with running(machine):
+        words = ["bench", "compare", "--url", machine.url, "--seconds", "0.05", "--output", str(path)]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "app", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+        def interrupt(number: int) -> None:
+            if machine.paths.count("/metrics") >= 4:  # two at rest, two around the first load
+                process.send_signal(signal.SIGINT)
+
+        machine.on_request = interrupt
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Interrupted" in told
+    result = read_result(path)
+    assert not result.complete
+    assert len(result.points) == 1
