@@ -17,8 +17,6 @@ _FIRST_GUESS_TOKENS = 128.0  # of a prompt or a completion, before the first has
 _GAIN = 0.1  # of a new request in the running means: they look back about ten
 # In a crowd that comes between two steps each wait is worked out for so many at once: hundreds would hold up the event loop.
 _BURST = 16
-# Texts of all open requests, as ids: 36 MB of them, and the vectors of a million of the shortest at most. Many small bodies can hold a lot.
-MAX_HELD_TOKENS = 2**20
 _MIN_RETRY_SECONDS, _MAX_RETRY_SECONDS = 1.0, 600.0
 
 
@@ -27,21 +25,21 @@ class Permit:
 
     def __init__(self, admission: Admission) -> None:
         self._admission: Admission | None = admission
-        self._num_tokens = 0
+        self._num_bytes = 0
         admission.num_open += 1
 
     def release(self) -> None:
         if self._admission is not None:
             self._admission.num_open -= 1
-            self._admission.num_held_tokens -= self._num_tokens
+            self._admission.num_held_bytes -= self._num_bytes
             self._admission = None
 
-    def hold(self, num_tokens: int) -> None:
-        """So many tokens stay in memory until the place is given back. Raises `Overloaded` where too many wait already."""
+    def hold(self, num_bytes: int) -> None:
+        """So many bytes are taken until the place is given back. Raises `Overloaded` where others have too many already."""
         assert self._admission is not None, "a place that was given back holds nothing"
-        self._admission.check_room(num_tokens)
-        self._admission.num_held_tokens += num_tokens
-        self._num_tokens = num_tokens
+        self._admission.check_room(num_bytes)
+        self._admission.num_held_bytes += num_bytes
+        self._num_bytes = num_bytes
 
     def __enter__(self) -> Permit:
         return self
@@ -59,7 +57,8 @@ class Admission:
         self.max_running = 1
         self.max_waiting = 0
         self.num_open = 0
-        self.num_held_tokens = 0
+        self.max_held_bytes = 0  # of what open requests ask and are answered; many small bodies can ask for a lot
+        self.num_held_bytes = 0
         self._sent: deque[tuple[float, int]] = deque()  # when, and how many tokens to compute; until a snapshot knows of them
         self._prompt_tokens = _FIRST_GUESS_TOKENS
         self._completion_tokens = _FIRST_GUESS_TOKENS
@@ -78,12 +77,13 @@ class Admission:
             raise Overloaded(sentence, retry_after_seconds=seconds)
         return Permit(self)
 
-    def check_room(self, num_tokens: int) -> None:
-        """Raises `Overloaded` where others hold so many tokens that these are too many; alone a request has the size that it has."""
-        if self.num_held_tokens and self.num_held_tokens + num_tokens > MAX_HELD_TOKENS:
+    def check_room(self, num_bytes: int) -> None:
+        """Raises `Overloaded` where others hold so many bytes that these are too many; alone a request has the size that it has."""
+        if self.num_held_bytes and self.num_held_bytes + num_bytes > self.max_held_bytes:
             seconds = self.retry_after_seconds()
             sentence = (
-                f"{self.num_held_tokens} tokens of texts wait; {num_tokens} more are too many. Try again in {seconds:.0f} s."
+                f"What waits and its answers take {self.num_held_bytes / 2**20:.0f} MiB; {num_bytes / 2**20:.1f} more are too many. "
+                f"Try again in {seconds:.0f} s."
             )
             raise Overloaded(sentence, retry_after_seconds=seconds)
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import Collection, Sequence
 
 from app.admission import Permit
 from app.desk import Course, Desk
 from app.encoding import Encoded, EncodingRequest, InferenceRequest, Inferred
 from app.errors import RequestTimeout
-from app.messages import Abort, ArraysReady, Encode, Infer, RequestFailed
+from app.messages import Abort, ArraysReady, Encode, Infer, RequestFailed, Signature
 from app.post import Letter
 from app.reading_texts import check_texts, is_short, read_texts
 from app.served import ServedEncoder, ServedProgram
+
+TOKEN_BYTES = 36  # of an id in a tuple: a pointer and a number
+VALUE_BYTES = {"BOOL": 1, "UINT8": 1, "INT8": 1, "INT16": 2, "FP16": 2, "BF16": 2, "INT64": 8, "FP64": 8}  # others have 4
 
 
 async def encode(desk: Desk, model: ServedEncoder, request: EncodingRequest, course: Course) -> Encoded:
@@ -22,7 +27,7 @@ async def encode(desk: Desk, model: ServedEncoder, request: EncodingRequest, cou
         lengths = tuple(len(text.token_ids) for text in texts)
         name = desk.post.name(request.request_id)
         order = Encode(name, texts, request.outputs, course.arrived_at, request.normalize, request.dimensions)
-        permit.hold(sum(lengths))
+        permit.hold(_bytes_of_texts(model, request.outputs, lengths))
         ready = await _answered(desk, order, sum(lengths), permit, course)
     desk.metrics.encoded(len(texts), sum(lengths), ready.timings)
     return Encoded(ready.arrays, ready.timings, lengths)
@@ -32,10 +37,28 @@ async def infer(desk: Desk, program: ServedProgram, request: InferenceRequest, c
     """Rows of the batch are to a program what tokens are to an encoder."""
     num_rows = request.inputs[program.signature.inputs[0].name].shape[0]
     with desk.admission.permit() as permit:
+        permit.hold(_bytes_of_rows(program.signature, request, num_rows))
         order = Infer(desk.post.name(request.request_id), request.inputs, request.outputs, course.arrived_at)
         ready = await _answered(desk, order, num_rows, permit, course)
     desk.metrics.encoded(num_rows, 0, ready.timings)
     return Inferred(ready.arrays, ready.timings)
+
+
+def _bytes_of_texts(model: ServedEncoder, outputs: Collection[str], lengths: Sequence[int]) -> int:
+    """Ids as Python's numbers, and an FP32 row of each output for each text or for each of its tokens."""
+    rows = {name: sum(lengths) if name == "last_hidden_state" else len(lengths) for name in outputs}
+    return TOKEN_BYTES * sum(lengths) + sum(4 * model.sizes[name] * number for name, number in rows.items())
+
+
+def _bytes_of_rows(signature: Signature, request: InferenceRequest, num_rows: int) -> int:
+    """As they came, and as they go; a free dimension of what goes is taken for the largest of those that came."""
+    free = max((size for array in request.inputs.values() for size in array.shape[1:]), default=1)
+    rows = (
+        math.prod(free if size < 0 else size for size in spec.shape[1:]) * VALUE_BYTES.get(spec.datatype, 4)
+        for spec in signature.outputs
+        if spec.name in request.outputs
+    )
+    return sum(len(array.data) for array in request.inputs.values()) + num_rows * sum(rows)
 
 
 async def _answered(desk: Desk, order: Encode | Infer, size: int, permit: Permit, course: Course) -> ArraysReady:

@@ -44,6 +44,7 @@ class Desk:
         """From any thread, once, before the first request."""
         self.admission.max_running = limits.max_running_seqs
         self.admission.max_waiting = limits.max_waiting_requests
+        self.admission.max_held_bytes = limits.max_held_bytes
         self._seconds = limits.request_timeout_seconds
         self._pool = ThreadPoolExecutor(limits.tokenizer_threads, thread_name_prefix="armature-text")
 

@@ -14,11 +14,16 @@ from app.text.chat import ChatTemplate
 from app.text.tokenizer import Tokenizer
 
 Kind = Literal["decoder", "encoder", "program"]
+LEAST_HELD_BYTES = 2**28  # some hundred pictures, or what a small machine leaves to its allocator
+HELD_SHARE = 32  # one part of memory in so many: half of what the plan leaves beside weights and activations
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the plan allows. `request_timeout_seconds` counts from arrival to the last token, `vocab_size` the rows of the embedding."""
+    """What the plan allows. `request_timeout_seconds` counts from arrival to the last token, `vocab_size` the rows of the embedding.
+
+    `max_held_bytes`: of texts, tensors and answers of all open requests.
+    """
 
     max_model_len: int
     max_running_seqs: int
@@ -26,6 +31,7 @@ class Limits:
     request_timeout_seconds: float
     vocab_size: int
     tokenizer_threads: int = 2
+    max_held_bytes: int = LEAST_HELD_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from app.messages import Stop
 from app.metrics import Metrics
 from app.models.encoder_config import EncoderConfig
 from app.preparation import Prepared, calibrate
-from app.served import Limits, ServedDecoder, ServedEncoder, ServedModel, ServedProgram
+from app.served import HELD_SHARE, LEAST_HELD_BYTES, Limits, ServedDecoder, ServedEncoder, ServedModel, ServedProgram
 from app.service import Service
 from app.settings import Settings
 from app.spending import Spending
@@ -85,6 +85,7 @@ def served_model(prepared: Prepared, tokenizer: Tokenizer | None) -> ServedModel
         request_timeout_seconds=prepared.settings.request_timeout_seconds,
         vocab_size=checkpoint.needs().vocab_size,
         tokenizer_threads=plan.tokenizer_threads.value,
+        max_held_bytes=max(LEAST_HELD_BYTES, prepared.facts.memory_limit_bytes // HELD_SHARE),
     )
     if isinstance(checkpoint, ProgramCheckpoint):
         return ServedProgram(name, limits, checkpoint.signature)

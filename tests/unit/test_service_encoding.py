@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.admission import MAX_HELD_TOKENS
+from app.computing import TOKEN_BYTES
 from app.encoding import EncodingRequest, InferenceRequest
 from app.errors import (
     ContextLengthExceeded,
@@ -52,7 +52,7 @@ async def test_texts_pairs_and_ids_go_to_the_worker_and_vectors_come_back_in_ord
         assert floats(encoded.arrays["embedding"]).tolist() == [vector(text)[:3] for text in order.texts]
         assert (encoded.timings, encoded.lengths) == (TIMINGS, tuple(len(text.token_ids) for text in order.texts))
         assert encoded.usage.prompt_tokens == sum(encoded.lengths)
-        assert (service.num_open, service._desk.admission.num_held_tokens, worker.aborts) == (0, 0, [])
+        assert (service.num_open, service._desk.admission.num_held_bytes, worker.aborts) == (0, 0, [])
         assert counted(service, 'armature_requests_total{api="native",outcome="stop"}') == 1
         assert counted(service, 'armature_tokens_total{kind="prompt"}') == sum(encoded.lengths)
 
@@ -187,18 +187,18 @@ class _Place:
     def release(self) -> None: ...
 
 
-async def test_places_and_tokens_of_texts_are_counted() -> None:
+async def test_places_and_bytes_are_counted() -> None:
     async with encoding(limits=replace(LIMITS, max_running_seqs=1, max_waiting_requests=1)) as (service, worker, _):
         worker.holds = True
         first = asyncio.ensure_future(service.encode(wanted("a")))
         while not worker.encodes:
             await asyncio.sleep(0)
-        held = service._desk.admission.num_held_tokens
-        assert held == 3
-        service._desk.admission.num_held_tokens = MAX_HELD_TOKENS - 1
-        with pytest.raises(Overloaded, match="tokens of texts wait"):
+        held = service._desk.admission.num_held_bytes
+        assert held == 3 * TOKEN_BYTES + 4 * SIZE, "ids and a vector"
+        service._desk.admission.num_held_bytes = LIMITS.max_held_bytes - 1
+        with pytest.raises(Overloaded, match="What waits and its answers take 256 MiB"):
             await service.encode(wanted("a"))
-        service._desk.admission.num_held_tokens = held
+        service._desk.admission.num_held_bytes = held
         second = asyncio.ensure_future(service.encode(wanted("a")))
         while len(worker.encodes) < 2:
             await asyncio.sleep(0)
@@ -207,7 +207,30 @@ async def test_places_and_tokens_of_texts_are_counted() -> None:
         for order in worker.encodes:
             worker.answer(order)
         await asyncio.gather(first, second)
-        assert (service.num_open, service._desk.admission.num_held_tokens) == (0, 0)
+        assert (service.num_open, service._desk.admission.num_held_bytes) == (0, 0)
+
+
+async def test_hidden_states_asked_by_many_are_bounded_together() -> None:
+    limits = replace(LIMITS, max_running_seqs=9, max_held_bytes=3 * 3 * (TOKEN_BYTES + 4 * SIZE) + 1)
+    async with encoding(limits=limits) as (service, worker, _):
+        worker.holds = True
+        asked = wanted("a", outputs=("last_hidden_state",))
+        open_ones = [asyncio.ensure_future(service.encode(asked)) for _ in range(3)]
+        while len(worker.encodes) < 3:
+            await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="more are too many") as refused:
+            await service.encode(asked)
+        assert refused.value.retry_after_seconds
+        for order in worker.encodes:
+            worker.answer(order)
+        await asyncio.gather(*open_ones)
+        assert service._desk.admission.num_held_bytes == 0
+        again = asyncio.ensure_future(service.encode(wanted(*("a",) * 9, outputs=("last_hidden_state",))))
+        while len(worker.encodes) < 4:
+            await asyncio.sleep(0)
+        assert service._desk.admission.num_held_bytes > limits.max_held_bytes, "alone a request has the size that it has"
+        worker.answer(worker.encodes[-1])
+        await again
 
 
 async def test_a_service_that_is_not_there_yet_or_stops_says_so() -> None:
@@ -244,13 +267,20 @@ async def test_a_programs_tensors_go_to_the_worker_and_its_outputs_come_back() -
     await service.start()
     service.serve(ServedProgram("p", LIMITS, signature))
     given, made = array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), array([[1.0], [2.0], [3.0]])
-    worker.refuse = lambda command: service.on_events(
-        [ArraysReady(command.request_id, {"y": made}, TIMINGS, 3)] if isinstance(command, Infer) else []
-    )
+    held: list[int] = []
+
+    def answered(command: object) -> None:
+        assert isinstance(command, Infer)
+        held.append(service._desk.admission.num_held_bytes)
+        service.on_events([ArraysReady(command.request_id, {"y": made}, TIMINGS, 3)])
+
+    worker.refuse = answered
     asked = InferenceRequest({"x": given}, ("y",), "oip", "r")
     inferred = await service.infer(asked)
     assert (inferred.arrays, inferred.timings) == ({"y": made}, TIMINGS)
     (order,) = worker.commands
+    assert held == [3 * 2 * 4 + 3 * 1 * 4], "what came and what goes"
+    assert service._desk.admission.num_held_bytes == 0
     assert isinstance(order, Infer) and (order.inputs, order.outputs) == ({"x": given}, ("y",))
     assert (counted(service, "armature_vectors_total"), service.num_open) == (3, 0)
     with pytest.raises(WrongModelKind, match="infer"):
