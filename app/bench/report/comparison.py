@@ -9,7 +9,7 @@ from app.bench.compare.result import Result
 from app.bench.report.answer import answer
 from app.bench.report.figures import TOPICS
 from app.bench.report.judging import Here, Judged, judge, names_of
-from app.bench.report.loads import Case, cases_of
+from app.bench.report.loads import Case, cases_of, part
 from app.bench.report.pricing import priced
 from app.bench.report.table import Table
 from app.bench.report.tables import decision_table, figure_tables, head_table, tail_tables
@@ -33,7 +33,7 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        model = self.results[0].info.get("model", {}).get("name", "a model")
+        model = part(self.results[0].info, "model").get("name", "a model")
         return f"{model}: {' against '.join(self.names)}"
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.bench.compare.result import Result
-from app.bench.report.loads import cases_of, load_name
+from app.bench.report.loads import cases_of, load_name, part
 from app.bench.stats import MeasurementFailed
 
 _MEMORY_ALIKE = 0.1  # kernels keep different parts of it for themselves, and hosts lend some and take it back
@@ -65,7 +65,7 @@ def _doubts(result: Result, results: Sequence[Result]) -> list[str]:
             failures = ", ".join(f"{number} × {reason}" for reason, number in sorted(point.failures.items()))
             asked = len(point.request_seconds) + sum(point.failures.values())
             found.append(f"Of {asked} requests some failed at {load_name(point.load)}: {failures}.")
-    forced = (result.info.get("facts", {}).get("native") or {}).get("forced")
+    forced = part(result.info, "facts", "native").get("forced")
     if forced:
         found.append(f"Its kernels were forced to {forced}, whatever more the processor could.")
     own = {point.load for point in result.points}
@@ -91,7 +91,7 @@ def _unlike(result: Result, first: Result) -> list[str]:
 
 
 def _remarks(result: Result, here: Here) -> tuple[str, ...]:
-    facts = result.info.get("facts", {})
+    facts = part(result.info, "facts")
     found = []
     if not same_machine(facts, here.facts):
         found.append(f"Made on another machine than this report: {machine_name(facts)}, not {machine_name(here.facts)}.")
@@ -112,7 +112,7 @@ def same_machine(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 def machine_name(facts: Mapping[str, Any]) -> str:
     """`Intel Xeon @ 2.50GHz, 8 cores`."""
-    cpu = facts.get("cpu") or {}
+    cpu = part(facts, "cpu")
     vendor, name = str(cpu.get("vendor", "")), str(cpu.get("name", "an unknown processor"))
     told = cpu.get("product") or (name if vendor in name else f"{vendor} {name}")
     cores = len(facts.get("cores", ()))
@@ -120,7 +120,7 @@ def machine_name(facts: Mapping[str, Any]) -> str:
 
 
 def torch_of(result: Result) -> str:
-    return str((result.info.get("facts", {}).get("torch") or {}).get("version", "of no known version")).partition("+")[0]
+    return str(part(result.info, "facts", "torch").get("version", "of no known version")).partition("+")[0]
 
 
 def _different(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from app.bench.compare.result import Load, Point, Result
 from app.bench.stats import percentile
@@ -84,6 +85,14 @@ def measured(result: Result, load: Load) -> Measured | None:
 def measured_loads(result: Result) -> list[Measured]:
     """Each load of one result, in the order of `cases_of`."""
     return [each for case in cases_of([result]) for each in case.measured if each is not None]
+
+
+def part(info: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
+    """What stands there of what a server said of itself; nothing where an older or another one says nothing of it."""
+    for name in names:
+        found = info.get(name)
+        info = found if isinstance(found, dict) else {}
+    return info
 
 
 def load_name(load: Load) -> str:

@@ -17,6 +17,7 @@ from matplotlib.lines import Line2D
 
 from app.bench.compare.result import Result
 from app.bench.report import style
+from app.bench.report.loads import part
 from app.bench.report.style import Plot, Words, drawn
 
 GIGA = 1e9
@@ -84,8 +85,8 @@ def roofline_plot(results: Sequence[Result], names: Sequence[str]) -> Plot | str
 
 def ceilings_of(result: Result) -> Ceilings | None:
     """None where the machine was not calibrated, or what was measured was not taken for true."""
-    measured = (result.info.get("calibration") or {}).get("measurements") or {}
-    plan, trials = result.info.get("plan", {}), measured.get("trials", ())
+    measured = part(result.info, "calibration", "measurements")
+    plan, trials = part(result.info, "plan"), measured.get("trials", ())
     trial = next((trial for trial in trials if _is_served(trial, plan)), None)
     reads, products = measured.get("read_bytes_per_second"), measured.get("products_per_second", {})
     if measured.get("fallback") or trial is None or not reads:

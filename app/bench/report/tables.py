@@ -9,7 +9,7 @@ from typing import Any
 from app.bench.compare.result import Result
 from app.bench.report.figures import MILLI, TOPICS, Metric, Topic
 from app.bench.report.judging import machine_name, torch_of
-from app.bench.report.loads import Case, load_name
+from app.bench.report.loads import Case, load_name, part
 from app.bench.report.pricing import Priced
 from app.bench.report.table import Group, Row, Table, compared, number, plain
 from app.bench.report.tails import CAUSES, causes, phases
@@ -60,7 +60,7 @@ def tail_tables(results: Sequence[Result], names: Sequence[str]) -> list[Table]:
 
 def decision_table(results: Sequence[Result], names: Sequence[str]) -> Table | None:
     """Decisions of the plans that differ, with their reasons side by side; None where none does."""
-    plans = [result.info.get("plan", {}) for result in results]
+    plans = [part(result.info, "plan") for result in results]
     differing = [
         name
         for name in plans[0]
@@ -75,9 +75,9 @@ def decision_table(results: Sequence[Result], names: Sequence[str]) -> Table | N
 
 def _head(priced: Priced) -> dict[str, str]:
     result = priced.result
-    info, plan = result.info, result.info.get("plan", {})
-    facts, model = info.get("facts", {}), info.get("model", {})
-    quota = (facts.get("cgroup") or {}).get("quota_cores")
+    info, plan = result.info, part(result.info, "plan")
+    facts, model = part(info, "facts"), part(info, "model")
+    quota = part(facts, "cgroup").get("quota_cores")
     meters = dict.fromkeys(point.energy.source for point in result.points if point.energy)
     return {
         "machine": machine_name(facts) + (f", a quota of {quota:g}" if quota is not None else ""),

@@ -69,6 +69,7 @@ def test_it_stands_alone_and_is_small(page: str, folder: Path) -> None:
         value for _, attributes in parsed.tags for name, value in attributes.items() if name in ("href", "src", "xlink:href")
     ]
     assert links and all(link and link.startswith("#") for link in links)
+    assert len(parsed.all("style")) == 1  # a drawing's own would hold for the whole page
     assert "url(http" not in page and "@import" not in page
     assert (folder / "report" / "latency.png").read_bytes().startswith(b"\x89PNG")
 
@@ -147,6 +148,12 @@ def test_an_encoder_of_an_uncalibrated_machine_says_what_is_missing(tmp_path: Pa
     assert "there is no roofline" in page
     assert not (tmp_path / "report" / "roofline.png").exists()
     assert (tmp_path / "report" / "throughput-batch.png").exists()
+
+
+@pytest.mark.parametrize("info", [{}, {"model": {}, "facts": None, "plan": None, "calibration": None}])
+def test_a_server_that_says_little_of_itself_is_told_of_all_the_same(info: dict[str, None], tmp_path: Path) -> None:
+    write_result(made_encoder(samples=2, info=info), tmp_path / "one.json")
+    assert make_report([tmp_path / "one.json"], None, False, HERE) == 0
 
 
 def test_nothing_in_common_leaves_tables_and_reasons(tmp_path: Path) -> None:
