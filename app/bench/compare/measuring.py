@@ -23,7 +23,7 @@ from app.bench.compare.result import SCHEMA, Load, Point, Result, write_result
 from app.bench.compare.rhythm import Rhythm
 from app.bench.compare.telling import outcome_of
 from app.bench.console import Advance, progress
-from app.bench.load import watch
+from app.bench.load import TICK_SECONDS, watch
 from app.bench.loops import Bounds, Stretch
 from app.bench.server import serving
 from app.bench.stats import MeasurementFailed, Outcome
@@ -123,11 +123,14 @@ def _order(loads: Sequence[Load]) -> Iterator[tuple[Load, bool]]:
 async def _at_rest(subject: Subject, advance: Advance) -> Subject:
     """With what the machine takes without any load, where its energy is counted."""
     before = await read(subject.client, subject.local)
-    if before.joules:
-        await asyncio.sleep(subject.seconds * IDLE_SHARE)
+    looks = max(1, round(subject.seconds * IDLE_SHARE / TICK_SECONDS)) if before.joules else 0
+    for _ in range(looks):
+        await asyncio.sleep(subject.seconds * IDLE_SHARE / looks)
+        advance("the machine at rest", 1 / looks)
+    if looks:
         around = between(before, await read(subject.client, subject.local))
-        subject = replace(subject, idle_watts=around.idle_watts)
-    advance("the machine was at rest")
+        return replace(subject, idle_watts=around.idle_watts)
+    advance("the machine at rest")
     return subject
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from app.bench.compare.result import Point, Result
 from app.bench.stats import Figure, Outcome, percentile
+from app.bench.tco.prices import read_prices
 
 
 def outcome_of(result: Result, path: Path) -> Outcome:
@@ -15,8 +16,17 @@ def outcome_of(result: Result, path: Path) -> Outcome:
     figures = tuple(_figure(point) for point in result.points)
     subject = f"{result.info['model']['name']}, {result.info['plan']['precision']['value']}, on {result.name}"
     details = {"file": str(path), "doubts": result.doubts}
-    notes = (*result.doubts, f"{path} has it all: armature bench compare {path} OTHER… --report DIR holds it against others.")
+    notes = (
+        *result.doubts,
+        *_unpriced(result),
+        f"{path} has it all: armature bench compare {path} OTHER… --report DIR holds it against others.",
+    )
     return Outcome("compare", subject, figures, details, result.complete, notes)
+
+
+def _unpriced(result: Result) -> Iterator[str]:
+    if result.instance is not None and read_prices(None).find(result.instance) is None:
+        yield f"{result.instance} is no row of the price table: armature tco wants one, in a file of --instances."
 
 
 def _figure(point: Point) -> Figure:

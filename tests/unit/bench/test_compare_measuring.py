@@ -57,10 +57,16 @@ def test_a_decoder_in_one_file(tmp_path: Path) -> None:
     assert all(whole.began - 0.001 <= moment <= until for moment in whole.steps.at), "steps of another load"
     assert sum(len(point.steps.at) for point in result.points) > 0
     assert sum(len(point.gap_at) for point in result.points) > 0
+    assert not any("price table" in note for note in outcome.notes)
     told = "\n".join(result.doubts)
     assert "Prompts of 512 tokens with answers of 128 are left out: the model reads 256 at the most." in told
     assert "More than 2 clients are left out" in told
     assert list(outcome.notes[: len(result.doubts)]) == result.doubts
+
+
+def test_an_instance_without_a_price_is_said(tmp_path: Path) -> None:
+    outcome, _ = measured(ScriptedMachine(), tmp_path, place=Place(instance="c7g.4xlrage"))
+    assert any(note.startswith("c7g.4xlrage is no row of the price table") for note in outcome.notes)
 
 
 def test_prompts_never_come_twice(tmp_path: Path) -> None:
