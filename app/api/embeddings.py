@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from app.api.dependencies import check_model, counting_refusals, read_body, request_id, runtime_of
-from app.api.encoder_schemas import EmbedBody, EmbeddingsBody
+from app.api.encoder_schemas import EmbedBody, EmbeddingsBody, TextsBody
 from app.api.fold import server_timing
 from app.api.vectors import base64, joined, json_list
 from app.encoding import Encoded, EncodingRequest, TextInput
@@ -49,22 +50,24 @@ async def embed(request: Request) -> Response:
     with counting_refusals(runtime.metrics, "native"):
         runtime.service.encoder  # noqa: B018  # another kind of model is refused whatever the body is
         body = await read_body(request, EmbedBody)
-        wanted = EncodingRequest(
-            inputs=inputs(body.inputs),
-            outputs=("embedding",),
-            api="native",
-            request_id=request_id(request),
-            truncate=bool(body.truncate),
-            keeps_end=body.keeps_end,
-            normalize=body.normalize,
-            dimensions=body.dimensions,
-            prompt=body.prompt_name,
-            field="inputs",
-        )
+        wanted = replace(wanted_of(body, "embedding", request), normalize=body.normalize, dimensions=body.dimensions)
     encoded = await runtime.service.encode(wanted)
     rows = (json_list(vector) for vector in floats(encoded.arrays["embedding"]))
     tail = b'],"usage":{"prompt_tokens":%d}}' % encoded.usage.prompt_tokens
     return answered(await joined(b'{"embeddings":[', rows, tail), encoded)
+
+
+def wanted_of(body: TextsBody, output: str, request: Request) -> EncodingRequest:
+    return EncodingRequest(
+        inputs=inputs(body.inputs),
+        outputs=(output,),
+        api="native",
+        request_id=request_id(request),
+        truncate=bool(body.truncate),
+        keeps_end=body.keeps_end,
+        prompt=body.prompt_name,
+        field="inputs",
+    )
 
 
 def inputs(given: tuple[str | tuple[int, ...], ...]) -> tuple[TextInput, ...]:

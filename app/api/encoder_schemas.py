@@ -93,10 +93,15 @@ class CutFields(Body):
         return self.truncation_direction in ("Left", "left")
 
 
-class EmbedBody(CutFields):
-    """`POST /embed`. `normalize` absent: as the checkpoint says."""
+class TextsBody(CutFields):
+    """Texts, and what the checkpoint puts before them."""
 
     inputs: Texts
+    prompt_name: str | None = None
+
+
+class EmbedBody(TextsBody):
+    """`POST /embed`. `normalize` absent: as the checkpoint says."""
+
     normalize: bool | None = None
     dimensions: Int | None = None
-    prompt_name: str | None = None

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from app.api.dependencies import counting_refusals, read_body, request_id, runtime_of
-from app.api.embeddings import answered, inputs
+from app.api.embeddings import answered, wanted_of
 from app.api.encoder_schemas import CutFields
 from app.api.rerank import Cut, Labelled, Question, best_first, labels_of, relevance_request, relevances
 from app.api.tei_schemas import EmbedAllBody, PredictBody, RankBody, SimilarityBody, SimilarityParameters
@@ -76,16 +76,7 @@ async def embed_all(request: Request) -> Response:
     with counting_refusals(runtime.metrics, "native"):
         runtime.service.encoder  # noqa: B018
         body = await read_body(request, EmbedAllBody)
-        wanted = EncodingRequest(
-            inputs=inputs(body.inputs),
-            outputs=("last_hidden_state",),
-            api="native",
-            request_id=request_id(request),
-            truncate=bool(body.truncate),
-            keeps_end=body.keeps_end,
-            prompt=body.prompt_name,
-            field="inputs",
-        )
+        wanted = wanted_of(body, "last_hidden_state", request)
     encoded = await runtime.service.encode(wanted)
     return _answered(await joined(b"[", _all_tokens(encoded), b"]"), encoded)
 

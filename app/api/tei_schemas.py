@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, WithJsonSchema
 
-from app.api.encoder_schemas import CutFields, Many, Words
-from app.api.schemas import Body, Texts
+from app.api.encoder_schemas import CutFields, Many, TextsBody, Words
+from app.api.schemas import Body
 
 One = str | tuple[str, str]
 
@@ -56,11 +56,8 @@ class RankBody(CutFields):
     return_text: bool | None = None
 
 
-class EmbedAllBody(CutFields):
+class EmbedAllBody(TextsBody):
     """`POST /embed_all`."""
-
-    inputs: Texts
-    prompt_name: str | None = None
 
 
 class Sentences(Body):
