@@ -109,7 +109,7 @@ def _bench(arguments: Namespace) -> int:
         outcome = measured(_settings(arguments), arguments)
     except MeasurementFailed as error:
         print(f"armature bench {arguments.bench}: {error}", file=sys.stderr)
-        return 1
+        return 2 if getattr(arguments, "results", None) else 1
     return show(outcome, arguments.json)
 
 

@@ -28,6 +28,7 @@ class ScriptedMachine:
     context: int = 256
     places: int = 2
     version: str = "1.2.3"
+    architecture: str = "arm64"
     outputs: tuple[str, ...] = ("embedding",)
     on_request: Callable[[int], None] = lambda number: None
     refuse: Callable[[int], bool] = lambda number: False
@@ -47,7 +48,11 @@ class ScriptedMachine:
         return {
             "version": self.version,
             "model": {"name": "tiny", "kind": self.kind, "num_parameters": 1000},
-            "facts": {"cpu": {"name": "Fast(R) CPU 9000 Processor @ 9 GHz", "product": None}, "kernel": os.uname().release},
+            "facts": {
+                "cpu": {"name": "Fast(R) CPU 9000 Processor @ 9 GHz", "product": None},
+                "kernel": os.uname().release,
+                "architecture": self.architecture,
+            },
             "plan": {name: {"value": value, "reason": "Said."} for name, value in plan.items()},
             "calibration": self.calibration,
             "speed": self.speed,

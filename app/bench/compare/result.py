@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from app.bench.stats import MeasurementFailed
 
@@ -40,6 +40,12 @@ class Steps(_Part):
     tokens: list[int] = []
     cause: list[str] = []  # why it took longer than such steps do; empty where it did not
 
+    @model_validator(mode="after")
+    def _rows(self) -> Self:
+        if len({len(column) for column in (self.at, self.seconds, self.phase, self.tokens, self.cause)}) > 1:
+            raise ValueError("its columns differ in length")
+        return self
+
 
 class Load(_Part):
     """What was asked of the server: so many clients at once, each request of so many texts or rows (1 for a prompt)."""
@@ -60,7 +66,7 @@ class Load(_Part):
 
 
 class Point(_Part):
-    """One load, measured after its warm-up. Latencies are raw, one for each request; gaps one for each token after the first.
+    """One load, measured after its warm-up. Latencies are raw, one for each request; gaps one for each piece of an answer after its first.
 
     `samples` are generations, vectors or rows, `generated_tokens` of answers, `read_tokens` of prompts and texts: those of `seconds`, in
     which all clients had something asked for. A generation of which only a part lies in them counts as that part. Latencies are of all.
@@ -84,6 +90,12 @@ class Point(_Part):
     pressure_ratio: float | None = Field(None, ge=0)  # of the time, in which some thread of this machine waited for a core
     energy: Energy | None = None
     steps: Steps = Steps()
+
+    @model_validator(mode="after")
+    def _rows(self) -> Self:
+        if len(self.gap_at) != len(self.gap_seconds):
+            raise ValueError("gap_at and gap_seconds differ in length")
+        return self
 
     @property
     def samples_per_second(self) -> float:

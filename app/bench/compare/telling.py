@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from app.bench.compare.result import Point, Result
-from app.bench.stats import Figure, Outcome, percentile
+from app.bench.stats import Figure, MeasurementFailed, Outcome, percentile
+from app.bench.tco.machines import machines_of
 from app.bench.tco.prices import read_prices
 
 
@@ -25,8 +26,14 @@ def outcome_of(result: Result, path: Path) -> Outcome:
 
 
 def _unpriced(result: Result) -> Iterator[str]:
-    if result.instance is not None and read_prices(None).find(result.instance) is None:
+    """What the cost tables will not make of the instance's name."""
+    prices = read_prices(None)
+    if result.instance is not None and prices.find(result.instance) is None:
         yield f"{result.instance} is no row of the price table: armature tco wants one, in a file of --instances."
+    try:
+        machines_of(result, prices)
+    except MeasurementFailed as error:
+        yield f"armature tco will refuse this: {error}"
 
 
 def _figure(point: Point) -> Figure:

@@ -67,6 +67,9 @@ def test_a_decoder_in_one_file(tmp_path: Path) -> None:
 def test_an_instance_without_a_price_is_said(tmp_path: Path) -> None:
     outcome, _ = measured(ScriptedMachine(), tmp_path, place=Place(instance="c7g.4xlrage"))
     assert any(note.startswith("c7g.4xlrage is no row of the price table") for note in outcome.notes)
+    machine = ScriptedMachine(architecture="x86_64")
+    outcome, _ = measured(machine, tmp_path, place=Place(instance="c7g.large"))
+    assert any("tco will refuse this" in note and "arm64" in note for note in outcome.notes)
 
 
 def test_prompts_never_come_twice(tmp_path: Path) -> None:

@@ -26,6 +26,11 @@ def changed(**fields: Any) -> str:
     return json.dumps({**json.loads(made_decoder().model_dump_json(by_alias=True)), **fields})
 
 
+def point_with(**fields: Any) -> bytes:
+    (first, *_) = json.loads(made_decoder().model_dump_json(by_alias=True))["points"]
+    return changed(points=[{**first, **fields}]).encode()
+
+
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
@@ -38,6 +43,8 @@ def changed(**fields: Any) -> str:
         (b'{"schema": "armature-compare/2"}', "schema 'armature-compare/2'; this version reads 'armature-compare/1'"),
         (changed(points=[]).encode(), "is damaged: points"),
         (changed(began_at="now").encode(), "is damaged: began_at"),
+        (point_with(gap_at=[1.0]), "is damaged: points.0: .*gap_at and gap_seconds differ"),
+        (point_with(steps={"at": [1.0]}), "is damaged: points.0.steps: .*columns differ"),
         (changed(surprise=1).encode(), "is damaged: surprise"),
         (changed(began_at=float("nan")).encode(), "is damaged: began_at"),
     ],
