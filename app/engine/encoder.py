@@ -77,7 +77,7 @@ class EncoderEngine:
         """How long more texts may be waited for, although there are some."""
         if not self.queue:
             return 0.0
-        return self._pace.patience_seconds(self.queue.num_tokens, self.queue.oldest.order.arrived_at, self._clock())
+        return self._pace.patience_seconds(self.queue.num_tokens, self._clock())
 
     def add(self, order: Encode) -> list[Event]:
         assert order.request_id not in self.queue, "the service gives each request an id of its own"
@@ -107,6 +107,8 @@ class EncoderEngine:
         self._spans = ()
         self.stats = measured(spans, ended - began, self.runner.model_seconds)
         self._pace.observe(self.stats)
+        if events:
+            self._pace.answered(ended, len(events))
         return events
 
     def fail(self) -> list[Event]:
