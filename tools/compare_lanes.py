@@ -19,7 +19,7 @@ from contextlib import contextmanager
 
 from app.bench.workload import LogNormal
 from app.engine.encode_runner import EncodeRunner
-from app.engine.lanes import UNEVEN, Lanes
+from app.engine.lanes import Lanes
 from app.engine.texts import Encoding, TextSpan
 from app.messages import Encode, Text
 from app.preparation import Prepared, prepare
@@ -28,7 +28,15 @@ from app.settings import Settings
 TOGETHER = "division"
 WAYS = f"{TOGETHER},64x1,64x2,64x4,32x4,128x2"
 STEPS = "16x32,8x64,4x128,2x256,8x128,mixed:256,mixed:512,mixed:1024"
-NEIGHBOUR = "import sys,time\nwhile True:\n e=time.perf_counter()+float(sys.argv[1])\n while time.perf_counter()<e: pass\n time.sleep(.01-float(sys.argv[1]))"
+NEIGHBOUR = """
+import sys, time
+wants = float(sys.argv[1])
+while True:
+    ends = time.perf_counter() + wants
+    while time.perf_counter() < ends:
+        pass
+    time.sleep(0.01 - wants)
+"""
 
 
 def main() -> None:
