@@ -27,9 +27,9 @@ def make_report(paths: Sequence[Path], folder: Path | None, force: bool, here: H
     results = [read_result(path) for path in paths]
     check_comparable(results, force)
     comparison = compare(results, here)
+    written = None if folder is None else write_report(comparison, folder)  # before whoever reads the tables closes the pipe
     print_report(comparison.judged, comparison.sentences, comparison.tables)
-    if folder is not None:
-        written = write_report(comparison, folder)
+    if written is not None:
         sys.stderr.write(f"{written} ({written.stat().st_size / 1e6:.1f} MB)\n")
     return 0
 

@@ -47,8 +47,9 @@ def rhythm_plot(cases: Sequence[Case], names: Sequence[str]) -> Plot | str:
         "rhythm",
         f"{what}, as it goes",
         f"{load_name(case.load)}. What took more than {STANDS_OUT:g} times the median is coloured by what caused it"
-        + (f"; of the others every {usual}th is drawn" if usual > 1 else "")
-        + (f", of the coloured ones every {slow}th." if slow > 1 else "."),
+        + (f"; of the others one in {usual} is drawn" if usual > 1 else "")
+        + (f", of the coloured ones one in {slow}." if slow > 1 else ".")
+        + " Tokens that came together with the one before may lie below the picture.",
         f"{what} at {load_name(case.load)}. " + "; ".join(_told(name, each) for name, each in zip(names, beats, strict=True)),
     )
 

@@ -45,6 +45,7 @@ VARIABLES = {
 }
 DPI = 160
 LONGEST_NAME = 36
+SHORTEST = 20.0  # so many times shorter than the median, and a time is left out where the scale is logarithmic
 _STYLE: Any = {  # matplotlib's own type of it differs from version to version
     "font.family": ["DejaVu Sans"],
     "font.size": 9,
@@ -170,13 +171,14 @@ def plain_ticks(axes: Axes, axis: str, ticks: list[float], labels: list[str] | N
 
 
 def time_axis(axes: Axes, values: Sequence[float], logarithmic_from: float) -> None:
-    """From zero; logarithmic where the longest is so many times the one in the middle."""
+    """From zero; logarithmic where the longest is so many times the one in the middle, and then without what is next to nothing."""
     positive = [value for value in values if value > 0]
     if not positive or max(positive) < logarithmic_from * median(positive):
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     else:
-        logarithmic(axes, "y", min(positive) / 1.2, max(positive) * 1.2)
+        shortest = median(positive) / SHORTEST if logarithmic_from else 0.0
+        logarithmic(axes, "y", max(min(positive), shortest) / 1.2, max(positive) * 1.2)
 
 
 def logarithmic(axes: Axes, axis: str, low: float, high: float) -> None:

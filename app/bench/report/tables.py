@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import PurePath
 from typing import Any
 
 from app.bench.compare.result import Result
@@ -14,9 +15,16 @@ from app.bench.report.pricing import Priced
 from app.bench.report.table import Group, Row, Table, compared, number, plain
 from app.bench.report.tails import CAUSES, causes, phases
 
+_SECRET = "--api-key"
 _PERCENTILES = ("p50", "p99", "p99.9", "longest")
-# What follows from the rest, or from the moment.
-_NOT_COMPARED = ("decode_tokens_per_second", "prefill_tokens_per_second", "capacity_tokens_per_second", "roofline_ratio")
+# What follows from the rest, or is a place on one machine's disk.
+_NOT_COMPARED = (
+    "pack_folder",
+    "decode_tokens_per_second",
+    "prefill_tokens_per_second",
+    "capacity_tokens_per_second",
+    "roofline_ratio",
+)
 
 
 def head_table(results: Sequence[Priced], names: Sequence[str]) -> Table:
@@ -93,8 +101,16 @@ def _head(priced: Priced) -> dict[str, str]:
         "energy by": ", ".join(meters),
         "version": f"{info.get('version')}, torch {torch_of(result)}",
         "measured": f"{_date(result.began_at)}, by version {result.measured_by}",
-        "server's flags": " ".join(result.flags),
+        "server's flags": " ".join(_flags(result.flags)),
     }
+
+
+def _flags(flags: Sequence[str]) -> Iterator[str]:
+    """Without what is nobody else's business: keys, and where files lie on that machine."""
+    for flag in flags:
+        name, _, value = flag.partition("=")
+        if not name.startswith(_SECRET):
+            yield f"{name}={PurePath(value).name}" if "/" in value else flag
 
 
 def _figures(topic: Topic, cases: Sequence[Case], names: Sequence[str]) -> Table:

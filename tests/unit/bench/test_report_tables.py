@@ -148,14 +148,16 @@ def test_only_decisions_that_differ_are_shown_with_their_reasons() -> None:
 
 
 def test_the_head_says_what_was_compared() -> None:
-    given = FIRST.model_copy(update={"instance": "m7i.4xlarge", "hourly_price": 1.42})
+    flags = ["--precision=int4", "--model=/home/somebody/models/small", "--api-keys=secret"]
+    given = FIRST.model_copy(update={"instance": "m7i.4xlarge", "hourly_price": 1.42, "flags": flags})
     table = head_table(priced([given, SECOND]), names_of([given, SECOND]))
     rows = {row.name: [cell.text for cell in row.cells] for row in table.groups[0].rows}
     assert rows["machine"] == ["Intel Xeon Platinum 8488C, 8 cores", "Arm Neoverse-V2, 16 cores"]
     assert rows["instance"] == ["m7i.4xlarge", "–"] and rows["price"] == ["$1.42 an hour", "–"]
     assert rows["price read"] == ["the operator's setting", "–"]
     assert rows["measured"][0] == "2026-09-21 14:13 UTC, by version 0.1.0"
-    assert "server's flags" not in rows
+    assert rows["server's flags"] == ["--precision=int4 --model=small", "–"]
+    assert "server's flags" not in [row.name for row in head_table(priced([SECOND]), ["one"]).groups[0].rows]
 
 
 def test_a_named_instance_has_the_price_of_the_table_unless_the_operator_says_another() -> None:
