@@ -17,9 +17,9 @@ from torch import Tensor
 
 from app.engine.lanes import USUAL, Cut, Lanes, room_of_lane
 from app.engine.text_batch import TextBatch
+from app.kernels.lanes import LanesArguments, TextSteps
 from app.kernels.memory import Words
 from app.kernels.native import native
-from app.kernels.operations import LanesArguments, TextSteps
 from app.kernels.recording import Pool, Recorded, Unrecordable, noted
 from app.kernels.resizing import Resizing
 from app.models.context import EncodeContext

@@ -8,8 +8,8 @@ from itertools import accumulate
 from torch import Tensor
 
 from app.engine.texts import TextSpan
+from app.kernels.lanes import TextWords
 from app.kernels.memory import Words
-from app.kernels.operations import TextWords
 from app.kernels.texts import Texts, attend_texts
 from app.kernels.turn import Heads
 from app.models.context import AttentionSpec, EncodeContext

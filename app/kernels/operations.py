@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from app.errors import PlanImpossible
+from app.kernels.lanes import LanesArguments, RowPlace, TextSteps
 from app.kernels.native import native
 
 _ADDRESS, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
@@ -193,41 +194,6 @@ class _Operation(ctypes.Structure):
     _fields_ = (("code", _INT), ("arguments", _ADDRESS))
 
 
-class RowPlace(ctypes.Structure):
-    """`row_place` in csrc/ops.h."""
-
-    _fields_ = (("word", _ADDRESS), ("which", _INT), ("is_height", _INT))
-
-
-class TextWords(ctypes.Structure):
-    """`text_words` in csrc/ops.h."""
-
-    _fields_ = tuple((name, _ADDRESS) for name in ("token_ids", "positions", "types", "wanted", "texts"))
-
-
-class TextSteps(ctypes.Structure):
-    """`text_steps` in csrc/ops.h."""
-
-    _fields_ = (
-        ("words", TextWords),
-        ("hidden", _ADDRESS),
-        ("operations", _ADDRESS),
-        ("count", _INT),
-        ("places", _ADDRESS),
-        ("num_places", _INT),
-    )
-
-
-class LanesArguments(ctypes.Structure):
-    """Not an operation: what `armature_run_lanes` takes (csrc/lanes.c)."""
-
-    _fields_ = (
-        ("batch", TextWords),
-        *((name, _ADDRESS) for name in ("hidden", "texts", "wanted", "steps")),
-        *((name, _INT) for name in ("count", "together", "threads", "size")),
-    )
-
-
 _WORTH_A_POOL = 16384  # values: for fewer, waking the others costs more than what they would do
 Listener = Callable[[Code, ctypes.Structure], None]
 _listeners: list[Listener] = []  # of the worker thread, which alone runs operations while something is recorded
@@ -290,7 +256,22 @@ def has(code: Code) -> bool:
 def _of_this_version() -> bool:
     library = native().library
     assert library is not None, "whoever asks has one"
-    own = (Quantise, Norm, Gate, Turn, LinearInt, Pick, Attention, Rows, Gather, LinearBf16, Angle, LayerNorm, Activate, TextsAttention)
+    own = (
+        Quantise,
+        Norm,
+        Gate,
+        Turn,
+        LinearInt,
+        Pick,
+        Attention,
+        Rows,
+        Gather,
+        LinearBf16,
+        Angle,
+        LayerNorm,
+        Activate,
+        TextsAttention,
+    )
     expected = {arguments.__name__: (int(arguments.code), ctypes.sizeof(arguments)) for arguments in own}
     expected["Lanes"] = (len(Code), sum(map(ctypes.sizeof, (LanesArguments, TextSteps, RowPlace))))
     for name, (code, here) in expected.items():

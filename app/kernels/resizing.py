@@ -9,8 +9,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 
+from app.kernels.lanes import RowPlace
 from app.kernels.native import native
-from app.kernels.operations import Code, RowPlace, Sink
+from app.kernels.operations import Code, Sink
 from app.kernels.recording import Unrecordable
 
 _WORD = ctypes.sizeof(ctypes.c_int64)
