@@ -76,6 +76,14 @@ def test_a_step_of_which_nothing_is_known_teaches_nothing() -> None:
     assert usual.seconds(nothing) is None
 
 
+def test_what_mixed_steps_take_says_nothing_of_prompts_alone() -> None:
+    found = stalls()
+    prompt = StepStats(TABLE.prefill(64), prefill_tokens=64, num_prefill_sequences=1)
+    for _ in range(60):
+        after(found, replace(MIXED, seconds=3 * TABLE.mixed(8, 64)))
+    assert after(found, replace(prompt, seconds=2 * prompt.seconds)) is not None
+
+
 # ---- causes ------------------------------------------------------------------------------------------------------------
 
 
@@ -92,6 +100,7 @@ def test_a_sequence_that_lost_its_place_is_computed_again() -> None:
     assert after(found, alone) == "preempted"
     assert after(found, replace(MIXED, recomputed_tokens=64)) == "preempted"
     assert after(found, replace(SLOW, preempted=1)) == "preempted"
+    assert Stall(replace(MIXED, recomputed_tokens=8), 0.02, Counters(switches=1)).cause() == "preempted"
 
 
 def test_a_first_step_of_its_shape_is_slow_for_that() -> None:

@@ -137,6 +137,13 @@ def test_no_collection_comes_by_itself_in_a_step(watched: Watched) -> None:
     assert held == [(False, 0, 20_000)]
 
 
+def test_an_idle_engine_leaves_garbage_to_python(watched: Watched) -> None:
+    watched.watch.begin()
+    assert not gc.isenabled()
+    watched.watch.idle()
+    assert gc.isenabled()
+
+
 def test_every_step_is_logged_with_when_it_began(watched: Watched) -> None:
     before = time.time()
     watched.run()

@@ -89,6 +89,42 @@ def test_it_serves_and_tells_once_a_step(bench: Bench) -> None:
     assert bench.worker.state == bench.worker.stage == "ready"
 
 
+class Noting:
+    """A `Watch` that writes down what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def begin(self) -> None:
+        self.told.append("begin")
+
+    def end(self, step: StepStats) -> None:
+        self.told.append("end")
+
+    def rest(self) -> None:
+        self.told.append("rest")
+
+    def idle(self) -> None:
+        self.told.append("idle")
+
+    def close(self) -> None:
+        self.told.append("close")
+
+
+def test_who_watches_knows_of_every_step_and_every_pause(bench: Bench) -> None:
+    watch = bench.worker._watch = Noting()
+    bench.worker.put(request("a", max_tokens=2))
+    bench.worker.start()
+    bench.heard_until(1, SequenceFinished)
+    bench.sim.runner.broken = True
+    bench.worker.put(request("b"))
+    bench.heard_until(1, RequestFailed)
+    bench.worker.put(Stop())
+    bench.end()
+    step = ["begin", "end", "rest"]
+    assert watch.told == ["idle", *step, *step, "idle", "begin", "idle", "close"], "a step that failed has no time of its own"
+
+
 def test_an_idle_engine_takes_no_step_and_blocks(bench: Bench) -> None:
     """Per request: one blocking look into the mailbox, one that finds it empty, one step. A loop that spins would look far more often."""
     mailbox = bench.worker._mailbox = CountedMailbox()
