@@ -218,6 +218,7 @@ async def test_hidden_states_asked_by_many_are_bounded_together() -> None:
         open_ones = [asyncio.ensure_future(service.encode(asked)) for _ in range(3)]
         while len(worker.encodes) < 3:
             await asyncio.sleep(0)
+        assert service._desk.admission.num_held_bytes == 3 * 3 * (TOKEN_BYTES + 4 * SIZE), "a row for each token"
         with pytest.raises(Overloaded, match="more are too many") as refused:
             await service.encode(asked)
         assert refused.value.retry_after_seconds
