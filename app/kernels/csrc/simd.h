@@ -135,12 +135,18 @@ INLINE float vf_largest(vf x) {
     return a > b ? a : b;
 }
 
+INLINE quarter quarter_max(quarter a, quarter b) {
+#if LANES >= 8 && defined(__AVX2__)
+    return (quarter)_mm_max_epi32((__m128i)a, (__m128i)b);
+#else
+    const quarter mask = a > b;
+    return (a & mask) | (b & ~mask);
+#endif
+}
+
 INLINE int32_t vi_largest(vi x) {
     quarter best = vi_quarter(x, 0);
-    for (int i = 1; i < LANES / 4; i++) {
-        const quarter other = vi_quarter(x, i), mask = best > other;
-        best = (best & mask) | (other & ~mask);
-    }
+    for (int i = 1; i < LANES / 4; i++) best = quarter_max(best, vi_quarter(x, i));
     const int32_t a = best[0] > best[1] ? best[0] : best[1], b = best[2] > best[3] ? best[2] : best[3];
     return a > b ? a : b;
 }
@@ -191,7 +197,11 @@ INLINE vi vf_round(vf x) {
 INLINE vf bf16_load(const uint16_t *p) {
     vh x;
     memcpy(&x, p, sizeof x);
+#if LANES == 16 && defined(__AVX512F__) /* the compiler widens halves and puts them together */
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)x), 16);
+#else
     return (vf)(__builtin_convertvector(x, vu) << 16);
+#endif
 }
 
 INLINE vf bf16_load_part(const uint16_t *p, ptrdiff_t count) {

@@ -17,17 +17,20 @@ typedef struct {
     int64_t row, from, count;
 } part;
 
+/* a / b of numbers below 2^32: some processors take three times as long in 64 bits, and a part of a row needs several. */
+INLINE int64_t quotient(int64_t a, int64_t b) { return (uint32_t)a / (uint32_t)b; }
+
 INLINE int64_t part_size(const sink *out) {
     if (!out->tiles) return PART;
-    return out->group >= PART ? out->group : PART / out->group * out->group;
+    return out->group >= PART ? out->group : quotient(PART, out->group) * out->group;
 }
 
-INLINE int64_t parts_of(const sink *out, int64_t size) { return (size + part_size(out) - 1) / part_size(out); }
+INLINE int64_t parts_of(const sink *out, int64_t size) { return quotient(size + part_size(out) - 1, part_size(out)); }
 
 /* Part `index` of all parts of rows of `size`. */
 INLINE part nth_part(const sink *out, int64_t size, int64_t index) {
-    const int64_t parts = parts_of(out, size), from = index % parts * part_size(out), left = size - from;
-    return (part){index / parts, from, left < part_size(out) ? left : part_size(out)};
+    const int64_t parts = parts_of(out, size), row = quotient(index, parts), from = (index - row * parts) * part_size(out), left = size - from;
+    return (part){row, from, left < part_size(out) ? left : part_size(out)};
 }
 
 /* The group's largest magnitude, as bits: NaN is above infinity and infinity above all numbers. */
@@ -90,13 +93,13 @@ INLINE void quantise_group(float *x, int64_t group, int8_t *target, int64_t step
 
 /* Where the codes of a row's group go is said in ops.h. */
 INLINE void emit_groups(const sink *out, int64_t rows, int64_t size, part p, float *x) {
-    const int64_t group = out->group, groups = (size + group - 1) / group, last = (p.count + group - 1) / group;
-    const int64_t first = p.row / out->height * out->height, left = rows - first, within = p.row - first;
+    const int64_t group = out->group, groups = quotient(size + group - 1, group), last = quotient(p.count + group - 1, group);
+    const int64_t first = quotient(p.row, out->height) * out->height, left = rows - first, within = p.row - first;
     int64_t count = left < out->height ? left : out->height;
     count = (count + TILE_ALIGN - 1) / TILE_ALIGN * TILE_ALIGN;
     memset(x + p.count, 0, (size_t)(last * group - p.count) * sizeof *x);
-    for (int64_t i = 0; i < last; i++) {
-        const int64_t g = p.from / group + i, at = first * groups + g * count + within;
+    for (int64_t i = 0, g = quotient(p.from, group); i < last; i++, g++) {
+        const int64_t at = first * groups + g * count + within;
         int8_t *target = out->tiles + first * groups * group + g * group * count + within * BLOCK;
         if (count == 1) quantise_group(x + i * group, group, target, BLOCK, out->scales + at, out->sums + at); /* codes lie end to end */
         else quantise_group(x + i * group, group, target, count * BLOCK, out->scales + at, out->sums + at);
