@@ -102,11 +102,15 @@ def measure(checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, asked: Aske
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """No collection looks through what was loaded while steps run, as in serving."""
+    """No garbage is collected while steps run, as in serving."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 def _rounds(asked: Asked, driver: Driver, measured: Measured, machine: Machine, advance: Advance) -> bool:
