@@ -8,16 +8,14 @@ from queue import Empty, SimpleQueue
 
 import pytest
 
-from app.engine.batch import Batch, Picked
 from app.engine.decoder import DecoderEngine
 from app.engine.worker import MAX_FAILED_STEPS, Callbacks, Engine, Worker
 from app.errors import CheckpointInvalid, ServiceStopping
-from app.measured import Snapshot, StepStats
+from app.measured import StepStats
 from app.messages import Abort, Command, Event, Generate, RequestFailed, SamplingParams, SequenceFinished, Stop
 from encoder_simulation import POISON, EncoderSimulation, encode
-from engine_simulation import DeviceBroke, Simulation
-
-PATIENCE_SECONDS = 10.0  # a hang becomes a red test
+from engine_simulation import Simulation
+from worker_bench import PATIENCE_SECONDS, Bench, request
 
 
 class CountedMailbox:
@@ -33,38 +31,6 @@ class CountedMailbox:
         return self.queue.get(block)
 
 
-class Bench:
-    """A worker under test, and queues of everything it said."""
-
-    def __init__(self, build: Callable[[Callable[[str], None]], Engine] | None = None, fatal: bool = False) -> None:
-        self.sim = Simulation()
-        self.events: SimpleQueue[list[Event]] = SimpleQueue()
-        self.steps: SimpleQueue[tuple[StepStats, Snapshot]] = SimpleQueue()
-        self.fatal: SimpleQueue[BaseException] = SimpleQueue()
-        callbacks = Callbacks(
-            on_events=self.events.put,
-            on_fatal=self.fatal.put,
-            on_step=lambda stats, snapshot: self.steps.put((stats, snapshot)),
-            is_fatal=lambda error: fatal,
-        )
-        self.worker = Worker(build or (lambda report: self.sim.engine), callbacks)
-
-    def heard(self) -> list[Event]:
-        events = self.events.get(timeout=PATIENCE_SECONDS)
-        assert events, "never an empty list"
-        return events
-
-    def heard_until(self, number: int, kind: type[Event]) -> list[Event]:
-        found: list[Event] = []
-        while len(found) < number:
-            found += [event for event in self.heard() if isinstance(event, kind)]
-        return found
-
-    def end(self) -> None:
-        self.worker.join(PATIENCE_SECONDS)
-        assert not self.worker.alive
-
-
 @pytest.fixture
 def bench() -> Iterator[Bench]:
     made = Bench()
@@ -72,10 +38,6 @@ def bench() -> Iterator[Bench]:
     if made.worker.alive:
         made.worker.put(Stop())
         made.end()
-
-
-def request(name: str, max_tokens: int = 3) -> Generate:
-    return Generate(name, (1, 2, 3), SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1), 0.0)
 
 
 def test_it_serves_and_tells_once_a_step(bench: Bench) -> None:
@@ -173,68 +135,6 @@ def test_steps_that_keep_failing_end_the_worker() -> None:
     bench.end()
     assert bench.worker.state == "failed"
     assert type(bench.fatal.get(timeout=PATIENCE_SECONDS)).__name__ == "DeviceBroke"
-
-
-POISON_ID = 3  # what the runner of this module's own does not survive
-
-
-class Poisonable:
-    """Computes for everyone but for those whose prompts hold the poison."""
-
-    model_seconds = 0.0
-
-    def __init__(self, sim: Simulation) -> None:
-        self.runner = sim.runner
-
-    def run(self, batch: Batch) -> list[Picked]:
-        if any(POISON_ID in span.sequence.token_ids for span in batch.spans):
-            raise ValueError("what this client asked for")
-        return self.runner.run(batch)
-
-
-def test_requests_that_break_their_own_steps_end_nothing_but_themselves(bench: Bench) -> None:
-    """A client may send the same bad request for ever: the device computes, so nobody restarts."""
-    bench.sim.engine.runner = Poisonable(bench.sim)
-    bench.worker.start()
-    for number in range(3 * MAX_FAILED_STEPS):
-        bench.worker.put(request(f"bad{number}"))
-        bench.heard_until(1, RequestFailed)
-    bench.worker.put(Generate("good", (1, 2), SamplingParams(max_tokens=2, ignore_eos=True), 0.0))
-    assert [event.request_id for event in bench.heard_until(1, SequenceFinished)] == ["good"]
-    assert bench.worker.state == "ready" and bench.fatal.empty()
-    assert bench.sim.pool.in_use_tokens() == 0, "the checks have left no trace"
-
-
-def test_the_check_is_beside_those_who_run() -> None:
-    sim = Simulation()
-    sim.add("a", [1] * 20, ignore_eos=True, max_tokens=5, seed=1)
-    sim.step()
-    used = sim.pool.used_tokens
-    sim.engine.check()
-    assert sim.pool.used_tokens == used
-    sim.finish()
-    assert sim.endings["a", 0].reason == "length"
-    sim.runner.broken = True
-    with pytest.raises(DeviceBroke):
-        sim.engine.check()
-    assert sim.pool.in_use_tokens() == 0
-
-
-def test_where_there_is_no_slot_the_check_learns_nothing() -> None:
-    sim = Simulation(num_slots=1)
-    sim.add("a", [1] * 20, ignore_eos=True, max_tokens=5)
-    sim.step()
-    sim.runner.broken = True
-    sim.engine.check()
-
-
-def test_an_encoder_is_checked_with_a_text_of_its_own() -> None:
-    sim = EncoderSimulation()
-    sim.engine.check()
-    assert [span.text.token_ids for span in sim.runner.batches[-1]] == [(0,)] and not sim.engine.has_work
-    sim.runner.broken = True
-    with pytest.raises(RuntimeError):
-        sim.engine.check()
 
 
 def test_a_good_step_between_failures_starts_the_count_again(bench: Bench) -> None:

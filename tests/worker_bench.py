@@ -1,0 +1,49 @@
+"""A worker under test with everything that it says in queues."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from app.engine.worker import Callbacks, Engine, Worker
+from app.measured import Snapshot, StepStats
+from app.messages import Event, Generate, SamplingParams
+from engine_simulation import Simulation
+
+PATIENCE_SECONDS = 10.0  # a hang becomes a red test
+
+
+class Bench:
+    """A worker under test, and queues of everything it said."""
+
+    def __init__(self, build: Callable[[Callable[[str], None]], Engine] | None = None, fatal: bool = False) -> None:
+        self.sim = Simulation()
+        self.events: SimpleQueue[list[Event]] = SimpleQueue()
+        self.steps: SimpleQueue[tuple[StepStats, Snapshot]] = SimpleQueue()
+        self.fatal: SimpleQueue[BaseException] = SimpleQueue()
+        callbacks = Callbacks(
+            on_events=self.events.put,
+            on_fatal=self.fatal.put,
+            on_step=lambda stats, snapshot: self.steps.put((stats, snapshot)),
+            is_fatal=lambda error: fatal,
+        )
+        self.worker = Worker(build or (lambda report: self.sim.engine), callbacks)
+
+    def heard(self) -> list[Event]:
+        events = self.events.get(timeout=PATIENCE_SECONDS)
+        assert events, "never an empty list"
+        return events
+
+    def heard_until(self, number: int, kind: type[Event]) -> list[Event]:
+        found: list[Event] = []
+        while len(found) < number:
+            found += [event for event in self.heard() if isinstance(event, kind)]
+        return found
+
+    def end(self) -> None:
+        self.worker.join(PATIENCE_SECONDS)
+        assert not self.worker.alive
+
+
+def request(name: str, max_tokens: int = 3) -> Generate:
+    return Generate(name, (1, 2, 3), SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1), 0.0)
