@@ -142,24 +142,21 @@ def test_light_dark_and_printed_pages_can_be_read(page: str) -> None:
         assert {pair: contrast(colours[pair[0]], colours[pair[1]]) >= 3 for pair in marks} == dict.fromkeys(marks, True)
 
 
-def test_an_encoder_of_an_uncalibrated_machine_says_what_is_missing(tmp_path: Path) -> None:
-    result = made_encoder(samples=5)
-    page = reported(tmp_path, result.model_copy(update={"info": result.info | {"calibration": None}}))
-    assert "there is no roofline" in page
-    assert not (tmp_path / "report" / "roofline.png").exists()
-    assert (tmp_path / "report" / "throughput-batch.png").exists()
-
-
 @pytest.mark.parametrize("info", [{}, {"model": {}, "facts": None, "plan": None, "calibration": None}])
 def test_a_server_that_says_little_of_itself_is_told_of_all_the_same(info: dict[str, None], tmp_path: Path) -> None:
     write_result(made_encoder(samples=2, info=info), tmp_path / "one.json")
     assert make_report([tmp_path / "one.json"], None, False, HERE) == 0
 
 
-def test_nothing_in_common_leaves_tables_and_reasons(tmp_path: Path) -> None:
-    page = reported(tmp_path, made_decoder(samples=1), made_encoder(samples=2), force=True)
-    assert "no load in common" in page and "no distributions are drawn" in page
+def test_what_cannot_be_drawn_is_said_in_its_place(tmp_path: Path) -> None:
+    """Two models without a load in common, on machines that were not calibrated."""
+    results = [made_decoder(samples=1), made_encoder(samples=2)]
+    uncalibrated = [each.model_copy(update={"info": each.info | {"calibration": None}}) for each in results]
+    page = reported(tmp_path, *uncalibrated, force=True)
+    assert "no load in common" in page and "no distributions are drawn" in page and "there is no roofline" in page
     assert "Another model than that of the first result" in page
+    pictures = {path.stem for path in (tmp_path / "report").glob("*.png")}
+    assert pictures == {"throughput-clients", "throughput-batch"}
 
 
 def test_different_models_and_damaged_files_are_refused_before_anything_is_written(tmp_path: Path) -> None:
