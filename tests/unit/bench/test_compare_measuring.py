@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from app.bench.compare import loads
-from app.bench.compare.job import MachineJob, Place, output_of
+from app.bench.compare.job import MachineJob, Place, is_local, output_of
 from app.bench.compare.measuring import measure_machine
 from app.bench.compare.result import Result, read_result
 from app.bench.load import Target
@@ -64,6 +64,20 @@ def test_a_decoder_in_one_file(tmp_path: Path) -> None:
     assert list(outcome.notes[: len(result.doubts)]) == result.doubts
 
 
+@pytest.mark.parametrize(
+    ("url", "kernel", "local"),
+    [
+        ("http://127.0.0.1:8000", os.uname().release, True),
+        ("localhost:8000", None, True),
+        ("http://[::1]:8000", None, True),
+        ("http://127.0.0.1:8000", "another, behind a tunnel", False),
+        ("http://10.0.0.7:8000", os.uname().release, False),
+    ],
+)
+def test_whether_a_server_shares_our_cores(url: str, kernel: str | None, local: bool) -> None:
+    assert is_local(url, {"facts": {"kernel": kernel}}) is local
+
+
 def test_an_instance_without_a_price_is_said(tmp_path: Path) -> None:
     outcome, _ = measured(ScriptedMachine(), tmp_path, place=Place(instance="c7g.4xlrage"))
     assert any(note.startswith("c7g.4xlrage is no row of the price table") for note in outcome.notes)
@@ -75,6 +89,8 @@ def test_an_instance_without_a_price_is_said(tmp_path: Path) -> None:
 def test_prompts_never_come_twice(tmp_path: Path) -> None:
     machine = ScriptedMachine()
     measured(machine, tmp_path)
+    assert {body["max_tokens"] for body in machine.bodies} == {16, 128}
+    assert machine.bodies[0]["max_tokens"] == 16, "a load is warmed up"
     prompts = Counter(tuple(body["token_ids"]) for body in machine.bodies)
     assert set(prompts.values()) == {1}
     assert all(body["ignore_eos"] for body in machine.bodies)
@@ -91,7 +107,9 @@ def _few_loads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_few_loads")
 def test_texts_by_batch_and_by_clients(tmp_path: Path) -> None:
-    _, result = measured(ScriptedMachine(kind="encoder", context=128), tmp_path)
+    machine = ScriptedMachine(kind="encoder", context=128)
+    _, result = measured(machine, tmp_path)
+    assert all(body["truncate"] for body in machine.bodies), "a text may have a word more than was meant"
     assert [(point.load.clients, point.load.batch) for point in result.points] == [(1, 1), (1, 4), (1, 16), (4, 1)]
     for point in result.points:
         assert point.read_tokens == 128 * point.samples

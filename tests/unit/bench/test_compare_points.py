@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.bench.client import Stream
-from app.bench.compare import rhythm
+from app.bench.compare import points, rhythm
 from app.bench.compare.circumstances import Circumstances
 from app.bench.compare.points import Subject, point_of
 from app.bench.compare.result import Load, Steps
@@ -66,6 +66,11 @@ def test_where_clients_were_sent_away_all_counts() -> None:
     point = point_of(load, run, Circumstances(), Steps(), subject())
     assert (point.seconds, point.samples, point.generated_tokens, point.failures) == (5.0, 1.0, 4, {"status 429": 2})
     assert point.energy is None
+
+
+@pytest.mark.parametrize(("clients", "max_tokens", "most"), [(1, 128, 78), (1, 0, 10_000), (32, 1000, 32)])
+def test_a_load_ends_before_it_has_too_many_samples(clients: int, max_tokens: int, most: int) -> None:
+    assert points._most_requests(Load(kind="generate", clients=clients, tokens=8, max_tokens=max_tokens)) == most
 
 
 def test_texts_and_rows() -> None:
