@@ -1,4 +1,4 @@
-"""The README is held to its word: its examples run against a server, its commands exist, and its tree is the tree."""
+"""The README is held to its word: its examples run against a server, its commands exist, and the docs' tree is the tree."""
 
 from __future__ import annotations
 
@@ -101,18 +101,19 @@ def files_in(root: Path) -> Iterator[str]:
 
 
 def named_in(root: Path) -> Iterator[str]:
-    """Paths that the README's tree draws; each has a phrase."""
-    (tree,) = blocks(root, "text")
-    folder = ""
+    """Paths that the tree draws; each has a phrase."""
+    text = (root / "docs" / "tree.md").read_text(encoding="utf-8")
+    (tree,) = re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    folders: list[str] = []
     for line in tree.splitlines()[1:]:
-        found = re.match(r"(│   )?[├└]── (\S+)\s+(\S.*)", line)
-        if found is None:
-            assert not line.startswith(("│", "├", "└")), f"no phrase: {line}"
-            continue
-        nested, name, _ = found.groups()
-        if nested is None:
-            folder = name if name.endswith("/") else ""
-            if not name.endswith("/") or name.count("/") > 1:
-                yield f"app/{name}"
+        found = re.match(r"((?:│   )*)[├└]── (\S+)\s+(\S.*)", line)
+        assert found is not None, f"no phrase: {line}"
+        depth, name = len(found[1]) // 4, found[2]
+        folders = folders[:depth]
+        path = "".join(["app/", *folders, name])
+        if not name.endswith("/"):
+            yield path
         else:
-            yield f"app/{folder}{name}"
+            folders.append(name)
+            if path in FOLDERS:
+                yield path
