@@ -72,18 +72,6 @@ INLINE vf exp_below(vf x) {
     return (vf)((vi)result & ~(vi)(x < -87.0f));
 }
 
-/* 2^x for x <= 0, relative error about 1e-7: below -126 it is 0, NaN stays NaN. */
-INLINE vf exp2_below(vf x) {
-    const vf magic = vf_all(12582912.0f), shifted = x + magic, r = x - (shifted - magic);
-    vf y = r * 0.0013276472454890609f + 0.009675541892647743f; /* as vf_exp2 */
-    y = y * r + 0.05550713092088699f;
-    y = y * r + 0.24022120237350464f;
-    y = y * r + 0.6931469440460205f;
-    y = y * r + 1.0000001192092896f;
-    const vf result = y * (vf)(((vi)shifted << 23) + (127 << 23)); /* the bits of magic are shifted out */
-    return (vf)((vi)result & ~(vi)(x < -126.0f));
-}
-
 /* ---- loads ---- */
 
 /* STEP elements as two vectors, or as one of pairs. */
