@@ -30,6 +30,7 @@ from app.bench.stats import MeasurementFailed, Outcome
 from app.bench.wire import Wire, event_loop
 
 IDLE_SHARE = 1.25  # of a load's seconds, without any: ten of them tell what the machine takes when it has nothing to do
+SECRET_FLAGS = "--api-key"  # results are passed on; keys are nobody else's business
 PIECES = {"generate": "token", "embed": "text", "infer": "row"}
 
 
@@ -67,7 +68,7 @@ def measure_machine(job: MachineJob) -> Outcome:
             raise
         _ended(found, f"The server stopped answering ({error})")
     path = output_of(job, found.info)
-    result = _result(job, found)
+    result = result_of(job, found)
     write_result(result, path)
     return outcome_of(result, path)
 
@@ -151,7 +152,7 @@ async def _one_load(subject: Subject, load: Load, seed: int, found: Found, advan
         watching.cancel()
 
 
-def _result(job: MachineJob, found: Found) -> Result:
+def result_of(job: MachineJob, found: Found) -> Result:
     place = place_of(job, found.info)
     measured = Measured(
         found.info,
@@ -169,7 +170,7 @@ def _result(job: MachineJob, found: Found) -> Result:
         name=place.name or "",
         began_at=round(found.began_at, 3),
         measured_by=job.version,
-        flags=list(job.target.flags),
+        flags=[flag for flag in job.target.flags if not flag.startswith(SECRET_FLAGS)],
         url=job.target.url,
         instance=place.instance,
         hourly_price=place.hourly_price,

@@ -15,7 +15,6 @@ from app.bench.report.pricing import Priced
 from app.bench.report.table import Group, Row, Table, compared, number, plain
 from app.bench.report.tails import CAUSES, causes, phases
 
-_SECRET = "--api-key"
 _PERCENTILES = ("p50", "p99", "p99.9", "longest")
 # What follows from the rest, or is a place on one machine's disk.
 _NOT_COMPARED = (
@@ -106,11 +105,10 @@ def _head(priced: Priced) -> dict[str, str]:
 
 
 def _flags(flags: Sequence[str]) -> Iterator[str]:
-    """Without what is nobody else's business: keys, and where files lie on that machine."""
+    """Without what is nobody else's business: where files lie on that machine."""
     for flag in flags:
         name, _, value = flag.partition("=")
-        if not name.startswith(_SECRET):
-            yield f"{name}={PurePath(value).name}" if "/" in value else flag
+        yield f"{name}={PurePath(value).name}" if "/" in value else flag
 
 
 def _figures(topic: Topic, cases: Sequence[Case], names: Sequence[str]) -> Table:

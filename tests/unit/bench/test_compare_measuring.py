@@ -12,8 +12,8 @@ import pytest
 
 from app.bench.compare import loads
 from app.bench.compare.job import MachineJob, Place, is_local, output_of
-from app.bench.compare.measuring import measure_machine
-from app.bench.compare.result import Result, read_result
+from app.bench.compare.measuring import Found, measure_machine, result_of
+from app.bench.compare.result import Load, Point, Result, read_result
 from app.bench.load import Target
 from app.bench.stats import MeasurementFailed, Outcome
 from scripted_machine import WATTS, ScriptedMachine, running
@@ -30,6 +30,15 @@ def measured(machine: ScriptedMachine, folder: Path, **changed: Any) -> tuple[Ou
     with running(machine):
         outcome = measure_machine(job(machine, folder, **changed))
     return outcome, read_result(Path(outcome.details["file"]))
+
+
+def test_keys_stay_out_of_the_file() -> None:
+    given = ("--precision=int4", '--api-keys=["secret"]', "--api-key-file=/etc/keys")
+    asked = MachineJob(Target(None, given), Place("desk"), "1.2.3")
+    point = Point(load=Load(kind="embed", clients=1, tokens=1), began=0.0, seconds=1.0, samples=1.0)
+    found = Found(info={"version": "1.2.3", "model": {"name": "small"}, "calibration": None}, points=[point], complete=True)
+    found.info_after = found.info
+    assert result_of(asked, found).flags == ["--precision=int4"]
 
 
 def test_a_decoder_in_one_file(tmp_path: Path) -> None:

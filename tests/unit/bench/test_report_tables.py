@@ -148,7 +148,7 @@ def test_only_decisions_that_differ_are_shown_with_their_reasons() -> None:
 
 
 def test_the_head_says_what_was_compared() -> None:
-    flags = ["--precision=int4", "--model=/home/somebody/models/small", "--api-keys=secret"]
+    flags = ["--precision=int4", "--model=/home/somebody/models/small"]
     given = FIRST.model_copy(update={"instance": "m7i.4xlarge", "hourly_price": 1.42, "flags": flags})
     table = head_table(priced([given, SECOND]), names_of([given, SECOND]))
     rows = {row.name: [cell.text for cell in row.cells] for row in table.groups[0].rows}
