@@ -83,6 +83,17 @@ def test_the_target_is_a_short_step_not_far_from_the_best(rates: dict[int, int],
     )
 
 
+@pytest.mark.parametrize(("threads", "speed", "target"), [(1, 1, 128), (2, 1, 512), (2, 0.3, 128), (3, 1, 1024), (8, 1, 128)])
+def test_threads_that_share_a_step_are_given_texts_enough_while_it_is_short(threads: int, speed: float, target: int) -> None:
+    rates = {64: 8_000, 128: 10_100, 256: 10_200, 512: 10_300, 1024: 10_400}
+    table = dataclasses.replace(
+        trial(), threads=threads, encode_seconds={size: size / each / speed for size, each in rates.items()}
+    )
+    found = plan(dataclasses.replace(BERT_LARGE, max_model_len=64), measured(table), threads=threads).batch_target_tokens
+    assert found.value == target
+    assert ("share evenly" in found.reason) == (target >= 512)
+
+
 def test_a_table_that_ends_early_and_still_rises_decides_nothing() -> None:
     short = dataclasses.replace(trial(), encode_seconds={16: 16 / 100, 128: 128 / 1000})
     assert plan(measurements=measured(short)).batch_target_tokens.value == 512
