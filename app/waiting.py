@@ -34,7 +34,7 @@ class Line:
         self._context = now.context_tokens
         self._reading = [list(prompt) for prompt in now.prompts]  # tokens computed and to compute
         self._queue = list(now.queue)
-        self._chunks: dict[tuple[int, int], int] = {}
+        self._chunks: dict[tuple[int, int, int], int] = {}
 
     @property
     def is_idle(self) -> bool:
@@ -82,10 +82,11 @@ class Line:
 
     def _chunk(self, rows: int, computed: int) -> int:
         """What the pace would allow; the depth of a prompt counts in coarse steps."""
-        key = rows, computed >> 8
+        num_prompts = len(self._reading) + len(self._queue)
+        key = rows, computed >> 8, num_prompts // max(rows, 1)
         if key not in self._chunks:
             room = max(self._tempo.max_tokens - rows, 1)
-            self._chunks[key] = min(self._tempo.chunk(rows, self._context, computed), room)
+            self._chunks[key] = min(self._tempo.chunk(rows, self._context, computed, num_prompts), room)
         return self._chunks[key]
 
     def _read(self, budget: int) -> int:

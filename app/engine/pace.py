@@ -60,17 +60,19 @@ class StepPace:
         self._known.observe(step)
         self._mixed_in_a_row = self._mixed_in_a_row + 1 if step.decode_tokens and step.prefill_tokens else 0
 
-    def prefill_budget(self, num_decodes: int, context_tokens: int = 0, prompt_context_tokens: int = 0) -> int:
+    def prefill_budget(
+        self, num_decodes: int, context_tokens: int = 0, prompt_context_tokens: int = 0, num_prompts: int = 1
+    ) -> int:
         """Prefill tokens that the next step may carry beside `num_decodes` rows; 0 where the decodes alone are to be measured.
 
-        The rows attend to `context_tokens`; of the first prompt in line `prompt_context_tokens` are computed.
+        The rows attend to `context_tokens`; of the first of `num_prompts` in line `prompt_context_tokens` are computed.
         """
         if num_decodes == 0:
             return self._max_tokens
         tempo = self._known.tempo
         if tempo is None or self._mixed_in_a_row >= self._known.probe_every_steps:
             return 0
-        return tempo.chunk(num_decodes, context_tokens, prompt_context_tokens)
+        return tempo.chunk(num_decodes, context_tokens, prompt_context_tokens, num_prompts)
 
 
 class _Corrected:

@@ -163,12 +163,12 @@ class Scheduler:
 
     def _prefill_budget(self, num_ready: int) -> int:
         """Only where there is a prompt to read: what fits beside the decodes is worked out for nobody else."""
-        decoding = [one for one in self._running if one.is_decoding]
-        reading = next((one.num_computed for one in self._running if one.num_uncomputed > 1), 0 if self._waiting else None)
-        if reading is None:
+        reading = [one.num_computed for one in self._running if one.num_uncomputed > 1]
+        if not (num_prompts := len(reading) + len(self._waiting)):
             return 0
-        context = sum(len(one.token_ids) for one in decoding)
-        return min(self._pace.prefill_budget(len(decoding), context, reading), self._limits.max_batch_tokens - num_ready)
+        decoding = [len(one.token_ids) for one in self._running if one.is_decoding]
+        beside = self._pace.prefill_budget(len(decoding), sum(decoding), (*reading, 0)[0], num_prompts)
+        return min(beside, self._limits.max_batch_tokens - num_ready)
 
     def _admit(self, left: int) -> list[Span]:
         """First in, first out: where the oldest finds no room nobody overtakes it."""

@@ -49,17 +49,21 @@ class Tempo:
         """A step of an encoder: texts of so many tokens, and pairs of a token with one of its own text."""
         return self.encode_factor * self.steps.encode(tokens, pairs)
 
-    def target(self, rows: int, context_tokens: int = 0) -> float:
-        """The longest that a step may take while so many rows decode."""
+    def target(self, rows: int, context_tokens: int = 0, num_prompts: int = 1) -> float:
+        """The longest that a step may take while so many rows decode and so many prompts are not read.
+
+        Where more wait for their first token than have theirs, a step may be as many times longer: few streams do not hold up a crowd.
+        """
         if self.target_seconds is not None:
             return self.target_seconds
-        return max(MIXED_TO_DECODE_RATIO * self.seconds(rows, 0, context_tokens), SHORTEST_TARGET_SECONDS)
+        crowd = max(1.0, num_prompts / rows)
+        return max(crowd * MIXED_TO_DECODE_RATIO * self.seconds(rows, 0, context_tokens), SHORTEST_TARGET_SECONDS)
 
-    def chunk(self, rows: int, context_tokens: int = 0, prompt_context_tokens: int = 0) -> int:
+    def chunk(self, rows: int, context_tokens: int = 0, prompt_context_tokens: int = 0, num_prompts: int = 1) -> int:
         """The most tokens of prompts that keep a step within the target; a few where nothing does."""
         if not rows:
             return self.max_tokens
-        target = self.target(rows, context_tokens)
+        target = self.target(rows, context_tokens, num_prompts)
         sizes: tuple[int, ...] = (*CHUNKS[: bisect_left(CHUNKS, self.max_tokens)], self.max_tokens)
         fitting = bisect_right(sizes, target, key=lambda size: self.seconds(rows, size, context_tokens, prompt_context_tokens))
         return sizes[max(fitting - 1, 0)]

@@ -187,6 +187,17 @@ def test_a_chunk_deep_in_a_prompt_is_smaller() -> None:
     assert pace.prefill_budget(ROWS, CONTEXT, 1500) < 0.5 * pace.prefill_budget(ROWS, CONTEXT, 0)
 
 
+def test_few_streams_do_not_hold_up_a_crowd() -> None:
+    """Each first token that waits counts as much as a stream that goes on."""
+    tempo = Tempo(StepSeconds.of(TABLES["reads the weights for long"]), 512)
+    calm = [tempo.chunk(ROWS, CONTEXT, num_prompts=prompts) for prompts in (1, ROWS)]
+    crowded = [tempo.chunk(ROWS, CONTEXT, num_prompts=factor * ROWS) for factor in (2, 4, 8)]
+    assert calm[0] == calm[1] < crowded[0] < crowded[1] <= crowded[2]
+    assert tempo.target(ROWS, CONTEXT, 4 * ROWS) == pytest.approx(4 * tempo.target(ROWS, CONTEXT))
+    promised = Tempo(tempo.steps, 512, target_seconds=0.05)
+    assert promised.chunk(ROWS, CONTEXT, num_prompts=100) == promised.chunk(ROWS, CONTEXT), "what an operator promised holds"
+
+
 def test_a_slower_machine_makes_the_target_longer_too_and_a_table_is_seldom_probed() -> None:
     steps = StepSeconds.of(TABLES["multiplies from the first row on"])
     pace = StepPace(512, steps=steps)

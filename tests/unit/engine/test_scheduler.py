@@ -48,6 +48,19 @@ def test_a_decode_comes_before_the_last_token_of_an_older_prompt() -> None:
     assert shape(sim.step()) == [("young", 1), ("old", 1)]
 
 
+def test_the_pace_hears_how_many_prompts_wait_for_how_many_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[tuple[int, int]] = []
+    sim = Simulation(limits=limited(batch_tokens=40))
+    monkeypatch.setattr(sim.pace, "prefill_budget", lambda rows, context, first, prompts: heard.append((rows, prompts)) or 8)
+    sim.add("a", [1] * 4, ignore_eos=True)
+    sim.step()
+    for name in "bcd":
+        sim.add(name, [2] * 20)
+    sim.step()
+    sim.step()
+    assert heard == [(0, 1), (1, 3), (1, 3)], "the one that is being read waits too"
+
+
 def test_prefill_beside_decodes_keeps_to_the_pace() -> None:
     sim = Simulation(limits=limited(batch_tokens=40), pace=StepPace(40, itl_target_seconds=0.05))
     sim.add("a", [1] * 5, ignore_eos=True)
