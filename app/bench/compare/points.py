@@ -81,7 +81,8 @@ def point_of(load: Load, run: Stretch[Any], around: Circumstances, steps: Steps,
 
 
 def _of_generations(run: Stretch[Answered], origin: float) -> dict[str, Any]:
-    begin, end = tally.window(run, closed=True)
+    # From the start: whoever has but one answer would else have its tokens counted, and not the time that its prompt took.
+    begin, end = run.started, tally.window(run, closed=True)[1]
     made = sum(tally.tokens_within(each.stream, begin, end) for each in run.answered)
     part = made / sum(each.stream.num_tokens for each in run.answered)
     streams = [each.stream for each in run.answered]

@@ -47,16 +47,16 @@ def test_generations_of_the_time_in_which_all_had_one() -> None:
         ]
     )
     point = point_of(load, run, Circumstances(watts=5.0, source="rapl"), Steps(), subject())
-    # From the last client's first token, at 112, to when the first one has nothing more to ask, at 114: 1 + 3 + 1 of 12 tokens.
-    assert (point.began, point.seconds) == (10.0, 2.0)
-    assert (point.generated_tokens, point.samples, point.read_tokens) == (5, 1.25, 12)
-    assert point.tokens_per_second == 2.5
+    # From the first request, at 110, with the prompts' time, to when the first client has nothing more to ask, at 114: 9 of 12 tokens.
+    assert (point.began, point.seconds) == (10.0, 4.0)
+    assert (point.generated_tokens, point.samples, point.read_tokens) == (9, 2.25, 22)
+    assert point.tokens_per_second == 2.25
     assert point.request_seconds == [4.0, 3.0, 7.0]
     assert point.first_token_seconds == [1.0, 2.0, 1.0]
     assert point.tpot_seconds == [1.0, pytest.approx(1 / 3, abs=1e-6), 2.0]
     assert list(zip(point.gap_at, point.gap_seconds, strict=True)) == [(12.0, 1.0), (14.0, 2.0), (13.0, 1.0), (20.0, 6.0)]
     assert point.energy is not None
-    assert (point.energy.joules, point.energy.idle_watts) == (10.0, 3.0)
+    assert (point.energy.joules, point.energy.idle_watts) == (20.0, 3.0)
 
 
 def test_where_clients_were_sent_away_all_counts() -> None:
