@@ -99,7 +99,7 @@ def _together(results: Sequence[Result], size: str) -> str:
 
 
 def _held(name: str, ratio: float, noise: float) -> str:
-    if abs(ratio - 1) < noise:
+    if ratio > 0 and max(ratio, 1 / ratio) - 1 < noise:  # noise is a factor, up as down: a tenth is never "as quick"
         return f"{name} is as quick, within the {noise:.0%} that these measurements can tell,"
     return f"{name} does {ratio:.2f} times as much"
 

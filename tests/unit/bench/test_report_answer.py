@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from app.bench.compare.result import Load, Point, Result
-from app.bench.report.answer import answer, rate_within, shared_p99, unsteadiness
+from app.bench.report.answer import _held, answer, rate_within, shared_p99, unsteadiness
 from made_results import made_encoder
 
 SIZE = "prompts of 128 tokens, answers of 16"
@@ -77,3 +77,9 @@ def test_an_encoder_is_compared_over_clients_and_batches_together() -> None:
     assert [sentence.split(" with ")[1].split(",")[0] for sentence in sentences] == ["texts of 128 tokens", "texts of 512 tokens"]
     best = max(each.tokens_per_second for each in encoder.points if each.load.tokens == 128)
     assert f"{best:,.0f} tokens/s" in sentences[0]
+
+
+def test_what_does_a_tenth_is_not_as_quick_however_unsteady_the_machine() -> None:
+    assert _held("slow", 0.1, 1.4) == "slow does 0.10 times as much"
+    assert "as quick" in _held("near", 0.5, 1.4)
+    assert "as quick" in _held("near", 2.0, 1.4)
