@@ -17,7 +17,8 @@ FIND_PYTHON = for python in $(or $(PYTHON),python3 python3.13 python3.12 python3
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # two rules would install into one environment
-.PHONY: help serve test install venv native format lint types unit parity live sanitize cross arm64 bench report probe docs build wheels clean
+.PHONY: help serve test install venv native format lint types unit parity live sanitize cross arm64 bench report probe docs build wheels lock image \
+	checkers prove clean
 
 help: ## show this
 	@grep -hE '^[a-z0-9-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):[^#]*## /\1|/' | awk -F'|' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -98,6 +99,18 @@ build: $(VENV)/dev.stamp ## a wheel for this very machine in dist/
 
 wheels: $(VENV)/dev.stamp ## manylinux wheels in dist/: this machine's, and 64-bit Arm's where it can be built
 	$(BIN)/python -m tools.wheels
+
+lock: $(VENV)/dev.stamp ## write the image's hashed locks out of requirements/runtime.txt
+	@$(BIN)/python -m tools.lock
+
+image: ## the image for this machine, into the local Docker daemon: armature:dev
+	docker buildx bake cpu-here --load
+
+checkers: ## get what checks the Dockerfile, the manifests, the rules and the dashboards in `make test`
+	@tools/checkers.sh
+
+prove: $(VENV)/bench.stamp ## images of both architectures, built, run hardened and under quotas; a report in docs/ (Docker, half an hour)
+	@$(BIN)/python -m tools.prove $(ARGS)
 
 clean: ## remove what was made, .venv too
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,4 +1,5 @@
-"""Builds wheels in dist/ that say where they run: `python -m tools.wheels`. For this machine, and for 64-bit Arm given a cross compiler.
+"""Builds wheels in dist/ that say where they run: `python -m tools.wheels`. For this machine, and for 64-bit Arm given a cross compiler;
+or for those named alone: `python -m tools.wheels aarch64`.
 
 The oldest C library is the one whose symbols the native library asks for. It must bring no OpenMP runtime: torch brings the only one.
 """
@@ -33,9 +34,12 @@ def main() -> int:
     if platform.system() != "Linux":
         print("wheels: manylinux wheels are made on Linux; `make build` makes one for this machine", file=sys.stderr)
         return 1
-    machine = platform.machine()
-    machines = [machine]
-    if machine != "aarch64":
+    machine, named = platform.machine(), sys.argv[1:]
+    if unknown := set(named) - {machine, "aarch64"}:
+        print(f"wheels: {machine} makes none for {', '.join(sorted(unknown))}", file=sys.stderr)
+        return 1
+    machines = named or [machine]
+    if not named and machine != "aarch64":
         if shutil.which("aarch64-linux-gnu-gcc"):
             machines.append("aarch64")
         else:
@@ -52,9 +56,9 @@ def main() -> int:
 def build(machine: str, cross: bool, folder: Path) -> Path:
     """One wheel for `machine`, tagged with the oldest C library that it runs on."""
     with tempfile.TemporaryDirectory() as work:
-        options = [f"-Cwheel.tags=py3-none-linux_{machine}"]
+        options = [f"--config-settings=wheel.tags=py3-none-linux_{machine}"]
         if cross:
-            options.append(f"-Ccmake.toolchain-file={TOOLCHAIN}")
+            options.append(f"--config-settings=cmake.toolchain-file={TOOLCHAIN}")
         pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", work, *options, str(ROOT)]
         subprocess.run(pip, check=True)
         (wheel,) = Path(work).glob("*.whl")
