@@ -1,4 +1,4 @@
-"""Programs that are not ours and that tests of the image, the manifests, the rules and the dashboards need; and what they make of our files."""
+"""Programs of others that tests of the image, the manifests, the rules and the dashboards need; and what they make of our files."""
 
 from __future__ import annotations
 
