@@ -18,14 +18,14 @@ from app.bench.console import progress
 from app.bench.floors import Weights
 from app.bench.inside import INTEGERS, Asked, frozen
 from app.bench.stats import Figure, MeasurementFailed, Outcome, percentile
-from app.bench.texts import Taken, take_rounds
+from app.bench.texts import Taken, take_rounds, timed
 from app.engine.build_program import build_program
 from app.engine.program import ProgramEngine
 from app.engine.tensors import FREE_SIZE, array_of, made_up
 from app.hardware.facts import Facts
 from app.hardware.plan import ServingPlan
 from app.hardware.step_seconds import StepSeconds
-from app.messages import Array, ArraysReady, Infer, Signature
+from app.messages import Array, Infer, Signature
 from app.weights.program import ProgramCheckpoint
 from app.weights.program_cost import operations_per_row, read_bytes
 
@@ -83,15 +83,7 @@ class Driver:
         self._number += 1
         outputs = tuple(spec.name for spec in self._signature.outputs)
         order = Infer(f"bench-{self._number}", self._inputs[load], outputs, time.monotonic())
-        start, inside = time.perf_counter(), 0.0
-        events = self._engine.add(order)
-        while self._engine.has_work:
-            events += self._engine.step()
-            inside += self._engine.stats.model_seconds if self._engine.stats else 0.0
-        seconds = time.perf_counter() - start
-        if not all(isinstance(event, ArraysReady) for event in events):
-            raise MeasurementFailed(f"{load.name} was not answered: {events}")
-        return seconds, inside
+        return timed(self._engine, lambda: self._engine.add(order), load)
 
 
 def _floor(checkpoint: ProgramCheckpoint, plan: ServingPlan, facts: Facts, load: Load) -> Samples:

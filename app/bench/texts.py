@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from statistics import median
@@ -25,7 +26,8 @@ from app.engine.encoder import EncoderEngine
 from app.hardware.facts import Facts
 from app.hardware.plan import ServingPlan
 from app.hardware.step_seconds import StepSeconds
-from app.messages import ArraysReady, Encode, Text
+from app.measured import StepStats
+from app.messages import ArraysReady, Encode, Event, Text
 from app.models.encoder_config import EncoderConfig
 from app.models.encoder_shapes import encoder_products_of
 from app.weights.checkpoint import Checkpoint
@@ -132,15 +134,30 @@ class Driver:
         texts = tuple(Text(tuple(self._deck.prompt(load.length))) for _ in range(load.texts))
         self._number += 1
         order = Encode(f"bench-{self._number}", texts, (self._output,), time.monotonic())
-        start, inside = time.perf_counter(), 0.0
-        events = self._engine.add(order)
-        while self._engine.has_work:
-            events += self._engine.step()
-            inside += self._engine.stats.model_seconds if self._engine.stats else 0.0
-        seconds = time.perf_counter() - start
-        if not all(isinstance(event, ArraysReady) for event in events):
-            raise MeasurementFailed(f"{load.name} was not answered: {events}")
-        return seconds, inside
+        return timed(self._engine, lambda: self._engine.add(order), load)
+
+
+class Stepped(Protocol):
+    """An engine whose answers are arrays, as far as it is stepped."""
+
+    @property
+    def has_work(self) -> bool: ...
+    @property
+    def stats(self) -> StepStats | None: ...
+    def step(self) -> list[Event]: ...
+
+
+def timed(engine: Stepped, add: Callable[[], list[Event]], load: Named) -> tuple[float, float]:
+    """Seconds from an idle engine to the answer of what `add` puts into it, and how many of them were spent in the model."""
+    start, inside = time.perf_counter(), 0.0
+    events = add()
+    while engine.has_work:
+        events += engine.step()
+        inside += engine.stats.model_seconds if engine.stats else 0.0
+    seconds = time.perf_counter() - start
+    if not all(isinstance(event, ArraysReady) for event in events):
+        raise MeasurementFailed(f"{load.name} was not answered: {events}")
+    return seconds, inside
 
 
 def take_rounds(asked: Asked, driver: Answering[N], measured: dict[N, Taken], machine: Machine, advance: Advance) -> bool:

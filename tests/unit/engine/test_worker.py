@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
 import pytest
@@ -29,15 +29,6 @@ class CountedMailbox:
     def get(self, block: bool = True) -> Command:
         self.looks += 1
         return self.queue.get(block)
-
-
-@pytest.fixture
-def bench() -> Iterator[Bench]:
-    made = Bench()
-    yield made
-    if made.worker.alive:
-        made.worker.put(Stop())
-        made.end()
 
 
 def test_it_serves_and_tells_once_a_step(bench: Bench) -> None:

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from app.engine.batch import Batch, Picked
 from app.engine.worker import MAX_FAILED_STEPS
-from app.messages import Generate, RequestFailed, SamplingParams, SequenceFinished, Stop
+from app.messages import Generate, RequestFailed, SamplingParams, SequenceFinished
 from encoder_simulation import EncoderSimulation
 from engine_simulation import DeviceBroke, Simulation
 from worker_bench import Bench
-
-
-@pytest.fixture
-def bench() -> Iterator[Bench]:
-    made = Bench()
-    yield made
-    if made.worker.alive:
-        made.worker.put(Stop())
-        made.end()
-
 
 POISON_ID = 99  # a token that is never picked
 
