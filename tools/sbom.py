@@ -1,0 +1,175 @@
+"""Says what is in the image, as CycloneDX 1.6: `python -m tools.sbom amd64 > sbom.json`, from that architecture's lock.
+
+Licences and who needs whom are what the packages that are installed here say of themselves, where it is the locked version: run within
+the image (docs/releasing.md), that is all of them. `--debian /` adds the distribution's packages of that root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import tomllib
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from app.version import VERSION
+from tools.install import CPU_INDEX, ROOT
+from tools.lock import ARCHITECTURES, PYTHON
+
+Json = dict[str, Any]
+LINE = re.compile(r"(?P<name>[^=\s]+)==(?P<version>\S+) --hash=sha256:(?P<sha256>[0-9a-f]{64})")
+
+
+@dataclass(frozen=True, slots=True)
+class Wheel:
+    """A line of the lock."""
+
+    name: str
+    version: str
+    sha256: str
+
+    @property
+    def purl(self) -> str:
+        """A version with a local part, such as +cpu, is of torch's own index and not on PyPI."""
+        index = f"?repository_url={quote(CPU_INDEX, safe=':/')}" if "+" in self.version else ""
+        return f"pkg:pypi/{canonicalize_name(self.name)}@{quote(self.version)}{index}"
+
+    def installed(self) -> Distribution | None:
+        """This very version, if it is here."""
+        try:
+            found = distribution(self.name)
+        except PackageNotFoundError:
+            return None
+        return found if found.version == self.version else None
+
+
+def main() -> int:
+    """Prints one document; nothing of it depends on the clock where SOURCE_DATE_EPOCH is set."""
+    parser = argparse.ArgumentParser(prog="python -m tools.sbom", description="What is in the image, as CycloneDX 1.6.")
+    parser.add_argument("architecture", choices=ARCHITECTURES)
+    parser.add_argument("--debian", type=Path, metavar="ROOT", help="add the Debian packages of this root")
+    asked = parser.parse_args()
+    seconds = os.environ.get("SOURCE_DATE_EPOCH")
+    now = datetime.fromtimestamp(int(seconds), UTC) if seconds else datetime.now(UTC)
+    json.dump(document(asked.architecture, now, asked.debian), sys.stdout, indent=1)
+    print()
+    return 0
+
+
+def document(architecture: str, now: datetime, debian: Path | None = None) -> Json:
+    """The serial number is the contents': the same image has the same number."""
+    wheels = read_lock((ROOT / "requirements" / f"image-{architecture}.txt").read_text(encoding="utf-8"))
+    components = [component(wheel) for wheel in wheels]
+    if debian is not None:
+        components += debian_packages(debian)
+    described = {"components": components, "dependencies": dependencies(wheels, ARCHITECTURES[architecture][0])}
+    contents = json.dumps([VERSION, architecture, described], sort_keys=True)
+    return {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "serialNumber": uuid.uuid5(uuid.NAMESPACE_URL, contents).urn,
+        "version": 1,
+        "metadata": {
+            "timestamp": now.isoformat(timespec="seconds"),
+            "tools": {"components": [{"type": "application", "name": "armature tools.sbom", "version": VERSION}]},
+            "component": image(architecture),
+        },
+        **described,
+    }
+
+
+def image(architecture: str) -> Json:
+    return {
+        "type": "container",
+        "bom-ref": "armature",
+        "name": "armature",
+        "version": VERSION,
+        "licenses": [{"expression": project()["license"]}],
+        "properties": [{"name": "armature:platform", "value": f"linux/{architecture}"}],
+    }
+
+
+def project() -> Json:
+    found: Json = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return found
+
+
+def read_lock(text: str) -> list[Wheel]:
+    """Every line that is not a comment must be whole: a wheel without a hash is not locked."""
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    found = [LINE.fullmatch(line) for line in lines]
+    if broken := [line for line, match in zip(lines, found, strict=True) if match is None]:
+        raise SystemExit(f"sbom: the lock has a line that is not NAME==VERSION --hash=sha256:…: {broken[0]}")
+    return [Wheel(**match.groupdict()) for match in found if match]
+
+
+def component(wheel: Wheel) -> Json:
+    about: Json = {
+        "type": "library",
+        "bom-ref": wheel.purl,
+        "name": wheel.name,
+        "version": wheel.version,
+        "hashes": [{"alg": "SHA-256", "content": wheel.sha256}],
+        "purl": wheel.purl,
+    }
+    installed = wheel.installed()
+    if installed and (declared := licences(installed)):
+        about["licenses"] = declared
+    return about
+
+
+def licences(installed: Distribution) -> list[Json]:
+    """An expression where there is one; else the words that were used, unguessed: "BSD" may be any of several."""
+    said = installed.metadata
+    if expression := said["License-Expression"]:
+        return [{"expression": expression, "acknowledgement": "declared"}]
+    names = [each.rpartition(" :: ")[2] for each in said.get_all("Classifier") or [] if each.startswith("License ::")]
+    names = names or [line for line in [said["License"]] if line and "\n" not in line]
+    return [{"license": {"name": name, "acknowledgement": "declared"}} for name in names]
+
+
+def dependencies(wheels: list[Wheel], machine: str) -> list[Json]:
+    """Who asks for whom, among what is there."""
+    refs = {canonicalize_name(wheel.name): wheel.purl for wheel in wheels}
+    here = {"platform_machine": machine, "sys_platform": "linux", "python_version": PYTHON, "extra": ""}
+
+    def asked_for(requirements: list[str]) -> list[str]:
+        """An extra's requirements are left out: what of them is locked is asked for by somebody else."""
+        parsed = [Requirement(each) for each in requirements]
+        wanted = {canonicalize_name(each.name) for each in parsed if each.marker is None or each.marker.evaluate(here)}
+        return sorted(refs[name] for name in wanted if name in refs)
+
+    graph = [{"ref": "armature", "dependsOn": asked_for(project()["dependencies"])}]
+    for wheel in wheels:
+        installed = wheel.installed()
+        graph.append({"ref": wheel.purl, "dependsOn": asked_for((installed.requires if installed else None) or [])})
+    return graph
+
+
+def debian_packages(root: Path) -> Iterator[Json]:
+    """What dpkg says is installed."""
+    release = dict(re.findall(r'^(\w+)="?([^"\n]*)"?$', (root / "etc/os-release").read_text(encoding="utf-8"), re.MULTILINE))
+    for paragraph in (root / "var/lib/dpkg/status").read_text(encoding="utf-8").split("\n\n"):
+        said = dict(re.findall(r"^([\w-]+): (.*)$", paragraph, re.MULTILINE))
+        if said.get("Status") != "install ok installed":
+            continue
+        name, version = said["Package"], said["Version"]
+        place = f"arch={said['Architecture']}&distro={release['VERSION_CODENAME']}"
+        purl = f"pkg:deb/{release['ID']}/{quote(name)}@{quote(version, safe=':~')}?{place}"
+        yield {"type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
