@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from app.bench_flags import bench_flags, cost_flags
+from app.errors import UnknownArgument
 from app.settings import Settings, setting_rows
 from app.version import VERSION
 
@@ -102,10 +103,6 @@ BENCHES: Mapping[str, Bench] = {
 }
 
 
-class UnknownArgument(Exception):
-    """Says what was not understood and what was probably meant."""
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """`command` (and `bench`) with their flags. Raises `UnknownArgument`; on a bad value argparse itself exits with status 2."""
     arguments, unknown = _parser().parse_known_args(argv)
@@ -187,6 +184,7 @@ def _complaint(unknown: list[str], takes_files: bool) -> str:
         if takes_files:
             return f"{word!r} is not understood: result files stand together, before the flags or after them."
         return f"{word!r} is not understood. A checkpoint is given as --model {word}."
+    flag = word.partition("=")[0]  # what stands behind it may be a secret
     known = [*(row.flag for row in setting_rows()), *bench_flags(), *cost_flags(), "--help"]
-    near = difflib.get_close_matches(word.partition("=")[0], known, n=1)
-    return f"there is no flag {word}." + (f" Did you mean {near[0]}?" if near else "")
+    near = difflib.get_close_matches(flag, [one for one in known if one != flag], n=1)  # another command may have this one
+    return f"there is no flag {flag}." + (f" Did you mean {near[0]}?" if near else "")

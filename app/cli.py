@@ -7,20 +7,21 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 
-from app.arguments import UnknownArgument, parse, settings_given
-from app.errors import ArmatureError, StartupError
+from app.arguments import parse, settings_given
+from app.errors import ArmatureError, StartupError, UnknownArgument
 from app.settings import Settings, load_settings
+from app.termination import ReasonLeft
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0; 2 for what the operator can mend, 1 for what they cannot, each with one sentence."""
     try:
-        arguments = parse(argv)
-        return COMMANDS[arguments.command](arguments)
-    except UnknownArgument as error:
-        print(error, file=sys.stderr)
-        return 2
+        return _run(sys.argv[1:] if argv is None else argv)
+    except UnknownArgument as error:  # which names the command itself
+        print(error.message, file=sys.stderr)
+        return error.exit_code
     except ArmatureError as error:
         print(f"armature: {error.message}", file=sys.stderr)
         return error.exit_code if isinstance(error, StartupError) else 1
@@ -29,6 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `armature probe | head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # 128 + SIGPIPE
+
+
+def _run(argv: Sequence[str]) -> int:
+    # A pod is there to serve; what somebody tries beside that in its container is no reason for its end.
+    with ReasonLeft() if argv[:1] == ["serve"] else nullcontext():
+        arguments = parse(argv)
+        return COMMANDS[arguments.command](arguments)
 
 
 def _settings(arguments: Namespace) -> Settings:

@@ -15,10 +15,12 @@ ArmatureError
 │   ├── RequestTimeout
 │   └── StepFailed
 └── StartupError                 the process ends, its operator is told
+    ├── UnknownArgument
     ├── SettingsInvalid
     ├── CheckpointInvalid
     ├── PlanImpossible
-    └── NoRecipe
+    ├── NoRecipe
+    └── ServingFailed            a device or a thread that nobody could foresee
 """
 
 from __future__ import annotations
@@ -107,6 +109,12 @@ class StartupError(ArmatureError):
     exit_code: ClassVar[int] = 2
 
 
+class UnknownArgument(StartupError):
+    """Says what was not understood and what was probably meant."""
+
+    code = "unknown_argument"
+
+
 class SettingsInvalid(StartupError):
     code = "settings_invalid"
 
@@ -121,3 +129,10 @@ class PlanImpossible(StartupError):
 
 class NoRecipe(StartupError):
     code = "no_recipe"
+
+
+class ServingFailed(StartupError):
+    """The worker has ended, or never began: who runs the process can but start it again."""
+
+    code = "serving_failed"
+    exit_code = 1

@@ -31,10 +31,11 @@ from app.api.oip_schemas import InferBody, OipGenerateBody
 from app.api.openai_schemas import ChatBody, CompletionBody
 from app.api.schemas import Body
 from app.api.tei_schemas import EmbedAllBody, PredictBody, RankBody, SimilarityBody
-from app.errors import SettingsInvalid, StartupError
+from app.errors import ServingFailed, SettingsInvalid, StartupError
 from app.preparation import prepare
 from app.settings import Settings
 from app.startup import Serving
+from app.termination import named
 from app.version import VERSION
 
 log = logging.getLogger(__name__)
@@ -180,10 +181,15 @@ def serve(settings: Settings) -> int:
         # Nothing ends a thread in the midst of native code; the interpreter's own way out would pull the ground from under it.
         logging.shutdown()
         os._exit(0)
+    if server.lifespan.should_exit and not failures:
+        raise ServingFailed("The server could not start its threads; its log says why. Is a limit of processes reached?")
     for failure in failures:
-        if isinstance(failure, StartupError):
-            raise failure
-    return 1 if failures else 0
+        raise failure if isinstance(failure, StartupError) else ServingFailed(_lost(failure)) from failure
+    return 0
+
+
+def _lost(failure: BaseException) -> str:
+    return f"The worker has failed, and without it nothing is served: {named(failure)}. The log has its trace."
 
 
 def listen(host: str, port: int) -> socket.socket:

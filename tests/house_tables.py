@@ -9,6 +9,7 @@ BESIDE = 4.5  # bench/inside: may look at the engine
 LAYERS: tuple[tuple[str, float], ...] = (
     ("errors", 0),
     ("version", 0),
+    ("termination", 0),
     ("settings", 0),
     ("messages", 0),
     ("measured", 0),
@@ -80,7 +81,7 @@ LAYERS: tuple[tuple[str, float], ...] = (
 # Parts that decide or translate import in milliseconds, without torch.
 TORCH_FREE = (
     "errors", "version", "settings", "messages", "measured", "hardware.*", "drift", "gauges", "metrics", "quantiles", "models.config",
-    "garbage", "stalls", "step_log", "step_watch",
+    "garbage", "stalls", "step_log", "step_watch", "termination",
     "models.graph", "models.outputs", "models.encoder_config", "models.encoder_reading", "models.encoder_shapes",
     "weights.checkpoint", "weights.opening", "weights.sentence_transformers", "weights.renaming", "weights.resident",
     "weights.archive", "weights.program",
