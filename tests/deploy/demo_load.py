@@ -1,0 +1,60 @@
+"""Requests of every kind that a dashboard tells apart, over and over: answers that end, stop and repeat themselves, texts, and what fails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+
+import httpx
+
+STORY = "Once upon a time there was a fox. The fox had a red hat. The fox had a red hat. The fox had a"
+TIMEOUT = 60.0
+
+
+@contextmanager
+def busy(servers: dict[str, str]) -> Iterator[None]:
+    """Three clients of the server that generates, one that leaves and errs, and two of the one that makes vectors, until it is left."""
+    generate, embed = servers["amd64"], servers["arm64"]
+    rounds = [partial(_answers, generate, number) for number in range(3)]
+    rounds += [partial(_endings, generate), partial(_vectors, embed, 1), partial(_vectors, embed, 8)]
+    stop = threading.Event()
+    threads = [threading.Thread(target=_again, args=(each, stop)) for each in rounds]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def _again(once: Callable[[], None], stop: threading.Event) -> None:
+    while not stop.is_set():
+        once()
+        stop.wait(0.02)  # a load, not a flood: the tests' own machine must still answer queries
+
+
+def _answers(url: str, number: int) -> None:
+    """Streams of some length, which read the same prompt again: from the cache, and with guesses where the text repeats itself."""
+    body = {"prompt": f"{STORY} {number}", "max_tokens": 24, "temperature": 0, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=TIMEOUT) as told:
+        for _ in told.iter_lines():
+            pass
+    httpx.post(f"{url}/generate", json={"prompt": "Hello", "max_tokens": 4}, timeout=TIMEOUT)
+
+
+def _endings(url: str) -> None:
+    """One client leaves early, one asks for what is not offered."""
+    with httpx.stream(
+        "POST", f"{url}/generate", json={"prompt": STORY, "max_tokens": 200, "stream": True}, timeout=TIMEOUT
+    ) as told:
+        with suppress(StopIteration):
+            next(told.iter_lines())
+    assert httpx.post(f"{url}/generate", json={"prompt": "Hello", "max_tokens": -1}, timeout=TIMEOUT).status_code == 400
+
+
+def _vectors(url: str, texts: int) -> None:
+    httpx.post(f"{url}/embed", json={"inputs": [STORY] * texts}, timeout=TIMEOUT).raise_for_status()
