@@ -1,4 +1,4 @@
-"""Requests of every kind that a dashboard tells apart, over and over: answers that end, stop and repeat themselves, texts, and what fails."""
+"""Requests of the kinds that a dashboard tells apart, over and over: answers, those that nobody waits for, refusals, and texts."""
 
 from __future__ import annotations
 
@@ -48,11 +48,9 @@ def _answers(url: str, number: int) -> None:
 
 def _endings(url: str) -> None:
     """One client leaves early, one asks for what is not offered."""
-    with httpx.stream(
-        "POST", f"{url}/generate", json={"prompt": STORY, "max_tokens": 200, "stream": True}, timeout=TIMEOUT
-    ) as told:
-        with suppress(StopIteration):
-            next(told.iter_lines())
+    body = {"prompt": STORY, "max_tokens": 200, "stream": True}
+    with httpx.stream("POST", f"{url}/generate", json=body, timeout=TIMEOUT) as told, suppress(StopIteration):
+        next(told.iter_lines())
     assert httpx.post(f"{url}/generate", json={"prompt": "Hello", "max_tokens": -1}, timeout=TIMEOUT).status_code == 400
 
 
