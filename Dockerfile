@@ -5,6 +5,7 @@ ARG BASE=debian:bookworm-slim
 # torch's CPU build: of its own index, or of a folder: --build-context wheels=DIR --build-arg TORCH_INDEX=
 FROM scratch AS wheels
 
+# checkov:skip=CKV_DOCKER_7:BASE has its tag in its default above
 FROM --platform=$BUILDPLATFORM ${BASE} AS build
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 # hadolint ignore=DL3008
@@ -21,6 +22,8 @@ RUN grep -hE '^(scikit-build-core|pathspec|packaging|wheel)=' requirements/runti
     && /venv/bin/pip install -q --no-cache-dir -r /tmp/build.txt -r requirements/cmake.txt
 ARG TARGETARCH
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# An array, since SHELL above is bash.
+# hadolint ignore=SC3054
 RUN --mount=type=bind,from=wheels,target=/wheels \
     machine=$([ "$TARGETARCH" = arm64 ] && echo aarch64 || echo x86_64) \
     && into=(install -q --no-cache-dir --no-compile --no-deps --only-binary=:all: --require-hashes --target=/site --python-version=3.11) \
@@ -34,7 +37,11 @@ RUN --mount=type=bind,from=wheels,target=/wheels \
     && rm -rf /site/torch/test /site/torch/include /site/torch/share /site/bin \
     && find /site/torch/bin -type f ! -name torch_shm_manager -delete \
     && find /site/sympy /site/networkx /site/numpy /site/mpmath -type d -name tests -prune -exec rm -rf {} +
-COPY . .
+# What the wheel is made of, by name: .dockerignore lets nothing else in, and a change elsewhere makes nothing anew.
+COPY LICENSE README.md pyproject.toml ./
+COPY cmake cmake
+COPY tools/wheels.py tools/
+COPY app app
 # A wheel holds files as they are installed. Bytecode is made now: it is the same on every architecture, and
 # the image is read-only. (Some packages carry templates that are no Python.)
 RUN PATH="/venv/bin:$PATH" python -m tools.wheels "$([ "$TARGETARCH" = arm64 ] && echo aarch64 || echo x86_64)" \

@@ -1,9 +1,15 @@
 // docker buildx bake            both architectures as one manifest
 // docker buildx bake cpu-here   this machine's alone, into the local daemon
+// docker buildx bake check      format, lint, types and tests beside what the image has; leaves nothing behind
+// docker buildx bake release    both, under all tags of a version, with what is needed to check where it came from (docs/releasing.md)
 
 variable "REGISTRY" { default = "" }
 variable "VERSION" { default = "dev" }
 variable "REVISION" { default = "unknown" }
+// RFC 3339, of the commit: the same commit has the same labels whenever it is built.
+variable "CREATED" { default = "1970-01-01T00:00:00Z" }
+// Where the sources are, for the label by which registries show them.
+variable "SOURCE" { default = "" }
 // A folder with torch's CPU wheel, where its own index cannot be reached.
 variable "WHEELS" { default = "" }
 
@@ -20,4 +26,24 @@ target "cpu" {
 target "cpu-here" {
   inherits  = ["cpu"]
   platforms = []
+}
+
+target "check" {
+  dockerfile = "docker/check.Dockerfile"
+  contexts   = { image = "target:cpu-here" }
+  output     = ["type=cacheonly"]
+}
+
+// A version that is not the last word (0.2.0rc1) has its own tag alone.
+target "release" {
+  inherits = ["cpu"]
+  tags = concat(["${REGISTRY}armature:${VERSION}"], length(regexall("^[0-9]+[.][0-9]+[.][0-9]+$", VERSION)) == 0 ? [] : [
+    "${REGISTRY}armature:${regex("^[0-9]+[.][0-9]+", VERSION)}",
+    "${REGISTRY}armature:latest",
+  ])
+  labels = {
+    "org.opencontainers.image.created" = CREATED
+    "org.opencontainers.image.source"  = SOURCE
+  }
+  attest = ["type=provenance,mode=max", "type=sbom"]
 }
