@@ -27,7 +27,7 @@ from app.weights.whole_file import FileUnusable, open_ours, replacing
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2  # of what is measured, and how: to be raised when an older measurement would mislead
+FORMAT = 3  # of what is measured, and how: to be raised when an older measurement would mislead
 FOLDER = "calibration"
 MOST_BYTES = 2**20  # of one file: what is longer is none of ours
 # What of the settings changes what is measured; memory and limits of requests do not.

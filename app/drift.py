@@ -47,9 +47,9 @@ class Drift:
         expected = step.expected_seconds(self._promise.steps)
         if expected <= 0.0:
             return
-        self._ratios[step.phase].append(step.seconds / expected)
+        self._ratios[step.phase].append(step.usual_seconds / expected)
         if not step.prefill_tokens and step.model_seconds:
-            self._model_ratios.append(step.model_seconds / expected)
+            self._model_ratios.append(step.model_seconds * step.stretch / expected)
 
     def look(self) -> None:
         """What the recent steps come to. Medians of a window cost a tenth of a millisecond, so: between two steps, and now and then."""

@@ -34,12 +34,18 @@ class StepStats:
     num_encode_sequences: int = 0
     encode_pairs: int = 0  # of a text's token with one of its own: the squares of the texts' lengths
     recomputed_tokens: int = 0  # of `prefill_tokens`, of sequences that had lost their place: computed once already
+    stretch: float = 1.0  # what such a step takes on average over `seconds`: not 1 where a quota stops it at times
     is_first: bool = False  # of its shape: what comes again and again is run again natively, and was recorded now or is not yet
 
     @property
     def phase(self) -> Phase:
         """A step with any prefill in it counts as prefill: that is what its time goes to."""
         return "encode" if self.encode_tokens else "prefill" if self.prefill_tokens else "decode"
+
+    @property
+    def usual_seconds(self) -> float:
+        """What is held against a table of steps: under a quota that binds, a single step's own are off by whole periods."""
+        return self.seconds * self.stretch
 
     @property
     def num_tokens(self) -> int:

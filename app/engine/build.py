@@ -30,6 +30,7 @@ from app.engine.speculation import MOST_GUESSES, Speculation
 from app.errors import PlanImpossible
 from app.hardware.plan import ServingPlan
 from app.hardware.step_seconds import StepSeconds
+from app.hardware.throttling import Stretch
 from app.kernels.attention import fits, most_few
 from app.messages import Generate, SamplingParams
 from app.models.config import ModelConfig
@@ -68,6 +69,7 @@ def build_engine(
     scheduler = _scheduler(kv_cache, plan, pace, eos_token_ids)
     scheduler.speculation = _speculation(config, plan, steps)
     engine = DecoderEngine(scheduler, runner)
+    engine.stretch = Stretch(plan.throttling_quota.value)
     engine.is_first = lambda: replay.is_first
     return BuiltEngine(engine, runner, model, kv_cache, backend)
 

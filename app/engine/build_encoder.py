@@ -13,6 +13,7 @@ from app.engine.loading import Report, load
 from app.engine.texts import Encoding
 from app.hardware.plan import ServingPlan
 from app.hardware.step_seconds import StepSeconds
+from app.hardware.throttling import Stretch
 from app.messages import Encode, Text
 from app.models.encoder import Encoder
 from app.weights.checkpoint import Checkpoint
@@ -42,6 +43,7 @@ def build_encoder(checkpoint: Checkpoint, plan: ServingPlan, report: Report, ste
     warm_up(runner, plan.max_model_len.value)
     limits = EncodeLimits(plan.max_model_len.value, plan.max_running_seqs.value, model.config.outputs)
     engine = EncoderEngine(runner, limits, EncodePace(plan.batch_target_tokens.value, steps))
+    engine.stretch = Stretch(plan.throttling_quota.value)
     return BuiltEncoder(engine, runner, model, backend)
 
 

@@ -12,6 +12,7 @@ from app.engine.tensors import made_up
 from app.errors import CheckpointInvalid
 from app.hardware.plan import ServingPlan
 from app.hardware.step_seconds import StepSeconds
+from app.hardware.throttling import Stretch
 from app.models.program import Program
 from app.weights.load_program import load_program
 from app.weights.program import ProgramCheckpoint
@@ -29,7 +30,9 @@ def build_program(
     served = served_program(checkpoint, program)
     report("warming up")
     check_rows(served)
-    return ProgramEngine(served, EncodePace(most_rows(checkpoint, plan.batch_target_tokens.value), steps, oldest_first=True))
+    engine = ProgramEngine(served, EncodePace(most_rows(checkpoint, plan.batch_target_tokens.value), steps, oldest_first=True))
+    engine.stretch = Stretch(plan.throttling_quota.value)
+    return engine
 
 
 def served_program(checkpoint: ProgramCheckpoint, program: Program) -> Served:

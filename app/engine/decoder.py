@@ -13,6 +13,7 @@ from app.engine.scheduler import Scheduler
 from app.engine.sequence import sequence_of
 from app.engine.tenants import Tenants
 from app.errors import RequestError, StepFailed
+from app.hardware.throttling import Stretch
 from app.measured import Snapshot, StepStats
 from app.messages import Abort, Event, Generate, SamplingParams
 
@@ -35,6 +36,7 @@ class DecoderEngine:
         self.scheduler = scheduler
         self.runner = runner
         self.stats: StepStats | None = None
+        self.stretch = Stretch()
         self.patience_seconds = 0.0  # who arrives finds a place in the next step anyway
         self.is_first: Callable[[], bool] = lambda: (
             False
@@ -55,6 +57,7 @@ class DecoderEngine:
     def step(self) -> list[Event]:
         """Computes the next batch and returns what its clients are to be told."""
         started = self._clock()
+        self.stretch.begin()
         self._batch = batch = self.scheduler.schedule()
         if batch is None:
             return []
@@ -62,7 +65,7 @@ class DecoderEngine:
         events = self.scheduler.update(batch, picked)
         self._batch = None
         stats = measured(batch, picked, self._clock() - started, self.runner.model_seconds)
-        self.stats = replace(stats, is_first=True) if self.is_first() else stats
+        self.stats = replace(stats, is_first=self.is_first(), stretch=self.stretch.of(stats.seconds))
         self.scheduler.observe(self.stats)
         return events
 

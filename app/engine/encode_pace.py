@@ -44,7 +44,7 @@ class EncodePace:
             return
         expected = step.expected_seconds(self.tempo.steps)
         if expected > 0.0:
-            self._ratios.append(step.seconds / expected)
+            self._ratios.append(step.usual_seconds / expected)
             self.tempo = replace(self.tempo, encode_factor=min(max(median(self._ratios), _BOUNDS[0]), _BOUNDS[1]))
 
     def answered(self, at: float, requests: int) -> None:

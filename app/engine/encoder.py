@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from app.engine.encode_pace import EncodePace
 from app.engine.texts import Encoding, Room, TextQueue, TextSpan
 from app.errors import ContextLengthExceeded, InvalidRequest, RequestError, StepFailed, WrongModelKind
+from app.hardware.throttling import Stretch
 from app.measured import Snapshot, StepStats
 from app.messages import Abort, ArraysReady, Encode, Event, RequestFailed, Text, Timings
 
@@ -64,6 +65,7 @@ class EncoderEngine:
     ) -> None:
         self.queue = TextQueue()
         self.runner = runner
+        self.stretch = Stretch()
         self.stats: StepStats | None = None
         self._limits, self._pace, self._clock = limits, pace, clock
         self._spans: tuple[TextSpan, ...] = ()  # of the step that is under way, or that raised
@@ -95,6 +97,7 @@ class EncoderEngine:
     def step(self) -> list[Event]:
         """Computes the next batch; returns the answers that are whole now."""
         began = self._clock()
+        self.stretch.begin()
         self._spans = spans = self.queue.take(Room(self._pace.target_tokens, self._limits.max_running_seqs))
         if not spans:
             return []
@@ -105,7 +108,8 @@ class EncoderEngine:
         ended = self._clock()
         events = self._gather(spans, rows, ended)
         self._spans = ()
-        self.stats = measured(spans, ended - began, self.runner.model_seconds)
+        stats = measured(spans, ended - began, self.runner.model_seconds)
+        self.stats = replace(stats, stretch=self.stretch.of(stats.seconds))
         self._pace.observe(self.stats)
         if events:
             self._pace.answered(ended, len(events))

@@ -20,6 +20,7 @@ from app.engine.program_rehearsal import ProgramRehearsal
 from app.engine.rehearsal import Rehearsal
 from app.hardware.decision import Measurements, Trial
 from app.hardware.plan import ServingPlan
+from app.hardware.throttling import steady_clock
 from app.kernels.calibrate import Block, Clock, Point, Rounds, border, table
 from app.kernels.ceilings import ProductCeiling, ReadCeiling
 from app.models.config import ModelConfig
@@ -71,10 +72,16 @@ class Timer:
         return replace(self, deadline=self.deadline - seconds)
 
 
-def measure(subject: Subject, budget_seconds: float, report: Report, clock: Clock = time.perf_counter) -> Measurements:
-    """On the thread that will serve: its pool is left at the number of threads tried last, until the backend is configured."""
+def measure(subject: Subject, budget_seconds: float, report: Report, clock: Clock | None = None) -> Measurements:
+    """On the thread that will serve: its pool is left at the number of threads tried last, until the backend is configured.
+
+    Under a quota that binds, seconds are as it makes them, and the budget is of as much of the CPU as without.
+    """
+    quota, threads = subject.ways[0].throttling_quota.value, subject.threads[0]
+    part = 1.0 if quota is None else quota / threads
+    clock = clock or steady_clock(quota)
     began = clock()
-    timer = Timer(began + budget_seconds, report, clock)
+    timer = Timer(began + budget_seconds / part, report, clock)
     backend = select_backend(subject.ways[0])
     backend.configure(subject.ways[0])
     with torch.inference_mode():
@@ -82,13 +89,14 @@ def measure(subject: Subject, budget_seconds: float, report: Report, clock: Cloc
             found = _trials(subject, timer, Measurements())
         else:
             report("calibrating: ceilings")
-            before = _ceilings(subject)
-            found = _between(before, _trials(subject, timer.less(CEILINGS_SECONDS), before), _ceilings(subject))
+            before = _ceilings(subject, part)
+            found = _between(before, _trials(subject, timer.less(CEILINGS_SECONDS / part), before), _ceilings(subject, part))
     gc.collect()  # made-up weights go before the real ones come
     return replace(found, seconds=clock() - began)
 
 
-def _ceilings(subject: Subject) -> Measurements:
+def _ceilings(subject: Subject, part: float = 1.0) -> Measurements:
+    """The best of short samples, which no quota stops; of that the `part` that it leaves."""
     threads = subject.threads[0]
     torch.set_num_threads(threads)
     with closing(ReadCeiling(threads, max(READ_BYTES, 2 * subject.cache_bytes))) as reading:
@@ -98,8 +106,8 @@ def _ceilings(subject: Subject) -> Measurements:
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(precision, torch.int8)
         rate = ProductCeiling(dtype, PRODUCT_SHAPES).sample()
         if rate == rate:  # no form multiplies it here: not a number
-            products[precision] = rate
-    return Measurements(read_bytes_per_second=read, products_per_second=products)
+            products[precision] = part * rate
+    return Measurements(read_bytes_per_second=part * read, products_per_second=products)
 
 
 def _between(before: Measurements, found: Measurements, after: Measurements) -> Measurements:

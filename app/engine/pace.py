@@ -92,7 +92,7 @@ class _Corrected:
         kind = "prefill" if not step.num_decode_sequences else "mixed" if step.prefill_tokens else "decode"
         if kind == "decode":
             self._note_guesses(step)
-        self._ratios[kind].append(step.seconds / expected)
+        self._ratios[kind].append(step.usual_seconds / expected)
         decode = self._factor("decode", 1.0)
         prefill = self._factor("prefill", decode)
         mixed = self._factor("mixed", max(decode, prefill))
@@ -138,7 +138,7 @@ class _Learned:
 
     def observe(self, step: StepStats) -> None:
         if step.decode_tokens and not step.prefill_tokens:
-            self._decodes.append(step.seconds)
+            self._decodes.append(step.usual_seconds)
         elif step.prefill_tokens >= (MIN_PREFILL_TOKENS if step.decode_tokens else FIRST_PREFILL_TOKENS):
             self._learn_price(step)
 
@@ -147,7 +147,7 @@ class _Learned:
         if step.decode_tokens and not self._decodes:
             return
         alone = median(self._decodes) if step.decode_tokens else 0.0
-        price = max(step.seconds - alone, 0.0) / step.prefill_tokens
+        price = max(step.usual_seconds - alone, 0.0) / step.prefill_tokens
         known = self._token_seconds
         if known is None:
             self._token_seconds = price or None

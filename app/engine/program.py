@@ -15,6 +15,7 @@ from torch import Tensor
 from app.engine.encode_pace import EncodePace
 from app.engine.tensors import array_of, made_up, tensor_of
 from app.errors import InvalidRequest, RequestError, StepFailed
+from app.hardware.throttling import Stretch
 from app.measured import Snapshot, StepStats
 from app.messages import Abort, ArraysReady, Event, Infer, RequestFailed, Signature, Timings
 from app.models.program import Program
@@ -87,6 +88,7 @@ class ProgramEngine:
         """A step has up to `pace.target_tokens` rows."""
         self.stats: StepStats | None = None
         self.runner: Runner = served
+        self.stretch = Stretch()
         self._signature, self._pace, self._clock = served.signature, pace, clock
         self._waiting: deque[Waiting] = deque()
         self._batch: list[Share] = []  # of the step that is under way, or that raised
@@ -109,6 +111,7 @@ class ProgramEngine:
     def step(self) -> list[Event]:
         """Computes the next batch and returns what its clients are to be told."""
         started = self._clock()
+        self.stretch.begin()
         self._batch, self._model_seconds = self._next_batch(), 0.0
         shares = self._batch
         for share in shares:
@@ -127,6 +130,7 @@ class ProgramEngine:
             model_seconds=self._model_seconds,
             encode_tokens=rows,
             num_encode_sequences=rows,
+            stretch=self.stretch.of(seconds),
         )
         self._pace.observe(self.stats)
         return events

@@ -54,7 +54,7 @@ class RowCosts:
             self._forget()
         seen = self._seen.setdefault(rows, Seen())
         seen.last_step = self._num_steps
-        seen.factors.append(step.seconds / self._table.decode(rows, step.context_tokens))
+        seen.factors.append(step.usual_seconds / self._table.decode(rows, step.context_tokens))
         if len(seen.factors) < _FEWEST:
             return
         if not seen.typical:

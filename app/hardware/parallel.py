@@ -49,6 +49,7 @@ class Parallelism:
     cpu_ids: Decision[tuple[int, ...]]
     numa_node: Decision[int | None]
     wait_policy: Decision[str]
+    throttling_quota: Decision[float | None]
     interop_threads: Decision[int]
     tokenizer_threads: Decision[int]
     http_threads: Decision[int]
@@ -75,6 +76,7 @@ def decide(facts: Facts, settings: Settings, trials: Trials = NOTHING, precision
         cpu_ids=_cpu_ids(facts, threads.value, place),
         numa_node=place.node,
         wait_policy=_wait_policy(facts, threads.value, place),
+        throttling_quota=_throttling_quota(facts, threads.value),
         interop_threads=Decision(1, "One step runs at a time; a second pool would fight the first for its cores."),
         tokenizer_threads=Decision(small, f"Text becomes tokens beside the step: up to 4 threads, within {_allowance(facts)}."),
         http_threads=Decision(
@@ -225,6 +227,17 @@ def _wait_policy(facts: Facts, threads: int, place: Place) -> Decision[str]:
     case = "throttled" if quota is not None and threads > quota else "crowded" if threads > len(place.cores) else "alone"
     policy, reason = _WAITS[case]
     return Decision(policy, reason.format(quota=quota))
+
+
+def _throttling_quota(facts: Facts, threads: int) -> Decision[float | None]:
+    quota = facts.cgroup.quota_cores
+    if quota is None or threads <= quota:
+        return Decision(None, "No thread is stopped by a quota: seconds are the clock's.")
+    return Decision(
+        quota,
+        f"{count(threads, 'thread')} on a quota of {quota:g} cores: stopped for part of each period, so steps are timed by the CPU and "
+        "told as the quota makes them.",
+    )
 
 
 def _budget(facts: Facts) -> float:

@@ -53,6 +53,7 @@ class ServingPlan:
     cpu_ids: Decision[tuple[int, ...]]
     numa_node: Decision[int | None]
     wait_policy: Decision[str]
+    throttling_quota: Decision[float | None]
     interop_threads: Decision[int]
     tokenizer_threads: Decision[int]
     http_threads: Decision[int]

@@ -15,7 +15,7 @@ from app.engine import measuring
 from app.engine.looks import Extent, StepShape
 from app.engine.measuring import Subject, measure
 from app.engine.rehearsal import CHUNK_TOKENS, CONTEXT_ROWS, Rehearsal
-from app.hardware.decision import Measurements, Trial
+from app.hardware.decision import Decision, Measurements, Trial
 from app.hardware.plan import ServingPlan, make_plan
 from app.hardware.probe import probe
 from app.kernels import ceilings
@@ -261,3 +261,34 @@ def test_a_trial_of_a_tiny_model_is_believable(checkpoint: Checkpoint) -> None:
 def _is_sane(trial: Trial) -> bool:
     tables = (trial.decode_seconds, trial.prefill_seconds)
     return all(list(table.values()) == sorted(table.values()) and min(table.values()) > 0 for table in tables)
+
+
+def test_under_a_quota_that_binds_speed_is_what_it_leaves(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of a core: steps take four times what the CPU needs for them, and the budget is of as much work."""
+    whole, quarter = Machine(monkeypatch, quiet), Machine(monkeypatch, quiet)
+    (asked,) = subject_of(checkpoint, "fp32").ways
+    throttled = dataclasses.replace(asked, throttling_quota=Decision(0.25, "for this test"))
+    found = {}
+    for machine, plan in ((whole, asked), (quarter, throttled)):
+        monkeypatch.setattr(Rehearsal, "step", lambda rehearsal, shape, machine=machine: lambda: machine._run(rehearsal, shape))
+        monkeypatch.setattr(measuring, "steady_clock", lambda quota, machine=machine: lambda: machine.now / (quota or 1.0))
+        subject = Subject(checkpoint.model_config, (plan,), (1,), lambda found: ("fp32", 1))
+        found[machine] = measure(subject, 0.7, lambda stage: None).trials[0]
+    assert quarter.steps == pytest.approx(whole.steps, rel=0.3)  # of a step in long seconds fewer samples are enough
+    for size, seconds in found[whole].decode_seconds.items():
+        assert found[quarter].decode_seconds[size] == pytest.approx(4 * seconds)
+
+
+def test_under_a_quota_that_binds_ceilings_are_what_it_leaves(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ceiling:
+        def __init__(self, *about: object) -> None: ...
+
+        def sample(self) -> float:
+            return 8.0
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(measuring, "ReadCeiling", Ceiling)
+    monkeypatch.setattr(measuring, "ProductCeiling", Ceiling)
+    found = measuring._ceilings(subject_of(checkpoint, "fp32"), 0.25)
+    assert (found.read_bytes_per_second, found.products_per_second) == (2.0, {"fp32": 2.0})

@@ -42,6 +42,8 @@ REASONS: list[tuple[str, str, str]] = [
     ("cgroup-v1", "threads", "quota is 1.5 cores, rounded down"),
     ("cgroup-v2-nested", "threads", "quota is 0.5 cores"),
     ("cgroup-v2-nested", "wait_policy", "quota of 0.5 cores"),
+    ("cgroup-v2-nested", "throttling_quota", "1 thread on a quota of 0.5 cores"),
+    ("cgroup-v1", "throttling_quota", "No thread is stopped"),
     ("cgroup-v2-nested", "cpu_ids", "quota is less than the cores"),
     ("altra-cpuset", "threads", "3 physical cores may be used"),
     ("altra-two-sockets", "threads", "on memory node 1"),

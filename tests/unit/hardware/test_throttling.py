@@ -1,0 +1,84 @@
+"""Steps under a quota that binds are told as the quota makes them, by the CPU's time, whether this one was stopped or not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from app.drift import Drift, Promise
+from app.engine.pace import StepPace
+from app.hardware.step_seconds import StepSeconds
+from app.hardware.throttling import Stretch, steady_clock
+from app.measured import StepStats
+
+QUOTA, PERIOD = 0.25, 0.1
+STEP = 0.004  # seconds of a CPU: six steps run through in each period, and the seventh waits for the next
+
+
+@dataclass
+class Throttled:
+    """A machine with a quota that one thread uses up: `cpu` and `wall` seconds so far."""
+
+    cpu: float = 0.0
+    wall: float = 0.0
+    left: float = field(default=QUOTA * PERIOD)
+
+    def compute(self, seconds: float) -> float:
+        """What it takes by the wall's clock."""
+        began = self.wall
+        self.cpu += seconds
+        while seconds > self.left:
+            seconds -= self.left
+            self.wall += self.left + (1 - QUOTA) * PERIOD
+            self.left = QUOTA * PERIOD
+        self.left -= seconds
+        self.wall += seconds
+        return self.wall - began
+
+    def steps(self, count: int, stretch: Stretch) -> Iterator[StepStats]:
+        for _ in range(count):
+            stretch.begin()
+            seconds = self.compute(STEP)
+            model = 0.9 * seconds
+            yield StepStats(seconds, decode_tokens=1, num_decode_sequences=1, model_seconds=model, stretch=stretch.of(seconds))
+
+
+def test_the_clock_goes_as_the_quota_lets_it() -> None:
+    assert steady_clock(None) is time.perf_counter
+    assert steady_clock(QUOTA, lambda: 3.0)() == 12.0
+
+
+def test_a_stretch_is_the_cpus_time_over_the_quota_and_the_walls() -> None:
+    machine = Throttled()
+    stretch = Stretch(QUOTA, lambda: machine.cpu)
+    stretch.begin()
+    assert stretch.of(machine.compute(0.01)) == pytest.approx(4.0)  # it ran through
+    stretch.begin()
+    assert stretch.of(machine.compute(0.02)) == pytest.approx(0.08 / 0.095)  # it was stopped once
+    assert stretch.of(0.0) == 1.0
+
+
+def test_without_a_quota_nothing_is_stretched() -> None:
+    stretch = Stretch()
+    stretch.begin()
+    assert stretch.of(0.5) == 1.0
+    assert StepStats(0.5).usual_seconds == 0.5
+
+
+def test_what_was_told_under_a_quota_still_holds_after_many_steps() -> None:
+    """By the wall's clock alone most steps take a quarter of what was promised, and the capacity would be told four times too high."""
+    machine, table = Throttled(), StepSeconds(((1, STEP / QUOTA),), ((1, STEP / QUOTA),))
+    drift = Drift(Promise(table, {"decode": {1: QUOTA / STEP}}, {}))
+    pace = StepPace(64, steps=table)
+    steps = list(machine.steps(200, Stretch(QUOTA, lambda: machine.cpu)))
+    for step in steps:
+        drift.observe(step)
+        pace.observe(step)
+    drift.look()
+    assert drift.capacity()["decode"][1] == pytest.approx(200 / machine.wall, rel=0.05)
+    assert not drift.drifted
+    assert pace.tempo is not None
+    assert pace.tempo.decode_factor == pytest.approx(1.0)
