@@ -59,6 +59,8 @@ class Watched(Protocol):
     place: Place
     read_snapshot: Callable[[], Snapshot]
     predict_wait: Callable[[], float | None]
+    is_ready: Callable[[], bool]
+    step_age_seconds: Callable[[], float]
     drift: Drift | None
     energy: Energy | None
     recent: dict[str, RecentQuantiles]
@@ -83,6 +85,13 @@ class Gauges(Collector):
             yield gauge("armature_info", "What serves.", 1, asdict(self._metrics.about))
 
     def _state(self, now: Snapshot) -> Iterator[Metric]:
+        yield gauge(
+            "armature_ready",
+            "1 while requests are served; 0 while loading, and from the signal to stop on.",
+            self._metrics.is_ready(),
+        )
+        age = self._metrics.step_age_seconds()
+        yield gauge("armature_step_age_seconds", "How long the step under way has taken so far; 0 where there is none.", age)
         yield gauge("armature_requests_running", "Requests being computed.", now.num_running)
         yield gauge("armature_requests_waiting", "Requests in the queue.", now.num_waiting)
         yield gauge("armature_kv_cache_usage_ratio", "Used KV memory over its capacity.", now.kv_usage_ratio)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics
@@ -23,6 +24,7 @@ from app.step_log import StepLog
 
 Api = Literal["chat", "completions", "embeddings", "rerank", "classify", "native", "oip"]
 Outcome = FinishReason | Literal["refused", "failed"]
+OUTCOMES: tuple[Outcome, ...] = (*get_args(FinishReason), "refused", "failed")
 
 # Each 1.6 times the last, half a millisecond among them: from what a small encoder's step takes to over ten minutes, since a request may
 # take `request_timeout_seconds`.
@@ -45,6 +47,8 @@ class Metrics:
         self.read_snapshot: Callable[[], Snapshot] = Snapshot
         self.predict_wait: Callable[[], float | None] = lambda: None
         self.num_open: Callable[[], int] = lambda: 0
+        self.is_ready: Callable[[], bool] = lambda: False
+        self.step_age_seconds: Callable[[], float] = lambda: 0.0
         self.energy: Energy | None = None
         self.busy_seconds = 0.0
         self.num_tokens = self.num_vectors = 0
@@ -156,6 +160,9 @@ class Metrics:
 
     def _declare(self) -> None:
         self._requests = self._counter("requests", "Requests by how they ended.", "api", "outcome")
+        # All are there from the start: what comes into being with its first increase shows Prometheus none.
+        for api, outcome in product(get_args(Api), OUTCOMES):
+            self._requests.labels(api, outcome)
         self._tokens = self._counter("tokens", "Tokens; cached ones are prompt tokens too.", "kind")
         for kind in ("prompt", "cached", "completion"):
             self._tokens.labels(kind)

@@ -36,6 +36,7 @@ class Service:
         metrics.read_snapshot = lambda: worker.snapshot
         metrics.predict_wait = self._desk.admission.predicted_wait_seconds
         metrics.num_open = lambda: self.num_open
+        metrics.is_ready = lambda: self.ready
 
     # ---- life ------------------------------------------------------------------------------------------------------
 

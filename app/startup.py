@@ -116,6 +116,7 @@ class Serving:
             on_step=self.metrics.on_step,
         )
         self._watch = StepWatch(self.metrics.steps, self.metrics.on_stall, self.metrics.look)
+        self.metrics.step_age_seconds = self._watch.step_age_seconds
         self.worker = Worker(self._build, callbacks, self._watch)
         self.service = Service(self.worker, self.metrics)
         self._place_metrics()

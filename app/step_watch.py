@@ -31,15 +31,18 @@ class StepWatch:
         self.stalls: Stalls | None = None
         self._log, self._on_stall, self._on_look, self._clock = log, on_stall, on_look, clock
         self._looked = clock()
+        self._step_began: float | None = None  # written by the worker thread, read by any
 
     def begin(self) -> None:
         """The next thing is a step."""
+        self._step_began = self._clock()
         self.garbage.hold()
         if self.stalls is not None:
             self.stalls.begin()
 
     def end(self, step: StepStats) -> None:
         """The last thing was this one."""
+        self._step_began = None
         cause = None if self.stalls is None else self.stalls.end(step)
         self._log.add(time.time() - step.seconds, step, cause)
         if cause is not None:
@@ -52,8 +55,14 @@ class StepWatch:
 
     def idle(self) -> None:
         """There is nothing to compute until somebody asks."""
+        self._step_began = None
         self.garbage.release()
         self._look()
+
+    def step_age_seconds(self) -> float:
+        """How long the step under way has taken so far, from any thread: one that never ends is seen here alone."""
+        began = self._step_began
+        return 0.0 if began is None else max(0.0, self._clock() - began)
 
     def close(self) -> None:
         self.garbage.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tests.live.live_server import LiveServer, until
@@ -45,6 +46,22 @@ def test_a_step_that_hangs_is_counted_with_a_cause(server: LiveServer) -> None:
     cause = next(cause for seconds, cause in zip(steps["seconds"], steps["cause"], strict=True) if seconds > 0.3)
     assert cause in ("unknown", "descheduled", "garbage_collection", "page_fault")
     assert server.metric("armature_step_stalls_total", cause=cause) >= 1
+
+
+def test_a_step_that_never_ends_shows_its_age(server: LiveServer) -> None:
+    """The thread lives, so /healthz is 200: who watches sees it here alone."""
+    assert (server.metric("armature_ready"), server.metric("armature_step_age_seconds")) == (1.0, 0.0)
+    server.reins.hold()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(server.generate, max_tokens=1)
+            until(lambda: server.metric("armature_step_age_seconds") > 0.05)
+            assert server.client.get("/healthz").status_code == 200
+            server.reins.release()
+            assert answer.result().status_code == 200
+    finally:
+        server.reins.release()
+    until(lambda: server.metric("armature_step_age_seconds") == 0.0)
 
 
 def test_garbage_waits_while_the_engine_works(server: LiveServer) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from app.gauges import About, Place, throttled_seconds
 from app.measured import Snapshot, StepStats
 from app.messages import Timings
-from app.metrics import SECONDS, Metrics
+from app.metrics import SECONDS, Api, Metrics
 
 ABOUT = About("1.2", "demo", "cpu", "avx512", "bf16", "2.13.0")
 
@@ -83,6 +83,19 @@ def test_what_an_encoder_does_is_shown_by_its_phase(metrics: Metrics) -> None:
     }
     assert {name: seen.get(name) for name in expected} == pytest.approx(expected)
     assert "armature_step_seconds_count{phase=decode}" not in seen
+
+
+def test_each_way_a_request_can_end_is_there_from_the_start(metrics: Metrics) -> None:
+    """Prometheus sees no increase in what comes into being with it: the first failures would go unseen."""
+    names = [name for name in samples(metrics) if name.startswith("armature_requests_total")]
+    assert len(names) == len(get_args(Api)) * 6
+    assert samples(metrics)["armature_requests_total{api=chat,outcome=failed}"] == 0
+
+
+def test_whether_requests_are_served_is_shown(metrics: Metrics) -> None:
+    assert samples(metrics)["armature_ready"] == 0
+    metrics.is_ready = lambda: True
+    assert samples(metrics)["armature_ready"] == 1
 
 
 def test_everything_told_is_shown(metrics: Metrics) -> None:

@@ -114,6 +114,24 @@ def touch() -> None:
             memory[place] = 1
 
 
+def test_the_age_of_a_step_is_told_while_it_is_under_way_also_after_one_that_failed(watched: Watched) -> None:
+    watch = watched.watch
+    assert watch.step_age_seconds() == 0.0
+    watch.begin()
+    watched.now += 2.5
+    assert watch.step_age_seconds() == 2.5
+    watch.begin()  # the one before raised, so it had no end
+    assert watch.step_age_seconds() == 0.0
+    watched.now += 1.0
+    watch.idle()
+    assert watch.step_age_seconds() == 0.0
+    watch.begin()
+    watched.now += 1.0
+    watch.end(StepStats(1.0))
+    assert watch.step_age_seconds() == 0.0
+    watch.close()
+
+
 def test_a_step_that_touches_new_memory_stalled_for_page_faults(watched: Watched) -> None:
     watched.watch.stalls = Stalls(Usual(), fault_seconds=1.0)  # whatever they cost here, they are counted as the greater part
     assert watched.run(touch) == ["page_fault"]
