@@ -39,4 +39,4 @@ def test_a_model_is_passed_as_one_word(root: Path, tmp_path: Path) -> None:
 
 def test_continuous_integration_runs_what_a_person_would(root: Path) -> None:
     lines = [line for line in (root / ".ci" / "run").read_text().splitlines() if line and not line.startswith("#")]
-    assert lines[-1] == "exec make test </dev/null"
+    assert lines[-2:] == ["make checkers </dev/null", "exec make test </dev/null"]
