@@ -1,0 +1,150 @@
+"""Containers as a cluster would run them, through the docker command: started hardened, asked over HTTP, stopped, and always removed."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform as host_platform
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from types import TracebackType
+from typing import Any
+
+LABEL = f"armature.proof={os.getpid()}"
+# What the restricted pod security standard asks for, and a root file system that cannot be written.
+HARDENED = (
+    "--read-only", "--tmpfs=/tmp", "--cap-drop=ALL", "--security-opt=no-new-privileges", "--user=10001:10001",
+)  # fmt: skip
+POLL_SECONDS = 0.02
+COMMAND_SECONDS = 300.0
+READY_SECONDS = 900.0  # emulated, importing torch alone takes minutes
+_numbers = count()
+
+
+class ContainerEnded(Exception):
+    """It should have served; its last words are the message."""
+
+
+def docker(*words: str, seconds: float = COMMAND_SECONDS, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """In a session of its own: Ctrl-C is ours to answer, and what removes containers must not be interrupted by it."""
+    made = subprocess.run(
+        ["docker", *words], capture_output=True, text=True, check=False, timeout=seconds, stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
+    if check and made.returncode != 0:
+        raise RuntimeError(f"docker {' '.join(words)}: {made.stderr.strip()}")
+    return made
+
+
+def remove_all() -> None:
+    """Every container of this run, whatever became of it, and the anonymous volumes with them."""
+    names = docker("ps", "-aq", "--filter", f"label={LABEL}").stdout.split()
+    if names:
+        docker("rm", "-f", "-v", *names, check=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    tag: str
+    platform: str  # linux/amd64 or linux/arm64
+
+    @property
+    def architecture(self) -> str:
+        return self.platform.rpartition("/")[2]
+
+    @property
+    def emulated(self) -> bool:
+        machine = host_platform.machine().lower()
+        return {"x86_64": "amd64", "aarch64": "arm64"}.get(machine, machine) != self.architecture
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Where instructions are emulated, speed means nothing: it is not measured, and threads only wait for each other."""
+        return ("--env=ARMATURE_CALIBRATE=off", "--env=ARMATURE_THREADS=1") if self.emulated else ()
+
+    def facts(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(docker("image", "inspect", "--platform", self.platform, self.tag).stdout)[0]
+        return found
+
+    def python(self, script: str, *options: str, seconds: float = COMMAND_SECONDS) -> str:
+        """What a script prints that the image's own interpreter runs, hardened and without a network."""
+        words = ("--rm", f"--platform={self.platform}", f"--label={LABEL}", *HARDENED, "--network=none", *options)
+        return docker("run", *words, "--entrypoint=python3", self.tag, "-P", "-c", script, seconds=seconds).stdout
+
+
+@dataclass(slots=True)
+class Container:
+    """`armature serve` with these options of docker and flags of ours. Entered when it has been started; left when it is removed."""
+
+    image: Image
+    options: Sequence[str] = ()
+    flags: Sequence[str] = ()
+    publish: bool = True
+    name: str = field(default_factory=lambda: f"armature-proof-{os.getpid()}-{next(_numbers)}")
+    url: str = ""
+    asked: float = 0.0  # when docker was asked to start it
+
+    def __enter__(self) -> Container:
+        port = ("--publish=127.0.0.1::8000",) if self.publish else ()
+        words = (f"--platform={self.image.platform}", f"--name={self.name}", f"--label={LABEL}", *HARDENED, *port)
+        words += (*self.image.options, *self.options)
+        self.asked = time.perf_counter()
+        docker("run", "--detach", *words, self.image.tag, "serve", *self.flags)
+        if self.publish:
+            port_line = docker("port", self.name, "8000/tcp", check=False).stdout.splitlines()  # none where it has ended already
+            self.url = f"http://{port_line[0]}" if port_line else ""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        docker("rm", "-f", "-v", self.name, check=False)
+
+    def state(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(docker("inspect", "--format", "{{json .State}}", self.name).stdout)
+        return found
+
+    def wait_until_ready(self, seconds: float = READY_SECONDS) -> float:
+        """Seconds since docker was asked for it. Raises `ContainerEnded` with its last words."""
+        deadline, next_look = time.monotonic() + seconds, time.monotonic() + 1
+        while self.status("/readyz") != 200:
+            if time.monotonic() > next_look:  # asking the daemon costs more than asking the server
+                next_look = time.monotonic() + 1
+                if not self.state()["Running"] or time.monotonic() > deadline:
+                    raise ContainerEnded(f"not ready after {time.perf_counter() - self.asked:.0f} s: {self.last_words()}")
+            time.sleep(POLL_SECONDS)
+        return time.perf_counter() - self.asked
+
+    def status(self, path: str) -> int | None:
+        """None where nobody answers."""
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=30) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+        except OSError:
+            return None
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
+            body = answer.read().decode()
+        return json.loads(body) if "json" in answer.headers.get("content-type", "") else body
+
+    def post(self, path: str, body: Any, seconds: float = 600.0) -> Any:
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), {"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=seconds) as answer:
+            return json.loads(answer.read())
+
+    def wait(self, seconds: float) -> int:
+        """Its exit status, when it has ended by itself."""
+        return int(docker("wait", self.name, seconds=seconds).stdout)
+
+    def log(self) -> str:
+        made = docker("logs", self.name, check=False)
+        return made.stderr + made.stdout
+
+    def last_words(self) -> str:
+        return " / ".join(line for line in self.log().splitlines()[-3:] if line)

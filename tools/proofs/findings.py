@@ -1,0 +1,62 @@
+"""What a part of the proofs found: checks that passed or failed, tables, sentences; as Python words and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """`found` and `wanted` in words that fit a table's cell."""
+
+    name: str
+    passed: bool
+    found: str
+    wanted: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(slots=True)
+class Findings:
+    """Of one part. What could not be tried is a sentence among `skipped`, never a check that passed."""
+
+    checks: list[Check] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    began: str = ""
+    seconds: float = 0.0
+
+    def check(self, name: str, passed: bool, found: object, wanted: object = "") -> bool:
+        self.checks.append(Check(name, bool(passed), _line(found), _line(wanted)))
+        return bool(passed)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        self.tables.append(Table(title, tuple(columns), tuple(tuple(map(_line, row)) for row in rows)))
+
+    @property
+    def failed(self) -> list[Check]:
+        return [check for check in self.checks if not check.passed]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of_json(cls, value: Mapping[str, Any]) -> Findings:
+        tables = [
+            Table(each["title"], tuple(each["columns"]), tuple(tuple(row) for row in each["rows"])) for each in value["tables"]
+        ]
+        plain = {name: value[name] for name in ("notes", "skipped", "began", "seconds")}
+        return cls(checks=[Check(**each) for each in value["checks"]], tables=tables, **plain)
+
+
+def _line(value: object) -> str:
+    return " ".join(str(value).split())

@@ -1,0 +1,71 @@
+"""int4 on 64-bit Arm: our own kernels at each level, and without them KleidiAI's packed ones by torch, shown to be those that ran."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+from tools.proofs.containers import Container, Image
+from tools.proofs.findings import Findings
+
+LIBRARY = "/opt/armature/app/kernels/libarmature.so"
+PROMPT = "Once upon a time"
+TOKENS = 8
+EMULATED_SECONDS = 900.0
+# Which processor the kernel's emulation is: its own best, and one without i8mm. Without effect on a processor of this architecture.
+LEVELS = {"max": "i8mm", "neoverse-n1": "dotprod"}
+PROBE = Path(__file__).with_name("kleidi_probe.py")
+MOST_ERROR = 0.02  # of the largest product: activations have eight bits, of which one is half a part in 127
+
+
+def run(findings: Findings, image: Image, limits: tuple[str, ...]) -> None:
+    for processor, level in LEVELS.items():
+        options = (*limits, f"--env=QEMU_CPU={processor}")
+        with Container(image, options, ("--precision", "int4")) as server:
+            server.wait_until_ready()
+            _serves(findings, server, f"{processor}: our library at level {level}", level)
+    with tempfile.TemporaryDirectory() as folder:
+        empty = Path(folder) / "empty"
+        empty.touch()
+        without = (*limits, f"--volume={empty}:{LIBRARY}:ro")
+        with Container(image, without, ("--precision", "int4")) as server:
+            server.wait_until_ready()
+            _serves(findings, server, "without our library", "torch")
+        _kleidi(findings, image, without)
+
+
+def _serves(findings: Findings, server: Container, what: str, level: str) -> None:
+    plan = server.get("/info")["plan"]
+    serving = plan["kernels"]["value"], plan["precision"]["value"]
+    findings.check(f"{what} serves int4", serving == (level, "int4"), ", ".join(serving), f"{level}, int4")
+    answer = server.post("/generate", {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True})
+    made = answer["usage"]["completion_tokens"]
+    findings.check(f"{what}: generates", made == TOKENS, f"“{answer['text']}”", f"{TOKENS} tokens")
+
+
+def _kleidi(findings: Findings, image: Image, options: tuple[str, ...]) -> None:
+    """The whole engine on one prompt, watched by torch's profiler; then one product against what its codes mean."""
+    found = json.loads(image.python(PROBE.read_text(), *options, seconds=EMULATED_SECONDS).splitlines()[-1])
+    layers, forms = found["layers"], found["forms"]
+    findings.check("every layer of the engine holds KleidiAI's form", forms == {"KleidiLinear": layers}, forms, f"{layers} layers")
+    least = found["steps"] * layers
+    findings.check(
+        "each step multiplied by torch's operator for it",
+        found["products"] >= least,
+        f"{found['products']} products by aten::_dyn_quant_matmul_4bit in {found['steps']} steps",
+        f">= {least}",
+    )
+    findings.check("weights are packed, bytes for KleidiAI's kernels", found["packed"] == "torch.uint8", found["packed"], "uint8")
+    findings.check(
+        "the reference path is told apart by this",
+        found["reference"] == "torch.float32",
+        f"with scales that KleidiAI does not take: {found['reference']}",
+        "float32, which is how torch keeps weights that its own loop multiplies",
+    )
+    findings.check("products are right", found["error"] <= MOST_ERROR, f"{found['error']:.4f} of the largest", f"<= {MOST_ERROR}")
+    findings.notes.append(
+        "torch's operator has two ways. Where the processor and the scales suit, weights are packed into bytes for KleidiAI's kernels, and the "
+        "operator calls those for whatever has the packed size; else weights are kept as FP32 numbers and multiplied by a plain loop. So the "
+        "kind of what was packed says which of the two runs."
+    )

@@ -1,0 +1,50 @@
+"""Run within the image, where our own library is masked: which form holds the layers in int4, and which operator multiplies them."""
+
+import json
+from collections import Counter
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from app.engine.build import build_engine
+from app.kernels.kleidi import KleidiLinear
+from app.kernels.linear import Linear
+from app.kernels.rounding import quantise_int4
+from app.messages import Generate, SamplingParams
+from app.preparation import prepare
+from app.settings import load_settings
+from app.weights.opening import checkpoint_of
+
+OPERATOR = "aten::_dyn_quant_matmul_4bit"
+TOKENS = 3
+
+
+def engine_run() -> dict[str, object]:
+    prepared = prepare(load_settings(precision="int4", calibrate="off", compile="off", speculation="off")[0])
+    built = build_engine(checkpoint_of(prepared.checkpoint), prepared.plan, (), lambda stage: None)
+    forms = Counter(type(layer.form).__name__ for layer in built.model.modules() if isinstance(layer, Linear))
+    params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+    built.engine.add(Generate("proof", (5, 283, 441), params, 0.0))
+    steps = 0
+    with profile(activities=[ProfilerActivity.CPU]) as watched:
+        while built.engine.has_work:
+            built.engine.step()
+            steps += 1
+    products = sum(event.count for event in watched.key_averages() if event.key == OPERATOR)
+    return {"forms": dict(forms), "layers": sum(forms.values()), "steps": steps, "products": products}
+
+
+def one_product() -> dict[str, object]:
+    torch.manual_seed(0)
+    weight, rows = torch.randn(256, 192), torch.randn(5, 192)
+    codes = quantise_int4(weight, 64, zero_points=False)
+    form = KleidiLinear(codes, None)
+    exact = rows @ codes.dequantise().T
+    error = (form.multiply(rows) - exact).abs().max() / exact.abs().max()
+    # FP32 scales of groups are what KleidiAI does not take: torch's operator then keeps what its own loop reads.
+    pairs = codes.codes[:, 1::2] << 4 | codes.codes[:, ::2]
+    plain = torch.ops.aten._dyn_quant_pack_4bit_weight(pairs, codes.scales.float(), None, 64, 192, 256)
+    return {"packed": str(form.packed.dtype), "reference": str(plain.dtype), "error": float(error)}
+
+
+print(json.dumps(engine_run() | one_product()))
