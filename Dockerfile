@@ -67,7 +67,7 @@ WORKDIR /home/armature
 EXPOSE 8000
 VOLUME /var/cache/armature
 STOPSIGNAL SIGTERM
-HEALTHCHECK --interval=10s --timeout=3s --start-period=10m --start-interval=1s CMD ["python3", "-SE", "/opt/healthcheck.py"]
+HEALTHCHECK --interval=10s --timeout=10s --start-period=10m --start-interval=1s CMD ["python3", "-SE", "/opt/healthcheck.py"]
 ENTRYPOINT ["python3", "-P", "-m", "app"]
 CMD ["serve"]
 ARG VERSION=0 REVISION=unknown
