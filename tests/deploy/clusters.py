@@ -1,0 +1,63 @@
+"""The kustomizations that tests look at, and what a pod of ours would be: its containers, its variables, its quantities."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from outside_tools import Manifest, built, of_kind
+
+# Each a whole service: what a person would apply.
+SERVICES = ("base", "overlays/mixed", "overlays/numa")
+_BYTES = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+
+
+def servers(manifests: Sequence[Manifest]) -> list[Manifest]:
+    """The Deployments of the server: every pool's."""
+    return [each for each in of_kind(manifests, "Deployment") if labels(each).get("app.kubernetes.io/component") == "server"]
+
+
+def all_servers() -> list[Manifest]:
+    return [deployment for folder in SERVICES for deployment in servers(built(folder))]
+
+
+def labels(manifest: Manifest) -> dict[str, str]:
+    return dict(manifest["metadata"].get("labels", {}))
+
+
+def pod(deployment: Manifest) -> Manifest:
+    return dict(deployment["spec"]["template"]["spec"])
+
+
+def pod_labels(deployment: Manifest) -> dict[str, str]:
+    return labels(deployment["spec"]["template"])
+
+
+def server(deployment: Manifest) -> Manifest:
+    (container,) = [each for each in pod(deployment)["containers"] if each["name"] == "server"]
+    return dict(container)
+
+
+def containers(deployment: Manifest) -> Iterator[Manifest]:
+    yield from pod(deployment).get("initContainers", [])
+    yield from pod(deployment)["containers"]
+
+
+def selects(selector: dict[str, str], pod_with: dict[str, str]) -> bool:
+    return selector.items() <= pod_with.items()
+
+
+def environment(manifests: Sequence[Manifest], container: Manifest) -> dict[str, str]:
+    """As the kubelet makes it: the ConfigMaps in turn, then the container's own."""
+    found: dict[str, str] = {}
+    for source in container.get("envFrom", []):
+        (settings,) = of_kind(manifests, "ConfigMap", source["configMapRef"]["name"])
+        found |= settings["data"]
+    return found | {each["name"]: each["value"] for each in container.get("env", [])}
+
+
+def quantity(text: str) -> int:
+    """`6Gi` in bytes."""
+    match = re.fullmatch(r"(\d+)([KMG]i)?", text)
+    assert match is not None, f"{text} is no quantity as ours are written"
+    return int(match[1]) * _BYTES[match[2] or ""]

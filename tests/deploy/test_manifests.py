@@ -1,0 +1,136 @@
+"""The manifests as kustomize makes them: valid for Kubernetes, hardened as checkov wants it, and whole."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+
+from app.version import VERSION
+from outside_tools import Manifest, built, of_kind, run, tool
+from tests.deploy.clusters import SERVICES, all_servers, labels, pod, pod_labels, selects, server, servers
+
+VERSIONS = ("1.34", "1.37")  # the oldest that is still maintained, and the newest that the validator knows
+# What checkov asks and we do not do, each with the reason.
+SKIPPED = {
+    "CKV_K8S_15": "Always pulling makes a start depend on the registry; a tag of ours is never moved",
+    "CKV_K8S_21": "the namespace is of the person who applies it",
+    "CKV_K8S_43": "a digest is the registry's of the person who pushed the image: k8s/README.md says where it goes",
+}
+
+
+def everything() -> list[Manifest]:
+    return [manifest for folder in SERVICES for manifest in built(folder)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", VERSIONS)
+def test_kubernetes_takes_every_field(tmp_path: Path, version: str) -> None:
+    """Strict: a field that this version does not know is refused, where a cluster would drop it without a word."""
+    validator = tool("kubernetes-validate")
+    (tmp_path / "all.yaml").write_text(yaml.safe_dump_all(everything()))
+    told = run([validator, "--strict", "--kubernetes-version", version, tmp_path / "all.yaml"])
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert (told.stdout + told.stderr).count(" passed ") == len(everything())
+
+
+@pytest.mark.slow
+def test_checkov_finds_nothing_but_what_is_answered(tmp_path: Path) -> None:
+    checkov = tool("checkov")
+    for folder in SERVICES:
+        (tmp_path / f"{folder.replace('/', '-')}.yaml").write_text(yaml.safe_dump_all(built(folder)))
+    told = run([checkov, "-d", tmp_path, "--framework", "kubernetes", "--skip-download", "--quiet", "--compact", "-o", "json"])
+    failed = {f"{each['check_id']} {each['check_name']}" for each in json.loads(told.stdout)["results"]["failed_checks"]}
+    assert {each.split()[0] for each in failed} == set(SKIPPED), failed
+
+
+@pytest.mark.parametrize("folder", SERVICES)
+def test_no_two_manifests_have_one_name(folder: str) -> None:
+    names = [(each["kind"], each["metadata"]["name"]) for each in built(folder)]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("folder", SERVICES)
+def test_everything_is_labelled_as_ours(folder: str) -> None:
+    for manifest in built(folder):
+        assert (
+            labels(manifest).items()
+            >= {
+                "app.kubernetes.io/name": "armature",
+                "app.kubernetes.io/part-of": "armature",
+            }.items()
+        ), manifest["metadata"]["name"]
+
+
+@pytest.mark.parametrize("folder", SERVICES)
+def test_one_service_stands_before_every_pool(folder: str) -> None:
+    (service,) = of_kind(built(folder), "Service", "armature")
+    (port,) = service["spec"]["ports"]
+    assert (port["name"], port["port"], port["targetPort"]) == ("http", 8000, "http")
+    for deployment in servers(built(folder)):
+        assert selects(service["spec"]["selector"], pod_labels(deployment))
+        assert {"name": "http", "containerPort": 8000} in server(deployment)["ports"]
+
+
+@pytest.mark.parametrize("folder", SERVICES)
+def test_the_budget_and_the_policy_are_about_every_pod(folder: str) -> None:
+    (budget,) = of_kind(built(folder), "PodDisruptionBudget")
+    (policy,) = of_kind(built(folder), "NetworkPolicy")
+    for deployment in servers(built(folder)):
+        assert selects(budget["spec"]["selector"]["matchLabels"], pod_labels(deployment))
+        assert selects(policy["spec"]["podSelector"]["matchLabels"], pod_labels(deployment))
+
+
+@pytest.mark.parametrize("folder", SERVICES)
+def test_no_deployment_takes_another_ones_pods(folder: str) -> None:
+    deployments = servers(built(folder))
+    for one in deployments:
+        assert selects(one["spec"]["selector"]["matchLabels"], pod_labels(one))
+    for one, other in itertools.permutations(deployments, 2):
+        assert not selects(one["spec"]["selector"]["matchLabels"], pod_labels(other))
+
+
+@pytest.mark.parametrize("folder", SERVICES)
+def test_what_pods_name_is_there(folder: str) -> None:
+    manifests = built(folder)
+    for deployment in servers(manifests):
+        spec = pod(deployment)
+        assert of_kind(manifests, "ServiceAccount", spec["serviceAccountName"])
+        for source in server(deployment)["envFrom"]:
+            assert of_kind(manifests, "ConfigMap", source["configMapRef"]["name"])
+        for volume in spec["volumes"]:
+            check_volume(manifests, volume)
+        assert {each["name"] for each in server(deployment)["volumeMounts"]} == {each["name"] for each in spec["volumes"]}
+
+
+def check_volume(manifests: Sequence[Manifest], volume: Manifest) -> None:
+    if "persistentVolumeClaim" in volume:
+        assert of_kind(manifests, "PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"])
+    if "configMap" in volume:
+        assert of_kind(manifests, "ConfigMap", volume["configMap"]["name"])
+    if "secret" in volume:  # keys are the operator's own to make
+        assert volume["secret"]["optional"] is True
+
+
+@pytest.mark.parametrize("folder", SERVICES)
+def test_in_comes_the_one_port_and_nothing_goes_out(folder: str) -> None:
+    (policy,) = of_kind(built(folder), "NetworkPolicy")
+    assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    assert policy["spec"]["ingress"] == [{"ports": [{"protocol": "TCP", "port": "http"}]}]
+    assert policy["spec"]["egress"] == []
+
+
+def test_changed_settings_are_a_rollout() -> None:
+    """A ConfigMap whose name stays the same changes under running pods, which read it only at their start."""
+    for folder in SERVICES:
+        for each in of_kind(built(folder), "ConfigMap"):
+            assert each["metadata"]["name"] != "armature"
+            assert each["metadata"]["name"].startswith("armature-")
+
+
+def test_the_image_is_of_this_version() -> None:
+    assert {server(each)["image"] for each in all_servers()} == {f"armature:{VERSION}"}

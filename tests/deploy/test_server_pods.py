@@ -1,0 +1,184 @@
+"""What a pod of the server is promised: time to start and to stop, whole cores, memory, and no right that it does not need."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from typing import Any
+
+import pytest
+
+from app.settings import PREFIX, Settings, load_settings, setting_rows
+from app.startup import STEP_SECONDS
+from outside_tools import ROOT, Manifest, built
+from tests.deploy.clusters import SERVICES, all_servers, containers, environment, pod, quantity, server, servers
+
+DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+# The volume types that the restricted pod security standard allows, of those that we might use.
+RESTRICTED_VOLUMES = {"configMap", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
+# The machines that the pools of overlays/mixed fill.
+MACHINES = {"armature-amd64": "c7i.2xlarge", "armature-arm64": "c7g.2xlarge"}
+
+each_server = pytest.mark.parametrize(
+    ("folder", "deployment"),
+    [pytest.param(folder, name, id=f"{folder}-{name}") for folder, names in {
+        "base": ["armature"],
+        "overlays/mixed": ["armature-amd64", "armature-arm64"],
+        "overlays/numa": ["armature-numa-0", "armature-numa-1"],
+    }.items() for name in names],
+)  # fmt: skip
+
+
+def of(folder: str, name: str) -> Manifest:
+    (found,) = [each for each in servers(built(folder)) if each["metadata"]["name"] == name]
+    return found
+
+
+def settings_of(folder: str, deployment: Manifest, monkeypatch: pytest.MonkeyPatch) -> tuple[Settings, list[str]]:
+    for name in [name for name in os.environ if name.startswith(PREFIX)]:
+        monkeypatch.delenv(name)
+    for name, value in environment(built(folder), server(deployment)).items():
+        monkeypatch.setenv(name, value)
+    return load_settings()
+
+
+def test_these_are_all_there_are() -> None:
+    named = {argument.values for argument in each_server.args[1]}
+    assert named == {(folder, each["metadata"]["name"]) for folder in SERVICES for each in servers(built(folder))}
+
+
+@each_server
+def test_every_variable_is_a_setting_and_is_taken(folder: str, deployment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = environment(built(folder), server(of(folder, deployment)))
+    assert names.keys() <= {row.variable for row in setting_rows()}
+    _, warnings = settings_of(folder, of(folder, deployment), monkeypatch)
+    assert warnings == []
+
+
+@each_server
+def test_open_answers_are_drained_before_the_pod_is_killed(folder: str, deployment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = of(folder, deployment)
+    settings, _ = settings_of(folder, manifest, monkeypatch)
+    waits = server(manifest)["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert waits >= 5  # balancers hear of it by watching: seconds, not milliseconds
+    assert pod(manifest)["terminationGracePeriodSeconds"] > waits + settings.drain_seconds + STEP_SECONDS
+
+
+def budget(probe: Manifest) -> int:
+    return int(probe["periodSeconds"] * probe["failureThreshold"])
+
+
+@each_server
+def test_a_start_has_as_long_as_the_image_says(folder: str, deployment: str) -> None:
+    manifest = of(folder, deployment)
+    starting = server(manifest)["startupProbe"]
+    said = re.search(r"--start-period=(\d+)m", DOCKERFILE)
+    assert said is not None
+    assert budget(starting) == 60 * int(said[1])
+    assert starting["httpGet"] == {"path": "/readyz", "port": "http"}
+    assert starting["periodSeconds"] == 1, "a pod that is ready serves a second later"
+    assert manifest["spec"]["progressDeadlineSeconds"] > budget(starting)
+
+
+@each_server
+def test_a_pod_without_time_on_its_cores_is_not_killed(folder: str, deployment: str) -> None:
+    container = server(of(folder, deployment))
+    alive, ready = container["livenessProbe"], container["readinessProbe"]
+    assert alive["httpGet"] == {"path": "/healthz", "port": "http"}
+    assert ready["httpGet"] == {"path": "/readyz", "port": "http"}
+    assert budget(alive) >= 60
+    assert alive["timeoutSeconds"] >= 10
+    assert ready["timeoutSeconds"] >= 5
+    assert budget(alive) > budget(ready), "a pod is left alone before it is killed"
+
+
+@each_server
+def test_pods_are_restricted(folder: str, deployment: str) -> None:
+    manifest = of(folder, deployment)
+    spec = pod(manifest)
+    user = re.search(r"^USER (\d+):(\d+)$", DOCKERFILE, re.MULTILINE)
+    assert user is not None
+    together = spec["securityContext"]
+    assert together["runAsNonRoot"] is True
+    assert (together["runAsUser"], together["runAsGroup"]) == (int(user[1]), int(user[2]))
+    assert together["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["enableServiceLinks"] is False
+    assert not {"hostNetwork", "hostPID", "hostIPC", "hostUsers"} & spec.keys()
+    for volume in spec["volumes"]:
+        assert volume.keys() - {"name"} <= RESTRICTED_VOLUMES
+    for container in containers(manifest):
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+
+
+@each_server
+def test_cores_are_whole_and_the_pods_own(folder: str, deployment: str) -> None:
+    for container in containers(of(folder, deployment)):
+        requests, limits = container["resources"]["requests"], container["resources"]["limits"]
+        assert requests == limits, "Guaranteed: what the static CPU policy pins"
+        assert int(requests["cpu"]) >= 1
+        assert quantity(requests["memory"]) > 400 * 2**20, "the process alone"
+
+
+@each_server
+def test_volumes_fit_the_disk_that_is_asked_for(folder: str, deployment: str) -> None:
+    manifest = of(folder, deployment)
+    sizes = [quantity(each["emptyDir"]["sizeLimit"]) for each in pod(manifest)["volumes"] if "emptyDir" in each]
+    assert sum(sizes) < quantity(server(manifest)["resources"]["limits"]["ephemeral-storage"])
+
+
+def test_what_is_written_is_mounted_and_models_are_only_read() -> None:
+    cache = re.search(r"ARMATURE_CACHE_DIR=(\S+)", DOCKERFILE)
+    assert cache is not None
+    for deployment in all_servers():
+        mounts = {each["mountPath"]: each for each in server(deployment)["volumeMounts"]}
+        assert {path for path, each in mounts.items() if not each.get("readOnly")} == {cache[1], "/tmp"}
+        assert mounts["/models"]["readOnly"] is True
+
+
+def test_each_pool_has_its_machines_price_and_watts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the table of machines has them, so that a changed price is changed here as well."""
+    for name, machine in MACHINES.items():
+        manifest = of("overlays/mixed", name)
+        settings, _ = settings_of("overlays/mixed", manifest, monkeypatch)
+        family, size = row(machine)
+        threads = family["threads_per_core"]
+        assert settings.hourly_price == size["hourly_price"]
+        power = family["power"]
+        assert settings.watts == pytest.approx(power["watts"] * size["vcpus"] / threads / power["of"], abs=0.5)
+        cpu = int(server(manifest)["resources"]["limits"]["cpu"])
+        assert size["vcpus"] - 2 <= cpu < size["vcpus"]
+        assert cpu % threads == 0, "cores are not divided"
+        whole = size["vcpus"] * family["memory_gib_per_vcpu"]
+        assert whole / 2 < quantity(server(manifest)["resources"]["limits"]["memory"]) / 2**30 < whole
+
+
+def row(machine: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    families = tomllib.loads((ROOT / "app" / "bench" / "tco" / "instances.toml").read_text(encoding="utf-8"))["family"]
+    return next((family, size) for family in families for size in family["sizes"] if size["name"] == machine)
+
+
+def test_pools_are_kept_to_their_architecture() -> None:
+    for arch in ("amd64", "arm64"):
+        manifest = of("overlays/mixed", f"armature-{arch}")
+        (term,) = pod(manifest)["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+        assert term["matchExpressions"] == [{"key": "kubernetes.io/arch", "operator": "In", "values": [arch]}]
+        assert manifest["spec"]["template"]["metadata"]["labels"]["pool"] == arch
+    taint = {"key": "kubernetes.io/arch", "operator": "Equal", "value": "arm64", "effect": "NoSchedule"}
+    assert pod(of("overlays/mixed", "armature-arm64"))["tolerations"] == [taint]
+
+
+def test_each_host_has_one_pod_for_each_memory_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    for node in (0, 1):
+        manifest = of("overlays/numa", f"armature-numa-{node}")
+        settings, _ = settings_of("overlays/numa", manifest, monkeypatch)
+        assert settings.numa_node == node
+        (rule,) = pod(manifest)["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        assert rule["topologyKey"] == "kubernetes.io/hostname"
+        assert rule["labelSelector"]["matchLabels"] == manifest["spec"]["selector"]["matchLabels"]
+        assert manifest["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
