@@ -1,0 +1,42 @@
+"""Prints what CHANGELOG.md says of a tag: `python -m tools.release_notes v0.1.0`; or says why that is no tag to release. No packages.
+
+A tag is `v` and the version in app/version.py, and its section has a date: what is unreleased has no tag yet.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+
+from app.version import VERSION
+from tools.install import ROOT
+
+
+def main(arguments: list[str]) -> int:
+    """Exit status 1 with a sentence where the three do not agree."""
+    if len(arguments) != 1:
+        print(__doc__, file=sys.stderr)
+        return 2
+    try:
+        print(notes(arguments[0], VERSION, (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")))
+    except LookupError as missing:
+        print(f"release: {missing}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def notes(tag: str, version: str, changelog: str) -> str:
+    """The section's text without its heading."""
+    if tag != f"v{version}":
+        raise LookupError(f"the tag is {tag}, and app/version.py says {version}: the tag should be v{version}")
+    heading = re.search(rf"^## \[{re.escape(version)}\] - (\d{{4}}-\d\d-\d\d)$", changelog, re.MULTILINE)
+    if heading is None:
+        raise LookupError(f"CHANGELOG.md has no line `## [{version}] - YYYY-MM-DD`")
+    section = re.split(r"^(?:## |\[[^]]+\]: )", changelog[heading.end() :], maxsplit=1, flags=re.MULTILINE)[0].strip()
+    if not section:
+        raise LookupError(f"CHANGELOG.md says nothing of {version}")
+    return section
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
