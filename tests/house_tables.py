@@ -83,7 +83,7 @@ TORCH_FREE = (
     "errors", "version", "settings", "messages", "measured", "hardware.*", "drift", "gauges", "metrics", "quantiles", "models.config",
     "garbage", "stalls", "step_log", "step_watch", "termination",
     "models.graph", "models.outputs", "models.encoder_config", "models.encoder_reading", "models.encoder_shapes",
-    "weights.checkpoint", "weights.opening", "weights.sentence_transformers", "weights.renaming", "weights.resident",
+    "weights.checkpoint", "weights.copies", "weights.opening", "weights.sentence_transformers", "weights.renaming", "weights.resident",
     "weights.archive", "weights.program",
     "weights.recipes", "engine.sequence", "engine.slots", "engine.scheduler", "engine.pace", "engine.standing", "engine.batch",
     "engine.drafts", "engine.speculation", "engine.row_costs", "engine.texts", "engine.encoder", "engine.encode_pace",

@@ -14,6 +14,7 @@ from typing import Any
 
 from app.errors import CheckpointInvalid
 from app.models.graph import dtype_name, read_size
+from app.weights.copies import remedy
 
 _MOST_JSON_BYTES = 256 * 2**20  # of a graph: a thousand layers are some ten megabytes
 # zipfile tells of damage in many ways: names that are no text (ValueError), versions and ciphers it does not know (RuntimeError).
@@ -55,7 +56,7 @@ class Archive:
         try:
             self._zip = zipfile.ZipFile(path)
         except _DAMAGED as error:
-            raise CheckpointInvalid(f"{path.name} is not an archive of torch.export.save: {error}.") from error
+            raise CheckpointInvalid(f"{path.name} is not an archive of torch.export.save: {error}. {remedy(path)}") from error
         members = self._zip.infolist()
         roots = {member.filename.partition("/")[0] for member in members}
         if len(roots) != 1:

@@ -18,6 +18,7 @@ from app.models.encoder_config import EncoderConfig
 from app.models.encoder_reading import is_encoder, read_encoder
 from app.models.encoder_shapes import encoder_tensors_of
 from app.models.shapes import Shape, tensors_of
+from app.weights.copies import check_directory, check_fetched, under_way
 from app.weights.headers import TensorEntry, read_header
 from app.weights.json_file import read_object, read_optional
 from app.weights.renaming import Renamed, renamed
@@ -95,12 +96,8 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
-    """Reads and checks everything but the weights' values. Raises `CheckpointInvalid`."""
-    if not directory.is_dir():
-        what = "is a file; give the directory it lies in" if directory.exists() else "does not exist"
-        raise CheckpointInvalid(
-            f"Checkpoint {directory} {what}. A checkpoint is a directory with config.json, *.safetensors and tokenizer.json."
-        )
+    """Reads and checks everything but the weights' values. Raises `CheckpointInvalid`, and `OSError` where that cannot be read."""
+    check_directory(directory)
     words = sentence_words(directory)
     config = read_object(directory / "config.json")
     if config.get("quantization_config"):
@@ -130,7 +127,7 @@ def _find_tensors(directory: Path) -> dict[str, TensorEntry]:
             f"{directory} has pickled weights only ({_names(pickles)}), which can run code when read and are refused. Where you trust"
             " them, convert: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR), then copy the tokenizer's files."
         )
-    raise CheckpointInvalid(f"{directory} has no weights: no *.safetensors file.")
+    raise CheckpointInvalid(f"{directory} has no weights: no *.safetensors file.{under_way(directory)}")
 
 
 def _read_shards(directory: Path) -> dict[str, TensorEntry]:
@@ -141,7 +138,7 @@ def _read_shards(directory: Path) -> dict[str, TensorEntry]:
     missing = [file for file in files if not (directory / file).is_file()]
     if missing:
         raise CheckpointInvalid(
-            f"{directory} lacks {len(missing)} of {len(files)} shards: {_names(missing)}. Copy or download them too."
+            f"{directory} lacks {len(missing)} of {len(files)} shards: {_names(missing)}. Copy or download them too.{under_way(directory)}"
         )
     headers = {file: read_header(directory / file) for file in files}
     absent = [f"{name} (in {file})" for name, file in places.items() if name not in headers[file]]
@@ -152,10 +149,10 @@ def _read_shards(directory: Path) -> dict[str, TensorEntry]:
 
 def _check_tokenizer(directory: Path) -> None:
     if (directory / "tokenizer.json").is_file():
-        return
+        return check_fetched(directory / "tokenizer.json")
     old = next((name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (directory / name).is_file()), None)
     hint = f"; {old} alone is not enough: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) writes it" if old else ""
-    raise CheckpointInvalid(f"{directory} has no tokenizer.json{hint}.")
+    raise CheckpointInvalid(f"{directory} has no tokenizer.json{hint}.{under_way(directory)}")
 
 
 # ---- which tensors ----------------------------------------------------------------------------------------------------

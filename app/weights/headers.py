@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import CheckpointInvalid
+from app.weights.copies import remedy
 
 # Bytes an element, by the names of the format; sub-byte types are not read.
 DTYPE_BYTES: Mapping[str, int] = {
@@ -48,7 +49,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise CheckpointInvalid(
-                f"{file.name} is not a whole safetensors file: {size} bytes cannot hold a header of {length}. {_AGAIN}"
+                f"{file.name} is not a whole safetensors file: {size} bytes cannot hold a header of {length}. {remedy(file)}"
             )
         text = stream.read(length)
     entries = {
@@ -58,33 +59,30 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     return entries
 
 
-_AGAIN = "Copy or download it again."
-
-
 def _objects(file: Path, text: bytes) -> Mapping[str, Any]:
     try:
         header = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointInvalid(f"{file.name}: its header is not JSON ({str(error)[:80]}). {_AGAIN}") from error
+        raise CheckpointInvalid(f"{file.name}: its header is not JSON ({str(error)[:80]}). {remedy(file)}") from error
     if not isinstance(header, dict):
-        raise CheckpointInvalid(f"{file.name}: its header is not a JSON object. {_AGAIN}")
+        raise CheckpointInvalid(f"{file.name}: its header is not a JSON object. {remedy(file)}")
     return header
 
 
 def _entry(file: Path, name: str, item: Any, data_start: int) -> TensorEntry:
     if not isinstance(item, dict):
-        raise CheckpointInvalid(f"{file.name}: the header's entry for {name[:80]} is not an object. {_AGAIN}")
+        raise CheckpointInvalid(f"{file.name}: the header's entry for {name[:80]} is not an object. {remedy(file)}")
     dtype: Any = item.get("dtype")
     shape: Any = item.get("shape")
     offsets: Any = item.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise CheckpointInvalid(f"{file.name}: tensor {name[:80]} has dtype {dtype!r}; known are {', '.join(DTYPE_BYTES)}.")
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
-        raise CheckpointInvalid(f"{file.name}: tensor {name[:80]} has no proper shape and offsets. {_AGAIN}")
+        raise CheckpointInvalid(f"{file.name}: tensor {name[:80]} has no proper shape and offsets. {remedy(file)}")
     start, end = offsets
     if end - start != math.prod(shape) * DTYPE_BYTES[dtype]:
         raise CheckpointInvalid(
-            f"{file.name}: tensor {name[:80]} of shape {shape} in {dtype} cannot be {end - start} bytes. {_AGAIN}"
+            f"{file.name}: tensor {name[:80]} of shape {shape} in {dtype} cannot be {end - start} bytes. {remedy(file)}"
         )
     return TensorEntry(file, dtype, tuple(shape), data_start + start, data_start + end)
 
@@ -99,8 +97,8 @@ def _check_tiling(file: Path, entries: Mapping[str, TensorEntry], data_start: in
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
         if entry.start != at:
             what = "overlaps the tensor before it" if entry.start < at else "leaves a hole before it"
-            raise CheckpointInvalid(f"{file.name}: tensor {name[:80]} {what}. {_AGAIN}")
+            raise CheckpointInvalid(f"{file.name}: tensor {name[:80]} {what}. {remedy(file)}")
         at = entry.end
     if at != size:
         what = "has been cut short" if at > size else "is longer than its header says"
-        raise CheckpointInvalid(f"{file.name} {what}: it has {size} bytes and its header speaks of {at}. {_AGAIN}")
+        raise CheckpointInvalid(f"{file.name} {what}: it has {size} bytes and its header speaks of {at}. {remedy(file)}")

@@ -1,4 +1,4 @@
-"""A JSON object out of a checkpoint's file, or a refusal that names the file."""
+"""A JSON object out of a checkpoint's file, or a refusal that names the file; what the operating system refuses is the caller's to tell."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import CheckpointInvalid
+from app.weights.copies import remedy, under_way
 
 
 def read_object(file: Path) -> Mapping[str, Any]:
@@ -25,9 +26,9 @@ def read_optional(file: Path) -> Mapping[str, Any]:
 def read_json(file: Path) -> Any:
     if not file.is_file():
         raise CheckpointInvalid(
-            f"{file.parent} has no {file.name}; a checkpoint is the whole directory as transformers saves it."
+            f"{file.parent} has no {file.name}; a checkpoint is the whole directory as transformers saves it.{under_way(file.parent)}"
         )
     try:
         return json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError, OSError) as error:
-        raise CheckpointInvalid(f"{file.name} in {file.parent} is not JSON: {error}.") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointInvalid(f"{file.name} in {file.parent} is not JSON: {error}. {remedy(file)}") from error

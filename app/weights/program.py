@@ -19,6 +19,7 @@ from app.messages import Signature, TensorSpec
 from app.models.graph import LINEAR, SCHEMA_MAJOR, Graph, Ref, Value, read_argument, read_graph, refs
 from app.models.outputs import output_names
 from app.weights.archive import Archive, Stored
+from app.weights.copies import check_fetched
 
 # torch's name of a type to the Open Inference Protocol's.
 DATATYPES: Mapping[str, str] = {
@@ -106,7 +107,8 @@ class ProgramCheckpoint:
 
 
 def open_program(path: Path) -> ProgramCheckpoint:
-    """Reads and checks everything but the weights' values. Raises `CheckpointInvalid`."""
+    """Reads and checks everything but the weights' values. Raises `CheckpointInvalid`, and `OSError` where that cannot be read."""
+    check_fetched(path)
     archive = Archive(path)
     try:
         model = _model_of(archive)
