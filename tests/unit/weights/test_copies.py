@@ -94,11 +94,11 @@ def test_a_file_that_may_not_be_read(volume: Path, name: str) -> None:
 def test_a_folder_that_may_not_be_read(volume: Path, closes: str, others: int) -> None:
     """One that may be entered and not listed may hold what is read by name, but nobody knows which weights there are."""
     closed = volume if closes == "tiny" else volume.parent
-    closed.chmod(others << 6 | others)
+    closed.chmod(others * 0o111)
     with nobody():
         said = refusal(volume)
     assert (
-        f"{closed} belongs to user {closed.stat().st_uid} and group {closed.stat().st_gid} and has mode 0{others}0{others}."
+        f"{closed} belongs to user {closed.stat().st_uid} and group {closed.stat().st_gid} and has mode 0{others * 111:03}."
         in said
     )
 
