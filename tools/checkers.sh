@@ -4,8 +4,9 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 into=build/checkers
-# The custom resources' schemas: of Prometheus' operator, KEDA and the Gateway API.
-schemas=(@kubernetes-models/prometheus-operator@6.0.0 @kubernetes-models/keda@2.0.0 @kubernetes-models/gateway-api@2.0.0)
+# The custom resources' schemas: of Prometheus' operator, KEDA and the Gateway API. And Grafana's types, with what compares dashboards with them.
+schemas=(@kubernetes-models/prometheus-operator@6.0.0 @kubernetes-models/keda@2.0.0 @kubernetes-models/gateway-api@2.0.0
+  @grafana/schema@13.2.3 typescript@5.9.3)
 
 missing=0
 say() { echo "checkers: $*" >&2; missing=1; }
@@ -44,9 +45,9 @@ system_tools() {
 mkdir -p "$into"
 python_tools || say "no hadolint, checkov, kubernetes-validate, check-jsonschema, shellcheck and zizmor: pip could not install them"
 if command -v npm >/dev/null; then
-  node_schemas || say "no schemas of custom resources: npm could not install them"
+  node_schemas || say "no schemas of custom resources and dashboards: npm could not install them"
 else
-  say "no schemas of custom resources: there is no npm"
+  say "no schemas of custom resources and dashboards: there is no npm"
 fi
 system_tools
 command -v kubectl >/dev/null || command -v kustomize >/dev/null || say "no kubectl and no kustomize: manifests are not put together"

@@ -22,8 +22,8 @@ from outside_tools import ROOT, tool
 from tests.deploy.demo_load import busy
 from tests.live.live_server import until
 from tools.peers.quota import Quota
+from tools.plain_rules import plain_rules
 
-RULES = ROOT / "k8s" / "components" / "monitoring" / "rules.yaml"
 SCRAPES = 6  # while servers are busy: two within any window of a query, even where this machine is too busy for some
 LAUNCH = (sys.executable, "-P", str(ROOT / "tools" / "peers" / "launch.py"))
 # Tests run where others compute too, and there nothing measured would be believed: without that there is no capacity to show.
@@ -79,9 +79,10 @@ def live_prometheus(folder: Path) -> Iterator[LivePrometheus]:
 
 
 def _watched(url: str, servers: dict[str, str]) -> bool:
-    """Every server was seen often enough while it worked, and after the gauges of the last minute were there; rules have run twice."""
-    seen = asked(url, f'count_over_time(rate(armature_requests_total{{job="armature"}}[4s])[1m:1s]) >= {SCRAPES}')
-    return {each["metric"]["pool"] for each in seen} == set(servers)
+    """Each server was seen often enough while it worked, and just now; what repeats itself was guessed, and the rules have run."""
+    often = f'count_over_time(rate(armature_requests_total{{job="armature"}}[4s])[1m:1s]) >= {SCRAPES} and on (pool) up == 1'
+    guessed = 'armature_speculation_tokens_total{kind="drafted"} > 0 and on () pool:armature_slo_burn:rate3d'
+    return {each["metric"]["pool"] for each in asked(url, often)} == set(servers) and bool(asked(url, guessed))
 
 
 def _quota(stack: ExitStack) -> list[Path] | None:
@@ -136,11 +137,9 @@ def _configuration(folder: Path, servers: dict[str, str]) -> dict[str, Any]:
 
 
 def _rules(folder: Path) -> list[Path]:
-    """The groups of our PrometheusRule, each looked at every second."""
-    if not RULES.exists():
-        return []
-    groups = yaml.safe_load(RULES.read_text())["spec"]["groups"]
+    """Our rules, each group looked at every second."""
     plain = folder / "rules.yml"
+    groups = yaml.safe_load(plain_rules())["groups"]
     plain.write_text(json.dumps({"groups": [{**group, "interval": "1s"} for group in groups]}))
     return [plain]
 
