@@ -109,7 +109,7 @@ image: ## the image for this machine, into the local Docker daemon: armature:dev
 checkers: ## get what checks the Dockerfile, the manifests, the rules and the dashboards in `make test`
 	@tools/checkers.sh
 
-prove: $(VENV)/bench.stamp ## images of both architectures, built, run hardened and under quotas; a report in docs/ (Docker, half an hour)
+prove: $(VENV)/dev.stamp ## images of both architectures, built, run hardened and under quotas; a report in docs/ (Docker, half an hour)
 	@$(BIN)/python -m tools.prove $(ARGS)
 
 clean: ## remove what was made, .venv too

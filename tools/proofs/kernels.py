@@ -18,6 +18,10 @@ LEVELS = {"max": "i8mm", "neoverse-n1": "dotprod"}
 PROBE = Path(__file__).with_name("kleidi_probe.py")
 MOST_ERROR = 0.02  # of the largest product: activations have eight bits, of which one is half a part in 127
 
+TWO_WAYS = """torch's operator has two ways. Where the processor and the scales suit, weights are packed into bytes for KleidiAI's
+kernels, and the operator calls those for whatever has the packed size; else weights are kept as FP32 numbers and multiplied by a plain
+loop. So the kind of what was packed says which of the two runs."""
+
 
 def run(findings: Findings, image: Image, limits: tuple[str, ...]) -> None:
     for processor, level in LEVELS.items():
@@ -48,7 +52,9 @@ def _kleidi(findings: Findings, image: Image, options: tuple[str, ...]) -> None:
     """The whole engine on one prompt, watched by torch's profiler; then one product against what its codes mean."""
     found = json.loads(image.python(PROBE.read_text(), *options, seconds=EMULATED_SECONDS).splitlines()[-1])
     layers, forms = found["layers"], found["forms"]
-    findings.check("every layer of the engine holds KleidiAI's form", forms == {"KleidiLinear": layers}, forms, f"{layers} layers")
+    findings.check(
+        "every layer of the engine holds KleidiAI's form", forms == {"KleidiLinear": layers}, forms, f"{layers} layers"
+    )
     least = found["steps"] * layers
     findings.check(
         "each step multiplied by torch's operator for it",
@@ -64,8 +70,4 @@ def _kleidi(findings: Findings, image: Image, options: tuple[str, ...]) -> None:
         "float32, which is how torch keeps weights that its own loop multiplies",
     )
     findings.check("products are right", found["error"] <= MOST_ERROR, f"{found['error']:.4f} of the largest", f"<= {MOST_ERROR}")
-    findings.notes.append(
-        "torch's operator has two ways. Where the processor and the scales suit, weights are packed into bytes for KleidiAI's kernels, and the "
-        "operator calls those for whatever has the packed size; else weights are kept as FP32 numbers and multiplied by a plain loop. So the "
-        "kind of what was packed says which of the two runs."
-    )
+    findings.notes.append(TWO_WAYS)

@@ -1,0 +1,30 @@
+"""Both architectures built by `docker buildx bake`, as anybody would. WHEELS names a folder with torch's wheel, where its index is far."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from app.version import VERSION
+
+ROOT = Path(__file__).resolve().parents[2]
+MINUTES = 60
+
+
+def bake() -> str:
+    """The tag of what was built and loaded. Its progress is shown."""
+    wheels = os.environ.get("WHEELS")
+    allowed = [f"--allow=fs.read={wheels}"] if wheels else []
+    environment = os.environ | {"VERSION": VERSION, "REVISION": _revision()}
+    command = ["docker", "buildx", "bake", *allowed, "cpu", "--load"]
+    made = subprocess.run(command, cwd=ROOT, env=environment, stdout=sys.stderr, check=False, timeout=MINUTES * 60)
+    if made.returncode != 0:
+        raise SystemExit(f"prove: docker buildx bake ended with {made.returncode}; its reason stands above")
+    return f"armature:{VERSION}"
+
+
+def _revision() -> str:
+    made = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return made.stdout.strip() or "unknown"

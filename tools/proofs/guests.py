@@ -1,0 +1,128 @@
+"""Servers that take turns under one quota: ours in a container, peers as processes in control groups of their own; asleep between turns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from app.bench.dialects import DIALECTS
+from app.bench.prompts import prompts_for, served_model
+from app.bench.traffic import Traffic, Wanted
+from app.bench.wire import Wire
+from app.bench.workload import Lengths
+from tools.peers.quota import Quota
+from tools.peers.servers import ServerSide, ServerSpec, traffic_to
+from tools.proofs.containers import Container, Image, docker
+from tools.proofs.ports import free_port
+
+PROMPT_TOKENS, MAX_TOKENS = 128, 96
+THROTTLED = "process_cgroup_cpu_throttled_seconds_total"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is served and asked: a checkpoint's folder, further flags of ours, and peers by their commands."""
+
+    model: Path
+    flags: Sequence[str]
+    peers: Sequence[ServerSpec]
+    rounds: int
+
+
+class Guest(Protocol):
+    """A server in its quota, asleep between its turns."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def traffic(self) -> Traffic: ...
+
+    def awake(self) -> AbstractContextManager[None]: ...
+
+    def throttled_seconds(self) -> float: ...
+
+    def cpu_seconds(self) -> float: ...
+
+
+@dataclass(slots=True)
+class Ours:
+    container: Container
+    traffic: Traffic
+    name: str = "ours"
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        docker("unpause", self.container.name)
+        try:
+            yield
+        finally:
+            docker("pause", self.container.name)
+
+    def throttled_seconds(self) -> float:
+        """As its own metric tells, absent before the first time on some kernels: then it is zero."""
+        return self._sample(THROTTLED)
+
+    def cpu_seconds(self) -> float:
+        return self._sample("process_cpu_seconds_total")
+
+    def _sample(self, name: str) -> float:
+        lines = (line.split() for line in self.container.get("/metrics").splitlines())
+        return next((float(words[1]) for words in lines if words and words[0] == name), 0.0)
+
+
+@dataclass(slots=True)
+class Peer:
+    side: ServerSide
+    quota: Quota
+    traffic: Traffic
+
+    @property
+    def name(self) -> str:
+        return self.side.spec.name
+
+    def awake(self) -> AbstractContextManager[None]:
+        return self.side.awake()
+
+    def throttled_seconds(self) -> float:
+        return self.quota.throttled_seconds()
+
+    def cpu_seconds(self) -> float:
+        return self.side.cpu_seconds()
+
+
+async def ours(image: Image, load: Load, cores: float, stack: ExitStack) -> tuple[Ours, Mapping[str, Any]]:
+    """On the host's network, as peers are: what forwards a port would take CPU outside the quota."""
+    port = free_port()
+    options = (
+        f"--cpus={cores:g}", "--memory=8g", "--network=host", "--env=ARMATURE_HOST=127.0.0.1", f"--env=ARMATURE_PORT={port}",
+        f"--volume={load.model.resolve()}:/models/model:ro", "--no-healthcheck",
+    )  # fmt: skip
+    container = stack.enter_context(Container(image, options, ("--model", "/models/model", *load.flags), publish=False))
+    container.url = f"http://127.0.0.1:{port}"
+    container.wait_until_ready()
+    plan = container.get("/info")["plan"]
+    wire = stack.enter_context(closing(Wire(container.url)))
+    dialect, model = DIALECTS["completions"], await served_model(wire)
+    deck, _ = await prompts_for(wire, dialect, model, 0)
+    docker("pause", container.name)
+    return Ours(container, Traffic(wire, dialect, model, deck, _wanted())), plan
+
+
+async def peer(spec: ServerSpec, cores: float, stack: ExitStack) -> Peer:
+    quota = Quota.make(spec.name, cores)
+    stack.callback(quota.remove)
+    side = ServerSide(spec, (quota.procs,))
+    stack.callback(side.end)
+    await side.first_answer()
+    wire = stack.enter_context(closing(Wire(side.url)))
+    traffic, _ = await traffic_to(side, _wanted(), wire)
+    side.halt()
+    return Peer(side, quota, traffic)
+
+
+def _wanted() -> Wanted:
+    return Wanted(Lengths(PROMPT_TOKENS, PROMPT_TOKENS), Lengths(MAX_TOKENS, MAX_TOKENS))

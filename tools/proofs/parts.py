@@ -1,0 +1,92 @@
+"""The parts of the proofs in their order: what each is called, what it tries, and how long it may take."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tools.proofs import dashboards, image, kernels, quota, refusals, serving, start
+from tools.proofs.containers import Image
+from tools.proofs.findings import Findings
+from tools.proofs.guests import MAX_TOKENS, PROMPT_TOKENS, Load
+
+LIMITS = ("--cpus=2", "--memory=4g")
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The image of each platform, this machine's first, and what was asked for."""
+
+    images: tuple[Image, ...]
+    arguments: argparse.Namespace
+
+    @property
+    def here(self) -> Image:
+        return self.images[0]
+
+    def of(self, architecture: str) -> Image | None:
+        return next((each for each in self.images if each.architecture == architecture), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """`about`: what it tries, as the report says it; `minutes`: it is ended after so many."""
+
+    title: str
+    about: str
+    minutes: int
+    run: Callable[[Findings, Subject], None]
+
+
+def _kernels(findings: Findings, subject: Subject) -> None:
+    arm = subject.of("arm64")
+    if arm is None:
+        findings.skipped.append("int4 on 64-bit Arm: no image of it was given.")
+    else:
+        kernels.run(findings, arm, LIMITS)
+
+
+def _quota(findings: Findings, subject: Subject) -> None:
+    asked = subject.arguments
+    load = Load(asked.model or refusals.DEMO, asked.flags.split(), asked.peer, asked.rounds)
+    quota.run(findings, subject.here, load)
+
+
+PARTS: Mapping[str, Part] = {
+    "image": Part(
+        "The image", "Read from the image and from within a container of it.", 5, lambda f, s: image.run(f, s.images)
+    ),
+    "serving": Part(
+        "Both architectures serve",
+        "Containers with a read-only root, no capabilities, no new privileges, user 10001 and no shell, limited to 2 cores and 4 GiB.",
+        40,
+        lambda f, s: serving.run(f, s.images, LIMITS),
+    ),
+    "kernels": Part(
+        "int4 on 64-bit Arm",
+        "Our library's levels, and with our library masked torch's operator on KleidiAI's packed weights.",
+        60,
+        _kernels,
+    ),
+    "start": Part(
+        "Start", "The demo, its calibration kept, from the command to `/readyz` 200.", 10, lambda f, s: start.run(f, s.here)
+    ),
+    "quota": Part(
+        "CPU quotas",
+        f"Prompts of {PROMPT_TOKENS} tokens, answers of {MAX_TOKENS}, closed loop. *Throttled* is the time for which threads "
+        "that wanted to run were stopped, summed over processors, as a share of the run.",
+        60,
+        _quota,
+    ),
+    "refusals": Part(
+        "Refusals",
+        "Each in a container with a file at `/dev/termination-log`, as Kubernetes makes one.",
+        20,
+        lambda f, s: refusals.run(f, s.here, s.arguments.model),
+    ),
+    "dashboards": Part(
+        "Dashboards", "Every panel's query, asked of a Prometheus that scrapes loaded containers.", 15,
+        lambda f, s: dashboards.run(f, s.here),
+    ),
+}  # fmt: skip

@@ -1,0 +1,154 @@
+"""Builds the images and tries what is promised of them: `make prove`, or `python -m tools.prove [--image TAG] [--only quota,image]`.
+
+Docker, root (for control groups) and half an hour on an idle machine; another architecture runs emulated. It leaves docs/proofs.md, and
+what was found as JSON, from which a later run of one part alone takes the other parts' sections.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from app.hardware.probe import probe
+from app.version import VERSION
+from tools.compare_http import spec
+from tools.proofs.baking import bake
+from tools.proofs.containers import Image, docker, remove_all
+from tools.proofs.findings import Findings
+from tools.proofs.parts import PARTS, Subject
+from tools.proofs.report import Section, page
+
+ROOT = Path(__file__).resolve().parents[1]
+REPORT, KEPT = ROOT / "docs" / "proofs.md", ROOT / "build" / "proofs.json"
+PLATFORMS = ("linux/amd64", "linux/arm64")
+UNEXPECTED = (OSError, RuntimeError, ValueError, LookupError, AssertionError, subprocess.SubprocessError)
+
+
+class TooLong(RuntimeError):
+    """A part took longer than it may."""
+
+
+def main() -> int:
+    """Progress goes to stderr; 1 where a check of this run failed, 130 after Ctrl-C, with everything removed."""
+    arguments = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    if shutil.which("docker") is None or docker("version", check=False).returncode != 0:
+        print("prove: no Docker daemon answers; DOCKER_HOST names it", file=sys.stderr)
+        return 2
+    try:
+        tag = arguments.image or bake()
+        subject = Subject(tuple(Image(tag, each) for each in sorted(arguments.platforms, key=_not_here)), arguments)
+        kept = _kept(arguments.json)
+        failed = [name for name in arguments.only if not _proved(name, subject, kept)]
+    except KeyboardInterrupt:
+        print("prove: interrupted", file=sys.stderr)
+        return 130
+    finally:
+        remove_all()
+    print(f"prove: {arguments.report}; " + (f"failed: {', '.join(failed)}" if failed else "every check passed"))
+    return 1 if failed else 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--image", metavar="TAG", help="an image that is there already, in place of building both")
+    parser.add_argument("--platforms", default=PLATFORMS, type=_listed, help=f"of it, {','.join(PLATFORMS)} unless said")
+    parser.add_argument("--only", default=tuple(PARTS), type=_parts, help=f"some of {','.join(PARTS)}")
+    parser.add_argument(
+        "--model", type=Path, help="a checkpoint for quotas, and for a limit that is too small; the demo, without it"
+    )
+    parser.add_argument("--flags", default="", help="of armature serve under quotas, in one string: '--precision int4'")
+    parser.add_argument("--peer", action="append", default=[], type=spec, metavar="NAME=[VARIABLE=value ...] COMMAND")
+    parser.add_argument("--rounds", type=int, default=3, help="of each load under each quota")
+    parser.add_argument("--report", type=Path, default=REPORT)
+    parser.add_argument("--json", type=Path, default=KEPT)
+    return parser.parse_args()
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    unknown = [name for name in _listed(text) if name not in PARTS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: there are {', '.join(PARTS)}")
+    return _listed(text)
+
+
+def _not_here(name: str) -> bool:
+    return Image("", name).emulated
+
+
+def _proved(name: str, subject: Subject, kept: dict[str, Any]) -> bool:
+    """Runs one part, writes what is known by then, and says whether all its checks passed."""
+    part, findings, began = PARTS[name], Findings(), time.monotonic()
+    findings.began = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    print(f"prove: {part.title} ...", file=sys.stderr, flush=True)
+    try:
+        with _at_most(part.minutes):
+            part.run(findings, subject)
+    except UNEXPECTED as error:
+        findings.check("the part ran to its end", False, f"{type(error).__name__}: {error}")
+    findings.seconds = round(time.monotonic() - began, 1)
+    for check in findings.failed:
+        print(f"prove: FAILED {check.name}: {check.found} (wanted: {check.wanted})", file=sys.stderr, flush=True)
+    kept["facts"] = _facts(subject)
+    kept["parts"][name] = findings.to_json()
+    _write(kept, subject.arguments)
+    return not findings.failed
+
+
+@contextmanager
+def _at_most(minutes: int) -> Iterator[None]:
+    def late(number: int, frame: FrameType | None) -> None:
+        raise TooLong(f"ended after {minutes} minutes")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(minutes * 60)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+def _facts(subject: Subject) -> dict[str, str]:
+    seen, tags = probe(), ", ".join(f"{each.platform}{' (emulated)' * each.emulated}" for each in subject.images)
+    engine = docker("version", "--format={{.Server.Version}}").stdout.strip()
+    return {
+        "image": f"armature {VERSION}: {tags}",
+        "revision": subject.here.facts()["Config"]["Labels"].get("org.opencontainers.image.revision", "unknown"),
+        "machine": f"{seen.cpu.name}, {len(seen.cores)} cores, {seen.memory_bytes / 2**30:.0f} GiB, Linux {platform.release()}",
+        "Docker": f"{engine}, control groups version {seen.cgroup.version if seen.cgroup else 'unknown'}",
+    }
+
+
+def _kept(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"parts": {}}
+    return found
+
+
+def _write(kept: Mapping[str, Any], arguments: argparse.Namespace) -> None:
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(kept, indent=1) + "\n")
+    sections = [
+        Section(part.title, part.about, Findings.of_json(kept["parts"][name]) if name in kept["parts"] else None)
+        for name, part in PARTS.items()
+    ]
+    arguments.report.write_text(page(kept["facts"], sections))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
