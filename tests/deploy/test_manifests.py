@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from app.version import VERSION
-from outside_tools import Manifest, built, of_kind, run, tool
+from outside_tools import ROOT, Manifest, built, of_kind, run, tool
 from tests.deploy.clusters import SERVICES, all_servers, labels, pod, pod_labels, selects, server, servers
 
 VERSIONS = ("1.34", "1.37")  # the oldest that is still maintained, and the newest that the validator knows
@@ -43,8 +44,13 @@ def test_checkov_finds_nothing_but_what_is_answered(tmp_path: Path) -> None:
     checkov = tool("checkov")
     for folder in SERVICES:
         (tmp_path / f"{folder.replace('/', '-')}.yaml").write_text(yaml.safe_dump_all(built(folder)))
-    told = run([checkov, "-d", tmp_path, "--framework", "kubernetes", "--skip-download", "--quiet", "--compact", "-o", "json"])
-    failed = {f"{each['check_id']} {each['check_name']}" for each in json.loads(told.stdout)["results"]["failed_checks"]}
+    for dockerfile in ("Dockerfile", "docker/check.Dockerfile"):  # what is answered there stands in them
+        shutil.copy(ROOT / dockerfile, tmp_path)
+    frameworks = ["kubernetes", "dockerfile"]
+    told = run([checkov, "-d", tmp_path, "--framework", *frameworks, "--skip-download", "--quiet", "--compact", "-o", "json"])
+    reports = {report["check_type"]: report["results"]["failed_checks"] for report in json.loads(told.stdout)}
+    assert sorted(reports) == sorted(frameworks)
+    failed = {f"{each['check_id']} {each['check_name']}" for report in reports.values() for each in report}
     assert {each.split()[0] for each in failed} == set(SKIPPED), failed
 
 
