@@ -1,0 +1,106 @@
+"""A real nginx on the loopback for comparisons: one process, and a port for each rule by which it chooses among the servers behind it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+PLACES = os.pathsep.join(
+    [os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin", "/sbin"]
+)  # Debian's is not in a user's path
+START_SECONDS = 10.0
+READ_SECONDS = 600  # a stream may be silent as long as request_timeout lets its request wait
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How servers are chosen: weights in their order, and among connections or in turns."""
+
+    weights: Sequence[int]
+    least_connections: bool = False
+
+
+def configuration(folder: Path, servers: Sequence[str], rules: Mapping[int, Rule]) -> str:
+    """`servers` are HOST:PORT, `rules` by the port at which each answers. Everything that is written lies in `folder`."""
+    user = "user root;\n" if os.geteuid() == 0 else ""  # else root's nginx could not write to the folder
+    blocks = "".join(_upstream(port, servers, rule) + _server(port) for port, rule in rules.items())
+    places = "".join(f"  {name}_temp_path {folder}/{name};\n" for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
+    return (
+        f"{user}daemon off;\nworker_processes 1;\npid {folder}/pid;\nerror_log stderr warn;\n"
+        f"events {{ worker_connections 4096; }}\nhttp {{\n  access_log off;\n{places}{blocks}}}\n"
+    )
+
+
+def _upstream(port: int, servers: Sequence[str], rule: Rule) -> str:
+    chosen = "    least_conn;\n" if rule.least_connections else ""
+    # max_fails=0: a comparison wants every failure to be seen, not a server that is left out after one.
+    lines = "".join(
+        f"    server {name} weight={weight} max_fails=0;\n" for name, weight in zip(servers, rule.weights, strict=True)
+    )
+    return f"  upstream armature_{port} {{\n{chosen}{lines}    keepalive 256;\n  }}\n"
+
+
+def _server(port: int) -> str:
+    """Nothing of an answer is held back: a stream's pieces go on as they come."""
+    return (
+        f"  server {{\n    listen 127.0.0.1:{port};\n    location / {{\n      proxy_pass http://armature_{port};\n"
+        '      proxy_http_version 1.1;\n      proxy_set_header Connection "";\n      proxy_buffering off;\n'
+        f"      proxy_read_timeout {READ_SECONDS}s;\n    }}\n  }}\n"
+    )
+
+
+class Nginx:
+    """Runs from its start until `end`. `urls` are those of the rules, by their names."""
+
+    def __init__(self, servers: Sequence[str], rules: Mapping[str, Rule]) -> None:
+        program = shutil.which("nginx", path=PLACES)
+        if program is None:
+            raise SystemExit("nginx is not here: Debian and Ubuntu have it as `nginx-light`")
+        self._folder = tempfile.TemporaryDirectory(prefix="armature-nginx-")
+        folder = Path(self._folder.name)
+        ports = dict(zip(rules, free_ports(len(rules)), strict=True))
+        self.urls = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
+        file, self._said = folder / "nginx.conf", folder / "said"
+        file.write_text(configuration(folder, servers, {ports[name]: rule for name, rule in rules.items()}))
+        with self._said.open("wb") as said:
+            command = [program, "-p", str(folder), "-c", str(file), "-e", "stderr"]
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+        self._await(list(ports.values()))
+
+    def end(self) -> None:
+        self._process.terminate()  # at once: whoever ends it has had its answers
+        self._process.wait()
+        self._folder.cleanup()
+
+    def _await(self, ports: Sequence[int]) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while not all(_answers(port) for port in ports):
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                said = self._said.read_text(errors="replace")
+                self.end()
+                raise SystemExit(f"nginx does not start: {said}")
+            time.sleep(0.01)
+
+
+def free_ports(count: int) -> list[int]:
+    """All at once, so that they differ."""
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [int(probe.getsockname()[1]) for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def _answers(port: int) -> bool:
+    with closing(socket.socket()) as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
