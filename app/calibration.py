@@ -23,7 +23,7 @@ from app.hardware.facts import Facts, plain
 from app.hardware.plan import ServingPlan
 from app.settings import Settings
 from app.version import VERSION
-from app.weights.whole_file import FileUnusable, open_ours, replacing
+from app.weights.whole_file import FileUnusable, differences, open_ours, replacing, tell_unkept
 
 log = logging.getLogger(__name__)
 
@@ -66,10 +66,22 @@ class Kept:
         try:
             return _parsed(_bytes_of(self.file), self.key)
         except FileNotFoundError:
+            self._tell_of_others(self.file.parent)
             return None
         except (OSError, FileUnusable) as error:
             log.warning("the calibration in %s cannot be used (%s): measuring again", self.file, error)
             return None
+
+    def _tell_of_others(self, folder: Path) -> None:
+        """Of these shapes on another machine, or by another version: never used, and left to whom it is for."""
+        others = []
+        for file in folder.glob("*.json"):
+            with suppress(OSError, FileUnusable, ValueError, KeyError, TypeError, RecursionError):
+                others.append(json.loads(_bytes_of(file))["key"])
+        same = [key for key in others if isinstance(key, dict) and key.get("shapes") == self.key["shapes"]]
+        differ = differences(self.key, same)
+        if differ:
+            log.info("calibrations of this model in %s are of another %s: not used, and left there", folder, differ)
 
     def keep(self, calibration: Calibration) -> None:
         """Writes it for the next start, or says that it cannot. What was not taken for true is not kept."""
@@ -80,9 +92,7 @@ class Kept:
             with replacing(self.file) as stream:
                 stream.write(json.dumps(fields).encode())
         except OSError as error:
-            log.warning(
-                "the calibration cannot be kept in %s (%s): the next start measures again", self.file.parent, error.strerror
-            )
+            tell_unkept(self.file, "what was measured", error)
 
     def forget(self, calibration: Calibration) -> None:
         """The machine is not as it was measured: the next start measures anew. What another process measured since then stays."""

@@ -33,6 +33,7 @@ from app.spending import Spending
 from app.stalls import Stalls, Usual, first_touch_seconds
 from app.step_watch import StepWatch
 from app.version import VERSION
+from app.weights.copies import unreadable
 from app.weights.program import ProgramCheckpoint
 
 if TYPE_CHECKING:
@@ -56,8 +57,14 @@ def read_api_keys(settings: Settings) -> tuple[str, ...]:
         return settings.api_keys
     try:
         lines = settings.api_key_file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsInvalid(f"api_key_file {settings.api_key_file} cannot be read: {error}.") from error
+    except FileNotFoundError as error:
+        raise SettingsInvalid(
+            f"api_key_file {settings.api_key_file} does not exist. Is the secret there, and mounted?"
+        ) from error
+    except OSError as error:
+        raise SettingsInvalid(f"api_key_file {unreadable(settings.api_key_file, error)}") from error
+    except UnicodeDecodeError as error:
+        raise SettingsInvalid(f"api_key_file {settings.api_key_file} is not UTF-8 text, with one key a line.") from error
     keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not keys:
         raise SettingsInvalid(f"api_key_file {settings.api_key_file} holds no key: nobody could be served.")

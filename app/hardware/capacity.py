@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from app.errors import PlanImpossible
 from app.hardware.decision import Decision, count, gib
 from app.hardware.facts import Facts
-from app.hardware.room import LEAST_BATCH_TOKENS, MIN_TOKENS, Demand, Room, room, useful_kv_bytes
+from app.hardware.room import LEAST_BATCH_TOKENS, MIN_TOKENS, Demand, Room, arithmetic, room, useful_kv_bytes
 from app.hardware.trials import Timing, rate
 from app.settings import Settings
 
@@ -34,7 +34,7 @@ def decide(facts: Facts, settings: Settings, demand: Demand, timing: Timing | No
     """Raises `PlanImpossible` where the model does not fit, or what was asked for does not."""
     batch = chunk(facts, settings, demand, timing)
     running = _running_seqs(settings, batch.value)
-    left = _room(facts, demand, batch.value, running.value)
+    left = _room(facts, settings, demand, batch.value, running.value)
     if settings.kv_cache_bytes != "auto":
         left = _forced_room(settings.kv_cache_bytes, left)
     length = _model_len(settings, demand, left)
@@ -115,15 +115,11 @@ def _running_seqs(settings: Settings, batch_tokens: int) -> Decision[int]:
     return Decision(settings.max_running_seqs, "Asked for.")
 
 
-def _room(facts: Facts, demand: Demand, batch_tokens: int, running: int) -> Room:
+def _room(facts: Facts, settings: Settings, demand: Demand, batch_tokens: int, running: int) -> Room:
     """Raises where nothing is left for keys and values."""
     left = room(facts, demand, batch_tokens, running)
     if demand.needs and left.size < MIN_TOKENS * demand.kv_bytes_per_token:
-        raise PlanImpossible(
-            f"The model does not fit: its weights need {gib(demand.weight_bytes)} in {demand.held_in} and the process beside them "
-            f"{gib(left.headroom)}, but {gib(left.available)} are available ({left.source}). "
-            "Give it more memory or serve a smaller model or precision."
-        )
+        raise PlanImpossible(arithmetic(settings, demand, left))
     return replace(left, size=max(0, left.size))
 
 

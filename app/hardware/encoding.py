@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from app.errors import PlanImpossible
 from app.hardware.capacity import Capacity
-from app.hardware.decision import Decision, gib
+from app.hardware.decision import Decision
 from app.hardware.facts import Facts, Needs
-from app.hardware.room import LEAST_BATCH_TOKENS, MIN_TOKENS, Demand, Room, room, token_bytes
+from app.hardware.room import LEAST_BATCH_TOKENS, MIN_TOKENS, Demand, Room, arithmetic, room, token_bytes
 from app.hardware.step_seconds import TABLE_TEXT_TOKENS
 from app.hardware.trials import Timing, rate
 from app.settings import Settings
@@ -40,7 +40,7 @@ def decide(facts: Facts, settings: Settings, demand: Demand, timing: Timing | No
     assert needs is not None, "what generates nothing is known by its needs"
     refuse_what_generating_asks(settings)
     left = room(facts, demand, 0, 0)
-    fits = _most_tokens(needs, demand, left)
+    fits = _most_tokens(settings, needs, demand, left)
     length = _model_len(settings, needs, left, fits)
     target = _target(settings, needs, timing, fits)
     batch = _batch(settings, needs, Fitting(target, length, fits), left)
@@ -63,15 +63,11 @@ def refuse_what_generating_asks(settings: Settings) -> None:
         raise PlanImpossible(f"{asked} is {getattr(settings, asked)}, but this model generates no text: leave it at auto.")
 
 
-def _most_tokens(needs: Needs, demand: Demand, left: Room) -> int:
+def _most_tokens(settings: Settings, needs: Needs, demand: Demand, left: Room) -> int:
     """Tokens of a step that there is memory for."""
     each = token_bytes(needs)
     if left.size < MIN_TOKENS * each:
-        raise PlanImpossible(
-            f"The model does not fit: its weights need {gib(demand.weight_bytes)} in {demand.held_in} and the process beside them "
-            f"{gib(left.headroom)}, but {gib(left.available)} are available ({left.source}). "
-            "Give it more memory or serve a smaller model or precision."
-        )
+        raise PlanImpossible(arithmetic(settings, demand, left))
     return left.size // each if each else max(needs.max_model_len, 2**20)
 
 

@@ -91,6 +91,23 @@ def least_room(facts: Facts, settings: Settings, demand: Demand) -> Room:
     return room(facts, demand, tokens, min(running, tokens))
 
 
+def arithmetic(settings: Settings, demand: Demand, left: Room) -> str:
+    """Of a model that does not fit: what one request of a usual length would take, and what there is."""
+    needs = demand.needs
+    assert needs is not None, "what needs nothing fits"
+    longest = needs.max_model_len if settings.max_model_len == "auto" else settings.max_model_len
+    tokens = min(longest, USEFUL_TOKENS)
+    if needs.generates:
+        one, words = tokens * demand.kv_bytes_per_token, f"keys and values of one sequence of {tokens:,} tokens"
+    else:
+        one, words = tokens * token_bytes(needs), f"one text of {tokens:,} tokens"
+    return (
+        f"The model does not fit: {gib(demand.weight_bytes)} of weights in {demand.held_in}, {gib(one)} for {words} and "
+        f"{gib(left.headroom)} for the process and its activations make {gib(demand.weight_bytes + one + left.headroom)}, but "
+        f"{gib(left.available)} are available ({left.source}). Give it more memory or serve a smaller model or precision."
+    )
+
+
 def available_bytes(facts: Facts, node: int | None) -> tuple[int, str]:
     """The least of what the machine, the control group and the memory node could give now, and which of them it is."""
     choices = [(facts.available_bytes, "the machine's memory")]

@@ -34,7 +34,7 @@ def readable(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointInvalid(_refused(Path(error.filename or path), error)) from error
+        raise CheckpointInvalid(unreadable(Path(error.filename or path), error)) from error
 
 
 def check_directory(directory: Path) -> None:
@@ -90,7 +90,8 @@ def _names(names: list[str]) -> str:
     return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
 
 
-def _refused(path: Path, error: OSError) -> str:
+def unreadable(path: Path, error: OSError) -> str:
+    """What the operating system says of it, with who may read it or what is missing."""
     if isinstance(error, PermissionError):
         return f"{path} cannot be read by user {os.geteuid()}: {_closed(path)}. In a pod, fsGroup gives a volume's files to its group."
     if isinstance(error, FileNotFoundError) and path.is_symlink():

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,8 +26,8 @@ from app.version import VERSION
 from app.weights.checkpoint import Checkpoint
 from app.weights.choice import Choice, Layer
 from app.weights.content import content_of
-from app.weights.packed import Progress, open_pack, write_pack
-from app.weights.whole_file import FileUnusable
+from app.weights.packed import Progress, key_in, open_pack, write_pack
+from app.weights.whole_file import FileUnusable, differences, tell_unkept
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class Kept:
         try:
             pack = open_pack(self.file, self.key)
         except FileNotFoundError:
+            self._tell_of_others()
             return None
         except (OSError, FileUnusable) as error:
             self._warn(error)
@@ -95,9 +97,19 @@ class Kept:
         try:
             self.size = write_pack(self.file, self.key, blobs, self._packs.keeping)
         except OSError as error:
-            log.warning("packed weights cannot be kept in %s (%s): the next start packs again", self.file.parent, error)
+            tell_unkept(self.file, "what was packed", error)
         else:
             log.info("kept %d MiB of packed weights in %s", self.size >> 20, self.file)
+
+    def _tell_of_others(self) -> None:
+        """Another architecture's or version's pack of this checkpoint is never used, and stays: whoever made it may come back."""
+        others = []
+        for file in self.file.parent.glob("*.pack"):
+            with suppress(OSError, FileUnusable):
+                others.append(key_in(file))
+        differ = differences(self.key, [key for key in others if key.get("checkpoint") == self.key["checkpoint"]])
+        if differ:
+            log.info("packs of this model in %s are of another %s: not used, and left there", self.file.parent, differ)
 
     def _warn(self, error: Exception) -> None:
         log.warning("the packed weights in %s cannot be used (%s): packing again", self.file, error)

@@ -154,12 +154,25 @@ def open_pack(file: Path, key: Mapping[str, str]) -> Pack:
     descriptor = open_ours(file)
     with ExitStack() as undo:
         undo.callback(os.close, descriptor)
-        pack = Pack(descriptor, _read_header(descriptor, key))
+        header = _read_header(descriptor)
+        if header["key"] != dict(key):
+            raise FileUnusable("it was made for something else")
+        pack = Pack(descriptor, _blobs(descriptor, header))
         undo.pop_all()
         return pack
 
 
-def _read_header(file: int, key: Mapping[str, str]) -> Mapping[str, Blob]:
+def key_in(file: Path) -> Mapping[str, str]:
+    """For what a pack was made. Raises `FileUnusable`, and `OSError`."""
+    descriptor = open_ours(file)
+    try:
+        key: Mapping[str, str] = _read_header(descriptor)["key"]
+        return key
+    finally:
+        os.close(descriptor)
+
+
+def _read_header(file: int) -> Mapping[str, Any]:
     size = os.fstat(file).st_size
     begin = os.pread(file, _BEGIN, 0)
     length, checksum = (int.from_bytes(begin[at : at + 8], "little") for at in (len(MAGIC), len(MAGIC) + 8))
@@ -168,9 +181,12 @@ def _read_header(file: int, key: Mapping[str, str]) -> Mapping[str, Blob]:
     text = os.pread(file, length, _BEGIN)
     if zlib.crc32(text) != checksum:
         raise FileUnusable("its header is damaged")
-    header: Any = json.loads(text)  # as it was written: the checksum says so
-    if header["key"] != dict(key):
-        raise FileUnusable("it was made for something else")
+    header: Mapping[str, Any] = json.loads(text)  # as it was written: the checksum says so
+    return header
+
+
+def _blobs(file: int, header: Mapping[str, Any]) -> Mapping[str, Blob]:
+    size = os.fstat(file).st_size
     blobs = {name: _blob(place) for name, place in header["blobs"].items()}
     if any(blob.start % ALIGNMENT or blob.start + blob.nbytes > size for blob in blobs.values()):
         raise FileUnusable("it has been cut short")

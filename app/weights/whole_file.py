@@ -5,16 +5,20 @@ What they hold decides what people are answered. Several processes may write and
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
+log = logging.getLogger(__name__)
+
 PARTIAL, _ABANDONED_SECONDS = ".partial-", 3600.0
+_warned: set[Path] = set()  # folders of which it was told that nothing can be kept there
 
 
 class FileUnusable(Exception):
@@ -49,7 +53,10 @@ def open_ours(file: Path) -> int:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise FileUnusable(f"it cannot be opened ({error.strerror})") from error
+        with suppress(PermissionError):  # where the folder is closed there is nothing, for us: who wants to write there is told
+            file.lstat()
+            raise FileUnusable(f"it cannot be opened ({error.strerror})") from error
+        raise FileNotFoundError(error.errno, error.strerror, str(file)) from error
     with ExitStack() as undo:
         undo.callback(os.close, descriptor)
         check_ours(os.fstat(descriptor))
@@ -65,6 +72,21 @@ def check_ours(status: os.stat_result) -> None:
         raise FileUnusable(f"it belongs to user {status.st_uid}")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise FileUnusable("others may write to it")
+
+
+def tell_unkept(file: Path, what: str, error: OSError) -> None:
+    """One warning a process, whatever else cannot be kept either: a cache volume that is full or read-only stops nobody."""
+    cache = file.parent.parent
+    level = logging.INFO if cache in _warned else logging.WARNING
+    _warned.add(cache)
+    log.log(
+        level, "%s cannot be kept in %s (%s): serving goes on, and the next start makes it again", what, cache, error.strerror
+    )
+
+
+def differences(ours: Mapping[str, str], others: Iterable[Mapping[str, str]]) -> str:
+    """In what files that are not for this start differ from what is looked for, by the names in their keys; empty where there are none."""
+    return ", ".join(sorted({name for key in others for name, value in ours.items() if key.get(name) != value}))
 
 
 def _sweep(folder: Path) -> None:
