@@ -108,17 +108,18 @@ def test_reasons(recorded: Recorded, recipes: Recipes, llama_1b: Needs, name: st
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers(recorded: Recorded, recipes: Recipes, llama_1b: Needs) -> None:
-    with pytest.raises(PlanImpossible, match=r"weights need 4.6 GiB in fp32.*4.0 GiB are available .*limit of 6.0 GiB"):
+    with pytest.raises(PlanImpossible, match=r"4.6 GiB of weights in fp32, .*4.0 GiB are available .*limit of 6.0 GiB"):
         planned(recorded("cgroup-v1"), recipes, llama_1b)
-    with pytest.raises(PlanImpossible, match=r"weights need 4.6 GiB in fp32.*2.0 GiB are available \(the machine's memory\)"):
+    with pytest.raises(PlanImpossible, match=r"4.6 GiB of weights in fp32, .*2.0 GiB are available \(the machine's memory\)"):
         planned(recorded("graviton2"), recipes, llama_1b)
 
 
 def test_what_the_process_itself_holds_is_counted(recorded: Recorded, recipes: Recipes, llama_1b: Needs) -> None:
     """The weights alone, 2.3 GiB, would fit into the 2.6 GiB that are left of the pod's 3."""
-    with pytest.raises(
-        PlanImpossible, match=r"need 2.3 GiB in bf16 and the process beside them \d+ MiB, but 2.6 GiB are available"
-    ):
+    summands = (
+        r"2.3 GiB of weights in bf16, \d+ MiB for keys and values of one sequence of 1,024 tokens and \d+ MiB for the process"
+    )
+    with pytest.raises(PlanImpossible, match=summands + r" and its activations make 2.9 GiB, but 2.6 GiB are available \(of the"):
         planned(recorded("cgroup-v2-nested"), recipes, llama_1b)
 
 
