@@ -92,12 +92,14 @@ def test_no_piece_of_a_stream_is_held_back(pair: tuple[Backend, Backend]) -> Non
 
 def test_who_is_busy_is_passed_over(pair: tuple[Backend, Backend]) -> None:
     """A stream stays open at the first server: whoever comes meanwhile goes to the other."""
-    with before(*pair, able=Rule((1, 1), least_connections=True)) as nginx:
-        with urllib.request.urlopen(f"{nginx.urls['able']}/stream", timeout=PATIENCE) as held:
-            assert held.read(1) == b"a"
-            assert [get(nginx.urls["able"]) for _ in range(4)] == ["b"] * 4
-            pair[0].gate.set()
-            held.read()
+    with (
+        before(*pair, able=Rule((1, 1), least_connections=True)) as nginx,
+        urllib.request.urlopen(f"{nginx.urls['able']}/stream", timeout=PATIENCE) as held,
+    ):
+        assert held.read(1) == b"a"
+        assert [get(nginx.urls["able"]) for _ in range(4)] == ["b"] * 4
+        pair[0].gate.set()
+        held.read()
 
 
 def test_a_server_that_is_no_address_is_told() -> None:
