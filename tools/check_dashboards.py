@@ -64,14 +64,14 @@ class Window:
         return {name: f"{seconds}s" for name, seconds in spans.items()}
 
 
+@dataclass(frozen=True, slots=True)
 class Prometheus:
-    """The few questions that Grafana asks of one."""
+    """The few questions that Grafana asks of one; `client` knows where it is."""
 
-    def __init__(self, url: str) -> None:
-        self._client = httpx.Client(base_url=url, timeout=30)
+    client: httpx.Client
 
     def ask(self, path: str, **parameters: str | float) -> Any:
-        answer = self._client.get(f"/api/v1/{path}", params=parameters).json()
+        answer = self.client.get(f"/api/v1/{path}", params=parameters).json()
         if answer["status"] != "success":
             raise SystemExit(f"{answer['error']}: {parameters}")
         return answer["data"]
@@ -159,16 +159,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     now = time.time()
     window = Window(now - 60 * arguments.minutes, now, arguments.rate_seconds)
-    failed = False
-    for file in arguments.files or sorted(DASHBOARDS.glob("*.json")):
-        dashboard = json.loads(file.read_text())
-        faults, excused = check(Prometheus(arguments.url), dashboard, window)
-        failed |= bool(faults)
-        print(
-            f"{dashboard['title']}: {len(list(queries(dashboard)))} queries, {len(faults)} faults, {len(excused)} empty with a reason"
-        )
-        print(*(f"  {line}" for line in faults + excused), sep="\n")
-    return int(failed)
+    found = []
+    with httpx.Client(base_url=arguments.url, timeout=30) as client:
+        for file in arguments.files or sorted(DASHBOARDS.glob("*.json")):
+            found += report(Prometheus(client), json.loads(file.read_text()), window)
+    return int(bool(found))
+
+
+def report(prometheus: Prometheus, dashboard: Mapping[str, Any], window: Window) -> list[str]:
+    """Printed; and the faults."""
+    faults, excused = check(prometheus, dashboard, window)
+    total = len(list(queries(dashboard)))
+    print(f"{dashboard['title']}: {total} queries, {len(faults)} faults, {len(excused)} empty with a reason")
+    for line in faults + excused:
+        print(f"  {line}")
+    return faults
 
 
 if __name__ == "__main__":

@@ -9,9 +9,10 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ import yaml
 
 from outside_tools import ROOT, tool
 from tests.deploy.demo_load import busy
-from tests.live.live_server import until
 from tools.peers.quota import Quota
 from tools.plain_rules import plain_rules
 
+PATIENCE = 180.0  # seconds for each thing to come; a busy machine is no failure
 SCRAPES = 6  # while servers are busy: two within any window of a query, even where this machine is too busy for some
 LAUNCH = (sys.executable, "-P", str(ROOT / "tools" / "peers" / "launch.py"))
 # Tests run where others compute too, and there nothing measured would be believed: without that there is no capacity to show.
@@ -48,17 +49,26 @@ class LivePrometheus:
     servers: dict[str, str]
     at: float
     has_quota: bool
+    client: httpx.Client
 
     def query(self, promql: str) -> list[dict[str, Any]]:
         """An instant vector as it was then: of each series `metric` and `value`."""
-        return asked(self.url, promql, at=self.at)
+        return asked(self.client, self.url, promql, self.at)
 
 
-def asked(url: str, promql: str, **at: float) -> list[dict[str, Any]]:
-    answer = httpx.get(f"{url}/api/v1/query", params={"query": promql, **({"time": at["at"]} if at else {})}, timeout=30).json()
-    assert answer["status"] == "success", (promql, answer)
-    found: list[dict[str, Any]] = answer["data"]["result"]
+def asked(client: httpx.Client, url: str, promql: str, at: float | None = None) -> list[dict[str, Any]]:
+    told = client.get(f"{url}/api/v1/query", params={"query": promql, **({} if at is None else {"time": at})}).json()
+    assert told["status"] == "success", (promql, told)
+    found: list[dict[str, Any]] = told["data"]["result"]
     return found
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Looks seldom: what is waited for takes seconds, and computes on the same cores."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "what had to come did not"
+        time.sleep(0.1)
 
 
 @contextmanager
@@ -66,23 +76,28 @@ def live_prometheus(folder: Path) -> Iterator[LivePrometheus]:
     """Servers and Prometheus end with it, and with the process that runs the tests."""
     program = tool("prometheus")
     with ExitStack() as stack:
+        client = stack.enter_context(httpx.Client(timeout=30))
         quota = _quota(stack)
         starts = {pool: stack.enter_context(_server(folder, pool, quota if pool == "amd64" else None)) for pool in POOLS}
         servers = {pool: _url(said, r"listening on (http://\S+)") for pool, said in starts.items()}
         for server in servers.values():
-            until(lambda url=server: httpx.get(f"{url}/readyz").status_code == 200)  # type: ignore[misc]
+            until(partial(_answers, client, f"{server}/readyz"))
         url = stack.enter_context(_prometheus(program, folder, servers))
+        until(partial(_answers, client, f"{url}/-/ready"))
+        until(
+            lambda: len(asked(client, url, "up == 1")) == len(servers) + 1
+        )  # a counter's first increase is seen by who saw it before
         with busy(servers):
-            until(lambda: _watched(url, servers))
+            until(lambda: _watched(client, url, servers))
             at = time.time()
-        yield LivePrometheus(url, servers, at, quota is not None)
+        yield LivePrometheus(url, servers, at, quota is not None, client)
 
 
-def _watched(url: str, servers: dict[str, str]) -> bool:
+def _watched(client: httpx.Client, url: str, servers: dict[str, str]) -> bool:
     """Each server was seen often enough while it worked, and just now; what repeats itself was guessed, and the rules have run."""
-    often = f'count_over_time(rate(armature_requests_total{{job="armature"}}[4s])[1m:1s]) >= {SCRAPES} and on (pool) up == 1'
+    often = f'count_over_time(rate(armature_requests_total{{job="armature"}}[4s])[1m:1s]) >= {SCRAPES} and on (instance) up == 1'
     guessed = 'armature_speculation_tokens_total{kind="drafted"} > 0 and on () pool:armature_slo_burn:rate3d'
-    return {each["metric"]["pool"] for each in asked(url, often)} == set(servers) and bool(asked(url, guessed))
+    return {each["metric"]["pool"] for each in asked(client, url, often)} == set(servers) and bool(asked(client, url, guessed))
 
 
 def _quota(stack: ExitStack) -> list[Path] | None:
@@ -110,29 +125,32 @@ def _prometheus(program: str, folder: Path, servers: dict[str, str]) -> Iterator
     files = (f"--config.file={configuration}", f"--storage.tsdb.path={folder / 'tsdb'}", "--web.listen-address=127.0.0.1:0")
     with _running([*LAUNCH, "--", program, *files], folder / "prometheus.log") as said:
         url = "http://" + _url(said, r'msg="Listening on" address=(\S+)')
-        until(lambda: _answers(f"{url}/-/ready"))
         yield url
 
 
-def _answers(url: str) -> bool:
+def _answers(client: httpx.Client, url: str) -> bool:
     with suppress(httpx.TransportError):
-        return httpx.get(url).status_code == 200
+        return client.get(url).status_code == 200
     return False
 
 
 def _configuration(folder: Path, servers: dict[str, str]) -> dict[str, Any]:
-    """Labels as our PodMonitor gives them."""
-    static = [
+    """Labels as our PodMonitor gives them; and, as job plain, the first server as a plain list of targets has it: without a pool."""
+    addresses = {pool: url.removeprefix("http://") for pool, url in servers.items()}
+    pods = [
         {
-            "targets": [url.removeprefix("http://")],
+            "targets": [address],
             "labels": {"pool": pool, "namespace": "armature", "pod": f"armature-{pool}-0", "instance": f"armature-{pool}-0"},
         }
-        for pool, url in servers.items()
+        for pool, address in addresses.items()
     ]
+    plain = [{"targets": [addresses["amd64"]]}]
     return {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
         "rule_files": [str(rules) for rules in _rules(folder)],
-        "scrape_configs": [{"job_name": "armature", "static_configs": static}],
+        "scrape_configs": [
+            {"job_name": name, "static_configs": targets} for name, targets in (("armature", pods), ("plain", plain))
+        ],
     }
 
 
