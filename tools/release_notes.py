@@ -1,4 +1,4 @@
-"""Prints what CHANGELOG.md says of a tag: `python -m tools.release_notes v0.1.0`; or says why that is no tag to release. No packages.
+"""Prints what CHANGELOG.md says of a tag: `python -m tools.release_notes v1.2.3`; or says why that is no tag to release. No packages.
 
 A tag is `v` and the version in app/version.py, and its section has a date: what is unreleased has no tag yet.
 """
