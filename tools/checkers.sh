@@ -7,6 +7,9 @@ into=build/checkers
 # The custom resources' schemas: of Prometheus' operator, KEDA and the Gateway API. And Grafana's types, with what compares dashboards with them.
 schemas=(@kubernetes-models/prometheus-operator@6.0.0 @kubernetes-models/keda@2.0.0 @kubernetes-models/gateway-api@2.0.0
   @grafana/schema@13.2.3 typescript@5.9.3)
+# The definitions of resources of which npm has no schemas, at raw.githubusercontent.com: inference gateways' and KServe's.
+definitions=(kubernetes-sigs/gateway-api-inference-extension/v1.6.0/config/crd/bases/inference.networking.k8s.io_inferencepools.yaml
+  kserve/kserve/v0.20.0/config/crd/full/serving.kserve.io_{clusterservingruntimes,inferenceservices}.yaml)
 
 missing=0
 say() { echo "checkers: $*" >&2; missing=1; }
@@ -20,6 +23,16 @@ node_schemas() {
   local stamp="$into/node_modules/checkers.txt"
   [ "$(cat "$stamp" 2>/dev/null)" = "${schemas[*]}" ] && return
   npm install --silent --no-audit --no-fund --no-save --prefix "$into" "${schemas[@]}" && echo "${schemas[*]}" >"$stamp"
+}
+
+custom_resources() {
+  local stamp="$into/crds/checkers.txt" each
+  [ "$(cat "$stamp" 2>/dev/null)" = "${definitions[*]}" ] && return
+  mkdir -p "$into/crds"
+  for each in "${definitions[@]}"; do
+    curl -fsSL --remove-on-error --connect-timeout 5 --max-time 60 -o "$into/crds/${each##*/}" "https://raw.githubusercontent.com/$each" || return
+  done
+  echo "${definitions[*]}" >"$stamp"
 }
 
 # Debian's and Ubuntu's names of packages, for the programs that are not here.
@@ -49,6 +62,7 @@ if command -v npm >/dev/null; then
 else
   say "no schemas of custom resources and dashboards: there is no npm"
 fi
+custom_resources 2>/dev/null || say "no definitions of InferencePool, ClusterServingRuntime and InferenceService: curl could not get them"
 system_tools
 command -v kubectl >/dev/null || command -v kustomize >/dev/null || say "no kubectl and no kustomize: manifests are not put together"
 [ "$missing" = 0 ] && echo "checkers: all here, in $into and on the path"
