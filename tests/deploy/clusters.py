@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from outside_tools import Manifest, built, of_kind
 
-# Each a whole service: what a person would apply.
-SERVICES = ("base", "overlays/mixed", "overlays/numa")
+# Each a whole service: what a person would apply; the last two have components, as k8s/README.md adds them.
+FETCHING = ("../tests/deploy/overlays/claim", "../tests/deploy/overlays/per-pod")
+SERVICES = ("base", "overlays/mixed", "overlays/numa", *FETCHING)
 _BYTES = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
 
