@@ -29,7 +29,7 @@ from tools.peers.servers import COMPLETIONS, ServerSide, ServerSpec
 from tools.upstream_weights import requests_per_second, weigh
 
 WARM_UP_REQUESTS = 4
-LONGEST_STAY_SECONDS = 120.0  # a request that has not ended by then is counted as it is: refused by its server's timeout
+DRAIN_SECONDS = 300.0  # what queued up at a server that got more than it can do has to end after the last request came
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +159,10 @@ async def _rows(arguments: argparse.Namespace, nginx: Nginx, sides: Sequence[Ser
     for load in loads:
         for name, url in nginx.urls.items():
             with closing(Wire(url)) as wire:
+                traffic = await _traffic(wire, wanted)
+                await traffic.warm_up(WARM_UP_REQUESTS)
                 before = await _answers(sides)
-                run = await _one(load, await _traffic(wire, wanted), capacity, arguments.seconds)
+                run = await _one(load, traffic, capacity, arguments.seconds)
                 answers = [now - then for now, then in zip(await _answers(sides), before, strict=True)]
             if not run.answered:
                 raise SystemExit(f"{name} at {load}: nothing was answered: {dict(run.messages)}")
@@ -181,14 +183,16 @@ async def _traffic(wire: Wire, wanted: Wanted) -> Traffic:
 
 
 async def _one(load: Load, traffic: Traffic, capacity: float, seconds: float) -> Run:
-    await traffic.warm_up(WARM_UP_REQUESTS)
     run = Run()
-    async with asyncio.timeout(seconds + LONGEST_STAY_SECONDS):
-        if load.clients:
-            await traffic.clients(run, load.clients, Bounds(seconds=seconds))
-        else:
-            assert load.part, "a load is one of both"
-            await traffic.arrivals(run, poisson(load.part * capacity, seed=1), Bounds(seconds=seconds))
+    try:
+        async with asyncio.timeout(seconds + DRAIN_SECONDS):
+            if load.clients:
+                await traffic.clients(run, load.clients, Bounds(seconds=seconds))
+            else:
+                assert load.part, "a load is one of both"
+                await traffic.arrivals(run, poisson(load.part * capacity, seed=1), Bounds(seconds=seconds))
+    except TimeoutError:
+        raise SystemExit(f"{load}: requests have not ended {DRAIN_SECONDS:g} s after the last one came; ask for less") from None
     return run
 
 
