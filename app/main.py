@@ -175,16 +175,19 @@ def serve(settings: Settings) -> int:
     listener = listen(settings.host, settings.port)
     sys.stdout.write(f"listening on {url_of(listener)}\n")
     sys.stdout.flush()
-    server.run(sockets=[listener])
+    try:
+        server.run(sockets=[listener])
+    except SystemExit:  # uvicorn's way to say that the application's own start or stop has failed
+        failures.append(
+            ServingFailed("The server could not start its threads; its log says why. Is a limit of processes reached?")
+        )
     log.info("stopped")
+    for failure in failures:
+        raise failure if isinstance(failure, StartupError) else ServingFailed(_lost(failure)) from failure
     if serving.worker.alive:
         # Nothing ends a thread in the midst of native code; the interpreter's own way out would pull the ground from under it.
         logging.shutdown()
         os._exit(0)
-    if server.lifespan.should_exit and not failures:
-        raise ServingFailed("The server could not start its threads; its log says why. Is a limit of processes reached?")
-    for failure in failures:
-        raise failure if isinstance(failure, StartupError) else ServingFailed(_lost(failure)) from failure
     return 0
 
 

@@ -113,7 +113,10 @@ def available_bytes(facts: Facts, node: int | None) -> tuple[int, str]:
     choices = [(facts.available_bytes, "the machine's memory")]
     if facts.cgroup.memory_available_bytes is not None and facts.cgroup.memory_limit_bytes is not None:
         choices.append(
-            (facts.cgroup.memory_available_bytes, f"of the control group's limit of {gib(facts.cgroup.memory_limit_bytes)}")
+            (
+                facts.cgroup.memory_available_bytes,
+                f"of the control group's limit of {gib(facts.cgroup.memory_limit_bytes)}, the rest is in use",
+            )
         )
     choices += [
         (known.available_bytes, f"memory node {node}") for known in facts.numa_nodes if known.id == node and known.available_bytes
