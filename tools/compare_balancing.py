@@ -11,7 +11,7 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 
@@ -23,7 +23,7 @@ from app.bench.traffic import Run, Traffic, Wanted
 from app.bench.wire import Wire, event_loop
 from app.bench.workload import Lengths, poisson
 from tools.compare_http import say
-from tools.peers.nginx import Nginx, Rule
+from tools.peers.nginx import Rule, before
 from tools.peers.quota import Quota
 from tools.peers.servers import COMPLETIONS, ServerSide, ServerSpec
 from tools.upstream_weights import requests_per_second, weigh
@@ -124,10 +124,9 @@ async def _measured(arguments: argparse.Namespace) -> tuple[list[float], list[Ro
         capacities = [await _capacity(side, arguments) for side in sides]
         weights = list(weigh(dict(zip(servers, capacities, strict=True)), {}).values())
         say(f"weights {weights}, from {', '.join(f'{capacity:.2f}' for capacity in capacities)} requests/s")
-        rules = rules_for(weights)
-        nginx = Nginx(servers, rules)
+        nginx, urls = before(servers, rules_for(weights))
         stack.callback(nginx.end)
-        return capacities, await _rows(arguments, nginx, sides, sum(capacities))
+        return capacities, await _rows(arguments, urls, sides, sum(capacities))
 
 
 async def _server(arguments: argparse.Namespace, quota: float, stack: ExitStack) -> ServerSide:
@@ -152,18 +151,20 @@ async def _capacity(side: ServerSide, arguments: argparse.Namespace) -> float:
         return told
 
 
-async def _rows(arguments: argparse.Namespace, nginx: Nginx, sides: Sequence[ServerSide], capacity: float) -> list[Row]:
+async def _rows(
+    arguments: argparse.Namespace, urls: Mapping[str, str], sides: Sequence[ServerSide], capacity: float
+) -> list[Row]:
     loads = [Load(part=part) for part in arguments.loads] + [Load(clients=count) for count in arguments.clients]
     wanted = Wanted(_about(arguments.prompt_tokens), _about(arguments.max_tokens))
     rows = []
     for load in loads:
-        for name, url in nginx.urls.items():
+        for name, url in urls.items():
             with closing(Wire(url)) as wire:
                 traffic = await _traffic(wire, wanted)
                 await traffic.warm_up(WARM_UP_REQUESTS)
-                before = await _answers(sides)
+                then = await _answers(sides)
                 run = await _one(load, traffic, capacity, arguments.seconds)
-                answers = [now - then for now, then in zip(await _answers(sides), before, strict=True)]
+                answers = [later - earlier for later, earlier in zip(await _answers(sides), then, strict=True)]
             if not run.answered:
                 raise SystemExit(f"{name} at {load}: nothing was answered: {dict(run.messages)}")
             rows.append(Row.of(load, name, run, answers))

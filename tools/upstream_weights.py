@@ -1,6 +1,6 @@
 """Weights for nginx by what each server can do, for a fleet without a gateway: `python tools/upstream_weights.py --out FILE HOST:PORT ...`.
 
-Reads /metrics of each server and writes the lines `server HOST:PORT weight=N;` of an `upstream` block, which includes that file. It is
+Reads /metrics of each server and writes the `server` lines of an `upstream` block, which includes that file. It is
 replaced, and nginx told, only where a share changed by more than a tenth. The standard library is all it needs.
 """
 
@@ -24,7 +24,7 @@ MOST_WEIGHT = 100  # of the quickest server: a weight is a whole number, and a h
 CHANGE = 0.1  # of a share, before anything is written: a reload leaves old workers behind until their streams end
 ANSWER_SECONDS = 5.0
 CAPACITY = re.compile(r'^armature_capacity_tokens_per_second\{phase="(\w+)",rows="(\d+)"\} (\S+)$', re.MULTILINE)
-LINE = re.compile(r"^server (\S+) weight=(\d+);", re.MULTILINE)
+LINE = re.compile(r"^server (\S+) weight=(\d+) ", re.MULTILINE)
 Weights = dict[str, int]
 
 
@@ -70,7 +70,8 @@ def read_weights(file: Path) -> Weights:
 
 
 def lines(weights: Weights) -> str:
-    return "".join(f"server {server} weight={weight};\n" for server, weight in weights.items())
+    """max_fails=0: with more, nginx takes a server that is full (429) for dead, and a full house for a broken one (502)."""
+    return "".join(f"server {server} weight={weight} max_fails=0;\n" for server, weight in weights.items())
 
 
 def replace_safely(file: Path, text: str, check: Sequence[str], reload: Sequence[str]) -> str:

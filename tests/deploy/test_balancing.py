@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
+import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
-from outside_tools import tool
-from tools.peers.nginx import Nginx, Rule
+from outside_tools import ROOT, tool
+from tools.peers.nginx import Nginx, Rule, before, free_ports, whole
+from tools.upstream_weights import lines
 
 PATIENCE = 10.0  # a server holds its second piece back for longer than a client waits
 
@@ -22,6 +25,7 @@ class Backend:
 
     def __init__(self, name: str) -> None:
         self.gate = threading.Event()
+        self.status = 200
         backend = self
 
         class Answer(BaseHTTPRequestHandler):
@@ -29,7 +33,7 @@ class Backend:
 
             def do_GET(self) -> None:
                 pieces = [name.encode()] * (2 if self.path == "/stream" else 1)
-                self.send_response(200)
+                self.send_response(backend.status)
                 self.send_header("Content-Length", str(sum(map(len, pieces))))
                 self.end_headers()
                 for piece in pieces[:-1]:
@@ -37,6 +41,10 @@ class Backend:
                     self.wfile.flush()
                     backend.gate.wait(2 * PATIENCE)
                 self.wfile.write(pieces[-1])
+
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                self.do_GET()
 
             def log_message(self, *_: object) -> None: ...
 
@@ -53,11 +61,12 @@ class Backend:
 
 
 @contextmanager
-def before(*backends: Backend, **rules: Rule) -> Iterator[Nginx]:
+def door(*backends: Backend, **rules: Rule) -> Iterator[dict[str, str]]:
+    """The addresses of a real nginx, by the names of rules."""
     tool("nginx")
-    nginx = Nginx([each.address for each in backends], rules)
+    nginx, urls = before([each.address for each in backends], rules)
     try:
-        yield nginx
+        yield urls
     finally:
         nginx.end()
 
@@ -75,15 +84,15 @@ def get(url: str) -> str:
 
 
 def test_turns_follow_the_weights(pair: tuple[Backend, Backend]) -> None:
-    with before(*pair, plain=Rule((1, 1)), able=Rule((4, 1))) as nginx:
+    with door(*pair, plain=Rule((1, 1)), able=Rule((4, 1))) as urls:
         for name, shares in (("plain", {"a": 10, "b": 10}), ("able", {"a": 16, "b": 4})):
-            assert Counter(get(nginx.urls[name]) for _ in range(20)) == shares
+            assert Counter(get(urls[name]) for _ in range(20)) == shares
 
 
 def test_no_piece_of_a_stream_is_held_back(pair: tuple[Backend, Backend]) -> None:
     with (
-        before(*pair, plain=Rule((1, 1))) as nginx,
-        urllib.request.urlopen(f"{nginx.urls['plain']}/stream", timeout=PATIENCE) as answer,
+        door(*pair, plain=Rule((1, 1))) as urls,
+        urllib.request.urlopen(f"{urls['plain']}/stream", timeout=PATIENCE) as answer,
     ):
         assert answer.read(1) == b"a", "the server has not written the rest"
         pair[0].gate.set()
@@ -93,11 +102,11 @@ def test_no_piece_of_a_stream_is_held_back(pair: tuple[Backend, Backend]) -> Non
 def test_who_is_busy_is_passed_over(pair: tuple[Backend, Backend]) -> None:
     """A stream stays open at the first server: whoever comes meanwhile goes to the other."""
     with (
-        before(*pair, able=Rule((1, 1), least_connections=True)) as nginx,
-        urllib.request.urlopen(f"{nginx.urls['able']}/stream", timeout=PATIENCE) as held,
+        door(*pair, able=Rule((1, 1), least_connections=True)) as urls,
+        urllib.request.urlopen(f"{urls['able']}/stream", timeout=PATIENCE) as held,
     ):
         assert held.read(1) == b"a"
-        assert [get(nginx.urls["able"]) for _ in range(4)] == ["b"] * 4
+        assert [get(urls["able"]) for _ in range(4)] == ["b"] * 4
         pair[0].gate.set()
         held.read()
 
@@ -105,10 +114,60 @@ def test_who_is_busy_is_passed_over(pair: tuple[Backend, Backend]) -> None:
 def test_a_server_that_is_no_address_is_told() -> None:
     tool("nginx")
     with pytest.raises(SystemExit, match="nginx does not start"):
-        Nginx(["not an address"], {"plain": Rule((1,))})
+        before(["not an address"], {"plain": Rule((1,))})
 
 
 def test_without_nginx_it_says_where_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tools.peers.nginx.PLACES", "")
     with pytest.raises(SystemExit, match="nginx-light"):
-        Nginx(["127.0.0.1:9"], {"plain": Rule((1,))})
+        before(["127.0.0.1:9"], {"plain": Rule((1,))})
+
+
+# ---- the configuration in docs/ --------------------------------------------------------------------------------------
+
+
+def post(url: str) -> tuple[int, str]:
+    """The status and who answered."""
+    try:
+        with urllib.request.urlopen(url, b"{}", timeout=PATIENCE) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+@pytest.fixture
+def documented(pair: tuple[Backend, Backend]) -> Iterator[str]:
+    """docs/nginx.conf as it stands, but for the port and the folder, with weights as the tool writes them."""
+    tool("nginx")
+    (port,) = free_ports(1)
+    text = (ROOT / "docs" / "nginx.conf").read_text().replace("listen 80;", f"listen 127.0.0.1:{port};")
+
+    def written(folder: Path) -> str:
+        (folder / "armature-servers.conf").write_text(lines({pair[0].address: 100, pair[1].address: 25}))
+        return whole(folder, text.replace("/etc/nginx/", f"{folder}/"))
+
+    nginx = Nginx(written, [port])
+    yield f"http://127.0.0.1:{port}"
+    nginx.end()
+
+
+def test_as_documented_turns_follow_the_weights(documented: str) -> None:
+    assert Counter(post(documented) for _ in range(10)) == {(200, "a"): 8, (200, "b"): 2}
+
+
+def test_as_documented_another_is_asked_where_one_is_full(documented: str, pair: tuple[Backend, Backend]) -> None:
+    pair[0].status = 429
+    assert {post(documented) for _ in range(10)} == {(200, "b")}
+
+
+def test_as_documented_a_full_house_is_told_as_such(documented: str, pair: tuple[Backend, Backend]) -> None:
+    """The servers' own 429, with their Retry-After, never a 502: nginx has not taken them for dead."""
+    pair[0].status = pair[1].status = 429
+    assert {post(documented)[0] for _ in range(10)} == {429}
+    pair[0].status = 200
+    assert post(documented) == (200, "a")
+
+
+def test_as_documented_who_is_gone_costs_nobody_an_answer(documented: str, pair: tuple[Backend, Backend]) -> None:
+    pair[0].close()
+    assert {post(documented) for _ in range(10)} == {(200, "b")}

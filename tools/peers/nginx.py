@@ -8,7 +8,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,15 +28,18 @@ class Rule:
     least_connections: bool = False
 
 
-def configuration(folder: Path, servers: Sequence[str], rules: Mapping[int, Rule]) -> str:
-    """`servers` are HOST:PORT, `rules` by the port at which each answers. Everything that is written lies in `folder`."""
+def whole(folder: Path, blocks: str) -> str:
+    """A configuration with these blocks in `http`; everything that is written lies in `folder`."""
     user = "user root;\n" if os.geteuid() == 0 else ""  # else root's nginx could not write to the folder
-    blocks = "".join(_upstream(port, servers, rule) + _server(port) for port, rule in rules.items())
     places = "".join(f"  {name}_temp_path {folder}/{name};\n" for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
     return (
         f"{user}daemon off;\nworker_processes 1;\npid {folder}/pid;\nerror_log stderr warn;\n"
         f"events {{ worker_connections 4096; }}\nhttp {{\n  access_log off;\n{places}{blocks}}}\n"
     )
+
+
+def _blocks(port: int, servers: Sequence[str], rule: Rule) -> str:
+    return _upstream(port, servers, rule) + _server(port)
 
 
 def _upstream(port: int, servers: Sequence[str], rule: Rule) -> str:
@@ -58,22 +61,21 @@ def _server(port: int) -> str:
 
 
 class Nginx:
-    """Runs from its start until `end`. `urls` are those of the rules, by their names."""
+    """Runs from its start until `end`."""
 
-    def __init__(self, servers: Sequence[str], rules: Mapping[str, Rule]) -> None:
+    def __init__(self, text: Callable[[Path], str], ports: Sequence[int]) -> None:
+        """`text` makes the configuration for a folder that is ours; back once it answers on all ports."""
         program = shutil.which("nginx", path=PLACES)
         if program is None:
             raise SystemExit("nginx is not here: Debian and Ubuntu have it as `nginx-light`")
         self._folder = tempfile.TemporaryDirectory(prefix="armature-nginx-")
         folder = Path(self._folder.name)
-        ports = dict(zip(rules, free_ports(len(rules)), strict=True))
-        self.urls = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
         file, self._said = folder / "nginx.conf", folder / "said"
-        file.write_text(configuration(folder, servers, {ports[name]: rule for name, rule in rules.items()}))
+        file.write_text(text(folder))
         with self._said.open("wb") as said:
             command = [program, "-p", str(folder), "-c", str(file), "-e", "stderr"]
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
-        self._await(list(ports.values()))
+        self._await(ports)
 
     def end(self) -> None:
         self._process.terminate()  # at once: whoever ends it has had its answers
@@ -88,6 +90,16 @@ class Nginx:
                 self.end()
                 raise SystemExit(f"nginx does not start: {said}")
             time.sleep(0.01)
+
+
+def before(servers: Sequence[str], rules: Mapping[str, Rule]) -> tuple[Nginx, dict[str, str]]:
+    """An nginx with a port for each rule, and the addresses by the rules' names."""
+    ports = dict(zip(rules, free_ports(len(rules)), strict=True))
+    by_port = {ports[name]: rule for name, rule in rules.items()}
+    nginx = Nginx(
+        lambda folder: whole(folder, "".join(_blocks(port, servers, rule) for port, rule in by_port.items())), list(by_port)
+    )
+    return nginx, {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
 
 
 def free_ports(count: int) -> list[int]:

@@ -82,7 +82,7 @@ def test_one_look_from_the_command_line(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(upstream_weights, "scraped", metrics.__getitem__)
     monkeypatch.setattr(sys, "argv", ["upstream_weights", "--out", str(tmp_path / "s.conf"), "--reload", reload, "a:1", "b:1"])
     assert [upstream_weights.main(), upstream_weights.main()] == [0, 0]
-    assert (tmp_path / "s.conf").read_text() == "server a:1 weight=100;\nserver b:1 weight=25;\n"
+    assert (tmp_path / "s.conf").read_text() == "server a:1 weight=100 max_fails=0;\nserver b:1 weight=25 max_fails=0;\n"
     assert reloads.read_text() == "x"
     metrics["b:1"] = told(decode={8: 40.0}, prefill={64: 400.0})
     assert upstream_weights.main() == 0
@@ -94,5 +94,5 @@ def test_it_runs_alone(tmp_path: Path) -> None:
     script = Path(upstream_weights.__file__)
     command = [sys.executable, "-I", "-S", str(script), "--out", str(tmp_path / "s.conf"), "127.0.0.1:9"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert (done.returncode, (tmp_path / "s.conf").read_text()) == (0, "server 127.0.0.1:9 weight=1;\n")
+    assert (done.returncode, (tmp_path / "s.conf").read_text()) == (0, "server 127.0.0.1:9 weight=1 max_fails=0;\n")
     assert "does not answer" in done.stderr
