@@ -4,7 +4,6 @@ makes vectors, as pool arm64. What it loads of rules is what a cluster would be 
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -17,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import yaml
 
 from outside_tools import ROOT, tool
 from tests.deploy.demo_load import busy
+from tools.loopback_prometheus import watching
 from tools.peers.quota import Quota
-from tools.plain_rules import plain_rules
 
 PATIENCE = 180.0  # seconds for each thing to come; a busy machine is no failure
-SCRAPES = 6  # while servers are busy: two within any window of a query, even where this machine is too busy for some
+SCRAPES = 4  # while servers are busy: two within any window of a query, even where this machine is too busy for some
+LISTENING = re.compile(r"listening on (http://\S+)")
 LAUNCH = (sys.executable, "-P", str(ROOT / "tools" / "peers" / "launch.py"))
 # Tests run where others compute too, and there nothing measured would be believed: without that there is no capacity to show.
 SERVE = """
@@ -78,94 +77,44 @@ def live_prometheus(folder: Path) -> Iterator[LivePrometheus]:
     with ExitStack() as stack:
         client = stack.enter_context(httpx.Client(timeout=30))
         quota = _quota(stack)
-        starts = {pool: stack.enter_context(_server(folder, pool, quota if pool == "amd64" else None)) for pool in POOLS}
-        servers = {pool: _url(said, r"listening on (http://\S+)") for pool, said in starts.items()}
+        starts = {pool: stack.enter_context(_server(folder, pool, quota if pool == "amd64" else ())) for pool in POOLS}
+        servers = {pool: _url(said) for pool, said in starts.items()}
         for server in servers.values():
             until(partial(_answers, client, f"{server}/readyz"))
-        url = stack.enter_context(_prometheus(program, folder, servers))
+        url = stack.enter_context(watching(program, folder, servers, plain=[servers["amd64"]]))
         until(partial(_answers, client, f"{url}/-/ready"))
-        until(
-            lambda: len(asked(client, url, "up == 1")) == len(servers) + 1
-        )  # a counter's first increase is seen by who saw it before
+        targets = len(servers) + 1
+        until(lambda: len(asked(client, url, "up == 1")) == targets)  # who saw a counter before sees its first increase
         with busy(servers):
-            until(lambda: _watched(client, url, servers))
+            until(lambda: _watched(client, url, targets))
             at = time.time()
-        yield LivePrometheus(url, servers, at, quota is not None, client)
+        yield LivePrometheus(url, servers, at, bool(quota), client)
 
 
-def _watched(client: httpx.Client, url: str, servers: dict[str, str]) -> bool:
-    """Each server was seen often enough while it worked, and just now; what repeats itself was guessed, and the rules have run."""
-    often = f'count_over_time(rate(armature_requests_total{{job="armature"}}[4s])[1m:1s]) >= {SCRAPES} and on (instance) up == 1'
+def _watched(client: httpx.Client, url: str, targets: int) -> bool:
+    """Each was seen often enough while its requests ended, and just now; what repeats itself was guessed, and the rules have run."""
+    often = f"count_over_time((sum by (instance) (rate(armature_request_seconds_count[4s])) > 0)[1m:1s]) >= {SCRAPES}"
     guessed = 'armature_speculation_tokens_total{kind="drafted"} > 0 and on () pool:armature_slo_burn:rate3d'
-    return {each["metric"]["pool"] for each in asked(client, url, often)} == set(servers) and bool(asked(client, url, guessed))
+    return len(asked(client, url, f"{often} and on (instance) up == 1")) == targets and bool(asked(client, url, guessed))
 
 
-def _quota(stack: ExitStack) -> list[Path] | None:
-    """The lists to join for a quota of one core; None for who may not make control groups."""
+def _quota(stack: ExitStack) -> list[Path]:
+    """The lists to join for a quota of one core; none for who may not make control groups."""
     with suppress(SystemExit):
         quota = Quota.make("dashboards", 1.0)
         stack.callback(quota.remove)
         return [quota.procs]
-    return None
+    return []
 
 
 @contextmanager
-def _server(folder: Path, pool: str, groups: Sequence[Path] | None) -> Iterator[Path]:
-    joined = [word for group in groups or () for word in ("--procs", str(group))]
+def _server(folder: Path, pool: str, groups: Sequence[Path]) -> Iterator[Path]:
+    """What it says is in the file."""
+    joined = [word for group in groups for word in ("--procs", str(group))]
     serve = ("serve", "--port", "0", "--threads", "1", "--calibrate", "auto", "--cache-dir", str(folder / "cache"))
-    command = [*LAUNCH, *joined, "--", sys.executable, "-c", SERVE, *serve, *POOLS[pool]]
-    with _running(command, folder / f"{pool}.log") as said:
-        yield said
-
-
-@contextmanager
-def _prometheus(program: str, folder: Path, servers: dict[str, str]) -> Iterator[str]:
-    configuration = folder / "prometheus.yml"
-    configuration.write_text(yaml.safe_dump(_configuration(folder, servers)))
-    files = (f"--config.file={configuration}", f"--storage.tsdb.path={folder / 'tsdb'}", "--web.listen-address=127.0.0.1:0")
-    with _running([*LAUNCH, "--", program, *files], folder / "prometheus.log") as said:
-        url = "http://" + _url(said, r'msg="Listening on" address=(\S+)')
-        yield url
-
-
-def _answers(client: httpx.Client, url: str) -> bool:
-    with suppress(httpx.TransportError):
-        return client.get(url).status_code == 200
-    return False
-
-
-def _configuration(folder: Path, servers: dict[str, str]) -> dict[str, Any]:
-    """Labels as our PodMonitor gives them; and, as job plain, the first server as a plain list of targets has it: without a pool."""
-    addresses = {pool: url.removeprefix("http://") for pool, url in servers.items()}
-    pods = [
-        {
-            "targets": [address],
-            "labels": {"pool": pool, "namespace": "armature", "pod": f"armature-{pool}-0", "instance": f"armature-{pool}-0"},
-        }
-        for pool, address in addresses.items()
-    ]
-    plain = [{"targets": [addresses["amd64"]]}]
-    return {
-        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-        "rule_files": [str(rules) for rules in _rules(folder)],
-        "scrape_configs": [
-            {"job_name": name, "static_configs": targets} for name, targets in (("armature", pods), ("plain", plain))
-        ],
-    }
-
-
-def _rules(folder: Path) -> list[Path]:
-    """Our rules, each group looked at every second."""
-    plain = folder / "rules.yml"
-    groups = yaml.safe_load(plain_rules())["groups"]
-    plain.write_text(json.dumps({"groups": [{**group, "interval": "1s"} for group in groups]}))
-    return [plain]
-
-
-@contextmanager
-def _running(command: Sequence[str], log: Path) -> Iterator[Path]:
-    """Ended by its own signal, then for good; what it says is in the file."""
+    log = folder / f"{pool}.log"
     with log.open("w") as said:
+        command = [*LAUNCH, *joined, "--", sys.executable, "-c", SERVE, *serve, *POOLS[pool]]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, cwd=ROOT)
     try:
         yield log
@@ -178,9 +127,14 @@ def _running(command: Sequence[str], log: Path) -> Iterator[Path]:
             process.wait()
 
 
-def _url(said: Path, pattern: str) -> str:
-    """What the log says of where it listens."""
-    until(lambda: re.search(pattern, said.read_text()) is not None)
-    found = re.search(pattern, said.read_text())
+def _url(said: Path) -> str:
+    until(lambda: LISTENING.search(said.read_text()) is not None)
+    found = LISTENING.search(said.read_text())
     assert found is not None
     return found[1]
+
+
+def _answers(client: httpx.Client, url: str) -> bool:
+    with suppress(httpx.TransportError):
+        return client.get(url).status_code == 200
+    return False
