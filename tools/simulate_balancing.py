@@ -231,15 +231,16 @@ def main() -> int:
         for name in rules(_servers(arguments)):
             servers = _servers(arguments)
             rate = load * sum(server.capacity for server in servers)
-            _row(f"{load:g}", name, arrivals(servers, rules(servers)[name], rate, arguments.requests, arguments.seed))
+            print(row(f"{load:g}", name, arrivals(servers, rules(servers)[name], rate, arguments.requests, arguments.seed)))
     for count in arguments.clients:
         for name in rules(_servers(arguments)):
             servers = _servers(arguments)
-            _row(f"{count} clients", name, clients(servers, rules(servers)[name], count, arguments.requests, arguments.seed))
+            found = clients(servers, rules(servers)[name], count, arguments.requests, arguments.seed)
+            print(row(f"{count} clients", name, found))
     return 0
 
 
-def _row(load: str, name: str, found: Outcome) -> None:
+def row(load: str, name: str, found: Outcome) -> str:
     refused = found.refused / max(1, found.refused + len(found.seconds))
     print(
         f"| {load} | {name} | {found.percentile(0.5):.2f} | {found.percentile(0.99):.2f} | {found.per_second:.2f} | {refused:.1%} |"

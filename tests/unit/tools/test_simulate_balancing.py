@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outside_tools import ROOT
 from tools.simulate_balancing import (
     Job,
     Outcome,
@@ -18,6 +19,7 @@ from tools.simulate_balancing import (
     clients,
     least_connections,
     predicted_wait,
+    row,
     rules,
     weighted,
 )
@@ -109,3 +111,10 @@ def arrivals_again(speeds: list[float], name: str, rate: float, seed: int) -> li
 def test_percentiles_are_of_what_was_answered() -> None:
     assert Outcome(list(map(float, range(1, 101)))).percentile(0.99) == 99.0
     assert Outcome().percentile(0.5) == math.inf
+
+
+@pytest.mark.parametrize("name", ["round-robin", "least_conn, weights"])
+def test_the_documents_figures_are_of_this_simulation(name: str) -> None:
+    servers = [Server(1.0), Server(0.25)]
+    found = arrivals(servers, rules(servers)[name], 0.5 * 1.25, 20_000, seed=1)
+    assert row("0.5", name, found) in (ROOT / "docs" / "fleet.md").read_text().splitlines()
