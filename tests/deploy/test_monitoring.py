@@ -1,0 +1,87 @@
+"""What scrapes and what is told: the PodMonitor finds the pods, the examples without Kubernetes are taken by their programs."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from outside_tools import ROOT, built, of_kind, run, tool
+from tests.deploy.clusters import SERVICES, pod_labels, selects, server, servers
+from tests.deploy.custom_resources import complaints_of_models
+from tests.deploy.rule_files import alerts
+from tools.plain_rules import plain_rules
+
+COMPONENT = "components/monitoring"
+EXAMPLES = ROOT / "docs" / "monitoring"
+PER_OBJECT_BYTES = 256 * 1024  # of annotations, one of which is `kubectl apply`'s copy
+
+
+@pytest.mark.slow
+def test_the_operators_definitions_know_every_field(tmp_path: Path) -> None:
+    manifests = [*of_kind(built(COMPONENT), "PodMonitor"), *of_kind(built(COMPONENT), "PrometheusRule")]
+    assert complaints_of_models(manifests, tmp_path) == ""
+
+
+@pytest.mark.parametrize("folder", SERVICES)
+def test_every_pod_is_scraped_at_a_port_that_it_has(folder: str) -> None:
+    (monitor,) = of_kind(built(COMPONENT), "PodMonitor")
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    for deployment in servers(built(folder)):
+        assert selects(monitor["spec"]["selector"]["matchLabels"], pod_labels(deployment))
+        assert endpoint["port"] in {port["name"] for port in server(deployment)["ports"]}
+        assert pod_labels(deployment)[monitor["spec"]["jobLabel"]] == "armature", "rules ask for job armature"
+    assert endpoint["path"] == "/metrics"
+
+
+def test_pools_are_told_apart() -> None:
+    (monitor,) = of_kind(built(COMPONENT), "PodMonitor")
+    (label,) = monitor["spec"]["podTargetLabels"]
+    assert {pod_labels(deployment)[label] for deployment in servers(built("overlays/mixed"))} == {"amd64", "arm64"}
+
+
+def test_dashboards_are_where_grafanas_sidecar_looks_and_small_enough() -> None:
+    maps = of_kind(built(COMPONENT), "ConfigMap")
+    assert [each["metadata"]["name"] for each in maps] == [
+        f"armature-dashboard-{name}" for name in ("engine", "fleet", "service")
+    ]
+    for each in maps:
+        assert each["metadata"]["labels"]["grafana_dashboard"] == "1"
+        assert len(yaml.safe_dump(each)) < PER_OBJECT_BYTES
+
+
+def test_prometheus_takes_the_example_beside_the_plain_rules(tmp_path: Path) -> None:
+    promtool = tool("promtool")
+    shutil.copy(EXAMPLES / "prometheus.yml", tmp_path)
+    (tmp_path / "armature.rules.yml").write_text(plain_rules())
+    told = run([promtool, "check", "config", "--lint=all", "--lint-fatal", tmp_path / "prometheus.yml"])
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert "1 rule files found" in told.stdout
+
+
+def test_the_example_scrapes_as_the_podmonitor_does() -> None:
+    (monitor,) = of_kind(built(COMPONENT), "PodMonitor")
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    example = yaml.safe_load((EXAMPLES / "prometheus.yml").read_text())
+    (job,) = example["scrape_configs"]
+    assert job["job_name"] == "armature"
+    assert example["global"]["scrape_interval"] == endpoint["interval"]
+    assert job["scrape_timeout"] == endpoint["scrapeTimeout"]
+
+
+@pytest.mark.parametrize(("severity", "receiver"), [("critical", "on-call"), ("warning", "by-day"), ("info", "nobody")])
+def test_alertmanager_sends_each_kind_its_own_way(severity: str, receiver: str) -> None:
+    amtool = tool("amtool")
+    name = next(
+        (each["alert"] for each in alerts() if each.get("labels", {}).get("severity") == severity), "ArmatureFirstTokenLate"
+    )
+    file = f"--config.file={EXAMPLES / 'alertmanager.yml'}"
+    told = run([amtool, "config", "routes", "test", file, f"alertname={name}", f"severity={severity}", "pool=arm64"])
+    assert (told.returncode, told.stdout.strip()) == (0, receiver), told.stderr
+
+
+def test_alertmanager_takes_the_example() -> None:
+    told = run([tool("amtool"), "check-config", EXAMPLES / "alertmanager.yml"])
+    assert told.returncode == 0, told.stdout + told.stderr
