@@ -39,10 +39,10 @@ def run(findings: Findings, image: Image, python: str = sys.executable) -> None:
                 bare.append(found[0])
                 container.append(found[1])
             print(f"start {number}: bare {found[0]:.2f} s, container {found[1]:.2f} s", file=sys.stderr, flush=True)
-    _judge(findings, bare, container)
+    judge(findings, bare, container)
 
 
-def _judge(findings: Findings, bare: Sequence[float], container: Sequence[float]) -> None:
+def judge(findings: Findings, bare: Sequence[float], container: Sequence[float]) -> None:
     rows = [
         (name, f"{statistics.median(times):.2f}", f"{min(times):.2f}", f"{max(times):.2f}")
         for name, times in (("bare process", bare), ("container", container))

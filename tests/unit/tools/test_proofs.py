@@ -1,0 +1,148 @@
+"""The pure parts of the proofs: what is judged how, what is kept, and the page that is made of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from tools.proofs import refusals, start
+from tools.proofs.containers import Image
+from tools.proofs.findings import Findings
+from tools.proofs.quota import Measured, judge
+from tools.proofs.report import Section, page
+from tools.prove import _parts
+
+FACTS = {"machine": "a small one"}
+
+
+def test_findings_are_kept_as_they_were() -> None:
+    findings = Findings(notes=["a note"], skipped=["a thing"], began="2026-11-22 09:00 UTC", seconds=1.5)
+    findings.check("a|b", False, {"lines": "two\nlines"}, 3)
+    findings.table("T", ("a", "b"), [(1, "x\ny")])
+    again = Findings.of_json(json.loads(json.dumps(findings.to_json())))
+    assert again == findings
+    assert again.failed[0].found == "{'lines': 'two\\nlines'}"
+    assert again.tables[0].rows == (("1", "x y"),)
+
+
+def test_a_failed_check_is_named_first_and_what_was_not_run_is_said() -> None:
+    findings = Findings(began="today")
+    findings.check("size", True, "1 GB")
+    findings.check("us|er", False, "root", "10001")
+    text = page(FACTS, [Section("Image", "It is read.", findings), Section("Quota", "It is loaded.", None)])
+    assert "**1 of 2 checks passed.** Failed: 1." in text
+    assert "- **failed**: us|er: root (wanted: 10001)" in text
+    assert "| us\\|er | **failed** | root | 10001 |" in text
+    assert "Not run: Quota." in text
+    assert text.count("Not run.") == 1
+    assert text.index("**failed**") < text.index("## Image")
+
+
+def test_a_page_of_passed_checks_names_no_failure() -> None:
+    findings = Findings()
+    findings.check("size", True, "1 GB")
+    text = page(FACTS, [Section("Image", "It is read.", findings)])
+    assert "**1 of 1 checks passed.**" in text
+    assert "failed" not in text.partition("Each section")[2]
+
+
+@pytest.mark.parametrize(
+    "cores, ours, peer, passed",
+    [
+        (2.0, (100.0, 0.019), (120.0, 0.0), [True, False]),  # hardly stopped, but slower than the peer
+        (1.5, (100.0, 0.021), (90.0, 0.5), [False, True]),
+        (0.5, (100.0, 0.5), (90.0, 0.6), [True, True]),
+        (0.5, (100.0, 0.7), (90.0, 0.6), [False, True]),
+        (1.0, (100.0, 0.015), (90.0, 0.0), [True, True]),  # nobody asks for less than whole cores are asked for
+    ],
+)
+def test_a_quota_is_judged(cores: float, ours: tuple[float, float], peer: tuple[float, float], passed: list[bool]) -> None:
+    findings = Findings()
+    servers = {name: Measured([rate], [stopped], [cores]) for name, (rate, stopped) in (("ours", ours), ("theirs", peer))}
+    judge(findings, cores, {1: servers, 8: servers})
+    assert [check.passed for check in findings.checks] == passed
+    assert findings.tables[0].rows[0][:4] == ("×1", "ours", "100.0", f"{100 / cores:.1f}")
+
+
+def test_without_a_peer_whole_cores_are_judged_alone() -> None:
+    for cores, checks in ((2.0, 1), (0.5, 0)):
+        findings = Findings()
+        judge(findings, cores, {clients: {"ours": Measured([1.0], [0.0], [1.0])} for clients in (1, 8)})
+        assert len(findings.checks) == checks
+
+
+@pytest.mark.parametrize(
+    "said, fault",
+    [
+        ("The model folder /models/model is empty.\n", None),
+        ("", "has 0 lines"),
+        ("one\n/models/model", "has 2 lines"),
+        ("nothing is here", "does not say '/models/model'"),
+        ("/models/model " * 400, "bytes"),
+        ("Traceback (most recent call last): /models/model", "stack trace"),
+    ],
+)
+def test_a_reason_is_one_line_that_says_what_is_wrong(said: str, fault: str | None) -> None:
+    passed, found, wanted = refusals.judged(said, ("/models/model",))
+    assert passed is (fault is None)
+    assert (fault or "one line") in found
+    assert "/models/model" in wanted
+
+
+def test_what_a_case_mounts_is_broken_as_its_name_says(tmp_path: Path) -> None:
+    made = {}
+    for case in refusals.cases(None):
+        folder = tmp_path / case.name.replace(" ", "-")
+        folder.mkdir()
+        made[case.name] = folder, case.make(folder)
+    whole = (refusals.DEMO / refusals.WEIGHTS).stat().st_size
+    half, options = made["half-copied weights"]
+    assert (half / refusals.WEIGHTS).stat().st_size == whole // 2
+    assert options == ("--env=ARMATURE_MODEL=/models/model", f"--volume={half}:/models/model:ro")
+    assert (made["a copy under way"][0] / "model.safetensors.incomplete").exists()
+    assert not (made["a copy under way"][0] / refusals.WEIGHTS).exists()
+    assert (made["unreadable weights"][0] / refusals.WEIGHTS).stat().st_mode & 0o077 == 0
+    assert made["no model volume"][1] == ("--env=ARMATURE_MODEL=/models/model",)
+    assert [case.name for case in refusals.cases(tmp_path)][-1] == "memory limit too small"
+
+
+def test_a_start_is_held_against_the_bare_one_of_its_round() -> None:
+    for later, passed in ((0.9, True), (1.1, False)):
+        findings = Findings()
+        start.judge(findings, [3.0, 4.0, 3.2], [3.0 + later, 4.0 + later, 3.2 + later])
+        assert findings.checks[0].passed is passed
+
+
+def test_who_is_emulated_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tools.proofs.containers.host_platform.machine", lambda: "x86_64")
+    amd64, arm64 = Image("a:b", "linux/amd64"), Image("a:b", "linux/arm64")
+    assert (amd64.emulated, amd64.options) == (False, ())
+    assert arm64.emulated
+    assert "--env=ARMATURE_CALIBRATE=off" in arm64.options
+    monkeypatch.setattr("tools.proofs.containers.host_platform.machine", lambda: "aarch64")
+    assert amd64.emulated
+    assert not arm64.emulated
+
+
+def test_parts_are_named_or_refused() -> None:
+    assert _parts("quota,image") == ("quota", "image")
+    with pytest.raises(argparse.ArgumentTypeError, match="quotas: there are image, serving"):
+        _parts("quotas")
+
+
+def test_noise_is_no_reason_to_fail() -> None:
+    findings = Findings()
+    ours, theirs = Measured([98.0], [0.0], [1.0]), Measured([100.0], [0.0], [1.0])
+    judge(findings, 2.0, {8: {"ours": ours, "theirs": theirs}})
+    assert [check.passed for check in findings.checks] == [True, True]
+
+
+def test_the_best_of_the_peers_is_the_one_to_beat() -> None:
+    findings = Findings()
+    servers = {"ours": (80.0, 0.5), "slow and calm": (70.0, 0.4), "quick and stopped": (100.0, 0.9)}
+    judge(findings, 0.5, {8: {name: Measured([rate], [stopped], [0.5]) for name, (rate, stopped) in servers.items()}})
+    assert [check.passed for check in findings.checks] == [False, False]
+    assert findings.checks[1].found == "0.80 of quick and stopped's"
