@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from app.hardware.decision import Measurements, Trial
 from tests.live.live_server import PATIENCE, live, until
 from tools.peers.quota import CGROUPS, Quota
 
@@ -39,6 +40,14 @@ def volume(options: str) -> Iterator[Path]:
             subprocess.run(["umount", "--lazy", name], check=True)  # weights may still be mapped
 
 
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else this machine is doing, there is a calibration to be kept."""
+    trial = Trial("int8", 1, {1: 0.002, 8: 0.003}, {64: 0.01, 512: 0.07}, 1e-8, 10**6, 2e6)
+    found = Measurements(5e10, {"int8": 8e11}, (trial,), seconds=0.1)
+    monkeypatch.setattr("app.engine.measuring.measure", lambda what, budget, report: found)
+
+
 def served_with(cache: Path, tiny: Path, caplog: pytest.LogCaptureFixture) -> list[str]:
     """Warnings of a start that would keep both a calibration and a pack, and then serves."""
     with caplog.at_level(logging.WARNING, logger="app"), live(tiny, precision="int8", cache_dir=cache, calibrate="on") as server:
@@ -47,15 +56,17 @@ def served_with(cache: Path, tiny: Path, caplog: pytest.LogCaptureFixture) -> li
 
 
 @root_only
+@pytest.mark.usefixtures("measured")
 def test_a_cache_volume_that_is_full(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
     with volume("size=64k") as cache:
-        (cache / "somebody").write_bytes(b"x" * 60 * 1024)
+        (cache / "somebody").write_bytes(b"x" * 2**16)
         (warning,) = served_with(cache, tiny, caplog)
         assert f"cannot be kept in {cache} (No space left on device): serving goes on" in warning
         assert not [file for file in cache.rglob("*") if file.name.startswith(".partial-")]
 
 
 @root_only
+@pytest.mark.usefixtures("measured")
 def test_a_cache_volume_that_is_read_only(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
     with volume("ro,size=64k") as cache:
         (warning,) = served_with(cache, tiny, caplog)

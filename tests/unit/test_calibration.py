@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -130,6 +131,21 @@ def test_what_others_could_have_written_is_not_believed(tmp_path: Path, caplog: 
     place.file.chmod(0o666)
     assert place.read() is None
     assert "others may write to it" in caplog.text
+
+
+def test_another_machines_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As in a fleet of two architectures with one volume. What is no calibration at all is passed over."""
+    theirs, ours = ({"shapes": "s", "cpu": cpu, "version": "0.1.0"} for cpu in ("Neoverse", "Zen"))
+    Kept(tmp_path, theirs).keep(TAKEN)
+    for name, text in {"list": "[]", "text": "{", "key": '{"key": 5}', "other": '{"key": {"shapes": "t"}}'}.items():
+        (tmp_path / "calibration" / f"{name}.json").write_text(text)
+    with caplog.at_level(logging.INFO):
+        assert Kept(tmp_path, ours).read() is None
+    assert caplog.messages == [
+        f"calibrations of this model in {tmp_path}/calibration are of another cpu: not used, and left there"
+    ]
+    Kept(tmp_path, ours).keep(TAKEN)
+    assert Kept(tmp_path, theirs).read() is not None
 
 
 def test_a_folder_that_cannot_be_written_is_a_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from app.backends.base import Backend
 from app.kernels.linear import Linear
 from app.kernels.operations import Code, has
-from app.weights import content
+from app.weights import content, pack_cache
 from app.weights import load as loading
 from app.weights.checkpoint import open_checkpoint
 from app.weights.choice import KeptForm
@@ -154,6 +154,27 @@ def test_what_is_noted_of_a_checkpoint_is_believed_only_where_it_is_ours(tmp_pat
     packings.clear()
     served(tmp_path)
     assert not packings  # hashed, and found
+
+
+def test_another_architectures_and_versions_packs_are_left_alone(
+    tmp_path: Path, packings: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both architectures of a fleet, and both versions of an upgrade, may share one volume."""
+    for machine in ({"architecture": "arm64"}, {"version": "0.0.9"}, {}):
+        packings.clear()
+        with monkeypatch.context() as patch, caplog.at_level(logging.INFO):
+            patch.setattr(pack_cache, "_machine", lambda other=machine, own=pack_cache._machine: {**own(), **other})
+            served(tmp_path)
+        assert packings
+    assert len(files(tmp_path)) == 3
+    told = [message for message in caplog.messages if "left there" in message]
+    assert [message.partition(" are of another ")[2] for message in told] == [
+        "architecture, version: not used, and left there",
+    ] * 2
+    before = [file.read_bytes() for file in files(tmp_path)]
+    packings.clear()
+    served(tmp_path)
+    assert not packings and [file.read_bytes() for file in files(tmp_path)] == before
 
 
 @pytest.mark.parametrize("what", ["a file is in the way", "full"])

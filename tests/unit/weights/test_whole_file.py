@@ -1,0 +1,49 @@
+"""What is kept for the next start, and what of it is told: once where nothing can be kept, by name where it is for others."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from app.weights.whole_file import FileUnusable, differences, open_ours, tell_unkept
+
+FULL = OSError(28, "No space left on device")
+
+
+def test_one_warning_whatever_cannot_be_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        tell_unkept(tmp_path / "calibration" / "a.json", "what was measured", FULL)
+        tell_unkept(tmp_path / "packs" / "b.pack", "what was packed", FULL)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    assert caplog.messages[0] == (
+        f"what was measured cannot be kept in {tmp_path} (No space left on device): serving goes on, and the next start makes it again"
+    )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root is somebody else for a moment")
+@pytest.mark.parametrize(("closed", "raised"), [("folder", FileNotFoundError), ("file", FileUnusable)])
+def test_a_closed_folder_holds_nothing_for_us(tmp_path: Path, closed: str, raised: type[Exception]) -> None:
+    """It is told when something is to be kept there; a file of which nobody may say what is in it is told at once."""
+    folder = Path("/tmp") / f"armature-{os.getpid()}-closed"
+    folder.mkdir()
+    try:
+        (folder / "a.pack").write_bytes(b"x")
+        (folder / "a.pack").chmod(0o600)
+        folder.chmod(0o700 if closed == "folder" else 0o755)
+        os.seteuid(65534)
+        with pytest.raises(raised):
+            open_ours(folder / "a.pack")
+    finally:
+        os.seteuid(0)
+        (folder / "a.pack").unlink()
+        folder.rmdir()
+
+
+def test_what_is_for_others_is_told_by_name() -> None:
+    ours = {"checkpoint": "c", "architecture": "x86_64", "version": "0.1.0"}
+    others = [ours | {"architecture": "arm64"}, ours | {"version": "0.0.9"}]
+    assert differences(ours, others) == "architecture, version"
+    assert differences(ours, []) == ""
