@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from app.metrics import SECONDS
-from outside_tools import built, node_package, of_kind, run, tool
+from outside_tools import ROOT, built, node_package, of_kind, run, tool
 from tools.check_dashboards import DASHBOARDS, panels, queries
 from tools.plain_rules import plain_rules
 from tools.tidy_dashboard import tidy, written
@@ -124,3 +124,11 @@ def test_a_cluster_is_given_them() -> None:
     }
     assert carried == {file.name: file.read_text() for file in FILES}
     assert all(len(text) < 200_000 for text in carried.values())
+
+
+def test_what_runbooks_say_to_look_at_is_there() -> None:
+    """`*service → predicted wait*` is a panel or a row of that dashboard."""
+    titles = {file.stem: {panel["title"].lower() for panel in loaded(file)["panels"]} for file in FILES}
+    named = re.findall(r"\*(service|fleet|engine) → ([^*]+)\*", (ROOT / "docs" / "alerts.md").read_text())
+    assert len(named) >= 5
+    assert not [(dashboard, title) for dashboard, title in named if title.lower() not in titles[dashboard]]
