@@ -242,9 +242,8 @@ def main() -> int:
 
 def row(load: str, name: str, found: Outcome) -> str:
     refused = found.refused / max(1, found.refused + len(found.seconds))
-    print(
-        f"| {load} | {name} | {found.percentile(0.5):.2f} | {found.percentile(0.99):.2f} | {found.per_second:.2f} | {refused:.1%} |"
-    )
+    seconds = f"{found.percentile(0.5):.2f} | {found.percentile(0.99):.2f}"
+    return f"| {load} | {name} | {seconds} | {found.per_second:.2f} | {refused:.1%} |"
 
 
 def _servers(arguments: argparse.Namespace) -> list[Server]:
