@@ -84,8 +84,7 @@ def test_the_route_leads_from_the_gateway_to_all_servers_and_only_them() -> None
     (backend,) = route["rules"][0]["backendRefs"]
     assert (backend["group"], backend["kind"], backend["name"]) == (pool["apiVersion"].split("/")[0], "InferencePool", "armature")
     selector = pool["spec"]["selector"]["matchLabels"]
-    assert len(servers(built(GATEWAY))) == 2
-    for deployment in servers(built(GATEWAY)):
+    for deployment in [*servers(built(GATEWAY)), *servers(built("overlays/mixed"))]:
         assert selects(selector, pod_labels(deployment))
         assert {each["containerPort"] for each in server(deployment)["ports"]} == {
             each["number"] for each in pool["spec"]["targetPorts"]
@@ -105,6 +104,14 @@ def test_the_pool_finds_its_picker_and_the_picker_its_pool() -> None:
     (container,) = pod(picker())["containers"]
     assert port["targetPort"] in {each["name"] for each in container["ports"]}
     assert f"--pool-name={only('InferencePool')['metadata']['name']}" in container["args"]
+
+
+def test_the_network_lets_the_gateway_and_a_scrape_in() -> None:
+    policy = only("NetworkPolicy", "armature-epp")["spec"]
+    assert selects(policy["podSelector"]["matchLabels"], pod_labels(picker()))
+    (rule,) = policy["ingress"]
+    targets = {each["targetPort"] for each in only("Service", "armature-epp")["spec"]["ports"]}
+    assert {each["port"] for each in rule["ports"]} == targets
 
 
 def test_the_picker_may_read_what_it_watches_and_change_nothing() -> None:
@@ -173,7 +180,7 @@ def test_a_live_server_shows_every_series_that_the_picker_reads(prometheus: Live
 def test_kubernetes_takes_every_field_of_the_picker(tmp_path: Path, version: str) -> None:
     validator = tool("kubernetes-validate")
     ours = [each for each in built(GATEWAY) if each["metadata"]["labels"].get("app.kubernetes.io/component") == "endpoint-picker"]
-    assert len(ours) == 6
+    assert len(ours) == 7
     (tmp_path / "picker.yaml").write_text(yaml.safe_dump_all(ours))
     told = run([validator, "--strict", "--kubernetes-version", version, tmp_path / "picker.yaml"])
     assert told.returncode == 0, told.stdout + told.stderr
