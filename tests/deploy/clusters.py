@@ -7,15 +7,21 @@ from collections.abc import Iterator, Sequence
 
 from outside_tools import Manifest, built, of_kind
 
-# Each a whole service: what a person would apply; the last two have components, as k8s/README.md adds them.
-FETCHING = ("../tests/deploy/overlays/claim", "../tests/deploy/overlays/per-pod")
-SERVICES = ("base", "overlays/mixed", "overlays/numa", *FETCHING)
+# Each a whole service: what a person would apply; the last three have components, as k8s/README.md adds them.
+CLAIM, PER_POD, GATEWAY = (f"../tests/deploy/overlays/{name}" for name in ("claim", "per-pod", "gateway"))
+SERVICES = ("base", "overlays/mixed", "overlays/numa", CLAIM, PER_POD, GATEWAY)
+# Custom resources, which Kubernetes' own schemas know nothing of: they are held to theirs where they are tested.
+_CUSTOM = ("monitoring.coreos.com/", "gateway.networking.k8s.io/", "inference.networking.k8s.io/", "keda.sh/")
 _BYTES = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
 
 def servers(manifests: Sequence[Manifest]) -> list[Manifest]:
     """The Deployments of the server: every pool's."""
     return [each for each in of_kind(manifests, "Deployment") if labels(each).get("app.kubernetes.io/component") == "server"]
+
+
+def custom(manifest: Manifest) -> bool:
+    return str(manifest["apiVersion"]).startswith(_CUSTOM)
 
 
 def all_servers() -> list[Manifest]:

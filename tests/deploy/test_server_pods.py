@@ -10,7 +10,19 @@ import pytest
 from app.settings import PREFIX, Settings, load_settings, setting_rows
 from app.startup import STEP_SECONDS
 from outside_tools import ROOT, Manifest, built
-from tests.deploy.clusters import FETCHING, SERVICES, all_servers, containers, environment, pod, quantity, server, servers
+from tests.deploy.clusters import (
+    CLAIM,
+    GATEWAY,
+    PER_POD,
+    SERVICES,
+    all_servers,
+    containers,
+    environment,
+    pod,
+    quantity,
+    server,
+    servers,
+)
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 # The volume types that the restricted pod security standard allows, of those that we might use.
@@ -19,8 +31,9 @@ NAMES = {
     "base": ["armature"],
     "overlays/mixed": ["armature-amd64", "armature-arm64"],
     "overlays/numa": ["armature-numa-0", "armature-numa-1"],
-    FETCHING[0]: ["armature-amd64", "armature-arm64"],
-    FETCHING[1]: ["armature-numa-0", "armature-numa-1"],
+    CLAIM: ["armature-amd64", "armature-arm64"],
+    PER_POD: ["armature-numa-0", "armature-numa-1"],
+    GATEWAY: ["armature"],
 }
 each_server = pytest.mark.parametrize(("folder", "deployment"), [(folder, name) for folder in NAMES for name in NAMES[folder]])
 
