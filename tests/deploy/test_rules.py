@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -73,6 +74,30 @@ def test_what_an_alert_says_is_explained_and_findable() -> None:
         assert alert["alert"].lower() in anchors, f"{alert['alert']} has no section in {RUNBOOKS.name}"
     explained = {title for title in anchors if title.startswith("armature")}
     assert explained == {alert["alert"].lower() for alert in alerts()}
+
+
+def test_what_an_alert_says_has_the_labels_it_speaks_of() -> None:
+    """A label that is not there reads as nothing; `pool` is spoken of only where it is there."""
+    for alert in alerts():
+        cases = [case for test in tried() for case in test["alert_rule_test"] if case["alertname"] == alert["alert"]]
+        there = {label for case in cases for expected in case["exp_alerts"] for label in expected["exp_labels"]}
+        told = " ".join(alert["annotations"].values())
+        spoken = set(re.findall(r"\$labels\.(\w+)", told.replace("with $labels.pool", "")))
+        assert spoken <= there, alert["alert"]
+
+
+def test_the_panels_that_explanations_point_to_are_there() -> None:
+    pointed = re.findall(r"\*(service|fleet|engine) → ([^*]+)\*", RUNBOOKS.read_text())
+    assert len(pointed) > 10
+    for dashboard, title in pointed:
+        shown = json.loads((MONITORING / "dashboards" / f"{dashboard}.json").read_text())["panels"]
+        assert title in {panel["title"] for panel in shown}, f"{dashboard} has no panel {title!r}"
+
+
+def test_the_metrics_that_explanations_name_are_promised() -> None:
+    promised = (ROOT / "docs" / "contract.md").read_text()
+    for name in re.findall(r"armature_(\w+)", re.sub(r"armature_slo\w+", "", RUNBOOKS.read_text())):
+        assert f"`{name}`" in promised, name
 
 
 def test_each_alert_is_of_one_of_three_kinds() -> None:
