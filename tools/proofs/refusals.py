@@ -159,4 +159,4 @@ def _read_only_cache(folder: Path) -> tuple[str, ...]:
 
 def _full_cache(folder: Path) -> tuple[str, ...]:
     """A file system of its own, so small that nothing of use fits."""
-    return (f"--tmpfs={CACHE}:size=64k,mode=1777",)
+    return (f"--tmpfs={CACHE}:size=64k,uid=10001",)
