@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from app.bench.server import serving
+from app.version import VERSION
 from outside_tools import ROOT, Manifest, tool
 from tests.deploy.clusters import pod, server
 from tests.deploy.stub_cluster import StubCluster, stub_cluster
@@ -36,6 +37,8 @@ COMMANDS = [block for block in blocks("bash") if ADDRESS not in block]
 def walk(home: Path, cluster: StubCluster) -> None:
     """In a copy of what the repository has, with nothing on the path that would leave the machine."""
     shutil.copytree(ROOT / "k8s", home / "k8s")
+    (home / "app").mkdir()
+    shutil.copy(ROOT / "app" / "version.py", home / "app")
     (home / "my-model").mkdir()
     (home / "bin").mkdir()
     (home / "bin" / "docker").write_text(DOCKER)
@@ -64,16 +67,17 @@ def test_both_pools_are_there_with_the_images_that_were_pushed(walked: tuple[Pat
     assert set(deployments) == {"armature-amd64", "armature-arm64"}
     for deployment in deployments.values():
         assert deployment["metadata"]["namespace"] == "armature"
-        assert server(deployment)["image"] == "registry.example/you/armature:0.1.0"
+        assert server(deployment)["image"] == f"registry.example/you/armature:{VERSION}"
         (fetch,) = pod(deployment)["initContainers"]
         assert fetch["image"] == "registry.example/you/my-model:1"
     told = (walked[0] / "docker.log").read_text().splitlines()
     assert told == [
         "buildx bake --push",
         "buildx build --push --platform linux/amd64,linux/arm64 --tag registry.example/you/my-model:1 --file - my-model",
-        "FROM registry.example/you/armature:0.1.0",
+        f"FROM registry.example/you/armature:{VERSION}",
         "COPY . /model",
     ]
+    assert '"${REGISTRY}armature:${VERSION}"' in (ROOT / "docker-bake.hcl").read_text(encoding="utf-8")
 
 
 def settings(cluster: StubCluster, deployment: Manifest) -> dict[str, str]:
