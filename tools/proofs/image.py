@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from app.version import VERSION
 from tools.proofs.containers import Image, docker
 from tools.proofs.findings import Findings
 
+FETCH = Path(__file__).resolve().parents[2] / "k8s" / "components" / "model-fetch" / "claim" / "fetch_model.py"
 MOST_BYTES = 1.2e9  # promised of amd64; all layers unpacked, the base's too
 COMPILERS = ("cc", "gcc", "g++", "clang", "tcc", "ld", "as", "make", "cmake", "ninja", "pip", "pip3", "rustc", "go")
 LABELS = ("title", "description", "licenses", "version", "revision")
@@ -41,6 +43,7 @@ def run(findings: Findings, images: Sequence[Image]) -> None:
         findings.check(f"{named}: nothing of it can be written", not found["writable"], found["writable"] or "none", "none")
         findings.check(f"{named}: bytecode was compiled", found["compiled"] > 0.99, f"{found['compiled']:.1%} of sources")
         _says(findings, named, config)
+        _fetches(findings, image)
         rows.append((named, f"{facts['Size'] / 1e6:.0f} MB", f"{unpacked / 1e6:.0f} MB", len(facts["RootFS"]["Layers"]),
                      _packages(image), ", ".join(found["setuid"]) or "none"))  # fmt: skip
     columns = ("architecture", "compressed", "unpacked", "layers", "torch", "setuid programs of the base, without effect here")
@@ -59,6 +62,14 @@ def _says(findings: Findings, named: str, config: dict[str, Any]) -> None:
     findings.check(f"{named}: command", words, f"{config['Entrypoint']} {config['Cmd']}")
     signal = (config.get("StopSignal"), bool(config.get("Healthcheck")))
     findings.check(f"{named}: STOPSIGNAL and HEALTHCHECK", signal == ("SIGTERM", True), signal)
+
+
+def _fetches(findings: Findings, image: Image) -> None:
+    """The init container's script runs in it: the demo is copied whole into a volume."""
+    volumes = (f"--volume={FETCH}:/opt/fetch_model.py:ro", "--tmpfs=/models:uid=10001")
+    wanted = ("--env=MODEL_SOURCE=/opt/armature/app/demo/llama", "--env=ARMATURE_MODEL=/models/demo")
+    said = image.python("import runpy; runpy.run_path('/opt/fetch_model.py', run_name='__main__')", *volumes, *wanted)
+    findings.check(f"{image.architecture}: its init container copies a model", "/models/demo" in said, said, "/models/demo: ...")
 
 
 def _packages(image: Image) -> str:

@@ -23,20 +23,43 @@ kernels, and the operator calls those for whatever has the packed size; else wei
 loop. So the kind of what was packed says which of the two runs."""
 
 
-def run(findings: Findings, image: Image, limits: tuple[str, ...]) -> None:
-    for processor, level in LEVELS.items():
-        options = (*limits, f"--env=QEMU_CPU={processor}")
-        with Container(image, options, ("--precision", "int4")) as server:
-            server.wait_until_ready()
-            _serves(findings, server, f"{processor}: our library at level {level}", level)
+def run(findings: Findings, image: Image, here: Image, limits: tuple[str, ...]) -> None:
+    """`here`: this machine's own image, which then starts with the same cache volume."""
     with tempfile.TemporaryDirectory() as folder:
-        empty = Path(folder) / "empty"
+        cache, empty = Path(folder) / "cache", Path(folder) / "empty"
+        cache.mkdir()
+        cache.chmod(0o777)
         empty.touch()
+        volume = f"--volume={cache}:/var/cache/armature"
+        for processor, level in LEVELS.items():
+            with Container(image, (*limits, volume, f"--env=QEMU_CPU={processor}"), ("--precision", "int4")) as server:
+                server.wait_until_ready()
+                _serves(findings, server, f"{processor}: our library at level {level}", level)
+        if here.architecture != image.architecture:
+            _shares(findings, here, cache, (*limits, volume))
         without = (*limits, f"--volume={empty}:{LIBRARY}:ro")
         with Container(image, without, ("--precision", "int4")) as server:
             server.wait_until_ready()
             _serves(findings, server, "without our library", "torch")
         _kleidi(findings, image, without)
+
+
+def _shares(findings: Findings, here: Image, cache: Path, options: tuple[str, ...]) -> None:
+    """Two architectures on one cache volume: neither takes the other's packs, nor removes them, nor complains."""
+    before = _packs(cache)
+    with Container(here, options, ("--precision", "int4")) as server:
+        server.wait_until_ready()
+        warnings = [line for line in server.log().splitlines() if " WARNING " in line and "pack" in line]
+    after = _packs(cache)
+    kept = bool(before) and before.items() <= after.items() and len(after) > len(before) and not warnings
+    found = f"{len(before)} files before, all kept and {len(after) - len(before)} more after; {len(warnings)} warnings"
+    findings.check(f"{here.architecture} packs beside {len(before)} of another architecture, in one volume", kept, found)
+
+
+def _packs(cache: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of each."""
+    found = {str(file.relative_to(cache)): file.stat() for file in (cache / "packs").rglob("*") if file.is_file()}
+    return {name: (status.st_size, status.st_mtime_ns) for name, status in found.items()}
 
 
 def _serves(findings: Findings, server: Container, what: str, level: str) -> None:

@@ -44,7 +44,7 @@ def _kernels(findings: Findings, subject: Subject) -> None:
     if arm is None:
         findings.skipped.append("int4 on 64-bit Arm: no image of it was given.")
     else:
-        kernels.run(findings, arm, LIMITS)
+        kernels.run(findings, arm, subject.here, LIMITS)
 
 
 def _quota(findings: Findings, subject: Subject) -> None:
