@@ -13,6 +13,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import uvicorn
@@ -141,12 +142,14 @@ def _request_body(body: type[Body] | None) -> dict[str, Any] | None:
 
 
 def _describe_bodies(app: FastAPI) -> None:
+    """When somebody asks: no start waits for it."""
     bodies = [(url.body, "validation") for url in URLS if url.body is not None]
-    _, definitions = models_json_schema(bodies, ref_template=SCHEMAS)  # type: ignore[arg-type]
     generated = app.openapi
 
+    @cache
     def openapi() -> dict[str, Any]:
         document = generated()
+        _, definitions = models_json_schema(bodies, ref_template=SCHEMAS)  # type: ignore[arg-type]
         document.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
         return document
 
