@@ -24,6 +24,7 @@ class Stretch:
     """Of one step after another: what such a step takes on average over what this one took; 1 where no quota binds."""
 
     def __init__(self, quota_cores: float | None = None, cpu_seconds: Clock = time.process_time) -> None:
+        self.quota_cores = quota_cores
         self._clock = None if quota_cores is None else steady_clock(quota_cores, cpu_seconds)
         self._began = 0.0
 

@@ -92,6 +92,12 @@ def test_a_budget_beyond_all_slots_is_not_used(checkpoint: Checkpoint, plan: Ser
     assert built.engine.snapshot().kv_capacity_tokens <= built.kv_cache.shape.num_slots * built.kv_cache.stride
 
 
+def test_a_quota_that_binds_reaches_the_engine(built: BuiltEngine, checkpoint: Checkpoint, plan: ServingPlan) -> None:
+    assert built.engine.stretch.quota_cores == plan.throttling_quota.value
+    throttled = replace(plan, throttling_quota=Decision(0.25, "A quarter of a core."))
+    assert build_engine(checkpoint, throttled, (), lambda stage: None).engine.stretch.quota_cores == 0.25
+
+
 def test_what_ends_a_text_reaches_the_scheduler(built: BuiltEngine, checkpoint: Checkpoint, plan: ServingPlan) -> None:
     free = build_engine(checkpoint, plan, (), lambda stage: None)
     picked: list[int] = []

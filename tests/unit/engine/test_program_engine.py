@@ -16,6 +16,7 @@ from app.engine.program import ProgramEngine, Served
 from app.engine.tensors import DTYPES, array_of, tensor_of
 from app.errors import InvalidRequest, ServiceStopping, StepFailed
 from app.hardware.step_seconds import StepSeconds
+from app.hardware.throttling import Stretch
 from app.messages import Abort, Array, ArraysReady, Event, Infer, RequestFailed, Signature, TensorSpec
 
 SIGNATURE = Signature(
@@ -73,6 +74,15 @@ def test_requests_share_a_step() -> None:
     assert tensor_of(told["b"].arrays["twice"]).tolist() == [[10, 12]]
     assert engine.stats is not None
     assert (engine.stats.encode_tokens, engine.stats.num_sequences) == (3, 2)
+
+
+def test_a_step_tells_what_a_quota_makes_of_it() -> None:
+    engine = engine_of(Table())
+    engine.stretch = Stretch(0.25, iter([1.0, 1e6]).__next__)  # so much of the CPU, however short it was
+    engine.add(order("a", [[1, 2]]))
+    finished(engine)
+    assert engine.stats is not None
+    assert engine.stats.usual_seconds == pytest.approx(4 * (1e6 - 1.0))
 
 
 def test_only_rows_of_one_shape_share_a_step_and_the_oldest_is_in_it() -> None:

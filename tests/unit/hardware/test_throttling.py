@@ -13,6 +13,8 @@ from app.engine.pace import StepPace
 from app.hardware.step_seconds import StepSeconds
 from app.hardware.throttling import Stretch, steady_clock
 from app.measured import StepStats
+from encoder_simulation import EncoderSimulation, encode
+from engine_simulation import Simulation
 
 QUOTA, PERIOD = 0.25, 0.1
 STEP = 0.004  # seconds of a CPU: six steps run through in each period, and the seventh waits for the next
@@ -82,3 +84,27 @@ def test_what_was_told_under_a_quota_still_holds_after_many_steps() -> None:
     assert not drift.drifted
     assert pace.tempo is not None
     assert pace.tempo.decode_factor == pytest.approx(1.0)
+
+
+class Doubling(Stretch):
+    """Says that steps usually take twice as long, once it was told that one began."""
+
+    began = False
+
+    def begin(self) -> None:
+        self.began = True
+
+    def of(self, seconds: float) -> float:
+        assert self.began
+        return 2.0
+
+
+def test_every_engine_tells_it_with_its_step() -> None:
+    decoder, encoder = Simulation(), EncoderSimulation()
+    decoder.engine.stretch, encoder.engine.stretch = Doubling(), Doubling()
+    decoder.add("a", [1, 2, 3])
+    encoder.engine.add(encode("a", 4))
+    for simulation in (decoder, encoder):
+        simulation.step()
+        assert simulation.engine.stats is not None
+        assert simulation.engine.stats.stretch == 2.0
