@@ -22,7 +22,7 @@ from tools.sbom import document
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 SCRIPTS = [ROOT / ".ci" / "run", *sorted((ROOT / "tools").glob("*.sh"))]
 # Its place, and what says it again and must go with it, beside the image's tag in manifests.
-VERSION_PLACES = {"app/version.py", "k8s/README.md", "CHANGELOG.md"}
+VERSION_PLACES = {"app/version.py", "CHANGELOG.md"}
 EXAMPLES = {"docs/releasing.md"}
 # Other people's versions, and results that were measured with one of ours.
 OTHERS_VERSIONS = ("requirements/", "docs/sample-report/", "tests/", "docs/proofs")
