@@ -11,6 +11,7 @@ import torch
 
 from app.engine import build
 from app.engine.build import BuiltEngine, build_engine, kv_shape, warm_up
+from app.engine.build_encoder import build_encoder
 from app.errors import PlanImpossible
 from app.hardware.plan import Decision, ServingPlan, make_plan
 from app.hardware.probe import probe
@@ -18,10 +19,11 @@ from app.kernels.operations import Code, has
 from app.measured import Snapshot, StepStats
 from app.messages import Generate, SamplingParams
 from app.metrics import Metrics
-from app.settings import load_settings
+from app.settings import Settings, load_settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.recipes import RECIPES
 from tiny_checkpoints import write_checkpoint
+from tiny_encoders import write_encoder
 
 EOS = 1
 
@@ -96,6 +98,13 @@ def test_a_quota_that_binds_reaches_the_engine(built: BuiltEngine, checkpoint: C
     assert built.engine.stretch.quota_cores == plan.throttling_quota.value
     throttled = replace(plan, throttling_quota=Decision(0.25, "A quarter of a core."))
     assert build_engine(checkpoint, throttled, (), lambda stage: None).engine.stretch.quota_cores == 0.25
+
+
+def test_a_quota_that_binds_reaches_an_encoders_engine(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_encoder(tmp_path / "tiny"))
+    plan = make_plan(probe(), None, Settings(threads=1, precision="fp32"), checkpoint.needs(), RECIPES.keys())
+    throttled = replace(plan, throttling_quota=Decision(0.25, "A quarter of a core."))
+    assert build_encoder(checkpoint, throttled, lambda stage: None).engine.stretch.quota_cores == 0.25
 
 
 def test_what_ends_a_text_reaches_the_scheduler(built: BuiltEngine, checkpoint: Checkpoint, plan: ServingPlan) -> None:
