@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
+from PIL import Image
 
 from tools.check_dashboards import DASHBOARDS, Prometheus, Query, Window, is_number, substituted, variables
 
@@ -67,7 +69,11 @@ def draw(prometheus: Prometheus, window: Window, into: Path) -> None:
     with rc_context(STYLE):
         for file in sorted(DASHBOARDS.glob("*.json")):
             figure = drawn(prometheus, json.loads(file.read_text()), window)
-            figure.savefig(into / f"{file.stem}.png", dpi=DPI, metadata={"Software": None})
+            picture = BytesIO()
+            figure.savefig(picture, format="png", dpi=DPI)
+            Image.open(picture).convert("RGB").quantize(128, method=Image.Quantize.FASTOCTREE).save(
+                into / f"{file.stem}.png", optimize=True
+            )
 
 
 def drawn(prometheus: Prometheus, dashboard: Mapping[str, Any], window: Window) -> Figure:
