@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from app.bench.stats import MeasurementFailed
 from app.hardware.probe import probe
 from app.version import VERSION
 from tools.compare_http import spec
@@ -33,7 +34,7 @@ from tools.proofs.report import Section, page
 ROOT = Path(__file__).resolve().parents[1]
 REPORT, KEPT = ROOT / "docs" / "proofs.md", ROOT / "build" / "proofs.json"
 PLATFORMS = ("linux/amd64", "linux/arm64")
-UNEXPECTED = (OSError, RuntimeError, ValueError, LookupError, AssertionError, subprocess.SubprocessError)
+UNEXPECTED = (OSError, RuntimeError, ValueError, LookupError, AssertionError, subprocess.SubprocessError, MeasurementFailed)
 
 
 class TooLong(RuntimeError):
@@ -102,6 +103,10 @@ def _proved(name: str, subject: Subject, kept: dict[str, Any]) -> bool:
             part.run(findings, subject)
     except UNEXPECTED as error:
         findings.check("the part ran to its end", False, f"{type(error).__name__}: {error}")
+    except SystemExit as error:
+        if not isinstance(error.code, str):  # SIGTERM's; with a sentence it is a tool's that cannot go on
+            raise
+        findings.check("the part ran to its end", False, error.code)
     findings.seconds = round(time.monotonic() - began, 1)
     for check in findings.failed:
         print(f"prove: FAILED {check.name}: {check.found} (wanted: {check.wanted})", file=sys.stderr, flush=True)

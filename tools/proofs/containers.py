@@ -26,7 +26,7 @@ READY_SECONDS = 900.0  # emulated, importing torch alone takes minutes
 _numbers = count()
 
 
-class ContainerEnded(Exception):
+class ContainerEnded(RuntimeError):
     """It should have served; its last words are the message."""
 
 

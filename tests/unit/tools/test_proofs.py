@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tools import prove
 from tools.proofs import refusals, start
-from tools.proofs.containers import Image
+from tools.proofs.containers import ContainerEnded, Image
 from tools.proofs.findings import Findings
+from tools.proofs.parts import Part, Subject
 from tools.proofs.quota import Measured, judge
 from tools.proofs.report import Section, page
-from tools.prove import _parts
 
 FACTS = {"machine": "a small one"}
 
@@ -128,9 +130,9 @@ def test_who_is_emulated_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_parts_are_named_or_refused() -> None:
-    assert _parts("quota,image") == ("quota", "image")
+    assert prove._parts("quota,image") == ("quota", "image")
     with pytest.raises(argparse.ArgumentTypeError, match="quotas: there are image, serving"):
-        _parts("quotas")
+        prove._parts("quotas")
 
 
 def test_noise_is_no_reason_to_fail() -> None:
@@ -146,3 +148,40 @@ def test_the_best_of_the_peers_is_the_one_to_beat() -> None:
     judge(findings, 0.5, {8: {name: Measured([rate], [stopped], [0.5]) for name, (rate, stopped) in servers.items()}})
     assert [check.passed for check in findings.checks] == [False, False]
     assert findings.checks[1].found == "0.80 of quick and stopped's"
+
+
+def _gives_up(findings: Findings, subject: Subject) -> None:
+    findings.check("before", True, "well")
+    raise SystemExit("no control group can be made")
+
+
+def _breaks(findings: Findings, subject: Subject) -> None:
+    raise ContainerEnded("not ready after 9 s")
+
+
+@pytest.mark.parametrize(
+    "run, said", [(_gives_up, "no control group can be made"), (_breaks, "ContainerEnded: not ready after 9 s")]
+)
+def test_a_part_that_cannot_go_on_has_failed_and_the_others_are_kept(
+    run: Callable[[Findings, Subject], None], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(prove, "PARTS", {"one": Part("One", "It breaks.", 1, run), "two": Part("Two", "It was well.", 1, run)})
+    monkeypatch.setattr(prove, "_facts", lambda subject: FACTS)
+    arguments = argparse.Namespace(json=tmp_path / "build" / "proofs.json", report=tmp_path / "proofs.md")
+    earlier = Findings()
+    earlier.check("kept", True, "well")
+    kept = {"parts": {"two": earlier.to_json()}}
+    assert not prove._proved("one", Subject((), arguments), kept)
+    text = arguments.report.read_text()
+    assert f"- **failed**: the part ran to its end: {said}" in text
+    assert "| kept | yes | well |" in text
+    assert json.loads(arguments.json.read_text())["parts"].keys() == {"one", "two"}
+
+
+def test_a_signal_ends_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(findings: Findings, subject: Subject) -> None:
+        raise SystemExit(143)
+
+    monkeypatch.setattr(prove, "PARTS", {"one": Part("One", "It is ended.", 1, ended)})
+    with pytest.raises(SystemExit, match="143"):
+        prove._proved("one", Subject((), argparse.Namespace()), {"parts": {}})
