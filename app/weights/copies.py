@@ -40,7 +40,7 @@ def readable(path: Path) -> Iterator[None]:
 def check_directory(directory: Path) -> None:
     """Raises `CheckpointInvalid` where nothing is there to be read, and `OSError` where it may not be read."""
     if not directory.exists():
-        raise CheckpointInvalid(f"Checkpoint {directory} does not exist{_around(directory)}. {WHOLE}")
+        raise CheckpointInvalid(f"Checkpoint {directory} does not exist{_around(directory)} {WHOLE}")
     if not directory.is_dir():
         raise CheckpointInvalid(f"Checkpoint {directory} is a file; give the directory it lies in. {WHOLE}")
     if not _entries(directory):
@@ -73,12 +73,12 @@ def under_way(directory: Path) -> str:
 
 
 def _around(path: Path) -> str:
-    """What is there in its place: the volume that should have held it may not be mounted, or hold something else."""
+    """The end of that sentence: what is in its place. The volume that should have held it may not be mounted, or hold something else."""
     parent = next(each for each in path.absolute().parents if each.is_dir())
     if parent != path.absolute().parent:
         return f", nor does {path.absolute().parent}: is a volume with models mounted there?"
     entries = _entries(parent)
-    return f" ({parent} has {_names(entries)})" if entries else f", and {parent} is empty: is a volume with models mounted there?"
+    return f" ({parent} has {_names(entries)})." if entries else f", and {parent} is empty: is a volume with models mounted there?"
 
 
 def _entries(directory: Path) -> list[str]:
