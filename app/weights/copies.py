@@ -78,7 +78,9 @@ def _around(path: Path) -> str:
     if parent != path.absolute().parent:
         return f", nor does {path.absolute().parent}: is a volume with models mounted there?"
     entries = _entries(parent)
-    return f" ({parent} has {_names(entries)})." if entries else f", and {parent} is empty: is a volume with models mounted there?"
+    return (
+        f" ({parent} has {_names(entries)})." if entries else f", and {parent} is empty: is a volume with models mounted there?"
+    )
 
 
 def _entries(directory: Path) -> list[str]:
