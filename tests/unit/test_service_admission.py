@@ -146,7 +146,8 @@ async def test_every_request_is_counted_once_by_how_it_ended() -> None:
         with pytest.raises(RequestError):
             await Client(service, request("")).over()
         seen = counted(service)
-        outcomes = {name.rsplit(",", 1)[1]: value for name, value in seen.items() if name.startswith("armature_requests_total")}
+        ended = {name: value for name, value in seen.items() if value and name.startswith("armature_requests_total,native")}
+        outcomes = {name.rsplit(",", 1)[1]: value for name, value in ended.items()}
         assert outcomes == {"length": 1, "stop": 1, "failed": 1, "aborted": 1, "refused": 1}
         assert seen["armature_tokens_total,prompt"] == 2
         assert seen["armature_tokens_total,cached"] == 2
