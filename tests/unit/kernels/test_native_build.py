@@ -214,7 +214,9 @@ def test_without_a_compiler_a_wheel_is_built_and_says_who_serves(root: Path, tmp
         archive.extractall(tmp_path / "installed")
     script = "from app.kernels.native import native; print(native().reason)"
     # -P: not from the folder that this runs in, which has a library of its own.
-    said = run(sys.executable, "-P", "-c", script, PATH=str(tools), PYTHONPATH=str(tmp_path / "installed"))
+    said = run(
+        sys.executable, "-P", "-c", script, PATH=str(tools), PYTHONPATH=os.pathsep.join((str(tmp_path / "installed"), *sys.path))
+    )
     assert "torch's own products serve" in said.stdout, said.stderr
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -68,7 +69,7 @@ def test_loading_peaks_at_the_final_bytes_and_one_tensor(directory: Path, dtype:
     here = Path(__file__).parents[2]
     command = [sys.executable, "-c", PROBE, str(directory), dtype, *forms.split()]
     environment = {
-        "PYTHONPATH": f"{here}:{here.parent}",
+        "PYTHONPATH": os.pathsep.join(map(str, (here, here.parent, *sys.path))),
         "OMP_NUM_THREADS": "1",
         "PATH": "/usr/bin:/bin",
         "HOME": str(Path.home()),
