@@ -24,6 +24,7 @@ os.environ["XDG_CACHE_HOME"] = _CACHES
 
 import ipaddress
 import platform
+import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -34,6 +35,10 @@ import pytest
 from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# A shell that runs us in the background has us ignore Ctrl-C, and tests that send it would wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # One profile everywhere: examples are found by search, never by the clock, and a red run can be repeated.
 settings.register_profile("armature", deadline=None, derandomize=True, max_examples=100, database=None)
