@@ -40,10 +40,12 @@ main() {
 }
 
 debian_mirror() {
-  # Where this machine gets Debian from, so that a local mirror is used; on Ubuntu, Debian's own.
+  # Where this machine gets Debian from, or what DEBIAN_MIRROR says: Ubuntu has no address of Debian's.
   local found
   found=$(grep -rhoE 'https?://[^ ]+/debian/?( |$)' /etc/apt/sources.list /etc/apt/sources.list.d 2>/dev/null | head -n 1 | tr -d ' ' || true)
-  printf '%s' "${found:-http://deb.debian.org/debian}" | sed 's:/*$::'
+  found=${DEBIAN_MIRROR:-$found}
+  [ -n "$found" ] || die "no mirror of Debian is known here: DEBIAN_MIRROR=http://... names one"
+  printf '%s' "$found" | sed 's:/*$::'
 }
 
 make_emulator() {
