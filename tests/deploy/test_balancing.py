@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from outside_tools import ROOT, tool
-from tools.peers.nginx import Nginx, Rule, before, free_ports, whole
+from tools.peers.nginx import Nginx, Rule, before, whole
+from tools.peers.ports import free_ports
 from tools.upstream_weights import lines
 
 PATIENCE = 10.0  # a server holds its second piece back for longer than a client waits

@@ -13,6 +13,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.peers.ports import free_ports
+
 PLACES = os.pathsep.join(
     [os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin", "/sbin"]
 )  # Debian's is not in a user's path
@@ -100,17 +102,6 @@ def before(servers: Sequence[str], rules: Mapping[str, Rule]) -> tuple[Nginx, di
         lambda folder: whole(folder, "".join(_blocks(port, servers, rule) for port, rule in by_port.items())), list(by_port)
     )
     return nginx, {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
-
-
-def free_ports(count: int) -> list[int]:
-    """All at once, so that they differ."""
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def _answers(port: int) -> bool:

@@ -6,7 +6,6 @@ import asyncio
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from app.bench.loops import Bounds
 from app.bench.prompts import prompts_for, served_model
 from app.bench.traffic import Run, Traffic, Wanted
 from app.bench.wire import RequestBroken, Wire
+from tools.peers.ports import free_port
 from tools.peers.sides import LAST_LINES, ROOT, environment
 
 POLL_SECONDS = 0.05
@@ -61,7 +61,7 @@ class ServerSide:
 
     def __init__(self, spec: ServerSpec, procs: Sequence[Path] = ()) -> None:
         """`procs`: lists of control groups that it joins before it becomes the server."""
-        self.spec, port = spec, _free_port()
+        self.spec, port = spec, free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - `end` closes it
         command = [word.replace("{port}", str(port)) for word in spec.command]
@@ -140,13 +140,6 @@ async def one_run(traffic: Traffic, clients: int, requests_each: int, warm_up_to
     if run.failures:
         raise SystemExit("; ".join(f"{kind}: {message}" for kind, message in run.messages.items()))
     return run
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _group(leader: int) -> list[list[str]]:

@@ -13,10 +13,10 @@ from app.bench.prompts import prompts_for, served_model
 from app.bench.traffic import Traffic, Wanted
 from app.bench.wire import Wire
 from app.bench.workload import Lengths
+from tools.peers.ports import free_port
 from tools.peers.quota import Quota
 from tools.peers.servers import ServerSide, ServerSpec, traffic_to
 from tools.proofs.containers import Container, Image, docker
-from tools.proofs.ports import free_port
 
 PROMPT_TOKENS, MAX_TOKENS = 128, 96
 THROTTLED = "process_cgroup_cpu_throttled_seconds_total"
@@ -63,7 +63,7 @@ class Ours:
             docker("pause", self.container.name)
 
     def throttled_seconds(self) -> float:
-        """As its own metric tells, absent before the first time on some kernels: then it is zero."""
+        """As its own metric tells, which is there wherever it has seen a quota."""
         return self._sample(THROTTLED)
 
     def cpu_seconds(self) -> float:
@@ -71,7 +71,10 @@ class Ours:
 
     def _sample(self, name: str) -> float:
         lines = (line.split() for line in self.container.get("/metrics").splitlines())
-        return next((float(words[1]) for words in lines if words and words[0] == name), 0.0)
+        found = next((float(words[1]) for words in lines if words and words[0] == name), None)
+        if found is None:
+            raise RuntimeError(f"{self.name} tells no {name}, and what is not told is not zero")
+        return found
 
 
 @dataclass(slots=True)

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from tools.peers.ports import free_port
 from tools.peers.quota import Quota
 from tools.peers.sides import ROOT
 from tools.proofs.containers import POLL_SECONDS, Container, Image
 from tools.proofs.findings import Findings
-from tools.proofs.ports import free_port
 
 MOST_LATER = 1.0  # seconds of a container over the bare process
 CORES = 2.0

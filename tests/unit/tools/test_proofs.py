@@ -13,6 +13,7 @@ from tools import prove
 from tools.proofs import refusals, start
 from tools.proofs.containers import ContainerEnded, Image
 from tools.proofs.findings import Findings
+from tools.proofs.guests import THROTTLED, Ours
 from tools.proofs.parts import Part, Subject
 from tools.proofs.quota import Measured, judge
 from tools.proofs.report import Section, page
@@ -185,3 +186,25 @@ def test_a_signal_ends_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prove, "PARTS", {"one": Part("One", "It is ended.", 1, ended)})
     with pytest.raises(SystemExit, match="143"):
         prove._proved("one", Subject((), argparse.Namespace()), {"parts": {}})
+
+
+class Scraped:
+    """A container, as far as its metrics are read."""
+
+    name = "ours-1"
+
+    def __init__(self, metrics: str) -> None:
+        self._metrics = metrics
+
+    def get(self, path: str) -> str:
+        assert path == "/metrics"
+        return self._metrics
+
+
+def test_throttling_that_is_not_told_is_not_taken_for_none() -> None:
+    def ours(metrics: str) -> Ours:
+        return Ours(Scraped(metrics), None)  # type: ignore[arg-type]
+
+    assert ours(f"# HELP {THROTTLED} Time.\n{THROTTLED} 1.5\n").throttled_seconds() == 1.5
+    with pytest.raises(RuntimeError, match=f"ours-1 tells no {THROTTLED}"):
+        ours("process_cpu_seconds_total 3.0\n").throttled_seconds()
