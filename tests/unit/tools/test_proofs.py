@@ -191,8 +191,6 @@ def test_a_signal_ends_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
 class Scraped:
     """A container, as far as its metrics are read."""
 
-    name = "ours-1"
-
     def __init__(self, metrics: str) -> None:
         self._metrics = metrics
 
@@ -206,5 +204,5 @@ def test_throttling_that_is_not_told_is_not_taken_for_none() -> None:
         return Ours(Scraped(metrics), None)  # type: ignore[arg-type]
 
     assert ours(f"# HELP {THROTTLED} Time.\n{THROTTLED} 1.5\n").throttled_seconds() == 1.5
-    with pytest.raises(RuntimeError, match=f"ours-1 tells no {THROTTLED}"):
+    with pytest.raises(RuntimeError, match=f"ours tells no {THROTTLED}"):
         ours("process_cpu_seconds_total 3.0\n").throttled_seconds()
