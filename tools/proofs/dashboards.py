@@ -10,8 +10,8 @@ from pathlib import Path
 
 import httpx
 
-from tests.deploy.demo_load import busy
 from tools.check_dashboards import DASHBOARDS, Prometheus, Window, check, queries
+from tools.demo_load import busy
 from tools.loopback_prometheus import watching
 from tools.proofs.containers import Container, Image
 from tools.proofs.findings import Findings
