@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from app.bench.loops import Bounds
@@ -48,6 +49,7 @@ Results = dict[int, dict[str, Measured]]  # by clients and server
 
 
 def run(findings: Findings, image: Image, load: Load) -> None:
+    findings.notes.append(said(load))
     if not load.peers:
         findings.skipped.append("a peer beside ours: none was given (`--peer 'NAME=COMMAND'`).")
     pools = []
@@ -63,6 +65,17 @@ def run(findings: Findings, image: Image, load: Load) -> None:
         )
         judge(findings, cores, results)
     findings.table("Pools by quota, as `/info` tells", ("cores", *POOLS, "reason"), pools)
+
+
+def said(load: Load) -> str:
+    """What was served and how often it was asked; of a peer its own words, without this machine's folders."""
+    peers = "; ".join(f"{each.name}: `{' '.join(Path(word).name for word in each.command)}`" for each in load.peers)
+    flags = f" with `{' '.join(load.flags)}`" * bool(load.flags)
+    return (
+        f"Medians of {load.rounds} rounds of {SECONDS:g} s; ours serves {load.model.resolve().name}{flags}"
+        + f"; {peers}" * bool(peers)
+        + "."
+    )
 
 
 async def _at(image: Image, load: Load, cores: float) -> tuple[Mapping[str, Any], Results]:

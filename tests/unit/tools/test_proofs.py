@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from tools import prove
+from tools.peers.servers import ServerSpec
 from tools.proofs import refusals, start
 from tools.proofs.containers import ContainerEnded, Image
 from tools.proofs.findings import Findings
-from tools.proofs.guests import THROTTLED, Ours
+from tools.proofs.guests import THROTTLED, Load, Ours
 from tools.proofs.parts import Part, Subject
-from tools.proofs.quota import Measured, judge
+from tools.proofs.quota import Measured, judge, said
 from tools.proofs.report import Section, page
 
 FACTS = {"machine": "a small one"}
@@ -206,3 +207,11 @@ def test_throttling_that_is_not_told_is_not_taken_for_none() -> None:
     assert ours(f"# HELP {THROTTLED} Time.\n{THROTTLED} 1.5\n").throttled_seconds() == 1.5
     with pytest.raises(RuntimeError, match=f"ours tells no {THROTTLED}"):
         ours("process_cpu_seconds_total 3.0\n").throttled_seconds()
+
+
+def test_a_quota_says_what_was_served_and_names_no_folder() -> None:
+    peer = ServerSpec.parse("llama.cpp=/some/where/llama-server -m /some/where/else.gguf --port {port}")
+    assert said(Load(Path("/a/tiny"), ("--precision", "int4"), (peer,), 2)) == (
+        "Medians of 2 rounds of 10 s; ours serves tiny with `--precision int4`; llama.cpp: `llama-server -m else.gguf --port {port}`."
+    )
+    assert said(Load(Path("/a/tiny"), (), (), 3)) == "Medians of 3 rounds of 10 s; ours serves tiny."
