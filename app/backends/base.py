@@ -1,8 +1,11 @@
-"""The contract of a device: eight members at the most. Everything above asks it; nothing above names a device."""
+"""The contract of a device: eight members at the most. Everything above asks it; nothing above names a device.
+
+A processor (`Backend`) and a device with memory of its own (`DeviceBackend`) have the first five in common.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +15,8 @@ from torch import Tensor
 from app.hardware.plan import ServingPlan
 from app.kernels.attention import Row, Run, Step
 from app.kernels.kv_rows import KVRows
+from app.kernels.paged import PackedTexts, PagedStep
+from app.kernels.turn import Heads
 from app.models.context import AttentionSpec
 
 
@@ -47,24 +52,63 @@ def segments_of(runs: Iterable[Run], kv: KVRows) -> tuple[Segment, ...]:
     return tuple(Segment(*kv.read(run.first, run.num_tokens), run.position) for run in runs)
 
 
-class Backend(Protocol):
-    """Our code for a kind of device."""
+class Device(Protocol):
+    """What every kind of device has."""
 
     device: torch.device
     dtype: torch.dtype
 
     def configure(self, plan: ServingPlan) -> None:
-        """Sizes the thread pools and pins; once, on the worker thread, before the first tensor."""
+        """Makes the device ready as planned (pools and pins, or which of several); once, on the worker thread, before the first tensor."""
         ...
 
     def free_bytes(self) -> int:
         """Memory that may still be taken on the device."""
         ...
 
+    def synchronize(self) -> None:
+        """Returns when the device has done what was asked."""
+        ...
+
+
+class Backend(Device, Protocol):
+    """A processor: keys and values lie in slots, which the operating system pages."""
+
     def attention(self, query: Tensor, kv: KVRows, step: Step, spec: AttentionSpec) -> Tensor:
         """Causal attention of query [tokens, heads, head_dim] over the rows of one layer that the step says; result like query."""
         ...
 
-    def synchronize(self) -> None:
-        """Returns when the device has done what was asked."""
+
+class Captured(Protocol):
+    """Work that was recorded on the device once. Its tensors stay where they were: who replays it writes inputs and reads results there."""
+
+    def replay(self) -> None:
+        """Asks the device to do it again; returns at once."""
+        ...
+
+
+class DeviceBackend(Device, Protocol):
+    """A device with memory and a queue of its own: keys and values lie in pages of ours, and a call returns before its work is done."""
+
+    def attention(self, query: Tensor, kv: KVRows, step: PagedStep, spec: AttentionSpec) -> Tensor:
+        """Causal attention of query [tokens, heads, head_dim] over the pages of one layer that the step says; result like query.
+
+        Rows of sequences without context come out as zeros. Nothing waits for the device.
+        """
+        ...
+
+    def attend_texts(self, heads: Heads, texts: PackedTexts, spec: AttentionSpec) -> Tensor:
+        """What each token makes of its own text, [tokens, num_heads * head_dim] of the product's dtype, which may be overwritten."""
+        ...
+
+    def capture(self, work: Callable[[], None]) -> Captured | None:
+        """Records `work`, which was run before and allocates what it keeps outside; None where this kind of device records nothing."""
+        ...
+
+    def staging(self, words: int) -> Tensor:
+        """int64 [words] on the host, from where copies to the device (and back) need not wait for each other."""
+        ...
+
+    def survives(self, error: Exception) -> bool:
+        """Whether that was a want of memory; then what can be given back has been."""
         ...
