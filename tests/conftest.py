@@ -44,9 +44,23 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile("armature", deadline=None, derandomize=True, max_examples=100, database=None)
 settings.load_profile("armature")
 
+
+def _has_cuda() -> bool:
+    """Whether there is an NVIDIA GPU and a torch that can use it; torch is asked, and so loaded, only where there is a driver."""
+    if shutil.which("nvidia-smi") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+# Where there is no GPU its kernels run in Triton's interpreter, on the CPU's tensors. Triton asks when a kernel is imported.
+if not _has_cuda():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 _PRESENT: dict[str, Callable[[], bool]] = {
     "arm64": lambda: platform.machine() in ("aarch64", "arm64"),
-    "cuda": lambda: shutil.which("nvidia-smi") is not None,
+    "cuda": _has_cuda,
     "mps": lambda: sys.platform == "darwin" and platform.machine() == "arm64",
 }
 

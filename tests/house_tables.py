@@ -101,6 +101,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "prometheus_client": ("gauges", "metrics"),
     "torchao": ("weights.load", "kernels.*"),
     "transformers": (),
+    "triton": ("kernels.gpu.*",),
     "httpx": (),
     "httptools": ("bench.wire",),
     "matplotlib": ("bench.report.*",),

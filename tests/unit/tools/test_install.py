@@ -131,7 +131,7 @@ def test_what_fetches_cmake_and_what_wants_it_agree(root: Path) -> None:
 
 def pins(root: Path, name: str) -> dict[str, str]:
     lines = (root / "requirements" / name).read_text().splitlines()
-    return dict(line.split("==") for line in lines if re.match(r"[a-z]", line))
+    return dict(line.partition(";")[0].split("==") for line in lines if re.match(r"[a-z]", line))
 
 
 def test_the_pins_lie_within_the_ranges(root: Path) -> None:
