@@ -1,4 +1,4 @@
-"""The contract of a device: eight members at the most. Everything above asks it; nothing above names a device.
+"""The contract of a device: no more than is asked of it here. Everything above asks it; nothing above names a device.
 
 A processor (`Backend`) and a device with memory of its own (`DeviceBackend`) have the first five in common.
 """
@@ -87,6 +87,14 @@ class Captured(Protocol):
         ...
 
 
+class Mark(Protocol):
+    """A place in the device's queue."""
+
+    def wait(self) -> None:
+        """Returns when the device has done all that was asked of it before this place, whatever was asked since."""
+        ...
+
+
 class DeviceBackend(Device, Protocol):
     """A device with memory and a queue of its own: keys and values lie in pages of ours, and a call returns before its work is done."""
 
@@ -107,6 +115,10 @@ class DeviceBackend(Device, Protocol):
 
     def staging(self, words: int) -> Tensor:
         """int64 [words] on the host, from where copies to the device (and back) need not wait for each other."""
+        ...
+
+    def mark(self) -> Mark:
+        """A mark behind all that was asked for until now."""
         ...
 
     def survives(self, error: Exception) -> bool:
