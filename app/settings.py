@@ -58,8 +58,11 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="TCP port to listen on; 0 picks a free one.")
     device: Literal["auto", "cpu", "mps", "cuda"] = Field("auto", description="Device to serve on.")
-    precision: Literal["auto", "fp32", "bf16", "int8", "int4"] = Field(
-        "auto", description="Weight precision; auto: what fits, and what was measured to gain enough."
+    cuda_device: Annotated[int, Field(ge=0)] | Auto = Field(
+        "auto", description="GPU to serve on, by nvidia-smi's number; auto: the one with the most free memory."
+    )
+    precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = Field(
+        "auto", description="Weight precision; auto: what fits, and what was measured to gain enough. fp16: on Apple GPUs."
     )
     threads: PositiveInt | Auto = Field("auto", description="Compute threads.")
     compile: Literal["auto", "on", "off"] = Field(

@@ -8,7 +8,7 @@ from typing import Generic, Literal, TypeVar
 
 T = TypeVar("T")
 RecipeKey = tuple[str, str, str]  # device kind, CPU architecture, precision: the key of weights/recipes.py
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 CoreKind = Literal["performance", "efficiency"]
@@ -85,12 +85,20 @@ class HugePages:
 
 @dataclass(frozen=True, slots=True)
 class CudaDevice:
-    """An NVIDIA device as its driver names it; what the driver did not say is None."""
+    """An NVIDIA device as its driver names it, by nvidia-smi's number; what the driver did not say is None.
+
+    A driver that names a capability and no memory has a GPU that shares the machine's. `mig`: of which profile it is an instance, empty
+    where it is to be divided and has none; None: it is whole.
+    """
 
     index: int
     name: str
     capability: tuple[int, int] | None = None
     memory_bytes: int | None = None
+    free_bytes: int | None = None
+    uuid: str | None = None
+    driver: str | None = None
+    mig: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +147,8 @@ class Facts:
     `os` is linux, macos or what the kernel calls itself; `architecture` is `x86_64` or `arm64` (aarch64 too), else the kernel's word.
     `memory_node_ids` are those that memory may be taken from (a cpuset may name fewer than there are); empty: nobody says.
     `commit_left_bytes`: where every reservation counts at once (vm.overcommit_memory=2), what may still be reserved; else None.
+    `mps_limit_bytes`: how much memory the operator lets a Mac's GPU hold; None: as much as macOS does by itself.
+    `is_translated`: this Python is for Intel Macs and runs on Apple silicon by Rosetta.
     `isa` uses Linux's names on x86 (`avx512_bf16`) and short ones on Arm (`neon`, `dotprod`, `i8mm`, `bf16`, `sve`, `lse`).
     """
 
@@ -161,6 +171,8 @@ class Facts:
     huge_pages: HugePages = HugePages()
     cuda: tuple[CudaDevice, ...] = ()
     mps: bool = False
+    mps_limit_bytes: int | None = None
+    is_translated: bool = False
     torch: TorchBuild | None = None
     native: NativeLibrary | None = None
     power: PowerMeter = PowerMeter()
@@ -198,6 +210,7 @@ class Needs:
     """What a checkpoint asks of a machine, from its config and tensor headers alone. A program's steps are of rows instead of tokens.
 
     `weight_bytes` are on disk; `bytes_by_precision` are resident when served, by precision (`fp32`, `bf16`, …);
+    `device_bytes_by_precision` the same on a device with memory of its own, where that differs.
     `int8_copy_bytes` come on top where layers are held in eight bits beside four.
     `kv_elements_per_token` is 2 · layers · kv_heads · head_dim, 0 for an encoder.
     `rows_vary`: what a program's row costs depends on dimensions that each request chooses.
@@ -217,6 +230,7 @@ class Needs:
     int8_copy_bytes: int = 0
     num_kv_heads: int = 0
     rows_vary: bool = False
+    device_bytes_by_precision: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def generates(self) -> bool:

@@ -1,14 +1,12 @@
-"""On which device to serve, in which dtypes what is no weight is held, and whether torch can run here at all."""
+"""In which dtypes what is no weight is held, what may not matter to an answer, and whether torch can run here at all."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
-from app.errors import NoRecipe, PlanImpossible
-from app.hardware.decision import Decision, Dtype, RecipeKey
+from app.errors import PlanImpossible
+from app.hardware.decision import Decision, Dtype
 from app.hardware.facts import Facts
 from app.hardware.native_library import TWINS
-from app.hardware.precision import ROUNDED, adds_in_one_order, bf16_products, what_exists
+from app.hardware.precision import ROUNDED, adds_in_one_order, bf16_products
 from app.hardware.room import USEFUL_SEQS, USEFUL_TOKENS, Room
 from app.settings import Settings
 
@@ -42,32 +40,6 @@ def check_torch_can_run(facts: Facts) -> None:
             f"This processor ({core}) has no {', '.join(sorted(missing))}: importing torch would stop with an illegal instruction. "
             f"torch needs {wanted}."
         )
-
-
-def device(facts: Facts, settings: Settings, recipes: Collection[RecipeKey]) -> Decision[str]:
-    """The fastest kind of device that is here and built; a forced one that is not raises."""
-    built = {kind for kind, architecture, _ in recipes if architecture == facts.architecture}
-    if settings.device != "auto":
-        _check_present(facts, settings.device)
-        if settings.device not in built:
-            raise NoRecipe(f"Serving on {settings.device} is not built yet. {what_exists(recipes)}")
-        return Decision(settings.device, "Asked for.")
-    idle = [f"{len(facts.cuda)} × {facts.cuda[0].name}"] if facts.cuda else ["The Apple GPU (MPS)"] if facts.mps else []
-    for kind, present in (("cuda", bool(facts.cuda)), ("mps", facts.mps)):
-        if present and kind in built:
-            return Decision(kind, f"{idle[0]} is here and can be served on.")
-    if "cpu" not in built:
-        raise NoRecipe(f"Nothing is built for {facts.architecture}. {what_exists(recipes)}")
-    return Decision("cpu", f"{idle[0]} is here, but serving on it is not built yet." if idle else "No other device is here.")
-
-
-def _check_present(facts: Facts, kind: str) -> None:
-    if kind == "cuda" and not facts.cuda:
-        raise PlanImpossible(
-            "device is cuda, but neither nvidia-smi nor /proc/driver/nvidia names a GPU. Is the driver installed?"
-        )
-    if kind == "mps" and not facts.mps:
-        raise PlanImpossible("device is mps, but this is no Apple silicon Mac.")
 
 
 def dtype(facts: Facts, chosen: str) -> Decision[Dtype]:

@@ -11,7 +11,18 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from app.hardware import capacity, encoding, holding, int8_copy, native_library, numerics, parallel, speed, stepping
+from app.hardware import (
+    capacity,
+    devices,
+    encoding,
+    holding,
+    int8_copy,
+    native_library,
+    numerics,
+    parallel,
+    speed,
+    stepping,
+)
 from app.hardware.capacity import Capacity
 from app.hardware.decision import Decision, Dtype, Measurements, RecipeKey
 from app.hardware.facts import Facts, Needs, plain
@@ -42,6 +53,7 @@ class ServingPlan:
     """
 
     device: Decision[str]
+    cuda_device: Decision[int | None]
     precision: Decision[str]
     dtype: Decision[Dtype]
     int8_copy: Decision[bool]
@@ -101,7 +113,8 @@ def make_plan(
 ) -> ServingPlan:
     """Decides everything. Raises `PlanImpossible` or `NoRecipe` with a sentence where what is asked cannot be."""
     check_torch_can_run(facts)
-    device = numerics.device(facts, settings, recipes)
+    place = devices.decide(facts, settings, needs, recipes)
+    device = place.device
     kernels = native_library.kernels(facts)
     most = parallel.decide(facts, settings)
     node, trials = most.numa_node.value, Trials.of(measurements)
@@ -117,6 +130,7 @@ def make_plan(
     limits = speed.Limits(memory.batch_target_tokens.value, memory.max_running_seqs.value, memory.weight_bytes.value)
     return ServingPlan(
         device=device,
+        cuda_device=place.cuda_device,
         kernels=kernels,
         **_fields(held),
         most_few_rows=int8_copy.most_few_rows(measurements, has_copy),
