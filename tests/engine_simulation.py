@@ -20,6 +20,7 @@ from app.engine.slots import SlotPool
 from app.engine.speculation import Speculation
 from app.measured import StepStats
 from app.messages import Event, Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
+from at_once import AtOnce
 
 VOCABULARY = 7
 EOS = 0
@@ -164,7 +165,7 @@ class Simulation:
         self.pace = pace or experienced_pace(limits.max_batch_tokens)
         ticks = count()
         self.scheduler = Scheduler(self.pool, self.pace, limits, {EOS}, clock=lambda: float(next(ticks)))
-        self.engine = DecoderEngine(self.scheduler, self.runner, clock=lambda: float(next(ticks)))
+        self.engine = DecoderEngine(self.scheduler, AtOnce(self.runner), clock=lambda: float(next(ticks)))
         self.completions: dict[tuple[str, int], list[int]] = {}
         self.endings: dict[tuple[str, int], SequenceFinished] = {}
         self.failures: dict[str, RequestFailed] = {}

@@ -20,7 +20,7 @@ from app.bench.console import Advance, progress
 from app.bench.driver import PROMPT_TOKENS
 from app.bench.stats import Figure, MeasurementFailed, Outcome
 from app.bench.workload import Deck
-from app.engine.batch import Batch, Picked, rows_to_pick
+from app.engine.batch import Batch, Flight, Picked, rows_to_pick
 from app.engine.build import build_engine
 from app.engine.decoder import DecoderEngine, Runner
 from app.engine.speculation import Speculation
@@ -80,13 +80,24 @@ class Prompter:
     def model_seconds(self) -> float:
         return self._runner.model_seconds
 
-    def run(self, batch: Batch) -> list[Picked]:
-        picked = list(self._runner.run(batch))
+    def launch(self, batch: Batch, after: Flight | None = None) -> Flight:
+        return self._runner.launch(batch, after)
+
+    def wait(self, flight: Flight) -> list[Picked]:
+        picked = list(self._runner.wait(flight))
         if not self.text:
             return picked
+        held = [Picked((self.text[row.position],)) for row in rows_to_pick(flight.batch.spans)]
         self.num_picks += 1
-        self.num_held += picked[:1] != [Picked((self.text[row.position],)) for row in rows_to_pick(batch.spans)[:1]]
-        return [Picked((self.text[row.position],)) for row in rows_to_pick(batch.spans)]
+        self.num_held += picked[:1] != held[:1]
+        return held
+
+    def follows(self, batch: Batch) -> bool:
+        """What is held to the text is not known on a device."""
+        return False
+
+    def survives(self, error: Exception) -> bool:
+        return self._runner.survives(error)
 
 
 class Teller:

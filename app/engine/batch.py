@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from app.engine.sequence import Sequence
 
@@ -16,6 +17,7 @@ class Span:
     Keys and values of position p lie at offset p: of `prefix_slot` for p < `prefix_tokens`, else of `slot`.
     `samples` says that the last token's logits pick the next token (a prefill chunk that does not reach the end has nothing to pick).
     `draft_ids` are guesses of what comes after it: the last of the positions are theirs, and each of their logits picks a token too.
+    Of a step that was launched ahead `start` was `len(token_ids)` then: its one token is what the step before it picks, not known here.
     """
 
     sequence: Sequence
@@ -46,6 +48,16 @@ class Span:
     def is_decode(self) -> bool:
         """True where the one own token computed is a completion token whose result picks the next."""
         return self.own_end == self.start + 1 and self.start >= self.sequence.num_prompt_tokens
+
+    @property
+    def is_void(self) -> bool:
+        """True where the sequence ended while the step was under way: what its row picks is nobody's."""
+        return self.sequence.slot is None
+
+    def one_further(self) -> Span:
+        """The next position of a sequence that decodes, whatever its token will be."""
+        assert self.num_picks == 1, "what picks no token, or several, has no next position yet"
+        return replace(self, start=self.start + 1)
 
     def with_drafts(self, draft_ids: tuple[int, ...]) -> Span:
         """The same with guesses behind it, for which the slot has room."""
@@ -81,6 +93,7 @@ class Batch:
     """What `schedule()` hands to `run()`: decodes first, then prefill chunks.
 
     The order is binding: `copies` one after the other, then `released` pages go back (a copy may read from one), then the spans.
+    `ahead`: launched while the step before it was under way, which has a row for each of these sequences; all are decodes.
     """
 
     spans: tuple[Span, ...]
@@ -88,10 +101,17 @@ class Batch:
     released: tuple[tuple[int, int, int], ...] = ()  # slot, from position, to position; whole pages
     cached_tokens: int = 0  # of the prompts that this step begins with, found in the KV cache
     preempted: int = 0  # sequences that lost their memory for this step
+    ahead: bool = False
 
     @property
     def num_tokens(self) -> int:
         return sum(span.num_tokens for span in self.spans)
+
+    def living(self) -> Batch:
+        """Without void rows, which only a step that was launched ahead can have."""
+        if not any(span.is_void for span in self.spans):
+            return self
+        return replace(self, spans=tuple(span for span in self.spans if not span.is_void))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +134,28 @@ class Picked:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] = ()  # of each of token_ids, where the sequence asked for them or is a beam
     top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens with their log-probabilities
+
+
+class Flight(Protocol):
+    """A step under way."""
+
+    @property
+    def batch(self) -> Batch: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A flight that landed as it was launched: of a processor."""
+
+    batch: Batch
+    picked: Items[Picked]
+
+
+def living_picks(batch: Batch, picked: Items[Picked]) -> Items[Picked]:
+    """Of what a step's rows picked, that of the rows which are not void."""
+    if not any(span.is_void for span in batch.spans):
+        return picked
+    return [one for span, one in zip(batch.spans, picked, strict=True) if not span.is_void]
 
 
 def upheld(span: Span, picked: Items[Picked]) -> Items[Picked]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import Protocol
 
-from app.engine.batch import Batch, Picked, by_span, next_span
+from app.engine.batch import Batch, Flight, Picked, by_span, next_span
 from app.engine.scheduler import Scheduler
 from app.engine.sequence import sequence_of
 from app.engine.tenants import Tenants
@@ -19,14 +19,33 @@ from app.messages import Abort, Event, Generate, SamplingParams
 
 
 class Runner(Protocol):
-    """Tensors in, ids out: one `Picked` for each row that samples, in the order of spans and positions."""
+    """Tensors in, ids out: one `Picked` for each row that samples, in the order of spans and positions.
+
+    Steps are computed in the order in which they are launched. A flight need not be waited for: what it picks is then nobody's, and a
+    runner keeps whatever memory it still reads or writes until it is done.
+    """
 
     @property
     def model_seconds(self) -> float:
-        """Of the last batch, in the model's forward pass."""
+        """Of the last batch waited for, in the model's forward pass."""
         ...
 
-    def run(self, batch: Batch) -> Items[Picked]: ...
+    def launch(self, batch: Batch, after: Flight | None = None) -> Flight:
+        """Starts a step. Copies and releases come first, before anything that may want memory: a step that is tried again has none.
+
+        `after` (where `batch.ahead`): the flight whose picks are these sequences' last tokens, each in the row of its sequence there.
+        """
+        ...
+
+    def wait(self, flight: Flight) -> Items[Picked]: ...
+
+    def follows(self, batch: Batch) -> bool:
+        """Whether the step after this one may be launched on top of it, what it picks not being known here yet."""
+        ...
+
+    def survives(self, error: Exception) -> bool:
+        """Whether launching or waiting failed for want of memory that is given back now; the same step, or a smaller one, may be tried."""
+        ...
 
 
 class DecoderEngine:
@@ -61,7 +80,7 @@ class DecoderEngine:
         self._batch = batch = self.scheduler.schedule()
         if batch is None:
             return []
-        picked = self.runner.run(batch)
+        picked = self.runner.wait(self.runner.launch(batch))
         events = self.scheduler.update(batch, picked)
         self._batch = None
         stats = measured(batch, picked, self._clock() - started, self.runner.model_seconds)
@@ -82,7 +101,7 @@ class DecoderEngine:
         if not tenants.admit(sequence):
             return
         try:
-            self.runner.run(Batch((next_span(sequence, 1),), tenants.take_copies(), pool.take_released()))
+            self.runner.wait(self.runner.launch(Batch((next_span(sequence, 1),), tenants.take_copies(), pool.take_released())))
         finally:
             tenants.leave(sequence, keep=0)
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 
 import torch
 from torch import Tensor
 
 from app.backends.base import Backend
-from app.engine.batch import Batch, Picked, Span, rows_to_pick
+from app.engine.batch import Batch, Computed, Flight, Picked, Span, rows_to_pick
 from app.engine.kv_cache import KVCache
 from app.engine.picking import pick_best, wanted_best
 from app.engine.sampler import Sampler
@@ -49,6 +50,22 @@ class Runner:
         self._attention = StepAttention(kv_cache, backend, few_queries)
         self._whole_logits = few_queries is not None
         self.model_seconds = 0.0  # of the last batch, in the model's forward pass
+
+    def launch(self, batch: Batch, after: Flight | None = None) -> Flight:
+        """Whoever launches has nothing else to do meanwhile: the step is computed at once."""
+        assert after is None, "nothing is launched on top of what is computed already"
+        return Computed(batch, self.run(batch))
+
+    def wait(self, flight: Flight) -> Items[Picked]:
+        assert isinstance(flight, Computed), "one of ours"
+        return flight.picked
+
+    def follows(self, batch: Batch) -> bool:
+        return False
+
+    def survives(self, error: Exception) -> bool:
+        """A system that has no more memory ends the process."""
+        return False
 
     def run(self, batch: Batch) -> list[Picked]:
         """One `Picked` for each row that samples: spans in order, of each its last own token and then its guesses.

@@ -21,6 +21,7 @@ from app.main import create_app, listen, server_config, url_of
 from app.preparation import prepare
 from app.settings import Settings
 from app.startup import Serving
+from at_once import AtOnce
 
 PATIENCE = 60.0  # seconds; a busy machine is no failure
 
@@ -38,7 +39,7 @@ class Reins:
         self.model_seconds = 0.0
 
     def take(self, engine: Any) -> Any:
-        self.runner, engine.runner = engine.runner, self
+        self.runner, engine.runner = engine.runner, AtOnce(self)
         return engine
 
     def hold(self) -> None:

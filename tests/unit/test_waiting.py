@@ -24,6 +24,7 @@ from app.hardware.tempo import Tempo
 from app.measured import Snapshot
 from app.messages import Generate, SamplingParams, TokensReady
 from app.waiting import Habits, first_token_seconds
+from at_once import AtOnce
 
 INT4 = StepSeconds.of(Trial("int4", 2, {1: 0.016, 8: 0.030, 32: 0.075}, {64: 0.100, 512: 0.70}, 8e-7))
 HABITS = Habits(completion_tokens=100.0, max_running=4)
@@ -38,7 +39,7 @@ class Machine:
         pace = StepPace(BATCH, steps=table)
         limits = Limits(2000, MAX_RUNNING, BATCH)
         self.scheduler = Scheduler(SlotPool(2 * MAX_RUNNING, 10**6, 16), pace, limits, clock=lambda: self.now)
-        self.engine = DecoderEngine(self.scheduler, self, clock=lambda: self.now)
+        self.engine = DecoderEngine(self.scheduler, AtOnce(self), clock=lambda: self.now)
         self.snapshot = self.engine.snapshot()
         self.admission = Admission(lambda: self.snapshot, clock=lambda: self.now)
         self.admission.max_running = MAX_RUNNING

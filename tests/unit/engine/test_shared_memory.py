@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from app.backends.cpu import CpuBackend
-from app.engine.batch import Batch, Copy, Picked
+from app.engine.batch import Batch, Copy, Flight
 from app.engine.decoder import DecoderEngine
 from app.engine.kv_cache import KVCache, KVShape
 from app.engine.limits import Limits
@@ -52,11 +52,11 @@ class Watching:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runner, name)
 
-    def run(self, batch: Batch) -> list[Picked]:
-        picked = self.runner.run(batch)
+    def launch(self, batch: Batch) -> Flight:
+        flight = self.runner.launch(batch)
         self.copies += batch.copies
         self.most = max(self.most, self.runner.kv_cache.resident_bytes())
-        return picked
+        return flight
 
 
 @dataclass

@@ -7,6 +7,7 @@ import pytest
 from app.engine.batch import Batch, Picked
 from app.engine.worker import MAX_FAILED_STEPS
 from app.messages import Generate, RequestFailed, SamplingParams, SequenceFinished
+from at_once import AtOnce
 from encoder_simulation import EncoderSimulation
 from engine_simulation import DeviceBroke, Simulation
 from worker_bench import Bench
@@ -30,7 +31,7 @@ class Poisonable:
 
 def test_requests_that_break_their_own_steps_end_nothing_but_themselves(bench: Bench) -> None:
     """A client may send the same bad request for ever: the device computes, so nobody restarts."""
-    bench.sim.engine.runner = Poisonable(bench.sim)
+    bench.sim.engine.runner = AtOnce(Poisonable(bench.sim))
     bench.worker.start()
     for number in range(3 * MAX_FAILED_STEPS):
         bench.worker.put(Generate(f"bad{number}", (1, POISON_ID), SamplingParams(), 0.0))

@@ -1,0 +1,31 @@
+"""The face that a decoder's engine wants of its runner, for one that has nothing but `run`: a step is computed when it is launched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from app.engine.batch import Batch, Computed, Flight
+
+
+class AtOnce:
+    """`inner` is asked anew at each step, so that a test may put something else in the place of its `run`."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def launch(self, batch: Batch, after: Flight | None = None) -> Flight:
+        assert after is None
+        return Computed(batch, self.inner.run(batch))
+
+    def wait(self, flight: Flight) -> Any:
+        assert isinstance(flight, Computed)
+        return flight.picked
+
+    def follows(self, batch: Batch) -> bool:
+        return False
+
+    def survives(self, error: Exception) -> bool:
+        return False
