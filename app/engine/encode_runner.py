@@ -72,7 +72,11 @@ class EncodeRunner:
             hidden = self.replay(cut)
             self.model_seconds = time.perf_counter() - started
             outputs = self.model.outputs(hidden, starts, names, rows, self._skipped(spans))
-            return as_they_came(self._rows(spans, outputs), cut.order)
+            return as_they_came(rows_of_texts(outputs, spans, self.model.config.pooling.normalizes), cut.order)
+
+    def survives(self, error: Exception) -> bool:
+        """Who has no memory left on a processor is ended by the system."""
+        return False
 
     def _skipped(self, spans: Sequence[TextSpan]) -> Tensor | None:
         """Tokens of a prompt before each text, where those are not pooled."""
@@ -80,18 +84,20 @@ class EncodeRunner:
             return None
         return torch.tensor([span.text.num_prompt_tokens for span in spans])
 
-    def _rows(self, spans: Sequence[TextSpan], outputs: Mapping[str, Tensor]) -> list[dict[str, bytes]]:
-        parts: list[dict[str, bytes]] = [{} for _ in spans]
-        for name, tensor in outputs.items():
-            if name == "embedding":
-                cut = finished(tensor, spans, self.model.config.pooling.normalizes)
-            elif name == "last_hidden_state":
-                cut = in_parts(tensor, [span.num_tokens for span in spans])
-            else:
-                cut = in_parts(tensor, [1] * len(spans))
-            for own, part in zip(parts, cut, strict=True):
-                own[name] = part
-        return parts
+
+def rows_of_texts(outputs: Mapping[str, Tensor], spans: Sequence[TextSpan], normalizes: bool) -> list[dict[str, bytes]]:
+    """Of each text, by output: its rows, little-endian fp32. Vectors are of unit length where a request wants that, or as usual."""
+    parts: list[dict[str, bytes]] = [{} for _ in spans]
+    for name, tensor in outputs.items():
+        if name == "embedding":
+            cut = finished(tensor, spans, normalizes)
+        elif name == "last_hidden_state":
+            cut = in_parts(tensor, [span.num_tokens for span in spans])
+        else:
+            cut = in_parts(tensor, [1] * len(spans))
+        for own, part in zip(parts, cut, strict=True):
+            own[name] = part
+    return parts
 
 
 def finished(vectors: Tensor, spans: Sequence[TextSpan], usual: bool) -> list[bytes]:

@@ -25,7 +25,7 @@ class DistanceBias(nn.Module):
 
     def adopt(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = nn.Parameter(weight.to(torch.float32, copy=True), requires_grad=False)
-        self.by_distance = self.weight[buckets_of(len(weight))].T.contiguous()
+        self.by_distance = self.weight[buckets_of(len(weight)).to(weight.device)].T.contiguous()
 
     def forward(self, attend: Attend) -> Attend:
         """The same attention, with the bias."""

