@@ -1,4 +1,4 @@
-# One image, two architectures. Everything is put together on the machine that builds, for the one that it is built for; only the
+# Two images (`cpu`, and `cuda` with torch's CUDA build), two architectures. Everything is put together on the machine that builds, for the one that it is built for; only the
 # distribution's packages are unpacked under emulation. What goes in is pinned file by file: requirements/image-*.txt.
 ARG BASE=debian:bookworm-slim
 
@@ -22,20 +22,24 @@ RUN grep -hE '^(scikit-build-core|pathspec|packaging|wheel)=' requirements/runti
     && /venv/bin/pip install -q --no-cache-dir -r /tmp/build.txt -r requirements/cmake.txt
 ARG TARGETARCH
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# Which of the locks: image-amd64.txt, or with "cuda-" image-cuda-amd64.txt. What CUDA itself brings are wheels too.
+ARG KIND=
 # An array, since SHELL above is bash.
 # hadolint ignore=SC3054
 RUN --mount=type=bind,from=wheels,target=/wheels \
     machine=$([ "$TARGETARCH" = arm64 ] && echo aarch64 || echo x86_64) \
     && into=(install -q --no-cache-dir --no-compile --no-deps --only-binary=:all: --require-hashes --target=/site --python-version=3.11) \
-    && for glibc in 2_17 2_27 2_28 2_31 2_34; do into+=("--platform=manylinux_${glibc}_$machine"); done \
+    && for glibc in 2_5 2_12 2_17 2_18 2_24 2_25 2_27 2_28 2_31 2_34; do into+=("--platform=manylinux_${glibc}_$machine"); done \
     && into+=("--platform=manylinux2014_$machine") \
-    && grep -E '^torch==' "requirements/image-$TARGETARCH.txt" > /tmp/torch.txt \
-    && grep -vE '^torch==' "requirements/image-$TARGETARCH.txt" > /tmp/others.txt \
+    && grep -E '^torch==' "requirements/image-$KIND$TARGETARCH.txt" > /tmp/torch.txt \
+    && grep -vE '^torch==' "requirements/image-$KIND$TARGETARCH.txt" > /tmp/others.txt \
     && /venv/bin/pip "${into[@]}" -r /tmp/others.txt \
     && /venv/bin/pip "${into[@]}" --find-links=/wheels ${TORCH_INDEX:+--extra-index-url="$TORCH_INDEX"} -r /tmp/torch.txt \
     # Of torch: its own tests, headers and programs, but for the one that it looks for when it is imported.
     && rm -rf /site/torch/test /site/torch/include /site/torch/share /site/bin \
     && find /site/torch/bin -type f ! -name torch_shm_manager -delete \
+    # Of CUDA's own wheels: what only a compiler of CUDA programs reads.
+    && { [ ! -d /site/nvidia ] || find /site/nvidia \( -name '*.a' -o -name include \) -prune -exec rm -rf {} +; } \
     && find /site/sympy /site/networkx /site/numpy /site/mpmath -type d -name tests -prune -exec rm -rf {} +
 # What the wheel is made of, by name: .dockerignore lets nothing else in, and a change elsewhere makes nothing anew.
 COPY LICENSE README.md pyproject.toml ./
@@ -76,3 +80,16 @@ LABEL org.opencontainers.image.title="Armature" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
+
+# The same on torch's CUDA build (KIND=cuda-), for hosts with NVIDIA's container toolkit, which brings the driver's own files. Without a
+# GPU it serves on the processor. Triton compiles our kernels where they run, once for each cache folder: it wants a C compiler for that,
+# and Python's headers.
+FROM cpu AS cuda
+USER root
+# hadolint ignore=DL3008
+RUN apt-get update -q \
+    && apt-get install -y -q --no-install-recommends gcc libc6-dev libpython3-dev \
+    && rm -rf /var/lib/apt/lists/* /var/log/* /var/cache/apt /var/cache/debconf/*-old
+ENV NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+USER 10001:10001

@@ -1,5 +1,6 @@
 // docker buildx bake            both architectures as one manifest
 // docker buildx bake cpu-here   this machine's alone, into the local daemon
+// docker buildx bake cuda       the same with torch's CUDA build, for hosts with an NVIDIA GPU (6 GB; docs/hardware.md)
 // docker buildx bake check      format, lint, types and tests beside what the image has; leaves nothing behind
 // docker buildx bake release    both, under all tags of a version, with what is needed to check where it came from (docs/releasing.md)
 
@@ -26,6 +27,15 @@ target "cpu" {
 target "cpu-here" {
   inherits  = ["cpu"]
   platforms = []
+}
+
+target "cuda" {
+  inherits = ["cpu"]
+  target   = "cuda"
+  tags     = ["${REGISTRY}armature:${VERSION}-cuda"]
+  // PyPI has that build: torch's own index is not asked.
+  args     = { KIND = "cuda-", TORCH_INDEX = "" }
+  labels   = { "org.opencontainers.image.title" = "Armature for NVIDIA GPUs" }
 }
 
 target "check" {

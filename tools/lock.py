@@ -1,7 +1,8 @@
-"""Writes the image's hashed locks: `python -m tools.lock` makes requirements/image-amd64.txt and image-arm64.txt from runtime.txt.
+"""Writes the images' hashed locks: `python -m tools.lock` makes requirements/image-*.txt from runtime.txt.
 
-An image is built from exactly these files (`pip install --require-hashes`): what was tested, or nothing. One lock for each architecture,
-since torch is another build on each, and wheels are other files.
+An image is built from exactly these files (`pip install --require-hashes`): what was tested, or nothing. One lock for each image and
+architecture, since torch is another build in each, and wheels are other files. The `cuda` image has torch's CUDA build, with what that
+asks for at the versions that it names.
 """
 
 from __future__ import annotations
@@ -12,50 +13,94 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from tools.install import ROOT, TORCH, TORCH_ARM_LINUX
 
 PYTHON = "3.11"  # of Debian 12, the image's base
-# By the name that image builders have for an architecture: the wheels' name for it, and torch's CPU build.
-ARCHITECTURES = {"amd64": ("x86_64", f"{TORCH}+cpu"), "arm64": ("aarch64", TORCH_ARM_LINUX)}
-GLIBC = ("2_17", "2_27", "2_28", "2_31", "2_34")  # manylinux names that Debian 12 (2.36) satisfies
+# manylinux names that Debian 12 (glibc 2.36) satisfies and that wheels of ours bear.
+GLIBC = ("2_5", "2_12", "2_17", "2_18", "2_24", "2_25", "2_27", "2_28", "2_31", "2_34")
 BUILD_ONLY = {"scikit-build-core", "pathspec"}  # what builds the project, and nothing that serves
-HEAD = """# What is in the image for {architecture}, file by file; made by `python -m tools.lock` from runtime.txt. Do not edit.
+HEAD = """# What is in the image for {name}, file by file; made by `python -m tools.lock` from runtime.txt. Do not edit.
 """
+CUDA = f"torch={TORCH.removeprefix('torch')}"  # three signs mean this very version: PyPI's, and no +cpu build that lies nearer
+
+
+@dataclass(frozen=True, slots=True)
+class Lock:
+    """One image on one architecture, `machine` in the words of wheels. `brings`: torch's own dependencies are looked for."""
+
+    name: str
+    machine: str
+    torch: str
+    brings: bool = False
+
+    @property
+    def path(self) -> Path:
+        return ROOT / "requirements" / f"image-{self.name}.txt"
+
+    @property
+    def platforms(self) -> list[str]:
+        return [f"--platform=manylinux_{version}_{self.machine}" for version in GLIBC] + [
+            f"--platform=manylinux2014_{self.machine}"
+        ]
+
+
+LOCKS = (
+    Lock("amd64", "x86_64", f"{TORCH}+cpu"),
+    Lock("arm64", "aarch64", TORCH_ARM_LINUX),
+    Lock("cuda-amd64", "x86_64", CUDA, brings=True),
+    Lock("cuda-arm64", "aarch64", CUDA, brings=True),
+)
 
 
 def main() -> int:
-    """Writes both files, or says which requirement has no wheel."""
-    for architecture in ARCHITECTURES:
+    """Writes all of them, or says which requirement has no wheel."""
+    for lock in LOCKS:
+        print(f"{lock.path.relative_to(ROOT)} ...", flush=True)  # looking for torch's CUDA build takes a minute
         try:
-            lines = sorted(locked(architecture))
+            lines = sorted(locked(lock))
         except subprocess.CalledProcessError as error:
-            print(f"lock: {architecture}: {error.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+            print(f"lock: {lock.name}: {error.stderr.strip().splitlines()[-1]}", file=sys.stderr)
             return 1
-        path = ROOT / "requirements" / f"image-{architecture}.txt"
-        path.write_text(HEAD.format(architecture=architecture) + "\n".join(lines) + "\n", encoding="utf-8")
-        print(f"{path.relative_to(ROOT)}: {len(lines)} wheels")
+        lock.path.write_text(HEAD.format(name=lock.name) + "\n".join(lines) + "\n", encoding="utf-8")
+        print(f"{lock.path.relative_to(ROOT)}: {len(lines)} wheels")
     return 0
 
 
-def requirements(torch: str) -> list[str]:
-    """The pins that serve, torch among them."""
+def pins() -> dict[str, str]:
+    """What serves beside torch: pins by name."""
     text = (ROOT / "requirements" / "runtime.txt").read_text(encoding="utf-8")
-    pins = [line.partition("#")[0].strip() for line in text.splitlines()]
-    return [torch, *(pin for pin in pins if pin and re.split("[=<>;]", pin)[0].strip() not in BUILD_ONLY)]
+    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+    named = {re.split("[=<>;]", line)[0].strip(): line for line in lines if line}
+    return {name: pin for name, pin in named.items() if name not in BUILD_ONLY}
 
 
-def locked(architecture: str) -> Iterator[str]:
+def locked(lock: Lock) -> Iterator[str]:
     """Each as pip wants it: name, version and the wheel's SHA-256."""
-    machine, torch = ARCHITECTURES[architecture]
-    platforms = [f"--platform=manylinux_{version}_{machine}" for version in GLIBC] + [f"--platform=manylinux2014_{machine}"]
+    ours = pins()
+    for item in found(lock, [*ours.values(), lock.torch], "--no-deps"):
+        yield hashed(item, "===" if item["metadata"]["name"] == "torch" and lock.brings else "==")
+    for item in found(lock, [lock.torch]) if lock.brings else ():
+        if item["metadata"]["name"].lower().replace("_", "-") not in {*ours, "torch"}:
+            yield hashed(item)
+
+
+def found(lock: Lock, requirements: list[str], *options: str) -> list[Any]:
+    """What pip would install there."""
     with tempfile.TemporaryDirectory() as target:
-        command = [sys.executable, "-m", "pip", "install", "-q", "--dry-run", "--ignore-installed", "--no-deps", "--report=-"]
-        command += ["--only-binary=:all:", f"--python-version={PYTHON}", *platforms, f"--target={target}", *requirements(torch)]
+        command = [sys.executable, "-m", "pip", "install", "-q", "--dry-run", "--ignore-installed", "--report=-", *options]
+        command += ["--only-binary=:all:", f"--python-version={PYTHON}", *lock.platforms, f"--target={target}", *requirements]
         report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    for item in json.loads(report)["install"]:
-        about, archive = item["metadata"], item["download_info"]["archive_info"]
-        yield f"{about['name'].lower()}=={about['version']} --hash=sha256:{archive['hashes']['sha256']}"
+    items: list[Any] = json.loads(report)["install"]
+    return items
+
+
+def hashed(item: Any, equals: str = "==") -> str:
+    about, archive = item["metadata"], item["download_info"]["archive_info"]
+    return f"{about['name'].lower()}{equals}{about['version']} --hash=sha256:{archive['hashes']['sha256']}"
 
 
 if __name__ == "__main__":

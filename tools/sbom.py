@@ -1,4 +1,4 @@
-"""Says what is in the image, as CycloneDX 1.6: `python -m tools.sbom amd64 > sbom.json`, from that architecture's lock.
+"""Says what is in the image, as CycloneDX 1.6: `python -m tools.sbom amd64 > sbom.json`, from that lock (`cuda-amd64` for the CUDA image).
 
 Licences and who needs whom are what the packages that are installed here say of themselves, where it is the locked version: run within
 the image (docs/releasing.md), that is all of them. `--debian /` adds the distribution's packages of that root.
@@ -26,10 +26,10 @@ from packaging.utils import canonicalize_name
 
 from app.version import VERSION
 from tools.install import CPU_INDEX, ROOT
-from tools.lock import ARCHITECTURES, PYTHON
+from tools.lock import LOCKS, PYTHON
 
 Json = dict[str, Any]
-LINE = re.compile(r"(?P<name>[^=\s]+)==(?P<version>\S+) --hash=sha256:(?P<sha256>[0-9a-f]{64})")
+LINE = re.compile(r"(?P<name>[^=\s]+)===?(?P<version>\S+) --hash=sha256:(?P<sha256>[0-9a-f]{64})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,24 +58,25 @@ class Wheel:
 def main() -> int:
     """Prints one document; nothing of it depends on the clock where SOURCE_DATE_EPOCH is set."""
     parser = argparse.ArgumentParser(prog="python -m tools.sbom", description="What is in the image, as CycloneDX 1.6.")
-    parser.add_argument("architecture", choices=ARCHITECTURES)
+    parser.add_argument("image", choices=[lock.name for lock in LOCKS])
     parser.add_argument("--debian", type=Path, metavar="ROOT", help="add the Debian packages of this root")
     asked = parser.parse_args()
     seconds = os.environ.get("SOURCE_DATE_EPOCH")
     now = datetime.fromtimestamp(int(seconds), UTC) if seconds else datetime.now(UTC)
-    json.dump(document(asked.architecture, now, asked.debian), sys.stdout, indent=1)
+    json.dump(document(asked.image, now, asked.debian), sys.stdout, indent=1)
     print()
     return 0
 
 
-def document(architecture: str, now: datetime, debian: Path | None = None) -> Json:
+def document(name: str, now: datetime, debian: Path | None = None) -> Json:
     """The serial number is the contents': the same image has the same number."""
-    wheels = read_lock((ROOT / "requirements" / f"image-{architecture}.txt").read_text(encoding="utf-8"))
+    wheels = read_lock((ROOT / "requirements" / f"image-{name}.txt").read_text(encoding="utf-8"))
     components = [component(wheel) for wheel in wheels]
     if debian is not None:
         components += debian_packages(debian)
-    described = {"components": components, "dependencies": dependencies(wheels, ARCHITECTURES[architecture][0])}
-    contents = json.dumps([VERSION, architecture, described], sort_keys=True)
+    machine = next(lock.machine for lock in LOCKS if lock.name == name)
+    described = {"components": components, "dependencies": dependencies(wheels, machine)}
+    contents = json.dumps([VERSION, name, described], sort_keys=True)
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
@@ -84,20 +85,20 @@ def document(architecture: str, now: datetime, debian: Path | None = None) -> Js
         "metadata": {
             "timestamp": now.isoformat(timespec="seconds"),
             "tools": {"components": [{"type": "application", "name": "armature tools.sbom", "version": VERSION}]},
-            "component": image(architecture),
+            "component": image(name),
         },
         **described,
     }
 
 
-def image(architecture: str) -> Json:
+def image(name: str) -> Json:
     return {
         "type": "container",
         "bom-ref": "armature",
         "name": "armature",
         "version": VERSION,
         "licenses": [{"expression": project()["license"]}],
-        "properties": [{"name": "armature:platform", "value": f"linux/{architecture}"}],
+        "properties": [{"name": "armature:platform", "value": f"linux/{name.removeprefix('cuda-')}"}],
     }
 
 

@@ -20,7 +20,7 @@ from outside_tools import ROOT, run, tool
 from tests.live.live_server import LiveServer, live
 from tiny_checkpoints import write_checkpoint
 from tools.install import TORCH, TORCH_ARM_LINUX
-from tools.lock import ARCHITECTURES, BUILD_ONLY
+from tools.lock import BUILD_ONLY, LOCKS, Lock
 from tools.sbom import read_lock
 
 DOCKERFILES = ("Dockerfile", "docker/check.Dockerfile")
@@ -96,15 +96,19 @@ def pattern_of(line: str) -> re.Pattern[str]:
     return re.compile("(?:.*/)?".join(pieces))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_lock_is_what_serves_with_hashes(architecture: str) -> None:
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.name)
+def test_a_lock_is_what_serves_with_hashes(lock: Lock) -> None:
     pins = dict(
         line.split("==") for line in (ROOT / "requirements/runtime.txt").read_text().splitlines() if re.match(r"[a-z]", line)
     )
-    torch = {"amd64": f"{TORCH}+cpu", "arm64": TORCH_ARM_LINUX}[architecture]
+    torch = {"amd64": f"{TORCH}+cpu", "arm64": TORCH_ARM_LINUX}.get(lock.name, TORCH)
     wanted = {name: version for name, version in pins.items() if name not in BUILD_ONLY} | dict([torch.split("==")])
-    wheels = read_lock((ROOT / "requirements" / f"image-{architecture}.txt").read_text())
-    assert {canonicalize_name(wheel.name): wheel.version for wheel in wheels} == wanted
+    wheels = read_lock(lock.path.read_text())
+    found = {canonicalize_name(wheel.name): wheel.version for wheel in wheels}
+    beside = {name for name in found if name not in wanted}
+    assert {name: found[name] for name in wanted} == wanted
+    assert all(name == "triton" or name.startswith(("nvidia-", "cuda-")) for name in beside)
+    assert bool(beside) == lock.brings
     assert len({wheel.sha256 for wheel in wheels}) == len(wheels)
 
 
