@@ -184,7 +184,7 @@ class Simulation:
         """One step; the batch that was computed."""
         before = len(self.runner.batches)
         # A choice that was held for its prompt may be older than what runs, and waits for a place like any other.
-        queue = self.scheduler._running or self.scheduler._waiting
+        queue = self.scheduler.roster.running or self.scheduler.roster.waiting
         oldest = queue[0].order if queue else None
         try:
             events = self.engine.step()
@@ -227,8 +227,8 @@ class Simulation:
 def check_pool(pool: SlotPool, scheduler: Scheduler) -> None:
     """What must be true of the slots between any two steps."""
     running = [slot for slot in pool.slots if slot.running]
-    owners = {sequence.slot: sequence for sequence in scheduler._running}
-    assert len(owners) == len(scheduler._running), "two running sequences own one slot"
+    owners = {sequence.slot: sequence for sequence in scheduler.roster.running}
+    assert len(owners) == len(scheduler.roster.running), "two running sequences own one slot"
     assert {slot.index for slot in running} == set(owners)
     sizes = 0
     for slot in pool.slots:

@@ -85,7 +85,7 @@ TORCH_FREE = (
     "models.graph", "models.outputs", "models.encoder_config", "models.encoder_reading", "models.encoder_shapes",
     "weights.checkpoint", "weights.copies", "weights.opening", "weights.sentence_transformers", "weights.renaming", "weights.resident",
     "weights.archive", "weights.program",
-    "weights.recipes", "engine.sequence", "engine.slots", "engine.scheduler", "engine.pace", "engine.standing", "engine.batch",
+    "weights.recipes", "engine.sequence", "engine.slots", "engine.scheduler", "engine.roster", "engine.allowance", "engine.pace", "engine.standing", "engine.batch",
     "engine.drafts", "engine.speculation", "engine.row_costs", "engine.texts", "engine.encoder", "engine.encode_pace",
     "calibration", "preparation",
     "text.*", "generation", "service", "admission", "turns", "waiting", "answer", "reading", "reading_texts", "served", "post",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import Protocol
 
-from app.engine.batch import Batch, Flight, Picked, by_span, next_span
+from app.engine.batch import Batch, Flight, Picked, by_span, living_picks, next_span
 from app.engine.scheduler import Scheduler
 from app.engine.sequence import sequence_of
 from app.engine.tenants import Tenants
@@ -16,6 +17,8 @@ from app.errors import RequestError, StepFailed
 from app.hardware.throttling import Stretch
 from app.measured import Snapshot, StepStats
 from app.messages import Abort, Event, Generate, SamplingParams
+
+log = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
@@ -48,8 +51,15 @@ class Runner(Protocol):
         ...
 
 
+_WANT = (RuntimeError, MemoryError)  # what a want of memory may be; whether it is one the runner says
+
+
 class DecoderEngine:
-    """The engine's face to the worker for models that generate. `stats` is the last step's."""
+    """The engine's face to the worker for models that generate. `stats` is the last step's.
+
+    Where a device computes, the next step is launched while this one is under way, and waits for its turn as `_ahead`. Nothing of it was
+    told, so it may be dropped at any time: what it would have picked is computed again.
+    """
 
     def __init__(self, scheduler: Scheduler, runner: Runner, clock: Callable[[], float] = time.perf_counter) -> None:
         self.scheduler = scheduler
@@ -61,55 +71,116 @@ class DecoderEngine:
             False
         )  # whether the last step was of a shape that is not run again natively yet
         self._clock = clock
-        self._batch: Batch | None = None  # of the step that is under way, or that raised
+        self._began = 0.0  # when there was nothing to wait for any more but this step
+        self._batch: Batch | None = None  # of the step that is under way, or that raised; without void rows
+        self._ahead: Flight | None = None
 
     @property
     def has_work(self) -> bool:
+        """Of a flight that is under way somebody lives, or it is dropped."""
         return self.scheduler.has_work
 
     def add(self, request: Generate) -> list[Event]:
         return self.scheduler.add(request)
 
     def abort(self, command: Abort) -> list[Event]:
-        return self.scheduler.abort(command)
+        events = self.scheduler.abort(command)
+        self._drop_void()
+        return events
 
     def step(self) -> list[Event]:
-        """Computes the next batch and returns what its clients are to be told."""
-        started = self._clock()
-        self.stretch.begin()
-        self._batch = batch = self.scheduler.schedule()
-        if batch is None:
+        """Computes the next batch and returns what its clients are to be told. Where memory is wanting, in smaller parts."""
+        while True:
+            try:
+                return self._step()
+            except _WANT as error:
+                if not self._does_with_less(error):
+                    raise
+
+    def _step(self) -> list[Event]:
+        flight = self._next()
+        if flight is None:
             return []
-        picked = self.runner.wait(self.runner.launch(batch))
+        self._batch = batch = flight.batch.living()
+        self._ahead = self._follow(flight, batch)
+        picked = living_picks(flight.batch, self.runner.wait(flight))
         events = self.scheduler.update(batch, picked)
         self._batch = None
-        stats = measured(batch, picked, self._clock() - started, self.runner.model_seconds)
-        self.stats = replace(stats, is_first=self.is_first(), stretch=self.stretch.of(stats.seconds))
-        self.scheduler.observe(self.stats)
+        self._drop_void()
+        self._count(batch, picked)
         return events
 
     def fail(self) -> list[Event]:
         """After `step` raised: the requests of its batch end, the others go on. Where there was no batch, all end."""
         error = StepFailed("The step that computed this request failed; the server's log says why. It may be sent again.")
-        batch, self._batch = self._batch, None
+        batch, self._batch, self._ahead = self._batch, None, None
         return self.scheduler.fail(batch, error) if batch else self.scheduler.fail_all(error)
 
     def check(self) -> None:
         """A prompt of one token in a slot of its own, beside all requests. Where there is no slot nothing is learnt."""
+        self._ahead = None
         pool = self.scheduler.pool
         tenants, sequence = Tenants(pool), sequence_of(Generate("check", (0,), SamplingParams(max_tokens=1), arrived_at=0.0))
         if not tenants.admit(sequence):
             return
         try:
-            self.runner.wait(self.runner.launch(Batch((next_span(sequence, 1),), tenants.take_copies(), pool.take_released())))
+            batch = Batch((next_span(sequence, 1),), tenants.take_copies(), pool.take_released())
+            self.runner.wait(self.runner.launch(batch))
         finally:
             tenants.leave(sequence, keep=0)
 
     def fail_all(self, error: RequestError) -> list[Event]:
+        self._batch = self._ahead = None
         return self.scheduler.fail_all(error)
 
     def snapshot(self) -> Snapshot:
         return self.scheduler.snapshot()
+
+    def _next(self) -> Flight | None:
+        """The step that was launched ahead, else the next one, launched now."""
+        flight, self._ahead = self._ahead, None
+        if flight is not None:
+            return flight
+        self._begin()
+        self._batch = batch = self.scheduler.schedule()
+        return None if batch is None else self.runner.launch(batch)
+
+    def _follow(self, flight: Flight, batch: Batch) -> Flight | None:
+        """The step after this one, launched on top of it where that can be."""
+        following = self.scheduler.follow(batch) if self.runner.follows(batch) else None
+        if following is None:
+            return None
+        try:
+            return self.runner.launch(following, flight)
+        except _WANT as error:
+            if not self.runner.survives(error):
+                raise
+            self.scheduler.shrink(following)
+            return None
+
+    def _drop_void(self) -> None:
+        if self._ahead is not None and not self._ahead.batch.living().spans:
+            self._ahead = None
+
+    def _does_with_less(self, error: Exception) -> bool:
+        """Whether the step was too large for the device's memory, and may be tried again in smaller parts."""
+        batch = self._batch
+        if batch is None or not self.runner.survives(error) or not self.scheduler.shrink(batch):
+            return False
+        log.warning("A step of %d tokens wanted more memory than there is: steps are smaller for now", batch.num_tokens)
+        self._batch = self._ahead = None
+        return True
+
+    def _begin(self) -> None:
+        self._began = self._clock()
+        self.stretch.begin()
+
+    def _count(self, batch: Batch, picked: Items[Picked]) -> None:
+        stats = measured(batch, picked, self._clock() - self._began, self.runner.model_seconds)
+        self.stats = replace(stats, is_first=self.is_first(), stretch=self.stretch.of(stats.seconds))
+        self.scheduler.observe(self.stats)
+        if self._ahead is not None:
+            self._begin()
 
 
 def measured(batch: Batch, picked: Items[Picked], seconds: float, model_seconds: float = 0.0) -> StepStats:

@@ -63,7 +63,7 @@ class SlotPool:
 
     def place(self, placement: Placement, token_ids: list[int]) -> int | None:
         """The slot that now runs these tokens, with room for all of them; None, and nothing has changed, where there is no room."""
-        if not self._fits(placement, len(token_ids)):
+        if not self.fits(placement, len(token_ids)):
             return None
         slot = self._take(placement) if placement.adopt is None else self.slots[placement.adopt]
         for source in self._sources(placement):
@@ -128,11 +128,12 @@ class SlotPool:
             total += self._pages(0, max(pins, default=0))
         return total
 
-    def _fits(self, placement: Placement, num_tokens: int) -> bool:
+    def fits(self, placement: Placement, num_tokens: int) -> bool:
+        """Whether so many tokens could be placed so; all that nobody runs on can be evicted."""
         if placement.adopt is None and not any(self._takeable(placement)):
             return False
         room = self._pages(placement.prefix_tokens, num_tokens)
-        return self.in_use_tokens(placement) + room <= self.capacity_tokens  # all else can be evicted
+        return self.in_use_tokens(placement) + room <= self.capacity_tokens
 
     def _takeable(self, placement: Placement) -> Iterable[Slot]:
         sources = self._sources(placement)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from app.engine.batch import Copy
 from app.engine.prefix import leaning, placements
 from app.engine.sequence import Sequence
@@ -17,21 +19,21 @@ class Tenants:
 
     def admit(self, sequence: Sequence) -> bool:
         """Places a waiting sequence with room for all its tokens, reusing what is cached; False where it has to wait."""
-        # A further choice's prompt was computed for it on purpose, so it takes however little there is.
-        # A search begins in a slot of its own, which its beams will lean on.
-        minimum = MIN_SHARED_TOKENS if sequence.choice == 0 else 1
-        options = placements(self.pool.slots, sequence.token_ids, sequence.is_beam, minimum)
-        return any(self._move_in(sequence, placement) for placement in options)
+        return any(self._move_in(sequence, placement) for placement in self._options(sequence))
+
+    def has_room(self, sequence: Sequence) -> bool:
+        """Whether `admit` would find a place; nothing changes."""
+        return any(self.pool.fits(placement, len(sequence.token_ids)) for placement in self._options(sequence))
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
         """Places a child that continues what its parent has computed."""
         assert parent.slot is not None, "only a running sequence has children"
         return self._move_in(child, leaning(self.pool.slots[parent.slot], parent.num_computed))
 
-    def grow(self, sequence: Sequence, num_drafts: int = 0) -> bool:
-        """Room for all tokens of a running sequence, and so many guesses; False where there is none without preempting."""
+    def grow(self, sequence: Sequence, num_more: int = 0) -> bool:
+        """Room for all tokens of a running sequence, and so many guessed or to come; False where there is none without preempting."""
         assert sequence.slot is not None, "a running sequence has a slot"
-        return self.pool.reserve(sequence.slot, len(sequence.token_ids) + num_drafts)
+        return self.pool.reserve(sequence.slot, len(sequence.token_ids) + num_more)
 
     def trim(self, sequence: Sequence) -> None:
         """Guesses that were wrong leave no account behind: nobody is ever preempted for one."""
@@ -54,6 +56,12 @@ class Tenants:
     def take_copies(self) -> tuple[Copy, ...]:
         copies, self._copies = tuple(self._copies), []
         return copies
+
+    def _options(self, sequence: Sequence) -> Iterator[Placement]:
+        # A further choice's prompt was computed for it on purpose, so it takes however little there is.
+        # A search begins in a slot of its own, which its beams will lean on.
+        minimum = MIN_SHARED_TOKENS if sequence.choice == 0 else 1
+        return placements(self.pool.slots, sequence.token_ids, sequence.is_beam, minimum)
 
     def _move_in(self, sequence: Sequence, placement: Placement) -> bool:
         slot = self.pool.place(placement, sequence.token_ids)

@@ -43,7 +43,7 @@ def test_a_decode_comes_before_the_last_token_of_an_older_prompt() -> None:
     sim.add("old", [1] * 9, n=2)
     sim.add("young", [2] * 4, ignore_eos=True)
     sim.hear(sim.scheduler.abort(Abort("old", choice=0)))
-    sim.scheduler._waiting.sort(key=lambda sequence: -sequence.order)  # as if the older had been held for longer
+    sim.scheduler.roster.waiting.sort(key=lambda sequence: -sequence.order)  # as if the older had been held for longer
     sim.step()
     assert shape(sim.step()) == [("young", 1), ("old", 1)]
 
