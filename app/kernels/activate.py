@@ -1,4 +1,7 @@
-"""An activation between two products: what the first has written becomes what the second reads. The twin is torch's."""
+"""An activation between two products: what the first has written becomes what the second reads. The twin is torch's.
+
+Native kernels serve on a processor, Triton's on an NVIDIA GPU.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from torch import Tensor
 
 from app.kernels import operations
 from app.kernels.activations import Activations, destination, quantise
+from app.kernels.gpu.available import usable
 from app.kernels.operations import Activate, Code, has, run
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "tanh"]
@@ -26,12 +30,20 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 def activate(x: Tensor, activation: str, group: int | None = None) -> Activations:
     """x [tokens, size] to act(x) in its dtype, or quantised where a group is given. x may be overwritten."""
     if x.dtype != torch.bfloat16 or x.stride(1) != 1 or x.device.type != "cpu" or not has(Code.ACTIVATE):
-        result = activate_torch(x, activation)
+        result = _activate_elsewhere(x, activation)
         return result if group is None else quantise(result, group)
     rows, size = x.shape
     out, sink = destination(rows, size, group)
     run(Activate(x.data_ptr(), x.stride(0), rows, size, operations.ACTIVATIONS[activation], sink), Code.ACTIVATE, rows * size)
     return out
+
+
+def _activate_elsewhere(x: Tensor, activation: str) -> Tensor:
+    if usable(x) and x.dim() == 2 and x.stride(1) == 1:
+        from app.kernels.gpu import gates
+
+        return gates.activate(x, activation)
+    return activate_torch(x, activation)
 
 
 def activate_torch(x: Tensor, activation: str) -> Tensor:

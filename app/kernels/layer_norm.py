@@ -1,6 +1,6 @@
 """LayerNorm of the residual stream: what the next product reads and, where a layer normalises what it has added to, the stream itself.
 
-The twin is torch's, and serves for FP32 and where there is no library.
+The twin is torch's, and serves where there is neither library nor Triton, and for FP32 on a processor.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.kernels.activations import Activations, destination, quantise
+from app.kernels.gpu.available import usable
 from app.kernels.operations import Code, LayerNorm, Sink, has, run
 
 LayerNormOf = tuple[Tensor, Tensor | None, float]  # weight and bias [size] fp32, eps
@@ -27,10 +28,8 @@ def layer_norm(
     `in_place`: hidden becomes its norm as well.
     """
     if dtype != torch.bfloat16 or not _suits(hidden):
-        normed = layer_norm_torch(hidden, norm)
-        if in_place:
-            hidden.copy_(normed)
-        return normed.to(dtype) if group is None else quantise(normed, group)
+        normed = _layer_norm_elsewhere(hidden, norm, dtype, in_place)
+        return normed if group is None else quantise(normed, group)
     rows, size = hidden.shape
     out, sink = destination(rows, size, group)
     _run(hidden, norm, in_place, sink)
@@ -41,8 +40,33 @@ def layer_norm_in_place(hidden: Tensor, norm: LayerNormOf) -> None:
     """hidden [tokens, size] fp32 becomes its norm, and nothing else is wanted."""
     if _suits(hidden):
         _run(hidden, norm, True, Sink())
+    elif _on_gpu(hidden):
+        from app.kernels.gpu import norms
+
+        norms.layer_norm(hidden, norm, None, True)
     else:
         hidden.copy_(layer_norm_torch(hidden, norm))
+
+
+def _layer_norm_elsewhere(hidden: Tensor, norm: LayerNormOf, dtype: torch.dtype, in_place: bool) -> Tensor:
+    if _on_gpu(hidden):
+        from app.kernels.gpu import norms
+
+        result = norms.layer_norm(hidden, norm, dtype, in_place)
+        assert result is not None, "a dtype was asked for"
+        return result
+    normed = layer_norm_torch(hidden, norm)
+    if in_place:
+        hidden.copy_(normed)
+    return normed.to(dtype)
+
+
+def _on_gpu(hidden: Tensor) -> bool:
+    if not usable(hidden):
+        return False
+    from app.kernels.gpu import norms
+
+    return norms.suits(hidden)
 
 
 def _suits(hidden: Tensor) -> bool:

@@ -1,4 +1,5 @@
-"""What stands between the products of a layer: normalise, gate, gather. Each has a plain torch twin, which serves where ours cannot.
+"""What stands between the products of a layer: normalise, gate, gather. Each has a plain torch twin, which serves where ours cannot: native
+kernels on a processor, Triton's on an NVIDIA GPU (gpu/).
 
 `*_torch` say what is meant; the public names pick. Results are equal within the rounding of one bf16. A `group` asks for quantised rows, as
 the product that comes next reads them; only a form that has a native library asks for that.
@@ -13,20 +14,31 @@ from torch import Tensor
 from app.kernels import operations
 from app.kernels.activate import ACTIVATIONS
 from app.kernels.activations import Activations, destination, quantise
+from app.kernels.gpu.available import usable
+from app.kernels.heads import Angles
 from app.kernels.memory import empty
 from app.kernels.operations import Code, Gate, Gather, Norm, Sink, has, run
 
-Angles = tuple[Tensor, Tensor]  # cos and signed sin, each [tokens, 1, dim], fp32
+__all__ = ["Angles", "add_rms_norm", "add_rms_norm_torch", "gate", "gate_torch", "gather", "rms_norm", "rms_norm_torch"]
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, group: int | None = None) -> Activations:
     """hidden [tokens, size] to hidden / rms(hidden) * weight in `dtype`, or quantised."""
     if dtype != torch.bfloat16 or not _suits_norm(hidden):
-        return _as_asked(rms_norm_torch(hidden, weight, eps, dtype), group)
+        return _as_asked(_rms_norm_elsewhere(hidden, weight, eps, dtype), group)
     rows, size = hidden.shape
     out, sink = destination(rows, size, group)
     run(Norm(hidden.data_ptr(), None, weight.data_ptr(), hidden.stride(0), rows, size, eps, sink), Code.NORM, rows * size)
     return out
+
+
+def _rms_norm_elsewhere(hidden: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    if usable(hidden):
+        from app.kernels.gpu import norms
+
+        if norms.suits(hidden):
+            return norms.rms_norm(hidden, weight, eps, dtype)
+    return rms_norm_torch(hidden, weight, eps, dtype)
 
 
 def rms_norm_torch(hidden: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -36,11 +48,21 @@ def rms_norm_torch(hidden: Tensor, weight: Tensor, eps: float, dtype: torch.dtyp
 def add_rms_norm(hidden: Tensor, branch: Tensor, weight: Tensor, eps: float) -> None:
     """hidden [tokens, size] fp32 += branch / rms(branch) * weight, branch [tokens, size]."""
     if branch.dtype != torch.bfloat16 or not branch.is_contiguous() or not _suits_norm(hidden):
-        add_rms_norm_torch(hidden, branch, weight, eps)
+        _add_rms_norm_elsewhere(hidden, branch, weight, eps)
         return
     rows, size = hidden.shape
     sizes = (hidden.stride(0), rows, size)
     run(Norm(hidden.data_ptr(), branch.data_ptr(), weight.data_ptr(), *sizes, eps, Sink()), Code.NORM, rows * size)
+
+
+def _add_rms_norm_elsewhere(hidden: Tensor, branch: Tensor, weight: Tensor, eps: float) -> None:
+    if usable(hidden):
+        from app.kernels.gpu import norms
+
+        if norms.suits(hidden) and norms.suits(branch):
+            norms.add_rms_norm(hidden, branch, weight, eps)
+            return
+    add_rms_norm_torch(hidden, branch, weight, eps)
 
 
 def add_rms_norm_torch(hidden: Tensor, branch: Tensor, weight: Tensor, eps: float) -> None:
@@ -55,11 +77,19 @@ def _suits_norm(hidden: Tensor) -> bool:
 def gate(gate_up: Tensor, activation: str, group: int | None = None) -> Activations:
     """gate_up [tokens, 2 * size] to act(gate) * up [tokens, size], in its dtype or quantised."""
     if gate_up.dtype != torch.bfloat16 or not gate_up.is_contiguous() or gate_up.device.type != "cpu" or not has(Code.GATE):
-        return _as_asked(gate_torch(gate_up, activation), group)
+        return _as_asked(_gate_elsewhere(gate_up, activation), group)
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out, sink = destination(rows, size, group)
     run(Gate(gate_up.data_ptr(), rows, size, operations.ACTIVATIONS[activation], sink), Code.GATE, rows * size)
     return out
+
+
+def _gate_elsewhere(gate_up: Tensor, activation: str) -> Tensor:
+    if usable(gate_up) and gate_up.stride(1) == 1:
+        from app.kernels.gpu import gates
+
+        return gates.gate(gate_up, activation)
+    return gate_torch(gate_up, activation)
 
 
 def gate_torch(gate_up: Tensor, activation: str) -> Tensor:

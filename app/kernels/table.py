@@ -1,6 +1,7 @@
 """Rows of a weight, widened to fp32: an embedding, out of a packed form or of the table as a checkpoint stores it.
 
-The twin is torch's `embedding`; it serves where there is no library. An id that no row has is never read at: what comes out is NaN.
+The twin is torch's `embedding`; it serves where there is neither library nor Triton. An id that no row has is never read at: what comes
+out is NaN.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from app.kernels.gpu.available import usable
 from app.kernels.memory import empty
 from app.kernels.operations import Code, Rows, has, run
 
@@ -68,16 +70,26 @@ class Table:
 def stored_rows(weight: Tensor, ids: Tensor, factor: Factor = 1.0) -> Tensor:
     """Rows fp32 [n, inputs] of weight [outputs, inputs] as it is stored, for ids [n] int64, times a factor."""
     table = _stored(weight)
-    return rows_torch(weight, ids, factor) if table is None else table.rows(ids, factor)
+    if table is not None:
+        return table.rows(ids, factor)
+    if usable(weight):
+        from app.kernels.gpu import rows
+
+        return rows.rows(weight, ids, factor)
+    return rows_torch(weight, ids, factor)
 
 
 def add_rows(hidden: Tensor, weight: Tensor, ids: Tensor, factor: Factor = 1.0) -> None:
     """hidden [n, inputs] fp32 contiguous += those rows."""
     table = _stored(weight)
-    if table is None:
-        hidden += rows_torch(weight, ids, factor)
-    else:
+    if table is not None:
         table.write(hidden, ids, factor, add=True)
+    elif usable(weight):
+        from app.kernels.gpu import rows
+
+        rows.add_rows(hidden, weight, ids, factor)
+    else:
+        hidden += rows_torch(weight, ids, factor)
 
 
 def _stored(weight: Tensor) -> Table | None:
@@ -89,5 +101,7 @@ def _stored(weight: Tensor) -> Table | None:
 
 
 def rows_torch(weight: Tensor, ids: Tensor, factor: Factor = 1.0) -> Tensor:
-    rows = F.embedding(ids, weight).to(torch.float32, copy=True)
+    known = (ids >= 0) & (ids < len(weight))
+    rows = F.embedding(ids.where(known, 0), weight).to(torch.float32, copy=True)
+    rows = rows.masked_fill_(~known[:, None], torch.nan)
     return rows.mul_(factor) if isinstance(factor, Tensor) or factor != 1.0 else rows

@@ -1,51 +1,42 @@
 """From the product of queries, keys and values to attention: norms of heads, rotary positions, keys and values to the cache in one go.
 
-The twin is plain torch, and serves for other dtypes and where there is no library.
+The twin is plain torch, and serves for other dtypes and where there is neither library nor Triton.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from app.kernels.gpu.available import usable
+from app.kernels.heads import Angles, Heads
 from app.kernels.kv_rows import KVRows
 from app.kernels.memory import empty
 from app.kernels.operations import Angle, Code, Turn, has, run
-from app.kernels.rowwise import Angles
 
+__all__ = ["Heads", "angles", "angles_torch", "turn", "turn_torch", "turned", "turned_torch"]
 _MAX_HEAD_DIM = 256  # csrc/turn.h
-
-
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """One layer's product of queries, keys and values, [tokens, (num_heads + 2 * num_kv_heads) * head_dim], and what its heads still need:
-
-    an RMSNorm each for queries and keys (weights [head_dim] fp32) and rotary angles, where the model has them.
-    """
-
-    product: Tensor
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    query_norm: Tensor | None = None
-    key_norm: Tensor | None = None
-    eps: float = 0.0
-    angles: Angles | None = None
 
 
 def angles(positions: Tensor, frequencies: Tensor, scale: float = 1.0) -> Angles:
     """positions [tokens] int64 and frequencies [dim / 2] fp32 to cos and signed sin [tokens, 1, dim], times a scale."""
     if positions.device.type != "cpu" or not has(Code.ANGLES):
-        return angles_torch(positions, frequencies, scale)
+        return _angles_elsewhere(positions, frequencies, scale)
     positions = positions if positions.is_contiguous() else positions.contiguous()
     tokens, half = len(positions), len(frequencies)
     cos, sin = (empty((tokens, 1, 2 * half), torch.float32) for _ in range(2))
     addresses = (positions.data_ptr(), frequencies.data_ptr(), cos.data_ptr(), sin.data_ptr())
     run(Angle(*addresses, tokens, half, scale), Code.ANGLES, tokens * half)
     return cos, sin
+
+
+def _angles_elsewhere(positions: Tensor, frequencies: Tensor, scale: float) -> Angles:
+    if usable(positions):
+        from app.kernels.gpu import angles as on_gpu
+
+        return on_gpu.angles(positions, frequencies, scale)
+    return angles_torch(positions, frequencies, scale)
 
 
 def angles_torch(positions: Tensor, frequencies: Tensor, scale: float = 1.0) -> Angles:
@@ -62,10 +53,9 @@ def turn(heads: Heads, kv: KVRows, written: Tensor) -> Tensor:
     """
     product = heads.product
     plain = product.dtype == torch.bfloat16 and product.stride(1) == 1 and heads.head_dim <= _MAX_HEAD_DIM
-    if not (plain and kv.keys.dtype in (torch.bfloat16, torch.int8) and has(Code.TURN)):
-        query, key, value = turned_torch(heads)
-        kv.write(written, key, value)
-        return query
+    plain = plain and product.device.type == "cpu" and kv.keys.dtype in (torch.bfloat16, torch.int8)
+    if not (plain and has(Code.TURN)):
+        return _turn_elsewhere(heads, kv, written)
     cos, sin = heads.angles if heads.angles is not None else (None, None)
     tensors = (product, heads.query_norm, heads.key_norm, cos, sin, written)
     assert all(tensor is None or tensor.stride(-1) == 1 for tensor in tensors), "kernels read rows from end to end"
@@ -76,10 +66,28 @@ def turn(heads: Heads, kv: KVRows, written: Tensor) -> Tensor:
     return product[:, : heads.num_heads * heads.head_dim].view(tokens, heads.num_heads, heads.head_dim)
 
 
+def _turn_elsewhere(heads: Heads, kv: KVRows, written: Tensor) -> Tensor:
+    if usable(heads.product) and kv.key_scales is None:
+        from app.kernels.gpu import turning
+
+        return turning.turn(heads, kv, written)
+    query, key, value = turned_torch(heads)
+    kv.write(written, key, value)
+    return query
+
+
+def turned(heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of texts, which no cache keeps: [tokens, heads, head_dim] each, some or all of them views of the product."""
+    if usable(heads.product):
+        from app.kernels.gpu import turning
+
+        return turning.turned(heads)
+    return turned_torch(heads)
+
+
 def turned_torch(heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
     """The twin: queries, keys and values, [tokens, heads, head_dim] each, in the product's dtype."""
-    product = heads.product.view(len(heads.product), heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim)
-    query, key, value = product.tensor_split((heads.num_heads, heads.num_heads + heads.num_kv_heads), 1)
+    query, key, value = heads.split()
     return _turned(query, heads.query_norm, heads), _turned(key, heads.key_norm, heads), value
 
 

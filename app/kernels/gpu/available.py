@@ -1,8 +1,13 @@
-"""Whether Triton's kernels serve a tensor: it lies on an NVIDIA GPU, and Triton is there. Importing this imports no Triton."""
+"""Whether Triton's kernels serve a tensor: it lies on an NVIDIA GPU, and Triton can build what starts a kernel.
+
+Importing this imports no Triton.
+"""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
+import logging
+import subprocess
 from functools import cache
 
 from torch import Tensor
@@ -10,9 +15,20 @@ from torch import Tensor
 
 def usable(tensor: Tensor) -> bool:
     """For tensors of a processor the answer costs one comparison."""
-    return tensor.device.type == "cuda" and _has_triton()
+    return tensor.device.type == "cuda" and why_not() is None
 
 
 @cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def why_not() -> str | None:
+    """Why Triton cannot serve on this machine's GPU; None where it can. Torch's twins serve then, and the log says so once.
+
+    Triton is asked for its driver, which is all that it builds beside the kernels themselves: a small module in C, which wants a compiler,
+    Python's headers and a folder to write to, or lies in that folder since last time.
+    """
+    try:
+        importlib.import_module("triton.runtime").driver.active  # noqa: B018
+    except (ImportError, RuntimeError, OSError, AssertionError, subprocess.SubprocessError) as error:
+        reason = f"Triton cannot start kernels here ({type(error).__name__}: {error}): torch's own serve, more slowly"
+        logging.getLogger(__name__).warning(reason)
+        return reason
+    return None

@@ -1,0 +1,107 @@
+"""From the product of queries, keys and values to attention on a GPU: norms of heads, rotary positions, keys and values to their rows.
+
+A program takes some heads of one token. What was turned is written elsewhere than it was read: an element's turning reads its partner,
+which another thread might have overwritten by then.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from app.kernels.heads import Heads
+from app.kernels.kv_rows import KVRows
+
+_ELEMENTS = 1024  # to a program of four warps
+
+
+def turn(heads: Heads, kv: KVRows, written: Tensor) -> Tensor:
+    """Queries [tokens, num_heads, head_dim]; keys and values are at rows `written` [tokens] int64 afterwards.
+
+    Queries that stay as they are, are a view of the product.
+    """
+    query = heads.split()[0] if heads.as_they_are else _room(heads, heads.num_heads)
+    _launch(heads, query, kv.keys, kv.values, written.contiguous())
+    return query
+
+
+def turned(heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [tokens, heads, head_dim]; what stays as it is, is a view of the product."""
+    query, key, value = heads.split()
+    if heads.as_they_are:
+        return query, key, value
+    query, key = _room(heads, heads.num_heads + heads.num_kv_heads).tensor_split((heads.num_heads,), 1)
+    _launch(heads, query, key, None, None)
+    return query, key, value
+
+
+def _room(heads: Heads, count: int) -> Tensor:
+    product = heads.product
+    return torch.empty(len(product), count, heads.head_dim, dtype=product.dtype, device=product.device)
+
+
+def _launch(heads: Heads, query: Tensor, keys: Tensor, values: Tensor | None, written: Tensor | None) -> None:
+    """Without `values` they are not wanted; without `written` keys of token i go to row i."""
+    assert (heads.query_norm is None) == (heads.key_norm is None), "queries and keys both have a norm, or neither"
+    stored = [tensor for tensor in (query, keys, values) if tensor is not None]
+    assert all(tensor.stride()[1:] == (heads.head_dim, 1) for tensor in stored), "the heads of a row lie end to end"
+    product, (cos, sin) = heads.product, heads.angles if heads.angles is not None else (None, None)
+    assert product.stride(1) == 1 and (cos is None or cos.is_contiguous()), "kernels read rows from end to end"
+    first = heads.num_heads if heads.as_they_are else 0
+    last = heads.num_heads + heads.num_kv_heads * (1 if values is None else 2)
+    width = triton.next_power_of_2(heads.head_dim)
+    block = max(1, min(triton.next_power_of_2(last - first), _ELEMENTS // width))
+    tensors = (product, heads.query_norm, heads.key_norm, cos, sin, written, query, keys, values)
+    strides = (product.stride(0), query.stride(0), keys.stride(0), 0 if values is None else values.stride(0))
+    sizes = (first, heads.num_heads, heads.num_kv_heads, heads.head_dim, 0 if cos is None else cos.shape[-1], block, width)
+    if len(product):
+        _turn[(len(product), triton.cdiv(last - first, block))](*tensors, *strides, heads.eps, *sizes, num_warps=4)
+
+
+@triton.jit
+def _turn(
+    product, query_norm, key_norm, cos, sin, written, query, keys, values,
+    stride, query_stride, key_stride, value_stride, eps,
+    first: tl.constexpr, num_heads: tl.constexpr, kv_heads: tl.constexpr,
+    head_dim: tl.constexpr, dim: tl.constexpr, block: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = first + tl.program_id(1) * block + tl.arange(0, block)[:, None]
+    at = tl.arange(0, width)[None, :]
+    is_query = (head < num_heads) & (at < head_dim)
+    is_key = (head >= num_heads) & (head < num_heads + kv_heads) & (at < head_dim)
+    is_value = (head >= num_heads + kv_heads) & (head < num_heads + 2 * kv_heads) & (at < head_dim)
+    source = product + token * stride + head * head_dim
+    x = tl.load(source + at, mask=is_query | is_key | is_value, other=0.0).to(tl.float32)
+    result = x
+    scale = tl.full((block, 1), 1.0, tl.float32)
+    if query_norm is not None:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / head_dim + eps)[:, None]
+        result = tl.where(is_query | is_key, x * scale * _weight(query_norm, key_norm, is_query, is_key, at), x)
+    if dim > 0:
+        turns = (is_query | is_key) & (at < dim)
+        partner = tl.where(at < dim // 2, at + dim // 2, at - dim // 2)
+        other = tl.load(source + partner, mask=turns, other=0.0).to(tl.float32)
+        if query_norm is not None:
+            other = other * scale * _weight(query_norm, key_norm, is_query & turns, is_key & turns, partner)
+        cosine = tl.load(cos + token * dim + at, mask=at < dim, other=1.0)
+        sine = tl.load(sin + token * dim + at, mask=at < dim, other=0.0)
+        result = tl.where(turns, result * cosine + other * sine, result)
+    row = token if written is None else tl.load(written + token)
+    if first == 0:
+        at_query = query + token * query_stride + head * head_dim + at
+        tl.store(at_query, result.to(query.dtype.element_ty), mask=is_query)
+    at_key = keys + row * key_stride + (head - num_heads) * head_dim + at
+    tl.store(at_key, result.to(keys.dtype.element_ty), mask=is_key)
+    if values is not None:
+        at_value = values + row * value_stride + (head - num_heads - kv_heads) * head_dim + at
+        tl.store(at_value, x.to(values.dtype.element_ty), mask=is_value)
+
+
+@triton.jit
+def _weight(query_norm, key_norm, is_query, is_key, at):
+    """Each element's weight of its own head's norm."""
+    of_query = tl.load(query_norm + at, mask=is_query, other=0.0)
+    return of_query + tl.load(key_norm + at, mask=is_key, other=0.0)
