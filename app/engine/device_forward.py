@@ -1,0 +1,91 @@
+"""What a device makes of a step's words: the model over pages, and the ids that it picks, all of it asked for without waiting.
+
+Nothing here depends on values that only the device knows, so a step can be captured and replayed with other words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from app.backends.base import DeviceBackend
+from app.engine.batch import Span
+from app.engine.device_picking import Drawing, pick_drawn, pick_greedy
+from app.engine.device_step import Sizes, StepViews, Way
+from app.engine.paged_kv import PagedKVCache
+from app.kernels.paged import PagedStep
+from app.kernels.turn import Heads, turn
+from app.models.context import AttentionSpec, StepContext
+from app.models.decoder import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What of a step's sequences the host must know: see `PagedStep`."""
+
+    num_decodes: int
+    most_queries: int
+    most_context: int
+    fresh: bool = False
+
+    @classmethod
+    def of(cls, spans: Items[Span]) -> Bounds:
+        alone = [span.num_tokens == 1 for span in spans]
+        num_decodes = alone.index(False) if False in alone else len(alone)
+        most_queries, most_context = max(span.num_tokens for span in spans), max(span.end for span in spans)
+        return cls(num_decodes, most_queries, most_context, all(span.start == 0 for span in spans[num_decodes:]))
+
+
+@dataclass(frozen=True, slots=True)
+class PagedAttend:
+    """The `Attend` of one step."""
+
+    kv_cache: PagedKVCache
+    backend: DeviceBackend
+    step: PagedStep
+    written: Tensor
+
+    def __call__(self, layer: int, heads: Heads, spec: AttentionSpec) -> Tensor:
+        kv = self.kv_cache.layers[layer]
+        query = turn(heads, kv, self.written)
+        return self.backend.attention(query, kv, self.step, spec).flatten(1)
+
+
+class DeviceForward:
+    """`buffer` int64 on the device: ids that steps picked, and behind them the block of words. It stays where it is."""
+
+    def __init__(self, model: Decoder, kv_cache: PagedKVCache, backend: DeviceBackend, buffer: Tensor) -> None:
+        self.model = model
+        self.kv_cache = kv_cache
+        self.backend = backend
+        self.buffer = buffer
+
+    def logits(self, views: StepViews, sizes: Sizes, bounds: Bounds) -> Tensor:
+        """[picks, vocab], by the words that these views show on the device."""
+        step = PagedStep(
+            self.kv_cache.tables,
+            views.slots,
+            views.starts,
+            views.lengths,
+            bounds.num_decodes,
+            bounds.most_queries,
+            bounds.most_context,
+            bounds.fresh,
+        )
+        # Where the step before picked nothing finite it left a -1, and its flight raises.
+        token_ids = self.buffer.index_select(0, views.sources).clamp_min_(0)
+        attend = PagedAttend(self.kv_cache, self.backend, step, views.written)
+        which = None if sizes.picks == sizes.tokens else views.logit_rows
+        logits = self.model(StepContext(token_ids, views.positions, which, attend))
+        assert isinstance(logits, Tensor), "whole logits were asked for"
+        return logits
+
+    def pick(self, logits: Tensor, views: StepViews, way: Way) -> None:
+        """Leaves each row's id in the buffer; -1 where the logits are not finite."""
+        if way is Way.GREEDY:
+            ids = pick_greedy(logits)
+        else:
+            ids = pick_drawn(logits, Drawing(views.temperature, views.top_p, views.min_p, views.top_k, views.uniforms))
+        self.buffer[: len(ids)].copy_(ids)

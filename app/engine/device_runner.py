@@ -1,0 +1,196 @@
+"""Carries out batches on a device with memory and a queue of its own: a step is launched, and waited for when its ids are wanted.
+
+All that steps ask of the device goes into one queue: what a step overwrites there, the one before it has read by then. What lies on the
+host has two sides, since the device reads the one while the other is written.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from app.backends.base import DeviceBackend
+from app.engine.batch import Batch, Flight, Picked, RowToPick, rows_to_pick
+from app.engine.buckets import bucket_of, buckets_for
+from app.engine.device_flight import DeviceFlight, Side
+from app.engine.device_forward import Bounds, DeviceForward
+from app.engine.device_step import Places, Sizes, Way, fill, fill_picks, num_words, update_views, update_words, views_of, way_of
+from app.engine.graphs import Graphs, Shape
+from app.engine.limits import Limits
+from app.engine.paged_kv import PagedKVCache
+from app.engine.sampler import Sampler
+from app.errors import StepFailed
+from app.models.decoder import Decoder
+
+UPDATES = 4096  # of page tables that travel with a step's words; where a long prefix is found there may be more
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A batch, and how it is computed. `shape` None: not as one of the steps that are captured."""
+
+    batch: Batch
+    rows: list[RowToPick]
+    way: Way
+    shape: Shape | None
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes.of(self.batch.spans, len(self.rows)) if self.shape is None else Sizes.of_bucket(self.shape.bucket)
+
+
+class DeviceRunner:
+    """Lives on the worker thread. `eager`: why no step is captured; empty: steps that only decode are."""
+
+    def __init__(self, model: Decoder, kv_cache: PagedKVCache, backend: DeviceBackend, limits: Limits, eager: str = "") -> None:
+        self.model = model
+        self.kv_cache = kv_cache
+        self.backend = backend
+        self.buckets = buckets_for(limits.max_running_seqs)
+        self.model_seconds = 0.0  # of the last flight waited for: since it was launched, or since the one before it landed
+        self.is_first = False  # the last step was of a shape that was captured for it: it took longer
+        most = max(limits.max_running_seqs, self.buckets[-1])
+        self._most = Sizes(max(limits.max_batch_tokens, most), most, most)
+        words = num_words(self._most) + update_words(UPDATES)
+        buffer = torch.zeros(most + words, dtype=torch.int64, device=backend.device)
+        self._ids, self._block = buffer[:most], buffer[most:]
+        self._sides = [Side(backend.staging(words), backend.staging(most)) for _ in range(2)]
+        self._forward = DeviceForward(model, kv_cache, backend, buffer)
+        self._sampler = Sampler(model.config.vocab_size)
+        self.graphs = Graphs(backend, self._of_shape, eager)
+        self._updates: dict[int, int] = {}  # of the page tables, not yet done on the device
+        self._carried = True  # the last batch's copies and releases are done
+        self._last: DeviceFlight | None = None
+        self._landed_at = 0.0
+
+    def launch(self, batch: Batch, after: Flight | None = None) -> DeviceFlight:
+        """Asks the device for a step and returns. Copies come first: their source may be what is released."""
+        assert after is None or after is self._last, "what it follows is the flight before it"
+        before, self._last, self._carried = self._last, None, False
+        with torch.inference_mode():
+            self.kv_cache.carry(batch.copies, batch.released)
+            self._carried = True
+            written = self.kv_cache.written_rows(batch.spans)
+            self._updates.update(zip(*self.kv_cache.take_updates(), strict=True))
+            task = self._task(batch)
+            self.is_first = task.shape is not None and self.graphs.wants(task.shape)
+            if task.shape is not None and self.is_first:
+                self.capture(task.shape)
+            side = self._free_side()
+            try:
+                side.flight = self._last = self._launch(task, written, side, self._places(before if batch.ahead else None))
+            finally:
+                if side.flight is None:
+                    side.mark = self.backend.mark()
+        return self._last
+
+    def wait(self, flight: Flight) -> list[Picked]:
+        """One `Picked` for each row that samples, in the order of the spans. Raises `StepFailed` where logits are not finite."""
+        assert isinstance(flight, DeviceFlight), "one of ours"
+        ids = flight.land()
+        now = time.perf_counter()
+        self.model_seconds, self._landed_at = now - max(flight.started, self._landed_at), now
+        if flight.logits is not None:
+            with torch.inference_mode():
+                return self._sampler.pick(flight.logits, flight.rows)
+        bad = [row for token_id, row in zip(ids, flight.rows, strict=True) if token_id < 0]
+        if bad and not (flight.batch.ahead and all(row.sequence.slot is None for row in bad)):  # what is void is nobody's
+            raise StepFailed(
+                f"The model's logits are not finite for {len(bad)} of {len(ids)} sequences of this step, so no token can be picked."
+            )
+        return [Picked((max(token_id, 0),)) for token_id in ids]
+
+    def run(self, batch: Batch) -> list[Picked]:
+        """Launched and waited for."""
+        return self.wait(self.launch(batch))
+
+    def follows(self, batch: Batch) -> bool:
+        """Where every row picks one token, and on the device."""
+        decodes = all(span.is_decode and span.num_picks == 1 for span in batch.spans)
+        return decodes and way_of(rows_to_pick(batch.spans)) is not Way.LOGITS
+
+    def survives(self, error: Exception) -> bool:
+        """What copies and releases left undone is not made up for."""
+        return self.backend.survives(error) and self._carried
+
+    def capture(self, shape: Shape) -> None:
+        """By rows that only fill the bucket; what the step before picked stays."""
+        with torch.inference_mode():
+            side, picked, sizes = self._free_side(), self._ids.clone(), Sizes.of_bucket(shape.bucket)
+            side.mark = self.backend.mark()
+            views = side.views_of(sizes, stays=True)
+            fill(views, (), (), self._places(None))
+            fill_picks(views, (), (), shape.way)
+            self._tell(side, num_words(sizes))
+            self.graphs.capture(shape)
+            self._ids.copy_(picked)
+            side.mark = self.backend.mark()
+
+    def _free_side(self) -> Side:
+        """The one that was told from longest ago."""
+        self._sides.reverse()
+        self._sides[0].free()
+        return self._sides[0]
+
+    def _task(self, batch: Batch) -> _Task:
+        rows = rows_to_pick(batch.spans)
+        way = way_of(rows)
+        decodes = all(span.num_tokens == span.num_picks == 1 for span in batch.spans)
+        bucket = bucket_of(len(batch.spans), self.buckets) if decodes and way is not Way.LOGITS and self.graphs.on else None
+        return _Task(batch, rows, way, None if bucket is None else Shape(bucket, way))
+
+    def _places(self, before: DeviceFlight | None) -> Places:
+        rows = () if before is None else before.rows
+        return Places(len(self._ids), self.kv_cache.shape.num_slots, {id(row.sequence): at for at, row in enumerate(rows)})
+
+    def _launch(self, task: _Task, written: list[int], side: Side, places: Places) -> DeviceFlight:
+        started, sizes, spans = time.perf_counter(), task.sizes, task.batch.spans
+        room = sizes.tokens <= self._most.tokens and sizes.sequences <= self._most.sequences
+        assert room, "a step has no more tokens and sequences than its limits say"
+        views = side.views_of(sizes, stays=task.shape is not None)
+        fill(views, spans, written, places)
+        fill_picks(views, spans, task.rows, task.way)
+        self._tell(side, num_words(sizes))
+        logits = self._compute(task)
+        ids = side.ids[: len(task.rows) if logits is None else 0]
+        if len(ids):
+            ids.copy_(self._ids[: len(ids)], non_blocking=True)
+        return DeviceFlight(task.batch, task.rows, self.backend.mark(), ids, logits, started)
+
+    def _tell(self, side: Side, count: int) -> None:
+        """Brings so many words to the device, and there the page tables up to date."""
+        cells, pages, tables = list(self._updates), list(self._updates.values()), self.kv_cache.tables.view(-1)
+        with_words = len(cells) if len(cells) <= UPDATES else 0
+        for view, values in zip(update_views(side.words[count:], with_words), (cells, pages), strict=True):
+            view.numpy()[:] = values[:with_words]
+        end = count + update_words(with_words)
+        self._block[:end].copy_(side.words[:end], non_blocking=True)
+        if with_words:
+            tables.index_copy_(0, *update_views(self._block[count:], with_words))
+        elif cells:  # seldom: these copies may wait for the device
+            device = tables.device
+            tables.index_copy_(0, torch.tensor(cells, device=device), torch.tensor(pages, dtype=torch.int32, device=device))
+        self._updates.clear()
+
+    def _compute(self, task: _Task) -> Tensor | None:
+        """Leaves what was picked in the buffer, or gives the logits where the sampler picks."""
+        if task.shape is not None:
+            self.graphs.run(task.shape)
+            return None
+        sizes = task.sizes
+        views = views_of(self._block, sizes)
+        logits = self._forward.logits(views, sizes, Bounds.of(task.batch.spans))
+        if task.way is Way.LOGITS:
+            return logits
+        self._forward.pick(logits, views, task.way)
+        return None
+
+    def _of_shape(self, shape: Shape) -> None:
+        """The work of a step that is captured: it depends on nothing but the words."""
+        sizes = Sizes.of_bucket(shape.bucket)
+        views = views_of(self._block, sizes)
+        logits = self._forward.logits(views, sizes, Bounds(shape.bucket, 1, self.kv_cache.shape.max_len))
+        self._forward.pick(logits, views, shape.way)

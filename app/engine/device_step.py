@@ -1,0 +1,200 @@
+"""The words of a step: all that a device must be told of one, in one block of int64 that is copied there at once.
+
+What the words say is worked out here, on the host; how they travel, and what the device makes of them, is the runner's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy
+import torch
+from torch import Tensor
+
+from app.engine.batch import RowToPick, Span
+from app.engine.uniform import uniform
+from app.kernels.paged import PAGE_TOKENS
+
+
+class Way(Enum):
+    """How the tokens of a step are picked."""
+
+    GREEDY = "greedy"  # on the device, the likeliest
+    DRAWN = "drawn"  # on the device, each row with its own parameters
+    LOGITS = "logits"  # by the sampler, from whole logits: penalties, beams, log-probabilities
+
+
+def way_of(rows: Items[RowToPick]) -> Way:
+    """One way for all rows of a step: the least that is enough for each of them."""
+    params = [row.sequence.params for row in rows]
+    if any(one.has_penalties or one.beam_width > 1 or one.logprobs is not None for one in params):
+        return Way.LOGITS
+    return Way.GREEDY if all(one.greedy for one in params) else Way.DRAWN
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How many tokens, sequences and picked rows a step has, with those that only fill a bucket."""
+
+    tokens: int
+    sequences: int
+    picks: int
+
+    @classmethod
+    def of_bucket(cls, bucket: int) -> Sizes:
+        return cls(bucket, bucket, bucket)
+
+    @classmethod
+    def of(cls, spans: Items[Span], picks: int) -> Sizes:
+        """At least one row of logits: who picks nothing leaves no product without rows."""
+        return cls(sum(span.num_tokens for span in spans), len(spans), max(1, picks))
+
+
+@dataclass(frozen=True, slots=True)
+class StepViews:
+    """The words by name, as views of a block: on the host to be written, on the device to be read.
+
+    [tokens] int64: `token_ids`, `sources` (where in the device's buffer each token's id stands), `positions`, `written` (rows of the KV
+    cache). [picks]: `logit_rows` int64 (which tokens pick), `uniforms` fp64, `top_k` int32, `temperature`, `top_p`, `min_p` fp32.
+    int32 [sequences]: `slots`, `lengths`, and [sequences + 1]: `starts`.
+    """
+
+    token_ids: Tensor
+    sources: Tensor
+    positions: Tensor
+    written: Tensor
+    logit_rows: Tensor
+    uniforms: Tensor
+    slots: Tensor
+    lengths: Tensor
+    starts: Tensor
+    top_k: Tensor
+    temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+
+def _fields(sizes: Sizes) -> Mapping[str, tuple[int, torch.dtype]]:
+    """In the order in which they lie; each begins at a word of its own."""
+    tokens, sequences, picks = sizes.tokens, sizes.sequences, sizes.picks
+    return {
+        "token_ids": (tokens, torch.int64),
+        "sources": (tokens, torch.int64),
+        "positions": (tokens, torch.int64),
+        "written": (tokens, torch.int64),
+        "logit_rows": (picks, torch.int64),
+        "uniforms": (picks, torch.float64),
+        "slots": (sequences, torch.int32),
+        "lengths": (sequences, torch.int32),
+        "starts": (sequences + 1, torch.int32),
+        "top_k": (picks, torch.int32),
+        "temperature": (picks, torch.float32),
+        "top_p": (picks, torch.float32),
+        "min_p": (picks, torch.float32),
+    }
+
+
+def num_words(sizes: Sizes) -> int:
+    return sum(_words(count, dtype) for count, dtype in _fields(sizes).values())
+
+
+def views_of(block: Tensor, sizes: Sizes) -> StepViews:
+    """Of the first words of block [words] int64."""
+    views, first = {}, 0
+    for name, (count, dtype) in _fields(sizes).items():
+        end = first + _words(count, dtype)
+        views[name] = block[first:end].view(dtype)[:count]
+        first = end
+    return StepViews(**views)
+
+
+def _words(count: int, dtype: torch.dtype) -> int:
+    return -(-count * dtype.itemsize // 8)
+
+
+def update_views(block: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Behind the step's words: which cells of the page tables [count] int64 change, to which pages [count] int32."""
+    return block[:count], block[count : update_words(count)].view(torch.int32)[:count]
+
+
+def update_words(count: int) -> int:
+    return count + _words(count, torch.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where things are on the device: the block begins at `block` of its buffer; `nobody` is the slot of what only fills a bucket.
+
+    `picked`: where in the buffer the token of each sequence stands that the host does not know yet, by `id` of the sequence.
+    """
+
+    block: int
+    nobody: int
+    picked: Mapping[int, int]
+
+
+def fill(views: StepViews, spans: Items[Span], written: Items[int], places: Places) -> None:
+    """Writes what is to be computed. Rows beyond the spans fill a bucket: no context, and written where nobody reads."""
+    sources = views.sources.numpy()
+    sources[:] = numpy.arange(places.block, places.block + len(sources))  # ids that the host knows are the block's first words
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots, lengths, starts = [], [], [0]
+    for span in spans:
+        known = span.sequence.token_ids[span.start : span.end]
+        if len(known) < span.num_tokens:
+            assert span.num_tokens == 1, "only a token that is being picked is not known"
+            sources[len(token_ids)] = places.picked[id(span.sequence)]
+            known = [0]
+        token_ids += known
+        positions += range(span.start, span.end)
+        slots.append(span.slot)
+        lengths.append(span.end)
+        starts.append(len(token_ids))
+    missing = len(sources) - len(token_ids)
+    scrap = [row % PAGE_TOKENS for row in range(missing)]
+    starts += range(len(token_ids) + 1, len(token_ids) + 1 + len(views.slots) - len(slots))
+    _write(views.token_ids, token_ids, 0)
+    _write(views.positions, positions, 0)
+    _write(views.written, [*written, *scrap])
+    _write(views.slots, slots, places.nobody)
+    _write(views.lengths, lengths, 0)
+    _write(views.starts, starts)
+
+
+def fill_picks(views: StepViews, spans: Items[Span], rows: Items[RowToPick], way: Way) -> None:
+    """Writes which tokens pick, and how they draw. Rows that fill a bucket are greedy."""
+    if len(views.logit_rows) != len(views.token_ids):
+        _write(views.logit_rows, _picking_rows(spans) or [len(views.token_ids) - 1])
+    if way is not Way.DRAWN:
+        return
+    params = [row.sequence.params for row in rows]
+    _write(views.uniforms, [uniform(row.sequence.seed, row.position) for row in rows], 0.0)
+    _write(views.top_k, [min(one.top_k, _MOST_INT32) for one in params], 0)
+    _write(views.temperature, [one.temperature for one in params], 0.0)
+    _write(views.top_p, [one.top_p for one in params], 1.0)
+    _write(views.min_p, [one.min_p for one in params], 0.0)
+
+
+_MOST_INT32 = 2**31 - 1
+
+
+def _picking_rows(spans: Items[Span]) -> list[int]:
+    rows: list[int] = []
+    end = 0
+    for span in spans:
+        end += span.num_tokens
+        rows += range(end - span.num_picks, end)
+    return rows
+
+
+def _write(view: Tensor, values: list[int] | list[float], rest: float | None = None) -> None:
+    """These values, and `rest` in what is left of the view (None: nothing is)."""
+    array = view.numpy()
+    assert len(values) == len(array) or rest is not None, "one word for each row"
+    array[: len(values)] = values
+    if rest is not None:
+        array[len(values) :] = rest

@@ -1,0 +1,139 @@
+"""The words of a step say on the device what was meant on the host, whatever the sizes, and rows that only fill a bucket disturb nobody."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.engine.batch import RowToPick, Span, rows_to_pick
+from app.engine.device_step import (
+    Places,
+    Sizes,
+    StepViews,
+    Way,
+    fill,
+    fill_picks,
+    num_words,
+    update_views,
+    update_words,
+    views_of,
+    way_of,
+)
+from app.engine.sequence import Sequence
+from app.engine.uniform import uniform
+from app.kernels.paged import PAGE_TOKENS
+from app.messages import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
+SHAPED = SamplingParams(temperature=0.7, top_k=2**40, top_p=0.9, min_p=0.05)
+
+
+def sequence_of(length: int, params: SamplingParams = GREEDY, seed: int = 3) -> Sequence:
+    return Sequence(f"r{length}", 0, params, list(range(100, 100 + length)), max(1, length - 2), seed=seed)
+
+
+def span_of(sequence: Sequence, start: int, end: int, slot: int) -> Span:
+    return Span(sequence, start, end - start, slot, None, 0, samples=end >= len(sequence.token_ids))
+
+
+def views(sizes: Sizes) -> StepViews:
+    return views_of(torch.full((num_words(sizes),), -1, dtype=torch.int64), sizes)
+
+
+@given(st.builds(Sizes, st.integers(0, 9), st.integers(0, 9), st.integers(1, 9)))
+def test_views_fill_the_block_and_do_not_overlap(sizes: Sizes) -> None:
+    block = torch.zeros(num_words(sizes), dtype=torch.int64)
+    for number, field in enumerate(fields(StepViews), 1):
+        getattr(views_of(block, sizes), field.name).fill_(number)
+    for number, field in enumerate(fields(StepViews), 1):
+        view = getattr(views_of(block, sizes), field.name)
+        assert (view == number).all()
+    assert len(views_of(block, sizes).starts) == sizes.sequences + 1
+
+
+def test_prompts_and_decodes_are_told_in_the_order_of_the_spans() -> None:
+    decode, prompt = sequence_of(8), sequence_of(6)
+    spans = (span_of(decode, 7, 8, slot=3), span_of(prompt, 2, 5, slot=1))
+    told = views(Sizes.of(spans, 1))
+    fill(told, spans, [70, 80, 81, 82], Places(1000, 9, {}))
+    fill_picks(told, spans, rows_to_pick(spans), Way.GREEDY)
+    assert told.token_ids.tolist() == [107, 102, 103, 104]
+    assert told.positions.tolist() == [7, 2, 3, 4]
+    assert told.sources.tolist() == [1000, 1001, 1002, 1003], "the block's first words are the ids"
+    assert told.written.tolist() == [70, 80, 81, 82]
+    assert (told.slots.tolist(), told.lengths.tolist(), told.starts.tolist()) == ([3, 1], [8, 5], [0, 1, 4])
+    assert told.logit_rows.tolist() == [0]
+
+
+def test_a_step_that_picks_nothing_works_out_one_row_of_logits() -> None:
+    spans = (span_of(sequence_of(6), 0, 4, slot=0),)
+    told = views(Sizes.of(spans, 0))
+    fill_picks(told, spans, [], Way.GREEDY)
+    assert told.logit_rows.tolist() == [3]
+
+
+def test_rows_that_fill_a_bucket_have_no_context_and_write_where_nobody_reads() -> None:
+    spans = (span_of(sequence_of(8, SHAPED), 7, 8, slot=3),)
+    told = views(Sizes.of_bucket(4))
+    fill(told, spans, [70], Places(1000, 9, {}))
+    fill_picks(told, spans, rows_to_pick(spans), Way.DRAWN)
+    assert told.slots.tolist() == [3, 9, 9, 9] and told.lengths.tolist() == [8, 0, 0, 0]
+    assert told.starts.tolist() == [0, 1, 2, 3, 4], "each row is a sequence of one query"
+    assert told.written[0] == 70 and all(row < PAGE_TOKENS for row in told.written[1:].tolist())
+    assert told.token_ids.tolist() == [107, 0, 0, 0] and told.positions.tolist() == [7, 0, 0, 0]
+    assert told.temperature.tolist() == [pytest.approx(0.7), 0.0, 0.0, 0.0], "the others are greedy"
+    assert told.top_p.tolist() == [pytest.approx(0.9), 1.0, 1.0, 1.0]
+
+
+def test_draws_are_told_to_the_last_bit() -> None:
+    sequence = sequence_of(8, SHAPED, seed=11)
+    spans = (span_of(sequence, 7, 8, slot=3),)
+    told = views(Sizes.of(spans, 1))
+    fill_picks(told, spans, rows_to_pick(spans), Way.DRAWN)
+    assert told.uniforms.tolist() == [uniform(11, 8)]
+    assert told.top_k.tolist() == [2**31 - 1], "as many as there are"
+    assert told.min_p.tolist() == [pytest.approx(0.05)]
+
+
+def test_an_id_that_the_host_does_not_know_is_read_where_it_was_picked() -> None:
+    known, unknown = sequence_of(8), sequence_of(5)
+    spans = (span_of(unknown, 5, 6, slot=2), span_of(known, 7, 8, slot=3))
+    told = views(Sizes.of_bucket(2))
+    fill(told, spans, [70, 71], Places(1000, 9, {id(unknown): 17}))
+    assert told.sources.tolist() == [17, 1001]
+    assert told.positions.tolist() == [5, 7] and told.lengths.tolist() == [6, 8]
+
+
+def test_only_one_token_of_a_sequence_may_be_unknown() -> None:
+    spans = (span_of(sequence_of(5), 4, 6, slot=2),)
+    with pytest.raises(AssertionError, match="only a token that is being picked"):
+        fill(views(Sizes.of(spans, 1)), spans, [70, 71], Places(1000, 9, {}))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7])
+def test_updates_lie_behind_the_words(count: int) -> None:
+    block = torch.zeros(update_words(count), dtype=torch.int64)
+    cells, pages = update_views(block, count)
+    cells.fill_(2**40)
+    pages.fill_(5)
+    assert (len(cells), len(pages)) == (count, count)
+    assert (cells == 2**40).all() and (pages == 5).all() and pages.dtype == torch.int32
+
+
+@pytest.mark.parametrize(
+    ("params", "way"),
+    [
+        ([GREEDY, GREEDY], Way.GREEDY),
+        ([GREEDY, SHAPED], Way.DRAWN),
+        ([GREEDY, SamplingParams(temperature=0.0, logprobs=0)], Way.LOGITS),
+        ([SHAPED, SamplingParams(frequency_penalty=0.1)], Way.LOGITS),
+        ([SHAPED, SamplingParams(beam_width=2)], Way.LOGITS),
+        ([], Way.GREEDY),
+    ],
+)
+def test_one_way_is_enough_for_every_row(params: list[SamplingParams], way: Way) -> None:
+    assert way_of([RowToPick(sequence_of(4, one), 4) for one in params]) is way
