@@ -168,13 +168,13 @@ def _others(prepared: Prepared) -> list[str]:
         return ["int8"] if needs.weight_bytes >= SMALL_WEIGHT_BYTES and prepared.plan.precision.value != "int8" else []
     if needs.num_parameters < precision.MIN_PARAMETERS:
         return []
-    exact = "bf16" if precision.bf16_products(prepared.facts) else "fp32"
+    exact = precision.exact(prepared.facts, prepared.plan.device.value)
     return [name for name in (exact, *precision.ROUNDED) if name != prepared.plan.precision.value]
 
 
 def _way(prepared: Prepared, name: str, int8_copy: str = "off") -> ServingPlan | None:
     """The plan with that precision; None where that cannot be."""
-    asked = {"precision": name, "int8_copy": int8_copy}
+    asked = {"precision": name, "int8_copy": int8_copy, "device": prepared.plan.device.value}
     try:
         return _plan(prepared.facts, None, prepared.settings.model_copy(update=asked), prepared.checkpoint)
     except (NoRecipe, PlanImpossible):

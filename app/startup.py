@@ -115,7 +115,8 @@ class Serving:
         self._began = time.monotonic()
         self._abandoned = Flag()
         self.metrics = Metrics()
-        device = prepared.facts.cuda[0] if prepared.plan.device.value == "cuda" else None
+        index = prepared.plan.cuda_device.value
+        device = next((gpu for gpu in prepared.facts.cuda if gpu.index == index), None)
         self._spending = Spending(self.metrics, prepared.facts.power, prepared.settings.watts, device)
         callbacks = Callbacks(
             on_events=lambda events: self.service.on_events(events),

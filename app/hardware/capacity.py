@@ -11,10 +11,29 @@ from app.hardware.room import LEAST_BATCH_TOKENS, MIN_TOKENS, Demand, Room, arit
 from app.hardware.trials import Timing, rate
 from app.settings import Settings
 
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large steps become where nobody asks and nothing is measured, and why."""
+
+    running_seqs: int
+    running_reason: str
+    batch_tokens: int
+    batch_reason: str
+
+
 # From 64 rows on products gain little more from company (BF16 on two Zen 5 cores: 19.7 thousand rows a second at 64, 23 at 128, 25 at 512),
 # while each sequence waits for all the others.
-_RUNNING_SEQS = 64
-_BATCH_TOKENS = 512  # where products reach their best rate on a CPU; a larger step only makes others wait longer
+_ON_PROCESSOR = Sizes(
+    64, "Beyond that many rows products gain little, and each sequence waits for the others.",
+    512, "Products reach their best rate there; a longer step would only make the other sequences wait.",
+)  # fmt: skip
+# A device reads every weight once a step whoever shares it, and asks for hundreds of rows before its products are the limit; what a step
+# costs the host beside them is paid once for all. Not measured on a device yet: calibration will say.
+_ON_DEVICE = Sizes(
+    256, "A step reads every weight once for all of them; from there on products are the limit.",
+    8192, "Prompts in large parts: the device's products are at their best, and what a step costs the host is paid once.",
+)  # fmt: skip
 _NEARLY_BEST = 0.95  # of the best measured rate: a step of half the tokens is worth so much
 _WAITING_ROUNDS = 4  # times the running sequences
 
@@ -33,18 +52,18 @@ class Capacity:
 def decide(facts: Facts, settings: Settings, demand: Demand, timing: Timing | None = None) -> Capacity:
     """Raises `PlanImpossible` where the model does not fit, or what was asked for does not."""
     batch = chunk(facts, settings, demand, timing)
-    running = _running_seqs(settings, batch.value)
+    running = _running_seqs(settings, batch.value, _sizes(demand))
     left = _room(facts, settings, demand, batch.value, running.value)
     if settings.kv_cache_bytes != "auto":
         left = _forced_room(settings.kv_cache_bytes, left)
     length = _model_len(settings, demand, left)
     if settings.max_running_seqs == "auto":
         running = _fewer_where_tight(running, demand, left)
-        if facts.commit_left_bytes is not None:
+        if facts.commit_left_bytes is not None and demand.device is None:
             running = _fewer_where_reserved(running, length.value * demand.kv_bytes_per_token, left)
     waiting = _WAITING_ROUNDS * running.value
     return Capacity(
-        weight_bytes=Decision(demand.weight_bytes, f"Resident in {demand.held_in}." if demand.needs else "No model is given."),
+        weight_bytes=weight_bytes(demand),
         kv_cache_bytes=_kv_cache_bytes(settings, demand, left, length.value * running.value),
         max_model_len=length,
         max_running_seqs=running,
@@ -58,15 +77,21 @@ def decide(facts: Facts, settings: Settings, demand: Demand, timing: Timing | No
     )
 
 
+def weight_bytes(demand: Demand) -> Decision[int]:
+    if demand.needs is None:
+        return Decision(0, "No model is given.")
+    where = "" if demand.device is None else f" on the device. {demand.device.host_words}"
+    return Decision(demand.weight_bytes, f"Resident in {demand.held_in}{where or '.'}")
+
+
 def chunk(facts: Facts, settings: Settings, demand: Demand, timing: Timing | None) -> Decision[int]:
     """Tokens of a step: the fewest with which prompts are as quick as they get, where that was measured, and as memory allows."""
     if settings.max_batch_tokens != "auto":
         return Decision(settings.max_batch_tokens, "Asked for.")
-    running = _RUNNING_SEQS if settings.max_running_seqs == "auto" else settings.max_running_seqs
-    best = _measured_chunk(timing, running)
-    wanted = best or Decision(
-        _BATCH_TOKENS, "Products reach their best rate there; a longer step would only make the other sequences wait."
-    )
+    usual = _sizes(demand)
+    running = usual.running_seqs if settings.max_running_seqs == "auto" else settings.max_running_seqs
+    best = _measured_chunk(timing, running, usual.batch_tokens)
+    wanted = best or Decision(usual.batch_tokens, usual.batch_reason)
     if wanted.value < running:
         return Decision(running, "One token for each of the sequences that may run.")
     least = max(running, LEAST_BATCH_TOKENS)
@@ -78,7 +103,11 @@ def chunk(facts: Facts, settings: Settings, demand: Demand, timing: Timing | Non
     return Decision(tokens, f"Memory is short, and each token of a step takes some; otherwise {wanted.value}.")
 
 
-def _measured_chunk(timing: Timing | None, running: int) -> Decision[int] | None:
+def _sizes(demand: Demand) -> Sizes:
+    return _ON_PROCESSOR if demand.device is None else _ON_DEVICE
+
+
+def _measured_chunk(timing: Timing | None, running: int, usual: int) -> Decision[int] | None:
     """The smallest measured size within 5% of the best one's tokens a second, with room for part of a prompt beside all that decode."""
     sizes = [size for size in timing.trial.prefill_seconds if size >= running + LEAST_BATCH_TOKENS] if timing else []
     if timing is None or not sizes:
@@ -86,7 +115,7 @@ def _measured_chunk(timing: Timing | None, running: int) -> Decision[int] | None
     rates = {size: timing.prefill_rate(size) for size in sorted(sizes)}
     best = max(rates, key=lambda size: rates[size])
     found = next(size for size, each in rates.items() if each >= _NEARLY_BEST * rates[best])
-    if found == max(sizes) < _BATCH_TOKENS:
+    if found == max(sizes) < usual:
         return None  # still rising where measuring ended
     if found == best:
         return Decision(found, f"Measured: prompts are quickest in steps of {found} tokens, {rate(rates[found])} tokens/s.")
@@ -101,12 +130,9 @@ def _is_roomy(facts: Facts, settings: Settings, demand: Demand, batch_tokens: in
     return room(facts, demand, batch_tokens, running).size >= useful_kv_bytes(settings, demand)
 
 
-def _running_seqs(settings: Settings, batch_tokens: int) -> Decision[int]:
+def _running_seqs(settings: Settings, batch_tokens: int, usual: Sizes) -> Decision[int]:
     if settings.max_running_seqs == "auto":
-        return Decision(
-            min(_RUNNING_SEQS, batch_tokens),
-            "Beyond that many rows products gain little, and each sequence waits for the others.",
-        )
+        return Decision(min(usual.running_seqs, batch_tokens), usual.running_reason)
     if settings.max_running_seqs > batch_tokens:
         raise PlanImpossible(
             f"max_running_seqs is {settings.max_running_seqs}, but a step has room for max_batch_tokens = {batch_tokens}, "

@@ -36,6 +36,7 @@ class DeviceMemory:
     available_bytes: int
     source: str
     taken_bytes: int
+    taken_by: str
     host_words: str
 
     @property
@@ -57,6 +58,7 @@ def of_device(facts: Facts, settings: Settings, kind: str, gpu: CudaDevice | Non
             facts.usable_bytes,
             f"{gpu.name} shares the machine's memory",
             taken + HOST_BYTES,
+            "the process, the driver's context, captured steps",
             "Host and GPU share one memory.",
         )
     if facts.usable_bytes < HOST_BYTES:
@@ -70,6 +72,7 @@ def of_device(facts: Facts, settings: Settings, kind: str, gpu: CudaDevice | Non
         free,
         f"free of {gib(gpu.memory_bytes)} on {gpu.name}",
         taken,
+        "the driver's context, captured steps",
         f"The host only maps the files, and takes about {gib(HOST_BYTES)} of its {gib(facts.usable_bytes)}.",
     )
 
@@ -87,4 +90,5 @@ def _of_mac(facts: Facts) -> DeviceMemory:
     whose = "iogpu.wired_limit_mb" if facts.mps_limit_bytes else "macOS' own limit"
     source = f"of {gib(facts.memory_bytes)} the GPU may hold {gib(budget)}, by {whose}"
     shared = "Processor and GPU share one memory."
-    return DeviceMemory("mps", min(budget, facts.usable_bytes), source, METAL_BYTES + PROCESS_BYTES, shared)
+    taken = METAL_BYTES + PROCESS_BYTES
+    return DeviceMemory("mps", min(budget, facts.usable_bytes), source, taken, "the process, Metal's pipelines", shared)

@@ -5,7 +5,7 @@ One process serves on one device. How much of its memory is left is worked out i
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from app.errors import NoRecipe, PlanImpossible
@@ -18,6 +18,7 @@ LEAST_CAPABILITY = (8, 0)  # Ampere: the first that multiplies BF16; torch's int
 _LEAST_DARWIN = 23  # macOS 14: the first whose Metal has BF16, and the oldest that torch's wheels for Macs run on
 # The oldest driver for each CUDA (docs.nvidia.com/deploy/cuda-compatibility, minor version compatibility).
 _LEAST_DRIVER = {"12": 525, "13": 580}
+DEVICE_KERNELS: Mapping[str, str] = {"cuda": "triton", "mps": "metal"}
 _PROGRAMS = "exported programs are served on processors"
 
 
@@ -49,9 +50,44 @@ def decide(facts: Facts, settings: Settings, needs: Needs | None, recipes: Colle
     return Devices(device, Decision(None, "No GPU of NVIDIA serves."))
 
 
-def visible_as(gpu: CudaDevice) -> str:
-    """What CUDA_VISIBLE_DEVICES says so that the process sees this device alone: then torch's number of it is 0."""
-    return gpu.uuid or str(gpu.index)
+def instead(place: Devices, settings: Settings, refusal: str) -> Devices | None:
+    """The processor, where nobody asked for the device on which what is asked cannot be; None: there is nothing else."""
+    if place.device.value == "cpu" or settings.device != "auto" or settings.cuda_device != "auto":
+        return None
+    name = place.gpu.name if place.gpu else "The Apple GPU"
+    return Devices(
+        Decision("cpu", f"{name} is here, but cannot do what is asked. {refusal}"), Decision(None, "No GPU of NVIDIA serves.")
+    )
+
+
+def visible(place: Devices) -> Decision[str | None]:
+    """What CUDA_VISIBLE_DEVICES says, so that the process sees its own device alone: torch's number of it is then 0.
+
+    CUDA numbers the quickest first, nvidia-smi by bus; a name means the same to both, and nothing of ours lands on a neighbour's GPU.
+    """
+    if place.gpu is None:
+        return Decision(None, "No GPU of NVIDIA serves.")
+    return Decision(place.gpu.uuid or str(place.gpu.index), "The process is shown the GPU that it serves on, and no other.")
+
+
+def kernels(kind: str) -> Decision[str]:
+    """Whose kernels do what lies between a device's products."""
+    if kind == "cuda":
+        return Decision(
+            DEVICE_KERNELS[kind],
+            "Our own, compiled for this GPU when they are first used, and torch's; torch's alone where Triton or a C compiler is missing.",
+        )
+    return Decision(DEVICE_KERNELS[kind], "Torch's own for Apple GPUs.")
+
+
+def kernel_folder(settings: Settings, kind: str) -> Decision[str | None]:
+    """Where Triton keeps what it compiled."""
+    folder = settings.cache_directory
+    if kind != "cuda":
+        return Decision(None, "Nothing is compiled for this device while it serves.")
+    if folder is None:
+        return Decision(None, "This user has no home; cache_dir would say where compiled kernels may be kept.")
+    return Decision(str(folder / "triton"), "Compiling our kernels takes a minute: the next start finds them there.")
 
 
 # ---- which kind --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from app.errors import PlanImpossible
-from app.hardware.capacity import Capacity
+from app.hardware.capacity import Capacity, weight_bytes
 from app.hardware.decision import Decision
 from app.hardware.facts import Facts, Needs
 from app.hardware.room import LEAST_BATCH_TOKENS, MIN_TOKENS, Demand, Room, arithmetic, room, token_bytes
@@ -28,6 +28,8 @@ _LONG_SECONDS = 0.05  # of a step
 # 128, 256 and 512, timed at 10,100, 11,000 and 11,600, and the longest steps had the least p99.)
 _SHARE_TOKENS, _SHARES_SECONDS = 256, 0.1  # of a thread; while a step takes no longer
 _MOST_TEXTS = 256  # of a step
+# On a device: its products ask for thousands of rows, and what a step costs the host is paid once. Not measured on one yet.
+_DEVICE_TARGET_TOKENS, _DEVICE_MOST_TEXTS = 16_384, 1024
 _WAITING_SECONDS = 10.0  # worth of short texts may wait, as many as that is where speeds are known
 _WAITING_REQUESTS = 256
 _MOST_WAITING = 4096  # requests, whatever the speed: each is a connection
@@ -42,11 +44,12 @@ def decide(facts: Facts, settings: Settings, demand: Demand, timing: Timing | No
     left = room(facts, demand, 0, 0)
     fits = _most_tokens(settings, needs, demand, left)
     length = _model_len(settings, needs, left, fits)
-    target = _target(settings, needs, timing, fits)
+    on_device = demand.device is not None
+    target = _target(settings, needs, timing, fits, _DEVICE_TARGET_TOKENS if on_device else _TARGET_TOKENS)
     batch = _batch(settings, needs, Fitting(target, length, fits), left)
-    running = _texts(settings, batch.value, needs)
+    running = _texts(settings, batch.value, needs, _DEVICE_MOST_TEXTS if on_device else _MOST_TEXTS)
     return Capacity(
-        weight_bytes=Decision(demand.weight_bytes, f"Resident in {demand.held_in}."),
+        weight_bytes=weight_bytes(demand),
         kv_cache_bytes=Decision(0, "This model keeps no keys and values."),
         max_model_len=length,
         max_running_seqs=running,
@@ -92,7 +95,7 @@ def _model_len(settings: Settings, needs: Needs, left: Room, fits: int) -> Decis
     return Decision(most, "As long as the model was made for.")
 
 
-def _target(settings: Settings, needs: Needs, timing: Timing | None, fits: int) -> Decision[int]:
+def _target(settings: Settings, needs: Needs, timing: Timing | None, fits: int, usual: int) -> Decision[int]:
     """The fewest tokens with which texts are as quick as they get, where that was measured."""
     if settings.max_batch_tokens != "auto":
         return Decision(settings.max_batch_tokens, "Asked for.")
@@ -101,8 +104,8 @@ def _target(settings: Settings, needs: Needs, timing: Timing | None, fits: int) 
             _TARGET_ROWS, "Rows of a step: nobody knows yet what one costs; max_batch_tokens says it."
         )
     texts = 1 if settings.max_running_seqs == "auto" else settings.max_running_seqs
-    found = _measured(timing, max(texts, LEAST_BATCH_TOKENS), _TARGET_TOKENS, "tokens")
-    wanted = Decision(_TARGET_TOKENS, "Products reach their best rate there; a longer step would only make others wait.")
+    found = _measured(timing, max(texts, LEAST_BATCH_TOKENS), usual, "tokens")
+    wanted = Decision(usual, "Products reach their best rate there; a longer step would only make others wait.")
     if timing is not None and found is not None:
         wanted = _shared_out(timing, found)
     if wanted.value < texts:
@@ -172,11 +175,11 @@ def _batch(settings: Settings, needs: Needs, fitting: Fitting, left: Room) -> De
     return Decision(target.value, "As many tokens as are put together; the longest text is shorter.")
 
 
-def _texts(settings: Settings, batch_tokens: int, needs: Needs) -> Decision[int]:
+def _texts(settings: Settings, batch_tokens: int, needs: Needs, most: int) -> Decision[int]:
     """`max_running_seqs` of what does not generate: texts of one step."""
     if settings.max_running_seqs == "auto":
         what = "Requests" if needs.kind == "program" else "Texts"
-        return Decision(min(_MOST_TEXTS, batch_tokens), f"{what} of one step: it is full before there are more.")
+        return Decision(min(most, batch_tokens), f"{what} of one step: it is full before there are more.")
     if settings.max_running_seqs > batch_tokens:
         what = "row" if needs.kind == "program" else "token"
         raise PlanImpossible(

@@ -28,12 +28,15 @@ def decide(candidates: Candidates, trials: Trials, threads: int) -> Holding:
     generates = candidates.needs is None or candidates.needs.generates
     choose = precision.choose if generates else precision.choose_for_vectors
     chosen = choose(candidates, trials, threads) if auto else precision.forced(candidates)
-    dtype = numerics.dtype(candidates.facts, chosen.value)
-    wide = Demand(candidates.needs, chosen.value, "fp32" if dtype.value == "float32" else "bf16", candidates.numa_node)
-    kv_precision = numerics.kv_precision(settings, dtype.value, _short(candidates, wide) if generates else None)
+    kind, node, device = candidates.kind, candidates.numa_node, candidates.device
+    dtype = numerics.dtype(candidates.facts, chosen.value, kind)
+    wide = Demand(candidates.needs, chosen.value, numerics.KV_NAMES[dtype.value], node, device=device)
+    kv_precision = numerics.kv_precision(settings, dtype.value, _short(candidates, wide) if generates else None, kind)
     if not generates:
         kv_precision = Decision(kv_precision.value, "This model keeps no keys and values.")
-    lean = Demand(candidates.needs, chosen.value, kv_precision.value, candidates.numa_node)
+    if device is not None:
+        return Holding(chosen, dtype, kv_precision, int8_copy.on_device(settings, kind))
+    lean = Demand(candidates.needs, chosen.value, kv_precision.value, node)
     copy = int8_copy.decide(settings, chosen.value, _copy(candidates, lean, trials, threads))
     return Holding(chosen, dtype, kv_precision, copy)
 

@@ -24,6 +24,13 @@ class Copy:
     fast: Timing | None = None
 
 
+def on_device(settings: Settings, kind: str) -> Decision[bool]:
+    """A device has none: it multiplies what four-bit weights mean where rows are many."""
+    if settings.int8_copy == "on":
+        raise PlanImpossible(f"int8_copy is on, but on {kind} four-bit weights are held alone: leave it at auto.")
+    return Decision(False, "It belongs to processors.")
+
+
 def decide(settings: Settings, chosen: str, wanted: Copy) -> Decision[bool]:
     """Whether layers are held in eight bits beside four."""
     if chosen != "int4":

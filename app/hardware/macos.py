@@ -8,7 +8,11 @@ from app.hardware.accelerators import Run
 from app.hardware.facts import Cache, CacheKind, Core, CoreKind, Cpu, Facts, PowerMeter
 from app.hardware.files import parse_fields
 
-SYSCTL = ["sysctl", "hw", "machdep.cpu.brand_string", "kern.osrelease", "vm.page_free_count", "vm.page_speculative_count"]
+# The last two are not known to every Mac: sysctl then prints the others.
+SYSCTL = [
+    "sysctl", "hw", "machdep.cpu.brand_string", "kern.osrelease", "vm.page_free_count", "vm.page_speculative_count",
+    "iogpu.wired_limit_mb", "sysctl.proc_translated",
+]  # fmt: skip
 
 # hw.cpufamily: xnu osfmk/mach/machine.h (CPUFAMILY_ARM_*), with the chip that carries the cores.
 _FAMILIES = {
@@ -63,6 +67,8 @@ def facts(run: Run) -> Facts | None:
         available_bytes=_available(values, memory),
         page_bytes=_number(values, "hw.pagesize") or 4096,
         mps=is_arm,  # every Apple silicon Mac has the GPU that torch's MPS asks for
+        mps_limit_bytes=_number(values, "iogpu.wired_limit_mb") * 2**20 or None,  # 0: macOS decides
+        is_translated=_number(values, "sysctl.proc_translated") == 1,
         power=_power(run, is_arm),
     )
 

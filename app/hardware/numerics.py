@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from app.errors import PlanImpossible
 from app.hardware.decision import Decision, Dtype
+from app.hardware.devices import DEVICE_KERNELS
 from app.hardware.facts import Facts
 from app.hardware.native_library import TWINS
-from app.hardware.precision import ROUNDED, adds_in_one_order, bf16_products
+from app.hardware.precision import ROUNDED, adds_in_one_order, bf16_products, exact
 from app.hardware.room import USEFUL_SEQS, USEFUL_TOKENS, Room
 from app.settings import Settings
 
@@ -25,6 +28,10 @@ def check_torch_can_run(facts: Facts) -> None:
         raise PlanImpossible(f"{facts.os} is not supported: Linux and macOS are (on Windows, inside WSL or a container).")
     if facts.architecture not in _ARCHITECTURES:
         raise PlanImpossible(f"There is no torch for {facts.os} on {facts.architecture}: x86_64 and arm64 are supported.")
+    if facts.is_translated:
+        raise PlanImpossible(
+            "This Python is for Intel Macs, and runs here by Rosetta, for which there is no torch: use a Python for Apple silicon (arm64)."
+        )
     if facts.os == "macos" and facts.architecture == "x86_64":
         raise PlanImpossible(
             "torch left Intel Macs after 2.2, which is older than what is needed here: use an Apple silicon Mac or Linux."
@@ -42,25 +49,40 @@ def check_torch_can_run(facts: Facts) -> None:
         )
 
 
-def dtype(facts: Facts, chosen: str) -> Decision[Dtype]:
-    """What activations are held in."""
+def dtype(facts: Facts, chosen: str, kind: str = "cpu") -> Decision[Dtype]:
+    """What activations are held in, on that kind of device."""
     if chosen == "fp32":
         return Decision("float32", "As the weights.")
+    if chosen == "fp16":
+        return Decision("float16", "As the weights; sums run in FP32.")
+    if chosen in ROUNDED and kind != "cpu":
+        name: Dtype = "float16" if exact(facts, kind) == "fp16" else "bfloat16"
+        return Decision(name, "What four-bit weights mean is multiplied in it; sums run in FP32.")
     if chosen in ROUNDED:
         needless = "" if bf16_products(facts) else ", which asks for no BF16 instructions"
         return Decision("bfloat16", f"Rows are rounded to int8 before each product; between products they are BF16{needless}.")
     return Decision("bfloat16", "As the weights; sums run in FP32.")
 
 
-def kv_precision(settings: Settings, chosen: Dtype, short: Room | None) -> Decision[str]:
+KV_NAMES: Mapping[Dtype, str] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def kv_precision(settings: Settings, chosen: Dtype, short: Room | None, kind: str = "cpu") -> Decision[str]:
     """`short`: what is left for keys and values as wide as the activations, where that is less than is useful."""
-    if chosen == "float32":
+    own = KV_NAMES[chosen]
+    if own != "bf16":
         if settings.kv_precision != "auto":
             raise PlanImpossible(
-                f"kv_precision is {settings.kv_precision}, but keys and values are held in the activations' dtype (fp32). "
+                f"kv_precision is {settings.kv_precision}, but keys and values are held in the activations' dtype ({own}). "
                 "Leave kv_precision at auto, or set precision to bf16, int8 or int4."
             )
-        return Decision("fp32", "As the activations.")
+        return Decision(own, "As the activations.")
+    if kind != "cpu":
+        if settings.kv_precision == "int8":
+            raise PlanImpossible(
+                f"kv_precision is int8, but on {kind} keys and values are held in the activations' dtype (bf16): leave it at auto."
+            )
+        return Decision("bf16", "As the activations.")
     if settings.kv_precision == "int8":
         return Decision("int8", "Asked for: half the memory and a little, for a scale to each head of a token.")
     if settings.kv_precision == "bf16" or short is None:
@@ -77,6 +99,11 @@ def deterministic(settings: Settings, chosen: str, copy: bool, level: str, gener
     if settings.deterministic == "off":
         what = ", and so a word now and then" if generates else ""
         return Decision(False, f"Not asked for: what else is in the batch may change the last bits{what}.")
+    if level in DEVICE_KERNELS.values():
+        raise PlanImpossible(
+            "deterministic is on, but on a GPU the order in which products add depends on what else is in the batch: leave it off, or "
+            "serve on the processor (device=cpu)."
+        )
     if level == TWINS:
         raise PlanImpossible(
             "deterministic is on, but our native kernels do not serve here, and the order in which torch's products add depends on "
@@ -102,8 +129,10 @@ def deterministic(settings: Settings, chosen: str, copy: bool, level: str, gener
     )
 
 
-def pack_folder(settings: Settings, chosen: str) -> Decision[str | None]:
+def pack_folder(settings: Settings, chosen: str, kind: str = "cpu") -> Decision[str | None]:
     """Where packed weights are kept for the next start; None: they are packed at each."""
+    if kind != "cpu":
+        return Decision(None, "The device packs its weights itself, while they are read, at each start.")
     if chosen not in ROUNDED:
         return Decision(None, f"Weights in {chosen} are packed while they are read, at each start.")
     folder = settings.cache_directory

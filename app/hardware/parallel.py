@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from app.errors import PlanImpossible
 from app.hardware.decision import Decision, count
@@ -17,6 +17,7 @@ from app.hardware.trials import NOTHING, Trials
 from app.settings import Settings
 
 MIN_GAIN = 1.03  # times as quick: for less, a thread fewer is not worth the speed it might have on another day
+_HOST_THREADS = 4  # beside a device
 CONTENDED_GAIN = 1.3  # no kernel of ours loses so much by a thread more where each has a core to itself
 
 # How often libgomp's threads look for work before they sleep: a tenth of a millisecond. Measured on two Zen 5 cores (llama-1b int4, decode
@@ -44,12 +45,18 @@ _WAITS: Mapping[str, tuple[str, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Parallelism:
+class Computing:
+    """The threads that compute, or feed what does."""
+
     threads: Decision[int]
     cpu_ids: Decision[tuple[int, ...]]
     numa_node: Decision[int | None]
     wait_policy: Decision[str]
     throttling_quota: Decision[float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Parallelism(Computing):
     interop_threads: Decision[int]
     tokenizer_threads: Decision[int]
     http_threads: Decision[int]
@@ -70,13 +77,44 @@ def decide(facts: Facts, settings: Settings, trials: Trials = NOTHING, precision
     threads = _threads(facts, settings, place)
     if settings.threads == "auto":
         threads = _fewer_where_quicker(threads, trials, precision)
+    return _beside(
+        facts,
+        Computing(
+            threads=threads,
+            cpu_ids=_cpu_ids(facts, threads.value, place),
+            numa_node=place.node,
+            wait_policy=_wait_policy(facts, threads.value, place),
+            throttling_quota=_throttling_quota(facts, threads.value),
+        ),
+    )
+
+
+def decide_on_device(facts: Facts, settings: Settings) -> Parallelism:
+    """The host reads weights and prepares steps; one thread feeds the device, and nothing may keep it from a core."""
+    anywhere = Place(_allowed_cores(facts), Decision(None, "The device computes: the host's threads may run anywhere."), "")
+    place = anywhere if settings.numa_node == "auto" else _place(facts, settings)
+    few = min(_HOST_THREADS, max(1, math.floor(_budget(facts))))
+    threads = Decision(few, f"The device computes: for weights while they are read, and little else, within {_allowance(facts)}.")
+    if settings.threads != "auto":
+        threads = _forced_threads(facts, settings.threads, len(place.cores))
+    free = Decision[tuple[int, ...]]((), "The device computes: the kernel knows which cores are idle.")
+    return _beside(
+        facts,
+        Computing(
+            threads=threads,
+            cpu_ids=free if settings.numa_node == "auto" else _cpu_ids(facts, threads.value, place),
+            numa_node=place.node,
+            wait_policy=Decision("passive", "Spinning would keep cores from the thread that feeds the device."),
+            throttling_quota=Decision(None, "The device computes: seconds are the clock's."),
+        ),
+    )
+
+
+def _beside(facts: Facts, computing: Computing) -> Parallelism:
+    """With the pools that have nothing to do with steps."""
     small = min(4, max(1, math.floor(_budget(facts))))
     return Parallelism(
-        threads=threads,
-        cpu_ids=_cpu_ids(facts, threads.value, place),
-        numa_node=place.node,
-        wait_policy=_wait_policy(facts, threads.value, place),
-        throttling_quota=_throttling_quota(facts, threads.value),
+        **{item.name: getattr(computing, item.name) for item in fields(computing)},
         interop_threads=Decision(1, "One step runs at a time; a second pool would fight the first for its cores."),
         tokenizer_threads=Decision(small, f"Text becomes tokens beside the step: up to 4 threads, within {_allowance(facts)}."),
         http_threads=Decision(

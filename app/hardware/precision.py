@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from app.errors import NoRecipe
 from app.hardware.decision import Decision, RecipeKey, gib
+from app.hardware.device_memory import DeviceMemory
 from app.hardware.facts import Facts, Needs
 from app.hardware.native_library import TWINS
-from app.hardware.room import MIN_TOKENS, USEFUL_SEQS, USEFUL_TOKENS, Demand, available_bytes, least_room, useful_kv_bytes
+from app.hardware.room import MIN_TOKENS, USEFUL_SEQS, USEFUL_TOKENS, Demand, least_room, useful_kv_bytes
 from app.hardware.trials import FEW, SEVERAL, Timing, Trials, rate
 from app.settings import Settings
 
@@ -41,6 +42,11 @@ class Candidates:
     numa_node: int | None
     built: Collection[str]
     level: str  # of our kernels, or whose products serve instead
+    device: DeviceMemory | None = None  # None: a processor
+
+    @property
+    def kind(self) -> str:
+        return "cpu" if self.device is None else self.device.kind
 
     def adding_in_one_order(self, names: Sequence[str]) -> Sequence[str]:
         """Those whose products do, where that is asked for; all where none does, which is refused later."""
@@ -81,8 +87,10 @@ def choose_for_vectors(candidates: Candidates, trials: Trials, threads: int) -> 
 
 def forced(candidates: Candidates) -> Decision[str]:
     chosen = candidates.settings.precision
-    slow = chosen == "bf16" and bf16_products(candidates.facts) is None
-    return Decision(chosen, "Asked for; slow, since this processor does not multiply BF16." if slow else "Asked for.")
+    if chosen == "bf16" and exact(candidates.facts, candidates.kind) != "bf16":
+        whose = "processor" if candidates.kind == "cpu" else "chip"
+        return Decision(chosen, f"Asked for; slow, since this {whose} does not multiply BF16.")
+    return Decision(chosen, "Asked for.")
 
 
 def built_for(recipes: Collection[RecipeKey], kind: str, architecture: str, settings: Settings) -> frozenset[str]:
@@ -111,14 +119,23 @@ def bf16_products(facts: Facts) -> str | None:
     return next((name for name in _BF16_PRODUCTS.get(facts.architecture, ()) if name in facts.isa), None)
 
 
+def exact(facts: Facts, kind: str) -> str:
+    """What weights are held in where nothing is rounded: half of FP32's bytes wherever that multiplies well. An M1 has FP16 alone."""
+    if kind == "cuda":
+        return "bf16"
+    if kind == "mps":
+        return "bf16" if "bf16" in facts.isa else "fp16"
+    return "bf16" if bf16_products(facts) else "fp32"
+
+
 def _reference(candidates: Candidates) -> str:
-    return "bf16" if bf16_products(candidates.facts) and "bf16" in candidates.built else "fp32"
+    name = exact(candidates.facts, candidates.kind)
+    return name if name in candidates.built else "fp32"
 
 
 def _exact(candidates: Candidates, reference: str, names: Sequence[str], fitting: Sequence[str]) -> Decision[str]:
     """The reference, or what takes its place where that does not fit, or may not be."""
     cost = _costs(candidates.needs)
-    multiplier = bf16_products(candidates.facts)
     if fitting[0] != names[0]:
         return Decision(fitting[0], _why_not(candidates, names[0], fitting[0]))
     if names[0] != reference:
@@ -127,13 +144,17 @@ def _exact(candidates: Candidates, reference: str, names: Sequence[str], fitting
             f"Deterministic is on, and on this processor products in {reference} do not add in one order, those in {names[0]} do; "
             f"the expected cost is {cost[names[0]]}.",
         )
+    return Decision(reference, _why_exact(candidates, reference))
+
+
+def _why_exact(candidates: Candidates, reference: str) -> str:
+    multiplier, chip = bf16_products(candidates.facts), candidates.facts.cpu.microarchitecture or "chip"
+    if candidates.device is not None and reference != "fp32":
+        least = f"{chip}'s GPU multiplies FP16, and BF16 only in steps" if reference == "fp16" else "The GPU multiplies BF16"
+        return f"{least}: half the bytes of FP32 and several times its products."
     if reference == "bf16":
-        return Decision(
-            reference, f"This processor multiplies BF16 ({multiplier}): half the bytes of FP32 and several times its products."
-        )
-    return Decision(
-        reference, "This processor does not multiply BF16." if not multiplier else "BF16 is not built for this device yet."
-    )
+        return f"This processor multiplies BF16 ({multiplier}): half the bytes of FP32 and several times its products."
+    return "This processor does not multiply BF16." if not multiplier else "BF16 is not built for this device yet."
 
 
 def _costs(needs: Needs | None) -> Mapping[str, str]:
@@ -159,16 +180,16 @@ def _fitting(candidates: Candidates, names: Sequence[str]) -> list[str]:
 def _demand(candidates: Candidates, name: str) -> Demand:
     plain = "fp32" if name == "fp32" else "bf16"
     kv_precision = "int8" if candidates.settings.kv_precision == "int8" and plain == "bf16" else plain
-    return Demand(candidates.needs, name, kv_precision, candidates.numa_node)
+    return Demand(candidates.needs, name, kv_precision, candidates.numa_node, device=candidates.device)
 
 
 def _why_not(candidates: Candidates, reference: str, chosen: str) -> str:
-    available, source = available_bytes(candidates.facts, candidates.numa_node)
+    left = least_room(candidates.facts, candidates.settings, _demand(candidates, reference))
     takes, instead = (gib(_demand(candidates, name).weight_bytes) for name in (reference, chosen))
     kept = f"with keys and values worth having (of {USEFUL_SEQS} sequences of {USEFUL_TOKENS:,} tokens) "
     beside = kept if candidates.needs is None or candidates.needs.generates else "with the process itself "
     return (
-        f"Weights in {reference} take {takes}: {beside}that is more than the {gib(available)} available ({source}). "
+        f"Weights in {reference} take {takes}: {beside}that is more than the {gib(left.available)} available ({left.source}). "
         f"In {chosen} they take {instead}; the expected cost is {_costs(candidates.needs)[chosen]}."
     )
 

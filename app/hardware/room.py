@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from app.hardware.decision import gib
+from app.hardware.device_memory import DeviceMemory
 from app.hardware.facts import Facts, Needs
 from app.settings import Settings
 
@@ -12,7 +13,9 @@ from app.settings import Settings
 _PROCESS_BYTES = 400 * 2**20
 _SLACK_SHARE = 16  # one part in so many is left to page tables, the allocator and the kernel
 _ACTIVATION_WIDTHS = 16  # FP32 values of the hidden size that a token holds at the widest point of a layer
-_ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
+_ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+# Of each logit: as computed and while it is picked from. A device picks without the host, which takes its bits and a mask as well.
+_LOGIT_BYTES, _DEVICE_LOGIT_BYTES = 8, 16
 _KV_ALIGNED = 64  # bytes that a token's int8 codes and scales of one layer are padded to a multiple of (kernels/kv_rows.py)
 MIN_TOKENS = 16  # a context shorter than this serves nobody
 LEAST_BATCH_TOKENS = 64  # a step that small still serves: what fits is judged with it
@@ -22,7 +25,7 @@ USEFUL_SEQS, USEFUL_TOKENS = 8, 1024
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What will be held: a checkpoint in a precision, keys and values in theirs, on one memory node or all.
+    """What will be held: a checkpoint in a precision, keys and values in theirs, on one memory node or all, or in a device's memory.
 
     `int8_copy`: the layers' weights in eight bits as well.
     """
@@ -32,13 +35,18 @@ class Demand:
     kv_precision: str
     numa_node: int | None = None
     int8_copy: bool = False
+    device: DeviceMemory | None = None
 
     @property
     def weight_bytes(self) -> int:
         if self.needs is None:
             return 0
         copy = self.needs.int8_copy_bytes if self.int8_copy else 0
-        return self.needs.bytes_by_precision.get(self.precision, self.needs.weight_bytes) + copy
+        held = dict(self.needs.bytes_by_precision)
+        if self.device is not None:
+            held |= {"fp16": held["bf16"]} if "bf16" in held else {}
+            held |= self.needs.device_bytes_by_precision
+        return held.get(self.precision, self.needs.weight_bytes) + copy
 
     @property
     def held_in(self) -> str:
@@ -72,16 +80,29 @@ class Room:
 
 def room(facts: Facts, demand: Demand, batch_tokens: int, running: int) -> Room:
     """What is available less the weights less what else the process holds."""
-    available, source = available_bytes(facts, demand.numa_node)
-    headroom = _PROCESS_BYTES + available // _SLACK_SHARE + _activation_bytes(demand.needs, batch_tokens, running)
+    available, source, taken = _before_weights(facts, demand)
+    headroom = taken + _activation_bytes(demand, batch_tokens, running)
     held = f" less {gib(demand.weight_bytes)} of weights" if demand.needs else ""
     return Room(
         available - demand.weight_bytes - headroom,
         headroom,
         available,
         source,
-        f"{gib(available)} available ({source}){held} less {gib(headroom)} for the process and its activations",
+        f"{gib(available)} available ({source}){held} less {gib(headroom)} for {_besides(demand)}",
     )
+
+
+def _before_weights(facts: Facts, demand: Demand) -> tuple[int, str, int]:
+    """What is available, where it comes from, and what is taken of it whatever is served."""
+    device = demand.device
+    if device is not None:
+        return device.available_bytes, device.source, device.taken_bytes + device.slack_bytes
+    available, source = available_bytes(facts, demand.numa_node)
+    return available, source, _PROCESS_BYTES + available // _SLACK_SHARE
+
+
+def _besides(demand: Demand) -> str:
+    return "the process and its activations" if demand.device is None else f"{demand.device.taken_by} and activations"
 
 
 def least_room(facts: Facts, settings: Settings, demand: Demand) -> Room:
@@ -103,7 +124,7 @@ def arithmetic(settings: Settings, demand: Demand, left: Room) -> str:
         one, words = tokens * token_bytes(needs), f"one text of {tokens:,} tokens"
     return (
         f"The model does not fit: {gib(demand.weight_bytes)} of weights in {demand.held_in}, {gib(one)} for {words} and "
-        f"{gib(left.headroom)} for the process and its activations make {gib(demand.weight_bytes + one + left.headroom)}, but "
+        f"{gib(left.headroom)} for {_besides(demand)} make {gib(demand.weight_bytes + one + left.headroom)}, but "
         f"{gib(left.available)} are available ({left.source}). Give it more memory or serve a smaller model or precision."
     )
 
@@ -130,11 +151,13 @@ def available_bytes(facts: Facts, node: int | None) -> tuple[int, str]:
     return min(choices)
 
 
-def _activation_bytes(needs: Needs | None, batch_tokens: int, running: int) -> int:
-    """The widest layer for a full step, and logits of every running sequence twice: as computed and while they are picked from."""
+def _activation_bytes(demand: Demand, batch_tokens: int, running: int) -> int:
+    """The widest layer for a full step, and the logits of every running sequence."""
+    needs = demand.needs
     if needs is None:
         return 0
-    logits = 8 * running * needs.vocab_size if needs.generates else 0
+    each = _LOGIT_BYTES if demand.device is None else _DEVICE_LOGIT_BYTES
+    logits = each * running * needs.vocab_size if needs.generates else 0
     return batch_tokens * token_bytes(needs) + logits
 
 

@@ -12,6 +12,8 @@ from app.hardware.tempo import MIXED_TO_DECODE_RATIO, SHORTEST_TARGET_SECONDS
 from app.hardware.trials import SEVERAL, TYPICAL_CONTEXT, Timing
 from app.settings import Settings
 
+_MEASURED = ("cpu",)  # kinds of device that calibration measures
+
 
 @dataclass(frozen=True, slots=True)
 class Stepping:
@@ -66,8 +68,9 @@ def _recorded(settings: Settings, served: Served) -> Decision[bool]:
         return Decision(False, "Asked for: every step goes through Python.")
     if served.needs is not None and served.needs.kind == "program":
         return _own_operations(settings)
-    able = served.device == "cpu" and served.level != TWINS
-    if able:
+    if served.device != "cpu":
+        return _captured(settings, served.device)
+    if served.level != TWINS:
         asked = "Asked for: a" if settings.compile == "on" else "A"
         return Decision(
             True, f"{asked} step's operations are recorded once and run again natively; no compiler is used, and no start waits."
@@ -78,6 +81,18 @@ def _recorded(settings: Settings, served: Served) -> Decision[bool]:
             "leave it at auto."
         )
     return Decision(False, "Only operations of our native kernels are recorded, and they do not serve here.")
+
+
+def _captured(settings: Settings, kind: str) -> Decision[bool]:
+    """A device's queue records a step's work once; what is asked of it again takes one call in place of hundreds."""
+    if kind == "cuda":
+        asked = "Asked for: s" if settings.compile == "on" else "S"
+        return Decision(
+            True, f"{asked}teps that only decode are captured once for each size of batch, and replayed (CUDA graphs)."
+        )
+    if settings.compile == "on":
+        raise PlanImpossible(f"compile is on, but on {kind} nothing can be captured and replayed: leave it at auto.")
+    return Decision(False, "On an Apple GPU nothing can be captured and replayed.")
 
 
 def _own_operations(settings: Settings) -> Decision[bool]:
@@ -91,6 +106,10 @@ def _own_operations(settings: Settings) -> Decision[bool]:
 def _calibrate(settings: Settings, measurements: Measurements | None, served: Served) -> Decision[bool]:
     if settings.calibrate == "off":
         return Decision(False, "Asked for: decided from facts alone.")
+    if served.device not in _MEASURED:
+        if settings.calibrate == "on":
+            raise PlanImpossible(f"calibrate is on, but {served.device} is not measured yet: leave it at auto.")
+        return Decision(False, "This kind of device is not measured yet: decided from facts alone.")
     if served.needs is not None and served.needs.rows_vary:
         return Decision(False, "What a row of this program costs depends on dimensions that each request chooses.")
     if measurements is None:
