@@ -85,7 +85,7 @@ LABEL org.opencontainers.image.title="Armature" \
 # GPU it serves on the processor. Triton compiles our kernels where they run, once for each cache folder: it wants a C compiler for that,
 # and Python's headers.
 FROM cpu AS cuda
-USER root
+USER 0:0
 # hadolint ignore=DL3008
 RUN apt-get update -q \
     && apt-get install -y -q --no-install-recommends gcc libc6-dev libpython3-dev \

@@ -137,7 +137,7 @@ def test_changed_settings_are_a_rollout() -> None:
 
 
 def test_the_image_is_of_this_version() -> None:
-    assert {server(each)["image"] for each in all_servers()} == {f"armature:{VERSION}"}
+    assert {server(each)["image"] for each in all_servers()} == {f"armature:{VERSION}", f"armature:{VERSION}-cuda"}
 
 
 def test_the_versions_are_those_that_the_readme_promises() -> None:

@@ -31,6 +31,7 @@ NAMES = {
     "base": ["armature"],
     "overlays/mixed": ["armature-amd64", "armature-arm64"],
     "overlays/numa": ["armature-numa-0", "armature-numa-1"],
+    "overlays/cuda": ["armature"],
     CLAIM: ["armature-amd64", "armature-arm64"],
     PER_POD: ["armature-numa-0", "armature-numa-1"],
     GATEWAY: ["armature"],
