@@ -51,8 +51,9 @@ def pick_best(best: Best, rows: Rows[RowToPick]) -> list[Picked]:
     if drawn:
         for index, place in zip(drawn, _draw(best, [rows[index] for index in drawn], drawn), strict=True):
             places[index] = place
+    logprobs = None if best.logsumexp is None else (best.values - best.logsumexp.unsqueeze(1)).tolist()
     return [
-        _with_logprobs(Picked((ids[index][place],)), best, index, place, row.sequence)
+        _told(ids[index], None if logprobs is None else logprobs[index], place, row.sequence)
         for index, (place, row) in enumerate(zip(places, rows, strict=True))
     ]
 
@@ -69,11 +70,10 @@ def _draw(best: Best, rows: Rows[RowToPick], indices: list[int]) -> list[int]:
     return [int(place) for place in chosen.tolist()]
 
 
-def _with_logprobs(picked: Picked, best: Best, row: int, place: int, sequence: Sequence) -> Picked:
+def _told(ids: list[int], logprobs: list[float] | None, place: int, sequence: Sequence) -> Picked:
+    """The one at `place` of a row's best, with log-probabilities where they were asked for."""
     count = sequence.params.logprobs
     if count is None:
-        return picked
-    assert best.logsumexp is not None, "it was asked for"
-    logprobs = (best.values[row] - best.logsumexp[row]).tolist()
-    top = tuple(zip(best.ids[row, :count].tolist(), logprobs[:count], strict=True))
-    return Picked(picked.token_ids, (logprobs[place],), top)
+        return Picked((ids[place],))
+    assert logprobs is not None, "they were asked for"
+    return Picked((ids[place],), (logprobs[place],), tuple(zip(ids[:count], logprobs[:count], strict=True)))

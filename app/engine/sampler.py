@@ -90,10 +90,12 @@ def _with_logprobs(picked: list[Picked], logits: Tensor, rows: Rows[RowToPick]) 
         return picked
     logprobs = _log_softmax(take(logits, asked).to(torch.float32, copy=True))
     best = _best(logprobs, max(rows[index].sequence.params.logprobs or 0 for index in asked))
+    chosen = torch.tensor([picked[index].token_ids[:1] for index in asked], device=logprobs.device)
+    owns = logprobs.gather(1, chosen).squeeze(1).tolist()
     result = list(picked)
     for place, index in enumerate(asked):
         one, top = picked[index], tuple(best[place][: rows[index].sequence.params.logprobs])
-        own = one.logprobs or (float(logprobs[place, one.token_ids[0]]),)  # a beam has its candidates' already
+        own = one.logprobs or (owns[place],)  # a beam has its candidates' already
         result[index] = replace(one, logprobs=own, top=top)
     return result
 

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from app.engine.sequence import Sequence
 from app.errors import StepFailed
+from app.kernels.widest import widest
 from app.messages import SamplingParams
 
 _BLOCK = 256  # tokens whose probabilities are summed before one of them is drawn: a running sum over the blocks is short
-_LEAST = 1e-6  # smaller temperatures and repetition penalties act like it: an overflow would look like a broken model
-_BELOW_ONE = 1.0 - 2.0**-53
+LEAST_TEMPERATURE = (
+    1e-6  # smaller ones, and smaller repetition penalties, act like it: an overflow would look like a broken model
+)
 _NUCLEUS_WIDTHS = (
     256,
     4096,
@@ -55,12 +57,12 @@ def penalised(logits: Tensor, sequences: Rows[Sequence]) -> Tensor:
 def _penalise(scores: Tensor, sequence: Sequence) -> None:
     params, num_prompt = sequence.params, sequence.num_prompt_tokens
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor(list(set(sequence.token_ids)))
-        values, penalty = scores[seen], max(params.repetition_penalty, _LEAST)
+        seen = torch.tensor(list(set(sequence.token_ids)), device=scores.device)
+        values, penalty = scores[seen], max(params.repetition_penalty, LEAST_TEMPERATURE)
         scores[seen] = torch.where(values > 0, values / penalty, values * penalty)
     if sequence.num_completion_tokens and (params.presence_penalty or params.frequency_penalty):
         counts = Counter(sequence.token_ids[num_prompt:])
-        said, times = torch.tensor(list(counts.keys())), torch.tensor(list(counts.values()))
+        said, times = torch.tensor([list(counts.keys()), list(counts.values())], device=scores.device)
         scores[said] -= times * params.frequency_penalty + params.presence_penalty
 
 
@@ -69,29 +71,39 @@ def probabilities(scores: Tensor, params: Rows[SamplingParams]) -> Tensor:
 
     Filtered tokens have probability 0; what is left need not sum to 1.
     """
-    temperature = torch.tensor([max(one.temperature, _LEAST) for one in params]).unsqueeze(1)
-    scores.div_(temperature)
+    scores.div_(_column([max(one.temperature, LEAST_TEMPERATURE) for one in params], scores))
     vocab_size = scores.shape[1]
     if any(0 < one.top_k < vocab_size for one in params):
         scores.masked_fill_(scores < _top_k_threshold(scores, [one.top_k for one in params]), -torch.inf)
     shares = torch.softmax(scores, -1, out=scores)  # in place: touching fresh memory costs more than the arithmetic
     if any(one.top_p < 1.0 or one.min_p > 0.0 for one in params):
-        threshold = torch.tensor([one.min_p for one in params]).unsqueeze(1) * shares.amax(-1, keepdim=True)
+        threshold = _column([one.min_p for one in params], shares) * shares.amax(-1, keepdim=True)
         threshold = torch.maximum(threshold, _top_p_threshold(shares, [one.top_p for one in params]))
         shares.masked_fill_(shares < threshold, 0.0)
     return shares
 
 
+def _column(values: list[float], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """[rows, 1], where the rows are."""
+    return torch.tensor(values, dtype=dtype or like.dtype, device=like.device).unsqueeze(1)
+
+
 def draw(shares: Tensor, uniforms: Rows[float]) -> Tensor:
-    """One token id a row from probabilities [rows, vocab]: where the running sum in vocabulary order passes the row's uniform number.
+    """One token id a row from probabilities [rows, vocab]: where the running sum in vocabulary order passes the row's uniform number."""
+    return draw_at(shares, torch.tensor(uniforms, dtype=widest(shares.device), device=shares.device))
+
+
+def draw_at(shares: Tensor, uniforms: Tensor) -> Tensor:
+    """The same by uniform numbers [rows] that lie where the probabilities do, in whose precision is summed. Nothing waits for a device.
 
     In vocabulary order and not by rank, since then a rounding difference in the logits moves the borders a little instead of
     swapping two tokens. In two stages, blocks and then inside one, since a running sum over a vocabulary in float64 is slow.
     """
     missing = -shares.shape[1] % _BLOCK
     blocks = (F.pad(shares, (0, missing)) if missing else shares).view(len(shares), -1, _BLOCK)
-    block, rest = _locate(blocks.sum(-1).double(), torch.tensor(uniforms, dtype=torch.float64))
-    inside, _ = _locate(blocks[torch.arange(len(blocks)), block].double(), rest)
+    block, rest = _locate(blocks.sum(-1).to(uniforms.dtype), uniforms)
+    chosen = blocks.gather(1, block.view(-1, 1, 1).expand(-1, 1, _BLOCK)).squeeze(1)
+    inside, _ = _locate(chosen.to(uniforms.dtype), rest)
     return block * _BLOCK + inside
 
 
@@ -102,30 +114,31 @@ def _locate(mass: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
     index = (running <= target.unsqueeze(1)).sum(-1, keepdim=True)  # below the last: target < total, as fraction < 1
     here = mass.gather(1, index).squeeze(1)  # greater than 0: the sum grew here
     before = running.gather(1, index).squeeze(1) - here
-    return index.squeeze(1), ((target - before) / here).clamp_(0.0, _BELOW_ONE)
+    return index.squeeze(1), ((target - before) / here).clamp_(0.0, 1.0 - torch.finfo(mass.dtype).eps / 2)
 
 
 def _top_k_threshold(scores: Tensor, top_k: Rows[int]) -> Tensor:
     """The k-th largest score of each row, [rows, 1]; -inf where k is off."""
     rows = [row for row, k in enumerate(top_k) if 0 < k < scores.shape[1]]
-    counts = torch.tensor([top_k[row] for row in rows])
-    best = take(scores, rows).topk(int(counts.max())).values
+    counts = [top_k[row] for row in rows]
+    best = take(scores, rows).topk(max(counts)).values
     threshold = scores.new_full((len(scores), 1), -torch.inf)
-    threshold[rows] = best.gather(1, counts.unsqueeze(1) - 1)
+    threshold[rows] = best.gather(1, _column([k - 1 for k in counts], scores, torch.int64))
     return threshold
 
 
 def _top_p_threshold(shares: Tensor, top_p: Rows[float]) -> Tensor:
     """The least probability inside each row's nucleus, [rows, 1]: the fewest likeliest tokens that sum to at least top_p. 0 where off."""
     threshold = shares.new_zeros((len(shares), 1))
-    pending = torch.tensor([row for row, p in enumerate(top_p) if p < 1.0], dtype=torch.int64)
-    limits = torch.tensor(top_p, dtype=torch.float64).unsqueeze(1)
+    wide = widest(shares.device)
+    pending = torch.tensor([row for row, p in enumerate(top_p) if p < 1.0], dtype=torch.int64, device=shares.device)
+    limits = _column(list(top_p), shares, wide)
     vocab_size = shares.shape[1]
     for width in (*(width for width in _NUCLEUS_WIDTHS if width < vocab_size), vocab_size):
         if len(pending) == 0:
             break
         best = take(shares, pending).topk(width).values
-        running = best.double().cumsum(-1)
+        running = best.to(wide).cumsum(-1)
         inside = (running - best < limits[pending]).sum(-1, keepdim=True).clamp_(min=1)
         threshold[pending] = best.gather(1, inside - 1)
         pending = pending[running[:, -1] < limits[pending].squeeze(1)]  # these want tokens beyond `width`
