@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from app.backends.base import Backend
+from app.backends.base import Device
 from app.hardware.plan import Decision, ServingPlan
 from app.weights.checkpoint import open_checkpoint
 from app.weights.load import Progress, load_model
@@ -18,11 +18,11 @@ from app.weights.load import Progress, load_model
 def plan_of(
     dtype: str, max_model_len: int, device: str = "cpu", int8_copy: bool = False, deterministic: bool = False
 ) -> ServingPlan:
-    """`dtype` is float32 or bfloat16, and the precision follows; or int8 or int4, and the dtype follows."""
-    precision = {"float32": "fp32", "bfloat16": "bf16"}.get(dtype, dtype)
+    """`dtype` is float32, bfloat16 or float16, and the precision follows; or int8 or int4, and the dtype follows."""
+    precision = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(dtype, dtype)
     values: dict[str, Any] = {"device": device, "precision": precision, "max_model_len": max_model_len, "int8_copy": int8_copy}
     values["deterministic"] = deterministic
-    values["dtype"] = "float32" if precision == "fp32" else "bfloat16"
+    values["dtype"] = {"fp32": "float32", "fp16": "float16"}.get(precision, "bfloat16")
     values["most_few_rows"] = None  # as the recipe says
     return cast(ServingPlan, SimpleNamespace(**{name: Decision(value, "asked for") for name, value in values.items()}))
 
@@ -34,11 +34,12 @@ def load(
     progress: Progress | None = None,
     int8_copy: bool = False,
     deterministic: bool = False,
+    device: str = "cpu",
 ) -> nn.Module:
-    """The checkpoint's model on the CPU, ready to run."""
+    """The checkpoint's model on the CPU, ready to run: in a processor's forms, or in those of another kind of device, by their twins."""
     checkpoint = open_checkpoint(directory)
     plan = plan_of(
-        dtype, max_model_len or checkpoint.model_config.max_model_len, int8_copy=int8_copy, deterministic=deterministic
+        dtype, max_model_len or checkpoint.model_config.max_model_len, device, int8_copy=int8_copy, deterministic=deterministic
     )
-    backend = cast(Backend, SimpleNamespace(device=torch.device("cpu"), dtype=getattr(torch, plan.dtype.value)))
+    backend = cast(Device, SimpleNamespace(device=torch.device("cpu"), dtype=getattr(torch, plan.dtype.value)))
     return load_model(checkpoint, plan, backend, progress)

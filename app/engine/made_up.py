@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from app.engine.looks import Extent
+from app.kernels.device_int4 import DeviceInt4Packing
+from app.kernels.device_linear import DevicePacking
 from app.kernels.hybrid import HybridPacking
 from app.kernels.linear import Linear, LinearForm, Packing
 from app.kernels.memory import weights_bytes
@@ -22,6 +24,8 @@ PATTERN = 0x3C  # twice, it is 0.0115 in bf16; once, 60 in eight bits; half of i
 WEIGHT = 0.0115  # where a form packs whole weights
 MOST_BYTES = 768 * 2**20  # of made-up layers: filled in a fraction of a second, and free again before the model comes
 MOST_IDS = 4096  # different tokens in steps
+NOISE_ELEMENTS = 2**23  # of a weight that is made on a device, at a time
+OnDevice = DevicePacking | DeviceInt4Packing
 
 
 class Forms:
@@ -48,6 +52,8 @@ class Forms:
         packing = packing.few if isinstance(packing, HybridPacking) else packing
         if isinstance(packing, KeptPacking):
             return sum(packing.part_bytes(linear.out_features, linear.in_features))
+        if isinstance(packing, OnDevice):
+            return packing.held_bytes(linear.out_features, linear.in_features)
         return linear.out_features * linear.in_features * self.choice.dtype.itemsize
 
 
@@ -58,9 +64,9 @@ def few_layers(num_layers: int, extent: Extent, layer_bytes: int, output_bytes: 
     return min(num_layers, wanted, max(2, MOST_BYTES // layer_bytes))
 
 
-def table_of(rows: int, size: int) -> Tensor:
+def table_of(rows: int, size: int, device: torch.device | None = None) -> Tensor:
     """Of an embedding of its own: only the rows that steps look up."""
-    return torch.full((rows, size), WEIGHT, dtype=torch.bfloat16)
+    return torch.full((rows, size), WEIGHT, dtype=torch.bfloat16, device=device)
 
 
 def made_up_form(packing: Packing, linear: Linear, bias: Tensor | None, dtype: torch.dtype) -> LinearForm:
@@ -68,11 +74,23 @@ def made_up_form(packing: Packing, linear: Linear, bias: Tensor | None, dtype: t
     outputs, inputs = linear.out_features, linear.in_features
     if isinstance(packing, KeptPacking):
         return packing.restored(outputs, inputs, bias, [_filled(nbytes) for nbytes in packing.part_bytes(outputs, inputs)])
+    if isinstance(packing, OnDevice):
+        return _of_noise(packing, outputs, inputs, bias)
     empty = packing.room(outputs, inputs, bias)
     if isinstance(empty, PanelLinear):
         empty.panels.fill_(PATTERN)
         return empty
     return packing.pack(torch.full((outputs, inputs), WEIGHT, dtype=dtype), bias)
+
+
+def _of_noise(packing: OnDevice, outputs: int, inputs: int, bias: Tensor | None) -> LinearForm:
+    """Made where it lies. Noise, since what a GPU draws depends on how many bits change, and how quickly it runs on what it draws."""
+    form, step = packing.room(outputs, inputs, bias), max(1, NOISE_ELEMENTS // inputs)
+    generator = torch.Generator(packing.device).manual_seed(0)
+    for first in range(0, outputs, step):
+        size = (min(step, outputs - first), inputs)
+        form.fill(first, torch.randn(size, generator=generator, dtype=packing.dtype, device=packing.device).mul_(WEIGHT))
+    return form
 
 
 def _filled(nbytes: int) -> Tensor:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 
-def column_maxima(parts: Iterable[Tensor], columns: int) -> Tensor:
-    """The largest magnitude of each input, FP32 [in], over the rows [n, in] of all parts."""
-    largest = torch.zeros(columns)
+def column_maxima(parts: Iterable[Tensor], columns: int, device: torch.device | None = None) -> Tensor:
+    """The largest magnitude of each input, FP32 [in], over the rows [n, in] of all parts, which lie on that device."""
+    largest = torch.zeros(columns, device=device)
     for rows in parts:
         low, high = rows.aminmax(dim=0)
         torch.maximum(largest, torch.maximum(high, -low).float(), out=largest)

@@ -40,3 +40,18 @@ LAYOUTS: Mapping[str, PanelLayout] = {
     **{f"int4/{group}": PanelLayout(4, group) for group in (32, 64, 128)},
     **{f"int4/{group} with zero points": PanelLayout(4, group, zero_points=True) for group in (32, 64, 128)},
 }
+
+
+# On a device with memory of its own: what torch's int4 product wants of a weight (aten's int4mm.cu and its Metal twin).
+DEVICE_GROUP = 64
+_TILE_OUTPUTS, _TILE_INPUTS = 8, 64
+
+
+def device_int4_suits(outputs: int, inputs: int) -> bool:
+    """Whether a weight of this size can be held in four bits there."""
+    return outputs % _TILE_OUTPUTS == 0 and inputs % _TILE_INPUTS == 0
+
+
+def device_int4_bytes(outputs: int, inputs: int) -> int:
+    """Codes, and a scale and a zero of two bytes each for every group: 0.5625 bytes a weight."""
+    return outputs * inputs // 2 + 4 * outputs * (inputs // DEVICE_GROUP)

@@ -6,7 +6,7 @@ Which forms a machine is offered is the recipes' business; adding one touches no
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from app.kernels.activate import activate
 from app.kernels.activations import Activations, plain, quantise
 from app.kernels.best import Best, Picking, Wanted
+from app.kernels.device_int4 import DeviceInt4Packing
+from app.kernels.device_linear import DevicePacking
 from app.kernels.int_panels import IntPacking
 from app.kernels.kleidi import KleidiPacking
 from app.kernels.layout import LAYOUTS
@@ -209,6 +211,11 @@ ROUNDED_FORMS: Mapping[str, Packing] = {
     **{f"kleidi int4/{group}": KleidiPacking(group) for group in (32, 64, 128)},
     **{f"torch int4/{group}": TorchInt4Packing(group) for group in (32, 64, 128)},
     "torch int8": TorchInt8Packing(),
+}
+# In the memory of a device that has its own, beside activations of some dtype.
+DEVICE_FORMS: Mapping[str, Callable[[torch.device, torch.dtype], DevicePacking | DeviceInt4Packing]] = {
+    "device": DevicePacking,
+    "device int4/64": DeviceInt4Packing,
 }
 
 

@@ -22,7 +22,7 @@ from app.weights.copies import check_directory, check_fetched, under_way
 from app.weights.headers import TensorEntry, read_header
 from app.weights.json_file import read_object, read_optional
 from app.weights.renaming import Renamed, renamed
-from app.weights.resident import decoder_bytes, encoder_bytes, int8_copy_bytes
+from app.weights.resident import decoder_bytes, decoder_device_bytes, encoder_bytes, encoder_device_bytes, int8_copy_bytes
 from app.weights.sentence_transformers import sentence_words
 
 INDEX = "model.safetensors.index.json"
@@ -67,9 +67,10 @@ class Checkpoint:
         """What serving it asks of a machine."""
         config, tensors = self.model_config, self.tensors
         if isinstance(config, ModelConfig):
-            held, kv_elements = decoder_bytes(config, tensors), 2 * config.num_layers * config.num_kv_heads * config.head_dim
+            held, on_device = decoder_bytes(config, tensors), decoder_device_bytes(config, tensors)
+            kv_elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim
         else:
-            held, kv_elements = encoder_bytes(config, tensors), 0
+            held, on_device, kv_elements = encoder_bytes(config, tensors), encoder_device_bytes(config, tensors), 0
         return Needs(
             kind=config.kind,
             architecture=config.architecture,
@@ -84,6 +85,7 @@ class Checkpoint:
             stored_dtype=self.stored_dtype,
             num_kv_heads=config.num_kv_heads,
             int8_copy_bytes=int8_copy_bytes(config),
+            device_bytes_by_precision=on_device,
         )
 
     @property

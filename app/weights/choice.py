@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from app.kernels.device_linear import DevicePacking
 from app.kernels.hybrid import HybridLinear, HybridPacking
 from app.kernels.int_panels import IntPacking, IntPanels
-from app.kernels.linear import FORMS, ROUNDED_FORMS, Linear, Packing
+from app.kernels.linear import DEVICE_FORMS, FORMS, ROUNDED_FORMS, Linear, Packing
 from app.models.layers import RMSNorm
 from app.weights.recipes import Recipe
 
@@ -24,23 +25,31 @@ class Choice:
     """A recipe with what the plan decided: the dtype of activations, and whether eight-bit copies are held beside four bits.
 
     `most_few`: up to so many rows four bits multiply where both are held, as measured; None: as the recipe says. What is kept in a file is
-    the same for any.
+    the same for any. `device`: which memory of its own the model lies in; None: a processor's.
     """
 
     recipe: Recipe
     dtype: torch.dtype
     int8_copy: bool
     most_few: int | None = field(default=None, repr=False)  # not in a pack's key
+    device: torch.device | None = field(default=None, repr=False)  # likewise: nothing is kept of what lies there
 
     def packing(self, linear: Linear) -> Packing:
         is_output = linear.sources in OUTPUT_SOURCES
         packings = [self._packing(name, is_output) for name in self.recipe.forms(is_output)]
         return next(one for one in packings if one.suits(linear.out_features, linear.in_features, self.dtype))
 
+    def evens(self, packing: Packing) -> bool:
+        """Whether channels are made alike before a weight is packed so: where it is rounded."""
+        return self.recipe.equalise and packing not in FORMS.values() and not isinstance(packing, DevicePacking)
+
     def _packing(self, name: str, is_output: bool) -> Packing:
         """The output layer sees few rows: it needs no copy."""
         if name in FORMS:
             return FORMS[name]
+        if name in DEVICE_FORMS:
+            assert self.device is not None, "a plan for a device comes with its backend's"
+            return DEVICE_FORMS[name](self.device, self.dtype)
         packing, threshold = ROUNDED_FORMS[name], self.recipe.int8_copy_from
         if not self.int8_copy or is_output or threshold is None or not isinstance(packing, IntPacking) or packing.bits == 8:
             return packing

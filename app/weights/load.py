@@ -1,23 +1,25 @@
 """Fills a model with a checkpoint's weights: mapped where they are used as stored, else packed one at a time from the mapped file.
 
-At its peak it holds the finished weights and one tensor more; the largest go first, while little is there yet.
+At its peak it holds the finished weights and one tensor more; the largest go first, while little is there yet. Of a model that lies in the
+memory of a device, the host holds a few MiB at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from app.backends.base import Backend
+from app.backends.base import Device
 from app.hardware.plan import ServingPlan
 from app.kernels.compensate import bonds_of
+from app.kernels.device_linear import DeviceLinear
 from app.kernels.equalise import column_maxima, gauge
 from app.kernels.hybrid import HybridLinear
 from app.kernels.int_panels import IntPanels
-from app.kernels.linear import FORMS, EmptyForm, Linear, LinearForm, Packing, host_architecture
+from app.kernels.linear import EmptyForm, Linear, LinearForm, Packing, host_architecture
 from app.kernels.panels import PanelLinear
 from app.models.decoder import Decoder
 from app.models.distances import DistanceBias
@@ -28,6 +30,7 @@ from app.models.layers import Embedding, RMSNorm
 from app.models.registry import build_encoder, build_model
 from app.weights.checkpoint import Checkpoint
 from app.weights.choice import Choice, KeptPacking, Layer
+from app.weights.half import check_half
 from app.weights.headers import TensorEntry
 from app.weights.pack_cache import Kept, Packs
 from app.weights.packed import Progress
@@ -35,11 +38,11 @@ from app.weights.recipes import FIXED, find_recipe, for_texts
 from app.weights.streams import WeightStreams
 
 Model = Decoder | Encoder
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load_model(
-    checkpoint: Checkpoint, plan: ServingPlan, backend: Backend, progress: Progress | None = None, packs: Packs | None = None
+    checkpoint: Checkpoint, plan: ServingPlan, backend: Device, progress: Progress | None = None, packs: Packs | None = None
 ) -> Model:
     """The model, ready to run. `progress` hears (bytes done, bytes in all) after each tensor; `packs`: where packed weights are kept."""
     loading = _Loading(checkpoint, plan, backend, progress or (lambda done, total: None))
@@ -50,7 +53,7 @@ def load_model(
 def pack_weights(
     checkpoint: Checkpoint,
     plan: ServingPlan,
-    backend: Backend,
+    backend: Device,
     progress: Progress,
     packs: Packs,
     correlations: Mapping[tuple[str, ...], Tensor] | None = None,
@@ -64,12 +67,13 @@ def pack_weights(
     return loading.fill(packs)
 
 
-def choice_of(plan: ServingPlan, texts: bool = False) -> Choice:
-    """How the plan's weights are held; `texts`: an encoder's."""
-    precision, device = plan.precision.value, plan.device.value
-    recipe = FIXED[precision] if plan.deterministic.value else find_recipe(device, host_architecture(), precision)
+def choice_of(plan: ServingPlan, texts: bool = False, device: torch.device | None = None) -> Choice:
+    """How the plan's weights are held; `texts`: an encoder's; `device`: the backend's."""
+    precision, kind = plan.precision.value, plan.device.value
+    recipe = FIXED[precision] if plan.deterministic.value else find_recipe(kind, host_architecture(), precision)
     recipe = for_texts(recipe) if texts else recipe
-    return Choice(recipe, DTYPES[plan.dtype.value], plan.int8_copy.value, plan.most_few_rows.value)
+    own = None if kind == "cpu" else device
+    return Choice(recipe, DTYPES[plan.dtype.value], plan.int8_copy.value, plan.most_few_rows.value, own)
 
 
 def _build(checkpoint: Checkpoint, dtype: torch.dtype, max_model_len: int, device: torch.device) -> Model:
@@ -81,9 +85,9 @@ def _build(checkpoint: Checkpoint, dtype: torch.dtype, max_model_len: int, devic
 class _Loading:
     """State of one load: the model, how far it is, and which factors channels were multiplied by."""
 
-    def __init__(self, checkpoint: Checkpoint, plan: ServingPlan, backend: Backend, progress: Progress) -> None:
+    def __init__(self, checkpoint: Checkpoint, plan: ServingPlan, backend: Device, progress: Progress) -> None:
         self.checkpoint, self.progress = checkpoint, progress
-        self.choice = choice_of(plan, checkpoint.kind == "encoder")
+        self.choice = choice_of(plan, checkpoint.kind == "encoder", backend.device)
         self.model = _build(checkpoint, self.choice.dtype, plan.max_model_len.value, backend.device)
         self.streams = WeightStreams(checkpoint.tensors)
         self.factors: dict[tuple[str, ...], Tensor] = {}  # by a layer's sources: what its columns were multiplied by
@@ -120,8 +124,7 @@ class _Loading:
         layers = []
         for linear in linears:
             packing = self.choice.packing(linear)
-            evens = self.choice.recipe.equalise and packing not in FORMS.values()
-            layers.append(Layer(linear, packing, feeding.get(linear) if evens else None))
+            layers.append(Layer(linear, packing, feeding.get(linear) if self.choice.evens(packing) else None))
         return layers
 
     def _told(self, done: int, total: int) -> None:
@@ -130,7 +133,7 @@ class _Loading:
         self.progress(self.done, self.total)
 
     def _embed(self, embedding: Embedding, tied: LinearForm | None) -> None:
-        if isinstance(tied, PanelLinear | IntPanels | HybridLinear):
+        if isinstance(tied, PanelLinear | IntPanels | HybridLinear | DeviceLinear):
             embedding.share(tied, self.factors.get((embedding.source,)))
             self._advance(self.streams.entries((embedding.source,)))
         else:
@@ -138,13 +141,13 @@ class _Loading:
 
     def _adopt(self, module: Embedding | RMSNorm) -> None:
         (entry,) = self.streams.entries((module.source,))
-        module.adopt(self.streams.stored(entry))
+        module.adopt(self.streams.held(entry, self.choice.device))
         self._advance((entry,))
 
     def _adopt_both(self, module: LayerNorm | Dense | DistanceBias) -> None:
         kinds = ("weight", "bias") if module.has_bias else ("weight",)
         entries = [entry for kind in kinds for entry in self.streams.entries((module.source,), kind)]
-        module.adopt(*(self.streams.stored(entry) for entry in entries))
+        module.adopt(*(self.streams.held(entry, self.choice.device) for entry in entries))
         self._advance(entries)
 
     def _pack(self, layer: Layer, blobs: Mapping[str, Tensor] | None) -> None:
@@ -161,21 +164,32 @@ class _Loading:
         self._advance(entries)
 
     def _factors(self, norm: RMSNorm, layer: Layer, entries: Sequence[TensorEntry]) -> Tensor:
-        return gauge(norm.weight, column_maxima((rows for _, rows in self.streams.blocks(entries)), layer.linear.in_features))
+        parts = (rows for _, rows in self._blocks(entries))
+        return gauge(norm.weight, column_maxima(parts, layer.linear.in_features, self.choice.device))
+
+    def _blocks(self, entries: Sequence[TensorEntry]) -> Iterator[tuple[int, Tensor]]:
+        """Rows of the entries below each other, where the model is to lie: valid until the next."""
+        for first, rows in self.streams.blocks(entries):
+            yield first, rows if self.choice.device is None else rows.to(self.choice.device)
 
     def _bias(self, linear: Linear) -> Tensor | None:
         if not linear.has_bias:
             return None
         self._advance(self.streams.entries(linear.sources, "bias"))
+        for source, entry in zip(linear.sources, self.streams.entries(linear.sources, "bias"), strict=True):
+            check_half(f"{source}.bias", self.streams.stored(entry), self.choice.dtype)
         return self.streams.bias(linear.sources, self.choice.dtype)
 
     def _form(self, linear: Linear, packing: Packing, entries: Sequence[TensorEntry], factors: Tensor | None) -> LinearForm:
         bias = self._bias(linear)
         empty = packing.room(linear.out_features, linear.in_features, bias)
         if empty is not None:
-            fill = self._filling(empty, linear, factors)
-            for first, rows in self.streams.blocks(entries):
-                fill(first, rows if factors is None else rows * factors)
+            fill, first = self._filling(empty, linear, factors), 0
+            for source, entry in zip(linear.sources, entries, strict=True):
+                for row, rows in self._blocks((entry,)):
+                    check_half(f"{source}.weight", rows, self.choice.dtype)
+                    fill(first + row, rows if factors is None else rows * factors)
+                first += entry.shape[0]
             return empty
         weight, mapped = self.streams.whole(entries, self.choice.dtype, packing.keeps_weight)
         form = packing.pack(weight if factors is None else weight * factors, bias)

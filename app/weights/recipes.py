@@ -1,6 +1,6 @@
 """One table: on which device and architecture, at which precision, which forms hold the linear layers. A missing row is a refusal.
 
-Torch is not needed: the names are those of `kernels.linear.FORMS`.
+Torch is not needed: the names are those of the tables of forms in `kernels/linear.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from app.hardware.decision import RecipeKey
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Forms in the order of preference: the first that suits the weight and the machine holds it; "plain" suits always.
+    """Forms in the order of preference: the first that suits the weight and the machine holds it; "plain" and "device" suit always.
 
     `linear` is for the layers' products, `output` for the output layer and the embedding tied to it (None: as `linear`).
     `equalise`: channels are made alike before they are rounded (kernels/equalise.py).
@@ -39,6 +39,16 @@ def _int4(*others: str, int8_copy_from: int) -> Recipe:
     return Recipe(linear=("int4/64", *others, "plain"), equalise=True, int8_copy_from=int8_copy_from)
 
 
+# On devices with memory of their own. With four bits the output layer stays as it is: each of its rows is one token's score, and an
+# embedding tied to it wants its rows back.
+DEVICE_EXACT = Recipe(linear=("device",))
+DEVICE_INT4 = Recipe(linear=("device int4/64", "device"), output=("device",), equalise=True)
+
+
+def _device(kind: str, architecture: str, *exact: str) -> dict[RecipeKey, Recipe]:
+    return {**{(kind, architecture, name): DEVICE_EXACT for name in exact}, (kind, architecture, "int4"): DEVICE_INT4}
+
+
 # device kind, CPU architecture, precision. What packing gains on x86 stands in kernels/linear.py; torch for Arm has the same operators.
 RECIPES: Mapping[RecipeKey, Recipe] = {
     ("cpu", "x86_64", "fp32"): EXACT,
@@ -49,6 +59,9 @@ RECIPES: Mapping[RecipeKey, Recipe] = {
     ("cpu", "arm64", "bf16"): EXACT,
     ("cpu", "arm64", "int8"): INT8,
     ("cpu", "arm64", "int4"): _int4("kleidi int4/64", "torch int4/64", int8_copy_from=32),
+    **_device("cuda", "x86_64", "fp32", "bf16"),
+    **_device("cuda", "arm64", "fp32", "bf16"),
+    **_device("mps", "arm64", "fp32", "bf16", "fp16"),
 }
 
 
@@ -67,16 +80,6 @@ FIXED: Mapping[str, Recipe] = {
     "bf16": Recipe(linear=("panels/fixed",)),
     "int8": Recipe(linear=("int8",), equalise=True),
     "int4": Recipe(linear=("int4/64",), equalise=True),
-}
-
-
-# What torch and torchao have for other devices, by the names of torchao 0.18's configurations. Nothing serves on these devices yet, so no
-# plan sees this table.
-TORCHAO: Mapping[tuple[str, str], tuple[str, Mapping[str, int]]] = {
-    ("cuda", "int4"): ("Int4WeightOnlyConfig", {"group_size": 64}),
-    ("cuda", "int8"): ("Int8DynamicActivationInt8WeightConfig", {}),
-    ("mps", "int4"): ("IntxWeightOnlyConfig", {}),
-    ("mps", "int8"): ("Int8WeightOnlyConfig", {}),
 }
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from app.kernels.layout import LAYOUTS
+from app.kernels.layout import LAYOUTS, device_int4_bytes, device_int4_suits
 from app.models.config import ModelConfig
 from app.models.encoder_config import EncoderConfig
 from app.models.encoder_shapes import encoder_norm_elements, encoder_products_of, encoder_tables_of
-from app.models.shapes import norms_of, products_of
+from app.models.shapes import Shape, norms_of, products_of
 from app.weights.headers import TensorEntry
 from app.weights.recipes import find_recipe, for_texts
 
 PRECISION_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2}
+DEVICE_PRECISION_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 ROUNDED = ("int8", "int4")
 
 
@@ -39,9 +40,34 @@ def encoder_bytes(config: EncoderConfig, tensors: Mapping[str, TensorEntry]) -> 
 def rounded_bytes(config: ModelConfig, precision: str) -> int:
     """Bytes of the products' weights, of biases and of norms (in FP32) where our own forms hold them: the same on x86 and on Arm."""
     output = LAYOUTS[find_recipe("cpu", "x86_64", precision).forms(is_output=True)[0]]
+    norms = 4 * _norm_elements(config)
+    return _rounded_products(config, precision) + output.nbytes(config.vocab_size, config.hidden_size) + norms
+
+
+def decoder_device_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry]) -> dict[str, int]:
+    """In the memory of a device: norms in FP32, an embedding as stored where no output layer holds it, the output layer never rounded."""
+    table = 0 if config.tie_embeddings else tensors["model.embed_tokens.weight"].nbytes
+    return _device_bytes(list(products_of(config)), config.vocab_size * config.hidden_size, table + 4 * _norm_elements(config))
+
+
+def encoder_device_bytes(config: EncoderConfig, tensors: Mapping[str, TensorEntry]) -> dict[str, int]:
+    tables = sum(tensors[name].nbytes for name in encoder_tables_of(config))
+    return _device_bytes(list(encoder_products_of(config)), 0, tables + 4 * encoder_norm_elements(config))
+
+
+def _device_bytes(products: Sequence[tuple[Shape, bool]], output: int, fixed: int) -> dict[str, int]:
+    """`output` in elements, `fixed` in bytes. With four bits, room to write the largest weight out for many rows counts as well."""
+    elements = output + sum(shape[0] * (shape[1] + bias) for shape, bias in products)
+    exact = {name: elements * size + fixed for name, size in DEVICE_PRECISION_BYTES.items()}
+    rounds = [shape for shape, _ in products if device_int4_suits(*shape)]
+    scratch = max((rows * columns for rows, columns in rounds), default=0)
+    saved = sum(2 * rows * columns - device_int4_bytes(rows, columns) for rows, columns in rounds)
+    return {**exact, "int4": exact["bf16"] - saved + 2 * scratch}
+
+
+def _norm_elements(config: ModelConfig) -> int:
     heads = 2 * config.head_dim if config.qk_norm else 0
-    norms = config.num_layers * (len(norms_of(config)) * config.hidden_size + heads) + config.hidden_size
-    return _rounded_products(config, precision) + output.nbytes(config.vocab_size, config.hidden_size) + 4 * norms
+    return config.num_layers * (len(norms_of(config)) * config.hidden_size + heads) + config.hidden_size
 
 
 def int8_copy_bytes(config: ModelConfig | EncoderConfig) -> int:

@@ -30,6 +30,17 @@ class WeightStreams:
         """As it lies in the file, mapped."""
         return self.files.tensor(entry)
 
+    def held(self, entry: TensorEntry, device: torch.device | None) -> Tensor:
+        """The same, or as stored in the memory of a device."""
+        if device is None:
+            return self.stored(entry)
+        if len(entry.shape) != 2:
+            return self.stored(entry).to(device, copy=True)
+        table = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device=device)
+        for first, rows in self.blocks((entry,)):
+            table[first : first + len(rows)].copy_(rows)
+        return table
+
     def blocks(self, entries: Sequence[TensorEntry]) -> Iterator[tuple[int, Tensor]]:
         """(first row, rows) of the entries below each other, as stored: valid until the next, which has the same buffer.
 

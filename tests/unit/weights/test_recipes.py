@@ -6,15 +6,18 @@ import pytest
 
 from app.errors import NoRecipe
 from app.kernels.layout import LAYOUTS
-from app.kernels.linear import FORMS, ROUNDED_FORMS
-from app.weights.recipes import RECIPES, TORCHAO, Recipe, find_recipe, for_texts
+from app.kernels.linear import DEVICE_FORMS, FORMS, ROUNDED_FORMS
+from app.weights.recipes import RECIPES, Recipe, find_recipe, for_texts
 
 
 @pytest.mark.parametrize("is_output", [False, True])
 def test_every_recipe_names_forms_that_exist(is_output: bool) -> None:
-    for (_, _, precision), recipe in RECIPES.items():
+    for (device, _, precision), recipe in RECIPES.items():
         forms = recipe.forms(is_output)
-        if precision in ("fp32", "bf16"):
+        if device != "cpu":
+            assert set(forms) <= set(DEVICE_FORMS) and forms[-1] == "device"  # which suits always
+            assert recipe.equalise == (precision == "int4") and recipe.int8_copy_from is None
+        elif precision in ("fp32", "bf16"):
             assert set(forms) <= set(FORMS) and forms[-1] == "plain"  # which suits always
             assert not recipe.equalise and recipe.int8_copy_from is None
         else:
@@ -45,11 +48,24 @@ def test_a_missing_row_lists_those_that_exist() -> None:
     assert "bf16 on cpu with riscv64" in caught.value.message and "cpu x86_64 fp32" in caught.value.message
 
 
-def test_devices_that_nothing_serves_are_in_no_plan_and_their_configurations_exist() -> None:
-    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not here")
-    assert not {device for device, _ in TORCHAO} & {device for device, _, _ in RECIPES}
-    for name, arguments in TORCHAO.values():
-        assert getattr(quantization, name)(**arguments) is not None
+@pytest.mark.parametrize(
+    ("device", "architecture", "precisions"),
+    [
+        ("cuda", "x86_64", {"fp32", "bf16", "int4"}),
+        ("cuda", "arm64", {"fp32", "bf16", "int4"}),
+        ("mps", "arm64", {"fp32", "bf16", "fp16", "int4"}),
+        ("mps", "x86_64", set()),
+    ],
+)
+def test_devices_are_served_in_these_precisions_and_no_others(device: str, architecture: str, precisions: set[str]) -> None:
+    assert {name for kind, built, name in RECIPES if (kind, built) == (device, architecture)} == precisions
+    with pytest.raises(NoRecipe, match=f"int8 on {device}"):
+        find_recipe(device, architecture, "int8")
+
+
+def test_four_bits_on_a_device_leave_the_output_layer_as_it_is() -> None:
+    recipe = find_recipe("cuda", "x86_64", "int4")
+    assert recipe.forms(is_output=True) == ("device",) and recipe.forms(is_output=False)[0] == "device int4/64"
 
 
 @pytest.mark.parametrize("architecture", ["x86_64", "arm64"])
