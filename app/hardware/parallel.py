@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from app.errors import PlanImpossible
 from app.hardware.decision import Decision, count
@@ -45,18 +45,12 @@ _WAITS: Mapping[str, tuple[str, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Computing:
-    """The threads that compute, or feed what does."""
-
+class Parallelism:
     threads: Decision[int]
     cpu_ids: Decision[tuple[int, ...]]
     numa_node: Decision[int | None]
     wait_policy: Decision[str]
     throttling_quota: Decision[float | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Parallelism(Computing):
     interop_threads: Decision[int]
     tokenizer_threads: Decision[int]
     http_threads: Decision[int]
@@ -77,15 +71,13 @@ def decide(facts: Facts, settings: Settings, trials: Trials = NOTHING, precision
     threads = _threads(facts, settings, place)
     if settings.threads == "auto":
         threads = _fewer_where_quicker(threads, trials, precision)
-    return _beside(
-        facts,
-        Computing(
-            threads=threads,
-            cpu_ids=_cpu_ids(facts, threads.value, place),
-            numa_node=place.node,
-            wait_policy=_wait_policy(facts, threads.value, place),
-            throttling_quota=_throttling_quota(facts, threads.value),
-        ),
+    return Parallelism(
+        threads=threads,
+        cpu_ids=_cpu_ids(facts, threads.value, place),
+        numa_node=place.node,
+        wait_policy=_wait_policy(facts, threads.value, place),
+        throttling_quota=_throttling_quota(facts, threads.value),
+        **_small_pools(facts),
     )
 
 
@@ -97,30 +89,29 @@ def decide_on_device(facts: Facts, settings: Settings) -> Parallelism:
     threads = Decision(few, f"The device computes: for weights while they are read, and little else, within {_allowance(facts)}.")
     if settings.threads != "auto":
         threads = _forced_threads(facts, settings.threads, len(place.cores))
-    free = Decision[tuple[int, ...]]((), "The device computes: the kernel knows which cores are idle.")
-    return _beside(
-        facts,
-        Computing(
-            threads=threads,
-            cpu_ids=free if settings.numa_node == "auto" else _cpu_ids(facts, threads.value, place),
-            numa_node=place.node,
-            wait_policy=Decision("passive", "Spinning would keep cores from the thread that feeds the device."),
-            throttling_quota=Decision(None, "The device computes: seconds are the clock's."),
-        ),
+    unbound: Decision[tuple[int, ...]] = Decision((), "The device computes: the kernel knows which cores are idle.")
+    return Parallelism(
+        threads=threads,
+        cpu_ids=unbound if settings.numa_node == "auto" else _cpu_ids(facts, threads.value, place),
+        numa_node=place.node,
+        wait_policy=Decision("passive", "Spinning would keep cores from the thread that feeds the device."),
+        throttling_quota=Decision(None, "The device computes: seconds are the clock's."),
+        **_small_pools(facts),
     )
 
 
-def _beside(facts: Facts, computing: Computing) -> Parallelism:
-    """With the pools that have nothing to do with steps."""
+def _small_pools(facts: Facts) -> dict[str, Decision[int]]:
+    """Those that have nothing to do with products."""
     small = min(4, max(1, math.floor(_budget(facts))))
-    return Parallelism(
-        **{item.name: getattr(computing, item.name) for item in fields(computing)},
-        interop_threads=Decision(1, "One step runs at a time; a second pool would fight the first for its cores."),
-        tokenizer_threads=Decision(small, f"Text becomes tokens beside the step: up to 4 threads, within {_allowance(facts)}."),
-        http_threads=Decision(
+    return {
+        "interop_threads": Decision(1, "One step runs at a time; a second pool would fight the first for its cores."),
+        "tokenizer_threads": Decision(
+            small, f"Text becomes tokens beside the step: up to 4 threads, within {_allowance(facts)}."
+        ),
+        "http_threads": Decision(
             small, f"Handlers are asynchronous; what blocks is rare: up to 4 threads, within {_allowance(facts)}."
         ),
-    )
+    }
 
 
 def _allowed_cores(facts: Facts) -> tuple[Core, ...]:

@@ -56,7 +56,7 @@ def write_tree(files: dict[str, str], root: Path) -> Callable[[list[str]], str |
             path = root / name.lstrip("/")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(content)
-    return lambda command: files.get(f"$ {command[0]}")
+    return lambda command: files.get(f"$ {' '.join(command)}", files.get(f"$ {command[0]}"))
 
 
 @pytest.fixture(scope="session")

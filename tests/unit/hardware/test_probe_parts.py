@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.hardware import accelerators, cpu_arm, cpu_x86, macos, topology, torch_build
-from app.hardware.facts import CudaDevice
+from app.hardware import cpu_arm, cpu_x86, macos, topology, torch_build
 from app.hardware.files import Files, parse_cpu_list, parse_fields, parse_size
 from app.hardware.probe import probe, run_command
 
@@ -174,25 +173,6 @@ def test_a_sibling_that_is_offline_is_not_there(tmp_path: Path) -> None:
         tmp_path, {"/sys/devices/system/cpu/online": "0", "/sys/devices/system/cpu/cpu0/topology/core_cpus_list": "0-1"}
     )
     assert [core.cpu_ids for core in topology.cores(files, ())] == [(0,)]
-
-
-def test_gpus_that_say_little(tmp_path: Path) -> None:
-    assert accelerators.parse_gpu_query("0, NVIDIA GB10, 12.1, [N/A]\nno devices\n1, X, [N/A], 5\n") == (
-        CudaDevice(0, "NVIDIA GB10", (12, 1), None),
-        CudaDevice(1, "X", None, 5 * 2**20),
-    )
-    files = write(tmp_path, {"/proc/driver/nvidia/gpus/0000:01:00.0/information": "Model: \t NVIDIA L4\nIRQ: 5\n"})
-    assert accelerators.cuda_devices(files, silent) == (CudaDevice(0, "NVIDIA L4"),)
-
-
-@pytest.mark.parametrize(
-    ("visible", "indices"),
-    [(None, [0, 1, 2]), ("", []), ("-1", []), ("2, 0", [2, 0]), ("1,-1,2", [1]), ("1,7,2", [1]), ("GPU-4f2a", [0, 1, 2])],
-)
-def test_gpus_that_are_hidden(tmp_path: Path, visible: str | None, indices: list[int]) -> None:
-    listed = "".join(f"{index}, NVIDIA L4, 8.9, 23034\n" for index in range(3))
-    found = accelerators.cuda_devices(Files(tmp_path), lambda command: listed, visible)
-    assert [device.index for device in found] == indices
 
 
 def test_commands_that_are_not_there_or_fail() -> None:
