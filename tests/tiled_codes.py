@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -53,11 +55,13 @@ def tiled(monkeypatch: pytest.MonkeyPatch) -> TiledCodes:
     codes = TiledCodes()
     monkeypatch.setattr(device_int4, "pack_digits", codes.pack)
     monkeypatch.setattr(device_int4, "multiply_packed", codes.multiply)
-    monkeypatch.setattr(device_int4, "shared_scratch", _fresh(device_int4.Scratch))
+    monkeypatch.setattr(device_int4, "shared_scratch", fresh_scratch())
     return codes
 
 
-def _fresh(make: type[device_int4.Scratch]) -> object:
+def fresh_scratch() -> Callable[[torch.device, torch.dtype], device_int4.Scratch]:
+    """In place of `shared_scratch`: shared within one test."""
+    make = device_int4.Scratch
     made: dict[object, device_int4.Scratch] = {}
 
     def shared(device: torch.device, dtype: torch.dtype) -> device_int4.Scratch:

@@ -1,0 +1,59 @@
+"""A weight of four bits written out by Triton against its twin; on a GPU, torch's own product against what was written out, too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton", reason="Triton is not installed")
+from app.kernels import device_int4
+from app.kernels.device_int4 import DeviceInt4Packing, write_out_torch
+from app.kernels.gpu.int4 import write_out
+from compiled_kernels import compile_all
+from tiled_codes import TiledCodes, fresh_scratch
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(8, 64), (72, 192), (136, 640)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@torch.inference_mode()
+def test_what_is_written_out_is_what_the_codes_mean(
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch, outputs: int, inputs: int, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(device_int4, "shared_scratch", fresh_scratch())
+    if gpu.type == "cpu":
+        monkeypatch.setattr(device_int4, "pack_digits", TiledCodes().pack)
+    form = DeviceInt4Packing(gpu, dtype).pack(torch.randn(outputs, inputs), None)
+    order, out, twin = (
+        form.scratch.order(inputs),
+        *(torch.full((outputs, inputs), torch.nan, dtype=dtype, device=gpu) for _ in "ab"),
+    )
+    write_out(form.packed, order, form.scales, out)
+    write_out_torch(form.packed, order, form.scales, twin)
+    torch.testing.assert_close(
+        out, twin, rtol=2**-7 if dtype == torch.bfloat16 else 1e-6, atol=2**-8 if dtype == torch.bfloat16 else 1e-6
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 100])
+def test_it_compiles_and_keeps_within_registers(capability: int) -> None:
+    found = compile_all("launches_int4", capability)
+    assert {one.kernel for one in found} == {"_write_out"} and not any(one.stack for one in found)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("outputs", "inputs"), [(8, 64), (72, 192), (4096, 4096), (256, 14336)])
+@torch.inference_mode()
+def test_torchs_product_and_what_is_written_out_agree_on_a_gpu(gpu: torch.device, outputs: int, inputs: int) -> None:
+    """Whatever torch's order is: it was learnt. Both roads are held against the codes' meaning in FP32 too."""
+    weight, x = torch.randn(outputs, inputs, device=gpu), torch.randn(64, inputs, device=gpu).bfloat16()
+    bias = torch.randn(outputs).bfloat16()
+    form = DeviceInt4Packing(gpu, torch.bfloat16).pack(weight, bias)
+    exact = F.linear(x.float(), form.written_out().float(), bias.to(gpu).float())
+    allowed = {"rtol": 2**-6, "atol": 0.02 * inputs**0.5}
+    for rows in (1, 7, 16, 17, 64):
+        torch.testing.assert_close(form.multiply(x[:rows]).float(), exact[:rows], **allowed)
+    form.most_few = 0
+    torch.testing.assert_close(form.multiply(x).float(), exact, **allowed)
+    assert (form.written_out().float() - weight).norm() < 0.12 * weight.norm()
