@@ -1,0 +1,253 @@
+"""KV memory in pages: what is read is what was written, no page has two owners, and none is wanted that the pool does not count."""
+
+from __future__ import annotations
+
+import random
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from app.engine.batch import Copy, Span
+from app.engine.kv_cache import KVCache, KVShape
+from app.engine.limits import Limits, longest
+from app.engine.paged_kv import PagedKVCache
+from app.engine.sequence import Sequence, resolve_seed
+from app.kernels.paged import PAGE_TOKENS
+from app.messages import Abort, Generate, SamplingParams
+from engine_simulation import EOS, Simulation, plain_beam_search, plain_completion
+from paged_runner import PagedRunner, small_pages
+
+SHAPE = KVShape(num_layers=2, num_slots=4, max_len=200, num_kv_heads=2, head_dim=8)
+FAMILIES = ([1, 2, 3, 4] * 20, [1, 2, 3, 4] * 6 + [5] * 60, [6] * 80)  # the first two part after 24 tokens
+
+
+def cache_of(num_pages: int = 12, dtype: torch.dtype = torch.float32) -> PagedKVCache:
+    return PagedKVCache(SHAPE, dtype, num_pages, torch.device("cpu"))
+
+
+def span_of(start: int, num_tokens: int, slot: int = 0, prefix_slot: int | None = None, prefix_tokens: int = 0) -> Span:
+    sequence = Sequence("r", 0, SamplingParams(), list(range(start + num_tokens)), start + num_tokens)
+    return Span(sequence, start, num_tokens, slot, prefix_slot, prefix_tokens, samples=True)
+
+
+def fill(cache: PagedKVCache, span: Span, seed: int = 0) -> Tensor:
+    """Writes what a span computes; layer l holds the returned keys [tokens, kv_heads, head_dim] plus l, and the negative as values."""
+    key = torch.randn((span.num_tokens, 2, 8), generator=torch.Generator().manual_seed(seed))
+    rows = torch.tensor(cache.written_rows([span]))
+    for layer in range(SHAPE.num_layers):
+        cache.write(layer, rows, key + layer, -(key + layer))
+    return key
+
+
+def held(cache: PagedKVCache, span: Span, layer: int = 1) -> Tensor:
+    """A span's context as twins read it, run by run."""
+    key = torch.cat([cache.layers[layer].read(run.first, run.num_tokens)[0] for run in cache.runs(span)])
+    assert torch.equal(-key, torch.cat([cache.layers[layer].read(run.first, run.num_tokens)[1] for run in cache.runs(span)]))
+    return key
+
+
+# ---- alone ---------------------------------------------------------------------------------------------------------
+
+
+def test_counts_of_pages_and_bytes() -> None:
+    cache = cache_of(12, torch.bfloat16)
+    assert cache.tokens_per_page == PAGE_TOKENS and cache.capacity_tokens == 12 * PAGE_TOKENS and cache.stride == 256
+    assert cache.bytes_per_token == KVCache(SHAPE, torch.bfloat16).bytes_per_token
+    assert cache.reserved_bytes == 13 * PAGE_TOKENS * cache.bytes_per_token
+    assert sum(kv.keys.nbytes + kv.values.nbytes for kv in cache.layers) == cache.reserved_bytes
+    assert cache.tables.shape == (SHAPE.num_slots + 1, 4) and cache.tables.dtype == torch.int32
+
+
+def test_pages_are_taken_as_they_are_written_and_come_back() -> None:
+    cache = cache_of()
+    whole = span_of(0, 130)
+    key = fill(cache, whole)
+    assert cache.num_free_pages == 9
+    assert torch.equal(held(cache, whole), key + 1)
+    assert cache.row(0, 129) % PAGE_TOKENS == 1 and cache.row(0, 0) >= PAGE_TOKENS  # page 0 is nobody's
+    cache.release(0, 70, 130)  # no whole page among them but the last token's, which may be followed by others
+    assert cache.num_free_pages == 9
+    cache.release(0, 64, 130)
+    assert cache.num_free_pages == 10
+    cache.release(0, 0, SHAPE.max_len)
+    cache.release(0, 0, SHAPE.max_len)
+    assert cache.num_free_pages == 12
+
+
+def test_the_tables_are_told_what_changed_and_only_that() -> None:
+    cache = cache_of()
+    first, second = span_of(0, 65, slot=1), span_of(0, 3, slot=2)
+    rows = cache.written_rows([first, second])
+    cells, pages = cache.take_updates()
+    assert cells == [4, 5, 8]
+    assert pages == [rows[0] // PAGE_TOKENS, rows[64] // PAGE_TOKENS, rows[65] // PAGE_TOKENS]
+    assert cache.take_updates() == ([], [])
+    cache.written_rows([first, second])
+    assert cache.take_updates() == ([], [])
+    cache.release(1, 0, SHAPE.max_len)
+    assert cache.take_updates() == ([4, 5], [0, 0])
+
+
+def test_a_shared_prefix_is_in_the_table_and_its_broken_page_is_copied() -> None:
+    cache = cache_of()
+    shared = fill(cache, span_of(0, 140))
+    own = span_of(100, 20, slot=2, prefix_slot=0, prefix_tokens=100)
+    written = fill(cache, own, seed=1)
+    assert torch.equal(held(cache, own), torch.cat((shared[:100], written)) + 1)
+    assert cache.row(2, 63) == cache.row(0, 63) and cache.row(2, 64) != cache.row(0, 64)
+    assert cache.num_free_pages == 12 - 3 - 1
+    cache.release(2, 64, 128)
+    assert cache.num_free_pages == 12 - 3
+    assert torch.equal(held(cache, span_of(0, 140)), shared + 1)
+
+
+def test_a_prefix_of_whole_pages_costs_none() -> None:
+    cache = cache_of()
+    shared = fill(cache, span_of(0, 128))
+    own = span_of(128, 1, slot=3, prefix_slot=0, prefix_tokens=128)
+    written = fill(cache, own, seed=1)
+    assert cache.num_free_pages == 12 - 2 - 1
+    assert torch.equal(held(cache, own), torch.cat((shared, written)) + 1)
+
+
+def test_a_step_may_not_write_into_a_shared_prefix() -> None:
+    cache = cache_of()
+    fill(cache, span_of(0, 40))
+    with pytest.raises(AssertionError, match="never writes into a prefix"):
+        cache.written_rows([span_of(29, 2, slot=2, prefix_slot=0, prefix_tokens=30)])
+
+
+def test_codes_are_not_held_in_pages() -> None:
+    with pytest.raises(AssertionError, match="not as codes"):
+        cache_of(dtype=torch.int8)
+
+
+# ---- copies --------------------------------------------------------------------------------------------------------
+
+
+def test_copies_are_done_as_if_one_after_the_other() -> None:
+    """The second reads what the first has written, the third overwrites a part of it, and the source's pages are free in the end."""
+    cache = cache_of()
+    first, second = fill(cache, span_of(0, 150, slot=0)), fill(cache, span_of(0, 150, slot=1), seed=1)
+    cache.carry((Copy(0, 2, 10, 150), Copy(2, 3, 20, 140), Copy(1, 3, 30, 50)), ((0, 0, SHAPE.max_len),))
+    third = torch.cat((first[20:30], second[30:50], first[50:140]))
+    for slot, start, expected in ((2, 10, first[10:]), (3, 20, third), (1, 0, second)):
+        rows = [cache.row(slot, start + at) for at in range(len(expected))]
+        assert torch.equal(cache.layers[1].keys[rows], expected + 1)
+    assert cache.num_free_pages == 12 - 3 - 3 - 3
+
+
+def test_a_copy_may_go_to_the_very_pages_that_it_is_read_from() -> None:
+    """Two slots change places while no page is free: all is read before one row is written."""
+    cache = cache_of(num_pages=6)
+    first, second = fill(cache, span_of(0, 190, slot=0)), fill(cache, span_of(0, 190, slot=1), seed=1)
+    assert cache.num_free_pages == 0
+    released = ((0, 0, SHAPE.max_len), (1, 0, SHAPE.max_len))
+    cache.carry((Copy(0, 2, 0, 190), Copy(1, 3, 0, 190)), released)
+    assert cache.num_free_pages == 0
+    for slot, expected in ((2, first), (3, second)):
+        rows = [cache.row(slot, at) for at in range(190)]
+        assert torch.equal(cache.layers[1].keys[rows], expected + 1)
+
+
+def test_the_same_copies_are_not_carried_twice() -> None:
+    cache = cache_of()
+    first = fill(cache, span_of(0, 70, slot=0))
+    copies, released = (Copy(0, 2, 0, 70),), ((0, 0, SHAPE.max_len),)
+    cache.carry(copies, released)
+    fill(cache, span_of(0, 130, slot=1), seed=1)
+    cache.carry(copies, released)
+    assert torch.equal(cache.layers[1].keys[[cache.row(2, at) for at in range(70)]], first + 1)
+
+
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_what_want_of_memory_interrupts_is_finished_before_anything_else(fails_at: int) -> None:
+    cache = cache_of(num_pages=6)
+    first, second = fill(cache, span_of(0, 190, slot=0)), fill(cache, span_of(0, 190, slot=1), seed=1)
+    calls, select = [0], Tensor.index_select
+
+    def scarce(memory: Tensor, dim: int, rows: Tensor) -> Tensor:
+        calls[0] += 1
+        if calls[0] == fails_at:
+            raise torch.OutOfMemoryError
+        return select(memory, dim, rows)
+
+    copies = (Copy(0, 2, 0, 190), Copy(1, 3, 0, 190))
+    with mock.patch.object(Tensor, "index_select", scarce):
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.carry(copies, ((0, 0, SHAPE.max_len), (1, 0, SHAPE.max_len)))
+        cache.written_rows([])
+    for layer in range(SHAPE.num_layers):
+        for slot, expected in ((2, first), (3, second)):
+            assert torch.equal(cache.layers[layer].keys[[cache.row(slot, at) for at in range(190)]], expected + layer)
+
+
+# ---- behind the scheduler ------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**32), num_slots=st.sampled_from([4, 5, 9]), capacity=st.sampled_from([64, 97, 150, 400]),
+    page=st.sampled_from([1, 2, 4, 7, 16]), batch_tokens=st.sampled_from([4, 9, 64]), flying=st.sampled_from([0.0, 0.5, 1.0]),
+    told_twice=st.sampled_from([0.0, 0.3]),
+)  # fmt: skip
+def test_whatever_happens_pages_hold_what_they_should(
+    seed: int, num_slots: int, capacity: int, page: int, batch_tokens: int, flying: float, told_twice: float
+) -> None:
+    with small_pages(page):
+        limits = Limits(max_model_len=90, max_running_seqs=4, max_batch_tokens=batch_tokens)
+        sim = Simulation(num_slots, capacity, page, limits)
+        sim.engine.runner = sim.runner = runner = PagedRunner(sim.pool, 90, flying, told_twice)
+        dice, asked, aborted = random.Random(seed), [], set()
+        for _ in range(40):
+            if dice.random() < 0.4:
+                asked.append(_request(dice, len(asked)))
+                sim.hear(sim.engine.add(asked[-1]))
+            elif dice.random() < 0.15 and asked:
+                aborted.add(dice.choice(asked).request_id)
+                sim.hear(sim.engine.abort(Abort(max(aborted))))
+            elif dice.random() < 0.1:
+                sim.engine.check()
+            else:
+                runner.most_tokens, runner.wants_late = dice.choice([None, None, None, 5, 17]), dice.random() < 0.5
+                sim.step()
+        runner.most_tokens = None
+        sim.finish()
+        _check_told(sim, asked, aborted)
+        _give_all_back(sim, runner)
+
+
+def _request(dice: random.Random, number: int) -> Generate:
+    family, shape = dice.choice(FAMILIES), dice.choice([(1, 1), (1, 1), (3, 1), (1, 2), (1, 3)])
+    token_ids = family[: dice.randint(1, 60)] + [dice.randint(1, 6) for _ in range(dice.randint(0, 8))]
+    params = SamplingParams(max_tokens=dice.choice([1, 3, 12, None]), seed=dice.randint(0, 3), n=shape[0], beam_width=shape[1])
+    return Generate(f"r{number}", tuple(token_ids), params, 0.0)
+
+
+def _check_told(sim: Simulation, asked: list[Generate], aborted: set[str]) -> None:
+    """Whoever was let be said what the plain loop says."""
+    for request in asked:
+        if request.request_id in aborted or request.request_id in sim.failures:
+            continue
+        limit = longest(request, sim.scheduler._limits, sim.pool)
+        for choice in range(request.params.n):
+            ending = sim.endings[request.request_id, choice]
+            said = list(ending.token_ids) or sim.completions.get((request.request_id, choice), [])
+            if request.params.beam_width > 1:
+                assert said == plain_beam_search(request.token_ids, request.params.beam_width, limit, EOS)
+            else:
+                assert said == plain_completion(request.token_ids, resolve_seed(request.params.seed, choice), limit, EOS)
+
+
+def _give_all_back(sim: Simulation, runner: PagedRunner) -> None:
+    """Who leans goes first; then every page is free."""
+    for slot in sorted(sim.pool.slots, key=lambda slot: slot.prefix_slot is None):
+        assert not slot.running
+        sim.pool._shrink(slot, 0)
+    assert sim.pool.used_tokens == 0
+    runner.cache.carry((), sim.pool.take_released())
+    assert runner.cache.num_free_pages == runner.num_pages
