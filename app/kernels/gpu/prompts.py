@@ -1,0 +1,164 @@
+"""Attention of many queries at once, on a GPU: prompts over pages, whatever of them was read before, and whole texts end to end.
+
+Blocks of a sequence's queries run over what any of them sees: windows to both sides, soft caps and biases by distance, in every dtype.
+Where torch's own kernel takes the whole (kernels/flash.py) it is quicker; for that, `fresh_rows` lays prompts out of their pages.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from app.kernels.gpu.attention import EVERYTHING, LOG2_E, absorbed, bent, check, tokens_at_a_time
+from app.kernels.kv_rows import KVRows
+from app.kernels.paged import PAGE_TOKENS, PackedTexts, PagedStep
+from app.models.context import AttentionSpec
+
+_UNSTEADY = ("tables", "slots", "starts", "lengths")  # as in attention.py
+
+
+def attend_prompts(query: Tensor, kv: KVRows, step: PagedStep, spec: AttentionSpec, out: Tensor) -> None:
+    """Writes what no decode is of out, contiguous [tokens, heads, head_dim]: each query sees its context up to itself."""
+    check(query, kv, out)
+    pages = (step.tables, step.slots, step.starts, step.lengths)
+    _launch(query, kv, pages, spec, out, (step.most_queries, step.num_decodes))
+
+
+def attend_packed(query: Tensor, key: Tensor, value: Tensor, texts: PackedTexts, spec: AttentionSpec) -> Tensor:
+    """query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim] of texts; result like query, zeros between texts."""
+    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+    kv = KVRows(key, value, 0)
+    check(query, kv, out)
+    _launch(query, kv, (None, None, texts.starts, None), spec, out, (texts.most_tokens, 0))
+    return out
+
+
+def fresh_rows(kv: KVRows, step: PagedStep, tokens: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [tokens, kv_heads, head_dim] of this step's prompts, as they lie in the batch; rows of decodes are open."""
+    _, kv_heads, head_dim = kv.keys.shape
+    assert step.fresh and kv.keys.stride() == kv.values.stride() and kv.keys.stride(2) == 1, "prompts of this step alone"
+    key, value = (kv.keys.new_empty((tokens, kv_heads, head_dim)) for _ in range(2))
+    grid = (triton.cdiv(step.most_queries, PAGE_TOKENS), kv_heads, len(step.slots) - step.num_decodes)
+    _gather[grid](
+        kv.keys, kv.values, key, value, step.tables, step.slots, step.starts, step.num_decodes,
+        kv.keys.stride(0), kv.keys.stride(1), step.tables.stride(0),
+        HEAD_DIM=head_dim, DIM=triton.next_power_of_2(head_dim), PAGE=PAGE_TOKENS, num_warps=4,
+    )  # fmt: skip
+    return key, value
+
+
+def queries_at_a_time(dim: int, itemsize: int) -> int:
+    """Queries of a block: as many as leave sums and queries in registers."""
+    if itemsize > 2:
+        return 32
+    return 128 if dim <= 128 else 64
+
+
+def _launch(
+    query: Tensor, kv: KVRows, lie: tuple[Tensor | None, ...], spec: AttentionSpec, out: Tensor, sizes: tuple[int, int]
+) -> None:
+    """`lie`: tables, slots, starts and lengths; texts have starts alone. `sizes`: the most queries of one, and whom to leave out."""
+    tables, slots, starts, lengths = lie
+    assert starts is not None, "every sequence begins somewhere"
+    heads, head_dim = query.shape[1:]
+    kv_heads, (most_queries, left_out), bias = kv.keys.shape[1], sizes, spec.distance_bias
+    assert bias is None or (bias.is_contiguous() and bias.dtype == torch.float32 and bias.shape[0] == heads), "a row of each head"
+    before, after = reach(spec)
+    dim = triton.next_power_of_2(head_dim)
+    block = queries_at_a_time(dim, kv.keys.itemsize)
+    _block[(triton.cdiv(most_queries, block), heads, len(starts) - 1 - left_out)](
+        query, kv.keys, kv.values, out, tables, slots, starts, lengths, bias, left_out,
+        query.stride(0), query.stride(1), kv.keys.stride(0), kv.keys.stride(1), 0 if tables is None else tables.stride(0),
+        before, after, spec.scale, spec.softcap or 1.0, 0 if bias is None else bias.shape[1] // 2,
+        GROUP=heads // kv_heads, HEAD_DIM=head_dim, CAPPED=spec.softcap is not None, PAGE=PAGE_TOKENS,
+        QUERIES=block, DIM=dim, TOKENS=tokens_at_a_time(dim, kv.keys.itemsize),
+        num_warps=8 if block == 128 else 4, num_stages=2 if bias is None else 1,  # a block of biases fills what a stage would
+    )  # fmt: skip
+
+
+def reach(spec: AttentionSpec) -> tuple[int, int]:
+    """How many positions before and after its own a token sees."""
+    if spec.bidirectional:
+        both = EVERYTHING if spec.window is None else spec.window // 2
+        return both, both
+    return EVERYTHING if spec.window is None else spec.window - 1, 0
+
+
+@triton.jit(do_not_specialize=("left_out",), do_not_specialize_on_alignment=_UNSTEADY)
+def _block(
+    query, keys, values, out, tables, slots, starts, lengths, bias, left_out,
+    query_stride, head_stride, row_stride, kv_head_stride, table_stride,
+    before, after, scale, cap, most,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, CAPPED: tl.constexpr, PAGE: tl.constexpr,
+    QUERIES: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """A block of one sequence's queries, for one head. The longest blocks of what is causal are begun first."""
+    block, head, sequence = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2) + left_out
+    first = tl.load(starts + sequence)
+    count = tl.load(starts + sequence + 1) - first
+    if block * QUERIES >= count:
+        return
+    if tables is None:
+        length = count
+        table = starts  # not read
+    else:
+        length = tl.load(lengths + sequence)
+        table = tables + tl.load(slots + sequence).to(tl.int64) * table_stride
+    past = length - count
+    places, dims, tokens = block * QUERIES + tl.arange(0, QUERIES), tl.arange(0, DIM), tl.arange(0, TOKENS)
+    wanted = (places < count)[:, None] & (dims < HEAD_DIM)[None, :]
+    rows = (first + places).to(tl.int64)
+    own = rows[:, None] * query_stride + head * head_stride + dims[None, :]
+    queries = tl.load(query + own, mask=wanted, other=0.0).to(keys.dtype.element_ty)
+    kv_offset = (head // GROUP) * kv_head_stride
+
+    positions = past + places
+    low = tl.maximum(past + block * QUERIES - before, 0) // TOKENS * TOKENS
+    high = tl.minimum(past + tl.minimum((block + 1) * QUERIES, count) + after, length)
+    total = tl.zeros([QUERIES], tl.float32)
+    highest = tl.full([QUERIES], -float("inf"), tl.float32)
+    acc = tl.zeros([QUERIES, DIM], tl.float32)
+    for at in range(low, high, TOKENS):
+        if tables is None:
+            begin = first.to(tl.int64) + at
+        else:
+            begin = tl.load(table + at // PAGE).to(tl.int64) * PAGE + at % PAGE
+        at_rows = (begin + tokens) * row_stride + kv_offset
+        there = at + tokens < length
+        key = tl.load(keys + at_rows[None, :] + dims[:, None], mask=there[None, :] & (dims < HEAD_DIM)[:, None], other=0.0)
+        value = tl.load(values + at_rows[:, None] + dims[None, :], mask=there[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+        ahead = (at + tokens)[None, :] - positions[:, None]
+        scores = bent(tl.dot(queries, key, input_precision="ieee"), scale, cap, CAPPED)
+        if bias is not None:
+            column = most + tl.minimum(tl.maximum(ahead, -most), most)
+            scores += tl.load(bias + head * (2 * most + 1) + column) * LOG2_E
+        seen = there[None, :] & (ahead >= -before) & (ahead <= after)
+        scores = tl.where(seen, scores, -float("inf"))
+        total, acc, highest = absorbed(total, acc, highest, scores, value)
+
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    place = (rows * tl.num_programs(1) + head)[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=wanted)
+
+
+@triton.jit(do_not_specialize=("left_out",), do_not_specialize_on_alignment=_UNSTEADY)
+def _gather(
+    keys, values, key, value, tables, slots, starts, left_out,
+    row_stride, kv_head_stride, table_stride,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """One page of one sequence, of one head of keys, to where its tokens lie in the batch."""
+    number, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2) + left_out
+    first = tl.load(starts + sequence)
+    count = tl.load(starts + sequence + 1) - first
+    if number * PAGE >= count:
+        return
+    page = tl.load(tables + tl.load(slots + sequence).to(tl.int64) * table_stride + number).to(tl.int64)
+    tokens, dims = tl.arange(0, PAGE), tl.arange(0, DIM)
+    mask = (number * PAGE + tokens < count)[:, None] & (dims < HEAD_DIM)[None, :]
+    source = (page * PAGE + tokens)[:, None] * row_stride + head * kv_head_stride + dims[None, :]
+    target = ((first + number * PAGE + tokens).to(tl.int64) * tl.num_programs(1) + head)[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(key + target, tl.load(keys + source, mask=mask), mask=mask)
+    tl.store(value + target, tl.load(values + source, mask=mask), mask=mask)
