@@ -5,7 +5,7 @@ The twin of our kernels, and what serves where there are none. Scores, weights a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ Block = tuple[slice, int, int]  # of which sequences, and which of the queries o
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class Part:
     """Some queries of some sequences, padded to a rectangle: `rows` [n, q] of the batch, one beyond its last where there is none.
 
     `seen` [n, q, k] says which key each sees, `ahead` [n, q, k] how far that is behind it (negative) or ahead; `context` [n, k] which
@@ -35,74 +35,7 @@ class _Part:
     context: Tensor
 
 
-def paged_attention_torch(query: Tensor, kv: KVRows, step: PagedStep, spec: AttentionSpec) -> Tensor:
-    """As `DeviceBackend.attention`: query [tokens, heads, head_dim], result like it."""
-    result = query.new_zeros((len(query) + 1, *query.shape[1:]))  # the last row takes what is nobody's
-    width = min(step.most_context, step.tables.shape[1] * PAGE_TOKENS)
-    at = torch.arange(width, device=query.device)
-    decodes = _blocks((0, step.num_decodes), 1, width * query.shape[1])
-    prompts = _blocks((step.num_decodes, len(step.slots)), step.most_queries, width * query.shape[1])
-    for block in (*decodes, *prompts):
-        own, first, last = block
-        starts, ends, lengths = step.starts[:-1][own].long(), step.starts[1:][own].long(), step.lengths[own].long()
-        part = _part((starts, ends, lengths), (first, last), at, len(query), spec)
-        pages = step.tables[step.slots[own].long()][:, at // PAGE_TOKENS].long()
-        rows = torch.where(part.context, pages * PAGE_TOKENS + at % PAGE_TOKENS, 0)
-        attended = _attended(_taken(query, part.rows), kv.keys[rows], kv.values[rows], part, spec)
-        result.index_copy_(0, part.rows.flatten(), attended.flatten(0, 1).to(result.dtype))
-    return result[:-1]
-
-
-def packed_texts_torch(heads: Heads, texts: PackedTexts, spec: AttentionSpec) -> Tensor:
-    """As `DeviceBackend.attend_texts`: [tokens, num_heads * head_dim] of the product's dtype."""
-    query, key, value = turned_torch(heads)
-    result = query.new_zeros((len(query) + 1, *query.shape[1:]))
-    at = torch.arange(texts.most_tokens, device=query.device)
-    for own, first, last in _blocks((0, len(texts.starts) - 1), texts.most_tokens, texts.most_tokens * heads.num_heads):
-        starts, ends = texts.starts[:-1][own].long(), texts.starts[1:][own].long()
-        part = _part((starts, ends, ends - starts), (first, last), at, len(query), spec)
-        rows = torch.where(part.context, starts.unsqueeze(1) + at, len(query))
-        attended = _attended(_taken(query, part.rows), _taken(key, rows), _taken(value, rows), part, spec)
-        result.index_copy_(0, part.rows.flatten(), attended.flatten(0, 1).to(result.dtype))
-    return result[:-1].flatten(1)
-
-
-def _blocks(sequences: tuple[int, int], most_queries: int, scores: int) -> Iterator[Block]:
-    """Parts of these sequences' queries that hold no more scores than are allowed, of `scores` for each query."""
-    together = max(1, _SCORES // max(1, scores))
-    several = max(1, together // max(1, most_queries))
-    for first in range(*sequences, several):
-        for place in range(0, most_queries, together):
-            yield slice(first, min(first + several, sequences[1])), place, min(place + together, most_queries)
-
-
-def _part(lie: tuple[Tensor, Tensor, Tensor], places: tuple[int, int], at: Tensor, tokens: int, spec: AttentionSpec) -> _Part:
-    """`lie`: where the queries of each sequence begin and end in the batch of `tokens`, and its length; `at`: all positions there are."""
-    starts, ends, lengths = (one.unsqueeze(1) for one in lie)  # [n, 1]
-    place = torch.arange(*places, device=at.device)
-    present = place < ends - starts  # [n, q]
-    positions = lengths - (ends - starts) + place
-    context = at < lengths  # [n, k]
-    ahead = at - positions.unsqueeze(2)
-    before, after = _reach(len(at), spec)
-    seen = (ahead >= -before) & (ahead <= after) & present.unsqueeze(2) & context.unsqueeze(1)
-    return _Part(torch.where(present, starts + place, tokens), seen, ahead, context)
-
-
-def _reach(most: int, spec: AttentionSpec) -> tuple[int, int]:
-    """How many positions before and after its own a token sees."""
-    if spec.bidirectional:
-        reach = most if spec.window is None else spec.window // 2
-        return reach, reach
-    return most if spec.window is None else spec.window - 1, 0
-
-
-def _taken(x: Tensor, rows: Tensor) -> Tensor:
-    """Rows of x; some row where there is none."""
-    return x[rows.clamp(max=len(x) - 1)]
-
-
-def _attended(query: Tensor, key: Tensor, value: Tensor, part: _Part, spec: AttentionSpec) -> Tensor:
+def attended(query: Tensor, key: Tensor, value: Tensor, part: Part, spec: AttentionSpec) -> Tensor:
     """query [n, q, heads, head_dim], key and value [n, k, kv_heads, head_dim]; result like query, fp32: zeros for who sees nothing."""
     n, queries, heads, head_dim = query.shape
     grouped = query.float().reshape(n, queries, key.shape[2], -1, head_dim)
@@ -118,3 +51,73 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, part: _Part, spec: Atte
     # What lies beyond a context may be anything, and nothing times NaN is NaN.
     values = value.float().masked_fill(~part.context[..., None, None], 0.0)
     return torch.einsum("nhgqk,nkhd->nqhgd", weights, values).reshape(n, queries, heads, head_dim)
+
+
+Attended = Callable[[Tensor, Tensor, Tensor, Part, AttentionSpec], Tensor]
+
+
+def paged_attention_torch(query: Tensor, kv: KVRows, step: PagedStep, spec: AttentionSpec, attend: Attended = attended) -> Tensor:
+    """As `DeviceBackend.attention`: query [tokens, heads, head_dim], result like it. `attend` computes one rectangle of it."""
+    result = query.new_zeros((len(query) + 1, *query.shape[1:]))  # the last row takes what is nobody's
+    width = min(step.most_context, step.tables.shape[1] * PAGE_TOKENS)
+    at = torch.arange(width, device=query.device)
+    decodes = _blocks((0, step.num_decodes), 1, width * query.shape[1])
+    prompts = _blocks((step.num_decodes, len(step.slots)), step.most_queries, width * query.shape[1])
+    for block in (*decodes, *prompts):
+        own, first, last = block
+        starts, ends, lengths = step.starts[:-1][own].long(), step.starts[1:][own].long(), step.lengths[own].long()
+        part = _part((starts, ends, lengths), (first, last), at, len(query), spec)
+        pages = step.tables[step.slots[own].long()][:, at // PAGE_TOKENS].long()
+        rows = torch.where(part.context, pages * PAGE_TOKENS + at % PAGE_TOKENS, 0)
+        found = attend(_taken(query, part.rows), kv.keys[rows], kv.values[rows], part, spec)
+        result.index_copy_(0, part.rows.flatten(), found.flatten(0, 1).to(result.dtype))
+    return result[:-1]
+
+
+def packed_texts_torch(heads: Heads, texts: PackedTexts, spec: AttentionSpec, attend: Attended = attended) -> Tensor:
+    """As `DeviceBackend.attend_texts`: [tokens, num_heads * head_dim] of the product's dtype."""
+    query, key, value = turned_torch(heads)
+    result = query.new_zeros((len(query) + 1, *query.shape[1:]))
+    at = torch.arange(texts.most_tokens, device=query.device)
+    for own, first, last in _blocks((0, len(texts.starts) - 1), texts.most_tokens, texts.most_tokens * heads.num_heads):
+        starts, ends = texts.starts[:-1][own].long(), texts.starts[1:][own].long()
+        part = _part((starts, ends, ends - starts), (first, last), at, len(query), spec)
+        rows = torch.where(part.context, starts.unsqueeze(1) + at, len(query))
+        found = attend(_taken(query, part.rows), _taken(key, rows), _taken(value, rows), part, spec)
+        result.index_copy_(0, part.rows.flatten(), found.flatten(0, 1).to(result.dtype))
+    return result[:-1].flatten(1)
+
+
+def _blocks(sequences: tuple[int, int], most_queries: int, scores: int) -> Iterator[Block]:
+    """Parts of these sequences' queries that hold no more scores than are allowed, of `scores` for each query."""
+    together = max(1, _SCORES // max(1, scores))
+    several = max(1, together // max(1, most_queries))
+    for first in range(*sequences, several):
+        for place in range(0, most_queries, together):
+            yield slice(first, min(first + several, sequences[1])), place, min(place + together, most_queries)
+
+
+def _part(lie: tuple[Tensor, Tensor, Tensor], places: tuple[int, int], at: Tensor, tokens: int, spec: AttentionSpec) -> Part:
+    """`lie`: where the queries of each sequence begin and end in the batch of `tokens`, and its length; `at`: all positions there are."""
+    starts, ends, lengths = (one.unsqueeze(1) for one in lie)  # [n, 1]
+    place = torch.arange(*places, device=at.device)
+    present = place < ends - starts  # [n, q]
+    positions = lengths - (ends - starts) + place
+    context = at < lengths  # [n, k]
+    ahead = at - positions.unsqueeze(2)
+    before, after = _reach(len(at), spec)
+    seen = (ahead >= -before) & (ahead <= after) & present.unsqueeze(2) & context.unsqueeze(1)
+    return Part(torch.where(present, starts + place, tokens), seen, ahead, context)
+
+
+def _reach(most: int, spec: AttentionSpec) -> tuple[int, int]:
+    """How many positions before and after its own a token sees."""
+    if spec.bidirectional:
+        reach = most if spec.window is None else spec.window // 2
+        return reach, reach
+    return most if spec.window is None else spec.window - 1, 0
+
+
+def _taken(x: Tensor, rows: Tensor) -> Tensor:
+    """Rows of x; some row where there is none."""
+    return x[rows.clamp(max=len(x) - 1)]
