@@ -87,5 +87,6 @@ class DeviceForward:
         if way is Way.GREEDY:
             ids = pick_greedy(logits)
         else:
-            ids = pick_drawn(logits, Drawing(views.temperature, views.top_p, views.min_p, views.top_k, views.uniforms))
+            drawing = Drawing(views.temperature, views.top_k, views.top_p, views.min_p, views.uniforms)
+            ids = pick_drawn(logits, drawing, filtered=way is Way.FILTERED)
         self.buffer[: len(ids)].copy_(ids)

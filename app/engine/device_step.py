@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from app.engine.batch import RowToPick, Span
+from app.engine.sampling_rows import LEAST_TEMPERATURE
 from app.engine.uniform import uniform
 from app.kernels.paged import PAGE_TOKENS
 
@@ -23,7 +24,8 @@ class Way(Enum):
     """How the tokens of a step are picked."""
 
     GREEDY = "greedy"  # on the device, the likeliest
-    DRAWN = "drawn"  # on the device, each row with its own parameters
+    DRAWN = "drawn"  # on the device, from all tokens, each row at its own temperature
+    FILTERED = "filtered"  # on the device, each row from as few as its top_k, top_p and min_p leave
     LOGITS = "logits"  # by the sampler, from whole logits: penalties, beams, log-probabilities
 
 
@@ -32,6 +34,8 @@ def way_of(rows: Items[RowToPick]) -> Way:
     params = [row.sequence.params for row in rows]
     if any(one.has_penalties or one.beam_width > 1 or one.logprobs is not None for one in params):
         return Way.LOGITS
+    if any(one.top_k > 0 or one.top_p < 1.0 or one.min_p > 0.0 for one in params if not one.greedy):
+        return Way.FILTERED
     return Way.GREEDY if all(one.greedy for one in params) else Way.DRAWN
 
 
@@ -58,7 +62,7 @@ class StepViews:
     """The words by name, as views of a block: on the host to be written, on the device to be read.
 
     [tokens] int64: `token_ids`, `sources` (where in the device's buffer each token's id stands), `positions`, `written` (rows of the KV
-    cache). [picks]: `logit_rows` int64 (which tokens pick), `uniforms` fp64, `top_k` int32, `temperature`, `top_p`, `min_p` fp32.
+    cache). [picks]: `logit_rows` int64 (which tokens pick), `uniforms`, `top_p` fp64, `top_k` int32, `temperature`, `min_p` fp32.
     int32 [sequences]: `slots`, `lengths`, and [sequences + 1]: `starts`.
     """
 
@@ -87,12 +91,12 @@ def _fields(sizes: Sizes) -> Mapping[str, tuple[int, torch.dtype]]:
         "written": (tokens, torch.int64),
         "logit_rows": (picks, torch.int64),
         "uniforms": (picks, torch.float64),
+        "top_p": (picks, torch.float64),
         "slots": (sequences, torch.int32),
         "lengths": (sequences, torch.int32),
         "starts": (sequences + 1, torch.int32),
         "top_k": (picks, torch.int32),
         "temperature": (picks, torch.float32),
-        "top_p": (picks, torch.float32),
         "min_p": (picks, torch.float32),
     }
 
@@ -169,12 +173,12 @@ def fill_picks(views: StepViews, spans: Items[Span], rows: Items[RowToPick], way
     """Writes which tokens pick, and how they draw. Rows that fill a bucket are greedy."""
     if len(views.logit_rows) != len(views.token_ids):
         _write(views.logit_rows, _picking_rows(spans) or [len(views.token_ids) - 1])
-    if way is not Way.DRAWN:
+    if way not in (Way.DRAWN, Way.FILTERED):
         return
     params = [row.sequence.params for row in rows]
     _write(views.uniforms, [uniform(row.sequence.seed, row.position) for row in rows], 0.0)
     _write(views.top_k, [min(one.top_k, _MOST_INT32) for one in params], 0)
-    _write(views.temperature, [one.temperature for one in params], 0.0)
+    _write(views.temperature, [0.0 if one.greedy else max(one.temperature, LEAST_TEMPERATURE) for one in params], 0.0)
     _write(views.top_p, [one.top_p for one in params], 1.0)
     _write(views.min_p, [one.min_p for one in params], 0.0)
 

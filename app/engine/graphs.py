@@ -80,5 +80,5 @@ class Graphs:
 def common_shapes(buckets: tuple[int, ...]) -> Iterator[Shape]:
     """Those to capture while loading, the largest first: smaller ones find its memory."""
     for bucket in reversed([bucket for bucket in buckets if bucket <= COMMON]):
-        for way in (Way.GREEDY, Way.DRAWN):
+        for way in (Way.GREEDY, Way.DRAWN, Way.FILTERED):
             yield Shape(bucket, way)

@@ -80,13 +80,13 @@ def test_rows_that_fill_a_bucket_have_no_context_and_write_where_nobody_reads() 
     spans = (span_of(sequence_of(8, SHAPED), 7, 8, slot=3),)
     told = views(Sizes.of_bucket(4))
     fill(told, spans, [70], Places(1000, 9, {}))
-    fill_picks(told, spans, rows_to_pick(spans), Way.DRAWN)
+    fill_picks(told, spans, rows_to_pick(spans), Way.FILTERED)
     assert told.slots.tolist() == [3, 9, 9, 9] and told.lengths.tolist() == [8, 0, 0, 0]
     assert told.starts.tolist() == [0, 1, 2, 3, 4], "each row is a sequence of one query"
     assert told.written[0] == 70 and all(row < PAGE_TOKENS for row in told.written[1:].tolist())
     assert told.token_ids.tolist() == [107, 0, 0, 0] and told.positions.tolist() == [7, 0, 0, 0]
     assert told.temperature.tolist() == [pytest.approx(0.7), 0.0, 0.0, 0.0], "the others are greedy"
-    assert told.top_p.tolist() == [pytest.approx(0.9), 1.0, 1.0, 1.0]
+    assert told.top_p.tolist() == [0.9, 1.0, 1.0, 1.0]
 
 
 def test_draws_are_told_to_the_last_bit() -> None:
@@ -96,7 +96,7 @@ def test_draws_are_told_to_the_last_bit() -> None:
     fill_picks(told, spans, rows_to_pick(spans), Way.DRAWN)
     assert told.uniforms.tolist() == [uniform(11, 8)]
     assert told.top_k.tolist() == [2**31 - 1], "as many as there are"
-    assert told.min_p.tolist() == [pytest.approx(0.05)]
+    assert told.top_p.tolist() == [0.9] and told.min_p.tolist() == [pytest.approx(0.05)]
 
 
 def test_an_id_that_the_host_does_not_know_is_read_where_it_was_picked() -> None:
@@ -114,6 +114,14 @@ def test_only_one_token_of_a_sequence_may_be_unknown() -> None:
         fill(views(Sizes.of(spans, 1)), spans, [70, 71], Places(1000, 9, {}))
 
 
+def test_a_temperature_that_fp32_has_no_number_for_is_not_greedy() -> None:
+    sequence = sequence_of(8, SamplingParams(temperature=1e-60))
+    spans = (span_of(sequence, 7, 8, slot=3),)
+    told = views(Sizes.of(spans, 1))
+    fill_picks(told, spans, rows_to_pick(spans), Way.DRAWN)
+    assert told.temperature.item() > 0
+
+
 @pytest.mark.parametrize("count", [0, 1, 2, 7])
 def test_updates_lie_behind_the_words(count: int) -> None:
     block = torch.zeros(update_words(count), dtype=torch.int64)
@@ -128,7 +136,11 @@ def test_updates_lie_behind_the_words(count: int) -> None:
     ("params", "way"),
     [
         ([GREEDY, GREEDY], Way.GREEDY),
-        ([GREEDY, SHAPED], Way.DRAWN),
+        ([GREEDY, SamplingParams(temperature=0.3)], Way.DRAWN),
+        ([SamplingParams(temperature=0.0, top_p=0.5)], Way.GREEDY),
+        ([GREEDY, SamplingParams(), SHAPED], Way.FILTERED),
+        ([SamplingParams(top_k=3)], Way.FILTERED),
+        ([SamplingParams(min_p=0.1)], Way.FILTERED),
         ([GREEDY, SamplingParams(temperature=0.0, logprobs=0)], Way.LOGITS),
         ([SHAPED, SamplingParams(frequency_penalty=0.1)], Way.LOGITS),
         ([SHAPED, SamplingParams(beam_width=2)], Way.LOGITS),

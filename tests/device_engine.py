@@ -1,0 +1,187 @@
+"""A decoder's engine on a device that is none, and what its clients were told. The queue of the delayed one moves only when waited for."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from app.backends.base import DeviceBackend
+from app.backends.twin import TwinBackend
+from app.engine.batch import Batch, Flight, Span
+from app.engine.decoder import DecoderEngine
+from app.engine.device_flight import DeviceFlight
+from app.engine.device_runner import DeviceRunner
+from app.engine.kv_cache import KVShape
+from app.engine.limits import Limits
+from app.engine.pace import StepPace
+from app.engine.paged_kv import PagedKVCache
+from app.engine.scheduler import Scheduler
+from app.engine.slots import SlotPool
+from app.measured import StepStats
+from app.messages import Event, Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
+
+MAX_LEN, SLOTS, EOS = 160, 12, 1
+Said = dict[tuple[str, int], list[int]]
+
+
+class WatchedRunner(DeviceRunner):
+    """Keeps the batches that were launched."""
+
+    def launch(self, batch: Batch, after: Flight | None = None) -> DeviceFlight:
+        self.batches.append(batch)
+        return super().launch(batch, after)
+
+    @property
+    def batches(self) -> list[Batch]:
+        kept: list[Batch] = self.__dict__.setdefault("_batches", [])
+        return kept
+
+
+class DeviceServed:
+    """One model's engine over fresh pages."""
+
+    def __init__(
+        self,
+        model: Any,
+        backend: DeviceBackend | None = None,
+        pages: int = SLOTS * 3,
+        max_batch_tokens: int = 24,
+        eager: str = "",
+    ) -> None:
+        config, backend = model.config, backend or TwinBackend(torch.float32)
+        shape = KVShape(config.num_layers, SLOTS, MAX_LEN, config.num_kv_heads, config.head_dim)
+        self.cache = PagedKVCache(shape, backend.dtype, pages, backend.device)
+        limits = Limits(MAX_LEN, SLOTS // 2, max_batch_tokens)
+        self.runner = WatchedRunner(model, self.cache, backend, limits, eager)
+        self.pool = SlotPool(SLOTS, self.cache.capacity_tokens, self.cache.tokens_per_page)
+        self.scheduler = Scheduler(self.pool, StepPace(max_batch_tokens), limits, {EOS})
+        self.engine = DecoderEngine(self.scheduler, self.runner)
+        self.said: Said = {}
+        self.stats: list[StepStats] = []
+
+    def add(self, *requests: Generate) -> DeviceServed:
+        for request in requests:
+            self.hear(self.engine.add(request))
+        return self
+
+    def step(self) -> None:
+        self.hear(self.engine.step())
+        if self.engine.stats is not None:
+            self.stats.append(self.engine.stats)
+
+    def finish(self) -> DeviceServed:
+        while self.engine.has_work:
+            self.step()
+        return self
+
+    def hear(self, events: Iterable[Event]) -> None:
+        for event in events:
+            assert not isinstance(event, RequestFailed), event
+            said = self.said.setdefault((event.request_id, getattr(event, "choice", 0)), [])
+            if isinstance(event, TokensReady | SequenceFinished):
+                said.extend(event.token_ids)
+
+    @property
+    def num_ahead(self) -> int:
+        return sum(batch.ahead for batch in self.runner.batches)
+
+
+def request_of(name: str, prompt: list[int], **params: Any) -> Generate:
+    return Generate(name, tuple(prompt), SamplingParams(**{"max_tokens": 24, "ignore_eos": True, **params}), arrived_at=0.0)
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    ids: list[int] = torch.randint(4, 320, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return ids
+
+
+def spans_of(batches: Iterable[Batch]) -> Iterator[Span]:
+    return (span for batch in batches for span in batch.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    queue: Queue
+    work: Callable[[], None]
+
+    def replay(self) -> None:
+        self.queue.ask(self.work)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    queue: Queue
+    number: int
+
+    def wait(self) -> None:
+        self.queue.until(self.number)
+
+
+class Queue:
+    """What was asked for and is not done yet."""
+
+    def __init__(self) -> None:
+        self.pending: deque[Callable[[], object]] = deque()
+        self.asked = self.done = 0
+        self.most_pending = 0
+        self.is_moving = False
+
+    def ask(self, work: Callable[[], object]) -> None:
+        self.pending.append(work)
+        self.asked += 1
+        self.most_pending = max(self.most_pending, len(self.pending))
+
+    def until(self, number: int) -> None:
+        self.is_moving = True
+        while self.done < number:
+            self.done += 1
+            self.pending.popleft()()
+        self.is_moving = False
+
+
+class DelayedTwin(TwinBackend):
+    """What it is asked for is done when somebody waits: whoever writes too early what it will read is found out.
+
+    Copies that need not wait and replays are put off; whatever else is computed waits for all that was asked before.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(torch.float32)
+        self.queue = Queue()
+
+    def capture(self, work: Callable[[], None]) -> Any:
+        return Replayed(self.queue, work)
+
+    def mark(self) -> Place:
+        return Place(self.queue, self.queue.asked)
+
+    def synchronize(self) -> None:
+        self.queue.until(self.queue.asked)
+
+    @contextmanager
+    def watching(self) -> Iterator[DelayedTwin]:
+        with _Delay(self.queue):
+            yield self
+
+
+class _Delay(TorchDispatchMode):
+    def __init__(self, queue: Queue) -> None:
+        super().__init__()
+        self._queue = queue
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._queue.is_moving:
+            return func(*args, **kwargs)
+        if func is torch.ops.aten.copy_.default and args[2:3] == (True,):
+            self._queue.ask(lambda: func(*args))
+            return args[0]
+        if not func.is_view:
+            self._queue.until(self._queue.asked)
+        return func(*args, **kwargs)

@@ -1,0 +1,158 @@
+"""The engine on a device's road, by the twin of a device: whatever is captured, filled up, launched ahead or delayed, a request says what a
+processor says of it alone. In FP32, where logits of two roads differ by about 1e-6, far below the gaps here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.backends.cpu import CpuBackend
+from app.engine.decoder import DecoderEngine
+from app.engine.kv_cache import KVCache, KVShape
+from app.engine.limits import Limits
+from app.engine.pace import StepPace
+from app.engine.runner import Runner
+from app.engine.sampler import Sampler
+from app.engine.scheduler import Scheduler
+from app.engine.slots import SlotPool
+from app.messages import Abort, Generate, SequenceFinished, TokensReady
+from device_engine import EOS, MAX_LEN, SLOTS, DelayedTwin, DeviceServed, Said, prompt_of, request_of
+from loaded_models import load
+from tiny_checkpoints import ARCHITECTURES, write_checkpoint
+
+SHARED = prompt_of(70, 0)
+REQUESTS = [
+    request_of("greedy", prompt_of(30, 1), temperature=0.0, max_tokens=50),
+    request_of("seeded", prompt_of(50, 2), seed=3),
+    request_of("shaped", SHARED + prompt_of(7, 3), seed=4, temperature=1.2, top_p=0.9, top_k=50, min_p=0.01),
+    request_of("penalised", SHARED + prompt_of(19, 4), temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.4),
+    request_of("several", SHARED + prompt_of(3, 5), seed=6, n=3),
+    request_of("beams", prompt_of(20, 6), beam_width=3, max_tokens=10),
+    request_of("logprobs", prompt_of(9, 9), temperature=0.0, logprobs=3),
+    request_of("short", prompt_of(1, 7), temperature=0.0, max_tokens=80),
+    request_of("ends", prompt_of(12, 8), seed=19, ignore_eos=False, stop_token_ids=tuple(range(100, 110)), max_tokens=60),
+]
+ON_DEVICE = [one for one in REQUESTS if one.request_id in ("greedy", "seeded", "shaped", "several", "short", "ends")]
+
+
+def said_by_a_processor(model: Any, request: Generate) -> Said:
+    """In an engine of its own, its prompt computed whole."""
+    config = model.config
+    cache = KVCache(KVShape(config.num_layers, SLOTS, MAX_LEN, config.num_kv_heads, config.head_dim), torch.float32)
+    runner = Runner(model, cache, CpuBackend(torch.float32), Sampler(config.vocab_size))
+    limits = Limits(MAX_LEN, SLOTS // 2, MAX_LEN)
+    engine = DecoderEngine(Scheduler(SlotPool(SLOTS, SLOTS * MAX_LEN), StepPace(MAX_LEN), limits, {EOS}), runner)
+    engine.add(request)
+    said: Said = {}
+    while engine.has_work:
+        for event in engine.step():
+            assert isinstance(event, TokensReady | SequenceFinished)
+            said.setdefault((event.request_id, event.choice), []).extend(event.token_ids)
+    return said
+
+
+class Pair:
+    """A model in a processor's forms and in a device's, and what it says of each request alone."""
+
+    def __init__(self, directory: Path, architecture: str) -> None:
+        write_checkpoint(directory, architecture, seed=11)
+        plain: Any = load(directory, max_model_len=MAX_LEN)
+        self.model: Any = load(directory, max_model_len=MAX_LEN, device="cuda")
+        self.alone: Said = {}
+        for request in REQUESTS:
+            self.alone |= said_by_a_processor(plain, request)
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(tmp_path_factory.mktemp("model"), request.param)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(tmp_path_factory.mktemp("llama"), "LlamaForCausalLM")
+
+
+def of(said: Said, requests: list[Generate]) -> Said:
+    names = {one.request_id for one in requests}
+    return {key: tokens for key, tokens in said.items() if key[0] in names}
+
+
+def test_together_they_say_what_a_processor_says_of_each_alone(pair: Pair) -> None:
+    served = DeviceServed(pair.model).add(*REQUESTS).finish()
+    assert served.said == pair.alone
+    assert any(step.num_prefill_sequences and step.num_decode_sequences for step in served.stats), "prefill rode beside decodes"
+    assert served.runner.graphs.num_replayed > 20 and served.num_ahead > 20
+
+
+def test_steps_that_nobody_captures_say_the_same(llama: Pair) -> None:
+    served = DeviceServed(llama.model, eager="for this test").add(*REQUESTS).finish()
+    assert served.said == llama.alone
+    assert not served.runner.graphs.captured and served.num_ahead > 20
+
+
+def test_a_prefix_hit_says_what_a_miss_says(llama: Pair) -> None:
+    """One after the other in one engine, then all of them again, almost wholly cached."""
+    served = DeviceServed(llama.model)
+    for request in REQUESTS:
+        served.add(request).finish()
+    assert served.said == llama.alone
+    served.said.clear()
+    served.stats.clear()
+    served.add(*REQUESTS).finish()
+    assert served.said == llama.alone
+    assert sum(step.cached_tokens for step in served.stats) >= 2 * len(SHARED)
+
+
+def test_preempted_they_say_what_they_say_undisturbed(llama: Pair) -> None:
+    """Each fits a page for its first steps only; there are pages for half of them, and none for the beams beside them."""
+    requests = [request_of(f"r{seed}", prompt_of(60, seed), seed=seed, max_tokens=40) for seed in range(5)]
+    requests.insert(1, REQUESTS[5])
+    alone = {key: tokens for request in requests for key, tokens in DeviceServed(llama.model).add(request).finish().said.items()}
+    for pages in (5, 9):
+        some = [one for one in requests if pages == 9 or one.params.beam_width == 1]
+        served = DeviceServed(llama.model, pages=pages).add(*some).finish()
+        assert served.said == of(alone, some)
+        assert sum(step.preempted for step in served.stats) > 0
+        assert served.pool.in_use_tokens() == 0 and served.num_ahead > 0
+
+
+def test_what_is_asked_for_ahead_is_not_overwritten_before_it_is_read(llama: Pair) -> None:
+    """A device that is always late: words, replays and ids move when somebody waits for them."""
+    with DelayedTwin().watching() as late:
+        served = DeviceServed(llama.model, late).add(*ON_DEVICE).finish()
+    assert served.said == of(llama.alone, ON_DEVICE)
+    assert late.queue.most_pending >= 6, "two steps were under way: words there, replay, ids back"
+
+
+def test_an_aborted_neighbour_changes_nothing(llama: Pair) -> None:
+    """Half of them leave, some while a step of theirs is under way."""
+    with DelayedTwin().watching() as late:
+        served = DeviceServed(llama.model, late).add(*REQUESTS)
+        for request in REQUESTS[1::2]:
+            for _ in range(4):
+                served.step()
+            served.hear(served.engine.abort(Abort(request.request_id)))
+        served.finish()
+    stayed = REQUESTS[::2]
+    assert of(served.said, stayed) == of(llama.alone, stayed)
+
+
+def test_a_device_with_little_memory_says_the_same_in_smaller_parts(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step of more than 12 tokens wants more memory than there is, when all has been told and before anything is picked."""
+    served = DeviceServed(llama.model)
+    logits, wanting = served.runner._forward.logits, 0
+
+    def scarce(views: Any, sizes: Any, bounds: Any) -> Any:
+        nonlocal wanting
+        if sizes.tokens > 12:
+            wanting += 1
+            raise torch.OutOfMemoryError("planted")
+        return logits(views, sizes, bounds)
+
+    monkeypatch.setattr(served.runner._forward, "logits", scarce)
+    assert served.add(*REQUESTS).finish().said == llama.alone
+    assert wanting > 0
