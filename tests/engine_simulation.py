@@ -1,16 +1,15 @@
-"""An engine without tensors: KV memory is a dictionary that remembers of which tokens each entry was computed, the model is a hash.
+"""An engine without tensors, on a runner that remembers (remembering_runner.py).
 
 Whatever the scheduler does, a wrong or missing entry is found in the step that reads it, and every completion must equal the plain loop's.
 """
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterable
 from itertools import count
 
-from app.engine.batch import Batch, Picked, Span
+from app.engine.batch import Batch
 from app.engine.decoder import DecoderEngine
 from app.engine.limits import Limits
 from app.engine.pace import StepPace
@@ -20,100 +19,16 @@ from app.engine.slots import SlotPool
 from app.engine.speculation import Speculation
 from app.measured import StepStats
 from app.messages import Event, Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
-from at_once import AtOnce
-
-VOCABULARY = 7
-EOS = 0
-
-
-class DeviceBroke(Exception):
-    """What the fake runner raises when told to."""
-
-
-def fingerprints(token_ids: Iterable[int]) -> list[int]:
-    """Per position one number that stands for all tokens up to it: what its keys and values depend on."""
-    found, last = [], 17
-    for token_id in token_ids:
-        last = hash((last, token_id))
-        found.append(last)
-    return found
-
-
-def log_probabilities(fingerprint: int) -> list[float]:
-    """The model: one distribution per context."""
-    logits = [(hash((fingerprint, token)) % 1000) / 250 for token in range(VOCABULARY)]
-    total = math.log(sum(math.exp(logit) for logit in logits))
-    return [logit - total for logit in logits]
-
-
-def drawn(fingerprint: int, seed: int) -> int:
-    """The sampler of a plain choice: depends on seed and context alone; one in `VOCABULARY` ends it."""
-    return hash((fingerprint, seed)) % VOCABULARY
-
-
-def candidates(fingerprint: int, number: int) -> Picked:
-    """The sampler of a beam."""
-    best = sorted(enumerate(log_probabilities(fingerprint)), key=lambda pair: -pair[1])[:number]
-    return Picked(tuple(token for token, _ in best), tuple(logprob for _, logprob in best))
-
-
-class RememberingRunner:
-    """Carries out batches on the dictionary and holds them against what they must be. `broken` makes it raise."""
-
-    model_seconds = 0.0
-
-    def __init__(self, pool: SlotPool) -> None:
-        self.pool = pool
-        self.memory: dict[tuple[int, int], int] = {}
-        self.broken = False
-        self.computed_tokens = 0
-        self.batches: list[Batch] = []
-
-    def run(self, batch: Batch) -> list[Picked]:
-        self.batches.append(batch)
-        for copy in batch.copies:
-            assert copy.source != copy.target and copy.start < copy.end
-            for position in range(copy.start, copy.end):
-                self.memory[copy.target, position] = self.memory[copy.source, position]
-        for slot, start, end in batch.released:
-            for position in range(start, end):
-                self.memory.pop((slot, position), None)
-        if self.broken:
-            raise DeviceBroke
-        marks = {id(span): fingerprints([*span.sequence.token_ids[: span.own_end], *span.draft_ids]) for span in batch.spans}
-        self._write(batch, marks)
-        for span in batch.spans:
-            self._read(span, marks[id(span)])
-        self._count_pages()
-        return [
-            self._pick(span.sequence, marks[id(span)][position])
-            for span in batch.spans
-            for position in range(span.end - span.num_picks, span.end)
-        ]
-
-    def _write(self, batch: Batch, marks: dict[int, list[int]]) -> None:
-        written = set()
-        for span in batch.spans:
-            assert span.prefix_tokens <= span.start, "a shared prefix is never written"
-            for position in range(span.start, span.end):
-                assert (span.slot, position) not in written, "two sequences write to one place"
-                written.add((span.slot, position))
-                self.memory[span.slot, position] = marks[id(span)][position]
-        self.computed_tokens += batch.num_tokens
-
-    def _read(self, span: Span, marks: list[int]) -> None:
-        for position in range(span.end):
-            slot = span.prefix_slot if position < span.prefix_tokens else span.slot
-            assert slot is not None
-            assert self.memory.get((slot, position)) == marks[position], f"slot {slot} holds something else at {position}"
-
-    def _count_pages(self) -> None:
-        page = self.pool.tokens_per_page
-        pages = {(slot, position // page) for slot, position in self.memory}
-        assert len(pages) * page <= self.pool.capacity_tokens, "more memory is touched than there is"
-
-    def _pick(self, sequence: Sequence, mark: int) -> Picked:
-        return candidates(mark, sequence.num_candidates) if sequence.is_beam else Picked((drawn(mark, sequence.seed),))
+from remembering_runner import (
+    EOS,
+    VOCABULARY,
+    DeviceBroke,
+    MemoryWanting,
+    RememberingRunner,
+    drawn,
+    fingerprints,
+    log_probabilities,
+)
 
 
 class Oracle:
@@ -165,11 +80,16 @@ class Simulation:
         self.pace = pace or experienced_pace(limits.max_batch_tokens)
         ticks = count()
         self.scheduler = Scheduler(self.pool, self.pace, limits, {EOS}, clock=lambda: float(next(ticks)))
-        self.engine = DecoderEngine(self.scheduler, AtOnce(self.runner), clock=lambda: float(next(ticks)))
+        self.engine = DecoderEngine(self.scheduler, self.runner, clock=lambda: float(next(ticks)))
         self.completions: dict[tuple[str, int], list[int]] = {}
         self.endings: dict[tuple[str, int], SequenceFinished] = {}
         self.failures: dict[str, RequestFailed] = {}
         self.steps_without_the_oldest = 0
+
+    def flying(self, chance: float = 1.0) -> Simulation:
+        """Its steps are launched ahead, where that can be, so often."""
+        self.runner._chance = chance
+        return self
 
     def with_guesses(self, chance: float) -> Simulation:
         """Each of its guesses is right so often."""
@@ -181,23 +101,25 @@ class Simulation:
         self.hear(self.engine.add(request))
 
     def step(self) -> Batch | None:
-        """One step; the batch that was computed."""
-        before = len(self.runner.batches)
+        """One step; the batch that was computed, or that broke."""
+        launched, waited = len(self.runner.batches), len(self.runner.waited)
         # A choice that was held for its prompt may be older than what runs, and waits for a place like any other.
         queue = self.scheduler.roster.running or self.scheduler.roster.waiting
         oldest = queue[0].order if queue else None
         try:
             events = self.engine.step()
-        except DeviceBroke:
+        except (DeviceBroke, MemoryWanting):
             events = self.engine.fail()
         self.hear(events)
         check_pool(self.pool, self.scheduler)
-        if len(self.runner.batches) == before:
+        check_flight(self.engine)
+        if len(self.runner.batches) == launched and len(self.runner.waited) == waited:
             assert oldest is None, "there was work and nothing was done"
             return None
-        batch = self.runner.batches[-1]
+        batch = self.runner.waited[-1] if len(self.runner.waited) > waited else self.runner.batches[-1]
         has_oldest = any(span.sequence.order == oldest for span in batch.spans)
-        self.steps_without_the_oldest = 0 if has_oldest else self.steps_without_the_oldest + 1
+        is_small = self.scheduler._allowance.tokens < self.scheduler._limits.max_batch_tokens  # then decodes go first for longer
+        self.steps_without_the_oldest = 0 if has_oldest or is_small else self.steps_without_the_oldest + 1
         assert self.steps_without_the_oldest < 3, "the oldest is passed over, for longer than the pace takes to be measured"
         return batch
 
@@ -222,6 +144,19 @@ class Simulation:
                 self.completions.setdefault(key, []).extend(event.token_ids)
             else:
                 self.endings[key] = event
+
+
+def check_flight(engine: DecoderEngine) -> None:
+    """What must be true of a step that is under way between any two: somebody lives of it, where he was and one position further."""
+    if engine._ahead is None:
+        return
+    spans = engine._ahead.batch.living().spans
+    assert spans and engine._ahead.batch.ahead
+    for span in spans:
+        sequence = span.sequence
+        assert sequence in engine.scheduler.roster.running
+        assert (span.slot, span.prefix_slot, span.prefix_tokens) == (sequence.slot, sequence.prefix_slot, sequence.prefix_tokens)
+        assert span.end == len(sequence.token_ids) == sequence.num_computed + 1
 
 
 def check_pool(pool: SlotPool, scheduler: Scheduler) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
@@ -74,6 +75,7 @@ class DecoderEngine:
         self._began = 0.0  # when there was nothing to wait for any more but this step
         self._batch: Batch | None = None  # of the step that is under way, or that raised; without void rows
         self._ahead: Flight | None = None
+        self._too_many = sys.maxsize  # tokens: the smallest step that wanted too much memory so far, told when it becomes smaller
 
     @property
     def has_work(self) -> bool:
@@ -167,7 +169,9 @@ class DecoderEngine:
         batch = self._batch
         if batch is None or not self.runner.survives(error) or not self.scheduler.shrink(batch):
             return False
-        log.warning("A step of %d tokens wanted more memory than there is: steps are smaller for now", batch.num_tokens)
+        if batch.num_tokens < self._too_many:
+            self._too_many = batch.num_tokens
+            log.warning("A step of %d tokens wanted more memory than there is: steps are smaller for now", batch.num_tokens)
         self._batch = self._ahead = None
         return True
 

@@ -120,7 +120,9 @@ class Scheduler:
         return Batch(tuple(span.one_further() for span in lasting), (), self.pool.take_released(), ahead=True)
 
     def shrink(self, batch: Batch) -> bool:
-        """This step wanted more memory than there is: the next ones are smaller. False where it could not be smaller."""
+        """This step wanted more memory than there is, and is given up: the next ones are smaller. False where it could not be smaller."""
+        for span in batch.spans:
+            self._tenants.trim(span.sequence)
         return self._allowance.shrink(batch)
 
     def update(self, batch: Batch, picked: Items[Picked]) -> list[Event]:

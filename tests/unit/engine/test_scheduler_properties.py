@@ -1,4 +1,6 @@
-"""Any run of add, step, abort and failing steps: memory is kept to, contents are right, everyone ends once and says what it must."""
+"""Any run of add, step, abort, failing steps and wants of memory, with steps launched ahead or without: memory is kept to, contents are
+right, everyone ends once and says what it must.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +24,7 @@ class AnyRun(RuleBasedStateMachine):
         super().__init__()
         self.asked: dict[str, Generate] = {}
         self.aborted: set[tuple[str, int | None]] = set()
+        self.failed: set[str] = set()
 
     @initialize(
         num_slots=st.sampled_from([4, 5, 9]),
@@ -30,7 +33,8 @@ class AnyRun(RuleBasedStateMachine):
         running=st.integers(2, 4),
         batch_tokens=st.sampled_from([4, 9, 64]),
         itl=st.sampled_from([None, 1.0, 50.0]),
-        guessed=st.sampled_from([None, 0.0, 0.5, 0.9, 1.0]),
+        guessed=st.sampled_from([None, None, 0.0, 0.5, 0.9, 1.0]),
+        flying=st.sampled_from([0.0, 0.5, 1.0, 1.0]),
     )
     def begin(
         self,
@@ -41,9 +45,10 @@ class AnyRun(RuleBasedStateMachine):
         batch_tokens: int,
         itl: float | None,
         guessed: float | None,
+        flying: float,
     ) -> None:
         limits = Limits(max_model_len=90, max_running_seqs=running, max_batch_tokens=batch_tokens)
-        self.sim = Simulation(num_slots, capacity, page, limits, StepPace(batch_tokens, itl))
+        self.sim = Simulation(num_slots, capacity, page, limits, StepPace(batch_tokens, itl)).flying(flying)
         if guessed is not None:
             self.sim.with_guesses(guessed)
 
@@ -70,6 +75,7 @@ class AnyRun(RuleBasedStateMachine):
         request = Generate(f"r{len(self.asked)}", tuple(FAMILIES[family][:shared] + own), params, 0.0)
         self.asked[request.request_id] = request
         self.sim.hear(self.sim.engine.add(request))
+        self.failed |= self.sim.failures.keys() & {request.request_id}
 
     @rule(times=st.integers(1, 6))
     def step(self, times: int) -> None:
@@ -84,11 +90,25 @@ class AnyRun(RuleBasedStateMachine):
         self.sim.hear(self.sim.engine.abort(Abort(request_id, choice=choice)))
 
     @precondition(lambda self: len(self.asked) % 5 == 4)
-    @rule()
-    def break_a_step(self) -> None:
-        self.sim.runner.broken = True
+    @rule(late=st.booleans())
+    def break_a_step(self, late: bool) -> None:
+        before = set(self.sim.failures)
+        self.sim.runner.broken, self.sim.runner.broken_late = not late, late
         self.sim.step()
-        self.sim.runner.broken = False
+        self.sim.runner.broken = self.sim.runner.broken_late = False
+        self.failed |= set(self.sim.failures) - before
+
+    @rule(tokens=st.sampled_from([3, 3, 5, 17, None]), late=st.booleans())
+    def have_memory_for_fewer(self, tokens: int | None, late: bool) -> None:
+        """As long as a search's beams find room together nobody has to fail for it."""
+        self.sim.runner.most_tokens, self.sim.runner.wants_late = tokens, late
+
+    @precondition(lambda self: self.asked)
+    @rule()
+    def check(self) -> None:
+        most, self.sim.runner.most_tokens = self.sim.runner.most_tokens, None
+        self.sim.engine.check()
+        self.sim.runner.most_tokens = most
 
     def teardown(self) -> None:
         if not hasattr(self, "sim"):
@@ -96,12 +116,14 @@ class AnyRun(RuleBasedStateMachine):
         self.sim.finish()
         assert self.sim.pool.in_use_tokens() == 0
         assert self.sim.step() is None
+        assert self.sim.engine._ahead is None and self.sim.engine._batch is None, "something is left in flight"
         for request in self.asked.values():
             self.check_told(request)
 
     def check_told(self, request: Generate) -> None:
         """Each choice ended exactly once, with the words of the plain loop, or their beginning where it was stopped."""
         if request.request_id in self.sim.failures:
+            assert request.request_id in self.failed, "nobody fails but those who were refused, or whose step broke"
             return
         limit, eos = longest(request, self.sim.scheduler._limits, self.sim.pool), None if request.params.ignore_eos else EOS
         for choice in range(request.params.n):

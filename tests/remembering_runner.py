@@ -1,0 +1,167 @@
+"""A runner without tensors: KV memory is a dictionary that remembers of which tokens each entry was computed, the model is a hash.
+
+A wrong or missing entry is found in the step that reads it. It may fly: then what a step picks is not told before it is waited for.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from app.engine.batch import Batch, Flight, Picked, Span
+from app.engine.sequence import Sequence
+from app.engine.slots import SlotPool
+
+VOCABULARY = 7
+EOS = 0
+
+
+class DeviceBroke(Exception):
+    """What the fake runner raises when told to."""
+
+
+class MemoryWanting(RuntimeError):
+    """What it raises where a step is too large for the memory that it was told to have."""
+
+
+def fingerprints(token_ids: Iterable[int]) -> list[int]:
+    """Per position one number that stands for all tokens up to it: what its keys and values depend on."""
+    found, last = [], 17
+    for token_id in token_ids:
+        last = hash((last, token_id))
+        found.append(last)
+    return found
+
+
+def log_probabilities(fingerprint: int) -> list[float]:
+    """The model: one distribution per context."""
+    logits = [(hash((fingerprint, token)) % 1000) / 250 for token in range(VOCABULARY)]
+    total = math.log(sum(math.exp(logit) for logit in logits))
+    return [logit - total for logit in logits]
+
+
+def drawn(fingerprint: int, seed: int) -> int:
+    """The sampler of a plain choice: depends on seed and context alone; one in `VOCABULARY` ends it."""
+    return hash((fingerprint, seed)) % VOCABULARY
+
+
+def candidates(fingerprint: int, number: int) -> Picked:
+    """The sampler of a beam."""
+    best = sorted(enumerate(log_probabilities(fingerprint)), key=lambda pair: -pair[1])[:number]
+    return Picked(tuple(token for token, _ in best), tuple(logprob for _, logprob in best))
+
+
+@dataclass(frozen=True, slots=True)
+class Flown:
+    batch: Batch
+    picked: list[Picked]
+
+
+class RememberingRunner:
+    """Carries out batches on the dictionary and holds them against what they must be.
+
+    `broken` makes it raise, as a step is launched or (`broken_late`) waited for; a step of more than `most_tokens` wants too much memory,
+    as it is launched or waited for. `chance`: of a step being one that another may follow.
+    """
+
+    model_seconds = 0.0
+
+    def __init__(self, pool: SlotPool, chance: float = 0.0) -> None:
+        self.pool = pool
+        self.memory: dict[tuple[int, int], int] = {}
+        self.broken = self.broken_late = False
+        self.most_tokens: int | None = None
+        self.wants_late = False
+        self.computed_tokens = 0
+        self.batches: list[Batch] = []  # as they are launched
+        self.waited: list[Batch] = []
+        self._chance, self._dice = chance, random.Random(0)
+
+    def run(self, batch: Batch) -> list[Picked]:
+        return self.wait(self.launch(batch))
+
+    def launch(self, batch: Batch, after: Flight | None = None) -> Flight:
+        assert batch.ahead == (after is not None)
+        self.batches.append(batch)
+        self._carry(batch)
+        if self.broken:
+            raise DeviceBroke
+        if not self.wants_late:
+            self._want(batch)
+        marks = {id(span): fingerprints([*tokens_of(span, after), *span.draft_ids]) for span in batch.spans}
+        self._write(batch, marks)
+        for span in batch.spans:
+            self._read(span, marks[id(span)])
+        self._count_pages()
+        picked = [
+            self._pick(span.sequence, marks[id(span)][position])
+            for span in batch.spans
+            for position in range(span.end - span.num_picks, span.end)
+        ]
+        return Flown(batch, picked)
+
+    def wait(self, flight: Flight) -> list[Picked]:
+        assert isinstance(flight, Flown)
+        if self.broken_late:
+            raise DeviceBroke
+        self._want(flight.batch)
+        self.waited.append(flight.batch)
+        return flight.picked
+
+    def follows(self, batch: Batch) -> bool:
+        return self._dice.random() < self._chance
+
+    def survives(self, error: Exception) -> bool:
+        return isinstance(error, MemoryWanting)
+
+    def _want(self, batch: Batch) -> None:
+        if self.most_tokens is not None and batch.num_tokens > self.most_tokens:
+            raise MemoryWanting
+
+    def _carry(self, batch: Batch) -> None:
+        for copy in batch.copies:
+            assert copy.source != copy.target and copy.start < copy.end
+            for position in range(copy.start, copy.end):
+                self.memory[copy.target, position] = self.memory[copy.source, position]
+        for slot, start, end in batch.released:
+            for position in range(start, end):
+                self.memory.pop((slot, position), None)
+
+    def _write(self, batch: Batch, marks: dict[int, list[int]]) -> None:
+        written = set()
+        for span in batch.spans:
+            assert span.prefix_tokens <= span.start, "a shared prefix is never written"
+            for position in range(span.start, span.end):
+                assert (span.slot, position) not in written, "two sequences write to one place"
+                written.add((span.slot, position))
+                self.memory[span.slot, position] = marks[id(span)][position]
+        self.computed_tokens += batch.num_tokens
+
+    def _read(self, span: Span, marks: list[int]) -> None:
+        for position in range(span.end):
+            slot = span.prefix_slot if position < span.prefix_tokens else span.slot
+            assert slot is not None
+            assert self.memory.get((slot, position)) == marks[position], f"slot {slot} holds something else at {position}"
+
+    def _count_pages(self) -> None:
+        page = self.pool.tokens_per_page
+        pages = {(slot, position // page) for slot, position in self.memory}
+        assert len(pages) * page <= self.pool.capacity_tokens, "more memory is touched than there is"
+
+    def _pick(self, sequence: Sequence, mark: int) -> Picked:
+        return candidates(mark, sequence.num_candidates) if sequence.is_beam else Picked((drawn(mark, sequence.seed),))
+
+
+def tokens_of(span: Span, after: Flight | None) -> list[int]:
+    """Its own tokens up to where guesses begin: the last one is what the flight before it picks, where that is not told yet."""
+    if after is None:
+        assert span.own_end <= len(span.sequence.token_ids)
+        return span.sequence.token_ids[: span.own_end]
+    assert isinstance(after, Flown) and not span.draft_ids
+    assert span.num_tokens == 1 and span.start == len(span.sequence.token_ids), "one token, which nobody knows"
+    (row,) = [row for row, before in enumerate(after.batch.spans) if before.sequence is span.sequence]
+    before = after.batch.spans[row]
+    assert (before.end, before.slot, before.prefix_slot) == (span.start, span.slot, span.prefix_slot)
+    return [*span.sequence.token_ids, after.picked[row].token_ids[0]]
