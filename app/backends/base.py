@@ -96,7 +96,12 @@ class Mark(Protocol):
 
 
 class DeviceBackend(Device, Protocol):
-    """A device with memory and a queue of its own: keys and values lie in pages of ours, and a call returns before its work is done."""
+    """A device with memory and a queue of its own: keys and values lie in pages of ours, and a call returns before its work is done.
+
+    `draws`: whether it has the float64 that drawing a token wants; else only the likeliest are picked there.
+    """
+
+    draws: bool
 
     def attention(self, query: Tensor, kv: KVRows, step: PagedStep, spec: AttentionSpec) -> Tensor:
         """Causal attention of query [tokens, heads, head_dim] over the pages of one layer that the step says; result like query.

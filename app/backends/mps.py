@@ -28,6 +28,8 @@ _FALLBACK = "PYTORCH_ENABLE_MPS_FALLBACK"
 class MpsBackend:
     """One process, one GPU, one queue of commands; memory is the machine's own."""
 
+    draws = False
+
     def __init__(self, dtype: torch.dtype) -> None:
         self.device = torch.device("mps")
         self.dtype = dtype

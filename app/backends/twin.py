@@ -40,6 +40,8 @@ class Done:
 class TwinBackend:
     """A `DeviceBackend` on the processor."""
 
+    draws = True
+
     def __init__(self, dtype: torch.dtype) -> None:
         self.device = torch.device("cpu")
         self.dtype = dtype

@@ -95,7 +95,8 @@ class DeviceRunner:
         self.model_seconds, self._landed_at = now - max(flight.started, self._landed_at), now
         if flight.logits is not None:
             with torch.inference_mode():
-                return self._sampler.pick(flight.logits, flight.rows)
+                logits = flight.logits if self.backend.draws else flight.logits.cpu()
+                return self._sampler.pick(logits, flight.rows)
         bad = [row for token_id, row in zip(ids, flight.rows, strict=True) if token_id < 0]
         if bad and not (flight.batch.ahead and all(row.sequence.slot is None for row in bad)):  # what is void is nobody's
             raise StepFailed(
@@ -110,7 +111,7 @@ class DeviceRunner:
     def follows(self, batch: Batch) -> bool:
         """Where every row picks one token, and on the device."""
         decodes = all(span.is_decode and span.num_picks == 1 for span in batch.spans)
-        return decodes and way_of(rows_to_pick(batch.spans)) is not Way.LOGITS
+        return decodes and way_of(rows_to_pick(batch.spans), self.backend.draws) is not Way.LOGITS
 
     def survives(self, error: Exception) -> bool:
         """What copies and releases left undone is not made up for."""
@@ -137,7 +138,7 @@ class DeviceRunner:
 
     def _task(self, batch: Batch) -> _Task:
         rows = rows_to_pick(batch.spans)
-        way = way_of(rows)
+        way = way_of(rows, self.backend.draws)
         decodes = all(span.num_tokens == span.num_picks == 1 for span in batch.spans)
         bucket = bucket_of(len(batch.spans), self.buckets) if decodes and way is not Way.LOGITS and self.graphs.on else None
         return _Task(batch, rows, way, None if bucket is None else Shape(bucket, way))
@@ -181,7 +182,7 @@ class DeviceRunner:
             self.graphs.run(task.shape)
             return None
         sizes = task.sizes
-        views = views_of(self._block, sizes)
+        views = views_of(self._block, sizes, self.backend.draws)
         logits = self._forward.logits(views, sizes, Bounds.of(task.batch.spans))
         if task.way is Way.LOGITS:
             return logits
@@ -191,6 +192,6 @@ class DeviceRunner:
     def _of_shape(self, shape: Shape) -> None:
         """The work of a step that is captured: it depends on nothing but the words."""
         sizes = Sizes.of_bucket(shape.bucket)
-        views = views_of(self._block, sizes)
+        views = views_of(self._block, sizes, self.backend.draws)
         logits = self._forward.logits(views, sizes, Bounds(shape.bucket, 1, self.kv_cache.shape.max_len))
         self._forward.pick(logits, views, shape.way)

@@ -29,10 +29,12 @@ class Way(Enum):
     LOGITS = "logits"  # by the sampler, from whole logits: penalties, beams, log-probabilities
 
 
-def way_of(rows: Items[RowToPick]) -> Way:
-    """One way for all rows of a step: the least that is enough for each of them."""
+def way_of(rows: Items[RowToPick], draws: bool) -> Way:
+    """One way for all rows of a step: the least that is enough for each of them. `draws`: whether the device can."""
     params = [row.sequence.params for row in rows]
     if any(one.has_penalties or one.beam_width > 1 or one.logprobs is not None for one in params):
+        return Way.LOGITS
+    if not draws and not all(one.greedy for one in params):
         return Way.LOGITS
     if any(one.top_k > 0 or one.top_p < 1.0 or one.min_p > 0.0 for one in params if not one.greedy):
         return Way.FILTERED
@@ -105,12 +107,13 @@ def num_words(sizes: Sizes) -> int:
     return sum(_words(count, dtype) for count, dtype in _fields(sizes).values())
 
 
-def views_of(block: Tensor, sizes: Sizes) -> StepViews:
-    """Of the first words of block [words] int64."""
+def views_of(block: Tensor, sizes: Sizes, draws: bool = True) -> StepViews:
+    """Of the first words of block [words] int64. Where a device does not draw it has no float64 either: such words stay as they are."""
     views, first = {}, 0
     for name, (count, dtype) in _fields(sizes).items():
         end = first + _words(count, dtype)
-        views[name] = block[first:end].view(dtype)[:count]
+        plain = dtype is torch.float64 and not draws
+        views[name] = block[first:end] if plain else block[first:end].view(dtype)[:count]
         first = end
     return StepViews(**views)
 

@@ -148,4 +148,15 @@ def test_updates_lie_behind_the_words(count: int) -> None:
     ],
 )
 def test_one_way_is_enough_for_every_row(params: list[SamplingParams], way: Way) -> None:
-    assert way_of([RowToPick(sequence_of(4, one), 4) for one in params]) is way
+    rows = [RowToPick(sequence_of(4, one), 4) for one in params]
+    assert way_of(rows, draws=True) is way
+    assert way_of(rows, draws=False) is (way if way is Way.GREEDY else Way.LOGITS), "who does not draw there draws here"
+
+
+def test_a_device_without_float64_reads_its_other_words_as_they_are_meant() -> None:
+    block = torch.zeros(num_words(Sizes.of_bucket(3)), dtype=torch.int64)
+    here, there = views_of(block, Sizes.of_bucket(3)), views_of(block, Sizes.of_bucket(3), draws=False)
+    fill(here, (span_of(sequence_of(8), 7, 8, slot=3),), [70], Places(1000, 9, {}))
+    for name in ("token_ids", "sources", "positions", "written", "slots", "lengths", "starts"):
+        assert getattr(there, name).tolist() == getattr(here, name).tolist()
+    assert there.uniforms.dtype == there.top_p.dtype == torch.int64
