@@ -12,6 +12,12 @@ from app.settings import Settings
 
 GIB = 2**30
 RECIPES = [("cpu", architecture, name) for architecture in ("x86_64", "arm64") for name in ("fp32", "bf16", "int8", "int4")]
+# What is built on GPUs too.
+ON_GPUS = [
+    *RECIPES,
+    *(("cuda", architecture, name) for architecture in ("x86_64", "arm64") for name in ("fp32", "bf16", "int4")),
+    *(("mps", "arm64", name) for name in ("fp32", "bf16", "fp16", "int4")),
+]
 
 
 def machine(cores: int = 8, siblings: int = 1, nodes: int = 1, memory: int = 64 * GIB, **changes: Any) -> Facts:

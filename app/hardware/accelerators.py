@@ -20,8 +20,9 @@ _GPU_FILES = "/proc/driver/nvidia/gpus"
 
 # `  MIG 1g.10gb     Device  0: (UUID: MIG-…)` below `GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-…)`; a profile's name has its memory.
 _LISTED = re.compile(r"^GPU (\d+):|^\s+MIG (\S*?(\d+)gb\S*)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)", re.MULTILINE)
-# What an instance has of the gigabytes in its profile's name: 1g.5gb 4,864 MiB, 3g.40gb 40,192 MiB, 1g.18gb of an H200 16.0 GiB.
-_OF_PROFILE = 0.95
+# What an instance has of the gigabytes in its profile's name, at the least: 1g.24gb of a GB200 20.0 GiB, 1g.18gb of an H200 16.0
+# (`nvidia-smi mig -lgip` in github.com/NVIDIA/gpu-operator pull 1303 and github.com/NVIDIA/mig-parted issue 120).
+_OF_PROFILE = 0.89
 
 
 def cuda_devices(files: Files, run: Run, visible: str | None = None) -> tuple[CudaDevice, ...]:

@@ -29,7 +29,8 @@ _LONG_SECONDS = 0.05  # of a step
 _SHARE_TOKENS, _SHARES_SECONDS = 256, 0.1  # of a thread; while a step takes no longer
 _MOST_TEXTS = 256  # of a step
 # On a device: its products ask for thousands of rows, and what a step costs the host is paid once. Not measured on one yet.
-_DEVICE_TARGET_TOKENS, _DEVICE_MOST_TEXTS = 16_384, 1024
+_DEVICE_TARGET_TOKENS, _DEVICE_MOST_TEXTS, _DEVICE_WAITING_REQUESTS = 16_384, 1024, 4096
+_NARROW_HIDDEN_SIZE = 384  # a model so narrow wants twice the tokens for its products
 _WAITING_SECONDS = 10.0  # worth of short texts may wait, as many as that is where speeds are known
 _WAITING_REQUESTS = 256
 _MOST_WAITING = 4096  # requests, whatever the speed: each is a connection
@@ -45,7 +46,7 @@ def decide(facts: Facts, settings: Settings, demand: Demand, timing: Timing | No
     fits = _most_tokens(settings, needs, demand, left)
     length = _model_len(settings, needs, left, fits)
     on_device = demand.device is not None
-    target = _target(settings, needs, timing, fits, _DEVICE_TARGET_TOKENS if on_device else _TARGET_TOKENS)
+    target = _target(settings, needs, timing, fits, _device_target(needs) if on_device else _TARGET_TOKENS)
     batch = _batch(settings, needs, Fitting(target, length, fits), left)
     running = _texts(settings, batch.value, needs, _DEVICE_MOST_TEXTS if on_device else _MOST_TEXTS)
     return Capacity(
@@ -55,8 +56,14 @@ def decide(facts: Facts, settings: Settings, demand: Demand, timing: Timing | No
         max_running_seqs=running,
         max_batch_tokens=batch,
         batch_target_tokens=target,
-        max_waiting_requests=_waiting(settings, needs, timing, target.value),
+        max_waiting_requests=_waiting(settings, needs, timing, target.value)
+        if timing is not None or not on_device or settings.max_waiting_requests != "auto"
+        else Decision(_DEVICE_WAITING_REQUESTS, "Texts of a few of a device's steps; nobody knows yet how long they would wait."),
     )
+
+
+def _device_target(needs: Needs) -> int:
+    return _DEVICE_TARGET_TOKENS * (2 if needs.hidden_size <= _NARROW_HIDDEN_SIZE else 1)
 
 
 def refuse_what_generating_asks(settings: Settings) -> None:

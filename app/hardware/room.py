@@ -14,8 +14,8 @@ _PROCESS_BYTES = 400 * 2**20
 _SLACK_SHARE = 16  # one part in so many is left to page tables, the allocator and the kernel
 _ACTIVATION_WIDTHS = 16  # FP32 values of the hidden size that a token holds at the widest point of a layer
 _ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-# Of each logit: as computed and while it is picked from. A device picks without the host, which takes its bits and a mask as well.
-_LOGIT_BYTES, _DEVICE_LOGIT_BYTES = 8, 16
+# Of each logit: as computed and while it is picked from. A device picks without the host, for which it holds four more FP32 values of it.
+_LOGIT_BYTES, _DEVICE_LOGIT_BYTES = 8, 20
 _KV_ALIGNED = 64  # bytes that a token's int8 codes and scales of one layer are padded to a multiple of (kernels/kv_rows.py)
 MIN_TOKENS = 16  # a context shorter than this serves nobody
 LEAST_BATCH_TOKENS = 64  # a step that small still serves: what fits is judged with it
