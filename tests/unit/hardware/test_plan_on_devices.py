@@ -1,0 +1,198 @@
+"""What is planned for a device: in what weights, activations, keys and values; that its memory adds up; what the host's threads do."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.errors import PlanImpossible
+from app.hardware import device_memory
+from app.hardware.facts import Cgroup, CudaDevice, Facts, Needs
+from app.hardware.plan import ServingPlan, make_plan
+from app.settings import Settings
+from planned_machines import GIB, ON_GPUS, machine
+
+Recorded = Callable[[str], Facts]
+MIB = 2**20
+
+
+def chosen(facts: Facts, needs: Needs | None = None, **asked: Any) -> ServingPlan:
+    return make_plan(facts, None, Settings(**asked), needs, ON_GPUS)
+
+
+def with_gpu(free: int, memory: int = 80 * GIB, **changes: Any) -> Facts:
+    gpu = CudaDevice(0, "NVIDIA A100", (8, 0), memory, free, "GPU-1")
+    return machine(cuda=(gpu,), **changes)
+
+
+@pytest.mark.parametrize(
+    ("host", "asked", "held"),
+    [
+        ("h200", {}, ("bf16", "bfloat16", "bf16")),
+        ("h200", {"precision": "fp32"}, ("fp32", "float32", "fp32")),
+        ("h200", {"precision": "int4"}, ("int4", "bfloat16", "bf16")),
+        ("mac-m1", {}, ("fp16", "float16", "fp16")),
+        ("mac-m1", {"precision": "int4"}, ("int4", "float16", "fp16")),
+        ("mac-m1", {"precision": "bf16"}, ("bf16", "bfloat16", "bf16")),
+        ("mac-m4-pro", {}, ("bf16", "bfloat16", "bf16")),
+        ("mac-m4-pro", {"precision": "fp16"}, ("fp16", "float16", "fp16")),
+        ("mac-m4-pro", {"precision": "int4"}, ("int4", "bfloat16", "bf16")),
+        ("dgx-spark", {}, ("bf16", "bfloat16", "bf16")),
+    ],
+)
+def test_in_what_things_are_held(
+    recorded: Recorded, llama_1b: Needs, host: str, asked: dict[str, Any], held: tuple[str, str, str]
+) -> None:
+    plan = chosen(recorded(host), llama_1b, **asked)
+    assert (plan.precision.value, plan.dtype.value, plan.kv_precision.value) == held
+    assert plan.device.value == ("mps" if host.startswith("mac") else "cuda")
+
+
+def test_an_m1_is_told_why_it_computes_in_fp16(recorded: Recorded, llama_1b: Needs) -> None:
+    assert "Apple M1's GPU multiplies FP16" in chosen(recorded("mac-m1"), llama_1b).precision.reason
+    assert "slow" in chosen(recorded("mac-m1"), llama_1b, precision="bf16").precision.reason
+    with pytest.raises(PlanImpossible, match=r"dtype \(fp16\)"):
+        chosen(recorded("mac-m1"), llama_1b, kv_precision="bf16", device="mps")
+
+
+@pytest.mark.parametrize("host", ["h200", "h100", "h100-mig", "two-gpus", "dgx-spark", "mac-m1", "mac-m4-pro"])
+@pytest.mark.parametrize("kind", ["decoder", "encoder", None])
+def test_every_decision_says_why(recorded: Recorded, llama_1b: Needs, host: str, kind: Any) -> None:
+    needs = dataclasses.replace(llama_1b, kind=kind, kv_elements_per_token=0 if kind == "encoder" else 32768) if kind else None
+    for field, decision in chosen(recorded(host), needs).decisions():
+        assert decision.reason.endswith("."), f"{field}: {decision.reason!r} is no sentence"
+        assert decision.reason[0].isupper() or decision.reason[0].isdigit(), field
+
+
+# ---- memory --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_memory_of_an_h200_adds_up(recorded: Recorded, llama_1b: Needs) -> None:
+    """Of 124.7 GiB that are free: weights, context, captured steps, 2 GiB of slack, activations, logits, and keys and values."""
+    plan = chosen(recorded("h200"), llama_1b)
+    free = (143771 - 16057) * MIB
+    activations = 8192 * 64 * 2048 + 20 * 256 * 128_256
+    taken = device_memory.CONTEXT_BYTES + device_memory.GRAPHS_BYTES + 2 * GIB
+    assert plan.kv_cache_bytes.value == free - 2_471_628_800 - taken - activations
+    assert (plan.max_batch_tokens.value, plan.max_running_seqs.value, plan.max_waiting_requests.value) == (8192, 256, 1024)
+    assert plan.max_model_len.value == 131_072
+    words = plan.kv_cache_bytes.reason
+    assert "124.7 GiB available (free of 140.4 GiB on NVIDIA H200) less 2.3 GiB of weights" in words and "captured steps" in words
+    assert "on the device. The host only maps the files, and takes about 1.0 GiB of its 18.2 GiB." in plan.weight_bytes.reason
+    eager = chosen(recorded("h200"), llama_1b, compile="off")
+    assert eager.kv_cache_bytes.value - plan.kv_cache_bytes.value == device_memory.GRAPHS_BYTES
+
+
+def test_weights_are_counted_as_the_device_holds_them(recorded: Recorded, llama_1b: Needs) -> None:
+    needs = dataclasses.replace(llama_1b, device_bytes_by_precision={"int4": 900_000_000})
+    assert chosen(recorded("h200"), needs, precision="int4").weight_bytes.value == 900_000_000
+    assert chosen(recorded("h200"), needs).weight_bytes.value == needs.bytes_by_precision["bf16"]
+    assert chosen(recorded("mac-m1"), needs).weight_bytes.value == needs.bytes_by_precision["bf16"], "FP16 is as wide"
+
+
+def test_four_bits_where_sixteen_do_not_fit(llama_1b: Needs) -> None:
+    small = chosen(with_gpu(4 * GIB, 6 * GIB), llama_1b)
+    assert small.precision.value == "int4" and "free of 6.0 GiB on NVIDIA A100" in small.precision.reason
+    assert "+0.8% perplexity" in small.precision.reason
+
+
+def test_prompts_in_smaller_parts_where_memory_is_short(llama_1b: Needs) -> None:
+    tight = chosen(with_gpu(int(5.5 * GIB), 6 * GIB), llama_1b, precision="bf16")
+    assert 256 <= tight.max_batch_tokens.value < 8192 and "otherwise 8192" in tight.max_batch_tokens.reason
+
+
+def test_a_gpu_that_shares_the_machines_memory(recorded: Recorded, llama_1b: Needs) -> None:
+    plan = chosen(recorded("dgx-spark"), llama_1b)
+    assert "100.0 GiB available (NVIDIA GB10 shares the machine's memory)" in plan.kv_cache_bytes.reason
+    assert "Host and GPU share one memory." in plan.weight_bytes.reason
+    limited = dataclasses.replace(
+        recorded("dgx-spark"), cgroup=Cgroup(2, memory_limit_bytes=16 * GIB, memory_available_bytes=12 * GIB)
+    )
+    assert chosen(limited, llama_1b).kv_cache_bytes.value < 12 * GIB
+
+
+@pytest.mark.parametrize(
+    ("memory", "limit", "budget"),
+    [(16 * GIB, None, 16 * GIB * 2 // 3), (36 * GIB, None, 24 * GIB), (64 * GIB, None, 48 * GIB), (16 * GIB, 14 * GIB, 14 * GIB)],
+)
+def test_what_a_macs_gpu_may_hold(recorded: Recorded, memory: int, limit: int | None, budget: int) -> None:
+    facts = dataclasses.replace(recorded("mac-m4-pro"), memory_bytes=memory, available_bytes=memory, mps_limit_bytes=limit)
+    assert device_memory.mac_budget_bytes(facts) == budget
+    plan = chosen(facts)
+    assert plan.kv_cache_bytes.value < budget and "the GPU may hold" in plan.kv_cache_bytes.reason
+    assert ("iogpu.wired_limit_mb" in plan.kv_cache_bytes.reason) == (limit is not None)
+    busy = dataclasses.replace(facts, available_bytes=4 * GIB)
+    assert chosen(busy).kv_cache_bytes.value < 4 * GIB, "what others hold of the one memory"
+
+
+def test_a_host_without_memory_for_the_process(llama_1b: Needs) -> None:
+    starved = with_gpu(70 * GIB, cgroup=Cgroup(2, memory_limit_bytes=GIB, memory_available_bytes=800 * MIB))
+    with pytest.raises(PlanImpossible, match=r"takes about 1\.0 GiB of the host's memory .* 800 MiB are available of 1\.0 GiB"):
+        chosen(starved, llama_1b, device="cuda")
+
+
+@given(
+    free=st.integers(0, 80 * GIB), host=st.integers(GIB, 64 * GIB), precision=st.sampled_from(["auto", "fp32", "bf16", "int4"])
+)
+def test_no_device_is_ever_overrun(free: int, host: int, precision: str) -> None:
+    """Weights, keys and values, the widest step and what the driver takes stay within what is free, whatever there is."""
+    needs = Needs(
+        "decoder", "X", 10**9, 2 * 10**9, {"fp32": 4 * 10**9, "bf16": 2 * 10**9, "int4": 5 * 10**8},
+        16384, 8192, 16, 2048, 32_000, "bfloat16", 0, 4,
+    )  # fmt: skip
+    try:
+        plan = chosen(with_gpu(free, memory=host), needs, device="cuda", precision=precision)
+    except PlanImpossible as refusal:
+        assert "GiB" in refusal.message or "MiB" in refusal.message
+        return
+    step = plan.max_batch_tokens.value * 64 * 2048 + 20 * plan.max_running_seqs.value * 32_000
+    held = plan.weight_bytes.value + plan.kv_cache_bytes.value + device_memory.CONTEXT_BYTES + device_memory.GRAPHS_BYTES
+    assert held + step <= free
+    assert plan.max_running_seqs.value <= plan.max_batch_tokens.value <= 8192
+    assert plan.max_model_len.value * 16384 * (4 if plan.precision.value == "fp32" else 2) <= plan.kv_cache_bytes.value
+
+
+# ---- steps and threads ---------------------------------------------------------------------------------------------------
+
+
+def test_how_a_gpu_makes_its_steps(recorded: Recorded, llama_1b: Needs) -> None:
+    plan = chosen(recorded("h200"), llama_1b)
+    assert (plan.compile.value, plan.speculation.value, plan.deterministic.value, plan.calibrate.value) == (
+        True,
+        False,
+        False,
+        False,
+    )
+    assert "CUDA graphs" in plan.compile.reason and "not measured yet" in plan.calibrate.reason
+    assert (plan.kernels.value, plan.pack_folder.value, plan.int8_copy.value) == ("triton", None, False)
+    assert chosen(recorded("h200"), llama_1b, compile="off").compile.value is False
+    apple = chosen(recorded("mac-m4-pro"), llama_1b)
+    assert (apple.compile.value, apple.kernels.value, apple.kernel_folder.value) == (False, "metal", None)
+    with pytest.raises(PlanImpossible, match="compile is on, but on mps nothing can be captured"):
+        chosen(recorded("mac-m4-pro"), llama_1b, compile="on", device="mps")
+
+
+def test_encoders_on_a_gpu(recorded: Recorded, llama_1b: Needs) -> None:
+    bert = dataclasses.replace(llama_1b, kind="encoder", kv_elements_per_token=0, max_model_len=512, hidden_size=1024)
+    plan = chosen(recorded("h200"), bert)
+    assert (plan.batch_target_tokens.value, plan.max_running_seqs.value, plan.max_waiting_requests.value) == (16_384, 1024, 4096)
+    assert chosen(recorded("h200"), dataclasses.replace(bert, hidden_size=384)).batch_target_tokens.value == 32_768
+    assert chosen(recorded("h200"), bert, device="cpu", precision="fp32").batch_target_tokens.value == 512
+    small = chosen(with_gpu(4 * GIB, 6 * GIB), dataclasses.replace(bert, max_model_len=8192))
+    assert small.batch_target_tokens.value < 16_384 and "Memory is short" in small.batch_target_tokens.reason
+
+
+def test_the_hosts_threads_feed_the_device(recorded: Recorded, llama_1b: Needs) -> None:
+    plan = chosen(recorded("h100"), llama_1b)
+    assert (plan.threads.value, plan.wait_policy.value, plan.cpu_ids.value, plan.numa_node.value) == (4, "passive", (), None)
+    assert plan.environment()["OMP_NUM_THREADS"] == "4"
+    near = chosen(recorded("h100"), llama_1b, numa_node=1)
+    assert near.numa_node.value == 1 and len(near.cpu_ids.value) == 52
+    assert chosen(recorded("h100"), llama_1b, threads=9).threads.value == 9
+    half = chosen(with_gpu(70 * GIB, cgroup=Cgroup(2, quota_cores=0.5)), llama_1b)
+    assert (half.threads.value, half.throttling_quota.value) == (1, None)
