@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -114,6 +115,17 @@ def test_a_prefix_of_whole_pages_costs_none() -> None:
     assert torch.equal(held(cache, own), torch.cat((shared, written)) + 1)
 
 
+def test_a_sequence_that_comes_back_to_its_slot_has_another_table() -> None:
+    cache = cache_of()
+    bases = [fill(cache, span_of(0, 70, slot=slot), seed=slot) for slot in (0, 1)]
+    span = span_of(66, 2, slot=2, prefix_slot=0, prefix_tokens=66)
+    fill(cache, span)
+    span.sequence.num_admitted += 1
+    again = replace(span, prefix_slot=1)
+    written = fill(cache, again, seed=5)
+    assert torch.equal(held(cache, again), torch.cat((bases[1][:66], written)) + 1)
+
+
 def test_a_step_may_not_write_into_a_shared_prefix() -> None:
     cache = cache_of()
     fill(cache, span_of(0, 40))
@@ -130,15 +142,24 @@ def test_codes_are_not_held_in_pages() -> None:
 
 
 def test_copies_are_done_as_if_one_after_the_other() -> None:
-    """The second reads what the first has written, the third overwrites a part of it, and the source's pages are free in the end."""
+    """The second overwrites a part of the first, the third reads what both have left, and the source's pages are free in the end."""
     cache = cache_of()
     first, second = fill(cache, span_of(0, 150, slot=0)), fill(cache, span_of(0, 150, slot=1), seed=1)
-    cache.carry((Copy(0, 2, 10, 150), Copy(2, 3, 20, 140), Copy(1, 3, 30, 50)), ((0, 0, SHAPE.max_len),))
-    third = torch.cat((first[20:30], second[30:50], first[50:140]))
-    for slot, start, expected in ((2, 10, first[10:]), (3, 20, third), (1, 0, second)):
+    cache.carry((Copy(0, 2, 10, 150), Copy(1, 2, 30, 50), Copy(2, 3, 20, 140)), ((0, 0, SHAPE.max_len),))
+    both = torch.cat((first[10:30], second[30:50], first[50:]))
+    for slot, start, expected in ((2, 10, both), (3, 20, both[10:-10]), (1, 0, second)):
         rows = [cache.row(slot, start + at) for at in range(len(expected))]
         assert torch.equal(cache.layers[1].keys[rows], expected + 1)
     assert cache.num_free_pages == 12 - 3 - 3 - 3
+
+
+def test_pages_that_are_still_to_be_read_are_the_last_to_be_written() -> None:
+    """Only where no other is free must all be held in between at once."""
+    cache = cache_of()
+    fill(cache, span_of(0, 70, slot=0))
+    before = {cache.row(0, at) // PAGE_TOKENS for at in (0, 64)}
+    cache.carry((Copy(0, 2, 0, 70),), ((0, 0, SHAPE.max_len),))
+    assert not before & {cache.row(2, at) // PAGE_TOKENS for at in (0, 64)}
 
 
 def test_a_copy_may_go_to_the_very_pages_that_it_is_read_from() -> None:
