@@ -54,11 +54,11 @@ def pack(settings: Settings, text: Path | None = None) -> str:
 
 
 def _packed(prepared: Prepared, folder: Path, stage: Stage, text: Path | None) -> Kept | None:
-    from app.backends.selection import select_backend
+    from app.backends.selection import processor
     from app.weights.load import pack_weights
     from app.weights.pack_cache import Packs
 
-    backend = select_backend(prepared.plan)
+    backend = processor(prepared.plan)
     backend.configure(prepared.plan)
     correlations = None if text is None else _heard(prepared, backend, text, stage)
     packs = Packs(folder, stage("keeping packed weights"))

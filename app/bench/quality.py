@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from app.backends.base import Backend
-from app.backends.selection import select_backend
+from app.backends.selection import processor
 from app.bench.console import Advance, progress
 from app.bench.stats import Figure, Outcome
 from app.engine.build import KV_DTYPES
@@ -113,7 +113,7 @@ def _read_all(
     configured, model, loaded = False, None, ""
     try:
         for name, plan in plans.items():
-            backend = select_backend(plan)
+            backend = processor(plan)
             if not configured:  # pools are sized once, and are the same for all
                 backend.configure(plan)
                 configured = True

@@ -30,6 +30,7 @@ def attend_decodes(query: Tensor, kv: KVRows, step: PagedStep, spec: AttentionSp
     _, heads, head_dim = query.shape
     kv_heads, sequences = kv.keys.shape[1], step.num_decodes
     check(query, kv, out)
+    assert kv.keys.stride(0) == kv.values.stride(0), "keys and values of a token lie beside each other"
     parts = num_parts(sequences * kv_heads)
     sums = query.new_empty((sequences, heads, parts, head_dim), dtype=torch.float32) if parts > 1 else out
     weights = query.new_empty((sequences, heads, parts), dtype=torch.float32) if parts > 1 else out
@@ -51,7 +52,7 @@ def check(query: Tensor, kv: KVRows, out: Tensor) -> None:
     heads, head_dim = query.shape[1:]
     assert kv.key_scales is None, "keys and values of int8 are a processor's"
     assert query.stride(2) == 1 and kv.keys.stride(2) == 1, "kernels read heads from end to end"
-    assert kv.keys.stride() == kv.values.stride(), "keys and values lie alike"
+    assert kv.keys.stride(1) == kv.values.stride(1) and kv.values.stride(2) == 1, "heads of keys and values lie alike"
     assert heads % kv.keys.shape[1] == 0 and kv.keys.shape[2] == head_dim, "queries in groups, one for each head of keys"
     assert out.is_contiguous() and out.shape == query.shape, "a row for each query"
 

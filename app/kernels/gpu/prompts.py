@@ -68,13 +68,15 @@ def _launch(
     before, after = reach(spec)
     dim = triton.next_power_of_2(head_dim)
     block = queries_at_a_time(dim, kv.keys.itemsize)
+    table_stride, stages = (0, 2) if tables is None else (tables.stride(0), 3)  # of pages, whose numbers are read first
+    stages = stages if bias is None else 1  # a block of biases takes what a stage would
     _block[(triton.cdiv(most_queries, block), heads, len(starts) - 1 - left_out)](
         query, kv.keys, kv.values, out, tables, slots, starts, lengths, bias, left_out,
-        query.stride(0), query.stride(1), kv.keys.stride(0), kv.keys.stride(1), 0 if tables is None else tables.stride(0),
+        query.stride(0), query.stride(1), kv.keys.stride(0), kv.keys.stride(1), kv.values.stride(0), table_stride,
         before, after, spec.scale, spec.softcap or 1.0, 0 if bias is None else bias.shape[1] // 2,
         GROUP=heads // kv_heads, HEAD_DIM=head_dim, CAPPED=spec.softcap is not None, PAGE=PAGE_TOKENS,
         QUERIES=block, DIM=dim, TOKENS=tokens_at_a_time(dim, kv.keys.itemsize),
-        num_warps=8 if block == 128 else 4, num_stages=2 if bias is None else 1,  # a block of biases fills what a stage would
+        num_warps=8 if block == 128 else 4, num_stages=stages,
     )  # fmt: skip
 
 
@@ -89,7 +91,7 @@ def reach(spec: AttentionSpec) -> tuple[int, int]:
 @triton.jit(do_not_specialize=("left_out",), do_not_specialize_on_alignment=_UNSTEADY)
 def _block(
     query, keys, values, out, tables, slots, starts, lengths, bias, left_out,
-    query_stride, head_stride, row_stride, kv_head_stride, table_stride,
+    query_stride, head_stride, key_stride, kv_head_stride, value_stride, table_stride,
     before, after, scale, cap, most,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, CAPPED: tl.constexpr, PAGE: tl.constexpr,
     QUERIES: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr,
@@ -125,10 +127,17 @@ def _block(
             begin = first.to(tl.int64) + at
         else:
             begin = tl.load(table + at // PAGE).to(tl.int64) * PAGE + at % PAGE
-        at_rows = (begin + tokens) * row_stride + kv_offset
         there = at + tokens < length
-        key = tl.load(keys + at_rows[None, :] + dims[:, None], mask=there[None, :] & (dims < HEAD_DIM)[:, None], other=0.0)
-        value = tl.load(values + at_rows[:, None] + dims[None, :], mask=there[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+        key = tl.load(
+            keys + kv_offset + (begin + tokens)[None, :] * key_stride + dims[:, None],
+            mask=there[None, :] & (dims < HEAD_DIM)[:, None],
+            other=0.0,
+        )
+        value = tl.load(
+            values + kv_offset + (begin + tokens)[:, None] * value_stride + dims[None, :],
+            mask=there[:, None] & (dims < HEAD_DIM)[None, :],
+            other=0.0,
+        )
         ahead = (at + tokens)[None, :] - positions[:, None]
         scores = bent(tl.dot(queries, key, input_precision="ieee"), scale, cap, CAPPED)
         if bias is not None:

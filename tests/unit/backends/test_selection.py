@@ -57,7 +57,7 @@ def test_the_cpu_is_served_in_the_plans_dtype(plan: ServingPlan) -> None:
 
 
 def test_an_unknown_device_is_refused_and_what_exists_is_named(plan: ServingPlan) -> None:
-    with pytest.raises(PlanImpossible, match=r"'tpu'.*serves on: cpu"):
+    with pytest.raises(PlanImpossible, match=r"'tpu'.*what serves: cpu, cuda, mps"):
         select_backend(with_values(plan, device="tpu"))
 
 
