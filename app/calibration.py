@@ -109,7 +109,7 @@ def key_of(facts: Facts, settings: Settings, plan: ServingPlan, shapes: object) 
 
     Cores are counted, not named: another process on other cores of the same kind finds the same calibration.
     """
-    allowed = facts.allowed_cpus
+    gpu, allowed = plan.gpu(facts), facts.allowed_cpus
     cores = [(core.kind, core.numa_node, sum(cpu in allowed for cpu in core.cpu_ids)) for core in facts.cores]
     return {
         "format": str(FORMAT),
@@ -121,17 +121,12 @@ def key_of(facts: Facts, settings: Settings, plan: ServingPlan, shapes: object) 
         "huge pages": str(facts.huge_pages.transparent),
         "shapes": repr(shapes),
         "asked": repr({name: getattr(settings, name) for name in _ASKED}),
-        "device": f"{plan.device.value} {_gpu_name(facts, plan)}".strip(),
+        "device": f"{plan.device.value} {gpu.name if gpu else ''}".strip(),  # of GPUs alike another finds the same
         "threads": f"{plan.threads.value} {plan.wait_policy.value}",
         "version": VERSION,
         "torch": facts.torch.version if facts.torch else "",
         "native": f"{native_library.content()} {plan.kernels.value} {os.environ.get('ARMATURE_ISA', '')}",
     }
-
-
-def _gpu_name(facts: Facts, plan: ServingPlan) -> str:
-    """Of GPUs alike another finds the same calibration."""
-    return next((gpu.name for gpu in facts.cuda if gpu.index == plan.cuda_device.value), "")
 
 
 def _bytes_of(file: Path) -> bytes:

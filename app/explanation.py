@@ -15,12 +15,13 @@ from app.hardware.facts import Facts, Needs, plain
 from app.hardware.plan import ServingPlan
 from app.hardware.trials import rate
 from app.preparation import Prepared, looked_up
-from app.report import processor, value_of
+from app.report import apple_gpu, gpu, processor, value_of
 from app.settings import Settings
 from app.weights.opening import open_model
 
 # Decisions that make a difference to this model, in the order in which they are made; the others stand in `--json`.
 _TOLD = (
+    "device", "cuda_device",
     "precision", "int8_copy", "kv_precision", "kernels", "threads", "wait_policy", "max_batch_tokens", "batch_target_tokens",
     "itl_target_seconds", "compile", "speculation", "weight_bytes", "kv_cache_bytes", "max_model_len", "max_running_seqs",
 )  # fmt: skip
@@ -116,9 +117,21 @@ def _head(explained: Explained) -> Table:
     )
     table.add_row("processor", f"{processor(facts)}, {count(len(facts.cores), 'core')}{limits}")
     table.add_row("memory", f"{gib(facts.usable_bytes)} available of {gib(facts.memory_limit_bytes)}")
+    device = _device(explained)
+    if device:
+        table.add_row("device", device)
     fallback = explained.measurements.fallback if explained.measurements else ""
     table.add_row("measured", f"{explained.origin}; not taken for true, since {fallback}" if fallback else explained.origin)
     return table
+
+
+def _device(explained: Explained) -> str:
+    """What serves where that is no processor."""
+    facts, plan = explained.facts, explained.plan
+    if plan.device.value == "mps":
+        return apple_gpu(facts)
+    chosen = plan.gpu(facts)
+    return "" if chosen is None else gpu(chosen)
 
 
 def _speeds(shown: list[Trial], explained: Explained) -> Table:
@@ -174,6 +187,8 @@ def _choices(explained: Explained) -> Table:
         decision = decisions[name]
         told = name not in _GENERATING if not needs.generates else name != "batch_target_tokens"
         told = told and not (needs.kind == "program" and name == "max_model_len")
+        told = told and (name != "device" or bool(explained.facts.cuda) or explained.facts.mps)
+        told = told and (name != "cuda_device" or decision.value is not None)
         if told and (name != "int8_copy" or plan.precision.value == "int4"):
             table.add_row(name, "auto" if decision.value is None else value_of(name, decision.value), decision.reason)
     return table

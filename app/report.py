@@ -10,7 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from app.hardware.decision import count, gib
-from app.hardware.facts import Cache, Facts, NumaNode, PowerMeter, TorchBuild
+from app.hardware.device_memory import mac_budget_bytes
+from app.hardware.facts import Cache, CudaDevice, Facts, NumaNode, PowerMeter, TorchBuild
 from app.hardware.plan import ServingPlan
 from app.hardware.trials import rate
 
@@ -56,10 +57,7 @@ def _fact_rows(facts: Facts) -> list[tuple[str, str]]:
         ("huge pages", _huge_pages(facts)),
         ("control group", _cgroup(facts)),
         ("power", _power(facts.power)),
-        (
-            "GPUs",
-            "; ".join(_gpu(device.name, device.memory_bytes, device.capability) for device in facts.cuda) or _apple_gpu(facts),
-        ),
+        ("GPUs", "\n".join(gpu(device) for device in facts.cuda) or apple_gpu(facts)),
         ("torch", _torch(facts.torch)),
         ("native kernels", " ".join(facts.native.levels) if facts.native else "not built"),
     ]
@@ -119,13 +117,25 @@ def _power(meter: PowerMeter) -> str:
     )
 
 
-def _gpu(name: str, memory_bytes: int | None, capability: tuple[int, int] | None) -> str:
-    size = f", {gib(memory_bytes)}" if memory_bytes else ""
-    return f"{name}{size}" + (f", capability {capability[0]}.{capability[1]}" if capability else "")
+def gpu(device: CudaDevice) -> str:
+    """`0: NVIDIA H200, 140.4 GiB, 139.7 GiB free, capability 9.0, driver 580.65.06`."""
+    free = f", {gib(device.free_bytes)} free" if device.free_bytes is not None else ""
+    size = (
+        f", {gib(device.memory_bytes)}{free}"
+        if device.memory_bytes is not None
+        else ", the machine's memory"
+        if device.capability
+        else ""
+    )
+    capability = f", capability {device.capability[0]}.{device.capability[1]}" if device.capability else ""
+    return f"{device.index}: {device.name}{size}{capability}" + (f", driver {device.driver}" if device.driver else "")
 
 
-def _apple_gpu(facts: Facts) -> str:
-    return "Apple GPU (MPS)" if facts.mps else ""
+def apple_gpu(facts: Facts) -> str:
+    if not facts.mps:
+        return ""
+    units = "" if "bf16" in facts.isa else ", FP16 but no BF16"
+    return f"Apple GPU (MPS), may hold {gib(mac_budget_bytes(facts))} of {gib(facts.memory_bytes)}{units}"
 
 
 def _torch(build: TorchBuild | None) -> str:

@@ -20,8 +20,9 @@ from app.engine.worker import Callbacks, Worker
 from app.errors import ServiceStopping, SettingsInvalid
 from app.gauges import About, Place, throttled_seconds
 from app.hardware.cgroup import find_cpu_stat
-from app.hardware.facts import plain
+from app.hardware.facts import Facts, plain
 from app.hardware.files import Files
+from app.hardware.plan import ServingPlan
 from app.messages import Stop
 from app.metrics import Metrics
 from app.models.encoder_config import EncoderConfig
@@ -71,6 +72,16 @@ def read_api_keys(settings: Settings) -> tuple[str, ...]:
     return (*settings.api_keys, *keys)
 
 
+def instructions(facts: Facts, plan: ServingPlan) -> str:
+    """The most telling word for what multiplies: `avx512_bf16`, or `sm_90` of a GPU."""
+    gpu = plan.gpu(facts)
+    if gpu is not None and gpu.capability is not None:
+        return "sm_{}{}".format(*gpu.capability)
+    if plan.device.value == "mps":
+        return plan.kernels.value
+    return next((name for name in ISA_RANKS if name in facts.isa), "")
+
+
 def read_tokenizer(checkpoint: Checkpoint | ProgramCheckpoint, report: Callable[[str], None]) -> Tokenizer | None:
     """None for an exported program, which reads no text."""
     if isinstance(checkpoint, ProgramCheckpoint):
@@ -115,9 +126,8 @@ class Serving:
         self._began = time.monotonic()
         self._abandoned = Flag()
         self.metrics = Metrics()
-        index = prepared.plan.cuda_device.value
-        device = next((gpu for gpu in prepared.facts.cuda if gpu.index == index), None)
-        self._spending = Spending(self.metrics, prepared.facts.power, prepared.settings.watts, device)
+        gpu = prepared.plan.gpu(prepared.facts)
+        self._spending = Spending(self.metrics, prepared.facts.power, prepared.settings.watts, gpu)
         callbacks = Callbacks(
             on_events=lambda events: self.service.on_events(events),
             on_fatal=self._worker_failed,
@@ -194,7 +204,7 @@ class Serving:
             version=VERSION,
             model=prepared.model_name,
             device=plan.device.value,
-            isa=next((name for name in ISA_RANKS if name in facts.isa), ""),
+            isa=instructions(facts, plan),
             precision=plan.precision.value,
             torch=facts.torch.version if facts.torch else "",
         )

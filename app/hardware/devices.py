@@ -67,7 +67,12 @@ def visible(place: Devices) -> Decision[str | None]:
     """
     if place.gpu is None:
         return Decision(None, "No GPU of NVIDIA serves.")
-    return Decision(place.gpu.uuid or str(place.gpu.index), "The process is shown the GPU that it serves on, and no other.")
+    return Decision(name_of(place.gpu), "The process is shown the GPU that it serves on, and no other.")
+
+
+def name_of(gpu: CudaDevice) -> str:
+    """To CUDA: a number only where the driver did not tell its name."""
+    return gpu.uuid or str(gpu.index)
 
 
 def kernels(kind: str) -> Decision[str]:

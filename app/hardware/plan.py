@@ -29,7 +29,7 @@ from app.hardware import (
 from app.hardware.capacity import Capacity
 from app.hardware.decision import Decision, Dtype, Measurements, RecipeKey
 from app.hardware.devices import Devices
-from app.hardware.facts import Facts, Needs, plain
+from app.hardware.facts import CudaDevice, Facts, Needs, plain
 from app.hardware.holding import Holding
 from app.hardware.numerics import check_torch_can_run
 from app.hardware.parallel import Parallelism
@@ -98,6 +98,11 @@ class ServingPlan:
 
     def to_json(self) -> dict[str, Any]:
         return {name: {"value": plain(decision.value), "reason": decision.reason} for name, decision in self.decisions()}
+
+    def gpu(self, facts: Facts) -> CudaDevice | None:
+        """What `cuda_device` names; instances of a divided GPU share its number, so their own names tell them apart."""
+        here = [gpu for gpu in facts.cuda if gpu.index == self.cuda_device.value]
+        return next((gpu for gpu in here if devices.name_of(gpu) == self.visible_devices.value), None)
 
     def environment(self) -> dict[str, str]:
         """Variables that the thread pools read when they load: set them before torch is imported."""

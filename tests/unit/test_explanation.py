@@ -13,7 +13,7 @@ from rich.console import Console
 from app.calibration import Calibration, Kept, key_of
 from app.explanation import Explained, explain, render_explained
 from app.hardware.decision import Measurements, Trial
-from app.hardware.facts import Needs
+from app.hardware.facts import CudaDevice, Facts, Needs
 from app.hardware.plan import make_plan
 from app.settings import DEMO, Settings
 from app.weights.checkpoint import open_checkpoint
@@ -21,6 +21,9 @@ from app.weights.recipes import RECIPES
 from planned_machines import machine
 
 COLUMNS, LINES = 120, 45
+H200 = CudaDevice(3, "NVIDIA H200", (9, 0), 143_771 * 2**20, 143_000 * 2**20, "GPU-3", "580.65.06")
+ON_GPU = machine(cuda=(dataclasses.replace(H200, index=0, uuid="GPU-0", free_bytes=2**30), H200))
+ON_M1 = machine(os="macos", architecture="arm64", mps=True, isa=frozenset({"neon", "lse"}))
 NEEDS = Needs(
     "decoder", "LlamaForCausalLM", 1_235_814_400, 2_471_645_608, {"bf16": 2_471_628_800, "int8": 1_240_000_000, "int4": 660_000_000},
     16384, 131_072, 16, 2048, 128_256, "bfloat16", 980_000_000, 8,
@@ -66,8 +69,10 @@ ENCODED = Measurements(
 )  # fmt: skip
 
 
-def explained(measurements: Measurements | None, origin: str = "now", needs: Needs = NEEDS, **asked: str) -> Explained:
-    host = machine()
+def explained(
+    measurements: Measurements | None, origin: str = "now", needs: Needs = NEEDS, host: Facts | None = None, **asked: str
+) -> Explained:
+    host = machine() if host is None else host
     plan = make_plan(host, measurements, Settings(**asked), needs, RECIPES.keys())
     return Explained("a-model", host, needs, plan, measurements, origin)
 
@@ -93,6 +98,9 @@ def printed(what: Explained) -> str:
         explained(dataclasses.replace(MEASURED, trials=(Trial("bf16", 8, {}, {}),))),
         explained(ENCODED, needs=ENCODER),
         explained(None, needs=dataclasses.replace(ENCODER, kind="program", max_model_len=1, hidden_size=0)),
+        explained(None, host=ON_GPU),
+        explained(None, host=ON_GPU, needs=ENCODER),
+        explained(None, host=ON_M1),
     ],
 )
 def test_it_is_one_screen(what: Explained) -> None:
@@ -100,6 +108,16 @@ def test_it_is_one_screen(what: Explained) -> None:
     assert len(lines) <= LINES
     assert max(len(line) for line in lines) <= COLUMNS
     assert not any("…" in line for line in lines), "nothing is cut off"
+
+
+def test_what_serves_where_that_is_no_processor() -> None:
+    text = printed(explained(None, host=ON_GPU))
+    assert "3: NVIDIA H200, 140.4 GiB, 139.6 GiB free, capability 9.0, driver 580.65.06" in text
+    assert [line.split()[:2] for line in text.splitlines() if line.startswith("cuda_device")] == [["cuda_device", "3"]]
+    assert "Apple GPU (MPS), may hold 48.0 GiB of 64.0 GiB, FP16 but no BF16" in printed(explained(None, host=ON_M1))
+    forced = printed(explained(None, host=ON_GPU, device="cpu"))
+    assert "NVIDIA" not in forced and "cuda_device" not in forced and "Asked for." in forced
+    assert "\ndevice" not in printed(explained(None)), "where there is but a processor nobody wonders"
 
 
 def test_the_chosen_way_is_marked_and_everything_that_was_timed_is_shown() -> None:

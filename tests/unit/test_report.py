@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -27,7 +28,11 @@ FACTS = Facts(
     affinity=(0, 1, 2, 3),
     cgroup=Cgroup(2, quota_cores=1.5, cpuset=(0, 1, 2), memory_limit_bytes=2**32, memory_available_bytes=2**32),
     huge_pages=HugePages("madvise", 2**21, 10, 4),
-    cuda=(CudaDevice(0, "NVIDIA H100 80GB HBM3", (9, 0), 81559 * 2**20),),
+    cuda=(
+        CudaDevice(0, "NVIDIA H100 80GB HBM3", (9, 0), 81559 * 2**20, 70 * 2**30, driver="580.65.06"),
+        CudaDevice(1, "NVIDIA GB10", (12, 1)),
+        CudaDevice(2, "NVIDIA L4"),
+    ),
     torch=TorchBuild("2.13.0+cpu", onednn=True, mkl=True),
 )
 
@@ -52,12 +57,22 @@ def printed(facts: Facts, *, with_plan: bool) -> str:
         "1: CPUs 1,3, 8.0 GiB",
         "madvise, 4 of 10 explicit ones of 2 MiB free",
         "v2, 1.5 cores and 4.0 GiB of memory",
-        "NVIDIA H100 80GB HBM3, 79.6 GiB, capability 9.0",
+        "0: NVIDIA H100 80GB HBM3, 79.6 GiB, 70.0 GiB free, capability 9.0, driver 580.65.06",
+        "1: NVIDIA GB10, the machine's memory, capability 12.1",
+        "2: NVIDIA L4\n",
         "2.13.0+cpu, with oneDNN, MKL",
     ],
 )
 def test_facts_for_people(words: str) -> None:
-    assert words in printed(FACTS, with_plan=False)
+    text = printed(FACTS, with_plan=False)
+    assert words in "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
+def test_an_apple_gpu() -> None:
+    m1 = replace(FACTS, cuda=(), mps=True, isa=frozenset({"neon"}))
+    assert "Apple GPU (MPS), may hold 10.7 GiB of 16.0 GiB, FP16 but no BF16" in printed(m1, with_plan=False)
+    m4 = replace(m1, isa=frozenset({"neon", "bf16"}), mps_limit_bytes=12 * 2**30)
+    assert "Apple GPU (MPS), may hold 12.0 GiB of 16.0 GiB\n" in re.sub(" +\n", "\n", printed(m4, with_plan=False))
 
 
 def test_what_tells_the_power_or_why_nothing_does() -> None:

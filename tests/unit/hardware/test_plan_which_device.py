@@ -67,6 +67,15 @@ def test_the_process_sees_its_own_gpu_alone(recorded: Recorded, monkeypatch: pyt
     assert not {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "TRITON_CACHE_DIR"} & processor.keys()
 
 
+def test_the_gpu_whose_joules_are_counted_and_whose_name_is_told(recorded: Recorded) -> None:
+    facts = recorded("h100-mig")
+    found = chosen(facts).gpu(facts)
+    assert found is not None and (found.index, found.mig) == (0, "3g.40gb"), "an instance shares its number with another"
+    second = chosen(recorded("h100"), cuda_device=6).gpu(recorded("h100"))
+    assert second is not None and second.index == 6
+    assert chosen(recorded("h100"), device="cpu").gpu(recorded("h100")) is None
+
+
 def test_what_torch_lacks_on_a_mac_is_not_moved_to_the_processor(recorded: Recorded) -> None:
     assert chosen(recorded("mac-m4-pro")).environment()["PYTORCH_ENABLE_MPS_FALLBACK"] == "0"
 
