@@ -6,13 +6,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import torch
 from torch import nn
 
 from app.backends.base import Device
 from app.hardware.plan import Decision, ServingPlan
+from app.weights import load as loading
 from app.weights.checkpoint import open_checkpoint
-from app.weights.load import Progress, load_model
+from app.weights.load import Model, Progress, load_model
 
 
 def plan_of(
@@ -43,3 +45,13 @@ def load(
     )
     backend = cast(Device, SimpleNamespace(device=torch.device("cpu"), dtype=getattr(torch, plan.dtype.value)))
     return load_model(checkpoint, plan, backend, progress)
+
+
+def load_on(directory: Path, dtype: str, kind: str = "cuda", place: str = "cpu") -> Model:
+    """As on an Arm host that such a device belongs to, whatever this one is; `place`: where torch is to have it."""
+    checkpoint = open_checkpoint(directory)
+    plan = plan_of(dtype, checkpoint.model_config.max_model_len, kind)
+    backend = cast(Device, SimpleNamespace(device=torch.device(place)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "host_architecture", lambda: "arm64")
+        return load_model(checkpoint, plan, backend)

@@ -127,6 +127,11 @@ class Scratch:
         self._room = torch.empty(0, dtype=dtype, device=device)
         self._orders: dict[int, Tensor] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """Without the orders, which are small."""
+        return self._room.nbytes
+
     def reserve(self, outputs: int, inputs: int) -> None:
         if self._room.numel() < outputs * inputs:
             self._room = self._room.new_empty(0)  # the old one goes before the new one comes

@@ -7,6 +7,7 @@ memory of a device, the host holds a few MiB at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 
 import torch
@@ -46,7 +47,8 @@ def load_model(
 ) -> Model:
     """The model, ready to run. `progress` hears (bytes done, bytes in all) after each tensor; `packs`: where packed weights are kept."""
     loading = _Loading(checkpoint, plan, backend, progress or (lambda done, total: None))
-    loading.fill(packs)
+    with closing(loading.streams):
+        loading.fill(packs)
     return loading.model
 
 
@@ -64,7 +66,8 @@ def pack_weights(
     """
     loading = _Loading(checkpoint, plan, backend, progress)
     loading.correlations = correlations or {}
-    return loading.fill(packs)
+    with closing(loading.streams):
+        return loading.fill(packs)
 
 
 def choice_of(plan: ServingPlan, texts: bool = False, device: torch.device | None = None) -> Choice:
@@ -112,7 +115,6 @@ class _Loading:
                 self._embed(module, packed.get((module.source,)))
             elif isinstance(module, LayerNorm | Dense | DistanceBias):
                 self._adopt_both(module)
-        self.streams.close()
         self.progress(self.total, self.total)
         if kept is not None and blobs is None:
             kept.keep({name: part for layer in layers for name, part in layer.parts(self.factors.get(layer.linear.sources))})

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from app.kernels.operations import Code, has
 from loaded_models import load
+from tiled_codes import tiled
 from tiny_checkpoints import write_checkpoint, write_weights
 
 pytestmark = pytest.mark.skipif(not has(Code.LINEAR_INT), reason="integer forms need the native library")
+__all__ = ["tiled"]  # a fixture
 FED = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
@@ -56,3 +58,16 @@ def test_a_tied_embedding_gives_its_rows_as_they_were(tmp_path, precision):
     ids = torch.arange(len(table))
     rows = load(directory, precision).embedding(ids)
     assert (rows - table).norm() < (0.02 if precision == "int8" else 0.15) * table.norm()
+
+
+def test_planted_channels_leave_no_trace_on_a_device(tmp_path, tiled):
+    wide = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    plain, planted = write_checkpoint(tmp_path / "plain", **wide), write_checkpoint(tmp_path / "planted", **wide)
+    plant(planted)
+    before, after = load(plain, "int4", device="cuda"), load(planted, "int4", device="cuda")
+    for form in ("attention.qkv", "mlp.gate_up"):
+        forms = [model.get_submodule(f"layers.1.{form}").form for model in (before, after)]
+        assert torch.equal(forms[0].packed, forms[1].packed) and torch.equal(forms[0].scales, forms[1].scales)
+    for name in ("attention_norm", "mlp_norm"):
+        norms = [model.get_submodule(f"layers.1.{name}").weight for model in (before, after)]
+        torch.testing.assert_close(norms[0], norms[1], rtol=1e-5, atol=0)
