@@ -14,20 +14,46 @@ BUDGET, MAX_LEN, MAX_TEXTS = 64, 48, 8
 POISON = 13  # a token that no step survives
 
 
+class Wanting(RuntimeError):
+    """There is not enough memory."""
+
+
 class FakeRunner:
-    """Of a text: its first token and its length as `embedding`, each of its tokens as `last_hidden_state`."""
+    """Of a text: its first token and its length as `embedding`, each of its tokens as `last_hidden_state`.
+
+    `overlaps`: as on a device, where two batches at the most are under way; each is computed when it is waited for. What is `broken` says
+    so then, what has more tokens than there is `memory` for at once.
+    """
 
     model_seconds = 0.0
 
-    def __init__(self) -> None:
+    def __init__(self, overlaps: bool = False, memory: int | None = None) -> None:
         self.broken = False
-        self.batches: list[tuple[TextSpan, ...]] = []
+        self.overlaps, self.memory = overlaps, memory
+        self.batches: list[tuple[TextSpan, ...]] = []  # that were begun with
+        self.wanting: list[int] = []  # tokens of those that there was no memory for
+        self.under_way: list[tuple[TextSpan, ...]] = []
 
-    def run(self, spans: Sequence[TextSpan]) -> list[dict[str, bytes]]:
+    def launch(self, spans: Sequence[TextSpan]) -> tuple[TextSpan, ...]:
+        tokens = sum(span.num_tokens for span in spans)
+        if self.memory is not None and tokens > self.memory:
+            self.wanting.append(tokens)
+            raise Wanting(f"{tokens} tokens")
+        assert len(self.under_way) < (2 if self.overlaps else 1), "room for so many"
         self.batches.append(tuple(spans))
-        if self.broken or any(POISON in span.text.token_ids for span in spans):
+        self.under_way.append(tuple(spans))
+        return self.under_way[-1]
+
+    def wait(self, flight: tuple[TextSpan, ...]) -> list[dict[str, bytes]]:
+        assert flight is self.under_way[0], "in the order of launching"
+        if self.broken or any(POISON in span.text.token_ids for span in flight):
+            self.under_way.clear()  # nobody waits for the next one either
             raise RuntimeError("this step is broken")
-        return [rows_of(span.text) for span in spans]
+        del self.under_way[0]
+        return [rows_of(span.text) for span in flight]
+
+    def survives(self, error: Exception) -> bool:
+        return isinstance(error, Wanting)
 
 
 def rows_of(text: Text) -> dict[str, bytes]:
@@ -41,9 +67,9 @@ def rows_of(text: Text) -> dict[str, bytes]:
 class EncoderSimulation:
     """Steps, and hears what everyone is told; each only once."""
 
-    def __init__(self, budget: int = BUDGET, pace: EncodePace | None = None) -> None:
+    def __init__(self, budget: int = BUDGET, pace: EncodePace | None = None, runner: FakeRunner | None = None) -> None:
         self.now = 0.0
-        self.runner = FakeRunner()
+        self.runner = runner or FakeRunner()
         limits = EncodeLimits(MAX_LEN, MAX_TEXTS, ("embedding", "last_hidden_state"))
         self.engine = EncoderEngine(self.runner, limits, pace or EncodePace(budget), lambda: self.now)
         self.budget = budget
@@ -61,6 +87,7 @@ class EncoderSimulation:
         try:
             events = self.engine.step()
         except RuntimeError:
+            self.runner.under_way.clear()
             events = self.engine.fail()
         self.hear(events)
 

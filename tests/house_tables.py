@@ -87,7 +87,7 @@ TORCH_FREE = (
     "weights.archive", "weights.program",
     "weights.recipes", "engine.sequence", "engine.slots", "engine.scheduler", "engine.roster", "engine.allowance", "engine.pace",
     "engine.standing", "engine.batch",
-    "engine.drafts", "engine.speculation", "engine.row_costs", "engine.texts", "engine.encoder", "engine.encode_pace",
+    "engine.drafts", "engine.speculation", "engine.row_costs", "engine.texts", "engine.encoder", "engine.encode_pace", "engine.encode_room", "engine.encode_device_shapes",
     "calibration", "preparation",
     "text.*", "generation", "service", "admission", "turns", "waiting", "answer", "reading", "reading_texts", "served", "post",
     "desk", "generating", "computing", "encoding",

@@ -32,7 +32,9 @@ class TextFlight:
 
 
 class DeviceEncodeRunner:
-    """Texts in, rows out. Lives on the worker thread; between two calls it holds no state but room."""
+    """Texts in, rows out. Lives on the worker thread; but for batches under way it holds no state, only room."""
+
+    overlaps = True
 
     def __init__(self, model: EncoderModel, backend: DeviceBackend, room: int, off: str = "") -> None:
         """Batches have at most `room` tokens. `off`: why none is recorded; empty: small ones are, once `record` was called."""
@@ -54,7 +56,11 @@ class DeviceEncodeRunner:
         launched = time.perf_counter()
         wanted = {name for span in spans for name in span.request.order.outputs}
         names = [name for name in self.model.config.outputs if name in wanted]
-        outputs = self._results.fetch(self._computed(spans, names))
+        try:
+            outputs = self._results.fetch(self._computed(spans, names))
+        except RuntimeError:
+            self.backend.synchronize()  # what was asked of it reads words that the next try overwrites
+            raise
         return TextFlight(tuple(spans), outputs, self.backend.mark(), launched)
 
     @torch.inference_mode()
@@ -105,15 +111,15 @@ class _Results:
         self._hosts = [torch.empty(0), torch.empty(0)]
 
     def fetch(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Asks for them: fp32 on the host, which the call after the next overwrites."""
+        """Asks for them: fp32 on the host, which the call after the next overwrites. One that raises has not been."""
         parts = [output.flatten() for output in outputs.values()]
         flat = parts[0] if len(parts) == 1 else torch.cat(parts)
         assert flat.dtype == torch.float32, "heads say what they say in fp32"
-        self._hosts.reverse()
         if len(flat) > len(self._hosts[0]):
             self._hosts[0] = self._backend.staging(_words(len(flat))).view(torch.float32)
         host = self._hosts[0][: len(flat)]
         host.copy_(flat, non_blocking=True)
+        self._hosts.reverse()
         sizes = [prod(output.shape) for output in outputs.values()]
         return {name: part.view(outputs[name].shape) for name, part in zip(outputs, torch.split(host, sizes), strict=True)}
 

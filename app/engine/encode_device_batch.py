@@ -52,7 +52,6 @@ class DeviceTexts:
         tokens, more = starts[-1], shape.texts - len(spans)
         assert tokens <= shape.tokens <= self.room, "a step has a budget"
         assert (more == 0) == (tokens == shape.tokens), "a text that fills a batch has a token"
-        self._staged.reverse()
         staged = self._staged[0]
         parts = self._parts(staged, shape)
         _put(parts.token_ids, [span.text.token_ids for span in spans])
@@ -66,6 +65,7 @@ class DeviceTexts:
         parts.positions[tokens:] = 0  # a model has no more positions than its longest text
         count = self._count(shape)
         self._words[:count].copy_(staged[:count], non_blocking=True)
+        self._staged.reverse()
 
     def view(self, shape: TextShape, most_tokens: int) -> TextsView:
         """What `fill` sends for this shape, wherever it is read later; the longest text has at most so many tokens."""

@@ -49,6 +49,8 @@ class EncoderModel(Protocol):
 class EncodeRunner:
     """Texts in, rows out. Lives on the worker thread; between two calls it holds no state but room."""
 
+    overlaps = False
+
     def __init__(self, model: EncoderModel, room: int, off: str = "", usual: int | None = None, lanes: Lanes = USUAL) -> None:
         """Batches have at most `room` tokens, and up to the `usual` number of them are run again natively (None: all).
 
@@ -73,6 +75,13 @@ class EncodeRunner:
             self.model_seconds = time.perf_counter() - started
             outputs = self.model.outputs(hidden, starts, names, rows, self._skipped(spans))
             return as_they_came(rows_of_texts(outputs, spans, self.model.config.pooling.normalizes), cut.order)
+
+    def launch(self, spans: Sequence[TextSpan]) -> list[dict[str, bytes]]:
+        """Computed at once: a processor has nobody else to do it."""
+        return self.run(spans)
+
+    def wait(self, flight: list[dict[str, bytes]]) -> list[dict[str, bytes]]:
+        return flight
 
     def survives(self, error: Exception) -> bool:
         """Who has no memory left on a processor is ended by the system."""

@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from app.engine.encode_pace import EncodePace
-from app.engine.texts import Encoding, Room, TextQueue, TextSpan
+from app.engine.encode_room import StepRoom
+from app.engine.texts import Encoding, TextQueue, TextSpan
 from app.errors import ContextLengthExceeded, InvalidRequest, RequestError, StepFailed, WrongModelKind
 from app.hardware.throttling import Stretch
 from app.measured import Snapshot, StepStats
@@ -24,7 +25,29 @@ class Runner(Protocol):
         """Of the last batch, in the model's forward pass."""
         ...
 
-    def run(self, spans: Items[TextSpan]) -> Items[Mapping[str, bytes]]: ...
+    @property
+    def overlaps(self) -> bool:
+        """Whether a batch may be launched while another is under way."""
+        ...
+
+    def launch(self, spans: Items[TextSpan]) -> Any:
+        """Begins with a batch; what `wait` takes, in the order of launching."""
+        ...
+
+    def wait(self, flight: Any) -> Items[Mapping[str, bytes]]: ...
+
+    def survives(self, error: Exception) -> bool:
+        """Whether that was a want of memory, which a smaller batch may not have."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A batch under way, since when."""
+
+    spans: tuple[TextSpan, ...]
+    flight: Any
+    at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +81,8 @@ class EncoderEngine:
     """The engine's face to the worker for models that read. `stats` is the last step's.
 
     A step that fails is tried again request by request, each alone: only the one whose texts cannot be computed ends with `StepFailed`.
+    One that wants more memory than there is is tried again in parts. Where so many texts wait that the next step is full anyway, a runner
+    that overlaps has it launched before this one is waited for: texts are described and answers made while the device computes.
     """
 
     def __init__(
@@ -68,16 +93,19 @@ class EncoderEngine:
         self.stretch = Stretch()
         self.stats: StepStats | None = None
         self._limits, self._pace, self._clock = limits, pace, clock
-        self._spans: tuple[TextSpan, ...] = ()  # of the step that is under way, or that raised
+        self._room = StepRoom(limits.max_running_seqs)
+        self._spans: tuple[TextSpan, ...] = ()  # of what is under way, or raised
+        self._ahead: _Launched | None = None
+        self._ended = 0.0  # when the last step did
 
     @property
     def has_work(self) -> bool:
-        return len(self.queue) > 0
+        return len(self.queue) > 0 or self._ahead is not None
 
     @property
     def patience_seconds(self) -> float:
         """How long more texts may be waited for, although there are some."""
-        if not self.queue:
+        if not self.queue or self._ahead is not None:
             return 0.0
         return self._pace.patience_seconds(self.queue.num_tokens, self._clock())
 
@@ -96,42 +124,67 @@ class EncoderEngine:
 
     def step(self) -> list[Event]:
         """Computes the next batch; returns the answers that are whole now."""
-        began = self._clock()
         self.stretch.begin()
-        self._spans = spans = self.queue.take(Room(self._pace.target_tokens, self._limits.max_running_seqs))
-        if not spans:
+        now, self._ahead = self._ahead or self._launch(), None
+        if now is None:
             return []
-        for span in spans:
-            if span.request.started_at is None:
-                span.request.started_at = began
-        rows = self.runner.run(spans)
+        self._ahead = self._launch() if self._next_is_full() else None
+        rows = self.runner.wait(now.flight)
         ended = self._clock()
-        events = self._gather(spans, rows, ended)
-        self._spans = ()
-        stats = measured(spans, ended - began, self.runner.model_seconds)
+        events = self._gather(now.spans, rows, ended)
+        self._spans = () if self._ahead is None else self._ahead.spans
+        stats = measured(now.spans, ended - max(now.at, self._ended), self.runner.model_seconds)
+        self._ended = ended
         self.stats = replace(stats, stretch=self.stretch.of(stats.seconds))
         self._pace.observe(self.stats)
+        self._room.worked(self._pace.target_tokens)
         if events:
             self._pace.answered(ended, len(events))
         return events
 
+    def _launch(self) -> _Launched | None:
+        """The next batch, under way; a smaller one where there was no memory for it. None: there is none."""
+        began = self._clock()
+        while spans := self.queue.take(self._room.of(self._pace.target_tokens)):
+            self._spans += spans
+            try:
+                launched = _Launched(spans, self.runner.launch(spans), began)
+            except RuntimeError as error:  # torch's want of memory is one
+                if not (self.runner.survives(error) and self._room.shrink(spans)):
+                    raise
+                self._spans = self._spans[: -len(spans)]
+                self._put_back(spans)
+                continue
+            for span in spans:
+                if span.request.started_at is None:
+                    span.request.started_at = began
+            return launched
+        return None
+
+    def _next_is_full(self) -> bool:
+        """Whether waiting could bring the next step no more texts. One that is computed alone has no other beside it."""
+        if not self.runner.overlaps or self.queue.num_tokens < self._pace.target_tokens:
+            return False
+        return not any(request.alone for request in self.queue.requests)
+
     def fail(self) -> list[Event]:
         """After `step` raised: its requests go back to go alone, and one that was alone already ends. Without a batch, all end."""
         error = StepFailed("The step that computed this request failed; the server's log says why. It may be sent again.")
-        spans, self._spans = self._spans, ()
+        spans, self._spans, self._ahead = self._spans, (), None
         if not spans:
             return self.fail_all(error)
         requests = list(dict.fromkeys(span.request for span in spans))
         if len(requests) == 1:
             return self._end(requests, error)
+        self._put_back(spans)
         for request in requests:
-            request.put_back(span for span in spans if span.request is request)
             request.alone = True
         return []
 
     def check(self) -> None:
         """A text of one token, beside all requests."""
-        self.runner.run(Encoding.of(Encode("check", (Text((0,)),), self._limits.outputs[:1], arrived_at=0.0)).spans())
+        order = Encode("check", (Text((0,)),), self._limits.outputs[:1], arrived_at=0.0)
+        self.runner.wait(self.runner.launch(Encoding.of(order).spans()))
 
     def fail_all(self, error: RequestError) -> list[Event]:
         """Every request ends with this error."""
@@ -153,12 +206,15 @@ class EncoderEngine:
         for span, own in zip(spans, rows, strict=True):
             request = span.request
             request.results[span.index] = {name: own[name] for name in request.order.outputs}
-            if request.is_done:
-                self.queue.remove(request.order.request_id)
+            if request.is_done and self.queue.remove(request.order.request_id):  # or it was aborted meanwhile
                 events.append(_ready(request, now))
         for request in dict.fromkeys(span.request for span in spans):
             request.alone = False
         return events
+
+    def _put_back(self, spans: Items[TextSpan]) -> None:
+        for request in dict.fromkeys(span.request for span in spans):
+            request.put_back(span for span in spans if span.request is request)
 
     def _end(self, requests: Items[Encoding], error: RequestError) -> list[Event]:
         ended = [request.order.request_id for request in requests]

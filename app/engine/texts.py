@@ -142,20 +142,21 @@ class TextQueue:
         return self._requests.pop(request_id, None)
 
     def take(self, room: Room) -> tuple[TextSpan, ...]:
-        """The next batch; the oldest request's longest text is in it, whatever its length.
+        """The next batch; the longest text that is left of the oldest request is in it, whatever its length.
 
         Each batch takes a text of the oldest request, so a text waits for no more steps than older requests have texts.
         """
-        if not self._requests:
+        left = [request for request in self._requests.values() if request.left]  # of others all texts are under way
+        if not left:
             return ()
-        suspect = next((request for request in self._requests.values() if request.alone), None)
-        first = suspect or self.oldest
+        suspect = next((request for request in left if request.alone), None)
+        first = suspect or left[0]
         half = room if suspect else Room(room.tokens // 2, max(room.texts // 2, 1))
         spans = first.take(Room(max(half.tokens, first.longest), half.texts))
         if suspect is not None:
             return tuple(spans)
         whole, room = room.tokens, room.beside(spans)
-        for request in sorted(self._requests.values(), key=lambda request: size_class(request.tokens_left, whole)):
+        for request in sorted(left, key=lambda request: size_class(request.tokens_left, whole)):
             if room.tokens <= 0 or room.texts <= 0:
                 break
             more = request.take(room)

@@ -25,9 +25,9 @@ class TimedRunner(FakeRunner):
         super().__init__()
         self.fixed, self.now = fixed, 0.0
 
-    def run(self, spans: Sequence[TextSpan]) -> list[dict[str, bytes]]:
+    def launch(self, spans: Sequence[TextSpan]) -> tuple[TextSpan, ...]:
         self.now += self.fixed + EACH * sum(span.num_tokens for span in spans)
-        return super().run(spans)
+        return super().launch(spans)
 
 
 class Played:

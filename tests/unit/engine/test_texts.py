@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from app.engine.texts import Room, TextQueue, size_class
 from app.errors import StepFailed
 from app.messages import Abort, ArraysReady, Encode, RequestFailed
-from encoder_simulation import MAX_LEN, MAX_TEXTS, POISON, EncoderSimulation, encode, rows_of
+from encoder_simulation import MAX_LEN, MAX_TEXTS, POISON, EncoderSimulation, FakeRunner, encode, rows_of
 
 
 class AnyRun(RuleBasedStateMachine):
@@ -23,9 +23,11 @@ class AnyRun(RuleBasedStateMachine):
         self.deadlines: dict[str, int] = {}  # the step by which a request must have ended, had every step gone well
         self.num_steps = 0
 
-    @initialize(budget=st.sampled_from([1, 20, 64, 500]))
-    def begin(self, budget: int) -> None:
-        self.sim = EncoderSimulation(budget)
+    @initialize(
+        budget=st.sampled_from([1, 20, 64, 500]), overlaps=st.booleans(), memory=st.sampled_from([None, None, MAX_LEN, 30, 100])
+    )
+    def begin(self, budget: int, overlaps: bool, memory: int | None) -> None:
+        self.sim = EncoderSimulation(budget, runner=FakeRunner(overlaps, memory))
 
     @rule(
         lengths=st.lists(st.integers(1, MAX_LEN), min_size=1, max_size=12),
@@ -39,23 +41,26 @@ class AnyRun(RuleBasedStateMachine):
         ahead = sum(len(one.order.texts) for one in self.sim.engine.queue.requests)
         self.asked[name] = order
         self.deadlines[name] = self.num_steps + ahead + len(lengths)
-        if poisoned == 0:
+        memory = self.sim.runner.memory
+        if poisoned == 0 or (memory is not None and max(lengths) > memory):
             self.may_fail.add(name)
         self.sim.hear(self.sim.engine.add(order))
 
     @rule(times=st.integers(1, 5))
     def step(self, times: int) -> None:
         for _ in range(times):
-            oldest = self.sim.engine.queue.oldest if self.sim.engine.has_work else None
+            begun = len(self.sim.runner.batches)
+            oldest = next((request for request in self.sim.engine.queue.requests if request.left), None)
             before = oldest.tokens_left if oldest else 0
             self.sim.step()
             self.num_steps += 1
-            if oldest is None:
+            for batch in self.sim.runner.batches[begun:]:
+                total = sum(span.num_tokens for span in batch)
+                assert total <= max(self.sim.budget, batch[0].num_tokens) and len(batch) <= MAX_TEXTS
+            if oldest is None or begun == len(self.sim.runner.batches):
                 continue
-            batch = self.sim.runner.batches[-1]
+            batch = self.sim.runner.batches[begun]
             assert any(span.request is oldest or span.request.alone for span in batch) or oldest.tokens_left < before
-            total = sum(span.num_tokens for span in batch)
-            assert total <= max(self.sim.budget, batch[0].num_tokens) and len(batch) <= MAX_TEXTS
 
     @precondition(lambda self: self.asked)
     @rule(which=st.integers(0, 1000))
