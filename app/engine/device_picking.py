@@ -22,8 +22,10 @@ _ROUNDS, _ROUNDS_TO_ONE = 32, 30  # fewer than 2^32 places are a float's, and fe
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """How each row draws, [rows]: `temperature`, `min_p` fp32, `top_p` fp32 or wider, `top_k` int32 (0: off), `uniforms` in the device's
-    widest precision. A row of temperature 0 takes the likeliest token."""
+    """How each row draws, [rows]: `temperature`, `min_p` fp32, `top_p`, `uniforms` fp64, `top_k` int32 (0: off).
+
+    A row of temperature 0 takes the likeliest token.
+    """
 
     temperature: Tensor
     top_k: Tensor
@@ -69,9 +71,9 @@ def _top_p_threshold(shares: Tensor, drawing: Drawing) -> Tensor:
     """[rows, 1]: the least float above which the shares sum to less than top_p, so that the last token needed stays. 0 where off."""
 
     def enough(bound: Tensor) -> Tensor:
-        return torch.where(shares > bound, shares, 0.0).sum(-1, keepdim=True, dtype=drawing.uniforms.dtype) < limits
+        return torch.where(shares > bound, shares, 0.0).sum(-1, keepdim=True, dtype=torch.float64) < limits
 
-    limits = drawing.top_p.to(drawing.uniforms.dtype).unsqueeze(1)
+    limits = drawing.top_p.double().unsqueeze(1)
     largest = _place(shares.amax(-1, keepdim=True))  # stays whatever top_p is
     return _float_at(_first(enough, torch.zeros_like(largest), largest, _ROUNDS_TO_ONE)).masked_fill(limits >= 1.0, 0.0)
 

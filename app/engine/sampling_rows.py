@@ -14,9 +14,9 @@ from torch import Tensor
 
 from app.engine.sequence import Sequence
 from app.errors import StepFailed
-from app.kernels.widest import widest
 from app.messages import SamplingParams
 
+_BELOW_ONE = 1.0 - 2.0**-53
 _BLOCK = 256  # tokens whose probabilities are summed before one of them is drawn: a running sum over the blocks is short
 LEAST_TEMPERATURE = (
     1e-6  # smaller ones, and smaller repetition penalties, act like it: an overflow would look like a broken model
@@ -90,20 +90,20 @@ def _column(values: list[float], like: Tensor, dtype: torch.dtype | None = None)
 
 def draw(shares: Tensor, uniforms: Rows[float]) -> Tensor:
     """One token id a row from probabilities [rows, vocab]: where the running sum in vocabulary order passes the row's uniform number."""
-    return draw_at(shares, torch.tensor(uniforms, dtype=widest(shares.device), device=shares.device))
+    return draw_at(shares, torch.tensor(uniforms, dtype=torch.float64, device=shares.device))
 
 
 def draw_at(shares: Tensor, uniforms: Tensor) -> Tensor:
-    """The same by uniform numbers [rows] that lie where the probabilities do, in whose precision is summed. Nothing waits for a device.
+    """The same by uniform numbers [rows] float64 that lie where the probabilities do. Nothing waits for a device.
 
     In vocabulary order and not by rank, since then a rounding difference in the logits moves the borders a little instead of
     swapping two tokens. In two stages, blocks and then inside one, since a running sum over a vocabulary in float64 is slow.
     """
     missing = -shares.shape[1] % _BLOCK
     blocks = (F.pad(shares, (0, missing)) if missing else shares).view(len(shares), -1, _BLOCK)
-    block, rest = _locate(blocks.sum(-1).to(uniforms.dtype), uniforms)
+    block, rest = _locate(blocks.sum(-1).double(), uniforms)
     chosen = blocks.gather(1, block.view(-1, 1, 1).expand(-1, 1, _BLOCK)).squeeze(1)
-    inside, _ = _locate(chosen.to(uniforms.dtype), rest)
+    inside, _ = _locate(chosen.double(), rest)
     return block * _BLOCK + inside
 
 
@@ -114,7 +114,7 @@ def _locate(mass: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
     index = (running <= target.unsqueeze(1)).sum(-1, keepdim=True)  # below the last: target < total, as fraction < 1
     here = mass.gather(1, index).squeeze(1)  # greater than 0: the sum grew here
     before = running.gather(1, index).squeeze(1) - here
-    return index.squeeze(1), ((target - before) / here).clamp_(0.0, 1.0 - torch.finfo(mass.dtype).eps / 2)
+    return index.squeeze(1), ((target - before) / here).clamp_(0.0, _BELOW_ONE)
 
 
 def _top_k_threshold(scores: Tensor, top_k: Rows[int]) -> Tensor:
@@ -130,15 +130,14 @@ def _top_k_threshold(scores: Tensor, top_k: Rows[int]) -> Tensor:
 def _top_p_threshold(shares: Tensor, top_p: Rows[float]) -> Tensor:
     """The least probability inside each row's nucleus, [rows, 1]: the fewest likeliest tokens that sum to at least top_p. 0 where off."""
     threshold = shares.new_zeros((len(shares), 1))
-    wide = widest(shares.device)
     pending = torch.tensor([row for row, p in enumerate(top_p) if p < 1.0], dtype=torch.int64, device=shares.device)
-    limits = _column(list(top_p), shares, wide)
+    limits = _column(list(top_p), shares, torch.float64)
     vocab_size = shares.shape[1]
     for width in (*(width for width in _NUCLEUS_WIDTHS if width < vocab_size), vocab_size):
         if len(pending) == 0:
             break
         best = take(shares, pending).topk(width).values
-        running = best.to(wide).cumsum(-1)
+        running = best.double().cumsum(-1)
         inside = (running - best < limits[pending]).sum(-1, keepdim=True).clamp_(min=1)
         threshold[pending] = best.gather(1, inside - 1)
         pending = pending[running[:, -1] < limits[pending].squeeze(1)]  # these want tokens beyond `width`

@@ -74,6 +74,9 @@ def test_pages_are_taken_as_they_are_written_and_come_back() -> None:
     assert cache.num_free_pages == 9
     cache.release(0, 64, 130)
     assert cache.num_free_pages == 10
+    fill(cache, span_of(0, SHAPE.max_len, slot=1))
+    cache.release(1, 0, SHAPE.max_len)  # its last page is not full, but nothing lies behind it
+    assert cache.num_free_pages == 10
     cache.release(0, 0, SHAPE.max_len)
     cache.release(0, 0, SHAPE.max_len)
     assert cache.num_free_pages == 12
