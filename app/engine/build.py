@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from app.backends.base import Backend
+from app.backends.selection import processor
 from app.engine.batch import Batch, Span
 from app.engine.decoder import DecoderEngine
 from app.engine.drafts import PromptLookup
@@ -37,7 +38,12 @@ from app.models.config import ModelConfig
 from app.models.decoder import Decoder
 from app.weights.checkpoint import Checkpoint
 
-KV_DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32, "int8": torch.int8}
+KV_DTYPES: Mapping[str, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "int8": torch.int8,
+}
 WARM_UP_TOKENS = 16
 
 
@@ -56,7 +62,7 @@ def build_engine(
     checkpoint: Checkpoint, plan: ServingPlan, eos_token_ids: Collection[int], report: Report, steps: StepSeconds | None = None
 ) -> BuiltEngine:
     """Loads and warms up; `steps` is what steps were measured to take. Raises a `StartupError` where the plan cannot be served."""
-    model, backend = load(checkpoint, plan, report)
+    model, backend = load(checkpoint, plan, report, processor)
     assert isinstance(model, Decoder), "a decoder's checkpoint"
     report("reserving KV memory")
     config = checkpoint.decoder
@@ -66,7 +72,9 @@ def build_engine(
     report("warming up")
     warm_up(runner)
     pace = StepPace(plan.max_batch_tokens.value, plan.itl_target_seconds.value, steps)
-    scheduler = _scheduler(kv_cache, plan, pace, eos_token_ids)
+    capacity = min(plan.kv_cache_bytes.value // kv_cache.bytes_per_token, kv_cache.shape.num_slots * kv_cache.stride)
+    pool = SlotPool(kv_cache.shape.num_slots, capacity, kv_cache.tokens_per_page)
+    scheduler = Scheduler(pool, pace, limits_of(plan), eos_token_ids)
     scheduler.speculation = _speculation(config, plan, steps)
     engine = DecoderEngine(scheduler, runner)
     engine.stretch = Stretch(plan.throttling_quota.value)
@@ -106,12 +114,8 @@ def kv_shape(config: ModelConfig, plan: ServingPlan) -> KVShape:
     )
 
 
-def _scheduler(kv_cache: KVCache, plan: ServingPlan, pace: StepPace, eos_token_ids: Collection[int]) -> Scheduler:
-    slots = kv_cache.shape.num_slots
-    capacity = min(plan.kv_cache_bytes.value // kv_cache.bytes_per_token, slots * kv_cache.stride)
-    pool = SlotPool(slots, capacity, kv_cache.tokens_per_page)
-    limits = Limits(plan.max_model_len.value, plan.max_running_seqs.value, plan.max_batch_tokens.value)
-    return Scheduler(pool, pace, limits, eos_token_ids)
+def limits_of(plan: ServingPlan) -> Limits:
+    return Limits(plan.max_model_len.value, plan.max_running_seqs.value, plan.max_batch_tokens.value)
 
 
 def warm_up(runner: Runner) -> None:

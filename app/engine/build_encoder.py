@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from app.backends.base import Backend
+from app.backends.selection import processor
 from app.engine.encode_pace import EncodePace
 from app.engine.encode_runner import EncodeRunner
 from app.engine.encoder import EncodeLimits, EncoderEngine
@@ -33,7 +34,7 @@ class BuiltEncoder:
 
 def build_encoder(checkpoint: Checkpoint, plan: ServingPlan, report: Report, steps: StepSeconds | None = None) -> BuiltEncoder:
     """Loads and warms up; `steps` is what steps were measured to take. Raises a `StartupError` where the plan cannot be served."""
-    model, backend = load(checkpoint, plan, report)
+    model, backend = load(checkpoint, plan, report, processor)
     assert isinstance(model, Encoder), "an encoder's checkpoint"
     room = max(plan.max_batch_tokens.value, plan.max_model_len.value)
     lanes = Lanes((steps.pair_tokens if steps else None) or USUAL_PAIR)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from app.backends.selection import processor
 from app.engine.encode_pace import EncodePace
 from app.engine.loading import Report, percent, prepared_device
 from app.engine.program import FAILURES, ProgramEngine, Served
@@ -25,7 +26,7 @@ def build_program(
 ) -> ProgramEngine:
     """Loads and warms up; `steps` is what steps were measured to take. Raises a `StartupError` where the plan or the program cannot be
     served."""
-    prepared_device(plan, report)
+    prepared_device(plan, report, processor)
     program = load_program(checkpoint, plan, percent(report, "loading weights"))
     served = served_program(checkpoint, program)
     report("warming up")

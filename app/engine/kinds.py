@@ -1,10 +1,14 @@
-"""Which engine serves which kind of checkpoint: one table, one function. Only the parts of the kind that is served are imported."""
+"""Which engine serves which kind of checkpoint, on a processor or on a device with memory of its own: one table, one function.
+
+Only the parts of the kind that is served are imported.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from app.backends.selection import PROCESSORS
 from app.engine.loading import Report
 from app.engine.worker import Engine
 from app.hardware.plan import ServingPlan
@@ -26,7 +30,7 @@ class Ordered:
 
 def build(ordered: Ordered) -> Engine:
     """On the thread that will step it. Raises a `StartupError` where the plan cannot be served."""
-    return _BUILDERS[ordered.checkpoint.needs().kind](ordered)
+    return _BUILDERS[ordered.checkpoint.needs().kind, ordered.plan.device.value in PROCESSORS](ordered)
 
 
 def _decoder(ordered: Ordered) -> Engine:
@@ -43,6 +47,20 @@ def _encoder(ordered: Ordered) -> Engine:
     return build_encoder(ordered.checkpoint, ordered.plan, ordered.report, ordered.steps).engine
 
 
+def _device_decoder(ordered: Ordered) -> Engine:
+    from app.engine.build_device import build_device
+
+    assert isinstance(ordered.checkpoint, Checkpoint), "of its kind"
+    return build_device(ordered.checkpoint, ordered.plan, ordered.eos_token_ids, ordered.report, ordered.steps).engine
+
+
+def _device_encoder(ordered: Ordered) -> Engine:
+    from app.engine.build_device_encoder import build_device_encoder
+
+    assert isinstance(ordered.checkpoint, Checkpoint), "of its kind"
+    return build_device_encoder(ordered.checkpoint, ordered.plan, ordered.report, ordered.steps).engine
+
+
 def _program(ordered: Ordered) -> Engine:
     from app.engine.build_program import build_program
 
@@ -50,4 +68,11 @@ def _program(ordered: Ordered) -> Engine:
     return build_program(ordered.checkpoint, ordered.plan, ordered.report, ordered.steps)
 
 
-_BUILDERS: Mapping[str, Callable[[Ordered], Engine]] = {"decoder": _decoder, "encoder": _encoder, "program": _program}
+# By kind, and whether it is a processor that serves; programs are planned on no other.
+_BUILDERS: Mapping[tuple[str, bool], Callable[[Ordered], Engine]] = {
+    ("decoder", True): _decoder,
+    ("encoder", True): _encoder,
+    ("program", True): _program,
+    ("decoder", False): _device_decoder,
+    ("encoder", False): _device_encoder,
+}

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
-from app.backends.base import Backend
-from app.backends.selection import select_backend
+from app.backends.base import Device
 from app.hardware.plan import ServingPlan
 from app.weights.checkpoint import Checkpoint
 from app.weights.load import Model, load_model
 from app.weights.pack_cache import Packs
 
 Report = Callable[[str], None]  # told the stage of loading, in words for people
+Kind = TypeVar("Kind", bound=Device)
+Select = Callable[[ServingPlan], Kind]  # of backends/selection.py: whoever loads says which kind it steps on
 
 
-def load(checkpoint: Checkpoint, plan: ServingPlan, report: Report) -> tuple[Model, Backend]:
+def load(checkpoint: Checkpoint, plan: ServingPlan, report: Report, select: Select[Kind]) -> tuple[Model, Kind]:
     """Raises a `StartupError` where the plan cannot be served."""
-    backend = prepared_device(plan, report)
+    backend = prepared_device(plan, report, select)
     folder = plan.pack_folder.value
     packs = None if folder is None else Packs(Path(folder), percent(report, "keeping packed weights"))
     return load_model(checkpoint, plan, backend, percent(report, "loading weights"), packs), backend
 
 
-def prepared_device(plan: ServingPlan, report: Report) -> Backend:
+def prepared_device(plan: ServingPlan, report: Report, select: Select[Kind]) -> Kind:
     """Configured as planned, on this thread."""
     report("preparing the device")
-    backend = select_backend(plan)
+    backend = select(plan)
     backend.configure(plan)
     report("loading weights")
     return backend
