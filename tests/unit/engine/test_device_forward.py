@@ -1,0 +1,37 @@
+"""A step on tensors of a GPU that is not here: nothing of it lies on the processor, nothing waits for the device, and shapes come out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.backends.twin import TwinBackend
+from app.engine.device_forward import Bounds, DeviceForward
+from app.engine.device_step import Sizes, Way, num_words, views_of
+from app.engine.kv_cache import KVShape
+from app.engine.paged_kv import PagedKVCache
+from fake_device import CUDA, fake_cuda
+from loaded_models import load
+from tiny_checkpoints import ARCHITECTURES, write_checkpoint
+
+MAX_LEN = 160
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_nothing_of_a_step_is_here_and_nothing_waits(architecture: str, tmp_path: Path) -> None:
+    model: Any = load(write_checkpoint(tmp_path, architecture), max_model_len=MAX_LEN, device="cuda")
+    config, backend = model.config, TwinBackend(torch.float32)
+    with fake_cuda() as device, torch.inference_mode():
+        device.move(model)
+        cache = PagedKVCache(KVShape(config.num_layers, 4, MAX_LEN, config.num_kv_heads, config.head_dim), torch.float32, 9, CUDA)
+        buffer = torch.zeros(4 + num_words(Sizes(40, 4, 4)), dtype=torch.int64, device=CUDA)
+        forward = DeviceForward(model, cache, backend, buffer)
+        for sizes, bounds in ((Sizes.of_bucket(4), Bounds(4, 1, MAX_LEN)), (Sizes(40, 3, 2), Bounds(1, 37, 90))):
+            views = views_of(buffer[4:], sizes)
+            logits = forward.logits(views, sizes, bounds)
+            assert logits.shape == (sizes.picks, config.vocab_size) and logits.device == CUDA
+            for way in (Way.GREEDY, Way.DRAWN, Way.FILTERED):
+                forward.pick(logits, views, way)
