@@ -148,7 +148,7 @@ def subject(prepared: Prepared) -> Subject:
     return Subject(
         checkpoint.model_config if isinstance(checkpoint, Checkpoint) else checkpoint,
         tuple(ways),
-        _thread_counts(settings, plan.threads.value),
+        _thread_counts(settings, plan),
         lambda found: _choice(_plan(facts, found, settings, checkpoint)),
         _way(prepared, "int4", int8_copy="on") if copies else None,
         max((cache.size_bytes for cache in facts.caches), default=0),
@@ -181,8 +181,9 @@ def _way(prepared: Prepared, name: str, int8_copy: str = "off") -> ServingPlan |
         return None
 
 
-def _thread_counts(settings: Settings, planned: int) -> tuple[int, ...]:
-    if settings.threads != "auto" or planned == 1:
+def _thread_counts(settings: Settings, plan: ServingPlan) -> tuple[int, ...]:
+    planned = plan.threads.value
+    if settings.threads != "auto" or planned == 1 or plan.device.value != "cpu":  # of the host's threads no device is quicker
         return (planned,)
     return tuple(range(planned, 0, -1)) if planned <= FEW_THREADS else (planned, planned - 1)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from app.backends.base import Backend
 from app.engine.encode_runner import EncodeRunner
 from app.engine.looks import Extent, Look, StepShape, doubling
 from app.engine.made_up import MOST_IDS, Forms, few_layers, table_of
@@ -35,17 +34,37 @@ FEW_TOKENS = 64  # up to so many, what a step reads may cost more than what it m
 LONG_TOKENS = 512  # of the one text that tells what attending costs
 
 
+RunTexts = Callable[[Sequence[TextSpan]], object]
+MakeRun = Callable[[Encoder, int], RunTexts]  # of batches of at most so many tokens, each carried out to its end
+
+
+def on_processor(plan: ServingPlan, usual: int) -> MakeRun:
+    """As `build_encoder` has it, up to the `usual` number of tokens recorded; on other devices it is `device_stage.texts_on`."""
+    off = "" if plan.compile.value else plan.compile.reason
+    return lambda model, room: EncodeRunner(model, room, off, usual).run
+
+
 class EncodeRehearsal:
     """One way to serve, with few layers. Memory is taken as long as this lives."""
 
-    def __init__(self, config: EncoderConfig, plan: ServingPlan, backend: Backend, extent: Extent) -> None:
+    def __init__(
+        self,
+        config: EncoderConfig,
+        plan: ServingPlan,
+        extent: Extent,
+        device: torch.device | None = None,
+        make: MakeRun | None = None,
+    ) -> None:
+        """`device`, `make`: where the model lies, and what runs its batches; None: a processor."""
         self.config, self.plan = config, plan
-        self._forms = Forms(choice_of(plan, texts=True))
+        self._device = device or torch.device("cpu")
+        self._make = make or on_processor(plan, max(self.sizes()))
+        self._forms = Forms(choice_of(plan, texts=True, device=self._device))
         layer = (self._product_bytes(2) - self._product_bytes(1)) if config.num_layers > 1 else self._product_bytes(1)
         self.few_layers = few_layers(config.num_layers, extent, layer, 0)
         whole = self.few_layers == config.num_layers  # then nothing has to be worked out from fewer
         self.layer_counts = [self.few_layers] if whole else sorted({1, 2, self.few_layers})
-        self._runners = {layers: self._runner(layers, backend) for layers in self.layer_counts}
+        self._runners = {layers: self._runner(layers) for layers in self.layer_counts}
         for layers in self.layer_counts:  # what is recorded is no sample
             self.step(StepShape("encode", self.sizes()[0], layers))()
 
@@ -71,9 +90,9 @@ class EncodeRehearsal:
 
     def step(self, shape: StepShape) -> Callable[[], object]:
         """What runs that step, any number of times."""
-        runner = self._runners[shape.layers]
+        run = self._runners[shape.layers]
         spans = self._spans(shape.size, shape.context or min(TABLE_TEXT_TOKENS, self.plan.max_model_len.value))
-        return lambda: runner.run(spans)
+        return lambda: run(spans)
 
     def _spans(self, tokens: int, each: int) -> list[TextSpan]:
         lengths = [each] * (tokens // each) + ([tokens % each] if tokens % each else [])
@@ -123,21 +142,22 @@ class EncodeRehearsal:
     def _model(self, layers: int, device: torch.device) -> Encoder:
         return build_encoder(with_layers(self.config, layers), self._forms.choice.dtype, self.plan.max_model_len.value, device)
 
-    def _runner(self, layers: int, backend: Backend) -> EncodeRunner:
-        model = self._model(layers, backend.device)
+    def _runner(self, layers: int) -> RunTexts:
+        device = self._device
+        model = self._model(layers, device)
         for module in list(model.modules()):
             if isinstance(module, Linear):
                 module.form = self._forms.of(module)
             elif isinstance(module, Embedding):
                 words = len(module.weight) == self.config.vocab_size
-                module.adopt(table_of(self._num_ids if words else len(module.weight) + module.first, module.weight.shape[1]))
+                rows = self._num_ids if words else len(module.weight) + module.first
+                module.adopt(table_of(rows, module.weight.shape[1], device))
             elif isinstance(module, RMSNorm):
-                module.adopt(torch.ones(module.weight.shape))
+                module.adopt(torch.ones(module.weight.shape, device=device))
             elif isinstance(module, LayerNorm | Dense | DistanceBias):
-                bias = torch.zeros(module.weight.shape[0]) if module.has_bias else None
-                module.adopt(torch.full(module.weight.shape, 0.01), bias)
-        room = max(max(self.sizes()), LONG_TOKENS)
-        return EncodeRunner(model, room, "" if self.plan.compile.value else self.plan.compile.reason, max(self.sizes()))
+                bias = torch.zeros(module.weight.shape[0], device=device) if module.has_bias else None
+                module.adopt(torch.full(module.weight.shape, 0.01, device=device), bias)
+        return self._make(model, max(max(self.sizes()), LONG_TOKENS))
 
 
 def with_layers(config: EncoderConfig, layers: int) -> EncoderConfig:

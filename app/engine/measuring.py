@@ -8,29 +8,29 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
-from app.backends.selection import select_backend
+from app.backends.base import Device
+from app.backends.selection import device_backend, processor, select_backend
+from app.engine import peaks
+from app.engine.device_stage import DeviceStage, texts_on
 from app.engine.encode_rehearsal import EncodeRehearsal
-from app.engine.looks import COARSE, FULL, Extent, Look, Rehearsed, StepShape
+from app.engine.looks import COARSE, COARSE_LAYERS, FULL, Extent, Look, Rehearsed, StepShape
 from app.engine.program_rehearsal import ProgramRehearsal
 from app.engine.rehearsal import Rehearsal
+from app.engine.stages import ProcessorStage
 from app.hardware.decision import Measurements, Trial
 from app.hardware.plan import ServingPlan
 from app.hardware.throttling import steady_clock
 from app.kernels.calibrate import Block, Clock, Point, Rounds, border, table
-from app.kernels.ceilings import ProductCeiling, ReadCeiling
+from app.kernels.device_ceilings import cache_bytes
 from app.models.config import ModelConfig
 from app.models.encoder_config import EncoderConfig
 from app.weights.program import ProgramCheckpoint
 
-READ_BYTES = (
-    2**27
-)  # of the buffer that the read ceiling is sampled with: four times a large cache, filled in some hundredths of a second
-PRODUCT_SHAPES = ((256, 2048, 2048),)
 CEILINGS_SECONDS = 0.4  # what both ceilings take; a budget with no room for them is for a model that nothing is at stake for
 PRECISIONS_SHARE = 0.4  # of the budget, for a look at all precisions that may be chosen
 THREADS_SHARE = 0.25  # of the rest, for a look at how many threads are best
@@ -81,33 +81,39 @@ def measure(subject: Subject, budget_seconds: float, report: Report, clock: Cloc
     part = 1.0 if quota is None else quota / threads
     clock = clock or steady_clock(quota)
     began = clock()
-    timer = Timer(began + budget_seconds / part, report, clock)
     backend = select_backend(subject.ways[0])
     backend.configure(subject.ways[0])
     with torch.inference_mode():
+        if subject.ways[0].device.value != "cpu":
+            subject = replace(subject, cache_bytes=cache_bytes(backend.device))
+            _compile(subject, report)
+        timer = Timer(clock() + budget_seconds / part, report, clock)
         if budget_seconds <= 4 * CEILINGS_SECONDS:
             found = _trials(subject, timer, Measurements())
         else:
             report("calibrating: ceilings")
-            before = _ceilings(subject, part)
-            found = _between(before, _trials(subject, timer.less(CEILINGS_SECONDS / part), before), _ceilings(subject, part))
+            before = _ceilings(subject, backend, part)
+            found = _between(
+                before, _trials(subject, timer.less(CEILINGS_SECONDS / part), before), _ceilings(subject, backend, part)
+            )
     gc.collect()  # made-up weights go before the real ones come
     return replace(found, seconds=clock() - began)
 
 
-def _ceilings(subject: Subject, part: float = 1.0) -> Measurements:
-    """The best of short samples, which no quota stops; of that the `part` that it leaves."""
-    threads = subject.threads[0]
-    torch.set_num_threads(threads)
-    with closing(ReadCeiling(threads, max(READ_BYTES, 2 * subject.cache_bytes))) as reading:
-        read = reading.sample()
-    products: dict[str, float] = {}
-    for precision in {plan.precision.value for plan in subject.ways}:
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(precision, torch.int8)
-        rate = ProductCeiling(dtype, PRODUCT_SHAPES).sample()
-        if rate == rate:  # no form multiplies it here: not a number
-            products[precision] = part * rate
-    return Measurements(read_bytes_per_second=part * read, products_per_second=products)
+def _compile(subject: Subject, report: Report) -> None:
+    """Kernels for a device are compiled when they are first used, for minutes where no earlier start kept them: beside the budget."""
+    report("calibrating: kernels are compiled")
+    rehearsal = Session(subject, subject.ways[0], Timer(0.0, report)).rehearsal(Extent(0, COARSE_LAYERS, COARSE.most_outputs))
+    for shape in rehearsal.shapes(FULL):
+        report(f"calibrating: kernels are compiled ({shape.kind}, {shape.size})")
+        rehearsal.step(shape)()
+
+
+def _ceilings(subject: Subject, backend: Device, part: float = 1.0) -> Measurements:
+    precisions = dict.fromkeys(plan.precision.value for plan in subject.ways)
+    if subject.ways[0].device.value == "cpu":
+        return peaks.of_processor(precisions, subject.threads[0], subject.cache_bytes, part)
+    return peaks.of_device(backend, precisions)
 
 
 def _between(before: Measurements, found: Measurements, after: Measurements) -> Measurements:
@@ -175,7 +181,7 @@ class Session:
         """One for each number of threads; they take turns."""
         self.timer.report(f"calibrating: {self.plan.precision.value}")
         extent = Extent(self.subject.cache_bytes, look.layers_share, look.most_outputs)
-        rehearsal = self._rehearsal(extent)
+        rehearsal = self.rehearsal(extent)
         blocks = [self._block(rehearsal, number, rehearsal.shapes(look)) for number in threads]
         rounds: Rounds[Key] = Rounds(self.timer.deadline, self.timer.clock)
         for rounds.patience in (1, PATIENCE):
@@ -190,13 +196,16 @@ class Session:
             self.noise = "steps with more rows or layers were measured shorter than steps with fewer"
         return trials
 
-    def _rehearsal(self, extent: Extent) -> Rehearsed:
-        config, backend = self.subject.config, select_backend(self.plan)
+    def rehearsal(self, extent: Extent) -> Rehearsed:
+        config, plan = self.subject.config, self.plan
         if isinstance(config, ProgramCheckpoint):
-            return ProgramRehearsal(config, self.plan)
+            return ProgramRehearsal(config, plan)
+        if plan.device.value != "cpu":
+            return _on_device(config, plan, extent)
         if isinstance(config, EncoderConfig):
-            return EncodeRehearsal(config, self.plan, backend, extent)
-        return Rehearsal(config, self.plan, backend, extent)
+            return EncodeRehearsal(config, plan, extent)
+        backend = processor(plan)
+        return Rehearsal(config, plan, backend.device, partial(ProcessorStage, backend), extent)
 
     def _block(self, rehearsal: Rehearsed, threads: int, shapes: Iterable[StepShape]) -> Block[Key]:
         def begin() -> None:
@@ -204,6 +213,13 @@ class Session:
             torch.set_num_threads(threads)
 
         return Block(begin, [Point((threads, shape), rehearsal.step(shape)) for shape in shapes])
+
+
+def _on_device(config: ModelConfig | EncoderConfig, plan: ServingPlan, extent: Extent) -> Rehearsed:
+    backend = device_backend(plan)
+    if isinstance(config, EncoderConfig):
+        return EncodeRehearsal(config, plan, extent, backend.device, texts_on(backend, plan))
+    return Rehearsal(config, plan, backend.device, partial(DeviceStage, backend), extent)
 
 
 def _of_threads(medians: Mapping[Key, float], threads: int) -> dict[StepShape, float]:

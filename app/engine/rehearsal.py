@@ -11,19 +11,17 @@ from dataclasses import replace
 
 import torch
 
-from app.backends.base import Backend
 from app.engine.batch import Batch, Span
-from app.engine.build import KV_DTYPES, few_queries
-from app.engine.kv_cache import KVCache, KVShape
+from app.engine.buckets import LARGEST
+from app.engine.kv_cache import KVShape
 from app.engine.looks import Extent, Look, StepShape, doubling
 from app.engine.made_up import MOST_IDS, Forms, few_layers, table_of
-from app.engine.replay import Replay
-from app.engine.runner import Runner
-from app.engine.sampler import Sampler
 from app.engine.sequence import sequence_of
+from app.engine.stages import Run, Stage
 from app.hardware.decision import Trial
 from app.hardware.plan import ServingPlan
 from app.kernels.calibrate import by_size, table
+from app.kernels.device_linear import DeviceLinear
 from app.kernels.hybrid import HybridLinear
 from app.kernels.int_panels import IntPanels
 from app.kernels.linear import Linear
@@ -39,6 +37,8 @@ CONTEXT_TOKENS = 1024  # behind each of some sequences, to see what context cost
 CONTEXT_ROWS = 8
 CHUNK_TOKENS = 64  # of a prompt, behind so much of it
 MANY_ROWS = 32  # beyond, a decode step is timed if there is time
+MOST_ROWS = {"cpu": 64}  # sequences of a step: beyond, products gain little on a processor
+MakeStage = Callable[[ModelConfig, ServingPlan, KVShape], Stage]
 _PARAMS = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
 
 
@@ -48,22 +48,26 @@ class Rehearsal:
     Memory is taken as long as this lives.
     """
 
-    def __init__(self, config: ModelConfig, plan: ServingPlan, backend: Backend, extent: Extent) -> None:
+    def __init__(
+        self, config: ModelConfig, plan: ServingPlan, device: torch.device, make_stage: MakeStage, extent: Extent
+    ) -> None:
         self._whole = config
         self.config = replace(config, vocab_size=min(config.vocab_size, extent.most_outputs or config.vocab_size))
         self.plan = plan
-        self._forms = Forms(replace(choice_of(plan), most_few=0))
+        self._device = device
+        self._forms = Forms(replace(choice_of(plan, device=device), most_few=0))
         self.few_layers = few_layers(self.config.num_layers, extent, *self._sizes(self.config))
         whole = self.few_layers == self.decode_layers  # then nothing has to be worked out from fewer
         self.layer_counts = [self.few_layers] if whole else sorted({1, 2, self.few_layers})
-        rows = max(CONTEXT_ROWS, max(self.decode_rows()))
         self.max_len = min(plan.max_model_len.value, plan.max_batch_tokens.value + CONTEXT_TOKENS + CHUNK_TOKENS)
         config = self.config
-        shape = KVShape(self.few_layers, rows, self.max_len, config.num_kv_heads, config.head_dim)
         self._num_ids = min(config.vocab_size, MOST_IDS)
-        self._kv_cache = KVCache(shape, KV_DTYPES[plan.kv_precision.value])
-        self._runners = {layers: self._runner(layers, backend) for layers in self.layer_counts}
-        self._remember()
+        rows = max(CONTEXT_ROWS, max(self.decode_rows()))
+        shape = KVShape(self.few_layers, rows, self.max_len, config.num_kv_heads, config.head_dim)
+        self._stage = make_stage(config, plan, shape)
+        self._runners = {layers: self._runner(layers) for layers in self.layer_counts}
+        for slot in range(CONTEXT_ROWS if self.context else 0):
+            self._stage.remember(slot, self.context)
         for layers in self.layer_counts:  # attention learns how much room it wants: before, no step is recorded
             self.step(StepShape("decode", 1, layers))()
 
@@ -71,7 +75,7 @@ class Rehearsal:
 
     def decode_rows(self) -> list[int]:
         """1, 2, 4, … sequences, and as many as may run."""
-        return doubling(1, min(64, self.plan.max_running_seqs.value))
+        return doubling(1, min(MOST_ROWS.get(self.plan.device.value, LARGEST), self.plan.max_running_seqs.value))
 
     def prefill_tokens(self) -> list[int]:
         most = min(self.plan.max_batch_tokens.value, self.plan.max_model_len.value)
@@ -80,15 +84,15 @@ class Rehearsal:
     @property
     def context(self) -> int:
         """Tokens behind a sequence that has context; 0 where the model is made for too few. No more memory than the plan gives them."""
-        fits = self.plan.kv_cache_bytes.value // (CONTEXT_ROWS * self._kv_cache.bytes_per_token)
+        fits = self.plan.kv_cache_bytes.value // (CONTEXT_ROWS * self._stage.bytes_per_token)
         return max(0, min(CONTEXT_TOKENS, self.max_len - CHUNK_TOKENS - 1, fits))
 
     def step(self, shape: StepShape) -> Callable[[], object]:
         """What runs that step, any number of times."""
-        runner = self._runners[shape.layers]
+        run = self._runners[shape.layers]
         count, tokens = (shape.size, 1) if shape.kind == "decode" else (1, shape.size)
         batch = Batch(tuple(self._span(slot, shape.context, tokens) for slot in range(count)))
-        return lambda: runner.run(batch)
+        return lambda: run(batch)
 
     def _span(self, slot: int, start: int, num_tokens: int) -> Span:
         token_ids = tuple(index % self._num_ids for index in range(start + num_tokens))
@@ -159,38 +163,27 @@ class Rehearsal:
         """Bytes that a layer's products read, and the output layer's."""
         return self._forms.sizes(build_model(_with_layers(config, 1), self._dtype, 1, torch.device("cpu")).modules())
 
-    def _runner(self, layers: int, backend: Backend) -> Runner:
-        model = build_model(_with_layers(self.config, layers), self._dtype, self.max_len, backend.device)
+    def _runner(self, layers: int) -> Run:
+        device = self._device
+        model = build_model(_with_layers(self.config, layers), self._dtype, self.max_len, device)
         modules = list(model.modules())
         for module in modules:
             if isinstance(module, RMSNorm):
-                module.adopt(torch.ones(module.weight.shape))
+                module.adopt(torch.ones(module.weight.shape, device=device))
             elif isinstance(module, Linear):
                 module.form = self._forms.of(module)
         for module in modules:
             if isinstance(module, Embedding):
                 self._embed(module)
-        off = "" if self.plan.compile.value else self.plan.compile.reason
-        replay = Replay(model, off, seen_before=0)
-        return Runner(replay, self._kv_cache, backend, Sampler(self.config.vocab_size), few_queries(self.config, self.plan))
+        return self._stage.runner(model)
 
     def _embed(self, embedding: Embedding) -> None:
         """As loading does; of a table of its own only the rows that steps look up."""
         tied = self._forms.made.get((embedding.source,))
-        if isinstance(tied, PanelLinear | IntPanels | HybridLinear):
+        if isinstance(tied, PanelLinear | IntPanels | HybridLinear | DeviceLinear):
             embedding.share(tied)
         else:
-            embedding.adopt(table_of(self._num_ids, self.config.hidden_size))
-
-    def _remember(self) -> None:
-        """Keys and values behind those that have context: pages that nobody wrote would be read from one page of zeros."""
-        shape = (self.context, self.config.num_kv_heads, self.config.head_dim)
-        generator = torch.Generator().manual_seed(0)
-        some = torch.randn(shape, generator=generator).to(self._dtype)
-        for slot in range(CONTEXT_ROWS if self.context else 0):
-            rows = torch.arange(self.context) + self._kv_cache.row(slot, 0)
-            for layer in range(self.few_layers):
-                self._kv_cache.write(layer, rows, some, some)
+            embedding.adopt(table_of(self._num_ids, self.config.hidden_size, self._device))
 
 
 def _with_layers(config: ModelConfig, layers: int) -> ModelConfig:

@@ -45,7 +45,7 @@ def plan_of(checkpoint: Checkpoint, **settings: Any) -> ServingPlan:
 
 def rehearsal_of(checkpoint: Checkpoint, **settings: Any) -> EncodeRehearsal:
     plan = plan_of(checkpoint, **settings)
-    return EncodeRehearsal(checkpoint.encoder, plan, select_backend(plan), Extent(0, 4))
+    return EncodeRehearsal(checkpoint.encoder, plan, Extent(0, 4))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

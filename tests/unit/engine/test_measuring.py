@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from app.backends.selection import select_backend
-from app.engine import measuring
+from app.backends.selection import processor, select_backend
+from app.engine import measuring, peaks
 from app.engine.looks import Extent, StepShape
 from app.engine.measuring import Subject, measure
 from app.engine.rehearsal import CHUNK_TOKENS, CONTEXT_ROWS, Rehearsal
+from app.engine.stages import ProcessorStage
 from app.hardware.decision import Decision, Measurements, Trial
 from app.hardware.plan import ServingPlan, make_plan
 from app.hardware.probe import probe
@@ -48,9 +50,14 @@ def plan_of(checkpoint: Checkpoint, **settings: Any) -> ServingPlan:
     return make_plan(probe(), None, Settings(**asked), checkpoint.needs(), RECIPES.keys())
 
 
+def _replay_of(rehearsal: Rehearsal, layers: int) -> Any:
+    run: Any = rehearsal._runners[layers]
+    return run.__self__.model
+
+
 def rehearsal_of(checkpoint: Checkpoint, **settings: Any) -> Rehearsal:
     plan = plan_of(checkpoint, **settings)
-    return Rehearsal(checkpoint.model_config, plan, select_backend(plan), Extent(0, 4))
+    return Rehearsal(checkpoint.model_config, plan, torch.device("cpu"), partial(ProcessorStage, processor(plan)), Extent(0, 4))
 
 
 # ---- steps that really run -------------------------------------------------------------------------------------------
@@ -72,7 +79,7 @@ def test_steps_are_run_again_from_the_second_on(checkpoint: Checkpoint) -> None:
         rehearsal = rehearsal_of(checkpoint, precision="int4")
         step = rehearsal.step(StepShape("decode", 4, 2))
         step()
-        replay: Any = rehearsal._runners[2].model
+        replay: Any = _replay_of(rehearsal, 2)
         assert (replay.reason, replay.num_runs) == ("", 0)
         step()
         assert replay.num_runs == 1
@@ -80,7 +87,7 @@ def test_steps_are_run_again_from_the_second_on(checkpoint: Checkpoint) -> None:
 
 @INTEGERS
 def test_compile_off_leaves_them_eager(checkpoint: Checkpoint) -> None:
-    replay: Any = rehearsal_of(checkpoint, precision="int4", compile="off")._runners[2].model
+    replay: Any = _replay_of(rehearsal_of(checkpoint, precision="int4", compile="off"), 2)
     assert "Asked for" in replay.reason
 
 
@@ -103,7 +110,9 @@ def test_layers_exceed_the_cache_twice(checkpoint: Checkpoint) -> None:
     plan = plan_of(checkpoint, precision="fp32")
 
     def layers(extent: Extent) -> int:
-        return Rehearsal(checkpoint.model_config, plan, select_backend(plan), extent).few_layers
+        return Rehearsal(
+            checkpoint.model_config, plan, torch.device("cpu"), partial(ProcessorStage, processor(plan)), extent
+        ).few_layers
 
     layer, output = rehearsal_of(checkpoint, precision="fp32")._sizes(checkpoint.model_config)
     assert layers(Extent(0, 8)) == 2
@@ -227,8 +236,8 @@ def test_where_eight_bits_are_quicker_than_four(checkpoint: Checkpoint, monkeypa
 
 def test_ceilings_are_sampled_where_the_budget_has_room(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ceilings, "SETTLE_SECONDS", 0.0)
-    monkeypatch.setattr(measuring, "READ_BYTES", 2**20)
-    monkeypatch.setattr(measuring, "PRODUCT_SHAPES", ((64, 64, 64),))
+    monkeypatch.setattr(peaks, "READ_BYTES", 2**20)
+    monkeypatch.setattr(peaks, "PRODUCT_SHAPES", ((64, 64, 64),))
     found = measured(Machine(monkeypatch, quiet), subject_of(checkpoint, "fp32"), budget=3.0)
     assert found.read_bytes_per_second and found.read_bytes_per_second > 1e6
     assert found.products_per_second.keys() == {"fp32"}
@@ -246,7 +255,7 @@ def test_a_context_needs_room(checkpoint: Checkpoint) -> None:
     short = rehearsal_of(checkpoint, precision="fp32", max_model_len=32)
     assert (short.context, short.prefill_tokens()) == (0, [32])
     tight = rehearsal_of(checkpoint, precision="fp32", kv_cache_bytes=2**18)
-    assert 0 < tight.context * CONTEXT_ROWS * tight._kv_cache.bytes_per_token <= 2**18
+    assert 0 < tight.context * CONTEXT_ROWS * tight._stage.bytes_per_token <= 2**18
     assert tight.context < rehearsal_of(checkpoint, precision="fp32").context
     assert CONTEXT_ROWS <= 8 < CHUNK_TOKENS
 
@@ -288,7 +297,7 @@ def test_under_a_quota_that_binds_ceilings_are_what_it_leaves(checkpoint: Checkp
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr(measuring, "ReadCeiling", Ceiling)
-    monkeypatch.setattr(measuring, "ProductCeiling", Ceiling)
-    found = measuring._ceilings(subject_of(checkpoint, "fp32"), 0.25)
+    monkeypatch.setattr(peaks, "ReadCeiling", Ceiling)
+    monkeypatch.setattr(peaks, "ProductCeiling", Ceiling)
+    found = peaks.of_processor(["fp32"], 1, 0, 0.25)
     assert (found.read_bytes_per_second, found.products_per_second) == (2.0, {"fp32": 2.0})
