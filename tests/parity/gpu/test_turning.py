@@ -39,7 +39,7 @@ def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found.float(), expected.float(), rtol=relative, atol=relative, equal_nan=True)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     tokens=st.integers(0, 4), kv_heads=st.integers(1, 3), group=st.integers(1, 5), norms=st.booleans(),
     head_dim=st.sampled_from([8, 16, 24, 64, 72, 128, 256]), turned=st.sampled_from([0, 0.5, 1]), dtype=st.sampled_from(list(RELATIVE)),
@@ -58,7 +58,7 @@ def test_heads_are_turned_and_kept_as_the_twin_does(
     assert bool((memory[others] == MARK).all())
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(
     tokens=st.integers(0, 4), kv_heads=st.integers(1, 3), norms=st.booleans(), head_dim=st.sampled_from([24, 64]),
     turned=st.sampled_from([0, 0.5, 1]), dtype=st.sampled_from(list(RELATIVE)),
