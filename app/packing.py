@@ -34,7 +34,7 @@ def pack(settings: Settings, text: Path | None = None) -> str:
     prepared = prepare(settings)
     folder = prepared.plan.pack_folder
     if folder.value is None:
-        raise PlanImpossible(f"There is nothing to pack ahead. {folder.reason} Ask for --precision int4 or int8.")
+        raise PlanImpossible(f"There is nothing to pack ahead. {folder.reason} Ask for --precision int4 or int8, on a processor.")
     if text is not None and prepared.plan.precision.value != "int4":
         raise PlanImpossible(
             f"A text makes better codes of four bits, not of {prepared.plan.precision.value}. Ask for --precision int4."

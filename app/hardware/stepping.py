@@ -107,9 +107,8 @@ def _calibrate(settings: Settings, measurements: Measurements | None, served: Se
     if settings.calibrate == "off":
         return Decision(False, "Asked for: decided from facts alone.")
     if served.device not in _MEASURED:
-        if settings.calibrate == "on":
-            raise PlanImpossible(f"calibrate is on, but {served.device} is not measured yet: leave it at auto.")
-        return Decision(False, "This kind of device is not measured yet: decided from facts alone.")
+        told = "this kind of device is not measured yet: decided from facts alone."
+        return Decision(False, f"Asked for, but {told}" if settings.calibrate == "on" else told[0].upper() + told[1:])
     if served.needs is not None and served.needs.rows_vary:
         return Decision(False, "What a row of this program costs depends on dimensions that each request chooses.")
     if measurements is None:

@@ -171,6 +171,9 @@ def test_how_a_gpu_makes_its_steps(recorded: Recorded, llama_1b: Needs) -> None:
     assert "CUDA graphs" in plan.compile.reason and "not measured yet" in plan.calibrate.reason
     assert (plan.kernels.value, plan.pack_folder.value, plan.int8_copy.value) == ("triton", None, False)
     assert chosen(recorded("h200"), llama_1b, compile="off").compile.value is False
+    wished = chosen(recorded("h200"), llama_1b, calibrate="on")
+    assert (wished.device.value, wished.calibrate.value) == ("cuda", False), "a wish to measure moves nobody to the processor"
+    assert wished.calibrate.reason.startswith("Asked for, but this kind of device is not measured yet")
     apple = chosen(recorded("mac-m4-pro"), llama_1b)
     assert (apple.compile.value, apple.kernels.value, apple.kernel_folder.value) == (False, "metal", None)
     with pytest.raises(PlanImpossible, match="compile is on, but on mps nothing can be captured"):

@@ -176,7 +176,6 @@ def test_exported_programs_are_served_on_processors(recorded: Recorded, llama_1b
         ({"kv_precision": "int8"}, PlanImpossible, "kv_precision is int8, but on cuda"),
         ({"int8_copy": "on", "precision": "int4"}, PlanImpossible, "int8_copy is on, but on cuda"),
         ({"deterministic": "on"}, PlanImpossible, "deterministic is on, but on a GPU"),
-        ({"calibrate": "on"}, PlanImpossible, "calibrate is on, but cuda is not measured yet"),
     ],
 )
 def test_what_a_gpu_cannot_do_is_refused_there_or_done_by_the_processor(
