@@ -1,0 +1,157 @@
+"""From a checkpoint and a plan for a GPU to an engine, on a device that is none: stages in words, pages, captured steps, and a warm-up that
+leaves no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from app.backends import selection
+from app.backends.twin import TwinBackend
+from app.engine import build_device as building
+from app.engine.build_device import BuiltDevice, build_device, warm_up
+from app.engine.decoder import DecoderEngine
+from app.engine.device_step import Way
+from app.engine.graphs import Shape
+from app.engine.kinds import Ordered, build
+from app.errors import PlanImpossible, StepFailed
+from app.hardware.facts import CudaDevice
+from app.hardware.plan import Decision, ServingPlan
+from app.messages import Generate, RequestFailed, SamplingParams
+from app.weights.checkpoint import Checkpoint, open_checkpoint
+from planned_machines import GIB, ON_GPUS, machine, plan
+from tiny_checkpoints import write_checkpoint
+
+EOS = 1
+GPU = CudaDevice(0, "NVIDIA H200", (9, 0), 141 * GIB, 140 * GIB, "GPU-1", "580.65.06")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return open_checkpoint(write_checkpoint(tmp_path_factory.mktemp("build") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def planned(checkpoint: Checkpoint) -> ServingPlan:
+    facts = machine(cuda=(GPU,))
+    return plan(facts, checkpoint.needs(), ON_GPUS, device="cuda", precision="fp32", threads=1, max_running_seqs=3)
+
+
+@pytest.fixture(autouse=True)
+def twin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    monkeypatch.setitem(selection.DEVICES, "cuda", TwinBackend)  # type: ignore[call-overload]
+    yield
+    torch.set_num_threads(threads)
+
+
+def built_of(checkpoint: Checkpoint, planned: ServingPlan, told: list[str] | None = None) -> BuiltDevice:
+    return build_device(checkpoint, planned, (EOS,), (told if told is not None else []).append)
+
+
+def changed(planned: ServingPlan, **values: object) -> ServingPlan:
+    return replace(planned, **{name: Decision(value, "For this test.") for name, value in values.items()})
+
+
+def test_loading_is_told_stage_by_stage(checkpoint: Checkpoint, planned: ServingPlan) -> None:
+    told: list[str] = []
+    built_of(checkpoint, planned, told)
+    kinds = list(dict.fromkeys(stage.partition(",")[0] for stage in told))
+    assert kinds == ["preparing the device", "loading weights", "reserving KV memory", "capturing steps", "warming up"]
+    assert "capturing steps, 100%" in told
+
+
+def test_the_plans_device_says_which_engine_is_built(checkpoint: Checkpoint, planned: ServingPlan) -> None:
+    engine = build(Ordered(checkpoint, planned, lambda stage: None, None, (EOS,)))
+    assert isinstance(engine, DecoderEngine)
+    assert getattr(engine.runner, "buckets", None) == (1, 2, 4)
+
+
+def test_common_steps_are_captured_while_loading(checkpoint: Checkpoint, planned: ServingPlan) -> None:
+    built = built_of(checkpoint, planned)
+    assert set(built.runner.graphs.captured) == {
+        Shape(bucket, way) for bucket in (1, 2, 4) for way in Way if way is not Way.LOGITS
+    }
+    eager = built_of(checkpoint, changed(planned, compile=False))
+    assert not eager.runner.graphs.captured and eager.runner.graphs.reason == "For this test."
+
+
+def test_the_warm_up_leaves_no_trace(checkpoint: Checkpoint, planned: ServingPlan) -> None:
+    built = built_of(checkpoint, planned)
+    pool = built.engine.scheduler.pool
+    assert built.kv_cache.num_free_pages * built.kv_cache.tokens_per_page == built.kv_cache.capacity_tokens
+    assert pool.used_tokens == 0 and pool.capacity_tokens == built.kv_cache.capacity_tokens
+    assert built.engine.stats is None and built.engine.snapshot().rows == ()
+
+
+def test_pages_take_no_more_than_the_plan_says(checkpoint: Checkpoint, planned: ServingPlan) -> None:
+    page = 64 * 2 * 2 * 2 * 8 * 4  # tokens, layers, keys and values, heads, head_dim, FP32
+    cache = built_of(checkpoint, changed(planned, kv_cache_bytes=5 * page + 7)).kv_cache
+    assert cache.reserved_bytes == 5 * page and cache.capacity_tokens == 4 * 64
+    roomy = built_of(checkpoint, changed(planned, kv_cache_bytes=2**40)).kv_cache
+    assert roomy.capacity_tokens == 6 * 256, "two slots of a whole context for each sequence"
+
+
+def test_less_than_two_pages_are_refused_with_numbers(checkpoint: Checkpoint, planned: ServingPlan) -> None:
+    with pytest.raises(PlanImpossible, match=r"kv_cache_bytes is 30,000, but a page of 64 tokens takes 16,384"):
+        built_of(checkpoint, changed(planned, kv_cache_bytes=30_000))
+
+
+def test_memory_that_somebody_else_took_meanwhile_is_told(
+    checkpoint: Checkpoint, planned: ServingPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def taken(*_: object) -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    monkeypatch.setattr(building, "PagedKVCache", taken)
+    with pytest.raises(PlanImpossible, match=r"no room for .* GiB of keys and values any more \(planted\)"):
+        built_of(checkpoint, planned)
+
+
+def test_the_largest_step_is_tried_and_what_does_not_fit_is_told(
+    checkpoint: Checkpoint, planned: ServingPlan, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    built = built_of(checkpoint, planned)
+    tokens, logits = list[int](), built.runner._forward.logits
+
+    def scarce(views: object, sizes: object, bounds: object) -> object:
+        tokens.append(sizes.tokens)  # type: ignore[attr-defined]
+        if tokens[-1] > 100:
+            raise torch.OutOfMemoryError("planted")
+        return logits(views, sizes, bounds)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(built.runner._forward, "logits", scarce)
+    warm_up(built.runner, 10_000)
+    assert max(tokens) == 253 - 16, "nearly a whole context, of which the last tokens come by themselves"
+    assert "A step of 253 tokens wants more memory than the device has (planted)" in caplog.text
+    assert built.kv_cache.num_free_pages * 64 == built.kv_cache.capacity_tokens
+
+
+def test_a_model_that_is_not_finite_fails_its_requests_and_nothing_else(checkpoint: Checkpoint, planned: ServingPlan) -> None:
+    built = built_of(checkpoint, planned)
+    params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    built.engine.add(Generate("well", (5, 6, 7), params, 0.0))
+    built.engine.step()
+    norm = built.model.norm.weight
+    assert isinstance(norm, torch.Tensor)
+    before = norm.clone()
+    with torch.inference_mode():
+        norm.fill_(torch.nan)
+    with pytest.raises(StepFailed, match="not finite for 1 of 1 sequences"):
+        for _ in range(4):
+            built.engine.step()
+    (event,) = built.engine.fail()
+    assert isinstance(event, RequestFailed) and not built.engine.has_work
+    with torch.inference_mode():
+        norm.copy_(before)
+    built.engine.add(Generate("again", (5, 6, 7), params, 0.0))
+    while built.engine.has_work:
+        assert not any(isinstance(event, RequestFailed) for event in built.engine.step())
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_a_model_of_a_few_positions_still_warms_up(length: int, checkpoint: Checkpoint, planned: ServingPlan) -> None:
+    built_of(checkpoint, changed(planned, max_model_len=length))
