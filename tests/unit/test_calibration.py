@@ -17,10 +17,10 @@ from app import calibration
 from app.calibration import Calibration, Kept, key_of
 from app.hardware import native_library
 from app.hardware.decision import Measurements, Trial
-from app.hardware.facts import Cgroup, Core, Cpu, Facts, NativeLibrary, TorchBuild
+from app.hardware.facts import Cgroup, Core, Cpu, CudaDevice, Facts, NativeLibrary, TorchBuild
 from app.settings import DEMO, Settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
-from planned_machines import machine
+from planned_machines import ON_GPUS, machine
 from planned_machines import plan as planned
 
 TRIAL = Trial("bf16", 8, {1: 0.02, 8: 0.03}, {64: 0.1, 512: 0.7}, 1e-7, 10**9, 2e9, pair_seconds=1e-8)
@@ -83,6 +83,19 @@ def test_neither_the_hosts_name_nor_which_cores_nor_free_memory_matter(
     moved = machine(cores=8, available_bytes=10 * 2**30)
     moved = dataclasses.replace(moved, cores=others, affinity=tuple(range(64, 72)), numa_nodes=())
     assert key(moved, checkpoint, host="0.0.0.0", port=9) == known
+
+
+def test_each_kind_of_gpu_is_measured_for_itself(checkpoint: Checkpoint) -> None:
+    """Of GPUs alike one finds what another measured, however much of its memory is free."""
+
+    def of(gpu: CudaDevice) -> dict[str, str]:
+        facts = machine(cuda=(gpu,))
+        return key_of(facts, Settings(), planned(facts, checkpoint.needs(), ON_GPUS), checkpoint.model_config)
+
+    l4 = CudaDevice(0, "NVIDIA L4", (8, 9), 24 * 2**30, 23 * 2**30, "GPU-1")
+    assert of(l4) == of(dataclasses.replace(l4, index=3, uuid="GPU-2", free_bytes=20 * 2**30))
+    assert of(l4) != of(dataclasses.replace(l4, name="NVIDIA H200"))
+    assert of(l4)["device"] == "cuda NVIDIA L4" and key(machine(), checkpoint)["device"] == "cpu"
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
