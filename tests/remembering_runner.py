@@ -63,7 +63,7 @@ class RememberingRunner:
     """Carries out batches on the dictionary and holds them against what they must be.
 
     `broken` makes it raise, as a step is launched or (`broken_late`) waited for; a step of more than `most_tokens` wants too much memory,
-    as it is launched or waited for. `chance`: of a step being one that another may follow.
+    as it is launched or (`wants_late`) waited for. `chance`: of a step being one that another may follow.
     """
 
     model_seconds = 0.0
@@ -106,7 +106,8 @@ class RememberingRunner:
         assert isinstance(flight, Flown)
         if self.broken_late:
             raise DeviceBroke
-        self._want(flight.batch)
+        if self.wants_late:
+            self._want(flight.batch)
         self.waited.append(flight.batch)
         return flight.picked
 

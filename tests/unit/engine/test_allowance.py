@@ -49,9 +49,14 @@ def test_memory_that_runs_out_while_a_step_is_ahead_costs_nobody_anything(late: 
         sim.step()
     assert sim.engine._ahead is not None
     sim.runner.most_tokens, sim.runner.wants_late = 2, late
+    waited = len(sim.runner.waited)
     sim.step()
     sim.runner.most_tokens = None
-    assert sim.scheduler._allowance.tokens < 16
+    assert sim.scheduler._allowance.tokens < 16 and sim.engine._ahead is None
+    this = sim.runner.waited[waited:]
+    assert [len(batch.spans) for batch in this] == ([2] if late else [4]), (
+        "what is under way is not lost for want of the next one"
+    )
     sim.finish()
     assert all_said_theirs(sim) and len(sim.completions) == 4
 

@@ -9,6 +9,7 @@ import pytest
 
 from app.engine.batch import Batch, Flight, Picked
 from app.engine.limits import Limits
+from app.engine.pace import StepPace
 from app.errors import ServiceStopping
 from app.messages import Abort
 from engine_simulation import DeviceBroke, Simulation, oracular, plain_completion
@@ -88,6 +89,16 @@ def test_who_ends_unforeseen_has_a_void_row_once() -> None:
     assert counted == 3 + 3, "b's three and a's with its stop token, but for the first of each, which the prompt's step made"
 
 
+def test_when_the_last_one_ends_its_void_row_is_not_waited_for() -> None:
+    sim, seed = Simulation().flying(), seed_that_stops(PROMPTS["a"], 3)
+    sim.add("a", PROMPTS["a"], seed=seed)
+    sim.finish()
+    assert flight_of(sim) is None and len(sim.runner.batches) == len(sim.runner.waited) + 1
+    sim.add("b", [*PROMPTS["a"], 5], seed=1, ignore_eos=True, max_tokens=4)
+    sim.finish()
+    assert sim.completions["b", 0] == plain_completion([*PROMPTS["a"], 5], 1, 25, None)
+
+
 def test_who_reaches_a_limit_is_not_in_the_next_step() -> None:
     sim = Simulation().flying()
     for name, most in (("a", 3), ("b", 6)):
@@ -147,6 +158,15 @@ def test_a_prompt_that_is_read_in_parts_is_not_passed_over() -> None:
         assert flight_of(sim) is None
     sim.step()
     assert flight_of(sim) is not None
+
+
+def test_who_reads_a_prompt_outside_this_step_is_not_passed_over_either() -> None:
+    sim = Simulation(pace=StepPace(64)).flying()  # it knows no decode step yet: the first one is measured alone
+    sim.add("a", PROMPTS["a"], ignore_eos=True)
+    sim.add("b", [2] * 150, ignore_eos=True)
+    assert names_of(sim.step()) == ["a", "b"]
+    assert names_of(sim.step()) == ["a"] and flight_of(sim) is None
+    assert names_of(sim.step()) == ["a", "b"]
 
 
 def test_guesses_and_flights_exclude_each_other() -> None:
