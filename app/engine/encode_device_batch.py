@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from app.backends.base import DeviceBackend
@@ -18,16 +20,22 @@ from app.kernels.turn import Heads
 from app.models.context import AttentionSpec, EncodeContext
 from app.models.encoder_config import EncoderConfig
 
+Numbers = NDArray[np.int64]
+_ALIGNED = 16  # words: kernels are made for addresses that are round, and made anew for others
+_ALIGNED = 16  # words: kernels are made for addresses that are round, and made anew for others
+
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
-    """The words of one batch: texts end to end, int64. `starts` [texts + 1]; `skipped` [texts], where prompts are not pooled."""
+class _Places:
+    """Where the parts of a batch lie among its words, int64: texts end to end, `starts` [texts + 1], and `skipped` [texts] where prompts
+    are not pooled."""
 
-    token_ids: Tensor
-    positions: Tensor
-    starts: Tensor
-    type_ids: Tensor | None
-    skipped: Tensor | None
+    token_ids: slice
+    positions: slice
+    starts: slice
+    type_ids: slice | None
+    skipped: slice | None
+    count: int
 
 
 class DeviceTexts:
@@ -39,8 +47,9 @@ class DeviceTexts:
         self.room = room
         self._backend = backend
         self._has_types, self._skips = config.num_types > 1, config.pooling.skips_prompt
-        words = self._count(TextShape(room, room))
+        words = self._places(TextShape(room, room)).count
         self._staged = [backend.staging(words) for _ in range(2)]
+        self._written = [staged.numpy() for staged in self._staged]  # the same memory: what is written so is not asked of torch
         self._words = torch.empty(words, dtype=torch.int64, device=backend.device)
 
     def fill(self, spans: Sequence[TextSpan], shape: TextShape) -> None:
@@ -52,41 +61,41 @@ class DeviceTexts:
         tokens, more = starts[-1], shape.texts - len(spans)
         assert tokens <= shape.tokens <= self.room, "a step has a budget"
         assert (more == 0) == (tokens == shape.tokens), "a text that fills a batch has a token"
-        staged = self._staged[0]
-        parts = self._parts(staged, shape)
-        _put(parts.token_ids, [span.text.token_ids for span in spans])
-        if parts.type_ids is not None:
-            _put(parts.type_ids, [span.text.type_ids or (0,) * span.num_tokens for span in spans])
-        if parts.skipped is not None:
-            _put(parts.skipped, [[span.text.num_prompt_tokens for span in spans]])
-        _put(parts.starts, [starts, [tokens] * (more - 1), [shape.tokens] * bool(more)])
-        begins = parts.starts[: len(starts) - 1]
-        parts.positions[:tokens] = torch.arange(tokens) - begins.repeat_interleave(parts.starts[: len(starts)].diff())
-        parts.positions[tokens:] = 0  # a model has no more positions than its longest text
-        count = self._count(shape)
-        self._words[:count].copy_(staged[:count], non_blocking=True)
+        places, words = self._places(shape), self._written[0]
+        _put(words[places.token_ids], [span.text.token_ids for span in spans])
+        if places.type_ids is not None:
+            _put(words[places.type_ids], [span.text.type_ids or (0,) * span.num_tokens for span in spans])
+        if places.skipped is not None:
+            _put(words[places.skipped], [[span.text.num_prompt_tokens for span in spans]])
+        _put(words[places.starts], [starts, [tokens] * (more - 1), [shape.tokens] * bool(more)])
+        positions = words[places.positions]
+        positions[:tokens] = np.arange(tokens) - np.repeat(starts[:-1], np.diff(starts))
+        positions[tokens:] = 0  # a model has no more positions than its longest text
+        self._words[: places.count].copy_(self._staged[0][: places.count], non_blocking=True)
         self._staged.reverse()
+        self._written.reverse()
 
     def view(self, shape: TextShape, most_tokens: int) -> TextsView:
         """What `fill` sends for this shape, wherever it is read later; the longest text has at most so many tokens."""
-        return TextsView(self._parts(self._words, shape), most_tokens, self._backend)
+        return TextsView(self._words, self._places(shape), most_tokens, self._backend)
 
-    def _count(self, shape: TextShape) -> int:
-        return shape.tokens * (2 + self._has_types) + shape.texts * (1 + self._skips) + 1
-
-    def _parts(self, words: Tensor, shape: TextShape) -> _Parts:
-        sizes = [shape.tokens] * (2 + self._has_types) + [shape.texts + 1] + [shape.texts] * self._skips
-        token_ids, positions, *more = torch.split(words[: sum(sizes)], sizes)
-        type_ids = more.pop(0) if self._has_types else None
-        return _Parts(token_ids, positions, more[0], type_ids, more[1] if self._skips else None)
+    def _places(self, shape: TextShape) -> _Places:
+        tokens, texts = shape.tokens, shape.texts
+        sizes = (tokens, tokens, texts + 1, tokens * self._has_types, texts * self._skips)
+        begins = list(accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0))
+        ids, positions, starts, types, skipped = (slice(at, at + size) for at, size in zip(begins, sizes, strict=False))
+        return _Places(ids, positions, starts, types if self._has_types else None, skipped if self._skips else None, begins[-1])
 
 
 class TextsView:
     """A batch on the device, as layers and heads read it."""
 
-    def __init__(self, parts: _Parts, most_tokens: int, backend: DeviceBackend) -> None:
-        self.starts, self.skipped = parts.starts, parts.skipped
-        self._parts, self._most_tokens, self._backend = parts, most_tokens, backend
+    def __init__(self, words: Tensor, places: _Places, most_tokens: int, backend: DeviceBackend) -> None:
+        self.starts = words[places.starts]
+        self.skipped = None if places.skipped is None else words[places.skipped]
+        self._token_ids, self._positions = words[places.token_ids], words[places.positions]
+        self._type_ids = None if places.type_ids is None else words[places.type_ids]
+        self._most_tokens, self._backend = most_tokens, backend
 
     def context(self) -> EncodeContext:
         """For one forward pass: what kernels want of the words is worked out on the device, again in each that is recorded."""
@@ -95,14 +104,13 @@ class TextsView:
         def attend(layer: int, heads: Heads, spec: AttentionSpec) -> Tensor:
             return self._backend.attend_texts(heads, texts, spec)
 
-        return EncodeContext(self._parts.token_ids, self._parts.positions, self._parts.type_ids, self.starts, attend)
+        return EncodeContext(self._token_ids, self._positions, self._type_ids, self.starts, attend)
 
 
-def _put(target: Tensor, rows: Sequence[Sequence[int]]) -> None:
+def _put(target: Numbers, rows: Sequence[Sequence[int]]) -> None:
     """Numbers end to end, and zeros behind them."""
     numbers = array("q")
     for row in rows:
         numbers.extend(row)
-    if numbers:
-        target[: len(numbers)] = torch.frombuffer(numbers, dtype=torch.int64)
+    target[: len(numbers)] = numbers
     target[len(numbers) :] = 0

@@ -3,6 +3,7 @@ such a batch is computed."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from app.engine.encode_device_batch import DeviceTexts
 from app.engine.encode_device_shapes import TextShape, filled_up
 from app.engine.texts import TextSpan
 
+_LOG = logging.getLogger(__name__)
 Compute = Callable[[TextShape], Tensor]
 Told = Callable[[int, int], None]  # so many of so many
 
@@ -21,7 +23,7 @@ class DeviceReplay:
 
     def __init__(self, backend: DeviceBackend, texts: DeviceTexts, compute: Compute, off: str = "") -> None:
         """`compute`: the usual output [texts, size] fp32 of the batch that lies in `texts`."""
-        self.reason = off  # why every step is eager; empty: it is not
+        self.reason = off  # why no more is recorded; empty: all was
         self.num_runs = 0  # steps that were run again
         self._backend, self._texts, self._compute = backend, texts, compute
         self._kept: dict[TextShape, Captured] = {}
@@ -33,22 +35,24 @@ class DeviceReplay:
         return max((shape.tokens for shape in self._kept), default=1) - 1
 
     def record(self, shapes: Sequence[TextShape], example: Sequence[TextSpan], told: Told = lambda done, total: None) -> None:
-        """All of these; `example` is a batch that fits each of them. The largest first: the others then find memory for all they need."""
+        """All of these; `example` is a batch that fits each of them. The largest first: the others find its memory."""
         for done, shape in enumerate(sorted(shapes, reverse=True)):
             if self.reason:
                 return
-            self._texts.fill(example, shape)
-            self._record(shape)
+            self._record(shape, example)
             told(done + 1, len(shapes))
 
-    def _record(self, shape: TextShape) -> None:
-        result = self._compute(shape).clone()  # kernels and workspaces are there now, and the result has a place
-
-        def work() -> None:
-            result.copy_(self._compute(shape))
-
-        self._backend.synchronize()
-        captured = self._backend.capture(work)
+    def _record(self, shape: TextShape, example: Sequence[TextSpan]) -> None:
+        try:
+            self._texts.fill(example, shape)
+            result = self._compute(shape).clone()  # outside of what is recorded, where it stays
+            self._backend.synchronize()
+            captured = self._backend.capture(lambda: _copied(result, self._compute(shape)))
+        except RuntimeError as error:  # torch's want of memory is one too
+            self._backend.survives(error)
+            self.reason = f"{shape.texts} texts of {shape.tokens} tokens could not be recorded: {error}"
+            _LOG.warning("No more batches of texts are recorded: %s. They are computed eagerly.", self.reason)
+            return
         if captured is None:
             self.reason = "this kind of device records nothing"
             return
@@ -63,3 +67,7 @@ class DeviceReplay:
         self.num_runs += 1
         self._kept[shape].replay()
         return self._results[shape]
+
+
+def _copied(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)
