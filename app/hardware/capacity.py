@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from app.errors import PlanImpossible
 from app.hardware.decision import Decision, count, gib
 from app.hardware.facts import Facts
-from app.hardware.room import LEAST_BATCH_TOKENS, MIN_TOKENS, Demand, Room, arithmetic, room, useful_kv_bytes
+from app.hardware.room import KV_PAGE_TOKENS, LEAST_BATCH_TOKENS, MIN_TOKENS, Demand, Room, arithmetic, room, useful_kv_bytes
 from app.hardware.trials import Timing, rate
 from app.settings import Settings
 
@@ -64,7 +64,7 @@ def decide(facts: Facts, settings: Settings, demand: Demand, timing: Timing | No
     waiting = _WAITING_ROUNDS * running.value
     return Capacity(
         weight_bytes=weight_bytes(demand),
-        kv_cache_bytes=_kv_cache_bytes(settings, demand, left, length.value * running.value),
+        kv_cache_bytes=_kv_cache_bytes(settings, demand, left, demand.kv_bytes(2 * running.value, length.value)),
         max_model_len=length,
         max_running_seqs=running,
         max_batch_tokens=batch,
@@ -162,7 +162,7 @@ def _model_len(settings: Settings, demand: Demand, room: Room) -> Decision[int]:
     if asked != "auto" and asked > needs.max_model_len:
         raise PlanImpossible(f"max_model_len is {asked}, but the model was made for {needs.max_model_len} tokens at the most.")
     wanted = needs.max_model_len if asked == "auto" else asked
-    fits = room.size // demand.kv_bytes_per_token if demand.kv_bytes_per_token else wanted
+    fits = demand.kv_tokens(room.size) if demand.kv_bytes_per_token else wanted
     if fits >= wanted:
         return Decision(wanted, "As long as the model was made for." if asked == "auto" else "Asked for.")
     if asked != "auto" or fits < MIN_TOKENS:
@@ -178,7 +178,8 @@ def _fewer_where_tight(running: Decision[int], demand: Demand, room: Room) -> De
     """A sequence that has no room for a few tokens cannot run; it waits."""
     if not demand.kv_bytes_per_token:
         return running
-    fits = max(1, room.size // (MIN_TOKENS * demand.kv_bytes_per_token))
+    least = MIN_TOKENS if demand.device is None else KV_PAGE_TOKENS
+    fits = max(1, demand.kv_tokens(room.size) // least)
     if fits >= running.value:
         return running
     return Decision(fits, f"The memory holds keys and values of {count(fits, 'short sequence')}: {room.story}.")
@@ -196,7 +197,7 @@ def _fewer_where_reserved(running: Decision[int], sequence_bytes: int, left: Roo
     )
 
 
-def _kv_cache_bytes(settings: Settings, demand: Demand, room: Room, running_tokens: int) -> Decision[int]:
+def _kv_cache_bytes(settings: Settings, demand: Demand, room: Room, useful: int) -> Decision[int]:
     """No more than could be used: every running sequence at its longest, and as much again for prefixes worth keeping."""
     if settings.kv_cache_bytes != "auto":
         return Decision(settings.kv_cache_bytes, "Asked for.")
@@ -204,7 +205,6 @@ def _kv_cache_bytes(settings: Settings, demand: Demand, room: Room, running_toke
         return Decision(room.size, f"{room.story}; the weights of a model will come off that.")
     if not demand.kv_bytes_per_token:
         return Decision(0, "This model keeps no keys and values.")
-    useful = 2 * running_tokens * demand.kv_bytes_per_token
     if useful <= room.size:
         return Decision(useful, "Every running sequence at its longest, and as much again for prefixes that may come back.")
     return Decision(room.size, f"{room.story}. Pages are taken when they are first written.")

@@ -158,7 +158,10 @@ def _unsuited_gpu(gpu: CudaDevice) -> str:
     if gpu.mig == "":
         return "it is divided (MIG), and no instance of it can be seen: make one, or turn MIG off"
     if gpu.capability is None:
-        return "its driver does not say its compute capability (nvidia-smi since driver 510 does)"
+        return (
+            "nobody says its compute capability: nvidia-smi is older than driver 510 or not here (in a container "
+            "NVIDIA_DRIVER_CAPABILITIES must have utility)"
+        )
     if gpu.capability < LEAST_CAPABILITY:
         return f"its compute capability is {_words(gpu.capability)}, and {_words(LEAST_CAPABILITY)} (Ampere) is the least"
     return ""

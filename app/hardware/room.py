@@ -17,6 +17,7 @@ _ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 # Of each logit: as computed and while it is picked from. A device picks without the host, for which it holds four more FP32 values of it.
 _LOGIT_BYTES, _DEVICE_LOGIT_BYTES = 8, 20
 _KV_ALIGNED = 64  # bytes that a token's int8 codes and scales of one layer are padded to a multiple of (kernels/kv_rows.py)
+KV_PAGE_TOKENS = 64  # of a page of keys and values on a device (kernels/paged.py); one page is nobody's
 MIN_TOKENS = 16  # a context shorter than this serves nobody
 LEAST_BATCH_TOKENS = 64  # a step that small still serves: what fits is judged with it
 # Keys and values that make a precision worth serving: so many sequences with so many tokens each, less where the model is made for less.
@@ -55,6 +56,19 @@ class Demand:
     @property
     def kv_bytes_per_token(self) -> int:
         return kv_bytes_per_token(self.needs, self.kv_precision) if self.needs else 0
+
+    def kv_tokens(self, size: int) -> int:
+        """Whose keys and values `size` bytes hold; on a device in whole pages."""
+        assert self.kv_bytes_per_token, "what keeps nothing is not asked"
+        if self.device is None:
+            return size // self.kv_bytes_per_token
+        return max(0, size // (KV_PAGE_TOKENS * self.kv_bytes_per_token) - 1) * KV_PAGE_TOKENS
+
+    def kv_bytes(self, seqs: int, length: int) -> int:
+        """What so many sequences of that length take; on a device in whole pages."""
+        if self.device is None:
+            return seqs * length * self.kv_bytes_per_token
+        return (seqs * -(-length // KV_PAGE_TOKENS) + 1) * KV_PAGE_TOKENS * self.kv_bytes_per_token
 
 
 def kv_bytes_per_token(needs: Needs, kv_precision: str) -> int:

@@ -154,7 +154,24 @@ def test_no_device_is_ever_overrun(free: int, host: int, precision: str) -> None
     held = plan.weight_bytes.value + plan.kv_cache_bytes.value + device_memory.CONTEXT_BYTES + device_memory.GRAPHS_BYTES
     assert held + step <= free
     assert plan.max_running_seqs.value <= plan.max_batch_tokens.value <= 8192
+    pages = plan.kv_cache_bytes.value // (64 * 16384 * (4 if plan.precision.value == "fp32" else 2))
+    assert plan.max_model_len.value <= (pages - 1) * 64
     assert plan.max_model_len.value * 16384 * (4 if plan.precision.value == "fp32" else 2) <= plan.kv_cache_bytes.value
+
+
+def test_contexts_and_sequences_in_whole_pages(llama_1b: Needs) -> None:
+    """A page is 64 tokens of keys and values, and one is nobody's: what is promised must fit into the others."""
+    from app.hardware.room import KV_PAGE_TOKENS
+    from app.kernels.paged import PAGE_TOKENS
+
+    assert KV_PAGE_TOKENS == PAGE_TOKENS, "the plan does not import torch, so it says the number again"
+    page = 64 * 2 * llama_1b.kv_elements_per_token
+    forced = chosen(with_gpu(70 * GIB), llama_1b, kv_cache_bytes=10 * page + 5)
+    assert (forced.max_model_len.value, forced.max_running_seqs.value) == (9 * 64, 9)
+    with pytest.raises(PlanImpossible, match="577 tokens"):
+        chosen(with_gpu(70 * GIB), llama_1b, kv_cache_bytes=10 * page + 5, max_model_len=577, device="cuda")
+    short = dataclasses.replace(llama_1b, max_model_len=100)
+    assert chosen(with_gpu(70 * GIB), short).kv_cache_bytes.value == (2 * 256 * 2 + 1) * page, "a context of 100 takes two pages"
 
 
 # ---- steps and threads ---------------------------------------------------------------------------------------------------
