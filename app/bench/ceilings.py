@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
+from app.backends.base import Device
 from app.bench.stats import Figure, percentile
 from app.kernels.ceilings import ProductCeiling, ReadCeiling
+from app.kernels.device_ceilings import COPY_BYTES, FREE_SHARE, CopyCeiling, DeviceProductCeiling
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int8)  # int8 by int8, summed in int32
 
@@ -65,6 +68,55 @@ class Samples:
         """The ceiling that is nearer, and how near."""
         read, product = self.read_share, self.product_share
         return ("memory read", read) if read >= product else ("product rate", product)
+
+
+class Sampled(Protocol):
+    """Where the two ceilings come from."""
+
+    @property
+    def products(self) -> Mapping[torch.dtype, list[float]]:
+        """All samples of product rates."""
+        ...
+
+    def sample(self) -> Ceilings: ...
+
+    def sample_other_dtypes(self) -> None:
+        """For people's information: the engine does not multiply in these."""
+        ...
+
+    def figures(self) -> Iterator[Figure]:
+        """Medians of what was sampled."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class DeviceMachine:
+    """The ceilings of a device with memory of its own: what a copy moves, and its product in the dtype of activations."""
+
+    def __init__(self, backend: Device) -> None:
+        self._dtype = backend.dtype
+        self._copying = CopyCeiling(backend.device, backend.synchronize, min(COPY_BYTES, backend.free_bytes() // FREE_SHARE))
+        self._multiplying = DeviceProductCeiling(backend.device, backend.synchronize, backend.dtype)
+        self.reads: list[float] = []
+        self.products: dict[torch.dtype, list[float]] = {backend.dtype: []}
+
+    def sample(self) -> Ceilings:
+        self.reads.append(self._copying.sample())
+        self.products[self._dtype].append(self._multiplying.sample())
+        return Ceilings(self.reads[-1], self.products[self._dtype][-1])
+
+    def sample_other_dtypes(self) -> None:
+        """There is one."""
+
+    def figures(self) -> Iterator[Figure]:
+        if self.reads:
+            yield Figure("memory copy, both ways", statistics.median(self.reads) / 1e9, "GB/s")
+            rate = statistics.median(self.products[self._dtype])
+            yield Figure(f"products, {str(self._dtype).removeprefix('torch.')}", rate / 1e9, "GFLOP/s")
+
+    def close(self) -> None:
+        """Its memory goes with it."""
 
 
 class Machine:

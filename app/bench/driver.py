@@ -48,9 +48,10 @@ class Driver:
             self._engine.abort(Abort(name))
         return seconds
 
-    def prefill(self, tokens: int) -> float:
-        """Seconds from an idle engine to the first token of one prompt."""
-        self._add(tokens, max_tokens=1)
+    def prefill(self, tokens: int, prompts: int = 1) -> float:
+        """Seconds from an idle engine to the first token of each of these prompts, which come together."""
+        for _ in range(prompts):
+            self._add(tokens, max_tokens=1)
         seconds = 0.0
         while self._engine.has_work:
             seconds += self._step()[0]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from app.hardware.facts import Facts
+from app.kernels.device_ceilings import cache_bytes
 from app.kernels.hybrid import HybridLinear
 from app.kernels.linear import Linear, LinearForm
 
@@ -29,7 +30,8 @@ class Weights:
         return tokens * self.operations_per_token + logit_rows * self.operations_per_logit_row
 
 
-def weights_of(model: torch.nn.Module, vocab_size: int, facts: Facts) -> Weights:
+def weights_of(model: torch.nn.Module, vocab_size: int, cache_bytes: int) -> Weights:
+    """`cache_bytes`: of the machine's largest cache."""
     layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
     output = [layer for layer in layers if layer.out_features == vocab_size]
     inner = [layer for layer in layers if layer.out_features != vocab_size]
@@ -37,8 +39,13 @@ def weights_of(model: torch.nn.Module, vocab_size: int, facts: Facts) -> Weights
         num_bytes=sum({id(layer.form): _few_rows_bytes(layer.form) for layer in layers}.values()),
         operations_per_token=2.0 * sum(layer.in_features * layer.out_features for layer in inner),
         operations_per_logit_row=2.0 * sum(layer.in_features * layer.out_features for layer in output),
-        cache_bytes=max((cache.size_bytes for cache in facts.caches), default=0),
+        cache_bytes=cache_bytes,
     )
+
+
+def cache_of(facts: Facts, device: torch.device) -> int:
+    """Bytes of the largest cache where the model's weights are."""
+    return cache_bytes(device) if device.type != "cpu" else max((cache.size_bytes for cache in facts.caches), default=0)
 
 
 def _few_rows_bytes(form: LinearForm) -> int:

@@ -8,26 +8,35 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
+from torch import nn
 
-from app.bench.ceilings import Machine, Samples, between
+from app.backends.base import Device
+from app.bench.ceilings import DTYPES, DeviceMachine, Machine, Sampled, Samples, between
 from app.bench.console import Advance, progress
 from app.bench.driver import PROMPT_TOKENS, Driver
-from app.bench.floors import Weights, weights_of
+from app.bench.floors import Weights, cache_of, weights_of
 from app.bench.stats import Figure, Outcome
 from app.bench.workload import Deck
 from app.engine.build import build_engine
+from app.engine.build_device import build_device
+from app.engine.decoder import DecoderEngine
+from app.engine.kv_cache import KVCache
+from app.engine.paged_kv import PagedKVCache
 from app.hardware.decision import Decision
 from app.hardware.facts import Facts
 from app.hardware.plan import ServingPlan
 from app.weights.checkpoint import Checkpoint
 
 DECODE_ROWS = (1, 2, 4, 8, 16, 32)
+DEVICE_ROWS = (1, 8, 64, 256)  # a device with memory of its own is filled by many more
 PROMPTS = (128, 512, 2048)
+DEVICE_PROMPTS = 8  # of them together, since one alone does not fill such a device
 STEPS_PER_ROUND = 20
 TOKENS_PER_ROUND = 1536  # of prefill: several short prompts, one long one
 INTEGERS = ("int8", "int4")  # precisions whose products are of integers
@@ -54,14 +63,16 @@ class Asked:
         """All that the plan can serve, unless some are named."""
         if self.rows or self.prompts:
             return [*(Load(rows, rows) for rows in self.rows), *(Load(tokens, 1, prompt=True) for tokens in self.prompts)]
-        rows = [rows for rows in DECODE_ROWS if rows <= plan.max_running_seqs.value]
+        on_device = plan.device.value != "cpu"
+        rows = [rows for rows in (DEVICE_ROWS if on_device else DECODE_ROWS) if rows <= plan.max_running_seqs.value]
         prompts = [tokens for tokens in PROMPTS if tokens < plan.max_model_len.value]
-        return Asked(self.rounds, rows, prompts).loads(plan)
+        together = [Load(prompts[-1], DEVICE_PROMPTS, prompt=True)] if on_device and prompts else []
+        return [*Asked(self.rounds, rows, prompts).loads(plan), *together]
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Sequences that decode together, or one prompt; how many tokens a step (a prompt) has, and rows of logits."""
+    """Sequences that decode together, or prompts; how many tokens a step (a prompt) has, and rows of logits: one for each prompt."""
 
     tokens: int
     logit_rows: int
@@ -69,7 +80,14 @@ class Load:
 
     @property
     def name(self) -> str:
-        return f"prefill {self.tokens}" if self.prompt else f"decode ×{self.tokens}"
+        if not self.prompt:
+            return f"decode ×{self.tokens}"
+        return f"prefill {self.tokens}" if self.logit_rows == 1 else f"prefill {self.logit_rows} × {self.tokens}"
+
+    @property
+    def all_tokens(self) -> int:
+        """Of the step, or of all prompts."""
+        return self.tokens * self.logit_rows if self.prompt else self.tokens
 
 
 Measured = dict[Load, Samples]
@@ -81,23 +99,54 @@ def measure(checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, asked: Aske
     loads = asked.loads(plan)
     with progress(asked.rounds * len(loads) + 1, "loading") as advance:
         started = time.perf_counter()
-        built = build_engine(checkpoint, plan, (), lambda stage: None)
+        built = built_as_planned(checkpoint, plan)
         load_seconds = time.perf_counter() - started
         advance("ceilings")
-        machine = Machine(plan.threads.value, torch.int8 if plan.precision.value in INTEGERS else built.backend.dtype)
+        machine = machine_of(plan, built.backend)
         driver = Driver(built.engine, Deck(range(2, checkpoint.model_config.vocab_size)), plan.max_model_len.value)
-        weights = weights_of(built.model, checkpoint.model_config.vocab_size, facts)
-        measured = {load: Samples(weights.read_bytes, weights.operations(load.tokens, load.logit_rows)) for load in loads}
+        weights = weights_of(built.model, checkpoint.model_config.vocab_size, cache_of(facts, built.backend.device))
+        measured = {load: Samples(weights.read_bytes, weights.operations(load.all_tokens, load.logit_rows)) for load in loads}
         with closing(machine), torch.inference_mode(), frozen():
             complete = _rounds(asked, driver, measured, machine, advance)
     taken = {load: samples for load, samples in measured.items() if samples.seconds}
     kv_bytes = built.kv_cache.bytes_per_token * (PROMPT_TOKENS + min(asked.steps_per_round, driver.sitting_steps) / 2)
     details = {"machine": facts.to_json(), "plan": plan.to_json(), "torch": torch.__version__, "load_seconds": load_seconds}
     steps = {load.name: [round(seconds, 7) for seconds in samples.seconds] for load, samples in taken.items()}
-    subject = f"{checkpoint.name}, {plan.precision.value}, {plan.threads.value} threads"
+    subject = f"{checkpoint.name}, {plan.precision.value}, {place_of(plan)}"
     figures = (*machine.figures(), *(figure for load in taken for figure in _held(load, taken[load], weights, kv_bytes)))
     notes = tuple(note for load, samples in taken.items() for note in _outliers(load, samples))
     return Outcome("engine", subject, figures, details | {"step_seconds": steps}, complete, notes)
+
+
+class Built(Protocol):
+    """What is measured, wherever it serves."""
+
+    @property
+    def engine(self) -> DecoderEngine: ...
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def kv_cache(self) -> KVCache | PagedKVCache: ...
+    @property
+    def backend(self) -> Device: ...
+
+
+def built_as_planned(checkpoint: Checkpoint, plan: ServingPlan) -> Built:
+    """As serving does, on the plan's device."""
+    build = build_engine if plan.device.value == "cpu" else build_device
+    return build(checkpoint, plan, (), lambda stage: None)
+
+
+def machine_of(plan: ServingPlan, backend: Device, others: Iterable[torch.dtype] = DTYPES) -> Sampled:
+    """What the ceilings are asked of; of a processor `others` are sampled beside the dtype that the engine multiplies in."""
+    if plan.device.value != "cpu":
+        return DeviceMachine(backend)
+    own = torch.int8 if plan.precision.value in INTEGERS else backend.dtype
+    return Machine(plan.threads.value, own, {own, *others})
+
+
+def place_of(plan: ServingPlan) -> str:
+    return f"{plan.threads.value} threads" if plan.device.value == "cpu" else plan.device.value
 
 
 @contextmanager
@@ -113,7 +162,7 @@ def frozen() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _rounds(asked: Asked, driver: Driver, measured: Measured, machine: Machine, advance: Advance) -> bool:
+def _rounds(asked: Asked, driver: Driver, measured: Measured, machine: Sampled, advance: Advance) -> bool:
     """Rounds of every load, and a sample of the ceilings between any two. Ctrl-C keeps what is measured, and answers False."""
     try:
         machine.sample_other_dtypes()
@@ -132,14 +181,14 @@ def _rounds(asked: Asked, driver: Driver, measured: Measured, machine: Machine, 
 
 def _work(driver: Driver, load: Load, steps: int) -> list[float]:
     if load.prompt:
-        return [driver.prefill(load.tokens) for _ in range(max(1, TOKENS_PER_ROUND // load.tokens))]
+        return [driver.prefill(load.tokens, load.logit_rows) for _ in range(max(1, TOKENS_PER_ROUND // load.tokens))]
     return driver.decode(load.tokens, steps)
 
 
 def _held(load: Load, samples: Samples, weights: Weights, kv_bytes: float) -> Iterator[Figure]:
     """A load's row; `kv_bytes` are a sequence's keys and values in the middle of its run."""
     bound, share = samples.bound
-    parts = {"tok/s": load.tokens / samples.middle}
+    parts = {"tok/s": load.all_tokens / samples.middle}
     if not load.prompt and weights.read_bytes:
         parts["of read"] = samples.read_share
         parts["with KV"] = samples.read_share * (1 + load.tokens * kv_bytes / weights.read_bytes)

@@ -15,12 +15,13 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from app.bench.ceilings import Machine, Samples, between
+from app.bench.ceilings import Sampled, Samples, between
 from app.bench.console import Advance, progress
-from app.bench.floors import Weights, weights_of
-from app.bench.inside import INTEGERS, Asked, frozen
+from app.bench.floors import Weights, cache_of, weights_of
+from app.bench.inside import Asked, frozen, machine_of, place_of
 from app.bench.stats import Figure, MeasurementFailed, Outcome, percentile
 from app.bench.workload import Deck
+from app.engine.build_device_encoder import BuiltDeviceEncoder, build_device_encoder
 from app.engine.build_encoder import BuiltEncoder, build_encoder
 from app.engine.encoder import EncoderEngine
 from app.hardware.facts import Facts
@@ -33,6 +34,7 @@ from app.models.encoder_shapes import encoder_products_of
 from app.weights.checkpoint import Checkpoint
 
 TEXTS = (1, 4, 8, 16, 32)  # of a batch
+DEVICE_TEXTS = (1, 8, 32, 256)  # the same, of a device with memory of its own
 LENGTHS = (128, 512)  # of a text, tokens
 SHORT_TOKENS = 16  # of the one text that an idle server is asked for
 ROUND_SECONDS = 1.5  # for which a load is repeated in each round
@@ -81,14 +83,15 @@ class Answering(Protocol[N_in]):
         ...
 
 
-def loads_of(asked: Asked, max_model_len: int) -> list[Load]:
+def loads_of(asked: Asked, max_model_len: int, on_device: bool = False) -> list[Load]:
     """What was named, else one short text and all batches of all lengths that the model reads."""
+    batches = asked.rows or (DEVICE_TEXTS if on_device else TEXTS)
     lengths = [length for length in asked.prompts or LENGTHS if length <= max_model_len]
     if not lengths:
         raise MeasurementFailed(f"the model reads {max_model_len} tokens: name lengths that it reads (--prompts)")
     named = asked.rows or asked.prompts
     short = [] if named else [Load(1, min(SHORT_TOKENS, max_model_len))]
-    return [*short, *(Load(texts, length) for length in lengths for texts in asked.rows or TEXTS)]
+    return [*short, *(Load(texts, length) for length in lengths for texts in batches)]
 
 
 def operations(config: EncoderConfig, load: Load) -> float:
@@ -101,22 +104,23 @@ def operations(config: EncoderConfig, load: Load) -> float:
 
 def measure(checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, steps: StepSeconds | None, asked: Asked) -> Outcome:
     """Builds the engine as serving does and measures it on this thread."""
-    loads, config = loads_of(asked, plan.max_model_len.value), checkpoint.encoder
+    on_device, config = plan.device.value != "cpu", checkpoint.encoder
+    loads = loads_of(asked, plan.max_model_len.value, on_device)
     with progress(asked.rounds * len(loads) + 1, "loading") as advance:
         started = time.perf_counter()
-        built = build_encoder(checkpoint, plan, lambda stage: None, steps)
+        build = build_device_encoder if on_device else build_encoder
+        built = build(checkpoint, plan, lambda stage: None, steps)
         load_seconds = time.perf_counter() - started
         advance("ceilings")
-        own = torch.int8 if plan.precision.value in INTEGERS else built.backend.dtype
-        machine = Machine(plan.threads.value, own, {own, *_KINDS.values()})
-        weights = weights_of(built.model, -1, facts)
+        machine = machine_of(plan, built.backend, _KINDS.values())
+        weights = weights_of(built.model, -1, cache_of(facts, built.backend.device))
         measured = {load: Taken(Samples(_read(weights, plan, load), operations(config, load))) for load in loads}
         with closing(machine), torch.inference_mode(), frozen():
             complete = take_rounds(asked, Driver(built.engine, config), measured, machine, advance)
     taken = {load: each for load, each in measured.items() if each.samples.seconds}
     details = {"machine": facts.to_json(), "plan": plan.to_json(), "torch": torch.__version__, "load_seconds": load_seconds}
     seconds = {load.name: [round(one, 7) for one in each.samples.seconds] for load, each in taken.items()}
-    subject = f"{checkpoint.name}, {plan.precision.value}, {plan.threads.value} threads"
+    subject = f"{checkpoint.name}, {plan.precision.value}, {place_of(plan)}"
     figures = (*machine.figures(), *(_figure(load, taken[load], machine) for load in taken))
     return Outcome("engine", subject, figures, details | {"batch_seconds": seconds}, complete, _notes(built))
 
@@ -160,7 +164,7 @@ def timed(engine: Stepped, add: Callable[[], list[Event]], load: Named) -> tuple
     return seconds, inside
 
 
-def take_rounds(asked: Asked, driver: Answering[N], measured: dict[N, Taken], machine: Machine, advance: Advance) -> bool:
+def take_rounds(asked: Asked, driver: Answering[N], measured: dict[N, Taken], machine: Sampled, advance: Advance) -> bool:
     """Rounds of every load, and a sample of all ceilings between any two. Ctrl-C keeps what is measured, and answers False."""
     try:
         for load in measured:
@@ -195,10 +199,10 @@ def _read(weights: Weights, plan: ServingPlan, load: Load) -> float:
     return weights.read_bytes * math.ceil(load.texts / together)
 
 
-def _figure(load: Load, taken: Taken, machine: Machine) -> Figure:
+def _figure(load: Load, taken: Taken, machine: Sampled) -> Figure:
     samples = taken.samples
     bound, share = samples.bound
-    rates = {name: machine.products[kind] for name, kind in _KINDS.items()}
+    rates = {name: machine.products.get(kind, []) for name, kind in _KINDS.items()}
     parts = {
         "p95": percentile(samples.seconds, 0.95) * 1e3,
         "samples/s": load.texts / samples.middle,
@@ -218,7 +222,7 @@ def _figure(load: Load, taken: Taken, machine: Machine) -> Figure:
     )
 
 
-def _notes(built: BuiltEncoder) -> tuple[str, ...]:
+def _notes(built: BuiltEncoder | BuiltDeviceEncoder) -> tuple[str, ...]:
     replay = built.runner.replay
     how = (
         f"steps of up to {replay.most_tokens} tokens were run again natively" if not replay.reason else f"eager: {replay.reason}"

@@ -10,12 +10,11 @@ import torch
 from app.backends.base import Device
 from app.hardware.decision import Measurements
 from app.kernels.ceilings import ProductCeiling, ReadCeiling
-from app.kernels.device_ceilings import COPY_BYTES, CopyCeiling, DeviceProductCeiling
+from app.kernels.device_ceilings import COPY_BYTES, FREE_SHARE, CopyCeiling, DeviceProductCeiling
 
 # Of the buffer that the read ceiling is sampled with: four times a large cache, filled in some hundredths of a second.
 READ_BYTES = 2**27
 PRODUCT_SHAPES = ((256, 2048, 2048),)
-_FREE_SHARE = 8  # one part in so many of a device's free memory is copied at the most
 # In which dtype a device multiplies what it holds in four bits.
 _DEVICE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
@@ -36,7 +35,7 @@ def of_processor(precisions: Iterable[str], threads: int, cache_bytes: int, part
 
 def of_device(backend: Device, precisions: Iterable[str]) -> Measurements:
     """Bytes that a copy moves, both ways counted: what a kernel that only reads comes near to."""
-    size = min(COPY_BYTES, backend.free_bytes() // _FREE_SHARE)
+    size = min(COPY_BYTES, backend.free_bytes() // FREE_SHARE)
     read = CopyCeiling(backend.device, backend.synchronize, size).sample()
     rates: dict[torch.dtype, float] = {}
     products: dict[str, float] = {}

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 COPY_BYTES = 2**30  # far beyond any cache
+FREE_SHARE = 8  # of a device's free memory one part in so many is copied at the most
 REPEATS = 3  # the best counts: a ceiling is what can be reached
 QUEUED = 8  # copies, or products, that are waited for together
 SMALLEST, LARGEST = 1024, 8192  # rows, outputs and inputs of a product

@@ -27,13 +27,13 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
     prepared = calibrate(prepared, lambda stage: None)
     import torch
 
-    from app.bench.floors import weights_of
+    from app.bench.floors import cache_of, weights_of
     from app.engine.build import build_engine
     from app.kernels.linear import Linear
     from app.kernels.native import native
 
     built = build_engine(prepared.checkpoint, prepared.plan, (), lambda stage: None, prepared.step_seconds)
-    weights = weights_of(built.model, prepared.checkpoint.model_config.vocab_size, prepared.facts)
+    weights = weights_of(built.model, prepared.checkpoint.model_config.vocab_size, cache_of(prepared.facts, built.backend.device))
     names = count()
 
     def generate(prompts: Rows, tokens: int) -> Iterator[Rows]:

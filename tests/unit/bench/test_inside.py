@@ -13,7 +13,7 @@ from app.bench import inside
 from app.bench.ceilings import Ceilings, Machine, Samples
 from app.bench.console import table
 from app.bench.driver import Driver
-from app.bench.floors import Weights, weights_of
+from app.bench.floors import Weights, cache_of, weights_of
 from app.bench.inside import Asked, Load, measure
 from app.bench.stats import Figure, MeasurementFailed, Outcome
 from app.bench.workload import Deck
@@ -130,7 +130,7 @@ def test_ctrl_c_keeps_what_was_measured(prepared: Prepared, monkeypatch: pytest.
 
 
 def test_weights_are_counted_as_they_are_held(built: BuiltEngine) -> None:
-    weights = weights_of(built.model, 320, FACTS)
+    weights = weights_of(built.model, 320, 0)
     attention = 32 * (4 + 2 + 2) * 8 + 4 * 8 * 32
     layer = attention + 3 * 32 * 48
     assert weights.operations_per_token == 2 * 2 * layer
@@ -142,7 +142,7 @@ def test_weights_that_fit_a_cache_are_not_held_against_memory() -> None:
     assert Weights(1000, 1.0, 1.0, cache_bytes=100).read_bytes == 1000
     assert Weights(1000, 1.0, 1.0, cache_bytes=500).read_bytes == 0
     cached = Facts("linux", "x86_64", Cpu("", ""), (Core((0,)),), 1, 1, (0,), caches=(Cache(3, "unified", 77, 1),))
-    assert weights_of(torch.nn.Module(), 320, cached).cache_bytes == 77
+    assert cache_of(cached, torch.device("cpu")) == 77
 
 
 def test_a_step_quicker_than_the_ceiling_is_a_failed_measurement() -> None:
