@@ -12,7 +12,7 @@ from app.hardware.facts import CudaDevice, Facts
 from app.hardware.files import Files
 
 MIB = 2**20
-LINE = "{}, NVIDIA L4, 8.9, 23034, 22000, GPU-{}{}, 580.65.06, [N/A]\n"
+LINE = "{}, NVIDIA L4, 8.9, 23034, 22000, GPU-{}{}-11ee, 580.65.06, [N/A]\n"
 Recorded = Callable[[str], Facts]
 
 
@@ -57,6 +57,15 @@ def test_a_divided_gpu_stands_there_as_its_instances(recorded: Recorded) -> None
     )
     assert one.memory_bytes == int(8.9 * 10**9), "less than any instance of that name has"
     assert (one.free_bytes, whole.mig, whole.free_bytes) == (None, None, 3000 * MIB)
+
+
+def test_instances_stand_below_their_own_gpu(tmp_path: Path) -> None:
+    query = "".join(f"{n}, A100, 8.0, 40960, 40000, GPU-{n}, 535.1, Enabled\n" for n in range(2))
+    listed = "".join(f"GPU {n}: A100 (UUID: GPU-{n})\n  MIG {n + 1}g.5gb  Device  0: (UUID: MIG-{n})\n" for n in range(2))
+    assert [(gpu.index, gpu.mig, gpu.uuid) for gpu in seen(tmp_path, query, listed)] == [
+        (0, "1g.5gb", "MIG-0"),
+        (1, "2g.5gb", "MIG-1"),
+    ]
 
 
 def test_a_divided_gpu_without_instances_stays_and_says_so(tmp_path: Path) -> None:
