@@ -49,6 +49,7 @@ class CudaBackend:
     def configure(self, plan: ServingPlan) -> None:
         """FP32 means FP32: products of it do not go through TF32. Sums of FP16 are kept in FP32, where they cannot overflow."""
         try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
             torch.cuda.set_device(self.device)
             capability, name = torch.cuda.get_device_capability(self.device), torch.cuda.get_device_name(self.device)
         except (RuntimeError, AssertionError) as error:  # torch asserts that it is a CUDA build
@@ -61,7 +62,7 @@ class CudaBackend:
         torch.set_num_threads(plan.threads.value)
         torch.set_float32_matmul_precision("highest")
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-        self._recording = torch.cuda.Stream(self.device)
+        self._recording = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
     def free_bytes(self) -> int:
@@ -121,7 +122,7 @@ class CudaBackend:
         return torch.zeros(words, dtype=torch.int64, pin_memory=True)
 
     def mark(self) -> Mark:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return Passed(event)
 

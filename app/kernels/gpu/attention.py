@@ -69,6 +69,15 @@ def tokens_at_a_time(dim: int, itemsize: int) -> int:
 
 
 @triton.jit
+def held(keys, values, rows, key_stride, value_stride, there, dims, HEAD_DIM: tl.constexpr):
+    """Keys [dim, tokens] and values [tokens, dim] of one head at `rows` int64; zeros for what is not there, whatever lies in its place."""
+    wanted = dims < HEAD_DIM
+    key = tl.load(keys + rows[None, :] * key_stride + dims[:, None], mask=there[None, :] & wanted[:, None], other=0.0)
+    value = tl.load(values + rows[:, None] * value_stride + dims[None, :], mask=there[:, None] & wanted[None, :], other=0.0)
+    return key, value
+
+
+@triton.jit
 def bent(scores, scale, cap, CAPPED: tl.constexpr):
     """Scores scaled, and bounded where they are, as powers of two want them. tanh(x) = 1 - 2 / (exp(2x) + 1), at both ends too."""
     if CAPPED:
@@ -113,15 +122,15 @@ def _part(
     heads = kv_head * GROUP + rows
     own = sequence.to(tl.int64) * query_stride + heads[:, None] * head_stride + dims[None, :]
     queries = tl.load(query + own, mask=wanted, other=0.0).to(keys.dtype.element_ty)
+    kv_offset = kv_head * kv_head_stride
     total = tl.zeros([ROWS], tl.float32)
     highest = tl.full([ROWS], -float("inf"), tl.float32)
     acc = tl.zeros([ROWS, DIM], tl.float32)
     for at in range(begin, end, TOKENS):
         page = tl.load(table + at // PAGE).to(tl.int64)
-        at_rows = (page * PAGE + at % PAGE + tokens) * row_stride + kv_head * kv_head_stride
+        at_rows = page * PAGE + at % PAGE + tokens
         there = at + tokens < end
-        key = tl.load(keys + at_rows[None, :] + dims[:, None], mask=there[None, :] & (dims < HEAD_DIM)[:, None], other=0.0)
-        value = tl.load(values + at_rows[:, None] + dims[None, :], mask=there[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+        key, value = held(keys + kv_offset, values + kv_offset, at_rows, row_stride, row_stride, there, dims, HEAD_DIM)
         scores = bent(tl.dot(queries, key, input_precision="ieee"), scale, cap, CAPPED)
         seen = there & (at + tokens >= length - 1 - before)
         scores = tl.where(seen[None, :], scores, -float("inf"))

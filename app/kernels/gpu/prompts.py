@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.kernels.gpu.attention import EVERYTHING, LOG2_E, absorbed, bent, check, tokens_at_a_time
+from app.kernels.gpu.attention import EVERYTHING, LOG2_E, absorbed, bent, check, held, tokens_at_a_time
 from app.kernels.kv_rows import KVRows
 from app.kernels.paged import PAGE_TOKENS, PackedTexts, PagedStep
 from app.models.context import AttentionSpec
@@ -128,16 +128,7 @@ def _block(
         else:
             begin = tl.load(table + at // PAGE).to(tl.int64) * PAGE + at % PAGE
         there = at + tokens < length
-        key = tl.load(
-            keys + kv_offset + (begin + tokens)[None, :] * key_stride + dims[:, None],
-            mask=there[None, :] & (dims < HEAD_DIM)[:, None],
-            other=0.0,
-        )
-        value = tl.load(
-            values + kv_offset + (begin + tokens)[:, None] * value_stride + dims[None, :],
-            mask=there[:, None] & (dims < HEAD_DIM)[None, :],
-            other=0.0,
-        )
+        key, value = held(keys + kv_offset, values + kv_offset, begin + tokens, key_stride, value_stride, there, dims, HEAD_DIM)
         ahead = (at + tokens)[None, :] - positions[:, None]
         scores = bent(tl.dot(queries, key, input_precision="ieee"), scale, cap, CAPPED)
         if bias is not None:

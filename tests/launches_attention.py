@@ -1,0 +1,64 @@
+"""Launches of the kernels that attend, as serving makes them: what tests/compiled_kernels.py compiles for GPUs that are not here."""
+
+from __future__ import annotations
+
+import torch
+
+from app.kernels.gpu.attention import attend_decodes
+from app.kernels.gpu.prompts import attend_packed, attend_prompts, fresh_rows
+from app.kernels.paged import PackedTexts
+from app.models.context import AttentionSpec
+from paged_steps import Shape, made_step
+
+_HERE = torch.device("cpu")
+_GEMMA = AttentionSpec(0.1, window=512, softcap=50.0)
+
+
+def _decode(shape: Shape, sequences: int, spec: AttentionSpec) -> None:
+    query, kv, step = made_step(shape, [(1, 3)] * sequences, sequences, _HERE)
+    attend_decodes(query, kv, step, spec, torch.empty(query.shape, dtype=query.dtype))
+
+
+def _prompt(shape: Shape, spec: AttentionSpec) -> None:
+    query, kv, step = made_step(shape, [(1, 3), (5, 9)], 1, _HERE)
+    attend_prompts(query, kv, step, spec, torch.empty(query.shape, dtype=query.dtype))
+
+
+def _texts(shape: Shape, spec: AttentionSpec) -> None:
+    product = torch.zeros((8, shape.heads + 2 * shape.kv_heads, shape.head_dim), dtype=shape.dtype)
+    query, key, value = product.split((shape.heads, shape.kv_heads, shape.kv_heads), 1)
+    attend_packed(query, key, value, PackedTexts(torch.tensor([0, 8], dtype=torch.int32), 8), spec)
+
+
+def launch_decode_64() -> None:
+    _decode(Shape(32, 8, 64, torch.bfloat16), 1, AttentionSpec(0.1))
+
+
+def launch_decode_128() -> None:
+    _decode(Shape(32, 8, 128, torch.bfloat16), 64, AttentionSpec(0.1))
+
+
+def launch_decode_256() -> None:
+    _decode(Shape(4, 1, 256, torch.bfloat16), 1, _GEMMA)
+
+
+def launch_prompt_64() -> None:
+    _prompt(Shape(32, 8, 64, torch.bfloat16), AttentionSpec(0.1))
+
+
+def launch_prompt_128() -> None:
+    _prompt(Shape(32, 8, 128, torch.bfloat16), AttentionSpec(0.1))
+
+
+def launch_prompt_256() -> None:
+    _prompt(Shape(4, 1, 256, torch.bfloat16), _GEMMA)
+
+
+def launch_fresh_rows() -> None:
+    _, kv, step = made_step(Shape(32, 8, 64, torch.bfloat16), [(9, 9)], 0, _HERE)
+    fresh_rows(kv, step, 9)
+
+
+def launch_texts_with_distances() -> None:
+    bias = torch.zeros((12, 257))
+    _texts(Shape(12, 12, 64, torch.bfloat16), AttentionSpec(0.1, bidirectional=True, distance_bias=bias))

@@ -1,0 +1,177 @@
+"""What the backend of an NVIDIA GPU decides, with torch.cuda played by the test: no GPU is needed, and none is touched."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from app.backends.cuda import CudaBackend
+from app.backends.selection import device_backend, processor, select_backend
+from app.errors import PlanImpossible
+from app.hardware.plan import Decision, ServingPlan
+
+
+class Stream:
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+class Cuda:
+    """torch.cuda as far as the backend asks it; `log` is what was asked, in order."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.capability = (9, 0)
+        self.here = Stream("served", self.log)
+        played = {
+            "init": lambda: None,
+            "set_device": lambda device: self.log.append(f"device {device}"),
+            "get_device_capability": lambda device: self.capability,
+            "get_device_name": lambda device: "NVIDIA H200",
+            "Stream": lambda device: Stream("recording", self.log),
+            "graph_pool_handle": lambda: "pool",
+            "current_stream": lambda device: self.here,
+            "stream": self._on,
+            "graph": self._recorded,
+            "CUDAGraph": Graph,
+            "mem_get_info": lambda device: (1000, 5000),
+            "memory_reserved": lambda device: 300,
+            "memory_allocated": lambda device: 200,
+            "empty_cache": lambda: self.log.append("given back"),
+        }
+        for name, value in played.items():
+            patch.setattr(torch.cuda, name, value)
+
+    @contextlib.contextmanager
+    def _on(self, stream: Stream) -> Iterator[None]:
+        self.log.append(f"on {stream.name}")
+        yield
+
+    @contextlib.contextmanager
+    def _recorded(self, graph: Graph, pool: str, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+        self.log.append(f"recorded on {stream.name} from {pool}, {capture_error_mode}")
+        yield
+
+
+class Graph:
+    def replay(self) -> None:
+        """Nothing was recorded."""
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
+    products, threads = torch.backends.cuda.matmul, torch.get_num_threads()
+    before = products.allow_fp16_reduced_precision_reduction, torch.get_float32_matmul_precision()
+    yield Cuda(monkeypatch)
+    products.allow_fp16_reduced_precision_reduction = before[0]
+    torch.set_float32_matmul_precision(before[1])
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def plan() -> Any:
+    """The few words of a plan that a backend reads."""
+    chosen = {"device": "cuda", "dtype": "bfloat16", "threads": 1}
+    names = ServingPlan.__dataclass_fields__
+    return ServingPlan(**{name: Decision(chosen.get(name), "chosen") for name in names})
+
+
+def test_nothing_of_cuda_is_touched_before_it_is_configured(plan: ServingPlan) -> None:
+    """On a CPU build of torch, or a host without a driver, any question would raise."""
+    backend = select_backend(plan)
+    assert isinstance(backend, CudaBackend)
+    assert (backend.device, backend.dtype) == (torch.device("cuda", 0), torch.bfloat16)
+    assert type(device_backend(plan)) is CudaBackend
+
+
+def test_who_wants_a_processor_is_told_that_a_gpu_is_none(plan: ServingPlan) -> None:
+    with pytest.raises(PlanImpossible, match=r"'cuda' here; what serves: cpu"):
+        processor(plan)
+
+
+def test_products_of_fp32_are_of_fp32_and_halves_do_not_overflow_in_sums(cuda: Cuda, plan: ServingPlan) -> None:
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = True
+    CudaBackend(torch.float16).configure(plan)
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+    assert cuda.log == ["device cuda:0"]
+
+
+def test_an_old_gpu_is_refused_by_its_name(cuda: Cuda, plan: ServingPlan) -> None:
+    cuda.capability = (7, 5)
+    with pytest.raises(PlanImpossible, match=r"H200 has compute capability 7\.5, and 8\.0 is the least"):
+        CudaBackend(torch.float16).configure(plan)
+
+
+@pytest.mark.parametrize(
+    "error", [AssertionError("Torch not compiled with CUDA enabled"), RuntimeError("Found no NVIDIA driver")]
+)
+def test_a_torch_that_cannot_use_the_gpu_says_why(
+    error: Exception, cuda: Cuda, plan: ServingPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused() -> None:
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "init", refused)
+    with pytest.raises(PlanImpossible, match=str(error)):
+        CudaBackend(torch.bfloat16).configure(plan)
+
+
+def test_what_torch_holds_for_nobody_is_free_too(cuda: Cuda) -> None:
+    assert CudaBackend(torch.bfloat16).free_bytes() == 1100
+
+
+def test_work_is_run_where_it_is_recorded_and_every_graph_takes_from_one_pool(cuda: Cuda, plan: ServingPlan) -> None:
+    backend = CudaBackend(torch.bfloat16)
+    backend.configure(plan)
+    cuda.log.clear()
+    for _ in range(2):
+        assert isinstance(backend.capture(lambda: cuda.log.append("work")), Graph)
+    once = [
+        "recording waits for served",
+        "on recording",
+        "work",
+        "served waits for recording",
+        "recorded on recording from pool, thread_local",
+        "work",
+    ]
+    assert cuda.log == once * 2
+
+
+class Held:
+    """Stands for a tensor of a step that failed."""
+
+
+def test_want_of_memory_is_survived_and_what_the_step_held_is_given_back(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[weakref.ref[Held]] = []
+
+    def step() -> None:
+        held = Held()
+        kept.append(weakref.ref(held))
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def given_back() -> None:
+        cuda.log.append("held" if kept[0]() is not None else "let go")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", given_back)
+    try:
+        step()
+    except torch.OutOfMemoryError as error:
+        assert CudaBackend(torch.bfloat16).survives(error)
+    assert cuda.log == ["let go"]
+
+
+def test_only_want_of_memory_is_survived(cuda: Cuda) -> None:
+    backend = CudaBackend(torch.bfloat16)
+    assert backend.survives(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"))
+    assert not backend.survives(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert cuda.log == ["given back"]
