@@ -16,14 +16,17 @@ class Allowance:
         self.tokens = self._most = most
 
     def shrink(self, batch: Batch) -> bool:
-        """This step wanted too much. False where no smaller one can be made of it: one token, or the beams of one search."""
+        """This step wanted too much. False where no smaller one can be made of it: one token, or the beams of one search.
+
+        Each True makes `tokens` smaller, so whoever tries until False comes to an end.
+        """
         first = batch.spans[0].sequence
         beams_alone = first.is_beam and all(
             span.is_decode and span.sequence.request_id == first.request_id for span in batch.spans
         )
-        if beams_alone or batch.num_tokens < 2:
+        if beams_alone or batch.num_tokens < 2 or self.tokens < 2:
             return False
-        self.tokens = max(1, min(self.tokens, batch.num_tokens) // 2)
+        self.tokens = min(self.tokens, batch.num_tokens) // 2
         return True
 
     def grow(self) -> None:

@@ -161,7 +161,7 @@ class DecoderEngine:
             return None
 
     def _drop_void(self) -> None:
-        if self._ahead is not None and not self._ahead.batch.living().spans:
+        if self._ahead is not None and all(span.is_void for span in self._ahead.batch.spans):
             self._ahead = None
 
     def _does_with_less(self, error: Exception) -> bool:
@@ -189,17 +189,17 @@ class DecoderEngine:
 
 def measured(batch: Batch, picked: Items[Picked], seconds: float, model_seconds: float = 0.0) -> StepStats:
     """A step in numbers, for the metrics and the pace."""
-    decodes = sum(span.is_decode for span in batch.spans)
+    prompts = [] if batch.ahead else [span for span in batch.spans if not span.is_decode]
+    decodes = len(batch.spans) - len(prompts)
     drafted = sum(len(span.draft_ids) for span in batch.spans)
-    accepted = sum(len(stands) - 1 for span, stands in by_span(batch, picked) if span.draft_ids)
-    context = sum(span.own_end for span in batch.spans if span.is_decode)
-    prompts = [span for span in batch.spans if not span.is_decode]
+    accepted = sum(len(stands) - 1 for span, stands in by_span(batch, picked) if span.draft_ids) if drafted else 0
+    context = sum(span.own_end for span in batch.spans) - sum(span.own_end for span in prompts)
     return StepStats(
         seconds=seconds,
         prefill_tokens=batch.num_tokens - decodes - drafted,
         decode_tokens=decodes + accepted,
         num_sequences=len(batch.spans),
-        num_prefill_sequences=len(batch.spans) - decodes,
+        num_prefill_sequences=len(prompts),
         num_decode_sequences=decodes,
         cached_tokens=batch.cached_tokens,
         preempted=batch.preempted,

@@ -106,11 +106,15 @@ class Scheduler:
     def follow(self, batch: Batch) -> Batch | None:
         """The step after `batch`, which is under way: the same sequences one position further, but for those that it brings to their limit.
 
-        None where a step has anything else to do then than to decode them. Who ends in `batch` for another reason has a void row here.
+        `batch` comes without void rows. None where a step has anything else to do then than to decode them. Who ends in `batch` for
+        another reason has a void row here.
         """
-        spans = batch.living().spans
-        decoding = all(span.is_decode and span.num_picks == 1 and not span.sequence.is_beam for span in spans)
-        if not decoding or len(spans) < len(self.roster.running) or self.speculation is not None:
+        spans = batch.spans
+        if (
+            not (batch.ahead or all(map(_could_follow, spans)))
+            or len(spans) < len(self.roster.running)
+            or self.speculation is not None
+        ):
             return None
         lasting = [span for span in spans if span.end + 1 < span.sequence.limit]
         if self.roster.waiting and (len(lasting) < len(spans) or self._could_admit()):
@@ -289,3 +293,7 @@ class Scheduler:
                 self._end(sequence, keep_tokens=False)
             events.append(RequestFailed(request_id, error))
         return events
+
+
+def _could_follow(span: Span) -> bool:
+    return span.is_decode and span.num_picks == 1 and not span.sequence.is_beam

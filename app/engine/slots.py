@@ -77,6 +77,10 @@ class SlotPool:
     def reserve(self, index: int, end: int) -> bool:
         """Accounts for positions up to `end`, evicting cached slots for it; False where running ones leave no room."""
         slot = self.slots[index]
+        page = self.tokens_per_page
+        if slot.prefix_tokens < slot.reserved <= end and (slot.reserved - 1) // page == (end - 1) // page:
+            slot.reserved = end  # on a page that is accounted for: most steps of most sequences
+            return True
         growth = self._pages(slot.prefix_tokens, end) - self._pages(slot.prefix_tokens, slot.reserved)
         if growth > 0 and not self._make_room(growth):
             return False
