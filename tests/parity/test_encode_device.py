@@ -129,13 +129,13 @@ BATCHES = ((5, 6), (5, 6), (40, 2), (7, 4), (30, 30), (3, 3), (8,))
 
 
 def test_a_batch_is_launched_while_another_is_not_yet_waited_for(tmp_path: Path) -> None:
-    """On a device that is always late: words, what was recorded and results move when somebody waits for them."""
+    """On a device that is always late: words, what was recorded and results move when somebody waits for them; and on one in no time."""
     model = cast(Encoder, load(write_encoder(tmp_path / "model")))
     batches = [random_texts(lengths, num_types=2, seed=seed) for seed, lengths in enumerate(BATCHES)]
     alone = [tensors(EncodeRunner(model, ROOM).run(spans_of(texts, ("embedding",))), "embedding") for texts in batches]
     with DelayedTwin().watching() as late:
-        for off in ("", "for this test"):
-            runner, told = DeviceEncodeRunner(model, late, 80, off), []
+        for off, device in (("", late), ("for this test", late), ("", TwinBackend(torch.float32))):
+            runner, told = DeviceEncodeRunner(model, device, 80, off), []
             runner.record(spans_of([Text((0,))], ("embedding",)))
             before = runner.launch(spans_of(batches[0], ("embedding",)))
             for texts in [*batches[1:], batches[0]]:
