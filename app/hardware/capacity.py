@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from app.errors import PlanImpossible
@@ -30,10 +31,16 @@ _ON_PROCESSOR = Sizes(
 )  # fmt: skip
 # A device reads every weight once a step whoever shares it, and asks for hundreds of rows before its products are the limit; what a step
 # costs the host beside them is paid once for all. Not measured on a device yet: calibration will say.
-_ON_DEVICE = Sizes(
+_ON_GPU = Sizes(
     256, "A step reads every weight once for all of them; from there on products are the limit.",
     8192, "Prompts in large parts: the device's products are at their best, and what a step costs the host is paid once.",
 )  # fmt: skip
+# A Mac's GPU is a tenth of that one: what is right for it lies between, and a step of many seconds would keep whoever gave up.
+_ON_MAC = Sizes(
+    64, "A step reads every weight once for all of them; each sequence waits for the others.",
+    1024, "Products reach their best rate there; a longer step would only make the other sequences wait.",
+)  # fmt: skip
+_SIZES: Mapping[str, Sizes] = {"cpu": _ON_PROCESSOR, "cuda": _ON_GPU, "mps": _ON_MAC}
 _NEARLY_BEST = 0.95  # of the best measured rate: a step of half the tokens is worth so much
 _WAITING_ROUNDS = 4  # times the running sequences
 
@@ -104,7 +111,7 @@ def chunk(facts: Facts, settings: Settings, demand: Demand, timing: Timing | Non
 
 
 def _sizes(demand: Demand) -> Sizes:
-    return _ON_PROCESSOR if demand.device is None else _ON_DEVICE
+    return _SIZES[demand.kind]
 
 
 def _measured_chunk(timing: Timing | None, running: int, usual: int) -> Decision[int] | None:

@@ -102,7 +102,8 @@ def _forced(facts: Facts, kind: str, needs: Needs | None, built: Collection[str]
     """None where it is not built."""
     if kind == "cuda" and not facts.cuda:
         raise PlanImpossible(
-            "device is cuda, but neither nvidia-smi nor /proc/driver/nvidia names a GPU. Is the driver installed?"
+            "device is cuda, but neither nvidia-smi nor /proc/driver/nvidia names a GPU. Is the driver installed, and does "
+            "CUDA_VISIBLE_DEVICES hide none?"
         )
     if kind == "mps" and not facts.mps:
         raise PlanImpossible("device is mps, but this is no Apple silicon Mac.")

@@ -28,9 +28,10 @@ _LONG_SECONDS = 0.05  # of a step
 # 128, 256 and 512, timed at 10,100, 11,000 and 11,600, and the longest steps had the least p99.)
 _SHARE_TOKENS, _SHARES_SECONDS = 256, 0.1  # of a thread; while a step takes no longer
 _MOST_TEXTS = 256  # of a step
-# On a device: its products ask for thousands of rows, and what a step costs the host is paid once. Not measured on one yet.
-_DEVICE_TARGET_TOKENS, _DEVICE_MOST_TEXTS, _DEVICE_WAITING_REQUESTS = 16_384, 1024, 4096
-_NARROW_HIDDEN_SIZE = 384  # a model so narrow wants twice the tokens for its products
+# On a GPU products ask for thousands of rows, and what a step costs the host is paid once; a Mac's is a tenth of that. Not measured yet.
+_SIZES = {"cpu": (_TARGET_TOKENS, _MOST_TEXTS), "cuda": (16_384, 1024), "mps": (4096, 256)}
+_DEVICE_WAITING_REQUESTS = 4096
+_NARROW_HIDDEN_SIZE = 384  # a model so narrow wants twice the tokens for a GPU's products
 _WAITING_SECONDS = 10.0  # worth of short texts may wait, as many as that is where speeds are known
 _WAITING_REQUESTS = 256
 _MOST_WAITING = 4096  # requests, whatever the speed: each is a connection
@@ -45,10 +46,12 @@ def decide(facts: Facts, settings: Settings, demand: Demand, timing: Timing | No
     left = room(facts, demand, 0, 0)
     fits = _most_tokens(settings, needs, demand, left)
     length = _model_len(settings, needs, left, fits)
-    on_device = demand.device is not None
-    target = _target(settings, needs, timing, fits, _device_target(needs) if on_device else _TARGET_TOKENS)
+    usual, most_texts = _SIZES[demand.kind]
+    if demand.device is not None and needs.hidden_size <= _NARROW_HIDDEN_SIZE:
+        usual *= 2
+    target = _target(settings, needs, timing, fits, usual)
     batch = _batch(settings, needs, Fitting(target, length, fits), left)
-    running = _texts(settings, batch.value, needs, _DEVICE_MOST_TEXTS if on_device else _MOST_TEXTS)
+    running = _texts(settings, batch.value, needs, most_texts)
     return Capacity(
         weight_bytes=weight_bytes(demand),
         kv_cache_bytes=Decision(0, "This model keeps no keys and values."),
@@ -57,13 +60,9 @@ def decide(facts: Facts, settings: Settings, demand: Demand, timing: Timing | No
         max_batch_tokens=batch,
         batch_target_tokens=target,
         max_waiting_requests=_waiting(settings, needs, timing, target.value)
-        if timing is not None or not on_device or settings.max_waiting_requests != "auto"
+        if timing is not None or demand.device is None or settings.max_waiting_requests != "auto"
         else Decision(_DEVICE_WAITING_REQUESTS, "Texts of a few of a device's steps; nobody knows yet how long they would wait."),
     )
-
-
-def _device_target(needs: Needs) -> int:
-    return _DEVICE_TARGET_TOKENS * (2 if needs.hidden_size <= _NARROW_HIDDEN_SIZE else 1)
 
 
 def refuse_what_generating_asks(settings: Settings) -> None:

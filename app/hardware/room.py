@@ -39,6 +39,10 @@ class Demand:
     device: DeviceMemory | None = None
 
     @property
+    def kind(self) -> str:
+        return "cpu" if self.device is None else self.device.kind
+
+    @property
     def weight_bytes(self) -> int:
         if self.needs is None:
             return 0

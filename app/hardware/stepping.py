@@ -69,7 +69,7 @@ def _recorded(settings: Settings, served: Served) -> Decision[bool]:
     if served.needs is not None and served.needs.kind == "program":
         return _own_operations(settings)
     if served.device != "cpu":
-        return _captured(settings, served.device)
+        return _captured(settings, served)
     if served.level != TWINS:
         asked = "Asked for: a" if settings.compile == "on" else "A"
         return Decision(
@@ -83,13 +83,13 @@ def _recorded(settings: Settings, served: Served) -> Decision[bool]:
     return Decision(False, "Only operations of our native kernels are recorded, and they do not serve here.")
 
 
-def _captured(settings: Settings, kind: str) -> Decision[bool]:
+def _captured(settings: Settings, served: Served) -> Decision[bool]:
     """A device's queue records a step's work once; what is asked of it again takes one call in place of hundreds."""
+    kind = served.device
     if kind == "cuda":
         asked = "Asked for: s" if settings.compile == "on" else "S"
-        return Decision(
-            True, f"{asked}teps that only decode are captured once for each size of batch, and replayed (CUDA graphs)."
-        )
+        which = "that only decode" if served.needs is None or served.needs.generates else "of few short texts"
+        return Decision(True, f"{asked}teps {which} are captured once for each size of batch, and replayed (CUDA graphs).")
     if settings.compile == "on":
         raise PlanImpossible(f"compile is on, but on {kind} nothing can be captured and replayed: leave it at auto.")
     return Decision(False, "On an Apple GPU nothing can be captured and replayed.")

@@ -203,8 +203,17 @@ def test_encoders_on_a_gpu(recorded: Recorded, llama_1b: Needs) -> None:
     assert (plan.batch_target_tokens.value, plan.max_running_seqs.value, plan.max_waiting_requests.value) == (16_384, 1024, 4096)
     assert chosen(recorded("h200"), dataclasses.replace(bert, hidden_size=384)).batch_target_tokens.value == 32_768
     assert chosen(recorded("h200"), bert, device="cpu", precision="fp32").batch_target_tokens.value == 512
+    assert "of few short texts are captured" in plan.compile.reason
     small = chosen(with_gpu(4 * GIB, 6 * GIB), dataclasses.replace(bert, max_model_len=8192))
     assert small.batch_target_tokens.value < 16_384 and "Memory is short" in small.batch_target_tokens.reason
+
+
+def test_a_mac_takes_smaller_steps(recorded: Recorded, llama_1b: Needs) -> None:
+    plan = chosen(recorded("mac-m4-pro"), llama_1b)
+    assert (plan.max_batch_tokens.value, plan.max_running_seqs.value) == (1024, 64)
+    bert = dataclasses.replace(llama_1b, kind="encoder", kv_elements_per_token=0, max_model_len=512, hidden_size=1024)
+    texts = chosen(recorded("mac-m4-pro"), bert)
+    assert (texts.batch_target_tokens.value, texts.max_running_seqs.value) == (4096, 256)
 
 
 def test_the_hosts_threads_feed_the_device(recorded: Recorded, llama_1b: Needs) -> None:

@@ -138,7 +138,11 @@ def test_devices_that_are_here_but_not_built() -> None:
 @pytest.mark.parametrize(
     ("facts", "asked", "words"),
     [
-        (machine(), {"device": "cuda"}, "neither nvidia-smi nor /proc/driver/nvidia names a GPU"),
+        (
+            machine(),
+            {"device": "cuda"},
+            "neither nvidia-smi nor /proc/driver/nvidia names a GPU. Is the driver installed, and does CUDA_VISIBLE_DEVICES hide none?",
+        ),
         (machine(), {"device": "mps"}, "this is no Apple silicon Mac"),
         (
             machine(),
