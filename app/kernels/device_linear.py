@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.kernels.activations import Activations, plain
+from app.kernels.device_adds import add_product, adds_to_wider
 from app.kernels.table import Factor, stored_rows
 
 
@@ -44,10 +45,11 @@ class DevicePacking:
 class DeviceLinear:
     """weight [out, in] and bias [out] on the device. It gives its rows back: an embedding tied to it is this very tensor."""
 
-    __slots__ = ("bias", "weight")
+    __slots__ = ("adds", "bias", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
+        self.adds = bias is None and adds_to_wider(weight.device, weight.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -65,7 +67,10 @@ class DeviceLinear:
 
     def add_to(self, hidden: Tensor, x: Activations) -> None:
         """hidden [tokens, out] fp32 += the product."""
-        hidden += self.multiply(x)
+        if self.adds:
+            add_product(hidden, plain(x), self.weight)
+        else:
+            hidden += self.multiply(x)
 
     def rows(self, ids: Tensor, factor: Factor = 1.0) -> Tensor:
         return stored_rows(self.weight, ids, factor)

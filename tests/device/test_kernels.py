@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from app.kernels import rowwise, turn
+from app.kernels import device_adds, rowwise, turn
 from app.kernels.gpu import available
 from app.kernels.heads import Heads
 from app.kernels.kv_rows import kv_rows, token_bytes
@@ -34,6 +34,18 @@ def test_many_rows_at_once() -> None:
     first, second = gate_up[-3:].float().chunk(2, -1)
     expected = torch.nn.functional.silu(first) * second
     torch.testing.assert_close(rowwise.gate(gate_up, "silu")[-3:].float(), expected, rtol=2**-8, atol=1e-6)
+
+
+def test_products_add_to_the_stream_themselves() -> None:
+    assert device_adds.adds_to_wider(torch.device("cuda", 0), BF16)
+    hidden, x, weight = (
+        torch.randn(3, 512, device="cuda"),
+        torch.randn(3, 256, device="cuda"),
+        torch.randn(512, 256, device="cuda"),
+    )
+    expected = hidden + x.to(BF16).float() @ weight.to(BF16).float().t()
+    device_adds.add_product(hidden, x.to(BF16), weight.to(BF16))
+    torch.testing.assert_close(hidden, expected, rtol=1e-3, atol=1e-2)
 
 
 def test_a_recorded_layer_reads_what_is_there_when_it_is_replayed() -> None:

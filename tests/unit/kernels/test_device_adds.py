@@ -1,0 +1,78 @@
+"""Which device's products add to a wider stream themselves: one that says so and does so; else the sum is torch's, apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from app.kernels import device_adds, device_linear
+from app.kernels.device_linear import DevicePacking
+
+GPU, HALF = torch.device("cuda", 0), torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def _asked_anew() -> Iterator[None]:
+    device_adds.adds_to_wider.cache_clear()
+    yield
+    device_adds.adds_to_wider.cache_clear()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """A GPU whose tensors are the processor's, and whose product adds by the formula; what it was asked to add."""
+    seen: list[torch.dtype] = []
+    ones = torch.ones
+
+    def addmm(stream: Tensor, x: Tensor, weight: Tensor, *, out_dtype: torch.dtype, out: Tensor) -> Tensor:
+        seen.append(x.dtype)
+        assert out is stream and out.dtype == out_dtype == torch.float32
+        return out.add_(x.float() @ weight.float())
+
+    monkeypatch.setattr(torch, "ones", lambda *shape, device, **given: ones(*shape, **given))
+    monkeypatch.setattr(torch, "addmm", addmm)
+    return seen
+
+
+def test_a_device_is_asked_once(asked: list[torch.dtype]) -> None:
+    assert device_adds.adds_to_wider(GPU, HALF) and device_adds.adds_to_wider(GPU, HALF)
+    assert asked == [HALF]
+    assert not device_adds.adds_to_wider(GPU, torch.float32)
+    assert not device_adds.adds_to_wider(torch.device("cpu"), HALF) and not device_adds.adds_to_wider(torch.device("mps"), HALF)
+    assert asked == [HALF]
+
+
+@pytest.mark.parametrize("wrong", [RuntimeError("self and mat2 must have the same dtype"), None])
+def test_one_that_refuses_or_errs_is_not_believed(
+    wrong: Exception | None, asked: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def addmm(stream: Tensor, *_: Any, **__: Any) -> Tensor:
+        if wrong is not None:
+            raise wrong
+        return stream.fill_(16)  # β was forgotten
+
+    monkeypatch.setattr(torch, "addmm", addmm)
+    assert not device_adds.adds_to_wider(GPU, HALF)
+
+
+@pytest.mark.parametrize(("bias", "adds"), [(None, True), (torch.ones(5), False)])
+@torch.inference_mode()
+def test_the_sum_is_the_same_either_way(
+    bias: Tensor | None, adds: bool, asked: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_linear, "adds_to_wider", lambda device, dtype: True)
+    weight, x, hidden = torch.randn(5, 8), torch.randn(3, 8).to(HALF), torch.randn(3, 5)
+    form = DevicePacking(torch.device("cpu"), HALF).pack(weight, bias)
+    expected = hidden + form.multiply(x)
+    form.add_to(hidden, x)
+    torch.testing.assert_close(hidden, expected, rtol=2**-7, atol=2**-7)
+    assert bool(asked) == adds
+
+
+def test_the_plain_sum_where_a_device_does_not_add() -> None:
+    form = DevicePacking(torch.device("cpu"), HALF).pack(torch.randn(5, 8), None)
+    assert not form.adds
