@@ -60,7 +60,7 @@ class DeviceRunner:
         self._sides = [Side(backend.staging(words), backend.staging(most)) for _ in range(2)]
         self._forward = DeviceForward(model, kv_cache, backend, buffer)
         self._sampler = Sampler(model.config.vocab_size)
-        self.graphs = Graphs(backend, self._of_shape, eager)
+        self.graphs = Graphs(backend, self._of_shape, 4 * model.config.vocab_size, eager)
         self._updates: dict[int, int] = {}  # of the page tables, not yet done on the device
         self._carried = True  # the last batch's copies and releases are done
         self._last: DeviceFlight | None = None

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 from app.backends.base import Captured, DeviceBackend
 from app.engine.device_step import Way
+from app.hardware.device_memory import GRAPHS_BYTES
 
 _LOG = logging.getLogger(__name__)
 COMMON = 64  # sequences: steps of up to so many are captured while loading
-# Left free on the device: below it nothing more is captured. What a prompt's step takes beside its estimate wants room.
-_SPARE_BYTES = 256 * 2**20
+# For each row of logits, in rows of them in fp32: the logits and their largest; and what drawing holds beside them.
+_ROWS = {Way.GREEDY: 1, Way.DRAWN: 5, Way.FILTERED: 5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +30,12 @@ class Shape:
 class Graphs:
     """Belongs to one runner: `work` computes a step of a shape from the words in the runner's block."""
 
-    def __init__(self, backend: DeviceBackend, work: Callable[[Shape], None], off: str = "") -> None:
+    def __init__(self, backend: DeviceBackend, work: Callable[[Shape], None], row_bytes: int, off: str = "") -> None:
+        """`row_bytes`: of a row of logits in fp32, which is most of what a captured step holds on to."""
         self._backend = backend
         self._work = work
+        self._row_bytes = row_bytes
+        self._too_large: int | None = None  # bucket for which there was no memory
         self.reason = off  # why nothing more is captured; empty: it is
         self.captured: dict[Shape, Captured] = {}
         self.num_replayed = 0
@@ -43,25 +47,31 @@ class Graphs:
 
     def wants(self, shape: Shape) -> bool:
         """Whether a step of this shape is to be captured before it is run."""
-        return not self.reason and shape not in self.captured
+        small = self._too_large is None or shape.bucket < self._too_large
+        return small and not self.reason and shape not in self.captured
 
     def capture(self, shape: Shape) -> None:
         """Computes the step several times over, so its rows must be nobody's."""
-        free = self._backend.free_bytes()
-        if free < _SPARE_BYTES:
-            self._stop(f"only {free // 2**20} MiB of the device's memory are free")
+        if self._wanted(shape) > min(GRAPHS_BYTES, self._backend.free_bytes()):
+            self._give_up(shape, "its logits would take more memory than is kept for captured steps")
             return
         try:
             self._work(shape)
             captured = self._backend.capture(lambda: self._work(shape))
         except RuntimeError as error:  # torch's want of memory is one too
-            self._backend.survives(error)
-            self._stop(f"a step of {shape.bucket} could not be captured: {error}")
+            if not self._backend.survives(error):
+                self._stop(f"a step of {shape.bucket} could not be captured: {error}")
+                return
+            self._give_up(shape, str(error))
             return
         if captured is None:
             self._stop("this kind of device captures nothing")
             return
         self.captured[shape] = captured
+
+    def _wanted(self, shape: Shape) -> int:
+        """They share their memory, so that the largest counts."""
+        return shape.bucket * self._row_bytes * _ROWS[shape.way]
 
     def run(self, shape: Shape) -> None:
         """Asks the device for a step."""
@@ -71,6 +81,10 @@ class Graphs:
             return
         captured.replay()
         self.num_replayed += 1
+
+    def _give_up(self, shape: Shape, reason: str) -> None:
+        self._too_large = shape.bucket
+        _LOG.warning("Steps of %d sequences and more run eagerly: %s.", shape.bucket, reason)
 
     def _stop(self, reason: str) -> None:
         self.reason = reason

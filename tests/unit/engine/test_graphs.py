@@ -18,10 +18,9 @@ ONE = Shape(4, Way.GREEDY)
 class Device:
     """Captures work as it is told to, and counts."""
 
-    def __init__(self, captures: bool = True, free: int = 2**40, error: Exception | None = None) -> None:
-        self.captures, self.free, self.error = captures, free, error
+    def __init__(self, captures: bool = True, free: int = 2**40, error: Exception | None = None, survives: bool = True) -> None:
+        self.captures, self.free, self.error, self.alive = captures, free, error, survives
         self.replayed = 0
-        self.survived: list[Exception] = []
 
     def free_bytes(self) -> int:
         return self.free
@@ -36,13 +35,12 @@ class Device:
         self.replayed += 1
 
     def survives(self, error: Exception) -> bool:
-        self.survived.append(error)
-        return True
+        return self.alive
 
 
 def graphs_on(device: Device, done: list[Shape], off: str = "") -> Graphs:
     backend: Any = device
-    return Graphs(backend, done.append, off)
+    return Graphs(backend, done.append, 2**20, off)
 
 
 def test_a_shape_is_run_before_it_is_captured_and_replayed_afterwards() -> None:
@@ -67,30 +65,47 @@ def test_what_is_not_captured_is_computed() -> None:
     ("device", "reason"),
     [
         (Device(captures=False), "captures nothing"),
-        (Device(free=2**20), "only 1 MiB of the device's memory are free"),
-        (Device(error=torch.OutOfMemoryError("no room")), "a step of 4 could not be captured: no room"),
+        (Device(error=RuntimeError("not so"), survives=False), "a step of 4 could not be captured: not so"),
     ],
 )
 def test_whoever_cannot_capture_says_why_and_goes_on(device: Device, reason: str, caplog: pytest.LogCaptureFixture) -> None:
     done: list[Shape] = []
     graphs = graphs_on(device, done)
     graphs.capture(ONE)
-    assert reason in graphs.reason and reason in caplog.text and not graphs.wants(ONE)
-    assert len(device.survived) == (device.error is not None)
+    assert reason in graphs.reason and reason in caplog.text
+    assert not graphs.wants(ONE) and not graphs.wants(Shape(1, Way.GREEDY)) and not graphs.on
     done.clear()
     graphs.run(ONE)
     assert done == [ONE]
 
 
-def test_what_was_captured_before_memory_ran_short_is_still_replayed() -> None:
-    device = Device()
+@pytest.mark.parametrize(
+    ("device", "way", "reason"),
+    [
+        (Device(error=torch.OutOfMemoryError("no room")), Way.GREEDY, "no room"),
+        (Device(free=3 * 2**20), Way.GREEDY, "its logits would take more memory"),
+        (Device(free=10 * 2**20), Way.DRAWN, "its logits would take more memory"),
+    ],
+)
+def test_where_memory_is_short_smaller_steps_are_captured(
+    device: Device, way: Way, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     graphs = graphs_on(device, [])
-    graphs.capture(ONE)
-    device.free = 0
-    graphs.capture(Shape(8, Way.GREEDY))
-    assert graphs.on and graphs.reason
-    graphs.run(ONE)
+    graphs.capture(Shape(4, way))
+    assert reason in caplog.text and "Steps of 4 sequences and more run eagerly" in caplog.text
+    assert not graphs.wants(ONE) and not graphs.wants(Shape(8, Way.GREEDY)) and graphs.wants(Shape(2, way)) and graphs.on
+    device.error = None
+    graphs.capture(Shape(2, way))
+    graphs.run(Shape(2, way))
     assert device.replayed == 1
+
+
+def test_no_more_is_kept_than_the_plan_has_room_for() -> None:
+    """Rows of logits of 1 MiB; a drawing step holds five times that for each."""
+    graphs = graphs_on(Device(), [])
+    for shape in (Shape(512, Way.GREEDY), Shape(96, Way.FILTERED), Shape(112, Way.FILTERED)):
+        graphs.capture(shape)
+    assert set(graphs.captured) == {Shape(512, Way.GREEDY), Shape(96, Way.FILTERED)}
 
 
 def test_the_common_shapes_come_largest_first() -> None:
