@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from app.backends.cpu import CpuBackend
-from app.backends.selection import select_backend
+from app.backends.selection import device_backend, processor, select_backend
 from app.errors import PlanImpossible
 from app.hardware.plan import Decision, ServingPlan
 
@@ -54,6 +54,19 @@ def test_the_cpu_is_served_in_the_plans_dtype(plan: ServingPlan) -> None:
     assert isinstance(backend, CpuBackend)
     assert (backend.device, backend.dtype) == (torch.device("cpu"), torch.bfloat16)
     assert select_backend(with_values(plan, dtype="float32")).dtype == torch.float32
+
+
+@pytest.mark.parametrize(("device", "kind"), [("cuda", "CudaBackend"), ("mps", "MpsBackend")])
+def test_a_device_is_served_by_its_own(device: str, kind: str, plan: ServingPlan) -> None:
+    backend = device_backend(with_values(plan, device=device, dtype="float16"))
+    assert (type(backend).__name__, backend.device.type, backend.dtype) == (kind, device, torch.float16)
+
+
+def test_what_is_asked_for_one_kind_is_not_given_of_another(plan: ServingPlan) -> None:
+    with pytest.raises(PlanImpossible, match=r"'cpu' here; what serves: cuda, mps"):
+        device_backend(plan)
+    with pytest.raises(PlanImpossible, match=r"'cuda' here; what serves: cpu"):
+        processor(with_values(plan, device="cuda"))
 
 
 def test_an_unknown_device_is_refused_and_what_exists_is_named(plan: ServingPlan) -> None:

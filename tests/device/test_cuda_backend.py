@@ -1,0 +1,119 @@
+"""What only an NVIDIA GPU shows of its backend: serving's sizes against the twins, recorded steps, marks, and want of memory survived.
+
+Small shapes against the twins: tests/parity/gpu, which runs on the GPU where there is one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from app.backends.cuda import CudaBackend
+from app.hardware.plan import Decision, ServingPlan
+from app.kernels.heads import Heads
+from app.kernels.paged import PackedTexts
+from app.kernels.paged_torch import packed_texts_torch, paged_attention_torch
+from app.models.context import AttentionSpec
+from paged_steps import Shape, made_step
+
+pytestmark = pytest.mark.cuda
+BF16 = torch.bfloat16
+GPU = torch.device("cuda")
+GEMMA = AttentionSpec(256**-0.5, window=512, softcap=50.0)
+SHAPES = {
+    "llama 1b": (Shape(32, 8, 64, BF16), AttentionSpec(0.125)),
+    "llama 8b": (Shape(32, 8, 128, BF16), AttentionSpec(128**-0.5)),
+    "gemma": (Shape(8, 4, 256, BF16), GEMMA),
+    "half": (Shape(12, 2, 128, torch.float16), AttentionSpec(128**-0.5, window=100)),
+    "fp32": (Shape(8, 2, 64), AttentionSpec(0.125)),
+}
+
+
+@pytest.fixture(scope="module")
+def backend() -> CudaBackend:
+    named = {"device": "cuda", "dtype": "bfloat16", "threads": 4}
+    plan = ServingPlan(**{one.name: Decision(named.get(one.name), "a test") for one in dataclasses.fields(ServingPlan)})
+    backend = CudaBackend(BF16)
+    backend.configure(plan)
+    return backend
+
+
+@pytest.mark.parametrize(("shape", "spec"), SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(
+    ("spans", "num_decodes"),
+    [
+        ([(1, 2048)], 1),
+        ([(1, 3 + 37 * at) for at in range(64)], 64),
+        ([(700, 700), (1, 1), (64, 64)], 0),
+        ([(1, 999), (300, 1300), (2, 66)], 1),
+    ],
+    ids=["one", "many", "fresh", "mixed"],
+)
+def test_servings_sizes(
+    shape: Shape, spec: AttentionSpec, spans: list[tuple[int, int]], num_decodes: int, backend: CudaBackend
+) -> None:
+    query, kv, step = made_step(shape, spans, num_decodes, GPU)
+    rtol = 1e-4 if shape.dtype == torch.float32 else 2**-6
+    found, expected = backend.attention(query, kv, step, spec), paged_attention_torch(query, kv, step, spec)
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("window", [None, 128])
+def test_texts_of_bert(window: int | None, backend: CudaBackend) -> None:
+    lengths = [128, 0, 1, 512, 77]
+    heads = Heads(torch.randn((sum(lengths), 3 * 16 * 64), device=GPU).to(BF16), 16, 16, 64)
+    texts = PackedTexts(torch.tensor([0, *lengths], device=GPU).cumsum(0).int(), max(lengths))
+    spec = AttentionSpec(0.125, window=window, bidirectional=True)
+    found = backend.attend_texts(heads, texts, spec)
+    torch.testing.assert_close(found, packed_texts_torch(heads, texts, spec), rtol=2**-6, atol=2**-6)
+
+
+def test_a_recorded_step_attends_to_what_is_there_when_it_is_replayed(backend: CudaBackend) -> None:
+    spec = AttentionSpec(0.125)
+    query, kv, step = made_step(Shape(32, 8, 64, BF16), [(1, 0), (1, 900), (1, 70)], 3, GPU)
+    result = torch.empty(query.shape, dtype=BF16, device=GPU)
+
+    def work() -> None:
+        result.copy_(backend.attention(query, kv, step, spec))
+
+    work()
+    captured = backend.capture(work)
+    for lengths in ([0, 900, 70], [0, 12, 0], [0, 130, 64]):
+        step.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
+        result.fill_(torch.nan)
+        captured.replay()
+        backend.mark().wait()
+        torch.testing.assert_close(result, paged_attention_torch(query, kv, step, spec), rtol=2**-6, atol=2**-6)
+
+
+def test_a_mark_is_passed_while_later_work_goes_on(backend: CudaBackend) -> None:
+    words = backend.staging(8)
+    assert words.is_pinned()
+    there = torch.arange(8, device=GPU)
+    words.copy_(there, non_blocking=True)
+    mark = backend.mark()
+    torch.cuda._sleep(10**9)
+    later = backend.mark()
+    mark.wait()
+    assert words.tolist() == list(range(8))
+    assert not later.event.query()
+    backend.synchronize()
+    assert later.event.query()
+
+
+def test_want_of_memory_is_survived(backend: CudaBackend) -> None:
+    def step() -> None:
+        held = torch.empty(2**30, dtype=torch.uint8, device=GPU)
+        torch.empty(2**44 + len(held), dtype=torch.uint8, device=GPU)
+
+    before = backend.free_bytes()
+    try:
+        step()
+    except torch.OutOfMemoryError as error:
+        assert backend.survives(error)
+    else:
+        pytest.fail("a GPU with 16 TiB")
+    assert torch.cuda.memory_allocated() < 2**30
+    assert backend.free_bytes() > before - 2**28

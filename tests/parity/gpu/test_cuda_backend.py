@@ -1,0 +1,129 @@
+"""Which kernel of a GPU's backend serves what, and that together they say what the twins say. Without a GPU torch's flash is played."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import torch
+from torch import Tensor
+
+from app.backends import cuda
+from app.backends.cuda import CudaBackend
+from app.kernels import flash
+from app.kernels.gpu import attention, prompts
+from app.kernels.heads import Heads
+from app.kernels.paged import PackedTexts
+from app.kernels.paged_torch import packed_texts_torch, paged_attention_torch
+from app.models.context import AttentionSpec
+from paged_steps import Shape, made_step
+
+BF16 = torch.bfloat16
+
+
+def played(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *words: Any, **named: Any) -> tuple[Tensor]:
+    """As torch's kernel is documented: lower-right causal, windows as reaches to both sides; rows of no sequence are left open."""
+    result = torch.full(query.shape, torch.nan, dtype=query.dtype)
+    causal, left, right = words[4], named["window_size_left"], named["window_size_right"]
+    for first, last in pairwise(starts.tolist()):
+        group, at = query.shape[1] // key.shape[1], torch.arange(last - first)
+        ahead = at - at[:, None]
+        hidden = (ahead > 0) if causal else (left >= 0) & (ahead < -left) | (right >= 0) & (ahead > right)
+        queries, keys, values = (x[first:last].float().transpose(0, 1) for x in (query, key, value))
+        keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
+        scores = (queries @ keys.transpose(1, 2) * named["scale"]).masked_fill(hidden, -torch.inf)
+        result[first:last] = (scores.softmax(-1) @ values).transpose(0, 1).to(query.dtype)
+    return (result,)
+
+
+@pytest.fixture
+def backend(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> CudaBackend:
+    if gpu.type == "cpu":
+        monkeypatch.setattr(cuda, "usable", lambda tensor: True)
+        monkeypatch.setattr(flash, "_flash", played)
+        monkeypatch.setattr(attention, "_PROGRAMS", 4)
+    return CudaBackend(BF16)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which launchers served, in order."""
+    names: list[str] = []
+
+    def noted(launcher: Callable[..., Any], *words: Any) -> Any:
+        names.append(launcher.__name__)
+        return launcher(*words)
+
+    for module, name in (
+        (attention, "attend_decodes"),
+        (prompts, "attend_prompts"),
+        (prompts, "attend_packed"),
+        (flash, "attend"),
+    ):
+        monkeypatch.setattr(module, name, partial(noted, getattr(module, name)))
+    return names
+
+
+@pytest.mark.parametrize(
+    ("spans", "num_decodes", "spec", "expected"),
+    [
+        ([(1, 70), (1, 0)], 2, AttentionSpec(0.3), ["attend_decodes"]),
+        ([(9, 9), (5, 5)], 0, AttentionSpec(0.3), ["attend"]),
+        ([(1, 70), (9, 9), (66, 66)], 1, AttentionSpec(0.3, window=7), ["attend", "attend_decodes"]),
+        ([(1, 70), (9, 9)], 1, AttentionSpec(0.3, softcap=2.0), ["attend_decodes", "attend_prompts"]),
+        ([(1, 70), (9, 19), (5, 5)], 1, AttentionSpec(0.3), ["attend_decodes", "attend_prompts"]),
+    ],
+    ids=["decodes", "fresh", "mixed", "capped", "with a past"],
+)
+def test_steps(
+    spans: list[tuple[int, int]],
+    num_decodes: int,
+    spec: AttentionSpec,
+    expected: list[str],
+    backend: CudaBackend,
+    served: list[str],
+    gpu: torch.device,
+) -> None:
+    query, kv, step = made_step(Shape(4, 2, 32, BF16), spans, num_decodes, gpu)
+    found = backend.attention(query, kv, step, spec)
+    assert served == expected
+    torch.testing.assert_close(found, paged_attention_torch(query, kv, step, spec), rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "spec", "expected"),
+    [
+        (BF16, AttentionSpec(0.3, bidirectional=True), "attend"),
+        (BF16, AttentionSpec(0.3, window=8, bidirectional=True), "attend"),
+        (BF16, AttentionSpec(0.3, window=8), "attend"),
+        (BF16, AttentionSpec(0.3, softcap=2.0, bidirectional=True), "attend_packed"),
+        (torch.float32, AttentionSpec(0.3, window=8, bidirectional=True), "attend_packed"),
+    ],
+    ids=["whole", "window", "causal window", "capped", "fp32"],
+)
+def test_texts(
+    dtype: torch.dtype, spec: AttentionSpec, expected: str, backend: CudaBackend, served: list[str], gpu: torch.device
+) -> None:
+    product = torch.randn((21, 8 * 16), generator=torch.Generator().manual_seed(3)).to(gpu, dtype)
+    heads = Heads(product, 4, 2, 16)
+    texts = PackedTexts(torch.tensor([0, 17, 17, 21], dtype=torch.int32, device=gpu), 17)
+    found = backend.attend_texts(heads, texts, spec)
+    assert served == [expected]
+    rtol = 1e-5 if dtype == torch.float32 else 2**-6
+    torch.testing.assert_close(found, packed_texts_torch(heads, texts, spec), rtol=rtol, atol=rtol)
+
+
+def test_without_triton_the_twins_serve(
+    backend: CudaBackend, served: list[str], gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "usable", lambda tensor: False)
+    query, kv, step = made_step(Shape(4, 2, 32, BF16), [(1, 70), (9, 9)], 1, gpu)
+    found = backend.attention(query, kv, step, AttentionSpec(0.3))
+    assert served == []
+    assert torch.equal(found, paged_attention_torch(query, kv, step, AttentionSpec(0.3)))

@@ -1,0 +1,35 @@
+"""The device that is none keeps the contract of those that are: recorded work reads what is there, marks are passed."""
+
+from __future__ import annotations
+
+import torch
+
+from app.backends.base import DeviceBackend
+from app.backends.twin import TwinBackend
+
+
+def test_recorded_work_reads_and_writes_where_it_did() -> None:
+    backend: DeviceBackend = TwinBackend(torch.float32)
+    given, result = torch.tensor([1.0, 2.0]), torch.empty(2)
+
+    def work() -> None:
+        torch.add(given, 1.0, out=result)
+
+    captured = backend.capture(work)
+    assert captured is not None
+    given.copy_(torch.tensor([5.0, 7.0]))
+    captured.replay()
+    assert result.tolist() == [6.0, 8.0]
+
+
+def test_a_mark_is_passed_at_once_and_words_are_as_wide_as_ids() -> None:
+    backend = TwinBackend(torch.float32)
+    backend.mark().wait()
+    assert (backend.staging(3).dtype, backend.staging(3).tolist()) == (torch.int64, [0, 0, 0])
+    assert backend.free_bytes() > 0
+
+
+def test_only_want_of_memory_is_survived() -> None:
+    backend = TwinBackend(torch.float32)
+    assert backend.survives(torch.OutOfMemoryError("planted"))
+    assert not backend.survives(RuntimeError("of another kind"))
