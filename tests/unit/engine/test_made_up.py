@@ -23,6 +23,7 @@ def linears() -> list[Linear]:
     return [Linear((name,), inputs, outputs, bias=name == "a") for name, (outputs, inputs) in shapes.items()]
 
 
+@torch.inference_mode()
 def test_a_devices_forms_are_filled_with_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(made_up, "NOISE_ELEMENTS", 1000)  # so that each is made in parts
     forms = Forms(Choice(DEVICE_INT4, torch.bfloat16, False, device=CPU))
