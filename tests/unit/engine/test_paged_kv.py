@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from app.engine import paged_kv
 from app.engine.batch import Copy, Span
 from app.engine.kv_cache import KVCache, KVShape
 from app.engine.limits import Limits, longest
@@ -165,13 +166,15 @@ def test_pages_that_are_still_to_be_read_are_the_last_to_be_written() -> None:
     assert not before & {cache.row(2, at) // PAGE_TOKENS for at in (0, 64)}
 
 
-def test_a_copy_may_go_to_the_very_pages_that_it_is_read_from() -> None:
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_copy_may_go_to_the_very_pages_that_it_is_read_from(order: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two slots change places while no page is free: all is read before one row is written."""
+    monkeypatch.setattr(paged_kv, "_MOVED", 16)
     cache = cache_of(num_pages=6)
     first, second = fill(cache, span_of(0, 190, slot=0)), fill(cache, span_of(0, 190, slot=1), seed=1)
     assert cache.num_free_pages == 0
     released = ((0, 0, SHAPE.max_len), (1, 0, SHAPE.max_len))
-    cache.carry((Copy(0, 2, 0, 190), Copy(1, 3, 0, 190)), released)
+    cache.carry((Copy(0, 2, 0, 190), Copy(1, 3, 0, 190))[::order], released)
     assert cache.num_free_pages == 0
     for slot, expected in ((2, first), (3, second)):
         rows = [cache.row(slot, at) for at in range(190)]
