@@ -82,7 +82,9 @@ def test_ragged_steps(spans: list[tuple[int, int]], decodes: list[int], window: 
     equal_to_the_twin(Shape(2, 1, 16), every, len(decodes), AttentionSpec(0.3, window), gpu)
 
 
-def test_a_row_that_only_fills_a_bucket_is_zeros(gpu: torch.device) -> None:
+@pytest.mark.parametrize("many", [1, 8], ids=["in one part", "in parts"])
+def test_a_row_that_only_fills_a_bucket_is_zeros(many: int, monkeypatch: pytest.MonkeyPatch, gpu: torch.device) -> None:
+    monkeypatch.setattr(attention, "_PROGRAMS", many)
     query, kv, step = made_step(Shape(2, 1, 32), [(1, 0), (1, 5), (1, 0)], 3, gpu)
     out = torch.full(query.shape, torch.nan, device=gpu)
     attend_decodes(query, kv, step, PLAIN, out)
