@@ -20,7 +20,7 @@ def angles(positions: Tensor, frequencies: Tensor, scale: float) -> Angles:
     return cos, sin
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])  # a step's words lie where they lie
 def _angles(positions, frequencies, cos, sin, scale, half: tl.constexpr, block: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, block)

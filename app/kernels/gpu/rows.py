@@ -30,7 +30,7 @@ def _write(out: Tensor, weight: Tensor, ids: Tensor, factor: float | Tensor, add
         _rows[(count, triton.cdiv(inputs, _BLOCK))](*given, num_warps=4)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ids"])  # a step's words lie where they lie
 def _rows(
     out, weight, ids, factors, times, out_stride, stride,
     outputs: tl.constexpr, inputs: tl.constexpr, block: tl.constexpr, add: tl.constexpr,

@@ -60,7 +60,7 @@ def _launch(heads: Heads, query: Tensor, keys: Tensor, values: Tensor | None, wr
         _turn[(len(product), triton.cdiv(last - first, block))](*tensors, *strides, heads.eps, *sizes, num_warps=4)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["written"])  # a step's words lie where they lie
 def _turn(
     product, query_norm, key_norm, cos, sin, written, query, keys, values,
     stride, query_stride, key_stride, value_stride, eps,
