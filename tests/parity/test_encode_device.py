@@ -128,22 +128,29 @@ def test_prompts_are_not_pooled_where_the_checkpoint_says_so(tmp_path: Path) -> 
 BATCHES = ((5, 6), (5, 6), (40, 2), (7, 4), (30, 30), (3, 3), (8,))
 
 
+def told_in_turn(runner: DeviceEncodeRunner, batches: Sequence[Sequence[Text]]) -> list[Tensor]:
+    """Vectors of each batch but the last, waited for when the next one was launched."""
+    runner.record(spans_of([Text((0,))], ("embedding",)))
+    told, before = [], runner.launch(spans_of(batches[0], ("embedding",)))
+    for texts in batches[1:]:
+        after = runner.launch(spans_of(texts, ("embedding",)))
+        told.append(runner.wait(before))
+        before = after
+    return [tensors(rows, "embedding") for rows in told]
+
+
 def test_a_batch_is_launched_while_another_is_not_yet_waited_for(tmp_path: Path) -> None:
-    """On a device that is always late: words, what was recorded and results move when somebody waits for them; and on one in no time."""
+    """On a device that is always late, where words, what was recorded and results move when somebody waits; and on one in no time."""
     model = cast(Encoder, load(write_encoder(tmp_path / "model")))
     batches = [random_texts(lengths, num_types=2, seed=seed) for seed, lengths in enumerate(BATCHES)]
     alone = [tensors(EncodeRunner(model, ROOM).run(spans_of(texts, ("embedding",))), "embedding") for texts in batches]
+    told = []
     with DelayedTwin().watching() as late:
-        for off, device in (("", late), ("for this test", late), ("", TwinBackend(torch.float32))):
-            runner, told = DeviceEncodeRunner(model, device, 80, off), []
-            runner.record(spans_of([Text((0,))], ("embedding",)))
-            before = runner.launch(spans_of(batches[0], ("embedding",)))
-            for texts in [*batches[1:], batches[0]]:
-                after = runner.launch(spans_of(texts, ("embedding",)))
-                told.append(runner.wait(before))
-                before = after
-            for rows, expected in zip(told, alone, strict=True):
-                torch.testing.assert_close(tensors(rows, "embedding"), expected, **CLOSE)
+        told += [told_in_turn(DeviceEncodeRunner(model, late, 80, off), [*batches, batches[0]]) for off in ("", "for this test")]
+    told.append(told_in_turn(DeviceEncodeRunner(model, TwinBackend(torch.float32), 80), [*batches, batches[0]]))
+    for vectors in told:
+        for own, expected in zip(vectors, alone, strict=True):
+            torch.testing.assert_close(own, expected, **CLOSE)
     assert late.queue.most_pending == 6, "two batches were under way: words there, what was recorded, results back"
 
 
