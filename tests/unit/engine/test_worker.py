@@ -244,3 +244,28 @@ def test_a_step_that_ended_nobody_is_tried_again_and_does_not_count() -> None:
         heard += worker._step(sim.engine)[0]
     assert worker.error is None  # three steps failed, of which one ended nobody
     assert [event.request_id for event in heard] == ["a", "b", "poison", "poisonous"]
+
+
+def test_a_device_that_flies_is_served_like_any_other(bench: Bench) -> None:
+    """Steps launched ahead, arrivals and an abort between them, and the last word of each."""
+    bench.sim.flying()
+    bench.worker.start()
+    for name in ("a", "b", "c"):
+        bench.worker.put(request(name, max_tokens=40))
+    bench.heard()
+    bench.worker.put(Abort("b"))
+    bench.worker.put(request("late", max_tokens=5))
+    reasons = {event.request_id: event.reason for event in bench.heard_until(4, SequenceFinished)}  # type: ignore[union-attr]
+    assert reasons.keys() == {"a", "b", "c", "late"} and reasons["late"] == "length"
+    bench.worker.put(Stop())
+    bench.end()
+    assert bench.sim.engine._ahead is None and any(batch.ahead for batch in bench.sim.runner.batches)
+
+
+def test_a_want_of_memory_is_no_failure_of_the_device(bench: Bench) -> None:
+    bench.sim.runner.most_tokens = 2
+    bench.worker.start()
+    for number in range(2 * MAX_FAILED_STEPS):
+        bench.worker.put(request(f"r{number}"))
+    assert len(bench.heard_until(2 * MAX_FAILED_STEPS, SequenceFinished)) == 2 * MAX_FAILED_STEPS
+    assert bench.worker.alive and bench.steps.qsize() > 2 * MAX_FAILED_STEPS
