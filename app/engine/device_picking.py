@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from app.engine.sampling_rows import LEAST_TEMPERATURE, draw_at
+from app.kernels.gpu.available import usable
 
 NOT_FINITE = -1  # in place of a token's id: the row has a NaN, or +inf, or nothing but -inf
 _BELOW_ALL = -(2**31) - 1  # what the bits of a negative float, as int32, and its place among all floats sum to
@@ -42,6 +43,15 @@ def pick_greedy(logits: Tensor) -> Tensor:
 
 def pick_drawn(logits: Tensor, drawing: Drawing, filtered: bool = True) -> Tensor:
     """One token id a row, drawn by its number; `NOT_FINITE` where none can be. Not `filtered`: no row has any of the three filters on."""
+    if usable(logits):
+        from app.kernels.gpu.draws import drawn_rows
+
+        return drawn_rows(logits, drawing.temperature, (drawing.top_k, drawing.top_p, drawing.min_p), drawing.uniforms)
+    return pick_drawn_torch(logits, drawing, filtered)
+
+
+def pick_drawn_torch(logits: Tensor, drawing: Drawing, filtered: bool = True) -> Tensor:
+    """The twin."""
     likeliest = pick_greedy(logits)
     scores = logits.float() / drawing.temperature.clamp(min=LEAST_TEMPERATURE).unsqueeze(1)
     if filtered:

@@ -1,0 +1,165 @@
+"""Draws a token of each row of logits on a GPU: temperature, top_k, top_p, min_p and the draw itself in one kernel, a program to a row.
+
+The twin is in engine/device_picking.py. A filter's threshold is searched among the places of all floats in ascending order: each look at
+the row tries eight places, so eleven looks are enough for any float. A row that asks for no filter is not looked at for it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK, _WARPS = 2048, 16  # of a row, at a time: eight sums of each element of it stay in registers
+
+
+def drawn_rows(
+    logits: Tensor, temperature: Tensor, filters: tuple[Tensor, Tensor, Tensor], uniforms: Tensor, block: int = _BLOCK
+) -> Tensor:
+    """ids int64 [rows] of logits [rows, vocab]: -1 where a row is not finite. `filters`: top_k int32, top_p fp64, min_p fp32 [rows].
+
+    temperature [rows] fp32 (0: the likeliest token), uniforms [rows] fp64.
+    """
+    rows, vocab = logits.shape
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    given = (logits, temperature, *(one.contiguous() for one in filters), uniforms, out, logits.stride(0), vocab)
+    if rows:
+        _draw[(rows,)](*given, min(block, triton.next_power_of_2(vocab)), num_warps=_WARPS)
+    return out
+
+
+@triton.jit
+def _draw(logits, temperatures, top_ks, top_ps, min_ps, uniforms, out, stride, vocab: tl.constexpr, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    line = logits + row * stride
+    given = tl.load(temperatures + row)
+    temperature = tl.maximum(given, 1e-6)
+    top_k, top_p, min_p = tl.load(top_ks + row), tl.load(top_ps + row), tl.load(min_ps + row)
+    largest, likeliest, finite = _likeliest(line, vocab, block)
+    drawing = finite & (given > 0.0)
+    largest = tl.where(finite, largest, 0.0) / temperature
+
+    # The largest float that top_k scores reach.
+    looks = tl.where(drawing & (top_k > 0) & (top_k < vocab), 11, 0)
+    low, high = tl.full((), -2139095041, tl.int64), _place(largest) + 1  # from -inf on
+    for _ in range(looks):
+        width, bounds = _bounds(low, high)
+        low, high = _narrowed(_reaching(line, bounds, temperature, vocab, block) >= top_k, low, high, width)
+    least_score = tl.where(looks > 0, _float_at(high - 1), float("-inf"))
+
+    # The least exponential above which they sum to less than top_p of all; they are 1 at the largest score.
+    none = tl.full((8,), 0.0, tl.float32) - 1.0
+    total = tl.max(_mass(line, none, least_score, largest, temperature, vocab, block))
+    looks = tl.where(drawing & (top_p < 1.0), 10, 0)
+    low, high = tl.full((), 0, tl.int64), tl.full((), 0x3F800000, tl.int64)
+    for _ in range(looks):
+        width, bounds = _bounds(low, high)
+        mass = _mass(line, bounds, least_score, largest, temperature, vocab, block)
+        low, high = _narrowed(mass >= top_p * total, low, high, width)
+    least = tl.maximum(tl.where(looks > 0, _float_at(high), 0.0), min_p)
+
+    uniform = tl.load(uniforms + row)
+    found = _found(line, uniform, least_score, least, largest, temperature, vocab, block)
+    token = tl.where(drawing & (found < vocab), found, likeliest)
+    tl.store(out + row, tl.where(finite, token, -1).to(tl.int64))
+
+
+@triton.jit
+def _likeliest(line, vocab: tl.constexpr, block: tl.constexpr):
+    """The largest of a row, the lowest id that has it, and whether all is as it should be."""
+    lane = tl.arange(0, block)
+    best, ids = tl.full((block,), float("-inf"), tl.float32), tl.full((block,), 0, tl.int32)
+    missing = tl.full((block,), 0, tl.int32)
+    for start in range(0, vocab, block):
+        values = tl.load(line + start + lane, mask=start + lane < vocab, other=float("-inf")).to(tl.float32)
+        missing += (values != values).to(tl.int32)
+        ids = tl.where(values > best, start + lane, ids)
+        best = tl.where(values > best, values, best)
+    largest = tl.max(best, 0)
+    likeliest = tl.min(tl.where(best == largest, ids, vocab), 0)
+    finite = (tl.sum(missing, 0) == 0) & (largest > float("-inf")) & (largest < float("inf"))
+    return largest, likeliest, finite
+
+
+@triton.jit
+def _place(value):
+    """Of a float among all floats in ascending order; 0 has place 0."""
+    bits = value.to(tl.int32, bitcast=True).to(tl.int64)
+    return tl.where(bits < 0, -2147483649 - bits, bits)
+
+
+@triton.jit
+def _float_at(place):
+    return tl.where(place < 0, -2147483649 - place, place).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _bounds(low, high):
+    """Eight floats between two places, the first at `low`, and how far apart they are."""
+    width = (high - low + 7) // 8
+    return width, _float_at(tl.minimum(low + tl.arange(0, 8) * width, high))
+
+
+@triton.jit
+def _narrowed(below, low, high, width):
+    """Where the search goes on, given which of the eight lie below what is searched; `high` does not. An eighth of it is left, less one."""
+    count = tl.sum(below.to(tl.int32), 0).to(tl.int64)
+    upper = tl.where(count < 8, tl.minimum(low + count * width, high), high)
+    return tl.minimum(tl.where(count == 0, low, low + (count - 1) * width + 1), upper), upper
+
+
+@triton.jit
+def _reaching(line, bounds, temperature, vocab: tl.constexpr, block: tl.constexpr):
+    """How many scores reach each of eight bounds."""
+    lane = tl.arange(0, block)
+    counts = tl.full((8, block), 0, tl.int32)
+    for start in range(0, vocab, block):
+        inside = start + lane < vocab
+        scores = tl.load(line + start + lane, mask=inside, other=float("-inf")).to(tl.float32) / temperature
+        counts += ((scores[None, :] >= bounds[:, None]) & inside[None, :]).to(tl.int32)
+    return tl.sum(counts, 1)
+
+
+@triton.jit
+def _mass(line, bounds, least_score, largest, temperature, vocab: tl.constexpr, block: tl.constexpr):
+    """fp64: what the exponentials above each of eight bounds sum to."""
+    lane = tl.arange(0, block)
+    sums = tl.full((8, block), 0.0, tl.float32)
+    for start in range(0, vocab, block):
+        values = _exponentials(line, start + lane, least_score, largest, temperature, vocab)
+        sums += tl.where(values[None, :] > bounds[:, None], values[None, :], 0.0)
+    return tl.sum(sums.to(tl.float64), 1)
+
+
+@triton.jit
+def _exponentials(line, at, least_score, largest, temperature, vocab: tl.constexpr):
+    """Of the scores that top_k leaves, 0 of the others."""
+    scores = tl.load(line + at, mask=at < vocab, other=float("-inf")).to(tl.float32) / temperature
+    return tl.where(scores >= least_score, tl.exp(scores - largest), 0.0)
+
+
+@triton.jit
+def _found(line, uniform, least_score, least, largest, temperature, vocab: tl.constexpr, block: tl.constexpr):
+    """The first token in the vocabulary's order where the running sum of what may be drawn passes its share; `vocab` if there is none."""
+    lane = tl.arange(0, block)
+    total = tl.full((), 0.0, tl.float64)
+    for start in range(0, vocab, block):
+        values = _exponentials(line, start + lane, least_score, largest, temperature, vocab)
+        total += tl.sum(tl.where(values >= least, values, 0.0).to(tl.float64), 0)
+    target, running = uniform * total, tl.full((), 0.0, tl.float64)
+    first, before = tl.full((), 0, tl.int32), tl.full((), 0.0, tl.float64)
+    for start in range(0, vocab, block):
+        values = _exponentials(line, start + lane, least_score, largest, temperature, vocab)
+        after = running + tl.sum(tl.where(values >= least, values, 0.0).to(tl.float64), 0)
+        here = (running <= target) & (target < after)
+        first, before = tl.where(here, start, first), tl.where(here, running, before)
+        running = after
+    values = _exponentials(line, first + lane, least_score, largest, temperature, vocab)
+    kept = tl.where(values >= least, values, 0.0).to(tl.float64)
+    sums = tl.cumsum(kept, 0)
+    # The sums of a block may differ in their last bit from its sum above: the last token that may be drawn takes what is beyond.
+    last = tl.max(tl.where(kept > 0.0, first + lane, -1), 0)
+    passed = tl.min(tl.where((kept > 0.0) & (sums > target - before), first + lane, vocab), 0)
+    return tl.where((passed >= vocab) & (last >= 0), last, passed)
