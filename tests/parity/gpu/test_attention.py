@@ -71,6 +71,7 @@ def test_heads_of_any_size_and_number(heads: int, kv_heads: int, head_dim: int, 
     equal_to_the_twin(Shape(heads, kv_heads, head_dim), [(1, 70), (2, 66)], 1, PLAIN, gpu)
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(
     spans=st.lists(st.tuples(st.integers(1, 70), st.integers(0, 100)), min_size=1, max_size=3),
