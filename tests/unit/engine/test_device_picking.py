@@ -1,4 +1,4 @@
-"""Picks on a device are the sampler's: the same tokens from the same logits, whatever the parameters, ties at a filter's border among them."""
+"""Picks on a device are the sampler's: the same tokens from the same logits, whatever the parameters, ties at a border among them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from app.engine.sampling_rows import draw_at, probabilities
 from app.engine.sequence import Sequence
 from app.engine.uniform import uniform
 from app.messages import SamplingParams
+from fake_device import CUDA, fake_cuda
 from sequences import rows_of
 
 
@@ -147,3 +148,10 @@ def test_the_least_number_and_the_greatest_draw_something() -> None:
     shares = probabilities(logits.clone(), [SamplingParams(top_p=0.9)] * 2)
     kept = [row.nonzero().flatten().tolist() for row in shares]
     assert pick_drawn(logits, drawing).tolist() == [kept[0][0], kept[1][-1]]
+
+
+def test_nothing_is_asked_of_the_host() -> None:
+    with fake_cuda() as device:
+        params = [SamplingParams(top_k=3, top_p=0.5), SamplingParams(temperature=0.0)]
+        logits, drawing = device.move(logits_of(2, 300, 0, None)), device.move(drawing_of(params, [0.5, 0.5]))
+        assert pick_greedy(logits).device == pick_drawn(logits, drawing).device == CUDA

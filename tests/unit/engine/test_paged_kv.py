@@ -21,6 +21,7 @@ from app.engine.sequence import Sequence, resolve_seed
 from app.kernels.paged import PAGE_TOKENS
 from app.messages import Abort, Generate, SamplingParams
 from engine_simulation import EOS, Simulation, plain_beam_search, plain_completion
+from fake_device import CUDA, fake_cuda
 from paged_runner import PagedRunner, small_pages
 
 SHAPE = KVShape(num_layers=2, num_slots=4, max_len=200, num_kv_heads=2, head_dim=8)
@@ -211,6 +212,15 @@ def test_what_want_of_memory_interrupts_is_finished_before_anything_else(fails_a
     for layer in range(SHAPE.num_layers):
         for slot, expected in ((2, first), (3, second)):
             assert torch.equal(cache.layers[layer].keys[[cache.row(slot, at) for at in range(190)]], expected + layer)
+
+
+def test_what_moves_stays_on_the_device() -> None:
+    with fake_cuda():
+        cache = PagedKVCache(SHAPE, torch.bfloat16, 12, CUDA)
+        cache.written_rows([span_of(0, 100)])
+        cache.written_rows([span_of(70, 5, slot=1, prefix_slot=0, prefix_tokens=70)])
+        cache.carry((Copy(0, 2, 0, 30),), ((0, 0, SHAPE.max_len),))
+        assert cache.tables.device == cache.layers[0].keys.device == CUDA
 
 
 # ---- behind the scheduler ------------------------------------------------------------------------------------------
