@@ -90,10 +90,18 @@ def test_codes_are_the_nearest_and_a_group_about_any_middle_is_held_well(
 
 
 @torch.inference_mode()
+def test_sixteen_equal_steps_are_held_exactly() -> None:
+    weight = 0.25 * (torch.arange(128) * 7 % 16).repeat(8, 1) - torch.tensor([1.0, 2.0]).repeat(4)[:, None]
+    codes, _ = rounded_int4(weight, torch.bfloat16)
+    assert torch.equal(meaning(weight), weight) and torch.equal(codes[0], (torch.arange(128) * 7 % 16).to(torch.uint8))
+
+
+@torch.inference_mode()
 def test_equal_weights_are_held_as_they_are_and_zeros_as_zeros() -> None:
     weight = torch.full((8, 128), 0.40625)
     weight[3] = 0.0
-    assert torch.equal(meaning(weight), weight)
+    codes, _ = rounded_int4(weight, torch.bfloat16)
+    assert torch.equal(meaning(weight), weight) and (codes == 8).all()  # not what a NaN happens to become
 
 
 def test_the_order_is_learnt_whatever_it_is(tiled: TiledCodes, monkeypatch: pytest.MonkeyPatch) -> None:
