@@ -35,7 +35,7 @@ class Graphs:
         self._backend = backend
         self._work = work
         self._row_bytes = row_bytes
-        self._too_large: int | None = None  # bucket for which there was no memory
+        self._too_large: dict[Way, int] = {}  # buckets for which there was no memory
         self.reason = off  # why nothing more is captured; empty: it is
         self.captured: dict[Shape, Captured] = {}
         self.num_replayed = 0
@@ -47,8 +47,8 @@ class Graphs:
 
     def wants(self, shape: Shape) -> bool:
         """Whether a step of this shape is to be captured before it is run."""
-        small = self._too_large is None or shape.bucket < self._too_large
-        return small and not self.reason and shape not in self.captured
+        too_large = self._too_large.get(shape.way, shape.bucket + 1)
+        return shape.bucket < too_large and not self.reason and shape not in self.captured
 
     def capture(self, shape: Shape) -> None:
         """Computes the step several times over, so its rows must be nobody's."""
@@ -83,8 +83,8 @@ class Graphs:
         self.num_replayed += 1
 
     def _give_up(self, shape: Shape, reason: str) -> None:
-        self._too_large = shape.bucket
-        _LOG.warning("Steps of %d sequences and more run eagerly: %s.", shape.bucket, reason)
+        self._too_large[shape.way] = shape.bucket
+        _LOG.warning("Steps of %d sequences and more that pick %s run eagerly: %s.", shape.bucket, shape.way.value, reason)
 
     def _stop(self, reason: str) -> None:
         self.reason = reason
