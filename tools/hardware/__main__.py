@@ -1,0 +1,170 @@
+"""Builds, checks and measures on this machine's device, in less than eight minutes: `python -m tools.hardware [--write] [--dry-run]`.
+
+What it runs, a person could: the tests of kernels and of parity on the device, `armature bench engine` with checkpoints of real shapes and
+made-up weights, and how long the device is idle. `--write` puts the table into docs/hardware.md. `--dry-run` goes the whole way with tiny
+shapes on whatever is here: it shows that the script works, and its figures say nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from app.hardware.probe import probe
+from tools.hardware.shapes import BERT_LARGE, LLAMA_1B, LLAMA_8B, SMALL_BERT, SMALL_LLAMA, Made, write
+from tools.hardware.table import markdown, placed, rows_of
+from tools.install import ROOT
+
+DOCUMENT = ROOT / "docs" / "hardware.md"
+MINUTES = 8.0
+# Kernels against their twins; what only hardware shows; whole models of every architecture against a processor's FP32.
+_PARITY = "tests/device/test_parity.py"
+_TESTS = {"kernels": ("tests/parity/gpu", "tests/device", f"--ignore={_PARITY}"), "parity": (_PARITY,)}
+_DRY = {"kernels": ("-k", "rms_norm"), "parity": ()}  # on a processor the interpreter takes minutes for all
+_LEAST_SECONDS = 20.0  # a part that has less time left is not begun
+
+
+@dataclass(slots=True)
+class Run:
+    """Where it works, until when, and what it found: results by part, and why a part has none."""
+
+    folder: Path
+    deadline: float
+    console: Console
+    results: dict[str, dict[str, Any]] = field(default_factory=dict)
+    why: dict[str, str] = field(default_factory=dict)
+
+    def command(self, part: str, arguments: Sequence[str]) -> str | None:
+        """Its output; None where it failed or ran out of time, which `why` then says. Ctrl-C ends it and all."""
+        left = self.deadline - time.monotonic()
+        if left < _LEAST_SECONDS:
+            self.why[part] = "no time was left"
+            return None
+        began = time.monotonic()
+        with self.console.status(f"{part} …"):
+            try:
+                done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=left, check=False)
+            except subprocess.TimeoutExpired:
+                self.why[part] = f"took more than the {left:.0f} s that were left"
+                return None
+        self.console.print(f"{part}: {time.monotonic() - began:.0f} s, status {done.returncode}")
+        if done.returncode:
+            last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+            self.why[part] = f"failed: {last[0] if last else done.returncode}"
+            self.console.print(f"[red]{done.stdout[-3000:]}\n{done.stderr[-3000:]}[/red]", highlight=False)
+            return None
+        return done.stdout
+
+
+def main() -> int:
+    """Status 0 where everything that could be looked at holds, 1 where something was missed or failed."""
+    parser = argparse.ArgumentParser(prog="python -m tools.hardware", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on whatever is here")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/hardware.md")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"all that it may take (default {MINUTES:g})")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="where the checkpoints are made, and stay (20 GB)")
+    asked = parser.parse_args()
+    if not asked.dry_run and not (probe().cuda or probe().mps):
+        print("hardware: neither an NVIDIA GPU nor an Apple one is here; --dry-run shows what would be done.", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory(prefix="armature-hardware-") as temporary:
+        run = Run(asked.keep or Path(temporary), time.monotonic() + 60 * asked.minutes, Console(stderr=True))
+        try:
+            tests(run, asked.dry_run)
+            benches(run, asked.dry_run)
+        except KeyboardInterrupt:
+            print("hardware: stopped; what was found until then:", file=sys.stderr)
+    rows = rows_of(run.results, run.why)
+    table = markdown(about(run, asked.dry_run), rows)
+    print(table)
+    if asked.write:
+        DOCUMENT.write_text(placed(DOCUMENT.read_text(encoding="utf-8"), table), encoding="utf-8")
+    missed = [row for row in rows if row.holds is False]
+    return 1 if run.why or (missed and not asked.dry_run) else 0
+
+
+def tests(run: Run, dry: bool) -> None:
+    """Kernels against their twins, and the engine on the device against the processor."""
+    for part, paths in _TESTS.items():
+        told = run.command(
+            part, [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths, *(_DRY[part] if dry else ())]
+        )
+        if told is not None:
+            run.results[part] = {"passed": _counted(told, "passed"), "skipped": _counted(told, "skipped")}
+
+
+def benches(run: Run, dry: bool) -> None:
+    """Each in a process of its own, which gives the device's memory back."""
+    llama, large, bert = (SMALL_LLAMA, SMALL_LLAMA, SMALL_BERT) if dry else (LLAMA_1B, LLAMA_8B, BERT_LARGE)
+    few = ["--device", "cpu", "--rounds", "1", "--rows", "1", "--steps", "2"] if dry else []
+    for made, precision, part in (
+        (llama, "bf16", "llama-1b bf16"),
+        (large, "bf16", "llama-8b bf16"),
+        (large, "int4", "llama-8b int4"),
+        (bert, "bf16", "bert-large bf16"),
+    ):
+        model, result = checkpoint(run, made), run.folder / f"{part}.json"
+        command = [
+            sys.executable,
+            "-m",
+            "app",
+            "bench",
+            "engine",
+            "--model",
+            str(model),
+            "--precision",
+            precision,
+            "--json",
+            str(result),
+        ]
+        if run.command(part, [*command, "--calibrate", "off", *few]) is not None:
+            run.results[part] = json.loads(result.read_text(encoding="utf-8"))
+    result = run.folder / "idle.json"
+    if dry:
+        run.why["idle"] = "there is no device"
+    elif run.command(
+        "idle", [sys.executable, "-m", "tools.hardware.idle", "--model", str(checkpoint(run, llama)), "--json", str(result)]
+    ):
+        run.results["idle"] = json.loads(result.read_text(encoding="utf-8"))
+
+
+def checkpoint(run: Run, made: Made) -> Path:
+    with run.console.status(f"{made.name}: {made.num_bytes / 1e9:.1f} GB of made-up weights …"):
+        return write(made, run.folder / made.name)
+
+
+def about(run: Run, dry: bool) -> list[str]:
+    """What was measured, with what, and which tests ran."""
+    facts = probe()
+    devices = ", ".join(f"{gpu.name} (driver {gpu.driver})" for gpu in facts.cuda) or ("Apple GPU" if facts.mps else "none")
+    torch = facts.torch.version if facts.torch else "none"
+    day = datetime.now(UTC).date().isoformat()
+    checked = "; ".join(
+        f"{part}: {found['passed']} passed, {found['skipped']} skipped"
+        for part, found in run.results.items()
+        if "passed" in found
+    )
+    trouble = [f"- {part}: {why}" for part, why in run.why.items()]
+    dryness = ["**A dry run: tiny shapes, no device. The figures say nothing.**", ""] if dry else []
+    return [*dryness, f"{day}; device: {devices}; host: {facts.cpu.name}; torch {torch}. Tests: {checked or 'none'}.", *trouble]
+
+
+def _counted(told: str, word: str) -> int:
+    found = re.search(rf"(\d+) {word}", told)
+    return int(found[1]) if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

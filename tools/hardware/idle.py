@@ -1,0 +1,75 @@
+"""How much of a decode step a device is idle, with so many sequences: `python -m tools.hardware.idle --model DIR --rows 64 --json FILE`.
+
+The device's own time is that of a captured step replayed many times over with nothing between; the step's is the engine's, from one to the
+next, with all that the host does for it. What is left of the step when the device's time is taken off is idleness that was not hidden.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from app.preparation import Prepared, prepare
+from app.settings import Settings
+
+REPLAYS = 50
+STEPS = 100
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.hardware.idle", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--json", type=Path, required=True)
+    asked = parser.parse_args()
+    prepared = prepare(Settings(model=str(asked.model), calibrate="off", precision="bf16"))
+    os.environ.update(prepared.plan.environment())  # before torch
+    if prepared.plan.device.value == "cpu":
+        print(f"idle: {prepared.plan.device.reason}", file=sys.stderr)
+        return 1
+    asked.json.write_text(json.dumps(measured(prepared, asked.rows)), encoding="utf-8")
+    return 0
+
+
+def measured(prepared: Prepared, rows: int) -> dict[str, Any]:
+    """Median seconds of the device's and of the engine's steps, and what the host took of one where it waited for nothing."""
+    import torch
+
+    from app.bench.driver import Driver
+    from app.bench.workload import Deck
+    from app.engine.build_device import build_device
+    from app.engine.device_step import Way
+    from app.engine.graphs import Shape
+    from app.weights.checkpoint import Checkpoint
+
+    checkpoint, plan = prepared.checkpoint, prepared.plan
+    assert isinstance(checkpoint, Checkpoint), "a decoder's"
+    built = build_device(checkpoint, plan, (), lambda stage: None)
+    driver = Driver(built.engine, Deck(range(2, checkpoint.decoder.vocab_size)), plan.max_model_len.value)
+    with torch.inference_mode():
+        steps = driver.decode(rows, STEPS)
+        captured = built.runner.graphs.captured.get(Shape(rows, Way.GREEDY))
+        if captured is None:
+            return {
+                "rows": rows,
+                "step_seconds": statistics.median(steps),
+                "reason": built.runner.graphs.reason or "not captured",
+            }
+        built.backend.synchronize()
+        began = time.perf_counter()
+        for _ in range(REPLAYS):
+            captured.replay()
+        built.backend.synchronize()
+        device = (time.perf_counter() - began) / REPLAYS
+    step = statistics.median(steps)
+    return {"rows": rows, "step_seconds": step, "device_seconds": device, "idle": max(0.0, 1 - device / step)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""The table of docs/hardware.md: what is asked of a device, what was found, and by which command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+BEGIN, END = "<!-- table: python -m tools.hardware writes it -->", "<!-- end of the table -->"
+NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure. `least` (or `most`) is what is asked; `value` None: not measured, or `why` it could not be."""
+
+    name: str
+    unit: str
+    value: float | None = None
+    least: float | None = None
+    most: float | None = None
+    why: str = ""
+
+    @property
+    def holds(self) -> bool | None:
+        """None where nothing was asked, or nothing found."""
+        if self.value is None or (self.least is None and self.most is None):
+            return None
+        return (self.least is None or self.value >= self.least) and (self.most is None or self.value <= self.most)
+
+    def cells(self) -> tuple[str, str, str]:
+        asked = (
+            "" if self.least is None and self.most is None else f"≥ {self.least:,g}" if self.most is None else f"≤ {self.most:,g}"
+        )
+        found = f"{self.value:,.4g}" if self.value is not None else self.why or NOT_MEASURED
+        return f"{self.name} ({self.unit})", asked, found + {True: "", False: " **missed**", None: ""}[self.holds]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A figure that is looked for in a bench's result: part `part` of its figure `figure` (empty: its value), times `scale`."""
+
+    name: str
+    unit: str
+    bench: str
+    figure: str
+    part: str = ""
+    scale: float = 1.0
+    least: float | None = None
+    most: float | None = None
+
+    def found(self, benches: Mapping[str, Mapping[str, Any]], why: str = "") -> Row:
+        figures = {each["name"]: each for each in benches.get(self.bench, {}).get("figures", ())}
+        figure = figures.get(self.figure)
+        value = None if figure is None else figure["value"] if not self.part else figure["parts"].get(self.part)
+        scaled = None if value is None else value * self.scale
+        return Row(self.name, self.unit, scaled, self.least, self.most, why)
+
+
+# What issue and README promise of an NVIDIA H200.
+ASKED: tuple[Asked, ...] = (
+    Asked("memory copy, both ways", "TB/s", "llama-1b bf16", "memory copy, both ways", scale=1e-3),
+    Asked("products in BF16", "TFLOP/s", "llama-1b bf16", "products, bfloat16", scale=1e-3),
+    Asked("llama-1b BF16 decode ×1, of the copy bandwidth", "share", "llama-1b bf16", "decode ×1", "of read", least=0.6),
+    Asked("llama-1b BF16 decode ×1", "tok/s", "llama-1b bf16", "decode ×1", "tok/s"),
+    Asked("llama-1b BF16 decode ×64", "tok/s", "llama-1b bf16", "decode ×64", "tok/s", least=25_000),
+    Asked(
+        "llama-1b BF16 prefill 8 × 2,048, of the product rate",
+        "share",
+        "llama-1b bf16",
+        "prefill 8 × 2048",
+        "of products",
+        least=0.5,
+    ),
+    Asked("llama-8b BF16 decode ×1, of the copy bandwidth", "share", "llama-8b bf16", "decode ×1", "of read", least=0.75),
+    Asked("llama-8b BF16 decode ×1", "tok/s", "llama-8b bf16", "decode ×1", "tok/s"),
+    Asked("llama-8b int4 decode ×1", "tok/s", "llama-8b int4", "decode ×1", "tok/s"),
+    Asked(
+        "bert-large BF16, 256 texts of 128, of the product rate", "share", "bert-large bf16", "×256 of 128", "of bf16", least=0.4
+    ),
+    Asked("bert-large BF16, 256 texts of 128", "texts/s", "bert-large bf16", "×256 of 128", "samples/s"),
+)
+
+
+def rows_of(benches: Mapping[str, Mapping[str, Any]], why: Mapping[str, str]) -> list[Row]:
+    """`benches`: results by bench; `why`: what became of those that gave none."""
+    rows = [asked.found(benches, why.get(asked.bench, "")) for asked in ASKED]
+    values = {row.name: row.value for row in rows}
+    exact, rounded = values["llama-8b BF16 decode ×1"], values["llama-8b int4 decode ×1"]
+    ratio = rounded / exact if exact and rounded else None
+    rows.append(Row("llama-8b int4 over BF16, decode ×1", "times", ratio, least=2.0))
+    idle = benches.get("idle", {})
+    rows.append(Row("device idle, decode ×64", "share", idle.get("idle"), most=0.05, why=idle.get("reason", why.get("idle", ""))))
+    return rows
+
+
+def markdown(head: Sequence[str], rows: Iterable[Row]) -> str:
+    lines = [*head, "", "| figure | asked | found |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row.cells())} |" for row in rows)])
+
+
+def placed(document: str, table: str) -> str:
+    """The document with this table between its marks. Raises `ValueError` where they are not there."""
+    before, found, rest = document.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not found or not end:
+        raise ValueError(f"the document has no place for the table: {BEGIN} … {END}")
+    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
