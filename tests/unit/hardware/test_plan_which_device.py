@@ -68,7 +68,7 @@ def test_the_process_sees_its_own_gpu_alone(recorded: Recorded, monkeypatch: pyt
 
 
 def test_the_gpu_whose_joules_are_counted_and_whose_name_is_told(recorded: Recorded) -> None:
-    facts = recorded("h100-mig")
+    facts = dataclasses.replace(recorded("h100-mig"), cuda=tuple(reversed(recorded("h100-mig").cuda)))
     found = chosen(facts).gpu(facts)
     assert found is not None and (found.index, found.mig) == (0, "3g.40gb"), "an instance shares its number with another"
     second = chosen(recorded("h100"), cuda_device=6).gpu(recorded("h100"))
