@@ -63,9 +63,8 @@ def one_token(starts: Tensor, mode: str) -> Tensor | None:
 
 def _weighted_mean(hidden: Tensor, spans: Spans) -> Tensor:
     """The first token of a text weighs 1, the next 2, and so on, those left out included."""
-    starts = torch.repeat_interleave(
-        spans.starts[:-1], spans.starts.diff(), output_size=len(hidden)
-    )  # or it would be counted first
+    # Told how many come out, a device need not be waited for.
+    starts = torch.repeat_interleave(spans.starts[:-1], spans.starts.diff(), output_size=len(hidden))
     weights = torch.arange(1.0, len(hidden) + 1.0, device=hidden.device) - starts
     return spans.reduced(hidden, _SUM, weights) / spans.reduced(weights[:, None], _SUM)
 
