@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from app.backends.base import Device
 from app.errors import PlanImpossible
+from app.kernels import device_int4
 from app.kernels.device_int4 import DeviceInt4Linear
 from app.kernels.device_linear import DeviceLinear
 from app.kernels.linear import Linear
@@ -27,7 +28,7 @@ from app.weights.load import load_model
 from encoded import encoded, random_texts
 from loaded_models import load, load_on, plan_of
 from plain_attend import PlainAttend, context_of
-from tiled_codes import TiledCodes, tiled
+from tiled_codes import TiledCodes, fresh_scratch, tiled
 from tiny_checkpoints import ARCHITECTURES, random_tensors, write_checkpoint, write_weights
 from tiny_encoders import SUFFIX, write_encoder
 
@@ -99,6 +100,16 @@ def test_all_of_a_model_lies_on_the_device(tmp_path: Path, architecture: str) ->
     places = [tensor.device.type for tensor in held(model)]
     assert len(places) > 10 and set(places) == {"meta"}
     assert all(form.nbytes > 0 for form in forms_of(model))
+
+
+def test_four_bits_are_made_on_the_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where channels are made alike, too: whatever mixes the host's rows in is refused by torch."""
+    monkeypatch.setattr(device_int4, "shared_scratch", fresh_scratch())
+    monkeypatch.setattr(device_int4, "learnt_order", lambda inputs, device: torch.empty(8 * inputs, device=device))
+    model = load_on(write_checkpoint(tmp_path, **WIDE), "int4", place="meta")
+    rounded = [form for form in forms_of(model) if isinstance(form, DeviceInt4Linear)]
+    assert rounded and all(form.packed.is_meta and form.scales.is_meta and form.packed.numel() for form in rounded)
+    assert {tensor.device.type for tensor in held(model)} == {"meta"}
 
 
 def test_a_tied_embedding_is_the_output_layers_tensor(tmp_path: Path) -> None:
