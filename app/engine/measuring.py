@@ -21,7 +21,7 @@ from app.engine.encode_rehearsal import EncodeRehearsal
 from app.engine.looks import COARSE, COARSE_LAYERS, FULL, Extent, Look, Rehearsed, StepShape
 from app.engine.program_rehearsal import ProgramRehearsal
 from app.engine.rehearsal import Rehearsal
-from app.engine.stages import ProcessorStage
+from app.engine.stages import CpuStage
 from app.hardware.decision import Measurements, Trial
 from app.hardware.plan import ServingPlan
 from app.hardware.throttling import steady_clock
@@ -205,7 +205,7 @@ class Session:
         if isinstance(config, EncoderConfig):
             return EncodeRehearsal(config, plan, extent)
         backend = processor(plan)
-        return Rehearsal(config, plan, backend.device, partial(ProcessorStage, backend), extent)
+        return Rehearsal(config, plan, backend.device, partial(CpuStage, backend), extent)
 
     def _block(self, rehearsal: Rehearsed, threads: int, shapes: Iterable[StepShape]) -> Block[Key]:
         def begin() -> None:

@@ -35,7 +35,7 @@ class Stage(Protocol):
         ...
 
 
-class ProcessorStage:
+class CpuStage:
     """As `build_engine` has it."""
 
     def __init__(self, backend: Backend, config: ModelConfig, plan: ServingPlan, shape: KVShape) -> None:

@@ -16,7 +16,7 @@ from app.engine import measuring, peaks
 from app.engine.looks import Extent, StepShape
 from app.engine.measuring import Subject, measure
 from app.engine.rehearsal import CHUNK_TOKENS, CONTEXT_ROWS, Rehearsal
-from app.engine.stages import ProcessorStage
+from app.engine.stages import CpuStage
 from app.hardware.decision import Decision, Measurements, Trial
 from app.hardware.plan import ServingPlan, make_plan
 from app.hardware.probe import probe
@@ -57,7 +57,7 @@ def _replay_of(rehearsal: Rehearsal, layers: int) -> Any:
 
 def rehearsal_of(checkpoint: Checkpoint, **settings: Any) -> Rehearsal:
     plan = plan_of(checkpoint, **settings)
-    return Rehearsal(checkpoint.model_config, plan, torch.device("cpu"), partial(ProcessorStage, processor(plan)), Extent(0, 4))
+    return Rehearsal(checkpoint.model_config, plan, torch.device("cpu"), partial(CpuStage, processor(plan)), Extent(0, 4))
 
 
 # ---- steps that really run -------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def test_layers_exceed_the_cache_twice(checkpoint: Checkpoint) -> None:
 
     def layers(extent: Extent) -> int:
         return Rehearsal(
-            checkpoint.model_config, plan, torch.device("cpu"), partial(ProcessorStage, processor(plan)), extent
+            checkpoint.model_config, plan, torch.device("cpu"), partial(CpuStage, processor(plan)), extent
         ).few_layers
 
     layer, output = rehearsal_of(checkpoint, precision="fp32")._sizes(checkpoint.model_config)
@@ -286,18 +286,3 @@ def test_under_a_quota_that_binds_speed_is_what_it_leaves(checkpoint: Checkpoint
     assert quarter.steps == pytest.approx(whole.steps, rel=0.3)  # of a step in long seconds fewer samples are enough
     for size, seconds in found[whole].decode_seconds.items():
         assert found[quarter].decode_seconds[size] == pytest.approx(4 * seconds)
-
-
-def test_under_a_quota_that_binds_ceilings_are_what_it_leaves(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Ceiling:
-        def __init__(self, *about: object) -> None: ...
-
-        def sample(self) -> float:
-            return 8.0
-
-        def close(self) -> None: ...
-
-    monkeypatch.setattr(peaks, "ReadCeiling", Ceiling)
-    monkeypatch.setattr(peaks, "ProductCeiling", Ceiling)
-    found = peaks.of_processor(["fp32"], 1, 0, 0.25)
-    assert (found.read_bytes_per_second, found.products_per_second) == (2.0, {"fp32": 2.0})

@@ -1,0 +1,22 @@
+"""What a processor could do at the most while it was measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.engine import peaks
+
+
+def test_under_a_quota_that_binds_ceilings_are_what_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ceiling:
+        def __init__(self, *about: object) -> None: ...
+
+        def sample(self) -> float:
+            return 8.0
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(peaks, "ReadCeiling", Ceiling)
+    monkeypatch.setattr(peaks, "ProductCeiling", Ceiling)
+    found = peaks.of_processor(["fp32"], 1, 0, 0.25)
+    assert (found.read_bytes_per_second, found.products_per_second) == (2.0, {"fp32": 2.0})

@@ -1,0 +1,81 @@
+"""What the host does for a decode step, without any device: `python -m tools.hardware.host [--rows 64]`.
+
+The engine as a device has it (scheduler, pages, words of the step, picks, what clients are told), over a backend whose captured steps do
+nothing. As long as this is less than the device's own time of a step, launching ahead hides it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from app.backends import selection
+from app.backends.twin import TwinBackend
+from app.bench.driver import Driver
+from app.bench.inside import frozen
+from app.bench.workload import Deck
+from app.engine.build_device import build_device
+from app.hardware.facts import CudaDevice, TorchBuild
+from app.hardware.plan import make_plan
+from app.hardware.probe import probe
+from app.settings import Settings
+from app.weights.checkpoint import open_checkpoint
+from app.weights.recipes import RECIPES
+from tools.hardware.shapes import SMALL_LLAMA, write
+
+STEPS = 300
+
+
+class Nothing:
+    """A step that was captured, as far as the host can tell."""
+
+    def replay(self) -> None:
+        """The device would be busy now, and the host would go on."""
+
+
+class IdleBackend(TwinBackend):
+    """Whatever is captured costs nothing; all else is the twin's."""
+
+    def capture(self, work: Callable[[], None]) -> Any:
+        return Nothing()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.hardware.host", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256], help="sequences of a step")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        for rows, seconds in measured(Path(folder), asked.rows).items():
+            middle, slow = statistics.median(seconds), statistics.quantiles(seconds, n=100)[98]
+            print(
+                f"decode ×{rows}: {middle * 1e3:.3f} ms a step on the host (p99 {slow * 1e3:.3f}), {middle / rows * 1e6:.1f} us a sequence"
+            )
+    return 0
+
+
+def measured(folder: Path, rows: list[int]) -> dict[int, list[float]]:
+    """Seconds of steps, by how many sequences each has."""
+    selection.DEVICES = {"cuda": IdleBackend}  # type: ignore[dict-item]
+    gpu = CudaDevice(0, "none", (9, 0), 80 * 2**30, free_bytes=80 * 2**30)
+    facts = probe()
+    facts = type(facts)(
+        **{name: getattr(facts, name) for name in facts.__slots__} | {"cuda": (gpu,), "torch": TorchBuild("2", "13.0")}
+    )
+    checkpoint = open_checkpoint(write(SMALL_LLAMA, folder / "model"))
+    settings = Settings(threads=1, precision="bf16", max_running_seqs=max(rows))
+    plan = make_plan(facts, None, settings, checkpoint.needs(), RECIPES.keys())
+    built = build_device(checkpoint, plan, (), lambda stage: None)
+    driver = Driver(built.engine, Deck(range(2, checkpoint.decoder.vocab_size)), plan.max_model_len.value)
+    with torch.inference_mode(), frozen():
+        return {count: driver.decode(count, STEPS) for count in rows}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
