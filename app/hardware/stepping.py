@@ -12,8 +12,6 @@ from app.hardware.tempo import MIXED_TO_DECODE_RATIO, SHORTEST_TARGET_SECONDS
 from app.hardware.trials import SEVERAL, TYPICAL_CONTEXT, Timing
 from app.settings import Settings
 
-_MEASURED = ("cpu",)  # kinds of device that calibration measures
-
 
 @dataclass(frozen=True, slots=True)
 class Stepping:
@@ -106,9 +104,6 @@ def _own_operations(settings: Settings) -> Decision[bool]:
 def _calibrate(settings: Settings, measurements: Measurements | None, served: Served) -> Decision[bool]:
     if settings.calibrate == "off":
         return Decision(False, "Asked for: decided from facts alone.")
-    if served.device not in _MEASURED:
-        told = "this kind of device is not measured yet: decided from facts alone."
-        return Decision(False, f"Asked for, but {told}" if settings.calibrate == "on" else told[0].upper() + told[1:])
     if served.needs is not None and served.needs.rows_vary:
         return Decision(False, "What a row of this program costs depends on dimensions that each request chooses.")
     if measurements is None:

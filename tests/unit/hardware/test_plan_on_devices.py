@@ -179,18 +179,12 @@ def test_contexts_and_sequences_in_whole_pages(llama_1b: Needs) -> None:
 
 def test_how_a_gpu_makes_its_steps(recorded: Recorded, llama_1b: Needs) -> None:
     plan = chosen(recorded("h200"), llama_1b)
-    assert (plan.compile.value, plan.speculation.value, plan.deterministic.value, plan.calibrate.value) == (
-        True,
-        False,
-        False,
-        False,
-    )
-    assert "CUDA graphs" in plan.compile.reason and "not measured yet" in plan.calibrate.reason
+    assert (plan.compile.value, plan.speculation.value, plan.deterministic.value) == (True, False, False)
+    assert "CUDA graphs" in plan.compile.reason
+    assert plan.calibrate.value and "will be measured" in plan.calibrate.reason
     assert (plan.kernels.value, plan.pack_folder.value, plan.int8_copy.value) == ("triton", None, False)
     assert chosen(recorded("h200"), llama_1b, compile="off").compile.value is False
-    wished = chosen(recorded("h200"), llama_1b, calibrate="on")
-    assert (wished.device.value, wished.calibrate.value) == ("cuda", False), "a wish to measure moves nobody to the processor"
-    assert wished.calibrate.reason.startswith("Asked for, but this kind of device is not measured yet")
+    assert chosen(recorded("h200"), llama_1b, calibrate="off").calibrate.value is False
     apple = chosen(recorded("mac-m4-pro"), llama_1b)
     assert (apple.compile.value, apple.kernels.value, apple.kernel_folder.value) == (False, "metal", None)
     with pytest.raises(PlanImpossible, match="compile is on, but on mps nothing can be captured"):
