@@ -15,7 +15,7 @@ import yaml
 
 from app.version import VERSION
 from outside_tools import CHECKERS, ROOT, run, tool
-from tools.lock import ARCHITECTURES
+from tools.lock import LOCKS
 from tools.release_notes import notes
 from tools.sbom import document
 
@@ -69,7 +69,7 @@ def baked(version: str) -> dict[str, Any]:
     if run([docker, "buildx", "version"]).returncode:
         pytest.skip("docker has no buildx here")
     environment = {**os.environ, "VERSION": version, "REGISTRY": "registry.example/"}
-    told = run([docker, "buildx", "bake", "--print", "cpu", "check", "release"], cwd=ROOT, env=environment)
+    told = run([docker, "buildx", "bake", "--print", "cpu", "cuda", "check", "release"], cwd=ROOT, env=environment)
     assert told.returncode == 0, told.stderr
     targets: dict[str, Any] = json.loads(told.stdout)["target"]
     return targets
@@ -77,7 +77,10 @@ def baked(version: str) -> dict[str, Any]:
 
 def test_bake_makes_one_manifest_for_both() -> None:
     targets = baked("1.2.3")
-    assert targets["cpu"]["platforms"] == targets["release"]["platforms"] == [f"linux/{each}" for each in ARCHITECTURES]
+    for name in ("cpu", "release", "cuda"):
+        assert targets[name]["platforms"] == ["linux/amd64", "linux/arm64"], name
+    assert (targets["cuda"]["target"], targets["cuda"]["args"]["KIND"]) == ("cuda", "cuda-")
+    assert targets["cuda"]["tags"] == ["registry.example/armature:1.2.3-cuda"]
     assert targets["cpu"]["tags"] == ["registry.example/armature:1.2.3"]
     assert targets["cpu"]["args"]["VERSION"] == "1.2.3"
     assert (ROOT / targets["check"]["dockerfile"]).is_file()
@@ -156,7 +159,7 @@ for name in sys.argv[1:]:
 
 def test_contents_are_cyclonedx(tmp_path: Path) -> None:
     tool("checkov")
-    for architecture in ARCHITECTURES:
-        (tmp_path / f"{architecture}.json").write_text(json.dumps(document(architecture, datetime.now(UTC))))
+    for lock in LOCKS:
+        (tmp_path / f"{lock.name}.json").write_text(json.dumps(document(lock.name, datetime.now(UTC))))
     told = run([CHECKERS / "venv" / "bin" / "python", "-c", READ_CYCLONEDX, *sorted(tmp_path.iterdir())])
     assert told.returncode == 0, told.stderr
