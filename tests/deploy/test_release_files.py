@@ -39,7 +39,7 @@ def test_the_version_has_one_place() -> None:
 
 
 def test_manifests_ask_for_the_image_of_this_version() -> None:
-    assert set(tags_of_manifests().values()) == {VERSION}
+    assert set(tags_of_manifests().values()) == {VERSION, f"{VERSION}-cuda"}
 
 
 def tags_of_manifests() -> dict[str, str]:
