@@ -9,7 +9,9 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event as Flag
 from typing import TYPE_CHECKING, Any
@@ -183,12 +185,24 @@ class Serving:
         self.service.serve(served_model(prepared, tokenizer))
         began = time.monotonic()
         eos_token_ids = () if tokenizer is None else tokenizer.eos_token_ids
-        engine = build(Ordered(prepared.checkpoint, prepared.plan, tell, prepared.step_seconds, eos_token_ids))
+        with self._told_of_a_way_out():
+            engine = build(Ordered(prepared.checkpoint, prepared.plan, tell, prepared.step_seconds, eos_token_ids))
         self._watch.garbage.settle()
         self._watch.stalls = self._stalls()
         log.info("weights loaded and warmed up in %.1f s", time.monotonic() - began)
         log.info("ready in %.1f s", time.monotonic() - self._began)
         return engine
+
+    @contextmanager
+    def _told_of_a_way_out(self) -> Iterator[None]:
+        """Whoever has a GPU on which loading fails is told what serves all the same; the failure itself is told as any."""
+        device, done = self._prepared.plan.device.value, False
+        try:
+            yield
+            done = True
+        finally:
+            if device != "cpu" and not done and not self._abandoned.is_set():
+                log.error("loading on %s failed; device=cpu serves on the processor", device)
 
     def _worker_failed(self, error: BaseException) -> None:
         self.service.on_worker_exit()

@@ -17,7 +17,7 @@ from app.hardware.facts import CudaDevice, Facts, TorchBuild
 from app.hardware.probe import probe
 from app.settings import DEMO
 from tests.live import live_server
-from tests.live.live_server import LiveServer, live, until
+from tests.live.live_server import LiveServer, live, starting, until
 
 GPU = CudaDevice(0, "NVIDIA H200", (9, 0), 141 * 2**30, free_bytes=20 * 2**30)
 PROMPTS = ["Once upon a time", "The little dog", "A girl named", "One day", "There was a", "Tom and his friend"]
@@ -84,6 +84,19 @@ def test_overload_and_errors_are_those_of_any_server(server: LiveServer) -> None
     assert server.generate(max_tokens=0).status_code == 400
     assert server.generate(prompt="word " * 5000).status_code == 400
     assert server.generate(max_tokens=4).status_code == 200
+
+
+def test_a_device_that_fails_while_loading_names_a_way_out(
+    on_device: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(TwinBackend, "attention", broken)
+    with starting(DEMO, device="cuda", **SMALL) as server:
+        until(lambda: bool(server.fatal))
+    assert "illegal memory access" in str(server.fatal[0])
+    assert "loading on cuda failed; device=cpu serves on the processor" in caplog.text
 
 
 def test_an_encoder_answers(on_device: None) -> None:
