@@ -8,9 +8,13 @@ from app.kernels.gpu.draws import drawn_rows
 
 
 def _drawn(dtype: torch.dtype, vocab: int) -> None:
-    ones = torch.ones(4)
-    filters = (torch.zeros(4, dtype=torch.int32), ones.double(), ones)
-    drawn_rows(torch.zeros((4, vocab), dtype=dtype), ones, filters, ones.double())
+    """Wherever a step's words lie: one kernel serves them all."""
+    logits = torch.zeros((4, vocab), dtype=dtype)
+    for first in (0, 1):
+        narrow, wide, whole = (
+            torch.ones(5, dtype=kind)[first : first + 4] for kind in (torch.float32, torch.float64, torch.int32)
+        )
+        drawn_rows(logits, narrow, (whole, wide, narrow), wide)
 
 
 def launch_draws() -> None:

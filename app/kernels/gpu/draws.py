@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK, _WARPS = 2048, 16  # of a row, at a time: eight sums of each element of it stay in registers
+_UNSTEADY = ("temperatures", "top_ks", "top_ps", "min_ps", "uniforms")  # a step's words lie where they lie
 
 
 def drawn_rows(
@@ -30,7 +31,7 @@ def drawn_rows(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_UNSTEADY)
 def _draw(logits, temperatures, top_ks, top_ps, min_ps, uniforms, out, stride, vocab: tl.constexpr, block: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     line = logits + row * stride
