@@ -16,9 +16,13 @@ def adds_to_wider(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether `add_product` serves there. Waits for the device, so it is asked while weights are loaded, never in a step."""
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return False
-    ones, stream = torch.ones(16, 16, dtype=dtype, device=device), torch.ones(16, 16, device=device)
+    return all(_adds(rows, device, dtype) for rows in (1, 16))  # torch may take one row for a bias, which has another road
+
+
+def _adds(rows: int, device: torch.device, dtype: torch.dtype) -> bool:
+    ones, stream = torch.ones(16, 16, dtype=dtype, device=device), torch.ones(rows, 16, device=device)
     try:
-        add_product(stream, ones, ones)
+        add_product(stream, ones[:rows], ones)
     except RuntimeError:  # not for this device, or not for a stream of another dtype
         return False
     return bool((stream == 17).all())

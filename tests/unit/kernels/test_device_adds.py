@@ -40,10 +40,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
 
 def test_a_device_is_asked_once(asked: list[torch.dtype]) -> None:
     assert device_adds.adds_to_wider(GPU, HALF) and device_adds.adds_to_wider(GPU, HALF)
-    assert asked == [HALF]
+    assert asked == [HALF] * 2
     assert not device_adds.adds_to_wider(GPU, torch.float32)
     assert not device_adds.adds_to_wider(torch.device("cpu"), HALF) and not device_adds.adds_to_wider(torch.device("mps"), HALF)
-    assert asked == [HALF]
+    assert asked == [HALF] * 2
 
 
 @pytest.mark.parametrize("wrong", [RuntimeError("self and mat2 must have the same dtype"), None])
@@ -54,6 +54,17 @@ def test_one_that_refuses_or_errs_is_not_believed(
         if wrong is not None:
             raise wrong
         return stream.fill_(16)  # β was forgotten
+
+    monkeypatch.setattr(torch, "addmm", addmm)
+    assert not device_adds.adds_to_wider(GPU, HALF)
+
+
+def test_a_single_row_is_tried_as_well(asked: list[torch.dtype], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a bias of half precision it would be read wrongly."""
+    adds = torch.addmm
+
+    def addmm(stream: Tensor, *given: Any, **named: Any) -> Tensor:
+        return adds(stream, *given, **named) if len(stream) > 1 else stream.fill_(16)
 
     monkeypatch.setattr(torch, "addmm", addmm)
     assert not device_adds.adds_to_wider(GPU, HALF)
