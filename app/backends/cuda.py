@@ -24,7 +24,8 @@ from app.kernels.turn import Heads, turned
 from app.models.context import AttentionSpec
 
 _OLDEST = (8, 0)  # compute capability: bfloat16 products, flash attention and four-bit products all begin with Ampere
-_NO_ROOM_FOR_PRODUCTS = "CUBLAS_STATUS_ALLOC_FAILED"  # cuBLAS takes memory beside torch's allocator, and says so as any error
+# Libraries, graphs and Triton's kernels take memory beside torch's allocator, and say so as they say any error.
+_NO_ROOM = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "Triton Error [CUDA]: out of memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +108,17 @@ class CudaBackend:
         """Run once more first, on the stream that records: what libraries make for a stream at its first product is not part of a graph.
 
         All graphs take what they need in between from one pool, since one runs after the other. Other threads may go on meanwhile.
+        Torch does not leave the recording stream where it could not end a recording: whatever happens, the outer bracket does.
         """
         here = torch.cuda.current_stream(self.device)
-        self._recording.wait_stream(here)
-        with torch.cuda.stream(self._recording):
-            work()
-        here.wait_stream(self._recording)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._recording, capture_error_mode="thread_local"):
-            work()
+        with torch.cuda.stream(here):
+            self._recording.wait_stream(here)
+            with torch.cuda.stream(self._recording):
+                work()
+            here.wait_stream(self._recording)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._recording, capture_error_mode="thread_local"):
+                work()
         return graph
 
     def staging(self, words: int) -> Tensor:
@@ -128,7 +131,7 @@ class CudaBackend:
 
     def survives(self, error: Exception) -> bool:
         """What the failed step held is let go, and given back to the driver."""
-        if not isinstance(error, torch.OutOfMemoryError) and _NO_ROOM_FOR_PRODUCTS not in str(error):
+        if not isinstance(error, torch.OutOfMemoryError) and not any(words in str(error) for words in _NO_ROOM):
             return False
         traceback.clear_frames(error.__traceback__)
         torch.cuda.empty_cache()

@@ -53,12 +53,19 @@ class Cuda:
     @contextlib.contextmanager
     def _on(self, stream: Stream) -> Iterator[None]:
         self.log.append(f"on {stream.name}")
-        yield
+        before, self.here = self.here, stream
+        try:
+            yield
+        finally:
+            self.here = before
 
     @contextlib.contextmanager
     def _recorded(self, graph: Graph, pool: str, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+        """As torch's: where it cannot end a recording, it stays on the recording stream."""
         self.log.append(f"recorded on {stream.name} from {pool}, {capture_error_mode}")
+        before, self.here = self.here, stream
         yield
+        self.here = before
 
 
 class Graph:
@@ -137,6 +144,7 @@ def test_work_is_run_where_it_is_recorded_and_every_graph_takes_from_one_pool(cu
     for _ in range(2):
         assert isinstance(backend.capture(lambda: cuda.log.append("work")), Graph)
     once = [
+        "on served",
         "recording waits for served",
         "on recording",
         "work",
@@ -145,6 +153,21 @@ def test_work_is_run_where_it_is_recorded_and_every_graph_takes_from_one_pool(cu
         "work",
     ]
     assert cuda.log == once * 2
+
+
+def test_what_cannot_be_recorded_leaves_the_stream_as_it_was(cuda: Cuda, plan: ServingPlan) -> None:
+    backend = CudaBackend(torch.bfloat16)
+    backend.configure(plan)
+    runs = iter([None, RuntimeError("operation not permitted when stream is capturing")])
+
+    def work() -> None:
+        error = next(runs)
+        if error is not None:
+            raise error
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        backend.capture(work)
+    assert cuda.here.name == "served"
 
 
 class Held:
@@ -170,8 +193,19 @@ def test_want_of_memory_is_survived_and_what_the_step_held_is_given_back(cuda: C
     assert cuda.log == ["let go"]
 
 
-def test_only_want_of_memory_is_survived(cuda: Cuda) -> None:
-    backend = CudaBackend(torch.bfloat16)
-    assert backend.survives(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"))
-    assert not backend.survives(RuntimeError("CUDA error: an illegal memory access was encountered"))
+@pytest.mark.parametrize(
+    "words",
+    [
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)",
+        "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'",
+        "Triton Error [CUDA]: out of memory",
+    ],
+)
+def test_libraries_and_graphs_may_want_memory_too(words: str, cuda: Cuda) -> None:
+    assert CudaBackend(torch.bfloat16).survives(RuntimeError(words))
     assert cuda.log == ["given back"]
+
+
+def test_only_want_of_memory_is_survived(cuda: Cuda) -> None:
+    assert not CudaBackend(torch.bfloat16).survives(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert cuda.log == []
