@@ -9,8 +9,11 @@ from typing import Protocol
 
 from app.engine.sequence import Sequence
 
+# Span, RowToPick and Picked are written once like all else here, but not frozen: that takes five times as long to make, and there is
+# one of each for every sequence at every step.
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Span:
     """One sequence's share of a step: positions `[start, start + num_tokens)` of its tokens are computed now.
 
@@ -57,7 +60,6 @@ class Span:
     def one_further(self) -> Span:
         """The next position of a sequence that decodes, whatever its token will be."""
         assert self.samples and not self.draft_ids, "what picks no token, or several, has no next position yet"
-        # Not `replace`, which takes five times as long: every sequence, every step.
         return Span(self.sequence, self.start + 1, 1, self.slot, self.prefix_slot, self.prefix_tokens, True)
 
     def with_drafts(self, draft_ids: tuple[int, ...]) -> Span:
@@ -106,16 +108,17 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        return sum(span.num_tokens for span in self.spans)
+        return len(self.spans) if self.ahead else sum(span.num_tokens for span in self.spans)
 
     def living(self) -> Batch:
         """Without void rows, which only a step that was launched ahead can have."""
-        if not self.ahead or not any(span.is_void for span in self.spans):
+        if not self.ahead:
             return self
-        return replace(self, spans=tuple(span for span in self.spans if not span.is_void))
+        living = tuple([span for span in self.spans if span.sequence.slot is not None])
+        return self if len(living) == len(self.spans) else replace(self, spans=living)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RowToPick:
     """A row of logits, and whose token it picks: the one that will stand at `position`, where all guesses before it were right."""
 
@@ -128,7 +131,7 @@ def rows_to_pick(spans: Iterable[Span]) -> list[RowToPick]:
     return [RowToPick(span.sequence, span.own_end + place) for span in spans for place in range(span.num_picks)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Picked:
     """What the sampler picked from one row: `token_ids` has one id, or for a beam parent its best candidates, best first."""
 
@@ -152,9 +155,9 @@ class Computed:
     picked: Items[Picked]
 
 
-def living_picks(batch: Batch, picked: Items[Picked]) -> Items[Picked]:
-    """Of what a step's rows picked, that of the rows which are not void."""
-    if not batch.ahead:
+def living_picks(batch: Batch, living: Batch, picked: Items[Picked]) -> Items[Picked]:
+    """Of what a step's rows picked, that of the rows which are not void: those of its `living` part."""
+    if living is batch:
         return picked
     return [one for span, one in zip(batch.spans, picked, strict=True) if not span.is_void]
 
@@ -172,6 +175,8 @@ def upheld(span: Span, picked: Items[Picked]) -> Items[Picked]:
 
 def by_span(batch: Batch, picked: Items[Picked]) -> list[tuple[Span, Items[Picked]]]:
     """Each span with what stands of what its rows picked; nothing for one that does not sample."""
+    if batch.ahead:  # a pick for each
+        return [(span, (one,)) for span, one in zip(batch.spans, picked, strict=True)]
     found, first = [], 0
     for span in batch.spans:
         found.append((span, upheld(span, picked[first : first + span.num_picks])))

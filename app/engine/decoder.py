@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from app.engine.batch import Batch, Flight, Picked, by_span, living_picks, next_span
@@ -105,7 +105,7 @@ class DecoderEngine:
             return []
         self._batch = batch = flight.batch.living()
         self._ahead = self._follow(flight, batch)
-        picked = living_picks(flight.batch, self.runner.wait(flight))
+        picked = living_picks(flight.batch, batch, self.runner.wait(flight))
         events = self.scheduler.update(batch, picked)
         self._batch = None
         self._drop_void()
@@ -180,22 +180,35 @@ class DecoderEngine:
         self.stretch.begin()
 
     def _count(self, batch: Batch, picked: Items[Picked]) -> None:
-        stats = measured(batch, picked, self._clock() - self._began, self.runner.model_seconds)
-        self.stats = replace(stats, is_first=self.is_first(), stretch=self.stretch.of(stats.seconds))
+        seconds = self._clock() - self._began
+        took = Took(seconds, self.runner.model_seconds, self.stretch.of(seconds), self.is_first())
+        self.stats = measured(batch, picked, took)
         self.scheduler.observe(self.stats)
         if self._ahead is not None:
             self._begin()
 
 
-def measured(batch: Batch, picked: Items[Picked], seconds: float, model_seconds: float = 0.0) -> StepStats:
+@dataclass(frozen=True, slots=True)
+class Took:
+    """What a step took: as `StepStats` has it."""
+
+    seconds: float
+    model_seconds: float = 0.0
+    stretch: float = 1.0
+    is_first: bool = False
+
+
+def measured(batch: Batch, picked: Items[Picked], took: Took) -> StepStats:
     """A step in numbers, for the metrics and the pace."""
-    prompts = [] if batch.ahead else [span for span in batch.spans if not span.is_decode]
+    if batch.ahead:
+        return _decoded(batch, took)
+    prompts = [span for span in batch.spans if not span.is_decode]
     decodes = len(batch.spans) - len(prompts)
     drafted = sum(len(span.draft_ids) for span in batch.spans)
     accepted = sum(len(stands) - 1 for span, stands in by_span(batch, picked) if span.draft_ids) if drafted else 0
     context = sum(span.own_end for span in batch.spans) - sum(span.own_end for span in prompts)
     return StepStats(
-        seconds=seconds,
+        seconds=took.seconds,
         prefill_tokens=batch.num_tokens - decodes - drafted,
         decode_tokens=decodes + accepted,
         num_sequences=len(batch.spans),
@@ -203,10 +216,27 @@ def measured(batch: Batch, picked: Items[Picked], seconds: float, model_seconds:
         num_decode_sequences=decodes,
         cached_tokens=batch.cached_tokens,
         preempted=batch.preempted,
-        model_seconds=model_seconds,
+        model_seconds=took.model_seconds,
         context_tokens=context,
         drafted_tokens=drafted,
         accepted_tokens=accepted,
         prefill_pairs=sum(span.num_tokens * span.start for span in prompts),
         recomputed_tokens=sum(span.num_tokens for span in prompts if span.sequence.num_admitted > 1),
+        stretch=took.stretch,
+        is_first=took.is_first,
+    )
+
+
+def _decoded(batch: Batch, took: Took) -> StepStats:
+    """Of a step that was launched ahead: a token of each sequence, and nothing else."""
+    count = len(batch.spans)
+    return StepStats(
+        seconds=took.seconds,
+        decode_tokens=count,
+        num_sequences=count,
+        num_decode_sequences=count,
+        model_seconds=took.model_seconds,
+        context_tokens=sum([span.start for span in batch.spans]) + count,
+        stretch=took.stretch,
+        is_first=took.is_first,
     )

@@ -12,22 +12,23 @@ from app.messages import Event, FinishReason, SequenceFinished, Timings, TokenLo
 
 def token_events(sequence: Sequence, picked: Items[Picked], now: float) -> list[Event]:
     """Tells of the tokens just appended, and of the end where the last is one. A stop token is counted but is not text."""
-    first = sequence.num_completion_tokens == len(picked)
-    stop_id = sequence.token_ids[-1] if sequence.token_ids[-1] in sequence.stop_ids else None
-    text = picked if stop_id is None else picked[:-1]
+    count, last_id = len(sequence.token_ids), sequence.token_ids[-1]
+    stops = last_id in sequence.stop_ids
+    text = picked[:-1] if stops else picked
     events: list[Event] = []
     if text:
+        first = count - sequence.num_prompt_tokens == len(picked)
         ready = TokensReady(
-            request_id=sequence.request_id,
-            choice=sequence.choice,
-            token_ids=tuple(one.token_ids[0] for one in text),
-            logprobs=_logprobs(sequence, text),
-            timings=timings(sequence, now) if first else None,
+            sequence.request_id,
+            sequence.choice,
+            text[0].token_ids if len(text) == 1 else tuple([one.token_ids[0] for one in text]),
+            () if sequence.params.logprobs is None else _logprobs(text, sequence.params.logprobs),
+            timings(sequence, now) if first else None,
         )
         events.append(ready)
-    if stop_id is not None:
-        events.append(finished(sequence, "stop", now, stop_id))
-    elif len(sequence.token_ids) >= sequence.limit:
+    if stops:
+        events.append(finished(sequence, "stop", now, last_id))
+    elif count >= sequence.limit:
         events.append(finished(sequence, "length", now))
     return events
 
@@ -64,9 +65,6 @@ def timings(sequence: Sequence, now: float) -> Timings:
     return Timings(scheduled - sequence.arrived_at, first_token - scheduled, now - first_token, sequence.cached_tokens)
 
 
-def _logprobs(sequence: Sequence, picked: Items[Picked]) -> tuple[TokenLogprob, ...]:
-    asked = sequence.params.logprobs
-    if asked is None:
-        return ()
+def _logprobs(picked: Items[Picked], asked: int) -> tuple[TokenLogprob, ...]:
     assert all(one.logprobs for one in picked), "the sampler gives log-probabilities where they are asked for"
     return tuple(TokenLogprob(one.token_ids[0], one.logprobs[0], one.top[:asked]) for one in picked)

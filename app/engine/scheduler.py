@@ -116,12 +116,12 @@ class Scheduler:
             or self.speculation is not None
         ):
             return None
-        lasting = [span for span in spans if span.end + 1 < span.sequence.limit]
+        lasting = [span for span in spans if span.start + 2 < span.sequence.limit]
         if self.roster.waiting and (len(lasting) < len(spans) or self._could_admit()):
             return None
-        if not lasting or not all(self._tenants.grow(span.sequence, 1) for span in lasting):
+        if not lasting or not all(self.pool.reserve(span.slot, span.start + 2) for span in lasting):
             return None
-        return Batch(tuple(span.one_further() for span in lasting), (), self.pool.take_released(), ahead=True)
+        return Batch(tuple([span.one_further() for span in lasting]), (), self.pool.take_released(), ahead=True)
 
     def shrink(self, batch: Batch) -> bool:
         """This step wanted more memory than there is, and is given up: the next ones are smaller. False where it could not be smaller."""
@@ -136,8 +136,8 @@ class Scheduler:
         searches: dict[str, list[tuple[Sequence, Picked]]] = {}
         for span, stands in by_span(batch, picked):
             sequence = span.sequence
-            self._tenants.computed(sequence, span.own_end + max(len(stands) - 1, 0))
-            if span.end >= sequence.num_prompt_tokens:
+            self._tenants.computed(sequence, span.own_end + len(stands) - 1 if span.draft_ids else span.end)
+            if span.start < sequence.num_prompt_tokens <= span.end:
                 self.roster.let_in_choices(sequence)
             if not span.samples:
                 continue
@@ -236,7 +236,8 @@ class Scheduler:
 
     def _append(self, span: Span, stands: Items[Picked], now: float) -> list[Event]:
         sequence = span.sequence
-        sequence.token_ids += [one.token_ids[0] for one in stands]
+        for one in stands:
+            sequence.token_ids.append(one.token_ids[0])
         if self.speculation is not None and span.draft_ids:
             self._tenants.trim(sequence)
             self.speculation.learn(sequence, len(span.draft_ids), len(stands) - 1)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from app.admission import Admission
 from app.engine.batch import Batch, Picked
-from app.engine.decoder import DecoderEngine, measured
+from app.engine.decoder import DecoderEngine, Took, measured
 from app.engine.limits import Limits
 from app.engine.pace import StepPace
 from app.engine.scheduler import Scheduler
@@ -54,7 +54,7 @@ class Machine:
     def run(self, batch: Batch) -> list[Picked]:
         """Takes its time; who arrives meanwhile is told what the last snapshot says."""
         picked = [Picked((1,)) for span in batch.spans if span.samples]
-        stats = measured(batch, picked, 0.0)
+        stats = measured(batch, picked, Took(0.0))
         behind = stats.prefill_pairs // max(stats.prefill_tokens, 1)
         seconds = INT4.mixed(stats.num_decode_sequences, stats.prefill_tokens, stats.context_tokens, behind)
         ends = self.now + seconds * self.random.uniform(1 - self.noise, 1 + self.noise)
