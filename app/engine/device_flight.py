@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from app.backends.base import Mark
-from app.engine.batch import Batch, RowToPick
-from app.engine.device_step import Sizes, StepViews, views_of
+from app.engine.batch import Batch
+from app.engine.device_course import Course
+from app.engine.device_step import Column, Sizes, StepViews, arrays_of
 
 
 @dataclass(slots=True)
@@ -16,7 +17,7 @@ class DeviceFlight:
     """`ids` lies on the host, and is true once the mark is passed; `logits` are there where the sampler picks."""
 
     batch: Batch
-    rows: list[RowToPick]
+    course: Course | None
     mark: Mark
     ids: Tensor
     logits: Tensor | None
@@ -39,7 +40,7 @@ class Side:
     ids: Tensor
     mark: Mark | None = None  # behind what was told from here, where no flight came of it
     flight: DeviceFlight | None = None
-    views: dict[Sizes, StepViews] = field(default_factory=dict)  # of buckets: making them costs more than filling them
+    views: dict[Sizes, StepViews[Column]] = field(default_factory=dict)  # of buckets: making them costs more than filling them
 
     def free(self) -> None:
         """A flight that nobody waited for lands here."""
@@ -49,10 +50,10 @@ class Side:
             self.mark.wait()
         self.flight = self.mark = None
 
-    def views_of(self, sizes: Sizes, stays: bool) -> StepViews:
+    def views_of(self, sizes: Sizes, stays: bool) -> StepViews[Column]:
         views = self.views.get(sizes)
         if views is None:
-            views = views_of(self.words, sizes)
+            views = arrays_of(self.words, sizes)
             if stays:
                 self.views[sizes] = views
         return views

@@ -62,7 +62,7 @@ class DeviceForward:
         self.backend = backend
         self.buffer = buffer
 
-    def logits(self, views: StepViews, sizes: Sizes, bounds: Bounds) -> Tensor:
+    def logits(self, views: StepViews[Tensor], sizes: Sizes, bounds: Bounds) -> Tensor:
         """[picks, vocab], by the words that these views show on the device."""
         step = PagedStep(
             self.kv_cache.tables,
@@ -82,7 +82,7 @@ class DeviceForward:
         assert isinstance(logits, Tensor), "whole logits were asked for"
         return logits
 
-    def pick(self, logits: Tensor, views: StepViews, way: Way) -> None:
+    def pick(self, logits: Tensor, views: StepViews[Tensor], way: Way) -> None:
         """Leaves each row's id in the buffer; -1 where the logits are not finite."""
         if way is Way.GREEDY:
             ids = pick_greedy(logits)

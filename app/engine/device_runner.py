@@ -15,6 +15,7 @@ from torch import Tensor
 from app.backends.base import DeviceBackend
 from app.engine.batch import Batch, Flight, Picked, RowToPick, rows_to_pick
 from app.engine.buckets import bucket_of, buckets_for
+from app.engine.device_course import Course
 from app.engine.device_flight import DeviceFlight, Side
 from app.engine.device_forward import Bounds, DeviceForward
 from app.engine.device_step import Places, Sizes, Way, fill, fill_picks, num_words, update_views, update_words, views_of, way_of
@@ -30,16 +31,26 @@ UPDATES = 4096  # of page tables that travel with a step's words; where a long p
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """A batch, and how it is computed. `shape` None: not as one of the steps that are captured."""
+    """A batch, and how it is computed. `shape` None: not as one of the steps that are captured. `course`: of a step ahead."""
 
     batch: Batch
-    rows: list[RowToPick]
+    picks: int
     way: Way
     shape: Shape | None
+    sizes: Sizes
+    course: Course | None
+    written: list[int]
+    rows: list[RowToPick]
 
-    @property
-    def sizes(self) -> Sizes:
-        return Sizes.of(self.batch.spans, len(self.rows)) if self.shape is None else Sizes.of_bucket(self.shape.bucket)
+
+def _finite(ids: list[int], batch: Batch) -> list[int]:
+    """Ids of rows that are nobody's in place of those that are none; raises `StepFailed` where somebody's is none."""
+    bad = [row for token_id, row in zip(ids, rows_to_pick(batch.spans), strict=True) if token_id < 0]
+    if not batch.ahead or any(row.sequence.slot is not None for row in bad):
+        raise StepFailed(
+            f"The model's logits are not finite for {len(bad)} of {len(ids)} sequences of this step, so no token can be picked."
+        )
+    return [max(token_id, 0) for token_id in ids]
 
 
 class DeviceRunner:
@@ -58,6 +69,7 @@ class DeviceRunner:
         buffer = torch.zeros(most + words, dtype=torch.int64, device=backend.device)
         self._ids, self._block = buffer[:most], buffer[most:]
         self._sides = [Side(backend.staging(words), backend.staging(most)) for _ in range(2)]
+        self._places = Places(most, kv_cache.shape.num_slots)
         self._forward = DeviceForward(model, kv_cache, backend, buffer)
         self._sampler = Sampler(model.config.vocab_size)
         self.graphs = Graphs(backend, self._of_shape, 4 * model.config.vocab_size, eager)
@@ -73,15 +85,14 @@ class DeviceRunner:
         with torch.inference_mode():
             self.kv_cache.carry(batch.copies, batch.released)
             self._carried = True
-            written = self.kv_cache.written_rows(batch.spans)
+            task = self._task(batch) if before is None or not batch.ahead else self._further(batch, before)
             self._updates.update(zip(*self.kv_cache.take_updates(), strict=True))
-            task = self._task(batch)
             self.is_first = task.shape is not None and self.graphs.wants(task.shape)
             if task.shape is not None and self.is_first:
                 self.capture(task.shape)
             side = self._free_side()
             try:
-                side.flight = self._last = self._launch(task, written, side, self._places(before if batch.ahead else None))
+                side.flight = self._last = self._launch(task, side)
             finally:
                 if side.flight is None:
                     side.mark = self.backend.mark()
@@ -96,13 +107,10 @@ class DeviceRunner:
         if flight.logits is not None:
             with torch.inference_mode():
                 logits = flight.logits if self.backend.draws else flight.logits.cpu()
-                return self._sampler.pick(logits, flight.rows)
-        bad = [row for token_id, row in zip(ids, flight.rows, strict=True) if token_id < 0]
-        if bad and not (flight.batch.ahead and all(row.sequence.slot is None for row in bad)):  # what is void is nobody's
-            raise StepFailed(
-                f"The model's logits are not finite for {len(bad)} of {len(ids)} sequences of this step, so no token can be picked."
-            )
-        return [Picked((max(token_id, 0),)) for token_id in ids]
+                return self._sampler.pick(logits, rows_to_pick(flight.batch.spans))
+        if ids and min(ids) < 0:
+            ids = _finite(ids, flight.batch)
+        return [Picked((token_id,)) for token_id in ids]
 
     def run(self, batch: Batch) -> list[Picked]:
         """Launched and waited for."""
@@ -110,6 +118,8 @@ class DeviceRunner:
 
     def follows(self, batch: Batch) -> bool:
         """Where every row picks one token, and on the device."""
+        if batch.ahead:  # as the step before it said of these sequences
+            return True
         decodes = all(span.is_decode and span.num_picks == 1 for span in batch.spans)
         return decodes and way_of(rows_to_pick(batch.spans), self.backend.draws) is not Way.LOGITS
 
@@ -123,7 +133,7 @@ class DeviceRunner:
             side, picked, sizes = self._free_side(), self._ids.clone(), Sizes.of_bucket(shape.bucket)
             side.mark = self.backend.mark()
             views = side.views_of(sizes, stays=True)
-            fill(views, (), (), self._places(None))
+            fill(views, (), (), self._places)
             fill_picks(views, (), (), shape.way)
             self._tell(side, num_words(sizes))
             self.graphs.capture(shape)
@@ -140,29 +150,48 @@ class DeviceRunner:
         rows = rows_to_pick(batch.spans)
         way = way_of(rows, self.backend.draws)
         decodes = all(span.num_tokens == span.num_picks == 1 for span in batch.spans)
-        bucket = bucket_of(len(batch.spans), self.buckets) if decodes and way is not Way.LOGITS and self.graphs.on else None
-        return _Task(batch, rows, way, None if bucket is None else Shape(bucket, way))
+        shape = self._shape(len(batch.spans), way) if decodes and way is not Way.LOGITS else None
+        sizes = Sizes.of(batch.spans, len(rows)) if shape is None else Sizes.of_bucket(shape.bucket)
+        return _Task(batch, len(rows), way, shape, sizes, None, self.kv_cache.written_rows(batch.spans), rows)
 
-    def _places(self, before: DeviceFlight | None) -> Places:
-        rows = () if before is None else before.rows
-        return Places(len(self._ids), self.kv_cache.shape.num_slots, {id(row.sequence): at for at, row in enumerate(rows)})
+    def _further(self, batch: Batch, before: DeviceFlight) -> _Task:
+        """Of a step ahead: its tokens are what the one before it picks, a row for each."""
+        spans, course, written = batch.spans, before.course, self.kv_cache.written_rows
+        if course is not None and course.sequences == [span.sequence for span in spans]:
+            course = course.further(spans, written)
+        else:
+            way = way_of(rows_to_pick(spans), self.backend.draws)
+            course = Course.after(before.batch.spans, spans, way, written)
+        shape = self._shape(len(spans), course.way)
+        sizes = Sizes.of_bucket(len(spans) if shape is None else shape.bucket)
+        return _Task(batch, len(spans), course.way, shape, sizes, course, [], [])
 
-    def _launch(self, task: _Task, written: list[int], side: Side, places: Places) -> DeviceFlight:
+    def _shape(self, sequences: int, way: Way) -> Shape | None:
+        bucket = bucket_of(sequences, self.buckets) if self.graphs.on else None
+        return None if bucket is None else Shape(bucket, way)
+
+    def _launch(self, task: _Task, side: Side) -> DeviceFlight:
         started, sizes, spans = time.perf_counter(), task.sizes, task.batch.spans
         room = sizes.tokens <= self._most.tokens and sizes.sequences <= self._most.sequences
         assert room, "a step has no more tokens and sequences than its limits say"
         views = side.views_of(sizes, stays=task.shape is not None)
-        fill(views, spans, written, places)
-        fill_picks(views, spans, task.rows, task.way)
+        if task.course is not None:
+            task.course.fill(views, self._places)
+        else:
+            fill(views, spans, task.written, self._places)
+            fill_picks(views, spans, task.rows, task.way)
         self._tell(side, num_words(sizes))
         logits = self._compute(task)
-        ids = side.ids[: len(task.rows) if logits is None else 0]
+        ids = side.ids[: task.picks if logits is None else 0]
         if len(ids):
             ids.copy_(self._ids[: len(ids)], non_blocking=True)
-        return DeviceFlight(task.batch, task.rows, self.backend.mark(), ids, logits, started)
+        return DeviceFlight(task.batch, task.course, self.backend.mark(), ids, logits, started)
 
     def _tell(self, side: Side, count: int) -> None:
         """Brings so many words to the device, and there the page tables up to date."""
+        if not self._updates:
+            self._block[:count].copy_(side.words[:count], non_blocking=True)
+            return
         cells, pages, tables = list(self._updates), list(self._updates.values()), self.kv_cache.tables.view(-1)
         with_words = len(cells) if len(cells) <= UPDATES else 0
         for view, values in zip(update_views(side.words[count:], with_words), (cells, pages), strict=True):
@@ -171,7 +200,7 @@ class DeviceRunner:
         self._block[:end].copy_(side.words[:end], non_blocking=True)
         if with_words:
             tables.index_copy_(0, *update_views(self._block[count:], with_words))
-        elif cells:  # seldom: these copies may wait for the device
+        else:  # seldom: these copies may wait for the device
             device = tables.device
             tables.index_copy_(0, torch.tensor(cells, device=device), torch.tensor(pages, dtype=torch.int32, device=device))
         self._updates.clear()

@@ -9,14 +9,17 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any, Generic, TypeVar
 
 import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from app.engine.batch import RowToPick, Span
 from app.engine.sampling_rows import LEAST_TEMPERATURE
-from app.engine.uniform import uniform
+from app.engine.sequence import Sequence
+from app.engine.uniform import stream, uniforms
 from app.kernels.paged import PAGE_TOKENS
 
 
@@ -59,28 +62,32 @@ class Sizes:
         return cls(sum(span.num_tokens for span in spans), len(spans), max(1, picks))
 
 
+Column = NDArray[Any]
+View = TypeVar("View", Tensor, Column)
+
+
 @dataclass(frozen=True, slots=True)
-class StepViews:
-    """The words by name, as views of a block: on the host to be written, on the device to be read.
+class StepViews(Generic[View]):
+    """The words by name, as views of a block: arrays on the host to be written, tensors on the device to be read.
 
     [tokens] int64: `token_ids`, `sources` (where in the device's buffer each token's id stands), `positions`, `written` (rows of the KV
     cache). [picks]: `logit_rows` int64 (which tokens pick), `uniforms`, `top_p` fp64, `top_k` int32, `temperature`, `min_p` fp32.
     int32 [sequences]: `slots`, `lengths`, and [sequences + 1]: `starts`.
     """
 
-    token_ids: Tensor
-    sources: Tensor
-    positions: Tensor
-    written: Tensor
-    logit_rows: Tensor
-    uniforms: Tensor
-    slots: Tensor
-    lengths: Tensor
-    starts: Tensor
-    top_k: Tensor
-    temperature: Tensor
-    top_p: Tensor
-    min_p: Tensor
+    token_ids: View
+    sources: View
+    positions: View
+    written: View
+    logit_rows: View
+    uniforms: View
+    slots: View
+    lengths: View
+    starts: View
+    top_k: View
+    temperature: View
+    top_p: View
+    min_p: View
 
 
 def _fields(sizes: Sizes) -> Mapping[str, tuple[int, torch.dtype]]:
@@ -107,7 +114,7 @@ def num_words(sizes: Sizes) -> int:
     return sum(_words(count, dtype) for count, dtype in _fields(sizes).values())
 
 
-def views_of(block: Tensor, sizes: Sizes, draws: bool = True) -> StepViews:
+def views_of(block: Tensor, sizes: Sizes, draws: bool = True) -> StepViews[Tensor]:
     """Of the first words of block [words] int64. Where a device does not draw it has no float64 either: such words stay as they are."""
     views, first = {}, 0
     for name, (count, dtype) in _fields(sizes).items():
@@ -116,6 +123,12 @@ def views_of(block: Tensor, sizes: Sizes, draws: bool = True) -> StepViews:
         views[name] = block[first:end] if plain else block[first:end].view(dtype)[:count]
         first = end
     return StepViews(**views)
+
+
+def arrays_of(block: Tensor, sizes: Sizes) -> StepViews[Column]:
+    """The same of a block on the host."""
+    views = views_of(block, sizes)
+    return StepViews(**{name: getattr(views, name).numpy() for name in _fields(sizes)})
 
 
 def _words(count: int, dtype: torch.dtype) -> int:
@@ -133,60 +146,80 @@ def update_words(count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where things are on the device: the block begins at `block` of its buffer; `nobody` is the slot of what only fills a bucket.
-
-    `picked`: where in the buffer the token of each sequence stands that the host does not know yet, by `id` of the sequence.
-    """
+    """Where things are on the device: the block begins at `block` of its buffer; `nobody` is the slot of what only fills a bucket."""
 
     block: int
     nobody: int
-    picked: Mapping[int, int]
 
 
-def fill(views: StepViews, spans: Items[Span], written: Items[int], places: Places) -> None:
-    """Writes what is to be computed. Rows beyond the spans fill a bucket: no context, and written where nobody reads."""
-    sources = views.sources.numpy()
-    sources[:] = numpy.arange(places.block, places.block + len(sources))  # ids that the host knows are the block's first words
+_MOST_INT32 = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How each sequence draws: as `StepViews` has it, and the stream of its numbers."""
+
+    streams: Column
+    top_k: Column
+    temperature: Column
+    top_p: Column
+    min_p: Column
+
+    @classmethod
+    def of(cls, sequences: Items[Sequence]) -> Draws:
+        params = [sequence.params for sequence in sequences]
+        return cls(
+            numpy.array([stream(sequence.seed) for sequence in sequences], numpy.uint64),
+            numpy.array([min(one.top_k, _MOST_INT32) for one in params], numpy.int32),
+            numpy.array([0.0 if one.greedy else max(one.temperature, LEAST_TEMPERATURE) for one in params], numpy.float32),
+            numpy.array([one.top_p for one in params], numpy.float64),
+            numpy.array([one.min_p for one in params], numpy.float32),
+        )
+
+    def fill(self, views: StepViews[Column], positions: Column) -> None:
+        """Writes how the tokens at these positions are drawn. Rows that fill a bucket are greedy."""
+        write(views.uniforms, uniforms(self.streams, positions), 0.0)
+        write(views.top_k, self.top_k, 0)
+        write(views.temperature, self.temperature, 0.0)
+        write(views.top_p, self.top_p, 1.0)
+        write(views.min_p, self.min_p, 0.0)
+
+
+def fill(views: StepViews[Column], spans: Items[Span], written: Items[int], places: Places) -> None:
+    """Writes what is to be computed, of tokens that the host knows.
+
+    Rows beyond the spans fill a bucket: no context, and written where nobody reads.
+    """
+    views.sources[:] = numpy.arange(places.block, places.block + len(views.sources))  # the ids are the block's first words
     token_ids: list[int] = []
     positions: list[int] = []
     slots, lengths, starts = [], [], [0]
     for span in spans:
-        known = span.sequence.token_ids[span.start : span.end]
-        if len(known) < span.num_tokens:
-            assert span.num_tokens == 1, "only a token that is being picked is not known"
-            sources[len(token_ids)] = places.picked[id(span.sequence)]
-            known = [0]
-        token_ids += known
+        token_ids += span.sequence.token_ids[span.start : span.end]
         positions += range(span.start, span.end)
         slots.append(span.slot)
         lengths.append(span.end)
+        assert len(token_ids) == starts[-1] + span.num_tokens, "a token that is being picked is told of by a course"
         starts.append(len(token_ids))
-    missing = len(sources) - len(token_ids)
+    missing = len(views.token_ids) - len(token_ids)
     scrap = [row % PAGE_TOKENS for row in range(missing)]
     starts += range(len(token_ids) + 1, len(token_ids) + 1 + len(views.slots) - len(slots))
-    _write(views.token_ids, token_ids, 0)
-    _write(views.positions, positions, 0)
-    _write(views.written, [*written, *scrap])
-    _write(views.slots, slots, places.nobody)
-    _write(views.lengths, lengths, 0)
-    _write(views.starts, starts)
+    write(views.token_ids, token_ids, 0)
+    write(views.positions, positions, 0)
+    write(views.written, [*written, *scrap])
+    write(views.slots, slots, places.nobody)
+    write(views.lengths, lengths, 0)
+    write(views.starts, starts)
 
 
-def fill_picks(views: StepViews, spans: Items[Span], rows: Items[RowToPick], way: Way) -> None:
+def fill_picks(views: StepViews[Column], spans: Items[Span], rows: Items[RowToPick], way: Way) -> None:
     """Writes which tokens pick, and how they draw. Rows that fill a bucket are greedy."""
     if len(views.logit_rows) != len(views.token_ids):
-        _write(views.logit_rows, _picking_rows(spans) or [len(views.token_ids) - 1])
+        write(views.logit_rows, _picking_rows(spans) or [len(views.token_ids) - 1])
     if way not in (Way.DRAWN, Way.FILTERED):
         return
-    params = [row.sequence.params for row in rows]
-    _write(views.uniforms, [uniform(row.sequence.seed, row.position) for row in rows], 0.0)
-    _write(views.top_k, [min(one.top_k, _MOST_INT32) for one in params], 0)
-    _write(views.temperature, [0.0 if one.greedy else max(one.temperature, LEAST_TEMPERATURE) for one in params], 0.0)
-    _write(views.top_p, [one.top_p for one in params], 1.0)
-    _write(views.min_p, [one.min_p for one in params], 0.0)
-
-
-_MOST_INT32 = 2**31 - 1
+    positions = numpy.array([row.position for row in rows], numpy.int64)
+    Draws.of([row.sequence for row in rows]).fill(views, positions)
 
 
 def _picking_rows(spans: Items[Span]) -> list[int]:
@@ -198,10 +231,9 @@ def _picking_rows(spans: Items[Span]) -> list[int]:
     return rows
 
 
-def _write(view: Tensor, values: list[int] | list[float], rest: float | None = None) -> None:
+def write(view: Column, values: list[int] | list[float] | Column, rest: float | None = None) -> None:
     """These values, and `rest` in what is left of the view (None: nothing is)."""
-    array = view.numpy()
-    assert len(values) == len(array) or rest is not None, "one word for each row"
-    array[: len(values)] = values
+    assert len(values) == len(view) or rest is not None, "one word for each row"
+    view[: len(values)] = values
     if rest is not None:
-        array[len(values) :] = rest
+        view[len(values) :] = rest

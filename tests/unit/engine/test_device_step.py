@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from dataclasses import fields
 
 import pytest
@@ -10,11 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.engine.batch import RowToPick, Span, rows_to_pick
+from app.engine.device_course import Course
 from app.engine.device_step import (
+    Column,
     Places,
     Sizes,
     StepViews,
     Way,
+    arrays_of,
     fill,
     fill_picks,
     num_words,
@@ -32,6 +36,9 @@ GREEDY = SamplingParams(temperature=0.0)
 SHAPED = SamplingParams(temperature=0.7, top_k=2**40, top_p=0.9, min_p=0.05)
 
 
+DRAWING = SamplingParams(temperature=1.3)
+
+
 def sequence_of(length: int, params: SamplingParams = GREEDY, seed: int = 3) -> Sequence:
     return Sequence(f"r{length}", 0, params, list(range(100, 100 + length)), max(1, length - 2), seed=seed)
 
@@ -40,8 +47,13 @@ def span_of(sequence: Sequence, start: int, end: int, slot: int) -> Span:
     return Span(sequence, start, end - start, slot, None, 0, samples=end >= len(sequence.token_ids))
 
 
-def views(sizes: Sizes) -> StepViews:
-    return views_of(torch.full((num_words(sizes),), -1, dtype=torch.int64), sizes)
+def rows_of(spans: Items[Span]) -> list[int]:
+    """Of spans of one token: pages lie in no order."""
+    return [(span.start // PAGE_TOKENS * 7 + span.slot * 1000) * PAGE_TOKENS + span.start % PAGE_TOKENS for span in spans]
+
+
+def views(sizes: Sizes) -> StepViews[Column]:
+    return arrays_of(torch.full((num_words(sizes),), -1, dtype=torch.int64), sizes)
 
 
 @given(st.builds(Sizes, st.integers(0, 9), st.integers(0, 9), st.integers(1, 9)))
@@ -59,7 +71,7 @@ def test_prompts_and_decodes_are_told_in_the_order_of_the_spans() -> None:
     decode, prompt = sequence_of(8), sequence_of(6)
     spans = (span_of(decode, 7, 8, slot=3), span_of(prompt, 2, 5, slot=1))
     told = views(Sizes.of(spans, 1))
-    fill(told, spans, [70, 80, 81, 82], Places(1000, 9, {}))
+    fill(told, spans, [70, 80, 81, 82], Places(1000, 9))
     fill_picks(told, spans, rows_to_pick(spans), Way.GREEDY)
     assert told.token_ids.tolist() == [107, 102, 103, 104]
     assert told.positions.tolist() == [7, 2, 3, 4]
@@ -79,7 +91,7 @@ def test_a_step_that_picks_nothing_works_out_one_row_of_logits() -> None:
 def test_rows_that_fill_a_bucket_have_no_context_and_write_where_nobody_reads() -> None:
     spans = (span_of(sequence_of(8, SHAPED), 7, 8, slot=3),)
     told = views(Sizes.of_bucket(4))
-    fill(told, spans, [70], Places(1000, 9, {}))
+    fill(told, spans, [70], Places(1000, 9))
     fill_picks(told, spans, rows_to_pick(spans), Way.FILTERED)
     assert told.slots.tolist() == [3, 9, 9, 9] and told.lengths.tolist() == [8, 0, 0, 0]
     assert told.starts.tolist() == [0, 1, 2, 3, 4], "each row is a sequence of one query"
@@ -99,19 +111,43 @@ def test_draws_are_told_to_the_last_bit() -> None:
     assert told.top_p.tolist() == [0.9] and told.min_p.tolist() == [pytest.approx(0.05)]
 
 
-def test_an_id_that_the_host_does_not_know_is_read_where_it_was_picked() -> None:
-    known, unknown = sequence_of(8), sequence_of(5)
-    spans = (span_of(unknown, 5, 6, slot=2), span_of(known, 7, 8, slot=3))
-    told = views(Sizes.of_bucket(2))
-    fill(told, spans, [70, 71], Places(1000, 9, {id(unknown): 17}))
-    assert told.sources.tolist() == [17, 1001]
-    assert told.positions.tolist() == [5, 7] and told.lengths.tolist() == [6, 8]
+def test_a_token_that_is_being_picked_is_not_told_as_if_it_were_known() -> None:
+    spans = (span_of(sequence_of(5), 5, 6, slot=2),)
+    with pytest.raises(AssertionError, match="is told of by a course"):
+        fill(views(Sizes.of(spans, 1)), spans, [70], Places(1000, 9))
 
 
-def test_only_one_token_of_a_sequence_may_be_unknown() -> None:
-    spans = (span_of(sequence_of(5), 4, 6, slot=2),)
-    with pytest.raises(AssertionError, match="only a token that is being picked"):
-        fill(views(Sizes.of(spans, 1)), spans, [70, 71], Places(1000, 9, {}))
+@given(
+    st.lists(
+        st.tuples(st.integers(3, 200), st.sampled_from([GREEDY, SHAPED, DRAWING]), st.integers(0, 2**63 - 1)),
+        min_size=1,
+        max_size=9,
+    ),
+    st.integers(1, 140),
+    st.integers(0, 3),
+)
+def test_a_course_tells_step_after_step_what_its_spans_would(
+    asked: list[tuple[int, SamplingParams, int]], steps: int, spare: int
+) -> None:
+    """Each id is read where it was picked, each row of the cache is found by its page, each number drawn is the position's."""
+    sequences = [sequence_of(length, params, seed) for length, params, seed in asked]
+    spans = tuple(span_of(one, len(one.token_ids), len(one.token_ids) + 1, slot) for slot, one in enumerate(sequences))
+    course = Course.after((span_of(sequence_of(9), 8, 9, 99), *spans), spans, Way.FILTERED, rows_of)
+    for step in range(steps):
+        if step:
+            spans = tuple(span.one_further() for span in spans)
+            course = course.further(spans, rows_of)
+    told, sizes = views(Sizes.of_bucket(len(spans) + spare)), Sizes.of_bucket(len(spans) + spare)
+    course.fill(told, Places(1000, 9))
+    for span in spans:  # what each picked meanwhile, as the host knows it in the end
+        span.sequence.token_ids += [0] * (span.end - len(span.sequence.token_ids))
+    known = views(sizes)
+    fill(known, spans, rows_of(spans), Places(1000, 9))
+    fill_picks(known, spans, rows_to_pick(spans), Way.FILTERED)
+    rows = [row + (steps == 1) for row in range(len(spans))]
+    assert told.sources.tolist() == rows + [1000] * spare and not told.token_ids.any()
+    for name in ("positions", "written", "slots", "lengths", "starts", "uniforms", "top_k", "temperature", "top_p", "min_p"):
+        assert getattr(told, name).tolist() == getattr(known, name).tolist(), name
 
 
 def test_a_temperature_that_fp32_has_no_number_for_is_not_greedy() -> None:
@@ -156,7 +192,7 @@ def test_one_way_is_enough_for_every_row(params: list[SamplingParams], way: Way)
 def test_a_device_without_float64_reads_its_other_words_as_they_are_meant() -> None:
     block = torch.zeros(num_words(Sizes.of_bucket(3)), dtype=torch.int64)
     here, there = views_of(block, Sizes.of_bucket(3)), views_of(block, Sizes.of_bucket(3), draws=False)
-    fill(here, (span_of(sequence_of(8), 7, 8, slot=3),), [70], Places(1000, 9, {}))
+    fill(arrays_of(block, Sizes.of_bucket(3)), (span_of(sequence_of(8), 7, 8, slot=3),), [70], Places(1000, 9))
     for name in ("token_ids", "sources", "positions", "written", "slots", "lengths", "starts"):
         assert getattr(there, name).tolist() == getattr(here, name).tolist()
     assert there.uniforms.dtype == there.top_p.dtype == torch.int64

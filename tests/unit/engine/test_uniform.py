@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy
+
 from app.engine.sequence import resolve_seed
-from app.engine.uniform import uniform
+from app.engine.uniform import stream, uniform, uniforms
 
 
 def test_it_is_the_published_generator() -> None:
@@ -32,3 +34,11 @@ def test_seed_and_position_both_matter() -> None:
 def test_choices_of_one_request_do_not_share_a_shifted_stream() -> None:
     streams = [{uniform(resolve_seed(42, choice), position) for position in range(200)} for choice in range(4)]
     assert len(set.union(*streams)) == 800
+
+
+def test_many_at_once_are_the_same_to_the_last_bit() -> None:
+    pairs = [(seed, position) for seed in (0, 1, 11, 2**63 - 1) for position in (0, 1, 63, 2**31)]
+    found = uniforms(
+        numpy.array([stream(seed) for seed, _ in pairs], numpy.uint64), numpy.array([position for _, position in pairs])
+    )
+    assert found.tolist() == [uniform(*pair) for pair in pairs]
