@@ -42,6 +42,15 @@ def launch_decode_256() -> None:
     _decode(Shape(4, 1, 256, torch.bfloat16), 1, _GEMMA)
 
 
+def launch_decode_8() -> None:
+    """The heads of the tests' tiny models."""
+    _decode(Shape(4, 2, 8), 3, AttentionSpec(0.1))
+
+
+def launch_prompt_8() -> None:
+    _prompt(Shape(4, 2, 8), AttentionSpec(0.1))
+
+
 def launch_prompt_64() -> None:
     _prompt(Shape(32, 8, 64, torch.bfloat16), AttentionSpec(0.1))
 

@@ -34,7 +34,7 @@ def attend_decodes(query: Tensor, kv: KVRows, step: PagedStep, spec: AttentionSp
     parts = num_parts(sequences * kv_heads)
     sums = query.new_empty((sequences, heads, parts, head_dim), dtype=torch.float32) if parts > 1 else out
     weights = query.new_empty((sequences, heads, parts), dtype=torch.float32) if parts > 1 else out
-    dim = triton.next_power_of_2(head_dim)
+    dim = padded(head_dim)
     _part[(sequences, kv_heads, parts)](
         query, kv.keys, kv.values, step.tables, step.slots, step.lengths, out, sums, weights,
         query.stride(0), query.stride(1), kv.keys.stride(0), kv.keys.stride(1), step.tables.stride(0),
@@ -55,6 +55,11 @@ def check(query: Tensor, kv: KVRows, out: Tensor) -> None:
     assert kv.keys.stride(1) == kv.values.stride(1) and kv.values.stride(2) == 1, "heads of keys and values lie alike"
     assert heads % kv.keys.shape[1] == 0 and kv.keys.shape[2] == head_dim, "queries in groups, one for each head of keys"
     assert out.is_contiguous() and out.shape == query.shape, "a row for each query"
+
+
+def padded(head_dim: int) -> int:
+    """To a power of two, and to the 16 that are the fewest a product on a GPU sums over; Triton's interpreter takes fewer."""
+    return max(16, triton.next_power_of_2(head_dim))
 
 
 def num_parts(programs: int) -> int:

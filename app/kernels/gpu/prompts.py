@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.kernels.gpu.attention import EVERYTHING, LOG2_E, absorbed, bent, check, held, tokens_at_a_time
+from app.kernels.gpu.attention import EVERYTHING, LOG2_E, absorbed, bent, check, held, padded, tokens_at_a_time
 from app.kernels.kv_rows import KVRows
 from app.kernels.paged import PAGE_TOKENS, PackedTexts, PagedStep
 from app.models.context import AttentionSpec
@@ -66,7 +66,7 @@ def _launch(
     kv_heads, (most_queries, left_out), bias = kv.keys.shape[1], sizes, spec.distance_bias
     assert bias is None or (bias.is_contiguous() and bias.dtype == torch.float32 and bias.shape[0] == heads), "a row of each head"
     before, after = reach(spec)
-    dim = triton.next_power_of_2(head_dim)
+    dim = padded(head_dim)
     block = queries_at_a_time(dim, kv.keys.itemsize)
     table_stride, stages = (0, 2) if tables is None else (tables.stride(0), 3)  # of pages, whose numbers are read first
     stages = stages if bias is None else 1  # a block of biases takes what a stage would
