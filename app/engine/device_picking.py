@@ -50,6 +50,11 @@ def pick_drawn(logits: Tensor, drawing: Drawing, filtered: bool = True) -> Tenso
     return pick_drawn_torch(logits, drawing, filtered)
 
 
+def rows_held(place: Tensor) -> int:
+    """Rows of fp32 that `pick_drawn` holds for each row of logits that lie where this lies: none where it is one kernel."""
+    return 0 if usable(place) else 4
+
+
 def pick_drawn_torch(logits: Tensor, drawing: Drawing, filtered: bool = True) -> Tensor:
     """The twin."""
     likeliest = pick_greedy(logits)

@@ -18,8 +18,9 @@ from app.engine.buckets import bucket_of, buckets_for
 from app.engine.device_course import Course
 from app.engine.device_flight import DeviceFlight, Side
 from app.engine.device_forward import Bounds, DeviceForward
+from app.engine.device_picking import rows_held
 from app.engine.device_step import Places, Sizes, Way, fill, fill_picks, num_words, update_views, update_words, views_of, way_of
-from app.engine.graphs import Graphs, Shape
+from app.engine.graphs import Graphs, Shape, bytes_of_rows
 from app.engine.limits import Limits
 from app.engine.paged_kv import PagedKVCache
 from app.engine.sampler import Sampler
@@ -72,7 +73,7 @@ class DeviceRunner:
         self._places = Places(most, kv_cache.shape.num_slots)
         self._forward = DeviceForward(model, kv_cache, backend, buffer)
         self._sampler = Sampler(model.config.vocab_size)
-        self.graphs = Graphs(backend, self._of_shape, 4 * model.config.vocab_size, eager)
+        self.graphs = Graphs(backend, self._of_shape, bytes_of_rows(model.config.vocab_size, rows_held(buffer)), eager)
         self._updates: dict[int, int] = {}  # of the page tables, not yet done on the device
         self._carried = True  # the last batch's copies and releases are done
         self._last: DeviceFlight | None = None

@@ -6,7 +6,7 @@ A step that is not captured runs eagerly, and is right all the same: a device th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from app.backends.base import Captured, DeviceBackend
@@ -15,8 +15,6 @@ from app.hardware.device_memory import GRAPHS_BYTES
 
 _LOG = logging.getLogger(__name__)
 COMMON = 64  # sequences: steps of up to so many are captured while loading
-# For each row of logits, in rows of them in fp32: the logits and their largest; and what drawing holds beside them.
-_ROWS = {Way.GREEDY: 1, Way.DRAWN: 5, Way.FILTERED: 5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +28,10 @@ class Shape:
 class Graphs:
     """Belongs to one runner: `work` computes a step of a shape from the words in the runner's block."""
 
-    def __init__(self, backend: DeviceBackend, work: Callable[[Shape], None], row_bytes: int, off: str = "") -> None:
-        """`row_bytes`: of a row of logits in fp32, which is most of what a captured step holds on to."""
+    def __init__(
+        self, backend: DeviceBackend, work: Callable[[Shape], None], row_bytes: Mapping[Way, int], off: str = ""
+    ) -> None:
+        """`row_bytes`: what a captured step holds on to for each of its rows, by how it picks."""
         self._backend = backend
         self._work = work
         self._row_bytes = row_bytes
@@ -71,7 +71,7 @@ class Graphs:
 
     def _wanted(self, shape: Shape) -> int:
         """They share their memory, so that the largest counts."""
-        return shape.bucket * self._row_bytes * _ROWS[shape.way]
+        return shape.bucket * self._row_bytes[shape.way]
 
     def run(self, shape: Shape) -> None:
         """Asks the device for a step."""
@@ -89,6 +89,12 @@ class Graphs:
     def _stop(self, reason: str) -> None:
         self.reason = reason
         _LOG.warning("No more steps are captured: %s. They run eagerly.", reason)
+
+
+def bytes_of_rows(vocab_size: int, drawing: int) -> Mapping[Way, int]:
+    """Logits and their largest are at most one row in fp32, most of what a step holds; drawing holds so many such rows beside it."""
+    row = 4 * vocab_size
+    return {Way.GREEDY: row, Way.DRAWN: (1 + drawing) * row, Way.FILTERED: (1 + drawing) * row}
 
 
 def common_shapes(buckets: tuple[int, ...]) -> Iterator[Shape]:

@@ -59,7 +59,7 @@ def check(query: Tensor, kv: KVRows, out: Tensor) -> None:
 
 def padded(head_dim: int) -> int:
     """To a power of two, and to the 16 that are the fewest a product on a GPU sums over; Triton's interpreter takes fewer."""
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def num_parts(programs: int) -> int:

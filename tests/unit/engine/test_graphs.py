@@ -10,7 +10,7 @@ import torch
 
 from app.engine.buckets import buckets_for
 from app.engine.device_step import Way
-from app.engine.graphs import Graphs, Shape, common_shapes
+from app.engine.graphs import Graphs, Shape, bytes_of_rows, common_shapes
 
 ONE = Shape(4, Way.GREEDY)
 
@@ -40,7 +40,7 @@ class Device:
 
 def graphs_on(device: Device, done: list[Shape], off: str = "") -> Graphs:
     backend: Any = device
-    return Graphs(backend, done.append, 2**20, off)
+    return Graphs(backend, done.append, bytes_of_rows(2**18, 4), off)
 
 
 def test_a_shape_is_run_before_it_is_captured_and_replayed_afterwards() -> None:
@@ -107,6 +107,15 @@ def test_no_more_is_kept_than_the_plan_has_room_for() -> None:
     for shape in (Shape(512, Way.GREEDY), Shape(96, Way.FILTERED), Shape(112, Way.FILTERED)):
         graphs.capture(shape)
     assert set(graphs.captured) == {Shape(512, Way.GREEDY), Shape(96, Way.FILTERED)}
+
+
+def test_steps_that_draw_by_one_kernel_hold_no_more_than_others() -> None:
+    """So that all buckets of a large vocabulary are captured on a GPU, where by torch's own only those up to 208 are."""
+    backend: Any = Device()
+    for drawing, captured in ((0, {Shape(256, Way.DRAWN)}), (4, set())):
+        graphs = Graphs(backend, lambda shape: None, bytes_of_rows(128_256, drawing))
+        graphs.capture(Shape(256, Way.DRAWN))
+        assert set(graphs.captured) == captured
 
 
 def test_the_common_shapes_come_largest_first() -> None:
