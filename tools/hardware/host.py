@@ -1,7 +1,7 @@
 """What the host does for a decode step, without any device: `python -m tools.hardware.host [--rows 64]`.
 
-The engine as a device has it (scheduler, pages, words of the step, picks, what clients are told), over a backend whose captured steps do
-nothing. As long as this is less than the device's own time of a step, launching ahead hides it.
+The engine as a device has it (scheduler, pages, words of the step, picks, what clients are told, how it stands), over a backend whose
+captured steps do nothing. As long as this is less than the device's own time of a step, launching ahead hides it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,16 @@ class IdleBackend(TwinBackend):
         return Nothing()
 
 
+class Standing(Driver):
+    """What the worker asks after each step belongs to it."""
+
+    def _step(self) -> tuple[float, tuple[int, int]]:
+        elapsed, tokens = super()._step()
+        start = time.perf_counter()
+        self._engine.snapshot()
+        return elapsed + time.perf_counter() - start, tokens
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.hardware.host", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256], help="sequences of a step")
@@ -69,10 +80,10 @@ def measured(folder: Path, rows: list[int]) -> dict[int, list[float]]:
         **{name: getattr(facts, name) for name in facts.__slots__} | {"cuda": (gpu,), "torch": TorchBuild("2", "13.0")}
     )
     checkpoint = open_checkpoint(write(SMALL_LLAMA, folder / "model"))
-    settings = Settings(threads=1, precision="bf16", max_running_seqs=max(rows))
+    settings = Settings(threads=1, precision="bf16", max_running_seqs=max(rows), itl_target_ms=60_000)
     plan = make_plan(facts, None, settings, checkpoint.needs(), RECIPES.keys())
     built = build_device(checkpoint, plan, (), lambda stage: None)
-    driver = Driver(built.engine, Deck(range(2, checkpoint.decoder.vocab_size)), plan.max_model_len.value)
+    driver = Standing(built.engine, Deck(range(2, checkpoint.decoder.vocab_size)), plan.max_model_len.value)
     with torch.inference_mode(), frozen():
         return {count: driver.decode(count, STEPS) for count in rows}
 
