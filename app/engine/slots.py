@@ -119,15 +119,17 @@ class SlotPool:
 
     def in_use_tokens(self, placement: Placement | None = None) -> int:
         """Tokens that cannot be evicted: what runs and what running ones lean on, after `placement` too, but for its own room."""
-        total = 0
+        total, page = 0, self.tokens_per_page
         for slot in self.slots:
-            if slot.running:
-                total += self._size(slot)
+            if slot.running:  # as `_size` has it: a call each would cost more than all else that is asked after a step
+                low, high = slot.prefix_tokens, slot.reserved
+                total += -(-high // page) * page - low // page * page if low < high else 0
                 continue
-            if not slot.leaners and placement is None:  # most slots, at every step
+            leans_now = placement is not None and placement.prefix_slot == slot.index
+            if not slot.leaners and not leans_now:  # most slots, at every step
                 continue
             pins = [self.slots[leaner].prefix_tokens for leaner in slot.leaners if self.slots[leaner].running]
-            if placement is not None and placement.prefix_slot == slot.index:
+            if placement is not None and leans_now:
                 pins.append(placement.prefix_tokens)
             total += self._pages(0, max(pins, default=0))
         return total
