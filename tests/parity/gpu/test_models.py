@@ -116,6 +116,7 @@ LLAMA = "_rms_norm mm _turn mm add_ _rms_norm mm _gate mm add_"
 GEMMA = "_rms_norm mm _turn mm _add_rms_norm _rms_norm mm _gate mm _add_rms_norm"
 
 
+@only_interpreted
 @pytest.mark.parametrize(("architecture", "expected"), [("LlamaForCausalLM", LLAMA), ("Gemma2ForCausalLM", GEMMA)])
 def test_kernels_of_one_layer_are_counted(architecture: str, expected: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, architecture, seed=11)
