@@ -51,6 +51,14 @@ def launch_prompt_8() -> None:
     _prompt(Shape(4, 2, 8), AttentionSpec(0.1))
 
 
+def launch_decode_fp32() -> None:
+    _decode(Shape(32, 8, 128), 4, AttentionSpec(0.1))
+
+
+def launch_prompt_fp32() -> None:
+    _prompt(Shape(32, 8, 64), AttentionSpec(0.1))
+
+
 def launch_prompt_64() -> None:
     _prompt(Shape(32, 8, 64, torch.bfloat16), AttentionSpec(0.1))
 

@@ -41,7 +41,7 @@ def attend_decodes(query: Tensor, kv: KVRows, step: PagedStep, spec: AttentionSp
         EVERYTHING if spec.window is None else spec.window - 1, spec.scale, spec.softcap or 1.0,
         PARTS=parts, GROUP=heads // kv_heads, HEAD_DIM=head_dim, CAPPED=spec.softcap is not None, PAGE=PAGE_TOKENS,
         ROWS=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim, TOKENS=tokens_at_a_time(dim, kv.keys.itemsize),
-        num_warps=4, num_stages=2,
+        num_warps=8 if kv.keys.itemsize > 2 else 4, num_stages=2,  # FP32 is multiplied out of registers, of which four warps have too few
     )  # fmt: skip
     if parts > 1:
         _merge[(sequences, heads)](sums, weights, out, PARTS=parts, HEAD_DIM=head_dim, DIM=dim, num_warps=4)

@@ -76,7 +76,7 @@ def _launch(
         before, after, spec.scale, spec.softcap or 1.0, 0 if bias is None else bias.shape[1] // 2,
         GROUP=heads // kv_heads, HEAD_DIM=head_dim, CAPPED=spec.softcap is not None, PAGE=PAGE_TOKENS,
         QUERIES=block, DIM=dim, TOKENS=tokens_at_a_time(dim, kv.keys.itemsize),
-        num_warps=8 if block == 128 else 4, num_stages=stages,
+        num_warps=8 if block == 128 or kv.keys.itemsize > 2 else 4, num_stages=stages,
     )  # fmt: skip
 
 
