@@ -40,7 +40,7 @@ class Span:
     @property
     def own_end(self) -> int:
         """Where the sequence's own tokens end, and the guesses begin."""
-        return self.end - len(self.draft_ids)
+        return self.start + self.num_tokens - len(self.draft_ids)
 
     @property
     def num_picks(self) -> int:
@@ -50,7 +50,7 @@ class Span:
     @property
     def is_decode(self) -> bool:
         """True where the one own token computed is a completion token whose result picks the next."""
-        return self.own_end == self.start + 1 and self.start >= self.sequence.num_prompt_tokens
+        return self.num_tokens - len(self.draft_ids) == 1 and self.start >= self.sequence.num_prompt_tokens
 
     @property
     def is_void(self) -> bool:
@@ -179,7 +179,8 @@ def by_span(batch: Batch, picked: Items[Picked]) -> list[tuple[Span, Items[Picke
         return [(span, (one,)) for span, one in zip(batch.spans, picked, strict=True)]
     found, first = [], 0
     for span in batch.spans:
-        found.append((span, upheld(span, picked[first : first + span.num_picks])))
-        first += span.num_picks
+        end = first + span.num_picks
+        found.append((span, upheld(span, picked[first:end]) if span.draft_ids else picked[first:end]))
+        first = end
     assert first == len(picked), "one pick for each row that samples"
     return found
