@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from app.backends.twin import TwinBackend
 from app.engine import measuring, peaks
 from app.engine.device_stage import DeviceStage, texts_on
 from app.engine.encode_rehearsal import EncodeRehearsal
-from app.engine.looks import FULL, Extent
+from app.engine.looks import FULL, Extent, StepShape
 from app.engine.measuring import Subject, measure
 from app.engine.rehearsal import CONTEXT_ROWS, Rehearsal
 from app.hardware.facts import CudaDevice, TorchBuild
@@ -117,12 +117,22 @@ def test_a_device_is_measured_whole(decoder: Checkpoint, monkeypatch: pytest.Mon
     monkeypatch.setattr(peaks, "COPY_BYTES", 2**16)
     monkeypatch.setattr(device_ceilings, "SMALLEST", 32)
     monkeypatch.setattr(device_ceilings, "LARGEST", 32)
-    monkeypatch.setattr("app.kernels.calibrate.MOST_SPREAD", 1e9)
-    monkeypatch.setattr("app.kernels.calibrate.MOST_BENT", 1e9)
     monkeypatch.setattr(measuring, "CEILINGS_SECONDS", 0.01)
+    now, step = [0.0], Rehearsal.step
+
+    def timed(rehearsal: Rehearsal, shape: StepShape) -> Callable[[], None]:
+        run = step(rehearsal, shape)
+
+        def work() -> None:
+            run()
+            now[0] += (1e-3 + 1e-5 * shape.size) * shape.layers + 1e-9 * shape.size * shape.context * shape.layers
+
+        return work
+
+    monkeypatch.setattr(Rehearsal, "step", timed)
     plan = plan_of(decoder)
     told: list[str] = []
-    found = measure(Subject(decoder.model_config, (plan,), (1,), lambda found: ("fp32", 1)), 3.0, told.append)
+    found = measure(Subject(decoder.model_config, (plan,), (1,), lambda found: ("fp32", 1)), 3.0, told.append, lambda: now[0])
     assert told[0] == "calibrating: kernels are compiled", "before the clock runs"
     assert found.fallback == ""
     assert (found.read_bytes_per_second or 0) > 0
