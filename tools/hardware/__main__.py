@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any
 from rich.console import Console
 
 from app.hardware.probe import probe
-from tools.hardware.shapes import BERT_LARGE, LLAMA_1B, LLAMA_8B, SMALL_BERT, SMALL_LLAMA, Made, write
+from tools.hardware.shapes import BERT_LARGE, LLAMA_1B, LLAMA_8B, SMALL_BERT, SMALL_LLAMA, write
 from tools.hardware.table import markdown, placed, rows_of
 from tools.install import ROOT
 
@@ -34,6 +35,7 @@ _PARITY = "tests/device/test_parity.py"
 # What is slow there compiles for GPUs that are not here.
 _TESTS = {"kernels": ("-m", "not slow", "tests/parity/gpu", "tests/device", f"--ignore={_PARITY}"), "parity": (_PARITY,)}
 _DRY = {"kernels": ("-k", "rms_norm"), "parity": ()}  # on a processor the interpreter takes minutes for all
+_TESTS_SHARE = 0.55  # of the time, for tests: the rest is for speed
 _LEAST_SECONDS = 20.0  # a part that has less time left is not begun
 
 
@@ -47,19 +49,18 @@ class Run:
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
 
-    def command(self, part: str, arguments: Sequence[str]) -> str | None:
-        """Its output; None where it failed or ran out of time, which `why` then says. Ctrl-C ends it and all."""
-        left = self.deadline - time.monotonic()
+    def command(self, part: str, arguments: Sequence[str], share: float = 1.0) -> str | None:
+        """Its output; None where it failed or ran out of its share of the time that is left, which `why` then says."""
+        left = share * (self.deadline - time.monotonic())
         if left < _LEAST_SECONDS:
             self.why[part] = "no time was left"
             return None
         began = time.monotonic()
-        with self.console.status(f"{part} …"):
-            try:
-                done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=left, check=False)
-            except subprocess.TimeoutExpired:
-                self.why[part] = f"took more than the {left:.0f} s that were left"
-                return None
+        try:
+            done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=left, check=False)
+        except subprocess.TimeoutExpired:
+            self.why[part] = f"took more than {left:.0f} s"
+            return None
         self.console.print(f"{part}: {time.monotonic() - began:.0f} s, status {done.returncode}")
         if done.returncode:
             last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
@@ -83,8 +84,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="armature-hardware-") as temporary:
         run = Run(asked.keep or Path(temporary), time.monotonic() + 60 * asked.minutes, Console(stderr=True))
         try:
-            tests(run, asked.dry_run)
-            benches(run, asked.dry_run)
+            checked_and_measured(run, asked.dry_run)
         except KeyboardInterrupt:
             print("hardware: stopped; what was found until then:", file=sys.stderr)
     rows = rows_of(run.results, run.why)
@@ -96,14 +96,26 @@ def main() -> int:
     return 1 if run.why or (missed and not asked.dry_run) else 0
 
 
-def tests(run: Run, dry: bool) -> None:
-    """Kernels against their twins, and the engine on the device against the processor."""
-    for part, paths in _TESTS.items():
-        told = run.command(
-            part, [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths, *(_DRY[part] if dry else ())]
-        )
-        if told is not None:
-            run.results[part] = {"passed": _counted(told, "passed"), "skipped": _counted(told, "skipped")}
+def checked_and_measured(run: Run, dry: bool) -> None:
+    """Tests of kernels mostly compile, on one core of the host: whole models are tested and checkpoints made beside them. Nothing is timed
+    before all of that is done."""
+    models = (SMALL_LLAMA, SMALL_BERT) if dry else (LLAMA_1B, LLAMA_8B, BERT_LARGE)
+    with ThreadPoolExecutor(len(_TESTS)) as pool:
+        tested = [pool.submit(test, run, part, dry) for part in _TESTS]
+        with run.console.status("tests on the device, and checkpoints of made-up weights …"):
+            for made in models:
+                write(made, run.folder / made.name)
+            for one in tested:
+                one.result()
+    benches(run, dry)
+
+
+def test(run: Run, part: str, dry: bool) -> None:
+    """Kernels against their twins, or the engine on the device against the processor."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *_TESTS[part], *(_DRY[part] if dry else ())]
+    told = run.command(part, command, share=_TESTS_SHARE)
+    if told is not None:
+        run.results[part] = {"passed": _counted(told, "passed"), "skipped": _counted(told, "skipped")}
 
 
 def benches(run: Run, dry: bool) -> None:
@@ -116,34 +128,23 @@ def benches(run: Run, dry: bool) -> None:
         (large, "int4", "llama-8b int4"),
         (bert, "bf16", "bert-large bf16"),
     ):
-        model, result = checkpoint(run, made), run.folder / f"{part}.json"
-        command = [
-            sys.executable,
-            "-m",
-            "app",
-            "bench",
-            "engine",
-            "--model",
-            str(model),
-            "--precision",
-            precision,
-            "--json",
-            str(result),
-        ]
-        if run.command(part, [*command, "--calibrate", "off", *few]) is not None:
-            run.results[part] = json.loads(result.read_text(encoding="utf-8"))
+        result = run.folder / f"{part}.json"
+        model = ["--model", str(run.folder / made.name), "--precision", precision]
+        command = [sys.executable, "-m", "app", "bench", "engine", *model, "--json", str(result), "--calibrate", "off", *few]
+        with run.console.status(f"{part} …"):
+            if run.command(part, command) is not None:
+                run.results[part] = json.loads(result.read_text(encoding="utf-8"))
+    idle(run, dry)
+
+
+def idle(run: Run, dry: bool) -> None:
+    """How long the device waits for the host."""
     result = run.folder / "idle.json"
+    command = [sys.executable, "-m", "tools.hardware.idle", "--model", str(run.folder / LLAMA_1B.name), "--json", str(result)]
     if dry:
         run.why["idle"] = "there is no device"
-    elif run.command(
-        "idle", [sys.executable, "-m", "tools.hardware.idle", "--model", str(checkpoint(run, llama)), "--json", str(result)]
-    ):
+    elif run.command("idle", command) is not None:
         run.results["idle"] = json.loads(result.read_text(encoding="utf-8"))
-
-
-def checkpoint(run: Run, made: Made) -> Path:
-    with run.console.status(f"{made.name}: {made.num_bytes / 1e9:.1f} GB of made-up weights …"):
-        return write(made, run.folder / made.name)
 
 
 def about(run: Run, dry: bool) -> list[str]:
