@@ -1,4 +1,7 @@
-"""What attends compiles for the GPUs with the least memory to a block and for the newest, and keeps within registers."""
+"""What attends compiles for an H200, in no more memory to a block than the smallest GPUs that are served have, and keeps within registers.
+
+`compile_all` takes any other capability.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,13 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 from compiled_kernels import compile_all
 
+_LEAST_SHARED = 101_376  # bytes to a block: capability 8.6, 8.9 and 12.0
 _SPILLED = 64  # bytes of stack to a thread that cost nothing one can measure: heads of 256 use every register there is
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [86, 90])
-def test_every_kernel_compiles(capability: int) -> None:
-    found = compile_all("launches_attention", capability)
+def test_every_kernel_compiles() -> None:
+    found = compile_all("launches_attention", 90)
     assert {one.kernel for one in found} == {"_part", "_merge", "_block", "_gather"}
     assert not [(one.launch, one.kernel, one.stack) for one in found if one.stack > _SPILLED]
+    assert max(one.shared for one in found) <= _LEAST_SHARED
