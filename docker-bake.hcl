@@ -1,6 +1,6 @@
 // docker buildx bake            both architectures as one manifest
 // docker buildx bake cpu-here   this machine's alone, into the local daemon
-// docker buildx bake cuda       the same with torch's CUDA build, for hosts with an NVIDIA GPU (6 GB; docs/hardware.md)
+// docker buildx bake cuda       the same with torch's CUDA build, for hosts with an NVIDIA GPU (3 GB to pull; docs/hardware.md)
 // docker buildx bake check      format, lint, types and tests beside what the image has; leaves nothing behind
 // docker buildx bake release    both, under all tags of a version, with what is needed to check where it came from (docs/releasing.md)
 
