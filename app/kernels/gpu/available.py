@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import subprocess
+import tempfile
 from functools import cache
+from pathlib import Path
 
 from torch import Tensor
 
@@ -18,6 +21,29 @@ def usable(tensor: Tensor) -> bool:
     return tensor.device.type == "cuda" and why_not() is None
 
 
+def keep_in_private() -> None:
+    """What Triton keeps is code, which it loads unasked: nothing is kept, or found, where others could have written it."""
+    named = os.environ.get("TRITON_CACHE_DIR")
+    if named is None:
+        return
+    trouble = _trouble(Path(named))
+    if trouble:
+        logging.getLogger(__name__).warning("compiled kernels are kept for this process alone: %s %s", named, trouble)
+        os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="armature-kernels-")
+
+
+def _trouble(folder: Path) -> str:
+    """Why this folder is not ours alone; empty where it is, or has just been made so."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        status = folder.stat()
+    except OSError as error:
+        return f"cannot be made ({error.strerror})"
+    if status.st_uid not in (os.getuid(), 0):
+        return f"belongs to user {status.st_uid}"
+    return "may be written by others" if status.st_mode & 0o022 else ""
+
+
 @cache
 def why_not() -> str | None:
     """Why Triton cannot serve on this machine's GPU; None where it can. Torch's twins serve then, and the log says so once.
@@ -25,6 +51,7 @@ def why_not() -> str | None:
     Triton is asked for its driver, which is all that it builds beside the kernels themselves: a small module in C, which wants a compiler,
     Python's headers and a folder to write to, or lies in that folder since last time.
     """
+    keep_in_private()
     try:
         importlib.import_module("triton.runtime").driver.active  # noqa: B018
     except (ImportError, RuntimeError, OSError, AssertionError, subprocess.SubprocessError) as error:
