@@ -1,4 +1,4 @@
-"""What benches may be asked beside the settings, as argparse takes it, and how such values are read from text."""
+"""Flags of the bench commands in the form of argparse arguments, and parsers of their values."""
 
 from __future__ import annotations
 
@@ -8,109 +8,121 @@ from typing import Any
 
 
 def bench_flags() -> dict[str, dict[str, Any]]:
-    """What benches may be asked beside the settings, as argparse takes it."""
+    """Return the flags that benches accept in addition to the settings."""
     return {
-        "--json": {"type": Path, "metavar": "PATH", "help": "write the JSON object there as well"},
-        "--rounds": {"type": _count, "metavar": "N", "help": "how often to measure"},
+        "--json": {"type": Path, "metavar": "PATH", "help": "also write the JSON object to this file"},
+        "--rounds": {"type": _count, "metavar": "N", "help": "number of measurement rounds"},
         "--rows": {
             "type": _counts,
             "metavar": "N,N",
-            "help": "sequences that decode together, or texts or rows of a batch; only these, and --prompts",
+            "help": "batch sizes: sequences that decode together, texts or rows; measure only these and --prompts",
         },
-        "--prompts": {"type": _counts, "metavar": "N,N", "help": "lengths of prompts, or of texts; only these, and --rows"},
+        "--prompts": {"type": _counts, "metavar": "N,N", "help": "lengths of prompts or texts; measure only these and --rows"},
         "--steps": {
             "type": _count,
             "metavar": "N",
-            "help": "of each number of rows, all rounds together: 1000 tell how steady they are",
+            "help": "steps for each batch size over all rounds; 1000 or more also show how much they vary",
         },
-        "--url": {"help": "measure the server there instead of starting one"},
+        "--url": {"help": "measure the running server at this URL instead of starting one"},
         **_load_flags(),
         **_compare_flags(),
-        "--tokens": {"type": _count, "metavar": "N", "help": "length of the long prompt, of the prefix, of the text at the most"},
-        "--text": {"type": Path, "metavar": "FILE", "required": True, "help": "what to read; lines of --- between documents"},
+        "--tokens": {
+            "type": _count,
+            "metavar": "N",
+            "help": "length of the long prompt or the prefix; at most this many tokens of the text",
+        },
+        "--text": {"type": Path, "metavar": "FILE", "required": True, "help": "the text; lines of --- separate documents"},
     }
 
 
 def _load_flags() -> dict[str, dict[str, Any]]:
-    """What `bench http` may be asked."""
+    """Return the flags of `bench http`."""
     length = {"type": _lengths, "metavar": "N[:N]"}
     return {
         "--kind": {
             "choices": ("generate", "embed", "infer"),
-            "help": "what is asked for: streamed answers, vectors of texts, or rows of an exported program",
+            "help": "kind of request: streamed answers, embeddings of texts, or rows of an exported program",
         },
         "--api": {
             "choices": ("completions", "openai", "native", "tei", "oip"),
-            "help": "generate: completions (unless given), openai's chat, ours; embed: openai (unless given), native, tei, oip; infer: oip",
+            "help": "generate: completions (default), openai (chat), native; embed: openai (default), native, tei, oip; infer: oip",
         },
         "--concurrency": {
             "type": _counts,
             "metavar": "N,N",
-            "help": "clients who each wait for their answer (unless given: 1,8,32)",
+            "help": "concurrent clients, each waiting for its answer (default 1,8,32)",
         },
-        "--rate": {"type": _rates, "metavar": "R,R", "help": "requests a second that wait for nobody, at random moments"},
-        "--num-requests": {"type": _count, "metavar": "N", "help": "of each load (unless given: 4 a client that generates)"},
+        "--rate": {
+            "type": _rates,
+            "metavar": "R,R",
+            "help": "requests per second, sent at random times without waiting for answers",
+        },
+        "--num-requests": {"type": _count, "metavar": "N", "help": "requests per load (default when generating: 4 per client)"},
         "--seconds": {
             "type": float,
             "metavar": "S",
-            "help": "for which each load sends (unless given: 10 to embed or infer, 30 with --rate; compare: 8)",
+            "help": "duration of each load (default: 10 to embed or infer, 30 with --rate; compare: 8)",
         },
-        "--prompt-tokens": length | {"help": "generate: length of the prompts, or from:to (unless given: 128)"},
-        "--max-tokens": length | {"help": "generate: length of the answers, or from:to (unless given: 128)"},
+        "--prompt-tokens": length | {"help": "generate: length of the prompts, or from:to (default 128)"},
+        "--max-tokens": length | {"help": "generate: length of the answers, or from:to (default 128)"},
         "--ignore-eos": {
             "action": argparse.BooleanOptionalAction,
-            "help": "generate: go on after an end of text (unless given: yes)",
+            "help": "generate: continue after an end-of-text token (default yes)",
         },
-        "--texts": {"type": _count, "metavar": "N", "help": "embed: texts of a request (unless given: 1)"},
+        "--texts": {"type": _count, "metavar": "N", "help": "embed: texts per request (default 1)"},
         "--lengths": {
             "type": _text_lengths,
             "metavar": "N[:N]",
-            "help": "embed: tokens of a text, or from:to, or lognormal:MEDIAN:HIGHEST (unless given: 128); infer: free dimensions (16)",
+            "help": "embed: tokens per text, or from:to, or lognormal:MEDIAN:HIGHEST (default 128); infer: free dimensions (default 16)",
         },
-        "--batch": {"type": _count, "metavar": "N", "help": "infer: rows of a request (unless given: 1)"},
-        "--below": {"type": _count, "metavar": "N", "help": "infer: whole numbers of inputs lie below this (unless given: 2)"},
+        "--batch": {"type": _count, "metavar": "N", "help": "infer: rows per request (default 1)"},
+        "--below": {"type": _count, "metavar": "N", "help": "infer: integer inputs are below this number (default 2)"},
         "--warmup": {
             "type": int,
             "metavar": "N",
-            "help": "requests before each load that are not counted (unless given: 1 a client)",
+            "help": "warm-up requests before each load, not counted (default 1 per client)",
         },
-        "--seed": {"type": int, "metavar": "N", "help": "of prompts, lengths and moments"},
+        "--seed": {"type": int, "metavar": "N", "help": "random seed of prompts, lengths and send times"},
         "--api-key": {"metavar": "KEY", "help": "sent as a bearer token"},
-        "--slo-ttft-ms": {"type": float, "metavar": "MS", "help": "count requests whose first token came within this"},
-        "--slo-itl-ms": {"type": float, "metavar": "MS", "help": "and whose later tokens took no longer than this on average"},
-        "--against": {"metavar": "URL", "help": "another server, which takes turns with the first: what that is held against"},
+        "--slo-ttft-ms": {"type": float, "metavar": "MS", "help": "count requests whose first token arrived within this time"},
+        "--slo-itl-ms": {"type": float, "metavar": "MS", "help": "and whose later tokens took at most this long on average"},
+        "--against": {"metavar": "URL", "help": "another server to compare with, measured in turns with the first"},
     }
 
 
 def _compare_flags() -> dict[str, dict[str, Any]]:
-    """What `bench compare` may be asked."""
+    """Return the flags of `bench compare`."""
     return {
         "results": {
             "type": Path,
             "nargs": "*",
             "metavar": "RESULT",
-            "help": "files of results that were measured before: nothing is measured, they are held against each other",
+            "help": "result files to compare; nothing is measured",
         },
-        "--name": {"metavar": "NAME", "help": "what this machine is called in reports (unless given: as it calls itself)"},
-        "--instance": {"metavar": "ROW", "help": "the row of the price table that this machine is, for instance c7g.4xlarge"},
+        "--name": {"metavar": "NAME", "help": "name of this machine in reports (default: its processor)"},
+        "--instance": {"metavar": "ROW", "help": "row of the price table for this machine, for instance c7g.4xlarge"},
         "--output": {
             "type": Path,
             "metavar": "FILE",
-            "help": "the result file (unless given: armature-NAME-MODEL-PRECISION.json here); one that is there is replaced",
+            "help": "the result file (default: armature-NAME-MODEL-PRECISION.json in this folder); an existing one is replaced",
         },
-        "--report": {"type": Path, "metavar": "DIR", "help": "of RESULTs: write report.html and its plots there"},
-        "--force": {"action": "store_true", "help": "of RESULTs: even of different models"},
+        "--report": {"type": Path, "metavar": "DIR", "help": "with RESULTs: write report.html and its plots to this folder"},
+        "--force": {"action": "store_true", "help": "with RESULTs: compare them even if the models differ"},
     }
 
 
 def cost_flags() -> dict[str, dict[str, Any]]:
-    """What `tco` may be asked."""
+    """Return the flags of `armature tco`."""
     return {
-        "results": {"type": Path, "nargs": "*", "metavar": "RESULT", "help": "files that `armature bench compare` wrote"},
-        "--target": {"metavar": "N/UNIT", "help": "what has to be served: 10000/s, 600/min, 1e6/day samples, or 5000tok/s"},
-        "--p99-ms": {"type": float, "metavar": "MS", "help": "only as much load as keeps 99 of 100 requests within this"},
-        "--instances": {"type": Path, "metavar": "FILE", "help": "rows of prices that come on top of ours, or in their place"},
-        "--published": {"action": "store_true", "help": "the published comparison on BERT-Large, worked out from its inputs"},
+        "results": {"type": Path, "nargs": "*", "metavar": "RESULT", "help": "result files written by `armature bench compare`"},
+        "--target": {"metavar": "N/UNIT", "help": "load to serve: 10000/s, 600/min, 1e6/day samples, or 5000tok/s"},
+        "--p99-ms": {"type": float, "metavar": "MS", "help": "highest p99 of a request; only loads within it are used"},
+        "--instances": {
+            "type": Path,
+            "metavar": "FILE",
+            "help": "price table that extends or replaces families of the shipped one",
+        },
+        "--published": {"action": "store_true", "help": "a published comparison on BERT-Large, computed again from its inputs"},
         "--json": {"action": "store_true", "help": "print one JSON object"},
     }
 
@@ -134,7 +146,7 @@ def _rates(text: str) -> tuple[float, ...]:
 
 
 def _lengths(text: str) -> tuple[int, int]:
-    """`128` is from 128 to 128."""
+    """Parse `128` (from 128 to 128) or `64:128`."""
     low, _, high = text.partition(":")
     lengths = (_count(low), _count(high or low))
     if lengths[0] > lengths[1]:
@@ -143,6 +155,6 @@ def _lengths(text: str) -> tuple[int, int]:
 
 
 def _text_lengths(text: str) -> tuple[str, int, int]:
-    """`40:512` is anything between, each as likely; `lognormal:40:512` is mostly near 40."""
+    """Parse `40:512` (uniform between the two) or `lognormal:40:512` (mostly near 40)."""
     shape, numbers = ("lognormal", text.removeprefix("lognormal:")) if text.startswith("lognormal:") else ("even", text)
     return (shape, *_lengths(numbers))

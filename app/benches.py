@@ -1,6 +1,6 @@
-"""What each `armature bench` starts, by name: measured from within this process, or of a server over HTTP.
+"""The function behind each `armature bench` command: measurements in this process, or of a server over HTTP.
 
-Torch is imported by the benches themselves, when the environment that its thread pools read is set.
+The benches import torch themselves, after the environment variables for its thread pools are set.
 """
 
 from __future__ import annotations
@@ -40,7 +40,12 @@ USUAL_TOKENS = (128, 128)
 
 
 def measured(settings: Settings, arguments: Namespace) -> Outcome:
-    """Raises `MeasurementFailed`, or what a start raises."""
+    """Run a bench and return its outcome.
+
+    Raises:
+        MeasurementFailed: The measurement failed or its arguments are invalid.
+        StartupError: The model cannot be opened or planned.
+    """
     if arguments.bench == "http":
         return measure_load(_load(settings, arguments))
     if arguments.bench == "compare":
@@ -50,18 +55,24 @@ def measured(settings: Settings, arguments: Namespace) -> Outcome:
 
 
 def report(arguments: Namespace) -> int:
-    """Result files held against each other, and the exit status. Raises `MeasurementFailed`."""
+    """Compare result files in a report and return the exit status.
+
+    Raises:
+        MeasurementFailed: A file cannot be read, or flags were given that only apply to a measurement.
+    """
     measuring = ("json", "url", "name", "instance", "output", "seconds", "api_key", *settings_given(arguments))
     given = [f"--{name.replace('_', '-')}" for name in measuring if getattr(arguments, name) is not None]
     if given:
-        raise MeasurementFailed(f"{', '.join(given)}: nothing is measured where RESULTs are given; leave one or the other out")
+        raise MeasurementFailed(
+            f"{', '.join(given)}: these flags apply to a measurement, but RESULTs are given; leave out one or the other"
+        )
     from app.bench.report.making import Here, make_report
 
     return make_report(arguments.results, arguments.report, bool(arguments.force), Here(VERSION, probe().to_json()))
 
 
 def _ready_to_measure(settings: Settings) -> Prepared:
-    """With the final plan, as serving has it; torch finds the environment that it asks for."""
+    """Make the final serving plan and set the environment variables that torch reads."""
     prepared = prepare(settings)
     os.environ.update(prepared.plan.environment())
     return calibrate(prepared, lambda stage: None)
@@ -123,7 +134,7 @@ INSIDE: Mapping[str, Callable[[Prepared, Namespace], Outcome]] = {
 
 
 def _job(settings: Settings, arguments: Namespace) -> Job:
-    """What is asked of a bench over HTTP; `bench/over_http` has them by name."""
+    """Return the job of a bench over HTTP. `bench/over_http` has these benches by name."""
     url = getattr(arguments, "url", None)
     flags = _flags(arguments)
     subject, tokens = url or settings.checkpoint_directory.name, getattr(arguments, "tokens", 0)
@@ -132,19 +143,19 @@ def _job(settings: Settings, arguments: Namespace) -> Job:
 
 
 def _flags(arguments: Namespace) -> tuple[str, ...]:
-    """The settings that were given, for a server of our own."""
+    """Return the given settings as flags for a server started by this client."""
     return tuple(f"{row.flag}={getattr(arguments, row.name)}" for row in setting_rows() if hasattr(arguments, row.name))
 
 
 def _machine(settings: Settings, arguments: Namespace) -> MachineJob:
-    """With a URL, `--model` is the name that the server there knows."""
+    """Return the job of `bench compare`. With a URL, `--model` is the model name that the running server uses."""
     if arguments.report is not None or arguments.force:
-        raise MeasurementFailed("--report and --force are of RESULTs: name the files that were measured before")
+        raise MeasurementFailed("--report and --force need RESULTs: name the result files to compare")
     url, seconds = arguments.url, arguments.seconds
     of_a_server = [name for name in settings_given(arguments) if name not in ("model", "hourly_price", "watts")]
     if url and of_a_server:
         raise MeasurementFailed(
-            f"--{of_a_server[0].replace('_', '-')} says nothing to a server that runs already: leave out --url"
+            f"--{of_a_server[0].replace('_', '-')} does not apply to a server that is already running: leave out --url or this flag"
         )
     target = Target(url, () if url else _flags(arguments), model=getattr(arguments, "model", None), api_key=arguments.api_key)
     place = Place(arguments.name, arguments.instance, settings.hourly_price, settings.watts)
@@ -153,7 +164,7 @@ def _machine(settings: Settings, arguments: Namespace) -> MachineJob:
 
 
 def _load(settings: Settings, arguments: Namespace) -> LoadJob:
-    """With a URL, `--model` is the name that the server there knows."""
+    """Return the job of `bench http`. With a URL, `--model` is the model name that the running server uses."""
     kind = KINDS[arguments.kind]
     api = _api(arguments, kind)
     url, key = arguments.url, arguments.api_key
@@ -200,7 +211,7 @@ _OF_STREAMS = ("prompt_tokens", "max_tokens", "ignore_eos", "slo_ttft_ms", "slo_
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What `--kind` asks of a server: in which dialects, and the one unless told otherwise."""
+    """A kind of request (`--kind`): its API dialects, the default one, and the function that reads its flags."""
 
     dialects: Collection[str]
     usual: str
@@ -215,16 +226,16 @@ KINDS: Mapping[str, Kind] = {
 
 
 def _refuse(arguments: Namespace, *names: str) -> None:
-    """What means nothing to this kind must not be given."""
+    """Refuse flags that do not apply to this kind."""
     for name in names:
         if getattr(arguments, name) is not None:
-            raise MeasurementFailed(f"--{name.replace('_', '-')} says nothing to --kind {arguments.kind}")
+            raise MeasurementFailed(f"--{name.replace('_', '-')} does not apply to --kind {arguments.kind}")
 
 
 def _api(arguments: Namespace, kind: Kind) -> str:
     api = arguments.api or kind.usual
     if api not in kind.dialects:
-        raise MeasurementFailed(f"--api {api} is not for --kind {arguments.kind}: {', '.join(kind.dialects)}")
+        raise MeasurementFailed(f"--api {api} does not support --kind {arguments.kind}: use {', '.join(kind.dialects)}")
     return str(api)
 
 
@@ -233,7 +244,7 @@ def _seconds(milliseconds: float | None) -> float | None:
 
 
 def _with_memory(job: Job, settings: Settings) -> Job:
-    """What resident memory is held against: the weights as they are served, and what a token's keys and values take."""
+    """Add the expected memory to the job: size of the served weights, and KV bytes per token."""
     prepared = prepare(settings)
     plan = prepared.plan
     kv_bytes = kv_bytes_per_token(prepared.checkpoint.needs(), plan.kv_precision.value)

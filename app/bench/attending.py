@@ -1,4 +1,4 @@
-"""Decode attention as a step does it, over a cache of the engine's own that no processor's cache holds: for `armature bench kernels`."""
+"""Decode attention over a KV cache larger than any processor cache, measured for `armature bench kernels`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from app.kernels.native import native
 from app.kernels.operations import Code, has, listed, listening
 
 SEQUENCES, KV_TOKENS = 8, 4000
-HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 8, 64, 4  # Llama 3.2 1B's; the layers together pass any cache
+HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 8, 64, 4  # Llama 3.2 1B; together the layers exceed any processor cache
 CALLS = 12
 
 
 class Attending:
-    """One query of each sequence against its whole context, a layer after the other; keys and values of this dtype."""
+    """Decode attention of one query per sequence against its whole context, layer after layer.
+
+    `dtype` is the dtype of the cached keys and values (bfloat16, or int8 with scales). Queries are bfloat16
+    [SEQUENCES, HEADS, HEAD_DIM]. The cache is the engine's own `KVCache`.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         shape = KVShape(num_layers=LAYERS, num_slots=SEQUENCES, max_len=KV_TOKENS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
@@ -36,10 +40,11 @@ class Attending:
 
     @staticmethod
     def here() -> bool:
+        """Return True if the native attention kernel is available on this machine."""
         return has(Code.ATTENTION)
 
     def time(self) -> list[float]:
-        """Seconds a layer, of several passes over all of them."""
+        """Return the seconds that one layer took, for each of `CALLS` passes over all layers."""
         call = self._recorded()
         call()
         seconds = []
@@ -51,8 +56,8 @@ class Attending:
 
     def _recorded(self) -> Callable[[], object]:
         steps: list[tuple[Code, ctypes.Structure]] = []
-        with listening(lambda code, arguments: steps.append((code, arguments))):  # `kept`: what the operations write
+        with listening(lambda code, arguments: steps.append((code, arguments))):  # `kept` owns the output buffers
             kept = [attention(self._query, layer, self._step, HEAD_DIM**-0.5, None, None) for layer in self._cache.layers]
         operations, library = listed(steps), native().library
-        assert library is not None, "here() was asked"
+        assert library is not None, "available: here() was checked first"
         return lambda: (library.armature_run(ctypes.byref(operations), len(steps), torch.get_num_threads()), kept)

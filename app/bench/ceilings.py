@@ -1,4 +1,7 @@
-"""Samples of this machine's two ceilings (kernels/ceilings.py), taken between rounds of work and held against it."""
+"""Samples of the machine's two ceilings, read bandwidth and product rate, taken between rounds of measured work.
+
+The ceilings themselves are measured by `kernels/ceilings.py` and `kernels/device_ceilings.py`.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +17,31 @@ from app.bench.stats import Figure, percentile
 from app.kernels.ceilings import ProductCeiling, ReadCeiling
 from app.kernels.device_ceilings import COPY_BYTES, FREE_SHARE, CopyCeiling, DeviceProductCeiling
 
-DTYPES = (torch.float32, torch.bfloat16, torch.int8)  # int8 by int8, summed in int32
+DTYPES = (torch.float32, torch.bfloat16, torch.int8)  # int8 is int8 × int8 with int32 sums
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Bytes read and operations (of one dtype) a second, as they were just now."""
+    """Sampled ceilings: bytes read per second, and operations per second in one dtype."""
 
     read: float
     product: float
 
 
 def between(before: Ceilings, after: Ceilings) -> Ceilings:
-    """The ceilings while the work ran: the mean of both sides. (The larger would count a shared machine's drift against the work.)"""
+    """Return the ceilings during the work: the mean of the samples before and after it.
+
+    The larger of both would count the drift of a shared machine against the work.
+    """
     return Ceilings((before.read + after.read) / 2, (before.product + after.product) / 2)
 
 
 @dataclass(slots=True)
 class Samples:
-    """Of one piece of work that reads `num_bytes` and takes `operations` each time: seconds, and each round's share of the two ceilings."""
+    """Measurements of one workload that reads `num_bytes` and performs `operations` each time it runs.
+
+    Holds the seconds of every run, and each round's share of the two ceilings (0 to 1).
+    """
 
     num_bytes: float
     operations: float
@@ -41,7 +50,7 @@ class Samples:
     product_shares: list[float] = field(default_factory=list)
 
     def hold(self, seconds: list[float], ceilings: Ceilings) -> None:
-        """One round's samples, against the ceilings that stood on both sides of it."""
+        """Add one round: its seconds, compared with the ceilings sampled before and after it."""
         middle = statistics.median(seconds)
         self.seconds += seconds
         self.read_shares.append(self.num_bytes / middle / ceilings.read)
@@ -49,50 +58,56 @@ class Samples:
 
     @property
     def middle(self) -> float:
+        """Median seconds of a run."""
         return statistics.median(self.seconds)
 
     @property
     def p99(self) -> float:
+        """99th percentile of the seconds of a run."""
         return percentile(self.seconds, 0.99)
 
     @property
     def read_share(self) -> float:
+        """Median share of the read bandwidth that the rounds reached."""
         return statistics.median(self.read_shares)
 
     @property
     def product_share(self) -> float:
+        """Median share of the product rate that the rounds reached."""
         return statistics.median(self.product_shares)
 
     @property
     def bound(self) -> tuple[str, float]:
-        """The ceiling that is nearer, and how near."""
+        """Name of the nearer ceiling, and the share of it that was reached."""
         read, product = self.read_share, self.product_share
         return ("memory read", read) if read >= product else ("product rate", product)
 
 
 class Sampled(Protocol):
-    """Where the two ceilings come from."""
+    """Source of ceiling samples for one device."""
 
     @property
     def products(self) -> Mapping[torch.dtype, list[float]]:
-        """All samples of product rates."""
+        """Sampled product rates in operations per second, by dtype."""
         ...
 
-    def sample(self) -> Ceilings: ...
+    def sample(self) -> Ceilings:
+        """Measure and return both ceilings now."""
 
     def sample_other_dtypes(self) -> None:
-        """For people's information: the engine does not multiply in these."""
+        """Sample product rates of dtypes that the engine does not multiply in, as information for users."""
         ...
 
     def figures(self) -> Iterator[Figure]:
-        """Medians of what was sampled."""
+        """Yield the medians of all samples."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release the buffers and threads used for sampling."""
 
 
 class DeviceMachine:
-    """The ceilings of a device with memory of its own: what a copy moves, and its product in the dtype of activations."""
+    """Ceilings of a device with its own memory: copy bandwidth, and the product rate in the activation dtype."""
 
     def __init__(self, backend: Device) -> None:
         self._dtype = backend.dtype
@@ -102,28 +117,33 @@ class DeviceMachine:
         self.products: dict[torch.dtype, list[float]] = {backend.dtype: []}
 
     def sample(self) -> Ceilings:
+        """Measure and return both ceilings now, and keep the samples."""
         self.reads.append(self._copying.sample())
         self.products[self._dtype].append(self._multiplying.sample())
         return Ceilings(self.reads[-1], self.products[self._dtype][-1])
 
     def sample_other_dtypes(self) -> None:
-        """There is one."""
+        """Do nothing: a device is only sampled in its activation dtype."""
 
     def figures(self) -> Iterator[Figure]:
+        """Yield the median copy bandwidth and product rate."""
         if self.reads:
             yield Figure("memory copy, both ways", statistics.median(self.reads) / 1e9, "GB/s")
             rate = statistics.median(self.products[self._dtype])
             yield Figure(f"products, {str(self._dtype).removeprefix('torch.')}", rate / 1e9, "GFLOP/s")
 
     def close(self) -> None:
-        """Its memory goes with it."""
+        """Do nothing: the buffers are freed together with this object."""
 
 
 class Machine:
-    """Samples the ceilings of what is measured, and keeps all samples. `dtype` is what the engine multiplies in."""
+    """Ceilings of the processor. Samples them on request and keeps all samples.
+
+    `dtype` is the dtype that the engine multiplies in; `Ceilings.product` refers to it.
+    """
 
     def __init__(self, threads: int, dtype: torch.dtype, kinds: Iterable[torch.dtype] = DTYPES) -> None:
-        """`kinds`: of which the product rate is known; sampling others would only take time."""
+        """Prepare sampling of the product rates of `kinds`; sampling further dtypes would only take time."""
         self.reads: list[float] = []
         self.products: dict[torch.dtype, list[float]] = {kind: [] for kind in DTYPES}
         self._dtype = dtype
@@ -131,17 +151,18 @@ class Machine:
         self._multiplying = {kind: ProductCeiling(kind) for kind in kinds}
 
     def sample(self) -> Ceilings:
+        """Measure and return both ceilings now, and keep the samples."""
         self.reads.append(self._reading.sample())
         self.products[self._dtype].append(self._multiplying[self._dtype].sample())
         return Ceilings(self.reads[-1], self.products[self._dtype][-1])
 
     def sample_other_dtypes(self) -> None:
-        """For people's information: the engine does not multiply in these."""
+        """Sample product rates of dtypes that the engine does not multiply in, as information for users."""
         for kind in self._multiplying.keys() - {self._dtype}:
             self.products[kind].append(self._multiplying[kind].sample())
 
     def figures(self) -> Iterator[Figure]:
-        """Medians of what was sampled."""
+        """Yield the medians of all samples."""
         if self.reads:
             yield Figure("memory read", statistics.median(self.reads) / 1e9, "GB/s")
         for dtype, rates in self.products.items():
@@ -150,4 +171,5 @@ class Machine:
                 yield Figure(f"products, {str(dtype).removeprefix('torch.')}", statistics.median(rates) / 1e9, unit)
 
     def close(self) -> None:
+        """Stop the threads that read memory."""
         self._reading.close()

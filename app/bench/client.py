@@ -1,4 +1,7 @@
-"""A client that notes when each piece of an answer arrived: of any server that streams, and of what only ours can be asked."""
+"""A client that records when each chunk of a streamed answer arrived.
+
+`streamed` works with any server that streams; `Client` also uses the routes that only Armature has.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,11 @@ from app.bench.workload import WORDS, Deck
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """One streamed answer: when it was sent, and when each piece came with how many tokens (`time.perf_counter` seconds).
+    """Timing of one streamed answer.
 
-    What comes at once is one piece: a step that guessed well makes several tokens.
+    `started` is when the request was sent. `pieces` has the arrival time of each chunk and its number of tokens.
+    Times are `time.perf_counter` seconds. Tokens that arrive at the same moment form one chunk: a step with accepted
+    draft tokens produces several tokens.
     """
 
     started: float
@@ -31,24 +36,29 @@ class Stream:
 
     @property
     def time_to_first_token(self) -> float:
+        """Seconds from sending the request to the first chunk with tokens."""
         return self.pieces[0][0] - self.started
 
     @property
     def num_tokens(self) -> int:
-        """As the server counts them, or else as many as could be seen."""
+        """Number of completion tokens: the server's count if it reports usage, else the tokens seen in chunks."""
         return sum(count for _, count in self.pieces) if self.usage is None else self.usage.completion_tokens
 
     def gaps(self, since: float = float("-inf"), until: float = float("inf")) -> list[float]:
-        """Seconds from one piece to the next, for pieces that came within `(since, until]`."""
+        """Return the seconds between consecutive chunks, for chunks that arrived within `(since, until]`."""
         times = [moment for moment, _ in self.pieces]
         return [later - earlier for earlier, later in pairwise(times) if since < later <= until]
 
 
-OnPiece = Callable[[int], bool]  # told how many events with tokens have come; False leaves the server in the middle of its answer
+OnPiece = Callable[[int], bool]  # receives the number of events with tokens; False aborts the request
 
 
 async def streamed(wire: Wire, dialect: Dialect, ask: Ask, on_piece: OnPiece | None = None) -> Stream:
-    """One answer to its end, or as far as `on_piece` wants it. Raises `RequestBroken`."""
+    """Send one request and return its stream, read to the end or until `on_piece` returns False.
+
+    Raises:
+        RequestBroken: No complete answer arrived, or it has no tokens.
+    """
     reading = _Reading(dialect, on_piece)
     started = time.perf_counter()
     answer = await wire.post(dialect.path, dialect.body(ask), reading.take)
@@ -57,7 +67,7 @@ async def streamed(wire: Wire, dialect: Dialect, ask: Ask, on_piece: OnPiece | N
 
 
 class _Reading:
-    """An answer as it comes."""
+    """Collects the chunks of one answer while it arrives."""
 
     def __init__(self, dialect: Dialect, on_piece: OnPiece | None) -> None:
         self._num_tokens = dialect.num_tokens
@@ -81,7 +91,7 @@ class _Reading:
         if not num_tokens:
             return True
         self._num_events += 1
-        if self._pieces and self._pieces[-1][0] == moment:  # several events of one step
+        if self._pieces and self._pieces[-1][0] == moment:  # several events from one step
             self._pieces[-1] = (moment, self._pieces[-1][1] + num_tokens)
         else:
             self._pieces.append((moment, num_tokens))
@@ -94,47 +104,52 @@ class _Reading:
 
 
 def _event(data: bytes) -> dict[str, Any]:
-    """What an event carries."""
+    """Parse the JSON object of one event."""
     try:
         event = json.loads(data)
     except ValueError as error:
-        raise RequestBroken("not JSON", f"the server sent an event that is no JSON: {data[:100]!r}") from error
+        raise RequestBroken("not JSON", f"the server sent an event that is not JSON: {data[:100]!r}") from error
     if not isinstance(event, dict):
-        raise RequestBroken("not JSON", f"the server sent an event that is no object: {data[:100]!r}")
+        raise RequestBroken("not JSON", f"the server sent an event that is not a JSON object: {data[:100]!r}")
     if event.get("error"):
         raise RequestBroken("ended by an error", f"the server ended the stream: {event['error']}")
     return event
 
 
 class Client:
-    """What can be asked of a server of ours."""
+    """Client for the routes of an Armature server."""
 
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
 
     async def ready(self) -> bool:
-        """False while the server loads, or does not listen yet."""
+        """Return False while the server is loading or not yet listening."""
         try:
             return (await self.wire.get("/readyz")).status == 200
         except RequestBroken:
             return False
 
     async def info(self) -> dict[str, Any]:
+        """Return the JSON object of `/info`."""
         return dict((await self.wire.get("/info")).checked("/info").json())
 
     async def counters(self) -> dict[str, float]:
-        """Every sample of `/metrics`, by its name with labels as they are printed."""
+        """Return every sample of `/metrics`, keyed by metric name with labels as printed."""
         lines = (await self.wire.get("/metrics")).checked("/metrics").body.decode().splitlines()
         samples = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
         return {name: float(value) for name, _, value in samples}
 
     async def deck(self, seed: int = 0) -> Deck:
-        """Prompts out of this model's own tokens."""
+        """Return a source of prompts made of tokens of this model."""
         answer = await self.wire.post("/tokenize", {"prompt": WORDS, "add_special_tokens": False})
         return Deck(answer.checked("/tokenize").json()["token_ids"], seed)
 
     async def generate(self, token_ids: Sequence[int], max_tokens: int, on_piece: OnPiece | None = None) -> Stream:
-        """One greedy answer of exactly `max_tokens` tokens, or as far as `on_piece` wants it."""
+        """Request one greedy answer of exactly `max_tokens` tokens, read until `on_piece` returns False.
+
+        Raises:
+            MeasurementFailed: The stream was read to its end but has another number of tokens.
+        """
         went_on = True
 
         def noted(num_pieces: int) -> bool:
@@ -150,7 +165,7 @@ class Client:
 
 @asynccontextmanager
 async def beside_each_other() -> AsyncIterator[asyncio.TaskGroup]:
-    """Tasks of which the first failure ends all, and is raised as it is."""
+    """Run tasks concurrently; the first failure cancels all and is raised without its exception group."""
     try:
         async with asyncio.TaskGroup() as tasks:
             yield tasks

@@ -1,4 +1,4 @@
-"""How a bench speaks: a progress bar and a table on standard error for people, one JSON object on standard output for programs."""
+"""Console output of the benches: progress bar and table on standard error, one JSON object on standard output."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from app.bench.stats import Figure, Outcome
 
 WIDTH = 140
 WIDEST = 1000
-LOOKS_PER_SECOND = 2  # each costs what is measured a millisecond
-STEADY_SECONDS = 600.0  # over which speed is averaged: of minutes, the time left should not jump with every load
-PERCENTILES = ("p90", "p95")  # which stand between p50 and p99
+LOOKS_PER_SECOND = 2  # each refresh takes a millisecond from what is measured
+STEADY_SECONDS = 600.0  # averaging period of the speed, so that the time left does not jump with every load
+PERCENTILES = ("p90", "p95")  # columns between p50 and p99
 
 
 class Advance(Protocol):
-    """So many units of work are done; the text says what is done now."""
+    """Callback that reports progress."""
 
-    def __call__(self, text: str, units: float = 1, /) -> None: ...
+    def __call__(self, text: str, units: float = 1, /) -> None:
+        """Report `units` of completed work; `text` describes the current work."""
 
 
 @contextmanager
 def progress(total: int, what: str) -> Iterator[Advance]:
-    """A bar with the time left; quiet where standard error is not a terminal."""
+    """Show a progress bar with the remaining time. Shows nothing if standard error is not a terminal."""
     console = _console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     shown = console.is_terminal
@@ -48,13 +49,14 @@ def progress(total: int, what: str) -> Iterator[Advance]:
 
 
 def show(outcome: Outcome, json_path: Path | None) -> int:
-    """Prints everything, writes the file that was asked for, and answers the exit status: 1 for a failed measurement, 130 after Ctrl-C."""
+    """Print the outcome, write it to `json_path` if given, and return the exit status.
+
+    The exit status is 1 for a failed measurement and 130 after Ctrl-C.
+    """
     console = _console()
     figures = table(outcome)
     needed = Measurement.get(console, console.options.update(max_width=WIDEST), figures).maximum
-    Console(stderr=True, width=max(needed, console.width)).print(
-        figures
-    )  # on a narrow terminal lines run on: no figure is cut off
+    Console(stderr=True, width=max(needed, console.width)).print(figures)  # lines wrap on a narrow terminal; no figure is cut off
     for note in outcome.notes:
         console.print(note, markup=False, highlight=False)
     for mistake in outcome.mistakes:
@@ -67,11 +69,11 @@ def show(outcome: Outcome, json_path: Path | None) -> int:
     sys.stdout.write(text + "\n")
     if outcome.mistakes:
         return 1
-    return 0 if outcome.complete else 130  # 128 + SIGINT: a loop in a shell ends too
+    return 0 if outcome.complete else 130  # 128 + SIGINT: ends a loop in a shell too
 
 
 def table(outcome: Outcome) -> Table:
-    """One row a figure; a column where any figure has something to say in it."""
+    """Build the table: one row per figure, and a column for every value that at least one figure has."""
     rows = [_cells(figure) for figure in outcome.figures]
     parts = dict.fromkeys(name for figure in outcome.figures for name in figure.parts)
     percentiles, others = [name for name in parts if name in PERCENTILES], [name for name in parts if name not in PERCENTILES]
@@ -92,7 +94,7 @@ def table(outcome: Outcome) -> Table:
 
 
 def _cells(figure: Figure) -> dict[str, str]:
-    """By column."""
+    """Return the cells of one row by column name."""
     return {
         "": figure.name,
         "p50": number(figure.value),
@@ -106,13 +108,13 @@ def _cells(figure: Figure) -> dict[str, str]:
 
 
 def _console() -> Console:
-    """Where nobody watches, in a log, lines are as long as the table wants them."""
+    """Return a console on standard error; outside a terminal, such as in a log, it is `WIDTH` columns wide."""
     console = Console(stderr=True)
     return console if console.is_terminal else Console(stderr=True, width=WIDTH)
 
 
 def number(value: float) -> str:
-    """Three figures, and no exponent where people would not write one."""
+    """Format with three significant digits; numbers from 1000 on have thousands separators and no exponent."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 

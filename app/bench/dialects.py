@@ -1,4 +1,7 @@
-"""The three ways to ask a server for a streamed answer: our own, and OpenAI's completions and chat, which most servers speak."""
+"""The three API dialects of a streamed answer: native `/generate`, and OpenAI's completions and chat completions.
+
+Most servers implement at least one of the OpenAI dialects.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One greedy answer. `prompt`: token ids where both sides can, else text."""
+    """One greedy generation request. `prompt` is token ids if client and server support them, else text."""
 
     prompt: str | list[int]
     max_tokens: int
@@ -21,7 +24,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What the server says it has read and written, in tokens."""
+    """Prompt and completion tokens as counted by the server."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -29,7 +32,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """`num_tokens` of an event: how many tokens' text it brings, as far as it can be seen; 0 for what brings none."""
+    """Request and response format of one dialect.
+
+    `num_tokens` returns the number of tokens whose text an event carries, as far as the event shows it; 0 for other
+    events.
+    """
 
     path: str
     takes_ids: bool
@@ -38,7 +45,7 @@ class Dialect:
 
 
 def usage_of(event: Json) -> Usage | None:
-    """All three say it in the same place, with one of the last events."""
+    """Return the usage that an event reports, or None. All three dialects report it under `usage` in a late event."""
     usage = event.get("usage")
     if not usage or usage.get("completion_tokens") is None:
         return None
@@ -53,7 +60,7 @@ def _native_body(ask: Ask) -> Json:
 def _openai_body(ask: Ask) -> Json:
     body: Json = {"max_tokens": ask.max_tokens, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
     if ask.ignore_eos:
-        body["ignore_eos"] = True  # no field of OpenAI's; vLLM, llama.cpp and ours know it
+        body["ignore_eos"] = True  # not an OpenAI field; vLLM, llama.cpp and Armature support it
     return body | ({"model": ask.model} if ask.model else {})
 
 

@@ -1,4 +1,4 @@
-"""Puts requests into an engine and times its steps, one by one; a served engine is driven by its worker instead."""
+"""Driver that adds requests to an engine and times its steps; a served engine is driven by its worker."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from app.engine.decoder import DecoderEngine
 from app.messages import Abort, Generate, RequestFailed, SamplingParams
 
 PROMPT_TOKENS = 128
-SITTING_STEPS = 100  # with longer ones the growing context would be measured rather than the steps
-SMALLEST_CHUNK = 8  # tokens of prefill that a step carries at the least, as engine/pace.py has it
-MAX_STEPS = 10_000  # until all sequences of a workload decode together
+SITTING_STEPS = 100  # more steps would measure the growing context instead of the step
+SMALLEST_CHUNK = 8  # smallest prefill chunk of a step, as in engine/pace.py
+MAX_STEPS = 10_000  # limit until all sequences of a workload decode together
 
 
 class Driver:
-    """Prompts never repeat, so nothing is found in the KV cache. Of many steps, each `sitting_steps` begin with new sequences."""
+    """Submits prompts to an engine and steps it on this thread.
+
+    Prompts never repeat, so the prefix cache never matches. Decode measurements start with new sequences every
+    `sitting_steps` steps.
+    """
 
     def __init__(self, engine: DecoderEngine, deck: Deck, max_model_len: int) -> None:
         self._engine = engine
@@ -27,14 +31,15 @@ class Driver:
         self.sitting_steps = min(SITTING_STEPS, max(1, self._max_tokens // 2))
 
     def decode(self, rows: int, steps: int) -> list[float]:
-        """Seconds of each of `steps` steps that decode `rows` sequences and do nothing else."""
+        """Return the seconds of `steps` steps, each of which only decodes `rows` sequences."""
         seconds: list[float] = []
         while len(seconds) < steps:
             seconds += self._sitting(rows, min(self.sitting_steps, steps - len(seconds)))
         return seconds
 
     def _sitting(self, rows: int, steps: int) -> list[float]:
-        # Prompts come in chunks beside the decodes of those that were quicker, which must not end before the last has come.
+        # Prompts are prefilled in chunks while earlier sequences already decode.
+        # The earlier sequences must not end before the last one has started.
         waiting = rows * PROMPT_TOKENS // SMALLEST_CHUNK
         max_tokens = min(steps + 2 * waiting, self._max_tokens)
         names = [self._add(PROMPT_TOKENS, max_tokens) for _ in range(rows)]
@@ -49,7 +54,7 @@ class Driver:
         return seconds
 
     def prefill(self, tokens: int, prompts: int = 1) -> float:
-        """Seconds from an idle engine to the first token of each of these prompts, which come together."""
+        """Return the seconds from an idle engine to the first token of all `prompts`, submitted together."""
         for _ in range(prompts):
             self._add(tokens, max_tokens=1)
         seconds = 0.0
@@ -73,10 +78,10 @@ class Driver:
         return name
 
     def _step(self) -> tuple[float, tuple[int, int]]:
-        """Its seconds, and how many tokens it prefilled and decoded."""
+        """Run one step; return its seconds, and its numbers of prefilled and decoded tokens."""
         start = time.perf_counter()
         self._engine.step()
         elapsed = time.perf_counter() - start
         stats = self._engine.stats
-        assert stats is not None, "an engine with work has made a step"
+        assert stats is not None, "an engine with work has run a step"
         return elapsed, (stats.prefill_tokens, stats.decode_tokens)

@@ -1,4 +1,4 @@
-"""The four ways to ask a server for vectors of texts: OpenAI's, our own, text-embeddings-inference's, and the Open Inference Protocol's."""
+"""The four API dialects of embeddings: OpenAI, native, text-embeddings-inference, and the Open Inference Protocol."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ _USAGE = b'"prompt_tokens"'
 
 @dataclass(frozen=True, slots=True)
 class EmbedDialect:
-    """`path` is of a model, which few servers care for; `sizes` of a whole answer: how many numbers each vector has."""
+    """Request and response format of one dialect.
+
+    `path` takes the model name, which only some dialects use. `sizes` takes a whole answer and returns the length of
+    each vector.
+    """
 
     path: Callable[[str | None], str]
     body: Callable[[Texts, str | None], Json]
@@ -22,7 +26,10 @@ class EmbedDialect:
 
 
 def counted_tokens(body: bytes) -> int | None:
-    """What the server says it has read. Vectors are not parsed for it: a client that does takes the server's cores."""
+    """Return the number of prompt tokens that the server reports, or None.
+
+    Finds the number without parsing the vectors: parsing would take processor time from the server.
+    """
     _, found, after = body.rpartition(_USAGE)
     digits = after[1:12].lstrip(b" :").split(b",")[0].split(b"}")[0].strip() if found else b""
     return int(digits) if digits.isdigit() else None
@@ -43,7 +50,7 @@ def _oip_body(texts: Texts, model: str | None) -> Json:
 
 def _sizes(vectors: Any) -> list[int]:
     if not isinstance(vectors, list):
-        raise TypeError("vectors come in a list")
+        raise TypeError("vectors must be a list")
     return [len(vector) for vector in vectors]
 
 
@@ -51,7 +58,7 @@ def _oip_sizes(answer: Any) -> list[int]:
     tensor = next(output for output in answer["outputs"] if output["name"] == "embedding")
     num_texts, size = tensor["shape"]
     if len(tensor["data"]) != num_texts * size:
-        raise ValueError("a tensor's shape is not its data's")
+        raise ValueError("a tensor's shape does not match its data")
     return [size] * num_texts
 
 

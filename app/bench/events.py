@@ -1,17 +1,17 @@
-"""Server-sent events out of bytes, however these were cut on their way."""
+"""An incremental parser of server-sent events."""
 
 from __future__ import annotations
 
 
 class Events:
-    """Keeps what is not whole yet."""
+    """Parser of server-sent events. Keeps incomplete lines and events until their rest arrives."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._lines: list[bytes] = []
 
     def feed(self, part: bytes) -> list[bytes]:
-        """The data of every event that this part makes whole. Comments and other fields carry nothing here."""
+        """Return the data of every event that `part` completes. Comments and fields other than `data` are ignored."""
         *lines, self._rest = (self._rest + part).split(b"\n")
         events = []
         for line in lines:

@@ -1,4 +1,4 @@
-"""What a step must read and multiply at the least, counted from the layers themselves, as they are held."""
+"""Lower bounds of a step, counted from the loaded layers: bytes that it must read and operations to perform."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from app.kernels.linear import Linear, LinearForm
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Bytes of all products' weights, and multiply-adds (times two) a token and a row of logits."""
+    """Cost of all matrix products of a model.
+
+    `num_bytes` is the size of the weights. Operations are multiply-adds times two: per token for the inner layers,
+    and per row of logits for the output layer.
+    """
 
     num_bytes: int
     operations_per_token: float
@@ -23,15 +27,22 @@ class Weights:
 
     @property
     def read_bytes(self) -> int:
-        """What a step reads of them from memory; what may stay in a cache is read in no time."""
+        """Weight bytes that a step reads from memory; 0 if at least half of the weights fit in the cache."""
         return self.num_bytes if self.num_bytes > 2 * self.cache_bytes else 0
 
     def operations(self, tokens: int, logit_rows: int) -> float:
+        """Return the operations of a step with this many tokens and rows of logits."""
         return tokens * self.operations_per_token + logit_rows * self.operations_per_logit_row
 
 
 def weights_of(model: torch.nn.Module, vocab_size: int, cache_bytes: int) -> Weights:
-    """`cache_bytes`: of the machine's largest cache."""
+    """Count the products of a model.
+
+    Args:
+        model: The loaded model; its `Linear` layers are counted.
+        vocab_size: Output size by which the output layer is recognised; -1 if there is none.
+        cache_bytes: Size of the machine's largest cache.
+    """
     layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
     output = [layer for layer in layers if layer.out_features == vocab_size]
     inner = [layer for layer in layers if layer.out_features != vocab_size]
@@ -44,10 +55,10 @@ def weights_of(model: torch.nn.Module, vocab_size: int, cache_bytes: int) -> Wei
 
 
 def cache_of(facts: Facts, device: torch.device) -> int:
-    """Bytes of the largest cache where the model's weights are."""
+    """Return the bytes of the largest cache of the device that holds the weights."""
     return cache_bytes(device) if device.type != "cpu" else max((cache.size_bytes for cache in facts.caches), default=0)
 
 
 def _few_rows_bytes(form: LinearForm) -> int:
-    """What the product of a few rows reads: of a weight that is held in two forms, one."""
+    """Return the bytes that a product of a few rows reads; a weight in two forms counts once."""
     return form.few.nbytes if isinstance(form, HybridLinear) else form.nbytes

@@ -1,4 +1,7 @@
-"""Made-up rows for a model that is asked over the Open Inference Protocol: by the signature that the server tells, as binary tensors."""
+"""Synthetic input rows for a model served over the Open Inference Protocol.
+
+Rows follow the signature that the server reports and are sent as binary tensors.
+"""
 
 from __future__ import annotations
 
@@ -14,28 +17,31 @@ from app.bench.stats import MeasurementFailed
 from app.bench.wire import Answer, Body
 from app.bench.workload import Lengths, LogNormal
 
-HEADER = "Inference-Header-Content-Length"  # bytes of JSON, behind which the tensors lie
-FREE_SIZE = 16  # of a dimension that the caller chooses, as a server of ours measures steps
+HEADER = "Inference-Header-Content-Length"  # length of the JSON header in bytes; the tensors follow it
+FREE_SIZE = 16  # default size of a free dimension, as in the server's own calibration
 USUAL_FREE = Lengths(FREE_SIZE, FREE_SIZE)
-MOST_BODIES = 32  # which differ; then the first is sent again
-MOST_BYTES = 2**26  # of them all
+MOST_BODIES = 32  # different bodies; after the last one the first is sent again
+MOST_BYTES = 2**26  # total size of all bodies
 Shape = tuple[int, ...]
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What every request brings: so many rows. `free`: of dimensions that are the caller's; whole numbers lie below `below`."""
+    """Content of every request: `number` rows.
+
+    `free` gives the sizes of dimensions that the caller chooses. Integers are drawn from 0 to `below` - 1.
+    """
 
     number: int
     free: Lengths | LogNormal = USUAL_FREE
-    below: int = 2  # any table has two rows
+    below: int = 2  # valid for embedding tables with two or more rows
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """`shape` without the batch; -1 is the caller's to choose."""
+    """One input tensor of the model. `shape` excludes the batch dimension; -1 marks a size that the caller chooses."""
 
     name: str
     datatype: str
@@ -43,22 +49,31 @@ class Input:
 
 
 def inputs_of(metadata: Mapping[str, Any], path: str) -> tuple[Input, ...]:
-    """Out of the answer of `/v2/models/{m}`. Raises `MeasurementFailed` where rows cannot be made up for it."""
+    """Parse the inputs from the answer of `/v2/models/{m}`.
+
+    Raises:
+        MeasurementFailed: The answer has no valid inputs, or one of a datatype that cannot be generated.
+    """
     try:
         inputs = tuple(
             Input(str(one["name"]), str(one["datatype"]), tuple(map(int, one["shape"][1:]))) for one in metadata["inputs"]
         )
     except (LookupError, TypeError, ValueError) as error:
-        raise MeasurementFailed(f"{path} does not tell the model's inputs: {str(metadata)[:200]}") from error
+        raise MeasurementFailed(f"{path} does not describe the model's inputs: {str(metadata)[:200]}") from error
     strange = [one for one in inputs if one.datatype not in _MAKERS]
     if strange or not inputs:
         told = f"takes {strange[0].name!r} of datatype {strange[0].datatype}" if strange else "takes no inputs"
-        raise MeasurementFailed(f"{path}: the model {told}; --kind infer makes up numbers (texts: --kind embed --api oip)")
+        raise MeasurementFailed(
+            f"{path}: the model {told}; --kind infer generates numbers only (for texts use --kind embed --api oip)"
+        )
     return inputs
 
 
 def bodies(inputs: Sequence[Input], rows: Rows) -> tuple[Body, ...]:
-    """Requests that differ, the same on every machine: made before anything is measured, since that takes the server's cores."""
+    """Build requests with different contents that are identical on every machine.
+
+    They are built before the measurement because building them takes processor time from the server.
+    """
     made: list[Body] = []
     source, deck = random.Random(rows.seed), numpy.random.default_rng(rows.seed)
     num_bytes = 0
@@ -69,15 +84,19 @@ def bodies(inputs: Sequence[Input], rows: Rows) -> tuple[Body, ...]:
 
 
 def check_answer(answer: Answer, path: str, num_rows: int) -> None:
-    """Whether it tells of tensors with so many rows. Raises `MeasurementFailed`."""
+    """Check that an answer has a tensor with `num_rows` rows.
+
+    Raises:
+        MeasurementFailed: The answer is not a list of tensors, or none has `num_rows` rows.
+    """
     length = answer.headers.get(HEADER.lower(), "")
     head = answer.body[: int(length)] if length.isdecimal() else answer.body
     try:
         firsts = [int(output["shape"][0]) for output in json.loads(head)["outputs"]]
     except (ValueError, LookupError, TypeError) as error:
-        raise MeasurementFailed(f"{path} answered no tensors: {head[:200]!r}") from error
+        raise MeasurementFailed(f"{path} did not answer with tensors: {head[:200]!r}") from error
     if num_rows not in firsts:
-        raise MeasurementFailed(f"{path} answered tensors of {firsts} rows to a request of {num_rows}")
+        raise MeasurementFailed(f"{path} answered a request of {num_rows} rows with tensors of {firsts} rows")
 
 
 def _body(inputs: Sequence[Input], rows: Rows, free: int, deck: numpy.random.Generator) -> Body:
@@ -98,7 +117,7 @@ Make = Callable[[numpy.random.Generator, Shape, int], Array]
 
 
 def _brain(deck: numpy.random.Generator, shape: Shape, below: int) -> Array:
-    """BF16: the upper half of FP32, which numpy has no type for."""
+    """Return BF16 values as the upper half of FP32 values; numpy has no BF16 type."""
     return (deck.standard_normal(shape, dtype=numpy.float32).view(numpy.uint32) >> 16).astype(numpy.uint16)
 
 

@@ -1,4 +1,4 @@
-"""Requests for the rows of a model that knows no text, to one server over the Open Inference Protocol, and when each was answered."""
+"""Requests for rows of an exported program over the Open Inference Protocol, and the timing of each answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from app.bench.wire import Answer, Body, Wire
 
 @dataclass(frozen=True, slots=True)
 class Inferred:
-    """One answered request. `intended`: when it should have been sent, which is when latency begins; `client`: whose it was."""
+    """Timing of one answered request, in `time.perf_counter` seconds.
+
+    `intended` is when the request should have been sent; latency starts there. `client` is the index of its client.
+    """
 
     intended: float
     client: int
@@ -28,24 +31,33 @@ class Inferred:
 
 
 class InferTraffic:
-    """To one server. Bodies are sent in turn: the same for every server that tells the same signature."""
+    """Requests to one server.
+
+    Bodies are sent in a fixed order, so every server with the same signature receives the same requests.
+    """
 
     def __init__(self, wire: Wire, path: str, made: Sequence[Body], num_rows: int) -> None:
         self._wire, self._path, self._made, self._num_rows = wire, path, made, num_rows
         self._num_sent = 0
 
     async def clients(self, run: Stretch[Inferred], num_clients: int, bounds: Bounds) -> None:
+        """Run a closed loop of `num_clients` clients."""
         await loops.clients(run, num_clients, bounds, self._one)
 
     async def arrivals(self, run: Stretch[Inferred], moments: Iterable[float], bounds: Bounds) -> None:
+        """Run an open loop with requests at these moments, in seconds from the start."""
         await loops.arrivals(run, moments, bounds, self._one)
 
     async def warm_up(self, num_requests: int) -> None:
-        """Requests that are not counted, beside each other; what fails will fail again."""
+        """Send concurrent requests that are not recorded. Errors are ignored: they will occur again when measured."""
         await asyncio.gather(*(self._post() for _ in range(num_requests)), return_exceptions=True)
 
     async def check(self) -> None:
-        """Reads one answer; the others are not looked at, which would take the server's cores. Raises `MeasurementFailed`."""
+        """Send one request and check its answer; the other answers are not parsed, to save processor time.
+
+        Raises:
+            MeasurementFailed: The answer does not have the expected tensors.
+        """
         check_answer(await self._post(), self._path, self._num_rows)
 
     async def _one(self, run: Stretch[Inferred], client: int, intended: float) -> Inferred:
@@ -56,14 +68,22 @@ class InferTraffic:
         return Inferred(intended, client, started, ended, self._num_rows)
 
     async def _post(self) -> Answer:
-        """A whole answer, not looked at. Raises `RequestBroken`."""
+        """Send the next body and return the whole answer without parsing it.
+
+        Raises:
+            RequestBroken: No complete answer with status 200 arrived.
+        """
         body = self._made[self._num_sent % len(self._made)]
         self._num_sent += 1
         return (await self._wire.exchange("POST", self._path, body)).checked(self._path)
 
 
 async def infer_traffic(wire: Wire, model: str | None, rows: Rows) -> InferTraffic:
-    """For the model of that name; it has answered once. Raises `MeasurementFailed` where rows cannot be made up, or no tensors come."""
+    """Return the traffic for `model` after one request was answered correctly.
+
+    Raises:
+        MeasurementFailed: No model is named, its inputs cannot be generated, or the answer has no tensors.
+    """
     if model is None:
         raise MeasurementFailed(f"{wire.url} lists no models: name one with --model")
     about = f"/v2/models/{quote(model, safe='')}"
@@ -77,4 +97,4 @@ def _object(answer: Answer, path: str) -> dict[str, Any]:
     try:
         return dict(answer.json())
     except (ValueError, TypeError) as error:
-        raise MeasurementFailed(f"{path} answered no JSON object: {answer.body[:200]!r}") from error
+        raise MeasurementFailed(f"{path} did not answer with a JSON object: {answer.body[:200]!r}") from error

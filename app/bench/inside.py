@@ -1,6 +1,6 @@
-"""The engine alone, driven step by step without a server, and held against what this machine can do at the most.
+"""The decoder engine without a server, stepped by the bench and compared with the machine's ceilings.
 
-Ceilings and work take turns in one run: a machine that others share is never twice the same.
+Samples of the ceilings alternate with the work in one run, because the speed of a shared machine changes.
 """
 
 from __future__ import annotations
@@ -34,21 +34,24 @@ from app.hardware.plan import ServingPlan
 from app.weights.checkpoint import Checkpoint
 
 DECODE_ROWS = (1, 2, 4, 8, 16, 32)
-DEVICE_ROWS = (1, 8, 64, 256)  # a device with memory of its own is filled by many more
+DEVICE_ROWS = (1, 8, 64, 256)  # a device with its own memory needs far more sequences to be busy
 PROMPTS = (128, 512, 2048)
-DEVICE_PROMPTS = 8  # of them together, since one alone does not fill such a device
+DEVICE_PROMPTS = 8  # prompts prefilled together: one alone does not keep such a device busy
 STEPS_PER_ROUND = 20
-TOKENS_PER_ROUND = 1536  # of prefill: several short prompts, one long one
-INTEGERS = ("int8", "int4")  # precisions whose products are of integers
-TARGETS = {"decode ×1": 0.90, "prefill 512": 0.75}  # of the read bandwidth, of the product rate
-STEADY_STEPS = 1000  # so many tell how steady steps are
-JITTER_TARGET = 1.5  # p99 over p50
+TOKENS_PER_ROUND = 1536  # prefill tokens per round: several short prompts or one long one
+INTEGERS = ("int8", "int4")  # precisions with integer products
+TARGETS = {"decode ×1": 0.90, "prefill 512": 0.75}  # shares of the read bandwidth and of the product rate
+STEADY_STEPS = 1000  # number of steps from which on jitter is reported
+JITTER_TARGET = 1.5  # p99 / p50
 OUTLIERS_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """How often, and of what: where rows or prompts are named, only they are measured. `steps`: of a load, in all rounds together."""
+    """Options of the bench: repetitions, and loads if the user named some.
+
+    If `rows` or `prompts` are given, only these are measured. `steps` is the total per load, over all rounds.
+    """
 
     rounds: int
     rows: Sequence[int] = ()
@@ -57,10 +60,11 @@ class Asked:
 
     @property
     def steps_per_round(self) -> int:
+        """Number of decode steps of a load in each round."""
         return STEPS_PER_ROUND if self.steps is None else math.ceil(self.steps / self.rounds)
 
     def loads(self, plan: ServingPlan) -> list[Load]:
-        """All that the plan can serve, unless some are named."""
+        """Return the named loads, or else all standard loads that the plan can serve."""
         if self.rows or self.prompts:
             return [*(Load(rows, rows) for rows in self.rows), *(Load(tokens, 1, prompt=True) for tokens in self.prompts)]
         on_device = plan.device.value != "cpu"
@@ -72,7 +76,11 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Sequences that decode together, or prompts; how many tokens a step (a prompt) has, and rows of logits: one for each prompt."""
+    """One load: sequences that decode together, or prompts to prefill.
+
+    `tokens` is the number of tokens per step, or per prompt. `logit_rows` is the number of rows of logits: one per
+    sequence or prompt.
+    """
 
     tokens: int
     logit_rows: int
@@ -80,13 +88,14 @@ class Load:
 
     @property
     def name(self) -> str:
+        """Name of the load in tables, such as `decode ×8`."""
         if not self.prompt:
             return f"decode ×{self.tokens}"
         return f"prefill {self.tokens}" if self.logit_rows == 1 else f"prefill {self.logit_rows} × {self.tokens}"
 
     @property
     def all_tokens(self) -> int:
-        """Of the step, or of all prompts."""
+        """Number of tokens of the step, or of all prompts together."""
         return self.tokens * self.logit_rows if self.prompt else self.tokens
 
 
@@ -94,8 +103,8 @@ Measured = dict[Load, Samples]
 
 
 def measure(checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, asked: Asked) -> Outcome:
-    """Builds the engine as serving does, but without guesses of what comes next, and measures it on this thread."""
-    plan = replace(plan, speculation=Decision(False, "Steps of one token a sequence are timed."))
+    """Build the engine as for serving, but without speculation, and measure it on this thread."""
+    plan = replace(plan, speculation=Decision(False, "The bench times steps with one token per sequence."))
     loads = asked.loads(plan)
     with progress(asked.rounds * len(loads) + 1, "loading") as advance:
         started = time.perf_counter()
@@ -119,26 +128,37 @@ def measure(checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, asked: Aske
 
 
 class Built(Protocol):
-    """What is measured, wherever it serves."""
+    """An engine and its parts on any device, as the bench needs them."""
 
     @property
-    def engine(self) -> DecoderEngine: ...
+    def engine(self) -> DecoderEngine:
+        """The engine to step."""
+
     @property
-    def model(self) -> nn.Module: ...
+    def model(self) -> nn.Module:
+        """The loaded model."""
+
     @property
-    def kv_cache(self) -> KVCache | PagedKVCache: ...
+    def kv_cache(self) -> KVCache | PagedKVCache:
+        """The KV cache, contiguous or paged."""
+
     @property
-    def backend(self) -> Device: ...
+    def backend(self) -> Device:
+        """The backend of the plan's device."""
 
 
 def built_as_planned(checkpoint: Checkpoint, plan: ServingPlan) -> Built:
-    """As serving does, on the plan's device."""
+    """Build the engine as for serving, on the plan's device."""
     build = build_engine if plan.device.value == "cpu" else build_device
     return build(checkpoint, plan, (), lambda stage: None)
 
 
 def machine_of(plan: ServingPlan, backend: Device, others: Iterable[torch.dtype] = DTYPES) -> Sampled:
-    """What the ceilings are asked of; of a processor `others` are sampled beside the dtype that the engine multiplies in."""
+    """Return the sampler of the ceilings for the plan's device.
+
+    On the processor, product rates of the `others` dtypes are sampled in addition to the dtype that the engine
+    multiplies in.
+    """
     if plan.device.value != "cpu":
         return DeviceMachine(backend)
     own = torch.int8 if plan.precision.value in INTEGERS else backend.dtype
@@ -146,12 +166,13 @@ def machine_of(plan: ServingPlan, backend: Device, others: Iterable[torch.dtype]
 
 
 def place_of(plan: ServingPlan) -> str:
+    """Return the plan's number of threads, or its device, for titles."""
     return f"{plan.threads.value} threads" if plan.device.value == "cpu" else plan.device.value
 
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """No garbage is collected while steps run, as in serving."""
+    """Disable garbage collection while steps run, as serving does."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -163,7 +184,10 @@ def frozen() -> Iterator[None]:
 
 
 def _rounds(asked: Asked, driver: Driver, measured: Measured, machine: Sampled, advance: Advance) -> bool:
-    """Rounds of every load, and a sample of the ceilings between any two. Ctrl-C keeps what is measured, and answers False."""
+    """Run every load in every round, with a sample of the ceilings between any two loads.
+
+    Ctrl-C stops early, keeps the measurements, and makes the result False.
+    """
     try:
         machine.sample_other_dtypes()
         for _ in range(asked.rounds):
@@ -186,7 +210,10 @@ def _work(driver: Driver, load: Load, steps: int) -> list[float]:
 
 
 def _held(load: Load, samples: Samples, weights: Weights, kv_bytes: float) -> Iterator[Figure]:
-    """A load's row; `kv_bytes` are a sequence's keys and values in the middle of its run."""
+    """Yield the table rows of one load.
+
+    `kv_bytes` is the size of one sequence's keys and values in the middle of its run.
+    """
     bound, share = samples.bound
     parts = {"tok/s": load.all_tokens / samples.middle}
     if not load.prompt and weights.read_bytes:
@@ -210,7 +237,10 @@ def _held(load: Load, samples: Samples, weights: Weights, kv_bytes: float) -> It
 
 
 def _outliers(load: Load, samples: Samples) -> Iterator[str]:
-    """Steps that took far longer than others, the slowest first: by their number, so that a rhythm can be seen."""
+    """Yield a note that lists the steps far slower than the median, slowest first.
+
+    Step numbers are listed so that periodic patterns can be seen.
+    """
     limit = JITTER_TARGET * samples.middle
     slow = sorted((-seconds, index) for index, seconds in enumerate(samples.seconds) if seconds > limit)
     if slow and not load.prompt and len(samples.seconds) >= STEADY_STEPS:

@@ -1,6 +1,7 @@
-"""The products and decode attention alone, row count by row count, held against what this machine reads and multiplies at the most.
+"""Native products and decode attention measured alone, by number of rows, against the machine's ceilings.
 
-Weights rotate beyond every cache, as a model's layers do, and ceilings are sampled between all that is held against them.
+Products rotate over copies of a weight that exceed every cache, as the layers of a model do. The ceilings are
+sampled between any two measurements.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from app.kernels.operations import Code, Output, has, listed
 SHAPES = ((8192, 2048), (2048, 8192))  # outputs, inputs
 FORMS = {"int4": IntPacking(bits=4, group=64), "int8": IntPacking(bits=8, group=None)}
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
-ROTATED_BYTES = 2**28  # of copies of a weight, far beyond any cache
-PASSES = {1: 8, 2: 8, 4: 8, 8: 8, 16: 6, 32: 4, 64: 6, 128: 4, 512: 2}  # a round, over all weights
-MANY_ROWS = 64  # from here on a pass goes over a few weights only: memory is not the cost
+ROTATED_BYTES = 2**28  # total size of the copies of a weight, far beyond any cache
+# Passes over all weights in each round, by number of rows.
+PASSES = {1: 8, 2: 8, 4: 8, 8: 8, 16: 6, 32: 4, 64: 6, 128: 4, 512: 2}
+MANY_ROWS = 64  # with at least this many rows, a pass covers only a few weights: memory is no longer the limit
 
 
 Name = tuple[str, tuple[int, int], int]  # form, shape, rows
-# Decode attention, over keys and values in either dtype.
+# Decode attention by dtype of keys and values.
 ATTENTION: Mapping[Name, torch.dtype] = {
     ("attention", (SEQUENCES, KV_TOKENS), 1): torch.bfloat16,
     ("attention over int8", (SEQUENCES, KV_TOKENS), 1): torch.int8,
@@ -41,7 +43,7 @@ ATTENTION: Mapping[Name, torch.dtype] = {
 
 
 def measure(plan: ServingPlan, facts: Facts, rounds: int) -> Outcome:
-    """Runs on this thread, whose pool the products use."""
+    """Measure all kernels on this thread, whose thread pool the products use."""
     torch.set_num_threads(plan.threads.value)
     if not has(Code.LINEAR_INT):
         return Outcome("kernels", native().reason, (), {"machine": facts.to_json()})
@@ -77,7 +79,7 @@ def _rounds(
     timed: dict[Name, Samples],
     advance: Advance,
 ) -> bool:
-    """Ctrl-C keeps what is measured, and answers False."""
+    """Run all rounds. Ctrl-C stops early, keeps the measurements, and makes the result False."""
     attending = {name: Attending(dtype) for name, dtype in ATTENTION.items()} if Attending.here() else {}
     try:
         for _ in range(rounds):
@@ -103,14 +105,18 @@ def _empty(form: IntPanels, rows: int) -> Samples:
 
 
 def _time(copies: list[IntPanels], rows: int) -> list[float]:
-    """Seconds of a product, one weight after the other, rows quantised before: by one native call, as a step does it."""
+    """Return the seconds of one product for each pass.
+
+    Activations are quantised beforehand. A pass multiplies one weight after the other in one native call, as a step
+    does.
+    """
     form = copies[0]
     x = quantise(torch.randn(rows, form.inputs).bfloat16(), form.group)
     y = torch.empty(rows, form.outputs, dtype=torch.bfloat16)
     used = copies if rows < MANY_ROWS else copies[:4]
     steps = [(Code.LINEAR_INT, copy.product(x, y.data_ptr(), y.stride(0), Output.BF16)) for copy in used]
     operations, library = listed(steps), native().library
-    assert library is not None, "measure() has asked"
+    assert library is not None, "measure() checked that the library is loaded"
     seconds = []
     for index in range(PASSES[rows] + 1):
         started = time.perf_counter()

@@ -1,4 +1,7 @@
-"""What one client feels of another: running streams while a long prompt arrives, and a second request that shares a prefix."""
+"""Effects of one request on others over HTTP.
+
+Measures running streams while a long prompt arrives, and a second request that shares a prefix with the first.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,18 @@ from app.bench.workload import Deck
 
 NUM_STREAMS = 4
 STREAM_PROMPT_TOKENS = 64
-STREAM_MAX_TOKENS = 448  # they are left as soon as the long prompt has its answer
-QUIET_PIECES = 40  # of each stream, before the long prompt is sent
+STREAM_MAX_TOKENS = 448  # the streams are aborted once the long prompt is answered
+QUIET_PIECES = 40  # chunks of each stream before the long prompt is sent
 TAIL_TOKENS = 16
 ITL_TARGET = 3.0
 PREFIX_TARGET = 0.15
 
 
 async def inter_token_latency(client: Client, prompt_tokens: int, rounds: int, advance: Advance) -> list[Figure]:
-    """Gaps between the pieces of running streams, before a long prompt is sent and from then until its first token."""
+    """Measure the gaps between chunks of running streams.
+
+    Compares the gaps before a long prompt of `prompt_tokens` is sent with those from then until its first token.
+    """
     deck = await client.deck()
     quiet: list[float] = []
     disturbed: list[float] = []
@@ -39,7 +45,7 @@ async def inter_token_latency(client: Client, prompt_tokens: int, rounds: int, a
             "ms",
             p99=worst * 1e3,
             ratio=worst / median,
-            against="its p99 over the undisturbed p50",
+            against="p99 / undisturbed p50",
             target=ITL_TARGET,
             at_most=True,
         ),
@@ -61,7 +67,7 @@ async def _one_arrival(client: Client, deck: Deck, prompt_tokens: int) -> tuple[
         answer = await client.generate(prompt, STREAM_MAX_TOKENS, lambda _: keep_on(index))
         if not over.is_set():
             raise MeasurementFailed(
-                f"a stream of {STREAM_MAX_TOKENS} tokens ended in {counts[index]} pieces before the long prompt was answered"
+                f"a stream of {STREAM_MAX_TOKENS} tokens ended in {counts[index]} chunks before the long prompt was answered"
             )
         return answer
 
@@ -81,14 +87,17 @@ async def _one_arrival(client: Client, deck: Deck, prompt_tokens: int) -> tuple[
     streams = [task.result() for task in running]
     during = [gap for each in streams for gap in each.gaps(since=sent, until=answered)]
     if not during:
-        raise MeasurementFailed("the long prompt was answered between two tokens of the streams: take a longer one")
+        raise MeasurementFailed("the long prompt was answered between two tokens of the streams: use a longer prompt")
     return [gap for each in streams for gap in each.gaps(until=sent)], during
 
 
 async def shared_prefix(client: Client, prefix_tokens: int, rounds: int, advance: Advance) -> list[Figure]:
-    """Time to first token of a prompt, and of a second one that begins with the same tokens, sent when the first is answered."""
+    """Measure the time to first token of a prompt, and of a second prompt with the same first tokens.
+
+    The second prompt is sent after the first was answered.
+    """
     deck = await client.deck()
-    await client.generate(deck.prompt(TAIL_TOKENS), 1)  # the first request of a process pays for more than itself
+    await client.generate(deck.prompt(TAIL_TOKENS), 1)  # the first request of a process has extra costs
     firsts: list[float] = []
     seconds: list[float] = []
     for number in range(rounds):
@@ -101,12 +110,12 @@ async def shared_prefix(client: Client, prefix_tokens: int, rounds: int, advance
     return [
         Figure(f"TTFT, {prefix_tokens + TAIL_TOKENS} tokens", statistics.median(firsts) * 1e3, "ms", p99=max(firsts) * 1e3),
         Figure(
-            f"TTFT, {prefix_tokens} of them seen before",
+            f"TTFT, {prefix_tokens} of them cached",
             statistics.median(seconds) * 1e3,
             "ms",
             p99=max(seconds) * 1e3,
             ratio=statistics.median(ratios),
-            against="the first's, median of pairs",
+            against="the first prompt, median of pairs",
             target=PREFIX_TARGET,
             at_most=True,
         ),

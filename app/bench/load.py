@@ -1,4 +1,4 @@
-"""`armature bench http`: a server under clients who wait for their answers or arrivals that do not; alone or by turns with another."""
+"""`armature bench http`: a server under closed-loop or open-loop load, alone or alternating with a second server."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from app.bench.workload import poisson
 
 DEFAULT_CLIENTS = (1, 8, 32)
 TICK_SECONDS = 0.5
-MUCH_CPU = 10.0  # per cent of a core
+MUCH_CPU = 10.0  # percent of a core
 
 A = TypeVar("A")
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """So many clients, or so many arrivals a second."""
+    """A load level: a number of closed-loop clients, or a rate of arrivals per second."""
 
     clients: int = 0
     rate: float = 0.0
 
     @property
     def label(self) -> str:
+        """Label of the level in tables, such as `×8` or `2/s`."""
         return f"×{self.clients}" if self.clients else f"{self.rate:g}/s"
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server: at `url`, or else one of ours with `flags`."""
+    """A server to measure: the one at `url`, or else a new Armature server with `flags`."""
 
     url: str | None
     flags: tuple[str, ...] = ()
@@ -48,48 +49,59 @@ class Target:
 
     @property
     def name(self) -> str:
-        """Short enough for a table."""
+        """Short name for tables."""
         return "ours" if self.url is None else self.url.rpartition("//")[2]
 
 
 class Sender(Protocol[A]):
     """Sends requests of one kind to one server."""
 
-    async def warm_up(self, num_requests: int) -> None: ...
+    async def warm_up(self, num_requests: int) -> None:
+        """Send requests that are not recorded."""
 
-    async def clients(self, run: Stretch[A], num_clients: int, bounds: Bounds) -> None: ...
+    async def clients(self, run: Stretch[A], num_clients: int, bounds: Bounds) -> None:
+        """Run a closed loop of `num_clients` clients."""
 
-    async def arrivals(self, run: Stretch[A], moments: Iterable[float], bounds: Bounds) -> None: ...
+    async def arrivals(self, run: Stretch[A], moments: Iterable[float], bounds: Bounds) -> None:
+        """Run an open loop with requests at these moments, in seconds from the start."""
 
 
 class Work(Protocol[A]):
-    """What servers are asked for, and what is told of their answers. `piece` is what comes, one by one."""
+    """A kind of request, and the evaluation of its answers.
+
+    `piece` names the unit that the progress display counts, such as `text`.
+    """
 
     @property
-    def piece(self) -> str: ...
+    def piece(self) -> str:
+        """Name of the unit that the progress display counts."""
 
     @property
-    def seed(self) -> int: ...
+    def seed(self) -> int:
+        """Seed of prompts, lengths and arrivals."""
 
     def bounds(self, level: Level) -> Bounds:
-        """Where nobody has said any."""
+        """Return the limits of a run if the user gave none."""
 
     async def traffic(self, wire: Wire, target: Target) -> tuple[Sender[A], str]:
-        """And what it sends, in words."""
+        """Return the sender for one server, and a description of what it sends."""
 
-    def figures(self, side: Side[A], against: Side[A] | None) -> Iterator[Figure]: ...
+    def figures(self, side: Side[A], against: Side[A] | None) -> Iterator[Figure]:
+        """Yield the figures of one server under one load, compared with `against` if given."""
 
     def doubts(self, name: str, answered: Sequence[A], prompts: str) -> Iterator[str]:
-        """What one should know before believing the figures."""
+        """Yield notes that the reader needs to judge the figures."""
 
-    def record(self, answered: A, started: float) -> dict[str, Any]: ...
+    def record(self, answered: A, started: float) -> dict[str, Any]:
+        """Return one answered request for the result file."""
 
-    def details(self) -> dict[str, Any]: ...
+    def details(self) -> dict[str, Any]:
+        """Return the workload's parameters for the result file."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """`targets`: the first is measured, a second one is what it is held against, turn by turn."""
+    """One run of the bench. The first target is measured; a second one is the reference, measured in alternation."""
 
     subject: str
     targets: Sequence[Target]
@@ -97,19 +109,23 @@ class LoadJob:
     work: Work[Any]
     bounds: Bounds
     rounds: int = 1
-    warm_up: int | None = None  # requests; None: one a client
+    warm_up: int | None = None  # number of requests; None: one per client
 
 
 @dataclass(slots=True)
 class Found:
-    """All that has been measured so far, whatever ends it."""
+    """All measurements so far; they survive an interruption."""
 
-    runs: dict[tuple[Level, int], list[Stretch[Any]]] = field(default_factory=dict)  # by level and target
+    runs: dict[tuple[Level, int], list[Stretch[Any]]] = field(default_factory=dict)  # keys: level and index of the target
     prompts: dict[int, str] = field(default_factory=dict)
 
 
 def measure_load(job: LoadJob) -> Outcome:
-    """Ctrl-C keeps what has been answered. Raises `MeasurementFailed` where nothing was."""
+    """Run the bench. Ctrl-C stops early and keeps all answered requests.
+
+    Raises:
+        MeasurementFailed: No request was answered.
+    """
     found, complete = Found(), True
     try:
         with event_loop() as runner:
@@ -130,7 +146,7 @@ async def _measured(job: LoadJob, found: Found) -> None:
             for level in job.levels:
                 for number in range(job.rounds):
                     order = list(enumerate(traffics))
-                    for index, traffic in reversed(order) if number % 2 else order:  # who begins changes
+                    for index, traffic in reversed(order) if number % 2 else order:  # the order alternates
                         run = Stretch[Any]()
                         found.runs.setdefault((level, index), []).append(run)
                         await _one_run(job, level, traffic, run, advance)
@@ -157,7 +173,7 @@ async def _one_run(job: LoadJob, level: Level, traffic: Sender[Any], run: Stretc
 
 
 async def watch(words: str, bounds: Bounds, run: Stretch[Any], advance: Advance) -> None:
-    """Says how it goes; looking seldom costs nothing."""
+    """Report progress and the current rate every `TICK_SECONDS`; this rate is low enough to cost nothing."""
     told = 0.0
     try:
         while True:
@@ -171,7 +187,7 @@ async def watch(words: str, bounds: Bounds, run: Stretch[Any], advance: Advance)
 
 
 def _sides(job: LoadJob, found: Found) -> Iterator[tuple[Side[Any], Side[Any] | None]]:
-    """Each server under each level, the first one held against the second."""
+    """Yield each server under each level, paired with the second server as the reference of the first."""
     for level in job.levels:
         sides = []
         for index, target in enumerate(job.targets):
@@ -188,7 +204,7 @@ def _figures(job: LoadJob, found: Found) -> Iterator[Figure]:
 
 
 def _notes(job: LoadJob, found: Found) -> Iterator[str]:
-    """What one should know before believing the figures."""
+    """Yield notes that the reader needs to judge the figures, and one message for each kind of failure."""
     for index, target in enumerate(job.targets):
         answered = [
             each for (_, which), stretch in found.runs.items() if which == index for run in stretch for each in run.answered
@@ -197,7 +213,7 @@ def _notes(job: LoadJob, found: Found) -> Iterator[str]:
             yield from job.work.doubts(target.name, answered, found.prompts.get(index, ""))
     cpu = cpu_figure(run for runs in found.runs.values() for run in runs)
     if cpu.value > MUCH_CPU:
-        yield f"This client took {cpu.value:.0f}% of a core: on few cores that slows the server down."
+        yield f"This client took {cpu.value:.0f}% of a core: on a machine with few cores this slows the server down."
     for kind, message in {
         kind: text for runs in found.runs.values() for run in runs for kind, text in run.messages.items()
     }.items():

@@ -1,4 +1,4 @@
-"""Requests as they come: as many clients as wanted who wait for their answers, or arrivals that wait for nobody."""
+"""Load loops: a closed loop of clients that wait for their answers, or an open loop of arrivals that do not wait."""
 
 from __future__ import annotations
 
@@ -12,53 +12,54 @@ from typing import Generic, TypeVar
 
 from app.bench.wire import RequestBroken
 
-LONGEST_PAUSE_SECONDS = 5.0  # of a client that was sent away: at most so long, whatever the server asks for
+LONGEST_PAUSE_SECONDS = 5.0  # upper limit of a rejected client's pause, even if Retry-After is longer
 SHORTEST_PAUSE_SECONDS = 0.05
 
-A = TypeVar("A")  # what becomes of one request that is answered
+A = TypeVar("A")  # result of one answered request
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How much of it: so many requests, or those sent within so many seconds; whichever comes first."""
+    """Limits of one run: a number of requests, or the seconds within which requests are sent, whichever ends first."""
 
     num_requests: int | None = None
     seconds: float | None = None
 
     def hold(self, num_sent: int, elapsed: float) -> bool:
-        """Whether another one may be sent."""
+        """Return True if another request may be sent."""
         few_enough = self.num_requests is None or num_sent < self.num_requests
         return few_enough and (self.seconds is None or elapsed < self.seconds)
 
 
 @dataclass(slots=True)
 class Stretch(Generic[A]):
-    """One stretch of load on one server."""
+    """One run of load on one server, and its results."""
 
     started: float = 0.0
     ended: float = 0.0
-    cpu_seconds: float = 0.0  # of this process
+    cpu_seconds: float = 0.0  # processor time of this process
     num_sent: int = 0
-    num_pieces: int = 0  # so far, for whoever watches
+    num_pieces: int = 0  # units received so far, for the progress display
     answered: list[A] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)
-    messages: dict[str, str] = field(default_factory=dict)  # the first of each kind
+    messages: dict[str, str] = field(default_factory=dict)  # first message of each kind of failure
 
     def done(self, bounds: Bounds) -> float:
-        """The share of what it will be."""
+        """Return the completed fraction of the run, 0 to 1."""
         num_ended = len(self.answered) + self.failures.total()
         requests = num_ended / bounds.num_requests if bounds.num_requests else 0.0
         seconds = (time.perf_counter() - self.started) / bounds.seconds if bounds.seconds and self.started else 0.0
         return min(1.0, max(requests, seconds))
 
     def note(self, num_pieces: int) -> bool:
+        """Count one chunk that arrived, and return True to continue the stream."""
         self.num_pieces += 1
         return True
 
 
 @dataclass(frozen=True, slots=True)
 class Side(Generic[A]):
-    """One server under one load: a stretch of every round. `server` is empty where there is but one."""
+    """One server under one load: one run per round. `server` is empty if only one server is measured."""
 
     label: str
     server: str
@@ -67,24 +68,25 @@ class Side(Generic[A]):
 
     @property
     def answered(self) -> list[A]:
+        """All answered requests of all runs."""
         return [answered for run in self.runs for answered in run.answered]
 
     @property
     def requests_per_second(self) -> float:
+        """Answered requests per second of run time."""
         return len(self.answered) / sum(run.ended - run.started for run in self.runs)
 
     def pairs(self, other: Side[A]) -> list[tuple[Stretch[A], Stretch[A]]]:
-        """Rounds in which both have answered something."""
+        """Return the runs of both servers in those rounds in which both answered at least one request."""
         return [(run, its) for run, its in zip(self.runs, other.runs, strict=False) if run.answered and its.answered]
 
 
-Send = Callable[
-    [Stretch[A], int, float], Awaitable[A]
-]  # of a client, or of an arrival's number, at its moment; raises `RequestBroken`
+# Sends one request: (run, client or arrival number, intended time). Raises `RequestBroken`.
+Send = Callable[[Stretch[A], int, float], Awaitable[A]]
 
 
 async def clients(run: Stretch[A], num_clients: int, bounds: Bounds, send: Send[A]) -> None:
-    """A closed loop: each client sends its next request when the last has been answered."""
+    """Run a closed loop: each client sends its next request when its last one was answered."""
 
     async def visit(client: int) -> None:
         while bounds.hold(run.num_sent, time.perf_counter() - run.started):
@@ -99,19 +101,19 @@ async def clients(run: Stretch[A], num_clients: int, bounds: Bounds, send: Send[
 
 
 async def arrivals(run: Stretch[A], moments: Iterable[float], bounds: Bounds, send: Send[A]) -> None:
-    """An open loop: requests come when they come, however busy the server is."""
+    """Run an open loop: requests are sent at the given moments, regardless of the server's load."""
     with _timed(run):
         async with asyncio.TaskGroup() as tasks:
             for number, moment in enumerate(moments):
                 if not bounds.hold(number, moment):
                     break
-                while (early := run.started + moment - time.perf_counter()) > 0:  # an event loop may wake a little too soon
+                while (early := run.started + moment - time.perf_counter()) > 0:  # the event loop may wake early
                     await asyncio.sleep(early)
                 tasks.create_task(_one(run, number, run.started + moment, send))
 
 
 async def _one(run: Stretch[A], client: int, intended: float, send: Send[A]) -> float:
-    """Sends one request, and answers for how many seconds its client should pause."""
+    """Send one request and return the seconds that its client should pause."""
     run.num_sent += 1
     try:
         run.answered.append(await send(run, client, intended))
@@ -124,7 +126,7 @@ async def _one(run: Stretch[A], client: int, intended: float, send: Send[A]) -> 
 
 @contextmanager
 def _timed(run: Stretch[A]) -> Iterator[None]:
-    """When it began and ended, and what it cost this process, however it ends."""
+    """Record start, end and processor time of a run, also if it fails."""
     run.started, cpu_seconds = time.perf_counter(), time.process_time()
     try:
         yield

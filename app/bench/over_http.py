@@ -1,4 +1,4 @@
-"""The benches that speak to a server, by name: start or find it, measure, and say what was measured."""
+"""Benches that measure one server over HTTP, by name: each starts or finds the server and returns its figures."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from app.bench.wire import event_loop
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`flags` are those of `armature serve`, for a server of our own; `url` is one that runs already.
+    """One run of a bench over HTTP.
 
-    `tokens` is the length of the long prompt or the prefix; `weight_bytes` and `kv_bytes_per_token` are what memory is held against.
+    `flags` are passed to `armature serve` for a new server; `url` is a server that already runs. `tokens` is the
+    length of the long prompt or of the prefix. Memory is compared with `weight_bytes` and `kv_bytes_per_token`.
     """
 
     bench: str
@@ -33,7 +34,11 @@ class Job:
 
 
 def measure(job: Job) -> Outcome:
-    """Everything that one command measures. Raises `MeasurementFailed`."""
+    """Run the bench of one command.
+
+    Raises:
+        MeasurementFailed: The server could not be measured.
+    """
     units = {"start": job.rounds + 1, "memory": 1, "wait": 1 + len(LOADS) * job.rounds}.get(job.bench, job.rounds)
     with progress(units, f"bench {job.bench}") as advance, event_loop() as runner:
         figures = runner.run(_measured(job, advance))
@@ -42,14 +47,14 @@ def measure(job: Job) -> Outcome:
 
 async def _measured(job: Job, advance: Advance) -> Sequence[Figure]:
     flags = (*_FLAGS.get(job.bench, ()), *job.flags)
-    if job.bench == "start":  # which starts servers of its own, one after the other
+    if job.bench == "start":  # it starts its own servers, one after the other
         return await time_to_first_token(job.flags, job.rounds, advance)
     async with serving(job.url, flags) as server:
         return await OF_A_SERVER[job.bench](server, job, advance)
 
 
-# What a server of our own is started with unless told otherwise. Capacity is told without guesses: they add to it what a text is worth.
-# And tokens that come by several have long gaps between them, beside which those that prompts make look short.
+# Default flags of a new server. Reported capacity excludes speculation, because its gain depends on the text.
+# With speculation, several tokens arrive at once with long gaps in between. These would hide the gaps that prompts cause.
 _FLAGS: Mapping[str, tuple[str, ...]] = dict.fromkeys(("wait", "itl"), ("--speculation=off",))
 
 OF_A_SERVER: Mapping[str, Callable[[Server, Job, Advance], Awaitable[Sequence[Figure]]]] = {

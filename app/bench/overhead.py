@@ -1,4 +1,4 @@
-"""How much of a serving machine's time is not the model: HTTP, tokenising, scheduling and sampling, at a steady decode."""
+"""Share of wall time outside the model at a steady decode: HTTP, tokenisation, scheduling and sampling."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ MODEL_SECONDS = "armature_model_seconds_total"
 
 
 async def outside_the_model(client: Client, rounds: int, advance: Advance) -> list[Figure]:
-    """One minus the model's share of wall time, from when all streams decode until the first of them ends."""
+    """Measure one minus the model's share of wall time.
+
+    The window starts when all streams decode and ends before the first stream does.
+    """
     shares: list[float] = []
     rates: list[float] = []
     for number in range(rounds):
@@ -59,7 +62,9 @@ async def _one_window(client: Client, seed: int) -> tuple[float, float]:
     async def stream(index: int) -> None:
         await client.generate(deck.prompt(PROMPT_TOKENS), MAX_TOKENS, lambda _: note(index))
         if not ending.is_set():
-            raise MeasurementFailed(f"a stream of {MAX_TOKENS} tokens came in {counts[index]} pieces, too few to tell its pace")
+            raise MeasurementFailed(
+                f"a stream of {MAX_TOKENS} tokens came in {counts[index]} chunks, too few to measure its rate"
+            )
 
     async with beside_each_other() as tasks:
         for index in range(NUM_STREAMS):
@@ -73,7 +78,7 @@ async def _one_window(client: Client, seed: int) -> tuple[float, float]:
 
 
 async def _model_seconds(client: Client) -> float:
-    """Seconds spent in the model's forward pass since the server started."""
+    """Return the seconds spent in the model's forward pass since the server started."""
     samples = [value for name, value in (await client.counters()).items() if name.partition("{")[0] == MODEL_SECONDS]
     if not samples:
         raise MeasurementFailed(f"the server's /metrics has no {MODEL_SECONDS}")

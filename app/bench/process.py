@@ -1,4 +1,4 @@
-"""What a server costs as a process: seconds from its start to a first token, and memory while it serves."""
+"""Process costs of a server: seconds from its start to a first token, and resident memory while it serves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from app.bench.console import Advance
 from app.bench.server import Server, serving
 from app.bench.stats import Figure, MeasurementFailed
 
-PROMPT = range(10, 26)  # any tokens; asking the server for some would be part of the time
+PROMPT = range(10, 26)  # arbitrary tokens; a request to /tokenize would add to the measured time
 START_TARGET_SECONDS = 5.0
 MEMORY_TARGET = 1.15
 MEMORY_STREAMS = 4
@@ -23,14 +23,17 @@ MEMORY_MAX_TOKENS = 64
 
 
 async def time_to_first_token(flags: Sequence[str], rounds: int, advance: Advance) -> list[Figure]:
-    """From starting the process to the first token of a short prompt. The first start only warms the page cache."""
+    """Measure the time from starting the process to the first token of a short prompt.
+
+    The first start is not counted: it warms the page cache.
+    """
     totals: list[float] = []
     readies: list[float] = []
     imports: list[float] = []
     for number in range(rounds + 1):
         async with serving(None, flags) as server:
-            assert server.started is not None, "a server of our own notes when it was started"
-            assert server.ready is not None, "and when it was ready"
+            assert server.started is not None, "a server that the bench started has a start time"
+            assert server.ready is not None, "and a ready time"
             answer = await server.client.generate(PROMPT, 1)
         if number > 0:
             totals.append(answer.pieces[0][0] - server.started)
@@ -46,7 +49,7 @@ async def time_to_first_token(flags: Sequence[str], rounds: int, advance: Advanc
 
 
 async def _import_torch() -> float:
-    """Seconds that `import torch` takes in a fresh interpreter, without the interpreter's own start."""
+    """Return the seconds that `import torch` takes in a new interpreter, excluding the start of the interpreter."""
     script = "import time; s = time.perf_counter(); import torch; print(time.perf_counter() - s)"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE)
     printed, _ = await process.communicate()
@@ -54,14 +57,17 @@ async def _import_torch() -> float:
 
 
 async def resident_memory(server: Server, weight_bytes: int, kv_bytes_per_token: int, advance: Advance) -> list[Figure]:
-    """Resident bytes of the process while streams run, over the weights and the keys and values of their tokens."""
+    """Measure the resident memory of the server after streams have run.
+
+    It is compared with the size of the weights plus the keys and values of all tokens.
+    """
     if server.pid is None:
-        raise MeasurementFailed("memory is read from a process of our own: leave out --url")
+        raise MeasurementFailed("memory can only be read from a server that the bench starts: leave out --url")
     deck = await server.client.deck()
     async with beside_each_other() as tasks:
         for _ in range(MEMORY_STREAMS):
             tasks.create_task(server.client.generate(deck.prompt(MEMORY_PROMPT_TOKENS), MEMORY_MAX_TOKENS))
-    # What has finished stays in the KV cache for reuse, so nothing of it has been given back yet.
+    # Finished sequences stay in the KV cache for reuse, so their memory is still resident.
     resident = resident_bytes(server.pid)
     advance("read")
     touched = MEMORY_STREAMS * (MEMORY_PROMPT_TOKENS + MEMORY_MAX_TOKENS) * kv_bytes_per_token
@@ -81,7 +87,7 @@ async def resident_memory(server: Server, weight_bytes: int, kv_bytes_per_token:
 
 
 def resident_bytes(pid: int) -> int:
-    """What a process holds of physical memory, mapped files included."""
+    """Return the resident physical memory of a process in bytes, including mapped files."""
     rollup = Path(f"/proc/{pid}/smaps_rollup")
     if rollup.exists():
         line = next(line for line in rollup.read_text().splitlines() if line.startswith("Rss:"))

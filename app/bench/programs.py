@@ -1,6 +1,7 @@
-"""An exported program's engine alone: batches of made-up rows, from an idle engine to their answer, against this machine's ceilings.
+"""The engine of an exported program without a server: batches of synthetic rows, against the machine's ceilings.
 
-Held against them is what the graph tells (`weights/program_cost.py`): linear layers and convolutions, and their weights.
+Times are from an idle engine to the answer. Costs are those of the graph's linear layers and convolutions and their
+weights (`weights/program_cost.py`).
 """
 
 from __future__ import annotations
@@ -29,25 +30,30 @@ from app.messages import Array, Infer, Signature
 from app.weights.program import ProgramCheckpoint
 from app.weights.program_cost import operations_per_row, read_bytes
 
-ROWS = (1, 4, 8, 16, 32)  # of a batch
+ROWS = (1, 4, 8, 16, 32)  # rows of a batch
 _KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A request of so many rows."""
+    """A request of `rows` rows."""
 
     rows: int
 
     @property
     def name(self) -> str:
+        """Name of the load in tables, such as `×8`."""
         return f"×{self.rows}"
 
 
 def measure(checkpoint: ProgramCheckpoint, plan: ServingPlan, facts: Facts, steps: StepSeconds | None, asked: Asked) -> Outcome:
-    """Builds the engine as serving does and measures it on this thread."""
+    """Build the engine as for serving and measure it on this thread.
+
+    Raises:
+        MeasurementFailed: Prompt lengths were given, or a request failed.
+    """
     if asked.prompts:
-        raise MeasurementFailed("--prompts says nothing to an exported program: name numbers of rows (--rows)")
+        raise MeasurementFailed("--prompts does not apply to an exported program: use --rows")
     loads = [Load(rows) for rows in asked.rows or ROWS]
     with progress(asked.rounds * len(loads) + 1, "loading") as advance:
         started = time.perf_counter()
@@ -68,7 +74,7 @@ def measure(checkpoint: ProgramCheckpoint, plan: ServingPlan, facts: Facts, step
 
 
 class Driver:
-    """Puts rows into an engine and times their answers."""
+    """Submits rows to an engine and times the answers."""
 
     def __init__(self, engine: ProgramEngine, signature: Signature) -> None:
         self._engine, self._signature = engine, signature
@@ -76,7 +82,7 @@ class Driver:
         self._number = 0
 
     def answer(self, load: Load) -> tuple[float, float]:
-        """Seconds from an idle engine to the answer of one request, and how many of them were spent in the program."""
+        """Return the seconds from an idle engine to the answer of one request, and those spent in the program."""
         if load not in self._inputs:
             tensors = made_up(self._signature, load.rows)
             self._inputs[load] = {spec.name: array_of(tensors[spec.name], spec.datatype) for spec in self._signature.inputs}
@@ -87,7 +93,7 @@ class Driver:
 
 
 def _floor(checkpoint: ProgramCheckpoint, plan: ServingPlan, facts: Facts, load: Load) -> Samples:
-    """What the load must read and multiply."""
+    """Return empty samples with the bytes and operations that the load needs at least."""
     cache = max((cache.size_bytes for cache in facts.caches), default=0)
     operations = operations_per_row(checkpoint, FREE_SIZE)
     weights = Weights(read_bytes(checkpoint, plan.precision.value), operations, 0.0, cache)
@@ -106,14 +112,14 @@ def _figure(load: Load, taken: Taken) -> Figure:
         "samples/s": load.rows / samples.middle,
         "in the model": median(taken.model_shares),
     }
-    held = (share, bound) if share > 0.0 else (None, "")  # a program of neither multiplies nothing that is counted
+    held = (share, bound) if share > 0.0 else (None, "")  # 0: the program has neither linear layers nor convolutions
     return Figure(
         load.name, samples.middle * 1e3, "ms", p99=samples.p99 * 1e3, ratio=held[0], against=held[1], is_share=True, parts=parts
     )
 
 
 def _notes(checkpoint: ProgramCheckpoint, plan: ServingPlan) -> tuple[str, ...]:
-    steps = f"Steps have up to {plan.batch_target_tokens.value} rows; rows are made up, and whole numbers in them are 0 or 1."
+    steps = f"Steps have up to {plan.batch_target_tokens.value} rows; rows are synthetic, and integers in them are 0 or 1."
     millions = operations_per_row(checkpoint, FREE_SIZE) / 1e6
     counted = f"Counted are linear layers and convolutions: {millions:,.3g} million operations a row."
     free = (f"Free dimensions are {FREE_SIZE}.",) if checkpoint.needs().rows_vary else ()

@@ -1,7 +1,7 @@
-"""What rounding costs: a text's perplexity at each precision of weights, and of keys and values, and how often its likeliest next token is
-the one that FP32 has.
+"""Accuracy of weight and KV precisions: perplexity of a text, and agreement with FP32 on the most likely next token.
 
-Each is planned and loaded as serving does it, without the int8 copy that may stand beside four bits: those are what is judged.
+Each precision is planned and loaded as for serving, but without the int8 copy that can accompany int4 weights,
+because the int4 weights themselves are to be measured.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from app.weights.load import load_model
 from app.weights.pack_cache import Packs
 from app.weights.recipes import RECIPES
 
-# Precision of weights, and of keys and values where it is not as wide as the activations. The first is what the others are held against.
+# Precision of weights, and of keys and values (`auto`: that of the activations). The first entry is the reference.
 FORMS = {
     "fp32": ("fp32", "auto"),
     "bf16": ("bf16", "bf16"),
@@ -40,48 +40,60 @@ FORMS = {
     "int4": ("int4", "bf16"),
     "int4, int8 KV": ("int4", "int8"),
 }
-TARGETS = {"bf16, int8 KV": 1.005, "int8": 1.005, "int4": 1.03, "int4, int8 KV": 1.03}  # of FP32's perplexity
+# Relative to the perplexity of FP32.
+TARGETS = {"bf16, int8 KV": 1.005, "int8": 1.005, "int4": 1.03, "int4, int8 KV": 1.03}
 
 
 @dataclass(slots=True)
 class Score:
-    """Of one form: each window's surprise in nats and likeliest tokens, in order, and what its weights take."""
+    """Results of one precision.
+
+    Holds each window's negative log-likelihood in nats and most likely tokens, in order, and the bytes of the
+    weights.
+    """
 
     weight_bytes: int = 0
     nats: list[float] = field(default_factory=list)
     likeliest: list[Tensor] = field(default_factory=list)
 
     def hold(self, nats: float, likeliest: Tensor) -> None:
-        """One window more."""
+        """Add the results of the next window."""
         self.nats.append(nats)
         self.likeliest.append(likeliest)
 
     def perplexity(self, windows: int) -> float:
-        """Of the first so many windows."""
+        """Return the perplexity over the first `windows` windows."""
         return math.exp(sum(self.nats[:windows]) / sum(len(picked) for picked in self.likeliest[:windows]))
 
     def agreement(self, other: Score) -> float:
-        """The share of tokens whose likeliest successor is the other's too, where both have looked."""
+        """Return the share of tokens with the same most likely successor in both results.
+
+        Only windows that both have read are compared.
+        """
         pairs = list(zip(self.likeliest, other.likeliest, strict=False))
         return sum(int((mine == theirs).sum()) for mine, theirs in pairs) / sum(len(mine) for mine, _ in pairs)
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is judged."""
+    """The model to measure, with settings and machine."""
 
     checkpoint: Checkpoint
     settings: Settings
     facts: Facts
 
     def plan(self, precision: str, kv_precision: str) -> ServingPlan:
+        """Return the plan for this precision of weights and of keys and values."""
         changed = {"precision": precision, "kv_precision": kv_precision, "int8_copy": "off"}
         settings = self.settings.model_copy(update=changed)
         return make_plan(self.facts, None, settings, self.checkpoint.needs(), RECIPES.keys())
 
 
 def measure(subject: Subject, text: Path, max_tokens: int | None) -> Outcome:
-    """Every form that this machine has a recipe for. Ctrl-C keeps the windows that were read, and compares what both have."""
+    """Measure every precision that this machine supports.
+
+    Ctrl-C keeps the windows read so far; comparisons use the windows that both precisions have read.
+    """
     checkpoint, facts = subject.checkpoint, subject.facts
     windows = windows_of(Tokenizer(checkpoint.directory), text, checkpoint.decoder.max_model_len, max_tokens)
     plans, refused = _plans(subject)
@@ -96,7 +108,7 @@ def measure(subject: Subject, text: Path, max_tokens: int | None) -> Outcome:
 
 
 def _plans(subject: Subject) -> tuple[dict[str, ServingPlan], dict[str, str]]:
-    """A plan for each form, and why there is none for the others."""
+    """Return a plan for each supported precision, and the reason for each one that is not supported."""
     plans, refused = {}, {}
     for name, (precision, kv_precision) in FORMS.items():
         try:
@@ -109,12 +121,15 @@ def _plans(subject: Subject) -> tuple[dict[str, ServingPlan], dict[str, str]]:
 def _read_all(
     checkpoint: Checkpoint, windows: list[Window], plans: dict[str, ServingPlan], scores: dict[str, Score], advance: Advance
 ) -> bool:
-    """One form after the other; weights stay loaded while only keys and values change. Answers False after Ctrl-C."""
+    """Read all windows with one precision after the other; returns False after Ctrl-C.
+
+    The weights stay loaded while only the precision of keys and values changes.
+    """
     configured, model, loaded = False, None, ""
     try:
         for name, plan in plans.items():
             backend = processor(plan)
-            if not configured:  # pools are sized once, and are the same for all
+            if not configured:  # thread pools are sized once and are the same for all plans
                 backend.configure(plan)
                 configured = True
             if model is None or loaded != plan.precision.value:
@@ -136,7 +151,10 @@ def _load(checkpoint: Checkpoint, plan: ServingPlan, backend: Backend) -> nn.Mod
 
 
 def held_bytes(model: nn.Module) -> int:
-    """All weights, each once: packed forms, and whatever lies as plain tensors (norms, a table of its own)."""
+    """Return the bytes of all weights, each counted once.
+
+    Packed forms count as stored; plain tensors, such as norms and embedding tables, count in addition.
+    """
     forms = {id(module.form): module.form.nbytes for module in model.modules() if isinstance(module, Linear)}
     shared = [
         module for module in model.modules() if getattr(module, "form", None) is not None and not isinstance(module, Linear)
@@ -156,6 +174,6 @@ def _figures(scores: dict[str, Score], num_parameters: int) -> Iterator[Figure]:
             ratio, against = perplexity / reference.perplexity(windows), "FP32"
         yield Figure(f"{name}, perplexity", perplexity, "", ratio=ratio, against=against, target=TARGETS.get(name), at_most=True)
         if ratio is not None and reference is not None:
-            yield Figure(f"{name}, same likeliest token", 100 * score.agreement(reference), "% of tokens", against="FP32")
+            yield Figure(f"{name}, same most likely token", 100 * score.agreement(reference), "% of tokens", against="FP32")
         if FORMS[name][1] != "int8":
-            yield Figure(f"{name}, weights", score.weight_bytes / num_parameters, "B a parameter")
+            yield Figure(f"{name}, weights", score.weight_bytes / num_parameters, "B per parameter")

@@ -1,4 +1,4 @@
-"""How many a second where answers come whole: of anything that a request counts as, alone or held against another server."""
+"""Throughput of answers that arrive whole: units per second, alone or compared with another server."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from app.bench.stats import Figure
 
 
 class Whole(Protocol):
-    """A request that was answered at once; `client`: whose it was."""
+    """A request whose answer arrived at once."""
 
     @property
-    def client(self) -> int: ...
+    def client(self) -> int:
+        """Index of the client, or number of the arrival."""
 
     @property
-    def ended(self) -> float: ...
+    def ended(self) -> float:
+        """Time at which the answer arrived, in `time.perf_counter` seconds."""
 
 
 W = TypeVar("W", bound=Whole)
@@ -26,7 +28,10 @@ W = TypeVar("W", bound=Whole)
 
 @dataclass(frozen=True, slots=True)
 class Counted(Generic[W]):
-    """What is counted, in words and its unit, and how much of it a request is. `requests`: they are told beside it."""
+    """A throughput metric: its name, its unit, and the number of units of a request.
+
+    If `requests` is True, requests per second and answered requests are shown in the same row.
+    """
 
     what: str
     unit: str
@@ -35,7 +40,7 @@ class Counted(Generic[W]):
 
 
 def speed(counted: Counted[W], side: Side[W], against: Side[W] | None) -> Figure:
-    """Median of rounds; `against`: how many times as much, round by round."""
+    """Return the median throughput of the rounds; the ratio to `against` is the median of the ratios of each round."""
     weight = counted.weight
     parts = {"overall": sum(map(weight, side.answered)) / sum(run.ended - run.started for run in side.runs)}
     if counted.requests:
@@ -50,13 +55,17 @@ def speed(counted: Counted[W], side: Side[W], against: Side[W] | None) -> Figure
 
 
 def rate(run: Stretch[W], closed: bool, weight: Callable[[W], float]) -> float:
-    """A second of `steady`."""
+    """Return the units per second within the steady window of a run."""
     begin, end = steady(run, closed)
     return sum(weight(each) for each in run.answered if begin < each.ended <= end) / (end - begin)
 
 
 def steady(run: Stretch[W], closed: bool) -> tuple[float, float]:
-    """While all clients wait for an answer where there are clients; else from the first request to the last answer."""
+    """Return the begin and end of the window in which throughput is counted.
+
+    In a closed loop this is while all clients wait for an answer; otherwise from the first request to the last
+    answer.
+    """
     by_client: dict[int, list[W]] = {}
     for answered in run.answered:
         by_client.setdefault(answered.client, []).append(answered)

@@ -1,6 +1,6 @@
-"""What running steps again natively brings: decode eager and recorded, in the plan's precision and in FP32, by turns in one run.
+"""Decode with eager and recorded steps, in the plan's precision and in FP32, alternating in one run.
 
-FP32 is torch's own products, of which nothing can be recorded: it has no second row.
+FP32 uses torch's own products, which cannot be recorded, so FP32 has only an eager row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SWITCHED_OFF = "switched off by this bench"
 
 @dataclass(slots=True)
 class Way:
-    """One engine, and how its steps are made."""
+    """One engine, and its mode: eager or recorded steps."""
 
     precision: str
     how: str
@@ -41,14 +41,18 @@ class Way:
     seconds: dict[int, list[float]] = field(default_factory=lambda: {rows: [] for rows in ROWS})
 
     def measure(self, rows: int) -> None:
-        """The first steps of a round are not counted: what another engine pushed out of the caches comes back."""
+        """Time one round of decode steps with `rows` sequences.
+
+        The first steps of a round are not counted: they reload what another engine evicted from the processor
+        caches.
+        """
         self.replay.reason = SWITCHED_OFF if self.how == EAGER else ""
         self.driver.decode(rows, STEPS_PER_ROUND // 8)
         self.seconds[rows] += self.driver.decode(rows, STEPS_PER_ROUND)
 
 
 def measure(checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, settings: Settings, rounds: int) -> Outcome:
-    """Builds both engines as serving does. Ctrl-C keeps what is measured."""
+    """Build both engines as for serving and measure them. Ctrl-C keeps the measurements so far."""
     plans = {plan.precision.value: plan, **_in_fp32(checkpoint, facts, settings)}
     complete, ways = True, []
     with progress(rounds * len(ROWS), "loading") as advance, torch.inference_mode():
@@ -64,7 +68,7 @@ def measure(checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, settings: S
 
 
 def _in_fp32(checkpoint: Checkpoint, facts: Facts, settings: Settings) -> dict[str, ServingPlan]:
-    """Nothing where the machine has no room for it."""
+    """Return the FP32 plan, or nothing if the machine lacks the memory for it."""
     changed = settings.model_copy(update={"precision": "fp32", "kv_precision": "auto", "int8_copy": "off"})
     try:
         return {"fp32": make_plan(facts, None, changed, checkpoint.needs(), RECIPES.keys())}
@@ -74,7 +78,7 @@ def _in_fp32(checkpoint: Checkpoint, facts: Facts, settings: Settings) -> dict[s
 
 def _ways(precision: str, checkpoint: Checkpoint, plan: ServingPlan) -> list[Way]:
     built = build_engine(checkpoint, plan, (), lambda stage: None)
-    built.engine.scheduler.speculation = None  # a step of so many rows is to make so many tokens
+    built.engine.scheduler.speculation = None  # a step must produce exactly one token per row
     replay = built.runner.model
     assert isinstance(replay, Replay), "decoders are built with one"
     driver = Driver(built.engine, Deck(range(2, checkpoint.decoder.vocab_size)), plan.max_model_len.value)
@@ -91,7 +95,7 @@ def _rounds(rounds: int, ways: list[Way], advance: Advance) -> None:
 
 
 def _figures(ways: list[Way]) -> Iterator[Figure]:
-    """Each is held against the last: FP32, where there is room for it."""
+    """Yield the figures; each is compared with the last engine, which is FP32 if it fits in memory."""
     for rows in ROWS:
         last = statistics.median(ways[-1].seconds[rows] or [0.0])
         for way in ways:

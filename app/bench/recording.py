@@ -1,6 +1,6 @@
-"""What it costs to know of each step how long it took and why: the watch and the instruments alone, without a step between them.
+"""Cost of recording each step's duration and cause: the step monitor and the metrics alone, without running steps.
 
-No model is run: the steps are described, and what is timed is everything that serving does with such a description.
+No model is run. The steps are described, and everything that serving does with such a description is timed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SLOW = StepStats(0.310, decode_tokens=8, num_sequences=8, num_decode_sequences=8
 
 
 class Serving:
-    """What stands beside the worker's loop, as `startup` wires it."""
+    """The step monitor and metrics, connected to each other as `startup` does it."""
 
     def __init__(self) -> None:
         self.metrics = Metrics()
@@ -56,16 +56,18 @@ class Serving:
         self._turn = 0
 
     def watched(self, step: StepStats) -> None:
+        """Pass one step to the step monitor."""
         self.watch.begin()
         self.watch.end(step)
         self.watch.rest()
 
     def by_turns(self, *steps: StepStats) -> None:
-        """One of them: were all slow, that would be what steps take."""
+        """Pass one of `steps` to the monitor, in rotation: if every step were slow, slow steps would be normal."""
         self._turn += 1
         self.watched(steps[self._turn % len(steps)])
 
     def both(self, step: StepStats) -> None:
+        """Pass one step to the step monitor and to the metrics."""
         self.watch.begin()
         self.watch.end(step)
         self.metrics.on_step(step, self._snapshot)
@@ -73,12 +75,12 @@ class Serving:
 
 
 def measure(facts: Facts, rounds: int) -> Outcome:
-    """Microseconds a step. Ctrl-C keeps what is measured."""
+    """Measure the microseconds per step. Ctrl-C keeps the measurements so far."""
     serving = Serving()
     works: Mapping[str, Callable[[], None]] = {
         "a step that decodes": lambda: serving.watched(DECODE),
         "a step that a prompt joined": lambda: serving.watched(MIXED),
-        "every second step is slow, and why": lambda: serving.by_turns(DECODE, SLOW),
+        "every second step is slow, with its cause": lambda: serving.by_turns(DECODE, SLOW),
         f"a step that decodes, {INSTRUMENTS}": lambda: serving.both(DECODE),
         f"a step that a prompt joined, {INSTRUMENTS}": lambda: serving.both(MIXED),
     }
@@ -95,11 +97,11 @@ def measure(facts: Facts, rounds: int) -> Outcome:
         finally:
             serving.watch.close()
     figures = tuple(_figure(name, taken) for name, taken in samples.items() if taken)
-    return Outcome("recording", "what each step is told with", figures, {"machine": facts.to_json()}, complete)
+    return Outcome("recording", "cost of recording each step", figures, {"machine": facts.to_json()}, complete)
 
 
 def _microseconds(work: Callable[[], None]) -> float:
-    """The mean of many: one is not much longer than looking at the clock."""
+    """Return the mean microseconds of many calls: a single call is hardly longer than reading the clock."""
     began = time.perf_counter()
     for _ in range(STEPS_PER_SAMPLE):
         work()

@@ -1,4 +1,4 @@
-"""Starts a server of ours as a process of its own, waits until it serves, and ends it; or takes one that already runs."""
+"""A server process for the benches: start it, wait until it is ready, and stop it; or use one that already runs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ READY_SECONDS = 600.0  # packing a large checkpoint on a small machine takes min
 POLL_SECONDS = 0.02
 STOP_SECONDS = 60.0
 _ADDRESS = re.compile(r"https?://[\w.\[\]:]+:\d+")
-_PACKAGES = Path(__file__).resolve().parent.parent.parent  # where this very `app` was imported from
+_PACKAGES = Path(__file__).resolve().parent.parent.parent  # folder from which this `app` package was imported
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server that is ready. `pid`, `started` and `ready` (`time.perf_counter`) are None for one that we did not start."""
+    """A ready server.
+
+    `pid`, `started` and `ready` (`time.perf_counter` seconds) are None for a server that the bench did not start.
+    """
 
     client: Client
     url: str
@@ -38,7 +41,7 @@ class Server:
 
 @asynccontextmanager
 async def serving(url: str | None, flags: Sequence[str]) -> AsyncIterator[Server]:
-    """The server at `url`, or else a new one with these flags of `armature serve` on a free port of this machine."""
+    """Yield the server at `url`, or else a new one with these flags of `armature serve` on a free local port."""
     if url is None:
         async with _started(flags) as server:
             yield server
@@ -53,7 +56,7 @@ async def serving(url: str | None, flags: Sequence[str]) -> AsyncIterator[Server
 @asynccontextmanager
 async def _started(flags: Sequence[str]) -> AsyncIterator[Server]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(_PACKAGES), os.environ.get("PYTHONPATH"))))}
-    # -P: a folder called `app` where the user happens to stand is not us.
+    # -P: do not import an `app` folder in the current directory.
     command = (sys.executable, "-P", "-m", "app", "serve", "--port", "0", "--host", "127.0.0.1", *flags)
     started = time.perf_counter()
     process = await asyncio.create_subprocess_exec(
@@ -77,7 +80,7 @@ async def _started(flags: Sequence[str]) -> AsyncIterator[Server]:
 
 
 class _Log:
-    """Reads what the process prints, so that it never blocks on a full pipe, and keeps the end of it."""
+    """Reads the output of the process, so that it never blocks on a full pipe, and keeps the last lines."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -98,7 +101,7 @@ class _Log:
     async def close(self) -> None:
         await self._reading
         if self._address.done() and not self._address.cancelled():
-            self._address.exception()  # seen, even where nobody waited for it
+            self._address.exception()  # retrieve it, so that asyncio does not warn if it was never awaited
 
     async def _read(self) -> None:
         assert self._process.stdout is not None, "the process was started with a pipe"

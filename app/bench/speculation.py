@@ -1,9 +1,11 @@
-"""What guessing the next tokens brings, at one greedy sequence, when guesses are right so often: held against the same without any.
+"""Speedup of speculative decoding for one greedy sequence, at given acceptance probabilities.
 
-*Planted* means: the text is said once without guesses, and then said again with a drafter that knows it. Each token it proposes is the true
-next one with the given probability, else another. Everything else is as it serves: how many guesses a step carries is decided as ever, and
-each is computed and checked. Where two tokens are all but as likely and sums of another order swap them, the text is held to what was said
-first, or models without training would soon say something else. How often lookup is right on real text is another question.
+The benchmark first generates a text without speculation. It then generates the text again with a drafter that knows
+it: each draft token is the correct next token with the given probability, else another token. Everything else is as
+in serving: the number of draft tokens per step is decided as usual, and each draft token is computed and verified.
+When two tokens are almost equally likely, another order of summation can swap them. The text is then forced to the
+first version; otherwise untrained models would soon diverge. The benchmark says nothing about the acceptance rate of
+n-gram lookup on real text.
 """
 
 from __future__ import annotations
@@ -30,60 +32,72 @@ from app.hardware.step_seconds import StepSeconds
 from app.messages import Event, Generate, RequestFailed, SamplingParams, TokensReady
 from app.weights.checkpoint import Checkpoint
 
-TARGETS: Mapping[float, float] = {0.0: 0.98, 0.3: 1.2, 0.6: 1.6, 0.9: 2.2}  # how often guesses are right: times the speed without
-TOKENS = 256  # of each answer
+# Speedup over no speculation, by acceptance probability.
+TARGETS: Mapping[float, float] = {0.0: 0.98, 0.3: 1.2, 0.6: 1.6, 0.9: 2.2}
+TOKENS = 256  # tokens of each answer
 
 
 @dataclass(slots=True)
 class Answer:
-    """One greedy answer: its tokens, and the steps that did nothing but decode it."""
+    """One greedy answer: its tokens, and the steps that only decoded it.
+
+    `made` counts generated tokens; `drafted` and `accepted` count draft tokens.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     made: int = 0
     drafted: int = 0
     accepted: int = 0
-    judged: int = 0  # guesses up to the first wrong one of each step: those behind it say nothing
+    judged: int = 0  # draft tokens up to the first rejected one of each step: later ones are not verified
     step_seconds: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Samples:
-    """Of one probability: each round's answer, and its speed against the same round's without guesses."""
+    """Results at one acceptance probability: the answers, and each round's speed relative to no speculation."""
 
     answers: list[Answer] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
 
 
-Taken = Mapping[float | None, Samples]  # None: without guesses
+Taken = Mapping[float | None, Samples]  # None: without speculation
 
 
 class Planted:
-    """Proposes what is known to come, each token rightly with this probability."""
+    """Drafter that knows the text and proposes each token correctly with probability `chance`."""
 
     def __init__(self, truth: Sequence[int], chance: float, dice: random.Random) -> None:
         self._truth, self._chance, self._dice = truth, chance, dice
 
     def propose(self, token_ids: list[int], most: int) -> tuple[int, ...]:
+        """Return up to `most` draft tokens for the positions after `token_ids`."""
         ahead = self._truth[len(token_ids) : len(token_ids) + most]
         return tuple(token if self._dice.random() < self._chance else token ^ 1 for token in ahead)
 
 
 class Prompter:
-    """A runner that computes and picks as ever, and then holds the picks to the text, prompt and all, where there is one."""
+    """A runner that computes and samples as usual, and then replaces the sampled tokens by those of a text.
+
+    `text` includes the prompt; if it is empty, nothing is replaced.
+    """
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self.text: Sequence[int] = ()
-        self.num_picks = self.num_held = 0  # of the rows that every step has: what was guessed before others may be wrong
+        # Only each step's first row is counted: later rows can follow wrong draft tokens.
+        self.num_picks = self.num_held = 0
 
     @property
     def model_seconds(self) -> float:
+        """Seconds spent in the model by the wrapped runner."""
         return self._runner.model_seconds
 
     def launch(self, batch: Batch, after: Flight | None = None) -> Flight:
+        """Launch a batch on the wrapped runner."""
         return self._runner.launch(batch, after)
 
     def wait(self, flight: Flight) -> list[Picked]:
+        """Return the sampled tokens, replaced by those of the text if there is one."""
         picked = list(self._runner.wait(flight))
         if not self.text:
             return picked
@@ -93,15 +107,16 @@ class Prompter:
         return held
 
     def follows(self, batch: Batch) -> bool:
-        """What is held to the text is not known on a device."""
+        """Return False: a device does not know the tokens that are forced on the host."""
         return False
 
     def survives(self, error: Exception) -> bool:
+        """Return whether the wrapped runner can continue after `error`."""
         return self._runner.survives(error)
 
 
 class Teller:
-    """Has the engine say one answer after the other, timing its steps."""
+    """Runs one answer after the other through the engine and times the steps."""
 
     def __init__(self, engine: DecoderEngine, max_tokens: int) -> None:
         self.prompter = engine.runner = Prompter(engine.runner)
@@ -109,7 +124,10 @@ class Teller:
         self._number = 0
 
     def say(self, prompt: Sequence[int], speculation: Speculation | None, text: Sequence[int] = ()) -> Answer:
-        """With a `text` (prompt and all) its own words are said again."""
+        """Generate one answer of up to `max_tokens` tokens.
+
+        If `text` (prompt included) is given, the answer is forced to it.
+        """
         self._engine.scheduler.speculation, self.prompter.text = speculation, text
         self._number += 1
         name, answer = f"bench-{self._number}", Answer()
@@ -130,7 +148,7 @@ class Teller:
         events = self._engine.step()
         elapsed = time.perf_counter() - start
         stats = self._engine.stats
-        assert stats is not None, "an engine with work has made a step"
+        assert stats is not None, "an engine with work has run a step"
         if not stats.prefill_tokens:
             answer.step_seconds.append(elapsed)
             answer.made += stats.decode_tokens
@@ -141,12 +159,18 @@ class Teller:
 
 
 def measure(checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, steps: StepSeconds | None, rounds: int) -> Outcome:
-    """Builds the engine as serving does. Every round has a prompt of its own, and one more that is not counted goes before them."""
+    """Build the engine as for serving and measure it.
+
+    Every round has a new prompt; one additional first round is not counted.
+
+    Raises:
+        MeasurementFailed: The plan has no speculation, or a request failed.
+    """
     with progress(rounds + 2, "loading") as advance:
         built = build_engine(checkpoint, plan, (), lambda stage: None, steps)
         speculation = built.engine.scheduler.speculation
         if speculation is None:
-            raise MeasurementFailed(f"nothing is guessed with this plan: {plan.speculation.reason}")
+            raise MeasurementFailed(f"this plan does not use speculation: {plan.speculation.reason}")
         teller = Teller(built.engine, min(TOKENS, plan.max_model_len.value - PROMPT_TOKENS))
         taken: Taken = {chance: Samples() for chance in (None, *TARGETS)}
         deck = Deck(range(2, checkpoint.decoder.vocab_size))
@@ -159,13 +183,14 @@ def measure(checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, steps: Step
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One prompt said without guesses, with each kind of them in turn, and without again."""
+    """One round: a prompt is generated without speculation, once at each acceptance probability, and again without."""
 
     teller: Teller
     deck: Deck
     speculation: Speculation
 
     def answers(self, chances: Sequence[float], seed: int) -> Mapping[float | None, list[Answer]]:
+        """Return the answers of one round by acceptance probability; None is without speculation."""
         prompt = self.deck.prompt(PROMPT_TOKENS)
         first = self.teller.say(prompt, None)
         text = [*prompt, *first.token_ids]
@@ -178,13 +203,13 @@ class Round:
 
 
 def _rounds(rounds: int, one: Round, taken: Taken, advance: Advance) -> bool:
-    """Ctrl-C keeps what is measured, and answers False."""
+    """Run all rounds. Ctrl-C stops early, keeps the measurements, and makes the result False."""
     try:
         for number in range(rounds + 1):
             chances = sorted(TARGETS, reverse=number % 2 == 1)
-            advance("steps without guesses, and with them")
+            advance("steps without and with draft tokens")
             answers = one.answers(chances, number)
-            if number == 0:  # steps of these sizes are recorded now
+            if number == 0:  # the first round records the steps of these sizes
                 continue
             plain = _speed(answers[None])
             for chance, told in answers.items():
@@ -196,7 +221,7 @@ def _rounds(rounds: int, one: Round, taken: Taken, advance: Advance) -> bool:
 
 
 def _speed(answers: Sequence[Answer]) -> float:
-    """Tokens a second."""
+    """Return the generated tokens per second of all answers."""
     return sum(answer.made for answer in answers) / max(sum(sum(answer.step_seconds) for answer in answers), 1e-9)
 
 
@@ -205,20 +230,18 @@ def _figures(taken: Taken) -> Iterator[Figure]:
         if not samples.ratios:
             continue
         if chance is None:
-            yield Figure("without guesses", _speed(samples.answers), "tok/s")
+            yield Figure("without speculation", _speed(samples.answers), "tok/s")
             continue
         counts = ("drafted", "accepted", "judged")
         drafted, accepted, judged = (sum(getattr(one, name) for one in samples.answers) for name in counts)
         steps = sum(len(one.step_seconds) for one in samples.answers)
         name, ratio = f"right {chance:.0%} of the time", statistics.median(samples.ratios)
-        yield Figure(name, _speed(samples.answers), "tok/s", ratio=ratio, against="without guesses", target=TARGETS[chance])
-        yield Figure(f"{name}, guesses", drafted / steps, "a step")
-        yield Figure(f"{name}, measured", 100 * accepted / max(judged, 1), "% of guesses that could be right")
+        yield Figure(name, _speed(samples.answers), "tok/s", ratio=ratio, against="without speculation", target=TARGETS[chance])
+        yield Figure(f"{name}, draft tokens", drafted / steps, "per step")
+        yield Figure(f"{name}, measured", 100 * accepted / max(judged, 1), "% of verified draft tokens")
 
 
 def _notes(prompter: Prompter) -> tuple[str, ...]:
-    planted = (
-        "Planted: the drafter knows what comes, and each guess is right with the given probability. It says nothing of real text."
-    )
-    held = f"{prompter.num_held} of {prompter.num_picks} steps would have picked another token than the first time, and were held to it."
+    planted = "Planted: the drafter knows the text; each draft token is correct with the given probability. Real text differs."
+    held = f"{prompter.num_held} of {prompter.num_picks} steps sampled another token than the first run and were forced to its token."
     return planted, held

@@ -1,4 +1,4 @@
-"""What a bench found: spreads of samples, figures held against ceilings or targets, and whether the measurement itself can be believed."""
+"""Results of a bench: statistics of samples, figures with targets, and checks for failed measurements."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from typing import Any
 
 
 class MeasurementFailed(Exception):
-    """A bench could not measure what it was asked to; the message says why."""
+    """Raised when a bench cannot measure what was requested; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Samples of one quantity. Percentiles are of the samples themselves (nearest rank), so p99 of ten samples is the largest."""
+    """Statistics of the samples of one quantity.
+
+    Percentiles are nearest-rank, so p99 of ten samples is the largest.
+    """
 
     p50: float
     p99: float
@@ -26,13 +29,14 @@ class Spread:
 
 
 def percentile(samples: Sequence[float], share: float) -> float:
-    """The smallest sample that at least `share` of all samples do not exceed."""
+    """Return the smallest sample that is at least as large as `share` (0 to 1) of all samples."""
     assert samples, "a percentile needs samples"
-    assert 0.0 < share <= 1.0, "a share lies in (0, 1]"
+    assert 0.0 < share <= 1.0, "a share must be in (0, 1]"
     return sorted(samples)[math.ceil(share * len(samples)) - 1]
 
 
 def spread(samples: Sequence[float]) -> Spread:
+    """Return the statistics of a non-empty list of samples."""
     return Spread(
         p50=statistics.median(samples),
         p99=percentile(samples, 0.99),
@@ -44,10 +48,11 @@ def spread(samples: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number for people, `ratio` where it is held against something: `against` says what. `parts`: further numbers, a column each.
+    """One row of the result table.
 
-    `target` bounds the ratio where there is one, or else the value: from below unless `at_most`.
-    `is_share` ratios are parts of a ceiling that cannot be passed: outside 0 to 1, something was measured wrongly.
+    `ratio` compares the value with something that `against` names. `parts` are further numbers, one column each.
+    `target` is a limit of the ratio if there is one, else of the value: a lower limit unless `at_most` is True. If
+    `is_share` is True, the ratio is a fraction of a ceiling, and outside 0 to 1 the measurement has failed.
     """
 
     name: str
@@ -63,7 +68,7 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is reached; None where there is none."""
+        """True if the target is reached; None if there is no target."""
         if self.target is None:
             return None
         held = self.value if self.ratio is None else self.ratio
@@ -71,15 +76,18 @@ class Figure:
 
     @property
     def mistake(self) -> str | None:
-        """Why this figure cannot be true, if it cannot."""
+        """Reason why this figure cannot be correct, or None."""
         if self.is_share and self.ratio is not None and not 0.0 <= self.ratio <= 1.0:
-            return f"{self.name}: {self.ratio:.2f} of {self.against} cannot be: a failed measurement"
+            return f"{self.name}: {self.ratio:.2f} of {self.against} is impossible: a failed measurement"
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Everything that one bench command found. `complete` is false where it was interrupted; `notes` are sentences below the table."""
+    """All results of one bench command.
+
+    `complete` is False after an interruption; `notes` are sentences printed below the table.
+    """
 
     bench: str
     subject: str
@@ -90,9 +98,11 @@ class Outcome:
 
     @property
     def mistakes(self) -> list[str]:
+        """Messages of all figures that cannot be correct."""
         return [figure.mistake for figure in self.figures if figure.mistake is not None]
 
     def to_json(self) -> dict[str, Any]:
+        """Return the JSON object that the command prints and writes."""
         figures = [dataclasses.asdict(figure) | {"met": figure.met} for figure in self.figures]
         return {
             "bench": self.bench,

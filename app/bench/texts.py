@@ -1,6 +1,7 @@
-"""An encoder's engine alone: batches of texts of one length, from an idle engine to their answer, against what the machine can multiply.
+"""The engine of an encoder without a server: batches of texts of one length, against the machine's ceilings.
 
-Ceilings and work take turns, as for decoders (`inside.py`): of the product rates in BF16 and in int8 each is sampled between any two loads.
+Times are from an idle engine to the answer. Work and samples of the ceilings alternate, as for decoders
+(`inside.py`): the product rates in BF16 and in int8 are sampled between any two loads.
 """
 
 from __future__ import annotations
@@ -33,42 +34,47 @@ from app.models.encoder_config import EncoderConfig
 from app.models.encoder_shapes import encoder_products_of
 from app.weights.checkpoint import Checkpoint
 
-TEXTS = (1, 4, 8, 16, 32)  # of a batch
-DEVICE_TEXTS = (1, 8, 32, 256)  # the same, of a device with memory of its own
-LENGTHS = (128, 512)  # of a text, tokens
-SHORT_TOKENS = 16  # of the one text that an idle server is asked for
-ROUND_SECONDS = 1.5  # for which a load is repeated in each round
-MOST_REPEATS = 50  # in a round
-_KINDS = {"bf16": torch.bfloat16, "int8": torch.int8}  # whose product rates everything is held against
+TEXTS = (1, 4, 8, 16, 32)  # texts of a batch
+DEVICE_TEXTS = (1, 8, 32, 256)  # texts of a batch on a device with its own memory
+LENGTHS = (128, 512)  # tokens of a text
+SHORT_TOKENS = 16  # length of a single text for an idle server
+ROUND_SECONDS = 1.5  # duration of a load's repetitions in each round
+MOST_REPEATS = 50  # repetitions in each round
+_KINDS = {"bf16": torch.bfloat16, "int8": torch.int8}  # dtypes whose product rates the loads are compared with
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A request of so many texts, each of so many tokens."""
+    """A request of `texts` texts with `length` tokens each."""
 
     texts: int
     length: int
 
     @property
     def name(self) -> str:
+        """Name of the load in tables, such as `×8 of 128`."""
         return f"×{self.texts} of {self.length}"
 
     @property
     def tokens(self) -> int:
+        """Number of tokens of all texts together."""
         return self.texts * self.length
 
 
 @dataclass(slots=True)
 class Taken:
-    """What a load took: seconds held against the ceilings, and of each batch how much of it was spent in the model."""
+    """Measurements of one load: samples for the ceilings, and the share of each batch's time spent in the model."""
 
     samples: Samples
     model_shares: list[float] = field(default_factory=list)
 
 
 class Named(Protocol):
+    """A load with a name for tables."""
+
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name of the load in tables."""
 
 
 N = TypeVar("N", bound=Named)
@@ -76,26 +82,29 @@ N_in = TypeVar("N_in", bound=Named, contravariant=True)
 
 
 class Answering(Protocol[N_in]):
-    """Puts a load into an engine."""
+    """A driver that submits a load to an engine."""
 
     def answer(self, load: N_in) -> tuple[float, float]:
-        """Seconds from an idle engine to the answer of one request, and how many of them were spent in the model."""
+        """Return the seconds from an idle engine to the answer of one request, and those spent in the model."""
         ...
 
 
 def loads_of(asked: Asked, max_model_len: int, on_device: bool = False) -> list[Load]:
-    """What was named, else one short text and all batches of all lengths that the model reads."""
+    """Return the named loads, or else one short text and all standard batches and lengths that the model supports."""
     batches = asked.rows or (DEVICE_TEXTS if on_device else TEXTS)
     lengths = [length for length in asked.prompts or LENGTHS if length <= max_model_len]
     if not lengths:
-        raise MeasurementFailed(f"the model reads {max_model_len} tokens: name lengths that it reads (--prompts)")
+        raise MeasurementFailed(f"the model reads {max_model_len} tokens at most: use shorter lengths (--prompts)")
     named = asked.rows or asked.prompts
     short = [] if named else [Load(1, min(SHORT_TOKENS, max_model_len))]
     return [*short, *(Load(texts, length) for length in lengths for texts in batches)]
 
 
 def operations(config: EncoderConfig, load: Load) -> float:
-    """Multiply-adds of a load's products, times two; behind the last layer's attention only for tokens whose hidden state is wanted."""
+    """Return the operations of a load's products: multiply-adds times two.
+
+    After the attention of the last layer, only the tokens whose hidden states are pooled are counted.
+    """
     shapes = [rows * columns for (rows, columns), _ in encoder_products_of(config)]
     modes = {config.head.pooling} if config.head is not None else set(config.pooling.modes)
     tail = sum(shapes[-(len(shapes) // config.num_layers) + 1 :]) if modes <= {"cls", "last"} and len(modes) == 1 else 0
@@ -103,7 +112,7 @@ def operations(config: EncoderConfig, load: Load) -> float:
 
 
 def measure(checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, steps: StepSeconds | None, asked: Asked) -> Outcome:
-    """Builds the engine as serving does and measures it on this thread."""
+    """Build the engine as for serving and measure it on this thread."""
     on_device, config = plan.device.value != "cpu", checkpoint.encoder
     loads = loads_of(asked, plan.max_model_len.value, on_device)
     with progress(asked.rounds * len(loads) + 1, "loading") as advance:
@@ -126,7 +135,7 @@ def measure(checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, steps: Step
 
 
 class Driver:
-    """Puts texts that never repeat into an engine and times their answers."""
+    """Submits texts that never repeat to an engine and times the answers."""
 
     def __init__(self, engine: EncoderEngine, config: EncoderConfig) -> None:
         self._engine, self._output = engine, config.outputs[0]
@@ -134,7 +143,7 @@ class Driver:
         self._number = 0
 
     def answer(self, load: Load) -> tuple[float, float]:
-        """Seconds from an idle engine to the answer of one request, and how many of them were spent in the model."""
+        """Return the seconds from an idle engine to the answer of one request, and those spent in the model."""
         texts = tuple(Text(tuple(self._deck.prompt(load.length))) for _ in range(load.texts))
         self._number += 1
         order = Encode(f"bench-{self._number}", texts, (self._output,), time.monotonic())
@@ -142,17 +151,28 @@ class Driver:
 
 
 class Stepped(Protocol):
-    """An engine whose answers are arrays, as far as it is stepped."""
+    """An engine that answers with arrays, as far as the bench steps it."""
 
     @property
-    def has_work(self) -> bool: ...
+    def has_work(self) -> bool:
+        """True while a request is unanswered."""
+
     @property
-    def stats(self) -> StepStats | None: ...
-    def step(self) -> list[Event]: ...
+    def stats(self) -> StepStats | None:
+        """Statistics of the last step, or None before the first one."""
+
+    def step(self) -> list[Event]:
+        """Run one step and return its events."""
 
 
 def timed(engine: Stepped, add: Callable[[], list[Event]], load: Named) -> tuple[float, float]:
-    """Seconds from an idle engine to the answer of what `add` puts into it, and how many of them were spent in the model."""
+    """Return the seconds from an idle engine to the answer to a request, and those spent in the model.
+
+    `add` submits the request and returns its first events.
+
+    Raises:
+        MeasurementFailed: The request failed.
+    """
     start, inside = time.perf_counter(), 0.0
     events = add()
     while engine.has_work:
@@ -165,10 +185,13 @@ def timed(engine: Stepped, add: Callable[[], list[Event]], load: Named) -> tuple
 
 
 def take_rounds(asked: Asked, driver: Answering[N], measured: dict[N, Taken], machine: Sampled, advance: Advance) -> bool:
-    """Rounds of every load, and a sample of all ceilings between any two. Ctrl-C keeps what is measured, and answers False."""
+    """Run every load in every round, with a sample of all ceilings between any two loads.
+
+    Ctrl-C stops early, keeps the measurements, and makes the result False.
+    """
     try:
         for load in measured:
-            driver.answer(load)  # what the first of its size makes is used again
+            driver.answer(load)  # the first request of each size records steps for later ones
         for _ in range(asked.rounds):
             before = machine.sample()
             for load, taken in measured.items():
@@ -185,7 +208,7 @@ def take_rounds(asked: Asked, driver: Answering[N], measured: dict[N, Taken], ma
 
 
 def _repeated(driver: Answering[N], load: N, times: int | None) -> list[tuple[float, float]]:
-    """As often as was asked for, else for some time."""
+    """Run the load `times` times, or if None, repeatedly for `ROUND_SECONDS`."""
     found: list[tuple[float, float]] = []
     ends = time.perf_counter() + ROUND_SECONDS
     while len(found) < (times or 1) or (times is None and len(found) < MOST_REPEATS and time.perf_counter() < ends):
@@ -194,7 +217,7 @@ def _repeated(driver: Answering[N], load: N, times: int | None) -> list[tuple[fl
 
 
 def _read(weights: Weights, plan: ServingPlan, load: Load) -> float:
-    """Bytes of weights that a load reads, once a step."""
+    """Return the weight bytes that a load reads: all weights once per step."""
     together = max(1, plan.batch_target_tokens.value // load.length)
     return weights.read_bytes * math.ceil(load.texts / together)
 
@@ -224,7 +247,5 @@ def _figure(load: Load, taken: Taken, machine: Sampled) -> Figure:
 
 def _notes(built: BuiltEncoder | BuiltDeviceEncoder) -> tuple[str, ...]:
     replay = built.runner.replay
-    how = (
-        f"steps of up to {replay.most_tokens} tokens were run again natively" if not replay.reason else f"eager: {replay.reason}"
-    )
+    how = f"steps of up to {replay.most_tokens} tokens were replayed natively" if not replay.reason else f"eager: {replay.reason}"
     return (f"{how}.",)

@@ -1,4 +1,4 @@
-"""Requests for streamed answers, to one server in one dialect, and what becomes of each."""
+"""Generation requests to one server in one dialect, and the timing of each streamed answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WARM_UP_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What every request asks for."""
+    """Parameters of every request: distributions of prompt and completion lengths in tokens."""
 
     prompt_tokens: Lengths
     max_tokens: Lengths
@@ -29,7 +29,11 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """`intended`: when the request should have been sent, which is when latency begins. `client`: whose it was."""
+    """One answered request.
+
+    `intended` is when the request should have been sent (`time.perf_counter` seconds); latency starts there.
+    `client` is the index of its client.
+    """
 
     intended: float
     client: int
@@ -41,7 +45,10 @@ Run = Stretch[Answered]
 
 
 class Traffic:
-    """To one server, in one dialect. Lengths are drawn in the order of requests: the same for every server."""
+    """Generation requests to one server in one dialect.
+
+    Lengths are drawn in the order of requests, so every server receives the same lengths.
+    """
 
     def __init__(self, wire: Wire, dialect: Dialect, model: str | None, deck: Deck | TextDeck, wanted: Wanted) -> None:
         self._wire, self._dialect, self._model, self._deck = wire, dialect, model, deck
@@ -49,13 +56,15 @@ class Traffic:
         self._random = random.Random(wanted.seed)
 
     async def clients(self, run: Run, num_clients: int, bounds: Bounds) -> None:
+        """Run a closed loop of `num_clients` clients."""
         await loops.clients(run, num_clients, bounds, self._one)
 
     async def arrivals(self, run: Run, moments: Iterable[float], bounds: Bounds) -> None:
+        """Run an open loop with requests at these moments, in seconds from the start."""
         await loops.arrivals(run, moments, bounds, self._one)
 
     async def warm_up(self, num_requests: int, max_tokens: int = WARM_UP_TOKENS) -> None:
-        """Requests that are not counted, beside each other; what fails will fail again."""
+        """Send concurrent requests that are not recorded. Errors are ignored: they will occur again when measured."""
         asks = [self._ask() for _ in range(num_requests)]
         short = [Ask(ask.prompt, min(max_tokens, ask.max_tokens), ask.ignore_eos, ask.model) for ask in asks]
         await asyncio.gather(*(streamed(self._wire, self._dialect, ask) for ask in short), return_exceptions=True)

@@ -1,7 +1,8 @@
-"""What a server says of its own speed against what it does: capacity under a full load, and the wait for a first token under less.
+"""Accuracy of a server's predictions: capacity under full load, and the wait for a first token under partial load.
 
-The wait is read where everybody can read it, from the gauge of `/metrics`, just before a request is sent; what it is held against is what
-the client itself waits. So tokenising, HTTP and the scrape count as errors, as they do for a router that reads the gauge.
+The predicted wait is read from the gauge in `/metrics` just before a request is sent. It is compared with the wait
+that the client observes. Tokenisation, HTTP and the scrape therefore count as errors, as they do for a router that
+reads the gauge.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from app.bench.stats import Figure, MeasurementFailed, percentile
 from app.bench.tally import steady_rate
 from app.bench.workload import Deck
 
-MOST_TOKENS = 1024  # of a prompt and its completion, or as many as the model was made for
-CHUNK_TOKENS = 64  # of a prompt that is read in a step, while others decode
-LOADS = (0.5, 0.9)  # of capacity
+MOST_TOKENS = 1024  # limit of prompt plus completion; the model's maximum length if that is less
+CHUNK_TOKENS = 64  # smallest prefill chunk, in tokens, of a step that also decodes
+LOADS = (0.5, 0.9)  # fractions of the capacity
 ARRIVALS_PER_ROUND = 12
-ANSWERS_PER_PLACE = 2  # of a full load, one after the other
+ANSWERS_PER_PLACE = 2  # consecutive answers per client of the full load
 CAPACITY_TARGET, WAIT_TARGET = 0.15, 0.25
 _CAPACITY = re.compile(r'armature_capacity_tokens_per_second{phase="(\w+)",rows="(\d+)"}')
 _WAIT = "armature_predicted_wait_seconds"
@@ -33,29 +34,36 @@ _WAIT = "armature_predicted_wait_seconds"
 
 @dataclass(frozen=True, slots=True)
 class Asks:
-    """A quarter of the context is prompt, and a quarter to three of them completion, so that sequences do not end together.
+    """Request mix of the bench.
 
-    On the way a sequence is half a context long, which is how long those are that capacity is told for.
+    A prompt has a quarter of the context, and a completion between one and three quarters, so that sequences end at
+    different times. A sequence is on average half a context long, the length that the reported capacity refers to.
     """
 
     context: int
 
     @property
     def prompt_tokens(self) -> int:
+        """Number of tokens of every prompt."""
         return self.context // 4
 
     @property
     def mean_completion(self) -> float:
+        """Mean number of completion tokens."""
         return self.context / 2
 
     def deal(self, deck: Deck, chance: random.Random) -> tuple[list[int], int]:
-        """A prompt, and how many tokens are to follow."""
+        """Return a prompt and its number of completion tokens."""
         return deck.prompt(self.prompt_tokens), chance.randint(self.context // 4, 3 * self.context // 4 - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Tokens a second that the server says it makes of prompts, and of completions when so many sequences run; `step` is its shortest."""
+    """Capacity that the server reports, in tokens per second.
+
+    `prefill` is the rate of prompt tokens, and `decode` the rate of completion tokens while `rows` sequences run.
+    `step_seconds` is the server's shortest step.
+    """
 
     rows: int
     prefill: float
@@ -64,7 +72,11 @@ class Capacity:
 
     @classmethod
     def of(cls, counters: Mapping[str, float], max_running: int) -> Capacity:
-        """At the most rows that may run and are told of. Raises `MeasurementFailed` where a server knows nothing of itself."""
+        """Read the capacity for the largest reported number of rows that may run.
+
+        Raises:
+            MeasurementFailed: The server reports no capacity.
+        """
         told: dict[str, dict[int, float]] = {"prefill": {}, "decode": {}}
         for name, value in counters.items():
             found = _CAPACITY.fullmatch(name)
@@ -72,30 +84,30 @@ class Capacity:
                 told.setdefault(found[1], {})[int(found[2])] = value
         decode = {rows: speed for rows, speed in told["decode"].items() if rows <= max_running}
         if not decode or not told["prefill"]:
-            raise MeasurementFailed("the server tells no capacity: it was not calibrated (see `calibrate` under /info)")
+            raise MeasurementFailed("the server reports no capacity: it was not calibrated (see `calibrate` in /info)")
         fewest, most = min(decode), max(decode)
         enough = [size for size in told["prefill"] if size >= CHUNK_TOKENS] or [max(told["prefill"])]
         return cls(most, told["prefill"][min(enough)], decode[most], fewest / decode[fewest])
 
     def requests_per_second(self, asks: Asks) -> float:
-        """That can be answered, where a prompt has to be read for each completion."""
+        """Return the requests per second that the capacity allows, with one prompt for each completion."""
         return 1 / (asks.prompt_tokens / self.prefill + asks.mean_completion / self.decode)
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """What one request was told before it was sent, and what it waited for its first token, seconds."""
+    """Predicted and actual seconds from sending one request to its first token."""
 
     predicted: float
     actual: float
 
     def error(self, step_seconds: float) -> float:
-        """Part of the wait by which the prediction was off; a wait shorter than a step counts as one."""
+        """Return the relative error of the prediction; a wait shorter than one step counts as one step."""
         return abs(self.predicted - self.actual) / max(self.actual, step_seconds)
 
 
 async def capacity_and_wait(client: Client, rounds: int, advance: Advance) -> list[Figure]:
-    """A full load first, then arrivals by chance at parts of the capacity."""
+    """Measure a full load first, then random arrivals at fractions of the capacity."""
     plan = (await client.info())["plan"]
     asks = Asks(min(MOST_TOKENS, plan["max_model_len"]["value"]))
     before = Capacity.of(await client.counters(), plan["max_running_seqs"]["value"])
@@ -104,9 +116,9 @@ async def capacity_and_wait(client: Client, rounds: int, advance: Advance) -> li
     advance("a full load")
     after = Capacity.of(await client.counters(), plan["max_running_seqs"]["value"])
     figures = [
-        Figure(f"throughput, {before.rows} clients without a pause", measured, "tok/s"),
-        _held("capacity as told before the first request", before, asks, measured),
-        _held("capacity as told afterwards", after, asks, measured),
+        Figure(f"throughput, {before.rows} clients without pauses", measured, "tok/s"),
+        _held("reported capacity before the first request", before, asks, measured),
+        _held("reported capacity after the full load", after, asks, measured),
     ]
     for load in LOADS:
         gaps = [chance.expovariate(load * after.requests_per_second(asks)) for _ in range(rounds * ARRIVALS_PER_ROUND)]
@@ -118,7 +130,7 @@ async def capacity_and_wait(client: Client, rounds: int, advance: Advance) -> li
 
 def _held(name: str, told: Capacity, asks: Asks, measured: float) -> Figure:
     value = asks.mean_completion * told.requests_per_second(asks)
-    against = "it and the throughput, their difference over the throughput"
+    against = "the throughput: |reported − measured| / measured"
     return Figure(name, value, "tok/s", None, abs(value / measured - 1), against, CAPACITY_TARGET, at_most=True)
 
 
@@ -128,14 +140,14 @@ def _figures(waits: Sequence[Wait], load: float, step_seconds: float) -> list[Fi
     name = f"first token at {load:g} of capacity"
     told = statistics.median(predicted)
     return [
-        Figure(f"{name}, as waited", statistics.median(actual), "ms", p99=percentile(actual, 0.99)),
+        Figure(f"{name}, measured", statistics.median(actual), "ms", p99=percentile(actual, 0.99)),
         Figure(
-            f"{name}, as predicted",
+            f"{name}, predicted",
             told,
             "ms",
             p99=percentile(predicted, 0.99),
             ratio=error,
-            against="the wait: median of |predicted − waited| over waited",
+            against="the wait: median of |predicted − measured| / measured",
             target=WAIT_TARGET,
             at_most=True,
         ),
@@ -143,7 +155,10 @@ def _figures(waits: Sequence[Wait], load: float, step_seconds: float) -> list[Fi
 
 
 async def _full_load(client: Client, clients: int, deal: Callable[[], tuple[list[int], int]]) -> float:
-    """Completion tokens a second while every place is taken: from the last client's first token to the first client's last answer."""
+    """Return the completion tokens per second while every client has a running request.
+
+    The window is from the last client's first token to the first client's last answer.
+    """
 
     async def keep_asking() -> list[Stream]:
         return [await client.generate(*deal()) for _ in range(ANSWERS_PER_PLACE)]
@@ -154,15 +169,15 @@ async def _full_load(client: Client, clients: int, deal: Callable[[], tuple[list
 
 
 def throughput(answers: Sequence[Sequence[Stream]]) -> float:
-    """Tokens a second of clients that each had one answer after the other, while all of them were busy."""
+    """Return the tokens per second of clients with consecutive answers, while all of them have a stream."""
     rate = steady_rate(answers)
     if rate is None:
-        raise MeasurementFailed("the clients of a full load never ran all at once")
+        raise MeasurementFailed("the clients of the full load never all had a stream at the same time")
     return rate
 
 
 async def _arrivals(client: Client, requests: Sequence[tuple[float, list[int], int]], on_round: Callable[[], None]) -> list[Wait]:
-    """Requests that come so long after each other, whatever became of those before them."""
+    """Send requests with the given gaps between them, regardless of earlier requests."""
     arrival, running = time.perf_counter(), []
     async with beside_each_other() as tasks:
         for number, (gap, prompt, max_tokens) in enumerate(requests, start=1):
@@ -177,6 +192,6 @@ async def _arrivals(client: Client, requests: Sequence[tuple[float, list[int], i
 async def _ask(client: Client, prompt: Sequence[int], max_tokens: int) -> Wait:
     predicted = (await client.counters()).get(_WAIT)
     if predicted is None:
-        raise MeasurementFailed("the server predicts no wait")
+        raise MeasurementFailed("the server does not report a predicted wait")
     answer = await client.generate(prompt, max_tokens)
     return Wait(predicted, answer.time_to_first_token)

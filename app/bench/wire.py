@@ -1,6 +1,7 @@
-"""HTTP/1.1 as whoever measures a server wants it: it shares the server's cores, so a piece costs it one parser call and no task switch.
+"""A small HTTP/1.1 client for measurements.
 
-Moments are taken when bytes arrive, before anything looks at them. Connections are kept and used again.
+It shares the processor with the server, so receiving a chunk costs one parser call and no task switch. Arrival times
+are taken when bytes arrive, before they are parsed. Connections are kept alive and reused.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from httptools import HttpParserCallbackError, HttpParserError, HttpResponsePars
 from app.bench.stats import MeasurementFailed
 
 CONNECT_SECONDS = 5.0
-ANSWER_SECONDS = 600.0  # a long prompt on a small machine may take minutes; nothing here should give up before the server does
-Sink = Callable[[bytes, float], bool]  # a part of a body and when it came; False leaves the server in the middle of its answer
+# A long prompt on a small machine may take minutes. The client must not time out before the server.
+ANSWER_SECONDS = 600.0
+Sink = Callable[[bytes, float], bool]  # receives part of a body and its arrival time; False aborts the request
 
 
 def event_loop() -> asyncio.Runner:
-    """uvloop's where there is one: a client takes half as much of a core on it."""
+    """Return a runner with uvloop if it is installed: the client then needs half the processor time."""
     with suppress(ModuleNotFoundError):
         import uvloop
 
@@ -34,7 +36,7 @@ def event_loop() -> asyncio.Runner:
 
 
 class RequestBroken(MeasurementFailed):
-    """No whole answer came. `kind` names all failures of one sort."""
+    """Raised when no complete answer arrived. `kind` groups similar failures."""
 
     def __init__(self, kind: str, message: str = "", retry_after: float = 0.0) -> None:
         super().__init__(message or kind)
@@ -44,14 +46,18 @@ class RequestBroken(MeasurementFailed):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`body` is empty where a sink took it. Names of headers are in lower case."""
+    """An HTTP response. `body` is empty if a sink received it. Header names are in lower case."""
 
     status: int
     headers: Mapping[str, str]
     body: bytes
 
     def checked(self, path: str) -> Answer:
-        """Itself, or the failure that it tells."""
+        """Return this response if its status is 200.
+
+        Raises:
+            RequestBroken: The status is not 200; `retry_after` has the seconds of a Retry-After header.
+        """
         if self.status == 200:
             return self
         text = self.body.decode(errors="replace")[:300]
@@ -60,24 +66,25 @@ class Answer:
         raise RequestBroken(f"status {self.status}", f"{path} answered {self.status}: {text}", seconds)
 
     def json(self) -> Any:
+        """Return the parsed JSON body."""
         return json.loads(self.body)
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """What is posted. `headers` say what it is, a line each."""
+    """A request body. `headers` describe it, one header per line."""
 
     content: bytes
     headers: str = "Content-Type: application/json\r\n"
 
 
 class Wire:
-    """One server's address, and the connections that nobody uses at the moment."""
+    """Connections to one server: its address, and the pool of idle connections."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or parts.hostname is None:
-            raise MeasurementFailed(f"{url!r} is no address of a server")
+            raise MeasurementFailed(f"{url!r} is not a server address")
         self.url = url
         self._host, self._tls = parts.hostname, parts.scheme == "https"
         self._port = parts.port or (443 if self._tls else 80)
@@ -87,13 +94,19 @@ class Wire:
         self._idle: list[_Connection] = []
 
     async def get(self, path: str) -> Answer:
+        """Send a GET request."""
         return await self.exchange("GET", path, None)
 
     async def post(self, path: str, body: Mapping[str, Any], sink: Sink | None = None) -> Answer:
+        """Send `body` as JSON; `sink` receives the response body as it arrives."""
         return await self.exchange("POST", path, Body(json.dumps(body, ensure_ascii=False).encode()), sink)
 
     async def exchange(self, method: str, path: str, body: Body | None, sink: Sink | None = None) -> Answer:
-        """The answer, whatever its status. Raises `RequestBroken` where none comes."""
+        """Send a request and return the response, whatever its status.
+
+        Raises:
+            RequestBroken: No complete response arrived.
+        """
         what = "" if body is None else f"{body.headers}Content-Length: {len(body.content)}\r\n"
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{what}\r\n".encode()
         request = head if body is None else head + body.content
@@ -106,22 +119,23 @@ class Wire:
             except TimeoutError as error:
                 raise RequestBroken("timeout", f"{path} did not end within {ANSWER_SECONDS:g} s") from error
             except RequestBroken:
-                if used and connection.silent:  # the server closed it while it lay idle, and knows nothing of the request
+                if used and connection.silent:  # the server closed the idle connection and did not receive the request
                     continue
                 raise
             finally:
-                if answer is None:  # whatever ended it, nothing more is wanted of this connection
+                if answer is None:  # failed or cancelled: the connection cannot be reused
                     connection.abort()
             if connection.reusable:
                 self._idle.append(connection)
             return answer
 
     def close(self) -> None:
+        """Close all idle connections."""
         while self._idle:
             self._idle.pop().abort()
 
     async def _connection(self) -> tuple[_Connection, bool]:
-        """And whether it has been used before."""
+        """Return a connection, and True if it was used before."""
         while self._idle:
             connection = self._idle.pop()
             if connection.reusable:
@@ -137,7 +151,7 @@ class Wire:
 
 
 class _Connection(asyncio.Protocol):
-    """One request at a time. `silent`: nothing of its answer has come."""
+    """One connection with one request at a time. `silent` is True until the first byte of the response arrives."""
 
     def __init__(self) -> None:
         self.reusable = True
@@ -163,10 +177,10 @@ class _Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    # ---- what the event loop calls
+    # ---- called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one by shape only
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass
 
     def data_received(self, data: bytes) -> None:
         if self._answer is None or self._answer.done():
@@ -177,7 +191,7 @@ class _Connection(asyncio.Protocol):
         except HttpParserCallbackError as error:
             self._fail(error.__context__ or error)
         except HttpParserError as error:
-            self._fail(RequestBroken("not HTTP", f"the server does not speak HTTP/1.1: {error}"))
+            self._fail(RequestBroken("not HTTP", f"the response is not valid HTTP/1.1: {error}"))
         return None
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -185,14 +199,14 @@ class _Connection(asyncio.Protocol):
         if self._answer is None or self._answer.done():
             return
         unbounded = not {"content-length", "transfer-encoding"} & self._headers.keys()
-        if self._whole_head and unbounded and exc is None:  # such a body ends with its connection
+        if self._whole_head and unbounded and exc is None:  # a body without a length ends when the connection closes
             self.on_message_complete()
         else:
             self._fail(
                 RequestBroken("broken off", f"the server closed the connection {'before' if self.silent else 'in'} its answer")
             )
 
-    # ---- what the parser calls
+    # ---- called by the parser
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")

@@ -1,4 +1,4 @@
-"""Prompts of wanted lengths, the same on every machine and different from each other from their first token on; and when to send them."""
+"""Prompts of given lengths, identical on every machine and different from the first token on; and arrival times."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-# Common words that every tokenizer knows; prompts are dealt from their tokens.
+# Common words that every tokenizer knows; prompts are random sequences of their tokens.
 WORDS = (
     "once upon a time there was little house by the river and in it lived an old woman with her cat every morning they went down "
     "to water look at boats one day big red boat came slowly round bend man on deck waved called out good friends have you seen my "
@@ -17,7 +17,10 @@ WORDS = (
 
 
 class Deck:
-    """Deals prompts of token ids. Each is shuffled by its own seed: two prompts share no prefix unless asked to."""
+    """Source of random prompts of token ids.
+
+    Each source has its own seed. Two prompts share no prefix unless one is requested.
+    """
 
     def __init__(self, token_ids: Sequence[int], seed: int = 0) -> None:
         self._token_ids = sorted(set(token_ids))
@@ -26,35 +29,41 @@ class Deck:
             raise ValueError("a deck needs at least two different tokens")
 
     def prompt(self, num_tokens: int, prefix: Sequence[int] = ()) -> list[int]:
-        """`num_tokens` ids, the first of them `prefix`."""
+        """Return `num_tokens` token ids that start with `prefix`."""
         drawn = self._random.choices(self._token_ids, k=max(0, num_tokens - len(prefix)))
         return [*prefix, *drawn][:num_tokens]
 
 
 class TextDeck:
-    """The same as text, for servers that take no token ids: of about as many tokens as wanted, by what some words were counted as."""
+    """Source of random text prompts for servers that do not accept token ids.
+
+    The number of tokens is approximate; it is derived from the server's token counts of some words.
+    """
 
     def __init__(self, tokens_per_word: float, tokens_around: float, seed: int = 0) -> None:
-        """`tokens_around`: of what the server puts around a prompt, a chat template's for instance."""
+        """Set up the source; `tokens_around` is the number of tokens that the server adds, such as a chat template."""
         self._tokens_per_word, self._tokens_around = tokens_per_word, tokens_around
         self._random = random.Random(seed)
         self._words = WORDS.split()
 
     def prompt(self, num_tokens: int) -> str:
+        """Return a text of about `num_tokens` tokens, including those that the server adds."""
         return self.words(max(1, round((num_tokens - self._tokens_around) / self._tokens_per_word)))
 
     def words(self, num_words: int) -> str:
+        """Return `num_words` random words, separated by spaces."""
         return " ".join(self._random.choices(self._words, k=num_words))
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How many tokens: always `low`, or anything from `low` to `high`, each as likely."""
+    """Uniformly distributed number of tokens from `low` to `high`, both included."""
 
     low: int
     high: int
 
     def draw(self, source: random.Random) -> int:
+        """Return a random number of tokens."""
         return source.randint(self.low, self.high)
 
     def __str__(self) -> str:
@@ -63,12 +72,13 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """How many tokens: as many below `median` as above it, a few of them far above, up to `highest`."""
+    """Log-normally distributed number of tokens with this median, truncated at `highest`."""
 
     median: int
     highest: int
 
     def draw(self, source: random.Random) -> int:
+        """Return a random number of tokens."""
         while True:
             drawn = round(self.median * math.exp(source.gauss(0.0, self._sigma)))
             if 1 <= drawn <= self.highest:
@@ -76,7 +86,7 @@ class LogNormal:
 
     @property
     def _sigma(self) -> float:
-        """One text in a thousand would be longer than the highest; it is drawn anew."""
+        """Standard deviation of the logarithm: 0.1% of the lengths exceed `highest` and are drawn again."""
         return max(math.log(self.highest / self.median), 0.0) / NormalDist().inv_cdf(0.999)
 
     def __str__(self) -> str:
@@ -84,7 +94,7 @@ class LogNormal:
 
 
 def poisson(rate: float, seed: int) -> Iterator[float]:
-    """Seconds from the start at which somebody comes: independently of each other, `rate` a second on average."""
+    """Yield arrival times of a Poisson process in seconds from the start; `rate` is the mean per second."""
     source, moment = random.Random(seed), 0.0
     while True:
         moment += source.expovariate(rate)

@@ -1,6 +1,7 @@
-"""What happened around a load: processor time and who took it, throttling, energy. Read before and after; the difference is told.
+"""Conditions during a load: CPU time used by the server, this client and other processes, throttling, and energy.
 
-The server's own counters come from its `/metrics`; what else its machine did, from `/proc` of this one where that is the same machine.
+Counters are read before and after a load and the differences are reported. The server's counters come from its
+`/metrics`. If the server runs on this machine, host counters come from this machine's `/proc`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from app.bench.client import Client
 from app.bench.compare.result import Energy
 
-SHORTEST_SECONDS = 1.0  # processor time is counted in hundredths of a second: of less than this nothing is told
+SHORTEST_SECONDS = 1.0  # CPU time is counted in hundredths of a second: for a shorter interval no ratio is reported
 _JOULES = re.compile(r'armature_energy_joules_total{source="(\w+)"}')
 _THROTTLED = "process_cgroup_cpu_throttled_seconds_total"
 _SERVER_CPU = "process_cpu_seconds_total"
@@ -25,9 +26,10 @@ _MODELLED = "modelled"
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Processor seconds of this machine's cores that this process may use: in any program, and taken by the host of a virtual machine.
+    """CPU seconds of the cores that this process may use.
 
-    `waiting`: seconds in which some thread waited for a core; None where the kernel does not say.
+    `busy`: used by any program. `stolen`: taken by the host of a virtual machine (steal). `pressure_seconds`: seconds
+    during which at least one thread waited for a core; None if the kernel does not report it.
     """
 
     busy: float
@@ -38,7 +40,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One look, at a moment (`time.perf_counter`)."""
+    """One reading of all counters at `moment` (`time.perf_counter`)."""
 
     moment: float
     counters: Mapping[str, float]
@@ -47,14 +49,14 @@ class Reading:
 
     @property
     def joules(self) -> Mapping[str, float]:
-        """By source; what was measured comes before what was worked out."""
+        """Joules by source, measured sources first and the modelled source last."""
         found = {match[1]: value for name, value in self.counters.items() if (match := _JOULES.fullmatch(name)) is not None}
         return {source: found[source] for source in sorted(found, key=lambda each: each == _MODELLED)}
 
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """The columns of a `Point` that are not of its requests. `watts` are a mean."""
+    """The columns of a `LoadPoint` that do not come from its requests. `watts` is a mean over the load."""
 
     throttled_seconds: float | None = None
     stolen_ratio: float | None = None
@@ -65,18 +67,22 @@ class Circumstances:
 
     @property
     def idle_watts(self) -> float | None:
-        """Where nothing was asked. A model of joules takes them for nothing, which they are not."""
+        """Mean watts without load; None if energy is modelled, since the model counts idle power as 0."""
         return None if self.source == _MODELLED else self.watts
 
     def energy(self, seconds: float, idle_watts: float | None) -> Energy | None:
-        """Of so many seconds."""
+        """Return the energy of a load that took `seconds`, or None if power is unknown."""
         if self.watts is None:
             return None
         return Energy(joules=round(self.watts * seconds, 6), source=self.source, idle_watts=idle_watts)
 
 
 async def read(client: Client, local: bool) -> Reading:
-    """`local`: the server is on this machine. Raises `RequestBroken`."""
+    """Read all counters. `local`: the server runs on this machine.
+
+    Raises:
+        RequestBroken: The server did not return its metrics.
+    """
     asked = time.perf_counter()
     counters = await client.counters()
     moment = (asked + time.perf_counter()) / 2
@@ -84,6 +90,10 @@ async def read(client: Client, local: bool) -> Reading:
 
 
 def between(before: Reading, after: Reading) -> Circumstances:
+    """Return the conditions between two readings.
+
+    The CPU ratios are None if the readings are less than `SHORTEST_SECONDS` apart.
+    """
     seconds = after.moment - before.moment
     watts, source = _watts(before, after, seconds)
     throttled = _difference(before, after, _THROTTLED)
@@ -96,11 +106,11 @@ def between(before: Reading, after: Reading) -> Circumstances:
 
 
 def host(proc: Path = Path("/proc")) -> Host | None:
-    """None where there is no such place to read."""
+    """Return the CPU seconds of this machine, or None on a system without `/proc/stat`."""
     try:
         lines = (proc / "stat").read_text().splitlines()
         allowed, tick = os.sched_getaffinity(0), os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError):  # no Linux
+    except (OSError, AttributeError):  # not Linux
         return None
     columns = [line.split() for line in lines if re.match(r"cpu\d", line)]
     ticks = [[int(number) for number in words[1:9]] for words in columns if int(words[0][3:]) in allowed]
@@ -117,7 +127,11 @@ def _waiting(proc: Path) -> float | None:
 
 
 def _taken(before: Reading, after: Reading, seconds: float) -> tuple[float | None, float | None]:
-    """By others than the server and this client, of all cores; and how much of the time some thread waited for one."""
+    """Return the share of all cores that the server and this client did not get, and the share of waiting time.
+
+    The first counts cores used by other processes or stolen by the host; the second, time in which some thread waited
+    for a core.
+    """
     if before.host is None or after.host is None or not after.host.num_cores:
         return None, None
     waited = None
@@ -140,7 +154,7 @@ def _watts(before: Reading, after: Reading, seconds: float) -> tuple[float | Non
 
 
 def _difference(before: Reading, after: Reading, name: str) -> float | None:
-    """None where it is not counted, or was begun anew."""
+    """Return the increase of one counter, or None if it is missing or was reset between the readings."""
     if name not in before.counters or name not in after.counters:
         return None
     difference = after.counters[name] - before.counters[name]

@@ -1,4 +1,4 @@
-"""What is to be measured, what the operator says of the machine, and where the result goes."""
+"""The description of a `bench compare` run: target server, labels of the machine, and path of the result file."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from app.bench.load import Target
 from app.bench.stats import MeasurementFailed
 
 POINT_SECONDS = 8.0
-_OURS = f'{{"schema":"{SCHEMA.partition("/")[0]}/'.encode()  # how a result file of any version begins
+_OURS = f'{{"schema":"{SCHEMA.partition("/")[0]}/'.encode()  # the first bytes of a result file of any version
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What the operator says of this machine: its name in reports, its row of the price table, dollars an hour, watts."""
+    """Labels given to this machine by the operator: report name, price table row, dollars per hour, watts."""
 
     name: str | None = None
     instance: str | None = None
@@ -30,7 +30,11 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class MachineJob:
-    """`seconds`: for which each load is sent. `output` None: a name is made of what was measured. `version`: this program's."""
+    """One `armature bench compare` measurement.
+
+    `seconds` is the duration of each load. If `output` is None, the file name is made from the machine, the model and
+    the precision. `version` is the version of this program.
+    """
 
     target: Target
     place: Place
@@ -41,7 +45,10 @@ class MachineJob:
 
 
 def place_of(job: MachineJob, info: Mapping[str, Any]) -> Place:
-    """Whole: where the operator says nothing, the server does. A machine without a name is called by its processor."""
+    """Return the labels of the machine, completed from the server's `/info` where the operator gave none.
+
+    A machine without a name gets the name of its processor.
+    """
     place, told = job.place, info.get("place") or {}
     return Place(
         place.name or place.instance or _processor(info),
@@ -52,22 +59,24 @@ def place_of(job: MachineJob, info: Mapping[str, Any]) -> Place:
 
 
 def output_of(job: MachineJob, info: Mapping[str, Any]) -> Path:
-    """Where the result goes. Raises `MeasurementFailed` where that is no place for it: only a result file is replaced by another."""
+    """Return the path of the result file. An existing file is replaced only if it is a result file.
+
+    Raises:
+        MeasurementFailed: The path cannot be written, or another kind of file exists there.
+    """
     path = job.output
     if path is None:
         words = (place_of(job, info).name, info["model"]["name"], info["plan"]["precision"]["value"])
         path = Path("-".join(["armature", *(_slug(str(word)) for word in words)]) + ".json")
     if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise MeasurementFailed(
-            f"{path} cannot be written: --output names a file in a folder that is there and can be written to"
-        )
+        raise MeasurementFailed(f"{path} cannot be written: --output must name a file in an existing, writable folder")
     if path.exists() and path.stat().st_size and not _is_ours(path):
-        raise MeasurementFailed(f"{path} is there and no result file: it is not replaced; name another --output")
+        raise MeasurementFailed(f"{path} exists and is not a result file, so it is not replaced; give another --output")
     return path
 
 
 def is_local(url: str, info: Mapping[str, Any]) -> bool:
-    """Whether that server shares this machine's cores: it has a loopback address and the same kernel."""
+    """Return whether the server shares this machine's cores: it has a loopback address and the same kernel."""
     host = urlsplit(url if "://" in url else f"http://{url}").hostname or ""
     loopback = host in ("localhost", "::1") or host.startswith("127.")
     kernel = (info.get("facts") or {}).get("kernel")

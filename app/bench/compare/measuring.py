@@ -1,6 +1,6 @@
-"""`armature bench compare`: one machine measured with one model, from the server's start to the result file.
+"""`armature bench compare`: measure one machine with one model and write the result file.
 
-What was measured is kept whatever ends it: Ctrl-C, or a server that does not answer any more.
+Finished loads are written even if Ctrl-C or a server that stops answering ends the run.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from app.bench.server import serving
 from app.bench.stats import MeasurementFailed, Outcome
 from app.bench.wire import Wire, event_loop
 
-IDLE_SHARE = 1.25  # of a load's seconds, without any: ten of them tell what the machine takes when it has nothing to do
-SECRET_FLAGS = "--api-key"  # results are passed on; keys are nobody else's business
+IDLE_SHARE = 1.25  # times a load's seconds, without load: 10 s are enough to measure idle power
+SECRET_FLAGS = "--api-key"  # result files are shared, so they must not contain keys
 PIECES = {"generate": "token", "embed": "text", "infer": "row"}
 
 
 @dataclass(slots=True)
 class Found:
-    """All that is known so far."""
+    """The state of a measurement: all that has been measured so far."""
 
     began_at: float = 0.0
     info: dict[str, Any] = field(default_factory=dict)
@@ -52,11 +52,15 @@ class Found:
 
 
 def measure_machine(job: MachineJob) -> Outcome:
-    """Raises `MeasurementFailed` where nothing at all could be measured."""
+    """Measure the machine, write the result file and return a summary.
+
+    Raises:
+        MeasurementFailed: Not a single load could be measured.
+    """
     if not (job.seconds > 0 and math.isfinite(job.seconds)):
-        raise MeasurementFailed(f"--seconds {job.seconds:g}: a load takes some time, above 0")
+        raise MeasurementFailed(f"--seconds {job.seconds:g}: must be above 0 and finite")
     if job.output is not None:
-        output_of(job, {})  # what cannot be written is said before anything is measured
+        output_of(job, {})  # fail before measuring if the file cannot be written
     found = Found()
     try:
         with event_loop() as runner:
@@ -77,7 +81,7 @@ def _ended(found: Found, how: str) -> None:
     if not found.points:
         raise MeasurementFailed("interrupted before anything was measured")
     measured = len(found.points) + len(found.repeats)
-    found.told.append(f"{how} while {found.under_way}: {measured} of {found.num_loads} loads are here.")
+    found.told.append(f"{how} while {found.under_way}: {measured} of {found.num_loads} loads were measured.")
 
 
 async def _measured(job: MachineJob, found: Found) -> None:
@@ -113,7 +117,7 @@ async def _loads(job: MachineJob, found: Found, client: Client) -> None:
 
 
 def _order(loads: Sequence[Load]) -> Iterator[tuple[Load, bool]]:
-    """The first one again half-way and at the end."""
+    """Yield each load and whether it is a repeat. The first load is repeated in the middle and at the end."""
     for number, load in enumerate(loads):
         yield load, False
         if number == len(loads) // 2:
@@ -122,7 +126,7 @@ def _order(loads: Sequence[Load]) -> Iterator[tuple[Load, bool]]:
 
 
 async def _at_rest(subject: Subject, advance: Advance) -> Subject:
-    """With what the machine takes without any load, where its energy is counted."""
+    """Return the subject with the machine's idle watts, if the server counts energy."""
     before = await read(subject.client, subject.local)
     looks = max(1, round(subject.seconds * IDLE_SHARE / TICK_SECONDS)) if before.joules else 0
     for _ in range(looks):
@@ -136,7 +140,11 @@ async def _at_rest(subject: Subject, advance: Advance) -> Subject:
 
 
 async def _one_load(subject: Subject, load: Load, seed: int, found: Found, advance: Advance) -> Point | None:
-    """None where the server lives and could not answer: that load is left out. Raises `RequestBroken` where it does not live."""
+    """Measure one load, or return None if the server is ready but could not answer this load.
+
+    Raises:
+        RequestBroken: The server is gone.
+    """
     run = Stretch[Any]()
     found.under_way = f"measuring {load.name}"
     words = f"{load.name}: {{:,.0f}} {PIECES[load.kind]}s/s"
@@ -146,13 +154,14 @@ async def _one_load(subject: Subject, load: Load, seed: int, found: Found, advan
     except MeasurementFailed as error:
         if not await subject.client.ready():
             raise
-        found.told.append(f"{load.name} is left out, since the server did not answer it: {error}.")
+        found.told.append(f"{load.name} is left out, since the server did not answer its requests: {error}.")
         return None
     finally:
         watching.cancel()
 
 
 def result_of(job: MachineJob, found: Found) -> Result:
+    """Build the result file's content from what was measured."""
     place = place_of(job, found.info)
     measured = Measured(
         found.info,

@@ -1,4 +1,4 @@
-"""One load on one server: its warm-up, its timed stretch, and what came of it as a `Point`."""
+"""Measurement of one load on one server: warm-up, timed interval, and the resulting `LoadPoint`."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from app.bench.stats import MeasurementFailed
 from app.bench.traffic import Answered
 from app.bench.wire import Wire
 
-MOST_SAMPLES = 10_000  # of any column of a point: a load ends rather than being thinned
-WARM_UP_SHARE = 1 / 8  # of a load's seconds, before they begin
+MOST_SAMPLES = 10_000  # per column of a point: a load ends early instead of dropping samples
+WARM_UP_SHARE = 1 / 8  # warm-up time as a share of a load's seconds, in addition to them
 
 
 class NothingAnswered(MeasurementFailed):
-    """All requests of a load failed; the message is the first failure's."""
+    """All requests of a load failed. The message is that of the first failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A server that is measured. `origin`: moment 0 (`time.perf_counter`); `local`: it is on this machine."""
+    """The server under test. `origin` is moment 0 (`time.perf_counter`); `local`: it runs on this machine."""
 
     wire: Wire
     model: str
@@ -45,11 +45,16 @@ class Subject:
 
     @property
     def client(self) -> Client:
+        """A client on the same connection."""
         return Client(self.wire)
 
 
 async def measured(subject: Subject, load: Load, seed: int, run: Stretch[Any]) -> Point:
-    """`run` is filled, for whoever watches. Raises `MeasurementFailed`: of this load, or since the server is gone."""
+    """Measure one load. `run` is filled meanwhile, so that a progress display can read it.
+
+    Raises:
+        MeasurementFailed: No request of this load was answered, or the server is gone.
+    """
     sender = await sender_for(subject.wire, subject.model, load, seed)
     await _warm_up(sender, load, subject.seconds)
     with _no_collections():
@@ -64,7 +69,7 @@ async def measured(subject: Subject, load: Load, seed: int, run: Stretch[Any]) -
 
 
 def point_of(load: Load, run: Stretch[Any], around: Circumstances, steps: Steps, subject: Subject) -> Point:
-    """What was answered in numbers. Moments become seconds since `subject.origin`."""
+    """Build the `LoadPoint` of a finished load. Moments become seconds since `subject.origin`."""
     fields = _of_generations(run, subject.origin) if load.kind == "generate" else _of_whole_answers(load, run)
     return Point(
         load=load,
@@ -81,7 +86,7 @@ def point_of(load: Load, run: Stretch[Any], around: Circumstances, steps: Steps,
 
 
 def _of_generations(run: Stretch[Answered], origin: float) -> dict[str, Any]:
-    # From the start: whoever has but one answer would else have its tokens counted, and not the time that its prompt took.
+    # Start at the first request: a client with a single answer would else count its tokens but not its prompt's time.
     begin, end = run.started, tally.window(run, closed=True)[1]
     made = sum(tally.tokens_within(each.stream, begin, end) for each in run.answered)
     part = made / sum(each.stream.num_tokens for each in run.answered)
@@ -103,7 +108,7 @@ def _of_generations(run: Stretch[Answered], origin: float) -> dict[str, Any]:
 
 
 def _of_whole_answers(load: Load, run: Stretch[Any]) -> dict[str, Any]:
-    """Of texts or of rows."""
+    """Return the fields of a load of texts or rows, whose answers arrive whole."""
     begin, end = rates.steady(run, closed=True)
     inside = [each for each in run.answered if begin < each.ended <= end]
     return {
@@ -123,7 +128,7 @@ def _most_requests(load: Load) -> int:
 
 
 async def _warm_up(sender: Sender[Any], load: Load, seconds: float) -> None:
-    """As many requests beside each other as there are clients, again and again for a while; once is enough where that takes longer."""
+    """Send one request per client at once, repeatedly for `WARM_UP_SHARE` of `seconds`, but at least once."""
     until = time.perf_counter() + seconds * WARM_UP_SHARE
     while True:
         await sender.warm_up(load.clients)
@@ -133,7 +138,7 @@ async def _warm_up(sender: Sender[Any], load: Load, seconds: float) -> None:
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """A collection in this client would be a pause in its server's answers."""
+    """Turn Python's garbage collection off. A collection in this client would look like a pause of the server."""
     gc.collect()
     gc.disable()
     try:

@@ -1,7 +1,8 @@
-"""One machine's result file: everything that was measured of one model on it, raw, and what one must know to believe it.
+"""The result file of one machine: all raw measurements of one model on it, with caveats.
 
-Only shapes, reading and writing: `protocol` measures what lies here, the report and the cost table read it. Seconds and bytes throughout;
-moments are seconds since `began_at`, so that points, steps and readings of energy lie on one line of time.
+This module defines, reads and writes the format. `measure_machine` produces it; the report and the cost tables read
+it. Units are seconds and bytes. Moments are seconds since `began_at`, so that points, steps and energy readings share
+one time axis.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ class _Part(BaseModel):
 
 
 class Energy(_Part):
-    """Joules of the whole machine (or what `source` counts) over a point, idle included; `idle_watts` were read before any load."""
+    """Energy over one point, idle power included, in joules of the whole machine or of what `source` counts.
+
+    `idle_watts` were measured before any load.
+    """
 
     joules: float = Field(ge=0)
     source: str  # rapl, hwmon, scmi, powermetrics, nvml, modelled
@@ -38,26 +42,27 @@ class Steps(_Part):
     seconds: list[float] = []
     phase: list[str] = []  # prefill, decode, encode
     tokens: list[int] = []
-    cause: list[str] = []  # why it took longer than such steps do; empty where it did not
+    cause: list[str] = []  # cause of a slow step; empty for a normal step
 
     @model_validator(mode="after")
     def _rows(self) -> Self:
         if len({len(column) for column in (self.at, self.seconds, self.phase, self.tokens, self.cause)}) > 1:
-            raise ValueError("its columns differ in length")
+            raise ValueError("the columns differ in length")
         return self
 
 
 class Load(_Part):
-    """What was asked of the server: so many clients at once, each request of so many texts or rows (1 for a prompt)."""
+    """The load on the server: concurrent clients that send requests of `batch` texts or rows (1 for a prompt)."""
 
     kind: Kind
     clients: int = Field(ge=1)
     batch: int = Field(1, ge=1)
-    tokens: int = Field(ge=0)  # of each prompt or text; 0 where rows have none
-    max_tokens: int = Field(0, ge=0)  # of each answer
+    tokens: int = Field(ge=0)  # per prompt or text; 0 for rows
+    max_tokens: int = Field(0, ge=0)  # per answer
 
     @property
     def name(self) -> str:
+        """A short description, such as `8 clients, prompts of 128`."""
         if self.kind == "generate":
             clients = "1 client" if self.clients == 1 else f"{self.clients} clients"
             return f"{clients}, prompts of {self.tokens}"
@@ -66,10 +71,13 @@ class Load(_Part):
 
 
 class Point(_Part):
-    """One load, measured after its warm-up. Latencies are raw, one for each request; gaps one for each piece of an answer after its first.
+    """One load, measured after its warm-up.
 
-    `samples` are generations, vectors or rows, `generated_tokens` of answers, `read_tokens` of prompts and texts: those of `seconds`, in
-    which all clients had something asked for. A generation of which only a part lies in them counts as that part. Latencies are of all.
+    Latencies are raw: one value per request. Gaps are one value per stream event after an answer's first.
+
+    `samples` counts generations, vectors or rows, `generated_tokens` the tokens of answers, `read_tokens` those of
+    prompts and texts. All three count only what falls within `seconds`, during which every client had a request open;
+    a generation that falls partly within `seconds` counts as that fraction. Latencies include all requests.
     """
 
     load: Load
@@ -84,10 +92,10 @@ class Point(_Part):
     gap_at: list[float] = []
     gap_seconds: list[float] = []
     failures: dict[str, int] = {}
-    throttled_seconds: float | None = Field(None, ge=0)  # of the server's control group; None where there is no quota to read
-    stolen_ratio: float | None = Field(None, ge=0)  # of all cores: taken by the host or by others than the server and this client
-    client_cpu_ratio: float | None = Field(None, ge=0)  # of one core, taken by the client itself
-    pressure_ratio: float | None = Field(None, ge=0)  # of the time, in which some thread of this machine waited for a core
+    throttled_seconds: float | None = Field(None, ge=0)  # throttling of the server's cgroup; None without a CPU quota
+    stolen_ratio: float | None = Field(None, ge=0)  # share of all cores: stolen by the host or used by other processes
+    client_cpu_ratio: float | None = Field(None, ge=0)  # share of one core, used by this client
+    pressure_ratio: float | None = Field(None, ge=0)  # share of time in which some thread of this machine waited for a core
     energy: Energy | None = None
     steps: Steps = Steps()
 
@@ -99,26 +107,29 @@ class Point(_Part):
 
     @property
     def samples_per_second(self) -> float:
+        """Samples (generations, vectors or rows) per second."""
         return self.samples / self.seconds
 
     @property
     def tokens_per_second(self) -> float:
-        """What a decoder makes, what an encoder reads."""
+        """Tokens per second: generated by a decoder, read by an encoder."""
         return (self.generated_tokens or self.read_tokens) / self.seconds
 
 
 class Result(_Part):
-    """`info` is what the server's `/info` said when the first load began: version, model, facts, plan with reasons, calibration.
+    """The content of a result file.
 
-    `doubts` are sentences that a reader must see before the figures. `instance` names a row of the price table where the operator gave one.
+    `info` is the server's `/info` at the start of the first load: version, model, facts, plan with reasons,
+    calibration. `doubts` are sentences that a reader must know before the figures. `instance` names a row of the price
+    table if the operator gave one.
     """
 
     schema_name: Literal["armature-compare/1"] = Field(alias="schema")
     name: str
     began_at: float  # seconds since 1970, UTC
-    measured_by: str  # the version of this client
-    flags: list[str] = []  # of a server of our own
-    url: str | None = None  # of one that ran already
+    measured_by: str  # version of this client
+    flags: list[str] = []  # if this client started the server
+    url: str | None = None  # if the server was already running
     instance: str | None = None
     hourly_price: float | None = Field(None, gt=0)
     watts: float | None = Field(None, gt=0)
@@ -126,16 +137,19 @@ class Result(_Part):
     doubts: list[str] = []
     info: dict[str, Any]
     points: list[Point] = Field(min_length=1)
-    repeats: list[Point] = []  # the first point's load again, half-way and at the end: how steady the machine was
+    repeats: list[Point] = []  # the first load again, in the middle and at the end, to show how stable the machine was
 
     @property
     def model_shape(self) -> dict[str, Any]:
-        """What two results must share to be compared: the model's size and shape, whatever it is called and however it is rounded."""
+        """The model's size and shape, without its name and quantization.
+
+        Two results can be compared only if these are equal.
+        """
         return {name: value for name, value in dict(self.info.get("model", {})).items() if name != "name"}
 
 
 def write_result(result: Result, path: Path) -> None:
-    """Whole or not at all."""
+    """Write the result atomically: the file is either complete or unchanged."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         partial.write_text(result.model_dump_json(by_alias=True), encoding="utf-8")
@@ -147,7 +161,11 @@ def write_result(result: Result, path: Path) -> None:
 
 
 def read_result(path: Path) -> Result:
-    """Raises `MeasurementFailed`, with what is wrong with the file and what would be right."""
+    """Read a result file.
+
+    Raises:
+        MeasurementFailed: The file is not a valid result file; the message says what is wrong and what would be right.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -157,7 +175,7 @@ def read_result(path: Path) -> Result:
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise MeasurementFailed(f"{path} is damaged, or no result file: {error}.") from error
+        raise MeasurementFailed(f"{path} is damaged or not a result file: {error}.") from error
     schema = fields.get("schema") if isinstance(fields, dict) else None
     if schema != SCHEMA:
         raise MeasurementFailed(

@@ -1,4 +1,4 @@
-"""The engine's steps as the server tells them, on the line of time of this measurement."""
+"""The engine's steps as reported by the server, on the time axis of this measurement."""
 
 from __future__ import annotations
 
@@ -9,30 +9,38 @@ from typing import Any
 from app.bench.client import Client
 from app.bench.compare.result import Steps
 
-MOST_STEPS = 20_000  # of one point
-SAME_CLOCK_SECONDS = 0.1  # of difference: the way of an answer, not another clock
+MOST_STEPS = 20_000  # per point
+SAME_CLOCK_SECONDS = 0.1  # a smaller difference is network latency, not another clock
 _FROM_NOW_ON = 9_000_000_000_000_000
 
 
 @dataclass(slots=True)
 class Rhythm:
-    """Asks for what came since the last time. `began_at`: seconds since 1970, by this machine's clock, of moment 0."""
+    """Reader of the server's step log.
+
+    Each call returns the steps since the previous one. `began_at`: moment 0, in seconds since 1970 by this machine's
+    clock.
+    """
 
     client: Client
     began_at: float
-    lost: int = 0  # which the server had overwritten, or which were too many for a point
+    lost: int = 0  # steps that the server had overwritten, or beyond the limit of a point
     _next: int | None = None
 
     async def begin(self) -> None:
-        """What came before is of no interest. A server that tells no steps is never asked again."""
+        """Skip all earlier steps. A server without a step log is not asked again."""
         told = await self._ask(_FROM_NOW_ON)
         self._next = None if told is None else int(told["next"])
 
     async def steps(self, begin: float, end: float) -> Steps:
-        """Those that began within these moments. Raises `RequestBroken`."""
+        """Return the steps that began between two moments.
+
+        Raises:
+            RequestBroken: The server did not answer.
+        """
         columns: dict[str, list[Any]] = {"at": [], "seconds": [], "phase": [], "tokens": [], "cause": []}
         moments = [begin]
-        while self._next is not None and moments[-1] <= end:  # somebody else's load may go on and on
+        while self._next is not None and moments[-1] <= end:  # load from another client may never end
             told = await self._ask(self._next)
             if told is None or not told["steps"]["at"]:
                 break
@@ -54,6 +62,6 @@ class Rhythm:
 
 
 def _ahead(clock: float) -> float:
-    """By how many seconds the server's clock is before this one's."""
+    """Return by how many seconds the server's clock is ahead of this machine's."""
     ahead = clock - time.time()
     return 0.0 if abs(ahead) < SAME_CLOCK_SECONDS else ahead

@@ -1,4 +1,7 @@
-"""Who sends the requests of one load: prompts, texts or rows by its kind, in our own dialect, the same on every machine."""
+"""Senders of the requests of one load: prompts, texts or rows by the load's kind, in Armature's native API.
+
+The requests are the same on every machine.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,13 @@ from app.bench.workload import Lengths
 
 
 async def sender_for(wire: Wire, model: str, load: Load, seed: int) -> Sender[Any]:
-    """`seed`: another one for each load, or what was read before is remembered. Raises `MeasurementFailed`."""
+    """Return the sender of a load's requests.
+
+    `seed` must differ between loads, or the server's prefix cache answers from earlier prompts.
+
+    Raises:
+        MeasurementFailed: The server cannot serve this kind of load.
+    """
     return await _SENDERS[load.kind](wire, model, load, seed)
 
 
@@ -29,7 +38,7 @@ async def _generations(wire: Wire, model: str, load: Load, seed: int) -> Sender[
     return Traffic(wire, DIALECTS["native"], None, await Client(wire).deck(seed), wanted)
 
 
-# Texts of the model's whole length may have a token more than was meant: they are cut.
+# A text as long as the model's context may come out one token too long: the server truncates it.
 _EMBED = EmbedDialect(
     lambda model: "/embed",
     lambda texts, model: {"inputs": list(texts), "truncate": True},
@@ -49,7 +58,7 @@ async def _texts(wire: Wire, model: str, load: Load, seed: int) -> Sender[Any]:
 
 
 async def _outputs(wire: Wire, model: str) -> set[str]:
-    """What the model has: vectors, or the scores of a classifier."""
+    """Return the names of the model's outputs: an embedding, or the scores of a classifier."""
     path = f"/v2/models/{quote(model, safe='')}"
     return {output["name"] for output in (await wire.get(path)).checked(path).json()["outputs"]}
 

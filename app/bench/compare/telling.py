@@ -1,4 +1,4 @@
-"""What one result comes to on the console: a line for each load, and what to doubt of it."""
+"""Console summary of one result: a line for each load, and the caveats."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from app.bench.tco.prices import read_prices
 
 
 def outcome_of(result: Result, path: Path) -> Outcome:
-    """The file has everything; here are the figures that one looks at first."""
+    """Summarize a result for the console: its main figures. All other figures are in the file."""
     figures = tuple(_figure(point) for point in result.points)
     subject = f"{result.info['model']['name']}, {result.info['plan']['precision']['value']}, on {result.name}"
     details = {"file": str(path), "doubts": result.doubts}
     notes = (
         *result.doubts,
         *_unpriced(result),
-        f"{path} has it all: armature bench compare {path} OTHER… --report DIR holds it against others.",
+        f"All figures are in {path}. Compare it with other results: armature bench compare {path} OTHER… --report DIR",
     )
     return Outcome("compare", subject, figures, details, result.complete, notes)
 
 
 def _unpriced(result: Result) -> Iterator[str]:
-    """What the cost tables will not make of the instance's name."""
+    """Yield warnings that the cost tables will have no price for the named instance, or will refuse the result."""
     prices = read_prices(None)
     if result.instance is not None and prices.find(result.instance) is None:
-        yield f"{result.instance} is no row of the price table: armature tco wants one, in a file of --instances."
+        yield f"{result.instance} is not in the price table: armature tco needs it, in a file given with --instances."
     try:
         machines_of(result, prices)
     except MeasurementFailed as error:

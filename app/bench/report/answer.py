@@ -1,7 +1,7 @@
-"""The answer in a sentence: how much quicker and how much cheaper results are than the first, where their slowest requests take as long.
+"""The headline of a report: how much faster and cheaper each result is than the first, at an equal p99.
 
-Throughput alone can always be bought with waiting. So results are held against each other at one p99 that all of them reach, between
-measured loads by a straight line.
+Throughput alone can always be raised by accepting more latency. Results are therefore compared at one p99 that all of
+them reach, interpolated linearly between measured loads.
 """
 
 from __future__ import annotations
@@ -15,39 +15,54 @@ from app.bench.report.judging import names_of
 from app.bench.report.loads import Measured, cases_of, measured_loads, size_name, sizes_of
 from app.bench.report.table import number
 
-LEAST_DIFFERENCE = 0.05  # below that, or below what the reference load differed by from itself, nothing is claimed
-Reached = tuple[float, float]  # p99 in seconds, and the rate that came with it
+LEAST_DIFFERENCE = 0.05  # a smaller difference, or one within the variation of the repeated load, counts as equal
+Reached = tuple[float, float]  # p99 in seconds, and the rate at that load
 
 
 def answer(results: Sequence[Result]) -> list[str]:
-    """A sentence for each size of load that all results share. Of one result: what it reaches."""
+    """Return a sentence for each size of load that all results share.
+
+    For a single result, the sentence says what it reaches.
+    """
     sizes = [name for name, cases in sizes_of(cases_of(results)) if all(_curve_points(result, name) for result in results)]
     if not sizes:
-        return ["These results have no load in common: nothing can be said of one against the other."]
+        return ["These results have no load in common, so they cannot be compared."]
     return [_alone(results[0], size) if len(results) == 1 else _together(results, size) for size in sizes]
 
 
 def rate_within(result: Result, size: str, p99: float) -> float | None:
-    """The best rate, in tokens or samples a second, whose p99 is no longer; None where even the smallest load takes longer."""
+    """Return the best rate, in tokens or samples per second, at which the p99 is at most `p99` seconds.
+
+    None if even the smallest load takes longer.
+    """
     rates = [rate for series in _series(result, size) for rate in _within(series, p99)]
     return max(rates, default=None)
 
 
 def shared_p99(results: Sequence[Result], size: str) -> float:
-    """Seconds: what the quickest to reach its best rate takes there, but no less than what each can reach at all."""
+    """Return the p99 in seconds at which to compare the results.
+
+    It is the lowest p99 at which any result reaches its best rate, raised if needed to one that every result reaches.
+    """
     curves = [_curve_points(result, size) for result in results]
     peaks = [max(curve, key=lambda reached: reached[1])[0] for curve in curves]
     return max(min(peaks), *(min(p99 for p99, _ in curve) for curve in curves))
 
 
 def unsteadiness(result: Result) -> float:
-    """By how much the load that was measured several times differs from itself, as a part of the least; 0 where none was."""
+    """Return by how much the repeated load varies: highest over lowest rate, minus 1.
+
+    0 if it was not repeated, 1 if a rate is 0.
+    """
     rates = [Measured(result, point).rate or 0.0 for point in (result.points[0], *result.repeats)]
     return max(rates) / min(rates) - 1 if min(rates) > 0 else 1.0
 
 
 def _series(result: Result, size: str) -> list[list[Reached]]:
-    """Loads of that size in which only the clients differ, or only the batch, each in order."""
+    """Return series of (p99, rate) of the loads of that size.
+
+    In each series only the clients or only the batch size varies.
+    """
     found: dict[tuple[str, int], list[tuple[int, Reached]]] = {}
     for each in measured_loads(result):
         p99, rate = each.quantile(lambda point: point.request_seconds, 0.99), each.rate
@@ -59,7 +74,7 @@ def _series(result: Result, size: str) -> list[list[Reached]]:
 
 
 def axes(load: Load) -> list[tuple[str, int]]:
-    """Along what a load may lie, and what is held the while."""
+    """Return each axis along which a load can vary, with the value of the other dimension that stays fixed."""
     return [("clients", load.batch)] + ([("batch", load.clients)] if load.kind != "generate" else [])
 
 
@@ -99,13 +114,13 @@ def _together(results: Sequence[Result], size: str) -> str:
 
 
 def _held(name: str, ratio: float, noise: float) -> str:
-    if ratio > 0 and max(ratio, 1 / ratio) - 1 < noise:  # noise is a factor, up as down: a tenth is never "as quick"
-        return f"{name} is as quick, within the {noise:.0%} that these measurements can tell,"
+    if ratio > 0 and max(ratio, 1 / ratio) - 1 < noise:  # noise is a symmetric factor: a tenth of the rate is never "equal"
+        return f"{name} is as fast, within the {noise:.0%} accuracy of these measurements,"
     return f"{name} does {ratio:.2f} times as much"
 
 
 def _costs(results: Sequence[Result], rates: Sequence[float], unit: str) -> str:
-    """Cheaper by how much, where each has a price."""
+    """Return a sentence on the cost per million units, if every result has a price."""
     prices = [result.hourly_price for result in results]
     if any(price is None for price in prices):
         return ""

@@ -1,4 +1,7 @@
-"""All that a report says, before anybody draws it: judged, in sentences and in tables. Needs nothing that draws."""
+"""The content of a report, before rendering: notes on each result, sentences, and tables.
+
+This module needs no plotting library.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from app.bench.report.tables import decision_table, figure_tables, head_table, t
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Of results in the order they were given; the first is what the others are held against."""
+    """The content of a report on `results`, in the order given. The others are compared with the first."""
 
     results: tuple[Result, ...]
     names: tuple[str, ...]
@@ -33,15 +36,18 @@ class Comparison:
 
     @property
     def title(self) -> str:
+        """The title, such as `MODEL: MACHINE against MACHINE`."""
         model = part(self.results[0].info, "model").get("name", "a model")
         return f"{model}: {' against '.join(self.names)}"
 
     @property
     def tables(self) -> list[Table]:
+        """All tables, in the order of the report."""
         return [self.head, *self.figures, *self.tails, *([self.decisions] if self.decisions else [])]
 
 
 def compare(given: Sequence[Result], here: Here) -> Comparison:
+    """Build the content of a report on one or more results."""
     with_prices = priced(given)
     results = [each.result for each in with_prices]
     names, cases = names_of(results), cases_of(results)
@@ -56,8 +62,8 @@ def compare(given: Sequence[Result], here: Here) -> Comparison:
         tails=tuple(tail_tables(results, names)),
         decisions=decision_table(results, names),
         colophon=(
-            f"Made by armature {here.version} with `armature bench compare`. Each result: requests over HTTP, each load warmed up first, "
-            "every latency kept. p99: 99 of 100 took no longer.",
-            "Figures hold for these machines, with this model, on that day; what they cost is as good as the prices that were given.",
+            f"Made by armature {here.version} with `armature bench compare`. Each result: requests over HTTP, a warm-up before each load, "
+            "all latencies kept. p99: 99 of 100 took no longer.",
+            "The figures hold for these machines, this model and that day; the costs are only as accurate as the prices that were given.",
         ),
     )

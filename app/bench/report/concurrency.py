@@ -1,4 +1,4 @@
-"""The plots of throughput against clients, or against the texts of a request, with the p99 that it costs beside it."""
+"""Plots of throughput against the number of clients or the batch size, each with the p99 latency next to it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from app.bench.report.loads import Case, size_name
 from app.bench.report.style import Plot, Words, drawn
 
 _DASHES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
-_AXES = {"clients": "clients at once", "batch": "texts or rows of a request, one client"}
+_AXES = {"clients": "clients at once", "batch": "texts or rows per request, one client"}
 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """Of one result and one size: where, units a second, p99 in milliseconds."""
+    """One curve of one result and one size of load. `dots`: position, units per second, p99 in milliseconds."""
 
     result: int
     size: str
@@ -30,7 +30,7 @@ class _Line:
 
 
 def throughput_plots(cases: Sequence[Case], names: Sequence[str]) -> list[Plot]:
-    """One by clients and one by batch, as far as either was varied."""
+    """Return one plot by clients and one by batch size, if they were varied."""
     return [_plot(axis, lines, cases, names) for axis in _AXES if (lines := _lines(axis, cases, len(names)))]
 
 
@@ -39,7 +39,7 @@ def _plot(axis: str, lines: Sequence[_Line], cases: Sequence[Case], names: Seque
     words = Words(
         f"throughput-{axis}",
         f"Throughput against {'concurrency' if axis == 'clients' else 'batch size'}, and its p99",
-        "Left: more is better. Right: less is better, and the scale is logarithmic. What one gains by more at once, the other pays.",
+        "Left: more is better. Right: less is better, logarithmic scale. Higher concurrency raises throughput and latency.",
         f"{unit} a second and p99 of a request against {_AXES[axis]}: " + "; ".join(_told(line, names, unit) for line in lines),
     )
 

@@ -1,4 +1,4 @@
-"""The plot of how long requests and tokens take: from the quickest to the slowest, the far end drawn as wide as the rest."""
+"""The plot of the latency distribution: percentile curves with the slowest percentiles stretched."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from app.bench.report.loads import Case, Column, load_name
 from app.bench.report.style import Plot, Words, drawn
 
 _SHARES = (0.0, 0.5, 0.9, 0.99, 0.999, 0.9999)
-_MOST_DOTS = 240  # of a line: more than it has pixels across
-_LOGARITHMIC_FROM = 8.0  # the longest over the median
+_MOST_DOTS = 240  # per curve: more than its width in pixels
+_LOGARITHMIC_FROM = 8.0  # logarithmic scale if the longest exceeds the median by this factor
 _USUAL_CLIENTS = 8
 
 
@@ -28,15 +28,18 @@ class _Panel:
 
 
 def latency_plot(cases: Sequence[Case], names: Sequence[str]) -> Plot | str:
-    """A panel for each kind of time, or for each load where there is only one kind; a sentence where nothing was measured."""
+    """Return the plot, or a sentence that says why there is none.
+
+    There is a panel for each kind of latency, or for each load if there is only one kind.
+    """
     panels = _panels(cases)
     if not panels:
-        return "No load was measured by all results: no distributions are drawn."
+        return "No load was measured by all results, so no latency distribution is drawn."
     loads = "; ".join(dict.fromkeys(load_name(panel.case.load) for panel in panels))
     words = Words(
         "latency",
-        "How long it takes, from the quickest to the slowest",
-        f"Read it as: so many percent of all took no longer than that. Measured with {loads}. A line ends where its samples end.",
+        "Latency, from the fastest to the slowest",
+        f"Each point gives the percentage (x) that took no longer than a time (y). Measured with {loads}. A curve ends with its samples.",
         f"Percentile curves of {', '.join(panel.title for panel in panels)} for {', '.join(names)}, measured with {loads}.",
     )
 
@@ -67,7 +70,7 @@ def _panels(cases: Sequence[Case]) -> list[_Panel]:
 
 
 def _ends(cases: Sequence[Case]) -> list[Case]:
-    """Of the shortest texts: the smallest load, the largest batch, the most clients."""
+    """Return the extreme cases with the shortest texts: the smallest load, the largest batch, the most clients."""
     shortest = [case for case in cases if case.load.tokens == cases[0].load.tokens]
     largest = max(shortest, key=lambda case: (case.load.batch, -case.load.clients))
     crowded = max(shortest, key=lambda case: case.load.clients)
@@ -90,7 +93,7 @@ def _draw(axes: Axes, panel: _Panel, names: Sequence[str]) -> None:
 
 
 def curve(samples: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Sorted samples as a line: where each stands across, and its value. As many dots at the far end as before it."""
+    """Return positions and values of the percentile curve of sorted samples, as dense in the tail as before it."""
     last = place_of(1 - 0.5 / len(samples))
     places = [last * index / (_MOST_DOTS - 1) for index in range(_MOST_DOTS)]
     ranks = dict.fromkeys(min(len(samples) - 1, int((1 - 10**-place) * len(samples))) for place in places)
@@ -98,5 +101,5 @@ def curve(samples: Sequence[float]) -> tuple[list[float], list[float]]:
 
 
 def place_of(share: float) -> float:
-    """0 for none, 1 for 90%, 2 for 99%."""
+    """Return the position of a percentile: 0 for none, 1 for 90%, 2 for 99%."""
     return -math.log10(1 - share)

@@ -1,4 +1,4 @@
-"""Makes the report of several result files: tables on the console, and a page with its plots where a folder is named."""
+"""Report on several result files: tables on the console, and an HTML page with plots if a folder is given."""
 
 from __future__ import annotations
 
@@ -19,15 +19,19 @@ PAGE = "report.html"
 
 
 def make_report(paths: Sequence[Path], folder: Path | None, force: bool, here: Here) -> int:
-    """Exit status. Raises `MeasurementFailed` for what cannot be read, compared, drawn or written."""
+    """Make the report and return the exit status.
+
+    Raises:
+        MeasurementFailed: A file cannot be read or written, results cannot be compared, or matplotlib is missing.
+    """
     if folder is not None and importlib.util.find_spec("matplotlib") is None:
         raise MeasurementFailed(
-            "--report draws with matplotlib, which is not installed: pip install 'armature[bench]', or make report."
+            "--report needs matplotlib, which is not installed: pip install 'armature[bench]', or make report."
         )
     results = [read_result(path) for path in paths]
     check_comparable(results, force)
     comparison = compare(results, here)
-    written = None if folder is None else write_report(comparison, folder)  # before whoever reads the tables closes the pipe
+    written = None if folder is None else write_report(comparison, folder)  # first: the reader of the tables may close the pipe
     print_report(comparison.judged, comparison.sentences, comparison.tables)
     if written is not None:
         sys.stderr.write(f"{written} ({written.stat().st_size / 1e6:.1f} MB)\n")
@@ -35,7 +39,7 @@ def make_report(paths: Sequence[Path], folder: Path | None, force: bool, here: H
 
 
 def write_report(comparison: Comparison, folder: Path) -> Path:
-    """The page, with each plot as a PNG beside it. Only this needs matplotlib."""
+    """Write the page and each plot as a PNG file into `folder`. Only this needs matplotlib."""
     from app.bench.report.page import render, sections_of
 
     try:

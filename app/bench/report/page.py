@@ -1,4 +1,7 @@
-"""The report as one page that needs nothing beside it: no network, no script, no other file; light or dark as the reader has it."""
+"""The report as one self-contained HTML page: no network access, no scripts, no other files.
+
+It is light or dark as the reader's browser prefers.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from app.bench.report.table import Table
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """`sentences` say why something is not there."""
+    """A section of the page. `sentences` say why something is missing."""
 
     title: str
     plots: tuple[Plot, ...] = ()
@@ -28,7 +31,7 @@ class Section:
 
 
 def sections_of(comparison: Comparison) -> list[Section]:
-    """From the answer down to what explains it; what there is nothing of has no section."""
+    """Return the sections, from the headline to the details. A section without content is left out."""
     cases, names, results = comparison.cases, comparison.names, comparison.results
     figures = {table.title: table for table in comparison.figures}
     throughput, tokens, energy, circumstances = (figures.get(title) for title in comparison.topics)
@@ -46,7 +49,7 @@ def sections_of(comparison: Comparison) -> list[Section]:
 
 
 def render(comparison: Comparison, sections: Sequence[Section]) -> str:
-    """HTML. Whatever a result file says of itself is text here, never markup."""
+    """Render the page as HTML. All text from result files is escaped."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,

@@ -1,4 +1,4 @@
-"""What an hour of each machine costs: as the operator said, else as the table of instances has the one that was named."""
+"""The hourly price of each result's machine: given by the operator, or from the price table by instance name."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from app.bench.tco.prices import Prices, read_prices
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """`origin`: where the price is from; empty where there is none."""
+    """A result with its price. `origin`: the source of the price; empty without one."""
 
     result: Result
     origin: str
 
 
 def priced(results: Sequence[Result]) -> list[Priced]:
+    """Return the results with prices from the shipped price table filled in."""
     prices = read_prices(None)
     return [_priced(result, prices) for result in results]
 

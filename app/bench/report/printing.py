@@ -1,4 +1,4 @@
-"""The report on a console: doubts first, then the answer, then the tables."""
+"""The report on a console: caveats first, then the headline sentences, then the tables."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from app.bench.report.judging import Judged
 from app.bench.report.table import Cell, Table
 
 _STANDING = {"": "", "better": "green", "worse": "yellow"}
-WIDTH = 140  # where nobody watches
+WIDTH = 140  # if standard output is not a terminal
 
 
 def print_report(judged: Sequence[Judged], sentences: Sequence[str], tables: Sequence[Table]) -> None:
-    """On standard output: this is what was asked for."""
+    """Print the report to standard output."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
@@ -29,12 +29,12 @@ def print_report(judged: Sequence[Judged], sentences: Sequence[str], tables: Seq
 
 
 def _doubts(judged: Sequence[Judged]) -> list[RenderableType]:
-    told: list[RenderableType] = [Text(f"{each.name}: doubt: {doubt}", "yellow") for each in judged for doubt in each.doubts]
+    told: list[RenderableType] = [Text(f"{each.name}: caveat: {doubt}", "yellow") for each in judged for doubt in each.doubts]
     return told + [Text(f"{each.name}: {remark}", "dim") for each in judged for remark in each.remarks]
 
 
 def drawn(table: Table) -> Drawn:
-    """Names of groups stand in their first row alone."""
+    """Return the table as a rich table. A group's name appears only in its first row."""
     made = Drawn(title=table.title, title_justify="left", title_style="bold", header_style="bold", box=None, padding=(0, 2, 0, 0))
     if table.is_grouped:
         made.add_column(table.stub[0], no_wrap=True)

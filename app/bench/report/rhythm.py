@@ -1,6 +1,7 @@
-"""The plot of time from token to token while one load runs, or of steps where no tokens come: what stands out is coloured by its cause.
+"""The plot of token gaps over time during one load, or of step times if there are no tokens.
 
-A gap's cause is the slow step that ran in it, or the prompt that was read in it; where hardly any step ran, it lies outside of them.
+Slow ones are coloured by cause. The cause of a gap is the slow step that ran in it, or the prompt that was processed
+in it. If steps ran for less than half of the gap, its cause is outside of the engine's steps.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from app.bench.report.figures import MILLI
 from app.bench.report.loads import Case, load_name
 from app.bench.report.style import Plot, Words, drawn
 
-STANDS_OUT = 1.5  # times the median; the server asks for the cause of steps from there on
+STANDS_OUT = 1.5  # times the median; the server records the cause of steps slower than this
 OUTSIDE = "between steps"
-_MOST_DOTS = 3000  # usual ones, of all results together: what a page can carry
+_MOST_DOTS = 3000  # normal ones, all results together, to limit the size of the page
 _MOST_OUTLIERS = 1500
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """`at` in seconds since the load began, `cause` empty where it took what such take."""
+    """One gap or step. `at`: seconds since the load began; `cause` is empty if the time was normal."""
 
     at: float
     seconds: float
@@ -36,20 +37,20 @@ class Beat:
 
 
 def rhythm_plot(cases: Sequence[Case], names: Sequence[str]) -> Plot | str:
-    """A row for each result, on one scale; a sentence where nothing of the kind was measured."""
+    """Return the plot, with a row for each result on one scale, or a sentence that says why there is none."""
     case = _chosen(cases)
     if case is None:
-        return "Neither tokens nor steps were measured at a load that all results have: nothing is drawn of them over time."
+        return "No load that all results share has tokens or steps, so nothing is drawn over time."
     beats = [_beats(each.point) if each else [] for each in case.measured]
     what = "Time from token to token" if _has_gaps(case) else "Time of the engine's steps"
     usual, slow = _thinning(beats, _MOST_DOTS, out=False), _thinning(beats, _MOST_OUTLIERS, out=True)
     words = Words(
         "rhythm",
-        f"{what}, as it goes",
+        f"{what}, over the load",
         f"{load_name(case.load)}. What took more than {STANDS_OUT:g} times the median is coloured by what caused it"
-        + (f"; of the others one in {usual} is drawn" if usual > 1 else "")
-        + (f", of the coloured ones one in {slow}." if slow > 1 else ".")
-        + " Tokens that came together with the one before may lie below the picture.",
+        + (f"; one in {usual} of the others is drawn" if usual > 1 else "")
+        + (f", and one in {slow} of the coloured ones." if slow > 1 else ".")
+        + " Tokens that arrived together with the previous one may be below the visible range.",
         f"{what} at {load_name(case.load)}. " + "; ".join(_told(name, each) for name, each in zip(names, beats, strict=True)),
     )
 
@@ -68,7 +69,7 @@ def rhythm_plot(cases: Sequence[Case], names: Sequence[str]) -> Plot | str:
 
 
 def beats_of(point: Point) -> list[Beat]:
-    """Each token's time after the one before it; of long ones, what it was that they waited for."""
+    """Return the gap before each token after the first, and the cause of each long gap."""
     usual = median(point.gap_seconds) * STANDS_OUT
     steps = _Steps(point.steps)
     rows = zip(point.gap_at, point.gap_seconds, strict=True)
@@ -76,7 +77,7 @@ def beats_of(point: Point) -> list[Beat]:
 
 
 class _Steps:
-    """The steps of a load, by their ends."""
+    """The steps of a load, sorted by their ends."""
 
     def __init__(self, steps: Steps) -> None:
         rows = zip(steps.at, steps.seconds, steps.phase, steps.cause, strict=True)
@@ -84,7 +85,11 @@ class _Steps:
         self._ends = [end for end, *_ in self._rows]
 
     def cause(self, began: float, ended: float) -> str:
-        """Of the slow step that shares the most of this time; else a prompt's, if one was read in it."""
+        """Return the cause whose slow steps overlap this interval most.
+
+        If there are none: `prefill` if a prompt was processed in it, `unknown` if steps ran for over half of it, else
+        `BETWEEN_STEPS`.
+        """
         shares: dict[str, float] = {}
         busy = 0.0
         for end, at, phase, cause in self._rows[bisect_right(self._ends, began) :]:
@@ -109,7 +114,7 @@ def _beats(point: Point) -> list[Beat]:
 
 
 def _chosen(cases: Sequence[Case]) -> Case | None:
-    """The most clients with the shortest prompts or texts: there the most happens at once."""
+    """Return the case with the shortest prompts or texts and the most clients: it has the highest concurrency."""
     possible = [case for case in cases if all(each and (each.point.gap_seconds or each.point.steps.at) for each in case.measured)]
     return max(possible, key=lambda case: (-case.load.tokens, case.load.clients, case.load.batch), default=None)
 
@@ -119,7 +124,7 @@ def _has_gaps(case: Case) -> bool:
 
 
 def _thinning(beats: Sequence[Sequence[Beat]], most: int, out: bool) -> int:
-    """Every so manieth is drawn."""
+    """Return n such that drawing every n-th point draws at most `most` points."""
     return -(-sum(bool(beat.cause) == out for each in beats for beat in each) // most) or 1
 
 

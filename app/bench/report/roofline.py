@@ -1,7 +1,7 @@
-"""The plot of the machine's ceilings with what was reached below them: what memory feeds to each operation, and what the cores can do.
+"""The roofline plot: a machine's memory bandwidth and compute limits, and the rates that steps reached.
 
-A step reads the weights once, whatever its number of tokens: the more tokens, the more operations for each byte. Ceilings are those that
-the server measured of its machine when it was calibrated; the dots are steps that it did while loads ran.
+A step reads the weights once, however many tokens it has: the more tokens, the more operations per byte. The limits
+are those that the server measured when it was calibrated. The dots are steps that it ran during the loads.
 """
 
 from __future__ import annotations
@@ -21,13 +21,17 @@ from app.bench.report.loads import part
 from app.bench.report.style import Plot, Words, drawn
 
 GIGA = 1e9
-ENOUGH_STEPS = 5  # of about one size: fewer are no figure
+ENOUGH_STEPS = 5  # minimum number of steps of about the same size for a median to be shown
 _MARKS = {"decode": "o", "prefill": "^", "encode": "s"}
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Bytes that memory gives and operations that products do in a second; bytes that a step reads, operations of a token."""
+    """The limits of a machine, and the demand of the model.
+
+    `read_bytes_per_second` is the memory bandwidth, `operations_per_second` the speed of matrix products.
+    `bytes_per_step` is what a step reads, `operations_per_token` the work per token.
+    """
 
     reads: float
     products: float
@@ -35,13 +39,13 @@ class Ceilings:
     token_operations: float
 
     def bound(self, intensity: float) -> float:
-        """Operations a second that no step of so many operations a byte passes."""
+        """Return the upper limit in operations per second at `intensity` operations per byte."""
         return min(self.products, self.reads * intensity)
 
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """Steps of about one size: operations for each byte read, operations a second, and of what phase and size they were."""
+    """Steps of about the same size: phase, tokens, operations per byte read, and operations per second."""
 
     phase: str
     tokens: float
@@ -50,21 +54,21 @@ class Reached:
 
 
 def roofline_plot(results: Sequence[Result], names: Sequence[str]) -> Plot | str:
-    """A sentence where no ceilings are known."""
+    """Return the plot, or a sentence if no machine has known limits."""
     known = [
         (index, ceilings, reached(result, ceilings)) for index, result in enumerate(results) if (ceilings := ceilings_of(result))
     ]
     if not known:
-        return "No ceilings are known of these machines (they were not calibrated, or in too little time): there is no roofline."
+        return "The limits of these machines are unknown (not calibrated, or not for long enough), so there is no roofline."
     missing = [name for index, name in enumerate(names) if index not in {each for each, _, _ in known}]
     words = Words(
         "roofline",
-        "What was reached, under each machine's ceilings",
-        "The slope is what memory can read, the level what products can do, both as measured on that machine. "
-        "Beside each dot stands how many tokens such steps had: each further one does more with the same bytes. "
-        "Attention's own work is not counted. "
-        "A dot above the slope is no error: a cache then held the weights."
-        + (f" Not known of {', '.join(missing)}." if missing else ""),
+        "Reached rates and the limits of each machine (roofline)",
+        "The slope is the memory bandwidth, the flat part the speed of matrix products, both measured on that machine. "
+        "The number next to each dot is the tokens per step: more tokens do more work with the same bytes. "
+        "The work of attention is not counted. "
+        "A dot above the slope is not an error: the weights were then in a cache."
+        + (f" Unknown for {', '.join(missing)}." if missing else ""),
         "Operations a second against operations a byte. "
         + "; ".join(_told(names[index], ceilings, dots) for index, ceilings, dots in known),
     )
@@ -75,7 +79,7 @@ def roofline_plot(results: Sequence[Result], names: Sequence[str]) -> Plot | str
             _draw(axes, index, ceilings, dots)
         style.logarithmic(axes, "x", *axes.get_xlim())
         style.logarithmic(axes, "y", *axes.get_ylim())
-        axes.set_xlabel("operations for each byte of weights that a step reads")
+        axes.set_xlabel("operations per byte of weights that a step reads")
         axes.set_ylabel("billion operations a second")
         phases = dict.fromkeys(dot.phase for _, _, dots in known for dot in dots)
         figure.legend(handles=[*_keys(names, known), *_phase_keys(phases)], loc="outside upper left", ncols=2)
@@ -84,7 +88,7 @@ def roofline_plot(results: Sequence[Result], names: Sequence[str]) -> Plot | str
 
 
 def ceilings_of(result: Result) -> Ceilings | None:
-    """None where the machine was not calibrated, or what was measured was not taken for true."""
+    """Return the limits of a result's machine, or None if it has no accepted calibration."""
     measured = part(result.info, "calibration", "measurements")
     plan, trials = part(result.info, "plan"), measured.get("trials", ())
     trial = next((trial for trial in trials if _is_served(trial, plan)), None)
@@ -98,7 +102,7 @@ def ceilings_of(result: Result) -> Ceilings | None:
 
 
 def reached(result: Result, ceilings: Ceilings) -> list[Reached]:
-    """Medians of the steps that took what such steps take, by phase and about size."""
+    """Return the medians of normal steps by phase and approximate size."""
     found: dict[tuple[str, int], list[tuple[int, float]]] = {}
     for point in result.points:
         steps = point.steps
@@ -121,7 +125,7 @@ def _is_served(trial: Mapping[str, Any], plan: Mapping[str, Any]) -> bool:
 
 
 def _multiplying(trial: Mapping[str, Any]) -> tuple[str, ...]:
-    """Precisions whose products serve: beside four bits there may be a copy in eight."""
+    """Return the precisions of the matrix products: a 4-bit model may also have an 8-bit copy of its weights."""
     return (trial["precision"], "int8") if trial.get("int8_copy") else (trial["precision"],)
 
 
@@ -134,7 +138,7 @@ def _draw(axes: Axes, index: int, ceilings: Ceilings, dots: Sequence[Reached]) -
     for dot in dots:
         axes.plot([dot.intensity], [dot.rate / GIGA], color=colour, marker=_MARKS.get(dot.phase, "D"), markersize=6)
         where = (dot.intensity, dot.rate / GIGA)
-        away, side = (-7, "right") if index % 2 else (7, "left")  # of two results one to the left, one to the right
+        away, side = (-7, "right") if index % 2 else (7, "left")  # alternate the side, so that two results do not overlap
         axes.annotate(f"{dot.tokens:g}", where, xytext=(away, -3), textcoords="offset points", fontsize=8, color=colour, ha=side)
 
 

@@ -1,6 +1,6 @@
-"""How the plots look: colours that colour-blind people tell apart, each with a mark of its own, and one drawing for page and PNG.
+"""The style of all plots: colours that colour-blind readers can distinguish, markers, and output as SVG and PNG.
 
-The page's drawings are vectors whose colours are variables of its style sheet, so that they are light or dark as it is.
+The SVG in the page uses variables of the page's style sheet as colours, so that plots follow its light or dark mode.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import StrMethodFormatter
 
 INK, MUTED, GRID, PAPER = "#1b1f24", "#57606a", "#d8dee4", "#ffffff"
-# Results by their order. The eight hues of Okabe and Ito, the first six that are dark enough for lines: jfly.uni-koeln.de/color
+# Results in order: six hues after Okabe and Ito that are dark enough for lines, jfly.uni-koeln.de/color
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#b3589a", "#8a6d00", "#3f3f9f")
 MARKS = ("o", "s", "^", "D", "v", "P")
 CAUSE_COLOURS = {
@@ -34,7 +34,7 @@ CAUSE_COLOURS = {
     "between steps": "#57606b",
 }
 CAUSE_MARKS = dict(zip(CAUSE_COLOURS, "osv^DPXpd", strict=True))
-# What a colour is called in the page's style sheet: no two of the above are alike, not even where they look it.
+# Names of the colours in the page's style sheet. All values above are distinct, even where two look the same.
 VARIABLES = {
     INK: "ink",
     MUTED: "muted",
@@ -45,8 +45,8 @@ VARIABLES = {
 }
 DPI = 160
 LONGEST_NAME = 36
-SHORTEST = 20.0  # so many times shorter than the median, and a time is left out where the scale is logarithmic
-_STYLE: Any = {  # matplotlib's own type of it differs from version to version
+SHORTEST = 20.0  # a logarithmic scale leaves out times shorter than the median by this factor
+_STYLE: Any = {  # its type differs between versions of matplotlib
     "font.family": ["DejaVu Sans"],
     "font.size": 9,
     "axes.titlesize": 10,
@@ -72,13 +72,13 @@ _STYLE: Any = {  # matplotlib's own type of it differs from version to version
     "figure.facecolor": PAPER,
     "figure.constrained_layout.use": True,
     "svg.fonttype": "none",
-    "text.parse_math": False,  # a dollar in a name is a dollar
+    "text.parse_math": False,  # a dollar sign in a name is not math
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """`alternative` says in words what the plot shows; `svg` stands in the page, `png` (bytes) beside it as `NAME.png`."""
+    """A finished plot. `svg` is part of the page, `png` is written next to it; `alternative` is the alt text."""
 
     name: str
     title: str
@@ -90,7 +90,7 @@ class Plot:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What is said of a plot."""
+    """The texts of a plot."""
 
     name: str
     title: str
@@ -99,13 +99,13 @@ class Words:
 
 
 def drawn(words: Words, size: tuple[float, float], draw: Callable[[Figure], None]) -> Plot:
-    """`size` in inches. What `draw` puts on the figure, as vectors and as a picture."""
+    """Run `draw` on a figure of `size` inches and return it as SVG and PNG."""
     with rc_context(_STYLE | {"svg.hashsalt": words.name}):
         figure = Figure(figsize=size)
         draw(figure)
         picture, vectors = BytesIO(), StringIO()
         figure.savefig(picture, format="png", dpi=DPI, metadata={"Software": None})
-        figure.set_layout_engine("none")  # all stays where it was found to fit
+        figure.set_layout_engine("none")  # keep the layout that was computed for the PNG
         figure.patch.set_visible(False)
         figure.savefig(vectors, format="svg", metadata={"Date": None, "Creator": None})
     svg = inline(vectors.getvalue(), words.name, words.alternative)
@@ -113,11 +113,11 @@ def drawn(words: Words, size: tuple[float, float], draw: Callable[[Figure], None
 
 
 def inline(svg: str, name: str, alternative: str) -> str:
-    """As a part of a page: without a head, in the page's colours and font, with no name that another drawing might have too."""
+    """Prepare an SVG for the page: no header, the page's colours and font, and ids that are unique in the page."""
     body = svg[svg.index("<svg") :]
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
     body = re.sub(r"<!--.*?-->\s*", "", body, flags=re.DOTALL)
-    body = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", body, flags=re.DOTALL)  # it would hold for the whole page
+    body = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", body, flags=re.DOTALL)  # it would apply to the whole page
     used = set(re.findall(r'(?:href="|url\()#([\w.-]+)', body))
     body = re.sub(r' id="([\w.-]+)"', lambda found: f' id="{name}-{found[1]}"' if found[1] in used else "", body)
     body = re.sub(r'(href="|url\()#', rf"\1#{name}-", body)
@@ -130,48 +130,55 @@ def inline(svg: str, name: str, alternative: str) -> str:
 
 
 def colour_of(index: int) -> str:
+    """Return the colour of the result with this index."""
     return SERIES[index % len(SERIES)]
 
 
 def mark_of(index: int) -> str:
-    """Further results have a colour again, but with another mark."""
+    """Return the marker of a result. Colours repeat after the sixth result, but then with another marker."""
     return MARKS[(index + index // len(SERIES)) % len(MARKS)]
 
 
 def line(index: int) -> dict[str, Any]:
-    """How the line of a result looks."""
+    """Return the line style of a result, as arguments of matplotlib's `plot`."""
     return {"color": colour_of(index), "marker": mark_of(index)}
 
 
 def keys(names: Sequence[str]) -> list[Line2D]:
-    """What the colours stand for."""
+    """Return the legend handles of the results."""
     return [Line2D([], [], **line(index), label=short(name)) for index, name in enumerate(names)]
 
 
 def short(name: str) -> str:
-    """As much of a name as a legend has room for; matplotlib hides what begins with a line."""
+    """Shorten a name for the legend, and replace a leading underscore, since matplotlib hides such labels."""
     return (name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…").replace(
         "_", "\u2017", 1 if name[:1] == "_" else 0
     )
 
 
 def cause_colour(cause: str) -> str:
+    """Return the colour of a cause of slow steps."""
     return CAUSE_COLOURS.get(cause, CAUSE_COLOURS["unknown"])
 
 
 def cause_mark(cause: str) -> str:
+    """Return the marker of a cause of slow steps."""
     return CAUSE_MARKS.get(cause, CAUSE_MARKS["unknown"])
 
 
 def plain_ticks(axes: Axes, axis: str, ticks: list[float], labels: list[str] | None = None) -> None:
-    """Only these, with no smaller ones between."""
+    """Set exactly these ticks, without minor ticks."""
     chosen = axes.xaxis if axis == "x" else axes.yaxis
     chosen.set_ticks(ticks, labels if labels is not None else [f"{tick:,g}" for tick in ticks])
     chosen.set_ticks([], minor=True)
 
 
 def time_axis(axes: Axes, values: Sequence[float], logarithmic_from: float) -> None:
-    """From zero; logarithmic where the longest is so many times the one in the middle, and then without what is next to nothing."""
+    """Set the y axis: linear from zero, or logarithmic if the longest is far above the median.
+
+    The axis is logarithmic if the longest value is at least `logarithmic_from` times the median. It then leaves out
+    values below a twentieth of the median, unless `logarithmic_from` is 0.
+    """
     positive = [value for value in values if value > 0]
     if not positive or max(positive) < logarithmic_from * median(positive):
         axes.set_ylim(bottom=0)
@@ -182,7 +189,7 @@ def time_axis(axes: Axes, values: Sequence[float], logarithmic_from: float) -> N
 
 
 def logarithmic(axes: Axes, axis: str, low: float, high: float) -> None:
-    """With figures that are written out: 1, 2, 5, or fewer where there is no room."""
+    """Set a logarithmic axis with ticks at 1, 2, 5, or fewer if space is short."""
     for steps in ((1, 2, 5), (1, 3), (1,)):
         ticks = [step * 10.0**power for power in range(-9, 13) for step in steps if low <= step * 10.0**power <= high]
         if len(ticks) < 9:

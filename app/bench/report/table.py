@@ -1,4 +1,4 @@
-"""A table of the report, before anybody draws it: the console and the page show the same ones."""
+"""Tables of the report, independent of how they are rendered: the console and the page show the same ones."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 Standing = Literal["", "better", "worse"]
-ALIKE = 0.05  # nearer to 1 than that is called neither better nor worse
+ALIKE = 0.05  # a ratio closer to 1 than this is neither better nor worse
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """`ratio` is to the first result, 1.00 there; empty where there is nothing to compare."""
+    """One cell. `ratio` is relative to the first result, which has 1.00; empty if there is nothing to compare."""
 
     text: str
     ratio: str = ""
@@ -22,6 +22,8 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Row:
+    """A named row of cells."""
+
     name: str
     cells: tuple[Cell, ...]
 
@@ -36,7 +38,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """`heads` are of the cells, without those of the groups' and rows' names, which stand in `stub`. `numeric`: cells are numbers."""
+    """One table.
+
+    `row_headings` are the headings of the columns with the groups' and rows' names, `heads` those of the cells.
+    `numeric`: cells are numbers.
+    """
 
     title: str
     stub: tuple[str, str]
@@ -47,11 +53,12 @@ class Table:
 
     @property
     def is_grouped(self) -> bool:
+        """True if any group has a name."""
         return any(group.name for group in self.groups)
 
 
 def compared(value: float | None, first: float | None, more_is_better: bool | None) -> Cell:
-    """A number beside that of the first result."""
+    """Return the cell of a number, with its ratio to that of the first result."""
     if value is None:
         return Cell("–")
     if not first or more_is_better is None:
@@ -64,7 +71,7 @@ def compared(value: float | None, first: float | None, more_is_better: bool | No
 
 
 def number(value: float) -> str:
-    """Three figures: `1,234`, `56.7`, `0.0123`; what is counted as it is."""
+    """Format a number with three significant digits: `1,234`, `56.7`, `0.0123`. Integers are shown in full."""
     if isinstance(value, int):
         return f"{value:,}"
     if not math.isfinite(value):
@@ -77,8 +84,10 @@ def number(value: float) -> str:
 
 
 def times(ratio: float) -> str:
+    """Format a ratio, such as `1.25×`."""
     return f"{ratio:.2f}×" if ratio < 100 else f"{ratio:,.0f}×"
 
 
 def plain(texts: Sequence[str]) -> tuple[Cell, ...]:
+    """Return cells of text without comparison; a dash for an empty text."""
     return tuple(Cell(text or "–") for text in texts)

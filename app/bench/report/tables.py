@@ -1,4 +1,4 @@
-"""The tables of the report: what was compared, figures by load with their ratios, what steps took and why, and where plans differ."""
+"""The tables of the report: what was compared, metrics with ratios, step times and causes, plan differences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from app.bench.report.table import Group, Row, Table, compared, number, plain
 from app.bench.report.tails import CAUSES, causes, phases
 
 _PERCENTILES = ("p50", "p99", "p99.9", "longest")
-# What follows from the rest, or is a place on one machine's disk.
+# Decisions that follow from others, or are a path on one machine's disk.
 _NOT_COMPARED = (
     "pack_folder",
     "decode_tokens_per_second",
@@ -27,7 +27,7 @@ _NOT_COMPARED = (
 
 
 def head_table(results: Sequence[Priced], names: Sequence[str]) -> Table:
-    """What was compared, a column each."""
+    """Return the table of what was compared, with a column for each result."""
     columns = [_head(result) for result in results]
     rows = tuple(
         Row(name, plain([column[name] for column in columns])) for name in columns[0] if any(col[name] for col in columns)
@@ -36,28 +36,28 @@ def head_table(results: Sequence[Priced], names: Sequence[str]) -> Table:
 
 
 def figure_tables(cases: Sequence[Case], names: Sequence[str]) -> list[Table]:
-    """One for each topic of which anything was measured; only loads that have something to say in it."""
+    """Return a table for each topic with any value. Loads without a value in a topic are left out."""
     return [table for topic in TOPICS if (table := _figures(topic, cases, names)).groups]
 
 
 def tail_tables(results: Sequence[Result], names: Sequence[str]) -> list[Table]:
-    """What steps took, and what the slow ones lost to each cause; none where no steps were recorded."""
+    """Return the tables of step times and of the causes of slow steps, or none if no steps were recorded."""
     taken = [Group(name, tuple(_phase_rows(result))) for name, result in zip(names, results, strict=True)]
     lost = [Group(name, tuple(_cause_rows(result))) for name, result in zip(names, results, strict=True)]
     tables = [
         Table(
-            "What the engine's steps took",
+            "Duration of the engine's steps",
             ("result", "steps"),
             ("number", *(f"{name} (ms)" for name in _PERCENTILES), *(f"{name} (× usual)" for name in _PERCENTILES[1:])),
             tuple(group for group in taken if group.rows),
-            "All loads together. Usual is the median of steps of the same phase, load and about the same size.",
+            "All loads together. Usual is the median of steps with the same phase and load and about the same size.",
         ),
         Table(
-            "What made the slow steps slow",
+            "Causes of slow steps",
             ("result", "cause"),
             ("steps", "of all steps (%)", "longest (ms)", "time lost (%)"),
             tuple(group for group in lost if group.rows),
-            "Slow is beyond 1.5 times what such steps take. Time lost: what they took beyond the usual, of the time of all steps. "
+            "Slow means more than 1.5 times the usual. Time lost: the time beyond the usual, as a share of the time of all steps. "
             + "; ".join(f"{name.replace('_', ' ')}: {why}" for name, why in CAUSES.items())
             + ".",
         ),
@@ -66,7 +66,7 @@ def tail_tables(results: Sequence[Result], names: Sequence[str]) -> list[Table]:
 
 
 def decision_table(results: Sequence[Result], names: Sequence[str]) -> Table | None:
-    """Decisions of the plans that differ, with their reasons side by side; None where none does."""
+    """Return the table of decisions that differ between plans, with their reasons; None if none differs."""
     plans = [part(result.info, "plan") for result in results]
     differing = [
         name
@@ -76,7 +76,7 @@ def decision_table(results: Sequence[Result], names: Sequence[str]) -> Table | N
     if not differing:
         return None
     rows = tuple(Row(name.replace("_", " "), plain([_decision(plan, name) for plan in plans])) for name in differing)
-    note = "Decisions that are the same everywhere are left out, and so is what follows from measurements alone."
+    note = "Decisions that are equal in all plans are left out, and so are those that only report measurements."
     return Table("Where the plans differ, and why", ("", "decision"), tuple(names), (Group("", rows),), note, numeric=False)
 
 
@@ -105,7 +105,7 @@ def _head(priced: Priced) -> dict[str, str]:
 
 
 def _flags(flags: Sequence[str]) -> Iterator[str]:
-    """Without what is nobody else's business: where files lie on that machine."""
+    """Yield the server's flags with paths shortened to file names, since folders may be private."""
     for flag in flags:
         name, _, value = flag.partition("=")
         yield f"{name}={PurePath(value).name}" if "/" in value else flag
@@ -117,7 +117,7 @@ def _figures(topic: Topic, cases: Sequence[Case], names: Sequence[str]) -> Table
     heads = tuple(f"{metric.name} ({metric.unit})" if metric.unit else metric.name for metric in metrics)
     told = tuple(group for group in groups if any(cell.text != "–" for row in group.rows for cell in row.cells))
     compared_here = len(names) > 1 and any(metric.more_is_better is not None for metric in metrics)
-    note = topic.note + (f" Beside figures: their ratio to {names[0]}." if compared_here else "")
+    note = topic.note + (f" Next to each figure: its ratio to {names[0]}." if compared_here else "")
     return Table(topic.title, ("load", "result"), heads, told, note)
 
 

@@ -1,4 +1,4 @@
-"""The steps of a result: how long they take, how far the slow ones go beyond what such steps take, and what made them slow."""
+"""Statistics of a result's steps: how long they take, how much longer the slow ones take, and the causes."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from app.bench.compare.result import Result, Steps
 from app.bench.stats import percentile
 
 CAUSES: dict[str, str] = {
-    "prefill": "a prompt was read in the same step",
-    "page_fault": "memory was touched for the first time, or had been taken away",
-    "garbage_collection": "Python collected garbage",
-    "throttled": "the control group's time was used up",
-    "compiled": "the first step of its shape, which is recorded",
-    "preempted": "a sequence had to give its place up and was computed again",
-    "descheduled": "another process had a core",
+    "prefill": "a prompt was processed in the same step",
+    "page_fault": "memory was touched for the first time, or had been reclaimed",
+    "garbage_collection": "Python ran its garbage collector",
+    "throttled": "the CPU quota of the control group was used up",
+    "compiled": "the first step of its shape, which was recorded or compiled",
+    "preempted": "a sequence was preempted and had to be computed again",
+    "descheduled": "another process used a core",
     "unknown": "none of these",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Steps of one phase, all loads together, in seconds; `beyond` are the same percentiles over what steps of their size usually take."""
+    """Steps of one phase over all loads, in seconds.
+
+    `over_usual` are the same percentiles (without p50) of the ratio to the usual time of steps of that size.
+    """
 
     name: str
     num_steps: int
@@ -34,7 +37,10 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Slow steps of one cause: how many, the longest, and what they took beyond the usual, as a part of the time of all steps."""
+    """Slow steps of one cause: their number, their share of all steps, and the longest.
+
+    `lost_share` is the time that they took beyond the usual, as a share of the time of all steps.
+    """
 
     name: str
     num_steps: int
@@ -52,13 +58,14 @@ class _Step:
 
 
 def phases(result: Result) -> list[Phase]:
+    """Return the statistics of each phase."""
     steps = list(_steps(result))
     names = dict.fromkeys(step.phase for step in steps)
     return [_phase(name, [step for step in steps if step.phase == name]) for name in names]
 
 
 def causes(result: Result) -> list[Cause]:
-    """Those that cost the most first."""
+    """Return the statistics of each cause, the most time lost first."""
     steps = list(_steps(result))
     slow = [step for step in steps if step.cause]
     whole = math.fsum(step.seconds for step in steps)
@@ -80,7 +87,7 @@ def _cause(name: str, steps: Sequence[_Step], total: int, whole: float) -> Cause
 
 
 def _steps(result: Result) -> Iterator[_Step]:
-    """Each with what steps of its phase and of about its size usually take at the same load: their median."""
+    """Yield each step with the median time of steps of its phase and approximate size at the same load."""
     for point in result.points:
         usual = _usual(point.steps)
         for phase, tokens, seconds, cause in _rows(point.steps):
@@ -89,7 +96,7 @@ def _steps(result: Result) -> Iterator[_Step]:
 
 
 def _usual(steps: Steps) -> dict[tuple[str, int], float]:
-    """By phase and the power of two that tokens lie below."""
+    """Return the median time by phase and number of bits of the token count (sizes within a power of two)."""
     found: dict[tuple[str, int], list[float]] = {}
     for phase, tokens, seconds, _ in _rows(steps):
         found.setdefault((phase, tokens.bit_length()), []).append(seconds)

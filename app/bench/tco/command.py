@@ -1,4 +1,4 @@
-"""`armature tco`: from result files and prices to cost tables on the console."""
+"""`armature tco`: cost tables on the console, from result files and prices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ WIDEST = 1000
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """`target` as it was typed, e.g. `10000/s`; `published` is the comparison that others published, with no files needed."""
+    """The arguments of `armature tco`.
+
+    `target` is unparsed text such as `10000/s`. `published` asks for a comparison published by others, which needs no
+    files.
+    """
 
     paths: tuple[Path, ...] = ()
     target: str | None = None
@@ -40,7 +44,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Everything that is said of some result files."""
+    """Everything that is reported on a set of result files."""
 
     target: Target
     sheets: tuple[Sheet, ...]
@@ -49,11 +53,16 @@ class Costs:
     missing: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
+        """Return the report as JSON-serializable values."""
         return dataclasses.asdict(self)
 
 
 def print_costs(asked: Asked) -> int:
-    """The exit status: 1 where no load of any result kept the p99. Raises `MeasurementFailed` with what would be right."""
+    """Print the cost tables and return the exit status: 1 if no load of any result kept the p99.
+
+    Raises:
+        MeasurementFailed: The arguments or files are invalid; the message says what would be right.
+    """
     _refuse_nothing(asked)
     prices = read_prices(asked.instances)
     costs = _costs(asked, prices) if asked.paths else None
@@ -70,13 +79,13 @@ def print_costs(asked: Asked) -> int:
 
 def _refuse_nothing(asked: Asked) -> None:
     if not asked.paths and not asked.published:
-        raise MeasurementFailed("no result files: armature bench compare writes them; --published needs none.")
+        raise MeasurementFailed("no result files given: armature bench compare writes them; --published needs none.")
     if asked.paths and asked.target is None:
         raise MeasurementFailed(
-            "--target is missing: what shall all machines together serve? 10000/s, 1e6/day or 5000tok/s, say."
+            "--target is missing: give the load that all machines together must serve, such as 10000/s, 1e6/day or 5000tok/s."
         )
     if not asked.paths and (asked.target is not None or asked.p99_ms is not None):
-        raise MeasurementFailed("--target and --p99-ms are of result files; the published comparison has a target of its own.")
+        raise MeasurementFailed("--target and --p99-ms need result files; the published comparison has a fixed target.")
     if asked.p99_ms is not None and not 0 < asked.p99_ms < float("inf"):
         raise MeasurementFailed(f"--p99-ms must be above 0 and finite, not {asked.p99_ms:g}.")
 
@@ -89,7 +98,7 @@ def _costs(asked: Asked, prices: Prices) -> Costs:
     limit = None if asked.p99_ms is None else asked.p99_ms / 1e3
     found = sheets(results, prices, target, limit)
     if not found:
-        raise MeasurementFailed("the result files hold no load that was served whole: nothing to count with.")
+        raise MeasurementFailed("the result files hold no load that was served without failures, so no cost can be computed.")
     return Costs(
         target=target,
         sheets=tuple(found),
@@ -100,7 +109,7 @@ def _costs(asked: Asked, prices: Prices) -> Costs:
 
 
 def _refuse_mixture(results: Sequence[Result]) -> None:
-    """Costs of different models side by side would mislead."""
+    """Refuse results of different models, whose costs would mislead next to each other."""
     first = results[0]
     for other in results[1:]:
         if other.model_shape != first.model_shape:
@@ -108,7 +117,11 @@ def _refuse_mixture(results: Sequence[Result]) -> None:
 
 
 def _told_apart(results: Sequence[Result]) -> list[Result]:
-    """Results of one name by their precision too: those of one machine. Raises `MeasurementFailed` where that does not help."""
+    """Return the results with unique names, by adding the precision to names that occur more than once.
+
+    Raises:
+        MeasurementFailed: Names are still equal.
+    """
     names = [result.name for result in results]
     named = [result if names.count(result.name) == 1 else _with_precision(result) for result in results]
     names = [result.name for result in named]
@@ -124,7 +137,7 @@ def _with_precision(result: Result) -> Result:
 
 
 def _print_costs(costs: Costs) -> None:
-    _say("Doubts", costs.doubts)
+    _say("Caveats", costs.doubts)
     for sheet in costs.sheets:
         if sheet.rows:
             _show(sheet_table(sheet, costs.target))
@@ -132,8 +145,8 @@ def _print_costs(costs: Costs) -> None:
         if sheet.pairs:
             _show(pair_table(sheet.pairs))
     if any(sheet.rows for sheet in costs.sheets) and not any(sheet.pairs for sheet in costs.sheets):
-        _say("", ["Arm and x86 of as many vCPUs are not both here: there is nothing to hold against each other."])
-    _say("No dollars", costs.missing)
+        _say("", ["There is no pair of Arm and x86 machines with the same number of vCPUs to compare."])
+    _say("Missing prices", costs.missing)
     _say("Assumptions", costs.assumptions)
 
 
@@ -147,11 +160,11 @@ def _cheapest(sheet: Sheet) -> list[str]:
 def _print_published(prices: Prices) -> None:
     pair, listed = published(), at_list_prices(prices)
     _show(published_table(pair, published_title()))
-    _say("", [f"The second costs {saving(pair):.1%} less. Source, of which only the beginning could be read: {SOURCE}"])
+    _say("", [f"The second costs {saving(pair):.1%} less. Source (only its beginning was readable): {SOURCE}"])
     if listed is not None:
-        _show(published_table(listed, "The same rates at the prices of our table"))
+        _show(published_table(listed, "The same rates at the prices of the shipped table"))
         _say("", [f"The second costs {saving(listed):.1%} less."])
-    _say("What holds and what does not", remarks(prices))
+    _say("Review of the published figures", remarks(prices))
 
 
 def _published_json(prices: Prices) -> dict[str, Any]:
@@ -165,7 +178,7 @@ def _published_json(prices: Prices) -> dict[str, Any]:
 
 
 def _show(table: Table) -> None:
-    """No figure is cut off: on a narrow terminal lines run on."""
+    """Print the table without truncation: on a narrow terminal, lines wrap."""
     console = Console()
     needed = Measurement.get(console, console.options.update(max_width=WIDEST), table).maximum
     title, table.title = table.title, None

@@ -1,4 +1,7 @@
-"""What a machine was seen to serve while it kept its p99: from measured points alone, nothing is read between or beyond them."""
+"""The highest measured load of a machine within a p99 limit.
+
+Only measured points count: there is no interpolation or extrapolation.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,15 @@ from app.bench.compare.result import Load, Point, Result
 from app.bench.stats import percentile
 from app.bench.tco.target import Unit
 
-ENOUGH_FOR_P99 = 100  # requests; of fewer, the p99 is the slowest
+ENOUGH_FOR_P99 = 100  # requests; with fewer, the p99 is the slowest request
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one sample is: loads that differ in this have nothing to do with each other. `tokens` of a prompt or text, of its answer."""
+    """The kind of work of a sample. Loads that differ in this cannot be compared.
+
+    `tokens` is the length of a prompt or text, `max_tokens` that of its answer.
+    """
 
     kind: str
     tokens: int
@@ -28,7 +34,11 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The load of the highest rate that kept the p99; `peak` is the highest rate of any. `p99` in seconds, of a whole request."""
+    """The load with the highest rate within the p99 limit.
+
+    `rate` and `peak` are in the target's unit per second; `peak` is the highest rate of any load. `p99` is in seconds,
+    of a whole request.
+    """
 
     load: Load
     rate: float
@@ -42,19 +52,19 @@ class Kept:
 
     @property
     def utilisation(self) -> float:
-        """The share of what this machine can do that it may be asked for."""
+        """The usable share of this machine's peak rate."""
         return self.rate / self.peak
 
 
 @dataclass(frozen=True, slots=True)
 class NotKept:
-    """No measured load kept the p99; the least one that was seen, None where no request was timed."""
+    """No load was within the p99 limit. `least_p99`: the lowest p99 in seconds; None if no request was timed."""
 
     least_p99: float | None
 
 
 def works(result: Result) -> dict[Work, list[Point]]:
-    """The points of each kind of work, those apart of which a request failed."""
+    """Return the points of each kind of work, without points in which a request failed."""
     found: dict[Work, list[Point]] = {}
     for point in result.points:
         if point.samples > 0 and not point.failures:
@@ -63,7 +73,13 @@ def works(result: Result) -> dict[Work, list[Point]]:
 
 
 def most_kept(points: Sequence[Point], unit: Unit, limit: float | None) -> Kept | NotKept:
-    """`limit`: seconds that the p99 may take; None where nobody asks. `points` are of one kind of work, at least one."""
+    """Return the best load within the limit.
+
+    Args:
+        points: Points of one kind of work, at least one.
+        unit: The unit of the target.
+        limit: The highest p99 in seconds, or None for no limit.
+    """
     keeping = [point for point in points if limit is None or _keeps(point, limit)]
     if not keeping:
         return NotKept(min((p99 for point in points if (p99 := p99_of(point)) is not None), default=None))
@@ -83,6 +99,7 @@ def most_kept(points: Sequence[Point], unit: Unit, limit: float | None) -> Kept 
 
 
 def p99_of(point: Point) -> float | None:
+    """Return the p99 of a point in seconds, or None if no request was timed."""
     return percentile(point.request_seconds, 0.99) if point.request_seconds else None
 
 

@@ -1,4 +1,4 @@
-"""On what a result was measured, and the sizes of its family that it is scaled to."""
+"""The machine that a result was measured on, and the sizes of its family that the result is scaled to."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from app.bench.tco.prices import Family, Prices, Size
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One size that a result stands for: `share` of the measured machine's rate and watts, 1 where it is that machine itself.
+    """A machine size to which a result applies.
 
-    `watts` from the price table, None where it has none; what was measured goes before it.
+    `share`: its rate and watts relative to the measured machine, which has 1. `watts` is from the price table, or
+    None; measured watts take precedence.
     """
 
     name: str
@@ -29,11 +30,12 @@ class Machine:
 
 
 def machines_of(result: Result, prices: Prices) -> list[Machine]:
-    """The named instance and the sizes of its family whose memory is more than the weights, small to large.
+    """Return the named instance and the sizes of its family with more memory than the weights, small to large.
 
-    Without a name, or of one that no table knows, that machine alone.
+    If the result names no instance, or one that is not in the table, return the measured machine alone.
 
-    Raises `MeasurementFailed` where the named instance cannot have been what was measured.
+    Raises:
+        MeasurementFailed: The named instance differs from the machine that was measured.
     """
     found = None if result.instance is None else prices.find(result.instance)
     if found is None:
@@ -46,7 +48,7 @@ def machines_of(result: Result, prices: Prices) -> list[Machine]:
 
 
 def _sized(result: Result, family: Family, measured: Size, size: Size) -> Machine:
-    """The operator's own price stands for the machine that they measured."""
+    """Return the machine of one size. For the measured size, the operator's price takes precedence."""
     own = result.hourly_price if size == measured else None
     return Machine(
         name=size.name,
@@ -78,20 +80,23 @@ def _same_machine(result: Result, family: Family, size: Size) -> None:
     reasons = list(_differences(_facts(result), family, size))
     if reasons:
         raise MeasurementFailed(
-            f"{result.name} was not measured on a whole {size.name}: {reasons[0]}. Name the size that it ran on."
+            f"{result.name} was not measured on a whole {size.name}: {reasons[0]}. Name the size that it was measured on."
         )
 
 
 def _differences(facts: Mapping[str, Any], family: Family, size: Size) -> Iterator[str]:
-    """Where the facts are silent nothing differs. A row with cards says nothing of its processor's architecture."""
+    """Yield how the facts differ from the instance. A missing fact is not a difference.
+
+    A family with GPUs is not compared by processor architecture.
+    """
     cpus, architecture = sum(len(core["cpu_ids"]) for core in facts.get("cores", [])), facts.get("architecture")
     quota = (facts.get("cgroup") or {}).get("quota_cores")
     if family.architecture != "gpu" and architecture is not None and architecture != family.architecture:
-        yield f"that is {family.architecture}, this was {architecture}"
+        yield f"the instance is {family.architecture}, the measured machine is {architecture}"
     if cpus and cpus != size.vcpus:
-        yield f"that has {size.vcpus} vCPUs, this had {cpus}"
+        yield f"the instance has {size.vcpus} vCPUs, the measured machine has {cpus}"
     if quota is not None and quota < size.vcpus:
-        yield f"that has {size.vcpus} vCPUs, the server was held to {quota:g}"
+        yield f"the instance has {size.vcpus} vCPUs, the server was limited to {quota:g}"
 
 
 def _facts(result: Result) -> Mapping[str, Any]:
@@ -100,7 +105,7 @@ def _facts(result: Result) -> Mapping[str, Any]:
 
 
 def _weight_bytes(result: Result) -> int:
-    """As they are served; 0 where the plan is silent."""
+    """Return the size of the weights as they are served, or 0 if the plan does not say."""
     return int(((result.info.get("plan") or {}).get("weight_bytes") or {}).get("value") or 0)
 
 

@@ -1,6 +1,7 @@
-"""What machines cost and the power they take: the table beside this file, and the user's own over it.
+"""Prices and power of machines: the table shipped in this folder, and the user's table, which takes precedence.
 
-A family is machines of one processor that differ in size; only within one are rates scaled. Every price says where it was read and when.
+A family is a set of machines with the same processor in different sizes. Rates are scaled only within a family. Every
+price names its source and the day it was read.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class _Row(BaseModel):
 
 
 class Power(_Row):
-    """So many watts of so many cores (or cards), what kind of figure that is, and where it was read."""
+    """The power of a number of cores (or GPUs): watts, how many cores, the kind of figure, and its source."""
 
     watts: float = Field(gt=0)
     of: int = Field(ge=1)
@@ -35,7 +36,10 @@ class Power(_Row):
 
 
 class Size(_Row):
-    """One machine to rent, or to buy for `purchase_price` and keep for so many `years`. Neither: nobody knows what it costs."""
+    """A machine to rent, or to buy for `purchase_price` and keep for `years`.
+
+    With neither price, its cost is unknown.
+    """
 
     name: str
     vcpus: int = Field(ge=1)
@@ -47,21 +51,24 @@ class Size(_Row):
     @model_validator(mode="after")
     def _priced_once(self) -> Size:
         if (self.purchase_price is None) != (self.years is None):
-            raise ValueError("purchase_price and years say something only together")
+            raise ValueError("purchase_price and years must be given together")
         if self.purchase_price is not None and self.hourly_price is not None:
-            raise ValueError("either hourly_price or purchase_price")
+            raise ValueError("give either hourly_price or purchase_price, not both")
         return self
 
     @property
     def dollars_an_hour(self) -> float | None:
-        """Of what was bought: its price over the hours that it is kept."""
+        """Hourly price; for a bought machine, its price divided by the hours of its use. None if unknown."""
         if self.purchase_price is not None and self.years is not None:
             return self.purchase_price / (self.years * HOURS_A_YEAR)
         return self.hourly_price
 
 
 class Family(_Row):
-    """`as_of`: the day that the prices were so, where their source says it; `read`: the day that somebody read them."""
+    """Machines with the same processor.
+
+    `as_of`: the day for which the source states the prices; `read`: the day on which they were read.
+    """
 
     name: str
     cloud: str
@@ -85,17 +92,19 @@ class Family(_Row):
         return self
 
     def cores(self, size: Size) -> int:
-        """Physical ones."""
+        """Return the number of physical cores."""
         return max(1, size.vcpus // self.threads_per_core)
 
     def units(self, size: Size) -> int:
-        """What rates and watts of this family grow with: its cards where it has any, else its physical cores."""
+        """Return the count with which rates and watts scale in this family: GPUs if any, else physical cores."""
         return size.gpus or self.cores(size)
 
     def memory_bytes(self, size: Size) -> float | None:
+        """Return the memory of a size in bytes, or None if unknown."""
         return None if self.memory_gib_per_vcpu is None else self.memory_gib_per_vcpu * size.vcpus * 2**30
 
     def watts(self, size: Size) -> float | None:
+        """Return the power of a size in watts, or None if unknown."""
         return None if self.power is None else self.power.watts * self.units(size) / self.power.of
 
 
@@ -105,21 +114,29 @@ class _Table(_Row):
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Families by name."""
+    """The price table: families by name."""
 
     families: Mapping[str, Family]
 
     def find(self, instance: str) -> tuple[Family, Size] | None:
+        """Return the family and size of an instance name, or None."""
         return next(((family, size) for family, size in self.sizes() if size.name == instance), None)
 
     def sizes(self) -> Iterator[tuple[Family, Size]]:
+        """Yield all sizes with their families."""
         for family in self.families.values():
             for size in family.sizes:
                 yield family, size
 
 
 def read_prices(own: Path | None) -> Prices:
-    """The shipped table; a family of the same name in the user's file replaces ours. Raises `MeasurementFailed`."""
+    """Read the shipped price table and the user's file.
+
+    A family in the user's file replaces the shipped one of the same name.
+
+    Raises:
+        MeasurementFailed: The file cannot be read or is invalid.
+    """
     tables = [_read(SHIPPED)] + ([] if own is None else [_read(own)])
     return Prices({family.name: family for table in tables for family in table.family})
 
@@ -130,17 +147,15 @@ def _read(path: Path) -> _Table:
     except (OSError, UnicodeDecodeError) as error:
         raise MeasurementFailed(f"{path} cannot be read: {error}.") from error
     except tomllib.TOMLDecodeError as error:
-        raise MeasurementFailed(f"{path} is no TOML: {error}.") from error
+        raise MeasurementFailed(f"{path} is not valid TOML: {error}.") from error
     try:
         table = _Table.model_validate(fields)
     except ValidationError as error:
-        raise MeasurementFailed(
-            f"{path}: {_complaint(error)}. {SHIPPED.name} beside armature's own code shows the words."
-        ) from error
+        raise MeasurementFailed(f"{path}: {_complaint(error)}. {SHIPPED.name} in the package shows the format.") from error
     names = [size.name for family in table.family for size in family.sizes]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise MeasurementFailed(f"{path}: {twice} stands there twice.")
+        raise MeasurementFailed(f"{path}: {twice} is listed twice.")
     return table
 
 

@@ -1,7 +1,7 @@
-"""A comparison that others published, worked out again from its own inputs, and what is wrong with it.
+"""A comparison published by others, computed again from its inputs, with a review.
 
-Its inputs are quoted from those who read it. Of the page that they seem to be from only the first paragraphs could be read where this was
-written: what it prints of dollars a year was not seen.
+The inputs are quoted at second hand. Only the first paragraphs of the page that they appear to come from were readable
+when this was written, so its printed dollars per year were not seen.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from app.bench.tco.prices import Prices
 
 SOURCE = "https://engineersofai.com/docs/foundational-cs/computer-architecture/arm-vs-x86-for-ai-workloads"
 SAMPLES_PER_SECOND = 10_000.0
-OPENING = ("c5.9xlarge", "c7g.8xlarge")  # of its first sentences: a fifth more throughput, 40% less cost
-ROOM = 0.7  # of what a machine can do; what operators leave for peaks and for a machine that fails
+OPENING = ("c5.9xlarge", "c7g.8xlarge")  # claimed in its first sentences: 20% more throughput, 40% less cost
+ROOM = 0.7  # usable share of a machine; operators keep the rest for peaks and failed machines
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A machine as the article has it."""
+    """A machine as the article describes it."""
 
     instance: str
     samples_per_second: float
@@ -32,7 +32,7 @@ CLAIMS = (Claim("c6i.16xlarge", 120, 2.72), Claim("c7g.16xlarge", 165, 2.09))
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What follows from a claim for `SAMPLES_PER_SECOND` all year; `exactly`: machines before rounding up."""
+    """The cost of `SAMPLES_PER_SECOND` all year by one claim. `exactly`: machines before rounding up."""
 
     claim: Claim
     exactly: float
@@ -42,15 +42,17 @@ class Line:
 
 
 def published() -> tuple[Line, ...]:
+    """Return the costs by the published inputs."""
     return lines(CLAIMS)
 
 
 def lines(claims: Sequence[Claim]) -> tuple[Line, ...]:
+    """Return the costs by each claim."""
     return tuple(_line(claim) for claim in claims)
 
 
 def at_list_prices(prices: Prices) -> tuple[Line, ...] | None:
-    """The same rates at the prices of our table; None where it lacks one."""
+    """Return the costs at the same rates and the prices of the table, or None if it lacks one of them."""
     dollars = [_price(prices, claim.instance) for claim in CLAIMS]
     return (
         lines([replace(claim, dollars_an_hour=each) for claim, each in zip(CLAIMS, dollars, strict=True) if each])
@@ -60,13 +62,13 @@ def at_list_prices(prices: Prices) -> tuple[Line, ...] | None:
 
 
 def saving(pair: Sequence[Line]) -> float:
-    """The share of the first line's dollars that the second one does not cost."""
+    """Return by what share the second is cheaper than the first."""
     x86, arm = pair
     return 1 - arm.annual_dollars / x86.annual_dollars
 
 
 def remarks(prices: Prices) -> list[str]:
-    """What holds and what does not, a sentence or two each."""
+    """Return a review of the published figures, one or two sentences for each point."""
     pair = published()
     said = [_whole_machines(pair), _its_own_dollars(pair)]
     said += [text for text in (_its_price(prices, pair), _its_opening(prices), _its_gap(prices)) if text]
@@ -89,16 +91,16 @@ def _whole_machines(pair: Sequence[Line]) -> str:
     counts = " and ".join(f"{line.exactly:.1f} is {line.machines}" for line in pair)
     roomy = " and ".join(str(machines_needed(SAMPLES_PER_SECOND, line.claim.samples_per_second * ROOM)) for line in pair)
     return (
-        f"Right: in whole machines {counts}. But each then runs at 99% all year, and nothing is said of latency: "
-        f"with {1 - ROOM:.0%} left for peaks and for a machine that fails it would be {roomy}."
+        f"Right: in whole machines {counts}. But each then runs at 99% all year, and latency is not mentioned: "
+        f"with {1 - ROOM:.0%} reserved for peaks and failed machines it would be {roomy}."
     )
 
 
 def _its_own_dollars(pair: Sequence[Line]) -> str:
     dollars = " and ".join(f"${line.annual_dollars:,.0f}" for line in pair)
     return (
-        f"By its own inputs that is {dollars} a year, {saving(pair):.1%} less. What the page itself prints could not be read, "
-        "only its beginning; where it prints other dollars, they do not follow from its inputs."
+        f"Its inputs give {dollars} a year, {saving(pair):.1%} less. Only the beginning of the page was readable, "
+        "so its printed results are unknown; if they differ, they do not follow from its inputs."
     )
 
 
@@ -108,7 +110,7 @@ def _its_price(prices: Prices, pair: Sequence[Line]) -> str | None:
         return None
     family, arm = found[0], listed[1]
     return (
-        f"Off: {CLAIMS[1].dollars_an_hour} dollars is not what {arm.claim.instance} costs on demand: {arm.claim.dollars_an_hour:g} "
+        f"Wrong: {arm.claim.instance} does not cost {CLAIMS[1].dollars_an_hour} dollars on demand, but {arm.claim.dollars_an_hour:g} "
         f"in {family.region} (as of {family.as_of}). At list prices it is ${arm.annual_dollars:,.0f} against "
         f"${listed[0].annual_dollars:,.0f}: {saving(listed):.1%} less, not {saving(pair):.1%}."
     )
@@ -119,7 +121,7 @@ def _its_opening(prices: Prices) -> str | None:
     if not x86 or not arm:
         return None
     return (
-        f"Off: its first sentences have {OPENING[1]} serve 20% more than {OPENING[0]} at 40% less cost. At {arm:g} and {x86:g} dollars "
+        f"Wrong: its opening says that {OPENING[1]} serves 20% more than {OPENING[0]} at 40% less cost. At {arm:g} and {x86:g} dollars "
         f"an hour the same work costs {1 - arm / x86 / 1.2:.1%} less, and each machine {1 - arm / x86:.1%} less."
     )
 
@@ -130,13 +132,13 @@ def _its_gap(prices: Prices) -> str | None:
     if not arm or not others:
         return None
     gaps = ", ".join(f"{1 - arm / price:.0%} less than {name}" for name, price in others.items())
-    return f"Off: it says that Graviton3 costs 20 to 40% less than an equal x86. Of 64 vCPUs, c7g costs {gaps}."
+    return f"Wrong: it says that Graviton3 costs 20 to 40% less than an equal x86. With 64 vCPUs, c7g costs {gaps}."
 
 
 def _its_cores() -> str:
     x86, arm = CLAIMS
     return (
-        f"Left out: 64 vCPUs are 32 cores of {x86.instance} and 64 of {arm.instance}. A core of the first does "
+        f"Omitted: 64 vCPUs are 32 cores of {x86.instance} and 64 of {arm.instance}. A core of the first does "
         f"{x86.samples_per_second / 32:.2f} samples/s, one of the second {arm.samples_per_second / 64:.2f}: "
-        "what is cheaper here is the core's rent."
+        "the saving comes from the price per core."
     )

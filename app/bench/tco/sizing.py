@@ -1,4 +1,4 @@
-"""How many machines of each size a target needs, and what they cost and take: rows of a table, and Arm held against x86."""
+"""Number of machines of each size for a target, their cost and power, and pairs of Arm and x86 machines."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from app.bench.tco.target import Target
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """So many machines of one size that together serve the target. None: not known.
+    """The machines of one size that together serve the target. None means unknown.
 
-    `rate` of one machine in the target's unit; `watts` of all machines together under that load.
+    `rate` is of one machine, in the target's unit per second. `watts` is of all machines together under that load.
     """
 
     result: str
@@ -37,7 +37,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Arm's dollars, watts and machines over those of an x86 with as many vCPUs; None where one of the two is not known."""
+    """An Arm machine and an x86 machine with the same number of vCPUs.
+
+    `dollars`, `watts` and `machines` are ratios of Arm to x86; None if one of the two is unknown.
+    """
 
     arm: Row
     x86: Row
@@ -48,7 +51,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """One kind of work: what each result's machines need for it."""
+    """One kind of work, and the machines that each result needs for it."""
 
     work: Work
     rows: tuple[Row, ...]
@@ -57,7 +60,7 @@ class Sheet:
 
     @property
     def cheapest(self) -> Row | None:
-        """The fewest dollars a year, then the fewest machines; None where no price is known."""
+        """The row with the fewest dollars per year, then the fewest machines; None if no price is known."""
         priced = [
             (row.annual_dollars, row.machines, index) for index, row in enumerate(self.rows) if row.annual_dollars is not None
         ]
@@ -65,7 +68,17 @@ class Sheet:
 
 
 def sheets(results: Sequence[Result], prices: Prices, target: Target, p99_limit: float | None) -> list[Sheet]:
-    """`p99_limit` in seconds. A work that only some results have has rows of those. Raises `MeasurementFailed`."""
+    """Return a sheet for each kind of work. A result without that work has no rows in it.
+
+    Args:
+        results: The measured results.
+        prices: The price table.
+        target: The load that all machines together must serve.
+        p99_limit: The highest p99 in seconds, or None.
+
+    Raises:
+        MeasurementFailed: A result does not fit the instance that it names.
+    """
     named = [(result, machines_of(result, prices), works(result)) for result in results]
     found: list[Sheet] = []
     for work in dict.fromkeys(work for _, _, each in named for work in each):
@@ -73,7 +86,7 @@ def sheets(results: Sequence[Result], prices: Prices, target: Target, p99_limit:
         notes: list[str] = []
         for result, machines, each in named:
             if work not in each:
-                notes.append(f"{result.name} has no point of {work}.")
+                notes.append(f"{result.name} has no measurement of {work}.")
                 continue
             kept = most_kept(each[work], target.unit, p99_limit)
             notes += _remarks(result.name, kept, p99_limit)
@@ -84,7 +97,7 @@ def sheets(results: Sequence[Result], prices: Prices, target: Target, p99_limit:
 
 
 def against(rows: Sequence[Row]) -> list[Pair]:
-    """Every Arm size with every x86 size of as many vCPUs."""
+    """Pair every Arm machine with every x86 machine that has the same number of vCPUs."""
     arms, x86s = ([row for row in rows if row.machine.architecture == each] for each in ("arm64", "x86_64"))
     return [_pair(arm, x86) for arm in arms for x86 in x86s if arm.machine.vcpus == x86.machine.vcpus]
 
@@ -112,7 +125,7 @@ def _row(result: str, machine: Machine, kept: Kept, target: Target) -> Row:
 
 
 def _watts(kept: Kept, machine: Machine) -> tuple[float | None, str]:
-    """Counted joules go before the table's figure, that before what was modelled from a setting."""
+    """Return watts and their source: measured joules first, then the table's figure, then modelled joules."""
     if kept.watts is not None and kept.watts_source != "modelled":
         return kept.watts * machine.share, f"measured ({kept.watts_source})"
     if machine.watts is not None:
@@ -121,7 +134,10 @@ def _watts(kept: Kept, machine: Machine) -> tuple[float | None, str]:
 
 
 def _pair(arm: Row, x86: Row) -> Pair:
-    """Watts only of equal kinds: a TDP over what a counter said is no comparison."""
+    """Return the pair with its ratios.
+
+    Watts are compared only if they have the same source: a TDP is not comparable with a measurement.
+    """
     watts = _over(arm.watts, x86.watts) if arm.watts_basis == x86.watts_basis else None
     return Pair(arm, x86, _over(arm.annual_dollars, x86.annual_dollars), watts, arm.machines / x86.machines)
 
@@ -132,8 +148,8 @@ def _over(one: float | None, other: float | None) -> float | None:
 
 def _remarks(name: str, kept: Kept | NotKept, limit: float | None) -> list[str]:
     if isinstance(kept, NotKept):
-        least = "no request was timed" if kept.least_p99 is None else f"the least was {number(kept.least_p99 * 1e3)} ms"
+        least = "no request was timed" if kept.least_p99 is None else f"the lowest was {number(kept.least_p99 * 1e3)} ms"
         return [f"{name}: no measured load kept a p99 of {(limit or 0) * 1e3:g} ms; {least}."]
     if limit is not None and kept.num_requests < ENOUGH_FOR_P99:
-        return [f"{name}: the p99 is the slowest of {kept.num_requests} requests; measure longer for a real one (--seconds)."]
+        return [f"{name}: the p99 is the slowest of {kept.num_requests} requests; measure longer for a reliable p99 (--seconds)."]
     return []

@@ -1,4 +1,4 @@
-"""The cost tables for people: one per kind of work, Arm against x86 below it, and every assumption in words."""
+"""The cost tables for the console: one for each kind of work, and Arm compared with x86."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NONE = "–"
 
 
 def sheet_table(sheet: Sheet, target: Target) -> Table:
-    """Columns of dollars and watts only where any row has some."""
+    """Return the table of one kind of work. Empty columns are left out."""
     unit = f"{target.unit}/s"
     columns = {
         "result": [row.result for row in sheet.rows],
@@ -37,6 +37,7 @@ def sheet_table(sheet: Sheet, target: Target) -> Table:
 
 
 def pair_table(pairs: Sequence[Pair]) -> Table:
+    """Return the table of Arm and x86 machines with the same number of vCPUs."""
     columns = {
         "vCPUs": [str(pair.arm.machine.vcpus) for pair in pairs],
         "Arm": [_named(pair.arm) for pair in pairs],
@@ -47,10 +48,11 @@ def pair_table(pairs: Sequence[Pair]) -> Table:
         "Arm/x86 $": [_ratio(pair.dollars) for pair in pairs],
         "Arm/x86 kW": [_ratio(pair.watts) for pair in pairs],
     }
-    return _table("Arm against x86, of as many vCPUs", columns, left=("Arm", "x86"))
+    return _table("Arm against x86, with the same number of vCPUs", columns, left=("Arm", "x86"))
 
 
 def published_table(lines: Iterable[Line], title: str) -> Table:
+    """Return the table of a published comparison."""
     rows = list(lines)
     columns = {
         "machine": [line.claim.instance for line in rows],
@@ -65,6 +67,7 @@ def published_table(lines: Iterable[Line], title: str) -> Table:
 
 
 def published_title() -> str:
+    """Return the title of the published comparison."""
     names = " and ".join(claim.instance for claim in CLAIMS)
     return f"As published: BERT-Large at {SAMPLES_PER_SECOND:,.0f} samples/s all year, {names}"
 

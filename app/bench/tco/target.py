@@ -1,4 +1,4 @@
-"""What is asked of all machines together, as an operator types it: `10000/s`, `600/min`, `1e6/day`, `5000tok/s`."""
+"""The load that all machines together must serve, as an operator types it: `10000/s`, `1e6/day`, `5000tok/s`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ THOUSANDS = re.compile(r"[1-9]\d{0,2}(,\d{3})+(\.\d+)?")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """So many a second; samples are whole answers: generations, vectors, rows. Tokens are a decoder's answers', an encoder's texts'."""
+    """A rate per second.
+
+    Samples are whole answers: generations, vectors, rows. Tokens are those of a decoder's answers or an encoder's
+    texts.
+    """
 
     per_second: float
     unit: Unit = "samples"
@@ -33,24 +37,30 @@ class Target:
 
 
 def read_target(text: str) -> Target:
-    """Raises `MeasurementFailed` with what would be right."""
+    """Parse a target.
+
+    Raises:
+        MeasurementFailed: The text is not a target; the message says what would be right.
+    """
     shape = SHAPE.fullmatch(text)
     if shape is None:
-        raise MeasurementFailed(f"--target {text!r} is not understood: 10000/s, 600/min, 1e6/day or 5000tok/s would be.")
+        raise MeasurementFailed(
+            f"--target {text!r} is not understood: write 10000/s, 600/min, 1e6/day or 5000tok/s, for example."
+        )
     word, time = shape["word"].lower(), shape["time"].lower()
     if time not in SECONDS:
-        raise MeasurementFailed(f"--target {text!r}: {time!r} is no time; s, min, h and day are.")
+        raise MeasurementFailed(f"--target {text!r}: {time!r} is not a unit of time; use s, min, h or day.")
     if word not in WORDS:
-        raise MeasurementFailed(f"--target {text!r}: {word!r} is nothing that is counted here; samples and tok are.")
+        raise MeasurementFailed(f"--target {text!r}: {word!r} is not a known unit; use samples or tok.")
     per_second = _number(shape["number"], text) / SECONDS[time]
     if not per_second > 0 or math.isinf(per_second):
-        raise MeasurementFailed(f"--target {text!r} must be above 0 and finite: nothing is needed for nothing.")
+        raise MeasurementFailed(f"--target {text!r} must be above 0 and finite.")
     return Target(per_second, WORDS[word])
 
 
 def _number(digits: str, text: str) -> float:
-    """Commas only between thousands: `1,5` might mean one and a half."""
+    """Parse a number. Commas may only separate thousands: `1,5` might mean one and a half."""
     try:
         return float(digits.replace(",", "") if THOUSANDS.fullmatch(digits) else digits)
     except ValueError:
-        raise MeasurementFailed(f"--target {text!r}: {digits!r} is no number.") from None
+        raise MeasurementFailed(f"--target {text!r}: {digits!r} is not a number.") from None

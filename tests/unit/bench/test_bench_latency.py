@@ -104,10 +104,10 @@ async def test_a_prefill_that_stalls_the_streams_misses_the_target(monkeypatch: 
 
 async def test_streams_that_end_early_are_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     server = scripted(monkeypatch, latency.NUM_STREAMS, pieces=5)
-    with pytest.raises(MeasurementFailed, match="5 pieces"):
+    with pytest.raises(MeasurementFailed, match="5 chunks"):
         await latency.inter_token_latency(server, LONG, rounds=1, advance=told)
     server = scripted(monkeypatch, overhead.NUM_STREAMS, pieces=5)
-    with pytest.raises(MeasurementFailed, match="5 pieces"):
+    with pytest.raises(MeasurementFailed, match="5 chunks"):
         await overhead.outside_the_model(server, rounds=1, advance=told)
 
 

@@ -79,7 +79,7 @@ def test_a_load_beyond_a_step_reads_the_weights_again(checkpoint: ProgramCheckpo
 def test_what_is_named_is_measured_so_often(checkpoint: ProgramCheckpoint) -> None:
     outcome = run(checkpoint, Asked(rounds=2, rows=(3,), steps=5))
     assert {name: len(taken) for name, taken in outcome.details["batch_seconds"].items()} == {"×3": 6}
-    with pytest.raises(MeasurementFailed, match="--prompts says nothing to an exported program"):
+    with pytest.raises(MeasurementFailed, match="--prompts does not apply to an exported program"):
         run(checkpoint, Asked(rounds=1, prompts=(10,)))
 
 

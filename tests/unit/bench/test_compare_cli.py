@@ -25,7 +25,7 @@ def test_from_the_command_line_to_the_file(tmp_path: Path, capsys: pytest.Captur
     told = json.loads(captured.out)
     assert (told["bench"], told["details"]["file"], told["complete"]) == ("compare", str(path), True)
     assert "1 client, prompts of 128" in captured.err
-    assert "The server is of version 1.2.3" in captured.err
+    assert "The server has version 1.2.3" in captured.err
 
 
 def test_a_server_that_was_interrupted_half_way_ends_with_the_shells_status(tmp_path: Path) -> None:
@@ -40,12 +40,15 @@ def test_a_server_that_was_interrupted_half_way_ends_with_the_shells_status(tmp_
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["a.json", "--precision", "int4"], "--precision: nothing is measured where RESULTs are given"),
-        (["a.json", "--seconds", "2", "--url", "x"], "--url, --seconds: nothing is measured where RESULTs are given"),
+        (["a.json", "--precision", "int4"], "--precision: these flags apply to a measurement, but RESULTs are given"),
+        (
+            ["a.json", "--seconds", "2", "--url", "x"],
+            "--url, --seconds: these flags apply to a measurement, but RESULTs are given",
+        ),
         (["a.json"], "a.json cannot be read"),
-        (["--report", "here"], "--report and --force are of RESULTs"),
-        (["--force"], "--report and --force are of RESULTs"),
-        (["--url", "http://127.0.0.1:9", "--threads", "2"], "--threads says nothing to a server that runs already"),
+        (["--report", "here"], "--report and --force need RESULTs"),
+        (["--force"], "--report and --force need RESULTs"),
+        (["--url", "http://127.0.0.1:9", "--threads", "2"], "--threads does not apply to a server that is already running"),
         (["--url", "http://127.0.0.1:9"], "http://127.0.0.1:9 is not ready"),
         (["--seconds", "0"], "--seconds 0"),
         (["--seconds", "nan"], "--seconds nan"),
@@ -68,7 +71,7 @@ def test_files_stand_together() -> None:
     given = parse(["bench", "compare", "--report", "here", "a.json", "b.json"])
     assert (given.results, given.report) == ([Path("a.json"), Path("b.json")], Path("here"))
     assert parse(["tco", "a.json", "--target", "3/s"]).results == [Path("a.json")]
-    with pytest.raises(UnknownArgument, match=r"'b.json' is not understood: result files stand together"):
+    with pytest.raises(UnknownArgument, match=r"'b.json' is not understood: give all result files together"):
         parse(["bench", "compare", "a.json", "--report", "here", "b.json"])
     with pytest.raises(UnknownArgument, match=r"armature tco: there is no flag --targt\. Did you mean --target\?"):
         parse(["tco", "--targt", "3"])

@@ -68,7 +68,7 @@ def test_a_decoder_in_one_file(tmp_path: Path) -> None:
     assert sum(len(point.gap_at) for point in result.points) > 0
     assert not any("price table" in note for note in outcome.notes)
     told = "\n".join(result.doubts)
-    assert "Prompts of 512 tokens with answers of 128 are left out: the model reads 256 at the most." in told
+    assert "Prompts of 512 tokens with answers of 128 are left out: the model has a context of 256 tokens." in told
     assert "More than 2 clients are left out" in told
     assert list(outcome.notes[: len(result.doubts)]) == result.doubts
 
@@ -89,7 +89,7 @@ def test_whether_a_server_shares_our_cores(url: str, kernel: str | None, local: 
 
 def test_an_instance_without_a_price_is_said(tmp_path: Path) -> None:
     outcome, _ = measured(ScriptedMachine(), tmp_path, place=Place(instance="c7g.4xlrage"))
-    assert any(note.startswith("c7g.4xlrage is no row of the price table") for note in outcome.notes)
+    assert any(note.startswith("c7g.4xlrage is not in the price table") for note in outcome.notes)
     machine = ScriptedMachine(architecture="x86_64")
     outcome, _ = measured(machine, tmp_path, place=Place(instance="c7g.large"))
     assert any("tco will refuse this" in note and "arm64" in note for note in outcome.notes)
@@ -159,7 +159,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     assert not result.complete
     assert len(result.points) + len(result.repeats) == 2
     assert result.doubts[2].startswith("Interrupted while measuring")
-    assert "2 of 4 loads are here" in result.doubts[2]
+    assert "2 of 4 loads were measured" in result.doubts[2]
 
 
 def test_ctrl_c_before_anything_was_measured(tmp_path: Path) -> None:
@@ -229,5 +229,5 @@ def test_only_results_are_replaced(tmp_path: Path) -> None:
 
 def test_servers_of_others_are_refused(tmp_path: Path) -> None:
     machine = ScriptedMachine(kind="oracle")
-    with pytest.raises(MeasurementFailed, match="only servers of this program"):
+    with pytest.raises(MeasurementFailed, match="bench compare only measures Armature servers"):
         measured(machine, tmp_path)

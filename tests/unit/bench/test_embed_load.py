@@ -54,7 +54,7 @@ def test_texts_are_as_long_as_the_server_counts_them() -> None:
     assert {len(text.split()) for texts in asked(peer) for text in texts} == {6}
     assert peer.bodies[-1]["model"] == "peer"
     assert [request["texts"] for request in outcome.details["runs"][0]["requests"]] == [2] * 9
-    assert "as long as the server counts them" in "\n".join(outcome.notes)
+    assert "sized by the server's own token count" in "\n".join(outcome.notes)
 
 
 def test_without_usage_what_was_meant_is_counted_and_said_to_be() -> None:
@@ -146,9 +146,9 @@ def test_tokens_are_found_without_reading_vectors(body: Any, tokens: int | None,
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--kind=embed", "--max-tokens=4"], "--max-tokens says nothing to --kind embed"),
-        (["--texts=4"], "--texts says nothing to --kind generate"),
-        (["--kind=embed", "--api=completions"], "--api completions is not for --kind embed"),
+        (["--kind=embed", "--max-tokens=4"], "--max-tokens does not apply to --kind embed"),
+        (["--texts=4"], "--texts does not apply to --kind generate"),
+        (["--kind=embed", "--api=completions"], "--api completions does not support --kind embed"),
     ],
 )
 def test_what_means_nothing_is_refused(flags: list[str], complaint: str) -> None:

@@ -92,7 +92,7 @@ def test_rows_are_counted() -> None:
     assert figures["×3 samples"].parts["overall"] == pytest.approx(4 * figures["×3 samples"].parts["req/s"])
     assert [request["rows"] for request in outcome.details["runs"][0]["requests"]] == [4] * 9
     assert len(peer.bodies) == 1 + 9, "one request asks whether tensors come"
-    assert "made up by the model's signature" in "\n".join(outcome.notes)
+    assert "generated from the model's signature" in "\n".join(outcome.notes)
 
 
 def test_failures_are_told_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,11 +110,11 @@ def test_failures_are_told_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
             r"takes 'text' of datatype BYTES.*--kind embed",
         ),
         (ScriptedPeer(takes=[]), "takes no inputs"),
-        (ScriptedPeer(takes=[{"name": "x"}]), "does not tell the model's inputs"),
-        (ScriptedPeer(takes=[IDS], gives=lambda rows: {"hello": rows}), "answered no tensors"),
+        (ScriptedPeer(takes=[{"name": "x"}]), "does not describe the model's inputs"),
+        (ScriptedPeer(takes=[IDS], gives=lambda rows: {"hello": rows}), "did not answer with tensors"),
         (
             ScriptedPeer(takes=[IDS], gives=lambda rows: {"outputs": [{"shape": [rows + 1]}]}),
-            r"tensors of \[5\] rows to a request of 4",
+            r"request of 4 rows with tensors of \[5\] rows",
         ),
     ],
 )
@@ -131,11 +131,11 @@ def test_a_model_that_is_not_there_is_told_in_the_servers_words() -> None:
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--kind=infer", "--max-tokens=4"], "--max-tokens says nothing to --kind infer"),
-        (["--kind=infer", "--texts=4"], "--texts says nothing to --kind infer"),
-        (["--kind=infer", "--api=openai"], "--api openai is not for --kind infer: oip"),
-        (["--kind=embed", "--batch=4"], "--batch says nothing to --kind embed"),
-        (["--below=4"], "--below says nothing to --kind generate"),
+        (["--kind=infer", "--max-tokens=4"], "--max-tokens does not apply to --kind infer"),
+        (["--kind=infer", "--texts=4"], "--texts does not apply to --kind infer"),
+        (["--kind=infer", "--api=openai"], "--api openai does not support --kind infer: use oip"),
+        (["--kind=embed", "--batch=4"], "--batch does not apply to --kind embed"),
+        (["--below=4"], "--below does not apply to --kind generate"),
     ],
 )
 def test_what_means_nothing_is_refused(flags: list[str], complaint: str) -> None:

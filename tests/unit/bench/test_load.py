@@ -63,8 +63,8 @@ def test_the_servers_count_wins_over_pieces() -> None:
 def test_without_usage_pieces_are_counted_and_said_to_be() -> None:
     with running(ScriptedPeer(usage=False)) as peer:
         outcome = measure_load(job(peer))
-    assert "a piece is counted as a token" in notes(outcome)
-    assert "the server does not say how many tokens a prompt has" in notes(outcome)
+    assert "each chunk is counted as one token" in notes(outcome)
+    assert "the server does not report prompt tokens" in notes(outcome)
     assert {request["tokens"] for request in outcome.details["runs"][0]["requests"]} == {8}
 
 

@@ -45,13 +45,13 @@ def test_each_probability_is_held_against_none(prepared: tuple[Checkpoint, Servi
     monkeypatch.setattr(speculation, "TOKENS", 60)
     outcome = measure(*prepared, FACTS, FREE, 2)
     figures = {figure.name: figure for figure in outcome.figures}
-    assert outcome.complete and figures["without guesses"].value > 0
+    assert outcome.complete and figures["without speculation"].value > 0
     for chance, target in TARGETS.items():
         figure = figures[f"right {chance:.0%} of the time"]
         assert figure.target == target and figure.ratio is not None and figure.ratio > 0
     assert figures["right 0% of the time, measured"].value == 0
     assert figures["right 90% of the time, measured"].value > 75
-    assert figures["right 90% of the time, guesses"].value > figures["right 0% of the time, guesses"].value
+    assert figures["right 90% of the time, draft tokens"].value > figures["right 0% of the time, draft tokens"].value
     assert "Planted" in outcome.notes[0]
 
 

@@ -49,7 +49,7 @@ def test_every_precision_is_held_against_the_first(subject, text):
     found = values(outcome)
     assert outcome.complete and not outcome.details["refused"]
     assert found["bf16, perplexity"] == pytest.approx(found["fp32, perplexity"], rel=0.02)
-    assert found["bf16, same likeliest token"] > 80
+    assert found["bf16, same most likely token"] > 80
     assert found["fp32, weights"] == 4.0  # as stored, the embedding too
     assert 2.0 < found["bf16, weights"] < 3.0  # which is not rounded
     assert found["bf16, int8 KV, perplexity"] == pytest.approx(found["bf16, perplexity"], rel=0.02)

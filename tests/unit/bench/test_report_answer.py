@@ -60,10 +60,10 @@ def test_prices_turn_rates_into_dollars() -> None:
 
 def test_a_difference_within_what_the_measurements_can_tell_is_none() -> None:
     near = made("near", (1, 104, 1.0), (2, 154, 2.0), (4, 165, 4.0))
-    assert "near is as quick, within the 5% that these measurements can tell, as first" in answer([FIRST, near])[0]
+    assert "near is as fast, within the 5% accuracy of these measurements, as first" in answer([FIRST, near])[0]
     unsteady = SECOND.model_copy(update={"repeats": [point(1, 100, 1.0)]})
     assert unsteadiness(unsteady) == 1.0
-    assert "second is as quick, within the 100%" in answer([FIRST, unsteady])[0]
+    assert "second is as fast, within the 100%" in answer([FIRST, unsteady])[0]
 
 
 def test_without_a_load_in_common_nothing_is_said() -> None:
@@ -81,5 +81,5 @@ def test_an_encoder_is_compared_over_clients_and_batches_together() -> None:
 
 def test_what_does_a_tenth_is_not_as_quick_however_unsteady_the_machine() -> None:
     assert _held("slow", 0.1, 1.4) == "slow does 0.10 times as much"
-    assert "as quick" in _held("near", 0.5, 1.4)
-    assert "as quick" in _held("near", 2.0, 1.4)
+    assert "as fast" in _held("near", 0.5, 1.4)
+    assert "as fast" in _held("near", 2.0, 1.4)

@@ -42,8 +42,8 @@ def test_an_unfinished_result_says_so_even_if_its_file_does_not() -> None:
 def test_another_machine_and_another_version_are_named() -> None:
     _, remarks = told(made_encoder(GRAVITON), here=Here("0.2.0", HERE.facts))
     assert remarks == (
-        "Made on another machine than this report: Arm Neoverse-V2, 16 cores, not Intel Xeon Platinum 8488C, 8 cores.",
-        "Made by version 0.1.0; this report by 0.2.0.",
+        "Measured on another machine (Arm Neoverse-V2, 16 cores) than the one that made this report (Intel Xeon Platinum 8488C, 8 cores).",
+        "Measured with version 0.1.0; this report was made with 0.2.0.",
     )
 
 
@@ -58,7 +58,7 @@ def test_a_little_memory_more_or_less_is_the_same_machine() -> None:
 
 def test_a_server_that_ran_already_is_named() -> None:
     assert told(PLAIN.model_copy(update={"url": "http://10.0.0.7:8000"}))[1] == (
-        "Measured against a server that ran already, at http://10.0.0.7:8000.",
+        "Measured on a server that was already running, at http://10.0.0.7:8000.",
     )
 
 
@@ -66,8 +66,8 @@ def test_failed_requests_and_forced_kernels_are_doubts() -> None:
     failing = PLAIN.points[0].model_copy(update={"failures": {"429": 3}})
     result = changed(PLAIN.model_copy(update={"points": [failing, *PLAIN.points[1:]]}), "facts", native={"forced": "avx2"})
     assert told(result)[0] == (
-        "Of 63 requests some failed at 1 client, 1 text of 128: 3 × 429.",
-        "Its kernels were forced to avx2, whatever more the processor could.",
+        "Some of 63 requests failed at 1 client, 1 text of 128: 3 × 429.",
+        "Its kernels were forced to avx2, although the processor may support more.",
     )
 
 
@@ -76,9 +76,9 @@ def test_what_differs_from_the_first_result_is_a_doubt_of_the_other() -> None:
     other = other.model_copy(update={"info": other.info | {"version": "0.2.0"}, "points": PLAIN.points[1:]})
     doubts, _ = told(other, PLAIN)
     assert doubts == (
-        "Not measured, though another result has it: 1 client, 1 text of 128.",
-        "Another model than that of the first result (hidden size 2048 and 4096): compared because it was asked for.",
-        "The server is version 0.2.0, that of the first result 0.1.0.",
+        "Not measured here, but in another result: 1 client, 1 text of 128.",
+        "The model differs from that of the first result (hidden size 2048 and 4096): compared because of --force.",
+        "The server has version 0.2.0, that of the first result 0.1.0.",
         "It ran with torch 2.10.0, the first result with 2.13.0.",
     )
     assert told(PLAIN, PLAIN) == ((), ())

@@ -96,9 +96,8 @@ def test_what_a_file_says_is_never_markup(page: str) -> None:
 
 
 def test_doubts_and_origin_come_before_the_answer_and_that_before_all_figures(page: str) -> None:
-    order = [
-        page.index(text) for text in (DOUBTS[0], "Made by version 0.1.0; this report by 0.2.0.", 'id="answer"', "<table", "<svg")
-    ]
+    texts = (DOUBTS[0], "Measured with version 0.1.0; this report was made with 0.2.0.", 'id="answer"', "<table", "<svg")
+    order = [page.index(text) for text in texts]
     assert order == sorted(order)
     assert "is the cheapest" in page
 
@@ -153,8 +152,8 @@ def test_what_cannot_be_drawn_is_said_in_its_place(tmp_path: Path) -> None:
     results = [made_decoder(samples=1), made_encoder(samples=2)]
     uncalibrated = [each.model_copy(update={"info": each.info | {"calibration": None}}) for each in results]
     page = reported(tmp_path, *uncalibrated, force=True)
-    assert "no load in common" in page and "no distributions are drawn" in page and "there is no roofline" in page
-    assert "Another model than that of the first result" in page
+    assert "no load in common" in page and "no latency distribution is drawn" in page and "there is no roofline" in page
+    assert "The model differs from that of the first result" in page
     pictures = {path.stem for path in (tmp_path / "report").glob("*.png")}
     assert pictures == {"throughput-clients", "throughput-batch"}
 
@@ -176,7 +175,7 @@ def test_without_matplotlib_the_tables_can_be_had_and_the_page_says_how(
     with pytest.raises(MeasurementFailed, match=r"armature\[bench\]"):
         make_report([tmp_path / "one.json"], tmp_path / "report", False, HERE)
     assert make_report([tmp_path / "one.json"], None, False, HERE) == 0
-    assert "Throughput and time of a request" in capsys.readouterr().out
+    assert "Throughput and request latency" in capsys.readouterr().out
 
 
 def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:

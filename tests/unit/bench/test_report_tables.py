@@ -55,7 +55,7 @@ def test_a_ratio_says_whether_it_is_better() -> None:
 
 
 def test_figures_stand_by_load_with_the_first_result_as_one() -> None:
-    table = tables_of(FIRST, SECOND)["Throughput and time of a request"]
+    table = tables_of(FIRST, SECOND)["Throughput and request latency"]
     assert [group.name for group in table.groups] == [load_name(case.load) for case in cases_of([FIRST])]
     first, second = (cells(table, "8 clients, prompts of 128", name) for name in ("xeon-int4", "graviton-int4"))
     assert first["tokens (1/s)"].ratio == "1.00×" and first["requests"] == Cell("8")
@@ -69,14 +69,14 @@ def test_figures_stand_by_load_with_the_first_result_as_one() -> None:
 def test_of_one_result_there_are_no_ratios() -> None:
     tables = tables_of(FIRST)
     assert not any(cell.ratio for table in tables.values() for group in table.groups for row in group.rows for cell in row.cells)
-    assert "ratio" not in tables["Tokens as they come"].note
+    assert "ratio" not in tables["Token latency"].note
 
 
 def test_a_load_that_one_result_lacks_is_a_dash_there() -> None:
     shorter = SECOND.model_copy(update={"points": SECOND.points[1:]})
-    table = tables_of(FIRST, shorter)["Tokens as they come"]
+    table = tables_of(FIRST, shorter)["Token latency"]
     assert {cell.text for cell in cells(table, "1 client, prompts of 128", "graviton-int4").values()} == {"–"}
-    swapped = tables_of(shorter, FIRST)["Tokens as they come"]
+    swapped = tables_of(shorter, FIRST)["Token latency"]
     assert cells(swapped, "1 client, prompts of 128", "xeon-int4")["TTFT p50 (ms)"].ratio == ""
 
 

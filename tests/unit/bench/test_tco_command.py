@@ -40,13 +40,13 @@ def test_tables_pairs_and_assumptions_are_printed(tmp_path: Path, capsys: pytest
     out = printed(capsys, paths=two(tmp_path), target="1000/s", p99_ms=5000)
     assert "texts of 128 tokens: 1,000 samples a second" in out
     assert "c6i.16xlarge" in out
-    assert "Arm against x86, of as many vCPUs" in out
+    assert "Arm against x86, with the same number of vCPUs" in out
     assert "within 5000 ms" in out
     assert "as of 2026-07-20, https://github.com/aws/" in out
     assert "in proportion to cores" in out
     assert "$/year" in out
     assert "Cheapest: " in out
-    assert "No dollars" not in out
+    assert "Missing prices" not in out
 
 
 def test_a_narrow_terminal_cuts_nothing_off(
@@ -65,7 +65,7 @@ def test_without_prices_the_table_goes_on_and_says_so(tmp_path: Path, capsys: py
     out = printed(capsys, paths=paths, target="5000tok/s")
     assert "$/year" not in out
     assert "names no instance" in out
-    assert "ours is in no table" in out
+    assert "ours is not in the price table" in out
     assert "xeon-int4: The host was noisy." in out
     assert "xeon-int4: the measurement was interrupted" in out
     assert "answers of 128 tokens to prompts of 512: 5,000 tokens a second" in out
@@ -100,7 +100,7 @@ def test_a_p99_that_nothing_keeps_ends_with_one(tmp_path: Path, capsys: pytest.C
         ({"paths": (Path("a.json"),), "target": "1/s", "p99_ms": 0.0}, "--p99-ms must be above 0"),
         ({"paths": (Path("a.json"),), "target": "1/s", "p99_ms": float("nan")}, "--p99-ms must be above 0"),
         ({"paths": (Path("a.json"),), "target": "1/s"}, "a.json cannot be read"),
-        ({"published": True, "target": "1/s"}, "a target of its own"),
+        ({"published": True, "target": "1/s"}, "a fixed target"),
     ],
 )
 def test_what_says_nothing_is_refused(

@@ -35,7 +35,7 @@ def test_by_how_much_x86_must_be_quicker(root: Path) -> None:
 
 def test_the_published_comparison_is_printed_as_the_page_shows_it(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     print_costs(Asked(published=True))
-    told = capsys.readouterr().out.partition("What holds")[0]
+    told = capsys.readouterr().out.partition("Review of the published figures")[0]
     shown = re.findall(r"^```\n(As published.*?)^```", text(root), re.MULTILINE | re.DOTALL)[0]
     assert [line.rstrip() for line in told.strip().splitlines()] == [line.rstrip() for line in shown.strip().splitlines()]
 

@@ -105,13 +105,13 @@ def test_a_machine_of_the_users_own_may_have_no_price(tmp_path: Path) -> None:
         ("hourly_price = 1.5", 'hourly_price = "1.5"', "valid number"),
         ("hourly_price = 1.5", "hourly_price = nan", "finite"),
         ("hourly_price = 1.5", "hourly_price = 1.5, purchase_price = 5, years = 3", "either"),
-        ("hourly_price = 1.5", "purchase_price = 5", "only together"),
+        ("hourly_price = 1.5", "purchase_price = 5", "must be given together"),
         ("vcpus = 64, ", "", "Field required"),
         ('"arm64"', '"riscv"', "arm64"),
         ('cloud = "AWS"', "", "family.0.cloud: Field required"),
         ('cloud = "AWS"', 'cloud = "AWS"\nflavour = "x"', "flavour"),
         ("sizes = [{", 'sizes = [{ name = "c7g.16xlarge", vcpus = 1 }, {', "twice"),
-        ("[[family]]", "[[family", "no TOML"),
+        ("[[family]]", "[[family", "not valid TOML"),
     ],
 )
 def test_a_table_that_is_wrong_is_refused_with_the_place(tmp_path: Path, old: str, new: str, complaint: str) -> None:

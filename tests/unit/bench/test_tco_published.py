@@ -30,7 +30,7 @@ def test_its_price_is_held_against_the_list() -> None:
         "83.3 is 84",
         "60.6 is 61",
         "$1,116,812",
-        "2.09 dollars is not",
+        "does not cost 2.09 dollars on demand, but 2.32",
         "$1,239,715",
         "38.1% less, not 44.2%",
         "36.8%",
@@ -53,7 +53,7 @@ sizes = [{ name = "x", vcpus = 1 }]
     path.write_text(shipped, encoding="utf-8")
     prices = read_prices(path)
     assert at_list_prices(prices) is None
-    assert not any(text.startswith("Off: ") for text in remarks(prices))
+    assert not any(text.startswith("Wrong: ") for text in remarks(prices))
 
 
 @pytest.mark.parametrize(

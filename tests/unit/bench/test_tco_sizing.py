@@ -67,7 +67,7 @@ def test_a_p99_that_no_load_keeps_is_said() -> None:
     assert most_kept(POINTS, "samples", 0.005) == NotKept(0.010)
     found = sheet(result(POINTS), limit=0.005)
     assert not found.rows
-    assert "no measured load kept a p99 of 5 ms; the least was 10 ms" in found.notes[0]
+    assert "no measured load kept a p99 of 5 ms; the lowest was 10 ms" in found.notes[0]
 
 
 def test_the_p99_is_of_the_samples_themselves() -> None:
@@ -179,9 +179,9 @@ def test_modelled_watts_go_behind_the_tables() -> None:
 @pytest.mark.parametrize(
     ("instance", "changes", "complaint"),
     [
-        ("c6i.16xlarge", {}, "has 64 vCPUs, this had 16"),
-        ("c7g.4xlarge", {}, "that is arm64, this was x86_64"),
-        ("c6i.4xlarge", {"quota_cores": 2.0}, "held to 2"),
+        ("c6i.16xlarge", {}, "has 64 vCPUs, the measured machine has 16"),
+        ("c7g.4xlarge", {}, "the instance is arm64, the measured machine is x86_64"),
+        ("c6i.4xlarge", {"quota_cores": 2.0}, "limited to 2"),
     ],
 )
 def test_a_machine_that_cannot_have_been_measured_is_refused(instance: str, changes: dict[str, Any], complaint: str) -> None:

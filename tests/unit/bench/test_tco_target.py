@@ -16,7 +16,7 @@ from app.bench.tco.target import read_target
         ("600/min", 10, "samples"),
         ("7200 requests/hour", 2, "samples"),
         ("1e6/day", 1e6 / 86400, "samples"),
-        ("864k/day", None, "is nothing that is counted"),
+        ("864k/day", None, "is not a known unit"),
         ("5000tok/s", 5000, "tokens"),
         ("60 tokens / min", 1, "tokens"),
         ("0.5/s", 0.5, "samples"),
