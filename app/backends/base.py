@@ -1,6 +1,7 @@
-"""The contract of a device: no more than is asked of it here. Everything above asks it; nothing above names a device.
+"""Interfaces of the compute backends: one for processors (`HostBackend`), one for devices (`DeviceBackend`).
 
-A processor (`Backend`) and a device with memory of its own (`DeviceBackend`) have the first five in common.
+The code above this layer calls these interfaces and never names a kind of device. An interface has only the
+methods that callers need. Both share the methods of `BaseBackend`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from app.models.context import AttentionSpec
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A contiguous run of one sequence's cached tokens: keys and values [tokens, kv_heads, head_dim], the first at absolute `position`."""
+    """Contiguous run of one sequence's cached tokens in one layer.
+
+    `key` and `value` are [tokens, kv_heads, head_dim]; the first token is at absolute position `position`.
+    """
 
     key: Tensor
     value: Tensor
@@ -31,9 +35,11 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRow:
-    """One sequence of a ragged batch: its queries are rows `[first, first + num_tokens)`, at absolute positions from `start`.
+    """One sequence of a ragged batch.
 
-    Its context is one or two segments that together cover positions `[0, start + num_tokens)`, this step's own tokens included.
+    Its queries are rows `[first, first + num_tokens)` of the batch, at absolute positions from `start`. Its
+    context is one or two segments that together cover positions `[0, start + num_tokens)`, the tokens of this step
+    included.
     """
 
     first: int
@@ -43,89 +49,107 @@ class AttentionRow:
 
 
 def with_segments(row: Row, kv: KVRows) -> AttentionRow:
-    """A sequence and its context in one layer."""
+    """Return the attention row of a sequence with its context in one layer."""
     return AttentionRow(row.first, row.num_tokens, row.start, segments_of(row.runs, kv))
 
 
 def segments_of(runs: Iterable[Run], kv: KVRows) -> tuple[Segment, ...]:
-    """Keys and values of one layer: views, or of int8 what the codes mean."""
+    """Return the keys and values of one layer for these runs: views, or dequantized copies of an int8 KV cache."""
     return tuple(Segment(*kv.read(run.first, run.num_tokens), run.position) for run in runs)
 
 
 class Device(Protocol):
-    """What every kind of device has."""
+    """Methods and attributes that every backend has."""
 
     device: torch.device
     dtype: torch.dtype
 
     def configure(self, plan: ServingPlan) -> None:
-        """Makes the device ready as planned (pools and pins, or which of several); once, on the worker thread, before the first tensor."""
+        """Prepare the device as planned: thread pools and pinning, or the choice of one of several GPUs.
+
+        Called once, on the worker thread, before the first tensor is created.
+        """
         ...
 
     def free_bytes(self) -> int:
-        """Memory that may still be taken on the device."""
+        """Return the number of bytes that can still be allocated on the device."""
         ...
 
     def synchronize(self) -> None:
-        """Returns when the device has done what was asked."""
+        """Wait until the device has finished all submitted work."""
         ...
 
 
 class Backend(Device, Protocol):
-    """A processor: keys and values lie in slots, which the operating system pages."""
+    """Backend of a processor: keys and values are stored in slots, which the operating system pages."""
 
     def attention(self, query: Tensor, kv: KVRows, step: Step, spec: AttentionSpec) -> Tensor:
-        """Causal attention of query [tokens, heads, head_dim] over the rows of one layer that the step says; result like query."""
+        """Compute causal attention over the rows of one layer that `step` describes.
+
+        `query` is [tokens, heads, head_dim]; the result has the shape and dtype of `query`.
+        """
         ...
 
 
 class Captured(Protocol):
-    """Work that was recorded on the device once. Its tensors stay where they were: who replays it writes inputs and reads results there."""
+    """Work that was recorded on the device once.
+
+    Its tensors keep their addresses: the caller writes inputs to them and reads results from them around `replay`.
+    """
 
     def replay(self) -> None:
-        """Asks the device to do it again; returns at once."""
+        """Submit the recorded work again; return at once."""
         ...
 
 
 class Mark(Protocol):
-    """A place in the device's queue."""
+    """Position in the device's queue, like `torch.cuda.Event`."""
 
     def wait(self) -> None:
-        """Returns when the device has done all that was asked of it before this place, whatever was asked since."""
+        """Wait until the device has finished all work submitted before this position; later work is not waited for."""
         ...
 
 
 class DeviceBackend(Device, Protocol):
-    """A device with memory and a queue of its own: keys and values lie in pages of ours, and a call returns before its work is done.
+    """Backend of a device with a memory and a queue that are separate from the processor's.
 
-    `draws`: whether it has the float64 that drawing a token wants; else only the likeliest are picked there.
+    Keys and values are stored in pages that this package manages. A call returns before its work is done. `can_sample`
+    is true if the device has the float64 arithmetic that sampling needs; without it the device only selects the
+    top logits.
     """
 
     draws: bool
 
     def attention(self, query: Tensor, kv: KVRows, step: PagedStep, spec: AttentionSpec) -> Tensor:
-        """Causal attention of query [tokens, heads, head_dim] over the pages of one layer that the step says; result like query.
+        """Compute causal attention over the pages of one layer that `step` describes.
 
-        Rows of sequences without context come out as zeros. Nothing waits for the device.
+        `query` is [tokens, heads, head_dim]; the result has the shape and dtype of `query`. Rows of sequences
+        without context are zeros. The call does not wait for the device.
         """
         ...
 
     def attend_texts(self, heads: Heads, texts: PackedTexts, spec: AttentionSpec) -> Tensor:
-        """What each token makes of its own text, [tokens, num_heads * head_dim] of the product's dtype, which may be overwritten."""
+        """Compute attention of each token within its own text.
+
+        The result is [tokens, num_heads * head_dim] in the dtype of the QKV product, which may be overwritten.
+        """
         ...
 
     def capture(self, work: Callable[[], None]) -> Captured | None:
-        """Records `work`, which was run before and allocates what it keeps outside; None where this kind of device records nothing."""
+        """Record `work`; return None if this kind of device cannot record.
+
+        `work` has run before, and it allocates the tensors that it keeps outside of the recording.
+        """
         ...
 
     def staging(self, words: int) -> Tensor:
-        """int64 [words] on the host, from where copies to the device (and back) need not wait for each other."""
+        """Return an int64 [words] host tensor that can be copied to and from the device asynchronously."""
         ...
 
     def mark(self) -> Mark:
-        """A mark behind all that was asked for until now."""
+        """Return a mark behind all work submitted so far."""
         ...
 
     def survives(self, error: Exception) -> bool:
-        """Whether that was a want of memory; then what can be given back has been."""
+        """Return true if `error` means that the device ran out of memory, after releasing what can be released."""
         ...

@@ -1,7 +1,9 @@
-"""x86 and Arm processors: one file, since only data differs. Threads and pinning, and ragged attention by our kernels or torch's own.
+"""Backend of x86 and Arm processors: compute threads, pinning, and ragged attention.
 
-Ours serve where they suit (kernels/attention.py). Torch's flash kernel has no way to say "window" or "soft cap", and is causal only
-where queries and keys begin together; so a context is cut into parts that it can do, and the parts are merged by their log-sum-exp.
+Both architectures share this file, because only data differs. Attention runs on the package's native kernels if
+they support the tensors (kernels/attention.py), else on PyTorch's flash kernel. That kernel supports neither a
+window nor a soft cap, and it is causal only if queries and keys start at the same position. So the context is cut
+into parts that it can compute, and the parts are merged by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -25,40 +27,48 @@ from app.kernels.attention import Row, Step, between
 from app.kernels.kv_rows import KVRows
 from app.models.context import AttentionSpec
 
-# query, key, value [1, heads or kv_heads, tokens, head_dim] with any strides, nothing is copied; returns the result and, in float32,
-# the log-sum-exp of each row's scores. The same schema, and fewer kv_heads than heads, in torch 2.10 and 2.13 (tested).
+# query, key, value [1, heads or kv_heads, tokens, head_dim] with any strides; nothing is copied. Returns the result and, in
+# float32, the log-sum-exp of each row's scores. torch 2.10 and 2.13 (both tested) have this schema and allow kv_heads < heads.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
-_MASKED_QUERIES = 256  # queries that share one mask: its size is this times the context (or the window)
-_PART = 4096  # tokens of a long context whose keys and values are seen at a time
-_EXPLICIT_SCORES = 2**22  # scores held at once where they are written out: 16 MiB in float32
+_MASKED_QUERIES = 256  # queries per mask; a mask has this number times the context (or the window) elements
+_PART = 4096  # tokens of a long context that are processed at a time
+_EXPLICIT_SCORES = 2**22  # elements of a score matrix that is materialised at once: 16 MiB in float32
 
 Masked = Callable[[Tensor, Segment, Tensor, AttentionSpec], Tensor]
 
 
 class CpuBackend:
-    """One process, one pool of compute threads, which belongs to the thread that calls `configure`."""
+    """Backend of one process with one pool of compute threads, owned by the thread that calls `configure`."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.device = torch.device("cpu")
         self.dtype = dtype
 
     def configure(self, plan: ServingPlan) -> None:
-        """Pins first, sizes then: libgomp makes its pool at the first parallel region, and new threads inherit their maker's affinity.
+        """Pin the calling thread, then set the sizes of the thread pools.
 
-        The calling thread's mask is narrowed, not the process's: the event loop and the tokenizers stay where they may run.
+        The order matters: libgomp creates its pool at the first parallel region, and new threads inherit the
+        affinity of the thread that creates them. Only the mask of the calling thread is narrowed. The event loop
+        and the tokenizers keep the affinity of the process.
         """
         _pin(plan.cpu_ids.value)
         torch.set_num_threads(plan.threads.value)
-        if torch.get_num_interop_threads() != plan.interop_threads.value:  # torch lets it be set once
+        if torch.get_num_interop_threads() != plan.interop_threads.value:  # torch allows only one call
             torch.set_num_interop_threads(plan.interop_threads.value)
 
     def free_bytes(self) -> int:
-        """What this process could take without swapping, its control group's limit counted. It probes the machine: not for every step."""
+        """Return the bytes that this process could allocate without swapping, within the limit of its control group.
+
+        This probes the machine, so do not call it in every step.
+        """
         return probe().usable_bytes
 
     def attention(self, query: Tensor, kv: KVRows, step: Step, spec: AttentionSpec) -> Tensor:
-        """Causal attention of query [tokens, heads, head_dim] over the rows of one layer that the step says; result like query."""
+        """Compute causal attention over the rows of one layer that `step` describes.
+
+        `query` is [tokens, heads, head_dim]; the result has the shape and dtype of `query`.
+        """
         if not native_attention.suits(query, kv):
             return torch_attention(query, [with_segments(row, kv) for row in step.rows], spec)
         result = native_attention.attention(query, kv, step, spec.scale, spec.window, spec.softcap)
@@ -69,11 +79,14 @@ class CpuBackend:
         return result
 
     def synchronize(self) -> None:
-        """A processor has done what was asked when the call returns."""
+        """Return at once: every call on a processor finishes its work before it returns."""
 
 
 def torch_attention(query: Tensor, rows: Rows[AttentionRow], spec: AttentionSpec) -> Tensor:
-    """As `CpuBackend.attention`, by torch's kernels: FP32, and processors that ours have no instructions for."""
+    """Compute the attention of `CpuBackend.attention` with PyTorch's kernels.
+
+    Used for FP32, and on processors whose instruction sets the native kernels do not support.
+    """
     tokens, heads, head_dim = query.shape
     kv_heads = rows[0].segments[0].key.shape[1]
     grouped = query.to(rows[0].segments[0].key.dtype).reshape(tokens, kv_heads, heads // kv_heads, head_dim)
@@ -89,14 +102,17 @@ def torch_attention(query: Tensor, rows: Rows[AttentionRow], spec: AttentionSpec
             results.append(_blockwise(queries, row, spec, _masked_flash, _MASKED_QUERIES))
         else:
             own = _between(row.segments, row.start, row.start + row.num_tokens)
-            assert len(own) == 1, "a step's own tokens lie in one segment"
+            assert len(own) == 1, "the tokens of a step are in one segment"
             results.append(_chunk(queries, _between(row.segments, 0, row.start), own[0], spec.scale))
     result = results[0] if len(results) == 1 else torch.cat(results)
     return result.reshape(tokens, heads, head_dim).to(query.dtype)
 
 
 def _prompt(query: Tensor, row: Row, kv: KVRows, spec: AttentionSpec) -> Tensor:
-    """One sequence's queries [tokens, heads, head_dim] by torch. What codes of int8 mean is held of no more than is seen, or of a part."""
+    """Compute the attention of one sequence's queries [tokens, heads, head_dim] with PyTorch.
+
+    An int8 KV cache is dequantized only for the part that is visible, or one part of `_PART` tokens at a time.
+    """
     end = row.start + row.num_tokens
     if spec.window is not None or spec.softcap is not None:
         low = 0 if spec.window is None else max(0, row.start + 1 - spec.window)
@@ -112,28 +128,32 @@ def _pin(cpu_ids: tuple[int, ...]) -> None:
     if not cpu_ids:
         return
     try:
-        os.sched_setaffinity(0, cpu_ids)  # 0: the calling thread
+        os.sched_setaffinity(0, cpu_ids)  # 0 is the calling thread
     except (AttributeError, OSError) as error:
         raise PlanImpossible(f"The compute threads cannot be pinned to CPUs {list(cpu_ids)}: {error}.") from error
 
 
 def _one_token(queries: Tensor, row: AttentionRow, spec: AttentionSpec) -> Tensor:
-    """queries [1, kv_heads, group, head_dim], and so the result: the query heads of one kv head are the rows of one product.
+    """Compute the attention of one token; `queries` and the result are [1, kv_heads, group, head_dim].
 
-    All they can see is in the past, so nothing is masked and a window is a shorter context.
+    The query heads of one kv head are the rows of one product. Every cached token is visible, so no mask is
+    needed, and a window is a shorter context.
     """
     group = queries.shape[2]
     if group == 1 and queries.dtype == torch.bfloat16:
         queries = queries.repeat(
             1, 1, 2, 1
-        )  # a product of one bfloat16 row is four times as slow as one of two (torch 2.13, x86)
+        )  # a product with one bfloat16 row takes four times as long as one with two (torch 2.13, x86)
     low = 0 if spec.window is None else max(0, row.start + 1 - spec.window)
     parts = [_attend(queries, segment, spec.scale) for segment in _between(row.segments, low, row.start + 1)]
     return _merged(parts)[:, :, :group]
 
 
 def _chunk(queries: Tensor, past: Iterable[Segment], own: Segment, scale: float) -> Tensor:
-    """queries [tokens, kv_heads, group, head_dim], and so the result: the past is seen whole, the chunk itself causally."""
+    """Compute the attention of a prompt chunk; `queries` and the result are [tokens, kv_heads, group, head_dim].
+
+    The tokens of `past` are visible to every query; attention within the chunk is causal.
+    """
     heads = queries.flatten(1, 2).transpose(0, 1).unsqueeze(0)  # [1, heads, tokens, head_dim]
     seen = (_attend(heads, segment, scale) for segment in past)
     return _merged(chain(seen, [_attend(heads, own, scale, is_causal=True)])).squeeze(0).transpose(0, 1).reshape(queries.shape)
@@ -146,7 +166,10 @@ def _attend(queries: Tensor, segment: Segment, scale: float, is_causal: bool = F
 
 
 def _merged(parts: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Softmax over several parts of a context from the parts' own: each weighs as the exponential of its log-sum-exp."""
+    """Merge the softmax results of several parts of a context.
+
+    Each part is weighted by the exponential of its log-sum-exp.
+    """
     left = iter(parts)
     result, logsumexp = next(left)
     dtype = result.dtype
@@ -158,7 +181,10 @@ def _merged(parts: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def _blockwise(queries: Tensor, row: AttentionRow, spec: AttentionSpec, masked: Masked, step: int) -> Tensor:
-    """`step` queries at a time over all that any of them sees, with a mask. queries, result [tokens, kv_heads, group, head_dim]."""
+    """Compute masked attention for `step` queries at a time over the context that any of them sees.
+
+    `queries` and the result are [tokens, kv_heads, group, head_dim].
+    """
     end = row.start + row.num_tokens
     results = []
     for first in range(row.start, end, step):
@@ -179,14 +205,14 @@ def _masked_flash(queries: Tensor, context: Segment, mask: Tensor, spec: Attenti
 
 
 def _explicit(queries: Tensor, context: Segment, mask: Tensor, spec: AttentionSpec) -> Tensor:
-    """Scores written out in float32: the only way to bend them before the softmax."""
+    """Materialise the scores in float32, which is the only method to apply a soft cap, and compute the attention."""
     scores = torch.einsum("qkgd,ckd->kgqc", queries.float(), context.key.float()).mul_(spec.scale)
     weights = capped(scores, spec.softcap).masked_fill_(~mask, -torch.inf).softmax(-1)
     return torch.einsum("kgqc,ckd->qkgd", weights, context.value.float()).to(queries.dtype)
 
 
 def _between(segments: Rows[Segment], start: int, end: int) -> list[Segment]:
-    """The parts of these segments at positions `[start, end)`, as views."""
+    """Return the parts of these segments at positions `[start, end)`, as views."""
     parts = []
     for segment in segments:
         low, high = max(start, segment.position), min(end, segment.position + len(segment.key))

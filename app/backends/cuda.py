@@ -1,6 +1,8 @@
-"""An NVIDIA GPU: attention by our kernels over pages and by torch's flash over what lies end to end, decode steps as graphs.
+"""Backend of an NVIDIA GPU.
 
-Not verified on hardware (docs/hardware.md). The process sees one GPU, which the plan chose; everything is asked on torch's current stream.
+Attention over pages runs on the package's Triton kernels. Attention over contiguous tokens runs on PyTorch's flash
+attention. Decode steps are captured as CUDA graphs. Not verified on hardware (docs/hardware.md). The process sees
+one GPU, which the plan chose. All work is submitted to PyTorch's current stream.
 """
 
 from __future__ import annotations
@@ -23,43 +25,48 @@ from app.kernels.paged_torch import packed_texts_torch, paged_attention_torch
 from app.kernels.turn import Heads, turned
 from app.models.context import AttentionSpec
 
-_OLDEST = (8, 0)  # compute capability: bfloat16 products, flash attention and four-bit products all begin with Ampere
-# Libraries, graphs and Triton's kernels take memory beside torch's allocator, and say so as they say any error.
+_OLDEST = (8, 0)  # compute capability of Ampere, the first with bfloat16 products, flash attention and four-bit products
+# Libraries, graphs and Triton kernels allocate memory outside of torch's allocator. They report out of memory as plain errors.
 _NO_ROOM = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "Triton Error [CUDA]: out of memory")
 
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """A mark, as CUDA has it."""
+    """Mark in a CUDA stream."""
 
     event: torch.cuda.Event
 
     def wait(self) -> None:
+        """Wait for the CUDA event."""
         self.event.synchronize()
 
 
 class CudaBackend:
-    """One process, one GPU, one queue."""
+    """Backend of one process with one GPU and one queue."""
 
     draws = True
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.device = torch.device("cuda", 0)  # the only one that the process sees
+        self.device = torch.device("cuda", 0)  # the process sees only this one
         self.dtype = dtype
 
     def configure(self, plan: ServingPlan) -> None:
-        """FP32 means FP32: products of it do not go through TF32. Sums of FP16 are kept in FP32, where they cannot overflow."""
+        """Select the GPU and set the numerical options of PyTorch.
+
+        FP32 products do not use TF32. Sums of FP16 products are accumulated in FP32, where they cannot overflow.
+
+        Raises:
+            PlanImpossible: torch cannot use the GPU, or its compute capability is too low.
+        """
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]
             torch.cuda.set_device(self.device)
             capability, name = torch.cuda.get_device_capability(self.device), torch.cuda.get_device_name(self.device)
-        except (RuntimeError, AssertionError) as error:  # torch asserts that it is a CUDA build
+        except (RuntimeError, AssertionError) as error:  # torch raises AssertionError if it is no CUDA build
             raise PlanImpossible(f"device is cuda, but torch {torch.__version__} cannot use the GPU: {error}") from error
         if capability < _OLDEST:
             least, found = (".".join(map(str, one)) for one in (_OLDEST, capability))
-            raise PlanImpossible(
-                f"{name} has compute capability {found}, and {least} is the least that is served. Set device to cpu."
-            )
+            raise PlanImpossible(f"{name} has compute capability {found}, but at least {least} is required. Set device to cpu.")
         torch.set_num_threads(plan.threads.value)
         torch.set_float32_matmul_precision("highest")
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
@@ -67,15 +74,20 @@ class CudaBackend:
         self._pool = torch.cuda.graph_pool_handle()
 
     def free_bytes(self) -> int:
-        """What the driver has left, and what torch has taken from it and holds for nobody."""
+        """Return the bytes that are free in the driver plus those that torch has reserved but not allocated."""
         free, _ = torch.cuda.mem_get_info(self.device)
         return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
 
     def synchronize(self) -> None:
+        """Wait until the GPU has finished all submitted work."""
         torch.cuda.synchronize(self.device)
 
     def attention(self, query: Tensor, kv: KVRows, step: PagedStep, spec: AttentionSpec) -> Tensor:
-        """Prompts that begin here, where torch's kernel takes them, by that; all else by ours, the same for a decode in any company."""
+        """Compute causal attention of `query` [tokens, heads, head_dim] over the pages of one layer.
+
+        Prompts that start in this step use PyTorch's flash attention if it supports them. Everything else uses the
+        Triton kernels, so a decode gives the same result with any other sequences in the batch.
+        """
         if not usable(query):
             return paged_attention_torch(query, kv, step, spec)
         from app.kernels.gpu.attention import attend_decodes
@@ -95,7 +107,10 @@ class CudaBackend:
         return result
 
     def attend_texts(self, heads: Heads, texts: PackedTexts, spec: AttentionSpec) -> Tensor:
-        """By torch's kernel where it takes them: not in FP32, nor with soft caps or biases by distance."""
+        """Compute attention within each text, with PyTorch's flash attention if it supports the texts.
+
+        Flash attention supports neither FP32 nor soft caps nor relative position biases.
+        """
         if flash.suits(heads.product.dtype, heads.head_dim, spec):
             return flash.attend(*turned(heads), (texts.starts, texts.most_tokens), spec).flatten(1)
         if not usable(heads.product):
@@ -105,10 +120,12 @@ class CudaBackend:
         return attend_packed(*turned(heads), texts, spec).flatten(1)
 
     def capture(self, work: Callable[[], None]) -> Captured:
-        """Run once more first, on the stream that records: what libraries make for a stream at its first product is not part of a graph.
+        """Run `work` once on the recording stream, then record it.
 
-        All graphs take what they need in between from one pool, since one runs after the other. Other threads may go on meanwhile.
-        Torch does not leave the recording stream where it could not end a recording: whatever happens, the outer bracket does.
+        The first run is needed because libraries create per-stream objects at their first product, and these
+        cannot be part of a graph. All graphs allocate temporary memory from one pool, since only one graph runs at
+        a time. Other threads may use CUDA during the recording. PyTorch does not leave the recording stream if a
+        recording fails to end; the outer `with` always does.
         """
         here = torch.cuda.current_stream(self.device)
         with torch.cuda.stream(here):
@@ -122,15 +139,17 @@ class CudaBackend:
         return graph
 
     def staging(self, words: int) -> Tensor:
+        """Return a pinned int64 [words] host tensor."""
         return torch.zeros(words, dtype=torch.int64, pin_memory=True)
 
     def mark(self) -> Mark:
+        """Return a mark that was recorded on the current stream."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return Passed(event)
 
     def survives(self, error: Exception) -> bool:
-        """What the failed step held is let go, and given back to the driver."""
+        """Return true for an out-of-memory error, after its memory was released and returned to the driver."""
         if not isinstance(error, torch.OutOfMemoryError) and not any(words in str(error) for words in _NO_ROOM):
             return False
         traceback.clear_frames(error.__traceback__)

@@ -1,7 +1,8 @@
-"""An Apple GPU, by what torch has for Metal: attention by torch's own product over gathered pages, no recorded steps.
+"""Backend of an Apple GPU, built on PyTorch's Metal support.
 
-Not verified on hardware (docs/hardware.md). What torch lacks there is refused by name: else a step would end, or the processor compute it
-without a word.
+Attention uses PyTorch's scaled dot product over gathered pages; no steps are recorded. Not verified on hardware
+(docs/hardware.md). Operations that PyTorch lacks on Metal are refused by name. Otherwise a step would fail, or run
+on the processor without notice.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _FALLBACK = "PYTORCH_ENABLE_MPS_FALLBACK"
 
 
 class MpsBackend:
-    """One process, one GPU, one queue of commands; memory is the machine's own."""
+    """Backend of one process with one GPU and one command queue; the GPU shares the machine's memory."""
 
     draws = False
 
@@ -35,10 +36,16 @@ class MpsBackend:
         self.dtype = dtype
 
     def configure(self, plan: ServingPlan) -> None:
-        """What Metal may hold is bounded as the plan reckoned: beyond its own limit macOS would swap."""
+        """Check that Metal is usable, and limit its memory to what the plan counted with.
+
+        Beyond its recommended limit macOS would swap.
+
+        Raises:
+            PlanImpossible: the fallback to the processor is enabled, or torch cannot use Metal.
+        """
         if os.environ.get(_FALLBACK, "0") not in ("", "0"):
             raise PlanImpossible(
-                f"{_FALLBACK} is set: what torch's MPS lacks would be computed by the processor without a word. "
+                f"{_FALLBACK} is set: operations that torch's MPS lacks would run on the processor without notice. "
                 "Unset it, or set device to cpu."
             )
         if not torch.backends.mps.is_available():
@@ -52,32 +59,41 @@ class MpsBackend:
         torch.mps.set_per_process_memory_fraction(1.0)
 
     def free_bytes(self) -> int:
-        """Of what macOS lets a GPU hold, less what torch's driver has taken."""
+        """Return the bytes that macOS recommends for the GPU, less those that torch's driver has allocated."""
         return max(0, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
 
     def synchronize(self) -> None:
+        """Wait until the GPU has finished all submitted work."""
         torch.mps.synchronize()
 
     def attention(self, query: Tensor, kv: KVRows, step: PagedStep, spec: AttentionSpec) -> Tensor:
-        """Causal attention of query [tokens, heads, head_dim] over the pages of one layer that the step says; result like query."""
+        """Compute causal attention over the pages of one layer that `step` describes.
+
+        `query` is [tokens, heads, head_dim]; the result has the shape and dtype of `query`.
+        """
         return paged_attention_torch(query, kv, step, spec, road(spec))
 
     def attend_texts(self, heads: Heads, texts: PackedTexts, spec: AttentionSpec) -> Tensor:
+        """Compute attention of each token within its own text."""
         return packed_texts_torch(heads, texts, spec, road(spec))
 
     def capture(self, work: Callable[[], None]) -> Captured | None:
-        """Metal's graphs are torch's own business: nothing is recorded."""
+        """Return None: PyTorch has no interface to record work on Metal."""
         return None
 
     def staging(self, words: int) -> Tensor:
-        """Memory is one: there is nothing to pin."""
+        """Return an int64 [words] tensor; processor and GPU share one memory, so nothing is pinned."""
         return torch.zeros(words, dtype=torch.int64)
 
     def mark(self) -> Mark:
+        """Return a mark behind all work submitted so far."""
         return MpsMark()
 
     def survives(self, error: Exception) -> bool:
-        """torch says it in words: a want of memory has no type of its own there."""
+        """Return true for an out-of-memory error, after cached memory was released.
+
+        On MPS torch has no exception type for it, so the message is compared.
+        """
         if "MPS backend out of memory" not in str(error):
             return False
         torch.mps.empty_cache()
@@ -85,23 +101,30 @@ class MpsBackend:
 
 
 class MpsMark:
-    """An event behind all that was asked for until now."""
+    """Event behind all work submitted so far."""
 
     def __init__(self) -> None:
         self._event = torch.mps.Event()
         self._event.record()
 
     def wait(self) -> None:
+        """Wait for the event."""
         self._event.synchronize()
 
 
 def road(spec: AttentionSpec) -> Attended:
-    """Scores that are bent before the softmax, or moved by a distance, are written out."""
+    """Return the attention function for this layer.
+
+    Soft caps and relative position biases need materialised scores; all else uses the scaled dot product.
+    """
     return attended if spec.softcap is not None or spec.distance_bias is not None else attended_by_product
 
 
 def attended_by_product(query: Tensor, key: Tensor, value: Tensor, part: Part, spec: AttentionSpec) -> Tensor:
-    """As `paged_torch.attended`, by torch's scaled dot product. Query heads of one kv head are more queries of it."""
+    """Compute the attention of `paged_torch.attended` with PyTorch's scaled dot product.
+
+    The query heads of one kv head become further queries of that head.
+    """
     n, queries, heads, head_dim = query.shape
     kv_heads = key.shape[2]
     group = heads // kv_heads
@@ -110,7 +133,8 @@ def attended_by_product(query: Tensor, key: Tensor, value: Tensor, part: Part, s
         .permute(0, 2, 3, 1, 4)
         .reshape(n, kv_heads, group * queries, head_dim)
     )
-    # What lies beyond a context may be anything. Who sees nothing is given the first key: without a context zeros, else nobody's row.
+    # Cells beyond a context hold arbitrary values, so they are zeroed. A query that sees no key is given the first key, because
+    # a softmax over no key is NaN. Without a context that key is zero; otherwise the row is padding, and its result is ignored.
     keys, values = (x.masked_fill(~part.context[..., None, None], 0.0).transpose(1, 2) for x in (key, value))
     sees = part.seen.any(-1, keepdim=True)
     first = torch.arange(part.seen.shape[-1], device=query.device) == 0

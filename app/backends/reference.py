@@ -1,4 +1,7 @@
-"""Attention as the formula says it, one head of one sequence at a time in float32: what every quicker way must be equal to."""
+"""Reference attention: the formula itself, in float32, one head of one sequence at a time.
+
+Every faster implementation is tested against it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from app.models.context import AttentionSpec
 
 
 def reference_attention(query: Tensor, rows: Rows[AttentionRow], spec: AttentionSpec) -> Tensor:
-    """Like `Backend.attention`, but the result is float32."""
+    """Compute the attention of `HostBackend.attention` with a float32 result [tokens, heads, head_dim]."""
     result = torch.empty(query.shape, dtype=torch.float32)
     for row in rows:
         key = torch.cat([segment.key for segment in row.segments]).float()  # [context, kv_heads, head_dim]
@@ -28,11 +31,14 @@ def reference_attention(query: Tensor, rows: Rows[AttentionRow], spec: Attention
 
 
 def visible(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """[queries, keys] bool from absolute positions: a token sees itself and what is before it, `window` tokens in all."""
+    """Return a bool mask [queries, keys] from absolute positions.
+
+    A token sees itself and the tokens before it; with `window`, at most `window` tokens in all.
+    """
     distance = queries.unsqueeze(1) - keys
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
 def capped(scores: Tensor, softcap: float | None) -> Tensor:
-    """Scores bounded to (-softcap, softcap), smoothly."""
+    """Return the scores smoothly bounded to (-softcap, softcap); unchanged if `softcap` is None."""
     return scores if softcap is None else torch.tanh(scores / softcap) * softcap

@@ -1,4 +1,7 @@
-"""From the plan's device to the backend that serves it: a row a kind of device. What a host does not serve on is not imported there."""
+"""Selection of the backend for the planned device.
+
+Each kind of device has one row in a table. Backends of other kinds of device are not imported.
+"""
 
 from __future__ import annotations
 
@@ -33,23 +36,27 @@ DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch
 
 
 def select_backend(plan: ServingPlan) -> Device:
-    """The backend of the plan's device, not yet configured. Raises `PlanImpossible` where this version has none."""
+    """Return the backend of the planned device, not yet configured.
+
+    Raises:
+        PlanImpossible: this version has no backend for the device.
+    """
     kinds: Mapping[str, Callable[[torch.dtype], Device]] = {**PROCESSORS, **DEVICES}
     return _row(kinds, plan)(DTYPES[plan.dtype.value])
 
 
 def processor(plan: ServingPlan) -> Backend:
-    """Of a plan that serves on a processor."""
+    """Return the backend for a plan that serves on a processor."""
     return _row(PROCESSORS, plan)(DTYPES[plan.dtype.value])
 
 
 def device_backend(plan: ServingPlan) -> DeviceBackend:
-    """Of a plan that serves on a device with memory and a queue of its own."""
+    """Return the backend for a plan that serves on a device with separate memory and a queue."""
     return _row(DEVICES, plan)(DTYPES[plan.dtype.value])
 
 
 def _row(rows: Mapping[str, Callable[[torch.dtype], Kind]], plan: ServingPlan) -> Callable[[torch.dtype], Kind]:
     device = plan.device.value
     if device not in rows:
-        raise PlanImpossible(f"There is no backend for device {device!r} here; what serves: {', '.join(sorted(rows))}.")
+        raise PlanImpossible(f"There is no backend for device {device!r} here; available: {', '.join(sorted(rows))}.")
     return rows[device]

@@ -1,6 +1,7 @@
-"""A device that is none: memory in pages and work asked for ahead, as on a GPU, computed by a processor at once.
+"""Simulated device that computes on the processor: paged memory and asynchronous submission, as on a GPU.
 
-What a device's engine does is tried on it where there is no device. Attention is the twins' of paged_torch.py.
+The device engine is tested on it on machines without a GPU. Attention uses the PyTorch implementations of
+paged_torch.py.
 """
 
 from __future__ import annotations
@@ -22,23 +23,24 @@ from app.models.context import AttentionSpec
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """Work that is simply done again: what it reads and writes stays where it was, as a graph's does."""
+    """Recorded work that is run again by calling it; its tensors keep their addresses, like those of a graph."""
 
     work: Callable[[], None]
 
     def replay(self) -> None:
+        """Call the work again."""
         self.work()
 
 
 class Done:
-    """A mark in no queue: what was asked before it is done."""
+    """Mark of a device without a queue: all work before it is finished."""
 
     def wait(self) -> None:
-        """There is nothing to wait for."""
+        """Return at once."""
 
 
 class TwinBackend:
-    """A `DeviceBackend` on the processor."""
+    """`DeviceBackend` that runs on the processor."""
 
     draws = True
 
@@ -47,29 +49,39 @@ class TwinBackend:
         self.dtype = dtype
 
     def configure(self, plan: ServingPlan) -> None:
+        """Set the number of compute threads."""
         torch.set_num_threads(plan.threads.value)
 
     def free_bytes(self) -> int:
+        """Return the bytes of host memory that this process can still allocate."""
         return probe().usable_bytes
 
     def synchronize(self) -> None:
-        """All was done when it was asked for."""
+        """Return at once: work is finished when it was submitted."""
 
     def attention(self, query: Tensor, kv: KVRows, step: PagedStep, spec: AttentionSpec) -> Tensor:
+        """Compute causal attention over the pages of one layer, with PyTorch."""
         return paged_attention_torch(query, kv, step, spec)
 
     def attend_texts(self, heads: Heads, texts: PackedTexts, spec: AttentionSpec) -> Tensor:
+        """Compute attention of each token within its own text, with PyTorch."""
         return packed_texts_torch(heads, texts, spec)
 
     def capture(self, work: Callable[[], None]) -> Again:
+        """Return an object that calls `work` again."""
         return Again(work)
 
     def staging(self, words: int) -> Tensor:
+        """Return an int64 [words] tensor."""
         return torch.zeros(words, dtype=torch.int64)
 
     def mark(self) -> Done:
+        """Return a mark that is already passed."""
         return Done()
 
     def survives(self, error: Exception) -> bool:
-        """A processor that wants memory is ended by its kernel; tests plant an error of torch's own."""
+        """Return true for torch's out-of-memory error.
+
+        On a real processor the kernel kills a process that runs out of memory; tests raise torch's error instead.
+        """
         return isinstance(error, torch.OutOfMemoryError)

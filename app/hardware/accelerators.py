@@ -1,4 +1,7 @@
-"""Which NVIDIA devices there are, asked of the driver's own tool and files: torch is not imported and no library is loaded for it."""
+"""NVIDIA GPUs of the machine, listed by nvidia-smi or by the driver's files in /proc.
+
+Neither torch nor a CUDA library is loaded.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +15,26 @@ from app.hardware.files import Files, parse_fields
 
 Run = Callable[[list[str]], str | None]
 
-# compute_cap is known to nvidia-smi since driver 510; where the query fails as a whole, /proc still names the devices.
+# nvidia-smi knows compute_cap since driver 510. An older one rejects the whole query; then the files in /proc name the devices.
 _FIELDS = ("index", "name", "compute_cap", "memory.total", "memory.free", "uuid", "driver_version", "mig.mode.current")
 GPU_QUERY = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
-GPU_LIST = ["nvidia-smi", "-L"]  # names the instances of divided GPUs too
+GPU_LIST = ["nvidia-smi", "-L"]  # also lists the MIG instances of partitioned GPUs
 _GPU_FILES = "/proc/driver/nvidia/gpus"
 
-# `  MIG 1g.10gb     Device  0: (UUID: MIG-…)` below `GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-…)`; a profile's name has its memory.
+# A line `  MIG 1g.10gb     Device  0: (UUID: MIG-…)` follows `GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-…)`. The name of a profile
+# contains its memory in gigabytes.
 _LISTED = re.compile(r"^GPU (\d+):|^\s+MIG (\S*?(\d+)gb\S*)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)", re.MULTILINE)
-# What an instance has of the gigabytes in its profile's name, at the least: 1g.24gb of a GB200 20.0 GiB, 1g.18gb of an H200 16.0
+# Lower bound of the share of the gigabytes in a profile's name that an instance has: 1g.24gb of a GB200 has 20.0 GiB, 1g.18gb of an
+# H200 has 16.0
 # (`nvidia-smi mig -lgip` in github.com/NVIDIA/gpu-operator pull 1303 and github.com/NVIDIA/mig-parted issue 120).
 _OF_PROFILE = 0.89
 
 
 def cuda_devices(files: Files, run: Run, visible: str | None = None) -> tuple[CudaDevice, ...]:
-    """As nvidia-smi lists them, else as the driver's /proc files do; none where there is no driver. `visible`: CUDA_VISIBLE_DEVICES.
+    """Return the GPUs as nvidia-smi lists them, else as the driver's /proc files do; empty without a driver.
 
-    A divided GPU (MIG) stands there as its instances, each under its number.
+    A GPU that is partitioned by MIG is replaced by its instances, which share its index. `visible` is the value of
+    CUDA_VISIBLE_DEVICES.
     """
     devices = parse_gpu_query(run(GPU_QUERY) or "") or tuple(_from_driver_files(files))
     if any(device.mig is not None for device in devices):
@@ -37,7 +43,11 @@ def cuda_devices(files: Files, run: Run, visible: str | None = None) -> tuple[Cu
 
 
 def _visible(devices: tuple[CudaDevice, ...], visible: str | None) -> tuple[CudaDevice, ...]:
-    """Those that CUDA would show, in its order: numbers and names (`GPU-…` may be cut short, `MIG-…`) up to the first that is neither."""
+    """Return the devices that CUDA would show, in its order.
+
+    CUDA_VISIBLE_DEVICES lists indexes and UUIDs (`GPU-…`, which may be shortened, or `MIG-…`). CUDA ignores
+    everything after the first entry that is neither.
+    """
     if visible is None:
         return devices
     found = ([device for device in devices if _is_meant(device, word.strip())] for word in visible.split(","))
@@ -51,7 +61,10 @@ def _is_meant(device: CudaDevice, word: str) -> bool:
 
 
 def parse_gpu_query(text: str) -> tuple[CudaDevice, ...]:
-    """A line a device; a value that the driver cannot give (`[N/A]`, as the size of shared memory) is None."""
+    """Parse the output of `GPU_QUERY`: one line for each device.
+
+    A value that the driver cannot provide (`[N/A]`, such as the size of shared memory) becomes None.
+    """
     lines = ([part.strip() for part in line.split(",")] for line in text.splitlines())
     return tuple(
         _device(dict(zip(_FIELDS, parts, strict=True))) for parts in lines if len(parts) == len(_FIELDS) and parts[0].isdecimal()
@@ -77,7 +90,7 @@ def _mebibytes(word: str) -> int | None:
 
 
 def _divided(devices: Iterable[CudaDevice], listed: str) -> tuple[CudaDevice, ...]:
-    """With instances in place of the GPUs that are divided into them; one that has none stays, and nothing can serve on it."""
+    """Replace each partitioned GPU with its MIG instances; one without instances stays, and cannot serve."""
     instances: dict[int, list[tuple[str, int, str]]] = {}
     number = -1
     for gpu, profile, gigabytes, uuid in _LISTED.findall(listed):
@@ -93,7 +106,10 @@ def _divided(devices: Iterable[CudaDevice], listed: str) -> tuple[CudaDevice, ..
 
 
 def _parts(device: CudaDevice, instances: list[tuple[str, int, str]]) -> list[CudaDevice]:
-    """Nobody tells how much of an instance is free: it is taken for whole."""
+    """Return the MIG instances of a GPU.
+
+    The driver does not report the free memory of an instance, so all of it is assumed to be free.
+    """
     return [
         dataclasses.replace(
             device,

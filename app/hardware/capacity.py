@@ -1,4 +1,7 @@
-"""How long a context, how many sequences and how many bytes of keys and values the memory allows; the rest is refused with numbers."""
+"""Capacity of a model that generates: weights, KV cache, context length, sequences and tokens of a step.
+
+Each value is limited by the memory. A setting that does not fit is refused with the numbers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from app.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How large steps become where nobody asks and nothing is measured, and why."""
+    """Step sizes that are used if nothing is set and nothing was measured, with their reasons."""
 
     running_seqs: int
     running_reason: str
@@ -23,30 +26,33 @@ class Sizes:
     batch_reason: str
 
 
-# From 64 rows on products gain little more from company (BF16 on two Zen 5 cores: 19.7 thousand rows a second at 64, 23 at 128, 25 at 512),
+# Beyond 64 rows the rate of products grows little (BF16 on two Zen 5 cores: 19.7 thousand rows a second at 64, 23 at 128, 25 at 512),
 # while each sequence waits for all the others.
 _ON_PROCESSOR = Sizes(
-    64, "Beyond that many rows products gain little, and each sequence waits for the others.",
-    512, "Products reach their best rate there; a longer step would only make the other sequences wait.",
+    64, "With more rows, products gain little speed, and each sequence waits for the others.",
+    512, "Products reach their best rate at this size; a longer step would only make the other sequences wait.",
 )  # fmt: skip
-# A device reads every weight once a step whoever shares it, and asks for hundreds of rows before its products are the limit; what a step
-# costs the host beside them is paid once for all. Not measured on a device yet: calibration will say.
+# A GPU reads every weight once in each step, for any number of sequences. It needs hundreds of rows before its products are the
+# limit, and the host's work for a step is the same for any number of rows. Not measured on a GPU yet; calibration will replace this.
 _ON_GPU = Sizes(
-    256, "A step reads every weight once for all of them; from there on products are the limit.",
-    8192, "Prompts in large parts: the device's products are at their best, and what a step costs the host is paid once.",
+    256, "A step reads every weight once for all of them; with more, products are the limit.",
+    8192, "Large parts of prompts: the device's products reach their best rate, and the host's work for a step is paid once.",
 )  # fmt: skip
-# A Mac's GPU is a tenth of that one: what is right for it lies between, and a step of many seconds would keep whoever gave up.
+# A Mac's GPU has about a tenth of that speed, so the values are between the two. A step of many seconds would also delay the release of
+# requests whose clients have left.
 _ON_MAC = Sizes(
     64, "A step reads every weight once for all of them; each sequence waits for the others.",
-    1024, "Products reach their best rate there; a longer step would only make the other sequences wait.",
+    1024, "Products reach their best rate at this size; a longer step would only make the other sequences wait.",
 )  # fmt: skip
 _SIZES: Mapping[str, Sizes] = {"cpu": _ON_PROCESSOR, "cuda": _ON_GPU, "mps": _ON_MAC}
-_NEARLY_BEST = 0.95  # of the best measured rate: a step of half the tokens is worth so much
-_WAITING_ROUNDS = 4  # times the running sequences
+_NEARLY_BEST = 0.95  # share of the best measured rate that a shorter step must reach to be preferred
+_WAITING_ROUNDS = 4  # waiting requests for each running sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
+    """Decisions about memory and step sizes."""
+
     weight_bytes: Decision[int]
     kv_cache_bytes: Decision[int]
     max_model_len: Decision[int]
@@ -57,7 +63,11 @@ class Capacity:
 
 
 def decide(facts: Facts, settings: Settings, demand: Demand, timing: Timing | None = None) -> Capacity:
-    """Raises `PlanImpossible` where the model does not fit, or what was asked for does not."""
+    """Decide the capacity of a model that generates.
+
+    Raises:
+        PlanImpossible: the model, or a size that was asked for, does not fit.
+    """
     batch = chunk(facts, settings, demand, timing)
     running = _running_seqs(settings, batch.value, _sizes(demand))
     left = _room(facts, settings, demand, batch.value, running.value)
@@ -75,9 +85,11 @@ def decide(facts: Facts, settings: Settings, demand: Demand, timing: Timing | No
         max_model_len=length,
         max_running_seqs=running,
         max_batch_tokens=batch,
-        batch_target_tokens=Decision(batch.value, "Prompts fill a step as far as the pace of running streams allows."),
+        batch_target_tokens=Decision(
+            batch.value, "Prompts fill a step as far as the inter-token latency of running streams allows."
+        ),
         max_waiting_requests=Decision(
-            waiting, f"{_WAITING_ROUNDS} times the running sequences: who would wait longer is told when to return."
+            waiting, f"{_WAITING_ROUNDS} times the running sequences; further requests are refused with a Retry-After."
         )
         if settings.max_waiting_requests == "auto"
         else Decision(settings.max_waiting_requests, "Asked for."),
@@ -85,6 +97,7 @@ def decide(facts: Facts, settings: Settings, demand: Demand, timing: Timing | No
 
 
 def weight_bytes(demand: Demand) -> Decision[int]:
+    """Decide the bytes of the weights in memory."""
     if demand.needs is None:
         return Decision(0, "No model is given.")
     where = "" if demand.device is None else f" on the device. {demand.device.host_words}"
@@ -92,7 +105,11 @@ def weight_bytes(demand: Demand) -> Decision[int]:
 
 
 def chunk(facts: Facts, settings: Settings, demand: Demand, timing: Timing | None) -> Decision[int]:
-    """Tokens of a step: the fewest with which prompts are as quick as they get, where that was measured, and as memory allows."""
+    """Decide the tokens of a step.
+
+    This is the smallest size at which prompts are processed at nearly the best measured rate, or the default if
+    nothing was measured, reduced if memory is short.
+    """
     if settings.max_batch_tokens != "auto":
         return Decision(settings.max_batch_tokens, "Asked for.")
     usual = _sizes(demand)
@@ -115,7 +132,10 @@ def _sizes(demand: Demand) -> Sizes:
 
 
 def _measured_chunk(timing: Timing | None, running: int, usual: int) -> Decision[int] | None:
-    """The smallest measured size within 5% of the best one's tokens a second, with room for part of a prompt beside all that decode."""
+    """Return the smallest measured size within 5% of the best rate, in tokens a second.
+
+    The size leaves tokens for part of a prompt next to all sequences that decode.
+    """
     sizes = [size for size in timing.trial.prefill_seconds if size >= running + LEAST_BATCH_TOKENS] if timing else []
     if timing is None or not sizes:
         return None
@@ -123,7 +143,7 @@ def _measured_chunk(timing: Timing | None, running: int, usual: int) -> Decision
     best = max(rates, key=lambda size: rates[size])
     found = next(size for size, each in rates.items() if each >= _NEARLY_BEST * rates[best])
     if found == max(sizes) < usual:
-        return None  # still rising where measuring ended
+        return None  # the rate still rises at the largest measured size
     if found == best:
         return Decision(found, f"Measured: prompts are quickest in steps of {found} tokens, {rate(rates[found])} tokens/s.")
     return Decision(
@@ -142,14 +162,18 @@ def _running_seqs(settings: Settings, batch_tokens: int, usual: Sizes) -> Decisi
         return Decision(min(usual.running_seqs, batch_tokens), usual.running_reason)
     if settings.max_running_seqs > batch_tokens:
         raise PlanImpossible(
-            f"max_running_seqs is {settings.max_running_seqs}, but a step has room for max_batch_tokens = {batch_tokens}, "
-            "and each running sequence needs one token of it."
+            f"max_running_seqs is {settings.max_running_seqs}, but a step has at most max_batch_tokens = {batch_tokens} tokens, "
+            "and each running sequence needs one of them."
         )
     return Decision(settings.max_running_seqs, "Asked for.")
 
 
 def _room(facts: Facts, settings: Settings, demand: Demand, batch_tokens: int, running: int) -> Room:
-    """Raises where nothing is left for keys and values."""
+    """Return the memory that is left for keys and values.
+
+    Raises:
+        PlanImpossible: nothing is left.
+    """
     left = room(facts, demand, batch_tokens, running)
     if demand.needs and left.size < MIN_TOKENS * demand.kv_bytes_per_token:
         raise PlanImpossible(arithmetic(settings, demand, left))
@@ -158,8 +182,8 @@ def _room(facts: Facts, settings: Settings, demand: Demand, batch_tokens: int, r
 
 def _forced_room(asked: int, left: Room) -> Room:
     if asked > left.size:
-        raise PlanImpossible(f"kv_cache_bytes is {gib(asked)}, but there is room for {gib(left.size)}: {left.story}.")
-    return replace(left, size=asked, story=f"{gib(asked)} were asked for")
+        raise PlanImpossible(f"kv_cache_bytes is {gib(asked)}, but only {gib(left.size)} are available: {left.story}.")
+    return replace(left, size=asked, story=f"kv_cache_bytes is {gib(asked)}")
 
 
 def _model_len(settings: Settings, demand: Demand, room: Room) -> Decision[int]:
@@ -167,51 +191,60 @@ def _model_len(settings: Settings, demand: Demand, room: Room) -> Decision[int]:
     if needs is None:
         return Decision(0 if asked == "auto" else asked, "Known when a model is given." if asked == "auto" else "Asked for.")
     if asked != "auto" and asked > needs.max_model_len:
-        raise PlanImpossible(f"max_model_len is {asked}, but the model was made for {needs.max_model_len} tokens at the most.")
+        raise PlanImpossible(f"max_model_len is {asked}, but the model supports at most {needs.max_model_len} tokens.")
     wanted = needs.max_model_len if asked == "auto" else asked
     fits = demand.kv_tokens(room.size) if demand.kv_bytes_per_token else wanted
     if fits >= wanted:
-        return Decision(wanted, "As long as the model was made for." if asked == "auto" else "Asked for.")
+        return Decision(wanted, "The longest context that the model supports." if asked == "auto" else "Asked for.")
     if asked != "auto" or fits < MIN_TOKENS:
         raise PlanImpossible(
             f"A context of {wanted if asked != 'auto' else MIN_TOKENS} tokens needs "
             f"{gib((wanted if asked != 'auto' else MIN_TOKENS) * demand.kv_bytes_per_token)} of keys and values, "
-            f"but there is room for {gib(room.size)}: {room.story}."
+            f"but only {gib(room.size)} are available: {room.story}."
         )
-    return Decision(fits, f"The model was made for {wanted} tokens; the memory holds keys and values of {fits}: {room.story}.")
+    return Decision(
+        fits, f"The model supports {wanted} tokens, but the memory holds the keys and values of {fits}: {room.story}."
+    )
 
 
 def _fewer_where_tight(running: Decision[int], demand: Demand, room: Room) -> Decision[int]:
-    """A sequence that has no room for a few tokens cannot run; it waits."""
+    """Reduce the number of sequences so that each has memory for at least a few tokens; the others wait."""
     if not demand.kv_bytes_per_token:
         return running
     least = MIN_TOKENS if demand.device is None else KV_PAGE_TOKENS
     fits = max(1, demand.kv_tokens(room.size) // least)
     if fits >= running.value:
         return running
-    return Decision(fits, f"The memory holds keys and values of {count(fits, 'short sequence')}: {room.story}.")
+    return Decision(fits, f"The memory holds the keys and values of {count(fits, 'short sequence')}: {room.story}.")
 
 
 def _fewer_where_reserved(running: Decision[int], sequence_bytes: int, left: Room) -> Decision[int]:
-    """Twice as many slots as sequences are reserved, each as long as it may become; under strict overcommit that must fit at once."""
+    """Reduce the number of sequences so that all slots can be reserved at once under strict overcommit.
+
+    Twice as many slots as sequences are reserved, each for the longest context.
+    """
     fits = left.size // (2 * sequence_bytes) if sequence_bytes else running.value
     if fits >= running.value:
         return running
     return Decision(
         max(1, fits),
-        f"With vm.overcommit_memory=2 the whole reservation counts at once, and {gib(2 * sequence_bytes)} of it is each sequence's: "
-        f"{left.story}. A smaller max_model_len lets more run.",
+        f"With vm.overcommit_memory=2 the whole reservation counts at once, and each sequence reserves {gib(2 * sequence_bytes)}: "
+        f"{left.story}. A smaller max_model_len allows more sequences.",
     )
 
 
 def _kv_cache_bytes(settings: Settings, demand: Demand, room: Room, useful: int) -> Decision[int]:
-    """No more than could be used: every running sequence at its longest, and as much again for prefixes worth keeping."""
+    """Decide the size of the KV cache.
+
+    It is no larger than can be used: every running sequence at its longest, and the same amount again for cached
+    prefixes.
+    """
     if settings.kv_cache_bytes != "auto":
         return Decision(settings.kv_cache_bytes, "Asked for.")
     if demand.needs is None:
-        return Decision(room.size, f"{room.story}; the weights of a model will come off that.")
+        return Decision(room.size, f"{room.story}; the weights of a model will be subtracted from that.")
     if not demand.kv_bytes_per_token:
         return Decision(0, "This model keeps no keys and values.")
     if useful <= room.size:
-        return Decision(useful, "Every running sequence at its longest, and as much again for prefixes that may come back.")
-    return Decision(room.size, f"{room.story}. Pages are taken when they are first written.")
+        return Decision(useful, "Every running sequence at its longest, and the same amount again for cached prefixes.")
+    return Decision(room.size, f"{room.story}. Pages are allocated when they are first written.")

@@ -1,6 +1,7 @@
-"""The limits of this process's control group on Linux: the tightest of its own and all its ancestors', cgroup v1, v2 or both at once.
+"""Limits of this process's control group on Linux, with the limits of all its ancestors: the tightest ones apply.
 
-Formats: Linux Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/*.rst, man 7 cgroups, man 5 proc_pid_mountinfo.
+Supports cgroup v1, v2, and both at once. Formats: Linux Documentation/admin-guide/cgroup-v2.rst and
+cgroup-v1/*.rst, man 7 cgroups, man 5 proc_pid_mountinfo.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ from typing import Literal
 from app.hardware.facts import Cgroup
 from app.hardware.files import Files, parse_cpu_list
 
-# v1 says "no limit" as the largest multiple of a page below 2^63; no machine has an exbibyte.
+# cgroup v1 reports "no limit" as the largest multiple of the page size below 2^63. No machine has an exbibyte.
 _NO_LIMIT = 2**60
 
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A cgroup file system: `top` is the part of the hierarchy that is mounted at `point`; v2 has no list of controllers here."""
+    """Mounted cgroup file system.
+
+    `top` is the part of the hierarchy that is mounted at `point`. `controllers` is empty for v2, because mountinfo
+    does not list them.
+    """
 
     top: str
     point: str
@@ -29,6 +34,7 @@ class Mount:
 
 
 def read(files: Files) -> Cgroup:
+    """Read the limits of this process's control group."""
     mounts, groups = parse_mounts(files.text("/proc/self/mountinfo") or ""), parse_groups(files.text("/proc/self/cgroup") or "")
     memory = list(_memory(files, mounts, groups))
     limits = [limit for limit, _ in memory]
@@ -43,7 +49,10 @@ def read(files: Files) -> Cgroup:
 
 
 def parse_mounts(text: str) -> list[Mount]:
-    """The cgroup mounts among the lines of mountinfo: `id parent device top point options [tags] - type source options`."""
+    """Return the cgroup mounts in mountinfo.
+
+    Its lines are `id parent device top point options [tags] - type source options`.
+    """
     found = []
     for line in text.splitlines():
         left, dash, right = line.partition(" - ")
@@ -55,7 +64,10 @@ def parse_mounts(text: str) -> list[Mount]:
 
 
 def parse_groups(text: str) -> dict[str, str]:
-    """Controller → path of this process's group, from `id:controllers:path` lines; v2's line has no controllers and is named ``."""
+    """Return the path of this process's group for each controller, from `id:controllers:path` lines.
+
+    The line of v2 has no controllers; its key is the empty string.
+    """
     groups: dict[str, str] = {}
     for line in text.splitlines():
         parts = line.split(":", 2)
@@ -66,7 +78,7 @@ def parse_groups(text: str) -> dict[str, str]:
 
 
 def _mount(mounts: list[Mount], groups: dict[str, str], controller: str) -> Mount | None:
-    """A controller lives in one hierarchy only: v1's where it is mounted there, else v2's."""
+    """Return the mount of a controller, which belongs to one hierarchy only: v1 if it is mounted there, else v2."""
     first = next((mount for mount in mounts if mount.version == 1 and controller in mount.controllers), None)
     if first is not None and controller in groups:
         return first
@@ -74,7 +86,7 @@ def _mount(mounts: list[Mount], groups: dict[str, str], controller: str) -> Moun
 
 
 def _directories(files: Files, mounts: list[Mount], groups: dict[str, str], controller: str) -> Iterator[tuple[int, str]]:
-    """The hierarchy's version with the directory of this process's group, then of each ancestor up to what is mounted."""
+    """Yield the hierarchy's version and the directory of this process's group, then of each mounted ancestor."""
     mount = _mount(mounts, groups, controller)
     if mount is None:
         return
@@ -82,7 +94,7 @@ def _directories(files: Files, mounts: list[Mount], groups: dict[str, str], cont
     inside = PurePosixPath(group)
     if inside.is_relative_to(mount.top):
         inside = PurePosixPath("/") / inside.relative_to(mount.top)
-    # A container may see only its own part of the hierarchy, under a path that names more: then the mount itself is the group.
+    # A container may see only its part of the hierarchy while the path names more of it. Then the mount point is the group.
     if ".." in inside.parts or not files.is_directory(mount.point + str(inside)):
         inside = PurePosixPath("/")
     for directory in (inside, *inside.parents):
@@ -90,14 +102,17 @@ def _directories(files: Files, mounts: list[Mount], groups: dict[str, str], cont
 
 
 def find_cpu_stat(files: Files) -> Path | None:
-    """Where the kernel counts how long the tightest quota has kept this process's group off the CPU; None where there is no quota."""
+    """Return the `cpu.stat` file of the group with the tightest CPU quota; None without a quota.
+
+    The kernel counts there how long the quota has kept the group's processes off the CPU.
+    """
     mounts, groups = parse_mounts(files.text("/proc/self/mountinfo") or ""), parse_groups(files.text("/proc/self/cgroup") or "")
     tightest = min(_quotas(files, mounts, groups), default=None)
     return None if tightest is None else files.path(f"{tightest[1]}/cpu.stat")
 
 
 def _quotas(files: Files, mounts: list[Mount], groups: dict[str, str]) -> Iterator[tuple[float, str]]:
-    """Cores as quota over period, with the directory, of every level that has a quota."""
+    """Yield the quota in cores (quota over period) and the directory of every level that has one."""
     for version, directory in _directories(files, mounts, groups, "cpu"):
         if version == 2:
             quota = parse_cpu_max(files.text(f"{directory}/cpu.max") or "")
@@ -108,7 +123,7 @@ def _quotas(files: Files, mounts: list[Mount], groups: dict[str, str]) -> Iterat
 
 
 def parse_cpu_max(text: str) -> float | None:
-    """`50000 100000` is half a core, `max 100000` no limit."""
+    """Parse `cpu.max` into cores: `50000 100000` is half a core, `max 100000` is no limit (None)."""
     parts = text.split()
     if not parts or not parts[0].isdecimal():
         return None
@@ -121,7 +136,7 @@ def _cores(quota: int | None, period: int | None) -> float | None:
 
 
 def _cpuset(files: Files, mounts: list[Mount], groups: dict[str, str]) -> tuple[int, ...] | None:
-    """What is effective already counts the ancestors in, so the nearest level that states it is enough."""
+    """Return the effective CPUs of the nearest level that states them; ancestors' limits are already included."""
     for version, directory in _directories(files, mounts, groups, "cpuset"):
         names = ("cpuset.cpus.effective",) if version == 2 else ("cpuset.effective_cpus", "cpuset.cpus")
         for name in names:
@@ -131,7 +146,10 @@ def _cpuset(files: Files, mounts: list[Mount], groups: dict[str, str]) -> tuple[
 
 
 def _memory(files: Files, mounts: list[Mount], groups: dict[str, str]) -> Iterator[tuple[int, int]]:
-    """(limit, in use and not droppable) in bytes of every level that has a limit; above memory.high the kernel slows a group down."""
+    """Yield (limit, bytes in use that cannot be dropped) of every level with a limit.
+
+    `memory.high` counts as a limit, because the kernel throttles a group above it.
+    """
     for version, directory in _directories(files, mounts, groups, "memory"):
         names = ("memory.max", "memory.high") if version == 2 else ("memory.limit_in_bytes",)
         limits = [limit for name in names if (limit := files.number(f"{directory}/{name}")) is not None and limit < _NO_LIMIT]
@@ -141,12 +159,12 @@ def _memory(files: Files, mounts: list[Mount], groups: dict[str, str]) -> Iterat
 
 
 def _droppable(files: Files, directory: str, version: int) -> int:
-    """Page cache of the group: it counts as used and makes way for anything else."""
+    """Return the bytes of the group's page cache, which count as used but are freed on demand."""
     prefix = "" if version == 2 else "total_"
     text = files.text(f"{directory}/memory.stat") or ""
     return sum(int(count) for count in re.findall(rf"^{prefix}(?:in)?active_file (\d+)$", text, re.MULTILINE))
 
 
 def _unescape(text: str) -> str:
-    """mountinfo writes a space as \\040."""
+    """Replace the octal escapes of mountinfo, for example that of a space."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

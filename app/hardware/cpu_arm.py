@@ -1,6 +1,7 @@
-"""Names an Arm core from its implementer and part numbers, the product around it from what the firmware states, and its instruction sets.
+"""Identification of Arm processors on Linux: core, product and instruction sets.
 
-Arm Linux has no model name: cores are known by the numbers of the MIDR register, and the same core is sold in several products.
+/proc/cpuinfo has no model name on Arm. Cores are identified by the implementer and part numbers of the MIDR
+register. One core is sold in several products, so the product comes from what the firmware reports.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _IMPLEMENTERS = {
     0xC0: "Ampere",
 }
 
-# (implementer, part): Linux cputype.h (*_CPU_PART_*) and, for cores that it does not name, util-linux sys-utils/lscpu-arm.c.
+# (implementer, part): Linux cputype.h (*_CPU_PART_*) and, for cores missing there, util-linux sys-utils/lscpu-arm.c.
 _CORES: Mapping[tuple[int, int], str] = {
     (0x41, 0xD0C): "Neoverse N1",
     (0x41, 0xD49): "Neoverse N2",
@@ -64,7 +65,7 @@ _CORES: Mapping[tuple[int, int], str] = {
     (0x61, 0x039): "Apple M2",
 }
 
-# Names in /proc/cpuinfo (Linux Documentation/arch/arm64/elf_hwcaps.rst) and what this project calls them.
+# Names in /proc/cpuinfo (Linux Documentation/arch/arm64/elf_hwcaps.rst) and the names in `Facts.isa`.
 _FEATURES = {
     "asimd": "neon",
     "asimdhp": "fp16",
@@ -81,13 +82,13 @@ _FEATURES = {
     "sme2": "sme2",
 }
 
-# The same as bits of the auxiliary vector's AT_HWCAP (16) and AT_HWCAP2 (26): Linux arch/arm64/include/uapi/asm/hwcap.h.
+# Bits of AT_HWCAP (16) and AT_HWCAP2 (26) in the auxiliary vector: Linux arch/arm64/include/uapi/asm/hwcap.h.
 _HWCAPS = {
     16: {1: "neon", 8: "lse", 10: "fp16", 20: "dotprod", 22: "sve", 23: "fp16fml"},
     26: {1: "sve2", 9: "svei8mm", 12: "svebf16", 13: "i8mm", 14: "bf16", 23: "sme", 37: "sme2"},
 }
 
-# Who sells the machine (sys_vendor or chassis tag in DMI, as cloud-init's ds-identify reads them) and its core: the product.
+# (vendor, core) to product. The vendor is sys_vendor or the chassis tag in DMI, which cloud-init's ds-identify reads too.
 _CLOUD_PRODUCTS: Mapping[tuple[str, str], str] = {
     ("Amazon EC2", "Cortex-A72"): "Graviton",  # aws-graviton-getting-started: A1
     ("Amazon EC2", "Neoverse N1"): "Graviton2",
@@ -104,10 +105,10 @@ _CLOUD_PRODUCTS: Mapping[tuple[str, str], str] = {
     ("Alibaba Cloud", "Neoverse N2"): "Yitian 710",  # g8y
 }
 
-# Silicon that names itself through SMCCC SOC_ID (/sys/devices/soc0/soc_id, JEP-106 manufacturer and part).
+# SMCCC SOC_ID (/sys/devices/soc0/soc_id: JEP-106 manufacturer and part) to product.
 _SOC_PRODUCTS = {"jep106:036b:0241": "Grace", "jep106:0a16:0001": "Altra"}
 
-# Implementers that sell one product with the core in question.
+# (implementer, part) to product, for implementers that sell one product with that core.
 _OWN_PRODUCTS = {
     (0x6D, 0xD49): "Cobalt 100",
     (0xC0, 0xAC3): "AmpereOne",
@@ -117,7 +118,7 @@ _OWN_PRODUCTS = {
 
 
 def cpu(fields: Mapping[str, str], files: Files) -> Cpu:
-    """From the block of /proc/cpuinfo of a performance core, and the firmware's files."""
+    """Return the processor described by a performance core's block of /proc/cpuinfo and by the firmware's files."""
     implementer, part = _hexadecimal(fields.get("CPU implementer")), _hexadecimal(fields.get("CPU part"))
     core = _CORES.get((implementer, part))
     return Cpu(
@@ -129,7 +130,7 @@ def cpu(fields: Mapping[str, str], files: Files) -> Cpu:
 
 
 def _product(core: str | None, files: Files) -> str | None:
-    """What is sold with this core inside, where the firmware says who sold it; no network is asked."""
+    """Return the product with this core, if the firmware names the vendor; no cloud metadata service is queried."""
     for soc in files.names("/sys/devices"):
         if soc.startswith("soc") and (known := _SOC_PRODUCTS.get(files.text(f"/sys/devices/{soc}/soc_id") or "")):
             return known
@@ -141,7 +142,10 @@ def _product(core: str | None, files: Files) -> str | None:
 
 
 def instruction_sets(fields: Mapping[str, str], files: Files) -> frozenset[str]:
-    """From the Features line; emulators that show another machine's /proc/cpuinfo still give the right auxiliary vector."""
+    """Return the instruction sets in the Features line, else those in the auxiliary vector.
+
+    Emulators that show the host's /proc/cpuinfo still provide the right auxiliary vector.
+    """
     stated = fields.get("Features")
     if stated is None:
         return _from_auxiliary_vector(files.octets("/proc/self/auxv"))
@@ -154,7 +158,10 @@ def _from_auxiliary_vector(octets: bytes) -> frozenset[str]:
 
 
 def sve_bits(files: Files, isa: frozenset[str]) -> int | None:
-    """SVE's vector length, bits; the kernel states the default length that a new process gets, in bytes."""
+    """Return the SVE vector length in bits; None without SVE.
+
+    The kernel reports the default length of a new process in bytes.
+    """
     length = files.number("/proc/sys/abi/sve_default_vector_length")
     return length * 8 if length is not None and "sve" in isa else None
 

@@ -1,6 +1,7 @@
-"""Names an x86 core from the vendor, family and model that CPUID states, and its instruction sets from the kernel's flags.
+"""Identification of x86 processors on Linux: microarchitecture and instruction sets.
 
-The brand string is never read for meaning: a virtual machine may call itself anything.
+The microarchitecture comes from the vendor, family and model of CPUID, the instruction sets from the kernel's
+flags. The brand string is only displayed, because a virtual machine can set it to anything.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Mapping
 
 from app.hardware.facts import Cpu
 
-# The kernel's flag names (arch/x86/include/asm/cpufeatures.h) that a product of matrices or torch's dispatch can care about.
+# The kernel's flags (arch/x86/include/asm/cpufeatures.h) that matter for matrix products or for torch's dispatch.
 INSTRUCTION_SETS = frozenset(
     "sse4_2 popcnt avx f16c fma avx2 bmi2 avx_vnni avx_vnni_int8 avx_ifma avx512f avx512bw avx512cd avx512dq avx512vl avx512vbmi"
     " avx512_vnni avx512_bf16 avx512_fp16 amx_tile amx_int8 amx_bf16 amx_fp16 amx_complex".split()
@@ -17,14 +18,14 @@ INSTRUCTION_SETS = frozenset(
 
 _VENDORS = {"GenuineIntel": "Intel", "AuthenticAMD": "AMD", "HygonGenuine": "Hygon"}
 
-# (family, model): Linux arch/x86/include/asm/intel-family.h, whose names these are; servers first, then clients, then small cores.
+# (family, model), with the names in Linux arch/x86/include/asm/intel-family.h: first servers, then clients, then small cores.
 _INTEL: Mapping[tuple[int, int], str] = {
     (6, 0x2D): "Sandy Bridge",
     (6, 0x3E): "Ivy Bridge",
     (6, 0x3F): "Haswell",
     (6, 0x4F): "Broadwell",
     (6, 0x56): "Broadwell",
-    (6, 0x55): "Skylake-SP",  # stepping 5 to 7: Cascade Lake, 10 and 11: Cooper Lake; told apart in `microarchitecture`
+    (6, 0x55): "Skylake-SP",  # stepping 5 to 7: Cascade Lake, 10 and 11: Cooper Lake; see `microarchitecture`
     (6, 0x6A): "Ice Lake",
     (6, 0x6C): "Ice Lake",
     (6, 0x8F): "Sapphire Rapids",
@@ -60,7 +61,7 @@ _INTEL: Mapping[tuple[int, int], str] = {
     (6, 0x86): "Tremont",
 }
 
-# (family, first model, last model): how Linux arch/x86/kernel/cpu/amd.c sets X86_FEATURE_ZEN1 to ZEN5.
+# (family, first model, last model, name), from Linux arch/x86/kernel/cpu/amd.c, which sets X86_FEATURE_ZEN1 to ZEN5 by them.
 _AMD: tuple[tuple[int, int, int, str], ...] = (
     (0x17, 0x00, 0x2F, "Zen"),
     (0x17, 0x50, 0x5F, "Zen"),
@@ -79,7 +80,7 @@ _AMD: tuple[tuple[int, int, int, str], ...] = (
 
 
 def cpu(fields: Mapping[str, str]) -> Cpu:
-    """From the first processor's block of /proc/cpuinfo."""
+    """Return the processor described by the first block of /proc/cpuinfo."""
     stated = fields.get("vendor_id", "")
     return Cpu(
         vendor=_VENDORS.get(stated, stated or "unknown"),
@@ -91,16 +92,18 @@ def cpu(fields: Mapping[str, str]) -> Cpu:
 
 
 def microarchitecture(vendor: str, family: int, model: int, stepping: int) -> str | None:
+    """Return the name of the microarchitecture; None if the model is unknown. `vendor` is the CPUID vendor string."""
     if vendor == "AuthenticAMD":
         return next((name for known, first, last, name in _AMD if family == known and first <= model <= last), None)
     if vendor != "GenuineIntel":
         return None
-    if (family, model) == (6, 0x55) and stepping >= 5:  # one model number, three cores: intel-family.h says so beside SKYLAKE_X
+    if (family, model) == (6, 0x55) and stepping >= 5:  # three cores share this model number (intel-family.h, SKYLAKE_X)
         return "Cascade Lake" if stepping <= 7 else "Cooper Lake"
     return _INTEL.get((family, model))
 
 
 def instruction_sets(fields: Mapping[str, str]) -> frozenset[str]:
+    """Return the kernel's flags that are in `INSTRUCTION_SETS`."""
     return frozenset(fields.get("flags", "").split()) & INSTRUCTION_SETS
 
 

@@ -1,4 +1,4 @@
-"""A decision with its reason, and the words that every part of the plan is written in."""
+"""Types shared by all parts of the plan: decisions with reasons, and the measurements of calibration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True, slots=True)
 class Decision(Generic[T]):
-    """A choice and why it was made, in a sentence for the operator."""
+    """Chosen value, and the reason as a sentence for the operator."""
 
     value: T
     reason: str
@@ -21,13 +21,19 @@ class Decision(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One way to serve a checkpoint, timed: seconds of steps of the whole model, worked out from layers of its shapes.
+    """Measured step times of one configuration of a checkpoint.
 
-    `decode_seconds` is a step by sequences that decode together, hardly any context behind them; `prefill_seconds` a step by tokens of one
-    prompt; `context_token_seconds` what each token of context that a decoding sequence attends to adds to a step, all layers together;
-    `pair_seconds` what each pair of a prompt's token and one computed in a chunk before it adds (0: not measured).
-    An encoder has only `encode_seconds`, a step by tokens of all its texts, and `pair_seconds`, of two tokens of one text.
-    `read_bytes` are the weights that a decode step reads, `operations_per_token` its multiply-adds, times two, for a token.
+    Times are seconds of steps of the whole model, extrapolated from layers of its shapes. `decode_seconds` maps
+    sequences that decode together, with hardly any context, to seconds; `prefill_seconds` maps tokens of one
+    prompt to seconds. `context_token_seconds` is the time that each token of context of a decoding sequence adds
+    to a step, for all layers together. `pair_seconds` is the time added by each pair of a prompt token in the
+    chunk and a token computed before it (0: not measured).
+
+    An encoder has only `encode_seconds`, by tokens of all texts of a step, and `pair_seconds`, for each pair of
+    tokens of one text.
+
+    `read_bytes` are the bytes of weights that a decode step reads. `operations_per_token` is two times the
+    multiply-adds of one token.
     """
 
     precision: str
@@ -44,11 +50,12 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """What calibration measured on this very machine, for one checkpoint's shapes; empty where it did not run.
+    """Results of calibration on this machine for one checkpoint's shapes; empty if it did not run.
 
-    `products_per_second` is the best rate by precision (multiply and add count as two), at the most threads that may serve.
-    `most_few_rows`: up to so many rows four-bit weights are quicker than eight-bit ones; None: not measured.
-    `fallback`: why nothing here was taken for true and the plan decides from facts alone, as what follows "since"; empty where it was.
+    `products_per_second` is the best rate of matrix products for each precision, with the largest number of
+    threads that may be used; a multiply and an add count as two operations. `most_few_rows` is the largest number
+    of rows for which 4-bit weights are faster than 8-bit weights (None: not measured). `fallback` is set if the
+    measurements were rejected and the plan uses facts alone: a clause that follows "since".
     """
 
     read_bytes_per_second: float | None = None
@@ -60,10 +67,10 @@ class Measurements:
 
 
 def gib(size: int) -> str:
-    """Bytes for a sentence: `2.5 GiB`, and MiB below one."""
+    """Format bytes for a sentence: `2.5 GiB`, or MiB below one GiB."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 
 def count(number: int, one: str, many: str | None = None) -> str:
-    """`1 core`, `2 cores`."""
+    """Format a number with its noun: `1 core`, `2 cores`."""
     return f"{number} {one if number == 1 else many or one + 's'}"

@@ -1,6 +1,7 @@
-"""On which device to serve: the fastest kind that is here, built and suited, and of several GPUs which; what is not taken is told why.
+"""Choice of the device to serve on: the fastest kind that is present, supported and suitable, and one of several GPUs.
 
-One process serves on one device. How much of its memory is left is worked out in `device_memory`.
+The reason says why other devices were not chosen. One process serves on one device; `device_memory` works out its
+memory.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from app.hardware.facts import CudaDevice, Facts, Needs
 from app.hardware.precision import what_exists
 from app.settings import Settings
 
-LEAST_CAPABILITY = (8, 0)  # Ampere: the first that multiplies BF16; torch's int4 products and our kernels ask for it
-_LEAST_DARWIN = 23  # macOS 14: the first whose Metal has BF16, and the oldest that torch's wheels for Macs run on
+LEAST_CAPABILITY = (8, 0)  # Ampere: the first with BF16 products; torch's int4 products and this package's kernels need it
+_LEAST_DARWIN = 23  # macOS 14: the first whose Metal has BF16, and the oldest that torch's wheels for Macs support
 # The oldest driver for each CUDA (docs.nvidia.com/deploy/cuda-compatibility, minor version compatibility).
 _LEAST_DRIVER = {"12": 525, "13": 580}
 DEVICE_KERNELS: Mapping[str, str] = {"cuda": "triton", "mps": "metal"}
@@ -24,7 +25,7 @@ _PROGRAMS = "exported programs are served on processors"
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """`gpu` is what `cuda_device` names; None on every other kind of device."""
+    """Decision about the device. `gpu` is the GPU that `cuda_device` names; None for every other kind of device."""
 
     device: Decision[str]
     cuda_device: Decision[int | None]
@@ -32,14 +33,19 @@ class Devices:
 
 
 def decide(facts: Facts, settings: Settings, needs: Needs | None, recipes: Collection[RecipeKey]) -> Devices:
-    """Raises `PlanImpossible` or `NoRecipe` where what is asked for cannot be."""
+    """Choose the device.
+
+    Raises:
+        PlanImpossible: the requested device is absent or unsuitable.
+        NoRecipe: no weights recipe exists for the requested device.
+    """
     built = frozenset(kind for kind, architecture, _ in recipes if architecture == facts.architecture)
     device = _forced(facts, settings.device, needs, built) if settings.device != "auto" else _best(facts, needs, built)
     if device is None:
         raise NoRecipe(
-            f"Nothing is built for {facts.architecture}. {what_exists(recipes)}"
+            f"Serving on {facts.architecture} is not supported yet. {what_exists(recipes)}"
             if settings.device == "auto"
-            else f"Serving on {settings.device} is not built yet. {what_exists(recipes)}"
+            else f"Serving on {settings.device} is not supported yet. {what_exists(recipes)}"
         )
     if device.value == "cuda":
         return _with_gpu(facts, settings, device)
@@ -47,63 +53,65 @@ def decide(facts: Facts, settings: Settings, needs: Needs | None, recipes: Colle
         raise PlanImpossible(
             f"cuda_device is {settings.cuda_device}, but device is {device.value}: {device.reason} Leave cuda_device at auto."
         )
-    return Devices(device, Decision(None, "No GPU of NVIDIA serves."))
+    return Devices(device, Decision(None, "No NVIDIA GPU is used."))
 
 
 def instead(place: Devices, settings: Settings, refusal: str) -> Devices | None:
-    """The processor, where nobody asked for the device on which what is asked cannot be; None: there is nothing else."""
+    """Return the processor as the device after `refusal`; None if the device was set, or is the processor already."""
     if place.device.value == "cpu" or settings.device != "auto" or settings.cuda_device != "auto":
         return None
     name = place.gpu.name if place.gpu else "The Apple GPU"
     return Devices(
-        Decision("cpu", f"{name} is here, but cannot do what is asked. {refusal}"), Decision(None, "No GPU of NVIDIA serves.")
+        Decision("cpu", f"{name} is present, but cannot serve these settings. {refusal}"),
+        Decision(None, "No NVIDIA GPU is used."),
     )
 
 
 def visible(place: Devices) -> Decision[str | None]:
-    """What CUDA_VISIBLE_DEVICES says, so that the process sees its own device alone: torch's number of it is then 0.
+    """Decide the value of CUDA_VISIBLE_DEVICES, so that the process sees only its GPU, which is index 0 for torch.
 
-    CUDA numbers the quickest first, nvidia-smi by bus; a name means the same to both, and nothing of ours lands on a neighbour's GPU.
+    CUDA lists the fastest GPU first, nvidia-smi sorts by bus. A UUID means the same to both, so nothing is
+    allocated on another GPU.
     """
     if place.gpu is None:
-        return Decision(None, "No GPU of NVIDIA serves.")
-    return Decision(name_of(place.gpu), "The process is shown the GPU that it serves on, and no other.")
+        return Decision(None, "No NVIDIA GPU is used.")
+    return Decision(name_of(place.gpu), "The process sees only the GPU that it serves on.")
 
 
 def name_of(gpu: CudaDevice) -> str:
-    """To CUDA: a number only where the driver did not tell its name."""
+    """Return the name of a GPU for CUDA: its UUID, or its index if the driver reports none."""
     return gpu.uuid or str(gpu.index)
 
 
 def kernels(kind: str) -> Decision[str]:
-    """Whose kernels do what lies between a device's products."""
+    """Decide which kernels a device uses between the matrix products."""
     if kind == "cuda":
         return Decision(
             DEVICE_KERNELS[kind],
-            "Our own, compiled for this GPU when they are first used, and torch's; torch's alone where Triton or a C compiler is missing.",
+            "This package's Triton kernels, compiled at first use, and torch's kernels; only torch's if Triton or a C compiler is missing.",
         )
-    return Decision(DEVICE_KERNELS[kind], "Torch's own for Apple GPUs.")
+    return Decision(DEVICE_KERNELS[kind], "Torch's kernels for Apple GPUs.")
 
 
 def kernel_folder(settings: Settings, kind: str) -> Decision[str | None]:
-    """Where Triton keeps what it compiled."""
+    """Decide the folder in which Triton keeps compiled kernels; None if nothing is compiled or none is known."""
     folder = settings.cache_directory
     if kind != "cuda":
-        return Decision(None, "Nothing is compiled for this device while it serves.")
+        return Decision(None, "Nothing is compiled for this device while serving.")
     if folder is None:
-        return Decision(None, "This user has no home; cache_dir would say where compiled kernels may be kept.")
-    return Decision(str(folder / "triton"), "Compiling our kernels takes a minute: the next start finds them there.")
+        return Decision(None, "This user has no home directory; set cache_dir to keep compiled kernels.")
+    return Decision(str(folder / "triton"), "Compiling the kernels takes a minute; the next start reads them from this folder.")
 
 
-# ---- which kind --------------------------------------------------------------------------------------------------------
+# ---- kind of device --------------------------------------------------------------------------------------------------------
 
 
 def _forced(facts: Facts, kind: str, needs: Needs | None, built: Collection[str]) -> Decision[str] | None:
-    """None where it is not built."""
+    """Return the decision for a requested kind; None if no recipe exists for it."""
     if kind == "cuda" and not facts.cuda:
         raise PlanImpossible(
-            "device is cuda, but neither nvidia-smi nor /proc/driver/nvidia names a GPU. Is the driver installed, and does "
-            "CUDA_VISIBLE_DEVICES hide none?"
+            "device is cuda, but neither nvidia-smi nor /proc/driver/nvidia lists a GPU. Check that the driver is installed and "
+            "that CUDA_VISIBLE_DEVICES hides no GPU."
         )
     if kind == "mps" and not facts.mps:
         raise PlanImpossible("device is mps, but this is no Apple silicon Mac.")
@@ -111,15 +119,13 @@ def _forced(facts: Facts, kind: str, needs: Needs | None, built: Collection[str]
         return None
     unsuited = _unsuited(facts, kind, needs)
     if unsuited:
-        raise PlanImpossible(f"device is {kind}, but {unsuited}. Leave device at auto, which serves on the processor.")
+        raise PlanImpossible(f"device is {kind}, but {unsuited}. Leave device at auto to serve on the processor.")
     old = _old_driver(facts) if kind == "cuda" else ""
-    return Decision(
-        kind, f"Asked for, though {old}: without NVIDIA's compatibility libraries this ends." if old else "Asked for."
-    )
+    return Decision(kind, f"Asked for, but {old}: without NVIDIA's compatibility libraries this fails." if old else "Asked for.")
 
 
 def _best(facts: Facts, needs: Needs | None, built: Collection[str]) -> Decision[str] | None:
-    """None where nothing is built."""
+    """Return the fastest usable kind of device; None if no recipe exists for any."""
     here = [
         (kind, name)
         for kind, name, present in (("cuda", _gpus(facts), bool(facts.cuda)), ("mps", "The Apple GPU (MPS)", facts.mps))
@@ -127,12 +133,12 @@ def _best(facts: Facts, needs: Needs | None, built: Collection[str]) -> Decision
     ]
     passed = []
     for kind, name in here:
-        why_not = "serving on it is not built yet" if kind not in built else _unsuited(facts, kind, needs)
+        why_not = "serving on it is not supported yet" if kind not in built else _unsuited(facts, kind, needs)
         why_not = why_not or (_old_driver(facts) if kind == "cuda" else "")
         if not why_not:
-            return Decision(kind, f"{name} is here and can be served on.")
-        passed.append(f"{name} is here, but {why_not}.")
-    return Decision("cpu", " ".join(passed) or "No other device is here.") if "cpu" in built else None
+            return Decision(kind, f"{name} is present and usable.")
+        passed.append(f"{name} is present, but {why_not}.")
+    return Decision("cpu", " ".join(passed) or "No other device is present.") if "cpu" in built else None
 
 
 def _gpus(facts: Facts) -> str:
@@ -140,7 +146,7 @@ def _gpus(facts: Facts) -> str:
 
 
 def _unsuited(facts: Facts, kind: str, needs: Needs | None) -> str:
-    """Why nothing can be served there, as what follows "but"; empty where it can."""
+    """Return why a kind of device cannot serve, as a clause that follows "but"; empty if it can."""
     if kind == "cpu":
         return ""
     if needs is not None and needs.kind == "program":
@@ -148,7 +154,7 @@ def _unsuited(facts: Facts, kind: str, needs: Needs | None) -> str:
     if kind == "mps":
         release = facts.kernel.partition(".")[0]
         old = release.isdecimal() and int(release) < _LEAST_DARWIN
-        return f"this macOS (Darwin {facts.kernel}) is older than 14, the first that is served on" if old else ""
+        return f"this macOS (Darwin {facts.kernel}) is older than 14, the oldest supported version" if old else ""
     if facts.torch is not None and not facts.torch.cuda:
         return f"the installed torch ({facts.torch.version}) was built without CUDA"
     reasons = [_unsuited_gpu(gpu) for gpu in facts.cuda]
@@ -157,14 +163,14 @@ def _unsuited(facts: Facts, kind: str, needs: Needs | None) -> str:
 
 def _unsuited_gpu(gpu: CudaDevice) -> str:
     if gpu.mig == "":
-        return "it is divided (MIG), and no instance of it can be seen: make one, or turn MIG off"
+        return "it is partitioned by MIG and has no visible instance: create one, or turn MIG off"
     if gpu.capability is None:
         return (
-            "nobody says its compute capability: nvidia-smi is older than driver 510 or not here (in a container "
-            "NVIDIA_DRIVER_CAPABILITIES must have utility)"
+            "its compute capability is unknown: nvidia-smi is missing or older than driver 510 (in a container "
+            "NVIDIA_DRIVER_CAPABILITIES must include utility)"
         )
     if gpu.capability < LEAST_CAPABILITY:
-        return f"its compute capability is {_words(gpu.capability)}, and {_words(LEAST_CAPABILITY)} (Ampere) is the least"
+        return f"its compute capability is {_words(gpu.capability)}, and {_words(LEAST_CAPABILITY)} (Ampere) is the minimum"
     return ""
 
 
@@ -173,17 +179,17 @@ def _words(capability: tuple[int, int]) -> str:
 
 
 def _old_driver(facts: Facts) -> str:
-    """Where torch's CUDA asks for a newer driver than this, that; else empty."""
+    """Return a clause if the driver is older than torch's CUDA needs; else the empty string."""
     wanted = _LEAST_DRIVER.get((facts.torch.cuda or "").partition(".")[0]) if facts.torch else None
     driver = facts.cuda[0].driver or ""
     major = driver.partition(".")[0]
     if wanted is None or not major.isdecimal() or int(major) >= wanted:
         return ""
-    assert facts.torch is not None, "it has a CUDA"
-    return f"its driver ({driver}) is older than the {wanted} that torch for CUDA {facts.torch.cuda} asks for"
+    assert facts.torch is not None, "torch has a CUDA version"
+    return f"its driver ({driver}) is older than the {wanted} that torch for CUDA {facts.torch.cuda} needs"
 
 
-# ---- which of several ----------------------------------------------------------------------------------------------------
+# ---- one of several GPUs ----------------------------------------------------------------------------------------------------
 
 
 def _with_gpu(facts: Facts, settings: Settings, device: Decision[str]) -> Devices:
@@ -191,7 +197,7 @@ def _with_gpu(facts: Facts, settings: Settings, device: Decision[str]) -> Device
     here = [gpu for gpu in facts.cuda if asked in ("auto", gpu.index)]
     if not here:
         known = ", ".join(str(index) for index in sorted({gpu.index for gpu in facts.cuda}))
-        raise PlanImpossible(f"cuda_device is {asked}, but the GPUs here are: {known}.")
+        raise PlanImpossible(f"cuda_device is {asked}, but the GPUs of this machine are: {known}.")
     suited = [gpu for gpu in here if not _unsuited_gpu(gpu)]
     if not suited:
         raise PlanImpossible(f"cuda_device is {asked} ({here[0].name}), but {_unsuited_gpu(here[0])}.")
@@ -210,6 +216,6 @@ def _which(best: CudaDevice, facts: Facts, is_auto: bool) -> str:
     if len(facts.cuda) == 1:
         return f"The only one: {best.name}{free}."
     return (
-        f"Of {count(len(facts.cuda), 'GPU')} the one with the most free memory{free}. A process serves on one: start another, with a "
-        "cuda_device of its own, for each of the rest."
+        f"Of {count(len(facts.cuda), 'GPU')}, the one with the most free memory{free}. A process serves on one GPU: start another process "
+        "with its own cuda_device for each of the others."
     )

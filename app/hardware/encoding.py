@@ -1,6 +1,7 @@
-"""What is decided otherwise for models that do not generate, encoders and exported programs: a step does all of a text, and keeps nothing.
+"""Capacity of models that do not generate: encoders and exported programs.
 
-A text is never divided, so the longest bounds a step's memory; up to how many tokens texts are put together is another number.
+A step processes whole texts and keeps nothing afterwards. A text is never divided, so the longest text bounds the
+memory of a step. The number of tokens up to which texts are batched together is a separate decision.
 """
 
 from __future__ import annotations
@@ -17,31 +18,37 @@ from app.hardware.step_seconds import TABLE_TEXT_TOKENS
 from app.hardware.trials import Timing, rate
 from app.settings import Settings
 
-_TARGET_TOKENS = 512  # where products reach their best rate on a CPU
-_TARGET_ROWS = 32  # of an exported program, while nobody knows what one of them costs
-# Of the best measured rate, where steps are short and where they are long: who arrives waits for the one under way, so that shorter ones
-# are worth something. (FP32 on two Cascade Lake cores: 1,024 tokens of all-MiniLM-L6-v2 in 0.31 s, 6% ahead of 128 in 0.04 s.)
+_TARGET_TOKENS = 512  # products reach their best rate on a CPU at this size
+_TARGET_ROWS = 32  # rows of an exported program, if their cost was not measured
+# Share of the best measured rate that a smaller step must reach, for short and for long steps. A new request waits for the running step,
+# so shorter steps are preferred. (FP32 on two Cascade Lake cores: steps of 1,024 tokens of all-MiniLM-L6-v2 take 0.31 s and have a rate
+# 6% above that of 128 tokens in 0.04 s.)
 _NEARLY_BEST, _NEARLY_BEST_IF_LONG = 0.9, 0.8
-_LONG_SECONDS = 0.05  # of a step
-# A step is cut where texts end, a part for each thread. With few texts a thread one of them waits for another, which texts of one length,
-# as they are timed, do not show. (int8 all-MiniLM-L6-v2 on two Cascade Lake cores, 32 clients: 6,000, 8,100 and 9,200 tokens/s in steps of
-# 128, 256 and 512, timed at 10,100, 11,000 and 11,600, and the longest steps had the least p99.)
-_SHARE_TOKENS, _SHARES_SECONDS = 256, 0.1  # of a thread; while a step takes no longer
-_MOST_TEXTS = 256  # of a step
-# On a GPU products ask for thousands of rows, and what a step costs the host is paid once; a Mac's is a tenth of that. Not measured yet.
+_LONG_SECONDS = 0.05  # a step that takes longer is long
+# A step is divided between threads at the ends of texts. With few texts for each thread, one thread waits for another. Calibration does
+# not show that, since its texts have one length. (int8 all-MiniLM-L6-v2 on two Cascade Lake cores, 32 clients: 6,000, 8,100 and 9,200
+# tokens/s in steps of 128, 256 and 512, while calibration measured 10,100, 11,000 and 11,600. The longest steps had the lowest p99.)
+_SHARE_TOKENS, _SHARES_SECONDS = 256, 0.1  # tokens for each thread, if the step then takes at most 0.1 s
+_MOST_TEXTS = 256  # texts of a step
+# A GPU's products need thousands of rows, and the host's work for a step does not grow with them. A Mac's GPU has about a tenth of that
+# speed. Not measured yet.
 _SIZES = {"cpu": (_TARGET_TOKENS, _MOST_TEXTS), "cuda": (16_384, 1024), "mps": (4096, 256)}
 _DEVICE_WAITING_REQUESTS = 4096
-_NARROW_HIDDEN_SIZE = 384  # a model so narrow wants twice the tokens for a GPU's products
-_WAITING_SECONDS = 10.0  # worth of short texts may wait, as many as that is where speeds are known
+_NARROW_HIDDEN_SIZE = 384  # up to this hidden size, a GPU's products need twice the tokens
+_WAITING_SECONDS = 10.0  # if the speed is known, the short texts of this many seconds may wait
 _WAITING_REQUESTS = 256
-_MOST_WAITING = 4096  # requests, whatever the speed: each is a connection
-_GENERATING = ("kv_cache_bytes", "kv_precision", "itl_target_ms")  # settings that mean nothing here
+_MOST_WAITING = 4096  # requests at any speed, because each is an open connection
+_GENERATING = ("kv_cache_bytes", "kv_precision", "itl_target_ms")  # settings that apply only to models that generate
 
 
 def decide(facts: Facts, settings: Settings, demand: Demand, timing: Timing | None) -> Capacity:
-    """Raises `PlanImpossible` where the model does not fit, or what was asked for does not."""
+    """Decide the capacity of an encoder or an exported program.
+
+    Raises:
+        PlanImpossible: the model, or a size that was asked for, does not fit.
+    """
     needs = demand.needs
-    assert needs is not None, "what generates nothing is known by its needs"
+    assert needs is not None, "a model that does not generate has needs"
     refuse_what_generating_asks(settings)
     left = room(facts, demand, 0, 0)
     fits = _most_tokens(settings, needs, demand, left)
@@ -61,19 +68,25 @@ def decide(facts: Facts, settings: Settings, demand: Demand, timing: Timing | No
         batch_target_tokens=target,
         max_waiting_requests=_waiting(settings, needs, timing, target.value)
         if timing is not None or demand.device is None or settings.max_waiting_requests != "auto"
-        else Decision(_DEVICE_WAITING_REQUESTS, "Texts of a few of a device's steps; nobody knows yet how long they would wait."),
+        else Decision(
+            _DEVICE_WAITING_REQUESTS, "The texts of a few steps of a GPU; the time that they would wait was not measured."
+        ),
     )
 
 
 def refuse_what_generating_asks(settings: Settings) -> None:
-    """A setting that could change nothing is a mistake that its author should hear of."""
+    """Refuse settings that have no effect for a model that does not generate.
+
+    Raises:
+        PlanImpossible: such a setting is not `auto`.
+    """
     asked = next((name for name in _GENERATING if getattr(settings, name) != "auto"), None)
     if asked is not None:
         raise PlanImpossible(f"{asked} is {getattr(settings, asked)}, but this model generates no text: leave it at auto.")
 
 
 def _most_tokens(settings: Settings, needs: Needs, demand: Demand, left: Room) -> int:
-    """Tokens of a step that there is memory for."""
+    """Return the number of tokens of a step that fit in memory."""
     each = token_bytes(needs)
     if left.size < MIN_TOKENS * each:
         raise PlanImpossible(arithmetic(settings, demand, left))
@@ -81,48 +94,57 @@ def _most_tokens(settings: Settings, needs: Needs, demand: Demand, left: Room) -
 
 
 def _model_len(settings: Settings, needs: Needs, left: Room, fits: int) -> Decision[int]:
-    """A text goes through a step as a whole."""
+    """Decide the longest text, which must fit in one step."""
     asked, step = settings.max_model_len, settings.max_batch_tokens
     if asked != "auto" and asked > needs.max_model_len:
-        raise PlanImpossible(f"max_model_len is {asked}, but the model was made for {needs.max_model_len} tokens at the most.")
+        raise PlanImpossible(f"max_model_len is {asked}, but the model supports at most {needs.max_model_len} tokens.")
     if asked != "auto" and step != "auto" and asked > step:
-        raise PlanImpossible(f"max_model_len is {asked}, but a text is never divided, and a step has max_batch_tokens = {step}.")
+        raise PlanImpossible(
+            f"max_model_len is {asked}, but a text is never divided, and a step has at most max_batch_tokens = {step} tokens."
+        )
     if asked != "auto" and asked > fits:
-        raise PlanImpossible(f"A text of {asked} tokens has no room in one step: there is memory for {fits} ({left.story}).")
+        raise PlanImpossible(
+            f"A text of {asked} tokens does not fit in one step: there is memory for {fits} tokens ({left.story})."
+        )
     if asked != "auto":
         return Decision(asked, "Asked for.")
     most = needs.max_model_len
     if step != "auto" and step < most:
-        return Decision(
-            step, f"The model was made for {most} tokens; a text is never divided, and steps of {step} were asked for."
-        )
+        return Decision(step, f"The model supports {most} tokens, but a text is never divided, and max_batch_tokens is {step}.")
     if fits < most:
-        return Decision(fits, f"The model was made for {most} tokens; a step has memory for {fits}: {left.story}.")
-    return Decision(most, "As long as the model was made for.")
+        return Decision(fits, f"The model supports {most} tokens, but a step has memory for {fits}: {left.story}.")
+    return Decision(most, "The longest text that the model supports.")
 
 
 def _target(settings: Settings, needs: Needs, timing: Timing | None, fits: int, usual: int) -> Decision[int]:
-    """The fewest tokens with which texts are as quick as they get, where that was measured."""
+    """Decide the tokens up to which texts are batched together.
+
+    This is the smallest step at nearly the best measured rate, or the default.
+    """
     if settings.max_batch_tokens != "auto":
         return Decision(settings.max_batch_tokens, "Asked for.")
     if needs.kind == "program":
         return _measured(timing, 1, _TARGET_ROWS, "rows") or Decision(
-            _TARGET_ROWS, "Rows of a step: nobody knows yet what one costs; max_batch_tokens says it."
+            _TARGET_ROWS, "Rows of a step; the cost of a row was not measured. Set max_batch_tokens to change it."
         )
     texts = 1 if settings.max_running_seqs == "auto" else settings.max_running_seqs
     found = _measured(timing, max(texts, LEAST_BATCH_TOKENS), usual, "tokens")
-    wanted = Decision(usual, "Products reach their best rate there; a longer step would only make others wait.")
+    wanted = Decision(usual, "Products reach their best rate at this size; a longer step would only make others wait.")
     if timing is not None and found is not None:
         wanted = _shared_out(timing, found)
     if wanted.value < texts:
-        return Decision(texts, "One token for each of the texts that a step may have.")
+        return Decision(texts, "One token for each text that a step may have.")
     if wanted.value <= fits:
         return wanted
     return Decision(fits, f"Memory is short, and each token of a step takes some; otherwise {wanted.value}.")
 
 
 def _measured(timing: Timing | None, least: int, usual: int, unit: str) -> Decision[int] | None:
-    """Of at least so many; None where it is still rising at fewer than are usual."""
+    """Return the smallest measured size of at least `least` with nearly the best rate.
+
+    None if nothing was measured, or if the rate still rises at the largest measured size and that is below
+    `usual`.
+    """
     sizes = sorted(size for size in timing.trial.encode_seconds if size >= least) if timing else []
     if timing is None or not sizes:
         return None
@@ -132,33 +154,37 @@ def _measured(timing: Timing | None, least: int, usual: int, unit: str) -> Decis
     if found / rates[found] > _LONG_SECONDS:
         found = _fewest(rates, _NEARLY_BEST_IF_LONG)
     if found == max(rates) < usual:
-        return None  # measuring ended there
-    near = "the best" if found == best else f"not far from the best ({rate(rates[best])} in steps of {best})"
+        return None  # the rate may rise beyond the largest measured size
+    near = "the best" if found == best else f"close to the best ({rate(rates[best])} in steps of {best})"
     return Decision(
         found, f"Measured {rate(rates[found])} {unit}/s in steps of {found}, {near}; a longer step makes others wait."
     )
 
 
 def _shared_out(timing: Timing, found: Decision[int]) -> Decision[int]:
-    """More where that gives each thread texts enough, and a step stays short."""
+    """Return a larger size if it gives each thread enough texts and the step stays short; else `found`."""
     trial = timing.trial
     enough = min((size for size in trial.encode_seconds if size >= _SHARE_TOKENS * trial.threads), default=0)
     if trial.threads == 1 or enough <= found.value or trial.encode_seconds[enough] > _SHARES_SECONDS:
         return found
     measured = rate(timing.encode_rate(enough))
     return Decision(
-        enough, f"Measured {measured} tokens/s in steps of {enough}: texts enough for {trial.threads} threads to share evenly."
+        enough, f"Measured {measured} tokens/s in steps of {enough}: enough texts for {trial.threads} threads to share evenly."
     )
 
 
 def _fewest(rates: Mapping[int, float], share: float) -> int:
-    """Tokens of the smallest step with so much of the best rate."""
+    """Return the smallest size whose rate is at least this share of the best rate."""
     return next(size for size, each in rates.items() if each >= share * max(rates.values()))
 
 
 @dataclass(frozen=True, slots=True)
 class Fitting:
-    """Up to how many tokens are put together, how long a text may be, and how many of a step there is memory for."""
+    """Limits of a step.
+
+    `target` is the number of tokens up to which texts are batched together, `length` the longest text, and `fits`
+    the number of tokens that fit in memory.
+    """
 
     target: Decision[int]
     length: Decision[int]
@@ -170,26 +196,26 @@ def _batch(settings: Settings, needs: Needs, fitting: Fitting, left: Room) -> De
     if settings.max_batch_tokens != "auto":
         if settings.max_batch_tokens > fitting.fits:
             raise PlanImpossible(
-                f"max_batch_tokens is {settings.max_batch_tokens}, but there is memory for {fitting.fits} tokens of a step: "
+                f"max_batch_tokens is {settings.max_batch_tokens}, but there is memory for a step of {fitting.fits} tokens: "
                 f"{left.story}."
             )
         return Decision(settings.max_batch_tokens, "Asked for.")
     if length.value > target.value:
-        return Decision(length.value, "The longest text, which goes alone: none is ever divided.")
+        return Decision(length.value, "The longest text, which is computed alone: a text is never divided.")
     if needs.kind == "program":
-        return Decision(target.value, "As many rows as are put together; those of a larger request span steps.")
-    return Decision(target.value, "As many tokens as are put together; the longest text is shorter.")
+        return Decision(target.value, "The rows that are batched together; a larger request spans several steps.")
+    return Decision(target.value, "The tokens that are batched together; the longest text is shorter.")
 
 
 def _texts(settings: Settings, batch_tokens: int, needs: Needs, most: int) -> Decision[int]:
-    """`max_running_seqs` of what does not generate: texts of one step."""
+    """Decide `max_running_seqs` of a model that does not generate: the number of texts in a step."""
     if settings.max_running_seqs == "auto":
         what = "Requests" if needs.kind == "program" else "Texts"
-        return Decision(min(most, batch_tokens), f"{what} of one step: it is full before there are more.")
+        return Decision(min(most, batch_tokens), f"{what} of one step; the tokens of a step are used up before there are more.")
     if settings.max_running_seqs > batch_tokens:
         what = "row" if needs.kind == "program" else "token"
         raise PlanImpossible(
-            f"max_running_seqs is {settings.max_running_seqs}, but a step has room for max_batch_tokens = {batch_tokens}, "
+            f"max_running_seqs is {settings.max_running_seqs}, but a step has at most max_batch_tokens = {batch_tokens}, "
             f"and each text needs one {what} of it."
         )
     return Decision(settings.max_running_seqs, "Asked for.")
@@ -199,10 +225,10 @@ def _waiting(settings: Settings, needs: Needs, timing: Timing | None, target: in
     if settings.max_waiting_requests != "auto":
         return Decision(settings.max_waiting_requests, "Asked for.")
     if timing is None or not timing.trial.encode_seconds:
-        return Decision(_WAITING_REQUESTS, "Nobody knows yet how long they would wait.")
+        return Decision(_WAITING_REQUESTS, "A default: the time that they would wait was not measured.")
     tokens, what = (1, "rows") if needs.kind == "program" else (TABLE_TEXT_TOKENS, f"texts of {TABLE_TEXT_TOKENS} tokens")
     requests = timing.encode_rate(target) / tokens * _WAITING_SECONDS
     return Decision(
         round(min(max(requests, 64), _MOST_WAITING)),
-        f"About {_WAITING_SECONDS:.0f} s worth of {what}, one a request: who would wait longer is told when to return.",
+        f"About {_WAITING_SECONDS:.0f} s of {what}, one for each request; further requests are refused with a Retry-After.",
     )

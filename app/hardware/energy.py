@@ -1,6 +1,7 @@
-"""What a machine's joules were spent on: tokens and vectors of the last minute, with what it takes when idle and without.
+"""Energy account of the machine: power, and joules for each token and vector, with and without idle power.
 
-Read by the event loop's timer and by scrapes; no step waits for it.
+The averages are those of the last minute. A timer on the event loop and metrics scrapes read the account. No step
+waits for it.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from app.hardware.meters import Meter
 
 WINDOW_SECONDS = 60.0
 KEPT_EVERY_SECONDS = 1.0
-FRESH_SECONDS = 0.1  # a scrape after so short a time is told what the last one was: endpoint pickers ask every 50 ms
+FRESH_SECONDS = 0.1  # a scrape sooner than this repeats the last reading; endpoint pickers scrape every 50 ms
 IDLE_SECONDS = 10.0
-LOOK_EVERY_SECONDS = 5.0  # of the timer, for when nobody scrapes: counters begin anew after a minute at the earliest
+LOOK_EVERY_SECONDS = 5.0  # period of the timer, for servers that are not scraped; counters wrap after a minute at the earliest
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What was done since the start; `idle`: ready, and nobody's request is open."""
+    """Work done since the start. `idle` is true if the server is ready and has no open request."""
 
     busy_seconds: float = 0.0
     tokens: int = 0
@@ -31,7 +32,11 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """`joules` since the start; all else of the last minute, but `idle_watts`, the least seen. What is None is not known, or not yet."""
+    """Energy readings.
+
+    `joules` counts from the start. `idle_watts` is the lowest idle power seen. All other values are for the last
+    minute. A value that is not known, or not known yet, is None.
+    """
 
     joules: float
     watts: float | None = None
@@ -50,7 +55,7 @@ class _Reading:
 
 
 class Energy:
-    """One meter's account. Not thread-safe: the event loop's."""
+    """Energy account of one meter. Not thread-safe; used by the event loop only."""
 
     def __init__(self, meter: Meter, work: Callable[[], Work], clock: Callable[[], float] = time.monotonic) -> None:
         self.source = meter.source
@@ -62,7 +67,10 @@ class Energy:
         self._idle_watts: float | None = None
 
     def look(self) -> Spent:
-        """The account as it stands; to be asked for at least every minute, or a counter that begins anew is misread."""
+        """Read the meter if the last reading is old enough, and return the account.
+
+        Call it at least once a minute; otherwise a counter that wrapped is misread.
+        """
         if self._clock() - self._latest.at >= FRESH_SECONDS:
             self._latest = _Reading(self._clock(), self._meter.joules(), self._work())
             self._watch_idling(self._latest)
@@ -70,14 +78,18 @@ class Energy:
         return self._spent(self._recent[0], self._latest)
 
     def _keep(self, now: _Reading) -> None:
-        """The oldest that is kept is a minute old, or nearly."""
+        """Keep the reading, and drop readings so that the oldest one is about a minute old."""
         if now.at - self._recent[-1].at >= KEPT_EVERY_SECONDS:
             self._recent.append(now)
         while len(self._recent) > 1 and self._recent[1].at <= now.at - WINDOW_SECONDS:
             self._recent.popleft()
 
     def _watch_idling(self, now: _Reading) -> None:
-        """Ten seconds without a step are told apart from others by their least power: whatever else runs there only adds to it."""
+        """Update the idle power from periods of ten seconds without a step.
+
+        The lowest power of such periods is the idle power, because other programs on the machine can only add to
+        it.
+        """
         since = self._idle_since
         if not (since.work.idle and now.work.idle and since.work.busy_seconds == now.work.busy_seconds):
             self._idle_since = now

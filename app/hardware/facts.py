@@ -1,6 +1,6 @@
-"""What a machine is and what a checkpoint asks of it, as plain values without torch: the words of `probe` and `plan`.
+"""Facts about a machine and needs of a checkpoint, as plain values without torch.
 
-The probe fills them, the plan reads them, people see them through `report`; nothing here looks at a machine.
+The probe fills them, the plan reads them, and the report shows them. Nothing in this module reads the machine.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ PowerSource = Literal["rapl", "scmi", "hwmon", "powermetrics"]
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """`vendor` and `microarchitecture` from the numbers the kernel states; `name` is what the maker prints and decides nothing.
+    """Processor.
 
-    `product` is what is sold with that core inside (`Graviton4`), from DMI or the cloud's own files; None where nobody says.
+    `vendor` and `microarchitecture` come from the numbers that the kernel reports. `name` is the maker's brand
+    string and is only displayed. `product` is the product that contains the core (`Graviton4`), from DMI or the
+    cloud's files; None if unknown.
     """
 
     vendor: str
@@ -30,7 +32,7 @@ class Cpu:
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """One physical core that is online: `cpu_ids` are its logical CPUs, more than one where it runs SMT siblings."""
+    """Physical core that is online. `cpu_ids` are its logical CPUs: more than one if it has SMT siblings."""
 
     cpu_ids: tuple[int, ...]
     package: int = 0
@@ -40,7 +42,10 @@ class Core:
 
 @dataclass(frozen=True, slots=True)
 class NumaNode:
-    """A memory node and the logical CPUs near it; a node without CPUs is memory only. What is in the page cache counts as available."""
+    """Memory node and the logical CPUs near it; a node without CPUs has memory only.
+
+    `available_bytes` includes the page cache.
+    """
 
     id: int
     cpu_ids: tuple[int, ...]
@@ -50,7 +55,10 @@ class NumaNode:
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """One level of cache as seen from the first CPU: `shared_by` logical CPUs use one instance of `size_bytes`."""
+    """One level of cache as seen from the first CPU.
+
+    `shared_by` is the number of logical CPUs that share one instance of `size_bytes`.
+    """
 
     level: int
     kind: CacheKind
@@ -60,10 +68,11 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class Cgroup:
-    """The tightest limits of this process's control group and all its ancestors; `version` 0 where there is none.
+    """Tightest limits of this process's control group and all its ancestors; `version` is 0 without control groups.
 
-    `quota_cores` is quota over period, so 1.5 is one core and a half; `cpuset` and `memory_limit_bytes` are None where unlimited.
-    `memory_available_bytes` is the limit less what is in use there and cannot be dropped.
+    `quota_cores` is quota over period, so 1.5 is one and a half cores. `quota_cores`, `cpuset` and
+    `memory_limit_bytes` are None without a limit. `memory_available_bytes` is the limit less the memory in use
+    there that cannot be dropped.
     """
 
     version: Literal[0, 1, 2] = 0
@@ -75,7 +84,11 @@ class Cgroup:
 
 @dataclass(frozen=True, slots=True)
 class HugePages:
-    """`transparent` is the kernel's mode (always, madvise, never), None where it has none; the rest counts explicit ones."""
+    """Huge pages.
+
+    `transparent` is the kernel's mode (always, madvise, never), or None if the kernel has no transparent huge
+    pages. The other fields count explicit huge pages.
+    """
 
     transparent: str | None = None
     page_bytes: int = 0
@@ -85,10 +98,11 @@ class HugePages:
 
 @dataclass(frozen=True, slots=True)
 class CudaDevice:
-    """An NVIDIA device as its driver names it, by nvidia-smi's number; what the driver did not say is None.
+    """NVIDIA device as its driver reports it, with nvidia-smi's index.
 
-    A driver that names a capability and no memory has a GPU that shares the machine's. `mig`: of which profile it is an instance, empty
-    where it is to be divided and has none; None: it is whole.
+    A value that the driver does not report is None. A device with a capability and without `memory_bytes` shares
+    the machine's memory. `mig` is the MIG profile of an instance, the empty string for a GPU in MIG mode without
+    instances, and None for a GPU that is not partitioned.
     """
 
     index: int
@@ -103,7 +117,7 @@ class CudaDevice:
 
 @dataclass(frozen=True, slots=True)
 class TorchBuild:
-    """What the installed torch was built with, read from its files without importing it; None: the wheel does not say."""
+    """Build options of the installed torch, read from its files without importing it; None: the wheel does not say."""
 
     version: str
     cuda: str | None = None
@@ -115,7 +129,11 @@ class TorchBuild:
 
 @dataclass(frozen=True, slots=True)
 class NativeLibrary:
-    """Our own library of kernels: the levels of instructions compiled into it, the best first; `forced` is what `ARMATURE_ISA` names."""
+    """Native kernel library of this package.
+
+    `levels` are the instruction set levels compiled into it, the best first. `forced` is the level that
+    `ARMATURE_ISA` names.
+    """
 
     levels: tuple[str, ...]
     forced: str | None = None
@@ -123,7 +141,11 @@ class NativeLibrary:
 
 @dataclass(frozen=True, slots=True)
 class PowerCounter:
-    """A file with a number: microjoules that count up (`energy`, from 0 again after `wraps_at`), or microwatts just now (`power`)."""
+    """File with one number.
+
+    With unit `energy` it counts up in microjoules and restarts at 0 after `wraps_at`; with unit `power` it is the
+    present power in microwatts.
+    """
 
     name: str
     file: str
@@ -133,7 +155,10 @@ class PowerCounter:
 
 @dataclass(frozen=True, slots=True)
 class PowerMeter:
-    """What tells the power that this machine takes; `source` None where nothing does. `reason`: what is counted, or why nothing can be."""
+    """Source of the machine's power readings; `source` is None without one.
+
+    `reason` says what is counted, or why nothing can be counted.
+    """
 
     source: PowerSource | None = None
     counters: tuple[PowerCounter, ...] = ()
@@ -142,14 +167,15 @@ class PowerMeter:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Everything the plan may know of a machine.
+    """Everything that the plan may know about a machine.
 
-    `os` is linux, macos or what the kernel calls itself; `architecture` is `x86_64` or `arm64` (aarch64 too), else the kernel's word.
-    `memory_node_ids` are those that memory may be taken from (a cpuset may name fewer than there are); empty: nobody says.
-    `commit_left_bytes`: where every reservation counts at once (vm.overcommit_memory=2), what may still be reserved; else None.
-    `mps_limit_bytes`: how much memory the operator lets a Mac's GPU hold; None: as much as macOS does by itself.
-    `is_translated`: this Python is for Intel Macs and runs on Apple silicon by Rosetta.
-    `isa` uses Linux's names on x86 (`avx512_bf16`) and short ones on Arm (`neon`, `dotprod`, `i8mm`, `bf16`, `sve`, `lse`).
+    `os` is linux, macos or the kernel's name for itself. `architecture` is `x86_64` or `arm64` (also for aarch64),
+    else the kernel's name. `memory_node_ids` are the nodes from which memory may be allocated, which a cpuset may
+    limit; empty if unknown. `commit_left_bytes` is the address space that may still be reserved if every
+    reservation counts at once (vm.overcommit_memory=2), else None. `mps_limit_bytes` is the operator's limit for
+    the memory of a Mac's GPU; None: the default of macOS. `is_translated` is true for a Python for Intel Macs that
+    runs on Apple silicon by Rosetta. `isa` uses Linux's names on x86 (`avx512_bf16`) and short names on Arm
+    (`neon`, `dotprod`, `i8mm`, `bf16`, `sve`, `lse`).
     """
 
     os: str
@@ -179,6 +205,7 @@ class Facts:
 
     @property
     def num_logical_cpus(self) -> int:
+        """Number of logical CPUs that are online."""
         return sum(len(core.cpu_ids) for core in self.cores)
 
     @property
@@ -190,30 +217,31 @@ class Facts:
 
     @property
     def memory_limit_bytes(self) -> int:
-        """What this process could ever hold: the machine's memory or the control group's limit, whichever is less."""
+        """Most memory that this process can ever have: the machine's memory or the control group's limit."""
         limit = self.cgroup.memory_limit_bytes
         return self.memory_bytes if limit is None else min(self.memory_bytes, limit)
 
     @property
     def usable_bytes(self) -> int:
-        """What this process could take now."""
+        """Bytes that this process can allocate now."""
         available = self.cgroup.memory_available_bytes
         return self.available_bytes if available is None else min(self.available_bytes, available)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the facts as values that JSON can represent."""
         fields: dict[str, Any] = plain(self)
         return fields
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a checkpoint asks of a machine, from its config and tensor headers alone. A program's steps are of rows instead of tokens.
+    """Requirements of a checkpoint, from its config and tensor headers alone.
 
-    `weight_bytes` are on disk; `bytes_by_precision` are resident when served, by precision (`fp32`, `bf16`, …);
-    `device_bytes_by_precision` the same on a device with memory of its own, where that differs.
-    `int8_copy_bytes` come on top where layers are held in eight bits beside four.
-    `kv_elements_per_token` is 2 · layers · kv_heads · head_dim, 0 for an encoder.
-    `rows_vary`: what a program's row costs depends on dimensions that each request chooses.
+    The steps of a program have rows instead of tokens. `weight_bytes` is the size on disk. `bytes_by_precision`
+    are the bytes in memory by precision (`fp32`, `bf16`, …); `device_bytes_by_precision` are those on a device
+    with its own memory, where they differ. `int8_copy_bytes` are additional bytes if 4-bit layers also have an
+    8-bit copy. `kv_elements_per_token` is 2 · layers · kv_heads · head_dim, or 0 for an encoder. `rows_vary` is
+    true if the cost of a program's row depends on dimensions that each request chooses.
     """
 
     kind: Literal["decoder", "encoder", "program"]
@@ -234,12 +262,12 @@ class Needs:
 
     @property
     def generates(self) -> bool:
-        """Whether it keeps keys and values and goes on token by token; what does not is done in one step."""
+        """True for a decoder, which keeps keys and values and generates token by token; other models take one step."""
         return self.kind == "decoder"
 
 
 def plain(value: Any) -> Any:
-    """A value of this module as JSON knows it: dataclasses become dicts, sets become sorted lists."""
+    """Convert a value of this module for JSON: dataclasses become dicts, and sets become sorted lists."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""In what weights, activations, keys and values are held, decided together since they share one memory."""
+"""Precision of weights, activations and KV cache, decided together because they share one memory."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from app.hardware.trials import Trials
 
 @dataclass(frozen=True, slots=True)
 class Holding:
+    """Decisions about precisions and dtypes."""
+
     precision: Decision[str]
     dtype: Decision[Dtype]
     kv_precision: Decision[str]
@@ -22,7 +24,10 @@ class Holding:
 
 
 def decide(candidates: Candidates, trials: Trials, threads: int) -> Holding:
-    """`threads`: with how many the ways to hold weights are compared."""
+    """Decide the precision of the weights, the dtype of activations, the KV precision and the int8 copy.
+
+    Precisions are compared with the step times at `threads` threads.
+    """
     settings = candidates.settings
     auto = settings.precision == "auto"
     generates = candidates.needs is None or candidates.needs.generates
@@ -42,7 +47,10 @@ def decide(candidates: Candidates, trials: Trials, threads: int) -> Holding:
 
 
 def _short(candidates: Candidates, wide: Demand) -> Room | None:
-    """What is left for keys and values as wide as activations, where that is less than is useful and nobody asked for an amount."""
+    """Return the memory left for a KV cache in the activations' dtype if it is less than the useful minimum.
+
+    None if there is enough, or if `kv_cache_bytes` was set.
+    """
     if wide.needs is None or candidates.settings.kv_cache_bytes != "auto":
         return None
     left = least_room(candidates.facts, candidates.settings, wide)
@@ -50,7 +58,7 @@ def _short(candidates: Candidates, wide: Demand) -> Room | None:
 
 
 def _copy(candidates: Candidates, lean: Demand, trials: Trials, threads: int) -> Copy:
-    """With four-bit weights: what eight bits beside them take, and what they were measured to gain."""
+    """Return the memory and the measured gain of an 8-bit copy in addition to 4-bit weights."""
     facts, settings, needs = candidates.facts, candidates.settings, candidates.needs
     timing = trials.at("int4", threads)
     tokens = chunk(facts, settings, lean, timing).value

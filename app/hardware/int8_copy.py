@@ -1,4 +1,7 @@
-"""Whether layers are held in eight bits beside four, for prompts and large batches, and from how many rows on that copy multiplies."""
+"""Decision to keep an 8-bit copy of 4-bit layers, and the number of rows from which the copy is used.
+
+Prompts and large batches use the copy.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,16 @@ from app.hardware.decision import Decision, Measurements, gib
 from app.hardware.trials import Timing, rate
 from app.settings import Settings
 
-MIN_GAIN = 1.1  # times as many tokens of a prompt a second: less is not worth a byte a weight
-ROOM_SHARE = 4  # a copy may take one part in so many of what is available
+MIN_GAIN = 1.1  # least ratio of prompt rates that justifies one more byte for each weight
+ROOM_SHARE = 4  # a copy may take at most 1/4 of the available memory
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """What a copy would take and gain: prompts in steps of `tokens`, `lean` without it and `fast` with it (None: not measured)."""
+    """Cost and gain of a copy for prompts in steps of `tokens`.
+
+    `without_copy` are the step times without the copy and `with_copy` those with it; None: not measured.
+    """
 
     nbytes: int
     has_room: bool
@@ -25,53 +31,59 @@ class Copy:
 
 
 def on_device(settings: Settings, kind: str) -> Decision[bool]:
-    """A device has none: it multiplies what four-bit weights mean where rows are many."""
+    """Decide against a copy on a GPU, which dequantizes 4-bit weights for products with many rows.
+
+    Raises:
+        PlanImpossible: int8_copy is on.
+    """
     if settings.int8_copy == "on":
-        raise PlanImpossible(f"int8_copy is on, but on {kind} four-bit weights are held alone: leave it at auto.")
-    return Decision(False, "It belongs to processors.")
+        raise PlanImpossible(f"int8_copy is on, but on {kind} 4-bit weights have no 8-bit copy: leave it at auto.")
+    return Decision(False, "Only processors use an int8 copy.")
 
 
 def decide(settings: Settings, chosen: str, wanted: Copy) -> Decision[bool]:
-    """Whether layers are held in eight bits beside four."""
+    """Decide if layers also have an 8-bit copy.
+
+    Raises:
+        PlanImpossible: int8_copy is on, but the precision is not int4.
+    """
     if chosen != "int4":
         if settings.int8_copy == "on":
             raise PlanImpossible(
-                f"int8_copy is on, but precision is {chosen}: the copy belongs to int4. Set precision to int4 too."
+                f"int8_copy is on, but precision is {chosen}, and only int4 weights have a copy: set precision to int4."
             )
-        return Decision(False, "It belongs to int4.")
-    more = f"{gib(wanted.nbytes)} more" if wanted.nbytes else "one byte a weight more"
+        return Decision(False, "Only int4 weights have an int8 copy.")
+    more = f"{gib(wanted.nbytes)} more" if wanted.nbytes else "one more byte for each weight"
     if settings.int8_copy == "on":
-        return Decision(True, f"Asked for: prompts and large batches multiply eight-bit weights, for {more} of memory.")
+        return Decision(True, f"Asked for: prompts and large batches use 8-bit weights, for {more} of memory.")
     if settings.int8_copy == "off":
         return Decision(False, "Asked for.")
     if settings.deterministic == "on":
-        return Decision(False, "Which copy multiplies would depend on what else is in the batch, and deterministic is on.")
+        return Decision(False, "Deterministic is on, and the weights used for a row would depend on what else is in the batch.")
     return _copy_that_pays(wanted, more)
 
 
 def _copy_that_pays(wanted: Copy, more: str) -> Decision[bool]:
-    lean = "Lean: one four-bit form for every number of rows."
+    lean = "The 4-bit weights serve every number of rows."
     if wanted.lean is None or wanted.fast is None:
-        return Decision(False, f"{lean} A copy in eight bits would take {more} and make prompts quicker.")
+        return Decision(False, f"{lean} An 8-bit copy would take {more} and make prompts faster.")
     tokens = wanted.fast.prompt_tokens(wanted.lean, wanted.tokens)
     ours, theirs = wanted.lean.prefill_rate(tokens), wanted.fast.prefill_rate(tokens)
-    gain = (
-        f"prompts measured {rate(theirs)} tokens/s with eight bits, {rate(ours)} with four ({theirs / ours:.2f} times as quick)"
-    )
+    gain = f"prompts measured {rate(theirs)} tokens/s with 8 bits, {rate(ours)} with 4 bits ({theirs / ours:.2f} times as fast)"
     if theirs < MIN_GAIN * ours:
         return Decision(False, f"{lean} A copy would gain too little: {gain}.")
     if not wanted.has_room:
         return Decision(
             False,
-            f"{lean} A copy would take {more}, over a quarter of what memory is left or what keys and values need, though {gain}.",
+            f"{lean} A copy would take {more}: over a quarter of the available memory, or memory that keys and values need. But {gain}.",
         )
     return Decision(True, f"For {more} of memory {gain}.")
 
 
 def most_few_rows(measurements: Measurements | None, copy: bool) -> Decision[int | None]:
-    """Where a copy in eight bits lies beside four: up to how many rows the four-bit form multiplies."""
+    """Decide up to how many rows the 4-bit weights are used if there is an 8-bit copy."""
     if not copy:
-        return Decision(None, "There is no copy in eight bits.")
+        return Decision(None, "There is no 8-bit copy.")
     if measurements is None or measurements.most_few_rows is None:
-        return Decision(None, "Not measured: as the recipe says.")
-    return Decision(measurements.most_few_rows, "Measured: beyond that many rows products in eight bits are quicker.")
+        return Decision(None, "Not measured: the value of the recipe is used.")
+    return Decision(measurements.most_few_rows, "Measured: with more rows, products with 8-bit weights are faster.")

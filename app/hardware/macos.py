@@ -1,4 +1,7 @@
-"""What a Mac says of itself, from `sysctl` alone: names and values as Apple's sysctlbyname documentation and xnu state them."""
+"""Facts about a Mac, read with `sysctl` alone.
+
+Names and values follow Apple's sysctlbyname documentation and xnu.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,13 @@ from app.hardware.accelerators import Run
 from app.hardware.facts import Cache, CacheKind, Core, CoreKind, Cpu, Facts, PowerMeter
 from app.hardware.files import parse_fields
 
-# The last two are not known to every Mac: sysctl then prints the others.
+# Some Macs do not know the last two names; sysctl still prints the others.
 SYSCTL = [
     "sysctl", "hw", "machdep.cpu.brand_string", "kern.osrelease", "vm.page_free_count", "vm.page_speculative_count",
     "iogpu.wired_limit_mb", "sysctl.proc_translated",
 ]  # fmt: skip
 
-# hw.cpufamily: xnu osfmk/mach/machine.h (CPUFAMILY_ARM_*), with the chip that carries the cores.
+# hw.cpufamily (xnu osfmk/mach/machine.h, CPUFAMILY_ARM_*) to the chip that contains the cores.
 _FAMILIES = {
     0x1B588BB3: "Apple M1",  # FIRESTORM_ICESTORM
     0xDA33D83D: "Apple M2",  # BLIZZARD_AVALANCHE
@@ -27,7 +30,7 @@ _FAMILIES = {
     0xF76C5B1A: "Apple M5",  # SOTRA, M5 Pro and Max
 }
 
-# hw.optional.*: developer.apple.com, "Determining instruction set characteristics". The second name is macOS 11's.
+# Names below hw.optional (developer.apple.com, "Determining instruction set characteristics"). The second name is macOS 11's.
 _FEATURES = {
     "neon": ("AdvSIMD", "neon"),
     "fp16": ("arm.FEAT_FP16", "neon_fp16"),
@@ -42,12 +45,12 @@ _FEATURES = {
 _INTEL_FEATURES = {"sse4_2": "sse4_2", "avx": "avx1_0", "avx2": "avx2_0", "fma": "fma", "avx512f": "avx512f"}
 _ARM_CPU_TYPE = 0x0100000C  # CPU_TYPE_ARM64, xnu osfmk/mach/machine.h
 
-# Of a Mac's memory, this share is taken as available where the free counters are not given: the desktop needs the rest.
+# At least this share of a Mac's memory counts as available; the desktop needs the rest.
 _AVAILABLE_SHARE = 0.75
 
 
 def facts(run: Run) -> Facts | None:
-    """None where there is no `sysctl` that speaks of `hw`: then this is no Mac."""
+    """Return the facts; None if `sysctl` is missing or reports no `hw` values, because then this is no Mac."""
     values = parse_fields(run(SYSCTL))
     if "hw.memsize" not in values:
         return None
@@ -66,7 +69,7 @@ def facts(run: Run) -> Facts | None:
         memory_bytes=memory,
         available_bytes=_available(values, memory),
         page_bytes=_number(values, "hw.pagesize") or 4096,
-        mps=is_arm,  # every Apple silicon Mac has the GPU that torch's MPS asks for
+        mps=is_arm,  # every Apple silicon Mac has a GPU that torch's MPS supports
         mps_limit_bytes=_number(values, "iogpu.wired_limit_mb") * 2**20 or None,  # 0: macOS decides
         is_translated=_number(values, "sysctl.proc_translated") == 1,
         power=_power(run, is_arm),
@@ -75,14 +78,14 @@ def facts(run: Run) -> Facts | None:
 
 def _power(run: Run, is_arm: bool) -> PowerMeter:
     if not is_arm:
-        return PowerMeter(reason="Of Macs, only those with Apple's own processors are asked for their power.")
+        return PowerMeter(reason="Power is only measured on Macs with Apple silicon.")
     if (run(["id", "-u"]) or "").strip() != "0":
-        return PowerMeter(reason="powermetrics tells the power of a Mac to root alone.")
-    return PowerMeter("powermetrics", reason="What powermetrics says of processor, graphics and neural engine.")
+        return PowerMeter(reason="powermetrics reports the power of a Mac to root alone.")
+    return PowerMeter("powermetrics", reason="Power of processor, graphics and neural engine, reported by powermetrics.")
 
 
 def _cpu(values: Mapping[str, str], is_arm: bool) -> Cpu:
-    family = _number(values, "hw.cpufamily") & 0xFFFFFFFF  # sysctl prints it signed
+    family = _number(values, "hw.cpufamily") & 0xFFFFFFFF  # sysctl prints it as a signed number
     chip = _FAMILIES.get(family)
     name = values.get("machdep.cpu.brand_string", chip or "Mac")
     return Cpu("Apple" if is_arm else "Intel", name, chip, chip)
@@ -97,7 +100,7 @@ def _isa(values: Mapping[str, str], is_arm: bool) -> frozenset[str]:
 
 
 def _cores(values: Mapping[str, str]) -> tuple[Core, ...]:
-    """macOS numbers nothing that can be bound to: ids are counted here. Level 0 of `hw.perflevelN` is the fastest."""
+    """Return the cores, numbered here because macOS has no CPU IDs; level 0 of `hw.perflevelN` is the fastest."""
     levels = _number(values, "hw.nperflevels")
     counts = [
         (_number(values, f"hw.perflevel{n}.physicalcpu"), _number(values, f"hw.perflevel{n}.logicalcpu")) for n in range(levels)
@@ -116,7 +119,7 @@ def _cores(values: Mapping[str, str]) -> tuple[Core, ...]:
 
 
 def _caches(values: Mapping[str, str]) -> tuple[Cache, ...]:
-    """Of the performance cores; older systems give one set for all."""
+    """Return the caches of the performance cores; older systems report one set for all cores."""
     prefix = "hw.perflevel0." if "hw.perflevel0.l2cachesize" in values else "hw."
     wanted: tuple[tuple[int, CacheKind, str], ...] = ((1, "data", "l1d"), (1, "instruction", "l1i"), (2, "unified", "l2"))
     shared = max(1, _number(values, "hw.perflevel0.cpusperl2"))
@@ -125,7 +128,10 @@ def _caches(values: Mapping[str, str]) -> tuple[Cache, ...]:
 
 
 def _available(values: Mapping[str, str], memory: int) -> int:
-    """Free and speculative pages understate what the system would hand over, so at least a share of the memory is taken as available."""
+    """Return the available bytes: free and speculative pages, but at least `_AVAILABLE_SHARE` of the memory.
+
+    The counters understate the memory that the system would release.
+    """
     pages = _number(values, "vm.page_free_count") + _number(values, "vm.page_speculative_count")
     return max(int(memory * _AVAILABLE_SHARE), pages * _number(values, "hw.pagesize"))
 

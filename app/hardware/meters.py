@@ -1,6 +1,7 @@
-"""Joules since the start, from whatever tells a machine's power: counters that begin anew, sensors read every second, or a declared model.
+"""Energy meters: joules since the start, from counters, from sampled power sensors, or from a declared model.
 
-`joules()` is quick and never falls, and is called by one thread; what takes its time, or must be asked steadily, has a thread of its own.
+`joules()` is fast, never decreases, and is called by one thread. A meter whose readings are slow or must be
+regular has its own thread.
 """
 
 from __future__ import annotations
@@ -21,24 +22,35 @@ Clock = Callable[[], float]
 ReadWatts = Callable[[], float | None]
 
 MICRO = 1e-6
-SAMPLE_SECONDS = 1.0  # what power sensors tell is itself a mean of about so long
-# Of one counter. What seems to be more has not begun anew at its end but was set to 0, as when a machine wakes.
+SAMPLE_SECONDS = 1.0  # power sensors average over about this period
+# Highest plausible power of one counter. An apparent wrap that exceeds it was a reset to 0, for example when a machine wakes up.
 MOST_WATTS = 5_000.0
-MOST_BYTES = 2**20  # of one of powermetrics' lists: they have tens of kilobytes
+MOST_BYTES = 2**20  # largest property list of powermetrics that is kept; real ones have tens of kilobytes
 POWERMETRICS = ["powermetrics", "--samplers", "cpu_power", "-f", "plist", "-i", str(int(SAMPLE_SECONDS * 1000))]
 
 
 class Meter(Protocol):
-    """`source` is the metrics' label: rapl, scmi, hwmon, powermetrics, nvml, modelled."""
+    """Interface of energy meters.
+
+    `source` is the value of the metrics' label: rapl, scmi, hwmon, powermetrics, nvml or modelled.
+    """
 
     source: str
 
-    def joules(self) -> float: ...
-    def close(self) -> None: ...
+    def joules(self) -> float:
+        """Return the joules since the meter was opened."""
+        ...
+
+    def close(self) -> None:
+        """Release the meter's resources."""
+        ...
 
 
 class Counted:
-    """Files that count microjoules. Must be read more often than the shortest of them begins anew: at 500 W that is two minutes."""
+    """Meter that reads files which count microjoules.
+
+    It must be read more often than the fastest counter wraps, which takes two minutes at 500 W.
+    """
 
     def __init__(self, source: str, counters: tuple[PowerCounter, ...], files: Files, clock: Clock = time.monotonic) -> None:
         self.source = source
@@ -48,7 +60,7 @@ class Counted:
         self.joules()
 
     def joules(self) -> float:
-        """A file that cannot be read just now is caught up with by the next reading."""
+        """Return the joules since the start; the next reading catches up on a file that cannot be read now."""
         for counter in self._counters:
             now = self._files.number(counter.file)
             if now is not None:
@@ -59,11 +71,11 @@ class Counted:
         return self._microjoules * MICRO
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: no file stays open."""
 
 
 def _counted(last: int, now: int, wraps_at: int | None, seconds: float) -> int:
-    """Microjoules from one reading to the next."""
+    """Return the microjoules between two readings of a counter that may have wrapped or been reset."""
     if now >= last:
         return now - last
     over = now + (wraps_at - last) if wraps_at is not None else now
@@ -72,7 +84,7 @@ def _counted(last: int, now: int, wraps_at: int | None, seconds: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """Replaced whole by the thread that reads: whoever looks sees one moment."""
+    """One sample. The sampling thread replaces it as a whole, so that readers see consistent values."""
 
     at: float
     watts: float
@@ -80,7 +92,10 @@ class _Sample:
 
 
 class Sampled:
-    """Power read again and again on a thread of its own, and added up: through a board's controller a reading takes many milliseconds."""
+    """Meter that samples power on its own thread and integrates it.
+
+    One reading through a board's controller can take many milliseconds.
+    """
 
     def __init__(self, source: str, watts: ReadWatts, clock: Clock = time.monotonic) -> None:
         self.source = source
@@ -90,11 +105,15 @@ class Sampled:
         self._closed = threading.Event()
 
     def start(self) -> Sampled:
+        """Start the sampling thread and return self."""
         threading.Thread(target=self._run, name="armature-power", daemon=True).start()
         return self
 
     def joules(self) -> float:
-        """Since the last reading, as many watts as it said; where the next one says less, time catches up with what was told."""
+        """Return the joules up to the last sample plus its power times the time since then.
+
+        If the next sample is lower, the value stays constant until the integral has caught up.
+        """
         last = self._last
         if last is not None:
             since = min(self._clock() - last.at, 2 * SAMPLE_SECONDS)
@@ -102,10 +121,11 @@ class Sampled:
         return self._told
 
     def close(self) -> None:
+        """Stop the sampling thread."""
         self._closed.set()
 
     def sample(self) -> None:
-        """Between two readings, the mean of both; one that fails is bridged."""
+        """Take a sample and integrate with the mean of this one and the last; a failed reading is skipped."""
         watts, last, now = self._watts(), self._last, self._clock()
         if watts is not None:
             joules = 0.0 if last is None else last.joules + (last.watts + watts) / 2 * (now - last.at)
@@ -118,7 +138,7 @@ class Sampled:
 
 
 class Powermetrics:
-    """What a Mac's own tool prints, a property list each second. Not tried on a Mac yet."""
+    """Meter that follows the output of macOS' powermetrics: one property list each second. Not tested on a Mac yet."""
 
     source = "powermetrics"
 
@@ -127,22 +147,25 @@ class Powermetrics:
         self._process = (start or _start_powermetrics)()
 
     def start(self) -> Powermetrics:
-        assert self._process.stdout is not None, "it was started with a pipe"
+        """Start the thread that reads the output, and return self."""
+        assert self._process.stdout is not None, "powermetrics was started with a pipe"
         threading.Thread(target=self.follow, args=(self._process.stdout,), name="armature-power", daemon=True).start()
         return self
 
     def joules(self) -> float:
+        """Return the joules since the start."""
         return self._joules
 
     def close(self) -> None:
+        """Terminate powermetrics."""
         self._process.terminate()
         self._process.wait()
 
     def follow(self, stream: IO[bytes]) -> None:
-        """Until the stream ends."""
+        """Read property lists until the stream ends."""
         text = b""
         for line in stream:
-            text = text[-MOST_BYTES:] + line.lstrip(b"\0")  # lists are parted by zeros
+            text = text[-MOST_BYTES:] + line.lstrip(b"\0")  # zero bytes separate the lists
             if b"</plist>" in line:
                 self._joules += parse_powermetrics(text)
                 text = b""
@@ -153,7 +176,10 @@ def _start_powermetrics() -> subprocess.Popen[bytes]:
 
 
 def parse_powermetrics(text: bytes) -> float:
-    """Joules of one sample: milliwatts of processor, graphics and neural engine together, times how long it took. 0 where it tells none."""
+    """Return the joules of one sample, or 0 if it has no valid values.
+
+    The sample has the milliwatts of processor, graphics and neural engine together, and its duration.
+    """
     try:
         fields = plistlib.loads(text)
         return float(fields["processor"]["combined_power"]) / 1e3 * float(fields["elapsed_ns"]) / 1e9
@@ -162,7 +188,7 @@ def parse_powermetrics(text: bytes) -> float:
 
 
 class Modelled:
-    """Declared watts for as long as steps run, and none between them: what the machine takes when idle is not known, and is not counted."""
+    """Meter that counts declared watts while steps run; idle power is unknown and not counted."""
 
     source = "modelled"
 
@@ -170,14 +196,15 @@ class Modelled:
         self._watts, self._busy_seconds = watts, busy_seconds
 
     def joules(self) -> float:
+        """Return the declared watts times the seconds in which steps ran."""
         return self._watts * self._busy_seconds()
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is nothing to release."""
 
 
 def open_meter(meter: PowerMeter, files: Files, watts: float | None, busy_seconds: Callable[[], float]) -> Meter | None:
-    """What the probe found, else the model where `watts` were declared; None where neither is there."""
+    """Open the meter that the probe found, else the model if `watts` were declared; None without either."""
     if meter.source == "powermetrics":
         return Powermetrics().start()
     if meter.source is not None and all(counter.unit == "energy" for counter in meter.counters):
@@ -188,6 +215,6 @@ def open_meter(meter: PowerMeter, files: Files, watts: float | None, busy_second
 
 
 def _sum_of_watts(counters: tuple[PowerCounter, ...], files: Files) -> float | None:
-    """None where one of them cannot be read: a part of the sum would be taken for all of it."""
+    """Return the sum of all counters; None if one cannot be read, because a partial sum would be wrong."""
     told = [files.number(counter.file) for counter in counters]
     return None if None in told else sum(microwatts for microwatts in told if microwatts is not None) * MICRO

@@ -1,6 +1,7 @@
-"""What is known of our native library before anything of it is loaded, and which of its levels of instructions serves here.
+"""Facts about the native kernel library before it is loaded, and the choice of its instruction set level.
 
-The file says itself which levels were compiled into it; `kernels/native.py` loads it after torch, and the library asks the processor again.
+The library file lists the levels that were compiled into it. `kernels/native.py` loads the library after torch;
+the library then checks the processor again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ TWINS = "torch"
 _BESIDE = Path(__file__).parents[1] / "kernels" / ("libarmature.dylib" if sys.platform == "darwin" else "libarmature.so")
 _LEVELS = re.compile(rb"armature levels: ([a-z0-9 ]*);")  # csrc/dispatch.c
 
-# What a processor must have, in the words of `Facts.isa`. What asks for nothing runs on any processor of its architecture.
+# Instruction sets that a level needs, in the names of `Facts.isa`. A level that is missing here runs on any processor of its architecture.
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "fma"})
 _WANTS = {
     "avx512bf16": _AVX512 | {"avx512_bf16"},
@@ -32,7 +33,10 @@ _WANTS = {
 
 
 def look() -> NativeLibrary | None:
-    """The library beside the kernels, or the one that `ARMATURE_NATIVE_LIBRARY` names; None where there is none."""
+    """Return the library's levels; None if there is no library.
+
+    The library is in the kernels folder, or at the path in `ARMATURE_NATIVE_LIBRARY`.
+    """
     try:
         found = _LEVELS.search(_path().read_bytes())
     except OSError:
@@ -42,7 +46,7 @@ def look() -> NativeLibrary | None:
 
 
 def content() -> str:
-    """A hash of its bytes; empty where there is none."""
+    """Return the SHA-256 of the library's bytes; empty if there is no library."""
     try:
         return hashlib.sha256(_path().read_bytes()).hexdigest()
     except OSError:
@@ -54,10 +58,14 @@ def _path() -> Path:
 
 
 def kernels(facts: Facts) -> Decision[str]:
-    """The level that serves, or torch's own products. Raises `PlanImpossible` where `ARMATURE_ISA` names a level that cannot run."""
+    """Decide the level of the native kernels, or torch's products without any.
+
+    Raises:
+        PlanImpossible: `ARMATURE_ISA` names a level that cannot run here.
+    """
     library = facts.native
     if library is None:
-        return Decision(TWINS, "Our native library was not built (no GCC when this was installed?): torch's own products serve.")
+        return Decision(TWINS, "The native library was not built (no GCC at installation?): torch's own products serve.")
     levels = [level for level in library.levels if _WANTS.get(level, frozenset()) <= facts.isa]
     if library.forced:
         if library.forced not in levels:
@@ -67,5 +75,5 @@ def kernels(facts: Facts) -> Decision[str]:
             )
         return Decision(library.forced, "ARMATURE_ISA asks for it.")
     if not levels:
-        return Decision(TWINS, "Our native library has no kernels for this processor: torch's own products serve.")
-    return Decision(levels[0], "The best level of our native library that this processor runs.")
+        return Decision(TWINS, "The native library has no kernels for this processor: torch's own products serve.")
+    return Decision(levels[0], "The best level of the native library that this processor supports.")

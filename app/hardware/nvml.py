@@ -1,7 +1,7 @@
-"""Joules of an NVIDIA device, asked of the driver's own library (NVML), which every driver brings: no package is needed for it.
+"""Energy meter of an NVIDIA device, read from the driver's NVML library; no package is needed.
 
-nvmlDeviceGetTotalEnergyConsumption counts millijoules of the whole board since the driver was loaded (Volta and newer). It has not been
-tried with a device yet.
+nvmlDeviceGetTotalEnergyConsumption counts millijoules of the whole board since the driver was loaded (Volta and
+newer). Not tested on a device yet.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SUCCESS = 0
 
 
 class NvmlEnergy:
-    """What the device has taken since this was opened."""
+    """Meter of the energy that the device has used since the meter was opened."""
 
     source = "nvml"
 
@@ -26,17 +26,18 @@ class NvmlEnergy:
         self._first = self._last = first
 
     def joules(self) -> float:
-        """Where the driver does not answer just now, as before."""
+        """Return the joules; the last value if the driver does not answer."""
         told = _millijoules(self._library, self._handle)
         self._last = max(self._last, told or 0)
         return (self._last - self._first) * MILLI
 
     def close(self) -> None:
+        """Shut NVML down."""
         self._library.nvmlShutdown()
 
 
 def open_nvml(device: CudaDevice, load: Callable[[str], Any] = ctypes.CDLL) -> NvmlEnergy | None:
-    """None where there is no driver, or the device does not count its joules."""
+    """Open the meter; None without a driver, or if the device does not count energy."""
     try:
         library = load("libnvidia-ml.so.1")
         if library.nvmlInit_v2() != _SUCCESS:
@@ -47,7 +48,7 @@ def open_nvml(device: CudaDevice, load: Callable[[str], Any] = ctypes.CDLL) -> N
             if first is not None:
                 return NvmlEnergy(library, handle, first)
         library.nvmlShutdown()
-    except (OSError, AttributeError):  # no library, or one too old to know a name
+    except (OSError, AttributeError):  # no library, or one that is too old for a function
         pass
     return None
 

@@ -1,7 +1,7 @@
-"""What shall be done with a machine: `make_plan` is pure, final, and gives a reason for every choice. Torch is not needed to decide.
+"""The serving plan: `make_plan` decides everything about one process on one machine.
 
-It reads facts and settings and never changes a setting quietly: what is forced is honoured or `PlanImpossible` says why not.
-The choices themselves are made in `holding`, `parallel`, `capacity` and `stepping`; what to expect of them is worked out in `speed`.
+Every choice has a reason. The function is pure and needs no torch. It never changes a setting silently: a value
+that was set is used, or `PlanImpossible` says why not. The choices are made in the other modules of this folder.
 """
 
 from __future__ import annotations
@@ -47,14 +47,15 @@ __all__ = ["Decision", "Dtype", "Measurements", "RecipeKey", "ServingPlan", "che
 class ServingPlan:
     """Every choice for one process on one machine.
 
-    `cpu_ids` is the mask the compute threads are confined to, before their pool starts; empty: leave them alone.
-    `cuda_device` is nvidia-smi's number; `visible_devices` names it to the process, which then sees no other: torch's number of it is 0.
-    `pack_folder` None: no packed weights are kept; `kernel_folder` None: nothing is compiled while serving, or it has no place.
-    `batch_target_tokens`: up to so many tokens texts are put together; only one that is longer by itself makes a step of more.
-    `itl_target_seconds` None: relative to the decode steps as they are measured while serving.
-    `compile`: steps are run again natively from what was recorded of them, or replayed by a device.
-    `most_few_rows`: up to so many rows four-bit weights multiply where an int8 copy lies beside them; None: as the recipe says.
-    `capacity_tokens_per_second`: phase (`prefill`, `decode`) → rows of a step → tokens; empty where not measured, as `roofline_ratio`.
+    `cpu_ids` is the mask of the compute threads, set before their pool starts; empty: not pinned. `cuda_device` is
+    nvidia-smi's index. `visible_devices` names that GPU to the process, which then sees no other, so it is index 0
+    for torch. `pack_folder` is None if packed weights are not kept. `kernel_folder` is None if nothing is compiled
+    while serving, or no folder is known. `batch_target_tokens` is the number of tokens up to which texts are
+    batched together; only a single longer text makes a larger step. `itl_target_seconds` is None if the target is
+    relative to the decode steps measured while serving. `compile` is true if steps are recorded and replayed,
+    natively or by the device. `most_few_rows` is the number of rows up to which 4-bit weights are used if there is
+    an int8 copy; None: the recipe's value. `capacity_tokens_per_second` maps a phase (`prefill`, `decode`,
+    `encode`) and the rows of a step to a rate; it and `roofline_ratio` are empty if not measured.
     """
 
     device: Decision[str]
@@ -94,26 +95,28 @@ class ServingPlan:
     roofline_ratio: Decision[Mapping[str, float]]
 
     def decisions(self) -> Iterable[tuple[str, Decision[Any]]]:
+        """Return the name and the decision of each choice."""
         return [(item.name, getattr(self, item.name)) for item in dataclasses.fields(self)]
 
     def to_json(self) -> dict[str, Any]:
+        """Return the value and the reason of each choice."""
         return {name: {"value": plain(decision.value), "reason": decision.reason} for name, decision in self.decisions()}
 
     def gpu(self, facts: Facts) -> CudaDevice | None:
-        """What `cuda_device` names; instances of a divided GPU share its number, so their own names tell them apart."""
+        """Return the GPU that `cuda_device` names; MIG instances share its index, so their UUIDs are compared too."""
         here = [gpu for gpu in facts.cuda if gpu.index == self.cuda_device.value]
         return next((gpu for gpu in here if devices.name_of(gpu) == self.visible_devices.value), None)
 
     def environment(self) -> dict[str, str]:
-        """Variables that the thread pools read when they load: set them before torch is imported."""
+        """Return variables that thread pools read when they load; set them before torch is imported."""
         threads = str(self.threads.value)
         return {
             "OMP_NUM_THREADS": threads,
             "OMP_DYNAMIC": "false",
-            "OMP_PROC_BIND": "false",  # the mask of the worker thread is enough; binding would pin the event loop too
+            "OMP_PROC_BIND": "false",  # the worker thread's mask is enough; binding would pin the event loop too
             "MKL_NUM_THREADS": threads,
             "VECLIB_MAXIMUM_THREADS": threads,
-            "OPENBLAS_NUM_THREADS": "1",  # NumPy's own pool has nothing to do
+            "OPENBLAS_NUM_THREADS": "1",  # NumPy's own pool is not used
             "RAYON_NUM_THREADS": str(self.tokenizer_threads.value),
             "TOKENIZERS_PARALLELISM": "false",
             **parallel.WAITING[self.wait_policy.value],
@@ -121,20 +124,27 @@ class ServingPlan:
         }
 
     def _of_device(self) -> dict[str, str]:
-        """What torch and Triton read of a GPU: which one, and where to keep what was compiled for it, unless that is said already."""
+        """Return variables for torch and Triton: the GPU, and the folder of compiled kernels unless it is set."""
         if self.device.value == "mps":
-            return {"PYTORCH_ENABLE_MPS_FALLBACK": "0"}  # what torch lacks there is told, not moved to the processor
+            return {"PYTORCH_ENABLE_MPS_FALLBACK": "0"}  # operations that torch lacks fail instead of running on the processor
         variables = {"CUDA_VISIBLE_DEVICES": self.visible_devices.value, "TRITON_CACHE_DIR": self.kernel_folder.value}
         if "TRITON_CACHE_DIR" in os.environ:
             del variables["TRITON_CACHE_DIR"]
-        ordered = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if self.device.value == "cuda" else {}  # where a number must do for a name
+        ordered = (
+            {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if self.device.value == "cuda" else {}
+        )  # makes an index mean the same as in nvidia-smi, if there is no UUID
         return {**ordered, **{name: value for name, value in variables.items() if value is not None}}
 
 
 def make_plan(
     facts: Facts, measurements: Measurements | None, settings: Settings, needs: Needs | None, recipes: Collection[RecipeKey]
 ) -> ServingPlan:
-    """Decides everything. Raises `PlanImpossible` or `NoRecipe` with a sentence where what is asked cannot be."""
+    """Decide everything.
+
+    Raises:
+        PlanImpossible: a setting cannot be satisfied on this machine.
+        NoRecipe: no weights recipe exists for what was asked for.
+    """
     check_torch_can_run(facts)
     asked = _Asked(facts, measurements, settings, needs, recipes)
     place = devices.decide(facts, settings, needs, recipes)
@@ -147,12 +157,12 @@ def make_plan(
         try:
             return _plan_on(instead, asked)
         except (PlanImpossible, NoRecipe):
-            raise refusal from None  # the processor cannot either
+            raise refusal from None  # the processor cannot serve it either
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What `make_plan` is given."""
+    """Arguments of `make_plan`."""
 
     facts: Facts
     measurements: Measurements | None

@@ -1,7 +1,8 @@
-"""Which of a Linux machine's counters tell its power: powercap zones first, then sensors whose meaning is known; the unsure is left out.
+"""Discovery of power counters on Linux: powercap zones first, then sensors with a known meaning.
 
-Formats: Linux Documentation/power/powercap/powercap.rst, ABI/testing/sysfs-class-powercap, hwmon/sysfs-interface.rst and the drivers named
-below. All count the whole machine, or its processors, whoever uses them: neighbours in other containers too.
+Sensors of unknown meaning are left out. Formats: Linux Documentation/power/powercap/powercap.rst,
+ABI/testing/sysfs-class-powercap, hwmon/sysfs-interface.rst and the drivers named below. All counters cover the
+whole machine, or its processors, including the work of other containers.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from app.hardware.facts import PowerCounter, PowerMeter
 from app.hardware.files import Files, parse_fields
 
 _POWERCAP, _HWMON = "/sys/class/powercap", "/sys/class/hwmon"
-# The same packages may be told by processor registers and by memory-mapped ones: the first that is there counts.
+# Processor registers and memory-mapped registers may report the same packages; the first type that exists is used.
 _RAPL_TYPES = ("intel-rapl", "intel-rapl-tpmi", "intel-rapl-mmio")
-_NOTHING = "No power zones and no power sensors of a known kind: virtual machines and many Arm servers have none."
+_NOTHING = "No power zones and no known power sensors were found; virtual machines and many Arm servers have none."
 
 
 def look(files: Files) -> PowerMeter:
-    """The first of RAPL, SCMI power zones and known sensors that can be read; else why none can."""
+    """Return the first readable source of RAPL, SCMI power zones and known sensors, or the reasons for none."""
     found = [meter for find in (_rapl, _scmi, _sensors) if (meter := find(files)) is not None]
     readable = next((meter for meter in found if meter.source is not None), None)
     return readable or PowerMeter(reason=" ".join(meter.reason for meter in found) or _NOTHING)
@@ -32,7 +33,7 @@ def look(files: Files) -> PowerMeter:
 
 @dataclass(frozen=True, slots=True)
 class _Zone:
-    """`numbers` of `intel-rapl:0:1` are (0, 1): the second part of the first zone."""
+    """Powercap zone. The `numbers` of `intel-rapl:0:1` are (0, 1): the second part of the first zone."""
 
     directory: str
     numbers: tuple[int, ...]
@@ -40,7 +41,7 @@ class _Zone:
 
 
 def _zones(files: Files, control_type: str) -> list[_Zone]:
-    """Every zone of a type lies in the class's directory, however deep it is."""
+    """Return all zones of a control type, at any depth; sysfs lists them in one directory."""
     found = []
     for entry in files.names(_POWERCAP):
         kind, _, numbers = entry.partition(":")
@@ -52,7 +53,10 @@ def _zones(files: Files, control_type: str) -> list[_Zone]:
 
 
 def _rapl(files: Files) -> PowerMeter | None:
-    """Packages and their memory. `core` and `uncore` are parts of a package, `psys` is more than packages: neither is added."""
+    """Return the packages and their memory.
+
+    `core` and `uncore` are parts of a package, and `psys` includes packages, so none of them is added.
+    """
     for control_type in _RAPL_TYPES:
         zones = _zones(files, control_type)
         packages = _packages(zones, mirrored=_dies_mirror(files))
@@ -61,12 +65,15 @@ def _rapl(files: Files) -> PowerMeter | None:
             memories = [zone for zone in zones if zone.name == "dram" and zone.numbers[:-1] in numbers]
             return _rapl_meter(files, [*packages, *memories])
         if zones and not any(zone.name for zone in zones):
-            return PowerMeter(reason=f"{_POWERCAP} is masked: container runtimes hide it from those inside (CVE-2020-8694).")
+            return PowerMeter(reason=f"{_POWERCAP} is masked: container runtimes hide it from containers (CVE-2020-8694).")
     return None
 
 
 def _packages(zones: list[_Zone], mirrored: bool) -> list[_Zone]:
-    """`package-0`, or `package-0-die-1` where a package has several; of dies that say the same, the first."""
+    """Return zones named `package-0`, or `package-0-die-1` if a package has several dies.
+
+    With `mirrored` dies, only the first die of each package is returned.
+    """
     found: dict[str, _Zone] = {}
     for zone in zones:
         match = re.fullmatch(r"(package-\d+)(-die-\d+)?", zone.name)
@@ -76,14 +83,17 @@ def _packages(zones: list[_Zone], mirrored: bool) -> list[_Zone]:
 
 
 def _dies_mirror(files: Files) -> bool:
-    """AMD's dies all tell their socket's counter: two of a Threadripper 1950X said 68 W each where the wall said 125 W for the machine."""
+    """Return true for AMD, whose dies all report the counter of their socket.
+
+    Two dies of a Threadripper 1950X reported 68 W each while the whole machine drew 125 W at the wall.
+    """
     return parse_fields(files.text("/proc/cpuinfo")).get("vendor_id") in ("AuthenticAMD", "HygonGenuine")
 
 
 def _rapl_meter(files: Files, zones: list[_Zone]) -> PowerMeter:
     if any(files.number(f"{zone.directory}/energy_uj") is None for zone in zones):
         return PowerMeter(
-            reason=f"{zones[0].directory}/energy_uj may be read by root alone (since CVE-2020-8694): let this user read it, or say `watts`."
+            reason=f"{zones[0].directory}/energy_uj may be read by root alone (since CVE-2020-8694): let this user read it, or set `watts`."
         )
     counters = tuple(
         PowerCounter(
@@ -93,18 +103,21 @@ def _rapl_meter(files: Files, zones: list[_Zone]) -> PowerMeter:
         )
         for zone in zones
     )
-    return PowerMeter("rapl", counters, "The processor's own counters, of whole packages, whoever uses them.")
+    return PowerMeter("rapl", counters, "The processor's counters of whole packages, including the work of other programs.")
 
 
 def _scmi(files: Files) -> PowerMeter | None:
-    """Zones that the firmware of an Arm server tells the power of (drivers/powercap/arm_scmi_powercap.c); inner ones are parts of outer."""
+    """Return the outermost zones whose power an Arm server's firmware reports; inner zones are parts of outer ones.
+
+    Source: drivers/powercap/arm_scmi_powercap.c.
+    """
     zones = [zone for zone in _zones(files, "arm-scmi") if len(zone.numbers) == 1]
     counters = tuple(PowerCounter(zone.name, f"{zone.directory}/power_uw", "power") for zone in zones)
     if not counters:
         return None
     if any(files.number(counter.file) is None for counter in counters):
-        return PowerMeter(reason="The firmware's power zones (SCMI) are not measured by it, or may not be read by this user.")
-    return PowerMeter("scmi", counters, "The power that the firmware tells of its zones (SCMI), integrated.")
+        return PowerMeter(reason="The firmware does not measure its power zones (SCMI), or this user may not read them.")
+    return PowerMeter("scmi", counters, "The power that the firmware reports for its zones (SCMI), integrated over time.")
 
 
 # ---- sensors -------------------------------------------------------------------------------------------------------
@@ -112,7 +125,7 @@ def _scmi(files: Files) -> PowerMeter | None:
 
 @dataclass(frozen=True, slots=True)
 class _Chip:
-    """A driver, and which of its sensors add up to what the machine takes."""
+    """Sensor driver, and a function that chooses the sensors that add up to the machine's power."""
 
     driver: str
     choose: Callable[[list[PowerCounter]], list[PowerCounter]]
@@ -124,27 +137,41 @@ def _named(pattern: str) -> Callable[[list[PowerCounter]], list[PowerCounter]]:
 
 
 def _alike(sensors: list[PowerCounter]) -> list[PowerCounter]:
-    """One, or several whose names differ by a number alone, as those of sockets do; joules before watts. Others may count one another."""
+    """Return the only sensor, or all of them if their names differ only by a number, like those of sockets.
+
+    Energy counters are preferred to power sensors. Sensors with other names may include each other.
+    """
     counts = [sensor for sensor in sensors if sensor.unit == "energy"] or sensors
     return counts if len({re.sub(r"\d+", "", sensor.name) for sensor in counts}) == 1 else []
 
 
 def _grace_or_only(sensors: list[PowerCounter]) -> list[PowerCounter]:
-    """NVIDIA Grace tells sockets, and of each its rails: the sockets are wanted. Elsewhere an only meter is the whole machine's."""
+    """Return the socket sensors of NVIDIA Grace, which also reports rails of each socket.
+
+    Elsewhere a single meter covers the whole machine.
+    """
     return _named(r"Grace Power Socket \d+")(sensors) or (sensors if len(sensors) == 1 else [])
 
 
 _CHIPS = (
     _Chip("amd_energy", _named(r"Esocket\d+"), "the sockets' counters"),  # github.com/amd/amd_energy
-    _Chip("apm_xgene", _named(r"(CPU|IO) power"), "power of the processor's cores and of the rest of it"),  # X-Gene, Ampere Altra
-    _Chip("scmi_sensors", _alike, "what the firmware tells"),  # drivers/hwmon/scmi-hwmon.c
-    _Chip("scpi_sensors", _alike, "what the firmware tells"),
-    _Chip("power_meter", _grace_or_only, "what the firmware's power meter tells"),  # drivers/acpi/acpi_power_meter, NVIDIA Grace
+    _Chip(
+        "apm_xgene", _named(r"(CPU|IO) power"), "power of the processor's cores and of its other parts"
+    ),  # X-Gene, Ampere Altra
+    _Chip("scmi_sensors", _alike, "power reported by the firmware"),  # drivers/hwmon/scmi-hwmon.c
+    _Chip("scpi_sensors", _alike, "power reported by the firmware"),
+    _Chip(
+        "power_meter", _grace_or_only, "the reading of the firmware's power meter"
+    ),  # drivers/acpi/acpi_power_meter, NVIDIA Grace
 )
 
 
 def _sensors(files: Files) -> PowerMeter | None:
-    """Other sensors (of disks, batteries, graphics cards, single rails) are not looked at: no sum of them is the machine."""
+    """Return the sensors of a known driver.
+
+    Sensors of disks, batteries, graphics cards and single rails are ignored, because no sum of them is the
+    machine's power.
+    """
     unsure = None
     for chip in _CHIPS:
         sensors = [sensor for directory in _chip_directories(files, chip.driver) for sensor in _of_chip(files, directory)]
@@ -153,12 +180,14 @@ def _sensors(files: Files) -> PowerMeter | None:
             return PowerMeter("hwmon", tuple(chosen), f"Sensors of the driver {chip.driver}: {chip.what}.")
         if sensors:
             names = ", ".join(sorted({sensor.name for sensor in sensors}))
-            unsure = PowerMeter(reason=f"Sensors of the driver {chip.driver} ({names}): which of them add up is not known.")
+            unsure = PowerMeter(
+                reason=f"Sensors of the driver {chip.driver} ({names}): it is unknown which of them add up to the machine's power."
+            )
     return unsure
 
 
 def _chip_directories(files: Files, driver: str) -> Iterator[str]:
-    """Old drivers keep their files a level deeper."""
+    """Yield the directories of a driver's chips; old drivers have their files one level deeper."""
     for entry in files.names(_HWMON):
         for directory in (f"{_HWMON}/{entry}", f"{_HWMON}/{entry}/device"):
             if files.text(f"{directory}/name") == driver:
@@ -167,7 +196,7 @@ def _chip_directories(files: Files, driver: str) -> Iterator[str]:
 
 
 def _of_chip(files: Files, directory: str) -> list[PowerCounter]:
-    """Of a sensor that tells an average and a moment, the average."""
+    """Return the sensors of a chip; of an average and a momentary value, the average."""
     found: dict[str, PowerCounter] = {}
     for entry in files.names(directory):
         match = re.fullmatch(r"((energy|power)\d+)_(average|input)", entry)

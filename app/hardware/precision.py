@@ -1,4 +1,8 @@
-"""In which precision weights are held: from what is built, what fits, and what was measured; a gain that costs quality must be worth it."""
+"""Decision about the precision of the weights.
+
+It depends on the recipes that exist, on the memory, and on the measured speed. A faster precision that costs
+quality must gain enough.
+"""
 
 from __future__ import annotations
 
@@ -14,49 +18,55 @@ from app.hardware.room import MIN_TOKENS, USEFUL_SEQS, USEFUL_TOKENS, Demand, le
 from app.hardware.trials import FEW, SEVERAL, Timing, Trials, rate
 from app.settings import Settings
 
-# Instruction sets that multiply BF16 by BF16 and add in FP32. AVX-512 without BF16 only converts: slower than FP32.
+# Instruction sets with BF16 products that accumulate in FP32. AVX-512 without BF16 would have to convert, which is slower than FP32.
 _BF16_PRODUCTS = {"x86_64": ("amx_bf16", "avx512_bf16"), "arm64": ("bf16",)}
 
-# Precisions whose products can add in one order for any number of rows, and the levels of our kernels that do so; empty: all.
+# Precisions whose products can sum in one order for any number of rows, and the kernel levels that do so; empty: all levels.
 _FIXED_LEVELS = {"bf16": ("avx512bf16",), "int8": (), "int4": ()}
 
-ROUNDED = ("int8", "int4")  # precisions whose weights are codes with scales, from the more exact to the smaller
-# More perplexity than in FP32, to be expected: the demo's, with four bits in groups of 64 (docs/quality.md).
+ROUNDED = ("int8", "int4")  # quantized precisions, from the most exact to the smallest
+# Expected increase of perplexity over FP32, measured on the demo model with 4 bits in groups of 64 (docs/quality.md).
 QUALITY_COSTS = {"int8": "about +0.02% perplexity", "int4": "about +0.8% perplexity in groups of 64"}
-VECTOR_COSTS = {"int8": "a turn of each vector, to a cosine of 0.99 or more with the exact one"}
-MIN_PARAMETERS = 100_000_000  # a smaller model is quick in any precision, and rounding costs small models most
-MIN_INT8_GAIN = 1.2  # times as quick, at one sequence and at eight: below, even a small cost in quality buys too little
-SLOW_TOKENS_PER_SECOND = (
-    20.0  # at one sequence: below, who waits for an answer feels each gain (people read about five tokens a second)
-)
-MIN_INT4_GAIN = 1.3  # times as quick at one sequence: four bits cost forty times the quality that eight do
+VECTOR_COSTS = {"int8": "vectors with a cosine similarity of 0.99 or more to the exact ones"}
+MIN_PARAMETERS = 100_000_000  # smaller models are fast in any precision, and quantization costs them most
+MIN_INT8_GAIN = 1.2  # least speedup, at one sequence and at eight, that is worth a small cost in quality
+SLOW_TOKENS_PER_SECOND = 20.0  # at one sequence; below this rate users notice each gain (people read about five tokens a second)
+MIN_INT4_GAIN = 1.3  # least speedup at one sequence; the quality cost of 4 bits is forty times that of 8 bits
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """What a precision is chosen among, and for what."""
+    """Everything that the choice of a precision depends on."""
 
     facts: Facts
     settings: Settings
     needs: Needs | None
     numa_node: int | None
     built: Collection[str]
-    level: str  # of our kernels, or whose products serve instead
+    level: str  # level of the native kernels, or the name of the kernels used instead
     device: DeviceMemory | None = None  # None: a processor
 
     @property
     def kind(self) -> str:
+        """Kind of the device."""
         return "cpu" if self.device is None else self.device.kind
 
     def adding_in_one_order(self, names: Sequence[str]) -> Sequence[str]:
-        """Those whose products do, where that is asked for; all where none does, which is refused later."""
+        """Return the precisions that are batch invariant if `deterministic` is on, else all.
+
+        If none is batch invariant, all are returned, and the setting is refused later.
+        """
         if self.settings.deterministic == "off":
             return names
         return [name for name in names if adds_in_one_order(name, self.level)] or names
 
 
 def choose(candidates: Candidates, trials: Trials, threads: int) -> Decision[str]:
-    """`auto`: the reference precision, or a smaller one where that does not fit or is measured to gain enough."""
+    """Choose a precision for `auto`.
+
+    This is the reference precision, or a smaller one if that does not fit or if the smaller one was measured to
+    gain enough.
+    """
     reference = _reference(candidates)
     names = candidates.adding_in_one_order([reference, *(name for name in ROUNDED if name in candidates.built)])
     fitting = _fitting(candidates, names)
@@ -66,12 +76,18 @@ def choose(candidates: Candidates, trials: Trials, threads: int) -> Decision[str
         return start
     if candidates.needs and candidates.needs.num_parameters < MIN_PARAMETERS:
         millions = candidates.needs.num_parameters / 1e6
-        return Decision(start.value, f"{start.reason} With {millions:.0f}M parameters rounding would gain nothing that is felt.")
+        return Decision(
+            start.value, f"{start.reason} With {millions:.0f}M parameters quantization would have no noticeable gain."
+        )
     return _quicker(start, timed)
 
 
 def choose_for_vectors(candidates: Candidates, trials: Trials, threads: int) -> Decision[str]:
-    """`auto` where vectors come out, or labels: as exact as is quick, for vectors are compared with those that an index holds already."""
+    """Choose a precision for `auto` for a model whose results are vectors or labels.
+
+    It is the reference precision if that fits, because new vectors are compared with vectors that an index already
+    has.
+    """
     reference = _reference(candidates)
     names = candidates.adding_in_one_order([reference, *(name for name in ROUNDED[:1] if name in candidates.built)])
     start = _exact(candidates, reference, names, _fitting(candidates, names))
@@ -80,47 +96,56 @@ def choose_for_vectors(candidates: Candidates, trials: Trials, threads: int) -> 
         return start
     return Decision(
         start.value,
-        f"{start.reason} int8 was measured {int8.gain_over(now):.2f} times as quick; vectors must stay comparable with those that an index "
-        "holds, so that is for you to ask for: precision=int8, for all of an index.",
+        f"{start.reason} int8 was measured {int8.gain_over(now):.2f} times as fast. It is not chosen by itself, since vectors must stay "
+        "comparable with those in an index: set precision=int8 and compute the whole index with it.",
     )
 
 
 def forced(candidates: Candidates) -> Decision[str]:
+    """Return the decision for a precision that was set."""
     chosen = candidates.settings.precision
     if chosen == "bf16" and exact(candidates.facts, candidates.kind) != "bf16":
         whose = "processor" if candidates.kind == "cpu" else "chip"
-        return Decision(chosen, f"Asked for; slow, since this {whose} does not multiply BF16.")
+        return Decision(chosen, f"Asked for; slow, since this {whose} has no BF16 products.")
     return Decision(chosen, "Asked for.")
 
 
 def built_for(recipes: Collection[RecipeKey], kind: str, architecture: str, settings: Settings) -> frozenset[str]:
-    """Precisions that have a recipe there. Raises `NoRecipe` where what is asked for, or all that could be chosen, has none."""
+    """Return the precisions that have a recipe for this device.
+
+    Raises:
+        NoRecipe: the requested precision, or every precision that could be chosen, has no recipe.
+    """
     built = frozenset(name for device, built_for, name in recipes if (device, built_for) == (kind, architecture))
     if settings.precision not in ("auto", *built):
-        raise NoRecipe(f"Precision {settings.precision} on {kind} ({architecture}) is not built yet. {what_exists(recipes)}")
+        raise NoRecipe(f"Precision {settings.precision} on {kind} ({architecture}) is not supported yet. {what_exists(recipes)}")
     if settings.precision == "auto" and not built & {"bf16", "fp32"}:
-        raise NoRecipe(f"Neither bf16 nor fp32 is built on {kind} ({architecture}). {what_exists(recipes)}")
+        raise NoRecipe(f"Neither bf16 nor fp32 is supported on {kind} ({architecture}). {what_exists(recipes)}")
     return built
 
 
 def what_exists(recipes: Collection[RecipeKey]) -> str:
+    """Return a sentence that lists all recipes."""
     listed = ", ".join(f"{name} on {kind} ({architecture})" for kind, architecture, name in sorted(recipes))
-    return f"What exists: {listed}." if listed else "Nothing is built."
+    return f"Supported: {listed}." if listed else "There are no recipes."
 
 
 def adds_in_one_order(name: str, level: str) -> bool:
-    """Whether a row's product is the same among any others; `level` of our kernels."""
+    """Return true if a row's product is the same in any batch; `level` is the level of the native kernels."""
     levels = _FIXED_LEVELS.get(name)
     return level != TWINS and levels is not None and (not levels or level in levels)
 
 
 def bf16_products(facts: Facts) -> str | None:
-    """The instruction set that multiplies BF16 here, or None."""
+    """Return the instruction set of this processor with BF16 products, or None."""
     return next((name for name in _BF16_PRODUCTS.get(facts.architecture, ()) if name in facts.isa), None)
 
 
 def exact(facts: Facts, kind: str) -> str:
-    """What weights are held in where nothing is rounded: half of FP32's bytes wherever that multiplies well. An M1 has FP16 alone."""
+    """Return the precision of weights that are not quantized: a 16-bit one if products with it are fast, else FP32.
+
+    An M1 has only FP16.
+    """
     if kind == "cuda":
         return "bf16"
     if kind == "mps":
@@ -134,14 +159,14 @@ def _reference(candidates: Candidates) -> str:
 
 
 def _exact(candidates: Candidates, reference: str, names: Sequence[str], fitting: Sequence[str]) -> Decision[str]:
-    """The reference, or what takes its place where that does not fit, or may not be."""
+    """Return the reference precision, or its replacement if it does not fit or is not batch invariant."""
     cost = _costs(candidates.needs)
     if fitting[0] != names[0]:
         return Decision(fitting[0], _why_not(candidates, names[0], fitting[0]))
     if names[0] != reference:
         return Decision(
             names[0],
-            f"Deterministic is on, and on this processor products in {reference} do not add in one order, those in {names[0]} do; "
+            f"Deterministic is on, and on this processor products in {reference} do not sum in one order, but those in {names[0]} do; "
             f"the expected cost is {cost[names[0]]}.",
         )
     return Decision(reference, _why_exact(candidates, reference))
@@ -150,11 +175,13 @@ def _exact(candidates: Candidates, reference: str, names: Sequence[str], fitting
 def _why_exact(candidates: Candidates, reference: str) -> str:
     multiplier, chip = bf16_products(candidates.facts), candidates.facts.cpu.microarchitecture or "chip"
     if candidates.device is not None and reference != "fp32":
-        least = f"{chip}'s GPU multiplies FP16, and BF16 only in steps" if reference == "fp16" else "The GPU multiplies BF16"
-        return f"{least}: half the bytes of FP32 and several times its products."
+        least = (
+            f"{chip}'s GPU has FP16 products, and BF16 only by emulation" if reference == "fp16" else "The GPU has BF16 products"
+        )
+        return f"{least}: half the bytes of FP32 and several times its speed."
     if reference == "bf16":
-        return f"This processor multiplies BF16 ({multiplier}): half the bytes of FP32 and several times its products."
-    return "This processor does not multiply BF16." if not multiplier else "BF16 is not built for this device yet."
+        return f"This processor has BF16 products ({multiplier}): half the bytes of FP32 and several times its speed."
+    return "This processor has no BF16 products." if not multiplier else "BF16 is not supported on this device yet."
 
 
 def _costs(needs: Needs | None) -> Mapping[str, str]:
@@ -165,7 +192,11 @@ def _costs(needs: Needs | None) -> Mapping[str, str]:
 
 
 def _fitting(candidates: Candidates, names: Sequence[str]) -> list[str]:
-    """Those with room for useful keys and values; else the smallest that serves anybody; else the smallest, for the refusal's numbers."""
+    """Return the precisions that leave memory for a useful KV cache.
+
+    Without any, the last one that can serve at all; without any of those, the smallest, for the numbers in the
+    refusal.
+    """
     needs = candidates.needs
     if needs is None:
         return [names[0]]
@@ -186,10 +217,10 @@ def _demand(candidates: Candidates, name: str) -> Demand:
 def _why_not(candidates: Candidates, reference: str, chosen: str) -> str:
     left = least_room(candidates.facts, candidates.settings, _demand(candidates, reference))
     takes, instead = (gib(_demand(candidates, name).weight_bytes) for name in (reference, chosen))
-    kept = f"with keys and values worth having (of {USEFUL_SEQS} sequences of {USEFUL_TOKENS:,} tokens) "
+    kept = f"with the keys and values of {USEFUL_SEQS} sequences of {USEFUL_TOKENS:,} tokens "
     beside = kept if candidates.needs is None or candidates.needs.generates else "with the process itself "
     return (
-        f"Weights in {reference} take {takes}: {beside}that is more than the {gib(left.available)} available ({left.source}). "
+        f"Weights in {reference} take {takes}; {beside}that is more than the {gib(left.available)} available ({left.source}). "
         f"In {chosen} they take {instead}; the expected cost is {_costs(candidates.needs)[chosen]}."
     )
 
@@ -208,21 +239,21 @@ def _quicker(start: Decision[str], timed: dict[str, Timing]) -> Decision[str]:
 
 def _eight_bits(start: Decision[str], now: Timing, int8: Timing) -> Decision[str]:
     gains = [int8.decode_rate(rows) / now.decode_rate(rows) for rows in (FEW, SEVERAL)]
-    measured = f"{gains[0]:.2f} and {gains[1]:.2f} times as quick at one sequence and at {SEVERAL}"
+    measured = f"{gains[0]:.2f} and {gains[1]:.2f} times as fast at one sequence and at {SEVERAL}"
     if min(gains) < MIN_INT8_GAIN:
         return Decision(
             start.value,
-            f"{start.reason} int8 was measured {measured}, under the {MIN_INT8_GAIN:g} that its cost in quality asks for.",
+            f"{start.reason} int8 was measured {measured}, under the {MIN_INT8_GAIN:g} that would justify its cost in quality.",
         )
     return Decision(
         "int8",
-        f"Measured {_decodes(int8)}, against {_decodes(now)} in {start.value} ({gains[0]:.1f} and {gains[1]:.1f} times as quick); "
+        f"Measured {_decodes(int8)}, against {_decodes(now)} in {start.value} ({gains[0]:.1f} and {gains[1]:.1f} times as fast); "
         f"the expected cost is {QUALITY_COSTS['int8']}.",
     )
 
 
 def _four_bits(chosen: Decision[str], now: Timing, int4: Timing) -> Decision[str]:
-    """Only where what was chosen so far is slow for one sequence."""
+    """Choose int4 if the precision chosen so far is slow for one sequence and int4 gains enough."""
     own, its = now.decode_rate(FEW), int4.decode_rate(FEW)
     if own >= SLOW_TOKENS_PER_SECOND:
         return chosen
@@ -231,7 +262,7 @@ def _four_bits(chosen: Decision[str], now: Timing, int4: Timing) -> Decision[str
         return Decision(chosen.value, f"{chosen.reason} int4 would gain too little: {rate(its)} tokens/s at one sequence.")
     return Decision(
         "int4",
-        f"Measured {slow}, and {_decodes(int4)} in int4 ({its / own:.1f} times as quick); the expected cost is {QUALITY_COSTS['int4']}.",
+        f"Measured {slow}, and {_decodes(int4)} in int4 ({its / own:.1f} times as fast); the expected cost is {QUALITY_COSTS['int4']}.",
     )
 
 

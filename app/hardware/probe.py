@@ -1,6 +1,6 @@
-"""Looks at the machine and states what it is; it decides nothing, changes nothing and never imports torch.
+"""Probe of the machine: reads its facts, decides nothing, changes nothing and never imports torch.
 
-All is read below `root`, and other programs are asked through `run`, so a recorded host is probed like this one.
+All files are read below `root`, and other programs are called through `run`, so tests can probe recorded hosts.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from app.hardware.facts import Core, Cpu, Facts
 from app.hardware.files import Files, parse_cpu_list, parse_fields
 
 _ARCHITECTURES = {"aarch64": "arm64", "arm64": "arm64", "x86_64": "x86_64", "AMD64": "x86_64"}
-_COMMAND_SECONDS = 10.0  # nvidia-smi takes seconds where the driver sleeps
+_COMMAND_SECONDS = 10.0  # nvidia-smi takes seconds if the driver has to wake the GPU
 
 
 def run_command(command: list[str]) -> str | None:
-    """The command's output; None where it is missing, fails or hangs. sysctl fails for one unknown name and still prints the others."""
+    """Return the command's output; None if it is missing, fails or hangs.
+
+    sysctl fails if one name is unknown but still prints the others, so its output is always returned.
+    """
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False, stdin=subprocess.DEVNULL
@@ -35,7 +38,11 @@ def run_command(command: list[str]) -> str | None:
 def probe(
     root: Path = Path("/"), run: Run = run_command, affinity: tuple[int, ...] | None = None, torch_directory: Path | None = None
 ) -> Facts:
-    """Facts of the machine below `root`. Of this machine, the installed torch and our library too; elsewhere only what is given."""
+    """Return the facts of the machine below `root`.
+
+    The installed torch and the native library are included for this machine, not for a recorded one. For a
+    recorded host, `torch_directory` and `affinity` supply what its files do not.
+    """
     files = Files(root)
     facts = _linux(files, run, affinity) if files.is_directory("/proc") else macos.facts(run) or _unknown()
     place = torch_build.installed_torch() if torch_directory is None and files.is_this_machine else torch_directory
@@ -75,7 +82,10 @@ def _linux(files: Files, run: Run, affinity: tuple[int, ...] | None) -> Facts:
 
 
 def _architecture(files: Files) -> str:
-    """The running kernel's word; a recorded host says it in /proc/sys/kernel/arch (Linux 6.1) or by the shape of its cpuinfo."""
+    """Return the architecture of the running kernel.
+
+    A recorded host states it in /proc/sys/kernel/arch (Linux 6.1), else the format of its cpuinfo shows it.
+    """
     stated = os.uname().machine if files.is_this_machine else files.text("/proc/sys/kernel/arch")
     if stated is None:
         stated = "aarch64" if "CPU implementer" in (files.text("/proc/cpuinfo") or "") else "x86_64"
@@ -92,14 +102,14 @@ def _cpu(files: Files, architecture: str, cores: tuple[Core, ...]) -> tuple[Cpu,
 
 
 def _processor(files: Files, cores: tuple[Core, ...]) -> dict[str, str]:
-    """The block of /proc/cpuinfo of the first performance core: on machines with two kinds of core that is the one that computes."""
+    """Return the /proc/cpuinfo block of the first performance core, because those cores compute."""
     wanted = next((core.cpu_ids[0] for core in cores if core.kind == "performance"), 0)
     blocks = [parse_fields(block) for block in re.split(r"\n\s*\n", files.text("/proc/cpuinfo") or "")]
     return next((block for block in blocks if block.get("processor") == str(wanted)), blocks[0])
 
 
 def _unknown() -> Facts:
-    """A system that is neither Linux nor macOS: what Python itself knows, so that the refusal can name it."""
+    """Return what Python knows about a system that is neither Linux nor macOS, so that the refusal can name it."""
     count = os.cpu_count() or 1
     return Facts(
         os=sys.platform,

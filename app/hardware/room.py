@@ -1,4 +1,4 @@
-"""How many bytes a way to serve takes, and how many are left of this machine's for keys and values; nothing is decided here."""
+"""Arithmetic of memory: the bytes that a configuration needs, and those left for the KV cache. It decides nothing."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from app.hardware.device_memory import DeviceMemory
 from app.hardware.facts import Facts, Needs
 from app.settings import Settings
 
-# Resident without a model, measured on x86-64 Linux: Python, FastAPI and torch 240 MiB, oneDNN's first product 40; a large tokenizer 100.
+# Resident memory without a model, measured on x86-64 Linux: Python, FastAPI and torch 240 MiB, oneDNN's first product 40, a large
+# tokenizer 100.
 _PROCESS_BYTES = 400 * 2**20
-_SLACK_SHARE = 16  # one part in so many is left to page tables, the allocator and the kernel
-_ACTIVATION_WIDTHS = 16  # FP32 values of the hidden size that a token holds at the widest point of a layer
+_SLACK_SHARE = 16  # 1/16 is left for page tables, the allocator and the kernel
+_ACTIVATION_WIDTHS = 16  # FP32 values of a token at the widest point of a layer, in multiples of the hidden size
 _ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-# Of each logit: as computed and while it is picked from. A device picks without the host, for which it holds four more FP32 values of it.
+# Bytes of each logit, as computed and during sampling. A GPU samples without the host and holds four FP32 values besides the logit.
 _LOGIT_BYTES, _DEVICE_LOGIT_BYTES = 8, 20
-_KV_ALIGNED = 64  # bytes that a token's int8 codes and scales of one layer are padded to a multiple of (kernels/kv_rows.py)
-KV_PAGE_TOKENS = 64  # of a page of keys and values on a device (kernels/paged.py); one page is nobody's
-MIN_TOKENS = 16  # a context shorter than this serves nobody
-LEAST_BATCH_TOKENS = 64  # a step that small still serves: what fits is judged with it
-# Keys and values that make a precision worth serving: so many sequences with so many tokens each, less where the model is made for less.
+_KV_ALIGNED = 64  # a token's int8 values and scales of one layer are padded to a multiple of this (kernels/kv_rows.py)
+KV_PAGE_TOKENS = 64  # tokens of a KV page on a GPU (kernels/paged.py); one page is reserved for padding
+MIN_TOKENS = 16  # shortest context worth serving
+LEAST_BATCH_TOKENS = 64  # smallest useful step; used to judge what fits
+# A precision is useful if its KV cache holds this number of sequences and of tokens of each, or less if the model supports less.
 USEFUL_SEQS, USEFUL_TOKENS = 8, 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What will be held: a checkpoint in a precision, keys and values in theirs, on one memory node or all, or in a device's memory.
+    """Memory that a configuration needs: a checkpoint in one precision and its KV cache in another.
 
-    `int8_copy`: the layers' weights in eight bits as well.
+    The memory is that of one memory node, of all nodes (None), or of a device. With `int8_copy`, layers also have
+    8-bit weights.
     """
 
     needs: Needs | None
@@ -40,10 +42,12 @@ class Demand:
 
     @property
     def kind(self) -> str:
+        """Kind of the device."""
         return "cpu" if self.device is None else self.device.kind
 
     @property
     def weight_bytes(self) -> int:
+        """Bytes of the weights in memory."""
         if self.needs is None:
             return 0
         copy = self.needs.int8_copy_bytes if self.int8_copy else 0
@@ -55,28 +59,33 @@ class Demand:
 
     @property
     def held_in(self) -> str:
+        """Precision of the weights, for a sentence."""
         return f"{self.precision} with an int8 copy" if self.int8_copy else self.precision
 
     @property
     def kv_bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values in all layers."""
         return kv_bytes_per_token(self.needs, self.kv_precision) if self.needs else 0
 
     def kv_tokens(self, size: int) -> int:
-        """Whose keys and values `size` bytes hold; on a device in whole pages."""
-        assert self.kv_bytes_per_token, "what keeps nothing is not asked"
+        """Return the number of tokens whose keys and values fit in `size` bytes; on a device in whole pages."""
+        assert self.kv_bytes_per_token, "called only for models with a KV cache"
         if self.device is None:
             return size // self.kv_bytes_per_token
         return max(0, size // (KV_PAGE_TOKENS * self.kv_bytes_per_token) - 1) * KV_PAGE_TOKENS
 
     def kv_bytes(self, seqs: int, length: int) -> int:
-        """What so many sequences of that length take; on a device in whole pages."""
+        """Return the bytes of the KV cache of `seqs` sequences of `length` tokens; on a device in whole pages."""
         if self.device is None:
             return seqs * length * self.kv_bytes_per_token
         return (seqs * -(-length // KV_PAGE_TOKENS) + 1) * KV_PAGE_TOKENS * self.kv_bytes_per_token
 
 
 def kv_bytes_per_token(needs: Needs, kv_precision: str) -> int:
-    """Of all layers; int8 codes have a scale in FP32 for each head of keys and of values beside them."""
+    """Return the bytes of one token's keys and values in all layers.
+
+    In int8, each head of keys and of values also has an FP32 scale.
+    """
     if kv_precision != "int8":
         return needs.kv_elements_per_token * _ELEMENT_BYTES[kv_precision]
     if not needs.kv_elements_per_token:
@@ -87,7 +96,10 @@ def kv_bytes_per_token(needs: Needs, kv_precision: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bytes that keys and values may take (none where negative), and a sentence on where they come from."""
+    """Bytes available for the KV cache (negative if the rest does not fit), with the numbers they come from.
+
+    `story` and `source` are parts of sentences for the operator.
+    """
 
     size: int
     headroom: int
@@ -97,7 +109,7 @@ class Room:
 
 
 def room(facts: Facts, demand: Demand, batch_tokens: int, running: int) -> Room:
-    """What is available less the weights less what else the process holds."""
+    """Return the available memory less the weights and less the other memory of the process."""
     available, source, taken = _before_weights(facts, demand)
     headroom = taken + _activation_bytes(demand, batch_tokens, running)
     held = f" less {gib(demand.weight_bytes)} of weights" if demand.needs else ""
@@ -111,7 +123,7 @@ def room(facts: Facts, demand: Demand, batch_tokens: int, running: int) -> Room:
 
 
 def _before_weights(facts: Facts, demand: Demand) -> tuple[int, str, int]:
-    """What is available, where it comes from, and what is taken of it whatever is served."""
+    """Return the available bytes, a description of their source, and the fixed overhead of the process."""
     device = demand.device
     if device is not None:
         return device.available_bytes, device.source, device.taken_bytes + device.slack_bytes
@@ -124,16 +136,16 @@ def _besides(demand: Demand) -> str:
 
 
 def least_room(facts: Facts, settings: Settings, demand: Demand) -> Room:
-    """With the smallest steps that are served with, where nobody asked for larger ones: whether something fits at all."""
+    """Return the memory left with the smallest useful steps, or with those that were set, to see if anything fits."""
     running = LEAST_BATCH_TOKENS if settings.max_running_seqs == "auto" else settings.max_running_seqs
     tokens = max(running, LEAST_BATCH_TOKENS) if settings.max_batch_tokens == "auto" else settings.max_batch_tokens
     return room(facts, demand, tokens, min(running, tokens))
 
 
 def arithmetic(settings: Settings, demand: Demand, left: Room) -> str:
-    """Of a model that does not fit: what one request of a usual length would take, and what there is."""
+    """Return the message for a model that does not fit, with the memory of one usual request and what is available."""
     needs = demand.needs
-    assert needs is not None, "what needs nothing fits"
+    assert needs is not None, "without needs everything fits"
     longest = needs.max_model_len if settings.max_model_len == "auto" else settings.max_model_len
     tokens = min(longest, USEFUL_TOKENS)
     if needs.generates:
@@ -142,19 +154,19 @@ def arithmetic(settings: Settings, demand: Demand, left: Room) -> str:
         one, words = tokens * token_bytes(needs), f"one text of {tokens:,} tokens"
     return (
         f"The model does not fit: {gib(demand.weight_bytes)} of weights in {demand.held_in}, {gib(one)} for {words} and "
-        f"{gib(left.headroom)} for {_besides(demand)} make {gib(demand.weight_bytes + one + left.headroom)}, but "
+        f"{gib(left.headroom)} for {_besides(demand)} make {gib(demand.weight_bytes + one + left.headroom)}, but only "
         f"{gib(left.available)} are available ({left.source}). Give it more memory or serve a smaller model or precision."
     )
 
 
 def available_bytes(facts: Facts, node: int | None) -> tuple[int, str]:
-    """The least of what the machine, the control group and the memory node could give now, and which of them it is."""
+    """Return the least of what the machine, the control group and the memory node have available, and its source."""
     choices = [(facts.available_bytes, "the machine's memory")]
     if facts.cgroup.memory_available_bytes is not None and facts.cgroup.memory_limit_bytes is not None:
         choices.append(
             (
                 facts.cgroup.memory_available_bytes,
-                f"of the control group's limit of {gib(facts.cgroup.memory_limit_bytes)}, the rest is in use",
+                f"of the control group's limit of {gib(facts.cgroup.memory_limit_bytes)}; the rest is in use",
             )
         )
     choices += [
@@ -165,12 +177,12 @@ def available_bytes(facts: Facts, node: int | None) -> tuple[int, str]:
     if given and len(allowed) < len(facts.numa_nodes):
         choices.append((given, f"memory nodes {', '.join(map(str, facts.memory_node_ids))}, as the cpuset allows"))
     if facts.commit_left_bytes is not None:
-        choices.append((facts.commit_left_bytes, "what vm.overcommit_memory=2 lets be reserved"))
+        choices.append((facts.commit_left_bytes, "the address space left under vm.overcommit_memory=2"))
     return min(choices)
 
 
 def _activation_bytes(demand: Demand, batch_tokens: int, running: int) -> int:
-    """The widest layer for a full step, and the logits of every running sequence."""
+    """Return the bytes of the widest layer for a full step, and of the logits of all running sequences."""
     needs = demand.needs
     if needs is None:
         return 0
@@ -180,12 +192,12 @@ def _activation_bytes(demand: Demand, batch_tokens: int, running: int) -> int:
 
 
 def token_bytes(needs: Needs) -> int:
-    """Of activations, for each token of a step."""
+    """Return the bytes of activations for each token of a step."""
     return 4 * needs.hidden_size * _ACTIVATION_WIDTHS
 
 
 def useful_kv_bytes(settings: Settings, demand: Demand) -> int:
-    """Keys and values that are worth serving with: what was asked for, else some sequences of some length."""
+    """Return the size of a useful KV cache: `kv_cache_bytes` if it was set, else that of some usual sequences."""
     needs = demand.needs
     if needs is None:
         return 0

@@ -1,4 +1,7 @@
-"""What speed to expect before the first request: from the trial that was served, and how near it comes to this machine's ceilings."""
+"""Expected speed before the first request.
+
+Capacity comes from the measured step times, and the ratios compare them with the limits of the machine.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,17 @@ from app.hardware.step_seconds import TABLE_TEXT_TOKENS
 from app.hardware.trials import TYPICAL_CONTEXT, Timing, rate
 
 _UNKNOWN = "Known when a model is given and the machine is measured."
-_NOTHING_GENERATED = "This model generates nothing: capacity and roofline say what is to be expected."
-MANY_ROWS = 128  # from here on a copy in eight bits multiplies, wherever there is one
+_NOTHING_GENERATED = "This model does not generate: see capacity and roofline for its expected speed."
+MANY_ROWS = 128  # steps of more rows use the 8-bit copy, if there is one
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Capacity by phase (`prefill`, `decode`, `encode`) and rows of a step; ratios to the ceiling by phase (`decode_full`: of the most
-    rows, `encode_few`: of the fewest tokens)."""
+    """Expected speed.
+
+    Capacity is by phase (`prefill`, `decode`, `encode`) and rows of a step. Ratios to the limit are by phase, with
+    `decode_full` for the most rows and `encode_few` for the fewest tokens.
+    """
 
     decode_tokens_per_second: Decision[float | None]
     prefill_tokens_per_second: Decision[float | None]
@@ -29,7 +35,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How large steps become, and what of weights is held."""
+    """Largest steps, and the bytes of the weights in memory."""
 
     batch_tokens: int
     running_seqs: int
@@ -38,7 +44,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What will serve, and its trial."""
+    """The model that will be served, with the measured times of its configuration."""
 
     needs: Needs | None
     precision: str
@@ -47,6 +53,7 @@ class Served:
 
 
 def expect(measurements: Measurements | None, served: Served) -> Speed:
+    """Work out the expected speed; measurements that were rejected are not used."""
     believed = None if measurements is None or measurements.fallback else measurements
     return Speed(
         decode_tokens_per_second=_decode_ceiling(believed, served),
@@ -57,7 +64,7 @@ def expect(measurements: Measurements | None, served: Served) -> Speed:
 
 
 def _capacity(served: Served) -> Decision[Mapping[str, Mapping[int, float]]]:
-    """Decode by measured rows, each with a typical context; prefill by measured sizes of a step."""
+    """Return the decode rate by measured rows with a typical context, and the prefill rate by measured step sizes."""
     timing, needs = served.timing, served.needs
     if timing is None or needs is None:
         return Decision({}, _UNKNOWN)
@@ -76,7 +83,7 @@ def _capacity(served: Served) -> Decision[Mapping[str, Mapping[int, float]]]:
 
 
 def _encoding(timing: Timing, most: int, of_rows: bool) -> Decision[Mapping[str, Mapping[int, float]]]:
-    """By measured tokens of a step, or a program's rows."""
+    """Return the rate by measured tokens of a step, or rows of a program."""
     encode = {size: timing.encode_rate(size) for size in _sizes(timing.trial.encode_seconds, most)}
     few, many = min(encode), max(encode)
     unit = "rows/s" if of_rows else "tokens/s of texts"
@@ -86,13 +93,20 @@ def _encoding(timing: Timing, most: int, of_rows: bool) -> Decision[Mapping[str,
 
 
 def _sizes(table: Mapping[int, float], most: int) -> list[int]:
-    """What was measured and may be served, and the most that may where that lies between; nothing is made up beyond."""
+    """Return the measured sizes up to `most`, and `most` itself if it is below the largest measured size.
+
+    Nothing is extrapolated.
+    """
     known = [size for size in table if size <= most]
     return sorted({*known, min(most, max(table))})
 
 
 def _roofline(measured: Measurements | None, served: Served) -> Decision[Mapping[str, float]]:
-    """The seconds that reading and multiplying must take on this machine, the greater of them, over those that were measured."""
+    """Return the ratio of the minimum time of a step to its measured time.
+
+    The minimum is the longer of reading the weights and computing the products at the measured rates of this
+    machine.
+    """
     timing = served.timing
     if measured is None or timing is None or not _positive(measured.read_bytes_per_second):
         return Decision({}, _UNKNOWN)
@@ -103,12 +117,12 @@ def _roofline(measured: Measurements | None, served: Served) -> Decision[Mapping
     kept = {phase: ratio for phase, ratio in found.items() if 0 < ratio <= 1}
     told = ", ".join(f"{ratio:.0%} {words[phase]}" for phase, ratio in kept.items())
     wrong = [words[phase] for phase, ratio in found.items() if ratio > 1]
-    failed = f" Nothing is quicker than its ceiling: what is said {', '.join(wrong)} is left out (a cache may hold the weights)."
-    near = f"Of what this machine's memory and products allow: {told}." if kept else "Nothing is known of the ceilings."
+    failed = f" Steps {', '.join(wrong)} were measured faster than their limit and are left out (a cache may hold the weights)."
+    near = f"Share of what this machine's memory and products allow: {told}." if kept else "The limits are not known."
     return Decision(kept, near + (failed if wrong else ""))
 
 
-_Ratios = tuple[dict[str, float], dict[str, str]]  # by phase, and what of it was measured
+_Ratios = tuple[dict[str, float], dict[str, str]]  # ratios and descriptions of the steps, by phase
 
 
 def _encode_ratios(measured: Measurements, timing: Timing, batch_tokens: int) -> _Ratios:
@@ -136,15 +150,15 @@ def _decoder_ratios(measured: Measurements, timing: Timing, limits: Limits) -> _
 
 
 def _floor(measured: Measurements, trial: Trial, rows: int) -> float:
-    """Seconds below which no step of so many rows can come here."""
-    assert measured.read_bytes_per_second, "asked for only where it is known"
+    """Return the minimum seconds of a step of `rows` rows on this machine."""
+    assert measured.read_bytes_per_second, "called only if it is known"
     reading = trial.read_bytes / measured.read_bytes_per_second
     products = measured.products_per_second.get("int8" if trial.int8_copy and rows > MANY_ROWS else trial.precision, 0.0)
     return max(reading, trial.operations_per_token * rows / products if products > 0 else 0.0)
 
 
 def _decode_ceiling(measured: Measurements | None, served: Served) -> Decision[float | None]:
-    """One sequence alone reads every weight once a token."""
+    """Return the highest decode rate of one sequence, which reads every weight once for each token."""
     if served.needs is not None and not served.needs.generates:
         return Decision(None, _NOTHING_GENERATED)
     nbytes = (served.timing.trial.read_bytes if served.timing else 0) or served.limits.weight_bytes
@@ -152,12 +166,13 @@ def _decode_ceiling(measured: Measurements | None, served: Served) -> Decision[f
     if reads is None or not nbytes:
         return Decision(None, _UNKNOWN)
     return Decision(
-        reads / nbytes, f"Measured reads of {reads / 1e9:.0f} GB/s over {gib(nbytes)} of weights: a ceiling for one sequence."
+        reads / nbytes,
+        f"Measured reads of {reads / 1e9:.0f} GB/s over {gib(nbytes)} of weights: an upper bound for one sequence.",
     )
 
 
 def _prefill_ceiling(measured: Measurements | None, served: Served) -> Decision[float | None]:
-    """A token costs a multiply and an add for each weight of the layers."""
+    """Return the highest prefill rate; a token needs a multiply and an add for each weight of the layers."""
     if served.needs is not None and not served.needs.generates:
         return Decision(None, _NOTHING_GENERATED)
     trial = served.timing.trial if served.timing else None
@@ -167,12 +182,12 @@ def _prefill_ceiling(measured: Measurements | None, served: Served) -> Decision[
         return Decision(None, _UNKNOWN)
     return Decision(
         products / operations,
-        f"Measured products of {products / 1e9:,.0f} GFLOP/s over {operations / 1e9:.2f} billion operations a token: a ceiling.",
+        f"Measured products of {products / 1e9:,.0f} GFLOP/s over {operations / 1e9:.2f} billion operations a token: an upper bound.",
     )
 
 
 def _multiplying(served: Served) -> str:
-    """The precision whose products a prompt asks for."""
+    """Return the precision of the products of a prompt."""
     return "int8" if served.timing and served.timing.trial.int8_copy else served.precision
 
 

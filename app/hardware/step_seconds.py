@@ -1,7 +1,8 @@
-"""What a step of the whole model takes, worked out from a trial's tables: pure arithmetic for the plan, the pace and the wait.
+"""Step times of the whole model, from the tables that calibration measured.
 
-Between measured points it is linear, beyond the last one proportional. It never falls where rows, tokens or context grow, whatever
-noise the tables carry: a point below an earlier one counts as that one.
+The plan, the prefill budget and the wait estimate use it. Times are linear between measured points and
+proportional beyond the last one. They never fall when rows, tokens or context grow: a measured point below an
+earlier one, which is noise, is raised to it.
 """
 
 from __future__ import annotations
@@ -12,23 +13,24 @@ from dataclasses import dataclass, replace
 
 from app.hardware.decision import Trial
 
-# Of what a token of context costs a decoding sequence: the queries of a chunk read keys and values once for all of them. Used where the
-# trial did not measure it; steps that carry prompts are held against the model while serving and correct it.
+# Share of the cost of a context token for a decoding sequence: the queries of a chunk read keys and values once for all of them. Used if
+# the trial did not measure it. The correction factors of `StepTimes` correct it while serving.
 _CHUNK_SHARE = 0.5
 
-TABLE_TEXT_TOKENS = 128  # of each text in an encoder's table, or as many as the step has
+TABLE_TEXT_TOKENS = 128  # tokens of each text in an encoder's table, or fewer if the step has fewer
 
-_Points = tuple[tuple[int, float], ...]  # number of rows and seconds, both rising
+_Points = tuple[tuple[int, float], ...]  # (number of rows, seconds), both rising
 
 
 @dataclass(frozen=True, slots=True)
 class StepSeconds:
-    """Seconds of steps of one model as it is served. `decode_points` and `prefill_points` are the measured tables, rising; an encoder has
-    `encode_points` instead.
+    """Measured times of the steps of one model, in seconds.
 
-    `context_token_seconds` is for each token of context that a decoding sequence attends to, `pair_seconds` for each pair of a prompt's
-    token and one of the tokens computed before its chunk, or of two tokens of a text beyond what texts in the table have. `logits_points`:
-    what so many decoding rows take beyond as many of a prompt, of which only the last has logits and is picked from.
+    `decode_points` and `prefill_points` are the measured tables, rising; an encoder has `encode_points` instead.
+    `context_token_seconds` is for each token of context that a decoding sequence attends to. `pair_seconds` is for
+    each pair of a prompt token and a token computed before its chunk, or of two tokens of a text beyond the pairs
+    of the table's texts. `logits_points` is the time that decoding rows take beyond the same number of prompt
+    rows: of a prompt, only the last row has logits and is sampled.
     """
 
     decode_points: _Points
@@ -40,6 +42,7 @@ class StepSeconds:
 
     @classmethod
     def of(cls, trial: Trial) -> StepSeconds:
+        """Build the table of a trial."""
         pair = trial.pair_seconds or _CHUNK_SHARE * trial.context_token_seconds
         decode = _rising(trial.decode_seconds)
         bare = cls(decode, _rising(trial.prefill_seconds) or decode, trial.context_token_seconds, pair)
@@ -47,15 +50,18 @@ class StepSeconds:
         return replace(bare, logits_points=logits, encode_points=_rising(trial.encode_seconds))
 
     def decode(self, rows: int, context_tokens: int = 0) -> float:
-        """`rows` sequences that decode, all together attending to `context_tokens`."""
+        """Return the time of a step of `rows` decoding sequences with `context_tokens` of context in all."""
         return _read(self.decode_points, rows) + context_tokens * self.context_token_seconds
 
     def prefill(self, tokens: int, context_tokens: int = 0) -> float:
-        """A chunk of one prompt behind `context_tokens` of it that are computed already."""
+        """Return the time of a chunk of one prompt, `context_tokens` of which were computed before."""
         return self._products(tokens) + tokens * context_tokens * self.pair_seconds
 
     def mixed(self, rows: int, tokens: int, context_tokens: int = 0, prompt_context_tokens: int = 0) -> float:
-        """Both at once: the products of all rows are one, each part attends to its own context."""
+        """Return the time of a step with decoding rows and a prompt chunk.
+
+        The products cover all rows at once, and each part attends to its own context.
+        """
         if not tokens:
             return self.decode(rows, context_tokens)
         if not rows:
@@ -65,13 +71,16 @@ class StepSeconds:
         return products + attention
 
     def encode(self, tokens: int, pairs: int = 0) -> float:
-        """Texts of so many tokens in all; `pairs`: of each token with one of its own text, 0 where nobody knows."""
+        """Return the time of a step of texts with `tokens` tokens in all.
+
+        `pairs` is the number of pairs of tokens of the same text; 0 if unknown.
+        """
         more = pairs - tokens * min(tokens, TABLE_TEXT_TOKENS)
         return _read(self.encode_points, tokens) + max(more, 0) * self.pair_seconds
 
     @property
     def pair_tokens(self) -> float | None:
-        """What a pair of tokens of one text costs, in tokens without pairs; None where it was not measured."""
+        """Cost of one pair of tokens of a text, in tokens without pairs; None if it was not measured."""
         if not self.pair_seconds or not self.encode_points:
             return None
         tokens, seconds = self.encode_points[-1]
@@ -79,7 +88,7 @@ class StepSeconds:
         return self.pair_seconds / alone if alone > 0.0 else None
 
     def scaled(self, factor: float) -> StepSeconds:
-        """The same machine, so many times slower."""
+        """Return the table of a machine that is `factor` times slower."""
         return replace(
             self,
             decode_points=tuple((rows, seconds * factor) for rows, seconds in self.decode_points),
@@ -94,7 +103,11 @@ class StepSeconds:
         return max(_read(self.logits_points, rows), 0.0) if self.logits_points else 0.0
 
     def _products(self, tokens: int) -> float:
-        """A prompt's tokens without context. Few of them cost what as many decodes do, or what the line to the first point says."""
+        """Return the time of a prompt's tokens without context.
+
+        Below the first measured point it is the time of the same number of decodes, or a linear estimate if that
+        is less.
+        """
         first, seconds = self.prefill_points[0]
         if not 0 < tokens < first:
             return _read(self.prefill_points, tokens)
@@ -111,7 +124,7 @@ def _rising(table: Mapping[int, float]) -> _Points:
 
 
 def _read(points: _Points, number: int) -> float:
-    """Linear between points, the first one's seconds below it, proportional beyond the last; nothing costs nothing."""
+    """Interpolate between points; constant below the first one, proportional beyond the last, and 0 for 0 rows."""
     if number <= 0:
         return 0.0
     at = bisect_right(points, (number, float("inf")))

@@ -1,4 +1,4 @@
-"""How steps are made: run again natively from a recording, some tokens guessed, prompts in parts; and whether to measure first."""
+"""Options of steps: recording, speculative decoding, the latency target, and calibration."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from app.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Stepping:
+    """Decisions about steps."""
+
     itl_target_seconds: Decision[float | None]
     compile: Decision[bool]
     calibrate: Decision[bool]
@@ -23,7 +25,7 @@ class Stepping:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What is served, on which kind of device, by which level of our kernels."""
+    """The model to serve, the kind of device, and the level of the native kernels."""
 
     needs: Needs | None
     device: str
@@ -32,6 +34,7 @@ class Served:
 
 
 def decide(settings: Settings, measurements: Measurements | None, served: Served) -> Stepping:
+    """Decide the options of steps."""
     return Stepping(
         itl_target_seconds=_itl_target(settings, served),
         compile=_recorded(settings, served),
@@ -41,29 +44,31 @@ def decide(settings: Settings, measurements: Measurements | None, served: Served
 
 
 def _itl_target(settings: Settings, served: Served) -> Decision[float | None]:
-    """A target in seconds would be missed by every step of many sequences, or chop prompts for few: it follows the steps as they are."""
+    """Decide the target of the inter-token latency.
+
+    By default it follows the measured decode steps: with a fixed target, steps of many sequences would always miss
+    it, and steps of few would cut prompts into small chunks.
+    """
     if settings.itl_target_ms != "auto":
         return Decision(settings.itl_target_ms / 1000, "Asked for.")
     if served.needs is not None and not served.needs.generates:
-        return Decision(None, "This model generates nothing that a stream could wait for.")
+        return Decision(None, "This model does not generate.")
     timing = served.timing
-    rule = (
-        f"With a part of a prompt a step may take {MIXED_TO_DECODE_RATIO:g} times one of decodes alone, as measured while serving"
-    )
-    least = f"and {SHORTEST_TARGET_SECONDS * 1000:.0f} ms in any case"
+    rule = f"A step with a prompt chunk may take {MIXED_TO_DECODE_RATIO:g} times as long as one of decodes alone, as measured while serving"
+    least = f"and at least {SHORTEST_TARGET_SECONDS * 1000:.0f} ms"
     if timing is None:
         return Decision(None, f"{rule}, {least}.")
     alone = timing.steps.decode(SEVERAL, SEVERAL * TYPICAL_CONTEXT)
     target = max(MIXED_TO_DECODE_RATIO * alone, SHORTEST_TARGET_SECONDS)
     return Decision(
-        None, f"{rule}, {least}: about {target * 1000:.0f} ms beside {SEVERAL} sequences, whose steps take {alone * 1000:.1f}."
+        None, f"{rule}, {least}: about {target * 1000:.0f} ms with {SEVERAL} sequences, whose steps take {alone * 1000:.1f} ms."
     )
 
 
 def _recorded(settings: Settings, served: Served) -> Decision[bool]:
-    """Nothing is compiled: a step's operations are recorded once and run again without Python, so readiness waits for nothing."""
+    """Decide if steps are recorded; operations are recorded once and replayed without Python, without a compiler."""
     if settings.compile == "off":
-        return Decision(False, "Asked for: every step goes through Python.")
+        return Decision(False, "Asked for: every step runs in Python.")
     if served.needs is not None and served.needs.kind == "program":
         return _own_operations(settings)
     if served.device != "cpu":
@@ -71,18 +76,19 @@ def _recorded(settings: Settings, served: Served) -> Decision[bool]:
     if served.level != TWINS:
         asked = "Asked for: a" if settings.compile == "on" else "A"
         return Decision(
-            True, f"{asked} step's operations are recorded once and run again natively; no compiler is used, and no start waits."
+            True,
+            f"{asked} step's operations are recorded once and replayed natively, without a compiler and without a longer start.",
         )
     if settings.compile == "on":
         raise PlanImpossible(
-            "compile is on, but our native kernels do not serve here, and only their operations can be recorded and run again: "
+            "compile is on, but the native kernels cannot run here, and only their operations can be recorded and replayed: "
             "leave it at auto."
         )
-    return Decision(False, "Only operations of our native kernels are recorded, and they do not serve here.")
+    return Decision(False, "Only operations of the native kernels can be recorded, and they cannot run here.")
 
 
 def _captured(settings: Settings, served: Served) -> Decision[bool]:
-    """A device's queue records a step's work once; what is asked of it again takes one call in place of hundreds."""
+    """Decide if a device captures steps; a replay is one call instead of hundreds."""
     kind = served.device
     if kind == "cuda":
         asked = "Asked for: s" if settings.compile == "on" else "S"
@@ -96,19 +102,20 @@ def _captured(settings: Settings, served: Served) -> Decision[bool]:
 def _own_operations(settings: Settings) -> Decision[bool]:
     if settings.compile == "on":
         raise PlanImpossible(
-            "compile is on, but an exported program's operations are its own, and only ours are recorded: leave it at auto."
+            "compile is on, but an exported program has its own operations, and only native kernels can be recorded: leave it at auto."
         )
-    return Decision(False, "An exported program's operations are its own: only ours are recorded.")
+    return Decision(False, "An exported program has its own operations; only native kernels can be recorded.")
 
 
 def _calibrate(settings: Settings, measurements: Measurements | None, served: Served) -> Decision[bool]:
     if settings.calibrate == "off":
         return Decision(False, "Asked for: decided from facts alone.")
     if served.needs is not None and served.needs.rows_vary:
-        return Decision(False, "What a row of this program costs depends on dimensions that each request chooses.")
+        return Decision(False, "The cost of a row of this program depends on dimensions that each request chooses.")
     if measurements is None:
         return Decision(
-            True, "This machine will be measured with this model's shapes before weights are read, or once for all starts."
+            True,
+            "This machine will be measured with this model's shapes before weights are read; later starts reuse the results.",
         )
     if measurements.fallback:
         return Decision(True, f"Measured, but decided from facts alone, since {measurements.fallback}.")
@@ -121,5 +128,6 @@ def _speculation(settings: Settings, served: Served) -> Decision[bool]:
     if served.device != "cpu" or (served.needs is not None and not served.needs.generates):
         return Decision(False, "Only for models that generate, on processors.")
     return Decision(
-        True, "What follows a repeated phrase is guessed and checked in one step; it stops by itself while it does not pay."
+        True,
+        "Tokens after a repeated phrase are drafted and verified in one step (n-gram speculation); it pauses while it gains nothing.",
     )

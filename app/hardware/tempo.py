@@ -1,6 +1,6 @@
-"""What steps take as the machine is now, and so how many tokens of prompts one may carry beside streams that want their next token.
+"""Present step times, and the prompt tokens that a step may carry next to streams that need their next token.
 
-The pace on the worker thread and whoever foretells a wait reckon with the same value; it is replaced, never changed.
+The prefill budget on the worker thread and the wait estimate of the service use the same immutable value.
 """
 
 from __future__ import annotations
@@ -10,23 +10,26 @@ from dataclasses import dataclass
 
 from app.hardware.step_seconds import StepSeconds
 
-# A step is run again from a recording where one of its size was recorded, so parts of prompts have few sizes. The least is read even
-# where the target is missed already: a long prompt gets on.
+# A step is replayed from a recording of its size, so prompt chunks have only these sizes. The smallest is processed even if the target is
+# missed already, so that a long prompt makes progress.
 CHUNKS = tuple(size for power in range(3, 14) for size in (2**power, 3 * 2 ** (power - 1)))
 MIN_PREFILL_TOKENS = CHUNKS[0]
-# Reach: p99 of running streams at most 3 × their p50 while a long prompt arrives, and steps of which the p99 may be 1.5 × the p50.
+# Goal: the p99 latency of running streams is at most 3 × their p50 while a long prompt arrives, if the p99 of steps is 1.5 × their p50.
 MIXED_TO_DECODE_RATIO = 2.0
-SHORTEST_TARGET_SECONDS = 0.010  # nobody reads a hundred tokens a second: below, prompts get on and nobody is kept waiting
+SHORTEST_TARGET_SECONDS = (
+    0.010  # a hundred tokens a second, which is faster than people read; a lower target would only slow prompts
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Tempo:
-    """`steps` as measured before, and what recent steps took over that, by what they carried. A step has room for `max_tokens` of prompts,
-    or puts texts together up to so many.
+    """Measured step times with correction factors for what recent steps took, by their content.
 
-    Without `target_seconds` steps may take so many times what the decodes alone would. A step that only decodes carries so many
-    guesses a sequence, and makes so many tokens of it; beside prompts nothing is guessed. `oldest_first`: what is done in one step goes
-    as it came, whatever its size.
+    A step carries at most `max_tokens` of prompts, or batches texts up to that number. Without `target_seconds`, a
+    step may take `MIXED_TO_DECODE_RATIO` times as long as its decodes alone. A step that only decodes verifies
+    `draft_tokens` draft tokens for each sequence and yields `tokens_per_step` tokens of it; steps with prompts have no
+    draft tokens. With `oldest_first`, requests that fit in one step are processed in their order of arrival,
+    whatever their size.
     """
 
     steps: StepSeconds
@@ -41,18 +44,26 @@ class Tempo:
     oldest_first: bool = False
 
     def seconds(self, rows: int, tokens: int, context_tokens: int = 0, prompt_context_tokens: int = 0) -> float:
-        """A step of so many decoding rows over their context, and tokens of a prompt behind what is computed of it."""
+        """Return the expected time of a step.
+
+        It has `rows` decoding sequences with `context_tokens` of context in all, and `tokens` of a prompt of which
+        `prompt_context_tokens` were computed before.
+        """
         factor = self.mixed_factor if rows and tokens else self.prefill_factor if tokens else self.decode_factor
         return factor * self.steps.mixed(rows, tokens, context_tokens, prompt_context_tokens)
 
     def encode(self, tokens: int, pairs: int = 0) -> float:
-        """A step of an encoder: texts of so many tokens, and pairs of a token with one of its own text."""
+        """Return the expected time of an encoder's step.
+
+        It has `tokens` tokens, and `pairs` pairs of tokens of the same text.
+        """
         return self.encode_factor * self.steps.encode(tokens, pairs)
 
     def target(self, rows: int, context_tokens: int = 0, num_prompts: int = 1) -> float:
-        """The longest that a step may take while so many rows decode and so many prompts are not read.
+        """Return the longest time of a step while `rows` sequences decode and `num_prompts` prompts wait.
 
-        Where more wait for their first token than have theirs, a step may be as many times longer: few streams do not hold up a crowd.
+        If more requests wait for their first token than decode, the target grows by that ratio, so that few
+        streams do not delay many requests.
         """
         if self.target_seconds is not None:
             return self.target_seconds
@@ -60,7 +71,7 @@ class Tempo:
         return max(crowd * MIXED_TO_DECODE_RATIO * self.seconds(rows, 0, context_tokens), SHORTEST_TARGET_SECONDS)
 
     def chunk(self, rows: int, context_tokens: int = 0, prompt_context_tokens: int = 0, num_prompts: int = 1) -> int:
-        """The most tokens of prompts that keep a step within the target; a few where nothing does."""
+        """Return the most prompt tokens that keep a step within the target, or the smallest chunk size."""
         if not rows:
             return self.max_tokens
         target = self.target(rows, context_tokens, num_prompts)

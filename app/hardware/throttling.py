@@ -1,7 +1,8 @@
-"""Seconds as a CPU quota makes them, where more threads run than it pays for: the kernel then stops them for the rest of each period.
+"""Correction of step times for a CPU quota that is smaller than the number of threads.
 
-Most short steps run through and a few wait for most of a period: a median knows nothing of the waiting, one step alone is off by it.
-What is steady is the CPU's time: a step that takes so much of it lasts, on average, that time over the quota.
+The kernel then stops the threads for the rest of each period. Most short steps are not stopped, and a few wait for
+most of a period, so neither the median nor a single step shows the average time. CPU time is steady: a step takes,
+on average, its CPU time divided by the quota.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ Clock = Callable[[], float]
 
 
 def steady_clock(quota_cores: float | None, cpu_seconds: Clock = time.process_time) -> Clock:
-    """Goes as the wall's does on average while there is work. The whole process counts: all of it lives on the quota.
+    """Return a clock that advances like wall time on average while there is work.
 
-    None: no quota binds.
+    With a quota it is the CPU time of the whole process over the quota, because all of the process is limited by
+    it. With None no quota binds, and it is the wall clock.
     """
     return time.perf_counter if quota_cores is None else lambda: cpu_seconds() / quota_cores
 
 
 class Stretch:
-    """Of one step after another: what such a step takes on average over what this one took; 1 where no quota binds."""
+    """Ratio of a step's average time under the quota to its measured time; 1 if no quota binds."""
 
     def __init__(self, quota_cores: float | None = None, cpu_seconds: Clock = time.process_time) -> None:
         self.quota_cores = quota_cores
@@ -29,11 +31,12 @@ class Stretch:
         self._began = 0.0
 
     def begin(self) -> None:
+        """Start the measurement of a step."""
         if self._clock is not None:
             self._began = self._clock()
 
     def of(self, seconds: float) -> float:
-        """Of the step that took so long since `begin`."""
+        """Return the ratio for the step that took `seconds` since `begin`."""
         if self._clock is None or seconds <= 0.0:
             return 1.0
         return (self._clock() - self._began) / seconds

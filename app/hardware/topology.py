@@ -1,6 +1,6 @@
-"""Physical cores, SMT siblings, kinds of core, memory nodes and caches of a Linux machine, from sysfs.
+"""Topology of a Linux machine from sysfs: physical cores, SMT siblings, kinds of core, memory nodes and caches.
 
-Where sysfs is not mounted, each processor of /proc/cpuinfo counts as a core of its own.
+Without sysfs, each processor of /proc/cpuinfo counts as a core.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ _CPUS = "/sys/devices/system/cpu"
 _NODES = "/sys/devices/system/node"
 _CACHE_KINDS: dict[str, CacheKind] = {"Data": "data", "Instruction": "instruction", "Unified": "unified"}
 
-# A core below this share of the largest cpu_capacity (Linux Documentation/scheduler/sched-capacity.rst) is an efficiency core;
-# cores of one kind differ by a few percent where the firmware lists their best clocks.
+# A core below this share of the largest cpu_capacity (Linux Documentation/scheduler/sched-capacity.rst) is an efficiency core. Cores of
+# one kind can differ by a few percent, if the firmware lists their best clocks.
 _EFFICIENCY_SHARE = 0.8
 
 
 def online_cpus(files: Files) -> tuple[int, ...]:
+    """Return the logical CPUs that are online."""
     stated = parse_cpu_list(files.text(f"{_CPUS}/online"))
     if stated:
         return stated
@@ -28,7 +29,7 @@ def online_cpus(files: Files) -> tuple[int, ...]:
 
 
 def cores(files: Files, nodes: tuple[NumaNode, ...]) -> tuple[Core, ...]:
-    """One entry a physical core, in the order of its first logical CPU."""
+    """Return the physical cores, ordered by their first logical CPU."""
     online = online_cpus(files)
     node_of = {cpu: node.id for node in nodes for cpu in node.cpu_ids}
     efficient = _efficiency_cpus(files, online)
@@ -50,7 +51,7 @@ def _siblings(files: Files, cpu: int, online: tuple[int, ...]) -> tuple[int, ...
 
 
 def _efficiency_cpus(files: Files, online: tuple[int, ...]) -> frozenset[int]:
-    """Intel's hybrids list their small cores under one name; Arm states each CPU's capacity."""
+    """Return the efficiency CPUs: Intel's hybrids list them in one file; Arm states each CPU's capacity."""
     small = parse_cpu_list(files.text("/sys/devices/cpu_atom/cpus"))
     if small:
         return frozenset(small)
@@ -60,6 +61,7 @@ def _efficiency_cpus(files: Files, online: tuple[int, ...]) -> frozenset[int]:
 
 
 def numa_nodes(files: Files) -> tuple[NumaNode, ...]:
+    """Return the memory nodes, ordered by ID."""
     ids = sorted(int(match[1]) for name in files.names(_NODES) if (match := re.fullmatch(r"node(\d+)", name)))
     return tuple(_node(files, node) for node in ids)
 
@@ -68,7 +70,7 @@ def _node(files: Files, node: int) -> NumaNode:
     text = files.text(f"{_NODES}/node{node}/meminfo") or ""
     fields = parse_fields(text.replace(f"Node {node} ", ""))
     sizes = {name: parse_size(value) or 0 for name, value in fields.items()}
-    droppable = sizes.get("Active(file)", 0) + sizes.get("Inactive(file)", 0)  # the page cache makes way
+    droppable = sizes.get("Active(file)", 0) + sizes.get("Inactive(file)", 0)  # the page cache is freed on demand
     return NumaNode(
         id=node,
         cpu_ids=parse_cpu_list(files.text(f"{_NODES}/node{node}/cpulist")),
@@ -78,7 +80,7 @@ def _node(files: Files, node: int) -> NumaNode:
 
 
 def caches(files: Files) -> tuple[Cache, ...]:
-    """As the first online CPU sees them."""
+    """Return the caches of the first online CPU."""
     directory = f"{_CPUS}/cpu{online_cpus(files)[0]}/cache"
     found = [_cache(files, f"{directory}/{name}") for name in files.names(directory) if name.startswith("index")]
     return tuple(cache for cache in found if cache is not None)

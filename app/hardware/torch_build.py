@@ -1,4 +1,7 @@
-"""What the installed torch was built with, from the files of its wheel: importing torch would load its thread pools before the plan."""
+"""Build options of the installed torch, read from the files of its wheel.
+
+Importing torch would load its thread pools before the plan has set their sizes.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,18 @@ from pathlib import Path
 from app.hardware.facts import TorchBuild
 from app.hardware.files import Files
 
-# Every wheel carries the header that its own build was configured with.
+# Every wheel contains the header that its build was configured with.
 _HEADER = "include/ATen/Config.h"
 
 
 def installed_torch() -> Path | None:
-    """Where torch is installed, found without running any of it."""
+    """Return the folder of the installed torch without importing it; None if there is none."""
     spec = find_spec("torch")
     return Path(spec.origin).parent if spec and spec.origin else None
 
 
 def read(directory: Path) -> TorchBuild | None:
+    """Return the build options of the torch in `directory`; None if there is no torch."""
     files = Files(directory)
     source, header = files.text("version.py") or "", files.text(_HEADER) or ""
     version = _assigned(source, "__version__")

@@ -1,4 +1,4 @@
-"""What of calibration a plan may lean on: the trials that can be believed, compared at the row counts that matter."""
+"""Valid measurements of calibration, compared at the row counts that matter for the plan."""
 
 from __future__ import annotations
 
@@ -9,32 +9,37 @@ from dataclasses import dataclass
 from app.hardware.decision import Measurements, Trial
 from app.hardware.step_seconds import StepSeconds
 
-FEW, SEVERAL = 1, 8  # sequences that decode together: where services on a CPU live
-TYPICAL_CONTEXT = 512  # tokens behind a sequence, where what it costs in service is told
-PROMPT_TOKENS = 512  # of a prompt, or of texts, where two ways to serve are compared
-FEW_TOKENS = 16  # of one short text
+FEW, SEVERAL = 1, 8  # sequences that decode together, typical for services on a CPU
+TYPICAL_CONTEXT = 512  # tokens of context of a sequence, for stated speeds
+PROMPT_TOKENS = 512  # tokens of a prompt, or of texts, with which two configurations are compared
+FEW_TOKENS = 16  # tokens of one short text
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """A believable trial with the steps worked out from it."""
+    """Valid trial with its table of step times."""
 
     trial: Trial
     steps: StepSeconds
 
     def decode_rate(self, rows: int) -> float:
-        """Tokens a second of sequences that decode together, hardly any context behind them."""
+        """Return tokens a second of `rows` sequences that decode together, with hardly any context."""
         return rows / self.steps.decode(rows)
 
     def prefill_rate(self, tokens: int) -> float:
+        """Return tokens a second of a prompt in steps of `tokens` tokens."""
         return tokens / self.steps.prefill(tokens)
 
     def encode_rate(self, tokens: int) -> float:
-        """Tokens a second of texts, so many of them in a step."""
+        """Return tokens a second of texts in steps of `tokens` tokens."""
         return tokens / self.steps.encode(tokens)
 
     def gain_over(self, other: Timing) -> float:
-        """So many times as quick, all in all: the geometric mean over one sequence, several, and a prompt, or over few texts and many."""
+        """Return the overall speedup over `other`.
+
+        It is the geometric mean over one sequence, several sequences and a prompt, or over few and many tokens of
+        texts.
+        """
         tokens = self.prompt_tokens(other)
         if self.trial.encode_seconds:
             few = min(FEW_TOKENS, *(self._table.keys() & other._table.keys()), tokens)
@@ -45,11 +50,12 @@ class Timing:
         return float(math.prod(gains) ** (1 / len(gains)))
 
     def prompt_tokens(self, other: Timing, most: int = PROMPT_TOKENS) -> int:
-        """In steps of how many tokens prompts, or texts, are compared: the most that both were timed with."""
+        """Return the step size at which prompts or texts are compared: the largest with which both were timed."""
         both = self._table.keys() & other._table.keys()
         return max((size for size in both if size <= most), default=most)
 
     def figures(self, tokens: int) -> str:
+        """Return the rates as part of a sentence."""
         if self.trial.encode_seconds:
             few = min(FEW_TOKENS, tokens, *self.trial.encode_seconds)
             return f"{rate(self.encode_rate(few))} a second in steps of {few} and {rate(self.encode_rate(tokens))} of {tokens}"
@@ -60,7 +66,7 @@ class Timing:
 
     @property
     def num_sizes(self) -> int:
-        """At how many sizes of a step it was timed."""
+        """Number of step sizes that were timed."""
         return len(self.trial.decode_seconds) + len(self._table)
 
     @property
@@ -70,27 +76,29 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """The timings that can be believed; none where nothing was measured, or nothing was taken for true."""
+    """Valid timings; none if nothing was measured, or if the measurements were rejected."""
 
     known: tuple[Timing, ...] = ()
 
     @classmethod
     def of(cls, measurements: Measurements | None) -> Trials:
+        """Return the valid timings among the measurements."""
         if measurements is None or measurements.fallback:
             return cls()
         return cls(tuple(Timing(trial, StepSeconds.of(trial)) for trial in measurements.trials if _is_believable(trial)))
 
     def at(self, precision: str, threads: int, *, int8_copy: bool = False) -> Timing | None:
-        """The one that was timed at the most sizes."""
+        """Return the timing of a configuration with the most step sizes, or None."""
         wanted = (precision, threads, int8_copy)
         found = [one for one in self.known if (one.trial.precision, one.trial.threads, one.trial.int8_copy) == wanted]
         return max(found, key=lambda one: one.num_sizes, default=None)
 
     def serving(self, precision: str, threads: int, *, int8_copy: bool) -> Timing | None:
-        """As it will be; where a copy was not timed, as it would be without."""
+        """Return the timing of a configuration; if the int8 copy was not timed, the timing without it."""
         return self.at(precision, threads, int8_copy=int8_copy) or self.at(precision, threads)
 
     def fewer_threads(self, precision: str, threads: int) -> list[Timing]:
+        """Return the timings without int8 copy that have fewer threads."""
         lean = [one for one in self.known if one.trial.precision == precision and not one.trial.int8_copy]
         return [one for one in lean if one.trial.threads < threads]
 
@@ -99,12 +107,12 @@ NOTHING = Trials()  # nothing was measured
 
 
 def rate(number: float) -> str:
-    """Tokens a second for a sentence: three digits at the least."""
+    """Format tokens a second for a sentence, with at least three digits."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.2f}"
 
 
 def _is_believable(trial: Trial) -> bool:
-    """Every number one that a clock could give; both phases measured, or the one that an encoder has."""
+    """Return true if every number is plausible, and both phases, or the encoder's only one, were measured."""
     tables: Iterable[Mapping[int, float]] = (trial.decode_seconds, trial.prefill_seconds)
     if trial.encode_seconds:
         tables = (trial.encode_seconds,)

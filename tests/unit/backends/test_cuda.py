@@ -100,7 +100,7 @@ def test_nothing_of_cuda_is_touched_before_it_is_configured(plan: ServingPlan) -
 
 
 def test_who_wants_a_processor_is_told_that_a_gpu_is_none(plan: ServingPlan) -> None:
-    with pytest.raises(PlanImpossible, match=r"'cuda' here; what serves: cpu"):
+    with pytest.raises(PlanImpossible, match=r"'cuda' here; available: cpu"):
         processor(plan)
 
 
@@ -115,7 +115,7 @@ def test_products_of_fp32_are_of_fp32_and_halves_do_not_overflow_in_sums(cuda: C
 
 def test_an_old_gpu_is_refused_by_its_name(cuda: Cuda, plan: ServingPlan) -> None:
     cuda.capability = (7, 5)
-    with pytest.raises(PlanImpossible, match=r"H200 has compute capability 7\.5, and 8\.0 is the least"):
+    with pytest.raises(PlanImpossible, match=r"H200 has compute capability 7\.5, but at least 8\.0 is required"):
         CudaBackend(torch.float16).configure(plan)
 
 

@@ -57,7 +57,7 @@ def test_bent_scores_are_written_out() -> None:
 
 def test_a_silent_fallback_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ENABLE_MPS_FALLBACK", "1")
-    with pytest.raises(PlanImpossible, match=r"PYTORCH_ENABLE_MPS_FALLBACK is set: what torch's MPS lacks"):
+    with pytest.raises(PlanImpossible, match=r"PYTORCH_ENABLE_MPS_FALLBACK is set: operations that torch's MPS lacks"):
         MpsBackend(torch.bfloat16).configure(PLAN)
 
 

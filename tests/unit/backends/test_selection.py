@@ -63,14 +63,14 @@ def test_a_device_is_served_by_its_own(device: str, kind: str, plan: ServingPlan
 
 
 def test_what_is_asked_for_one_kind_is_not_given_of_another(plan: ServingPlan) -> None:
-    with pytest.raises(PlanImpossible, match=r"'cpu' here; what serves: cuda, mps"):
+    with pytest.raises(PlanImpossible, match=r"'cpu' here; available: cuda, mps"):
         device_backend(plan)
-    with pytest.raises(PlanImpossible, match=r"'cuda' here; what serves: cpu"):
+    with pytest.raises(PlanImpossible, match=r"'cuda' here; available: cpu"):
         processor(with_values(plan, device="cuda"))
 
 
 def test_an_unknown_device_is_refused_and_what_exists_is_named(plan: ServingPlan) -> None:
-    with pytest.raises(PlanImpossible, match=r"'tpu'.*what serves: cpu, cuda, mps"):
+    with pytest.raises(PlanImpossible, match=r"'tpu'.*available: cpu, cuda, mps"):
         select_backend(with_values(plan, device="tpu"))
 
 

@@ -23,7 +23,7 @@ def kernels_at(level: str) -> Facts:
 def test_what_adds_in_one_order_serves(level: str, precision: str) -> None:
     decision = plan(kernels_at(level), precision=precision, deterministic="on").deterministic
     assert decision.value
-    assert "prompts attend more slowly" in decision.reason
+    assert "attention of prompts is slower" in decision.reason
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_what_adds_in_one_order_serves(level: str, precision: str) -> None:
     [
         ("avx512bf16", {"precision": "fp32"}, "precision is fp32: set it to int8 or int4"),
         ("avx512", {"precision": "bf16"}, "precision is bf16: set it to int8 or int4"),
-        ("avx512", {"precision": "int4", "int8_copy": "on"}, "and so is int8_copy"),
+        ("avx512", {"precision": "int4", "int8_copy": "on"}, "deterministic and int8_copy are both on"),
     ],
 )
 def test_what_does_not_is_refused(level: str, settings: dict[str, Any], words: str) -> None:
@@ -41,13 +41,13 @@ def test_what_does_not_is_refused(level: str, settings: dict[str, Any], words: s
 
 def test_unasked_the_most_exact_precision_that_does_is_chosen() -> None:
     chosen = plan(kernels_at("avx512"), deterministic="on").precision
-    assert chosen.value == "int8" and "in bf16 do not add in one order" in chosen.reason and "perplexity" in chosen.reason
+    assert chosen.value == "int8" and "in bf16 do not sum in one order" in chosen.reason and "perplexity" in chosen.reason
     assert plan(kernels_at("avx512bf16"), deterministic="on").precision.value == "bf16"
     assert plan(kernels_at("avx512")).precision.value == "bf16"
 
 
 def test_torchs_own_products_are_refused() -> None:
-    with pytest.raises(PlanImpossible, match="our native kernels do not serve here"):
+    with pytest.raises(PlanImpossible, match="the native kernels cannot run here"):
         plan(machine(), precision="fp32", deterministic="on")
 
 

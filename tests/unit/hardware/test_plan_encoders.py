@@ -110,7 +110,7 @@ def test_a_step_has_a_token_for_each_text_that_it_may_have() -> None:
 def test_eight_bits_are_offered_and_never_taken() -> None:
     found = plan(measurements=measured(trial(), trial("int8", 2.5))).precision
     assert found.value == "bf16"
-    assert "2.50 times as quick" in found.reason and "precision=int8" in found.reason
+    assert "2.50 times as fast" in found.reason and "precision=int8" in found.reason
 
 
 def test_eight_bits_are_taken_where_nothing_else_fits() -> None:
@@ -119,7 +119,7 @@ def test_eight_bits_are_taken_where_nothing_else_fits() -> None:
         memory=3 * GIB,
     )
     assert found.precision.value == "int8"
-    assert "cosine of 0.99" in found.precision.reason and "keys and values" not in found.precision.reason
+    assert "cosine similarity of 0.99" in found.precision.reason and "keys and values" not in found.precision.reason
 
 
 def test_fewer_threads_where_texts_are_quicker() -> None:
@@ -166,7 +166,7 @@ def test_memory_shortens_the_longest_text_and_the_step() -> None:
         ({"kv_cache_bytes": 2**30}, "kv_cache_bytes is 1073741824, but this model generates no text"),
         ({"kv_precision": "int8"}, "kv_precision is int8"),
         ({"itl_target_ms": 20.0}, "itl_target_ms is 20"),
-        ({"max_model_len": 513}, "made for 512"),
+        ({"max_model_len": 513}, "supports at most 512"),
         ({"max_model_len": 300, "max_batch_tokens": 200}, "never divided"),
         ({"max_running_seqs": 600, "max_batch_tokens": 512}, "each text needs one token"),
         ({"max_batch_tokens": 10**9}, "memory for"),

@@ -38,12 +38,12 @@ REASONS: list[tuple[str, str, str]] = [
     ("zen5-vm", "precision", "avx512_bf16"),
     ("xeon-amx", "precision", "amx_bf16"),
     ("graviton3", "precision", "bf16"),
-    ("graviton2", "precision", "does not multiply BF16"),
+    ("graviton2", "precision", "has no BF16 products"),
     ("cgroup-v1", "threads", "quota is 1.5 cores, rounded down"),
     ("cgroup-v2-nested", "threads", "quota is 0.5 cores"),
     ("cgroup-v2-nested", "wait_policy", "quota of 0.5 cores"),
     ("cgroup-v2-nested", "throttling_quota", "1 thread on a quota of 0.5 cores"),
-    ("cgroup-v1", "throttling_quota", "No thread is stopped"),
+    ("cgroup-v1", "throttling_quota", "No thread is throttled"),
     ("cgroup-v2-nested", "cpu_ids", "quota is less than the cores"),
     ("altra-cpuset", "threads", "3 physical cores may be used"),
     ("altra-two-sockets", "threads", "on memory node 1"),
@@ -51,9 +51,9 @@ REASONS: list[tuple[str, str, str]] = [
     ("xeon-avx2", "threads", "SMT siblings"),
     ("xeon-avx2", "cpu_ids", "One CPU of each core"),
     ("mac-m2", "threads", "4 efficiency cores"),
-    ("mac-m2", "cpu_ids", "does not bind"),
-    ("mac-m2", "device", "Apple GPU (MPS) is here, but serving on it is not built yet"),
-    ("h100", "device", "8 × NVIDIA H100 80GB HBM3 is here, but serving on it is not built yet"),
+    ("mac-m2", "cpu_ids", "cannot bind"),
+    ("mac-m2", "device", "Apple GPU (MPS) is present, but serving on it is not supported yet"),
+    ("h100", "device", "8 × NVIDIA H100 80GB HBM3 is present, but serving on it is not supported yet"),
     ("cgroup-v1", "kv_cache_bytes", "control group's limit of 6.0 GiB"),
     ("graviton3", "kv_cache_bytes", "the machine's memory"),
     ("xeon-avx2", "kv_cache_bytes", "memory node 0"),
@@ -119,7 +119,9 @@ def test_what_the_process_itself_holds_is_counted(recorded: Recorded, recipes: R
     summands = (
         r"2.3 GiB of weights in bf16, \d+ MiB for keys and values of one sequence of 1,024 tokens and \d+ MiB for the process"
     )
-    with pytest.raises(PlanImpossible, match=summands + r" and its activations make 2.9 GiB, but 2.6 GiB are available \(of the"):
+    with pytest.raises(
+        PlanImpossible, match=summands + r" and its activations make 2.9 GiB, but only 2.6 GiB are available \(of the"
+    ):
         planned(recorded("cgroup-v2-nested"), recipes, llama_1b)
 
 

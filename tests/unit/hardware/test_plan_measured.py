@@ -52,9 +52,9 @@ def test_eight_bits_where_they_are_a_fifth_quicker(llama_1b: Needs, int8: Trial,
 def test_the_reason_has_what_was_measured_and_what_it_costs(llama_1b: Needs) -> None:
     reason = plan(measured(BF16, trial("int8", 45.31, 240, 900)), llama_1b).precision.reason
     assert "45.3 tokens/s at one sequence and 240 at 8, against 25.0 tokens/s at one sequence and 150 at 8 in bf16" in reason
-    assert "(1.8 and 1.6 times as quick)" in reason and "about +0.02% perplexity" in reason
+    assert "(1.8 and 1.6 times as fast)" in reason and "about +0.02% perplexity" in reason
     kept = plan(measured(BF16, trial("int8", 26, 150, 900)), llama_1b).precision.reason
-    assert kept.startswith("This processor multiplies BF16") and "1.04 and 1.00 times as quick" in kept and "1.2" in kept
+    assert kept.startswith("This processor has BF16 products") and "1.04 and 1.00 times as fast" in kept and "1.2" in kept
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_a_copy_where_prompts_gain_a_tenth(llama_1b: Needs, fast: float, has_cop
     lean, copy = trial("int4", 40, 200, 1000), trial("int4", 40, 200, fast, int8_copy=True)
     found = plan(measured(lean, copy, most_few_rows=24), llama_1b, precision="int4")
     assert found.int8_copy.value is has_copy
-    assert f"{fast:,.0f} tokens/s with eight bits, 1,000 with four" in found.int8_copy.reason
+    assert f"{fast:,.0f} tokens/s with 8 bits, 1,000 with 4 bits" in found.int8_copy.reason
     assert found.most_few_rows.value == (24 if has_copy else None)
     assert found.weight_bytes.value == llama_1b.bytes_by_precision["int4"] + has_copy * llama_1b.int8_copy_bytes
 
@@ -242,11 +242,11 @@ def test_quicker_than_the_ceiling_is_no_measurement(llama_1b: Needs) -> None:
     known = trial("bf16", 51, 150, 400, read_bytes=10**9, operations_per_token=2e9)
     ratio = plan(measured(known), llama_1b).roofline_ratio
     assert "decode" not in ratio.value and "prefill" in ratio.value
-    assert "what is said at one sequence is left out" in ratio.reason
+    assert "Steps at one sequence were measured faster than their limit and are left out" in ratio.reason
 
 
 def test_the_pace_that_is_meant(llama_1b: Needs) -> None:
-    assert "about 107 ms beside 8 sequences, whose steps take 53.3" in plan(measured(BF16), llama_1b).itl_target_seconds.reason
+    assert "about 107 ms with 8 sequences, whose steps take 53.3 ms" in plan(measured(BF16), llama_1b).itl_target_seconds.reason
     quick = plan(measured(trial("bf16", 2500, 9000, 10000)), llama_1b).itl_target_seconds
     assert quick.value is None and "about 10 ms" in quick.reason
 

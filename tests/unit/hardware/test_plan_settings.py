@@ -47,14 +47,14 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"device": "mps"}, PlanImpossible, "no Apple silicon Mac"),
     ({"compile": "on"}, PlanImpossible, "compile is on"),
     ({"int8_copy": "on"}, PlanImpossible, "int8_copy is on, but precision is bf16"),
-    ({"deterministic": "on"}, PlanImpossible, "deterministic is on, but our native kernels do not serve"),
+    ({"deterministic": "on"}, PlanImpossible, "deterministic is on, but the native kernels cannot run"),
     ({"kv_precision": "int8", "precision": "fp32"}, PlanImpossible, "kv_precision is int8"),
     ({"kv_precision": "bf16", "precision": "fp32"}, PlanImpossible, r"dtype \(fp32\)"),
     ({"threads": 9}, PlanImpossible, "threads is 9, but this process may use only 8 logical CPUs"),
     ({"numa_node": 4}, PlanImpossible, "numa_node is 4, .* on: 0"),
-    ({"max_model_len": 200_000}, PlanImpossible, "max_model_len is 200000, but the model was made for 131072"),
+    ({"max_model_len": 200_000}, PlanImpossible, "max_model_len is 200000, but the model supports at most 131072"),
     ({"max_model_len": 130_000, "kv_cache_bytes": GIB}, PlanImpossible, "130000 tokens needs 4.0 GiB .* 1.0 GiB"),
-    ({"kv_cache_bytes": 100 * GIB}, PlanImpossible, "kv_cache_bytes is 100.0 GiB, but there is room for"),
+    ({"kv_cache_bytes": 100 * GIB}, PlanImpossible, "kv_cache_bytes is 100.0 GiB, but only .* are available"),
     ({"kv_cache_bytes": 1000}, PlanImpossible, "A context of 16 tokens needs"),
     ({"max_running_seqs": 30, "max_batch_tokens": 20}, PlanImpossible, "max_running_seqs is 30"),
 ]
@@ -76,9 +76,9 @@ def test_forced_impossibilities_are_refused(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"os": "win32", "architecture": "unknown"}, "win32 is not supported: Linux and macOS are"),
+        ({"os": "win32", "architecture": "unknown"}, "win32 is not supported: use Linux or macOS"),
         ({"architecture": "riscv64"}, "no torch for linux on riscv64"),
-        ({"os": "macos"}, "torch left Intel Macs"),
+        ({"os": "macos"}, "the last version for Intel Macs"),
     ],
 )
 def test_machines_without_a_torch(changes: dict[str, Any], words: str) -> None:
@@ -91,7 +91,7 @@ def test_a_kernel_that_states_no_features_refuses_nothing() -> None:
 
 
 def test_machines_without_recipes() -> None:
-    with pytest.raises(NoRecipe, match="Nothing is built"):
+    with pytest.raises(NoRecipe, match="There are no recipes"):
         plan(machine(), recipes=[])
 
 
@@ -173,7 +173,7 @@ def test_no_cpu_in_common() -> None:
 def test_a_context_that_the_memory_shortens(llama_1b: Needs) -> None:
     length = plan(machine(memory=5 * GIB), llama_1b).max_model_len
     assert 16 <= length.value < 131_072
-    assert "made for 131072 tokens" in length.reason
+    assert "supports 131072 tokens" in length.reason
     assert plan(machine(memory=64 * GIB), llama_1b).max_model_len.value == 131_072
 
 

@@ -29,16 +29,16 @@ def with_gpu(**changes: Any) -> Facts:
 @pytest.mark.parametrize(
     ("name", "device", "number", "words"),
     [
-        ("h200", "cuda", 0, "1 × NVIDIA H200 is here and can be served on"),
-        ("h100", "cuda", 2, "8 × NVIDIA H100 80GB HBM3 is here"),
-        ("two-gpus", "cuda", 1, "is here and can be served on"),
-        ("t4", "cpu", None, "1 × Tesla T4 is here, but its compute capability is 7.5, and 8.0 (Ampere) is the least."),
-        ("dgx-spark", "cuda", 0, "1 × NVIDIA GB10 is here"),
-        ("h100-mig", "cuda", 0, "is here"),
-        ("mac-m1", "mps", None, "The Apple GPU (MPS) is here and can be served on."),
+        ("h200", "cuda", 0, "1 × NVIDIA H200 is present and usable"),
+        ("h100", "cuda", 2, "8 × NVIDIA H100 80GB HBM3 is present"),
+        ("two-gpus", "cuda", 1, "is present and usable"),
+        ("t4", "cpu", None, "1 × Tesla T4 is present, but its compute capability is 7.5, and 8.0 (Ampere) is the minimum."),
+        ("dgx-spark", "cuda", 0, "1 × NVIDIA GB10 is present"),
+        ("h100-mig", "cuda", 0, "is present"),
+        ("mac-m1", "mps", None, "The Apple GPU (MPS) is present and usable."),
         ("mac-m2", "cpu", None, "this macOS (Darwin 21.6.0) is older than 14"),
-        ("mac-m4-pro", "mps", None, "The Apple GPU (MPS) is here"),
-        ("zen5-vm", "cpu", None, "No other device is here."),
+        ("mac-m4-pro", "mps", None, "The Apple GPU (MPS) is present"),
+        ("zen5-vm", "cpu", None, "No other device is present."),
     ],
 )
 def test_of_recorded_hosts(recorded: Recorded, name: str, device: str, number: int | None, words: str) -> None:
@@ -49,7 +49,7 @@ def test_of_recorded_hosts(recorded: Recorded, name: str, device: str, number: i
 
 def test_the_gpu_with_the_most_free_memory_and_how_to_use_the_rest(recorded: Recorded) -> None:
     reason = chosen(recorded("h100")).cuda_device.reason
-    assert reason.startswith("Of 8 GPUs the one with the most free memory (79.2 GiB).") and "cuda_device of its own" in reason
+    assert reason.startswith("Of 8 GPUs, the one with the most free memory (79.2 GiB).") and "its own cuda_device" in reason
     assert chosen(recorded("h200")).cuda_device.reason == "The only one: NVIDIA H200 (124.7 GiB)."
     assert chosen(recorded("h100"), cuda_device=5).cuda_device.value == 5
 
@@ -82,12 +82,12 @@ def test_what_torch_lacks_on_a_mac_is_not_moved_to_the_processor(recorded: Recor
 
 # why it is not taken by itself, and what is said where it is asked for
 PASSED_OVER: list[tuple[dict[str, Any], str]] = [
-    ({"capability": (7, 5)}, "its compute capability is 7.5, and 8.0 (Ampere) is the least"),
+    ({"capability": (7, 5)}, "its compute capability is 7.5, and 8.0 (Ampere) is the minimum"),
     (
         {"capability": None},
-        "nobody says its compute capability: nvidia-smi is older than driver 510 or not here (in a container NVIDIA_DRIVER",
+        "its compute capability is unknown: nvidia-smi is missing or older than driver 510 (in a container NVIDIA_DRIVER",
     ),
-    ({"mig": ""}, "it is divided (MIG), and no instance of it can be seen"),
+    ({"mig": ""}, "it is partitioned by MIG and has no visible instance"),
 ]
 
 
@@ -95,7 +95,7 @@ PASSED_OVER: list[tuple[dict[str, Any], str]] = [
 def test_gpus_that_nothing_can_be_served_on(changes: dict[str, Any], words: str) -> None:
     host = with_gpu(**changes)
     found = chosen(host).device
-    assert (found.value, f"1 × NVIDIA L4 is here, but {words}" in found.reason) == ("cpu", True)
+    assert (found.value, f"1 × NVIDIA L4 is present, but {words}" in found.reason) == ("cpu", True)
     for asked in ({"device": "cuda"}, {"device": "cuda", "cuda_device": 0}):
         with pytest.raises(PlanImpossible) as refused:
             chosen(host, **asked)
@@ -114,7 +114,7 @@ def test_a_driver_older_than_torchs_cuda_asks_for() -> None:
     built = TorchBuild("2.13.0+cu130", "13.0")
     host = dataclasses.replace(with_gpu(driver="570.86.15"), torch=built)
     found = chosen(host).device
-    assert (found.value, "its driver (570.86.15) is older than the 580 that torch for CUDA 13.0 asks for" in found.reason) == (
+    assert (found.value, "its driver (570.86.15) is older than the 580 that torch for CUDA 13.0 needs" in found.reason) == (
         "cpu",
         True,
     )
@@ -126,9 +126,9 @@ def test_a_driver_older_than_torchs_cuda_asks_for() -> None:
 
 
 def test_devices_that_are_here_but_not_built() -> None:
-    with pytest.raises(NoRecipe, match="Serving on cuda is not built yet"):
+    with pytest.raises(NoRecipe, match="Serving on cuda is not supported yet"):
         plan(with_gpu(), device="cuda")
-    assert "NVIDIA L4 is here, but serving on it is not built yet." in plan(with_gpu()).device.reason
+    assert "NVIDIA L4 is present, but serving on it is not supported yet." in plan(with_gpu()).device.reason
     built = [*RECIPES, ("cuda", "x86_64", "bf16")]
     assert plan(with_gpu(), recipes=built).device.value == "cuda"
     assert plan(with_gpu(), recipes=built, device="cpu").device.value == "cpu"
@@ -141,17 +141,18 @@ def test_devices_that_are_here_but_not_built() -> None:
         (
             machine(),
             {"device": "cuda"},
-            "neither nvidia-smi nor /proc/driver/nvidia names a GPU. Is the driver installed, and does CUDA_VISIBLE_DEVICES hide none?",
+            "neither nvidia-smi nor /proc/driver/nvidia lists a GPU. Check that the driver is installed and "
+            "that CUDA_VISIBLE_DEVICES hides no GPU.",
         ),
         (machine(), {"device": "mps"}, "this is no Apple silicon Mac"),
         (
             machine(),
             {"cuda_device": 0},
-            "cuda_device is 0, but device is cpu: No other device is here. Leave cuda_device at auto",
+            "cuda_device is 0, but device is cpu: No other device is present. Leave cuda_device at auto",
         ),
-        (with_gpu(), {"cuda_device": 1}, "cuda_device is 1, but the GPUs here are: 0"),
+        (with_gpu(), {"cuda_device": 1}, "cuda_device is 1, but the GPUs of this machine are: 0"),
         (with_gpu(), {"cuda_device": 0, "device": "cpu"}, "cuda_device is 0, but device is cpu: Asked for"),
-        (machine(is_translated=True), {}, "runs here by Rosetta"),
+        (machine(is_translated=True), {}, "runs by Rosetta"),
     ],
 )
 def test_what_is_asked_and_cannot_be(facts: Facts, asked: dict[str, Any], words: str) -> None:
@@ -197,7 +198,7 @@ def test_what_a_gpu_cannot_do_is_refused_there_or_done_by_the_processor(
             chosen(recorded("h200"), llama_1b, **asked)
     else:
         found = chosen(recorded("h200"), llama_1b, **asked).device
-        assert found.value == "cpu" and found.reason.startswith("NVIDIA H200 is here, but cannot do what is asked. ")
+        assert found.value == "cpu" and found.reason.startswith("NVIDIA H200 is present, but cannot serve these settings. ")
         assert words.split(",")[0] in found.reason
 
 
