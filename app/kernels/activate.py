@@ -1,6 +1,7 @@
-"""An activation between two products: what the first has written becomes what the second reads. The twin is torch's.
+"""Elementwise activation between two linear layers.
 
-Native kernels serve on a processor, Triton's on an NVIDIA GPU.
+A native kernel computes it on a CPU and a Triton kernel on an NVIDIA GPU. `activate_torch` is the reference
+implementation and the fallback.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def activate(x: Tensor, activation: str, group: int | None = None) -> Activations:
-    """x [tokens, size] to act(x) in its dtype, or quantised where a group is given. x may be overwritten."""
+    """Return act(x) in the dtype of x [tokens, size], quantised if `group` is given.
+
+    `group` is the number of inputs that share one scale. x may be overwritten.
+    """
     if x.dtype != torch.bfloat16 or x.stride(1) != 1 or x.device.type != "cpu" or not has(Code.ACTIVATE):
         result = _activate_elsewhere(x, activation)
         return result if group is None else quantise(result, group)
@@ -47,4 +51,5 @@ def _activate_elsewhere(x: Tensor, activation: str) -> Tensor:
 
 
 def activate_torch(x: Tensor, activation: str) -> Tensor:
+    """Return act(x) computed by torch; `activation` is a key of `ACTIVATIONS`."""
     return ACTIVATIONS[activation](x)

@@ -1,6 +1,8 @@
-"""Activations as integer products read them: int8 codes in tiles, with a scale and a sum for each group of a row (csrc/ops.h).
+"""Quantised activations, the input of integer products: int8 codes in tiles, with scales and sums.
 
-Kernels that finish a row (norm, gate, quantise) write them; `unpacked` gives them back as they mean, for twins and tests.
+Each group of a row has one scale and one sum. The layout is described in csrc/ops.h. The kernels for norms, gated
+activations and quantisation write it. `unpack_tiles` reads it back for the reference implementations and the
+tests.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ _MOST_GROUP = 65536  # csrc/sink.h
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """`rows` rows of `size` inputs, padded to `padded`, a multiple of `group`. Tiles have `height` rows, the last may have fewer."""
+    """Int8 codes, scales and sums of `rows` rows with `size` inputs each, padded to `padded`, a multiple of `group`.
+
+    A tile has `height` rows. The last tile may have fewer.
+    """
 
     codes: Tensor  # int8, in tiles
     scales: Tensor  # fp32
@@ -31,25 +36,26 @@ class Quantised:
 
     @property
     def padded(self) -> int:
+        """Inputs of a row, rounded up to a multiple of `group`."""
         return -(-self.size // self.group) * self.group
 
     def sink(self) -> Sink:
-        """Where a kernel is to write these rows."""
+        """Return the C structure that makes a kernel write its rows into this object."""
         return Sink(None, self.codes.data_ptr(), self.scales.data_ptr(), self.sums.data_ptr(), self.group, self.height)
 
 
-Activations = Tensor | Quantised  # what a product reads: rows in the model's dtype, or quantised where its form asks for that
+Activations = Tensor | Quantised  # input of a product: rows in the model's dtype, or quantised if the form requires it
 
 
 def plain(x: Activations) -> Tensor:
-    """Rows that a form reads which never asks for quantised ones."""
+    """Return x as a tensor, for forms that never read quantised rows."""
     assert isinstance(x, Tensor), "rows are quantised only for a form whose `takes` names a group"
     return x
 
 
 def room(rows: int, size: int, group: int) -> Quantised:
-    """Room for quantised rows, not initialised."""
-    assert group % 32 == 0 and 0 < group <= _MOST_GROUP, "what kernels take at a time, and what they keep on their stack"
+    """Allocate quantised rows without initialising them."""
+    assert group % 32 == 0 and 0 < group <= _MOST_GROUP, "kernels read 32 inputs at a time, and keep at most 65536 on their stack"
     align = native().align
     groups, most = -(-size // group), -(-rows // align) * align
     return Quantised(
@@ -59,7 +65,7 @@ def room(rows: int, size: int, group: int) -> Quantised:
 
 
 def destination(rows: int, size: int, group: int | None) -> tuple[Activations, Sink]:
-    """Room for a kernel's rows, bf16 or quantised, and how the kernel is told of it."""
+    """Allocate the output of a kernel, bf16 or quantised, and return it with the C structure that describes it."""
     if group is None:
         out = empty((rows, size), torch.bfloat16)
         return out, Sink(out.data_ptr(), None, None, None, 0, 0)
@@ -68,15 +74,18 @@ def destination(rows: int, size: int, group: int | None) -> tuple[Activations, S
 
 
 def tile_height(rows: int) -> int:
-    """Rows of each tile but the last: tiles are as equal as they can be."""
+    """Return the number of rows of each tile except the last; tiles are as equal in height as possible."""
     chosen = native()
     num_tiles = max(1, -(-rows // chosen.tile_rows))
-    height = max(1, -(-rows // num_tiles))  # a step whose rows nobody asks for has none
+    height = max(1, -(-rows // num_tiles))  # a step may have no rows
     return -(-height // chosen.align) * chosen.align
 
 
 def quantise(x: Tensor, group: int) -> Quantised:
-    """x [rows, size] bf16 to codes with one scale a row and group."""
+    """Quantise x [rows, size] to int8 codes with one scale for each row and group.
+
+    Rows of another dtype than bf16 are converted to bf16 first.
+    """
     if x.stride(-1) != 1 or x.dtype != torch.bfloat16:
         x = x.to(torch.bfloat16).contiguous()
     result = room(x.shape[0], x.shape[1], group)
@@ -85,9 +94,13 @@ def quantise(x: Tensor, group: int) -> Quantised:
 
 
 def quantise_torch(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """The twin: codes int8 [rows, groups, group] and scales fp32 [rows, groups]; codes are rounded to nearest, ties to even.
+    """Quantise x [rows, size] in plain torch; this is the reference implementation of `quantise`.
 
-    A group whose largest magnitude is below 1e-35 is zero; one that is not finite has the scale NaN and codes 0.
+    Codes are rounded to nearest, ties to even. A group whose largest magnitude is below 1e-35 is zero. A group
+    that contains a value that is not finite has the scale NaN and the codes 0.
+
+    Returns:
+        Codes int8 [rows, groups, group] and scales fp32 [rows, groups].
     """
     rows, size = x.shape
     groups = -(-size // group)
@@ -97,9 +110,8 @@ def quantise_torch(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     largest = values.abs().amax(-1)
     finite = values.isfinite().all(-1)
     used = finite & (largest > 1e-35)
-    hundred = torch.full_like(
-        largest, 127.0
-    )  # a tensor: torch divides a number by a tensor through the reciprocal, which rounds twice
+    # A tensor, because torch divides a Python number by a tensor through the reciprocal, which rounds twice.
+    hundred = torch.full_like(largest, 127.0)
     inverse = torch.where(used, torch.div(hundred, largest), 0.0)
     codes = torch.where(used[..., None], values * inverse[..., None], 0.0).round().to(torch.int8)
     scales = torch.where(used, torch.div(largest, hundred), torch.where(finite, 0.0, torch.nan))
@@ -107,7 +119,7 @@ def quantise_torch(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def unpacked(x: Quantised) -> tuple[Tensor, Tensor]:
-    """Codes int8 [rows, groups, group] and scales fp32 [rows, groups] of quantised rows, out of their tiles."""
+    """Read quantised rows out of their tiles: codes int8 [rows, groups, group] and scales fp32 [rows, groups]."""
     block, align = native().block, native().align
     groups = x.padded // x.group
     codes, scales = torch.empty(x.rows, x.padded, dtype=torch.int8), torch.empty(x.rows, groups)

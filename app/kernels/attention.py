@@ -1,6 +1,8 @@
-"""Attention of a ragged batch by our own kernels: keys and values in bf16 or int8, one or two segments a sequence, windows and soft caps.
+"""Attention of a ragged batch by the native kernels, over keys and values in bf16 or int8.
 
-Its twin is `backends/reference.py`; where it does not suit, and for prompts on levels without products of bf16, the backend uses torch's.
+A sequence's context has one or two segments. Sliding windows and logit soft caps are supported.
+`backends/reference.py` is the reference implementation. The backend uses torch's attention where these kernels do
+not apply, and for prompts on instruction set levels without bf16 products.
 """
 
 from __future__ import annotations
@@ -18,14 +20,18 @@ from app.kernels.native import native
 from app.kernels.operations import Attention, Code, has, run
 
 _MAX_HEAD_DIM, _MAX_GROUP = 256, 32  # csrc/attention.h
-_FEW_ROWS = 32  # is_decode in csrc/attention.h: below, the queries of a head of keys read the context as it lies
+# `is_decode` in csrc/attention.h: with fewer rows, a KV head's queries read the context without repacking.
+_FEW_ROWS = 32
 _NO_SEGMENT = (0, 0, 0)
-_HEAD_WORDS, _ROW_WORDS = 2, 10  # of `attention_step` and `sequence` in csrc/ops.h
+_HEAD_WORDS, _ROW_WORDS = 2, 10  # int64 values in `attention_step` and `sequence` of csrc/ops.h
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Tokens `[first, first + num_tokens)` of a layer's flat rows; the first is at absolute `position` of its sequence."""
+    """Tokens `[first, first + num_tokens)` of a layer's flat KV rows.
+
+    `position` is the absolute position of the first token in its sequence.
+    """
 
     first: int
     num_tokens: int
@@ -34,9 +40,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sequence of a ragged batch: its queries are rows `[first, first + num_tokens)`, at absolute positions from `start`.
+    """One sequence of a ragged batch, with its queries and its context.
 
-    Its context is one or two runs that together cover positions `[0, start + num_tokens)`, this step's own tokens included.
+    The queries are rows `[first, first + num_tokens)` of the batch, at absolute positions from `start`. The
+    context is one or two segments that together cover positions `[0, start + num_tokens)`, including this step's
+    tokens.
     """
 
     first: int
@@ -46,22 +54,26 @@ class Row:
 
 
 class Step:
-    """What a step attends to, the same for every layer, as `attention_step` in csrc/ops.h lays it: in words whose address stays while they
-    have room, so that recorded operations, run again, find the new step there."""
+    """The sequences of one step and their contexts, the same for every layer (`attention_step` in csrc/ops.h).
+
+    The int64 buffer keeps its address as long as its capacity suffices, so recorded operations that run again read
+    the new step there.
+    """
 
     def __init__(self, num_sequences: int = 64) -> None:
-        """Room for so many sequences; more get room at another address."""
+        """Allocate a buffer for `num_sequences`; a step with more sequences gets a buffer at another address."""
         self.rows: Rows[Row] = ()
         self._words = Words(_HEAD_WORDS + num_sequences * _ROW_WORDS)
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._asked: Attention | None = None  # by how many heads: known from the first layer that attends
+        self._asked: Attention | None = None  # numbers of heads, known after the first attention layer
 
     @property
     def address(self) -> int:
+        """Address of the C structure `attention_step`."""
         return self._words.address
 
     def fill(self, rows: Rows[Row]) -> None:
-        """Describes the next step."""
+        """Describe the next step."""
         self.rows = rows
         words = [len(rows), self._scratch.data_ptr()]
         for row in rows:
@@ -75,14 +87,17 @@ class Step:
             self._reserve(self._asked)
 
     def stays(self, kv: KVRows) -> bool:
-        """Whether the next step may be run as this one was: it will lie at the same address, and nothing but our kernel attends."""
+        """Return True if the next step can replay this step's recorded operations.
+
+        This requires that the buffer stays at the same address and that only the native kernel computes attention.
+        """
         asked = self._asked
-        if asked is None or not self._words.stays:  # the first step makes the scratch
+        if asked is None or not self._words.stays:  # the first step allocates the scratch memory
             return False
         return max([row.num_tokens for row in self.rows]) <= most_few(asked.heads, asked.kv_heads) or takes_prompts(kv)
 
     def attend_with(self, heads: int, kv_heads: int, head_dim: int) -> None:
-        """Says how many heads attend: scratch is made for them now, and at every step from now on."""
+        """Set the numbers of heads; scratch memory is allocated for them now and for every later step."""
         asked = self._asked
         if asked is None or (asked.heads, asked.kv_heads, asked.head_dim) != (heads, kv_heads, head_dim):
             self._asked = Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim)
@@ -90,46 +105,55 @@ class Step:
 
     def _reserve(self, asked: Attention) -> None:
         library = native().library
-        assert library is not None, "its kernels attend"
+        assert library is not None, "attention runs in the native library"
         asked.step = self.address
         needed = int(library.armature_attention_scratch(ctypes.byref(asked)))
         if needed > self._scratch.numel():
-            self._scratch = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
+            self._scratch = torch.empty(0, dtype=torch.uint8)  # free the old buffer before allocating the new one
             self._scratch = aligned(needed)
             self._words.set(1, self._scratch.data_ptr())
 
 
 def suits(query: Tensor, kv: KVRows) -> bool:
-    """Whether the native kernels take this query [tokens, heads, head_dim] over these keys and values, at least for decode."""
+    """Return True if the native kernels support this query with these keys and values, at least for decode.
+
+    The query is [tokens, heads, head_dim].
+    """
     _, heads, head_dim = query.shape
     plain = query.dtype == torch.bfloat16 and query.stride(2) == 1 and query.stride(1) == head_dim
     return plain and kv.keys.dtype in (torch.bfloat16, torch.int8) and fits(heads, kv.keys.shape[1], head_dim)
 
 
 def fits(heads: int, kv_heads: int, head_dim: int) -> bool:
-    """Whether they are here, and take heads of this number and size."""
+    """Return True if the library has the attention kernel and it supports these numbers and sizes of heads."""
     return heads // kv_heads <= _MAX_GROUP and head_dim % 8 == 0 and head_dim <= _MAX_HEAD_DIM and has(Code.ATTENTION)
 
 
 def takes(row: Row, query: Tensor, kv: KVRows) -> bool:
-    """Whether they take this very sequence."""
+    """Return True if the native kernels support this sequence."""
     return row.num_tokens <= most_few(query.shape[1], kv.keys.shape[1]) or takes_prompts(kv)
 
 
 def takes_prompts(kv: KVRows) -> bool:
-    """Prompts are products of bf16, of int8 too."""
+    """Return True if the native kernels support prompts, which need bf16 products even for an int8 KV cache."""
     return kv.keys.dtype in (torch.bfloat16, torch.int8) and has(Code.LINEAR_BF16)
 
 
 def most_few(heads: int, kv_heads: int) -> int:
-    """So many queries of a sequence go the road of one, and not that of prompts, whose sums have another order."""
+    """Return the most queries of one sequence that the decode kernel handles.
+
+    More queries use the prompt kernel, which sums in another order.
+    """
     return max(1, (_FEW_ROWS - 1) // (heads // kv_heads))
 
 
 def few_at_a_time(rows: Rows[Row], few: int, together: int) -> list[tuple[slice, list[Row]]]:
-    """The same queries as sequences of at most `few`, in parts of about `together`: which rows of the batch, and how they lie in those.
+    """Split the batch into sequences of at most `few` queries, in parts of about `together` rows.
 
-    Parts bound the scratch. A batch of one query a sequence is one part.
+    The parts bound the scratch memory. A batch with one query per sequence is one part.
+
+    Returns:
+        For each part, the rows of the batch that it covers, and its sequences with `first` relative to the part.
     """
     if all(row.num_tokens == 1 for row in rows):
         return [(slice(0, len(rows)), list(rows))]
@@ -146,13 +170,16 @@ def few_at_a_time(rows: Rows[Row], few: int, together: int) -> list[tuple[slice,
 
 
 def between(runs: Rows[Run], start: int, end: int) -> tuple[Run, ...]:
-    """What of a context lies at positions `[start, end)`."""
+    """Return the parts of `runs` at positions `[start, end)`."""
     cut = [(run, max(start, run.position), min(end, run.position + run.num_tokens)) for run in runs]
     return tuple(Run(run.first + low - run.position, high - low, low) for run, low, high in cut if low < high)
 
 
 def attention(query: Tensor, kv: KVRows, step: Step, scale: float, window: int | None, softcap: float | None) -> Tensor:
-    """Causal attention of query [tokens, heads, head_dim] to a new contiguous tensor like it; rows of sequences not taken are left open."""
+    """Compute causal attention of query [tokens, heads, head_dim]; the result is a new contiguous bf16 tensor.
+
+    It has the query's shape. Rows that belong to no sequence of the step are not initialised.
+    """
     tokens, heads, head_dim = query.shape
     kv_heads = kv.keys.shape[1]
     step.attend_with(heads, kv_heads, head_dim)

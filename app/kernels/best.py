@@ -1,4 +1,7 @@
-"""What is left of a row of logits when only the best are wanted: the output product keeps them as it goes (csrc/pick.h)."""
+"""The top-k outputs of each row of logits, selected without writing all logits.
+
+The output product keeps them while it runs (csrc/pick.h).
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ from torch import Tensor
 
 from app.kernels.activations import Activations
 
-MOST_BEST = 64  # a row's best outputs that a kernel keeps
+MOST_BEST = 64  # most outputs per row that a kernel can keep
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """How many of each row's best outputs, and whether the logarithm of the sum of all exponentials beside them."""
+    """A request for each row's k largest outputs, optionally with the log-sum-exp over all outputs."""
 
     k: int
     with_logsumexp: bool = False
@@ -22,9 +25,10 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """Each row's best outputs, best first, the lower id first among equals: fp32 [rows, k] and int64 [rows, k].
+    """The largest outputs of each row in descending order, with the lower id first among equals.
 
-    A row with a NaN has NaN as its best value. `logsumexp` [rows] is over all outputs, where it was asked for.
+    `values` fp32 [rows, k], `ids` int64 [rows, k]. The best value of a row that contains NaN is NaN. `logsumexp`
+    fp32 [rows] covers all outputs, and is None if it was not requested.
     """
 
     values: Tensor
@@ -34,13 +38,15 @@ class Best:
 
 @runtime_checkable
 class Picking(Protocol):
-    """A form that can do that."""
+    """A linear form whose product can return only the top outputs of each row."""
 
-    def best(self, x: Activations, wanted: Wanted, softcap: float | None = None) -> Best: ...
+    def best(self, x: Activations, wanted: Wanted, softcap: float | None = None) -> Best:
+        """Return the top outputs of x times the weight; `softcap` is applied to the logits first."""
+        ...
 
 
 def best_torch(logits: Tensor, wanted: Wanted) -> Best:
-    """The twin, from logits [rows, vocab]."""
+    """Return the top outputs of logits [rows, vocab]; this is the reference implementation."""
     scores = logits.float()
-    values, ids = scores.sort(dim=-1, descending=True, stable=True)  # NaN comes first, and stays
+    values, ids = scores.sort(dim=-1, descending=True, stable=True)  # NaN sorts first and is kept
     return Best(values[:, : wanted.k], ids[:, : wanted.k], scores.logsumexp(-1) if wanted.with_logsumexp else None)

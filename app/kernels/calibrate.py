@@ -1,6 +1,7 @@
-"""Timing inside a budget, and what may be believed of it: rounds of samples that take turns, medians, order, and a bound on the spread.
+"""Timing within a time budget: interleaved samples, medians, monotone tables and a bound on the spread.
 
-What is timed is the caller's business (`engine/rehearsal.py`: steps of a model); here are only names, calls and seconds.
+This module knows only names, callables and seconds. The caller decides what is timed (steps of a model during
+calibration).
 """
 
 from __future__ import annotations
@@ -15,18 +16,20 @@ from typing import Generic, TypeVar
 Key = TypeVar("Key", bound=Hashable)
 Clock = Callable[[], float]
 
-MOST_SAMPLES = 9  # of one point; more would only use up the budget
-LEAST_SAMPLES = 3  # below that a median says nothing
-POINT_SECONDS = 0.1  # what takes long is told from noise by few samples: no more of them than this holds
-LONG_SECONDS = 0.03  # a first run that takes so long is a sample: what it makes for later ones is a small part of it
-MOST_SPREAD = 0.25  # of the middle half of a point's samples, over their median: what a quiet machine shows is a tenth of it
-MOST_BENT = 0.25  # how far sanity may move a measured point
-_GROWTH = 2.0  # what a point is taken to need before it has run, in that which comes before it in its block
+MOST_SAMPLES = 9  # per point; more samples would only use up the budget
+LEAST_SAMPLES = 3  # a median of fewer samples is not reliable
+POINT_SECONDS = 0.1  # long runs need few samples to exceed the noise: no more than fit in this time
+# A first run that takes at least this long counts as a sample: its one-time work is a small part of it.
+LONG_SECONDS = 0.03
+MOST_SPREAD = 0.25  # limit of a point's interquartile range over its median; an idle machine shows a tenth of it
+MOST_BENT = 0.25  # largest relative change of a measured point by the monotone fit
+# Expected time of a point that has not run yet, as a multiple of the time of the point before it in its block.
+_GROWTH = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Point(Generic[Key]):
-    """Something to be timed, by a name."""
+    """A callable to be timed, and its key."""
 
     key: Key
     run: Callable[[], object]
@@ -34,7 +37,10 @@ class Point(Generic[Key]):
 
 @dataclass(frozen=True, slots=True)
 class Block(Generic[Key]):
-    """Points that are timed after one another, the quickest first; `begin` makes the machine as they want it (threads)."""
+    """Points that are timed one after another, the quickest first.
+
+    `begin` prepares the machine for them (for example the number of threads).
+    """
 
     begin: Callable[[], object]
     points: Sequence[Point[Key]]
@@ -42,9 +48,11 @@ class Block(Generic[Key]):
 
 @dataclass(slots=True)
 class Rounds(Generic[Key]):
-    """Samples of every point, taken in turns until all have enough or the deadline has come; no point that would overrun it is begun.
+    """Samples of every point, taken in rounds over all blocks.
 
-    The first run of a short point is no sample: it makes what later ones use again. `patience`: times the samples that are enough.
+    Rounds end when every point has enough samples or the deadline has come. A point that would run past the
+    deadline is not started. The first run of a short point is not a sample, because it prepares what later runs
+    reuse. `patience` multiplies the number of samples that is enough.
     """
 
     deadline: float
@@ -54,11 +62,12 @@ class Rounds(Generic[Key]):
     _expected: dict[Key, float] = field(default_factory=dict)
 
     def take(self, blocks: Sequence[Block[Key]]) -> None:
-        while sum(self._pass(block) for block in blocks):  # every block has its turn
+        """Run rounds over all blocks until no point needs another sample or the time is over."""
+        while sum(self._pass(block) for block in blocks):  # every block runs once per round
             pass
 
     def _pass(self, block: Block[Key]) -> bool:
-        """Whether anything was run."""
+        """Run one round of this block and return True if any point ran."""
         if self.clock() >= self.deadline or not any(self._wants(point.key) for point in block.points):
             return False
         block.begin()
@@ -76,7 +85,11 @@ class Rounds(Generic[Key]):
         return len(self.samples.get(key, ())) < self.patience * enough
 
     def _needs(self, key: Key, before: float) -> float:
-        """Seconds that must be left: of a point that was begun one run; of a new one all that count, and what begun ones still want."""
+        """Return the seconds that must be left before the deadline to start this point.
+
+        A point that has run before needs one run. A new point needs all its runs, in addition to the samples that
+        started points still lack.
+        """
         if key in self._expected:
             return self._expected[key]
         owed = sum(max(0, LEAST_SAMPLES - len(self.samples.get(one, ()))) * seconds for one, seconds in self._expected.items())
@@ -91,11 +104,11 @@ class Rounds(Generic[Key]):
         self._expected[point.key] = seconds
 
     def medians(self) -> dict[Key, float]:
-        """Of all points that have enough samples."""
+        """Return the median seconds of every point that has enough samples."""
         return {key: statistics.median(found) for key, found in self.samples.items() if len(found) >= LEAST_SAMPLES}
 
     def noise(self) -> str:
-        """Why these samples are no measurement; empty: they are one."""
+        """Return the reason why these samples are not usable, or an empty string if they are."""
         spreads = [spread(found) for found in self.samples.values() if len(found) >= LEAST_SAMPLES]
         if not spreads:
             return "there was no time for enough samples"
@@ -106,13 +119,16 @@ class Rounds(Generic[Key]):
 
 
 def spread(samples: Sequence[float]) -> float:
-    """Width of the middle half of the samples, over their median."""
+    """Return the interquartile range of the samples divided by their median."""
     low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
     return (high - low) / middle if middle > 0 else 0.0
 
 
 def rising(values: Sequence[float]) -> list[float]:
-    """The nearest sequence that never falls (least squares): neighbours in the wrong order become their mean."""
+    """Return the nearest non-decreasing sequence by least squares (isotonic regression).
+
+    Neighbours in the wrong order are replaced by their mean.
+    """
     runs: list[tuple[float, int]] = []
     for value in values:
         mean, count = value, 1
@@ -124,7 +140,11 @@ def rising(values: Sequence[float]) -> list[float]:
 
 
 def table(seconds: Mapping[int, float]) -> dict[int, float] | None:
-    """Seconds by size, where more never costs less; None where that would bend a point too far: then it is no measurement."""
+    """Return seconds by size, made non-decreasing in the size.
+
+    The result is None if that would change a point by more than the limit, or if a value is not positive: then the
+    samples are not usable.
+    """
     sizes = sorted(seconds)
     measured = [seconds[size] for size in sizes]
     ordered = rising(measured)
@@ -136,9 +156,10 @@ def table(seconds: Mapping[int, float]) -> dict[int, float] | None:
 
 
 def border(few: Mapping[int, float], many: Mapping[int, float]) -> int | None:
-    """Up to how many rows `few` is the quicker of two forms; None: not measured.
+    """Return the largest number of rows at which `few` is the faster of two forms; None if it was not measured.
 
-    Below the first number of rows that both know, nobody has looked, nor beyond the last: what reads less is taken to be quicker there.
+    Row counts below the first common one, and beyond the last, were not measured. There the form that reads fewer
+    bytes (`few`) is assumed to be faster.
     """
     best = None
     for rows in sorted(few.keys() & many.keys()):
@@ -149,9 +170,11 @@ def border(few: Mapping[int, float], many: Mapping[int, float]) -> int | None:
 
 
 def whole(parts: Mapping[int, float], num_layers: float) -> float | None:
-    """Seconds of all layers from those of a few: `parts` are seconds by the number of layers that ran, what is around them included.
+    """Extrapolate the seconds of all layers from measurements of a few layers.
 
-    A number that is not whole stands for layers and for what costs as much as a part of one.
+    `parts` maps the number of layers that ran to seconds, including the work before and after the layers. A
+    fractional `num_layers` counts work that costs a part of a layer. The result is None if the measurements do not
+    grow with the number of layers.
     """
     if int(num_layers) == num_layers and int(num_layers) in parts:
         return parts[int(num_layers)]
@@ -162,7 +185,10 @@ def whole(parts: Mapping[int, float], num_layers: float) -> float | None:
 
 
 def by_size(parts: Iterable[tuple[int, int, float]], num_layers: float) -> dict[int, float]:
-    """(size, layers, seconds) to seconds of the whole model by size; sizes of which that cannot be said are left out."""
+    """Convert (size, layers, seconds) to seconds of the whole model by size.
+
+    Sizes that cannot be extrapolated are left out.
+    """
     found: dict[int, dict[int, float]] = {}
     for size, layers, seconds in parts:
         found.setdefault(size, {})[layers] = seconds

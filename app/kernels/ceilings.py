@@ -1,7 +1,8 @@
-"""What this machine can do at the most, measured here and now: bytes read a second, and multiply-adds a second by dtype.
+"""Measured hardware peaks of this machine: bytes read per second, and operations per second by dtype.
 
-The readers are the C library's own (`memchr`, `memcmp`: vectorised everywhere, no compiler needed) and our native library's; the best
-counts, and ctypes lets threads run beside each other. tools/check_reading.py holds it against a compiled loop.
+Memory is read by `memchr` and `memcmp` of the C library (vectorised everywhere, no compiler needed) and by a
+function of the native library. The fastest counts. ctypes releases the GIL, so threads read in parallel.
+tools/check_reading.py compares the result with a compiled loop.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from app.kernels.int_panels import IntPacking
 from app.kernels.linear import FORMS
 from app.kernels.native import native
 
-BUFFER_BYTES = 2**29  # far beyond any cache
+BUFFER_BYTES = 2**29  # much larger than any cache
 ABSENT = 7  # a byte that the buffer does not hold
-REPEATS = 3  # of one sample, the best counts: a ceiling is what can be reached
-# libgomp's threads go on spinning for some milliseconds after a product, and would share the cores with the readers.
+REPEATS = 3  # passes per sample, of which the best counts: a peak is the rate that can be reached
+# libgomp's threads spin for some milliseconds after a product and would compete with the readers for the cores.
 SETTLE_SECONDS = 0.05
 Shape = tuple[int, int, int]
 Multiply = Callable[[torch.Tensor], object]
-# rows, outputs, inputs: which of them a machine is best at differs, so all are tried
+# (rows, outputs, inputs): the best shape differs between machines, so all are tried
 SHAPES = ((256, 2048, 2048), (512, 8192, 2048), (512, 2048, 8192), (1024, 4096, 2048))
 
 
 class ReadCeiling:
-    """Bytes a second that `threads` threads together read from memory."""
+    """Measures the bytes per second that `threads` threads together read from memory."""
 
     def __init__(self, threads: int, num_bytes: int | None = None) -> None:
         num_bytes = BUFFER_BYTES if num_bytes is None else num_bytes
@@ -40,18 +41,19 @@ class ReadCeiling:
         self._library.memchr.restype = ctypes.c_void_p
         self._library.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
         self._buffer = np.zeros(num_bytes, dtype=np.uint8)
-        self._buffer += 1  # written, so that every page is memory of its own
+        self._buffer += 1  # written, so that every page is backed by separate memory
         self._pool = ThreadPoolExecutor(threads)
         self.share = num_bytes // threads // 2 * 2
         self.parts = [self._buffer.ctypes.data + index * self.share for index in range(threads)]
 
     def sample(self) -> float:
-        """The best reader's best of a few passes."""
+        """Return the best rate of all readers over a few passes."""
         time.sleep(SETTLE_SECONDS)
         readers = (self._search, self._compare, *((self._ask_ahead,) if native().library is not None else ()))
         return max(self._rate(reader) for _ in range(REPEATS) for reader in readers)
 
     def close(self) -> None:
+        """Stop the reader threads."""
         self._pool.shutdown()
 
     def _rate(self, reader: Callable[[int], None]) -> float:
@@ -61,33 +63,37 @@ class ReadCeiling:
         return self.share * len(self.parts) / (time.perf_counter() - start)
 
     def _search(self, address: int) -> None:
-        """Looks for a byte that is not there."""
+        """Search for a byte that the buffer does not contain."""
         found = self._library.memchr(address, ABSENT, self.share)
-        assert found is None, "the buffer holds nothing but ones"
+        assert found is None, "the buffer contains only ones"
 
     def _ask_ahead(self, address: int) -> None:
-        """Our own library's, which asks for memory ahead as its products do."""
+        """Read with the native library's function, which prefetches like its products do."""
         library = native().library
-        assert library is not None, "sample() has asked"
+        assert library is not None, "sample() checks that the library is loaded"
         library.armature_read(address, self.share)
 
     def _compare(self, address: int) -> None:
-        """Compares the two halves, which are equal."""
+        """Compare the two halves of the share, which are equal."""
         difference = self._library.memcmp(address, address + self.share // 2, self.share // 2)
-        assert difference == 0, "the buffer holds nothing but ones"
+        assert difference == 0, "the buffer contains only ones"
 
 
 class ProductCeiling:
-    """Multiply-adds a second, counted as two operations each, of the best product among forms and shapes."""
+    """Measures the operations per second of the fastest product among forms and shapes.
+
+    A multiply-add counts as two operations.
+    """
 
     def __init__(self, dtype: torch.dtype, shapes: Iterable[Shape] | None = None) -> None:
         candidates = [(shape, multiply, x) for shape in shapes or SHAPES for multiply, x in _products(dtype, *shape)]
         for _, multiply, x in candidates:
-            multiply(x)  # the first call of a shape makes its code
+            multiply(x)  # the first call of a shape compiles its code
         candidates.sort(key=lambda candidate: -self._rate(*candidate))
-        self._best = candidates[:2]  # the second best may be the best when it counts
+        self._best = candidates[:2]  # keep the second best too: it may be the best in a later sample
 
     def sample(self) -> float:
+        """Return the best rate over a few repeats; NaN if no product is available."""
         return max((self._rate(*candidate) for _ in range(REPEATS) for candidate in self._best), default=math.nan)
 
     def _rate(self, shape: Shape, multiply: Multiply, x: torch.Tensor) -> float:
@@ -98,7 +104,7 @@ class ProductCeiling:
 
 
 def _products(dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> Iterable[tuple[Multiply, torch.Tensor]]:
-    """A product with a random weight, of every form that suits it, and what to multiply."""
+    """Yield a product with a random weight for every form that supports it, with its input."""
     if dtype == torch.int8:
         yield from _integer_products(rows, outputs, inputs)
         return
@@ -110,7 +116,11 @@ def _products(dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> Itera
 
 
 def _integer_products(rows: int, outputs: int, inputs: int) -> Iterable[tuple[Multiply, torch.Tensor]]:
-    """oneDNN's, where this torch has it (activations unsigned: signed ones fall to a reference path, see docs/performance.md), and ours."""
+    """Yield oneDNN's int8 product, if this torch has it, and the native one.
+
+    oneDNN gets unsigned activations, because signed ones use a slow reference implementation
+    (docs/performance.md).
+    """
     if hasattr(torch.ops.onednn, "qlinear_pointwise"):
         weight = torch.ops.onednn.qlinear_prepack(torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8), None)
         scales, zeros = torch.ones(outputs), torch.zeros(outputs, dtype=torch.int64)

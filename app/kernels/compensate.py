@@ -1,6 +1,8 @@
-"""Four bits where the weights still to be rounded make up for the error of each weight that was, as GPTQ has it.
+"""Four-bit quantisation by GPTQ: weights that are not yet rounded compensate for the rounding error of those that are.
 
-They can where inputs belong together, which a text has shown: the correlation of a product's inputs. Rows may come in any parts.
+It needs the correlation of a product's inputs, collected from text. Rows of the weight are independent, so they
+may be given in any parts. Source: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative
+Pre-trained Transformers", 2022.
 """
 
 from __future__ import annotations
@@ -12,22 +14,29 @@ from torch import Tensor
 
 from app.kernels.rounding import LEAST, Int4Weight, quantise_int4
 
-DAMPING = 0.1  # of the mean square of an input, added to each: what the text did not show is not relied upon
-_BLOCK = 128  # inputs whose errors are handed on together, in one product
+# Added to the diagonal, as a share of its mean: correlations that the text did not show are not relied on.
+DAMPING = 0.1
+_BLOCK = 128  # inputs whose errors are propagated together, in one product
 
 
 @dataclass(frozen=True, slots=True)
 class Bonds:
-    """Which inputs belong together: `order` [in] says which is rounded when, `root` [in, in], in that order, who makes up for whom."""
+    """The order in which inputs are rounded, and the factor that propagates rounding errors.
+
+    `rounding_order` int64 [in] lists inputs in rounding order. `inverse_root` fp32 [in, in], in that order, is the upper triangular
+    factor of the inverse Hessian.
+    """
 
     order: Tensor
     root: Tensor
 
 
 def bonds_of(correlation: Tensor, factors: Tensor | None = None) -> Bonds:
-    """Of inputs x with this sum of x xᵀ, or of x / `factors`. The loudest go first, while most can still make up for them.
+    """Compute the rounding order and the error propagation factor from the sum of x xᵀ [in, in] over inputs x.
 
-    The root is the upper triangular U with UᵀU = C⁻¹, C the damped correlation.
+    With `factors` [in], the inputs are x / factors. Inputs with the largest mean square are rounded first, while
+    most other inputs can still compensate for them. The root is the upper triangular U with UᵀU = C⁻¹, where C is
+    the damped correlation.
     """
     seen = correlation if factors is None else correlation / factors / factors[:, None]
     order = seen.diagonal().argsort(descending=True)
@@ -42,12 +51,15 @@ def bonds_of(correlation: Tensor, factors: Tensor | None = None) -> Bonds:
 
 
 def compensated_int4(weight: Tensor, group: int, zero_points: bool, bonds: Bonds) -> Int4Weight:
-    """weight [out, in] of any float dtype, with the scales of `quantise_int4` and codes that `bonds` choose. Finite numbers only."""
+    """Quantise weight [out, in] of any float dtype to four bits, with codes chosen by GPTQ.
+
+    The scales are those of `quantise_int4`. All values must be finite.
+    """
     nearest, root = quantise_int4(weight, group, zero_points), bonds.root
-    scales = nearest.scales.float().T.contiguous()  # [groups, out]: one input's are in one piece, as its weights
+    scales = nearest.scales.float().T.contiguous()  # [groups, out]: contiguous for one input, like its weights
     inverses = torch.where(scales.abs() < LEAST, 0.0, 1 / scales)
     begins = scales * -8 if nearest.minimums is None else nearest.minimums.float().T.contiguous()
-    left = weight.float().T[bonds.order]  # [in, out]: what is still to be rounded, with the errors so far in it
+    left = weight.float().T[bonds.order]  # [in, out]: weights still to be rounded, with the errors so far added
     codes = nearest.codes.T.contiguous()
     for first in range(0, len(left), _BLOCK):
         block = slice(first, min(first + _BLOCK, len(left)))

@@ -1,6 +1,6 @@
-"""What a device with memory of its own can do at the most, measured there and now: bytes that a copy moves a second, and multiply-adds.
+"""Measured peaks of a device with separate memory: bytes copied per second, and operations per second.
 
-Work is asked for several times over before it is waited for, so that asking costs nothing.
+Several operations are queued before the host waits for the device, so that launch overhead does not count.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-COPY_BYTES = 2**30  # far beyond any cache
-FREE_SHARE = 8  # of a device's free memory one part in so many is copied at the most
-REPEATS = 3  # the best counts: a ceiling is what can be reached
-QUEUED = 8  # copies, or products, that are waited for together
+COPY_BYTES = 2**30  # much larger than any cache
+FREE_SHARE = 8  # at most this fraction (1 / FREE_SHARE) of the device's free memory is copied
+REPEATS = 3  # the best counts: a peak is the rate that can be reached
+QUEUED = 8  # copies, or products, that are queued before one wait
 SMALLEST, LARGEST = 1024, 8192  # rows, outputs and inputs of a product
-_LONG_SECONDS = 0.002  # a product of this length keeps the device busy by itself
+_LONG_SECONDS = 0.002  # a product that takes this long keeps the device busy by itself
 _OTHER_CACHE_BYTES = 64 * 2**20  # an Apple chip's last level has 8 to 96 MiB
 
 Synchronize = Callable[[], None]
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Of the device's largest cache, which weights must exceed for their reading to count."""
+    """Return the size of the device's largest cache; weights must be larger for their reads to reach memory."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     return _OTHER_CACHE_BYTES
 
 
 class CopyCeiling:
-    """Bytes a second that are read and written where one half of some memory is copied to the other."""
+    """Measures the bytes per second that are read and written when one half of a buffer is copied to the other."""
 
     def __init__(self, device: torch.device, synchronize: Synchronize, num_bytes: int = COPY_BYTES) -> None:
         self._source = torch.ones(num_bytes // 2, dtype=torch.uint8, device=device)
@@ -38,7 +38,7 @@ class CopyCeiling:
         self._synchronize = synchronize
 
     def sample(self) -> float:
-        """The best of a few; each byte is read once and written once."""
+        """Return the best of a few repeats; each byte counts once as read and once as written."""
         moved = 2 * self._source.numel() * QUEUED
         return max(moved / self._seconds() for _ in range(REPEATS))
 
@@ -47,9 +47,9 @@ class CopyCeiling:
 
 
 class DeviceProductCeiling:
-    """Multiply-adds a second, counted as two operations each, of torch's product in `dtype`.
+    """Measures the operations per second of torch's product in `dtype`; a multiply-add counts as two.
 
-    As large as it takes for one product to keep the device busy, since a small device would be at the largest for seconds.
+    The size grows until one product keeps the device busy. A small device would need seconds for the largest size.
     """
 
     def __init__(self, device: torch.device, synchronize: Synchronize, dtype: torch.dtype) -> None:
@@ -59,10 +59,11 @@ class DeviceProductCeiling:
             self.size *= 2
 
     def sample(self) -> float:
+        """Return the best rate of a few repeats."""
         return 2.0 * self.size**3 * QUEUED / min(self._seconds(self.size) for _ in range(REPEATS))
 
     def _seconds(self, size: int) -> float:
-        """The first product of a size chooses its kernel: it is not timed."""
+        """Time the product of this size, after one untimed product in which torch selects its kernel."""
         x, weight = (torch.full((size, size), 0.01, dtype=self._dtype, device=self._device) for _ in range(2))
         F.linear(x, weight)
         return _timed(lambda: F.linear(x, weight), self._synchronize)

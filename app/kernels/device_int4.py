@@ -1,7 +1,9 @@
-"""Four bits in groups of 64 on a device with memory of its own, by torch's product for it: tinygemm on CUDA, Metal's on Apple.
+"""Four-bit weights in groups of 64 on a device with separate memory, multiplied by torch's int4 product.
 
-Few rows multiply by the codes; for many, the weight is written out once in the activations' dtype and multiplied as it is. How torch lays
-codes out is its own business and differs by device: the order is learnt from numbers that are packed once. The twins serve on a processor.
+That product is tinygemm on CUDA and a Metal kernel on Apple devices. Few rows are multiplied by the codes
+directly. For many rows the weight is dequantised to the activations' dtype first. Torch's packed layout is not
+documented and differs by device, so the order of codes is found by packing known numbers once. On a CPU the
+reference implementations are used.
 """
 
 from __future__ import annotations
@@ -21,45 +23,56 @@ from app.kernels.gpu.available import usable
 from app.kernels.layout import DEVICE_GROUP, device_int4_bytes, device_int4_suits
 from app.kernels.rounding import quantise_int4
 
-# Up to so many rows the codes multiply. Tinygemm reads them once for every 16 rows: 2.25 bytes a weight at 64, against 4.6 where they are
-# written out in BF16 and read again. Metal's product is one of a single row, repeated: 0.56 bytes a row.
+# Most rows that are multiplied by the codes. Tinygemm reads them once per 16 rows: 2.25 bytes per weight at 64,
+# against 4.6 if they are dequantised to BF16 and read again. Metal's product repeats that of a single row: 0.56
+# bytes per weight and row.
 MOST_FEW: Mapping[str, int] = {"cuda": 64, "mps": 8}
 _USUAL_MOST_FEW = 64
-# What torch's product takes beside it: tinygemm knows BF16 alone.
+# Dtypes of activations that torch's product supports: tinygemm supports only BF16.
 _DTYPES: Mapping[str, tuple[torch.dtype, ...]] = {"cuda": (torch.bfloat16,)}
 _USUAL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_TILE = 8  # outputs whose codes lie in one piece, on every device
-_ROOM_ELEMENTS = 2**22  # of a weight that is written out at a time by torch's twin, which holds some copies of it
+_TILE = 8  # outputs whose codes are contiguous, on every device
+# Elements that the reference implementation dequantises at a time; it needs a few copies of them.
+_ROOM_ELEMENTS = 2**22
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceInt4Packing:
-    """On `device`, beside activations of `dtype`."""
+    """Packs weights to four bits on `device`, for activations of `dtype`."""
 
     device: torch.device
     dtype: torch.dtype
     keeps_weight: ClassVar[bool] = False
 
     def suits(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
+        """Return True if torch's int4 product supports a weight [rows, columns] with activations of this dtype."""
         taken = dtype == self.dtype and dtype in _DTYPES.get(self.device.type, _USUAL_DTYPES)
         return taken and device_int4_suits(rows, columns)
 
     def room(self, outputs: int, inputs: int, bias: Tensor | None) -> DeviceInt4Linear:
+        """Return an empty form [outputs, inputs] that `fill` completes.
+
+        The shared scratch memory is enlarged if necessary.
+        """
         shared_scratch(self.device, self.dtype).reserve(outputs, inputs)
         return DeviceInt4Linear((outputs, inputs), bias, self)
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> DeviceInt4Linear:
+        """Pack weight [out, in] of any float dtype."""
         form = self.room(weight.shape[0], weight.shape[1], bias)
         form.fill(0, weight)
         return form
 
     def held_bytes(self, outputs: int, inputs: int) -> int:
-        """Of a weight without its bias, all of which a product of few rows reads."""
+        """Return the bytes of a weight without its bias; a product of few rows reads all of them."""
         return device_int4_bytes(outputs, inputs)
 
 
 class DeviceInt4Linear:
-    """weight = (code - 8) * scale + zero; `scales` [groups, out, 2] holds both. Codes are packed when the last row has come."""
+    """A weight [out, in] as four-bit codes: weight = (code - 8) * scale + zero.
+
+    `scales` [groups, out, 2] contains scales and zeros. Codes are packed when the last row has been filled in.
+    """
 
     __slots__ = ("_digits", "_left", "bias", "most_few", "packed", "scales", "scratch", "shape")
 
@@ -74,10 +87,11 @@ class DeviceInt4Linear:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of codes, scales and bias on the device."""
         return self.packed.nbytes + self.scales.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def fill(self, first: int, rows: Tensor) -> None:
-        """Rounded where they are to lie: a device does that a hundred times as fast as a processor."""
+        """Quantise rows [n, in] as outputs `[first, first + n)` on the device, a hundred times as fast as on a CPU."""
         own = slice(first, first + len(rows))
         codes, self.scales[:, own] = rounded_int4(rows.to(self.scales.device), self.scales.dtype)
         self._digits[own] = _paired(codes)
@@ -87,23 +101,24 @@ class DeviceInt4Linear:
             self._digits = self._digits.new_empty(0)
 
     def takes(self, rows: int) -> None:
-        """Activations come as they are."""
+        """Return None: activations are not quantised."""
 
     def multiply(self, x: Activations) -> Tensor:
+        """Multiply x [tokens, in] to [tokens, out] in its dtype, by the codes or by the dequantised weight."""
         rows = plain(x)
         if len(rows) > self.most_few:
             return F.linear(rows, self.written_out(), self.bias)
-        if len(rows) == 0:  # a grid of no blocks cannot be launched
+        if len(rows) == 0:  # a grid without blocks cannot be launched
             return rows.new_empty(0, self.shape[0])
         product = multiply_packed(rows.contiguous(), self.packed, self.scales)
         return product if self.bias is None else product.add_(self.bias)
 
     def add_to(self, hidden: Tensor, x: Activations) -> None:
-        """hidden [tokens, out] fp32 += the product."""
+        """Add the product to hidden [tokens, out] fp32 in place."""
         hidden += self.multiply(x)
 
     def written_out(self) -> Tensor:
-        """The weight [out, in] in the scratch: until the next form asks for it."""
+        """Return the dequantised weight [out, in] in the scratch memory, valid until the next form uses it."""
         out, order = self.scratch.view(*self.shape), self.scratch.order(self.shape[1])
         if usable(out):
             from app.kernels.gpu.int4 import write_out
@@ -114,13 +129,14 @@ class DeviceInt4Linear:
         return out
 
 
-# ---- the weight in the activations' dtype ------------------------------------------------------------------------------
+# ---- dequantised weight in the activations' dtype ------------------------------------------------------------------
 
 
 class Scratch:
-    """Room for the largest of the weights, filled anew for each product of many rows. All of them follow each other on one stream.
+    """Memory for the largest dequantised weight, refilled for each product of many rows.
 
-    Its place stays once all forms are made, so that a recorded step finds it again.
+    All products run in order on one stream. The address does not change once all forms are made, so recorded steps
+    (CUDA graphs) remain valid.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -129,47 +145,51 @@ class Scratch:
 
     @property
     def nbytes(self) -> int:
-        """Without the orders, which are small."""
+        """Bytes of the scratch memory without the code orders, which are small."""
         return self._room.nbytes
 
     def reserve(self, outputs: int, inputs: int) -> None:
+        """Enlarge the memory to fit [outputs, inputs], and find the code order for this number of inputs."""
         if self._room.numel() < outputs * inputs:
-            self._room = self._room.new_empty(0)  # the old one goes before the new one comes
+            self._room = self._room.new_empty(0)  # free the old buffer before allocating the new one
             self._room = self._room.new_empty(outputs * inputs)
         if inputs not in self._orders:
             self._orders[inputs] = learnt_order(inputs, self._room.device)
 
     def view(self, outputs: int, inputs: int) -> Tensor:
+        """Return the beginning of the memory as [outputs, inputs]."""
         return self._room[: outputs * inputs].view(outputs, inputs)
 
     def order(self, inputs: int) -> Tensor:
+        """Return the code order for weights with this number of inputs (`find_code_order`)."""
         return self._orders[inputs]
 
 
 @cache
 def shared_scratch(device: torch.device, dtype: torch.dtype) -> Scratch:
-    """One for all forms there."""
+    """Return the one scratch memory that all forms of this device and dtype share."""
     return Scratch(device, dtype)
 
 
 def learnt_order(inputs: int, device: torch.device) -> Tensor:
-    """Where the codes of eight outputs lie: at [o * inputs + i] the place of output o's input i among them. int32 [8 * inputs].
+    """Find the place of each code among the packed codes of eight outputs, int32 [8 * inputs].
 
-    A code has four bits, so each place's own number is packed in parts of four bits and read back.
+    Element [o * inputs + i] is the place of output o's input i. A code has four bits, so each place's number is
+    packed in parts of four bits and read back.
     """
     numbers = torch.arange(_TILE * inputs, device=device)
     found = torch.zeros_like(numbers)
     for shift in range(0, (_TILE * inputs - 1).bit_length(), 4):
         digits = ((numbers >> shift) & 15).to(torch.uint8).view(_TILE, inputs)
         found |= _unpaired(pack_digits(_paired(digits), _inner_tiles(inputs))).flatten().long() << shift
-    assert torch.equal(found.sort().values, numbers), "torch packs every code of eight outputs once, and in one piece"
+    assert torch.equal(found.sort().values, numbers), "torch packs every code of eight outputs once, contiguously"
     order = torch.empty_like(numbers)
     order[found] = numbers
     return order.int()
 
 
 def write_out_torch(packed: Tensor, order: Tensor, scales: Tensor, out: Tensor) -> None:
-    """The twin: out [outputs, inputs] in the dtype of scales becomes what the codes mean."""
+    """Dequantise packed codes into out [outputs, inputs] of the scales' dtype (reference implementation)."""
     outputs, inputs = out.shape
     step = max(_TILE, _ROOM_ELEMENTS // inputs // _TILE * _TILE)
     for first in range(0, outputs, step):
@@ -180,13 +200,16 @@ def write_out_torch(packed: Tensor, order: Tensor, scales: Tensor, out: Tensor) 
         torch.addcmul(zero, values, scale, out=out[first:last].view(values.shape))
 
 
-# ---- codes -------------------------------------------------------------------------------------------------------------
+# ---- codes ---------------------------------------------------------------------------------------------------------
 
 
 def rounded_int4(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """rows [n, in] to codes uint8 [n, in] and, in `dtype`, scales and zeros [groups, n, 2], to which codes are the nearest as rounded."""
+    """Quantise rows [n, in] to codes uint8 [n, in], with scales and zeros [groups, n, 2] in `dtype`.
+
+    Codes are the nearest for the scales and zeros after these are rounded to `dtype`.
+    """
     near = quantise_int4(rows, DEVICE_GROUP, zero_points=True)
-    assert near.minimums is not None, "asked for"
+    assert near.minimums is not None, "zero points were requested"
     scale = near.scales.to(dtype).float()
     zero = (near.minimums.float() + 8 * scale).to(dtype).float()
     inverse = torch.where(scale == 0, 0.0, 1 / scale)
@@ -196,32 +219,38 @@ def rounded_int4(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _paired(codes: Tensor) -> Tensor:
-    """Two codes to a byte, the first in its upper half: uint8 [n, in / 2]."""
+    """Put two codes into a byte, the first in the upper half: uint8 [n, in / 2]."""
     return (codes[:, ::2] << 4) | codes[:, 1::2]
 
 
 def _unpaired(packed: Tensor) -> Tensor:
-    """Packed int32 [tiles, ...] to the codes in their places, uint8 [tiles, 8 * inputs]: a byte's lower half is the first."""
+    """Unpack int32 [tiles, ...] to codes in packed order, uint8 [tiles, 8 * inputs].
+
+    A byte's lower half is the first code.
+    """
     pairs = packed.view(torch.uint8).view(len(packed), -1)
     return torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
 
 
 def _inner_tiles(inputs: int) -> int:
-    """Tiles of 16 inputs that lie together: the most that torch takes and the inputs allow."""
+    """Return how many tiles of 16 inputs are packed together: the most that torch supports for `inputs`."""
     return 8 if inputs % 128 == 0 else 4
 
 
 def pack_digits(digits: Tensor, inner_tiles: int) -> Tensor:
-    """Pairs uint8 [out, in / 2] as torch wants them: int32 [out / 8, in / (16 * inner_tiles), 32, inner_tiles / 2]."""
+    """Pack pairs uint8 [out, in / 2] to torch's layout.
+
+    The result is int32 [out / 8, in / (16 * inner_tiles), 32, inner_tiles / 2].
+    """
     if digits.device.type != "cpu":
         packed: Tensor = torch.ops.aten._convert_weight_to_int4pack(digits.contiguous(), inner_tiles)
         return packed
-    swapped = ((digits & 15) << 4) | (digits >> 4)  # the twin's: row by row
+    swapped = ((digits & 15) << 4) | (digits >> 4)  # reference layout: row by row
     return swapped.view(torch.int32).view(len(digits) // _TILE, -1, 32, inner_tiles // 2)
 
 
 def multiply_packed(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
-    """x [rows, in] contiguous times what is packed, in x's dtype."""
+    """Multiply x [rows, in], contiguous, by the packed weight; the result has x's dtype."""
     if x.device.type != "cpu":
         product: Tensor = torch.ops.aten._weight_int4pack_mm(x, packed, DEVICE_GROUP, scales)
         return product

@@ -1,6 +1,6 @@
-"""A weight as it is, in the memory of a device that has its own: brought there some rows at a time, multiplied by torch's product there.
+"""An unquantised weight in the memory of a device, copied there some rows at a time and multiplied by torch.
 
-Nothing here names a kind of device: the twin of one is the processor itself.
+Nothing here depends on the kind of device. Tests run the same code on the CPU.
 """
 
 from __future__ import annotations
@@ -19,31 +19,34 @@ from app.kernels.table import Factor, stored_rows
 
 @dataclass(frozen=True, slots=True)
 class DevicePacking:
-    """On `device`, in `dtype`, which is that of activations too."""
+    """Places weights on `device` in `dtype`, which is also the dtype of the activations."""
 
     device: torch.device
     dtype: torch.dtype
     keeps_weight: ClassVar[bool] = False
 
     def suits(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
+        """Return True if activations of this dtype match."""
         return dtype == self.dtype
 
     def room(self, outputs: int, inputs: int, bias: Tensor | None) -> DeviceLinear:
+        """Return an uninitialised form [outputs, inputs] that `fill` completes."""
         weight = torch.empty(outputs, inputs, dtype=self.dtype, device=self.device)
         return DeviceLinear(weight, on_device(bias, weight))
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> DeviceLinear:
+        """Copy weight [out, in] of any float dtype to the device."""
         form = self.room(weight.shape[0], weight.shape[1], bias)
         form.fill(0, weight)
         return form
 
     def held_bytes(self, outputs: int, inputs: int) -> int:
-        """Of a weight without its bias, all of which a product reads."""
+        """Return the bytes of a weight without its bias; a product reads all of them."""
         return outputs * inputs * self.dtype.itemsize
 
 
 class DeviceLinear:
-    """weight [out, in] and bias [out] on the device. It gives its rows back: an embedding tied to it is this very tensor."""
+    """A weight [out, in] and bias [out] on the device; a tied embedding uses the same tensor."""
 
     __slots__ = ("adds", "bias", "weight")
 
@@ -53,29 +56,35 @@ class DeviceLinear:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of weight and bias on the device."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def fill(self, first: int, rows: Tensor) -> None:
-        """The copy has ended when this returns: whoever brought the rows may reuse their memory."""
+        """Copy rows [n, in] to outputs `[first, first + n)`.
+
+        The copy is complete on return, so `rows` may be reused.
+        """
         self.weight[first : first + len(rows)].copy_(rows)
 
     def takes(self, rows: int) -> None:
-        """Activations come as they are."""
+        """Return None: activations are not quantised."""
 
     def multiply(self, x: Activations) -> Tensor:
+        """Multiply x [tokens, in] to [tokens, out] in the weight's dtype."""
         return F.linear(plain(x), self.weight, self.bias)
 
     def add_to(self, hidden: Tensor, x: Activations) -> None:
-        """hidden [tokens, out] fp32 += the product."""
+        """Add the product to hidden [tokens, out] fp32 in place."""
         if self.adds:
             add_product(hidden, plain(x), self.weight)
         else:
             hidden += self.multiply(x)
 
     def rows(self, ids: Tensor, factor: Factor = 1.0) -> Tensor:
+        """Return rows of the weight, fp32 [n, in], for ids [n] int64, times a factor."""
         return stored_rows(self.weight, ids, factor)
 
 
 def on_device(bias: Tensor | None, weight: Tensor) -> Tensor | None:
-    """A copy of the bias where the weight is, in its dtype."""
+    """Copy the bias to the weight's device and dtype; None stays None."""
     return None if bias is None else bias.to(weight.device, weight.dtype, copy=True)

@@ -1,7 +1,9 @@
-"""Channels made alike before weights are rounded: a norm's weight divided by t, the columns it feeds multiplied by t, is the same function.
+"""Channel smoothing before weights are quantised, as in SmoothQuant (Xiao et al., 2022).
 
-Large models keep some channels of a norm tens of times larger than others, with small weights behind them. One scale a row of activations,
-and one a group of weights, then have room for those alone. `t` undoes that, whatever the factor: it depends on both sides alike.
+Dividing a norm's weight by t and multiplying the columns it feeds by t leaves the function unchanged. Large models
+have some norm channels that are tens of times larger than others, with small weights behind them. One scale per
+row of activations, or per group of weights, would then have to cover those channels alone. `t` balances both
+sides, for any ratio.
 """
 
 from __future__ import annotations
@@ -13,7 +15,10 @@ from torch import Tensor
 
 
 def column_maxima(parts: Iterable[Tensor], columns: int, device: torch.device | None = None) -> Tensor:
-    """The largest magnitude of each input, FP32 [in], over the rows [n, in] of all parts, which lie on that device."""
+    """Return the largest magnitude of each input, fp32 [in], over the rows [n, in] of all parts.
+
+    The parts must be on `device`.
+    """
     largest = torch.zeros(columns, device=device)
     for rows in parts:
         low, high = rows.aminmax(dim=0)
@@ -22,9 +27,10 @@ def column_maxima(parts: Iterable[Tensor], columns: int, device: torch.device | 
 
 
 def gauge(norm: Tensor, largest: Tensor) -> Tensor:
-    """t [in] for a norm's weight and its columns' `column_maxima`: both become the root of their product, up to sign.
+    """Return t [in] from a norm's weight [in] and the `column_maxima` [in] of the weights it feeds.
 
-    A channel that is zero on either side says nothing of the other, and stays.
+    After scaling, both become the square root of their product, up to sign. A channel that is zero on either side
+    keeps t = 1.
     """
     alive = (norm != 0) & (largest > 0)
     return torch.where(alive, (norm.float().abs() / torch.where(alive, largest, 1.0)).sqrt(), 1.0)

@@ -1,7 +1,8 @@
-"""Torch's own flash attention of sequences end to end, on NVIDIA GPUs: the quickest for whole prompts and texts in half precision.
+"""Torch's flash attention over packed sequences on NVIDIA GPUs, for half precision.
 
-It knows windows, to both sides, and fewer heads of keys than of queries; soft caps and biases it does not, and pages only of other sizes
-(pytorch/pytorch#175924). Those are our kernels' (gpu/prompts.py).
+It is the fastest for whole prompts and texts. It supports windows to both sides and fewer KV heads than query
+heads. It does not support soft caps, biases, or KV pages of our size (pytorch/pytorch#175924). The Triton prompt
+kernels handle those.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from app.models.context import AttentionSpec
 
-# query, key, value [tokens, heads or kv_heads, head_dim] with any strides but the last, cumulative lengths int32 [sequences + 1], the most
-# tokens of one, no dropout, causal, no mask back; scale, window_size_left, window_size_right. The first of what it returns is the result.
-# Sequences without tokens are allowed. The positional words are the same in torch 2.10 and 2.13.
+# Arguments: query, key, value [tokens, heads or kv_heads, head_dim] with any strides but the last; cumulative
+# lengths int32 [sequences + 1]; most tokens of one sequence; dropout; causal; return_debug_mask; scale;
+# window_size_left; window_size_right. The first output is the result. Empty sequences are allowed. The
+# positional arguments are the same in torch 2.10 and 2.13.
 _flash = torch.ops.aten._flash_attention_forward.default
 
 _MOST_HEAD, _HEAD_MULTIPLE = 256, 8  # flash_api.cpp, mha_varlen_fwd
@@ -21,18 +23,22 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def suits(dtype: torch.dtype, head_dim: int, spec: AttentionSpec) -> bool:
-    """Whether torch's kernel takes heads like these; the GPU is of compute capability 8.0 at least, as all that are served."""
+    """Return True if torch's kernel supports this dtype, head size and attention.
+
+    The GPU has at least compute capability 8.0, like all supported GPUs.
+    """
     plain = spec.softcap is None and spec.distance_bias is None
     return plain and dtype in _HALVES and head_dim <= _MOST_HEAD and head_dim % _HEAD_MULTIPLE == 0
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, ends: tuple[Tensor, int], spec: AttentionSpec) -> Tensor:
-    """What each token makes of its own sequence, [tokens, heads, head_dim]; rows of no sequence are left open.
+    """Compute attention within each sequence and return [tokens, heads, head_dim].
 
-    `ends`: where sequences begin, int32 [sequences + 1] of which the first need not be 0, and the most tokens of one.
+    `ends` contains the sequence starts, int32 [sequences + 1], of which the first need not be 0, and the most
+    tokens of one sequence. Rows that belong to no sequence are not initialised.
     """
     starts, most = ends
-    most = max(most, 2)  # of sequences of one token alone it makes a batch, and counts rows of no sequence into that
+    most = max(most, 2)  # a maximum of 1 makes the kernel reshape to a batch that includes rows of no sequence
     left, right = _window(spec)
     causal = not spec.bidirectional and spec.window is None
     result: Tensor = _flash(
@@ -54,7 +60,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, ends: tuple[Tensor, int], 
 
 
 def _window(spec: AttentionSpec) -> tuple[int, int]:
-    """How many tokens before and after its own each sees; −1: all. Causal without a window is said in another word."""
+    """Return the numbers of tokens before and after its position that a token sees; -1 means all.
+
+    Causal attention without a window uses the kernel's `causal` argument instead.
+    """
     if spec.bidirectional:
         both = -1 if spec.window is None else spec.window // 2
         return both, both

@@ -1,4 +1,4 @@
-"""What a layer's product of queries, keys and values is made of, and what its heads still need; turn.py gives it to them."""
+"""The product of a layer's QKV projection, its head layout, and the norms and RoPE angles its heads need."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Angles = tuple[Tensor, Tensor]  # cos and signed sin, each [tokens, 1, dim], fp3
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """One layer's product of queries, keys and values, [tokens, (num_heads + 2 * num_kv_heads) * head_dim], and what its heads still need:
+    """A layer's QKV product, [tokens, (num_heads + 2 * num_kv_heads) * head_dim], and the transforms its heads need.
 
-    an RMSNorm each for queries and keys (weights [head_dim] fp32) and rotary angles, where the model has them.
+    Queries and keys have an RMSNorm each (weights [head_dim] fp32) and RoPE angles, if the model has them.
     """
 
     product: Tensor
@@ -27,11 +27,11 @@ class Heads:
 
     @property
     def as_they_are(self) -> bool:
-        """Whether heads go to attention as the product made them."""
+        """True if heads need no norm and no RoPE before attention."""
         return self.query_norm is None and self.key_norm is None and self.angles is None
 
     def split(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Views of the product: queries, keys and values, [tokens, heads, head_dim] each."""
+        """Return views of the product: queries, keys and values, [tokens, heads, head_dim] each."""
         product = self.product.view(len(self.product), self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         query, key, value = product.tensor_split((self.num_heads, self.num_heads + self.num_kv_heads), 1)
         return query, key, value

@@ -1,4 +1,8 @@
-"""One weight in two forms, the number of rows deciding which multiplies: four bits where memory is the cost, eight where products are."""
+"""A weight in two quantised forms, selected by the number of rows.
+
+Four bits serve few rows, where memory bandwidth is the bottleneck. Eight bits serve many rows, where arithmetic
+is.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from app.kernels.table import Factor
 
 @dataclass(frozen=True, slots=True)
 class HybridPacking:
-    """Both forms of one weight, made at once: `few` up to `most_few` rows, `many` beyond."""
+    """Packs both forms of a weight: `few` is used up to `max_few_rows` rows, `many` for more."""
 
     few: IntPacking
     many: IntPacking
@@ -26,25 +30,33 @@ class HybridPacking:
     keeps_weight: ClassVar[bool] = False
 
     def suits(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
+        """Return True if both forms support this weight."""
         return self.few.suits(rows, columns, dtype) and self.many.suits(rows, columns, dtype)
 
     def room(self, outputs: int, inputs: int, bias: Tensor | None) -> HybridLinear:
+        """Return an empty form [outputs, inputs] that `fill` completes."""
         few, many = self.few.room(outputs, inputs, bias), self.many.room(outputs, inputs, bias)
         return HybridLinear(few, many, self.most_few)
 
     def part_bytes(self, outputs: int, inputs: int) -> tuple[int, ...]:
+        """Return the bytes of each tensor in `HybridLinear.parts`."""
         return (*self.few.part_bytes(outputs, inputs), *self.many.part_bytes(outputs, inputs))
 
     def restored(self, outputs: int, inputs: int, bias: Tensor | None, parts: Sequence[Tensor]) -> HybridLinear:
+        """Build a form from saved `parts`."""
         few, many = self.few.restored(outputs, inputs, bias, parts[:1]), self.many.restored(outputs, inputs, bias, parts[1:])
         return HybridLinear(few, many, self.most_few)
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> HybridLinear:
+        """Pack weight [out, in] of any float dtype in both forms."""
         return HybridLinear(self.few.pack(weight, bias), self.many.pack(weight, bias), self.most_few)
 
 
 class HybridLinear:
-    """`few` multiplies up to `most_few` rows, `many` beyond; rows of an embedding come out of `few`."""
+    """A linear form that multiplies up to `max_few_rows` rows by `few` and more by `many`.
+
+    Embedding rows are read from `few`.
+    """
 
     __slots__ = ("few", "many", "most_few")
 
@@ -53,13 +65,16 @@ class HybridLinear:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of both forms."""
         return self.few.nbytes + self.many.nbytes
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
+        """The tensors that can be saved, uint8: all but the biases."""
         return (*self.few.parts, *self.many.parts)
 
     def fill(self, first: int, rows: Tensor, bonds: Bonds | None = None) -> None:
+        """Quantise rows [n, in] as outputs `[first, first + n)` of both forms."""
         self.few.fill(first, rows, bonds)
         self.many.fill(first, rows, bonds)
 
@@ -67,21 +82,27 @@ class HybridLinear:
         return self.few if rows <= self.most_few else self.many
 
     def takes(self, rows: int) -> int:
+        """Return the quantisation group of the activations for this many rows."""
         return self._form(rows).takes(rows)
 
     def multiply(self, x: Tensor | Quantised) -> Tensor:
+        """Multiply x [tokens, in] to [tokens, out] bf16."""
         return self._form(_rows(x)).multiply(x)
 
     def activated(self, x: Tensor | Quantised, activation: str) -> Tensor:
+        """Return act(x times the weight) [tokens, out] bf16."""
         return self._form(_rows(x)).activated(x, activation)
 
     def add_to(self, hidden: Tensor, x: Tensor | Quantised) -> None:
+        """Add the product to hidden [tokens, out] fp32 in place."""
         self._form(_rows(x)).add_to(hidden, x)
 
     def best(self, x: Tensor | Quantised, wanted: Wanted, softcap: float | None = None) -> Best:
+        """Return the top outputs of each row of the product."""
         return self._form(_rows(x)).best(x, wanted, softcap)
 
     def rows(self, ids: Tensor, factor: Factor = 1.0) -> Tensor:
+        """Return rows of the dequantised weight, fp32 [n, in], for ids [n] int64, times a factor."""
         return self.few.rows(ids, factor)
 
 

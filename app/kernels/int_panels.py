@@ -1,7 +1,8 @@
-"""Linear forms of our own in four and eight bits: panels of codes with scales, multiplied by activations that are int8 too.
+"""Native linear forms in four and eight bits: panels of codes with scales, multiplied by int8 activations.
 
-Layout and arithmetic are described in `csrc/ops.h`; how a weight becomes codes is `rounding.py`'s business. One packed form serves one row
-and five hundred, and a row's result never depends on how many others there are. Its twin multiplies by what the codes mean.
+Layout and arithmetic are described in `csrc/ops.h`. The `rounding` module computes the codes. One packed form
+serves any number of rows, and a row's result does not depend on the number of other rows. The reference
+implementation multiplies by the dequantised weight.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from app.kernels.operations import ACTIVATIONS, Code, LinearInt, Output, Pack, P
 from app.kernels.rounding import quantise_int4, quantise_int8
 from app.kernels.table import Factor, Form, Table
 
-_STREAM_ROWS = 2048  # outputs rounded at a time
+_STREAM_ROWS = 2048  # outputs quantised at a time
 _PICK_TASKS = 64  # csrc/ops.h
 
 
 @dataclass(frozen=True, slots=True)
 class IntPacking:
-    """How such a form is made: `bits` 4 or 8, and how many inputs share a scale; `group` None: all of an output's."""
+    """Packs weights to `bits` 4 or 8, with `group` inputs per scale (None: all inputs of an output)."""
 
     bits: int
     group: int | None
@@ -39,26 +40,28 @@ class IntPacking:
 
     @property
     def layout(self) -> PanelLayout:
+        """Sizes of the packed panels."""
         return PanelLayout(self.bits, self.group, self.zero_points)
 
     def suits(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
+        """Return True if the native library has the integer product."""
         return has(Code.LINEAR_INT)
 
     def room(self, outputs: int, inputs: int, bias: Tensor | None) -> IntPanels:
-        """An empty form, which `fill` brings the weight."""
+        """Return an empty form [outputs, inputs] that `fill` completes."""
         return IntPanels(self, outputs, inputs, bias)
 
     def part_bytes(self, outputs: int, inputs: int) -> tuple[int, ...]:
-        """Of what a form of this size is made of, as `parts` gives it."""
+        """Return the bytes of each tensor in `IntPanelLinear.parts`."""
         return (self.layout.nbytes(outputs, inputs),)
 
     def restored(self, outputs: int, inputs: int, bias: Tensor | None, parts: Sequence[Tensor]) -> IntPanels:
-        """A form out of `parts` that were kept."""
+        """Build a form from saved `parts`."""
         (panels,) = parts
         return IntPanels(self, outputs, inputs, bias, panels)
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> IntPanels:
-        """weight [out, in] of any float dtype."""
+        """Pack weight [out, in] of any float dtype."""
         form = self.room(weight.shape[0], weight.shape[1], bias)
         for first in range(0, weight.shape[0], _STREAM_ROWS):
             form.fill(first, weight[first : first + _STREAM_ROWS])
@@ -66,40 +69,42 @@ class IntPacking:
 
 
 class IntPanels:
-    """A weight [out, in] in panels."""
+    """A quantised weight [out, in] in panels."""
 
     __slots__ = ("bias", "group", "inputs", "outputs", "packing", "padded", "panels")
 
     def __init__(self, packing: IntPacking, outputs: int, inputs: int, bias: Tensor | None, panels: Tensor | None = None) -> None:
-        """`panels`: packed before (a cache); None: room for them, zeros."""
+        """Create the form from `panels` packed before (a cache), or with zeroed panels if None."""
         self.packing, self.outputs, self.inputs = packing, outputs, inputs
         self.group = packing.layout.group_of(inputs)
         self.padded = -(-inputs // self.group) * self.group
         self.bias = None if bias is None else bias.to(torch.float32, copy=True)
         self.panels = weights_bytes(self.panels_bytes).zero_() if panels is None else panels
         assert self.panels.numel() == self.panels_bytes and self.panels.data_ptr() % 64 == 0, (
-            "panels of this weight, on a cache line"
+            "panels must have the size of this weight and begin at a cache line"
         )
 
     @property
     def panels_bytes(self) -> int:
+        """Bytes of the panels, without the bias."""
         return self.packing.layout.nbytes(self.outputs, self.inputs)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of panels and bias."""
         return self.panels.nbytes + (self.bias.nbytes if self.bias is not None else 0)
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """What can be kept, uint8: all but the bias."""
+        """The tensors that can be saved, uint8: all but the bias."""
         return (self.panels,)
 
     def fill(self, first: int, rows: Tensor, bonds: Bonds | None = None) -> None:
-        """rows [n, in], any float dtype: outputs `[first, first + n)`, each brought once. They may be reused afterwards.
+        """Quantise rows [n, in] of any float dtype as outputs `[first, first + n)`, each given once.
 
-        `bonds` say which inputs belong together (compensate.py); four bits make use of it.
+        `rows` may be reused afterwards. Four-bit weights are rounded by GPTQ if `gptq_factors` are given.
         """
-        assert first + len(rows) <= self.outputs, "rows of this weight"
+        assert first + len(rows) <= self.outputs, "the rows exceed the weight's outputs"
         if self.packing.bits == 4:
             zero_points = self.packing.zero_points
             if bonds is None:
@@ -115,43 +120,43 @@ class IntPanels:
             len(rows), first, self.padded, self.group, self.packing.bits,
         )  # fmt: skip
         library = native().library
-        assert library is not None, "suits() was asked"
+        assert library is not None, "the form requires the native library"
         library.armature_pack_int(ctypes.byref(arguments))
 
     def _eight_bits(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes int8 [n, padded] and scales [n, groups]; what is padded is 0."""
+        """Quantise rows to codes int8 [n, padded] and scales [n, groups]; padding is 0."""
         if self.padded != self.inputs:
             rows = torch.nn.functional.pad(rows, (0, self.padded - self.inputs))
         eight = quantise_int8(rows.reshape(-1, self.group))
         return eight.codes.view(len(rows), self.padded), eight.scales.view(len(rows), -1)
 
     def takes(self, rows: int) -> int:
-        """Activations come quantised, with one scale for each of this many inputs."""
+        """Return the number of inputs that share a scale: activations must be quantised in such groups."""
         return self.group
 
     def multiply(self, x: Tensor | Quantised) -> Tensor:
-        """x [tokens, in] to [tokens, out] bf16, summed in fp32."""
+        """Multiply x [tokens, in] to [tokens, out] bf16, summed in fp32."""
         return self.activated(x, "identity")
 
     def activated(self, x: Tensor | Quantised, activation: str) -> Tensor:
-        """act(the product), of the sums before they are rounded."""
+        """Return act(x times the weight) [tokens, out] bf16; the activation is applied before rounding."""
         x = x if isinstance(x, Quantised) else quantise(x, self.group)
         y = empty((x.rows, self.outputs), torch.bfloat16)
         self._run(x, y, Output.BF16, ACTIVATIONS[activation])
         return y
 
     def add_to(self, hidden: Tensor, x: Tensor | Quantised) -> None:
-        """hidden [tokens, out] fp32 += the product."""
+        """Add the product to hidden [tokens, out] fp32 in place."""
         x = x if isinstance(x, Quantised) else quantise(x, self.group)
         self._run(x, hidden, Output.ADD_FP32)
 
     def best(self, x: Tensor | Quantised, wanted: Wanted, softcap: float | None = None) -> Best:
-        """Each row's best outputs (at most `MOST_BEST`), without the others ever being written; summed and compared in fp32.
+        """Return each row's top outputs without writing the others; sums and comparisons are in fp32.
 
-        With a soft cap, of softcap · tanh(logit / softcap).
+        At most `MAX_TOP_LOGITS` outputs are supported. With a soft cap, values are softcap · tanh(logit / softcap).
         """
         k = wanted.k
-        assert 1 <= k <= min(MOST_BEST, self.outputs), "as many as a kernel keeps"
+        assert 1 <= k <= min(MOST_BEST, self.outputs), "k must be between 1 and what the kernel keeps"
         x = x if isinstance(x, Quantised) else quantise(x, self.group)
         best = Best(
             empty((x.rows, k), torch.float32),
@@ -173,7 +178,8 @@ class IntPanels:
         run(product, Code.LINEAR_INT)
 
     def product(self, x: Quantised, y: int | None, stride: int, output: Output) -> LinearInt:
-        assert (x.size, x.group) == (self.inputs, self.group), "rows quantised for this weight"
+        """Return the arguments of the native product of x; `y` is the output's address and `stride` its row stride."""
+        assert (x.size, x.group) == (self.inputs, self.group), "activations must have the weight's inputs and group"
         bias = None if self.bias is None else self.bias.data_ptr()
         return LinearInt(
             self.panels.data_ptr(), bias, x.codes.data_ptr(), x.scales.data_ptr(), x.sums.data_ptr(), y, stride,
@@ -181,16 +187,22 @@ class IntPanels:
         )  # fmt: skip
 
     def rows(self, ids: Tensor, factor: Factor = 1.0) -> Tensor:
-        """Rows of the weight as the codes mean it, fp32 [n, in], for ids [n] int64: a tied embedding needs no second copy."""
+        """Return rows of the dequantised weight, fp32 [n, in], for ids [n] int64, times a factor.
+
+        A tied embedding therefore needs no second copy.
+        """
         form, zero_points = Form(self.packing.bits), self.packing.zero_points
         return Table(self.panels, form, self.outputs, self.inputs, self.padded, self.group, zero_points).rows(ids, factor)
 
     def dequantised(self) -> Tensor:
-        """The weight as the codes mean it, fp32 [out, in]."""
+        """Return the dequantised weight, fp32 [out, in]."""
         return self.rows(torch.arange(self.outputs))
 
     def multiply_torch(self, x: Tensor) -> Tensor:
-        """The twin of `multiply`, fp32: activations rounded as ours are, times what the codes mean."""
+        """Multiply in fp32 by torch, with quantised activations and the dequantised weight.
+
+        This is the reference implementation of `multiply`.
+        """
         codes, scales = quantise_torch(x, self.group)
         rounded = (codes.float() * scales[..., None]).flatten(1)[:, : self.inputs]
         product = rounded @ self.dequantised().T

@@ -1,5 +1,7 @@
-"""Keys and values of one layer as rows, one a token: how they lie in bytes, what writes them, and how they read back (csrc/ops.h, "Keys and
-values"). Which row is whose is the cache's business."""
+"""Keys and values of one layer as rows, one per token: byte layout, writing and reading.
+
+The layout is described in csrc/ops.h, "Keys and values". The KV cache decides which row belongs to which sequence.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,15 @@ from torch import Tensor
 
 from app.kernels.operations import KVAddresses
 
-_ALIGNED = 64  # bytes that a row of int8 is padded to a multiple of
+_ALIGNED = 64  # an int8 row is padded to a multiple of this many bytes
 
 
 @dataclass(frozen=True, slots=True)
 class KVRows:
-    """keys, values [rows, kv_heads, head_dim]: views of rows of `token_bytes`; int8 codes have scales [rows, kv_heads] fp32 beside them."""
+    """Keys and values [rows, kv_heads, head_dim] of one layer, as views of rows of `token_bytes`.
+
+    int8 codes have scales fp32 [rows, kv_heads] in the same row.
+    """
 
     keys: Tensor
     values: Tensor
@@ -24,7 +29,10 @@ class KVRows:
     value_scales: Tensor | None = None
 
     def write(self, rows: Tensor, key: Tensor, value: Tensor) -> None:
-        """Stores key, value [tokens, kv_heads, head_dim] (any strides) at `rows` [tokens] int64, whatever the batch."""
+        """Store key and value [tokens, kv_heads, head_dim], of any strides, at `rows` [tokens] int64.
+
+        A token's stored values do not depend on the rest of the batch.
+        """
         for target, scales, given in ((self.keys, self.key_scales, key), (self.values, self.value_scales, value)):
             if scales is None:
                 target.index_copy_(0, rows, given.to(target.dtype))
@@ -34,7 +42,7 @@ class KVRows:
                 scales.index_copy_(0, rows, own)
 
     def read(self, first: int, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of rows `[first, first + num_tokens)`: views, or of int8 what the codes mean, in bfloat16."""
+        """Return keys and values of rows `[first, first + num_tokens)`: views, or dequantised int8 in bfloat16."""
         key, value = self.keys.narrow(0, first, num_tokens), self.values.narrow(0, first, num_tokens)
         if self.key_scales is None or self.value_scales is None:
             return key, value
@@ -42,12 +50,13 @@ class KVRows:
         return (key * scales[0][..., None]).to(torch.bfloat16), (value * scales[1][..., None]).to(torch.bfloat16)
 
     def addresses(self) -> KVAddresses:
+        """Return the addresses as the C structure `kv_rows`."""
         scales = [None if scale is None else scale.data_ptr() for scale in (self.key_scales, self.value_scales)]
         return KVAddresses(self.keys.data_ptr(), self.values.data_ptr(), *scales, self.token_bytes)
 
 
 def token_bytes(kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes that one token takes in one layer."""
+    """Return the bytes of one token in one layer."""
     elements = 2 * kv_heads * head_dim
     if dtype != torch.int8:
         return elements * dtype.itemsize
@@ -55,7 +64,7 @@ def token_bytes(kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
 
 
 def kv_rows(memory: Tensor, kv_heads: int, head_dim: int, dtype: torch.dtype) -> KVRows:
-    """memory uint8 [rows, token_bytes] of one layer."""
+    """View memory uint8 [rows, token_bytes] of one layer as keys and values."""
     rows, size = memory.shape
     elements = kv_heads * head_dim * dtype.itemsize
     key, value = (memory[:, at * elements : (at + 1) * elements].view(dtype).view(rows, kv_heads, head_dim) for at in (0, 1))
@@ -66,12 +75,16 @@ def kv_rows(memory: Tensor, kv_heads: int, head_dim: int, dtype: torch.dtype) ->
 
 
 def quantised_heads(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [tokens, heads, head_dim] to codes int8 and scales fp32 [tokens, heads]; NaN as the scale of a head that is not finite."""
+    """Quantise x [tokens, heads, head_dim] to codes int8 and scales fp32 [tokens, heads].
+
+    The scale of a head that is not finite is NaN.
+    """
     x = x.float()
     largest = x.abs().amax(-1)
     finite = x.isfinite().all(-1)
     used = finite & (largest > 1e-35)
-    hundred = torch.full_like(largest, 127.0)  # torch divides a number by a tensor through the reciprocal, which rounds twice
+    # A tensor, because torch divides a Python number by a tensor through the reciprocal, which rounds twice.
+    hundred = torch.full_like(largest, 127.0)
     inverse = torch.where(used, torch.div(hundred, largest), 0.0)
     codes = torch.where(used[..., None], x * inverse[..., None], 0.0).round().to(torch.int8)
     return codes, torch.where(used, torch.div(largest, hundred), torch.where(finite, 0.0, torch.nan))

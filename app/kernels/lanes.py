@@ -1,4 +1,8 @@
-"""The words of lanes between Python and the library: what `armature_run_lanes` takes (csrc/ops.h, csrc/lanes.c)."""
+"""ctypes structures of `armature_run_lanes`, which runs an encoder batch on several lanes.
+
+A lane is a set of whole texts that one thread processes through all operations, in separate memory. The structures
+mirror csrc/ops.h and csrc/lanes.c.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +12,19 @@ _ADDRESS, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
 class RowPlace(ctypes.Structure):
-    """`row_place` in csrc/ops.h."""
+    """The structure `row_place` of csrc/ops.h."""
 
     _fields_ = (("word", _ADDRESS), ("which", _INT), ("is_height", _INT))
 
 
 class TextWords(ctypes.Structure):
-    """`text_words` in csrc/ops.h."""
+    """The structure `text_words` of csrc/ops.h."""
 
     _fields_ = tuple((name, _ADDRESS) for name in ("token_ids", "positions", "types", "wanted", "texts"))
 
 
 class TextSteps(ctypes.Structure):
-    """`text_steps` in csrc/ops.h."""
+    """The structure `text_steps` of csrc/ops.h."""
 
     _fields_ = (
         ("words", TextWords),
@@ -33,7 +37,7 @@ class TextSteps(ctypes.Structure):
 
 
 class LanesArguments(ctypes.Structure):
-    """Not an operation: what `armature_run_lanes` takes (csrc/lanes.c)."""
+    """The arguments of `armature_run_lanes` (csrc/lanes.c), which is not an operation."""
 
     _fields_ = (
         ("batch", TextWords),

@@ -1,6 +1,7 @@
-"""LayerNorm of the residual stream: what the next product reads and, where a layer normalises what it has added to, the stream itself.
+"""LayerNorm of the residual stream, as the input of the next product and, if required, of the stream itself.
 
-The twin is torch's, and serves where there is neither library nor Triton, and for FP32 on a processor.
+`layer_norm_torch` is the reference implementation. It serves without the native library and Triton, and for FP32
+on a CPU.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ def layer_norm(
     group: int | None = None,
     in_place: bool = False,
 ) -> Activations:
-    """hidden [tokens, size] fp32 to (hidden - mean) / deviation * weight + bias in `dtype`, or quantised where a group is given.
+    """Compute (hidden - mean) / deviation * weight + bias of hidden [tokens, size] fp32.
 
-    `in_place`: hidden becomes its norm as well.
+    The result is in `dtype`, or quantised if `group` is given. If `in_place` is True, hidden is overwritten by its
+    norm as well.
     """
     if dtype != torch.bfloat16 or not _suits(hidden):
         normed = _layer_norm_elsewhere(hidden, norm, dtype, in_place)
@@ -37,7 +39,7 @@ def layer_norm(
 
 
 def layer_norm_in_place(hidden: Tensor, norm: LayerNormOf) -> None:
-    """hidden [tokens, size] fp32 becomes its norm, and nothing else is wanted."""
+    """Overwrite hidden [tokens, size] fp32 by its norm, without another output."""
     if _suits(hidden):
         _run(hidden, norm, True, Sink())
     elif _on_gpu(hidden):
@@ -53,7 +55,7 @@ def _layer_norm_elsewhere(hidden: Tensor, norm: LayerNormOf, dtype: torch.dtype,
         from app.kernels.gpu import norms
 
         result = norms.layer_norm(hidden, norm, dtype, in_place)
-        assert result is not None, "a dtype was asked for"
+        assert result is not None, "a dtype was given"
         return result
     normed = layer_norm_torch(hidden, norm)
     if in_place:
@@ -81,5 +83,6 @@ def _run(hidden: Tensor, norm: LayerNormOf, in_place: bool, sink: Sink) -> None:
 
 
 def layer_norm_torch(hidden: Tensor, norm: LayerNormOf) -> Tensor:
+    """Compute the LayerNorm in fp32 by torch."""
     weight, bias, eps = norm
     return F.layer_norm(hidden.float(), weight.shape, weight, bias, eps)

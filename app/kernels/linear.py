@@ -1,6 +1,7 @@
-"""One linear layer, several forms its weight may be held in: a form packs once, multiplies, and says how many bytes it holds.
+"""A linear layer and the forms its weight can have.
 
-Which forms a machine is offered is the recipes' business; adding one touches nothing but this folder and the recipes.
+A form packs a weight once, multiplies by it and reports its bytes. The recipes (weights/recipes) decide which
+forms a machine is offered. A new form changes only this folder and the recipes.
 """
 
 from __future__ import annotations
@@ -27,70 +28,86 @@ from app.kernels.torch_int import TorchInt4Packing, TorchInt8Packing
 
 
 class LinearForm(Protocol):
-    """A weight [out, in] and a bias [out], ready to multiply."""
+    """A weight [out, in] and a bias [out] in a layout that is ready to multiply."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, wherever they lie: a mapped file counts as well as memory of our own."""
+        """Bytes of the form, in allocated memory or in a mapped file."""
         ...
 
     def takes(self, rows: int) -> int | None:
-        """What it reads at this many rows: None is a tensor in the model's dtype, a number quantised rows with groups of this size."""
+        """Return the quantisation group of the activations at this many rows.
+
+        None means a tensor in the model's dtype.
+        """
         ...
 
     def multiply(self, x: Activations) -> Tensor:
-        """x [tokens, in] to [tokens, out], in the model's dtype."""
+        """Multiply x [tokens, in] to [tokens, out] in the model's dtype."""
         ...
 
     def add_to(self, hidden: Tensor, x: Activations) -> None:
-        """hidden [tokens, out] fp32 += the product, in one go where the form can."""
+        """Add the product to hidden [tokens, out] fp32 in place, in the product's kernel if the form supports that."""
         ...
 
 
 class EmptyForm(LinearForm, Protocol):
-    """A form that was made empty, and is brought its weight some rows at a time."""
+    """A form created without a weight, which is filled some rows at a time."""
 
     def fill(self, first: int, rows: Tensor) -> None:
-        """rows [n, in], any float dtype: outputs `[first, first + n)`, each brought once. They may be reused afterwards."""
+        """Set outputs `[first, first + n)` from rows [n, in] of any float dtype, each given once.
+
+        `rows` may be reused afterwards.
+        """
         ...
 
 
 @runtime_checkable
 class Activating(Protocol):
-    """A form whose product is activated on its way out."""
+    """A form whose product can apply an activation to its output."""
 
     def activated(self, x: Activations, activation: str) -> Tensor:
-        """act(the product), x [tokens, in] to [tokens, out]; see activate.py."""
+        """Return act(x times the weight), x [tokens, in] to [tokens, out]; `activation` is a key of `ACTIVATIONS`."""
         ...
 
 
 class TableForm(Protocol):
-    """A form that gives its rows back: an embedding tied to it needs no table of its own."""
+    """A form that can return rows of its weight, so a tied embedding needs no table."""
 
     def rows(self, ids: Tensor, factor: Factor = 1.0) -> Tensor:
-        """Rows of the weight, fp32 [n, in], for ids [n] int64, times a factor."""
+        """Return rows of the weight, fp32 [n, in], for ids [n] int64, times a factor."""
         ...
 
 
 class Packing(Protocol):
-    """How a form is made. `keeps_weight` says that it holds on to the very tensor it was given, which then must not be reused."""
+    """A factory of forms."""
 
     @property
-    def keeps_weight(self) -> bool: ...
-
-    def suits(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
-        """Whether this machine can multiply a weight of this size by activations of this dtype in this form, and gains by it."""
+    def keeps_weight(self) -> bool:
+        """True if the form keeps the tensor it was given, which then must not be reused."""
         ...
 
-    def pack(self, weight: Tensor, bias: Tensor | None) -> LinearForm: ...
+    def suits(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
+        """Return True if this machine can multiply a weight of this size and dtype in this form, and gains by it.
+
+        `dtype` is the dtype of the activations.
+        """
+        ...
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> LinearForm:
+        """Pack weight [out, in] and bias [out]."""
+        ...
 
     def room(self, outputs: int, inputs: int, bias: Tensor | None) -> EmptyForm | None:
-        """An empty form; None where a weight can only be packed whole."""
+        """Return an empty form, or None if weights can only be packed whole."""
         ...
 
 
 class PlainLinear:
-    """The weight as it is, multiplied by torch's own product. Always there; a weight that the file stores like this stays mapped."""
+    """The weight as stored, multiplied by torch's product; always available.
+
+    A weight that the checkpoint file stores in this form stays memory-mapped.
+    """
 
     keeps_weight: ClassVar[bool] = True
 
@@ -101,38 +118,46 @@ class PlainLinear:
 
     @classmethod
     def suits(cls, rows: int, columns: int, dtype: torch.dtype) -> bool:
+        """Return True: torch multiplies any weight."""
         return True
 
     @classmethod
     def pack(cls, weight: Tensor, bias: Tensor | None) -> PlainLinear:
+        """Wrap the weight without copying it."""
         return cls(weight, bias)
 
     @classmethod
     def room(cls, outputs: int, inputs: int, bias: Tensor | None) -> None:
-        """It can only be packed whole."""
+        """Return None: weights can only be packed whole."""
 
     @property
     def nbytes(self) -> int:
+        """Bytes of weight and bias."""
         return self.weight.nbytes + (self.bias.nbytes if self.bias is not None else 0)
 
     def takes(self, rows: int) -> int | None:
+        """Return None: activations are not quantised."""
         return None
 
     def multiply(self, x: Activations) -> Tensor:
+        """Multiply x [tokens, in] to [tokens, out] in the weight's dtype."""
         return F.linear(plain(x), self.weight, self.bias)
 
     def add_to(self, hidden: Tensor, x: Activations) -> None:
+        """Add the product to hidden [tokens, out] fp32 in place."""
         hidden += self.multiply(x)
 
 
 class OneDnnLinear:
-    """The weight in the blocked layout that oneDNN's products read, packed once instead of in every product.
+    """The weight in oneDNN's blocked layout, packed once instead of in every product.
 
-    8192 x 2048 in BF16 on two Zen 5 cores: 750 us against 1,700 for one row, 958 against 1,886 for sixteen; ahead at every row count.
+    8192 x 2048 in BF16 on two Zen 5 cores: 750 us instead of 1,700 for one row, 958 instead of 1,886 for sixteen.
+    It is faster at every row count.
     """
 
     keeps_weight: ClassVar[bool] = False
-    # Below this, a call costs more than the product: 256 x 256 takes 13 us instead of 5 in FP32 (one core, one row).
+    # Up to this many weights a call costs more than it saves: 256 x 256 takes 13 us instead of 5 in FP32 (one
+    # core, one row).
     smallest: ClassVar[int] = 2**16
 
     __slots__ = ("bias", "packed")
@@ -142,28 +167,35 @@ class OneDnnLinear:
 
     @classmethod
     def suits(cls, rows: int, columns: int, dtype: torch.dtype) -> bool:
+        """Return True if oneDNN can pack the weight and it is large enough to gain by that."""
         return rows * columns > cls.smallest and _onednn_packs(dtype)
 
     @classmethod
     def pack(cls, weight: Tensor, bias: Tensor | None) -> OneDnnLinear:
-        # The layout may depend on the rows expected; packed for one row it is as quick as any at 512 (measured as above).
+        """Pack weight [out, in] into oneDNN's layout and copy the bias."""
+        # The layout may depend on the expected number of rows; packed for one row it is as fast as any other at
+        # 512 (measured as above).
         return cls(torch.ops.mkldnn._reorder_linear_weight(weight, 1), None if bias is None else bias.clone())
 
     @classmethod
     def room(cls, outputs: int, inputs: int, bias: Tensor | None) -> None:
-        """It can only be packed whole."""
+        """Return None: weights can only be packed whole."""
 
     @property
     def nbytes(self) -> int:
+        """Bytes of packed weight and bias."""
         return self.packed.nbytes + (self.bias.nbytes if self.bias is not None else 0)
 
     def takes(self, rows: int) -> int | None:
+        """Return None: activations are not quantised."""
         return None
 
     def multiply(self, x: Activations) -> Tensor:
+        """Multiply x [tokens, in] to [tokens, out] in its dtype."""
         return self._multiplied(x, "none", "")
 
     def activated(self, x: Activations, activation: str) -> Tensor:
+        """Return act(x times the weight) [tokens, out]; oneDNN applies the activation to its output."""
         return self._multiplied(x, *_POINTWISE[activation])
 
     def _multiplied(self, x: Activations, pointwise: str, algorithm: str) -> Tensor:
@@ -171,10 +203,11 @@ class OneDnnLinear:
         return product
 
     def add_to(self, hidden: Tensor, x: Activations) -> None:
+        """Add the product to hidden [tokens, out] fp32 in place."""
         hidden += self.multiply(x)
 
 
-# What oneDNN calls an activation that it applies on the way out, and by which algorithm.
+# oneDNN's names of the activations that it applies to a product's output, with their algorithms.
 _POINTWISE = {
     "relu": ("relu", ""),
     "gelu": ("gelu", "none"),
@@ -185,7 +218,7 @@ _POINTWISE = {
 
 
 def _onednn_packs(dtype: torch.dtype) -> bool:
-    """Whether this build of torch has oneDNN's packed products and this processor has instructions for the dtype."""
+    """Return True if this torch has oneDNN's packed products and this CPU has instructions for the dtype."""
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if not (available and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         return False
@@ -193,26 +226,26 @@ def _onednn_packs(dtype: torch.dtype) -> bool:
 
 
 def host_architecture() -> str:
-    """`x86_64` or `arm64`, as facts and recipes spell it."""
+    """Return `x86_64` or `arm64`, as facts and recipes spell it."""
     machine = platform.machine().lower()
     return {"amd64": "x86_64", "aarch64": "arm64"}.get(machine, machine)
 
 
-# In the model's own precision, by the names that recipes use.
+# Forms in the model's precision, by their names in recipes.
 FORMS: Mapping[str, Packing] = {
     "plain": PlainLinear,
     "onednn": OneDnnLinear,
     "panels": PanelLinear,
     "panels/fixed": FixedPacking(),
 }
-# Rounded to fewer bits: what they multiply is not quite the checkpoint's weight.
+# Quantised forms: they multiply by an approximation of the checkpoint's weight.
 ROUNDED_FORMS: Mapping[str, Packing] = {
     **{name: IntPacking(layout.bits, layout.group, layout.zero_points) for name, layout in LAYOUTS.items()},
     **{f"kleidi int4/{group}": KleidiPacking(group) for group in (32, 64, 128)},
     **{f"torch int4/{group}": TorchInt4Packing(group) for group in (32, 64, 128)},
     "torch int8": TorchInt8Packing(),
 }
-# In the memory of a device that has its own, beside activations of some dtype.
+# Forms in the memory of a device, by device and dtype of the activations.
 DEVICE_FORMS: Mapping[str, Callable[[torch.device, torch.dtype], DevicePacking | DeviceInt4Packing]] = {
     "device": DevicePacking,
     "device int4/64": DeviceInt4Packing,
@@ -220,9 +253,10 @@ DEVICE_FORMS: Mapping[str, Callable[[torch.device, torch.dtype], DevicePacking |
 
 
 class Linear(nn.Module):
-    """[tokens, in_features] to [tokens, out_features] through the form that the loader packs.
+    """A linear layer, [tokens, in_features] to [tokens, out_features], through the form that the loader packs.
 
-    `sources` name the checkpoint's tensors, without `.weight`, whose rows lie below each other in the product: q, k and v, say.
+    `sources` names the checkpoint's tensors, without `.weight`, whose rows are concatenated in the product (for
+    example q, k and v).
     """
 
     form: LinearForm
@@ -232,18 +266,19 @@ class Linear(nn.Module):
         self.sources, self.in_features, self.out_features, self.has_bias = sources, in_features, out_features, bias
 
     def forward(self, x: Activations) -> Tensor:
+        """Multiply x [tokens, in_features] to [tokens, out_features]."""
         return self.form.multiply(x)
 
     def takes(self, rows: int) -> int | None:
-        """What to give it at this many rows: None is a plain tensor, a number quantised rows with groups of this size."""
+        """Return the quantisation group of the activations at this many rows; None for a plain tensor."""
         return self.form.takes(rows)
 
     def add_to(self, hidden: Tensor, x: Activations) -> None:
-        """hidden [tokens, out_features] fp32 += the product."""
+        """Add the product to hidden [tokens, out_features] fp32 in place."""
         self.form.add_to(hidden, x)
 
     def activated(self, x: Activations, activation: str, feeds: Linear) -> Activations:
-        """act(the product), as `feeds` takes it at this many rows."""
+        """Return act(x times the weight), in the format that the layer `feeds` reads at this many rows."""
         if not isinstance(self.form, Activating):
             product = self.form.multiply(x)
             return activate(product, activation, feeds.takes(len(product)))
@@ -253,9 +288,9 @@ class Linear(nn.Module):
 
     @property
     def picks(self) -> bool:
-        """Whether the form gives each row's best outputs without writing all of them."""
+        """True if the form can return each row's top outputs without writing all of them."""
         return isinstance(self.form, Picking)
 
     def best(self, x: Activations, wanted: Wanted, softcap: float | None = None) -> Best | None:
-        """Each row's best outputs; None where the form can only write all of them."""
+        """Return each row's top outputs, or None if the form can only write all of them."""
         return self.form.best(x, wanted, softcap) if isinstance(self.form, Picking) else None

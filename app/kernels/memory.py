@@ -1,4 +1,4 @@
-"""Memory for kernels: large weights on huge pages where the system gives them, and words whose address stays."""
+"""Memory for kernels: large weights on huge pages where available, and int64 buffers at fixed addresses."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 _HUGE_PAGE = 2 * 2**20
-_WORTH_HUGE = 2 * _HUGE_PAGE  # below this, rounding up to whole huge pages wastes too much
+_WORTH_HUGE = 2 * _HUGE_PAGE  # smaller sizes waste too much by rounding up to whole huge pages
 
 
 def weights_bytes(nbytes: int) -> Tensor:
-    """Uint8 [nbytes], 64-byte aligned, not yet touched.
+    """Allocate uint8 [nbytes], 64-byte aligned and not yet touched.
 
-    On huge pages a first touch costs less than half as much (packing at 0.9 against 0.4 GB/s on a Zen 5 guest).
+    On huge pages a first touch costs less than half as much (packing at 0.9 instead of 0.4 GB/s on a Zen 5 guest).
     """
     if nbytes < _WORTH_HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return aligned(nbytes)
@@ -30,17 +30,20 @@ def weights_bytes(nbytes: int) -> Tensor:
 
 
 Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
-_allocators: list[Allocate] = []  # of the worker thread
+_allocators: list[Allocate] = []  # used by the worker thread
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Room for a kernel's result, on a cache line where torch's own allocator gives that (it does on a processor); not initialised."""
+    """Allocate an uninitialised result of a kernel.
+
+    It begins at a cache line if torch's allocator provides that, as it does on a CPU.
+    """
     return _allocators[-1](shape, dtype) if _allocators else torch.empty(shape, dtype=dtype)
 
 
 @contextmanager
 def allocating(allocate: Allocate) -> Iterator[None]:
-    """Kernels' results come from this allocator meanwhile."""
+    """Use this allocator for the results of kernels within the context."""
     _allocators.append(allocate)
     try:
         yield
@@ -49,34 +52,43 @@ def allocating(allocate: Allocate) -> Iterator[None]:
 
 
 def aligned(nbytes: int) -> Tensor:
-    """Uint8 [nbytes] that begins at a cache line."""
+    """Allocate uint8 [nbytes] that begins at a cache line."""
     whole = torch.empty(nbytes + 64, dtype=torch.uint8)
     start = -whole.data_ptr() % 64
     return whole[start : start + nbytes]
 
 
 class Words:
-    """Int64 words at an address that stays as long as there is room: whoever knows it reads here what is described anew."""
+    """A buffer of int64 values whose address does not change while the values fit its capacity.
+
+    Code that knows the address reads new values there.
+    """
 
     def __init__(self, room: int = 1024) -> None:
         self._kept = self._now = _Block.of(room)
-        self._views: dict[int, Tensor] = {}  # of what stays, by length: making one costs more than filling it
+        # Views of the fixed buffer by length: creating one costs more than filling it.
+        self._views: dict[int, Tensor] = {}
 
     @property
     def stays(self) -> bool:
-        """Whether what was filled in last lies where it always does."""
+        """True if the last values were stored in the fixed buffer."""
         return self._now is self._kept
 
     @property
     def address(self) -> int:
+        """Address of the first value."""
         return ctypes.addressof(self._now.words)
 
     @property
     def tensor(self) -> Tensor:
+        """The whole buffer as an int64 tensor."""
         return self._now.tensor
 
     def fill(self, values: list[int]) -> Tensor:
-        """These values from the first word on, as a view. What has no room lies elsewhere until the next call, and the room stays."""
+        """Store these values from the beginning of the buffer and return a view of them.
+
+        Values that exceed the capacity are stored in another buffer until the next call. The fixed buffer is kept.
+        """
         count = len(values)
         self._now = self._kept if count <= len(self._kept.words) else _Block.of(count)
         self._now.words[:count] = values  # type: ignore[assignment]  # ctypes takes numbers
@@ -87,12 +99,13 @@ class Words:
         return self._views[count]
 
     def set(self, index: int, value: int) -> None:
+        """Store one value."""
         self._now.words[index] = value
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Words, and the same memory as a tensor int64."""
+    """An array of int64 values, and the same memory as a tensor."""
 
     words: ctypes.Array[ctypes.c_int64]
     tensor: Tensor

@@ -1,6 +1,7 @@
-"""The native library: plain C with kernels for several instruction sets, of which it picks one; without it torch's products serve.
+"""The native library: kernels in plain C for several instruction set levels, one of which it selects at load time.
 
-It shares the libgomp.so.1 that torch brings, so torch is loaded first: two pools would fight for the cores.
+Without the library torch's products serve. It uses the libgomp.so.1 that torch contains, so torch is loaded first.
+Two thread pools would compete for the cores.
 """
 
 from __future__ import annotations
@@ -38,9 +39,11 @@ _SIGNATURES: dict[str, tuple[type, tuple[type, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """What became of the library: `level` is the instruction set that serves; what it can do, `operations.has` says.
+    """The loaded library, or the reason why there is none.
 
-    A tile of quantised rows has at most `tile_rows` rows, of which `align` go together, and `block` inputs lie together (csrc/ops.h).
+    `level` is the selected instruction set level. `operations.has_kernel` reports which operations it supports. A tile of
+    quantised rows has at most `tile_rows` rows, in groups of `align` rows, and `block` inputs are contiguous
+    (csrc/ops.h).
     """
 
     library: ctypes.CDLL | None
@@ -53,9 +56,12 @@ class Native:
 
 @cache
 def native() -> Native:
-    """Finds and loads the library and lets it choose a level, or takes the one that `ARMATURE_ISA` names.
+    """Load the library once and let it select a level, or the level that `ARMATURE_ISA` names.
 
-    `ARMATURE_NATIVE_LIBRARY` names another file. Raises `PlanImpossible` where what is named cannot be had, and nothing else.
+    `ARMATURE_NATIVE_LIBRARY` names another file.
+
+    Raises:
+        PlanImpossible: If a file or level that these variables name is not available. No other error is raised.
     """
     named, wanted = os.environ.get("ARMATURE_NATIVE_LIBRARY"), os.environ.get("ARMATURE_ISA")
     path = Path(named) if named else BESIDE
@@ -84,7 +90,7 @@ def _chosen(library: ctypes.CDLL, wanted: str | None) -> Native:
 
 
 def _load(path: Path) -> ctypes.CDLL:
-    assert torch.__version__, "torch is loaded, and its libgomp with it"
+    assert torch.__version__, "torch must be loaded first, because it brings libgomp"
     library = ctypes.CDLL(str(path))
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name, None)

@@ -1,6 +1,6 @@
-"""What the native library can be asked for: the codes and arguments of `csrc/ops.h`, and the one call that runs them.
+"""The operations of the native library: the codes and arguments of `csrc/ops.h`, and the call that runs them.
 
-Addresses are taken from tensors that the caller keeps alive until the call returns.
+Arguments contain addresses of tensors, which the caller keeps alive until the call returns.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ADDRESS, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
 class Code(IntEnum):
-    """As `enum` in csrc/ops.h."""
+    """Operation codes, equal to the `enum` in csrc/ops.h."""
 
     QUANTISE = 0
     NORM = 1
@@ -41,7 +41,7 @@ class Code(IntEnum):
 
 
 class Output(IntEnum):
-    """What becomes of a product's sums."""
+    """The destination format of a product's sums."""
 
     BF16 = 0
     FP32 = 1
@@ -49,6 +49,8 @@ class Output(IntEnum):
 
 
 class Sink(ctypes.Structure):
+    """The output of a kernel that writes rows: bf16 rows, or quantised tiles with scales and sums."""
+
     _fields_ = (
         *((name, _ADDRESS) for name in ("rows", "tiles", "scales", "sums")),
         *((name, _INT) for name in ("group", "height")),
@@ -56,11 +58,15 @@ class Sink(ctypes.Structure):
 
 
 class Quantise(ctypes.Structure):
+    """Arguments of the quantisation of bf16 rows to int8 tiles."""
+
     code = Code.QUANTISE
     _fields_ = (("x", _ADDRESS), *((name, _INT) for name in ("stride", "rows", "size")), ("out", Sink))
 
 
 class Norm(ctypes.Structure):
+    """Arguments of RMSNorm, or of adding the RMSNorm of `branch` to `hidden`."""
+
     code = Code.NORM
     _fields_ = (
         *((name, _ADDRESS) for name in ("hidden", "branch", "weight")),
@@ -71,6 +77,8 @@ class Norm(ctypes.Structure):
 
 
 class LayerNorm(ctypes.Structure):
+    """Arguments of LayerNorm."""
+
     code = Code.LAYER_NORM
     _fields_ = (
         *((name, _ADDRESS) for name in ("hidden", "weight", "bias")),
@@ -80,21 +88,27 @@ class LayerNorm(ctypes.Structure):
     )
 
 
-# As `enum` in csrc/ops.h: 0 leaves values as they are.
+# Activation codes, equal to the `enum` in csrc/ops.h; 0 is the identity.
 ACTIVATIONS = {name: at for at, name in enumerate(("identity", "silu", "gelu_tanh", "gelu", "relu", "tanh"))}
 
 
 class Activate(ctypes.Structure):
+    """Arguments of an elementwise activation."""
+
     code = Code.ACTIVATE
     _fields_ = (("x", _ADDRESS), *((name, _INT) for name in ("stride", "rows", "size", "activation")), ("out", Sink))
 
 
 class Gate(ctypes.Structure):
+    """Arguments of a gated activation, act(gate) * up."""
+
     code = Code.GATE
     _fields_ = (("gate_up", _ADDRESS), *((name, _INT) for name in ("rows", "size", "activation")), ("out", Sink))
 
 
 class LinearInt(ctypes.Structure):
+    """Arguments of the integer product with a weight in int4 or int8 panels."""
+
     code = Code.LINEAR_INT
     _fields_ = (
         *((name, _ADDRESS) for name in ("panels", "bias", "tiles", "scales", "sums", "y")),
@@ -106,6 +120,8 @@ class LinearInt(ctypes.Structure):
 
 
 class Pick(ctypes.Structure):
+    """Arguments of the integer product that returns only the top outputs of each row."""
+
     code = Code.PICK
     _fields_ = (
         ("product", LinearInt),
@@ -116,6 +132,8 @@ class Pick(ctypes.Structure):
 
 
 class Rows(ctypes.Structure):
+    """Arguments of reading rows of a table or packed weight as fp32."""
+
     code = Code.ROWS
     _fields_ = (
         *((name, _ADDRESS) for name in ("weight", "ids", "factors", "out")),
@@ -125,11 +143,15 @@ class Rows(ctypes.Structure):
 
 
 class Gather(ctypes.Structure):
+    """Arguments of copying rows by index."""
+
     code = Code.GATHER
     _fields_ = (*((name, _ADDRESS) for name in ("x", "ids", "out")), *((name, _INT) for name in ("stride", "count", "size")))
 
 
 class LinearBf16(ctypes.Structure):
+    """Arguments of the product with a weight in bf16 panels."""
+
     code = Code.LINEAR_BF16
     _fields_ = (
         *((name, _ADDRESS) for name in ("x", "panels", "bias", "tiles", "y")),
@@ -138,6 +160,8 @@ class LinearBf16(ctypes.Structure):
 
 
 class Angle(ctypes.Structure):
+    """Arguments of the computation of RoPE angles."""
+
     code = Code.ANGLES
     _fields_ = (
         *((name, _ADDRESS) for name in ("positions", "frequencies", "cos", "sin")),
@@ -147,12 +171,14 @@ class Angle(ctypes.Structure):
 
 
 class KVAddresses(ctypes.Structure):
-    """`kv_rows` in csrc/ops.h."""
+    """The structure `kv_rows` of csrc/ops.h."""
 
     _fields_ = (*((name, _ADDRESS) for name in ("keys", "values", "key_scales", "value_scales")), ("token_bytes", _INT))
 
 
 class Attention(ctypes.Structure):
+    """Arguments of causal attention over a KV cache."""
+
     code = Code.ATTENTION
     _fields_ = (
         *((name, _ADDRESS) for name in ("query", "out", "step")),
@@ -163,6 +189,8 @@ class Attention(ctypes.Structure):
 
 
 class TextsAttention(ctypes.Structure):
+    """Arguments of attention within packed texts, without a KV cache."""
+
     code = Code.TEXTS
     _fields_ = (
         *((name, _ADDRESS) for name in ("query", "key", "value", "out", "texts", "bias")),
@@ -172,6 +200,8 @@ class TextsAttention(ctypes.Structure):
 
 
 class Turn(ctypes.Structure):
+    """Arguments of per-head norms, RoPE and the KV cache write."""
+
     code = Code.TURN
     _fields_ = (
         *((name, _ADDRESS) for name in ("x", "query_norm", "key_norm", "cos", "sin", "written")),
@@ -182,7 +212,7 @@ class Turn(ctypes.Structure):
 
 
 class Pack(ctypes.Structure):
-    """Not an operation: what `armature_pack_int` takes (csrc/pack_int.c)."""
+    """The arguments of `armature_pack_int` (csrc/pack_int.c), which is not an operation."""
 
     _fields_ = (
         *((name, _ADDRESS) for name in ("codes", "scales", "minimums", "panels")),
@@ -194,22 +224,22 @@ class _Operation(ctypes.Structure):
     _fields_ = (("code", _INT), ("arguments", _ADDRESS))
 
 
-_WORTH_A_POOL = 16384  # values: for fewer, waking the others costs more than what they would do
+_WORTH_A_POOL = 16384  # values: for fewer, waking the other threads costs more than they save
 Listener = Callable[[Code, ctypes.Structure], None]
-_listeners: list[Listener] = []  # of the worker thread, which alone runs operations while something is recorded
-_notes: list[Listener] = []  # of whoever wants to know what would run
+_listeners: list[Listener] = []  # used by the worker thread, the only one that runs operations during a recording
+_notes: list[Listener] = []  # observers of a dry run, of which the last one is active
 
 
 def run(arguments: ctypes.Structure, code: Code, values: int | None = None) -> None:
-    """Runs one operation on this thread's pool, or on this thread alone where it says that it makes few `values`.
+    """Run one operation on this thread's pool, or on this thread alone if it produces few `values`.
 
-    Others of Python's threads go on meanwhile.
+    The GIL is released meanwhile. Inside `dry_run_operations`, the operation is reported and not run.
     """
     if _notes:
         _notes[-1](code, arguments)
         return
     library = native().library
-    assert library is not None, "whoever calls has asked whether the library is there"
+    assert library is not None, "callers check that the library is loaded"
     operation = _Operation(int(code), ctypes.addressof(arguments))
     threads = 1 if values is not None and values < _WORTH_A_POOL else torch.get_num_threads()
     missing = library.armature_run(ctypes.byref(operation), 1, threads)
@@ -219,13 +249,13 @@ def run(arguments: ctypes.Structure, code: Code, values: int | None = None) -> N
 
 
 def listed(steps: Sequence[tuple[Code, ctypes.Structure]]) -> ctypes.Array[Any]:
-    """Operations in order, as `armature_run` takes them; the arguments must be kept alive beside it."""
+    """Return operations as the array that `armature_run` takes; the caller must keep the arguments alive."""
     return (_Operation * len(steps))(*(_Operation(int(code), ctypes.addressof(arguments)) for code, arguments in steps))
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Tells the listener of every operation that has run."""
+    """Call the listener after every operation that runs within the context."""
     _listeners.append(listener)
     try:
         yield
@@ -235,7 +265,10 @@ def listening(listener: Listener) -> Iterator[None]:
 
 @contextmanager
 def noting(listener: Listener) -> Iterator[None]:
-    """Tells the listener of every operation that would run, and runs none: results are not initialised."""
+    """Call the listener for every operation within the context instead of running it.
+
+    Results are not initialised.
+    """
     _notes.append(listener)
     try:
         yield
@@ -244,9 +277,11 @@ def noting(listener: Listener) -> Iterator[None]:
 
 
 def has(code: Code) -> bool:
-    """Whether a library is here whose level has a kernel for this operation.
+    """Return True if the library is loaded and its level has a kernel for this operation.
 
-    Raises `PlanImpossible` where the library is older or newer than this file: it would read the arguments otherwise than they are written.
+    Raises:
+        PlanImpossible: If the library has another version than this file, because it would read the arguments
+            differently.
     """
     library = native().library
     return library is not None and _of_this_version() and bool(library.armature_has(int(code)))
@@ -255,7 +290,7 @@ def has(code: Code) -> bool:
 @cache
 def _of_this_version() -> bool:
     library = native().library
-    assert library is not None, "whoever asks has one"
+    assert library is not None, "callers check that the library is loaded"
     own = (
         Quantise,
         Norm,

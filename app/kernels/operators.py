@@ -1,8 +1,10 @@
-"""Our kernels as operators of `torch.library`, namespace `armature`: a compiled model holds them as what it may not look into.
+"""Native kernels as operators of `torch.library`, namespace `armature`.
 
-Serving calls the Python functions themselves, since an operator costs more a call; here are only schemas, shapes, and what quantised
-rows and packed weights are made of. Norm and gate have their torch twin where the library is missing; rows in tiles and weights in panels
-exist only where it made them. Attention and the cache are no operators: what they read is described at an address, not in tensors.
+A compiled model can call them as opaque nodes. Serving calls the Python functions directly, because an operator
+costs more per call. This module contains only schemas, output shapes, and the conversion of quantised rows and
+packed weights to tensors. Norm and gate fall back to torch without the native library. Quantised rows and packed
+weights exist only with it. Attention and the KV cache are not operators, because they read structures at an
+address instead of tensors.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from app.kernels.best import Wanted
 from app.kernels.int_panels import IntPacking, IntPanels
 from app.kernels.native import native
 
-Tiles = tuple[Tensor, Tensor, Tensor]  # codes, scales and sums, as activations.py has them
+Tiles = tuple[Tensor, Tensor, Tensor]  # codes, scales and sums, as in `QuantisedActivations`
 
 
 @torch.library.custom_op("armature::quantise", mutates_args=(), device_types="cpu")
 def quantise_op(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x [rows, size] bf16."""
+    """Quantise x [rows, size] bf16."""
     return _tiles(quantise(x, group))
 
 
@@ -32,7 +34,7 @@ def _(x: Tensor, group: int) -> Tiles:
 
 @torch.library.custom_op("armature::rms_norm", mutates_args=(), device_types="cpu")
 def rms_norm_op(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """hidden [rows, size] fp32 to bf16."""
+    """Compute the RMSNorm of hidden [rows, size] fp32 in bf16."""
     return plain(rowwise.rms_norm(hidden, weight, eps, torch.bfloat16))
 
 
@@ -43,7 +45,7 @@ def _(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @torch.library.custom_op("armature::rms_norm_quantised", mutates_args=(), device_types="cpu")
 def rms_norm_quantised_op(hidden: Tensor, weight: Tensor, eps: float, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """hidden [rows, size] fp32."""
+    """Compute the RMSNorm of hidden [rows, size] fp32, quantised."""
     return _tiles(rowwise.rms_norm(hidden, weight, eps, torch.bfloat16, group))
 
 
@@ -54,7 +56,7 @@ def _(hidden: Tensor, weight: Tensor, eps: float, group: int) -> Tiles:
 
 @torch.library.custom_op("armature::gate", mutates_args=(), device_types="cpu")
 def gate_op(gate_up: Tensor, activation: str) -> Tensor:
-    """gate_up [rows, 2 * size] bf16 to [rows, size]."""
+    """Compute act(gate) * up [rows, size] from gate_up [rows, 2 * size] bf16."""
     return plain(rowwise.gate(gate_up, activation))
 
 
@@ -65,7 +67,7 @@ def _(gate_up: Tensor, activation: str) -> Tensor:
 
 @torch.library.custom_op("armature::gate_quantised", mutates_args=(), device_types="cpu")
 def gate_quantised_op(gate_up: Tensor, activation: str, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """gate_up [rows, 2 * size] bf16 to rows of `size`."""
+    """Compute act(gate) * up from gate_up [rows, 2 * size] bf16, quantised."""
     return _tiles(rowwise.gate(gate_up, activation, group))
 
 
@@ -78,7 +80,10 @@ def _(gate_up: Tensor, activation: str, group: int) -> Tiles:
 def linear_int_op(
     tiles: list[Tensor], panels: Tensor, bias: Tensor | None, rows: int, sizes: list[int], zero_points: bool
 ) -> Tensor:
-    """Quantised rows times panels, to [rows, outputs] bf16. sizes: inputs, outputs, bits, and inputs that share a scale (0: all)."""
+    """Multiply quantised rows by panels, to [rows, outputs] bf16.
+
+    `sizes` contains inputs, outputs, bits, and the inputs that share a scale (0: all).
+    """
     form = _form(panels, bias, sizes, zero_points)
     return form.multiply(_rows(tiles, rows, sizes[0], form.group))
 
@@ -90,7 +95,7 @@ def _(tiles: list[Tensor], panels: Tensor, bias: Tensor | None, rows: int, sizes
 
 @torch.library.custom_op("armature::best", mutates_args=(), device_types="cpu")
 def best_op(tiles: list[Tensor], panels: Tensor, rows: int, sizes: list[int], zero_points: bool, k: int) -> tuple[Tensor, Tensor]:
-    """Values [rows, k] fp32 and ids [rows, k] of the best outputs of such a product."""
+    """Return values [rows, k] fp32 and ids [rows, k] int64 of the top outputs of a product."""
     form = _form(panels, None, sizes, zero_points)
     best = form.best(_rows(tiles, rows, sizes[0], form.group), Wanted(k))
     return best.values, best.ids
@@ -102,7 +107,7 @@ def _(tiles: list[Tensor], panels: Tensor, rows: int, sizes: list[int], zero_poi
 
 
 def described(form: IntPanels) -> tuple[Tensor, Tensor | None, list[int], bool]:
-    """A form as operators take it: panels, bias, sizes, zero points."""
+    """Return a form as the arguments of the operators: panels, bias, sizes, zero points."""
     packing = form.packing
     return form.panels, form.bias, [form.inputs, form.outputs, packing.bits, packing.group or 0], packing.zero_points
 
@@ -113,7 +118,7 @@ def _form(panels: Tensor, bias: Tensor | None, sizes: list[int], zero_points: bo
 
 
 def _tiles(rows: Activations) -> Tiles:
-    assert isinstance(rows, Quantised), "a group was asked for"
+    assert isinstance(rows, Quantised), "rows must be quantised, because a group was given"
     return rows.codes, rows.scales, rows.sums
 
 

@@ -1,7 +1,8 @@
-"""What a step attends to on a device with memory of its own, as tensors that kernels read there. Who fills them is the engine's business.
+"""Descriptions of a step's sequences on a device, as tensors that the attention kernels read.
 
-Keys and values of a layer are flat rows (kv_rows.py), `PAGE_TOKENS` to a page; a slot's position p lies at row
-`tables[slot, p // PAGE_TOKENS] * PAGE_TOKENS + p % PAGE_TOKENS`. Page 0 is nobody's: what only fills a bucket is written there.
+The engine fills them. Keys and values of a layer are flat rows with `PAGE_TOKENS` rows per page. Position p of a
+slot is row `tables[slot, p // PAGE_TOKENS] * PAGE_TOKENS + p % PAGE_TOKENS`. Page 0 belongs to no sequence: rows
+that only pad a bucket are written there.
 """
 
 from __future__ import annotations
@@ -10,19 +11,23 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-# What a kernel reads at a time, and so at most 63 tokens of a sequence's memory are idle. Torch's own flash kernel knows no pages
-# (pytorch/pytorch#175924: only with a package of its own), so nothing else asks for a size.
+# Tokens that a kernel reads at a time; at most 63 tokens of a sequence's memory are unused. Torch's flash
+# kernel does not support pages (pytorch/pytorch#175924: only with a separate package), so nothing else requires
+# a page size.
 PAGE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """One step's sequences, decodes first; the same for every layer. Tensors are int32, on the device.
+    """The sequences of one step, decodes first; the same for every layer. Tensors are int32 on the device.
 
-    `tables` [slots, most_pages]; `slots`, `lengths` [sequences]: whose table, and how many tokens of context, this step's own included
-    (0: the row only fills a bucket); `starts` [sequences + 1]: queries of sequence i are rows [starts[i], starts[i + 1]) of the batch.
-    The first `num_decodes` sequences have one query each. `most_queries` and `most_context` are bounds of all, known to the host.
-    `fresh`: whatever is no decode begins at position 0, so that it sees nothing but this step's own keys and values.
+    `tables` is [slots, most_pages]. `slots` [sequences] selects each sequence's table. `lengths` [sequences] is
+    the number of context tokens including this step's (0: the row only pads a bucket). `starts` is [sequences +
+    1]: the queries of sequence i are rows [starts[i], starts[i + 1]) of the batch.
+
+    The first `num_decodes` sequences have one query each. `most_queries` and `most_context` are upper bounds over
+    all sequences, known to the host. `fresh` is True if every sequence that is not a decode begins at position 0,
+    so it sees only keys and values of this step.
     """
 
     tables: Tensor
@@ -37,9 +42,9 @@ class PagedStep:
 
 @dataclass(frozen=True, slots=True)
 class PackedTexts:
-    """Texts end to end: text i is tokens [starts[i], starts[i + 1]), of which there are at most `most_tokens`.
+    """Texts packed end to end: text i is tokens [starts[i], starts[i + 1]), at most `most_tokens`.
 
-    `starts` int32 [texts + 1] on the device. Texts without tokens are allowed: they fill a bucket.
+    `starts` is int32 [texts + 1] on the device. Empty texts are allowed, because they pad a bucket.
     """
 
     starts: Tensor

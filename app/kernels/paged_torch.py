@@ -1,6 +1,7 @@
-"""Attention over pages, and of whole texts, in plain torch: what it means, on any device. Nothing waits for the device.
+"""Attention over pages and within packed texts in plain torch, on any device, without waiting for the device.
 
-The twin of our kernels, and what serves where there are none. Scores, weights and sums are float32.
+This is the reference implementation of the kernels, and the fallback where there are none. Scores, weights and
+sums are float32.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ from app.kernels.paged import PAGE_TOKENS, PackedTexts, PagedStep
 from app.kernels.turn import Heads, turned_torch
 from app.models.context import AttentionSpec
 
-_SCORES = 2**24  # so many are held at once: 64 MiB
+_SCORES = 2**24  # most scores in memory at once: 64 MiB
 
-Block = tuple[slice, int, int]  # of which sequences, and which of the queries of each: from, to
+Block = tuple[slice, int, int]  # a slice of the sequences, and the range of each one's queries: first, last
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some queries of some sequences, padded to a rectangle: `rows` [n, q] of the batch, one beyond its last where there is none.
+    """Some queries of some sequences, padded to a rectangle.
 
-    `seen` [n, q, k] says which key each sees, `ahead` [n, q, k] how far that is behind it (negative) or ahead; `context` [n, k] which
-    keys there are.
+    `rows` [n, q] are row numbers of the batch; padding has the number after the last row. `visible` [n, q, k] is True
+    for the keys that a query sees. `ahead` [n, q, k] is a key's position minus the query's. `context` [n, k] is
+    True for keys that exist.
     """
 
     rows: Tensor
@@ -36,7 +38,10 @@ class Part:
 
 
 def attended(query: Tensor, key: Tensor, value: Tensor, part: Part, spec: AttentionSpec) -> Tensor:
-    """query [n, q, heads, head_dim], key and value [n, k, kv_heads, head_dim]; result like query, fp32: zeros for who sees nothing."""
+    """Compute attention of one rectangle: query [n, q, heads, head_dim], key and value [n, k, kv_heads, head_dim].
+
+    The result has the query's shape in fp32. Queries that see no key get zeros.
+    """
     n, queries, heads, head_dim = query.shape
     grouped = query.float().reshape(n, queries, key.shape[2], -1, head_dim)
     scores = torch.einsum("nqhgd,nkhd->nhgqk", grouped, key.float()) * spec.scale
@@ -48,7 +53,7 @@ def attended(query: Tensor, key: Tensor, value: Tensor, part: Part, spec: Attent
         scores = scores + bias.transpose(0, 1).reshape(scores.shape)
     hidden = ~part.seen[:, None, None]
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0.0)
-    # What lies beyond a context may be anything, and nothing times NaN is NaN.
+    # Memory after a context may contain anything, and zero times NaN is NaN.
     values = value.float().masked_fill(~part.context[..., None, None], 0.0)
     return torch.einsum("nhgqk,nkhd->nqhgd", weights, values).reshape(n, queries, heads, head_dim)
 
@@ -57,8 +62,11 @@ Attended = Callable[[Tensor, Tensor, Tensor, Part, AttentionSpec], Tensor]
 
 
 def paged_attention_torch(query: Tensor, kv: KVRows, step: PagedStep, spec: AttentionSpec, attend: Attended = attended) -> Tensor:
-    """As `DeviceBackend.attention`: query [tokens, heads, head_dim], result like it. `attend` computes one rectangle of it."""
-    result = query.new_zeros((len(query) + 1, *query.shape[1:]))  # the last row takes what is nobody's
+    """Compute the attention of a step like `DeviceBackend.attention`; query and result are [tokens, heads, head_dim].
+
+    `attend` computes one rectangle of it.
+    """
+    result = query.new_zeros((len(query) + 1, *query.shape[1:]))  # the last row receives the results of padding
     width = min(step.most_context, step.tables.shape[1] * PAGE_TOKENS)
     at = torch.arange(width, device=query.device)
     decodes = _blocks((0, step.num_decodes), 1, width * query.shape[1])
@@ -75,7 +83,10 @@ def paged_attention_torch(query: Tensor, kv: KVRows, step: PagedStep, spec: Atte
 
 
 def packed_texts_torch(heads: Heads, texts: PackedTexts, spec: AttentionSpec, attend: Attended = attended) -> Tensor:
-    """As `DeviceBackend.attend_texts`: [tokens, num_heads * head_dim] of the product's dtype."""
+    """Compute attention within texts like `DeviceBackend.attend_texts`.
+
+    The result is [tokens, num_heads * head_dim] of the product's dtype.
+    """
     query, key, value = turned_torch(heads)
     result = query.new_zeros((len(query) + 1, *query.shape[1:]))
     at = torch.arange(texts.most_tokens, device=query.device)
@@ -89,7 +100,7 @@ def packed_texts_torch(heads: Heads, texts: PackedTexts, spec: AttentionSpec, at
 
 
 def _blocks(sequences: tuple[int, int], most_queries: int, scores: int) -> Iterator[Block]:
-    """Parts of these sequences' queries that hold no more scores than are allowed, of `scores` for each query."""
+    """Yield blocks of these sequences' queries whose scores fit the limit; `scores` is the number per query."""
     together = max(1, _SCORES // max(1, scores))
     several = max(1, together // max(1, most_queries))
     for first in range(*sequences, several):
@@ -98,7 +109,11 @@ def _blocks(sequences: tuple[int, int], most_queries: int, scores: int) -> Itera
 
 
 def _part(lie: tuple[Tensor, Tensor, Tensor], places: tuple[int, int], at: Tensor, tokens: int, spec: AttentionSpec) -> Part:
-    """`lie`: where the queries of each sequence begin and end in the batch of `tokens`, and its length; `at`: all positions there are."""
+    """Build the rectangle for one block.
+
+    `ranges` contains the starts and ends of each sequence's queries in the batch of `tokens` rows, and its context
+    length. `places` is the range of each sequence's queries. `at` contains all positions of the context.
+    """
     starts, ends, lengths = (one.unsqueeze(1) for one in lie)  # [n, 1]
     place = torch.arange(*places, device=at.device)
     present = place < ends - starts  # [n, q]
@@ -111,7 +126,7 @@ def _part(lie: tuple[Tensor, Tensor, Tensor], places: tuple[int, int], at: Tenso
 
 
 def _reach(most: int, spec: AttentionSpec) -> tuple[int, int]:
-    """How many positions before and after its own a token sees."""
+    """Return the numbers of positions before and after its own that a token sees."""
     if spec.bidirectional:
         reach = most if spec.window is None else spec.window // 2
         return reach, reach
@@ -119,5 +134,5 @@ def _reach(most: int, spec: AttentionSpec) -> tuple[int, int]:
 
 
 def _taken(x: Tensor, rows: Tensor) -> Tensor:
-    """Rows of x; some row where there is none."""
+    """Return rows of x; an arbitrary row for numbers past the end."""
     return x[rows.clamp(max=len(x) - 1)]

@@ -1,8 +1,9 @@
-"""A step's operations, recorded once and run again by one native call: without the interpreter between them, as a graph does on a GPU.
+"""Recording of a step's native operations, which one native call then replays, like a CUDA graph does on a GPU.
 
-While a step is recorded it runs as always; every operation's arguments are kept, and results lie in a pool whose memory stays. What it
-starts from lies where it is refreshed in place. What is not an operation of ours (a torch kernel) would be missing when the step is run
-again, so it ends the recording: the step stays eager.
+Replay avoids the interpreter between operations. A step that is recorded runs normally. The arguments of every
+operation are kept, and results are allocated from a pool whose memory is never freed. Inputs must be at addresses
+where the caller refreshes them in place. A torch kernel would be missing from the replay, so it ends the
+recording, and the step continues to run eagerly.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from app.kernels.native import native
 from app.kernels.operations import Code
 
 _CACHE_LINE = 64
-# What only looks at a tensor, or at it in another way. Some copy where they must, so a result is checked to lie where the tensor does.
+# Functions that only inspect a tensor or return a view. Some copy if they must, so a result is checked to share
+# the tensor's memory.
 _LOOKS = frozenset(
     "__get__ __len__ data_ptr stride size dim numel element_size is_contiguous untyped_storage view view_as reshape flatten unflatten "
     "__getitem__ select split chunk tensor_split unbind narrow unsqueeze squeeze transpose t permute expand detach".split()
@@ -33,27 +35,31 @@ _LOOKS = frozenset(
 
 
 class Unrecordable(Exception):
-    """The step does something that no operation of ours does; its name is the message."""
+    """The step calls something that is not a native operation; the message is its name."""
 
 
 class Pool:
-    """Memory for results: a block is free again when the last tensor that lies in it has gone, and never goes back to the system."""
+    """Memory for results, which is never returned to the system.
+
+    A block is reused after the last tensor in it is gone.
+    """
 
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = defaultdict(list)
         self.nbytes = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Allocate an uninitialised tensor."""
         with _not_watched():
             return self._lend(shape, dtype)
 
     def _lend(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         nbytes = math.prod(shape) * dtype.itemsize
-        size = max(
-            _CACHE_LINE, 1 << (nbytes - 1).bit_length()
-        )  # powers of two: steps of other sizes find room in the same blocks
+        # Powers of two, so that steps of other sizes can reuse the same blocks.
+        size = max(_CACHE_LINE, 1 << (nbytes - 1).bit_length())
         block = self._free[size].pop() if self._free[size] else self._new(size)
-        lent: np.ndarray[Any, Any] = block.numpy()[:]  # an object of its own, which lives as long as a tensor needs the memory
+        # A separate object, which lives as long as a tensor needs the memory.
+        lent: np.ndarray[Any, Any] = block.numpy()[:]
         weakref.finalize(lent, self._free[size].append, block).atexit = False
         return torch.from_numpy(lent)[:nbytes].view(dtype).view(shape)
 
@@ -63,35 +69,43 @@ class Pool:
 
 
 class Recorded:
-    """Operations in order, ready to run again; `result` is read after."""
+    """Recorded operations in order, ready to be replayed; `result` is the output of the recorded step."""
 
     def __init__(self, pool: Pool, steps: list[tuple[Code, ctypes.Structure]], result: Any) -> None:
         library = native().library
-        assert library is not None, "it recorded operations of the library"
+        assert library is not None, "recorded operations require the native library"
         self._run = library.armature_run
-        self._pool, self.steps = pool, steps  # alive: the operations know addresses alone
+        self._pool, self.steps = pool, steps  # kept alive, because the operations contain only addresses
         self._list = operations.listed(steps)
-        self.address, self._count = ctypes.addressof(self._list), len(steps)  # of the list, as the library takes it
+        # Address and length of the array that the library takes.
+        self.address, self._count = ctypes.addressof(self._list), len(steps)
         self.result = result
 
     def __len__(self) -> int:
         return self._count
 
     def run(self) -> Any:
-        """The result lies in memory that the next run overwrites."""
+        """Replay the operations and return the result, whose memory the next run overwrites."""
         self._run(self.address, self._count, torch.get_num_threads())
         return self.result
 
 
 def record(pool: Pool, body: Callable[[], Any]) -> Recorded:
-    """Runs `body()` once and keeps what it did; its inputs lie where they will be refreshed. Raises `Unrecordable` in the midst of it."""
+    """Run `body()` once and record its operations; its inputs must be at addresses that stay valid.
+
+    Raises:
+        Unrecordable: If the body calls something that is not a native operation. The body is then incomplete.
+    """
     with _recording(pool) as steps, _OnlyOurs():
         result = body()
     return Recorded(pool, steps, result)
 
 
 def noted(pool: Pool, body: Callable[[], Any]) -> Recorded:
-    """As `record`, but nothing is computed: where nobody wants this first result, recording costs no more than the interpreter."""
+    """Record the operations of `body()` without computing them, for callers that do not need the first result.
+
+    The cost is only the interpreter's time.
+    """
     steps: list[tuple[Code, ctypes.Structure]] = []
     with memory.allocating(pool.empty), operations.noting(lambda code, arguments: steps.append((code, arguments))), _OnlyOurs():
         result = body()
@@ -105,7 +119,7 @@ def _recording(pool: Pool) -> Iterator[list[tuple[Code, ctypes.Structure]]]:
         yield steps
 
 
-_unwatched: list[None] = []  # not empty while the pool itself uses torch
+_unwatched: list[None] = []  # not empty while the pool calls torch
 
 
 @contextmanager
@@ -118,7 +132,10 @@ def _not_watched() -> Iterator[None]:
 
 
 class _OnlyOurs(TorchFunctionMode):
-    """Sees every function of torch that Python calls. (A dispatch mode would see more, but loads a second's worth of modules first.)"""
+    """Checks every torch function that Python calls.
+
+    A dispatch mode would see more, but its modules take a second to load.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))

@@ -1,6 +1,7 @@
-"""Weights to integers: four bits with a scale for each group of inputs, or eight bits with one a row; to the nearest, by a searched scale.
+"""Quantisation of weights: four bits with one scale per group of inputs, or eight bits with one scale per output.
 
-Any rows may come alone, so a loader streams them. `equalise.py` says how channels should stand before; `csrc/ops.h` how codes are packed.
+Codes are rounded to nearest. Four-bit scales are found by a search. Rows are independent, so a loader can stream
+them. `smooth_scales` balances channels before this step. `csrc/ops.h` describes the packing of codes.
 """
 
 from __future__ import annotations
@@ -12,29 +13,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LEAST = 1e-35  # a group whose largest magnitude is below this is zero: the inverse of its scale would not be a number
-_CHUNK_ELEMENTS = 2**17  # rounded at a time: half a megabyte in FP32, which stays in the cache of its core
-_DEVICE_CHUNK_ELEMENTS = (
-    2**23
-)  # elsewhere: enough that starting each of a hundred operations costs little, and 32 MiB held by some of them
-# Steps from zero to the largest weight, the largest on the side of -8 where negative. These nine come within half a percent of the best of
-# 48 in squared error, for Gaussian, heavy-tailed and trained weights at groups of 32 to 128; -8 alone (Q4_0) is 4 to 8% above it.
+# A group whose largest magnitude is below this is zero, because the inverse of its scale would not be finite.
+LEAST = 1e-35
+_CHUNK_ELEMENTS = 2**17  # elements quantised at a time: half a megabyte in FP32, which fits the cache of a core
+# Device value: large enough that a hundred kernel launches cost little. Some of these operations need 32 MiB.
+_DEVICE_CHUNK_ELEMENTS = 2**23
+# Number of steps from zero to the largest weight; negative: the largest weight gets a negative code.
+# These nine are within 0.5% of the best of 48 in squared error, for Gaussian, heavy-tailed and trained weights and
+# for groups of 32 to 128 inputs. -8 alone (Q4_0) is 4 to 8% above the best.
 _DIVISORS = (-7.5, -8.2, -8.9, -9.6, -10.4, -11.3, 7.2, 8.0, 9.0)
-_SPREADS = (1.0, 0.92, 0.85)  # with minimums: parts of a group's range that the sixteen codes span, about its middle
+_SPREADS = (1.0, 0.92, 0.85)  # shares of a group's range, around its middle, that the sixteen codes span with minimums
 
 
 @dataclass(frozen=True, slots=True)
 class Int4Weight:
-    """A weight [out, inputs]; value = scale * (code - 8), or scale * code + minimum. A scale may be negative: -8 reaches further than 7."""
+    """A weight [out, inputs] with value = scale * (code - 8), or scale * code + minimum.
 
-    codes: Tensor  # uint8 [out, groups * group], 0 to 15; what pads the last group means zero where there are no minimums
+    A scale may be negative, because code -8 reaches further than 7.
+    """
+
+    # uint8 [out, groups * group], 0 to 15; without minimums, padding of the last group has the value zero.
+    codes: Tensor
     scales: Tensor  # bf16 [out, groups]
     minimums: Tensor | None  # bf16 [out, groups]
     group: int
     inputs: int
 
     def dequantise(self) -> Tensor:
-        """fp32 [out, inputs]."""
+        """Return the values, fp32 [out, inputs]."""
         codes = self.codes.view(*self.scales.shape, self.group).float()
         scales = self.scales.float()[..., None]
         values = scales * (codes - 8) if self.minimums is None else scales * codes + self.minimums.float()[..., None]
@@ -43,18 +49,25 @@ class Int4Weight:
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """A weight [out, in]; value = scale * code."""
+    """A weight [out, in] with value = scale * code."""
 
     codes: Tensor  # int8 [out, in], -127 to 127
     scales: Tensor  # bf16 [out, 1]
 
     def dequantise(self) -> Tensor:
-        """fp32 [out, in]."""
+        """Return the values, fp32 [out, in]."""
         return self.scales.float() * self.codes.float()
 
 
 def quantise_int4(weight: Tensor, group: int, zero_points: bool, importance: Tensor | None = None) -> Int4Weight:
-    """weight [out, in] of any float dtype; `importance` [in] weighs the squared errors that the search minimises. Finite numbers only."""
+    """Quantise weight [out, in] of any float dtype to four bits; all values must be finite.
+
+    Args:
+        weight: [out, in].
+        group: Inputs that share a scale.
+        zero_points: Use a minimum per group instead of the fixed zero at code 8.
+        importance: [in]; weights of the squared errors that the search minimises.
+    """
     outputs, inputs = weight.shape
     groups = -(-inputs // group)
     codes = torch.empty(outputs, groups * group, dtype=torch.uint8, device=weight.device)
@@ -75,7 +88,7 @@ def quantise_int4(weight: Tensor, group: int, zero_points: bool, importance: Ten
 
 
 def quantise_int8(weight: Tensor) -> Int8Weight:
-    """weight [out, in] of any float dtype, finite: to the nearest, the largest of a row at 127."""
+    """Quantise weight [out, in] of any float dtype, finite, to nearest; the largest of a row has code ±127."""
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(weight.shape[0], 1, dtype=torch.bfloat16, device=weight.device)
     for rows in _chunks(weight.shape[0], weight.shape[1], weight.device):
@@ -87,12 +100,13 @@ def quantise_int8(weight: Tensor) -> Int8Weight:
 
 
 def symmetric_scales(values: Tensor, weigh: Tensor | None = None) -> Tensor:
-    """The scale [..., 1] of each group [..., group], a number that BF16 has: the best of those tried, each fitted to its codes.
+    """Return the scale [..., 1] of each group [..., group], rounded to bf16: the best of the candidates.
 
-    For codes q, the best scale is s = <q, v> / <q, q>, and the squared error it leaves is smaller by <q, v>^2 / <q, q>.
+    Each candidate is fitted to its codes. For codes q, the best scale is s = <q, v> / <q, q>. It reduces the
+    squared error by <q, v>^2 / <q, q>.
     """
     top = values.gather(-1, values.abs().argmax(-1, keepdim=True))
-    shape = values * _inverse(top)  # within [-1, 1], so that no sum overflows
+    shape = values * _inverse(top)  # scaled to [-1, 1], so that no sum overflows
     weighed = shape if weigh is None else shape * weigh
     best, most, codes = torch.zeros_like(top), torch.full_like(top, -1.0), torch.empty_like(shape)
     for divisor in _DIVISORS:
@@ -107,18 +121,18 @@ def symmetric_scales(values: Tensor, weigh: Tensor | None = None) -> Tensor:
 
 
 def symmetric_codes(values: Tensor, scale: Tensor) -> Tensor:
-    """The nearest of -8 to 7, in values' dtype."""
+    """Return the nearest codes from -8 to 7, in the dtype of the values."""
     return (values * _inverse(scale)).round_().clamp_(-8, 7)
 
 
 def rounded(scale: Tensor) -> Tensor:
-    """To the nearest number that BF16 has, in FP32; too small a one is zero."""
+    """Round to the nearest bf16 number, in fp32; numbers that are too small become zero."""
     near = scale.to(torch.bfloat16).float()
     return torch.where(near.abs() < LEAST, 0.0, near)
 
 
 def _ranges(values: Tensor, weigh: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Scale and minimum [..., 1] of each group: the best of a few spans, each fitted to its codes by least squares."""
+    """Return scale and minimum [..., 1] of each group: the best of a few spans, fitted by least squares."""
     low, high = values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
     weigh = torch.ones_like(values[:1, :1]) if weigh is None else weigh
     scale = minimum = torch.zeros_like(low)
@@ -136,7 +150,7 @@ def _ranges(values: Tensor, weigh: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _fitted(values: Tensor, codes: Tensor, weigh: Tensor) -> tuple[Tensor, Tensor]:
-    """The line through (codes, values) that leaves the least squares."""
+    """Return the step and offset of the least-squares line through (codes, values)."""
     total = weigh.sum(-1, keepdim=True).clamp_min(LEAST)
     middle, height = (codes * weigh).sum(-1, keepdim=True) / total, (values * (weigh / total)).sum(-1, keepdim=True)
     apart = codes - middle
@@ -152,12 +166,12 @@ def _codes_above(values: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
 
 
 def _inverse(scale: Tensor) -> Tensor:
-    """1 / scale, or zero where there is nothing to divide."""
+    """Return 1 / scale, or zero for scales that are too small."""
     return torch.where(scale.abs() < LEAST, 0.0, 1 / scale)
 
 
 def _grouped(weight: Tensor, group: int) -> Tensor:
-    """[rows, in] to [rows, groups, group], padded with zeros."""
+    """Reshape [rows, in] to [rows, groups, group], padded with zeros."""
     return F.pad(weight, (0, -weight.shape[1] % group)).view(weight.shape[0], -1, group)
 
 

@@ -1,8 +1,9 @@
-"""What stands between the products of a layer: normalise, gate, gather. Each has a plain torch twin, which serves where ours cannot: native
-kernels on a processor, Triton's on an NVIDIA GPU (gpu/).
+"""Operations between the products of a layer: RMSNorm, gated activations and row gathers.
 
-`*_torch` say what is meant; the public names pick. Results are equal within the rounding of one bf16. A `group` asks for quantised rows, as
-the product that comes next reads them; only a form that has a native library asks for that.
+The `*_torch` functions are the reference implementations. The public functions select a native kernel on a CPU, a
+Triton kernel on an NVIDIA GPU (gpu/), or the reference implementation. Results are equal within the rounding of
+one bf16. With a `group`, results are quantised rows for the next product. Only forms of the native library request
+that.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["Angles", "add_rms_norm", "add_rms_norm_torch", "gate", "gate_torch",
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, group: int | None = None) -> Activations:
-    """hidden [tokens, size] to hidden / rms(hidden) * weight in `dtype`, or quantised."""
+    """Compute hidden / rms(hidden) * weight in `dtype`, or quantised; hidden [tokens, size], weight [size] fp32."""
     if dtype != torch.bfloat16 or not _suits_norm(hidden):
         return _as_asked(_rms_norm_elsewhere(hidden, weight, eps, dtype), group)
     rows, size = hidden.shape
@@ -42,11 +43,12 @@ def _rms_norm_elsewhere(hidden: Tensor, weight: Tensor, eps: float, dtype: torch
 
 
 def rms_norm_torch(hidden: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """Compute the RMSNorm in fp32 by torch."""
     return F.rms_norm(hidden.float(), weight.shape, weight, eps).to(dtype)
 
 
 def add_rms_norm(hidden: Tensor, branch: Tensor, weight: Tensor, eps: float) -> None:
-    """hidden [tokens, size] fp32 += branch / rms(branch) * weight, branch [tokens, size]."""
+    """Add branch / rms(branch) * weight to hidden [tokens, size] fp32 in place; branch [tokens, size]."""
     if branch.dtype != torch.bfloat16 or not branch.is_contiguous() or not _suits_norm(hidden):
         _add_rms_norm_elsewhere(hidden, branch, weight, eps)
         return
@@ -66,6 +68,7 @@ def _add_rms_norm_elsewhere(hidden: Tensor, branch: Tensor, weight: Tensor, eps:
 
 
 def add_rms_norm_torch(hidden: Tensor, branch: Tensor, weight: Tensor, eps: float) -> None:
+    """Add the RMSNorm of branch to hidden by torch."""
     hidden += rms_norm_torch(branch, weight, eps, torch.float32)
 
 
@@ -75,7 +78,7 @@ def _suits_norm(hidden: Tensor) -> bool:
 
 
 def gate(gate_up: Tensor, activation: str, group: int | None = None) -> Activations:
-    """gate_up [tokens, 2 * size] to act(gate) * up [tokens, size], in its dtype or quantised."""
+    """Compute act(gate) * up [tokens, size] from gate_up [tokens, 2 * size], in its dtype or quantised."""
     if gate_up.dtype != torch.bfloat16 or not gate_up.is_contiguous() or gate_up.device.type != "cpu" or not has(Code.GATE):
         return _as_asked(_gate_elsewhere(gate_up, activation), group)
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
@@ -93,17 +96,18 @@ def _gate_elsewhere(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def gate_torch(gate_up: Tensor, activation: str) -> Tensor:
+    """Compute act(gate) * up by torch."""
     first, second = gate_up.chunk(2, -1)
     return ACTIVATIONS[activation](first).mul_(second)
 
 
 def gather(x: Tensor, rows: Tensor) -> Tensor:
-    """Rows [n] int64 of x [tokens, size]; they must lie in it, which a kernel does not check."""
+    """Return rows [n] int64 of x [tokens, size]; indices must be in range, because the kernel does not check them."""
     size, stride = x.shape[1] * x.itemsize, x.stride(0) * x.itemsize
     if size % 4 or stride % 4 or x.stride(1) != 1 or x.device.type != "cpu" or not has(Code.GATHER):
         return x.index_select(0, rows)
     rows, out = rows if rows.is_contiguous() else rows.contiguous(), empty((len(rows), x.shape[1]), x.dtype)
-    # Bytes are bytes: four of them are an fp32 to the kernel.
+    # The kernel copies four bytes at a time as fp32, for any dtype.
     run(Gather(x.data_ptr(), rows.data_ptr(), out.data_ptr(), stride // 4, len(rows), size // 4), Code.GATHER, out.numel())
     return out
 

@@ -1,7 +1,7 @@
-"""Rows of a weight, widened to fp32: an embedding, out of a packed form or of the table as a checkpoint stores it.
+"""Embedding rows, widened to fp32, from a packed linear form or from a table as the checkpoint stores it.
 
-The twin is torch's `embedding`; it serves where there is neither library nor Triton. An id that no row has is never read at: what comes
-out is NaN.
+`embedding_rows_torch` is the reference implementation, which serves without the native library and Triton. An id out of
+range is never read; its row is NaN.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from app.kernels.gpu.available import usable
 from app.kernels.memory import empty
 from app.kernels.operations import Code, Rows, has, run
 
-Factor = float | Tensor  # of all rows, or of each input: fp32 [inputs]
+Factor = float | Tensor  # one factor for all rows, or one per input: fp32 [inputs]
 
 
 class Form(IntEnum):
-    """As `enum` in csrc/ops.h."""
+    """Table layouts, equal to the `enum` in csrc/ops.h."""
 
     INT4 = 4
     INT8 = 8
@@ -41,7 +41,7 @@ _STORED: Mapping[torch.dtype, Form] = {
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """How a weight [outputs, inputs] lies: csrc/ops.h has the layouts."""
+    """The memory layout of a weight [outputs, inputs]; csrc/ops.h describes the layouts."""
 
     weight: Tensor
     form: Form
@@ -52,15 +52,15 @@ class Table:
     minimums: bool = False
 
     def rows(self, ids: Tensor, factor: Factor = 1.0) -> Tensor:
-        """Rows fp32 [n, inputs] for ids [n] int64, times a factor."""
+        """Return rows fp32 [n, inputs] for ids [n] int64, times a factor."""
         out = empty((len(ids), self.inputs), torch.float32)
         self.write(out, ids, factor)
         return out
 
     def write(self, out: Tensor, ids: Tensor, factor: Factor = 1.0, add: bool = False) -> None:
-        """The same into out [n, inputs] fp32; `add`: out += rows."""
+        """Write those rows to out [n, inputs] fp32, or add them if `add` is True."""
         ids = ids if ids.is_contiguous() else ids.contiguous()
-        assert out.is_contiguous() and out.shape == (len(ids), self.inputs), "what a kernel writes to"
+        assert out.is_contiguous() and out.shape == (len(ids), self.inputs), "out must be contiguous with shape [n, inputs]"
         factors, times = (factor.data_ptr(), 1.0) if isinstance(factor, Tensor) else (None, factor)
         sizes = (len(ids), self.outputs, self.inputs, self.padded, self.group, self.form, self.minimums, add)
         addresses = (self.weight.data_ptr(), ids.data_ptr(), factors, out.data_ptr())
@@ -68,7 +68,7 @@ class Table:
 
 
 def stored_rows(weight: Tensor, ids: Tensor, factor: Factor = 1.0) -> Tensor:
-    """Rows fp32 [n, inputs] of weight [outputs, inputs] as it is stored, for ids [n] int64, times a factor."""
+    """Return rows fp32 [n, inputs] of a stored weight [outputs, inputs] for ids [n] int64, times a factor."""
     table = _stored(weight)
     if table is not None:
         return table.rows(ids, factor)
@@ -80,7 +80,7 @@ def stored_rows(weight: Tensor, ids: Tensor, factor: Factor = 1.0) -> Tensor:
 
 
 def add_rows(hidden: Tensor, weight: Tensor, ids: Tensor, factor: Factor = 1.0) -> None:
-    """hidden [n, inputs] fp32 contiguous += those rows."""
+    """Add those rows to hidden [n, inputs] fp32, contiguous, in place."""
     table = _stored(weight)
     if table is not None:
         table.write(hidden, ids, factor, add=True)
@@ -93,7 +93,7 @@ def add_rows(hidden: Tensor, weight: Tensor, ids: Tensor, factor: Factor = 1.0) 
 
 
 def _stored(weight: Tensor) -> Table | None:
-    """None where torch's twin serves."""
+    """Return the weight as a table of the native library, or None if the library does not support it."""
     form = _STORED.get(weight.dtype)
     if form is None or weight.device.type != "cpu" or not weight.is_contiguous() or not has(Code.ROWS):
         return None
@@ -101,6 +101,7 @@ def _stored(weight: Tensor) -> Table | None:
 
 
 def rows_torch(weight: Tensor, ids: Tensor, factor: Factor = 1.0) -> Tensor:
+    """Return rows fp32 [n, inputs] by torch, with NaN for ids out of range."""
     known = (ids >= 0) & (ids < len(weight))
     rows = F.embedding(ids.where(known, 0), weight).to(torch.float32, copy=True)
     rows = rows.masked_fill_(~known[:, None], torch.nan)

@@ -1,6 +1,7 @@
-"""Attention of whole texts, packed end to end: no cache. Keys and values are read where the product of queries, keys and values wrote them.
+"""Attention within packed texts, without a KV cache.
 
-The twin attends text by text in torch, and serves where our kernel does not suit.
+Keys and values are read directly from the QKV product. `attend_texts_torch` is the reference implementation, which
+processes text by text. It serves where the native kernel does not apply.
 """
 
 from __future__ import annotations
@@ -23,32 +24,43 @@ _MOST_TOKENS = 2**40  # more than any text has
 
 
 class Texts:
-    """Where the texts of a batch begin, the same for every layer: in words whose address stays while they have room, so that recorded
-    operations, run again, find the new batch there."""
+    """The starts of the texts of a batch, the same for every layer.
+
+    The int64 buffer keeps its address as long as its capacity suffices, so recorded operations that run again read
+    the new batch there.
+    """
 
     def __init__(self, max_tokens: int, max_texts: int = 1024) -> None:
-        """Room for so many texts; more get room at another address. `max_tokens`: of all texts of a batch together."""
+        """Allocate a buffer for `max_texts`; a batch with more texts gets a buffer at another address.
+
+        `max_tokens` is the limit for all texts of a batch together.
+        """
         self.starts: tuple[int, ...] = (0,)
-        self.rows = torch.arange(max_tokens)  # a layer's keys and values turn where they lie: token i's are row i
+        # RoPE is applied in place: token i's keys and values are row i of the product.
+        self.rows = torch.arange(max_tokens)
         self._words = Words(2 + max_texts)
 
     @property
     def address(self) -> int:
+        """Address of the C structure that describes the batch."""
         return self._words.address
 
     @property
     def stays(self) -> bool:
-        """Whether this batch lies where the last one lay."""
+        """True if this batch is stored in the fixed buffer."""
         return self._words.stays
 
     def fill(self, starts: Sequence[int]) -> None:
-        """Describes the next batch: text i is tokens [starts[i], starts[i + 1]), starts[0] == 0."""
+        """Describe the next batch: text i is tokens [starts[i], starts[i + 1]), starts[0] == 0."""
         self.starts = tuple(starts)
         self._words.fill([len(starts) - 1, *starts])
 
 
 def attend_texts(heads: Heads, texts: Texts, spec: AttentionSpec) -> Tensor:
-    """What each token makes of its own text, [tokens, num_heads * head_dim] of the product's dtype. The product may be overwritten."""
+    """Compute attention within each text, [tokens, num_heads * head_dim] of the product's dtype.
+
+    The product may be overwritten.
+    """
     if not suits(heads):
         return attend_texts_torch(heads, texts.starts, spec)
     _turn_in_place(heads, texts)
@@ -58,7 +70,9 @@ def attend_texts(heads: Heads, texts: Texts, spec: AttentionSpec) -> Tensor:
     columns = (product.data_ptr() + at * product.itemsize for at in (0, queries, queries + keys))
     bias, most, (before, after) = spec.distance_bias, 0, _seen(_MOST_TOKENS, spec)
     if bias is not None:
-        assert bias.is_contiguous() and bias.dtype == torch.float32 and bias.shape[0] == heads.num_heads, "a row of each head"
+        assert bias.is_contiguous() and bias.dtype == torch.float32 and bias.shape[0] == heads.num_heads, (
+            "the bias must be fp32 with one row per head"
+        )
         most = bias.shape[1] // 2
     addresses = (*columns, out.data_ptr(), texts.address, None if bias is None else bias.data_ptr())
     sizes = (product.stride(0), queries, heads.num_heads, heads.num_kv_heads, size, before, after, most)
@@ -68,7 +82,7 @@ def attend_texts(heads: Heads, texts: Texts, spec: AttentionSpec) -> Tensor:
 
 
 def suits(heads: Heads) -> bool:
-    """Whether our kernel takes this product: it is of bf16 or fp32, and its heads are of a size that kernels know."""
+    """Return True if the native kernel supports this product: bf16 or fp32, with supported head sizes."""
     product = heads.product
     plain = product.dtype in (torch.bfloat16, torch.float32) and product.stride(1) == 1 and product.device.type == "cpu"
     group = heads.num_heads // heads.num_kv_heads
@@ -76,7 +90,7 @@ def suits(heads: Heads) -> bool:
 
 
 def _turn_in_place(heads: Heads, texts: Texts) -> None:
-    """Norms and angles of heads, where they have them: as into a cache whose rows are the product's own."""
+    """Apply norms and RoPE to the heads in place, by treating the product's rows as the KV cache."""
     if heads.angles is None and heads.query_norm is None and heads.key_norm is None:
         return
     queries, keys = (number * heads.head_dim for number in (heads.num_heads, heads.num_kv_heads))
@@ -90,7 +104,10 @@ def _turn_in_place(heads: Heads, texts: Texts) -> None:
 
 
 def attend_texts_torch(heads: Heads, starts: Sequence[int], spec: AttentionSpec) -> Tensor:
-    """The twin. Without a soft cap scores are torch's business, in the product's dtype; with one they are written out in FP32."""
+    """Compute attention within each text by torch (reference implementation).
+
+    Without a soft cap, torch's attention computes scores in the product's dtype. With one, scores are in FP32.
+    """
     query, key, value = turned_torch(heads)
     out = query.new_empty(query.shape)
     for first, last in pairwise(starts):
@@ -100,7 +117,7 @@ def attend_texts_torch(heads: Heads, starts: Sequence[int], spec: AttentionSpec)
 
 
 def _attended(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-    """query [heads, tokens, head_dim], key and value [kv_heads, tokens, head_dim]: one text."""
+    """Compute attention of one text: query [heads, tokens, head_dim], key and value [kv_heads, tokens, head_dim]."""
     group, mask = len(query) // len(key), _mask(query.shape[1], spec)
     key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
     if spec.softcap is None:
@@ -112,11 +129,11 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) ->
 
 
 def _mask(tokens: int, spec: AttentionSpec) -> Tensor | None:
-    """What is added to scores, [tokens, tokens] or [heads, tokens, tokens] fp32; None: nothing is."""
+    """Return the addend of the scores, [tokens, tokens] or [heads, tokens, tokens] fp32, or None."""
     if spec.bidirectional and spec.distance_bias is None and (spec.window is None or tokens <= spec.window // 2 + 1):
         return None
     at = torch.arange(tokens)
-    ahead = at - at[:, None]  # of keys, seen from queries
+    ahead = at - at[:, None]  # key position minus query position
     low, high = _seen(tokens, spec)
     hidden = torch.zeros(tokens, tokens).masked_fill_((ahead < -low) | (ahead > high), -torch.inf)
     if spec.distance_bias is None:
@@ -126,7 +143,7 @@ def _mask(tokens: int, spec: AttentionSpec) -> Tensor | None:
 
 
 def _seen(tokens: int, spec: AttentionSpec) -> tuple[int, int]:
-    """How many positions before and after its own a token sees."""
+    """Return the numbers of positions before and after its own that a token sees."""
     if spec.bidirectional:
         reach = tokens if spec.window is None else spec.window // 2
         return reach, reach

@@ -1,6 +1,6 @@
-"""Linear forms in four and eight bits by torch's own products: what serves where our library was not built. Activations stay as they are.
+"""Linear forms in four and eight bits by torch's products, used without the native library.
 
-Twins multiply by what the codes mean, like those of our own forms.
+Activations are not quantised. The reference implementations in the tests multiply by the dequantised weight.
 """
 
 from __future__ import annotations
@@ -14,27 +14,30 @@ from torch import Tensor
 from app.kernels.activations import Activations, plain
 from app.kernels.rounding import quantise_int4, quantise_int8
 
-_OUTPUTS = 16  # torch packs so many at a time (aten, Int4mmKernel.cpp)
-_INPUTS = 64  # its eight-bit kernel reads past the end of rows that are no whole vectors (120 inputs: a segmentation fault in torch 2.13)
-_GROUPS = (32, 64, 128, 256)  # and knows these
+_OUTPUTS = 16  # torch packs this many outputs at a time (aten, Int4mmKernel.cpp)
+# The eight-bit kernel reads past the end of rows that are not whole vectors (120 inputs: segmentation fault in
+# torch 2.13).
+_INPUTS = 64
+_GROUPS = (32, 64, 128, 256)  # group sizes that the kernel supports
 
 
 @dataclass(frozen=True, slots=True)
 class TorchInt4Packing:
-    """Groups of `group` inputs share a scale."""
+    """Packs weights to four bits with `group` inputs per scale."""
 
     group: int
     keeps_weight: ClassVar[bool] = False
 
     def suits(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
+        """Return True if this torch has the int4 product and it supports this size and group."""
         here = hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
         return here and rows % _OUTPUTS == 0 and columns % self.group == 0 and self.group in _GROUPS
 
     def room(self, outputs: int, inputs: int, bias: Tensor | None) -> None:
-        """It can only be packed whole."""
+        """Return None: weights can only be packed whole."""
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> TorchInt4Linear:
-        """weight [out, in] of any float dtype."""
+        """Pack weight [out, in] of any float dtype."""
         rounded = quantise_int4(weight, self.group, zero_points=False)
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(rounded.codes.int(), 1)
         scales = torch.stack((rounded.scales, torch.zeros_like(rounded.scales)), -1)  # value = scale * (code - 8) + 0
@@ -42,7 +45,7 @@ class TorchInt4Packing:
 
 
 class TorchInt4Linear:
-    """A weight as torch packs it; scales and zeros [groups, out, 2]."""
+    """A four-bit weight as torch packs it; `scales` [groups, out, 2] contains scales and zeros."""
 
     __slots__ = ("bias", "group", "packed", "scales")
 
@@ -52,46 +55,48 @@ class TorchInt4Linear:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of codes, scales and bias."""
         return self.packed.nbytes + self.scales.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def takes(self, rows: int) -> None:
-        """Activations come as they are."""
+        """Return None: activations are not quantised."""
 
     def multiply(self, x: Activations) -> Tensor:
-        """x [tokens, in] to [tokens, out], in its dtype."""
+        """Multiply x [tokens, in] to [tokens, out] in its dtype."""
         rows = plain(x)
-        if len(rows) == 0:  # its kernel divides by their number
+        if len(rows) == 0:  # the kernel divides by the number of rows
             return rows.new_empty(0, self.scales.shape[1])
         scales = self.scales.to(rows.dtype)
         product = torch.ops.aten._weight_int4pack_mm_for_cpu(rows.contiguous(), self.packed, self.group, scales)
         return _with_bias(product, self.bias)
 
     def add_to(self, hidden: Tensor, x: Activations) -> None:
-        """hidden [tokens, out] fp32 += the product."""
+        """Add the product to hidden [tokens, out] fp32 in place."""
         hidden += self.multiply(x)
 
 
 @dataclass(frozen=True, slots=True)
 class TorchInt8Packing:
-    """One scale an output."""
+    """Packs weights to eight bits with one scale per output."""
 
     keeps_weight: ClassVar[bool] = False
 
     def suits(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
+        """Return True if this torch has the int8 product and it supports this size."""
         here = hasattr(torch.ops.aten, "_weight_int8pack_mm")
         return here and rows % _OUTPUTS == 0 and columns % _INPUTS == 0
 
     def room(self, outputs: int, inputs: int, bias: Tensor | None) -> None:
-        """It can only be packed whole."""
+        """Return None: weights can only be packed whole."""
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> TorchInt8Linear:
-        """weight [out, in] of any float dtype."""
+        """Pack weight [out, in] of any float dtype."""
         rounded = quantise_int8(weight)
         return TorchInt8Linear(rounded.codes, rounded.scales.flatten(), bias)
 
 
 class TorchInt8Linear:
-    """Codes [out, in] and scales [out]."""
+    """An eight-bit weight: codes [out, in] and scales [out]."""
 
     __slots__ = ("bias", "codes", "scales")
 
@@ -101,21 +106,22 @@ class TorchInt8Linear:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of codes, scales and bias."""
         return self.codes.nbytes + self.scales.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def takes(self, rows: int) -> None:
-        """Activations come as they are."""
+        """Return None: activations are not quantised."""
 
     def multiply(self, x: Activations) -> Tensor:
-        """x [tokens, in] to [tokens, out], in its dtype."""
+        """Multiply x [tokens, in] to [tokens, out] in its dtype."""
         rows = plain(x)
-        if len(rows) == 0:  # its kernel divides by their number
+        if len(rows) == 0:  # the kernel divides by the number of rows
             return rows.new_empty(0, len(self.codes))
         product = torch.ops.aten._weight_int8pack_mm(rows.contiguous(), self.codes, self.scales.to(rows.dtype))
         return _with_bias(product, self.bias)
 
     def add_to(self, hidden: Tensor, x: Activations) -> None:
-        """hidden [tokens, out] fp32 += the product."""
+        """Add the product to hidden [tokens, out] fp32 in place."""
         hidden += self.multiply(x)
 
 

@@ -1,6 +1,7 @@
-"""From the product of queries, keys and values to attention: norms of heads, rotary positions, keys and values to the cache in one go.
+"""Per-head norms, RoPE and the KV cache write, between the QKV product and attention, in one kernel.
 
-The twin is plain torch, and serves for other dtypes and where there is neither library nor Triton.
+The `*_torch` functions are the reference implementations. They serve for other dtypes, and without the native
+library and Triton.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ _MAX_HEAD_DIM = 256  # csrc/turn.h
 
 
 def angles(positions: Tensor, frequencies: Tensor, scale: float = 1.0) -> Angles:
-    """positions [tokens] int64 and frequencies [dim / 2] fp32 to cos and signed sin [tokens, 1, dim], times a scale."""
+    """Compute RoPE angles: cos and signed sin, fp32 [tokens, 1, dim], multiplied by `scale`.
+
+    Args:
+        positions: int64 [tokens].
+        frequencies: fp32 [dim / 2].
+        scale: Factor of cos and sin, for example YaRN's attention factor.
+    """
     if positions.device.type != "cpu" or not has(Code.ANGLES):
         return _angles_elsewhere(positions, frequencies, scale)
     positions = positions if positions.is_contiguous() else positions.contiguous()
@@ -40,16 +47,17 @@ def _angles_elsewhere(positions: Tensor, frequencies: Tensor, scale: float) -> A
 
 
 def angles_torch(positions: Tensor, frequencies: Tensor, scale: float = 1.0) -> Angles:
-    # sin(-a) = -sin(a): the sign that turning needs in the first half sits in the frequency.
+    """Compute RoPE angles by torch (reference implementation)."""
+    # sin(-a) = -sin(a): negative frequencies give the first half the sign that RoPE needs.
     turned = positions.to(torch.float32)[:, None, None] * torch.cat((-frequencies, frequencies))
     cos, sin = turned.cos(), turned.sin()
     return (cos, sin) if scale == 1.0 else (cos.mul_(scale), sin.mul_(scale))
 
 
 def turn(heads: Heads, kv: KVRows, written: Tensor) -> Tensor:
-    """Queries [tokens, num_heads, head_dim], ready to attend; keys and values are at rows `written` [tokens] int64 afterwards.
+    """Return queries [tokens, num_heads, head_dim] for attention; write keys and values to rows `written`.
 
-    The product may be overwritten, and the queries be a view of it.
+    `written` is int64 [tokens]. The product may be overwritten, and the queries may be a view of it.
     """
     product = heads.product
     plain = product.dtype == torch.bfloat16 and product.stride(1) == 1 and heads.head_dim <= _MAX_HEAD_DIM
@@ -58,7 +66,7 @@ def turn(heads: Heads, kv: KVRows, written: Tensor) -> Tensor:
         return _turn_elsewhere(heads, kv, written)
     cos, sin = heads.angles if heads.angles is not None else (None, None)
     tensors = (product, heads.query_norm, heads.key_norm, cos, sin, written)
-    assert all(tensor is None or tensor.stride(-1) == 1 for tensor in tensors), "kernels read rows from end to end"
+    assert all(tensor is None or tensor.stride(-1) == 1 for tensor in tensors), "rows must be contiguous"
     addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     tokens, dim = len(product), 0 if cos is None else cos.shape[-1]
     sizes = (product.stride(0), tokens, heads.num_heads, heads.num_kv_heads, heads.head_dim, dim)
@@ -77,7 +85,10 @@ def _turn_elsewhere(heads: Heads, kv: KVRows, written: Tensor) -> Tensor:
 
 
 def turned(heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of texts, which no cache keeps: [tokens, heads, head_dim] each, some or all of them views of the product."""
+    """Return queries, keys and values of texts without a KV cache, [tokens, heads, head_dim] each.
+
+    Some or all of them are views of the product.
+    """
     if usable(heads.product):
         from app.kernels.gpu import turning
 
@@ -86,7 +97,7 @@ def turned(heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def turned_torch(heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-    """The twin: queries, keys and values, [tokens, heads, head_dim] each, in the product's dtype."""
+    """Return queries, keys and values, [tokens, heads, head_dim] each, in the product's dtype (reference)."""
     query, key, value = heads.split()
     return _turned(query, heads.query_norm, heads), _turned(key, heads.key_norm, heads), value
 
@@ -101,7 +112,7 @@ def _turned(x: Tensor, norm: Tensor | None, heads: Heads) -> Tensor:
 
 
 def turn_torch(x: Tensor, angles: Angles) -> Tensor:
-    """(a, b) to (a cos - b sin, b cos + a sin), x in fp32."""
+    """Apply RoPE to x in fp32: (a, b) becomes (a cos - b sin, b cos + a sin)."""
     cos, sin = angles
     dim = cos.shape[-1]
     if dim < x.shape[-1]:

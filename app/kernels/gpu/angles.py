@@ -1,4 +1,4 @@
-"""Rotary angles of a step's tokens on a GPU: cos and signed sin, in one go."""
+"""RoPE angles of a step's tokens on a GPU: cos and signed sin, computed by one kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from app.kernels.heads import Angles
 
 
 def angles(positions: Tensor, frequencies: Tensor, scale: float) -> Angles:
-    """positions [tokens] int64 and frequencies [half] fp32 to cos and signed sin [tokens, 1, 2 * half], times a scale."""
+    """Compute cos and signed sin [tokens, 1, 2 * half] fp32, multiplied by `scale`.
+
+    `positions` is int64 [tokens]. `frequencies` is fp32 [half].
+    """
     tokens, half = len(positions), len(frequencies)
     cos, sin = (torch.empty(tokens, 1, 2 * half, dtype=torch.float32, device=positions.device) for _ in range(2))
     if tokens:
@@ -20,7 +23,7 @@ def angles(positions: Tensor, frequencies: Tensor, scale: float) -> Angles:
     return cos, sin
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions"])  # a step's words lie where they lie
+@triton.jit(do_not_specialize_on_alignment=["positions"])  # views of a step's buffer have any alignment
 def _angles(positions, frequencies, cos, sin, scale, half: tl.constexpr, block: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, block)

@@ -1,8 +1,9 @@
-"""Attention of sequences that decode, on a GPU: a query each, keys and values in pages (kernels/paged.py).
+"""Decode attention on a GPU: one query per sequence over a paged KV cache (`PagedStep`).
 
-The queries of a head of keys are the rows of one product, so that keys and values are read once. A context is cut into parts, as many as
-keep the device busy, which are merged by their log-sum-exp. How many depends on the bucket and the heads alone: a graph that was recorded
-once serves any length. Prompts are prompts.py's.
+The queries that share a KV head are the rows of one product, so keys and values are read once. A context is split
+into parts, enough to occupy the device, which are merged by their log-sum-exp (flash decoding). The number of
+parts depends only on the batch bucket and the heads, so one CUDA graph serves any length. Prompts are handled by
+the prompt kernels.
 """
 
 from __future__ import annotations
@@ -16,21 +17,27 @@ from app.kernels.kv_rows import KVRows
 from app.kernels.paged import PAGE_TOKENS, PagedStep
 from app.models.context import AttentionSpec
 
-EVERYTHING = 2**30  # a reach beyond every context; positions and reaches together stay within int32
-LOG2_E = tl.constexpr(1.4426950408889634)  # what kernels exponentiate is a power of two
+# Window size that exceeds every context; the sum of a position and a window size stays within int32.
+EVERYTHING = 2**30
+LOG2_E = tl.constexpr(1.4426950408889634)  # kernels compute exponentials as powers of two
 
-_PROGRAMS = 512  # wanted at a time: about four for each multiprocessor of an H200 (132)
+_PROGRAMS = 512  # target number of programs: about four for each multiprocessor of an H200 (132)
 _MOST_PARTS = 64
-_TILE_BYTES = 2**14  # of keys, and as many of values, at a time: two stages of both fit the 99 KiB of the smallest GPUs served
-_UNSTEADY = ("tables", "slots", "lengths")  # views into one block of words: any alignment, and kernels are not compiled for each
+# Bytes of keys, and of values, per block: two stages of both fit the 99 KiB of the smallest supported GPUs.
+_TILE_BYTES = 2**14
+# Views into one buffer, with any alignment; one compiled kernel serves all alignments.
+_UNSTEADY = ("tables", "slots", "lengths")
 
 
 def attend_decodes(query: Tensor, kv: KVRows, step: PagedStep, spec: AttentionSpec, out: Tensor) -> None:
-    """Writes rows [0, num_decodes) of out, contiguous [tokens, heads, head_dim], from those of query, of any strides but the last."""
+    """Write the attention of the decode rows, [0, num_decodes), to the same rows of `out`.
+
+    `out` is contiguous [tokens, heads, head_dim]. `query` has the same shape with any strides but the last.
+    """
     _, heads, head_dim = query.shape
     kv_heads, sequences = kv.keys.shape[1], step.num_decodes
     check(query, kv, out)
-    assert kv.keys.stride(0) == kv.values.stride(0), "keys and values of a token lie beside each other"
+    assert kv.keys.stride(0) == kv.values.stride(0), "keys and values must have the same row stride"
     parts = num_parts(sequences * kv_heads)
     sums = query.new_empty((sequences, heads, parts, head_dim), dtype=torch.float32) if parts > 1 else out
     weights = query.new_empty((sequences, heads, parts), dtype=torch.float32) if parts > 1 else out
@@ -41,41 +48,50 @@ def attend_decodes(query: Tensor, kv: KVRows, step: PagedStep, spec: AttentionSp
         EVERYTHING if spec.window is None else spec.window - 1, spec.scale, spec.softcap or 1.0,
         PARTS=parts, GROUP=heads // kv_heads, HEAD_DIM=head_dim, CAPPED=spec.softcap is not None, PAGE=PAGE_TOKENS,
         ROWS=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim, TOKENS=tokens_at_a_time(dim, kv.keys.itemsize),
-        num_warps=8 if kv.keys.itemsize > 2 else 4, num_stages=2,  # FP32 is multiplied out of registers, of which four warps have too few
+        # FP32 products need more registers than four warps have.
+        num_warps=8 if kv.keys.itemsize > 2 else 4, num_stages=2,
     )  # fmt: skip
     if parts > 1:
         _merge[(sequences, heads)](sums, weights, out, PARTS=parts, HEAD_DIM=head_dim, DIM=dim, num_warps=4)
 
 
 def check(query: Tensor, kv: KVRows, out: Tensor) -> None:
-    """Our own bugs, said before a kernel reads beyond its tensors."""
+    """Assert that shapes and strides are those the kernels support, before a kernel reads out of bounds."""
     heads, head_dim = query.shape[1:]
-    assert kv.key_scales is None, "keys and values of int8 are a processor's"
-    assert query.stride(2) == 1 and kv.keys.stride(2) == 1, "kernels read heads from end to end"
-    assert kv.keys.stride(1) == kv.values.stride(1) and kv.values.stride(2) == 1, "heads of keys and values lie alike"
-    assert heads % kv.keys.shape[1] == 0 and kv.keys.shape[2] == head_dim, "queries in groups, one for each head of keys"
-    assert out.is_contiguous() and out.shape == query.shape, "a row for each query"
+    assert kv.key_scales is None, "an int8 KV cache is supported on a CPU only"
+    assert query.stride(2) == 1 and kv.keys.stride(2) == 1, "the elements of a head must be contiguous"
+    assert kv.keys.stride(1) == kv.values.stride(1) and kv.values.stride(2) == 1, "keys and values must have the same head stride"
+    assert heads % kv.keys.shape[1] == 0 and kv.keys.shape[2] == head_dim, (
+        "query heads must be a multiple of KV heads, of equal size"
+    )
+    assert out.is_contiguous() and out.shape == query.shape, "out must be contiguous and have the query's shape"
 
 
 def padded(head_dim: int) -> int:
-    """To a power of two, and to the 16 that are the fewest a product on a GPU sums over; Triton's interpreter takes fewer."""
+    """Round head_dim up to a power of two, at least 16, the smallest inner size of a GPU product.
+
+    Triton's interpreter accepts smaller ones.
+    """
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def num_parts(programs: int) -> int:
-    """Into how many parts each context is cut, where so many programs run for each part."""
+    """Return the number of parts a context is split into, where `programs` run for each part."""
     wanted = -(-_PROGRAMS // max(programs, 1))
     return min(_MOST_PARTS, 1 << (wanted - 1).bit_length())
 
 
 def tokens_at_a_time(dim: int, itemsize: int) -> int:
-    """Tokens whose keys are held together; a page has a multiple of them. Products want 16 at the least."""
+    """Return the number of tokens whose keys are loaded together; it divides a page.
+
+    Products need at least 16.
+    """
     return max(16, min(PAGE_TOKENS, _TILE_BYTES // (dim * itemsize)))
 
 
 @triton.jit
 def held(keys, values, rows, key_stride, value_stride, there, dims, HEAD_DIM: tl.constexpr):
-    """Keys [dim, tokens] and values [tokens, dim] of one head at `rows` int64; zeros for what is not there, whatever lies in its place."""
+    """Load keys [dim, tokens] and values [tokens, dim] of one head at `rows` int64; masked elements are zero."""
     wanted = dims < HEAD_DIM
     key = tl.load(keys + rows[None, :] * key_stride + dims[:, None], mask=there[None, :] & wanted[:, None], other=0.0)
     value = tl.load(values + rows[:, None] * value_stride + dims[None, :], mask=there[:, None] & wanted[None, :], other=0.0)
@@ -84,7 +100,10 @@ def held(keys, values, rows, key_stride, value_stride, there, dims, HEAD_DIM: tl
 
 @triton.jit
 def bent(scores, scale, cap, CAPPED: tl.constexpr):
-    """Scores scaled, and bounded where they are, as powers of two want them. tanh(x) = 1 - 2 / (exp(2x) + 1), at both ends too."""
+    """Scale scores to base-2 exponents, with the soft cap if there is one.
+
+    tanh(x) = 1 - 2 / (exp(2x) + 1) holds at both ends of the range too.
+    """
     if CAPPED:
         return (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E * scale / cap)) + 1.0)) * (cap * LOG2_E)
     return scores * (scale * LOG2_E)
@@ -92,12 +111,12 @@ def bent(scores, scale, cap, CAPPED: tl.constexpr):
 
 @triton.jit
 def absorbed(total, sums, highest, scores, value):
-    """The running softmax after some more scores [rows, tokens], of which those that are not seen are -inf, and values [tokens, dim].
+    """Update the running softmax by scores [rows, tokens] and values [tokens, dim]; masked scores are -inf.
 
-    What is not a number stays so: the largest of scores forgets it, the sum of their powers does not.
+    NaN is kept: the maximum of the scores drops it, but the sum of their powers does not.
     """
     now = tl.maximum(highest, tl.max(scores, 1))
-    base = tl.where(now == -float("inf"), 0.0, now)  # nothing seen yet
+    base = tl.where(now == -float("inf"), 0.0, now)  # no score so far
     powers = tl.exp2(scores - base[:, None])
     kept = tl.exp2(highest - base)
     total = total * kept + tl.sum(powers, 1)
@@ -113,12 +132,15 @@ def _part(
     PARTS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, CAPPED: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One part of one sequence's context, for the queries of one head of keys. A sequence without context has parts without tokens."""
+    """Compute one part of one sequence's context for the queries of one KV head.
+
+    An empty sequence has parts without tokens.
+    """
     sequence, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sequence)
     table = tables + tl.load(slots + sequence).to(tl.int64) * table_stride
     first_page = tl.maximum(length - 1 - before, 0) // PAGE
-    share = tl.cdiv(tl.cdiv(length, PAGE) - first_page, PARTS)  # pages a part
+    share = tl.cdiv(tl.cdiv(length, PAGE) - first_page, PARTS)  # pages per part
     begin = (first_page + part * share) * PAGE
     end = tl.minimum(begin + share * PAGE, length)
 
@@ -152,7 +174,7 @@ def _part(
 
 @triton.jit
 def _merge(sums, weights, out, PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
-    """Parts of one head of one sequence to its result. Parts without tokens weigh nothing."""
+    """Merge the parts of one head of one sequence into its result; parts without tokens have weight zero."""
     place = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     parts, dims = tl.arange(0, PARTS), tl.arange(0, DIM)
     weight = tl.load(weights + place * PARTS + parts)

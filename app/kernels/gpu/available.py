@@ -1,6 +1,6 @@
-"""Whether Triton's kernels serve a tensor: it lies on an NVIDIA GPU, and Triton can build what starts a kernel.
+"""Detection of Triton: a tensor must be on an NVIDIA GPU, and Triton must be able to build its launcher.
 
-Importing this imports no Triton.
+Importing this module does not import Triton.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ from torch import Tensor
 
 
 def usable(tensor: Tensor) -> bool:
-    """For tensors of a processor the answer costs one comparison."""
+    """Return True if Triton's kernels can process this tensor; for CPU tensors this costs one comparison."""
     return tensor.device.type == "cuda" and why_not() is None
 
 
 def keep_in_private() -> None:
-    """What Triton keeps is code, which it loads unasked: nothing is kept, or found, where others could have written it."""
+    """Make sure that other users cannot write to Triton's cache, from which it loads code.
+
+    If others can write to the folder named by `TRITON_CACHE_DIR`, a new private folder replaces it, and a warning
+    is logged.
+    """
     named = os.environ.get("TRITON_CACHE_DIR")
     if named is None:
         return
@@ -33,7 +37,7 @@ def keep_in_private() -> None:
 
 
 def _trouble(folder: Path) -> str:
-    """Why this folder is not ours alone; empty where it is, or has just been made so."""
+    """Return the reason why the folder is not private, or an empty string; the folder is created if necessary."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = folder.stat()
@@ -46,10 +50,11 @@ def _trouble(folder: Path) -> str:
 
 @cache
 def why_not() -> str | None:
-    """Why Triton cannot serve on this machine's GPU; None where it can. Torch's twins serve then, and the log says so once.
+    """Return the reason why Triton cannot serve on this machine's GPU, or None if it can.
 
-    Triton is asked for its driver, which is all that it builds beside the kernels themselves: a small module in C, which wants a compiler,
-    Python's headers and a folder to write to, or lies in that folder since last time.
+    If it cannot, torch's kernels serve, and a warning is logged once. Triton is asked for its driver, a small C
+    module, which is all it builds in addition to the kernels. Building it needs a C compiler, Python's headers and
+    a writable folder. Later runs find it in that folder.
     """
     keep_in_private()
     try:

@@ -1,7 +1,8 @@
-"""Draws a token of each row of logits on a GPU: temperature, top_k, top_p, min_p and the draw itself in one kernel, a program to a row.
+"""Token sampling on a GPU: temperature, top_k, top_p, min_p and the draw in one kernel, with one program per row.
 
-The twin is in engine/device_picking.py. A filter's threshold is searched among the places of all floats in ascending order: each look at
-the row tries eight places, so eleven looks are enough for any float. A row that asks for no filter is not looked at for it.
+The reference implementation is in the engine's device sampler. A filter's threshold is found by a search over all
+floats in ascending order. Each pass over the row tests eight candidates, so eleven passes are enough for any
+float. Rows without a filter skip its search.
 """
 
 from __future__ import annotations
@@ -11,16 +12,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK, _WARPS = 2048, 16  # of a row, at a time: eight sums of each element of it stay in registers
-_UNSTEADY = ("temperatures", "top_ks", "top_ps", "min_ps", "uniforms")  # a step's words lie where they lie
+_BLOCK, _WARPS = 2048, 16  # elements of a row per block, and warps: eight sums per element stay in registers
+_UNSTEADY = ("temperatures", "top_ks", "top_ps", "min_ps", "uniforms")  # views of a step's buffer have any alignment
 
 
 def drawn_rows(
     logits: Tensor, temperature: Tensor, filters: tuple[Tensor, Tensor, Tensor], uniforms: Tensor, block: int = _BLOCK
 ) -> Tensor:
-    """ids int64 [rows] of logits [rows, vocab]: -1 where a row is not finite. `filters`: top_k int32, top_p fp64, min_p fp32 [rows].
+    """Sample one token id per row of logits [rows, vocab]; -1 if a row is not finite.
 
-    temperature [rows] fp32 (0: the likeliest token), uniforms [rows] fp64.
+    Args:
+        logits: [rows, vocab] of any float dtype.
+        temperature: fp32 [rows]; 0 selects the most likely token.
+        filters: top_k int32, top_p fp64 and min_p fp32, each [rows].
+        uniforms: Random numbers in [0, 1), fp64 [rows].
+        block: Elements of a row that are processed at a time.
+
+    Returns:
+        int64 [rows].
     """
     rows, vocab = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -42,15 +51,16 @@ def _draw(logits, temperatures, top_ks, top_ps, min_ps, uniforms, out, stride, v
     drawing = finite & (given > 0.0)
     largest = tl.where(finite, largest, 0.0) / temperature
 
-    # The largest float that top_k scores reach.
+    # Find the largest float that at least top_k scores reach.
     looks = tl.where(drawing & (top_k > 0) & (top_k < vocab), 11, 0)
-    low, high = tl.full((), -2139095041, tl.int64), _place(largest) + 1  # from -inf on
+    low, high = tl.full((), -2139095041, tl.int64), _place(largest) + 1  # the search begins at -inf
     for _ in range(looks):
         width, bounds = _bounds(low, high)
         low, high = _narrowed(_reaching(line, bounds, temperature, vocab, block) >= top_k, low, high, width)
     least_score = tl.where(looks > 0, _float_at(high - 1), float("-inf"))
 
-    # The least exponential above which they sum to less than top_p of all; they are 1 at the largest score.
+    # Find the smallest exponential above which the exponentials sum to less than top_p of the total. The
+    # largest exponential is 1.
     none = tl.full((8,), 0.0, tl.float32) - 1.0
     total = tl.max(_mass(line, none, least_score, largest, temperature, vocab, block))
     looks = tl.where(drawing & (top_p < 1.0), 10, 0)
@@ -69,7 +79,7 @@ def _draw(logits, temperatures, top_ks, top_ps, min_ps, uniforms, out, stride, v
 
 @triton.jit
 def _likeliest(line, vocab: tl.constexpr, block: tl.constexpr):
-    """The largest of a row, the lowest id that has it, and whether all is as it should be."""
+    """Return the largest value of a row, the lowest id that has it, and True if all values are finite."""
     lane = tl.arange(0, block)
     best, ids = tl.full((block,), float("-inf"), tl.float32), tl.full((block,), 0, tl.int32)
     missing = tl.full((block,), 0, tl.int32)
@@ -86,7 +96,7 @@ def _likeliest(line, vocab: tl.constexpr, block: tl.constexpr):
 
 @triton.jit
 def _place(value):
-    """Of a float among all floats in ascending order; 0 has place 0."""
+    """Return the rank of a float among all floats in ascending order; 0 has rank 0."""
     bits = value.to(tl.int32, bitcast=True).to(tl.int64)
     return tl.where(bits < 0, -2147483649 - bits, bits)
 
@@ -98,14 +108,17 @@ def _float_at(place):
 
 @triton.jit
 def _bounds(low, high):
-    """Eight floats between two places, the first at `low`, and how far apart they are."""
+    """Return the distance between eight evenly spaced ranks from `low` to `high`, and the floats at them."""
     width = (high - low + 7) // 8
     return width, _float_at(tl.minimum(low + tl.arange(0, 8) * width, high))
 
 
 @triton.jit
 def _narrowed(below, low, high, width):
-    """Where the search goes on, given which of the eight lie below what is searched; `high` does not. An eighth of it is left, less one."""
+    """Return the remaining search range, given which of the eight candidates are below the threshold.
+
+    `high` is never below it. The remaining range is one eighth, less one.
+    """
     count = tl.sum(below.to(tl.int32), 0).to(tl.int64)
     upper = tl.where(count < 8, tl.minimum(low + count * width, high), high)
     return tl.minimum(tl.where(count == 0, low, low + (count - 1) * width + 1), upper), upper
@@ -113,7 +126,7 @@ def _narrowed(below, low, high, width):
 
 @triton.jit
 def _reaching(line, bounds, temperature, vocab: tl.constexpr, block: tl.constexpr):
-    """How many scores reach each of eight bounds."""
+    """Count the scores that are at least each of eight bounds."""
     lane = tl.arange(0, block)
     counts = tl.full((8, block), 0, tl.int32)
     for start in range(0, vocab, block):
@@ -125,7 +138,7 @@ def _reaching(line, bounds, temperature, vocab: tl.constexpr, block: tl.constexp
 
 @triton.jit
 def _mass(line, bounds, least_score, largest, temperature, vocab: tl.constexpr, block: tl.constexpr):
-    """fp64: what the exponentials above each of eight bounds sum to."""
+    """Return the sums of the exponentials above each of eight bounds, fp64."""
     lane = tl.arange(0, block)
     sums = tl.full((8, block), 0.0, tl.float32)
     for start in range(0, vocab, block):
@@ -136,14 +149,17 @@ def _mass(line, bounds, least_score, largest, temperature, vocab: tl.constexpr, 
 
 @triton.jit
 def _exponentials(line, at, least_score, largest, temperature, vocab: tl.constexpr):
-    """Of the scores that top_k leaves, 0 of the others."""
+    """Return the exponentials of the scores that pass top_k, and 0 for the others."""
     scores = tl.load(line + at, mask=at < vocab, other=float("-inf")).to(tl.float32) / temperature
     return tl.where(scores >= least_score, tl.exp(scores - largest), 0.0)
 
 
 @triton.jit
 def _found(line, uniform, least_score, least, largest, temperature, vocab: tl.constexpr, block: tl.constexpr):
-    """The first token in the vocabulary's order where the running sum of what may be drawn passes its share; `vocab` if there is none."""
+    """Return the first token whose running sum of candidate probabilities exceeds its share.
+
+    The result is `vocab` if there is none.
+    """
     lane = tl.arange(0, block)
     total = tl.full((), 0.0, tl.float64)
     for start in range(0, vocab, block):
@@ -160,7 +176,8 @@ def _found(line, uniform, least_score, least, largest, temperature, vocab: tl.co
     values = _exponentials(line, first + lane, least_score, largest, temperature, vocab)
     kept = tl.where(values >= least, values, 0.0).to(tl.float64)
     sums = tl.cumsum(kept, 0)
-    # The sums of a block may differ in their last bit from its sum above: the last token that may be drawn takes what is beyond.
+    # The cumulative sum of a block may differ in its last bit from the block's sum above: the last candidate
+    # takes the remainder.
     last = tl.max(tl.where(kept > 0.0, first + lane, -1), 0)
     passed = tl.min(tl.where((kept > 0.0) & (sums > target - before), first + lane, vocab), 0)
     return tl.where((passed >= vocab) & (last >= 0), last, passed)

@@ -1,4 +1,4 @@
-"""Activations on a GPU: of one product's rows, or of its first half times the second. Computed in fp32, rounded once."""
+"""Activations on a GPU, elementwise or gated (act(gate) * up), computed in fp32 and rounded once."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 from app.kernels.gpu.mathematics import activated
 
-_BLOCK = 1024  # elements to a program of four warps
+_BLOCK = 1024  # elements per program of four warps
 
 
 def gate(gate_up: Tensor, activation: str) -> Tensor:
-    """gate_up [tokens, 2 * size] to act(gate) * up [tokens, size]."""
+    """Compute act(gate) * up [tokens, size] from gate_up [tokens, 2 * size]."""
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
@@ -22,7 +22,7 @@ def gate(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """x [tokens, size] to act(x)."""
+    """Compute act(x) of x [tokens, size] in its dtype."""
     rows, size = x.shape
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     if rows:

@@ -1,4 +1,4 @@
-"""A weight of four-bit codes written out on an NVIDIA GPU: read once, written once, whatever the order that its codes lie in."""
+"""Dequantisation of packed four-bit weights on an NVIDIA GPU, in one pass for any order of the codes."""
 
 from __future__ import annotations
 
@@ -8,16 +8,25 @@ import triton.language as tl
 
 from app.kernels.layout import DEVICE_GROUP
 
-_TILE = 8  # outputs whose codes lie in one piece
-_INPUTS = 256  # at a time
-_TILES = 8  # that one program writes: it reads the order once
+_TILE = 8  # outputs whose codes are contiguous
+_INPUTS = 256  # inputs per program
+_TILES = 8  # tiles per program, which reads the code order once
 
 
 def write_out(packed: torch.Tensor, order: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-    """As `write_out_torch` in kernels/device_int4.py: order int32 [8 * inputs], scales [groups, outputs, 2], out [outputs, inputs]."""
+    """Dequantise packed codes into out [outputs, inputs]; equals the reference implementation in `device_int4`.
+
+    Args:
+        packed: int32, as torch packs it.
+        order: int32 [8 * inputs], the place of each code.
+        scales: Scales and zeros [groups, outputs, 2].
+        out: Contiguous; any float dtype.
+    """
     outputs, inputs = out.shape
-    assert out.is_contiguous() and scales.is_contiguous() and packed.is_contiguous(), "what is addressed by its shape"
-    assert outputs % _TILE == 0 and inputs % DEVICE_GROUP == 0, "what is packed"
+    assert out.is_contiguous() and scales.is_contiguous() and packed.is_contiguous(), (
+        "tensors are addressed by their shape, so they must be contiguous"
+    )
+    assert outputs % _TILE == 0 and inputs % DEVICE_GROUP == 0, "outputs must be a multiple of 8 and inputs of 64"
     grid = (triton.cdiv(outputs // _TILE, _TILES), triton.cdiv(inputs, _INPUTS))
     _write_out[grid](packed, order, scales, out, outputs, inputs, GROUP=DEVICE_GROUP, TILE=_TILE, TILES=_TILES, INPUTS=_INPUTS)
 
@@ -35,7 +44,10 @@ def _write_out(
     TILES: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    """A code's place p among its tile's: bits 4 * (p % 8) of word p // 8. A tile has as many words as inputs."""
+    """Dequantise some tiles; the code at place p of its tile is in bits 4 * (p % 8) of int32 number p // 8.
+
+    A tile has as many int32 numbers as inputs.
+    """
     own = tl.arange(0, TILE)[:, None]
     column = tl.program_id(1) * INPUTS + tl.arange(0, INPUTS)[None, :]
     is_input = column < inputs

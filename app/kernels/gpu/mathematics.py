@@ -1,4 +1,4 @@
-"""Functions of fp32 blocks that Triton's language lacks, or that must treat NaN as torch does. Kernels call them."""
+"""Math functions of fp32 blocks that Triton lacks, or that must treat NaN like torch does; called by kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import triton.language as tl
 
 @triton.jit
 def tanh(x):
-    """Odd powers below 0.1, where the quotient of exponentials would lose digits: relative error below 1e-6 everywhere."""
+    """Compute tanh with a relative error below 1e-6 everywhere.
+
+    Below 0.1 it uses odd powers, because the quotient of exponentials would lose digits there.
+    """
     square = x * x
     near = x * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0 - square * (17.0 / 315.0))))
     decay = tl.exp(-2.0 * tl.abs(x))
@@ -18,7 +21,7 @@ def tanh(x):
 
 @triton.jit
 def activated(x, activation: tl.constexpr):
-    """As torch has them (activate.py); NaN stays NaN."""
+    """Apply an activation of `ACTIVATIONS` like torch does; NaN stays NaN."""
     if activation == "silu":
         result = x / (1.0 + tl.exp(-x))
     elif activation == "gelu":

@@ -1,6 +1,7 @@
-"""Norms of the residual stream on a GPU, a program to each row: RMSNorm, what Gemma adds after a branch, and LayerNorm, in place too.
+"""Norms of the residual stream on a GPU, one program per row: RMSNorm, RMSNorm added to the stream, and LayerNorm.
 
-Sums are in fp32 whatever the rows' dtype. A row lies whole in a program's registers.
+Gemma adds the norm of a branch to the stream. LayerNorm can also run in place. Sums are in fp32 for any dtype. A
+whole row is held in a program's registers.
 """
 
 from __future__ import annotations
@@ -10,16 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LONGEST = 32768  # elements of a row: 64 for each of 512 threads
+LONGEST = 32768  # most elements of a row: 64 for each of 512 threads
 
 
 def suits(x: Tensor) -> bool:
-    """Whether rows can be normalised here: a matrix whose rows lie end to end and are not too long."""
+    """Return True if x is a matrix with contiguous rows that are not too long for these kernels."""
     return x.dim() == 2 and x.stride(1) == 1 and x.shape[1] <= LONGEST
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """hidden [tokens, size] to its norm in `dtype`; weight [size] fp32."""
+    """Compute the RMSNorm of hidden [tokens, size] in `dtype`; weight [size] fp32."""
     rows, size = hidden.shape
     out = torch.empty(rows, size, dtype=dtype, device=hidden.device)
     if rows:
@@ -29,7 +30,7 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> 
 
 
 def add_rms_norm(hidden: Tensor, branch: Tensor, weight: Tensor, eps: float) -> None:
-    """hidden [tokens, size] fp32 += the norm of branch [tokens, size]."""
+    """Add the RMSNorm of branch [tokens, size] to hidden [tokens, size] fp32 in place."""
     rows, size = hidden.shape
     if rows:
         block = triton.next_power_of_2(size)
@@ -40,7 +41,11 @@ def add_rms_norm(hidden: Tensor, branch: Tensor, weight: Tensor, eps: float) -> 
 def layer_norm(
     hidden: Tensor, norm: tuple[Tensor, Tensor | None, float], dtype: torch.dtype | None, in_place: bool
 ) -> Tensor | None:
-    """hidden [tokens, size] to its norm in `dtype` (None: nobody wants it); `in_place`: hidden becomes its norm as well."""
+    """Compute the LayerNorm of hidden [tokens, size].
+
+    The result is in `dtype`, or None if `dtype` is None. If `in_place` is True, hidden is overwritten by its norm
+    as well.
+    """
     weight, bias, eps = norm
     rows, size = hidden.shape
     out = None if dtype is None else torch.empty(rows, size, dtype=dtype, device=hidden.device)
@@ -52,7 +57,7 @@ def layer_norm(
 
 
 def warps(block: int) -> int:
-    """Of 32 threads, for a block of so many elements: 8 elements a thread, until the warps are 16."""
+    """Return the number of warps (32 threads) for a block of this size: 8 elements per thread, at most 16 warps."""
     return min(16, max(1, block // 256))
 
 

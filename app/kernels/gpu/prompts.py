@@ -1,7 +1,8 @@
-"""Attention of many queries at once, on a GPU: prompts over pages, whatever of them was read before, and whole texts end to end.
+"""Attention of many queries per sequence on a GPU: prompts over a paged KV cache, and packed texts.
 
-Blocks of a sequence's queries run over what any of them sees: windows to both sides, soft caps and biases by distance, in every dtype.
-Where torch's own kernel takes the whole (kernels/flash.py) it is quicker; for that, `fresh_rows` lays prompts out of their pages.
+Prompts may have cached context before them. Each block of queries loops over the keys that any of its queries
+sees. Windows to both sides, soft caps and distance biases are supported in every dtype. Torch's flash attention is
+faster where it applies. For it, `gather_fresh_kv` copies prompts out of their pages.
 """
 
 from __future__ import annotations
@@ -16,18 +17,24 @@ from app.kernels.kv_rows import KVRows
 from app.kernels.paged import PAGE_TOKENS, PackedTexts, PagedStep
 from app.models.context import AttentionSpec
 
-_UNSTEADY = ("tables", "slots", "starts", "lengths")  # as in attention.py
+_UNSTEADY = ("tables", "slots", "starts", "lengths")  # see the decode kernels
 
 
 def attend_prompts(query: Tensor, kv: KVRows, step: PagedStep, spec: AttentionSpec, out: Tensor) -> None:
-    """Writes what no decode is of out, contiguous [tokens, heads, head_dim]: each query sees its context up to itself."""
+    """Write the attention of all rows that are not decodes to `out`, contiguous [tokens, heads, head_dim].
+
+    Each query sees its context up to its own position.
+    """
     check(query, kv, out)
     pages = (step.tables, step.slots, step.starts, step.lengths)
     _launch(query, kv, pages, spec, out, (step.most_queries, step.num_decodes))
 
 
 def attend_packed(query: Tensor, key: Tensor, value: Tensor, texts: PackedTexts, spec: AttentionSpec) -> Tensor:
-    """query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim] of texts; result like query, zeros between texts."""
+    """Compute attention within each of several packed texts; rows between texts are zero.
+
+    `query` and the result are [tokens, heads, head_dim]. `key` and `value` are [tokens, kv_heads, head_dim].
+    """
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     kv = KVRows(key, value, 0)
     check(query, kv, out)
@@ -36,9 +43,14 @@ def attend_packed(query: Tensor, key: Tensor, value: Tensor, texts: PackedTexts,
 
 
 def fresh_rows(kv: KVRows, step: PagedStep, tokens: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [tokens, kv_heads, head_dim] of this step's prompts, as they lie in the batch; rows of decodes are open."""
+    """Copy keys and values of this step's prompts from their pages to [tokens, kv_heads, head_dim] in batch order.
+
+    Rows of decodes are not initialised.
+    """
     _, kv_heads, head_dim = kv.keys.shape
-    assert step.fresh and kv.keys.stride() == kv.values.stride() and kv.keys.stride(2) == 1, "prompts of this step alone"
+    assert step.fresh and kv.keys.stride() == kv.values.stride() and kv.keys.stride(2) == 1, (
+        "prompts must begin in this step, and their rows must be contiguous"
+    )
     key, value = (kv.keys.new_empty((tokens, kv_heads, head_dim)) for _ in range(2))
     grid = (triton.cdiv(step.most_queries, PAGE_TOKENS), kv_heads, len(step.slots) - step.num_decodes)
     _gather[grid](
@@ -50,7 +62,7 @@ def fresh_rows(kv: KVRows, step: PagedStep, tokens: int) -> tuple[Tensor, Tensor
 
 
 def queries_at_a_time(dim: int, itemsize: int) -> int:
-    """Queries of a block: as many as leave sums and queries in registers."""
+    """Return the number of queries per block, limited so that sums and queries fit in registers."""
     if itemsize > 2:
         return 32
     return 128 if dim <= 128 else 64
@@ -59,17 +71,24 @@ def queries_at_a_time(dim: int, itemsize: int) -> int:
 def _launch(
     query: Tensor, kv: KVRows, lie: tuple[Tensor | None, ...], spec: AttentionSpec, out: Tensor, sizes: tuple[int, int]
 ) -> None:
-    """`lie`: tables, slots, starts and lengths; texts have starts alone. `sizes`: the most queries of one, and whom to leave out."""
+    """Start the kernel.
+
+    `layout` contains tables, slots, starts and lengths of the sequences. Packed texts have only starts. `sizes`
+    contains the most queries of one sequence, and the number of leading sequences to skip.
+    """
     tables, slots, starts, lengths = lie
-    assert starts is not None, "every sequence begins somewhere"
+    assert starts is not None, "the starts of the sequences are required"
     heads, head_dim = query.shape[1:]
     kv_heads, (most_queries, left_out), bias = kv.keys.shape[1], sizes, spec.distance_bias
-    assert bias is None or (bias.is_contiguous() and bias.dtype == torch.float32 and bias.shape[0] == heads), "a row of each head"
+    assert bias is None or (bias.is_contiguous() and bias.dtype == torch.float32 and bias.shape[0] == heads), (
+        "the bias must be fp32 with one row per head"
+    )
     before, after = reach(spec)
     dim = padded(head_dim)
     block = queries_at_a_time(dim, kv.keys.itemsize)
-    table_stride, stages = (0, 2) if tables is None else (tables.stride(0), 3)  # of pages, whose numbers are read first
-    stages = stages if bias is None else 1  # a block of biases takes what a stage would
+    # Paged keys need a third stage, because page numbers are read first.
+    table_stride, stages = (0, 2) if tables is None else (tables.stride(0), 3)
+    stages = stages if bias is None else 1  # a block of biases uses the memory of a stage
     _block[(triton.cdiv(most_queries, block), heads, len(starts) - 1 - left_out)](
         query, kv.keys, kv.values, out, tables, slots, starts, lengths, bias, left_out,
         query.stride(0), query.stride(1), kv.keys.stride(0), kv.keys.stride(1), kv.values.stride(0), table_stride,
@@ -81,7 +100,7 @@ def _launch(
 
 
 def reach(spec: AttentionSpec) -> tuple[int, int]:
-    """How many positions before and after its own a token sees."""
+    """Return the numbers of positions before and after its own that a token sees."""
     if spec.bidirectional:
         both = EVERYTHING if spec.window is None else spec.window // 2
         return both, both
@@ -96,7 +115,7 @@ def _block(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, CAPPED: tl.constexpr, PAGE: tl.constexpr,
     QUERIES: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """A block of one sequence's queries, for one head. The longest blocks of what is causal are begun first."""
+    """Compute one block of one sequence's queries for one head; with causal attention long blocks start first."""
     block, head, sequence = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2) + left_out
     first = tl.load(starts + sequence)
     count = tl.load(starts + sequence + 1) - first
@@ -149,7 +168,7 @@ def _gather(
     row_stride, kv_head_stride, table_stride,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """One page of one sequence, of one head of keys, to where its tokens lie in the batch."""
+    """Copy one page of one sequence and KV head to its tokens' rows of the batch."""
     number, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2) + left_out
     first = tl.load(starts + sequence)
     count = tl.load(starts + sequence + 1) - first

@@ -1,4 +1,4 @@
-"""Rows of a stored table on a GPU, widened to fp32, times a factor, written or added. An id that no row has is never read at: NaN."""
+"""Embedding rows on a GPU, widened to fp32 and scaled, written or added; an id out of range gives NaN."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 1024  # elements to a program of four warps
+_BLOCK = 1024  # elements per program of four warps
 
 
 def rows(weight: Tensor, ids: Tensor, factor: float | Tensor) -> Tensor:
-    """fp32 [n, inputs] of weight [outputs, inputs] for ids [n] int64; the factor is of all rows, or fp32 [inputs]."""
+    """Return fp32 [n, inputs], rows of weight [outputs, inputs] for ids [n] int64.
+
+    `factor` is one number for all rows, or fp32 [inputs].
+    """
     out = torch.empty(len(ids), weight.shape[1], dtype=torch.float32, device=weight.device)
     _write(out, weight, ids, factor, False)
     return out
 
 
 def add_rows(hidden: Tensor, weight: Tensor, ids: Tensor, factor: float | Tensor) -> None:
-    """hidden [n, inputs] fp32 += those rows."""
+    """Add rows of weight [outputs, inputs] for ids [n] int64 to hidden [n, inputs] fp32 in place."""
     _write(hidden, weight, ids, factor, True)
 
 
@@ -30,7 +33,7 @@ def _write(out: Tensor, weight: Tensor, ids: Tensor, factor: float | Tensor, add
         _rows[(count, triton.cdiv(inputs, _BLOCK))](*given, num_warps=4)
 
 
-@triton.jit(do_not_specialize_on_alignment=["ids"])  # a step's words lie where they lie
+@triton.jit(do_not_specialize_on_alignment=["ids"])  # views of a step's buffer have any alignment
 def _rows(
     out, weight, ids, factors, times, out_stride, stride,
     outputs: tl.constexpr, inputs: tl.constexpr, block: tl.constexpr, add: tl.constexpr,

@@ -1,7 +1,7 @@
-"""From the product of queries, keys and values to attention on a GPU: norms of heads, rotary positions, keys and values to their rows.
+"""Per-head norms, RoPE and the KV cache write on a GPU, between the QKV product and attention.
 
-A program takes some heads of one token. What was turned is written elsewhere than it was read: an element's turning reads its partner,
-which another thread might have overwritten by then.
+A program processes some heads of one token. Rotated elements are written to other memory than they are read from:
+each element needs its partner, which another thread might already have overwritten.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 from app.kernels.heads import Heads
 from app.kernels.kv_rows import KVRows
 
-_ELEMENTS = 1024  # to a program of four warps
+_ELEMENTS = 1024  # per program of four warps
 
 
 def turn(heads: Heads, kv: KVRows, written: Tensor) -> Tensor:
-    """Queries [tokens, num_heads, head_dim]; keys and values are at rows `written` [tokens] int64 afterwards.
+    """Return queries [tokens, num_heads, head_dim] and write keys and values to rows `written` [tokens] int64.
 
-    Queries that stay as they are, are a view of the product.
+    Queries that need no norm and no RoPE are a view of the product.
     """
     query = heads.split()[0] if heads.as_they_are else _room(heads, heads.num_heads)
     _launch(heads, query, kv.keys, kv.values, written.contiguous())
@@ -28,7 +28,7 @@ def turn(heads: Heads, kv: KVRows, written: Tensor) -> Tensor:
 
 
 def turned(heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [tokens, heads, head_dim]; what stays as it is, is a view of the product."""
+    """Return queries, keys and values [tokens, heads, head_dim]; unchanged ones are views of the product."""
     query, key, value = heads.split()
     if heads.as_they_are:
         return query, key, value
@@ -43,12 +43,12 @@ def _room(heads: Heads, count: int) -> Tensor:
 
 
 def _launch(heads: Heads, query: Tensor, keys: Tensor, values: Tensor | None, written: Tensor | None) -> None:
-    """Without `values` they are not wanted; without `written` keys of token i go to row i."""
-    assert (heads.query_norm is None) == (heads.key_norm is None), "queries and keys both have a norm, or neither"
+    """Start the kernel; without `values`, values are not written; without `written`, token i's keys go to row i."""
+    assert (heads.query_norm is None) == (heads.key_norm is None), "queries and keys must both have a norm, or neither"
     stored = [tensor for tensor in (query, keys, values) if tensor is not None]
-    assert all(tensor.stride()[1:] == (heads.head_dim, 1) for tensor in stored), "the heads of a row lie end to end"
+    assert all(tensor.stride()[1:] == (heads.head_dim, 1) for tensor in stored), "the heads of a row must be contiguous"
     product, (cos, sin) = heads.product, heads.angles if heads.angles is not None else (None, None)
-    assert product.stride(1) == 1 and (cos is None or cos.is_contiguous()), "kernels read rows from end to end"
+    assert product.stride(1) == 1 and (cos is None or cos.is_contiguous()), "rows must be contiguous"
     first = heads.num_heads if heads.as_they_are else 0
     last = heads.num_heads + heads.num_kv_heads * (1 if values is None else 2)
     width = triton.next_power_of_2(heads.head_dim)
@@ -60,7 +60,7 @@ def _launch(heads: Heads, query: Tensor, keys: Tensor, values: Tensor | None, wr
         _turn[(len(product), triton.cdiv(last - first, block))](*tensors, *strides, heads.eps, *sizes, num_warps=4)
 
 
-@triton.jit(do_not_specialize_on_alignment=["written"])  # a step's words lie where they lie
+@triton.jit(do_not_specialize_on_alignment=["written"])  # views of a step's buffer have any alignment
 def _turn(
     product, query_norm, key_norm, cos, sin, written, query, keys, values,
     stride, query_stride, key_stride, value_stride, eps,
@@ -102,6 +102,6 @@ def _turn(
 
 @triton.jit
 def _weight(query_norm, key_norm, is_query, is_key, at):
-    """Each element's weight of its own head's norm."""
+    """Load each element's norm weight, of queries or keys."""
     of_query = tl.load(query_norm + at, mask=is_query, other=0.0)
     return of_query + tl.load(key_norm + at, mask=is_key, other=0.0)
