@@ -1,24 +1,31 @@
-"""How many tokens a step may have where memory does not suffice for more: halved by a step that wanted too much, it grows back slowly."""
+"""Token budget of a step. A step that runs out of device memory halves it, and it then grows back slowly."""
 
 from __future__ import annotations
 
 from app.engine.batch import Batch
 
-# Of itself, at each step that was computed: twice as much after some 45 steps. What was too much once may fit later (a prompt that wanted
-# much is over), and each try that fails costs a step; so it is tried again seldom enough to cost little.
+# The budget grows by 1/64 at each step that was computed, so it doubles after about 45 steps. A size that failed
+# once may fit later (for example once a prompt that needed much memory is done), but each failed try costs a step.
+# Slow growth makes retries rare enough to be cheap.
 _GROWTH = 64
 
 
 class Allowance:
-    """`tokens` of the next step, decodes and prompts together: prompts are cut first, since decodes are in a step before them."""
+    """The number of tokens that the next step may compute, decodes and prefill together.
+
+    `tokens` is the current budget. Decodes take their share first, so a smaller budget cuts prefill before
+    decodes.
+    """
 
     def __init__(self, most: int) -> None:
         self.tokens = self._most = most
 
     def shrink(self, batch: Batch) -> bool:
-        """This step wanted too much. False where no smaller one can be made of it: one token, or the beams of one search.
+        """Halve the budget after this step ran out of memory.
 
-        Each True makes `tokens` smaller, so whoever tries until False comes to an end.
+        Returns False if no smaller step can be made of the batch: it has one token, or only the beams of one
+        search. Each call that returns True makes `tokens` smaller, so a caller that retries until False
+        terminates.
         """
         first = batch.spans[0].sequence
         beams_alone = first.is_beam and all(
@@ -30,6 +37,6 @@ class Allowance:
         return True
 
     def grow(self) -> None:
-        """A step was computed."""
+        """Grow the budget a little after a step that was computed."""
         if self.tokens < self._most:
             self.tokens = min(self._most, self.tokens + max(1, self.tokens // _GROWTH))

@@ -1,4 +1,7 @@
-"""One step's work as counts and ids: which tokens of which sequences, and where their keys and values lie. No tensors here."""
+"""One step's work as counts and ids: the tokens to compute for each sequence and where their KV is stored.
+
+This module contains no tensors.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,20 @@ from typing import Protocol
 
 from app.engine.sequence import Sequence
 
-# Span, RowToPick and Picked are written once like all else here, but not frozen: that takes five times as long to make, and there is
-# one of each for every sequence at every step.
+# ScheduledSpan, LogitRow and SampledTokens are written once, like all other dataclasses here, but they are not
+# frozen. A frozen instance takes five times as long to create, and each step creates one for every sequence.
 
 
 @dataclass(slots=True)
 class Span:
-    """One sequence's share of a step: positions `[start, start + num_tokens)` of its tokens are computed now.
+    """One sequence's part of a step: the positions `[start, start + num_tokens)` are computed now.
 
-    Keys and values of position p lie at offset p: of `prefix_slot` for p < `prefix_tokens`, else of `slot`.
-    `samples` says that the last token's logits pick the next token (a prefill chunk that does not reach the end has nothing to pick).
-    `draft_ids` are guesses of what comes after it: the last of the positions are theirs, and each of their logits picks a token too.
-    Of a step that was launched ahead `start` was `len(token_ids)` then: its one token is what the step before it picks, not known here.
+    Keys and values of position p are stored at offset p: in `prefix_slot` for p < `prefix_tokens`, else in `slot`.
+    `samples` is True if the logits of the last token are sampled. A prefill chunk that does not reach the end of
+    the prompt samples nothing. `draft_ids` are draft tokens that follow the known tokens. They take the last
+    positions of the span, and each of their logits rows is sampled too. If the step was launched ahead, `start`
+    was `len(token_ids)` at that time: its one token is the one that the previous step samples, which is not known
+    on the host yet.
     """
 
     sequence: Sequence
@@ -34,41 +39,41 @@ class Span:
 
     @property
     def end(self) -> int:
-        """Length of the context after this step with all guesses, tokens."""
+        """Length of the context after this step including all draft tokens, in tokens."""
         return self.start + self.num_tokens
 
     @property
     def own_end(self) -> int:
-        """Where the sequence's own tokens end, and the guesses begin."""
+        """Position at which the sequence's known tokens end and the draft tokens begin."""
         return self.start + self.num_tokens - len(self.draft_ids)
 
     @property
     def num_picks(self) -> int:
-        """How many of its rows pick a token: the last own one and each guess."""
+        """Number of rows that are sampled: the last known token and each draft token; 0 if `samples` is False."""
         return 1 + len(self.draft_ids) if self.samples else 0
 
     @property
     def is_decode(self) -> bool:
-        """True where the one own token computed is a completion token whose result picks the next."""
+        """True if the one known token that is computed is a completion token and its logits give the next token."""
         return self.num_tokens - len(self.draft_ids) == 1 and self.start >= self.sequence.num_prompt_tokens
 
     @property
     def is_void(self) -> bool:
-        """True where the sequence ended while the step was under way: what its row picks is nobody's."""
+        """True if the sequence finished while the step was in flight. The token sampled for it is dropped."""
         return self.sequence.slot is None
 
     def one_further(self) -> Span:
-        """The next position of a sequence that decodes, whatever its token will be."""
-        assert self.samples and not self.draft_ids, "what picks no token, or several, has no next position yet"
+        """Return the span of the next position of a decoding sequence. The token there need not be known yet."""
+        assert self.samples and not self.draft_ids, "a span that samples no token, or several, has no next position yet"
         return Span(self.sequence, self.start + 1, 1, self.slot, self.prefix_slot, self.prefix_tokens, True)
 
     def with_drafts(self, draft_ids: tuple[int, ...]) -> Span:
-        """The same with guesses behind it, for which the slot has room."""
+        """Return a copy of this span with draft tokens appended. The slot must already have capacity for them."""
         return replace(self, num_tokens=self.num_tokens + len(draft_ids), draft_ids=draft_ids)
 
 
 def next_span(sequence: Sequence, num_tokens: int) -> Span:
-    """The next `num_tokens` of a running sequence."""
+    """Return the span of the next `num_tokens` uncomputed tokens of a running sequence."""
     assert sequence.slot is not None, "only a running sequence is computed"
     return Span(
         sequence=sequence,
@@ -83,7 +88,10 @@ def next_span(sequence: Sequence, num_tokens: int) -> Span:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Keys and values of positions `[start, end)` go from one slot to another before the step runs (a fork's own tail)."""
+    """Copy job for the keys and values of positions `[start, end)` from one slot to another.
+
+    It is done before the step runs. Forks use it to get a private copy of their tail.
+    """
 
     source: int
     target: int
@@ -93,25 +101,31 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What `schedule()` hands to `run()`: decodes first, then prefill chunks.
+    """The work of one step, which `schedule()` returns and the runner computes: decodes first, then prefill chunks.
 
-    The order is binding: `copies` one after the other, then `released` pages go back (a copy may read from one), then the spans.
-    `ahead`: launched while the step before it was under way, which has a row for each of these sequences; all are decodes.
+    The order of operations is binding. The `copies` are done one after the other. Then the `released` pages are
+    given back, since a copy may read from one of them. Then the spans are computed. `ahead` is True if the step
+    was launched while the previous step was in flight. Then all spans are decodes, and the previous step has a row
+    for each of these sequences.
     """
 
     spans: tuple[Span, ...]
     copies: tuple[Copy, ...] = ()
-    released: tuple[tuple[int, int, int], ...] = ()  # slot, from position, to position; whole pages
-    cached_tokens: int = 0  # of the prompts that this step begins with, found in the KV cache
-    preempted: int = 0  # sequences that lost their memory for this step
+    released: tuple[tuple[int, int, int], ...] = ()  # (slot, first position, end position); whole pages
+    cached_tokens: int = 0  # prompt tokens of newly admitted sequences that were found in the KV cache
+    preempted: int = 0  # number of sequences that lost their KV memory for this step
     ahead: bool = False
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens that the step computes, draft tokens included."""
         return len(self.spans) if self.ahead else sum(span.num_tokens for span in self.spans)
 
     def living(self) -> Batch:
-        """Without void rows, which only a step that was launched ahead can have."""
+        """Return this batch without the rows of finished sequences.
+
+        Only a step that was launched ahead can have such rows.
+        """
         if not self.ahead:
             return self
         living = tuple([span for span in self.spans if span.sequence.slot is not None])
@@ -120,52 +134,64 @@ class Batch:
 
 @dataclass(slots=True)
 class RowToPick:
-    """A row of logits, and whose token it picks: the one that will stand at `position`, where all guesses before it were right."""
+    """A row of logits, and the sequence whose token it gives.
+
+    The sampled token will be at `position` of the sequence if all draft tokens before it are accepted.
+    """
 
     sequence: Sequence
     position: int
 
 
 def rows_to_pick(spans: Iterable[Span]) -> list[RowToPick]:
-    """In the order of the spans, and of the positions within one."""
+    """List the rows of logits to sample, in the order of the spans and of the positions within each span."""
     return [RowToPick(span.sequence, span.own_end + place) for span in spans for place in range(span.num_picks)]
 
 
 @dataclass(slots=True)
 class Picked:
-    """What the sampler picked from one row: `token_ids` has one id, or for a beam parent its best candidates, best first."""
+    """The result of sampling one row of logits.
+
+    `token_ids` has one id, or for a beam parent the ids of its best candidates, best first.
+    """
 
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...] = ()  # of each of token_ids, where the sequence asked for them or is a beam
-    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens with their log-probabilities
+    logprobs: tuple[float, ...] = ()  # one per token id, if the sequence requests log-probabilities or is a beam
+    top: tuple[tuple[int, float], ...] = ()  # the most likely tokens with their log-probabilities
 
 
 class Flight(Protocol):
-    """A step under way."""
+    """A step that was launched and not yet waited for."""
 
     @property
-    def batch(self) -> Batch: ...
+    def batch(self) -> Batch:
+        """The batch that was launched."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A flight that landed as it was launched: of a processor."""
+    """A step that is already complete when `launch` returns, because the CPU computes it at once."""
 
     batch: Batch
     picked: Items[Picked]
 
 
 def living_picks(batch: Batch, living: Batch, picked: Items[Picked]) -> Items[Picked]:
-    """Of what a step's rows picked, that of the rows which are not void: those of its `living` part."""
+    """Return the samples of the rows whose sequences are still active.
+
+    `active` is the active part of `batch`, as `Batch.active` returns it.
+    """
     if living is batch:
         return picked
     return [one for span, one in zip(batch.spans, picked, strict=True) if not span.is_void]
 
 
 def upheld(span: Span, picked: Items[Picked]) -> Items[Picked]:
-    """Of what a span's rows picked, that which stands: up to the first token that was not guessed, or that ends the sequence.
+    """Return the accepted samples of a span: up to the first one that differs from its draft or is a stop token.
 
-    Each row picked as if alone: had its guess been computed a step later, the same numbers would have picked the same token.
+    Each row is sampled with the random number that belongs to its position. Without drafts, the same token would
+    have been sampled one step later.
     """
     for place, draft_id in enumerate(span.draft_ids):
         if picked[place].token_ids[0] != draft_id or draft_id in span.sequence.stop_ids:
@@ -174,13 +200,13 @@ def upheld(span: Span, picked: Items[Picked]) -> Items[Picked]:
 
 
 def by_span(batch: Batch, picked: Items[Picked]) -> list[tuple[Span, Items[Picked]]]:
-    """Each span with what stands of what its rows picked; nothing for one that does not sample."""
-    if batch.ahead:  # a pick for each
+    """Pair each span with its accepted samples. A span that does not sample gets an empty sequence."""
+    if batch.ahead:  # one sample for each span
         return [(span, (one,)) for span, one in zip(batch.spans, picked, strict=True)]
     found, first = [], 0
     for span in batch.spans:
         end = first + span.num_picks
         found.append((span, upheld(span, picked[first:end]) if span.draft_ids else picked[first:end]))
         first = end
-    assert first == len(picked), "one pick for each row that samples"
+    assert first == len(picked), "one sample for each row that samples"
     return found

@@ -1,6 +1,7 @@
-"""Beam search over one request: which continuations live on and which hypothesis is best. Slots and steps are the scheduler's business.
+"""Beam search over one request: select the continuations to keep and the best hypothesis.
 
-Scores are the mean log-probability of a completion's tokens, a stop token among them.
+The scheduler assigns slots and steps. A score is the mean log-probability of a completion's tokens, including the
+stop token.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from app.messages import FinishReason, TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """One more token for a beam; `logprob` is cumulative, `token` says what the sampler knew of it."""
+    """One more token for a beam.
+
+    `logprob` is the cumulative log-probability with this token. `token` has the sampler's result for it.
+    """
 
     parent: Sequence
     logprob: float
@@ -24,20 +28,21 @@ class Continuation:
 
     @property
     def num_tokens(self) -> int:
-        """Completion tokens with this one."""
+        """Number of completion tokens, this one included."""
         return self.parent.num_completion_tokens + 1
 
     @property
     def score(self) -> float:
+        """Mean log-probability of the completion's tokens, this one included."""
         return self.logprob / self.num_tokens
 
     @property
     def trail(self) -> tuple[TokenLogprob, ...]:
-        """Log-probabilities of the whole completion where asked for."""
+        """Log-probabilities of each token of the completion; empty if they were not requested."""
         return (*self.parent.beam_trail, self.token) if self.parent.params.logprobs is not None else ()
 
     def child(self) -> Sequence:
-        """A new beam, without a slot yet."""
+        """Return a new beam that continues the parent. It has no slot yet."""
         return replace(
             self.parent,
             token_ids=[*self.parent.token_ids, self.token.token_id],
@@ -47,7 +52,7 @@ class Continuation:
         )
 
     def grow_parent(self) -> None:
-        """The parent itself goes on; after all children have been made."""
+        """Append the token to the parent itself. Call this only after all children have been created."""
         beam = self.parent
         beam.beam_logprob, beam.beam_trail = self.logprob, self.trail
         beam.token_ids.append(self.token.token_id)
@@ -55,7 +60,7 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A finished completion. Its stop token counts in the score and is not among `token_ids`."""
+    """A finished completion. Its stop token counts in the score but is not part of `token_ids`."""
 
     score: float
     token_ids: tuple[int, ...]
@@ -65,16 +70,22 @@ class Hypothesis:
 
 
 class BeamGroup:
-    """The beams of one request, all decoding in the same steps. It begins with one, the root, which stands for the request to the end."""
+    """The beams of one request, all decoded in the same steps.
+
+    The group begins with one beam, the root. The root represents the request until the search ends.
+    """
 
     def __init__(self, root: Sequence) -> None:
         self.root = root
         self.width = root.params.beam_width
         self.beams = [root]
-        self.finished: list[Hypothesis] = []  # best first, at most `width`
+        self.finished: list[Hypothesis] = []  # best first, at most `width` entries
 
     def select(self, picked: Iterable[tuple[Sequence, Picked]]) -> list[Continuation]:
-        """The best `width` continuations; empty when the search is over. Those that end above them become hypotheses."""
+        """Return the best `width` continuations; an empty list means that the search is over.
+
+        Continuations that end and rank above them become hypotheses.
+        """
         chosen: list[Continuation] = []
         num_kept = 0
         for one in sorted(_continuations(picked), key=lambda one: -one.logprob):
@@ -91,11 +102,15 @@ class BeamGroup:
         return [] if self._is_settled(chosen) else chosen
 
     def best(self) -> Hypothesis:
-        assert self.finished, "a search that is over has found something"
+        """Return the best hypothesis of a search that is over."""
+        assert self.finished, "a search that is over has at least one hypothesis"
         return self.finished[0]
 
     def restart(self) -> Sequence:
-        """Back to the prompt, its memory having been taken away: the search is deterministic and nothing of it was sent."""
+        """Reset the search to the prompt after its memory was taken away, and return the root.
+
+        Nothing is lost: the search is deterministic, and no token of it has been sent.
+        """
         root = self.root
         del root.token_ids[root.num_prompt_tokens :]
         root.beam_logprob, root.beam_trail = 0.0, ()
@@ -111,7 +126,11 @@ class BeamGroup:
         self.finished = sorted([*self.finished, found], key=lambda one: -one.score)[: self.width]
 
     def _is_settled(self, chosen: list[Continuation]) -> bool:
-        """True where nothing lives on, or `width` hypotheses are at least as good as what the best living beam is now."""
+        """Return True if the search is over.
+
+        It is over if no beam continues, or if `width` hypotheses score at least as well as the best active beam
+        does now.
+        """
         if len(self.finished) < self.width:
             return not chosen
         return max((one.score for one in chosen), default=-inf) <= self.finished[-1].score

@@ -1,6 +1,6 @@
-"""From a checkpoint and a plan to an engine that can step, on the thread that will step it: backend, weights, KV memory, warm-up.
+"""Builds the decoder engine on a CPU: backend, weights, KV memory and warm-up, on the thread that will run its steps.
 
-Serving and `armature bench engine` build theirs here, so what is measured is what is served.
+Serving and `armature bench engine` use the same function, so the benchmark measures the engine that is served.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ WARM_UP_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine with the parts that benches and `/info` look at."""
+    """A decoder engine and the parts of it that benchmarks and `/info` read."""
 
     engine: DecoderEngine
     runner: Runner
@@ -61,7 +61,10 @@ class BuiltEngine:
 def build_engine(
     checkpoint: Checkpoint, plan: ServingPlan, eos_token_ids: Collection[int], report: Report, steps: StepSeconds | None = None
 ) -> BuiltEngine:
-    """Loads and warms up; `steps` is what steps were measured to take. Raises a `StartupError` where the plan cannot be served."""
+    """Load the weights, build the engine and warm it up.
+
+    `steps` is the measured step time table, if there is one. Raises a `StartupError` if the plan cannot be served.
+    """
     model, backend = load(checkpoint, plan, report, processor)
     assert isinstance(model, Decoder), "a decoder's checkpoint"
     report("reserving KV memory")
@@ -83,7 +86,10 @@ def build_engine(
 
 
 def few_queries(config: ModelConfig, plan: ServingPlan) -> int | None:
-    """How many queries of a sequence may attend together where neighbours may not matter; None: as is quickest."""
+    """Return how many queries of a sequence attention may compute together, or None for the fastest choice.
+
+    A limit is set only for `deterministic`, where a result must not depend on the other rows of the batch.
+    """
     if not plan.deterministic.value:
         return None
     if not fits(config.num_heads, config.num_kv_heads, config.head_dim):
@@ -95,7 +101,11 @@ def few_queries(config: ModelConfig, plan: ServingPlan) -> int | None:
 
 
 def _speculation(config: ModelConfig, plan: ServingPlan, steps: StepSeconds | None) -> Speculation | None:
-    """With its guesses a sequence has no more queries in a step than go the road of one: no step with guesses reads as a prompt does."""
+    """Return the speculation settings, or None if speculation is off.
+
+    The number of draft tokens is limited so that a sequence's queries still use the kernel for few queries. A step
+    with draft tokens never uses the kernel for prompts.
+    """
     if not plan.speculation.value:
         return None
     native = fits(config.num_heads, config.num_kv_heads, config.head_dim)
@@ -104,7 +114,10 @@ def _speculation(config: ModelConfig, plan: ServingPlan, steps: StepSeconds | No
 
 
 def kv_shape(config: ModelConfig, plan: ServingPlan) -> KVShape:
-    """Twice as many slots as sequences that run: each owns one, and may lean on another's prefix."""
+    """Return the shape of the KV memory, with two slots for each sequence that may run.
+
+    Each sequence owns one slot, and may also read a prefix from the slot of another one.
+    """
     return KVShape(
         num_layers=config.num_layers,
         num_slots=2 * plan.max_running_seqs.value,
@@ -115,13 +128,15 @@ def kv_shape(config: ModelConfig, plan: ServingPlan) -> KVShape:
 
 
 def limits_of(plan: ServingPlan) -> Limits:
+    """Return the engine limits that the plan sets."""
     return Limits(plan.max_model_len.value, plan.max_running_seqs.value, plan.max_batch_tokens.value)
 
 
 def warm_up(runner: Runner) -> None:
-    """One prefill and one decode beside the scheduler, so that the first client does not pay for pools and generated code.
+    """Run one prefill and one decode without the scheduler.
 
-    What it wrote to the KV memory is given back, and the pace never hears of these steps.
+    The first client then does not pay for pools and code generation. The KV memory that was written is released.
+    The prefill budget never sees these steps.
     """
     params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     length = max(1, min(WARM_UP_TOKENS, runner.kv_cache.shape.max_len - 1))

@@ -1,5 +1,6 @@
-"""From a decoder's checkpoint and a plan to an engine that steps on a device with memory of its own: weights, pages, captured steps,
-warm-up. What a processor does instead is `build.py`'s.
+"""Builds the decoder engine on a GPU: weights, KV pages, captured steps and warm-up.
+
+`build.py` does the same for a CPU.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from app.models.decoder import Decoder
 from app.weights.checkpoint import Checkpoint
 
 _LOG = logging.getLogger(__name__)
-_DECODES = 3  # of the warm-up: each as another way to pick wants it
+_DECODES = 3  # decode steps of the warm-up, one for each sampling mode
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltDevice:
-    """An engine with the parts that benches and `/info` look at."""
+    """A GPU decoder engine and the parts of it that benchmarks and `/info` read."""
 
     engine: DecoderEngine
     runner: DeviceRunner
@@ -51,7 +52,10 @@ class BuiltDevice:
 def build_device(
     checkpoint: Checkpoint, plan: ServingPlan, eos_token_ids: Collection[int], report: Report, steps: StepSeconds | None = None
 ) -> BuiltDevice:
-    """Loads, captures and warms up; `steps`: what steps were measured to take. Raises a `StartupError` where the plan cannot be served."""
+    """Load the weights, capture the common steps and warm up.
+
+    `steps` is the measured step time table, if there is one. Raises a `StartupError` if the plan cannot be served.
+    """
     model, backend = load(checkpoint, plan, report, device_backend)
     assert isinstance(model, Decoder), "a decoder's checkpoint"
     report("reserving KV memory")
@@ -70,14 +74,17 @@ def build_device(
 
 
 def pages_of(model: Decoder, plan: ServingPlan, backend: DeviceBackend) -> PagedKVCache:
-    """As many pages as the plan has bytes for, nobody's among them; no more than all slots could fill."""
+    """Allocate as many KV pages as the plan has bytes for, but no more than all slots can fill.
+
+    One page is reserved: it belongs to no sequence. Raises `PlanImpossible` if the pages do not fit.
+    """
     shape, dtype = kv_shape(model.config, plan), KV_DTYPES[plan.kv_precision.value]
     page_bytes = PAGE_TOKENS * shape.num_layers * token_bytes(shape.num_kv_heads, shape.head_dim, dtype)
     num_pages = plan.kv_cache_bytes.value // page_bytes - 1
     if num_pages < 1:
         raise PlanImpossible(
             f"kv_cache_bytes is {plan.kv_cache_bytes.value:,}, but a page of {PAGE_TOKENS} tokens takes {page_bytes:,} on a device, "
-            "and it takes two to begin with."
+            "and at least two pages are needed."
         )
     most = shape.num_slots * -(-shape.max_len // PAGE_TOKENS)
     try:
@@ -86,13 +93,13 @@ def pages_of(model: Decoder, plan: ServingPlan, backend: DeviceBackend) -> Paged
         if not backend.survives(error):
             raise
         raise PlanImpossible(
-            f"The device has no room for {plan.kv_cache_bytes.value / 2**30:.1f} GiB of keys and values any more ({error}). "
-            "Whatever else took its memory since it was looked at: end that, or lower kv_cache_bytes."
+            f"The device no longer has {plan.kv_cache_bytes.value / 2**30:.1f} GiB free for keys and values ({error}). "
+            "End the process that took its memory since the probe, or lower kv_cache_bytes."
         ) from error
 
 
 def capture(runner: DeviceRunner, report: Report) -> None:
-    """The common steps, until there is a reason to capture no more."""
+    """Capture the common steps until the graphs accept no more."""
     shapes = list(common_shapes(runner.buckets))
     told = percent(report, "capturing steps")
     for done, shape in enumerate(shapes, 1):
@@ -103,9 +110,10 @@ def capture(runner: DeviceRunner, report: Report) -> None:
 
 
 def warm_up(runner: DeviceRunner, max_batch_tokens: int) -> None:
-    """Prompts and decodes beside the scheduler, so that the first client pays for no kernel's making; what they wrote is given back.
+    """Run prompts and decodes without the scheduler, so that the first client does not wait for kernel compilation.
 
-    The largest step there may be is among them: where it does not fit the device's memory that is known now, and told.
+    The KV memory that was written is released. The largest possible step is included: if it does not fit in device
+    memory, this is logged at startup instead of failing a request later.
     """
     most = min(max_batch_tokens, runner.kv_cache.capacity_tokens, runner.kv_cache.shape.max_len) - _DECODES
     _read(runner, max(1, min(WARM_UP_TOKENS, most)))
@@ -116,12 +124,12 @@ def warm_up(runner: DeviceRunner, max_batch_tokens: int) -> None:
         except RuntimeError as error:
             if not runner.survives(error):
                 raise
-            _LOG.warning("A step of %d tokens wants more memory than the device has (%s): smaller ones serve.", most, error)
+            _LOG.warning("A step of %d tokens needs more memory than the device has (%s); smaller steps are used.", most, error)
             most //= 2
 
 
 def _read(runner: DeviceRunner, tokens: int) -> None:
-    """A prompt in two parts, the second of one token or more behind the first; then tokens picked in each way."""
+    """Run a prompt in two parts, the second of at least one token, and then one decode for each sampling mode."""
     try:
         sequence, half = _sequence(tokens, SamplingParams(temperature=0.0)), max(1, tokens - WARM_UP_TOKENS)
         for start, end in ((0, half), (half, tokens)):

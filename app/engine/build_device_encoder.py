@@ -1,5 +1,7 @@
-"""From an encoder's checkpoint and a plan to an engine that steps on a device with memory of its own: weights, warm-up, small batches
-recorded. What a processor does instead is `build_encoder`'s."""
+"""Builds the encoder engine on a GPU: weights, warm-up and recorded small batches.
+
+`build_encoder.py` does the same for a CPU.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from app.weights.checkpoint import Checkpoint
 
 @dataclass(frozen=True, slots=True)
 class BuiltDeviceEncoder:
-    """An engine with the parts that benches and `/info` look at."""
+    """A GPU encoder engine and the parts of it that benchmarks and `/info` read."""
 
     engine: EncoderEngine
     runner: DeviceEncodeRunner
@@ -33,7 +35,10 @@ class BuiltDeviceEncoder:
 def build_device_encoder(
     checkpoint: Checkpoint, plan: ServingPlan, report: Report, steps: StepSeconds | None = None
 ) -> BuiltDeviceEncoder:
-    """Loads, warms up and records; `steps` is what steps were measured to take. Raises a `StartupError` where the plan cannot be served."""
+    """Load the weights, warm up and record small batches.
+
+    `steps` is the measured step time table, if there is one. Raises a `StartupError` if the plan cannot be served.
+    """
     model, backend = load(checkpoint, plan, report, device_backend)
     assert isinstance(model, Encoder), "an encoder's checkpoint"
     room = max(plan.max_batch_tokens.value, plan.max_model_len.value)
@@ -46,8 +51,11 @@ def build_device_encoder(
 
 
 def warm_up(runner: DeviceEncodeRunner, plan: ServingPlan, report: Report) -> None:
-    """Batches beside the engine: one for each output, one of the largest, one for each shape that is recorded. The first client pays for
-    nothing, and what a full step wants of memory is not taken by what is recorded."""
+    """Run batches without the engine: one for each output, one of the largest size, and one for each recorded shape.
+
+    The first client then pays for no compilation. The full step runs before anything is recorded, so that
+    recordings do not take the memory that it needs.
+    """
     length, usual = plan.max_model_len.value, runner.model.config.outputs[0]
     for output in runner.model.config.outputs:
         runner.run(_spans(output, min(WARM_UP_TOKENS, length)))
@@ -56,12 +64,13 @@ def warm_up(runner: DeviceEncodeRunner, plan: ServingPlan, report: Report) -> No
     try:
         runner.run(_spans(usual, each, max(number, 1)))
     except RuntimeError as error:
-        if not runner.survives(error):  # else the engine makes smaller steps of those that want too much
+        # if it survives, the engine later makes smaller steps when a batch needs too much memory
+        if not runner.survives(error):
             raise
     runner.record(_spans(usual, 1), percent(report, "recording steps"))
 
 
 def _spans(output: str, length: int, number: int = 1) -> list[TextSpan]:
-    """Texts of so many tokens each."""
+    """Return `number` texts of `length` tokens each."""
     texts = (Text((0,) * length),) * number
     return Encoding.of(Encode("warm-up", texts, (output,), arrived_at=0.0)).spans()

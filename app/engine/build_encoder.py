@@ -1,4 +1,4 @@
-"""From an encoder's checkpoint and a plan to an engine that can step, on the thread that will step it: backend, weights, warm-up."""
+"""Builds the encoder engine on a CPU: backend, weights and warm-up, on the thread that will run its steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WARM_UP_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class BuiltEncoder:
-    """An engine with the parts that benches and `/info` look at."""
+    """A CPU encoder engine and the parts of it that benchmarks and `/info` read."""
 
     engine: EncoderEngine
     runner: EncodeRunner
@@ -33,7 +33,10 @@ class BuiltEncoder:
 
 
 def build_encoder(checkpoint: Checkpoint, plan: ServingPlan, report: Report, steps: StepSeconds | None = None) -> BuiltEncoder:
-    """Loads and warms up; `steps` is what steps were measured to take. Raises a `StartupError` where the plan cannot be served."""
+    """Load the weights and warm up.
+
+    `steps` is the measured step time table, if there is one. Raises a `StartupError` if the plan cannot be served.
+    """
     model, backend = load(checkpoint, plan, report, processor)
     assert isinstance(model, Encoder), "an encoder's checkpoint"
     room = max(plan.max_batch_tokens.value, plan.max_model_len.value)
@@ -49,7 +52,7 @@ def build_encoder(checkpoint: Checkpoint, plan: ServingPlan, report: Report, ste
 
 
 def warm_up(runner: EncodeRunner, max_model_len: int) -> None:
-    """One batch for each output beside the engine, so that the first client pays neither for pools nor for what is recorded once."""
+    """Run one batch for each output, so that the first client does not pay for pools and recordings."""
     text = Text((0,) * min(WARM_UP_TOKENS, max_model_len))
     for output in runner.model.config.outputs:
         runner.run(Encoding.of(Encode("warm-up", (text,), (output,), arrived_at=0.0)).spans())

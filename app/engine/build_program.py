@@ -1,4 +1,4 @@
-"""From an exported program and a plan to an engine: weights, a look at whether rows are independent, warm-up."""
+"""Builds the engine of an exported program: weights, a check that rows are independent, and warm-up."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from app.models.program import Program
 from app.weights.load_program import load_program
 from app.weights.program import ProgramCheckpoint
 
-_CLOSE = 0.05  # of the largest value: products of other numbers of rows round otherwise
+_CLOSE = 0.05  # relative to the largest value, since products round differently for another number of rows
 
 
 def build_program(
     checkpoint: ProgramCheckpoint, plan: ServingPlan, report: Report, steps: StepSeconds | None = None
 ) -> ProgramEngine:
-    """Loads and warms up; `steps` is what steps were measured to take. Raises a `StartupError` where the plan or the program cannot be
-    served."""
+    """Load the program, check it and warm it up.
+
+    `steps` is the measured step time table, if there is one. Raises a `StartupError` if the plan or the program
+    cannot be served.
+    """
     prepared_device(plan, report, processor)
     program = load_program(checkpoint, plan, percent(report, "loading weights"))
     served = served_program(checkpoint, program)
@@ -37,16 +40,21 @@ def build_program(
 
 
 def served_program(checkpoint: ProgramCheckpoint, program: Program) -> Served:
+    """Return the loaded program together with its signature, as the engine runs it."""
     return Served(program, checkpoint.signature, checkpoint.gives, checkpoint.fewest_rows)
 
 
 def most_rows(checkpoint: ProgramCheckpoint, wanted: int) -> int:
-    """Of a step: as wanted, and no more than the program was exported for."""
+    """Return the largest number of rows in a step: `wanted`, limited by what the program was exported for."""
     return min(wanted, checkpoint.most_rows or wanted)
 
 
 def check_rows(served: Served) -> None:
-    """Two different rows together must give what each gives alone: else requests in one batch would change each other's answers."""
+    """Check that two different rows give the same results together as alone.
+
+    Otherwise requests that share a batch would change each other's answers. Raises `CheckpointInvalid` if the
+    check fails.
+    """
     try:
         both = made_up(served.signature, 2)
         together = served.run(both)

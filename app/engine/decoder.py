@@ -1,4 +1,7 @@
-"""Continuous batching of a decoder: the scheduler decides, the runner computes, the scheduler learns what came of it."""
+"""Continuous batching for decoders.
+
+The scheduler plans a step, the runner computes it, and the scheduler processes the result.
+"""
 
 from __future__ import annotations
 
@@ -23,43 +26,53 @@ log = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """Tensors in, ids out: one `Picked` for each row that samples, in the order of spans and positions.
+    """The interface of a decoder's runner: it computes batches and returns sampled token ids.
 
-    Steps are computed in the order in which they are launched. A flight need not be waited for: what it picks is then nobody's, and a
-    runner keeps whatever memory it still reads or writes until it is done.
+    It returns one `SampledTokens` for each row that samples, in the order of spans and positions. Steps are
+    computed in the order in which they are launched. The engine need not wait for an in-flight step; its samples
+    are then dropped. The runner keeps all memory that such a step still reads or writes until the step is done.
     """
 
     @property
     def model_seconds(self) -> float:
-        """Of the last batch waited for, in the model's forward pass."""
+        """Seconds in the model's forward pass, for the last batch that was waited for."""
         ...
 
     def launch(self, batch: Batch, after: Flight | None = None) -> Flight:
-        """Starts a step. Copies and releases come first, before anything that may want memory: a step that is tried again has none.
+        """Start a step.
 
-        `after` (where `batch.ahead`): the flight whose picks are these sequences' last tokens, each in the row of its sequence there.
+        Copies and releases are done first, before anything that may run out of memory, so a step that is tried
+        again has none left. If `batch.ahead` is True, `after` is the in-flight step whose samples are the last
+        tokens of these sequences; each sequence has a row in it.
         """
         ...
 
-    def wait(self, flight: Flight) -> Items[Picked]: ...
+    def wait(self, flight: Flight) -> Items[Picked]:
+        """Wait for a step and return its samples."""
+        ...
 
     def follows(self, batch: Batch) -> bool:
-        """Whether the step after this one may be launched on top of it, what it picks not being known here yet."""
+        """Return True if the next step may be launched before the samples of this batch are known on the host."""
         ...
 
     def survives(self, error: Exception) -> bool:
-        """Whether launching or waiting failed for want of memory that is given back now; the same step, or a smaller one, may be tried."""
+        """Return True if the error is a lack of memory that has been freed again.
+
+        The same step or a smaller one may be retried.
+        """
         ...
 
 
-_WANT = (RuntimeError, MemoryError)  # what a want of memory may be; whether it is one the runner says
+# types that an out-of-memory error can have; the runner decides whether an error is one
+_WANT = (RuntimeError, MemoryError)
 
 
 class DecoderEngine:
-    """The engine's face to the worker for models that generate. `stats` is the last step's.
+    """The engine of models that generate text, as the worker uses it. `stats` describes the last step.
 
-    Where a device computes, the next step is launched while this one is under way, and waits for its turn as `_ahead`. Nothing of it was
-    told, so it may be dropped at any time: what it would have picked is computed again.
+    On a device with an asynchronous queue, the next step is launched while the current one is in flight, and is
+    kept in `_launched_ahead`. No result of it has been reported, so it may be dropped at any time. Its tokens are
+    then computed again.
     """
 
     def __init__(self, scheduler: Scheduler, runner: Runner, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -67,31 +80,41 @@ class DecoderEngine:
         self.runner = runner
         self.stats: StepStats | None = None
         self.stretch = Stretch()
-        self.patience_seconds = 0.0  # who arrives finds a place in the next step anyway
+        self.patience_seconds = 0.0  # 0: a new request joins the next step in any case
         self.is_first: Callable[[], bool] = lambda: (
             False
-        )  # whether the last step was of a shape that is not run again natively yet
+        )  # returns True if the last step had a shape that is not replayed from a recording yet
         self._clock = clock
-        self._began = 0.0  # when there was nothing to wait for any more but this step
-        self._batch: Batch | None = None  # of the step that is under way, or that raised; without void rows
+        self._began = 0.0  # start time of the current step: its launch, or the end of the previous step
+        # batch of the step that is in flight or that raised, without finished sequences
+        self._batch: Batch | None = None
         self._ahead: Flight | None = None
-        self._too_many = sys.maxsize  # tokens: the smallest step that wanted too much memory so far, told when it becomes smaller
+        # smallest step in tokens that ran out of memory; a warning is logged when it shrinks
+        self._too_many = sys.maxsize
 
     @property
     def has_work(self) -> bool:
-        """Of a flight that is under way somebody lives, or it is dropped."""
+        """True while any request is active.
+
+        An in-flight step without active sequences is dropped and does not count.
+        """
         return self.scheduler.has_work
 
     def add(self, request: Generate) -> list[Event]:
+        """Queue a request. Returns the events of a request that is rejected at once."""
         return self.scheduler.add(request)
 
     def abort(self, command: Abort) -> list[Event]:
+        """End a request or one of its choices, and drop a step launched ahead if no active sequence is left in it."""
         events = self.scheduler.abort(command)
         self._drop_void()
         return events
 
     def step(self) -> list[Event]:
-        """Computes the next batch and returns what its clients are to be told. Where memory is wanting, in smaller parts."""
+        """Compute the next batch and return the events for its clients.
+
+        A step that runs out of memory is retried in smaller parts.
+        """
         while True:
             try:
                 return self._step()
@@ -113,13 +136,19 @@ class DecoderEngine:
         return events
 
     def fail(self) -> list[Event]:
-        """After `step` raised: the requests of its batch end, the others go on. Where there was no batch, all end."""
+        """End the requests of the batch for which `step` raised; the others continue.
+
+        If there was no batch, end all requests.
+        """
         error = StepFailed("The step that computed this request failed; the server's log says why. It may be sent again.")
         batch, self._batch, self._ahead = self._batch, None, None
         return self.scheduler.fail(batch, error) if batch else self.scheduler.fail_all(error)
 
     def check(self) -> None:
-        """A prompt of one token in a slot of its own, beside all requests. Where there is no slot nothing is learnt."""
+        """Compute a prompt of one token in a separate slot to test the device.
+
+        Without a free slot, nothing is tested.
+        """
         self._ahead = None
         pool = self.scheduler.pool
         tenants, sequence = Tenants(pool), sequence_of(Generate("check", (0,), SamplingParams(max_tokens=1), arrived_at=0.0))
@@ -132,14 +161,19 @@ class DecoderEngine:
             tenants.leave(sequence, keep=0)
 
     def fail_all(self, error: RequestError) -> list[Event]:
+        """End all requests with this error."""
         self._batch = self._ahead = None
         return self.scheduler.fail_all(error)
 
     def snapshot(self) -> Snapshot:
+        """Return the counts of running and waiting sequences and of KV memory."""
         return self.scheduler.snapshot()
 
     def _next(self) -> Flight | None:
-        """The step that was launched ahead, else the next one, launched now."""
+        """Return the step that was launched ahead, else launch the next one now.
+
+        None if there is nothing to compute.
+        """
         flight, self._ahead = self._ahead, None
         if flight is not None:
             return flight
@@ -148,7 +182,7 @@ class DecoderEngine:
         return None if batch is None else self.runner.launch(batch)
 
     def _follow(self, flight: Flight, batch: Batch) -> Flight | None:
-        """The step after this one, launched on top of it where that can be."""
+        """Launch the step after this one ahead of time and return it; None if that is not possible."""
         following = self.scheduler.follow(batch) if self.runner.follows(batch) else None
         if following is None:
             return None
@@ -165,13 +199,13 @@ class DecoderEngine:
             self._ahead = None
 
     def _does_with_less(self, error: Exception) -> bool:
-        """Whether the step was too large for the device's memory, and may be tried again in smaller parts."""
+        """Return True if the step was too large for the device's memory and may be retried in smaller parts."""
         batch = self._batch
         if batch is None or not self.runner.survives(error) or not self.scheduler.shrink(batch):
             return False
         if batch.num_tokens < self._too_many:
             self._too_many = batch.num_tokens
-            log.warning("A step of %d tokens wanted more memory than there is: steps are smaller for now", batch.num_tokens)
+            log.warning("A step of %d tokens ran out of device memory. Steps are smaller until further notice.", batch.num_tokens)
         self._batch = self._ahead = None
         return True
 
@@ -190,7 +224,7 @@ class DecoderEngine:
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    """What a step took: as `StepStats` has it."""
+    """Timing of a step, with the meaning of the same fields of `StepStats`."""
 
     seconds: float
     model_seconds: float = 0.0
@@ -199,7 +233,7 @@ class Took:
 
 
 def measured(batch: Batch, picked: Items[Picked], took: Took) -> StepStats:
-    """A step in numbers, for the metrics and the pace."""
+    """Return the `StepStats` of a computed batch, for the metrics and the prefill budget."""
     if batch.ahead:
         return _decoded(batch, took)
     prompts = [span for span in batch.spans if not span.is_decode]
@@ -228,7 +262,7 @@ def measured(batch: Batch, picked: Items[Picked], took: Took) -> StepStats:
 
 
 def _decoded(batch: Batch, took: Took) -> StepStats:
-    """Of a step that was launched ahead: a token of each sequence, and nothing else."""
+    """Return the `StepStats` of a step that was launched ahead: one decoded token for each sequence."""
     count = len(batch.spans)
     return StepStats(
         seconds=took.seconds,

@@ -1,6 +1,7 @@
-"""Sequences that decode, one position further with each step: what a device is told of such a step, worked out from the step before it.
+"""Inputs of decode steps that a device runs one after another, derived from the inputs of the previous step.
 
-A number for each sequence, in columns: most of them stay, the others go on by one. What any other step is told is `device_step.py`'s.
+Each input is a column with one number per sequence. Most columns stay the same from step to step; the others
+increase by one. `fill_step` writes the inputs of all other steps.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ from app.engine.device_step import Column, Draws, Places, StepViews, Way, write
 from app.engine.sequence import Sequence
 from app.kernels.paged import PAGE_TOKENS
 
-Written = Callable[[Items[Span]], list[int]]  # the rows of the KV cache that spans write; pages that they begin are taken
+# returns the rows of the KV cache that spans write, and allocates the pages that they begin
+Written = Callable[[Items[Span]], list[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """A step of sequences that decode: `positions` are computed, and written to rows `written` of the KV cache.
+    """The inputs of a step that decodes one token of each sequence.
 
-    `rows`: which row of the step before picks the token of each.
+    `positions` are computed, and their keys and values are written to the rows `kv_rows` of the KV cache. `rows`
+    gives, for each sequence, the row of the previous step that samples its token.
     """
 
     sequences: list[Sequence]
@@ -36,7 +39,10 @@ class Course:
 
     @classmethod
     def after(cls, before: Items[Span], spans: Items[Span], way: Way, written: Written) -> Course:
-        """A first one, behind a step of these sequences (and perhaps of others) that is no course."""
+        """Build the inputs of the first step that is launched ahead, after a step `before` of any kind.
+
+        The previous step has a row for each of these sequences, and may have rows of other sequences.
+        """
         sequences = [span.sequence for span in spans]
         rows = {id(span.sequence): row for row, span in enumerate(before)}
         return cls(
@@ -50,7 +56,10 @@ class Course:
         )
 
     def further(self, spans: Items[Span], written: Written) -> Course:
-        """One position further, of the same sequences: a row follows the one before it, but where a page begins."""
+        """Return the inputs of the next step of the same sequences.
+
+        Each KV row follows the previous one, except where a new page begins.
+        """
         positions, rows = self.positions + 1, self.written + 1
         begun = numpy.flatnonzero(positions % PAGE_TOKENS == 0)
         if len(begun):
@@ -58,7 +67,10 @@ class Course:
         return Course(self.sequences, self.way, numpy.arange(len(rows)), self.slots, positions, rows, self.draws)
 
     def fill(self, views: StepViews[Column], places: Places) -> None:
-        """Writes all that such a step is told. Rows beyond the sequences fill a bucket, as in `device_step.fill`."""
+        """Write all inputs of the step into the views.
+
+        Rows beyond the sequences are padding up to the bucket size, as in `fill_step`.
+        """
         rows = len(views.slots)
         views.token_ids[:] = 0
         write(views.sources, self.rows, places.block)

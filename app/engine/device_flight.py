@@ -1,4 +1,4 @@
-"""A step under way on a device, and what of it lies on the host meanwhile."""
+"""Steps in flight on a device, and the host buffers that they use meanwhile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from app.engine.device_step import Column, Sizes, StepViews, arrays_of
 
 @dataclass(slots=True)
 class DeviceFlight:
-    """`ids` lies on the host, and is true once the mark is passed; `logits` are there where the sampler picks."""
+    """A step that was launched on a device.
+
+    `ids` is a host tensor, valid once `mark` has been reached. `logits` is set if the sampler runs on the host.
+    """
 
     batch: Batch
     course: Course | None
@@ -25,7 +28,10 @@ class DeviceFlight:
     landed: list[int] | None = None
 
     def land(self) -> list[int]:
-        """Waits; the ids are kept, for others will lie where they lay."""
+        """Wait for the step and return its sampled ids.
+
+        The ids are copied to a list, because a later step reuses the tensor.
+        """
         if self.landed is None:
             self.mark.wait()
             self.landed = self.ids.tolist()
@@ -34,16 +40,23 @@ class DeviceFlight:
 
 @dataclass(slots=True)
 class Side:
-    """Words and ids on the host. They are written again once the device has done what it was last told from here."""
+    """The host copy of a step's input block (`block`, int64) and of its sampled ids.
+
+    The buffer is reused once the device has read the last inputs that were sent from it.
+    """
 
     words: Tensor
     ids: Tensor
-    mark: Mark | None = None  # behind what was told from here, where no flight came of it
+    mark: Mark | None = None  # marks the end of a transfer from this buffer that did not become an in-flight step
     flight: DeviceFlight | None = None
-    views: dict[Sizes, StepViews[Column]] = field(default_factory=dict)  # of buckets: making them costs more than filling them
+    # views of bucket sizes, kept because creating them costs more than filling them
+    views: dict[Sizes, StepViews[Column]] = field(default_factory=dict)
 
     def free(self) -> None:
-        """A flight that nobody waited for lands here."""
+        """Wait until the device no longer uses this buffer.
+
+        An in-flight step that was never waited for is completed here, and its ids are read.
+        """
         if self.flight is not None:
             self.flight.land()
         if self.mark is not None:
@@ -51,6 +64,10 @@ class Side:
         self.flight = self.mark = None
 
     def views_of(self, sizes: Sizes, stays: bool) -> StepViews[Column]:
+        """Return the array views of the input block for these sizes.
+
+        If `keep` is True, the views are kept for later steps of the same sizes.
+        """
         views = self.views.get(sizes)
         if views is None:
             views = arrays_of(self.words, sizes)

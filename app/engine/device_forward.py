@@ -1,6 +1,7 @@
-"""What a device makes of a step's words: the model over pages, and the ids that it picks, all of it asked for without waiting.
+"""The forward pass and the sampling of a device step, launched from an input block without waiting for results.
 
-Nothing here depends on values that only the device knows, so a step can be captured and replayed with other words.
+Nothing here depends on values that only the device knows, so a step can be captured and replayed with other
+inputs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from app.models.decoder import Decoder
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What of a step's sequences the host must know: see `PagedStep`."""
+    """Bounds of a step that the host must know to launch kernels. `PagedStep` describes the fields."""
 
     num_decodes: int
     most_queries: int
@@ -32,6 +33,7 @@ class Bounds:
 
     @classmethod
     def of(cls, spans: Items[Span]) -> Bounds:
+        """Return the bounds of these spans."""
         alone = [span.num_tokens == 1 for span in spans]
         num_decodes = alone.index(False) if False in alone else len(alone)
         most_queries, most_context = max(span.num_tokens for span in spans), max(span.end for span in spans)
@@ -40,7 +42,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class PagedAttend:
-    """The `Attend` of one step."""
+    """The attention of one step over paged KV memory. It implements `Attend`."""
 
     kv_cache: PagedKVCache
     backend: DeviceBackend
@@ -48,13 +50,18 @@ class PagedAttend:
     written: Tensor
 
     def __call__(self, layer: int, heads: Heads, spec: AttentionSpec) -> Tensor:
+        """Write the layer's keys and values, and return its attention output [tokens, heads * head_dim]."""
         kv = self.kv_cache.layers[layer]
         query = turn(heads, kv, self.written)
         return self.backend.attention(query, kv, self.step, spec).flatten(1)
 
 
 class DeviceForward:
-    """`buffer` int64 on the device: ids that steps picked, and behind them the block of words. It stays where it is."""
+    """The model, the KV cache and the buffer of a device, from which steps are computed.
+
+    `buffer` is an int64 tensor on the device that never moves: first the ids that steps sampled, then the input
+    block.
+    """
 
     def __init__(self, model: Decoder, kv_cache: PagedKVCache, backend: DeviceBackend, buffer: Tensor) -> None:
         self.model = model
@@ -63,7 +70,7 @@ class DeviceForward:
         self.buffer = buffer
 
     def logits(self, views: StepViews[Tensor], sizes: Sizes, bounds: Bounds) -> Tensor:
-        """[picks, vocab], by the words that these views show on the device."""
+        """Compute the logits [samples, vocab] from the inputs in these device views."""
         step = PagedStep(
             self.kv_cache.tables,
             views.slots,
@@ -74,16 +81,19 @@ class DeviceForward:
             bounds.most_context,
             bounds.fresh,
         )
-        # Where the step before picked nothing finite it left a -1, and its flight raises.
+        # The previous step left -1 for a row whose logits were not finite. Waiting for that step raises.
         token_ids = self.buffer.index_select(0, views.sources).clamp_min_(0)
         attend = PagedAttend(self.kv_cache, self.backend, step, views.written)
         which = None if sizes.picks == sizes.tokens else views.logit_rows
         logits = self.model(StepContext(token_ids, views.positions, which, attend))
-        assert isinstance(logits, Tensor), "whole logits were asked for"
+        assert isinstance(logits, Tensor), "full logits were requested"
         return logits
 
     def pick(self, logits: Tensor, views: StepViews[Tensor], way: Way) -> None:
-        """Leaves each row's id in the buffer; -1 where the logits are not finite."""
+        """Sample each row of logits [samples, vocab] and write the ids to the buffer.
+
+        The id is -1 if the row's logits are not finite.
+        """
         if way is Way.GREEDY:
             ids = pick_greedy(logits)
         else:

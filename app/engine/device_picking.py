@@ -1,7 +1,8 @@
-"""Picks tokens where the logits lie, with nothing that a host would have to say or wait for: it can be recorded, and run again.
+"""Sampling on the device that holds the logits, without host values or synchronization, so that it can be captured.
 
-The same semantics as `sampling_rows.py`, which serves what needs more. A filter's threshold is found by halving what it may be, in the
-bits of a float, instead of by sorting a vocabulary: as many rounds as a float has bits, and exact.
+The semantics are those of the host sampler, which handles requests that need more. The threshold of a filter is
+found by bisection over the bits of a float instead of by sorting the vocabulary. This takes as many rounds as a
+float has bits, and is exact.
 """
 
 from __future__ import annotations
@@ -15,17 +16,19 @@ from torch import Tensor
 from app.engine.sampling_rows import LEAST_TEMPERATURE, draw_at
 from app.kernels.gpu.available import usable
 
-NOT_FINITE = -1  # in place of a token's id: the row has a NaN, or +inf, or nothing but -inf
-_BELOW_ALL = -(2**31) - 1  # what the bits of a negative float, as int32, and its place among all floats sum to
-_LOWEST = _BELOW_ALL + 2**23  # the place of -inf; 0 has place 0
-_ROUNDS, _ROUNDS_TO_ONE = 32, 30  # fewer than 2^32 places are a float's, and fewer than 2^30 one between 0 and 1
+NOT_FINITE = -1  # returned instead of a token id if the row has a NaN or +inf, or only -inf
+# sum of the bits of a negative float, read as int32, and its index in the ascending order of all floats
+_BELOW_ALL = -(2**31) - 1
+_LOWEST = _BELOW_ALL + 2**23  # the index of -inf; 0 has index 0
+_ROUNDS, _ROUNDS_TO_ONE = 32, 30  # there are fewer than 2^32 floats, and fewer than 2^30 between 0 and 1
 
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """How each row draws, [rows]: `temperature`, `min_p` fp32, `top_p`, `uniforms` fp64, `top_k` int32 (0: off).
+    """Sampling parameters of each row, tensors [rows].
 
-    A row of temperature 0 takes the likeliest token.
+    `temperature` and `min_p` are fp32, `top_p` and `uniforms` fp64, `top_k` int32 (0: off). A row with temperature
+    0 takes the most likely token.
     """
 
     temperature: Tensor
@@ -36,13 +39,20 @@ class Drawing:
 
 
 def pick_greedy(logits: Tensor) -> Tensor:
-    """The likeliest token of each row of logits [rows, vocab], the lowest id among equals; `NOT_FINITE` where there is none."""
+    """Return the most likely token id of each row of logits [rows, vocab], int64 [rows].
+
+    Among equal logits the lowest id is taken. The id is `NOT_FINITE` if the row has no finite maximum.
+    """
     best, ids = logits.max(-1)
     return torch.where(best.isfinite(), ids, NOT_FINITE)
 
 
 def pick_drawn(logits: Tensor, drawing: Drawing, filtered: bool = True) -> Tensor:
-    """One token id a row, drawn by its number; `NOT_FINITE` where none can be. Not `filtered`: no row has any of the three filters on."""
+    """Sample one token id for each row of logits [rows, vocab] with the row's uniform number; int64 [rows].
+
+    A row gets `NOT_FINITE` if its logits are not finite. `filtered` False means that no row uses top_k, top_p or
+    min_p.
+    """
     if usable(logits):
         from app.kernels.gpu.draws import drawn_rows
 
@@ -51,12 +61,15 @@ def pick_drawn(logits: Tensor, drawing: Drawing, filtered: bool = True) -> Tenso
 
 
 def rows_held(place: Tensor) -> int:
-    """Rows of fp32 that `pick_drawn` holds for each row of logits that lie where this lies: none where it is one kernel."""
+    """Return the number of fp32 rows that `sample_random` allocates for each row of logits.
+
+    It is 0 if sampling is one kernel on this device, else 4.
+    """
     return 0 if usable(place) else 4
 
 
 def pick_drawn_torch(logits: Tensor, drawing: Drawing, filtered: bool = True) -> Tensor:
-    """The twin."""
+    """Compute `sample_random` with torch operations."""
     likeliest = pick_greedy(logits)
     scores = logits.float() / drawing.temperature.clamp(min=LEAST_TEMPERATURE).unsqueeze(1)
     if filtered:
@@ -70,7 +83,10 @@ def pick_drawn_torch(logits: Tensor, drawing: Drawing, filtered: bool = True) ->
 
 
 def _top_k_threshold(scores: Tensor, top_k: Tensor) -> Tensor:
-    """The k-th largest score of each row, [rows, 1]: the largest float that k scores reach; -inf where k is off."""
+    """Return the k-th largest score of each row, [rows, 1].
+
+    It is the largest float that at least k scores reach, or -inf if k is off.
+    """
 
     def too_few(bound: Tensor) -> Tensor:
         return (scores >= bound).sum(-1, keepdim=True) < wanted
@@ -83,18 +99,24 @@ def _top_k_threshold(scores: Tensor, top_k: Tensor) -> Tensor:
 
 
 def _top_p_threshold(shares: Tensor, drawing: Drawing) -> Tensor:
-    """[rows, 1]: the least float above which the shares sum to less than top_p, so that the last token needed stays. 0 where off."""
+    """Return the smallest float above which the probabilities sum to less than top_p, [rows, 1]; 0 if top_p is off.
+
+    With this threshold, the last token that is needed to reach top_p stays.
+    """
 
     def enough(bound: Tensor) -> Tensor:
         return torch.where(shares > bound, shares, 0.0).sum(-1, keepdim=True, dtype=torch.float64) < limits
 
     limits = drawing.top_p.double().unsqueeze(1)
-    largest = _place(shares.amax(-1, keepdim=True))  # stays whatever top_p is
+    largest = _place(shares.amax(-1, keepdim=True))  # the most likely token stays for every top_p
     return _float_at(_first(enough, torch.zeros_like(largest), largest, _ROUNDS_TO_ONE)).masked_fill(limits >= 1.0, 0.0)
 
 
 def _first(holds: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, rounds: int) -> Tensor:
-    """The first place in [low, high] from where on it holds; it is taken to hold at `high`."""
+    """Return the first index in [low, high] from which on `predicate` is true.
+
+    It is assumed to be true at `high`.
+    """
     for _ in range(rounds):
         middle = (low + high) >> 1
         found = holds(_float_at(middle))
@@ -103,7 +125,10 @@ def _first(holds: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, rounds:
 
 
 def _place(values: Tensor) -> Tensor:
-    """Of fp32 values among all floats in ascending order, int64. Its inverse is `_float_at`; both zeros are equal to a comparison."""
+    """Return the index of each fp32 value in the ascending order of all floats, int64.
+
+    `_float_at` is the inverse. The two zeros have different bits but compare equal.
+    """
     bits = values.view(torch.int32).long()
     return torch.where(bits < 0, _BELOW_ALL - bits, bits)
 

@@ -1,7 +1,7 @@
-"""Carries out batches on a device with memory and a queue of its own: a step is launched, and waited for when its ids are wanted.
+"""Runner for a device with its own memory and queue: it launches steps and waits when their ids are needed.
 
-All that steps ask of the device goes into one queue: what a step overwrites there, the one before it has read by then. What lies on the
-host has two sides, since the device reads the one while the other is written.
+All work of all steps goes into one queue, so a step that overwrites device memory runs after the previous step has
+read it. On the host there are two buffers, because the device reads one while the other is written.
 """
 
 from __future__ import annotations
@@ -27,12 +27,16 @@ from app.engine.sampler import Sampler
 from app.errors import StepFailed
 from app.models.decoder import Decoder
 
-UPDATES = 4096  # of page tables that travel with a step's words; where a long prefix is found there may be more
+UPDATES = 4096  # page table entries that are sent with a step's inputs; a long cached prefix may need more
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """A batch, and how it is computed. `shape` None: not as one of the steps that are captured. `course`: of a step ahead."""
+    """A batch and the plan for computing it.
+
+    `shape` is None if the step is not one of the captured shapes. `inputs` is set for a step that is launched
+    ahead.
+    """
 
     batch: Batch
     picks: int
@@ -45,25 +49,32 @@ class _Task:
 
 
 def _finite(ids: list[int], batch: Batch) -> list[int]:
-    """Ids of rows that are nobody's in place of those that are none; raises `StepFailed` where somebody's is none."""
+    """Replace the invalid ids of finished sequences by 0.
+
+    Raises `StepFailed` if an active sequence has an invalid id.
+    """
     bad = [row for token_id, row in zip(ids, rows_to_pick(batch.spans), strict=True) if token_id < 0]
     if not batch.ahead or any(row.sequence.slot is not None for row in bad):
         raise StepFailed(
-            f"The model's logits are not finite for {len(bad)} of {len(ids)} sequences of this step, so no token can be picked."
+            f"The model's logits are not finite for {len(bad)} of {len(ids)} sequences of this step, so no token can be sampled."
         )
     return [max(token_id, 0) for token_id in ids]
 
 
 class DeviceRunner:
-    """Lives on the worker thread. `eager`: why no step is captured; empty: steps that only decode are."""
+    """The decode runner of a device. It is used on the worker thread only.
+
+    `eager` is the reason why no step is captured. If it is empty, steps that only decode are captured.
+    """
 
     def __init__(self, model: Decoder, kv_cache: PagedKVCache, backend: DeviceBackend, limits: Limits, eager: str = "") -> None:
         self.model = model
         self.kv_cache = kv_cache
         self.backend = backend
         self.buckets = buckets_for(limits.max_running_seqs)
-        self.model_seconds = 0.0  # of the last flight waited for: since it was launched, or since the one before it landed
-        self.is_first = False  # the last step was of a shape that was captured for it: it took longer
+        # duration of the last step waited for, measured from its launch or from the end of the previous step
+        self.model_seconds = 0.0
+        self.is_first = False  # the last step's shape had to be captured first, so the step took longer
         most = max(limits.max_running_seqs, self.buckets[-1])
         self._most = Sizes(max(limits.max_batch_tokens, most), most, most)
         words = num_words(self._most) + update_words(UPDATES)
@@ -74,14 +85,17 @@ class DeviceRunner:
         self._forward = DeviceForward(model, kv_cache, backend, buffer)
         self._sampler = Sampler(model.config.vocab_size)
         self.graphs = Graphs(backend, self._of_shape, bytes_of_rows(model.config.vocab_size, rows_held(buffer)), eager)
-        self._updates: dict[int, int] = {}  # of the page tables, not yet done on the device
-        self._carried = True  # the last batch's copies and releases are done
+        self._updates: dict[int, int] = {}  # changes of the page tables that are not yet on the device: cell to page
+        self._carried = True  # True once the last batch's copies and releases are done
         self._last: DeviceFlight | None = None
         self._landed_at = 0.0
 
     def launch(self, batch: Batch, after: Flight | None = None) -> DeviceFlight:
-        """Asks the device for a step and returns. Copies come first: their source may be what is released."""
-        assert after is None or after is self._last, "what it follows is the flight before it"
+        """Launch a step on the device and return without waiting.
+
+        Copies are done before releases, because a released page may be the source of a copy.
+        """
+        assert after is None or after is self._last, "a step launched ahead must follow the last in-flight step"
         before, self._last, self._carried = self._last, None, False
         with torch.inference_mode():
             self.kv_cache.carry(batch.copies, batch.released)
@@ -100,8 +114,12 @@ class DeviceRunner:
         return self._last
 
     def wait(self, flight: Flight) -> list[Picked]:
-        """One `Picked` for each row that samples, in the order of the spans. Raises `StepFailed` where logits are not finite."""
-        assert isinstance(flight, DeviceFlight), "one of ours"
+        """Wait for a step and return one `SampledTokens` for each row that samples, in the order of the spans.
+
+        Raises:
+            StepFailed: The logits of an active sequence are not finite.
+        """
+        assert isinstance(flight, DeviceFlight), "the step must come from this runner"
         ids = flight.land()
         now = time.perf_counter()
         self.model_seconds, self._landed_at = now - max(flight.started, self._landed_at), now
@@ -114,22 +132,28 @@ class DeviceRunner:
         return [Picked((token_id,)) for token_id in ids]
 
     def run(self, batch: Batch) -> list[Picked]:
-        """Launched and waited for."""
+        """Launch a step and wait for its samples."""
         return self.wait(self.launch(batch))
 
     def follows(self, batch: Batch) -> bool:
-        """Where every row picks one token, and on the device."""
-        if batch.ahead:  # as the step before it said of these sequences
+        """Return True if every row samples exactly one token and does so on the device."""
+        if batch.ahead:  # these sequences were checked for the step before it
             return True
         decodes = all(span.is_decode and span.num_picks == 1 for span in batch.spans)
         return decodes and way_of(rows_to_pick(batch.spans), self.backend.draws) is not Way.LOGITS
 
     def survives(self, error: Exception) -> bool:
-        """What copies and releases left undone is not made up for."""
+        """Return True if the backend survives the error and the batch's copies and releases were completed.
+
+        Copies and releases that were left undone cannot be repeated.
+        """
         return self.backend.survives(error) and self._carried
 
     def capture(self, shape: Shape) -> None:
-        """By rows that only fill the bucket; what the step before picked stays."""
+        """Capture a step of this shape with padding rows only.
+
+        The ids that the previous step sampled are preserved.
+        """
         with torch.inference_mode():
             side, picked, sizes = self._free_side(), self._ids.clone(), Sizes.of_bucket(shape.bucket)
             side.mark = self.backend.mark()
@@ -142,7 +166,7 @@ class DeviceRunner:
             side.mark = self.backend.mark()
 
     def _free_side(self) -> Side:
-        """The one that was told from longest ago."""
+        """Return the host buffer that was used longest ago, once the device no longer reads it."""
         self._sides.reverse()
         self._sides[0].free()
         return self._sides[0]
@@ -156,7 +180,7 @@ class DeviceRunner:
         return _Task(batch, len(rows), way, shape, sizes, None, self.kv_cache.written_rows(batch.spans), rows)
 
     def _further(self, batch: Batch, before: DeviceFlight) -> _Task:
-        """Of a step ahead: its tokens are what the one before it picks, a row for each."""
+        """Return the task of a step that is launched ahead: its tokens are those that the step before it samples."""
         spans, course, written = batch.spans, before.course, self.kv_cache.written_rows
         if course is not None and course.sequences == [span.sequence for span in spans]:
             course = course.further(spans, written)
@@ -174,7 +198,7 @@ class DeviceRunner:
     def _launch(self, task: _Task, side: Side) -> DeviceFlight:
         started, sizes, spans = time.perf_counter(), task.sizes, task.batch.spans
         room = sizes.tokens <= self._most.tokens and sizes.sequences <= self._most.sequences
-        assert room, "a step has no more tokens and sequences than its limits say"
+        assert room, "the step exceeds the limits on tokens or sequences"
         views = side.views_of(sizes, stays=task.shape is not None)
         if task.course is not None:
             task.course.fill(views, self._places)
@@ -189,7 +213,7 @@ class DeviceRunner:
         return DeviceFlight(task.batch, task.course, self.backend.mark(), ids, logits, started)
 
     def _tell(self, side: Side, count: int) -> None:
-        """Brings so many words to the device, and there the page tables up to date."""
+        """Send the first `count` int64 values of the buffer to the device, and update the page tables there."""
         if not self._updates:
             self._block[:count].copy_(side.words[:count], non_blocking=True)
             return
@@ -201,13 +225,16 @@ class DeviceRunner:
         self._block[:end].copy_(side.words[:end], non_blocking=True)
         if with_words:
             tables.index_copy_(0, *update_views(self._block[count:], with_words))
-        else:  # seldom: these copies may wait for the device
+        else:  # rare; these copies may wait for the device
             device = tables.device
             tables.index_copy_(0, torch.tensor(cells, device=device), torch.tensor(pages, dtype=torch.int32, device=device))
         self._updates.clear()
 
     def _compute(self, task: _Task) -> Tensor | None:
-        """Leaves what was picked in the buffer, or gives the logits where the sampler picks."""
+        """Compute a step.
+
+        The sampled ids are left in the buffer, or the logits are returned if the sampler needs them.
+        """
         if task.shape is not None:
             self.graphs.run(task.shape)
             return None
@@ -220,7 +247,7 @@ class DeviceRunner:
         return None
 
     def _of_shape(self, shape: Shape) -> None:
-        """The work of a step that is captured: it depends on nothing but the words."""
+        """Compute a step of a captured shape. The work depends only on the input block."""
         sizes = Sizes.of_bucket(shape.bucket)
         views = views_of(self._block, sizes, self.backend.draws)
         logits = self._forward.logits(views, sizes, Bounds(shape.bucket, 1, self.kv_cache.shape.max_len))

@@ -1,4 +1,4 @@
-"""Where a rehearsal's steps run on a device with memory of its own: keys and values in pages, and runners as serving has them."""
+"""Device resources for trial steps: paged KV memory and the runners that serving uses."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ from app.models.config import ModelConfig
 from app.models.decoder import Decoder
 from app.models.encoder import Encoder
 
-_LONG_SLOTS = 9  # that hold a context or a long prompt, each of them as long as slots are; the others hold a token
+_LONG_SLOTS = 9  # slots that hold a context or a long prompt, each at full length; the other slots hold one token
 
 
 class DeviceStage:
-    """As `build_device` has it, with as many pages as rehearsed steps write."""
+    """The resources that trial steps of a decoder need on a device, created as `build_device` does.
+
+    The KV cache has only as many pages as trial steps write.
+    """
 
     def __init__(self, backend: DeviceBackend, config: ModelConfig, plan: ServingPlan, shape: KVShape) -> None:
         self._backend, self._plan = backend, plan
@@ -36,12 +39,14 @@ class DeviceStage:
         self.bytes_per_token = self._kv_cache.bytes_per_token
 
     def runner(self, model: Decoder) -> Run:
+        """Return the function that computes batches with this model."""
         limits = Limits(self._kv_cache.shape.max_len, self._kv_cache.shape.num_slots, self._plan.max_batch_tokens.value)
         return DeviceRunner(
             model, self._kv_cache, self._backend, limits, "" if self._plan.compile.value else self._plan.compile.reason
         ).run
 
     def remember(self, slot: int, num_tokens: int) -> None:
+        """Fill a slot with synthetic keys and values for `num_tokens` tokens of context."""
         request = Generate(f"remembered-{slot}", (0,) * num_tokens, SamplingParams(max_tokens=1), arrived_at=0.0)
         sequence = sequence_of(request, 0, frozenset())
         span = Span(sequence, 0, num_tokens, slot=slot, prefix_slot=None, prefix_tokens=0, samples=False)
@@ -52,7 +57,7 @@ class DeviceStage:
 
 
 def texts_on(backend: DeviceBackend, plan: ServingPlan) -> MakeRun:
-    """What runs batches of texts there, as `build_device_encoder` has it."""
+    """Return the factory of trial runners for encoder texts on this device, created as `build_device_encoder` does."""
 
     def make(model: Encoder, room: int) -> RunTexts:
         runner = DeviceEncodeRunner(model, backend, room, "" if plan.compile.value else plan.compile.reason)

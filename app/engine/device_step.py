@@ -1,6 +1,6 @@
-"""The words of a step: all that a device must be told of one, in one block of int64 that is copied there at once.
+"""Inputs of a device step, packed into one int64 block that is sent to the device in one copy.
 
-What the words say is worked out here, on the host; how they travel, and what the device makes of them, is the runner's business.
+This module computes the inputs on the host. The runner sends them and computes the step.
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ from app.kernels.paged import PAGE_TOKENS
 
 
 class Way(Enum):
-    """How the tokens of a step are picked."""
+    """The method by which the tokens of a step are sampled."""
 
-    GREEDY = "greedy"  # on the device, the likeliest
-    DRAWN = "drawn"  # on the device, from all tokens, each row at its own temperature
-    FILTERED = "filtered"  # on the device, each row from as few as its top_k, top_p and min_p leave
-    LOGITS = "logits"  # by the sampler, from whole logits: penalties, beams, log-probabilities
+    GREEDY = "greedy"  # most likely token, on the device
+    DRAWN = "drawn"  # any token, with one temperature per row, on the device
+    FILTERED = "filtered"  # a token that the row's top_k, top_p and min_p leave, on the device
+    LOGITS = "logits"  # the sampler needs full logits: penalties, beams, log-probabilities
 
 
 def way_of(rows: Items[RowToPick], draws: bool) -> Way:
-    """One way for all rows of a step: the least that is enough for each of them. `draws`: whether the device can."""
+    """Return the simplest sampling mode that is sufficient for all rows of a step.
+
+    `samples_randomly` is True if the device can sample randomly.
+    """
     params = [row.sequence.params for row in rows]
     if any(one.has_penalties or one.beam_width > 1 or one.logprobs is not None for one in params):
         return Way.LOGITS
@@ -46,7 +49,7 @@ def way_of(rows: Items[RowToPick], draws: bool) -> Way:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How many tokens, sequences and picked rows a step has, with those that only fill a bucket."""
+    """Numbers of tokens, sequences and sampled rows of a step, padding included."""
 
     tokens: int
     sequences: int
@@ -54,11 +57,15 @@ class Sizes:
 
     @classmethod
     def of_bucket(cls, bucket: int) -> Sizes:
+        """Return the sizes of a step that decodes one token of each sequence, padded to this bucket."""
         return cls(bucket, bucket, bucket)
 
     @classmethod
     def of(cls, spans: Items[Span], picks: int) -> Sizes:
-        """At least one row of logits: who picks nothing leaves no product without rows."""
+        """Return the sizes of these spans.
+
+        There is at least one row of logits: a step that samples nothing must not multiply a matrix of zero rows.
+        """
         return cls(sum(span.num_tokens for span in spans), len(spans), max(1, picks))
 
 
@@ -68,11 +75,15 @@ View = TypeVar("View", Tensor, Column)
 
 @dataclass(frozen=True, slots=True)
 class StepViews(Generic[View]):
-    """The words by name, as views of a block: arrays on the host to be written, tensors on the device to be read.
+    """The inputs of a step by name, as views of one block.
 
-    [tokens] int64: `token_ids`, `sources` (where in the device's buffer each token's id stands), `positions`, `written` (rows of the KV
-    cache). [picks]: `logit_rows` int64 (which tokens pick), `uniforms`, `top_p` fp64, `top_k` int32, `temperature`, `min_p` fp32.
-    int32 [sequences]: `slots`, `lengths`, and [sequences + 1]: `starts`.
+    The views are arrays on the host, which are written, or tensors on the device, which are read.
+
+    - [tokens] int64: `token_ids`, `sources` (index of each token's id in the device buffer), `positions`,
+      `kv_rows` (rows of the KV cache to write).
+    - [samples]: `logit_rows` int64 (tokens whose logits are sampled), `uniforms` and `top_p` fp64, `top_k` int32,
+      `temperature` and `min_p` fp32.
+    - int32: `slots` and `lengths` [sequences], `starts` [sequences + 1].
     """
 
     token_ids: View
@@ -91,7 +102,10 @@ class StepViews(Generic[View]):
 
 
 def _fields(sizes: Sizes) -> Mapping[str, tuple[int, torch.dtype]]:
-    """In the order in which they lie; each begins at a word of its own."""
+    """Return the length and dtype of each input in the order of the block.
+
+    Each begins at a multiple of 8 bytes.
+    """
     tokens, sequences, picks = sizes.tokens, sizes.sequences, sizes.picks
     return {
         "token_ids": (tokens, torch.int64),
@@ -111,11 +125,15 @@ def _fields(sizes: Sizes) -> Mapping[str, tuple[int, torch.dtype]]:
 
 
 def num_words(sizes: Sizes) -> int:
+    """Return the length of the block of a step of these sizes, in int64 values."""
     return sum(_words(count, dtype) for count, dtype in _fields(sizes).values())
 
 
 def views_of(block: Tensor, sizes: Sizes, draws: bool = True) -> StepViews[Tensor]:
-    """Of the first words of block [words] int64. Where a device does not draw it has no float64 either: such words stay as they are."""
+    """Return views of the first part of `block`, an int64 tensor.
+
+    A device that does not sample randomly may not support float64 either. For it, float64 inputs stay int64 views.
+    """
     views, first = {}, 0
     for name, (count, dtype) in _fields(sizes).items():
         end = first + _words(count, dtype)
@@ -126,7 +144,7 @@ def views_of(block: Tensor, sizes: Sizes, draws: bool = True) -> StepViews[Tenso
 
 
 def arrays_of(block: Tensor, sizes: Sizes) -> StepViews[Column]:
-    """The same of a block on the host."""
+    """Return numpy views of the first part of a block on the host."""
     views = views_of(block, sizes)
     return StepViews(**{name: getattr(views, name).numpy() for name in _fields(sizes)})
 
@@ -136,17 +154,25 @@ def _words(count: int, dtype: torch.dtype) -> int:
 
 
 def update_views(block: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Behind the step's words: which cells of the page tables [count] int64 change, to which pages [count] int32."""
+    """Return the views of page table updates: cells [count] int64 and pages [count] int32.
+
+    `block` is the part of the input block that follows the step's inputs.
+    """
     return block[:count], block[count : update_words(count)].view(torch.int32)[:count]
 
 
 def update_words(count: int) -> int:
+    """Return the length of the update views, in int64 values."""
     return count + _words(count, torch.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where things are on the device: the block begins at `block` of its buffer; `nobody` is the slot of what only fills a bucket."""
+    """Constants of the device memory layout.
+
+    `block_start` is the index at which the input block begins in the device buffer. `padding_slot` is the slot of
+    padding rows.
+    """
 
     block: int
     nobody: int
@@ -157,7 +183,7 @@ _MOST_INT32 = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How each sequence draws: as `StepViews` has it, and the stream of its numbers."""
+    """Sampling parameters and random stream of each sequence, as numpy arrays with the dtypes of `StepViews`."""
 
     streams: Column
     top_k: Column
@@ -167,6 +193,7 @@ class Draws:
 
     @classmethod
     def of(cls, sequences: Items[Sequence]) -> Draws:
+        """Collect the parameters of these sequences."""
         params = [sequence.params for sequence in sequences]
         return cls(
             numpy.array([stream(sequence.seed) for sequence in sequences], numpy.uint64),
@@ -177,7 +204,7 @@ class Draws:
         )
 
     def fill(self, views: StepViews[Column], positions: Column) -> None:
-        """Writes how the tokens at these positions are drawn. Rows that fill a bucket are greedy."""
+        """Write the sampling parameters for the tokens at these positions. Padding rows are greedy."""
         write(views.uniforms, uniforms(self.streams, positions), 0.0)
         write(views.top_k, self.top_k, 0)
         write(views.temperature, self.temperature, 0.0)
@@ -186,11 +213,12 @@ class Draws:
 
 
 def fill(views: StepViews[Column], spans: Items[Span], written: Items[int], places: Places) -> None:
-    """Writes what is to be computed, of tokens that the host knows.
+    """Write the inputs of spans whose tokens the host knows.
 
-    Rows beyond the spans fill a bucket: no context, and written where nobody reads.
+    Rows beyond the spans are padding: they have no context and write to the padding page.
     """
-    views.sources[:] = numpy.arange(places.block, places.block + len(views.sources))  # the ids are the block's first words
+    # the token ids are the first part of the block
+    views.sources[:] = numpy.arange(places.block, places.block + len(views.sources))
     token_ids: list[int] = []
     positions: list[int] = []
     slots, lengths, starts = [], [], [0]
@@ -199,7 +227,9 @@ def fill(views: StepViews[Column], spans: Items[Span], written: Items[int], plac
         positions += range(span.start, span.end)
         slots.append(span.slot)
         lengths.append(span.end)
-        assert len(token_ids) == starts[-1] + span.num_tokens, "a token that is being picked is told of by a course"
+        assert len(token_ids) == starts[-1] + span.num_tokens, (
+            "the host must know all tokens of the spans; use DecodeInputs for a step launched ahead"
+        )
         starts.append(len(token_ids))
     missing = len(views.token_ids) - len(token_ids)
     scrap = [row % PAGE_TOKENS for row in range(missing)]
@@ -213,7 +243,7 @@ def fill(views: StepViews[Column], spans: Items[Span], written: Items[int], plac
 
 
 def fill_picks(views: StepViews[Column], spans: Items[Span], rows: Items[RowToPick], way: Way) -> None:
-    """Writes which tokens pick, and how they draw. Rows that fill a bucket are greedy."""
+    """Write the tokens whose logits are sampled, and the sampling parameters. Padding rows are greedy."""
     if len(views.logit_rows) != len(views.token_ids):
         write(views.logit_rows, _picking_rows(spans) or [len(views.token_ids) - 1])
     if way not in (Way.DRAWN, Way.FILTERED):
@@ -232,8 +262,8 @@ def _picking_rows(spans: Items[Span]) -> list[int]:
 
 
 def write(view: Column, values: list[int] | list[float] | Column, rest: float | None = None) -> None:
-    """These values, and `rest` in what is left of the view (None: nothing is)."""
-    assert len(values) == len(view) or rest is not None, "one word for each row"
+    """Write these values to a view, and `rest` to the remaining elements (None: there are none)."""
+    assert len(values) == len(view) or rest is not None, "one value for each row"
     view[: len(values)] = values
     if rest is not None:
         view[len(values) :] = rest

@@ -1,6 +1,6 @@
-"""Carries out a batch of texts on a device with memory of its own: one copy there, layers and heads, one copy back, rows as bytes.
+"""Runs a batch of texts on a GPU: one copy to the device, layers and heads, one copy back, results as bytes.
 
-Which texts are in the batch is the queue's decision; how they lie there is `encode_device_batch`'s.
+The queue decides which texts are in the batch. `encode_device_batch` defines the memory layout.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from app.engine.texts import TextSpan
 
 @dataclass(frozen=True, slots=True)
 class TextFlight:
-    """A batch under way: its outputs are on the host when the device has passed the mark."""
+    """A batch in flight. Its outputs are on the host once the device has passed the mark."""
 
     spans: tuple[TextSpan, ...]
     outputs: Mapping[str, Tensor]
@@ -32,40 +32,47 @@ class TextFlight:
 
 
 class DeviceEncodeRunner:
-    """Texts in, rows out. Lives on the worker thread; but for batches under way it holds no state, only room."""
+    """Runs batches of texts on a device.
+
+    It belongs to the worker thread and keeps no state except batches in flight.
+    """
 
     overlaps = True
 
     def __init__(self, model: EncoderModel, backend: DeviceBackend, room: int, off: str = "") -> None:
-        """Batches have at most `room` tokens. `off`: why none is recorded; empty: small ones are, once `record` was called."""
+        """Create the buffers for batches of at most `room` tokens.
+
+        `off` is the reason why no batch is recorded. If it is empty, small batches are recorded once `record` is
+        called.
+        """
         self.model, self.backend = model, backend
-        self.model_seconds = 0.0  # of the last batch, until its results were here
-        self._waited = 0.0  # when those of the last one were
+        self.model_seconds = 0.0  # seconds of the last batch, until its results were on the host
+        self._waited = 0.0  # time at which the results of the last batch were on the host
         self._usual = model.config.outputs[0]
         self._texts = DeviceTexts(backend, room, model.config)
         self._results = _Results(backend)
         self.replay = DeviceReplay(backend, self._texts, self._usual_output, off)
 
     def run(self, spans: Sequence[TextSpan]) -> list[dict[str, bytes]]:
-        """Of each text, by output: its rows, little-endian fp32."""
+        """Return the rows of each text by output name, as little-endian FP32 bytes."""
         return self.wait(self.launch(spans))
 
     @torch.inference_mode()
     def launch(self, spans: Sequence[TextSpan]) -> TextFlight:
-        """Asks the device for this batch and returns at once. At most one other may be under way."""
+        """Submit this batch to the device and return at once. At most one other batch may be in flight."""
         launched = time.perf_counter()
         wanted = {name for span in spans for name in span.request.order.outputs}
         names = [name for name in self.model.config.outputs if name in wanted]
         try:
             outputs = self._results.fetch(self._computed(spans, names))
         except RuntimeError:
-            self.backend.synchronize()  # what was asked of it reads words that the next try overwrites
+            self.backend.synchronize()  # submitted work still reads the buffer that the next attempt overwrites
             raise
         return TextFlight(tuple(spans), outputs, self.backend.mark(), launched)
 
     @torch.inference_mode()
     def wait(self, flight: TextFlight) -> list[dict[str, bytes]]:
-        """What became of it; in the order of launching."""
+        """Wait for a batch and return its results. Call it in the order of launching."""
         flight.mark.wait()
         now = time.perf_counter()
         self.model_seconds, self._waited = now - max(flight.launched, self._waited), now
@@ -73,16 +80,19 @@ class DeviceEncodeRunner:
 
     @torch.inference_mode()
     def record(self, example: Sequence[TextSpan], told: Told = lambda done, total: None) -> None:
-        """Small batches, so that they are asked for at once from now on; `example` is a single text of one token."""
+        """Record small batches, so that each one is later submitted as a single call.
+
+        `example` is one text of one token.
+        """
         self.replay.record(recorded_shapes(self._texts.room), example, told)
         self.backend.synchronize()
 
     def survives(self, error: Exception) -> bool:
-        """Whether that was a want of memory; then what can be given back has been."""
+        """Return True if the error was a lack of memory. Memory that can be released has then been released."""
         return self.backend.survives(error)
 
     def _computed(self, spans: Sequence[TextSpan], names: Collection[str]) -> Mapping[str, Tensor]:
-        """On the device, under way."""
+        """Submit the batch and return its outputs on the device, which may not be finished."""
         lengths = [span.num_tokens for span in spans]
         exact = TextShape(sum(lengths), len(lengths))
         shape = self.replay.shape_of(exact.tokens, exact.texts) if list(names) == [self._usual] else None
@@ -95,7 +105,7 @@ class DeviceEncodeRunner:
         return self._outputs(shape, shape.tokens, (self._usual,))[self._usual]
 
     def _outputs(self, shape: TextShape, most_tokens: int, names: Collection[str]) -> Mapping[str, Tensor]:
-        """Of the batch that was filled in, whose longest text has at most so many tokens."""
+        """Return the outputs of the batch that was filled in, whose longest text has at most `most_tokens` tokens."""
         texts = self._texts.view(shape, most_tokens)
         rows = self.model.rows(texts.starts, names)
         hidden = self.model.hidden(texts.context(), rows)
@@ -103,18 +113,23 @@ class DeviceEncodeRunner:
 
 
 class _Results:
-    """What a batch has computed, on its way back to the host: one copy, into memory that is kept. Two of them, since while one is read
-    the next may be written."""
+    """Host buffers for the outputs of a batch: one copy from the device, into memory that is reused.
+
+    There are two, since the next batch may be written while one is read.
+    """
 
     def __init__(self, backend: DeviceBackend) -> None:
         self._backend = backend
         self._hosts = [torch.empty(0), torch.empty(0)]
 
     def fetch(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Asks for them: fp32 on the host, which the call after the next overwrites. One that raises has not been."""
+        """Start the copy of the outputs. The FP32 host tensors are valid until the call after the next.
+
+        A call that raises does not count.
+        """
         parts = [output.flatten() for output in outputs.values()]
         flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-        assert flat.dtype == torch.float32, "heads say what they say in fp32"
+        assert flat.dtype == torch.float32, "heads return fp32"
         if len(flat) > len(self._hosts[0]):
             self._hosts[0] = self._backend.staging(_words(len(flat))).view(torch.float32)
         host = self._hosts[0][: len(flat)]
@@ -125,5 +140,8 @@ class _Results:
 
 
 def _words(elements: int) -> int:
-    """Int64 words for so many fp32: a power of two, so that room is seldom made."""
+    """Return the size of an int64 buffer for `elements` FP32 values.
+
+    It is a power of two, so that the buffer is seldom reallocated.
+    """
     return max(1, 1 << ((elements - 1) // 2).bit_length())

@@ -1,4 +1,7 @@
-"""A batch of texts as a device reads it: one block of words, copied there at once, and views of it. No padding but to a recorded shape."""
+"""Lays out a batch of texts for a device: one int64 buffer, copied at once, and views of it.
+
+Padding is used only to fill a recorded shape.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,16 @@ from app.models.context import AttentionSpec, EncodeContext
 from app.models.encoder_config import EncoderConfig
 
 Numbers = NDArray[np.int64]
-_ALIGNED = 16  # words: kernels are made for addresses that are round, and made anew for others
-_ALIGNED = 16  # words: kernels are made for addresses that are round, and made anew for others
+_ALIGNED = 16  # elements; kernels are compiled for aligned addresses, and compiled again for others
+_ALIGNED = 16  # elements; kernels are compiled for aligned addresses, and compiled again for others
 
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Where the parts of a batch lie among its words, int64: texts end to end, `starts` [texts + 1], and `skipped` [texts] where prompts
-    are not pooled."""
+    """The slices of a batch in its int64 buffer.
+
+    Texts are packed end to end. `starts` is [texts + 1]. `skipped` is [texts], and None if prompts are pooled too.
+    """
 
     token_ids: slice
     positions: slice
@@ -39,23 +44,27 @@ class _Places:
 
 
 class DeviceTexts:
-    """Room for the words of a batch on the device, where the next batch lies as well: the device's queue keeps them apart. On the host
-    there are two: while one batch is sent, which nobody waits for, the next is described."""
+    """The buffer of a batch on the device, and two staging buffers on the host.
+
+    The next batch uses the same device buffer: the queue of the device keeps them apart. The host needs two, since
+    the next batch is described while the copy of one may be unfinished.
+    """
 
     def __init__(self, backend: DeviceBackend, room: int, config: EncoderConfig) -> None:
-        """`room`: tokens of a batch, and so the most texts that it can have."""
+        """Allocate the buffers. `room` is the most tokens of a batch, and so also the most texts."""
         self.room = room
         self._backend = backend
         self._has_types, self._skips = config.num_types > 1, config.pooling.skips_prompt
         words = self._places(TextShape(room, room)).count
         self._staged = [backend.staging(words) for _ in range(2)]
-        self._written = [staged.numpy() for staged in self._staged]  # the same memory: what is written so is not asked of torch
+        # numpy views of the same memory, which are faster to write than tensors
+        self._written = [staged.numpy() for staged in self._staged]
         self._words = torch.empty(words, dtype=torch.int64, device=backend.device)
 
     def fill(self, spans: Sequence[TextSpan], shape: TextShape) -> None:
-        """Describes these texts and sends the words; at most one batch that was sent before may be unfinished.
+        """Describe these texts and send them; at most one earlier batch may be unfinished.
 
-        What the shape has more is one text of all tokens that are left, behind empty ones.
+        If the shape is larger, it is filled by empty texts and then by one text with all tokens that are left.
         """
         starts = list(accumulate((span.num_tokens for span in spans), initial=0))
         tokens, more = starts[-1], shape.texts - len(spans)
@@ -70,13 +79,16 @@ class DeviceTexts:
         _put(words[places.starts], [starts, [tokens] * (more - 1), [shape.tokens] * bool(more)])
         positions = words[places.positions]
         positions[:tokens] = np.arange(tokens) - np.repeat(starts[:-1], np.diff(starts))
-        positions[tokens:] = 0  # a model has no more positions than its longest text
+        positions[tokens:] = 0  # zeros, since a model has no more positions than its longest text
         self._words[: places.count].copy_(self._staged[0][: places.count], non_blocking=True)
         self._staged.reverse()
         self._written.reverse()
 
     def view(self, shape: TextShape, most_tokens: int) -> TextsView:
-        """What `fill` sends for this shape, wherever it is read later; the longest text has at most so many tokens."""
+        """Return the views of a batch of this shape, whenever they are read.
+
+        The longest text of the batch has at most `most_tokens` tokens.
+        """
         return TextsView(self._words, self._places(shape), most_tokens, self._backend)
 
     def _places(self, shape: TextShape) -> _Places:
@@ -98,7 +110,10 @@ class TextsView:
         self._most_tokens, self._backend = most_tokens, backend
 
     def context(self) -> EncodeContext:
-        """For one forward pass: what kernels want of the words is worked out on the device, again in each that is recorded."""
+        """Return the context of one forward pass.
+
+        The int32 offsets that kernels need are computed on the device, again in each recording.
+        """
         texts = PackedTexts(self.starts.to(torch.int32), self._most_tokens)
 
         def attend(layer: int, heads: Heads, spec: AttentionSpec) -> Tensor:
@@ -108,7 +123,7 @@ class TextsView:
 
 
 def _put(target: Numbers, rows: Sequence[Sequence[int]]) -> None:
-    """Numbers end to end, and zeros behind them."""
+    """Write the numbers end to end and fill the rest with zeros."""
     numbers = array("q")
     for row in rows:
         numbers.extend(row)

@@ -1,5 +1,7 @@
-"""Small batches of texts, recorded on the device once for each shape and asked for again as one: asking layer by layer takes longer than
-such a batch is computed."""
+"""Records small batches of texts on a device, once for each shape, and replays each as one call.
+
+Submitting such a batch layer by layer takes longer than the device needs to compute it.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +17,38 @@ from app.engine.texts import TextSpan
 
 _LOG = logging.getLogger(__name__)
 Compute = Callable[[TextShape], Tensor]
-Told = Callable[[int, int], None]  # so many of so many
+Told = Callable[[int, int], None]  # done, total
 
 
 class DeviceReplay:
-    """Belongs to one runner. Of the usual output alone: who asks for every token's state waits for the copy, not for being asked."""
+    """The recordings of one runner.
+
+    Only the usual output is recorded: a request for the hidden state of every token waits for the copy, not for
+    submission.
+    """
 
     def __init__(self, backend: DeviceBackend, texts: DeviceTexts, compute: Compute, off: str = "") -> None:
-        """`compute`: the usual output [texts, size] fp32 of the batch that lies in `texts`."""
-        self.reason = off  # why no more is recorded; empty: all was
-        self.num_runs = 0  # steps that were run again
+        """Start without recordings.
+
+        `compute` returns the usual output [texts, size] FP32 of the batch that is in `texts`. `off` is the reason
+        to record nothing.
+        """
+        self.reason = off  # reason why nothing more is recorded; empty if all was
+        self.num_runs = 0  # number of steps that were replayed
         self._backend, self._texts, self._compute = backend, texts, compute
         self._kept: dict[TextShape, Captured] = {}
         self._results: dict[TextShape, Tensor] = {}
 
     @property
     def most_tokens(self) -> int:
-        """Of the steps that are run again; 0: none is."""
+        """Largest number of tokens in a step that is replayed; 0 if none is."""
         return max((shape.tokens for shape in self._kept), default=1) - 1
 
     def record(self, shapes: Sequence[TextShape], example: Sequence[TextSpan], told: Told = lambda done, total: None) -> None:
-        """All of these; `example` is a batch that fits each of them. The largest first: the others find its memory."""
+        """Record all of these shapes, the largest first, so that the others reuse its memory.
+
+        `example` is a batch that fits each of them.
+        """
         for done, shape in enumerate(sorted(shapes, reverse=True)):
             if self.reason:
                 return
@@ -45,10 +58,10 @@ class DeviceReplay:
     def _record(self, shape: TextShape, example: Sequence[TextSpan]) -> None:
         try:
             self._texts.fill(example, shape)
-            result = self._compute(shape).clone()  # outside of what is recorded, where it stays
+            result = self._compute(shape).clone()  # allocated outside of the recording, so that it remains
             self._backend.synchronize()
             captured = self._backend.capture(lambda: _copied(result, self._compute(shape)))
-        except RuntimeError as error:  # torch's want of memory is one too
+        except RuntimeError as error:  # torch's out-of-memory error is one too
             self._backend.survives(error)
             self.reason = f"{shape.texts} texts of {shape.tokens} tokens could not be recorded: {error}"
             _LOG.warning("No more batches of texts are recorded: %s. They are computed eagerly.", self.reason)
@@ -59,11 +72,11 @@ class DeviceReplay:
         self._kept[shape], self._results[shape] = captured, result
 
     def shape_of(self, tokens: int, texts: int) -> TextShape | None:
-        """What a batch is filled up to; None: it is computed as it is."""
+        """Return the recorded shape that a batch is padded to, or None if it is computed as it is."""
         return filled_up(tokens, texts, self._kept)
 
     def __call__(self, shape: TextShape) -> Tensor:
-        """The usual output of the batch that was filled in; the next step of that shape overwrites it."""
+        """Return the usual output of the batch that was filled in; the next step of that shape overwrites it."""
         self.num_runs += 1
         self._kept[shape].replay()
         return self._results[shape]

@@ -1,8 +1,11 @@
-"""Whether an encoder's step is to wait for more texts: from the measured table, corrected by recent steps. Without one nobody waits.
+"""Decides how long an encoder's step waits for more texts, from the measured step times.
 
-While a step runs, others arrive and share the next one, so waiting for strangers makes nothing quicker (tests/unit/engine/
-test_encode_waiting.py plays it through). Clients that were just answered are another matter: each asks again a moment later, just too
-late for the step that then begins, so two of them would for ever take turns in steps of their own.
+Without measurements there is no wait.
+
+While a step runs, other requests arrive and share the next step, so waiting for new clients does not make anything
+faster (tests/unit/engine/test_encode_waiting.py simulates this). Clients that were just answered are different.
+Each sends its next request a moment later, just too late for the step that then begins, so two such clients would
+always alternate in separate steps.
 """
 
 from __future__ import annotations
@@ -15,16 +18,20 @@ from app.hardware.step_seconds import StepSeconds
 from app.hardware.tempo import Tempo
 from app.measured import StepStats
 
-_RECENT_RATIOS = 9  # their median: four outliers change nothing
-_BOUNDS = 0.25, 4.0  # what measured steps can change of the table
+_RECENT_RATIOS = 9  # their median is used, so four outliers change nothing
+_BOUNDS = 0.25, 4.0  # limits of the correction that observed steps apply to the table
 _RECENT_RETURNS = 8
 _RECENT_ENDS = 4
-_FAR_BELOW = 4  # times as long a return may last at most, and waiting still pays
-_WORTH = 2  # usual returns that are waited for
+_FAR_BELOW = 4  # waiting pays as long as a return takes no more than a quarter of what it saves
+_WORTH = 2  # number of usual return times to wait
 
 
 class EncodePace:
-    """Belongs to the engine. `target_tokens`: up to so many texts are put together; `oldest_first` as `Tempo` has it."""
+    """The batching delay of one engine.
+
+    `target_tokens` is the largest number of tokens that a step is planned for. `oldest_first` is passed to
+    `StepTimes`.
+    """
 
     def __init__(self, target_tokens: int, steps: StepSeconds | None = None, *, oldest_first: bool = False) -> None:
         self.target_tokens = target_tokens
@@ -33,13 +40,14 @@ class EncodePace:
         self._ratios: deque[float] = deque(maxlen=_RECENT_RATIOS)
         self._returns: deque[tuple[float, int]] = deque(
             maxlen=_RECENT_RETURNS
-        )  # seconds from an answer to the next request, its tokens
-        self._ends: deque[float] = deque(maxlen=_RECENT_ENDS)  # of steps that answered somebody, none after which somebody came
-        self._answered_at = 0.0  # by the last step that did
-        self._away = 0  # requests that it answered, less those that came since
+        )  # (seconds from an answer to the next request, tokens of that request)
+        # end times of steps that answered a request, and after which no request has arrived yet
+        self._ends: deque[float] = deque(maxlen=_RECENT_ENDS)
+        self._answered_at = 0.0  # time at which the last step answered requests
+        self._away = 0  # requests that this step answered, minus those that arrived since
 
     def observe(self, step: StepStats) -> None:
-        """What a step did and took."""
+        """Update the correction factor from a finished step."""
         if self.tempo is None:
             return
         expected = step.expected_seconds(self.tempo.steps)
@@ -48,12 +56,12 @@ class EncodePace:
             self.tempo = replace(self.tempo, encode_factor=min(max(median(self._ratios), _BOUNDS[0]), _BOUNDS[1]))
 
     def answered(self, at: float, requests: int) -> None:
-        """A step has answered so many."""
+        """Record that a step has answered `requests` requests."""
         self._answered_at, self._away = at, requests
         self._ends.append(at)
 
     def arrived(self, at: float, tokens: int) -> None:
-        """A request came, perhaps while a step was under way, before which others had ended."""
+        """Record a request, which may have arrived during a step, before other steps ended."""
         self._away -= at >= self._answered_at
         before = [end for end in self._ends if end <= at]
         if before:
@@ -61,11 +69,12 @@ class EncodePace:
             self._ends = deque((end for end in self._ends if end > at), maxlen=_RECENT_ENDS)
 
     def patience_seconds(self, tokens: int, now: float) -> float:
-        """How long the next step may wait for more texts than the `tokens` there are.
+        """Return the seconds that the next step may wait for more texts than the `tokens` that are queued.
 
-        Two steps cost more than one with the texts of both, since some of a step is the same for few and for many. Where requests come
-        back in far less time than that, waiting for them pays; if none comes, that little is lost. Once as many came as were answered,
-        all are here; and whoever comes to an engine that was idle for longer waits for nobody.
+        Two steps cost more than one step with the texts of both, since part of a step's cost is fixed. If clients
+        return much faster than that difference, waiting for them pays; if none returns, only that short wait is
+        lost. The wait ends when as many requests have arrived as were answered. A request to an engine that was
+        idle for longer does not wait.
         """
         if self.tempo is None or tokens >= self.target_tokens or self._away <= 0 or len(self._returns) < _RECENT_RETURNS:
             return 0.0

@@ -1,4 +1,7 @@
-"""Steps of an encoder that is not loaded: a few layers of its own shapes with made-up weights, run as serving would run them."""
+"""Times steps of an encoder that is not loaded.
+
+A few layers of its shapes get synthetic weights and run as in serving.
+"""
 
 from __future__ import annotations
 
@@ -27,25 +30,31 @@ from app.models.layers import Embedding, RMSNorm
 from app.models.registry import build_encoder
 from app.weights.load import choice_of
 
-LEAST_TOKENS = 16  # of one short text
-MOST_TOKENS = 2048  # of a step: by then products have long had their best rate
-USUAL_TOKENS = 512  # a plan with smaller steps was asked for them, or has no memory for more: then no larger ones are timed
-FEW_TOKENS = 64  # up to so many, what a step reads may cost more than what it multiplies: as much is read as in the whole model
-LONG_TOKENS = 512  # of the one text that tells what attending costs
+LEAST_TOKENS = 16  # tokens of one short text
+MOST_TOKENS = 2048  # tokens of a step; products have reached their best rate long before
+# a plan has smaller steps only if the user or the memory requires it: then larger ones are not timed
+USUAL_TOKENS = 512
+# up to this many tokens, reading weights may cost more than multiplying, so steps read as much as in the whole model
+FEW_TOKENS = 64
+LONG_TOKENS = 512  # tokens of the one text that shows the cost of attention
 
 
 RunTexts = Callable[[Sequence[TextSpan]], object]
-MakeRun = Callable[[Encoder, int], RunTexts]  # of batches of at most so many tokens, each carried out to its end
+# (model, most tokens of a batch) -> a function that runs a batch to its end
+MakeRun = Callable[[Encoder, int], RunTexts]
 
 
 def on_processor(plan: ServingPlan, usual: int) -> MakeRun:
-    """As `build_encoder` has it, up to the `usual` number of tokens recorded; on other devices it is `device_stage.texts_on`."""
+    """Run batches as `build_encoder` does, recorded up to `usual` tokens.
+
+    `device_stage.texts_on` does this for other devices.
+    """
     off = "" if plan.compile.value else plan.compile.reason
     return lambda model, room: EncodeRunner(model, room, off, usual).run
 
 
 class EncodeRehearsal:
-    """One way to serve, with few layers. Memory is taken as long as this lives."""
+    """A few layers of an encoder under one plan, ready to be timed. The memory is released with the object."""
 
     def __init__(
         self,
@@ -55,29 +64,29 @@ class EncodeRehearsal:
         device: torch.device | None = None,
         make: MakeRun | None = None,
     ) -> None:
-        """`device`, `make`: where the model lies, and what runs its batches; None: a processor."""
+        """Build the layers. `device` holds the model and `make` runs its batches; None for both selects the CPU."""
         self.config, self.plan = config, plan
         self._device = device or torch.device("cpu")
         self._make = make or on_processor(plan, max(self.sizes()))
         self._forms = Forms(choice_of(plan, texts=True, device=self._device))
         layer = (self._product_bytes(2) - self._product_bytes(1)) if config.num_layers > 1 else self._product_bytes(1)
         self.few_layers = few_layers(config.num_layers, extent, layer, 0)
-        whole = self.few_layers == config.num_layers  # then nothing has to be worked out from fewer
+        whole = self.few_layers == config.num_layers  # then nothing has to be extrapolated
         self.layer_counts = [self.few_layers] if whole else sorted({1, 2, self.few_layers})
         self._runners = {layers: self._runner(layers) for layers in self.layer_counts}
-        for layers in self.layer_counts:  # what is recorded is no sample
+        for layers in self.layer_counts:  # the first run records and is not a sample
             self.step(StepShape("encode", self.sizes()[0], layers))()
 
-    # ---- which steps -------------------------------------------------------------------------------------------------
+    # ---- steps -----------------------------------------------------------------------------------------------------
 
     def sizes(self) -> list[int]:
-        """Tokens of steps."""
+        """Return the numbers of tokens of the steps to time."""
         target = self.plan.batch_target_tokens.value
         most = target if target < USUAL_TOKENS else max(target, MOST_TOKENS)
         return doubling(min(LEAST_TOKENS, most), most)
 
     def shapes(self, look: Look) -> list[StepShape]:
-        """The quickest first: for the last there may be no time."""
+        """Return the steps to time, the fastest first, since time may run out."""
         two, around = self.layer_counts[:2], sorted({self.layer_counts[0], self.layer_counts[-1]})
         most = max(self.sizes())
         sizes = sorted({min(size, most) for size in look.texts or self.sizes()})
@@ -89,7 +98,7 @@ class EncodeRehearsal:
         return shapes
 
     def step(self, shape: StepShape) -> Callable[[], object]:
-        """What runs that step, any number of times."""
+        """Return a function that runs that step; it may be called any number of times."""
         run = self._runners[shape.layers]
         spans = self._spans(shape.size, shape.context or min(TABLE_TEXT_TOKENS, self.plan.max_model_len.value))
         return lambda: run(spans)
@@ -100,10 +109,10 @@ class EncodeRehearsal:
         texts = tuple(Text(ids[:length]) for length in lengths)
         return Encoding.of(Encode("rehearsal", texts, self.config.outputs[:1], arrived_at=0.0)).spans()
 
-    # ---- what is said of the whole model -----------------------------------------------------------------------------
+    # ---- results for the whole model -------------------------------------------------------------------------------
 
     def trial(self, threads: int, seconds: Mapping[StepShape, float]) -> Trial | None:
-        """None where too little of it was measured, or nonsense."""
+        """Return the result for the whole model, or None if steps are missing or their times are inconsistent."""
         layers = self.config.num_layers
         usual = ((shape.size, shape.layers, took) for shape, took in seconds.items() if not shape.context)
         encode = table(by_size(usual, float(layers)))
@@ -122,15 +131,15 @@ class EncodeRehearsal:
 
     @property
     def read_bytes(self) -> int:
-        """Weights of products that a step of the whole model reads."""
+        """Bytes of product weights that a step of the whole model reads."""
         return self._product_bytes(self.config.num_layers)
 
     @property
     def operations_per_token(self) -> float:
-        """Multiply-adds of all layers for one token, times two."""
+        """Operations of all layers for one token: two for each multiply-add."""
         return 2.0 * sum(rows * columns for (rows, columns), _ in encoder_products_of(self.config))
 
-    # ---- the model ---------------------------------------------------------------------------------------------------
+    # ---- the model -------------------------------------------------------------------------------------------------
 
     @property
     def _num_ids(self) -> int:
@@ -161,7 +170,7 @@ class EncodeRehearsal:
 
 
 def with_layers(config: EncoderConfig, layers: int) -> EncoderConfig:
-    """The same with the first of its layers alone."""
+    """Return the config with only its first `layers` layers."""
     cut = replace(config, num_layers=layers, windows=config.windows[:layers], ropes=config.ropes[:layers])
     if config.decoder is None:
         return cut
@@ -171,7 +180,7 @@ def with_layers(config: EncoderConfig, layers: int) -> EncoderConfig:
 
 
 def _of_pairs(seconds: Mapping[StepShape, float], num_layers: int) -> float:
-    """Seconds that each pair of tokens of one text costs, all layers together; 0 where it was not measured."""
+    """Return the seconds that each pair of tokens of one text costs in all layers, or 0 if this was not measured."""
     for shape, took in seconds.items():
         without = seconds.get(replace(shape, context=0))
         if shape.context and without is not None:

@@ -1,9 +1,11 @@
-"""An encoder's layers run again natively: recorded once, for any number of tokens up to the one that was recorded.
+"""Replays an encoder's layers natively: recorded once, for any number of tokens up to the recorded number.
 
-What is saved is more than the interpreter's time: between two operations its lock would have to be had, for which a busy event loop
-lets others wait milliseconds. Recorded is all from token ids to hidden states; only values at addresses that stay, and the numbers of
-rows, change from step to step. All threads together have one recording, over all operations of which they are divided; and each has
-one of its own, over less memory, with which it computes lanes. A model that does something else than our operations stays eager.
+This saves more than interpreter time. Between two operations the worker needs the interpreter lock, which a busy
+event loop may hold for milliseconds. The recording covers everything from token ids to hidden states. Only values
+at fixed addresses and row counts change from step to step.
+
+All threads together have one recording, whose operations they divide. Each thread also has a smaller one, with
+which it computes lanes. A model that uses operations outside the native library stays eager.
 """
 
 from __future__ import annotations
@@ -24,23 +26,26 @@ from app.kernels.recording import Pool, Recorded, Unrecordable, noted
 from app.kernels.resizing import Resizing
 from app.models.context import EncodeContext
 
-LEAST_TOKENS = 16  # not to be recorded even with so few: not at all
+LEAST_TOKENS = 16  # a model that cannot be recorded with this few tokens is never recorded
 _MOST_LANES = 4096
 
 Hidden = Callable[[EncodeContext, Tensor | None], Tensor]
 
 
 class _Copy:
-    """Recordings of the layers over a batch and a pool of their own: one for all tokens, one for those that are wanted."""
+    """Recordings of the layers over one batch and one pool.
+
+    One computes all tokens, the other computes selected tokens.
+    """
 
     def __init__(self, hidden: Hidden, room: int, num_types: int) -> None:
         self._hidden, self.room = hidden, room
-        self._batch = TextBatch(room + 1, num_types)  # recorded are two numbers, which must differ
+        self._batch = TextBatch(room + 1, num_types)  # the recording contains both numbers, which must differ
         self._pool = Pool()
         self._kept: dict[bool, tuple[Recorded, Resizing]] = {}
 
     def steps(self, some: bool) -> TextSteps:
-        """Raises `Unrecordable`."""
+        """Return the recorded steps, recording them if needed. Raises `Unrecordable`."""
         recorded, resizing = self._kept.get(some) or self._record(some)
         result: Tensor = recorded.result
         assert result.is_contiguous() and result.dtype == torch.float32, "rows of the hidden size"
@@ -51,12 +56,15 @@ class _Copy:
 
     @property
     def size(self) -> int:
-        """Of a hidden state."""
+        """Size of a hidden state."""
         recorded, _ = next(iter(self._kept.values()))
         return int(recorded.result.shape[1])
 
     def _record(self, some: bool) -> tuple[Recorded, Resizing]:
-        """With as many tokens as there is room for: a form of weights may hand large products to somebody else."""
+        """Record with the largest number of tokens.
+
+        A linear form may use another implementation for large products.
+        """
         sizes: tuple[int, ...] = (self.room + 1, self.room) if some else (self.room,)
         recorded = noted(
             self._pool, lambda: self._hidden(self._batch.context(sizes[0]), self._batch.wanted(self.room if some else None))
@@ -66,34 +74,43 @@ class _Copy:
 
 
 class EncodeReplay:
-    """Belongs to one model and one batch; the worker thread's. `hidden` are the model's layers."""
+    """The recordings of one model and one batch, for the worker thread. `hidden` computes the model's layers."""
 
     def __init__(self, hidden: Hidden, batch: TextBatch, most: int, off: str = "", lanes: Lanes = USUAL) -> None:
-        """Steps of at most so many tokens: in longer ones the interpreter is lost in the products, and results want much memory."""
-        self.reason = off  # why every step is eager; empty: it is not
-        self.num_runs = 0  # steps that were run again
-        self.num_lanes = 0  # of all of them
+        """Start without recordings.
+
+        `most` is the largest number of tokens in a recorded step: in longer steps the interpreter time is
+        negligible, and results need much memory. `off` is the reason to record nothing.
+        """
+        self.reason = off  # reason why every step is eager; empty if steps are replayed
+        self.num_runs = 0  # number of steps that were replayed
+        self.num_lanes = 0  # number of lanes in all of them
         self._hidden, self._batch = hidden, batch
         self.lanes = lanes
         self._most = min(batch.room, most)
-        self._copies: dict[int, list[_Copy]] = {}  # by number of threads: the team's, then each thread's
-        self._steps: dict[tuple[int, bool], ctypes.Array[TextSteps]] = {}  # and by whether some tokens are wanted, or all
+        # key: number of threads; the shared recording comes first, then one for each thread
+        self._copies: dict[int, list[_Copy]] = {}
+        # key: number of threads, and True if only selected tokens are computed
+        self._steps: dict[tuple[int, bool], ctypes.Array[TextSteps]] = {}
         self._result = torch.empty(0)
         self._texts, self._wanted = Words(_MOST_LANES + 1), Words(_MOST_LANES + 1)
 
     @property
     def most_tokens(self) -> int:
-        """Of the steps that are run again; 0: none is."""
+        """Largest number of tokens in a step that is replayed; 0 if none is."""
         return 0 if self.reason else self._most
 
     def cut(self, lengths: Sequence[int]) -> Cut:
-        """In which order the batch is to have texts of so many tokens, and who computes which."""
+        """Return the order of the texts in the batch and their assignment to lanes, for texts of `lengths` tokens."""
         if self.reason or sum(lengths) > self._most:
             return Cut.none(len(lengths))
         return self.lanes.cut(lengths, torch.get_num_threads())
 
     def __call__(self, cut: Cut) -> Tensor:
-        """Hidden states of the batch, whose texts lie in the order of the cut, fp32: what the next step overwrites."""
+        """Return the hidden states of the batch, FP32, which the next step overwrites.
+
+        The texts are in the order of the lane plan.
+        """
         batch = self._batch
         some = batch.num_wanted is not None
         steps = self._recorded(some) if batch.num_tokens <= self._most else None
@@ -105,7 +122,7 @@ class EncodeReplay:
 
     def _run(self, cut: Cut, steps: ctypes.Array[TextSteps], some: bool) -> None:
         library, starts, rows = native().library, self._batch.text_starts, self._batch.rows
-        assert library is not None, "it recorded operations of the library"
+        assert library is not None, "only operations of the native library are recorded"
         together = 1 if cut.together else 0
         texts = [0, *([cut.together] if together else []), *cut.ends]
         self.num_lanes += len(cut.ends)
@@ -121,14 +138,14 @@ class EncodeReplay:
         )  # fmt: skip
 
     def _recorded(self, some: bool) -> ctypes.Array[TextSteps] | None:
-        """The team's steps and each thread's; None where they cannot be had."""
+        """Return the steps of the shared recording and of each thread, or None if the model cannot be recorded."""
         threads = torch.get_num_threads()
         while not self.reason and (threads, some) not in self._steps:
             try:
                 self._steps[threads, some] = self._record(some, threads)
             except Unrecordable as reason:
                 if self._most <= LEAST_TOKENS:
-                    self.reason = f"{reason} is not an operation of ours"
+                    self.reason = f"{reason} cannot be recorded"
                 self._most = max(self._most // 2, LEAST_TOKENS)
                 self._copies, self._steps = {}, {}
         return None if self.reason else self._steps[threads, some]
@@ -136,7 +153,8 @@ class EncodeReplay:
     def _record(self, some: bool, threads: int) -> ctypes.Array[TextSteps]:
         if threads not in self._copies:
             lane = min(room_of_lane(self._most, threads), self._most)
-            rooms = [self._most, *[lane] * threads] if threads > 1 else [self._most]  # one thread is its own team
+            # one thread needs no shared recording
+            rooms = [self._most, *[lane] * threads] if threads > 1 else [self._most]
             self._copies[threads] = [_Copy(self._hidden, room, self._batch.num_types) for room in rooms]
         copies = self._copies[threads]
         steps = (TextSteps * len(copies))(*(each.steps(some) for each in copies))

@@ -1,4 +1,7 @@
-"""How much of a step texts may take: as planned, or less for a while where a step wanted more memory than there was. Counts only."""
+"""Limits the texts of a step: as planned, or fewer for a while after a step that ran out of memory.
+
+Counts only, no tensors.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,11 @@ from collections.abc import Collection
 
 from app.engine.texts import Room, TextSpan
 
-_GOOD_STEPS = 32  # after which twice as much is tried again; one that fails costs a step, and nobody is told
+_GOOD_STEPS = 32  # steps, after which the limit is doubled; a step that then fails is repeated, and no request fails
 
 
 class StepRoom:
-    """Belongs to the engine. Texts are never divided, so the smallest step is one of them."""
+    """The batch limit of one engine. Texts are never divided, so the smallest step is one text."""
 
     def __init__(self, most_texts: int) -> None:
         self._most_texts = most_texts
@@ -18,20 +21,20 @@ class StepRoom:
         self._good_steps = 0
 
     def of(self, target_tokens: int) -> Room:
-        """Of the next step, where so many tokens are planned."""
+        """Return the limit of the next step, for which `target_tokens` are planned."""
         if self._less is None:
             return Room(target_tokens, self._most_texts)
         return Room(min(self._less.tokens, target_tokens), min(self._less.texts, self._most_texts))
 
     def shrink(self, spans: Collection[TextSpan]) -> bool:
-        """These wanted too much: the next step has half of it. False where there is but one text."""
+        """Halve the limit after these texts needed too much memory. Return False if there is only one text."""
         if len(spans) < 2:
             return False
         self._less, self._good_steps = Room(sum(span.num_tokens for span in spans) // 2, len(spans) // 2), 0
         return True
 
     def worked(self, target_tokens: int) -> None:
-        """A step was computed, where so many tokens were planned."""
+        """Record a successful step, for which `target_tokens` were planned."""
         if self._less is None:
             return
         self._good_steps += 1

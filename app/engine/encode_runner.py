@@ -1,6 +1,6 @@
-"""Carries out a batch of texts: describes it where the model reads, runs the layers, pools, and gives each text its rows as bytes.
+"""Runs a batch of texts on a CPU: fills buffers, runs the layers, pools, and returns the rows of each text as bytes.
 
-Which texts are in the batch is the queue's decision.
+The queue decides which texts are in the batch.
 """
 
 from __future__ import annotations
@@ -24,45 +24,51 @@ from app.models.encoder_config import EncoderConfig
 
 
 class EncoderModel(Protocol):
-    """Layers and what becomes of them; `starts` [texts + 1] int64 says where texts begin and end."""
+    """An encoder's layers and heads. `starts` [texts + 1] int64 contains the borders of the texts."""
 
     config: EncoderConfig
 
     def rows(self, starts: Tensor, names: Collection[str]) -> Tensor | None:
-        """Tokens [n] int64 whose hidden states these outputs need; None: all."""
+        """Return the tokens [n] int64 whose hidden states these outputs need, or None for all."""
         ...
 
     def hidden(self, context: EncodeContext, rows: Tensor | None = None) -> Tensor:
-        """Hidden states behind the last norm, fp32 [tokens or rows, size]."""
+        """Return the hidden states after the last norm, FP32 [tokens or rows, size]."""
         ...
 
     def outputs(
         self, hidden: Tensor, starts: Tensor, names: Collection[str], rows: Tensor | None = None, skipped: Tensor | None = None
     ) -> Mapping[str, Tensor]:
-        """`embedding` (not normalised) and `logits` a row for each text, `last_hidden_state` one for each token, fp32.
+        """Return the requested outputs, FP32.
 
-        The first `skipped` [texts] tokens of a text are not pooled.
+        `embedding` (not normalised) and `logits` have a row for each text, `last_hidden_state` has one for each
+        token. The first `skipped` [texts] tokens of a text are not pooled.
         """
         ...
 
 
 class EncodeRunner:
-    """Texts in, rows out. Lives on the worker thread; between two calls it holds no state but room."""
+    """Runs batches of texts. It belongs to the worker thread and keeps only buffers between calls."""
 
     overlaps = False
 
     def __init__(self, model: EncoderModel, room: int, off: str = "", usual: int | None = None, lanes: Lanes = USUAL) -> None:
-        """Batches have at most `room` tokens, and up to the `usual` number of them are run again natively (None: all).
+        """Create the buffers and the recordings.
 
-        `off`: why they are not; empty: they are. `lanes`: how they are cut.
+        Args:
+            model: The encoder.
+            room: The most tokens of a batch.
+            off: The reason why no batch is replayed; empty if batches are.
+            usual: Batches of up to this many tokens are replayed natively (None: all).
+            lanes: The lane planner.
         """
         self.model = model
         self._batch = TextBatch(room, model.config.num_types)
         self.replay = EncodeReplay(model.hidden, self._batch, room if usual is None else usual, off, lanes)
-        self.model_seconds = 0.0  # of the last batch, in the model's forward pass
+        self.model_seconds = 0.0  # seconds of the last batch in the model's forward pass
 
     def run(self, spans: Sequence[TextSpan]) -> list[dict[str, bytes]]:
-        """Of each text, by output: its rows, little-endian fp32."""
+        """Return the rows of each text by output name, as little-endian FP32 bytes."""
         with torch.inference_mode():
             names = {name for span in spans for name in span.request.order.outputs}
             cut = self.replay.cut([span.num_tokens for span in spans])
@@ -77,25 +83,29 @@ class EncodeRunner:
             return as_they_came(rows_of_texts(outputs, spans, self.model.config.pooling.normalizes), cut.order)
 
     def launch(self, spans: Sequence[TextSpan]) -> list[dict[str, bytes]]:
-        """Computed at once: a processor has nobody else to do it."""
+        """Compute the batch at once: a CPU has no queue to submit it to."""
         return self.run(spans)
 
     def wait(self, flight: list[dict[str, bytes]]) -> list[dict[str, bytes]]:
+        """Return the results of `launch`, which are complete."""
         return flight
 
     def survives(self, error: Exception) -> bool:
-        """Who has no memory left on a processor is ended by the system."""
+        """Return False: the operating system ends a process that has no CPU memory left."""
         return False
 
     def _skipped(self, spans: Sequence[TextSpan]) -> Tensor | None:
-        """Tokens of a prompt before each text, where those are not pooled."""
+        """Return the prompt tokens before each text, or None if they are pooled too."""
         if not self.model.config.pooling.skips_prompt:
             return None
         return torch.tensor([span.text.num_prompt_tokens for span in spans])
 
 
 def rows_of_texts(outputs: Mapping[str, Tensor], spans: Sequence[TextSpan], normalizes: bool) -> list[dict[str, bytes]]:
-    """Of each text, by output: its rows, little-endian fp32. Vectors are of unit length where a request wants that, or as usual."""
+    """Return the rows of each text by output name, as little-endian FP32 bytes.
+
+    Vectors have unit length if the request asks for it, or by default if `normalizes`.
+    """
     parts: list[dict[str, bytes]] = [{} for _ in spans]
     for name, tensor in outputs.items():
         if name == "embedding":
@@ -110,7 +120,10 @@ def rows_of_texts(outputs: Mapping[str, Tensor], spans: Sequence[TextSpan], norm
 
 
 def finished(vectors: Tensor, spans: Sequence[TextSpan], usual: bool) -> list[bytes]:
-    """Pooled vectors [texts, size] cut to the dimensions that each asked for, then of unit length where it did, or as is `usual`."""
+    """Cut pooled vectors [texts, size] to the requested dimensions and normalise them.
+
+    A request decides whether its vectors get unit length; `usual` is the default.
+    """
     asked = [(span.request.order.dimensions, span.request.order.normalize) for span in spans]
     found: dict[int, bytes] = {}
     for dimensions, normalize in dict.fromkeys(asked):
@@ -122,12 +135,12 @@ def finished(vectors: Tensor, spans: Sequence[TextSpan], usual: bool) -> list[by
 
 
 def as_they_came(rows: Sequence[dict[str, bytes]], order: Sequence[int]) -> list[dict[str, bytes]]:
-    """rows[i] are those of the text that came as `order[i]`."""
+    """Return the rows in arrival order; `rows[i]` belongs to the text that arrived as number `order[i]`."""
     return [row for _, row in sorted(zip(order, rows, strict=True), key=itemgetter(0))]
 
 
 def in_parts(rows: Tensor, counts: Sequence[int]) -> list[bytes]:
-    """rows [n, size] fp32 as bytes, so many rows in each part."""
+    """Split rows [n, size] FP32 into parts of `counts` rows each, as bytes."""
     whole = rows.contiguous().numpy().astype("<f4", copy=False).tobytes()
     width = rows.shape[1] * rows.itemsize
     ends = list(accumulate(counts))

@@ -1,4 +1,7 @@
-"""Dynamic batching of an encoder: the queue decides which texts go together, the runner computes them, answers are put together again."""
+"""Dynamic batching of an encoder.
+
+The queue selects the texts of a step, the runner computes them, and the engine assembles the answers.
+"""
 
 from __future__ import annotations
 
@@ -18,32 +21,34 @@ from app.messages import Abort, ArraysReady, Encode, Event, RequestFailed, Text,
 
 
 class Runner(Protocol):
-    """Texts in, rows of fp32 out: of each text, by output, little-endian bytes."""
+    """Computes texts: for each text, rows of little-endian FP32 bytes by output name."""
 
     @property
     def model_seconds(self) -> float:
-        """Of the last batch, in the model's forward pass."""
+        """Seconds of the last batch in the model's forward pass."""
         ...
 
     @property
     def overlaps(self) -> bool:
-        """Whether a batch may be launched while another is under way."""
+        """True if a batch may be launched while another is in flight."""
         ...
 
     def launch(self, spans: Items[TextSpan]) -> Any:
-        """Begins with a batch; what `wait` takes, in the order of launching."""
+        """Start a batch and return what `wait` takes; wait in the order of launching."""
         ...
 
-    def wait(self, flight: Any) -> Items[Mapping[str, bytes]]: ...
+    def wait(self, flight: Any) -> Items[Mapping[str, bytes]]:
+        """Return the rows of each text, by output name."""
+        ...
 
     def survives(self, error: Exception) -> bool:
-        """Whether that was a want of memory, which a smaller batch may not have."""
+        """Return True if the error was a lack of memory that a smaller batch may avoid."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A batch under way, since when."""
+    """A batch in flight, and the time when it was started."""
 
     spans: tuple[TextSpan, ...]
     flight: Any
@@ -52,9 +57,11 @@ class _Launched:
 
 @dataclass(frozen=True, slots=True)
 class EncodeLimits:
-    """What an order may ask for: texts of at most so many tokens, and these outputs. The service refuses the same, in a client's words.
+    """The limits of a request: the most tokens of a text, and the outputs that exist.
 
-    A step has at most so many texts.
+    A step has at most `max_running_seqs` texts.
+
+    The service refuses the same requests earlier, with messages in terms of its API.
     """
 
     max_model_len: int
@@ -62,7 +69,7 @@ class EncodeLimits:
     outputs: tuple[str, ...]
 
     def refusal(self, order: Encode) -> RequestError | None:
-        """Why this can never be computed; None where it can."""
+        """Return the error of a request that can never be computed, or None."""
         if not order.texts or not order.outputs:
             return InvalidRequest("There is nothing to encode.", field="input")
         missing = next((name for name in order.outputs if name not in self.outputs), None)
@@ -72,17 +79,18 @@ class EncodeLimits:
             if not text.token_ids or len(text.type_ids) not in (0, len(text.token_ids)):
                 return InvalidRequest("A text has no tokens, or types for some of them only.", field="input")
             if len(text.token_ids) > self.max_model_len:
-                told = f"A text has {len(text.token_ids)} tokens, and this model reads {self.max_model_len}."
+                told = f"A text has {len(text.token_ids)} tokens, but this model reads at most {self.max_model_len}."
                 return ContextLengthExceeded(told, field="input")
         return None
 
 
 class EncoderEngine:
-    """The engine's face to the worker for models that read. `stats` is the last step's.
+    """The engine of encoders, as the worker calls it. `stats` describes the last step.
 
-    A step that fails is tried again request by request, each alone: only the one whose texts cannot be computed ends with `StepFailed`.
-    One that wants more memory than there is is tried again in parts. Where so many texts wait that the next step is full anyway, a runner
-    that overlaps has it launched before this one is waited for: texts are described and answers made while the device computes.
+    A step that fails is tried again request by request, each alone. Only a request whose texts cannot be computed
+    ends with `StepFailed`. A step that needs more memory than there is is tried again in parts. If enough texts
+    are queued to fill the next step, a runner that overlaps launches it before this one is waited for: texts are
+    described and answers are assembled while the device computes.
     """
 
     def __init__(
@@ -94,23 +102,25 @@ class EncoderEngine:
         self.stats: StepStats | None = None
         self._limits, self._pace, self._clock = limits, pace, clock
         self._room = StepRoom(limits.max_running_seqs)
-        self._spans: tuple[TextSpan, ...] = ()  # of what is under way, or raised
+        self._spans: tuple[TextSpan, ...] = ()  # texts of the batches that are in flight, or that raised
         self._ahead: _Launched | None = None
-        self._ended = 0.0  # when the last step did
+        self._ended = 0.0  # end of the last step
 
     @property
     def has_work(self) -> bool:
+        """True if texts are queued or a batch is in flight."""
         return len(self.queue) > 0 or self._ahead is not None
 
     @property
     def patience_seconds(self) -> float:
-        """How long more texts may be waited for, although there are some."""
+        """Seconds that the worker may wait for more texts although some are queued."""
         if not self.queue or self._ahead is not None:
             return 0.0
         return self._pace.patience_seconds(self.queue.num_tokens, self._clock())
 
     def add(self, order: Encode) -> list[Event]:
-        assert order.request_id not in self.queue, "the service gives each request an id of its own"
+        """Queue a request; return its failure if it can never be computed."""
+        assert order.request_id not in self.queue, "request ids are unique"
         error = self._limits.refusal(order)
         if error is not None:
             return [RequestFailed(order.request_id, error)]
@@ -118,12 +128,12 @@ class EncoderEngine:
         return []
 
     def abort(self, command: Abort) -> list[Event]:
-        """Nobody is told: whoever aborts has stopped listening."""
+        """Drop a request. It gets no event, since its client has gone."""
         self.queue.remove(command.request_id)
         return []
 
     def step(self) -> list[Event]:
-        """Computes the next batch; returns the answers that are whole now."""
+        """Compute the next batch and return the answers that are complete now."""
         self.stretch.begin()
         now, self._ahead = self._ahead or self._launch(), None
         if now is None:
@@ -143,13 +153,13 @@ class EncoderEngine:
         return events
 
     def _launch(self) -> _Launched | None:
-        """The next batch, under way; a smaller one where there was no memory for it. None: there is none."""
+        """Start the next batch, or a smaller one if memory is short. Return None if no texts are queued."""
         began = self._clock()
         while spans := self.queue.take(self._room.of(self._pace.target_tokens)):
             self._spans += spans
             try:
                 launched = _Launched(spans, self.runner.launch(spans), began)
-            except RuntimeError as error:  # torch's want of memory is one
+            except RuntimeError as error:  # torch's out-of-memory error is one
                 if not (self.runner.survives(error) and self._room.shrink(spans)):
                     raise
                 self._spans = self._spans[: -len(spans)]
@@ -162,13 +172,19 @@ class EncoderEngine:
         return None
 
     def _next_is_full(self) -> bool:
-        """Whether waiting could bring the next step no more texts. One that is computed alone has no other beside it."""
+        """Return True if waiting cannot add texts to the next step.
+
+        A request that is computed alone shares its step with no other.
+        """
         if not self.runner.overlaps or self.queue.num_tokens < self._pace.target_tokens:
             return False
         return not any(request.alone for request in self.queue.requests)
 
     def fail(self) -> list[Event]:
-        """After `step` raised: its requests go back to go alone, and one that was alone already ends. Without a batch, all end."""
+        """Handle a step that raised: its requests are queued again to run alone, and one that was alone already ends.
+
+        If no batch was in flight, all requests end.
+        """
         error = StepFailed("The step that computed this request failed; the server's log says why. It may be sent again.")
         spans, self._spans, self._ahead = self._spans, (), None
         if not spans:
@@ -182,15 +198,16 @@ class EncoderEngine:
         return []
 
     def check(self) -> None:
-        """A text of one token, beside all requests."""
+        """Compute a text of one token, without touching the queue. Raises if that fails."""
         order = Encode("check", (Text((0,)),), self._limits.outputs[:1], arrived_at=0.0)
         self.runner.wait(self.runner.launch(Encoding.of(order).spans()))
 
     def fail_all(self, error: RequestError) -> list[Event]:
-        """Every request ends with this error."""
+        """End every request with this error."""
         return self._end(list(self.queue.requests), error)
 
     def snapshot(self) -> Snapshot:
+        """Return the state of the queue for the service and the metrics."""
         requests = self.queue.requests
         running = sum(bool(request.results) for request in requests)
         return Snapshot(
@@ -206,7 +223,7 @@ class EncoderEngine:
         for span, own in zip(spans, rows, strict=True):
             request = span.request
             request.results[span.index] = {name: own[name] for name in request.order.outputs}
-            if request.is_done and self.queue.remove(request.order.request_id):  # or it was aborted meanwhile
+            if request.is_done and self.queue.remove(request.order.request_id):  # false if it was aborted meanwhile
                 events.append(_ready(request, now))
         for request in dict.fromkeys(span.request for span in spans):
             request.alone = False
@@ -229,7 +246,7 @@ def _ready(request: Encoding, now: float) -> ArraysReady:
 
 
 def measured(spans: Items[TextSpan], seconds: float, model_seconds: float) -> StepStats:
-    """A step in numbers, for the metrics and the pace."""
+    """Return the statistics of a step, for the metrics and the batching delay."""
     return StepStats(
         seconds=seconds,
         num_sequences=len(spans),

@@ -1,6 +1,6 @@
-"""Which engine serves which kind of checkpoint, on a processor or on a device with memory of its own: one table, one function.
+"""Builds the engine of a checkpoint, selected by its kind (decoder, encoder, program) and by the device.
 
-Only the parts of the kind that is served are imported.
+Only the modules of the kind that is served are imported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from app.weights.program import ProgramCheckpoint
 
 @dataclass(frozen=True, slots=True)
 class Ordered:
-    """What is to be built: `steps` is what steps were measured to take, `eos_token_ids` end what a decoder says."""
+    """The inputs of `build`. `steps` is the measured step time table; `eos_token_ids` end the output of a decoder."""
 
     checkpoint: Checkpoint | ProgramCheckpoint
     plan: ServingPlan
@@ -29,7 +29,7 @@ class Ordered:
 
 
 def build(ordered: Ordered) -> Engine:
-    """On the thread that will step it. Raises a `StartupError` where the plan cannot be served."""
+    """Build the engine on the thread that will run its steps. Raises a `StartupError` if the plan cannot be served."""
     return _BUILDERS[ordered.checkpoint.needs().kind, ordered.plan.device.value in PROCESSORS](ordered)
 
 
@@ -68,7 +68,7 @@ def _program(ordered: Ordered) -> Engine:
     return build_program(ordered.checkpoint, ordered.plan, ordered.report, ordered.steps)
 
 
-# By kind, and whether it is a processor that serves; programs are planned on no other.
+# Key: the kind, and True for a CPU. Programs are planned only for CPUs.
 _BUILDERS: Mapping[tuple[str, bool], Callable[[Ordered], Engine]] = {
     ("decoder", True): _decoder,
     ("encoder", True): _encoder,

@@ -1,6 +1,6 @@
-"""Keys and values of every slot in one reserved stretch of address space, of which only what was written takes memory.
+"""CPU KV cache: one reserved range of address space for all slots. Only pages that were written take memory.
 
-Who owns which slot is `slots.py`'s business; this file only knows where a slot's tokens lie, and how their pages are given back.
+`KvAllocator` assigns slots to sequences. This module maps tokens to addresses and gives pages back to the system.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from app.errors import PlanImpossible
 from app.kernels.attention import Run
 from app.kernels.kv_rows import kv_rows, token_bytes
 
-# Python's mmap has no name for it; the value is the same on x86, Arm and RISC-V (Linux, asm-generic/mman-common.h).
-# With it the reservation is not counted against the commit limit. macOS needs nothing: there anonymous memory is lazy anyway.
+# MAP_NORESERVE: Python's mmap module has no name for it. The value is the same on x86, Arm and RISC-V (Linux,
+# asm-generic/mman-common.h). With it, the reservation does not count against the commit limit. macOS needs no
+# flag, because anonymous memory is lazy there anyway.
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
-# Linux drops the pages at once; macOS takes the hint only under pressure, and MADV_FREE is its way to say that the content is void.
+# Linux frees the pages at once. macOS uses the advice only under memory pressure, and marks unused content with
+# MADV_FREE.
 _GIVE_BACK = mmap.MADV_DONTNEED if sys.platform == "linux" else getattr(mmap, "MADV_FREE", mmap.MADV_DONTNEED)
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What a cache has room for: `num_slots` sequences of up to `max_len` tokens each."""
+    """Capacity of a KV cache: `num_slots` sequences of up to `max_len` tokens each, and the shape of a token's KV."""
 
     num_layers: int
     num_slots: int
@@ -41,19 +43,22 @@ class KVShape:
 
 
 class KVCache:
-    """Position p of a slot's sequence lies at offset p of the slot; a token's keys and values of a layer lie together.
+    """Keys and values of all slots in host memory.
 
-    Per layer `[slots, stride, token_bytes]` (kernels/kv_rows.py says what is in a row), where `stride` is `max_len` rounded up so that no
-    two slots share a page.
+    Position p of a slot's sequence is stored at offset p of the slot. A token's keys and values of one layer are
+    adjacent. The memory of a layer is `[slots, stride, token_bytes]`; `KvRows` describes the row format. `stride`
+    is `max_len` rounded up so that no two slots share a page.
     """
 
     def __init__(self, shape: KVShape, dtype: torch.dtype) -> None:
         self.shape = shape
         self.dtype = dtype
-        self.token_bytes = token_bytes(shape.num_kv_heads, shape.head_dim, dtype)  # of one layer
+        self.token_bytes = token_bytes(shape.num_kv_heads, shape.head_dim, dtype)  # bytes of one layer
         self.bytes_per_token = shape.num_layers * self.token_bytes
-        self.tokens_per_page = math.ceil(mmap.PAGESIZE / self.token_bytes)  # rounded up: a page is never counted as less
-        whole_pages = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, self.token_bytes)  # fewest tokens that fill pages exactly
+        # rounded up, so that a page never counts as fewer tokens
+        self.tokens_per_page = math.ceil(mmap.PAGESIZE / self.token_bytes)
+        # smallest number of tokens that fills pages exactly
+        whole_pages = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, self.token_bytes)
         self.stride = math.ceil(shape.max_len / whole_pages) * whole_pages
         self.reserved_bytes = shape.num_slots * self.stride * self.bytes_per_token
         self._memory = _reserve(self.reserved_bytes)
@@ -63,11 +68,11 @@ class KVCache:
         self.layers = [kv_rows(layer, shape.num_kv_heads, shape.head_dim, dtype) for layer in self._rows]
 
     def row(self, slot: int, position: int) -> int:
-        """Where a token lies among a layer's flat rows."""
+        """Return the index of a token among the flat rows of a layer."""
         return slot * self.stride + position
 
     def written_rows(self, spans: Iterable[Span]) -> list[int]:
-        """The flat rows of all tokens that these spans compute, in batch order."""
+        """Return the flat rows of all tokens that these spans compute, in batch order."""
         rows: list[int] = []
         for span in spans:
             assert span.start >= span.prefix_tokens, "a step never writes into a prefix that others share"
@@ -76,11 +81,14 @@ class KVCache:
         return rows
 
     def write(self, layer: int, rows: Tensor, key: Tensor, value: Tensor) -> None:
-        """Stores key, value [tokens, kv_heads, head_dim] (any strides) at `rows` [tokens] int64."""
+        """Store `key` and `value` [tokens, kv_heads, head_dim] (any strides) at `rows` [tokens] int64."""
         self.layers[layer].write(rows, key, value)
 
     def runs(self, span: Span) -> tuple[Run, ...]:
-        """Where a span's context `[0, end)` lies: the shared prefix, if any, then its own tail. The same for every layer."""
+        """Return the contiguous runs that hold a span's context `[0, end)`; they are the same for every layer.
+
+        The shared prefix comes first, if there is one, then the span's own tail.
+        """
         prefix = span.prefix_tokens if span.prefix_slot is not None else 0
         tail = Run(self.row(span.slot, prefix), span.end - prefix, prefix)
         if span.prefix_slot is None or prefix == 0:
@@ -88,23 +96,24 @@ class KVCache:
         return (Run(self.row(span.prefix_slot, 0), prefix, 0), tail)
 
     def segment(self, layer: int, run: Run) -> Segment:
-        """A run's keys and values of one layer, as views."""
+        """Return the keys and values of a run in one layer, as views."""
         return Segment(*self.layers[layer].read(run.first, run.num_tokens), run.position)
 
     def segments(self, layer: int, span: Span) -> tuple[Segment, ...]:
-        """A span's whole context of one layer, as views: one segment, or two where it shares a prefix."""
+        """Return a span's whole context in one layer, as views: one segment, or two if it shares a prefix."""
         return tuple(self.segment(layer, run) for run in self.runs(span))
 
     def copy(self, copy: Copy) -> None:
-        """Carries out one copy, in all layers."""
+        """Do one copy, in all layers."""
         source, target = self.row(copy.source, copy.start), self.row(copy.target, copy.start)
         length = copy.end - copy.start
         self._rows.narrow(1, target, length).copy_(self._rows.narrow(1, source, length))
 
     def release(self, slot: int, start: int, end: int) -> None:
-        """Gives the whole pages among positions `[start, end)` of a slot back; a page that also holds a token outside stays.
+        """Give back the whole pages among positions `[start, end)` of a slot.
 
-        `end` at `max_len` takes the slot's last page too: nothing lies behind it.
+        A page that also holds a token outside the range stays. If `end` is `max_len`, the slot's last page is
+        released too, because nothing is stored after it.
         """
         last = self.stride if end >= self.shape.max_len else end
         first_byte = math.ceil(start * self.token_bytes / mmap.PAGESIZE) * mmap.PAGESIZE
@@ -117,12 +126,16 @@ class KVCache:
             self._memory.madvise(_GIVE_BACK, slot_byte + first_byte, last_byte - first_byte)
 
     def resident_bytes(self) -> int:
-        """How much of the reservation takes memory now. It asks the kernel about every page: for tests and reports, not for a step."""
+        """Return the part of the reservation that takes memory now, in bytes.
+
+        It queries the kernel for every page, so use it in tests and reports, not in a step.
+        """
         pages = (ctypes.c_ubyte * (self.reserved_bytes // mmap.PAGESIZE))()
         address = ctypes.c_void_p(self._rows.data_ptr())
         if ctypes.CDLL(None, use_errno=True).mincore(address, ctypes.c_size_t(self.reserved_bytes), pages) != 0:
             raise OSError(ctypes.get_errno(), "mincore")
-        flags = torch.frombuffer(pages, dtype=torch.uint8)  # the lowest bit says resident, the others are the system's own
+        # the lowest bit means resident; the other bits are reserved
+        flags = torch.frombuffer(pages, dtype=torch.uint8)
         return int(flags.bitwise_and_(1).sum()) * mmap.PAGESIZE
 
 
@@ -133,10 +146,11 @@ def _reserve(num_bytes: int) -> mmap.mmap:
     except (OSError, ValueError, OverflowError) as error:
         raise PlanImpossible(
             f"The system refuses to reserve {num_bytes / 2**30:.1f} GiB of address space for the KV cache ({error}). "
-            "It is only taken as it is written, but strict overcommit (vm.overcommit_memory=2) or an address space limit (ulimit -v) "
+            "Memory is only used once it is written, but strict overcommit (vm.overcommit_memory=2) or an address space limit (ulimit -v) "
             "counts it at once: lift that, or lower max_running_seqs or max_model_len."
         ) from error
-    # With huge pages one token would touch 2 MiB a layer. A kernel that has none refuses the advice, and needs none.
+    # Huge pages would use 2 MiB per layer for one token. A kernel without huge pages rejects the advice and does
+    # not need it.
     with contextlib.suppress(OSError):
         if hasattr(mmap, "MADV_NOHUGEPAGE"):
             memory.madvise(mmap.MADV_NOHUGEPAGE)

@@ -1,7 +1,8 @@
-"""How a batch of texts is cut into lanes: whole texts that one thread computes by itself, so that threads need not meet at every operation.
+"""Divides a batch of texts into lanes: whole texts that one thread computes alone.
 
-Pure arithmetic, without torch. A text that is longer than its share is computed first, by all threads together; the rest goes into lanes
-of about the same cost, several for each thread: who loses its core for a while leaves those that it has not begun to the others.
+Threads then need not synchronize at every operation. Pure arithmetic, without torch. A text that is longer than
+its share is computed first, by all threads together. The rest is divided into lanes of about equal cost, several
+for each thread: a thread that loses its core for a while leaves the lanes that it has not started to the others.
 """
 
 from __future__ import annotations
@@ -10,17 +11,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
 
-# Tokens of a lane at least: each lane reads all weights, which products of fewer rows would wait for.
+# Fewest tokens of a lane. Each lane reads all weights, and a product of fewer rows would wait for them.
 LEAST_TOKENS = 64
-MOST_A_THREAD = 4  # lanes: with more there would be less to multiply at a time and little more to share out
-USUAL_PAIR = 1 / 256  # tokens that a pair costs where nothing was measured: half of such a text's time goes to its pairs
-# Of the busiest thread over the mean: beyond, dividing every operation is quicker although threads wait for each other.
+MOST_A_THREAD = 4  # lanes; more of them would make smaller products and balance little better
+# tokens; the cost of a pair if it was not measured: then a text of 256 tokens spends half of its time on pairs
+USUAL_PAIR = 1 / 256
+# Load of the busiest thread relative to the mean. Beyond this, dividing every operation is faster, even though
+# threads wait for each other.
 UNEVEN = 1.25
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Texts `order[:together]` are computed by all threads together; lane i has texts `order[ends[i - 1]:ends[i]]`, from `together` on."""
+    """A lane plan.
+
+    All threads together compute the texts `order[:together]`. After these, lane i has the texts
+    `order[ends[i - 1]:ends[i]]`, where the first lane begins at `together`.
+    """
 
     order: tuple[int, ...]
     together: int
@@ -28,20 +35,20 @@ class Cut:
 
     @classmethod
     def none(cls, texts: int) -> Cut:
-        """All together, as they came."""
+        """Return the plan without lanes: all threads compute all texts together, in arrival order."""
         return cls(tuple(range(texts)), texts)
 
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """The rule. `pair_tokens`: what a pair of tokens of one text costs, in tokens."""
+    """Plans lanes. `pair_tokens` is the cost of a pair of tokens of one text, in tokens."""
 
     pair_tokens: float = USUAL_PAIR
     least_tokens: int = LEAST_TOKENS
     most_a_thread: int = MOST_A_THREAD
 
     def cut(self, lengths: Sequence[int], threads: int) -> Cut:
-        """Of texts of so many tokens each."""
+        """Return the plan for texts of `lengths` tokens."""
         tokens = sum(lengths)
         if threads == 1 or tokens < threads * self.least_tokens or len(lengths) < threads:
             return Cut.none(len(lengths))
@@ -51,7 +58,7 @@ class Lanes:
         for together in range(len(lengths) - threads + 1):
             share = UNEVEN * left / threads
             number = min(threads * self.most_a_thread, tokens // self.least_tokens, len(lengths) - together)
-            number -= number % threads  # as many for each
+            number -= number % threads  # a multiple of the number of threads
             if number == 0:
                 break
             if costs[together] <= share:
@@ -63,6 +70,7 @@ class Lanes:
         return Cut.none(len(lengths))
 
     def cost(self, length: int) -> float:
+        """Return the cost of a text of `length` tokens, in tokens."""
         return length + self.pair_tokens * length * length
 
 
@@ -70,7 +78,7 @@ USUAL = Lanes()
 
 
 def room_of_lane(tokens: int, threads: int) -> int:
-    """Tokens of the longest lane that a batch of so many tokens may be cut into."""
+    """Return the most tokens that a lane can have in a batch of `tokens` tokens."""
     return int(UNEVEN * tokens / threads) + 1
 
 
@@ -78,11 +86,14 @@ def room_of_lane(tokens: int, threads: int) -> int:
 class _Lane:
     cost: float
     tokens: int
-    texts: list[int]  # places in the order
+    texts: list[int]  # indices in the order
 
 
 def _even(costs: Sequence[float], lengths: Sequence[int], first: int, number: int) -> list[_Lane]:
-    """So many lanes of the texts from `first` on, each text where there is least so far; the most costly lane first."""
+    """Distribute the texts from `first` on over `number` lanes, each text to the cheapest lane so far.
+
+    The costliest lane comes first.
+    """
     heap = [(0.0, lane) for lane in range(number)]
     texts: list[list[int]] = [[] for _ in range(number)]
     for at in range(first, len(costs)):
@@ -94,7 +105,7 @@ def _even(costs: Sequence[float], lengths: Sequence[int], first: int, number: in
 
 
 def _busiest(lanes: Sequence[_Lane], threads: int) -> float:
-    """What the busiest of so many threads computes, each claiming the next lane when it is free."""
+    """Return the load of the busiest thread if each thread takes the next lane when it is free."""
     loads = [0.0] * threads
     for lane in lanes:
         heapreplace(loads, loads[0] + lane.cost)

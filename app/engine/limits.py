@@ -1,4 +1,4 @@
-"""What a request may ask of the engine: refused at once where it could never be served, and how long it may become where it can."""
+"""Limits of a request: reject one that can never be served, and compute the maximum length of one that can."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ from app.messages import Generate
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`max_model_len` is prompt and completion together; `max_running_seqs` and `max_batch_tokens` bound a step."""
+    """Limits of the engine.
+
+    `max_model_len` counts prompt and completion together. `max_running_seqs` and `max_batch_tokens` bound a step.
+    """
 
     max_model_len: int
     max_running_seqs: int
     max_batch_tokens: int
 
     def within(self, pool: SlotPool) -> Limits:
-        """Narrowed to what can be kept: one sequence alone fits the pool, and every decode fits a step."""
+        """Return these limits, reduced to the capacity of the KV pool.
+
+        One sequence alone then fits the pool, and all decodes fit one step.
+        """
         return replace(
             self,
             max_model_len=min(self.max_model_len, pool.capacity_tokens),
@@ -27,7 +33,7 @@ class Limits:
 
 
 def refusal(request: Generate, limits: Limits, pool: SlotPool) -> RequestError | None:
-    """Why this request can never be served; None where it can."""
+    """Return the error for a request that can never be served; None if it can be served."""
     num_prompt, width = len(request.token_ids), request.params.beam_width
     if num_prompt == 0:
         return InvalidRequest("The prompt has no tokens.", field="prompt")
@@ -36,7 +42,8 @@ def refusal(request: Generate, limits: Limits, pool: SlotPool) -> RequestError |
             f"The prompt has {num_prompt} tokens; with at least one of completion the context holds {limits.max_model_len}.",
             field="prompt",
         )
-    widest = min(limits.max_running_seqs, len(pool.slots) - 1)  # one more slot holds the prompt that the beams share
+    # one slot is needed for the prompt that the beams share
+    widest = min(limits.max_running_seqs, len(pool.slots) - 1)
     if width > max(widest, 1):
         return InvalidRequest(f"beam_width is at most {max(widest, 1)} on this server, not {width}.", field="beam_width")
     if longest(request, limits, pool) <= num_prompt:
@@ -48,11 +55,14 @@ def refusal(request: Generate, limits: Limits, pool: SlotPool) -> RequestError |
 
 
 def longest(request: Generate, limits: Limits, pool: SlotPool) -> int:
-    """How long its sequences may become. Alone in the pool they fit, so that the oldest request always gets on."""
+    """Return the maximum length of the request's sequences, in tokens.
+
+    A request that is alone in the pool always fits with this length, so the oldest request always makes progress.
+    """
     num_prompt, params = len(request.token_ids), request.params
     bound = limits.max_model_len if params.max_tokens is None else min(limits.max_model_len, num_prompt + params.max_tokens)
     if params.beam_width == 1:
         return bound
-    # The prompt once; a completion for it and for each beam; the ends of each on pages of their own.
+    # The prompt is stored once. The root and each beam store a completion, and each end needs a separate page.
     room = pool.capacity_tokens - num_prompt - (2 * params.beam_width + 1) * pool.tokens_per_page
     return min(bound, num_prompt + room // (params.beam_width + 1))

@@ -1,4 +1,4 @@
-"""The beginning of every engine: the device made ready, and a checkpoint's layers in it, told step by step."""
+"""First steps of every engine: configure the device and load the checkpoint, with progress reports."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from app.weights.checkpoint import Checkpoint
 from app.weights.load import Model, load_model
 from app.weights.pack_cache import Packs
 
-Report = Callable[[str], None]  # told the stage of loading, in words for people
+Report = Callable[[str], None]  # called with the stage of loading, as text for people
 Kind = TypeVar("Kind", bound=Device)
-Select = Callable[[ServingPlan], Kind]  # of backends/selection.py: whoever loads says which kind it steps on
+Select = Callable[[ServingPlan], Kind]  # a function of backends/selection.py that selects the kind of device
 
 
 def load(checkpoint: Checkpoint, plan: ServingPlan, report: Report, select: Select[Kind]) -> tuple[Model, Kind]:
-    """Raises a `StartupError` where the plan cannot be served."""
+    """Configure the device and load the model. Raises a `StartupError` if the plan cannot be served."""
     backend = prepared_device(plan, report, select)
     folder = plan.pack_folder.value
     packs = None if folder is None else Packs(Path(folder), percent(report, "keeping packed weights"))
@@ -26,7 +26,7 @@ def load(checkpoint: Checkpoint, plan: ServingPlan, report: Report, select: Sele
 
 
 def prepared_device(plan: ServingPlan, report: Report, select: Select[Kind]) -> Kind:
-    """Configured as planned, on this thread."""
+    """Return the device, configured by the plan on this thread."""
     report("preparing the device")
     backend = select(plan)
     backend.configure(plan)
@@ -35,7 +35,7 @@ def prepared_device(plan: ServingPlan, report: Report, select: Select[Kind]) -> 
 
 
 def percent(report: Report, stage: str) -> Callable[[int, int], None]:
-    """Hears (done, of so many), and tells of whole steps only."""
+    """Return a callback for (done, total) that reports each new percentage of `stage`."""
     told = -1
 
     def progress(done: int, total: int) -> None:

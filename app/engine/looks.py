@@ -1,4 +1,4 @@
-"""How closely a way to serve is timed: which steps of it, and how much of the model is made up for that."""
+"""Defines the steps that a trial times, and the part of the model that it builds for that."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from typing import Protocol
 
 from app.hardware.decision import Trial
 
-COARSE_LAYERS, FULL_LAYERS = 8, 4  # one in so many is made
+COARSE_LAYERS, FULL_LAYERS = 8, 4  # one layer in this many is built
 COARSE_OUTPUTS = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """A step through `layers` layers: `decode` of so many sequences, `prefill` of so many tokens of a prompt, `context` behind each; or
-    `encode` of so many tokens of texts, of `context` tokens each (0: as in the table)."""
+    """A step through `layers` layers of the model.
+
+    Kind `decode`: `size` sequences. Kind `prefill`: `size` tokens of a prompt. Both have `context` earlier tokens
+    in each sequence. Kind `encode`: `size` tokens of texts that have `context` tokens each (0: as in the table).
+    """
 
     kind: str
     size: int
@@ -25,10 +28,12 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How much of a model is made up.
+    """The part of a model that is built with synthetic weights.
 
-    `cache_bytes`: of the machine's largest cache, which the weights of a step must exceed as those of the whole model do. At least one
-    layer in `layers_share`: the less is made of each that is measured. `most_outputs`: of the output layer, whose rest counts as layers.
+    - `cache_bytes`: size of the machine's largest cache, which the weights of a step must exceed as those of the
+      whole model do.
+    - `layers_share`: at least one layer in this many is built. A larger share means fewer layers.
+    - `most_outputs`: limit for the output layer; the rest of it is counted as layers.
     """
 
     cache_bytes: int
@@ -38,7 +43,10 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """At which rows of decodes, tokens of a prompt and of texts (none: at all that matter), and with how much of the model made up."""
+    """The steps of a trial: rows of decodes, tokens of a prompt and tokens of texts (empty: all that matter).
+
+    `layers_share` and `most_outputs` limit the part of the model that is built. `context` adds steps with context.
+    """
 
     layers_share: int
     rows: tuple[int, ...] = ()
@@ -53,23 +61,23 @@ COARSE = Look(COARSE_LAYERS, rows=(1, 8), tokens=(128,), texts=(16, 256), most_o
 
 
 class Rehearsed(Protocol):
-    """A way to serve that can be timed step by step."""
+    """A model under one plan that can be timed step by step."""
 
     def shapes(self, look: Look) -> list[StepShape]:
-        """The quickest first: for the last there may be no time."""
+        """Return the steps to time, the fastest first, since time may run out."""
         ...
 
     def step(self, shape: StepShape) -> Callable[[], object]:
-        """What runs that step, any number of times."""
+        """Return a function that runs that step; it may be called any number of times."""
         ...
 
     def trial(self, threads: int, seconds: Mapping[StepShape, float]) -> Trial | None:
-        """What is said of the whole model; None where too little of it was measured, or nonsense."""
+        """Return the result for the whole model, or None if steps are missing or their times are inconsistent."""
         ...
 
 
 def doubling(first: int, most: int) -> list[int]:
-    """first, 2 · first, … and `most` itself."""
+    """Return first, 2 · first, 4 · first, … and finally `most` itself."""
     return [*_powers(first, most), most]
 
 

@@ -1,6 +1,6 @@
-"""Weights of a model that is not loaded: nothing is read and nothing is rounded, bytes are filled with a pattern.
+"""Synthetic weights for a model that is not loaded: nothing is read or quantized, bytes are filled with a pattern.
 
-Its codes and scales are finite and small, so what is computed with it takes as long as what is computed with real weights.
+Codes and scales are finite and small, so computing with them takes as long as with real weights.
 """
 
 from __future__ import annotations
@@ -20,29 +20,31 @@ from app.kernels.memory import weights_bytes
 from app.kernels.panels import PanelLinear
 from app.weights.choice import OUTPUT_SOURCES, Choice, KeptPacking
 
-PATTERN = 0x3C  # twice, it is 0.0115 in bf16; once, 60 in eight bits; half of it 12 or 3 in four
-WEIGHT = 0.0115  # where a form packs whole weights
-MOST_BYTES = 768 * 2**20  # of made-up layers: filled in a fraction of a second, and free again before the model comes
-MOST_IDS = 4096  # different tokens in steps
-NOISE_ELEMENTS = 2**23  # of a weight that is made on a device, at a time
+PATTERN = 0x3C  # two bytes of it are 0.0115 in bf16; one is 60 in eight bits; its halves are 3 and 12 in four bits
+WEIGHT = 0.0115  # the value where a form packs whole weights
+# limit of the layers; filled in a fraction of a second and released before the model is loaded
+MOST_BYTES = 768 * 2**20
+MOST_IDS = 4096  # number of different token ids in steps
+NOISE_ELEMENTS = 2**23  # elements of a weight that are generated on a device at a time
 OnDevice = DevicePacking | DeviceInt4Packing
 
 
 class Forms:
-    """One form for each layer's product, whichever model asks."""
+    """The linear forms, one for each product of a layer, shared by all models of a trial."""
 
     def __init__(self, choice: Choice) -> None:
         self.choice = choice
         self.made: dict[tuple[str, ...], LinearForm] = {}
 
     def of(self, linear: Linear) -> LinearForm:
+        """Return the form of this product, made on first use."""
         if linear.sources not in self.made:
             bias = torch.zeros(linear.out_features, dtype=self.choice.dtype) if linear.has_bias else None
             self.made[linear.sources] = made_up_form(self.choice.packing(linear), linear, bias, self.choice.dtype)
         return self.made[linear.sources]
 
     def sizes(self, modules: Iterable[nn.Module]) -> tuple[int, int]:
-        """Bytes that products of few rows read, of the layers and of the output layer."""
+        """Return the bytes that products of few rows read: those of the layers, and those of the output layer."""
         linears = [module for module in modules if isinstance(module, Linear)]
         output = sum(self._read_bytes(one) for one in linears if one.sources in OUTPUT_SOURCES)
         return sum(self._read_bytes(one) for one in linears) - output, output
@@ -58,19 +60,22 @@ class Forms:
 
 
 def few_layers(num_layers: int, extent: Extent, layer_bytes: int, output_bytes: int) -> int:
-    """So many that they and the output layer exceed the cache twice; at least two, so that one more can be told from one."""
+    """Return the number of layers to build, so that they and the output layer exceed the cache twice.
+
+    At least two, so that the cost of one more layer can be measured.
+    """
     beyond = math.ceil((2 * extent.cache_bytes - output_bytes) / layer_bytes)
     wanted = max(2, beyond, math.ceil(num_layers / extent.layers_share))
     return min(num_layers, wanted, max(2, MOST_BYTES // layer_bytes))
 
 
 def table_of(rows: int, size: int, device: torch.device | None = None) -> Tensor:
-    """Of an embedding of its own: only the rows that steps look up."""
+    """Return the table of an untied embedding, [rows, size] bf16: only the rows that steps look up."""
     return torch.full((rows, size), WEIGHT, dtype=torch.bfloat16, device=device)
 
 
 def made_up_form(packing: Packing, linear: Linear, bias: Tensor | None, dtype: torch.dtype) -> LinearForm:
-    """As that packing makes it of a weight of the layer's size."""
+    """Return a form as `packing` makes it from a weight of the layer's size."""
     outputs, inputs = linear.out_features, linear.in_features
     if isinstance(packing, KeptPacking):
         return packing.restored(outputs, inputs, bias, [_filled(nbytes) for nbytes in packing.part_bytes(outputs, inputs)])
@@ -84,7 +89,10 @@ def made_up_form(packing: Packing, linear: Linear, bias: Tensor | None, dtype: t
 
 
 def _of_noise(packing: OnDevice, outputs: int, inputs: int, bias: Tensor | None) -> LinearForm:
-    """Made where it lies. Noise, since what a GPU draws depends on how many bits change, and how quickly it runs on what it draws."""
+    """Build the form on its device, filled with noise.
+
+    The power that a GPU draws depends on how many bits change, and its speed depends on that power.
+    """
     form, step = packing.room(outputs, inputs, bias), max(1, NOISE_ELEMENTS // inputs)
     generator = torch.Generator(packing.device).manual_seed(0)
     for first in range(0, outputs, step):

@@ -1,6 +1,7 @@
-"""Calibration: this machine timed with a checkpoint's shapes before any of its weights is read, inside a time budget.
+"""Calibration: times this machine with a checkpoint's shapes, within a time budget, before any of its weights is read.
 
-Out come `Measurements`, which the plan takes for facts. Where samples differ too much for that, they say so and the plan does without.
+The results are `Measurements`, which the plan uses as facts. If samples vary too much for that, the results say so
+and the plan does without.
 """
 
 from __future__ import annotations
@@ -31,20 +32,27 @@ from app.models.config import ModelConfig
 from app.models.encoder_config import EncoderConfig
 from app.weights.program import ProgramCheckpoint
 
-CEILINGS_SECONDS = 0.4  # what both ceilings take; a budget with no room for them is for a model that nothing is at stake for
-PRECISIONS_SHARE = 0.4  # of the budget, for a look at all precisions that may be chosen
-THREADS_SHARE = 0.25  # of the rest, for a look at how many threads are best
-COPY_SHARE = 0.25  # of the rest, for prompts in eight bits beside four
-PATIENCE = 3  # times as many samples where they differ too much, if there is time
+# seconds for both measurements of the peaks; a smaller budget means a model for which they do not matter
+CEILINGS_SECONDS = 0.4
+PRECISIONS_SHARE = 0.4  # share of the budget for a coarse trial of every precision that may be chosen
+THREADS_SHARE = 0.25  # share of the rest for a coarse trial of the thread counts
+COPY_SHARE = 0.25  # share of the rest for prompts in eight bits in addition to four
+PATIENCE = 3  # times as many samples if they vary too much, and if there is time
 
 Report = Callable[[str], None]
-Key = tuple[int, StepShape]  # threads, step
+Key = tuple[int, StepShape]  # (threads, step)
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is measured. `ways`: a plan for each precision that may be chosen; `copy`: one that holds eight bits beside four, where that may
-    be. `threads` may serve, the most first. `choose` says which precision and how many threads the plan takes after a look at all."""
+    """The model and the plans to measure.
+
+    - `plans`: a plan for each precision that may be chosen.
+    - `threads`: the thread counts that may serve, the largest first.
+    - `choose`: returns the precision and the thread count that the plan takes after a coarse trial of all.
+    - `copy`: a plan that holds eight bits in addition to four, if that may be chosen.
+    - `cache_bytes`: size of the machine's largest cache.
+    """
 
     config: ModelConfig | EncoderConfig | ProgramCheckpoint
     ways: tuple[ServingPlan, ...]
@@ -56,26 +64,28 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Timer:
-    """Until when, by which clock, and who is told how far it is; `report` may raise, to stop."""
+    """A deadline, its clock, and the progress callback. `report` may raise, to stop."""
 
     deadline: float
     report: Report
     clock: Clock = time.perf_counter
 
     def share(self, part: float) -> Timer:
-        """A part of the time that is left."""
+        """Return a timer for a part of the time that is left."""
         now = self.clock()
         return replace(self, deadline=now + part * max(0.0, self.deadline - now))
 
     def less(self, seconds: float) -> Timer:
-        """All but so many seconds."""
+        """Return a timer that ends `seconds` earlier."""
         return replace(self, deadline=self.deadline - seconds)
 
 
 def measure(subject: Subject, budget_seconds: float, report: Report, clock: Clock | None = None) -> Measurements:
-    """On the thread that will serve: its pool is left at the number of threads tried last, until the backend is configured.
+    """Measure on the thread that will serve.
 
-    Under a quota that binds, seconds are as it makes them, and the budget is of as much of the CPU as without.
+    The thread pool keeps the thread count that was tried last, until the backend is configured. Under a CPU quota
+    that limits this process, the seconds are those under the quota, and the budget is extended to the same amount
+    of CPU time.
     """
     quota, threads = subject.ways[0].throttling_quota.value, subject.threads[0]
     part = 1.0 if quota is None else quota / threads
@@ -96,16 +106,19 @@ def measure(subject: Subject, budget_seconds: float, report: Report, clock: Cloc
             found = _between(
                 before, _trials(subject, timer.less(CEILINGS_SECONDS / part), before), _ceilings(subject, backend, part)
             )
-    gc.collect()  # made-up weights go before the real ones come
+    gc.collect()  # release the synthetic weights before the real ones are loaded
     return replace(found, seconds=clock() - began)
 
 
 def _compile(subject: Subject, report: Report) -> None:
-    """Kernels for a device are compiled when they are first used, for minutes where no earlier start kept them: beside the budget."""
-    report("calibrating: kernels are compiled")
+    """Compile the kernels of a device on their first use.
+
+    This can take minutes if no earlier start kept them, so the budget excludes it.
+    """
+    report("calibrating: compiling kernels")
     rehearsal = Session(subject, subject.ways[0], Timer(0.0, report)).rehearsal(Extent(0, COARSE_LAYERS, COARSE.most_outputs))
     for shape in rehearsal.shapes(FULL):
-        report(f"calibrating: kernels are compiled ({shape.kind}, {shape.size})")
+        report(f"calibrating: compiling kernels ({shape.kind}, {shape.size})")
         rehearsal.step(shape)()
 
 
@@ -117,7 +130,10 @@ def _ceilings(subject: Subject, backend: Device, part: float = 1.0) -> Measureme
 
 
 def _between(before: Measurements, found: Measurements, after: Measurements) -> Measurements:
-    """What was found, held against what the machine could do before and after it. A product is slow for others' sake alone."""
+    """Combine the trials with the peaks measured before and after them.
+
+    Bandwidth is the mean of both. For products the faster one counts, since only other processes can slow them down.
+    """
     assert before.read_bytes_per_second and after.read_bytes_per_second, "both were read"
     read = (before.read_bytes_per_second + after.read_bytes_per_second) / 2
     rates = {name: max(rate, after.products_per_second.get(name, 0.0)) for name, rate in before.products_per_second.items()}
@@ -125,7 +141,7 @@ def _between(before: Measurements, found: Measurements, after: Measurements) -> 
 
 
 def _trials(subject: Subject, timer: Timer, found: Measurements) -> Measurements:
-    """A look at every precision that may be chosen, then at every number of threads, then a full table of what the plan takes."""
+    """Try every precision that may be chosen, then every thread count, then measure the full table of the plan."""
     plan, threads, looked = subject.ways[0], subject.threads[0], list[Trial]()
     if len(subject.ways) > 1:
         looking = timer.share(PRECISIONS_SHARE)
@@ -154,8 +170,11 @@ def _not_again(older: Iterable[Trial], newer: Sequence[Trial]) -> list[Trial]:
 
 
 def _with_copy(subject: Subject, timer: Timer, found: Measurements, lean: Trial) -> Measurements:
-    """Four bits for few rows and eight for many: which is the quicker at how many, and what a step then takes."""
-    assert subject.copy is not None, "whoever calls has asked"
+    """Measure four bits for few rows with eight bits for many.
+
+    Find the number of rows above which eight bits are faster, and the resulting step times.
+    """
+    assert subject.copy is not None, "the caller has checked it"
     sizes = tuple(sorted({64, 128, max(lean.prefill_seconds)}))
     eight = Session(subject, subject.copy, timer).trials((lean.threads,), replace(COARSE, rows=COARSE.rows[:1], tokens=sizes))
     if not eight:
@@ -171,14 +190,14 @@ def _with_copy(subject: Subject, timer: Timer, found: Measurements, lean: Trial)
 
 
 class Session:
-    """One way to serve, timed. `noise` says why it gave no trial."""
+    """A trial of one plan. `noise` is the reason if it gave no result."""
 
     def __init__(self, subject: Subject, plan: ServingPlan, timer: Timer) -> None:
         self.subject, self.plan, self.timer = subject, plan, timer
         self.noise = ""
 
     def trials(self, threads: Sequence[int], look: Look) -> list[Trial]:
-        """One for each number of threads; they take turns."""
+        """Return one result for each thread count; the thread counts are sampled in turns."""
         self.timer.report(f"calibrating: {self.plan.precision.value}")
         extent = Extent(self.subject.cache_bytes, look.layers_share, look.most_outputs)
         rehearsal = self.rehearsal(extent)
@@ -197,6 +216,7 @@ class Session:
         return trials
 
     def rehearsal(self, extent: Extent) -> Rehearsed:
+        """Build the model to time."""
         config, plan = self.subject.config, self.plan
         if isinstance(config, ProgramCheckpoint):
             return ProgramRehearsal(config, plan)

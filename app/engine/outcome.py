@@ -1,4 +1,7 @@
-"""What clients are told of a sequence: its new tokens, its end and why, where its time went. Stop strings are found by the service."""
+"""Events for clients about a sequence: new tokens, the end and its reason, and timings.
+
+The service, not the engine, finds stop strings.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ from app.messages import Event, FinishReason, SequenceFinished, Timings, TokenLo
 
 
 def token_events(sequence: Sequence, picked: Items[Picked], now: float) -> list[Event]:
-    """Tells of the tokens just appended, and of the end where the last is one. A stop token is counted but is not text."""
+    """Return the events for the tokens that were just appended, and for the end if the last token ends the sequence.
+
+    A stop token counts as a completion token but is not part of the text.
+    """
     count, last_id = len(sequence.token_ids), sequence.token_ids[-1]
     stops = last_id in sequence.stop_ids
     text = picked[:-1] if stops else picked
@@ -34,6 +40,7 @@ def token_events(sequence: Sequence, picked: Items[Picked], now: float) -> list[
 
 
 def finished(sequence: Sequence, reason: FinishReason, now: float, stop_token_id: int | None = None) -> SequenceFinished:
+    """Return the event for the end of a sequence."""
     return SequenceFinished(
         request_id=sequence.request_id,
         choice=sequence.choice,
@@ -45,7 +52,7 @@ def finished(sequence: Sequence, reason: FinishReason, now: float, stop_token_id
 
 
 def search_finished(sequence: Sequence, best: Hypothesis, now: float) -> SequenceFinished:
-    """The end of a beam search: its best completion, whole."""
+    """Return the event for the end of a beam search, with its best completion."""
     return SequenceFinished(
         request_id=sequence.request_id,
         choice=sequence.choice,
@@ -59,12 +66,15 @@ def search_finished(sequence: Sequence, best: Hypothesis, now: float) -> Sequenc
 
 
 def timings(sequence: Sequence, now: float) -> Timings:
-    """Queue until first scheduled, prefill until the first token, decode after it; what has not begun took nothing."""
+    """Return the timings of a sequence; a phase that has not begun has zero seconds.
+
+    Queue time ends when the sequence is first scheduled, prefill at its first token. The rest is decode time.
+    """
     scheduled = now if sequence.scheduled_at is None else sequence.scheduled_at
     first_token = now if sequence.first_token_at is None else sequence.first_token_at
     return Timings(scheduled - sequence.arrived_at, first_token - scheduled, now - first_token, sequence.cached_tokens)
 
 
 def _logprobs(picked: Items[Picked], asked: int) -> tuple[TokenLogprob, ...]:
-    assert all(one.logprobs for one in picked), "the sampler gives log-probabilities where they are asked for"
+    assert all(one.logprobs for one in picked), "the sampler returns log-probabilities if they were requested"
     return tuple(TokenLogprob(one.token_ids[0], one.logprobs[0], one.top[:asked]) for one in picked)

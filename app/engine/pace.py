@@ -1,7 +1,8 @@
-"""How much prefill a step may carry so that the streams which decode beside it keep their pace.
+"""Prefill budget: the number of prefill tokens a step may carry without slowing down the decoding streams too much.
 
-Where calibration has timed steps, the table says it from the first step on, and recent steps correct the table. Else it is learned:
-a step is taken as `decode seconds + seconds per token × prefill tokens`, which errs on the side of the streams.
+If calibration has measured step times, the table applies from the first step on, and recent steps correct it.
+Otherwise the model is learned: a step takes `decode seconds + seconds per token × prefill tokens`. Its errors
+favor the streams.
 """
 
 from __future__ import annotations
@@ -15,21 +16,24 @@ from app.hardware.step_seconds import StepSeconds
 from app.hardware.tempo import MIN_PREFILL_TOKENS, Tempo
 from app.measured import StepStats
 
-# Of an unbroken row of mixed steps one carries no prefill, so that the decode pace stays measured: where the price of a token is all that
-# is known, often (it costs 6%), and where a table is, so seldom that a prompt of a few thousand tokens meets one or none.
+# Every n-th step in a run of mixed steps carries no prefill, so that the decode time stays measured. Without a
+# table this happens often, because the price of a token is all that is known (it costs 6%). With a table it is so
+# rare that a prompt of a few thousand tokens sees at most one such step.
 PROBE_EVERY_STEPS, PROBE_EVERY_STEPS_OF_TABLE = 16, 48
-FIRST_PREFILL_TOKENS = 32  # while the price of a prefill token is unknown
-_RECENT_DECODES = 5  # their median: two outliers (a page fault storm, another process) change nothing
-_RECENT_RATIOS = 9  # the same for four; a table that is wrong is noticed within five steps
-_BOUNDS = 0.25, 4.0  # what measured steps can change of the table: further off, it is not steps that they measure
-_GAIN = 0.3  # of a new measurement in the running price
-_MAX_CHANGE = 2.0  # a measurement counts at most as this factor, so that one outlier moves the price by 30%
-_GUESS_GAIN, _FEW_GUESSES = 0.1, 0.01  # of a new step in the running means of guesses, and what counts as none
-_LINE_TOKENS = 1024  # where the learned line is written down as a table
+FIRST_PREFILL_TOKENS = 32  # used while the price of a prefill token is unknown
+_RECENT_DECODES = 5  # number of steps in the median; two outliers (a page fault storm, another process) change nothing
+# number of ratios in the median; four outliers change nothing, and a wrong table is corrected within five steps
+_RECENT_RATIOS = 9
+_BOUNDS = 0.25, 4.0  # limits of the correction factor; larger deviations come from something other than the step
+_GAIN = 0.3  # weight of a new measurement in the running price
+_MAX_CHANGE = 2.0  # a measurement counts as at most this factor, so that one outlier moves the price by 30%
+# weight of a new step in the running means of draft tokens, and the mean that counts as none
+_GUESS_GAIN, _FEW_GUESSES = 0.1, 0.01
+_LINE_TOKENS = 1024  # length at which the learned line is sampled for a table
 
 
 class _Knowledge(Protocol):
-    """What is known of steps: a tempo, None while it is too little, and what the next measurement adds."""
+    """A source of step times: the current `step_times` (None while unknown) and an update from each step."""
 
     probe_every_steps: int
 
@@ -39,7 +43,10 @@ class _Knowledge(Protocol):
 
 
 class StepPace:
-    """Learns from each step; says how many prefill tokens the next may carry. An explicit target replaces the ratio to decode steps."""
+    """The prefill budget of each step, learned from the steps.
+
+    An explicit inter-token latency target replaces the ratio to the time of decode steps.
+    """
 
     def __init__(self, max_batch_tokens: int, itl_target_seconds: float | None = None, steps: StepSeconds | None = None) -> None:
         self._max_tokens = max_batch_tokens
@@ -52,20 +59,24 @@ class StepPace:
 
     @property
     def tempo(self) -> Tempo | None:
-        """What steps take now; None where neither a table nor enough steps say it."""
+        """Current step times; None if there is no table and too few steps have been seen."""
         return self._known.tempo
 
     def observe(self, step: StepStats) -> None:
-        """What a step did and took."""
+        """Record the work and the time of a step."""
         self._known.observe(step)
         self._mixed_in_a_row = self._mixed_in_a_row + 1 if step.decode_tokens and step.prefill_tokens else 0
 
     def prefill_budget(
         self, num_decodes: int, context_tokens: int = 0, prompt_context_tokens: int = 0, num_prompts: int = 1
     ) -> int:
-        """Prefill tokens that the next step may carry beside `num_decodes` rows; 0 where the decodes alone are to be measured.
+        """Return the number of prefill tokens for the next step; 0 if the decodes alone are to be measured.
 
-        The rows attend to `context_tokens`; of the first of `num_prompts` in line `prompt_context_tokens` are computed.
+        Args:
+            num_decodes: Decode rows of the step.
+            context_tokens: Context of these rows, all together.
+            prompt_context_tokens: Tokens of the first prompt that are already computed.
+            num_prompts: Prompts that wait or are being computed.
         """
         if num_decodes == 0:
             return self._max_tokens
@@ -76,7 +87,7 @@ class StepPace:
 
 
 class _Corrected:
-    """A table, and for each kind of step the median of what recent ones took over it."""
+    """Step times from a table, and for each phase a correction: the median ratio of recent steps to the table."""
 
     probe_every_steps = PROBE_EVERY_STEPS_OF_TABLE
 
@@ -99,7 +110,10 @@ class _Corrected:
         self.tempo = replace(self.tempo, decode_factor=decode, mixed_factor=mixed, prefill_factor=self._factor("prefill", mixed))
 
     def _note_guesses(self, step: StepStats) -> None:
-        """Running means; nothing to do while nothing is guessed."""
+        """Update the running means of draft tokens and tokens per step.
+
+        Nothing changes while there are no draft tokens.
+        """
         now = self.tempo
         if now is None or not (step.drafted_tokens or now.guesses):
             return
@@ -109,13 +123,13 @@ class _Corrected:
         self.tempo = replace(now, guesses=guesses if guesses > _FEW_GUESSES else 0.0, tokens_made=tokens_made)
 
     def _factor(self, kind: str, otherwise: float) -> float:
-        """A kind of step that was not seen yet is as far off as its kin."""
+        """Return the correction of a phase; `default` if no step of it was seen yet."""
         ratios = self._ratios[kind]
         return min(max(median(ratios), _BOUNDS[0]), _BOUNDS[1]) if ratios else otherwise
 
 
 class _Learned:
-    """Nothing was measured before: the decode steps are, and the price of a prefill token beside them."""
+    """Step times without a table: the time of decode steps and the price of a prefill token in addition to them."""
 
     probe_every_steps = PROBE_EVERY_STEPS
 
@@ -126,7 +140,10 @@ class _Learned:
 
     @property
     def tempo(self) -> Tempo | None:
-        """A step as a line. While the price is unknown, one at which the first few tokens are all that fits."""
+        """Step times as a straight line; None before the first decode step.
+
+        While the price is unknown, only the first few prefill tokens fit.
+        """
         if not self._decodes:
             return None
         alone = median(self._decodes)
@@ -143,7 +160,11 @@ class _Learned:
             self._learn_price(step)
 
     def _learn_price(self, step: StepStats) -> None:
-        """Seconds that one more prefill token costs: of a mixed step what it took longer than its decodes alone, else the whole."""
+        """Update the price of a prefill token, in seconds.
+
+        For a mixed step, the price is the time in excess of the decodes alone, per prefill token. For other steps
+        it is the whole time per token.
+        """
         if step.decode_tokens and not self._decodes:
             return
         alone = median(self._decodes) if step.decode_tokens else 0.0
@@ -151,6 +172,7 @@ class _Learned:
         known = self._token_seconds
         if known is None:
             self._token_seconds = price or None
-        elif step.decode_tokens or price < known:  # a step of prefill alone carries the fixed cost too: an upper bound
+        # a prefill-only step includes the fixed cost, so it is an upper bound
+        elif step.decode_tokens or price < known:
             price = min(max(price, known / _MAX_CHANGE), known * _MAX_CHANGE)
             self._token_seconds = known + _GAIN * (price - known)

@@ -1,6 +1,7 @@
-"""Which page holds which of a slot's positions, as counts: what pages are free, who leans on whose, and what rows a batch's copies move.
+"""Page tables as counts: the page of each position of a slot, the free pages, and the rows that copies move.
 
-What a slot may hold is `slots.py`'s decision; here a page is taken when it is first written. Tensors are `paged_kv.py`'s.
+`KvSlots` decides how much a slot may hold. A page is allocated here when it is first written. `PagedKvCache` holds
+the tensors.
 """
 
 from __future__ import annotations
@@ -13,63 +14,70 @@ from app.engine.batch import Copy, Span
 from app.engine.sequence import Sequence
 from app.kernels.paged import PAGE_TOKENS as PAGE
 
-NOBODYS = 0  # the page that no slot owns: what only fills a bucket is written there
+NOBODYS = 0  # the page that no slot owns; padding rows are written to it
 
-Moves = tuple[list[int], list[int]]  # rows to read, and where each goes
-Piece = tuple[int, int, int]  # positions of a slot: slot, start, end
+Moves = tuple[list[int], list[int]]  # rows to read, and the row that each is copied to
+Piece = tuple[int, int, int]  # positions of a slot: (slot, start, end)
 
 
 class Pages:
-    """Each slot's pages: its own, and in front of them the whole pages of the prefix that it leans on.
+    """The pages of each slot: first the whole pages of the prefix that it shares, then the slot's private pages.
 
-    The page where a prefix ends inside is the slot's own, and holds the prefix's last tokens once more. Invariants: a page that is not free
-    has one owner; own pages are never more than `SlotPool` accounts for, since both count in whole pages.
+    The page in which a shared prefix ends is private and holds a copy of the prefix's last tokens. Invariants: a
+    page that is not free has exactly one owner. The private pages never exceed what `KvSlots` accounts for, since
+    both count in whole pages.
     """
 
     def __init__(self, num_slots: int, max_len: int, num_pages: int) -> None:
-        """`num_pages` that slots may own, numbered from 1."""
-        self.most_pages = -(-max_len // PAGE)  # of one slot
+        """Create empty tables over `num_pages` pages that slots may own, numbered from 1."""
+        self.most_pages = -(-max_len // PAGE)  # pages per slot
         self._max_len = max_len
-        self._own: list[dict[int, int]] = [{} for _ in range(num_slots)]  # of each slot: place among its pages -> page
+        self._own: list[dict[int, int]] = [{} for _ in range(num_slots)]  # per slot: index in its table -> page
         self._tables = [[NOBODYS] * self.most_pages for _ in range(num_slots)]
         self._tenants: list[tuple[Sequence, int] | None] = [
             None
-        ] * num_slots  # for whom a table was made, and which stay of theirs
+        ] * num_slots  # sequence that each table was made for, and its admission count
         self._changed: set[int] = set()
         self._free = deque(range(num_pages, 0, -1))
         self._carried: Items[Copy] = ()
 
     @property
     def num_free(self) -> int:
+        """Number of pages that no slot owns."""
         return len(self._free)
 
     def row(self, slot: int, position: int) -> int:
+        """Return the index of a written token among the flat rows."""
         page = self._tables[slot][position // PAGE]
-        assert page != NOBODYS, "only what was written has a row"
+        assert page != NOBODYS, "only a written position has a row"
         return page * PAGE + position % PAGE
 
     def carry(self, copies: Items[Copy], released: Iterable[Piece]) -> Moves:
-        """Rows that a batch's copies move, all read before one is written; then released pages are free, and may be where a copy goes.
+        """Return the rows that a batch's copies move, then free the released pages.
 
-        A step that is tried again may tell both once more.
+        All source rows are read before any row is written. A released page may be reused as the target of a copy.
+        A step that is tried again may pass the same copies and releases once more.
         """
         if copies and copies is self._carried:
             copies = ()
         self._carried = copies or self._carried
         sources = [self._rows_before(copies[:at], (copy.source, copy.start, copy.end)) for at, copy in enumerate(copies)]
         self._give_back(released, {row // PAGE for rows in sources for row in rows})
-        moves: dict[int, int] = {}  # by target: a later copy to the same row is the one that counts
+        moves: dict[int, int] = {}  # keyed by target, because a later copy to the same row replaces an earlier one
         for copy, rows in zip(copies, sources, strict=True):
             moves.update(zip(self._own_rows(copy.target, copy.start, copy.end, take=True), rows, strict=True))
         return list(moves.values()), list(moves)
 
     def settle(self, spans: Iterable[Span]) -> Moves:
-        """Makes the tables of slots that have a new sequence; what of its prefix is to be copied to the page where it ends."""
+        """Make the page tables of slots that have a new sequence.
+
+        Returns the row moves that copy the end of a shared prefix to the private page in which it ends.
+        """
         sources: list[int] = []
         targets: list[int] = []
         for span in spans:
             tenant = (span.sequence, span.sequence.num_admitted)
-            if self._tenants[span.slot] == tenant:  # sequences are equal only to themselves
+            if self._tenants[span.slot] == tenant:  # sequences compare by identity
                 continue
             shared = span.prefix_tokens if span.prefix_slot is not None else 0
             whole = shared // PAGE * PAGE
@@ -81,7 +89,7 @@ class Pages:
         return sources, targets
 
     def written_rows(self, spans: Iterable[Span]) -> list[int]:
-        """The rows of all tokens that these spans compute, in batch order, on pages that are taken now where they were not."""
+        """Return the rows of all tokens that these spans compute, in batch order. Missing pages are allocated."""
         rows: list[int] = []
         for span in spans:
             assert span.start >= span.prefix_tokens, "a step never writes into a prefix that others share"
@@ -89,29 +97,32 @@ class Pages:
         return rows
 
     def pages(self, slot: int, end: int) -> list[int]:
-        """The pages of a slot's positions `[0, end)`, its prefix's among them."""
+        """Return the pages of a slot's positions `[0, end)`, shared prefix pages included."""
         return self._tables[slot][: -(-end // PAGE)]
 
     def take_updates(self) -> tuple[list[int], list[int]]:
-        """What is new in the tables, written one after the other, since the last call: where, and which page (`NOBODYS`: given back)."""
+        """Return the changes of all tables since the last call: flat indices and pages (`PADDING_PAGE`: released)."""
         changed = sorted(self._changed)
         self._changed.clear()
         return changed, [self._tables[at // self.most_pages][at % self.most_pages] for at in changed]
 
     def _own_rows(self, slot: int, start: int, end: int, take: bool = False) -> list[int]:
-        """Rows of positions `[start, end)`, all on pages of the slot's own. `take`: those that are missing are taken."""
+        """Return the rows of positions `[start, end)`, all on private pages of the slot.
+
+        `allocate` adds missing pages.
+        """
         own = self._own[slot]
         rows: list[int] = []
         for at in range(start // PAGE, -(-end // PAGE)):
             if at not in own:
-                assert take, "what is read was written"
+                assert take, "only written positions are read"
                 self._take(slot, at)
             first = own[at] * PAGE
             rows += range(first + max(start - at * PAGE, 0), first + min(end - at * PAGE, PAGE))
         return rows
 
     def _take(self, slot: int, at: int) -> None:
-        assert self._free, "the pool accounts for every page that is taken"
+        assert self._free, "the slot pool must account for every allocated page"
         self._own[slot][at] = page = self._free.pop()
         self._enter(slot, at, page)
 
@@ -120,17 +131,17 @@ class Pages:
         self._changed.add(slot * self.most_pages + at)
 
     def _make_table(self, span: Span, shared: int) -> None:
-        """All of a slot's table, of which the first `shared` pages are the prefix's."""
+        """Make the whole table of a slot. Its first `shared` pages are the prefix's."""
         own = self._own[span.slot]
         prefix = self._own[span.prefix_slot] if span.prefix_slot is not None else {}
         table = [prefix[at] if at < shared else own.get(at, NOBODYS) for at in range(self.most_pages)]
         before, self._tables[span.slot] = self._tables[span.slot], table
         first = span.slot * self.most_pages
         self._changed.update(first + at for at, (old, new) in enumerate(zip(before, table, strict=True)) if old != new)
-        assert NOBODYS not in self.pages(span.slot, span.start), "what need not be computed lies on pages"
+        assert NOBODYS not in self.pages(span.slot, span.start), "positions that are already computed must have pages"
 
     def _give_back(self, released: Iterable[Piece], read: set[int]) -> None:
-        """Frees the whole pages of these ranges. Those still to be `read` are the last that are taken again."""
+        """Free the whole pages of these ranges. Pages that are still to be `read` are the last to be reused."""
         for slot, start, end in released:
             own = self._own[slot]
             last = self.most_pages if end >= self._max_len else end // PAGE
@@ -141,12 +152,15 @@ class Pages:
                     self._enter(slot, at, NOBODYS)
 
     def _rows_before(self, earlier: Items[Copy], piece: Piece) -> list[int]:
-        """The rows where, before any copy of a batch, that lies which these positions hold after the `earlier` ones."""
+        """Return the rows that hold these positions before any copy of the batch.
+
+        The positions are those that exist after the `earlier` copies.
+        """
         return [row for slot, start, end in _origins(earlier, piece) for row in self._own_rows(slot, start, end)]
 
 
 def _origins(earlier: Items[Copy], piece: Piece) -> Iterator[Piece]:
-    """A piece as pieces of what there was before the copies, in order."""
+    """Yield the ranges that hold this range's content before the copies, in order."""
     slot, start, end = piece
     for at in range(len(earlier) - 1, -1, -1):
         copy = earlier[at]

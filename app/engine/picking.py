@@ -1,6 +1,6 @@
-"""Picks from each row's best logits alone, where that is enough: greedy sequences, and those that draw from a few of the likeliest.
+"""Sampling from each row's top logits alone, for greedy sequences and those that sample from a small top_k.
 
-Whatever needs more of a row (penalties, beams, no limit on what may be drawn) is the sampler's.
+The sampler handles requests that need full logits: penalties, beams, and random sampling without a limit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from app.kernels.best import MOST_BEST, Best, Wanted
 
 
 def wanted_best(rows: Rows[RowToPick]) -> Wanted | None:
-    """How many of the best logits are enough for all of these; None where one of them needs more."""
+    """Return the number of top logits that is sufficient for all of these rows; None if a row needs full logits."""
     most, logsumexp = 0, False
     for row in rows:
         enough = _enough(row.sequence)
@@ -39,9 +39,13 @@ def _enough(sequence: Sequence) -> int | None:
 
 
 def pick_best(best: Best, rows: Rows[RowToPick]) -> list[Picked]:
-    """One `Picked` a row, as the sampler would pick from whole rows. Raises `StepFailed` where the logits are not finite.
+    """Sample one token per row, with the same result as the sampler has for full rows.
 
-    Of tokens that tie for the last of `top_k` places the one with the lower id is kept; from whole rows all of them are.
+    If several tokens tie for the last of the `top_k` places, only the one with the lower id is kept. From full
+    rows, all of them are kept.
+
+    Raises:
+        StepFailed: The logits are not finite.
     """
     values, ids = best.values.tolist(), best.ids.tolist()
     if not all(isfinite(row[0]) for row in values):
@@ -59,7 +63,10 @@ def pick_best(best: Best, rows: Rows[RowToPick]) -> list[Picked]:
 
 
 def _draw(best: Best, rows: Rows[RowToPick], indices: list[int]) -> list[int]:
-    """Which of its best each of these rows draws. In the order of the vocabulary, as from whole rows."""
+    """Return, for each row, the index of the sampled token among its top logits.
+
+    Sampling is in vocabulary order, as it is for full rows.
+    """
     order = best.ids[indices].argsort(-1)
     scores = best.values[indices]
     for index, row in enumerate(rows):
@@ -71,9 +78,9 @@ def _draw(best: Best, rows: Rows[RowToPick], indices: list[int]) -> list[int]:
 
 
 def _told(ids: list[int], logprobs: list[float] | None, place: int, sequence: Sequence) -> Picked:
-    """The one at `place` of a row's best, with log-probabilities where they were asked for."""
+    """Return the token at `place` of a row's top logits, with log-probabilities if they were requested."""
     count = sequence.params.logprobs
     if count is None:
         return Picked((ids[place],))
-    assert logprobs is not None, "they were asked for"
+    assert logprobs is not None, "log-probabilities were requested"
     return Picked((ids[place],), (logprobs[place],), tuple(zip(ids[:count], logprobs[:count], strict=True)))

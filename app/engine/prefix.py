@@ -1,6 +1,6 @@
-"""Finds what of a prompt is in the KV cache already: the longest common prefix by token, and the ways a sequence could use it, best first.
+"""Prefix cache lookup: find the longest cached prefix of a prompt, and the placements that can use it.
 
-Pure reading of slots; `slots.py` decides what fits and does it.
+The lookup only reads slots. `KvSlots` decides which placement fits and makes it.
 """
 
 from __future__ import annotations
@@ -10,16 +10,23 @@ from collections.abc import Sequence as Items
 
 from app.engine.slots import MIN_SHARED_TOKENS, Placement, Slot
 
-_BLOCK = 128  # tokens compared at once by list equality, which runs in C; only a block that differs is looked at token by token
-_SPARED = 4  # a cached slot is taken over in place where at most a quarter of what is reused would be lost with its end
+# tokens compared at once by list equality, which runs in C; only a block that differs is compared token by token
+_BLOCK = 128
+_SPARED = 4  # a cached slot is reused in place if at most a quarter of the reused length would be lost with its end
 
 
 def placements(
     slots: Items[Slot], token_ids: list[int], alone: bool = False, minimum: int = MIN_SHARED_TOKENS
 ) -> Iterator[Placement]:
-    """Ways to place a sequence, best first; the last one always computes everything. `alone`: it may not lean on another slot.
+    """Yield the possible placements of a sequence, best first. The last one always computes all tokens.
 
-    At least one token is always left to compute, since its logits are wanted.
+    At least one token is always left to compute, because its logits are needed.
+
+    Args:
+        slots: All slots.
+        token_ids: Tokens of the sequence.
+        alone: The placement may not share another slot's prefix.
+        minimum: Shortest prefix that is reused, in tokens.
     """
     best = _best(slots, token_ids)
     if best is not None and best[1] >= minimum:
@@ -34,7 +41,10 @@ def placements(
 
 
 def leaning(source: Slot, length: int) -> Placement:
-    """A new slot that shares the first `length` tokens of `source`: leans on it, or on what it leans on with a copy of its own tail."""
+    """Return a placement in a new slot that shares the first `length` tokens of `source`.
+
+    If `source` itself shares a prefix, the new slot shares the same one and gets a copy of the tail of `source`.
+    """
     if source.prefix_slot is None:
         return Placement(length, prefix_slot=source.index, prefix_tokens=length)
     shared = min(length, source.prefix_tokens)
@@ -43,27 +53,31 @@ def leaning(source: Slot, length: int) -> Placement:
 
 
 def copied(source: Slot, length: int) -> Placement:
-    """A new slot of its own with a copy of the first `length` tokens."""
+    """Return a placement in a new slot with a private copy of the first `length` tokens."""
     shared = min(length, source.prefix_tokens)
     parts = ((source.prefix_slot, 0, shared), (source.index, shared, length))
     return Placement(length, copies=tuple((slot, start, end) for slot, start, end in parts if slot is not None and start < end))
 
 
 def _adopted(source: Slot, length: int) -> Placement:
-    """The cached slot itself, cut down to the common prefix."""
+    """Return a placement that reuses the cached slot itself, truncated to the common prefix."""
     shared = min(length, source.prefix_tokens)
     return Placement(length, adopt=source.index, prefix_slot=source.prefix_slot, prefix_tokens=shared)
 
 
 def _best(slots: Items[Slot], token_ids: list[int]) -> tuple[Slot, int] | None:
-    """The slot with the longest common prefix; of equals one to take over, then one to lean on, then the shortest tail to copy."""
+    """Return the slot with the longest common prefix, and its length.
+
+    Among equals, a slot that can be reused in place comes first, then one that can be shared, then the one with
+    the shortest tail to copy.
+    """
     limit = len(token_ids) - 1
     found: dict[int, int] = {}
     for slot in slots:
         if slot.prefix_slot is None and slot.num_tokens:
             found[slot.index] = common_prefix(slot.token_ids, token_ids, 0, min(slot.num_tokens, limit))
     bases = dict(found)
-    for slot in slots:  # a slot that leans can only be better than its base where the whole shared part matches
+    for slot in slots:  # a sharing slot can be longer than its base only if the whole shared part matches
         if (
             slot.prefix_slot is not None
             and bases.get(slot.prefix_slot, 0) >= slot.prefix_tokens
@@ -81,7 +95,10 @@ def _best(slots: Items[Slot], token_ids: list[int]) -> tuple[Slot, int] | None:
 
 
 def common_prefix(first: list[int], second: list[int], start: int, end: int) -> int:
-    """How many leading items are equal, given that those below `start` are and that only those below `end` count."""
+    """Return the length of the common prefix of two lists.
+
+    Items below `start` are known to be equal, and only those below `end` count.
+    """
     while start < end:
         stop = min(start + _BLOCK, end)
         if first[start:stop] != second[start:stop]:

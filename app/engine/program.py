@@ -1,4 +1,7 @@
-"""An exported program as an engine: rows of many requests share a batch, the oldest first; a bad request ends alone."""
+"""Runs an exported program as an engine.
+
+Rows of several requests share a batch, the oldest first. A bad request fails alone.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,19 @@ from app.models.program import Program
 
 log = logging.getLogger(__name__)
 
-FAILURES = (RuntimeError, IndexError, ValueError)  # what torch's operators raise where inputs do not suit them
+FAILURES = (RuntimeError, IndexError, ValueError)  # raised by torch's operators for inputs that they cannot compute
 Tensors = Mapping[str, Tensor]
-Shapes = tuple[tuple[int, ...], ...]  # of a request's inputs, without the batch: requests that agree in them share a step
+# shapes of a request's inputs without the batch dimension; requests with equal shapes share a step
+Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A program with what goes in and comes out. `gives`: which of its graph's outputs those are; `fewest`: rows that it wants."""
+    """A program with its signature.
+
+    `gives` are the indices of the graph's outputs that the signature names. `fewest` is the smallest number of
+    rows that the program accepts.
+    """
 
     program: Program
     signature: Signature
@@ -37,7 +45,10 @@ class Served:
     fewest: int = 1
 
     def run(self, inputs: Tensors) -> dict[str, Tensor]:
-        """Outputs by name, as many rows as came in. Where the program was exported for more rows than came, the last one is repeated."""
+        """Return the outputs by name, with as many rows as the inputs.
+
+        If the program was exported for more rows, the last row is repeated.
+        """
         rows = len(next(iter(inputs.values())))
         missing = self.fewest - rows
         if missing > 0:
@@ -50,14 +61,16 @@ class Served:
 
 
 class Runner(Protocol):
-    """Computes outputs by name for inputs by name."""
+    """Computes outputs by name from inputs by name."""
 
-    def run(self, inputs: Tensors) -> dict[str, Tensor]: ...
+    def run(self, inputs: Tensors) -> dict[str, Tensor]:
+        """Return the outputs, one row for each row of the inputs."""
+        ...
 
 
 @dataclass(slots=True)
 class Waiting:
-    """A request that is in the engine: rows `[done, rows)` are still to be computed."""
+    """A request in the engine. Rows `[done, rows)` are still to be computed."""
 
     order: Infer
     inputs: Tensors
@@ -70,46 +83,50 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """So many rows of a request in one step."""
+    """`rows` rows of a request in one step."""
 
     request: Waiting
     rows: int
 
     def of(self, name: str) -> Tensor:
+        """Return the rows of the input `name` that belong to this step."""
         return self.request.inputs[name][self.request.done : self.request.done + self.rows]
 
 
 class ProgramEngine:
-    """The worker's face. `stats` is the last step's, in which rows count as tokens."""
+    """The engine of programs, as the worker calls it. `stats` describes the last step; rows are counted as tokens."""
 
     patience_seconds = 0.0
 
     def __init__(self, served: Served, pace: EncodePace, clock: Callable[[], float] = time.monotonic) -> None:
-        """A step has up to `pace.target_tokens` rows."""
+        """Start without requests. A step has up to `pace.target_tokens` rows."""
         self.stats: StepStats | None = None
         self.runner: Runner = served
         self.stretch = Stretch()
         self._signature, self._pace, self._clock = served.signature, pace, clock
         self._waiting: deque[Waiting] = deque()
-        self._batch: list[Share] = []  # of the step that is under way, or that raised
-        self._model_seconds = 0.0  # of that step, in the program itself
+        self._batch: list[Share] = []  # shares of the current step, or of the step that raised
+        self._model_seconds = 0.0  # seconds of that step in the program itself
 
     @property
     def has_work(self) -> bool:
+        """True if requests are queued."""
         return bool(self._waiting)
 
     def add(self, order: Infer) -> list[Event]:
+        """Queue a request."""
         inputs = {name: tensor_of(array) for name, array in order.inputs.items()}
         shapes = tuple(tuple(inputs[spec.name].shape[1:]) for spec in self._signature.inputs)
         self._waiting.append(Waiting(order, inputs, len(next(iter(inputs.values()))), shapes))
         return []
 
     def abort(self, command: Abort) -> list[Event]:
+        """Drop a request. It gets no event, since its client has gone."""
         self._waiting = deque(one for one in self._waiting if one.order.request_id != command.request_id)
         return []
 
     def step(self) -> list[Event]:
-        """Computes the next batch and returns what its clients are to be told."""
+        """Compute the next batch and return the events for its clients."""
         started = self._clock()
         self.stretch.begin()
         self._batch, self._model_seconds = self._next_batch(), 0.0
@@ -136,19 +153,21 @@ class ProgramEngine:
         return events
 
     def fail(self) -> list[Event]:
-        """After `step` raised: who was in its batch ends, the others go on."""
+        """Handle a step that raised: the requests of its batch end, the others continue."""
         shares, self._batch = self._batch, []
         error = StepFailed("The step that computed this request failed; the server's log says why. It may be sent again.")
         return [self._end(share.request, error) for share in shares] if shares else self.fail_all(error)
 
     def check(self) -> None:
-        """A row that nobody sent."""
+        """Compute one synthetic row. Raises if that fails."""
         self.runner.run(made_up(self._signature, 1))
 
     def fail_all(self, error: RequestError) -> list[Event]:
+        """End every request with this error."""
         return [self._end(request, error) for request in list(self._waiting)]
 
     def snapshot(self) -> Snapshot:
+        """Return the state of the queue for the service and the metrics."""
         begun = sum(request.began is not None for request in self._waiting)
         return Snapshot(
             num_running=begun,
@@ -159,7 +178,7 @@ class ProgramEngine:
         )
 
     def _next_batch(self) -> list[Share]:
-        """The oldest request's rows, and behind it those of others whose inputs have the same shapes."""
+        """Take rows of the oldest request, then rows of other requests whose inputs have the same shapes."""
         shapes, left = self._waiting[0].shapes, self._pace.target_tokens
         shares = []
         for request in self._waiting:
@@ -181,7 +200,7 @@ class ProgramEngine:
             self._model_seconds += self._clock() - began
 
     def _deal(self, shares: Sequence[Share], outputs: Mapping[str, Tensor]) -> list[Event]:
-        """To each its rows; who has all of them has ended."""
+        """Give each request its rows, and return the answers that are complete."""
         events: list[Event] = []
         first = 0
         for share in shares:
@@ -195,14 +214,20 @@ class ProgramEngine:
         return events
 
     def _alone(self, share: Share) -> list[Event]:
-        """After a step of several failed: whose inputs the program cannot compute is told so, the neighbours get their answers."""
+        """Compute a share alone after a shared step failed.
+
+        Only a request that the program cannot compute gets an error; the others get their answers.
+        """
         try:
             return self._deal([share], self._compute([share]))
         except FAILURES as error:
             return [self._refuse(share, error)]
 
     def _refuse(self, share: Share, error: Exception) -> RequestFailed:
-        """What a client sent is not to end the process, so this is no failed step of the engine."""
+        """Return an error for one request.
+
+        It is not a failed engine step, since a client's inputs must not end the process.
+        """
         log.warning("the program failed on the inputs of one request: %s", error)
         return self._end(share.request, refusal(error))
 
@@ -220,7 +245,7 @@ class ProgramEngine:
 
 
 def refusal(error: Exception) -> RequestError:
-    """An index that lies outside of a table is the client's; anything else may be ours."""
+    """Return the client's error for an index out of range, and an internal error for anything else."""
     if isinstance(error, IndexError):
         return InvalidRequest(f"The program cannot compute these inputs: {str(error).splitlines()[0][:200]}.")
     return StepFailed("The program failed to compute these inputs; the server's log says why.")

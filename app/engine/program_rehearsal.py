@@ -1,6 +1,7 @@
-"""Steps of an exported program that is not loaded: its own graph, with made-up values for what is large of its weights.
+"""Times steps of an exported program that is not loaded: its graph, with synthetic values for large weights.
 
-Small tensors are read: they may be constants that say what is computed. A program has no layers of one kind, so all of it is run.
+Small tensors are read, since they may be constants that change what is computed. A program has no repeated layers,
+so all of it is run.
 """
 
 from __future__ import annotations
@@ -26,35 +27,38 @@ from app.weights.load_program import Making, flat, load_program
 from app.weights.program import ProgramCheckpoint
 from app.weights.program_cost import operations_per_row, read_bytes
 
-USUAL_ROWS = 32  # a plan with smaller steps was asked for them
-MOST_ROWS = 256  # of a step
-LARGE_BYTES = 4 * 2**20  # of a tensor
-FILLED_BYTES = 2**28  # a larger one is a table, of which a step reads some rows: its pages stay untouched
+USUAL_ROWS = 32  # a plan has smaller steps only if the user asked for them
+MOST_ROWS = 256  # rows of a step
+LARGE_BYTES = 4 * 2**20  # bytes of a tensor
+FILLED_BYTES = 2**28  # a larger tensor is a table of which a step reads some rows: its pages stay untouched
 
 
 class ProgramRehearsal:
-    """One way to serve. Memory is taken as long as this lives."""
+    """A program under one plan, ready to be timed. The memory is released with the object."""
 
     def __init__(self, checkpoint: ProgramCheckpoint, plan: ServingPlan) -> None:
-        """Raises `CheckpointInvalid` where the program calls what is not served."""
+        """Build the program. Raises `CheckpointInvalid` if it calls an operator that is not served."""
         self.checkpoint, self.plan = checkpoint, plan
         program = load_program(checkpoint, plan, lambda done, total: None, Making(_made_up, _form))
         self._served = served_program(checkpoint, program)
 
     def sizes(self) -> list[int]:
-        """Rows of steps."""
+        """Return the numbers of rows of the steps to time."""
         asked = self.plan.batch_target_tokens.value
         most = most_rows(self.checkpoint, asked if asked < USUAL_ROWS else max(asked, MOST_ROWS))
         return doubling(min(self.checkpoint.fewest_rows, most), most)
 
     def shapes(self, look: Look) -> list[StepShape]:
-        """The quickest first: for the last there may be no time."""
+        """Return the steps to time, the fastest first, since time may run out."""
         sizes = self.sizes()
         wanted = {min(max(rows, sizes[0]), sizes[-1]) for rows in look.rows or sizes}
         return [StepShape("encode", rows, layers=1) for rows in sorted(wanted)]
 
     def step(self, shape: StepShape) -> Callable[[], object]:
-        """What runs that step, any number of times; it raises `StepFailed` where the program cannot be run."""
+        """Return a function that runs that step any number of times.
+
+        It raises `StepFailed` if the program cannot be run.
+        """
         inputs = made_up(self.checkpoint.signature, shape.size)
 
         def run() -> object:
@@ -66,7 +70,7 @@ class ProgramRehearsal:
         return run
 
     def trial(self, threads: int, seconds: Mapping[StepShape, float]) -> Trial | None:
-        """None where too little of it was measured, or nonsense."""
+        """Return the result, or None if too few steps were measured or their times are inconsistent."""
         encode = table({shape.size: took for shape, took in seconds.items()})
         if not encode:
             return None
@@ -83,7 +87,7 @@ class ProgramRehearsal:
 
 
 def _made_up(archive: Archive, stored: Stored) -> Tensor:
-    """All of a member; a large one of floating-point numbers is not read."""
+    """Return all elements of a stored tensor. A large floating-point tensor is synthetic and is not read."""
     dtype = getattr(torch, stored.dtype)
     nbytes = archive.size(stored.member) if stored.last else 0
     if not dtype.is_floating_point or nbytes < LARGE_BYTES:

@@ -1,7 +1,7 @@
-"""Steps of a model that is not loaded: a few layers of the checkpoint's own shapes with made-up weights, run as serving would run them.
+"""Times steps of a decoder that is not loaded: a few layers of its shapes with synthetic weights, run as in serving.
 
-Nothing is read from the checkpoint (`made_up.py`).
-What a step of all layers takes follows from what steps of few take and of fewer (kernels/calibrate.py).
+Nothing is read from the checkpoint (see `made_up.py`). The time of a step of all layers is extrapolated from steps
+with different numbers of layers (kernels/calibrate.py).
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from app.models.registry import build_model
 from app.models.shapes import products_of
 from app.weights.load import choice_of
 
-CONTEXT_TOKENS = 1024  # behind each of some sequences, to see what context costs
+CONTEXT_TOKENS = 1024  # context tokens of some sequences, to measure the cost of context
 CONTEXT_ROWS = 8
-CHUNK_TOKENS = 64  # of a prompt, behind so much of it
-MANY_ROWS = 32  # beyond, a decode step is timed if there is time
-MOST_ROWS = {"cpu": 64}  # sequences of a step: beyond, products gain little on a processor
+CHUNK_TOKENS = 64  # tokens of a prompt that follow this context
+MANY_ROWS = 32  # decode steps with more rows are timed last, if there is time
+MOST_ROWS = {"cpu": 64}  # sequences of a step; with more, products gain little on a CPU
 MakeStage = Callable[[ModelConfig, ServingPlan, KVShape], Stage]
 _PARAMS = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
 
 
 class Rehearsal:
-    """One way to serve, with few layers; where eight bits are held beside four, eight alone multiply in them.
+    """A few layers of a decoder under one plan, ready to be timed. The memory is released with the object.
 
-    Memory is taken as long as this lives.
+    If the plan holds eight bits in addition to four, only the eight-bit form is used.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Rehearsal:
         self._device = device
         self._forms = Forms(replace(choice_of(plan, device=device), most_few=0))
         self.few_layers = few_layers(self.config.num_layers, extent, *self._sizes(self.config))
-        whole = self.few_layers == self.decode_layers  # then nothing has to be worked out from fewer
+        whole = self.few_layers == self.decode_layers  # then nothing has to be extrapolated
         self.layer_counts = [self.few_layers] if whole else sorted({1, 2, self.few_layers})
         self.max_len = min(plan.max_model_len.value, plan.max_batch_tokens.value + CONTEXT_TOKENS + CHUNK_TOKENS)
         config = self.config
@@ -68,27 +68,32 @@ class Rehearsal:
         self._runners = {layers: self._runner(layers) for layers in self.layer_counts}
         for slot in range(CONTEXT_ROWS if self.context else 0):
             self._stage.remember(slot, self.context)
-        for layers in self.layer_counts:  # attention learns how much room it wants: before, no step is recorded
+        # attention learns here how much scratch memory it needs; no step is recorded before that
+        for layers in self.layer_counts:
             self.step(StepShape("decode", 1, layers))()
 
-    # ---- which steps -------------------------------------------------------------------------------------------------
+    # ---- steps -----------------------------------------------------------------------------------------------------
 
     def decode_rows(self) -> list[int]:
-        """1, 2, 4, … sequences, and as many as may run."""
+        """Return the numbers of sequences in decode steps: 1, 2, 4, … and as many as may run."""
         return doubling(1, min(MOST_ROWS.get(self.plan.device.value, LARGEST), self.plan.max_running_seqs.value))
 
     def prefill_tokens(self) -> list[int]:
+        """Return the numbers of prompt tokens in prefill steps."""
         most = min(self.plan.max_batch_tokens.value, self.plan.max_model_len.value)
         return doubling(min(32, most), most)
 
     @property
     def context(self) -> int:
-        """Tokens behind a sequence that has context; 0 where the model is made for too few. No more memory than the plan gives them."""
+        """Number of context tokens in sequences that have context; 0 if the model allows too few.
+
+        Limited by the KV memory of the plan.
+        """
         fits = self.plan.kv_cache_bytes.value // (CONTEXT_ROWS * self._stage.bytes_per_token)
         return max(0, min(CONTEXT_TOKENS, self.max_len - CHUNK_TOKENS - 1, fits))
 
     def step(self, shape: StepShape) -> Callable[[], object]:
-        """What runs that step, any number of times."""
+        """Return a function that runs that step; it may be called any number of times."""
         run = self._runners[shape.layers]
         count, tokens = (shape.size, 1) if shape.kind == "decode" else (1, shape.size)
         batch = Batch(tuple(self._span(slot, shape.context, tokens) for slot in range(count)))
@@ -100,7 +105,7 @@ class Rehearsal:
         return Span(sequence, start, num_tokens, slot=slot, prefix_slot=None, prefix_tokens=0, samples=True)
 
     def shapes(self, look: Look) -> list[StepShape]:
-        """The quickest first: for the last there may be no time."""
+        """Return the steps to time, the fastest first, since time may run out."""
         two, around = self.layer_counts[:2], sorted({self.layer_counts[0], self.layer_counts[-1]})
         most_rows, most_tokens = max(self.decode_rows()), max(self.prefill_tokens())
         rows = sorted({min(size, most_rows) for size in look.rows or self.decode_rows()})
@@ -114,7 +119,7 @@ class Rehearsal:
         shapes += [StepShape("prefill", size, layers) for size in tokens if size > CHUNK_TOKENS for layers in two]
         return shapes + [StepShape("decode", size, layers) for size in rows if size > MANY_ROWS for layers in around]
 
-    # ---- what is said of the whole model -----------------------------------------------------------------------------
+    # ---- results for the whole model -------------------------------------------------------------------------------
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -122,23 +127,23 @@ class Rehearsal:
 
     @property
     def read_bytes(self) -> int:
-        """Weights that a decode step of the whole model reads."""
+        """Bytes of weights that a decode step of the whole model reads."""
         layer, output = self._sizes(self._whole)
         return self._whole.num_layers * layer + output
 
     @property
     def operations_per_token(self) -> float:
-        """Multiply-adds of all layers for one token, times two."""
+        """Operations of all layers for one token: two for each multiply-add."""
         return 2.0 * sum(rows * columns for (rows, columns), _ in products_of(self._whole))
 
     @property
     def decode_layers(self) -> float:
-        """How many layers a decode step has, if what is left out of the output layer is made of layers too."""
+        """Number of layers in a decode step. The part of the output layer that is left out counts as layers too."""
         layer, output = self._sizes(self._whole)
         return self._whole.num_layers + (output - self._sizes(self.config)[1]) / layer
 
     def trial(self, threads: int, seconds: Mapping[StepShape, float]) -> Trial | None:
-        """None where too little of it was measured, or nonsense."""
+        """Return the result for the whole model, or None if steps are missing or their times are inconsistent."""
         layers = self.config.num_layers
         decode, prefill = (
             table(by_size(((s.size, s.layers, took) for s, took in seconds.items() if s.kind == kind and not s.context), count))
@@ -157,10 +162,10 @@ class Rehearsal:
             operations_per_token=self.operations_per_token,
         )
 
-    # ---- the model ---------------------------------------------------------------------------------------------------
+    # ---- the model -------------------------------------------------------------------------------------------------
 
     def _sizes(self, config: ModelConfig) -> tuple[int, int]:
-        """Bytes that a layer's products read, and the output layer's."""
+        """Return the bytes that the products of a layer read, and those of the output layer."""
         return self._forms.sizes(build_model(_with_layers(config, 1), self._dtype, 1, torch.device("cpu")).modules())
 
     def _runner(self, layers: int) -> Run:
@@ -178,7 +183,7 @@ class Rehearsal:
         return self._stage.runner(model)
 
     def _embed(self, embedding: Embedding) -> None:
-        """As loading does; of a table of its own only the rows that steps look up."""
+        """Give an embedding its table, as loading does. An untied table has only the rows that steps look up."""
         tied = self._forms.made.get((embedding.source,))
         if isinstance(tied, PanelLinear | IntPanels | HybridLinear | DeviceLinear):
             embedding.share(tied)
@@ -191,7 +196,7 @@ def _with_layers(config: ModelConfig, layers: int) -> ModelConfig:
 
 
 def _of_context(own: Mapping[StepShape, float], kind: str, size: int, num_layers: int) -> float:
-    """Seconds that each token of context adds for each token of the step, all layers together; 0 where it was not measured."""
+    """Return the seconds that each context token adds for each token of the step, in all layers; 0 if not measured."""
     for shape, seconds in own.items():
         without = own.get(replace(shape, context=0))
         if shape.kind == kind and shape.size == size and shape.context and without is not None:

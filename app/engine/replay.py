@@ -1,8 +1,8 @@
-"""Steps are run again natively once their like has been seen: what the interpreter would do between two products is left out.
+"""Recorded decode steps: a step whose shape was seen before is replayed natively, without the Python interpreter.
 
-Recorded is all from token ids to each row's best logits, or to what the output layer takes where whole logits are wanted; only values at
-addresses that stay change from step to step. A model or a machine that does something else in a step than our operations stays eager, and
-says why.
+A recording covers the model from token ids to each row's top logits, or to the input of the output layer if full
+logits are needed. Only values at fixed addresses change from step to step. If a model or machine uses operations
+that cannot be recorded, all steps stay eager and the reason is kept.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from app.kernels.recording import Pool, Recorded, Unrecordable, record
 from app.models.context import StepContext
 from app.models.decoder import Decoder
 
-SEEN_BEFORE = 2  # how often a step of some shape must have come before it is worth recording
-MOST_TOKENS = 256  # of a step: beyond, the interpreter is lost in the products, and results would want much memory
-MOST_RECORDED = 128  # the least recently used goes
-_MOST_SEEN = 4096  # shapes that are counted
+SEEN_BEFORE = 2  # number of steps of a shape before one is recorded
+MOST_TOKENS = 256  # per step; above this the interpreter's time is negligible, and results would need much memory
+MOST_RECORDED = 128  # the least recently used recording is dropped
+_MOST_SEEN = 4096  # number of shapes that are counted
 
-Shape = tuple[int, int, Wanted | None]  # tokens, rows of logits, what is wanted of them
+Shape = tuple[int, int, Wanted | None]  # tokens, rows of logits, required top logits
 
 
 class Replay:
-    """Belongs to one model and one KV cache; the worker thread's."""
+    """The recorded steps of one model and one KV cache. It is used on the worker thread only."""
 
     def __init__(self, model: Decoder, off: str = "", seen_before: int = SEEN_BEFORE) -> None:
         self.model = model
-        self.reason = off  # why every step is eager; empty: it is not
-        self.num_runs = 0  # steps that were run again
-        self.is_first = False  # the last step was of a shape that will be run again, and is not yet: it took longer
+        self.reason = off  # reason why every step is eager; empty if steps are recorded
+        self.num_runs = 0  # number of replayed steps
+        self.is_first = False  # the last step had a shape that is not replayed yet, so it took longer
         self._pool = Pool()
         self._seen: Counter[Shape] = Counter()
         self._seen_before = seen_before
         self.recorded: OrderedDict[Shape, Recorded] = OrderedDict()
 
     def __call__(self, context: StepContext) -> Tensor | Best:
-        """As the model's own `forward`."""
+        """Compute a step as the model's `forward` does."""
         self.is_first = False
         if self.reason or context.shape is None or context.shape[0] > MOST_TOKENS:
             return self.model.forward(context)
@@ -52,7 +52,7 @@ class Replay:
         return self._outputs(recorded.run(), context)
 
     def _eager(self, shape: Shape, context: StepContext) -> Tensor | Best:
-        """As always; recorded for the steps to come where their like came before."""
+        """Compute a step eagerly, and record it if its shape was seen often enough."""
         self._seen[shape] += 1
         self.is_first = True
         if self._seen[shape] <= self._seen_before:
@@ -63,8 +63,8 @@ class Replay:
         try:
             recorded = record(self._pool, lambda: body(context))
         except Unrecordable as reason:
-            self.reason = f"{reason} is not an operation of ours"
-            return self.model.forward(context)  # what was written by now is written again
+            self.reason = f"{reason} is not a native operation"
+            return self.model.forward(context)  # values that were already written are written again
         self.recorded[shape] = recorded
         if len(self.recorded) > MOST_RECORDED:
             self.recorded.popitem(last=False)

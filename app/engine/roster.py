@@ -1,6 +1,7 @@
-"""Who waits and who runs, each list oldest first, and every way into these lists and out of them. Counts only, never a tensor.
+"""Request queues: the waiting and running sequences, each list oldest first, and all transitions between them.
 
-Who is computed in a step, and what is told of it, is the scheduler's decision; slots are `tenants.py`'s.
+It works on counts and never on tensors. The scheduler decides who is computed in a step and which events are sent.
+`KvAllocator` assigns slots.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ from app.engine.tenants import Tenants
 
 @dataclass(slots=True)
 class Request:
-    """What is alive of a request. Further choices are held until the prompt is computed once, then they share it; beams are one choice."""
+    """The active sequences of a request.
+
+    Further choices are held until the prompt is computed once, and then share it. The beams of a search count as
+    one choice.
+    """
 
     alive: list[Sequence]
     held: list[Sequence] = field(default_factory=list)
@@ -23,7 +28,10 @@ class Request:
 
 
 class Roster:
-    """The living requests and their sequences. A sequence is in one list at the most: held, waiting (no slot) or running (a slot)."""
+    """The active requests and their sequences.
+
+    A sequence is in at most one list: held, waiting (no slot) or running (a slot).
+    """
 
     def __init__(self, tenants: Tenants) -> None:
         self.requests: dict[str, Request] = {}
@@ -32,17 +40,17 @@ class Roster:
         self._tenants = tenants
 
     def add(self, choices: list[Sequence]) -> None:
-        """A new request, the youngest of all. Its first choice waits for a place."""
+        """Add a new request, the youngest of all. Its first choice waits for a slot."""
         group = BeamGroup(choices[0]) if choices[0].is_beam else None
         self.requests[choices[0].request_id] = Request(choices, choices[1:], group)
         self.waiting.append(choices[0])
 
     def run(self, sequence: Sequence) -> None:
-        """A sequence that was given a slot."""
+        """Add a sequence that has a slot to the running list."""
         insort(self.running, sequence, key=_age)
 
     def admit(self) -> Sequence | None:
-        """The oldest that waits runs now; None where it finds no room."""
+        """Move the oldest waiting sequence to the running list; None if there is no capacity for it."""
         sequence = self.waiting[0]
         if not self._tenants.admit(sequence):
             return None
@@ -50,12 +58,18 @@ class Roster:
         return sequence
 
     def occupied(self) -> int:
-        """Running sequences, with the places that a beam search may still grow into."""
+        """Return the number of occupied places.
+
+        These are the running sequences and the places into which a beam search may still grow.
+        """
         growing = {one.request_id: one.params.beam_width for one in self.running if one.is_beam}
         return sum(growing.values()) + sum(not one.is_beam for one in self.running)
 
     def preempt(self) -> None:
-        """Takes the youngest's slot, or its whole search's; it waits for its turn with its tokens and computes them again."""
+        """Take the slot of the youngest running sequence, or all slots of its beam search.
+
+        It goes back to the waiting list with its tokens and computes them again.
+        """
         victim = self.running[-1]
         group = self.requests[victim.request_id].group
         for sequence in list(group.beams) if group else [victim]:
@@ -63,7 +77,10 @@ class Roster:
         insort(self.waiting, group.restart() if group else victim, key=_age)
 
     def vacate(self, sequence: Sequence, keep_tokens: bool = True) -> None:
-        """Out of its slot. What stays cached is what others may ask for: all it computed, of beams the prompt alone."""
+        """Take a sequence out of its slot.
+
+        All computed tokens stay cached for other requests; for a beam only the prompt does.
+        """
         if sequence.slot is None:
             return
         keep = sequence.num_prompt_tokens if sequence.is_beam else len(sequence.token_ids)
@@ -71,14 +88,14 @@ class Roster:
         self._tenants.leave(sequence, keep if keep_tokens else 0)
 
     def let_in_choices(self, sequence: Sequence) -> None:
-        """The prompt is computed: the choices that were held for it wait for their turn, and will find it."""
+        """Move the held choices of a request to the waiting list, once its prompt is computed and can be shared."""
         request = self.requests[sequence.request_id]
         for choice in request.held:
             insort(self.waiting, choice, key=_age)
         request.held.clear()
 
     def end(self, sequence: Sequence, keep_tokens: bool = True) -> None:
-        """A choice is over and forgotten. If the others waited for the prompt that it was computing, the next one takes over."""
+        """Remove a finished choice. If others were held until it computed the prompt, the next one takes over."""
         request = self.requests[sequence.request_id]
         for one in list(request.group.beams) if request.group else [sequence]:
             self.vacate(one, keep_tokens)

@@ -1,6 +1,6 @@
-"""What a step that decodes so many rows takes: as was measured before the start, and as the steps themselves have shown since.
+"""Cost of decode steps by number of rows: the calibrated table, corrected by the steps seen since.
 
-Only proportions count, so where nothing was measured a table without a unit serves until steps have been seen.
+Only proportions matter. Without measurements, a default table without units is used until steps have been seen.
 """
 
 from __future__ import annotations
@@ -12,19 +12,23 @@ from dataclasses import dataclass, field
 from app.hardware.step_seconds import StepSeconds
 from app.measured import StepStats
 
-# Weights are read once for all rows of a step, so a few come nearly free.
+# Weights are read once for all rows of a step, so a few more rows are nearly free.
 UNMEASURED = StepSeconds(((1, 1.0), (2, 1.02), (4, 1.06), (8, 1.5), (64, 10.0)), ((1, 1.0),))
-_LOOK_BACK = 8  # steps of a number of rows
-_FEWEST = 5  # of them before they count: the first few are slow, they make room and are recorded
-_TYPICAL = 1  # the second quickest of them: what slows a step down is somebody else
-# Steps after which a number of rows that none of them had is forgotten: what a bad moment showed of it would otherwise keep it from being
-# tried again for ever.
+_LOOK_BACK = 8  # recent steps that are kept for each number of rows
+_FEWEST = 5  # steps needed before they count; the first few are slow because they allocate memory and are recorded
+_TYPICAL = 1  # index of the typical step: the second fastest, because slower ones are slowed down by other causes
+# A number of rows that no step had for this many steps is forgotten. Otherwise a few slow steps could keep it from
+# ever being tried again.
 FORGOTTEN_AFTER = 500
 
 
 @dataclass(slots=True)
 class Seen:
-    """Steps of one number of rows: seconds of late over the table's, the typical one of them, and when the last was."""
+    """Recent steps of one number of rows.
+
+    `factors` are the ratios of their seconds to the table's, and `typical` is the representative one. `last_step`
+    is the index of the latest step.
+    """
 
     factors: deque[float] = field(default_factory=lambda: deque(maxlen=_LOOK_BACK))
     typical: float = 0.0
@@ -32,20 +36,23 @@ class Seen:
 
 
 class RowCosts:
-    """Belongs to one engine. Rows of which no step was seen take by the table what those next to them would."""
+    """Step costs of one engine, by number of rows.
+
+    An unseen number of rows is interpolated from its neighbors.
+    """
 
     def __init__(self, table: StepSeconds | None = None) -> None:
         self._table = table or UNMEASURED
         self._seen: dict[int, Seen] = {}
-        self._known: list[int] = []  # rows of which enough was seen, rising
+        self._known: list[int] = []  # numbers of rows that were seen often enough, ascending
         self._num_steps = 0
 
     def decode(self, rows: int, context_tokens: int = 0) -> float:
-        """Of a step by so many rows, whose sequences have so much context together."""
+        """Return the cost of a decode step with this many rows and this total context."""
         return self._table.decode(rows, context_tokens) * self._factor(rows)
 
     def observe(self, step: StepStats) -> None:
-        """Steps that read prompts too say nothing of rows alone."""
+        """Record a step. Steps with prefill are ignored, because they do not measure the rows alone."""
         rows = step.num_decode_sequences + step.drafted_tokens
         if step.prefill_tokens or not rows:
             return
@@ -62,7 +69,10 @@ class RowCosts:
         seen.typical = sorted(seen.factors)[_TYPICAL]
 
     def _factor(self, rows: int) -> float:
-        """Over the table's seconds: as seen, else on the line between the nearest that were, beyond them the nearest one's."""
+        """Return the ratio to the table's seconds.
+
+        An unseen number of rows is interpolated between its neighbors; beyond them the nearest one counts.
+        """
         if not self._known:
             return 1.0
         at = bisect_right(self._known, rows)

@@ -1,6 +1,6 @@
-"""Carries out a batch: moves KV memory, builds the few tensors of a step, runs the model, lets the sampler pick.
+"""CPU runner of a decoder: it moves KV memory, builds the inputs of a step, runs the model and samples the tokens.
 
-Who is in the batch is the scheduler's decision; how a device attends is the backend's.
+The scheduler decides which sequences are in the batch. The backend computes attention.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from app.kernels.memory import Words
 from app.kernels.turn import Heads, turn
 from app.models.context import Attend, AttentionSpec, StepContext
 
-_STEP_TOKENS = 2**16  # tokens of a step that are described at one address
-_QUERIES_TOGETHER = 64  # where a prompt attends a few queries at a time: what bounds the scratch
+_STEP_TOKENS = 2**16  # step size up to which the inputs keep a fixed address
+# queries per attention call if the queries per sequence are limited; this bounds the scratch memory
+_QUERIES_TOGETHER = 64
 
 
 class Runner:
-    """Tensors in, ids out. Lives on the worker thread, between two calls it holds no state but the KV cache and room.
+    """The decode runner of a CPU. It is used on the worker thread only.
 
-    With `few_queries`, what is said of a sequence does not depend on its neighbours, not in a bit: at most so many of its queries attend
-    together, and picks are always made from whole logits.
+    Between two calls it keeps no state except the KV cache and reusable buffers. If `max_queries_together` is set,
+    the result of a sequence does not depend on the other sequences of the batch, not even in one bit: at most that
+    number of its queries attend together, and tokens are always sampled from full logits.
     """
 
     def __init__(
@@ -49,28 +51,32 @@ class Runner:
         self._token_ids, self._positions, self._logit_rows = Words(_STEP_TOKENS), Words(_STEP_TOKENS), Words(_STEP_TOKENS)
         self._attention = StepAttention(kv_cache, backend, few_queries)
         self._whole_logits = few_queries is not None
-        self.model_seconds = 0.0  # of the last batch, in the model's forward pass
+        self.model_seconds = 0.0  # seconds in the model's forward pass, for the last batch
 
     def launch(self, batch: Batch, after: Flight | None = None) -> Flight:
-        """Whoever launches has nothing else to do meanwhile: the step is computed at once."""
-        assert after is None, "nothing is launched on top of what is computed already"
+        """Compute the step at once: on the CPU, the caller has nothing else to do meanwhile."""
+        assert after is None, "the CPU runner launches no step ahead"
         return Computed(batch, self.run(batch))
 
     def wait(self, flight: Flight) -> Items[Picked]:
-        assert isinstance(flight, Computed), "one of ours"
+        """Return the samples of a completed step."""
+        assert isinstance(flight, Computed), "the step must come from this runner"
         return flight.picked
 
     def follows(self, batch: Batch) -> bool:
+        """Return False: no step is launched ahead on the CPU."""
         return False
 
     def survives(self, error: Exception) -> bool:
-        """A system that has no more memory ends the process."""
+        """Return False: a system that is out of memory ends the process."""
         return False
 
     def run(self, batch: Batch) -> list[Picked]:
-        """One `Picked` for each row that samples: spans in order, of each its last own token and then its guesses.
+        """Compute a batch and return one `SampledTokens` for each row that samples.
 
-        Copies come first: their source may be what is released. What is released holds nothing that this step needs.
+        The rows are in the order of the spans, and within a span the last known token comes before the draft
+        tokens. Copies are done before releases, because a released page may be the source of a copy. Released
+        pages hold nothing that this step needs.
         """
         with torch.inference_mode():
             for copy in batch.copies:
@@ -109,14 +115,16 @@ class Runner:
 
 
 def here(words: Tensor, device: torch.device) -> Tensor:
-    """Where the model reads them; on a processor that is where they are, and torch need not be asked."""
+    """Return the tensor on the device of the model. On a CPU it is returned as it is, without a call to torch."""
     return words if device.type == "cpu" else words.to(device)
 
 
 class StepAttention:
-    """The `Attend` of every step: what does not depend on the layer is worked out once a step, in memory whose address stays.
+    """The attention of every step. It implements `Attend`.
 
-    With `few_queries`, no more of a sequence attend together: all go the same road, whatever chunk they came in.
+    Everything that does not depend on the layer is prepared once per step, at fixed addresses. If
+    `max_queries_together` is set, at most that number of a sequence's queries attend together. All queries then
+    use the same computation, independent of the prefill chunk that they came in.
     """
 
     def __init__(self, kv_cache: KVCache, backend: Backend, few_queries: int | None = None) -> None:
@@ -124,12 +132,13 @@ class StepAttention:
         self._backend = backend
         self._few_queries = few_queries
         self._step = Step(max(kv_cache.shape.num_slots, _QUERIES_TOGETHER))
-        self._parts: list[tuple[slice, list[Row]]] = []  # of the batch, where it attends in more than one
+        # parts of the batch, if attention is computed in more than one
+        self._parts: list[tuple[slice, list[Row]]] = []
         self._rows = Words(_STEP_TOKENS)
         self._written = self._rows.tensor[:0]
 
     def begin(self, spans: tuple[Span, ...]) -> Attend:
-        """Describes the next step; what was described before is forgotten."""
+        """Prepare the attention of the next step. The previous step's description is overwritten."""
         self._written = here(self._rows.fill(self._kv_cache.written_rows(spans)), self._backend.device)
         rows: list[Row] = []
         first = 0
@@ -143,10 +152,14 @@ class StepAttention:
 
     @property
     def stays(self) -> bool:
-        """Whether the step can be run again for another like it: no layer does anything that depends on who is in it."""
+        """True if the step can be replayed for other steps of the same shape.
+
+        Then no layer's operations depend on the sequences in the batch.
+        """
         return len(self._parts) < 2 and self._rows.stays and self._step.stays(self._kv_cache.layers[0])
 
     def __call__(self, layer: int, heads: Heads, spec: AttentionSpec) -> Tensor:
+        """Write the layer's keys and values, and return its attention output [tokens, heads * head_dim]."""
         kv = self._kv_cache.layers[layer]
         query = turn(heads, kv, self._written)
         if len(self._parts) < 2:

@@ -1,6 +1,6 @@
-"""Picks each sequence's next token, or a beam's best candidates, from one step's logits; rows are grouped by what they ask for.
+"""Sampler: each sequence's next token, or a beam's best candidates, from one step's logits.
 
-The mathematics is in `sampling_rows.py`. Where a sequence ends, and which beams live on, is the scheduler's business.
+Rows are grouped by their sampling method. The scheduler decides where a sequence ends and which beams continue.
 """
 
 from __future__ import annotations
@@ -21,15 +21,22 @@ PickRows = Callable[[Tensor, Rows[RowToPick]], list[Picked]]
 
 
 class Sampler:
-    """Stateless: what is picked follows from the logits and the sequence alone, so neither the batch nor a preemption matters."""
+    """A stateless sampler.
+
+    The result depends only on the logits and the sequence, so neither the batch nor a preemption changes it.
+    """
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
 
     def pick(self, logits: Tensor, rows: Rows[RowToPick]) -> list[Picked]:
-        """One `Picked` a row of logits [rows, vocab]. Raises `StepFailed` where they are not finite."""
+        """Return one `SampledTokens` per row of logits [rows, vocab].
+
+        Raises:
+            StepFailed: The logits are not finite.
+        """
         expected = (len(rows), self.vocab_size)
-        assert logits.shape == expected, f"one row of logits for each to pick: got {tuple(logits.shape)}, not {expected}"
+        assert logits.shape == expected, f"one row of logits for each row to sample: got {tuple(logits.shape)}, not {expected}"
         groups: dict[PickRows, list[int]] = {}
         for index, row in enumerate(rows):
             groups.setdefault(_way_to_pick(row.sequence), []).append(index)
@@ -50,7 +57,10 @@ def _way_to_pick(sequence: Sequence) -> PickRows:
 
 
 def _pick_greedy(logits: Tensor, rows: Rows[RowToPick]) -> list[Picked]:
-    """One pass over the logits as they are. `max` takes the lowest id among equals, and is quicker than `argmax` in bfloat16."""
+    """Sample greedily in one pass over the logits, without converting them.
+
+    `max` takes the lowest id among equals, and is faster than `argmax` in bfloat16.
+    """
     best, token_ids = logits.max(-1)
     require_finite(best)
     return [Picked((token_id,)) for token_id in token_ids.tolist()]
@@ -62,7 +72,7 @@ def _pick_greedy_penalised(logits: Tensor, rows: Rows[RowToPick]) -> list[Picked
 
 
 def _pick_drawn(logits: Tensor, rows: Rows[RowToPick]) -> list[Picked]:
-    """The number drawn belongs to the seed and to the position that the new token will have."""
+    """Sample randomly. The random number depends on the seed and on the position of the new token."""
     require_finite(logits.amax(-1))
     scores = penalised(logits, [row.sequence for row in rows])
     shares = probabilities(scores, [row.sequence.params for row in rows])
@@ -71,7 +81,10 @@ def _pick_drawn(logits: Tensor, rows: Rows[RowToPick]) -> list[Picked]:
 
 
 def _pick_beams(logits: Tensor, rows: Rows[RowToPick]) -> list[Picked]:
-    """Each parent's best candidates with their log-probabilities, best first. A beam search ignores the temperature."""
+    """Return each parent's best candidates with log-probabilities, best first.
+
+    A beam search ignores the temperature.
+    """
     require_finite(logits.amax(-1))
     sequences = [row.sequence for row in rows]
     logprobs = _log_softmax(penalised(logits, sequences))
@@ -84,7 +97,10 @@ def _pick_beams(logits: Tensor, rows: Rows[RowToPick]) -> list[Picked]:
 
 
 def _with_logprobs(picked: list[Picked], logits: Tensor, rows: Rows[RowToPick]) -> list[Picked]:
-    """Adds natural-log probabilities under the model's own distribution, before penalties and temperature, where they were asked for."""
+    """Add log-probabilities to the rows that requested them.
+
+    They are natural logarithms under the model's distribution before penalties and temperature.
+    """
     asked = [index for index, row in enumerate(rows) if row.sequence.params.logprobs is not None]
     if not asked:
         return picked
@@ -95,18 +111,21 @@ def _with_logprobs(picked: list[Picked], logits: Tensor, rows: Rows[RowToPick]) 
     result = list(picked)
     for place, index in enumerate(asked):
         one, top = picked[index], tuple(best[place][: rows[index].sequence.params.logprobs])
-        own = one.logprobs or (owns[place],)  # a beam has its candidates' already
+        own = one.logprobs or (owns[place],)  # a beam already has those of its candidates
         result[index] = replace(one, logprobs=own, top=top)
     return result
 
 
 def _log_softmax(scores: Tensor) -> Tensor:
-    """In place: touching fresh memory of this size costs more than the arithmetic."""
+    """Return the log-softmax, computed in place: writing new memory of this size costs more than the arithmetic."""
     return torch.log_softmax(scores, -1, out=scores)
 
 
 def _best(logprobs: Tensor, count: int) -> list[list[tuple[int, float]]]:
-    """Each row's `count` likeliest tokens with their log-probabilities, best first, the lower id first among equals."""
+    """Return each row's `count` most likely tokens with log-probabilities, best first.
+
+    Among equals, the lower id comes first.
+    """
     values, token_ids = logprobs.topk(min(count, logprobs.shape[1]))
     pairs = (zip(ids, row, strict=True) for ids, row in zip(token_ids.tolist(), values.tolist(), strict=True))
     return [sorted(row, key=lambda pair: (-pair[1], pair[0])) for row in pairs]

@@ -1,6 +1,7 @@
-"""The mathematics of picking: many rows of logits at once, each with its own parameters. Which row needs what is the sampler's business.
+"""Sampling computations on many rows of logits at once, each with individual parameters.
 
-Every filter is a threshold: a token stays if it is at least as likely as the last one that must stay, so ties stay together.
+The sampler decides which row needs which computation. Every filter is a threshold: a token stays if it is at least
+as likely as the last one that must stay, so tied tokens stay together.
 """
 
 from __future__ import annotations
@@ -17,35 +18,47 @@ from app.errors import StepFailed
 from app.messages import SamplingParams
 
 _BELOW_ONE = 1.0 - 2.0**-53
-_BLOCK = 256  # tokens whose probabilities are summed before one of them is drawn: a running sum over the blocks is short
+# tokens per block; probabilities are summed by block before one token is selected, which keeps the running sum
+# short
+_BLOCK = 256
 LEAST_TEMPERATURE = (
-    1e-6  # smaller ones, and smaller repetition penalties, act like it: an overflow would look like a broken model
+    1e-6  # smaller temperatures and repetition penalties are raised to it; an overflow would look like a broken model
 )
 _NUCLEUS_WIDTHS = (
     256,
     4096,
-)  # most nuclei are found among this many likeliest tokens; sorting a whole vocabulary costs 30 times as much
+)  # most nuclei are found among this number of most likely tokens; sorting a whole vocabulary costs 30 times as much
 
 
 def take(values: Tensor, rows: list[int] | Tensor) -> Tensor:
-    """Some rows of values [rows, vocab], in ascending order; all of them are not copied."""
+    """Return some rows of values [rows, vocab], in ascending order.
+
+    If all rows are requested, they are not copied.
+    """
     return values if len(rows) == len(values) else values[rows]
 
 
 def require_finite(best: Tensor) -> None:
-    """best [rows] is each row's largest logit: NaN anywhere in a row, +inf or nothing but -inf shows there."""
+    """Check the largest logit of each row, `best` [rows].
+
+    A NaN anywhere in a row, a +inf, or a row of only -inf makes the maximum non-finite.
+
+    Raises:
+        StepFailed: The maximum of a row is not finite.
+    """
     if not bool(best.isfinite().all()):
         bad = int((~best.isfinite()).sum())
         raise StepFailed(
-            f"The model's logits are not finite for {bad} of {len(best)} sequences of this step, so no token can be picked."
+            f"The model's logits are not finite for {bad} of {len(best)} sequences of this step, so no token can be sampled."
         )
 
 
 def penalised(logits: Tensor, sequences: Rows[Sequence]) -> Tensor:
-    """A float32 copy of logits [rows, vocab] with each sequence's penalties.
+    """Return a float32 copy of logits [rows, vocab] with each sequence's penalties applied.
 
-    Repetition counts prompt and completion, as in transformers; presence and frequency the completion alone, as OpenAI has it.
-    Counted anew each step, for the rows that ask: a preempted or forked sequence needs no bookkeeping.
+    The repetition penalty counts prompt and completion, as in transformers. Presence and frequency penalties count
+    the completion alone, as in the OpenAI API. Tokens are counted again at each step, for rows with penalties
+    only, so a preempted or forked sequence needs no bookkeeping.
     """
     scores = logits.to(torch.float32, copy=True)
     for row, sequence in enumerate(sequences):
@@ -67,15 +80,17 @@ def _penalise(scores: Tensor, sequence: Sequence) -> None:
 
 
 def probabilities(scores: Tensor, params: Rows[SamplingParams]) -> Tensor:
-    """What may be drawn, from scores [rows, vocab] float32, which are overwritten: temperature, top_k, top_p, min_p, in that order.
+    """Return filtered probabilities from scores [rows, vocab] float32, which are overwritten.
 
-    Filtered tokens have probability 0; what is left need not sum to 1.
+    Temperature, top_k, top_p and min_p are applied in this order. Filtered tokens have probability 0. The
+    remaining probabilities need not sum to 1.
     """
     scores.div_(_column([max(one.temperature, LEAST_TEMPERATURE) for one in params], scores))
     vocab_size = scores.shape[1]
     if any(0 < one.top_k < vocab_size for one in params):
         scores.masked_fill_(scores < _top_k_threshold(scores, [one.top_k for one in params]), -torch.inf)
-    shares = torch.softmax(scores, -1, out=scores)  # in place: touching fresh memory costs more than the arithmetic
+    # computed in place; writing new memory costs more than the arithmetic
+    shares = torch.softmax(scores, -1, out=scores)
     if any(one.top_p < 1.0 or one.min_p > 0.0 for one in params):
         threshold = _column([one.min_p for one in params], shares) * shares.amax(-1, keepdim=True)
         threshold = torch.maximum(threshold, _top_p_threshold(shares, [one.top_p for one in params]))
@@ -84,20 +99,26 @@ def probabilities(scores: Tensor, params: Rows[SamplingParams]) -> Tensor:
 
 
 def _column(values: list[float], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """[rows, 1], where the rows are."""
+    """Return the values as a column [rows, 1] on the device of `like`."""
     return torch.tensor(values, dtype=dtype or like.dtype, device=like.device).unsqueeze(1)
 
 
 def draw(shares: Tensor, uniforms: Rows[float]) -> Tensor:
-    """One token id a row from probabilities [rows, vocab]: where the running sum in vocabulary order passes the row's uniform number."""
+    """Sample one token id per row from probabilities [rows, vocab], with one uniform number per row.
+
+    The sampled token is the one at which the running sum in vocabulary order exceeds the uniform number.
+    """
     return draw_at(shares, torch.tensor(uniforms, dtype=torch.float64, device=shares.device))
 
 
 def draw_at(shares: Tensor, uniforms: Tensor) -> Tensor:
-    """The same by uniform numbers [rows] float64 that lie where the probabilities do. Nothing waits for a device.
+    """Sample one token id per row, with uniform numbers [rows] float64 on the same device.
 
-    In vocabulary order and not by rank, since then a rounding difference in the logits moves the borders a little instead of
-    swapping two tokens. In two stages, blocks and then inside one, since a running sum over a vocabulary in float64 is slow.
+    No host synchronization occurs.
+
+    Tokens are in vocabulary order and not sorted by probability: a rounding difference in the logits then moves
+    the boundaries slightly instead of swapping two tokens. The search has two stages, over blocks and then within
+    one block, because a float64 running sum over a whole vocabulary is slow.
     """
     missing = -shares.shape[1] % _BLOCK
     blocks = (F.pad(shares, (0, missing)) if missing else shares).view(len(shares), -1, _BLOCK)
@@ -108,17 +129,21 @@ def draw_at(shares: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _locate(mass: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
-    """The first index whose running sum exceeds `fraction` [rows] of the row's total, and how far into that index's mass it falls."""
+    """Return the first index whose running sum exceeds `fraction` [rows] of the row's total.
+
+    Also returns the relative offset of the target within that index's mass, in [0, 1).
+    """
     running = mass.cumsum(-1)
     target = fraction * running[:, -1]
-    index = (running <= target.unsqueeze(1)).sum(-1, keepdim=True)  # below the last: target < total, as fraction < 1
-    here = mass.gather(1, index).squeeze(1)  # greater than 0: the sum grew here
+    # always a valid index: target < total, since fraction < 1
+    index = (running <= target.unsqueeze(1)).sum(-1, keepdim=True)
+    here = mass.gather(1, index).squeeze(1)  # greater than 0, because the sum grew at this index
     before = running.gather(1, index).squeeze(1) - here
     return index.squeeze(1), ((target - before) / here).clamp_(0.0, _BELOW_ONE)
 
 
 def _top_k_threshold(scores: Tensor, top_k: Rows[int]) -> Tensor:
-    """The k-th largest score of each row, [rows, 1]; -inf where k is off."""
+    """Return the k-th largest score of each row, [rows, 1]; -inf if k is off."""
     rows = [row for row, k in enumerate(top_k) if 0 < k < scores.shape[1]]
     counts = [top_k[row] for row in rows]
     best = take(scores, rows).topk(max(counts)).values
@@ -128,7 +153,10 @@ def _top_k_threshold(scores: Tensor, top_k: Rows[int]) -> Tensor:
 
 
 def _top_p_threshold(shares: Tensor, top_p: Rows[float]) -> Tensor:
-    """The least probability inside each row's nucleus, [rows, 1]: the fewest likeliest tokens that sum to at least top_p. 0 where off."""
+    """Return the smallest probability in each row's nucleus, [rows, 1]; 0 if top_p is off.
+
+    The nucleus is the smallest set of most likely tokens whose probabilities sum to at least top_p.
+    """
     threshold = shares.new_zeros((len(shares), 1))
     pending = torch.tensor([row for row, p in enumerate(top_p) if p < 1.0], dtype=torch.int64, device=shares.device)
     limits = _column(list(top_p), shares, torch.float64)
@@ -140,5 +168,5 @@ def _top_p_threshold(shares: Tensor, top_p: Rows[float]) -> Tensor:
         running = best.double().cumsum(-1)
         inside = (running - best < limits[pending]).sum(-1, keepdim=True).clamp_(min=1)
         threshold[pending] = best.gather(1, inside - 1)
-        pending = pending[running[:, -1] < limits[pending].squeeze(1)]  # these want tokens beyond `width`
+        pending = pending[running[:, -1] < limits[pending].squeeze(1)]  # these rows need tokens beyond `width`
     return threshold

@@ -1,7 +1,8 @@
-"""Decides who is computed next and how many tokens of each, and what the picked tokens mean for them. Counts only, never a tensor.
+"""Scheduler: decides how many tokens of each sequence the next step computes, and processes the sampled tokens.
 
-The oldest goes first and is preempted last: nobody waits for ever. Who waits and runs is kept in `roster.py`, slots are `tenants.py`'s,
-beams `beams.py`'s, words `outcome.py`'s.
+It works on counts and never on tensors. The oldest request goes first and is preempted last, so no request
+starves. `RequestQueues` keeps the waiting and running sequences, `KvAllocator` assigns slots, and `BeamGroup`
+selects beams.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ from app.messages import Abort, Event, Generate, RequestFailed, SequenceFinished
 
 
 class Scheduler:
-    """`schedule` and `update` alternate; `add` and `abort` come between steps. `follow` may come between a step and its `update`.
+    """The scheduler of one engine.
 
-    `speculation`: where given, steps that only decode carry guesses where they pay.
+    `schedule` and `update` alternate; `add` and `abort` come between steps. `schedule_ahead` may come between a
+    step and its `update`. If `speculation` is set, steps that only decode carry draft tokens if they pay off.
     """
 
     speculation: Speculation | None = None
@@ -58,11 +60,12 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
+        """True while any request is active."""
         return bool(self.roster.requests)
 
     def add(self, request: Generate) -> list[Event]:
-        """Queues a request; one that can never be served is refused at once."""
-        assert request.request_id not in self.roster.requests, "the service gives each request an id of its own"
+        """Queue a request. A request that can never be served is rejected at once."""
+        assert request.request_id not in self.roster.requests, "request ids must be unique"
         error = refusal(request, self._limits, self.pool)
         if error is not None:
             return [RequestFailed(request.request_id, error)]
@@ -73,7 +76,7 @@ class Scheduler:
         return []
 
     def abort(self, command: Abort) -> list[Event]:
-        """Ends a request, or one choice of it, wherever it stands. What it computed stays cached."""
+        """End a request, or one choice of it, in any state. Its computed tokens stay cached."""
         request = self.roster.requests.get(command.request_id)
         leaving = [one for one in request.alive if command.choice in (None, one.choice)] if request else []
         events: list[Event] = [finished(sequence, command.reason, self._clock()) for sequence in leaving]
@@ -82,7 +85,10 @@ class Scheduler:
         return events
 
     def schedule(self) -> Batch | None:
-        """The next step's work: every decode, then prefill of running sequences, then new ones, within the budgets; None when idle."""
+        """Return the next step's batch; None if there is nothing to compute.
+
+        Every decode comes first, then prefill of running sequences, then newly admitted ones, within the budgets.
+        """
         self._num_preempted = 0
         self._grow_decodes()
         spans = [next_span(sequence, 1) for sequence in self._ready()]
@@ -104,10 +110,11 @@ class Scheduler:
         return Batch(tuple(spans), copies, self.pool.take_released(), cached, self._num_preempted)
 
     def follow(self, batch: Batch) -> Batch | None:
-        """The step after `batch`, which is under way: the same sequences one position further, but for those that it brings to their limit.
+        """Return the batch that follows `batch`, which is in flight: the same sequences, one position further.
 
-        `batch` comes without void rows. None where a step has anything else to do then than to decode them. Who ends in `batch` for
-        another reason has a void row here.
+        Sequences that reach their maximum length in `batch` are left out. A sequence that ends in `batch` for
+        another reason has a finished row in the result. `batch` must contain no finished rows. Returns None if the
+        next step has to do anything else than decode these sequences.
         """
         spans = batch.spans
         if (
@@ -124,13 +131,19 @@ class Scheduler:
         return Batch(tuple([span.one_further() for span in lasting]), (), self.pool.take_released(), ahead=True)
 
     def shrink(self, batch: Batch) -> bool:
-        """This step wanted more memory than there is, and is given up: the next ones are smaller. False where it could not be smaller."""
+        """Give up a step that ran out of memory, and make the next ones smaller.
+
+        Returns False if the step cannot be made smaller.
+        """
         for span in batch.spans:
             self._tenants.trim(span.sequence)
         return self._allowance.shrink(batch)
 
     def update(self, batch: Batch, picked: Items[Picked]) -> list[Event]:
-        """What the step's result means: one `Picked` for each row that samples, in order."""
+        """Process the result of a step, one `SampledTokens` per row that samples, in order.
+
+        Returns the events.
+        """
         now = self._clock()
         events: list[Event] = []
         searches: dict[str, list[tuple[Sequence, Picked]]] = {}
@@ -151,22 +164,22 @@ class Scheduler:
         return events
 
     def fail(self, batch: Batch, error: RequestError) -> list[Event]:
-        """The step raised: every request of its batch ends with this error, the others go on."""
+        """End every request of the batch with this error. The other requests continue."""
         return self._fail(dict.fromkeys(span.sequence.request_id for span in batch.spans), error)
 
     def fail_all(self, error: RequestError) -> list[Event]:
-        """Every request ends with this error."""
+        """End every request with this error."""
         return self._fail(list(self.roster.requests), error)
 
     def observe(self, step: StepStats) -> None:
-        """A step was computed, and what it took."""
+        """Record the statistics of a step that was computed."""
         self._allowance.grow()
         self._pace.observe(step)
         if self.speculation is not None:
             self.speculation.observe(step)
 
     def snapshot(self) -> Snapshot:
-        """Requests are counted, not choices."""
+        """Return a snapshot of the scheduler. It counts requests, not choices."""
         now = standing(self.roster.running, self.roster.waiting, self.pool)
         return replace(
             now, num_waiting=len(self.roster.requests) - now.num_running, stepped_at=self._clock(), tempo=self._pace.tempo
@@ -175,13 +188,19 @@ class Scheduler:
     # ---- schedule --------------------------------------------------------------------------------------------------
 
     def _grow_decodes(self) -> None:
-        """Room for the token that each decode computes; where there is none the youngest lose theirs."""
+        """Reserve memory for the token that each decode computes.
+
+        If there is none left, preempt the youngest sequences.
+        """
         for sequence in list(self.roster.running):
             while sequence.slot is not None and sequence.num_uncomputed == 1 and not self._tenants.grow(sequence):
                 self._preempt()
 
     def _ready(self) -> list[Sequence]:
-        """Running sequences that want one token computed, as many as a step may have; beams of a search are never parted."""
+        """Return the running sequences with one token to compute, at most as many as the token budget allows.
+
+        The beams of one search are never split.
+        """
         ready = [sequence for sequence in self.roster.running if sequence.num_uncomputed == 1]
         end = most = self._allowance.tokens
         if len(ready) <= most:
@@ -191,7 +210,10 @@ class Scheduler:
         return ready[:end] or [one for one in ready if one.request_id == ready[0].request_id]
 
     def _prefill_budget(self, num_ready: int) -> int:
-        """Only where there is a prompt to read: what fits beside the decodes is worked out for nobody else."""
+        """Return the number of prefill tokens of this step.
+
+        It is only computed if there is a prompt to prefill.
+        """
         reading = [one.num_computed for one in self.roster.running if one.num_uncomputed > 1]
         if not (num_prompts := len(reading) + len(self.roster.waiting)):
             return 0
@@ -200,7 +222,10 @@ class Scheduler:
         return min(beside, self._allowance.tokens - num_ready)
 
     def _admit(self, left: int) -> list[Span]:
-        """First in, first out: where the oldest finds no room nobody overtakes it."""
+        """Admit waiting sequences in order of arrival.
+
+        If the oldest does not fit, no younger one overtakes it.
+        """
         spans: list[Span] = []
         places = self._places()
         while left > 0 and self._fits_in(places) and (sequence := self.roster.admit()) is not None:
@@ -213,15 +238,18 @@ class Scheduler:
         return self._limits.max_running_seqs - self.roster.occupied() if self.roster.waiting else 0
 
     def _fits_in(self, places: int) -> bool:
-        """Whether the oldest of those who wait is content with so many places."""
+        """Return True if the oldest waiting sequence needs at most this number of places."""
         return bool(self.roster.waiting) and self.roster.waiting[0].params.beam_width <= places
 
     def _could_admit(self) -> bool:
-        """Whether the next step would, as far as is known now."""
+        """Return True if the next step would admit a sequence, as far as is known now."""
         return self._fits_in(self._places()) and self._tenants.has_room(self.roster.waiting[0])
 
     def _greet(self, sequence: Sequence) -> int:
-        """Notes a sequence's first step; returns how much of a request's prompt was cached (further choices always find it)."""
+        """Record a sequence's first step, and return the number of cached tokens of its request's prompt.
+
+        Further choices return 0, because they always find the prompt cached.
+        """
         if sequence.scheduled_at is not None:
             return 0
         sequence.scheduled_at = self._clock()
@@ -248,8 +276,8 @@ class Scheduler:
 
     def _advance_search(self, request_id: str, picked: list[tuple[Sequence, Picked]], now: float) -> list[Event]:
         group = self.roster.requests[request_id].group
-        assert group is not None, "only a search has beams"
-        if picked[0][0].slot is None:  # another search took its memory a moment ago
+        assert group is not None, "only a beam search has beams"
+        if picked[0][0].slot is None:  # another search has just preempted it
             return []
         assert len(picked) == len(group.beams), "all beams of a search are computed in the same step"
         chosen = group.select(picked)
@@ -261,7 +289,10 @@ class Scheduler:
         return [told]
 
     def _branch(self, group: BeamGroup, chosen: list[Continuation]) -> None:
-        """Each parent goes on as its best continuation, the others get slots of their own; parents without one leave first."""
+        """Continue each parent with its best continuation, and fork new beams for the others.
+
+        Parents without a continuation leave their slots first.
+        """
         best = {one.parent: one for one in reversed(chosen)}
         for beam in group.beams:
             if beam not in best:
@@ -272,7 +303,7 @@ class Scheduler:
                 child = one.child()
                 while one.parent.slot is not None and not self._tenants.fork(one.parent, child):
                     self._preempt()
-                if one.parent.slot is None:  # the search itself was the youngest, and begins again
+                if one.parent.slot is None:  # the search itself was the youngest; it was preempted and starts again
                     return
                 self.roster.run(child)
                 group.beams.append(child)
@@ -289,7 +320,8 @@ class Scheduler:
     def _fail(self, request_ids: Iterable[str], error: RequestError) -> list[Event]:
         events: list[Event] = []
         for request_id in request_ids:
-            request = self.roster.requests.get(request_id)  # None where a step that broke had ended it without telling
+            # None if the failed step had already ended it without an event
+            request = self.roster.requests.get(request_id)
             for sequence in list(request.alive) if request else []:
                 self._end(sequence, keep_tokens=False)
             events.append(RequestFailed(request_id, error))

@@ -1,4 +1,7 @@
-"""A text read through a model, window by window: how surprising each token is, and which was the likeliest. Nothing is scheduled."""
+"""Perplexity: reads a text through a model window by window.
+
+Returns the loss and the likeliest tokens. Nothing is scheduled.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,17 @@ from app.models.config import ModelConfig
 from app.models.context import StepContext
 from app.text.tokenizer import Tokenizer
 
-WINDOW = 512  # tokens that see each other
-STEP = 128  # tokens whose logits are worked out at once: with a vocabulary of 128k, 64 MB of them
-BREAK = "---"  # a line of its own between documents, which do not see each other
+WINDOW = 512  # tokens that attend to each other
+STEP = 128  # tokens whose logits are computed at once: with a vocabulary of 128k these are 64 MB
+BREAK = "---"  # separator line between documents, which do not attend to each other
 
 Window = list[int]
 
 
 def windows_of(tokenizer: Tokenizer, text: Path, max_model_len: int, max_tokens: int | None = None) -> list[Window]:
-    """The text's documents cut into pieces of ids, each beginning with what this checkpoint's texts begin with.
+    """Cut the text's documents into windows of token ids, each with the checkpoint's usual first token.
 
-    Raises `SettingsInvalid` where there is nothing to read.
+    Raises `SettingsInvalid` if there is nothing to read.
     """
     try:
         documents = _documents(text.read_text(encoding="utf-8"))
@@ -45,12 +48,12 @@ def windows_of(tokenizer: Tokenizer, text: Path, max_model_len: int, max_tokens:
         if left == 0:
             break
     if not windows:
-        raise SettingsInvalid(f"The text {text} has no two tokens one after the other.")
+        raise SettingsInvalid(f"The text {text} has fewer than two consecutive tokens.")
     return windows
 
 
 def _documents(text: str) -> Iterator[str]:
-    """Parts between lines that say BREAK, without the ends of lines around them."""
+    """Yield the parts between separator lines, without leading and trailing line breaks."""
     lines: list[str] = []
     for line in [*text.split("\n"), BREAK]:
         if line.strip() != BREAK:
@@ -61,7 +64,7 @@ def _documents(text: str) -> Iterator[str]:
 
 
 class Reader:
-    """One sequence at a time through a model, with the logits of every token."""
+    """Runs one sequence at a time through a model and returns the logits of every token."""
 
     def __init__(self, model: nn.Module, config: ModelConfig, kv_dtype: torch.dtype, backend: Backend) -> None:
         self._model = model
@@ -69,7 +72,7 @@ class Reader:
         self._attention = StepAttention(KVCache(shape, kv_dtype), backend)
 
     def read(self, window: Window) -> tuple[float, Tensor]:
-        """Nats of all tokens but the first, and which token was likeliest at each of these places."""
+        """Return the loss in nats over all tokens after the first, and the likeliest token at each position."""
         nats, likeliest = 0.0, []
         for wanted, logits in self.steps(window):
             nats += float(torch.nn.functional.cross_entropy(logits, wanted, reduction="sum"))
@@ -77,7 +80,7 @@ class Reader:
         return nats, torch.cat(likeliest)
 
     def steps(self, window: Window) -> Iterator[tuple[Tensor, Tensor]]:
-        """Some tokens [n] that follow one another, and the FP32 logits [n, vocab] that foresaw them; then the next."""
+        """Yield consecutive target tokens [n] and the FP32 logits [n, vocab] that predict them."""
         for start in range(0, len(window) - 1, STEP):
             wanted = torch.tensor(window[start + 1 : start + STEP + 1])
             yield wanted, self._logits(window, start, start + len(wanted)).float()

@@ -1,7 +1,8 @@
-"""Slots of KV memory as counts: which positions of which slot are accounted for, who leans on whom, what is evicted when room is wanted.
+"""KV slots as counts: accounted positions, shared prefixes, and eviction of cached slots when capacity is needed.
 
-A slot is free, running (a sequence owns it) or cached (a finished sequence's keys and values; the least recently used goes first).
-What tokens a slot could serve is `prefix.py`'s business, which sequence lives where is `tenants.py`'s; no tensor is seen here.
+A slot is free, running (a sequence owns it) or cached (it holds the KV of a finished sequence; the least recently
+used slot is evicted first). `placements` finds reusable prefixes, and `KvAllocator` assigns slots to sequences. No
+tensors are used.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-# Fewer shared tokens than this are computed again: they ride along in a step that reads all weights anyway
-# (facts: a product of 16 rows costs about what one of 8 rows does), and a lean would pin a slot for them.
+# If fewer tokens than this are shared, they are computed again. They are part of a step that reads all weights
+# anyway (measured: a product of 16 rows costs about as much as one of 8 rows), and sharing would pin a slot for
+# them.
 MIN_SHARED_TOKENS = 16
 
 Range = tuple[int, int]
@@ -19,28 +21,31 @@ _EMPTY: Range = (0, 0)
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One long region of KV memory. Positions `[0, num_tokens)` of `token_ids` are computed: those below `prefix_tokens` in `prefix_slot`.
+    """One long region of KV memory.
 
-    Invariant: a slot that is leaned on leans on none, so a context has at most two segments.
+    Positions `[0, num_tokens)` of `token_ids` are computed; those below `prefix_tokens` are stored in
+    `prefix_slot`. Invariant: a slot whose prefix is shared does not share a prefix itself, so a context has at
+    most two segments.
     """
 
     index: int
     running: bool = False
-    token_ids: list[int] = field(default_factory=list)  # while running, the sequence's own list, which grows
+    token_ids: list[int] = field(default_factory=list)  # while running, this is the sequence's list, which grows
     num_tokens: int = 0
     prefix_slot: int | None = None
     prefix_tokens: int = 0
-    reserved: int = 0  # positions [prefix_tokens, reserved) are accounted for
+    reserved: int = 0  # the positions [prefix_tokens, reserved) count against the budget
     leaners: set[int] = field(default_factory=set)
-    touched: Range = _EMPTY  # pages that may hold memory: what is accounted for, and what is not given back yet
+    touched: Range = _EMPTY  # positions whose pages may use memory: those accounted for, and those not given back yet
     used_at: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a sequence could live: in slot `adopt`, or in a new one that leans on `prefix_slot` and is given `copies` (source, start, end).
+    """A possible location of a sequence.
 
-    The first `cached` of its tokens need not be computed.
+    It is either the cached slot `reused_slot`, or a new slot that shares the prefix in `prefix_slot` and gets
+    `copies` (source, start, end). The first `cached` of its tokens need not be computed.
     """
 
     cached: int = 0
@@ -51,18 +56,25 @@ class Placement:
 
 
 class SlotPool:
-    """All slots and one budget. `num_slots` should be twice the running sequences: each owns one and leans on at most one other."""
+    """All slots and their common token budget.
+
+    `num_slots` should be twice the number of running sequences: each sequence owns one slot and shares the prefix
+    of at most one other slot.
+    """
 
     def __init__(self, num_slots: int, capacity_tokens: int, tokens_per_page: int = 1) -> None:
         self.slots = [Slot(index) for index in range(num_slots)]
         self.tokens_per_page = tokens_per_page
         self.capacity_tokens = capacity_tokens // tokens_per_page * tokens_per_page
-        self.used_tokens = 0  # of whole pages
+        self.used_tokens = 0  # tokens of whole pages
         self._shrunk: set[int] = set()
         self._ticks = 0
 
     def place(self, placement: Placement, token_ids: list[int]) -> int | None:
-        """The slot that now runs these tokens, with room for all of them; None, and nothing has changed, where there is no room."""
+        """Return the slot that now runs these tokens, with capacity for all of them.
+
+        Returns None, with nothing changed, if there is no capacity.
+        """
         if not self.fits(placement, len(token_ids)):
             return None
         slot = self._take(placement) if placement.adopt is None else self.slots[placement.adopt]
@@ -71,15 +83,19 @@ class SlotPool:
         slot.running, slot.token_ids, slot.num_tokens = True, token_ids, placement.cached
         self._set(slot, placement.prefix_slot, placement.prefix_tokens, min(slot.reserved, placement.cached))
         has_room = self.reserve(slot.index, len(token_ids))
-        assert has_room, "a placement that fits must find room"
+        assert has_room, "a placement that fits must have capacity"
         return slot.index
 
     def reserve(self, index: int, end: int) -> bool:
-        """Accounts for positions up to `end`, evicting cached slots for it; False where running ones leave no room."""
+        """Account for positions up to `end`, and evict cached slots if needed.
+
+        Returns False if the running slots leave too little capacity.
+        """
         slot = self.slots[index]
         page = self.tokens_per_page
         if slot.prefix_tokens < slot.reserved <= end and (slot.reserved - 1) // page == (end - 1) // page:
-            slot.reserved = end  # on a page that is accounted for: most steps of most sequences
+            # The last page is accounted for already, which is the case in most steps of most sequences.
+            slot.reserved = end
             return True
         growth = self._pages(slot.prefix_tokens, end) - self._pages(slot.prefix_tokens, slot.reserved)
         if growth > 0 and not self._make_room(growth):
@@ -88,16 +104,19 @@ class SlotPool:
         return True
 
     def trim(self, index: int, end: int) -> None:
-        """Accounts for nothing beyond `end` any more, of a slot that runs."""
+        """Stop accounting for positions beyond `end` of a running slot."""
         slot = self.slots[index]
         self._set(slot, slot.prefix_slot, slot.prefix_tokens, min(slot.reserved, end))
 
     def computed(self, index: int, num_tokens: int) -> None:
-        """The step has written keys and values up to `num_tokens`."""
+        """Record that keys and values up to `num_tokens` have been written."""
         self.slots[index].num_tokens = num_tokens
 
     def release(self, index: int, keep: int) -> None:
-        """The sequence has left; its first `keep` computed tokens, and what others lean on, stay cached."""
+        """Turn the slot of a sequence that has left into a cached slot.
+
+        Its first `keep` computed tokens stay cached, and so does any prefix that other slots share.
+        """
         slot = self.slots[index]
         slot.running = False
         slot.token_ids = slot.token_ids[: slot.num_tokens]
@@ -105,7 +124,10 @@ class SlotPool:
         self._shrink(slot, max(min(keep, slot.num_tokens), self._pinned(slot)))
 
     def take_released(self) -> tuple[tuple[int, int, int], ...]:
-        """Pages that nothing is accounted for any more, as (slot, from, to), each told once."""
+        """Return the pages that are no longer accounted for, as (slot, first position, end position).
+
+        Each is returned once.
+        """
         released = []
         for index in sorted(self._shrunk):
             slot = self.slots[index]
@@ -118,15 +140,21 @@ class SlotPool:
         return tuple(released)
 
     def in_use_tokens(self, placement: Placement | None = None) -> int:
-        """Tokens that cannot be evicted: what runs and what running ones lean on, after `placement` too, but for its own room."""
+        """Return the number of tokens that cannot be evicted: running slots and the prefixes that they share.
+
+        If a placement is given, the prefix that it would share counts too, but not the tokens that it would need
+        itself.
+        """
         total, page = 0, self.tokens_per_page
         for slot in self.slots:
-            if slot.running:  # as `_size` has it: a call each would cost more than all else that is asked after a step
+            # `_size` is inlined: one call per slot would cost more than everything else that is computed after a
+            # step
+            if slot.running:
                 low, high = slot.prefix_tokens, slot.reserved
                 total += -(-high // page) * page - low // page * page if low < high else 0
                 continue
             leans_now = placement is not None and placement.prefix_slot == slot.index
-            if not slot.leaners and not leans_now:  # most slots, at every step
+            if not slot.leaners and not leans_now:  # true for most slots at every step
                 continue
             pins = [self.slots[leaner].prefix_tokens for leaner in slot.leaners if self.slots[leaner].running]
             if placement is not None and leans_now:
@@ -135,7 +163,10 @@ class SlotPool:
         return total
 
     def fits(self, placement: Placement, num_tokens: int) -> bool:
-        """Whether so many tokens could be placed so; all that nobody runs on can be evicted."""
+        """Return True if this number of tokens could be placed so.
+
+        All KV that no running sequence uses can be evicted.
+        """
         if placement.adopt is None and not any(self._takeable(placement)):
             return False
         room = self._pages(placement.prefix_tokens, num_tokens)
@@ -146,13 +177,13 @@ class SlotPool:
         return (slot for slot in self.slots if not slot.running and not slot.leaners and slot.index not in sources)
 
     def _take(self, placement: Placement) -> Slot:
-        """A free slot, else the least recently used cached one, emptied."""
+        """Return a free slot, else the least recently used cached one, emptied."""
         slot = min(self._takeable(placement), key=lambda slot: (slot.num_tokens > 0, slot.used_at))
         self._shrink(slot, 0)
         return slot
 
     def _make_room(self, tokens: int) -> bool:
-        """Trims cached slots from their ends, least recently used first, as far as needed."""
+        """Trim cached slots from their ends, least recently used first, as far as needed."""
         while (missing := self.used_tokens + tokens - self.capacity_tokens) > 0:
             cached = [slot for slot in self.slots if not slot.running and self._trimmable(slot) > 0]
             if not cached:
@@ -162,7 +193,7 @@ class SlotPool:
         return True
 
     def _shrink(self, slot: Slot, end: int) -> None:
-        """Cuts a slot that is not running down to `end`; what is left too short to be of use goes altogether."""
+        """Cut a slot that is not running to `end`. If the rest is too short to be useful, free the whole slot."""
         if end <= slot.prefix_tokens or (end < MIN_SHARED_TOKENS and not slot.leaners):
             end = 0
         del slot.token_ids[end:]
@@ -171,7 +202,7 @@ class SlotPool:
         self._set(slot, *prefix, slot.num_tokens)
 
     def _set(self, slot: Slot, prefix_slot: int | None, prefix_tokens: int, reserved: int) -> None:
-        """The only place where accounts, leaners and touched pages change, so that they change together."""
+        """Change accounting, sharing and touched pages together. This is the only method that changes them."""
         self.used_tokens -= self._size(slot)
         if slot.prefix_slot is not None:
             self.slots[slot.prefix_slot].leaners.discard(slot.index)
@@ -193,7 +224,7 @@ class SlotPool:
         slot.used_at = self._ticks
 
     def _pinned(self, slot: Slot) -> int:
-        """How far others lean on this slot."""
+        """Return the number of leading positions of this slot that other slots share."""
         return max((self.slots[leaner].prefix_tokens for leaner in slot.leaners), default=0)
 
     def _trimmable(self, slot: Slot) -> int:
@@ -203,7 +234,7 @@ class SlotPool:
         return self._pages(slot.prefix_tokens, slot.reserved)
 
     def _pages(self, start: int, end: int) -> int:
-        """Tokens of the whole pages that positions `[start, end)` lie on."""
+        """Return the number of tokens of the whole pages that contain positions `[start, end)`."""
         low, high = self._aligned(start, end)
         return high - low
 

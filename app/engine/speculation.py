@@ -1,7 +1,8 @@
-"""Decides how many tokens of each sequence are worth guessing in a step: as many as make the most tokens a second by what is known.
+"""Speculative decoding: choose the number of draft tokens of each sequence that maximizes tokens per second.
 
-Known are how often guesses were right (of this sequence, and of all before it) and what a step of more rows costs. Where guessing does not
-pay it stops, and tries a single guess again after a pause that doubles each time: to be wrong costs next to nothing.
+The choice uses the acceptance rate of earlier draft tokens, of this sequence and of all sequences, and the cost of
+a step by number of rows. If draft tokens do not pay off, drafting pauses. After the pause it tries a single draft
+token; the pause doubles after each failure, so a wrong choice costs almost nothing.
 """
 
 from __future__ import annotations
@@ -15,57 +16,72 @@ from app.engine.drafts import Drafter
 from app.engine.sequence import Sequence
 from app.measured import StepStats
 
-MOST_ROWS = 64  # of a step with guesses: beyond it products are bound by arithmetic, and steps of so many sizes are recorded
-MOST_GUESSES = 7  # of a sequence in a step
-WORTH = 1.03  # times the tokens a second without any guess: what is gained must pay for the guessing too
+# maximum rows of a step with draft tokens; larger products are compute-bound, and each step size is recorded
+MOST_ROWS = 64
+MOST_GUESSES = 7  # per sequence and step
+WORTH = 1.03  # required gain in tokens per second over no draft tokens; the gain must cover the cost of drafting too
 FIRST_PAUSE, LONGEST_PAUSE = 4, 32  # steps
-_MEMORY = 0.9  # of what was seen before, at each new observation: the last ten count
+_MEMORY = 0.9  # decay of earlier observations at each new one: about the last ten count
 _SHARED_MEMORY = 0.99
-_TRUST = 2.0  # how many observations all sequences together count for in a sequence's own estimate
+_TRUST = 2.0  # number of observations that the rate of all sequences counts for in a sequence's estimate
 
 
 class Costs(Protocol):
-    """What a step that decodes takes, in any unit; hears of every step."""
+    """The cost of decode steps, in any unit. It observes every step."""
 
-    def decode(self, rows: int, context_tokens: int = 0) -> float: ...
-    def observe(self, step: StepStats) -> None: ...
+    def decode(self, rows: int, context_tokens: int = 0) -> float:
+        """Return the cost of a decode step with this many rows and this total context."""
+        ...
+
+    def observe(self, step: StepStats) -> None:
+        """Record a step."""
+        ...
 
 
 @dataclass(slots=True)
 class Rate:
-    """How likely one more guess is right, given that those before it are. Begins with one right and one wrong."""
+    """Decaying estimate of the probability that a draft token is accepted, given that those before it were.
+
+    It begins with one accepted and one rejected token.
+    """
 
     memory: float
     right: float = 1.0
     wrong: float = 1.0
 
     def observe(self, guessed: int, right: int) -> None:
-        """Guesses after the first wrong one say nothing."""
+        """Record a result. Draft tokens after the first rejected one carry no information."""
         self.right = self.right * self.memory + right
         self.wrong = self.wrong * self.memory + (right < guessed)
 
     def value(self, prior: float = 0.5, trust: float = 0.0) -> float:
+        """Return the estimate, combined with a prior that counts as `prior_weight` observations."""
         return (self.right + trust * prior) / (self.right + self.wrong + trust)
 
 
 @dataclass(slots=True)
 class Guesses:
-    """What is known of one sequence's guesses. While `pause` lasts it is not even asked for any."""
+    """Drafting state of one sequence. While `pause` is positive, no draft tokens are requested."""
 
     drafter: Drafter
     rate: Rate = field(default_factory=lambda: Rate(_MEMORY, 0.0, 0.0))
     pause: int = 0
     next_pause: int = FIRST_PAUSE
     has_paused: bool = False
-    is_trial: bool = False  # the one guess under way is only to see
+    is_trial: bool = False  # the current draft is a single trial token
 
 
-Room = Callable[[Sequence, int], bool]  # whether a sequence's slot has room for so many guesses now
-Idea = tuple[Span, tuple[int, ...]]  # a sequence that decodes, and what may follow
+# reserves capacity for draft tokens in a sequence's slot; returns False if there is none
+Room = Callable[[Sequence, int], bool]
+Idea = tuple[Span, tuple[int, ...]]  # a decoding span and its proposed draft tokens
 
 
 class Speculation:
-    """Belongs to one engine. `drafter` makes each sequence's own; `most` bounds a sequence's guesses in a step."""
+    """The speculative decoding policy of one engine.
+
+    `drafter` creates the drafter of each sequence. `max_draft_tokens` is the maximum number of draft tokens per
+    sequence and step.
+    """
 
     def __init__(self, drafter: Callable[[Sequence], Drafter], costs: Costs, most: int = MOST_GUESSES) -> None:
         self._drafter, self._costs, self._most = drafter, costs, most
@@ -73,11 +89,14 @@ class Speculation:
         self._known: dict[Sequence, Guesses] = {}
 
     def with_drafter(self, drafter: Callable[[Sequence], Drafter]) -> Speculation:
-        """Another that knows the same costs, and has guessed nothing yet."""
+        """Return another policy with the same cost model and no acceptance history."""
         return Speculation(drafter, self._costs, self._most)
 
     def guess(self, spans: list[Span], most_rows: int, room: Room) -> list[Span]:
-        """The same decodes, with guesses behind those where they pay and find room; a step has at most `most_rows` rows."""
+        """Return the same decodes, with draft tokens added where they pay off and `reserve` finds capacity.
+
+        A step has at most `max_rows` rows.
+        """
         left = min(most_rows, MOST_ROWS) - len(spans)
         ideas = self._ideas(spans) if self._could_pay(spans, left) else []
         if not ideas:
@@ -89,7 +108,7 @@ class Speculation:
         return [span.with_drafts(drafts.get(span.sequence, ())) for span in spans] if drafts else spans
 
     def learn(self, sequence: Sequence, guessed: int, right: int) -> None:
-        """So many of a step's guesses were right."""
+        """Record how many of a sequence's draft tokens were accepted in a step."""
         guesses = self._known[sequence]
         guesses.rate.observe(guessed, right)
         self._rate.observe(guessed, right)
@@ -99,26 +118,37 @@ class Speculation:
             guesses.next_pause = min(2 * guesses.next_pause, LONGEST_PAUSE)
 
     def observe(self, step: StepStats) -> None:
-        """What a step took, with guesses or without."""
+        """Record the time of a step, with or without draft tokens."""
         self._costs.observe(step)
 
     def forget(self, sequence: Sequence) -> None:
-        """It is over."""
+        """Drop the state of a finished sequence."""
         self._known.pop(sequence, None)
 
     def _seconds(self, spans: list[Span]) -> Callable[[int], float]:
-        """Of the step, by how many guesses it carries. Never less than without any, whatever was seen."""
+        """Return the cost of the step as a function of the number of draft tokens.
+
+        It is never less than the cost without any.
+        """
         rows, context = len(spans), sum(span.end for span in spans)
         alone = self._costs.decode(rows, context)
         return lambda guesses: max(alone, self._costs.decode(rows + guesses, context))
 
     def _could_pay(self, spans: list[Span], left: int) -> bool:
-        """Whether guesses would, were all of them right: nobody is asked for any where rows cost too much. Products take rows by tiles."""
+        """Return True if draft tokens would pay off if all of them were accepted.
+
+        If they would not, no drafter is called. Several counts are tried, because matrix products process rows in
+        tiles.
+        """
         rows, seconds = len(spans), self._seconds(spans)
         return any(rows + more > WORTH * rows * seconds(more) / seconds(0) for more in (1, 2, 4, 8) if more <= left)
 
     def _ideas(self, spans: list[Span]) -> list[Idea]:
-        """Penalties count what was said before, so rows of one sequence cannot be picked side by side; beams fork at every token."""
+        """Return the proposed draft tokens of the sequences that can have them.
+
+        Sequences with penalties are left out: penalties count earlier tokens, so rows of one sequence cannot be
+        sampled in parallel. Beams are left out because they fork at every token.
+        """
         found: list[Idea] = []
         for span in spans:
             sequence = span.sequence
@@ -137,7 +167,10 @@ class Speculation:
         return found
 
     def _numbers(self, spans: list[Span], ideas: list[Idea], left: int) -> list[int]:
-        """How many of each idea's tokens to guess: the likeliest guesses first, as far as tokens a second grow."""
+        """Return the number of draft tokens to use from each proposal.
+
+        The most likely tokens are taken first, as long as tokens per second grow.
+        """
         known = [self._known[span.sequence] for span, _ in ideas]
         chances = [
             (self._chance(guesses) ** place, index)
@@ -163,7 +196,11 @@ class Speculation:
 
 
 def _or_trial(number: int, guesses: Guesses, may_try: bool) -> int:
-    """Where no guess pays: none and a pause, and after the pause a single one, where a right one could pay."""
+    """Return the number of draft tokens after applying the pause rule.
+
+    If none pays off, the sequence pauses. After the pause it gets a single trial token, if that would pay off when
+    accepted.
+    """
     guesses.is_trial = number == 0 and guesses.has_paused and may_try
     guesses.has_paused = number == 0 and not guesses.is_trial
     if guesses.has_paused:

@@ -1,4 +1,7 @@
-"""Where a rehearsal's steps run on a processor: keys and values in slots, and what carries a batch out. Elsewhere it is `device_stage`."""
+"""Runs the steps of a decoder trial on a CPU: KV slots and a runner for batches.
+
+`device_stage` does the same for other devices.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +25,24 @@ Run = Callable[[Batch], object]
 
 
 class Stage(Protocol):
-    """Keys and values for models of few layers, of which some or all use them."""
+    """The KV memory for the models of a trial, which have few layers and share it."""
 
     bytes_per_token: int
 
     def runner(self, model: Decoder) -> Run:
-        """Carries out batches, each to its end."""
+        """Return a function that runs batches of this model, each to its end."""
         ...
 
     def remember(self, slot: int, num_tokens: int) -> None:
-        """Some keys and values at the beginning of a slot: what nobody wrote would be read from one page."""
+        """Write keys and values at the beginning of a slot.
+
+        Memory that was never written would be read from a single page.
+        """
         ...
 
 
 class CpuStage:
-    """As `build_engine` has it."""
+    """The stage on a CPU, built as `build_engine` does it."""
 
     def __init__(self, backend: Backend, config: ModelConfig, plan: ServingPlan, shape: KVShape) -> None:
         self._backend, self._config, self._plan = backend, config, plan
@@ -44,12 +50,14 @@ class CpuStage:
         self.bytes_per_token = self._kv_cache.bytes_per_token
 
     def runner(self, model: Decoder) -> Run:
+        """Return a function that runs batches of this model, recorded if the plan compiles."""
         off = "" if self._plan.compile.value else self._plan.compile.reason
         replay = Replay(model, off, seen_before=0)
         sampler, few = Sampler(self._config.vocab_size), few_queries(self._config, self._plan)
         return Runner(replay, self._kv_cache, self._backend, sampler, few).run
 
     def remember(self, slot: int, num_tokens: int) -> None:
+        """Write random keys and values for the first `num_tokens` tokens of a slot."""
         some = some_heads(self._kv_cache.shape, num_tokens)
         rows = torch.arange(num_tokens) + self._kv_cache.row(slot, 0)
         for layer in range(self._kv_cache.shape.num_layers):
@@ -57,6 +65,6 @@ class CpuStage:
 
 
 def some_heads(shape: KVShape, num_tokens: int) -> torch.Tensor:
-    """Keys, or values, [tokens, kv_heads, head_dim]."""
+    """Return random keys or values [tokens, kv_heads, head_dim]."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn((num_tokens, shape.num_kv_heads, shape.head_dim), generator=generator)

@@ -1,4 +1,4 @@
-"""Where the sequences stand, as plain counts for whoever looks from another thread: the larger part of a `Snapshot`."""
+"""Scheduler state as plain counts that other threads can read. It is the larger part of an `EngineSnapshot`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from app.measured import Snapshot
 
 
 def standing(running: Items[Sequence], waiting: Items[Sequence], pool: SlotPool) -> Snapshot:
-    """Running and waiting sequences, oldest first. Cached slots that can be evicted do not count as used."""
+    """Return the counts of running and waiting sequences, which are given oldest first.
+
+    Cached slots that can be evicted do not count as used.
+    """
     rows: list[tuple[int, int]] = []
     prompts: list[tuple[int, int]] = []
     context = 0
-    for one in running:  # once through, since it is after every step
+    for one in running:  # a single pass, because this runs after every step
         length = len(one.token_ids)
         made, uncomputed = length - one.num_prompt_tokens, length - one.num_computed
         if uncomputed == 1 and made > 0:

@@ -1,4 +1,4 @@
-"""Arrays as messages carry them to torch's tensors and back; and tensors that nobody sent, to try a program with."""
+"""Converts the arrays of messages to torch tensors and back, and makes synthetic inputs to try a program."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ DTYPES: Mapping[str, torch.dtype] = {
     "FP64": torch.float64,
 }
 
-FREE_SIZE = 16  # of a dimension that a client may choose, where nobody has
+FREE_SIZE = 16  # size of a dimension that a client may choose, in synthetic inputs
 
 
 def tensor_of(array: Array) -> Tensor:
-    """A tensor with memory of its own; the array's bytes are as many as its shape asks for."""
+    """Return a tensor with a copy of the array's bytes, whose number matches the shape."""
     dtype = DTYPES[array.datatype]
     if not array.data:
         return torch.empty(array.shape, dtype=dtype)
@@ -34,13 +34,13 @@ def tensor_of(array: Array) -> Tensor:
 
 
 def array_of(tensor: Tensor, datatype: str = "FP32") -> Array:
-    """Its values as `datatype`, row by row."""
+    """Return the tensor's values as `datatype`, in row-major order."""
     plain = tensor.to(DTYPES[datatype]).contiguous()
     return Array(datatype, tuple(plain.shape), plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
 
 
 def made_up(signature: Signature, rows: int) -> dict[str, Tensor]:
-    """Inputs of so many rows, each another: small numbers, and indices that any table has."""
+    """Return synthetic inputs with `rows` different rows: small numbers, and indices that are valid in any table."""
     generator = torch.Generator().manual_seed(0)
     return {spec.name: _made_up(spec, rows, generator) for spec in signature.inputs}
 

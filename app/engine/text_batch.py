@@ -1,4 +1,4 @@
-"""A batch of texts where the model reads it, at addresses that stay: what recorded operations find, run again, is the batch of now."""
+"""Holds a batch of texts at fixed addresses, so that replayed operations read the current batch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from app.models.context import AttentionSpec, EncodeContext
 
 
 class TextBatch:
-    """Texts end to end; also the `Attend` of the layers that read them."""
+    """Texts packed end to end; also the `Attend` of the layers that read them."""
 
     def __init__(self, room: int, num_types: int) -> None:
-        """Room for so many tokens. Of a single type all are, whatever a tokenizer says."""
+        """Allocate buffers for `room` tokens.
+
+        If the model has one token type, the types of the tokenizer are ignored.
+        """
         self.room, self.num_types = room, num_types
         self._token_ids, self._positions, self._wanted, self._starts = Words(room), Words(room), Words(room), Words(room + 1)
         self._type_ids = Words(room) if num_types else None
@@ -27,10 +30,10 @@ class TextBatch:
         self.num_tokens = 0
         self.num_wanted: int | None = None
         self.starts = self._starts.tensor[:1]
-        self.rows: tuple[int, ...] = ()  # that are wanted
+        self.rows: tuple[int, ...] = ()  # the selected tokens
 
     def fill(self, spans: Sequence[TextSpan]) -> None:
-        """All tokens are wanted, until `want` says otherwise."""
+        """Write these texts to the buffers. All tokens are selected until `select_rows` is called."""
         token_ids: list[int] = []
         positions: list[int] = []
         for span in spans:
@@ -47,29 +50,34 @@ class TextBatch:
         self._texts.fill(starts)
 
     def want(self, rows: Tensor | None) -> Tensor | None:
-        """Of these tokens alone, rising, the last hidden states; as they lie here."""
+        """Select the tokens, in rising order, whose last hidden states are needed.
+
+        Returns them in the batch's own buffer.
+        """
         self.rows = () if rows is None else tuple(rows.tolist())
         self.num_wanted = None if rows is None else len(self.rows)
         return None if rows is None else self._wanted.fill(list(self.rows))
 
     @property
     def text_starts(self) -> tuple[int, ...]:
-        """As `starts`, in plain numbers."""
+        """Values of `starts` as integers."""
         return self._texts.starts
 
     def context(self, tokens: int) -> EncodeContext:
-        """So many tokens of what lies here."""
+        """Return the context of a forward pass over the first `tokens` tokens."""
         types = None if self._type_ids is None else self._type_ids.tensor[:tokens]
         return EncodeContext(self._token_ids.tensor[:tokens], self._positions.tensor[:tokens], types, self.starts, self)
 
     def wanted(self, rows: int | None) -> Tensor | None:
+        """Return the buffer of the first `rows` selected tokens, or None for all."""
         return None if rows is None else self._wanted.tensor[:rows]
 
     def words(self, some: bool) -> TextWords:
-        """Where everything lies; `some`: only what is wanted is asked for."""
+        """Return the addresses of the buffers; `some` is True if only the selected tokens are computed."""
         types = None if self._type_ids is None else self._type_ids.address
         wanted = self._wanted.address if some else None
         return TextWords(self._token_ids.address, self._positions.address, types, wanted, self._texts.address)
 
     def __call__(self, layer: int, heads: Heads, spec: AttentionSpec) -> Tensor:
+        """Attend within each text, as `Attend` defines it."""
         return attend_texts(heads, self._texts, spec)

@@ -1,8 +1,9 @@
-"""Which texts are computed together: requests take turns so that neither a long one nor a short one waits for the other. Counts only.
+"""Selects the texts of a step, so that neither long nor short requests wait for each other. Counts only, no tensors.
 
-Nothing is padded, so any lengths may share a step at no cost; what a text pays for its neighbours is that all end together. So half of a
-step is the oldest request's, and the rest goes to requests as they came, but that larger ones yield to smaller ones: those that fit a step
-wait only for each other and for half of what is larger. (The least first among them too, p99 was 8 times p50 under 32 clients.)
+Nothing is padded, so texts of any length may share a step without extra cost; but all texts of a step end
+together. Therefore half of a step belongs to the oldest request. The rest goes to requests in arrival order,
+except that larger requests yield to smaller ones: requests that fit in one step wait only for each other and for
+half of what is larger. (With the smallest first among them too, p99 was 8 times p50 with 32 clients.)
 """
 
 from __future__ import annotations
@@ -14,58 +15,65 @@ from dataclasses import dataclass, field
 from app.messages import Array, Encode, Text
 
 FLOAT_BYTES = 4
-Length = tuple[int, int]  # of a text: its tokens and, negative, its index, so that among equals the first is the last
+Length = tuple[int, int]  # (tokens of a text, its negative index), so that the first of equal texts sorts last
 
 
 def size_class(tokens: int, step: int) -> int:
-    """0: they fit a step; then 1, 2, … for up to 2, 4, … times as many."""
+    """Return 0 if the tokens fit in a step, then 1, 2, … for up to 2, 4, … times as many."""
     return max((tokens - 1) // max(step, 1), 0).bit_length()
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Of a batch: so many tokens and so many texts more."""
+    """The tokens and texts that a batch can still take."""
 
     tokens: int
     texts: int
 
     def beside(self, spans: Collection[TextSpan]) -> Room:
-        """What is left of it next to these."""
+        """Return the capacity that is left after these texts."""
         return Room(self.tokens - sum(span.num_tokens for span in spans), self.texts - len(spans))
 
 
 @dataclass(slots=True, eq=False)
 class Encoding:
-    """An `Encode` inside the engine, `num_tokens` in all. `left` are its texts that are still to be computed, the longest last.
+    """An `Encode` request in the engine, of `num_tokens` tokens in total.
 
-    `alone`: a step that it was in has failed, so it goes without others to see whose fault that was.
+    `left` has its texts still to be computed, the longest last.
+
+    `alone` means that a step with it has failed: it runs without others, to find the request that causes the failure.
     """
 
     order: Encode
     left: list[Length]
     num_tokens: int
     tokens_left: int
-    results: dict[int, dict[str, bytes]] = field(default_factory=dict)  # by index of the text
+    results: dict[int, dict[str, bytes]] = field(default_factory=dict)  # key: index of the text
     started_at: float | None = None
     alone: bool = False
 
     @classmethod
     def of(cls, order: Encode) -> Encoding:
+        """Return the state of a new request."""
         left = sorted((len(text.token_ids), -index) for index, text in enumerate(order.texts))
         num_tokens = sum(tokens for tokens, _ in left)
         return cls(order, left, num_tokens, num_tokens)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest of those that are left."""
+        """Tokens of the longest text that is left; 0 if none is."""
         return self.left[-1][0] if self.left else 0
 
     @property
     def is_done(self) -> bool:
+        """True if all texts are computed."""
         return len(self.results) == len(self.order.texts)
 
     def take(self, room: Room) -> list[TextSpan]:
-        """Its texts that fit, the longest first: what is left over then fits best into what other steps leave."""
+        """Take the texts that fit, the longest first.
+
+        The shorter ones that remain fit more easily into later steps.
+        """
         taken: list[TextSpan] = []
         while room.texts > 0 and (at := bisect_right(self.left, (room.tokens, 0))) > 0:
             tokens, index = self.left.pop(at - 1)
@@ -75,16 +83,16 @@ class Encoding:
         return taken
 
     def spans(self) -> list[TextSpan]:
-        """All of its texts, in order."""
+        """Return all of its texts, in order."""
         return [TextSpan(self, index, len(text.token_ids)) for index, text in enumerate(self.order.texts)]
 
     def put_back(self, spans: Iterable[TextSpan]) -> None:
-        """Taken, but not computed."""
+        """Return texts that were taken but not computed."""
         self.left = sorted([*self.left, *((span.num_tokens, -span.index) for span in spans)])
         self.tokens_left = sum(tokens for tokens, _ in self.left)
 
     def arrays(self) -> dict[str, Array]:
-        """All that was asked for, texts in order; once it is done."""
+        """Return all requested outputs with texts in order. Call it when the request is done."""
         return {name: self._array(name) for name in self.order.outputs}
 
     def _array(self, name: str) -> Array:
@@ -105,11 +113,12 @@ class TextSpan:
 
     @property
     def text(self) -> Text:
+        """The text in its request."""
         return self.request.order.texts[self.index]
 
 
 class TextQueue:
-    """Open requests, oldest first; those of a batch stay until they are done, or gone."""
+    """Open requests, the oldest first. The requests of a batch stay here until they are done or removed."""
 
     def __init__(self) -> None:
         self._requests: dict[str, Encoding] = {}
@@ -122,31 +131,36 @@ class TextQueue:
 
     @property
     def oldest(self) -> Encoding:
+        """The request that arrived first."""
         return next(iter(self._requests.values()))
 
     @property
     def requests(self) -> Iterable[Encoding]:
-        """Oldest first."""
+        """All open requests, the oldest first."""
         return self._requests.values()
 
     @property
     def num_tokens(self) -> int:
-        """Of all texts that are still to be computed."""
+        """Tokens of all texts that are still to be computed."""
         return sum(request.tokens_left for request in self._requests.values())
 
     def add(self, order: Encode) -> Encoding:
+        """Append a request and return its state."""
         request = self._requests[order.request_id] = Encoding.of(order)
         return request
 
     def remove(self, request_id: str) -> Encoding | None:
+        """Remove a request and return it, or None if it is not here."""
         return self._requests.pop(request_id, None)
 
     def take(self, room: Room) -> tuple[TextSpan, ...]:
-        """The next batch; the longest text that is left of the oldest request is in it, whatever its length.
+        """Take the next batch. It includes the longest text that is left of the oldest request, whatever its length.
 
-        Each batch takes a text of the oldest request, so a text waits for no more steps than older requests have texts.
+        Each batch takes a text of the oldest request, so a text waits for at most as many steps as older requests
+        have texts.
         """
-        left = [request for request in self._requests.values() if request.left]  # of others all texts are under way
+        # all texts of the others are in flight
+        left = [request for request in self._requests.values() if request.left]
         if not left:
             return ()
         suspect = next((request for request in left if request.alone), None)

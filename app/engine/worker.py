@@ -1,6 +1,8 @@
-"""The one thread that owns device, model and engine: loads, takes commands from its mailbox, steps, and tells what happened once a step.
+"""The worker thread, which owns the device, the model and the engine.
 
-It knows no event loop and no metrics: callbacks carry its words away. When it ends in any way but `Stop`, `on_fatal` is told.
+It loads the model, takes commands from its mailbox, computes steps, and sends the events of each step. It does not
+depend on an event loop or on metrics, because all output goes through callbacks. If it ends for any reason other
+than `Stop`, it calls `on_fatal`.
 """
 
 from __future__ import annotations
@@ -22,33 +24,56 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 State = Literal["loading", "ready", "failed", "stopped"]
 
-# Failing steps in a row after which it is looked whether the device still computes anything. That it does not is the only reason to end:
-# what breaks for its own requests alone, a client could send for ever.
+# Number of consecutive failed steps after which the device is checked. A device that no longer computes is the
+# only reason to end the thread: a client could send requests that fail by themselves indefinitely.
 MAX_FAILED_STEPS = 3
 
 
 class Engine(Protocol):
-    """What a decoder and an encoder have in common."""
+    """The interface that all engines share."""
 
     stats: StepStats | None
 
     @property
-    def has_work(self) -> bool: ...
+    def has_work(self) -> bool:
+        """True while there is something to compute."""
+        ...
+
     @property
     def patience_seconds(self) -> float:
-        """How long the next step may wait for more orders, although there is work."""
+        """Time that the next step may wait for more requests although there is work, in seconds."""
         ...
 
-    def add(self, order: Any) -> list[Event]: ...
-    def abort(self, command: Abort) -> list[Event]: ...
-    def step(self) -> list[Event]: ...
-    def fail(self) -> list[Event]: ...
-    def fail_all(self, error: RequestError) -> list[Event]: ...
+    def add(self, order: Any) -> list[Event]:
+        """Queue a request. Returns the events of a request that is rejected at once."""
+        ...
+
+    def abort(self, command: Abort) -> list[Event]:
+        """End a request or one of its choices."""
+        ...
+
+    def step(self) -> list[Event]:
+        """Compute the next step and return its events."""
+        ...
+
+    def fail(self) -> list[Event]:
+        """End the requests of the step that raised, and return their events."""
+        ...
+
+    def fail_all(self, error: RequestError) -> list[Event]:
+        """End all requests with this error."""
+        ...
+
     def check(self) -> None:
-        """Computes something that is known to work, beside all requests: raises what a broken device raises."""
+        """Compute a small input that is known to work, outside all requests.
+
+        Raises the error of a broken device.
+        """
         ...
 
-    def snapshot(self) -> Snapshot: ...
+    def snapshot(self) -> Snapshot:
+        """Return the engine's counts for other threads."""
+        ...
 
 
 def _never(_: Exception) -> bool:
@@ -57,7 +82,10 @@ def _never(_: Exception) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Callbacks:
-    """All are called on the worker thread. `on_events` never gets an empty list; `is_fatal` says that the device cannot survive this."""
+    """The worker's callbacks, all called on the worker thread.
+
+    `on_events` never gets an empty list. `is_fatal` returns True if the device cannot survive the error.
+    """
 
     on_events: Callable[[list[Event]], None]
     on_fatal: Callable[[BaseException], None]
@@ -66,41 +94,54 @@ class Callbacks:
 
 
 class Watch(Protocol):
-    """Stands beside the loop, on the worker thread."""
+    """Observer of the worker's loop, called on the worker thread."""
 
     def begin(self) -> None:
-        """The next thing is a step."""
+        """Note that a step begins now."""
         ...
 
     def end(self, step: StepStats) -> None:
-        """The last thing was this one; its clients are still to be told."""
+        """Note that a step ended. Its events have not been sent yet."""
         ...
 
     def rest(self) -> None:
-        """After a step of which everybody was told."""
+        """Note that all events of the step have been sent."""
         ...
 
     def idle(self) -> None:
-        """There is nothing to compute until a command comes."""
+        """Note that there is nothing to compute until a command arrives."""
         ...
 
     def close(self) -> None:
-        """The thread ends."""
+        """Note that the thread ends."""
         ...
 
 
 class Unwatched:
-    """A `Watch` that sees nothing."""
+    """A `StepObserver` that does nothing."""
 
-    def begin(self) -> None: ...
-    def end(self, step: StepStats) -> None: ...
-    def rest(self) -> None: ...
-    def idle(self) -> None: ...
-    def close(self) -> None: ...
+    def begin(self) -> None:
+        """Do nothing."""
+
+    def end(self, step: StepStats) -> None:
+        """Do nothing."""
+
+    def rest(self) -> None:
+        """Do nothing."""
+
+    def idle(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class Worker:
-    """`state`, `stage`, `snapshot`, `error` and `alive` may be read from any thread, `put` called from any."""
+    """The worker thread and its mailbox.
+
+    `state`, `stage`, `snapshot`, `error` and `alive` may be read from any thread, and `put` may be called from any
+    thread.
+    """
 
     def __init__(
         self, build: Callable[[Callable[[str], None]], Engine], callbacks: Callbacks, watch: Watch | None = None
@@ -117,20 +158,26 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="armature-worker", daemon=True)
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def put(self, command: Command) -> None:
-        """Raises `ServiceStopping` for a request that nobody would read any more."""
+        """Put a command into the mailbox.
+
+        Raises:
+            ServiceStopping: The command is a request and the worker has ended.
+        """
         self._mailbox.put(command)
         if isinstance(command, Order) and self.state in ("failed", "stopped"):
             raise ServiceStopping("The server is stopping.")
 
     def join(self, timeout_seconds: float | None = None) -> None:
+        """Wait for the thread to end, at most `timeout_seconds` (None: without limit)."""
         self._thread.join(timeout_seconds)
 
     @property
     def alive(self) -> bool:
-        """False before `start` and once the thread has ended, however it did."""
+        """True while the thread runs; False before `start` and after the thread has ended for any reason."""
         return self._thread.is_alive()
 
     # ---- on the worker thread --------------------------------------------------------------------------------------
@@ -147,7 +194,7 @@ class Worker:
             self._finish()
 
     def _serve(self, engine: Engine) -> None:
-        """Until `Stop` or a failure that cannot be survived. An idle engine blocks on the mailbox."""
+        """Run until `Stop` or a fatal failure. An idle engine blocks on the mailbox."""
         while self.error is None:
             events, stop = self._take_commands(engine)
             if stop:
@@ -165,7 +212,10 @@ class Worker:
                 self._watch.rest()
 
     def _take_commands(self, engine: Engine) -> tuple[list[Event], bool]:
-        """Everything in the mailbox, waiting for the first where there is nothing else to do; True when `Stop` was among it."""
+        """Process all commands in the mailbox; the second value is True if `Stop` was among them.
+
+        If the engine has no work, this waits for the first command.
+        """
         events: list[Event] = []
         block = not engine.has_work
         if block:
@@ -178,7 +228,11 @@ class Worker:
         return events, False
 
     def _next(self, block: bool, waiting: Engine | None) -> Command | None:
-        """The next command. Where there is none now, one that comes while the engine would wait with its step."""
+        """Return the next command; None if there is none.
+
+        If `block` is False and the mailbox is empty, this waits as long as the engine allows its next step to be
+        delayed.
+        """
         try:
             return self._mailbox.get(block=block)
         except Empty:
@@ -198,16 +252,16 @@ class Worker:
             if engine.stats is not None:
                 self._watch.end(engine.stats)
             return events, engine.stats
-        assert error is not None, "what returns nothing has raised"
+        assert error is not None, "an attempt without a result has an error"
         failed = engine.fail()
-        self._failed_steps += bool(failed)  # a step that ended nobody's request is tried again in parts
+        self._failed_steps += bool(failed)  # a step that ended no request is retried in parts
         if not self._is_lost(engine, error):
             return failed, None
         self.error = error
         return failed + engine.fail_all(StepFailed("The server's device has failed; the server is restarting.")), None
 
     def _is_lost(self, engine: Engine, error: Exception) -> bool:
-        """Whether the device has failed, and not only the step."""
+        """Return True if the device has failed, and not only the step."""
         if self._callbacks.is_fatal(error):
             return True
         if self._failed_steps < MAX_FAILED_STEPS:
@@ -215,21 +269,27 @@ class Worker:
         self._failed_steps = 0
         _, broken = self._attempt(engine.check)
         if broken is None:
-            log.warning("%d steps failed one after the other, and the device computes: it was their requests", MAX_FAILED_STEPS)
+            log.warning(
+                "%d consecutive steps failed, but the device still works: their requests caused the failures.", MAX_FAILED_STEPS
+            )
         return broken is not None
 
     def _attempt(self, action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-        """The one place of the engine where every failure is caught, so that the requests behind it are told."""
+        """Run an action and return its result or its exception.
+
+        This is the one place of the engine that catches every failure, so that the affected requests get an error.
+        """
         try:
             return action(), None
         except Exception as error:
-            # What loading says in a sentence, `on_fatal` passes on; anything else is told with its trace.
+            # `on_fatal` reports loading errors that are a complete sentence; all others are logged with a
+            # traceback.
             if self.state != "loading" or not isinstance(error, ArmatureError):
                 log.exception("%s failed", "Loading" if self.state == "loading" else "A step")
             return None, error
 
     def _finish(self) -> None:
-        """Whatever ended the thread: who is still in the mailbox is told, and the process learns that it cannot serve."""
+        """Reject the requests that are still in the mailbox, and report a failure of the worker to the process."""
         self._watch.close()
         if self.state != "stopped":
             self.state, self.error = "failed", self.error or sys.exception()

@@ -95,7 +95,7 @@ def test_nothing_but_operators_is_called(programs: Path, tmp_path: Path, target:
         values["graph_module"]["graph"]["nodes"][0]["target"] = target
 
     bad = tampered(programs / "recommender.pt2", tmp_path / "bad.pt2", MODEL, calls)
-    with pytest.raises(CheckpointInvalid, match=f"calls '{target}', which is none of torch's own operators"):
+    with pytest.raises(CheckpointInvalid, match=f"calls '{target}', which is not one of torch's own operators"):
         served(bad)
 
 

@@ -107,7 +107,7 @@ def test_memory_that_somebody_else_took_meanwhile_is_told(
         raise torch.OutOfMemoryError("planted")
 
     monkeypatch.setattr(building, "PagedKVCache", taken)
-    with pytest.raises(PlanImpossible, match=r"no room for .* GiB of keys and values any more \(planted\)"):
+    with pytest.raises(PlanImpossible, match=r"no longer has .* GiB free for keys and values \(planted\)"):
         built_of(checkpoint, planned)
 
 
@@ -126,7 +126,7 @@ def test_the_largest_step_is_tried_and_what_does_not_fit_is_told(
     monkeypatch.setattr(built.runner._forward, "logits", scarce)
     warm_up(built.runner, 10_000)
     assert max(tokens) == 253 - 16, "nearly a whole context, of which the last tokens come by themselves"
-    assert "A step of 253 tokens wants more memory than the device has (planted)" in caplog.text
+    assert "A step of 253 tokens needs more memory than the device has (planted)" in caplog.text
     assert built.kv_cache.num_free_pages * 64 == built.kv_cache.capacity_tokens
 
 

@@ -182,5 +182,5 @@ def test_what_may_go_ahead(params: SamplingParams, here: bool, without_float64: 
 
 def test_more_than_a_step_has_room_for_is_our_own_fault() -> None:
     runner, sequence = runner_on(), sequence_of([5] * 101, 2)
-    with pytest.raises(AssertionError, match="no more tokens and sequences than its limits say"):
+    with pytest.raises(AssertionError, match="exceeds the limits on tokens or sequences"):
         runner.launch(Batch((span_of(sequence, 0, 101),)))

@@ -133,7 +133,7 @@ def test_a_device_is_measured_whole(decoder: Checkpoint, monkeypatch: pytest.Mon
     plan = plan_of(decoder)
     told: list[str] = []
     found = measure(Subject(decoder.model_config, (plan,), (1,), lambda found: ("fp32", 1)), 3.0, told.append, lambda: now[0])
-    assert told[0] == "calibrating: kernels are compiled", "before the clock runs"
+    assert told[0] == "calibrating: compiling kernels", "before the clock runs"
     assert found.fallback == ""
     assert (found.read_bytes_per_second or 0) > 0
     assert found.products_per_second.keys() == {"fp32"}

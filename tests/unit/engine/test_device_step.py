@@ -113,7 +113,7 @@ def test_draws_are_told_to_the_last_bit() -> None:
 
 def test_a_token_that_is_being_picked_is_not_told_as_if_it_were_known() -> None:
     spans = (span_of(sequence_of(5), 5, 6, slot=2),)
-    with pytest.raises(AssertionError, match="is told of by a course"):
+    with pytest.raises(AssertionError, match="must know all tokens of the spans"):
         fill(views(Sizes.of(spans, 1)), spans, [70], Places(1000, 9))
 
 

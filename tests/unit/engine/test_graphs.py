@@ -92,7 +92,7 @@ def test_where_memory_is_short_smaller_steps_are_captured(
 ) -> None:
     graphs = graphs_on(device, [])
     graphs.capture(Shape(4, way))
-    assert reason in caplog.text and f"Steps of 4 sequences and more that pick {way.value} run eagerly" in caplog.text
+    assert reason in caplog.text and f"Steps of 4 sequences and more with {way.value} sampling run eagerly" in caplog.text
     assert not graphs.wants(Shape(4, way)) and not graphs.wants(Shape(8, way)) and graphs.wants(Shape(2, way)) and graphs.on
     assert graphs.wants(Shape(8, Way.FILTERED)), "another way to pick is another question"
     device.error = None

@@ -139,7 +139,7 @@ def test_a_step_may_not_write_into_a_shared_prefix() -> None:
 
 
 def test_codes_are_not_held_in_pages() -> None:
-    with pytest.raises(AssertionError, match="not as codes"):
+    with pytest.raises(AssertionError, match="not quantized ones"):
         cache_of(dtype=torch.int8)
 
 
