@@ -1,7 +1,8 @@
-"""The body of BERT and all that differ from it by values of the config: token ids to hidden states.
+"""The body of BERT and of the encoders that differ from it only by config values: token ids to hidden states.
 
-RoBERTa, XLM-RoBERTa, DistilBERT, MPNet; with rotary positions Nomic's, Jina's and GTE's; and ModernBERT, which normalises what a branch
-reads instead of what the stream has become. Every norm leaves what the next product reads, so both kinds are one layer.
+These are RoBERTa, XLM-RoBERTa, DistilBERT and MPNet, and with rotary positions Nomic's, Jina's and GTE's encoders.
+ModernBERT normalises the input of a branch instead of the residual stream. Every norm produces the input of the
+next product, so one layer class serves both kinds.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from app.models.rotary import LayerAngles
 
 
 class BertLayer(nn.Module):
-    """h + attention, a norm, h + mlp, a norm. The last norm is given by whoever knows what it feeds."""
+    """h + attention, a norm, h + mlp, a norm.
+
+    The caller sets the last norm (`end`), since it knows which product that feeds.
+    """
 
     end: LayerNorm
 
@@ -46,9 +50,10 @@ class BertLayer(nn.Module):
     def forward(
         self, hidden: Tensor, x: Activations, angles: Angles | None, attend: Attend, rows: Tensor | None
     ) -> tuple[Tensor, Activations]:
-        """hidden [tokens, size] fp32, overwritten, and x, which products read of it: both as the next layer wants them.
+        """Run the layer and return both inputs of the next layer.
 
-        `rows`: the only tokens wanted after this layer (None: all).
+        `hidden` [tokens, size] FP32 is overwritten; `x` is the normalised input of the products. `rows` are the
+        only tokens needed after this layer (None: all).
         """
         config = self.config
         heads = Heads(self.qkv(x), config.num_heads, config.num_kv_heads, config.head_dim, angles=angles)
@@ -60,7 +65,7 @@ class BertLayer(nn.Module):
         return hidden, self.end(hidden)
 
     def _between(self, x: Activations) -> Activations:
-        """What `down` reads."""
+        """Return the input of `down`."""
         if not self.config.gated:
             return self.up.activated(x, self.config.activation, self.down)
         gate_up = self.up(x)
@@ -68,7 +73,7 @@ class BertLayer(nn.Module):
 
 
 class BertEmbeddings(nn.Module):
-    """Words, and learned positions and types where there are any, added and normalised."""
+    """Word embeddings, plus learned positions and types if the model has them, added and normalised."""
 
     def __init__(self, config: EncoderConfig, dtype: torch.dtype, feeds: Linear) -> None:
         super().__init__()
@@ -81,7 +86,7 @@ class BertEmbeddings(nn.Module):
         self.norm = LayerNorm("embeddings.norm", config, dtype, feeds)
 
     def forward(self, context: EncodeContext) -> tuple[Tensor, Activations]:
-        """hidden [tokens, size] fp32, and what the first product reads of it."""
+        """Return hidden [tokens, size] FP32, and the input of the first product."""
         hidden = self.words(context.token_ids)
         if self.positions is not None:
             self.positions.add_to(hidden, context.positions)
@@ -112,7 +117,7 @@ class BertBody(nn.Module):
         self.angles = LayerAngles(config.ropes, max_model_len, device)
 
     def forward(self, context: EncodeContext, rows: Tensor | None = None) -> Tensor:
-        """The last hidden state, fp32 [tokens, size]; with `rows` of these tokens alone."""
+        """Return the last hidden state, FP32 [tokens, size], or only those of the tokens in `rows`."""
         angles = self.angles.of_layers(self.angles(context.positions))
         attend: Attend = context.attend if self.distances is None else self.distances(context.attend)
         hidden: Tensor
@@ -124,5 +129,5 @@ class BertBody(nn.Module):
         return hidden
 
     def finished(self, hidden: Tensor) -> Tensor:
-        """They are: the last layer's norm was in place."""
+        """Return the hidden states unchanged: the norm of the last layer was applied in place."""
         return hidden

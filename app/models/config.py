@@ -1,6 +1,7 @@
-"""What a decoder is, read from its config.json: one frozen `ModelConfig` in which every difference between families is a value.
+"""Reads a decoder's config.json into one frozen `ModelConfig`, in which every difference between families is a value.
 
-Torch is not needed. What is absent gets the family's own default, as in transformers; what is not understood is refused by name.
+Torch is not needed. Absent values get the family's default, as in transformers. Values that are not understood are
+rejected by name.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ ACTIVATIONS: Mapping[str, Activation] = {
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What a config.json of this architecture means where it is silent, and the weights and norms that only this family has."""
+    """The defaults of an architecture's config.json, and the weights and norms that only this family has."""
 
     model_type: str
     default_window: int | None = None
     tie_embeddings: bool = False
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     theta: float = 10_000.0
-    local_theta: float | None = None  # theta of sliding layers where they have their own
+    local_theta: float | None = None  # theta of sliding layers, if it differs
     attention_biases: Literal["config", "qkv", "none"] = "config"
     has_mlp_bias: bool = False
     qk_norm: bool = False
@@ -41,7 +42,7 @@ class Family:
     norm_eps: float = 1e-6
 
 
-# Defaults are those of transformers' configuration classes, which omit from a saved config.json what equals them.
+# The defaults are those of transformers' configuration classes, which omit default values from a saved config.json.
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family("llama", has_mlp_bias=True),
     "MistralForCausalLM": Family("mistral", default_window=4096, attention_biases="none"),
@@ -65,9 +66,11 @@ FAMILIES: Mapping[str, Family] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder's shape. `windows` and `ropes` have one entry a layer: None is full attention, and no rotary embedding.
+    """The shape of a decoder.
 
-    `attention_scale` multiplies scores, `embedding_scale` the embeddings; `gemma` means norms of 1 + w, and one more after each branch.
+    `windows` and `ropes` have one entry per layer; None means full attention, or no rotary embedding.
+    `attention_scale` multiplies scores, `embedding_scale` the embeddings. `gemma` means norms with weight 1 + w,
+    and one more norm after each branch.
     """
 
     architecture: str
@@ -97,11 +100,15 @@ class ModelConfig:
 
     @property
     def kind(self) -> Literal["decoder"]:
+        """The kind of checkpoint, as engines are selected by."""
         return "decoder"
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any]) -> ModelConfig:
-        """Reads a Hugging Face config.json. Raises `CheckpointInvalid` with what is missing, wrong or not known."""
+        """Read a Hugging Face config.json.
+
+        Raises `CheckpointInvalid` for values that are missing, wrong or unknown.
+        """
         config, architecture = Fields(values), architecture_of(values)
         family = FAMILIES[architecture]
         num_layers = config.integer("num_hidden_layers", at_most=MAX_LAYERS)
@@ -140,7 +147,10 @@ class ModelConfig:
 
 
 def architecture_of(values: Mapping[str, Any]) -> str:
-    """The first known name in `architectures`, or the family of `model_type` where a config.json names no architecture."""
+    """Return the first supported name in `architectures`.
+
+    If config.json names no architecture, its `model_type` selects the family.
+    """
     names = values.get("architectures") or [
         name for name, family in FAMILIES.items() if family.model_type == values.get("model_type")
     ]
@@ -153,8 +163,8 @@ def architecture_of(values: Mapping[str, Any]) -> str:
         )
     if values.get("use_bidirectional_attention"):
         raise CheckpointInvalid(
-            "config.json: use_bidirectional_attention makes an encoder of this decoder: with the architecture of its plain Model, or with"
-            " a modules.json, it is served for vectors."
+            "config.json: use_bidirectional_attention makes this decoder an encoder. It is served for embeddings with the architecture"
+            " of its plain Model, or with a modules.json."
         )
     return known[0]
 
@@ -167,7 +177,8 @@ def _kv_heads(config: Fields, num_heads: int) -> int:
 
 
 def _activation(config: Fields, family: Family) -> Activation:
-    # Gemma's first config files said hidden_act "gelu" and meant the tanh form; transformers reads hidden_activation alone.
+    # Gemma's first config files have hidden_act "gelu" but use the tanh form; transformers reads only
+    # hidden_activation.
     name = config.text("hidden_activation", "gelu_pytorch_tanh") if family.gemma else config.text("hidden_act", "silu")
     if name not in ACTIVATIONS:
         raise CheckpointInvalid(f"config.json: activation {name!r} is not known; known are {', '.join(ACTIVATIONS)}.")
@@ -182,13 +193,16 @@ def _softcap(config: Fields, family: Family, name: str, default: float) -> float
     return config.number(name, default)
 
 
-# ---- which layers slide, and which turn ------------------------------------------------------------------------------
+# ---- layers with a sliding window, and layers with RoPE ------------------------------------------------------------
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def _layer_types(config: Fields, family: Family, num_layers: int) -> tuple[str, ...]:
-    """`full_attention` or `sliding_attention` for each layer: as the config.json lists them, else by the family's rule."""
+    """Return `full_attention` or `sliding_attention` for each layer.
+
+    If config.json does not list them, the family's rule decides.
+    """
     if config.has("layer_types") and family.model_type not in ("llama", "mistral", "phi3"):
         types = config.texts("layer_types", num_layers)
         unknown = set(types) - set(_LAYER_TYPES)
@@ -221,7 +235,7 @@ _SLIDES: Mapping[str, Callable[[Fields, int], bool]] = {
 
 
 def _windows(config: Fields, family: Family, types: tuple[str, ...]) -> tuple[int | None, ...]:
-    # A null is a wish for full attention, an absent key the family's default: two different things here.
+    # A null means full attention; an absent key means the family's default.
     window = config.optional_integer("sliding_window", None if "sliding_window" in config.values else family.default_window)
     if family.model_type in ("qwen2", "qwen3") and not config.boolean("use_sliding_window", False):
         window = None
@@ -229,7 +243,7 @@ def _windows(config: Fields, family: Family, types: tuple[str, ...]) -> tuple[in
 
 
 def _turns(config: Fields, layer: int) -> bool:
-    """SmolLM3 leaves every fourth layer without positions."""
+    """Return True if a layer has RoPE. SmolLM3 leaves every fourth layer without positions."""
     listed = config.values.get("no_rope_layers")
     if isinstance(listed, list) and layer < len(listed):
         return bool(listed[layer])
@@ -243,13 +257,16 @@ def _ropes(config: Fields, family: Family, head_dim: int, types: tuple[str, ...]
     full = parse_rope(config, head_dim, family.theta, "full_attention")
     nested = config.section("rope_parameters").section("sliding_attention")
     if nested.text("rope_type", "default") != "default":
-        raise CheckpointInvalid(f"{nested.where}: sliding layers turn without scaling, rope_type 'default'.")
+        raise CheckpointInvalid(f"{nested.where}: sliding layers must have rope_type 'default', without scaling.")
     theta = nested.number("rope_theta", config.number("rope_local_base_freq", family.local_theta))
     sliding = Rope(theta, head_dim)
     return tuple(sliding if name == "sliding_attention" else full for name in types)
 
 
 def _max_model_len(config: Fields, ropes: tuple[Rope | None, ...]) -> int:
-    """The longest context: what the config.json says, or as far as YaRN stretches the original one."""
+    """Return the longest context.
+
+    This is max_position_embeddings, or the original length times YaRN's factor if that is larger.
+    """
     stretched = [rope.factor * rope.original_max_position_embeddings for rope in ropes if rope and rope.kind == "yarn"]
     return max([config.integer("max_position_embeddings"), *(int(length) for length in stretched)])

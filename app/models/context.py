@@ -1,4 +1,7 @@
-"""What a model's forward pass is given: one flat batch of tokens and a way to attend. A model never sees a slot, a cache or a device."""
+"""The inputs of a model's forward pass: one flat batch of tokens and a function that attends.
+
+A model does not know slots, caches or devices.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,14 @@ from app.kernels.turn import Heads
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """One layer's attention: `scale` multiplies the scores, then `softcap` bounds them: cap · tanh(score / cap).
+    """Attention parameters of one layer.
 
+    `scale` multiplies the scores, then `softcap` bounds them: cap · tanh(score / cap).
     With a `window`, the token at position p sees positions p - window + 1 to p: itself and the window - 1 before it.
-    Where attention is `bidirectional` it sees all of its own text, or with a window positions p - window // 2 to p + window // 2.
-    `distance_bias` [heads, 2 * most + 1] fp32 is added to the scores: column `most` + key position - query position, the outermost beyond.
+    If attention is `bidirectional`, a token sees its whole text, or with a window positions p - window // 2
+    to p + window // 2.
+    `distance_bias` [heads, 2 * most + 1] FP32 is added to the scores: column `most` + key position - query
+    position. The outermost columns serve larger distances.
     """
 
     scale: float
@@ -28,20 +34,24 @@ class AttentionSpec:
 
 
 class Attend(Protocol):
-    """Gives one layer's heads their norms and positions, writes keys and values to the cache and returns what each token attends to."""
+    """A function that computes the attention of one layer.
+
+    It applies norms and RoPE to the heads, writes keys and values to the cache, and returns the attention output.
+    """
 
     def __call__(self, layer: int, heads: Heads, spec: AttentionSpec) -> Tensor:
-        """The product in `heads` may be overwritten; the result is [tokens, num_heads * head_dim] of its dtype."""
+        """Return [tokens, num_heads * head_dim] in the dtype of the product in `heads`, which may be overwritten."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """token_ids, positions [tokens] int64; logit_rows [rows] int64: the tokens whose logits are wanted (None: all).
+    """The inputs of one decoder step.
 
-    `best`: that many of the best are enough; a model whose output layer can only write all logits gives those.
-    `shape`: how many tokens and rows of logits, where nothing but values will differ in the next step that has as many: tensors, and what
-    `attend` reads, will lie where they lie now.
+    `token_ids`, `positions` [tokens] int64. `logit_rows` [rows] int64: the tokens whose logits are needed (None: all).
+    `best`: only this many top logits are needed; a model whose output layer can only write all logits returns all.
+    `shape`: tokens and rows of logits. It is set if the next step with the same numbers differs only in values:
+    the tensors, and the buffers that `attend` reads, stay at the same addresses.
     """
 
     token_ids: Tensor
@@ -54,9 +64,9 @@ class StepContext:
 
 @dataclass(frozen=True, slots=True)
 class EncodeContext:
-    """Texts end to end in one flat batch: token_ids, positions (0 at each text's begin) and type_ids (None: all 0), [tokens] int64.
+    """Texts packed end to end in one flat batch: token_ids, positions and type_ids (None: all 0), [tokens] int64.
 
-    `starts` [texts + 1] int64: text i is tokens [starts[i], starts[i + 1]).
+    Positions start at 0 in each text. `starts` [texts + 1] int64: text i is tokens [starts[i], starts[i + 1]).
     """
 
     token_ids: Tensor

@@ -1,4 +1,7 @@
-"""What all decoders are around their layers: embedding, angles, last norm, output layer. In parts, so that a step can be recorded."""
+"""The parts around the layers of every decoder: embedding, RoPE angles, last norm and output layer.
+
+They are separate methods, so that a step can be recorded.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +31,13 @@ class Decoder(nn.Module):
         self.angles = LayerAngles(config.ropes, max_model_len, device)
 
     def forward(self, context: StepContext) -> Tensor | Best:
-        """Logits [rows, vocab] of the tokens in `logit_rows`, or the best of them."""
+        """Return logits [rows, vocab] of the tokens in `logit_rows`, or the top ones of each row."""
         return self.outputs(self.body(context), context.best)
 
     def body(self, context: StepContext) -> Activations:
-        """From token ids to what the output layer takes, of the tokens in `logit_rows`.
+        """Compute the input of the output layer, for the tokens in `logit_rows`.
 
-        Of the other tokens the last layer needs no more than keys and values.
+        For the other tokens, the last layer computes only keys and values.
         """
         hidden, angles = self.embedding(context.token_ids), self.angles.of_layers(self.angles(context.positions))
         wanted: list[Tensor | None] = [None] * len(self.layers)
@@ -45,7 +48,7 @@ class Decoder(nn.Module):
         return result
 
     def outputs(self, rows: Activations, wanted: Wanted | None) -> Tensor | Best:
-        """Bounded by cap · tanh(logits / cap) where the config has a cap."""
+        """Return the logits, bounded by cap · tanh(logits / cap) if the config has a cap."""
         cap = self.config.logit_softcap
         best = None if wanted is None else self.output.best(rows, wanted, cap)
         if best is not None:

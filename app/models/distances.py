@@ -1,4 +1,4 @@
-"""Relative positions as MPNet has them: a bias for each head and each bucket of distances, the same in every layer."""
+"""Relative positions of MPNet: a bias for each head and each bucket of distances, shared by all layers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from app.kernels.turn import Heads
 from app.models.context import Attend, AttentionSpec
 
-MOST = 128  # positions apart: further ones share a bucket
+MOST = 128  # positions; larger distances share a bucket
 
 
 class DistanceBias(nn.Module):
-    """What is added to the scores of a query and a key that lie so far apart. `weight` is [buckets, heads]."""
+    """The bias that is added to the score of a query and a key, by their distance. `weight` is [buckets, heads]."""
 
     def __init__(self, source: str, buckets: int, heads: int) -> None:
         super().__init__()
@@ -24,11 +24,12 @@ class DistanceBias(nn.Module):
         self.by_distance = torch.empty(0)  # fp32 [heads, 2 * MOST + 1], as an `AttentionSpec` has it
 
     def adopt(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Set the weight [buckets, heads] and expand it by distance."""
         self.weight = nn.Parameter(weight.to(torch.float32, copy=True), requires_grad=False)
         self.by_distance = self.weight[buckets_of(len(weight)).to(weight.device)].T.contiguous()
 
     def forward(self, attend: Attend) -> Attend:
-        """The same attention, with the bias."""
+        """Return `attend` with the bias added."""
 
         def attends(layer: int, heads: Heads, spec: AttentionSpec) -> Tensor:
             return attend(layer, heads, replace(spec, distance_bias=self.by_distance))
@@ -37,9 +38,10 @@ class DistanceBias(nn.Module):
 
 
 def buckets_of(buckets: int) -> Tensor:
-    """The bucket of each distance, key's position less query's, from -MOST to MOST.
+    """Return the bucket of each distance (key position minus query position) from -MOST to MOST.
 
-    Half of them are for keys ahead. Of each half, half are for one distance each; the others grow with the logarithm, up to MOST.
+    Half of the buckets are for keys after the query. In each half, half of the buckets are for one distance each;
+    the others grow with the logarithm, up to MOST.
     """
     half = buckets // 2
     exact = half // 2

@@ -1,4 +1,7 @@
-"""The body of a decoder that is served for its hidden states: Qwen3-Embedding and its like; where it is bidirectional, EuroBERT too."""
+"""The body of a decoder that is served for its hidden states, such as Qwen3-Embedding.
+
+Bidirectional models such as EuroBERT use it too.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from app.models.rotary import LayerAngles
 
 
 class DecoderBody(nn.Module):
-    """Token ids to hidden states. `layer(config, index, dtype)` makes one layer, the same as in a `Decoder`."""
+    """Token ids to hidden states. `layer(config, index, dtype)` makes one layer, as in a `Decoder`."""
 
     def __init__(
         self,
@@ -38,7 +41,7 @@ class DecoderBody(nn.Module):
         self.angles = LayerAngles(decoder.ropes, max_model_len, device)
 
     def forward(self, context: EncodeContext, rows: Tensor | None = None) -> Tensor:
-        """Hidden states fp32 [tokens, size], not yet normalised; with `rows` of these tokens alone."""
+        """Return hidden states FP32 [tokens, size] before the last norm, or only those of the tokens in `rows`."""
         hidden: Tensor = self.embedding(context.token_ids)
         angles = self.angles.of_layers(self.angles(context.positions))
         wanted: list[Tensor | None] = [None] * len(self.layers)
@@ -48,6 +51,6 @@ class DecoderBody(nn.Module):
         return hidden
 
     def finished(self, hidden: Tensor) -> Tensor:
-        """The last norm, in FP32: not an operation of ours, so it is no part of what is recorded."""
+        """Apply the last norm in FP32. It is not a native operation, so it is not part of a recording."""
         result: Tensor = self.norm(hidden)
         return result

@@ -1,4 +1,4 @@
-"""What all encoders are: a body that makes hidden states of texts, and heads that make vectors or logits of these."""
+"""All encoders: a body that computes the hidden states of texts, and heads that turn them into vectors or logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from app.models.heads import LabelHead, VectorHead
 
 
 class Encoder(nn.Module):
-    """Token ids to what is asked for: `embedding` or `logits`, and `last_hidden_state`. In parts, so that the body can be recorded."""
+    """Token ids to the requested outputs: `embedding` or `logits`, and `last_hidden_state`.
+
+    The parts are separate methods, so that the body can be recorded.
+    """
 
     def __init__(self, config: EncoderConfig, body: BertBody | DecoderBody) -> None:
         super().__init__()
@@ -23,7 +26,10 @@ class Encoder(nn.Module):
         self.labels = None if config.head is None else LabelHead(config, config.head)
 
     def rows(self, starts: Tensor, names: Collection[str]) -> Tensor | None:
-        """Of texts that begin at `starts` [texts + 1]: the only tokens [texts] int64 whose hidden states these outputs need; None: all."""
+        """Return the tokens [texts] int64 whose hidden states these outputs need, or None for all.
+
+        The texts begin at `starts` [texts + 1].
+        """
         if "last_hidden_state" in names:
             return None
         head = self.vectors or self.labels
@@ -31,16 +37,24 @@ class Encoder(nn.Module):
         return head.rows(starts)
 
     def hidden(self, context: EncodeContext, rows: Tensor | None = None) -> Tensor:
-        """Hidden states fp32 [tokens, size], or of `rows` alone, by operations of ours alone where the precision has them all."""
+        """Return hidden states FP32 [tokens, size], or those of `rows` only.
+
+        Only native operations are used, if the precision has them all.
+        """
         result: Tensor = self.body(context, rows)
         return result
 
     def outputs(
         self, hidden: Tensor, starts: Tensor, names: Collection[str], rows: Tensor | None = None, skipped: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """What is asked for, fp32: embedding [texts, size], not normalised; logits [texts, labels]; last_hidden_state of all tokens.
+        """Return the requested outputs, FP32.
 
-        `rows` as `hidden` was given them. The first `skipped` [texts] tokens of a text are not pooled.
+        - `embedding` [texts, size], not normalised.
+        - `logits` [texts, labels].
+        - `last_hidden_state` of all tokens.
+
+        `rows` must be those that `hidden` was called with. The first `skipped` [texts] tokens of a text are not
+        pooled.
         """
         hidden, results = self.body.finished(hidden), {}
         for name in names:

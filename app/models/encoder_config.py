@@ -1,6 +1,7 @@
-"""What an encoder is: one frozen `EncoderConfig` in which every difference between families is a value. `encoder_reading` reads it.
+"""The configuration of an encoder: one frozen `EncoderConfig` in which every difference between families is a value.
 
-Torch is not needed. An encoder maps texts to vectors or to labels; a decoder served for its hidden states is one too (`decoder`).
+`encoder_reading` creates it. Torch is not needed. An encoder maps texts to vectors or to labels; a decoder served
+for its hidden states is also one (`decoder`).
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from app.models.rope import Rope
 
 EncoderActivation = Activation | Literal["relu"]
 PoolingMode = Literal["cls", "mean", "max", "mean_sqrt_len", "weighted_mean", "last"]
-Between = Literal["tanh", "identity", "relu", "gelu", "gelu_tanh", "silu"]  # what stands behind the product of a dense module
+# activation after the product of a dense module
+Between = Literal["tanh", "identity", "relu", "gelu", "gelu_tanh", "silu"]
 Scores = Literal["softmax", "sigmoid", "identity"]
 
 
 @dataclass(frozen=True, slots=True)
 class DenseConfig:
-    """A sentence-transformers module behind pooling: act(W x + b). `folder` holds its weights."""
+    """A sentence-transformers dense module after pooling: act(W x + b). `folder` holds its weights."""
 
     folder: str
     in_features: int
@@ -31,9 +33,10 @@ class DenseConfig:
 
 @dataclass(frozen=True, slots=True)
 class HeadConfig:
-    """How hidden states become one logit a label: pooled, act(dense), its norm, then `out`.
+    """A classification head: pooling, act(dense), its norm, then `out`, which gives one logit per label.
 
-    `pooling` "late" takes the mean of the logits of all tokens instead. `bias` is `out`'s, `norm_bias` the encoder's.
+    `pooling` "late" takes the mean of the logits of all tokens instead. `bias` belongs to `out`; the norm's bias
+    follows the encoder's `norm_bias`.
     """
 
     pooling: Literal["cls", "mean", "last", "late"] = "cls"
@@ -46,27 +49,33 @@ class HeadConfig:
 
 @dataclass(frozen=True, slots=True)
 class PoolingConfig:
-    """How a text's hidden states become one vector: `modes` side by side, then `dense`, then unit length where `normalizes`.
+    """Pooling of a text's hidden states to one vector.
 
-    `prompts` by name are put before a text; `skips_prompt`: their tokens are not pooled.
+    The results of all `modes` are concatenated, then go through `dense`, and get unit length if `normalizes`.
+    `prompts` are prefixes of a text, by name. `skips_prompt` means that their tokens are not pooled.
     """
 
     modes: tuple[PoolingMode, ...] = ("mean",)
     dense: tuple[DenseConfig, ...] = ()
     normalizes: bool = False
     prompts: Mapping[str, str] = field(default_factory=dict)
-    default_prompt: str | None = None  # the name of one
+    default_prompt: str | None = None  # the name of a prompt
     skips_prompt: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderConfig:
-    """An encoder's shape. `windows` and `ropes` have one entry a layer, as in `ModelConfig`; a window is symmetric here.
+    """The shape of an encoder.
 
-    `pre_norm`: layers normalise what they read (ModernBERT), else what they have added to (BERT). `gated`: act(gate x) * up x.
-    `num_positions` learned positions begin at `first_position` (RoBERTa: behind its padding index); 0: none are learned.
-    `labels` of a classification head, in order; `head` says how that is built, `scores` what its logits become.
-    `decoder`: layers and attention are a decoder's, which sees what follows a token as well where it is `bidirectional`.
+    `windows` and `ropes` have one entry per layer, as in `ModelConfig`; a window is symmetric here.
+
+    - `pre_norm`: layers normalise their input (ModernBERT), otherwise the sum after each branch (BERT).
+    - `gated`: the MLP is act(gate x) * up x.
+    - `num_positions` learned positions begin at `first_position` (RoBERTa: after its padding index); 0: none are
+      learned.
+    - `labels` of a classification head, in order; `head` describes that head, `scores` the function of its logits.
+    - `decoder`: layers and attention are those of a decoder; if `bidirectional`, a token also sees the tokens
+      after it.
     """
 
     architecture: str
@@ -87,13 +96,13 @@ class EncoderConfig:
     num_positions: int = 0
     first_position: int = 0
     num_types: int = 0
-    distance_buckets: int = 0  # MPNet: relative positions in so many buckets; 0: none
+    distance_buckets: int = 0  # MPNet: number of buckets of relative positions; 0: none
     qkv_bias: bool = True
     output_bias: bool = True
-    mlp_bias: bool = True  # of up, and of gate where there is one
+    mlp_bias: bool = True  # bias of up, and of gate if there is one
     down_bias: bool = True
     norm_bias: bool = True
-    lowercases: bool = False  # texts, before the tokenizer sees them
+    lowercases: bool = False  # texts are lowercased before tokenization
     bidirectional: bool = True
     head: HeadConfig | None = None
     labels: tuple[str, ...] = ()
@@ -103,16 +112,17 @@ class EncoderConfig:
 
     @property
     def kind(self) -> Literal["encoder"]:
+        """The kind of checkpoint, as engines are selected by."""
         return "encoder"
 
     @property
     def embedding_size(self) -> int:
-        """Of the vectors that come out."""
+        """Size of an embedding vector."""
         if self.pooling.dense:
             return self.pooling.dense[-1].out_features
         return self.hidden_size * len(self.pooling.modes)
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """What can be asked of it, the usual one first."""
+        """Names of the outputs, the usual one first."""
         return ("logits", "last_hidden_state") if self.labels else ("embedding", "last_hidden_state")

@@ -1,6 +1,7 @@
-"""Families of encoders: what a config.json means where it is silent, and under which names their tensors are stored.
+"""Families of encoders: the defaults of their config.json, and the names of their tensors in checkpoints.
 
-Torch is not needed. In a served encoder tensors have one set of names, whatever the family: `query` is the query's product everywhere.
+Torch is not needed. A served encoder has one set of tensor names for all families: `query` is always the query
+projection.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ from app.models.config import FAMILIES
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a file: its name, without `.weight`; where several of ours lie in one, ours is `part` of `parts` equal ones, by rows."""
+    """A tensor in a file, by its name without `.weight`.
+
+    If it is fused, ours is `part` of `parts` equal blocks of rows.
+    """
 
     name: str
     part: int = 0
     parts: int = 1
 
 
-Names = Mapping[str, str | Stored]  # ours to theirs; {} is the layer's number
+Names = Mapping[str, str | Stored]  # our name -> name in the file; {} is the layer number
 
 
 def _parts(name: str, *ours: str) -> dict[str, Stored]:
@@ -29,9 +33,13 @@ def _parts(name: str, *ours: str) -> dict[str, Stored]:
 
 @dataclass(frozen=True, slots=True)
 class EncoderFamily:
-    """`prefixes`: one stands before the names of all tensors but the head's where a head is saved. `layouts`: any of them may be met.
+    """A family of encoders.
 
-    `padding_offset`: learned positions begin behind the padding id. `theta` None: positions do not turn. `head`: see `encoder_heads`.
+    - `prefixes`: if a head is saved, one of these precedes the names of all tensors except the head's.
+    - `layouts`: the sets of tensor names that checkpoints use.
+    - `padding_offset`: learned positions begin after the padding id.
+    - `theta`: base of the rotary positions; None if there are none.
+    - `head`: the kind of classification head, see `encoder_heads`.
     """
 
     stem: str
@@ -42,7 +50,7 @@ class EncoderFamily:
     num_types: int = 2
     padding_offset: bool = False
     theta: float | None = None
-    biases: bool = True  # of attention; and of the MLP where nothing else is said
+    biases: bool = True  # biases of attention, and of the MLP unless the config has its own flag
     gated: bool = False
 
 
@@ -99,7 +107,7 @@ _MODERNBERT: Names = {
     "head.norm": "head.norm",
     "head.out": "classifier",
 }
-# Encoders whose positions turn: as transformers names them, and as their authors first did.
+# Encoders with rotary positions: the names of transformers, and the authors' original names.
 _TURNING: Names = {
     **_BERT_EMBEDDINGS,
     **{f"layers.{{}}.{ours}": f"layers.{{}}.self_attn.{ours[0]}_proj" for ours in ("query", "key", "value", "out")},
@@ -170,29 +178,34 @@ ENCODER_FAMILIES: tuple[EncoderFamily, ...] = (
 
 
 def stored_names(names: Names, num_layers: int) -> Iterator[tuple[str, Stored]]:
-    """Ours and theirs of a layout, with every layer's number put in."""
+    """Yield (our name, stored name) of a layout for every layer."""
     for ours, theirs in names.items():
         stored = theirs if isinstance(theirs, Stored) else Stored(theirs)
         for layer in range(num_layers) if "{}" in ours else (0,):
             yield ours.format(layer), Stored(stored.name.format(layer), stored.part, stored.parts)
 
 
-# ---- which family a config.json speaks of ----------------------------------------------------------------------------
+# ---- the family of a config.json -----------------------------------------------------------------------------------
 
 CLASSIFIES = "ForSequenceClassification"
-_USES = ("Model", "ForMaskedLM", "ForPreTraining", CLASSIFIES)  # heads that guess words have no part in an embedding
-# Decoders served for their hidden states, by the beginning of their classes' names; what `FAMILIES` calls them.
+# heads that predict tokens are not part of an embedding
+_USES = ("Model", "ForMaskedLM", "ForPreTraining", CLASSIFIES)
+# Decoders served for their hidden states: prefix of the class name -> name in `FAMILIES`.
 DECODER_STEMS: Mapping[str, str] = {
     **{name.removesuffix("ForCausalLM"): name for name in FAMILIES if name.endswith("ForCausalLM")},
     "Gemma3Text": "Gemma3ForCausalLM",
-    "EuroBert": "LlamaForCausalLM",  # whose tokens see all of their text
+    "EuroBert": "LlamaForCausalLM",  # its attention is bidirectional
 }
 _BY_STEM = {family.stem: family for family in ENCODER_FAMILIES}
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderClass:
-    """What an architecture's name says: the family, or the decoder whose layers it has, and whether it ends in labels."""
+    """The parts of an architecture's name.
+
+    `family` is the encoder's family, `decoder` the architecture whose layers it has, and `classifies` is True if
+    it ends in labels.
+    """
 
     name: str
     family: EncoderFamily | None
@@ -201,11 +214,15 @@ class EncoderClass:
 
     @property
     def stem(self) -> str:
+        """Prefix of the name that identifies the family."""
         return _stem(self.name) or ""
 
 
 def encoder_class(name: str, pools: bool) -> EncoderClass | None:
-    """None: no encoder that we know. `pools`: the directory says how hidden states become vectors, so any head is left out."""
+    """Parse the name of an architecture; return None if it is not a supported encoder.
+
+    `pools` means that the directory defines the pooling, so any head is left out.
+    """
     stem = _stem(name)
     if stem is None:
         return None
@@ -216,7 +233,7 @@ def encoder_class(name: str, pools: bool) -> EncoderClass | None:
 
 
 def family_of(name: str) -> EncoderFamily:
-    """Of an encoder's architecture."""
+    """Return the family of an encoder's architecture."""
     return _BY_STEM[_stem(name) or ""]
 
 
@@ -225,5 +242,5 @@ def _stem(name: str) -> str | None:
 
 
 def supported_encoders() -> str:
-    """For a refusal."""
+    """Return the supported architectures, for error messages."""
     return ", ".join(f"{stem}Model" for stem in (*_BY_STEM, *DECODER_STEMS))

@@ -1,4 +1,4 @@
-"""What stands behind an encoder that gives labels: how its head is built, what the labels are called, what logits become."""
+"""Reads the classification head of an encoder: its layers, the names of labels, and the function of logits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from app.models.encoder_config import Between, HeadConfig, Scores
 from app.models.encoder_families import EncoderClass
 from app.models.fields import Fields
 
-# The last word of a torch module's path, in files of sentence-transformers.
+# Last part of a torch module's path in sentence-transformers files -> activation.
 TORCH_ACTIVATIONS: Mapping[str, Between] = {
     "Tanh": "tanh",
     "Identity": "identity",
@@ -25,11 +25,11 @@ _BETWEEN: Mapping[str, Between] = {
     "silu": "silu",
     "tanh": "tanh",
 }
-_LABEL_COUNT = 2  # transformers' default
+_LABEL_COUNT = 2  # default of transformers
 
 
 def head_of(kind: EncoderClass, config: Fields) -> HeadConfig:
-    """How the family's ForSequenceClassification gets from hidden states to logits."""
+    """Return the head of the family's ForSequenceClassification."""
     if kind.stem == "EuroBert":
         return HeadConfig(pooling=_pooling(config, {"bos": "cls", "mean": "mean", "late": "late"}, "late"), activation="gelu")
     if kind.family is None:
@@ -55,7 +55,7 @@ def _activation(config: Fields) -> Between:
 
 
 def labels_of(config: Fields) -> tuple[str, ...]:
-    """Names by number, as `id2label` has them, else LABEL_0 and so on as in transformers."""
+    """Return the label names by number from `id2label`, or LABEL_0 and so on as in transformers."""
     named = config.section("id2label").values
     if not named:
         return tuple(f"LABEL_{number}" for number in range(config.integer("num_labels", _LABEL_COUNT)))
@@ -66,7 +66,11 @@ def labels_of(config: Fields) -> tuple[str, ...]:
 
 
 def scores_of(config: Fields, num_labels: int) -> Scores:
-    """One label is a degree, a sigmoid unless the checkpoint says otherwise; several are a choice, unless each stands for itself."""
+    """Return the function that turns logits into scores.
+
+    A single label gets a sigmoid unless the checkpoint names another function. Several labels get a softmax, or a
+    sigmoid if the problem type is multi-label.
+    """
     said = config.section("sentence_transformers").values.get("activation_fn")
     said = config.values.get("sbert_ce_default_activation_function") if said is None else said
     if num_labels == 1:
@@ -75,10 +79,10 @@ def scores_of(config: Fields, num_labels: int) -> Scores:
 
 
 def score_function(path: Any) -> Scores:
-    """From the name of a torch module."""
+    """Return the score function for the name of a torch module."""
     name = str(path).rpartition(".")[2]
     if name not in ("Sigmoid", "Identity", "Softmax"):
         raise CheckpointInvalid(
-            f"The scores of this cross-encoder are made by {path!r}; known are Sigmoid, Identity and Softmax."
+            f"The score function {path!r} of this cross-encoder is not supported; supported are Sigmoid, Identity and Softmax."
         )
     return "sigmoid" if name == "Sigmoid" else "identity" if name == "Identity" else "softmax"

@@ -1,6 +1,7 @@
-"""Reads an encoder's config.json: what is absent gets the family's default, as in transformers; what is not understood is refused by name.
+"""Reads an encoder's config.json. Absent values get the family's default, as in transformers.
 
-Torch is not needed. What a sentence-transformers directory adds to a config.json comes as `SentenceWords`.
+Values that are not understood are rejected by name. Torch is not needed. The other files of a
+sentence-transformers directory are passed as `SentenceConfig`.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ ENCODER_ACTIVATIONS: Mapping[str, EncoderActivation] = {
     "gelu_fast": "gelu_tanh",
     "gelu_python": "gelu",
 }
-MPNET_BUCKETS = 32  # whatever its config.json says: transformers counts with these
+MPNET_BUCKETS = 32  # fixed, whatever config.json contains: transformers always uses this number
 
 
 @dataclass(frozen=True, slots=True)
 class SentenceWords:
-    """What stands beside config.json in a directory of sentence-transformers; nothing elsewhere.
+    """The settings of a sentence-transformers directory apart from config.json; empty for other checkpoints.
 
-    `pooling` None: it does not say how a text becomes a vector. `max_tokens`: longer texts were cut when it was trained.
+    `pooling` is None if the directory does not define it. `max_tokens` is the length to which texts were cut in
+    training.
     """
 
     pooling: PoolingConfig | None = None
@@ -47,12 +49,12 @@ class SentenceWords:
 
 
 def is_encoder(values: Mapping[str, Any], words: SentenceWords) -> bool:
-    """Whether this config.json, with what stands beside it, is served for vectors or labels; else it is a decoder's."""
+    """Return True if this checkpoint is served for vectors or labels; otherwise it is a decoder."""
     return words.pooling is not None or _class_of(values, pools=False) is not None
 
 
 def read_encoder(values: Mapping[str, Any], words: SentenceWords | None = None) -> EncoderConfig:
-    """The config. Raises `CheckpointInvalid` with what is missing, wrong or not known."""
+    """Return the config. Raises `CheckpointInvalid` for values that are missing, wrong or unknown."""
     words = SentenceWords() if words is None else words
     kind = _class_of(values, words.pooling is not None)
     if kind is None:
@@ -73,11 +75,11 @@ def read_encoder(values: Mapping[str, Any], words: SentenceWords | None = None) 
 
 
 def _fitting(pooling: PoolingConfig, hidden_size: int) -> PoolingConfig:
-    """What is pooled, and what each dense module gives, is what the next one takes."""
+    """Check that the sizes of pooling and of all dense modules match."""
     size = hidden_size * len(pooling.modes)
     for dense in pooling.dense:
         if dense.in_features != size:
-            raise CheckpointInvalid(f"{dense.folder}/config.json: in_features is {dense.in_features}, and {size} come in.")
+            raise CheckpointInvalid(f"{dense.folder}/config.json: in_features is {dense.in_features}, but its input has {size}.")
         size = dense.out_features
     return pooling
 
@@ -89,21 +91,24 @@ def _class_of(values: Mapping[str, Any], pools: bool) -> EncoderClass | None:
 
 
 def _by_model_type(model_type: Any) -> list[str]:
-    """For a config.json that names no architecture: an encoder's plain model. A decoder's is a decoder."""
+    """Return the plain encoder of a config.json that names no architecture. Decoders are not included."""
     return [f"{family.stem}Model" for family in ENCODER_FAMILIES if family.model_type == model_type]
 
 
-# ---- decoders ----------------------------------------------------------------------------------------------------------
+# ---- decoders ------------------------------------------------------------------------------------------------------
 
 
 def _read_decoder(kind: EncoderClass, config: Fields) -> EncoderConfig:
-    """Its layers as they are; the last token has seen all of a text, unless every token has."""
+    """Read a decoder that is served as an encoder.
+
+    Its vector is that of the last token, which has seen all of a text, or the mean if attention is bidirectional.
+    """
     assert kind.decoder is not None, "a class of no family is a decoder's"
     is_eurobert = kind.stem == "EuroBert"
     bidirectional = is_eurobert or config.boolean("use_bidirectional_attention", False)
     defaults = {"rms_norm_eps": 1e-5} if is_eurobert else {}
     values = {**defaults, **config.values, "architectures": [kind.decoder], "use_bidirectional_attention": None}
-    decoder = replace(ModelConfig.from_hf(values), tie_embeddings=True)  # it has no output layer
+    decoder = replace(ModelConfig.from_hf(values), tie_embeddings=True)  # there is no output layer
     return EncoderConfig(
         architecture=kind.name,
         num_layers=decoder.num_layers,
@@ -131,7 +136,7 @@ def _read_decoder(kind: EncoderClass, config: Fields) -> EncoderConfig:
     )
 
 
-# ---- encoders ----------------------------------------------------------------------------------------------------------
+# ---- encoders ------------------------------------------------------------------------------------------------------
 
 
 def _read_encoder(family: EncoderFamily, kind: EncoderClass, config: Fields) -> EncoderConfig:
@@ -176,7 +181,7 @@ def _read_encoder(family: EncoderFamily, kind: EncoderClass, config: Fields) -> 
     )
 
 
-# What DistilBERT calls things.
+# Names of these values in DistilBERT's config.json.
 _DISTILBERT_NAMES: Mapping[str, str] = {
     "num_hidden_layers": "n_layers",
     "num_attention_heads": "n_heads",
@@ -191,17 +196,19 @@ def _integer(config: Fields, family: EncoderFamily, name: str, at_most: int = MA
 
 
 def _refuse(config: Fields) -> None:
-    """What makes another model of it."""
+    """Raise `CheckpointInvalid` for settings whose computation is not supported."""
     positions = config.text("position_embedding_type", "absolute")
     if positions not in ("absolute", "rotary", "rope"):
         raise CheckpointInvalid(
             f"config.json: position_embedding_type {positions!r} is not supported; only absolute positions are."
         )
     if config.values.get("logn_attention_scale"):
-        raise CheckpointInvalid("config.json: logn_attention_scale, by which scores grow with the text, is not supported.")
+        raise CheckpointInvalid(
+            "config.json: logn_attention_scale, which scales scores with the length of the text, is not supported."
+        )
     if config.values.get("is_decoder") or config.values.get("add_cross_attention"):
         raise CheckpointInvalid(
-            "config.json: is_decoder or add_cross_attention makes half of a translator of this encoder; not served."
+            "config.json: is_decoder and add_cross_attention are not supported: they make this model a part of an encoder-decoder."
         )
 
 
@@ -232,7 +239,7 @@ def _first_position(config: Fields, family: EncoderFamily) -> int:
 def _distance_buckets(config: Fields) -> int:
     buckets = config.integer("relative_attention_num_buckets", MPNET_BUCKETS)
     if buckets != MPNET_BUCKETS:
-        raise CheckpointInvalid(f"config.json: relative_attention_num_buckets {buckets} is not supported; MPNet counts with 32.")
+        raise CheckpointInvalid(f"config.json: relative_attention_num_buckets {buckets} is not supported; MPNet uses 32.")
     return buckets
 
 
@@ -244,7 +251,7 @@ def _windows(config: Fields, family: EncoderFamily, num_layers: int) -> tuple[in
 
 
 def _slides(config: Fields, num_layers: int) -> list[bool]:
-    """Which of ModernBERT's layers see a window only."""
+    """Return, for each of ModernBERT's layers, whether it has a sliding window."""
     if config.has("layer_types"):
         return [name == "sliding_attention" for name in config.texts("layer_types", num_layers)]
     every = config.integer("global_attn_every_n_layers", 3)

@@ -1,4 +1,7 @@
-"""Which tensors an encoder must have, by our names for them, and of what shape: known from the config alone, without torch."""
+"""The tensors that an encoder must have, by our names, and their shapes.
+
+Derived from the config alone, without torch.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,19 @@ from app.models.shapes import Shape, norms_of, products_of, tensors_of
 
 
 def encoder_tensors_of(config: EncoderConfig) -> dict[str, Shape]:
-    """Name to shape of every tensor that serving needs; weights are [out, in] as in torch. A decoder's layers keep their own names."""
+    """Return name to shape of every tensor that serving needs; weights are [out, in] as in torch.
+
+    The layers of a decoder keep their own names.
+    """
     body = _body(config) if config.decoder is None else tensors_of(config.decoder).items()
     return {**dict(body), **dict(_head(config)), **dict(_dense(config))}
 
 
 def encoder_products_of(config: EncoderConfig) -> Iterator[tuple[Shape, bool]]:
-    """Shape, and whether it has a bias, of every product of the layers as computed: queries, keys and values are one, gate and up too."""
+    """Yield the shape of every product of the layers, and True if it has a bias.
+
+    Products are listed as computed: queries, keys and values are one product, gate and up too.
+    """
     if config.decoder is not None:
         yield from products_of(config.decoder)
         return
@@ -28,7 +37,7 @@ def encoder_products_of(config: EncoderConfig) -> Iterator[tuple[Shape, bool]]:
 
 
 def encoder_tables_of(config: EncoderConfig) -> Iterator[str]:
-    """What is looked up by rows and stays as it is stored."""
+    """Yield the tensors that are looked up by rows and keep their stored dtype."""
     if config.decoder is not None:
         yield "model.embed_tokens.weight"
         return
@@ -40,7 +49,10 @@ def encoder_tables_of(config: EncoderConfig) -> Iterator[str]:
 
 
 def encoder_norm_elements(config: EncoderConfig) -> int:
-    """Elements that are held in FP32 whatever the precision: norms, a bias of distances, the head and what stands behind pooling."""
+    """Return the number of elements that are always FP32.
+
+    These are norms, the distance bias, the head and the dense modules after pooling.
+    """
     if config.decoder is not None:
         decoder = config.decoder
         heads = 2 * decoder.head_dim if decoder.qk_norm else 0
@@ -90,7 +102,7 @@ def _layer(config: EncoderConfig, layer: int) -> Iterator[tuple[str, Shape]]:
     for name in ("gate", "up") if config.gated else ("up",):
         yield from _linear(f"{at}.{name}", inner, size, config.mlp_bias)
     yield from _linear(f"{at}.down", size, inner, config.down_bias)
-    if layer > 0 or not config.pre_norm:  # the embeddings' norm is the first layer's where layers normalise what they read
+    if layer > 0 or not config.pre_norm:  # the embeddings' norm serves as the first layer's if pre_norm is set
         yield from _norm(f"{at}.attention_norm", config)
     yield from _norm(f"{at}.mlp_norm", config)
 

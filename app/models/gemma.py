@@ -1,4 +1,4 @@
-"""The layer of Gemma 2 and 3 (text): a norm after each branch as well as before it."""
+"""The layer of Gemma 2 and 3 (text), with a norm after each branch as well as before it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ class GemmaLayer(nn.Module):
         self.gated_norm = RMSNorm(f"{at}.post_feedforward_layernorm", size, config, torch.float32)
 
     def forward(self, hidden: Tensor, angles: Angles | None, attend: Attend, rows: Tensor | None) -> Tensor:
-        """hidden [tokens, hidden], overwritten; `rows`: the only tokens wanted after this layer (None: all)."""
+        """Run the layer on hidden [tokens, hidden], which is overwritten.
+
+        `rows` are the only tokens needed after this layer (None: all).
+        """
         mixed = self.attention(self.attention_norm(hidden), angles, attend)
         if rows is not None:
             hidden, mixed = gather(hidden, rows), gather(mixed, rows)

@@ -1,7 +1,7 @@
-"""The graph of an exported program as `torch.export.save` writes it, read from its JSON into plain values: no torch, nothing evaluated.
+"""Reads the graph of an exported program from the JSON that `torch.export.save` writes.
 
-Targets stay names here; `models/operators.py` knows which may run. Whatever can hold code or objects is refused by name.
-Written after torch/_export/serde/schema.py, major version 8.
+It needs no torch and evaluates nothing. Targets stay names here; `models/operators.py` defines which may run. Any
+content that can hold code or objects is rejected by name. Follows torch/_export/serde/schema.py, major version 8.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from app.errors import CheckpointInvalid
 
 SCHEMA_MAJOR = 8
-# The schema's numbers for scalar types, as torch names them.
+# Scalar types: number in the schema -> name in torch.
 DTYPES: Mapping[int, str] = {
     1: "uint8",
     2: "int8",
@@ -33,22 +33,22 @@ MEMORY_FORMATS: Mapping[int, str] = {
     3: "channels_last_3d",
     4: "preserve_format",
 }
-LINEAR = "torch.ops.aten.linear.default"  # a product of rows: x, weight, and a bias perhaps
-_SYMBOL = re.compile(r"Symbol\('(\w+)'[\w=, ]*\)")  # as sympy writes one that stands alone
+LINEAR = "torch.ops.aten.linear.default"  # arguments: x, weight and an optional bias
+_SYMBOL = re.compile(r"Symbol\('(\w+)'[\w=, ]*\)")  # sympy's text of a single symbol
 _KEYWORD = 2
-_DEEPEST = 16  # graphs within graphs, lists within lists
+_DEEPEST = 16  # nesting of graphs and lists
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """The value of that name, made by an earlier node or given."""
+    """A reference to the value of that name, which an earlier node returned or the caller passed."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A constant that only torch has, by kind (dtype, layout, memory_format, device) and name."""
+    """A torch constant, by kind (dtype, layout, memory_format, device) and name."""
 
     kind: str
     name: str
@@ -56,7 +56,10 @@ class Word:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One call. `outputs`: a name for each thing returned, a list of names where that is a list, None where nothing asks for it."""
+    """One call.
+
+    `outputs` has a name for each returned value, a list of names for a list, and None for a value that is not used.
+    """
 
     target: str
     arguments: tuple[Any, ...]
@@ -66,7 +69,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What is known of a tensor: an integer, or the text of an expression, for each dimension."""
+    """The known properties of a tensor: for each dimension, an integer or the text of an expression."""
 
     dtype: str
     shape: tuple[int | str, ...]
@@ -74,17 +77,17 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """`inputs` are names in order, `outputs` arguments; nodes follow each other as they must."""
+    """A graph: names of inputs, arguments that are its outputs, and nodes in execution order."""
 
     inputs: tuple[str, ...]
     outputs: tuple[Any, ...]
     nodes: tuple[Node, ...]
     values: Mapping[str, Value]
-    single: bool = False  # gives one tensor and not a list of one
+    single: bool = False  # returns one tensor instead of a list of one
 
 
 def refs(argument: Any) -> Iterator[Ref]:
-    """All that an argument reads, lists within it included. A graph within it reads only what it is given beside itself."""
+    """Yield all references in an argument, including nested lists. A subgraph only reads its own arguments."""
     if isinstance(argument, Ref):
         yield argument
     elif isinstance(argument, list | tuple):
@@ -93,9 +96,9 @@ def refs(argument: Any) -> Iterator[Ref]:
 
 
 def read_graph(values: Mapping[str, Any], depth: int = 0) -> Graph:
-    """Raises `CheckpointInvalid` with what is not understood."""
+    """Parse a graph. Raises `CheckpointInvalid` for content that is not understood."""
     if depth > _DEEPEST:
-        raise CheckpointInvalid("The program's graphs lie too deep within each other.")
+        raise CheckpointInvalid("The program's graphs are nested too deeply.")
     try:
         return Graph(
             inputs=tuple(_name(read_argument(item, depth)) for item in values["inputs"]),
@@ -109,18 +112,18 @@ def read_graph(values: Mapping[str, Any], depth: int = 0) -> Graph:
 
 
 def read_argument(values: Mapping[str, Any], depth: int = 0) -> Any:
-    """An argument of a node: plain values, `Ref`, `Word`, `Graph`, lists of them."""
+    """Parse an argument of a node: plain values, `Ref`, `TorchConstant`, `Graph` and lists of them."""
     ((kind, value),) = values.items()
     if kind == "as_graph":
         return read_graph(value["graph"], depth + 1)
     reader = _READERS.get(kind)
     if reader is None:
-        raise CheckpointInvalid(f"The program's graph has an argument of a kind that is not served: {kind[:40]}.")
+        raise CheckpointInvalid(f"The program's graph has an argument of an unsupported kind: {kind[:40]}.")
     return reader(value)
 
 
 def read_size(values: Mapping[str, Any]) -> int | str:
-    """A dimension: its size, the symbol that stands for it, or a longer expression as text."""
+    """Parse a dimension: its size, the name of its symbol, or the text of a longer expression."""
     ((kind, value),) = values.items()
     if kind == "as_int":
         return int(value)
@@ -130,11 +133,9 @@ def read_size(values: Mapping[str, Any]) -> int | str:
 
 
 def dtype_name(number: Any) -> str:
-    """Raises `CheckpointInvalid` for types that no program here is served in."""
+    """Return the name of a dtype. Raises `CheckpointInvalid` for unsupported types."""
     if number not in DTYPES:
-        raise CheckpointInvalid(
-            f"The program has tensors of a type that is not served (number {number!r} of torch.export's schema)."
-        )
+        raise CheckpointInvalid(f"The program has tensors of an unsupported type (number {number!r} of torch.export's schema).")
     return DTYPES[number]
 
 
@@ -159,7 +160,7 @@ def _output(argument: Any) -> Any:
 
 def _name(argument: Any) -> str:
     if not isinstance(argument, Ref):
-        raise ValueError(f"an input that is no name: {argument!r}")
+        raise ValueError(f"an input that is not a name: {argument!r}")
     return argument.name
 
 
@@ -174,7 +175,7 @@ def _ref(value: Mapping[str, Any]) -> Ref:
 
 
 def _number(value: Mapping[str, Any]) -> Any:
-    """A number that may depend on the batch."""
+    """Parse a number that may depend on the batch size."""
     ((kind, content),) = value.items()
     return Ref(str(content)) if kind == "as_name" else _plain(content)
 
@@ -186,7 +187,7 @@ def _plain(value: Any) -> Any:
 
 
 def _float(value: Any) -> float:
-    """JSON has no infinity: the schema writes it as text."""
+    """Parse a float. JSON has no infinity, so the schema writes it as text."""
     return float(value)
 
 
@@ -228,5 +229,6 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "as_scalar_type": lambda number: Word("dtype", dtype_name(number)),
     "as_memory_format": _memory_format,
     "as_layout": lambda number: Word("layout", "strided"),
-    "as_device": lambda device: Word("device", "cpu"),  # wherever it was exported, here is where it runs
+    # programs run on the CPU, regardless of the device of the export
+    "as_device": lambda device: Word("device", "cpu"),
 }

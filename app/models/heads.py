@@ -1,5 +1,8 @@
-"""What stands behind an encoder's body: small products in FP32 whatever the body's precision, since they see one row a text and what they
-say is the answer: rounding would be seen in the last digits of every score."""
+"""The heads of encoders: small products in FP32, for any precision of the body.
+
+They process one row per text, and their results are the answer: lower precision would change the last digits of
+every score.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +21,30 @@ BETWEEN: Mapping[str, Callable[[Tensor], Tensor]] = {**ACTIVATIONS, "identity": 
 
 
 class Dense(nn.Module):
-    """act(W x + b), fp32 [rows, in] to [rows, out]."""
+    """act(W x + b), FP32 [rows, in] to [rows, out]."""
 
     def __init__(self, source: str, shape: tuple[int, int], has_bias: bool, activation: str = "identity") -> None:
-        """`shape` is the weight's: [out, in]."""
+        """Create the layer; `shape` is that of the weight, [out, in]."""
         super().__init__()
         self.source, self.has_bias, self.activation = source, has_bias, BETWEEN[activation]
         self.weight = nn.Parameter(torch.empty(shape), requires_grad=False)
         self.bias: nn.Parameter | None = None
 
     def adopt(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Set the weight [out, in] and the bias, converted to FP32."""
         self.weight = nn.Parameter(weight.to(torch.float32, copy=True), requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias.to(torch.float32, copy=True), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return act(W x + b), FP32 [rows, out]."""
         return self.activation(F.linear(x, self.weight, self.bias))
 
 
 class VectorHead(nn.Module):
-    """Hidden states to one vector a text: pooled, then through the checkpoint's dense layers. Not yet of unit length."""
+    """Hidden states to one vector per text: pooling, then the checkpoint's dense layers.
+
+    The vectors are not normalised.
+    """
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -44,16 +52,16 @@ class VectorHead(nn.Module):
         self.dense = nn.Sequential(*(_dense(f"dense.{index}", one) for index, one in enumerate(config.pooling.dense)))
 
     def rows(self, starts: Tensor) -> Tensor | None:
-        """The only tokens that it looks at; None: all."""
+        """Return the tokens that this head reads, or None for all."""
         return one_token(starts, self.modes[0]) if len(self.modes) == 1 else None
 
     def forward(self, hidden: Tensor, starts: Tensor, skipped: Tensor | None) -> Tensor:
-        """hidden [tokens, size] to [texts, embedding size]."""
+        """Map hidden [tokens, size] to [texts, embedding size]."""
         vectors: Tensor = self.dense(pooled(hidden, starts, self.modes, skipped))
         return vectors
 
     def of_rows(self, hidden: Tensor) -> Tensor:
-        """The same, of the rows alone that it looks at, [texts, size]."""
+        """Map the hidden states of the tokens in `rows` [texts, size] to [texts, embedding size]."""
         vectors: Tensor = self.dense(hidden)
         return vectors
 
@@ -63,7 +71,7 @@ def _dense(source: str, config: DenseConfig) -> Dense:
 
 
 class LabelHead(nn.Module):
-    """Hidden states to one logit a label: pooled, perhaps through a dense layer and a norm, then `out`."""
+    """Hidden states to one logit per label: pooling, an optional dense layer and norm, then `out`."""
 
     def __init__(self, config: EncoderConfig, head: HeadConfig) -> None:
         super().__init__()
@@ -77,16 +85,19 @@ class LabelHead(nn.Module):
         self.pooling, self.parts = head.pooling, nn.Sequential(*parts)
 
     def rows(self, starts: Tensor) -> Tensor | None:
-        """The only tokens that it looks at; None: all."""
+        """Return the tokens that this head reads, or None for all."""
         return one_token(starts, self.pooling)
 
     def forward(self, hidden: Tensor, starts: Tensor) -> Tensor:
-        """hidden [tokens, size] to [texts, labels]. "late": the mean of what all tokens of a text say."""
+        """Map hidden [tokens, size] to [texts, labels].
+
+        With pooling "late" this is the mean of the logits of all tokens.
+        """
         if self.pooling == "late":
             return pooled(self.of_rows(hidden), starts, ("mean",))
         return self.of_rows(pooled(hidden, starts, (self.pooling,)))
 
     def of_rows(self, hidden: Tensor) -> Tensor:
-        """The same, of the rows alone that it looks at, [texts, size]."""
+        """Map pooled hidden states [texts, size] to [texts, labels]."""
         logits: Tensor = self.parts(hidden)
         return logits

@@ -1,4 +1,4 @@
-"""LayerNorm of an encoder's residual stream, and what it leaves for the product that comes next."""
+"""LayerNorm of an encoder's residual stream, which also prepares the input of the next product."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from app.models.encoder_config import EncoderConfig
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / deviation times a weight, plus a bias where there is one; in `dtype`, or as the product that it `feeds` wants it.
+    """(x - mean) / deviation times a weight, plus an optional bias.
 
-    `in_place`: the stream becomes its norm as well, as where a layer normalises what it has added to.
+    The result is in `dtype`, or in the input format of the product that it `feeds`. `in_place`: the residual
+    stream is replaced by its norm, for layers that normalise after the sum.
     """
 
     def __init__(
@@ -27,11 +28,15 @@ class LayerNorm(nn.Module):
         self.bias: nn.Parameter | None = None
 
     def adopt(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Set the weight [size] and the bias, converted to FP32."""
         self.weight = nn.Parameter(weight.to(torch.float32, copy=True), requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias.to(torch.float32, copy=True), requires_grad=False)
 
     def forward(self, hidden: Tensor) -> Activations:
-        """hidden [tokens, size] fp32 to its norm. In place with nobody to feed it is that alone."""
+        """Return the norm of hidden [tokens, size] FP32.
+
+        If it is in place and feeds no product, `hidden` itself is returned.
+        """
         norm = (self.weight, self.bias, self.eps)
         if self.in_place and self.feeds is None:
             layer_norm_in_place(hidden, norm)

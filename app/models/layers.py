@@ -1,6 +1,6 @@
-"""The parts that decoders are made of. Each knows which of the checkpoint's tensors it wants; the loader brings them.
+"""The building blocks of decoders. Each names the checkpoint tensors that it needs, and the loader assigns them.
 
-The residual stream [tokens, hidden] and what turns or normalises are FP32; the large products are in the model's dtype.
+The residual stream [tokens, hidden], RoPE and norms are FP32; the large products are in the model's dtype.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from app.models.context import Attend, AttentionSpec
 
 
 class Embedding(nn.Module):
-    """Ids [tokens] to FP32 [tokens, size], times `scale`. Ids count from row `first` of the stored table (RoBERTa's positions).
+    """Ids [tokens] to FP32 [tokens, size], times `scale`.
 
-    The table stays in the dtype and the place it was stored in, where only rows used are read; tied to an output layer that can hand out
-    its rows, there is no second table at all.
+    Ids count from row `first` of the stored table (RoBERTa's positions).
+
+    The table keeps its stored dtype and memory, where only used rows are read. If it is tied to an output layer
+    that can return its rows, there is no second table.
     """
 
     def __init__(self, source: str, rows: int, size: int, scale: float = 1.0, first: int = 0) -> None:
@@ -29,29 +31,34 @@ class Embedding(nn.Module):
         self.source, self.scale, self.first = source, scale, first
         self.weight = nn.Parameter(torch.empty(rows, size), requires_grad=False)
         self.form: TableForm | None = None
-        self.factor: Factor = self.scale  # what rows are multiplied by
+        self.factor: Factor = self.scale  # multiplied with the rows
 
     def adopt(self, tensor: Tensor) -> None:
+        """Set the table to the stored tensor, without its first rows."""
         self.weight = nn.Parameter(tensor[self.first :], requires_grad=False)
 
     def share(self, form: TableForm, even: Tensor | None = None) -> None:
-        """Rows come out of the output layer's packed weight from now on, whose columns are multiplied by `even`."""
+        """Read rows from the output layer's packed weight from now on, whose columns are multiplied by `even`."""
         self.form = form
         if even is not None:
             self.factor = self.scale / even
 
     def forward(self, token_ids: Tensor) -> Tensor:
+        """Return the scaled rows of token_ids [tokens], FP32 [tokens, size]."""
         if self.form is not None:
             return self.form.rows(token_ids, self.factor)
         return stored_rows(self.weight, token_ids, self.factor)
 
     def add_to(self, hidden: Tensor, ids: Tensor) -> None:
-        """hidden [tokens, size] fp32 += the rows of ids [tokens]."""
+        """Add the rows of ids [tokens] to hidden [tokens, size] FP32."""
         add_rows(hidden, self.weight, ids, self.factor)
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) times a weight, in FP32; the result in `dtype`, or as the product that it `feeds` wants it. Gemma stores it less 1."""
+    """x / rms(x) times a weight, in FP32.
+
+    The result is in `dtype`, or in the input format of the product that it `feeds`. Gemma stores the weight minus 1.
+    """
 
     def __init__(self, source: str, size: int, config: ModelConfig, dtype: torch.dtype, feeds: Linear | None = None) -> None:
         super().__init__()
@@ -60,26 +67,30 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
 
     def adopt(self, tensor: Tensor) -> None:
+        """Set the weight [size], converted to FP32."""
         self.weight = nn.Parameter(tensor.to(torch.float32, copy=True) + self.offset, requires_grad=False)
 
     def divide(self, factors: Tensor) -> None:
-        """By what the columns of the product it feeds are multiplied by (kernels/equalise.py)."""
+        """Divide the weight by the smooth scales of the product that it feeds (kernels/equalise.py)."""
         self.weight.div_(factors)
 
     def forward(self, x: Tensor) -> Activations:
-        """x [tokens, size] to its norm; without `feeds` x may have more dimensions, and the result is a tensor."""
+        """Return the norm of x [tokens, size].
+
+        Without `feeds`, x may have more dimensions and the result is a tensor.
+        """
         group = None if self.feeds is None else self.feeds.takes(x.shape[0])
         return rms_norm(x, self.weight, self.eps, self.dtype, group)
 
     def add_to(self, hidden: Tensor, x: Tensor) -> None:
-        """hidden [tokens, size] fp32 += the norm of x [tokens, size]."""
+        """Add the norm of x [tokens, size] to hidden [tokens, size] FP32."""
         add_rms_norm(hidden, x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention: one product for queries, keys and values, then `attend`, which also turns them.
+    """Grouped-query attention: one product for queries, keys and values, then `attend`, which also applies RoPE.
 
-    The product `out` is the layer's to call, which knows for which tokens it is wanted and what becomes of it.
+    The layer calls the product `out`, since it knows for which tokens the result is needed and where it is added.
     """
 
     def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
@@ -97,7 +108,7 @@ class Attention(nn.Module):
         self.spec = AttentionSpec(config.attention_scale, config.windows[layer], config.attention_softcap)
 
     def forward(self, x: Activations, angles: Angles | None, attend: Attend) -> Tensor:
-        """x [tokens, hidden] to what the heads made of it, [tokens, heads * head_dim]."""
+        """Map x [tokens, hidden] to the attention output [tokens, heads * head_dim]."""
         queries, keys = self.query_norm, self.key_norm
         norms = (None if queries is None else queries.weight, None if keys is None else keys.weight)
         heads = Heads(self.qkv(x), self.num_heads, self.num_kv_heads, self.head_dim, *norms, self.eps, angles)
@@ -105,7 +116,7 @@ class Attention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate x) * up x), gate and up in one product."""
+    """down(act(gate x) * up x), with gate and up in one product."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -116,12 +127,12 @@ class GatedMLP(nn.Module):
         self.activation = config.activation
 
     def forward(self, x: Activations) -> Tensor:
-        """x [tokens, hidden] to [tokens, hidden]."""
+        """Map x [tokens, hidden] to [tokens, hidden]."""
         result: Tensor = self.down(self._gated(x))
         return result
 
     def add_to(self, hidden: Tensor, x: Activations) -> None:
-        """hidden [tokens, hidden] += what x becomes."""
+        """Add the MLP of x to hidden [tokens, hidden]."""
         self.down.add_to(hidden, self._gated(x))
 
     def _gated(self, x: Activations) -> Activations:
@@ -130,6 +141,6 @@ class GatedMLP(nn.Module):
 
 
 def output_layer(config: ModelConfig) -> Linear:
-    """Hidden rows to logits; with tied embeddings its weight is the embedding's."""
+    """Return the layer from hidden rows to logits; with tied embeddings its weight is the embedding's."""
     source = "model.embed_tokens" if config.tie_embeddings else "lm_head"
     return Linear((source,), config.hidden_size, config.vocab_size)

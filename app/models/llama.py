@@ -1,4 +1,7 @@
-"""The layer of Llama and all that differ from it by a flag of the config: Mistral, Qwen 2 and 3, Phi-3, SmolLM 1 to 3."""
+"""The layer of Llama and of models that differ only by config flags.
+
+These are Mistral, Qwen 2 and 3, Phi-3 and SmolLM 1 to 3.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ class LlamaLayer(nn.Module):
         self.mlp_norm = RMSNorm(f"{at}.post_attention_layernorm", config.hidden_size, config, dtype, self.mlp.gate_up)
 
     def forward(self, hidden: Tensor, angles: Angles | None, attend: Attend, rows: Tensor | None) -> Tensor:
-        """hidden [tokens, hidden], overwritten; `rows`: the only tokens wanted after this layer (None: all)."""
+        """Run the layer on hidden [tokens, hidden], which is overwritten.
+
+        `rows` are the only tokens needed after this layer (None: all).
+        """
         mixed = self.attention(self.attention_norm(hidden), angles, attend)
         if rows is not None:
             hidden, mixed = gather(hidden, rows), gather(mixed, rows)

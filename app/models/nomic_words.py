@@ -1,4 +1,4 @@
-"""The first config.json files of Nomic's encoders, which spoke GPT-2's words, in those of transformers."""
+"""Translates the first config.json files of Nomic's encoders from GPT-2's names to those of transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAMES: Mapping[str, str] = {
     "rotary_emb_base": "rope_theta",
     "rotary_emb_fraction": "partial_rotary_factor",
 }
-# What they had to say for us to compute the same.
+# Values that are required, since others would need another computation.
 _MUST: Mapping[str, tuple[Any, ...]] = {
     "activation_function": ("swiglu",),
     "prenorm": (False,),
@@ -35,7 +35,7 @@ _MUST: Mapping[str, tuple[Any, ...]] = {
 
 
 def in_new_words(config: Fields) -> Fields:
-    """Nomic's own spelling in transformers' words."""
+    """Return the config with transformers' names. Raises `CheckpointInvalid` for unsupported values."""
     if not config.has("n_embd"):
         return config
     for name, allowed in _MUST.items():

@@ -1,6 +1,7 @@
-"""What a program's nodes may call: torch's own aten operators and arithmetic on sizes, by name. Nothing else is looked up.
+"""The operators that a program's nodes may call: torch's own aten operators and arithmetic on sizes, by name.
 
-torch's loader resolves any name below `torch.`; here a name is either in a table or an aten operator that touches no file.
+torch's loader resolves any name below `torch.`. Here a name must be in a table or be an aten operator that
+accesses no file.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from app.errors import CheckpointInvalid
 from app.models.graph import Word
 
 ATEN = "torch.ops.aten."
-# Read or write files, or memory that nobody gave them.
+# They read or write files or arbitrary memory.
 _REFUSED = frozenset({"from_file", "data_ptr", "set_", "resize_", "resize_as_", "_resize_output_"})
-# Say what the exporter knew of a value. Its types may differ here, where products are BF16; sizes are checked by the signature.
+# Assertions of the exporter. They are skipped: types may differ here, where products are BF16, and the signature
+# checks sizes.
 SILENT = frozenset(
     f"{ATEN}{name}"
     for name in (
@@ -46,12 +48,14 @@ _SIZES: Mapping[str, Callable[..., Any]] = {
 
 
 def operator_named(target: str) -> Callable[..., Any]:
-    """Raises `CheckpointInvalid` for what may not or cannot be called."""
+    """Return the operator of that name. Raises `CheckpointInvalid` if it is not allowed or does not exist."""
     if target in _SIZES:
         return _SIZES[target]
     name, _, overload = target.removeprefix(ATEN).partition(".")
     if not target.startswith(ATEN) or not overload.isidentifier() or name in _REFUSED or not name.isidentifier():
-        raise CheckpointInvalid(f"The program calls {target[:120]!r}, which is none of torch's own operators and is not run.")
+        raise CheckpointInvalid(
+            f"The program calls {target[:120]!r}, which is not one of torch's own operators and is not allowed."
+        )
     packet = getattr(torch.ops.aten, name, None)
     found = getattr(packet, overload, None)
     if not isinstance(found, torch._ops.OpOverload):
@@ -60,5 +64,5 @@ def operator_named(target: str) -> Callable[..., Any]:
 
 
 def constant(word: Word) -> Any:
-    """What only torch has."""
+    """Return the torch object of a constant."""
     return torch.device("cpu") if word.kind == "device" else getattr(torch, word.name)

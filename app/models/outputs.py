@@ -1,4 +1,4 @@
-"""What a program's outputs are called: the keys of the dictionary that the model returned, else their places."""
+"""Names of a program's outputs: the keys of the dictionary that the model returned, otherwise their numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 
 
 def output_names(calls: Sequence[Mapping[str, Any]], count: int) -> list[str]:
-    """`calls`: the archive's module_call_graph, whose first entry tells the structure of the whole result."""
+    """Return the names of `count` outputs.
+
+    `calls` is the archive's module_call_graph, whose first entry describes the structure of the whole result.
+    """
     signature = calls[0].get("signature") if calls else None
     try:
         spec = json.loads(signature["out_spec"])[1] if signature else None
@@ -21,7 +24,7 @@ def output_names(calls: Sequence[Mapping[str, Any]], count: int) -> list[str]:
 
 
 def _paths(spec: Mapping[str, Any], before: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """A path of keys to each leaf."""
+    """Yield the path of keys to each leaf."""
     children = spec["children_spec"]
     if spec["type"] is None:
         yield before

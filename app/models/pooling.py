@@ -1,4 +1,7 @@
-"""From the hidden states of texts packed end to end to one vector a text. A text's vector does not depend on its neighbours."""
+"""Pools the hidden states of packed texts to one vector per text.
+
+A text's vector does not depend on its neighbours.
+"""
 
 from __future__ import annotations
 
@@ -10,33 +13,37 @@ from torch import Tensor
 
 from app.models.encoder_config import PoolingMode
 
-_SUM, _MEAN, _MAX = 0, 1, 2  # as torch.embedding_bag numbers them
+_SUM, _MEAN, _MAX = 0, 1, 2  # modes of torch.embedding_bag
 
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Texts end to end: text i is tokens [starts[i], starts[i + 1]), of which the first `skipped` [texts] do not count (None: all do)."""
+    """The borders of packed texts.
+
+    Text i is tokens [starts[i], starts[i + 1]), without its first `skipped` [texts] tokens (None: all count).
+    """
 
     starts: Tensor
     skipped: Tensor | None
 
     @property
     def lengths(self) -> Tensor:
-        """Tokens that count, [texts, 1]."""
+        """Number of tokens that count, [texts, 1]."""
         whole = self.starts.diff()
         return (whole if self.skipped is None else whole - self.skipped)[:, None]
 
     def reduced(self, hidden: Tensor, how: int, weights: Tensor | None = None) -> Tensor:
-        """hidden [tokens, size] to one row a text, each token's weighed by `weights` [tokens].
+        """Reduce hidden [tokens, size] to one row per text, with each token weighted by `weights` [tokens].
 
-        As bags of rows, which torch sums in order and with nothing written between (2,048 x 384: 0.2 ms, segment_reduce takes 10).
+        `torch.embedding_bag` sums rows in order without intermediate results (2,048 x 384: 0.2 ms, segment_reduce
+        takes 10 ms).
         """
         tokens = torch.arange(len(hidden), device=hidden.device)
         bags: Tensor = torch.embedding_bag(hidden, tokens, self._borders(), False, how, False, weights, True)[0]
         return bags if self.skipped is None else bags[1::2]
 
     def _borders(self) -> Tensor:
-        """Where bags begin, and the end: what is skipped of a text is a bag of its own."""
+        """Return the start of each bag and the end. The skipped tokens of a text form a separate bag."""
         if self.skipped is None:
             return self.starts
         begins = torch.stack((self.starts[:-1], self.starts[:-1] + self.skipped), 1)
@@ -44,9 +51,10 @@ class Spans:
 
 
 def pooled(hidden: Tensor, starts: Tensor, modes: Sequence[PoolingMode], skipped: Tensor | None = None) -> Tensor:
-    """hidden fp32 [tokens, size] of texts that begin at `starts` [texts + 1] to [texts, size * modes], the modes side by side.
+    """Pool hidden FP32 [tokens, size] to [texts, size * modes], the modes concatenated.
 
-    The first `skipped` [texts] tokens of a text are left out (None: none), but a single token is the first or last of all.
+    The texts begin at `starts` [texts + 1]. The first `skipped` [texts] tokens of a text are left out (None:
+    none). Modes that take a single token ignore `skipped`.
     """
     spans = Spans(starts, skipped)
     vectors = []
@@ -57,13 +65,16 @@ def pooled(hidden: Tensor, starts: Tensor, modes: Sequence[PoolingMode], skipped
 
 
 def one_token(starts: Tensor, mode: str) -> Tensor | None:
-    """Which token of each text it is that becomes its vector, [texts] int64; None where it is not a single one."""
+    """Return the token of each text that becomes its vector, [texts] int64, or None if the mode uses several."""
     return {"cls": starts[:-1], "last": starts[1:] - 1}.get(mode)
 
 
 def _weighted_mean(hidden: Tensor, spans: Spans) -> Tensor:
-    """The first token of a text weighs 1, the next 2, and so on, those left out included."""
-    # Told how many come out, a device need not be waited for.
+    """Return the mean with weight 1 for the first token of a text, 2 for the next and so on.
+
+    Skipped tokens are counted for the weights.
+    """
+    # A known output size avoids waiting for the device.
     starts = torch.repeat_interleave(spans.starts[:-1], spans.starts.diff(), output_size=len(hidden))
     weights = torch.arange(1.0, len(hidden) + 1.0, device=hidden.device) - starts
     return spans.reduced(hidden, _SUM, weights) / spans.reduced(weights[:, None], _SUM)

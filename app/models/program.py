@@ -1,4 +1,7 @@
-"""Runs the graph of an exported program: calls in order, values let go after their last use, products of rows in our own forms."""
+"""Runs the graph of an exported program. Calls run in order, and values are released after their last use.
+
+Products of rows use this package's own linear forms.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One node, ready to run. `drops`: names that nobody asks for after it."""
+    """One node, ready to run. `drops` are the names that no later call uses."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -30,34 +33,41 @@ class Call:
 
 
 class Product:
-    """A product of rows by a weight that is packed, bias included: [..., in] to [..., out]; `narrow`: in the form's dtype, else as x."""
+    """A product of rows with a packed weight and an optional bias: [..., in] to [..., out].
+
+    The result has the form's dtype if `narrow`, otherwise that of x.
+    """
 
     def __init__(self, form: LinearForm, dtype: torch.dtype, narrow: bool) -> None:
         self._form, self._dtype, self._narrow = form, dtype, narrow
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return the product for x [..., in]."""
         rows = x.reshape(-1, x.shape[-1]).to(self._dtype).contiguous()
         result = self._form.multiply(rows).view(*x.shape[:-1], -1)
         return result if self._narrow else result.to(x.dtype)
 
 
 class Subgraph:
-    """A graph within a graph, under another setting of torch: gradients (never any here) or autocast."""
+    """A graph within a graph that runs under another torch setting: gradients (never used here) or autocast."""
 
     def __init__(self, graph: Graph, autocast: Sequence[Any] | None) -> None:
         self._program = Program(graph, {}, {})
         self._single, self._autocast = graph.single, autocast
 
     def __call__(self, *operands: Any) -> Any:
+        """Return the outputs for these operands: one value if the graph returns a single tensor, else a list."""
         with nullcontext() if self._autocast is None else _autocast(*self._autocast):
             results = self._program.run(dict(zip(self._program.inputs, operands, strict=True)))
         return results[0] if self._single else results
 
 
 class Program:
-    """`states` are the graph's own tensors by name, `products` the packed weights of its linear layers.
+    """A program that can run.
 
-    `narrow`: what torch's autocast knows to bear BF16 is computed in it.
+    `states` are the graph's tensors by name, `products` the packed weights of its linear layers.
+
+    With `narrow`, the operations that torch's autocast allows run in BF16.
     """
 
     def __init__(self, graph: Graph, states: Mapping[str, Tensor], products: Mapping[str, Product], narrow: bool = False) -> None:
@@ -67,7 +77,7 @@ class Program:
         self._calls = _with_drops([_call(node, products) for node in graph.nodes if node.target not in SILENT], keep)
 
     def run(self, given: Mapping[str, Any]) -> list[Any]:
-        """The graph's outputs for its inputs by name."""
+        """Return the graph's outputs for inputs by name."""
         with torch.autocast("cpu", torch.bfloat16) if self._narrow else nullcontext():
             return self._run(given)
 
@@ -95,14 +105,15 @@ def _call(node: Node, products: Mapping[str, Product]) -> Call:
 
 
 def _subgraph(node: Node) -> Call:
-    """(setting, …, graph, operands …): what stands before the graph is the setting."""
+    """Build a call from (setting, …, graph, operands …): the arguments before the graph are the setting."""
     arguments = [*node.arguments, *node.keywords.values()]
     at = next((index for index, item in enumerate(arguments) if isinstance(item, Graph)), None)
     if at is None:
         raise CheckpointInvalid(f"The program calls {node.target} without a graph.")
     settings = [_ready(item) for item in arguments[:at]] if node.target == AUTOCAST else None
     graph: Graph = arguments[at]
-    # Operands are given under other names inside: a packed weight would not be known there, so it is none that such a graph reads.
+    # Operands have other names inside the subgraph, so a packed weight would not be found there. Such a graph
+    # therefore reads none.
     return Call(Subgraph(graph, settings), tuple(arguments[at + 1 :]), {}, node.outputs, ())
 
 
@@ -111,7 +122,7 @@ def _autocast(device: str, dtype: torch.dtype | None, enabled: bool, *_: Any) ->
 
 
 def _ready(argument: Any) -> Any:
-    """Words become torch's own once, not at every run."""
+    """Replace constants by torch objects once, instead of at every run."""
     if isinstance(argument, Word):
         return constant(argument)
     if isinstance(argument, list):
@@ -140,7 +151,7 @@ def _bind(outputs: tuple[Any, ...], result: Any, values: Values) -> None:
 
 
 def _with_drops(calls: list[Call], keep: set[str]) -> list[Call]:
-    """Each call with the names that are read there for the last time."""
+    """Return the calls, each with the names that it is the last to read."""
     seen, result = set(keep), []
     for call in reversed(calls):
         read = {*_names([*call.arguments, *call.keywords.values()]), *_made(call.outputs)}

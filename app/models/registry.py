@@ -1,4 +1,4 @@
-"""Which layers compute which architecture: one table, one function."""
+"""Maps architectures to the layers that compute them: one table, one function per kind of model."""
 
 from __future__ import annotations
 
@@ -29,13 +29,16 @@ LAYERS: Mapping[str, type[nn.Module]] = {
 
 
 def build_model(config: ModelConfig, dtype: torch.dtype, max_model_len: int, device: torch.device) -> Decoder:
-    """The model on `meta`, in inference mode, without weights: the loader assigns them."""
+    """Build a decoder on `meta` in inference mode, without weights; the loader assigns them."""
     with torch.device("meta"):
         return Decoder(LAYERS[config.architecture], config, dtype, max_model_len, device).eval()
 
 
 def build_encoder(config: EncoderConfig, dtype: torch.dtype, max_model_len: int, device: torch.device) -> Encoder:
-    """Likewise an encoder; a decoder that is served for its hidden states has that decoder's layers."""
+    """Build an encoder on `meta`, without weights.
+
+    A decoder served for its hidden states uses that decoder's layers.
+    """
     with torch.device("meta"):
         if config.decoder is None:
             return Encoder(config, BertBody(config, dtype, max_model_len, device)).eval()

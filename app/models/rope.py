@@ -1,4 +1,7 @@
-"""What a config.json says about rotary position embeddings, in both of transformers' spellings. The angles themselves are in `layers`."""
+"""Reads the rotary position embeddings of a config.json, in both formats of transformers.
+
+`rotary` computes the angles.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from app.models.fields import Fields
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 
-# "su" is what Phi-3's first releases called longrope. "dynamic" only differs past max_position_embeddings, where we never serve.
+# Phi-3's first releases called longrope "su". "dynamic" differs only beyond max_position_embeddings, which is never
+# served.
 KINDS: Mapping[str, RopeKind] = {
     "default": "default",
     "dynamic": "default",
@@ -25,9 +29,10 @@ KINDS: Mapping[str, RopeKind] = {
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embeddings of one layer: the first `dim` elements of a head turn, with base `theta`.
+    """Rotary embeddings of one layer: they rotate the first `dim` elements of a head, with base `theta`.
 
-    `factor` scales the context beyond `original_max_position_embeddings`; the rest belongs to one kind each, None or empty elsewhere.
+    `factor` scales the context beyond `original_max_position_embeddings`. Each other field belongs to one kind,
+    and is None or empty for the others.
     """
 
     theta: float
@@ -48,14 +53,17 @@ class Rope:
 
 
 def parse_rope(config: Fields, head_dim: int, default_theta: float, layer_type: str | None = None) -> Rope:
-    """The rope of one kind of layer. `layer_type` picks among nested `rope_parameters`, as Gemma 3 has them."""
+    """Read the rotary embeddings of one kind of layer.
+
+    `layer_type` selects among nested `rope_parameters`, as in Gemma 3.
+    """
     section = _section(config, layer_type)
     theta = section.number("rope_theta", config.number("rope_theta", default_theta))
     partial = section.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
     dim = int(head_dim * partial)
     if dim % 2 or not 0 < dim <= head_dim:
         raise CheckpointInvalid(
-            f"{section.where}: rotary embeddings turn pairs, and {dim} of {head_dim} elements cannot be paired."
+            f"{section.where}: rotary embeddings rotate pairs, and {dim} of {head_dim} elements cannot be paired."
         )
     name = section.text("rope_type", section.text("type", "default"))
     kind = KINDS.get(name)
@@ -71,7 +79,7 @@ def _section(config: Fields, layer_type: str | None) -> Fields:
     if new.has("full_attention") or new.has("sliding_attention"):
         full, sliding = new.section("full_attention"), new.section("sliding_attention")
         if layer_type is None and full.values and sliding.values and full.values != sliding.values:
-            raise CheckpointInvalid(f"{new.where} differs between kinds of layers, which is known of Gemma 3 alone.")
+            raise CheckpointInvalid(f"{new.where} differs between kinds of layers, which is supported for Gemma 3 only.")
         return new.section(layer_type or "full_attention")
     return old if old.values and not new.values else new
 

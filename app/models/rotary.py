@@ -1,6 +1,7 @@
-"""Rotary positions: how fast each pair of a head's elements turns; the angles and the turning itself are kernels.
+"""Rotary positions: the frequencies of each pair of a head's elements. Kernels compute the angles and apply them.
 
-Angles are computed for the tokens of a step, once a step: a microsecond or so, against 33 MB of tables for a context of 128k.
+Angles are computed once per step for its tokens. This takes about a microsecond, compared with 33 MB of tables for
+a context of 128k.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from app.models.rope import Rope, RopeKind
 
 
 class Rotary:
-    """Angles of one `Rope`. With longrope, a server whose contexts may pass the original length uses the long factors for all of them.
+    """The angles of one `Rope`.
 
-    (transformers takes the short ones while a sequence is short, which turns keys cached before the border wrongly after it.)
+    With longrope, a server whose contexts may exceed the original length always uses the long factors.
+
+    (transformers uses the short factors while a sequence is short. Keys cached before the border then have wrong
+    angles after it.)
     """
 
     def __init__(self, rope: Rope, max_model_len: int, device: torch.device) -> None:
@@ -27,12 +31,12 @@ class Rotary:
         self.frequencies = frequencies.to(device)
 
     def __call__(self, positions: Tensor) -> Angles:
-        """positions [tokens] to cos and signed sin [tokens, 1, dim]."""
+        """Map positions [tokens] to cos and signed sin [tokens, 1, dim]."""
         return angles(positions, self.frequencies, self.scale)
 
 
 class LayerAngles:
-    """The angles of every layer at once; layers with the same `Rope` share them, a layer without one gets None."""
+    """The angles of all layers. Layers with the same `Rope` share them; a layer without one gets None."""
 
     def __init__(self, ropes: Sequence[Rope | None], max_model_len: int, device: torch.device) -> None:
         distinct = list(dict.fromkeys(rope for rope in ropes if rope is not None))
@@ -40,15 +44,15 @@ class LayerAngles:
         self.indices = [None if rope is None else distinct.index(rope) for rope in ropes]
 
     def __call__(self, positions: Tensor) -> list[Tensor]:
-        """positions [tokens] to cos and signed sin of each distinct rotary, one after the other."""
+        """Map positions [tokens] to the cos and signed sin of each distinct rotary embedding, one after the other."""
         return [tensor for rotary in self.rotaries for tensor in rotary(positions)]
 
     def of_layers(self, computed: Sequence[Tensor]) -> list[Angles | None]:
-        """One entry a layer, out of what the call gave."""
+        """Return one entry per layer, from the result of the call."""
         return [None if index is None else (computed[2 * index], computed[2 * index + 1]) for index in self.indices]
 
 
-# ---- frequencies [dim / 2] and the factor on cos and sin, for each kind ----------------------------------------------
+# ---- frequencies [dim / 2] and the factor on cos and sin, for each kind --------------------------------------------
 
 
 def _plain(rope: Rope) -> Tensor:
@@ -65,15 +69,21 @@ def _linear(rope: Rope, max_model_len: int) -> tuple[Tensor, float]:
 
 
 def _llama3(rope: Rope, max_model_len: int) -> tuple[Tensor, float]:
-    """Long waves are stretched by `factor`, short ones stay, those between are blended by how many fit the original context."""
+    """Divide the frequencies of long waves by `factor`, keep short ones, and blend those between.
+
+    The blend depends on how many waves fit in the original context.
+    """
     plain, length = _plain(rope), rope.original_max_position_embeddings
-    waves = length * plain / (2 * math.pi)  # how many fit
+    waves = length * plain / (2 * math.pi)  # number of waves that fit
     blend = ((waves - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
     return plain * blend + plain / rope.factor * (1 - blend), 1.0
 
 
 def _yarn(rope: Rope, max_model_len: int) -> tuple[Tensor, float]:
-    """As llama3, but blended over element index between the pairs that turn `beta_fast` and `beta_slow` times in the original context."""
+    """Blend as in llama3, but over the element index.
+
+    The borders are the pairs that rotate `beta_fast` and `beta_slow` times in the original context.
+    """
 
     def index_of(turns: float) -> float:
         return rope.dim * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -99,7 +109,7 @@ def _yarn_scale(rope: Rope) -> float:
 
 
 def _longrope(rope: Rope, max_model_len: int) -> tuple[Tensor, float]:
-    """A factor of its own for each pair, one set for short contexts and one for long."""
+    """Divide each frequency by a separate factor, from one set for short contexts and one for long contexts."""
     original = rope.original_max_position_embeddings
     factors = torch.tensor(rope.long_factor if max_model_len > original else rope.short_factor, device="cpu")
     scale = rope.attention_factor

@@ -1,4 +1,7 @@
-"""Which tensors a decoder's checkpoint must hold, and of what shape: known from the config alone; no torch is needed to judge one."""
+"""The tensors that a decoder's checkpoint must hold, and their shapes.
+
+Derived from the config alone, without torch.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ Shape = tuple[int, ...]
 
 
 def tensors_of(config: ModelConfig) -> dict[str, Shape]:
-    """Name to shape of every tensor that serving needs; weights are [out, in] as in torch."""
+    """Return name to shape of every tensor that serving needs; weights are [out, in] as in torch."""
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
     for layer in range(config.num_layers):
         at = f"model.layers.{layer}"
@@ -24,7 +27,10 @@ def tensors_of(config: ModelConfig) -> dict[str, Shape]:
 
 
 def products_of(config: ModelConfig) -> Iterator[tuple[Shape, bool]]:
-    """Shape, and whether it has a bias, of every product of the layers as computed: queries, keys and values are one, gate and up too."""
+    """Yield the shape of every product of the layers, and True if it has a bias.
+
+    Products are listed as computed: queries, keys and values are one product, gate and up too.
+    """
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     for _ in range(config.num_layers):
         yield (queries + 2 * keys, config.hidden_size), config.qkv_bias
@@ -34,7 +40,10 @@ def products_of(config: ModelConfig) -> Iterator[tuple[Shape, bool]]:
 
 
 def norms_of(config: ModelConfig) -> tuple[str, ...]:
-    """The norms of one layer. In Gemma `post_attention_layernorm` follows attention, elsewhere it precedes the MLP."""
+    """Return the names of one layer's norms.
+
+    In Gemma `post_attention_layernorm` follows attention; elsewhere it precedes the MLP.
+    """
     llama = ("input_layernorm", "post_attention_layernorm")
     return (*llama, "pre_feedforward_layernorm", "post_feedforward_layernorm") if config.gemma else llama
 

@@ -90,20 +90,20 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "no architecture": ({"architectures": None, "model_type": "t5"}, "t5 is not supported"),
     "architectures not a list": ({"architectures": "LlamaForCausalLM"}, "is not supported"),
     "rope type": ({"rope_scaling": {"rope_type": "spiral", "factor": 2}}, "rope_type 'spiral' is not known; known are default"),
-    "rope factor": ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling does not say factor"),
+    "rope factor": ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: factor is missing"),
     "rope section": ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
     "two ropes": ({"rope_parameters": {name: {"rope_theta": len(name)} for name in TYPES}}, "differs between kinds of layers"),
     "scaled sliding layers": (
         {"architectures": ["Gemma3ForCausalLM"], "rope_parameters": {TYPES[1]: {"rope_type": "linear", "factor": 2.0}}},
-        "sliding layers turn without scaling",
+        "sliding layers must have rope_type 'default', without scaling",
     ),
     "longrope factors": (
         {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}},
         "short_factor must be a list of 4",
     ),
-    "odd rotary": ({"head_dim": 7}, "turn pairs, and 7 of 7"),
+    "odd rotary": ({"head_dim": 7}, "rotate pairs, and 7 of 7"),
     "activation": ({"hidden_act": "relu6"}, "activation 'relu6' is not known; known are silu"),
-    "missing": ({"num_hidden_layers": None}, "does not say num_hidden_layers"),
+    "missing": ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
     "zero": ({"hidden_size": 0}, "hidden_size must be an integer of 1 to 1,099,511,627,776, not 0"),
     "more layers than memory": ({"num_hidden_layers": 2**40}, "num_hidden_layers must be an integer of 1 to 4,096"),
     "boolean as number": ({"vocab_size": True}, "vocab_size must be an integer"),
@@ -116,7 +116,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         "chunked_attention",
     ),
     "layer types": ({"architectures": ["Qwen3ForCausalLM"], "layer_types": ["full_attention"]}, "a list of 2 strings"),
-    "encoder in disguise": ({"use_bidirectional_attention": True}, "makes an encoder"),
+    "encoder in disguise": ({"use_bidirectional_attention": True}, "makes this decoder an encoder"),
 }
 
 

@@ -106,7 +106,7 @@ def test_pooling_leaves_any_head_out(family: str) -> None:
 
 def test_what_is_pooled_must_fit() -> None:
     pooling = PoolingConfig(dense=(DenseConfig("2_Dense", 33, 8),))
-    with pytest.raises(CheckpointInvalid, match=r"2_Dense/config\.json: in_features is 33, and 32 come in"):
+    with pytest.raises(CheckpointInvalid, match=r"2_Dense/config\.json: in_features is 33, but its input has 32"):
         read_encoder(encoder_values("BertModel"), SentenceWords(pooling))
 
 
@@ -115,7 +115,7 @@ def test_a_decoder_keeps_its_layers() -> None:
     assert config.decoder is not None and config.decoder.architecture == "Qwen3ForCausalLM" and config.decoder.qk_norm
     assert not config.bidirectional and config.pooling.modes == ("last",)
     assert read("EuroBertModel").bidirectional and read("Gemma3TextModel").bidirectional
-    with pytest.raises(CheckpointInvalid, match="makes an encoder of this decoder"):
+    with pytest.raises(CheckpointInvalid, match="makes this decoder an encoder"):
         ModelConfig.from_hf({**encoder_values("Gemma3TextModel"), "architectures": ["Gemma3ForCausalLM"]})
 
 
@@ -153,11 +153,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "heads": ("BertModel", {"num_attention_heads": 5}, "5 attention heads cannot share hidden_size 32"),
     "activation": ("BertModel", {"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu' is not known"),
     "gated relu": ("GteModel", {"hidden_act": "relu"}, "'relu' is not known"),
-    "buckets": ("MPNetModel", {"relative_attention_num_buckets": 64}, "MPNet counts with 32"),
+    "buckets": ("MPNetModel", {"relative_attention_num_buckets": 64}, "MPNet uses 32"),
     "pooling of a head": (f"ModernBert{SUFFIX}", {"classifier_pooling": "late"}, "classifier_pooling 'late' is not known"),
     "a head's activation": (f"ModernBert{SUFFIX}", {"classifier_activation": "mish"}, "classifier_activation 'mish'"),
     "labels": (CLASSIFIER, {"id2label": {"0": "a", "2": "b"}}, "must name the labels 0 to 1"),
-    "scores": (CLASSIFIER, {"sbert_ce_default_activation_function": "my.Own"}, "made by 'my.Own'"),
+    "scores": (CLASSIFIER, {"sbert_ce_default_activation_function": "my.Own"}, "score function 'my.Own'"),
 }
 
 
