@@ -1,7 +1,7 @@
-"""A checkpoint's chat template: a conversation to the text that the model was trained on.
+"""Chat templates of checkpoints: convert a conversation to the text that the model was trained on.
 
-A template is code that came with the checkpoint and that nobody here has read: it runs in `sandbox.py`, and its faults are errors of the
-request that used it.
+A template is untrusted code that came with the checkpoint. It runs in `sandbox.py`, and its faults are errors of
+the request that used it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from app.errors import CheckpointInvalid, InvalidRequest, UnsupportedParameter
 from app.text.sandbox import ConversationRefused, Sandbox, render_bounded
 
 _RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents", "range"})
-# What template code raises when it goes wrong: jinja's own, and Python's for arithmetic, look-ups and calls.
+# Exceptions that faulty template code raises: jinja's, and Python's for arithmetic, look-ups and calls.
 _TEMPLATE_FAULTS = (
     TemplateError,
     ArithmeticError,
@@ -32,9 +32,10 @@ _TOO_DEEP = (TypeError, ValueError, RecursionError)
 
 
 class ChatTemplate:
-    """`named_tokens` (bos_token, eos_token, …) are words that a template may write. Any thread may render.
+    """A compiled chat template; any thread may render it.
 
-    The text has all the special tokens that it shall have: it is encoded without adding any, as transformers does.
+    `named_tokens` (bos_token, eos_token, …) are variables of the template. The rendered text contains all special
+    tokens that it needs: it is encoded without adding any, as transformers does.
     """
 
     def __init__(self, source: str, named_tokens: Mapping[str, str]) -> None:
@@ -42,10 +43,20 @@ class ChatTemplate:
         try:
             self._template = Sandbox().from_string(source)
         except TemplateSyntaxError as error:
-            raise CheckpointInvalid(f"the checkpoint's chat template is wrong in line {error.lineno}: {error.message}") from error
+            raise CheckpointInvalid(
+                f"the checkpoint's chat template has an error in line {error.lineno}: {error.message}"
+            ) from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any] | None = None) -> str:
-        """The prompt's text, up to where the assistant's answer begins. `arguments` are further variables of the template."""
+        """Return the prompt's text, up to where the assistant's answer begins.
+
+        Args:
+            messages: The conversation.
+            arguments: Further variables of the template.
+
+        Raises:
+            InvalidRequest: The messages do not fit the template, or the template fails on them.
+        """
         if not messages:
             raise InvalidRequest("messages must have at least one message.", field="messages")
         extra = _plain(dict(arguments or {}), "chat_template_kwargs")
@@ -69,7 +80,10 @@ class ChatTemplate:
 
 
 def open_chat_template(directory: Path, config: Mapping[str, Any], named_tokens: Mapping[str, str]) -> ChatTemplate | None:
-    """The template of a checkpoint, None where it has none: chat_template.jinja, or else `chat_template` of tokenizer_config.json."""
+    """Return the checkpoint's chat template, or None if it has none.
+
+    It is chat_template.jinja, or else `chat_template` in tokenizer_config.json.
+    """
     path = directory / "chat_template.jinja"
     try:
         source: object = path.read_text(encoding="utf-8")
@@ -87,7 +101,7 @@ def open_chat_template(directory: Path, config: Mapping[str, Any], named_tokens:
 
 
 def _default_of(source: object) -> object:
-    """Of several named templates the one called default, or else the first."""
+    """Return the template called default, or else the first, of several named templates."""
     if not isinstance(source, list) or not all(isinstance(item, dict) and {"name", "template"} <= item.keys() for item in source):
         return source
     named = {item["name"]: item["template"] for item in source}
@@ -95,7 +109,10 @@ def _default_of(source: object) -> object:
 
 
 def _plain(value: dict[str, Any], field: str) -> dict[str, Any]:
-    """A copy of plain JSON values: a template cannot reach an object of ours through it, nor change it."""
+    """Return a copy as plain JSON values.
+
+    So a template can neither reach nor change an object of this process.
+    """
     try:
         copy: dict[str, Any] = json.loads(json.dumps(value))
     except _TOO_DEEP as error:
@@ -104,7 +121,7 @@ def _plain(value: dict[str, Any], field: str) -> dict[str, Any]:
 
 
 def _with_text(message: dict[str, Any], place: int) -> dict[str, Any]:
-    """A list of text parts becomes one text, a part a line, as templates of text models expect."""
+    """Join a list of text parts into one text, one part per line, as templates of text models expect."""
     content = message.get("content")
     if isinstance(content, list):
         return message | {"content": "\n".join(_text_of(part, place) for part in content)}

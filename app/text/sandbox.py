@@ -1,6 +1,6 @@
-"""The environment that Hugging Face's chat templates are written for, as a sandbox with bounds on counting, multiplying and writing.
+"""A jinja2 sandbox with the environment of Hugging Face chat templates, and bounds on loops, numbers and output.
 
-What a template means for a conversation is `chat.py`'s business. Texts that a template joins to themselves again and again are not bounded.
+Conversations are handled in `chat.py`. Repeated string concatenation in a template is not bounded.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-# Far more than any context: 1 Mi tokens of four characters. Ends a template that writes without end.
+# More than any context: 1 Mi tokens of four characters. It ends a template that writes without end.
 MAX_RENDERED_CHARACTERS = 4 * 2**20
-# Elements of all ranges of one rendering together; the sandbox's own limit is 100,000 for each, and loops nest.
+# Elements of all ranges of one rendering, summed. jinja2's limit of 100,000 is per range, and loops nest.
 MAX_RANGE_ELEMENTS = 200_000
-_MAX_LENGTH = 10**6  # of a text or list made by `*`
-_MAX_BITS = 4096  # of a number made by `*` or `**`
+_MAX_LENGTH = 10**6  # characters or elements of a text or list made by `*`
+_MAX_BITS = 4096  # bits of a number made by `*` or `**`
 _MAX_EXPONENT = 64
 
 
 class ConversationRefused(TemplateError):
-    """The template called `raise_exception`: in its author's eyes it is the conversation that is wrong."""
+    """Raised when the template calls `raise_exception`: its author considers the conversation invalid."""
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox with the whitespace rules, tags and functions that transformers gives to chat templates."""
+    """jinja2's sandbox with the white-space rules, tags and functions that transformers gives to chat templates."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -39,22 +39,27 @@ class Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
         self.filters["tojson"] = _tojson
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now, "namespace": _namespace}
-        del self.globals["lipsum"]  # writes as many words as it is asked for
+        del self.globals["lipsum"]  # generates text of any length
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Compute `*` and `**`, within bounds on the operands and the result."""
         numbers = isinstance(left, int | float) and isinstance(right, int | float)
         if operator == "**" and not (numbers and abs(right) <= _MAX_EXPONENT):
-            raise SecurityError("it raises to a power beyond reason")
+            raise SecurityError("it uses a power that is too large")
         if operator == "*" and not numbers and _length(left) * _length(right) > _MAX_LENGTH:
-            raise SecurityError("it multiplies a text or list beyond reason")
+            raise SecurityError("it multiplies a text or list to a length that is too large")
         result = super().call_binop(context, operator, left, right)
         if isinstance(result, int) and result.bit_length() > _MAX_BITS:
-            raise SecurityError("it counts beyond reason")
+            raise SecurityError("it computes a number that is too large")
         return result
 
 
 def render_bounded(template: Any, variables: Mapping[str, Any]) -> str:
-    """What a template of this sandbox writes. Raises `SecurityError` where it goes beyond the bounds."""
+    """Render a template of this sandbox.
+
+    Raises:
+        SecurityError: The template exceeds the bounds.
+    """
     written: list[str] = []
     size = 0
     for chunk in template.generate({**variables, "range": _RangeBudget().range}):
@@ -66,7 +71,7 @@ def render_bounded(template: Any, variables: Mapping[str, Any]) -> str:
 
 
 class _RangeBudget:
-    """`range` for one rendering, with a sum over all its calls."""
+    """`range` for one rendering, with a limit on the sum over all its calls."""
 
     def __init__(self) -> None:
         self._left = MAX_RANGE_ELEMENTS
@@ -80,11 +85,11 @@ class _RangeBudget:
 
 
 class _Names(Namespace):
-    """jinja's `namespace()`, which by itself would also take `__class__` and its kin."""
+    """jinja's `namespace()`, which alone would also accept names such as `__class__`."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
-            raise SecurityError(f"a namespace takes no {name!r}")
+            raise SecurityError(f"a namespace cannot have the attribute {name!r}")
         super().__setitem__(name, value)
 
 
@@ -96,9 +101,9 @@ def _namespace(*args: Any, **kwargs: Any) -> _Names:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's words for training; in serving it is its body."""
+    """The tag `{% generation %}`, which marks the assistant's text for training; here it renders its body."""
 
-    tags = {"generation"}  # noqa: RUF012 (jinja's own interface)
+    tags = {"generation"}  # noqa: RUF012 (jinja's interface)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
@@ -120,5 +125,5 @@ def _strftime_now(pattern: str) -> str:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Without the HTML escapes of jinja's own filter."""
+    """Return JSON without the HTML escapes of jinja's filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

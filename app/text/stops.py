@@ -1,4 +1,4 @@
-"""Stop strings in a text that arrives in pieces: what may be shown now, what might still become a stop string, and where it ends."""
+"""Stop strings in text that arrives in parts: decides what can be shown, what must be held back, and where it ends."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Lets text through up to the first stop string to be complete (of two that end together, the longer): the answer ends before it.
+    """A filter that lets text through up to the first complete stop string; the text ends before it.
 
-    Where the pieces are cut makes no difference. Each stop string is matched by Knuth, Morris and Pratt's automaton,
-    so a character costs a step per stop string however much is held back.
+    If two stop strings end at the same character, the longer one counts. The boundaries between the parts make no
+    difference. Each stop string is matched with the Knuth-Morris-Pratt automaton, so a character costs one step per
+    stop string, however much text is held back.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.matched: str | None = None
-        self._held = ""  # shown to nobody yet: the longest end of the text that begins a stop string
+        self._held = ""  # not shown yet: the longest suffix of the text that is a prefix of a stop string
         self._stops = [(stop, _borders(stop)) for stop in stops]
-        self._progress = [0] * len(stops)  # characters of each stop string that the text's end matches
+        self._progress = [0] * len(stops)  # characters of each stop string that the end of the text matches
 
     def push(self, text: str) -> str:
-        """Takes more text, returns what may be shown."""
+        """Add text and return what can be shown now."""
         if not self._stops or self.matched is not None:
             return "" if self.matched is not None else text
         for place, letter in enumerate(text):
@@ -35,12 +36,12 @@ class StopStrings:
         return joined[:first_held]
 
     def flush(self) -> str:
-        """The text has ended: what was held back is no stop string after all."""
+        """End the text and return what was held back, since it is not a stop string."""
         held, self._held = self._held, ""
         return held
 
     def _advance(self, letter: str) -> str | None:
-        """One character further in every automaton; the longest stop string that it completes."""
+        """Advance every automaton by one character; return the longest stop string that this completes."""
         found: str | None = None
         for index, (stop, borders) in enumerate(self._stops):
             matched = self._progress[index]
@@ -54,7 +55,7 @@ class StopStrings:
 
 
 def _borders(stop: str) -> list[int]:
-    """For each beginning of `stop`, the length of its longest proper beginning that is also its end."""
+    """Return for each prefix of `stop` the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(stop)
     length = 0
     for place in range(1, len(stop)):

@@ -1,6 +1,7 @@
-"""A checkpoint's own tokenizer (`tokenizer.json` beside `tokenizer_config.json`): text to ids and back, and which ids end a text.
+"""The checkpoint's tokenizer: text to ids and back, and the end-of-text ids.
 
-Leaves streaming to `stream.py` and conversations to `chat.py`. Any thread may use it: it does not change after loading.
+It is read from `tokenizer.json` and `tokenizer_config.json`. Streaming is in `stream.py`, conversations are in
+`chat.py`. Any thread may use a tokenizer: it does not change after loading.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ import tokenizers
 from app.errors import ArmatureError, CheckpointInvalid, InvalidRequest
 from app.messages import Text
 
-# The named special tokens that chat templates may mention, as transformers calls them.
+# The named special tokens that chat templates may use, with transformers' names.
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-_BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")  # how a byte-fallback vocabulary writes a byte
+_BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")  # a byte in a byte-fallback vocabulary
 _CANNOT_ENCODE = "this checkpoint's tokenizer cannot encode the text"
-_META_SPACE = "\u2581"  # how a sentencepiece vocabulary writes a space
+_META_SPACE = "\u2581"  # a space in a sentencepiece vocabulary
 
 
 class _BareExceptionBecomes:
-    """The Rust library raises plain `Exception` and no class of its own: that very class becomes ours here, all others pass."""
+    """Converts plain `Exception`, which the Rust library raises, into `kind`; other exceptions pass."""
 
     def __init__(self, kind: type[ArmatureError], sentence: str) -> None:
         self._kind, self._sentence = kind, sentence
@@ -39,9 +40,10 @@ class _BareExceptionBecomes:
 
 
 class Tokenizer:
-    """`bos_token_id` None: the checkpoint has none. `eos_token_ids`: each of them ends a completion.
+    """A checkpoint's tokenizer.
 
-    `lowercases`: texts are made small first, but for special tokens written in them; some encoders were trained so.
+    `bos_token_id` is None if the checkpoint has none. Each of `eos_token_ids` ends a completion. `lowercases`:
+    texts are lowercased first, except for special tokens in them, as some encoders were trained.
     """
 
     def __init__(self, directory: Path, lowercases: bool = False) -> None:
@@ -60,12 +62,14 @@ class Tokenizer:
         self.eos_token_ids = self._all_eos(directory)
 
     def token_id(self, token: str | None) -> int | None:
+        """Return the id of a token, or None if the vocabulary does not have it."""
         return None if token is None else self._inner.token_to_id(token)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text; tokenizer.json's post-processor says which special tokens are added, as in transformers.
+        """Return the token ids of a text.
 
-        Other threads run meanwhile: the library's batch call lets them, its plain one does not.
+        The post-processor of tokenizer.json decides which special tokens are added, as in transformers. The batch
+        call of the library is used because it lets other threads run meanwhile, unlike the single call.
         """
         _check_unicode(text)
         with _BareExceptionBecomes(InvalidRequest, _CANNOT_ENCODE):
@@ -74,11 +78,17 @@ class Tokenizer:
     def texts(
         self, inputs: Sequence[str | tuple[str, str]], max_tokens: int | None = None, keeps_end: bool = False
     ) -> list[Text]:
-        """What an encoder reads of texts or pairs of texts, in one call of the library, special tokens and segments included.
+        """Tokenize an encoder's texts or pairs of texts in one library call, with special tokens and segments.
 
-        Longer ones than `max_tokens` lose what they have too much between their special tokens, at the end or, where that is kept, at the
-        beginning; of a pair the longer text loses first. None: nothing is cut. Segments are told where tokenizer_config.json's
-        `model_input_names` does not leave them out.
+        Args:
+            inputs: Texts, or pairs of texts.
+            max_tokens: Longer texts are truncated between their special tokens; of a pair, the longer text first.
+                None: no truncation.
+            keeps_end: Truncate at the beginning instead of the end.
+
+        Returns:
+            One `Text` per input. Segments are empty if all are 0, or if `model_input_names` in
+            tokenizer_config.json leaves them out.
         """
         for one in inputs:
             for text in (one,) if isinstance(one, str) else one:
@@ -102,16 +112,22 @@ class Tokenizer:
         return self._inner.post_process(encodings[0], encodings[1] if len(encodings) == 2 else None)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of ids in [0, 2^32); ids that the vocabulary does not know have no text."""
+        """Return the text of ids in [0, 2^32); ids outside the vocabulary have no text."""
         with _BareExceptionBecomes(InvalidRequest, "this checkpoint's tokenizer cannot decode the ids"):
             return self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def has_text(self, token_id: int) -> bool:
-        """False for special tokens and for ids beyond the vocabulary (an embedding may have more rows): both decode to nothing."""
+        """Return False for special tokens and for ids beyond the vocabulary, which decode to nothing.
+
+        An embedding may have more rows than the vocabulary has ids.
+        """
         return token_id not in self._special and self._inner.id_to_token(token_id) is not None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token adds to the text, as bytes, since it may be half a character. Special tokens give their names."""
+        """Return the bytes that one token adds to the text, since it may be part of a character.
+
+        Special tokens give their names.
+        """
         token = self._added.get(token_id)
         if token is not None:
             return token.encode()
@@ -129,14 +145,20 @@ class Tokenizer:
         return frozenset(part["type"] for part in [state, *state.get("decoders", ())] if "type" in part)
 
     def _all_eos(self, directory: Path) -> frozenset[int]:
-        """`generation_config.json`'s, or else `config.json`'s, and the tokenizer's own: instruct checkpoints end turns with any of them."""
+        """Return all end-of-text ids, since instruct checkpoints use any of them.
+
+        They are those of `generation_config.json`, or else of `config.json`, and the tokenizer's `eos_token`.
+        """
         ids = _eos_of(directory / "generation_config.json") or _eos_of(directory / "config.json")
         own = self.token_id(self.named_tokens.get("eos_token"))
         return ids if own is None else ids | {own}
 
 
 def kept_lengths(lengths: Sequence[int], room: int) -> list[int]:
-    """Of one or two texts that together may have `room` tokens: the longer gives until both are as long, then each does."""
+    """Return the truncated lengths of one or two texts that together may have `room` tokens.
+
+    The longer text is shortened until both are equally long, then both are.
+    """
     if len(lengths) == 1 or sum(lengths) <= room:
         return [min(length, room) for length in lengths]
     first, second = lengths
@@ -150,7 +172,7 @@ def _check_unicode(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequest(f"the text is not valid Unicode: a lone surrogate stands at character {error.start}.") from error
+        raise InvalidRequest(f"the text is not valid Unicode: there is a lone surrogate at character {error.start}.") from error
 
 
 def _load(path: Path) -> tokenizers.Tokenizer:
@@ -162,16 +184,16 @@ def _load(path: Path) -> tokenizers.Tokenizer:
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointInvalid(f"{path} cannot be read: {error}") from error
     with _BareExceptionBecomes(
-        CheckpointInvalid, f"{path} is not a tokenizer that the tokenizers library {tokenizers.__version__} knows"
+        CheckpointInvalid, f"{path} is not a tokenizer that the tokenizers library {tokenizers.__version__} can read"
     ):
         inner = tokenizers.Tokenizer.from_str(text)
-    inner.no_truncation()  # some checkpoints carry both from their training; a prompt is never cut in silence
+    inner.no_truncation()  # some checkpoints keep both from training; a prompt must never be truncated silently
     inner.no_padding()
     return inner
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON object from a file that may be absent (then empty)."""
+    """Read a JSON object from a file; empty if the file does not exist."""
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -184,14 +206,14 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """A named token is written as a string or as an object with `content`."""
+    """Return the named tokens; each is stored as a string or as an object with `content`."""
     named = {name: config.get(name) for name in _NAMED_TOKENS}
     contents = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
     return {name: content for name, content in contents.items() if isinstance(content, str)}
 
 
 def _eos_of(path: Path) -> frozenset[int]:
-    """`eos_token_id` of a config file, which may be one, a list or nothing."""
+    """Return the ids of `eos_token_id` in a config file, which may be one id, a list or absent."""
     value = _read_object(path).get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
@@ -200,7 +222,10 @@ def _eos_of(path: Path) -> frozenset[int]:
 
 
 def _letters() -> dict[str, int]:
-    """The byte-level alphabet of GPT-2: printable bytes stand for themselves, the others for the letters from U+0100 on."""
+    """Return GPT-2's byte-level alphabet as character to byte.
+
+    Printable bytes represent themselves; the others are mapped to the characters from U+0100 on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(hidden)}

@@ -1,6 +1,7 @@
-"""The members of a `.pt2` archive (torch.export.save): JSON and raw tensors are read, pickles never; who needs one is refused.
+"""Members of a `.pt2` archive (torch.export.save).
 
-torch's own loader unpickles, and evaluates the text of expressions; so it is not used. Torch is not needed here.
+JSON and raw tensors are read; archives that need pickles are refused. torch's loader is not used, since it
+unpickles and evaluates the text of expressions. Torch is not needed here.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ from app.errors import CheckpointInvalid
 from app.models.graph import dtype_name, read_size
 from app.weights.copies import remedy
 
-_MOST_JSON_BYTES = 256 * 2**20  # of a graph: a thousand layers are some ten megabytes
-# zipfile tells of damage in many ways: names that are no text (ValueError), versions and ciphers it does not know (RuntimeError).
+_MOST_JSON_BYTES = 256 * 2**20  # limit for a graph: a thousand layers take about ten megabytes
+# Exceptions of zipfile for damaged files: ValueError for names that are not text, RuntimeError for unknown versions
+# and ciphers.
 _DAMAGED = (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile)
 _HOW = "Save it again with torch.export.save of torch 2.10 or newer"
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor that lies in the archive: elements of `member` as a strided view."""
+    """A tensor in the archive: a strided view of the elements of `member`."""
 
     member: str
     dtype: str
@@ -34,7 +36,7 @@ class Stored:
 
     @property
     def num_elements(self) -> int:
-        """Of the view, 0 where a dimension is."""
+        """Number of elements of the view; 0 if a dimension is 0."""
         number = 1
         for size in self.shape:
             number *= size
@@ -42,14 +44,14 @@ class Stored:
 
     @property
     def last(self) -> int:
-        """How many elements the member must have at least."""
+        """Number of elements that the member must have at least."""
         if not self.num_elements:
             return 0
         return self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)) + 1
 
 
 class Archive:
-    """An open archive; every member is stored, none compressed, so sizes are what they say."""
+    """An open archive; no member is compressed, so the sizes in the directory are the sizes of the data."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -67,20 +69,23 @@ class Archive:
         self._sizes = {member.filename.removeprefix(f"{self._root}/"): member.file_size for member in members}
 
     def close(self) -> None:
+        """Close the file."""
         self._zip.close()
 
     def names(self, folder: str) -> list[str]:
-        """Members below that folder, without it."""
+        """Return the members below a folder, without the folder's name, sorted."""
         return sorted(name.removeprefix(folder) for name in self._sizes if name.startswith(folder))
 
     def has(self, name: str) -> bool:
+        """Return True if the archive has this member."""
         return name in self._sizes
 
     def size(self, name: str) -> int:
+        """Return the bytes of a member."""
         return self._sizes[name]
 
     def read(self, name: str) -> bytes:
-        """A member's bytes, their checksum tested."""
+        """Return a member's bytes; their checksum is verified."""
         if name not in self._sizes:
             raise CheckpointInvalid(f"{self.path.name} has no {name}. {_HOW}.")
         try:
@@ -89,8 +94,9 @@ class Archive:
             raise CheckpointInvalid(f"{self.path.name}: {name} is damaged: {error}.") from error
 
     def read_json(self, name: str) -> Mapping[str, Any]:
+        """Return a member that is a JSON object."""
         if self._sizes.get(name, 0) > _MOST_JSON_BYTES:
-            raise CheckpointInvalid(f"{self.path.name}: {name} is larger than any graph is.")
+            raise CheckpointInvalid(f"{self.path.name}: {name} is larger than the limit for a graph.")
         try:
             values = json.loads(self.read(name))
         except (ValueError, RecursionError) as error:
@@ -100,7 +106,11 @@ class Archive:
         return values
 
     def stored(self, kind: str, model: str) -> dict[str, Stored]:
-        """The tensors among `kind` (weights or constants) by name. Raises where one could be read only by running code."""
+        """Return the tensors of `kind` (weights or constants) by name.
+
+        Raises:
+            CheckpointInvalid: A tensor could be read only by running code.
+        """
         folder = f"data/{kind}/"
         if self.has(f"{folder}{model}.pt"):
             raise CheckpointInvalid(f"{self.path.name}: its {kind} are a pickle, which can run code when read. {_HOW}.")
@@ -121,7 +131,7 @@ class Archive:
             stored = Stored(member, dtype_name(meta["dtype"]), tuple(sizes), tuple(strides), _fixed(meta["storage_offset"]))
             enough = stored.last * _ITEM_BYTES[stored.dtype] <= self._sizes.get(member, 0 if stored.last == 0 else -1)
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointInvalid(f"{self.path.name}: what is said of {name} is damaged: {error!r}.") from error
+            raise CheckpointInvalid(f"{self.path.name}: the description of {name} is damaged: {error!r}.") from error
         if not enough or len(sizes) != len(strides):
             raise CheckpointInvalid(f"{self.path.name}: {member} is missing, or too short for {name} of shape {sizes}.")
         return stored
@@ -138,5 +148,5 @@ _ITEM_BYTES: Mapping[str, int] = {
 def _fixed(size: Mapping[str, Any]) -> int:
     number = read_size(size)
     if not isinstance(number, int) or number < 0:
-        raise ValueError(f"a stored tensor whose size is {number!r}")
+        raise ValueError(f"the size {number!r} of a stored tensor is not a number >= 0")
     return number

@@ -1,6 +1,7 @@
-"""Opens a Hugging Face checkpoint directory and judges it whole, in milliseconds and without torch, before anything is loaded.
+"""Opens a Hugging Face checkpoint directory and validates it completely before anything is loaded.
 
-Whatever is missing, damaged or not supported is refused with a sentence that names it and says what would be right.
+This takes milliseconds and does not need torch. Anything that is missing, damaged or not supported is refused with
+a message that names it and says what would be right.
 """
 
 from __future__ import annotations
@@ -32,39 +33,52 @@ _LISTED = 4  # names in one message
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A directory that can be served: its words and where each of its tensors lies, an encoder's under our names for them."""
+    """A directory that can be served: its configuration and the location of each tensor.
+
+    An encoder's tensors have this package's names.
+    """
 
     directory: Path
     config: Mapping[str, Any]
     generation_config: Mapping[str, Any]
     model_config: ModelConfig | EncoderConfig
     tensors: Mapping[str, TensorEntry]
-    given_name: str = ""  # where it was not asked for by its directory
+    given_name: str = ""  # the name under which it was requested, if that was not its directory
 
     @property
     def name(self) -> str:
+        """Name of the model: the requested name, else the directory's."""
         return self.given_name or self.directory.resolve().name
 
     @property
     def kind(self) -> Literal["decoder", "encoder"]:
+        """Kind of the model."""
         return self.model_config.kind
 
     @property
     def decoder(self) -> ModelConfig:
-        """Where only a decoder will do. Raises `CheckpointInvalid`."""
+        """Configuration of a decoder.
+
+        Raises:
+            CheckpointInvalid: The checkpoint is an encoder.
+        """
         if isinstance(self.model_config, ModelConfig):
             return self.model_config
         raise CheckpointInvalid(f"{self.directory} is an encoder ({self.model_config.architecture}); a decoder is needed here.")
 
     @property
     def encoder(self) -> EncoderConfig:
-        """Where only an encoder will do. Raises `CheckpointInvalid`."""
+        """Configuration of an encoder.
+
+        Raises:
+            CheckpointInvalid: The checkpoint is a decoder.
+        """
         if isinstance(self.model_config, EncoderConfig):
             return self.model_config
         raise CheckpointInvalid(f"{self.directory} is a decoder ({self.model_config.architecture}); an encoder is needed here.")
 
     def needs(self) -> Needs:
-        """What serving it asks of a machine."""
+        """Return the model's requirements, from which the plan is made."""
         config, tensors = self.model_config, self.tensors
         if isinstance(config, ModelConfig):
             held, on_device = decoder_bytes(config, tensors), decoder_device_bytes(config, tensors)
@@ -90,7 +104,7 @@ class Checkpoint:
 
     @property
     def stored_dtype(self) -> str:
-        """The dtype that most elements are stored in, as torch names it."""
+        """Dtype of most elements, with torch's name."""
         elements: Counter[str] = Counter()
         for entry in self.tensors.values():
             elements[entry.dtype] += entry.num_elements
@@ -98,12 +112,17 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
-    """Reads and checks everything but the weights' values. Raises `CheckpointInvalid`, and `OSError` where that cannot be read."""
+    """Read and check everything except the weights' values.
+
+    Raises:
+        CheckpointInvalid: Something is missing, damaged or not supported.
+        OSError: A file cannot be read.
+    """
     check_directory(directory)
     words = sentence_words(directory)
     config = read_object(directory / "config.json")
     if config.get("quantization_config"):
-        raise CheckpointInvalid("config.json: the weights are quantised already (quantization_config); give the original ones.")
+        raise CheckpointInvalid("config.json: the weights are already quantized (quantization_config); use the original weights.")
     model_config = read_encoder(config, words) if is_encoder(config, words) else ModelConfig.from_hf(config)
     found = _find_tensors(directory)
     tensors = _of_encoder(model_config, found, directory) if model_config.kind == "encoder" else _of_decoder(model_config, found)
@@ -135,7 +154,7 @@ def _find_tensors(directory: Path) -> dict[str, TensorEntry]:
 def _read_shards(directory: Path) -> dict[str, TensorEntry]:
     places = read_object(directory / INDEX).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) and Path(file).name == file for file in places.values()):
-        raise CheckpointInvalid(f"{INDEX}: weight_map must map tensor names to names of files beside it.")
+        raise CheckpointInvalid(f"{INDEX}: weight_map must map tensor names to names of files in the same directory.")
     files = sorted(set(places.values()))
     missing = [file for file in files if not (directory / file).is_file()]
     if missing:
@@ -182,7 +201,10 @@ def _of_encoder(config: EncoderConfig, found: Mapping[str, TensorEntry], directo
 
 
 def _checked(architecture: str, wanted: Mapping[str, Shape], read: Renamed) -> dict[str, TensorEntry]:
-    """The tensors that serving uses. Others are refused too: a weight left out silently is a wrong answer."""
+    """Return the tensors that serving uses.
+
+    Extra tensors are refused too: ignoring a weight would give wrong results.
+    """
     found, extra = read.tensors, read.spare
     missing = [read.theirs.get(name, name) for name in wanted if name not in found]
     if missing:
@@ -191,7 +213,7 @@ def _checked(architecture: str, wanted: Mapping[str, Shape], read: Renamed) -> d
         )
     if extra:
         raise CheckpointInvalid(
-            f"The weights hold {len(extra)} tensors that config.json's {architecture} has no use for: {_names(extra)}."
+            f"The weights hold {len(extra)} tensors that the {architecture} of config.json does not use: {_names(extra)}."
             " Check num_hidden_layers and the architecture."
         )
     for name, shape in wanted.items():
@@ -200,7 +222,7 @@ def _checked(architecture: str, wanted: Mapping[str, Shape], read: Renamed) -> d
 
 
 def _is_harmless(name: str, config: ModelConfig) -> bool:
-    """Old checkpoints carry computed rotary frequencies; some tied ones carry the embedding twice."""
+    """Return True for computed rotary frequencies of old checkpoints and for a tied embedding stored twice."""
     return name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_embeddings)
 
 
@@ -210,7 +232,7 @@ def _check_tensor(name: str, entry: TensorEntry, shape: Shape) -> None:
             f"{entry.file.name}: {name} has shape {list(entry.shape)}, and config.json asks for {list(shape)}."
         )
     if entry.dtype not in STORED_DTYPES:
-        raise CheckpointInvalid(f"{entry.file.name}: {name} is stored as {entry.dtype}; served are {', '.join(STORED_DTYPES)}.")
+        raise CheckpointInvalid(f"{entry.file.name}: {name} is stored as {entry.dtype}; supported: {', '.join(STORED_DTYPES)}.")
 
 
 def _names(names: list[str]) -> str:

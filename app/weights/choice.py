@@ -1,4 +1,7 @@
-"""Which form a layer's weight is held in, the first of the recipe's that suits it on this machine; and what of it can be kept in a file."""
+"""Choice of the form that holds a layer's weight, and of the parts of it that a pack file can keep.
+
+The form is the first of the recipe that suits the weight on this machine.
+"""
 
 from __future__ import annotations
 
@@ -16,39 +19,43 @@ from app.models.layers import RMSNorm
 from app.weights.recipes import Recipe
 
 OUTPUT_SOURCES = (("lm_head",), ("model.embed_tokens",))
-KeptPacking = IntPacking | HybridPacking  # what they make is our own: it may be kept in a file for the next start
+KeptPacking = IntPacking | HybridPacking  # their results can be kept in a file for the next start
 KeptForm = IntPanels | HybridLinear
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A recipe with what the plan decided: the dtype of activations, and whether eight-bit copies are held beside four bits.
+    """A recipe with decisions of the plan.
 
-    `most_few`: up to so many rows four bits multiply where both are held, as measured; None: as the recipe says. What is kept in a file is
-    the same for any. `device`: which memory of its own the model lies in; None: a processor's.
+    `dtype` is that of activations. `int8_copy`: an int8 copy is held in addition to int4 weights. `most_few` is the
+    measured number of rows up to which int4 multiplies if both are held; None: the recipe's. Kept files do not
+    depend on it. `device` holds the model; None: the processor.
     """
 
     recipe: Recipe
     dtype: torch.dtype
     int8_copy: bool
-    most_few: int | None = field(default=None, repr=False)  # not in a pack's key
-    device: torch.device | None = field(default=None, repr=False)  # likewise: nothing is kept of what lies there
+    most_few: int | None = field(default=None, repr=False)  # not part of a pack's key
+    device: torch.device | None = field(
+        default=None, repr=False
+    )  # not part of the key either: weights in device memory are not kept
 
     def packing(self, linear: Linear) -> Packing:
+        """Return the first packing of the recipe that suits a linear layer."""
         is_output = linear.sources in OUTPUT_SOURCES
         packings = [self._packing(name, is_output) for name in self.recipe.forms(is_output)]
         return next(one for one in packings if one.suits(linear.out_features, linear.in_features, self.dtype))
 
     def evens(self, packing: Packing) -> bool:
-        """Whether channels are made alike before a weight is packed so: where it is rounded."""
+        """Return True if channels are equalized before a weight is packed so, which is done if it is quantized."""
         return self.recipe.equalise and packing not in FORMS.values() and not isinstance(packing, DevicePacking)
 
     def _packing(self, name: str, is_output: bool) -> Packing:
-        """The output layer sees few rows: it needs no copy."""
+        """Return the packing of a form's name; the output layer sees few rows and needs no int8 copy."""
         if name in FORMS:
             return FORMS[name]
         if name in DEVICE_FORMS:
-            assert self.device is not None, "a plan for a device comes with its backend's"
+            assert self.device is not None, "a plan for a device needs the backend's device"
             return DEVICE_FORMS[name](self.device, self.dtype)
         packing, threshold = ROUNDED_FORMS[name], self.recipe.int8_copy_from
         if not self.int8_copy or is_output or threshold is None or not isinstance(packing, IntPacking) or packing.bits == 8:
@@ -58,7 +65,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One product: how its weight is packed, and the norm whose channels are made even with its columns (None: as they are)."""
+    """A linear layer with its packing, and the norm that is equalized with its columns (None: not equalized)."""
 
     linear: Linear
     packing: Packing
@@ -66,10 +73,11 @@ class Layer:
 
     @property
     def name(self) -> str:
+        """Names of the layer's source tensors, joined with +."""
         return "+".join(self.linear.sources)
 
     def kept_bytes(self) -> Iterator[tuple[str, int]]:
-        """Name and bytes of all that is kept of it."""
+        """Yield name and bytes of each blob that is kept of the layer."""
         if not isinstance(self.packing, KeptPacking):
             return
         for index, nbytes in enumerate(self.packing.part_bytes(self.linear.out_features, self.linear.in_features)):
@@ -78,7 +86,7 @@ class Layer:
             yield f"{self.name}.factors", 4 * self.linear.in_features
 
     def parts(self, factors: Tensor | None) -> Iterator[tuple[str, Tensor]]:
-        """The same, of its form as it is packed."""
+        """Yield name and tensor of each blob, from the packed form."""
         if not isinstance(self.linear.form, KeptForm):
             return
         for index, part in enumerate(self.linear.form.parts):
@@ -87,9 +95,9 @@ class Layer:
             yield f"{self.name}.factors", factors
 
     def of(self, blobs: Mapping[str, Tensor]) -> list[Tensor]:
-        """Its own parts among what was kept."""
+        """Return the layer's parts from the kept blobs, without its smooth scales."""
         return [blobs[name] for name, _ in self.kept_bytes() if not name.endswith(".factors")]
 
     def factors(self, blobs: Mapping[str, Tensor]) -> Tensor:
-        """What its columns were multiplied by, FP32 [in]."""
+        """Return the scales that the columns were multiplied by, FP32 [in_features]."""
         return blobs[f"{self.name}.factors"].view(torch.float32)

@@ -1,6 +1,7 @@
-"""Which checkpoint a directory holds, by its bytes: two of the same name, size and age are told apart, and a copy is recognised.
+"""The fingerprint of a checkpoint: a hash of its files' bytes.
 
-Hashing takes seconds for gigabytes, so the result is noted beside the packs, and holds as long as no file's size, time or inode changes.
+It distinguishes checkpoints of the same name, size and age, and recognizes copies. Hashing takes seconds for
+gigabytes, so the result is stored next to the packs; it is valid until the size, time or inode of a file changes.
 """
 
 from __future__ import annotations
@@ -17,13 +18,22 @@ from pathlib import Path
 from app.weights.checkpoint import Checkpoint
 from app.weights.whole_file import FileUnusable, check_ours
 
-_PART_BYTES = 64 * 2**20  # hashed by one thread
+_PART_BYTES = 64 * 2**20  # bytes hashed by one thread at a time
 _READ_BYTES = 4 * 2**20
-_SETTLED_NANOSECONDS = 2 * 10**9  # a file this young may change again within the same tick of its file system's clock
+_SETTLED_NANOSECONDS = 2 * 10**9  # a younger file may change again within the same tick of the file system's clock
 
 
 def content_of(checkpoint: Checkpoint, notes: Path, threads: int) -> str:
-    """A hash of config.json and of every file of weights. Raises `OSError` where they cannot be read."""
+    """Return a SHA-256 hash of config.json and of every weight file, as hexadecimal text.
+
+    Args:
+        checkpoint: The checkpoint.
+        notes: The folder in which earlier results are stored.
+        threads: The number of threads that hash.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
     files = sorted({entry.file for entry in checkpoint.tensors.values()} | {checkpoint.directory / "config.json"})
     known = [_identity(file) for file in files]
     note = notes / f"{hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]}.content"
@@ -43,7 +53,7 @@ def _identity(file: Path) -> tuple[str, int, int, int]:
 
 
 def _hash(files: Sequence[Path], threads: int) -> str:
-    """Of the hashes of all parts, in order: the parts are hashed by several threads."""
+    """Return the hash of the hashes of all parts in order; several threads hash the parts."""
     parts = [(file, start) for file in files for start in range(0, max(1, file.stat().st_size), _PART_BYTES)]
     whole = hashlib.sha256()
     with ThreadPoolExecutor(threads) as pool:
@@ -74,7 +84,7 @@ def _read_note(note: Path) -> str | None:
 
 
 def _write_note(note: Path, content: str) -> None:
-    """Nothing is lost where it cannot be: the next start hashes again."""
+    """Store the hash; if that fails, the next start hashes again."""
     with suppress(OSError):
         note.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         partial = note.with_suffix(f".{os.getpid()}")

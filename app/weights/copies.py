@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint as files: no volume, no permission, a copy that is not whole; and what would mend it, in a sentence."""
+"""Messages about checkpoint files: a missing volume, missing permissions or an incomplete copy, and the remedy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 from app.errors import CheckpointInvalid
 
 WHOLE = "A checkpoint is a directory with config.json, *.safetensors and tokenizer.json."
-# How a copy that is under way is named, by Hugging Face's hub, browsers, aria2, Google's storage and many others.
+# Names of files that are still being copied, used by Hugging Face's hub, browsers, aria2, Google Cloud Storage and
+# others.
 _UNDER_WAY = (
     "*.incomplete",
     "*.part",
@@ -21,16 +22,14 @@ _UNDER_WAY = (
     "*.gstmp",
     ".cache/huggingface/download/*.incomplete",
 )
-_POINTER = (
-    b"version https://git-lfs.github.com/spec/"  # how a Git LFS pointer begins, which stands for a file that was not fetched
-)
-_OF_THE_FILE_SYSTEM = "lost+found"  # what a volume has that was made a moment ago
-_SHOWN = 4  # names in one sentence
+_POINTER = b"version https://git-lfs.github.com/spec/"  # start of a Git LFS pointer, a file not fetched
+_OF_THE_FILE_SYSTEM = "lost+found"  # a folder in newly created volumes
+_SHOWN = 4  # names in one message
 
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """What the operating system refuses meanwhile becomes a sentence. Raises `CheckpointInvalid`."""
+    """Convert an `OSError` of the block into `CheckpointInvalid` with a clear message."""
     try:
         yield
     except OSError as error:
@@ -38,42 +37,56 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def check_directory(directory: Path) -> None:
-    """Raises `CheckpointInvalid` where nothing is there to be read, and `OSError` where it may not be read."""
+    """Check that a checkpoint directory exists and is not empty.
+
+    Raises:
+        CheckpointInvalid: There is nothing to read.
+        OSError: The directory may not be read.
+    """
     if not directory.exists():
         raise CheckpointInvalid(f"Checkpoint {directory} does not exist{_around(directory)} {WHOLE}")
     if not directory.is_dir():
-        raise CheckpointInvalid(f"Checkpoint {directory} is a file; give the directory it lies in. {WHOLE}")
+        raise CheckpointInvalid(f"Checkpoint {directory} is a file; give the directory that contains it. {WHOLE}")
     if not _entries(directory):
         raise CheckpointInvalid(f"Checkpoint {directory} is empty: is a volume mounted there, and the model in it? {WHOLE}")
 
 
 def check_fetched(file: Path) -> None:
-    """Raises `CheckpointInvalid` where a Git LFS pointer stands for it, and `OSError` where it may not be read."""
+    """Check that a file is not a Git LFS pointer.
+
+    Raises:
+        CheckpointInvalid: It is one.
+        OSError: The file cannot be read.
+    """
     if is_pointer(file):
         raise CheckpointInvalid(f"{file.name} cannot be used. {remedy(file)}")
 
 
 def is_pointer(file: Path) -> bool:
+    """Return True if a file is a Git LFS pointer."""
     with file.open("rb") as stream:
         return stream.read(len(_POINTER)) == _POINTER
 
 
 def remedy(file: Path) -> str:
-    """What to do about a file that is not as it should be."""
+    """Return a sentence that says what to do about a damaged file."""
     with suppress(OSError):
         if is_pointer(file):
-            return f"{file} is a pointer of Git LFS and not the file itself: fetch that with git lfs pull."
+            return f"{file} is a Git LFS pointer, not the file itself: fetch the file with git lfs pull."
     return f"Copy or download it to {file.parent} again.{under_way(file.parent)}"
 
 
 def under_way(directory: Path) -> str:
-    """A sentence that names what a copy has left half done, to stand behind another; empty where there is nothing."""
+    """Return a sentence that names the incomplete files of a copy, with a leading space; empty if there are none."""
     found = sorted({str(file.relative_to(directory)) for pattern in _UNDER_WAY for file in directory.glob(pattern)})
-    return f" {_names(found)} there: a copy is under way, or was broken off." if found else ""
+    return f" {_names(found)} there: a copy is running or was interrupted." if found else ""
 
 
 def _around(path: Path) -> str:
-    """The end of that sentence: what is in its place. The volume that should have held it may not be mounted, or hold something else."""
+    """Return the end of the message on a missing path: which files are there instead.
+
+    The volume that should contain it may not be mounted, or another one may be.
+    """
     parent = next(each for each in path.absolute().parents if each.is_dir())
     if parent != path.absolute().parent:
         return f", nor does {path.absolute().parent}: is a volume with models mounted there?"
@@ -93,7 +106,7 @@ def _names(names: list[str]) -> str:
 
 
 def unreadable(path: Path, error: OSError) -> str:
-    """What the operating system says of it, with who may read it or what is missing."""
+    """Return a sentence on why a file cannot be read, with who may read it or what is missing."""
     if isinstance(error, PermissionError):
         return f"{path} cannot be read by user {os.geteuid()}: {_closed(path)}. In a pod, fsGroup gives a volume's files to its group."
     if isinstance(error, FileNotFoundError) and path.is_symlink():
@@ -102,7 +115,7 @@ def unreadable(path: Path, error: OSError) -> str:
 
 
 def _closed(path: Path) -> str:
-    """The first of the directories down to it that is closed, or the file itself."""
+    """Describe the owner and mode of the first parent directory without access, or of the file itself."""
     effective = os.access in os.supports_effective_ids
     above = [each for each in reversed(path.absolute().parents) if not os.access(each, os.X_OK, effective_ids=effective)]
     first = next(iter(above), path)

@@ -1,4 +1,7 @@
-"""What FP16 cannot hold: checkpoints made in BF16 may reach beyond 65,504, and a weight that overflowed would be infinite."""
+"""A check that weights fit FP16.
+
+Checkpoints made in BF16 may exceed FP16's maximum of 65,504; such a weight would become infinite.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,15 @@ _MOST = torch.finfo(torch.float16).max
 
 
 def check_half(name: str, values: Tensor, dtype: torch.dtype) -> None:
-    """Raises `PlanImpossible` where `dtype` is FP16 and one of these is no number of it."""
+    """Check values that are converted to `dtype`.
+
+    Raises:
+        PlanImpossible: `dtype` is FP16 and a value does not fit it.
+    """
     if dtype != torch.float16:
         return
     low, high = (float(end) for end in values.aminmax())
-    worst = high if high > -low else low  # NaN is neither: then it is both
+    worst = high if high > -low else low  # if a value is NaN, both are NaN
     if not abs(worst) <= _MOST:
         raise PlanImpossible(
             f"{name} holds {worst:g}, and FP16 ends at {_MOST:,.0f}: serve this model in bf16 or fp32 (precision=bf16)."

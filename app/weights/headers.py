@@ -1,6 +1,7 @@
-"""Reads the header of a safetensors file and believes nothing it says before it has been checked. Torch is not needed.
+"""Reads and validates headers of safetensors files, which are untrusted. Torch is not needed.
 
-The format: 8 bytes little-endian length, that much JSON (name to dtype, shape, offsets), then the tensors, end to end.
+The format: 8 bytes little-endian length, that many bytes of JSON (name to dtype, shape, offsets), then the tensors,
+end to end.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from typing import Any
 from app.errors import CheckpointInvalid
 from app.weights.copies import remedy
 
-# Bytes an element, by the names of the format; sub-byte types are not read.
+# Bytes per element, by the format's dtype names; sub-byte types are not supported.
 DTYPE_BYTES: Mapping[str, int] = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
 }  # fmt: skip
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_HEADER_BYTES = 100_000_000  # the format's limit
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one tensor lies: bytes `[start, end)` of `file`. `dtype` is the format's name, such as BF16."""
+    """The location of one tensor: bytes `[start, end)` of `file`. `dtype` is the format's name, such as BF16."""
 
     file: Path
     dtype: str
@@ -35,15 +36,21 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
+        """Number of stored bytes."""
         return self.end - self.start
 
     @property
     def num_elements(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """Name to place of every tensor. Raises `CheckpointInvalid` where the file is damaged, cut short or not of this format."""
+    """Return the location of every tensor by name.
+
+    Raises:
+        CheckpointInvalid: The file is damaged, truncated or not in this format.
+    """
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -92,7 +99,7 @@ def _are_counts(values: Any) -> bool:
 
 
 def _check_tiling(file: Path, entries: Mapping[str, TensorEntry], data_start: int, size: int) -> None:
-    """Tensors lie end to end from the header to the end of the file: no overlap, no hole, nothing cut off."""
+    """Check that the tensors fill the file from header to end without overlap, hole or truncation."""
     at = data_start
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
         if entry.start != at:
@@ -101,4 +108,4 @@ def _check_tiling(file: Path, entries: Mapping[str, TensorEntry], data_start: in
         at = entry.end
     if at != size:
         what = "has been cut short" if at > size else "is longer than its header says"
-        raise CheckpointInvalid(f"{file.name} {what}: it has {size} bytes and its header speaks of {at}. {remedy(file)}")
+        raise CheckpointInvalid(f"{file.name} {what}: it has {size} bytes and its header describes {at}. {remedy(file)}")

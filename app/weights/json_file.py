@@ -1,4 +1,7 @@
-"""A JSON object out of a checkpoint's file, or a refusal that names the file; what the operating system refuses is the caller's to tell."""
+"""Reads JSON files of a checkpoint; errors name the file.
+
+Errors of the operating system are left to the caller.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,11 @@ from app.weights.copies import remedy, under_way
 
 
 def read_object(file: Path) -> Mapping[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        CheckpointInvalid: The file does not exist, or is not a JSON object.
+    """
     values = read_json(file)
     if not isinstance(values, dict):
         raise CheckpointInvalid(f"{file.name} in {file.parent} is not a JSON object.")
@@ -19,11 +27,16 @@ def read_object(file: Path) -> Mapping[str, Any]:
 
 
 def read_optional(file: Path) -> Mapping[str, Any]:
-    """Empty where there is no such file."""
+    """Return the JSON object in a file; empty if the file does not exist."""
     return read_object(file) if file.exists() else {}
 
 
 def read_json(file: Path) -> Any:
+    """Return the JSON value in a file.
+
+    Raises:
+        CheckpointInvalid: The file does not exist, or is not JSON.
+    """
     if not file.is_file():
         raise CheckpointInvalid(
             f"{file.parent} has no {file.name}; a checkpoint is the whole directory as transformers saves it.{under_way(file.parent)}"

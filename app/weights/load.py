@@ -1,7 +1,8 @@
-"""Fills a model with a checkpoint's weights: mapped where they are used as stored, else packed one at a time from the mapped file.
+"""Fills a model with a checkpoint's weights.
 
-At its peak it holds the finished weights and one tensor more; the largest go first, while little is there yet. Of a model that lies in the
-memory of a device, the host holds a few MiB at a time.
+Weights that are used as stored are memory-mapped; the others are packed one at a time from the mapped file. Peak
+memory is the finished weights plus one tensor; the largest are packed first, while little is loaded. For a model in
+device memory, the host holds a few MiB at a time.
 """
 
 from __future__ import annotations
@@ -45,7 +46,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def load_model(
     checkpoint: Checkpoint, plan: ServingPlan, backend: Device, progress: Progress | None = None, packs: Packs | None = None
 ) -> Model:
-    """The model, ready to run. `progress` hears (bytes done, bytes in all) after each tensor; `packs`: where packed weights are kept."""
+    """Return the model with its weights, ready to run.
+
+    Args:
+        checkpoint: The checkpoint.
+        plan: The plan, which decides precision and device.
+        backend: The device.
+        progress: Called with (bytes done, bytes in total) after each tensor.
+        packs: Where packed weights are kept; None: they are not kept.
+    """
     loading = _Loading(checkpoint, plan, backend, progress or (lambda done, total: None))
     with closing(loading.streams):
         loading.fill(packs)
@@ -60,9 +69,19 @@ def pack_weights(
     packs: Packs,
     correlations: Mapping[tuple[str, ...], Tensor] | None = None,
 ) -> Kept | None:
-    """Loads as serving does, so that the weights are packed and kept: what became of that, None where nothing is kept in this form.
+    """Load as for serving, so that the weights are packed and kept.
 
-    `correlations` of the inputs, by a product's sources, make better codes: then it is packed again, whatever was there.
+    Args:
+        checkpoint: The checkpoint.
+        plan: The plan.
+        backend: The device.
+        progress: Called with (bytes done, bytes in total) after each tensor.
+        packs: Where packed weights are kept.
+        correlations: Sums of x xᵀ over the inputs x, [in, in], by a linear layer's sources. They improve the
+            quantization (GPTQ); with them, the weights are packed again even if a pack exists.
+
+    Returns:
+        The pack file, or None if this form is not kept.
     """
     loading = _Loading(checkpoint, plan, backend, progress)
     loading.correlations = correlations or {}
@@ -71,7 +90,13 @@ def pack_weights(
 
 
 def choice_of(plan: ServingPlan, texts: bool = False, device: torch.device | None = None) -> Choice:
-    """How the plan's weights are held; `texts`: an encoder's; `device`: the backend's."""
+    """Return how the plan's weights are held.
+
+    Args:
+        plan: The plan.
+        texts: True for encoders.
+        device: The backend's device.
+    """
     precision, kind = plan.precision.value, plan.device.value
     recipe = FIXED[precision] if plan.deterministic.value else find_recipe(kind, host_architecture(), precision)
     recipe = for_texts(recipe) if texts else recipe
@@ -86,15 +111,15 @@ def _build(checkpoint: Checkpoint, dtype: torch.dtype, max_model_len: int, devic
 
 
 class _Loading:
-    """State of one load: the model, how far it is, and which factors channels were multiplied by."""
+    """The state of one load: the model, the progress, and the smooth scales of each layer."""
 
     def __init__(self, checkpoint: Checkpoint, plan: ServingPlan, backend: Device, progress: Progress) -> None:
         self.checkpoint, self.progress = checkpoint, progress
         self.choice = choice_of(plan, checkpoint.kind == "encoder", backend.device)
         self.model = _build(checkpoint, self.choice.dtype, plan.max_model_len.value, backend.device)
         self.streams = WeightStreams(checkpoint.tensors)
-        self.factors: dict[tuple[str, ...], Tensor] = {}  # by a layer's sources: what its columns were multiplied by
-        self.correlations: Mapping[tuple[str, ...], Tensor] = {}  # likewise: what a text showed of its inputs
+        self.factors: dict[tuple[str, ...], Tensor] = {}  # scales of the columns, by a layer's sources
+        self.correlations: Mapping[tuple[str, ...], Tensor] = {}  # correlations of the inputs, by a layer's sources
         self.done, self.total = 0, sum(entry.nbytes for entry in checkpoint.tensors.values())
 
     @torch.inference_mode()
@@ -121,7 +146,7 @@ class _Loading:
         return kept
 
     def _layers(self, linears: Sequence[Linear], norms: Sequence[RMSNorm]) -> list[Layer]:
-        """Each product with how it is packed, and with the norm that is to be made even with it."""
+        """Return each linear layer with its packing and with the norm that is equalized with it."""
         feeding = {norm.feeds: norm for norm in norms if norm.feeds is not None}
         layers = []
         for linear in linears:
@@ -130,7 +155,7 @@ class _Loading:
         return layers
 
     def _told(self, done: int, total: int) -> None:
-        """Packed weights are read: that is all there is to wait for."""
+        """Report the progress of reading packed weights as the progress of the whole load."""
         self.done = self.total * done // max(1, total)
         self.progress(self.done, self.total)
 
@@ -170,7 +195,7 @@ class _Loading:
         return gauge(norm.weight, column_maxima(parts, layer.linear.in_features, self.choice.device))
 
     def _blocks(self, entries: Sequence[TensorEntry]) -> Iterator[tuple[int, Tensor]]:
-        """Rows of the entries below each other, where the model is to lie: valid until the next."""
+        """Yield the stacked rows of the entries on the model's device; each is valid until the next."""
         for first, rows in self.streams.blocks(entries):
             yield first, rows if self.choice.device is None else rows.to(self.choice.device)
 
@@ -200,12 +225,12 @@ class _Loading:
         return form
 
     def _filling(self, empty: EmptyForm, linear: Linear, factors: Tensor | None) -> Callable[[int, Tensor], None]:
-        """How the form is brought its rows: four bits with what a text showed of their inputs."""
+        """Return the function that fills a form with rows; int4 forms also use the input correlations."""
         correlation = self.correlations.get(linear.sources)
         if correlation is None or not isinstance(empty, IntPanels | HybridLinear):
             return empty.fill
         return partial(empty.fill, bonds=bonds_of(correlation, factors))
 
     def _advance(self, entries: Sequence[TensorEntry]) -> None:
-        self.done = min(self.total, self.done + sum(entry.nbytes for entry in entries))  # a tied table is used twice
+        self.done = min(self.total, self.done + sum(entry.nbytes for entry in entries))  # a tied embedding is counted twice
         self.progress(self.done, self.total)

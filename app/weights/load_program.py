@@ -1,4 +1,4 @@
-"""Loads an exported program: its tensors out of the archive, weights of linear layers packed in the form that the recipe names."""
+"""Loads an exported program: reads its tensors from the archive and packs the weights of linear layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Progress = Callable[[int, int], None]
 
 
 def flat(archive: Archive, stored: Stored) -> Tensor:
-    """All of a member, [elements]."""
+    """Return all elements of a member, [elements]."""
     dtype = getattr(torch, stored.dtype)
     if stored.last == 0:
         return torch.empty(0, dtype=dtype)
@@ -31,13 +31,13 @@ def flat(archive: Archive, stored: Stored) -> Tensor:
 
 
 def packed(packing: Packing, weight: Tensor, bias: Tensor | None) -> LinearForm:
-    """A weight [out, in] in that form."""
+    """Return a weight [out, in] packed in that form."""
     return packing.pack(weight.contiguous(), bias)
 
 
 @dataclass(frozen=True, slots=True)
 class Making:
-    """Where values come from: the archive, unless steps are only to be timed."""
+    """The source of values: the archive, or synthetic values if steps are only timed."""
 
     flat: Callable[[Archive, Stored], Tensor] = flat
     packed: Callable[[Packing, Tensor, Tensor | None], LinearForm] = packed
@@ -47,7 +47,7 @@ READ = Making()
 
 
 def load_program(checkpoint: ProgramCheckpoint, plan: ServingPlan, progress: Progress, making: Making = READ) -> Program:
-    """Ready to run. `progress` hears (bytes done, bytes in all)."""
+    """Return the program, ready to run. `progress` is called with (bytes done, bytes in total)."""
     archive = Archive(checkpoint.path)
     try:
         states = _states(checkpoint, archive, progress, making)
@@ -65,7 +65,7 @@ def load_program(checkpoint: ProgramCheckpoint, plan: ServingPlan, progress: Pro
 
 
 def _states(checkpoint: ProgramCheckpoint, archive: Archive, progress: Progress, making: Making) -> dict[str, Tensor]:
-    """By the graph's names; tensors that share memory in the archive share it here."""
+    """Return the tensors by the graph's names; those that share memory in the archive share it here."""
     members: dict[str, Tensor] = {}
     total, done = sum(archive.size(each.member) for each in checkpoint.states.values() if archive.has(each.member)), 0
     states = {}
@@ -86,7 +86,7 @@ def _form(weight: Tensor, bias: Tensor | None, choice: Choice, making: Making) -
 
 
 def _narrow(checkpoint: ProgramCheckpoint, states: dict[str, Tensor]) -> None:
-    """Weights that only convolutions read are stored as autocast would make them at every step."""
+    """Convert weights that only convolutions read to BF16 once, as autocast would at every step."""
     others, own = set[str](), set[str]()
     for node in checkpoint.graph.nodes:
         names = {item.name for item in (*node.arguments, *node.keywords.values()) if isinstance(item, Ref)}

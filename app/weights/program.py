@@ -1,6 +1,7 @@
-"""Opens an exported program (`.pt2`) and judges it whole without torch: what goes in, what comes out, whether it can be batched and served.
+"""Opens an exported program (`.pt2`) and validates it completely, without torch.
 
-The first dimension of every input is the batch, one free symbol for all; outputs that have it too are served.
+It checks the inputs, the outputs, and that the program can be batched and served. The first dimension of every
+input is the batch, one free symbol for all. The outputs that have it too are served.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from app.models.outputs import output_names
 from app.weights.archive import Archive, Stored
 from app.weights.copies import check_fetched
 
-# torch's name of a type to the Open Inference Protocol's.
+# torch's dtype names to those of the Open Inference Protocol.
 DATATYPES: Mapping[str, str] = {
     "bool": "BOOL",
     "uint8": "UINT8",
@@ -44,12 +45,12 @@ _EXPORT = (
 
 @dataclass(frozen=True)
 class ProgramCheckpoint:
-    """An archive that can be served. `states` are the program's own tensors by the graph's name for them."""
+    """An archive that can be served. `states` are the program's stored tensors, by the graph's names."""
 
     path: Path
     graph: Graph
     signature: Signature
-    gives: tuple[int, ...]  # by the signature's outputs: which of the graph's
+    gives: tuple[int, ...]  # indices of the signature's outputs among the graph's outputs
     states: Mapping[str, Stored]
     fewest_rows: int = 1
     most_rows: int | None = None
@@ -57,15 +58,20 @@ class ProgramCheckpoint:
 
     @property
     def directory(self) -> Path:
+        """Directory of the archive."""
         return self.path.parent
 
     @property
     def name(self) -> str:
+        """Name of the model: the file's name without its suffix."""
         return self.path.stem
 
     @cached_property
     def linears(self) -> Mapping[str, str | None]:
-        """Weights [out, in] that nothing but products of rows read, each with its bias: they are held in our forms."""
+        """Weights [out, in] that only linear layers read, each with the name of its bias.
+
+        They are held in this package's forms.
+        """
         others = {ref for ref, where in _uses(self.graph) if where != (LINEAR, 1)}
         biases: dict[str, set[str | None]] = {}
         for node in self.graph.nodes:
@@ -75,18 +81,21 @@ class ProgramCheckpoint:
         return {weight: next(iter(each)) for weight, each in biases.items() if weight not in others and self._packs(weight, each)}
 
     def _packs(self, weight: str, biases: set[str | None]) -> bool:
-        """A floating-point matrix with one bias of its own, or none."""
+        """Return True for a floating-point matrix with exactly one bias, or without bias."""
         states, bias = self.states, next(iter(biases))
         floating = weight in states and states[weight].dtype in ("float32", "float16", "bfloat16")
         return floating and len(states[weight].shape) == 2 and len(biases) == 1 and (bias is None or bias in states)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of what is computed and with weights of which sizes, whatever their values are."""
+        """Hash of the computation and of the weights' shapes, independent of the weights' values."""
         return hashlib.sha256(repr((self.graph, self.states, self.fewest_rows, self.most_rows)).encode()).hexdigest()
 
     def needs(self) -> Needs:
-        """What serving it asks of a machine. Products are held in the precision served, everything else as it is stored."""
+        """Return the program's requirements, from which the plan is made.
+
+        Weights of linear layers are counted in the served precision, everything else as FP32.
+        """
         sizes = {ref: stored.num_elements for ref, stored in self.states.items()}
         products = sum(sizes[ref] for ref in self.linears)
         rest = 4 * (sum(sizes.values()) - products)
@@ -107,7 +116,12 @@ class ProgramCheckpoint:
 
 
 def open_program(path: Path) -> ProgramCheckpoint:
-    """Reads and checks everything but the weights' values. Raises `CheckpointInvalid`, and `OSError` where that cannot be read."""
+    """Read and check everything except the weights' values.
+
+    Raises:
+        CheckpointInvalid: Something is missing, damaged or not supported.
+        OSError: The file cannot be read.
+    """
     check_fetched(path)
     archive = Archive(path)
     try:
@@ -119,7 +133,7 @@ def open_program(path: Path) -> ProgramCheckpoint:
     try:
         major = values["schema_version"]["major"]
         if major != SCHEMA_MAJOR:
-            raise CheckpointInvalid(f"{path.name} has version {major} of torch.export's schema; {SCHEMA_MAJOR} is served.")
+            raise CheckpointInvalid(f"{path.name} has version {major} of torch.export's schema; {SCHEMA_MAJOR} is supported.")
         graph = read_graph(values["graph_module"]["graph"])
         return _judged(path, graph, values, stored)
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
@@ -128,12 +142,10 @@ def open_program(path: Path) -> ProgramCheckpoint:
 
 def _model_of(archive: Archive) -> str:
     if archive.names("data/aotinductor/"):
-        raise CheckpointInvalid(
-            f"{archive.path.name} holds compiled code, which would be run unseen. Save it with torch.export.save."
-        )
+        raise CheckpointInvalid(f"{archive.path.name} holds compiled code, which is not run. Save it with torch.export.save.")
     models = [name for name in archive.names("models/") if name.endswith(".json")]
     if len(models) != 1:
-        raise CheckpointInvalid(f"{archive.path.name} holds {len(models)} programs; one is served.")
+        raise CheckpointInvalid(f"{archive.path.name} holds {len(models)} programs; it must hold one.")
     return models[0].removesuffix(".json")
 
 
@@ -173,7 +185,7 @@ def _judged(path: Path, graph: Graph, values: Mapping[str, Any], stored: Mapping
 
 
 def _check_states(graph: Graph, states: Mapping[str, Stored]) -> None:
-    """Nothing is written into the program's own tensors: one request would change what the next one gets."""
+    """Refuse a program that writes into its stored tensors: one request would change the results of the next."""
     for node in graph.nodes:
         written = node.arguments[:1] if node.target.rpartition(".")[0].endswith("_") else ()
         if any(isinstance(item, Ref) and item.name in states for item in written):
@@ -187,17 +199,17 @@ def _specs(specs: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _state_name(kind: str, content: Mapping[str, Any]) -> str | None:
-    """What an input of the graph is called among the stored tensors; None: the caller gives it."""
+    """Return the stored tensor's name for an input of the graph, or None if the caller provides the input."""
     names = {"parameter": "parameter_name", "buffer": "buffer_name", "tensor_constant": "tensor_constant_name"}
     if kind in names:
         return str(content[names[kind]])
     if kind == "user_input" and "as_tensor" in content["arg"]:
         return None
-    raise CheckpointInvalid(f"The program takes something that is no tensor ({kind}); export it with tensors only.")
+    raise CheckpointInvalid(f"The program has an input that is not a tensor ({kind}); export it with tensors only.")
 
 
 def _batch_of(graph: Graph, given: list[str]) -> str:
-    """The symbol of the first dimension, one for all inputs."""
+    """Return the symbol of the batch, the first dimension of all inputs."""
     if not given:
         raise CheckpointInvalid("The program takes no input.")
     firsts = {name: (*graph.values[name].shape, None)[0] for name in given}
@@ -210,9 +222,7 @@ def _batch_of(graph: Graph, given: list[str]) -> str:
     symbol = str(firsts[given[0]])
     if len(symbols) != 1 or not _SYMBOL.fullmatch(symbol):
         told = ", ".join(f"{name} {size}" for name, size in firsts.items())
-        raise CheckpointInvalid(
-            f"The inputs' first dimensions are not one and the same batch: {told[:200]}. Export with {_EXPORT}."
-        )
+        raise CheckpointInvalid(f"The inputs' first dimensions are not the same batch size: {told[:200]}. Export with {_EXPORT}.")
     return symbol
 
 
@@ -222,14 +232,17 @@ def _range(limits: Mapping[str, Any]) -> tuple[int, int | None]:
 
 
 def _results(graph: Graph, specs: Any) -> list[int]:
-    """Which of the graph's outputs the caller gets. A program that changes its own tensors is refused: requests would change each other."""
+    """Return the indices of the graph's outputs that the caller receives.
+
+    A program that changes its stored tensors is refused: requests would change each other's results.
+    """
     found = []
     for index, (kind, content) in enumerate(_specs(specs)):
         if kind == "user_output" and isinstance(read_argument(content["arg"]), Ref):
             found.append(index)
         else:
             raise CheckpointInvalid(
-                f"The program gives something that is not served ({kind}): tensors only, and none of its own may change. {_EVAL}"
+                f"The program has an output that is not supported ({kind}): it must return tensors only and not change its own. {_EVAL}"
             )
     return found
 
@@ -244,7 +257,7 @@ def _spec(name: str, value: Value) -> TensorSpec:
 
 
 def _uses(graph: Graph) -> Iterator[tuple[str, tuple[str, int]]]:
-    """Each name with the operation and the place where it is read."""
+    """Yield each name with the operation and the argument position at which it is read."""
     for node in graph.nodes:
         for place, argument in enumerate((*node.arguments, *node.keywords.values())):
             yield from ((ref.name, (node.target, place)) for ref in refs(argument))
@@ -256,6 +269,6 @@ def _named(argument: Any) -> str | None:
 
 
 def _padded(names: list[str | None]) -> tuple[str | None, str | None, str | None]:
-    """x, weight and bias of a product."""
+    """Return x, weight and bias of a linear operation."""
     x, weight, bias = (*names, None, None, None)[:3]
     return x, weight, bias

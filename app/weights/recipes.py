@@ -1,6 +1,7 @@
-"""One table: on which device and architecture, at which precision, which forms hold the linear layers. A missing row is a refusal.
+"""The table of recipes: which forms hold the linear layers, by device, architecture and precision.
 
-Torch is not needed: the names are those of the tables of forms in `kernels/linear.py`.
+A combination without a row is refused. Torch is not needed: the names are those of the tables of forms in
+`kernels/linear.py`.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from app.hardware.decision import RecipeKey
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Forms in the order of preference: the first that suits the weight and the machine holds it; "plain" and "device" suit always.
+    """Forms in order of preference: the first that suits the weight and the machine holds it.
 
-    `linear` is for the layers' products, `output` for the output layer and the embedding tied to it (None: as `linear`).
-    `equalise`: channels are made alike before they are rounded (kernels/equalise.py).
-    `int8_copy_from`: where an int8 copy is held beside four-bit weights, it multiplies from so many rows on.
+    `linear` is for the linear layers, `output` for the output layer and an embedding tied to it (None: as
+    `linear`). The forms "plain" and "device" suit any weight. `equalise`: channels are equalized before
+    quantization (kernels/equalise.py). `int8_copy_from`: if an int8 copy is held in addition to int4 weights, the
+    copy multiplies from this number of rows on.
     """
 
     linear: tuple[str, ...]
@@ -27,6 +29,7 @@ class Recipe:
     int8_copy_from: int | None = None
 
     def forms(self, is_output: bool) -> tuple[str, ...]:
+        """Return the forms for the output layer or for the other linear layers."""
         return self.linear if self.output is None or not is_output else self.output
 
 
@@ -35,12 +38,12 @@ INT8 = Recipe(linear=("int8", "torch int8", "plain"), equalise=True)
 
 
 def _int4(*others: str, int8_copy_from: int) -> Recipe:
-    """Groups of 64: 0.53 bytes a weight. `others` serve where our library was not built."""
+    """Return a recipe with groups of 64, 0.53 bytes per weight. `others` serve if the native library was not built."""
     return Recipe(linear=("int4/64", *others, "plain"), equalise=True, int8_copy_from=int8_copy_from)
 
 
-# On devices with memory of their own. With four bits the output layer stays as it is: each of its rows is one token's score, and an
-# embedding tied to it wants its rows back.
+# Recipes for devices with separate memory. With int4, the output layer is not quantized: each of its rows is one
+# token's score, and a tied embedding needs its exact rows.
 DEVICE_EXACT = Recipe(linear=("device",))
 DEVICE_INT4 = Recipe(linear=("device int4/64", "device"), output=("device",), equalise=True)
 
@@ -49,7 +52,8 @@ def _device(kind: str, architecture: str, *exact: str) -> dict[RecipeKey, Recipe
     return {**{(kind, architecture, name): DEVICE_EXACT for name in exact}, (kind, architecture, "int4"): DEVICE_INT4}
 
 
-# device kind, CPU architecture, precision. What packing gains on x86 stands in kernels/linear.py; torch for Arm has the same operators.
+# Device kind, CPU architecture, precision. kernels/linear.py lists the gains of packing on x86; torch has the same
+# operators on Arm.
 RECIPES: Mapping[RecipeKey, Recipe] = {
     ("cpu", "x86_64", "fp32"): EXACT,
     ("cpu", "x86_64", "bf16"): EXACT,
@@ -65,17 +69,19 @@ RECIPES: Mapping[RecipeKey, Recipe] = {
 }
 
 
-# What holds an encoder's products instead. Vectors are compared with others, and a text of one word has no others to average with: with one
-# scale a row, all-MiniLM-L6-v2's "ok" comes out at a cosine of 0.982 with the exact one; with one for each 128 inputs at 0.995.
+# Replacements for encoders, whose vectors are compared with others. The error of a text of one word is not averaged
+# over words: with one scale per row, all-MiniLM-L6-v2's vector of "ok" has a cosine of 0.982 with the exact one; with
+# one per 128 inputs, 0.995.
 TEXT_FORMS: Mapping[str, str] = {"int8": "int8/128"}
 
 
 def for_texts(recipe: Recipe) -> Recipe:
-    """The same recipe for an encoder, or for a decoder that is served for its hidden states."""
+    """Return the recipe for an encoder, or for a decoder that is served for its hidden states."""
     return replace(recipe, linear=tuple(TEXT_FORMS.get(name, name) for name in recipe.linear))
 
 
-# Where neighbours may not matter (deterministic=on): forms whose rows add in one order, on any processor that they suit.
+# Recipes of deterministic=on, under which other rows must not affect a result: forms that sum each row in a fixed
+# order on any processor.
 FIXED: Mapping[str, Recipe] = {
     "bf16": Recipe(linear=("panels/fixed",)),
     "int8": Recipe(linear=("int8",), equalise=True),
@@ -84,7 +90,11 @@ FIXED: Mapping[str, Recipe] = {
 
 
 def find_recipe(device: str, architecture: str, precision: str) -> Recipe:
-    """The recipe for this machine. Raises `NoRecipe` with the rows that exist."""
+    """Return the recipe for this machine.
+
+    Raises:
+        NoRecipe: There is none; the message lists the existing ones.
+    """
     recipe = RECIPES.get((device, architecture, precision))
     if recipe is None:
         rows = "; ".join(" ".join(key) for key in RECIPES)

@@ -1,6 +1,7 @@
-"""An encoder's tensors under our names: whatever prefix a file has, whichever of a family's layouts, several in one tensor or not.
+"""Maps the tensor names of an encoder checkpoint to this package's names.
 
-A part of a stored tensor is a range of its rows, so it is known from the header alone; nothing is read or copied.
+It handles the prefixes and layouts of all families, and fused tensors. A part of a fused tensor is a range of its
+rows, so the header alone is enough: nothing is read or copied.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from app.weights.headers import TensorEntry
 
 DECODER_PREFIX = "model."
 _DECODER_HEADS: Mapping[str, str] = {"dense": "head.dense", "classifier": "head.out", "score": "head.out"}
-_OLD_NORMS: Mapping[str, str] = {"gamma": "weight", "beta": "bias"}  # as the first checkpoints called them
-# Heads that guess words, sentences or answers, computed positions, and what a base model keeps for a head that it does not have here.
+_OLD_NORMS: Mapping[str, str] = {"gamma": "weight", "beta": "bias"}  # names in the first BERT checkpoints
+# Unused tensors: heads for masked tokens, next sentences or answers, computed positions, and parts of heads that are
+# not served.
 _HARMLESS = re.compile(
     r"(cls|lm_head|pooler|classifier|pre_classifier|qa_outputs|score|head|decoder|dense|vocab_\w+)\."
     r"|(embeddings\.|.*\.)?position_ids$|.*rotary_emb\.inv_freq$"
@@ -26,7 +28,11 @@ _HARMLESS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Renamed:
-    """Tensors by our names; the stored names of those that are of no use; what the file calls, or would call, each of ours."""
+    """Tensors by this package's names.
+
+    `spare` are the stored names of unused tensors. `theirs` maps each of this package's names to the name in the
+    file, or to the one it would have.
+    """
 
     tensors: dict[str, TensorEntry]
     spare: list[str]
@@ -34,17 +40,20 @@ class Renamed:
 
 
 def renamed(found: Mapping[str, TensorEntry], config: EncoderConfig) -> Renamed:
-    """Without what is known to be harmless."""
+    """Return the tensors under this package's names; unused tensors that are known to be harmless are left out."""
     if any("lora_" in name or ".parametrizations." in name for name in found):
         raise CheckpointInvalid(
-            "The weights hold adapters (LoRA), which are not served: merge one into the weights and save them."
+            "The weights hold adapters (LoRA), which are not supported: merge one into the weights and save them."
         )
     read = _of_encoder(found, config) if config.decoder is None else _of_decoder(found)
     return replace(read, spare=[name for name in read.spare if not _HARMLESS.match(name)])
 
 
 def _of_decoder(found: Mapping[str, TensorEntry]) -> Renamed:
-    """Saved alone it has no prefix, beside a head it has. What is no decoder's at all is found to be missing or left over later."""
+    """Map the names of a decoder that is served for its hidden states.
+
+    Saved alone it has no prefix; saved with a head it has one. Missing and extra tensors are found later.
+    """
     prefix = "" if any(name.startswith(DECODER_PREFIX) for name in found) else DECODER_PREFIX
     tensors, spare = {}, []
     for name, entry in found.items():
@@ -74,19 +83,19 @@ def _of_encoder(found: Mapping[str, TensorEntry], config: EncoderConfig) -> Rena
 
 
 def _plain(name: str, prefixes: tuple[str, ...]) -> str:
-    """Without the base model's prefix, and with a norm's tensors called as everywhere."""
+    """Return the name without the base model's prefix, with the usual names for a norm's tensors."""
     name = next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), name)
     head, _, kind = name.rpartition(".")
     return f"{head}.{_OLD_NORMS[kind]}" if kind in _OLD_NORMS else name
 
 
 def part_of(entry: TensorEntry, stored: Stored) -> TensorEntry:
-    """The rows of one of several tensors that lie in one."""
+    """Return the rows of one of several tensors that are fused into one."""
     if stored.parts == 1:
         return entry
     if not entry.shape or entry.shape[0] % stored.parts:
         raise CheckpointInvalid(
-            f"{entry.file.name}: {stored.name} of shape {list(entry.shape)} cannot be cut into {stored.parts} equal parts by rows."
+            f"{entry.file.name}: {stored.name} of shape {list(entry.shape)} cannot be split into {stored.parts} equal parts by rows."
         )
     nbytes = entry.nbytes // stored.parts
     start = entry.start + stored.part * nbytes

@@ -1,4 +1,7 @@
-"""Bytes that a checkpoint's weights take in memory when they are served, by precision: from the config and the headers alone."""
+"""Memory that a checkpoint's weights take when they are served, in bytes by precision.
+
+It is computed from the configuration and the headers alone.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ ROUNDED = ("int8", "int4")
 
 
 def decoder_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry]) -> dict[str, int]:
-    """With tied embeddings the output layer's copy is the one that counts."""
+    """Return the bytes of a decoder in host memory; a tied embedding counts as the output layer."""
     embedding = tensors["model.embed_tokens.weight"]
-    # The embedding's table is never converted: rows are looked up as they are stored, and counted where no output layer holds them.
+    # The embedding table is never converted: rows are looked up as stored. It counts unless the output layer holds it.
     table = 0 if config.tie_embeddings else embedding.nbytes
     elements = sum(entry.num_elements for entry in tensors.values())
     products = elements - (0 if config.tie_embeddings else embedding.num_elements)
@@ -29,7 +32,10 @@ def decoder_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry]) -> di
 
 
 def encoder_bytes(config: EncoderConfig, tensors: Mapping[str, TensorEntry]) -> dict[str, int]:
-    """Tables as they are stored, norms and heads in FP32, products in the precision."""
+    """Return the bytes of an encoder in host memory.
+
+    Tables are counted as stored, norms and heads in FP32, linear layers in the precision.
+    """
     tables = sum(tensors[name].nbytes for name in encoder_tables_of(config))
     fixed = tables + 4 * encoder_norm_elements(config)
     products = sum(shape[0] * (shape[1] + bias) for shape, bias in encoder_products_of(config))
@@ -38,25 +44,35 @@ def encoder_bytes(config: EncoderConfig, tensors: Mapping[str, TensorEntry]) -> 
 
 
 def rounded_bytes(config: ModelConfig, precision: str) -> int:
-    """Bytes of the products' weights, of biases and of norms (in FP32) where our own forms hold them: the same on x86 and on Arm."""
+    """Return the bytes of quantized linear layers, biases and norms (FP32) in native forms.
+
+    They are equal on x86 and Arm.
+    """
     output = LAYOUTS[find_recipe("cpu", "x86_64", precision).forms(is_output=True)[0]]
     norms = 4 * _norm_elements(config)
     return _rounded_products(config, precision) + output.nbytes(config.vocab_size, config.hidden_size) + norms
 
 
 def decoder_device_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry]) -> dict[str, int]:
-    """In the memory of a device: norms in FP32, an embedding as stored where no output layer holds it, the output layer never rounded."""
+    """Return the bytes of a decoder in device memory.
+
+    Norms are in FP32, an embedding that is not tied is as stored, and the output layer is never quantized.
+    """
     table = 0 if config.tie_embeddings else tensors["model.embed_tokens.weight"].nbytes
     return _device_bytes(list(products_of(config)), config.vocab_size * config.hidden_size, table + 4 * _norm_elements(config))
 
 
 def encoder_device_bytes(config: EncoderConfig, tensors: Mapping[str, TensorEntry]) -> dict[str, int]:
+    """Return the bytes of an encoder in device memory."""
     tables = sum(tensors[name].nbytes for name in encoder_tables_of(config))
     return _device_bytes(list(encoder_products_of(config)), 0, tables + 4 * encoder_norm_elements(config))
 
 
 def _device_bytes(products: Sequence[tuple[Shape, bool]], output: int, fixed: int) -> dict[str, int]:
-    """`output` in elements, `fixed` in bytes. With four bits, room to write the largest weight out for many rows counts as well."""
+    """Return the bytes by precision of linear layers with this number of `output` elements and `fixed` bytes.
+
+    With int4, scratch memory to dequantize the largest weight for many rows is included.
+    """
     elements = output + sum(shape[0] * (shape[1] + bias) for shape, bias in products)
     exact = {name: elements * size + fixed for name, size in DEVICE_PRECISION_BYTES.items()}
     rounds = [shape for shape, _ in products if device_int4_suits(*shape)]
@@ -71,6 +87,7 @@ def _norm_elements(config: ModelConfig) -> int:
 
 
 def int8_copy_bytes(config: ModelConfig | EncoderConfig) -> int:
+    """Return the bytes of an int8 copy of all linear layers except the output layer."""
     return _held_bytes(config, "int8")
 
 

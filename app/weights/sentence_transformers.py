@@ -1,6 +1,7 @@
-"""What a directory of sentence-transformers says beside config.json: how a text becomes a vector, how long it may be, its prompts.
+"""Configuration files of sentence-transformers: pooling, maximum length and prompts of an encoder.
 
-`modules.json` lists what a text passes through. A module that we do not have is refused by name: leaving it out gives other vectors.
+`modules.json` lists the modules that a text passes through. An unsupported module is refused by name, since
+ignoring it would give other vectors.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _POOLING: Mapping[str, PoolingMode] = {
     "weightedmean": "weighted_mean",
     "lasttoken": "last",
 }
-# As flags, of which several may be set, in the order in which their vectors stand side by side.
+# Modes as flags. Several may be set; their vectors are concatenated in this order.
 _POOLING_FLAGS: Mapping[str, PoolingMode] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -35,19 +36,23 @@ _POOLING_FLAGS: Mapping[str, PoolingMode] = {
     "pooling_mode_weightedmean_tokens": "weighted_mean",
     "pooling_mode_lasttoken": "last",
 }
-_LONGEST = 1_000_000  # a tokenizer that knows of no limit says 10^30
+_LONGEST = 1_000_000  # a tokenizer without a limit has 10^30
 
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """One of modules.json: the last word of its class, and the folder of what it knows."""
+    """An entry of modules.json: the last part of its class name, and the folder of its configuration."""
 
     kind: str
     folder: str
 
 
 def sentence_words(directory: Path) -> SentenceWords:
-    """Raises `CheckpointInvalid` where vectors would not be those that sentence-transformers makes."""
+    """Read the configuration of sentence-transformers in a checkpoint directory.
+
+    Raises:
+        CheckpointInvalid: The vectors would differ from those of sentence-transformers.
+    """
     longest = _max_tokens(directory)
     if not (directory / MODULES).exists():
         return SentenceWords(max_tokens=longest)
@@ -60,12 +65,12 @@ def sentence_words(directory: Path) -> SentenceWords:
         score = said.values.get("activation_fn")
         return SentenceWords(None, longest, lowercases, None if score is None else score_function(score))
     if kind != "SentenceTransformer":
-        raise CheckpointInvalid(f"This is a {kind} of sentence-transformers; served are SentenceTransformer and CrossEncoder.")
+        raise CheckpointInvalid(f"This is a {kind} of sentence-transformers; supported: SentenceTransformer and CrossEncoder.")
     return SentenceWords(_pooling(directory, modules, said), longest, lowercases)
 
 
 def _max_tokens(directory: Path) -> int | None:
-    """Newer directories leave it to the tokenizer."""
+    """Return the maximum length, which newer directories leave to the tokenizer."""
     said = _of_transformer(directory)
     if said.has("max_seq_length"):
         return said.integer("max_seq_length")
@@ -74,7 +79,7 @@ def _max_tokens(directory: Path) -> int | None:
 
 
 def _of_transformer(directory: Path) -> Fields:
-    """Beside BERT's own name for it there were sentence_roberta_config.json and others."""
+    """Read sentence_bert_config.json or one of its older names, such as sentence_roberta_config.json."""
     found = sorted(directory.glob("sentence_*_config.json"))
     return Fields(read_object(found[0]), found[0].name) if found else Fields({})
 
@@ -89,7 +94,7 @@ def _modules(directory: Path) -> list[_Module]:
             raise CheckpointInvalid(f"{MODULES}: {one.folder!r} is not a folder of this directory.")
     if modules and modules[0].kind == "Transformer" and modules[0].folder:
         raise CheckpointInvalid(
-            f'{MODULES}: config.json and weights lie in {modules[0].folder}; move them up and say "path": "" there.'
+            f'{MODULES}: config.json and weights are in {modules[0].folder}; move them up and set "path": "" there.'
         )
     return modules
 
@@ -97,8 +102,8 @@ def _modules(directory: Path) -> list[_Module]:
 def _expect(kinds: Sequence[str], wanted: Sequence[str]) -> None:
     if list(kinds) != list(wanted):
         raise CheckpointInvalid(
-            f"{MODULES} lists {', '.join(kinds) or 'nothing'}; served are Transformer, Pooling, any number of Dense, then Normalize,"
-            " and a cross-encoder's Transformer alone."
+            f"{MODULES} lists {', '.join(kinds) or 'nothing'}; supported: Transformer, Pooling, any number of Dense, then Normalize,"
+            " or a cross-encoder's Transformer alone."
         )
 
 
@@ -148,8 +153,6 @@ def _dense(directory: Path, folder: str) -> DenseConfig:
             f"{said.where}: activation_function {path} is not known; known are {', '.join(TORCH_ACTIVATIONS)}."
         )
     if said.boolean("use_residual", False) or said.text("module_input_name", "sentence_embedding") != "sentence_embedding":
-        raise CheckpointInvalid(
-            f"{said.where}: use_residual and module_input_name are not served; Dense follows what was pooled."
-        )
+        raise CheckpointInvalid(f"{said.where}: use_residual and module_input_name are not supported; Dense must follow Pooling.")
     sizes = said.integer("in_features"), said.integer("out_features")
     return DenseConfig(folder, *sizes, bias=said.boolean("bias", True), activation=activation)

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors on their way into a form: some rows at a time, or whole where a form can only be made of a whole weight."""
+"""Reads a checkpoint's tensors for packing: some rows at a time, or whole for forms that need the whole weight."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from torch import Tensor
 from app.weights.headers import TensorEntry
 from app.weights.mapped import TORCH_DTYPES, MappedFiles
 
-_COPY_BYTES = 8 * 2**20  # source pages held while a tensor is converted
-_STREAM_BYTES = 4 * 2**20  # of a weight on its way into panels: less than the last cache of any server, in FP32 too
+_COPY_BYTES = 8 * 2**20  # bytes of source pages held while a tensor is converted
+_STREAM_BYTES = 4 * 2**20  # bytes read at a time: less than a server's last-level cache, even once converted to FP32
 
 
 class WeightStreams:
-    """The mapped files, and one buffer that all fused and converted tensors pass through."""
+    """The mapped files, and one buffer that is used for all fused and converted tensors."""
 
     def __init__(self, tensors: Mapping[str, TensorEntry]) -> None:
         self.tensors, self.files = tensors, MappedFiles()
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def entries(self, sources: Sequence[str], kind: str = "weight") -> list[TensorEntry]:
+        """Return the entries of a layer's source tensors."""
         return [self.tensors[f"{source}.{kind}"] for source in sources]
 
     def stored(self, entry: TensorEntry) -> Tensor:
-        """As it lies in the file, mapped."""
+        """Return the tensor as stored, mapped."""
         return self.files.tensor(entry)
 
     def held(self, entry: TensorEntry, device: torch.device | None) -> Tensor:
-        """The same, or as stored in the memory of a device."""
+        """Return the tensor as stored: mapped on the host, or copied to a device."""
         if device is None:
             return self.stored(entry)
         if len(entry.shape) != 2:
@@ -42,9 +43,10 @@ class WeightStreams:
         return table
 
     def blocks(self, entries: Sequence[TensorEntry]) -> Iterator[tuple[int, Tensor]]:
-        """(first row, rows) of the entries below each other, as stored: valid until the next, which has the same buffer.
+        """Yield (first row, rows) of the stacked entries, as stored.
 
-        The buffer stays in the processor's cache: neither whole tensors nor mapped pages are held.
+        Each is valid until the next, which reuses the buffer. The buffer fits the processor's cache: neither whole
+        tensors nor mapped pages are held.
         """
         first = 0
         for entry in entries:
@@ -58,9 +60,10 @@ class WeightStreams:
             first += rows
 
     def whole(self, entries: Sequence[TensorEntry], dtype: torch.dtype, keeps: bool) -> tuple[Tensor, bool]:
-        """The entries below each other in `dtype`, and whether that is the mapped file itself: so where they lie end to end as stored.
+        """Return the stacked entries in `dtype`, and True if they are a view of the mapped file.
 
-        `keeps`: not in the buffer, since whoever asks will hold it.
+        That is so if they are stored end to end in this dtype. With `keeps`, the shared buffer is not used, since
+        the caller will hold the tensor.
         """
         shape = (sum(entry.shape[0] for entry in entries), entries[0].shape[1])
         if TORCH_DTYPES[entries[0].dtype] == dtype and _lie_end_to_end(entries):
@@ -74,21 +77,22 @@ class WeightStreams:
         return weight, False
 
     def bias(self, sources: Sequence[str], dtype: torch.dtype) -> Tensor:
+        """Return the concatenated biases in `dtype`."""
         return torch.cat([self.stored(entry).to(dtype) for entry in self.entries(sources, "bias")])
 
     def drop(self, entries: Sequence[TensorEntry]) -> None:
-        """Gives their mapped pages back."""
+        """Release the mapped pages of the entries."""
         for entry in entries:
             self.files.drop(entry.file, entry.start, entry.end)
 
     def close(self) -> None:
-        """Mapped tensors live on."""
+        """Close the files; mapped tensors stay valid."""
         self.files.close()
 
     def _room(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         nbytes = math.prod(shape) * dtype.itemsize
         if self._buffer.numel() < nbytes:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old buffer before allocating the new one
             self._buffer = torch.empty(nbytes, dtype=torch.uint8)
         return self._buffer[:nbytes].view(dtype).view(shape)
 

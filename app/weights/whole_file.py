@@ -1,6 +1,7 @@
-"""Files that are kept for the next start: whole or not there, and believed only where nobody but us or root could have written them.
+"""Cache files that are kept for the next start: written atomically, and read only if they can be trusted.
 
-What they hold decides what people are answered. Several processes may write and read the same one at once.
+Their contents decide the model's answers. So a file is used only if no user except this process's and root could
+have written it. Several processes may write and read the same file at once.
 """
 
 from __future__ import annotations
@@ -18,18 +19,21 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 PARTIAL, _ABANDONED_SECONDS = ".partial-", 3600.0
-_warned: set[Path] = set()  # folders of which it was told that nothing can be kept there
+_warned: set[Path] = set()  # folders for which a warning was logged
 
 
 class FileUnusable(Exception):
-    """This file cannot be used, and why: whoever asked makes it again."""
+    """Raised with the reason if a cache file cannot be used; the caller makes it again."""
 
 
 @contextmanager
 def replacing(target: Path) -> Iterator[FileIO]:
-    """A new file beside the target, which takes its place at the end, at once. On any error, or Ctrl-C, nothing is left behind.
+    """Yield a new file that atomically replaces the target at the end.
 
-    Raises `OSError`.
+    On any error, or Ctrl-C, no file is left behind.
+
+    Raises:
+        OSError: The file cannot be written.
     """
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     _sweep(target.parent)
@@ -39,7 +43,7 @@ def replacing(target: Path) -> Iterator[FileIO]:
         undo.callback(partial.unlink, missing_ok=True)
         with FileIO(descriptor, "wb") as stream:
             yield stream
-            os.fchmod(stream.fileno(), 0o644)  # others may read it; who else may write is the directory's business
+            os.fchmod(stream.fileno(), 0o644)  # others may read it; the directory's mode decides who may replace it
             os.fsync(stream.fileno())
         partial.replace(target)
         undo.pop_all()
@@ -47,13 +51,18 @@ def replacing(target: Path) -> Iterator[FileIO]:
 
 
 def open_ours(file: Path) -> int:
-    """Its descriptor. Raises `FileNotFoundError` where there is none, and `FileUnusable` where others could have written it."""
+    """Open a trusted file and return its descriptor.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        FileUnusable: Other users could have written it.
+    """
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would wait
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # opening a pipe could block
     except FileNotFoundError:
         raise
     except OSError as error:
-        with suppress(PermissionError):  # where the folder is closed there is nothing, for us: who wants to write there is told
+        with suppress(PermissionError):  # if the folder is closed, the file counts as absent
             file.lstat()
             raise FileUnusable(f"it cannot be opened ({error.strerror})") from error
         raise FileNotFoundError(error.errno, error.strerror, str(file)) from error
@@ -65,9 +74,13 @@ def open_ours(file: Path) -> int:
 
 
 def check_ours(status: os.stat_result) -> None:
-    """Raises `FileUnusable` where somebody else could have written it. Root's is as good as our own."""
+    """Check that only this process's user or root could have written a file.
+
+    Raises:
+        FileUnusable: Another user could have.
+    """
     if not stat.S_ISREG(status.st_mode):
-        raise FileUnusable("it is no ordinary file")
+        raise FileUnusable("it is not a regular file")
     if status.st_uid not in (os.getuid(), 0):
         raise FileUnusable(f"it belongs to user {status.st_uid}")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -75,7 +88,10 @@ def check_ours(status: os.stat_result) -> None:
 
 
 def tell_unkept(file: Path, what: str, error: OSError) -> None:
-    """One warning a process, whatever else cannot be kept either: a cache volume that is full or read-only stops nobody."""
+    """Log that a file cannot be kept: one warning per cache folder, then only information.
+
+    A full or read-only cache volume does not stop serving.
+    """
     cache = file.parent.parent
     level = logging.INFO if cache in _warned else logging.WARNING
     _warned.add(cache)
@@ -85,12 +101,12 @@ def tell_unkept(file: Path, what: str, error: OSError) -> None:
 
 
 def differences(ours: Mapping[str, str], others: Iterable[Mapping[str, str]]) -> str:
-    """In what files that are not for this start differ from what is looked for, by the names in their keys; empty where there are none."""
+    """Return the names of the key fields in which other files differ from `ours`, joined; empty if there are none."""
     return ", ".join(sorted({name for key in others for name, value in ours.items() if key.get(name) != value}))
 
 
 def _sweep(folder: Path) -> None:
-    """What a process that was killed left half written goes after a while."""
+    """Remove files that killed processes left incomplete, once they are an hour old."""
     for file in folder.glob(f"{PARTIAL}*"):
         with suppress(OSError):
             if time.time() - file.stat().st_mtime > _ABANDONED_SECONDS:
@@ -98,7 +114,7 @@ def _sweep(folder: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    with suppress(OSError):  # some file systems cannot, and the name is only worth making the file again
+    with suppress(OSError):  # some file systems do not support it, and a lost file is only made again
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)

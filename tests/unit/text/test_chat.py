@@ -161,7 +161,7 @@ def test_where_a_template_comes_from(config: Any, file: str | None, expected: st
 
 
 @pytest.mark.parametrize(
-    "config, sentence", [(3, "must be a string"), (["a"], "must be a string"), ("{% if %}", "wrong in line 1")]
+    "config, sentence", [(3, "must be a string"), (["a"], "must be a string"), ("{% if %}", "error in line 1")]
 )
 def test_templates_that_are_none(config: Any, sentence: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointInvalid, match=sentence):

@@ -93,7 +93,7 @@ def test_special_and_unknown_ids_have_no_text(tmp_path: Path) -> None:
 
 
 def test_a_lone_surrogate_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="lone surrogate stands at character 1"):
+    with pytest.raises(InvalidRequest, match="there is a lone surrogate at character 1"):
         opened(tmp_path, byte_level()).encode("a\ud800")
 
 

@@ -74,5 +74,5 @@ def test_segments_are_not_told_to_a_model_that_never_heard_of_them(tmp_path: Pat
 @pytest.mark.parametrize("bad", ["a\ud800", ("fine", "a\ud800")])
 def test_half_a_character_is_refused(tmp_path: Path, bad: str | tuple[str, str]) -> None:
     write_word_pieces(tmp_path)
-    with pytest.raises(InvalidRequest, match="surrogate stands at character 1"):
+    with pytest.raises(InvalidRequest, match="lone surrogate at character 1"):
         Tokenizer(tmp_path).texts(["fox", bad])

@@ -91,7 +91,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
     "config a list": (lambda d: (d / "config.json").write_text("[]"), "is not a JSON object"),
     "generation config": (lambda d: (d / "generation_config.json").write_text("x"), "generation_config.json in"),
     "unknown architecture": (edit_json("config.json", architectures=["Foo"]), "Foo is not supported; supported are Llama"),
-    "quantised": (edit_json("config.json", quantization_config={"quant_method": "gptq"}), "quantised already"),
+    "quantised": (edit_json("config.json", quantization_config={"quant_method": "gptq"}), "already quantized"),
     "no weights": (replace_weights(), "has no weights"),
     "pickle": (replace_weights("pytorch_model.bin"), "(pytorch_model.bin), which can run code"),
     "two files, no index": (replace_weights("a.safetensors", "b.safetensors"), f"2 *.safetensors files and no {INDEX}"),
@@ -105,11 +105,11 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "dtype": (
         edit_tensors(lambda t: t.update({NORM: torch.ones(32, dtype=torch.int8)})),
-        f"{NORM} is stored as I8; served are F32",
+        f"{NORM} is stored as I8; supported: F32",
     ),
     "extra": (
         edit_tensors(lambda t: t.update({"model.x": torch.ones(5)})),
-        "LlamaForCausalLM has no use for: model.x.",
+        "LlamaForCausalLM of config.json does not use: model.x.",
     ),
     "fewer layers": (edit_json("config.json", num_hidden_layers=1), "9 tensors that"),
     "more layers": (edit_json("config.json", num_hidden_layers=9), "and 59 more"),
@@ -133,7 +133,7 @@ SHARD = "model-00002-of-00003.safetensors"
 SHARDED_REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing shard": (lambda d: (d / SHARD).unlink(), f"lacks 1 of 3 shards: {SHARD}"),
     "missing tensor": (edit_json(INDEX, weight_map={NORM: SHARD}), f"{NORM} (in {SHARD})"),
-    "elsewhere": (edit_json(INDEX, weight_map={NORM: "../model.safetensors"}), "names of files beside it"),
+    "elsewhere": (edit_json(INDEX, weight_map={NORM: "../model.safetensors"}), "names of files in the same directory"),
     "no map": (edit_json(INDEX, weight_map=None), "weight_map must map"),
     "not json": (lambda d: (d / INDEX).write_text("]"), f"{INDEX} in"),
 }

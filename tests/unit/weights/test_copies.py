@@ -136,12 +136,12 @@ HALVES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "index cut": (INDEX, cut, "is not JSON: "),
     "shard cut": (SHARD, cut, f"{SHARD} has been cut short: it has "),
     "shard missing": (SHARD, lambda file: file.unlink(), f"lacks 1 of 3 shards: {SHARD}. Copy or download them too."),
-    "shard under way": (SHARD, under_way, f"{SHARD}.incomplete there: a copy is under way, or was broken off."),
-    "config under way": ("config.json", under_way, "config.json.incomplete there: a copy is under way"),
-    "tokenizer under way": ("tokenizer.json", under_way, "tokenizer.json.incomplete there: a copy is under way"),
-    "shard a pointer": (SHARD, point, f"{SHARD} is a pointer of Git LFS and not the file itself: fetch that with git lfs pull."),
-    "config a pointer": ("config.json", point, "config.json is a pointer of Git LFS"),
-    "tokenizer a pointer": ("tokenizer.json", point, "tokenizer.json is a pointer of Git LFS"),
+    "shard under way": (SHARD, under_way, f"{SHARD}.incomplete there: a copy is running or was interrupted."),
+    "config under way": ("config.json", under_way, "config.json.incomplete there: a copy is running"),
+    "tokenizer under way": ("tokenizer.json", under_way, "tokenizer.json.incomplete there: a copy is running"),
+    "shard a pointer": (SHARD, point, f"{SHARD} is a Git LFS pointer, not the file itself: fetch the file with git lfs pull."),
+    "config a pointer": ("config.json", point, "config.json is a Git LFS pointer"),
+    "tokenizer a pointer": ("tokenizer.json", point, "tokenizer.json is a Git LFS pointer"),
     "shard a link": (SHARD, link, f"lacks 1 of 3 shards: {SHARD}"),
 }
 
@@ -173,7 +173,7 @@ def test_a_download_of_the_hub_that_was_broken_off(model: Path) -> None:
     assert "no *.safetensors file. .cache/huggingface/download/x.incomplete there" in refusal(model)
 
 
-@pytest.mark.parametrize(("content", "sentence"), [(POINTER, "pointer of Git LFS"), ("PK\3\4 cut", "Copy or download it to")])
+@pytest.mark.parametrize(("content", "sentence"), [(POINTER, "Git LFS pointer"), ("PK\3\4 cut", "Copy or download it to")])
 def test_a_program_that_is_not_whole(tmp_path: Path, content: str, sentence: str) -> None:
     (tmp_path / "net.pt2").write_text(content)
     assert sentence in refusal(tmp_path / "net.pt2")

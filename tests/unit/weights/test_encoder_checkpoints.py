@@ -129,14 +129,14 @@ REFUSED: dict[str, tuple[str, Callable[[Tensors], object], str]] = {
         lambda t: t.update({"embeddings.LayerNorm.bias": torch.ones(3)}),
         "embeddings.LayerNorm.bias has shape",
     ),
-    "left over": ("BertModel", lambda t: t.update({"encoder.layer.2.x": torch.ones(3)}), "no use for: encoder.layer.2.x"),
+    "left over": ("BertModel", lambda t: t.update({"encoder.layer.2.x": torch.ones(3)}), "does not use: encoder.layer.2.x"),
     "no head": (f"Bert{SUFFIX}", lambda t: t.pop("classifier.weight"), "lack 1 .* classifier.weight"),
     "adapters": ("JinaEmbeddingsV3Model", lambda t: t.update({"x.lora_A": torch.ones(3)}), "adapters"),
     "uneven": ("GteModel", lambda t: t.update({"encoder.layer.0.attention.qkv_proj.bias": torch.ones(97)}), "3 equal parts"),
     "a decoder's extra": (
         "Qwen3Model",
         lambda t: t.update({"layers.0.experts": torch.ones(3)}),
-        "no use for: model.layers.0.exp",
+        "does not use: model.layers.0.exp",
     ),
 }
 
@@ -170,5 +170,5 @@ def test_each_kind_says_what_it_is(tmp_path: Path) -> None:
 def test_a_quantised_one_is_refused(tmp_path: Path) -> None:
     file = write_encoder(tmp_path) / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"bits": 4}}))
-    with pytest.raises(CheckpointInvalid, match="quantised already"):
+    with pytest.raises(CheckpointInvalid, match="already quantized"):
         open_checkpoint(tmp_path)

@@ -167,9 +167,9 @@ def test_another_architectures_and_versions_packs_are_left_alone(
             served(tmp_path)
         assert packings
     assert len(files(tmp_path)) == 3
-    told = [message for message in caplog.messages if "left there" in message]
-    assert [message.partition(" are of another ")[2] for message in told] == [
-        "architecture, version: not used, and left there",
+    told = [message for message in caplog.messages if "are not used" in message]
+    assert [message.partition(" differ in ")[2] for message in told] == [
+        "architecture, version: they are not used and stay there",
     ] * 2
     before = [file.read_bytes() for file in files(tmp_path)]
     packings.clear()
@@ -187,7 +187,7 @@ def test_where_nothing_can_be_kept_the_model_is_served(
         (tmp_path / "cache").write_text("")
     with caplog.at_level(logging.WARNING):
         assert logits(served(tmp_path)).isfinite().all()
-    assert "what was packed cannot be kept in" in caplog.text and "serving goes on" in caplog.text
+    assert "the packed weights cannot be kept in" in caplog.text and "serving goes on" in caplog.text
     if what == "full":
         assert files(tmp_path) == [] and len(list((tmp_path / "cache" / "packs").iterdir())) == 1  # the note
 

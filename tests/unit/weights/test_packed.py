@@ -89,8 +89,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "others may write": (lambda file: file.chmod(0o664), "others may write"),
     "all may write": (lambda file: file.chmod(0o646), "others may write"),
     "a link": (link, "cannot be opened"),
-    "a folder": (lambda file: (file.unlink(), file.mkdir()), "no ordinary file"),
-    "a pipe": (pipe, "no ordinary file"),
+    "a folder": (lambda file: (file.unlink(), file.mkdir()), "not a regular file"),
+    "a pipe": (pipe, "not a regular file"),
 }
 
 
@@ -104,7 +104,7 @@ def test_what_is_not_sound_is_refused(file: Path, name: str, how: Callable[[Pack
 
 
 def test_what_was_made_for_something_else_is_refused(file: Path) -> None:
-    with pytest.raises(FileUnusable, match="made for something else"):
+    with pytest.raises(FileUnusable, match="made for another checkpoint, recipe or version"):
         open_pack(file, {**KEY, "recipe": "c"})
 
 

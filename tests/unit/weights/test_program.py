@@ -104,7 +104,7 @@ def test_a_custom_object_is_refused(recommender: Path, tmp_path: Path) -> None:
         spec = {"custom_obj": {"arg": {"name": "dense", "class_fqn": "x.Y"}, "custom_obj_name": "y"}}
         values["graph_module"]["signature"]["input_specs"][-1] = spec
 
-    with pytest.raises(CheckpointInvalid, match="takes something that is no tensor"):
+    with pytest.raises(CheckpointInvalid, match="has an input that is not a tensor"):
         open_program(tampered(recommender, tmp_path / "bad.pt2", MODEL, custom))
 
 
@@ -143,7 +143,7 @@ def test_another_schema(recommender: Path, tmp_path: Path) -> None:
     def newer(values: Any) -> None:
         values["schema_version"]["major"] = 9
 
-    with pytest.raises(CheckpointInvalid, match=r"version 9 of torch.export's schema; 8 is served"):
+    with pytest.raises(CheckpointInvalid, match=r"version 9 of torch.export's schema; 8 is supported"):
         open_program(tampered(recommender, tmp_path / "bad.pt2", MODEL, newer))
 
 

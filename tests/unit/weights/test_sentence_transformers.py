@@ -107,7 +107,7 @@ def test_dropout_does_nothing_here(tmp_path: Path) -> None:
 LISTS: dict[str, tuple[list[str], dict[str, Any], str]] = {
     "another module": ([NAMES[0], NAMES[1], f"{NEW}.lstm.LSTM"], {}, "lists Transformer, Pooling, LSTM"),
     "another order": ([NAMES[0], NAMES[2], NAMES[1]], {}, "lists Transformer, Normalize, Pooling"),
-    "no pooling": ([NAMES[0]], {}, "lists Transformer; served are"),
+    "no pooling": ([NAMES[0]], {}, "lists Transformer; supported:"),
     "nothing": ([], {}, "lists nothing"),
     "a judge by words": ([NAMES[0], f"{NEW}.LogitScore"], {"model_type": "CrossEncoder"}, "lists Transformer, LogitScore"),
     "sparse": (NAMES, {"model_type": "SparseEncoder"}, "This is a SparseEncoder of sentence-transformers"),
