@@ -1,4 +1,4 @@
-"""What the endpoints are given: the service and its companions, a parsed body, the request's id, and a count of what they refuse."""
+"""Common parts of the endpoints: the runtime, body parsing, the request id, and a counter of refused requests."""
 
 from __future__ import annotations
 
@@ -16,36 +16,51 @@ from app.service import Service
 
 
 class Lifetime(Protocol):
-    """What begins when the port opens and ends when the server stops: the service's loop and the worker's thread."""
+    """Start and stop of the server's background work: the service's event loop and the worker thread."""
 
-    async def start(self) -> None: ...
-    async def stop(self) -> None: ...
+    async def start(self) -> None:
+        """Start; called once when the server begins to listen."""
+
+    async def stop(self) -> None:
+        """Stop; called once at shutdown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """All that the faces stand before. `info` is what `/info` says beside the model and the capacity; it is called at each request."""
+    """Everything that the endpoints use.
+
+    `info` returns the part of `/info` that is not the version, stage or capacity; it is called for each request.
+    """
 
     service: Service
     metrics: Metrics
     lifetime: Lifetime
     info: Callable[[], dict[str, Any]]
-    created: int  # when the process began, Unix seconds: OpenAI's model list wants one
+    created: int  # start of the process, Unix seconds; OpenAI's model list has this field
     api_keys: tuple[str, ...] = ()
 
 
 def runtime_of(request: Request) -> Runtime:
+    """Return the runtime of the application that received the request."""
     runtime: Runtime = request.app.state.runtime
     return runtime
 
 
 def request_id(request: Request) -> str:
+    """Return the request id that the gate has assigned (`x-request-id`)."""
     identity: str = request.state.request_id
     return identity
 
 
 async def read_body(request: Request, model: type[Body_]) -> Body_:
-    """The body as this shape. Only what says that it is JSON is read: a web page can post anything else to us without asking."""
+    """Parse the body as `model`.
+
+    The content type must be JSON: a browser lets any web page post other types to this server without a CORS
+    preflight.
+
+    Raises:
+        InvalidRequest: the content type is not JSON, the body is empty or does not match.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise InvalidRequest("Send the body as JSON with the header `content-type: application/json`.")
@@ -57,7 +72,10 @@ async def read_body(request: Request, model: type[Body_]) -> Body_:
 
 @contextmanager
 def counting_refusals(metrics: Metrics, api: Api) -> Iterator[None]:
-    """What is refused in here never reaches the service, which counts its own."""
+    """Count a `RequestError` raised in the block as refused.
+
+    Use it only for errors before the request reaches the service, which counts its own.
+    """
     try:
         yield
     except RequestError:
@@ -66,7 +84,7 @@ def counting_refusals(metrics: Metrics, api: Api) -> Iterator[None]:
 
 
 def check_model(service: Service, name: str | None) -> None:
-    """Absent means the one that is served."""
+    """Check that `name` is the served model; None always passes. Raises `ModelNotFound`."""
     served = service.model.name
     if name is not None and name != served:
         raise ModelNotFound(f"The model {name[:100]!r} is not served here; {served!r} is.", field="model")

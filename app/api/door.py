@@ -1,6 +1,8 @@
-"""The door that every request passes: its id, its key, the size of its body, a watch for the client leaving, and the last handler.
+"""Entry point of every request, in front of the application.
 
-Plain ASGI, since a middleware that wraps requests in its own tasks hides disconnects. What a body means is the dialects' business.
+It assigns the request id, checks the API key, limits the body's size, detects disconnects and has the last
+exception handler. It is plain ASGI, since a middleware that runs requests in its own tasks hides disconnects.
+Parsing bodies is the dialects' task.
 """
 
 from __future__ import annotations
@@ -24,19 +26,18 @@ from app.errors import BodyTooLarge, Overloaded, RequestError, ServiceStopping, 
 
 log = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 16 * 2**20  # a context of a million tokens as text, several times over
+MAX_BODY_BYTES = 16 * 2**20  # several times a context of a million tokens as text
 MAX_TENSOR_BODY_BYTES = 4 * MAX_BODY_BYTES  # 100 images of 224 × 224 in FP32; binary tensors are not parsed
 TENSOR_HEADER = b"inference-header-content-length"
-MAX_HELD_BODIES = 8  # bodies of full size in memory at the same time; parsed they take several times that
-BODY_SECONDS = 60.0  # a body that takes longer is not worth its connection
-OPEN_PATHS = frozenset(
-    {"/healthz", "/readyz", "/v2/health/live", "/v2/health/ready", "/metrics"}
-)  # probes and scrapers have no keys
+MAX_HELD_BODIES = 8  # bodies of full size in memory at the same time; once parsed, a body takes several times its size
+BODY_SECONDS = 60.0  # time limit for receiving a body
+# Probes and scrapers have no keys.
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/v2/health/live", "/v2/health/ready", "/metrics"})
 _SANE_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 class Door:
-    """Wraps the application; the only state is how many bytes of bodies are being held."""
+    """ASGI middleware around the application. Its only state is the number of body bytes held in memory."""
 
     def __init__(self, app: ASGIApp, api_keys: Collection[str] = ()) -> None:
         self._app = app
@@ -44,6 +45,7 @@ class Door:
         self._held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request and convert every exception to a response."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -58,9 +60,9 @@ class Door:
             await answer.refuse(error)
             if isinstance(error, BodyTooLarge):
                 await linger(receive)
-        except asyncio.CancelledError:  # the server stops and has waited long enough
+        except asyncio.CancelledError:  # the server is stopping and drain_seconds are over
             await answer.refuse(ServiceStopping("The server is stopping and could not finish this request."))
-        except Exception as error:  # the last handler: the client learns nothing of our insides, the log all
+        except Exception as error:  # last handler: details go to the log, not to the client
             log.exception("request %s failed", answer.request_id)
             await answer.refuse(error)
         await answer.end()
@@ -70,10 +72,10 @@ class Door:
             return
         scheme, _, key = _header(scope, b"authorization").partition(b" ")
         offered = _hash(key.strip())
-        # Every key is compared, in constant time: the time taken tells nothing.
+        # Every key is compared, in constant time, so that the duration reveals nothing about the keys.
         known = sum(hmac.compare_digest(offered, expected) for expected in self._key_hashes)
         if scheme.lower() != b"bearer" or not known:
-            raise Unauthorized("This server wants an API key: send it as `Authorization: Bearer KEY`.")
+            raise Unauthorized("This server needs an API key: send it as `Authorization: Bearer KEY`.")
 
     async def _pass(self, scope: Scope, receive: Receive, answer: Answer) -> None:
         if scope["method"] in ("GET", "HEAD"):
@@ -115,7 +117,7 @@ class Door:
 
 
 class Answer:
-    """What goes back to one client: adds the request's id, and knows how far the response is."""
+    """Sender of the response to one client. It adds the request id and tracks how far the response is."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         offered = _header(scope, b"x-request-id")
@@ -125,6 +127,7 @@ class Answer:
         self._started = self._ended = self._streams = False
 
     async def send(self, message: Message) -> None:
+        """Forward an ASGI message; the response's start gets the header `x-request-id`."""
         if message["type"] == "http.response.start":
             self._started = True
             headers = message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
@@ -134,7 +137,10 @@ class Answer:
         await self._send(message)
 
     async def refuse(self, error: Exception) -> None:
-        """Tells the client, in whatever way is still possible: a response, or the last event of a stream. `end` comes after it."""
+        """Send an error to the client if that is still possible: as a response, or as the last event of a stream.
+
+        Call `end` afterwards.
+        """
         path = self._scope["path"]
         if not self._started:
             response = error_response(path, error)
@@ -146,18 +152,19 @@ class Answer:
             await self.send({"type": "http.response.body", "body": sse(error_body(path, refusal(error))), "more_body": True})
 
     async def end(self) -> None:
+        """Complete a response that was started and not finished."""
         if self._started and not self._ended:
             await self.send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _limit(scope: Scope) -> int:
-    """Bodies that say where their tensors begin may be larger."""
+    """Return the body size limit. Bodies with a header that says where their tensors begin may be larger."""
     has_tensors = scope["path"].startswith("/v2/") and _header(scope, TENSOR_HEADER)
     return MAX_TENSOR_BODY_BYTES if has_tensors else MAX_BODY_BYTES
 
 
 def _too_large(limit: int) -> BodyTooLarge:
-    return BodyTooLarge(f"The body may have {limit} bytes at the most.")
+    return BodyTooLarge(f"The body may have at most {limit} bytes.")
 
 
 def _header(scope: Scope, name: bytes) -> bytes:

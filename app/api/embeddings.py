@@ -1,4 +1,4 @@
-"""Vectors of texts: OpenAI's route and our own."""
+"""Embedding endpoints: `/v1/embeddings` (OpenAI) and `/embed` (native)."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ WRITERS: Mapping[str, Callable[[Floats], bytes]] = {"float": json_list, "base64"
 
 
 async def embeddings(request: Request) -> Response:
+    """Serve `POST /v1/embeddings`."""
     runtime = runtime_of(request)
     with counting_refusals(runtime.metrics, "embeddings"):
         served = runtime.service.encoder
@@ -46,6 +47,7 @@ async def embeddings(request: Request) -> Response:
 
 
 async def embed(request: Request) -> Response:
+    """Serve `POST /embed`."""
     runtime = runtime_of(request)
     with counting_refusals(runtime.metrics, "native"):
         runtime.service.encoder  # noqa: B018  # another kind of model is refused whatever the body is
@@ -58,6 +60,7 @@ async def embed(request: Request) -> Response:
 
 
 def wanted_of(body: TextsBody, output: str, request: Request) -> EncodingRequest:
+    """Return the encoding request of a native body for one output."""
     return EncodingRequest(
         inputs=inputs(body.inputs),
         outputs=(output,),
@@ -71,11 +74,11 @@ def wanted_of(body: TextsBody, output: str, request: Request) -> EncodingRequest
 
 
 def inputs(given: tuple[str | tuple[int, ...], ...]) -> tuple[TextInput, ...]:
-    """Texts, or token ids as they are."""
+    """Convert the body's inputs: texts are kept, lists of token ids become a `Text`."""
     return tuple(one if isinstance(one, str) else Text(one) for one in given)
 
 
 def answered(body: bytes, encoded: Encoded, headers: Mapping[str, str] | None = None) -> Response:
-    """JSON with what the request took."""
+    """Return a JSON response with the request's timings in the `Server-Timing` header."""
     told = server_timing([encoded.timings], "queue", "encode")
     return Response(body, media_type="application/json", headers={**told, **(headers or {})})

@@ -1,4 +1,4 @@
-"""What bodies look like that ask something of an encoder: vectors, an order of relevance, labels."""
+"""Request bodies of the encoder routes: embeddings, rerank and classify."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Many = Field(fail_fast=True, min_length=1)
 
 
 class EmbeddingsBody(Body):
-    """`POST /v1/embeddings`. `truncate` is ours: what is too long is cut instead of refused."""
+    """Body of `POST /v1/embeddings`. `truncate` is an extension: long texts are truncated instead of refused."""
 
     IGNORED: ClassVar[frozenset[str]] = IGNORED
 
@@ -27,13 +27,16 @@ class EmbeddingsBody(Body):
 
 
 class Document(Body):
-    """A document as an object."""
+    """A document given as an object."""
 
     text: str
 
 
 class RerankBody(Body):
-    """`POST /v1/rerank`, as Cohere's and Jina's clients send it; `truncate` and `raw_scores` are ours."""
+    """Body of `POST /v1/rerank`, as Cohere's and Jina's clients send it.
+
+    `truncate` and `raw_scores` are extensions.
+    """
 
     IGNORED: ClassVar[frozenset[str]] = IGNORED
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -53,6 +56,7 @@ class RerankBody(Body):
 
     @property
     def texts(self) -> tuple[str, ...]:
+        """The documents' texts, in order."""
         return tuple(given if isinstance(given, str) else given.text for given in self.documents)
 
 
@@ -67,7 +71,7 @@ Classified = str | TextPair
 
 
 class ClassifyBody(Body):
-    """`POST /v1/classify`."""
+    """Body of `POST /v1/classify`."""
 
     IGNORED: ClassVar[frozenset[str]] = IGNORED
 
@@ -78,30 +82,32 @@ class ClassifyBody(Body):
 
     @property
     def texts(self) -> tuple[str | tuple[str, str], ...]:
+        """The texts and pairs, in order; one input becomes a tuple of one."""
         given = self.input if isinstance(self.input, tuple) else (self.input,)
         return tuple(one if isinstance(one, str) else (one.text, one.text_pair) for one in given)
 
 
 class CutFields(Body):
-    """What to do with a text that is too long, in the words of text-embeddings-inference."""
+    """Handling of a text that is too long, with the fields of text-embeddings-inference."""
 
     truncate: bool | None = None
     truncation_direction: Literal["Left", "Right", "left", "right"] | None = None
 
     @property
     def keeps_end(self) -> bool:
+        """True if truncation removes the start of the text."""
         return self.truncation_direction in ("Left", "left")
 
 
 class TextsBody(CutFields):
-    """Texts, and what the checkpoint puts before them."""
+    """Texts, and the name of the checkpoint's prompt that is put before them."""
 
     inputs: Texts
     prompt_name: str | None = None
 
 
 class EmbedBody(TextsBody):
-    """`POST /embed`. `normalize` absent: as the checkpoint says."""
+    """Body of `POST /embed`. `normalize` None means as the checkpoint says."""
 
     normalize: bool | None = None
     dimensions: Int | None = None

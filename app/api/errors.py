@@ -1,6 +1,7 @@
-"""Where errors become HTTP: the only place that knows status codes and what each dialect's error body looks like.
+"""Conversion of exceptions to HTTP responses: the only place with status codes and with each dialect's error body.
 
-Everything else raises `RequestError`s, which are words; the door catches what nobody else did.
+All other code raises `RequestError`s, which know no HTTP. The gate (`RequestGate`) converts what no other
+handler has caught.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from app.errors import (
     Unauthorized,
 )
 
-# The nearest class in an error's ancestry counts.
+# The nearest base class of an error decides.
 STATUS: Mapping[type[ArmatureError], int] = {
     InvalidRequest: 400,
     Unauthorized: 401,
@@ -42,16 +43,16 @@ STATUS: Mapping[type[ArmatureError], int] = {
     RequestTimeout: 504,
     ArmatureError: 500,
 }
-# Loading says no better; kubelet's own readiness period is 10 s, a client may look a little oftener.
+# No better estimate is known while loading. The kubelet's default readiness period is 10 s; clients may retry a bit sooner.
 LOADING_RETRY_SECONDS = 5
-# Another pod answers at once.
+# Another pod can serve the request at once.
 STOPPING_RETRY_SECONDS = 1
 INTERNAL_MESSAGE = "The server failed to answer this request. Its log, under the same x-request-id, says why."
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An error as HTTP will say it, before a dialect gives it a body."""
+    """An error in terms of HTTP, before a dialect formats its body."""
 
     status: int
     code: str
@@ -61,7 +62,7 @@ class Refusal:
 
 
 def refusal(error: Exception) -> Refusal:
-    """Any exception in the words of HTTP. What we did not foresee is a 500 that tells the client nothing of our insides."""
+    """Convert any exception. An unexpected one becomes a 500 that reveals no internals to the client."""
     if isinstance(error, RequestError):
         status = next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
         return Refusal(status, error.code, error.message, error.field, _retry_headers(error))
@@ -86,7 +87,7 @@ def _retry_headers(error: RequestError) -> dict[str, str]:
     return {}
 
 
-# ---- what each dialect says ----------------------------------------------------------------------------------------
+# ---- error bodies of each dialect ----------------------------------------------------------------------------------
 
 
 def _openai_body(refusal: Refusal) -> dict[str, Any]:
@@ -113,7 +114,7 @@ def _tei_body(refusal: Refusal) -> dict[str, Any]:
 _TEI_TYPES: Mapping[int, str] = {429: "Overloaded", 503: "Unhealthy"}
 
 
-# First part of the path → body; what is not listed speaks our own dialect.
+# First part of the path → body; all other paths use the native dialect.
 BODIES: Mapping[str, Callable[[Refusal], dict[str, Any]]] = {
     "v1": _openai_body,
     "v2": _oip_body,
@@ -122,20 +123,24 @@ BODIES: Mapping[str, Callable[[Refusal], dict[str, Any]]] = {
 
 
 def error_body(path: str, refusal: Refusal) -> dict[str, Any]:
-    """The error's body in the dialect that the path belongs to."""
+    """Return the error's body in the dialect of the path."""
     return BODIES.get(path.split("/", 2)[1] if path.startswith("/") else "", _native_body)(refusal)
 
 
 def error_response(path: str, error: Exception) -> JSONResponse:
+    """Return the complete response for an exception, in the dialect of the path."""
     said = refusal(error)
     return JSONResponse(error_body(path, said), said.status, headers=said.headers)
 
 
-# ---- pydantic's complaints -----------------------------------------------------------------------------------------
+# ---- pydantic's errors ---------------------------------------------------------------------------------------------
 
 
 def invalid_body(error: ValidationError) -> InvalidRequest:
-    """The most specific complaint as one sentence that names the field; what a union's branches say of the same field is joined by `or`."""
+    """Convert a pydantic error to one sentence about the most specific field at fault.
+
+    The messages of a union's branches about this field are joined by `or`.
+    """
     complaints = [(_field_name(item["loc"]), item["msg"]) for item in error.errors()]
     name, _ = max(complaints, key=lambda complaint: (complaint[0].count("[") + complaint[0].count("."), bool(complaint[0])))
     sentence = "; or ".join(dict.fromkeys(_plain(text) for about, text in complaints if about == name))
@@ -143,7 +148,10 @@ def invalid_body(error: ValidationError) -> InvalidRequest:
 
 
 def _field_name(location: tuple[int | str, ...]) -> str:
-    """`messages[0].content` from pydantic's location, which also holds the branches of unions (`str`, `list[str]`)."""
+    """Return a name such as `messages[0].content` for pydantic's location.
+
+    The location also contains the branches of unions (`str`, `list[str]`), which are left out.
+    """
     name = ""
     for part in location:
         if isinstance(part, int):
@@ -161,7 +169,7 @@ def _plain(text: str) -> str:
 
 
 async def answer_error(request: Request, error: Exception) -> JSONResponse:
-    """FastAPI's handler for the errors that it may catch."""
+    """Handle the exception types that FastAPI may catch itself."""
     return error_response(request.url.path, error)
 
 

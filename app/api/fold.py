@@ -1,4 +1,4 @@
-"""A whole answer as a fold of the pieces that a stream would have shown: one path, so a stream and an answer cannot disagree."""
+"""Collection of a stream's events into a complete response, so that both forms come from the same events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PHASES = ("queue", "prefill", "decode")
 
 @dataclass(slots=True)
 class Choice:
-    """One completion as far as it has come."""
+    """One completion as collected so far."""
 
     index: int
     texts: list[str] = field(default_factory=list)
@@ -24,22 +24,25 @@ class Choice:
 
     @property
     def text(self) -> str:
+        """The text so far."""
         return "".join(self.texts)
 
     @property
     def reason(self) -> FinishReason:
-        assert self.finished is not None, "every choice of a whole answer has ended"
+        """Finish reason; valid only after the choice has finished."""
+        assert self.finished is not None, "every choice of a complete response has finished"
         return self.finished.reason
 
 
 @dataclass(slots=True)
 class Whole:
-    """Everything that the pieces said, choice by choice."""
+    """A request's completions, collected from its stream events."""
 
     by_index: dict[int, Choice] = field(default_factory=dict)
     usage: Usage = field(default_factory=lambda: Usage(0))
 
     def add(self, piece: Piece) -> None:
+        """Add one event to its choice."""
         if isinstance(piece, Accepted):
             return
         choice = self.by_index.setdefault(piece.choice, Choice(piece.choice))
@@ -53,14 +56,16 @@ class Whole:
 
     @property
     def choices(self) -> list[Choice]:
+        """Choices in the order of their index."""
         return [self.by_index[index] for index in sorted(self.by_index)]
 
     def headers(self) -> dict[str, str]:
+        """Return the `Server-Timing` header over all choices."""
         return server_timing(choice.finished.timings for choice in self.choices if choice.finished)
 
 
 async def fold(pieces: Pieces) -> Whole:
-    """Reads to the end. Raises what the pieces raise."""
+    """Read the stream to its end. Exceptions of the stream are raised."""
     whole = Whole()
     async for piece in pieces:
         whole.add(piece)
@@ -68,9 +73,10 @@ async def fold(pieces: Pieces) -> Whole:
 
 
 def server_timing(timings: Iterable[Timings], *phases: str) -> dict[str, str]:
-    """A `Server-Timing` header with the longest of each phase over choices that ran side by side, milliseconds.
+    """Return a `Server-Timing` header with the longest time of each phase over all choices, in milliseconds.
 
-    A stream's header is sent at its first token: it can tell `queue` and `prefill`, and HTTP has no place after the body for the rest.
+    Choices run in parallel. A stream sends its headers at the first token, so it can report `queue` and
+    `prefill` only; HTTP has no place for the rest after the body.
     """
     each = list(timings)
     if not each:

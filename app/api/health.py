@@ -1,4 +1,4 @@
-"""What probes, scrapers and curious people ask: alive, ready, what this is, and how it is doing."""
+"""Endpoints for probes, scrapers and operators: liveness, readiness, information, metrics and the step log."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from app.api.errors import LOADING_RETRY_SECONDS
 from app.errors import InvalidRequest
 from app.version import VERSION
 
-MOST_DIGITS = 18  # of a step's number: more steps than a machine lives to make
+MOST_DIGITS = 18  # digits of a step number: more steps than any process reaches
 
 
 async def healthz(request: Request) -> Response:
-    """Fails when the worker thread has died: nothing but a restart helps then."""
+    """Report liveness; 500 after the worker thread has died, when only a restart helps."""
     alive = runtime_of(request).service.alive
     return JSONResponse({"status": "alive" if alive else "dead"}, 200 if alive else 500)
 
 
 async def readyz(request: Request) -> Response:
+    """Report readiness; 503 with the loading stage until the model is ready."""
     service = runtime_of(request).service
     if service.ready:
         return JSONResponse({"status": "ready"})
@@ -33,7 +34,7 @@ async def readyz(request: Request) -> Response:
 
 
 async def info(request: Request) -> Response:
-    """What is known by now; while loading that is less."""
+    """Return the version, the stage, the runtime's information and the capacity; less is known while loading."""
     runtime = runtime_of(request)
     snapshot = runtime.service.snapshot
     capacity: dict[str, Any] = asdict(snapshot) | {"kv_usage_ratio": snapshot.kv_usage_ratio}
@@ -41,18 +42,21 @@ async def info(request: Request) -> Response:
 
 
 async def steps(request: Request) -> Response:
-    """The engine's last steps, by number: what came after the one that a client asked for last."""
+    """Return the engine's last steps after the step number given as `after`."""
     after = _whole(request.query_params.get("after", "0"))
     return JSONResponse({"clock": time.time(), **runtime_of(request).metrics.steps.since(after)})
 
 
 def _whole(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS):
-        raise InvalidRequest("after is the number of a step, 0 or more: what the answer before called `next`.", field="after")
+        raise InvalidRequest("after must be a step number, 0 or more: the `next` of the previous response.", field="after")
     return int(text)
 
 
 async def metrics(request: Request) -> Response:
-    """Answered on the event loop from counters that are already filled: a scrape never waits for a step."""
+    """Return the metrics in Prometheus format.
+
+    The counters are already filled, so a scrape on the event loop never waits for a step.
+    """
     body, content_type = runtime_of(request).metrics.render(request.headers.get("accept", ""))
     return Response(body, headers={"content-type": content_type})

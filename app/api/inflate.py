@@ -1,4 +1,4 @@
-"""Bodies that come compressed, made plain at the door: never more of them than a body may have."""
+"""Decompression of request bodies, limited to the size that a body may have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS  # zlib looks at the first bytes; HTTP's `def
 
 
 class Inflate:
-    """One body, chunk by chunk. Raises `InvalidRequest` for an encoding that we do not know and for what is not of it."""
+    """Decoder of one body, chunk by chunk.
+
+    Raises `InvalidRequest` for an unknown encoding and for data that does not match it.
+    """
 
     def __init__(self, encoding: str) -> None:
         known = encoding.strip().lower()
@@ -19,18 +22,18 @@ class Inflate:
         self._inner = zlib.decompressobj(GZIP_OR_ZLIB) if known not in ("", "identity") else None
 
     def __call__(self, chunk: bytes, max_bytes: int) -> bytes:
-        """The chunk made plain, or the first `max_bytes` of that."""
+        """Return the decompressed chunk, at most its first `max_bytes`."""
         if self._inner is None:
             return chunk
         try:
             plain = self._inner.decompress(chunk, max_bytes)
         except zlib.error as error:
-            raise InvalidRequest("The body is not of the content-encoding that its header names.") from error
+            raise InvalidRequest("The body does not match its content-encoding header.") from error
         if self._inner.unused_data:
-            raise InvalidRequest("The compressed body goes on behind its end.")
+            raise InvalidRequest("The compressed body has data after its end.")
         return plain
 
     def finish(self) -> None:
-        """Raises where the body broke off."""
+        """Raise `InvalidRequest` if the compressed data is incomplete."""
         if self._inner is not None and not self._inner.eof:
             raise InvalidRequest("The compressed body ends too early.")

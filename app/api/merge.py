@@ -1,4 +1,4 @@
-"""Several prompts as one stream: each is a request of its own to the service, and their pieces are told as one request's."""
+"""Several prompts as one stream: each prompt is a request to the service, and their events are merged."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ Item = tuple[int, Piece | asyncio.Task[None]]
 
 
 async def merged(streams: Sequence[Pieces], choices_each: int) -> AsyncGenerator[Piece, None]:
-    """Choice c of stream s becomes choice s · choices_each + c, and usage adds up.
+    """Yield the events of all streams as those of one request.
 
-    Each is admitted before the next is tried, so a refusal of any of them is raised before the first token.
+    Choice c of stream s becomes choice s · choices_each + c, and usage is summed. The streams are admitted one
+    after the other, so a refusal of any of them is raised before the first token.
     """
     queue: asyncio.Queue[Item] = asyncio.Queue()
     tasks: list[asyncio.Task[None]] = []
@@ -28,7 +29,7 @@ async def merged(streams: Sequence[Pieces], choices_each: int) -> AsyncGenerator
         while num_running:
             number, item = await queue.get()
             if isinstance(item, asyncio.Task):
-                item.result()  # raises what ended that stream
+                item.result()  # raises the stream's exception, if any
                 num_running -= 1
             else:
                 yield _renumbered(item, number, choices_each, usages)

@@ -1,4 +1,4 @@
-"""Our own dialect: text or token ids in, text and token ids out, and the two halves of the tokenizer."""
+"""Native dialect: generation from text or token ids to text and token ids, and the tokenizer."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ Json = dict[str, Any]
 
 
 async def generate(request: Request) -> Response:
+    """Serve `POST /generate`."""
     runtime = runtime_of(request)
     with counting_refusals(runtime.metrics, "native"):
         body = await read_body(request, GenerateBody)
@@ -33,6 +34,7 @@ async def generate(request: Request) -> Response:
 
 
 async def tokenize(request: Request) -> Response:
+    """Serve `POST /tokenize`."""
     body = await read_body(request, TokenizeBody)
     service = runtime_of(request).service
     if (body.prompt is None) == (body.messages is None):
@@ -45,6 +47,7 @@ async def tokenize(request: Request) -> Response:
 
 
 async def detokenize(request: Request) -> Response:
+    """Serve `POST /detokenize`."""
     body = await read_body(request, DetokenizeBody)
     text = await runtime_of(request).service.detokenize(body.token_ids, body.skip_special_tokens is not False)
     return JSONResponse({"text": text})
@@ -64,7 +67,10 @@ def _translated(body: GenerateBody, identity: str) -> GenerationRequest:
 
 
 async def _events(pieces: Pieces) -> AsyncIterator[Json]:
-    """An event for each piece of text with its ids, and one that ends each choice. Beams come at once, when the search is over."""
+    """Yield an event for each text delta with its token ids, and one that ends each choice.
+
+    The text of beams comes at once, after the search.
+    """
     async for piece in pieces:
         if isinstance(piece, Accepted):
             continue
@@ -77,7 +83,10 @@ async def _events(pieces: Pieces) -> AsyncIterator[Json]:
 
 
 def _whole_body(whole: Whole) -> Json:
-    """The first choice's fields stand at the top; where there are more choices, all of them are listed too."""
+    """Return the response body with the first choice's fields at the top level.
+
+    If there are several choices, the body also has a list of all of them.
+    """
     bodies = [_choice_body(choice) for choice in whole.choices]
     body = {name: value for name, value in bodies[0].items() if name != "index"} | {"usage": _usage_body(whole.usage)}
     return body if len(bodies) == 1 else body | {"choices": bodies}

@@ -1,4 +1,4 @@
-"""What bodies of our own routes look like: the smallest surface, with token ids in and out."""
+"""Request bodies of the native routes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from app.api.schemas import MAX_MESSAGES, Body, Int, SamplingFields, TokenIds
 
 
 class GenerateBody(SamplingFields):
-    """`POST /generate`, with `prompt` or `token_ids`. Without `max_tokens` an answer may go on to the end of the context.
+    """Body of `POST /generate`, with `prompt` or `token_ids`.
 
-    `add_special_tokens` is about `prompt`: whether the tokenizer puts its own (such as a beginning of sequence) around it.
+    Without `max_tokens`, generation may continue to the end of the context. `add_special_tokens` applies to
+    `prompt`: it makes the tokenizer add its own special tokens, such as the beginning of sequence.
     """
 
     prompt: str | None = None
@@ -26,7 +27,7 @@ class GenerateBody(SamplingFields):
 
 
 class TokenizeBody(Body):
-    """`POST /tokenize`, with `prompt`, or with `messages` that go through the chat template."""
+    """Body of `POST /tokenize`, with `prompt`, or with `messages` that are rendered with the chat template."""
 
     prompt: str | None = None
     messages: Annotated[tuple[Message, ...], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
@@ -34,7 +35,7 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """`POST /detokenize`."""
+    """Body of `POST /detokenize`."""
 
     token_ids: TokenIds
     skip_special_tokens: bool | None = None

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol (KServe V2 over REST): what is served and whether it is ready, and `infer` for encoders and programs."""
+"""Open Inference Protocol (KServe V2 over REST): health, metadata, and `infer` for encoders and programs."""
 
 from __future__ import annotations
 
@@ -22,36 +22,45 @@ EXTENSIONS = ("binary_tensor_data", "generate", "model_configuration", "paramete
 
 
 async def server(request: Request) -> Response:
+    """Serve `GET /v2`: name, version and extensions of the server."""
     return JSONResponse({"name": "armature", "version": SERVER_VERSION, "extensions": EXTENSIONS})
 
 
 async def live(request: Request) -> Response:
+    """Serve `GET /v2/health/live`; 500 after the worker thread has died."""
     alive = runtime_of(request).service.alive
     return JSONResponse({"live": alive}, 200 if alive else 500)
 
 
 async def ready(request: Request) -> Response:
-    """The specification's object says `live` here, KServe's own servers say `ready`."""
+    """Serve `GET /v2/health/ready`; 503 while the model is loading.
+
+    The specification's object has `live` here and KServe's own servers send `ready`, so the body has both.
+    """
     service = runtime_of(request).service
     body = {"live": service.alive, "ready": service.ready}
     return JSONResponse(body) if service.ready else JSONResponse(body, 503, {"retry-after": str(LOADING_RETRY_SECONDS)})
 
 
 async def model_ready(request: Request) -> Response:
+    """Serve the readiness of the model in the path; 503 while it is loading."""
     service, model = runtime_of(request).service, served(request)
     body = {"name": model.name, "ready": service.ready}
     return JSONResponse(body) if service.ready else JSONResponse(body, 503, {"retry-after": str(LOADING_RETRY_SECONDS)})
 
 
 async def model_metadata(request: Request) -> Response:
+    """Serve the name, platform and tensors of the model in the path."""
     return JSONResponse(metadata(served(request)))
 
 
 async def model_config(request: Request) -> Response:
+    """Serve the model configuration extension for the model in the path."""
     return JSONResponse(config(served(request)))
 
 
 async def infer(request: Request) -> Response:
+    """Serve `POST /v2/models/{name}/infer`, within the request's own timeout if it has one."""
     runtime = runtime_of(request)
     with counting_refusals(runtime.metrics, "oip"):
         check_origin(request)
@@ -68,7 +77,7 @@ async def infer(request: Request) -> Response:
 
 
 def served(request: Request) -> ServedModel:
-    """The model of the path, if it is the one that we serve."""
+    """Return the served model. Raises `ModelNotFound` if the path names another model or version."""
     model = runtime_of(request).service.model
     name, version = request.path_params["name"], request.path_params.get("version", VERSION)
     if name != model.name:
@@ -79,7 +88,11 @@ def served(request: Request) -> ServedModel:
 
 
 def check_origin(request: Request) -> None:
-    """The protocol's clients name no content type. A web page's scripts name where they come from, and must ask before they send JSON."""
+    """Refuse a browser's cross-origin request without a JSON content type.
+
+    The protocol's clients send no content type, so it is not required. A web page's scripts send an `Origin`
+    header, and need a CORS preflight before they may send JSON.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if "origin" in request.headers and kind != "application/json" and HEADER not in request.headers:
         raise InvalidRequest("Send the body as JSON with the header `content-type: application/json`.")
@@ -96,7 +109,7 @@ def _inference(model: ServedModel, head: bytes, tail: bytes | None) -> Inference
 
 
 def _check_parameters(model: ServedModel, inference: Inference) -> None:
-    """A program takes tensors alone."""
+    """Refuse parameters about texts for a program, which takes tensors only."""
     if isinstance(model, ServedProgram):
         given = inference.parameters
         for name in ("normalize", "truncate", "dimensions", "prompt_name"):

@@ -1,4 +1,4 @@
-"""The generate extension of the Open Inference Protocol: a text in, a text out, whole or as it grows."""
+"""Generate extension of the Open Inference Protocol: text in, text out, complete or as a stream."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ from app.messages import SamplingParams
 from app.served import ServedDecoder
 
 Json = dict[str, Any]
-DEFAULT_MAX_TOKENS = 20  # the extension's own
+DEFAULT_MAX_TOKENS = 20  # the extension's default
 
 
 async def generate(request: Request) -> Response:
+    """Serve `POST /v2/models/{name}/generate`."""
     return await _answer(request, stream=False)
 
 
 async def generate_stream(request: Request) -> Response:
+    """Serve `POST /v2/models/{name}/generate_stream`."""
     return await _answer(request, stream=True)
 
 
@@ -49,12 +51,12 @@ async def _answer(request: Request, stream: bool) -> Response:
         return EventStream(events, head, server_timing(head.timings(), "queue", "prefill"))
     whole = await fold(pieces)
     choice = whole.choices[0]
-    assert choice.finished is not None, "an answer that was folded has ended"
+    assert choice.finished is not None, "a complete response has finished"
     return JSONResponse(shape.whole(choice.text, choice.logprobs, choice.finished), headers=whole.headers())
 
 
 def _read(body: bytes, stream: bool) -> tuple[OipGenerateBody, Json]:
-    """The body, and its parameters from both places where they may stand."""
+    """Return the body and its parameters, which may be in `parameters` or at the top level."""
     if not body.strip():
         raise InvalidRequest("The body is empty: send a JSON object with text_input.")
     parsed = parse(OipGenerateBody, body)
@@ -64,7 +66,7 @@ def _read(body: bytes, stream: bool) -> tuple[OipGenerateBody, Json]:
             if (value := getattr(place, name)) is None:
                 continue
             if name in given:
-                raise InvalidRequest(f"{name} stands both in parameters and beside it: send it once.", field=name)
+                raise InvalidRequest(f"{name} is given both in parameters and at the top level: send it once.", field=name)
             given[name] = value
     if given.get("stream", stream) != stream:
         other = "generate_stream" if given["stream"] else "generate"
@@ -74,14 +76,14 @@ def _read(body: bytes, stream: bool) -> tuple[OipGenerateBody, Json]:
 
 def _params(given: Json) -> SamplingParams:
     if given.get("n", 1) != 1:
-        raise InvalidRequest("An answer here is one text: n must be 1.", field="n")
+        raise InvalidRequest("This route returns one text: n must be 1.", field="n")
     sampling = {name: value for name, value in given.items() if name not in ("details", "stream", "max_tokens")}
     logprobs = 0 if given.get("details") else None
     return GenerateParameters(**sampling).params(max_tokens=given.get("max_tokens", DEFAULT_MAX_TOKENS), logprobs=logprobs)
 
 
 class _Shape:
-    """What an answer's JSON looks like, whole and in pieces."""
+    """Formatter of complete responses and stream events."""
 
     def __init__(self, model: ServedDecoder, identity: str | None, params: SamplingParams, details: bool) -> None:
         self._model, self._params, self._details = model, params, details
@@ -96,7 +98,10 @@ class _Shape:
         return body | {"details": {"finish_reason": self._reason(finished), "logprobs": logprobs} | usage}
 
     async def events(self, pieces: Pieces) -> AsyncIterator[Json]:
-        """The texts joined are the whole. With details there is an event for each token, and a last one that says why it ended."""
+        """Yield the stream's events, whose texts join to the complete text.
+
+        With details there is one event per token, and a last one with the finish reason.
+        """
         told = False
         async for piece in pieces:
             if isinstance(piece, Accepted):
@@ -117,7 +122,10 @@ class _Shape:
         return body | {"details": {"finish_reason": reason, "token": None if token is None else self._token(token)}}
 
     def _reason(self, finished: ChoiceFinished) -> str:
-        """The extension has three words; a deadline, too, is a limit that cut the text short."""
+        """Return the finish reason as one of the extension's three.
+
+        A timeout is reported as `length`, since it too is a limit that cut the text short.
+        """
         if finished.reason != "stop":
             return "length"
         matched = finished.matched_stop

@@ -1,4 +1,4 @@
-"""What a served model is in the Open Inference Protocol's words, by kind: its tensors, its metadata, and inputs held against them."""
+"""Description of a served model for the Open Inference Protocol: its tensors, metadata, and validation of inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from app.served import ServedEncoder, ServedModel, ServedProgram
 Json = dict[str, Any]
 
 TEXT = TensorSpec("text", "BYTES", (-1,))
-# Instead of `text`, or beside it the second of each pair: what a client may leave out.
+# Optional inputs: `text_pair` is the second text of each pair; the others are an alternative to `text`.
 OPTIONAL = (
     TensorSpec("text_pair", "BYTES", (-1,)),
     TensorSpec("input_ids", "INT64", (-1, -1)),
@@ -23,18 +23,19 @@ OPTIONAL = (
     TensorSpec("token_type_ids", "INT64", (-1, -1)),
 )
 GENERATES = Signature((TensorSpec("text_input", "BYTES", (1,)),), (TensorSpec("text_output", "BYTES", (1,)),))
-# The model configuration extension's own words, where they are not ours behind TYPE_.
+# Datatypes that the model configuration extension does not name TYPE_ and the protocol's datatype.
 _CONFIG_TYPES = {"BYTES": "TYPE_STRING"}
 
 
 def signature_of(model: ServedModel) -> Signature:
+    """Return the input and output tensors of a model of any kind."""
     if isinstance(model, ServedProgram):
         return model.signature
     return Signature((TEXT, *OPTIONAL), _outputs(model)) if isinstance(model, ServedEncoder) else GENERATES
 
 
 def _outputs(model: ServedEncoder) -> tuple[TensorSpec, ...]:
-    """The model's own, and scores where it has logits: what they mean."""
+    """Return the model's outputs, and `scores` if it has logits."""
     sizes = dict(model.sizes)
     if "logits" in sizes:
         sizes["scores"] = sizes["logits"]
@@ -43,6 +44,7 @@ def _outputs(model: ServedEncoder) -> tuple[TensorSpec, ...]:
 
 
 def metadata(model: ServedModel) -> Json:
+    """Return the model metadata of the protocol."""
     signature = signature_of(model)
     return {
         "name": model.name,
@@ -54,14 +56,14 @@ def metadata(model: ServedModel) -> Json:
 
 
 def config(model: ServedModel) -> Json:
-    """The model configuration extension: the metadata in other words, with what may be left out."""
+    """Return the model configuration of the extension, which also says which inputs are optional."""
     signature = signature_of(model)
     return {
         "name": model.name,
         "platform": _platform(model),
         "backend": "armature",
         "version_policy": {"latest": {"num_versions": 1}},
-        "max_batch_size": 0,  # `dims` tell the batch too
+        "max_batch_size": 0,  # 0: `dims` include the batch dimension
         "input": [_config_tensor(spec) | ({"optional": True} if spec in OPTIONAL else {}) for spec in signature.inputs],
         "output": [_config_tensor(spec) for spec in signature.outputs],
     }
@@ -79,11 +81,15 @@ def _config_tensor(spec: TensorSpec) -> Json:
     return {"name": spec.name, "data_type": _CONFIG_TYPES.get(spec.datatype, f"TYPE_{spec.datatype}"), "dims": list(spec.shape)}
 
 
-# ---- what a client sent, held against it ---------------------------------------------------------------------------
+# ---- validation of requests ----------------------------------------------------------------------------------------
 
 
 def check_inputs(specs: tuple[TensorSpec, ...], inputs: Mapping[str, Array]) -> None:
-    """Names, datatypes and shapes; the first dimension is the batch, equal in all and not empty. Any input may be missing here."""
+    """Check names, datatypes and shapes. Missing inputs are allowed here.
+
+    The first dimension is the batch; it must be the same in all inputs and not 0. Raises an `InvalidRequest`
+    that names the input.
+    """
     known = {spec.name: spec for spec in specs}
     batches: dict[str, int] = {}
     for name, array in inputs.items():
@@ -93,15 +99,16 @@ def check_inputs(specs: tuple[TensorSpec, ...], inputs: Mapping[str, Array]) -> 
         batches[name] = array.shape[0]
     if len(set(batches.values())) > 1:
         told = ", ".join(f"{name}: {batch}" for name, batch in batches.items())
-        raise InvalidRequest(f"The inputs' first dimensions must be equal, and they are not ({told}).", field="inputs")
+        raise InvalidRequest(f"The inputs' first dimensions must be equal, not {told}.", field="inputs")
     if 0 in batches.values():
         raise InvalidRequest("The inputs are empty: their first dimension must be 1 or more.", field="inputs")
 
 
 def check_complete(specs: tuple[TensorSpec, ...], inputs: Mapping[str, Array]) -> None:
+    """Check that no input is missing. Raises `InvalidRequest`."""
     missing = [spec.name for spec in specs if spec.name not in inputs]
     if missing:
-        raise InvalidRequest(f"The model needs the input {missing[0]!r} too.", field=missing[0])
+        raise InvalidRequest(f"The model also needs the input {missing[0]!r}.", field=missing[0])
 
 
 def _check_input(spec: TensorSpec, array: Array) -> None:
@@ -116,17 +123,20 @@ def _check_input(spec: TensorSpec, array: Array) -> None:
 
 
 def wanted_outputs(signature: Signature, inference: Inference) -> tuple[str, ...]:
-    """The outputs' names in the order that they were asked for; all where none was."""
+    """Return the names of the requested outputs in the order of the request; all outputs if none was named."""
     known = [spec.name for spec in signature.outputs]
     wanted = tuple(known if inference.outputs is None else inference.outputs)
     for name in wanted:
         if name not in known:
-            raise InvalidRequest(f"The model has no output {name[:100]!r}: it gives {', '.join(known)}.", field="outputs")
+            raise InvalidRequest(f"The model has no output {name[:100]!r}: it has {', '.join(known)}.", field="outputs")
     return wanted
 
 
 def bare_inputs(signature: Signature, body: bytes) -> dict[str, Array]:
-    """A body without any JSON is the one input of a batch of one: a text as it is, or values whose shape its size tells."""
+    """Return the single input of a binary body without JSON, which is a batch of one.
+
+    The body is a UTF-8 text, or values whose shape follows from their number.
+    """
     specs = [spec for spec in signature.inputs if spec not in OPTIONAL]
     if len(specs) != 1:
         raise InvalidRequest("A bare binary body needs a model with one input: send a JSON object before the bytes.")
@@ -145,7 +155,7 @@ def _bare_shape(spec: TensorSpec, num_bytes: int) -> tuple[int, ...]:
     free = rest.count(-1)
     if free > 1:
         raise InvalidRequest(
-            f"A bare binary body does not tell the shape {list(spec.shape)}: send a JSON object before the bytes."
+            f"A bare binary body does not determine the shape {list(spec.shape)}: send a JSON object before the bytes."
         )
     if not row or not num_bytes or num_bytes % row or (not free and num_bytes != row):
         wanted = f"a multiple of {row} bytes" if free else f"{row} bytes"

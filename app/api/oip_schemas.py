@@ -1,4 +1,4 @@
-"""What bodies of the Open Inference Protocol look like: `infer` with its tensors, and the generate extension."""
+"""Request bodies of the Open Inference Protocol: `infer` with its tensors, and the generate extension."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ MAX_TENSORS = 64  # inputs or outputs of one request
 MAX_DIMENSIONS = 16
 
 Dimension = Annotated[int, Field(ge=0, le=2**64 - 1)]
-# What MLServer's clients say of a tensor that holds what it seems to hold.
+# Values that MLServer's clients send for tensors that need no conversion.
 CONTENT_TYPE = (None, "str", "np")
 
 
 class InputParameters(Body):
-    """`binary_data_size`: so many of the bytes behind the JSON are this tensor."""
+    """Parameters of an input. `binary_data_size` is the number of its bytes after the JSON."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"content_type": CONTENT_TYPE}
 
@@ -26,7 +26,7 @@ class InputParameters(Body):
 
 
 class InputTensor(Body):
-    """One tensor, row by row: `data` flat or nested as `shape` says, or binary."""
+    """An input tensor in row-major order: `data` is flat or nested according to `shape`, or absent for binary data."""
 
     name: str
     shape: Annotated[tuple[Dimension, ...], Field(fail_fast=True, max_length=MAX_DIMENSIONS)]
@@ -36,11 +36,12 @@ class InputTensor(Body):
 
     @property
     def binary_size(self) -> int | None:
+        """Size in bytes of the binary data; None if the tensor is given as JSON."""
         return self.parameters.binary_data_size if self.parameters else None
 
 
 class OutputParameters(Body):
-    """`binary_data`: as bytes behind the answer's JSON."""
+    """Parameters of an output. `binary_data` requests it as bytes after the response's JSON."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"content_type": CONTENT_TYPE, "classification": (None, 0)}
 
@@ -48,12 +49,18 @@ class OutputParameters(Body):
 
 
 class OutputTensor(Body):
+    """A requested output."""
+
     name: str
     parameters: OutputParameters | None = None
 
 
 class InferParameters(Body):
-    """Of the protocol: `binary_data_output`, and `timeout` in microseconds. Of an encoder: the others, as in `/embed`."""
+    """Parameters of `infer`.
+
+    `binary_data_output` and `timeout` (microseconds) are the protocol's. The others are for encoders and are the
+    same as in `/embed`.
+    """
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "content_type": CONTENT_TYPE,
@@ -72,7 +79,7 @@ class InferParameters(Body):
 
 
 class InferBody(Body):
-    """`POST /v2/models/{model}/infer`. The path says which model."""
+    """Body of `POST /v2/models/{model}/infer`. The path names the model."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset({"model_name", "model_version"})
 
@@ -83,9 +90,10 @@ class InferBody(Body):
 
 
 class GenerateParameters(SamplingFields):
-    """How the generate extension's text comes about. Without `max_tokens` it has 20 tokens, as the protocol says.
+    """Parameters of the generate extension. Without `max_tokens` the text has 20 tokens, as the protocol says.
 
-    `details`: also why it ended, and each token with its log-probability. An answer never repeats its prompt.
+    `details` adds the finish reason and each token with its log-probability. The response never repeats the
+    prompt.
     """
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -100,7 +108,10 @@ class GenerateParameters(SamplingFields):
 
 
 class OipGenerateBody(GenerateParameters):
-    """`POST /v2/models/{model}/generate` and `/generate_stream`. Parameters stand in `parameters` or beside `text_input`."""
+    """Body of `POST /v2/models/{model}/generate` and `/generate_stream`.
+
+    Parameters may be in `parameters` or at the top level.
+    """
 
     text_input: str
     id: str | None = None

@@ -1,6 +1,6 @@
-"""Tensors of the Open Inference Protocol as `Array`s, out of JSON or of the bytes behind it, and back.
+"""Conversion of the Open Inference Protocol's tensors, as JSON or binary data, to `Array`s and back.
 
-Nothing that a client says of a tensor is believed: datatype, shape, number of values and number of bytes must agree, or it is refused.
+Datatype, shape, number of values and number of bytes of a client's tensor must agree; otherwise it is refused.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from app.api.vectors import json_list
 from app.errors import InvalidRequest
 from app.messages import Array
 
-# Bytes of one value; BYTES has a length before each. BF16 is not in the protocol's own table, but its binary extension carries it.
+# Bytes of one value. BYTES elements have a length prefix. BF16 is only in the protocol's binary extension.
 SIZES = {
     "BOOL": 1, "UINT8": 1, "UINT16": 2, "UINT32": 4, "UINT64": 8, "INT8": 1, "INT16": 2, "INT32": 4, "INT64": 8,
     "FP16": 2, "BF16": 2, "FP32": 4, "FP64": 8,
 }  # fmt: skip
-# The letters of Python's `array`, and numpy's; every machine that we run on is little-endian, as the protocol wants.
+# Type codes of Python's `array` and of numpy. All supported machines are little-endian, as the protocol requires.
 _LETTERS = {
     "UINT8": "B", "UINT16": "H", "UINT32": "I", "UINT64": "Q", "INT8": "b", "INT16": "h", "INT32": "i", "INT64": "q",
     "FP32": "f", "FP64": "d",
@@ -38,13 +38,13 @@ _WANTED: dict[str, tuple[str, frozenset[type]]] = {
 }
 _WHOLE = ("whole numbers", frozenset({int}))
 LARGEST_FP32 = float.fromhex("0x1.fffffep127")
-MAX_STRINGS = 4_096  # in one tensor: twice the texts of a request; each is a step of Python
-MAX_JSON_VALUES = 2**22  # of one output: as Python's numbers they take 32 times the 4 bytes of an FP32
-SLICE_VALUES = 2**14  # written as JSON in about a millisecond, after which others may have the loop
+MAX_STRINGS = 4_096  # limit per tensor: twice the texts of a request; each takes an iteration of a Python loop
+MAX_JSON_VALUES = 2**22  # limit per output: as Python objects they take 32 times the 4 bytes of an FP32
+SLICE_VALUES = 2**14  # written as JSON in about a millisecond, after which the event loop may run other tasks
 
 
 def from_json(name: str, datatype: str, shape: tuple[int, ...], values: Any) -> Array:
-    """A tensor given as a JSON list, flat or nested as its shape says."""
+    """Return a tensor given as a JSON list, flat or nested according to its shape."""
     count = _count(name, datatype, shape)
     if datatype in ("FP16", "BF16"):
         raise _refused(name, f"{datatype} cannot be sent as JSON: send it as binary data")
@@ -58,11 +58,14 @@ def from_json(name: str, datatype: str, shape: tuple[int, ...], values: Any) -> 
 
 
 def from_binary(name: str, datatype: str, shape: tuple[int, ...], data: bytes) -> Array:
-    """A tensor given as bytes: little-endian, row by row, each element of BYTES behind its length in four bytes."""
+    """Return a tensor given as little-endian bytes in row-major order.
+
+    Each element of BYTES follows its length, a number of four bytes.
+    """
     count = _count(name, datatype, shape)
     if datatype == "BYTES":
         if sum(4 + len(element) for element in _elements(name, data, count)) != len(data):
-            raise _refused(name, f"the shape {list(shape)} has {count} elements, and its binary data goes on behind them")
+            raise _refused(name, f"the shape {list(shape)} has {count} elements, and its binary data has more")
     elif len(data) != count * SIZES[datatype]:
         wanted = count * SIZES[datatype]
         raise _refused(name, f"{datatype} of shape {list(shape)} is {wanted} bytes, and binary_data_size says {len(data)}")
@@ -72,7 +75,7 @@ def from_binary(name: str, datatype: str, shape: tuple[int, ...], data: bytes) -
 
 
 def strings(name: str, tensor: Array) -> list[str]:
-    """The elements of a BYTES tensor, each of which must be text in UTF-8."""
+    """Return the elements of a BYTES tensor, each of which must be UTF-8 text."""
     try:
         return [element.decode() for element in _elements(name, tensor.data, math.prod(tensor.shape))]
     except UnicodeDecodeError as error:
@@ -80,13 +83,18 @@ def strings(name: str, tensor: Array) -> list[str]:
 
 
 def of_strings(elements: Sequence[str], shape: tuple[int, ...]) -> Array:
+    """Return a BYTES tensor of the texts."""
     return Array("BYTES", shape, _packed("", "BYTES", elements))
 
 
 def json_slices(name: str, tensor: Array) -> Iterator[bytes]:
-    """The values as the inside of a JSON list, in slices that are written quickly. Raises where JSON has no words for them."""
+    """Yield the inside of a JSON list of the values, in slices that take about a millisecond each.
+
+    Raises:
+        InvalidRequest: JSON cannot represent the values, or there are too many.
+    """
     if tensor.datatype in ("FP16", "BF16"):
-        raise _unsayable(name, f"{tensor.datatype} cannot be told as JSON")
+        raise _unsayable(name, f"{tensor.datatype} cannot be sent as JSON")
     if math.prod(tensor.shape) > MAX_JSON_VALUES:
         raise _unsayable(name, f"{math.prod(tensor.shape)} values are too many for JSON, which takes {MAX_JSON_VALUES}")
     if tensor.datatype == "BYTES":
@@ -98,12 +106,12 @@ def json_slices(name: str, tensor: Array) -> Iterator[bytes]:
 
 
 def _written(name: str, datatype: str, data: bytes) -> bytes:
-    """A JSON list of them."""
+    """Return a JSON list of the values."""
     if datatype == "BOOL":
         return to_json(list(map(bool, data)))
     values = numpy.frombuffer(data, _NUMPY[datatype])
     if datatype in ("FP32", "FP64") and not numpy.isfinite(values).all():
-        raise _unsayable(name, "it holds values that are not finite, for which JSON has no words")
+        raise _unsayable(name, "it has values that are not finite, which JSON cannot represent")
     return json_list(values) if datatype == "FP32" else to_json(values.tolist())
 
 
@@ -118,7 +126,7 @@ def _count(name: str, datatype: str, shape: tuple[int, ...]) -> int:
 
 
 def _flat(name: str, shape: tuple[int, ...], values: Any) -> list[Any]:
-    """The values in a row: they come so, or nested exactly as the shape says."""
+    """Return the values as a flat list; nested ones must be nested exactly according to the shape."""
     if not isinstance(values, list):
         raise _refused(name, "data must be a list")
     if not values or type(values[0]) is not list:
@@ -148,7 +156,10 @@ def _packed(name: str, datatype: str, values: Sequence[Any]) -> bytes:
 
 
 def _check_finite(name: str, datatype: str, values: Sequence[float]) -> None:
-    """JSON has no infinity; what is too large for FP32 would silently become one."""
+    """Check that all values are finite and fit the datatype.
+
+    JSON has no infinity, and a value too large for FP32 would silently become one.
+    """
     if not all(map(math.isfinite, values)):
         raise _refused(name, "data must be finite numbers")
     if datatype == "FP32" and values and max(map(abs, values)) > LARGEST_FP32:
@@ -156,13 +167,13 @@ def _check_finite(name: str, datatype: str, values: Sequence[float]) -> None:
 
 
 def _elements(name: str, data: bytes, count: int) -> Iterator[bytes]:
-    """The first `count` elements of BYTES."""
+    """Yield the first `count` elements of binary BYTES data."""
     position = 0
     for _ in range(count):
         start = position + 4
         end = start + int.from_bytes(data[position:start], "little")
         if start > len(data) or end > len(data):
-            raise _refused(name, f"its binary data ends within an element: {count} were announced")
+            raise _refused(name, f"its binary data ends within an element: the shape has {count}")
         yield data[start:end]
         position = end
 

@@ -1,4 +1,4 @@
-"""An encoder in the Open Inference Protocol: texts or rows of token ids out of its input tensors, and its arrays as output tensors."""
+"""Encoders in the Open Inference Protocol: input tensors to texts or token ids, and arrays to output tensors."""
 
 from __future__ import annotations
 
@@ -18,13 +18,18 @@ from app.messages import Array, Text
 from app.reading_texts import MAX_TEXTS
 from app.served import ServedEncoder
 
-# Padding costs a client nothing to ask for, and an answer is in memory until it has been read: 85 rows of 512 × 384.
+# A client can request much padding with a small body, and the response is in memory until it was read.
+# 64 MiB are 85 rows of 512 × 384.
 MAX_PADDED_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """`masks` where ids were sent: which places of a row are tokens, [batch, width]; `outputs` as the client calls them."""
+    """An encoding request with what its response needs.
+
+    `outputs` are the names that the client used. `masks` is set if token ids were sent: one byte per position of
+    each row, 1 where there is a token; `width` is the row length.
+    """
 
     request: EncodingRequest
     outputs: tuple[str, ...]
@@ -33,7 +38,7 @@ class Asked:
 
 
 def read_texts(model: ServedEncoder, inference: Inference, identity: str) -> Asked:
-    """Raises an `InvalidRequest` that names the input."""
+    """Convert the input tensors to an encoding request. Raises an `InvalidRequest` that names the input."""
     inputs, parameters = inference.inputs, inference.parameters
     check_inputs((TEXT, *OPTIONAL), inputs)
     outputs = wanted_outputs(signature_of(model), inference)
@@ -70,7 +75,7 @@ def _texts(inputs: Mapping[str, Array]) -> tuple[TextInput, ...]:
 
 
 def _masks(inputs: Mapping[str, Array]) -> list[bytes]:
-    """One byte for each place of a row: 1 where there is a token. Without an attention mask that is everywhere."""
+    """Return one byte per position of each row, 1 where there is a token; all 1 without an attention mask."""
     _refuse_beside("input_ids", inputs, "text_pair")
     batch, width = inputs["input_ids"].shape
     if batch > MAX_TEXTS:
@@ -88,7 +93,11 @@ def _masks(inputs: Mapping[str, Array]) -> list[bytes]:
 
 
 def _rows(inputs: Mapping[str, Array], masks: Sequence[bytes], longest: int, truncate: bool) -> tuple[Text, ...]:
-    """Only what the model can read becomes Python's numbers: a body may hold millions, and the event loop waits for them."""
+    """Return the rows' tokens without padding.
+
+    Only as many ids as the model can read are converted to Python integers: a body may have millions, and
+    conversion blocks the event loop.
+    """
     ids = _whole(inputs["input_ids"])
     types = _whole(inputs["token_type_ids"]) if "token_type_ids" in inputs else None
     texts = []
@@ -115,11 +124,11 @@ def _refuse_beside(name: str, inputs: Mapping[str, Array], *others: str) -> None
             raise InvalidRequest(f"The input {other!r} does not go with {name!r}.", field=other)
 
 
-# ---- what comes back -----------------------------------------------------------------------------------------------
+# ---- responses -----------------------------------------------------------------------------------------------------
 
 
 def outputs_of(model: ServedEncoder, asked: Asked, encoded: Encoded) -> dict[str, Array]:
-    """The arrays under the names and in the order that were asked for."""
+    """Return the arrays under the names and in the order of the request."""
     arrays: dict[str, Array] = {}
     for name in asked.outputs:
         if name == "scores":
@@ -132,7 +141,7 @@ def outputs_of(model: ServedEncoder, asked: Asked, encoded: Encoded) -> dict[str
 
 
 def _spread(model: ServedEncoder, asked: Asked, encoded: Encoded) -> Array:
-    """Hidden states [tokens, size] as [batch, width, size]: each token's at its place, zeros where there is none."""
+    """Return hidden states [tokens, size] as [batch, width, size], with zeros at positions without a token."""
     packed = memoryview(encoded.arrays["last_hidden_state"].data)
     lengths, row_bytes = encoded.lengths, 4 * encoded.arrays["last_hidden_state"].shape[1]
     width = asked.width if asked.masks is not None else max(lengths)
@@ -150,7 +159,10 @@ def _spread(model: ServedEncoder, asked: Asked, encoded: Encoded) -> Array:
 
 
 def _runs(mask: bytes, length: int) -> list[tuple[int, int]]:
-    """Place and length of each run of tokens in a row, the first `length` tokens of it: what was cut off has no place."""
+    """Return the position and length of each run of tokens in a row, up to `length` tokens in total.
+
+    Tokens beyond that were truncated.
+    """
     runs: list[tuple[int, int]] = []
     place = mask.find(1)
     while length and place >= 0:
@@ -163,13 +175,13 @@ def _runs(mask: bytes, length: int) -> list[tuple[int, int]]:
 
 
 def _check_padded(model: ServedEncoder, outputs: Sequence[str], batch: int, width: int) -> None:
-    """What is sent back is as wide as its longest row."""
+    """Check the size of the hidden states, which are padded to the longest row."""
     if "last_hidden_state" not in outputs:
         return
     num_bytes = 4 * math.prod((batch, width, model.sizes["last_hidden_state"]))
     if num_bytes > MAX_PADDED_BYTES:
         raise InvalidRequest(
-            f"The output last_hidden_state would be {num_bytes >> 20} MiB with its padding, and {MAX_PADDED_BYTES >> 20} MiB are "
-            "the most: name the outputs that you need, or send fewer texts of like length.",
+            f"The output last_hidden_state would be {num_bytes >> 20} MiB with its padding, and the limit is "
+            f"{MAX_PADDED_BYTES >> 20} MiB: name the outputs that you need, or send fewer texts of similar length.",
             field="outputs",
         )

@@ -1,4 +1,4 @@
-"""An `infer` as it lies on the wire: JSON with the bytes of binary tensors behind it, or one bare tensor; and its answer likewise."""
+"""Wire format of `infer`: JSON followed by binary tensors, or one bare tensor; and the same for responses."""
 
 from __future__ import annotations
 
@@ -20,12 +20,16 @@ from app.errors import BodyTooLarge, InvalidRequest
 from app.messages import Array, Timings
 
 HEADER = TENSOR_HEADER.decode()
-VERSION = "1"  # of the one model that a process serves
+VERSION = "1"  # version of the served model
 
 
 @dataclass(frozen=True, slots=True)
 class Inference:
-    """What a client asks: tensors by name. `outputs` None: all; else which, each with whether it is wanted as binary (None: not said)."""
+    """A parsed `infer` request with its tensors by name.
+
+    `outputs` None means all. Otherwise it maps each requested output to whether it is requested as binary (None:
+    not specified).
+    """
 
     inputs: Mapping[str, Array]
     outputs: Mapping[str, bool | None] | None = None
@@ -33,26 +37,31 @@ class Inference:
     parameters: InferParameters = field(default_factory=InferParameters)
 
     def is_binary(self, output: str) -> bool:
-        """An output's own word overrides the request's."""
+        """Return True if the output is sent as binary data. An output's own parameter overrides the request's."""
         own = (self.outputs or {}).get(output)
         return bool(self.parameters.binary_data_output) if own is None else own
 
 
 def split(request: Request, body: bytes) -> tuple[bytes, bytes | None]:
-    """The JSON and what is behind it, which is None where the request does not speak of binary tensors."""
+    """Return the JSON part of the body and the rest, which is None without the header for binary tensors."""
     declared = request.headers.get(HEADER)
     if declared is None:
         return body, None
     length = int(declared) if declared.isascii() and declared.isdigit() and len(declared) < 20 else len(body) + 1
     if length > len(body):
-        raise InvalidRequest(f"{HEADER} must be the JSON's bytes, at most the body's {len(body)}, not {declared[:40]!r}.")
+        raise InvalidRequest(
+            f"{HEADER} must be the number of the JSON's bytes, at most the body's {len(body)}, not {declared[:40]!r}."
+        )
     if length > MAX_BODY_BYTES:
-        raise BodyTooLarge(f"The JSON before binary tensors may have {MAX_BODY_BYTES} bytes at the most.")
+        raise BodyTooLarge(f"The JSON before binary tensors may have at most {MAX_BODY_BYTES} bytes.")
     return body[:length], body[length:]
 
 
 def read_inference(head: bytes, tail: bytes | None) -> Inference:
-    """Checks every tensor against its own datatype, shape and bytes; what a model wants is held against it later."""
+    """Parse the body and check every tensor's datatype, shape and bytes for consistency.
+
+    The model's own requirements are checked later.
+    """
     if not head.strip():
         raise InvalidRequest("The body is empty: send a JSON object with inputs.")
     body = parse(InferBody, head)
@@ -65,7 +74,7 @@ def _inputs(tensors: tuple[InputTensor, ...], tail: bytes | None) -> dict[str, A
     for tensor in tensors:
         name, size = tensor.name, tensor.binary_size
         if name in inputs:
-            raise _wrong(name, "it stands in inputs twice")
+            raise _wrong(name, "it is given twice in inputs")
         if (size is None) == (tensor.data is None):
             raise _wrong(name, "it needs either data or the parameter binary_data_size")
         if size is None:
@@ -75,9 +84,7 @@ def _inputs(tensors: tuple[InputTensor, ...], tail: bytes | None) -> dict[str, A
         inputs[name] = from_binary(name, tensor.datatype, tensor.shape, data)
         position += size
     if tail is not None and position != len(tail):
-        raise InvalidRequest(
-            f"Behind the JSON are {len(tail)} bytes, of which the inputs' binary_data_size account for {position}."
-        )
+        raise InvalidRequest(f"The JSON is followed by {len(tail)} bytes, but the inputs' binary_data_size add up to {position}.")
     return inputs
 
 
@@ -92,18 +99,18 @@ def _part(name: str, tail: bytes | None, position: int, size: int) -> bytes:
 
 
 def _outputs(tensors: tuple[OutputTensor, ...] | None) -> dict[str, bool | None] | None:
-    """An empty list asks for nothing in particular, as none at all does."""
+    """Return the requested outputs; None for an empty list, which means the same as an absent one."""
     if not tensors:
         return None
     outputs = {tensor.name: tensor.parameters.binary_data if tensor.parameters else None for tensor in tensors}
     if len(outputs) < len(tensors):
-        raise InvalidRequest("An output stands in outputs twice.", field="outputs")
+        raise InvalidRequest("An output is given twice in outputs.", field="outputs")
     return outputs
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What comes back: arrays in their order, and what the answer's own `parameters` say."""
+    """Result of an `infer`: arrays in order, and the response's `parameters`."""
 
     arrays: Mapping[str, Array]
     timings: Timings
@@ -111,7 +118,7 @@ class Answered:
 
 
 async def render(model_name: str, asked: Inference, answered: Answered) -> Response:
-    """The arrays as JSON, or as bytes behind it, whichever each was asked for."""
+    """Return the response, with each array as JSON or as bytes after the JSON, as requested."""
     about: dict[str, Any] = {"model_name": model_name, "model_version": VERSION}
     about |= {} if asked.id is None else {"id": asked.id}
     about |= {"parameters": answered.parameters} if answered.parameters else {}
@@ -126,7 +133,10 @@ async def render(model_name: str, asked: Inference, answered: Answered) -> Respo
 
 
 async def _told(name: str, array: Array, as_binary: bool) -> bytes:
-    """What the answer's JSON says of an output. Many values are written with pauses, in which other requests are served."""
+    """Return the JSON of one output.
+
+    Many values are written in slices, between which the event loop serves other requests.
+    """
     about = {"name": name, "datatype": array.datatype, "shape": array.shape}
     if as_binary:
         return to_json(about | {"parameters": {"binary_data_size": len(array.data)}})

@@ -1,4 +1,4 @@
-"""OpenAI's dialect: chat completions, completions and the list of models, translated to our words and back."""
+"""OpenAI dialect: chat completions, completions and the list of models."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from app.errors import InvalidRequest, UnsupportedParameter
 from app.generation import GenerationRequest
 from app.messages import SamplingParams
 
-DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default
 MAX_CHOICES_IN_ALL = 128  # prompts × n
 
 
 async def chat_completions(request: Request) -> Response:
+    """Serve `POST /v1/chat/completions`."""
     runtime = runtime_of(request)
     with counting_refusals(runtime.metrics, "chat"):
         body = await read_body(request, ChatBody)
@@ -39,6 +40,7 @@ async def chat_completions(request: Request) -> Response:
 
 
 async def completions(request: Request) -> Response:
+    """Serve `POST /v1/completions`; each prompt becomes a separate request to the service."""
     runtime = runtime_of(request)
     with counting_refusals(runtime.metrics, "completions"):
         body = await read_body(request, CompletionBody)
@@ -50,10 +52,12 @@ async def completions(request: Request) -> Response:
 
 
 async def models(request: Request) -> Response:
+    """Serve `GET /v1/models`."""
     return JSONResponse({"object": "list", "data": [_model_body(runtime_of(request))]})
 
 
 async def model(request: Request) -> Response:
+    """Serve `GET /v1/models/{name}`."""
     runtime = runtime_of(request)
     name = request.path_params["name"]
     check_model(runtime.service, name)
@@ -74,12 +78,12 @@ def _chat_params(body: ChatBody) -> SamplingParams:
 
 def _completion_params(body: CompletionBody) -> SamplingParams:
     if body.echo and body.logprobs is not None:
-        raise UnsupportedParameter("echo cannot be joined with logprobs: a prompt's tokens are not scored.", field="echo")
+        raise UnsupportedParameter("echo cannot be combined with logprobs: a prompt's tokens are not scored.", field="echo")
     params = body.params(
         max_tokens=DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens, logprobs=body.logprobs
     )
     if len(body.prompt) * params.n > MAX_CHOICES_IN_ALL:
-        raise InvalidRequest(f"prompts times n may be {MAX_CHOICES_IN_ALL} at the most.", field="n")
+        raise InvalidRequest(f"The number of prompts times n may be at most {MAX_CHOICES_IN_ALL}.", field="n")
     return params
 
 
@@ -91,7 +95,10 @@ def _of_prompt(body: CompletionBody, prompt: str | tuple[int, ...], params: Samp
 
 
 def template_message(message: Message) -> dict[str, Any]:
-    """A turn as chat templates know it: `developer` is what newer OpenAI models call `system`."""
+    """Return a message in the form that chat templates expect.
+
+    The role `developer` becomes `system`: newer OpenAI models use the former name for the latter.
+    """
     role = "system" if message.role == "developer" else message.role
     content = message.content
     turn = {"role": role, "content": content if isinstance(content, str) else [part.model_dump() for part in content]}
@@ -109,7 +116,7 @@ def _model_body(runtime: Runtime) -> dict[str, Any]:
     }
 
 
-# ---- answers -------------------------------------------------------------------------------------------------------
+# ---- responses -----------------------------------------------------------------------------------------------------
 
 
 async def _answer(request: Request, body: GenerationBody, shape: Shape, pieces: Pieces) -> Response:

@@ -1,4 +1,4 @@
-"""Pieces rendered as OpenAI's chunks, and whole answers as its objects; two shapes, chat and text."""
+"""OpenAI's response formats: stream events as chunks, and complete responses, for chat and text completions."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from app.messages import FinishReason
 from app.version import VERSION
 
 Json = dict[str, Any]
-# OpenAI has no word for a deadline: like the end of the context, it is a limit that cut the answer short.
+# OpenAI has no finish reason for a timeout. Like the end of the context, it is a limit that cut the text short.
 FINISH_REASONS: dict[FinishReason, str] = {"stop": "stop", "length": "length", "timeout": "length", "aborted": "stop"}
-# JSON has no minus infinity; a token that cannot be is as good as this.
+# JSON has no minus infinity; an impossible token gets this value.
 LOWEST_LOGPROB = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What every chunk and answer of one request repeats."""
+    """Fields that every chunk and response of one request repeats."""
 
     id: str
     object: str
@@ -29,6 +29,7 @@ class Envelope:
     model: str
 
     def around(self, choices: list[Json], **more: Any) -> Json:
+        """Return a response object with these fields, the choices and further fields."""
         return {
             "id": self.id,
             "object": self.object,
@@ -41,6 +42,7 @@ class Envelope:
 
 
 def usage_body(usage: Usage) -> Json:
+    """Return the `usage` object."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -50,42 +52,50 @@ def usage_body(usage: Usage) -> Json:
 
 
 class ChatShape:
-    """Chat: a role first, then deltas; log-probabilities by token."""
+    """Chat format: a first chunk with the role, then deltas; log-probabilities per token."""
 
     object, chunk_object = "chat.completion", "chat.completion.chunk"
 
     def first(self, index: int) -> Json | None:
+        """Return a choice's first chunk, with the role."""
         return _choice(index, delta={"role": "assistant", "content": ""})
 
     def delta(self, piece: TextDelta) -> Json:
+        """Return the chunk of a text delta."""
         return _choice(piece.choice, delta={"content": piece.text}, logprobs=_chat_logprobs(piece.logprobs))
 
     def finish(self, piece: ChoiceFinished) -> Json:
+        """Return the chunk with the finish reason."""
         return _choice(piece.choice, delta={}, reason=piece.reason)
 
     def whole(self, choice: Choice) -> Json:
+        """Return a choice of a complete response."""
         message = {"role": "assistant", "content": choice.text, "refusal": None}
         return _choice(choice.index, message=message, logprobs=_chat_logprobs(choice.logprobs), reason=choice.reason)
 
 
 class TextShape:
-    """Completions: text as it comes; log-probabilities in parallel lists, with each token's offset in the text."""
+    """Completions format: plain text; log-probabilities in parallel lists, with each token's offset in the text."""
 
     object, chunk_object = "text_completion", "text_completion"
 
     def __init__(self) -> None:
-        self._offsets: dict[int, int] = {}  # choice → characters told so far
+        self._offsets: dict[int, int] = {}  # choice → characters sent so far
 
     def first(self, index: int) -> Json | None:
+        """Return None: a completion has no first chunk before its text."""
         return None
 
     def delta(self, piece: TextDelta) -> Json:
+        """Return the chunk of a text delta."""
         return _choice(piece.choice, text=piece.text, logprobs=self._logprobs(piece.choice, piece.logprobs))
 
     def finish(self, piece: ChoiceFinished) -> Json:
+        """Return the chunk with the finish reason."""
         return _choice(piece.choice, text="", reason=piece.reason)
 
     def whole(self, choice: Choice) -> Json:
+        """Return a choice of a complete response."""
         logprobs = self._logprobs(choice.index, choice.logprobs)
         return _choice(choice.index, text=choice.text, logprobs=logprobs, reason=choice.reason)
 
@@ -105,7 +115,10 @@ Shape = ChatShape | TextShape
 
 
 async def chunks(pieces: Pieces, shape: Shape, envelope: Envelope, include_usage: bool) -> AsyncIterator[Json]:
-    """OpenAI's stream: for each choice its first chunk, deltas and a finish; then, if asked for, the usage with no choices."""
+    """Yield OpenAI's stream: per choice a first chunk, deltas and a finish.
+
+    With `include_usage`, a last chunk has the usage and no choices.
+    """
     around: Callable[..., Json] = envelope.around
     more: Json = {"usage": None} if include_usage else {}
     begun: set[int] = set()
@@ -127,6 +140,7 @@ async def chunks(pieces: Pieces, shape: Shape, envelope: Envelope, include_usage
 
 
 def whole_answer(whole: Whole, shape: Shape, envelope: Envelope) -> Json:
+    """Return the complete response object."""
     return envelope.around([shape.whole(choice) for choice in whole.choices], usage=usage_body(whole.usage))
 
 

@@ -1,4 +1,4 @@
-"""What bodies of OpenAI's dialect look like: the fields that we honour, those that change nothing here, and those that must be neutral."""
+"""Request bodies of the OpenAI dialect: supported fields, ignored fields, and fields that must be neutral."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from pydantic import Field
 
 from app.api.schemas import MAX_MESSAGES, MAX_PARTS, Body, Int, Prompts, SamplingFields
 
-# Labels, billing and storage on OpenAI's side; hints that have nothing to act on where there are no tools.
+# Fields for labels, billing and storage at OpenAI, and hints about tool calls, which have no effect without tools.
 IGNORED = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention parallel_tool_calls".split()
 )
 
 
 class StreamOptions(Body):
+    """The `stream_options` object."""
+
     IGNORED: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
 
     include_usage: bool | None = None
 
 
 class Part(Body):
-    """One part of a message; only text has a meaning here."""
+    """One part of a message; only text parts are supported."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"annotations": (None, [])}
 
@@ -31,9 +33,9 @@ class Part(Body):
 
 
 class Message(Body):
-    """One turn. `name` is handed to the chat template, which may or may not use it."""
+    """One message of a conversation. `name` is passed to the chat template, which may or may not use it."""
 
-    # What an answer of ours or OpenAI's carries when it is sent back as history.
+    # Fields of a response message that a client sends back as part of the history.
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "refusal": (None,),
         "audio": (None,),
@@ -49,7 +51,7 @@ class Message(Body):
 
 
 class GenerationBody(SamplingFields):
-    """What chat and completions share."""
+    """Fields common to chat completions and completions."""
 
     IGNORED: ClassVar[frozenset[str]] = IGNORED
 
@@ -60,11 +62,12 @@ class GenerationBody(SamplingFields):
 
     @property
     def include_usage(self) -> bool:
+        """True if the stream ends with a chunk that has the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
 class ChatBody(GenerationBody):
-    """`POST /v1/chat/completions`. Without `max_tokens` an answer may go on to the end of the context."""
+    """Body of `POST /v1/chat/completions`. Without `max_tokens`, generation may continue to the end of the context."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "tools": (None, []),
@@ -89,7 +92,7 @@ class ChatBody(GenerationBody):
 
 
 class CompletionBody(GenerationBody):
-    """`POST /v1/completions`. Without `max_tokens` an answer has 16 tokens, as OpenAI's has."""
+    """Body of `POST /v1/completions`. Without `max_tokens` a completion has 16 tokens, as OpenAI's."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "best_of": (None, 1),

@@ -1,4 +1,4 @@
-"""Which documents answer a query, and which labels a text deserves: Cohere's and Jina's bodies, on whatever encoder is served."""
+"""Rerank (Cohere's and Jina's format) and classify endpoints, and the scoring that other dialects share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from app.service import Service
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What becomes of a text that is too long."""
+    """Handling of a text that is too long."""
 
     truncate: bool = False
     keeps_end: bool = False
@@ -31,7 +31,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Documents held against a query; `field` is what the dialect calls them."""
+    """Documents to be ranked against a query. `field` is the dialect's name for the documents."""
 
     query: str
     documents: tuple[str, ...]
@@ -42,7 +42,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """Texts to be labelled, each one or a pair."""
+    """Texts or pairs to be classified. `field` is the dialect's name for them."""
 
     texts: tuple[str | tuple[str, str], ...]
     raw_scores: bool
@@ -54,6 +54,7 @@ Scored = list[tuple[str, float]]  # labels with their scores, best first
 
 
 async def rerank(request: Request) -> Response:
+    """Serve `POST /v1/rerank`."""
     runtime = runtime_of(request)
     with counting_refusals(runtime.metrics, "rerank"):
         served = runtime.service.encoder
@@ -75,6 +76,7 @@ async def rerank(request: Request) -> Response:
 
 
 async def classify(request: Request) -> Response:
+    """Serve `POST /v1/classify`."""
     runtime = runtime_of(request)
     with counting_refusals(runtime.metrics, "classify"):
         served = runtime.service.encoder
@@ -97,11 +99,18 @@ async def classify(request: Request) -> Response:
     return answered(to_json({"object": "list", "data": data, "model": served.name, "usage": usage}), encoded)
 
 
-# ---- what other dialects ask too -----------------------------------------------------------------------------------
+# ---- shared with other dialects ------------------------------------------------------------------------------------
 
 
 def relevance_request(served: ServedEncoder, question: Question, identity: str) -> EncodingRequest:
-    """Query and document as one text for a cross-encoder, as two vectors for an embedding model."""
+    """Return the encoding request for a ranking.
+
+    For a cross-encoder, query and document are one text. For an embedding model, the query and each document are
+    separate texts.
+
+    Raises:
+        WrongModelKind: the model has several labels.
+    """
     if len(served.labels) > 1:
         raise WrongModelKind(
             f"{served.name!r} has {len(served.labels)} labels, and relevance is one score: use /v1/classify, "
@@ -123,7 +132,11 @@ def relevance_request(served: ServedEncoder, question: Question, identity: str) 
 
 
 def relevances(served: ServedEncoder, encoded: Encoded, raw_scores: bool) -> list[float]:
-    """Of each document: a cross-encoder's score, or its logit; the cosine of an embedding model."""
+    """Return one relevance per document.
+
+    It is a cross-encoder's score, or its logit with `raw_scores`, or the cosine similarity for an embedding
+    model.
+    """
     if not served.labels:
         vectors = floats(encoded.arrays["embedding"])
         return [float(score) for score in cosines(vectors[:1], vectors[1:])[0]]
@@ -132,12 +145,12 @@ def relevances(served: ServedEncoder, encoded: Encoded, raw_scores: bool) -> lis
 
 
 def best_first(scores: list[float]) -> list[tuple[int, float]]:
-    """Places with scores; equal ones stay in their order."""
+    """Return (index, score) pairs, best first; equal scores keep their order."""
     return sorted(enumerate(scores), key=lambda ranked: -ranked[1])
 
 
 async def labels_of(service: Service, asked: Labelled, identity: str, api: Api = "classify") -> tuple[Encoded, list[Scored]]:
-    """Every label of each text."""
+    """Classify the texts and return all labels of each text with scores, best first."""
     served = service.encoder
     wanted = EncodingRequest(
         inputs=asked.texts,

@@ -1,4 +1,4 @@
-"""What all dialects' bodies have in common: strict types, no field swallowed, and the fields that say how tokens are picked."""
+"""Base classes of all request bodies: strict types, refusal of unknown fields, and the sampling fields."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from app.api.errors import invalid_body
 from app.errors import UnsupportedParameter
 from app.messages import SamplingParams
 
-MAX_PROMPTS = 64  # prompts in one body; each is a request of its own to the engine
+MAX_PROMPTS = 64  # prompts in one body; each becomes a separate request to the engine
 MAX_MESSAGES = 4_096
 MAX_PARTS = 128  # parts of one message
 MAX_STOP_TOKEN_IDS = 256
 
-# 64 bits: what is longer is no number that anybody meant, and Python's own have no bound.
+# Python's integers have no bound; no valid value needs more than 64 bits.
 Int = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenIds = Annotated[
     Any,
@@ -28,9 +28,10 @@ Body_ = TypeVar("Body_", bound="Body")
 
 
 class Body(BaseModel):
-    """A JSON object from a client. A field that we do not know is refused by name, unless it stands in one of the two tables.
+    """A JSON object from a client. Unknown fields are refused by name, unless one of two tables lists them.
 
-    IGNORED fields change nothing that a client could notice here. NEUTRAL ones are refused unless their value asks for nothing.
+    Fields in IGNORED have no effect that a client could notice. Fields in NEUTRAL are accepted only with a value
+    that requests nothing.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
@@ -38,7 +39,10 @@ class Body(BaseModel):
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     def refuse_unknown(self, path: str = "") -> None:
-        """Forgets what is ignored: a list of a million empty lists would else be held as long as its request."""
+        """Raise `UnsupportedParameter` for unknown fields and drop the ignored ones.
+
+        Dropping frees memory: a list of a million empty lists would otherwise be kept as long as its request.
+        """
         extra = self.model_extra or {}
         for name, value in extra.items():
             if name in self.IGNORED or value in self.NEUTRAL.get(name, ()):
@@ -63,7 +67,7 @@ def _refuse_unknown_below(value: Any, path: str) -> None:
 
 
 class SamplingFields(Body):
-    """How tokens are picked, in every generating dialect. Absent and null mean neutral."""
+    """Sampling parameters of all generating dialects. Absent and null mean the neutral value."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -79,14 +83,18 @@ class SamplingFields(Body):
     ignore_eos: bool | None = None
 
     def params(self, **more: Any) -> SamplingParams:
-        """Raises `InvalidRequest` for what is out of range; None in `more` means the neutral value too."""
+        """Return the sampling parameters; a None in `more` also means the neutral value.
+
+        Raises:
+            InvalidRequest: a value is out of range.
+        """
         given = {name: getattr(self, name) for name in SamplingFields.model_fields} | more
         given["stop"] = (self.stop,) if isinstance(self.stop, str) else self.stop
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
 
 def parse(model: type[Body_], body: bytes) -> Body_:
-    """A body of this shape, or the first thing that is wrong with it as `InvalidRequest`."""
+    """Parse a body as `model`. Raises an `InvalidRequest` about the first error."""
     try:
         parsed = model.model_validate_json(body)
     except ValidationError as error:
@@ -96,14 +104,18 @@ def parse(model: type[Body_], body: bytes) -> Body_:
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
-    """Types are checked as a set: a context of a million ids is checked in milliseconds, and by no list of a million complaints."""
+    """Validate a list of token ids.
+
+    The types are checked as a set. A million ids are checked in milliseconds, and wrong ones do not produce a
+    million error messages.
+    """
     if not isinstance(value, list) or set(map(type, value)) != {int}:
         raise ValueError("Input should be a list of token ids, not empty")
     return tuple(value)
 
 
 def prompts(value: Any, most: int = MAX_PROMPTS) -> tuple[str | tuple[int, ...], ...]:
-    """OpenAI's four shapes of a prompt as one: each element is a text or token ids."""
+    """Convert OpenAI's four forms of a prompt to a tuple whose elements are texts or tuples of token ids."""
     if isinstance(value, str):
         return (value,)
     kinds = set(map(type, value)) if isinstance(value, list) else set()
@@ -111,7 +123,7 @@ def prompts(value: Any, most: int = MAX_PROMPTS) -> tuple[str | tuple[int, ...],
         return (tuple(value),)
     if kinds in ({str}, {list}):
         if len(value) > most:
-            raise ValueError(f"Input should have {most} prompts at the most, not {len(value)}")
+            raise ValueError(f"Input should have at most {most} prompts, not {len(value)}")
         return tuple(text if isinstance(text, str) else token_ids(text) for text in value)
     raise ValueError(
         "Input should be a string, a list of strings, a list of token ids or a list of lists of token ids, not empty"
@@ -129,5 +141,5 @@ _TEXTS_OR_IDS = WithJsonSchema(
     }
 )
 Prompts = Annotated[Any, AfterValidator(prompts), _TEXTS_OR_IDS]
-# The same for an encoder, which reads many texts at once and counts them itself.
+# Prompts of an encoder, which takes more texts and checks their number itself.
 Texts = Annotated[Any, AfterValidator(lambda value: prompts(value, sys.maxsize)), _TEXTS_OR_IDS]

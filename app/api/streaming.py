@@ -1,6 +1,6 @@
-"""Answers that are sent while they grow: server-sent events, the wait for the first of them, and how a failure ends them.
+"""Server-sent events: waiting for the first token, the event stream, and errors after its start.
 
-Knows no dialect; what an event looks like is the dialects' business.
+The format of an event is left to the dialects.
 """
 
 from __future__ import annotations
@@ -18,24 +18,28 @@ from app.generation import ChoiceFinished, Piece, TextDelta
 from app.messages import Timings
 
 DONE = b"data: [DONE]\n\n"
-# Made once: `json.dumps` with anything but its defaults makes one at each call, which costs an event as much as writing it.
+# Created once: `json.dumps` with non-default arguments creates an encoder per call, which takes as long as encoding.
 _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 class Pieces(Protocol):
-    """A stream of pieces that must be closed by whoever stops reading it."""
+    """A stream of generation events. A reader that stops early must call `aclose`."""
 
     def __aiter__(self) -> AsyncIterator[Piece]: ...
-    async def aclose(self) -> None: ...
+    async def aclose(self) -> None:
+        """End the stream; an unfinished request is aborted."""
 
 
 def sse(event: dict[str, Any]) -> bytes:
-    """One server-sent event; JSON escapes line breaks, so one `data:` line holds it."""
+    """Return one server-sent event. JSON escapes line breaks, so a single `data:` line is enough."""
     return b"data: " + _JSON.encode(event).encode() + b"\n\n"
 
 
 class Opened:
-    """A stream whose head has been read: what fails before the first token has been raised, with a status line still to choose."""
+    """A stream whose events up to the first token were read.
+
+    Errors before the first token were raised, while the status line could still be chosen.
+    """
 
     def __init__(self, head: list[Piece], rest: Pieces) -> None:
         self._head, self._rest = head, rest
@@ -47,15 +51,19 @@ class Opened:
             yield piece
 
     async def aclose(self) -> None:
+        """End the underlying stream."""
         await self._rest.aclose()
 
     def timings(self) -> list[Timings]:
-        """Queue and prefill of what has begun: all that a header can say before the rest is known."""
+        """Return the timings of the choices that have begun: queue and prefill, all that a header can report."""
         return [piece.timings for piece in self._head if isinstance(piece, TextDelta) and piece.timings]
 
 
 async def opened(pieces: Pieces) -> Opened:
-    """Waits for the first piece that tells of tokens (an echo of the prompt has none). Raises what went wrong before it."""
+    """Wait for the first event with tokens and return the stream. Errors before it are raised.
+
+    An echo of the prompt has no tokens.
+    """
     head: list[Piece] = []
     async for piece in pieces:
         head.append(piece)
@@ -68,12 +76,13 @@ class EventStream(StreamingResponse):
     """A response of server-sent events that closes its source however it ends."""
 
     def __init__(self, events: AsyncIterator[bytes], source: Pieces, headers: dict[str, str]) -> None:
-        # no-cache and x-accel-buffering: proxies pass each event on as it comes.
+        # no-cache and x-accel-buffering make proxies forward each event immediately.
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
         super().__init__(events, media_type="text/event-stream", headers=headers)
         self._source = source
 
     async def stream_response(self, send: Send) -> None:
+        """Send the events, then close the source."""
         try:
             await super().stream_response(send)
         finally:
@@ -81,7 +90,10 @@ class EventStream(StreamingResponse):
 
 
 async def encode(events: AsyncIterator[dict[str, Any]], path: str, last: bytes = b"") -> AsyncIterator[bytes]:
-    """Events as bytes, then `last`. A failure after the first one is told as the last event, in the dialect of `path`."""
+    """Yield the events as bytes, then `last`.
+
+    An error after the first event is sent as the last event, in the dialect of `path`.
+    """
     try:
         async for event in events:
             yield sse(event)

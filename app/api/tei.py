@@ -1,4 +1,4 @@
-"""text-embeddings-inference's dialect on the paths that are not ours: predict, rerank, similarity and vectors of all tokens."""
+"""text-embeddings-inference dialect: predict, rerank, similarity and embed_all."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ PIECE_TOKENS = 16
 
 
 async def predict(request: Request) -> Response:
+    """Serve `POST /predict`."""
     runtime = runtime_of(request)
     with counting_refusals(runtime.metrics, "classify"):
         runtime.service.encoder  # noqa: B018  # another kind of model is refused whatever the body is
@@ -36,6 +37,7 @@ async def predict(request: Request) -> Response:
 
 
 async def rerank(request: Request) -> Response:
+    """Serve `POST /rerank`."""
     runtime = runtime_of(request)
     with counting_refusals(runtime.metrics, "rerank"):
         served = runtime.service.encoder
@@ -51,6 +53,7 @@ async def rerank(request: Request) -> Response:
 
 
 async def similarity(request: Request) -> Response:
+    """Serve `POST /similarity`: cosine similarities of one sentence to others."""
     runtime = runtime_of(request)
     with counting_refusals(runtime.metrics, "native"):
         runtime.service.encoder  # noqa: B018
@@ -72,6 +75,7 @@ async def similarity(request: Request) -> Response:
 
 
 async def embed_all(request: Request) -> Response:
+    """Serve `POST /embed_all`: a vector for each token."""
     runtime = runtime_of(request)
     with counting_refusals(runtime.metrics, "native"):
         runtime.service.encoder  # noqa: B018
@@ -82,7 +86,10 @@ async def embed_all(request: Request) -> Response:
 
 
 def _all_tokens(encoded: Encoded) -> Iterator[bytes]:
-    """A list of vectors for each text, in pieces of so many tokens that the event loop can turn between them."""
+    """Yield the JSON of each text's list of vectors, a few tokens at a time.
+
+    The event loop can run other tasks between them.
+    """
     hidden = floats(encoded.arrays["last_hidden_state"])
     for start, end in pairwise(accumulate(encoded.lengths, initial=0)):
         for first in range(start, end, PIECE_TOKENS):
@@ -96,5 +103,8 @@ def _cut(body: CutFields) -> Cut:
 
 
 def _answered(body: bytes, encoded: Encoded) -> Response:
-    """These bodies have no place for usage: it is in a header, as there."""
+    """Return a response with the usage in a header, as text-embeddings-inference does.
+
+    These bodies have no field for it.
+    """
     return answered(body, encoded, {"x-compute-tokens": str(encoded.usage.prompt_tokens)})

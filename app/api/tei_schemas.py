@@ -1,4 +1,4 @@
-"""What bodies of text-embeddings-inference's dialect look like, on the paths that are not ours."""
+"""Request bodies of the text-embeddings-inference dialect."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ One = str | tuple[str, str]
 
 
 def _predicted(value: Any) -> tuple[bool, tuple[One, ...]]:
-    """Whether there is more than one text, and the texts: a list of strings is one text or a pair, only a list of lists is many."""
+    """Return whether the input is a batch, and the texts.
+
+    A list of strings is one text or a pair; only a list of lists is a batch.
+    """
     if isinstance(value, list) and value and isinstance(value[0], list):
         return True, tuple(_one(item) for item in value)
     return False, (value if isinstance(value, str) else _one(value),)
@@ -41,14 +44,14 @@ Predicted = Annotated[
 
 
 class PredictBody(CutFields):
-    """`POST /predict`."""
+    """Body of `POST /predict`."""
 
     inputs: Predicted
     raw_scores: bool | None = None
 
 
 class RankBody(CutFields):
-    """`POST /rerank`."""
+    """Body of `POST /rerank`."""
 
     query: Words
     texts: Annotated[tuple[str, ...], Many]
@@ -57,20 +60,24 @@ class RankBody(CutFields):
 
 
 class EmbedAllBody(TextsBody):
-    """`POST /embed_all`."""
+    """Body of `POST /embed_all`."""
 
 
 class Sentences(Body):
+    """A sentence and the sentences that it is compared with."""
+
     source_sentence: Words
     sentences: Annotated[tuple[str, ...], Many]
 
 
 class SimilarityParameters(CutFields):
+    """Parameters of `/similarity`."""
+
     prompt_name: str | None = Field(default=None)
 
 
 class SimilarityBody(Body):
-    """`POST /similarity`."""
+    """Body of `POST /similarity`."""
 
     inputs: Sentences
     parameters: SimilarityParameters | None = None

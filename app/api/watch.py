@@ -1,6 +1,6 @@
-"""Runs the application beside a watch on the connection, so that a client who leaves frees what was being computed for it.
+"""Cancellation of a request when its client disconnects.
 
-Nothing else cancels a handler that is not streaming; a streaming one would learn of it only at its next event.
+Without it, nothing cancels a handler that is not streaming, and a streaming one notices only at its next event.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ import asyncio
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-LINGER_SECONDS = 2.0  # how long a refused body is read and thrown away, so that the client gets to read the refusal
+LINGER_SECONDS = 2.0  # time for discarding a refused body, so that the client can read the response
 
 
 class ClientLeft(Exception):
-    """Nobody is there to be answered."""
+    """The client has disconnected; no response can be sent."""
 
 
 async def run_beside_watch(app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-    """Runs the app on a body that has been read; cancels it and raises `ClientLeft` when the client leaves."""
+    """Run the application on a body that was read.
+
+    If the client disconnects, cancel the application and raise `ClientDisconnected`.
+    """
     serving = asyncio.ensure_future(app(scope, _replay(body), send))
     watching = asyncio.ensure_future(_departure(receive))
     watching.add_done_callback(lambda _: serving.cancel())
@@ -32,7 +35,7 @@ async def run_beside_watch(app: ASGIApp, scope: Scope, body: bytes, receive: Rec
 
 
 def _replay(body: bytes) -> Receive:
-    """A `receive` that gives the body once and then never says another word: departure is watched elsewhere."""
+    """Return a `receive` that gives the body once and then blocks: disconnects are detected elsewhere."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:
@@ -50,7 +53,10 @@ async def _departure(receive: Receive) -> None:
 
 
 async def linger(receive: Receive) -> None:
-    """A client that is still sending reads our refusal only if its connection is not reset under it; nothing is kept."""
+    """Read and discard the rest of a refused body for a short time.
+
+    A client that is still sending reads the response only if its connection is not reset.
+    """
     try:
         async with asyncio.timeout(LINGER_SECONDS):
             while (message := await receive())["type"] == "http.request" and message.get("more_body", False):

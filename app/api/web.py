@@ -1,4 +1,4 @@
-"""What a browser gets at the root: until there is a page, the documentation of the routes."""
+"""The root path for browsers."""
 
 from __future__ import annotations
 
@@ -7,4 +7,5 @@ from starlette.responses import RedirectResponse, Response
 
 
 async def root(request: Request) -> Response:
+    """Redirect to the documentation of the routes."""
     return RedirectResponse("docs")

@@ -161,7 +161,7 @@ async def test_inputs_are_held_against_the_signature(computing: Served, pixels: 
 
 async def test_an_input_may_not_be_missing(computing: Served) -> None:
     response = await computing.infer([tensor("flags", "BOOL", [1], [True])])
-    assert (response.status_code, response.json()) == (400, {"error": "The model needs the input 'pixels' too."})
+    assert (response.status_code, response.json()) == (400, {"error": "The model also needs the input 'pixels'."})
 
 
 async def test_texts_parameters_are_nothing_for_a_program(computing: Served) -> None:
