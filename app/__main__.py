@@ -1,6 +1,7 @@
-"""`python -m app` is the command `armature`.
+"""Run the command `armature` with `python -m app`.
 
-A container's first process does not hear of signals that it has asked nothing for; so it asks before it imports anything.
+The first process of a container ignores every signal for which it has set no handler (Linux gives PID 1 no default
+action). The handler for SIGTERM is therefore set before anything else is imported.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from types import FrameType
 
 
 def run() -> int:
+    """Run the command line and return its exit status."""
     signal.signal(signal.SIGTERM, _end)
     from app.cli import main
 
@@ -18,7 +20,7 @@ def run() -> int:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)  # as shells count; a server that has opened its port ends otherwise
+    raise SystemExit(128 + number)  # 128 + signal, as in shells; a server whose port is open handles SIGTERM itself
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""One request's answer as it grows: the worker's events become pieces of text, and each choice ends exactly once.
+"""One request's completion while it grows: turns worker events into stream events.
 
-Plain bookkeeping on the event loop, told the time; waiting, timers and the way to the worker are the service's.
+Each choice finishes exactly once. This is plain bookkeeping on the event loop; the caller passes the current
+time. Waiting, timers and sending to the worker are the service's task.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ from app.metrics import Metrics
 from app.text.stream import IncrementalText
 from app.text.tokenizer import Tokenizer
 
-# Of several choices with different endings the request's own is the first of these: what went least as it was meant to.
+# If the choices of a request have different finish reasons, the first of these that occurs is the request's.
 _WORST_FIRST: tuple[FinishReason, ...] = ("timeout", "aborted", "length", "stop")
 
 
 @dataclass(slots=True)
 class Choice:
-    """One choice while it grows. What has been taken and not told waits in `token_ids` and `logprobs` for its text."""
+    """State of one choice while it grows.
+
+    `token_ids` and `logprobs` hold tokens that were received but are not part of a `TextDelta` yet, because
+    their text is incomplete.
+    """
 
     index: int
     text: IncrementalText
@@ -29,13 +34,17 @@ class Choice:
     first_token_at: float | None = None
     last_token_at: float = 0.0
     num_tokens: int = 0
-    told: bool = False  # a delta has carried the timings
+    told: bool = False  # True after the delta that carries the timings
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[ScoredToken] = field(default_factory=list)
 
 
 class Answer:
-    """`continues_prompt`: the text goes on where the prompt ends, as a completion does; a chat's answer begins a text."""
+    """Builder of one request's completion from the worker's events.
+
+    `continues_prompt` is true for a completion, whose text continues the prompt's. A chat reply starts a new
+    text.
+    """
 
     def __init__(self, request: Generate, tokenizer: Tokenizer, metrics: Metrics, continues_prompt: bool) -> None:
         context = request.token_ids if continues_prompt else ()
@@ -43,34 +52,38 @@ class Answer:
         self._choices = [Choice(index, text) for index, text in enumerate(texts)]
         self._request, self._tokenizer, self._metrics = request, tokenizer, metrics
         self.num_cached_tokens = 0
-        self._foretold: tuple[float, float] | None = None  # seconds to the first token, and when that was said
+        self._foretold: tuple[float, float] | None = None  # predicted seconds to the first token, and when predicted
 
     @property
     def finished(self) -> bool:
+        """True when every choice has finished."""
         return all(choice.reason is not None for choice in self._choices)
 
     @property
     def num_prompt_tokens(self) -> int:
+        """Number of prompt tokens."""
         return len(self._request.token_ids)
 
     @property
     def num_completion_tokens(self) -> int:
+        """Number of completion tokens received so far, over all choices."""
         return sum(choice.num_tokens for choice in self._choices)
 
     @property
     def outcome(self) -> FinishReason:
-        """How the request as a whole has ended."""
+        """Finish reason of the whole request: the worst one of its choices."""
         reasons = {choice.reason for choice in self._choices}
         return next((reason for reason in _WORST_FIRST if reason in reasons), "aborted")
 
     def foretell(self, seconds: float | None, now: float) -> None:
-        """What the first token will take from now; None: nobody knows."""
+        """Record the predicted time from `now` to the first token; None means that it is unknown."""
         self._foretold = None if seconds is None else (seconds, now)
 
     def take(self, event: TokensReady | SequenceFinished, now: float) -> Iterator[Piece]:
-        """The pieces that an event leads to. What still comes for a choice that has ended is passed over.
+        """Yield the stream events that follow from a worker event. Events for a finished choice are ignored.
 
-        A choice whose `ChoiceFinished` answers a `TokensReady` ended by a stop string, of which the worker does not know.
+        If a `TokensReady` yields a `ChoiceFinished`, the choice ended by a stop string. The worker does not know
+        of stop strings, so the caller has to abort the choice there.
         """
         choice = self._choices[event.choice]
         if choice.reason is not None:
@@ -86,16 +99,19 @@ class Answer:
             yield from self._finish(choice, event.reason, now, event.stop_token_id)
 
     def end(self, reason: FinishReason, now: float) -> Iterator[Piece]:
-        """Ends every choice that has not ended, with what it has."""
+        """Finish every unfinished choice with the text that it has."""
         for choice in self._choices:
             if choice.reason is None:
                 yield from self._finish(choice, reason, now)
 
     def _count(self, choice: Choice, event: TokensReady | SequenceFinished, now: float) -> None:
-        """Notes when tokens came and tells the metrics: those of one step came after one wait. A stop token is no text, and counts."""
+        """Count new tokens and report their latencies to the metrics.
+
+        All tokens of one step share one inter-token latency. A stop token produces no text but is counted.
+        """
         if event.timings is not None:
             choice.timings = event.timings
-            if choice.index == 0:  # the others find their prompt in the cache because choice 0 has read it
+            if choice.index == 0:  # the other choices hit the cache because choice 0 filled it
                 self.num_cached_tokens = event.timings.cached_tokens
         total = choice.num_tokens + len(event.token_ids)
         if isinstance(event, SequenceFinished):
@@ -121,7 +137,7 @@ class Answer:
                 choice.logprobs.append(self._scored(event.logprobs[place]))
             text += choice.text.push(token_id)
             if choice.text.matched_stop is not None:
-                choice.num_tokens -= len(event.token_ids) - place - 1  # a stop string before the last: the rest never was
+                choice.num_tokens -= len(event.token_ids) - place - 1  # tokens after the stop string are dropped
                 break
         if text:
             yield self._delta(choice, text)
@@ -143,7 +159,10 @@ class Answer:
         )
 
     def _delta(self, choice: Choice, text: str) -> TextDelta:
-        """The text with the tokens taken since the last one; a choice's first carries its timings."""
+        """Return the text with the tokens received since the last delta.
+
+        A choice's first delta carries its timings.
+        """
         timings = None if choice.told else choice.timings
         delta = TextDelta(choice.index, text, tuple(choice.token_ids), tuple(choice.logprobs), timings)
         choice.told = True

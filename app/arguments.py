@@ -1,6 +1,7 @@
-"""What may stand behind `armature`: commands and their flags. Every setting is a flag of every command that loads a model.
+"""The argument parser of `armature`: commands and their flags.
 
-Only words here: what a command does is `cli`'s business.
+Every command that loads a model has one flag for each setting. This module only parses; the module `cli` runs the
+commands.
 """
 
 from __future__ import annotations
@@ -20,34 +21,39 @@ from app.version import VERSION
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """`flags`: those of `bench_flags` that it takes, each with its default; None where there is none."""
+    """One `armature bench` command.
+
+    `flags` maps each flag from `bench_flags` that the command accepts to its default, or to None if it has none.
+    """
 
     what: str
     flags: Mapping[str, Any]
 
 
-# One line here and one in `benches` (measured from within) or in `bench/over_http` is a bench.
+# A new bench needs one entry here and one in `benches` (measured in this process) or in `bench/over_http`.
 BENCHES: Mapping[str, Bench] = {
     "kernels": Bench(
-        "the products and decode attention alone, by form and number of rows, held against this machine's ceilings",
+        "matrix products and decode attention alone, by weight format and number of rows, compared with this machine's limits",
         {"--rounds": 5},
     ),
     "engine": Bench(
-        "the engine alone, step by step, held against this machine's memory and compute ceilings",
+        "the engine alone, step by step, compared with this machine's memory bandwidth and compute limits",
         {"--rounds": 3, "--rows": None, "--prompts": None, "--steps": None},
     ),
     "quality": Bench(
-        "a text's perplexity at each precision, and how often the likeliest token is the one that FP32 has",
+        "perplexity of a text at each precision, and how often the most likely token is the same as in FP32",
         {"--text": None, "--tokens": None},
     ),
     "speculation": Bench(
-        "what guessing the next tokens brings when guesses are right so often: planted acceptance, at one greedy sequence",
+        "speed-up by speculative decoding at given acceptance rates (set artificially), with one greedy sequence",
         {"--rounds": 5},
     ),
-    "eager": Bench("decode steps by the interpreter against the same run again natively, FP32 beside them", {"--rounds": 5}),
-    "recording": Bench("what it costs to know of each step how long it took and why", {"--rounds": 5}),
+    "eager": Bench(
+        "decode steps run by the Python interpreter compared with recorded native steps, and both with FP32", {"--rounds": 5}
+    ),
+    "recording": Bench("the cost of recording the duration of each step and the cause of slow steps", {"--rounds": 5}),
     "http": Bench(
-        "a server under load, which generates, embeds or infers: ours, or any that speaks the same dialect",
+        "a server under load that generates, embeds or infers: Armature, or any server with one of the same APIs",
         {
             "--kind": "generate",
             "--url": None,
@@ -73,7 +79,7 @@ BENCHES: Mapping[str, Bench] = {
         },
     ),
     "compare": Bench(
-        "this machine with one model, as a result file; or of RESULTs one report, machine against machine",
+        "measure this machine with one model and write a result file; or, with RESULTs, compare machines in one report",
         {
             "results": None,
             "--url": None,
@@ -94,17 +100,23 @@ BENCHES: Mapping[str, Bench] = {
     "prefix": Bench(
         "time to first token of a second request that shares a long prefix", {"--rounds": 5, "--tokens": 1000, "--url": None}
     ),
-    "memory": Bench("resident memory, held against weights and touched KV", {"--rounds": 5}),
+    "memory": Bench("resident memory, compared with the size of the weights and the KV cache in use", {"--rounds": 5}),
     "wait": Bench(
-        "what a server says of its capacity and of the wait for a first token, against what they are",
+        "a server's estimates of its capacity and of the wait for a first token, compared with measured values",
         {"--rounds": 5, "--url": None},
     ),
-    "overhead": Bench("the share of wall time that is not the model, at decode ×8 over HTTP", {"--rounds": 5, "--url": None}),
+    "overhead": Bench(
+        "the share of wall time that is not spent in the model, at decode ×8 over HTTP", {"--rounds": 5, "--url": None}
+    ),
 }
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """`command` (and `bench`) with their flags. Raises `UnknownArgument`; on a bad value argparse itself exits with status 2."""
+    """Parse the command line into a namespace with `command` (and `bench`) and their flags.
+
+    Raises:
+        UnknownArgument: A flag or argument is unknown. For a bad value, argparse itself exits with status 2.
+    """
     arguments, unknown = _parser().parse_known_args(argv)
     if unknown:
         command = " ".join(filter(None, (arguments.command, getattr(arguments, "bench", None))))
@@ -114,7 +126,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def settings_given(arguments: argparse.Namespace) -> dict[str, str]:
-    """Settings that stand on the command line, as text."""
+    """Return the settings that were given on the command line, as unparsed text by name."""
     return {name: getattr(arguments, name) for name in Settings.model_fields if hasattr(arguments, name)}
 
 
@@ -125,22 +137,24 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"armature {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_settings(_command(commands, "serve", "serve a checkpoint over HTTP"))
-    probe = _command(commands, "probe", "what this machine is and what would be done with it, each decision with its reason")
+    probe = _command(commands, "probe", "show this machine's hardware and the serving plan for it, each decision with its reason")
     probe.add_argument("--json", action="store_true", help="print one JSON object")
     _add_settings(probe)
-    pack = _command(commands, "pack", "quantise and pack a checkpoint's weights now, and keep them for every start")
+    pack = _command(commands, "pack", "quantize and pack a checkpoint's weights now, and cache them for every later start")
     pack.add_argument(
-        "--text", type=Path, metavar="FILE", help="what the model will be used for: makes better codes of four bits"
+        "--text", type=Path, metavar="FILE", help="typical text for this model; it makes the 4-bit quantization more accurate"
     )
     _add_settings(pack)
-    calibrate = _command(commands, "calibrate", "measure this machine with a model's shapes now, and keep it for every start")
+    calibrate = _command(
+        commands, "calibrate", "measure this machine with a model's shapes now, and cache the result for every later start"
+    )
     calibrate.add_argument("--json", action="store_true", help="print one JSON object")
     _add_settings(calibrate)
-    bench = commands.add_parser("bench", help="measure", allow_abbrev=False)
+    bench = commands.add_parser("bench", help="run a benchmark", allow_abbrev=False)
     benches = bench.add_subparsers(dest="bench", required=True, metavar="WHAT")
     for name, each in BENCHES.items():
         _add_bench(benches, name, each)
-    costs = _command(commands, "tco", "what a load costs on each machine, from result files and prices", files="[RESULT…] ")
+    costs = _command(commands, "tco", "cost of a given load on each machine, from result files and prices", files="[RESULT…] ")
     for flag, words in cost_flags().items():
         costs.add_argument(flag, **words)
     return parser
@@ -169,7 +183,9 @@ def _command(commands: Any, name: str, what: str, within: str = "", files: str =
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("settings", "Each is an environment variable too, the one in brackets; a flag wins.")
+    group = parser.add_argument_group(
+        "settings", "Each setting can also be given as the environment variable in brackets; the flag takes precedence."
+    )
     for row in setting_rows():
         default = f" Default: {row.default}." if row.default else ""
         text = f"{row.description}{default} [{row.variable}]".replace("%", "%%")
@@ -178,13 +194,15 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def _complaint(unknown: list[str], takes_files: bool) -> str:
-    """Names the first flag that was not understood, or else the first word."""
+    """Describe the first unknown flag or, if all flags are known, the first unknown argument."""
     word = next((word for word in unknown if word.startswith("-")), unknown[0])
     if not word.startswith("-"):
         if takes_files:
-            return f"{word!r} is not understood: result files stand together, before the flags or after them."
+            return f"{word!r} is not understood: give all result files together, before or after the flags."
         return f"{word!r} is not understood. A checkpoint is given as --model {word}."
-    flag = word.partition("=")[0]  # what stands behind it may be a secret
+    flag = word.partition("=")[0]  # the value may be a secret
     known = [*(row.flag for row in setting_rows()), *bench_flags(), *cost_flags(), "--help"]
-    near = difflib.get_close_matches(flag, [one for one in known if one != flag], n=1)  # another command may have this one
+    near = difflib.get_close_matches(
+        flag, [one for one in known if one != flag], n=1
+    )  # exclude the flag itself: it may belong to another command
     return f"there is no flag {flag}." + (f" Did you mean {near[0]}?" if near else "")

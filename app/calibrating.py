@@ -1,4 +1,4 @@
-"""`armature calibrate`: this machine is measured with a model's shapes now, and with more patience than a start has."""
+"""`armature calibrate`: measure this machine with a model's shapes now, for longer than a start does."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ from app.weights.opening import open_model
 
 
 def calibrated(settings: Settings) -> Explained:
-    """What was measured and what was chosen. Raises a `StartupError` where nothing can be measured."""
+    """Measure this machine and return the measurements and the chosen plan.
+
+    Raises:
+        StartupError: Nothing can be measured.
+    """
     prepared = looked_up(probe(), settings.model_copy(update={"calibrate": "on"}), open_model(settings.checkpoint_directory))
     if prepared.is_final:
         raise PlanImpossible(f"There is nothing to measure. {prepared.plan.calibrate.reason}")
-    os.environ.update(prepared.plan.environment())  # the thread pools read it when torch is imported, which is now
+    os.environ.update(prepared.plan.environment())  # must be set before torch is imported: its thread pools read it then
     with _stages() as report:
         measured = calibrate(prepared, report, PATIENT_SECONDS)
     assert measured.calibration is not None, "it was not final"
@@ -34,7 +38,7 @@ def calibrated(settings: Settings) -> Explained:
 
 @contextmanager
 def _stages() -> Iterator[Callable[[str], None]]:
-    """What is measured, on standard error; quiet where that is no terminal."""
+    """Yield a callback that shows the current stage on standard error; silent if that is not a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda stage: None

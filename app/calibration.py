@@ -1,7 +1,8 @@
-"""What was measured of this machine with one checkpoint's shapes, kept for the next start; found where nothing that matters has changed.
+"""Calibration files: measurements of this machine with one checkpoint's shapes, kept for the next start.
 
-Torch is not needed to read it. Several processes may share the folder; what cannot be read is measured anew, what cannot be written is a
-line in the log.
+A file is used only while nothing that affects the measurements has changed (see `calibration_key`). Reading one
+does not need torch. Several processes may share the folder. If a file cannot be read, the machine is measured
+again; if one cannot be written, that is logged.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from app.weights.whole_file import FileUnusable, differences, open_ours, replaci
 
 log = logging.getLogger(__name__)
 
-FORMAT = 3  # of what is measured, and how: to be raised when an older measurement would mislead
+FORMAT = 3  # version of what is measured and how: raise it when older measurements would mislead
 FOLDER = "calibration"
-MOST_BYTES = 2**20  # of one file: what is longer is none of ours
-# What of the settings changes what is measured; memory and limits of requests do not.
+MOST_BYTES = 2**20  # limit for one file: a longer one was not written by this program
+# The settings that change the measurements. Memory and request limits do not.
 _ASKED = (
     "device precision threads compile max_batch_tokens max_running_seqs max_model_len kv_precision int8_copy numa_node deterministic"
 ).split()
@@ -38,29 +39,30 @@ _ASKED = (
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Measurements, when they were taken (seconds since 1970), and whether an earlier start took them."""
+    """Measurements, the time they were taken (seconds since 1970), and `from_cache`: an earlier start took them."""
 
     measurements: Measurements
     measured_at: float
     from_cache: bool
 
     def to_json(self) -> dict[str, Any]:
+        """Return the fields of `GET /info`: the measurements, their age in seconds, and `from_cache`."""
         age = max(0.0, time.time() - self.measured_at)
         fields: dict[str, Any] = plain(self.measurements)
         return {"from_cache": self.from_cache, "age_seconds": round(age, 1), "measurements": fields}
 
 
 class Kept:
-    """The place of one calibration, whether there is one or not."""
+    """The calibration file of one key, which may or may not exist."""
 
     def __init__(self, folder: Path | None, key: Mapping[str, str]) -> None:
-        """`folder` None: nothing is kept."""
+        """Compute the file's path from `key`. With `folder` None, nothing is read or kept."""
         self.key = dict(key)
         digest = hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()
         self.file = None if folder is None else folder / FOLDER / f"{digest[:32]}.json"
 
     def read(self) -> Calibration | None:
-        """None where the machine must be measured."""
+        """Return the kept calibration, or None if the machine must be measured."""
         if self.file is None:
             return None
         try:
@@ -73,7 +75,10 @@ class Kept:
             return None
 
     def _tell_of_others(self, folder: Path) -> None:
-        """Of these shapes on another machine, or by another version: never used, and left to whom it is for."""
+        """Log that calibrations of these shapes exist for another machine or version.
+
+        They are never used, and they are left for the machine or version that made them.
+        """
         others = []
         for file in folder.glob("*.json"):
             with suppress(OSError, FileUnusable, ValueError, KeyError, TypeError, RecursionError):
@@ -81,10 +86,13 @@ class Kept:
         same = [key for key in others if isinstance(key, dict) and key.get("shapes") == self.key["shapes"]]
         differ = differences(self.key, same)
         if differ:
-            log.info("calibrations of this model in %s are of another %s: not used, and left there", folder, differ)
+            log.info("calibrations of this model in %s differ in %s: they are not used and stay there", folder, differ)
 
     def keep(self, calibration: Calibration) -> None:
-        """Writes it for the next start, or says that it cannot. What was not taken for true is not kept."""
+        """Write the calibration for the next start, or log that it cannot be written.
+
+        Measurements that the plan could not use (`fallback`) are not kept.
+        """
         if self.file is None or calibration.measurements.fallback:
             return
         fields = {"key": self.key, "measured_at": calibration.measured_at, "measurements": plain(calibration.measurements)}
@@ -92,21 +100,25 @@ class Kept:
             with replacing(self.file) as stream:
                 stream.write(json.dumps(fields).encode())
         except OSError as error:
-            tell_unkept(self.file, "what was measured", error)
+            tell_unkept(self.file, "the calibration", error)
 
     def forget(self, calibration: Calibration) -> None:
-        """The machine is not as it was measured: the next start measures anew. What another process measured since then stays."""
+        """Remove the file, because the machine no longer performs as measured: the next start measures again.
+
+        A newer calibration, which another process has written since then, is left in place.
+        """
         if self.file is None:
             return
-        with suppress(OSError, FileUnusable):  # gone already, or not ours to remove
+        with suppress(OSError, FileUnusable):  # the file is gone already, or this process may not remove it
             if _parsed(_bytes_of(self.file), self.key).measured_at == calibration.measured_at:
                 self.file.unlink()
                 log.info("the calibration in %s no longer holds and was removed: the next start measures again", self.file)
 
 
 def key_of(facts: Facts, settings: Settings, plan: ServingPlan, shapes: object) -> dict[str, str]:
-    """All that decides how long a step takes: the processor, what of it may be used, the model's shapes and the code; never a host's name.
+    """Return everything that decides how long a step takes, as names and values of the calibration's key.
 
+    These are the processor, the part of it that may be used, the model's shapes and the code; never a host name.
     Cores are counted, not named: another process on other cores of the same kind finds the same calibration.
     """
     gpu, allowed = plan.gpu(facts), facts.allowed_cpus
@@ -121,7 +133,7 @@ def key_of(facts: Facts, settings: Settings, plan: ServingPlan, shapes: object) 
         "huge pages": str(facts.huge_pages.transparent),
         "shapes": repr(shapes),
         "asked": repr({name: getattr(settings, name) for name in _ASKED}),
-        "device": f"{plan.device.value} {gpu.name if gpu else ''}".strip(),  # of GPUs alike another finds the same
+        "device": f"{plan.device.value} {gpu.name if gpu else ''}".strip(),  # equal for GPUs of the same model
         "threads": f"{plan.threads.value} {plan.wait_policy.value}",
         "version": VERSION,
         "torch": facts.torch.version if facts.torch else "",
@@ -138,11 +150,15 @@ def _bytes_of(file: Path) -> bytes:
 
 
 def _parsed(text: bytes, key: Mapping[str, str]) -> Calibration:
-    """Raises `FileUnusable` where that is no calibration, or one of something else."""
+    """Parse a calibration file.
+
+    Raises:
+        FileUnusable: The text is not a calibration, or it has another key.
+    """
     try:
         fields = json.loads(text)
         if fields["key"] != dict(key):
-            raise FileUnusable("it was made for something else")
+            raise FileUnusable("it was made for another machine, model or version")
         return Calibration(_measurements(fields["measurements"]), float(fields["measured_at"]), from_cache=True)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FileUnusable("it is damaged") from error

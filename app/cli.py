@@ -1,4 +1,4 @@
-"""The command `armature`: from arguments to what they start. Torch is imported only by the commands that compute."""
+"""The command `armature`: runs the function of each command. Only commands that compute import torch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from app.termination import ReasonLeft
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0; 2 for what the operator can mend, 1 for what they cannot, each with one sentence."""
+    """Run a command and return its exit status.
+
+    An error prints one sentence; the status is 2 if the operator can correct it, else 1.
+    """
     try:
         return _run(sys.argv[1:] if argv is None else argv)
-    except UnknownArgument as error:  # which names the command itself
+    except UnknownArgument as error:  # its message already names the command
         print(error.message, file=sys.stderr)
         return error.exit_code
     except ArmatureError as error:
@@ -27,13 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code if isinstance(error, StartupError) else 1
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT, as shells count
-    except BrokenPipeError:  # `armature probe | head` has read enough
+    except BrokenPipeError:  # the reader closed the pipe, for example `armature probe | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # 128 + SIGPIPE
 
 
 def _run(argv: Sequence[str]) -> int:
-    # A pod is there to serve; what somebody tries beside that in its container is no reason for its end.
+    # Only `serve` may write the pod's termination message: a command run in the same container does not end the pod.
     with ReasonLeft() if argv[:1] == ["serve"] else nullcontext():
         arguments = parse(argv)
         return COMMANDS[arguments.command](arguments)
@@ -53,7 +56,10 @@ def _serve(arguments: Namespace) -> int:
 
 
 def _probe(arguments: Namespace) -> int:
-    """The whole plan, or of a model what was chosen for it. The facts are shown even where no plan can be made of them."""
+    """Print the whole plan or, with a model, what was chosen for it.
+
+    The facts are printed even if no plan can be made.
+    """
     from rich.console import Console
 
     from app.explanation import explain, render_explained
@@ -102,7 +108,7 @@ def _calibrate(arguments: Namespace) -> int:
         Console().print(render_explained(explained))
     fallback = explained.measurements.fallback if explained.measurements else ""
     if fallback:
-        print(f"armature calibrate: nothing is kept, since {fallback}", file=sys.stderr)
+        print(f"armature calibrate: nothing is cached, since {fallback}", file=sys.stderr)
     return 1 if fallback else 0
 
 
@@ -112,7 +118,7 @@ def _bench(arguments: Namespace) -> int:
     from app.benches import measured, report
 
     try:
-        if getattr(arguments, "results", None):  # of machines that were measured before
+        if getattr(arguments, "results", None):  # compare earlier results
             return report(arguments)
         outcome = measured(_settings(arguments), arguments)
     except MeasurementFailed as error:

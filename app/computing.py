@@ -1,4 +1,4 @@
-"""An encoder's and a program's answers: one request's way from its texts or tensors to the arrays that come back, all at once."""
+"""Requests to encoders and exported programs, from their texts or tensors to the arrays returned, all at once."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from app.post import Letter
 from app.reading_texts import check_texts, is_short, read_texts
 from app.served import ServedEncoder, ServedProgram
 
-TOKEN_BYTES = 36  # of an id in a tuple: a pointer and a number
-VALUE_BYTES = {"BOOL": 1, "UINT8": 1, "INT8": 1, "INT16": 2, "FP16": 2, "BF16": 2, "INT64": 8, "FP64": 8}  # others have 4
+TOKEN_BYTES = 36  # a token id in a tuple: a pointer and an int object
+# Bytes of a value by datatype; all others have 4.
+VALUE_BYTES = {"BOOL": 1, "UINT8": 1, "INT8": 1, "INT16": 2, "FP16": 2, "BF16": 2, "INT64": 8, "FP64": 8}
 
 
 async def encode(desk: Desk, model: ServedEncoder, request: EncodingRequest, course: Course) -> Encoded:
-    """Short texts are read here and now: the way to another thread and back takes longer."""
+    """Tokenize the texts, send them to the worker and return its arrays.
+
+    Short texts are tokenized on the event loop, because a round trip to another thread takes longer.
+    """
     check_texts(model, request)
     with desk.admission.permit() as permit:
         texts = read_texts(model, request) if is_short(request) else await desk.read(read_texts, model, request)
@@ -34,7 +38,10 @@ async def encode(desk: Desk, model: ServedEncoder, request: EncodingRequest, cou
 
 
 async def infer(desk: Desk, program: ServedProgram, request: InferenceRequest, course: Course) -> Inferred:
-    """Rows of the batch are to a program what tokens are to an encoder."""
+    """Send a program's inputs to the worker and return its arrays.
+
+    Rows of the batch are counted as an encoder's tokens are.
+    """
     num_rows = request.inputs[program.signature.inputs[0].name].shape[0]
     with desk.admission.permit() as permit:
         permit.hold(_bytes_of_rows(program.signature, request, num_rows))
@@ -45,13 +52,19 @@ async def infer(desk: Desk, program: ServedProgram, request: InferenceRequest, c
 
 
 def _bytes_of_texts(model: ServedEncoder, outputs: Collection[str], lengths: Sequence[int]) -> int:
-    """Ids as Python's numbers, and an FP32 row of each output for each text or for each of its tokens."""
+    """Return the bytes of token ids as Python integers and of the outputs.
+
+    Each output has one FP32 row per text, or per token for `last_hidden_state`.
+    """
     rows = {name: sum(lengths) if name == "last_hidden_state" else len(lengths) for name in outputs}
     return TOKEN_BYTES * sum(lengths) + sum(4 * model.sizes[name] * number for name, number in rows.items())
 
 
 def _bytes_of_rows(signature: Signature, request: InferenceRequest, num_rows: int) -> int:
-    """As they came, and as they go; a free dimension of what goes is taken for the largest of those that came."""
+    """Return the bytes of the inputs and of the outputs.
+
+    A free dimension of an output is assumed to be as large as the largest input dimension.
+    """
     free = max((size for array in request.inputs.values() for size in array.shape[1:]), default=1)
     rows = (
         math.prod(free if size < 0 else size for size in spec.shape[1:]) * VALUE_BYTES.get(spec.datatype, 4)
@@ -62,7 +75,7 @@ def _bytes_of_rows(signature: Signature, request: InferenceRequest, num_rows: in
 
 
 async def _answered(desk: Desk, order: Encode | Infer, size: int, permit: Permit, course: Course) -> ArraysReady:
-    """Sends the order and waits for its one answer."""
+    """Send the request and wait for its single result."""
     answer: asyncio.Future[Letter] = asyncio.get_running_loop().create_future()
 
     def tell(letter: Letter) -> None:
@@ -79,11 +92,11 @@ async def _answered(desk: Desk, order: Encode | Infer, size: int, permit: Permit
             desk.worker.put(Abort(order.request_id))
             raise
     if letter is None:
-        raise RequestTimeout("The request timed out before it was answered.")
+        raise RequestTimeout("The request timed out before its result was ready.")
     event, now = letter
     if isinstance(event, RequestFailed):
         raise event.error.with_traceback(None)
-    assert isinstance(event, ArraysReady), "no text is generated from this"
+    assert isinstance(event, ArraysReady), "an Encode or Infer is answered by ArraysReady"
     if predicted is not None:
         desk.metrics.waited(predicted, now - sent_at)
     course.outcome = "stop"

@@ -1,6 +1,7 @@
-"""What every request passes, whatever is asked: it is counted once, gets a place, is read in a thread beside and sent on its way.
+"""The steps that every request passes, whatever its kind.
 
-Event loop only.
+A request is counted in the metrics once, admitted, tokenized in a thread pool and sent to the worker. Used on
+the event loop only.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Course:
-    """How far one request is. `accepted`: it was valid, and is the worker's now."""
+    """Progress of one request. `accepted` is true once it was found valid and the worker has it."""
 
     arrived_at: float
     accepted: bool = False
@@ -31,7 +32,7 @@ class Course:
 
 
 class Desk:
-    """The worker, its post and the places before it."""
+    """The worker with its client, the admission control and the tokenizer's thread pool."""
 
     def __init__(self, worker: WorkerPort, metrics: Metrics, clock: Callable[[], float]) -> None:
         self.worker, self.metrics, self.clock = worker, metrics, clock
@@ -41,7 +42,7 @@ class Desk:
         self._pool: ThreadPoolExecutor | None = None
 
     def open(self, limits: Limits) -> None:
-        """From any thread, once, before the first request."""
+        """Apply the limits and start the thread pool. Call it once, before the first request, from any thread."""
         self.admission.max_running = limits.max_running_seqs
         self.admission.max_waiting = limits.max_waiting_requests
         self.admission.max_held_bytes = limits.max_held_bytes
@@ -49,17 +50,18 @@ class Desk:
         self._pool = ThreadPoolExecutor(limits.tokenizer_threads, thread_name_prefix="armature-text")
 
     def close(self) -> None:
-        """Whatever is open fails."""
+        """Fail all open requests and shut down the thread pool."""
         self.post.stop()
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def deadline(self, course: Course) -> float:
+        """Return the time on `clock` at which the request times out."""
         return course.arrived_at + self._seconds
 
     @contextmanager
     def counted(self, api: Api) -> Iterator[Course]:
-        """However the request ends in here, the metrics are told once."""
+        """Report the request's outcome to the metrics exactly once, however the block ends."""
         course = Course(self.clock())
         try:
             yield course
@@ -76,12 +78,16 @@ class Desk:
                 self.metrics.request_ended(api, course.outcome, self.clock() - course.arrived_at)
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """In the text pool: a long text holds up nobody else's answer."""
-        assert self._pool is not None, "a model that is served has brought its pool"
+        """Run `function` in the thread pool, so that a long text does not block other requests."""
+        assert self._pool is not None, "open() starts the pool before the first request"
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
     async def read(self, function: Callable[..., T], *arguments: Any) -> T:
-        """The same for a request's own text, within its time."""
+        """Run `function` in the thread pool within the request timeout.
+
+        Raises:
+            RequestTimeout: it took longer.
+        """
         try:
             async with asyncio.timeout(self._seconds):
                 return await self.run(function, *arguments)
@@ -90,7 +96,10 @@ class Desk:
 
 
 def _outcome(error: RequestError, accepted: bool) -> Outcome:
-    """How the metrics call a request that an error ended; the worker too may find that one can never be served."""
+    """Return the metrics' outcome for a request that failed with `error`.
+
+    A request that the worker has accepted can still be refused: the worker may find that it can never be served.
+    """
     if isinstance(error, RequestTimeout):
         return "timeout"
     return "failed" if accepted and not isinstance(error, InvalidRequest) else "refused"

@@ -1,6 +1,7 @@
-"""Whether the machine still is as fast as it was when it was measured: recent steps held against the table, and what follows from it.
+"""Detection of speed drift: recent steps compared with the measured step time table.
 
-The worker thread tells of steps, any thread reads. What was promised before the first request is corrected by what steps really take.
+The worker thread reports steps; any thread may read the result. The capacity that the plan reported before the
+first request is corrected by what steps really take.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ from app.measured import Phase, StepStats
 
 log = logging.getLogger(__name__)
 
-_PHASES: tuple[Phase, ...] = ("decode", "prefill", "encode")  # `decode_full` and `encode_few` are of theirs
+_PHASES: tuple[Phase, ...] = ("decode", "prefill", "encode")  # `decode_full` counts as decode, `encode_few` as encode
 WINDOW_STEPS, ENOUGH_STEPS = 128, 50
-LEAVES, RETURNS = 1.20, 1.10  # as far off it is another machine; it has to come nearer than that to be the old one again
+LEAVES, RETURNS = 1.20, 1.10  # drift begins beyond the first factor and ends within the second: the gap avoids flapping
 
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What a plan said before the first request: how long steps take, tokens a second by phase and rows, and the parts of the ceilings."""
+    """Speeds that the plan expected before the first request.
+
+    `steps` is the measured step time table, `capacity` tokens per second by phase and number of rows, and
+    `roofline` the part of the hardware ceiling reached, by phase.
+    """
 
     steps: StepSeconds
     capacity: Mapping[str, Mapping[int, float]]
@@ -31,7 +36,11 @@ class Promise:
 
 
 class Drift:
-    """`on_stale` is called once, on the worker thread, when what was measured is not true any more: the next start measures anew."""
+    """The factor between measured and current step times, by phase.
+
+    `on_stale` is called once, on the worker thread, when the measurements no longer hold, so that the next start
+    measures again.
+    """
 
     def __init__(self, promise: Promise, on_stale: Callable[[], None] = lambda: None) -> None:
         self._promise, self._on_stale = promise, on_stale
@@ -42,8 +51,11 @@ class Drift:
         self.drifted = False
 
     def observe(self, step: StepStats) -> None:
-        """What a step took; `look` makes something of it. Whether the machine has changed is read from the model's part of steps that only
-        decode, which are simplest, or of those that do texts."""
+        """Record the time of one step; `update` evaluates it later.
+
+        Drift of the machine is judged from the model's part of steps that only decode, which vary least, or that
+        encode texts.
+        """
         expected = step.expected_seconds(self._promise.steps)
         if expected <= 0.0:
             return
@@ -52,7 +64,10 @@ class Drift:
             self._model_ratios.append(step.model_seconds * step.stretch / expected)
 
     def look(self) -> None:
-        """What the recent steps come to. Medians of a window cost a tenth of a millisecond, so: between two steps, and now and then."""
+        """Recompute the factors from the recent steps.
+
+        The medians of a window take a tenth of a millisecond, so call this between two steps and only now and then.
+        """
         for phase, ratios in self._ratios.items():
             if len(ratios) >= ENOUGH_STEPS:
                 self._factors[phase] = median(ratios)
@@ -60,21 +75,22 @@ class Drift:
             self._judge(median(self._model_ratios))
 
     def factor(self, phase: str) -> float:
-        """How many times as long as measured before steps take: 1 until enough were seen."""
+        """Return the current step time over the measured one: 1 until enough steps were seen."""
         return next((factor for known, factor in self._factors.items() if phase.startswith(known)), 1.0)
 
     def capacity(self) -> Mapping[str, Mapping[int, float]]:
-        """Tokens a second by phase and rows, as the machine is now."""
+        """Return tokens per second by phase and number of rows, at the machine's current speed."""
         return {
             phase: {rows: speed / self.factor(phase) for rows, speed in by_rows.items()}
             for phase, by_rows in self._promise.capacity.items()
         }
 
     def roofline(self) -> Mapping[str, float]:
-        """By phase, the part of this machine's ceiling that steps reach now."""
+        """Return by phase the part of this machine's ceiling that steps reach now."""
         return {phase: ratio / self.factor(phase) for phase, ratio in self._promise.roofline.items()}
 
     def to_json(self) -> dict[str, object]:
+        """Return the `speed` object of `GET /info`."""
         factors = {phase: round(factor, 3) for phase, factor in self._factors.items()}
         return {
             "steps_over_measured": factors,
@@ -90,10 +106,11 @@ class Drift:
             return
         self.drifted = drifted
         if not drifted:
-            log.info("steps take what was measured again (%.2f times)", factor)
+            log.info("steps take as long as measured again (%.2f times)", factor)
             return
         log.warning(
-            "steps take %.2f times what was measured: capacity is told as it is now, and the next start measures anew", factor
+            "steps take %.2f times as long as measured: the reported capacity is corrected, and the next start measures again",
+            factor,
         )
         if not self._told:
             self._told = True

@@ -1,6 +1,6 @@
-"""The words between the service and the faces for encoders and exported programs: what a client asks for, and the arrays that answer it.
+"""Types between the service and the API dialects for encoders and exported programs.
 
-Plain frozen values in our own vocabulary, as `generation.py` has them for decoders.
+They are the requests and the arrays returned, all plain frozen values.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from app.generation import Usage
 from app.messages import Array, Text, Timings
 from app.metrics import Api
 
-# A text, two that are read as one (a query and a document), or ids as they are: no special token is added to them.
+# A text, a pair that is read as one (a query and a document), or token ids, to which no special tokens are added.
 TextInput = str | tuple[str, str] | Text
 
 
@@ -20,10 +20,12 @@ TextInput = str | tuple[str, str] | Text
 class EncodingRequest:
     """Texts for an encoder. `outputs` are some of the model's: `embedding`, `logits`, `last_hidden_state`.
 
-    `request_id` is what the client sees; it need not be unique. A text that is too long is refused, or cut where `truncate` is set: at its
-    end, or at its start where `keeps_end`. `normalize` None: as the checkpoint says. `dimensions` None: all. `prompt` is the name of one
-    that the checkpoint has, put before each text; None: its default. The first `num_queries` are
-    queries and the others documents: each have their own prompt where the checkpoint has one. `field` is what the dialect calls the texts.
+    `request_id` is what the client sees; it need not be unique. A text that is too long is refused, or truncated
+    if `truncate` is set: at its end, or at its start if `keeps_end`. `normalize` None means as the checkpoint
+    says, `dimensions` None means all. `prompt` names one of the checkpoint's prompts, which is put before each
+    text; None means its default. The first `num_queries` texts are queries and the others documents; each kind
+    gets its own prompt if the checkpoint has one. `field` is the dialect's name for the texts, used in error
+    messages.
     """
 
     inputs: tuple[TextInput, ...]
@@ -41,7 +43,11 @@ class EncodingRequest:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """`arrays` by output as in `messages.ArraysReady`; `lengths` are the tokens of each text, in order."""
+    """Result of an `EncodingRequest`.
+
+    `arrays` maps an output to its array as in `messages.ArraysReady`. `lengths` are the token counts of the
+    texts, in order.
+    """
 
     arrays: Mapping[str, Array]
     timings: Timings
@@ -49,12 +55,16 @@ class Encoded:
 
     @property
     def usage(self) -> Usage:
+        """Token counts for the response."""
         return Usage(sum(self.lengths))
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """Named tensors for an exported program, already held against its signature; `outputs` are the names wanted back."""
+    """Named tensors for an exported program, already checked against its signature.
+
+    `outputs` are the requested names.
+    """
 
     inputs: Mapping[str, Array]
     outputs: tuple[str, ...]
@@ -64,7 +74,7 @@ class InferenceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Inferred:
-    """`arrays` by output, as many rows as the inputs had."""
+    """Result of an `InferenceRequest`: `arrays` maps an output to its array, with as many rows as the inputs."""
 
     arrays: Mapping[str, Array]
     timings: Timings

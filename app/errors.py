@@ -1,8 +1,10 @@
-"""Every failure that a person or a machine can cause, in words; HTTP status codes live in `api/errors.py` alone.
+"""Exceptions for every failure that a client or an operator can cause.
+
+HTTP status codes are in `api/errors.py` only.
 
 ArmatureError
-├── RequestError                 one request fails, its client is told
-│   ├── InvalidRequest           a value that cannot be honoured
+├── RequestError                 one request fails and its client receives the message
+│   ├── InvalidRequest           a value that cannot be used
 │   │   ├── ContextLengthExceeded
 │   │   ├── UnsupportedParameter
 │   │   └── WrongModelKind
@@ -14,13 +16,13 @@ ArmatureError
 │   ├── ServiceStopping
 │   ├── RequestTimeout
 │   └── StepFailed
-└── StartupError                 the process ends, its operator is told
+└── StartupError                 the process ends and its operator reads the message
     ├── UnknownArgument
     ├── SettingsInvalid
     ├── CheckpointInvalid
     ├── PlanImpossible
     ├── NoRecipe
-    └── ServingFailed            a device or a thread that nobody could foresee
+    └── ServingFailed            a device or a thread failed unexpectedly
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from typing import ClassVar
 
 
 class ArmatureError(Exception):
-    """Root of the tree. `code` is stable and safe for clients to switch on; the message is for people."""
+    """Base class. `code` is stable, so that clients can compare it; the message is for people."""
 
     code: ClassVar[str] = "internal_error"
 
@@ -39,7 +41,7 @@ class ArmatureError(Exception):
 
 
 class RequestError(ArmatureError):
-    """One request cannot be served. `field` names the offending field of the body where there is one."""
+    """One request cannot be served. `field` names the field of the body at fault, if there is one."""
 
     code = "request_error"
 
@@ -49,30 +51,44 @@ class RequestError(ArmatureError):
 
 
 class InvalidRequest(RequestError):
+    """The request has a value that is wrong or cannot be used."""
+
     code = "invalid_request"
 
 
 class ContextLengthExceeded(InvalidRequest):
+    """The prompt, or prompt and completion together, are longer than the context."""
+
     code = "context_length_exceeded"
 
 
 class UnsupportedParameter(InvalidRequest):
+    """The request uses a parameter that this server or route does not support."""
+
     code = "unsupported_parameter"
 
 
 class WrongModelKind(InvalidRequest):
+    """The served model is of a kind that cannot answer this route."""
+
     code = "wrong_model_kind"
 
 
 class ModelNotFound(RequestError):
+    """The request names a model or version that is not served."""
+
     code = "model_not_found"
 
 
 class BodyTooLarge(RequestError):
+    """The request body exceeds the size limit."""
+
     code = "body_too_large"
 
 
 class Unauthorized(RequestError):
+    """The request has no valid API key."""
+
     code = "unauthorized"
 
 
@@ -87,52 +103,68 @@ class Overloaded(RequestError):
 
 
 class NotReady(RequestError):
+    """The model is still loading, or the worker has stopped."""
+
     code = "not_ready"
 
 
 class ServiceStopping(RequestError):
+    """The server is shutting down."""
+
     code = "service_stopping"
 
 
 class RequestTimeout(RequestError):
+    """The request did not finish within its time limit."""
+
     code = "request_timeout"
 
 
 class StepFailed(RequestError):
+    """An engine step failed, and this request with it."""
+
     code = "step_failed"
 
 
 class StartupError(ArmatureError):
-    """The process cannot serve. `exit_code` is 2 for what the operator can mend, 1 for what they cannot."""
+    """The process cannot serve. `exit_code` is 2 if the operator can correct the cause, else 1."""
 
     code = "startup_error"
     exit_code: ClassVar[int] = 2
 
 
 class UnknownArgument(StartupError):
-    """Says what was not understood and what was probably meant."""
+    """A command-line argument is unknown. The message suggests the likely intended one."""
 
     code = "unknown_argument"
 
 
 class SettingsInvalid(StartupError):
+    """A setting has an invalid value."""
+
     code = "settings_invalid"
 
 
 class CheckpointInvalid(StartupError):
+    """The checkpoint is missing, damaged or not supported."""
+
     code = "checkpoint_invalid"
 
 
 class PlanImpossible(StartupError):
+    """The settings or the model do not fit this machine."""
+
     code = "plan_impossible"
 
 
 class NoRecipe(StartupError):
+    """The package has no recipe (weight format and kernels) for this device, precision and architecture."""
+
     code = "no_recipe"
 
 
 class ServingFailed(StartupError):
-    """The worker has ended, or never began: who runs the process can but start it again."""
+    """The worker has ended or never started; only a restart of the process helps."""
 
     code = "serving_failed"
     exit_code = 1

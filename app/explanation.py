@@ -1,4 +1,4 @@
-"""What was chosen for one model on this machine, and why, in one screen; `armature probe --model` prints what is made here."""
+"""The choices made for one model on this machine, with reasons: the output of `armature probe --model`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from app.report import apple_gpu, gpu, processor, value_of
 from app.settings import Settings
 from app.weights.opening import open_model
 
-# Decisions that make a difference to this model, in the order in which they are made; the others stand in `--json`.
+# Decisions that matter for this model, in the order in which they are made; `--json` has all of them.
 _TOLD = (
     "device", "cuda_device",
     "precision", "int8_copy", "kv_precision", "kernels", "threads", "wait_policy", "max_batch_tokens", "batch_target_tokens",
@@ -30,21 +30,21 @@ _GENERATING = (
     "itl_target_seconds",
     "speculation",
     "kv_cache_bytes",
-)  # of these nothing is told where nothing is generated
-_MOST_COLUMNS = 6  # of a table of speeds, of each phase: as many as fit beside the names in 120 columns
+)  # not shown for a model that does not generate
+_MOST_COLUMNS = 6  # per phase in the table of speeds: the number that fits into 120 columns with the names
 _MOST_TRIALS = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A kind of step: what its first column is called, what the others are, and its table."""
+    """A kind of step: the heading of its first column, that of the others, and its table of step times."""
 
     first: str
     other: str
     read: Callable[[Trial], Mapping[int, float]]
 
     def columns(self, shown: Sequence[Trial]) -> Iterator[tuple[str, int]]:
-        """Headings and sizes."""
+        """Yield the headings and sizes of the columns."""
         for index, size in enumerate(_columns([self.read(trial) for trial in shown])):
             yield (self.other if index else self.first).format(size), size
 
@@ -54,12 +54,12 @@ PHASES = (
     Phase("prompt of {}", "{}", lambda trial: trial.prefill_seconds),
     Phase("texts of {}", "{}", lambda trial: trial.encode_seconds),
 )
-_ROWS = Phase("steps of {}", "{}", lambda trial: trial.encode_seconds)  # of a program
+_ROWS = Phase("steps of {}", "{}", lambda trial: trial.encode_seconds)  # steps of an exported program
 
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """All that a plan for a model was made from, and the plan. `origin`: when it was measured, or how it could be."""
+    """A plan for a model, and everything it was made from. `origin`: when it was measured, or how it can be."""
 
     name: str
     facts: Facts
@@ -69,12 +69,17 @@ class Explained:
     origin: str
 
     def to_json(self) -> dict[str, Any]:
+        """Return facts, needs, measurements and plan as JSON-serializable values."""
         parts = {"facts": self.facts, "needs": self.needs, "measurements": self.measurements}
         return {**{name: plain(part) for name, part in parts.items()}, "plan": self.plan.to_json()}
 
 
 def explain(settings: Settings, facts: Facts) -> Explained:
-    """What a start would decide, with what an earlier one measured; nothing is measured here. Raises a `StartupError`."""
+    """Return the plan that a start would make, with cached measurements. Nothing is measured here.
+
+    Raises:
+        StartupError: The model cannot be opened or planned.
+    """
     checkpoint = open_model(settings.checkpoint_directory)
     found = looked_up(facts, settings, checkpoint)
     measurements = None if found.calibration is None else found.calibration.measurements
@@ -87,7 +92,7 @@ def _origin(found: Prepared) -> str:
         return f"{_age(age)}, in {seconds:.1f} s, with this model's shapes"
     if found.is_final:
         return f"no. {found.plan.calibrate.reason}"
-    return f"not yet: a start does it, in a few seconds, or now: armature calibrate --model {found.checkpoint.directory}"
+    return f"not yet: a start measures in a few seconds; to measure now: armature calibrate --model {found.checkpoint.directory}"
 
 
 def _age(seconds: float) -> str:
@@ -98,6 +103,7 @@ def _age(seconds: float) -> str:
 
 
 def render_explained(explained: Explained) -> RenderableType:
+    """Return the explanation as tables for the console."""
     parts: list[RenderableType] = [_head(explained)]
     believed = explained.measurements if explained.measurements and not explained.measurements.fallback else None
     shown = [] if believed is None else _shown(believed, explained.plan)
@@ -121,12 +127,12 @@ def _head(explained: Explained) -> Table:
     if device:
         table.add_row("device", device)
     fallback = explained.measurements.fallback if explained.measurements else ""
-    table.add_row("measured", f"{explained.origin}; not taken for true, since {fallback}" if fallback else explained.origin)
+    table.add_row("measured", f"{explained.origin}; not used, since {fallback}" if fallback else explained.origin)
     return table
 
 
 def _device(explained: Explained) -> str:
-    """What serves where that is no processor."""
+    """Describe the accelerator that serves, or return an empty string for the CPU."""
     facts, plan = explained.facts, explained.plan
     if plan.device.value == "mps":
         return apple_gpu(facts)
@@ -135,7 +141,10 @@ def _device(explained: Explained) -> str:
 
 
 def _speeds(shown: list[Trial], explained: Explained) -> Table:
-    """Tokens a second of what was timed, hardly any context behind it, or rows; the way that was chosen is marked."""
+    """Return the table of tokens (or rows) per second of each trial, measured with almost no context.
+
+    The chosen trial is marked.
+    """
     phases, unit = ((_ROWS,), "rows") if explained.needs.kind == "program" else (PHASES, "tokens")
     columns = [(phase, *column) for phase in phases for column in phase.columns(shown)]
     table = Table(title=f"Measured {unit}/s", title_justify="left", header_style="bold", box=None, padding=(0, 2, 0, 0))
@@ -148,14 +157,14 @@ def _speeds(shown: list[Trial], explained: Explained) -> Table:
 
 
 def _shown(measurements: Measurements, plan: ServingPlan) -> list[Trial]:
-    """The chosen one first, then those timed at the most sizes."""
+    """Return the trials to show: the chosen one first, then those timed at the most sizes."""
     timed = [trial for trial in measurements.trials if (trial.decode_seconds and trial.prefill_seconds) or trial.encode_seconds]
     known = sorted(timed, key=lambda trial: -sum(len(phase.read(trial)) for phase in PHASES))
     return sorted(known, key=lambda trial: not _is_chosen(trial, plan))[:_MOST_TRIALS]
 
 
 def _columns(tables: list[Mapping[int, float]]) -> list[int]:
-    """Of all sizes, every second, … that few columns hold, the largest and those that all share among them."""
+    """Return at most `_MAX_COLUMNS` sizes: those that all trials share, then the largest."""
     sizes = sorted({size for table in tables for size in table})
     shared = [size for size in sizes if all(size in table for table in tables)]
     rest = [size for size in reversed(sizes) if size not in shared]
@@ -195,10 +204,10 @@ def _choices(explained: Explained) -> Table:
 
 
 def _expected(plan: ServingPlan) -> Iterator[RenderableType]:
-    """What to expect in service, where it was measured."""
+    """Yield the table of expected capacity, if it was measured."""
     if not plan.capacity_tokens_per_second.value:
         return
-    table = _plain("To be expected")
+    table = _plain("Expected performance")
     table.add_row("capacity", plan.capacity_tokens_per_second.reason)
     table.add_row("ceilings", plan.roofline_ratio.reason)
     yield ""

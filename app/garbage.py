@@ -1,6 +1,7 @@
-"""Garbage collection beside the steps, not in them: off while the engine works, done between two steps where it is due.
+"""Garbage collection between steps instead of within them.
 
-What Python counts references of goes at once as ever; only circles wait. While the engine is idle Python collects as it always does.
+Collection is disabled during a step and runs between two steps when it is due. Reference counting still frees most
+objects at once; only reference cycles wait. While the engine is idle, Python's automatic collection is enabled.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-MOST_NEW_OBJECTS = (
-    10_000  # more containers made than gone since the last collection: looking through them takes about a millisecond
-)
-MOST_SECONDS = 1.0  # of work without a collection, however few objects: a circle may hold a large body
-WHOLE_SECONDS = 60.0  # between two that look at everything that has outlived one
+# Container objects allocated minus freed since the last collection: traversing these takes about a millisecond.
+MOST_NEW_OBJECTS = 10_000
+MOST_SECONDS = 1.0  # longest work without a collection, however few objects: a cycle may hold a large request body
+WHOLE_SECONDS = 60.0  # between two collections of the oldest generation
 
 
 class Garbage:
-    """Belongs to the thread that steps; `seconds` and `collections` count what was collected since `settle`, by whichever thread."""
+    """Control over Python's garbage collector; used by the thread that steps only.
+
+    `seconds` and `collections` count the collections since `freeze`, by any thread.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds, self.collections = 0.0, 0
@@ -26,28 +29,28 @@ class Garbage:
         self._began = self._tidied = self._whole = clock()
 
     def settle(self) -> None:
-        """What is loaded stays: no collection looks through it again. From now on those that happen are counted."""
+        """Freeze all loaded objects, so that no collection traverses them again, and start counting collections."""
         gc.collect()
         gc.freeze()
         self._tidied = self._whole = self._clock()
         gc.callbacks.append(self._hear)
 
     def close(self) -> None:
-        """As Python does it, and nobody listens."""
+        """Restore Python's automatic collection and stop counting."""
         gc.enable()
         if self._hear in gc.callbacks:
             gc.callbacks.remove(self._hear)
 
     def hold(self) -> None:
-        """A step begins: nothing is collected until `tidy` or `release`."""
+        """Disable collection for a step, until `collect_if_due` or `enable`."""
         gc.disable()
 
     def release(self) -> None:
-        """There is no step to disturb."""
+        """Enable automatic collection, as no step is running."""
         gc.enable()
 
     def tidy(self) -> None:
-        """Between two steps: collects where enough has come together, or long enough nothing was collected."""
+        """Collect between two steps if enough objects were allocated or enough time has passed."""
         now = self._clock()
         if gc.get_count()[0] < MOST_NEW_OBJECTS and now - self._tidied < MOST_SECONDS:
             return

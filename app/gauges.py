@@ -1,6 +1,6 @@
-"""What is worked out when somebody looks at the metrics: how it stands now, how fast it is, what the last minute was like, what it costs.
+"""Gauges that are computed at each scrape: current state, speed, the last minute's latencies and rates, and cost.
 
-Torch-free and without a thread of its own: a scrape reads what others have left to be read.
+This module needs neither torch nor a thread: a scrape reads values that other parts have recorded.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ from app.quantiles import RecentQuantiles, RecentRate
 Clock = Callable[[], float]
 
 QUANTILES = (0.5, 0.9, 0.99)
-# Paged engines count KV memory in blocks. Ours are tokens; routers that hash a prompt by blocks want a block worth hashing.
+# Paged engines count KV memory in blocks, this engine in tokens. Routers that hash a prompt by blocks need blocks of a
+# useful size.
 BLOCK_TOKENS = 16
-_WHOSE = "Of the whole machine or its processors, neighbours on it included; modelled: the declared watts, while steps run."
-_EACH = "Over the last 60 seconds, for each {}; all joules count, those of idle time too."
-_ABOVE = "Over the last 60 seconds, for each {}; less what the machine takes when idle."
+_WHOSE = (
+    "Counts the whole machine or its processors, other processes included; source=modelled: the declared watts while steps run."
+)
+_EACH = "Joules per {} over the last 60 seconds, idle time included."
+_ABOVE = "Joules per {} over the last 60 seconds, less what the machine takes when idle."
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,10 @@ class About:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the process runs and what that costs; what is None is not told. `cpu_stat` is the control group's file of that name."""
+    """Resources of the process and their price; fields that are None are not reported.
+
+    `cpu_stat` is the control group's file of that name. `hourly_price` is in dollars.
+    """
 
     threads: int | None = None
     cpu_quota_cores: float | None = None
@@ -53,7 +59,7 @@ class Place:
 
 
 class Watched(Protocol):
-    """What is looked at: `metrics.Metrics`. What is None is not known, or not yet."""
+    """The values that `Gauges` reads, implemented by `metrics.Metrics`; None means not known, or not yet."""
 
     about: About | None
     place: Place
@@ -68,12 +74,13 @@ class Watched(Protocol):
 
 
 class Gauges(Collector):
-    """From the last snapshot and the rings of the last minute; what is not known is left out."""
+    """A Prometheus collector of the last snapshot and the last minute; unknown values are left out."""
 
     def __init__(self, metrics: Watched, clock: Clock) -> None:
         self._metrics, self._clock, self._began = metrics, clock, clock()
 
     def collect(self) -> Iterator[Metric]:
+        """Yield all gauges that are known at this moment."""
         yield from self._state(self._metrics.read_snapshot())
         if self._metrics.drift is not None:
             yield from self._speed(self._metrics.drift)
@@ -82,37 +89,44 @@ class Gauges(Collector):
         if self._metrics.energy is not None:
             yield from _energy(self._metrics.energy)
         if self._metrics.about is not None:
-            yield gauge("armature_info", "What serves.", 1, asdict(self._metrics.about))
+            yield gauge(
+                "armature_info",
+                "Version, model, device, instruction set, precision and torch version of this server.",
+                1,
+                asdict(self._metrics.about),
+            )
 
     def _state(self, now: Snapshot) -> Iterator[Metric]:
         yield gauge(
             "armature_ready",
-            "1 while requests are served; 0 while loading, and from the signal to stop on.",
+            "1 while requests are served; 0 while loading and after the signal to stop.",
             self._metrics.is_ready(),
         )
         age = self._metrics.step_age_seconds()
-        yield gauge("armature_step_age_seconds", "How long the step under way has taken so far; 0 where there is none.", age)
+        yield gauge("armature_step_age_seconds", "Seconds that the running step has taken so far; 0 if no step is running.", age)
         yield gauge("armature_requests_running", "Requests being computed.", now.num_running)
         yield gauge("armature_requests_waiting", "Requests in the queue.", now.num_waiting)
         yield gauge("armature_kv_cache_usage_ratio", "Used KV memory over its capacity.", now.kv_usage_ratio)
         wait = self._metrics.predict_wait()
         if wait is not None:
-            yield gauge("armature_predicted_wait_seconds", "What a request arriving now would wait for its first token.", wait)
-        # Names and meanings that inference gateways look for (Gateway API Inference Extension, model server protocol).
-        yield gauge("vllm:num_requests_running", "As armature_requests_running.", now.num_running)
-        yield gauge("vllm:num_requests_waiting", "As armature_requests_waiting.", now.num_waiting)
-        yield gauge("vllm:kv_cache_usage_perc", "As armature_kv_cache_usage_ratio, 0 to 1.", now.kv_usage_ratio)
+            yield gauge(
+                "armature_predicted_wait_seconds", "Predicted wait for the first token of a request that arrives now.", wait
+            )
+        # Names and meanings that inference gateways expect (Gateway API Inference Extension, model server protocol).
+        yield gauge("vllm:num_requests_running", "Same as armature_requests_running.", now.num_running)
+        yield gauge("vllm:num_requests_waiting", "Same as armature_requests_waiting.", now.num_waiting)
+        yield gauge("vllm:kv_cache_usage_perc", "Same as armature_kv_cache_usage_ratio, 0 to 1.", now.kv_usage_ratio)
         if now.kv_capacity_tokens:
             labels = {"block_size": str(BLOCK_TOKENS), "num_gpu_blocks": str(now.kv_capacity_tokens // BLOCK_TOKENS)}
             yield gauge("vllm:cache_config_info", "Capacity of the KV memory.", 1, labels)
 
     def _speed(self, drift: Drift) -> Iterator[Metric]:
-        told = "Tokens a second that steps of one kind alone would make, by how many rows they have."
+        told = "Tokens per second if all steps were of one phase, by their number of rows."
         capacity = GaugeMetricFamily("armature_capacity_tokens_per_second", told, labels=("phase", "rows"))
         for phase, by_rows in drift.capacity().items():
             for rows, speed in by_rows.items():
                 capacity.add_metric((phase, str(rows)), speed)
-        roofline = GaugeMetricFamily("armature_roofline_ratio", "Measured over this machine's ceiling.", labels=("phase",))
+        roofline = GaugeMetricFamily("armature_roofline_ratio", "Measured speed over this machine's ceiling.", labels=("phase",))
         for phase, ratio in drift.roofline().items():
             roofline.add_metric((phase,), ratio)
         yield from (capacity, roofline)
@@ -124,52 +138,57 @@ class Gauges(Collector):
         for name, recent in self._metrics.recent.items():
             for quantile, value in zip(QUANTILES, recent.read(QUANTILES) or (), strict=False):
                 latencies.add_metric((name, str(quantile)), value)
-        throughput = GaugeMetricFamily("armature_throughput_per_second", "Over the last 60 seconds.", labels=("kind",))
+        throughput = GaugeMetricFamily(
+            "armature_throughput_per_second", "Rates over the last 60 seconds, by kind.", labels=("kind",)
+        )
         for kind, rate in self._metrics.rates.items():
             throughput.add_metric((kind,), rate.per_second())
         yield from (latencies, throughput)
 
     def _place(self, place: Place) -> Iterator[Metric]:
         if place.threads is not None:
-            yield gauge("armature_threads", "Threads that compute.", place.threads)
+            yield gauge("armature_threads", "Number of compute threads.", place.threads)
         if place.cpu_quota_cores is not None:
             yield gauge("armature_cpu_quota_cores", "Cores of the control group's CPU quota.", place.cpu_quota_cores)
             throttled = throttled_seconds(place.cpu_stat)
             if throttled is not None:
                 yield CounterMetricFamily(
-                    "process_cgroup_cpu_throttled_seconds_total", "Time the control group was kept off the CPU.", throttled
+                    "process_cgroup_cpu_throttled_seconds_total",
+                    "Time for which the control group's CPU quota throttled it.",
+                    throttled,
                 )
         if place.hourly_price is not None:
             yield from self._cost(place.hourly_price / 3600)
 
     def _cost(self, dollars_per_second: float) -> Iterator[Metric]:
         spent = dollars_per_second * (self._clock() - self._began)
-        yield CounterMetricFamily("armature_cost_dollars_total", "Hours since the start times their price.", spent)
+        yield CounterMetricFamily("armature_cost_dollars_total", "Dollars since the start: hours times the hourly price.", spent)
         rates = self._metrics.rates
         tokens = sum(rates[kind].per_second() for kind in ("prompt_tokens", "completion_tokens"))
         vectors = rates["vectors"].per_second()
         if tokens:
-            # OpenCost's name and labels: `allocation` is what the machine costs, idle or not; no `phase` is prompt and completion alike.
+            # OpenCost's name and labels: `allocation` is the cost of the machine, idle or not; without `phase`, all
+            # tokens count.
             labels = {"model_name": self._metrics.about.model if self._metrics.about else "", "cost_basis": "allocation"}
-            told = "Dollars, prompt and completion alike, idle time included, at the last minute's speed."
+            told = "Dollars per million tokens, prompt and completion, idle time included, at the last minute's speed."
             yield gauge("llm_cost_per_million_tokens", told, dollars_per_second / tokens * 1e6, labels)
         if vectors:
-            told = "Dollars for a million texts or rows, idle time included, at the last minute's speed."
+            told = "Dollars per million texts or rows, idle time included, at the last minute's speed."
             yield gauge("armature_cost_per_million_vectors", told, dollars_per_second / vectors * 1e6)
 
 
 def _energy(energy: Energy) -> Iterator[Metric]:
-    """Nothing before the counter has moved: some virtual machines show one that stands at 0 for ever."""
+    """Yield energy metrics once the counter has moved: some virtual machines expose a counter that stays at 0."""
     spent, source = energy.look(), {"source": energy.source}
     if spent.joules <= 0.0:
         return
-    total = CounterMetricFamily("armature_energy_joules_total", f"Since the start. {_WHOSE}", labels=("source",))
+    total = CounterMetricFamily("armature_energy_joules_total", f"Joules since the start. {_WHOSE}", labels=("source",))
     total.add_metric((energy.source,), spent.joules)
     yield total
     for name, told, value in (
-        ("power_watts", f"Over the last 60 seconds. {_WHOSE}", spent.watts),
-        ("energy_idle_watts", "The least power seen over 10 seconds without a request.", spent.idle_watts),
-        ("energy_joules_per_token", _EACH.format("token, prompt and completion alike"), spent.per_token),
+        ("power_watts", f"Mean watts over the last 60 seconds. {_WHOSE}", spent.watts),
+        ("energy_idle_watts", "Lowest power seen over 10 seconds without a request.", spent.idle_watts),
+        ("energy_joules_per_token", _EACH.format("token, prompt and completion"), spent.per_token),
         ("energy_joules_per_vector", _EACH.format("text or row"), spent.per_vector),
         ("energy_above_idle_joules_per_token", _ABOVE.format("token"), spent.above_idle_per_token),
         ("energy_above_idle_joules_per_vector", _ABOVE.format("text or row"), spent.above_idle_per_vector),
@@ -179,7 +198,10 @@ def _energy(energy: Energy) -> Iterator[Metric]:
 
 
 def throttled_seconds(cpu_stat: Path | None) -> float | None:
-    """Microseconds as `throttled_usec` in cgroup v2, nanoseconds as `throttled_time` in v1; None where neither can be read."""
+    """Return the seconds that the control group was throttled, or None if they cannot be read.
+
+    The file has `throttled_usec` (microseconds) in cgroup v2 and `throttled_time` (nanoseconds) in v1.
+    """
     try:
         text = cpu_stat.read_text() if cpu_stat is not None else ""
     except OSError:
@@ -189,6 +211,7 @@ def throttled_seconds(cpu_stat: Path | None) -> float | None:
 
 
 def gauge(name: str, help: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:  # noqa: A002
+    """Return a gauge family with one sample."""
     family = GaugeMetricFamily(name, help, labels=tuple(labels or ()))
     family.add_metric(tuple((labels or {}).values()), value)
     return family

@@ -1,4 +1,4 @@
-"""A decoder's answers: one request's way from its prompt to its last piece of text."""
+"""Generation with a decoder: the course of one request from its prompt to its last text delta."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Inbox = asyncio.Queue[Letter]
 
 
 async def generate(desk: Desk, model: ServedDecoder, request: GenerationRequest, course: Course) -> AsyncGenerator[Piece, None]:
-    """All pieces of one answer, as `Service.generate` promises them."""
+    """Yield all stream events of one request; `Service.generate` documents them."""
     with desk.admission.permit() as permit:
         token_ids = await desk.read(read, model, request)
         order = Generate(desk.post.name(request.request_id), token_ids, request.params, course.arrived_at)
@@ -39,7 +39,7 @@ async def generate(desk: Desk, model: ServedDecoder, request: GenerationRequest,
 
 @contextmanager
 def _sent(desk: Desk, answer: Answer, order: Generate, permit: Permit, deadline: float) -> Iterator[Inbox]:
-    """The worker has the order, and its answers come to the inbox; however it ends, the worker forgets it."""
+    """Send the request to the worker and yield the queue of its events. If the block ends early, abort the request."""
     inbox: Inbox = asyncio.Queue()
     with desk.post.expecting(order.request_id, inbox.put_nowait, permit, deadline):
         answer.foretell(desk.admission.send(len(order.token_ids)), desk.clock())
@@ -61,7 +61,7 @@ def _pieces(desk: Desk, answer: Answer, order: Generate, letter: Letter) -> Iter
     event, now = letter
     if isinstance(event, RequestFailed):
         raise event.error.with_traceback(None)
-    assert not isinstance(event, ArraysReady), "that is an encoder's answer"
+    assert not isinstance(event, ArraysReady), "ArraysReady is the result of an encoder"
     for piece in answer.take(event, now):
         if isinstance(piece, ChoiceFinished) and isinstance(event, TokensReady):
             desk.worker.put(Abort(order.request_id, reason="stop", choice=piece.choice))
@@ -69,7 +69,7 @@ def _pieces(desk: Desk, answer: Answer, order: Generate, letter: Letter) -> Iter
 
 
 def _echoes(request: GenerationRequest, model: ServedDecoder, order: Generate) -> Iterator[TextDelta]:
-    """The prompt's text before each choice, where it was asked for."""
+    """Yield the prompt's text once for each choice if the request has `echo` set."""
     if request.echo:
         text = model.tokenizer.decode(order.token_ids) if request.prompt is None else request.prompt
         yield from (TextDelta(choice, text) for choice in range(request.params.n))

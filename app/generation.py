@@ -1,6 +1,7 @@
-"""The words between the service and the faces: what a client asks for, and the pieces it is answered with.
+"""Types between the service and the API dialects for generation: the request, and the events of its stream.
 
-Plain frozen values in our own vocabulary; each dialect translates its bodies to `GenerationRequest` and pieces to its own shape.
+All are plain frozen values. Each dialect translates its bodies to `GenerationRequest`, and stream events to its
+own response format.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from app.metrics import Api
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """Exactly one of `prompt`, `token_ids` and `messages` is given; `messages` go through the checkpoint's chat template.
+    """A generation request with exactly one of `prompt`, `token_ids` and `messages`.
 
-    `request_id` is what the client sees (`x-request-id`); it need not be unique, the service adds a number of its own.
-    `add_special_tokens` is about `prompt` only: ids are taken as they are, and a template writes its own special tokens.
-    `echo` puts the prompt's text before each completion.
+    `messages` are rendered with the checkpoint's chat template. `request_id` is what the client sees
+    (`x-request-id`); it need not be unique, because the service appends a number. `add_special_tokens` applies
+    to `prompt` only: token ids are used unchanged, and a template writes its own special tokens. `echo` puts the
+    prompt's text before each completion.
     """
 
     params: SamplingParams
@@ -34,12 +36,12 @@ class GenerationRequest:
 
     def __post_init__(self) -> None:
         given = sum(source is not None for source in (self.prompt, self.token_ids, self.messages))
-        assert given == 1, "a dialect gives exactly one of prompt, token_ids and messages"
+        assert given == 1, "exactly one of prompt, token_ids and messages must be given"
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of a request. `cached_tokens` of the prompt were not computed again."""
+    """Token counts of a request. `cached_tokens` is the part of the prompt found in the KV cache."""
 
     prompt_tokens: int
     cached_tokens: int = 0
@@ -48,7 +50,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token with its text (U+FFFD where it is no whole character), bytes and log-probability, and the likeliest instead, best first."""
+    """A token with its text, bytes, log-probability and the most likely alternatives, best first.
+
+    The text has U+FFFD where the bytes are not a whole character.
+    """
 
     token_id: int
     text: str
@@ -59,17 +64,22 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Always the first piece: the request is valid and admitted. Refusals come before it, so a dialect awaits it before its status line."""
+    """First event of every stream: the request is valid and admitted.
+
+    A refusal is raised before it, so a dialect awaits this event before it sends the status line.
+    """
 
     prompt_token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """More of one choice's text, with the tokens it came from. The deltas of a choice joined are its text, `token_ids` joined its tokens.
+    """More text of one choice, with the tokens it came from.
 
-    `text` is empty only where tokens without text end a choice. `logprobs` is as long as `token_ids` where asked for, else empty.
-    `timings` comes with a choice's first tokens: a streaming face tells queue and prefill before the rest is known.
+    Joining the deltas of a choice gives its text, and joining `token_ids` its tokens. `text` is empty only if
+    tokens without text end a choice. `logprobs` is as long as `token_ids` if requested, else empty. `timings`
+    comes with a choice's first tokens, so that a streaming response can report queue and prefill time before the
+    rest is known.
     """
 
     choice: int
@@ -81,9 +91,10 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceFinished:
-    """One choice has ended, once, after its last delta. `usage` is the whole request's so far: the last piece carries all of it.
+    """The end of one choice, once, after its last delta.
 
-    `num_completion_tokens` are this choice's own. `matched_stop` is the stop string or the stop token's id that ended it.
+    `usage` covers the whole request so far; the last event has all of it. `num_completion_tokens` counts this
+    choice only. `matched_stop` is the stop string or the stop token id that ended the choice.
     """
 
     choice: int

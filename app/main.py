@@ -1,6 +1,6 @@
-"""The ASGI application, every URL in one list, and the process that serves it until a signal says stop.
+"""The ASGI application, the list of all routes, and the process that serves them until a stop signal.
 
-What stands behind it is wired in `startup`.
+`startup` wires the parts that the application calls.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ from app.version import VERSION
 
 log = logging.getLogger(__name__)
 
-KEEP_ALIVE_SECONDS = 75  # longer than the 60 s of common load balancers, which otherwise reuse a connection just as it closes
-BACKLOG = 2048  # connections that wait while the loop is busy; uvicorn's own default
-# Python hands the interpreter from thread to thread at this interval: the event loop waits no longer for a computing worker.
+KEEP_ALIVE_SECONDS = 75  # longer than the 60 s of common load balancers, which would otherwise reuse a connection as it closes
+BACKLOG = 2048  # connections that wait while the loop is busy; uvicorn's default
+# Interval at which Python switches threads: the longest wait of the event loop for a busy worker thread.
 SWITCH_SECONDS = 0.001
-# A model's name may have slashes, so the first that matches counts: versions before models, and each one's own metadata last.
+# A model's name may have slashes and the first match counts: so versions precede models, and each one's metadata is
+# last.
 MODEL = "/v2/models/{name:path}"
 VERSIONED = MODEL + "/versions/{version}"
 SCHEMAS = "#/components/schemas/{model}"
@@ -53,7 +54,7 @@ SCHEMAS = "#/components/schemas/{model}"
 
 @dataclass(frozen=True, slots=True)
 class Url:
-    """One route; `body` is what its JSON body looks like."""
+    """One route; `body` is the schema of its JSON body."""
 
     method: str
     path: str
@@ -63,48 +64,66 @@ class Url:
 
 
 URLS = (
-    Url("GET", "/healthz", health.healthz, "Alive: 200 while the worker thread lives, else 500"),
-    Url("GET", "/readyz", health.readyz, "Ready: 503 with the stage of loading until it is"),
-    Url("GET", "/info", health.info, "Version, model, facts, plan with reasons, capacity"),
-    Url("GET", "/info/steps", health.steps, "The engine's last steps: when, how long, and why longer than such steps take"),
+    Url("GET", "/healthz", health.healthz, "Liveness: 200 while the worker thread is alive, else 500"),
+    Url("GET", "/readyz", health.readyz, "Readiness: 503 with the loading stage until the server is ready"),
+    Url("GET", "/info", health.info, "Version, model, facts, plan with reasons, and capacity"),
+    Url("GET", "/info/steps", health.steps, "The last engine steps: time, duration, and the cause of slow ones"),
     Url("GET", "/metrics", health.metrics, "Prometheus text; OpenMetrics on request"),
-    Url("POST", "/v1/chat/completions", openai.chat_completions, "OpenAI: a chat's next message", ChatBody),
-    Url("POST", "/v1/completions", openai.completions, "OpenAI: a prompt's continuation", CompletionBody),
-    Url("GET", "/v1/models", openai.models, "OpenAI: the models served, which is one"),
+    Url("POST", "/v1/chat/completions", openai.chat_completions, "OpenAI: chat completion", ChatBody),
+    Url("POST", "/v1/completions", openai.completions, "OpenAI: text completion", CompletionBody),
+    Url("GET", "/v1/models", openai.models, "OpenAI: list of models, always one"),
     Url("GET", "/v1/models/{name:path}", openai.model, "OpenAI: one model"),
-    Url("POST", "/generate", native.generate, "Text or token ids in, text and token ids out", GenerateBody),
-    Url("POST", "/tokenize", native.tokenize, "A text's or a chat's token ids", TokenizeBody),
-    Url("POST", "/detokenize", native.detokenize, "Token ids as text", DetokenizeBody),
-    Url("POST", "/v1/embeddings", embeddings.embeddings, "OpenAI: vectors of texts", EmbeddingsBody),
-    Url("POST", "/v1/rerank", rerank.rerank, "Documents in order of their relevance to a query", RerankBody),
-    Url("POST", "/v1/classify", rerank.classify, "Labels with scores", ClassifyBody),
-    Url("POST", "/embed", embeddings.embed, "Vectors of texts or token ids", EmbedBody),
-    Url("POST", "/embed_all", tei.embed_all, "text-embeddings-inference: vectors of all tokens", EmbedAllBody),
+    Url("POST", "/generate", native.generate, "Generate from text or token ids; returns text and token ids", GenerateBody),
+    Url("POST", "/tokenize", native.tokenize, "Token ids of a text or a chat", TokenizeBody),
+    Url("POST", "/detokenize", native.detokenize, "Text of token ids", DetokenizeBody),
+    Url("POST", "/v1/embeddings", embeddings.embeddings, "OpenAI: embeddings of texts", EmbeddingsBody),
+    Url("POST", "/v1/rerank", rerank.rerank, "Rank documents by relevance to a query", RerankBody),
+    Url("POST", "/v1/classify", rerank.classify, "Classify texts: labels with scores", ClassifyBody),
+    Url("POST", "/embed", embeddings.embed, "Embeddings of texts or token ids", EmbedBody),
+    Url("POST", "/embed_all", tei.embed_all, "text-embeddings-inference: embeddings of all tokens", EmbedAllBody),
     Url("POST", "/predict", tei.predict, "text-embeddings-inference: labels with scores", PredictBody),
-    Url("POST", "/rerank", tei.rerank, "text-embeddings-inference: texts in order of their relevance", RankBody),
-    Url("POST", "/similarity", tei.similarity, "text-embeddings-inference: how alike sentences are", SimilarityBody),
-    Url("GET", "/v2", oip.server, "Open Inference Protocol: the server"),
-    Url("GET", "/v2/", oip.server, "Open Inference Protocol: the server"),
-    Url("GET", "/v2/health/live", oip.live, "Open Inference Protocol: as /healthz"),
-    Url("GET", "/v2/health/ready", oip.ready, "Open Inference Protocol: as /readyz"),
-    Url("GET", f"{VERSIONED}/ready", oip.model_ready, "The same of a version"),
-    Url("GET", f"{VERSIONED}/config", oip.model_config, "The same of a version"),
-    Url("POST", f"{VERSIONED}/infer", oip.infer, "The same of a version", InferBody),
-    Url("POST", f"{VERSIONED}/generate", oip_generate.generate, "The same of a version", OipGenerateBody),
-    Url("POST", f"{VERSIONED}/generate_stream", oip_generate.generate_stream, "The same of a version", OipGenerateBody),
-    Url("GET", VERSIONED, oip.model_metadata, "The same of a version"),
-    Url("GET", f"{MODEL}/ready", oip.model_ready, "Open Inference Protocol: whether a model is ready"),
-    Url("GET", f"{MODEL}/config", oip.model_config, "Open Inference Protocol: a model's tensors as Triton tells them"),
-    Url("POST", f"{MODEL}/infer", oip.infer, "Open Inference Protocol: tensors in, tensors out", InferBody),
-    Url("POST", f"{MODEL}/generate", oip_generate.generate, "Open Inference Protocol: a text's continuation", OipGenerateBody),
-    Url("POST", f"{MODEL}/generate_stream", oip_generate.generate_stream, "The same while it grows", OipGenerateBody),
-    Url("GET", MODEL, oip.model_metadata, "Open Inference Protocol: a model and its tensors"),
-    Url("GET", "/", web.root, "The page"),
+    Url("POST", "/rerank", tei.rerank, "text-embeddings-inference: rank texts by relevance", RankBody),
+    Url("POST", "/similarity", tei.similarity, "text-embeddings-inference: sentence similarity", SimilarityBody),
+    Url("GET", "/v2", oip.server, "Open Inference Protocol: server metadata"),
+    Url("GET", "/v2/", oip.server, "Open Inference Protocol: server metadata"),
+    Url("GET", "/v2/health/live", oip.live, "Open Inference Protocol: liveness, as /healthz"),
+    Url("GET", "/v2/health/ready", oip.ready, "Open Inference Protocol: readiness, as /readyz"),
+    Url("GET", f"{VERSIONED}/ready", oip.model_ready, "Open Inference Protocol: readiness of a model version"),
+    Url("GET", f"{VERSIONED}/config", oip.model_config, "Open Inference Protocol: Triton configuration of a model version"),
+    Url("POST", f"{VERSIONED}/infer", oip.infer, "Open Inference Protocol: inference with a model version", InferBody),
+    Url(
+        "POST",
+        f"{VERSIONED}/generate",
+        oip_generate.generate,
+        "Open Inference Protocol: generate with a model version",
+        OipGenerateBody,
+    ),
+    Url(
+        "POST",
+        f"{VERSIONED}/generate_stream",
+        oip_generate.generate_stream,
+        "Open Inference Protocol: generate with a model version, streamed",
+        OipGenerateBody,
+    ),
+    Url("GET", VERSIONED, oip.model_metadata, "Open Inference Protocol: metadata of a model version"),
+    Url("GET", f"{MODEL}/ready", oip.model_ready, "Open Inference Protocol: readiness of a model"),
+    Url("GET", f"{MODEL}/config", oip.model_config, "Open Inference Protocol: Triton configuration of a model"),
+    Url("POST", f"{MODEL}/infer", oip.infer, "Open Inference Protocol: inference, tensors in and out", InferBody),
+    Url("POST", f"{MODEL}/generate", oip_generate.generate, "Open Inference Protocol: generate", OipGenerateBody),
+    Url(
+        "POST",
+        f"{MODEL}/generate_stream",
+        oip_generate.generate_stream,
+        "Open Inference Protocol: generate, streamed",
+        OipGenerateBody,
+    ),
+    Url("GET", MODEL, oip.model_metadata, "Open Inference Protocol: metadata of a model and its tensors"),
+    Url("GET", "/", web.root, "Redirect to the API documentation"),
 )
 
 
 def create_app(runtime: Runtime) -> FastAPI:
-    """The whole application around what serves it. Its lifespan starts and stops the runtime."""
+    """Return the ASGI application for a runtime; its lifespan starts and stops the runtime."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -134,7 +153,10 @@ def create_app(runtime: Runtime) -> FastAPI:
 
 
 def _request_body(body: type[Body] | None) -> dict[str, Any] | None:
-    """Bodies are parsed by the endpoints, faster and stricter than FastAPI would; so it is told what they look like."""
+    """Return the OpenAPI description of a body, since FastAPI does not see it.
+
+    Endpoints parse their bodies themselves, which is faster and stricter than FastAPI.
+    """
     if body is None:
         return None
     schema = {"$ref": SCHEMAS.format(model=body.__name__)}
@@ -142,7 +164,7 @@ def _request_body(body: type[Body] | None) -> dict[str, Any] | None:
 
 
 def _describe_bodies(app: FastAPI) -> None:
-    """When somebody asks: no start waits for it."""
+    """Add the body schemas to the OpenAPI document when it is first requested, to keep the start fast."""
     bodies = [(url.body, "validation") for url in URLS if url.body is not None]
     generated = app.openapi
 
@@ -160,7 +182,12 @@ def _describe_bodies(app: FastAPI) -> None:
 
 
 def serve(settings: Settings) -> int:
-    """Serves until SIGTERM or Ctrl-C; the exit status. Raises the `StartupError` that kept it from serving."""
+    """Serve until SIGTERM or Ctrl-C and return the exit status.
+
+    Raises:
+        StartupError: The server could not start.
+        ServingFailed: The worker failed while serving.
+    """
     _log_to_stderr(settings.log_level)
     sys.setswitchinterval(SWITCH_SECONDS)
     prepared = prepare(settings)
@@ -168,11 +195,12 @@ def serve(settings: Settings) -> int:
 
     def on_fatal(error: BaseException) -> None:
         failures.append(error)
-        server.should_exit = True  # read ten times a second
+        server.should_exit = True  # uvicorn reads it ten times a second
 
     serving = Serving(prepared, on_fatal)
     server = uvicorn.Server(server_config(create_app(serving.runtime()), settings))
-    # uvicorn raises a signal again once it has drained: that finds this same harmless receiver, and we end by returning.
+    # uvicorn raises the signal again after draining. This harmless handler receives it, so that the process ends by
+    # returning.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, server.handle_exit)
     listener = listen(settings.host, settings.port)
@@ -180,26 +208,31 @@ def serve(settings: Settings) -> int:
     sys.stdout.flush()
     try:
         server.run(sockets=[listener])
-    except SystemExit:  # uvicorn's way to say that the application's own start or stop has failed
+    except SystemExit:  # uvicorn exits so if the application's startup or shutdown has failed
         failures.append(
-            ServingFailed("The server could not start its threads; its log says why. Is a limit of processes reached?")
+            ServingFailed("The server could not start its threads; the log says why. Is the limit of processes reached?")
         )
     log.info("stopped")
     for failure in failures:
         raise failure if isinstance(failure, StartupError) else ServingFailed(_lost(failure)) from failure
     if serving.worker.alive:
-        # Nothing ends a thread in the midst of native code; the interpreter's own way out would pull the ground from under it.
+        # A thread within native code cannot be ended, and finalizing the interpreter would crash it: so exit without
+        # finalizing.
         logging.shutdown()
         os._exit(0)
     return 0
 
 
 def _lost(failure: BaseException) -> str:
-    return f"The worker has failed, and without it nothing is served: {named(failure)}. The log has its trace."
+    return f"The worker has failed, so no request can be served: {named(failure)}. The log has the traceback."
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """An open port, so that clients and probes find somebody there from the first moment."""
+    """Open the port, so that clients and probes can connect from the first moment.
+
+    Raises:
+        SettingsInvalid: The address cannot be used.
+    """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -208,11 +241,13 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
+    """Return the URL of a listening socket; IPv6 hosts are bracketed."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
+    """Return uvicorn's configuration: no access log, no WebSockets, bounded request heads."""
     return uvicorn.Config(
         app,
         log_config=None,
@@ -224,11 +259,12 @@ def server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         proxy_headers=False,
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=cast(int, settings.drain_seconds),  # only ever asyncio's timeout: fractions do
+        timeout_graceful_shutdown=cast(int, settings.drain_seconds),  # passed to asyncio's timeout, which accepts fractions
     )
 
 
 def _log_to_stderr(level: str) -> None:
     logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True)
-    # Its own events are told by us, in our words; what strangers send to the port is no event of the process.
+    # This process logs its events itself. uvicorn would also log malformed requests, which are not events of the
+    # server.
     logging.getLogger("uvicorn.error").setLevel(logging.DEBUG if level == "debug" else logging.ERROR)

@@ -1,4 +1,7 @@
-"""What the worker thread says of itself: each step in numbers, and after each how it stands. Frozen, of plain values."""
+"""Reports of the worker thread: statistics of each step, and a snapshot of the engine's state after it.
+
+All are frozen dataclasses of plain values.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,13 @@ from app.hardware.step_seconds import StepSeconds
 from app.hardware.tempo import Tempo
 
 Phase = Literal["prefill", "decode", "encode"]
-# Why a step took longer than such steps do, or kept streams waiting longer than their decodes would have.
+# The cause of a slow step: it took longer than similar steps, or delayed running streams beyond their decodes.
 Cause = Literal["prefill", "page_fault", "garbage_collection", "throttled", "compiled", "preempted", "descheduled", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """One engine step, for the metrics: counts and seconds, no tensors."""
+    """Statistics of one engine step, for the metrics: counts and seconds, no tensors."""
 
     seconds: float
     prefill_tokens: int = 0
@@ -25,35 +28,41 @@ class StepStats:
     num_decode_sequences: int = 0
     cached_tokens: int = 0
     preempted: int = 0
-    model_seconds: float = 0.0  # of `seconds`, in the model's forward pass
-    context_tokens: int = 0  # that the decoding sequences attend to, all together
-    prefill_pairs: int = 0  # of a prompt's token with one that was computed before its chunk
-    drafted_tokens: int = 0  # guessed by speculation and computed in this step, beside `decode_tokens`
-    accepted_tokens: int = 0  # of them, those that the model would have picked too
-    encode_tokens: int = 0  # of texts, or rows of an exported program's batch
+    model_seconds: float = 0.0  # the part of `seconds` spent in the model's forward pass
+    context_tokens: int = 0  # tokens that the decoding sequences attend to, summed
+    prefill_pairs: int = 0  # pairs of a prompt's token and a token computed before its chunk
+    drafted_tokens: int = 0  # draft tokens that speculation computed in this step, in addition to `decode_tokens`
+    accepted_tokens: int = 0  # draft tokens that equal the tokens the model sampled
+    encode_tokens: int = 0  # tokens of texts, or rows of an exported program's batch
     num_encode_sequences: int = 0
-    encode_pairs: int = 0  # of a text's token with one of its own: the squares of the texts' lengths
-    recomputed_tokens: int = 0  # of `prefill_tokens`, of sequences that had lost their place: computed once already
-    stretch: float = 1.0  # what such a step takes on average over `seconds`: not 1 where a quota stops it at times
-    is_first: bool = False  # of its shape: what comes again and again is run again natively, and was recorded now or is not yet
+    encode_pairs: int = 0  # pairs of tokens of the same text: the sum of the squared text lengths
+    recomputed_tokens: int = 0  # the part of `prefill_tokens` that is recomputed after a preemption
+    stretch: float = 1.0  # average time of such a step over `seconds`: not 1 if a CPU quota stops it at times
+    is_first: bool = False  # first step of its shape: repeated shapes replay a recording, made now or later
 
     @property
     def phase(self) -> Phase:
-        """A step with any prefill in it counts as prefill: that is what its time goes to."""
+        """Phase of the step; any prefill makes it `prefill`, since prefill takes most of its time."""
         return "encode" if self.encode_tokens else "prefill" if self.prefill_tokens else "decode"
 
     @property
     def usual_seconds(self) -> float:
-        """What is held against a table of steps: under a quota that binds, a single step's own are off by whole periods."""
+        """Throttle-corrected seconds, to be compared with the step time table.
+
+        Under a CPU quota, the time of a single step is off by whole quota periods.
+        """
         return self.seconds * self.stretch
 
     @property
     def num_tokens(self) -> int:
-        """Of all kinds, with the guesses that were right."""
+        """Number of tokens of all phases, including accepted draft tokens."""
         return self.prefill_tokens + self.decode_tokens + self.encode_tokens
 
     def expected_seconds(self, steps: StepSeconds) -> float:
-        """What a table says of such a step: a guessed token is one more row of its sequence."""
+        """Return the seconds that a step time table gives for such a step.
+
+        A draft token counts as one more row of its sequence.
+        """
         if self.encode_tokens:
             return steps.encode(self.encode_tokens, self.encode_pairs)
         rows = self.num_decode_sequences + self.drafted_tokens
@@ -63,11 +72,12 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The worker's last word about itself, replaced whole after each step; readers on any thread see one consistent value.
+    """The worker's state after a step, replaced as a whole, so that any thread reads one consistent value.
 
-    `stepped_at` is `time.monotonic()` when it was made. `rows` are the decoding sequences, each as tokens made and the most to come;
-    `prompts` those being read, each as tokens computed and to compute; `queue` the tokens of those that have no place yet; all in order.
-    Of texts and of programs, which are done in a step, all wait in `queue`: of each request what is still to be computed.
+    `stepped_at` is the `time.monotonic()` at which it was made. `rows` are the decoding sequences, each as (tokens
+    generated, most tokens still to come). `prompts` are the sequences in prefill, each as (tokens computed, tokens
+    to compute). `queue` has the token counts of the sequences that wait for a slot. All are in order. Texts and
+    program batches, which one step completes, all wait in `queue`: for each request what is still to be computed.
     """
 
     num_running: int = 0
@@ -76,10 +86,10 @@ class Snapshot:
     kv_capacity_tokens: int = 0
     stepped_at: float = 0.0
     rows: tuple[tuple[int, int], ...] = ()
-    context_tokens: int = 0  # that the rows attend to, all together
+    context_tokens: int = 0  # tokens that the rows attend to, summed
     prompts: tuple[tuple[int, int], ...] = ()
     queue: tuple[int, ...] = ()
-    tempo: Tempo | None = None  # what steps take; None while that is unknown
+    tempo: Tempo | None = None  # step times; None while unknown
 
     @property
     def kv_usage_ratio(self) -> float:

@@ -1,7 +1,8 @@
-"""What the service and the worker thread say to each other: frozen dataclasses of plain values, nothing else.
+"""Messages between the service and the worker thread: frozen dataclasses of plain values.
 
-A `Generate`, an `Encode`, an `Infer` or an `Abort` goes in through the mailbox; events come back, one list a step: of a generation
-`TokensReady` and `SequenceFinished`, of the others one `ArraysReady`, of any `RequestFailed`.
+The mailbox takes `Generate`, `Encode`, `Infer`, `Abort` and `Stop`. Events come back as one list per step:
+`TokensReady` and `SequenceFinished` for a generation, one `ArraysReady` for an `Encode` or `Infer`, and
+`RequestFailed` for any of them.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ MAX_BEAMS = 8
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How completion tokens are picked. Neutral defaults: plain sampling at temperature 1.
+    """Sampling parameters of a request. The defaults are neutral: plain sampling at temperature 1.
 
-    `max_tokens` None means up to the context's end. `top_k` 0, `top_p` 1, `min_p` 0 are off; temperature 0 is greedy.
-    `logprobs` None means none, k means the chosen token's and the k likeliest. Random numbers depend on `seed` and position alone.
+    `max_tokens` None means up to the end of the context. `top_k` 0, `top_p` 1 and `min_p` 0 are off; temperature
+    0 is greedy. `logprobs` None means none; k means those of the sampled token and of the k most likely ones.
+    Random numbers depend on `seed` and position only.
     """
 
     max_tokens: int | None = None
@@ -50,7 +52,7 @@ class SamplingParams:
         for name, low, high in _RANGES:
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and low <= value <= high):
-                raise InvalidRequest(f"{name} must lie in {_interval(low, high)}, not {value}.", field=name)
+                raise InvalidRequest(f"{name} must be in {_interval(low, high)}, not {value}.", field=name)
         if self.repetition_penalty == 0.0:
             raise InvalidRequest("repetition_penalty must be greater than 0.", field="repetition_penalty")
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -62,16 +64,16 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True where the likeliest token is taken and no random number is drawn."""
+        """True if the most likely token is always taken and no random number is drawn."""
         return self.temperature == 0.0
 
     @property
     def has_penalties(self) -> bool:
-        """True where what was said before changes what is likely now."""
+        """True if earlier tokens change the scores of later ones."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
-# name, lowest, highest: the documented ranges of OpenAI's API where it has the parameter.
+# Name, lowest and highest value. OpenAI's documented range for parameters of its API.
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("max_tokens", 1, math.inf),
     ("temperature", 0.0, 2.0),
@@ -97,7 +99,7 @@ def _interval(low: float, high: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """One generation request, tokenised. `arrived_at` is `time.monotonic()` when the HTTP request was admitted."""
+    """One tokenized generation request. `arrived_at` is `time.monotonic()` when the HTTP request was admitted."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -107,7 +109,10 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """A tensor as plain values. `datatype`: the Open Inference Protocol's word (FP32, INT64, …); `data`: little-endian, row by row."""
+    """A tensor as plain values.
+
+    `datatype` is the Open Inference Protocol's name (FP32, INT64, …). `data` is little-endian and row-major.
+    """
 
     datatype: str
     shape: tuple[int, ...]
@@ -116,7 +121,10 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor that a program takes or gives: of `shape` the first is the batch, -1; another -1 is free, alike in a whole batch."""
+    """An input or output tensor of a program.
+
+    The first dimension of `shape` is the batch, -1. Any other -1 is a free dimension, equal within a batch.
+    """
 
     name: str
     datatype: str
@@ -125,7 +133,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What an exported program takes and gives."""
+    """Input and output tensors of an exported program."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -133,9 +141,10 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One text, tokenised, its special tokens included. `type_ids` are as many where it has a second segment, else empty: all 0.
+    """One tokenized text, including its special tokens.
 
-    The first `num_prompt_tokens` are an instruction that is read and not pooled.
+    `type_ids` has one entry per token if the text has a second segment; empty means all 0. The first
+    `num_prompt_tokens` are an instruction, which the model reads and pooling skips.
     """
 
     token_ids: tuple[int, ...]
@@ -145,9 +154,11 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Encode:
-    """Texts of one request for an encoder. `outputs` are some of those that the model has: `embedding`, `logits`, `last_hidden_state`.
+    """Texts of one request for an encoder.
 
-    `normalize` None: as the checkpoint says. `dimensions`: so many of an embedding's, before it is normalised; None: all.
+    `outputs` are some of those that the model has: `embedding`, `logits`, `last_hidden_state`. `normalize` None
+    means as the checkpoint says. `dimensions` is the number of leading dimensions kept of an embedding, before
+    it is normalized; None means all.
     """
 
     request_id: str
@@ -160,7 +171,7 @@ class Encode:
 
 @dataclass(frozen=True, slots=True)
 class Infer:
-    """Named tensors for an exported program, as many in the batch dimension of each; `outputs` are the names wanted back."""
+    """Named tensors for an exported program, all with the same batch size. `outputs` are the requested names."""
 
     request_id: str
     inputs: Mapping[str, Array]
@@ -170,7 +181,7 @@ class Infer:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Nobody waits for this request any more. Unknown or finished ids are ignored."""
+    """The client no longer needs this request. Unknown and finished ids are ignored."""
 
     request_id: str
     reason: Literal["aborted", "timeout", "stop"] = "aborted"  # "stop": the service found a stop string
@@ -179,7 +190,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End the worker thread once what is running has been told."""
+    """End the worker thread once the events of what is running were delivered."""
 
 
 Order = Generate | Encode | Infer
@@ -190,7 +201,10 @@ Command = Order | Abort | Stop
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token's natural-log probability under the untempered distribution, with the likeliest alternatives, best first."""
+    """A token's natural-log probability, with those of the most likely alternatives, best first.
+
+    Log-probabilities are the model's own, before penalties and temperature.
+    """
 
     token_id: int
     logprob: float
@@ -199,7 +213,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where a sequence's time went, seconds; `cached_tokens` of the prompt were found in the KV cache."""
+    """Seconds that a sequence spent in each phase. `cached_tokens` of the prompt were found in the KV cache."""
 
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0
@@ -210,9 +224,10 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class TokensReady:
-    """New completion tokens of one choice. `logprobs` is as long as `token_ids` where asked for, else empty.
+    """New completion tokens of one choice.
 
-    `timings` comes with a choice's first tokens: its queue and prefill seconds and cached tokens are final then.
+    `logprobs` is as long as `token_ids` if requested, else empty. `timings` comes with a choice's first tokens;
+    its queue and prefill seconds and cached tokens are final then.
     """
 
     request_id: str
@@ -224,9 +239,10 @@ class TokensReady:
 
 @dataclass(frozen=True, slots=True)
 class SequenceFinished:
-    """One choice has ended; after the last choice of a request the worker has forgotten it.
+    """The end of one choice. After the last choice of a request the worker has forgotten the request.
 
-    `token_ids` are final tokens not yet sent (a beam's whole completion, else empty). `stop_token_id` ended the sequence and is not text.
+    `token_ids` are final tokens not sent yet: a beam's whole completion, else empty. `stop_token_id` ended the
+    sequence and is not text.
     """
 
     request_id: str
@@ -241,10 +257,11 @@ class SequenceFinished:
 
 @dataclass(frozen=True, slots=True)
 class ArraysReady:
-    """All that an `Encode` or an `Infer` asked for, by output: the request has ended.
+    """All outputs of an `Encode` or an `Infer`, by name. The request has ended.
 
-    `embedding` FP32 [texts, size] and `logits` FP32 [texts, labels] in the order of the texts, `last_hidden_state` FP32 [tokens of all
-    texts in a row, size]; an `Infer`'s outputs as its program gives them, cut to its own rows. `num_tokens` were computed.
+    `embedding` is FP32 [texts, size] and `logits` FP32 [texts, labels], in the order of the texts.
+    `last_hidden_state` is FP32 [tokens of all texts, size]. The outputs of an `Infer` have the shapes that its
+    program gives, cut to the request's own rows. `num_tokens` is the number of tokens computed.
     """
 
     request_id: str
@@ -255,7 +272,7 @@ class ArraysReady:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
-    """All of this request has ended with this error."""
+    """The whole request has ended with this error."""
 
     request_id: str
     error: RequestError

@@ -1,6 +1,6 @@
-"""The instruments: counters, histograms and gauges in a registry of their own, rendered for Prometheus on request.
+"""Prometheus metrics: counters, histograms and gauges in one registry, rendered on request.
 
-Filled by listening: the worker thread tells of steps, the service of requests and tokens. A scrape only reads.
+The worker thread reports steps; the service reports requests and tokens. A scrape only reads.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ Api = Literal["chat", "completions", "embeddings", "rerank", "classify", "native
 Outcome = FinishReason | Literal["refused", "failed"]
 OUTCOMES: tuple[Outcome, ...] = (*get_args(FinishReason), "refused", "failed")
 
-# Each 1.6 times the last, half a millisecond among them: from what a small encoder's step takes to over ten minutes, since a request may
-# take `request_timeout_seconds`.
+# Each bound is 1.6 times the last, and one is half a millisecond. They reach from a small encoder's step to over ten
+# minutes, since a request may take `request_timeout_seconds`.
 SECONDS = tuple(float(f"{0.0005 * 1.6**power:.4g}") for power in range(-4, 31))
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
 COUNTS = tuple(float(2**power) for power in range(15))  # 1 to 16,384 tokens or sequences in a step
 
 
 class Metrics:
-    """Told what happens, and asked to `render`, from the event loop; but for `on_step` and `on_stall`, which are the worker thread's.
+    """All metrics of one process.
 
-    `about`, `place` and `drift` are set when they are known, `steps` are the last ones.
-    `predict_wait` answers None while the speeds are not measured yet.
+    Methods run on the event loop, except `on_step`, `update` and `on_slow_step`, which run on the worker thread.
+    `server_info`, `deployment` and `drift` are set once they are known; `step_log` has the last steps.
+    `predict_wait` returns None until speeds are measured.
     """
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # else each series has a second one
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # omit the `_created` series
         self.about: About | None = None
         self.place = Place()
         self.read_snapshot: Callable[[], Snapshot] = Snapshot
@@ -62,19 +63,19 @@ class Metrics:
         self._registry.register(Gauges(self, clock))
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
-        """The exposition and its content type; OpenMetrics where the `Accept` header asks for it."""
+        """Return the exposition and its content type; OpenMetrics if the `Accept` header requests it."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
     def work(self) -> Work:
-        """What was done so far, as energy is counted against it."""
-        idle = self.read_snapshot().stepped_at > 0.0 and not self.num_open()  # there is a first snapshot when all is loaded
+        """Return the work done so far, against which energy is counted."""
+        idle = self.read_snapshot().stepped_at > 0.0 and not self.num_open()  # the first snapshot is made after loading
         return Work(self.busy_seconds, self.num_tokens, self.num_vectors, idle)
 
     # ---- from the worker thread ------------------------------------------------------------------------------------
 
     def on_step(self, stats: StepStats, snapshot: Snapshot) -> None:
-        """A microsecond or two for each number: it stands between two steps."""
+        """Record a step: one to two microseconds per number, since it runs between two steps."""
         if self.drift is not None:
             self.drift.observe(stats)
         if stats.drafted_tokens:
@@ -96,29 +97,29 @@ class Metrics:
                 batch_sequences.observe(sequences)
 
     def look(self) -> None:
-        """Now and then, between two steps: what the recent ones say of the machine."""
+        """Update the speed drift from the recent steps; called now and then, between two steps."""
         if self.drift is not None:
             self.drift.look()
 
     def on_stall(self, cause: Cause) -> None:
-        """A step took longer than such steps do, or kept streams waiting longer than their decodes would have."""
+        """Count a slow step: it took longer than similar steps, or delayed running streams beyond their decodes."""
         self._stalls[cause].inc()
 
     # ---- from the event loop ---------------------------------------------------------------------------------------
 
     def refused(self, api: Api) -> None:
-        """A request that was refused before it had a place."""
+        """Count a request that was refused before admission."""
         self._requests.labels(api, "refused").inc()
 
     def first_token(self, timings: Timings, seconds: float) -> None:
-        """A choice's first token, so long after its request arrived."""
+        """Record a choice's first token, `seconds` after its request arrived."""
         self._queue_seconds.observe(timings.queue_seconds)
         self._ttft_seconds.observe(seconds)
         self.recent["queue"].record(timings.queue_seconds)
         self.recent["ttft"].record(seconds)
 
     def encoded(self, num_vectors: int, num_tokens: int, timings: Timings) -> None:
-        """A request's vectors are there, or its scores, or a program's rows; tokens read count as those of prompts do."""
+        """Record a request's vectors, scores or program rows; its input tokens count as prompt tokens."""
         self._queue_seconds.observe(timings.queue_seconds)
         self.recent["queue"].record(timings.queue_seconds)
         self.prompt(num_tokens, 0)
@@ -127,72 +128,80 @@ class Metrics:
         self.rates["vectors"].record(num_vectors)
 
     def waited(self, predicted_seconds: float, seconds: float) -> None:
-        """For its first token, or all its vectors, a request waited so long, and this was predicted when it was sent to the engine."""
+        """Record the error of a predicted wait.
+
+        Args:
+            predicted_seconds: The prediction made when the request was sent to the engine.
+            seconds: The actual wait for the first token, or for all vectors.
+        """
         self._wait_error.observe(abs(predicted_seconds - seconds) / max(seconds, 1e-9))
 
     def next_token(self, seconds: float) -> None:
-        """A further token of a choice, so long after the one before."""
+        """Record a further token of a choice, `seconds` after the previous one."""
         self._itl_seconds.observe(seconds)
         self.recent["itl"].record(seconds)
 
     def last_token(self, seconds_per_token: float) -> None:
-        """A choice has ended; the mean of its tokens after the first."""
+        """Record a choice's mean seconds per token after the first."""
         self._tpot_seconds.observe(seconds_per_token)
 
     def prompt(self, num_tokens: int, num_cached: int) -> None:
-        """A prompt has been read, so much of it from the cache; it counts as a whole, as it does in a request's usage."""
+        """Count the tokens of a prompt, cached ones included, as a request's usage does."""
         self._tokens.labels("prompt").inc(num_tokens)
         self._tokens.labels("cached").inc(num_cached)
         self.rates["prompt_tokens"].record(num_tokens)
         self.num_tokens += num_tokens
 
     def completion(self, num_tokens: int) -> None:
+        """Count generated tokens."""
         self._tokens.labels("completion").inc(num_tokens)
         self.rates["completion_tokens"].record(num_tokens)
         self.num_tokens += num_tokens
 
     def request_ended(self, api: Api, outcome: Outcome, seconds: float) -> None:
-        """Once for each request that had a place."""
+        """Count a request and its seconds; once for each admitted request."""
         self._requests.labels(api, outcome).inc()
         self._request_seconds.labels(api).observe(seconds)
         self.recent["request"].record(seconds)
         self.rates["requests"].record()
 
     def _declare(self) -> None:
-        self._requests = self._counter("requests", "Requests by how they ended.", "api", "outcome")
-        # All are there from the start: what comes into being with its first increase shows Prometheus none.
+        self._requests = self._counter("requests", "Requests by API and outcome.", "api", "outcome")
+        # Create all series now: Prometheus sees no increase for a series that first appears with a value of 1.
         for api, outcome in product(get_args(Api), OUTCOMES):
             self._requests.labels(api, outcome)
-        self._tokens = self._counter("tokens", "Tokens; cached ones are prompt tokens too.", "kind")
+        self._tokens = self._counter("tokens", "Tokens by kind; cached tokens are also counted as prompt tokens.", "kind")
         for kind in ("prompt", "cached", "completion"):
             self._tokens.labels(kind)
-        self._vectors = self._counter("vectors", "Texts, or rows, of which an answer was given: a vector or scores.")
-        guesses = "Tokens guessed and computed beside the decodes, and those of them that the model picked too."
+        self._vectors = self._counter("vectors", "Texts or rows for which a vector or scores were returned.")
+        guesses = "Draft tokens computed (drafted), and those that equal the model's sampled tokens (accepted)."
         self._speculation = self._counter("speculation_tokens", guesses, "kind")
         for kind in ("drafted", "accepted"):
             self._speculation.labels(kind)
-        self._request_seconds = self._histogram("request_seconds", "From a request's arrival to its end.", SECONDS, "api")
-        self._queue_seconds = self._histogram("queue_seconds", "From a request's arrival to its first step.", SECONDS)
-        self._ttft_seconds = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
-        self._itl_seconds = self._histogram(
-            "inter_token_latency_seconds", "Between a choice's tokens; those that one step made count once.", SECONDS
+        self._request_seconds = self._histogram("request_seconds", "Time from a request's arrival to its end.", SECONDS, "api")
+        self._queue_seconds = self._histogram("queue_seconds", "Time from a request's arrival to its first step.", SECONDS)
+        self._ttft_seconds = self._histogram(
+            "time_to_first_token_seconds", "Time from a request's arrival to its first token.", SECONDS
         )
-        tpot = "Mean time of a choice's tokens after the first."
+        self._itl_seconds = self._histogram(
+            "inter_token_latency_seconds", "Time between a choice's tokens; the tokens of one step count once.", SECONDS
+        )
+        tpot = "Mean time per token of a choice, after the first."
         self._tpot_seconds = self._histogram("time_per_output_token_seconds", tpot, SECONDS)
-        error = "How far off the predicted wait for the first token was, over the wait."
+        error = "Absolute error of the predicted wait for the first token, over the wait."
         self._wait_error = self._histogram("predicted_wait_error_ratio", error, SHARES)
         self._step_seconds = self._histogram("step_seconds", "Time of an engine step.", SECONDS, "phase")
-        self._model_seconds = self._counter("model_seconds", "Time of engine steps spent in the model itself.", "phase")
-        self._batch_tokens = self._histogram("batch_tokens", "Tokens of a step.", COUNTS, "phase")
-        self._batch_sequences = self._histogram("batch_sequences", "Sequences of a step.", COUNTS, "phase")
-        # Looked up once, each when it is first told: a label that never comes has no series.
+        self._model_seconds = self._counter("model_seconds", "Time of engine steps spent in the model's forward pass.", "phase")
+        self._batch_tokens = self._histogram("batch_tokens", "Tokens in a step.", COUNTS, "phase")
+        self._batch_sequences = self._histogram("batch_sequences", "Sequences in a step.", COUNTS, "phase")
+        # Cached on first use: a label that is never used has no series.
         self._of_step = cache(lambda phase: (self._step_seconds.labels(phase), self._model_seconds.labels(phase)))
         self._of_share = cache(lambda phase: (self._batch_tokens.labels(phase), self._batch_sequences.labels(phase)))
-        stalls = "Steps over 1.5 times what such steps take, or of which prompts made running streams wait so long; by cause."
+        stalls = "Slow steps by cause: over 1.5 times the time of similar steps, or of the decodes that waited for a prompt."
         stalled = self._counter("step_stalls", stalls, "cause")
         self._stalls: dict[Cause, Counter] = {cause: stalled.labels(cause) for cause in get_args(Cause)}
 
-    def _counter(self, name: str, help: str, *labels: str) -> Counter:  # noqa: A002 (Prometheus' word)
+    def _counter(self, name: str, help: str, *labels: str) -> Counter:  # noqa: A002 (name used by prometheus_client)
         return Counter(name, help, labels, namespace="armature", registry=self._registry)
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...], *labels: str) -> Histogram:  # noqa: A002

@@ -1,4 +1,4 @@
-"""`armature pack`: weights are quantised and packed now, so that no start has to. A bar for people, then what became of it."""
+"""`armature pack`: quantize and pack the weights now and cache them, so that a start does not have to."""
 
 from __future__ import annotations
 
@@ -25,31 +25,37 @@ if TYPE_CHECKING:
     from app.engine.hearing import Correlations
     from app.weights.pack_cache import Kept
 
-MAX_TEXT_TOKENS = 32768  # read of a text: more shows nothing new (20,000 are enough for the demo)
-Stage = Callable[[str], Callable[[int, int], None]]  # by name: who hears how many bytes are done, of how many
+MAX_TEXT_TOKENS = 32768  # limit on the text: more tokens change nothing (20,000 are enough for the demo)
+Stage = Callable[
+    [str], Callable[[int, int], None]
+]  # takes a stage's name, returns its progress callback (bytes done, total bytes)
 
 
 def pack(settings: Settings, text: Path | None = None) -> str:
-    """What became of it, in a line; `text` shows which codes are best. Raises a `StartupError` where nothing can be kept."""
+    """Pack the weights and return one line on the result. `text` improves the 4-bit quantization (GPTQ).
+
+    Raises:
+        StartupError: There is nothing to pack, or it cannot be cached.
+    """
     prepared = prepare(settings)
     folder = prepared.plan.pack_folder
     if folder.value is None:
-        raise PlanImpossible(f"There is nothing to pack ahead. {folder.reason} Ask for --precision int4 or int8, on a processor.")
+        raise PlanImpossible(f"There is nothing to pack. {folder.reason} Use --precision int4 or int8 on a CPU.")
     if text is not None and prepared.plan.precision.value != "int4":
         raise PlanImpossible(
-            f"A text makes better codes of four bits, not of {prepared.plan.precision.value}. Ask for --precision int4."
+            f"--text only improves 4-bit quantization, not {prepared.plan.precision.value}. Use --precision int4."
         )
-    os.environ.update(prepared.plan.environment())  # the thread pools read it when torch is imported, which is now
+    os.environ.update(prepared.plan.environment())  # must be set before torch is imported: its thread pools read it then
     began = time.monotonic()
     with _bars() as stage:
         kept = _packed(prepared, Path(folder.value), stage, text)
     if kept is None:
         raise PlanImpossible(
-            f"On this machine {prepared.plan.precision.value} is served by torch's own products, which pack at each start."
+            f"On this machine {prepared.plan.precision.value} runs on torch's matrix products, which pack the weights at each start."
         )
     if kept.size is None:
-        raise SettingsInvalid(f"Packed weights cannot be kept in {kept.file.parent}. cache_dir says where.")
-    done = "was there already, whole" if kept.found else "written"
+        raise SettingsInvalid(f"Packed weights cannot be written to {kept.file.parent}. Set cache_dir to a writable folder.")
+    done = "already complete" if kept.found else "written"
     return f"{kept.file}: {done}, {kept.size:,} bytes in {prepared.plan.precision.value}, {time.monotonic() - began:.1f} s"
 
 
@@ -61,12 +67,12 @@ def _packed(prepared: Prepared, folder: Path, stage: Stage, text: Path | None) -
     backend = processor(prepared.plan)
     backend.configure(prepared.plan)
     correlations = None if text is None else _heard(prepared, backend, text, stage)
-    packs = Packs(folder, stage("keeping packed weights"))
+    packs = Packs(folder, stage("writing packed weights"))
     return pack_weights(checkpoint_of(prepared.checkpoint), prepared.plan, backend, stage("packing weights"), packs, correlations)
 
 
 def _heard(prepared: Prepared, backend: Backend, text: Path, stage: Stage) -> Correlations:
-    """What the text shows of the model as it is before it is rounded."""
+    """Return the input correlations of each linear layer over the text, in the model before quantization."""
     from app.engine.hearing import correlations_of
     from app.engine.scoring import windows_of
     from app.text.tokenizer import Tokenizer
@@ -80,7 +86,7 @@ def _heard(prepared: Prepared, backend: Backend, text: Path, stage: Stage) -> Co
 
 @contextmanager
 def _bars() -> Iterator[Stage]:
-    """One bar a stage, on standard error; quiet where that is no terminal."""
+    """Yield a function that starts a stage's progress bar on standard error; silent if that is not a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bars:

@@ -1,6 +1,6 @@
-"""The way to the worker thread and back: who waits for which answer, until it has come or its time is over.
+"""Client of the worker thread: puts requests into its mailbox and routes its events to the open requests.
 
-Lives on the event loop; the worker's thread only calls in.
+Everything runs on the event loop. The worker thread only calls `on_events` and `on_worker_exit`.
 """
 
 from __future__ import annotations
@@ -17,53 +17,69 @@ from app.measured import Snapshot
 from app.messages import Abort, Command, Event, RequestFailed
 
 T = TypeVar("T")
-# An event of the worker with the time it came; None when the request's time is over.
+# An event of the worker with its arrival time; None when the request has timed out.
 Letter = tuple[Event, float] | None
 Tell = Callable[[Letter], None]
 
 
 class WorkerPort(Protocol):
-    """What the service sees of the worker: a mailbox and a few words about its state, readable from any thread."""
+    """Interface of the worker as the service sees it: a mailbox and its state, readable from any thread."""
 
     @property
-    def alive(self) -> bool: ...
+    def alive(self) -> bool:
+        """True while the worker thread runs."""
+
     @property
-    def state(self) -> str: ...
+    def state(self) -> str:
+        """Lifecycle state, such as `ready`."""
+
     @property
-    def stage(self) -> str: ...
+    def stage(self) -> str:
+        """Loading stage in words for people."""
+
     @property
-    def snapshot(self) -> Snapshot: ...
-    def put(self, command: Command) -> None: ...
+    def snapshot(self) -> Snapshot:
+        """Queue and cache state after the last step."""
+
+    def put(self, command: Command) -> None:
+        """Put a command into the mailbox."""
 
 
 class Post:
-    """Bound to the event loop that called `start`."""
+    """Client of the worker, bound to the event loop that called `start`."""
 
     def __init__(self, worker: WorkerPort, clock: Callable[[], float]) -> None:
         self._worker, self._clock = worker, clock
         self._loop: asyncio.AbstractEventLoop | None = None
         self._numbers = count()
-        self._open: dict[str, Tell] = {}  # by the worker's name for the request
+        self._open: dict[str, Tell] = {}  # keys: the request ids that the worker sees
 
     def start(self) -> None:
+        """Bind to the running event loop."""
         self._loop = asyncio.get_running_loop()
 
     def stop(self) -> None:
-        """Whatever is open fails."""
+        """Fail all open requests with `ServiceStopping`."""
         self._fail_open(ServiceStopping("The server is stopping."))
 
     def name(self, request_id: str) -> str:
-        """A unique one for the worker, whatever id a client gave."""
+        """Return a request id that is unique in this process, whatever id the client sent."""
         return f"{request_id}#{next(self._numbers)}"
 
     @contextmanager
     def expecting(self, name: str, tell: Tell, permit: Permit, deadline: float) -> Iterator[None]:
-        """In here `tell` hears the worker's answers to the order of this name, and None at the deadline; then its place is free too."""
-        assert self._loop is not None, "the service is started before it is asked"
+        """Pass the worker's events for one request to `callback` while the block runs.
+
+        At the deadline `callback` receives None, the worker receives an `Abort`, and the permit is released.
+
+        Raises:
+            NotReady: the worker has stopped.
+        """
+        assert self._loop is not None, "start() is called before the first request"
         self._open[name] = tell
         timer = self._loop.call_later(deadline - self._clock(), self._expire, name, permit)
         try:
-            if not self._worker.alive:  # looked at after enrolling: a worker that ends later will tell
+            if not self._worker.alive:  # checked after registration: a worker that ends later fails it
                 raise NotReady("The engine has stopped; the server is about to end.")
             yield
         finally:
@@ -71,7 +87,10 @@ class Post:
             del self._open[name]
 
     def _expire(self, name: str, permit: Permit) -> None:
-        """Out of time: engine and place are free at once, even if nobody ever looks at what was told."""
+        """Time out a request.
+
+        Its engine capacity and its place become free at once, even if the reader never looks at the result.
+        """
         self._worker.put(Abort(name, reason="timeout"))
         permit.release()
         self._open[name](None)
@@ -79,16 +98,16 @@ class Post:
     # ---- from the worker thread ------------------------------------------------------------------------------------
 
     def on_events(self, events: Sequence[Event]) -> None:
-        """Once a step: one wake of the loop, however many requests are told."""
+        """Deliver one step's events with a single wake-up of the event loop. Called from the worker thread."""
         self._call(self._deliver, events)
 
     def on_worker_exit(self) -> None:
-        """After the worker's last events."""
+        """Fail all open requests. Called from the worker thread after its last events."""
         self._call(self._fail_open, StepFailed("The engine has stopped; the server is about to end."))
 
     def _call(self, function: Callable[[T], None], argument: T) -> None:
         if self._loop is None or self._loop.is_closed():
-            return  # nobody is left to be told
+            return  # no event loop, so no open request
         self._loop.call_soon_threadsafe(function, argument)
 
     def _deliver(self, events: Sequence[Event]) -> None:

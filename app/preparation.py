@@ -1,6 +1,7 @@
-"""All that is decided before weights are read: facts, the checkpoint, measurements from an earlier start or of this one, and the plan.
+"""Decisions made before weights are read: host facts, the checkpoint, measurements and the plan.
 
-Without measurements the plan is provisional: it says what environment torch is to find, and what is worth measuring.
+Measurements come from an earlier start or from this one. Without them the plan is provisional: it sets the
+environment that torch reads when it is imported, and decides what to measure.
 """
 
 from __future__ import annotations
@@ -31,17 +32,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BUDGET_SECONDS = 3.0  # for measuring, at a start
-PATIENT_SECONDS = 10.0  # the same where somebody waits for nothing else: `armature calibrate`
-SMALL_WEIGHT_BYTES = 64 * 2**20  # a model that any choice serves well: measured, but not for long
+BUDGET_SECONDS = 3.0  # budget for measuring at a start
+PATIENT_SECONDS = 10.0  # budget of the command `armature calibrate`
+SMALL_WEIGHT_BYTES = 64 * 2**20  # any choice serves a smaller model well, so it is measured only briefly
 SMALL_BUDGET_SECONDS = 0.3
-FEW_THREADS = 3  # with no more, every number of threads is tried; with more, the planned one and one fewer
+FEW_THREADS = 3  # up to this many, every number of threads is tried; above it, the planned number and one fewer
 Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """`calibration` None: not measured, yet or at all; `is_final`: the plan will not change."""
+    """The result of `prepare`.
+
+    `calibration` is None if nothing was measured, yet or at all. `is_final`: the plan will not change.
+    """
 
     settings: Settings
     facts: Facts
@@ -53,11 +57,12 @@ class Prepared:
 
     @property
     def model_name(self) -> str:
+        """Name of the model in requests and responses."""
         return self.settings.served_model_name or self.checkpoint.name
 
     @property
     def step_seconds(self) -> StepSeconds | None:
-        """What steps of the plan take, where that was measured."""
+        """Measured step times of the plan, or None if they were not measured."""
         trial = self._trial()
         return None if trial is None else StepSeconds.of(trial)
 
@@ -69,12 +74,19 @@ class Prepared:
         return next((one for one in found if one.int8_copy == self.plan.int8_copy.value), next(iter(found), None))
 
     def planned_with(self, calibration: Calibration) -> Prepared:
+        """Return a copy with this calibration and the final plan made from it."""
         plan = _plan(self.facts, calibration.measurements, self.settings, self.checkpoint)
         return replace(self, plan=plan, calibration=calibration, is_final=True)
 
 
 def prepare(settings: Settings) -> Prepared:
-    """Looks at the machine, the checkpoint and what was measured before, and decides; milliseconds, no torch. Raises a `StartupError`."""
+    """Probe the machine, open the checkpoint, read earlier measurements, and make a plan.
+
+    This takes milliseconds and does not import torch.
+
+    Raises:
+        StartupError: The settings, the checkpoint and the machine do not fit together.
+    """
     facts = probe()
     checkpoint = open_model(settings.checkpoint_directory)
     log.info("serving %s from %s", checkpoint.needs().architecture, checkpoint.directory)
@@ -85,7 +97,7 @@ def prepare(settings: Settings) -> Prepared:
 
 
 def looked_up(facts: Facts, settings: Settings, checkpoint: Opened) -> Prepared:
-    """With the calibration of an earlier start, where there is one and it is wanted."""
+    """Make the plan with the calibration of an earlier start, if one exists and may be used."""
     plan = _plan(facts, None, settings, checkpoint)
     kept = Kept(settings.cache_directory, key_of(facts, settings, plan, _shapes(checkpoint)))
     prepared = Prepared(settings, facts, checkpoint, plan, kept, is_final=not plan.calibrate.value)
@@ -94,7 +106,10 @@ def looked_up(facts: Facts, settings: Settings, checkpoint: Opened) -> Prepared:
 
 
 def calibrate(prepared: Prepared, report: Report, budget_seconds: float | None = None) -> Prepared:
-    """With the final plan: measures, where that is still to be done. On the thread that will compute; imports torch."""
+    """Measure if needed and return the final plan.
+
+    Run this on the thread that will compute; it imports torch.
+    """
     if prepared.is_final:
         return prepared
     from app.engine.measuring import measure
@@ -104,15 +119,21 @@ def calibrate(prepared: Prepared, report: Report, budget_seconds: float | None =
     report("calibrating")
     try:
         found = measure(subject(prepared), budget, report)
-    except (StepFailed, PlanImpossible, RuntimeError, OSError, MemoryError) as error:  # a measurement ends no start
+    except (
+        StepFailed,
+        PlanImpossible,
+        RuntimeError,
+        OSError,
+        MemoryError,
+    ) as error:  # a failed measurement must not end the start
         found = Measurements(fallback=f"measuring failed: {error}", seconds=time.monotonic() - began)
     if found.fallback:
-        log.warning("calibration: decided from facts alone, since %s (%.1f s)", found.fallback, found.seconds)
+        log.warning("calibration: decided from facts alone, because %s (%.1f s)", found.fallback, found.seconds)
     else:
         log.info("calibrated in %.1f s", found.seconds)
     final = prepared.planned_with(Calibration(found, time.time(), from_cache=False))
     if beside_other_work(prepared, final):
-        log.warning("the calibration is not kept: fewer threads were so much quicker that something else must have computed")
+        log.warning("the calibration is not kept: fewer threads were much faster, so other work probably used the cores")
     elif final.calibration is not None:
         prepared.kept.keep(final.calibration)
     _tell(final.plan)
@@ -120,7 +141,10 @@ def calibrate(prepared: Prepared, report: Report, budget_seconds: float | None =
 
 
 def beside_other_work(before: Prepared, after: Prepared) -> bool:
-    """Whether the cores were not ours alone: what was measured then serves this start, but is not to serve others."""
+    """Return True if other work seems to have used the cores while they were measured.
+
+    Such measurements serve this start but are not kept for later ones.
+    """
     trials = Trials.of(after.calibration.measurements if after.calibration else None)
     fewer = trials.at(*_choice(after.plan))
     planned = trials.at(after.plan.precision.value, before.plan.threads.value)
@@ -128,17 +152,18 @@ def beside_other_work(before: Prepared, after: Prepared) -> bool:
 
 
 def _shapes(checkpoint: Opened) -> object:
-    """Whatever decides what its steps take."""
+    """Return the object whose text identifies the shapes that decide the step times."""
     return checkpoint.model_config if isinstance(checkpoint, Checkpoint) else checkpoint.fingerprint
 
 
 def budget_for(checkpoint: Opened) -> float:
+    """Return the seconds that a start may spend on measuring."""
     small = checkpoint.needs().weight_bytes < SMALL_WEIGHT_BYTES
     return SMALL_BUDGET_SECONDS if small else BUDGET_SECONDS
 
 
 def subject(prepared: Prepared) -> Subject:
-    """What is worth measuring: every precision that may be chosen, and how many threads may serve."""
+    """Return what to measure: each precision that may be chosen, and the numbers of threads that may serve."""
     from app.engine.measuring import Subject
 
     facts, settings, checkpoint, plan = prepared.facts, prepared.settings, prepared.checkpoint, prepared.plan
@@ -160,11 +185,13 @@ def _choice(plan: ServingPlan) -> tuple[str, int]:
 
 
 def _others(prepared: Prepared) -> list[str]:
-    """Precisions that the plan may take instead, once it is measured."""
+    """Return the other precisions that the plan may choose once they are measured."""
     needs = prepared.checkpoint.needs()
     if prepared.settings.precision != "auto":
         return []
-    if not needs.generates:  # nothing else is taken, but what eight bits would gain is told where there is time to look
+    if (
+        not needs.generates
+    ):  # no other precision is chosen, but the speedup of int8 is reported if the model is large enough to measure it
         return ["int8"] if needs.weight_bytes >= SMALL_WEIGHT_BYTES and prepared.plan.precision.value != "int8" else []
     if needs.num_parameters < precision.MIN_PARAMETERS:
         return []
@@ -173,7 +200,7 @@ def _others(prepared: Prepared) -> list[str]:
 
 
 def _way(prepared: Prepared, name: str, int8_copy: str = "off") -> ServingPlan | None:
-    """The plan with that precision; None where that cannot be."""
+    """Return the plan for a precision, or None if that precision is not possible."""
     asked = {"precision": name, "int8_copy": int8_copy, "device": prepared.plan.device.value}
     try:
         return _plan(prepared.facts, None, prepared.settings.model_copy(update=asked), prepared.checkpoint)
@@ -183,7 +210,7 @@ def _way(prepared: Prepared, name: str, int8_copy: str = "off") -> ServingPlan |
 
 def _thread_counts(settings: Settings, plan: ServingPlan) -> tuple[int, ...]:
     planned = plan.threads.value
-    if settings.threads != "auto" or planned == 1 or plan.device.value != "cpu":  # of the host's threads no device is quicker
+    if settings.threads != "auto" or planned == 1 or plan.device.value != "cpu":  # they do not speed up a device
         return (planned,)
     return tuple(range(planned, 0, -1)) if planned <= FEW_THREADS else (planned, planned - 1)
 

@@ -1,6 +1,6 @@
-"""What happened in the last minute: quantiles of latencies and rates of counts, for gauges that need no query language.
+"""Quantiles of latencies and rates of counts over the last minute, for gauges that need no query language.
 
-One thread records, any thread reads: a slice of time is replaced whole, never emptied under a reader.
+One thread records, any thread reads: a time slice is replaced as a whole and never cleared while it may be read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Generic, TypeVar
 WINDOW_SECONDS = 60.0
 T = TypeVar("T")
 
-# Buckets grow by 4%, and a value is told as the middle of its bucket: at most 1.97% off (Masson et al., "DDSketch", VLDB 2019).
+# Buckets grow by 4%. A value is reported as the middle of its bucket, an error of at most 1.97% (Masson et al.,
+# "DDSketch", VLDB 2019).
 GROWTH = 1.04
 _LOWEST_SECONDS = 1e-5
 _HIGHEST_SECONDS = 1e4
@@ -22,7 +23,7 @@ _NUM_BUCKETS = math.ceil(math.log(_HIGHEST_SECONDS / _LOWEST_SECONDS) * _PER_LOG
 
 
 class Slices(Generic[T]):
-    """A ring of slices of time, the newest being written. `empty` makes what a new slice holds."""
+    """A ring of time slices, of which the newest is being written. `empty` creates the content of a new slice."""
 
     def __init__(self, num_slices: int, empty: Callable[[], T], clock: Callable[[], float]) -> None:
         self._seconds = WINDOW_SECONDS / num_slices
@@ -31,7 +32,7 @@ class Slices(Generic[T]):
         self._slices: list[tuple[int, T]] = [(-num_slices, empty()) for _ in range(num_slices)]
 
     def now(self) -> T:
-        """The slice of this moment, to write to."""
+        """Return the content of the current slice, to be written to."""
         number = int(self._clock() / self._seconds)
         place = number % len(self._slices)
         if self._slices[place][0] != number:
@@ -39,12 +40,12 @@ class Slices(Generic[T]):
         return self._slices[place][1]
 
     def recent(self) -> list[T]:
-        """The slices of the window, in no order."""
+        """Return the contents of the window's slices, in no particular order."""
         oldest = int(self._clock() / self._seconds) - len(self._slices) + 1
         return [content for number, content in list(self._slices) if number >= oldest]
 
     def covered_seconds(self) -> float:
-        """The time that `recent` spans now: the current slice is not over yet."""
+        """Return the seconds that `recent` covers now; the current slice is not complete yet."""
         return WINDOW_SECONDS - self._seconds + self._clock() % self._seconds
 
 
@@ -55,11 +56,19 @@ class RecentQuantiles:
         self._slices = Slices(12, lambda: [0] * _NUM_BUCKETS, clock)
 
     def record(self, seconds: float) -> None:
+        """Add a latency; it is clipped to 10 microseconds to 10,000 seconds."""
         clipped = min(max(seconds, _LOWEST_SECONDS), _HIGHEST_SECONDS)
         self._slices.now()[math.ceil(math.log(clipped / _LOWEST_SECONDS) * _PER_LOG)] += 1
 
     def read(self, quantiles: Sequence[float]) -> list[float] | None:
-        """For each quantile, in rising order, the smallest value that so large a part is not above; None without values."""
+        """Return for each quantile the smallest recorded value that this share of the values does not exceed.
+
+        Args:
+            quantiles: Shares between 0 and 1, in rising order.
+
+        Returns:
+            One value per quantile, or None if nothing was recorded.
+        """
         counts = [sum(column) for column in zip(*self._slices.recent(), strict=True)]
         total = sum(counts)
         if not total:
@@ -76,12 +85,12 @@ class RecentQuantiles:
 
 
 def _middle(bucket: int) -> float:
-    """The value with the same relative error to both ends of the bucket."""
+    """Return the value with the same relative error to both ends of the bucket."""
     return _LOWEST_SECONDS * GROWTH**bucket * 2 / (1 + GROWTH) if bucket else _LOWEST_SECONDS
 
 
 class RecentRate:
-    """Amounts per second over the last minute, or since the beginning where that is shorter."""
+    """Amounts per second over the last minute, or since the start if that is shorter."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._slices = Slices(60, lambda: [0], clock)
@@ -89,8 +98,10 @@ class RecentRate:
         self._began = clock()
 
     def record(self, amount: int = 1) -> None:
+        """Add an amount to the current second."""
         self._slices.now()[0] += amount
 
     def per_second(self) -> float:
+        """Return the mean rate over the window."""
         age = max(self._clock() - self._began, 1.0)
         return sum(content[0] for content in self._slices.recent()) / min(age, self._slices.covered_seconds())

@@ -1,6 +1,6 @@
-"""From what a client sent to token ids that fit the model: templates and tokenizer, then every refusal that needs no engine.
+"""Conversion of a client's prompt to token ids that fit the model: chat template, tokenizer, and validation.
 
-Runs in the service's small pool; depends on the loaded model alone.
+It runs in the service's thread pool and depends on the loaded model only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from app.served import ServedDecoder
 
 
 def read(model: ServedDecoder, request: GenerationRequest) -> tuple[int, ...]:
-    """The prompt's ids. Raises an `InvalidRequest` that names the field."""
+    """Return the prompt's token ids. Raises an `InvalidRequest` that names the field."""
     if request.echo and request.params.logprobs is not None:
         raise UnsupportedParameter(
             "echo with logprobs is not supported: the prompt's own log-probabilities are not computed.", field="echo"
@@ -28,17 +28,20 @@ def read(model: ServedDecoder, request: GenerationRequest) -> tuple[int, ...]:
 
 
 def chat_ids(model: ServedDecoder, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> list[int]:
-    """A conversation's ids. The template has written every special token that belongs there, so none is added, as in transformers."""
+    """Return a conversation's token ids.
+
+    The template writes all special tokens, so none are added, as in transformers.
+    """
     if model.chat is None:
         raise InvalidRequest("This model has no chat template: send a prompt to the completions route instead.", field="messages")
     return model.tokenizer.encode(model.chat.render(messages, arguments), add_special_tokens=False)
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:
-    """Every id is a row of the embedding."""
+    """Check that every id is in the vocabulary. Raises an `InvalidRequest` that names `field`."""
     wrong = next((token_id for token_id in (min(ids), max(ids)) if not 0 <= token_id < vocab_size), None) if ids else None
     if wrong is not None:
-        raise InvalidRequest(f"{field} must lie in [0, {vocab_size}), and {wrong} does not.", field=field)
+        raise InvalidRequest(f"{field} must be in [0, {vocab_size}), not {wrong}.", field=field)
 
 
 def _ids(model: ServedDecoder, request: GenerationRequest) -> tuple[str, Sequence[int]]:
@@ -52,7 +55,7 @@ def _ids(model: ServedDecoder, request: GenerationRequest) -> tuple[str, Sequenc
 
 
 def _check_length(context: int, num_prompt: int, request: GenerationRequest, field: str) -> None:
-    """In the words that OpenAI's clients look for."""
+    """Check the context length. The message has the wording that OpenAI clients look for."""
     limit = f"This model's maximum context length is {context} tokens."
     if num_prompt >= context:
         told = f"However, the {field} have {num_prompt} tokens, and the answer needs one at least."

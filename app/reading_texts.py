@@ -1,6 +1,6 @@
-"""From the texts that a client sent to token ids that fit an encoder: every refusal that needs no engine, and where a text is cut.
+"""Conversion of a client's texts to token ids that fit an encoder: tokenizer, truncation, and validation.
 
-Needs the loaded model alone, and runs in the service's small pool unless the texts are short.
+It depends on the loaded model only. It runs in the service's thread pool unless the texts are short.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from app.messages import Text
 from app.reading import check_ids
 from app.served import ServedEncoder
 
-MAX_TEXTS = 2_048  # OpenAI's own
-# Hidden states of all tokens are read by people, a few texts at a time; 2,048 long texts would be gigabytes.
+MAX_TEXTS = 2_048  # OpenAI's limit
+# Hidden states of all tokens are requested for a few texts at a time; those of 2,048 long texts would be gigabytes.
 MAX_HIDDEN_BYTES = 256 * 2**20
-# Another thread begins after 0.1 ms where a core is idle and after milliseconds where all compute; so many characters are 0.3 ms of work.
+# A pool thread starts after 0.1 ms if a core is idle, and after milliseconds if all cores compute. Tokenizing this
+# number of characters takes 0.3 ms.
 SHORT_CHARACTERS = 1_000
 
 
 def check_texts(model: ServedEncoder, request: EncodingRequest) -> None:
-    """What can be refused before anything is tokenised. Raises an `InvalidRequest` that names the field."""
+    """Check what can be checked before tokenization. Raises an `InvalidRequest` that names the field."""
     field, number = request.field, len(request.inputs)
     if not 1 <= number <= MAX_TEXTS:
         raise InvalidRequest(f"{field} takes 1 to {MAX_TEXTS} texts, not {number}.", field=field)
@@ -37,16 +38,16 @@ def check_texts(model: ServedEncoder, request: EncodingRequest) -> None:
     for index, given in enumerate(request.inputs):
         if not _something(given):
             name = _name(request, index)
-            raise InvalidRequest(f"{name} is empty: there is nothing to read.", field=name)
+            raise InvalidRequest(f"{name} is empty: send text.", field=name)
 
 
 def is_short(request: EncodingRequest) -> bool:
-    """Whether the texts are worth no thread of their own."""
+    """Return True if the texts are too short to be worth another thread."""
     return sum(_characters(given) for given in request.inputs) <= SHORT_CHARACTERS
 
 
 def read_texts(model: ServedEncoder, request: EncodingRequest) -> tuple[Text, ...]:
-    """The texts' ids, in order. Raises an `InvalidRequest` that names the field."""
+    """Return the tokenized texts, in order. Raises an `InvalidRequest` that names the field."""
     written = {
         index: (_prompt(model, request, index), given)
         for index, given in enumerate(request.inputs)
@@ -85,7 +86,7 @@ def _check_dimensions(model: ServedEncoder, request: EncodingRequest) -> None:
         return
     size = model.sizes.get("embedding", 0)
     if not 1 <= request.dimensions <= size:
-        raise InvalidRequest(f"dimensions must lie in [1, {size}] for this model, not {request.dimensions}.", field="dimensions")
+        raise InvalidRequest(f"dimensions must be in [1, {size}] for this model, not {request.dimensions}.", field="dimensions")
 
 
 def _something(given: TextInput) -> bool:
@@ -95,14 +96,14 @@ def _something(given: TextInput) -> bool:
 
 
 def _characters(given: TextInput) -> int:
-    """Or ids: to check a million of them takes a while too."""
+    """Return the number of characters, or of token ids: checking a million ids takes time too."""
     if isinstance(given, tuple):
         return len(given[0]) + len(given[1])
     return len(given) if isinstance(given, str) else len(given.token_ids)
 
 
 def _prompt(model: ServedEncoder, request: EncodingRequest, index: int) -> str:
-    """What the checkpoint wants before a text; a pair has nothing before it."""
+    """Return the checkpoint's prompt for a text. A pair has none."""
     prompts = model.config.pooling.prompts
     if not prompts or isinstance(request.inputs[index], tuple):
         return ""
@@ -113,19 +114,22 @@ def _prompt(model: ServedEncoder, request: EncodingRequest, index: int) -> str:
     return "" if name is None else prompts[name]
 
 
-# What checkpoints call it, as sentence-transformers looks for it.
+# Names of a document prompt in checkpoints, in the order in which sentence-transformers looks for them.
 _DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 
 
 def _not_pooled(model: ServedEncoder, prompt: str, text: Text) -> Text:
-    """With the number of its prompt's tokens: as sentence-transformers counts them, without the special token that would end it."""
+    """Return the text with the number of its prompt's tokens, which pooling skips.
+
+    They are counted as in sentence-transformers: tokens of the prompt alone, without a special token at its end.
+    """
     (alone,) = model.tokenizer.texts([prompt])
     ends = not model.tokenizer.has_text(alone.token_ids[-1])
     return replace(text, num_prompt_tokens=min(len(alone.token_ids) - ends, len(text.token_ids) - 1))
 
 
 def _own_ids(model: ServedEncoder, request: EncodingRequest, index: int, text: Text) -> Text:
-    """A client's own ids, checked and cut."""
+    """Return token ids that the client sent, checked and truncated."""
     limit, name = model.limits.max_model_len, _name(request, index)
     check_ids(text.token_ids, model.limits.vocab_size, name)
     check_ids(text.type_ids, max(model.config.num_types, 1), "token_type_ids")
@@ -136,7 +140,7 @@ def _own_ids(model: ServedEncoder, request: EncodingRequest, index: int, text: T
 
 
 def _check_length(model: ServedEncoder, request: EncodingRequest, index: int, text: Text) -> None:
-    """In the words that OpenAI's clients look for."""
+    """Check the length of a text. The message has the wording that OpenAI clients look for."""
     limit, number = model.limits.max_model_len, len(text.token_ids)
     if number > limit:
         name = _name(request, index)
@@ -152,14 +156,14 @@ def _check_hidden(model: ServedEncoder, request: EncodingRequest, texts: Sequenc
     num_bytes = 4 * model.sizes["last_hidden_state"] * sum(len(text.token_ids) for text in texts)
     if num_bytes > MAX_HIDDEN_BYTES:
         raise InvalidRequest(
-            f"The hidden states of these texts are {num_bytes >> 20} MiB, and an answer has {MAX_HIDDEN_BYTES >> 20} MiB at the most: "
+            f"The hidden states of these texts are {num_bytes >> 20} MiB, and the limit is {MAX_HIDDEN_BYTES >> 20} MiB: "
             "send fewer texts at once.",
             field=request.field,
         )
 
 
 def _name(request: EncodingRequest, index: int) -> str:
-    """What the client called the text."""
+    """Return the client's name for the text."""
     if index < request.num_queries:
         return "query"
     return request.field if len(request.inputs) == 1 else f"{request.field}[{index - request.num_queries}]"

@@ -1,4 +1,4 @@
-"""A machine's facts and the plan for it as tables for people; `armature probe` prints what is made here. Machines read `to_json`."""
+"""Tables of a machine's facts and its serving plan: the output of `armature probe` without `--json`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from app.hardware.plan import ServingPlan
 from app.hardware.trials import rate
 
 _BYTES = ("kv_cache_bytes", "weight_bytes")
-_UNKNOWN_AS_ZERO = ("weight_bytes", "max_model_len")  # as long as no model is given
+_UNKNOWN_AS_ZERO = ("weight_bytes", "max_model_len")  # 0 means unknown without a model
 
 
 def render_probe(facts: Facts, plan: ServingPlan | None) -> RenderableType:
-    """Two tables: what this machine is, and what would be done with it and why. Without a plan, the facts alone."""
+    """Return two tables, the machine's facts and the plan with its reasons; without a plan, the facts alone."""
     return Group(render_facts(facts), "", render_plan(plan)) if plan else render_facts(facts)
 
 
 def render_facts(facts: Facts) -> Table:
+    """Return the table of facts about this machine."""
     table = Table(title="This machine", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
@@ -35,7 +36,8 @@ def render_facts(facts: Facts) -> Table:
 
 
 def render_plan(plan: ServingPlan) -> Table:
-    table = Table(title="What would be done with it", title_justify="left", header_style="bold", box=None, padding=(0, 2, 0, 0))
+    """Return the table of the plan's decisions with values and reasons."""
+    table = Table(title="Serving plan", title_justify="left", header_style="bold", box=None, padding=(0, 2, 0, 0))
     table.add_column("decision", style="bold", no_wrap=True)
     table.add_column("value", overflow="fold", max_width=28)
     table.add_column("reason", ratio=1)
@@ -64,6 +66,7 @@ def _fact_rows(facts: Facts) -> list[tuple[str, str]]:
 
 
 def processor(facts: Facts) -> str:
+    """Return the processor's name with its vendor, product and microarchitecture."""
     cpu = facts.cpu
     inside = ", ".join(part for part in (cpu.product, cpu.microarchitecture) if part and part not in cpu.name)
     return (cpu.name if cpu.vendor in cpu.name else f"{cpu.vendor} {cpu.name}") + (f" ({inside})" if inside else "")
@@ -118,7 +121,7 @@ def _power(meter: PowerMeter) -> str:
 
 
 def gpu(device: CudaDevice) -> str:
-    """`0: NVIDIA H200, 140.4 GiB, 139.7 GiB free, capability 9.0, driver 580.65.06`."""
+    """Return text such as `0: NVIDIA H200, 140.4 GiB, 139.7 GiB free, capability 9.0, driver 580.65.06`."""
     free = f", {gib(device.free_bytes)} free" if device.free_bytes is not None else ""
     size = (
         f", {gib(device.memory_bytes)}{free}"
@@ -132,6 +135,7 @@ def gpu(device: CudaDevice) -> str:
 
 
 def apple_gpu(facts: Facts) -> str:
+    """Describe the Apple GPU and its memory budget, or return an empty string."""
     if not facts.mps:
         return ""
     units = "" if "bf16" in facts.isa else ", FP16 but no BF16"
@@ -147,6 +151,7 @@ def _torch(build: TorchBuild | None) -> str:
 
 
 def value_of(name: str, value: Any) -> str:
+    """Format a decision's value for people."""
     if value is None or (value == 0 and name in _UNKNOWN_AS_ZERO):
         return "–"
     if name in _BYTES:
@@ -161,7 +166,7 @@ def value_of(name: str, value: Any) -> str:
 
 
 def _table(value: Mapping[Any, Any]) -> str:
-    """`decode 1: 20.4, 8: 120; prefill 512: 900`, and `decode 0.81, prefill 0.64`."""
+    """Format a table such as `decode 1: 20.4, 8: 120; prefill 512: 900` or `decode 0.81, prefill 0.64`."""
     flat = [f"{key} {number:.2f}" for key, number in value.items() if not isinstance(number, Mapping)]
     deep = [
         f"{key} " + ", ".join(f"{size}: {rate(number)}" for size, number in inner.items())
@@ -176,7 +181,7 @@ def _small(size: int) -> str:
 
 
 def cpu_ranges(cpus: list[int]) -> str:
-    """[0, 1, 2, 8] as `0-2,8`."""
+    """Format CPU ids as ranges: [0, 1, 2, 8] becomes `0-2,8`."""
     parts: list[list[int]] = []
     for cpu in cpus:
         if parts and cpu == parts[-1][-1] + 1:

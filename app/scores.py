@@ -1,4 +1,4 @@
-"""What the numbers of an encoder's answer mean to a person: vectors and logits as scores. FP32 throughout."""
+"""Conversion of an encoder's vectors and logits to scores, in FP32."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ Meaning = Literal["softmax", "sigmoid", "identity"]
 
 
 def floats(array: Array) -> Floats:
-    """An FP32 array in its shape; nothing is copied."""
+    """Return an FP32 array as a numpy array of its shape, without a copy."""
     return numpy.frombuffer(array.data, dtype="<f4").reshape(array.shape)
 
 
 def scores(logits: Array, meaning: Meaning) -> Array:
-    """Logits [texts, labels] as scores of the same shape: a row's sum is 1 (softmax), or each label's own is in [0, 1] (sigmoid)."""
+    """Return scores for logits [texts, labels], in the same shape.
+
+    With `softmax` each row sums to 1. With `sigmoid` each label's score is in [0, 1]. With `identity` the logits
+    are returned.
+    """
     return Array("FP32", logits.shape, of_logits(floats(logits), meaning).astype("<f4").tobytes())
 
 
 def of_logits(logits: Floats, meaning: Meaning) -> Floats:
-    """The same on numbers."""
+    """Return scores for logits [texts, labels] given as a numpy array; see `scores`."""
     if meaning == "identity":
         return logits
     if meaning == "sigmoid":
@@ -36,13 +40,16 @@ def of_logits(logits: Floats, meaning: Meaning) -> Floats:
 
 
 def cosines(queries: Floats, documents: Floats) -> Floats:
-    """[queries, documents] of vectors [.., size] that need not have unit length; a vector of length 0 is like none."""
+    """Return the cosine similarities [queries, documents] of vectors [.., size], which need not have unit length.
+
+    A zero vector has similarity 0 to every other.
+    """
     alike: Floats = unit(queries) @ unit(documents).T
     return alike
 
 
 def unit(vectors: Floats) -> Floats:
-    """Vectors of length 1."""
+    """Return the vectors [.., size] scaled to length 1."""
     lengths = numpy.sqrt((vectors * vectors).sum(axis=-1, keepdims=True))
     turned: Floats = vectors / lengths.clip(1e-12)
     return turned

@@ -1,4 +1,4 @@
-"""What the service needs to know of a loaded checkpoint, by kind: a decoder, an encoder or an exported program."""
+"""Description of a loaded checkpoint for the service, by kind: decoder, encoder or exported program."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from app.text.chat import ChatTemplate
 from app.text.tokenizer import Tokenizer
 
 Kind = Literal["decoder", "encoder", "program"]
-LEAST_HELD_BYTES = 2**28  # some hundred pictures, or what a small machine leaves to its allocator
-HELD_SHARE = 32  # one part of memory in so many: half of what the plan leaves beside weights and activations
+LEAST_HELD_BYTES = 2**28  # about a hundred images, or what a small machine leaves to its allocator
+HELD_SHARE = 32  # 1/32 of memory: half of what the plan leaves in addition to weights and activations
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the plan allows. `request_timeout_seconds` counts from arrival to the last token, `vocab_size` the rows of the embedding.
+    """Limits that the plan sets.
 
-    `max_held_bytes`: of texts, tensors and answers of all open requests.
+    `request_timeout_seconds` counts from arrival to the last token. `vocab_size` is the number of rows of the
+    embedding. `max_held_bytes` bounds the texts, tensors and results of all open requests together.
     """
 
     max_model_len: int
@@ -36,7 +37,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ServedDecoder:
-    """A model that generates text. `chat` is None where it has no chat template."""
+    """A model that generates text. `chat` is None if it has no chat template."""
 
     name: str
     limits: Limits
@@ -45,12 +46,13 @@ class ServedDecoder:
 
     @property
     def kind(self) -> Kind:
+        """Always `decoder`."""
         return "decoder"
 
 
 @dataclass(frozen=True, slots=True)
 class ServedEncoder:
-    """A model that makes vectors, or scores for `labels`."""
+    """A model that returns embeddings, or scores for `labels`."""
 
     name: str
     limits: Limits
@@ -59,15 +61,17 @@ class ServedEncoder:
 
     @property
     def kind(self) -> Kind:
+        """Always `encoder`."""
         return "encoder"
 
     @property
     def labels(self) -> tuple[str, ...]:
+        """Names of the classification labels; empty for an embedding model."""
         return self.config.labels
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """The outputs that it has, the usual one first, with their last dimension."""
+        """Outputs of the model with their last dimension, the default output first."""
         sizes = {
             "embedding": self.config.embedding_size,
             "logits": len(self.labels),
@@ -76,13 +80,13 @@ class ServedEncoder:
         return {name: sizes[name] for name in self.config.outputs}
 
     def scores(self, logits: Array) -> Array:
-        """Logits [texts, labels] as the checkpoint means them: probabilities, or as they are."""
+        """Return scores for logits [texts, labels]: probabilities, or the logits if the checkpoint says so."""
         return scores.scores(logits, self.config.scores)
 
 
 @dataclass(frozen=True, slots=True)
 class ServedProgram:
-    """An exported program: named tensors in, named tensors out."""
+    """An exported program with named input and output tensors."""
 
     name: str
     limits: Limits
@@ -90,6 +94,7 @@ class ServedProgram:
 
     @property
     def kind(self) -> Kind:
+        """Always `program`."""
         return "program"
 
 
@@ -97,7 +102,7 @@ ServedModel = ServedDecoder | ServedEncoder | ServedProgram
 
 
 def wrong_kind(model: ServedModel) -> WrongModelKind:
-    """What this kind of model cannot do, and where it can be asked something."""
+    """Return the error that says what this kind of model cannot do, and which routes it has."""
     return WrongModelKind(f"{model.name!r} {_WRONG[model.kind]}", field="model")
 
 

@@ -1,7 +1,6 @@
-"""The async face of the engine: what is served, whether it can be asked, and every question that it answers.
+"""Async front end of the engine: state of the served model, readiness, and one method per kind of request.
 
-Lives on the event loop and knows no HTTP, no tensor and no dialect. The words it speaks are in `generation.py` and `encoding.py`; how a
-request is answered in `generating.py` and `computing.py`, what all of them pass in `desk.py`, the way to the worker in `post.py`.
+It runs on the event loop and knows neither HTTP nor tensors nor API dialects.
 """
 
 from __future__ import annotations
@@ -25,14 +24,18 @@ from app.text.tokenizer import Tokenizer
 
 
 class Service:
-    """Bound to the event loop that called `start`. Until `serve` was called and the worker is ready, requests are refused as `NotReady`."""
+    """Async API of the engine, bound to the event loop that called `start`.
+
+    Requests are refused as `NotReady` until `serve` was called and the worker is ready.
+    """
 
     def __init__(self, worker: WorkerPort, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._worker, self._metrics = worker, metrics
         self._desk = Desk(worker, metrics, clock)
         self._model: ServedModel | None = None
         self._stopping = False
-        self.on_events, self.on_worker_exit = self._desk.post.on_events, self._desk.post.on_worker_exit  # the worker's callbacks
+        # Callbacks of the worker.
+        self.on_events, self.on_worker_exit = self._desk.post.on_events, self._desk.post.on_worker_exit
         metrics.read_snapshot = lambda: worker.snapshot
         metrics.predict_wait = self._desk.admission.predicted_wait_seconds
         metrics.num_open = lambda: self.num_open
@@ -41,67 +44,72 @@ class Service:
     # ---- life ------------------------------------------------------------------------------------------------------
 
     def serve(self, model: ServedModel) -> None:
-        """Names the loaded model; from any thread, once, before the worker says ready."""
+        """Set the loaded model. Call it once, from any thread, before the worker reports ready."""
         self._desk.open(model.limits)
         self._model = model
 
     async def start(self) -> None:
-        """Binds to the running loop."""
+        """Bind to the running event loop."""
         self._desk.post.start()
 
     def drain(self) -> None:
-        """New requests get `ServiceStopping`; open ones go on."""
+        """Refuse new requests with `ServiceStopping`; open requests continue."""
         self._stopping = True
 
     async def stop(self) -> None:
-        """New requests get `ServiceStopping`; those still open end with it too. Does not touch the worker."""
+        """Refuse new requests and end open ones with `ServiceStopping`. The worker is not stopped."""
         self.drain()
         self._desk.close()
 
     @property
     def alive(self) -> bool:
+        """True while the worker thread runs."""
         return self._worker.alive
 
     @property
     def ready(self) -> bool:
+        """True when the model is loaded, the worker is ready and the service is not stopping."""
         return self._model is not None and self._worker.state == "ready" and not self._stopping
 
     @property
     def stage(self) -> str:
-        """Where loading is, for people: `stopping`, or the worker's own words."""
+        """Loading stage in words for people: the worker's own text, or `stopping`."""
         return "stopping" if self._stopping else self._worker.stage
 
     @property
     def snapshot(self) -> Snapshot:
+        """The worker's snapshot after its last step."""
         return self._worker.snapshot
 
     @property
     def num_open(self) -> int:
-        """Requests that have a place: tokenised just now, waiting or running."""
+        """Number of open requests: being tokenized, waiting or running."""
         return self._desk.admission.num_open
 
     @property
     def model(self) -> ServedModel:
-        """The loaded model; raises `NotReady` until there is one."""
+        """The loaded model. Raises `NotReady` until there is one."""
         if self._model is None:
             raise NotReady(f"The model is still loading: {self.stage}.")
         return self._model
 
     @property
     def decoder(self) -> ServedDecoder:
-        """The model, if it generates text; else raises `WrongModelKind`. So do the next two."""
+        """The model, if it generates text; otherwise raises `WrongModelKind`."""
         if isinstance(self.model, ServedDecoder):
             return self.model
         raise wrong_kind(self.model)
 
     @property
     def encoder(self) -> ServedEncoder:
+        """The model, if it is an encoder; otherwise raises `WrongModelKind`."""
         if isinstance(self.model, ServedEncoder):
             return self.model
         raise wrong_kind(self.model)
 
     @property
     def program(self) -> ServedProgram:
+        """The model, if it is an exported program; otherwise raises `WrongModelKind`."""
         if isinstance(self.model, ServedProgram):
             return self.model
         raise wrong_kind(self.model)
@@ -109,11 +117,15 @@ class Service:
     # ---- requests --------------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Piece, None]:
-        """`Accepted`, then deltas and one `ChoiceFinished` for each choice. Raises a `RequestError` instead of any piece.
+        """Yield `Accepted`, then text deltas and one `ChoiceFinished` for each choice.
 
-        A request out of time ends with reason timeout and what it has, or as `RequestTimeout` where it has nothing. Whoever leaves
-        early calls `aclose()` (`contextlib.aclosing`) or cancels the task that awaits: the worker is sent an `Abort`.
-        A reader that is slow holds back nobody: what piles up for it is bounded by its own `max_tokens`, and its place by the timeout.
+        A request that times out finishes with reason `timeout` and the text so far, or raises `RequestTimeout`
+        if there is no token yet. A caller that stops early must call `aclose()` (`contextlib.aclosing`) or
+        cancel the awaiting task; the worker then receives an `Abort`. A slow reader does not slow down other
+        requests: its backlog is bounded by its own `max_tokens`, and its place by the timeout.
+
+        Raises:
+            RequestError: the request failed, usually before the first event.
         """
         with self._desk.counted(request.api) as course:
             self._check_ready()
@@ -122,24 +134,37 @@ class Service:
                     yield piece
 
     async def encode(self, request: EncodingRequest) -> Encoded:
-        """All that was asked for at once. Raises a `RequestError`; whoever leaves early cancels the task that awaits."""
+        """Return all requested outputs of an encoder at once.
+
+        A caller that stops early cancels the awaiting task.
+
+        Raises:
+            RequestError: the request was refused or failed.
+        """
         with self._desk.counted(request.api) as course:
             self._check_ready()
             return await computing.encode(self._desk, self.encoder, request, course)
 
     async def infer(self, request: InferenceRequest) -> Inferred:
-        """As `encode`, for an exported program; the inputs have been held against its signature."""
+        """Return the requested outputs of an exported program.
+
+        The inputs were already checked against its signature. Cancellation and errors are the same as for
+        `encode`.
+        """
         with self._desk.counted(request.api) as course:
             self._check_ready()
             return await computing.infer(self._desk, self.program, request, course)
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text."""
         return await self._desk.run(self._tokenizer.encode, text, add_special_tokens)
 
     async def tokenize_chat(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> list[int]:
+        """Return the token ids of a conversation after the chat template was applied."""
         return await self._desk.run(chat_ids, self.decoder, messages, arguments)
 
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids. Raises `InvalidRequest` for an id outside the vocabulary."""
         check_ids(token_ids, self.model.limits.vocab_size, "token_ids")
         return await self._desk.run(self._tokenizer.decode, token_ids, skip_special_tokens)
 

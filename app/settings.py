@@ -1,6 +1,7 @@
-"""What the operator may say, once: each field is a flag of `armature serve`, an environment variable `ARMATURE_*` and a row of the docs.
+"""All settings of the server, defined once.
 
-Everything but the model is `auto`; what `auto` becomes is the plan's business and is printed with its reason.
+Each field is a flag of `armature serve`, an environment variable `ARMATURE_*` and a row of the docs. Most fields
+default to `auto`; the plan decides what `auto` becomes and prints the value with its reason.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 from app.errors import SettingsInvalid
 
 PREFIX = "ARMATURE_"
-# What kernels/native.py reads itself: for tests and for those who build the library.
+# Read by kernels/native.py itself, for tests and for builders of the library.
 NATIVE_VARIABLES = ("ARMATURE_ISA", "ARMATURE_NATIVE_LIBRARY")
 DEMO = Path(__file__).resolve().parent / "demo" / "llama"
 SECRETS = frozenset({"api_keys"})  # never printed, not even in a refusal
@@ -27,7 +28,10 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def parse_bytes(value: Any) -> Any:
-    """Turns `4GiB`, `4G` (1024-based) and `500MB` (1000-based) into bytes; anything else is left to the type's own check."""
+    """Convert `4GiB`, `4G` (1024-based) or `500MB` (1000-based) to bytes.
+
+    Any other value is returned unchanged for the field's own validation.
+    """
     match = _SIZE.match(value) if isinstance(value, str) else None
     if match is None:
         return value
@@ -43,7 +47,10 @@ Bytes = Annotated[int, Field(ge=1)]
 
 
 class Settings(BaseSettings):
-    """Frozen once read. Unknown flags are refused by the command line; unknown `ARMATURE_*` variables are named in a warning."""
+    """The server's settings, frozen once read.
+
+    The command line refuses unknown flags. Unknown `ARMATURE_*` variables are named in a warning.
+    """
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX, frozen=True, extra="forbid", env_ignore_empty=True, protected_namespaces=()
@@ -62,78 +69,94 @@ class Settings(BaseSettings):
         "auto", description="GPU to serve on, by nvidia-smi's number; auto: the one with the most free memory."
     )
     precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = Field(
-        "auto", description="Weight precision; auto: what fits, and what was measured to gain enough. fp16: on Apple GPUs."
+        "auto", description="Weight precision; auto: one that fits and was measured to be enough faster. fp16: Apple GPUs only."
     )
     threads: PositiveInt | Auto = Field("auto", description="Compute threads.")
     compile: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="Record a step's operations and run them again natively, without Python; off: every step through Python.",
+        description="Record a step's operations and replay them natively, without Python; off: run every step in Python.",
     )
     calibrate: Literal["auto", "on", "off"] = Field(
-        "auto", description="Measure the machine with the model's shapes; auto: once, on: at every start."
+        "auto", description="Measure the machine with the model's shapes; auto: once; on: at every start."
     )
     max_model_len: PositiveInt | Auto = Field("auto", description="Longest context, prompt and completion together, in tokens.")
-    max_running_seqs: PositiveInt | Auto = Field("auto", description="Sequences that may be computed at the same time.")
-    max_batch_tokens: PositiveInt | Auto = Field("auto", description="Tokens in one step at the most.")
+    max_running_seqs: PositiveInt | Auto = Field("auto", description="Maximum number of sequences computed at the same time.")
+    max_batch_tokens: PositiveInt | Auto = Field("auto", description="Maximum number of tokens in one step.")
     max_waiting_requests: PositiveInt | Auto = Field(
         "auto", description="Requests that may queue before new ones are refused with 429."
     )
-    request_timeout_seconds: PositiveFloat = Field(600.0, description="A request that has not finished by then is ended.")
-    drain_seconds: Annotated[float, Field(ge=0)] = Field(
-        30.0, description="On SIGTERM, how long open answers may take to finish."
+    request_timeout_seconds: PositiveFloat = Field(
+        600.0, description="A request that has not finished within this time is ended."
     )
+    drain_seconds: Annotated[float, Field(ge=0)] = Field(30.0, description="Time that open requests get to finish after SIGTERM.")
     kv_cache_bytes: Annotated[Bytes | Auto, BeforeValidator(parse_bytes)] = Field(
         "auto", description="KV cache memory, such as 4GiB."
     )
-    cache_dir: Path | None = Field(None, description="Where packs and calibration are kept; ~/.cache/armature if not given.")
-    api_keys: tuple[str, ...] = Field((), description="API keys clients must send as Bearer tokens, as a JSON list; none: open.")
-    api_key_file: Path | None = Field(None, description="File with one API key a line.")
+    cache_dir: Path | None = Field(
+        None, description="Directory for packed weights and calibration; ~/.cache/armature if not given."
+    )
+    api_keys: tuple[str, ...] = Field(
+        (), description="API keys accepted as Bearer tokens, as a JSON list; none: no key is needed."
+    )
+    api_key_file: Path | None = Field(None, description="File with one API key per line.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe message to log.")
-    hourly_price: PositiveFloat | None = Field(None, description="Dollars an hour of this machine, for metrics of cost.")
+    hourly_price: PositiveFloat | None = Field(None, description="Price of this machine in dollars per hour, for cost metrics.")
     watts: PositiveFloat | None = Field(
         None,
-        description="Watts that this machine takes while it computes; counted while steps run, where no counter can be read.",
+        description="Power of this machine in watts while steps run; used if no energy counter can be read.",
     )
     itl_target_ms: PositiveFloat | Auto = Field(
-        "auto", description="Inter-token latency that prefill of other requests may not exceed."
+        "auto", description="Target inter-token latency in milliseconds while other requests are prefilled."
     )
     kv_precision: Literal["auto", "bf16", "int8"] = Field(
-        "auto", description="Precision of keys and values; auto: int8 only where memory is short."
+        "auto", description="Precision of keys and values; auto: int8 only if memory is short."
     )
-    int8_copy: Literal["auto", "on", "off"] = Field("auto", description="With int4, hold an int8 copy for many rows.")
+    int8_copy: Literal["auto", "on", "off"] = Field(
+        "auto", description="With int4 weights, keep an int8 copy for steps of many rows."
+    )
     speculation: Literal["auto", "off"] = Field(
-        "auto", description="Guess what follows a repeated phrase and check it in one step; each token stays the model's own."
+        "auto", description="Speculative decoding: n-gram drafts from the text so far, verified by the model in one step."
     )
     numa_node: Annotated[int, Field(ge=0)] | Auto = Field("auto", description="NUMA node to serve on.")
     deterministic: Literal["off", "on"] = Field(
-        "off", description="Same request, same text, whatever else is in the batch; prompts are slower."
+        "off", description="Make a request's text independent of the rest of the batch; prefill is slower."
     )
 
     @property
     def checkpoint_directory(self) -> Path:
-        """The directory to serve: what was asked for, or the demo that comes with the package."""
+        """Directory to serve: the one given, or the demo model of the package."""
         return DEMO if self.model is None else self.model.expanduser()
 
     @property
     def cache_directory(self) -> Path | None:
-        """Where things are kept for the next start: what was asked for, or the user's cache; None for a user without a home."""
+        """Directory of files kept for the next start: the one given, or the user's cache.
+
+        None for a user without a home directory.
+        """
         if self.cache_dir is not None:
             return self.cache_dir.expanduser()
         caches = os.environ.get("XDG_CACHE_HOME")
         try:
             return (Path(caches) if caches else Path.home() / ".cache") / "armature"
-        except RuntimeError:  # no HOME, and the system does not know this user: so in a container with a number for a user
+        except RuntimeError:  # no HOME and no such user, as in a container that runs under a bare numeric user id
             return None
 
 
 def kubernetes_link_variables(environ: dict[str, str]) -> list[str]:
-    """Names of variables that Kubernetes injects for a Service called `armature` (`ARMATURE_PORT=tcp://10.0.0.1:8000` and its kin)."""
+    """Return the names of variables that Kubernetes injects for a Service called `armature`.
+
+    An example is `ARMATURE_PORT=tcp://10.0.0.1:8000`.
+    """
     pattern = re.compile(rf"^{PREFIX}(PORT|SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP)(_(PROTO|PORT|ADDR))?)$")
     return [name for name, value in environ.items() if pattern.match(name) and (name != f"{PREFIX}PORT" or "://" in value)]
 
 
 def load_settings(**flags: Any) -> tuple[Settings, list[str]]:
-    """Settings from flags over environment, with the warnings to print. Raises `SettingsInvalid` with one sentence a mistake."""
+    """Return the settings and the warnings to print. Flags take precedence over the environment.
+
+    Raises:
+        SettingsInvalid: some values are invalid. The message has one sentence per mistake.
+    """
     injected = kubernetes_link_variables(dict(os.environ))
     warnings = [f"{name} was injected by Kubernetes for a Service named armature and is ignored." for name in injected]
     for name in injected:
@@ -145,12 +168,15 @@ def load_settings(**flags: Any) -> tuple[Settings, list[str]]:
         return Settings(**flags), warnings
     except ValidationError as error:
         raise SettingsInvalid("; ".join(_sentences(error))) from None
-    except SettingsError as error:  # a variable that should hold JSON and does not
+    except SettingsError as error:  # a variable that must be JSON and is not
         raise SettingsInvalid(f"{error}: {error.__cause__}" if error.__cause__ else str(error)) from None
 
 
 def _sentences(error: ValidationError) -> list[str]:
-    """One sentence a field: a union reports each of its branches, and any of them would have done."""
+    """Return one sentence per field.
+
+    The messages of a union's branches are joined, since matching any of them is enough.
+    """
     branches: dict[str, list[str]] = {}
     inputs: dict[str, str] = {}
     for item in error.errors():
@@ -167,12 +193,12 @@ def _sentences(error: ValidationError) -> list[str]:
     ]
 
 
-# ---- the same words for the command line and the docs --------------------------------------------------------------
+# ---- text for the command line and the docs ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class SettingRow:
-    """One setting as people see it. `values` says what it takes, `default` is empty where there is none."""
+    """One setting as text. `values` is the accepted form; `default` is empty if there is none."""
 
     name: str
     flag: str
@@ -183,7 +209,10 @@ class SettingRow:
 
 
 def setting_rows() -> list[SettingRow]:
-    """Every setting in the order of its declaration; flags, help texts and `docs/settings.md` are made from these."""
+    """Return every setting in the order of its declaration.
+
+    Flags, help texts and `docs/settings.md` are generated from these rows.
+    """
     return [
         SettingRow(
             name=name,
@@ -201,7 +230,7 @@ _WORDS: dict[Any, str] = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "P
 
 
 def _values(annotation: Any) -> list[str]:
-    """`auto|INTEGER` and the like, out of a type."""
+    """Return the accepted forms of a type, such as `auto` and `INTEGER`."""
     if get_origin(annotation) is Annotated:
         return _values(get_args(annotation)[0])
     if get_origin(annotation) is Literal:

@@ -1,6 +1,7 @@
-"""What serving costs while it runs: a meter for the machine that was found, looked at now and then, and what is told of price and power.
+"""Power metering while the server runs, and the price and power fields of `GET /info`.
 
-The event loop's. A look reads a few files, a tenth of a millisecond every five seconds, so that no counter passes its end unseen.
+It runs on the event loop. A meter is read every five seconds, so that no counter wraps around unnoticed; a read of
+a few files takes a tenth of a millisecond.
 """
 
 from __future__ import annotations
@@ -16,23 +17,24 @@ from app.hardware.meters import Meter, open_meter
 from app.hardware.nvml import open_nvml
 from app.metrics import Metrics
 
-_DEVICE = "The driver counts what the device takes; the rest of the machine is not told."
-_MODELLED = "The declared watts count while steps run, and nothing between them, since there is no counter."
+_DEVICE = "The driver counts the energy of the device; the rest of the machine is not included."
+_MODELLED = "There is no counter, so the declared watts count while steps run, and nothing between them."
 
 
 class Spending:
-    """Fills `metrics.energy`, from `start` to `stop`; it stays None where nothing tells the machine's power.
+    """Fills `metrics.energy` between `start` and `stop`; it stays None if the machine's power cannot be read.
 
-    `device` is what computes where that is no processor: then its own counter is asked, and the processor's joules are not told.
+    `device` is the GPU that computes, or None for the processor. With a GPU, the driver's counter is used and the
+    processor's energy is not reported.
     """
 
     def __init__(self, metrics: Metrics, power: PowerMeter, watts: float | None, device: CudaDevice | None = None) -> None:
         self._metrics, self._watts, self._device = metrics, watts, device
-        self._power = power if device is None else PowerMeter(reason="The driver does not count what the device takes.")
+        self._power = power if device is None else PowerMeter(reason="The driver does not count the energy of the device.")
         self._next_look: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Joules count from now on."""
+        """Open a meter and count energy from now on."""
         meter: Meter | None = None if self._device is None else open_nvml(self._device)
         if meter is None:
             meter = open_meter(self._power, Files(Path("/")), self._watts, lambda: self._metrics.busy_seconds)
@@ -41,12 +43,14 @@ class Spending:
             self._look()
 
     def stop(self) -> None:
+        """Stop reading and close the meter."""
         if self._next_look is not None:
             self._next_look.cancel()
         if self._metrics.energy is not None:
             self._metrics.energy.close()
 
     def to_json(self) -> dict[str, Any]:
+        """Return the `place` object of `GET /info`: price, watts, and the energy source with its reason."""
         source = None if self._metrics.energy is None else self._metrics.energy.source
         reasons = {"nvml": _DEVICE, "modelled": f"{_MODELLED} {self._power.reason}".strip()}
         return {

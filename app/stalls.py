@@ -1,7 +1,8 @@
-"""Why a step took longer than such steps do. The worker thread asks before and after each; what costs much is read only after a slow one.
+"""Detection of slow steps and of their causes.
 
-What steps take is the measured table's word, corrected by what they have taken lately; where nothing was measured, that of steps of the
-same size. A cause is named where there is evidence of it, and where there is none that is said.
+The worker thread calls this before and after each step; expensive sources are read only after a slow step. The
+usual time of a step comes from the measured step time table, corrected by recent steps; without a table, from steps
+of the same size. A cause is reported only if there is evidence for it, else `unknown`.
 """
 
 from __future__ import annotations
@@ -17,34 +18,35 @@ from typing import NamedTuple
 from app.hardware.step_seconds import StepSeconds
 from app.measured import Cause, StepStats
 
-STALLED = 1.5  # times what such steps take
-PART = 0.5  # of the time beyond that: what took so much of it is the cause
-_KNOWN_STEPS = 16  # of a size, before it is known what they take
-_QUICK, _STEADY = 0.10, 0.02  # how far one step moves the middle of its like: at first, and then
+STALLED = 1.5  # times the usual time of similar steps
+PART = 0.5  # share of the excess time that makes something the cause
+_KNOWN_STEPS = 16  # steps of a size that must be seen before their usual time is known
+_QUICK, _STEADY = 0.10, 0.02  # step size of the median of a shape: while learning, and then
 _SIZES_PER_DOUBLING = 4
 _PROBED_PAGES, _PROBES = 256, 3
-_AS_MEASURED, _UNKNOWN = (1.0, 0), (0.0, 0)  # the middle, and of how many steps
+_AS_MEASURED, _UNKNOWN = (1.0, 0), (0.0, 0)  # median, and number of steps
 
 
 class Like(NamedTuple):
-    """What makes steps alike: what they carry and how large they are; and the seconds that the middle of their kind is a multiple of."""
+    """The kind and size of similar steps, and the seconds by which their times are divided."""
 
     key: tuple[str, int]
     expected: float
 
 
 class Usual:
-    """What steps take lately: half of those of a kind were quicker, half slower.
+    """Recent median step times, by shape.
 
-    With a table the kind is what a step carries, and the middle is of seconds over the table's; without, the kind is that and the size.
+    With a table, the shape is the kind of step, and the median is of the time over the table's. Without one, the
+    shape is the kind and the size, and the median is of seconds.
     """
 
     def __init__(self, table: StepSeconds | None = None) -> None:
         self._table = table
-        self._middles: dict[tuple[str, int], tuple[float, int]] = {}  # by kind and size: the middle, and of how many steps
+        self._middles: dict[tuple[str, int], tuple[float, int]] = {}  # median and number of steps, by kind and size
 
     def like(self, step: StepStats) -> Like:
-        """The kind of a step; its size, and a second, where there is no table, or else what that says."""
+        """Return the shape of a step; `expected_seconds` is the table's time, or 1 second without a table."""
         kind = "mixed" if _joined(step) else step.phase
         if self._table is not None:
             return Like((kind, 0), step.expected_seconds(self._table))
@@ -52,21 +54,24 @@ class Usual:
         return Like((kind, _size(rows)), 1.0)
 
     def decodes_of(self, step: StepStats) -> Like:
-        """What it would have been without prompts: for one that only computes again, one sequence's next token."""
+        """Return the shape of the same step without its prompts.
+
+        A step that only recomputes preempted sequences counts as one decode row.
+        """
         rows = max(step.num_decode_sequences, 1)
         if self._table is not None:
             return Like(("decode", 0), self._table.decode(rows, step.context_tokens))
         return Like(("decode", _size(rows)), 1.0)
 
     def seconds(self, like: Like) -> float | None:
-        """For a step like this; None while that is not known."""
+        """Return the usual seconds of such a step, or None while they are not known."""
         if self._table is not None:
             return self._middles.get(like.key, _AS_MEASURED)[0] * like.expected or None
         middle, seen = self._middles.get(like.key, _UNKNOWN)
         return middle if seen >= _KNOWN_STEPS else None
 
     def learn(self, like: Like, seconds: float) -> None:
-        """One that took so long."""
+        """Update the median with a step of this shape that took `seconds`."""
         if like.expected <= 0.0 or seconds <= 0.0:
             return
         now = seconds / like.expected
@@ -78,8 +83,11 @@ class Usual:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What the process suffered meanwhile: page faults without and with reading from a disk, switches away from a thread that would have
-    gone on, and seconds of collecting garbage. Of all threads together, since those that compute are several."""
+    """Events of the process during a step.
+
+    These are page faults without and with a disk read, involuntary context switches, and seconds of garbage
+    collection. All threads count together, since several compute.
+    """
 
     minor_faults: int = 0
     major_faults: int = 0
@@ -88,6 +96,7 @@ class Counters:
 
     @classmethod
     def between(cls, before: resource.struct_rusage, after: resource.struct_rusage, garbage_seconds: float) -> Counters:
+        """Return the differences of two `getrusage` results."""
         return cls(
             after.ru_minflt - before.ru_minflt,
             after.ru_majflt - before.ru_majflt,
@@ -98,18 +107,23 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A slow step: the seconds beyond what such steps take, what happened meanwhile, how long the control group was kept off the CPU."""
+    """A slow step: its seconds beyond the usual time, and what happened meanwhile.
+
+    `throttled_seconds` is how long the CPU quota stopped the control group.
+    """
 
     step: StepStats
     excess_seconds: float
     during: Counters
     throttled_seconds: float = 0.0
-    fault_seconds: float = 0.0  # of one page, on this machine
+    fault_seconds: float = 0.0  # seconds of one page fault on this machine
 
     def cause(self) -> Cause:
-        """What took the greater part of the excess; else what the step was that others are not; else what else is known of it.
+        """Return the most likely cause.
 
-        What a first step of its shape or one that computes again does besides, such as touching new memory, is a consequence of that.
+        It is what took at least half of the excess; else a property of the step; else other evidence. The side
+        effects of a first step of its shape or of a recomputation, such as page faults, are attributed to that
+        step's property.
         """
         enough = PART * self.excess_seconds
         if self.during.garbage_seconds >= enough:
@@ -128,8 +142,10 @@ class Stall:
 
 
 class Stalls:
-    """`begin` and `end` around each step. `garbage_seconds` and `throttled_seconds` read what has come together so far (None: nothing to
-    read)."""
+    """Detects slow steps; call `begin` and `end` around each step.
+
+    `garbage_seconds` and `throttled_seconds` return running totals; the latter returns None if it cannot be read.
+    """
 
     def __init__(
         self,
@@ -145,15 +161,19 @@ class Stalls:
         self.look()
 
     def look(self) -> None:
-        """How long it was throttled until now: what comes is held against that. A file is read, so not at every step."""
+        """Read the throttled time up to now as the base for later steps; it reads a file, so not at every step."""
         self._throttled = self._throttled_seconds() or 0.0
 
     def begin(self) -> None:
-        """A microsecond or two: one call of the system."""
+        """Record the counters before a step: one system call of one to two microseconds."""
         self._usage, self._garbage = resource.getrusage(resource.RUSAGE_SELF), self._garbage_seconds()
 
     def end(self, step: StepStats) -> Cause | None:
-        """Right after it. None: it took what such steps take, and kept nobody waiting who only wanted the next token."""
+        """Return the cause if the step was slow, else None; call it right after the step.
+
+        A step is slow if it took over 1.5 times the usual time of similar steps, or of the decodes that waited for
+        its prompts.
+        """
         like = self._usual.like(step)
         usual = self._usual.seconds(like)
         cause: Cause | None = None
@@ -175,15 +195,15 @@ class Stalls:
 
 
 def first_touch_seconds() -> float:
-    """What a page costs that was never written before, on this machine: the system finds one and fills it with zeros."""
+    """Measure the seconds of a page's first write, when the system finds and zeroes it."""
     tries = [_touched() for _ in range(_PROBES)]
     return max(min(new for new, _ in tries) - min(again for _, again in tries), 0.0) / _PROBED_PAGES
 
 
 def _touched() -> tuple[float, float]:
-    """Seconds for all pages of new memory, and for the same once more."""
+    """Return the seconds to write all pages of new memory, and to write them again."""
     with mmap.mmap(-1, _PROBED_PAGES * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-        if (small_pages := getattr(mmap, "MADV_NOHUGEPAGE", None)) is not None:  # Linux has them larger too
+        if (small_pages := getattr(mmap, "MADV_NOHUGEPAGE", None)) is not None:  # Linux could use huge pages otherwise
             memory.madvise(small_pages)
         return _touch_seconds(memory), _touch_seconds(memory)
 
@@ -196,10 +216,10 @@ def _touch_seconds(memory: mmap.mmap) -> float:
 
 
 def _joined(step: StepStats) -> bool:
-    """Streams that wanted their next token waited for a prompt."""
+    """Return True if streams that needed their next token waited for a prompt in this step."""
     return step.prefill_tokens > 0 and step.num_decode_sequences > 0
 
 
 def _size(rows: int) -> int:
-    """Steps of one size differ by less than a fifth in rows."""
+    """Return the size class of a step; steps of one class differ by less than a fifth in rows."""
     return round(math.log2(max(rows, 1)) * _SIZES_PER_DOUBLING)

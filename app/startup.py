@@ -1,6 +1,7 @@
-"""Composition: from settings to a plan, then to a running worker and service, and a server around them until it is told to stop.
+"""Composition of the server: from settings to a plan, then to a running worker and service.
 
-Torch is imported on the worker thread alone, after the plan has set what its thread pools read; so the port opens at once.
+Torch is imported on the worker thread only, after the plan has set the environment that torch's thread pools read.
+So the port opens at once.
 """
 
 from __future__ import annotations
@@ -48,14 +49,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STEP_SECONDS = 10.0  # how long a stop waits for the worker: a step takes less
-LOADING_SECONDS = 1.0  # the same while loading, which looks up at each percent; what does not leaves nothing half done
-# The most telling instruction set that a machine has, for one label.
+STEP_SECONDS = 10.0  # longest wait of a stop for the worker; a step takes less
+LOADING_SECONDS = 1.0  # longest wait while loading: it checks for a stop at each percent, and may be ended anywhere
+# Instruction sets in order: the first that the machine has is the label.
 ISA_RANKS = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2", "sve2", "sve", "i8mm", "dotprod", "neon")
 
 
 def read_api_keys(settings: Settings) -> tuple[str, ...]:
-    """From the setting and from the file, a key a line; empty lines and lines that begin with # are no keys."""
+    """Return the API keys of the setting and of the key file.
+
+    The file has one key per line; empty lines and lines that start with # are ignored.
+
+    Raises:
+        SettingsInvalid: The file cannot be read or holds no key.
+    """
     if settings.api_key_file is None:
         return settings.api_keys
     try:
@@ -67,15 +74,15 @@ def read_api_keys(settings: Settings) -> tuple[str, ...]:
     except OSError as error:
         raise SettingsInvalid(f"api_key_file {unreadable(settings.api_key_file, error)}") from error
     except UnicodeDecodeError as error:
-        raise SettingsInvalid(f"api_key_file {settings.api_key_file} is not UTF-8 text, with one key a line.") from error
+        raise SettingsInvalid(f"api_key_file {settings.api_key_file} is not UTF-8 text with one key per line.") from error
     keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not keys:
-        raise SettingsInvalid(f"api_key_file {settings.api_key_file} holds no key: nobody could be served.")
+        raise SettingsInvalid(f"api_key_file {settings.api_key_file} holds no key, so every request would be refused.")
     return (*settings.api_keys, *keys)
 
 
 def instructions(facts: Facts, plan: ServingPlan) -> str:
-    """The most telling word for what multiplies: `avx512_bf16`, or `sm_90` of a GPU."""
+    """Return the instruction set label: for example `avx512_bf16`, or `sm_90` for a GPU."""
     gpu = plan.gpu(facts)
     if gpu is not None and gpu.capability is not None:
         return "sm_{}{}".format(*gpu.capability)
@@ -85,7 +92,7 @@ def instructions(facts: Facts, plan: ServingPlan) -> str:
 
 
 def read_tokenizer(checkpoint: Checkpoint | ProgramCheckpoint, report: Callable[[str], None]) -> Tokenizer | None:
-    """None for an exported program, which reads no text."""
+    """Read the checkpoint's tokenizer; None for an exported program, which takes no text."""
     if isinstance(checkpoint, ProgramCheckpoint):
         return None
     from app.text.tokenizer import Tokenizer
@@ -96,7 +103,7 @@ def read_tokenizer(checkpoint: Checkpoint | ProgramCheckpoint, report: Callable[
 
 
 def served_model(prepared: Prepared, tokenizer: Tokenizer | None) -> ServedModel:
-    """The half of the model that needs no torch, and the limits of the final plan."""
+    """Return the torch-free part of the model, with the limits of the final plan."""
     checkpoint, plan, name = prepared.checkpoint, prepared.plan, prepared.model_name
     limits = Limits(
         max_model_len=plan.max_model_len.value,
@@ -109,7 +116,7 @@ def served_model(prepared: Prepared, tokenizer: Tokenizer | None) -> ServedModel
     )
     if isinstance(checkpoint, ProgramCheckpoint):
         return ServedProgram(name, limits, checkpoint.signature)
-    assert tokenizer is not None, "what is no program reads text"
+    assert tokenizer is not None, "a checkpoint other than a program has a tokenizer"
     if isinstance(checkpoint.model_config, EncoderConfig):
         return ServedEncoder(name, limits, tokenizer, checkpoint.model_config)
     from app.text.chat import open_chat_template
@@ -120,7 +127,10 @@ def served_model(prepared: Prepared, tokenizer: Tokenizer | None) -> ServedModel
 
 
 class Serving:
-    """The worker, the service and the metrics of one process, wired. `on_fatal` is called from the worker thread when it cannot go on."""
+    """The worker, the service and the metrics of one process, connected.
+
+    `on_fatal` is called from the worker thread when the worker cannot continue.
+    """
 
     def __init__(self, prepared: Prepared, on_fatal: Callable[[BaseException], None]) -> None:
         self._prepared = prepared
@@ -142,11 +152,12 @@ class Serving:
         self._place_metrics()
 
     def runtime(self) -> Runtime:
-        """What the faces stand before."""
+        """Return the runtime that the API routes use."""
         keys = read_api_keys(self._prepared.settings)
         return Runtime(self.service, self.metrics, self, self._info, created=int(time.time()), api_keys=keys)
 
     async def start(self) -> None:
+        """Start the thread pool, the service, the power meter and the worker."""
         pool = ThreadPoolExecutor(self._prepared.plan.http_threads.value, thread_name_prefix="armature-http")
         asyncio.get_running_loop().set_default_executor(pool)
         await self.service.start()
@@ -154,7 +165,10 @@ class Serving:
         self.worker.start()
 
     async def stop(self) -> None:
-        """Once answers have been given or cut off. Returns when the worker has ended, or will not."""
+        """Stop everything after responses were sent or cut off.
+
+        Returns when the worker has ended or does not end in time.
+        """
         self._spending.stop()
         self._abandoned.set()
         await self.service.stop()
@@ -167,14 +181,14 @@ class Serving:
     def _build(self, report: Callable[[str], None]) -> Engine:
         def tell(stage: str) -> None:
             if self._abandoned.is_set():
-                raise ServiceStopping("The server was told to stop while it was loading.")
+                raise ServiceStopping("The server received the signal to stop while it was loading.")
             report(stage)
 
-        os.environ.update(self._prepared.plan.environment())  # before torch: its pools read it when they load
+        os.environ.update(self._prepared.plan.environment())  # torch's thread pools read it at import
         tokenizer = read_tokenizer(self._prepared.checkpoint, tell)
         tell("importing torch")
         began = time.monotonic()
-        import torch  # noqa: F401  # now, so that it can be told how long it takes
+        import torch  # noqa: F401  # imported here so that the time is logged
 
         from app.engine.kinds import Ordered, build
 
@@ -195,21 +209,21 @@ class Serving:
 
     @contextmanager
     def _told_of_a_way_out(self) -> Iterator[None]:
-        """Whoever has a GPU on which loading fails is told what serves all the same; the failure itself is told as any."""
+        """Log that `device=cpu` remains possible if loading on a GPU fails; the failure itself is raised as usual."""
         device, done = self._prepared.plan.device.value, False
         try:
             yield
             done = True
         finally:
             if device != "cpu" and not done and not self._abandoned.is_set():
-                log.error("loading on %s failed; device=cpu serves on the processor", device)
+                log.error("loading on %s failed; set device=cpu to serve on the processor instead", device)
 
     def _worker_failed(self, error: BaseException) -> None:
         self.service.on_worker_exit()
         if not self._abandoned.is_set():
             self._on_fatal(error)
 
-    # ---- what is told of it ----------------------------------------------------------------------------------------
+    # ---- metrics and information ----------------------------------------------------------------------------------------
 
     def _place_metrics(self) -> None:
         prepared = self._prepared
@@ -230,7 +244,7 @@ class Serving:
         )
 
     def _watch_speed(self) -> None:
-        """From the first step on, what was measured is held against what steps take; where it no longer holds it is forgotten."""
+        """Compare step times with the measurements from the first step on, and remove stale measurements."""
         kept, calibration, plan = self._prepared.kept, self._prepared.calibration, self._prepared.plan
         steps = self._prepared.step_seconds
         if steps is not None and calibration is not None:
@@ -238,7 +252,7 @@ class Serving:
             self.metrics.drift = Drift(promise, lambda: kept.forget(calibration))
 
     def _stalls(self) -> Stalls:
-        """Steps are slow by the same table as the plan reckons with."""
+        """Return a slow step detector that uses the plan's step time table."""
         cpu_stat = self.metrics.place.cpu_stat
         garbage = self._watch.garbage
         usual = Usual(self._prepared.step_seconds)

@@ -1,6 +1,6 @@
-"""The last steps, each as a row of plain columns: for whoever wants to see the engine's rhythm and not only its histogram.
+"""A log of the last steps in plain columns, for timelines of the engine rather than histograms.
 
-One thread adds, any thread reads. 65,536 steps take 2 MB, and a row more costs no object that stays.
+One thread adds, any thread reads. 65,536 steps take 2 MB, and adding a row allocates no lasting object.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Final, get_args
 from app.measured import Cause, Phase, StepStats
 
 KEPT_STEPS = 65_536  # a minute of a small encoder's steps, an hour of a large decoder's
-MOST_TOLD = 2048  # of one answer: as JSON a few milliseconds of the event loop
+MOST_TOLD = 2048  # steps in one response: as JSON a few milliseconds of the event loop
 
 _PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
 _CAUSES: Final[tuple[Cause | None, ...]] = (None, *get_args(Cause))
@@ -21,17 +21,23 @@ _CAUSE_NUMBERS = {cause: number for number, cause in enumerate(_CAUSES)}
 
 
 class StepLog:
-    """Steps are numbered from 0 on; the last `kept` of them can be read."""
+    """A ring of the last `kept` steps, which are numbered from 0."""
 
     def __init__(self, kept: int = KEPT_STEPS) -> None:
         self._kept = kept
         self._at, self._seconds = array("d", bytes(8 * kept)), array("d", bytes(8 * kept))
         self._phase, self._cause = array("B", bytes(kept)), array("B", bytes(kept))
         self._tokens = array("l", bytes(array("l").itemsize * kept))
-        self.num_steps = 0  # written last: a row is there before it is counted
+        self.num_steps = 0  # written last: a row is complete before it is counted
 
     def add(self, began_at: float, step: StepStats, cause: Cause | None) -> None:
-        """`began_at`: seconds since 1970."""
+        """Add a step.
+
+        Args:
+            began_at: Start of the step in seconds since 1970.
+            step: Its statistics.
+            cause: The cause if the step was slow.
+        """
         place = self.num_steps % self._kept
         self._at[place] = began_at
         self._seconds[place] = step.seconds
@@ -41,9 +47,11 @@ class StepLog:
         self.num_steps += 1
 
     def since(self, after: int) -> dict[str, Any]:
-        """Steps from number `after` on, the oldest first and at most `MOST_TOLD`; `next` is what to ask for then.
+        """Return the steps from number `after` on, oldest first and at most `MAX_STEPS`.
 
-        `dropped`: how many of those asked for are gone.
+        Returns:
+            `next`, the number to request next; `dropped`, how many of the requested steps were overwritten; and
+            `steps`, the columns.
         """
         first = min(max(after, self.num_steps - self._kept), self.num_steps)
         following = min(first + MOST_TOLD, self.num_steps)

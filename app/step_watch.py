@@ -1,6 +1,7 @@
-"""Stands beside the worker's loop: each step is logged with its time and, where it took too long, the cause; garbage waits for its end.
+"""Monitoring of the worker's loop: each step is logged with its time and, if it was slow, its cause.
 
-What is not of a single step, such as how fast the machine is now, is looked at once a second, between two steps.
+Garbage collection waits for the end of a step. Work that does not belong to one step, such as updating the speed
+drift, runs once a second between two steps.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ LOOK_SECONDS = 1.0
 
 
 class StepWatch:
-    """All on the worker thread, in the worker's words: `begin`, `end`, `rest`, `idle`, `close`. `stalls` is set once it is known what steps
-    take."""
+    """The worker's step hooks, all called on the worker thread: `begin`, `end`, `events_sent`, `idle`, `close`.
+
+    `slow_steps` is set once step times are known.
+    """
 
     def __init__(
         self,
@@ -31,17 +34,17 @@ class StepWatch:
         self.stalls: Stalls | None = None
         self._log, self._on_stall, self._on_look, self._clock = log, on_stall, on_look, clock
         self._looked = clock()
-        self._step_began: float | None = None  # written by the worker thread, read by any
+        self._step_began: float | None = None  # written by the worker thread, read by any thread
 
     def begin(self) -> None:
-        """The next thing is a step."""
+        """Mark the start of a step."""
         self._step_began = self._clock()
         self.garbage.hold()
         if self.stalls is not None:
             self.stalls.begin()
 
     def end(self, step: StepStats) -> None:
-        """The last thing was this one."""
+        """Mark the end of a step and log it."""
         self._step_began = None
         cause = None if self.stalls is None else self.stalls.end(step)
         self._log.add(time.time() - step.seconds, step, cause)
@@ -49,22 +52,26 @@ class StepWatch:
             self._on_stall(cause)
 
     def rest(self) -> None:
-        """Its clients were told: there is a moment for what must be done some time."""
+        """Do due maintenance after a step's results were sent to the clients."""
         self.garbage.tidy()
         self._look()
 
     def idle(self) -> None:
-        """There is nothing to compute until somebody asks."""
+        """Mark that there is nothing to compute until the next request."""
         self._step_began = None
         self.garbage.release()
         self._look()
 
     def step_age_seconds(self) -> float:
-        """How long the step under way has taken so far, from any thread: one that never ends is seen here alone."""
+        """Return how long the running step has taken so far, from any thread.
+
+        A step that never ends is visible only here.
+        """
         began = self._step_began
         return 0.0 if began is None else max(0.0, self._clock() - began)
 
     def close(self) -> None:
+        """Restore Python's automatic garbage collection."""
         self.garbage.close()
 
     def _look(self) -> None:

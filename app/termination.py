@@ -1,6 +1,6 @@
-"""Why a pod's process ended, where Kubernetes looks for it: the termination message, one line in a file that the kubelet makes.
+"""The Kubernetes termination message: one line on why the process ended, in a file that the kubelet creates.
 
-Nothing is written where there is no such file, which is everywhere but in a pod.
+Nothing is written if the file does not exist, which is the case outside a pod.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from types import TracebackType
 
 from app.errors import ArmatureError
 
-FILE = Path("/dev/termination-log")  # where a pod's `terminationMessagePath` says nothing else
-MOST_BYTES = 4096  # that Kubernetes reads of it
+FILE = Path("/dev/termination-log")  # the default of a pod's `terminationMessagePath`
+MOST_BYTES = 4096  # Kubernetes reads no more
 
 
 class ReasonLeft:
-    """Whatever exception passes through leaves its reason there; a stop or an exit is none."""
+    """Writes the message of any exception that passes through; `SystemExit` and `KeyboardInterrupt` are ignored."""
 
     def __enter__(self) -> None: ...
 
@@ -27,17 +27,19 @@ class ReasonLeft:
 
 
 def leave(reason: str) -> None:
+    """Write a reason to the termination log, as one line of at most `MAX_BYTES`."""
     line = one_line(reason).encode(errors="replace")[:MOST_BYTES].decode(errors="ignore")
-    with suppress(OSError):  # never made by us: there is none, or it is not ours to write
+    with suppress(OSError):  # the file is never created here: it may be absent or not writable
         descriptor = os.open(FILE, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
             stream.write(line)
 
 
 def named(error: BaseException) -> str:
-    """What is no sentence of ours: `OSError: [Errno 5] Input/output error`."""
+    """Return an exception with its class, such as `OSError: [Errno 5] Input/output error`."""
     return f"{type(error).__name__}: {one_line(str(error))}".removesuffix(": ")
 
 
 def one_line(text: str) -> str:
+    """Return the text with all runs of white space replaced by single spaces."""
     return " ".join(text.split())

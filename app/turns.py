@@ -1,7 +1,8 @@
-"""How long texts wait for their answer: the steps that lie before it, with what steps take now, reckoned from counts of tokens alone.
+"""Prediction of the time until texts are encoded: adds up the steps before them, from token counts alone.
 
-The order is the engine's: a program's rows go as they came; of texts (`engine/texts.py`) half of each step belongs to the oldest request,
-the rest to those of the smallest size class, as they came.
+Step times are the current ones and the order is the engine's. A program's rows are served first come, first
+served. For texts, half of each step belongs to the oldest request, and the rest to requests of the smallest size
+class, first come, first served.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from app.measured import Snapshot
 
 
 def answer_seconds(now: Snapshot, newcomers: Sequence[tuple[float, int]], moment: float) -> float:
-    """What the last of `newcomers` waits from `moment` on for all of its texts.
+    """Return the seconds from `moment` until all texts of the last of `newcomers` are encoded.
 
-    Newcomers are those that the snapshot does not know yet, as the moments of their sending and their tokens. The step under way began
-    with the snapshot, or with the first of them where there was nothing to do, and takes in nobody.
+    Newcomers are requests that the snapshot does not include yet, as (time sent, tokens). The current step began
+    with the snapshot, or with the first newcomer if the worker was idle, and takes in no other request.
     """
-    assert now.tempo is not None, "asked for only where it is known what steps take"
+    assert now.tempo is not None, "the caller checks that step times are known"
     began, queue = now.stepped_at, [tokens for tokens in now.queue if tokens > 0]
     if not queue:
         began, first = newcomers[0]
@@ -27,13 +28,13 @@ def answer_seconds(now: Snapshot, newcomers: Sequence[tuple[float, int]], moment
         if not newcomers:
             return max(_until_done(now.tempo, queue) - (moment - began), 0.0)
     under_way = _step(queue, now.tempo)
-    ends = max(began + now.tempo.encode(under_way), moment)  # one that is late may end any moment
+    ends = max(began + now.tempo.encode(under_way), moment)  # an overdue step may end at any moment
     queue += [tokens for _, tokens in newcomers]
     return ends - moment + _until_done(now.tempo, queue)
 
 
 def _step(queue: list[int], tempo: Tempo) -> int:
-    """One step's tokens, taken from the queue."""
+    """Take one step's tokens from the queue and return their number."""
     budget = tempo.max_tokens
     room = budget - _take(queue, 0, budget if tempo.oldest_first else budget // 2)
     for index in sorted(range(len(queue)), key=lambda index: _class(queue[index], tempo)):
@@ -44,7 +45,7 @@ def _step(queue: list[int], tempo: Tempo) -> int:
 
 
 def _class(tokens: int, tempo: Tempo) -> int:
-    """Requests of one class go as they came, smaller classes before larger ones."""
+    """Return the size class of a request. Smaller classes go first; within a class, first come, first served."""
     return 0 if tempo.oldest_first else size_class(tokens, tempo.max_tokens)
 
 
@@ -55,10 +56,10 @@ def _take(queue: list[int], index: int, room: int) -> int:
 
 
 def _until_done(tempo: Tempo, queue: Sequence[int]) -> float:
-    """Until the last of the queue has all its texts.
+    """Return the seconds until the last request of the queue has all its texts.
 
-    Before it come those that are no larger by class, `own` included; meanwhile the other half of each step goes to older ones that are,
-    as long as there is anything of them.
+    Before it come the requests of no larger class (`own` counts their tokens and its own). Meanwhile the other
+    half of each step goes to older requests of larger classes, as long as they have tokens left.
     """
     budget, total = tempo.max_tokens, sum(queue)
     last = _class(queue[-1], tempo)

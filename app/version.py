@@ -1,3 +1,3 @@
-"""The version, in the one place that pyproject.toml, `armature --version`, `/info` and the metrics read it from."""
+"""The version number, read by pyproject.toml, `armature --version`, `/info` and the metrics."""
 
 VERSION = "0.1.0"

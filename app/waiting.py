@@ -1,7 +1,8 @@
-"""How long a request waits for its first token: the steps that lie before it, played through with what steps take now.
+"""Prediction of the time to first token: simulates the steps before it, with current step times.
 
-The same rules as the scheduler's, on counts alone: the oldest prompts are read first, as many tokens a step as the pace allows beside the
-rows that decode, and who finds no place waits until a row ends. Steps that are alike are counted at once.
+The simulation follows the scheduler's rules on counts alone. The oldest prompts are read first, with as many
+tokens per step as the prefill budget allows next to the decoding rows, and a request without a free place waits
+until a row ends. Steps that are alike are counted at once.
 """
 
 from __future__ import annotations
@@ -14,46 +15,50 @@ from app.hardware.tempo import Tempo
 from app.measured import Snapshot
 from app.turns import answer_seconds
 
-_MAX_EVENTS = 60  # of which each is one step, or many alike: a longer queue goes on as it went so far
+_MAX_EVENTS = 60  # simulated events, each one step or many equal steps; beyond them the result is extrapolated
 
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """What is taken for granted of requests: tokens of a completion, and how many sequences may run."""
+    """Assumptions about requests: the tokens of a completion, and how many sequences may run."""
 
     completion_tokens: float
     max_running: int
 
 
 class Line:
-    """Rows that decode, prompts being read and those without a place, as they will stand some steps from now."""
+    """Simulated scheduler state: decoding rows, prompts in prefill and queued prompts."""
 
     def __init__(self, tempo: Tempo, now: Snapshot, habits: Habits) -> None:
         self._tempo, self._habits = tempo, habits
-        self._left = sorted(_expected(made, most, habits.completion_tokens) for made, most in now.rows)  # tokens, of each row
+        self._left = sorted(
+            _expected(made, most, habits.completion_tokens) for made, most in now.rows
+        )  # tokens to generate, per row
         self._context = now.context_tokens
-        self._reading = [list(prompt) for prompt in now.prompts]  # tokens computed and to compute
+        self._reading = [list(prompt) for prompt in now.prompts]  # [tokens computed, tokens to compute]
         self._queue = list(now.queue)
         self._chunks: dict[tuple[int, int, int], int] = {}
 
     @property
     def is_idle(self) -> bool:
+        """True when there are no rows and no prompts."""
         return not (self._left or self._reading or self._queue)
 
     @property
     def _to_compute(self) -> int:
-        """Tokens of prompts that have not had their first token."""
+        """Prompt tokens of all requests that have no first token yet."""
         return sum(to_compute for _, to_compute in self._reading) + sum(self._queue)
 
     def join(self, prompts: Iterable[int]) -> None:
+        """Append prompts, given as token counts, to the queue."""
         self._queue.extend(prompts)
 
     def step(self) -> float:
-        """One step, and the seconds that it takes."""
+        """Simulate one step and return its seconds."""
         return self._step(jump=False)
 
     def until_read(self) -> float:
-        """Seconds until the last prompt in the line has its first token."""
+        """Return the seconds until the last queued prompt has its first token."""
         seconds, before = 0.0, self._to_compute
         for _ in range(_MAX_EVENTS):
             if not self._to_compute:
@@ -81,7 +86,10 @@ class Line:
         return seconds
 
     def _chunk(self, rows: int, computed: int) -> int:
-        """What the pace would allow; the depth of a prompt counts in coarse steps."""
+        """Return the prompt tokens that the prefill budget allows in a step.
+
+        Results are cached by the prompt's depth in units of 256 tokens.
+        """
         num_prompts = len(self._reading) + len(self._queue)
         key = rows, computed >> 8, num_prompts // max(rows, 1)
         if key not in self._chunks:
@@ -90,7 +98,7 @@ class Line:
         return self._chunks[key]
 
     def _read(self, budget: int) -> int:
-        """The oldest prompts first; returns how many tokens there were to read."""
+        """Take tokens from the oldest prompts first; return how many tokens were available."""
         left = budget
         for prompt in self._reading:
             tokens = min(prompt[1], left)
@@ -99,7 +107,10 @@ class Line:
         return budget - left
 
     def _decode(self, steps: int, tokens: int, computed: int) -> float:
-        """So many steps alike: every row goes on by a token in each, or by what guessing makes of it; who has ended leaves."""
+        """Simulate `steps` equal steps and return their seconds.
+
+        Each row advances by one token per step, or by `tokens_per_step` with speculation. Finished rows leave.
+        """
         rows = len(self._left)
         computed_rows = rows if tokens else round(rows * (1 + self._tempo.guesses))
         made = steps if tokens else max(1, round(steps * self._tempo.tokens_made))
@@ -110,7 +121,7 @@ class Line:
         return seconds
 
     def _let_in(self, read: list[list[int]]) -> None:
-        """Prompts that are read become rows."""
+        """Turn prompts that are fully read into decoding rows."""
         if read:
             self._reading = [prompt for prompt in self._reading if prompt[1] > 0]
             self._context += sum(computed for computed, _ in read)
@@ -118,16 +129,21 @@ class Line:
 
 
 def _expected(made: int, most: int, completion_tokens: float) -> int:
-    """Tokens that a row will still make: up to the usual length, and beyond that as many again, but never more than it may."""
+    """Return the tokens that a row is expected to generate from now on.
+
+    This is the rest of the typical length, or a typical length more for a row beyond it, but never more than
+    `most`.
+    """
     usual = completion_tokens - made if made < completion_tokens else completion_tokens
     return max(1, min(most, round(usual)))
 
 
 def first_token_seconds(now: Snapshot, newcomers: list[tuple[float, int]], moment: float, habits: Habits) -> float | None:
-    """What the last of `newcomers` waits from `moment` on, for a first token or its vectors; None where nobody knows what steps take.
+    """Return the seconds from `moment` until the last of `newcomers` has its first token, or its vectors.
 
-    Newcomers are those that the snapshot does not know yet, as the moments of their sending and their tokens. The step under way began
-    with the snapshot, or with the first of them where there was nothing to do, and takes in nobody.
+    Returns None if step times are unknown. Newcomers are requests that the snapshot does not include yet, as
+    (time sent, tokens). The current step began with the snapshot, or with the first newcomer if the worker was
+    idle, and takes in no other request.
     """
     if now.tempo is None:
         return None
@@ -141,6 +157,6 @@ def first_token_seconds(now: Snapshot, newcomers: list[tuple[float, int]], momen
         newcomers = newcomers[1:]
         if not newcomers:
             return max(line.until_read() - (moment - began), 0.0)
-    ends = max(began + line.step(), moment)  # one that is late may end any moment
+    ends = max(began + line.step(), moment)  # an overdue step may end at any moment
     line.join(tokens for _, tokens in newcomers)
     return ends - moment + line.until_read()

@@ -96,7 +96,7 @@ def test_a_device_that_fails_while_loading_names_a_way_out(
     with starting(DEMO, device="cuda", **SMALL) as server:
         until(lambda: bool(server.fatal))
     assert "illegal memory access" in str(server.fatal[0])
-    assert "loading on cuda failed; device=cpu serves on the processor" in caplog.text
+    assert "loading on cuda failed; set device=cpu to serve on the processor instead" in caplog.text
 
 
 def test_an_encoder_answers(on_device: None) -> None:

@@ -84,7 +84,7 @@ def test_when_the_worker_dies(tmp_path: Path, tiny: Path) -> None:
     with pod(tmp_path, tiny, fault=BREAK_LOADING) as started:
         status, message = started.ended()
     assert status == 1
-    assert message.startswith("The worker has failed, and without it nothing is served: RuntimeError: the device is gone.")
+    assert message.startswith("The worker has failed, so no request can be served: RuntimeError: the device is gone.")
     assert "Traceback" in started.said
 
 

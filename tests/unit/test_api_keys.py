@@ -26,9 +26,9 @@ def test_a_key_a_line(tmp_path: Path) -> None:
     ("content", "sentence"),
     [
         (None, "does not exist. Is the secret there, and mounted?"),
-        (b"", "holds no key: nobody could be served."),
-        (b"# none yet\n\n", "holds no key: nobody could be served."),
-        (b"sk-secret\xff", "is not UTF-8 text, with one key a line."),
+        (b"", "holds no key, so every request would be refused."),
+        (b"# none yet\n\n", "holds no key, so every request would be refused."),
+        (b"sk-secret\xff", "is not UTF-8 text with one key per line."),
     ],
 )
 def test_a_file_without_keys(tmp_path: Path, content: bytes | None, sentence: str) -> None:

@@ -155,7 +155,7 @@ def test_another_machines_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptur
     with caplog.at_level(logging.INFO):
         assert Kept(tmp_path, ours).read() is None
     assert caplog.messages == [
-        f"calibrations of this model in {tmp_path}/calibration are of another cpu: not used, and left there"
+        f"calibrations of this model in {tmp_path}/calibration differ in cpu: they are not used and stay there"
     ]
     Kept(tmp_path, ours).keep(TAKEN)
     assert Kept(tmp_path, theirs).read() is not None

@@ -140,7 +140,7 @@ def test_the_chosen_way_is_marked_and_everything_that_was_timed_is_shown() -> No
         "about +0.02% perplexity",
         "7 threads would take 1.25 times as long",
         "From measured steps: 24.9 tokens/s at 1 sequence",
-        "Of what this machine's memory and products allow: 50% at one sequence",
+        "Share of what this machine's memory and products allow: 50% at one sequence",
     ],
 )
 def test_what_it_says(words: str) -> None:
@@ -155,7 +155,7 @@ def test_an_encoder_is_told_of_in_texts() -> None:
     assert next(line for line in lines if line[:2] == ["▸", "bf16,"])[4] == "400"
     assert next(line for line in lines if line[:1] == ["int8,"])[3] == "800"
     words = " ".join(text.split())
-    assert "int8 was measured 2.00 times as quick" in words
+    assert "int8 was measured 2.00 times as fast" in words
     assert "11.7 texts of 128 tokens a second" in words and "in steps of 512" in words
     assert "batch_target_tokens 512" in words
     assert not any(name in words for name in ("kv_cache_bytes", "speculation", "itl_target_seconds"))
@@ -169,7 +169,7 @@ def test_a_copy_is_spoken_of_only_where_it_could_be() -> None:
 def test_measurements_that_were_not_believed_are_not_shown() -> None:
     text = printed(explained(dataclasses.replace(MEASURED, fallback="the machine is too busy")))
     assert "tokens/s" not in text and "▸" not in text
-    assert "not taken for true, since the machine is too busy" in text
+    assert "not used, since the machine is too busy" in text
 
 
 def test_it_finds_what_an_earlier_start_measured(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def flags(tmp_path: Path) -> list[str]:
 
 @pytest.mark.skipif(not has(Code.LINEAR_INT), reason="integer forms need the native library")
 def test_packing_says_what_became_of_it(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for done in ("written", "was there already, whole"):
+    for done in ("written", "already complete"):
         assert cli.main(["pack", "--precision", "int4", *flags]) == 0
         (file,) = (tmp_path / "cache" / "packs").glob("*.pack")
         line = capsys.readouterr().out
@@ -29,14 +29,14 @@ def test_packing_says_what_became_of_it(flags: list[str], tmp_path: Path, capsys
 
 def test_what_is_packed_at_each_start_is_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["pack", "--precision", "fp32", *flags]) == 2
-    assert "nothing to pack ahead" in capsys.readouterr().err
+    assert "There is nothing to pack." in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not has(Code.LINEAR_INT), reason="integer forms need the native library")
 def test_where_nothing_can_be_kept_that_is_said(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cache").write_text("a file where a folder should be")
     assert cli.main(["pack", "--precision", "int8", *flags]) == 2
-    assert "Packed weights cannot be kept in" in capsys.readouterr().err
+    assert "Packed weights cannot be written to" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not has(Code.LINEAR_INT), reason="integer forms need the native library")

@@ -58,7 +58,7 @@ def test_a_text_makes_other_codes_and_they_are_served(settings, text):
     threads = torch.get_num_threads()
     assert "written" in pack(settings)
     plain = served(settings)
-    assert "was there already" in pack(settings)
+    assert "already complete" in pack(settings)
     assert "written" in pack(settings, text)
     shown = served(settings)
     torch.set_num_threads(threads)
@@ -66,7 +66,7 @@ def test_a_text_makes_other_codes_and_they_are_served(settings, text):
 
 
 def test_what_a_text_cannot_do_is_refused(settings, text, tmp_path):
-    with pytest.raises(PlanImpossible, match="four bits"):
+    with pytest.raises(PlanImpossible, match="only improves 4-bit quantization"):
         pack(settings.model_copy(update={"precision": "int8"}), text)
     with pytest.raises(SettingsInvalid, match="absent"):
         pack(settings, tmp_path / "absent.txt")

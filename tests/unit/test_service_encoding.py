@@ -196,7 +196,7 @@ async def test_places_and_bytes_are_counted() -> None:
         held = service._desk.admission.num_held_bytes
         assert held == 3 * TOKEN_BYTES + 4 * SIZE, "ids and a vector"
         service._desk.admission.num_held_bytes = LIMITS.max_held_bytes - 1
-        with pytest.raises(Overloaded, match="What waits and its answers take 256 MiB"):
+        with pytest.raises(Overloaded, match="Open requests and their responses hold 256 MiB"):
             await service.encode(wanted("a"))
         service._desk.admission.num_held_bytes = held
         second = asyncio.ensure_future(service.encode(wanted("a")))
@@ -219,7 +219,7 @@ async def test_hidden_states_asked_by_many_are_bounded_together() -> None:
         while len(worker.encodes) < 3:
             await asyncio.sleep(0)
         assert service._desk.admission.num_held_bytes == 3 * 3 * (TOKEN_BYTES + 4 * SIZE), "a row for each token"
-        with pytest.raises(Overloaded, match="more are too many") as refused:
+        with pytest.raises(Overloaded, match="MiB more exceed the limit") as refused:
             await service.encode(asked)
         assert refused.value.retry_after_seconds
         for order in worker.encodes:
