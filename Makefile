@@ -32,7 +32,7 @@ $(VENV)/bench.stamp: $(PINS)
 $(VENV)/dev.stamp: $(PINS)
 	@$(FIND_PYTHON); "$$python" tools/install.py $(VENV) dev
 
-# Beside app/kernels/native.py, again whenever the C sources change. Where there is no fitting compiler, cmake says so and goes on.
+# The library in app/kernels, built again whenever the C sources change. Where there is no fitting compiler, cmake says so and goes on.
 build/native/made.stamp: $(CSRC) | $(VENV)/runtime.stamp
 	@mkdir -p build/native
 	@$(CONFIGURE) || { rm -rf build/native/CMake*; $(CONFIGURE); } || { cat build/native/configure.log; exit 1; }

@@ -13,13 +13,13 @@ from types import FrameType
 
 def run() -> int:
     """Run the command line and return its exit status."""
-    signal.signal(signal.SIGTERM, _end)
-    from app.cli import main
+    signal.signal(signal.SIGTERM, _exit_on_signal)
+    from app.cli.main import main
 
     return main()
 
 
-def _end(number: int, frame: FrameType | None) -> None:
+def _exit_on_signal(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)  # 128 + signal, as in shells; a server whose port is open handles SIGTERM itself
 
 

@@ -9,10 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import (
+    dataclass,
+    field,
+)
 from typing import Literal
 
-from app.errors import InvalidRequest, RequestError
+from app.errors import (
+    InvalidRequest,
+    RequestError,
+)
 
 FinishReason = Literal["stop", "length", "aborted", "timeout"]
 
@@ -193,8 +199,8 @@ class Stop:
     """End the worker thread once the events of what is running were delivered."""
 
 
-Order = Generate | Encode | Infer
-Command = Order | Abort | Stop
+EngineRequest = Generate | Encode | Infer
+Command = EngineRequest | Abort | Stop
 
 # ---- from the worker -----------------------------------------------------------------------------------------------
 
@@ -226,7 +232,7 @@ class Timings:
 class TokensReady:
     """New completion tokens of one choice.
 
-    `logprobs` is as long as `token_ids` if requested, else empty. `timings` comes with a choice's first tokens;
+    `logprobs` is as long as `validate_token_ids` if requested, else empty. `timings` comes with a choice's first tokens;
     its queue and prefill seconds and cached tokens are final then.
     """
 
@@ -241,7 +247,7 @@ class TokensReady:
 class SequenceFinished:
     """The end of one choice. After the last choice of a request the worker has forgotten the request.
 
-    `token_ids` are final tokens not sent yet: a beam's whole completion, else empty. `stop_token_id` ended the
+    `validate_token_ids` are final tokens not sent yet: a beam's whole completion, else empty. `stop_token_id` ended the
     sequence and is not text.
     """
 

@@ -11,17 +11,32 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    Union,
+    get_args,
+    get_origin,
+)
 
-from pydantic import BeforeValidator, Field, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ValidationError,
+)
+from pydantic_settings import (
+    BaseSettings,
+    SettingsConfigDict,
+    SettingsError,
+)
 
 from app.errors import SettingsInvalid
 
 PREFIX = "ARMATURE_"
-# Read by kernels/native.py itself, for tests and for builders of the library.
+# Read by kernels/native/library.py itself, for tests and for builders of the library.
 NATIVE_VARIABLES = ("ARMATURE_ISA", "ARMATURE_NATIVE_LIBRARY")
-DEMO = Path(__file__).resolve().parent / "demo" / "llama"
+DEMO_DIRECTORY = Path(__file__).resolve().parent / "demo" / "llama"
 SECRETS = frozenset({"api_keys"})  # never printed, not even in a refusal
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -35,9 +50,9 @@ def parse_bytes(value: Any) -> Any:
     match = _SIZE.match(value) if isinstance(value, str) else None
     if match is None:
         return value
-    number, letter, binary = match.groups()
-    base = 1000 if value.strip().lower().endswith("b") and not binary and letter else 1024
-    return int(float(number) * base ** _POWERS[letter.lower()])
+    number, unit, binary = match.groups()
+    base = 1000 if value.strip().lower().endswith("b") and not binary and unit else 1024
+    return int(float(number) * base ** _POWERS[unit.lower()])
 
 
 Auto = Literal["auto"]
@@ -125,7 +140,7 @@ class Settings(BaseSettings):
     @property
     def checkpoint_directory(self) -> Path:
         """Directory to serve: the one given, or the demo model of the package."""
-        return DEMO if self.model is None else self.model.expanduser()
+        return DEMO_DIRECTORY if self.model is None else self.model.expanduser()
 
     @property
     def cache_directory(self) -> Path | None:
@@ -167,12 +182,12 @@ def load_settings(**flags: Any) -> tuple[Settings, list[str]]:
     try:
         return Settings(**flags), warnings
     except ValidationError as error:
-        raise SettingsInvalid("; ".join(_sentences(error))) from None
+        raise SettingsInvalid("; ".join(_error_messages(error))) from None
     except SettingsError as error:  # a variable that must be JSON and is not
         raise SettingsInvalid(f"{error}: {error.__cause__}" if error.__cause__ else str(error)) from None
 
 
-def _sentences(error: ValidationError) -> list[str]:
+def _error_messages(error: ValidationError) -> list[str]:
     """Return one sentence per field.
 
     The messages of a union's branches are joined, since matching any of them is enough.
@@ -218,7 +233,7 @@ def setting_rows() -> list[SettingRow]:
             name=name,
             flag=f"--{name.replace('_', '-')}",
             variable=PREFIX + name.upper(),
-            values="|".join(dict.fromkeys(_values(field.annotation))),
+            values="|".join(dict.fromkeys(_accepted_forms(field.annotation))),
             default="" if field.default in (None, ()) else str(field.default),
             description=field.description or "",
         )
@@ -226,18 +241,18 @@ def setting_rows() -> list[SettingRow]:
     ]
 
 
-_WORDS: dict[Any, str] = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}
+_TYPE_NAMES: dict[Any, str] = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
 
-def _values(annotation: Any) -> list[str]:
+def _accepted_forms(annotation: Any) -> list[str]:
     """Return the accepted forms of a type, such as `auto` and `INTEGER`."""
     if get_origin(annotation) is Annotated:
-        return _values(get_args(annotation)[0])
+        return _accepted_forms(get_args(annotation)[0])
     if get_origin(annotation) is Literal:
         return [str(value) for value in get_args(annotation)]
     if get_origin(annotation) in (Union, UnionType):
         parts = [part for part in get_args(annotation) if part is not type(None)]
-        return sorted((word for part in parts for word in _values(part)), key=str.isupper)
+        return sorted((word for part in parts for word in _accepted_forms(part)), key=str.isupper)
     if get_origin(annotation) is tuple:
         return ["JSON LIST"]
-    return [_WORDS[annotation]]
+    return [_TYPE_NAMES[annotation]]

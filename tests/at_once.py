@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.engine.batch import Batch, Computed, Flight
+from app.engine.scheduler.batch import (
+    Batch,
+    CompletedStep,
+    InFlightStep,
+)
 
 
 class AtOnce:
@@ -18,15 +22,15 @@ class AtOnce:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def launch(self, batch: Any, after: Flight | None = None) -> Flight:
+    def launch(self, batch: Any, after: InFlightStep | None = None) -> InFlightStep:
         assert after is None
-        return Computed(batch, self.inner.run(batch))
+        return CompletedStep(batch, self.inner.run(batch))
 
-    def wait(self, flight: Flight) -> Any:
-        assert isinstance(flight, Computed)
-        return flight.picked
+    def wait(self, flight: InFlightStep) -> Any:
+        assert isinstance(flight, CompletedStep)
+        return flight.samples
 
-    def follows(self, batch: Batch) -> bool:
+    def can_run_ahead(self, batch: Batch) -> bool:
         return False
 
     def survives(self, error: Exception) -> bool:

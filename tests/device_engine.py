@@ -12,28 +12,38 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.backends.base import DeviceBackend
-from app.backends.twin import TwinBackend
-from app.engine.batch import Batch, Flight, Span
-from app.engine.decoder import DecoderEngine
-from app.engine.device_flight import DeviceFlight
-from app.engine.device_runner import DeviceRunner
-from app.engine.kv_cache import KVShape
-from app.engine.limits import Limits
-from app.engine.pace import StepPace
-from app.engine.paged_kv import PagedKVCache
-from app.engine.scheduler import Scheduler
-from app.engine.slots import SlotPool
-from app.measured import StepStats
-from app.messages import Event, Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
+from app.backends.twin import SimulatedDeviceBackend
+from app.engine.decoder.device_runner import DeviceDecoderRunner, DeviceInFlightStep
+from app.engine.decoder.engine import DecoderEngine
+from app.engine.decoder.kv_cache import KvShape
+from app.engine.decoder.paged_kv_cache import PagedKvCache
+from app.engine.scheduler.batch import (
+    Batch,
+    InFlightStep,
+    ScheduledSpan,
+)
+from app.engine.scheduler.budget import PrefillBudget
+from app.engine.scheduler.kv_allocator import KvSlots
+from app.engine.scheduler.queues import EngineLimits
+from app.engine.scheduler.scheduler import Scheduler
+from app.messages import (
+    Event,
+    Generate,
+    RequestFailed,
+    SamplingParams,
+    SequenceFinished,
+    TokensReady,
+)
+from app.metrics.stats import StepStats
 
 MAX_LEN, SLOTS, EOS = 160, 12, 1
 Said = dict[tuple[str, int], list[int]]
 
 
-class WatchedRunner(DeviceRunner):
+class WatchedRunner(DeviceDecoderRunner):
     """Keeps the batches that were launched."""
 
-    def launch(self, batch: Batch, after: Flight | None = None) -> DeviceFlight:
+    def launch(self, batch: Batch, after: InFlightStep | None = None) -> DeviceInFlightStep:
         self.batches.append(batch)
         return super().launch(batch, after)
 
@@ -54,13 +64,13 @@ class DeviceServed:
         max_batch_tokens: int = 24,
         eager: str = "",
     ) -> None:
-        config, backend = model.config, backend or TwinBackend(torch.float32)
-        shape = KVShape(config.num_layers, SLOTS, MAX_LEN, config.num_kv_heads, config.head_dim)
-        self.cache = PagedKVCache(shape, backend.dtype, pages, backend.device)
-        limits = Limits(MAX_LEN, SLOTS // 2, max_batch_tokens)
+        config, backend = model.config, backend or SimulatedDeviceBackend(torch.float32)
+        shape = KvShape(config.num_layers, SLOTS, MAX_LEN, config.num_kv_heads, config.head_dim)
+        self.cache = PagedKvCache(shape, backend.dtype, pages, backend.device)
+        limits = EngineLimits(MAX_LEN, SLOTS // 2, max_batch_tokens)
         self.runner = WatchedRunner(model, self.cache, backend, limits, eager)
-        self.pool = SlotPool(SLOTS, self.cache.capacity_tokens, self.cache.tokens_per_page)
-        self.scheduler = Scheduler(self.pool, StepPace(max_batch_tokens), limits, {EOS})
+        self.pool = KvSlots(SLOTS, self.cache.capacity_tokens, self.cache.tokens_per_page)
+        self.scheduler = Scheduler(self.pool, PrefillBudget(max_batch_tokens), limits, {EOS})
         self.engine = DecoderEngine(self.scheduler, self.runner)
         self.said: Said = {}
         self.stats: list[StepStats] = []
@@ -101,7 +111,7 @@ def prompt_of(length: int, seed: int) -> list[int]:
     return ids
 
 
-def spans_of(batches: Iterable[Batch]) -> Iterator[Span]:
+def spans_of(batches: Iterable[Batch]) -> Iterator[ScheduledSpan]:
     return (span for batch in batches for span in batch.spans)
 
 
@@ -145,7 +155,7 @@ class Queue:
         self.is_moving = False
 
 
-class DelayedTwin(TwinBackend):
+class DelayedTwin(SimulatedDeviceBackend):
     """What it is asked for is done when somebody waits: whoever writes too early what it will read is found out.
 
     Copies that need not wait and replays are put off; whatever else is computed waits for all that was asked before.

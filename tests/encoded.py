@@ -8,11 +8,17 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from app.kernels.texts import Texts, attend_texts
-from app.kernels.turn import Heads
+from app.kernels.attention.context import (
+    AttentionSpec,
+    EncodeContext,
+)
+from app.kernels.attention.layout import QkvHeads
+from app.kernels.attention.texts import (
+    TextStarts,
+    attend_texts,
+)
 from app.messages import Text
-from app.models.context import AttentionSpec, EncodeContext
-from app.models.encoder import Encoder
+from app.models.encoders.encoder import Encoder
 
 
 @torch.inference_mode()
@@ -21,10 +27,10 @@ def encoded(
 ) -> dict[str, Tensor]:
     """What is asked of the model, of these texts in one batch."""
     starts = list(accumulate((len(text.token_ids) for text in texts), initial=0))
-    place = Texts(starts[-1])
+    place = TextStarts(starts[-1])
     place.fill(starts)
 
-    def attend(layer: int, heads: Heads, spec: AttentionSpec) -> Tensor:
+    def attend(layer: int, heads: QkvHeads, spec: AttentionSpec) -> Tensor:
         return attend_texts(heads, place, spec)
 
     ids = torch.tensor([token for text in texts for token in text.token_ids])

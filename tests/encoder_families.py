@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from app.models.config import ModelConfig
-from app.models.shapes import tensors_of
+from app.models.decoders.config import ModelConfig
+from app.models.decoders.shapes import tensors_of
 
 Shapes = dict[str, tuple[int, ...]]
 

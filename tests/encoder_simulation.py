@@ -5,10 +5,18 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from app.engine.encode_pace import EncodePace
-from app.engine.encoder import EncodeLimits, EncoderEngine
-from app.engine.texts import TextSpan
-from app.messages import ArraysReady, Encode, Event, RequestFailed, Text
+from app.engine.encoder.batching import BatchingDelay, TextSpan
+from app.engine.encoder.engine import (
+    EncoderEngine,
+    EncoderLimits,
+)
+from app.messages import (
+    ArraysReady,
+    Encode,
+    Event,
+    RequestFailed,
+    Text,
+)
 
 BUDGET, MAX_LEN, MAX_TEXTS = 64, 48, 8
 POISON = 13  # a token that no step survives
@@ -32,24 +40,24 @@ class FakeRunner:
         self.overlaps, self.memory = overlaps, memory
         self.batches: list[tuple[TextSpan, ...]] = []  # that were begun with
         self.wanting: list[int] = []  # tokens of those that there was no memory for
-        self.under_way: list[tuple[TextSpan, ...]] = []
+        self.current_stage: list[tuple[TextSpan, ...]] = []
 
     def launch(self, spans: Sequence[TextSpan]) -> tuple[TextSpan, ...]:
         tokens = sum(span.num_tokens for span in spans)
         if self.memory is not None and tokens > self.memory:
             self.wanting.append(tokens)
             raise Wanting(f"{tokens} tokens")
-        assert len(self.under_way) < (2 if self.overlaps else 1), "room for so many"
+        assert len(self.current_stage) < (2 if self.overlaps else 1), "room for so many"
         self.batches.append(tuple(spans))
-        self.under_way.append(tuple(spans))
-        return self.under_way[-1]
+        self.current_stage.append(tuple(spans))
+        return self.current_stage[-1]
 
     def wait(self, flight: tuple[TextSpan, ...]) -> list[dict[str, bytes]]:
-        assert flight is self.under_way[0], "in the order of launching"
+        assert flight is self.current_stage[0], "in the order of launching"
         if self.broken or any(POISON in span.text.token_ids for span in flight):
-            self.under_way.clear()  # nobody waits for the next one either
+            self.current_stage.clear()  # nobody waits for the next one either
             raise RuntimeError("this step is broken")
-        del self.under_way[0]
+        del self.current_stage[0]
         return [rows_of(span.text) for span in flight]
 
     def survives(self, error: Exception) -> bool:
@@ -67,11 +75,11 @@ def rows_of(text: Text) -> dict[str, bytes]:
 class EncoderSimulation:
     """Steps, and hears what everyone is told; each only once."""
 
-    def __init__(self, budget: int = BUDGET, pace: EncodePace | None = None, runner: FakeRunner | None = None) -> None:
+    def __init__(self, budget: int = BUDGET, pace: BatchingDelay | None = None, runner: FakeRunner | None = None) -> None:
         self.now = 0.0
         self.runner = runner or FakeRunner()
-        limits = EncodeLimits(MAX_LEN, MAX_TEXTS, ("embedding", "last_hidden_state"))
-        self.engine = EncoderEngine(self.runner, limits, pace or EncodePace(budget), lambda: self.now)
+        limits = EncoderLimits(MAX_LEN, MAX_TEXTS, ("embedding", "last_hidden_state"))
+        self.engine = EncoderEngine(self.runner, limits, pace or BatchingDelay(budget), lambda: self.now)
         self.budget = budget
         self.told: dict[str, ArraysReady | RequestFailed] = {}
 
@@ -87,7 +95,7 @@ class EncoderSimulation:
         try:
             events = self.engine.step()
         except RuntimeError:
-            self.runner.under_way.clear()
+            self.runner.current_stage.clear()
             events = self.engine.fail()
         self.hear(events)
 

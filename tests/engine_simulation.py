@@ -9,16 +9,23 @@ import random
 from collections.abc import Iterable
 from itertools import count
 
-from app.engine.batch import Batch
-from app.engine.decoder import DecoderEngine
-from app.engine.limits import Limits
-from app.engine.pace import StepPace
-from app.engine.scheduler import Scheduler
-from app.engine.sequence import Sequence
-from app.engine.slots import SlotPool
-from app.engine.speculation import Speculation
-from app.measured import StepStats
-from app.messages import Event, Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
+from app.engine.decoder.engine import DecoderEngine
+from app.engine.scheduler.batch import Batch
+from app.engine.scheduler.budget import PrefillBudget
+from app.engine.scheduler.kv_allocator import KvSlots
+from app.engine.scheduler.queues import EngineLimits
+from app.engine.scheduler.scheduler import Scheduler
+from app.engine.scheduler.sequence import Sequence
+from app.engine.scheduler.speculation import Speculation
+from app.messages import (
+    Event,
+    Generate,
+    RequestFailed,
+    SamplingParams,
+    SequenceFinished,
+    TokensReady,
+)
+from app.metrics.stats import StepStats
 from remembering_runner import (
     EOS,
     VOCABULARY,
@@ -35,13 +42,13 @@ class Oracle:
     """Guesses what the sampler will draw, each right so often."""
 
     def __init__(self, sequence: Sequence, dice: random.Random, chance: float) -> None:
-        self._seed, self._dice, self._chance = sequence.seed, dice, chance
+        self._seed, self._rng, self._chance = sequence.seed, dice, chance
 
     def propose(self, token_ids: list[int], most: int) -> tuple[int, ...]:
         tokens = list(token_ids)
         for _ in range(most):
             right = drawn(fingerprints(tokens)[-1], self._seed)
-            tokens.append(right if self._dice.random() < self._chance else (right + 1) % VOCABULARY)
+            tokens.append(right if self._rng.random() < self._chance else (right + 1) % VOCABULARY)
         return tuple(tokens[len(token_ids) :])
 
 
@@ -60,9 +67,9 @@ def oracular(chance: float) -> Speculation:
     return Speculation(lambda sequence: Oracle(sequence, dice, chance), FreeRows(), 4)
 
 
-def experienced_pace(max_batch_tokens: int) -> StepPace:
+def experienced_pace(max_batch_tokens: int) -> PrefillBudget:
     """A pace that knows its decode steps, and that prefill is as good as free: it never holds anyone back."""
-    pace = StepPace(max_batch_tokens)
+    pace = PrefillBudget(max_batch_tokens)
     pace.observe(StepStats(seconds=1.0, decode_tokens=1))
     pace.observe(StepStats(seconds=1e-6, prefill_tokens=64))
     return pace
@@ -72,10 +79,15 @@ class Simulation:
     """A decoder engine on the fake runner, and everything that its clients were told."""
 
     def __init__(
-        self, num_slots: int = 8, capacity: int = 1000, page: int = 1, limits: Limits | None = None, pace: StepPace | None = None
+        self,
+        num_slots: int = 8,
+        capacity: int = 1000,
+        page: int = 1,
+        limits: EngineLimits | None = None,
+        pace: PrefillBudget | None = None,
     ) -> None:
-        limits = limits or Limits(max_model_len=200, max_running_seqs=4, max_batch_tokens=64)
-        self.pool = SlotPool(num_slots, capacity, page)
+        limits = limits or EngineLimits(max_model_len=200, max_running_seqs=4, max_batch_tokens=64)
+        self.pool = KvSlots(num_slots, capacity, page)
         self.runner = RememberingRunner(self.pool)
         self.pace = pace or experienced_pace(limits.max_batch_tokens)
         ticks = count()
@@ -102,10 +114,10 @@ class Simulation:
 
     def step(self) -> Batch | None:
         """One step; the batch that was computed, or that broke."""
-        launched, waited = len(self.runner.batches), len(self.runner.waited)
+        launched, waited = len(self.runner.batches), len(self.runner.wait_measured)
         # A choice that was held for its prompt may be older than what runs, and waits for a place like any other.
-        queue = self.scheduler.roster.running or self.scheduler.roster.waiting
-        oldest = queue[0].order if queue else None
+        queue = self.scheduler.queues.running or self.scheduler.queues.waiting
+        oldest = queue[0].arrival_order if queue else None
         try:
             events = self.engine.step()
         except (DeviceBroke, MemoryWanting):
@@ -113,12 +125,14 @@ class Simulation:
         self.hear(events)
         check_pool(self.pool, self.scheduler)
         check_flight(self.engine)
-        if len(self.runner.batches) == launched and len(self.runner.waited) == waited:
+        if len(self.runner.batches) == launched and len(self.runner.wait_measured) == waited:
             assert oldest is None, "there was work and nothing was done"
             return None
-        batch = self.runner.waited[-1] if len(self.runner.waited) > waited else self.runner.batches[-1]
-        has_oldest = any(span.sequence.order == oldest for span in batch.spans)
-        is_small = self.scheduler._allowance.tokens < self.scheduler._limits.max_batch_tokens  # then decodes go first for longer
+        batch = self.runner.wait_measured[-1] if len(self.runner.wait_measured) > waited else self.runner.batches[-1]
+        has_oldest = any(span.sequence.arrival_order == oldest for span in batch.spans)
+        is_small = (
+            self.scheduler._token_budget.tokens < self.scheduler._limits.max_batch_tokens
+        )  # then decodes go first for longer
         self.steps_without_the_oldest = 0 if has_oldest or is_small else self.steps_without_the_oldest + 1
         assert self.steps_without_the_oldest < 3, "the oldest is passed over, for longer than the pace takes to be measured"
         return batch
@@ -148,22 +162,22 @@ class Simulation:
 
 def check_flight(engine: DecoderEngine) -> None:
     """What must be true of a step that is under way between any two: somebody lives of it, where he was and one position further."""
-    if engine._ahead is None:
+    if engine._launched_ahead is None:
         return
-    spans = engine._ahead.batch.living().spans
-    assert spans and engine._ahead.batch.ahead
+    spans = engine._launched_ahead.batch.active().spans
+    assert spans and engine._launched_ahead.batch.ahead
     for span in spans:
         sequence = span.sequence
-        assert sequence in engine.scheduler.roster.running
+        assert sequence in engine.scheduler.queues.running
         assert (span.slot, span.prefix_slot, span.prefix_tokens) == (sequence.slot, sequence.prefix_slot, sequence.prefix_tokens)
         assert span.end == len(sequence.token_ids) == sequence.num_computed + 1
 
 
-def check_pool(pool: SlotPool, scheduler: Scheduler) -> None:
+def check_pool(pool: KvSlots, scheduler: Scheduler) -> None:
     """What must be true of the slots between any two steps."""
     running = [slot for slot in pool.slots if slot.running]
-    owners = {sequence.slot: sequence for sequence in scheduler.roster.running}
-    assert len(owners) == len(scheduler.roster.running), "two running sequences own one slot"
+    owners = {sequence.slot: sequence for sequence in scheduler.queues.running}
+    assert len(owners) == len(scheduler.queues.running), "two running sequences own one slot"
     assert {slot.index for slot in running} == set(owners)
     sizes = 0
     for slot in pool.slots:
@@ -179,12 +193,12 @@ def check_pool(pool: SlotPool, scheduler: Scheduler) -> None:
                 slot.prefix_slot,
                 slot.prefix_tokens,
             )
-        for leaner in slot.leaners:
+        for leaner in slot.sharers:
             assert pool.slots[leaner].prefix_slot == slot.index
             assert slot.prefix_slot is None, "what is leaned on leans on none"
             assert pool.slots[leaner].prefix_tokens <= slot.num_tokens, "others lean on what is not there"
         if slot.prefix_slot is not None:
-            assert slot.index in pool.slots[slot.prefix_slot].leaners
+            assert slot.index in pool.slots[slot.prefix_slot].sharers
     assert sizes == pool.used_tokens <= pool.capacity_tokens
     assert pool.in_use_tokens() <= pool.used_tokens
 

@@ -13,17 +13,31 @@ from typing import Any
 import numpy
 
 from app.errors import StepFailed
-from app.messages import Array, ArraysReady, Command, Encode, RequestFailed, Text, Timings
-from app.metrics import Metrics
-from app.models.encoder_config import EncoderConfig, PoolingConfig
-from app.served import Limits, ServedEncoder
-from app.service import Service
+from app.messages import (
+    Array,
+    ArraysReady,
+    Command,
+    Encode,
+    RequestFailed,
+    Text,
+    Timings,
+)
+from app.metrics.instruments import Metrics
+from app.models.encoders.config import (
+    EncoderConfig,
+    PoolingConfig,
+)
+from app.service.served_model import (
+    ServedEncoder,
+    ServingLimits,
+)
+from app.service.service import Service
 from app.text.tokenizer import Tokenizer
 from fake_worker import Clock, FakeWorker
 from tiny_encoders import write_word_pieces
 
 SIZE = 4
-LIMITS = Limits(max_model_len=16, max_running_seqs=8, max_waiting_requests=8, request_timeout_seconds=60, vocab_size=300)
+LIMITS = ServingLimits(max_model_len=16, max_running_seqs=8, max_waiting_requests=8, request_timeout_seconds=60, vocab_size=300)
 TIMINGS = Timings(queue_seconds=0.001, encode_seconds=0.002)
 CONFIG = EncoderConfig(
     architecture="BertModel",
@@ -54,7 +68,7 @@ def tokenizer() -> Tokenizer:
 
 
 def ids_of(*texts: str | tuple[str, str]) -> list[Text]:
-    return tokenizer().texts(texts)
+    return tokenizer().encode_texts(texts)
 
 
 def vector(text: Text) -> list[float]:
@@ -109,7 +123,7 @@ class EncodingWorker(FakeWorker):
 
 @asynccontextmanager
 async def encoding(
-    config: EncoderConfig = CONFIG, limits: Limits = LIMITS
+    config: EncoderConfig = CONFIG, limits: ServingLimits = LIMITS
 ) -> AsyncIterator[tuple[Service, EncodingWorker, Clock]]:
     worker, clock = EncodingWorker(config=config), Clock()
     service = Service(worker, Metrics(clock), clock)

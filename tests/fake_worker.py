@@ -12,17 +12,33 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from app.errors import RequestError
-from app.generation import GenerationRequest, Piece
-from app.measured import Snapshot
-from app.messages import Abort, Command, Event, FinishReason, Generate, SamplingParams, SequenceFinished, Timings, TokensReady
-from app.metrics import Metrics
-from app.served import Limits, ServedDecoder
-from app.service import Service
+from app.messages import (
+    Abort,
+    Command,
+    Event,
+    FinishReason,
+    Generate,
+    SamplingParams,
+    SequenceFinished,
+    Timings,
+    TokensReady,
+)
+from app.metrics.instruments import Metrics
+from app.metrics.stats import EngineSnapshot
+from app.service.requests import (
+    GenerationRequest,
+    StreamEvent,
+)
+from app.service.served_model import (
+    ServedDecoder,
+    ServingLimits,
+)
+from app.service.service import Service
 from app.text.chat import ChatTemplate
 from app.text.tokenizer import Tokenizer
 from small_tokenizers import FORMS, write_tokenizer
 
-LIMITS = Limits(max_model_len=64, max_running_seqs=2, max_waiting_requests=1, request_timeout_seconds=60, vocab_size=340)
+LIMITS = ServingLimits(max_model_len=64, max_running_seqs=2, max_waiting_requests=1, request_timeout_seconds=60, vocab_size=340)
 TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 TIMINGS = Timings(queue_seconds=0.25, prefill_seconds=0.5, cached_tokens=1)
 
@@ -40,15 +56,15 @@ class FakeWorker:
     alive: bool = True
     state: str = "ready"
     stage: str = "ready"
-    snapshot: Snapshot = field(default_factory=Snapshot)
+    snapshot: EngineSnapshot = field(default_factory=EngineSnapshot)
     commands: list[Command] = field(default_factory=list)
-    refuse: Callable[[Command], None] = lambda command: None
+    send_error: Callable[[Command], None] = lambda command: None
     _put: asyncio.Event = field(default_factory=asyncio.Event)
 
     def put(self, command: Command) -> None:
         self.commands.append(command)
         self._put.set()
-        self.refuse(command)
+        self.send_error(command)
 
     async def orders(self, number: int = 1) -> list[Generate]:
         """Waits until so many requests have come."""
@@ -72,7 +88,7 @@ class Clock:
 
 @asynccontextmanager
 async def serving(
-    limits: Limits = LIMITS, template: str | None = TEMPLATE, form: str = "byte_level"
+    limits: ServingLimits = LIMITS, template: str | None = TEMPLATE, form: str = "byte_level"
 ) -> AsyncIterator[tuple[Service, FakeWorker, Clock]]:
     worker, clock = FakeWorker(), Clock()
     service = Service(worker, Metrics(clock), clock)
@@ -107,7 +123,7 @@ class Client:
     """Reads one answer in a task of its own; `pieces` grows, `error` is what ended it."""
 
     def __init__(self, service: Service, wanted: GenerationRequest) -> None:
-        self.pieces: list[Piece] = []
+        self.chunks: list[StreamEvent] = []
         self.error: RequestError | None = None
         self._grown = asyncio.Event()
         self.task = asyncio.ensure_future(self._read(service, wanted))
@@ -116,24 +132,24 @@ class Client:
         try:
             async with aclosing(service.generate(wanted)) as pieces:
                 async for piece in pieces:
-                    self.pieces.append(piece)
+                    self.chunks.append(piece)
                     self._grown.set()
         except RequestError as error:
             self.error = error
 
     async def until(self, number: int) -> None:
         """Waits for so many pieces."""
-        while len(self.pieces) < number:
+        while len(self.chunks) < number:
             self._grown.clear()
             await asyncio.wait_for(self._grown.wait(), 10)
 
-    async def over(self) -> list[Piece]:
+    async def over(self) -> list[StreamEvent]:
         """The whole answer; raises what ended it."""
         await asyncio.wait_for(self.task, 10)
         if self.error is not None:
             raise self.error
-        return self.pieces
+        return self.chunks
 
     @property
     def text(self) -> str:
-        return "".join(getattr(piece, "text", "") for piece in self.pieces)
+        return "".join(getattr(piece, "text", "") for piece in self.chunks)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from app.kernels.gpu.attention import attend_decodes
-from app.kernels.gpu.prompts import attend_packed, attend_prompts, fresh_rows
-from app.kernels.paged import PackedTexts
-from app.models.context import AttentionSpec
+from app.kernels.attention.context import AttentionSpec
+from app.kernels.attention.paged import PackedTexts
+from app.kernels.triton.attention import attend_decodes
+from app.kernels.triton.prompts import (
+    attend_packed,
+    attend_prompts,
+    gather_fresh_kv,
+)
 from paged_steps import Shape, made_step
 
 _HERE = torch.device("cpu")
@@ -73,7 +77,7 @@ def launch_prompt_256() -> None:
 
 def launch_fresh_rows() -> None:
     _, kv, step = made_step(Shape(32, 8, 64, torch.bfloat16), [(9, 9)], 0, _HERE)
-    fresh_rows(kv, step, 9)
+    gather_fresh_kv(kv, step, 9)
 
 
 def launch_texts_with_distances() -> None:

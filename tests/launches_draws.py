@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from app.kernels.gpu.draws import drawn_rows
+from app.kernels.triton.sampling import sample_rows
 
 
 def _drawn(dtype: torch.dtype, vocab: int) -> None:
@@ -14,7 +14,7 @@ def _drawn(dtype: torch.dtype, vocab: int) -> None:
         narrow, wide, whole = (
             torch.ones(5, dtype=kind)[first : first + 4] for kind in (torch.float32, torch.float64, torch.int32)
         )
-        drawn_rows(logits, narrow, (whole, wide, narrow), wide)
+        sample_rows(logits, narrow, (whole, wide, narrow), wide)
 
 
 def launch_draws() -> None:

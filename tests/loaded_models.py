@@ -10,11 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from app.backends.base import Device
-from app.hardware.plan import Decision, ServingPlan
+from app.backends.base import BaseBackend
+from app.hardware.decision import Decision
+from app.hardware.plan.plan import ServingPlan
 from app.weights import load as loading
 from app.weights.checkpoint import open_checkpoint
-from app.weights.load import Model, Progress, load_model
+from app.weights.load import (
+    Model,
+    load_model,
+)
+from app.weights.packs import Progress
 
 
 def plan_of(
@@ -43,7 +48,7 @@ def load(
     plan = plan_of(
         dtype, max_model_len or checkpoint.model_config.max_model_len, device, int8_copy=int8_copy, deterministic=deterministic
     )
-    backend = cast(Device, SimpleNamespace(device=torch.device("cpu"), dtype=getattr(torch, plan.dtype.value)))
+    backend = cast(BaseBackend, SimpleNamespace(device=torch.device("cpu"), dtype=getattr(torch, plan.dtype.value)))
     return load_model(checkpoint, plan, backend, progress)
 
 
@@ -51,7 +56,7 @@ def load_on(directory: Path, dtype: str, kind: str = "cuda", place: str = "cpu")
     """As on an Arm host that such a device belongs to, whatever this one is; `place`: where torch is to have it."""
     checkpoint = open_checkpoint(directory)
     plan = plan_of(dtype, checkpoint.model_config.max_model_len, kind)
-    backend = cast(Device, SimpleNamespace(device=torch.device(place)))
+    backend = cast(BaseBackend, SimpleNamespace(device=torch.device(place)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "host_architecture", lambda: "arm64")
         return load_model(checkpoint, plan, backend)

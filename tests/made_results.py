@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from app.bench.compare.result import Energy, Load, Point, Result, Steps
+from app.bench.compare.result import (
+    CompareResult,
+    LoadPoint,
+    LoadSpec,
+    PointEnergy,
+    StepColumns,
+)
 
 BEGAN = 1_790_000_000.0
 CLIENTS = (1, 2, 4, 8, 16, 32)
@@ -40,24 +46,28 @@ GRAVITON = Machine(
 )
 
 
-def made_decoder(machine: Machine = XEON, precision: str = "int4", seed: int = 1, samples: int = 24, **changes: Any) -> Result:
+def made_decoder(
+    machine: Machine = XEON, precision: str = "int4", seed: int = 1, samples: int = 24, **changes: Any
+) -> CompareResult:
     """Generations by 1 to 32 clients, of prompts of 128 and 512 tokens; `samples` requests a point."""
     rng = random.Random(seed)
-    points: list[Point] = []
+    points: list[LoadPoint] = []
     for tokens in LENGTHS:
         for clients in CLIENTS:
             began = 10.0 + sum(point.seconds + 2 for point in points)
-            load = Load(kind="generate", clients=clients, tokens=tokens, max_tokens=ANSWER)
+            load = LoadSpec(kind="generate", clients=clients, tokens=tokens, max_tokens=ANSWER)
             points.append(_generated(load, began, machine, precision, max(samples, clients), rng))
     return _result(machine, precision, "decoder", points, changes)
 
 
-def made_encoder(machine: Machine = XEON, precision: str = "int8", seed: int = 1, samples: int = 60, **changes: Any) -> Result:
+def made_encoder(
+    machine: Machine = XEON, precision: str = "int8", seed: int = 1, samples: int = 60, **changes: Any
+) -> CompareResult:
     """One client with batches of 1 to 32 texts of 128 and 512 tokens, and 32 clients with a text each."""
     rng = random.Random(seed)
-    loads = [Load(kind="embed", clients=1, batch=batch, tokens=tokens) for tokens in LENGTHS for batch in BATCHES]
-    loads += [Load(kind="embed", clients=clients, batch=1, tokens=128) for clients in (8, 32)]
-    points: list[Point] = []
+    loads = [LoadSpec(kind="embed", clients=1, batch=batch, tokens=tokens) for tokens in LENGTHS for batch in BATCHES]
+    loads += [LoadSpec(kind="embed", clients=clients, batch=1, tokens=128) for clients in (8, 32)]
+    points: list[LoadPoint] = []
     for load in loads:
         began = 10.0 + sum(point.seconds + 2 for point in points)
         points.append(_embedded(load, began, machine, precision, samples, rng))
@@ -74,7 +84,7 @@ def _step_seconds(machine: Machine, precision: str, rows: int) -> float:
     return (reading + 2.0 * WEIGHTS * rows / machine.products.get(precision, 3e12)) / 0.6 / machine.speed
 
 
-def _generated(load: Load, began: float, machine: Machine, precision: str, samples: int, rng: random.Random) -> Point:
+def _generated(load: LoadSpec, began: float, machine: Machine, precision: str, samples: int, rng: random.Random) -> LoadPoint:
     step = _step_seconds(machine, precision, load.clients)
     prefill = _step_seconds(machine, precision, load.tokens)
     seconds = samples / load.clients * (prefill * load.clients**0.5 + step * ANSWER)
@@ -82,7 +92,7 @@ def _generated(load: Load, began: float, machine: Machine, precision: str, sampl
     gaps = [_gap(step, prefill, rng) for _ in range(min(1500, samples * (ANSWER - 1)))]
     tpot = [step * rng.uniform(0.98, 1.15) for _ in range(samples)]
     steps = _steps(began, seconds, [(step, load.clients, "decode")] * 8 + [(prefill, load.tokens, "prefill")], rng)
-    return Point(
+    return LoadPoint(
         load=load,
         began=began,
         seconds=seconds,
@@ -99,11 +109,11 @@ def _generated(load: Load, began: float, machine: Machine, precision: str, sampl
     )
 
 
-def _embedded(load: Load, began: float, machine: Machine, precision: str, samples: int, rng: random.Random) -> Point:
+def _embedded(load: LoadSpec, began: float, machine: Machine, precision: str, samples: int, rng: random.Random) -> LoadPoint:
     rows = load.batch * load.clients
     step = _step_seconds(machine, precision, rows * load.tokens)
     seconds = samples / load.clients * step
-    return Point(
+    return LoadPoint(
         load=load,
         began=began,
         seconds=seconds,
@@ -119,7 +129,7 @@ def _gap(step: float, prefill: float, rng: random.Random) -> float:
     return step * rng.uniform(0.97, 1.1) + (prefill if rng.random() < 0.01 else 0.0) + (4 * step if rng.random() < 0.003 else 0.0)
 
 
-def _steps(began: float, seconds: float, kinds: list[tuple[float, int, str]], rng: random.Random) -> Steps:
+def _steps(began: float, seconds: float, kinds: list[tuple[float, int, str]], rng: random.Random) -> StepColumns:
     """Steps one after the other, at most 1,000; some took longer, and why is known of most of them."""
     chosen = [kinds[index % len(kinds)] for index in range(min(1000, max(20, int(seconds / kinds[0][0]))))]
     causes = [rng.choices(("", "prefill", "garbage_collection", "descheduled", "unknown"), (970, 14, 4, 8, 4))[0] for _ in chosen]
@@ -127,7 +137,7 @@ def _steps(began: float, seconds: float, kinds: list[tuple[float, int, str]], rn
         base * rng.uniform(0.98, 1.08) * (rng.uniform(1.6, 6) if cause else 1.0)
         for (base, _, _), cause in zip(chosen, causes, strict=True)
     ]
-    return Steps(
+    return StepColumns(
         at=[began + end - each for end, each in zip(accumulate(took), took, strict=True)],
         seconds=took,
         phase=[phase for _, _, phase in chosen],
@@ -139,11 +149,11 @@ def _steps(began: float, seconds: float, kinds: list[tuple[float, int, str]], rn
 def _around(seconds: float, machine: Machine) -> dict[str, Any]:
     energy = None
     if machine.watts is not None:
-        energy = Energy(joules=machine.watts * seconds, source="rapl", idle_watts=machine.idle_watts)
+        energy = PointEnergy(joules=machine.watts * seconds, source="rapl", idle_watts=machine.idle_watts)
     return {"energy": energy, "throttled_seconds": 0.0, "stolen_ratio": 0.01, "client_cpu_ratio": 0.1}
 
 
-def _result(machine: Machine, precision: str, kind: str, points: list[Point], changes: dict[str, Any]) -> Result:
+def _result(machine: Machine, precision: str, kind: str, points: list[LoadPoint], changes: dict[str, Any]) -> CompareResult:
     fields: dict[str, Any] = {
         "schema": "armature-compare/1",
         "name": f"{machine.name}-{precision}",
@@ -152,7 +162,7 @@ def _result(machine: Machine, precision: str, kind: str, points: list[Point], ch
         "info": made_info(machine, precision, kind),
         "points": points,
     }
-    return Result.model_validate(fields | changes)
+    return CompareResult.model_validate(fields | changes)
 
 
 def made_info(machine: Machine, precision: str, kind: str) -> dict[str, Any]:

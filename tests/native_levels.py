@@ -7,14 +7,17 @@ from contextlib import contextmanager
 
 import pytest
 
-from app.kernels.native import Native, native
+from app.kernels.native.library import (
+    NativeKernels,
+    native_library,
+)
 
 _NAMES = ("avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon", "portable")
 
 
 def levels() -> tuple[str, ...]:
     """Names, the best first; none where there is no library. The one that served serves again afterwards."""
-    library, serving = native().library, native().level
+    library, serving = native_library().library, native_library().level
     if library is None or serving is None:
         return ()
     found = tuple(name for name in _NAMES if library.armature_select(name.encode()) == 0)
@@ -23,15 +26,15 @@ def levels() -> tuple[str, ...]:
 
 
 @contextmanager
-def at_level(name: str) -> Iterator[Native]:
+def at_level(name: str) -> Iterator[NativeKernels]:
     """Inside, `native()` is the library at this level. Nothing else may run meanwhile."""
-    before = native()
+    before = native_library()
     assert before.library is not None and before.level is not None, "levels() named this one"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ARMATURE_ISA", name)
-        native.cache_clear()
+        native_library.cache_clear()
         try:
-            yield native()
+            yield native_library()
         finally:
             before.library.armature_select(before.level.encode())
-            native.cache_clear()
+            native_library.cache_clear()

@@ -10,36 +10,39 @@ from unittest import mock
 
 import torch
 
-from app.engine import paged_kv, pages
-from app.engine.batch import Batch, Span
-from app.engine.kv_cache import KVShape
-from app.engine.paged_kv import PagedKVCache
-from app.engine.slots import SlotPool
+from app.engine.decoder import paged_kv_cache
+from app.engine.decoder.kv_cache import KvShape
+from app.engine.decoder.paged_kv_cache import PagedKvCache
+from app.engine.scheduler.batch import (
+    Batch,
+    ScheduledSpan,
+)
+from app.engine.scheduler.kv_allocator import KvSlots
 from remembering_runner import RememberingRunner
 
 
 @contextmanager
 def small_pages(tokens: int) -> Iterator[None]:
     """Pages of so few tokens: what happens at their borders happens often."""
-    with mock.patch.object(pages, "PAGE", tokens), mock.patch.object(paged_kv, "PAGE", tokens):
+    with mock.patch.object(paged_kv_cache, "PAGE", tokens), mock.patch.object(paged_kv_cache, "PAGE", tokens):
         yield
 
 
 class PagedRunner(RememberingRunner):
     """`told_twice`: of a step's copies and releases being told once more, as after a launch that failed."""
 
-    def __init__(self, pool: SlotPool, max_len: int, chance: float = 0.0, told_twice: float = 0.0) -> None:
+    def __init__(self, pool: KvSlots, max_len: int, chance: float = 0.0, told_twice: float = 0.0) -> None:
         super().__init__(pool, chance)
-        shape = KVShape(num_layers=2, num_slots=len(pool.slots), max_len=max_len, num_kv_heads=1, head_dim=1)
+        shape = KvShape(num_layers=2, num_slots=len(pool.slots), max_len=max_len, num_kv_heads=1, head_dim=1)
         self.num_pages = pool.capacity_tokens // pool.tokens_per_page
-        self.cache = PagedKVCache(shape, torch.float64, self.num_pages, torch.device("cpu"))
+        self.cache = PagedKvCache(shape, torch.float64, self.num_pages, torch.device("cpu"))
         assert self.cache.tokens_per_page == pool.tokens_per_page
         self._told_twice, self._coin = told_twice, random.Random(1)
 
     def _carry(self, batch: Batch) -> None:
-        self.cache.carry(batch.copies, batch.released)
+        self.cache.apply_copies(batch.copies, batch.released)
         if self._coin.random() < self._told_twice:
-            self.cache.carry(batch.copies, batch.released)
+            self.cache.apply_copies(batch.copies, batch.released)
         held = self.num_pages - self.cache.num_free_pages
         assert held * self.pool.tokens_per_page <= self.pool.used_tokens, "more pages are held than are accounted for"
 
@@ -54,7 +57,7 @@ class PagedRunner(RememberingRunner):
             self.cache.write(layer, rows, key, -key)
         self.computed_tokens += batch.num_tokens
 
-    def _read(self, span: Span, marks: list[int]) -> None:
+    def _read(self, span: ScheduledSpan, marks: list[int]) -> None:
         page = self.pool.tokens_per_page
         at = torch.arange(span.end)
         rows = self.cache.tables[span.slot][at // page].long() * page + at % page

@@ -8,8 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from app.kernels.kv_rows import KVRows, kv_rows, token_bytes
-from app.kernels.paged import PAGE_TOKENS, PagedStep
+from app.kernels.attention.layout import (
+    KvRows,
+    token_bytes,
+    view_kv_rows,
+)
+from app.kernels.attention.paged import (
+    PAGE_TOKENS,
+    PagedStep,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +29,7 @@ class Shape:
 
 def made_step(
     shape: Shape, spans: Sequence[tuple[int, int]], num_decodes: int, device: torch.device
-) -> tuple[Tensor, KVRows, PagedStep]:
+) -> tuple[Tensor, KvRows, PagedStep]:
     """`spans`: of each sequence its queries in this step and its whole context. The query is a part of a wider product."""
     generator = torch.Generator().manual_seed(sum(17 * queries + length for queries, length in spans))
     most_pages = max(1, *(-(-length // PAGE_TOKENS) for _, length in spans))
@@ -32,7 +39,7 @@ def made_step(
     owners = torch.randperm(slots, generator=generator)[: len(spans)]
     rows = (slots * most_pages + 1) * PAGE_TOKENS
     memory = torch.zeros((rows, token_bytes(shape.kv_heads, shape.head_dim, shape.dtype)), dtype=torch.uint8)
-    kv = kv_rows(memory, shape.kv_heads, shape.head_dim, shape.dtype)
+    kv = view_kv_rows(memory, shape.kv_heads, shape.head_dim, shape.dtype)
     kv.keys.fill_(torch.nan)
     kv.values.fill_(torch.nan)
     for owner, (_, length) in zip(owners, spans, strict=True):
@@ -53,4 +60,4 @@ def made_step(
         max((queries for queries, _ in spans), default=1), max(length for _, length in spans),
         fresh=bool(prompts) and all(queries == length for queries, length in prompts),
     )  # fmt: skip
-    return query, kv_rows(there, shape.kv_heads, shape.head_dim, shape.dtype), step
+    return query, view_kv_rows(there, shape.kv_heads, shape.head_dim, shape.dtype), step

@@ -5,8 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from app.kernels.turn import Heads, turned_torch
-from app.models.context import AttentionSpec, StepContext
+from app.kernels.attention.context import (
+    AttentionSpec,
+    StepContext,
+)
+from app.kernels.attention.layout import QkvHeads
+from app.kernels.elementwise.rope import apply_rope_to_qkv_torch
 
 
 class PlainAttend:
@@ -16,8 +20,8 @@ class PlainAttend:
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
-    def __call__(self, layer: int, heads: Heads, spec: AttentionSpec) -> Tensor:
-        query, key, value = turned_torch(heads)
+    def __call__(self, layer: int, heads: QkvHeads, spec: AttentionSpec) -> Tensor:
+        query, key, value = apply_rope_to_qkv_torch(heads)
         none = key.new_zeros(0, *key.shape[1:])
         self.keys[layer] = torch.cat((self.keys.get(layer, none), key))
         self.values[layer] = torch.cat((self.values.get(layer, none), value))

@@ -6,11 +6,22 @@ from dataclasses import dataclass
 
 import torch
 
-from app.backends.base import AttentionRow, with_segments
+from app.backends.base import (
+    AttentionRow,
+    attention_row,
+)
 from app.backends.cpu import CpuBackend
-from app.kernels.attention import Row, Run, Step
-from app.kernels.kv_rows import KVRows, kv_rows, token_bytes
-from app.models.context import AttentionSpec
+from app.kernels.attention.attention import (
+    AttentionSequence,
+    AttentionStep,
+    KvSegment,
+)
+from app.kernels.attention.context import AttentionSpec
+from app.kernels.attention.layout import (
+    KvRows,
+    token_bytes,
+    view_kv_rows,
+)
 
 
 @dataclass(frozen=True)
@@ -27,15 +38,15 @@ class Batch:
     """Queries and one layer's keys and values, as a step has them."""
 
     query: torch.Tensor
-    kv: KVRows
-    rows: list[Row]
+    kv: KvRows
+    rows: list[AttentionSequence]
 
     @property
     def segments(self) -> list[AttentionRow]:
-        return [with_segments(row, self.kv) for row in self.rows]
+        return [attention_row(row, self.kv) for row in self.rows]
 
-    def step(self) -> Step:
-        step = Step()
+    def step(self) -> AttentionStep:
+        step = AttentionStep()
         step.fill(self.rows)
         return step
 
@@ -43,16 +54,16 @@ class Batch:
 def make_batch(shares: list[Share], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Batch:
     """Every run lies somewhere in the cache, rows of others before and behind it, which hold NaN."""
     generator = torch.Generator().manual_seed(sum(share.prefix * 7 + share.past * 3 + share.new for share in shares))
-    rows: list[Row] = []
+    rows: list[AttentionSequence] = []
     first = at = 1
     for share in shares:
         context = share.past + share.new
-        own = Run(at + share.prefix + 1, context, share.prefix)
-        runs = (Run(at, share.prefix, 0), own) if share.prefix else (own,)
-        rows.append(Row(first - 1, share.new, share.prefix + share.past, runs))
+        own = KvSegment(at + share.prefix + 1, context, share.prefix)
+        runs = (KvSegment(at, share.prefix, 0), own) if share.prefix else (own,)
+        rows.append(AttentionSequence(first - 1, share.new, share.prefix + share.past, runs))
         first, at = first + share.new, at + share.prefix + context + 2
     memory = torch.empty(at, token_bytes(kv_heads, head_dim, dtype), dtype=torch.uint8)
-    kv = kv_rows(memory, kv_heads, head_dim, dtype)
+    kv = view_kv_rows(memory, kv_heads, head_dim, dtype)
     kv.write(torch.arange(at), *torch.full((2, at, kv_heads, head_dim), torch.nan).unbind(0))
     for run in (run for row in rows for run in row.runs):
         key, value = torch.randn((2, run.num_tokens, kv_heads, head_dim), generator=generator).unbind(0)

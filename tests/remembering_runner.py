@@ -10,9 +10,14 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from app.engine.batch import Batch, Flight, Picked, Span
-from app.engine.sequence import Sequence
-from app.engine.slots import SlotPool
+from app.engine.scheduler.batch import (
+    Batch,
+    InFlightStep,
+    SampledTokens,
+    ScheduledSpan,
+)
+from app.engine.scheduler.kv_allocator import KvSlots
+from app.engine.scheduler.sequence import Sequence
 
 VOCABULARY = 7
 EOS = 0
@@ -47,16 +52,16 @@ def drawn(fingerprint: int, seed: int) -> int:
     return hash((fingerprint, seed)) % VOCABULARY
 
 
-def candidates(fingerprint: int, number: int) -> Picked:
+def candidates(fingerprint: int, number: int) -> SampledTokens:
     """The sampler of a beam."""
     best = sorted(enumerate(log_probabilities(fingerprint)), key=lambda pair: -pair[1])[:number]
-    return Picked(tuple(token for token, _ in best), tuple(logprob for _, logprob in best))
+    return SampledTokens(tuple(token for token, _ in best), tuple(logprob for _, logprob in best))
 
 
 @dataclass(frozen=True, slots=True)
 class Flown:
     batch: Batch
-    picked: list[Picked]
+    samples: list[SampledTokens]
 
 
 class RememberingRunner:
@@ -68,7 +73,7 @@ class RememberingRunner:
 
     model_seconds = 0.0
 
-    def __init__(self, pool: SlotPool, chance: float = 0.0) -> None:
+    def __init__(self, pool: KvSlots, chance: float = 0.0) -> None:
         self.pool = pool
         self.memory: dict[tuple[int, int], int] = {}
         self.broken = self.broken_late = False
@@ -76,13 +81,13 @@ class RememberingRunner:
         self.wants_late = False
         self.computed_tokens = 0
         self.batches: list[Batch] = []  # as they are launched
-        self.waited: list[Batch] = []
-        self._chance, self._dice = chance, random.Random(0)
+        self.wait_measured: list[Batch] = []
+        self._chance, self._rng = chance, random.Random(0)
 
-    def run(self, batch: Batch) -> list[Picked]:
+    def run(self, batch: Batch) -> list[SampledTokens]:
         return self.wait(self.launch(batch))
 
-    def launch(self, batch: Batch, after: Flight | None = None) -> Flight:
+    def launch(self, batch: Batch, after: InFlightStep | None = None) -> InFlightStep:
         assert batch.ahead == (after is not None)
         self.batches.append(batch)
         self._carry(batch)
@@ -98,21 +103,21 @@ class RememberingRunner:
         picked = [
             self._pick(span.sequence, marks[id(span)][position])
             for span in batch.spans
-            for position in range(span.end - span.num_picks, span.end)
+            for position in range(span.end - span.num_samples, span.end)
         ]
         return Flown(batch, picked)
 
-    def wait(self, flight: Flight) -> list[Picked]:
+    def wait(self, flight: InFlightStep) -> list[SampledTokens]:
         assert isinstance(flight, Flown)
         if self.broken_late:
             raise DeviceBroke
         if self.wants_late:
             self._want(flight.batch)
-        self.waited.append(flight.batch)
-        return flight.picked
+        self.wait_measured.append(flight.batch)
+        return flight.samples
 
-    def follows(self, batch: Batch) -> bool:
-        return self._dice.random() < self._chance
+    def can_run_ahead(self, batch: Batch) -> bool:
+        return self._rng.random() < self._chance
 
     def survives(self, error: Exception) -> bool:
         return isinstance(error, MemoryWanting)
@@ -140,7 +145,7 @@ class RememberingRunner:
                 self.memory[span.slot, position] = marks[id(span)][position]
         self.computed_tokens += batch.num_tokens
 
-    def _read(self, span: Span, marks: list[int]) -> None:
+    def _read(self, span: ScheduledSpan, marks: list[int]) -> None:
         for position in range(span.end):
             slot = span.prefix_slot if position < span.prefix_tokens else span.slot
             assert slot is not None
@@ -151,18 +156,18 @@ class RememberingRunner:
         pages = {(slot, position // page) for slot, position in self.memory}
         assert len(pages) * page <= self.pool.capacity_tokens, "more memory is touched than there is"
 
-    def _pick(self, sequence: Sequence, mark: int) -> Picked:
-        return candidates(mark, sequence.num_candidates) if sequence.is_beam else Picked((drawn(mark, sequence.seed),))
+    def _pick(self, sequence: Sequence, mark: int) -> SampledTokens:
+        return candidates(mark, sequence.num_candidates) if sequence.is_beam else SampledTokens((drawn(mark, sequence.seed),))
 
 
-def tokens_of(span: Span, after: Flight | None) -> list[int]:
+def tokens_of(span: ScheduledSpan, after: InFlightStep | None) -> list[int]:
     """Its own tokens up to where guesses begin: the last one is what the flight before it picks, where that is not told yet."""
     if after is None:
-        assert span.own_end <= len(span.sequence.token_ids)
-        return span.sequence.token_ids[: span.own_end]
+        assert span.known_end <= len(span.sequence.token_ids)
+        return span.sequence.token_ids[: span.known_end]
     assert isinstance(after, Flown) and not span.draft_ids
     assert span.num_tokens == 1 and span.start == len(span.sequence.token_ids), "one token, which nobody knows"
     (row,) = [row for row, before in enumerate(after.batch.spans) if before.sequence is span.sequence]
     before = after.batch.spans[row]
     assert (before.end, before.slot, before.prefix_slot) == (span.start, span.slot, span.prefix_slot)
-    return [*span.sequence.token_ids, after.picked[row].token_ids[0]]
+    return [*span.sequence.token_ids, after.samples[row].token_ids[0]]

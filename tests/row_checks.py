@@ -7,7 +7,13 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.kernels.activations import Activations, Quantised, plain, quantise_torch, unpacked
+from app.kernels.linear.activations import (
+    Activations,
+    QuantisedActivations,
+    quantise_torch,
+    unpack_tiles,
+    unquantised,
+)
 from native_levels import levels
 
 LEVELS = levels()
@@ -36,10 +42,10 @@ def check(found: Activations, meant: Tensor, group: int | None) -> None:
     """meant: fp32. Codes may be one off, as the values may differ in their last bit."""
     if group is None:
         # GELU in fp64 loses 2^-53 of 1 + erf, times a gate and an up of some ten thousand.
-        torch.testing.assert_close(plain(found), meant.bfloat16(), rtol=2**-7, atol=1e-10, equal_nan=True)
+        torch.testing.assert_close(unquantised(found), meant.bfloat16(), rtol=2**-7, atol=1e-10, equal_nan=True)
         return
-    assert isinstance(found, Quantised)
-    codes, scales = unpacked(found)
+    assert isinstance(found, QuantisedActivations)
+    codes, scales = unpack_tiles(found)
     expected_codes, expected_scales = quantise_torch(meant, group)
     torch.testing.assert_close(scales, expected_scales, rtol=2e-5, atol=1e-37, equal_nan=True)
     assert (codes.int() - expected_codes.int()).abs().max() <= 1
@@ -47,15 +53,15 @@ def check(found: Activations, meant: Tensor, group: int | None) -> None:
     assert not codes.flatten(1)[:, found.size :].any()
 
 
-def sums_of(x: Quantised) -> Tensor:
+def sums_of(x: QuantisedActivations) -> Tensor:
     """Int32 [rows, groups], out of their tiles, where they lie as scales do."""
-    swapped = Quantised(x.codes, x.sums.view(torch.float32), x.sums, x.rows, x.size, x.group, x.height)
-    return unpacked(swapped)[1].view(torch.int32)
+    swapped = QuantisedActivations(x.codes, x.sums.view(torch.float32), x.sums, x.rows, x.size, x.group, x.height)
+    return unpack_tiles(swapped)[1].view(torch.int32)
 
 
 def bits(x: Activations) -> list[Tensor]:
     """Everything that a row says, [rows, ...]."""
-    if not isinstance(x, Quantised):
+    if not isinstance(x, QuantisedActivations):
         return [x.view(torch.int16)]
-    codes, scales = unpacked(x)
+    codes, scales = unpack_tiles(x)
     return [codes, scales.view(torch.int32), sums_of(x)]

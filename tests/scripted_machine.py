@@ -26,12 +26,12 @@ class ScriptedMachine:
 
     kind: str = "decoder"
     context: int = 256
-    places: int = 2
+    addresses: int = 2
     version: str = "1.2.3"
     architecture: str = "arm64"
     outputs: tuple[str, ...] = ("embedding",)
     on_request: Callable[[int], None] = lambda number: None
-    refuse: Callable[[int], bool] = lambda number: False
+    send_error: Callable[[int], bool] = lambda number: False
     has_steps: bool = True
     calibration: Any = field(default_factory=lambda: {"measurements": {"fallback": ""}})
     speed: Any = None
@@ -44,7 +44,7 @@ class ScriptedMachine:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def info(self) -> dict[str, Any]:
-        plan = {"max_model_len": self.context, "max_running_seqs": self.places, "precision": "int4"}
+        plan = {"max_model_len": self.context, "max_running_seqs": self.addresses, "precision": "int4"}
         return {
             "version": self.version,
             "model": {"name": "tiny", "kind": self.kind, "num_parameters": 1000},
@@ -80,7 +80,7 @@ class ScriptedMachine:
         if path == "/tokenize":
             return 200, {"token_ids": list(range(40))}
         rows = texts[0]["shape"][0] if path.endswith("/infer") else len(texts)
-        if self.refuse(rows):
+        if self.send_error(rows):
             return 400, {"error": {"message": f"{rows} are too many"}}
         usage = {"prompt_tokens": sum(len(text.split()) + WORD_TOKENS for text in texts if isinstance(text, str))}
         if path == "/embed":
@@ -153,14 +153,14 @@ class _Answers(BaseHTTPRequestHandler):
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         for number in range(body["max_tokens"]):
-            self._chunk(b'data: {"text": "a", "token_ids": [5]}\n\n')
+            self._prefill_budget(b'data: {"text": "a", "token_ids": [5]}\n\n')
             if number % 32 == 0:
                 time.sleep(PACE_SECONDS)
         usage = {"prompt_tokens": len(body["token_ids"]), "completion_tokens": body["max_tokens"]}
-        self._chunk(f"data: {json.dumps({'text': '', 'token_ids': [], 'usage': usage})}\n\n".encode())
-        self._chunk(b"")
+        self._prefill_budget(f"data: {json.dumps({'text': '', 'token_ids': [], 'usage': usage})}\n\n".encode())
+        self._prefill_budget(b"")
 
-    def _chunk(self, content: bytes) -> None:
+    def _prefill_budget(self, content: bytes) -> None:
         self.wfile.write(b"%x\r\n%b\r\n" % (len(content), content))
 
 

@@ -32,8 +32,8 @@ class ScriptedPeer:
     hold: int = 0
     num_asking: int = 1
     embeds: str = "openai"
-    takes: list[Body] | None = None  # the inputs of a model that is asked for rows
-    gives: Callable[[int], Any] = lambda rows: {"outputs": [{"name": "score", "datatype": "FP32", "shape": [rows, 1]}]}
+    activation_group: list[Body] | None = None  # the inputs of a model that is asked for rows
+    output_indices: Callable[[int], Any] = lambda rows: {"outputs": [{"name": "score", "datatype": "FP32", "shape": [rows, 1]}]}
     on_request: Callable[[int], None] = lambda number: None
     url: str = ""
     bodies: list[Body] = field(default_factory=list)
@@ -65,8 +65,8 @@ class ScriptedPeer:
             return self._plain(writer, 200, {"data": [{"id": "peer"}]})
         if path == "/tokenize" and self.token_ids:
             return self._plain(writer, 200, {"tokens": list(range(50))})
-        if self.takes is not None and path.startswith("/v2/models/peer"):
-            return await self._infer(writer, body) if body else self._plain(writer, 200, {"inputs": self.takes})
+        if self.activation_group is not None and path.startswith("/v2/models/peer"):
+            return await self._infer(writer, body) if body else self._plain(writer, 200, {"inputs": self.activation_group})
         if path in ("/v1/embeddings", "/embed", "/v2/models/peer/infer"):
             return await self._embed(writer, body)
         if path != "/v1/completions" or not (self.token_ids or isinstance(body["prompt"], str)):
@@ -112,7 +112,7 @@ class ScriptedPeer:
         fault = await self._taken(body)
         if fault == "429":
             return self._plain(writer, 429, {"error": "too many"}, "Retry-After: 0\r\n")
-        return self._plain(writer, 200, self.gives(body["inputs"][0]["shape"][0]))
+        return self._plain(writer, 200, self.output_indices(body["inputs"][0]["shape"][0]))
 
     async def _complete(self, writer: asyncio.StreamWriter, body: Body) -> bool:
         fault = await self._taken(body)

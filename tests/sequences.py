@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from app.engine.batch import RowToPick
-from app.engine.sequence import Sequence
+from app.engine.scheduler.batch import LogitRow
+from app.engine.scheduler.sequence import Sequence
 
 
-def rows_of(sequences: list[Sequence]) -> list[RowToPick]:
-    return [RowToPick(one, len(one.token_ids)) for one in sequences]
+def rows_of(sequences: list[Sequence]) -> list[LogitRow]:
+    return [LogitRow(one, len(one.token_ids)) for one in sequences]

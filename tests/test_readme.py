@@ -7,13 +7,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from app.arguments import BENCHES
-from app.bench.server import serving
+from app.bench.http.server import running_server
+from app.cli.parser import BENCHES
 
 ADDRESS = "http://127.0.0.1:8000"
 
@@ -30,9 +29,9 @@ async def test_every_example_runs_against_the_demo(root: Path) -> None:
     chats, natives, texts = blocks(root, "bash")
     (client_code,) = blocks(root, "python")
     examples = [("bash", "-ec", chats), ("bash", "-ec", natives), (sys.executable, "-c", client_code)]
-    async with serving(None, ("--threads=1",)) as server:
+    async with running_server(None, ("--threads=1",)) as server:
         chat, native, client = [run(*command, block.replace(ADDRESS, server.url)) for *command, block in examples]
-    async with serving(None, ("--threads=1", "--model=bert")) as server:
+    async with running_server(None, ("--threads=1", "--model=bert")) as server:
         told = run("bash", "-ec", texts.replace(ADDRESS, server.url))
     decode = json.JSONDecoder().raw_decode
     vectors, end = decode(told)
@@ -80,40 +79,3 @@ def test_every_link_leads_somewhere(root: Path) -> None:
     for path in (root / "README.md", root / "CONTRIBUTING.md", *(root / "docs").glob("*.md")):
         for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8")):
             assert (path.parent / target).exists(), f"{path.name} points to {target}"
-
-
-def test_the_tree_names_every_file_once(root: Path) -> None:
-    assert sorted(named_in(root)) == sorted(files_in(root))
-
-
-FOLDERS = ("app/kernels/csrc/", "app/demo/llama/", "app/demo/bert/")
-
-
-def files_in(root: Path) -> Iterator[str]:
-    """Files of app/ but packages' own and what is built; the C sources and the demos stand as folders."""
-    for path in (root / "app").rglob("*"):
-        name = path.relative_to(root).as_posix()
-        if "__pycache__" in name or path.name.startswith("libarmature.") or path.name == "__init__.py" or not path.is_file():
-            continue
-        if not name.startswith(FOLDERS):
-            yield name
-    yield from FOLDERS
-
-
-def named_in(root: Path) -> Iterator[str]:
-    """Paths that the tree draws; each has a phrase."""
-    text = (root / "docs" / "tree.md").read_text(encoding="utf-8")
-    (tree,) = re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    folders: list[str] = []
-    for line in tree.splitlines()[1:]:
-        found = re.match(r"((?:│   )*)[├└]── (\S+)\s+(\S.*)", line)
-        assert found is not None, f"no phrase: {line}"
-        depth, name = len(found[1]) // 4, found[2]
-        folders = folders[:depth]
-        path = "".join(["app/", *folders, name])
-        if not name.endswith("/"):
-            yield path
-        else:
-            folders.append(name)
-            if path in FOLDERS:
-                yield path

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.kernels import device_int4
-from app.kernels.layout import DEVICE_GROUP
+from app.kernels.linear import device_int4
+from app.kernels.linear.layout import DEVICE_GROUP
 
 
 class TiledCodes:
@@ -53,18 +53,18 @@ class TiledCodes:
 def tiled(monkeypatch: pytest.MonkeyPatch) -> TiledCodes:
     """In place of the operators, and nothing learnt yet or afterwards."""
     codes = TiledCodes()
-    monkeypatch.setattr(device_int4, "pack_digits", codes.pack)
+    monkeypatch.setattr(device_int4, "pack_code_pairs", codes.pack)
     monkeypatch.setattr(device_int4, "multiply_packed", codes.multiply)
     monkeypatch.setattr(device_int4, "shared_scratch", fresh_scratch())
     return codes
 
 
-def fresh_scratch() -> Callable[[torch.device, torch.dtype], device_int4.Scratch]:
+def fresh_scratch() -> Callable[[torch.device, torch.dtype], device_int4.DequantiseScratch]:
     """In place of `shared_scratch`: shared within one test."""
-    make = device_int4.Scratch
-    made: dict[object, device_int4.Scratch] = {}
+    make = device_int4.DequantiseScratch
+    made: dict[object, device_int4.DequantiseScratch] = {}
 
-    def shared(device: torch.device, dtype: torch.dtype) -> device_int4.Scratch:
+    def shared(device: torch.device, dtype: torch.dtype) -> device_int4.DequantiseScratch:
         return made.setdefault((device, dtype), make(device, dtype))
 
     return shared

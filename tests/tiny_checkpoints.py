@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from app.models.config import ModelConfig
-from app.models.shapes import tensors_of
+from app.models.decoders.config import ModelConfig
+from app.models.decoders.shapes import tensors_of
 
 BOS, EOS, USER, ASSISTANT = "<s>", "</s>", "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = (BOS, EOS, USER, ASSISTANT)  # ids 0 to 3

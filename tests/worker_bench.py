@@ -5,9 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from app.engine.worker import Callbacks, Engine, Worker
-from app.measured import Snapshot, StepStats
-from app.messages import Event, Generate, SamplingParams
+from app.engine.worker import (
+    Callbacks,
+    Engine,
+    Worker,
+)
+from app.messages import (
+    Event,
+    Generate,
+    SamplingParams,
+)
+from app.metrics.stats import (
+    EngineSnapshot,
+    StepStats,
+)
 from engine_simulation import Simulation
 
 PATIENCE_SECONDS = 10.0  # a hang becomes a red test
@@ -19,7 +30,7 @@ class Bench:
     def __init__(self, build: Callable[[Callable[[str], None]], Engine] | None = None, fatal: bool = False) -> None:
         self.sim = Simulation()
         self.events: SimpleQueue[list[Event]] = SimpleQueue()
-        self.steps: SimpleQueue[tuple[StepStats, Snapshot]] = SimpleQueue()
+        self.steps: SimpleQueue[tuple[StepStats, EngineSnapshot]] = SimpleQueue()
         self.fatal: SimpleQueue[BaseException] = SimpleQueue()
         callbacks = Callbacks(
             on_events=self.events.put,

@@ -15,7 +15,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from app.kernels.ceilings import ReadCeiling
+from app.kernels.ceilings import ReadBandwidthProbe
 
 ROUNDS = 15
 # Four sums at once, so that no addition waits for the one before it; the compiler makes vectors of it.
@@ -46,7 +46,7 @@ def compiled(folder: Path) -> ctypes.CDLL:
 def main() -> int:
     """Prints both medians and the ratio."""
     threads = int(sys.argv[1]) if len(sys.argv) > 1 else os.cpu_count() or 1
-    ceiling = ReadCeiling(threads)
+    ceiling = ReadBandwidthProbe(threads)
     ours: list[float] = []
     loop: list[float] = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(threads) as pool:

@@ -15,13 +15,24 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 
-from app.bench.loops import Bounds
-from app.bench.prompts import prompts_for, served_model
-from app.bench.stats import percentile
-from app.bench.tally import first_token_seconds
-from app.bench.traffic import Run, Traffic, Wanted
-from app.bench.wire import Wire, event_loop
-from app.bench.workload import Lengths, poisson
+from app.bench.console import percentile
+from app.bench.http.loops import RunLimits
+from app.bench.http.tally import (
+    GenerateRun,
+    GenerateTraffic,
+    GenerateWorkload,
+    first_served_model,
+    first_token_seconds,
+    prompts_for,
+)
+from app.bench.http.wire import (
+    HttpClient,
+    event_loop,
+)
+from app.bench.http.workload import (
+    UniformLengths,
+    poisson_arrivals,
+)
 from tools.compare_http import say
 from tools.peers.nginx import Rule, before
 from tools.peers.quota import Quota
@@ -60,10 +71,10 @@ class Row:
     shares: tuple[float, ...]
 
     @classmethod
-    def of(cls, load: Load, rule: str, run: Run, answers: Sequence[float]) -> Row:
+    def of(cls, load: Load, rule: str, run: GenerateRun, answers: Sequence[float]) -> Row:
         """`answers`: of each server. The speed is that of all tokens over the time that requests came."""
         first = [first_token_seconds(each) for each in run.answered]
-        whole = [each.stream.pieces[-1][0] - each.intended for each in run.answered]
+        whole = [each.stream.chunks[-1][0] - each.intended for each in run.answered]
         refused = run.failures["status 429"]
         return cls(
             load=str(load),
@@ -142,8 +153,8 @@ async def _server(arguments: argparse.Namespace, quota: float, stack: ExitStack)
 
 
 async def _capacity(side: ServerSide, arguments: argparse.Namespace) -> float:
-    with closing(Wire(side.url)) as wire:
-        metrics = (await wire.get("/metrics")).checked("/metrics").body.decode()
+    with closing(HttpClient(side.url)) as wire:
+        metrics = (await wire.get("/metrics")).raise_for_status("/metrics").body.decode()
         told = requests_per_second(metrics, arguments.prompt_tokens, arguments.max_tokens)
         if told is None:
             reason = (await wire.get("/info")).json()["plan"]["calibrate"]["reason"]
@@ -155,11 +166,11 @@ async def _rows(
     arguments: argparse.Namespace, urls: Mapping[str, str], sides: Sequence[ServerSide], capacity: float
 ) -> list[Row]:
     loads = [Load(part=part) for part in arguments.loads] + [Load(clients=count) for count in arguments.clients]
-    wanted = Wanted(_about(arguments.prompt_tokens), _about(arguments.max_tokens))
+    wanted = GenerateWorkload(_about(arguments.prompt_tokens), _about(arguments.max_tokens))
     rows = []
     for load in loads:
         for name, url in urls.items():
-            with closing(Wire(url)) as wire:
+            with closing(HttpClient(url)) as wire:
                 traffic = await _traffic(wire, wanted)
                 await traffic.warm_up(WARM_UP_REQUESTS)
                 then = await _answers(sides)
@@ -172,26 +183,26 @@ async def _rows(
     return rows
 
 
-def _about(tokens: int) -> Lengths:
+def _about(tokens: int) -> UniformLengths:
     """From half to one and a half times as many, so that requests do not march in step."""
-    return Lengths(max(1, tokens // 2), tokens + tokens // 2)
+    return UniformLengths(max(1, tokens // 2), tokens + tokens // 2)
 
 
-async def _traffic(wire: Wire, wanted: Wanted) -> Traffic:
-    model = await served_model(wire)
+async def _traffic(wire: HttpClient, wanted: GenerateWorkload) -> GenerateTraffic:
+    model = await first_served_model(wire)
     deck, _ = await prompts_for(wire, COMPLETIONS, model, wanted.seed)
-    return Traffic(wire, COMPLETIONS, model, deck, wanted)
+    return GenerateTraffic(wire, COMPLETIONS, model, deck, wanted)
 
 
-async def _one(load: Load, traffic: Traffic, capacity: float, seconds: float) -> Run:
-    run = Run()
+async def _one(load: Load, traffic: GenerateTraffic, capacity: float, seconds: float) -> GenerateRun:
+    run = GenerateRun()
     try:
         async with asyncio.timeout(seconds + DRAIN_SECONDS):
             if load.clients:
-                await traffic.clients(run, load.clients, Bounds(seconds=seconds))
+                await traffic.run_closed_loop(run, load.clients, RunLimits(seconds=seconds))
             else:
                 assert load.part, "a load is one of both"
-                await traffic.arrivals(run, poisson(load.part * capacity, seed=1), Bounds(seconds=seconds))
+                await traffic.run_open_loop(run, poisson_arrivals(load.part * capacity, seed=1), RunLimits(seconds=seconds))
     except TimeoutError:
         raise SystemExit(f"{load}: requests have not ended {DRAIN_SECONDS:g} s after the last one came; ask for less") from None
     return run
@@ -201,7 +212,7 @@ async def _answers(sides: Sequence[ServerSide]) -> list[float]:
     """Completions that each server has ended so far."""
     counts = []
     for side in sides:
-        with closing(Wire(side.url)) as wire:
+        with closing(HttpClient(side.url)) as wire:
             counts.append(completed((await wire.get("/metrics")).body.decode()))
     return counts
 

@@ -20,15 +20,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from app.bench.embed_dialects import EMBED_DIALECTS
-from app.bench.embed_traffic import Embedded, EmbedTraffic, Texts, posted
-from app.bench.embedding import num_texts, num_tokens
-from app.bench.loops import Bounds, Stretch
-from app.bench.prompts import served_model
-from app.bench.rates import rate
-from app.bench.stats import percentile
-from app.bench.wire import Wire, event_loop
-from app.bench.workload import LogNormal, TextDeck, poisson
+from app.bench.console import percentile
+from app.bench.http.dialects import EMBED_DIALECTS
+from app.bench.http.embed import (
+    EmbedTiming,
+    EmbedTraffic,
+    EmbedWorkload,
+    num_texts,
+    num_tokens,
+    send_texts,
+)
+from app.bench.http.loops import (
+    LoadRun,
+    RunLimits,
+    units_per_second,
+)
+from app.bench.http.tally import first_served_model
+from app.bench.http.wire import (
+    HttpClient,
+    event_loop,
+)
+from app.bench.http.workload import (
+    LogNormalLengths,
+    TextPrompts,
+    poisson_arrivals,
+)
 from tools.compare_http import ratio, say
 from tools.peers.servers import ServerSide, ServerSpec
 
@@ -45,7 +61,7 @@ class Job:
     clients: int
     rounds: int
     seconds: float
-    texts: Texts
+    texts: EmbedWorkload
 
 
 @dataclass(slots=True)
@@ -59,9 +75,9 @@ class Measured:
     cores: list[float] = field(default_factory=list)
     client_cores: list[float] = field(default_factory=list)
 
-    def add(self, busy: Stretch[Embedded], calm: Stretch[Embedded], cpu_seconds: float) -> None:
-        self.samples.append(rate(busy, True, num_texts))
-        self.tokens.append(rate(busy, True, num_tokens))
+    def add(self, busy: LoadRun[EmbedTiming], calm: LoadRun[EmbedTiming], cpu_seconds: float) -> None:
+        self.samples.append(units_per_second(busy, True, num_texts))
+        self.tokens.append(units_per_second(busy, True, num_tokens))
         self.latencies += [each.ended - each.intended for each in busy.answered]
         self.calm += [each.ended - each.intended for each in calm.answered]
         self.cores.append(cpu_seconds / (busy.ended - busy.started))
@@ -81,7 +97,7 @@ def main() -> int:
     """Progress goes to stderr; then come a table and, as the last line, JSON. Ctrl-C keeps the rounds that are whole."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that servers end too
     arguments = _arguments()
-    texts = Texts(arguments.texts, LogNormal(*arguments.lengths))
+    texts = EmbedWorkload(arguments.texts, LogNormalLengths(*arguments.lengths))
     job = Job(list(_specs(arguments)), arguments.clients, arguments.rounds, arguments.seconds, texts)
     found: Found = {spec.name: Measured() for spec in job.specs}
     complete = True
@@ -159,10 +175,10 @@ async def _measured(job: Job, found: Found) -> None:
         for spec in job.specs:
             side = ServerSide(spec)
             stack.callback(side.end)
-            seconds = await side.first_answer(lambda wire, model: posted(wire, OPENAI, model, ["once upon a time"]))
-            wire = stack.enter_context(closing(Wire(side.url)))
-            deck = TextDeck(1.0, TOKENS_AROUND, job.texts.seed)
-            traffic = EmbedTraffic(wire, OPENAI, await served_model(wire), deck, job.texts)
+            seconds = await side.first_answer(lambda wire, model: send_texts(wire, OPENAI, model, ["once upon a time"]))
+            wire = stack.enter_context(closing(HttpClient(side.url)))
+            deck = TextPrompts(1.0, TOKENS_AROUND, job.texts.seed)
+            traffic = EmbedTraffic(wire, OPENAI, await first_served_model(wire), deck, job.texts)
             side.halt()
             sides.append((side, traffic))
             say(f"{spec.name}: first answer after {seconds:.1f} s")
@@ -178,19 +194,21 @@ async def _round(number: int, job: Job, sides: list[tuple[ServerSide, EmbedTraff
         with side.awake():
             await traffic.warm_up(WARM_UP_REQUESTS)
             before = side.cpu_seconds()
-            busy: Stretch[Embedded] = Stretch()
-            await traffic.clients(busy, job.clients, Bounds(seconds=job.seconds))
-            runs.append((side.spec.name, busy, calm := Stretch[Embedded](), side.cpu_seconds() - before))
+            busy: LoadRun[EmbedTiming] = LoadRun()
+            await traffic.run_closed_loop(busy, job.clients, RunLimits(seconds=job.seconds))
+            runs.append((side.spec.name, busy, calm := LoadRun[EmbedTiming](), side.cpu_seconds() - before))
             _check(side, busy)
             half = len(busy.answered) / (busy.ended - busy.started) / 2
-            await traffic.arrivals(calm, poisson(half, number), Bounds(num_requests=max(FEWEST, round(half * job.seconds))))
+            await traffic.run_open_loop(
+                calm, poisson_arrivals(half, number), RunLimits(num_requests=max(FEWEST, round(half * job.seconds)))
+            )
             _check(side, calm)
-        say(f"round {number + 1}: {side.spec.name} {rate(busy, True, num_texts):.0f} texts/s")
+        say(f"round {number + 1}: {side.spec.name} {units_per_second(busy, True, num_texts):.0f} texts/s")
     for name, busy, calm, cpu_seconds in runs:
         found[name].add(busy, calm, cpu_seconds)
 
 
-def _check(side: ServerSide, run: Stretch[Embedded]) -> None:
+def _check(side: ServerSide, run: LoadRun[EmbedTiming]) -> None:
     """A figure without a request that failed would be another's."""
     if run.failures or not run.answered:
         raise SystemExit(

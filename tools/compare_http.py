@@ -17,11 +17,20 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.bench.stats import percentile
-from app.bench.tally import first_token_seconds, overall_rate, steady_rate
-from app.bench.traffic import Run, Traffic, Wanted
-from app.bench.wire import Wire, event_loop
-from app.bench.workload import Lengths
+from app.bench.console import percentile
+from app.bench.http.tally import (
+    GenerateRun,
+    GenerateTraffic,
+    GenerateWorkload,
+    first_token_seconds,
+    overall_rate,
+    steady_rate,
+)
+from app.bench.http.wire import (
+    HttpClient,
+    event_loop,
+)
+from app.bench.http.workload import UniformLengths
 from tools.peers.servers import ServerSide, ServerSpec, one_run, traffic_to
 
 WARM_UP_TOKENS = 16
@@ -36,7 +45,7 @@ class Job:
     clients: Sequence[int]
     rounds: int
     requests_each: int
-    wanted: Wanted
+    wanted: GenerateWorkload
 
 
 @dataclass(slots=True)
@@ -51,7 +60,7 @@ class Measured:
     server_cpu: list[float] = field(default_factory=list)  # cores
     client_cpu: list[float] = field(default_factory=list)
 
-    def add(self, run: Run, cpu_seconds: float) -> None:
+    def add(self, run: GenerateRun, cpu_seconds: float) -> None:
         streams: dict[int, list[Any]] = {}
         for answered in run.answered:
             streams.setdefault(answered.client, []).append(answered.stream)
@@ -83,9 +92,9 @@ Found = dict[int, dict[str, Measured]]  # by clients and server
 
 def _steady(clients: Sequence[Sequence[Any]]) -> tuple[float, float]:
     """Tokens a second while all have a stream, and the share of the first-ended one's time that this was; 0 and 0 where it never was."""
-    begin = max(streams[0].pieces[0][0] for streams in clients)
-    end = min(streams[-1].pieces[-1][0] for streams in clients)
-    whole = end - min(streams[0].pieces[0][0] for streams in clients)
+    begin = max(streams[0].chunks[0][0] for streams in clients)
+    end = min(streams[-1].chunks[-1][0] for streams in clients)
+    whole = end - min(streams[0].chunks[0][0] for streams in clients)
     rate = steady_rate(clients)
     return (0.0, 0.0) if rate is None else (rate, (end - begin) / whole)
 
@@ -93,8 +102,11 @@ def _steady(clients: Sequence[Sequence[Any]]) -> tuple[float, float]:
 def main() -> int:
     """Progress goes to stderr; then come a table and, as the last line, JSON. Ctrl-C keeps the rounds that are whole."""
     arguments = _arguments()
-    lengths = Lengths(arguments.prompt_tokens, arguments.prompt_tokens), Lengths(arguments.max_tokens, arguments.max_tokens)
-    job = Job(arguments.server, arguments.clients, arguments.rounds, arguments.requests, Wanted(*lengths))
+    lengths = (
+        UniformLengths(arguments.prompt_tokens, arguments.prompt_tokens),
+        UniformLengths(arguments.max_tokens, arguments.max_tokens),
+    )
+    job = Job(arguments.server, arguments.clients, arguments.rounds, arguments.requests, GenerateWorkload(*lengths))
     return run_and_report(job)
 
 
@@ -150,12 +162,12 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 async def _measured(job: Job, found: Found) -> None:
     with ExitStack() as stack:
-        sides: list[tuple[ServerSide, Traffic]] = []
+        sides: list[tuple[ServerSide, GenerateTraffic]] = []
         for spec in job.specs:
             side = ServerSide(spec)
             stack.callback(side.end)
             seconds = await side.first_answer()
-            traffic, words = await traffic_to(side, job.wanted, stack.enter_context(closing(Wire(side.url))))
+            traffic, words = await traffic_to(side, job.wanted, stack.enter_context(closing(HttpClient(side.url))))
             side.halt()
             sides.append((side, traffic))
             say(f"{spec.name}: first answer after {seconds:.1f} s; prompts are {words}")
@@ -163,10 +175,10 @@ async def _measured(job: Job, found: Found) -> None:
             await _round(number, job, sides, found)
 
 
-async def _round(number: int, job: Job, sides: list[tuple[ServerSide, Traffic]], found: Found) -> None:
+async def _round(number: int, job: Job, sides: list[tuple[ServerSide, GenerateTraffic]], found: Found) -> None:
     """Who begins changes from round to round: a machine's drift must not fall on one server. Kept only once it is whole."""
     first = number % len(sides)
-    runs: list[tuple[int, str, Run, float]] = []
+    runs: list[tuple[int, str, GenerateRun, float]] = []
     for clients in job.clients:
         for side, traffic in sides[first:] + sides[:first]:
             with side.awake():

@@ -18,12 +18,21 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from app.bench.workload import LogNormal
-from app.engine.encode_runner import EncodeRunner
-from app.engine.lanes import Lanes
-from app.engine.texts import Encoding, TextSpan
-from app.messages import Encode, Text
-from app.preparation import Prepared, prepare
+from app.bench.http.workload import LogNormalLengths
+from app.engine.encoder.batching import (
+    EncodeState,
+    TextSpan,
+)
+from app.engine.encoder.cpu_runner import EncoderRunner
+from app.engine.encoder.sharding import LanePlanner
+from app.messages import (
+    Encode,
+    Text,
+)
+from app.server.prepare import (
+    Prepared,
+    prepare,
+)
 from app.settings import Settings
 
 TOGETHER = "division"
@@ -57,27 +66,27 @@ def main() -> None:
     )
     prepared = prepare(settings)
     os.environ.update(prepared.plan.environment())
-    ways = {name: way(name) for name in asked.ways.split(",")}
+    ways = {name: way(name) for name in asked.plans.split(",")}
     runner = built(prepared)
-    with neighbour(asked.beside / 1e3):
+    with neighbour(asked.remaining_after / 1e3):
         for name in asked.steps.split(","):
             spans = list(steps(name))
             taken = turns(runner, spans, ways, asked.seconds)
             print(f"{name:>12}", "   ".join(told(each, taken[TOGETHER], key) for key, each in taken.items()), flush=True)
 
 
-def way(name: str) -> Lanes:
+def way(name: str) -> LanePlanner:
     """Lanes of so many tokens at least, at most so many a thread."""
     least, _, most = ("2097152", "", "1") if name == TOGETHER else name.partition("x")
-    return Lanes(least_tokens=int(least), most_a_thread=int(most))
+    return LanePlanner(min_lane_tokens=int(least), max_lanes_per_thread=int(most))
 
 
-def built(prepared: Prepared) -> EncodeRunner:
+def built(prepared: Prepared) -> EncoderRunner:
     """As serving has it."""
-    from app.engine.build_encoder import build_encoder
-    from app.weights.opening import checkpoint_of
+    from app.engine.encoder.build import build_encoder_engine
+    from app.weights.open import require_checkpoint
 
-    runner = build_encoder(checkpoint_of(prepared.checkpoint), prepared.plan, lambda stage: None).runner
+    runner = build_encoder_engine(require_checkpoint(prepared.checkpoint), prepared.plan, lambda stage: None).runner
     if runner.replay.reason:
         sys.exit(f"steps are eager, so there are no lanes: {runner.replay.reason}")
     return runner
@@ -91,7 +100,7 @@ def steps(name: str) -> Iterator[list[TextSpan]]:
         for _ in range(20):
             lengths: list[int] = []
             while sum(lengths) < int(tokens):
-                lengths.append(min(LogNormal(40, 512).draw(drawn), int(tokens) - sum(lengths)))
+                lengths.append(min(LogNormalLengths(40, 512).draw(drawn), int(tokens) - sum(lengths)))
             yield spans_of(lengths)
     else:
         texts, _, length = name.partition("x")
@@ -100,18 +109,18 @@ def steps(name: str) -> Iterator[list[TextSpan]]:
 
 def spans_of(lengths: Sequence[int]) -> list[TextSpan]:
     texts = tuple(Text(tuple(100 + at for at in range(length))) for length in lengths)
-    return Encoding.of(Encode("lanes", texts, ("embedding",), arrived_at=0.0)).spans()
+    return EncodeState.from_message(Encode("lanes", texts, ("embedding",), arrived_at=0.0)).spans()
 
 
 def turns(
-    runner: EncodeRunner, spans: Sequence[list[TextSpan]], ways: dict[str, Lanes], seconds: float
+    runner: EncoderRunner, spans: Sequence[list[TextSpan]], ways: dict[str, LanePlanner], seconds: float
 ) -> dict[str, list[float]]:
     """Seconds of each way: one for each turn through all these steps."""
     taken: dict[str, list[float]] = {name: [] for name in ways}
     ends = time.perf_counter() + seconds
     while time.perf_counter() < ends or len(taken[TOGETHER]) < 3:
         for name, lanes in ways.items():
-            runner.replay.lanes = lanes
+            runner.replay.planner = lanes
             inside = 0.0
             for step in spans:
                 runner.run(step)

@@ -18,11 +18,17 @@ import torch
 
 modules.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from app.kernels.activate import activate
-from app.kernels.activations import quantise
-from app.kernels.int_panels import IntPacking, IntPanels
-from app.kernels.linear import FORMS, Activating
-from app.kernels.native import native
+from app.kernels.elementwise.activations import activate
+from app.kernels.linear.activations import quantise
+from app.kernels.linear.int_panels import (
+    IntPanelFactory,
+    IntPanelLinear,
+)
+from app.kernels.linear.linear import (
+    FORMS,
+    ActivatingForm,
+)
+from app.kernels.native.library import native_library
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Product = Callable[[], object]
@@ -34,18 +40,18 @@ def products(outputs: int, inputs: int, rows: int) -> dict[str, tuple[Product, P
     for dtype_name, dtype in DTYPES.items():
         weight, x = torch.randn(outputs, inputs).to(dtype), torch.randn(rows, inputs).to(dtype)
         for name in ("onednn", "panels"):
-            if FORMS[name].suits(outputs, inputs, dtype):
+            if FORMS[name].supports(outputs, inputs, dtype):
                 found[f"{name} {dtype_name}"] = pair(FORMS[name].pack(weight, None), x)
-    packing = IntPacking(8, None)
-    if packing.suits(outputs, inputs, torch.bfloat16):
-        form: IntPanels = packing.pack(torch.randn(outputs, inputs), None)
+    packing = IntPanelFactory(8, None)
+    if packing.supports(outputs, inputs, torch.bfloat16):
+        form: IntPanelLinear = packing.pack(torch.randn(outputs, inputs), None)
         found["int8"] = pair(form, quantise(torch.randn(rows, inputs).bfloat16(), form.group))
     return found
 
 
 def pair(form: object, x: object) -> tuple[Product, Product]:
-    fused = isinstance(form, Activating)
-    return lambda: form.multiply(x), lambda: form.activated(x, "gelu") if fused else activate(form.multiply(x), "gelu")  # type: ignore[attr-defined]
+    fused = isinstance(form, ActivatingForm)
+    return lambda: form.multiply(x), lambda: form.multiply_activated(x, "gelu") if fused else activate(form.multiply(x), "gelu")  # type: ignore[attr-defined]
 
 
 def seconds(product: Product) -> float:
@@ -62,7 +68,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="1024x1024,3072x1024,4096x1024,1024x4096,384x384,1152x384,1536x384,384x1536")
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
-    print(f"{native().reason}, {asked.threads} threads; GFLOP/s, alone and with a GELU")
+    print(f"{native_library().reason}, {asked.threads} threads; GFLOP/s, alone and with a GELU")
     for shape in asked.shapes.split(","):
         outputs, inputs = map(int, shape.split("x"))
         for rows in map(int, asked.rows.split(",")):

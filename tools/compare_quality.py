@@ -64,18 +64,22 @@ def _arguments() -> argparse.Namespace:
 
 
 def _ours(arguments: argparse.Namespace) -> tuple[list[Reading], list[list[int]]]:
-    from app.bench.quality import Subject, measure, windows_of
-    from app.hardware.probe import probe
+    from app.bench.engine.quality import (
+        QualityJob,
+        measure_quality,
+    )
+    from app.engine.calibration.perplexity import read_windows
+    from app.hardware.probe.probe import probe
     from app.settings import load_settings
     from app.text.tokenizer import Tokenizer
     from app.weights.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(arguments.model)
     cache = {} if arguments.cache_dir is None else {"cache_dir": str(arguments.cache_dir)}
-    subject = Subject(checkpoint, load_settings(threads=str(arguments.threads), **cache)[0], probe())
+    subject = QualityJob(checkpoint, load_settings(threads=str(arguments.threads), **cache)[0], probe())
     length = checkpoint.model_config.max_model_len
-    windows = windows_of(Tokenizer(checkpoint.directory), arguments.text, length, arguments.tokens)
-    outcome = measure(subject, arguments.text, arguments.tokens)
+    windows = read_windows(Tokenizer(checkpoint.directory), arguments.text, length, arguments.tokens)
+    outcome = measure_quality(subject, arguments.text, arguments.tokens)
     values = {figure.name: figure.value for figure in outcome.figures}
     precisions = [name.removesuffix(", perplexity") for name in values if name.endswith(", perplexity")]
     return [Reading(f"ours, {one}", values[f"{one}, perplexity"], values[f"{one}, weights"]) for one in precisions], windows

@@ -17,10 +17,17 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.bench.tally import overall_rate
-from app.bench.traffic import Run, Traffic, Wanted
-from app.bench.wire import Wire, event_loop
-from app.bench.workload import Lengths
+from app.bench.http.tally import (
+    GenerateRun,
+    GenerateTraffic,
+    GenerateWorkload,
+    overall_rate,
+)
+from app.bench.http.wire import (
+    HttpClient,
+    event_loop,
+)
+from app.bench.http.workload import UniformLengths
 from tools.compare_http import say, spec
 from tools.peers.quota import Quota
 from tools.peers.servers import ServerSide, ServerSpec, one_run, traffic_to
@@ -38,7 +45,7 @@ class Load:
     prompt_tokens: int
     max_tokens: int
 
-    def rate(self, run: Run) -> float:
+    def rate(self, run: GenerateRun) -> float:
         """Tokens a second: of the prompt until its first token, or of all answers from the first request to the last token."""
         if self.max_tokens == 1:
             return self.prompt_tokens / run.answered[0].stream.time_to_first_token
@@ -61,7 +68,7 @@ class Guest:
 
     side: ServerSide
     quota: Quota
-    traffics: Mapping[str, Traffic]
+    traffics: Mapping[str, GenerateTraffic]
 
 
 def main() -> int:
@@ -117,17 +124,19 @@ async def _guest(spec: ServerSpec, loads: Sequence[Load], cores: float, stack: E
     side = ServerSide(spec, (quota.procs,))
     stack.callback(side.end)
     seconds = await side.first_answer()
-    wire = stack.enter_context(closing(Wire(side.url)))
+    wire = stack.enter_context(closing(HttpClient(side.url)))
     traffics = {}
     for load in loads:
-        wanted = Wanted(Lengths(load.prompt_tokens, load.prompt_tokens), Lengths(load.max_tokens, load.max_tokens))
+        wanted = GenerateWorkload(
+            UniformLengths(load.prompt_tokens, load.prompt_tokens), UniformLengths(load.max_tokens, load.max_tokens)
+        )
         traffics[load.name] = (await traffic_to(side, wanted, wire))[0]
     say(f"{spec.name}: first answer after {seconds:.1f} s; plan {await _planned(wire)}")
     side.halt()
     return Guest(side, quota, traffics)
 
 
-async def _planned(wire: Wire) -> str:
+async def _planned(wire: HttpClient) -> str:
     """What a server of ours has seen and decided: whether the quota reached its plan."""
     answer = await wire.get("/info")
     try:

@@ -16,21 +16,32 @@ from typing import Any
 
 import torch
 
-from app.backends.base import Backend
+from app.backends.base import HostBackend
 from app.backends.selection import select_backend
-from app.bench.quality import Subject, held_bytes
-from app.engine.build import KV_DTYPES
-from app.engine.hearing import Correlations, correlations_of
-from app.engine.scoring import Reader, Window, windows_of
-from app.hardware.probe import probe
-from app.kernels.layout import LAYOUTS
-from app.kernels.linear import host_architecture
+from app.bench.engine.quality import (
+    QualityJob,
+    loaded_weight_bytes,
+)
+from app.engine.calibration.perplexity import (
+    Correlations,
+    Window,
+    WindowScorer,
+    measure_input_correlations,
+    read_windows,
+)
+from app.engine.decoder.build import KV_DTYPES
+from app.hardware.probe.probe import probe
+from app.kernels.linear.layout import LAYOUTS
+from app.kernels.linear.linear import host_architecture
 from app.settings import load_settings
 from app.text.tokenizer import Tokenizer
 from app.weights.checkpoint import open_checkpoint
-from app.weights.load import load_model, pack_weights
-from app.weights.pack_cache import Packs
-from app.weights.recipes import RECIPES
+from app.weights.forms import RECIPES
+from app.weights.load import (
+    load_model,
+    pack_weights,
+)
+from app.weights.packs import PackFolder
 
 WAYS = ("as they are", "even", "even, shown a text")
 
@@ -67,14 +78,14 @@ class Trial:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.checkpoint = open_checkpoint(arguments.model)
-        self.subject = Subject(self.checkpoint, load_settings(threads=str(arguments.threads))[0], probe())
+        self.subject = QualityJob(self.checkpoint, load_settings(threads=str(arguments.threads))[0], probe())
         tokenizer, length = Tokenizer(arguments.model), self.checkpoint.model_config.max_model_len
-        self.windows: list[Window] = windows_of(tokenizer, arguments.text, length, arguments.tokens)
+        self.windows: list[Window] = read_windows(tokenizer, arguments.text, length, arguments.tokens)
         plan = self.subject.plan("bf16")
-        self.backend: Backend = select_backend(plan)
+        self.backend: HostBackend = select_backend(plan)
         self.backend.configure(plan)
-        learned = windows_of(tokenizer, arguments.learn, length, arguments.tokens)
-        self.shown = correlations_of(self.checkpoint, plan, self.backend, learned, lambda done, total: None)
+        learned = read_windows(tokenizer, arguments.learn, length, arguments.tokens)
+        self.shown = measure_input_correlations(self.checkpoint, plan, self.backend, learned, lambda done, total: None)
 
     def choose(self, form: str, equalise: bool) -> None:
         """From now on this form is what its precision is served in."""
@@ -87,13 +98,13 @@ class Trial:
         """And bytes a parameter."""
         plan = self.subject.plan(precision)
         with tempfile.TemporaryDirectory() as folder:
-            packs = Packs(Path(folder), lambda done, total: None)
+            packs = PackFolder(Path(folder), lambda done, total: None)
             if shown is not None:
                 pack_weights(self.checkpoint, plan, self.backend, lambda done, total: None, packs, shown)
             model = load_model(self.checkpoint, plan, self.backend, packs=packs)
-        reader = Reader(model, self.checkpoint.model_config, KV_DTYPES[plan.kv_precision.value], self.backend)
-        nats = sum(reader.read(window)[0] for window in self.windows)
-        nbytes = held_bytes(model) / self.checkpoint.needs().num_parameters
+        reader = WindowScorer(model, self.checkpoint.model_config, KV_DTYPES[plan.kv_precision.value], self.backend)
+        nats = sum(reader.score(window)[0] for window in self.windows)
+        nbytes = loaded_weight_bytes(model) / self.checkpoint.needs().num_parameters
         return math.exp(nats / sum(len(window) - 1 for window in self.windows)), nbytes
 
 

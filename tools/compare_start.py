@@ -13,7 +13,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 
-from app.bench.wire import event_loop
+from app.bench.http.wire import event_loop
 from tools.compare_http import ratio, say, spec
 from tools.peers.servers import ServerSide, ServerSpec
 

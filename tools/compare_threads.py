@@ -10,8 +10,8 @@ import argparse
 import sys
 from collections.abc import Mapping
 
-from app.bench.traffic import Wanted
-from app.bench.workload import Lengths
+from app.bench.http.tally import GenerateWorkload
+from app.bench.http.workload import UniformLengths
 from tools.compare_http import Job, add_load_flags, run_and_report
 from tools.peers.servers import ServerSpec
 
@@ -47,8 +47,11 @@ def main() -> int:
     names = list(dict.fromkeys(["plan", *arguments.only.split(",")]))
     serve = f"--model {arguments.model} --host 127.0.0.1 --port {{port}} {arguments.flags}"
     specs = [arranged(name, arguments.python, serve, arguments.threads) for name in names]
-    lengths = Lengths(arguments.prompt_tokens, arguments.prompt_tokens), Lengths(arguments.max_tokens, arguments.max_tokens)
-    return run_and_report(Job(specs, arguments.clients, arguments.rounds, arguments.requests, Wanted(*lengths)))
+    lengths = (
+        UniformLengths(arguments.prompt_tokens, arguments.prompt_tokens),
+        UniformLengths(arguments.max_tokens, arguments.max_tokens),
+    )
+    return run_and_report(Job(specs, arguments.clients, arguments.rounds, arguments.requests, GenerateWorkload(*lengths)))
 
 
 def _arguments() -> argparse.Namespace:

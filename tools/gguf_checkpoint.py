@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from app.models.config import ModelConfig
-from app.models.rope import Rope
+from app.models.decoders.config import ModelConfig, RopeConfig
 from app.weights.checkpoint import open_checkpoint
-from app.weights.headers import TensorEntry
+from app.weights.safetensors import TensorEntry
 
 # Ours to llama.cpp's; `{}` is the layer. Queries and keys change the order of their rows, see `interleaved`.
 LAYER_NAMES = {
@@ -183,7 +182,7 @@ def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)
 
 
-def llama3_divisors(rope: Rope) -> np.ndarray:
+def llama3_divisors(rope: RopeConfig) -> np.ndarray:
     """What Llama 3.1 and later divide each pair's frequency by: 1 for quick ones, `factor` for slow ones, between them a blend."""
     frequencies = rope.theta ** -(np.arange(0, rope.dim, 2, dtype=np.float64) / rope.dim)
     turns = rope.original_max_position_embeddings * frequencies / (2 * np.pi)

@@ -21,8 +21,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from app.bench.stats import MeasurementFailed
-from app.hardware.probe import probe
+from app.bench.console import MeasurementFailed
+from app.hardware.probe.probe import probe
 from app.version import VERSION
 from tools.compare_http import spec
 from tools.proofs.baking import bake
@@ -134,7 +134,7 @@ def _facts(subject: Subject) -> dict[str, str]:
     engine = docker("version", "--format={{.Server.Version}}").stdout.strip()
     return {
         "image": f"armature {VERSION}: {tags}",
-        "revision": subject.here.facts()["Config"]["Labels"].get("org.opencontainers.image.revision", "unknown"),
+        "revision": subject.available.facts()["Config"]["Labels"].get("org.opencontainers.image.revision", "unknown"),
         "machine": f"{seen.cpu.name}, {len(seen.cores)} cores, {seen.memory_bytes / 2**30:.0f} GiB, Linux {platform.release()}",
         "Docker": f"{engine}, control groups version {seen.cgroup.version if seen.cgroup else 'unknown'}",
     }
@@ -149,7 +149,7 @@ def _write(kept: Mapping[str, Any], arguments: argparse.Namespace) -> None:
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps(kept, indent=1) + "\n")
     sections = [
-        Section(part.title, part.about, Findings.of_json(kept["parts"][name]) if name in kept["parts"] else None)
+        Section(part.title, part.server_info, Findings.of_json(kept["parts"][name]) if name in kept["parts"] else None)
         for name, part in PARTS.items()
     ]
     arguments.report.write_text(page(kept["facts"], sections))

@@ -22,7 +22,7 @@ WARM_UP = 0.1  # of the requests are not counted: the house fills first
 @dataclass(frozen=True, slots=True)
 class Job:
     number: int
-    arrived: float
+    observe_arrival: float
     work: float
 
 
@@ -35,7 +35,7 @@ class Server:
 
     speed: float
     cost: float = 1.0
-    places: int = 64
+    addresses: int = 64
     queue: int = 256
     now: float = 0.0
     progress: float = 0.0  # seconds of work that a member who was always here has had
@@ -53,7 +53,7 @@ class Server:
     @property
     def capacity(self) -> float:
         """Seconds of work a second with every place taken."""
-        return self.places * self.pace(self.places)
+        return self.addresses * self.pace(self.addresses)
 
     @property
     def next_end(self) -> float:
@@ -69,7 +69,7 @@ class Server:
 
     def take(self, job: Job) -> bool:
         """False where it is refused: every place and the whole queue are taken."""
-        if self.num_here >= self.places + self.queue:
+        if self.num_here >= self.addresses + self.queue:
             return False
         self.waiting.append(job)
         self._seat()
@@ -81,7 +81,7 @@ class Server:
         return job
 
     def _seat(self) -> None:
-        while self.waiting and len(self.running) < self.places:
+        while self.waiting and len(self.running) < self.addresses:
             job = self.waiting.popleft()
             heapq.heappush(self.running, (self.progress + job.work, job.number, job))
 
@@ -220,7 +220,7 @@ def _run_until(servers: Sequence[Server], moment: float, on_end: Callable[[Job],
 
 def _count(job: Job, servers: Sequence[Server], outcome: Outcome, first: int) -> None:
     if job.number >= first:
-        outcome.seconds.append(servers[0].now - job.arrived)
+        outcome.seconds.append(servers[0].now - job.observe_arrival)
 
 
 def main() -> int:
@@ -247,7 +247,7 @@ def row(load: str, name: str, found: Outcome) -> str:
 
 
 def _servers(arguments: argparse.Namespace) -> list[Server]:
-    return [Server(speed, arguments.cost, arguments.places, arguments.queue) for speed in arguments.speeds]
+    return [Server(speed, arguments.cost, arguments.addresses, arguments.queue) for speed in arguments.speeds]
 
 
 def _arguments() -> argparse.Namespace:

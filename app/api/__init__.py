@@ -1,0 +1,1 @@
+"""HTTP: middleware, routes and bodies of each API dialect."""

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import (
+    Callable,
+    Iterator,
+)
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import (
+    Any,
+    Protocol,
+)
 
 from starlette.requests import Request
 
-from app.api.schemas import Body_, parse
-from app.errors import InvalidRequest, ModelNotFound, RequestError
-from app.metrics import Api, Metrics
-from app.service import Service
+from app.api.schemas import (
+    BodyT,
+    parse_body,
+)
+from app.errors import (
+    InvalidRequest,
+    ModelNotFound,
+    RequestError,
+)
+from app.metrics.instruments import (
+    Api,
+    Metrics,
+)
+from app.service.service import Service
 
 
-class Lifetime(Protocol):
+class Lifespan(Protocol):
     """Start and stop of the server's background work: the service's event loop and the worker thread."""
 
     async def start(self) -> None:
@@ -26,7 +42,7 @@ class Lifetime(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Runtime:
+class ApiRuntime:
     """Everything that the endpoints use.
 
     `info` returns the part of `/info` that is not the version, stage or capacity; it is called for each request.
@@ -34,15 +50,15 @@ class Runtime:
 
     service: Service
     metrics: Metrics
-    lifetime: Lifetime
+    lifetime: Lifespan
     info: Callable[[], dict[str, Any]]
     created: int  # start of the process, Unix seconds; OpenAI's model list has this field
     api_keys: tuple[str, ...] = ()
 
 
-def runtime_of(request: Request) -> Runtime:
+def runtime_of(request: Request) -> ApiRuntime:
     """Return the runtime of the application that received the request."""
-    runtime: Runtime = request.app.state.runtime
+    runtime: ApiRuntime = request.app.state.runtime
     return runtime
 
 
@@ -52,7 +68,7 @@ def request_id(request: Request) -> str:
     return identity
 
 
-async def read_body(request: Request, model: type[Body_]) -> Body_:
+async def read_body(request: Request, model: type[BodyT]) -> BodyT:
     """Parse the body as `model`.
 
     The content type must be JSON: a browser lets any web page post other types to this server without a CORS
@@ -67,11 +83,11 @@ async def read_body(request: Request, model: type[Body_]) -> Body_:
     body = await request.body()
     if not body.strip():
         raise InvalidRequest("The body is empty: send a JSON object.")
-    return parse(model, body)
+    return parse_body(model, body)
 
 
 @contextmanager
-def counting_refusals(metrics: Metrics, api: Api) -> Iterator[None]:
+def count_refusals(metrics: Metrics, api: Api) -> Iterator[None]:
     """Count a `RequestError` raised in the block as refused.
 
     Use it only for errors before the request reaches the service, which counts its own.

@@ -7,7 +7,10 @@ handler has caught.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import (
+    Callable,
+    Mapping,
+)
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +34,7 @@ from app.errors import (
 )
 
 # The nearest base class of an error decides.
-STATUS: Mapping[type[ArmatureError], int] = {
+STATUS_CODES: Mapping[type[ArmatureError], int] = {
     InvalidRequest: 400,
     Unauthorized: 401,
     ModelNotFound: 404,
@@ -51,7 +54,7 @@ INTERNAL_MESSAGE = "The server failed to answer this request. Its log, under the
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class HttpError:
     """An error in terms of HTTP, before a dialect formats its body."""
 
     status: int
@@ -61,15 +64,15 @@ class Refusal:
     headers: Mapping[str, str]
 
 
-def refusal(error: Exception) -> Refusal:
+def to_http_error(error: Exception) -> HttpError:
     """Convert any exception. An unexpected one becomes a 500 that reveals no internals to the client."""
     if isinstance(error, RequestError):
-        status = next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
-        return Refusal(status, error.code, error.message, error.field, _retry_headers(error))
+        status = next(STATUS_CODES[kind] for kind in type(error).__mro__ if kind in STATUS_CODES)
+        return HttpError(status, error.code, error.message, error.field, _retry_headers(error))
     if isinstance(error, HTTPException):
         code = _HTTP_CODES.get(error.status_code, "http_error")
-        return Refusal(error.status_code, code, f"{error.detail}.", None, dict(error.headers or {}))
-    return Refusal(500, "internal_error", INTERNAL_MESSAGE, None, {})
+        return HttpError(error.status_code, code, f"{error.detail}.", None, dict(error.headers or {}))
+    return HttpError(500, "internal_error", INTERNAL_MESSAGE, None, {})
 
 
 _HTTP_CODES: Mapping[int, str] = {404: "route_not_found", 405: "method_not_allowed"}
@@ -90,47 +93,47 @@ def _retry_headers(error: RequestError) -> dict[str, str]:
 # ---- error bodies of each dialect ----------------------------------------------------------------------------------
 
 
-def _openai_body(refusal: Refusal) -> dict[str, Any]:
-    kind = _OPENAI_TYPES.get(refusal.status, "server_error" if refusal.status >= 500 else "invalid_request_error")
-    return {"error": {"message": refusal.message, "type": kind, "param": refusal.field, "code": refusal.code}}
+def _openai_body(error: HttpError) -> dict[str, Any]:
+    kind = _OPENAI_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
+    return {"error": {"message": error.message, "type": kind, "param": error.field, "code": error.code}}
 
 
 _OPENAI_TYPES: Mapping[int, str] = {401: "authentication_error", 429: "rate_limit_error"}
 
 
-def _native_body(refusal: Refusal) -> dict[str, Any]:
-    return {"error": {"code": refusal.code, "message": refusal.message, "field": refusal.field}}
+def _native_body(error: HttpError) -> dict[str, Any]:
+    return {"error": {"code": error.code, "message": error.message, "field": error.field}}
 
 
-def _oip_body(refusal: Refusal) -> dict[str, Any]:
-    return {"error": refusal.message}
+def _oip_body(error: HttpError) -> dict[str, Any]:
+    return {"error": error.message}
 
 
-def _tei_body(refusal: Refusal) -> dict[str, Any]:
-    kind = _TEI_TYPES.get(refusal.status, "Backend" if refusal.status >= 500 else "Validation")
-    return {"error": refusal.message, "error_type": kind}
+def _tei_body(error: HttpError) -> dict[str, Any]:
+    kind = _TEI_TYPES.get(error.status, "Backend" if error.status >= 500 else "Validation")
+    return {"error": error.message, "error_type": kind}
 
 
 _TEI_TYPES: Mapping[int, str] = {429: "Overloaded", 503: "Unhealthy"}
 
 
 # First part of the path → body; all other paths use the native dialect.
-BODIES: Mapping[str, Callable[[Refusal], dict[str, Any]]] = {
+ERROR_BODIES: Mapping[str, Callable[[HttpError], dict[str, Any]]] = {
     "v1": _openai_body,
     "v2": _oip_body,
     **dict.fromkeys(("predict", "rerank", "similarity", "embed_all"), _tei_body),
 }
 
 
-def error_body(path: str, refusal: Refusal) -> dict[str, Any]:
+def error_body(path: str, error: HttpError) -> dict[str, Any]:
     """Return the error's body in the dialect of the path."""
-    return BODIES.get(path.split("/", 2)[1] if path.startswith("/") else "", _native_body)(refusal)
+    return ERROR_BODIES.get(path.split("/", 2)[1] if path.startswith("/") else "", _native_body)(error)
 
 
 def error_response(path: str, error: Exception) -> JSONResponse:
     """Return the complete response for an exception, in the dialect of the path."""
-    said = refusal(error)
-    return JSONResponse(error_body(path, said), said.status, headers=said.headers)
+    http_error = to_http_error(error)
+    return JSONResponse(error_body(path, http_error), http_error.status, headers=http_error.headers)
 
 
 # ---- pydantic's errors ---------------------------------------------------------------------------------------------
@@ -141,9 +144,9 @@ def invalid_body(error: ValidationError) -> InvalidRequest:
 
     The messages of a union's branches about this field are joined by `or`.
     """
-    complaints = [(_field_name(item["loc"]), item["msg"]) for item in error.errors()]
-    name, _ = max(complaints, key=lambda complaint: (complaint[0].count("[") + complaint[0].count("."), bool(complaint[0])))
-    sentence = "; or ".join(dict.fromkeys(_plain(text) for about, text in complaints if about == name))
+    problems = [(_field_name(item["loc"]), item["msg"]) for item in error.errors()]
+    name, _ = max(problems, key=lambda complaint: (complaint[0].count("[") + complaint[0].count("."), bool(complaint[0])))
+    sentence = "; or ".join(dict.fromkeys(_plain_message(text) for about, text in problems if about == name))
     return InvalidRequest(f"{name}: {sentence}." if name else f"The body could not be read: {sentence}.", field=name or None)
 
 
@@ -164,13 +167,13 @@ def _field_name(location: tuple[int | str, ...]) -> str:
 _TYPE_TAGS = frozenset({"str", "int", "float", "bool", "none", "dict", "list", "tuple", "body"})
 
 
-def _plain(text: str) -> str:
+def _plain_message(text: str) -> str:
     return text.removeprefix("Value error, ").removesuffix(".").replace("valid tuple", "valid list")
 
 
-async def answer_error(request: Request, error: Exception) -> JSONResponse:
+async def handle_error(request: Request, error: Exception) -> JSONResponse:
     """Handle the exception types that FastAPI may catch itself."""
     return error_response(request.url.path, error)
 
 
-HANDLED: tuple[type[Exception], ...] = (RequestError, HTTPException)
+HANDLED_EXCEPTIONS: tuple[type[Exception], ...] = (RequestError, HTTPException)

@@ -1,4 +1,7 @@
-"""Endpoints for probes, scrapers and operators: liveness, readiness, information, metrics and the step log."""
+"""Endpoints for probes, scrapers and operators: liveness, readiness, information, metrics and the step log.
+
+The root path for browsers.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,18 @@ from dataclasses import asdict
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import (
+    JSONResponse,
+    RedirectResponse,
+    Response,
+)
 
 from app.api.dependencies import runtime_of
 from app.api.errors import LOADING_RETRY_SECONDS
 from app.errors import InvalidRequest
 from app.version import VERSION
 
-MOST_DIGITS = 18  # digits of a step number: more steps than any process reaches
+MAX_STEP_DIGITS = 18  # digits of a step number: more steps than any process reaches
 
 
 async def healthz(request: Request) -> Response:
@@ -43,12 +50,12 @@ async def info(request: Request) -> Response:
 
 async def steps(request: Request) -> Response:
     """Return the engine's last steps after the step number given as `after`."""
-    after = _whole(request.query_params.get("after", "0"))
-    return JSONResponse({"clock": time.time(), **runtime_of(request).metrics.steps.since(after)})
+    after = _parse_step_number(request.query_params.get("after", "0"))
+    return JSONResponse({"clock": time.time(), **runtime_of(request).metrics.step_log.since(after)})
 
 
-def _whole(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS):
+def _parse_step_number(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) <= MAX_STEP_DIGITS):
         raise InvalidRequest("after must be a step number, 0 or more: the `next` of the previous response.", field="after")
     return int(text)
 
@@ -60,3 +67,8 @@ async def metrics(request: Request) -> Response:
     """
     body, content_type = runtime_of(request).metrics.render(request.headers.get("accept", ""))
     return Response(body, headers={"content-type": content_type})
+
+
+async def root(request: Request) -> Response:
+    """Redirect to the documentation of the routes."""
+    return RedirectResponse("docs")

@@ -1,20 +1,88 @@
-"""Native dialect: generation from text or token ids to text and token ids, and the tokenizer."""
+"""Request bodies of the native routes.
+
+Native dialect: generation from text or token ids to text and token ids, and the tokenizer.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import (
+    Annotated,
+    Any,
+)
 
+from pydantic import Field
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import (
+    JSONResponse,
+    Response,
+)
 
-from app.api.dependencies import counting_refusals, read_body, request_id, runtime_of
-from app.api.fold import Choice, Whole, fold, server_timing
-from app.api.native_schemas import DetokenizeBody, GenerateBody, TokenizeBody
-from app.api.openai import template_message
-from app.api.streaming import EventStream, Pieces, encode, opened
+from app.api.dependencies import (
+    count_refusals,
+    read_body,
+    request_id,
+    runtime_of,
+)
+from app.api.openai.routes import template_message
+from app.api.openai.schemas import Message
+from app.api.schemas import (
+    MAX_MESSAGES,
+    Body,
+    Int64,
+    SamplingFields,
+    TokenIds,
+)
+from app.api.streaming import (
+    CollectedChoice,
+    CollectedCompletion,
+    EventStreamResponse,
+    GenerationStream,
+    collect,
+    encode_events,
+    server_timing,
+    wait_for_first_token,
+)
 from app.errors import InvalidRequest
-from app.generation import Accepted, ChoiceFinished, GenerationRequest, ScoredToken, Usage
+from app.service.requests import (
+    Accepted,
+    ChoiceFinished,
+    GenerationRequest,
+    ScoredToken,
+    Usage,
+)
+
+
+class GenerateBody(SamplingFields):
+    """Body of `POST /generate`, with `prompt` or `validate_token_ids`.
+
+    Without `max_tokens`, generation may continue to the end of the context. `add_special_tokens` applies to
+    `prompt`: it makes the tokenizer add its own special tokens, such as the beginning of sequence.
+    """
+
+    prompt: str | None = None
+    token_ids: TokenIds | None = None
+    max_tokens: Int64 | None = None
+    logprobs: Int64 | None = None
+    beam_width: Int64 | None = None
+    add_special_tokens: bool | None = None
+    stream: bool | None = None
+
+
+class TokenizeBody(Body):
+    """Body of `POST /tokenize`, with `prompt`, or with `messages` that are rendered with the chat template."""
+
+    prompt: str | None = None
+    messages: Annotated[tuple[Message, ...], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """Body of `POST /detokenize`."""
+
+    token_ids: TokenIds
+    skip_special_tokens: bool | None = None
+
 
 Json = dict[str, Any]
 
@@ -22,15 +90,17 @@ Json = dict[str, Any]
 async def generate(request: Request) -> Response:
     """Serve `POST /generate`."""
     runtime = runtime_of(request)
-    with counting_refusals(runtime.metrics, "native"):
+    with count_refusals(runtime.metrics, "native"):
         body = await read_body(request, GenerateBody)
-        generation = _translated(body, request_id(request))
-    pieces = runtime.service.generate(generation)
+        generation = _generation_request(body, request_id(request))
+    stream = runtime.service.generate(generation)
     if not body.stream:
-        whole = await fold(pieces)
-        return JSONResponse(_whole_body(whole), headers=whole.headers())
-    head = await opened(pieces)
-    return EventStream(encode(_events(head), request.url.path), head, server_timing(head.timings(), "queue", "prefill"))
+        completion = await collect(stream)
+        return JSONResponse(_response_body(completion), headers=completion.headers())
+    started = await wait_for_first_token(stream)
+    return EventStreamResponse(
+        encode_events(_events(started), request.url.path), started, server_timing(started.timings(), "queue", "prefill")
+    )
 
 
 async def tokenize(request: Request) -> Response:
@@ -53,7 +123,7 @@ async def detokenize(request: Request) -> Response:
     return JSONResponse({"text": text})
 
 
-def _translated(body: GenerateBody, identity: str) -> GenerationRequest:
+def _generation_request(body: GenerateBody, identity: str) -> GenerationRequest:
     if (body.prompt is None) == (body.token_ids is None):
         raise InvalidRequest("Send either prompt or token_ids.", field="prompt")
     return GenerationRequest(
@@ -66,47 +136,47 @@ def _translated(body: GenerateBody, identity: str) -> GenerationRequest:
     )
 
 
-async def _events(pieces: Pieces) -> AsyncIterator[Json]:
+async def _events(stream: GenerationStream) -> AsyncIterator[Json]:
     """Yield an event for each text delta with its token ids, and one that ends each choice.
 
     The text of beams comes at once, after the search.
     """
-    async for piece in pieces:
-        if isinstance(piece, Accepted):
+    async for event in stream:
+        if isinstance(event, Accepted):
             continue
-        event: Json = {"index": piece.choice, "text": "", "token_ids": []}
-        if isinstance(piece, ChoiceFinished):
-            yield event | {"finish_reason": piece.reason, "usage": _usage_body(piece.usage)}
+        body: Json = {"index": event.choice, "text": "", "token_ids": []}
+        if isinstance(event, ChoiceFinished):
+            yield body | {"finish_reason": event.reason, "usage": _usage_body(event.usage)}
         else:
-            event |= {"text": piece.text, "token_ids": piece.token_ids}
-            yield event | {"logprobs": _scored(piece.logprobs)} if piece.logprobs else event
+            body |= {"text": event.text, "token_ids": event.token_ids}
+            yield body | {"logprobs": _logprob_list(event.logprobs)} if event.logprobs else body
 
 
-def _whole_body(whole: Whole) -> Json:
+def _response_body(completion: CollectedCompletion) -> Json:
     """Return the response body with the first choice's fields at the top level.
 
     If there are several choices, the body also has a list of all of them.
     """
-    bodies = [_choice_body(choice) for choice in whole.choices]
-    body = {name: value for name, value in bodies[0].items() if name != "index"} | {"usage": _usage_body(whole.usage)}
+    bodies = [_choice_body(choice) for choice in completion.choices]
+    body = {name: value for name, value in bodies[0].items() if name != "index"} | {"usage": _usage_body(completion.usage)}
     return body if len(bodies) == 1 else body | {"choices": bodies}
 
 
-def _choice_body(choice: Choice) -> Json:
+def _choice_body(choice: CollectedChoice) -> Json:
     body: Json = {
         "index": choice.index,
         "text": choice.text,
         "token_ids": choice.token_ids,
         "finish_reason": choice.reason,
     }
-    return body | {"logprobs": _scored(choice.logprobs)} if choice.logprobs else body
+    return body | {"logprobs": _logprob_list(choice.logprobs)} if choice.logprobs else body
 
 
-def _scored(tokens: list[ScoredToken] | tuple[ScoredToken, ...]) -> list[Json]:
-    return [_score(token) | {"top": [_score(other) for other in token.top]} for token in tokens]
+def _logprob_list(tokens: list[ScoredToken] | tuple[ScoredToken, ...]) -> list[Json]:
+    return [_logprob_body(token) | {"top": [_logprob_body(other) for other in token.top]} for token in tokens]
 
 
-def _score(token: ScoredToken) -> Json:
+def _logprob_body(token: ScoredToken) -> Json:
     return {"token_id": token.token_id, "text": token.text, "logprob": token.logprob}
 
 

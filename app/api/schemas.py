@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    TypeVar,
+)
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+)
 
 from app.api.errors import invalid_body
 from app.errors import UnsupportedParameter
@@ -18,13 +30,13 @@ MAX_PARTS = 128  # parts of one message
 MAX_STOP_TOKEN_IDS = 256
 
 # Python's integers have no bound; no valid value needs more than 64 bits.
-Int = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenIds = Annotated[
     Any,
-    AfterValidator(lambda value: token_ids(value)),
+    AfterValidator(lambda value: validate_token_ids(value)),
     WithJsonSchema({"type": "array", "items": {"type": "integer"}, "minItems": 1}),
 ]
-Body_ = TypeVar("Body_", bound="Body")
+BodyT = TypeVar("BodyT", bound="Body")
 
 
 class Body(BaseModel):
@@ -51,8 +63,8 @@ class Body(BaseModel):
             if name not in self.NEUTRAL:
                 raise UnsupportedParameter(f"{field} is not a parameter of this route.", field=field)
             neutral = " or ".join(repr(accepted) for accepted in self.NEUTRAL[name] if accepted is not None)
-            wanted = f"leave it out, or send {neutral}" if neutral else "leave it out"
-            raise UnsupportedParameter(f"{field} is not supported: {wanted}.", field=field)
+            advice = f"leave it out, or send {neutral}" if neutral else "leave it out"
+            raise UnsupportedParameter(f"{field} is not supported: {advice}.", field=field)
         extra.clear()
         for name in type(self).model_fields:
             _refuse_unknown_below(getattr(self, name), path + name)
@@ -71,15 +83,15 @@ class SamplingFields(Body):
 
     temperature: float | None = None
     top_p: float | None = None
-    top_k: Int | None = None
+    top_k: Int64 | None = None
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     stop: str | Annotated[tuple[str, ...], Field(fail_fast=True)] | None = None
-    stop_token_ids: Annotated[tuple[Int, ...], Field(fail_fast=True, max_length=MAX_STOP_TOKEN_IDS)] | None = None
-    seed: Int | None = None
-    n: Int | None = None
+    stop_token_ids: Annotated[tuple[Int64, ...], Field(fail_fast=True, max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    seed: Int64 | None = None
+    n: Int64 | None = None
     ignore_eos: bool | None = None
 
     def params(self, **more: Any) -> SamplingParams:
@@ -93,7 +105,7 @@ class SamplingFields(Body):
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
 
-def parse(model: type[Body_], body: bytes) -> Body_:
+def parse_body(model: type[BodyT], body: bytes) -> BodyT:
     """Parse a body as `model`. Raises an `InvalidRequest` about the first error."""
     try:
         parsed = model.model_validate_json(body)
@@ -103,7 +115,7 @@ def parse(model: type[Body_], body: bytes) -> Body_:
     return parsed
 
 
-def token_ids(value: Any) -> tuple[int, ...]:
+def validate_token_ids(value: Any) -> tuple[int, ...]:
     """Validate a list of token ids.
 
     The types are checked as a set. A million ids are checked in milliseconds, and wrong ones do not produce a
@@ -114,17 +126,17 @@ def token_ids(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def prompts(value: Any, most: int = MAX_PROMPTS) -> tuple[str | tuple[int, ...], ...]:
+def validate_prompts(value: Any, max_prompts: int = MAX_PROMPTS) -> tuple[str | tuple[int, ...], ...]:
     """Convert OpenAI's four forms of a prompt to a tuple whose elements are texts or tuples of token ids."""
     if isinstance(value, str):
         return (value,)
-    kinds = set(map(type, value)) if isinstance(value, list) else set()
-    if kinds == {int}:
+    types = set(map(type, value)) if isinstance(value, list) else set()
+    if types == {int}:
         return (tuple(value),)
-    if kinds in ({str}, {list}):
-        if len(value) > most:
-            raise ValueError(f"Input should have at most {most} prompts, not {len(value)}")
-        return tuple(text if isinstance(text, str) else token_ids(text) for text in value)
+    if types in ({str}, {list}):
+        if len(value) > max_prompts:
+            raise ValueError(f"Input should have at most {max_prompts} prompts, not {len(value)}")
+        return tuple(text if isinstance(text, str) else validate_token_ids(text) for text in value)
     raise ValueError(
         "Input should be a string, a list of strings, a list of token ids or a list of lists of token ids, not empty"
     )
@@ -140,6 +152,6 @@ _TEXTS_OR_IDS = WithJsonSchema(
         ]
     }
 )
-Prompts = Annotated[Any, AfterValidator(prompts), _TEXTS_OR_IDS]
+Prompts = Annotated[Any, AfterValidator(validate_prompts), _TEXTS_OR_IDS]
 # Prompts of an encoder, which takes more texts and checks their number itself.
-Texts = Annotated[Any, AfterValidator(lambda value: prompts(value, sys.maxsize)), _TEXTS_OR_IDS]
+Texts = Annotated[Any, AfterValidator(lambda value: validate_prompts(value, sys.maxsize)), _TEXTS_OR_IDS]

@@ -1,54 +1,85 @@
 """Server-sent events: waiting for the first token, the event stream, and errors after its start.
 
 The format of an event is left to the dialects.
+
+Collection of a stream's events into a complete response, so that both forms come from the same events.
+
+Several prompts as one stream: each prompt is a request to the service, and their events are merged.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Iterable,
+    Sequence,
+)
+from dataclasses import (
+    dataclass,
+    field,
+    replace,
+)
+from typing import (
+    Any,
+    Protocol,
+)
 
 from starlette.responses import StreamingResponse
 from starlette.types import Send
 
-from app.api.errors import error_body, refusal
+from app.api.errors import (
+    error_body,
+    to_http_error,
+)
 from app.errors import RequestError
-from app.generation import ChoiceFinished, Piece, TextDelta
-from app.messages import Timings
+from app.messages import (
+    FinishReason,
+    Timings,
+)
+from app.service.requests import (
+    Accepted,
+    ChoiceFinished,
+    ScoredToken,
+    StreamEvent,
+    TextDelta,
+    Usage,
+)
 
 DONE = b"data: [DONE]\n\n"
 # Created once: `json.dumps` with non-default arguments creates an encoder per call, which takes as long as encoding.
 _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
-class Pieces(Protocol):
+class GenerationStream(Protocol):
     """A stream of generation events. A reader that stops early must call `aclose`."""
 
-    def __aiter__(self) -> AsyncIterator[Piece]: ...
+    def __aiter__(self) -> AsyncIterator[StreamEvent]: ...
     async def aclose(self) -> None:
         """End the stream; an unfinished request is aborted."""
 
 
-def sse(event: dict[str, Any]) -> bytes:
+def format_sse(event: dict[str, Any]) -> bytes:
     """Return one server-sent event. JSON escapes line breaks, so a single `data:` line is enough."""
     return b"data: " + _JSON.encode(event).encode() + b"\n\n"
 
 
-class Opened:
+class StartedStream:
     """A stream whose events up to the first token were read.
 
     Errors before the first token were raised, while the status line could still be chosen.
     """
 
-    def __init__(self, head: list[Piece], rest: Pieces) -> None:
-        self._head, self._rest = head, rest
+    def __init__(self, first_events: list[StreamEvent], rest: GenerationStream) -> None:
+        self._first_events, self._rest = first_events, rest
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
-        for piece in self._head:
-            yield piece
-        async for piece in self._rest:
-            yield piece
+    async def __aiter__(self) -> AsyncIterator[StreamEvent]:
+        for event in self._first_events:
+            yield event
+        async for event in self._rest:
+            yield event
 
     async def aclose(self) -> None:
         """End the underlying stream."""
@@ -56,26 +87,26 @@ class Opened:
 
     def timings(self) -> list[Timings]:
         """Return the timings of the choices that have begun: queue and prefill, all that a header can report."""
-        return [piece.timings for piece in self._head if isinstance(piece, TextDelta) and piece.timings]
+        return [piece.timings for piece in self._first_events if isinstance(piece, TextDelta) and piece.timings]
 
 
-async def opened(pieces: Pieces) -> Opened:
+async def wait_for_first_token(stream: GenerationStream) -> StartedStream:
     """Wait for the first event with tokens and return the stream. Errors before it are raised.
 
     An echo of the prompt has no tokens.
     """
-    head: list[Piece] = []
-    async for piece in pieces:
-        head.append(piece)
-        if isinstance(piece, ChoiceFinished) or (isinstance(piece, TextDelta) and piece.token_ids):
+    first_events: list[StreamEvent] = []
+    async for event in stream:
+        first_events.append(event)
+        if isinstance(event, ChoiceFinished) or (isinstance(event, TextDelta) and event.token_ids):
             break
-    return Opened(head, pieces)
+    return StartedStream(first_events, stream)
 
 
-class EventStream(StreamingResponse):
+class EventStreamResponse(StreamingResponse):
     """A response of server-sent events that closes its source however it ends."""
 
-    def __init__(self, events: AsyncIterator[bytes], source: Pieces, headers: dict[str, str]) -> None:
+    def __init__(self, events: AsyncIterator[bytes], source: GenerationStream, headers: dict[str, str]) -> None:
         # no-cache and x-accel-buffering make proxies forward each event immediately.
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
         super().__init__(events, media_type="text/event-stream", headers=headers)
@@ -89,16 +120,154 @@ class EventStream(StreamingResponse):
             await self._source.aclose()
 
 
-async def encode(events: AsyncIterator[dict[str, Any]], path: str, last: bytes = b"") -> AsyncIterator[bytes]:
+async def encode_events(events: AsyncIterator[dict[str, Any]], path: str, last: bytes = b"") -> AsyncIterator[bytes]:
     """Yield the events as bytes, then `last`.
 
     An error after the first event is sent as the last event, in the dialect of `path`.
     """
     try:
         async for event in events:
-            yield sse(event)
+            yield format_sse(event)
     except RequestError as error:
-        yield sse(error_body(path, refusal(error)))
+        yield format_sse(error_body(path, to_http_error(error)))
         return
     if last:
         yield last
+
+
+PHASES = ("queue", "prefill", "decode")
+
+
+@dataclass(slots=True)
+class CollectedChoice:
+    """One completion as collected so far."""
+
+    index: int
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[ScoredToken] = field(default_factory=list)
+    finished: ChoiceFinished | None = None
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self.texts)
+
+    @property
+    def reason(self) -> FinishReason:
+        """Finish reason; valid only after the choice has finished."""
+        assert self.finished is not None, "every choice of a complete response has finished"
+        return self.finished.reason
+
+
+@dataclass(slots=True)
+class CollectedCompletion:
+    """A request's completions, collected from its stream events."""
+
+    by_index: dict[int, CollectedChoice] = field(default_factory=dict)
+    usage: Usage = field(default_factory=lambda: Usage(0))
+
+    def add(self, event: StreamEvent) -> None:
+        """Add one event to its choice."""
+        if isinstance(event, Accepted):
+            return
+        choice = self.by_index.setdefault(event.choice, CollectedChoice(event.choice))
+        if isinstance(event, TextDelta):
+            choice.texts.append(event.text)
+            choice.token_ids += event.token_ids
+            choice.logprobs += event.logprobs
+        else:
+            choice.finished = event
+            self.usage = event.usage
+
+    @property
+    def choices(self) -> list[CollectedChoice]:
+        """Choices in the order of their index."""
+        return [self.by_index[index] for index in sorted(self.by_index)]
+
+    def headers(self) -> dict[str, str]:
+        """Return the `Server-Timing` header over all choices."""
+        return server_timing(choice.finished.timings for choice in self.choices if choice.finished)
+
+
+async def collect(stream: GenerationStream) -> CollectedCompletion:
+    """Read the stream to its end. Exceptions of the stream are raised."""
+    completion = CollectedCompletion()
+    async for event in stream:
+        completion.add(event)
+    return completion
+
+
+def server_timing(timings: Iterable[Timings], *phases: str) -> dict[str, str]:
+    """Return a `Server-Timing` header with the longest time of each phase over all choices, in milliseconds.
+
+    Choices run in parallel. A stream sends its headers at the first token, so it can report `queue` and
+    `prefill` only; HTTP has no place for the rest after the body.
+    """
+    each = list(timings)
+    if not each:
+        return {}
+    seconds = {phase: max(getattr(timing, f"{phase}_seconds") for timing in each) for phase in phases or PHASES}
+    return {"server-timing": ", ".join(f"{phase};dur={longest * 1000:.1f}" for phase, longest in seconds.items())}
+
+
+QueueItem = tuple[int, StreamEvent | asyncio.Task[None]]
+
+
+async def merge_streams(streams: Sequence[GenerationStream], choices_each: int) -> AsyncGenerator[StreamEvent, None]:
+    """Yield the events of all streams as those of one request.
+
+    Choice c of stream s becomes choice s · choices_each + c, and usage is summed. The streams are admitted one
+    after the other, so a refusal of any of them is raised before the first token.
+    """
+    queue: asyncio.Queue[QueueItem] = asyncio.Queue()
+    tasks: list[asyncio.Task[None]] = []
+    usages: dict[int, Usage] = {}
+    try:
+        for stream in streams:
+            yield await anext(aiter(stream))
+        tasks += [_start(number, stream, queue) for number, stream in enumerate(streams)]
+        num_running = len(tasks)
+        while num_running:
+            number, item = await queue.get()
+            if isinstance(item, asyncio.Task):
+                item.result()  # raises the stream's exception, if any
+                num_running -= 1
+            else:
+                yield _renumber(item, number, choices_each, usages)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()
+
+
+def _start(number: int, stream: GenerationStream, queue: asyncio.Queue[QueueItem]) -> asyncio.Task[None]:
+    task = asyncio.create_task(_pump(number, stream, queue))
+    task.add_done_callback(lambda ended: queue.put_nowait((number, ended)))
+    return task
+
+
+async def _pump(number: int, stream: GenerationStream, queue: asyncio.Queue[QueueItem]) -> None:
+    async for event in stream:
+        queue.put_nowait((number, event))
+
+
+def _renumber(event: StreamEvent, number: int, choices_each: int, usages: dict[int, Usage]) -> StreamEvent:
+    if isinstance(event, Accepted):
+        return event
+    choice = number * choices_each + event.choice
+    if not isinstance(event, ChoiceFinished):
+        return replace(event, choice=choice)
+    usages[number] = event.usage
+    return replace(event, choice=choice, usage=_total_usage(usages.values()))
+
+
+def _total_usage(usages: Iterable[Usage]) -> Usage:
+    each = list(usages)
+    return Usage(
+        prompt_tokens=sum(usage.prompt_tokens for usage in each),
+        cached_tokens=sum(usage.cached_tokens for usage in each),
+        completion_tokens=sum(usage.completion_tokens for usage in each),
+    )

@@ -1,0 +1,1 @@
+"""Devices: how attention, memory and queues work on each."""

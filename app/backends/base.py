@@ -6,19 +6,31 @@ methods that callers need. Both share the methods of `BaseBackend`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import (
+    Callable,
+    Iterable,
+)
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from app.hardware.plan import ServingPlan
-from app.kernels.attention import Row, Run, Step
-from app.kernels.kv_rows import KVRows
-from app.kernels.paged import PackedTexts, PagedStep
-from app.kernels.turn import Heads
-from app.models.context import AttentionSpec
+from app.hardware.plan.plan import ServingPlan
+from app.kernels.attention.attention import (
+    AttentionSequence,
+    AttentionStep,
+    KvSegment,
+)
+from app.kernels.attention.context import AttentionSpec
+from app.kernels.attention.layout import (
+    KvRows,
+    QkvHeads,
+)
+from app.kernels.attention.paged import (
+    PackedTexts,
+    PagedStep,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +60,17 @@ class AttentionRow:
     segments: tuple[Segment, ...]
 
 
-def with_segments(row: Row, kv: KVRows) -> AttentionRow:
+def attention_row(row: AttentionSequence, kv: KvRows) -> AttentionRow:
     """Return the attention row of a sequence with its context in one layer."""
-    return AttentionRow(row.first, row.num_tokens, row.start, segments_of(row.runs, kv))
+    return AttentionRow(row.first, row.num_tokens, row.start, context_segments(row.runs, kv))
 
 
-def segments_of(runs: Iterable[Run], kv: KVRows) -> tuple[Segment, ...]:
+def context_segments(runs: Iterable[KvSegment], kv: KvRows) -> tuple[Segment, ...]:
     """Return the keys and values of one layer for these runs: views, or dequantized copies of an int8 KV cache."""
     return tuple(Segment(*kv.read(run.first, run.num_tokens), run.position) for run in runs)
 
 
-class Device(Protocol):
+class BaseBackend(Protocol):
     """Methods and attributes that every backend has."""
 
     device: torch.device
@@ -80,10 +92,10 @@ class Device(Protocol):
         ...
 
 
-class Backend(Device, Protocol):
+class HostBackend(BaseBackend, Protocol):
     """Backend of a processor: keys and values are stored in slots, which the operating system pages."""
 
-    def attention(self, query: Tensor, kv: KVRows, step: Step, spec: AttentionSpec) -> Tensor:
+    def attention(self, query: Tensor, kv: KvRows, step: AttentionStep, spec: AttentionSpec) -> Tensor:
         """Compute causal attention over the rows of one layer that `step` describes.
 
         `query` is [tokens, heads, head_dim]; the result has the shape and dtype of `query`.
@@ -91,7 +103,7 @@ class Backend(Device, Protocol):
         ...
 
 
-class Captured(Protocol):
+class CapturedGraph(Protocol):
     """Work that was recorded on the device once.
 
     Its tensors keep their addresses: the caller writes inputs to them and reads results from them around `replay`.
@@ -102,7 +114,7 @@ class Captured(Protocol):
         ...
 
 
-class Mark(Protocol):
+class DeviceEvent(Protocol):
     """Position in the device's queue, like `torch.cuda.Event`."""
 
     def wait(self) -> None:
@@ -110,7 +122,7 @@ class Mark(Protocol):
         ...
 
 
-class DeviceBackend(Device, Protocol):
+class DeviceBackend(BaseBackend, Protocol):
     """Backend of a device with a memory and a queue that are separate from the processor's.
 
     Keys and values are stored in pages that this package manages. A call returns before its work is done. `can_sample`
@@ -118,9 +130,9 @@ class DeviceBackend(Device, Protocol):
     top logits.
     """
 
-    draws: bool
+    can_sample: bool
 
-    def attention(self, query: Tensor, kv: KVRows, step: PagedStep, spec: AttentionSpec) -> Tensor:
+    def attention(self, query: Tensor, kv: KvRows, step: PagedStep, spec: AttentionSpec) -> Tensor:
         """Compute causal attention over the pages of one layer that `step` describes.
 
         `query` is [tokens, heads, head_dim]; the result has the shape and dtype of `query`. Rows of sequences
@@ -128,28 +140,28 @@ class DeviceBackend(Device, Protocol):
         """
         ...
 
-    def attend_texts(self, heads: Heads, texts: PackedTexts, spec: AttentionSpec) -> Tensor:
+    def encoder_attention(self, heads: QkvHeads, texts: PackedTexts, spec: AttentionSpec) -> Tensor:
         """Compute attention of each token within its own text.
 
         The result is [tokens, num_heads * head_dim] in the dtype of the QKV product, which may be overwritten.
         """
         ...
 
-    def capture(self, work: Callable[[], None]) -> Captured | None:
+    def capture(self, work: Callable[[], None]) -> CapturedGraph | None:
         """Record `work`; return None if this kind of device cannot record.
 
         `work` has run before, and it allocates the tensors that it keeps outside of the recording.
         """
         ...
 
-    def staging(self, words: int) -> Tensor:
+    def staging_buffer(self, length: int) -> Tensor:
         """Return an int64 [words] host tensor that can be copied to and from the device asynchronously."""
         ...
 
-    def mark(self) -> Mark:
+    def record_event(self) -> DeviceEvent:
         """Return a mark behind all work submitted so far."""
         ...
 
-    def survives(self, error: Exception) -> bool:
+    def recover_from_oom(self, error: Exception) -> bool:
         """Return true if `error` means that the device ran out of memory, after releasing what can be released."""
         ...

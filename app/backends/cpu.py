@@ -1,41 +1,89 @@
 """Backend of x86 and Arm processors: compute threads, pinning, and ragged attention.
 
 Both architectures share this file, because only data differs. Attention runs on the package's native kernels if
-they support the tensors (kernels/attention.py), else on PyTorch's flash kernel. That kernel supports neither a
+they support the tensors (kernels/attention/attention.py), else on PyTorch's flash kernel. That kernel supports neither a
 window nor a soft cap, and it is causal only if queries and keys start at the same position. So the context is cut
 into parts that it can compute, and the parts are merged by their log-sum-exp.
+
+Reference attention: the formula itself, in float32, one head of one sequence at a time.
+
+Every faster implementation is tested against it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Rows
+from collections.abc import (
+    Callable,
+    Iterable,
+)
+from collections.abc import (
+    Sequence as Rows,
+)
 from dataclasses import replace
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from app.backends.base import AttentionRow, Segment, segments_of, with_segments
-from app.backends.reference import capped, visible
+from app.backends.base import (
+    AttentionRow,
+    Segment,
+    attention_row,
+    context_segments,
+)
 from app.errors import PlanImpossible
-from app.hardware.plan import ServingPlan
-from app.hardware.probe import probe
-from app.kernels import attention as native_attention
-from app.kernels.attention import Row, Step, between
-from app.kernels.kv_rows import KVRows
-from app.models.context import AttentionSpec
+from app.hardware.plan.plan import ServingPlan
+from app.hardware.probe.probe import probe
+from app.kernels.attention import attention as native_attention
+from app.kernels.attention.attention import (
+    AttentionSequence,
+    AttentionStep,
+    clip_segments,
+)
+from app.kernels.attention.context import AttentionSpec
+from app.kernels.attention.layout import KvRows
+
+
+def reference_attention(query: Tensor, rows: Rows[AttentionRow], spec: AttentionSpec) -> Tensor:
+    """Compute the attention of `HostBackend.attention` with a float32 result [tokens, heads, head_dim]."""
+    result = torch.empty(query.shape, dtype=torch.float32)
+    for row in rows:
+        key = torch.cat([segment.key for segment in row.segments]).float()  # [context, kv_heads, head_dim]
+        value = torch.cat([segment.value for segment in row.segments]).float()
+        group = query.shape[1] // key.shape[1]
+        mask = causal_mask(torch.arange(row.start, row.start + row.num_tokens), torch.arange(len(key)), spec.window)
+        for head in range(query.shape[1]):
+            queries = query[row.first : row.first + row.num_tokens, head].float()
+            scores = apply_softcap(queries @ key[:, head // group].T * spec.scale, spec.softcap)
+            weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+            result[row.first : row.first + row.num_tokens, head] = weights @ value[:, head // group]
+    return result
+
+
+def causal_mask(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
+    """Return a bool mask [queries, keys] from absolute positions.
+
+    A token sees itself and the tokens before it; with `window`, at most `window` tokens in all.
+    """
+    distance = queries.unsqueeze(1) - keys
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
+def apply_softcap(scores: Tensor, softcap: float | None) -> Tensor:
+    """Return the scores smoothly bounded to (-softcap, softcap); unchanged if `softcap` is None."""
+    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
+
 
 # query, key, value [1, heads or kv_heads, tokens, head_dim] with any strides; nothing is copied. Returns the result and, in
 # float32, the log-sum-exp of each row's scores. torch 2.10 and 2.13 (both tested) have this schema and allow kv_heads < heads.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 _MASKED_QUERIES = 256  # queries per mask; a mask has this number times the context (or the window) elements
-_PART = 4096  # tokens of a long context that are processed at a time
-_EXPLICIT_SCORES = 2**22  # elements of a score matrix that is materialised at once: 16 MiB in float32
+_PART_TOKENS = 4096  # tokens of a long context that are processed at a time
+_MAX_SCORE_ELEMENTS = 2**22  # elements of a score matrix that is materialised at once: 16 MiB in float32
 
-Masked = Callable[[Tensor, Segment, Tensor, AttentionSpec], Tensor]
+MaskedAttention = Callable[[Tensor, Segment, Tensor, AttentionSpec], Tensor]
 
 
 class CpuBackend:
@@ -64,18 +112,18 @@ class CpuBackend:
         """
         return probe().usable_bytes
 
-    def attention(self, query: Tensor, kv: KVRows, step: Step, spec: AttentionSpec) -> Tensor:
+    def attention(self, query: Tensor, kv: KvRows, step: AttentionStep, spec: AttentionSpec) -> Tensor:
         """Compute causal attention over the rows of one layer that `step` describes.
 
         `query` is [tokens, heads, head_dim]; the result has the shape and dtype of `query`.
         """
-        if not native_attention.suits(query, kv):
-            return torch_attention(query, [with_segments(row, kv) for row in step.rows], spec)
-        result = native_attention.attention(query, kv, step, spec.scale, spec.window, spec.softcap)
+        if not native_attention.supports(query, kv):
+            return torch_attention(query, [attention_row(row, kv) for row in step.rows], spec)
+        result = native_attention.attend(query, kv, step, spec.scale, spec.window, spec.softcap)
         for row in step.rows:
-            if not native_attention.takes(row, query, kv):
+            if not native_attention.supports_sequence(row, query, kv):
                 own = slice(row.first, row.first + row.num_tokens)
-                result[own] = _prompt(query[own], row, kv, spec)
+                result[own] = _prompt_attention(query[own], row, kv, spec)
         return result
 
     def synchronize(self) -> None:
@@ -94,21 +142,21 @@ def torch_attention(query: Tensor, rows: Rows[AttentionRow], spec: AttentionSpec
     for row in rows:
         queries = grouped.narrow(0, row.first, row.num_tokens)
         if spec.softcap is not None:
-            step = max(1, _EXPLICIT_SCORES // (heads * (row.start + row.num_tokens)))
-            results.append(_blockwise(queries, row, spec, _explicit, step))
+            step = max(1, _MAX_SCORE_ELEMENTS // (heads * (row.start + row.num_tokens)))
+            results.append(_blockwise_attention(queries, row, spec, _materialised_attention, step))
         elif row.num_tokens == 1:
-            results.append(_one_token(queries, row, spec))
+            results.append(_decode_attention(queries, row, spec))
         elif spec.window is not None and row.start + row.num_tokens > spec.window:
-            results.append(_blockwise(queries, row, spec, _masked_flash, _MASKED_QUERIES))
+            results.append(_blockwise_attention(queries, row, spec, _masked_flash_attention, _MASKED_QUERIES))
         else:
-            own = _between(row.segments, row.start, row.start + row.num_tokens)
+            own = _segments_between(row.segments, row.start, row.start + row.num_tokens)
             assert len(own) == 1, "the tokens of a step are in one segment"
-            results.append(_chunk(queries, _between(row.segments, 0, row.start), own[0], spec.scale))
+            results.append(_chunk_attention(queries, _segments_between(row.segments, 0, row.start), own[0], spec.scale))
     result = results[0] if len(results) == 1 else torch.cat(results)
     return result.reshape(tokens, heads, head_dim).to(query.dtype)
 
 
-def _prompt(query: Tensor, row: Row, kv: KVRows, spec: AttentionSpec) -> Tensor:
+def _prompt_attention(query: Tensor, row: AttentionSequence, kv: KvRows, spec: AttentionSpec) -> Tensor:
     """Compute the attention of one sequence's queries [tokens, heads, head_dim] with PyTorch.
 
     An int8 KV cache is dequantized only for the part that is visible, or one part of `_PART` tokens at a time.
@@ -116,12 +164,14 @@ def _prompt(query: Tensor, row: Row, kv: KVRows, spec: AttentionSpec) -> Tensor:
     end = row.start + row.num_tokens
     if spec.window is not None or spec.softcap is not None:
         low = 0 if spec.window is None else max(0, row.start + 1 - spec.window)
-        seen = replace(row, first=0, runs=between(row.runs, low, end))
-        return torch_attention(query, [with_segments(seen, kv)], spec)
-    parts = (between(row.runs, at, min(at + _PART, row.start)) for at in range(0, row.start, _PART))
-    past = (segment for runs in parts for segment in segments_of(runs, kv))
-    (own,) = segments_of(between(row.runs, row.start, end), kv)
-    return _chunk(query.reshape(len(query), own.key.shape[1], -1, query.shape[2]), past, own, spec.scale).reshape(query.shape)
+        seen = replace(row, first=0, runs=clip_segments(row.runs, low, end))
+        return torch_attention(query, [attention_row(seen, kv)], spec)
+    parts = (clip_segments(row.runs, at, min(at + _PART_TOKENS, row.start)) for at in range(0, row.start, _PART_TOKENS))
+    past = (segment for runs in parts for segment in context_segments(runs, kv))
+    (own,) = context_segments(clip_segments(row.runs, row.start, end), kv)
+    return _chunk_attention(query.reshape(len(query), own.key.shape[1], -1, query.shape[2]), past, own, spec.scale).reshape(
+        query.shape
+    )
 
 
 def _pin(cpu_ids: tuple[int, ...]) -> None:
@@ -133,7 +183,7 @@ def _pin(cpu_ids: tuple[int, ...]) -> None:
         raise PlanImpossible(f"The compute threads cannot be pinned to CPUs {list(cpu_ids)}: {error}.") from error
 
 
-def _one_token(queries: Tensor, row: AttentionRow, spec: AttentionSpec) -> Tensor:
+def _decode_attention(queries: Tensor, row: AttentionRow, spec: AttentionSpec) -> Tensor:
     """Compute the attention of one token; `queries` and the result are [1, kv_heads, group, head_dim].
 
     The query heads of one kv head are the rows of one product. Every cached token is visible, so no mask is
@@ -145,18 +195,20 @@ def _one_token(queries: Tensor, row: AttentionRow, spec: AttentionSpec) -> Tenso
             1, 1, 2, 1
         )  # a product with one bfloat16 row takes four times as long as one with two (torch 2.13, x86)
     low = 0 if spec.window is None else max(0, row.start + 1 - spec.window)
-    parts = [_attend(queries, segment, spec.scale) for segment in _between(row.segments, low, row.start + 1)]
-    return _merged(parts)[:, :, :group]
+    parts = [_attend(queries, segment, spec.scale) for segment in _segments_between(row.segments, low, row.start + 1)]
+    return _merge_parts(parts)[:, :, :group]
 
 
-def _chunk(queries: Tensor, past: Iterable[Segment], own: Segment, scale: float) -> Tensor:
+def _chunk_attention(queries: Tensor, past: Iterable[Segment], own: Segment, scale: float) -> Tensor:
     """Compute the attention of a prompt chunk; `queries` and the result are [tokens, kv_heads, group, head_dim].
 
     The tokens of `past` are visible to every query; attention within the chunk is causal.
     """
     heads = queries.flatten(1, 2).transpose(0, 1).unsqueeze(0)  # [1, heads, tokens, head_dim]
     seen = (_attend(heads, segment, scale) for segment in past)
-    return _merged(chain(seen, [_attend(heads, own, scale, is_causal=True)])).squeeze(0).transpose(0, 1).reshape(queries.shape)
+    return (
+        _merge_parts(chain(seen, [_attend(heads, own, scale, is_causal=True)])).squeeze(0).transpose(0, 1).reshape(queries.shape)
+    )
 
 
 def _attend(queries: Tensor, segment: Segment, scale: float, is_causal: bool = False) -> tuple[Tensor, Tensor]:
@@ -165,22 +217,22 @@ def _attend(queries: Tensor, segment: Segment, scale: float, is_causal: bool = F
     return result
 
 
-def _merged(parts: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+def _merge_parts(parts: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     """Merge the softmax results of several parts of a context.
 
     Each part is weighted by the exponential of its log-sum-exp.
     """
-    left = iter(parts)
-    result, logsumexp = next(left)
+    remaining = iter(parts)
+    result, logsumexp = next(remaining)
     dtype = result.dtype
-    for other, other_logsumexp in left:
+    for other, other_logsumexp in remaining:
         share = torch.sigmoid(other_logsumexp - logsumexp).unsqueeze(-1)
         result = torch.lerp(result.float(), other.float(), share)
         logsumexp = torch.logaddexp(logsumexp, other_logsumexp)
     return result.to(dtype)
 
 
-def _blockwise(queries: Tensor, row: AttentionRow, spec: AttentionSpec, masked: Masked, step: int) -> Tensor:
+def _blockwise_attention(queries: Tensor, row: AttentionRow, spec: AttentionSpec, masked: MaskedAttention, step: int) -> Tensor:
     """Compute masked attention for `step` queries at a time over the context that any of them sees.
 
     `queries` and the result are [tokens, kv_heads, group, head_dim].
@@ -190,13 +242,13 @@ def _blockwise(queries: Tensor, row: AttentionRow, spec: AttentionSpec, masked: 
     for first in range(row.start, end, step):
         last = min(first + step, end)
         low = 0 if spec.window is None else max(0, first + 1 - spec.window)
-        mask = visible(torch.arange(first, last), torch.arange(low, last), spec.window)
-        context = _joined(_between(row.segments, low, last))
+        mask = causal_mask(torch.arange(first, last), torch.arange(low, last), spec.window)
+        context = _join_segments(_segments_between(row.segments, low, last))
         results.append(masked(queries[first - row.start : last - row.start], context, mask, spec))
     return torch.cat(results)
 
 
-def _masked_flash(queries: Tensor, context: Segment, mask: Tensor, spec: AttentionSpec) -> Tensor:
+def _masked_flash_attention(queries: Tensor, context: Segment, mask: Tensor, spec: AttentionSpec) -> Tensor:
     heads = queries.flatten(1, 2).transpose(0, 1).unsqueeze(0)
     bias = torch.zeros(mask.shape, dtype=queries.dtype).masked_fill_(~mask, -torch.inf)
     key, value = context.key.transpose(0, 1).unsqueeze(0), context.value.transpose(0, 1).unsqueeze(0)
@@ -204,14 +256,14 @@ def _masked_flash(queries: Tensor, context: Segment, mask: Tensor, spec: Attenti
     return result.squeeze(0).transpose(0, 1).reshape(queries.shape)
 
 
-def _explicit(queries: Tensor, context: Segment, mask: Tensor, spec: AttentionSpec) -> Tensor:
+def _materialised_attention(queries: Tensor, context: Segment, mask: Tensor, spec: AttentionSpec) -> Tensor:
     """Materialise the scores in float32, which is the only method to apply a soft cap, and compute the attention."""
     scores = torch.einsum("qkgd,ckd->kgqc", queries.float(), context.key.float()).mul_(spec.scale)
-    weights = capped(scores, spec.softcap).masked_fill_(~mask, -torch.inf).softmax(-1)
+    weights = apply_softcap(scores, spec.softcap).masked_fill_(~mask, -torch.inf).softmax(-1)
     return torch.einsum("kgqc,ckd->qkgd", weights, context.value.float()).to(queries.dtype)
 
 
-def _between(segments: Rows[Segment], start: int, end: int) -> list[Segment]:
+def _segments_between(segments: Rows[Segment], start: int, end: int) -> list[Segment]:
     """Return the parts of these segments at positions `[start, end)`, as views."""
     parts = []
     for segment in segments:
@@ -224,7 +276,7 @@ def _between(segments: Rows[Segment], start: int, end: int) -> list[Segment]:
     return parts
 
 
-def _joined(segments: list[Segment]) -> Segment:
+def _join_segments(segments: list[Segment]) -> Segment:
     if len(segments) == 1:
         return segments[0]
     keys, values = [segment.key for segment in segments], [segment.value for segment in segments]

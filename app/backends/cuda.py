@@ -14,24 +14,34 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from app.backends.base import Captured, Mark
+from app.backends.base import (
+    CapturedGraph,
+    DeviceEvent,
+)
 from app.errors import PlanImpossible
-from app.hardware.plan import ServingPlan
-from app.kernels import flash
-from app.kernels.gpu.available import usable
-from app.kernels.kv_rows import KVRows
-from app.kernels.paged import PackedTexts, PagedStep
-from app.kernels.paged_torch import packed_texts_torch, paged_attention_torch
-from app.kernels.turn import Heads, turned
-from app.models.context import AttentionSpec
+from app.hardware.plan.plan import ServingPlan
+from app.kernels.attention import texts as flash
+from app.kernels.attention.context import AttentionSpec
+from app.kernels.attention.layout import (
+    KvRows,
+    QkvHeads,
+)
+from app.kernels.attention.paged import (
+    PackedTexts,
+    PagedStep,
+    attend_texts_padded_torch,
+    paged_attention_torch,
+)
+from app.kernels.elementwise.rope import apply_rope_to_qkv
+from app.kernels.triton.support import triton_usable
 
-_OLDEST = (8, 0)  # compute capability of Ampere, the first with bfloat16 products, flash attention and four-bit products
+_MIN_CAPABILITY = (8, 0)  # compute capability of Ampere, the first with bfloat16 products, flash attention and four-bit products
 # Libraries, graphs and Triton kernels allocate memory outside of torch's allocator. They report out of memory as plain errors.
-_NO_ROOM = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "Triton Error [CUDA]: out of memory")
+_OUT_OF_MEMORY_TEXTS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "Triton Error [CUDA]: out of memory")
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
+class CudaEvent:
     """Mark in a CUDA stream."""
 
     event: torch.cuda.Event
@@ -44,7 +54,7 @@ class Passed:
 class CudaBackend:
     """Backend of one process with one GPU and one queue."""
 
-    draws = True
+    can_sample = True
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.device = torch.device("cuda", 0)  # the process sees only this one
@@ -64,8 +74,8 @@ class CudaBackend:
             capability, name = torch.cuda.get_device_capability(self.device), torch.cuda.get_device_name(self.device)
         except (RuntimeError, AssertionError) as error:  # torch raises AssertionError if it is no CUDA build
             raise PlanImpossible(f"device is cuda, but torch {torch.__version__} cannot use the GPU: {error}") from error
-        if capability < _OLDEST:
-            least, found = (".".join(map(str, one)) for one in (_OLDEST, capability))
+        if capability < _MIN_CAPABILITY:
+            least, found = (".".join(map(str, one)) for one in (_MIN_CAPABILITY, capability))
             raise PlanImpossible(f"{name} has compute capability {found}, but at least {least} is required. Set device to cpu.")
         torch.set_num_threads(plan.threads.value)
         torch.set_float32_matmul_precision("highest")
@@ -82,22 +92,30 @@ class CudaBackend:
         """Wait until the GPU has finished all submitted work."""
         torch.cuda.synchronize(self.device)
 
-    def attention(self, query: Tensor, kv: KVRows, step: PagedStep, spec: AttentionSpec) -> Tensor:
+    def attention(self, query: Tensor, kv: KvRows, step: PagedStep, spec: AttentionSpec) -> Tensor:
         """Compute causal attention of `query` [tokens, heads, head_dim] over the pages of one layer.
 
         Prompts that start in this step use PyTorch's flash attention if it supports them. Everything else uses the
         Triton kernels, so a decode gives the same result with any other sequences in the batch.
         """
-        if not usable(query):
+        if not triton_usable(query):
             return paged_attention_torch(query, kv, step, spec)
-        from app.kernels.gpu.attention import attend_decodes
-        from app.kernels.gpu.prompts import attend_prompts, fresh_rows
+        from app.kernels.triton.attention import attend_decodes
+        from app.kernels.triton.prompts import (
+            attend_prompts,
+            gather_fresh_kv,
+        )
 
         prompts = len(step.slots) > step.num_decodes
-        by_flash = prompts and step.fresh and flash.suits(query.dtype, query.shape[2], spec) and kv.keys.dtype == query.dtype
+        by_flash = (
+            prompts
+            and step.fresh
+            and flash.torch_flash_supports(query.dtype, query.shape[2], spec)
+            and kv.keys.dtype == query.dtype
+        )
         if by_flash:
-            key, value = fresh_rows(kv, step, len(query))
-            result = flash.attend(query, key, value, (step.starts[step.num_decodes :], step.most_queries), spec)
+            key, value = gather_fresh_kv(kv, step, len(query))
+            result = flash.attend_packed(query, key, value, (step.starts[step.num_decodes :], step.max_queries), spec)
         else:
             result = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if step.num_decodes:
@@ -106,20 +124,20 @@ class CudaBackend:
             attend_prompts(query, kv, step, spec, result)
         return result
 
-    def attend_texts(self, heads: Heads, texts: PackedTexts, spec: AttentionSpec) -> Tensor:
+    def encoder_attention(self, heads: QkvHeads, texts: PackedTexts, spec: AttentionSpec) -> Tensor:
         """Compute attention within each text, with PyTorch's flash attention if it supports the texts.
 
         Flash attention supports neither FP32 nor soft caps nor relative position biases.
         """
-        if flash.suits(heads.product.dtype, heads.head_dim, spec):
-            return flash.attend(*turned(heads), (texts.starts, texts.most_tokens), spec).flatten(1)
-        if not usable(heads.product):
-            return packed_texts_torch(heads, texts, spec)
-        from app.kernels.gpu.prompts import attend_packed
+        if flash.torch_flash_supports(heads.product.dtype, heads.head_dim, spec):
+            return flash.attend_packed(*apply_rope_to_qkv(heads), (texts.starts, texts.most_tokens), spec).flatten(1)
+        if not triton_usable(heads.product):
+            return attend_texts_padded_torch(heads, texts, spec)
+        from app.kernels.triton.prompts import attend_packed
 
-        return attend_packed(*turned(heads), texts, spec).flatten(1)
+        return attend_packed(*apply_rope_to_qkv(heads), texts, spec).flatten(1)
 
-    def capture(self, work: Callable[[], None]) -> Captured:
+    def capture(self, work: Callable[[], None]) -> CapturedGraph:
         """Run `work` once on the recording stream, then record it.
 
         The first run is needed because libraries create per-stream objects at their first product, and these
@@ -138,19 +156,19 @@ class CudaBackend:
                 work()
         return graph
 
-    def staging(self, words: int) -> Tensor:
+    def staging_buffer(self, length: int) -> Tensor:
         """Return a pinned int64 [words] host tensor."""
-        return torch.zeros(words, dtype=torch.int64, pin_memory=True)
+        return torch.zeros(length, dtype=torch.int64, pin_memory=True)
 
-    def mark(self) -> Mark:
+    def record_event(self) -> DeviceEvent:
         """Return a mark that was recorded on the current stream."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
-        return Passed(event)
+        return CudaEvent(event)
 
-    def survives(self, error: Exception) -> bool:
+    def recover_from_oom(self, error: Exception) -> bool:
         """Return true for an out-of-memory error, after its memory was released and returned to the driver."""
-        if not isinstance(error, torch.OutOfMemoryError) and not any(words in str(error) for words in _NO_ROOM):
+        if not isinstance(error, torch.OutOfMemoryError) and not any(words in str(error) for words in _OUT_OF_MEMORY_TEXTS):
             return False
         traceback.clear_frames(error.__traceback__)
         torch.cuda.empty_cache()

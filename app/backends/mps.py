@@ -14,22 +14,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.backends.base import Captured, Mark
+from app.backends.base import (
+    CapturedGraph,
+    DeviceEvent,
+)
 from app.errors import PlanImpossible
-from app.hardware.plan import ServingPlan
-from app.kernels.kv_rows import KVRows
-from app.kernels.paged import PackedTexts, PagedStep
-from app.kernels.paged_torch import Attended, Part, attended, packed_texts_torch, paged_attention_torch
-from app.kernels.turn import Heads
-from app.models.context import AttentionSpec
+from app.hardware.plan.plan import ServingPlan
+from app.kernels.attention.context import AttentionSpec
+from app.kernels.attention.layout import (
+    KvRows,
+    QkvHeads,
+)
+from app.kernels.attention.paged import (
+    AttendBlock,
+    PackedTexts,
+    PagedStep,
+    QueryBlock,
+    attend_block,
+    attend_texts_padded_torch,
+    paged_attention_torch,
+)
 
-_FALLBACK = "PYTORCH_ENABLE_MPS_FALLBACK"
+_FALLBACK_VARIABLE = "PYTORCH_ENABLE_MPS_FALLBACK"
 
 
 class MpsBackend:
     """Backend of one process with one GPU and one command queue; the GPU shares the machine's memory."""
 
-    draws = False
+    can_sample = False
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.device = torch.device("mps")
@@ -43,9 +55,9 @@ class MpsBackend:
         Raises:
             PlanImpossible: the fallback to the processor is enabled, or torch cannot use Metal.
         """
-        if os.environ.get(_FALLBACK, "0") not in ("", "0"):
+        if os.environ.get(_FALLBACK_VARIABLE, "0") not in ("", "0"):
             raise PlanImpossible(
-                f"{_FALLBACK} is set: operations that torch's MPS lacks would run on the processor without notice. "
+                f"{_FALLBACK_VARIABLE} is set: operations that torch's MPS lacks would run on the processor without notice. "
                 "Unset it, or set device to cpu."
             )
         if not torch.backends.mps.is_available():
@@ -66,30 +78,30 @@ class MpsBackend:
         """Wait until the GPU has finished all submitted work."""
         torch.mps.synchronize()
 
-    def attention(self, query: Tensor, kv: KVRows, step: PagedStep, spec: AttentionSpec) -> Tensor:
+    def attention(self, query: Tensor, kv: KvRows, step: PagedStep, spec: AttentionSpec) -> Tensor:
         """Compute causal attention over the pages of one layer that `step` describes.
 
         `query` is [tokens, heads, head_dim]; the result has the shape and dtype of `query`.
         """
-        return paged_attention_torch(query, kv, step, spec, road(spec))
+        return paged_attention_torch(query, kv, step, spec, attention_function(spec))
 
-    def attend_texts(self, heads: Heads, texts: PackedTexts, spec: AttentionSpec) -> Tensor:
+    def encoder_attention(self, heads: QkvHeads, texts: PackedTexts, spec: AttentionSpec) -> Tensor:
         """Compute attention of each token within its own text."""
-        return packed_texts_torch(heads, texts, spec, road(spec))
+        return attend_texts_padded_torch(heads, texts, spec, attention_function(spec))
 
-    def capture(self, work: Callable[[], None]) -> Captured | None:
+    def capture(self, work: Callable[[], None]) -> CapturedGraph | None:
         """Return None: PyTorch has no interface to record work on Metal."""
         return None
 
-    def staging(self, words: int) -> Tensor:
+    def staging_buffer(self, length: int) -> Tensor:
         """Return an int64 [words] tensor; processor and GPU share one memory, so nothing is pinned."""
-        return torch.zeros(words, dtype=torch.int64)
+        return torch.zeros(length, dtype=torch.int64)
 
-    def mark(self) -> Mark:
+    def record_event(self) -> DeviceEvent:
         """Return a mark behind all work submitted so far."""
-        return MpsMark()
+        return MpsEvent()
 
-    def survives(self, error: Exception) -> bool:
+    def recover_from_oom(self, error: Exception) -> bool:
         """Return true for an out-of-memory error, after cached memory was released.
 
         On MPS torch has no exception type for it, so the message is compared.
@@ -100,7 +112,7 @@ class MpsBackend:
         return True
 
 
-class MpsMark:
+class MpsEvent:
     """Event behind all work submitted so far."""
 
     def __init__(self) -> None:
@@ -112,15 +124,15 @@ class MpsMark:
         self._event.synchronize()
 
 
-def road(spec: AttentionSpec) -> Attended:
+def attention_function(spec: AttentionSpec) -> AttendBlock:
     """Return the attention function for this layer.
 
     Soft caps and relative position biases need materialised scores; all else uses the scaled dot product.
     """
-    return attended if spec.softcap is not None or spec.distance_bias is not None else attended_by_product
+    return attend_block if spec.softcap is not None or spec.distance_bias is not None else sdpa_attention
 
 
-def attended_by_product(query: Tensor, key: Tensor, value: Tensor, part: Part, spec: AttentionSpec) -> Tensor:
+def sdpa_attention(query: Tensor, key: Tensor, value: Tensor, part: QueryBlock, spec: AttentionSpec) -> Tensor:
     """Compute the attention of `paged_torch.attended` with PyTorch's scaled dot product.
 
     The query heads of one kv head become further queries of that head.
@@ -136,8 +148,8 @@ def attended_by_product(query: Tensor, key: Tensor, value: Tensor, part: Part, s
     # Cells beyond a context hold arbitrary values, so they are zeroed. A query that sees no key is given the first key, because
     # a softmax over no key is NaN. Without a context that key is zero; otherwise the row is padding, and its result is ignored.
     keys, values = (x.masked_fill(~part.context[..., None, None], 0.0).transpose(1, 2) for x in (key, value))
-    sees = part.seen.any(-1, keepdim=True)
-    first = torch.arange(part.seen.shape[-1], device=query.device) == 0
-    mask = (part.seen | (~sees & first)).repeat(1, group, 1).unsqueeze(1)
-    found = F.scaled_dot_product_attention(grouped.to(key.dtype), keys, values, mask, scale=spec.scale)
-    return found.reshape(n, kv_heads, group, queries, head_dim).permute(0, 3, 1, 2, 4).reshape(query.shape)
+    sees = part.visible.any(-1, keepdim=True)
+    first = torch.arange(part.visible.shape[-1], device=query.device) == 0
+    mask = (part.visible | (~sees & first)).repeat(1, group, 1).unsqueeze(1)
+    result = F.scaled_dot_product_attention(grouped.to(key.dtype), keys, values, mask, scale=spec.scale)
+    return result.reshape(n, kv_heads, group, queries, head_dim).permute(0, 3, 1, 2, 4).reshape(query.shape)

@@ -5,17 +5,24 @@ Each kind of device has one row in a table. Backends of other kinds of device ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import (
+    Callable,
+    Mapping,
+)
 from typing import TypeVar
 
 import torch
 
-from app.backends.base import Backend, Device, DeviceBackend
+from app.backends.base import (
+    BaseBackend,
+    DeviceBackend,
+    HostBackend,
+)
 from app.backends.cpu import CpuBackend
 from app.errors import PlanImpossible
-from app.hardware.plan import ServingPlan
+from app.hardware.plan.plan import ServingPlan
 
-Kind = TypeVar("Kind", bound=Device)
+BackendT = TypeVar("BackendT", bound=BaseBackend)
 
 
 def _cuda(dtype: torch.dtype) -> DeviceBackend:
@@ -30,32 +37,34 @@ def _mps(dtype: torch.dtype) -> DeviceBackend:
     return MpsBackend(dtype)
 
 
-PROCESSORS: Mapping[str, Callable[[torch.dtype], Backend]] = {"cpu": CpuBackend}
-DEVICES: Mapping[str, Callable[[torch.dtype], DeviceBackend]] = {"cuda": _cuda, "mps": _mps}
-DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+HOST_BACKENDS: Mapping[str, Callable[[torch.dtype], HostBackend]] = {"cpu": CpuBackend}
+DEVICE_BACKENDS: Mapping[str, Callable[[torch.dtype], DeviceBackend]] = {"cuda": _cuda, "mps": _mps}
+DTYPE_BY_NAME: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def select_backend(plan: ServingPlan) -> Device:
+def select_backend(plan: ServingPlan) -> BaseBackend:
     """Return the backend of the planned device, not yet configured.
 
     Raises:
         PlanImpossible: this version has no backend for the device.
     """
-    kinds: Mapping[str, Callable[[torch.dtype], Device]] = {**PROCESSORS, **DEVICES}
-    return _row(kinds, plan)(DTYPES[plan.dtype.value])
+    kinds: Mapping[str, Callable[[torch.dtype], BaseBackend]] = {**HOST_BACKENDS, **DEVICE_BACKENDS}
+    return _backend_factory(kinds, plan)(DTYPE_BY_NAME[plan.dtype.value])
 
 
-def processor(plan: ServingPlan) -> Backend:
+def select_host_backend(plan: ServingPlan) -> HostBackend:
     """Return the backend for a plan that serves on a processor."""
-    return _row(PROCESSORS, plan)(DTYPES[plan.dtype.value])
+    return _backend_factory(HOST_BACKENDS, plan)(DTYPE_BY_NAME[plan.dtype.value])
 
 
-def device_backend(plan: ServingPlan) -> DeviceBackend:
+def select_device_backend(plan: ServingPlan) -> DeviceBackend:
     """Return the backend for a plan that serves on a device with separate memory and a queue."""
-    return _row(DEVICES, plan)(DTYPES[plan.dtype.value])
+    return _backend_factory(DEVICE_BACKENDS, plan)(DTYPE_BY_NAME[plan.dtype.value])
 
 
-def _row(rows: Mapping[str, Callable[[torch.dtype], Kind]], plan: ServingPlan) -> Callable[[torch.dtype], Kind]:
+def _backend_factory(
+    rows: Mapping[str, Callable[[torch.dtype], BackendT]], plan: ServingPlan
+) -> Callable[[torch.dtype], BackendT]:
     device = plan.device.value
     if device not in rows:
         raise PlanImpossible(f"There is no backend for device {device!r} here; available: {', '.join(sorted(rows))}.")

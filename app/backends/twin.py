@@ -12,17 +12,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from app.hardware.plan import ServingPlan
-from app.hardware.probe import probe
-from app.kernels.kv_rows import KVRows
-from app.kernels.paged import PackedTexts, PagedStep
-from app.kernels.paged_torch import packed_texts_torch, paged_attention_torch
-from app.kernels.turn import Heads
-from app.models.context import AttentionSpec
+from app.hardware.plan.plan import ServingPlan
+from app.hardware.probe.probe import probe
+from app.kernels.attention.context import AttentionSpec
+from app.kernels.attention.layout import (
+    KvRows,
+    QkvHeads,
+)
+from app.kernels.attention.paged import (
+    PackedTexts,
+    PagedStep,
+    attend_texts_padded_torch,
+    paged_attention_torch,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class RepeatedWork:
     """Recorded work that is run again by calling it; its tensors keep their addresses, like those of a graph."""
 
     work: Callable[[], None]
@@ -32,17 +38,17 @@ class Again:
         self.work()
 
 
-class Done:
+class CompletedEvent:
     """Mark of a device without a queue: all work before it is finished."""
 
     def wait(self) -> None:
         """Return at once."""
 
 
-class TwinBackend:
+class SimulatedDeviceBackend:
     """`DeviceBackend` that runs on the processor."""
 
-    draws = True
+    can_sample = True
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.device = torch.device("cpu")
@@ -59,27 +65,27 @@ class TwinBackend:
     def synchronize(self) -> None:
         """Return at once: work is finished when it was submitted."""
 
-    def attention(self, query: Tensor, kv: KVRows, step: PagedStep, spec: AttentionSpec) -> Tensor:
+    def attention(self, query: Tensor, kv: KvRows, step: PagedStep, spec: AttentionSpec) -> Tensor:
         """Compute causal attention over the pages of one layer, with PyTorch."""
         return paged_attention_torch(query, kv, step, spec)
 
-    def attend_texts(self, heads: Heads, texts: PackedTexts, spec: AttentionSpec) -> Tensor:
+    def encoder_attention(self, heads: QkvHeads, texts: PackedTexts, spec: AttentionSpec) -> Tensor:
         """Compute attention of each token within its own text, with PyTorch."""
-        return packed_texts_torch(heads, texts, spec)
+        return attend_texts_padded_torch(heads, texts, spec)
 
-    def capture(self, work: Callable[[], None]) -> Again:
+    def capture(self, work: Callable[[], None]) -> RepeatedWork:
         """Return an object that calls `work` again."""
-        return Again(work)
+        return RepeatedWork(work)
 
-    def staging(self, words: int) -> Tensor:
+    def staging_buffer(self, length: int) -> Tensor:
         """Return an int64 [words] tensor."""
-        return torch.zeros(words, dtype=torch.int64)
+        return torch.zeros(length, dtype=torch.int64)
 
-    def mark(self) -> Done:
+    def record_event(self) -> CompletedEvent:
         """Return a mark that is already passed."""
-        return Done()
+        return CompletedEvent()
 
-    def survives(self, error: Exception) -> bool:
+    def recover_from_oom(self, error: Exception) -> bool:
         """Return true for torch's out-of-memory error.
 
         On a real processor the kernel kills a process that runs out of memory; tests raise torch's error instead.

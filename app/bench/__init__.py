@@ -1,0 +1,1 @@
+"""Benchmarks: HTTP clients that know nothing of the server, and measurements inside the engine."""

@@ -1,29 +1,157 @@
-"""Console output of the benches: progress bar and table on standard error, one JSON object on standard output."""
+"""Console output of the benches: progress bar and table on standard error, one JSON object on standard output.
+
+Results of a bench: statistics of samples, figures with targets, and checks for failed measurements.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
+import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import (
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager
+from dataclasses import (
+    dataclass,
+    field,
+)
 from pathlib import Path
-from typing import Protocol
+from typing import (
+    Any,
+    Protocol,
+)
 
 from rich.console import Console
 from rich.measure import Measurement
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
-from app.bench.stats import Figure, Outcome
 
-WIDTH = 140
-WIDEST = 1000
-LOOKS_PER_SECOND = 2  # each refresh takes a millisecond from what is measured
+class MeasurementFailed(Exception):
+    """Raised when a bench cannot measure what was requested; the message gives the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Statistics of the samples of one quantity.
+
+    Percentiles are nearest-rank, so p99 of ten samples is the largest.
+    """
+
+    p50: float
+    p99: float
+    smallest: float
+    largest: float
+    num_samples: int
+
+
+def percentile(samples: Sequence[float], share: float) -> float:
+    """Return the smallest sample that is at least as large as `share` (0 to 1) of all samples."""
+    assert samples, "a percentile needs samples"
+    assert 0.0 < share <= 1.0, "a share must be in (0, 1]"
+    return sorted(samples)[math.ceil(share * len(samples)) - 1]
+
+
+def compute_spread(samples: Sequence[float]) -> Spread:
+    """Return the statistics of a non-empty list of samples."""
+    return Spread(
+        p50=statistics.median(samples),
+        p99=percentile(samples, 0.99),
+        smallest=min(samples),
+        largest=max(samples),
+        num_samples=len(samples),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One row of the result table.
+
+    `ratio` compares the value with something that `against` names. `parts` are further numbers, one column each.
+    `target` is a limit of the ratio if there is one, else of the value: a lower limit unless `at_most` is True. If
+    `is_share` is True, the ratio is a fraction of a ceiling, and outside 0 to 1 the measurement has failed.
+    """
+
+    name: str
+    value: float
+    unit: str
+    p99: float | None = None
+    ratio: float | None = None
+    against: str = ""
+    target: float | None = None
+    at_most: bool = False
+    is_share: bool = False
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def met(self) -> bool | None:
+        """True if the target is reached; None if there is no target."""
+        if self.target is None:
+            return None
+        compared = self.value if self.ratio is None else self.ratio
+        return compared <= self.target if self.at_most else compared >= self.target
+
+    @property
+    def mistake(self) -> str | None:
+        """Reason why this figure cannot be correct, or None."""
+        if self.is_share and self.ratio is not None and not 0.0 <= self.ratio <= 1.0:
+            return f"{self.name}: {self.ratio:.2f} of {self.against} is impossible: a failed measurement"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOutcome:
+    """All results of one bench command.
+
+    `complete` is False after an interruption; `notes` are sentences printed below the table.
+    """
+
+    bench: str
+    subject: str
+    figures: tuple[Figure, ...]
+    details: dict[str, Any] = field(default_factory=dict)
+    complete: bool = True
+    notes: tuple[str, ...] = ()
+
+    @property
+    def mistakes(self) -> list[str]:
+        """Messages of all figures that cannot be correct."""
+        return [figure.mistake for figure in self.figures if figure.mistake is not None]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object that the command prints and writes."""
+        figures = [dataclasses.asdict(figure) | {"met": figure.met} for figure in self.figures]
+        return {
+            "bench": self.bench,
+            "subject": self.subject,
+            "complete": self.complete,
+            "mistakes": self.mistakes,
+            "notes": list(self.notes),
+            "figures": figures,
+            "details": self.details,
+        }
+
+
+LOG_WIDTH = 140
+MAX_WIDTH = 1000
+REFRESHES_PER_SECOND = 2  # each refresh takes a millisecond from what is measured
 STEADY_SECONDS = 600.0  # averaging period of the speed, so that the time left does not jump with every load
 PERCENTILES = ("p90", "p95")  # columns between p50 and p99
 
 
-class Advance(Protocol):
+class AdvanceProgress(Protocol):
     """Callback that reports progress."""
 
     def __call__(self, text: str, units: float = 1, /) -> None:
@@ -31,7 +159,7 @@ class Advance(Protocol):
 
 
 @contextmanager
-def progress(total: int, what: str) -> Iterator[Advance]:
+def progress(total: int, what: str) -> Iterator[AdvanceProgress]:
     """Show a progress bar with the remaining time. Shows nothing if standard error is not a terminal."""
     console = _console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
@@ -41,21 +169,21 @@ def progress(total: int, what: str) -> Iterator[Advance]:
         console=console,
         transient=True,
         disable=not shown,
-        refresh_per_second=LOOKS_PER_SECOND,
+        refresh_per_second=REFRESHES_PER_SECOND,
         speed_estimate_period=STEADY_SECONDS,
     ) as bar:
         task = bar.add_task(what, total=total)
         yield lambda text, units=1: bar.update(task, advance=units, description=text)
 
 
-def show(outcome: Outcome, json_path: Path | None) -> int:
+def print_outcome(outcome: BenchOutcome, json_path: Path | None) -> int:
     """Print the outcome, write it to `json_path` if given, and return the exit status.
 
     The exit status is 1 for a failed measurement and 130 after Ctrl-C.
     """
     console = _console()
-    figures = table(outcome)
-    needed = Measurement.get(console, console.options.update(max_width=WIDEST), figures).maximum
+    figures = outcome_table(outcome)
+    needed = Measurement.get(console, console.options.update(max_width=MAX_WIDTH), figures).maximum
     Console(stderr=True, width=max(needed, console.width)).print(figures)  # lines wrap on a narrow terminal; no figure is cut off
     for note in outcome.notes:
         console.print(note, markup=False, highlight=False)
@@ -72,14 +200,14 @@ def show(outcome: Outcome, json_path: Path | None) -> int:
     return 0 if outcome.complete else 130  # 128 + SIGINT: ends a loop in a shell too
 
 
-def table(outcome: Outcome) -> Table:
+def outcome_table(outcome: BenchOutcome) -> Table:
     """Build the table: one row per figure, and a column for every value that at least one figure has."""
     rows = [_cells(figure) for figure in outcome.figures]
     parts = dict.fromkeys(name for figure in outcome.figures for name in figure.parts)
     percentiles, others = [name for name in parts if name in PERCENTILES], [name for name in parts if name not in PERCENTILES]
     names = ("", "p50", *percentiles, "p99", "unit", *others, "ratio", "target", "against")
     used = [name for name in names if any(row.get(name) for row in rows)]
-    made = Table(
+    result = Table(
         title=f"armature bench {outcome.bench}: {outcome.subject}",
         title_justify="left",
         box=None,
@@ -87,19 +215,19 @@ def table(outcome: Outcome) -> Table:
         pad_edge=False,
     )
     for name in used:
-        made.add_column(name, no_wrap=True, justify="left" if name in ("", "unit", "against") else "right")
+        result.add_column(name, no_wrap=True, justify="left" if name in ("", "unit", "against") else "right")
     for row in rows:
-        made.add_row(*(row.get(name, "") for name in used))
-    return made
+        result.add_row(*(row.get(name, "") for name in used))
+    return result
 
 
 def _cells(figure: Figure) -> dict[str, str]:
     """Return the cells of one row by column name."""
     return {
         "": figure.name,
-        "p50": number(figure.value),
-        **{name: number(value) for name, value in figure.parts.items()},
-        "p99": "" if figure.p99 is None else number(figure.p99),
+        "p50": format_number(figure.value),
+        **{name: format_number(value) for name, value in figure.parts.items()},
+        "p99": "" if figure.p99 is None else format_number(figure.p99),
         "unit": figure.unit,
         "ratio": "" if figure.ratio is None else f"{figure.ratio:.3f}",
         "target": _target(figure),
@@ -110,10 +238,10 @@ def _cells(figure: Figure) -> dict[str, str]:
 def _console() -> Console:
     """Return a console on standard error; outside a terminal, such as in a log, it is `WIDTH` columns wide."""
     console = Console(stderr=True)
-    return console if console.is_terminal else Console(stderr=True, width=WIDTH)
+    return console if console.is_terminal else Console(stderr=True, width=LOG_WIDTH)
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Format with three significant digits; numbers from 1000 on have thousands separators and no exponent."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 

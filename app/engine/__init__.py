@@ -1,0 +1,1 @@
+"""Engines that run batched steps on the worker thread."""

@@ -1,148 +1,82 @@
-"""Builds the decoder engine on a CPU: backend, weights, KV memory and warm-up, on the thread that will run its steps.
+"""Builds the engine of a checkpoint, selected by its kind (decoder, encoder, program) and by the device.
 
-Serving and `armature bench engine` use the same function, so the benchmark measures the engine that is served.
+Only the modules of the kind that is served are imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import (
+    Callable,
+    Collection,
+    Mapping,
+)
 from dataclasses import dataclass
 
-import torch
-from torch import nn
-
-from app.backends.base import Backend
-from app.backends.selection import processor
-from app.engine.batch import Batch, Span
-from app.engine.decoder import DecoderEngine
-from app.engine.drafts import PromptLookup
-from app.engine.kv_cache import KVCache, KVShape
-from app.engine.limits import Limits
-from app.engine.loading import Report, load
-from app.engine.pace import StepPace
-from app.engine.replay import Replay
-from app.engine.row_costs import RowCosts
-from app.engine.runner import Runner
-from app.engine.sampler import Sampler
-from app.engine.scheduler import Scheduler
-from app.engine.sequence import sequence_of
-from app.engine.slots import SlotPool
-from app.engine.speculation import MOST_GUESSES, Speculation
-from app.errors import PlanImpossible
-from app.hardware.plan import ServingPlan
-from app.hardware.step_seconds import StepSeconds
-from app.hardware.throttling import Stretch
-from app.kernels.attention import fits, most_few
-from app.messages import Generate, SamplingParams
-from app.models.config import ModelConfig
-from app.models.decoder import Decoder
+from app.backends.selection import HOST_BACKENDS
+from app.engine.loading import ReportStage
+from app.engine.worker import Engine
+from app.hardware.plan.plan import ServingPlan
+from app.hardware.step_times import StepTimeTable
 from app.weights.checkpoint import Checkpoint
-
-KV_DTYPES: Mapping[str, torch.dtype] = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "int8": torch.int8,
-}
-WARM_UP_TOKENS = 16
+from app.weights.program import ProgramCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
-class BuiltEngine:
-    """A decoder engine and the parts of it that benchmarks and `/info` read."""
+class BuildRequest:
+    """The inputs of `build`. `steps` is the measured step time table; `eos_token_ids` end the output of a decoder."""
 
-    engine: DecoderEngine
-    runner: Runner
-    model: nn.Module
-    kv_cache: KVCache
-    backend: Backend
-
-
-def build_engine(
-    checkpoint: Checkpoint, plan: ServingPlan, eos_token_ids: Collection[int], report: Report, steps: StepSeconds | None = None
-) -> BuiltEngine:
-    """Load the weights, build the engine and warm it up.
-
-    `steps` is the measured step time table, if there is one. Raises a `StartupError` if the plan cannot be served.
-    """
-    model, backend = load(checkpoint, plan, report, processor)
-    assert isinstance(model, Decoder), "a decoder's checkpoint"
-    report("reserving KV memory")
-    config = checkpoint.decoder
-    kv_cache = KVCache(kv_shape(config, plan), KV_DTYPES[plan.kv_precision.value])
-    replay = Replay(model, "" if plan.compile.value else plan.compile.reason)
-    runner = Runner(replay, kv_cache, backend, Sampler(config.vocab_size), few_queries(config, plan))
-    report("warming up")
-    warm_up(runner)
-    pace = StepPace(plan.max_batch_tokens.value, plan.itl_target_seconds.value, steps)
-    capacity = min(plan.kv_cache_bytes.value // kv_cache.bytes_per_token, kv_cache.shape.num_slots * kv_cache.stride)
-    pool = SlotPool(kv_cache.shape.num_slots, capacity, kv_cache.tokens_per_page)
-    scheduler = Scheduler(pool, pace, limits_of(plan), eos_token_ids)
-    scheduler.speculation = _speculation(config, plan, steps)
-    engine = DecoderEngine(scheduler, runner)
-    engine.stretch = Stretch(plan.throttling_quota.value)
-    engine.is_first = lambda: replay.is_first
-    return BuiltEngine(engine, runner, model, kv_cache, backend)
+    checkpoint: Checkpoint | ProgramCheckpoint
+    plan: ServingPlan
+    report: ReportStage
+    steps: StepTimeTable | None = None
+    eos_token_ids: Collection[int] = ()
 
 
-def few_queries(config: ModelConfig, plan: ServingPlan) -> int | None:
-    """Return how many queries of a sequence attention may compute together, or None for the fastest choice.
-
-    A limit is set only for `deterministic`, where a result must not depend on the other rows of the batch.
-    """
-    if not plan.deterministic.value:
-        return None
-    if not fits(config.num_heads, config.num_kv_heads, config.head_dim):
-        raise PlanImpossible(
-            f"deterministic is on, but our attention has no kernel for {config.num_heads} heads of {config.head_dim} over "
-            f"{config.num_kv_heads}, and torch's depends on what else is in the batch: leave it off."
-        )
-    return most_few(config.num_heads, config.num_kv_heads)
+def build(request: BuildRequest) -> Engine:
+    """Build the engine on the thread that will run its steps. Raises a `StartupError` if the plan cannot be served."""
+    return _BUILDERS[request.checkpoint.needs().kind, request.plan.device.value in HOST_BACKENDS](request)
 
 
-def _speculation(config: ModelConfig, plan: ServingPlan, steps: StepSeconds | None) -> Speculation | None:
-    """Return the speculation settings, or None if speculation is off.
+def _decoder(request: BuildRequest) -> Engine:
+    from app.engine.decoder.build import build_engine
 
-    The number of draft tokens is limited so that a sequence's queries still use the kernel for few queries. A step
-    with draft tokens never uses the kernel for prompts.
-    """
-    if not plan.speculation.value:
-        return None
-    native = fits(config.num_heads, config.num_kv_heads, config.head_dim)
-    most = most_few(config.num_heads, config.num_kv_heads) - 1 if native else MOST_GUESSES
-    return Speculation(lambda sequence: PromptLookup(), RowCosts(steps), min(most, MOST_GUESSES))
+    assert isinstance(request.checkpoint, Checkpoint), "of its kind"
+    return build_engine(request.checkpoint, request.plan, request.eos_token_ids, request.report, request.steps).engine
 
 
-def kv_shape(config: ModelConfig, plan: ServingPlan) -> KVShape:
-    """Return the shape of the KV memory, with two slots for each sequence that may run.
+def _encoder(request: BuildRequest) -> Engine:
+    from app.engine.encoder.build import build_encoder_engine
 
-    Each sequence owns one slot, and may also read a prefix from the slot of another one.
-    """
-    return KVShape(
-        num_layers=config.num_layers,
-        num_slots=2 * plan.max_running_seqs.value,
-        max_len=plan.max_model_len.value,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-    )
+    assert isinstance(request.checkpoint, Checkpoint), "of its kind"
+    return build_encoder_engine(request.checkpoint, request.plan, request.report, request.steps).engine
 
 
-def limits_of(plan: ServingPlan) -> Limits:
-    """Return the engine limits that the plan sets."""
-    return Limits(plan.max_model_len.value, plan.max_running_seqs.value, plan.max_batch_tokens.value)
+def _device_decoder(request: BuildRequest) -> Engine:
+    from app.engine.decoder.build_device import build_device_engine
+
+    assert isinstance(request.checkpoint, Checkpoint), "of its kind"
+    return build_device_engine(request.checkpoint, request.plan, request.eos_token_ids, request.report, request.steps).engine
 
 
-def warm_up(runner: Runner) -> None:
-    """Run one prefill and one decode without the scheduler.
+def _device_encoder(request: BuildRequest) -> Engine:
+    from app.engine.encoder.build import build_device_encoder_engine
 
-    The first client then does not pay for pools and code generation. The KV memory that was written is released.
-    The prefill budget never sees these steps.
-    """
-    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-    length = max(1, min(WARM_UP_TOKENS, runner.kv_cache.shape.max_len - 1))
-    sequence = sequence_of(Generate("warm-up", (0,) * length, params, arrived_at=0.0), 0, frozenset())
-    for start, num_tokens in ((0, length), (length, 1)):
-        span = Span(sequence, start, num_tokens, slot=0, prefix_slot=None, prefix_tokens=0, samples=True)
-        (picked,) = runner.run(Batch((span,)))
-        sequence.token_ids.extend(picked.token_ids)
-    runner.kv_cache.release(0, 0, runner.kv_cache.shape.max_len)
+    assert isinstance(request.checkpoint, Checkpoint), "of its kind"
+    return build_device_encoder_engine(request.checkpoint, request.plan, request.report, request.steps).engine
+
+
+def _program(request: BuildRequest) -> Engine:
+    from app.engine.program import build_program_engine
+
+    assert isinstance(request.checkpoint, ProgramCheckpoint), "of its kind"
+    return build_program_engine(request.checkpoint, request.plan, request.report, request.steps)
+
+
+# Key: the kind, and True for a CPU. Programs are planned only for CPUs.
+_BUILDERS: Mapping[tuple[str, bool], Callable[[BuildRequest], Engine]] = {
+    ("decoder", True): _decoder,
+    ("encoder", True): _encoder,
+    ("program", True): _program,
+    ("decoder", False): _device_decoder,
+    ("encoder", False): _device_encoder,
+}

@@ -12,12 +12,35 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
-from typing import Any, Literal, Protocol, TypeVar
+from queue import (
+    Empty,
+    SimpleQueue,
+)
+from typing import (
+    Any,
+    Literal,
+    Protocol,
+    TypeVar,
+)
 
-from app.errors import ArmatureError, RequestError, ServiceStopping, StepFailed
-from app.measured import Snapshot, StepStats
-from app.messages import Abort, Command, Event, Order, RequestFailed, Stop
+from app.errors import (
+    ArmatureError,
+    RequestError,
+    ServiceStopping,
+    StepFailed,
+)
+from app.messages import (
+    Abort,
+    Command,
+    EngineRequest,
+    Event,
+    RequestFailed,
+    Stop,
+)
+from app.metrics.stats import (
+    EngineSnapshot,
+    StepStats,
+)
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +63,7 @@ class Engine(Protocol):
         ...
 
     @property
-    def patience_seconds(self) -> float:
+    def batching_delay_seconds(self) -> float:
         """Time that the next step may wait for more requests although there is work, in seconds."""
         ...
 
@@ -71,12 +94,12 @@ class Engine(Protocol):
         """
         ...
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> EngineSnapshot:
         """Return the engine's counts for other threads."""
         ...
 
 
-def _never(_: Exception) -> bool:
+def _never_fatal(_: Exception) -> bool:
     return False
 
 
@@ -89,11 +112,11 @@ class Callbacks:
 
     on_events: Callable[[list[Event]], None]
     on_fatal: Callable[[BaseException], None]
-    on_step: Callable[[StepStats, Snapshot], None] = lambda stats, snapshot: None
-    is_fatal: Callable[[Exception], bool] = _never
+    on_step: Callable[[StepStats, EngineSnapshot], None] = lambda stats, snapshot: None
+    is_fatal: Callable[[Exception], bool] = _never_fatal
 
 
-class Watch(Protocol):
+class StepObserver(Protocol):
     """Observer of the worker's loop, called on the worker thread."""
 
     def begin(self) -> None:
@@ -104,7 +127,7 @@ class Watch(Protocol):
         """Note that a step ended. Its events have not been sent yet."""
         ...
 
-    def rest(self) -> None:
+    def events_sent(self) -> None:
         """Note that all events of the step have been sent."""
         ...
 
@@ -117,7 +140,7 @@ class Watch(Protocol):
         ...
 
 
-class Unwatched:
+class NullStepObserver:
     """A `StepObserver` that does nothing."""
 
     def begin(self) -> None:
@@ -126,7 +149,7 @@ class Unwatched:
     def end(self, step: StepStats) -> None:
         """Do nothing."""
 
-    def rest(self) -> None:
+    def events_sent(self) -> None:
         """Do nothing."""
 
     def idle(self) -> None:
@@ -144,15 +167,15 @@ class Worker:
     """
 
     def __init__(
-        self, build: Callable[[Callable[[str], None]], Engine], callbacks: Callbacks, watch: Watch | None = None
+        self, build: Callable[[Callable[[str], None]], Engine], callbacks: Callbacks, observer: StepObserver | None = None
     ) -> None:
         self.state: State = "loading"
         self.stage = "starting"
-        self.snapshot = Snapshot()
+        self.snapshot = EngineSnapshot()
         self.error: BaseException | None = None
         self._build = build
         self._callbacks = callbacks
-        self._watch = watch or Unwatched()
+        self._observer = observer or NullStepObserver()
         self._mailbox: SimpleQueue[Command] = SimpleQueue()
         self._failed_steps = 0
         self._thread = threading.Thread(target=self._run, name="armature-worker", daemon=True)
@@ -168,7 +191,7 @@ class Worker:
             ServiceStopping: The command is a request and the worker has ended.
         """
         self._mailbox.put(command)
-        if isinstance(command, Order) and self.state in ("failed", "stopped"):
+        if isinstance(command, EngineRequest) and self.state in ("failed", "stopped"):
             raise ServiceStopping("The server is stopping.")
 
     def join(self, timeout_seconds: float | None = None) -> None:
@@ -199,17 +222,17 @@ class Worker:
             events, stop = self._take_commands(engine)
             if stop:
                 self.state = "stopped"
-                self._tell([*events, *engine.fail_all(ServiceStopping("The server is stopping."))])
+                self._send_events([*events, *engine.fail_all(ServiceStopping("The server is stopping."))])
                 return
             stats = None
             if engine.has_work:
-                told, stats = self._step(engine)
-                events += told
+                step_events, stats = self._step(engine)
+                events += step_events
             self.snapshot = engine.snapshot()
-            self._tell(events)
+            self._send_events(events)
             if stats is not None:
                 self._callbacks.on_step(stats, self.snapshot)
-                self._watch.rest()
+                self._observer.events_sent()
 
     def _take_commands(self, engine: Engine) -> tuple[list[Event], bool]:
         """Process all commands in the mailbox; the second value is True if `Stop` was among them.
@@ -219,7 +242,7 @@ class Worker:
         events: list[Event] = []
         block = not engine.has_work
         if block:
-            self._watch.idle()
+            self._observer.idle()
         while (command := self._next(block, engine if not events else None)) is not None:
             block = False
             if isinstance(command, Stop):
@@ -236,21 +259,21 @@ class Worker:
         try:
             return self._mailbox.get(block=block)
         except Empty:
-            patience = 0.0 if waiting is None else waiting.patience_seconds
-        if patience <= 0.0:
+            delay = 0.0 if waiting is None else waiting.batching_delay_seconds
+        if delay <= 0.0:
             return None
         try:
-            return self._mailbox.get(timeout=patience)
+            return self._mailbox.get(timeout=delay)
         except Empty:
             return None
 
     def _step(self, engine: Engine) -> tuple[list[Event], StepStats | None]:
-        self._watch.begin()
+        self._observer.begin()
         events, error = self._attempt(engine.step)
         if events is not None:
             self._failed_steps = 0
             if engine.stats is not None:
-                self._watch.end(engine.stats)
+                self._observer.end(engine.stats)
             return events, engine.stats
         assert error is not None, "an attempt without a result has an error"
         failed = engine.fail()
@@ -290,19 +313,19 @@ class Worker:
 
     def _finish(self) -> None:
         """Reject the requests that are still in the mailbox, and report a failure of the worker to the process."""
-        self._watch.close()
+        self._observer.close()
         if self.state != "stopped":
             self.state, self.error = "failed", self.error or sys.exception()
         events: list[Event] = []
         while not self._mailbox.empty():
             command = self._mailbox.get()
-            if isinstance(command, Order):
+            if isinstance(command, EngineRequest):
                 events.append(RequestFailed(command.request_id, ServiceStopping("The server is stopping.")))
-        self._tell(events)
+        self._send_events(events)
         if self.state == "failed":
             self._callbacks.on_fatal(self.error or RuntimeError("The worker thread ended without an error."))
 
-    def _tell(self, events: list[Event]) -> None:
+    def _send_events(self, events: list[Event]) -> None:
         if events:
             self._callbacks.on_events(events)
 

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeVar
+from dataclasses import (
+    dataclass,
+    field,
+)
+from typing import (
+    Generic,
+    Literal,
+    TypeVar,
+)
 
 T = TypeVar("T")
-RecipeKey = tuple[str, str, str]  # device kind, CPU architecture, precision: the key of weights/recipes.py
+RecipeKey = tuple[str, str, str]  # device kind, CPU architecture, precision: the key of weights/forms.py
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -20,7 +27,7 @@ class Decision(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class TrialTimes:
     """Measured step times of one configuration of a checkpoint.
 
     Times are seconds of steps of the whole model, extrapolated from layers of its shapes. `decode_seconds` maps
@@ -53,24 +60,24 @@ class Measurements:
     """Results of calibration on this machine for one checkpoint's shapes; empty if it did not run.
 
     `products_per_second` is the best rate of matrix products for each precision, with the largest number of
-    threads that may be used; a multiply and an add count as two operations. `most_few_rows` is the largest number
+    threads that may be used; a multiply and an add count as two operations. `decide_most_few_rows` is the largest number
     of rows for which 4-bit weights are faster than 8-bit weights (None: not measured). `fallback` is set if the
     measurements were rejected and the plan uses facts alone: a clause that follows "since".
     """
 
     read_bytes_per_second: float | None = None
     products_per_second: Mapping[str, float] = field(default_factory=dict)
-    trials: tuple[Trial, ...] = ()
+    trials: tuple[TrialTimes, ...] = ()
     most_few_rows: int | None = None
     seconds: float = 0.0
     fallback: str = ""
 
 
-def gib(size: int) -> str:
+def format_bytes(size: int) -> str:
     """Format bytes for a sentence: `2.5 GiB`, or MiB below one GiB."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 
-def count(number: int, one: str, many: str | None = None) -> str:
+def format_count(number: int, one: str, many: str | None = None) -> str:
     """Format a number with its noun: `1 core`, `2 cores`."""
     return f"{number} {one if number == 1 else many or one + 's'}"

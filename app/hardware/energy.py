@@ -11,17 +11,17 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from app.hardware.meters import Meter
+from app.hardware.power_meters import EnergyMeter
 
 WINDOW_SECONDS = 60.0
-KEPT_EVERY_SECONDS = 1.0
-FRESH_SECONDS = 0.1  # a scrape sooner than this repeats the last reading; endpoint pickers scrape every 50 ms
+READING_SPACING_SECONDS = 1.0
+MIN_READING_SECONDS = 0.1  # a scrape sooner than this repeats the last reading; endpoint pickers scrape every 50 ms
 IDLE_SECONDS = 10.0
-LOOK_EVERY_SECONDS = 5.0  # period of the timer, for servers that are not scraped; counters wrap after a minute at the earliest
+TIMER_SECONDS = 5.0  # period of the timer, for servers that are not scraped; counters wrap after a minute at the earliest
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class WorkCounters:
     """Work done since the start. `idle` is true if the server is ready and has no open request."""
 
     busy_seconds: float = 0.0
@@ -31,7 +31,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Spent:
+class EnergyReport:
     """Energy readings.
 
     `joules` counts from the start. `idle_watts` is the lowest idle power seen. All other values are for the last
@@ -48,43 +48,43 @@ class Spent:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading:
+class _EnergyReading:
     at: float
     joules: float
-    work: Work
+    work: WorkCounters
 
 
-class Energy:
+class EnergyAccount:
     """Energy account of one meter. Not thread-safe; used by the event loop only."""
 
-    def __init__(self, meter: Meter, work: Callable[[], Work], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, meter: EnergyMeter, work: Callable[[], WorkCounters], clock: Callable[[], float] = time.monotonic) -> None:
         self.source = meter.source
         self.close = meter.close
         self._meter, self._work, self._clock = meter, work, clock
-        first = _Reading(clock(), meter.joules(), work())
-        self._recent: deque[_Reading] = deque([first])
+        first = _EnergyReading(clock(), meter.joules(), work())
+        self._recent: deque[_EnergyReading] = deque([first])
         self._latest = self._idle_since = first
         self._idle_watts: float | None = None
 
-    def look(self) -> Spent:
+    def look(self) -> EnergyReport:
         """Read the meter if the last reading is old enough, and return the account.
 
         Call it at least once a minute; otherwise a counter that wrapped is misread.
         """
-        if self._clock() - self._latest.at >= FRESH_SECONDS:
-            self._latest = _Reading(self._clock(), self._meter.joules(), self._work())
-            self._watch_idling(self._latest)
+        if self._clock() - self._latest.at >= MIN_READING_SECONDS:
+            self._latest = _EnergyReading(self._clock(), self._meter.joules(), self._work())
+            self._update_idle_watts(self._latest)
             self._keep(self._latest)
         return self._spent(self._recent[0], self._latest)
 
-    def _keep(self, now: _Reading) -> None:
+    def _keep(self, now: _EnergyReading) -> None:
         """Keep the reading, and drop readings so that the oldest one is about a minute old."""
-        if now.at - self._recent[-1].at >= KEPT_EVERY_SECONDS:
+        if now.at - self._recent[-1].at >= READING_SPACING_SECONDS:
             self._recent.append(now)
         while len(self._recent) > 1 and self._recent[1].at <= now.at - WINDOW_SECONDS:
             self._recent.popleft()
 
-    def _watch_idling(self, now: _Reading) -> None:
+    def _update_idle_watts(self, now: _EnergyReading) -> None:
         """Update the idle power from periods of ten seconds without a step.
 
         The lowest power of such periods is the idle power, because other programs on the machine can only add to
@@ -99,22 +99,22 @@ class Energy:
                 self._idle_watts = watts if self._idle_watts is None else min(watts, self._idle_watts)
             self._idle_since = now
 
-    def _spent(self, first: _Reading, now: _Reading) -> Spent:
+    def _spent(self, first: _EnergyReading, now: _EnergyReading) -> EnergyReport:
         seconds, joules = now.at - first.at, now.joules - first.joules
         if seconds <= 0.0 or now.joules <= 0.0:
-            return Spent(now.joules, idle_watts=self._idle_watts)
+            return EnergyReport(now.joules, idle_watts=self._idle_watts)
         above = None if self._idle_watts is None else max(0.0, joules - self._idle_watts * seconds)
         tokens, vectors = now.work.tokens - first.work.tokens, now.work.vectors - first.work.vectors
-        return Spent(
+        return EnergyReport(
             joules=now.joules,
             watts=joules / seconds,
             idle_watts=self._idle_watts,
-            per_token=_each(joules, tokens),
-            per_vector=_each(joules, vectors),
-            above_idle_per_token=_each(above, tokens),
-            above_idle_per_vector=_each(above, vectors),
+            per_token=_per_unit(joules, tokens),
+            per_vector=_per_unit(joules, vectors),
+            above_idle_per_token=_per_unit(above, tokens),
+            above_idle_per_vector=_per_unit(above, vectors),
         )
 
 
-def _each(joules: float | None, number: int) -> float | None:
+def _per_unit(joules: float | None, number: int) -> float | None:
     return joules / number if joules is not None and number else None

@@ -7,8 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import (
+    dataclass,
+    field,
+)
+from typing import (
+    Any,
+    Literal,
+)
 
 CoreKind = Literal["performance", "efficiency"]
 CacheKind = Literal["data", "instruction", "unified"]
@@ -229,7 +235,7 @@ class Facts:
 
     def to_json(self) -> dict[str, Any]:
         """Return the facts as values that JSON can represent."""
-        fields: dict[str, Any] = plain(self)
+        fields: dict[str, Any] = to_json_value(self)
         return fields
 
 
@@ -237,7 +243,7 @@ class Facts:
 class Needs:
     """Requirements of a checkpoint, from its config and tensor headers alone.
 
-    The steps of a program have rows instead of tokens. `weight_bytes` is the size on disk. `bytes_by_precision`
+    The steps of a program have rows instead of tokens. `decide_weight_bytes` is the size on disk. `bytes_by_precision`
     are the bytes in memory by precision (`fp32`, `bf16`, …); `device_bytes_by_precision` are those on a device
     with its own memory, where they differ. `int8_copy_bytes` are additional bytes if 4-bit layers also have an
     8-bit copy. `kv_elements_per_token` is 2 · layers · kv_heads · head_dim, or 0 for an encoder. `rows_vary` is
@@ -266,14 +272,14 @@ class Needs:
         return self.kind == "decoder"
 
 
-def plain(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """Convert a value of this module for JSON: dataclasses become dicts, and sets become sorted lists."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+        return {item.name: to_json_value(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_json_value(item) for key, item in value.items()}
     if isinstance(value, set | frozenset):
-        return sorted(plain(item) for item in value)
+        return sorted(to_json_value(item) for item in value)
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [to_json_value(item) for item in value]
     return value

@@ -3,6 +3,10 @@
 Memory is read by `memchr` and `memcmp` of the C library (vectorised everywhere, no compiler needed) and by a
 function of the native library. The fastest counts. ctypes releases the GIL, so threads read in parallel.
 tools/check_reading.py compares the result with a compiled loop.
+
+Measured peaks of a device with separate memory: bytes copied per second, and operations per second.
+
+Several operations are queued before the host waits for the device, so that launch overhead does not count.
 """
 
 from __future__ import annotations
@@ -10,28 +14,32 @@ from __future__ import annotations
 import ctypes
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import (
+    Callable,
+    Iterable,
+)
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
-from app.kernels.int_panels import IntPacking
-from app.kernels.linear import FORMS
-from app.kernels.native import native
+from app.kernels.linear.int_panels import IntPanelFactory
+from app.kernels.linear.linear import FORMS
+from app.kernels.native.library import native_library
 
 BUFFER_BYTES = 2**29  # much larger than any cache
-ABSENT = 7  # a byte that the buffer does not hold
+ABSENT_BYTE = 7  # a byte that the buffer does not hold
 REPEATS = 3  # passes per sample, of which the best counts: a peak is the rate that can be reached
 # libgomp's threads spin for some milliseconds after a product and would compete with the readers for the cores.
-SETTLE_SECONDS = 0.05
-Shape = tuple[int, int, int]
+SPIN_DOWN_SECONDS = 0.05
+ProductShape = tuple[int, int, int]
 Multiply = Callable[[torch.Tensor], object]
 # (rows, outputs, inputs): the best shape differs between machines, so all are tried
-SHAPES = ((256, 2048, 2048), (512, 8192, 2048), (512, 2048, 8192), (1024, 4096, 2048))
+PRODUCT_SHAPES = ((256, 2048, 2048), (512, 8192, 2048), (512, 2048, 8192), (1024, 4096, 2048))
 
 
-class ReadCeiling:
+class ReadBandwidthProbe:
     """Measures the bytes per second that `threads` threads together read from memory."""
 
     def __init__(self, threads: int, num_bytes: int | None = None) -> None:
@@ -48,8 +56,8 @@ class ReadCeiling:
 
     def sample(self) -> float:
         """Return the best rate of all readers over a few passes."""
-        time.sleep(SETTLE_SECONDS)
-        readers = (self._search, self._compare, *((self._ask_ahead,) if native().library is not None else ()))
+        time.sleep(SPIN_DOWN_SECONDS)
+        readers = (self._search, self._compare, *((self._prefetch,) if native_library().library is not None else ()))
         return max(self._rate(reader) for _ in range(REPEATS) for reader in readers)
 
     def close(self) -> None:
@@ -64,12 +72,12 @@ class ReadCeiling:
 
     def _search(self, address: int) -> None:
         """Search for a byte that the buffer does not contain."""
-        found = self._library.memchr(address, ABSENT, self.share)
+        found = self._library.memchr(address, ABSENT_BYTE, self.share)
         assert found is None, "the buffer contains only ones"
 
-    def _ask_ahead(self, address: int) -> None:
+    def _prefetch(self, address: int) -> None:
         """Read with the native library's function, which prefetches like its products do."""
-        library = native().library
+        library = native_library().library
         assert library is not None, "sample() checks that the library is loaded"
         library.armature_read(address, self.share)
 
@@ -79,14 +87,14 @@ class ReadCeiling:
         assert difference == 0, "the buffer contains only ones"
 
 
-class ProductCeiling:
+class MatmulThroughputProbe:
     """Measures the operations per second of the fastest product among forms and shapes.
 
     A multiply-add counts as two operations.
     """
 
-    def __init__(self, dtype: torch.dtype, shapes: Iterable[Shape] | None = None) -> None:
-        candidates = [(shape, multiply, x) for shape in shapes or SHAPES for multiply, x in _products(dtype, *shape)]
+    def __init__(self, dtype: torch.dtype, shapes: Iterable[ProductShape] | None = None) -> None:
+        candidates = [(shape, multiply, x) for shape in shapes or PRODUCT_SHAPES for multiply, x in _products(dtype, *shape)]
         for _, multiply, x in candidates:
             multiply(x)  # the first call of a shape compiles its code
         candidates.sort(key=lambda candidate: -self._rate(*candidate))
@@ -96,7 +104,7 @@ class ProductCeiling:
         """Return the best rate over a few repeats; NaN if no product is available."""
         return max((self._rate(*candidate) for _ in range(REPEATS) for candidate in self._best), default=math.nan)
 
-    def _rate(self, shape: Shape, multiply: Multiply, x: torch.Tensor) -> float:
+    def _rate(self, shape: ProductShape, multiply: Multiply, x: torch.Tensor) -> float:
         rows, outputs, inputs = shape
         start = time.perf_counter()
         multiply(x)
@@ -111,7 +119,7 @@ def _products(dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> Itera
     x = torch.randn(rows, inputs).to(dtype)
     for name in ("plain", "onednn", "panels"):
         packing = FORMS[name]
-        if packing.suits(outputs, inputs, dtype):
+        if packing.supports(outputs, inputs, dtype):
             yield packing.pack(torch.randn(outputs, inputs).to(dtype), None).multiply, x
 
 
@@ -132,6 +140,73 @@ def _integer_products(rows: int, outputs: int, inputs: int) -> Iterable[tuple[Mu
             return product
 
         yield multiply, torch.randint(0, 256, (rows, inputs), dtype=torch.uint8)
-    packing = IntPacking(bits=8, group=None)
-    if packing.suits(outputs, inputs, torch.bfloat16):
+    packing = IntPanelFactory(bits=8, group=None)
+    if packing.supports(outputs, inputs, torch.bfloat16):
         yield packing.pack(torch.randn(outputs, inputs), None).multiply, torch.randn(rows, inputs).bfloat16()
+
+
+COPY_BYTES = 2**30  # much larger than any cache
+FREE_MEMORY_FRACTION = 8  # at most this fraction (1 / FREE_SHARE) of the device's free memory is copied
+DEVICE_REPEATS = 3  # the best counts: a peak is the rate that can be reached
+QUEUE_DEPTH = 8  # copies, or products, that are queued before one wait
+MIN_PRODUCT_SIZE, MAX_PRODUCT_SIZE = 1024, 8192  # rows, outputs and inputs of a product
+_LONG_SECONDS = 0.002  # a product that takes this long keeps the device busy by itself
+_OTHER_CACHE_BYTES = 64 * 2**20  # an Apple chip's last level has 8 to 96 MiB
+
+Synchronize = Callable[[], None]
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Return the size of the device's largest cache; weights must be larger for their reads to reach memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    return _OTHER_CACHE_BYTES
+
+
+class CopyBandwidthProbe:
+    """Measures the bytes per second that are read and written when one half of a buffer is copied to the other."""
+
+    def __init__(self, device: torch.device, synchronize: Synchronize, num_bytes: int = COPY_BYTES) -> None:
+        self._source = torch.ones(num_bytes // 2, dtype=torch.uint8, device=device)
+        self._target = torch.empty_like(self._source)
+        self._synchronize = synchronize
+
+    def sample(self) -> float:
+        """Return the best of a few repeats; each byte counts once as read and once as written."""
+        moved = 2 * self._source.numel() * QUEUE_DEPTH
+        return max(moved / self._seconds() for _ in range(DEVICE_REPEATS))
+
+    def _seconds(self) -> float:
+        return _timed(lambda: self._target.copy_(self._source), self._synchronize)
+
+
+class DeviceMatmulThroughputProbe:
+    """Measures the operations per second of torch's product in `dtype`; a multiply-add counts as two.
+
+    The size grows until one product keeps the device busy. A small device would need seconds for the largest size.
+    """
+
+    def __init__(self, device: torch.device, synchronize: Synchronize, dtype: torch.dtype) -> None:
+        self._device, self._synchronize, self._dtype = device, synchronize, dtype
+        self.size = MIN_PRODUCT_SIZE
+        while self.size < MAX_PRODUCT_SIZE and self._seconds(self.size) / QUEUE_DEPTH < _LONG_SECONDS:
+            self.size *= 2
+
+    def sample(self) -> float:
+        """Return the best rate of a few repeats."""
+        return 2.0 * self.size**3 * QUEUE_DEPTH / min(self._seconds(self.size) for _ in range(DEVICE_REPEATS))
+
+    def _seconds(self, size: int) -> float:
+        """Time the product of this size, after one untimed product in which torch selects its kernel."""
+        x, weight = (torch.full((size, size), 0.01, dtype=self._dtype, device=self._device) for _ in range(2))
+        F.linear(x, weight)
+        return _timed(lambda: F.linear(x, weight), self._synchronize)
+
+
+def _timed(work: Callable[[], object], synchronize: Synchronize) -> float:
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(QUEUE_DEPTH):
+        work()
+    synchronize()
+    return time.perf_counter() - start

@@ -1,0 +1,1 @@
+"""Model definitions in PyTorch, and the configurations they are built from."""

@@ -1,11 +1,22 @@
 """Runs the graph of an exported program. Calls run in order, and values are released after their last use.
 
 Products of rows use this package's own linear forms.
+
+The operators that a program's nodes may call: torch's own aten operators and arithmetic on sizes, by name.
+
+torch's loader resolves any name below `torch.`. Here a name must be in a table or be an aten operator that
+accesses no file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+import operator
+from collections.abc import (
+    Callable,
+    Mapping,
+    Sequence,
+)
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +25,67 @@ import torch
 from torch import Tensor
 
 from app.errors import CheckpointInvalid
-from app.kernels.linear import LinearForm
-from app.models.graph import LINEAR, Graph, Node, Ref, Word, refs
-from app.models.operators import AUTOCAST, SET_GRAD, SILENT, constant, operator_named
+from app.kernels.linear.linear import LinearForm
+from app.models.program_graph import (
+    LINEAR_TARGET,
+    Graph,
+    Node,
+    Ref,
+    TorchConstant,
+    refs,
+)
+
+ATEN = "torch.ops.aten."
+# They read or write files or arbitrary memory.
+_REFUSED = frozenset({"from_file", "data_ptr", "set_", "resize_", "resize_as_", "_resize_output_"})
+# Assertions of the exporter. They are skipped: types may differ here, where products are BF16, and the signature
+# checks sizes.
+SKIPPED_OPERATORS = frozenset(
+    f"{ATEN}{name}"
+    for name in (
+        "_assert_tensor_metadata.default",
+        "_assert_scalar.default",
+        "_assert_async.msg",
+        "sym_constrain_range_for_size.default",
+    )
+)
+SET_GRAD = "torch.ops.higher_order.wrap_with_set_grad_enabled"
+AUTOCAST = "torch.ops.higher_order.wrap_with_autocast"
+
+_ARITHMETIC = "add sub mul truediv floordiv mod neg eq ne lt le gt ge and_ or_ getitem"
+_SIZES: Mapping[str, Callable[..., Any]] = {
+    **{f"_operator.{name}": getattr(operator, name) for name in _ARITHMETIC.split()},
+    **{f"math.{name}": getattr(math, name) for name in ("ceil", "floor", "trunc", "sqrt")},
+    "torch.sym_int": int,
+    "torch.sym_float": float,
+    "torch.sym_max": max,
+    "torch.sym_min": min,
+    "torch.sym_not": operator.not_,
+    "torch.sym_sum": sum,
+    "torch._sym_sqrt": math.sqrt,
+}
+
+
+def resolve_operator(target: str) -> Callable[..., Any]:
+    """Return the operator of that name. Raises `CheckpointInvalid` if it is not allowed or does not exist."""
+    if target in _SIZES:
+        return _SIZES[target]
+    name, _, overload = target.removeprefix(ATEN).partition(".")
+    if not target.startswith(ATEN) or not overload.isidentifier() or name in _REFUSED or not name.isidentifier():
+        raise CheckpointInvalid(
+            f"The program calls {target[:120]!r}, which is not one of torch's own operators and is not allowed."
+        )
+    packet = getattr(torch.ops.aten, name, None)
+    found = getattr(packet, overload, None)
+    if not isinstance(found, torch._ops.OpOverload):
+        raise CheckpointInvalid(f"The program calls {target[:120]!r}, which torch {torch.__version__} does not have.")
+    return found
+
+
+def torch_constant(value: TorchConstant) -> Any:
+    """Return the torch object of a constant."""
+    return torch.device("cpu") if value.kind == "device" else getattr(torch, value.name)
+
 
 Values = dict[str, Any]
 
@@ -29,23 +98,23 @@ class Call:
     arguments: tuple[Any, ...]
     keywords: Mapping[str, Any]
     outputs: tuple[Any, ...]
-    drops: tuple[str, ...]
+    last_uses: tuple[str, ...]
 
 
-class Product:
+class PackedProduct:
     """A product of rows with a packed weight and an optional bias: [..., in] to [..., out].
 
     The result has the form's dtype if `narrow`, otherwise that of x.
     """
 
-    def __init__(self, form: LinearForm, dtype: torch.dtype, narrow: bool) -> None:
-        self._form, self._dtype, self._narrow = form, dtype, narrow
+    def __init__(self, form: LinearForm, dtype: torch.dtype, bf16: bool) -> None:
+        self._form, self._dtype, self._bf16 = form, dtype, bf16
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product for x [..., in]."""
         rows = x.reshape(-1, x.shape[-1]).to(self._dtype).contiguous()
         result = self._form.multiply(rows).view(*x.shape[:-1], -1)
-        return result if self._narrow else result.to(x.dtype)
+        return result if self._bf16 else result.to(x.dtype)
 
 
 class Subgraph:
@@ -53,7 +122,7 @@ class Subgraph:
 
     def __init__(self, graph: Graph, autocast: Sequence[Any] | None) -> None:
         self._program = Program(graph, {}, {})
-        self._single, self._autocast = graph.single, autocast
+        self._single, self._autocast = graph.returns_tensor, autocast
 
     def __call__(self, *operands: Any) -> Any:
         """Return the outputs for these operands: one value if the graph returns a single tensor, else a list."""
@@ -70,15 +139,19 @@ class Program:
     With `narrow`, the operations that torch's autocast allows run in BF16.
     """
 
-    def __init__(self, graph: Graph, states: Mapping[str, Tensor], products: Mapping[str, Product], narrow: bool = False) -> None:
-        self.inputs, self.outputs, self._narrow = graph.inputs, graph.outputs, narrow
+    def __init__(
+        self, graph: Graph, states: Mapping[str, Tensor], products: Mapping[str, PackedProduct], bf16: bool = False
+    ) -> None:
+        self.inputs, self.outputs, self._bf16 = graph.inputs, graph.outputs, bf16
         self._states = dict(states)
         keep = {*self._states, *products, *_names(graph.outputs)}
-        self._calls = _with_drops([_call(node, products) for node in graph.nodes if node.target not in SILENT], keep)
+        self._calls = _with_last_uses(
+            [_call(node, products) for node in graph.nodes if node.target not in SKIPPED_OPERATORS], keep
+        )
 
     def run(self, given: Mapping[str, Any]) -> list[Any]:
         """Return the graph's outputs for inputs by name."""
-        with torch.autocast("cpu", torch.bfloat16) if self._narrow else nullcontext():
+        with torch.autocast("cpu", torch.bfloat16) if self._bf16 else nullcontext():
             return self._run(given)
 
     def _run(self, given: Mapping[str, Any]) -> list[Any]:
@@ -89,19 +162,22 @@ class Program:
                 **{name: _resolved(argument, values) for name, argument in call.keywords.items()},
             )
             _bind(call.outputs, result, values)
-            for name in call.drops:
+            for name in call.last_uses:
                 values.pop(name, None)
         return [_resolved(output, values) for output in self.outputs]
 
 
-def _call(node: Node, products: Mapping[str, Product]) -> Call:
-    arguments, keywords = [_ready(item) for item in node.arguments], {name: _ready(item) for name, item in node.keywords.items()}
-    if node.target == LINEAR and isinstance(node.arguments[1], Ref) and node.arguments[1].name in products:
+def _call(node: Node, products: Mapping[str, PackedProduct]) -> Call:
+    arguments, keywords = (
+        [_with_torch_constants(item) for item in node.arguments],
+        {name: _with_torch_constants(item) for name, item in node.keywords.items()},
+    )
+    if node.target == LINEAR_TARGET and isinstance(node.arguments[1], Ref) and node.arguments[1].name in products:
         product = products[node.arguments[1].name]
         return Call(product, (arguments[0],), {}, node.outputs, ())
     if node.target in (SET_GRAD, AUTOCAST):
         return _subgraph(node)
-    return Call(operator_named(node.target), tuple(arguments), keywords, node.outputs, ())
+    return Call(resolve_operator(node.target), tuple(arguments), keywords, node.outputs, ())
 
 
 def _subgraph(node: Node) -> Call:
@@ -110,7 +186,7 @@ def _subgraph(node: Node) -> Call:
     at = next((index for index, item in enumerate(arguments) if isinstance(item, Graph)), None)
     if at is None:
         raise CheckpointInvalid(f"The program calls {node.target} without a graph.")
-    settings = [_ready(item) for item in arguments[:at]] if node.target == AUTOCAST else None
+    settings = [_with_torch_constants(item) for item in arguments[:at]] if node.target == AUTOCAST else None
     graph: Graph = arguments[at]
     # Operands have other names inside the subgraph, so a packed weight would not be found there. Such a graph
     # therefore reads none.
@@ -121,12 +197,12 @@ def _autocast(device: str, dtype: torch.dtype | None, enabled: bool, *_: Any) ->
     return torch.autocast("cpu", dtype=torch.bfloat16 if enabled else dtype, enabled=enabled)
 
 
-def _ready(argument: Any) -> Any:
+def _with_torch_constants(argument: Any) -> Any:
     """Replace constants by torch objects once, instead of at every run."""
-    if isinstance(argument, Word):
-        return constant(argument)
+    if isinstance(argument, TorchConstant):
+        return torch_constant(argument)
     if isinstance(argument, list):
-        return [_ready(item) for item in argument]
+        return [_with_torch_constants(item) for item in argument]
     return argument
 
 
@@ -150,11 +226,11 @@ def _bind(outputs: tuple[Any, ...], result: Any, values: Values) -> None:
                 values[name] = value
 
 
-def _with_drops(calls: list[Call], keep: set[str]) -> list[Call]:
+def _with_last_uses(calls: list[Call], keep: set[str]) -> list[Call]:
     """Return the calls, each with the names that it is the last to read."""
     seen, result = set(keep), []
     for call in reversed(calls):
-        read = {*_names([*call.arguments, *call.keywords.values()]), *_made(call.outputs)}
+        read = {*_names([*call.arguments, *call.keywords.values()]), *_bound_names(call.outputs)}
         drops = tuple(read - seen)
         seen |= read
         result.append(Call(call.function, call.arguments, call.keywords, call.outputs, drops))
@@ -165,5 +241,5 @@ def _names(arguments: Sequence[Any]) -> set[str]:
     return {ref.name for argument in arguments for ref in refs(argument)}
 
 
-def _made(outputs: tuple[Any, ...]) -> set[str]:
+def _bound_names(outputs: tuple[Any, ...]) -> set[str]:
     return {name for output in outputs for name in (output if isinstance(output, list) else [output]) if name is not None}

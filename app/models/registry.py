@@ -7,14 +7,18 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from app.models.bert import BertBody
-from app.models.config import ModelConfig
-from app.models.decoder import Decoder
-from app.models.embedder import DecoderBody
-from app.models.encoder import Encoder
-from app.models.encoder_config import EncoderConfig
-from app.models.gemma import GemmaLayer
-from app.models.llama import LlamaLayer
+from app.models.decoders.config import ModelConfig
+from app.models.decoders.families import (
+    Decoder,
+    DecoderBody,
+    GemmaLayer,
+    LlamaLayer,
+)
+from app.models.encoders.config import EncoderConfig
+from app.models.encoders.encoder import (
+    BertBody,
+    Encoder,
+)
 
 LAYERS: Mapping[str, type[nn.Module]] = {
     "LlamaForCausalLM": LlamaLayer,
@@ -28,13 +32,13 @@ LAYERS: Mapping[str, type[nn.Module]] = {
 }
 
 
-def build_model(config: ModelConfig, dtype: torch.dtype, max_model_len: int, device: torch.device) -> Decoder:
+def build_decoder_model(config: ModelConfig, dtype: torch.dtype, max_model_len: int, device: torch.device) -> Decoder:
     """Build a decoder on `meta` in inference mode, without weights; the loader assigns them."""
     with torch.device("meta"):
         return Decoder(LAYERS[config.architecture], config, dtype, max_model_len, device).eval()
 
 
-def build_encoder(config: EncoderConfig, dtype: torch.dtype, max_model_len: int, device: torch.device) -> Encoder:
+def build_encoder_model(config: EncoderConfig, dtype: torch.dtype, max_model_len: int, device: torch.device) -> Encoder:
     """Build an encoder on `meta`, without weights.
 
     A decoder served for its hidden states uses that decoder's layers.

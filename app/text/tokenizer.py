@@ -8,15 +8,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import (
+    Mapping,
+    Sequence,
+)
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import (
+    MappingProxyType,
+    TracebackType,
+)
 from typing import Any
 
 import tokenizers
 
-from app.errors import ArmatureError, CheckpointInvalid, InvalidRequest
+from app.errors import (
+    ArmatureError,
+    CheckpointInvalid,
+    InvalidRequest,
+)
 from app.messages import Text
 
 # The named special tokens that chat templates may use, with transformers' names.
@@ -26,7 +36,7 @@ _CANNOT_ENCODE = "this checkpoint's tokenizer cannot encode the text"
 _META_SPACE = "\u2581"  # a space in a sentencepiece vocabulary
 
 
-class _BareExceptionBecomes:
+class _ConvertBareException:
     """Converts plain `Exception`, which the Rust library raises, into `kind`; other exceptions pass."""
 
     def __init__(self, kind: type[ArmatureError], sentence: str) -> None:
@@ -53,13 +63,13 @@ class Tokenizer:
             self._inner.normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.Lowercase(), *before])
         self.config: Mapping[str, Any] = _read_object(directory / "tokenizer_config.json")
         inputs = self.config.get("model_input_names")
-        self._tells_segments = not isinstance(inputs, list) or "token_type_ids" in inputs
+        self._returns_segments = not isinstance(inputs, list) or "token_type_ids" in inputs
         self.named_tokens: Mapping[str, str] = MappingProxyType(_named_tokens(self.config))
         self._added = {token_id: str(token.content) for token_id, token in self._inner.get_added_tokens_decoder().items()}
         self._special = frozenset(i for i, token in self._inner.get_added_tokens_decoder().items() if token.special)
         self.vocab_size = self._inner.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = self.token_id(self.named_tokens.get("bos_token"))
-        self.eos_token_ids = self._all_eos(directory)
+        self.eos_token_ids = self._read_all_eos_ids(directory)
 
     def token_id(self, token: str | None) -> int | None:
         """Return the id of a token, or None if the vocabulary does not have it."""
@@ -72,11 +82,11 @@ class Tokenizer:
         call of the library is used because it lets other threads run meanwhile, unlike the single call.
         """
         _check_unicode(text)
-        with _BareExceptionBecomes(InvalidRequest, _CANNOT_ENCODE):
+        with _ConvertBareException(InvalidRequest, _CANNOT_ENCODE):
             return self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
-    def texts(
-        self, inputs: Sequence[str | tuple[str, str]], max_tokens: int | None = None, keeps_end: bool = False
+    def encode_texts(
+        self, inputs: Sequence[str | tuple[str, str]], max_tokens: int | None = None, truncate_left: bool = False
     ) -> list[Text]:
         """Tokenize an encoder's texts or pairs of texts in one library call, with special tokens and segments.
 
@@ -93,27 +103,29 @@ class Tokenizer:
         for one in inputs:
             for text in (one,) if isinstance(one, str) else one:
                 _check_unicode(text)
-        with _BareExceptionBecomes(InvalidRequest, _CANNOT_ENCODE):
+        with _ConvertBareException(InvalidRequest, _CANNOT_ENCODE):
             encodings = self._inner.encode_batch_fast(list(inputs))
             if max_tokens is not None:
-                side = "left" if keeps_end else "right"
+                side = "left" if truncate_left else "right"
                 for place, one in enumerate(inputs):
                     if len(encodings[place]) > max_tokens:
-                        encodings[place] = self._cut(one, max_tokens, side)
-        told = [tuple(one.type_ids) if self._tells_segments and any(one.type_ids) else () for one in encodings]
-        return [Text(tuple(one.ids), type_ids) for one, type_ids in zip(encodings, told, strict=True)]
+                        encodings[place] = self._truncate(one, max_tokens, side)
+        segments = [tuple(one.type_ids) if self._returns_segments and any(one.type_ids) else () for one in encodings]
+        return [Text(tuple(one.ids), type_ids) for one, type_ids in zip(encodings, segments, strict=True)]
 
-    def _cut(self, one: str | tuple[str, str], max_tokens: int, side: str) -> tokenizers.Encoding:
+    def _truncate(self, one: str | tuple[str, str], max_tokens: int, side: str) -> tokenizers.Encoding:
         segments = [one] if isinstance(one, str) else list(one)
         encodings = self._inner.encode_batch_fast(segments, add_special_tokens=False)
-        room = max(0, max_tokens - self._inner.num_special_tokens_to_add(len(segments) == 2))
-        for encoding, length in zip(encodings, kept_lengths([len(encoding) for encoding in encodings], room), strict=True):
+        max_tokens_of_text = max(0, max_tokens - self._inner.num_special_tokens_to_add(len(segments) == 2))
+        for encoding, length in zip(
+            encodings, truncated_lengths([len(encoding) for encoding in encodings], max_tokens_of_text), strict=True
+        ):
             encoding.truncate(length, direction=side)
         return self._inner.post_process(encodings[0], encodings[1] if len(encodings) == 2 else None)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ids in [0, 2^32); ids outside the vocabulary have no text."""
-        with _BareExceptionBecomes(InvalidRequest, "this checkpoint's tokenizer cannot decode the ids"):
+        with _ConvertBareException(InvalidRequest, "this checkpoint's tokenizer cannot decode the ids"):
             return self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def has_text(self, token_id: int) -> bool:
@@ -133,7 +145,7 @@ class Tokenizer:
             return token.encode()
         token = self._inner.id_to_token(token_id) or ""
         if "ByteLevel" in self._decoder_kinds:
-            values = [_BYTE_OF_LETTER.get(letter) for letter in token]
+            values = [_BYTE_OF_CHARACTER.get(letter) for letter in token]
             return token.encode() if None in values else bytes(value for value in values if value is not None)
         byte = _BYTE_TOKEN.match(token) if "ByteFallback" in self._decoder_kinds else None
         return bytes([int(byte.group(1), 16)]) if byte else token.replace(_META_SPACE, " ").encode()
@@ -144,28 +156,28 @@ class Tokenizer:
         state = json.loads(decoder.__getstate__()) if decoder is not None else {}
         return frozenset(part["type"] for part in [state, *state.get("decoders", ())] if "type" in part)
 
-    def _all_eos(self, directory: Path) -> frozenset[int]:
+    def _read_all_eos_ids(self, directory: Path) -> frozenset[int]:
         """Return all end-of-text ids, since instruct checkpoints use any of them.
 
         They are those of `generation_config.json`, or else of `config.json`, and the tokenizer's `eos_token`.
         """
-        ids = _eos_of(directory / "generation_config.json") or _eos_of(directory / "config.json")
+        ids = _read_eos_ids(directory / "generation_config.json") or _read_eos_ids(directory / "config.json")
         own = self.token_id(self.named_tokens.get("eos_token"))
         return ids if own is None else ids | {own}
 
 
-def kept_lengths(lengths: Sequence[int], room: int) -> list[int]:
+def truncated_lengths(lengths: Sequence[int], max_tokens: int) -> list[int]:
     """Return the truncated lengths of one or two texts that together may have `room` tokens.
 
     The longer text is shortened until both are equally long, then both are.
     """
-    if len(lengths) == 1 or sum(lengths) <= room:
-        return [min(length, room) for length in lengths]
+    if len(lengths) == 1 or sum(lengths) <= max_tokens:
+        return [min(length, max_tokens) for length in lengths]
     first, second = lengths
-    half = room // 2
+    half = max_tokens // 2
     if min(first, second) > half:
-        return [half + room % 2, half] if first > second else [half, half + room % 2]
-    return [room - second, second] if first > second else [first, room - first]
+        return [half + max_tokens % 2, half] if first > second else [half, half + max_tokens % 2]
+    return [max_tokens - second, second] if first > second else [first, max_tokens - first]
 
 
 def _check_unicode(text: str) -> None:
@@ -183,7 +195,7 @@ def _load(path: Path) -> tokenizers.Tokenizer:
         raise CheckpointInvalid(f"{path} is missing. {hint}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointInvalid(f"{path} cannot be read: {error}") from error
-    with _BareExceptionBecomes(
+    with _ConvertBareException(
         CheckpointInvalid, f"{path} is not a tokenizer that the tokenizers library {tokenizers.__version__} can read"
     ):
         inner = tokenizers.Tokenizer.from_str(text)
@@ -207,12 +219,12 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the named tokens; each is stored as a string or as an object with `content`."""
-    named = {name: config.get(name) for name in _NAMED_TOKENS}
-    contents = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
+    entries = {name: config.get(name) for name in _NAMED_TOKENS}
+    contents = {name: token.get("content") if isinstance(token, dict) else token for name, token in entries.items()}
     return {name: content for name, content in contents.items() if isinstance(content, str)}
 
 
-def _eos_of(path: Path) -> frozenset[int]:
+def _read_eos_ids(path: Path) -> frozenset[int]:
     """Return the ids of `eos_token_id` in a config file, which may be one id, a list or absent."""
     value = _read_object(path).get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
@@ -221,7 +233,7 @@ def _eos_of(path: Path) -> frozenset[int]:
     return frozenset(ids)
 
 
-def _letters() -> dict[str, int]:
+def _bytes_of_characters() -> dict[str, int]:
     """Return GPT-2's byte-level alphabet as character to byte.
 
     Printable bytes represent themselves; the others are mapped to the characters from U+0100 on.
@@ -231,4 +243,4 @@ def _letters() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(hidden)}
 
 
-_BYTE_OF_LETTER = _letters()
+_BYTE_OF_CHARACTER = _bytes_of_characters()

@@ -1,0 +1,1 @@
+"""Checkpoints: opening, checking, loading, packing and caching weights."""

@@ -10,25 +10,53 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import (
+    Any,
+    Literal,
+)
 
 from app.errors import CheckpointInvalid
 from app.hardware.facts import Needs
-from app.models.config import ModelConfig
-from app.models.encoder_config import EncoderConfig
-from app.models.encoder_reading import is_encoder, read_encoder
-from app.models.encoder_shapes import encoder_tensors_of
-from app.models.shapes import Shape, tensors_of
-from app.weights.copies import check_directory, check_fetched, under_way
-from app.weights.headers import TensorEntry, read_header
-from app.weights.json_file import read_object, read_optional
-from app.weights.renaming import Renamed, renamed
-from app.weights.resident import decoder_bytes, decoder_device_bytes, encoder_bytes, encoder_device_bytes, int8_copy_bytes
-from app.weights.sentence_transformers import sentence_words
+from app.models.decoders.config import ModelConfig
+from app.models.decoders.shapes import (
+    Shape,
+    tensors_of,
+)
+from app.models.encoders.config import (
+    EncoderConfig,
+    encoder_tensors_of,
+)
+from app.models.encoders.config_reader import (
+    is_encoder,
+    read_encoder,
+)
+from app.weights.files import (
+    check_directory,
+    check_not_lfs_pointer,
+    incomplete_copy_note,
+    read_object,
+    read_optional,
+)
+from app.weights.forms import (
+    decoder_bytes,
+    decoder_device_bytes,
+    encoder_bytes,
+    encoder_device_bytes,
+    int8_copy_bytes,
+)
+from app.weights.safetensors import (
+    TensorEntry,
+    read_header,
+)
+from app.weights.sentence_transformers import read_sentence_config
+from app.weights.tensor_names import (
+    RenamedTensors,
+    rename_tensors,
+)
 
 INDEX = "model.safetensors.index.json"
 STORED_DTYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_LISTED = 4  # names in one message
+_MAX_NAMES = 4  # names in one message
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +109,16 @@ class Checkpoint:
         """Return the model's requirements, from which the plan is made."""
         config, tensors = self.model_config, self.tensors
         if isinstance(config, ModelConfig):
-            held, on_device = decoder_bytes(config, tensors), decoder_device_bytes(config, tensors)
+            host_bytes, device_bytes = decoder_bytes(config, tensors), decoder_device_bytes(config, tensors)
             kv_elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim
         else:
-            held, on_device, kv_elements = encoder_bytes(config, tensors), encoder_device_bytes(config, tensors), 0
+            host_bytes, device_bytes, kv_elements = encoder_bytes(config, tensors), encoder_device_bytes(config, tensors), 0
         return Needs(
             kind=config.kind,
             architecture=config.architecture,
             num_parameters=sum(entry.num_elements for entry in tensors.values()),
             weight_bytes=sum(entry.nbytes for entry in tensors.values()),
-            bytes_by_precision=held,
+            bytes_by_precision=host_bytes,
             kv_elements_per_token=kv_elements,
             max_model_len=config.max_model_len,
             num_layers=config.num_layers,
@@ -99,7 +127,7 @@ class Checkpoint:
             stored_dtype=self.stored_dtype,
             num_kv_heads=config.num_kv_heads,
             int8_copy_bytes=int8_copy_bytes(config),
-            device_bytes_by_precision=on_device,
+            device_bytes_by_precision=device_bytes,
         )
 
     @property
@@ -119,13 +147,17 @@ def open_checkpoint(directory: Path) -> Checkpoint:
         OSError: A file cannot be read.
     """
     check_directory(directory)
-    words = sentence_words(directory)
+    sentence_config = read_sentence_config(directory)
     config = read_object(directory / "config.json")
     if config.get("quantization_config"):
         raise CheckpointInvalid("config.json: the weights are already quantized (quantization_config); use the original weights.")
-    model_config = read_encoder(config, words) if is_encoder(config, words) else ModelConfig.from_hf(config)
+    model_config = read_encoder(config, sentence_config) if is_encoder(config, sentence_config) else ModelConfig.from_hf(config)
     found = _find_tensors(directory)
-    tensors = _of_encoder(model_config, found, directory) if model_config.kind == "encoder" else _of_decoder(model_config, found)
+    tensors = (
+        _encoder_tensors(model_config, found, directory)
+        if model_config.kind == "encoder"
+        else _decoder_tensors(model_config, found)
+    )
     _check_tokenizer(directory)
     return Checkpoint(directory, config, read_optional(directory / "generation_config.json"), model_config, tensors)
 
@@ -148,7 +180,7 @@ def _find_tensors(directory: Path) -> dict[str, TensorEntry]:
             f"{directory} has pickled weights only ({_names(pickles)}), which can run code when read and are refused. Where you trust"
             " them, convert: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR), then copy the tokenizer's files."
         )
-    raise CheckpointInvalid(f"{directory} has no weights: no *.safetensors file.{under_way(directory)}")
+    raise CheckpointInvalid(f"{directory} has no weights: no *.safetensors file.{incomplete_copy_note(directory)}")
 
 
 def _read_shards(directory: Path) -> dict[str, TensorEntry]:
@@ -159,7 +191,7 @@ def _read_shards(directory: Path) -> dict[str, TensorEntry]:
     missing = [file for file in files if not (directory / file).is_file()]
     if missing:
         raise CheckpointInvalid(
-            f"{directory} lacks {len(missing)} of {len(files)} shards: {_names(missing)}. Copy or download them too.{under_way(directory)}"
+            f"{directory} lacks {len(missing)} of {len(files)} shards: {_names(missing)}. Copy or download them too.{incomplete_copy_note(directory)}"
         )
     headers = {file: read_header(directory / file) for file in files}
     absent = [f"{name} (in {file})" for name, file in places.items() if name not in headers[file]]
@@ -170,55 +202,55 @@ def _read_shards(directory: Path) -> dict[str, TensorEntry]:
 
 def _check_tokenizer(directory: Path) -> None:
     if (directory / "tokenizer.json").is_file():
-        return check_fetched(directory / "tokenizer.json")
+        return check_not_lfs_pointer(directory / "tokenizer.json")
     old = next((name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (directory / name).is_file()), None)
     hint = f"; {old} alone is not enough: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) writes it" if old else ""
-    raise CheckpointInvalid(f"{directory} has no tokenizer.json{hint}.{under_way(directory)}")
+    raise CheckpointInvalid(f"{directory} has no tokenizer.json{hint}.{incomplete_copy_note(directory)}")
 
 
 # ---- which tensors ----------------------------------------------------------------------------------------------------
 
 
-def _of_decoder(config: ModelConfig, found: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+def _decoder_tensors(config: ModelConfig, found: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     extra = [name for name in found if name not in tensors_of(config) and not _is_harmless(name, config)]
     missing = [name for name in tensors_of(config) if name not in found]
     if missing == ["lm_head.weight"]:
         raise CheckpointInvalid(
             "The weights have no lm_head.weight; if it shares the embedding's, config.json must say tie_word_embeddings: true."
         )
-    return _checked(config.architecture, tensors_of(config), Renamed(dict(found), extra, {}))
+    return _check_tensors(config.architecture, tensors_of(config), RenamedTensors(dict(found), extra, {}))
 
 
-def _of_encoder(config: EncoderConfig, found: Mapping[str, TensorEntry], directory: Path) -> dict[str, TensorEntry]:
-    read = renamed(found, config)
+def _encoder_tensors(config: EncoderConfig, found: Mapping[str, TensorEntry], directory: Path) -> dict[str, TensorEntry]:
+    renamed_tensors = rename_tensors(found, config)
     for place, dense in enumerate(config.pooling.dense):
         own = _find_tensors(directory / dense.folder)
-        read.tensors.update((f"dense.{place}.{name.removeprefix('linear.')}", entry) for name, entry in own.items())
-    wanted = encoder_tensors_of(config)
+        renamed_tensors.tensors.update((f"dense.{place}.{name.removeprefix('linear.')}", entry) for name, entry in own.items())
+    expected = encoder_tensors_of(config)
     if config.decoder is not None:
-        read.spare.extend(name for name in read.tensors if name not in wanted)
-    return _checked(config.architecture, wanted, read)
+        renamed_tensors.unused.extend(name for name in renamed_tensors.tensors if name not in expected)
+    return _check_tensors(config.architecture, expected, renamed_tensors)
 
 
-def _checked(architecture: str, wanted: Mapping[str, Shape], read: Renamed) -> dict[str, TensorEntry]:
+def _check_tensors(architecture: str, expected: Mapping[str, Shape], renamed_tensors: RenamedTensors) -> dict[str, TensorEntry]:
     """Return the tensors that serving uses.
 
     Extra tensors are refused too: ignoring a weight would give wrong results.
     """
-    found, extra = read.tensors, read.spare
-    missing = [read.theirs.get(name, name) for name in wanted if name not in found]
+    found, extra = renamed_tensors.tensors, renamed_tensors.unused
+    missing = [renamed_tensors.stored_names.get(name, name) for name in expected if name not in found]
     if missing:
         raise CheckpointInvalid(
-            f"The weights lack {len(missing)} of the {len(wanted)} tensors of this {architecture}: {_names(missing)}."
+            f"The weights lack {len(missing)} of the {len(expected)} tensors of this {architecture}: {_names(missing)}."
         )
     if extra:
         raise CheckpointInvalid(
             f"The weights hold {len(extra)} tensors that the {architecture} of config.json does not use: {_names(extra)}."
             " Check num_hidden_layers and the architecture."
         )
-    for name, shape in wanted.items():
-        _check_tensor(read.theirs.get(name, name), found[name], shape)
-    return {name: found[name] for name in wanted}
+    for name, shape in expected.items():
+        _check_tensor(renamed_tensors.stored_names.get(name, name), found[name], shape)
+    return {name: found[name] for name in expected}
 
 
 def _is_harmless(name: str, config: ModelConfig) -> bool:
@@ -236,5 +268,5 @@ def _check_tensor(name: str, entry: TensorEntry, shape: Shape) -> None:
 
 
 def _names(names: list[str]) -> str:
-    shown = ", ".join(name[:120] for name in names[:_LISTED])
-    return f"{shown} and {len(names) - _LISTED} more" if len(names) > _LISTED else shown
+    shown = ", ".join(name[:120] for name in names[:_MAX_NAMES])
+    return f"{shown} and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else shown

@@ -8,63 +8,79 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from app.hardware.plan import ServingPlan
-from app.kernels.linear import Linear, LinearForm, Packing
-from app.models.graph import Ref
-from app.models.program import Product, Program
-from app.weights.archive import Archive, Stored
-from app.weights.choice import Choice
-from app.weights.load import choice_of
-from app.weights.program import ProgramCheckpoint
-from app.weights.program_cost import CONVOLUTIONS
+from app.hardware.plan.plan import ServingPlan
+from app.kernels.linear.linear import (
+    FormFactory,
+    Linear,
+    LinearForm,
+)
+from app.models.program import (
+    PackedProduct,
+    Program,
+)
+from app.models.program_graph import Ref
+from app.weights.form_choice import FormChoice
+from app.weights.load import form_choice
+from app.weights.program import (
+    CONVOLUTIONS,
+    ProgramCheckpoint,
+)
+from app.weights.program_archive import (
+    Archive,
+    StoredTensor,
+)
 
 Progress = Callable[[int, int], None]
 
 
-def flat(archive: Archive, stored: Stored) -> Tensor:
+def read_flat(archive: Archive, stored: StoredTensor) -> Tensor:
     """Return all elements of a member, [elements]."""
     dtype = getattr(torch, stored.dtype)
-    if stored.last == 0:
+    if stored.min_member_elements == 0:
         return torch.empty(0, dtype=dtype)
     data = bytearray(archive.read(stored.member))
     return torch.frombuffer(data, dtype=dtype, count=len(data) // dtype.itemsize)
 
 
-def packed(packing: Packing, weight: Tensor, bias: Tensor | None) -> LinearForm:
+def pack_weight(packing: FormFactory, weight: Tensor, bias: Tensor | None) -> LinearForm:
     """Return a weight [out, in] packed in that form."""
     return packing.pack(weight.contiguous(), bias)
 
 
 @dataclass(frozen=True, slots=True)
-class Making:
+class ProgramValues:
     """The source of values: the archive, or synthetic values if steps are only timed."""
 
-    flat: Callable[[Archive, Stored], Tensor] = flat
-    packed: Callable[[Packing, Tensor, Tensor | None], LinearForm] = packed
+    flat: Callable[[Archive, StoredTensor], Tensor] = read_flat
+    packed: Callable[[FormFactory, Tensor, Tensor | None], LinearForm] = pack_weight
 
 
-READ = Making()
+ARCHIVE_VALUES = ProgramValues()
 
 
-def load_program(checkpoint: ProgramCheckpoint, plan: ServingPlan, progress: Progress, making: Making = READ) -> Program:
+def load_program(
+    checkpoint: ProgramCheckpoint, plan: ServingPlan, progress: Progress, making: ProgramValues = ARCHIVE_VALUES
+) -> Program:
     """Return the program, ready to run. `progress` is called with (bytes done, bytes in total)."""
     archive = Archive(checkpoint.path)
     try:
         states = _states(checkpoint, archive, progress, making)
     finally:
         archive.close()
-    choice, precision = choice_of(plan), plan.precision.value
+    choice, precision = form_choice(plan), plan.precision.value
     narrow = precision == "bf16"
     products = {
-        weight: Product(_form(states.pop(weight), None if bias is None else states[bias], choice, making), choice.dtype, narrow)
+        weight: PackedProduct(
+            _form(states.pop(weight), None if bias is None else states[bias], choice, making), choice.dtype, narrow
+        )
         for weight, bias in checkpoint.linears.items()
     }
     if narrow:
-        _narrow(checkpoint, states)
+        _convert_to_bf16(checkpoint, states)
     return Program(checkpoint.graph, states, products, narrow)
 
 
-def _states(checkpoint: ProgramCheckpoint, archive: Archive, progress: Progress, making: Making) -> dict[str, Tensor]:
+def _states(checkpoint: ProgramCheckpoint, archive: Archive, progress: Progress, making: ProgramValues) -> dict[str, Tensor]:
     """Return the tensors by the graph's names; those that share memory in the archive share it here."""
     members: dict[str, Tensor] = {}
     total, done = sum(archive.size(each.member) for each in checkpoint.states.values() if archive.has(each.member)), 0
@@ -79,13 +95,13 @@ def _states(checkpoint: ProgramCheckpoint, archive: Archive, progress: Progress,
     return states
 
 
-def _form(weight: Tensor, bias: Tensor | None, choice: Choice, making: Making) -> LinearForm:
+def _form(weight: Tensor, bias: Tensor | None, choice: FormChoice, making: ProgramValues) -> LinearForm:
     rows, columns = weight.shape
     packing = choice.packing(Linear(("program",), columns, rows, bias is not None))
     return making.packed(packing, weight.to(choice.dtype), None if bias is None else bias.to(choice.dtype))
 
 
-def _narrow(checkpoint: ProgramCheckpoint, states: dict[str, Tensor]) -> None:
+def _convert_to_bf16(checkpoint: ProgramCheckpoint, states: dict[str, Tensor]) -> None:
     """Convert weights that only convolutions read to BF16 once, as autocast would at every step."""
     others, own = set[str](), set[str]()
     for node in checkpoint.graph.nodes:

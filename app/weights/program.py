@@ -2,25 +2,51 @@
 
 It checks the inputs, the outputs, and that the program can be batched and served. The first dimension of every
 input is the batch, one free symbol for all. The outputs that have it too are served.
+
+Lower bounds for a step of an exported program: operations and bytes read, computed from its graph without torch.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import (
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from dataclasses import (
+    dataclass,
+    field,
+)
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from app.errors import CheckpointInvalid
 from app.hardware.facts import Needs
-from app.messages import Signature, TensorSpec
-from app.models.graph import LINEAR, SCHEMA_MAJOR, Graph, Ref, Value, read_argument, read_graph, refs
-from app.models.outputs import output_names
-from app.weights.archive import Archive, Stored
-from app.weights.copies import check_fetched
+from app.messages import (
+    Signature,
+    TensorSpec,
+)
+from app.models.program_graph import (
+    LINEAR_TARGET,
+    SCHEMA_MAJOR,
+    Graph,
+    Node,
+    Ref,
+    TensorMeta,
+    output_names,
+    read_argument,
+    read_graph,
+    refs,
+)
+from app.weights.files import check_not_lfs_pointer
+from app.weights.program_archive import (
+    Archive,
+    StoredTensor,
+)
 
 # torch's dtype names to those of the Open Inference Protocol.
 DATATYPES: Mapping[str, str] = {
@@ -36,8 +62,8 @@ DATATYPES: Mapping[str, str] = {
     "float64": "FP64",
 }
 _SYMBOL = re.compile(r"[A-Za-z_]\w*")
-_EVAL = "Was the model in eval() when it was exported?"
-_EXPORT = (
+_EVAL_HINT = "Was the model in eval() when it was exported?"
+_EXPORT_EXAMPLE = (
     'torch.export.export(model.eval(), (example,), dynamic_shapes={"NAME": {0: torch.export.Dim("batch", min=1, max=1024)}}), '
     "with at least two rows in the example"
 )
@@ -50,10 +76,10 @@ class ProgramCheckpoint:
     path: Path
     graph: Graph
     signature: Signature
-    gives: tuple[int, ...]  # indices of the signature's outputs among the graph's outputs
-    states: Mapping[str, Stored]
-    fewest_rows: int = 1
-    most_rows: int | None = None
+    output_indices: tuple[int, ...]  # indices of the signature's outputs among the graph's outputs
+    states: Mapping[str, StoredTensor]
+    min_rows: int = 1
+    max_rows: int | None = None
     kind: str = field(default="program", init=False)
 
     @property
@@ -72,15 +98,15 @@ class ProgramCheckpoint:
 
         They are held in this package's forms.
         """
-        others = {ref for ref, where in _uses(self.graph) if where != (LINEAR, 1)}
+        others = {ref for ref, where in _operand_uses(self.graph) if where != (LINEAR_TARGET, 1)}
         biases: dict[str, set[str | None]] = {}
         for node in self.graph.nodes:
-            if node.target == LINEAR:
-                _, weight, bias = _padded([_named(item) for item in (*node.arguments, *node.keywords.values())])
+            if node.target == LINEAR_TARGET:
+                _, weight, bias = _linear_operands([_ref_name(item) for item in (*node.arguments, *node.keywords.values())])
                 biases.setdefault(weight or "", set()).add(bias)
-        return {weight: next(iter(each)) for weight, each in biases.items() if weight not in others and self._packs(weight, each)}
+        return {weight: next(iter(each)) for weight, each in biases.items() if weight not in others and self._can_pack(weight, each)}
 
-    def _packs(self, weight: str, biases: set[str | None]) -> bool:
+    def _can_pack(self, weight: str, biases: set[str | None]) -> bool:
         """Return True for a floating-point matrix with exactly one bias, or without bias."""
         states, bias = self.states, next(iter(biases))
         floating = weight in states and states[weight].dtype in ("float32", "float16", "bfloat16")
@@ -89,7 +115,7 @@ class ProgramCheckpoint:
     @cached_property
     def fingerprint(self) -> str:
         """Hash of the computation and of the weights' shapes, independent of the weights' values."""
-        return hashlib.sha256(repr((self.graph, self.states, self.fewest_rows, self.most_rows)).encode()).hexdigest()
+        return hashlib.sha256(repr((self.graph, self.states, self.min_rows, self.max_rows)).encode()).hexdigest()
 
     def needs(self) -> Needs:
         """Return the program's requirements, from which the plan is made.
@@ -97,14 +123,18 @@ class ProgramCheckpoint:
         Weights of linear layers are counted in the served precision, everything else as FP32.
         """
         sizes = {ref: stored.num_elements for ref, stored in self.states.items()}
-        products = sum(sizes[ref] for ref in self.linears)
-        rest = 4 * (sum(sizes.values()) - products)
+        linear_elements = sum(sizes[ref] for ref in self.linears)
+        other_bytes = 4 * (sum(sizes.values()) - linear_elements)
         return Needs(
             kind="program",
             architecture="exported program",
             num_parameters=sum(sizes.values()),
             weight_bytes=sum(4 * size for size in sizes.values()),
-            bytes_by_precision={"fp32": rest + 4 * products, "bf16": rest + 2 * products, "int8": rest + products},
+            bytes_by_precision={
+                "fp32": other_bytes + 4 * linear_elements,
+                "bf16": other_bytes + 2 * linear_elements,
+                "int8": other_bytes + linear_elements,
+            },
             kv_elements_per_token=0,
             max_model_len=1,
             num_layers=0,
@@ -122,12 +152,12 @@ def open_program(path: Path) -> ProgramCheckpoint:
         CheckpointInvalid: Something is missing, damaged or not supported.
         OSError: The file cannot be read.
     """
-    check_fetched(path)
+    check_not_lfs_pointer(path)
     archive = Archive(path)
     try:
-        model = _model_of(archive)
+        model = _model_name(archive)
         values = archive.read_json(f"models/{model}.json")
-        stored = archive.stored("weights", model) | archive.stored("constants", model)
+        stored = archive.stored_tensors("weights", model) | archive.stored_tensors("constants", model)
     finally:
         archive.close()
     try:
@@ -135,12 +165,12 @@ def open_program(path: Path) -> ProgramCheckpoint:
         if major != SCHEMA_MAJOR:
             raise CheckpointInvalid(f"{path.name} has version {major} of torch.export's schema; {SCHEMA_MAJOR} is supported.")
         graph = read_graph(values["graph_module"]["graph"])
-        return _judged(path, graph, values, stored)
+        return _validated(path, graph, values, stored)
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
         raise CheckpointInvalid(f"{path.name}: the program's description is damaged: {error!r}.") from error
 
 
-def _model_of(archive: Archive) -> str:
+def _model_name(archive: Archive) -> str:
     if archive.names("data/aotinductor/"):
         raise CheckpointInvalid(f"{archive.path.name} holds compiled code, which is not run. Save it with torch.export.save.")
     models = [name for name in archive.names("models/") if name.endswith(".json")]
@@ -149,32 +179,34 @@ def _model_of(archive: Archive) -> str:
     return models[0].removesuffix(".json")
 
 
-def _judged(path: Path, graph: Graph, values: Mapping[str, Any], stored: Mapping[str, Stored]) -> ProgramCheckpoint:
+def _validated(path: Path, graph: Graph, values: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> ProgramCheckpoint:
     signature = values["graph_module"]["signature"]
-    given: list[str] = []
-    states: dict[str, Stored] = {}
+    user_inputs: list[str] = []
+    states: dict[str, StoredTensor] = {}
     for name, spec in zip(graph.inputs, _specs(signature["input_specs"]), strict=True):
         kind, content = spec
         state = _state_name(kind, content)
         if state is None:
-            given.append(name)
+            user_inputs.append(name)
         elif state in stored:
             states[name] = stored[state]
         else:
             raise CheckpointInvalid(f"{path.name} has no tensor for {state!r}.")
     _check_states(graph, states)
-    batch = _batch_of(graph, given)
-    low, high = _range(values.get("range_constraints", {}).get(batch, {}))
-    results = _results(graph, signature["output_specs"])
-    named = list(zip(output_names(values["graph_module"].get("module_call_graph", ()), len(results)), results, strict=True))
-    outputs = {name: index for name, index in named if _batched(graph, index, batch)}
+    batch = _batch_symbol(graph, user_inputs)
+    low, high = _batch_range(values.get("range_constraints", {}).get(batch, {}))
+    results = _output_indices(graph, signature["output_specs"])
+    named_outputs = list(
+        zip(output_names(values["graph_module"].get("module_call_graph", ()), len(results)), results, strict=True)
+    )
+    outputs = {name: index for name, index in named_outputs if _has_batch_dimension(graph, index, batch)}
     if not outputs:
         raise CheckpointInvalid(f"{path.name}: no output of the program has a row for each row of the batch.")
     return ProgramCheckpoint(
         path,
         graph,
         Signature(
-            tuple(_spec(name, graph.values[name]) for name in given),
+            tuple(_spec(name, graph.values[name]) for name in user_inputs),
             tuple(_spec(name, graph.values[graph.outputs[index].name]) for name, index in outputs.items()),
         ),
         tuple(outputs.values()),
@@ -184,12 +216,12 @@ def _judged(path: Path, graph: Graph, values: Mapping[str, Any], stored: Mapping
     )
 
 
-def _check_states(graph: Graph, states: Mapping[str, Stored]) -> None:
+def _check_states(graph: Graph, states: Mapping[str, StoredTensor]) -> None:
     """Refuse a program that writes into its stored tensors: one request would change the results of the next."""
     for node in graph.nodes:
         written = node.arguments[:1] if node.target.rpartition(".")[0].endswith("_") else ()
         if any(isinstance(item, Ref) and item.name in states for item in written):
-            raise CheckpointInvalid(f"The program writes into its own tensor {written[0].name!r} ({node.target}): {_EVAL}")
+            raise CheckpointInvalid(f"The program writes into its own tensor {written[0].name!r} ({node.target}): {_EVAL_HINT}")
 
 
 def _specs(specs: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -208,30 +240,32 @@ def _state_name(kind: str, content: Mapping[str, Any]) -> str | None:
     raise CheckpointInvalid(f"The program has an input that is not a tensor ({kind}); export it with tensors only.")
 
 
-def _batch_of(graph: Graph, given: list[str]) -> str:
+def _batch_symbol(graph: Graph, user_inputs: list[str]) -> str:
     """Return the symbol of the batch, the first dimension of all inputs."""
-    if not given:
+    if not user_inputs:
         raise CheckpointInvalid("The program takes no input.")
-    firsts = {name: (*graph.values[name].shape, None)[0] for name in given}
+    firsts = {name: (*graph.values[name].shape, None)[0] for name in user_inputs}
     fixed = [name for name, size in firsts.items() if not isinstance(size, str)]
     if fixed:
         raise CheckpointInvalid(
-            f"The first dimension of input {fixed[0]!r} is not the free size of a batch. Export with {_EXPORT}."
+            f"The first dimension of input {fixed[0]!r} is not the free size of a batch. Export with {_EXPORT_EXAMPLE}."
         )
     symbols = set(firsts.values())
-    symbol = str(firsts[given[0]])
+    symbol = str(firsts[user_inputs[0]])
     if len(symbols) != 1 or not _SYMBOL.fullmatch(symbol):
-        told = ", ".join(f"{name} {size}" for name, size in firsts.items())
-        raise CheckpointInvalid(f"The inputs' first dimensions are not the same batch size: {told[:200]}. Export with {_EXPORT}.")
+        sizes = ", ".join(f"{name} {size}" for name, size in firsts.items())
+        raise CheckpointInvalid(
+            f"The inputs' first dimensions are not the same batch size: {sizes[:200]}. Export with {_EXPORT_EXAMPLE}."
+        )
     return symbol
 
 
-def _range(limits: Mapping[str, Any]) -> tuple[int, int | None]:
+def _batch_range(limits: Mapping[str, Any]) -> tuple[int, int | None]:
     low, high = limits.get("min_val"), limits.get("max_val")
     return max(1, low or 1), high if isinstance(high, int) and high < 2**31 else None
 
 
-def _results(graph: Graph, specs: Any) -> list[int]:
+def _output_indices(graph: Graph, specs: Any) -> list[int]:
     """Return the indices of the graph's outputs that the caller receives.
 
     A program that changes its stored tensors is refused: requests would change each other's results.
@@ -242,21 +276,21 @@ def _results(graph: Graph, specs: Any) -> list[int]:
             found.append(index)
         else:
             raise CheckpointInvalid(
-                f"The program has an output that is not supported ({kind}): it must return tensors only and not change its own. {_EVAL}"
+                f"The program has an output that is not supported ({kind}): it must return tensors only and not change its own. {_EVAL_HINT}"
             )
     return found
 
 
-def _batched(graph: Graph, index: int, batch: str) -> bool:
+def _has_batch_dimension(graph: Graph, index: int, batch: str) -> bool:
     value = graph.values.get(graph.outputs[index].name)
     return value is not None and bool(value.shape) and value.shape[0] == batch
 
 
-def _spec(name: str, value: Value) -> TensorSpec:
+def _spec(name: str, value: TensorMeta) -> TensorSpec:
     return TensorSpec(name, DATATYPES[value.dtype], tuple(size if isinstance(size, int) else -1 for size in value.shape))
 
 
-def _uses(graph: Graph) -> Iterator[tuple[str, tuple[str, int]]]:
+def _operand_uses(graph: Graph) -> Iterator[tuple[str, tuple[str, int]]]:
     """Yield each name with the operation and the argument position at which it is read."""
     for node in graph.nodes:
         for place, argument in enumerate((*node.arguments, *node.keywords.values())):
@@ -264,11 +298,76 @@ def _uses(graph: Graph) -> Iterator[tuple[str, tuple[str, int]]]:
     yield from ((ref.name, ("output", 0)) for ref in refs(graph.outputs))
 
 
-def _named(argument: Any) -> str | None:
+def _ref_name(argument: Any) -> str | None:
     return argument.name if isinstance(argument, Ref) else None
 
 
-def _padded(names: list[str | None]) -> tuple[str | None, str | None, str | None]:
+def _linear_operands(names: list[str | None]) -> tuple[str | None, str | None, str | None]:
     """Return x, weight and bias of a linear operation."""
     x, weight, bias = (*names, None, None, None)[:3]
     return x, weight, bias
+
+
+CONVOLUTIONS = frozenset(f"torch.ops.aten.{name}.default" for name in ("conv1d", "conv2d", "conv3d", "convolution"))
+_TRANSPOSED_POSITION = 6  # position of `transposed` among a convolution's arguments
+
+
+def operations_per_row(checkpoint: ProgramCheckpoint, free_size: int) -> float:
+    """Return the operations of linear layers and convolutions per row: twice their multiply-adds.
+
+    Dynamic dimensions other than the batch are taken as `free_size`.
+    """
+    first = checkpoint.graph.values[checkpoint.signature.inputs[0].name].shape[0]
+    return _graph_operations(checkpoint.graph, DimensionValues(first, free_size))
+
+
+def read_bytes(checkpoint: ProgramCheckpoint, precision: str) -> int:
+    """Return the bytes of the weights of linear layers and convolutions as they are held.
+
+    Embedding tables are left out, since a step reads only some of their rows.
+    """
+    in_forms = {"fp32": 4, "bf16": 2, "int8": 1}[precision]
+    weights = (node.arguments[1] for node in checkpoint.graph.nodes if node.target in CONVOLUTIONS)
+    convolved = {each.name for each in weights if isinstance(each, Ref) and each.name in checkpoint.states}
+    products = sum(checkpoint.states[name].num_elements for name in checkpoint.linears)
+    others = sum(checkpoint.states[name].num_elements for name in convolved)
+    return in_forms * products + (2 if precision == "bf16" else 4) * others
+
+
+@dataclass(frozen=True, slots=True)
+class DimensionValues:
+    """Values for the dimensions of the graph's tensors, for one row of the batch."""
+
+    batch: int | str
+    free: int
+
+    def product(self, shape: Sequence[int | str]) -> int:
+        """Return the number of elements of a shape."""
+        return math.prod(map(self._of, shape))
+
+    def _of(self, size: int | str) -> int:
+        """Return the value of a number, a symbol or a product of them; other expressions count as a free dimension."""
+        if isinstance(size, int):
+            return size
+        return math.prod(int(part) if part.isdecimal() else 1 if part == self.batch else self.free for part in size.split("*"))
+
+
+def _graph_operations(graph: Graph, sizes: DimensionValues) -> float:
+    inner = sum(_graph_operations(each, sizes) for node in graph.nodes for each in _subgraphs(node))
+    return inner + sum(_operations(node, graph, sizes) for node in graph.nodes)
+
+
+def _subgraphs(node: Node) -> Iterator[Graph]:
+    return (item for item in (*node.arguments, *node.keywords.values()) if isinstance(item, Graph))
+
+
+def _operations(node: Node, graph: Graph, sizes: DimensionValues) -> float:
+    """Return the operations of a node: each output element sums over all but the weight's first dimension."""
+    if node.target != LINEAR_TARGET and node.target not in CONVOLUTIONS:
+        return 0.0
+    if node.arguments[_TRANSPOSED_POSITION : _TRANSPOSED_POSITION + 1] == (True,):
+        return 0.0  # a transposed convolution sums over other dimensions
+    weight, result = node.arguments[1], node.outputs[0]
+    if not isinstance(weight, Ref) or not {weight.name, result} <= graph.values.keys():
+        return 0.0
+    return 2.0 * sizes.product(graph.values[result].shape) * sizes.product(graph.values[weight.name].shape[1:])

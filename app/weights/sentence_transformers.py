@@ -6,17 +6,31 @@ ignoring it would give other vectors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import (
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from app.errors import CheckpointInvalid
-from app.models.encoder_config import DenseConfig, PoolingConfig, PoolingMode
-from app.models.encoder_heads import TORCH_ACTIVATIONS, score_function
-from app.models.encoder_reading import SentenceWords
-from app.models.fields import Fields
-from app.weights.json_file import read_json, read_object, read_optional
+from app.models.config_reader import ConfigReader
+from app.models.encoders.config import (
+    DenseConfig,
+    PoolingConfig,
+    PoolingMode,
+)
+from app.models.encoders.config_reader import SentenceConfig
+from app.models.encoders.head_config import (
+    TORCH_ACTIVATIONS,
+    score_function,
+)
+from app.weights.files import (
+    read_json,
+    read_object,
+    read_optional,
+)
 
 MODULES = "modules.json"
 _POOLING: Mapping[str, PoolingMode] = {
@@ -36,7 +50,7 @@ _POOLING_FLAGS: Mapping[str, PoolingMode] = {
     "pooling_mode_weightedmean_tokens": "weighted_mean",
     "pooling_mode_lasttoken": "last",
 }
-_LONGEST = 1_000_000  # a tokenizer without a limit has 10^30
+_MAX_MODEL_LENGTH = 1_000_000  # a tokenizer without a limit has 10^30
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +61,7 @@ class _Module:
     folder: str
 
 
-def sentence_words(directory: Path) -> SentenceWords:
+def read_sentence_config(directory: Path) -> SentenceConfig:
     """Read the configuration of sentence-transformers in a checkpoint directory.
 
     Raises:
@@ -55,33 +69,33 @@ def sentence_words(directory: Path) -> SentenceWords:
     """
     longest = _max_tokens(directory)
     if not (directory / MODULES).exists():
-        return SentenceWords(max_tokens=longest)
+        return SentenceConfig(max_tokens=longest)
     modules = [one for one in _modules(directory) if one.kind != "Dropout"]
-    said = Fields(read_optional(directory / "config_sentence_transformers.json"), "config_sentence_transformers.json")
-    kind = said.text("model_type", "SentenceTransformer")
-    lowercases = _of_transformer(directory).boolean("do_lower_case", False)
+    config = ConfigReader(read_optional(directory / "config_sentence_transformers.json"), "config_sentence_transformers.json")
+    kind = config.text("model_type", "SentenceTransformer")
+    lowercases = _transformer_config(directory).boolean("do_lower_case", False)
     if kind == "CrossEncoder":
-        _expect([one.kind for one in modules], ("Transformer",))
-        score = said.values.get("activation_fn")
-        return SentenceWords(None, longest, lowercases, None if score is None else score_function(score))
+        _check_module_kinds([one.kind for one in modules], ("Transformer",))
+        score = config.values.get("activation_fn")
+        return SentenceConfig(None, longest, lowercases, None if score is None else score_function(score))
     if kind != "SentenceTransformer":
         raise CheckpointInvalid(f"This is a {kind} of sentence-transformers; supported: SentenceTransformer and CrossEncoder.")
-    return SentenceWords(_pooling(directory, modules, said), longest, lowercases)
+    return SentenceConfig(_pooling(directory, modules, config), longest, lowercases)
 
 
 def _max_tokens(directory: Path) -> int | None:
     """Return the maximum length, which newer directories leave to the tokenizer."""
-    said = _of_transformer(directory)
-    if said.has("max_seq_length"):
-        return said.integer("max_seq_length")
+    config = _transformer_config(directory)
+    if config.has("max_seq_length"):
+        return config.integer("max_seq_length")
     longest = read_optional(directory / "tokenizer_config.json").get("model_max_length")
-    return int(longest) if isinstance(longest, int) and 0 < longest <= _LONGEST else None
+    return int(longest) if isinstance(longest, int) and 0 < longest <= _MAX_MODEL_LENGTH else None
 
 
-def _of_transformer(directory: Path) -> Fields:
+def _transformer_config(directory: Path) -> ConfigReader:
     """Read sentence_bert_config.json or one of its older names, such as sentence_roberta_config.json."""
     found = sorted(directory.glob("sentence_*_config.json"))
-    return Fields(read_object(found[0]), found[0].name) if found else Fields({})
+    return ConfigReader(read_object(found[0]), found[0].name) if found else ConfigReader({})
 
 
 def _modules(directory: Path) -> list[_Module]:
@@ -99,30 +113,32 @@ def _modules(directory: Path) -> list[_Module]:
     return modules
 
 
-def _expect(kinds: Sequence[str], wanted: Sequence[str]) -> None:
-    if list(kinds) != list(wanted):
+def _check_module_kinds(kinds: Sequence[str], expected: Sequence[str]) -> None:
+    if list(kinds) != list(expected):
         raise CheckpointInvalid(
             f"{MODULES} lists {', '.join(kinds) or 'nothing'}; supported: Transformer, Pooling, any number of Dense, then Normalize,"
             " or a cross-encoder's Transformer alone."
         )
 
 
-def _pooling(directory: Path, modules: Sequence[_Module], said: Fields) -> PoolingConfig:
+def _pooling(directory: Path, modules: Sequence[_Module], config: ConfigReader) -> PoolingConfig:
     dense = [one for one in modules if one.kind == "Dense"]
     normalizes = modules[-1].kind == "Normalize" if modules else False
-    _expect([one.kind for one in modules], ["Transformer", "Pooling", *["Dense"] * len(dense), *["Normalize"] * normalizes])
+    _check_module_kinds(
+        [one.kind for one in modules], ["Transformer", "Pooling", *["Dense"] * len(dense), *["Normalize"] * normalizes]
+    )
     file = directory / modules[1].folder / "config.json"
-    pooling = Fields(read_object(file), f"{modules[1].folder}/config.json")
-    prompts = said.section("prompts").values
+    pooling = ConfigReader(read_object(file), f"{modules[1].folder}/config.json")
+    prompts = config.section("prompts").values
     if not all(isinstance(text, str) for text in prompts.values()):
-        raise CheckpointInvalid(f"{said.where}: prompts must map names to texts.")
-    default = said.text("default_prompt_name", "") or None
+        raise CheckpointInvalid(f"{config.where}: prompts must map names to texts.")
+    default = config.text("default_prompt_name", "") or None
     if default is not None and default not in prompts:
         raise CheckpointInvalid(
-            f"{said.where}: default_prompt_name {default!r} is not one of {', '.join(prompts) or 'its prompts'}."
+            f"{config.where}: default_prompt_name {default!r} is not one of {', '.join(prompts) or 'its prompts'}."
         )
     return PoolingConfig(
-        modes=_modes(pooling),
+        modes=_pooling_modes(pooling),
         dense=tuple(_dense(directory, one.folder) for one in dense),
         normalizes=normalizes,
         prompts=prompts,
@@ -131,28 +147,30 @@ def _pooling(directory: Path, modules: Sequence[_Module], said: Fields) -> Pooli
     )
 
 
-def _modes(pooling: Fields) -> tuple[PoolingMode, ...]:
-    named: Any = pooling.values.get("pooling_mode")
-    if named is None:
+def _pooling_modes(pooling: ConfigReader) -> tuple[PoolingMode, ...]:
+    pooling_mode: Any = pooling.values.get("pooling_mode")
+    if pooling_mode is None:
         unknown = [name for name in pooling.values if name.startswith("pooling_mode_") and name not in _POOLING_FLAGS]
         if unknown:
             raise CheckpointInvalid(f"{pooling.where}: {', '.join(unknown)} is not known; known are {', '.join(_POOLING_FLAGS)}.")
         return tuple(mode for flag, mode in _POOLING_FLAGS.items() if pooling.boolean(flag, False)) or ("mean",)
-    names = named if isinstance(named, list) else [named]
+    names = pooling_mode if isinstance(pooling_mode, list) else [pooling_mode]
     if not names or not all(isinstance(name, str) and name in _POOLING for name in names):
-        raise CheckpointInvalid(f"{pooling.where}: pooling_mode {named!r} is not known; known are {', '.join(_POOLING)}.")
+        raise CheckpointInvalid(f"{pooling.where}: pooling_mode {pooling_mode!r} is not known; known are {', '.join(_POOLING)}.")
     return tuple(_POOLING[name] for name in names)
 
 
 def _dense(directory: Path, folder: str) -> DenseConfig:
-    said = Fields(read_object(directory / folder / "config.json"), f"{folder}/config.json")
-    path = said.text("activation_function", "torch.nn.modules.activation.Tanh")
+    config = ConfigReader(read_object(directory / folder / "config.json"), f"{folder}/config.json")
+    path = config.text("activation_function", "torch.nn.modules.activation.Tanh")
     activation = TORCH_ACTIVATIONS.get(path.rpartition(".")[2])
     if activation is None or not path.startswith("torch."):
         raise CheckpointInvalid(
-            f"{said.where}: activation_function {path} is not known; known are {', '.join(TORCH_ACTIVATIONS)}."
+            f"{config.where}: activation_function {path} is not known; known are {', '.join(TORCH_ACTIVATIONS)}."
         )
-    if said.boolean("use_residual", False) or said.text("module_input_name", "sentence_embedding") != "sentence_embedding":
-        raise CheckpointInvalid(f"{said.where}: use_residual and module_input_name are not supported; Dense must follow Pooling.")
-    sizes = said.integer("in_features"), said.integer("out_features")
-    return DenseConfig(folder, *sizes, bias=said.boolean("bias", True), activation=activation)
+    if config.boolean("use_residual", False) or config.text("module_input_name", "sentence_embedding") != "sentence_embedding":
+        raise CheckpointInvalid(
+            f"{config.where}: use_residual and module_input_name are not supported; Dense must follow Pooling."
+        )
+    sizes = config.integer("in_features"), config.integer("out_features")
+    return DenseConfig(folder, *sizes, bias=config.boolean("bias", True), activation=activation)

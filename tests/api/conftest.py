@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from app.api.dependencies import Runtime
-from app.main import create_app
+from app.api.dependencies import ApiRuntime
+from app.server.app import create_app
 from tests.api.scripted import Conversation, CountingMetrics, Lifetime, ScriptedService
 
 
@@ -30,7 +30,7 @@ def build(service: ScriptedService, metrics: CountingMetrics) -> Callable[..., A
 
     def make(api_keys: tuple[str, ...] = ()) -> Any:
         info = lambda: {"plan": {"threads": {"value": 1, "reason": "because"}}}  # noqa: E731
-        runtime = Runtime(service, metrics, Lifetime(), info, created=1_700_000_000, api_keys=api_keys)  # type: ignore[arg-type]
+        runtime = ApiRuntime(service, metrics, Lifetime(), info, created=1_700_000_000, api_keys=api_keys)  # type: ignore[arg-type]
         app = create_app(runtime) if api_keys else application()
         app.state.runtime = runtime
         return app
@@ -41,7 +41,7 @@ def build(service: ScriptedService, metrics: CountingMetrics) -> Callable[..., A
 @cache
 def application() -> Any:
     nothing: Any = None
-    return create_app(Runtime(nothing, nothing, Lifetime(), dict, created=1))
+    return create_app(ApiRuntime(nothing, nothing, Lifetime(), dict, created=1))
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 
-from app.api.dependencies import Runtime
-from app.main import create_app
-from app.models.encoder_config import EncoderConfig
+from app.api.dependencies import ApiRuntime
+from app.models.encoders.config import EncoderConfig
+from app.server.app import create_app
 from fake_encoder import CONFIG, LIMITS, EncodingWorker, encoding
 from tests.api.scripted import Lifetime
 
@@ -20,7 +20,7 @@ from tests.api.scripted import Lifetime
 @cache
 def _application() -> Any:
     """One for all tests: to make it takes longer than to ask it."""
-    return create_app(Runtime(None, None, Lifetime(), dict, created=1_700_000_000))  # type: ignore[arg-type]
+    return create_app(ApiRuntime(None, None, Lifetime(), dict, created=1_700_000_000))  # type: ignore[arg-type]
 
 
 @asynccontextmanager

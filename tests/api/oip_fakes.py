@@ -10,17 +10,32 @@ from typing import Any
 
 import httpx
 
-from app.api.dependencies import Runtime
-from app.messages import Array, ArraysReady, Command, Encode, Infer, Signature, TensorSpec, Timings
-from app.metrics import Metrics
-from app.models.encoder_config import EncoderConfig
-from app.served import Limits, ServedDecoder, ServedEncoder, ServedModel, ServedProgram
-from app.service import Service
+from app.api.dependencies import ApiRuntime
+from app.messages import (
+    Array,
+    ArraysReady,
+    Command,
+    Encode,
+    Infer,
+    Signature,
+    TensorSpec,
+    Timings,
+)
+from app.metrics.instruments import Metrics
+from app.models.encoders.config import EncoderConfig
+from app.service.served_model import (
+    ServedDecoder,
+    ServedEncoder,
+    ServedModel,
+    ServedProgram,
+    ServingLimits,
+)
+from app.service.service import Service
 from fake_worker import FakeWorker, tokenizer
 from tests.api.conftest import application
 from tests.api.scripted import Lifetime
 
-LIMITS = Limits(max_model_len=64, max_running_seqs=8, max_waiting_requests=8, request_timeout_seconds=60, vocab_size=340)
+LIMITS = ServingLimits(max_model_len=64, max_running_seqs=8, max_waiting_requests=8, request_timeout_seconds=60, vocab_size=340)
 SIGNATURE = Signature(
     (TensorSpec("pixels", "FP32", (-1, 2, -1)), TensorSpec("flags", "BOOL", (-1,))),
     (TensorSpec("sum", "FP32", (-1,)), TensorSpec("half", "BF16", (-1, 1))),
@@ -97,11 +112,11 @@ async def serving(model: ServedModel) -> AsyncIterator[Served]:
         if (event := answered(command)) is not None:
             service.on_events([event])
 
-    worker.refuse = answer
+    worker.send_error = answer
     await service.start()
     service.serve(model)
     app = application()
-    app.state.runtime = Runtime(service, Metrics(), Lifetime(), dict, created=1)
+    app.state.runtime = ApiRuntime(service, Metrics(), Lifetime(), dict, created=1)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://armature") as client:
         yield Served(service, worker, client)
     await service.stop()

@@ -12,13 +12,20 @@ from typing import Any
 import httpx
 
 from app.errors import NotReady
-from app.generation import Accepted, ChoiceFinished, GenerationRequest, Piece, TextDelta, Usage
-from app.measured import Snapshot
 from app.messages import Timings
-from app.served import wrong_kind
-from app.step_log import StepLog
+from app.metrics.stats import EngineSnapshot
+from app.metrics.step_monitor import StepLog
+from app.service.requests import (
+    Accepted,
+    ChoiceFinished,
+    GenerationRequest,
+    StreamEvent,
+    TextDelta,
+    Usage,
+)
+from app.service.served_model import wrong_kind_error
 
-Step = Piece | Exception | asyncio.Event
+Step = StreamEvent | Exception | asyncio.Event
 
 
 def deltas(*texts: str, choice: int = 0, reason: Any = "stop", prompt_tokens: int = 3) -> list[Step]:
@@ -39,9 +46,9 @@ class ScriptedService:
     ready: bool = True
     alive: bool = True
     stage: str = "ready"
-    snapshot: Snapshot = field(default_factory=Snapshot)
+    snapshot: EngineSnapshot = field(default_factory=EngineSnapshot)
     requests: list[GenerationRequest] = field(default_factory=list)
-    streams: list[AsyncGenerator[Piece, None]] = field(default_factory=list)
+    streams: list[AsyncGenerator[StreamEvent, None]] = field(default_factory=list)
     num_open: int = 0
     num_waiting: int = 0
 
@@ -53,14 +60,14 @@ class ScriptedService:
 
     @property
     def encoder(self) -> Any:
-        raise wrong_kind(self.model)
+        raise wrong_kind_error(self.model)
 
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[Piece, None]:
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[StreamEvent, None]:
         """Holds on to what it gives, so that only who closes a stream ends it, and not the collector of garbage."""
         self.streams.append(self._play(request))
         return self.streams[-1]
 
-    async def _play(self, request: GenerationRequest) -> AsyncGenerator[Piece, None]:
+    async def _play(self, request: GenerationRequest) -> AsyncGenerator[StreamEvent, None]:
         self.requests.append(request)
         script = self.scripts[min(len(self.requests), len(self.scripts)) - 1]
         self.num_open += 1
@@ -170,7 +177,7 @@ class Conversation:
         async with asyncio.timeout(10), self._told:
             await self._told.wait_for(lambda: len(self.sent) >= count)
 
-    def leave(self) -> None:
+    def release(self) -> None:
         self._incoming.put_nowait({"type": "http.disconnect"})
 
     async def over(self) -> None:

@@ -9,9 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.api.native_schemas import DetokenizeBody, GenerateBody, TokenizeBody
-from app.api.openai_schemas import ChatBody, CompletionBody, Part
-from app.api.schemas import Body, SamplingFields, parse
+from app.api.native import (
+    DetokenizeBody,
+    GenerateBody,
+    TokenizeBody,
+)
+from app.api.openai.schemas import (
+    ChatBody,
+    CompletionBody,
+    MessagePart,
+)
+from app.api.schemas import (
+    Body,
+    SamplingFields,
+    parse_body,
+)
 from app.errors import InvalidRequest
 
 BODIES: tuple[type[Body], ...] = (ChatBody, CompletionBody, GenerateBody, TokenizeBody, DetokenizeBody)
@@ -25,7 +37,7 @@ MESSAGES = st.lists(st.dictionaries(st.sampled_from(["role", "content", "name", 
 
 def understood(model: type[Body], content: bytes) -> None:
     try:
-        parsed = parse(model, content)
+        parsed = parse_body(model, content)
         if isinstance(parsed, SamplingFields):
             parsed.params()
     except InvalidRequest as error:
@@ -51,11 +63,11 @@ def test_any_fields(model: type[Body], fields: dict[str, Any], prompt: Any, mess
 
 
 def test_what_is_ignored_is_forgotten() -> None:
-    body = parse(
+    body = parse_body(
         ChatBody, b'{"messages": [{"role": "user", "content": "a", "refusal": null}], "metadata": [[], []], "tools": []}'
     )
     assert body.model_extra == body.messages[0].model_extra == {}
 
 
 def test_a_part_keeps_its_two_words() -> None:
-    assert Part(type="text", text="a").model_dump() == {"type": "text", "text": "a"}
+    assert MessagePart(type="text", text="a").model_dump() == {"type": "text", "text": "a"}

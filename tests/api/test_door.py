@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from app.api import door as door_module
-from app.api.door import Door
+from app.api import middleware as door_module
+from app.api.middleware import RequestGate
 from tests.api.scripted import Conversation, ScriptedService, deltas
 
 PROMPT = b'{"prompt": "a"}'
@@ -102,18 +102,18 @@ async def test_all_bodies_together_are_bounded(monkeypatch: pytest.MonkeyPatch) 
     async def never(scope: Any, receive: Any, send: Any) -> None:
         await asyncio.Event().wait()
 
-    door = Door(never)
+    door = RequestGate(never)
     held = [Conversation(door, "/generate", b"x" * 100) for _ in range(door_module.MAX_HELD_BODIES)]
     while door._held_bytes < 100 * len(held):
         await asyncio.sleep(0)
     refused = Conversation(door, "/generate", b"x" * 100)
     await refused.over()
     assert status(refused) == 429
-    held[0].leave()
+    held[0].release()
     await held[0].over()
     assert door._held_bytes == 100 * (len(held) - 1)
     for talk in held[1:]:
-        talk.leave()
+        talk.release()
         await talk.over()
     assert door._held_bytes == 0
 
@@ -145,7 +145,7 @@ async def test_a_body_that_is_not_what_it_says(conversation: Talk, encoding: str
 async def test_a_small_body_that_would_become_a_large_one(conversation: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door_module, "MAX_BODY_BYTES", 2**16)
     talk = conversation("/generate", gzip.compress(b" " * 2**24), headers={"content-encoding": "gzip"})
-    talk.leave()
+    talk.release()
     await talk.over()
     assert status(talk) == 413
 
@@ -161,13 +161,13 @@ async def test_only_bodies_with_binary_tensors_may_be_larger(conversation: Talk,
         ("/generate", header, 200, 413),
     ]:
         talk = conversation(path, b" " * length, headers=headers)
-        talk.leave()
+        talk.release()
         await talk.over()
         assert status(talk) == expected, (path, headers, length)
 
 
 async def test_a_body_that_never_comes(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door_module, "BODY_SECONDS", 0.01)
+    monkeypatch.setattr(door_module, "BODY_TIMEOUT_SECONDS", 0.01)
     talk = Conversation(app, "/generate", [])
     await talk.over()
     assert status(talk) == 408
@@ -175,7 +175,7 @@ async def test_a_body_that_never_comes(app: Any, monkeypatch: pytest.MonkeyPatch
 
 async def test_a_client_that_leaves_before_its_body_is_nobody(app: Any, service: ScriptedService) -> None:
     talk = Conversation(app, "/generate", [])
-    talk.leave()
+    talk.release()
     await talk.over()
     assert talk.sent == []
     assert service.requests == []
@@ -193,7 +193,7 @@ async def test_a_client_that_leaves_ends_its_request(
         await asyncio.sleep(0)
     if body is STREAM and begun:
         await talk.until(2)
-    talk.leave()
+    talk.release()
     await talk.over()
     assert service.num_open == 0
     assert all(message["type"] != "http.response.start" for message in talk.sent) or begun
@@ -205,7 +205,7 @@ async def test_a_client_that_leaves_ends_all_its_prompts(conversation: Talk, ser
     talk = conversation("/v1/completions", b'{"prompt": ["x", "y", "z"], "stream": ' + stream + b"}")
     while service.num_waiting < 3:
         await asyncio.sleep(0)
-    talk.leave()
+    talk.release()
     await talk.over()
     assert service.num_open == 0
 
@@ -214,7 +214,7 @@ async def test_a_client_that_leaves_while_it_does_not_read(app: Any, service: Sc
     """The server is stuck in `send`, not in the service: the request must end all the same."""
     talk = Conversation(app, "/generate", STREAM, reads=False)
     await talk.until(1)
-    talk.leave()
+    talk.release()
     await talk.over()
     assert service.num_open == 0
 

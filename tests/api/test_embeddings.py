@@ -13,10 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from app.api.vectors import base64 as base64_of
-from app.api.vectors import joined, json_list
+from app.api.encoders.routes import (
+    join_with_pauses,
+    to_json_list,
+)
+from app.api.encoders.routes import to_base64_json as base64_of
 from app.messages import Text
-from app.reading_texts import MAX_TEXTS
+from app.service.inputs import MAX_TEXTS
 from fake_encoder import CLASSIFIER, CONFIG, PROMPTED, ids_of, vector
 from tests.api.encoders import answer_of, asking
 
@@ -117,14 +120,14 @@ async def test_a_text_that_is_too_long_is_cut_on_openais_route_too() -> None:
 
 @given(arrays.arrays("<f4", st.integers(0, 9), elements=st.floats(width=32, allow_nan=False, allow_infinity=False)))
 def test_what_is_written_is_what_was_computed(numbers: Any) -> None:
-    written = json_list(numbers)
+    written = to_json_list(numbers)
     assert numpy.array(json.loads(written), dtype="<f4").tobytes() == numbers.tobytes()
     assert base64.b64decode(json.loads(base64_of(numbers))) == numbers.tobytes()
 
 
 def test_nine_digits_are_enough_and_no_more_are_written() -> None:
     shares = numpy.random.default_rng(0).normal(size=1000).astype("<f4")
-    assert len(json_list(shares)) < 14 * 1000
+    assert len(to_json_list(shares)) < 14 * 1000
 
 
 async def test_long_answers_let_others_have_their_turn() -> None:
@@ -137,7 +140,7 @@ async def test_long_answers_let_others_have_their_turn() -> None:
             await asyncio.sleep(0)
 
     beside = asyncio.ensure_future(other())
-    body = await joined(b"[", (b"1" * 40_000 for _ in range(40)), b"]")
+    body = await join_with_pauses(b"[", (b"1" * 40_000 for _ in range(40)), b"]")
     beside.cancel()
     assert turns >= 15
     assert json.loads(body.replace(b"1" * 40_000, b"1")) == [1] * 40

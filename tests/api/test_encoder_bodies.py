@@ -10,10 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.api.encoder_schemas import ClassifyBody, EmbedBody, EmbeddingsBody, RerankBody
+from app.api.encoders.schemas import (
+    ClassifyBody,
+    EmbedBody,
+    EmbeddingsBody,
+    RerankBody,
+)
 from app.api.schemas import Body
-from app.api.tei_schemas import EmbedAllBody, PredictBody, RankBody, SimilarityBody
-from app.models.encoder_config import EncoderConfig
+from app.api.tei import (
+    EmbedAllBody,
+    PredictBody,
+    RankBody,
+    SimilarityBody,
+)
+from app.models.encoders.config import EncoderConfig
 from fake_encoder import CLASSIFIER, CONFIG, CROSS_ENCODER
 from tests.api.encoders import asking
 

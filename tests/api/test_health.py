@@ -7,8 +7,11 @@ from typing import Any
 import httpx
 import pytest
 
-from app.main import URLS
-from app.measured import Snapshot, StepStats
+from app.metrics.stats import (
+    EngineSnapshot,
+    StepStats,
+)
+from app.server.app import ROUTES
 from tests.api.scripted import CountingMetrics, ScriptedService
 
 
@@ -39,7 +42,7 @@ async def test_requests_before_that_are_told_to_come_again(client: httpx.AsyncCl
 
 
 async def test_info_says_what_is_known(client: httpx.AsyncClient, service: ScriptedService) -> None:
-    service.snapshot = Snapshot(num_running=2, kv_used_tokens=5, kv_capacity_tokens=10)
+    service.snapshot = EngineSnapshot(num_running=2, kv_used_tokens=5, kv_capacity_tokens=10)
     told = (await client.get("/info")).json()
     assert told["plan"]["threads"]["reason"] == "because"
     assert told["capacity"]["kv_usage_ratio"] == 0.5
@@ -60,7 +63,7 @@ async def test_the_root_leads_to_the_documentation(client: httpx.AsyncClient) ->
 
 async def test_the_document_has_every_url_and_what_it_takes(client: httpx.AsyncClient) -> None:
     document: dict[str, Any] = (await client.get("/openapi.json")).json()
-    for url in URLS:
+    for url in ROUTES:
         path = url.path.replace(":path", "")
         operation = document["paths"][path][url.method.lower()]
         assert operation["summary"] == url.summary

@@ -120,7 +120,7 @@ async def test_a_decoder_has_no_tensors() -> None:
 
 
 async def test_hidden_states_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.api.oip_texts.MAX_PADDED_BYTES", 2 * 64 * 2 * 4 - 1)
+    monkeypatch.setattr("app.api.oip.models.MAX_PADDED_BYTES", 2 * 64 * 2 * 4 - 1)
     ids = tensor("input_ids", "INT64", [2, 64], [1] * 128)
     mask = tensor("attention_mask", "INT64", [2, 64], [1, *[0] * 63] * 2)
     assert (await served.infer([ids, mask])).status_code == 400
@@ -129,7 +129,7 @@ async def test_hidden_states_are_bounded(served: Served, monkeypatch: pytest.Mon
 
 
 async def test_a_timeout_of_the_requests_own(served: Served) -> None:
-    served.worker.refuse = lambda command: None  # and no answer
+    served.worker.send_error = lambda command: None  # and no answer
     response = await served.infer([TEXTS], parameters={"timeout": 1000})
     assert (response.status_code, "1000 microseconds" in response.json()["error"]) == (504, True)
     assert len(served.worker.aborts) == 1

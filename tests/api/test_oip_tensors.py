@@ -11,7 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.api.oip_tensors import LARGEST_FP32, MAX_JSON_VALUES, SIZES, from_binary, from_json, json_slices, of_strings, strings
+from app.api.oip.tensors import (
+    LARGEST_FP32,
+    MAX_JSON_VALUES,
+    VALUE_BYTES,
+    from_binary,
+    from_json,
+    from_strings,
+    json_slices,
+    to_strings,
+)
 from app.errors import InvalidRequest
 from app.messages import Array
 
@@ -86,14 +95,14 @@ def test_every_truncated_or_longer_tail_is_refused(tensor: tuple[str, tuple[int,
                 from_binary("x", datatype, shape, wrong)
 
 
-@given(st.sampled_from([*SIZES, "BYTES"]), SHAPES, st.binary(max_size=64))
+@given(st.sampled_from([*VALUE_BYTES, "BYTES"]), SHAPES, st.binary(max_size=64))
 def test_any_bytes_are_a_tensor_of_their_size_or_refused(datatype: str, shape: tuple[int, ...], data: bytes) -> None:
     try:
         array = from_binary("x", datatype, shape, data)
     except InvalidRequest:
         return
     assert array.data == data
-    assert datatype == "BYTES" or len(data) == math.prod(shape) * SIZES[datatype]
+    assert datatype == "BYTES" or len(data) == math.prod(shape) * VALUE_BYTES[datatype]
 
 
 JSON = st.recursive(
@@ -101,7 +110,7 @@ JSON = st.recursive(
 )
 
 
-@given(st.sampled_from([*SIZES, "BYTES", "STRING", ""]), SHAPES, JSON)
+@given(st.sampled_from([*VALUE_BYTES, "BYTES", "STRING", ""]), SHAPES, JSON)
 def test_any_json_is_a_tensor_or_refused(datatype: str, shape: tuple[int, ...], values: Any) -> None:
     try:
         array = from_json("x", datatype, shape, values)
@@ -134,9 +143,9 @@ def test_a_bool_is_zero_or_one() -> None:
 
 
 def test_strings_are_utf8() -> None:
-    assert strings("x", of_strings(["", "ü", "\0"], (3,))) == ["", "ü", "\0"]
+    assert to_strings("x", from_strings(["", "ü", "\0"], (3,))) == ["", "ü", "\0"]
     with pytest.raises(InvalidRequest, match="UTF-8"):
-        strings("x", Array("BYTES", (1,), b"\1\0\0\0\xff"))
+        to_strings("x", Array("BYTES", (1,), b"\1\0\0\0\xff"))
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,13 @@ import httpx
 import pytest
 
 from app.errors import StepFailed
-from app.generation import ChoiceFinished, ScoredToken, TextDelta, Usage
 from app.messages import Timings
+from app.service.requests import (
+    ChoiceFinished,
+    ScoredToken,
+    TextDelta,
+    Usage,
+)
 from tests.api.scripted import ScriptedService, deltas, events
 
 URL = "/v1/chat/completions"

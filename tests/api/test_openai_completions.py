@@ -7,9 +7,17 @@ from typing import Any
 import httpx
 import pytest
 
-from app.errors import Overloaded, StepFailed
-from app.generation import ChoiceFinished, ScoredToken, TextDelta, Usage
+from app.errors import (
+    Overloaded,
+    StepFailed,
+)
 from app.messages import Timings
+from app.service.requests import (
+    ChoiceFinished,
+    ScoredToken,
+    TextDelta,
+    Usage,
+)
 from tests.api.scripted import ScriptedService, deltas, events
 
 URL = "/v1/completions"

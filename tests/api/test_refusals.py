@@ -7,7 +7,13 @@ from typing import Any
 import httpx
 import pytest
 
-from app.errors import NotReady, Overloaded, RequestTimeout, ServiceStopping, Unauthorized
+from app.errors import (
+    NotReady,
+    Overloaded,
+    RequestTimeout,
+    ServiceStopping,
+    Unauthorized,
+)
 from tests.api.scripted import CountingMetrics, ScriptedService
 
 JSON = {"content-type": "application/json"}

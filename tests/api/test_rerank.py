@@ -9,8 +9,11 @@ import numpy
 import pytest
 
 from app.api import tei
-from app.models.encoder_config import EncoderConfig
-from app.scores import floats, of_logits
+from app.models.encoders.config import EncoderConfig
+from app.service.served_model import (
+    apply_score_function,
+    to_numpy,
+)
 from fake_encoder import CLASSIFIER, CONFIG, CROSS_ENCODER, PROMPTED, SIZE, array, ids_of, logits, vector
 from tests.api.encoders import answer_of, asking
 
@@ -68,7 +71,7 @@ async def test_labels_with_scores() -> None:
     response = await answer_of(CLASSIFIER, "/v1/classify", body)
     said = response.json()
     for one, text in zip(said["data"], ids_of("hello", ("the fox", "said")), strict=True):
-        shares = of_logits(floats(array([logits(text, 3)])), "softmax")[0].tolist()
+        shares = apply_score_function(to_numpy(array([logits(text, 3)])), "softmax")[0].tolist()
         wanted = sorted(zip(CLASSIFIER.labels, shares, strict=True), key=lambda pair: -pair[1])
         assert [(each["label"], each["score"]) for each in one["predictions"]] == wanted
         assert (one["prediction"], one["score"]) == wanted[0]
@@ -114,7 +117,7 @@ async def test_predict(inputs: Any, texts: list[Any]) -> None:
     response = await answer_of(CLASSIFIER, "/predict", {"inputs": inputs, "raw_scores": True, "truncate": True})
     wanted = []
     for text in ids_of(*texts):
-        scores = floats(array([logits(text, 3)]))[0].tolist()
+        scores = to_numpy(array([logits(text, 3)]))[0].tolist()
         wanted.append([{"score": score, "label": label} for score, label in zip(scores, CLASSIFIER.labels, strict=True)])
     assert response.json() == (wanted if isinstance(inputs[0], list) else wanted[0]), "these logits fall from label to label"
     number = sum(len(text.token_ids) for text in ids_of(*texts))
@@ -141,7 +144,7 @@ async def test_vectors_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = ["hello", "the fox", "fox " * 14]
     async with asking() as (client, _):
         for piece in (16, 5, 1):
-            monkeypatch.setattr(tei, "PIECE_TOKENS", piece)
+            monkeypatch.setattr(tei, "CHUNK_TOKENS", piece)
             found = (await client.post("/embed_all", json={"inputs": inputs})).json()
             assert found == [[[float(token)] * SIZE for token in text.token_ids] for text in ids_of(*inputs)]
 

@@ -29,8 +29,8 @@ LAUNCH = (sys.executable, "-P", str(ROOT / "tools" / "peers" / "launch.py"))
 # Tests run where others compute too, and there nothing measured would be believed: without that there is no capacity to show.
 SERVE = """
 import sys
-from app import cli, preparation
-from app.kernels import calibrate
+from app.cli.main import main as cli; from app.server import prepare as preparation
+from app.kernels import timing as calibrate
 preparation.SMALL_BUDGET_SECONDS, calibrate.MOST_SPREAD, calibrate.MOST_BENT = 10.0, 1e9, 1e9
 sys.exit(cli.main(sys.argv[1:]))
 """

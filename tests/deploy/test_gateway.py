@@ -10,7 +10,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.main import URLS
+from app.server.app import ROUTES
 from app.settings import Settings
 from outside_tools import Manifest, built, of_kind, run, tool
 from tests.deploy.clusters import pod, pod_labels, selects, server, servers
@@ -67,7 +67,7 @@ def test_every_route_of_the_api_comes_in_and_nothing_of_the_inside() -> None:
             path == each["value"] or (each["type"] == "PathPrefix" and path.startswith(each["value"] + "/")) for each in paths
         )
 
-    routes = {each.path.rstrip("/") or "/" for each in URLS}
+    routes = {each.path.rstrip("/") or "/" for each in ROUTES}
     assert {path for path in routes if not comes_in(path)} == INSIDE
     exact = {each["value"] for each in paths if each["type"] == "Exact"}
     assert exact <= routes

@@ -133,7 +133,7 @@ def test_a_live_server_is_healthy(server: LiveServer) -> None:
 
 
 def test_a_dead_worker_is_not(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(server.serving.service), "alive", property(lambda _: False))
+    monkeypatch.setattr(type(server.find_served.service), "alive", property(lambda _: False))
     assert server.client.get("/healthz").status_code == 500
     assert check(port_of(server)).returncode == 1
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from app.main import URLS
+from app.server.app import ROUTES
 from app.settings import setting_rows
 from app.version import VERSION
 from outside_tools import Manifest, built, of_kind, run, tool
@@ -58,7 +58,7 @@ def test_it_is_as_hardened_and_as_patient_as_the_base() -> None:
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         ours = {key: value for key, value in container()[probe].items() if key != "httpGet"}
         assert ours == {key: value for key, value in base[probe].items() if key != "httpGet"}, probe
-        assert container()[probe]["httpGet"]["path"] in {each.path for each in URLS}
+        assert container()[probe]["httpGet"]["path"] in {each.path for each in ROUTES}
         assert container()[probe]["httpGet"]["port"] == container()["ports"][0]["containerPort"] == 8000
     assert container()["lifecycle"] == base["lifecycle"]
     grace = deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]

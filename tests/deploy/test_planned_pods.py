@@ -7,8 +7,12 @@ import dataclasses
 import pytest
 
 from app.errors import PlanImpossible
-from app.hardware.facts import Cgroup, Facts, Needs
-from app.hardware.plan import ServingPlan
+from app.hardware.facts import (
+    Cgroup,
+    Facts,
+    Needs,
+)
+from app.hardware.plan.plan import ServingPlan
 from outside_tools import built
 from planned_machines import GIB, machine, plan
 from tests.deploy.clusters import quantity, server, servers

@@ -7,8 +7,13 @@ import re
 
 import pytest
 
-from app.settings import PREFIX, Settings, load_settings, setting_rows
-from app.startup import STEP_SECONDS
+from app.server.startup import STOP_SECONDS
+from app.settings import (
+    PREFIX,
+    Settings,
+    load_settings,
+    setting_rows,
+)
 from outside_tools import ROOT, Manifest, built
 from tests.deploy.clusters import (
     CLAIM,
@@ -70,7 +75,7 @@ def test_open_answers_are_drained_before_the_pod_is_killed(folder: str, deployme
     settings, _ = settings_of(folder, manifest, monkeypatch)
     waits = server(manifest)["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert waits >= 5  # balancers hear of it by watching: seconds, not milliseconds
-    assert pod(manifest)["terminationGracePeriodSeconds"] > waits + settings.drain_seconds + STEP_SECONDS
+    assert pod(manifest)["terminationGracePeriodSeconds"] > waits + settings.drain_seconds + STOP_SECONDS
 
 
 def budget(probe: Manifest) -> int:

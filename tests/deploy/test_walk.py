@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.server import serving
+from app.bench.http.server import running_server
 from app.version import VERSION
 from outside_tools import ROOT, Manifest, tool
 from tests.deploy.clusters import pod, server
@@ -114,7 +114,7 @@ async def test_the_questions_are_answered(walked: tuple[Path, StubCluster]) -> N
     if shutil.which("curl") is None:
         pytest.skip("the questions are curl's")
     keys = walked[0] / "fleet" / "keys"
-    async with serving(None, ("--threads=1", "--served-model-name=my-model", f"--api-key-file={keys}")) as started:
+    async with running_server(None, ("--threads=1", "--served-model-name=my-model", f"--api-key-file={keys}")) as started:
         script = QUESTIONS.replace(ADDRESS, started.url)
         done = subprocess.run(["bash", "-euc", script], cwd=walked[0], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

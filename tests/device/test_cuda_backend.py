@@ -11,11 +11,15 @@ import pytest
 import torch
 
 from app.backends.cuda import CudaBackend
-from app.hardware.plan import Decision, ServingPlan
-from app.kernels.heads import Heads
-from app.kernels.paged import PackedTexts
-from app.kernels.paged_torch import packed_texts_torch, paged_attention_torch
-from app.models.context import AttentionSpec
+from app.hardware.decision import Decision
+from app.hardware.plan.plan import ServingPlan
+from app.kernels.attention.context import AttentionSpec
+from app.kernels.attention.layout import QkvHeads
+from app.kernels.attention.paged import (
+    PackedTexts,
+    attend_texts_padded_torch,
+    paged_attention_torch,
+)
 from paged_steps import Shape, made_step
 
 pytestmark = pytest.mark.cuda
@@ -63,11 +67,11 @@ def test_servings_sizes(
 @pytest.mark.parametrize("window", [None, 128])
 def test_texts_of_bert(window: int | None, backend: CudaBackend) -> None:
     lengths = [128, 0, 1, 512, 77]
-    heads = Heads(torch.randn((sum(lengths), 3 * 16 * 64), device=GPU).to(BF16), 16, 16, 64)
+    heads = QkvHeads(torch.randn((sum(lengths), 3 * 16 * 64), device=GPU).to(BF16), 16, 16, 64)
     texts = PackedTexts(torch.tensor([0, *lengths], device=GPU).cumsum(0).int(), max(lengths))
     spec = AttentionSpec(0.125, window=window, bidirectional=True)
-    found = backend.attend_texts(heads, texts, spec)
-    torch.testing.assert_close(found, packed_texts_torch(heads, texts, spec), rtol=2**-6, atol=2**-6)
+    found = backend.encoder_attention(heads, texts, spec)
+    torch.testing.assert_close(found, attend_texts_padded_torch(heads, texts, spec), rtol=2**-6, atol=2**-6)
 
 
 def test_a_recorded_step_attends_to_what_is_there_when_it_is_replayed(backend: CudaBackend) -> None:
@@ -84,18 +88,18 @@ def test_a_recorded_step_attends_to_what_is_there_when_it_is_replayed(backend: C
         step.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
         result.fill_(torch.nan)
         captured.replay()
-        backend.mark().wait()
+        backend.record_event().wait()
         torch.testing.assert_close(result, paged_attention_torch(query, kv, step, spec), rtol=2**-6, atol=2**-6)
 
 
 def test_a_mark_is_passed_while_later_work_goes_on(backend: CudaBackend) -> None:
-    words = backend.staging(8)
+    words = backend.staging_buffer(8)
     assert words.is_pinned()
     there = torch.arange(8, device=GPU)
     words.copy_(there, non_blocking=True)
-    mark = backend.mark()
+    mark = backend.record_event()
     torch.cuda._sleep(10**9)
-    later = backend.mark()
+    later = backend.record_event()
     mark.wait()
     assert words.tolist() == list(range(8))
     assert not later.event.query()
@@ -112,7 +116,7 @@ def test_want_of_memory_is_survived(backend: CudaBackend) -> None:
     try:
         step()
     except torch.OutOfMemoryError as error:
-        assert backend.survives(error)
+        assert backend.recover_from_oom(error)
     else:
         pytest.fail("a GPU with 16 TiB")
     assert torch.cuda.memory_allocated() < 2**30

@@ -8,24 +8,31 @@ from __future__ import annotations
 import pytest
 import torch
 
-from app.kernels import device_adds, rowwise, turn
-from app.kernels.gpu import available
-from app.kernels.heads import Heads
-from app.kernels.kv_rows import kv_rows, token_bytes
+from app.kernels.attention.layout import (
+    QkvHeads,
+    token_bytes,
+    view_kv_rows,
+)
+from app.kernels.elementwise import (
+    norms,
+    rope,
+)
+from app.kernels.linear import device
+from app.kernels.triton import support
 
 pytestmark = pytest.mark.cuda
 BF16 = torch.bfloat16
 
 
 def test_triton_serves() -> None:
-    assert available.why_not() is None
+    assert support.unavailable_reason() is None
 
 
 def test_results_are_rounded_to_nearest() -> None:
     """Where a row's norm is 1, its weight comes out alone: cut off instead of rounded, most of these would differ."""
     weight = torch.randn(4096, device="cuda")
     hidden = torch.ones(1, 4096, device="cuda")
-    assert torch.equal(rowwise.rms_norm(hidden, weight, 0.0, BF16)[0], weight.to(BF16))
+    assert torch.equal(norms.rms_norm(hidden, weight, 0.0, BF16)[0], weight.to(BF16))
 
 
 def test_many_rows_at_once() -> None:
@@ -33,18 +40,18 @@ def test_many_rows_at_once() -> None:
     gate_up = torch.randn(8192, 2 * 8192, device="cuda").to(BF16)
     first, second = gate_up[-3:].float().chunk(2, -1)
     expected = torch.nn.functional.silu(first) * second
-    torch.testing.assert_close(rowwise.gate(gate_up, "silu")[-3:].float(), expected, rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(norms.gate(gate_up, "silu")[-3:].float(), expected, rtol=2**-8, atol=1e-6)
 
 
 def test_products_add_to_the_stream_themselves() -> None:
-    assert device_adds.adds_to_wider(torch.device("cuda", 0), BF16)
+    assert device.supports_fused_add(torch.device("cuda", 0), BF16)
     hidden, x, weight = (
         torch.randn(3, 512, device="cuda"),
         torch.randn(3, 256, device="cuda"),
         torch.randn(512, 256, device="cuda"),
     )
     expected = hidden + x.to(BF16).float() @ weight.to(BF16).float().t()
-    device_adds.add_product(hidden, x.to(BF16), weight.to(BF16))
+    device.fused_addmm(hidden, x.to(BF16), weight.to(BF16))
     torch.testing.assert_close(hidden, expected, rtol=1e-3, atol=1e-2)
 
 
@@ -52,12 +59,12 @@ def test_a_recorded_layer_reads_what_is_there_when_it_is_replayed() -> None:
     hidden = torch.randn(4, 2048, device="cuda")
     weight, angle = torch.randn(2048, device="cuda"), torch.randn(4, 1, 64, device="cuda")
     written = torch.tensor([3, 1, 5, 7], device="cuda")
-    kv = kv_rows(torch.zeros(16, token_bytes(8, 64, BF16), dtype=torch.uint8, device="cuda"), 8, 64, BF16)
+    kv = view_kv_rows(torch.zeros(16, token_bytes(8, 64, BF16), dtype=torch.uint8, device="cuda"), 8, 64, BF16)
     queries = torch.empty(4, 16, 64, dtype=BF16, device="cuda")
 
     def work() -> None:
-        product = rowwise.rms_norm(hidden, weight, 1e-5, BF16)
-        queries.copy_(turn.turn(Heads(product, 16, 8, 64, angles=(angle.cos(), angle.sin())), kv, written))
+        product = norms.rms_norm(hidden, weight, 1e-5, BF16)
+        queries.copy_(rope.apply_rope_and_write_kv(QkvHeads(product, 16, 8, 64, angles=(angle.cos(), angle.sin())), kv, written))
 
     work()
     graph = torch.cuda.CUDAGraph()
@@ -66,8 +73,8 @@ def test_a_recorded_layer_reads_what_is_there_when_it_is_replayed() -> None:
     hidden.copy_(torch.randn(4, 2048, device="cuda"))
     written.copy_(torch.tensor([9, 8, 11, 10], device="cuda"))
     graph.replay()
-    product = rowwise.rms_norm_torch(hidden, weight, 1e-5, BF16)
-    expected = turn.turned_torch(Heads(product, 16, 8, 64, angles=(angle.cos(), angle.sin())))
+    product = norms.rms_norm_torch(hidden, weight, 1e-5, BF16)
+    expected = rope.apply_rope_to_qkv_torch(QkvHeads(product, 16, 8, 64, angles=(angle.cos(), angle.sin())))
     found = (queries, kv.keys[written], kv.values[written])
     for one, twin in zip(found, expected, strict=True):
         torch.testing.assert_close(one.float(), twin.float(), rtol=2**-6, atol=2**-6)

@@ -14,11 +14,17 @@ import pytest
 import torch
 
 from app.backends.base import DeviceBackend
-from app.backends.twin import TwinBackend
-from app.engine.encode_device import DeviceEncodeRunner
-from app.engine.texts import Encoding
-from app.hardware.plan import Decision, ServingPlan
-from app.messages import Encode, Generate, Text, TokensReady
+from app.backends.twin import SimulatedDeviceBackend
+from app.engine.encoder.batching import EncodeState
+from app.engine.encoder.device_runner import DeviceEncoderRunner
+from app.hardware.decision import Decision
+from app.hardware.plan.plan import ServingPlan
+from app.messages import (
+    Encode,
+    Generate,
+    Text,
+    TokensReady,
+)
 from device_engine import DeviceServed, prompt_of, request_of
 from encoded import random_texts
 from loaded_models import load_on
@@ -39,7 +45,7 @@ FIRST = [request_of(f"first-{seed}", prompt_of(20 + seed, seed), temperature=0.0
 
 def backend_on(place: str, dtype: torch.dtype) -> DeviceBackend:
     if place == "cpu":
-        return TwinBackend(dtype)
+        return SimulatedDeviceBackend(dtype)
     from app.backends.cuda import CudaBackend
 
     named = {"device": "cuda", "dtype": str(dtype).removeprefix("torch."), "threads": 4}
@@ -102,7 +108,7 @@ def test_an_encoder_says_what_it_says_on_a_processor(place: str, architecture: s
 
 def vectors(directory: Path, place: str, texts: list[Text]) -> torch.Tensor:
     model: Any = load_on(directory, "float32", place=place)
-    runner = DeviceEncodeRunner(model, backend_on(place, torch.float32), 160)
+    runner = DeviceEncoderRunner(model, backend_on(place, torch.float32), 160)
     output = model.config.outputs[0]
-    rows = runner.run(Encoding.of(Encode("r", tuple(texts), (output,), 0.0)).spans())
+    rows = runner.run(EncodeState.from_message(Encode("r", tuple(texts), (output,), 0.0)).spans())
     return torch.frombuffer(bytearray(b"".join(row[output] for row in rows)), dtype=torch.float32)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.settings import DEMO
+from app.settings import DEMO_DIRECTORY
 from tests.live.live_server import LiveServer, live
 from tiny_checkpoints import write_checkpoint
 
@@ -27,7 +27,7 @@ def shared(tiny: Path) -> Iterator[LiveServer]:
 @pytest.fixture
 def demo() -> Iterator[LiveServer]:
     """The checkpoint that comes with the package: enough work for a prefill to take a while."""
-    with live(DEMO) as server:
+    with live(DEMO_DIRECTORY) as server:
         yield server
 
 

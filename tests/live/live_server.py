@@ -16,11 +16,19 @@ from typing import Any
 import httpx
 import uvicorn
 
-from app.engine.batch import Batch, Picked
-from app.main import create_app, listen, server_config, url_of
-from app.preparation import prepare
+from app.engine.scheduler.batch import (
+    Batch,
+    SampledTokens,
+)
+from app.server.app import (
+    create_app,
+    listen,
+    server_config,
+    url_of,
+)
+from app.server.prepare import prepare
+from app.server.startup import ServerRuntime
 from app.settings import Settings
-from app.startup import Serving
 from at_once import AtOnce
 
 PATIENCE = 60.0  # seconds; a busy machine is no failure
@@ -49,13 +57,13 @@ class Reins:
     def release(self) -> None:
         self.gate.set()
 
-    def run(self, batch: Batch) -> list[Picked]:
+    def run(self, batch: Batch) -> list[SampledTokens]:
         self.batches.append(batch)
         self.reached.set()
         assert self.gate.wait(PATIENCE), "a test held the engine and never let it go"
         if self.faults:
             raise self.faults.pop(0)
-        picked: list[Picked] = self.runner.run(batch)
+        picked: list[SampledTokens] = self.runner.run(batch)
         return picked
 
 
@@ -66,12 +74,12 @@ class LiveServer:
         self.reins = Reins()
         self.fatal: list[BaseException] = []
         given = Settings(model=model, port=0, threads=1, **{"precision": "fp32", **settings})
-        self.serving = Serving(prepare(given), self.fatal.append)
-        worker = self.serving.worker
+        self.find_served = ServerRuntime(prepare(given), self.fatal.append)
+        worker = self.find_served.worker
         build, worker._build = worker._build, lambda report: self.reins.take(build(report))
         listener = listen(given.host, given.port)
         self.url = url_of(listener)
-        self.server = uvicorn.Server(server_config(create_app(self.serving.runtime()), given))
+        self.server = uvicorn.Server(server_config(create_app(self.find_served.runtime()), given))
         self.client = httpx.Client(base_url=self.url, timeout=PATIENCE)
         self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]})
 
@@ -103,8 +111,8 @@ class LiveServer:
 
     @property
     def idle(self) -> bool:
-        snapshot = self.serving.service.snapshot
-        return self.serving.service.num_open == snapshot.num_running == snapshot.num_waiting == 0
+        snapshot = self.find_served.service.snapshot
+        return self.find_served.service.num_open == snapshot.num_running == snapshot.num_waiting == 0
 
 
 @contextlib.contextmanager

@@ -8,20 +8,31 @@ from pathlib import Path
 
 import pytest
 
-from app.bench import latency, overhead, process
-from app.bench.embed_traffic import Texts
-from app.bench.embedding import Embedding
-from app.bench.generating import Generation
-from app.bench.infer_rows import Rows
-from app.bench.inferring import Inferring
-from app.bench.load import Level, LoadJob, Target, measure_load
-from app.bench.loops import Bounds
-from app.bench.over_http import Job, measure
-from app.bench.server import serving
-from app.bench.stats import Figure, MeasurementFailed
-from app.bench.traffic import Wanted
-from app.bench.workload import Lengths
-from app.settings import DEMO
+from app.bench.console import (
+    Figure,
+    MeasurementFailed,
+)
+from app.bench.http import (
+    latency,
+    overhead,
+    process,
+)
+from app.bench.http.embed import EmbedBench, EmbedWorkload
+from app.bench.http.generate import GenerateBench
+from app.bench.http.infer import InferBench, InferWorkload
+from app.bench.http.load import (
+    LoadJob,
+    LoadLevel,
+    ServerBenchJob,
+    ServerTarget,
+    measure_load,
+    measure_server,
+)
+from app.bench.http.loops import RunLimits
+from app.bench.http.server import running_server
+from app.bench.http.tally import GenerateWorkload
+from app.bench.http.workload import UniformLengths
+from app.settings import DEMO_DIRECTORY
 from exported_programs import write_program
 
 pytestmark = pytest.mark.slow
@@ -32,7 +43,7 @@ FLAGS = ("--threads=1", "--kv-cache-bytes=64MiB")  # of the demo: its tokens hav
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latency, "QUIET_PIECES", 5)
+    monkeypatch.setattr(latency, "QUIET_CHUNKS", 5)
     monkeypatch.setattr(overhead, "MAX_TOKENS", 40)
     monkeypatch.setattr(process, "MEMORY_PROMPT_TOKENS", 32)
     monkeypatch.setattr(process, "MEMORY_MAX_TOKENS", 8)
@@ -47,10 +58,10 @@ def shares(figures: list[Figure]) -> list[float]:
 
 
 async def test_one_server_under_every_bench() -> None:
-    async with serving(None, FLAGS) as server:
+    async with running_server(None, FLAGS) as server:
         itl = await latency.inter_token_latency(server.client, prompt_tokens=500, rounds=1, advance=told)
         prefix = await latency.shared_prefix(server.client, prefix_tokens=600, rounds=2, advance=told)
-        outside = await overhead.outside_the_model(server.client, rounds=1, advance=told)
+        outside = await overhead.overhead_outside_model(server.client, rounds=1, advance=told)
         memory = await process.resident_memory(server, weight_bytes=2**20, kv_bytes_per_token=64, advance=told)
         info = await server.client.info()
     assert [figure.p99 is not None for figure in itl] == [True, True]
@@ -64,24 +75,26 @@ async def test_one_server_under_every_bench() -> None:
 
 
 async def test_a_prompt_that_does_not_fit_is_told_in_the_servers_words() -> None:
-    async with serving(None, FLAGS) as server:
+    async with running_server(None, FLAGS) as server:
         with pytest.raises(MeasurementFailed, match="context"):
             await server.client.generate([5] * 5000, 1)
         url = server.url
-        async with serving(url, ()) as found:
+        async with running_server(url, ()) as found:
             assert found.pid is None
             with pytest.raises(MeasurementFailed, match="leave out --url"):
                 await process.resident_memory(found, 1, 1, told)
     with pytest.raises(MeasurementFailed, match="is not ready"):
-        async with serving(url, ()):
+        async with running_server(url, ()):
             pass
 
 
 @pytest.mark.parametrize("api", ["native", "completions", "openai"])
 async def test_a_load_on_a_server_of_ours(api: str) -> None:
-    wanted = Wanted(Lengths(40, 40), Lengths(8, 8))
-    async with serving(None, FLAGS) as server:
-        job = LoadJob("demo", [Target(server.url, api=api)], [Level(clients=2)], Generation(wanted), Bounds(num_requests=6))
+    wanted = GenerateWorkload(UniformLengths(40, 40), UniformLengths(8, 8))
+    async with running_server(None, FLAGS) as server:
+        job = LoadJob(
+            "demo", [ServerTarget(server.url, api=api)], [LoadLevel(clients=2)], GenerateBench(wanted), RunLimits(num_requests=6)
+        )
         outcome = await asyncio.to_thread(measure_load, job)
     requests = outcome.details["runs"][0]["requests"]
     assert [request["tokens"] for request in requests] == [8] * 6
@@ -93,9 +106,11 @@ async def test_a_load_on_a_server_of_ours(api: str) -> None:
 
 @pytest.mark.parametrize("api", ["openai", "native", "oip"])
 def test_texts_are_embedded_by_a_server_of_ours(api: str) -> None:
-    work = Embedding(Texts(2, Lengths(10, 10)))
-    flags = ("--threads=1", f"--model={DEMO.parent / 'bert'}")
-    outcome = measure_load(LoadJob("demo", [Target(None, flags, api)], [Level(clients=2)], work, Bounds(num_requests=6)))
+    work = EmbedBench(EmbedWorkload(2, UniformLengths(10, 10)))
+    flags = ("--threads=1", f"--model={DEMO_DIRECTORY.parent / 'bert'}")
+    outcome = measure_load(
+        LoadJob("demo", [ServerTarget(None, flags, api)], [LoadLevel(clients=2)], work, RunLimits(num_requests=6))
+    )
     requests = outcome.details["runs"][0]["requests"]
     assert [request["texts"] for request in requests] == [2] * 6
     assert all(10 <= request["tokens"] <= 40 for request in requests), "a word has a piece or two"
@@ -104,8 +119,10 @@ def test_texts_are_embedded_by_a_server_of_ours(api: str) -> None:
 
 def test_rows_of_a_program_are_asked_of_a_server_of_ours(tmp_path: Path) -> None:
     flags = ("--threads=1", f"--model={write_program(tmp_path, 'recommender')}")
-    work = Inferring(Rows(3, below=50))
-    outcome = measure_load(LoadJob("demo", [Target(None, flags, "oip")], [Level(clients=2)], work, Bounds(num_requests=6)))
+    work = InferBench(InferWorkload(3, below=50))
+    outcome = measure_load(
+        LoadJob("demo", [ServerTarget(None, flags, "oip")], [LoadLevel(clients=2)], work, RunLimits(num_requests=6))
+    )
     assert [request["rows"] for request in outcome.details["runs"][0]["requests"]] == [3] * 6
     assert not any("failed" in figure.name for figure in outcome.figures)
 
@@ -113,16 +130,16 @@ def test_rows_of_a_program_are_asked_of_a_server_of_ours(tmp_path: Path) -> None
 def test_a_load_starts_a_server_of_its_own() -> None:
     job = LoadJob(
         "demo",
-        [Target(None, FLAGS)],
-        [Level(rate=20.0)],
-        Generation(Wanted(Lengths(8, 16), Lengths(4, 8))),
-        Bounds(num_requests=5),
+        [ServerTarget(None, FLAGS)],
+        [LoadLevel(rate=20.0)],
+        GenerateBench(GenerateWorkload(UniformLengths(8, 16), UniformLengths(4, 8))),
+        RunLimits(num_requests=5),
     )
     assert measure_load(job).figures[0].parts["answered"] == 5
 
 
 def test_a_start_is_timed_from_the_process_to_the_token() -> None:
-    outcome = measure(Job("start", "demo", FLAGS, rounds=1))
+    outcome = measure_server(ServerBenchJob("start", "demo", FLAGS, rounds=1))
     seconds = {figure.name: figure.value for figure in outcome.figures}
     assert seconds["process start to first token"] > seconds["process start to ready"] > 0.0
     assert seconds["importing torch, alone in a process"] > 0.0
@@ -130,14 +147,14 @@ def test_a_start_is_timed_from_the_process_to_the_token() -> None:
 
 def test_a_server_that_refuses_to_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(MeasurementFailed, match="is empty: is a volume mounted there"):
-        measure(Job("prefix", "nothing", (f"--model={tmp_path}",), rounds=1, tokens=10))
+        measure_server(ServerBenchJob("prefix", "nothing", (f"--model={tmp_path}",), rounds=1, tokens=10))
 
 
 async def test_whoever_leaves_takes_the_server_along() -> None:
     started: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def stay() -> None:
-        async with serving(None, FLAGS) as server:
+        async with running_server(None, FLAGS) as server:
             assert server.pid is not None
             started.set_result(server.pid)
             await asyncio.Event().wait()

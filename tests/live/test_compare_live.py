@@ -13,13 +13,27 @@ from typing import Any, get_args
 
 import pytest
 
-from app.bench.compare import loads, measuring
-from app.bench.compare.job import MachineJob, Place
-from app.bench.compare.measuring import measure_machine
-from app.bench.compare.result import Result, read_result
-from app.bench.load import Target
-from app.bench.server import Server, serving
-from app.measured import Cause
+from app.bench.compare import (
+    loads,
+)
+from app.bench.compare import (
+    measure as measuring,
+)
+from app.bench.compare.measure import (
+    CompareJob,
+    MachineLabels,
+    measure_machine,
+)
+from app.bench.compare.result import (
+    CompareResult,
+    read_result,
+)
+from app.bench.http.load import ServerTarget
+from app.bench.http.server import (
+    BenchServer,
+    running_server,
+)
+from app.metrics.stats import Cause
 from app.version import VERSION
 from scripted_machine import ScriptedMachine, running
 
@@ -41,8 +55,8 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loads, "ANSWER_TOKENS", 16)
 
 
-def measured(path: Path, *flags: str) -> Result:
-    outcome = measure_machine(MachineJob(Target(None, flags), Place(), VERSION, path, seconds=0.1))
+def measured(path: Path, *flags: str) -> CompareResult:
+    outcome = measure_machine(CompareJob(ServerTarget(None, flags), MachineLabels(), VERSION, path, seconds=0.1))
     assert outcome.details["file"] == str(path)
     return read_result(path)
 
@@ -50,13 +64,13 @@ def measured(path: Path, *flags: str) -> Result:
 @pytest.fixture
 def _killed_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server, when its last load is to begin."""
-    servers: list[Server] = []
+    servers: list[BenchServer] = []
     loads_begun: list[Any] = []
     measure = measuring.measured
 
     @asynccontextmanager
-    async def noted(url: str | None, flags: Sequence[str]) -> AsyncIterator[Server]:
-        async with serving(url, flags) as server:
+    async def noted(url: str | None, flags: Sequence[str]) -> AsyncIterator[BenchServer]:
+        async with running_server(url, flags) as server:
             servers.append(server)
             yield server
 
@@ -67,7 +81,7 @@ def _killed_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
             os.kill(servers[0].pid, signal.SIGKILL)
         return await measure(subject, load, seed, run)
 
-    monkeypatch.setattr(measuring, "serving", noted)
+    monkeypatch.setattr(measuring, "running_server", noted)
     monkeypatch.setattr(measuring, "measured", killed)
 
 

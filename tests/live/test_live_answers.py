@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from app.api.door import MAX_BODY_BYTES
+from app.api.middleware import MAX_BODY_BYTES
 from tests.live.live_server import LiveServer
 
 CHAT: list[Any] = [{"role": "user", "content": "Tell me a story."}]

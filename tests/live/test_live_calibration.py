@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from app.engine import measuring
+from app.engine.calibration import measure
 from app.hardware.decision import Measurements
-from app.settings import DEMO
+from app.settings import DEMO_DIRECTORY
 from exported_programs import write_program
 from tests.live.live_server import LiveServer, live, starting, until
 from tiny_encoders import Modules, write_encoder
@@ -22,15 +22,15 @@ def told(server: LiveServer) -> Any:
 
 
 def test_the_second_start_reads_what_the_first_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.kernels.calibrate.MOST_SPREAD", 1e9)  # tests run on machines that do other things too
-    monkeypatch.setattr("app.kernels.calibrate.MOST_BENT", 1e9)
-    monkeypatch.setattr("app.preparation.SMALL_BUDGET_SECONDS", 10.0)  # it takes one, where nobody else computes
+    monkeypatch.setattr("app.kernels.timing.MAX_SPREAD", 1e9)  # tests run on machines that do other things too
+    monkeypatch.setattr("app.kernels.timing.MAX_ADJUSTMENT", 1e9)
+    monkeypatch.setattr("app.server.prepare.SMALL_BUDGET_SECONDS", 10.0)  # it takes one, where nobody else computes
     flags = {"calibrate": "auto", "cache_dir": tmp_path}
-    with live(DEMO, **flags) as server:
+    with live(DEMO_DIRECTORY, **flags) as server:
         first = told(server)
         assert (first["from_cache"], first["measurements"]["fallback"]) == (False, "")
         assert server.generate(max_tokens=4).status_code == 200
-    with live(DEMO, **flags) as server:
+    with live(DEMO_DIRECTORY, **flags) as server:
         second = told(server)
         assert second["from_cache"] is True
         assert second["measurements"] == first["measurements"]
@@ -38,9 +38,9 @@ def test_the_second_start_reads_what_the_first_measured(tmp_path: Path, monkeypa
 
 
 def test_an_encoder_is_measured_and_tells_what_to_expect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.kernels.calibrate.MOST_SPREAD", 1e9)
-    monkeypatch.setattr("app.kernels.calibrate.MOST_BENT", 1e9)
-    monkeypatch.setattr("app.preparation.SMALL_BUDGET_SECONDS", 10.0)
+    monkeypatch.setattr("app.kernels.timing.MAX_SPREAD", 1e9)
+    monkeypatch.setattr("app.kernels.timing.MAX_ADJUSTMENT", 1e9)
+    monkeypatch.setattr("app.server.prepare.SMALL_BUDGET_SECONDS", 10.0)
     checkpoint = write_encoder(tmp_path / "tiny", modules=Modules())
     with live(checkpoint, calibrate="auto", cache_dir=tmp_path / "cache", max_batch_tokens=64) as server:
         (trial,) = told(server)["measurements"]["trials"]
@@ -57,9 +57,9 @@ def test_an_encoder_is_measured_and_tells_what_to_expect(tmp_path: Path, monkeyp
 
 
 def test_a_program_is_measured_and_tells_what_to_expect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.kernels.calibrate.MOST_SPREAD", 1e9)
-    monkeypatch.setattr("app.kernels.calibrate.MOST_BENT", 1e9)
-    monkeypatch.setattr("app.preparation.SMALL_BUDGET_SECONDS", 10.0)
+    monkeypatch.setattr("app.kernels.timing.MAX_SPREAD", 1e9)
+    monkeypatch.setattr("app.kernels.timing.MAX_ADJUSTMENT", 1e9)
+    monkeypatch.setattr("app.server.prepare.SMALL_BUDGET_SECONDS", 10.0)
     program = write_program(tmp_path, "recommender")
     tensors = [
         {"name": "ids", "shape": [1, 5], "datatype": "INT64", "data": [3, 1, 4, 1, 5]},
@@ -78,8 +78,8 @@ def test_a_program_is_measured_and_tells_what_to_expect(tmp_path: Path, monkeypa
 
 
 def test_a_noisy_machine_serves_by_the_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "measure", lambda *arguments: Measurements(fallback=FALLBACK))
-    with live(DEMO, calibrate="auto", cache_dir=tmp_path) as server:
+    monkeypatch.setattr(measure, "measure_machine", lambda *arguments: Measurements(fallback=FALLBACK))
+    with live(DEMO_DIRECTORY, calibrate="auto", cache_dir=tmp_path) as server:
         assert told(server)["measurements"]["fallback"] == FALLBACK
         assert FALLBACK in server.client.get("/info").json()["plan"]["calibrate"]["reason"]
         assert server.generate(max_tokens=4).status_code == 200
@@ -87,19 +87,19 @@ def test_a_noisy_machine_serves_by_the_facts(tmp_path: Path, monkeypatch: pytest
 
 
 def test_off_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "measure", lambda *arguments: pytest.fail("it was not to be measured"))
-    with live(DEMO, calibrate="off", cache_dir=tmp_path) as server:
+    monkeypatch.setattr(measure, "measure_machine", lambda *arguments: pytest.fail("it was not to be measured"))
+    with live(DEMO_DIRECTORY, calibrate="off", cache_dir=tmp_path) as server:
         assert told(server) is None
 
 
 def test_readiness_says_that_it_is_measured_and_a_stop_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.preparation.SMALL_BUDGET_SECONDS", 600.0)
-    monkeypatch.setattr("app.kernels.calibrate.MOST_SAMPLES", 10**9)
-    monkeypatch.setattr("app.kernels.calibrate.POINT_SECONDS", 1e9)
-    with starting(DEMO, calibrate="auto", cache_dir=tmp_path) as server:
+    monkeypatch.setattr("app.server.prepare.SMALL_BUDGET_SECONDS", 600.0)
+    monkeypatch.setattr("app.kernels.timing.MAX_SAMPLES", 10**9)
+    monkeypatch.setattr("app.kernels.timing.SAMPLING_SECONDS", 1e9)
+    with starting(DEMO_DIRECTORY, calibrate="auto", cache_dir=tmp_path) as server:
         until(lambda: server.client.get("/readyz").json().get("stage", "").startswith("calibrating"))
         assert server.client.get("/readyz").status_code == 503
         assert server.client.get("/info").json()["calibration"] is None
         server.server.should_exit = True
-        until(lambda: not server.serving.worker.alive)
+        until(lambda: not server.find_served.worker.alive)
         assert server.fatal == []

@@ -14,7 +14,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from app.hardware.decision import Measurements, Trial
+from app.hardware.decision import (
+    Measurements,
+    TrialTimes,
+)
 from tests.live.live_server import PATIENCE, live, until
 from tools.peers.quota import CGROUPS, Quota
 
@@ -43,9 +46,9 @@ def volume(options: str) -> Iterator[Path]:
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever else this machine is doing, there is a calibration to be kept."""
-    trial = Trial("int8", 1, {1: 0.002, 8: 0.003}, {64: 0.01, 512: 0.07}, 1e-8, 10**6, 2e6)
+    trial = TrialTimes("int8", 1, {1: 0.002, 8: 0.003}, {64: 0.01, 512: 0.07}, 1e-8, 10**6, 2e6)
     found = Measurements(5e10, {"int8": 8e11}, (trial,), seconds=0.1)
-    monkeypatch.setattr("app.engine.measuring.measure", lambda what, budget, report: found)
+    monkeypatch.setattr("app.engine.calibration.measure.measure_machine", lambda what, budget, report: found)
 
 
 def served_with(cache: Path, tiny: Path, caplog: pytest.LogCaptureFixture) -> list[str]:

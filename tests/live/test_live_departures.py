@@ -33,9 +33,9 @@ def test_before_prefill(server: LiveServer, stream: bool) -> None:
     first = Caller(server, max_tokens=1)
     assert server.reins.reached.wait(60)  # the engine is busy with another: ours waits
     waiting = Caller(server, stream=stream, prompt="the one that leaves")
-    until(lambda: server.serving.service.num_open == 2)
+    until(lambda: server.find_served.service.num_open == 2)
     waiting.hang_up()
-    until(lambda: server.serving.service.num_open == 1)
+    until(lambda: server.find_served.service.num_open == 1)
     server.reins.release()
     assert b"200 OK" in first.socket.recv(4096)
     first.hang_up()
@@ -51,7 +51,7 @@ def test_during_prefill(server: LiveServer, stream: bool) -> None:
     caller = Caller(server, stream=stream)
     assert server.reins.reached.wait(60)
     caller.hang_up()
-    until(lambda: server.serving.service.num_open == 0)
+    until(lambda: server.find_served.service.num_open == 0)
     server.reins.release()
     until(lambda: server.idle)
     assert len(server.reins.batches) == 1
@@ -65,7 +65,7 @@ def test_while_tokens_come(server: LiveServer, stream: bool) -> None:
     server.reins.hold()
     assert server.reins.reached.wait(60)
     caller.hang_up()
-    until(lambda: server.serving.service.num_open == 0)
+    until(lambda: server.find_served.service.num_open == 0)
     num_batches = len(server.reins.batches)
     server.reins.release()
     until(lambda: server.idle)
@@ -80,4 +80,4 @@ def test_in_the_middle_of_its_body(server: LiveServer) -> None:
     for sent in (b"POST", b"POST /generate HTTP/1.1\r\n", b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{"):
         with socket.create_connection((place.hostname, place.port or 80), timeout=60) as caller:
             caller.sendall(sent)
-    assert server.serving.service.num_open == 0
+    assert server.find_served.service.num_open == 0

@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 
-from app import preparation
 from app.backends import selection
-from app.backends.twin import TwinBackend
-from app.hardware.facts import CudaDevice, Facts, TorchBuild
-from app.hardware.probe import probe
-from app.settings import DEMO
+from app.backends.twin import SimulatedDeviceBackend
+from app.hardware.facts import (
+    CudaDevice,
+    Facts,
+    TorchBuild,
+)
+from app.hardware.probe.probe import probe
+from app.server import prepare
+from app.settings import DEMO_DIRECTORY
 from tests.live import live_server
 from tests.live.live_server import LiveServer, live, starting, until
 
@@ -30,14 +34,14 @@ def with_gpu(root: Path = Path("/")) -> Facts:
 
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparation, "probe", with_gpu)
-    monkeypatch.setattr(selection, "DEVICES", {"cuda": TwinBackend})
+    monkeypatch.setattr(prepare, "probe", with_gpu)
+    monkeypatch.setattr(selection, "DEVICE_BACKENDS", {"cuda": SimulatedDeviceBackend})
     monkeypatch.setattr(live_server.Reins, "take", lambda reins, engine: engine)  # held reins would launch nothing ahead
 
 
 @pytest.fixture
 def server(on_device: None) -> Iterator[LiveServer]:
-    with live(DEMO, device="cuda", **SMALL) as started:
+    with live(DEMO_DIRECTORY, device="cuda", **SMALL) as started:
         yield started
 
 
@@ -64,8 +68,8 @@ def test_it_says_what_a_processor_says(server: LiveServer) -> None:
     )
     server.stop()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preparation, "probe", probe)
-        with live(DEMO, device="cpu", **SMALL) as processor:
+        patch.setattr(prepare, "probe", probe)
+        with live(DEMO_DIRECTORY, device="cpu", **SMALL) as processor:
             assert found == answered(processor)
 
 
@@ -92,8 +96,8 @@ def test_a_device_that_fails_while_loading_names_a_way_out(
     def broken(*_: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(TwinBackend, "attention", broken)
-    with starting(DEMO, device="cuda", **SMALL) as server:
+    monkeypatch.setattr(SimulatedDeviceBackend, "attention", broken)
+    with starting(DEMO_DIRECTORY, device="cuda", **SMALL) as server:
         until(lambda: bool(server.fatal))
     assert "illegal memory access" in str(server.fatal[0])
     assert "loading on cuda failed; set device=cpu to serve on the processor instead" in caplog.text

@@ -11,7 +11,7 @@ import numpy
 import openai
 import pytest
 
-from app.reading_texts import MAX_TEXTS
+from app.service.inputs import MAX_TEXTS
 from tests.live.live_server import LiveServer, live
 from tiny_encoders import Modules, write_encoder
 

@@ -18,7 +18,7 @@ from tests.live.live_server import PATIENCE, until
 SCRIPT = """
 import sys
 from pathlib import Path
-from app import termination
+from app.server import termination_log as termination
 termination.FILE = Path(sys.argv.pop(1))
 {fault}
 from app.__main__ import run
@@ -28,7 +28,7 @@ BREAK_LOADING = """
 def broken(*arguments):
     raise RuntimeError("the device\\nis gone")
 import app.engine.worker
-from app.startup import Serving
+from app.server.startup import ServerRuntime
 Serving._build = broken
 """
 NO_THREADS = """

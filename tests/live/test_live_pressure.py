@@ -21,7 +21,7 @@ def test_a_full_queue_refuses_with_a_time(tiny: Path) -> None:
         running = pool.submit(server.generate, max_tokens=4)
         assert server.reins.reached.wait(60)
         waiting = [pool.submit(server.generate, max_tokens=4) for _ in range(2)]
-        until(lambda: server.serving.service.num_open == 3)
+        until(lambda: server.find_served.service.num_open == 3)
         for path, body in (("/generate", {"prompt": "x"}), ("/v1/completions", {"prompt": "x", "stream": True})):
             refused = server.client.post(path, json=body)
             assert refused.status_code == 429
@@ -59,7 +59,7 @@ def test_full_kv_memory_makes_requests_wait_and_all_are_answered(tmp_path: Path)
     """Room for about one context and a half: sequences are preempted, and none is lost or changed."""
     tiny = write_checkpoint(tmp_path / "tiny")
     with live(tiny, kv_cache_bytes=96 * 1024, max_running_seqs=8) as server, ThreadPoolExecutor(12) as pool:
-        capacity = server.serving.service.snapshot.kv_capacity_tokens
+        capacity = server.find_served.service.snapshot.kv_capacity_tokens
         assert 0 < capacity < 8 * 100
         alone = [server.generate(prompt="a" * n, max_tokens=100, ignore_eos=True).json()["token_ids"] for n in range(1, 13)]
         asked = [pool.submit(server.generate, prompt="a" * n, max_tokens=100, ignore_eos=True) for n in range(1, 13)]
@@ -102,7 +102,7 @@ def test_a_scrape_does_not_wait_for_a_prefill(demo: LiveServer) -> None:
     with ThreadPoolExecutor(4) as pool:
         prompts = [f"{number} " + "once upon a time " * 300 for number in range(8)]
         busy = [pool.submit(demo.client.post, "/generate", json={"prompt": text, "max_tokens": 1}) for text in prompts]
-        until(lambda: demo.serving.service.snapshot.num_running > 0)
+        until(lambda: demo.find_served.service.snapshot.num_running > 0)
         taken = []
         while not all(future.done() for future in busy):
             began = time.perf_counter()

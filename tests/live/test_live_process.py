@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from app.kernels.native import native
+from app.kernels.native.library import native_library
 from tests.live.live_server import ServerProcess, server_process, until
 from tiny_checkpoints import write_checkpoint
 
@@ -70,7 +70,7 @@ def test_a_serving_process_has_one_openmp_runtime(tiny: Path) -> None:
         assert httpx.post(f"{url}/generate", json={"prompt": "Once", "max_tokens": 2}, timeout=60).status_code == 200
         maps = Path(f"/proc/{process.process.pid}/maps").read_text()
     assert len(openmp_runtimes(maps)) == 1, openmp_runtimes(maps)
-    if native().library is not None:
+    if native_library().library is not None:
         assert "libarmature" in maps, "the test should count while our own kernels are there"
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from app.bench.compare.result import write_result
-from app.bench.report.judging import Here
-from app.bench.report.making import make_report
+from app.bench.report.report import make_report
+from app.bench.report.tables import ReportOrigin
 from made_results import GRAVITON, XEON, made_decoder, made_info
 
 Image = pytest.importorskip("PIL.Image", reason="the plots need the extra `bench`")
@@ -61,7 +61,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     paths = [folder / f"{result.name}.json" for result in results]
     for result, path in zip(results, paths, strict=True):
         write_result(result, path)
-    make_report(paths, folder / "report", False, Here("0.1.0", made_info(XEON, "int4", "decoder")["facts"]))
+    make_report(paths, folder / "report", False, ReportOrigin("0.1.0", made_info(XEON, "int4", "decoder")["facts"]))
     return folder / "report" / "report.html"
 
 

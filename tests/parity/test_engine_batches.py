@@ -12,10 +12,19 @@ import torch
 from torch import Tensor
 
 from app.backends.cpu import CpuBackend
-from app.engine.batch import Batch, Copy, Picked, RowToPick, Span
-from app.engine.kv_cache import KVCache, KVShape
-from app.engine.runner import Runner
-from app.engine.sequence import Sequence
+from app.engine.decoder.cpu_runner import CpuDecoderRunner
+from app.engine.decoder.kv_cache import (
+    KvCache,
+    KvShape,
+)
+from app.engine.scheduler.batch import (
+    Batch,
+    KvCopy,
+    LogitRow,
+    SampledTokens,
+    ScheduledSpan,
+)
+from app.engine.scheduler.sequence import Sequence
 from app.messages import SamplingParams
 from loaded_models import load
 from plain_attend import PlainAttend, context_of
@@ -31,9 +40,9 @@ class KeepLogits:
     def __init__(self) -> None:
         self.logits: list[Tensor] = []
 
-    def pick(self, logits: Tensor, rows: list[RowToPick]) -> list[Picked]:
+    def pick(self, logits: Tensor, rows: list[LogitRow]) -> list[SampledTokens]:
         self.logits.append(logits.float().clone())
-        return [Picked((0,))] * len(rows)
+        return [SampledTokens((0,))] * len(rows)
 
 
 class Bench:
@@ -42,9 +51,11 @@ class Bench:
     def __init__(self, directory: Path) -> None:
         self.model = load(directory, max_model_len=MAX_LEN)
         config = self.model.config
-        shape = KVShape(config.num_layers, 12, MAX_LEN, config.num_kv_heads, config.head_dim)
-        self.kept = KeepLogits()
-        self.runner = Runner(self.model, KVCache(shape, torch.float32), CpuBackend(torch.float32), self.kept)  # type: ignore[arg-type]
+        shape = KvShape(config.num_layers, 12, MAX_LEN, config.num_kv_heads, config.head_dim)
+        self.calibration_file = KeepLogits()
+        self.runner = CpuDecoderRunner(
+            self.model, KvCache(shape, torch.float32), CpuBackend(torch.float32), self.calibration_file
+        )  # type: ignore[arg-type]
         generator = torch.Generator().manual_seed(1)
         self.prompts = [torch.randint(4, 320, (length,), generator=generator).tolist() for length in LENGTHS]
 
@@ -54,18 +65,20 @@ class Bench:
         logits: Tensor = self.model(context_of(token_ids, PlainAttend()))
         return logits
 
-    def run(self, *spans: Span, copies: tuple[Copy, ...] = (), released: tuple[tuple[int, int, int], ...] = ()) -> Tensor:
+    def run(
+        self, *spans: ScheduledSpan, copies: tuple[KvCopy, ...] = (), released: tuple[tuple[int, int, int], ...] = ()
+    ) -> Tensor:
         """Logits of the spans that sample."""
-        self.kept.logits.clear()
+        self.calibration_file.logits.clear()
         self.runner.run(Batch(spans, copies, released))
-        return self.kept.logits[0] if self.kept.logits else torch.empty(0, 320)
+        return self.calibration_file.logits[0] if self.calibration_file.logits else torch.empty(0, 320)
 
 
-def part(token_ids: list[int], start: int, end: int, slot: int, prefix: tuple[int, int] | None = None) -> Span:
+def part(token_ids: list[int], start: int, end: int, slot: int, prefix: tuple[int, int] | None = None) -> ScheduledSpan:
     """Positions [start, end), sampled where that is all of them; `prefix` is (slot, tokens)."""
     sequence = Sequence(f"r{slot}", 0, SamplingParams(), token_ids, len(token_ids))
     prefix_slot, prefix_tokens = prefix or (None, 0)
-    return Span(sequence, start, end - start, slot, prefix_slot, prefix_tokens, samples=end == len(token_ids))
+    return ScheduledSpan(sequence, start, end - start, slot, prefix_slot, prefix_tokens, samples=end == len(token_ids))
 
 
 def close(result: Tensor, expected: Tensor) -> None:
@@ -129,7 +142,7 @@ def test_a_fork_goes_on_from_its_copy_and_the_source_may_be_released(bench: Benc
     parent = prompt + tail[:8]
     bench.run(part(parent, len(prompt), len(parent), 1, (0, len(prompt))))
     child = parent + tail[8:10]
-    fork = Copy(1, 2, len(prompt), len(parent))
+    fork = KvCopy(1, 2, len(prompt), len(parent))
     logits = bench.run(part(child, len(parent), len(child), 2, (0, len(prompt))), copies=(fork,), released=((1, 0, MAX_LEN),))
     close(logits[0], bench.plain(child)[-1])
 
@@ -151,9 +164,9 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, "LlamaForCausalLM", seed=5, dtype=torch.bfloat16)
     exact, rough = Bench(directory), load(directory, "bfloat16", MAX_LEN)
     config = rough.config
-    cache = KVCache(KVShape(config.num_layers, 8, MAX_LEN, config.num_kv_heads, config.head_dim), torch.bfloat16)
+    cache = KvCache(KvShape(config.num_layers, 8, MAX_LEN, config.num_kv_heads, config.head_dim), torch.bfloat16)
     kept = KeepLogits()
-    runner = Runner(rough, cache, CpuBackend(torch.bfloat16), kept)  # type: ignore[arg-type]
+    runner = CpuDecoderRunner(rough, cache, CpuBackend(torch.bfloat16), kept)  # type: ignore[arg-type]
     runner.run(Batch(tuple(part(prompt, 0, len(prompt), slot) for slot, prompt in enumerate(exact.prompts))))
     expected = torch.stack([exact.plain(prompt)[-1] for prompt in exact.prompts])
     torch.testing.assert_close(kept.logits[0], expected, atol=0.04, rtol=0.0)

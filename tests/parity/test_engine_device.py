@@ -10,15 +10,23 @@ import pytest
 import torch
 
 from app.backends.cpu import CpuBackend
-from app.engine.decoder import DecoderEngine
-from app.engine.kv_cache import KVCache, KVShape
-from app.engine.limits import Limits
-from app.engine.pace import StepPace
-from app.engine.runner import Runner
-from app.engine.sampler import Sampler
-from app.engine.scheduler import Scheduler
-from app.engine.slots import SlotPool
-from app.messages import Abort, Generate, SequenceFinished, TokensReady
+from app.engine.decoder.cpu_runner import CpuDecoderRunner
+from app.engine.decoder.engine import DecoderEngine
+from app.engine.decoder.kv_cache import (
+    KvCache,
+    KvShape,
+)
+from app.engine.sampling.sampler import Sampler
+from app.engine.scheduler.budget import PrefillBudget
+from app.engine.scheduler.kv_allocator import KvSlots
+from app.engine.scheduler.queues import EngineLimits
+from app.engine.scheduler.scheduler import Scheduler
+from app.messages import (
+    Abort,
+    Generate,
+    SequenceFinished,
+    TokensReady,
+)
 from device_engine import EOS, MAX_LEN, SLOTS, DelayedTwin, DeviceServed, Said, prompt_of, request_of
 from loaded_models import load
 from tiny_checkpoints import ARCHITECTURES, write_checkpoint
@@ -46,10 +54,10 @@ ON_DEVICE = [one for one in REQUESTS if one.request_id in ("greedy", "seeded")]
 def said_by_a_processor(model: Any, request: Generate) -> Said:
     """In an engine of its own, its prompt computed whole."""
     config = model.config
-    cache = KVCache(KVShape(config.num_layers, SLOTS, MAX_LEN, config.num_kv_heads, config.head_dim), torch.float32)
-    runner = Runner(model, cache, CpuBackend(torch.float32), Sampler(config.vocab_size))
-    limits = Limits(MAX_LEN, SLOTS // 2, MAX_LEN)
-    engine = DecoderEngine(Scheduler(SlotPool(SLOTS, SLOTS * MAX_LEN), StepPace(MAX_LEN), limits, {EOS}), runner)
+    cache = KvCache(KvShape(config.num_layers, SLOTS, MAX_LEN, config.num_kv_heads, config.head_dim), torch.float32)
+    runner = CpuDecoderRunner(model, cache, CpuBackend(torch.float32), Sampler(config.vocab_size))
+    limits = EngineLimits(MAX_LEN, SLOTS // 2, MAX_LEN)
+    engine = DecoderEngine(Scheduler(KvSlots(SLOTS, SLOTS * MAX_LEN), PrefillBudget(MAX_LEN), limits, {EOS}), runner)
     engine.add(request)
     said: Said = {}
     while engine.has_work:
@@ -66,9 +74,9 @@ class Pair:
         write_checkpoint(directory, architecture, seed=11)
         plain: Any = load(directory, max_model_len=MAX_LEN)
         self.model: Any = load(directory, max_model_len=MAX_LEN, device="cuda")
-        self.alone: Said = {}
+        self.runs_alone: Said = {}
         for request in requests:
-            self.alone |= said_by_a_processor(plain, request)
+            self.runs_alone |= said_by_a_processor(plain, request)
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES[1:])
@@ -88,20 +96,20 @@ def of(said: Said, requests: list[Generate]) -> Said:
 
 def test_together_they_say_what_a_processor_says_of_each_alone(pair: Pair) -> None:
     served = DeviceServed(pair.model).add(*SOME).finish()
-    assert served.said == pair.alone
+    assert served.said == pair.runs_alone
     assert served.runner.graphs.num_replayed > 10 and served.num_ahead > 10
 
 
 def test_requests_of_all_kinds_together(llama: Pair) -> None:
     served = DeviceServed(llama.model).add(*REQUESTS).finish()
-    assert served.said == llama.alone
+    assert served.said == llama.runs_alone
     assert any(step.num_prefill_sequences and step.num_decode_sequences for step in served.stats), "prefill rode beside decodes"
     assert served.runner.graphs.num_replayed > 20 and served.num_ahead > 20
 
 
 def test_steps_that_nobody_captures_say_the_same(llama: Pair) -> None:
     served = DeviceServed(llama.model, eager="for this test").add(*REQUESTS).finish()
-    assert served.said == llama.alone
+    assert served.said == llama.runs_alone
     assert not served.runner.graphs.captured and served.num_ahead > 20
 
 
@@ -110,11 +118,11 @@ def test_a_prefix_hit_says_what_a_miss_says(llama: Pair) -> None:
     served, requests = DeviceServed(llama.model), REQUESTS[2:5]
     for request in requests:
         served.add(request).finish()
-    assert served.said == of(llama.alone, requests)
+    assert served.said == of(llama.runs_alone, requests)
     served.said.clear()
     served.stats.clear()
     served.add(*requests).finish()
-    assert served.said == of(llama.alone, requests)
+    assert served.said == of(llama.runs_alone, requests)
     assert sum(step.cached_tokens for step in served.stats) >= 2 * len(SHARED)
 
 
@@ -135,7 +143,7 @@ def test_what_is_asked_for_ahead_is_not_overwritten_before_it_is_read(llama: Pai
     """A device that is always late: words, replays and ids move when somebody waits for them."""
     with DelayedTwin().watching() as late:
         served = DeviceServed(llama.model, late).add(*ON_DEVICE).finish()
-    assert served.said == of(llama.alone, ON_DEVICE)
+    assert served.said == of(llama.runs_alone, ON_DEVICE)
     assert late.queue.most_pending >= 6, "two steps were under way: words there, replay, ids back"
 
 
@@ -149,7 +157,7 @@ def test_an_aborted_neighbour_changes_nothing(llama: Pair) -> None:
             served.hear(served.engine.abort(Abort(request.request_id)))
         served.finish()
     stayed = REQUESTS[::2]
-    assert of(served.said, stayed) == of(llama.alone, stayed)
+    assert of(served.said, stayed) == of(llama.runs_alone, stayed)
 
 
 def test_a_device_with_little_memory_says_the_same_in_smaller_parts(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,5 +173,5 @@ def test_a_device_with_little_memory_says_the_same_in_smaller_parts(llama: Pair,
         return logits(views, sizes, bounds)
 
     monkeypatch.setattr(served.runner._forward, "logits", scarce)
-    assert served.add(*REQUESTS).finish().said == llama.alone
+    assert served.add(*REQUESTS).finish().said == llama.runs_alone
     assert wanting > 0

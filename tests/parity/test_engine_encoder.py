@@ -13,14 +13,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.encode_pace import EncodePace
-from app.engine.encode_runner import EncodeRunner
-from app.engine.encoder import EncodeLimits, EncoderEngine
-from app.engine.lanes import Lanes
-from app.engine.texts import Encoding
-from app.kernels.operations import Code, has
-from app.messages import Array, ArraysReady, Encode, Text
-from app.models.encoder import Encoder
+from app.engine.encoder.batching import BatchingDelay, EncodeState
+from app.engine.encoder.cpu_runner import EncoderRunner
+from app.engine.encoder.engine import (
+    EncoderEngine,
+    EncoderLimits,
+)
+from app.engine.encoder.sharding import LanePlanner
+from app.kernels.native.operations import (
+    OpCode,
+    has_kernel,
+)
+from app.messages import (
+    Array,
+    ArraysReady,
+    Encode,
+    Text,
+)
+from app.models.encoders.encoder import Encoder
 from encoded import encoded, random_texts
 from loaded_models import load
 from tiny_encoders import Modules, write_encoder
@@ -43,9 +53,9 @@ def asked(model: Encoder, outputs: tuple[str, ...]) -> list[Encode]:
     return orders
 
 
-def answered(runner: EncodeRunner, orders: list[Encode], target: int = 48) -> dict[str, ArraysReady]:
-    limits = EncodeLimits(64, 16, runner.model.config.outputs)
-    engine = EncoderEngine(runner, limits, EncodePace(target))
+def answered(runner: EncoderRunner, orders: list[Encode], target: int = 48) -> dict[str, ArraysReady]:
+    limits = EncoderLimits(64, 16, runner.model.config.outputs)
+    engine = EncoderEngine(runner, limits, BatchingDelay(target))
     told: dict[str, ArraysReady] = {}
     for order in orders:
         assert engine.add(order) == []
@@ -77,7 +87,7 @@ def test_every_request_gets_what_its_texts_are_alone(architecture: str, tmp_path
     modules = Modules() if architecture == "BertModel" else None
     model = cast(Encoder, load(write_encoder(tmp_path / "model", architecture, modules=modules)))
     orders = asked(model, model.config.outputs)
-    told = answered(EncodeRunner(model, 64), orders)
+    told = answered(EncoderRunner(model, 64), orders)
     for order in orders:
         answer = told[order.request_id]
         assert answer.num_tokens == sum(len(text.token_ids) for text in order.texts)
@@ -87,7 +97,7 @@ def test_every_request_gets_what_its_texts_are_alone(architecture: str, tmp_path
 
 def test_fp32_stays_eager_and_says_why(tmp_path: Path) -> None:
     model = cast(Encoder, load(write_encoder(tmp_path / "model")))
-    runner = EncodeRunner(model, 64)
+    runner = EncoderRunner(model, 64)
     answered(runner, asked(model, ("embedding",)))
     assert runner.replay.num_runs == 0 and runner.replay.most_tokens == 0
     assert runner.replay.reason.endswith("cannot be recorded")
@@ -95,9 +105,9 @@ def test_fp32_stays_eager_and_says_why(tmp_path: Path) -> None:
 
 def test_types_that_a_model_has_no_rows_for_are_left_out(tmp_path: Path) -> None:
     model = cast(Encoder, load(write_encoder(tmp_path / "model", "RobertaModel")))  # one type
-    runner = EncodeRunner(model, 64)
+    runner = EncoderRunner(model, 64)
     with_types, without = Text((5, 6, 7), (0, 1, 1)), Text((5, 6, 7))
-    rows = [runner.run(Encoding.of(Encode("r", (text,), ("embedding",), 0.0)).spans()) for text in (with_types, without)]
+    rows = [runner.run(EncodeState.from_message(Encode("r", (text,), ("embedding",), 0.0)).spans()) for text in (with_types, without)]
     assert rows[0] == rows[1]
 
 
@@ -108,7 +118,7 @@ def test_a_prompts_tokens_are_not_pooled_where_the_checkpoint_says_so(tmp_path: 
     model = cast(Encoder, load(directory))
     (plain,) = random_texts((9,))
     text = replace(plain, num_prompt_tokens=4)
-    (rows,) = EncodeRunner(model, 64).run(Encoding.of(Encode("r", (text,), ("embedding",), 0.0, normalize=False)).spans())
+    (rows,) = EncoderRunner(model, 64).run(EncodeState.from_message(Encode("r", (text,), ("embedding",), 0.0, normalize=False)).spans())
     wanted = encoded(model, (plain,), ("last_hidden_state",))["last_hidden_state"][4:].mean(0)
     torch.testing.assert_close(torch.from_numpy(np.frombuffer(rows["embedding"], "<f4").copy()), wanted, atol=1e-5, rtol=0.0)
 
@@ -119,12 +129,12 @@ RECORDABLE = ["BertModel", CLASSIFIER, "ModernBertModel", "NomicBertModel", "MPN
 @pytest.mark.parametrize("architecture", RECORDABLE)
 @pytest.mark.parametrize("precision", ["int8", "bfloat16"])
 def test_steps_run_again_say_the_same(architecture: str, precision: str, tmp_path: Path) -> None:
-    if not has(Code.LINEAR_INT) or (precision == "bfloat16" and not has(Code.LINEAR_BF16)):
+    if not has_kernel(OpCode.LINEAR_INT) or (precision == "bfloat16" and not has_kernel(OpCode.LINEAR_BF16)):
         pytest.skip("torch's own products serve here")
     model = cast(Encoder, load(write_encoder(tmp_path / "model", architecture), precision))
     for outputs in (model.config.outputs[:1], model.config.outputs):
         orders = asked(model, outputs)
-        eager, again = EncodeRunner(model, 64, "for this test"), EncodeRunner(model, 64)
+        eager, again = EncoderRunner(model, 64, "for this test"), EncoderRunner(model, 64)
         said = answered(eager, orders)
         replayed = answered(again, orders)
         assert again.replay.reason == "" and again.replay.most_tokens == 64
@@ -137,7 +147,7 @@ def test_steps_run_again_say_the_same(architecture: str, precision: str, tmp_pat
 @pytest.mark.parametrize("threads", [2, 3])
 def test_lanes_say_what_all_threads_together_say(architecture: str, precision: str, threads: int, tmp_path: Path) -> None:
     """To the bit where a product's sums do not depend on how many rows there are: a single one of bf16 has an order of its own."""
-    if not has(Code.LINEAR_INT) or (precision == "bfloat16" and not has(Code.LINEAR_BF16)):
+    if not has_kernel(OpCode.LINEAR_INT) or (precision == "bfloat16" and not has_kernel(OpCode.LINEAR_BF16)):
         pytest.skip("torch's own products serve here")
     model = cast(Encoder, load(write_encoder(tmp_path / "model", architecture), precision, deterministic=precision == "bfloat16"))
     before = torch.get_num_threads()
@@ -145,8 +155,8 @@ def test_lanes_say_what_all_threads_together_say(architecture: str, precision: s
     try:
         for outputs in (model.config.outputs[:1], model.config.outputs):
             orders = asked(model, outputs)
-            eager, together = EncodeRunner(model, 128, "for this test"), EncodeRunner(model, 128)
-            lanes = EncodeRunner(model, 128, lanes=Lanes(least_tokens=8, most_a_thread=2))
+            eager, together = EncoderRunner(model, 128, "for this test"), EncoderRunner(model, 128)
+            lanes = EncoderRunner(model, 128, planner=LanePlanner(min_lane_tokens=8, max_lanes_per_thread=2))
             said = [answered(each, orders, 96) for each in (together, lanes)]
             assert {name: told.arrays for name, told in answered(eager, orders, 96).items()} == {
                 name: told.arrays for name, told in said[0].items()

@@ -11,12 +11,23 @@ import torch
 from torch import Tensor
 
 from app.backends.cpu import CpuBackend
-from app.engine.batch import Batch, Picked, RowToPick, Span
-from app.engine.kv_cache import KVCache, KVShape
-from app.engine.runner import Runner
-from app.engine.sequence import Sequence
-from app.kernels.attention import most_few
-from app.kernels.operations import Code, has
+from app.engine.decoder.cpu_runner import CpuDecoderRunner
+from app.engine.decoder.kv_cache import (
+    KvCache,
+    KvShape,
+)
+from app.engine.scheduler.batch import (
+    Batch,
+    LogitRow,
+    SampledTokens,
+    ScheduledSpan,
+)
+from app.engine.scheduler.sequence import Sequence
+from app.kernels.attention.attention import max_decode_queries
+from app.kernels.native.operations import (
+    OpCode,
+    has_kernel,
+)
 from app.messages import SamplingParams
 from loaded_models import load
 from native_levels import at_level, levels
@@ -24,7 +35,7 @@ from tiny_checkpoints import write_checkpoint
 
 MAX_LEN = 400
 LEVELS = levels()
-pytestmark = pytest.mark.skipif(not has(Code.TURN), reason="no native kernels here")
+pytestmark = pytest.mark.skipif(not has_kernel(OpCode.ROPE), reason="no native kernels here")
 PROMPTS = [
     torch.randint(4, 320, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (330, 41, 9, 1)
 ]
@@ -36,9 +47,9 @@ class KeepLogits:
     def __init__(self) -> None:
         self.logits: list[Tensor] = []
 
-    def pick(self, logits: Tensor, rows: list[RowToPick]) -> list[Picked]:
+    def pick(self, logits: Tensor, rows: list[LogitRow]) -> list[SampledTokens]:
         self.logits.append(logits.float().clone())
-        return [Picked((0,))] * len(rows)
+        return [SampledTokens((0,))] * len(rows)
 
 
 class Bench:
@@ -46,16 +57,16 @@ class Bench:
 
     def __init__(self, model: Any, dtype: torch.dtype, fixed: bool = False) -> None:
         config = model.config
-        self.cache = KVCache(KVShape(config.num_layers, 6, MAX_LEN, config.num_kv_heads, config.head_dim), dtype)
-        self.kept = KeepLogits()
-        few = most_few(config.num_heads, config.num_kv_heads) if fixed else None
-        self.runner = Runner(model, self.cache, CpuBackend(torch.bfloat16), self.kept, few)  # type: ignore[arg-type]
+        self.cache = KvCache(KvShape(config.num_layers, 6, MAX_LEN, config.num_kv_heads, config.head_dim), dtype)
+        self.calibration_file = KeepLogits()
+        few = max_decode_queries(config.num_heads, config.num_kv_heads) if fixed else None
+        self.runner = CpuDecoderRunner(model, self.cache, CpuBackend(torch.bfloat16), self.calibration_file, few)  # type: ignore[arg-type]
 
-    def run(self, *spans: Span, released: tuple[tuple[int, int, int], ...] = ()) -> Tensor:
+    def run(self, *spans: ScheduledSpan, released: tuple[tuple[int, int, int], ...] = ()) -> Tensor:
         """Logits of the spans that sample."""
-        self.kept.logits.clear()
+        self.calibration_file.logits.clear()
         self.runner.run(Batch(spans, (), released))
-        return self.kept.logits[0] if self.kept.logits else torch.empty(0, 320)
+        return self.calibration_file.logits[0] if self.calibration_file.logits else torch.empty(0, 320)
 
     def rows(self, slot: int, num_tokens: int) -> list[Tensor]:
         """All that the cache holds of a slot's first tokens, layer by layer: codes and scales."""
@@ -64,10 +75,10 @@ class Bench:
         return [part.narrow(0, first, num_tokens).clone() for layer in parts for part in layer if part is not None]
 
 
-def part(token_ids: list[int], start: int, end: int, slot: int) -> Span:
+def part(token_ids: list[int], start: int, end: int, slot: int) -> ScheduledSpan:
     """Positions [start, end), sampled where that is all of them."""
     sequence = Sequence(f"r{slot}", 0, SamplingParams(temperature=1.0), token_ids, len(token_ids))
-    return Span(sequence, start, end - start, slot, None, 0, samples=end == len(token_ids))
+    return ScheduledSpan(sequence, start, end - start, slot, None, 0, samples=end == len(token_ids))
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -9,18 +9,34 @@ import pytest
 import torch
 
 from app.backends.cpu import CpuBackend
-from app.engine.decoder import DecoderEngine
-from app.engine.kv_cache import KVCache, KVShape
-from app.engine.limits import Limits
-from app.engine.pace import StepPace
-from app.engine.replay import SEEN_BEFORE, Replay
-from app.engine.runner import Runner
-from app.engine.sampler import Sampler
-from app.engine.scheduler import Scheduler
-from app.engine.slots import SlotPool
-from app.kernels.operations import Code, has
-from app.messages import Abort, Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
-from app.models.decoder import Decoder
+from app.engine.decoder.cpu_runner import (
+    RECORD_AFTER_STEPS,
+    CpuDecoderRunner,
+    DecoderReplay,
+)
+from app.engine.decoder.engine import DecoderEngine
+from app.engine.decoder.kv_cache import (
+    KvCache,
+    KvShape,
+)
+from app.engine.sampling.sampler import Sampler
+from app.engine.scheduler.budget import PrefillBudget
+from app.engine.scheduler.kv_allocator import KvSlots
+from app.engine.scheduler.queues import EngineLimits
+from app.engine.scheduler.scheduler import Scheduler
+from app.kernels.native.operations import (
+    OpCode,
+    has_kernel,
+)
+from app.messages import (
+    Abort,
+    Generate,
+    RequestFailed,
+    SamplingParams,
+    SequenceFinished,
+    TokensReady,
+)
+from app.models.decoders.families import Decoder
 from loaded_models import load
 from tiny_checkpoints import write_checkpoint
 
@@ -36,7 +52,7 @@ RECORDABLE = [
     "Gemma3ForCausalLM",
 ]
 PICKING = ("LlamaForCausalLM", "Gemma2ForCausalLM")  # of them, those that are also asked for their best logits alone
-pytestmark = pytest.mark.skipif(not has(Code.TURN), reason="no native kernels here")
+pytestmark = pytest.mark.skipif(not has_kernel(OpCode.ROPE), reason="no native kernels here")
 
 
 WHOLE_LOGITS: list[dict[str, Any]] = [
@@ -58,14 +74,14 @@ def served(
     enabled: bool,
     kinds: list[dict[str, Any]] = WHOLE_LOGITS,
     kv: torch.dtype = torch.bfloat16,
-) -> tuple[dict[str, list[int]], Replay]:
+) -> tuple[dict[str, list[int]], DecoderReplay]:
     """What every request was told, of a run in which requests join, share a prefix, draw, fork, leave early and end."""
     config: Any = model.config
-    cache = KVCache(KVShape(config.num_layers, SLOTS, MAX_LEN, config.num_kv_heads, config.head_dim), kv)
-    replay = Replay(cast(Decoder, model), "" if enabled else "for this test", seen_before=0)
-    runner = Runner(replay, cache, CpuBackend(torch.bfloat16), Sampler(config.vocab_size))
+    cache = KvCache(KvShape(config.num_layers, SLOTS, MAX_LEN, config.num_kv_heads, config.head_dim), kv)
+    replay = DecoderReplay(cast(Decoder, model), "" if enabled else "for this test", record_after=0)
+    runner = CpuDecoderRunner(replay, cache, CpuBackend(torch.bfloat16), Sampler(config.vocab_size))
     engine = DecoderEngine(
-        Scheduler(SlotPool(SLOTS, SLOTS * MAX_LEN), StepPace(24), Limits(MAX_LEN, SLOTS // 2, 24), {1}), runner
+        Scheduler(KvSlots(SLOTS, SLOTS * MAX_LEN), PrefillBudget(24), EngineLimits(MAX_LEN, SLOTS // 2, 24), {1}), runner
     )
     said: dict[str, list[int]] = {}
     prompt = torch.randint(4, 320, (40,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -95,14 +111,14 @@ def served(
     [*((name, "int4") for name in RECORDABLE), (RECORDABLE[0], "int8"), (RECORDABLE[0], "bfloat16")],
 )
 def test_steps_run_again_say_the_same(architecture: str, precision: str, tmp_path: Path) -> None:
-    if precision == "bfloat16" and not has(Code.LINEAR_BF16):
+    if precision == "bfloat16" and not has_kernel(OpCode.LINEAR_BF16):
         pytest.skip("torch's own products serve here")
     model = load(write_checkpoint(tmp_path, architecture, seed=11), precision, max_model_len=MAX_LEN)
     for kinds in (WHOLE_LOGITS, BEST) if architecture in PICKING else (WHOLE_LOGITS,):
         eager, _ = served(model, False, kinds)
         replayed, replay = served(model, True, kinds)
         assert replay.reason == ""
-        assert replay.num_runs > 20
+        assert replay.num_replays > 20
         assert {tokens == rows for tokens, rows, _ in replay.recorded} == {True, False}  # alone, and beside chunks of prompts
         assert any(rows and wanted is None for _, rows, wanted in replay.recorded) == (kinds is WHOLE_LOGITS)
         assert replayed == eager
@@ -113,7 +129,7 @@ def test_keys_and_values_in_int8_are_read_again_too(architecture: str, tmp_path:
     model = load(write_checkpoint(tmp_path, architecture, seed=11), "int4", max_model_len=MAX_LEN)
     eager, _ = served(model, False, kv=torch.int8)
     replayed, replay = served(model, True, kv=torch.int8)
-    assert replay.reason == "" and replay.num_runs > 20
+    assert replay.reason == "" and replay.num_replays > 20
     assert replayed == eager
     assert eager != served(model, False)[0]  # bf16 says other words here and there
 
@@ -125,18 +141,18 @@ def test_tables_as_they_are_stored_are_read_the_same(architecture: str, dtype: t
     model = load(checkpoint, "int8", max_model_len=MAX_LEN)
     eager, _ = served(model, enabled=False)
     replayed, replay = served(model, enabled=True)
-    assert replay.reason == "" and replay.num_runs > 20
+    assert replay.reason == "" and replay.num_replays > 20
     assert replayed == eager
 
 
 def test_fp32_stays_eager(tmp_path: Path) -> None:
     model = load(write_checkpoint(tmp_path, "LlamaForCausalLM", seed=11), "float32", max_model_len=MAX_LEN)
     _, replay = served(model, enabled=True)
-    assert replay.num_runs == 0 and not replay.recorded
+    assert replay.num_replays == 0 and not replay.recorded
 
 
 def test_what_was_not_run_for_long_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.engine.replay.MOST_RECORDED", 2)
+    monkeypatch.setattr("app.engine.decoder.cpu_runner.MAX_RECORDINGS", 2)
     model = load(write_checkpoint(tmp_path, "LlamaForCausalLM", seed=11), "int4", max_model_len=MAX_LEN)
     eager, _ = served(model, enabled=False)
     replayed, replay = served(model, enabled=True)
@@ -167,10 +183,10 @@ def test_a_model_that_does_something_else_stays_eager_and_says_what(tmp_path: Pa
 
 def test_steps_of_a_new_shape_are_first_until_they_are_run_again(tmp_path: Path) -> None:
     model: Any = load(write_checkpoint(tmp_path, "LlamaForCausalLM", seed=11), "int4", max_model_len=MAX_LEN)
-    config, replay = model.config, Replay(model)
-    cache = KVCache(KVShape(config.num_layers, SLOTS, MAX_LEN, config.num_kv_heads, config.head_dim), torch.bfloat16)
-    runner = Runner(replay, cache, CpuBackend(torch.bfloat16), Sampler(config.vocab_size))
-    scheduler = Scheduler(SlotPool(SLOTS, SLOTS * MAX_LEN), StepPace(24), Limits(MAX_LEN, SLOTS // 2, 24), {1})
+    config, replay = model.config, DecoderReplay(model)
+    cache = KvCache(KvShape(config.num_layers, SLOTS, MAX_LEN, config.num_kv_heads, config.head_dim), torch.bfloat16)
+    runner = CpuDecoderRunner(replay, cache, CpuBackend(torch.bfloat16), Sampler(config.vocab_size))
+    scheduler = Scheduler(KvSlots(SLOTS, SLOTS * MAX_LEN), PrefillBudget(24), EngineLimits(MAX_LEN, SLOTS // 2, 24), {1})
     engine = DecoderEngine(scheduler, runner)
     engine.is_first = lambda: replay.is_first
     engine.add(Generate("r", tuple(range(4, 14)), SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0), 0.0))
@@ -179,5 +195,5 @@ def test_steps_of_a_new_shape_are_first_until_they_are_run_again(tmp_path: Path)
         engine.step()
         assert engine.stats is not None
         firsts += [engine.stats.is_first] if engine.stats.phase == "decode" else []
-    seen = SEEN_BEFORE + 1  # by the interpreter, and the one that is recorded
+    seen = RECORD_AFTER_STEPS + 1  # by the interpreter, and the one that is recorded
     assert firsts == seen * [True] + (7 - seen) * [False]

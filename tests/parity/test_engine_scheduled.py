@@ -12,16 +12,27 @@ import pytest
 import torch
 
 from app.backends.cpu import CpuBackend
-from app.engine.decoder import DecoderEngine
-from app.engine.kv_cache import KVCache, KVShape
-from app.engine.limits import Limits
-from app.engine.pace import StepPace
-from app.engine.runner import Runner
-from app.engine.sampler import Sampler
-from app.engine.scheduler import Scheduler
-from app.engine.slots import SlotPool
-from app.measured import StepStats
-from app.messages import Abort, Event, Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
+from app.engine.decoder.cpu_runner import CpuDecoderRunner
+from app.engine.decoder.engine import DecoderEngine
+from app.engine.decoder.kv_cache import (
+    KvCache,
+    KvShape,
+)
+from app.engine.sampling.sampler import Sampler
+from app.engine.scheduler.budget import PrefillBudget
+from app.engine.scheduler.kv_allocator import KvSlots
+from app.engine.scheduler.queues import EngineLimits
+from app.engine.scheduler.scheduler import Scheduler
+from app.messages import (
+    Abort,
+    Event,
+    Generate,
+    RequestFailed,
+    SamplingParams,
+    SequenceFinished,
+    TokensReady,
+)
+from app.metrics.stats import StepStats
 from loaded_models import load
 from tiny_checkpoints import write_checkpoint
 
@@ -34,11 +45,11 @@ class Served:
 
     def __init__(self, model: torch.nn.Module, capacity: int = SLOTS * MAX_LEN, max_batch_tokens: int = 24) -> None:
         config: Any = model.config
-        cache = KVCache(KVShape(config.num_layers, SLOTS, MAX_LEN, config.num_kv_heads, config.head_dim), torch.float32)
-        runner = Runner(model, cache, CpuBackend(torch.float32), Sampler(config.vocab_size))
-        self.pool = SlotPool(SLOTS, capacity)
-        limits = Limits(MAX_LEN, SLOTS // 2, max_batch_tokens)
-        self.engine = DecoderEngine(Scheduler(self.pool, StepPace(max_batch_tokens), limits, {EOS}), runner)
+        cache = KvCache(KvShape(config.num_layers, SLOTS, MAX_LEN, config.num_kv_heads, config.head_dim), torch.float32)
+        runner = CpuDecoderRunner(model, cache, CpuBackend(torch.float32), Sampler(config.vocab_size))
+        self.pool = KvSlots(SLOTS, capacity)
+        limits = EngineLimits(MAX_LEN, SLOTS // 2, max_batch_tokens)
+        self.engine = DecoderEngine(Scheduler(self.pool, PrefillBudget(max_batch_tokens), limits, {EOS}), runner)
         self.said: Said = {}
         self.stats: list[StepStats] = []
         self.endings: dict[tuple[str, int], SequenceFinished] = {}

@@ -10,11 +10,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.backends.reference import reference_attention
-from app.kernels.attention import Row, Run, Step, attention
-from app.kernels.kv_rows import kv_rows, quantised_heads, token_bytes
-from app.kernels.operations import Code, has, listening, run
-from app.models.context import AttentionSpec
+from app.backends.cpu import reference_attention
+from app.kernels.attention.attention import (
+    AttentionSequence,
+    AttentionStep,
+    KvSegment,
+)
+from app.kernels.attention.context import AttentionSpec
+from app.kernels.attention.layout import (
+    quantise_heads,
+    token_bytes,
+    view_kv_rows,
+)
+from app.kernels.native.operations import (
+    OpCode,
+    has_kernel,
+    observe_operations,
+    run_operation,
+)
 from native_levels import at_level, levels
 from ragged_batches import Share, attend, make_batch
 
@@ -54,7 +67,7 @@ def test_any_batch_is_what_the_formula_says(
     spec = AttentionSpec(head_dim**-0.5, window, softcap)
     batch = make_batch(shares, kv_heads * group, kv_heads, head_dim, dtype)
     with at_level(level):
-        assert has(Code.ATTENTION)
+        assert has_kernel(OpCode.ATTENTION)
         result = attend(batch, spec)
     close = CLOSE_INT8 if dtype == torch.int8 else CLOSE
     torch.testing.assert_close(result.float(), reference_attention(batch.query, batch.segments, spec), **close)
@@ -88,11 +101,13 @@ def test_a_row_is_bit_for_bit_the_same_whatever_is_beside_it(level: str, dtype: 
         for row in batch.rows[:-1]:
             for query in range(row.num_tokens):
                 runs = tuple(part for part in (_cut(run, row.start + query + 1) for run in row.runs) if part.num_tokens)
-                alone = replace(batch, query=batch.query[row.first + query][None], rows=[Row(0, 1, row.start + query, runs)])
+                alone = replace(
+                    batch, query=batch.query[row.first + query][None], rows=[AttentionSequence(0, 1, row.start + query, runs)]
+                )
                 assert torch.equal(attend(alone, spec)[0], one[row.first + query])
 
 
-def _cut(run: Run, end: int) -> Run:
+def _cut(run: KvSegment, end: int) -> KvSegment:
     return replace(run, num_tokens=min(run.num_tokens, end - run.position))
 
 
@@ -105,7 +120,7 @@ def test_a_shared_prefix_changes_no_bit(level: str) -> None:
     with at_level(level):
         whole = attend(batch, AttentionSpec(0.125))
         for border in (1, 31, 256, 700):
-            halves = Run(run.first, border, 0), Run(run.first + border, run.num_tokens - border, border)
+            halves = KvSegment(run.first, border, 0), KvSegment(run.first + border, run.num_tokens - border, border)
             assert torch.equal(attend(replace(batch, rows=[replace(row, runs=halves)]), AttentionSpec(0.125)), whole)
 
 
@@ -133,7 +148,7 @@ def test_bad_values_stay_with_those_who_see_them(level: str, dtype: torch.dtype,
         assert torch.equal(attend(batch, near)[0], cleans_near[0])
 
 
-@pytest.mark.skipif(not has(Code.LINEAR_BF16), reason="no products of bf16 here")
+@pytest.mark.skipif(not has_kernel(OpCode.LINEAR_BF16), reason="no products of bf16 here")
 @pytest.mark.parametrize("spec", [AttentionSpec(0.125), AttentionSpec(0.125, 100, 20.0)], ids=str)
 @pytest.mark.parametrize(("kv_heads", "head_dim"), [(2, 64), (1, 8), (3, 72), (2, 128)])
 def test_prompts_read_codes_as_the_bf16_that_they_mean(spec: AttentionSpec, kv_heads: int, head_dim: int) -> None:
@@ -142,7 +157,7 @@ def test_prompts_read_codes_as_the_bf16_that_they_mean(spec: AttentionSpec, kv_h
     bad = torch.full((1, kv_heads, head_dim), torch.nan)
     codes.kv.write(torch.tensor([codes.rows[0].runs[0].first + 30]), bad, bad)
     rows = len(codes.kv.keys)
-    numbers = kv_rows(
+    numbers = view_kv_rows(
         torch.empty(rows, token_bytes(kv_heads, head_dim, torch.bfloat16), dtype=torch.uint8), kv_heads, head_dim, torch.bfloat16
     )
     numbers.write(torch.arange(rows), *codes.kv.read(0, rows))
@@ -153,10 +168,10 @@ def test_prompts_read_codes_as_the_bf16_that_they_mean(spec: AttentionSpec, kv_h
 
 def test_int8_heads_are_within_half_a_step() -> None:
     x = torch.randn(50, 3, 64) * torch.logspace(-3, 3, 50)[:, None, None]
-    codes, scales = quantised_heads(x)
+    codes, scales = quantise_heads(x)
     assert bool(((codes * scales[..., None] - x).abs() <= 0.5001 * scales[..., None]).all())
     assert codes.abs().amax() == 127
-    assert quantised_heads(torch.full((1, 1, 8), torch.inf))[1].isnan().all()
+    assert quantise_heads(torch.full((1, 1, 8), torch.inf))[1].isnan().all()
 
 
 @pytest.mark.parametrize(("kv_heads", "head_dim", "expected"), [(8, 64, 1088), (1, 8, 64), (5, 72, 768), (2, 128, 576)])
@@ -165,7 +180,7 @@ def test_a_row_of_int8_begins_at_a_cache_line_and_holds_both_and_their_scales(
 ) -> None:
     assert token_bytes(kv_heads, head_dim, torch.int8) == expected
     assert token_bytes(kv_heads, head_dim, torch.bfloat16) == 4 * kv_heads * head_dim
-    rows = kv_rows(torch.zeros(3, expected, dtype=torch.uint8), kv_heads, head_dim, torch.int8)
+    rows = view_kv_rows(torch.zeros(3, expected, dtype=torch.uint8), kv_heads, head_dim, torch.int8)
     key, value = torch.randn(2, 2, kv_heads, head_dim).unbind(0)
     rows.write(torch.tensor([2, 0]), key, value)
     for given_, read in zip((key, value), rows.read(0, 3), strict=True):
@@ -177,13 +192,13 @@ def test_a_row_of_int8_begins_at_a_cache_line_and_holds_both_and_their_scales(
 def test_an_operation_run_again_finds_the_next_step_at_the_same_address() -> None:
     """Recorded for one short sequence, run again for another, much longer one: scratch has grown meanwhile."""
     short, long = (make_batch([Share(0, past, 1)], 4, 2, 64, torch.bfloat16) for past in (20, 2000))
-    kv, step, heard = long.kv, Step(), []
+    kv, step, heard = long.kv, AttentionStep(), []
     step.fill(short.rows)
-    with listening(lambda code, arguments: heard.append((code, arguments))):
-        out = attention(long.query, kv, step, 0.125, None, None)
+    with observe_operations(lambda code, arguments: heard.append((code, arguments))):
+        out = attend(long.query, kv, step, 0.125, None, None)
     address = step.address
     step.fill(long.rows)
     assert step.address == address
     ((code, arguments),) = heard
-    run(arguments, code)
+    run_operation(arguments, code)
     assert torch.equal(out, attend(long, AttentionSpec(0.125)))

@@ -14,18 +14,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.kernels.activations import quantise, quantise_torch, unpacked
-from app.kernels.int_panels import IntPacking, IntPanels
-from app.kernels.native import native
-from app.kernels.operations import Pack
+from app.kernels.linear.activations import (
+    quantise,
+    quantise_torch,
+    unpack_tiles,
+)
+from app.kernels.linear.int_panels import (
+    IntPanelFactory,
+    IntPanelLinear,
+)
+from app.kernels.native.library import native_library
+from app.kernels.native.operations import PackIntArguments
 from tests.native_levels import at_level, levels
 
 LEVELS = levels()
-pytestmark = pytest.mark.skipif(not LEVELS, reason=native().reason)
+pytestmark = pytest.mark.skipif(not LEVELS, reason=native_library().reason)
 at_every_level = pytest.mark.parametrize("level", LEVELS)
 
 FORMS = st.sampled_from(
-    [IntPacking(8, None), IntPacking(8, 128), *(IntPacking(4, group, low) for group in (32, 64, 128) for low in (False, True))]
+    [
+        IntPanelFactory(8, None),
+        IntPanelFactory(8, 128),
+        *(IntPanelFactory(4, group, low) for group in (32, 64, 128) for low in (False, True)),
+    ]
 )
 INPUTS = st.one_of(st.sampled_from([576, 896, 32, 128]), st.integers(1, 300))
 SEEDS = st.integers(0, 2**31)
@@ -36,9 +47,9 @@ class Product:
     """What is multiplied: x [rows, inputs] bf16 and a weight [outputs, inputs] in panels."""
 
     x: Tensor
-    form: IntPanels
+    form: IntPanelLinear
 
-    def expected(self) -> tuple[Tensor, Tensor]:
+    def expected_seconds(self) -> tuple[Tensor, Tensor]:
         """Float64 [rows, outputs], and the sum of all magnitudes in it."""
         codes, scales = quantise_torch(self.x, self.form.group)
         rounded = (codes.double() * scales.double()[..., None]).flatten(1)[:, : self.form.inputs]
@@ -61,7 +72,7 @@ def products(draw: st.DrawFn, most_rows: int = 40) -> Product:
     return Product(x.bfloat16(), draw(FORMS).pack(weight, bias))
 
 
-def multiplied(form: IntPanels, x: Tensor) -> Tensor:
+def multiplied(form: IntPanelLinear, x: Tensor) -> Tensor:
     """fp32 [rows, outputs]: nothing is rounded away. Without the bias, which an output that is added to has not."""
     y = torch.zeros(len(x), form.outputs)
     form.add_to(y, x)
@@ -75,7 +86,7 @@ def test_activations_are_rounded_as_the_twin_rounds_them(level: str, x: st.DataO
     with at_level(level):
         product = x.draw(products())
         group = x.draw(st.sampled_from([32, 64, 128, 256]))
-        expected, found = quantise_torch(product.x, group), unpacked(quantise(product.x, group))
+        expected, found = quantise_torch(product.x, group), unpack_tiles(quantise(product.x, group))
         assert torch.equal(found[0], expected[0])
         assert torch.equal(found[1], expected[1])
 
@@ -86,7 +97,7 @@ def test_activations_are_rounded_as_the_twin_rounds_them(level: str, x: st.DataO
 def test_a_product_is_that_of_what_the_codes_mean(level: str, data: st.DataObject) -> None:
     with at_level(level):
         product = data.draw(products())
-        expected, size = product.expected()
+        expected, size = product.expected_seconds()
         error = (product.form.multiply(product.x).double() - expected).abs()
         assert (error <= 2e-5 * size + expected.abs() / 256).all(), f"off by {float(error.max()):g}"
         twin = product.form.multiply_torch(product.x).double()
@@ -120,14 +131,14 @@ def test_what_is_not_a_number_stays_in_its_row(level: str, data: st.DataObject, 
         assert torch.equal(found[others], good[others])
 
 
-def packed(packing: IntPacking, codes: Tensor, scales: Tensor, minimums: Tensor | None) -> IntPanels:
+def packed(packing: IntPanelFactory, codes: Tensor, scales: Tensor, minimums: Tensor | None) -> IntPanelLinear:
     """codes [outputs, groups * group], scales and minimums [outputs, groups] bf16, as they are."""
-    form = packing.room(len(codes), codes.shape[1], None)
-    pack = Pack(
+    form = packing.empty_form(len(codes), codes.shape[1], None)
+    pack = PackIntArguments(
         codes.data_ptr(), scales.data_ptr(), None if minimums is None else minimums.data_ptr(), form.panels.data_ptr(),
         len(codes), 0, codes.shape[1], form.group, packing.bits,
     )  # fmt: skip
-    library = native().library
+    library = native_library().library
     assert library is not None
     library.armature_pack_int(ctypes.byref(pack))
     return form
@@ -137,7 +148,7 @@ def packed(packing: IntPacking, codes: Tensor, scales: Tensor, minimums: Tensor 
 class Weight:
     """Any codes, with scales and minimums that are integers: all that is made of them is exact in fp32."""
 
-    packing: IntPacking
+    packing: IntPanelFactory
     codes: Tensor
     scales: Tensor
     minimums: Tensor | None

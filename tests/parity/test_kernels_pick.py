@@ -8,14 +8,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.kernels.best import Best, Wanted
-from app.kernels.int_panels import IntPacking, IntPanels
-from app.kernels.operations import Code, has
+from app.kernels.elementwise.activations import (
+    TopLogits,
+    TopLogitsRequest,
+)
+from app.kernels.linear.int_panels import (
+    IntPanelFactory,
+    IntPanelLinear,
+)
+from app.kernels.native.operations import (
+    OpCode,
+    has_kernel,
+)
 
-pytestmark = pytest.mark.skipif(not has(Code.PICK), reason="no native kernels here")
+pytestmark = pytest.mark.skipif(not has_kernel(OpCode.TOP_LOGITS), reason="no native kernels here")
 
 
-def _logits(form: IntPanels, x: Tensor) -> Tensor:
+def _logits(form: IntPanelLinear, x: Tensor) -> Tensor:
     y = torch.zeros(len(x), form.outputs)
     form.add_to(y, x)
     return y
@@ -26,12 +35,12 @@ def _best_of(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values[:, :k], ids[:, :k]
 
 
-def _form(outputs: int, inputs: int, seed: int, bits: int = 4) -> IntPanels:
+def _form(outputs: int, inputs: int, seed: int, bits: int = 4) -> IntPanelLinear:
     torch.manual_seed(seed)
-    return IntPacking(bits, 32 if bits == 4 else None).pack(torch.randn(outputs, inputs) / inputs**0.5, torch.randn(outputs))
+    return IntPanelFactory(bits, 32 if bits == 4 else None).pack(torch.randn(outputs, inputs) / inputs**0.5, torch.randn(outputs))
 
 
-def _same(best: Best, logits: Tensor, k: int) -> None:
+def _same(best: TopLogits, logits: Tensor, k: int) -> None:
     values, ids = _best_of(logits, k)
     assert torch.equal(best.values, values)
     assert torch.equal(best.ids, ids)
@@ -42,30 +51,30 @@ def _same(best: Best, logits: Tensor, k: int) -> None:
 def test_best_are_the_best_of_the_logits(rows: int, outputs: int, k: int, bits: int, seed: int) -> None:
     k = min(k, outputs)
     form, x = _form(outputs, 96, seed, bits), torch.randn(rows, 96).bfloat16()
-    best, logits = form.best(x, Wanted(k, True)), _logits(form, x)
+    best, logits = form.top_logits(x, TopLogitsRequest(k, True)), _logits(form, x)
     _same(best, logits, k)
     assert best.logsumexp is not None
     torch.testing.assert_close(best.logsumexp, logits.logsumexp(-1), atol=1e-5, rtol=1e-5)
 
 
 def test_equals_come_by_id() -> None:
-    form = IntPacking(4, 32).pack(torch.ones(3000, 64), None)
-    best = form.best(torch.ones(3, 64).bfloat16(), Wanted(8))
+    form = IntPanelFactory(4, 32).pack(torch.ones(3000, 64), None)
+    best = form.top_logits(torch.ones(3, 64).bfloat16(), TopLogitsRequest(8))
     assert best.ids.tolist() == [list(range(8))] * 3
 
 
 def test_a_soft_cap_bends_the_values() -> None:
     form, x = _form(700, 64, 3), 30 * torch.randn(5, 64).bfloat16()
-    best, logits = form.best(x, Wanted(4), softcap=5.0), 5 * torch.tanh(_logits(form, x) / 5)
+    best, logits = form.top_logits(x, TopLogitsRequest(4), softcap=5.0), 5 * torch.tanh(_logits(form, x) / 5)
     torch.testing.assert_close(best.values, _best_of(logits, 4)[0], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_a_broken_row_shows_and_stays_alone(bad: float) -> None:
     form, x = _form(700, 64, 4), torch.randn(11, 64).bfloat16()
-    whole = form.best(x, Wanted(3))
+    whole = form.top_logits(x, TopLogitsRequest(3))
     x[6, 5] = bad
-    broken = form.best(x, Wanted(3))
+    broken = form.top_logits(x, TopLogitsRequest(3))
     assert broken.values[6, 0].isnan()
     others = [row for row in range(11) if row != 6]
     assert torch.equal(broken.values[others], whole.values[others])
@@ -73,11 +82,11 @@ def test_a_broken_row_shows_and_stays_alone(bad: float) -> None:
 
 def test_a_row_does_not_depend_on_the_others_nor_on_threads() -> None:
     form, x = _form(5000, 128, 5), torch.randn(23, 128).bfloat16()
-    together, threads = form.best(x, Wanted(5, True)), torch.get_num_threads()
+    together, threads = form.top_logits(x, TopLogitsRequest(5, True)), torch.get_num_threads()
     for other in (1, 2):
         torch.set_num_threads(other)
         try:
-            alone = [form.best(x[row : row + 1], Wanted(5, True)) for row in range(23)]
+            alone = [form.top_logits(x[row : row + 1], TopLogitsRequest(5, True)) for row in range(23)]
         finally:
             torch.set_num_threads(threads)
         assert torch.equal(together.values, torch.cat([one.values for one in alone]))

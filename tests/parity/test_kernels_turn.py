@@ -7,9 +7,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.kernels.kv_rows import KVRows, kv_rows, token_bytes
-from app.kernels.operations import Code, has
-from app.kernels.turn import Heads, turn, turned_torch
+from app.kernels.attention.layout import (
+    KvRows,
+    QkvHeads,
+    token_bytes,
+    view_kv_rows,
+)
+from app.kernels.elementwise.rope import (
+    apply_rope_and_write_kv,
+    apply_rope_to_qkv_torch,
+)
+from app.kernels.native.operations import (
+    OpCode,
+    has_kernel,
+)
 from native_levels import at_level, levels
 
 LEVELS = levels()
@@ -19,12 +30,12 @@ CLOSE = {"rtol": 1e-2, "atol": 1e-5}  # one rounding to bfloat16 on either side
 MARK = 77  # in bytes that nobody may write
 
 
-def rows_of(kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[KVRows, torch.Tensor]:
+def rows_of(kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[KvRows, torch.Tensor]:
     memory = torch.full((20, token_bytes(kv_heads, head_dim, dtype)), MARK, dtype=torch.uint8)
-    return kv_rows(memory, kv_heads, head_dim, dtype), memory
+    return view_kv_rows(memory, kv_heads, head_dim, dtype), memory
 
 
-def heads_of(tokens: int, num_heads: int, kv_heads: int, head_dim: int, dim: int, norms: bool) -> Heads:
+def heads_of(tokens: int, num_heads: int, kv_heads: int, head_dim: int, dim: int, norms: bool) -> QkvHeads:
     generator = torch.Generator().manual_seed(tokens * 7 + head_dim + dim)
     width = (num_heads + 2 * kv_heads) * head_dim
     product = torch.randn(tokens, width + 8, generator=generator).to(torch.bfloat16)[
@@ -33,7 +44,7 @@ def heads_of(tokens: int, num_heads: int, kv_heads: int, head_dim: int, dim: int
     weights = 1 + 0.2 * torch.randn(2, head_dim, generator=generator)
     angle = torch.randn(tokens, 1, dim, generator=generator)
     own = (weights[0], weights[1]) if norms else (None, None)
-    return Heads(product, num_heads, kv_heads, head_dim, *own, 1e-5, (angle.cos(), angle.sin()) if dim else None)
+    return QkvHeads(product, num_heads, kv_heads, head_dim, *own, 1e-5, (angle.cos(), angle.sin()) if dim else None)
 
 
 @needs_levels
@@ -47,12 +58,12 @@ def test_heads_are_turned_and_kept_as_the_twin_does(
     level: str, tokens: int, kv_heads: int, group: int, head_dim: int, turned: float, norms: bool, dtype: torch.dtype
 ) -> None:
     heads = heads_of(tokens, kv_heads * group, kv_heads, head_dim, int(head_dim * turned), norms)
-    expected = turned_torch(heads)
+    expected = apply_rope_to_qkv_torch(heads)
     kv, memory = rows_of(kv_heads, head_dim, dtype)
     written = torch.randperm(20)[:tokens]
     with at_level(level):
-        assert has(Code.TURN)
-        query = turn(heads, kv, written)
+        assert has_kernel(OpCode.ROPE)
+        query = apply_rope_and_write_kv(heads, kv, written)
     torch.testing.assert_close(query, expected[0], **CLOSE)
     for row, token in enumerate(written.tolist()):
         for read, wanted in zip(kv.read(token, 1), (expected[1][row], expected[2][row]), strict=True):
@@ -69,7 +80,7 @@ def test_bad_values_stay_in_their_head(level: str, bad: float) -> None:
     heads, (kv, _) = heads_of(3, 2, 2, 16, 16, False), rows_of(2, 16, torch.int8)
     heads.product[1, 2 * 16 + 3] = bad  # the first key of token 1
     with at_level(level):
-        turn(heads, kv, torch.tensor([4, 5, 6]))
+        apply_rope_and_write_kv(heads, kv, torch.tensor([4, 5, 6]))
     key, value = kv.read(4, 3)
     assert key[1, 0].isnan().all()
     assert value.isfinite().all()
@@ -85,11 +96,11 @@ def test_a_token_is_bit_for_bit_the_same_alone(level: str, dtype: torch.dtype) -
         (together, memory), (kv, own) = rows_of(2, 64, dtype), rows_of(2, 64, dtype)
         heads = heads_of(6, 4, 2, 64, 64, True)
         product = heads.product.clone()
-        queries = turn(heads, together, torch.arange(6))
+        queries = apply_rope_and_write_kv(heads, together, torch.arange(6))
         for row in range(6):
             assert heads.angles is not None
             cos, sin = heads.angles
             norms = heads.query_norm, heads.key_norm
-            alone = Heads(product[row : row + 1], 4, 2, 64, *norms, heads.eps, (cos[row : row + 1], sin[row : row + 1]))
-            assert torch.equal(turn(alone, kv, torch.tensor([row]))[0], queries[row])
+            alone = QkvHeads(product[row : row + 1], 4, 2, 64, *norms, heads.eps, (cos[row : row + 1], sin[row : row + 1]))
+            assert torch.equal(apply_rope_and_write_kv(alone, kv, torch.tensor([row]))[0], queries[row])
         assert torch.equal(memory, own)

@@ -5,20 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
-from app.kernels.kleidi import KleidiLinear, KleidiPacking
-from app.kernels.rounding import quantise_int4
+from app.kernels.linear.quantization import quantise_int4
+from app.kernels.linear.torch_int import (
+    KleidiFactory,
+    KleidiLinear,
+)
 
 GROUPS = [32, 64, 128, None]
 
 
 def test_it_suits_where_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.kernels.kleidi._is_available", lambda: False)
-    assert not KleidiPacking(64).suits(512, 512, torch.bfloat16)
-    monkeypatch.setattr("app.kernels.kleidi._is_available", lambda: True)
-    assert KleidiPacking(64).suits(512, 576, torch.bfloat16)
-    assert not KleidiPacking(128).suits(512, 576, torch.bfloat16)
-    assert KleidiPacking(None).suits(512, 576, torch.bfloat16)
-    assert not KleidiPacking(None).suits(512, 1001, torch.bfloat16)
+    monkeypatch.setattr("app.kernels.linear.torch_int._is_available", lambda: False)
+    assert not KleidiFactory(64).supports(512, 512, torch.bfloat16)
+    monkeypatch.setattr("app.kernels.linear.torch_int._is_available", lambda: True)
+    assert KleidiFactory(64).supports(512, 576, torch.bfloat16)
+    assert not KleidiFactory(128).supports(512, 576, torch.bfloat16)
+    assert KleidiFactory(None).supports(512, 576, torch.bfloat16)
+    assert not KleidiFactory(None).supports(512, 1001, torch.bfloat16)
 
 
 @pytest.mark.arm64
@@ -26,8 +29,8 @@ def test_it_suits_where_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("with_bias", [False, True])
 @torch.inference_mode()
 def test_products_are_those_of_the_codes(group: int | None, with_bias: bool) -> None:
-    packing, generator = KleidiPacking(group), torch.Generator().manual_seed(1)
-    assert packing.suits(100, 896, torch.bfloat16)
+    packing, generator = KleidiFactory(group), torch.Generator().manual_seed(1)
+    assert packing.supports(100, 896, torch.bfloat16)
     weight = quantise_int4(torch.randn(100, 896, generator=generator) / 30, group or 896, zero_points=False)
     bias = torch.randn(100, generator=generator) if with_bias else None
     form = KleidiLinear(weight, bias)
@@ -53,7 +56,7 @@ def _near(product: torch.Tensor, exact: torch.Tensor) -> bool:
 @torch.inference_mode()
 def test_rows_that_lie_apart_and_a_weight_that_is_reused() -> None:
     weight, wide = torch.randn(64, 128).bfloat16(), torch.randn(5, 300).bfloat16()
-    form = KleidiPacking(32).pack(weight, None)
+    form = KleidiFactory(32).pack(weight, None)
     x = wide[:, :128]
     before = form.multiply(x)
     assert torch.equal(form.multiply(x.contiguous()), before)

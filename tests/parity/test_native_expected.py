@@ -23,12 +23,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.kernels.activations import quantise, unpacked
-from app.kernels.layout import PanelLayout
-from app.kernels.memory import aligned
-from app.kernels.native import native
-from app.kernels.operations import Code, LinearInt, Output, Pack, has, run
-from app.kernels.table import Form, Table
+from app.kernels.elementwise.embedding import (
+    EmbeddingTable,
+    TableLayout,
+)
+from app.kernels.linear.activations import (
+    quantise,
+    unpack_tiles,
+)
+from app.kernels.linear.layout import PanelLayout
+from app.kernels.native.library import native_library
+from app.kernels.native.memory import aligned_bytes
+from app.kernels.native.operations import (
+    LinearIntArguments,
+    OpCode,
+    PackIntArguments,
+    ProductOutput,
+    has_kernel,
+    run_operation,
+)
 
 EXPECTED = Path(__file__).parent / "native_expected.json"
 LEVELS = ("avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon", "portable")
@@ -81,7 +94,7 @@ class Packed:
     @classmethod
     def of(cls, case: Case, exact: bool, code: int | None = None) -> Packed:
         """Scales and minimums are powers of two where sums are to be exact in fp32. `code`: all codes are this one."""
-        packed = cls(case, aligned(case.layout.nbytes(case.outputs, case.inputs)).zero_())
+        packed = cls(case, aligned_bytes(case.layout.nbytes(case.outputs, case.inputs)).zero_())
         groups = packed.padded // case.layout.group_of(case.inputs)
         codes = mixed(1, case.outputs, packed.padded)
         codes = (codes % 255 - 127).to(torch.int8) if case.bits == 8 else (codes % 16).to(torch.uint8)
@@ -91,11 +104,11 @@ class Packed:
         sizes = 2.0 ** -(mixed(3, case.outputs, groups) % 2) if exact else (mixed(3, case.outputs, groups) + 1) / 2.0**20
         scales = (signs * sizes).bfloat16()
         minimums = (-sizes * (mixed(4, case.outputs, groups) % 16)).bfloat16() if case.zero_points else None
-        pack = Pack(
+        pack = PackIntArguments(
             codes.data_ptr(), scales.data_ptr(), None if minimums is None else minimums.data_ptr(), packed.panels.data_ptr(),
             case.outputs, 0, packed.padded, case.layout.group_of(case.inputs), case.bits,
         )  # fmt: skip
-        library = native().library
+        library = native_library().library
         assert library is not None
         library.armature_pack_int(ctypes.byref(pack))
         return packed
@@ -104,20 +117,22 @@ class Packed:
         """fp32 [rows, outputs]."""
         codes = quantise(x, self.case.layout.group_of(self.case.inputs))
         y = torch.full((len(x), self.case.outputs), torch.nan)
-        run(
-            LinearInt(
+        run_operation(
+            LinearIntArguments(
                 self.panels.data_ptr(), None, codes.codes.data_ptr(), codes.scales.data_ptr(), codes.sums.data_ptr(), y.data_ptr(),
                 y.stride(0), len(x), self.padded, self.case.outputs, codes.group, codes.height, self.case.bits,
-                self.case.zero_points, Output.FP32,
+                self.case.zero_points, ProductOutput.FP32,
             ),
-            Code.LINEAR_INT,
+            OpCode.LINEAR_INT,
         )  # fmt: skip
         return y
 
     def widened(self) -> Tensor:
         """All its rows, fp32."""
         case, group = self.case, self.case.layout.group_of(self.case.inputs)
-        table = Table(self.panels, Form(case.bits), case.outputs, case.inputs, self.padded, group, case.zero_points)
+        table = EmbeddingTable(
+            self.panels, TableLayout(case.bits), case.outputs, case.inputs, self.padded, group, case.zero_points
+        )
         return table.rows(torch.arange(case.outputs))
 
 
@@ -141,7 +156,7 @@ def sample(y: Tensor) -> Tensor:
 def results(case: Case) -> dict[str, object]:
     """What is stored: digests of all that is exact, and some of the sums whose last bit may depend on their order."""
     x = activations(case, exact=False)
-    codes, scales = unpacked(quantise(x, case.layout.group_of(case.inputs)))
+    codes, scales = unpack_tiles(quantise(x, case.layout.group_of(case.inputs)))
     exact, near = Packed.of(case, exact=True), Packed.of(case, exact=False)
     return {
         "quantised": digest(codes, scales),
@@ -154,19 +169,19 @@ def results(case: Case) -> dict[str, object]:
 @pytest.fixture(params=LEVELS)
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Each level that this processor has serves once."""
-    before = native()
+    before = native_library()
     wanted = os.environ.get("ARMATURE_ISA")
     if before.library is None:
         pytest.skip("there is no native library here")
     if (wanted and request.param != wanted) or before.library.armature_select(request.param.encode()) != 0:
         pytest.skip("not asked for, or not of this processor")
     monkeypatch.setenv("ARMATURE_ISA", request.param)
-    native.cache_clear()
-    assert native().level == request.param
+    native_library.cache_clear()
+    assert native_library().level == request.param
     yield request.param
     assert before.level is not None
     before.library.armature_select(before.level.encode())
-    native.cache_clear()
+    native_library.cache_clear()
 
 
 @pytest.fixture(params=(1, 2))
@@ -222,7 +237,7 @@ def test_nothing_but_extremes_of_one_sign_overflows_nowhere(level: str) -> None:
 
 def test_the_exact_sums_are_those_of_integers() -> None:
     """What is stored is right, not only stable: checked against a product of whole numbers."""
-    if not has(Code.LINEAR_INT):
+    if not has_kernel(OpCode.LINEAR_INT):
         pytest.skip("there is no native library here")
     for case in CASES:
         packed, x = Packed.of(case, exact=True), activations(case, exact=True)

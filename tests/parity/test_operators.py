@@ -9,19 +9,30 @@ import pytest
 import torch
 
 from app.backends.base import DeviceBackend
-from app.backends.mps import road
-from app.backends.twin import TwinBackend
-from app.engine.device_forward import Bounds, DeviceForward
-from app.engine.device_step import Sizes, Way, num_words, views_of
-from app.engine.encode_device import DeviceEncodeRunner
-from app.engine.encode_device_shapes import TextShape
-from app.engine.kv_cache import KVShape
-from app.engine.paged_kv import PagedKVCache
-from app.kernels.kv_rows import KVRows
-from app.kernels.paged import PackedTexts, PagedStep
-from app.kernels.paged_torch import packed_texts_torch, paged_attention_torch
-from app.kernels.turn import Heads
-from app.models.context import AttentionSpec
+from app.backends.mps import attention_function
+from app.backends.twin import SimulatedDeviceBackend
+from app.engine.decoder.device_forward import (
+    DeviceForward,
+    StepBounds,
+)
+from app.engine.decoder.device_inputs import (
+    SamplingMode,
+    StepSizes,
+    block_size,
+    block_views,
+)
+from app.engine.decoder.kv_cache import KvShape
+from app.engine.decoder.paged_kv_cache import PagedKvCache
+from app.engine.encoder.device_inputs import TextBatchShape
+from app.engine.encoder.device_runner import DeviceEncoderRunner
+from app.kernels.attention.context import AttentionSpec
+from app.kernels.attention.layout import KvRows, QkvHeads
+from app.kernels.attention.paged import (
+    PackedTexts,
+    PagedStep,
+    attend_texts_padded_torch,
+    paged_attention_torch,
+)
 from fake_device import CUDA, fake_cuda
 from loaded_models import load
 from operator_table import Listening, has_kernel
@@ -33,19 +44,19 @@ DECODERS = ("LlamaForCausalLM", "Gemma2ForCausalLM", "Phi3ForCausalLM", "Qwen3Fo
 ENCODERS = ("BertModel", "MPNetModel", "ModernBertModel", "NomicBertModel", "Gemma3TextModel", "BertForSequenceClassification")
 
 
-class AppleTwin(TwinBackend):
+class AppleTwin(SimulatedDeviceBackend):
     """Attends as the backend of an Apple GPU does."""
 
-    draws = False
+    can_sample = False
 
-    def attention(self, query: torch.Tensor, kv: KVRows, step: PagedStep, spec: AttentionSpec) -> torch.Tensor:
-        return paged_attention_torch(query, kv, step, spec, road(spec))
+    def attention(self, query: torch.Tensor, kv: KvRows, step: PagedStep, spec: AttentionSpec) -> torch.Tensor:
+        return paged_attention_torch(query, kv, step, spec, attention_function(spec))
 
-    def attend_texts(self, heads: Heads, texts: PackedTexts, spec: AttentionSpec) -> torch.Tensor:
-        return packed_texts_torch(heads, texts, spec, road(spec))
+    def encoder_attention(self, heads: QkvHeads, texts: PackedTexts, spec: AttentionSpec) -> torch.Tensor:
+        return attend_texts_padded_torch(heads, texts, spec, attention_function(spec))
 
 
-KINDS: dict[str, type[TwinBackend]] = {"CUDA": TwinBackend, "MPS": AppleTwin}
+KINDS: dict[str, type[SimulatedDeviceBackend]] = {"CUDA": SimulatedDeviceBackend, "MPS": AppleTwin}
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -68,26 +79,26 @@ def test_a_decoders_operators_are_there(kind: str, architecture: str, tmp_path: 
 
 def decode(model: Any, config: Any, backend: DeviceBackend) -> None:
     """A step of decodes, and one with prompts of which some was read before."""
-    cache = PagedKVCache(KVShape(config.num_layers, 4, MAX_LEN, config.num_kv_heads, config.head_dim), torch.float32, 9, CUDA)
-    buffer = torch.zeros(4 + num_words(Sizes(40, 4, 4)), dtype=torch.int64, device=CUDA)
+    cache = PagedKvCache(KvShape(config.num_layers, 4, MAX_LEN, config.num_kv_heads, config.head_dim), torch.float32, 9, CUDA)
+    buffer = torch.zeros(4 + block_size(StepSizes(40, 4, 4)), dtype=torch.int64, device=CUDA)
     forward = DeviceForward(model, cache, backend, buffer)
-    for sizes, bounds in ((Sizes.of_bucket(4), Bounds(4, 1, MAX_LEN)), (Sizes(40, 3, 2), Bounds(1, 37, 90))):
-        views = views_of(buffer[4:], sizes, backend.draws)
+    for sizes, bounds in ((StepSizes.of_bucket(4), StepBounds(4, 1, MAX_LEN)), (StepSizes(40, 3, 2), StepBounds(1, 37, 90))):
+        views = block_views(buffer[4:], sizes, backend.can_sample)
         logits = forward.logits(views, sizes, bounds)
-        forward.pick(logits, views, Way.GREEDY)
-        if backend.draws:
-            forward.pick(logits, views, Way.FILTERED)
+        forward.sample(logits, views, SamplingMode.GREEDY)
+        if backend.can_sample:
+            forward.sample(logits, views, SamplingMode.FILTERED)
 
 
 @kinds
 @pytest.mark.parametrize("architecture", ENCODERS)
 def test_an_encoders_operators_are_there(kind: str, architecture: str, tmp_path: Path) -> None:
     model: Any = load(write_encoder(tmp_path / "model", architecture), device="cuda")
-    runner, outputs = DeviceEncodeRunner(model, KINDS[kind](torch.float32), 80), model.config.outputs
+    runner, outputs = DeviceEncoderRunner(model, KINDS[kind](torch.float32), 80), model.config.outputs
     with fake_cuda() as device, torch.inference_mode(), Listening() as listening:
         device.move(model)
-        runner._texts._words = device.tensor(runner._texts._words)
-        runner._outputs(TextShape(63, 4), 40, outputs)
+        runner._texts._buffer = device.tensor(runner._texts._buffer)
+        runner._outputs(TextBatchShape(63, 4), 40, outputs)
     held_to(kind, listening)
 
 

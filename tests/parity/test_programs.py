@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from app.engine.build_program import check_rows
-from app.engine.program import Served
-from app.engine.tensors import made_up
+from app.engine.program import RunnableProgram, check_row_independence, synthetic_inputs
 from app.errors import CheckpointInvalid
 from app.weights.load_program import load_program
 from app.weights.program import open_program
@@ -29,12 +27,12 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def served(path: Path, precision: str = "fp32") -> Served:
+def served(path: Path, precision: str = "fp32") -> RunnableProgram:
     checkpoint = open_program(path)
     told: list[tuple[int, int]] = []
     program = load_program(checkpoint, plan(machine(), precision=precision), lambda done, total: told.append((done, total)))
     assert told and told[-1][0] == told[-1][1]
-    return Served(program, checkpoint.signature, checkpoint.gives, checkpoint.fewest_rows)
+    return RunnableProgram(program, checkpoint.signature, checkpoint.output_indices, checkpoint.min_rows)
 
 
 def expected(name: str, inputs: dict[str, Tensor]) -> list[Tensor]:
@@ -46,7 +44,7 @@ def expected(name: str, inputs: dict[str, Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("name", ["recommender", "vision", "reader", "guarded"])
 def test_as_the_model_itself(programs: Path, name: str, precision: str) -> None:
     subject = served(programs / f"{name}.pt2", precision)
-    inputs = made_up(subject.signature, 3)
+    inputs = synthetic_inputs(subject.signature, 3)
     results = subject.run(inputs)
     for result, wanted in zip(results.values(), expected(name, inputs), strict=True):
         assert result.shape == wanted.shape
@@ -59,8 +57,8 @@ def test_as_the_model_itself(programs: Path, name: str, precision: str) -> None:
 @pytest.mark.parametrize("name", ["recommender", "vision", "reader"])
 def test_a_row_is_what_it_is_alone(programs: Path, name: str) -> None:
     subject = served(programs / f"{name}.pt2")
-    check_rows(subject)
-    inputs = made_up(subject.signature, 5)
+    check_row_independence(subject)
+    inputs = synthetic_inputs(subject.signature, 5)
     together = subject.run(inputs)
     for row in range(5):
         alone = subject.run({key: tensor[row : row + 1] for key, tensor in inputs.items()})
@@ -70,13 +68,13 @@ def test_a_row_is_what_it_is_alone(programs: Path, name: str) -> None:
 
 def test_rows_that_change_each_other_are_refused(programs: Path) -> None:
     with pytest.raises(CheckpointInvalid, match="'output' of a row depends on the other rows"):
-        check_rows(served(programs / "centred.pt2"))
+        check_row_independence(served(programs / "centred.pt2"))
 
 
 def test_a_program_exported_for_two_rows_or_more_serves_one(programs: Path) -> None:
     subject = served(programs / "recommender.pt2")
-    wants_two = Served(subject.program, subject.signature, subject.gives, fewest=2)
-    inputs = made_up(subject.signature, 1)
+    wants_two = RunnableProgram(subject.program, subject.signature, subject.output_indices, min_rows=2)
+    inputs = synthetic_inputs(subject.signature, 1)
     for name, result in wants_two.run(inputs).items():
         torch.testing.assert_close(result, subject.run(inputs)[name], rtol=1e-4, atol=1e-6)
         assert len(result) == 1

@@ -15,8 +15,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from app.engine.sampling_rows import penalised, probabilities
-from app.engine.sequence import Sequence
+from app.engine.sampling.rows import (
+    apply_penalties,
+    filtered_probabilities,
+)
+from app.engine.scheduler.sequence import Sequence
 from app.messages import SamplingParams
 
 PROMPT, COMPLETION = [3, 14, 15, 3, 400], [92, 65, 3, 92]
@@ -54,7 +57,7 @@ def test_the_same_tokens_survive_with_the_same_probabilities(case: dict[str, Any
     params = SamplingParams(**case)
     logits = torch.randn((8, 5000), generator=torch.Generator().manual_seed(int(scale * 10))) * scale
     sequence = Sequence("r", 0, params, PROMPT + COMPLETION, len(PROMPT))
-    ours = probabilities(penalised(logits, [sequence] * 8), [params] * 8)
+    ours = filtered_probabilities(apply_penalties(logits, [sequence] * 8), [params] * 8)
     expected = theirs(logits, PROMPT + COMPLETION, params)
     # A border token may fall on the other side by a rounding of the running sum, theirs in float32 from the small end.
     assert int(((ours > 0) != (expected > 0)).sum(-1).max()) <= (1 if params.top_p < 1.0 else 0)

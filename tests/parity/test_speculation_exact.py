@@ -15,23 +15,34 @@ import pytest
 import torch
 
 from app.backends.cpu import CpuBackend
-from app.engine.decoder import DecoderEngine
-from app.engine.drafts import PromptLookup
-from app.engine.kv_cache import KVCache, KVShape
-from app.engine.limits import Limits
-from app.engine.pace import StepPace
-from app.engine.replay import Replay
-from app.engine.runner import Runner
-from app.engine.sampler import Sampler
-from app.engine.scheduler import Scheduler
-from app.engine.sequence import Sequence
-from app.engine.slots import SlotPool
-from app.engine.speculation import Speculation
-from app.kernels.attention import most_few
-from app.kernels.operations import Code, has
-from app.measured import StepStats
-from app.messages import Generate, RequestFailed, SamplingParams, SequenceFinished, TokenLogprob, TokensReady
-from app.models.decoder import Decoder
+from app.engine.decoder.cpu_runner import CpuDecoderRunner, DecoderReplay
+from app.engine.decoder.engine import DecoderEngine
+from app.engine.decoder.kv_cache import (
+    KvCache,
+    KvShape,
+)
+from app.engine.sampling.sampler import Sampler
+from app.engine.scheduler.budget import PrefillBudget
+from app.engine.scheduler.kv_allocator import KvSlots
+from app.engine.scheduler.queues import EngineLimits
+from app.engine.scheduler.scheduler import Scheduler
+from app.engine.scheduler.sequence import Sequence
+from app.engine.scheduler.speculation import NgramDrafter, Speculation
+from app.kernels.attention.attention import max_decode_queries
+from app.kernels.native.operations import (
+    OpCode,
+    has_kernel,
+)
+from app.messages import (
+    Generate,
+    RequestFailed,
+    SamplingParams,
+    SequenceFinished,
+    TokenLogprob,
+    TokensReady,
+)
+from app.metrics.stats import StepStats
+from app.models.decoders.families import Decoder
 from engine_simulation import FreeRows
 from loaded_models import load
 from tiny_checkpoints import write_checkpoint
@@ -70,17 +81,17 @@ class Engine:
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype, fixed: bool = False, off: str = "", capacity: int = 0) -> None:
         config: Any = model.config
-        cache = KVCache(KVShape(config.num_layers, SLOTS, MAX_LEN, config.num_kv_heads, config.head_dim), dtype)
-        self.replay = Replay(cast(Decoder, model), off)
-        few = most_few(config.num_heads, config.num_kv_heads) if fixed else None
-        runner = Runner(self.replay, cache, CpuBackend(dtype), Sampler(config.vocab_size), few)
-        pool = SlotPool(SLOTS, capacity or SLOTS * MAX_LEN)
+        cache = KvCache(KvShape(config.num_layers, SLOTS, MAX_LEN, config.num_kv_heads, config.head_dim), dtype)
+        self.replay = DecoderReplay(cast(Decoder, model), off)
+        few = max_decode_queries(config.num_heads, config.num_kv_heads) if fixed else None
+        runner = CpuDecoderRunner(self.replay, cache, CpuBackend(dtype), Sampler(config.vocab_size), few)
+        pool = KvSlots(SLOTS, capacity or SLOTS * MAX_LEN)
         ticks = count()  # every step takes as long, so two runs have the same steps
-        scheduler = Scheduler(pool, StepPace(64), Limits(MAX_LEN, SLOTS // 2, 64), {EOS})
+        scheduler = Scheduler(pool, PrefillBudget(64), EngineLimits(MAX_LEN, SLOTS // 2, 64), {EOS})
         self.engine = DecoderEngine(scheduler, runner, clock=lambda: float(next(ticks)))
         self.stats: list[StepStats] = []
 
-    def say(self, requests: list[Generate], make: MakeSpeculation | None = None) -> Said:
+    def generate(self, requests: list[Generate], make: MakeSpeculation | None = None) -> Said:
         """All at once."""
         self.engine.scheduler.speculation = None if make is None else make()
         said: Said = {}
@@ -103,25 +114,25 @@ class Engine:
 
     @property
     def guessed(self) -> tuple[int, int]:
-        return sum(step.drafted_tokens for step in self.stats), sum(step.accepted_tokens for step in self.stats)
+        return sum(step.draft_tokens for step in self.stats), sum(step.accepted_tokens for step in self.stats)
 
 
 class Planted:
     """Knows what the sequence will say, and says each token of it rightly so often."""
 
     def __init__(self, truth: list[int], num_prompt: int, dice: random.Random, chance: float) -> None:
-        self._truth, self._num_prompt, self._dice, self._chance = truth, num_prompt, dice, chance
+        self._truth, self._num_prompt, self._rng, self._chance = truth, num_prompt, dice, chance
 
     def propose(self, token_ids: list[int], most: int) -> tuple[int, ...]:
         begin = len(token_ids) - self._num_prompt
         ahead = self._truth[begin : begin + most]
-        return tuple(token if self._dice.random() < self._chance else (token + 1) % 320 for token in ahead)
+        return tuple(token if self._rng.random() < self._chance else (token + 1) % 320 for token in ahead)
 
 
 def planted(truth: Said, chance: float) -> MakeSpeculation:
     def drafter(sequence: Sequence) -> Planted:
         told = [one.token_id for one in truth[sequence.request_id, sequence.choice]]
-        return Planted(told, sequence.num_prompt_tokens, random.Random(sequence.order), chance)
+        return Planted(told, sequence.num_prompt_tokens, random.Random(sequence.arrival_order), chance)
 
     return lambda: Speculation(drafter, FreeRows(), 4)
 
@@ -137,7 +148,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def plain(model: torch.nn.Module) -> Said:
-    said = Engine(model, torch.float32).say(REQUESTS)
+    said = Engine(model, torch.float32).generate(REQUESTS)
     assert len(said["longest", 0]) == MAX_LEN - 60 and len(said["ends", 0]) < 60
     return said
 
@@ -145,7 +156,7 @@ def plain(model: torch.nn.Module) -> Said:
 @pytest.mark.parametrize("chance", [0.0, 0.5, 0.9, 1.0])
 def test_whatever_is_guessed_the_text_is_the_same(model: torch.nn.Module, plain: Said, chance: float) -> None:
     engine = Engine(model, torch.float32)
-    said = engine.say(REQUESTS, planted(plain, chance))
+    said = engine.generate(REQUESTS, planted(plain, chance))
     assert tokens_of(said) == tokens_of(plain)
     for key, told in said.items():
         for mine, theirs in zip(told, plain[key], strict=True):
@@ -159,7 +170,7 @@ def test_whatever_is_guessed_the_text_is_the_same(model: torch.nn.Module, plain:
 def test_preempted_too(model: torch.nn.Module, plain: Said, capacity: int) -> None:
     requests = [request for request in REQUESTS if request.request_id != "several"]
     engine = Engine(model, torch.float32, capacity=capacity)
-    said = tokens_of(engine.say(requests, planted(plain, 0.7)))
+    said = tokens_of(engine.generate(requests, planted(plain, 0.7)))
     assert said == {key: told for key, told in tokens_of(plain).items() if key in said} and len(said) == len(requests)
     assert sum(step.preempted for step in engine.stats) > 0 and engine.guessed[1] > 0
 
@@ -167,11 +178,11 @@ def test_preempted_too(model: torch.nn.Module, plain: Said, capacity: int) -> No
 def test_a_cached_prefix_holds_nothing_that_was_guessed_wrong(model: torch.nn.Module, plain: Said) -> None:
     """Everything said is asked for again as a prompt: it lies cached, and what follows it must be what followed it."""
     engine = Engine(model, torch.float32)
-    engine.say(REQUESTS, planted(plain, 0.3))
+    engine.generate(REQUESTS, planted(plain, 0.3))
     told = tokens_of(plain)["longest", 0]
     prompt = list(REQUESTS[-1].token_ids)
     again = [request_of(f"again {cut}", prompt + told[:cut], temperature=0.0, max_tokens=8) for cut in range(20, 80, 7)]
-    said = tokens_of(engine.say(again))
+    said = tokens_of(engine.generate(again))
     assert said == {(f"again {cut}", 0): told[cut : cut + 8] for cut in range(20, 80, 7)}
     assert sum(step.cached_tokens for step in engine.stats) > 500
 
@@ -180,29 +191,29 @@ def test_a_text_that_repeats_itself_takes_fewer_steps(model: torch.nn.Module) ->
     """Greedy tiny models fall into circles, and lookup finds them."""
     request = [request_of("circle", prompt_of(4, 12), temperature=0.0, max_tokens=150)]
     without, with_guesses = Engine(model, torch.float32), Engine(model, torch.float32)
-    lookup: MakeSpeculation = lambda: Speculation(lambda sequence: PromptLookup(), FreeRows())  # noqa: E731
-    assert tokens_of(without.say(request)) == tokens_of(with_guesses.say(request, lookup))
+    lookup: MakeSpeculation = lambda: Speculation(lambda sequence: NgramDrafter(), FreeRows())  # noqa: E731
+    assert tokens_of(without.generate(request)) == tokens_of(with_guesses.generate(request, lookup))
     assert len(without.stats) == 150 and len(with_guesses.stats) < 130
 
 
-@pytest.mark.skipif(not has(Code.TURN), reason="no native kernels here")
+@pytest.mark.skipif(not has_kernel(OpCode.ROPE), reason="no native kernels here")
 @pytest.mark.parametrize(("architecture", "precision"), [("LlamaForCausalLM", "int4"), ("Gemma3ForCausalLM", "int8")])
 def test_deterministic_means_to_the_last_bit(architecture: str, precision: str, tmp_path: Path) -> None:
     """Log-probabilities and all, in steps that are run again too."""
     checkpoint = write_checkpoint(tmp_path, architecture, seed=11)
     loaded = load(checkpoint, precision, max_model_len=MAX_LEN, deterministic=True)
-    expected = Engine(loaded, torch.bfloat16, fixed=True, off="for this test").say(REQUESTS)
+    expected = Engine(loaded, torch.bfloat16, fixed=True, off="for this test").generate(REQUESTS)
     for chance in (0.4, 1.0):
         engine = Engine(loaded, torch.bfloat16, fixed=True)
-        assert engine.say(REQUESTS, planted(expected, chance)) == expected
-        assert engine.guessed[1] > 0 and engine.replay.num_runs > 5
+        assert engine.generate(REQUESTS, planted(expected, chance)) == expected
+        assert engine.guessed[1] > 0 and engine.replay.num_replays > 5
 
 
-@pytest.mark.skipif(not has(Code.TURN), reason="no native kernels here")
+@pytest.mark.skipif(not has_kernel(OpCode.ROPE), reason="no native kernels here")
 def test_recorded_steps_with_guesses_say_what_eager_ones_do(tmp_path: Path) -> None:
     """A recording is known by its rows alone: how they are shared out among sequences differs from run to run."""
     loaded = load(write_checkpoint(tmp_path, "LlamaForCausalLM", seed=11), "int4", max_model_len=MAX_LEN)
-    plain = Engine(loaded, torch.bfloat16, off="for this test").say(REQUESTS)
+    plain = Engine(loaded, torch.bfloat16, off="for this test").generate(REQUESTS)
     eager, recorded = Engine(loaded, torch.bfloat16, off="for this test"), Engine(loaded, torch.bfloat16)
-    assert eager.say(REQUESTS, planted(plain, 0.6)) == recorded.say(REQUESTS, planted(plain, 0.6))
-    assert recorded.replay.num_runs > 10 and recorded.replay.reason == "" and recorded.guessed[1] > 0
+    assert eager.generate(REQUESTS, planted(plain, 0.6)) == recorded.generate(REQUESTS, planted(plain, 0.6))
+    assert recorded.replay.num_replays > 10 and recorded.replay.reason == "" and recorded.guessed[1] > 0

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from app.errors import SettingsInvalid
+from app.server.startup import read_api_keys
 from app.settings import Settings
-from app.startup import read_api_keys
 
 
 def keys_of(file: Path) -> tuple[str, ...]:

@@ -10,11 +10,24 @@ from pathlib import Path
 
 import pytest
 
-import app.hardware.probe
-from app import cli
-from app.arguments import BENCHES, UnknownArgument, parse, settings_given
-from app.errors import CheckpointInvalid, RequestTimeout, StartupError
-from app.hardware.facts import Core, Cpu, Facts
+import app.hardware.probe.probe
+from app.cli import main
+from app.cli.parser import (
+    BENCHES,
+    given_settings,
+    parse_arguments,
+)
+from app.errors import (
+    CheckpointInvalid,
+    RequestTimeout,
+    StartupError,
+    UnknownArgument,
+)
+from app.hardware.facts import (
+    Core,
+    Cpu,
+    Facts,
+)
 from app.settings import setting_rows
 from app.version import VERSION
 
@@ -28,7 +41,7 @@ def recorded_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main(["--version"])
+        main.main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"armature {VERSION}\n"
 
@@ -36,7 +49,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize("command", [["serve"], ["probe"], *(["bench", name] for name in BENCHES)], ids=" ".join)
 def test_every_setting_is_a_flag_with_its_variable_in_the_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main([*command, "--help"])
+        main.main([*command, "--help"])
     shown = capsys.readouterr().out
     for row in setting_rows():
         assert f"  {row.flag} " in shown
@@ -44,23 +57,23 @@ def test_every_setting_is_a_flag_with_its_variable_in_the_help(command: list[str
 
 
 def test_settings_reach_the_command_as_they_were_given() -> None:
-    arguments = parse(["serve", "--max-model-len", "512", "--model=some/where"])
-    assert settings_given(arguments) == {"model": "some/where", "max_model_len": "512"}
-    assert parse(["bench", "itl", "--tokens", "7"]).tokens == 7
-    assert parse(["bench", "prefix"]).tokens == 1000
+    arguments = parse_arguments(["serve", "--max-model-len", "512", "--model=some/where"])
+    assert given_settings(arguments) == {"model": "some/where", "max_model_len": "512"}
+    assert parse_arguments(["bench", "itl", "--tokens", "7"]).tokens == 7
+    assert parse_arguments(["bench", "prefix"]).tokens == 1000
 
 
 def test_a_load_is_said_in_numbers() -> None:
-    given = parse(["bench", "http", "--concurrency", "1,8", "--prompt-tokens", "64:256", "--no-ignore-eos"])
+    given = parse_arguments(["bench", "http", "--concurrency", "1,8", "--prompt-tokens", "64:256", "--no-ignore-eos"])
     assert (given.concurrency, given.prompt_tokens, given.max_tokens, given.ignore_eos) == ((1, 8), (64, 256), None, False)
-    assert parse(["bench", "http", "--rate", "0.5,2"]).rate == (0.5, 2.0)
-    assert parse(["bench", "engine", "--rows", "1,8", "--steps", "2000"]).rows == (1, 8)
+    assert parse_arguments(["bench", "http", "--rate", "0.5,2"]).rate == (0.5, 2.0)
+    assert parse_arguments(["bench", "engine", "--rows", "1,8", "--steps", "2000"]).rows == (1, 8)
 
 
 @pytest.mark.parametrize("flag", ["--prompt-tokens=64:32", "--max-tokens=0", "--rate=0", "--concurrency=0", "--api=grpc"])
 def test_a_load_that_cannot_be_is_refused(flag: str) -> None:
     with pytest.raises(SystemExit) as ended:
-        parse(["bench", "http", flag])
+        parse_arguments(["bench", "http", flag])
     assert ended.value.code == 2
 
 
@@ -79,8 +92,8 @@ def test_what_is_not_understood_is_named_with_what_was_meant(
     argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(UnknownArgument):
-        parse(argv)
-    assert cli.main(argv) == 2
+        parse_arguments(argv)
+    assert main.main(argv) == 2
     captured = capsys.readouterr()
     assert expected in captured.err
     assert captured.out == ""
@@ -91,7 +104,7 @@ def test_what_is_not_understood_is_named_with_what_was_meant(
 )
 def test_a_command_line_that_cannot_be_ends_with_status_2(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main(argv)
+        main.main(argv)
     assert ended.value.code == 2
 
 
@@ -108,8 +121,8 @@ def test_a_refusal_is_one_sentence_and_a_status(
     def refuse(arguments: Namespace) -> int:
         raise error
 
-    monkeypatch.setattr(cli, "COMMANDS", {"serve": refuse})
-    assert cli.main(["serve"]) == status
+    monkeypatch.setattr(main, "COMMANDS", {"serve": refuse})
+    assert main.main(["serve"]) == status
     assert capsys.readouterr().err == f"armature: {error}\n"
 
 
@@ -117,19 +130,19 @@ def test_ctrl_c_has_the_shells_status(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(arguments: Namespace) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "COMMANDS", {"serve": interrupted})
-    assert cli.main(["serve"]) == 130
+    monkeypatch.setattr(main, "COMMANDS", {"serve": interrupted})
+    assert main.main(["serve"]) == 130
 
 
 def test_a_mistaken_setting_names_flag_and_variable(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["probe", "--threads", "none"]) == 2
+    assert main.main(["probe", "--threads", "none"]) == 2
     assert "threads (--threads, ARMATURE_THREADS)" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("recorded_machine")
 def test_a_warning_goes_to_standard_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("ARMATURE_PORT", "tcp://10.0.0.1:8000")
-    assert cli.main(["probe", "--json"]) == 0
+    assert main.main(["probe", "--json"]) == 0
     captured = capsys.readouterr()
     assert "ARMATURE_PORT was injected by Kubernetes" in captured.err
     json.loads(captured.out)
@@ -137,19 +150,19 @@ def test_a_warning_goes_to_standard_error(monkeypatch: pytest.MonkeyPatch, capsy
 
 @pytest.mark.usefixtures("recorded_machine")
 def test_probe_says_what_it_found_and_decided(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["probe", "--json", "--threads", "1"]) == 0
+    assert main.main(["probe", "--json", "--threads", "1"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["facts"]["cpu"]["vendor"] == "Maker"
     assert printed["plan"]["threads"]["value"] == 1
     assert printed["plan"]["threads"]["reason"]
     assert printed["needs"] is None
-    assert cli.main(["probe"]) == 0
+    assert main.main(["probe"]) == 0
     assert "Maker Processor" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("recorded_machine")
 def test_probe_shows_the_facts_even_where_nothing_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["probe", "--json", "--device", "cuda"]) == 2
+    assert main.main(["probe", "--json", "--device", "cuda"]) == 2
     captured = capsys.readouterr()
     assert json.loads(captured.out)["plan"] is None
     assert "cuda" in captured.err
@@ -157,12 +170,12 @@ def test_probe_shows_the_facts_even_where_nothing_can_be_planned(capsys: pytest.
 
 @pytest.mark.usefixtures("recorded_machine")
 def test_probe_refuses_a_checkpoint_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["probe", "--model", str(tmp_path)]) == 2
+    assert main.main(["probe", "--model", str(tmp_path)]) == 2
     assert "config.json" in capsys.readouterr().err
 
 
 def test_a_bench_that_cannot_measure_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "itl", "--url", "http://127.0.0.1:1"]) == 1
+    assert main.main(["bench", "itl", "--url", "http://127.0.0.1:1"]) == 1
     captured = capsys.readouterr()
     assert "armature bench itl: http://127.0.0.1:1 is not ready" in captured.err
     assert captured.out == ""
@@ -181,7 +194,7 @@ def test_the_module_is_the_command() -> None:
 def test_torch_is_not_imported_to_speak(argv: list[str]) -> None:
     script = (
         "import sys\n"
-        "from app.cli import main\n"
+        "from app.cli.main import main\n"
         "try:\n"
         "    main(sys.argv[1:])\n"
         "except SystemExit:\n"

@@ -7,14 +7,22 @@ from dataclasses import replace
 
 import pytest
 
-from app.drift import ENOUGH_STEPS, WINDOW_STEPS, Drift, Promise
-from app.hardware.decision import Trial
-from app.hardware.step_seconds import StepSeconds
-from app.measured import Snapshot, StepStats
-from app.metrics import Metrics
+from app.hardware.decision import TrialTimes
+from app.hardware.step_times import StepTimeTable
+from app.metrics.instruments import Metrics
+from app.metrics.speed_drift import (
+    MIN_STEPS,
+    WINDOW_STEPS,
+    ExpectedSpeed,
+    SpeedDrift,
+)
+from app.metrics.stats import (
+    EngineSnapshot,
+    StepStats,
+)
 
-STEPS = StepSeconds.of(Trial("int4", 2, {1: 0.016, 8: 0.030}, {128: 0.2}, context_token_seconds=1e-6))
-PROMISE = Promise(STEPS, {"decode": {1: 62.5, 8: 266.0}, "prefill": {128: 640.0}}, {"decode": 0.9, "prefill": 0.6})
+STEPS = StepTimeTable.from_trial(TrialTimes("int4", 2, {1: 0.016, 8: 0.030}, {128: 0.2}, context_token_seconds=1e-6))
+PROMISE = ExpectedSpeed(STEPS, {"decode": {1: 62.5, 8: 266.0}, "prefill": {128: 640.0}}, {"decode": 0.9, "prefill": 0.6})
 
 
 class Serving:
@@ -22,7 +30,7 @@ class Serving:
 
     def __init__(self) -> None:
         self.stale = 0
-        self.drift = Drift(PROMISE, self._on_stale)
+        self.drift = SpeedDrift(PROMISE, self._on_stale)
 
     def _on_stale(self) -> None:
         self.stale += 1
@@ -34,12 +42,12 @@ class Serving:
         )
         for _ in range(number):
             self.drift.observe(stats)
-        self.drift.look()
+        self.drift.update()
 
 
 def test_what_was_promised_stands_until_enough_was_seen() -> None:
     serving = Serving()
-    serving.decode(3.0, number=ENOUGH_STEPS // 2)
+    serving.decode(3.0, number=MIN_STEPS // 2)
     assert serving.drift.capacity() == PROMISE.capacity
     assert serving.drift.roofline() == PROMISE.roofline
 
@@ -52,13 +60,13 @@ def test_capacity_follows_the_machine_by_phase() -> None:
     assert serving.drift.roofline()["decode"] == pytest.approx(0.9 / 1.25)
     for _ in range(WINDOW_STEPS):
         serving.drift.observe(StepStats(2 * STEPS.prefill(128), prefill_tokens=128))
-    serving.drift.look()
+    serving.drift.update()
     assert serving.drift.capacity()["prefill"][128] == pytest.approx(320.0)
 
 
 def test_a_slower_machine_is_told_once_and_measured_anew(caplog: pytest.LogCaptureFixture) -> None:
     serving = Serving()
-    with caplog.at_level(logging.INFO, "app.drift"):
+    with caplog.at_level(logging.INFO, "app.metrics.speed_drift"):
         serving.decode(1.1)
         assert not serving.drift.drifted
         for factor in (1.3, 1.15, 1.25, 1.12, 1.3):  # around the bound, to and fro
@@ -90,29 +98,29 @@ def test_what_is_spent_beside_the_model_is_capacity_and_no_drift() -> None:
 
 def test_a_scrape_tells_capacity_before_the_first_request_and_what_guesses_came_to() -> None:
     metrics = Metrics()
-    metrics.drift = Drift(PROMISE)
+    metrics.drift = SpeedDrift(PROMISE)
     text = metrics.render()[0].decode()
     assert 'armature_capacity_tokens_per_second{phase="decode",rows="8"} 266.0' in text
     assert 'armature_roofline_ratio{phase="prefill"} 0.6' in text
     assert 'armature_speculation_tokens_total{kind="accepted"} 0.0' in text
-    metrics.on_step(StepStats(0.1, decode_tokens=6, num_decode_sequences=2, drafted_tokens=7, accepted_tokens=4), Snapshot())
+    metrics.on_step(StepStats(0.1, decode_tokens=6, num_decode_sequences=2, draft_tokens=7, accepted_tokens=4), EngineSnapshot())
     text = metrics.render()[0].decode()
     assert 'armature_speculation_tokens_total{kind="drafted"} 7.0' in text
     assert 'armature_speculation_tokens_total{kind="accepted"} 4.0' in text
 
 
 def test_steps_of_texts_are_held_against_their_own_table() -> None:
-    steps = StepSeconds.of(Trial("bf16", 2, {}, {}, pair_seconds=1e-7, encode_seconds={128: 0.1, 512: 0.3}))
+    steps = StepTimeTable.from_trial(TrialTimes("bf16", 2, {}, {}, pair_seconds=1e-7, encode_seconds={128: 0.1, 512: 0.3}))
     stale: list[str] = []
-    promise = Promise(steps, {"encode": {512: 1700.0}}, {"encode": 0.8, "encode_few": 0.4})
-    drift = Drift(promise, lambda: stale.append("told"))
+    promise = ExpectedSpeed(steps, {"encode": {512: 1700.0}}, {"encode": 0.8, "encode_few": 0.4})
+    drift = SpeedDrift(promise, lambda: stale.append("told"))
     long = StepStats(0.3 + 512 * 384 * 1e-7, encode_tokens=512, num_encode_sequences=1, encode_pairs=512 * 512)
     for _ in range(WINDOW_STEPS):
         drift.observe(replace(long, model_seconds=long.seconds))
-    drift.look()
+    drift.update()
     assert drift.capacity()["encode"][512] == pytest.approx(1700.0) and not stale, "a long text attends to more: that is no drift"
     for _ in range(WINDOW_STEPS):
         drift.observe(replace(long, seconds=2 * long.seconds, model_seconds=2 * long.seconds))
-    drift.look()
+    drift.update()
     assert drift.capacity()["encode"][512] == pytest.approx(850.0) and stale == ["told"]
     assert drift.roofline() == pytest.approx({"encode": 0.4, "encode_few": 0.2})

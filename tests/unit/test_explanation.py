@@ -10,14 +10,32 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from app.calibration import Calibration, Kept, key_of
-from app.explanation import Explained, explain, render_explained
-from app.hardware.decision import Measurements, Trial
-from app.hardware.facts import CudaDevice, Facts, Needs
-from app.hardware.plan import make_plan
-from app.settings import DEMO, Settings
+from app.cli.tables import (
+    PlanExplanation,
+    explain_plan,
+    render_explanation,
+)
+from app.hardware.decision import (
+    Measurements,
+    TrialTimes,
+)
+from app.hardware.facts import (
+    CudaDevice,
+    Facts,
+    Needs,
+)
+from app.hardware.plan.plan import make_plan
+from app.server.prepare import (
+    Calibration,
+    CalibrationFile,
+    calibration_key,
+)
+from app.settings import (
+    DEMO_DIRECTORY,
+    Settings,
+)
 from app.weights.checkpoint import open_checkpoint
-from app.weights.recipes import RECIPES
+from app.weights.forms import RECIPES
 from planned_machines import machine
 
 COLUMNS, LINES = 120, 45
@@ -31,12 +49,12 @@ NEEDS = Needs(
 SIZES = (16, 32, 64, 128, 256, 512)
 
 
-def trial(precision: str, speed: float, threads: int = 8, *, full: bool = False, int8_copy: bool = False) -> Trial:
+def trial(precision: str, speed: float, threads: int = 8, *, full: bool = False, int8_copy: bool = False) -> TrialTimes:
     """`speed` tokens a second at one sequence, four times that at eight, twenty times that of a prompt."""
     decode = {1: 1 / speed, 8: 2 / speed}
     more = {2: 1.1 / speed, 4: 1.5 / speed, 16: 3 / speed, 32: 5 / speed, 64: 9 / speed} if full else {}
     prefill = {size: size / (20 * speed) for size in (SIZES if full else (128,))}
-    return Trial(precision, threads, decode | more, prefill, 2e-7, 10**9, 2e9, int8_copy)
+    return TrialTimes(precision, threads, decode | more, prefill, 2e-7, 10**9, 2e9, int8_copy)
 
 
 MEASURED = Measurements(
@@ -62,8 +80,8 @@ TEXTS = {
 ENCODED = Measurements(
     50e9, {"bf16": 1e12, "int8": 3e12},
     (
-        Trial("bf16", 8, {}, {}, read_bytes=10**9, operations_per_token=6e8, encode_seconds=TEXTS),
-        Trial("int8", 8, {}, {}, encode_seconds={16: 16 / 800, 256: 256 / 2400}),
+        TrialTimes("bf16", 8, {}, {}, read_bytes=10**9, operations_per_token=6e8, encode_seconds=TEXTS),
+        TrialTimes("int8", 8, {}, {}, encode_seconds={16: 16 / 800, 256: 256 / 2400}),
     ),
     seconds=2.9,
 )  # fmt: skip
@@ -71,16 +89,16 @@ ENCODED = Measurements(
 
 def explained(
     measurements: Measurements | None, origin: str = "now", needs: Needs = NEEDS, host: Facts | None = None, **asked: str
-) -> Explained:
+) -> PlanExplanation:
     host = machine() if host is None else host
     plan = make_plan(host, measurements, Settings(**asked), needs, RECIPES.keys())
-    return Explained("a-model", host, needs, plan, measurements, origin)
+    return PlanExplanation("a-model", host, needs, plan, measurements, origin)
 
 
-def printed(what: Explained) -> str:
+def printed(what: PlanExplanation) -> str:
     console = Console(width=COLUMNS)
     with console.capture() as capture:
-        console.print(render_explained(what))
+        console.print(render_explanation(what))
     return capture.get()
 
 
@@ -95,7 +113,7 @@ def printed(what: Explained) -> str:
             precision="int4",
             int8_copy="on",
         ),
-        explained(dataclasses.replace(MEASURED, trials=(Trial("bf16", 8, {}, {}),))),
+        explained(dataclasses.replace(MEASURED, trials=(TrialTimes("bf16", 8, {}, {}),))),
         explained(ENCODED, needs=ENCODER),
         explained(None, needs=dataclasses.replace(ENCODER, kind="program", max_model_len=1, hidden_size=0)),
         explained(None, host=ON_GPU),
@@ -103,7 +121,7 @@ def printed(what: Explained) -> str:
         explained(None, host=ON_M1),
     ],
 )
-def test_it_is_one_screen(what: Explained) -> None:
+def test_it_is_one_screen(what: PlanExplanation) -> None:
     lines = printed(what).splitlines()
     assert len(lines) <= LINES
     assert max(len(line) for line in lines) <= COLUMNS
@@ -173,19 +191,21 @@ def test_measurements_that_were_not_believed_are_not_shown() -> None:
 
 
 def test_it_finds_what_an_earlier_start_measured(tmp_path: Path) -> None:
-    asked, host = Settings(model=DEMO, cache_dir=tmp_path, calibrate="auto"), machine(cores=2)
-    before = explain(asked, host)
-    assert before.measurements is None and f"armature calibrate --model {DEMO}" in before.origin
-    checkpoint = open_checkpoint(DEMO)
+    asked, host = Settings(model=DEMO_DIRECTORY, cache_dir=tmp_path, calibrate="auto"), machine(cores=2)
+    before = explain_plan(asked, host)
+    assert before.measurements is None and f"armature calibrate --model {DEMO_DIRECTORY}" in before.origin
+    checkpoint = open_checkpoint(DEMO_DIRECTORY)
     first = make_plan(host, None, asked, checkpoint.needs(), RECIPES.keys())
     timed = Measurements(trials=(trial("bf16", 900, threads=2, full=True),), seconds=1.2)
-    Kept(tmp_path, key_of(host, asked, first, checkpoint.model_config)).keep(Calibration(timed, time.time(), from_cache=False))
-    after = explain(asked, host)
+    CalibrationFile(tmp_path, calibration_key(host, asked, first, checkpoint.model_config)).write(
+        Calibration(timed, time.time(), from_cache=False)
+    )
+    after = explain_plan(asked, host)
     assert after.origin == "just now, in 1.2 s, with this model's shapes"
     assert after.plan.capacity_tokens_per_second.value["decode"][1] > 100
     fields = json.loads(json.dumps(after.to_json()))
     assert fields["measurements"]["trials"][0]["precision"] == "bf16" and fields["plan"]["threads"]["value"] == 2
-    off = explain(asked.model_copy(update={"calibrate": "off"}), host)
+    off = explain_plan(asked.model_copy(update={"calibrate": "off"}), host)
     assert off.measurements is None and "Asked for" in off.origin
 
 

@@ -8,8 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from app import garbage
-from app.garbage import MOST_NEW_OBJECTS, MOST_SECONDS, WHOLE_SECONDS, Garbage
+from app.metrics import step_monitor
+from app.metrics.step_monitor import (
+    FULL_COLLECTION_SECONDS,
+    MAX_NEW_OBJECTS,
+    MAX_SECONDS,
+    GcControl,
+)
 
 
 class Circle:
@@ -32,9 +37,9 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def tidy(clock: Clock) -> Iterator[Garbage]:
-    found = Garbage(clock)
-    found.settle()
+def tidy(clock: Clock) -> Iterator[GcControl]:
+    found = GcControl(clock)
+    found.freeze()
     yield found
     found.close()
     gc.unfreeze()
@@ -45,65 +50,65 @@ def dropped() -> weakref.ref[Circle]:
     return weakref.ref(Circle())
 
 
-def test_nothing_is_collected_in_a_step(tidy: Garbage) -> None:
-    tidy.hold()
+def test_nothing_is_collected_in_a_step(tidy: GcControl) -> None:
+    tidy.disable()
     circle = dropped()
     kept = [[number] for number in range(100 * gc.get_threshold()[0])]
     assert circle() is not None and tidy.collections == 0 and len(kept) > 0
-    tidy.release()
+    tidy.enable()
     kept += [[number] for number in range(2 * gc.get_threshold()[0])]
     assert circle() is None and tidy.collections > 0, "an idle engine leaves it to Python again"
 
 
-def test_between_steps_it_is_done_once_enough_has_come_together(tidy: Garbage) -> None:
-    tidy.hold()
+def test_between_steps_it_is_done_once_enough_has_come_together(tidy: GcControl) -> None:
+    tidy.disable()
     circle = dropped()
-    tidy.tidy()
+    tidy.collect_if_due()
     assert circle() is not None and tidy.collections == 0
-    kept = [[number] for number in range(MOST_NEW_OBJECTS)]
-    tidy.tidy()
+    kept = [[number] for number in range(MAX_NEW_OBJECTS)]
+    tidy.collect_if_due()
     assert circle() is None and tidy.collections == 1 and len(kept) > 0
-    tidy.tidy()
+    tidy.collect_if_due()
     assert tidy.collections == 1, "what lives is not looked through at every step"
 
 
-def test_a_busy_engine_waits_no_longer_than_a_second(tidy: Garbage, clock: Clock) -> None:
+def test_a_busy_engine_waits_no_longer_than_a_second(tidy: GcControl, clock: Clock) -> None:
     """A few objects may hold a large body."""
-    tidy.hold()
+    tidy.disable()
     circle = dropped()
-    clock.seconds += MOST_SECONDS
-    tidy.tidy()
+    clock.seconds += MAX_SECONDS
+    tidy.collect_if_due()
     assert circle() is None
 
 
-def test_what_outlived_a_collection_is_looked_through_once_a_minute(tidy: Garbage, clock: Clock) -> None:
-    tidy.hold()
+def test_what_outlived_a_collection_is_looked_through_once_a_minute(tidy: GcControl, clock: Clock) -> None:
+    tidy.disable()
     circle = Circle()
     seen = weakref.ref(circle)
     for _ in range(2):  # it grows old
-        clock.seconds += MOST_SECONDS
-        tidy.tidy()
+        clock.seconds += MAX_SECONDS
+        tidy.collect_if_due()
     del circle
-    clock.seconds += MOST_SECONDS
-    tidy.tidy()
+    clock.seconds += MAX_SECONDS
+    tidy.collect_if_due()
     assert seen() is not None
-    clock.seconds += WHOLE_SECONDS
-    tidy.tidy()
+    clock.seconds += FULL_COLLECTION_SECONDS
+    tidy.collect_if_due()
     assert seen() is None
 
 
-def test_what_was_loaded_is_not_looked_through(tidy: Garbage) -> None:
+def test_what_was_loaded_is_not_looked_through(tidy: GcControl) -> None:
     assert gc.get_freeze_count() > 0
 
 
 def test_its_time_is_counted_whoever_collects(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter(range(100))
-    heard = Garbage(lambda: float(next(ticks)))
-    heard.settle()
+    heard = GcControl(lambda: float(next(ticks)))
+    heard.freeze()
     gc.collect()
     assert (heard.collections, heard.seconds) == (1, 1.0)
     heard.close()
     gc.collect()
-    assert heard.collections == 1 and gc.isenabled() and heard._hear not in gc.callbacks
+    assert heard.collections == 1 and gc.isenabled() and heard._on_gc_event not in gc.callbacks
     gc.unfreeze()
-    assert garbage.MOST_SECONDS < garbage.WHOLE_SECONDS
+    assert step_monitor.MAX_SECONDS < step_monitor.FULL_COLLECTION_SECONDS

@@ -9,7 +9,6 @@ import pickle
 import pytest
 
 from app.errors import InvalidRequest
-from app.measured import Snapshot
 from app.messages import (
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
@@ -19,6 +18,7 @@ from app.messages import (
     SequenceFinished,
     TokensReady,
 )
+from app.metrics.stats import EngineSnapshot
 
 
 def test_the_defaults_are_neutral_and_valid() -> None:
@@ -77,7 +77,7 @@ def test_beams_and_choices_exclude_each_other() -> None:
     assert caught.value.field == "beam_width"
 
 
-@pytest.mark.parametrize("message", [Generate, TokensReady, SequenceFinished, RequestFailed, Snapshot, SamplingParams])
+@pytest.mark.parametrize("message", [Generate, TokensReady, SequenceFinished, RequestFailed, EngineSnapshot, SamplingParams])
 def test_messages_are_frozen(message: type) -> None:
     assert dataclasses.is_dataclass(message)
     assert message.__dataclass_params__.frozen  # type: ignore[attr-defined]
@@ -89,5 +89,5 @@ def test_messages_are_plain_enough_to_be_pickled() -> None:
 
 
 def test_usage_of_no_memory_is_nought() -> None:
-    assert Snapshot().kv_usage_ratio == 0.0
-    assert Snapshot(kv_used_tokens=1, kv_capacity_tokens=4).kv_usage_ratio == 0.25
+    assert EngineSnapshot().kv_usage_ratio == 0.0
+    assert EngineSnapshot(kv_used_tokens=1, kv_capacity_tokens=4).kv_usage_ratio == 0.25

@@ -11,12 +11,23 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from app.gauges import About, Place, throttled_seconds
-from app.measured import Snapshot, StepStats
 from app.messages import Timings
-from app.metrics import SECONDS, Api, Metrics
+from app.metrics.gauges import (
+    DeploymentInfo,
+    ServerInfo,
+    throttled_seconds,
+)
+from app.metrics.instruments import (
+    SECONDS_BUCKETS,
+    Api,
+    Metrics,
+)
+from app.metrics.stats import (
+    EngineSnapshot,
+    StepStats,
+)
 
-ABOUT = About("1.2", "demo", "cpu", "avx512", "bf16", "2.13.0")
+ABOUT = ServerInfo("1.2", "demo", "cpu", "avx512", "bf16", "2.13.0")
 
 
 class Clock:
@@ -48,25 +59,25 @@ def metrics(clock: Clock) -> Metrics:
 
 
 def tell_everything(metrics: Metrics) -> None:
-    metrics.about, metrics.place = ABOUT, Place(threads=2, hourly_price=0.36)
-    metrics.prompt(100, 40)
+    metrics.server_info, metrics.deployment = ABOUT, DeploymentInfo(threads=2, hourly_price=0.36)
+    metrics.prompt_tokens(100, 40)
     metrics.first_token(Timings(queue_seconds=0.02, prefill_seconds=0.1), 0.12)
-    metrics.completion(1)
+    metrics.completion_tokens(1)
     metrics.next_token(0.03)
-    metrics.completion(1)
+    metrics.completion_tokens(1)
     metrics.last_token(0.03)
     metrics.request_ended("chat", "stop", 0.15)
     metrics.refused("native")
     mixed = StepStats(0.05, prefill_tokens=30, decode_tokens=4, num_sequences=5, num_prefill_sequences=1, num_decode_sequences=4)
-    metrics.on_step(mixed, Snapshot())
-    metrics.on_step(StepStats(0.02, decode_tokens=4, num_sequences=4, num_decode_sequences=4), Snapshot())
+    metrics.on_step(mixed, EngineSnapshot())
+    metrics.on_step(StepStats(0.02, decode_tokens=4, num_sequences=4, num_decode_sequences=4), EngineSnapshot())
 
 
 def test_what_an_encoder_does_is_shown_by_its_phase(metrics: Metrics) -> None:
     metrics.on_step(
-        StepStats(0.0004, encode_tokens=50, num_sequences=3, num_encode_sequences=3, model_seconds=0.0003), Snapshot()
+        StepStats(0.0004, encode_tokens=50, num_sequences=3, num_encode_sequences=3, model_seconds=0.0003), EngineSnapshot()
     )
-    metrics.encoded(3, 50, Timings(queue_seconds=0.01, encode_seconds=0.02))
+    metrics.vectors_returned(3, 50, Timings(queue_seconds=0.01, encode_seconds=0.02))
     metrics.request_ended("embeddings", "stop", 0.03)
     seen = samples(metrics)
     expected = {
@@ -132,7 +143,7 @@ def test_everything_told_is_shown(metrics: Metrics) -> None:
 
 
 def test_gauges_are_the_last_snapshot_under_our_names_and_the_gateways(metrics: Metrics) -> None:
-    metrics.read_snapshot = lambda: Snapshot(num_running=3, num_waiting=5, kv_used_tokens=80, kv_capacity_tokens=320)
+    metrics.read_snapshot = lambda: EngineSnapshot(num_running=3, num_waiting=5, kv_used_tokens=80, kv_capacity_tokens=320)
     metrics.predict_wait = lambda: 1.5
     seen = samples(metrics)
     for ours, theirs, value in (
@@ -162,13 +173,13 @@ def test_what_is_not_known_is_absent(metrics: Metrics) -> None:
 
 
 def test_cost_is_hours_times_price_and_a_million_tokens_at_this_speed(metrics: Metrics, clock: Clock) -> None:
-    metrics.about, metrics.place = ABOUT, Place(hourly_price=0.36)
+    metrics.server_info, metrics.deployment = ABOUT, DeploymentInfo(hourly_price=0.36)
     cost = "llm_cost_per_million_tokens{cost_basis=allocation,model_name=demo}"
     assert cost not in samples(metrics)
     for _ in range(50):
         clock.seconds += 1
-        metrics.prompt(60, 0)
-        metrics.completion(40)
+        metrics.prompt_tokens(60, 0)
+        metrics.completion_tokens(40)
     seen = samples(metrics)
     assert seen["armature_cost_dollars_total"] == pytest.approx(0.36 * 50 / 3600)
     assert seen[cost] == pytest.approx(0.36 / 3600 / 100 * 1e6, rel=0.03)
@@ -176,10 +187,10 @@ def test_cost_is_hours_times_price_and_a_million_tokens_at_this_speed(metrics: M
 
 
 def test_a_million_vectors_cost_what_the_machine_does_while_they_are_made(metrics: Metrics, clock: Clock) -> None:
-    metrics.about, metrics.place = ABOUT, Place(hourly_price=0.72)
+    metrics.server_info, metrics.deployment = ABOUT, DeploymentInfo(hourly_price=0.72)
     for _ in range(50):
         clock.seconds += 1
-        metrics.encoded(20, 400, Timings(queue_seconds=0.01, encode_seconds=0.02))
+        metrics.vectors_returned(20, 400, Timings(queue_seconds=0.01, encode_seconds=0.02))
     seen = samples(metrics)
     assert seen["armature_cost_per_million_vectors"] == pytest.approx(0.72 / 3600 / 20 * 1e6, rel=0.03)
     cost = seen["llm_cost_per_million_tokens{cost_basis=allocation,model_name=demo}"]
@@ -199,7 +210,7 @@ def test_throttled_time_of_both_kinds_of_control_group(text: str, seconds: float
     (tmp_path / "cpu.stat").write_text(text)
     assert throttled_seconds(tmp_path / "cpu.stat") == seconds
     metrics = Metrics()
-    metrics.place = Place(cpu_quota_cores=1.5, cpu_stat=tmp_path / "cpu.stat")
+    metrics.deployment = DeploymentInfo(cpu_quota_cores=1.5, cpu_stat=tmp_path / "cpu.stat")
     assert samples(metrics).get("process_cgroup_cpu_throttled_seconds_total") == seconds
 
 
@@ -209,9 +220,9 @@ def test_a_control_group_that_went_away_is_absent(tmp_path: Path) -> None:
 
 
 def test_buckets_tell_half_a_millisecond_from_less_and_reach_to_ten_minutes() -> None:
-    assert SECONDS[0] < 0.0001 < 0.0005 == SECONDS[4]
-    assert SECONDS[-1] >= 600
-    assert all(1.59 < high / low < 1.61 for low, high in itertools.pairwise(SECONDS))
+    assert SECONDS_BUCKETS[0] < 0.0001 < 0.0005 == SECONDS_BUCKETS[4]
+    assert SECONDS_BUCKETS[-1] >= 600
+    assert all(1.59 < high / low < 1.61 for low, high in itertools.pairwise(SECONDS_BUCKETS))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.quantiles import RecentQuantiles, RecentRate
+from app.metrics.quantiles import (
+    RecentQuantiles,
+    RecentRate,
+)
 
 QUANTILES = (0.5, 0.9, 0.99)
 

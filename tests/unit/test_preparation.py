@@ -13,19 +13,33 @@ from typing import Any
 
 import pytest
 
-from app import preparation
-from app.calibration import Calibration
-from app.cli import main
+from app.cli.main import main
 from app.errors import PlanImpossible
-from app.hardware.decision import Measurements, Trial
+from app.hardware.decision import (
+    Measurements,
+    TrialTimes,
+)
 from app.hardware.facts import TorchBuild
-from app.hardware.step_seconds import StepSeconds
-from app.preparation import Prepared, budget_for, looked_up, subject
-from app.settings import DEMO, Settings
-from app.weights.checkpoint import Checkpoint, open_checkpoint
+from app.hardware.step_times import StepTimeTable
+from app.server import prepare
+from app.server.prepare import (
+    Calibration,
+    Prepared,
+    measurement_subject,
+    measuring_budget_seconds,
+    with_kept_calibration,
+)
+from app.settings import (
+    DEMO_DIRECTORY,
+    Settings,
+)
+from app.weights.checkpoint import (
+    Checkpoint,
+    open_checkpoint,
+)
 from planned_machines import machine
 
-TRIAL = Trial("bf16", 8, {1: 0.02, 8: 0.03}, {64: 0.1, 512: 0.7}, 1e-7, 10**9, 2e9, pair_seconds=1e-8)
+TRIAL = TrialTimes("bf16", 8, {1: 0.02, 8: 0.03}, {64: 0.1, 512: 0.7}, 1e-7, 10**9, 2e9, pair_seconds=1e-8)
 FOUND = Measurements(5e10, {"bf16": 8e11}, (TRIAL,), 48, 2.5)
 
 
@@ -36,7 +50,7 @@ def _nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint() -> Checkpoint:
-    return open_checkpoint(DEMO)
+    return open_checkpoint(DEMO_DIRECTORY)
 
 
 def measure_of(found: Measurements, asked: list[float]) -> Callable[..., Measurements]:
@@ -51,13 +65,15 @@ def measure_of(found: Measurements, asked: list[float]) -> Callable[..., Measure
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """Budgets of all measurements that were made; each finds `FOUND`, at the threads of the machine."""
     budgets: list[float] = []
-    monkeypatch.setattr("app.engine.measuring.measure", measure_of(FOUND, budgets))
+    monkeypatch.setattr("app.engine.calibration.measure.measure_machine", measure_of(FOUND, budgets))
     yield budgets
 
 
 def start(tmp_path: Path, checkpoint: Checkpoint, **settings: Any) -> Prepared:
     facts = machine(torch=TorchBuild("2.13.0"))
-    return preparation.calibrate(looked_up(facts, Settings(cache_dir=tmp_path, **settings), checkpoint), lambda stage: None)
+    return prepare.calibrate(
+        with_kept_calibration(facts, Settings(cache_dir=tmp_path, **settings), checkpoint), lambda stage: None
+    )
 
 
 def test_the_second_start_reads_what_the_first_measured(tmp_path: Path, checkpoint: Checkpoint, asked: list[float]) -> None:
@@ -66,7 +82,7 @@ def test_the_second_start_reads_what_the_first_measured(tmp_path: Path, checkpoi
     assert first.calibration is not None and second.calibration is not None
     assert (first.calibration.from_cache, second.calibration.from_cache) == (False, True)
     assert first.plan == second.plan
-    assert second.step_seconds == StepSeconds.of(TRIAL)
+    assert second.step_time_table == StepTimeTable.from_trial(TRIAL)
 
 
 def test_on_measures_at_every_start_and_off_never(tmp_path: Path, checkpoint: Checkpoint, asked: list[float]) -> None:
@@ -74,14 +90,14 @@ def test_on_measures_at_every_start_and_off_never(tmp_path: Path, checkpoint: Ch
         start(tmp_path, checkpoint, calibrate="on")
     assert len(asked) == 2
     off = start(tmp_path, checkpoint, calibrate="off")
-    assert (len(asked), off.calibration, off.step_seconds) == (2, None, None)
+    assert (len(asked), off.calibration, off.step_time_table) == (2, None, None)
 
 
 def test_a_small_model_is_measured_for_a_moment(checkpoint: Checkpoint, tmp_path: Path, asked: list[float]) -> None:
     start(tmp_path, checkpoint)
-    assert asked == [preparation.SMALL_BUDGET_SECONDS]
+    assert asked == [prepare.SMALL_BUDGET_SECONDS]
     large = dataclasses.replace(checkpoint, tensors={name: _larger(entry) for name, entry in checkpoint.tensors.items()})
-    assert budget_for(large) == preparation.BUDGET_SECONDS
+    assert measuring_budget_seconds(large) == prepare.BUDGET_SECONDS
 
 
 def _larger(entry: Any) -> Any:
@@ -94,11 +110,11 @@ def test_a_measurement_ends_no_start(
     def fail(what: Any, budget: float, report: Any) -> Measurements:
         raise PlanImpossible("no address space")
 
-    monkeypatch.setattr("app.engine.measuring.measure", fail)
+    monkeypatch.setattr("app.engine.calibration.measure.measure_machine", fail)
     with caplog.at_level(logging.WARNING):
         served = start(tmp_path, checkpoint)
     assert "no address space" in caplog.text
-    assert (served.is_final, served.step_seconds) == (True, None)
+    assert (served.is_final, served.step_time_table) == (True, None)
     assert start(tmp_path, checkpoint).calibration != served.calibration, "nothing was kept of it"
 
 
@@ -111,7 +127,9 @@ def test_what_was_measured_beside_other_work_serves_one_start(
         prompts = {size: seconds / gain for size, seconds in TRIAL.prefill_seconds.items()}
         fewer = dataclasses.replace(TRIAL, threads=7, decode_seconds=quicker, prefill_seconds=prompts)
         budgets: list[float] = []
-        monkeypatch.setattr("app.engine.measuring.measure", measure_of(Measurements(trials=(TRIAL, fewer)), budgets))
+        monkeypatch.setattr(
+            "app.engine.calibration.measure.measure_machine", measure_of(Measurements(trials=(TRIAL, fewer)), budgets)
+        )
         for _ in range(2):
             assert start(tmp_path / str(gain), checkpoint).plan.threads.value == 7
         assert len(budgets) == times, gain
@@ -125,9 +143,9 @@ def test_every_precision_that_may_be_chosen_is_a_way(tmp_path: Path, checkpoint:
         monkey = pytest.MonkeyPatch()
         with monkey.context() as patch:
             patch.setattr(Checkpoint, "needs", lambda self: needs)
-            made = subject(looked_up(facts, Settings(cache_dir=tmp_path, **settings), checkpoint))
-        assert (made.copy is not None) == ("int4" in [way.precision.value for way in made.ways])
-        return [way.precision.value for way in made.ways]
+            made = measurement_subject(with_kept_calibration(facts, Settings(cache_dir=tmp_path, **settings), checkpoint))
+        assert (made.copy is not None) == ("int4" in [way.precision.value for way in made.plans])
+        return [way.precision.value for way in made.plans]
 
     assert ways(large=True) == ["bf16", "int8", "int4"]
     assert ways(large=False) == ["bf16"]
@@ -141,7 +159,7 @@ def test_threads_that_may_serve(
     tmp_path: Path, checkpoint: Checkpoint, cores: int, asked_for: Any, counts: tuple[int, ...]
 ) -> None:
     settings = Settings(cache_dir=tmp_path, threads=asked_for)
-    assert subject(looked_up(machine(cores=cores), settings, checkpoint)).threads == counts
+    assert measurement_subject(with_kept_calibration(machine(cores=cores), settings, checkpoint)).threads == counts
 
 
 @pytest.mark.parametrize(("found", "status"), [(FOUND, 0), (Measurements(fallback="the machine is too busy"), 1)])
@@ -150,12 +168,12 @@ def test_the_command_measures_now_and_says_what_follows(
 ) -> None:
     budgets: list[float] = []
     monkeypatch.setattr(os, "environ", dict(os.environ))  # what thread pools would read is not for other tests
-    monkeypatch.setattr("app.engine.measuring.measure", measure_of(found, budgets))
+    monkeypatch.setattr("app.engine.calibration.measure.measure_machine", measure_of(found, budgets))
     assert main(["calibrate", "--json", f"--cache-dir={tmp_path}"]) == status
     out, told = capsys.readouterr()
     assert json.loads(out)["measurements"]["fallback"] == found.fallback
     assert found.fallback in told
-    assert budgets == [preparation.PATIENT_SECONDS]
+    assert budgets == [prepare.CALIBRATE_COMMAND_SECONDS]
     assert len(list(tmp_path.rglob("*.json"))) == 1 - status
 
 
@@ -164,7 +182,7 @@ def test_ctrl_c_ends_it_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr("app.engine.measuring.measure", interrupted)
+    monkeypatch.setattr("app.engine.calibration.measure.measure_machine", interrupted)
     assert main(["calibrate", f"--cache-dir={tmp_path}"]) == 130
     assert not list(tmp_path.rglob("*"))
 

@@ -9,9 +9,23 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from app.hardware.facts import Cgroup, Core, Cpu, CudaDevice, Facts, HugePages, NumaNode, PowerCounter, PowerMeter, TorchBuild
-from app.hardware.plan import make_plan
-from app.report import cpu_ranges, render_probe
+from app.cli.tables import (
+    format_cpu_ranges,
+    render_probe,
+)
+from app.hardware.facts import (
+    Cgroup,
+    Core,
+    Cpu,
+    CudaDevice,
+    Facts,
+    HugePages,
+    NumaNode,
+    PowerCounter,
+    PowerMeter,
+    TorchBuild,
+)
+from app.hardware.plan.plan import make_plan
 from app.settings import Settings
 
 RECIPES = [("cpu", "x86_64", "bf16"), ("cpu", "x86_64", "fp32")]
@@ -104,4 +118,4 @@ def test_the_json_is_json() -> None:
 
 @pytest.mark.parametrize(("cpus", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 8], "0-2,8"), ([1, 3, 5, 6], "1,3,5-6")])
 def test_cpu_ranges(cpus: list[int], text: str) -> None:
-    assert cpu_ranges(cpus) == text
+    assert format_cpu_ranges(cpus) == text

@@ -9,21 +9,24 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from app.admission import Admission
-from app.errors import Overloaded, RequestError, StepFailed
-from app.hardware.step_seconds import StepSeconds
-from app.hardware.tempo import Tempo
-from app.measured import Snapshot
+from app.errors import (
+    Overloaded,
+    RequestError,
+    StepFailed,
+)
+from app.hardware.step_times import StepTimes, StepTimeTable
 from app.messages import RequestFailed
-from app.service import Service
-from app.waiting import first_token_seconds
+from app.metrics.stats import EngineSnapshot
+from app.service.admission import Admission
+from app.service.service import Service
+from app.service.wait_estimate import first_token_seconds
 from fake_worker import LIMITS, Client, finished, request, serving, tokens
 
 # Ten milliseconds a token of a prompt; decodes cost nothing to speak of, and wait for as long as anybody likes.
-TEMPO = Tempo(StepSeconds(((1, 1e-5), (8, 1e-5)), ((1, 0.01), (1000, 10.0))), max_tokens=10**6, target_seconds=1e9)
+TEMPO = StepTimes(StepTimeTable(((1, 1e-5), (8, 1e-5)), ((1, 0.01), (1000, 10.0))), max_tokens=10**6, target_seconds=1e9)
 
 
-def admission(snapshot: Snapshot, max_running: int = 2, max_waiting: int = 1) -> Admission:
+def admission(snapshot: EngineSnapshot, max_running: int = 2, max_waiting: int = 1) -> Admission:
     made = Admission(lambda: snapshot, clock=lambda: 3.0)
     made.max_running, made.max_waiting = max_running, max_waiting
     return made
@@ -67,12 +70,12 @@ def _whole(name: str, n: int) -> list[Any]:
 
 
 def test_nothing_is_predicted_before_it_is_measured() -> None:
-    assert admission(Snapshot(num_waiting=9)).predicted_wait_seconds() is None
-    assert admission(Snapshot(num_waiting=9)).retry_after_seconds() == 1
+    assert admission(EngineSnapshot(num_waiting=9)).predicted_wait_seconds() is None
+    assert admission(EngineSnapshot(num_waiting=9)).retry_after_seconds() == 1
 
 
 def test_who_arrives_waits_for_the_prompts_before_it() -> None:
-    made = admission(Snapshot(tempo=TEMPO), max_running=9)
+    made = admission(EngineSnapshot(step_times=TEMPO), max_running=9)
     assert made.predicted_wait_seconds() == pytest.approx(1.28), "a guess of its length, where nobody came yet"
     assert made.send(100) == pytest.approx(1.0)
     assert made.send(50) == pytest.approx(1.5, rel=0.02)
@@ -82,39 +85,39 @@ def test_who_arrives_waits_for_the_prompts_before_it() -> None:
 
 
 def test_a_snapshot_knows_of_whoever_was_sent_before_it() -> None:
-    snapshots = [Snapshot(tempo=TEMPO)]
+    snapshots = [EngineSnapshot(step_times=TEMPO)]
     made = Admission(lambda: snapshots[-1], clock=lambda: 3.0)
     made.max_running = 9
     made.send(1000)
     assert made.send(10) == pytest.approx(10.1, rel=0.01)
-    snapshots.append(Snapshot(stepped_at=3.0, tempo=TEMPO))
+    snapshots.append(EngineSnapshot(stepped_at=3.0, step_times=TEMPO))
     assert made.send(10) == pytest.approx(0.1)
 
 
 def test_a_crowd_between_two_steps_is_reckoned_with_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    def counted_seconds(now: Snapshot, newcomers: list[Any], *rest: Any) -> float | None:
+    def counted_seconds(now: EngineSnapshot, newcomers: list[Any], *rest: Any) -> float | None:
         asked.append(len(newcomers))
         return first_token_seconds(now, newcomers, *rest)
 
-    monkeypatch.setattr("app.admission.first_token_seconds", counted_seconds)
-    made = admission(Snapshot(tempo=TEMPO), max_running=9)
+    monkeypatch.setattr("app.service.admission.first_token_seconds", counted_seconds)
+    made = admission(EngineSnapshot(step_times=TEMPO), max_running=9)
     waits = [round(made.send(10) or 0.0, 6) for _ in range(320)]
     assert len(asked) < 40
     assert waits == sorted(waits)
-    for busy in (made, admission(Snapshot(rows=((1, 9),), tempo=TEMPO))):
+    for busy in (made, admission(EngineSnapshot(rows=((1, 9),), step_times=TEMPO))):
         for _ in range(500):
             busy.retry_after_seconds()
     assert len(asked) < 42, "who is refused is told what was worked out for others"
 
 
 def test_retry_after_has_an_end() -> None:
-    assert admission(Snapshot(queue=(10**6,), tempo=TEMPO)).retry_after_seconds() == 600
+    assert admission(EngineSnapshot(queue=(10**6,), step_times=TEMPO)).retry_after_seconds() == 600
 
 
 def test_a_place_is_free_again_after_an_error() -> None:
-    made = admission(Snapshot(), max_running=1, max_waiting=0)
+    made = admission(EngineSnapshot(), max_running=1, max_waiting=0)
     with pytest.raises(StepFailed), made.permit():
         raise StepFailed("no")
     with made.permit(), pytest.raises(Overloaded), made.permit():
@@ -162,7 +165,7 @@ async def test_every_request_is_counted_once_by_how_it_ended() -> None:
 
 async def test_the_metrics_see_the_worker_and_the_prediction() -> None:
     async with serving() as (service, worker, _):
-        worker.snapshot = Snapshot(num_running=1, num_waiting=2, tempo=TEMPO)
+        worker.snapshot = EngineSnapshot(num_running=1, num_waiting=2, step_times=TEMPO)
         seen = counted(service)
         assert (seen["armature_requests_waiting"], seen["armature_predicted_wait_seconds"]) == (2, pytest.approx(1.28))
         assert service.snapshot is worker.snapshot

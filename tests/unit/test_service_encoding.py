@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from app.computing import TOKEN_BYTES
-from app.encoding import EncodingRequest, InferenceRequest
 from app.errors import (
     ContextLengthExceeded,
     InvalidRequest,
@@ -20,12 +18,33 @@ from app.errors import (
     StepFailed,
     WrongModelKind,
 )
-from app.messages import Abort, ArraysReady, Infer, Signature, TensorSpec, Text
-from app.metrics import Metrics
-from app.reading_texts import MAX_HIDDEN_BYTES, MAX_TEXTS, SHORT_CHARACTERS, is_short, read_texts
-from app.scores import floats
-from app.served import ServedEncoder, ServedProgram
-from app.service import Service
+from app.messages import (
+    Abort,
+    ArraysReady,
+    Infer,
+    Signature,
+    TensorSpec,
+    Text,
+)
+from app.metrics.instruments import Metrics
+from app.service.encode import TOKEN_BYTES
+from app.service.inputs import (
+    MAX_HIDDEN_BYTES,
+    MAX_TEXTS,
+    SHORT_CHARACTERS,
+    is_short,
+    tokenize_texts,
+)
+from app.service.requests import (
+    EncodingRequest,
+    InferenceRequest,
+)
+from app.service.served_model import (
+    ServedEncoder,
+    ServedProgram,
+    to_numpy,
+)
+from app.service.service import Service
 from fake_encoder import CLASSIFIER, CONFIG, LIMITS, PROMPTED, SIZE, TIMINGS, array, encoding, ids_of, tokenizer, vector
 from fake_worker import FakeWorker, serving
 from fake_worker import request as generation
@@ -49,10 +68,10 @@ async def test_texts_pairs_and_ids_go_to_the_worker_and_vectors_come_back_in_ord
         (order,) = worker.encodes
         assert order.texts == (*ids_of("the fox", ("hello", "world")), Text((2, 9, 3)), *ids_of("said " * 4))
         assert (order.outputs, order.normalize, order.dimensions, order.arrived_at) == (("embedding",), False, 3, 100.0)
-        assert floats(encoded.arrays["embedding"]).tolist() == [vector(text)[:3] for text in order.texts]
+        assert to_numpy(encoded.arrays["embedding"]).tolist() == [vector(text)[:3] for text in order.texts]
         assert (encoded.timings, encoded.lengths) == (TIMINGS, tuple(len(text.token_ids) for text in order.texts))
         assert encoded.usage.prompt_tokens == sum(encoded.lengths)
-        assert (service.num_open, service._desk.admission.num_held_bytes, worker.aborts) == (0, 0, [])
+        assert (service.num_open, service._pipeline.admission.num_held_bytes, worker.aborts) == (0, 0, [])
         assert counted(service, 'armature_requests_total{api="native",outcome="stop"}') == 1
         assert counted(service, 'armature_tokens_total{kind="prompt"}') == sum(encoded.lengths)
 
@@ -100,14 +119,14 @@ async def test_what_is_refused_reaches_no_batch(given: dict[str, Any], kind: typ
 
 
 @pytest.mark.parametrize("keeps_end", [False, True])
-async def test_too_long_a_text_is_cut_where_that_is_asked_for(keeps_end: bool) -> None:
+async def test_too_long_a_text_is_cut_where_that_is_asked_for(truncate_left: bool) -> None:
     async with encoding() as (service, worker, _):
-        await service.encode(wanted(LONG * 2, Text(tuple(range(20))), truncate=True, keeps_end=keeps_end))
+        await service.encode(wanted(LONG * 2, Text(tuple(range(20))), truncate=True, truncate_left=truncate_left))
         text, own = worker.encodes[0].texts
-        whole = tokenizer().texts([LONG * 2])[0].token_ids
-        kept = whole[-15:-1] if keeps_end else whole[1:15]
+        whole = tokenizer().encode_texts([LONG * 2])[0].token_ids
+        kept = whole[-15:-1] if truncate_left else whole[1:15]
         assert text.token_ids == (whole[0], *kept, whole[-1])
-        assert own.token_ids == tuple(range(20))[slice(-16, None) if keeps_end else slice(16)]
+        assert own.token_ids == tuple(range(20))[slice(-16, None) if truncate_left else slice(16)]
 
 
 async def test_hidden_states_beyond_what_an_answer_holds_are_refused() -> None:
@@ -115,9 +134,9 @@ async def test_hidden_states_beyond_what_an_answer_holds_are_refused() -> None:
         served = service.encoder
         wide = ServedEncoder("wide", served.limits, served.tokenizer, replace(CONFIG, hidden_size=MAX_HIDDEN_BYTES // 4 // 5))
         fits, too_much = wanted("a b", outputs=("last_hidden_state",)), wanted("a b c d", outputs=("last_hidden_state",))
-        assert len(read_texts(wide, fits)) == 1
+        assert len(tokenize_texts(wide, fits)) == 1
         with pytest.raises(InvalidRequest, match="send fewer"):
-            read_texts(wide, too_much)
+            tokenize_texts(wide, too_much)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +185,7 @@ async def test_who_leaves_is_forgotten_and_who_waits_too_long_is_told() -> None:
         with pytest.raises(RequestTimeout):
             await late
         assert [abort.reason for abort in worker.aborts] == ["aborted", "timeout"]
-        assert (service.num_open, service._desk.post._open) == (0, {})
+        assert (service.num_open, service._pipeline.post._callbacks) == (0, {})
         worker.answer(worker.encodes[0])  # nobody listens any more
 
 
@@ -177,7 +196,7 @@ async def test_an_answer_and_the_end_of_its_time_in_one_turn_are_one_answer() ->
         while not worker.encodes:
             await asyncio.sleep(0)
         worker.answer(worker.encodes[0])
-        service._desk.post._expire(worker.encodes[0].request_id, _Place())  # type: ignore[arg-type]
+        service._pipeline.post._expire(worker.encodes[0].request_id, _Place())  # type: ignore[arg-type]
         with pytest.raises(RequestTimeout):
             await answer
         assert worker.aborts == [Abort(worker.encodes[0].request_id, "timeout")]
@@ -193,12 +212,12 @@ async def test_places_and_bytes_are_counted() -> None:
         first = asyncio.ensure_future(service.encode(wanted("a")))
         while not worker.encodes:
             await asyncio.sleep(0)
-        held = service._desk.admission.num_held_bytes
+        held = service._pipeline.admission.num_held_bytes
         assert held == 3 * TOKEN_BYTES + 4 * SIZE, "ids and a vector"
-        service._desk.admission.num_held_bytes = LIMITS.max_held_bytes - 1
+        service._pipeline.admission.num_held_bytes = LIMITS.max_held_bytes - 1
         with pytest.raises(Overloaded, match="Open requests and their responses hold 256 MiB"):
             await service.encode(wanted("a"))
-        service._desk.admission.num_held_bytes = held
+        service._pipeline.admission.num_held_bytes = held
         second = asyncio.ensure_future(service.encode(wanted("a")))
         while len(worker.encodes) < 2:
             await asyncio.sleep(0)
@@ -207,7 +226,7 @@ async def test_places_and_bytes_are_counted() -> None:
         for order in worker.encodes:
             worker.answer(order)
         await asyncio.gather(first, second)
-        assert (service.num_open, service._desk.admission.num_held_bytes) == (0, 0)
+        assert (service.num_open, service._pipeline.admission.num_held_bytes) == (0, 0)
 
 
 async def test_hidden_states_asked_by_many_are_bounded_together() -> None:
@@ -218,18 +237,18 @@ async def test_hidden_states_asked_by_many_are_bounded_together() -> None:
         open_ones = [asyncio.ensure_future(service.encode(asked)) for _ in range(3)]
         while len(worker.encodes) < 3:
             await asyncio.sleep(0)
-        assert service._desk.admission.num_held_bytes == 3 * 3 * (TOKEN_BYTES + 4 * SIZE), "a row for each token"
+        assert service._pipeline.admission.num_held_bytes == 3 * 3 * (TOKEN_BYTES + 4 * SIZE), "a row for each token"
         with pytest.raises(Overloaded, match="MiB more exceed the limit") as refused:
             await service.encode(asked)
         assert refused.value.retry_after_seconds
         for order in worker.encodes:
             worker.answer(order)
         await asyncio.gather(*open_ones)
-        assert service._desk.admission.num_held_bytes == 0
+        assert service._pipeline.admission.num_held_bytes == 0
         again = asyncio.ensure_future(service.encode(wanted(*("a",) * 9, outputs=("last_hidden_state",))))
         while len(worker.encodes) < 4:
             await asyncio.sleep(0)
-        assert service._desk.admission.num_held_bytes > limits.max_held_bytes, "alone a request has the size that it has"
+        assert service._pipeline.admission.num_held_bytes > limits.max_held_bytes, "alone a request has the size that it has"
         worker.answer(worker.encodes[-1])
         await again
 
@@ -272,16 +291,16 @@ async def test_a_programs_tensors_go_to_the_worker_and_its_outputs_come_back() -
 
     def answered(command: object) -> None:
         assert isinstance(command, Infer)
-        held.append(service._desk.admission.num_held_bytes)
+        held.append(service._pipeline.admission.num_held_bytes)
         service.on_events([ArraysReady(command.request_id, {"y": made}, TIMINGS, 3)])
 
-    worker.refuse = answered
+    worker.send_error = answered
     asked = InferenceRequest({"x": given}, ("y",), "oip", "r")
     inferred = await service.infer(asked)
     assert (inferred.arrays, inferred.timings) == ({"y": made}, TIMINGS)
     (order,) = worker.commands
     assert held == [3 * 2 * 4 + 3 * 1 * 4], "what came and what goes"
-    assert service._desk.admission.num_held_bytes == 0
+    assert service._pipeline.admission.num_held_bytes == 0
     assert isinstance(order, Infer) and (order.inputs, order.outputs) == ({"x": given}, ("y",))
     assert (counted(service, "armature_vectors_total"), service.num_open) == (3, 0)
     with pytest.raises(WrongModelKind, match="infer"):

@@ -11,13 +11,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.errors import NotReady, RequestTimeout, ServiceStopping, StepFailed
-from app.generation import Accepted, ChoiceFinished, Piece, TextDelta
-from app.messages import Abort, Command, Event, Generate, RequestFailed, TokensReady
+from app.errors import (
+    NotReady,
+    RequestTimeout,
+    ServiceStopping,
+    StepFailed,
+)
+from app.messages import (
+    Abort,
+    Command,
+    Event,
+    Generate,
+    RequestFailed,
+    TokensReady,
+)
+from app.service.requests import (
+    Accepted,
+    ChoiceFinished,
+    StreamEvent,
+    TextDelta,
+)
 from fake_worker import LIMITS, Client, finished, request, serving, tokenizer, tokens
 
 
-def ends(pieces: list[Piece]) -> list[tuple[int, str, object]]:
+def ends(pieces: list[StreamEvent]) -> list[tuple[int, str, object]]:
     return [(piece.choice, piece.reason, piece.matched_stop) for piece in pieces if isinstance(piece, ChoiceFinished)]
 
 
@@ -76,7 +93,7 @@ async def test_out_of_time_with_nothing_is_an_error() -> None:
 
 async def test_out_of_time_with_something_is_an_answer() -> None:
     async with serving() as (service, worker, clock):
-        worker.refuse = lambda command: (
+        worker.send_error = lambda command: (
             service.on_events(tokens(command.request_id, "x hello")) if isinstance(command, Generate) else None
         )
         client = Client(service, request(params={"stop": ("hello!",), "n": 2}))
@@ -203,11 +220,11 @@ async def test_a_mailbox_that_is_closed_refuses_before_anything_is_accepted() ->
             raise ServiceStopping("The server is stopping.")
 
     async with serving() as (service, worker, _):
-        worker.refuse = closed
+        worker.send_error = closed
         client = Client(service, request())
         with pytest.raises(ServiceStopping):
             await client.over()
-        assert (client.pieces, service.num_open) == ([], 0)
+        assert (client.chunks, service.num_open) == ([], 0)
 
 
 async def test_words_after_the_loop_has_ended_are_lost_without_harm() -> None:
@@ -258,17 +275,17 @@ async def _play(script: list[tuple[str, int, str]], n: int) -> None:
         if not client.task.done():
             service.on_events([finished(name, choice=choice) for choice in range(n)])
         await asyncio.wait([client.task])
-        over = [piece.choice for piece in client.pieces if isinstance(piece, ChoiceFinished)]
+        over = [piece.choice for piece in client.chunks if isinstance(piece, ChoiceFinished)]
         assert len(over) == len(set(over)) <= n
-        after_the_end = [p for p in client.pieces if isinstance(p, TextDelta) and p.choice in over and _later(client.pieces, p)]
+        after_the_end = [p for p in client.chunks if isinstance(p, TextDelta) and p.choice in over and _later(client.chunks, p)]
         assert not after_the_end
         complete = len(over) == n
         assert complete == (client.error is None and not client.task.cancelled())
         assert len([abort for abort in worker.aborts if abort.choice is None]) == (not complete)
-        assert (service.num_open, service._desk.post._open) == (0, {})
+        assert (service.num_open, service._pipeline.post._callbacks) == (0, {})
 
 
-def _later(pieces: list[Piece], delta: TextDelta) -> bool:
+def _later(pieces: list[StreamEvent], delta: TextDelta) -> bool:
     """True where the delta comes after its choice has ended."""
     end = next(place for place, piece in enumerate(pieces) if isinstance(piece, ChoiceFinished) and piece.choice == delta.choice)
     return next(place for place, piece in enumerate(pieces) if piece is delta) > end

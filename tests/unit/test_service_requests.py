@@ -9,9 +9,27 @@ from typing import Any
 
 import pytest
 
-from app.errors import ContextLengthExceeded, InvalidRequest, NotReady, RequestError, ServiceStopping, UnsupportedParameter
-from app.generation import Accepted, ChoiceFinished, ScoredToken, TextDelta, Usage
-from app.messages import SequenceFinished, Timings, TokenLogprob, TokensReady
+from app.errors import (
+    ContextLengthExceeded,
+    InvalidRequest,
+    NotReady,
+    RequestError,
+    ServiceStopping,
+    UnsupportedParameter,
+)
+from app.messages import (
+    SequenceFinished,
+    Timings,
+    TokenLogprob,
+    TokensReady,
+)
+from app.service.requests import (
+    Accepted,
+    ChoiceFinished,
+    ScoredToken,
+    TextDelta,
+    Usage,
+)
 from fake_worker import LIMITS, TIMINGS, Client, FakeWorker, finished, request, serving, tokenizer, tokens
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from app.generation import ChoiceFinished
 from app.messages import TokensReady
+from app.service.requests import ChoiceFinished
 from fake_worker import Client, finished, request, serving, tokens
 
 

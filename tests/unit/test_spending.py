@@ -9,15 +9,28 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from app.gauges import Place
-from app.hardware.energy import Energy, Spent
-from app.hardware.facts import CudaDevice, PowerCounter, PowerMeter
-from app.hardware.files import Files
-from app.hardware.meters import Counted, Modelled
-from app.measured import Snapshot, StepStats
+from app.hardware.energy import (
+    EnergyAccount,
+    EnergyReport,
+)
+from app.hardware.facts import (
+    CudaDevice,
+    PowerCounter,
+    PowerMeter,
+)
+from app.hardware.power_meters import (
+    CounterMeter,
+    ModelledMeter,
+)
+from app.hardware.probe.host_files import HostFiles
 from app.messages import Timings
-from app.metrics import Metrics
-from app.spending import Spending
+from app.metrics.gauges import DeploymentInfo
+from app.metrics.instruments import Metrics
+from app.metrics.power_monitor import PowerMonitor
+from app.metrics.stats import (
+    EngineSnapshot,
+    StepStats,
+)
 
 RAPL = PowerMeter("rapl", (PowerCounter("package-0", "/energy_uj", "energy", 1_000_000_000),), "The processor's own counters.")
 NONE = PowerMeter(reason="No power zones.")
@@ -44,7 +57,7 @@ def energies(metrics: Metrics) -> dict[str, float]:
 def metered(root: Path, clock: Clock) -> Metrics:
     metrics = Metrics(clock)
     (root / "energy_uj").write_text("5000000")
-    metrics.energy = Energy(Counted("rapl", RAPL.counters, Files(root), clock), metrics.work, clock)
+    metrics.energy = EnergyAccount(CounterMeter("rapl", RAPL.counters, HostFiles(root), clock), metrics.work_done, clock)
     return metrics
 
 
@@ -52,7 +65,7 @@ def test_joules_in_all_and_for_each_token_and_vector(tmp_path: Path) -> None:
     clock = Clock()
     metrics = metered(tmp_path, clock)
     assert energies(metrics) == {}, "a counter that has not moved may never do"
-    metrics.read_snapshot = lambda: Snapshot(stepped_at=1.0)
+    metrics.read_snapshot = lambda: EngineSnapshot(stepped_at=1.0)
     clock.seconds += 1
     metrics.render()
     clock.seconds += 10
@@ -64,9 +77,9 @@ def test_joules_in_all_and_for_each_token_and_vector(tmp_path: Path) -> None:
     assert "energy_joules_per_token:rapl" not in seen
     clock.seconds += 5
     (tmp_path / "energy_uj").write_text("405000000")
-    metrics.on_step(StepStats(4.0, encode_tokens=800, num_encode_sequences=40), Snapshot(stepped_at=1.0))
-    metrics.encoded(40, 800, Timings(queue_seconds=0.0, encode_seconds=4.0))
-    metrics.completion(200)
+    metrics.on_step(StepStats(4.0, encode_tokens=800, num_encode_sequences=40), EngineSnapshot(stepped_at=1.0))
+    metrics.vectors_returned(40, 800, Timings(queue_seconds=0.0, encode_seconds=4.0))
+    metrics.completion_tokens(200)
     seen = energies(metrics)
     assert seen["energy_joules_per_token:rapl"] == pytest.approx(400 / 1000)
     assert seen["energy_joules_per_vector:rapl"] == pytest.approx(400 / 40)
@@ -77,7 +90,7 @@ def test_joules_in_all_and_for_each_token_and_vector(tmp_path: Path) -> None:
 def test_a_request_that_is_open_keeps_the_time_from_being_idle(tmp_path: Path) -> None:
     clock = Clock()
     metrics = metered(tmp_path, clock)
-    metrics.read_snapshot, metrics.num_open = lambda: Snapshot(stepped_at=1.0), lambda: 1
+    metrics.read_snapshot, metrics.num_open = lambda: EngineSnapshot(stepped_at=1.0), lambda: 1
     for joules in (20, 40):
         clock.seconds += 10
         (tmp_path / "energy_uj").write_text(str(joules * 1_000_000))
@@ -87,13 +100,13 @@ def test_a_request_that_is_open_keeps_the_time_from_being_idle(tmp_path: Path) -
 def test_declared_watts_are_modelled_by_the_steps_and_know_no_idling() -> None:
     clock = Clock()
     metrics = Metrics(clock)
-    metrics.read_snapshot = lambda: Snapshot(stepped_at=1.0)
-    metrics.energy = Energy(Modelled(120.0, lambda: metrics.busy_seconds), metrics.work, clock)
+    metrics.read_snapshot = lambda: EngineSnapshot(stepped_at=1.0)
+    metrics.energy = EnergyAccount(ModelledMeter(120.0, lambda: metrics.busy_seconds), metrics.work_done, clock)
     for _ in range(3):
         clock.seconds += 10
         metrics.render()
-    metrics.on_step(StepStats(0.5, decode_tokens=4, num_decode_sequences=4), Snapshot())
-    metrics.completion(4)
+    metrics.on_step(StepStats(0.5, decode_tokens=4, num_decode_sequences=4), EngineSnapshot())
+    metrics.completion_tokens(4)
     clock.seconds += 1
     seen = energies(metrics)
     assert seen["energy_joules_total:modelled"] == pytest.approx(60.0)
@@ -102,17 +115,17 @@ def test_declared_watts_are_modelled_by_the_steps_and_know_no_idling() -> None:
 
 
 async def test_the_timer_counts_where_nobody_scrapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.spending.LOOK_EVERY_SECONDS", 0.001)
+    monkeypatch.setattr("app.metrics.power_monitor.TIMER_SECONDS", 0.001)
     (tmp_path / "energy_uj").write_text("5000000")
     metrics = Metrics()
     power = replace(RAPL, counters=(PowerCounter("package-0", str(tmp_path / "energy_uj")),))
-    spending = Spending(metrics, power, 90.0)
+    spending = PowerMonitor(metrics, power, 90.0)
     spending.start()
     assert metrics.energy is not None
     looked = asyncio.Event()
     look = metrics.energy.look
 
-    def seen() -> Spent:
+    def seen() -> EnergyReport:
         looked.set()
         return look()
 
@@ -125,18 +138,18 @@ async def test_the_timer_counts_where_nobody_scrapes(tmp_path: Path, monkeypatch
         "energy_reason": "The processor's own counters.",
     }
     spending.stop()
-    assert spending._next_look is not None and spending._next_look.cancelled()
+    assert spending._next_read is not None and spending._next_read.cancelled()
 
 
 async def test_what_info_says_of_a_machine_without_counters() -> None:
     metrics = Metrics()
-    metrics.place = Place(hourly_price=0.5)
-    spending = Spending(metrics, NONE, None)
+    metrics.deployment = DeploymentInfo(hourly_price=0.5)
+    spending = PowerMonitor(metrics, NONE, None)
     spending.start()
     told = spending.to_json()
     assert (told["hourly_price"], told["energy_source"], told["energy_reason"]) == (0.5, None, "No power zones.")
     spending.stop()
-    declared = Spending(metrics, NONE, 65.0)
+    declared = PowerMonitor(metrics, NONE, 65.0)
     declared.start()
     told = declared.to_json()
     declared.stop()
@@ -146,15 +159,15 @@ async def test_what_info_says_of_a_machine_without_counters() -> None:
 
 async def test_a_device_is_counted_by_its_driver_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     device, metrics = CudaDevice(0, "H200"), Metrics()
-    counter = Modelled(1.0, lambda: 0.0)
+    counter = ModelledMeter(1.0, lambda: 0.0)
     counter.source = "nvml"
-    monkeypatch.setattr("app.spending.open_nvml", lambda asked: counter if asked == device else None)
-    counted = Spending(metrics, RAPL, None, device)
+    monkeypatch.setattr("app.metrics.power_monitor.open_nvml_meter", lambda asked: counter if asked == device else None)
+    counted = PowerMonitor(metrics, RAPL, None, device)
     counted.start()
     assert (counted.to_json()["energy_source"], "rest of the machine" in counted.to_json()["energy_reason"]) == ("nvml", True)
     counted.stop()
     metrics.energy = None
-    other = Spending(metrics, RAPL, None, CudaDevice(1, "P4"))
+    other = PowerMonitor(metrics, RAPL, None, CudaDevice(1, "P4"))
     other.start()
     assert (metrics.energy, other.to_json()["energy_source"]) == (None, None), "the processor's counter is not the device's"
     assert "does not count" in other.to_json()["energy_reason"]

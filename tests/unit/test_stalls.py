@@ -9,24 +9,30 @@ from pathlib import Path
 
 import pytest
 
-from app.gauges import throttled_seconds
-from app.hardware.decision import Trial
-from app.hardware.step_seconds import StepSeconds
-from app.measured import StepStats
-from app.stalls import Counters, Stall, Stalls, Usual, first_touch_seconds
+from app.hardware.decision import TrialTimes
+from app.hardware.step_times import StepTimeTable
+from app.metrics.gauges import throttled_seconds
+from app.metrics.slow_steps import (
+    ProcessCounters,
+    SlowStep,
+    SlowStepDetector,
+    UsualStepTimes,
+    first_touch_seconds,
+)
+from app.metrics.stats import StepStats
 
-TABLE = StepSeconds.of(Trial("int4", 2, {1: 0.016, 8: 0.030}, {128: 0.2}, context_token_seconds=1e-6))
+TABLE = StepTimeTable.from_trial(TrialTimes("int4", 2, {1: 0.016, 8: 0.030}, {128: 0.2}, context_token_seconds=1e-6))
 DECODE = StepStats(0.030, decode_tokens=8, num_decode_sequences=8)
 SLOW = replace(DECODE, seconds=0.050)
 MIXED = replace(DECODE, prefill_tokens=64, num_prefill_sequences=1, seconds=0.100)
 PAGES = 2000
 
 
-def stalls(**parts: object) -> Stalls:
-    return Stalls(Usual(TABLE), **parts)  # type: ignore[arg-type]
+def stalls(**parts: object) -> SlowStepDetector:
+    return SlowStepDetector(UsualStepTimes(TABLE), **parts)  # type: ignore[arg-type]
 
 
-def after(found: Stalls, step: StepStats) -> str | None:
+def after(found: SlowStepDetector, step: StepStats) -> str | None:
     found.begin()
     return found.end(step)
 
@@ -49,14 +55,14 @@ def test_a_machine_that_has_become_slower_does_not_stall_at_every_step() -> None
 
 
 def test_one_slow_step_does_not_change_what_is_usual() -> None:
-    usual = Usual(TABLE)
-    usual.learn(usual.like(DECODE), 10.0)
-    told = usual.seconds(usual.like(DECODE))
+    usual = UsualStepTimes(TABLE)
+    usual.observe(usual.kind_of(DECODE), 10.0)
+    told = usual.seconds(usual.kind_of(DECODE))
     assert told is not None and 0.030 <= told < 0.034
 
 
 def test_without_a_table_steps_of_the_same_size_tell_what_is_usual() -> None:
-    found = Stalls(Usual())
+    found = SlowStepDetector(UsualStepTimes())
     first = [after(found, replace(DECODE, seconds=seconds)) for seconds in (0.1, *(15 * [0.030]))]
     assert set(first) == {None}, "nothing is known yet"
     assert after(found, DECODE) is None
@@ -70,9 +76,9 @@ def test_without_a_table_steps_of_the_same_size_tell_what_is_usual() -> None:
 
 
 def test_a_step_of_which_nothing_is_known_teaches_nothing() -> None:
-    usual = Usual(TABLE)
-    nothing = usual.like(StepStats(1.0))
-    usual.learn(nothing, 1.0)
+    usual = UsualStepTimes(TABLE)
+    nothing = usual.kind_of(StepStats(1.0))
+    usual.observe(nothing, 1.0)
     assert usual.seconds(nothing) is None
 
 
@@ -100,7 +106,7 @@ def test_a_sequence_that_lost_its_place_is_computed_again() -> None:
     assert after(found, alone) == "preempted"
     assert after(found, replace(MIXED, recomputed_tokens=64)) == "preempted"
     assert after(found, replace(SLOW, preempted=1)) == "preempted"
-    assert Stall(replace(MIXED, recomputed_tokens=8), 0.02, Counters(switches=1)).cause() == "preempted"
+    assert SlowStep(replace(MIXED, recomputed_tokens=8), 0.02, ProcessCounters(switches=1)).cause() == "preempted"
 
 
 def test_a_first_step_of_its_shape_is_slow_for_that() -> None:
@@ -125,9 +131,9 @@ def test_new_memory_is_seen_as_page_faults() -> None:
 
 
 def test_a_few_faults_explain_no_long_step() -> None:
-    assert Stall(SLOW, 1.0, Counters(minor_faults=100), fault_seconds=1e-6).cause() == "unknown"
-    assert Stall(SLOW, 1e-4, Counters(minor_faults=100), fault_seconds=1e-6).cause() == "page_fault"
-    assert Stall(SLOW, 1.0, Counters(major_faults=1)).cause() == "page_fault", "nobody knows how long a disk takes"
+    assert SlowStep(SLOW, 1.0, ProcessCounters(minor_faults=100), fault_seconds=1e-6).cause() == "unknown"
+    assert SlowStep(SLOW, 1e-4, ProcessCounters(minor_faults=100), fault_seconds=1e-6).cause() == "page_fault"
+    assert SlowStep(SLOW, 1.0, ProcessCounters(major_faults=1)).cause() == "page_fault", "nobody knows how long a disk takes"
 
 
 def test_a_page_costs_something_to_touch_first() -> None:
@@ -160,7 +166,7 @@ def test_a_quota_that_is_used_up_is_read_from_the_control_group(line: str, unit:
     assert found.end(SLOW) == "throttled"
     assert after(found, SLOW) != "throttled"
     write(8.0)
-    found.look()  # it happened while nothing was computed, or spread over many steps
+    found.update_throttled()  # it happened while nothing was computed, or spread over many steps
     assert after(found, SLOW) != "throttled"
 
 
@@ -169,16 +175,16 @@ def test_without_a_quota_nothing_is_throttled() -> None:
 
 
 def test_a_thread_that_lost_its_core_is_the_last_guess_but_one() -> None:
-    lost = Counters(switches=1)
-    assert Stall(SLOW, 0.02, lost).cause() == "descheduled"
-    assert Stall(MIXED, 0.02, lost).cause() == "descheduled", "it took longer than a prompt explains"
-    assert Stall(MIXED, 0.02, Counters()).cause() == "prefill"
-    assert Stall(SLOW, 0.02, Counters()).cause() == "unknown"
+    lost = ProcessCounters(switches=1)
+    assert SlowStep(SLOW, 0.02, lost).cause() == "descheduled"
+    assert SlowStep(MIXED, 0.02, lost).cause() == "descheduled", "it took longer than a prompt explains"
+    assert SlowStep(MIXED, 0.02, ProcessCounters()).cause() == "prefill"
+    assert SlowStep(SLOW, 0.02, ProcessCounters()).cause() == "unknown"
 
 
 def test_counters_are_of_the_time_between() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF)
     touch(PAGES)
-    during = Counters.between(before, resource.getrusage(resource.RUSAGE_SELF), 0.5)
+    during = ProcessCounters.between(before, resource.getrusage(resource.RUSAGE_SELF), 0.5)
     assert PAGES <= during.minor_faults < before.ru_minflt + PAGES
     assert during.major_faults >= 0 and during.switches >= 0 and during.garbage_seconds == 0.5

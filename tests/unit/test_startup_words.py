@@ -6,8 +6,11 @@ import dataclasses
 
 import pytest
 
-from app.hardware.facts import CudaDevice, Facts
-from app.startup import instructions
+from app.hardware.facts import (
+    CudaDevice,
+    Facts,
+)
+from app.server.startup import isa_label
 from planned_machines import GIB, ON_GPUS, machine, plan
 
 L4 = CudaDevice(0, "NVIDIA L4", (8, 9), 24 * GIB, 23 * GIB, "GPU-1")
@@ -27,4 +30,4 @@ MAC = machine(os="macos", architecture="arm64", mps=True, isa=frozenset({"neon",
     ],
 )
 def test_what_multiplies(facts: Facts, asked: str, word: str) -> None:
-    assert instructions(facts, plan(facts, recipes=ON_GPUS, device=asked)) == word
+    assert isa_label(facts, plan(facts, recipes=ON_GPUS, device=asked)) == word

@@ -6,9 +6,12 @@ from typing import get_args
 
 import pytest
 
-from app import step_log
-from app.measured import Cause, StepStats
-from app.step_log import StepLog
+from app.metrics import step_monitor
+from app.metrics.stats import (
+    Cause,
+    StepStats,
+)
+from app.metrics.step_monitor import StepLog
 
 DECODE = StepStats(0.0300001, decode_tokens=8, num_decode_sequences=8)
 
@@ -24,7 +27,7 @@ def filled(count: int, kept: int = 8) -> StepLog:
 def test_a_step_is_told_as_it_was() -> None:
     log = StepLog()
     log.add(1_700_000_000.123456, DECODE, None)
-    log.add(1_700_000_001.5, StepStats(0.25, prefill_tokens=100, decode_tokens=3, drafted_tokens=2), "prefill")
+    log.add(1_700_000_001.5, StepStats(0.25, prefill_tokens=100, decode_tokens=3, draft_tokens=2), "prefill")
     log.add(1_700_000_002.5, StepStats(0.5, encode_tokens=77), "unknown")
     told = log.since(0)
     assert (told["next"], told["dropped"]) == (3, 0)
@@ -55,7 +58,7 @@ def test_what_came_after_is_told_and_what_is_gone_is_counted(count: int, after: 
 
 
 def test_an_answer_is_not_too_long_and_the_next_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_log, "MOST_TOLD", 3)
+    monkeypatch.setattr(step_monitor, "MAX_STEPS", 3)
     log, after, heard = filled(13), 0, []
     while steps := (told := log.since(after))["steps"]["at"]:
         assert len(steps) <= 3
@@ -67,7 +70,7 @@ def test_an_answer_is_not_too_long_and_the_next_goes_on(monkeypatch: pytest.Monk
 def test_what_is_overwritten_while_it_is_read_is_not_told() -> None:
     """The worker goes on adding: rows of other steps may lie where the oldest lay."""
     log = filled(8)
-    cut, cuts = log._cut, iter(range(5))
+    cut, cuts = log._slice_ring, iter(range(5))
 
     def slow(*place: int) -> list[object]:
         column = cut(*place)  # type: ignore[arg-type]
@@ -76,7 +79,7 @@ def test_what_is_overwritten_while_it_is_read_is_not_told() -> None:
             log.add(9.0, DECODE, None)
         return column
 
-    log._cut = slow  # type: ignore[assignment, method-assign]
+    log._slice_ring = slow  # type: ignore[assignment, method-assign]
     told = log.since(0)
     assert told["steps"]["at"] == [2, 3, 4, 5, 6, 7]
     assert (told["next"], told["dropped"]) == (8, 2)

@@ -10,13 +10,32 @@ from queue import SimpleQueue
 
 import pytest
 
-from app.engine.worker import Callbacks, Worker
+from app.engine.worker import (
+    Callbacks,
+    Worker,
+)
 from app.errors import RequestError
-from app.measured import Cause, Snapshot, StepStats
-from app.messages import Abort, Encode, Event, Stop, Text
-from app.stalls import Stalls, Usual
-from app.step_log import StepLog
-from app.step_watch import LOOK_SECONDS, StepWatch
+from app.messages import (
+    Abort,
+    Encode,
+    Event,
+    Stop,
+    Text,
+)
+from app.metrics.slow_steps import (
+    SlowStepDetector,
+    UsualStepTimes,
+)
+from app.metrics.stats import (
+    Cause,
+    EngineSnapshot,
+    StepStats,
+)
+from app.metrics.step_monitor import (
+    UPDATE_SECONDS,
+    StepLog,
+    StepMonitor,
+)
 
 PATIENCE_SECONDS = 10.0
 QUICK = 1e-4
@@ -26,7 +45,7 @@ PAGES, FAULT_SECONDS = 4000, 1e-7
 class Deeds:
     """An engine whose steps are what a test wants done; each takes at least as long as it takes."""
 
-    patience_seconds = 0.0
+    batching_delay_seconds = 0.0
 
     def __init__(self, deeds: list[Callable[[], object]]) -> None:
         self.stats: StepStats | None = None
@@ -58,8 +77,8 @@ class Deeds:
 
     def check(self) -> None: ...
 
-    def snapshot(self) -> Snapshot:
-        return Snapshot()
+    def snapshot(self) -> EngineSnapshot:
+        return EngineSnapshot()
 
 
 class Watched:
@@ -70,8 +89,10 @@ class Watched:
         self.causes: list[Cause] = []
         self.looks = 0
         self.now = 0.0
-        self.watch = StepWatch(self.log, self.causes.append, self._look, lambda: self.now)
-        self.watch.stalls = Stalls(Usual(), lambda: self.watch.garbage.seconds, fault_seconds=FAULT_SECONDS)
+        self.watch = StepMonitor(self.log, self.causes.append, self._look, lambda: self.now)
+        self.watch.slow_steps = SlowStepDetector(
+            UsualStepTimes(), lambda: self.watch.gc_control.seconds, fault_seconds=FAULT_SECONDS
+        )
         self.done: SimpleQueue[StepStats] = SimpleQueue()
         self.was_enabled: list[bool] = []
 
@@ -95,7 +116,7 @@ class Watched:
         return told
 
     def _settled(self, engine: Deeds) -> Deeds:
-        self.watch.garbage.settle()
+        self.watch.gc_control.freeze()
         return engine
 
 
@@ -133,7 +154,9 @@ def test_the_age_of_a_step_is_told_while_it_is_under_way_also_after_one_that_fai
 
 
 def test_a_step_that_touches_new_memory_stalled_for_page_faults(watched: Watched) -> None:
-    watched.watch.stalls = Stalls(Usual(), fault_seconds=1.0)  # whatever they cost here, they are counted as the greater part
+    watched.watch.slow_steps = SlowStepDetector(
+        UsualStepTimes(), fault_seconds=1.0
+    )  # whatever they cost here, they are counted as the greater part
     assert watched.run(touch) == ["page_fault"]
     assert watched.causes[-1] == "page_fault"
 
@@ -148,7 +171,7 @@ def test_a_collection_in_a_step_is_why_it_stalled(watched: Watched) -> None:
 def test_no_collection_comes_by_itself_in_a_step(watched: Watched) -> None:
     def allocate() -> None:
         kept = [[number] for number in range(20_000)]
-        held.append((gc.isenabled(), watched.watch.garbage.collections, len(kept)))
+        held.append((gc.isenabled(), watched.watch.gc_control.collections, len(kept)))
 
     held: list[tuple[bool, int, int]] = []
     watched.run(allocate)
@@ -173,13 +196,13 @@ def test_every_step_is_logged_with_when_it_began(watched: Watched) -> None:
 
 def test_what_is_not_of_a_single_step_is_looked_at_once_a_second(watched: Watched) -> None:
     def pass_time() -> None:
-        watched.now += 0.3 * LOOK_SECONDS
+        watched.now += 0.3 * UPDATE_SECONDS
 
     watched.run(*(10 * [pass_time]))
     assert watched.looks == 2
 
 
 def test_without_knowing_what_steps_take_they_are_logged_all_the_same(watched: Watched) -> None:
-    watched.watch.stalls = None
+    watched.watch.slow_steps = None
     assert watched.run(lambda: None) == [""]
     assert watched.causes == []

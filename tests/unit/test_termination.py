@@ -9,15 +9,24 @@ from typing import Any
 
 import pytest
 
-from app import cli, termination
-from app.errors import CheckpointInvalid, PlanImpossible
-from app.termination import MOST_BYTES, ReasonLeft, leave, named
+from app.cli import main
+from app.errors import (
+    CheckpointInvalid,
+    PlanImpossible,
+)
+from app.server import termination_log
+from app.server.termination_log import (
+    MAX_BYTES,
+    TerminationMessage,
+    describe_exception,
+    write_reason,
+)
 
 
 @pytest.fixture(autouse=True)
 def _as_a_pod_has_it(message: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     message.write_text("of the container before, which was longer than what follows " * 3)
-    monkeypatch.setattr(termination, "FILE", message)
+    monkeypatch.setattr(termination_log, "FILE", message)
     monkeypatch.setattr(logging, "basicConfig", lambda **words: None)  # pytest's own stays
 
 
@@ -27,8 +36,8 @@ def message(tmp_path: Path) -> Path:
 
 
 def serving(monkeypatch: pytest.MonkeyPatch, fails: Callable[[], Any], command: str = "serve") -> int:
-    monkeypatch.setattr(cli, "COMMANDS", {**cli.COMMANDS, command: lambda arguments: fails()})
-    return cli.main([command])
+    monkeypatch.setattr(main, "COMMANDS", {**main.COMMANDS, command: lambda arguments: fails()})
+    return main.main([command])
 
 
 def raising(error: BaseException) -> Callable[[], Any]:
@@ -48,21 +57,21 @@ def test_what_nobody_foresaw_is_named_and_not_swallowed(message: Path, monkeypat
     with pytest.raises(OSError, match="Input/output"):
         serving(monkeypatch, raising(OSError(5, "Input/output error")))
     assert message.read_text() == "OSError: [Errno 5] Input/output error"
-    assert named(MemoryError()) == "MemoryError"
+    assert describe_exception(MemoryError()) == "MemoryError"
 
 
 def test_a_flag_that_is_none_is_told_without_its_value(message: Path) -> None:
-    assert cli.main(["serve", "--api-key=sk-secret"]) == 2
+    assert main.main(["serve", "--api-key=sk-secret"]) == 2
     assert message.read_text().startswith("armature serve: there is no flag --api-key. Did you mean --api-keys?")
 
 
 def test_a_setting_that_is_wrong(message: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ARMATURE_API_KEYS", '["sk-secret"')
-    assert cli.main(["serve"]) == 2
+    assert main.main(["serve"]) == 2
     assert "api_keys" in message.read_text()
     assert "sk-secret" not in message.read_text()
     monkeypatch.setenv("ARMATURE_API_KEYS", '{"sk-secret": 1}')
-    assert cli.main(["serve", "--threads=none"]) == 2
+    assert main.main(["serve", "--threads=none"]) == 2
     assert "threads (--threads, ARMATURE_THREADS)" in message.read_text()
     assert "sk-secret" not in message.read_text()
 
@@ -70,7 +79,7 @@ def test_a_setting_that_is_wrong(message: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143)], ids=repr)
 def test_a_stop_is_no_reason(message: Path, error: BaseException) -> None:
     before = message.read_text()
-    with pytest.raises(type(error)), ReasonLeft():
+    with pytest.raises(type(error)), TerminationMessage():
         raise error
     assert message.read_text() == before
 
@@ -82,14 +91,14 @@ def test_what_is_tried_beside_a_server_is_no_reason_for_its_end(message: Path, m
 
 
 def test_a_long_reason_is_cut_between_letters(message: Path) -> None:
-    leave("x" + "é" * MOST_BYTES)
-    assert len(message.read_bytes()) == MOST_BYTES - 1
+    write_reason("x" + "é" * MAX_BYTES)
+    assert len(message.read_bytes()) == MAX_BYTES - 1
     assert set(message.read_text()) == {"x", "é"}
 
 
 def test_nothing_is_made_where_nothing_is(message: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     message.unlink()
-    leave("a reason")
+    write_reason("a reason")
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(termination, "FILE", tmp_path)
-    leave("a folder is no file")
+    monkeypatch.setattr(termination_log, "FILE", tmp_path)
+    write_reason("a folder is no file")

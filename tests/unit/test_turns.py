@@ -6,28 +6,36 @@ from random import Random
 
 import pytest
 
-from app.engine.texts import Room, TextQueue
-from app.hardware.step_seconds import StepSeconds
-from app.hardware.tempo import Tempo
-from app.measured import Snapshot
-from app.messages import Encode, Text
-from app.waiting import Habits, first_token_seconds
+from app.engine.encoder.batching import (
+    TextCapacity,
+    TextQueue,
+)
+from app.hardware.step_times import StepTimes, StepTimeTable
+from app.messages import (
+    Encode,
+    Text,
+)
+from app.metrics.stats import EngineSnapshot
+from app.service.wait_estimate import (
+    TypicalRequest,
+    first_token_seconds,
+)
 
 BUDGET = 512
-STEPS = StepSeconds((), (), encode_points=((16, 0.004), (128, 0.010), (512, 0.032)))
-TEMPO = Tempo(STEPS, BUDGET)
-HABITS = Habits(1.0, 256)
+STEPS = StepTimeTable((), (), encode_points=((16, 0.004), (128, 0.010), (512, 0.032)))
+TEMPO = StepTimes(STEPS, BUDGET)
+HABITS = TypicalRequest(1.0, 256)
 
 
-def wait(now: Snapshot, *newcomers: tuple[float, int]) -> float:
+def wait(now: EngineSnapshot, *newcomers: tuple[float, int]) -> float:
     """Of the last, from its moment on."""
     found = first_token_seconds(now, list(newcomers), newcomers[-1][0], HABITS)
     assert found is not None
     return found
 
 
-def queued(*queue: int, at: float = 5.0) -> Snapshot:
-    return Snapshot(stepped_at=at, queue=queue, tempo=TEMPO)
+def queued(*queue: int, at: float = 5.0) -> EngineSnapshot:
+    return EngineSnapshot(stepped_at=at, queue=queue, step_times=TEMPO)
 
 
 def test_an_idle_machine_begins_at_once() -> None:
@@ -49,16 +57,16 @@ def test_a_short_one_does_not_wait_for_a_request_of_two_thousand_texts() -> None
 
 
 def test_a_machine_that_got_slower_is_reckoned_with() -> None:
-    slow = Snapshot(stepped_at=5.0, tempo=Tempo(STEPS, BUDGET, encode_factor=2.0))
+    slow = EngineSnapshot(stepped_at=5.0, step_times=StepTimes(STEPS, BUDGET, encode_factor=2.0))
     assert wait(slow, (9.0, 128)) == pytest.approx(0.020)
 
 
 def test_a_programs_rows_go_as_they_came() -> None:
-    in_turn = Tempo(STEPS, BUDGET, oldest_first=True)
-    now = Snapshot(stepped_at=5.0, queue=(4 * 512,), tempo=in_turn)
+    in_turn = StepTimes(STEPS, BUDGET, oldest_first=True)
+    now = EngineSnapshot(stepped_at=5.0, queue=(4 * 512,), step_times=in_turn)
     assert wait(now, (5.0, 16)) == pytest.approx(4 * 0.032 + 0.004), "a short one waits for all that is before it"
     assert wait(now, (5.0, 16), (5.0, 112)) == pytest.approx(4 * 0.032 + 0.010)
-    assert wait(Snapshot(stepped_at=5.0, tempo=in_turn), (9.0, 512 + 16)) == pytest.approx(0.036)
+    assert wait(EngineSnapshot(stepped_at=5.0, step_times=in_turn), (9.0, 512 + 16)) == pytest.approx(0.036)
 
 
 @pytest.mark.parametrize("per_second", [20.0, 60.0, 110.0])
@@ -82,7 +90,7 @@ def _played(random: Random, per_second: float, number: int) -> list[tuple[float,
             now = max(now, arrivals[0].arrived_at)
         ends, began, snapshot = now, now, queued(*(each.tokens_left for each in queue.requests), at=now)
         if len(queue):
-            spans = queue.take(Room(BUDGET, 256))
+            spans = queue.take(TextCapacity(BUDGET, 256))
             ends = now + STEPS.encode(sum(span.num_tokens for span in spans))
         sent: list[tuple[float, int]] = []
         while arrivals and arrivals[0].arrived_at <= ends:
@@ -94,7 +102,7 @@ def _played(random: Random, per_second: float, number: int) -> list[tuple[float,
             for span in spans:
                 span.request.results[span.index] = {}
                 if span.request.is_done:
-                    queue.remove(span.request.order.request_id)
-                    taken[span.request.order.request_id] = ends - span.request.order.arrived_at
+                    queue.remove(span.request.message.request_id)
+                    taken[span.request.message.request_id] = ends - span.request.message.arrived_at
         now = ends
     return [(told[name], taken[name]) for name in taken]

@@ -11,39 +11,52 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.admission import Admission
-from app.engine.batch import Batch, Picked
-from app.engine.decoder import DecoderEngine, Took, measured
-from app.engine.limits import Limits
-from app.engine.pace import StepPace
-from app.engine.scheduler import Scheduler
-from app.engine.slots import SlotPool
-from app.hardware.decision import Trial
-from app.hardware.step_seconds import StepSeconds
-from app.hardware.tempo import Tempo
-from app.measured import Snapshot
-from app.messages import Generate, SamplingParams, TokensReady
-from app.waiting import Habits, first_token_seconds
+from app.engine.decoder.engine import (
+    DecoderEngine,
+    StepTiming,
+    decoder_step_stats,
+)
+from app.engine.scheduler.batch import (
+    Batch,
+    SampledTokens,
+)
+from app.engine.scheduler.budget import PrefillBudget
+from app.engine.scheduler.kv_allocator import KvSlots
+from app.engine.scheduler.queues import EngineLimits
+from app.engine.scheduler.scheduler import Scheduler
+from app.hardware.decision import TrialTimes
+from app.hardware.step_times import StepTimes, StepTimeTable
+from app.messages import (
+    Generate,
+    SamplingParams,
+    TokensReady,
+)
+from app.metrics.stats import EngineSnapshot
+from app.service.admission import Admission
+from app.service.wait_estimate import (
+    TypicalRequest,
+    first_token_seconds,
+)
 from at_once import AtOnce
 
-INT4 = StepSeconds.of(Trial("int4", 2, {1: 0.016, 8: 0.030, 32: 0.075}, {64: 0.100, 512: 0.70}, 8e-7))
-HABITS = Habits(completion_tokens=100.0, max_running=4)
+INT4 = StepTimeTable.from_trial(TrialTimes("int4", 2, {1: 0.016, 8: 0.030, 32: 0.075}, {64: 0.100, 512: 0.70}, 8e-7))
+HABITS = TypicalRequest(completion_tokens=100.0, max_running=4)
 MAX_RUNNING, BATCH = 16, 512
 
 
 class Machine:
     """A server without tensors in a time of its own: `noise` spreads what steps take, `table` may be wrong about them."""
 
-    def __init__(self, table: StepSeconds = INT4, noise: float = 0.0, seed: int = 1) -> None:
+    def __init__(self, table: StepTimeTable = INT4, noise: float = 0.0, seed: int = 1) -> None:
         self.now, self.noise, self.random = 0.0, noise, Random(seed)
-        pace = StepPace(BATCH, steps=table)
-        limits = Limits(2000, MAX_RUNNING, BATCH)
-        self.scheduler = Scheduler(SlotPool(2 * MAX_RUNNING, 10**6, 16), pace, limits, clock=lambda: self.now)
+        pace = PrefillBudget(BATCH, steps=table)
+        limits = EngineLimits(2000, MAX_RUNNING, BATCH)
+        self.scheduler = Scheduler(KvSlots(2 * MAX_RUNNING, 10**6, 16), pace, limits, clock=lambda: self.now)
         self.engine = DecoderEngine(self.scheduler, AtOnce(self), clock=lambda: self.now)
         self.snapshot = self.engine.snapshot()
         self.admission = Admission(lambda: self.snapshot, clock=lambda: self.now)
         self.admission.max_running = MAX_RUNNING
-        self.arrivals: list[tuple[float, int, int]] = []  # time, prompt tokens, completion tokens
+        self.run_open_loop: list[tuple[float, int, int]] = []  # time, prompt tokens, completion tokens
         self.foretold: dict[str, tuple[float, float]] = {}
         self.waits: list[tuple[float, float]] = []  # foretold and true
 
@@ -51,10 +64,10 @@ class Machine:
     def model_seconds(self) -> float:
         return 0.0
 
-    def run(self, batch: Batch) -> list[Picked]:
+    def run(self, batch: Batch) -> list[SampledTokens]:
         """Takes its time; who arrives meanwhile is told what the last snapshot says."""
-        picked = [Picked((1,)) for span in batch.spans if span.samples]
-        stats = measured(batch, picked, Took(0.0))
+        picked = [SampledTokens((1,)) for span in batch.spans if span.samples]
+        stats = decoder_step_stats(batch, picked, StepTiming(0.0))
         behind = stats.prefill_pairs // max(stats.prefill_tokens, 1)
         seconds = INT4.mixed(stats.num_decode_sequences, stats.prefill_tokens, stats.context_tokens, behind)
         ends = self.now + seconds * self.random.uniform(1 - self.noise, 1 + self.noise)
@@ -64,9 +77,9 @@ class Machine:
 
     def serve(self) -> None:
         self.mailbox: list[Generate] = []
-        while self.arrivals or self.engine.has_work:
+        while self.run_open_loop or self.engine.has_work:
             if not self.engine.has_work and not self.mailbox:
-                self.mailbox = list(self._arriving(self.arrivals[0][0]))
+                self.mailbox = list(self._arriving(self.run_open_loop[0][0]))
             for request in self.mailbox:
                 self.engine.add(request)
             self.mailbox = []
@@ -77,8 +90,8 @@ class Machine:
             self.snapshot = self.engine.snapshot()
 
     def _arriving(self, until: float) -> Iterator[Generate]:
-        while self.arrivals and self.arrivals[0][0] <= until:
-            self.now, prompt, completion = self.arrivals.pop(0)
+        while self.run_open_loop and self.run_open_loop[0][0] <= until:
+            self.now, prompt, completion = self.run_open_loop.pop(0)
             foretold = self.admission.send(prompt)
             assert foretold is not None
             name = f"r{len(self.waits)}-{len(self.foretold)}-{self.now}"
@@ -104,7 +117,7 @@ def poisson(random: Random, per_second: float, number: int) -> list[tuple[float,
 @pytest.mark.parametrize("per_second", [0.5, 2.0, 5.0])
 def test_waits_are_foretold_under_a_light_a_heavy_and_too_heavy_a_load(per_second: float) -> None:
     machine = Machine(noise=0.1)
-    machine.arrivals = poisson(Random(3), per_second, 120)
+    machine.run_open_loop = poisson(Random(3), per_second, 120)
     machine.serve()
     assert len(machine.waits) == 120
     assert machine.error < 0.15
@@ -112,25 +125,25 @@ def test_waits_are_foretold_under_a_light_a_heavy_and_too_heavy_a_load(per_secon
 
 def test_a_table_that_is_wrong_by_half_is_corrected_by_what_is_seen() -> None:
     machine = Machine(table=INT4.scaled(0.5), noise=0.1)
-    machine.arrivals = poisson(Random(4), 2.0, 120)
+    machine.run_open_loop = poisson(Random(4), 2.0, 120)
     machine.serve()
     assert machine.error < 0.2
 
 
-def tempo() -> Tempo:
-    return Tempo(INT4, BATCH)
+def tempo() -> StepTimes:
+    return StepTimes(INT4, BATCH)
 
 
 def test_an_idle_machine_reads_the_prompt_at_once() -> None:
-    now = Snapshot(stepped_at=5.0, tempo=tempo())
+    now = EngineSnapshot(stepped_at=5.0, step_times=tempo())
     assert first_token_seconds(now, [(9.0, 64)], 9.0, HABITS) == pytest.approx(0.1)
     second = first_token_seconds(now, [(8.95, 64), (9.0, 8)], 9.0, HABITS)
     assert second == pytest.approx(0.05 + INT4.mixed(1, 8), rel=0.01), "the one before began when it came"
-    assert first_token_seconds(Snapshot(), [(9.0, 64)], 9.0, HABITS) is None
+    assert first_token_seconds(EngineSnapshot(), [(9.0, 64)], 9.0, HABITS) is None
 
 
 def test_the_step_under_way_is_waited_for_as_long_as_it_still_takes() -> None:
-    now = Snapshot(stepped_at=5.0, rows=((1, 50),) * 3, tempo=tempo())
+    now = EngineSnapshot(stepped_at=5.0, rows=((1, 50),) * 3, step_times=tempo())
     early = first_token_seconds(now, [(5.001, 8)], 5.001, HABITS)
     late = first_token_seconds(now, [(5.019, 8)], 5.019, HABITS)
     overdue = first_token_seconds(now, [(5.5, 8)], 5.5, HABITS)
@@ -140,17 +153,21 @@ def test_the_step_under_way_is_waited_for_as_long_as_it_still_takes() -> None:
 
 
 def test_where_all_places_are_taken_a_row_has_to_end_first() -> None:
-    now = Snapshot(stepped_at=5.0, rows=((10, 40), (10, 30), (90, 900), (10, 900)), tempo=tempo())
+    now = EngineSnapshot(stepped_at=5.0, rows=((10, 40), (10, 30), (90, 900), (10, 900)), step_times=tempo())
     wait = first_token_seconds(now, [(5.0, 8)], 5.0, HABITS)
     assert wait == pytest.approx(10 * INT4.decode(4) + INT4.mixed(3, 8), rel=0.01), (
         "the third has ten tokens left as completions go"
     )
-    queued = first_token_seconds(Snapshot(stepped_at=5.0, rows=now.rows, queue=(8,), tempo=tempo()), [(5.0, 8)], 5.0, HABITS)
+    queued = first_token_seconds(
+        EngineSnapshot(stepped_at=5.0, rows=now.rows, queue=(8,), step_times=tempo()), [(5.0, 8)], 5.0, HABITS
+    )
     assert queued == pytest.approx(30 * INT4.decode(4), rel=0.1), "and the one before takes its place"
 
 
 def test_guesses_make_steps_longer_and_rows_end_sooner() -> None:
-    now = Snapshot(stepped_at=5.0, rows=((10, 30),) * 4, tempo=Tempo(INT4, BATCH, guesses=1.0, tokens_made=1.5))
+    now = EngineSnapshot(
+        stepped_at=5.0, rows=((10, 30),) * 4, step_times=StepTimes(INT4, BATCH, draft_tokens=1.0, tokens_per_step=1.5)
+    )
     wait = first_token_seconds(now, [(5.0, 8)], 5.0, HABITS)
     assert wait == pytest.approx(20 * INT4.decode(8) + 0.03, rel=0.1)
 
@@ -165,8 +182,8 @@ def test_guesses_make_steps_longer_and_rows_end_sooner() -> None:
 def test_any_line_has_an_end_and_is_longer_behind_one_more(
     rows: list[tuple[int, int]], prompts: list[tuple[int, int]], queue: list[int], own: int
 ) -> None:
-    now = Snapshot(
-        stepped_at=1.0, rows=tuple(rows), context_tokens=500, prompts=tuple(prompts), queue=tuple(queue), tempo=tempo()
+    now = EngineSnapshot(
+        stepped_at=1.0, rows=tuple(rows), context_tokens=500, prompts=tuple(prompts), queue=tuple(queue), step_times=tempo()
     )
     began = perf_counter()
     wait = first_token_seconds(now, [(1.0, own)], 1.0, HABITS)

@@ -23,7 +23,7 @@ from typing import Any
 
 from rich.console import Console
 
-from app.hardware.probe import probe
+from app.hardware.probe.probe import probe
 from tools.hardware.shapes import BERT_LARGE, LLAMA_1B, LLAMA_8B, SMALL_BERT, SMALL_LLAMA, write
 from tools.hardware.table import markdown, placed, rows_of
 from tools.install import ROOT
@@ -82,7 +82,7 @@ def main() -> int:
         print("hardware: neither an NVIDIA GPU nor an Apple one is here; --dry-run shows what would be done.", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory(prefix="armature-hardware-") as temporary:
-        run = Run(asked.keep or Path(temporary), time.monotonic() + 60 * asked.minutes, Console(stderr=True))
+        run = Run(asked.write or Path(temporary), time.monotonic() + 60 * asked.minutes, Console(stderr=True))
         try:
             checked_and_measured(run, asked.dry_run)
         except KeyboardInterrupt:

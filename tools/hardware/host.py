@@ -18,17 +18,20 @@ from typing import Any
 import torch
 
 from app.backends import selection
-from app.backends.twin import TwinBackend
-from app.bench.driver import Driver
-from app.bench.inside import frozen
-from app.bench.workload import Deck
-from app.engine.build_device import build_device
-from app.hardware.facts import CudaDevice, TorchBuild
-from app.hardware.plan import make_plan
-from app.hardware.probe import probe
+from app.backends.twin import SimulatedDeviceBackend
+from app.bench.engine.decoder import gc_disabled
+from app.bench.engine.driver import DecoderDriver
+from app.bench.http.workload import TokenPrompts
+from app.engine.decoder.build_device import build_device_engine
+from app.hardware.facts import (
+    CudaDevice,
+    TorchBuild,
+)
+from app.hardware.plan.plan import make_plan
+from app.hardware.probe.probe import probe
 from app.settings import Settings
 from app.weights.checkpoint import open_checkpoint
-from app.weights.recipes import RECIPES
+from app.weights.forms import RECIPES
 from tools.hardware.shapes import SMALL_LLAMA, write
 
 STEPS = 300
@@ -41,14 +44,14 @@ class Nothing:
         """The device would be busy now, and the host would go on."""
 
 
-class IdleBackend(TwinBackend):
+class IdleBackend(SimulatedDeviceBackend):
     """Whatever is captured costs nothing; all else is the twin's."""
 
     def capture(self, work: Callable[[], None]) -> Any:
         return Nothing()
 
 
-class Standing(Driver):
+class Standing(DecoderDriver):
     """What the worker asks after each step belongs to it."""
 
     def _step(self) -> tuple[float, tuple[int, int]]:
@@ -73,7 +76,7 @@ def main() -> int:
 
 def measured(folder: Path, rows: list[int]) -> dict[int, list[float]]:
     """Seconds of steps, by how many sequences each has."""
-    selection.DEVICES = {"cuda": IdleBackend}  # type: ignore[dict-item]
+    selection.DEVICE_BACKENDS = {"cuda": IdleBackend}  # type: ignore[dict-item]
     gpu = CudaDevice(0, "none", (9, 0), 80 * 2**30, free_bytes=80 * 2**30)
     facts = probe()
     facts = type(facts)(
@@ -82,9 +85,9 @@ def measured(folder: Path, rows: list[int]) -> dict[int, list[float]]:
     checkpoint = open_checkpoint(write(SMALL_LLAMA, folder / "model"))
     settings = Settings(threads=1, precision="bf16", max_running_seqs=max(rows), itl_target_ms=60_000)
     plan = make_plan(facts, None, settings, checkpoint.needs(), RECIPES.keys())
-    built = build_device(checkpoint, plan, (), lambda stage: None)
-    driver = Standing(built.engine, Deck(range(2, checkpoint.decoder.vocab_size)), plan.max_model_len.value)
-    with torch.inference_mode(), frozen():
+    built = build_device_engine(checkpoint, plan, (), lambda stage: None)
+    driver = Standing(built.engine, TokenPrompts(range(2, checkpoint.decoder.vocab_size)), plan.max_model_len.value)
+    with torch.inference_mode(), gc_disabled():
         return {count: driver.decode(count, STEPS) for count in rows}
 
 

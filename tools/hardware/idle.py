@@ -15,7 +15,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from app.preparation import Prepared, prepare
+from app.server.prepare import (
+    Prepared,
+    prepare,
+)
 from app.settings import Settings
 
 REPLAYS = 50
@@ -41,20 +44,20 @@ def measured(prepared: Prepared, rows: int) -> dict[str, Any]:
     """Median seconds of the device's and of the engine's steps, and what the host took of one where it waited for nothing."""
     import torch
 
-    from app.bench.driver import Driver
-    from app.bench.workload import Deck
-    from app.engine.build_device import build_device
-    from app.engine.device_step import Way
-    from app.engine.graphs import Shape
+    from app.bench.engine.driver import DecoderDriver
+    from app.bench.http.workload import TokenPrompts
+    from app.engine.decoder.build_device import build_device_engine
+    from app.engine.decoder.cuda_graphs import GraphShape
+    from app.engine.decoder.device_inputs import SamplingMode
     from app.weights.checkpoint import Checkpoint
 
     checkpoint, plan = prepared.checkpoint, prepared.plan
     assert isinstance(checkpoint, Checkpoint), "a decoder's"
-    built = build_device(checkpoint, plan, (), lambda stage: None)
-    driver = Driver(built.engine, Deck(range(2, checkpoint.decoder.vocab_size)), plan.max_model_len.value)
+    built = build_device_engine(checkpoint, plan, (), lambda stage: None)
+    driver = DecoderDriver(built.engine, TokenPrompts(range(2, checkpoint.decoder.vocab_size)), plan.max_model_len.value)
     with torch.inference_mode():
         steps = driver.decode(rows, STEPS)
-        captured = built.runner.graphs.captured.get(Shape(rows, Way.GREEDY))
+        captured = built.runner.graphs.captured.get(GraphShape(rows, SamplingMode.GREEDY))
         if captured is None:
             return {
                 "rows": rows,

@@ -1,6 +1,6 @@
 """llama.cpp as a side of a comparison, through llama-cpp-python's low-level calls: one `llama_decode` for all rows of a step.
 
-`MODEL` is a GGUF file, see `tools/gguf_checkpoint.py`. Options: `n_batch`, `n_ubatch`. Whatever is not set here is at its default.
+`MODEL_PATH` is a GGUF file, see `tools/gguf_checkpoint.py`. Options: `n_batch`, `n_ubatch`. Whatever is not set here is at its default.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's continuous batching as a side of a comparison. `MODEL` is the folder that optimum-intel exports.
+"""OpenVINO GenAI's continuous batching as a side of a comparison. `MODEL_PATH` is the folder that optimum-intel exports.
 
 Options: `max_num_batched_tokens`, and properties of the CPU plugin by their own names, such as `kv_cache_precision=f16`.
 """

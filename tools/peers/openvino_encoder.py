@@ -1,4 +1,4 @@
-"""OpenVINO's runtime as a side of a comparison of encoders. `MODEL` is a folder that `export_openvino` made.
+"""OpenVINO's runtime as a side of a comparison of encoders. `MODEL_PATH` is a folder that `export_openvino` made.
 
 Options are properties of the CPU plugin by their own names, such as `inference_precision_hint=f32`.
 """

@@ -9,8 +9,18 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from app.messages import Event, Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
-from app.preparation import calibrate, prepare
+from app.messages import (
+    Event,
+    Generate,
+    RequestFailed,
+    SamplingParams,
+    SequenceFinished,
+    TokensReady,
+)
+from app.server.prepare import (
+    calibrate,
+    prepare,
+)
 from app.settings import load_settings
 from app.version import VERSION
 from tools.peers.turns import Peer, Rows
@@ -27,13 +37,18 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
     prepared = calibrate(prepared, lambda stage: None)
     import torch
 
-    from app.bench.floors import cache_of, weights_of
-    from app.engine.build import build_engine
-    from app.kernels.linear import Linear
-    from app.kernels.native import native
+    from app.bench.engine.driver import (
+        largest_cache_bytes,
+        product_costs,
+    )
+    from app.engine.decoder.build import build_engine
+    from app.kernels.linear.linear import Linear
+    from app.kernels.native.library import native_library
 
-    built = build_engine(prepared.checkpoint, prepared.plan, (), lambda stage: None, prepared.step_seconds)
-    weights = weights_of(built.model, prepared.checkpoint.model_config.vocab_size, cache_of(prepared.facts, built.backend.device))
+    built = build_engine(prepared.checkpoint, prepared.plan, (), lambda stage: None, prepared.step_time_table)
+    weights = product_costs(
+        built.model, prepared.checkpoint.model_config.vocab_size, largest_cache_bytes(prepared.facts, built.backend.device)
+    )
     names = count()
 
     def generate(prompts: Rows, tokens: int) -> Iterator[Rows]:
@@ -48,7 +63,7 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
 
     held = sum({id(layer.form): layer.form.nbytes for layer in built.model.modules() if isinstance(layer, Linear)}.values())
     share = f"{held / prepared.checkpoint.needs().num_parameters:.3f} bytes a parameter held"
-    words = [f"armature {VERSION}", f"torch {torch.__version__}", prepared.plan.precision.value, share, native().reason]
+    words = [f"armature {VERSION}", f"torch {torch.__version__}", prepared.plan.precision.value, share, native_library().reason]
     return Peer(", ".join(words), weights.num_bytes, generate)
 
 

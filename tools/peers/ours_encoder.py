@@ -12,8 +12,15 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
-from app.messages import ArraysReady, Encode, Text
-from app.preparation import calibrate, prepare
+from app.messages import (
+    ArraysReady,
+    Encode,
+    Text,
+)
+from app.server.prepare import (
+    calibrate,
+    prepare,
+)
 from app.settings import load_settings
 from app.version import VERSION
 from tools.peers.turns import Peer, Rows
@@ -27,11 +34,11 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
     prepared = calibrate(prepared, lambda stage: None)
     import torch
 
-    from app.engine.build_encoder import build_encoder
-    from app.kernels.linear import Linear
-    from app.kernels.native import native
+    from app.engine.encoder.build import build_encoder_engine
+    from app.kernels.linear.linear import Linear
+    from app.kernels.native.library import native_library
 
-    built = build_encoder(prepared.checkpoint, prepared.plan, lambda stage: None, prepared.step_seconds)
+    built = build_encoder_engine(prepared.checkpoint, prepared.plan, lambda stage: None, prepared.step_time_table)
     names = count()
 
     def generate(prompts: Rows, tokens: int) -> Iterator[Rows]:
@@ -46,7 +53,7 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
         yield largest(answer.arrays["embedding"].data, len(prompts))
 
     held = sum({id(layer.form): layer.form.nbytes for layer in built.model.modules() if isinstance(layer, Linear)}.values())
-    words = [f"armature {VERSION}", f"torch {torch.__version__}", prepared.plan.precision.value, native().reason]
+    words = [f"armature {VERSION}", f"torch {torch.__version__}", prepared.plan.precision.value, native_library().reason]
     return Peer(", ".join(words), held, generate)
 
 

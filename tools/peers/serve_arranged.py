@@ -21,13 +21,13 @@ LOOK_SECONDS = 0.5  # compute threads come with the first product
 def main() -> int:
     arguments = _arguments()
     _wait(arguments.policy, arguments.spins)
-    import app.main
+    import app.server.app
 
     if arguments.switch_ms is not None:
         app.main.SWITCH_SECONDS = arguments.switch_ms / 1e3
     if arguments.nice_compute or arguments.nice_others or arguments.batch or arguments.pin_loop is not None:
         threading.Thread(target=_arrange, args=(arguments, os.sched_getaffinity(0)), daemon=True).start()
-    from app.cli import main as armature
+    from app.cli.main import main as armature
 
     return armature(["serve", *arguments.flags])
 
@@ -47,12 +47,12 @@ def _arguments() -> argparse.Namespace:
 
 def _wait(policy: str | None, spins: str | None) -> None:
     """In place of what the plan would set: its table is the only one that is read."""
-    from app.hardware import parallel
+    from app.hardware.plan import threads
 
     if policy is None and spins is None:
         return
     wanted = {"OMP_WAIT_POLICY": policy or "active"} | ({"GOMP_SPINCOUNT": spins} if spins else {})
-    parallel.WAITING = dict.fromkeys(parallel.WAITING, wanted)
+    threads.WAIT_POLICY_VARIABLES = dict.fromkeys(threads.WAIT_POLICY_VARIABLES, wanted)
 
 
 def _arrange(arguments: argparse.Namespace, all_cpus: set[int]) -> None:

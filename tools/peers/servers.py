@@ -16,21 +16,34 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from app.bench.client import streamed
-from app.bench.dialects import DIALECTS, Ask
-from app.bench.loops import Bounds
-from app.bench.prompts import prompts_for, served_model
-from app.bench.traffic import Run, Traffic, Wanted
-from app.bench.wire import RequestBroken, Wire
+from app.bench.http.client import stream_request
+from app.bench.http.dialects import (
+    GENERATE_DIALECTS,
+    StreamRequest,
+)
+from app.bench.http.loops import RunLimits
+from app.bench.http.tally import (
+    GenerateRun,
+    GenerateTraffic,
+    GenerateWorkload,
+    first_served_model,
+    prompts_for,
+)
+from app.bench.http.wire import (
+    HttpClient,
+    HttpRequestFailed,
+)
 from tools.peers.ports import free_port
 from tools.peers.sides import LAST_LINES, ROOT, environment
 
 POLL_SECONDS = 0.05
 READY_SECONDS = 900.0
-COMPLETIONS = DIALECTS["completions"]
+COMPLETIONS = GENERATE_DIALECTS["completions"]
 HELLO = "once upon a time"
 TICKS = os.sysconf("SC_CLK_TCK")
-AskOne = Callable[[Wire, str | None], Awaitable[object]]  # one request for the model of this name; raises `RequestBroken`
+AskOne = Callable[
+    [HttpClient, str | None], Awaitable[object]
+]  # one request for the model of this name; raises `HttpRequestFailed`
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +92,10 @@ class ServerSide:
 
     async def first_answer(self, ask: AskOne | None = None) -> float:
         """Seconds from the process's start to its first answer, of one token unless `ask` says otherwise. Asks until there is one."""
-        with closing(Wire(self.url)) as wire:
+        with closing(HttpClient(self.url)) as wire:
             while True:
-                with suppress(RequestBroken):
-                    await (ask or _one_token)(wire, await served_model(wire))
+                with suppress(HttpRequestFailed):
+                    await (ask or _one_token)(wire, await first_served_model(wire))
                     return time.perf_counter() - self.started
                 if self._process.poll() is not None:
                     raise SystemExit(self.complaint("ended"))
@@ -121,22 +134,22 @@ class ServerSide:
             os.killpg(self._process.pid, number)
 
 
-async def _one_token(wire: Wire, model: str | None) -> None:
-    await streamed(wire, COMPLETIONS, Ask(HELLO, 1, model=model))
+async def _one_token(wire: HttpClient, model: str | None) -> None:
+    await stream_request(wire, COMPLETIONS, StreamRequest(HELLO, 1, model=model))
 
 
-async def traffic_to(side: ServerSide, wanted: Wanted, wire: Wire) -> tuple[Traffic, str]:
+async def traffic_to(side: ServerSide, wanted: GenerateWorkload, wire: HttpClient) -> tuple[GenerateTraffic, str]:
     """What sends requests to a server that is awake, and what its prompts are, in words."""
-    model = await served_model(wire)
+    model = await first_served_model(wire)
     deck, words = await prompts_for(wire, COMPLETIONS, model, wanted.seed)
-    return Traffic(wire, COMPLETIONS, model, deck, wanted), words
+    return GenerateTraffic(wire, COMPLETIONS, model, deck, wanted), words
 
 
-async def one_run(traffic: Traffic, clients: int, requests_each: int, warm_up_tokens: int) -> Run:
+async def one_run(traffic: GenerateTraffic, clients: int, requests_each: int, warm_up_tokens: int) -> GenerateRun:
     """A closed loop of so many clients. Raises `SystemExit` where a request fails: a figure without it would be another's."""
     await traffic.warm_up(clients, warm_up_tokens)
-    run = Run()
-    await traffic.clients(run, clients, Bounds(num_requests=clients * requests_each))
+    run = GenerateRun()
+    await traffic.run_closed_loop(run, clients, RunLimits(num_requests=clients * requests_each))
     if run.failures:
         raise SystemExit("; ".join(f"{kind}: {message}" for kind, message in run.messages.items()))
     return run

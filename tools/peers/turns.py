@@ -33,7 +33,7 @@ Generate = Callable[[Rows, int], Iterator[Rows]]
 class Peer:
     """A model that is loaded and can generate, greedily and without end of text."""
 
-    about: str  # library and version, and what it says of its instructions where it says so
+    server_info: str  # library and version, and what it says of its instructions where it says so
     bytes_per_token: int  # of weights, that one decoded token must read
     generate: Generate
 
@@ -70,7 +70,7 @@ def main() -> int:
     options = dict(option.split("=", 1) for option in arguments.option)
     load: Callable[[Path, int, dict[str, str]], Peer] = importlib.import_module(f"tools.peers.{arguments.kind}").load
     peer = load(arguments.model, arguments.threads, options)
-    _say({"about": peer.about, "bytes_per_token": peer.bytes_per_token, "load_seconds": time.perf_counter() - start})
+    _say({"about": peer.server_info, "bytes_per_token": peer.bytes_per_token, "load_seconds": time.perf_counter() - start})
     for line in sys.stdin:
         turn = Turn(**json.loads(line))
         prompts = deal(turn)

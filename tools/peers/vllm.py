@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
-from app.weights.headers import read_header
+from app.weights.safetensors import read_header
 from tools.peers.turns import Peer, Rows
 
 MAX_ROWS = 32

@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from app.bench.dialects import DIALECTS
-from app.bench.prompts import prompts_for, served_model
-from app.bench.traffic import Traffic, Wanted
-from app.bench.wire import Wire
-from app.bench.workload import Lengths
+from app.bench.http.dialects import GENERATE_DIALECTS
+from app.bench.http.tally import (
+    GenerateTraffic,
+    GenerateWorkload,
+    first_served_model,
+    prompts_for,
+)
+from app.bench.http.wire import HttpClient
+from app.bench.http.workload import UniformLengths
 from tools.peers.ports import free_port
 from tools.peers.quota import Quota
 from tools.peers.servers import ServerSide, ServerSpec, traffic_to
@@ -39,7 +43,7 @@ class Guest(Protocol):
     def name(self) -> str: ...
 
     @property
-    def traffic(self) -> Traffic: ...
+    def traffic(self) -> GenerateTraffic: ...
 
     def awake(self) -> AbstractContextManager[None]: ...
 
@@ -51,7 +55,7 @@ class Guest(Protocol):
 @dataclass(slots=True)
 class Ours:
     container: Container
-    traffic: Traffic
+    traffic: GenerateTraffic
     name: str = "ours"
 
     @contextmanager
@@ -81,7 +85,7 @@ class Ours:
 class Peer:
     side: ServerSide
     quota: Quota
-    traffic: Traffic
+    traffic: GenerateTraffic
 
     @property
     def name(self) -> str:
@@ -108,11 +112,11 @@ async def ours(image: Image, load: Load, cores: float, stack: ExitStack) -> tupl
     container.url = f"http://127.0.0.1:{port}"
     container.wait_until_ready()
     plan = container.get("/info")["plan"]
-    wire = stack.enter_context(closing(Wire(container.url)))
-    dialect, model = DIALECTS["completions"], await served_model(wire)
+    wire = stack.enter_context(closing(HttpClient(container.url)))
+    dialect, model = GENERATE_DIALECTS["completions"], await first_served_model(wire)
     deck, _ = await prompts_for(wire, dialect, model, 0)
     docker("pause", container.name)
-    return Ours(container, Traffic(wire, dialect, model, deck, _wanted())), plan
+    return Ours(container, GenerateTraffic(wire, dialect, model, deck, _wanted())), plan
 
 
 async def peer(spec: ServerSpec, cores: float, stack: ExitStack) -> Peer:
@@ -121,11 +125,11 @@ async def peer(spec: ServerSpec, cores: float, stack: ExitStack) -> Peer:
     side = ServerSide(spec, (quota.procs,))
     stack.callback(side.end)
     await side.first_answer()
-    wire = stack.enter_context(closing(Wire(side.url)))
+    wire = stack.enter_context(closing(HttpClient(side.url)))
     traffic, _ = await traffic_to(side, _wanted(), wire)
     side.halt()
     return Peer(side, quota, traffic)
 
 
-def _wanted() -> Wanted:
-    return Wanted(Lengths(PROMPT_TOKENS, PROMPT_TOKENS), Lengths(MAX_TOKENS, MAX_TOKENS))
+def _wanted() -> GenerateWorkload:
+    return GenerateWorkload(UniformLengths(PROMPT_TOKENS, PROMPT_TOKENS), UniformLengths(MAX_TOKENS, MAX_TOKENS))

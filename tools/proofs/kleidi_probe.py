@@ -6,14 +6,17 @@ from collections import Counter
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from app.engine.build import build_engine
-from app.kernels.kleidi import KleidiLinear
-from app.kernels.linear import Linear
-from app.kernels.rounding import quantise_int4
-from app.messages import Generate, SamplingParams
-from app.preparation import prepare
+from app.engine.decoder.build import build_engine
+from app.kernels.linear.linear import Linear
+from app.kernels.linear.quantization import quantise_int4
+from app.kernels.linear.torch_int import KleidiLinear
+from app.messages import (
+    Generate,
+    SamplingParams,
+)
+from app.server.prepare import prepare
 from app.settings import load_settings
-from app.weights.opening import checkpoint_of
+from app.weights.open import require_checkpoint
 
 OPERATOR = "aten::_dyn_quant_matmul_4bit"
 TOKENS = 3
@@ -21,7 +24,7 @@ TOKENS = 3
 
 def engine_run() -> dict[str, object]:
     prepared = prepare(load_settings(precision="int4", calibrate="off", compile="off", speculation="off")[0])
-    built = build_engine(checkpoint_of(prepared.checkpoint), prepared.plan, (), lambda stage: None)
+    built = build_engine(require_checkpoint(prepared.checkpoint), prepared.plan, (), lambda stage: None)
     forms = Counter(type(layer.form).__name__ for layer in built.model.modules() if isinstance(layer, Linear))
     params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
     built.engine.add(Generate("proof", (5, 283, 441), params, 0.0))

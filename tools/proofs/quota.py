@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from app.bench.loops import Bounds
-from app.bench.tally import overall_rate
-from app.bench.traffic import Run
-from app.bench.wire import event_loop
+from app.bench.http.loops import RunLimits
+from app.bench.http.tally import GenerateRun, overall_rate
+from app.bench.http.wire import event_loop
 from tools.proofs.containers import Image
 from tools.proofs.findings import Findings
 from tools.proofs.guests import Guest, Load, ours, peer
@@ -98,8 +97,8 @@ async def _turn(guest: Guest, clients: int, measured: Measured) -> None:
     with guest.awake():
         await guest.traffic.warm_up(clients, 16)
         before = guest.throttled_seconds(), guest.cpu_seconds()
-        run = Run()
-        await guest.traffic.clients(run, clients, Bounds(seconds=SECONDS))
+        run = GenerateRun()
+        await guest.traffic.clients(run, clients, RunLimits(seconds=SECONDS))
         throttled, cpu = guest.throttled_seconds() - before[0], guest.cpu_seconds() - before[1]
     if run.failures:
         raise RuntimeError(f"{guest.name}: " + "; ".join(run.messages.values()))

@@ -37,7 +37,7 @@ class Scene:
         self.plot = plot
         self.rare_share = rare_share
         self.drawn: dict[str, str] = {}
-        self._place: Place | None = None
+        self._deployment: Place | None = None
         self._rules: dict[str, Callable[[], str]] = {
             "thing": lambda: self._common_or_rare(tuple(words.THINGS), words.RARE_THINGS),
             "look": lambda: dice.pick(words.LOOKS),
@@ -56,9 +56,9 @@ class Scene:
 
     @property
     def place(self) -> Place:
-        if self._place is None:
-            self._place = self.dice.pick(OUTDOORS if self.plot in UNDER_THE_SKY else PLACES)
-        return self._place
+        if self._deployment is None:
+            self._deployment = self.dice.pick(OUTDOORS if self.plot in UNDER_THE_SKY else PLACES)
+        return self._deployment
 
     def __call__(self, slot: str) -> str:
         """The text of a slot; `{He}` is `{he}` with a capital letter."""

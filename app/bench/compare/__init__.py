@@ -1,0 +1,1 @@
+"""`armature bench compare`: measure one machine and write a result file."""

@@ -1,77 +1,158 @@
-"""Measurement of one load on one server: warm-up, timed interval, and the resulting `LoadPoint`."""
+"""Measurement of one load on one server: warm-up, timed interval, and the resulting `LoadPoint`.
+
+The engine's steps as reported by the server, on the time axis of this measurement.
+"""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import (
+    Iterable,
+    Iterator,
+)
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from app.bench import rates, tally
-from app.bench.client import Client
-from app.bench.compare.circumstances import Circumstances, between, read
-from app.bench.compare.result import Load, Point, Steps
-from app.bench.compare.rhythm import Rhythm
-from app.bench.compare.senders import sender_for
-from app.bench.embed_traffic import Embedded
-from app.bench.embedding import num_tokens
-from app.bench.load import Sender
-from app.bench.loops import Bounds, Stretch
-from app.bench.stats import MeasurementFailed
-from app.bench.traffic import Answered
-from app.bench.wire import Wire
+from app.bench.compare.environment import (
+    LoadConditions,
+    conditions_between,
+    read_resources,
+)
+from app.bench.compare.loads import make_sender
+from app.bench.compare.result import (
+    LoadPoint,
+    LoadSpec,
+    StepColumns,
+)
+from app.bench.console import MeasurementFailed
+from app.bench.http import (
+    loops,
+    tally,
+)
+from app.bench.http.client import ArmatureClient
+from app.bench.http.embed import (
+    EmbedTiming,
+    num_tokens,
+)
+from app.bench.http.load import TrafficSender
+from app.bench.http.loops import (
+    LoadRun,
+    RunLimits,
+)
+from app.bench.http.tally import GenerateTiming
+from app.bench.http.wire import HttpClient
 
-MOST_SAMPLES = 10_000  # per column of a point: a load ends early instead of dropping samples
+MAX_STEPS_PER_POINT = 20_000  # per point
+CLOCK_TOLERANCE_SECONDS = 0.1  # a smaller difference is network latency, not another clock
+_AFTER_ALL_STEPS = 9_000_000_000_000_000
+
+
+@dataclass(slots=True)
+class StepLogReader:
+    """Reader of the server's step log.
+
+    Each call returns the steps since the previous one. `began_at`: moment 0, in seconds since 1970 by this machine's
+    clock.
+    """
+
+    client: ArmatureClient
+    began_at: float
+    num_lost_steps: int = 0  # steps that the server had overwritten, or beyond the limit of a point
+    _next: int | None = None
+
+    async def begin(self) -> None:
+        """Skip all earlier steps. A server without a step log is not asked again."""
+        reply = await self._ask(_AFTER_ALL_STEPS)
+        self._next = None if reply is None else int(reply["next"])
+
+    async def steps(self, begin: float, end: float) -> StepColumns:
+        """Return the steps that began between two moments.
+
+        Raises:
+            RequestBroken: The server did not answer.
+        """
+        columns: dict[str, list[Any]] = {"at": [], "seconds": [], "phase": [], "tokens": [], "cause": []}
+        moments = [begin]
+        while self._next is not None and moments[-1] <= end:  # load from another client may never end
+            reply = await self._ask(self._next)
+            if reply is None or not reply["steps"]["at"]:
+                break
+            ahead = _server_clock_offset(float(reply["clock"]))
+            moments = [at - ahead - self.began_at for at in reply["steps"]["at"]]
+            self._next = int(reply["next"]) - sum(moment > end for moment in moments)
+            self.num_lost_steps += int(reply["dropped"])
+            inside = [index for index, moment in enumerate(moments) if begin <= moment <= end]
+            columns["at"] += [round(max(0.0, moments[index]), 4) for index in inside]
+            for name in ("seconds", "phase", "tokens", "cause"):
+                columns[name] += [reply["steps"][name][index] for index in inside]
+        self.num_lost_steps += max(0, len(columns["at"]) - MAX_STEPS_PER_POINT)
+        limited = {name: column[:MAX_STEPS_PER_POINT] for name, column in columns.items()}
+        return StepColumns(**limited | {"seconds": [round(float(each), 6) for each in limited["seconds"]]})
+
+    async def _ask(self, after: int) -> dict[str, Any] | None:
+        answer = await self.client.wire.get(f"/info/steps?after={after}")
+        return None if answer.status == 404 else dict(answer.raise_for_status("/info/steps").json())
+
+
+def _server_clock_offset(clock: float) -> float:
+    """Return by how many seconds the server's clock is ahead of this machine's."""
+    ahead = clock - time.time()
+    return 0.0 if abs(ahead) < CLOCK_TOLERANCE_SECONDS else ahead
+
+
+MAX_SAMPLES_PER_COLUMN = 10_000  # per column of a point: a load ends early instead of dropping samples
 WARM_UP_SHARE = 1 / 8  # warm-up time as a share of a load's seconds, in addition to them
 
 
-class NothingAnswered(MeasurementFailed):
+class NoRequestAnswered(MeasurementFailed):
     """All requests of a load failed. The message is that of the first failure."""
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class ServerUnderTest:
     """The server under test. `origin` is moment 0 (`time.perf_counter`); `local`: it runs on this machine."""
 
-    wire: Wire
+    wire: HttpClient
     model: str
-    rhythm: Rhythm
+    step_log: StepLogReader
     origin: float
     local: bool
     seconds: float
     idle_watts: float | None = None
 
     @property
-    def client(self) -> Client:
+    def client(self) -> ArmatureClient:
         """A client on the same connection."""
-        return Client(self.wire)
+        return ArmatureClient(self.wire)
 
 
-async def measured(subject: Subject, load: Load, seed: int, run: Stretch[Any]) -> Point:
+async def measure_point(subject: ServerUnderTest, load: LoadSpec, seed: int, run: LoadRun[Any]) -> LoadPoint:
     """Measure one load. `run` is filled meanwhile, so that a progress display can read it.
 
     Raises:
         MeasurementFailed: No request of this load was answered, or the server is gone.
     """
-    sender = await sender_for(subject.wire, subject.model, load, seed)
+    sender = await make_sender(subject.wire, subject.model, load, seed)
     await _warm_up(sender, load, subject.seconds)
-    with _no_collections():
-        before = await read(subject.client, subject.local)
-        await sender.clients(run, load.clients, Bounds(_most_requests(load), subject.seconds))
-        after = await read(subject.client, subject.local)
+    with _gc_disabled():
+        before = await read_resources(subject.client, subject.local)
+        await sender.run_closed_loop(run, load.clients, RunLimits(_max_requests(load), subject.seconds))
+        after = await read_resources(subject.client, subject.local)
     if not run.answered:
-        raise NothingAnswered(next(iter(run.messages.values()), "no request was sent"))
+        raise NoRequestAnswered(next(iter(run.messages.values()), "no request was sent"))
     origin = subject.origin
-    steps = await subject.rhythm.steps(run.started - origin, run.ended - origin)
-    return point_of(load, run, between(before, after), steps, subject)
+    steps = await subject.step_log.steps(run.started - origin, run.ended - origin)
+    return build_point(load, run, conditions_between(before, after), steps, subject)
 
 
-def point_of(load: Load, run: Stretch[Any], around: Circumstances, steps: Steps, subject: Subject) -> Point:
+def build_point(
+    load: LoadSpec, run: LoadRun[Any], around: LoadConditions, steps: StepColumns, subject: ServerUnderTest
+) -> LoadPoint:
     """Build the `LoadPoint` of a finished load. Moments become seconds since `subject.origin`."""
-    fields = _of_generations(run, subject.origin) if load.kind == "generate" else _of_whole_answers(load, run)
-    return Point(
+    fields = _generation_fields(run, subject.origin) if load.kind == "generate" else _batch_fields(load, run)
+    return LoadPoint(
         load=load,
         began=round(run.started - subject.origin, 6),
         **fields,
@@ -85,21 +166,21 @@ def point_of(load: Load, run: Stretch[Any], around: Circumstances, steps: Steps,
     )
 
 
-def _of_generations(run: Stretch[Answered], origin: float) -> dict[str, Any]:
+def _generation_fields(run: LoadRun[GenerateTiming], origin: float) -> dict[str, Any]:
     # Start at the first request: a client with a single answer would else count its tokens but not its prompt's time.
-    begin, end = run.started, tally.window(run, closed=True)[1]
+    begin, end = run.started, tally.stream_window(run, closed=True)[1]
     made = sum(tally.tokens_within(each.stream, begin, end) for each in run.answered)
     part = made / sum(each.stream.num_tokens for each in run.answered)
     streams = [each.stream for each in run.answered]
     read_tokens = sum(stream.usage.prompt_tokens for stream in streams if stream.usage is not None)
-    moments = [moment for stream in streams for moment, _ in stream.pieces[1:]]
+    moments = [moment for stream in streams for moment, _ in stream.chunks[1:]]
     gaps = [gap for stream in streams for gap in stream.gaps()]
     return {
         "seconds": round(end - begin, 6),
         "samples": round(part * len(streams), 3),
         "read_tokens": round(part * read_tokens),
         "generated_tokens": round(made),
-        "request_seconds": _rounded(each.stream.pieces[-1][0] - each.intended for each in run.answered),
+        "request_seconds": _rounded(each.stream.chunks[-1][0] - each.intended for each in run.answered),
         "first_token_seconds": _rounded(map(tally.first_token_seconds, run.answered)),
         "tpot_seconds": _rounded(seconds for seconds in map(tally.seconds_per_token, streams) if seconds is not None),
         "gap_at": [round(moment - origin, 4) for moment in moments],
@@ -107,14 +188,14 @@ def _of_generations(run: Stretch[Answered], origin: float) -> dict[str, Any]:
     }
 
 
-def _of_whole_answers(load: Load, run: Stretch[Any]) -> dict[str, Any]:
+def _batch_fields(load: LoadSpec, run: LoadRun[Any]) -> dict[str, Any]:
     """Return the fields of a load of texts or rows, whose answers arrive whole."""
-    begin, end = rates.steady(run, closed=True)
+    begin, end = loops.whole_answer_window(run, closed=True)
     inside = [each for each in run.answered if begin < each.ended <= end]
     return {
         "seconds": round(end - begin, 6),
         "samples": load.batch * len(inside),
-        "read_tokens": round(sum(num_tokens(each) for each in inside if isinstance(each, Embedded))),
+        "read_tokens": round(sum(num_tokens(each) for each in inside if isinstance(each, EmbedTiming))),
         "request_seconds": _rounded(each.ended - each.intended for each in run.answered),
     }
 
@@ -123,11 +204,11 @@ def _rounded(seconds: Iterable[float]) -> list[float]:
     return [round(each, 6) for each in seconds]
 
 
-def _most_requests(load: Load) -> int:
-    return max(load.clients, MOST_SAMPLES // max(1, load.max_tokens))
+def _max_requests(load: LoadSpec) -> int:
+    return max(load.clients, MAX_SAMPLES_PER_COLUMN // max(1, load.max_tokens))
 
 
-async def _warm_up(sender: Sender[Any], load: Load, seconds: float) -> None:
+async def _warm_up(sender: TrafficSender[Any], load: LoadSpec, seconds: float) -> None:
     """Send one request per client at once, repeatedly for `WARM_UP_SHARE` of `seconds`, but at least once."""
     until = time.perf_counter() + seconds * WARM_UP_SHARE
     while True:
@@ -137,7 +218,7 @@ async def _warm_up(sender: Sender[Any], load: Load, seconds: float) -> None:
 
 
 @contextmanager
-def _no_collections() -> Iterator[None]:
+def _gc_disabled() -> Iterator[None]:
     """Turn Python's garbage collection off. A collection in this client would look like a pause of the server."""
     gc.collect()
     gc.disable()

@@ -10,21 +10,31 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import (
+    Any,
+    Literal,
+    Self,
+)
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
-from app.bench.stats import MeasurementFailed
+from app.bench.console import MeasurementFailed
 
 SCHEMA: Literal["armature-compare/1"] = "armature-compare/1"
-Kind = Literal["generate", "embed", "infer"]
+LoadKind = Literal["generate", "embed", "infer"]
 
 
-class _Part(BaseModel):
+class _ResultModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Energy(_Part):
+class PointEnergy(_ResultModel):
     """Energy over one point, idle power included, in joules of the whole machine or of what `source` counts.
 
     `idle_watts` were measured before any load.
@@ -35,7 +45,7 @@ class Energy(_Part):
     idle_watts: float | None = Field(None, ge=0)
 
 
-class Steps(_Part):
+class StepColumns(_ResultModel):
     """The engine's steps while a point was measured, as columns of equal length."""
 
     at: list[float] = []
@@ -51,10 +61,10 @@ class Steps(_Part):
         return self
 
 
-class Load(_Part):
+class LoadSpec(_ResultModel):
     """The load on the server: concurrent clients that send requests of `batch` texts or rows (1 for a prompt)."""
 
-    kind: Kind
+    kind: LoadKind
     clients: int = Field(ge=1)
     batch: int = Field(1, ge=1)
     tokens: int = Field(ge=0)  # per prompt or text; 0 for rows
@@ -70,7 +80,7 @@ class Load(_Part):
         return f"{clients}batch {self.batch}" + (f" of {self.tokens} tokens" if self.tokens else "")
 
 
-class Point(_Part):
+class LoadPoint(_ResultModel):
     """One load, measured after its warm-up.
 
     Latencies are raw: one value per request. Gaps are one value per stream event after an answer's first.
@@ -80,7 +90,7 @@ class Point(_Part):
     a generation that falls partly within `seconds` counts as that fraction. Latencies include all requests.
     """
 
-    load: Load
+    load: LoadSpec
     began: float = Field(ge=0)
     seconds: float = Field(gt=0)
     samples: float = Field(ge=0)
@@ -96,8 +106,8 @@ class Point(_Part):
     stolen_ratio: float | None = Field(None, ge=0)  # share of all cores: stolen by the host or used by other processes
     client_cpu_ratio: float | None = Field(None, ge=0)  # share of one core, used by this client
     pressure_ratio: float | None = Field(None, ge=0)  # share of time in which some thread of this machine waited for a core
-    energy: Energy | None = None
-    steps: Steps = Steps()
+    energy: PointEnergy | None = None
+    steps: StepColumns = StepColumns()
 
     @model_validator(mode="after")
     def _rows(self) -> Self:
@@ -116,7 +126,7 @@ class Point(_Part):
         return (self.generated_tokens or self.read_tokens) / self.seconds
 
 
-class Result(_Part):
+class CompareResult(_ResultModel):
     """The content of a result file.
 
     `info` is the server's `/info` at the start of the first load: version, model, facts, plan with reasons,
@@ -136,8 +146,8 @@ class Result(_Part):
     complete: bool = True
     doubts: list[str] = []
     info: dict[str, Any]
-    points: list[Point] = Field(min_length=1)
-    repeats: list[Point] = []  # the first load again, in the middle and at the end, to show how stable the machine was
+    points: list[LoadPoint] = Field(min_length=1)
+    repeats: list[LoadPoint] = []  # the first load again, in the middle and at the end, to show how stable the machine was
 
     @property
     def model_shape(self) -> dict[str, Any]:
@@ -148,7 +158,7 @@ class Result(_Part):
         return {name: value for name, value in dict(self.info.get("model", {})).items() if name != "name"}
 
 
-def write_result(result: Result, path: Path) -> None:
+def write_result(result: CompareResult, path: Path) -> None:
     """Write the result atomically: the file is either complete or unchanged."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -160,7 +170,7 @@ def write_result(result: Result, path: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def read_result(path: Path) -> Result:
+def read_result(path: Path) -> CompareResult:
     """Read a result file.
 
     Raises:
@@ -182,7 +192,7 @@ def read_result(path: Path) -> Result:
             f"{path} has the schema {schema!r}; this version reads {SCHEMA!r}, which `armature bench compare` writes."
         )
     try:
-        return Result.model_validate_json(text)
+        return CompareResult.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))

@@ -1,0 +1,1 @@
+"""`armature bench tco`: machines and dollars for a given load."""

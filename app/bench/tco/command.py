@@ -14,20 +14,45 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from app.bench.compare.result import Result, read_result
-from app.bench.stats import MeasurementFailed
-from app.bench.tco.assumptions import assumptions, doubts, missing_prices
-from app.bench.tco.prices import Prices, read_prices
-from app.bench.tco.published import SOURCE, at_list_prices, published, remarks, saving
-from app.bench.tco.sizing import Sheet, sheets
-from app.bench.tco.tables import pair_table, published_table, published_title, sheet_table
-from app.bench.tco.target import Target, read_target
+from app.bench.compare.result import (
+    CompareResult,
+    read_result,
+)
+from app.bench.console import MeasurementFailed
+from app.bench.tco.capacity import (
+    ServingTarget,
+    parse_target,
+)
+from app.bench.tco.prices import (
+    PriceTable,
+    read_prices,
+)
+from app.bench.tco.published import (
+    SOURCE,
+    costs_at_list_prices,
+    published_costs,
+    published_remarks,
+    saving_ratio,
+)
+from app.bench.tco.sizing import (
+    SizingSheet,
+    sizing_sheets,
+)
+from app.bench.tco.tables import (
+    cost_assumptions,
+    missing_prices,
+    pair_table,
+    published_table,
+    published_title,
+    result_caveats,
+    sheet_table,
+)
 
-WIDEST = 1000
+MAX_TABLE_WIDTH = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CostArguments:
     """The arguments of `armature tco`.
 
     `target` is unparsed text such as `10000/s`. `published` asks for a comparison published by others, which needs no
@@ -43,11 +68,11 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class CostReport:
     """Everything that is reported on a set of result files."""
 
-    target: Target
-    sheets: tuple[Sheet, ...]
+    target: ServingTarget
+    sheets: tuple[SizingSheet, ...]
     assumptions: tuple[str, ...]
     doubts: tuple[str, ...]
     missing: tuple[str, ...]
@@ -57,15 +82,15 @@ class Costs:
         return dataclasses.asdict(self)
 
 
-def print_costs(asked: Asked) -> int:
+def run_tco(asked: CostArguments) -> int:
     """Print the cost tables and return the exit status: 1 if no load of any result kept the p99.
 
     Raises:
         MeasurementFailed: The arguments or files are invalid; the message says what would be right.
     """
-    _refuse_nothing(asked)
+    _check_arguments(asked)
     prices = read_prices(asked.instances)
-    costs = _costs(asked, prices) if asked.paths else None
+    costs = _build_report(asked, prices) if asked.paths else None
     if asked.json:
         fields = {} if costs is None else costs.to_json()
         sys.stdout.write(json.dumps(fields | ({"published": _published_json(prices)} if asked.published else {})) + "\n")
@@ -77,7 +102,7 @@ def print_costs(asked: Asked) -> int:
     return 0 if costs is None or any(sheet.rows for sheet in costs.sheets) else 1
 
 
-def _refuse_nothing(asked: Asked) -> None:
+def _check_arguments(asked: CostArguments) -> None:
     if not asked.paths and not asked.published:
         raise MeasurementFailed("no result files given: armature bench compare writes them; --published needs none.")
     if asked.paths and asked.target is None:
@@ -90,25 +115,25 @@ def _refuse_nothing(asked: Asked) -> None:
         raise MeasurementFailed(f"--p99-ms must be above 0 and finite, not {asked.p99_ms:g}.")
 
 
-def _costs(asked: Asked, prices: Prices) -> Costs:
+def _build_report(asked: CostArguments, prices: PriceTable) -> CostReport:
     assert asked.target is not None, "refused before"
-    target = read_target(asked.target)
-    results = _told_apart([read_result(path) for path in asked.paths])
-    _refuse_mixture(results)
+    target = parse_target(asked.target)
+    results = _with_unique_names([read_result(path) for path in asked.paths])
+    _check_same_model(results)
     limit = None if asked.p99_ms is None else asked.p99_ms / 1e3
-    found = sheets(results, prices, target, limit)
+    found = sizing_sheets(results, prices, target, limit)
     if not found:
         raise MeasurementFailed("the result files hold no load that was served without failures, so no cost can be computed.")
-    return Costs(
+    return CostReport(
         target=target,
         sheets=tuple(found),
-        assumptions=tuple(assumptions(results, prices, found, target, limit)),
-        doubts=tuple(doubts(results)),
+        assumptions=tuple(cost_assumptions(results, prices, found, target, limit)),
+        doubts=tuple(result_caveats(results)),
         missing=tuple(missing_prices(results, prices)),
     )
 
 
-def _refuse_mixture(results: Sequence[Result]) -> None:
+def _check_same_model(results: Sequence[CompareResult]) -> None:
     """Refuse results of different models, whose costs would mislead next to each other."""
     first = results[0]
     for other in results[1:]:
@@ -116,7 +141,7 @@ def _refuse_mixture(results: Sequence[Result]) -> None:
             raise MeasurementFailed(f"{first.name} and {other.name} are results of different models: they cannot be compared.")
 
 
-def _told_apart(results: Sequence[Result]) -> list[Result]:
+def _with_unique_names(results: Sequence[CompareResult]) -> list[CompareResult]:
     """Return the results with unique names, by adding the precision to names that occur more than once.
 
     Raises:
@@ -131,62 +156,62 @@ def _told_apart(results: Sequence[Result]) -> list[Result]:
     return named
 
 
-def _with_precision(result: Result) -> Result:
+def _with_precision(result: CompareResult) -> CompareResult:
     precision = ((result.info.get("plan") or {}).get("precision") or {}).get("value", "")
     return result.model_copy(update={"name": f"{result.name} {precision}".strip()})
 
 
-def _print_costs(costs: Costs) -> None:
-    _say("Caveats", costs.doubts)
+def _print_costs(costs: CostReport) -> None:
+    _print_sentences("Caveats", costs.doubts)
     for sheet in costs.sheets:
         if sheet.rows:
-            _show(sheet_table(sheet, costs.target))
-        _say("" if sheet.rows else f"{sheet.work}: {costs.target}", [*_cheapest(sheet), *sheet.notes])
+            _print_table(sheet_table(sheet, costs.target))
+        _print_sentences("" if sheet.rows else f"{sheet.work}: {costs.target}", [*_cheapest(sheet), *sheet.notes])
         if sheet.pairs:
-            _show(pair_table(sheet.pairs))
+            _print_table(pair_table(sheet.pairs))
     if any(sheet.rows for sheet in costs.sheets) and not any(sheet.pairs for sheet in costs.sheets):
-        _say("", ["There is no pair of Arm and x86 machines with the same number of vCPUs to compare."])
-    _say("Missing prices", costs.missing)
-    _say("Assumptions", costs.assumptions)
+        _print_sentences("", ["There is no pair of Arm and x86 machines with the same number of vCPUs to compare."])
+    _print_sentences("Missing prices", costs.missing)
+    _print_sentences("Assumptions", costs.assumptions)
 
 
-def _cheapest(sheet: Sheet) -> list[str]:
+def _cheapest(sheet: SizingSheet) -> list[str]:
     row = sheet.cheapest
     if row is None:
         return []
     return [f"Cheapest: {row.machines:,} × {row.machine.name}, ${row.annual_dollars:,.0f} a year (as {row.result} was measured)."]
 
 
-def _print_published(prices: Prices) -> None:
-    pair, listed = published(), at_list_prices(prices)
-    _show(published_table(pair, published_title()))
-    _say("", [f"The second costs {saving(pair):.1%} less. Source (only its beginning was readable): {SOURCE}"])
+def _print_published(prices: PriceTable) -> None:
+    pair, listed = published_costs(), costs_at_list_prices(prices)
+    _print_table(published_table(pair, published_title()))
+    _print_sentences("", [f"The second costs {saving_ratio(pair):.1%} less. Source (only its beginning was readable): {SOURCE}"])
     if listed is not None:
-        _show(published_table(listed, "The same rates at the prices of the shipped table"))
-        _say("", [f"The second costs {saving(listed):.1%} less."])
-    _say("Review of the published figures", remarks(prices))
+        _print_table(published_table(listed, "The same rates at the prices of the shipped table"))
+        _print_sentences("", [f"The second costs {saving_ratio(listed):.1%} less."])
+    _print_sentences("Review of the published figures", published_remarks(prices))
 
 
-def _published_json(prices: Prices) -> dict[str, Any]:
-    listed = at_list_prices(prices)
+def _published_json(prices: PriceTable) -> dict[str, Any]:
+    listed = costs_at_list_prices(prices)
     return {
         "source": SOURCE,
-        "lines": [dataclasses.asdict(line) for line in published()],
+        "lines": [dataclasses.asdict(line) for line in published_costs()],
         "at_list_prices": None if listed is None else [dataclasses.asdict(line) for line in listed],
-        "remarks": remarks(prices),
+        "remarks": published_remarks(prices),
     }
 
 
-def _show(table: Table) -> None:
+def _print_table(table: Table) -> None:
     """Print the table without truncation: on a narrow terminal, lines wrap."""
     console = Console()
-    needed = Measurement.get(console, console.options.update(max_width=WIDEST), table).maximum
+    needed = Measurement.get(console, console.options.update(max_width=MAX_TABLE_WIDTH), table).maximum
     title, table.title = table.title, None
     sys.stdout.write(f"{title}\n")
     Console(width=max(needed, console.width)).print(table)
     sys.stdout.write("\n")
 
 
-def _say(title: str, sentences: Sequence[str]) -> None:
+def _print_sentences(title: str, sentences: Sequence[str]) -> None:
     if sentences:
         sys.stdout.write((f"{title}\n" if title else "") + "".join(f"- {sentence}\n" for sentence in sentences) + "\n")

@@ -7,26 +7,38 @@ price names its source and the day it was read.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import (
+    Iterator,
+    Mapping,
+)
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any, Literal
+from typing import (
+    Any,
+    Literal,
+)
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
-from app.bench.stats import MeasurementFailed
+from app.bench.console import MeasurementFailed
 
-SHIPPED = Path(__file__).with_name("instances.toml")
+SHIPPED_TABLE = Path(__file__).with_name("instances.toml")
 HOURS_A_YEAR = 8760
 Architecture = Literal["arm64", "x86_64", "gpu"]
 
 
-class _Row(BaseModel):
+class _PriceModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Power(_Row):
+class PowerRating(_PriceModel):
     """The power of a number of cores (or GPUs): watts, how many cores, the kind of figure, and its source."""
 
     watts: float = Field(gt=0)
@@ -35,7 +47,7 @@ class Power(_Row):
     source: str
 
 
-class Size(_Row):
+class InstanceSize(_PriceModel):
     """A machine to rent, or to buy for `purchase_price` and keep for `years`.
 
     With neither price, its cost is unknown.
@@ -49,7 +61,7 @@ class Size(_Row):
     years: float | None = Field(None, gt=0)
 
     @model_validator(mode="after")
-    def _priced_once(self) -> Size:
+    def _priced_once(self) -> InstanceSize:
         if (self.purchase_price is None) != (self.years is None):
             raise ValueError("purchase_price and years must be given together")
         if self.purchase_price is not None and self.hourly_price is not None:
@@ -64,7 +76,7 @@ class Size(_Row):
         return self.hourly_price
 
 
-class Family(_Row):
+class InstanceFamily(_PriceModel):
     """Machines with the same processor.
 
     `as_of`: the day for which the source states the prices; `read`: the day on which they were read.
@@ -81,55 +93,55 @@ class Family(_Row):
     as_of: date | None = None
     read: date | None = None
     note: str = ""
-    power: Power | None = None
-    sizes: list[Size] = Field(min_length=1)
+    power: PowerRating | None = None
+    sizes: list[InstanceSize] = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _sourced(self) -> Family:
+    def _sourced(self) -> InstanceFamily:
         priced = any(size.dollars_an_hour is not None for size in self.sizes)
         if priced and not (self.source.strip() and self.read):
             raise ValueError(f"the prices of {self.name} need `source` and `read`: where they were read, and when")
         return self
 
-    def cores(self, size: Size) -> int:
+    def cores(self, size: InstanceSize) -> int:
         """Return the number of physical cores."""
         return max(1, size.vcpus // self.threads_per_core)
 
-    def units(self, size: Size) -> int:
+    def units(self, size: InstanceSize) -> int:
         """Return the count with which rates and watts scale in this family: GPUs if any, else physical cores."""
         return size.gpus or self.cores(size)
 
-    def memory_bytes(self, size: Size) -> float | None:
+    def memory_bytes(self, size: InstanceSize) -> float | None:
         """Return the memory of a size in bytes, or None if unknown."""
         return None if self.memory_gib_per_vcpu is None else self.memory_gib_per_vcpu * size.vcpus * 2**30
 
-    def watts(self, size: Size) -> float | None:
+    def watts(self, size: InstanceSize) -> float | None:
         """Return the power of a size in watts, or None if unknown."""
         return None if self.power is None else self.power.watts * self.units(size) / self.power.of
 
 
-class _Table(_Row):
-    family: list[Family]
+class _PriceFile(_PriceModel):
+    family: list[InstanceFamily]
 
 
 @dataclass(frozen=True, slots=True)
-class Prices:
+class PriceTable:
     """The price table: families by name."""
 
-    families: Mapping[str, Family]
+    families: Mapping[str, InstanceFamily]
 
-    def find(self, instance: str) -> tuple[Family, Size] | None:
+    def find(self, instance: str) -> tuple[InstanceFamily, InstanceSize] | None:
         """Return the family and size of an instance name, or None."""
         return next(((family, size) for family, size in self.sizes() if size.name == instance), None)
 
-    def sizes(self) -> Iterator[tuple[Family, Size]]:
+    def sizes(self) -> Iterator[tuple[InstanceFamily, InstanceSize]]:
         """Yield all sizes with their families."""
         for family in self.families.values():
             for size in family.sizes:
                 yield family, size
 
 
-def read_prices(own: Path | None) -> Prices:
+def read_prices(own: Path | None) -> PriceTable:
     """Read the shipped price table and the user's file.
 
     A family in the user's file replaces the shipped one of the same name.
@@ -137,11 +149,11 @@ def read_prices(own: Path | None) -> Prices:
     Raises:
         MeasurementFailed: The file cannot be read or is invalid.
     """
-    tables = [_read(SHIPPED)] + ([] if own is None else [_read(own)])
-    return Prices({family.name: family for table in tables for family in table.family})
+    tables = [_read(SHIPPED_TABLE)] + ([] if own is None else [_read(own)])
+    return PriceTable({family.name: family for table in tables for family in table.family})
 
 
-def _read(path: Path) -> _Table:
+def _read(path: Path) -> _PriceFile:
     try:
         fields: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -149,9 +161,11 @@ def _read(path: Path) -> _Table:
     except tomllib.TOMLDecodeError as error:
         raise MeasurementFailed(f"{path} is not valid TOML: {error}.") from error
     try:
-        table = _Table.model_validate(fields)
+        table = _PriceFile.model_validate(fields)
     except ValidationError as error:
-        raise MeasurementFailed(f"{path}: {_complaint(error)}. {SHIPPED.name} in the package shows the format.") from error
+        raise MeasurementFailed(
+            f"{path}: {_first_error(error)}. {SHIPPED_TABLE.name} in the package shows the format."
+        ) from error
     names = [size.name for family in table.family for size in family.sizes]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -159,6 +173,6 @@ def _read(path: Path) -> _Table:
     return table
 
 
-def _complaint(error: ValidationError) -> str:
+def _first_error(error: ValidationError) -> str:
     first = error.errors()[0]
     return f"{'.'.join(map(str, first['loc']))}: {first['msg'].removeprefix('Value error, ')}"

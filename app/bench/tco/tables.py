@@ -1,20 +1,40 @@
-"""The cost tables for the console: one for each kind of work, and Arm compared with x86."""
+"""The cost tables for the console: one for each kind of work, and Arm compared with x86.
+
+The assumptions behind the cost tables, the caveats of the results, and missing prices, in sentences.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import (
+    Iterable,
+    Sequence,
+)
 
 from rich.table import Table
 
-from app.bench.console import number
-from app.bench.tco.published import CLAIMS, SAMPLES_PER_SECOND, Line
-from app.bench.tco.sizing import Pair, Row, Sheet
-from app.bench.tco.target import Target
+from app.bench.compare.result import CompareResult
+from app.bench.console import format_number
+from app.bench.tco.capacity import ServingTarget
+from app.bench.tco.prices import (
+    HOURS_A_YEAR,
+    InstanceFamily,
+    PriceTable,
+)
+from app.bench.tco.published import (
+    CLAIMS,
+    SAMPLES_PER_SECOND,
+    PublishedCost,
+)
+from app.bench.tco.sizing import (
+    ArmX86Pair,
+    SizingRow,
+    SizingSheet,
+)
 
 NONE = "–"
 
 
-def sheet_table(sheet: Sheet, target: Target) -> Table:
+def sheet_table(sheet: SizingSheet, target: ServingTarget) -> Table:
     """Return the table of one kind of work. Empty columns are left out."""
     unit = f"{target.unit}/s"
     columns = {
@@ -36,12 +56,12 @@ def sheet_table(sheet: Sheet, target: Target) -> Table:
     return _table(f"{sheet.work}: {target}", columns, left=("result", "machine", "at load", "watts by"))
 
 
-def pair_table(pairs: Sequence[Pair]) -> Table:
+def pair_table(pairs: Sequence[ArmX86Pair]) -> Table:
     """Return the table of Arm and x86 machines with the same number of vCPUs."""
     columns = {
         "vCPUs": [str(pair.arm.machine.vcpus) for pair in pairs],
-        "Arm": [_named(pair.arm) for pair in pairs],
-        "x86": [_named(pair.x86) for pair in pairs],
+        "Arm": [_machine_label(pair.arm) for pair in pairs],
+        "x86": [_machine_label(pair.x86) for pair in pairs],
         "machines": [f"{pair.arm.machines} : {pair.x86.machines}" for pair in pairs],
         "Arm $/year": [_dollars(pair.arm.annual_dollars) for pair in pairs],
         "x86 $/year": [_dollars(pair.x86.annual_dollars) for pair in pairs],
@@ -51,7 +71,7 @@ def pair_table(pairs: Sequence[Pair]) -> Table:
     return _table("Arm against x86, with the same number of vCPUs", columns, left=("Arm", "x86"))
 
 
-def published_table(lines: Iterable[Line], title: str) -> Table:
+def published_table(lines: Iterable[PublishedCost], title: str) -> Table:
     """Return the table of a published comparison."""
     rows = list(lines)
     columns = {
@@ -82,12 +102,12 @@ def _table(title: str, columns: dict[str, list[str]], left: Sequence[str]) -> Ta
     return made
 
 
-def _named(row: Row) -> str:
+def _machine_label(row: SizingRow) -> str:
     return row.machine.name if row.machine.name == row.result else f"{row.machine.name} ({row.result})"
 
 
 def _number(value: float | None) -> str:
-    return NONE if value is None else number(value)
+    return NONE if value is None else format_number(value)
 
 
 def _dollars(value: float | None) -> str:
@@ -104,3 +124,89 @@ def _milliseconds(value: float | None) -> str:
 
 def _kilowatts(value: float | None) -> str:
     return NONE if value is None else _number(value / 1e3)
+
+
+def cost_assumptions(
+    results: Sequence[CompareResult],
+    prices: PriceTable,
+    sheets: Sequence[SizingSheet],
+    target: ServingTarget,
+    limit: float | None,
+) -> list[str]:
+    """Return the assumptions that apply to these tables. `limit`: highest allowed p99 in seconds, or None."""
+    rows = [row for sheet in sheets for row in sheet.rows]
+    found = [prices.find(result.instance) for result in results if result.instance]
+    families = {each[0].name: each[0] for each in found if each}
+    said = [
+        f"The target of {target} arrives evenly during all {HOURS_A_YEAR:,} hours of a year; only whole machines count.",
+        _utilisation_sentence(limit),
+    ]
+    if any(row.machine.share != 1 for row in rows):
+        said.append(
+            "Other sizes of the family than the measured one: rate and watts in proportion to cores (cards where there are any), "
+            "at the same p99; sizes with less memory than the weights need are left out. Measure the size that you choose."
+        )
+    if any(row.annual_dollars is not None for row in rows):
+        said.append(
+            "Dollars are the machines' rent alone: no traffic, storage, staff, taxes or discounts; electricity is not added."
+        )
+    said += _watts_sentences({row.watts_basis for row in rows if row.watts is not None})
+    return said + [_family_sentence(family) for family in families.values()]
+
+
+def result_caveats(results: Sequence[CompareResult]) -> list[str]:
+    """Return the caveats that each result file contains."""
+    said = []
+    for result in results:
+        said += [f"{result.name}: {doubt}" for doubt in result.doubts]
+        if not result.complete:
+            said.append(f"{result.name}: the measurement was interrupted, so its best load may be missing.")
+        if any(point.failures for point in result.points):
+            said.append(f"{result.name}: points where requests failed are not counted.")
+    return said
+
+
+def missing_prices(results: Sequence[CompareResult], prices: PriceTable) -> list[str]:
+    """Return the reason for each result that has no price."""
+    said = []
+    for result in results:
+        if result.hourly_price is not None:
+            continue
+        if result.instance is None:
+            said.append(
+                f"{result.name}: no price: its file names no instance (armature bench compare --instance ROW) and no --hourly-price."
+            )
+        elif (found := prices.find(result.instance)) is None:
+            said.append(f"{result.name}: no price: {result.instance} is not in the price table; add it with --instances FILE.")
+        elif found[1].dollars_an_hour is None:
+            said.append(f"{result.name}: no price: the table lists {result.instance} without one.")
+    return said
+
+
+def _utilisation_sentence(limit: float | None) -> str:
+    if limit is None:
+        return "Machines run at the highest measured rate, whatever its latency: set --p99-ms to limit it, and plan some reserve."
+    return (
+        f"Machines run at the highest measured rate whose p99 of a whole request was within {limit * 1e3:g} ms; "
+        "no interpolation between measured loads, no reserve for a failed machine, and clients waited for their answers: "
+        "traffic that does not wait has a longer tail at the same rate."
+    )
+
+
+def _watts_sentences(bases: set[str]) -> list[str]:
+    said = []
+    if any(basis.startswith("measured") for basis in bases):
+        said.append(
+            "Measured watts cover what the meter counts (rapl: the processor and its memory), idle power included, under that load."
+        )
+    if any(not basis.startswith("measured") for basis in bases):
+        said.append(
+            "Other watts were not measured under this load: each names its source; compare only figures of the same kind."
+        )
+    return said
+
+
+def _family_sentence(family: InstanceFamily) -> str:
+    day = f"as of {family.as_of}" if family.as_of else f"read on {family.read}"
+    note = f" {family.note}" if family.note else ""
+    return f"{family.name}: {family.cloud}, {family.processor}, on demand in {family.region} {day}, {family.source}.{note}"

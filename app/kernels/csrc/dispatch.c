@@ -98,7 +98,7 @@ const level *armature_now(void) {
     return serving;
 }
 
-/* Read from the file, before anything is loaded, by app/hardware/native_library.py. */
+/* Read from the file, before anything is loaded, by app/hardware/probe/software.py. */
 EXPORT const char armature_levels[] = "armature levels: " ARMATURE_LEVELS ";";
 
 /* The name of the level that serves, NULL where there is none. */

@@ -1,5 +1,5 @@
 /* The words between Python and the library: what can be asked for, and the arguments of each. Every field is eight bytes, so that a caller
- * needs nothing but addresses and 64-bit numbers; `app/kernels/operations.py` mirrors this file.
+ * needs nothing but addresses and 64-bit numbers; `app/kernels/native/operations.py` mirrors this file.
  *
  * An operation is a *team function*: `armature_run` opens one parallel region in which every thread walks the same list, each kernel divides
  * its own work among them, and none returns before all have done their part.

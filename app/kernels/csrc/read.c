@@ -1,4 +1,4 @@
-/* Reads memory and does nothing else, as fast as products do that ask for it ahead: what they are held against (app/bench/ceilings.py). */
+/* Reads memory and does nothing else, as fast as products do that ask for it ahead: what they are held against (app/bench/engine/ceilings.py). */
 #include <string.h>
 
 #include "level.h"

@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from app.kernels import activate, layer_norm, rowwise, table, turn
+from app.kernels.elementwise import (
+    activations,
+    embedding,
+    norms,
+    rope,
+)
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +34,7 @@ def _numbers_as_on_a_gpu() -> Iterator[None]:
 def served_by_triton() -> Iterator[None]:
     """What picks a kernel picks Triton's, for the processor's tensors too."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (activate, layer_norm, rowwise, table, turn):
+        for module in (activations, norms, norms, embedding, rope):
             patch.setattr(module, "usable", lambda tensor: True)
             patch.setattr(module, "has", lambda code: False)
         yield

@@ -10,12 +10,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.kernels.gpu import attention, prompts
-from app.kernels.gpu.attention import attend_decodes, num_parts
-from app.kernels.gpu.prompts import attend_prompts, fresh_rows
-from app.kernels.paged import PAGE_TOKENS
-from app.kernels.paged_torch import paged_attention_torch
-from app.models.context import AttentionSpec
+from app.kernels.attention.context import AttentionSpec
+from app.kernels.attention.paged import PAGE_TOKENS, paged_attention_torch
+from app.kernels.triton import (
+    attention,
+    prompts,
+)
+from app.kernels.triton.attention import (
+    attend_decodes,
+    num_splits,
+)
+from app.kernels.triton.prompts import (
+    attend_prompts,
+    gather_fresh_kv,
+)
 from paged_steps import Shape, made_step
 
 PLAIN = AttentionSpec(0.3)
@@ -30,7 +38,7 @@ CLOSE = {
 @pytest.fixture(autouse=True)
 def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs programs one by one."""
-    monkeypatch.setattr(attention, "_PROGRAMS", 8)
+    monkeypatch.setattr(attention, "_TARGET_PROGRAMS", 8)
 
 
 def equal_to_the_twin(
@@ -85,7 +93,7 @@ def test_ragged_steps(spans: list[tuple[int, int]], decodes: list[int], window: 
 
 @pytest.mark.parametrize("many", [1, 8], ids=["in one part", "in parts"])
 def test_a_row_that_only_fills_a_bucket_is_zeros(many: int, monkeypatch: pytest.MonkeyPatch, gpu: torch.device) -> None:
-    monkeypatch.setattr(attention, "_PROGRAMS", many)
+    monkeypatch.setattr(attention, "_TARGET_PROGRAMS", many)
     query, kv, step = made_step(Shape(2, 1, 32), [(1, 0), (1, 5), (1, 0)], 3, gpu)
     out = torch.full(query.shape, torch.nan, device=gpu)
     attend_decodes(query, kv, step, PLAIN, out)
@@ -95,7 +103,7 @@ def test_a_row_that_only_fills_a_bucket_is_zeros(many: int, monkeypatch: pytest.
 
 @pytest.mark.parametrize("many", [1, 2, 16], ids=lambda many: f"{many} programs")
 def test_however_many_parts_a_context_is_cut_into(many: int, monkeypatch: pytest.MonkeyPatch, gpu: torch.device) -> None:
-    monkeypatch.setattr(attention, "_PROGRAMS", many)
+    monkeypatch.setattr(attention, "_TARGET_PROGRAMS", many)
     equal_to_the_twin(Shape(2, 1, 32), [(1, 300), (1, 64)], 2, AttentionSpec(0.3, window=130), gpu)
 
 
@@ -114,7 +122,7 @@ def test_what_is_not_a_number_is_told_and_stays_with_its_own(gpu: torch.device) 
 def test_prompts_of_this_step_are_laid_out_as_the_batch_is(gpu: torch.device) -> None:
     _, kv, step = made_step(Shape(2, 2, 24, torch.bfloat16), [(1, 9), (70, 70), (3, 3)], 1, gpu)
     assert step.fresh
-    key, value = fresh_rows(kv, step, 74)
+    key, value = gather_fresh_kv(kv, step, 74)
     for sequence, first, count in ((1, 1, 70), (2, 71, 3)):
         at = torch.arange(count, device=gpu)
         rows = step.tables[step.slots[sequence]].long()[at // PAGE_TOKENS] * PAGE_TOKENS + at % PAGE_TOKENS
@@ -124,11 +132,11 @@ def test_prompts_of_this_step_are_laid_out_as_the_batch_is(gpu: torch.device) ->
 
 def test_how_a_context_is_cut_depends_on_the_bucket_and_the_heads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert [num_parts(8 * bucket) for bucket in (1, 2, 4, 8, 16, 24, 64, 256)] == [64, 32, 16, 8, 4, 4, 1, 1]
-    assert num_parts(1) == 64
+    assert [num_splits(8 * bucket) for bucket in (1, 2, 4, 8, 16, 24, 64, 256)] == [64, 32, 16, 8, 4, 4, 1, 1]
+    assert num_splits(1) == 64
 
 
 def test_blocks_fit_the_memory_of_the_smallest_gpu() -> None:
-    assert [attention.tokens_at_a_time(dim, 2) for dim in (32, 64, 128, 256)] == [64, 64, 64, 32]
-    assert [attention.tokens_at_a_time(dim, 4) for dim in (32, 64, 128, 256)] == [64, 64, 32, 16]
-    assert [prompts.queries_at_a_time(dim, 2) for dim in (64, 128, 256)] == [128, 128, 64]
+    assert [attention.key_block_size(dim, 2) for dim in (32, 64, 128, 256)] == [64, 64, 64, 32]
+    assert [attention.key_block_size(dim, 4) for dim in (32, 64, 128, 256)] == [64, 64, 32, 16]
+    assert [prompts.query_block_size(dim, 2) for dim in (64, 128, 256)] == [128, 128, 64]

@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from app.kernels import activate, layer_norm, rowwise, table, turn
+from app.kernels.elementwise import (
+    activations,
+    embedding,
+    norms,
+    rope,
+)
 
 pytestmark = pytest.mark.usefixtures("served_by_triton")
 # One unit in the last place: the interpreter cuts off where hardware rounds to nearest.
@@ -42,8 +47,8 @@ def made(gpu: torch.device, rows: int, size: int, seed: int = 0, bad: float | No
 @given(rows=num_rows, size=sizes, dtype=dtypes, bad=bad_values)
 def test_the_norm_is_its_twin(gpu: torch.device, rows: int, size: int, dtype: torch.dtype, bad: float | None) -> None:
     hidden, weight = made(gpu, rows, size, bad=bad), made(gpu, 1, size, 1)[0]
-    found = rowwise.rms_norm(hidden, weight, 1e-5, dtype)
-    close(found, rowwise.rms_norm_torch(hidden, weight, 1e-5, dtype))
+    found = norms.rms_norm(hidden, weight, 1e-5, dtype)
+    close(found, norms.rms_norm_torch(hidden, weight, 1e-5, dtype))
     assert found.isfinite()[:-1].all()
 
 
@@ -53,8 +58,8 @@ def test_what_is_added_after_a_branch(gpu: torch.device, rows: int, size: int, d
     hidden, weight = made(gpu, rows, size), made(gpu, 1, size, 1)[0]
     branch = made(gpu, rows, size, 2, bad).to(dtype)
     expected = hidden.clone()
-    rowwise.add_rms_norm_torch(expected, branch, weight, 1e-6)
-    rowwise.add_rms_norm(hidden, branch, weight, 1e-6)
+    norms.add_rms_norm_torch(expected, branch, weight, 1e-6)
+    norms.add_rms_norm(hidden, branch, weight, 1e-6)
     close(hidden, expected)
 
 
@@ -65,11 +70,11 @@ def test_the_layer_norm_is_its_twin(
 ) -> None:
     hidden, (weight, bias) = made(gpu, rows, size, bad=bad), made(gpu, 2, size, 1)
     norm = (weight, bias if biased else None, 1e-5)
-    before, expected = hidden.clone(), layer_norm.layer_norm_torch(hidden, norm)
-    close(layer_norm.layer_norm(hidden, norm, dtype, in_place=in_place), expected.to(dtype))
+    before, expected = hidden.clone(), norms.layer_norm_torch(hidden, norm)
+    close(norms.layer_norm(hidden, norm, dtype, in_place=in_place), expected.to(dtype))
     close(hidden, expected if in_place else before)
     hidden.copy_(before)
-    layer_norm.layer_norm_in_place(hidden, norm)
+    norms.layer_norm_in_place(hidden, norm)
     close(hidden, expected)
 
 
@@ -89,20 +94,20 @@ EXTREMES = [
 
 
 @pytest.mark.parametrize("dtype", list(RELATIVE))
-@pytest.mark.parametrize("activation", list(activate.ACTIVATIONS))
+@pytest.mark.parametrize("activation", list(activations.ACTIVATIONS))
 def test_activations_are_their_twins(gpu: torch.device, activation: str, dtype: torch.dtype) -> None:
     wide = made(gpu, 3, 2100)
     wide[1, : len(EXTREMES)] = torch.tensor(EXTREMES)
     x = wide.to(dtype)
-    close(activate.activate(x, activation), activate.activate_torch(x.float(), activation).to(dtype))
+    close(activations.activate(x, activation), activations.activate_torch(x.float(), activation).to(dtype))
     first, second = x.float().chunk(2, -1)
-    close(rowwise.gate(x, activation), (activate.activate_torch(first, activation) * second).to(dtype))
-    assert len(rowwise.gate(x[:0], activation)) == len(activate.activate(x[:0], activation)) == 0
+    close(norms.gate(x, activation), (activations.activate_torch(first, activation) * second).to(dtype))
+    assert len(norms.gate(x[:0], activation)) == len(activations.activate(x[:0], activation)) == 0
 
 
 def test_small_arguments_keep_their_digits(gpu: torch.device) -> None:
     x = torch.logspace(-30, 1, 500, device=gpu)[None]
-    torch.testing.assert_close(activate.activate(x, "tanh"), x.double().tanh().float(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(activations.activate(x, "tanh"), x.double().tanh().float(), rtol=1e-6, atol=0)
 
 
 @few
@@ -113,13 +118,13 @@ def test_small_arguments_keep_their_digits(gpu: torch.device) -> None:
 def test_rows_of_a_table(gpu: torch.device, ids: list[int], size: int, dtype: torch.dtype, per_input: bool, call: str) -> None:
     weight, at = made(gpu, 10, size).to(dtype).contiguous(), torch.tensor(ids, dtype=torch.int64, device=gpu)
     factor = made(gpu, 1, size, 1)[0] if per_input else 1.75
-    expected = table.rows_torch(weight, at, factor)
+    expected = embedding.embedding_rows_torch(weight, at, factor)
     assert expected.isnan().any(-1).tolist() == [not 0 <= row < 10 for row in ids]
     if call == "rows":
-        close(table.stored_rows(weight, at, factor), expected)
+        close(embedding.embedding_rows(weight, at, factor), expected)
     else:
         hidden = torch.ones(len(ids), size, device=gpu)
-        table.add_rows(hidden, weight, at, factor)
+        embedding.add_embedding_rows(hidden, weight, at, factor)
         close(hidden, 1 + expected)
 
 
@@ -130,7 +135,9 @@ def test_rows_of_a_table(gpu: torch.device, ids: list[int], size: int, dtype: to
 def test_angles_are_exact_far_out(gpu: torch.device, positions: list[int], half: int, scale: float) -> None:
     at = torch.tensor(positions, dtype=torch.int64, device=gpu)
     frequencies = 10000.0 ** -(torch.arange(half, device=gpu) / half)
-    for found, expected in zip(turn.angles(at, frequencies, scale), turn.angles_torch(at, frequencies, scale), strict=True):
+    for found, expected in zip(
+        rope.rope_angles(at, frequencies, scale), rope.rope_angles_torch(at, frequencies, scale), strict=True
+    ):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
@@ -143,14 +150,14 @@ def test_triton_served(gpu: torch.device, name: str, monkeypatch: pytest.MonkeyP
     ids = torch.zeros(2, dtype=torch.int64, device=gpu)
     calls: dict[str, list[Callable[[], object]]] = {
         "norms": [
-            lambda: rowwise.rms_norm(x, x[0], 1e-5, torch.float32),
-            lambda: rowwise.add_rms_norm(x, x, x[0], 1e-5),
-            lambda: layer_norm.layer_norm(x, (x[0], None, 1e-5), torch.float32),
-            lambda: layer_norm.layer_norm_in_place(x, (x[0], None, 1e-5)),
+            lambda: norms.rms_norm(x, x[0], 1e-5, torch.float32),
+            lambda: norms.add_rms_norm(x, x, x[0], 1e-5),
+            lambda: norms.layer_norm(x, (x[0], None, 1e-5), torch.float32),
+            lambda: norms.layer_norm_in_place(x, (x[0], None, 1e-5)),
         ],
-        "gates": [lambda: rowwise.gate(x, "silu"), lambda: activate.activate(x, "silu")],
-        "rows": [lambda: table.stored_rows(x, ids), lambda: table.add_rows(x, x, ids)],
-        "angles": [lambda: turn.angles(ids, x[0])],
+        "gates": [lambda: norms.gate(x, "silu"), lambda: activations.activate(x, "silu")],
+        "rows": [lambda: embedding.embedding_rows(x, ids), lambda: embedding.add_embedding_rows(x, x, ids)],
+        "angles": [lambda: rope.rope_angles(ids, x[0])],
     }
     for call in calls[name]:
         with pytest.raises(AttributeError):

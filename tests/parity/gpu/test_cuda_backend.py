@@ -16,12 +16,18 @@ from torch import Tensor
 
 from app.backends import cuda
 from app.backends.cuda import CudaBackend
-from app.kernels import flash
-from app.kernels.gpu import attention, prompts
-from app.kernels.heads import Heads
-from app.kernels.paged import PackedTexts
-from app.kernels.paged_torch import packed_texts_torch, paged_attention_torch
-from app.models.context import AttentionSpec
+from app.kernels.attention import texts as flash
+from app.kernels.attention.context import AttentionSpec
+from app.kernels.attention.layout import QkvHeads
+from app.kernels.attention.paged import (
+    PackedTexts,
+    attend_texts_padded_torch,
+    paged_attention_torch,
+)
+from app.kernels.triton import (
+    attention,
+    prompts,
+)
 from paged_steps import Shape, made_step
 
 BF16 = torch.bfloat16
@@ -45,9 +51,9 @@ def played(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *words: An
 @pytest.fixture
 def backend(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> CudaBackend:
     if gpu.type == "cpu":
-        monkeypatch.setattr(cuda, "usable", lambda tensor: True)
+        monkeypatch.setattr(cuda, "triton_usable", lambda tensor: True)
         monkeypatch.setattr(flash, "_flash", played)
-        monkeypatch.setattr(attention, "_PROGRAMS", 4)
+        monkeypatch.setattr(attention, "_TARGET_PROGRAMS", 4)
     return CudaBackend(BF16)
 
 
@@ -111,18 +117,18 @@ def test_texts(
     dtype: torch.dtype, spec: AttentionSpec, expected: str, backend: CudaBackend, served: list[str], gpu: torch.device
 ) -> None:
     product = torch.randn((21, 8 * 16), generator=torch.Generator().manual_seed(3)).to(gpu, dtype)
-    heads = Heads(product, 4, 2, 16)
+    heads = QkvHeads(product, 4, 2, 16)
     texts = PackedTexts(torch.tensor([0, 17, 17, 21], dtype=torch.int32, device=gpu), 17)
-    found = backend.attend_texts(heads, texts, spec)
+    found = backend.encoder_attention(heads, texts, spec)
     assert served == [expected]
     rtol = 1e-5 if dtype == torch.float32 else 2**-6
-    torch.testing.assert_close(found, packed_texts_torch(heads, texts, spec), rtol=rtol, atol=rtol)
+    torch.testing.assert_close(found, attend_texts_padded_torch(heads, texts, spec), rtol=rtol, atol=rtol)
 
 
 def test_without_triton_the_twins_serve(
     backend: CudaBackend, served: list[str], gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda, "usable", lambda tensor: False)
+    monkeypatch.setattr(cuda, "triton_usable", lambda tensor: False)
     query, kv, step = made_step(Shape(4, 2, 32, BF16), [(1, 70), (9, 9)], 1, gpu)
     found = backend.attention(query, kv, step, AttentionSpec(0.3))
     assert served == []

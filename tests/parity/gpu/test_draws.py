@@ -11,9 +11,14 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import torch
 from torch import Tensor
 
-from app.engine.device_picking import NOT_FINITE, Drawing, pick_drawn_torch, pick_greedy
-from app.engine.uniform import uniform
-from app.kernels.gpu.draws import drawn_rows
+from app.engine.sampling.device_sampler import (
+    NOT_FINITE,
+    SamplingTensors,
+    sample_greedy,
+    sample_random_torch,
+)
+from app.engine.sampling.rows import uniform_number
+from app.kernels.triton.sampling import sample_rows
 from compiled_kernels import compile_all
 
 BLOCK = 128  # of a row at a time, so that rows have several
@@ -26,17 +31,17 @@ ROWS = [
 ]  # fmt: skip
 
 
-def drawing_of(rows: list[tuple[float, int, float, float]], device: torch.device, seed: int = 0) -> Drawing:
+def drawing_of(rows: list[tuple[float, int, float, float]], device: torch.device, seed: int = 0) -> SamplingTensors:
     temperature, top_k, top_p, min_p = zip(*rows, strict=True)
-    uniforms = [uniform(seed, row) for row in range(len(rows))]
+    uniforms = [uniform_number(seed, row) for row in range(len(rows))]
     made = [torch.tensor(values, device=device) for values in (temperature, min_p)]
     wide = [torch.tensor(values, dtype=torch.float64, device=device) for values in (top_p, uniforms)]
-    return Drawing(made[0], torch.tensor(top_k, dtype=torch.int32, device=device), wide[0], made[1], wide[1])
+    return SamplingTensors(made[0], torch.tensor(top_k, dtype=torch.int32, device=device), wide[0], made[1], wide[1])
 
 
-def drawn(logits: Tensor, drawing: Drawing) -> Tensor:
+def drawn(logits: Tensor, drawing: SamplingTensors) -> Tensor:
     filters = (drawing.top_k, drawing.top_p, drawing.min_p)
-    return drawn_rows(logits, drawing.temperature, filters, drawing.uniforms, BLOCK)
+    return sample_rows(logits, drawing.temperature, filters, drawing.uniforms, BLOCK)
 
 
 def logits_of(rows: int, vocab: int, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -48,7 +53,7 @@ def logits_of(rows: int, vocab: int, seed: int, dtype: torch.dtype, device: torc
 def test_the_kernel_draws_what_the_twin_draws(vocab: int, dtype: torch.dtype, rows: int, gpu: torch.device) -> None:
     """Half precision has ties, at the filters' borders too."""
     logits, drawing = logits_of(rows, vocab, 2, dtype, gpu), drawing_of(ROWS[:rows], gpu, 2)
-    assert drawn(logits, drawing).tolist() == pick_drawn_torch(logits, drawing).tolist()
+    assert drawn(logits, drawing).tolist() == sample_random_torch(logits, drawing).tolist()
 
 
 @pytest.mark.parametrize(
@@ -91,7 +96,7 @@ def test_a_row_that_is_not_finite_says_so(bad: float, gpu: torch.device) -> None
 def test_rows_of_temperature_nought_are_greedy(gpu: torch.device) -> None:
     logits = torch.zeros((2, 300), dtype=torch.bfloat16, device=gpu)
     logits[1, [140, 299]] = 2.0
-    assert drawn(logits, drawing_of([ROWS[1]] * 2, gpu)).tolist() == pick_greedy(logits).tolist() == [0, 140]
+    assert drawn(logits, drawing_of([ROWS[1]] * 2, gpu)).tolist() == sample_greedy(logits).tolist() == [0, 140]
 
 
 @pytest.mark.slow

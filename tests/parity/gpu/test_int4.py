@@ -7,9 +7,12 @@ import torch
 import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from app.kernels import device_int4
-from app.kernels.device_int4 import DeviceInt4Packing, write_out_torch
-from app.kernels.gpu.int4 import write_out
+from app.kernels.linear import device_int4
+from app.kernels.linear.device_int4 import (
+    DeviceInt4Factory,
+    dequantise_torch,
+)
+from app.kernels.triton.elementwise import dequantise
 from compiled_kernels import compile_all
 from tiled_codes import TiledCodes, fresh_scratch
 
@@ -22,14 +25,14 @@ def test_what_is_written_out_is_what_the_codes_mean(
 ) -> None:
     monkeypatch.setattr(device_int4, "shared_scratch", fresh_scratch())
     if gpu.type == "cpu":
-        monkeypatch.setattr(device_int4, "pack_digits", TiledCodes().pack)
-    form = DeviceInt4Packing(gpu, dtype).pack(torch.randn(outputs, inputs), None)
+        monkeypatch.setattr(device_int4, "pack_code_pairs", TiledCodes().pack)
+    form = DeviceInt4Factory(gpu, dtype).pack(torch.randn(outputs, inputs), None)
     order, out, twin = (
         form.scratch.order(inputs),
         *(torch.full((outputs, inputs), torch.nan, dtype=dtype, device=gpu) for _ in "ab"),
     )
-    write_out(form.packed, order, form.scales, out)
-    write_out_torch(form.packed, order, form.scales, twin)
+    dequantise(form.packed, order, form.scales, out)
+    dequantise_torch(form.packed, order, form.scales, twin)
     torch.testing.assert_close(
         out, twin, rtol=2**-7 if dtype == torch.bfloat16 else 1e-6, atol=2**-8 if dtype == torch.bfloat16 else 1e-6
     )
@@ -48,11 +51,11 @@ def test_torchs_product_and_what_is_written_out_agree_on_a_gpu(gpu: torch.device
     """Whatever torch's order is: it was learnt. Both roads are held against the codes' meaning in FP32 too."""
     weight, x = torch.randn(outputs, inputs, device=gpu), torch.randn(64, inputs, device=gpu).bfloat16()
     bias = torch.randn(outputs).bfloat16()
-    form = DeviceInt4Packing(gpu, torch.bfloat16).pack(weight, bias)
-    exact = F.linear(x.float(), form.written_out().float(), bias.to(gpu).float())
+    form = DeviceInt4Factory(gpu, torch.bfloat16).pack(weight, bias)
+    exact = F.linear(x.float(), form.dequantised().float(), bias.to(gpu).float())
     allowed = {"rtol": 2**-6, "atol": 0.02 * inputs**0.5}
     for rows in (1, 7, 16, 17, 64):
         torch.testing.assert_close(form.multiply(x[:rows]).float(), exact[:rows], **allowed)
-    form.most_few = 0
+    form.max_code_rows = 0
     torch.testing.assert_close(form.multiply(x).float(), exact, **allowed)
-    assert (form.written_out().float() - weight).norm() < 0.12 * weight.norm()
+    assert (form.dequantised().float() - weight).norm() < 0.12 * weight.norm()

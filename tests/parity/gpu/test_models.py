@@ -17,14 +17,31 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
-from app.backends.twin import TwinBackend
-from app.kernels import activate, layer_norm, rowwise, table, turn
-from app.kernels.gpu import attention, norms
-from app.kernels.gpu.prompts import attend_prompts
-from app.kernels.heads import Heads
-from app.kernels.kv_rows import KVRows, kv_rows, token_bytes
-from app.kernels.paged import PagedStep
-from app.models.context import AttentionSpec
+from app.backends.twin import SimulatedDeviceBackend
+from app.kernels.attention.context import AttentionSpec
+from app.kernels.attention.layout import (
+    KvRows,
+    QkvHeads,
+    token_bytes,
+    view_kv_rows,
+)
+from app.kernels.attention.paged import PagedStep
+from app.kernels.elementwise import (
+    activations,
+    embedding,
+    rope,
+)
+from app.kernels.elementwise import (
+    norms as layer_norm,
+)
+from app.kernels.elementwise import (
+    norms as rowwise,
+)
+from app.kernels.triton import (
+    attention,
+    elementwise,
+)
+from app.kernels.triton.prompts import attend_prompts
 from device_engine import MAX_LEN, DeviceServed, Said, prompt_of, request_of
 from loaded_models import load
 from tiny_checkpoints import write_checkpoint
@@ -36,10 +53,10 @@ REQUESTS = [
 ]
 
 
-class TritonTwin(TwinBackend):
+class TritonTwin(SimulatedDeviceBackend):
     """Attends by Triton's kernels."""
 
-    def attention(self, query: Tensor, kv: KVRows, step: PagedStep, spec: AttentionSpec) -> Tensor:
+    def attention(self, query: Tensor, kv: KvRows, step: PagedStep, spec: AttentionSpec) -> Tensor:
         out = torch.zeros(query.shape, dtype=query.dtype)
         if step.num_decodes:
             attention.attend_decodes(query, kv, step, spec, out)
@@ -51,14 +68,14 @@ class TritonTwin(TwinBackend):
 @contextmanager
 def by_triton() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (activate, layer_norm, rowwise, table, turn):
+        for module in (activations, layer_norm, rowwise, embedding, rope):
             patch.setattr(module, "usable", lambda tensor: True)
             patch.setattr(module, "has", lambda code: False)
-        patch.setattr(attention, "_PROGRAMS", 2)  # in the interpreter they run one after the other
+        patch.setattr(attention, "_TARGET_PROGRAMS", 2)  # in the interpreter they run one after the other
         yield
 
 
-def said(model: Any, backend: TwinBackend) -> Said:
+def said(model: Any, backend: SimulatedDeviceBackend) -> Said:
     return DeviceServed(model, backend).add(*REQUESTS).finish().said
 
 
@@ -68,7 +85,7 @@ def said(model: Any, backend: TwinBackend) -> Said:
 def test_a_model_says_what_the_twins_say(architecture: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, architecture, seed=11)
     model = load(tmp_path, max_model_len=MAX_LEN, device="cuda")
-    expected = said(model, TwinBackend(torch.float32))
+    expected = said(model, SimulatedDeviceBackend(torch.float32))
     with by_triton():
         found = said(model, TritonTwin(torch.float32))
     assert found == expected
@@ -96,7 +113,7 @@ class Launches(TorchDispatchMode):
 @contextmanager
 def counting() -> Iterator[Launches]:
     counts = Launches()
-    kind = type(norms._rms_norm)
+    kind = type(elementwise._rms_norm)
     plain = kind.run
 
     def counted(kernel: Any, *args: Any, **kwargs: Any) -> Any:
@@ -123,14 +140,14 @@ def test_kernels_of_one_layer_are_counted(architecture: str, expected: str, tmp_
     model: Any = load(tmp_path, max_model_len=MAX_LEN, device="cuda")
     config = model.config
     sizes = (config.num_kv_heads, config.head_dim)
-    kv = kv_rows(torch.zeros(64, token_bytes(*sizes, torch.float32), dtype=torch.uint8), *sizes, torch.float32)
+    kv = view_kv_rows(torch.zeros(64, token_bytes(*sizes, torch.float32), dtype=torch.uint8), *sizes, torch.float32)
     written = torch.zeros(1, dtype=torch.int64)
 
-    def attend(layer: int, heads: Heads, spec: AttentionSpec) -> Tensor:
-        return turn.turn(heads, kv, written).flatten(1)
+    def attend(layer: int, heads: QkvHeads, spec: AttentionSpec) -> Tensor:
+        return rope.apply_rope_and_write_kv(heads, kv, written).flatten(1)
 
     hidden = torch.randn(1, config.hidden_size)
-    angles = model.angles.of_layers(model.angles(written))[0]
+    angles = model.angles.by_layer(model.angles(written))[0]
     with by_triton(), torch.no_grad(), counting() as counts:
         model.layers[0](hidden, angles, attend, None)
     assert " ".join(counts.names) == expected

@@ -8,11 +8,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import torch
 
-from app.kernels.gpu.prompts import attend_packed
-from app.kernels.heads import Heads
-from app.kernels.paged import PackedTexts
-from app.kernels.paged_torch import packed_texts_torch
-from app.models.context import AttentionSpec
+from app.kernels.attention.context import AttentionSpec
+from app.kernels.attention.layout import QkvHeads
+from app.kernels.attention.paged import PackedTexts, attend_texts_padded_torch
+from app.kernels.triton.prompts import attend_packed
 
 CLOSE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (2**-6, 2**-6)}
 
@@ -20,11 +19,11 @@ CLOSE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (2**-6, 2**-6)}
 def equal_to_the_twin(lengths: list[int], spec: AttentionSpec, gpu: torch.device, dtype: torch.dtype = torch.float32) -> None:
     generator = torch.Generator().manual_seed(sum(lengths))
     product = torch.randn((sum(lengths), (4 + 2 * 2) * 24), generator=generator).to(gpu, dtype)
-    heads = Heads(product, 4, 2, 24)
+    heads = QkvHeads(product, 4, 2, 24)
     texts = PackedTexts(torch.tensor([0, *lengths]).cumsum(0).int().to(gpu), max(lengths))
     found = attend_packed(*heads.split(), texts, spec).flatten(1)
     rtol, atol = CLOSE[dtype]
-    torch.testing.assert_close(found, packed_texts_torch(heads, texts, spec), rtol=rtol, atol=atol)
+    torch.testing.assert_close(found, attend_texts_padded_torch(heads, texts, spec), rtol=rtol, atol=atol)
 
 
 def distances(most: int, gpu: torch.device) -> torch.Tensor:
@@ -66,5 +65,5 @@ def test_keys_and_values_may_lie_in_different_tensors(gpu: torch.device) -> None
     product = torch.randn((9, 8, 24), generator=generator).to(gpu)
     texts, spec = PackedTexts(torch.tensor([0, 5, 9], dtype=torch.int32, device=gpu), 5), SPECS["whole"]
     joined = torch.cat((query, key, product[:, 6:]), 1).flatten(1)
-    expected = packed_texts_torch(Heads(joined, 4, 2, 24), texts, spec)
+    expected = attend_texts_padded_torch(QkvHeads(joined, 4, 2, 24), texts, spec)
     torch.testing.assert_close(attend_packed(query, key, product[:, 6:], texts, spec).flatten(1), expected, rtol=1e-5, atol=1e-5)

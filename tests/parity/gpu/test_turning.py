@@ -11,9 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from app.kernels import turn
-from app.kernels.heads import Heads
-from app.kernels.kv_rows import KVRows, kv_rows, token_bytes
+from app.kernels.attention.layout import (
+    KvRows,
+    QkvHeads,
+    token_bytes,
+    view_kv_rows,
+)
+from app.kernels.elementwise import rope as turn
 
 pytestmark = pytest.mark.usefixtures("served_by_triton")
 RELATIVE = {torch.float32: 2e-6, torch.float16: 2**-9, torch.bfloat16: 2**-7}
@@ -21,7 +25,7 @@ _NORESERVE = 0x4000  # of Linux, where Triton is
 MARK, ROWS = 77, 20  # in bytes that nobody may write
 
 
-def heads_of(gpu: torch.device, sizes: tuple[int, int, int, int], dim: int, norms: bool, dtype: torch.dtype) -> Heads:
+def heads_of(gpu: torch.device, sizes: tuple[int, int, int, int], dim: int, norms: bool, dtype: torch.dtype) -> QkvHeads:
     """sizes: tokens, num_heads, num_kv_heads, head_dim. The product's rows are not beside each other."""
     tokens, num_heads, kv_heads, head_dim = sizes
     generator = torch.Generator().manual_seed(tokens * 7 + head_dim + dim)
@@ -30,7 +34,7 @@ def heads_of(gpu: torch.device, sizes: tuple[int, int, int, int], dim: int, norm
     weights = (1 + 0.2 * torch.randn(2, head_dim, generator=generator)).to(gpu)
     angle = torch.randn(tokens, 1, dim, generator=generator).to(gpu)
     own = (weights[0], weights[1]) if norms else (None, None)
-    return Heads(product, num_heads, kv_heads, head_dim, *own, 1e-5, (angle.cos(), angle.sin()) if dim else None)
+    return QkvHeads(product, num_heads, kv_heads, head_dim, *own, 1e-5, (angle.cos(), angle.sin()) if dim else None)
 
 
 def close(found: Tensor, expected: Tensor) -> None:
@@ -48,10 +52,10 @@ def test_heads_are_turned_and_kept_as_the_twin_does(
     gpu: torch.device, tokens: int, kv_heads: int, group: int, norms: bool, head_dim: int, turned: float, dtype: torch.dtype
 ) -> None:
     heads = heads_of(gpu, (tokens, kv_heads * group, kv_heads, head_dim), int(head_dim * turned), norms, dtype)
-    expected = turn.turned_torch(heads)
+    expected = turn.apply_rope_to_qkv_torch(heads)
     memory = torch.full((ROWS, token_bytes(kv_heads, head_dim, dtype)), MARK, dtype=torch.uint8, device=gpu)
-    kv, written = kv_rows(memory, kv_heads, head_dim, dtype), torch.randperm(ROWS).to(gpu)[:tokens]
-    found = (turn.turn(heads, kv, written), kv.keys[written], kv.values[written])
+    kv, written = view_kv_rows(memory, kv_heads, head_dim, dtype), torch.randperm(ROWS).to(gpu)[:tokens]
+    found = (turn.apply_rope_and_write_kv(heads, kv, written), kv.keys[written], kv.values[written])
     for one, twin in zip(found, expected, strict=True):
         close(one, twin)
     others = [row for row in range(ROWS) if row not in written.tolist()]
@@ -68,7 +72,7 @@ def test_heads_of_texts_are_turned_as_the_twin_does(
 ) -> None:
     heads = heads_of(gpu, (tokens, 2 * kv_heads, kv_heads, head_dim), int(head_dim * turned), norms, dtype)
     before = heads.product.clone()
-    for one, twin in zip(turn.turned(heads), turn.turned_torch(heads), strict=True):
+    for one, twin in zip(turn.apply_rope_to_qkv(heads), turn.apply_rope_to_qkv_torch(heads), strict=True):
         close(one, twin)
     assert torch.equal(heads.product, before)  # an element's partner is read there
 
@@ -77,8 +81,8 @@ def test_bad_values_stay_in_their_head(gpu: torch.device) -> None:
     heads = heads_of(gpu, (3, 2, 2, 16), 16, True, torch.float32)
     heads.product[1, 2 * 16 + 3] = torch.nan  # the first key of token 1
     memory = torch.zeros(ROWS, token_bytes(2, 16, torch.float32), dtype=torch.uint8, device=gpu)
-    kv = kv_rows(memory, 2, 16, torch.float32)
-    query = turn.turn(heads, kv, torch.tensor([4, 5, 6], device=gpu))
+    kv = view_kv_rows(memory, 2, 16, torch.float32)
+    query = turn.apply_rope_and_write_kv(heads, kv, torch.tensor([4, 5, 6], device=gpu))
     assert query.isfinite().all()
     assert kv.values.isfinite().all()
     assert (~kv.keys.isfinite()).flatten(1).sum(1).nonzero().flatten().tolist() == [5]
@@ -94,19 +98,22 @@ def test_rows_beyond_two_billion_elements(gpu: torch.device) -> None:
         memory = torch.empty((row + 1) * stride, dtype=torch.float16, device=gpu)
     keys, values = (memory[at:].as_strided((row + 1, 1, 64), (stride, 64, 1)) for at in (0, 64))
     heads = heads_of(gpu, (1, 2, 1, 64), 64, False, torch.float16)
-    expected = turn.turned_torch(heads)
-    turn.turn(heads, KVRows(keys, values, stride * 2), torch.tensor([row], device=gpu))
+    expected = turn.apply_rope_to_qkv_torch(heads)
+    turn.apply_rope_and_write_kv(heads, KvRows(keys, values, stride * 2), torch.tensor([row], device=gpu))
     close(keys[row], expected[1][0])
     close(values[row], expected[2][0])
 
 
 def test_triton_served(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the kernel cannot be reached, turning fails: so the tests above are of the kernel, not of the twin."""
-    from app.kernels.gpu import turning
+    from app.kernels.triton import rope as turning
 
     monkeypatch.setattr(turning, "triton", None)
     heads = heads_of(gpu, (1, 2, 1, 64), 64, False, torch.float32)
-    kv = kv_rows(torch.zeros(ROWS, token_bytes(1, 64, torch.float32), dtype=torch.uint8, device=gpu), 1, 64, torch.float32)
-    for call in (lambda: turn.turn(heads, kv, torch.zeros(1, dtype=torch.int64, device=gpu)), lambda: turn.turned(heads)):
+    kv = view_kv_rows(torch.zeros(ROWS, token_bytes(1, 64, torch.float32), dtype=torch.uint8, device=gpu), 1, 64, torch.float32)
+    for call in (
+        lambda: turn.apply_rope_and_write_kv(heads, kv, torch.zeros(1, dtype=torch.int64, device=gpu)),
+        lambda: turn.apply_rope_to_qkv(heads),
+    ):
         with pytest.raises(AttributeError):
             call()

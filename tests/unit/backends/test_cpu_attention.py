@@ -15,12 +15,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.backends import cpu
-from app.backends.base import AttentionRow, Segment
-from app.backends.cpu import torch_attention
-from app.backends.reference import reference_attention
-from app.kernels.attention import Row, Run
-from app.kernels.kv_rows import KVRows, kv_rows, token_bytes
-from app.models.context import AttentionSpec
+from app.backends.base import (
+    AttentionRow,
+    Segment,
+)
+from app.backends.cpu import reference_attention, torch_attention
+from app.kernels.attention.attention import (
+    AttentionSequence,
+    KvSegment,
+)
+from app.kernels.attention.context import AttentionSpec
+from app.kernels.attention.layout import (
+    KvRows,
+    token_bytes,
+    view_kv_rows,
+)
 from ragged_batches import Batch, Share, attend, make_batch
 
 # Standard normal inputs, results below 5. In bfloat16 a part's result and its softmax weights are rounded to 8 bits.
@@ -115,12 +124,12 @@ def test_the_formula_itself() -> None:
 @pytest.mark.parametrize("near", [0, 1])
 def test_parts_of_very_different_weight_are_merged_stably(dtype: torch.dtype, near: int) -> None:
     """A part whose scores are 8,000 lower adds nothing, whichever it is, and nothing overflows."""
-    kv = kv_rows(torch.empty(6, token_bytes(1, 16, dtype), dtype=torch.uint8), 1, 16, dtype)
+    kv = view_kv_rows(torch.empty(6, token_bytes(1, 16, dtype), dtype=torch.uint8), 1, 16, dtype)
     parts = [(torch.full((3, 1, 16), sign * 50.0), torch.full((3, 1, 16), value)) for sign, value in ((1, 1.0), (-1, 9.0))]
     for at, (key, value) in enumerate(parts if near == 0 else parts[::-1]):
         kv.write(torch.arange(3 * at, 3 * at + 3), key, value)
     query = torch.full((1, 1, 16), 5.0, dtype=dtype)
-    batch = Batch(query, kv, [Row(0, 1, 5, (Run(0, 3, 0), Run(3, 3, 3)))])
+    batch = Batch(query, kv, [AttentionSequence(0, 1, 5, (KvSegment(0, 3, 0), KvSegment(3, 3, 3)))])
     for result in (attend(batch, AttentionSpec(1.0), dtype), torchs(batch, AttentionSpec(1.0))):
         torch.testing.assert_close(result.float(), torch.ones(1, 1, 16))
 
@@ -179,12 +188,12 @@ def test_codes_become_numbers_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch, 
     """Where our kernels have no products of bf16: no more of a context is held as numbers than a part, or than is seen."""
     batch, read = make_batch([share], 4, 2, 64, torch.int8), []
     expected = reference_attention(batch.query, batch.segments, spec)
-    plain = KVRows.read
-    monkeypatch.setattr(cpu, "_PART", 50)
-    monkeypatch.setattr(cpu.native_attention, "takes", lambda *_: False)
-    monkeypatch.setattr(cpu.native_attention, "suits", lambda *_: True)
+    plain = KvRows.read
+    monkeypatch.setattr(cpu, "_PART_TOKENS", 50)
+    monkeypatch.setattr(cpu.native_attention, "activation_group", lambda *_: False)
+    monkeypatch.setattr(cpu.native_attention, "supports", lambda *_: True)
     monkeypatch.setattr(cpu.native_attention, "attention", lambda query, *_: torch.full_like(query, torch.nan))
-    monkeypatch.setattr(KVRows, "read", lambda rows, first, count: read.append(count) or plain(rows, first, count))
+    monkeypatch.setattr(KvRows, "read", lambda rows, first, count: read.append(count) or plain(rows, first, count))
     torch.testing.assert_close(attend(batch, spec).float(), expected, rtol=1.6e-2, atol=1.6e-2)
     most = 50 if spec == AttentionSpec(0.125) else share.new + 59 if spec.window else 10**6
     assert max(read) <= most

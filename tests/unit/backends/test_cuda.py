@@ -11,9 +11,14 @@ import pytest
 import torch
 
 from app.backends.cuda import CudaBackend
-from app.backends.selection import device_backend, processor, select_backend
+from app.backends.selection import (
+    select_backend,
+    select_device_backend,
+    select_host_backend,
+)
 from app.errors import PlanImpossible
-from app.hardware.plan import Decision, ServingPlan
+from app.hardware.decision import Decision
+from app.hardware.plan.plan import ServingPlan
 
 
 class Stream:
@@ -30,7 +35,7 @@ class Cuda:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
         self.capability = (9, 0)
-        self.here = Stream("served", self.log)
+        self.available = Stream("served", self.log)
         played = {
             "init": lambda: None,
             "set_device": lambda device: self.log.append(f"device {device}"),
@@ -38,7 +43,7 @@ class Cuda:
             "get_device_name": lambda device: "NVIDIA H200",
             "Stream": lambda device: Stream("recording", self.log),
             "graph_pool_handle": lambda: "pool",
-            "current_stream": lambda device: self.here,
+            "current_stream": lambda device: self.available,
             "stream": self._on,
             "graph": self._recorded,
             "CUDAGraph": Graph,
@@ -53,19 +58,19 @@ class Cuda:
     @contextlib.contextmanager
     def _on(self, stream: Stream) -> Iterator[None]:
         self.log.append(f"on {stream.name}")
-        before, self.here = self.here, stream
+        before, self.available = self.available, stream
         try:
             yield
         finally:
-            self.here = before
+            self.available = before
 
     @contextlib.contextmanager
     def _recorded(self, graph: Graph, pool: str, stream: Stream, capture_error_mode: str) -> Iterator[None]:
         """As torch's: where it cannot end a recording, it stays on the recording stream."""
         self.log.append(f"recorded on {stream.name} from {pool}, {capture_error_mode}")
-        before, self.here = self.here, stream
+        before, self.available = self.available, stream
         yield
-        self.here = before
+        self.available = before
 
 
 class Graph:
@@ -96,12 +101,12 @@ def test_nothing_of_cuda_is_touched_before_it_is_configured(plan: ServingPlan) -
     backend = select_backend(plan)
     assert isinstance(backend, CudaBackend)
     assert (backend.device, backend.dtype) == (torch.device("cuda", 0), torch.bfloat16)
-    assert type(device_backend(plan)) is CudaBackend
+    assert type(select_device_backend(plan)) is CudaBackend
 
 
 def test_who_wants_a_processor_is_told_that_a_gpu_is_none(plan: ServingPlan) -> None:
     with pytest.raises(PlanImpossible, match=r"'cuda' here; available: cpu"):
-        processor(plan)
+        select_host_backend(plan)
 
 
 def test_products_of_fp32_are_of_fp32_and_halves_do_not_overflow_in_sums(cuda: Cuda, plan: ServingPlan) -> None:
@@ -167,7 +172,7 @@ def test_what_cannot_be_recorded_leaves_the_stream_as_it_was(cuda: Cuda, plan: S
 
     with pytest.raises(RuntimeError, match="not permitted"):
         backend.capture(work)
-    assert cuda.here.name == "served"
+    assert cuda.available.name == "served"
 
 
 class Held:
@@ -189,7 +194,7 @@ def test_want_of_memory_is_survived_and_what_the_step_held_is_given_back(cuda: C
     try:
         step()
     except torch.OutOfMemoryError as error:
-        assert CudaBackend(torch.bfloat16).survives(error)
+        assert CudaBackend(torch.bfloat16).recover_from_oom(error)
     assert cuda.log == ["let go"]
 
 
@@ -202,10 +207,10 @@ def test_want_of_memory_is_survived_and_what_the_step_held_is_given_back(cuda: C
     ],
 )
 def test_libraries_and_graphs_may_want_memory_too(words: str, cuda: Cuda) -> None:
-    assert CudaBackend(torch.bfloat16).survives(RuntimeError(words))
+    assert CudaBackend(torch.bfloat16).recover_from_oom(RuntimeError(words))
     assert cuda.log == ["given back"]
 
 
 def test_only_want_of_memory_is_survived(cuda: Cuda) -> None:
-    assert not CudaBackend(torch.bfloat16).survives(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert not CudaBackend(torch.bfloat16).recover_from_oom(RuntimeError("CUDA error: an illegal memory access was encountered"))
     assert cuda.log == []

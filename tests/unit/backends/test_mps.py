@@ -9,12 +9,20 @@ import pytest
 import torch
 
 from app.backends import mps
-from app.backends.mps import MpsBackend, attended_by_product, road
+from app.backends.mps import (
+    MpsBackend,
+    attention_function,
+    sdpa_attention,
+)
 from app.errors import PlanImpossible
-from app.kernels.paged import PackedTexts
-from app.kernels.paged_torch import attended, packed_texts_torch, paged_attention_torch
-from app.kernels.turn import Heads
-from app.models.context import AttentionSpec
+from app.kernels.attention.context import AttentionSpec
+from app.kernels.attention.layout import QkvHeads
+from app.kernels.attention.paged import (
+    PackedTexts,
+    attend_block,
+    attend_texts_padded_torch,
+    paged_attention_torch,
+)
 from paged_steps import Shape, made_step
 
 CPU = torch.device("cpu")
@@ -27,13 +35,13 @@ def test_torchs_product_attends_as_the_twin_does(heads: int, kv_heads: int, wind
     spans = [(1, 100), (1, 1), (40, 40), (33, 130)]
     query, kv, step = made_step(Shape(heads, kv_heads, 32), spans, 2, CPU)
     spec = AttentionSpec(0.3, window=window)
-    found = paged_attention_torch(query, kv, step, spec, attended_by_product)
+    found = paged_attention_torch(query, kv, step, spec, sdpa_attention)
     torch.testing.assert_close(found, paged_attention_torch(query, kv, step, spec))
 
 
 def test_rows_that_only_fill_up_come_out_as_zeros() -> None:
     query, kv, step = made_step(Shape(4, 2, 32), [(1, 5), (1, 0)], 2, CPU)
-    found = paged_attention_torch(query, kv, step, AttentionSpec(0.3), attended_by_product)
+    found = paged_attention_torch(query, kv, step, AttentionSpec(0.3), sdpa_attention)
     assert found[0].abs().sum() > 0
     assert found[1].abs().sum() == 0
 
@@ -41,18 +49,18 @@ def test_rows_that_only_fill_up_come_out_as_zeros() -> None:
 @pytest.mark.parametrize("window", [None, 6])
 def test_texts_attend_as_the_twins_do(window: int | None) -> None:
     generator = torch.Generator().manual_seed(1)
-    heads = Heads(torch.randn(30, 3 * 4 * 16, generator=generator), 4, 4, 16)
+    heads = QkvHeads(torch.randn(30, 3 * 4 * 16, generator=generator), 4, 4, 16)
     texts = PackedTexts(torch.tensor([0, 7, 7, 30], dtype=torch.int32), 23)
     spec = AttentionSpec(0.25, window=window, bidirectional=True)
     torch.testing.assert_close(
-        packed_texts_torch(heads, texts, spec, attended_by_product), packed_texts_torch(heads, texts, spec)
+        attend_texts_padded_torch(heads, texts, spec, sdpa_attention), attend_texts_padded_torch(heads, texts, spec)
     )
 
 
 def test_bent_scores_are_written_out() -> None:
-    assert road(AttentionSpec(1.0)) is attended_by_product
-    assert road(AttentionSpec(1.0, softcap=30.0)) is attended
-    assert road(AttentionSpec(1.0, bidirectional=True, distance_bias=torch.zeros(4, 9))) is attended
+    assert attention_function(AttentionSpec(1.0)) is sdpa_attention
+    assert attention_function(AttentionSpec(1.0, softcap=30.0)) is attend_block
+    assert attention_function(AttentionSpec(1.0, bidirectional=True, distance_bias=torch.zeros(4, 9))) is attend_block
 
 
 def test_a_silent_fallback_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,9 +91,9 @@ def test_what_metal_may_hold_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     backend.configure(PLAN)
     assert asked == [1.0]
     assert backend.free_bytes() == 700
-    assert backend.survives(RuntimeError("MPS backend out of memory (MPS allocated: 18.00 GB, max allowed: 18.13 GB)"))
+    assert backend.recover_from_oom(RuntimeError("MPS backend out of memory (MPS allocated: 18.00 GB, max allowed: 18.13 GB)"))
     assert asked == [1.0, -1.0]
-    assert not backend.survives(RuntimeError("shapes do not fit"))
+    assert not backend.recover_from_oom(RuntimeError("shapes do not fit"))
 
 
 def test_nothing_is_recorded() -> None:

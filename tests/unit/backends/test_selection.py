@@ -11,9 +11,14 @@ import pytest
 import torch
 
 from app.backends.cpu import CpuBackend
-from app.backends.selection import device_backend, processor, select_backend
+from app.backends.selection import (
+    select_backend,
+    select_device_backend,
+    select_host_backend,
+)
 from app.errors import PlanImpossible
-from app.hardware.plan import Decision, ServingPlan
+from app.hardware.decision import Decision
+from app.hardware.plan.plan import ServingPlan
 
 
 @pytest.fixture
@@ -58,15 +63,15 @@ def test_the_cpu_is_served_in_the_plans_dtype(plan: ServingPlan) -> None:
 
 @pytest.mark.parametrize(("device", "kind"), [("cuda", "CudaBackend"), ("mps", "MpsBackend")])
 def test_a_device_is_served_by_its_own(device: str, kind: str, plan: ServingPlan) -> None:
-    backend = device_backend(with_values(plan, device=device, dtype="float16"))
+    backend = select_device_backend(with_values(plan, device=device, dtype="float16"))
     assert (type(backend).__name__, backend.device.type, backend.dtype) == (kind, device, torch.float16)
 
 
 def test_what_is_asked_for_one_kind_is_not_given_of_another(plan: ServingPlan) -> None:
     with pytest.raises(PlanImpossible, match=r"'cpu' here; available: cuda, mps"):
-        device_backend(plan)
+        select_device_backend(plan)
     with pytest.raises(PlanImpossible, match=r"'cuda' here; available: cpu"):
-        processor(with_values(plan, device="cuda"))
+        select_host_backend(with_values(plan, device="cuda"))
 
 
 def test_an_unknown_device_is_refused_and_what_exists_is_named(plan: ServingPlan) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from app.backends.base import DeviceBackend
-from app.backends.twin import TwinBackend
+from app.backends.twin import SimulatedDeviceBackend
 
 
 def test_recorded_work_reads_and_writes_where_it_did() -> None:
-    backend: DeviceBackend = TwinBackend(torch.float32)
+    backend: DeviceBackend = SimulatedDeviceBackend(torch.float32)
     given, result = torch.tensor([1.0, 2.0]), torch.empty(2)
 
     def work() -> None:
@@ -23,13 +23,13 @@ def test_recorded_work_reads_and_writes_where_it_did() -> None:
 
 
 def test_a_mark_is_passed_at_once_and_words_are_as_wide_as_ids() -> None:
-    backend = TwinBackend(torch.float32)
-    backend.mark().wait()
-    assert (backend.staging(3).dtype, backend.staging(3).tolist()) == (torch.int64, [0, 0, 0])
+    backend = SimulatedDeviceBackend(torch.float32)
+    backend.record_event().wait()
+    assert (backend.staging_buffer(3).dtype, backend.staging_buffer(3).tolist()) == (torch.int64, [0, 0, 0])
     assert backend.free_bytes() > 0
 
 
 def test_only_want_of_memory_is_survived() -> None:
-    backend = TwinBackend(torch.float32)
-    assert backend.survives(torch.OutOfMemoryError("planted"))
-    assert not backend.survives(RuntimeError("of another kind"))
+    backend = SimulatedDeviceBackend(torch.float32)
+    assert backend.recover_from_oom(torch.OutOfMemoryError("planted"))
+    assert not backend.recover_from_oom(RuntimeError("of another kind"))

@@ -8,10 +8,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from app.bench import latency, overhead
-from app.bench.client import OnPiece, Stream, beside_each_other
-from app.bench.stats import Figure, MeasurementFailed
-from app.bench.workload import Deck
+from app.bench.console import (
+    Figure,
+    MeasurementFailed,
+)
+from app.bench.http import (
+    latency,
+    overhead,
+)
+from app.bench.http.client import (
+    OnChunk,
+    StreamTiming,
+    concurrent_tasks,
+)
+from app.bench.http.workload import TokenPrompts
 
 LONG = 500
 STEP = 0.010  # seconds of a step that only decodes
@@ -25,32 +35,32 @@ class ScriptedServer:
     def __init__(self, num_streams: int, pieces: int | None = None) -> None:
         self.now = 0.0
         self.prefilling = 0
-        self.pieces = pieces  # after which a stream ends
+        self.chunks = pieces  # after which a stream ends
         self.model_seconds = 0.0
         self._step = asyncio.Condition()
         self._waiting = 0
         self._num_streams = num_streams
 
-    async def deck(self, seed: int = 0) -> Deck:
-        return Deck(range(100), seed)
+    async def deck(self, seed: int = 0) -> TokenPrompts:
+        return TokenPrompts(range(100), seed)
 
     async def counters(self) -> dict[str, float]:
         return {'armature_model_seconds_total{phase="decode"}': self.model_seconds, "armature_other": 1.0}
 
-    async def generate(self, token_ids: Sequence[int], max_tokens: int, on_piece: OnPiece | None = None) -> Stream:
+    async def generate(self, token_ids: Sequence[int], max_tokens: int, on_piece: OnChunk | None = None) -> StreamTiming:
         started = self.now
         if len(token_ids) == LONG:
             self.prefilling = PREFILL_STEPS
             while self.prefilling:
                 await asyncio.sleep(0)
-            return Stream(started, ((self.now, 1),))
+            return StreamTiming(started, ((self.now, 1),))
         pieces: list[tuple[float, int]] = []
-        while len(pieces) < min(max_tokens, self.pieces or max_tokens):
+        while len(pieces) < min(max_tokens, self.chunks or max_tokens):
             await self._next_step()
             pieces.append((self.now, 1))
             if on_piece is not None and not on_piece(len(pieces)):
                 break
-        return Stream(started, tuple(pieces))
+        return StreamTiming(started, tuple(pieces))
 
     async def _next_step(self) -> None:
         """The last stream to arrive makes the step."""
@@ -108,12 +118,12 @@ async def test_streams_that_end_early_are_no_measurement(monkeypatch: pytest.Mon
         await latency.inter_token_latency(server, LONG, rounds=1, advance=told)
     server = scripted(monkeypatch, overhead.NUM_STREAMS, pieces=5)
     with pytest.raises(MeasurementFailed, match="5 chunks"):
-        await overhead.outside_the_model(server, rounds=1, advance=told)
+        await overhead.overhead_outside_model(server, rounds=1, advance=told)
 
 
 async def test_what_is_not_the_models_time_is_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
     server = scripted(monkeypatch, overhead.NUM_STREAMS)
-    figures = await overhead.outside_the_model(server, rounds=1, advance=told)
+    figures = await overhead.overhead_outside_model(server, rounds=1, advance=told)
     assert ratio_of(figures) == pytest.approx(0.1)
     assert figures[0].value == pytest.approx(overhead.NUM_STREAMS / STEP)
 
@@ -122,7 +132,7 @@ async def test_a_server_without_the_counter_is_no_measurement(monkeypatch: pytes
     server = scripted(monkeypatch, overhead.NUM_STREAMS)
     monkeypatch.setattr(overhead, "MODEL_SECONDS", "armature_elsewhere")
     with pytest.raises(MeasurementFailed, match="no armature_elsewhere"):
-        await overhead.outside_the_model(server, rounds=1, advance=told)
+        await overhead.overhead_outside_model(server, rounds=1, advance=told)
 
 
 async def test_the_first_failure_is_raised_as_it_is_and_ends_the_others() -> None:
@@ -138,14 +148,14 @@ async def test_the_first_failure_is_raised_as_it_is_and_ends_the_others() -> Non
             ended.set()
 
     with pytest.raises(MeasurementFailed, match="early"):
-        async with beside_each_other() as tasks:
+        async with concurrent_tasks() as tasks:
             tasks.create_task(wait())
             tasks.create_task(fail())
     assert ended.is_set()
 
 
 def test_gaps_are_those_between_two_moments() -> None:
-    stream = Stream(0.0, ((1.0, 1), (2.0, 1), (4.0, 1), (7.0, 1)))
+    stream = StreamTiming(0.0, ((1.0, 1), (2.0, 1), (4.0, 1), (7.0, 1)))
     assert stream.gaps() == [1.0, 2.0, 3.0]
     assert stream.gaps(until=4.0) == [1.0, 2.0]
     assert stream.gaps(since=2.0, until=4.0) == [2.0]

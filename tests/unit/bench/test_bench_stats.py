@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from app.bench import console
-from app.bench.console import number, show, table
-from app.bench.stats import Figure, Outcome, percentile, spread
+from app.bench.console import (
+    BenchOutcome,
+    Figure,
+    compute_spread,
+    format_number,
+    outcome_table,
+    percentile,
+    print_outcome,
+)
 
 SAMPLES = st.lists(st.floats(0, 1e6), min_size=1, max_size=50)
 
@@ -28,7 +35,7 @@ def test_a_percentile_is_the_first_sample_that_enough_do_not_exceed(samples: lis
 
 @given(SAMPLES)
 def test_a_spread_is_in_order(samples: list[float]) -> None:
-    found = spread(samples)
+    found = compute_spread(samples)
     assert found.smallest <= found.p50 <= found.p99 <= found.largest
     assert found.p50 == statistics.median(samples)
     assert found.num_samples == len(samples)
@@ -50,8 +57,8 @@ def test_a_target_without_a_ratio_bounds_the_value() -> None:
 
 def test_a_share_above_one_is_a_failed_measurement(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     figures = (Figure("decode", 1.0, "tok/s", ratio=1.01, against="read bandwidth", is_share=True),)
-    outcome = Outcome("engine", "tiny", figures)
-    assert show(outcome, tmp_path / "out.json") == 1
+    outcome = BenchOutcome("engine", "tiny", figures)
+    assert print_outcome(outcome, tmp_path / "out.json") == 1
     captured = capsys.readouterr()
     assert "failed measurement" in captured.err
     assert json.loads(captured.out)["mistakes"] == outcome.mistakes
@@ -59,12 +66,12 @@ def test_a_share_above_one_is_a_failed_measurement(capsys: pytest.CaptureFixture
 
 
 def test_a_ratio_that_is_no_share_may_pass_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert show(Outcome("itl", "tiny", (Figure("ITL", 1.0, "s", ratio=2.5, target=3, at_most=True),)), None) == 0
+    assert print_outcome(BenchOutcome("itl", "tiny", (Figure("ITL", 1.0, "s", ratio=2.5, target=3, at_most=True),)), None) == 0
     assert json.loads(capsys.readouterr().out)["figures"][0]["met"] is True
 
 
 def test_what_was_interrupted_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert show(Outcome("engine", "tiny", (), complete=False), None) == 130
+    assert print_outcome(BenchOutcome("engine", "tiny", (), complete=False), None) == 130
     captured = capsys.readouterr()
     assert "Interrupted" in captured.err
     assert json.loads(captured.out)["complete"] is False
@@ -72,18 +79,18 @@ def test_what_was_interrupted_says_so(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_the_table_has_a_row_for_every_figure() -> None:
     figures = (Figure("a", 1234.5, "tok/s", p99=2.0), Figure("b", 0.01234, "s", ratio=0.5, target=0.4))
-    assert table(Outcome("engine", "tiny", figures)).row_count == 2
+    assert outcome_table(BenchOutcome("engine", "tiny", figures)).row_count == 2
 
 
 @pytest.mark.parametrize("value, text", [(1234.5, "1,234"), (0.012345, "0.0123"), (47.06, "47.1"), (0, "0")])
 def test_numbers_are_written_as_people_do(value: float, text: str) -> None:
-    assert number(value) == text
+    assert format_number(value) == text
 
 
 def test_a_narrow_terminal_cuts_no_figure_off(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(console, "_console", lambda: Console(stderr=True, width=30))
     figure = Figure("something with a long name", 123.0, "tok/s", p99=456.0, parts={"p90": 234.0, "of read": 0.5})
-    show(Outcome("engine", "tiny", (figure,), notes=("a note [with] brackets",)), None)
+    print_outcome(BenchOutcome("engine", "tiny", (figure,), notes=("a note [with] brackets",)), None)
     told = capsys.readouterr().err
     assert "…" not in told
     assert next(line.split() for line in told.splitlines() if "456" in line)[-5:] == ["123", "234", "456", "tok/s", "0.5"]

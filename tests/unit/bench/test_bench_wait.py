@@ -8,11 +8,19 @@ from random import Random
 
 import pytest
 
-from app.bench import wait
-from app.bench.client import OnPiece, Stream
-from app.bench.stats import MeasurementFailed
-from app.bench.wait import Asks, Capacity, Wait, throughput
-from app.bench.workload import Deck
+from app.bench.console import MeasurementFailed
+from app.bench.http import wait
+from app.bench.http.client import (
+    OnChunk,
+    StreamTiming,
+)
+from app.bench.http.wait import (
+    ReportedCapacity,
+    RequestMix,
+    WaitSample,
+    steady_throughput,
+)
+from app.bench.http.workload import TokenPrompts
 
 TOLD = {
     'armature_capacity_tokens_per_second{phase="decode",rows="1"}': 50.0,
@@ -26,30 +34,30 @@ TOLD = {
 
 
 def test_capacity_is_told_at_the_most_rows_that_may_run() -> None:
-    assert Capacity.of(TOLD, 64) == Capacity(32, 640.0, 256.0, 0.02)
-    assert Capacity.of(TOLD, 8) == Capacity(4, 640.0, 128.0, 0.02)
-    asks = Asks(1024)
-    assert Capacity(32, 640.0, 256.0, 0.02).requests_per_second(asks) == pytest.approx(1 / (256 / 640 + 512 / 256))
-    dealt = [asks.deal(Deck(range(9)), Random(number)) for number in range(200)]
+    assert ReportedCapacity.of(TOLD, 64) == ReportedCapacity(32, 640.0, 256.0, 0.02)
+    assert ReportedCapacity.of(TOLD, 8) == ReportedCapacity(4, 640.0, 128.0, 0.02)
+    asks = RequestMix(1024)
+    assert ReportedCapacity(32, 640.0, 256.0, 0.02).requests_per_second(asks) == pytest.approx(1 / (256 / 640 + 512 / 256))
+    dealt = [asks.draw(TokenPrompts(range(9)), Random(number)) for number in range(200)]
     assert {len(prompt) for prompt, _ in dealt} == {256}
     assert all(256 <= tokens < 768 for _, tokens in dealt)
     with pytest.raises(MeasurementFailed):
-        Capacity.of({"armature_predicted_wait_seconds": 0.3}, 64)
+        ReportedCapacity.of({"armature_predicted_wait_seconds": 0.3}, 64)
 
 
 def test_a_wait_below_a_step_counts_as_a_step() -> None:
-    assert Wait(0.30, 0.20).error(0.02) == pytest.approx(0.5)
-    assert Wait(0.02, 0.01).error(0.02) == pytest.approx(0.5)
+    assert WaitSample(0.30, 0.20).error(0.02) == pytest.approx(0.5)
+    assert WaitSample(0.02, 0.01).error(0.02) == pytest.approx(0.5)
 
 
 def test_throughput_is_counted_while_all_clients_are_busy() -> None:
-    def client(first: float, gap: float, number: int) -> list[Stream]:
+    def client(first: float, gap: float, number: int) -> list[StreamTiming]:
         pieces = tuple((first + gap * count, 2) for count in range(number))
-        return [Stream(0.0, pieces[:3]), Stream(0.0, pieces[3:])]
+        return [StreamTiming(0.0, pieces[:3]), StreamTiming(0.0, pieces[3:])]
 
-    assert throughput([client(1.0, 1.0, 10), client(4.0, 0.5, 20)]) == pytest.approx((6 * 2 + 12 * 2) / 6)
+    assert steady_throughput([client(1.0, 1.0, 10), client(4.0, 0.5, 20)]) == pytest.approx((6 * 2 + 12 * 2) / 6)
     with pytest.raises(MeasurementFailed):
-        throughput([client(1.0, 1.0, 5), client(9.0, 1.0, 5)])
+        steady_throughput([client(1.0, 1.0, 5), client(9.0, 1.0, 5)])
 
 
 class Truthful:
@@ -64,24 +72,24 @@ class Truthful:
     async def counters(self) -> dict[str, float]:
         return TOLD
 
-    async def deck(self, seed: int = 0) -> Deck:
-        return Deck(range(100), seed)
+    async def deck(self, seed: int = 0) -> TokenPrompts:
+        return TokenPrompts(range(100), seed)
 
-    async def generate(self, token_ids: Sequence[int], max_tokens: int, on_piece: OnPiece | None = None) -> Stream:
+    async def generate(self, token_ids: Sequence[int], max_tokens: int, on_piece: OnChunk | None = None) -> StreamTiming:
         before = float(sum(self.asked)) / 32
         self.asked.append(max_tokens)
         await asyncio.sleep(0)
-        return Stream(before, tuple((before + 0.2 + count / 32, 1) for count in range(max_tokens)))
+        return StreamTiming(before, tuple((before + 0.2 + count / 32, 1) for count in range(max_tokens)))
 
 
 async def test_what_was_told_is_held_against_what_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wait, "ARRIVALS_PER_ROUND", 3)
-    monkeypatch.setattr(wait, "LOADS", (100.0, 200.0))  # nobody has time for real loads
+    monkeypatch.setattr(wait, "LOAD_FRACTIONS", (100.0, 200.0))  # nobody has time for real loads
     told: list[str] = []
     server = Truthful()
     figures = await wait.capacity_and_wait(server, 2, told.append)  # type: ignore[arg-type]
     assert len(told) == 1 + 2 * 2
-    assert len(server.asked) == 4 * wait.ANSWERS_PER_PLACE + 2 * 2 * 3
+    assert len(server.asked) == 4 * wait.ANSWERS_PER_CLIENT + 2 * 2 * 3
     assert [figure.target for figure in figures] == [None, 0.15, 0.15, None, 0.25, None, 0.25]
     predicted = figures[-1]
     assert predicted.ratio == pytest.approx(0.5)

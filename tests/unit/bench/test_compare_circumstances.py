@@ -7,23 +7,29 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.compare.circumstances import Circumstances, Host, Reading, between, host
-from app.bench.compare.result import Energy
+from app.bench.compare.environment import (
+    HostCpuTimes,
+    LoadConditions,
+    ResourceReading,
+    conditions_between,
+    read_host_cpu_times,
+)
+from app.bench.compare.result import PointEnergy
 
 TICK = os.sysconf("SC_CLK_TCK")
 JOULES = 'armature_energy_joules_total{source="%s"}'
 
 
-def looked(moment: float, client: float = 0.0, host: Host | None = None, **counters: float) -> Reading:
+def looked(moment: float, client: float = 0.0, host: HostCpuTimes | None = None, **counters: float) -> ResourceReading:
     names = {"throttled": "process_cgroup_cpu_throttled_seconds_total", "server": "process_cpu_seconds_total"}
     named = {names.get(name) or JOULES % name: value for name, value in counters.items()}
-    return Reading(moment, named, client, host)
+    return ResourceReading(moment, named, client, host)
 
 
 def test_who_took_the_cores() -> None:
-    before = looked(10.0, client=1.0, host=Host(100.0, 5.0, 4, waiting=7.0), server=50.0)
-    after = looked(20.0, client=3.0, host=Host(130.0, 7.0, 4, waiting=9.5), server=70.0)
-    around = between(before, after)
+    before = looked(10.0, client=1.0, host=HostCpuTimes(100.0, 5.0, 4, pressure_seconds=7.0), server=50.0)
+    after = looked(20.0, client=3.0, host=HostCpuTimes(130.0, 7.0, 4, pressure_seconds=9.5), server=70.0)
+    around = conditions_between(before, after)
     assert around.client_cpu_ratio == 0.2
     assert around.stolen_ratio == pytest.approx((30 - 20 - 2 + 2) / 40)
     assert around.pressure_ratio == 0.25
@@ -31,38 +37,38 @@ def test_who_took_the_cores() -> None:
 
 
 def test_what_is_taken_is_never_below_nothing() -> None:
-    before = looked(10.0, host=Host(100.0, 0.0, 2), server=50.0)
-    around = between(before, looked(12.0, host=Host(101.0, 0.0, 2), server=51.5))
+    before = looked(10.0, host=HostCpuTimes(100.0, 0.0, 2), server=50.0)
+    around = conditions_between(before, looked(12.0, host=HostCpuTimes(101.0, 0.0, 2), server=51.5))
     assert (around.stolen_ratio, around.pressure_ratio) == (0.0, None)
 
 
 def test_of_another_machine_or_an_instant_nothing_is_told() -> None:
-    far = between(looked(10.0, client=1.0, server=5.0), looked(20.0, client=2.0, server=6.0))
+    far = conditions_between(looked(10.0, client=1.0, server=5.0), looked(20.0, client=2.0, server=6.0))
     assert (far.stolen_ratio, far.client_cpu_ratio) == (None, 0.1)
-    here = Host(1.0, 0.0, 2)
-    soon = between(looked(10.0, host=here, server=1.0), looked(10.9, client=0.9, host=here, server=1.0))
+    here = HostCpuTimes(1.0, 0.0, 2)
+    soon = conditions_between(looked(10.0, host=here, server=1.0), looked(10.9, client=0.9, host=here, server=1.0))
     assert (soon.stolen_ratio, soon.client_cpu_ratio, soon.pressure_ratio) == (None, None, None)
-    unknown = between(looked(10.0, host=here), looked(20.0, host=here))
+    unknown = conditions_between(looked(10.0, host=here), looked(20.0, host=here))
     assert unknown.stolen_ratio is None, "what the server took is not known"
 
 
 def test_throttling_and_energy_as_the_server_counts_them() -> None:
-    around = between(
+    around = conditions_between(
         looked(10.0, throttled=1.5, modelled=3.0, rapl=100.0), looked(14.0, throttled=2.0, modelled=99.0, rapl=300.0)
     )
     assert around.throttled_seconds == 0.5
     assert (around.watts, around.source) == (50.0, "rapl")
-    assert around.energy(3.0, 20.0) == Energy(joules=150.0, source="rapl", idle_watts=20.0)
-    modelled = between(looked(0.0, modelled=0.0), looked(2.0, modelled=5.0))
+    assert around.energy(3.0, 20.0) == PointEnergy(joules=150.0, source="rapl", idle_watts=20.0)
+    modelled = conditions_between(looked(0.0, modelled=0.0), looked(2.0, modelled=5.0))
     assert (modelled.watts, modelled.source) == (2.5, "modelled")
     assert (around.idle_watts, modelled.idle_watts) == (50.0, None)
 
 
 def test_counters_that_began_anew_tell_nothing() -> None:
-    around = between(looked(10.0, throttled=1.5, rapl=100.0), looked(14.0, throttled=0.0, rapl=3.0))
-    assert around == Circumstances(client_cpu_ratio=0.0)
+    around = conditions_between(looked(10.0, throttled=1.5, rapl=100.0), looked(14.0, throttled=0.0, rapl=3.0))
+    assert around == LoadConditions(client_cpu_ratio=0.0)
     assert around.energy(1.0, None) is None
-    assert between(looked(10.0), looked(14.0, rapl=3.0)).watts is None, "it was not counted when the load began"
+    assert conditions_between(looked(10.0), looked(14.0, rapl=3.0)).watts is None, "it was not counted when the load began"
 
 
 def test_a_recorded_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,10 +82,10 @@ def test_a_recorded_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "cpu2 200 0 0 1 1 0 0 2 5 5",
     ]
     (tmp_path / "stat").write_text("\n".join([*lines, "intr 5 5", "ctxt 5"]) + "\n")
-    assert host(tmp_path) == Host(busy=363 / TICK, stolen=10 / TICK, num_cores=2, waiting=2.5)
+    assert read_host_cpu_times(tmp_path) == HostCpuTimes(busy=363 / TICK, stolen=10 / TICK, num_cores=2, pressure_seconds=2.5)
     (tmp_path / "pressure" / "cpu").unlink()
-    found = host(tmp_path)
+    found = read_host_cpu_times(tmp_path)
     assert found is not None
-    assert found.waiting is None
+    assert found.pressure_seconds is None
     (tmp_path / "stat").unlink()
-    assert host(tmp_path) is None
+    assert read_host_cpu_times(tmp_path) is None

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from app import cli
-from app.arguments import UnknownArgument, parse
 from app.bench.compare.result import read_result
+from app.cli import main
+from app.cli.parser import parse_arguments
+from app.errors import UnknownArgument
 from scripted_machine import ScriptedMachine, running
 
 
@@ -18,7 +19,7 @@ def test_from_the_command_line_to_the_file(tmp_path: Path, capsys: pytest.Captur
     path = tmp_path / "mine.json"
     with running(ScriptedMachine()) as machine:
         words = ["--url", machine.url, "--seconds", "0.01", "--output", str(path), "--name", "desk", "--hourly-price", "0.25"]
-        assert cli.main(["bench", "compare", *words]) == 0
+        assert main.main(["bench", "compare", *words]) == 0
     result = read_result(path)
     assert (result.name, result.url, result.hourly_price, result.flags) == ("desk", machine.url, 0.25, [])
     captured = capsys.readouterr()
@@ -33,7 +34,7 @@ def test_a_server_that_was_interrupted_half_way_ends_with_the_shells_status(tmp_
     machine.on_request = lambda number: setattr(machine, "dead", machine.paths.count("/metrics") >= 4)
     with running(machine):
         words = ["--url", machine.url, "--seconds", "0.01", "--output", str(tmp_path / "part.json")]
-        assert cli.main(["bench", "compare", *words]) == 130
+        assert main.main(["bench", "compare", *words]) == 130
     assert not read_result(tmp_path / "part.json").complete
 
 
@@ -59,7 +60,7 @@ def test_what_makes_no_sense_is_refused(
     words: list[str], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["bench", "compare", *words]) == (2 if words[0] == "a.json" else 1)
+    assert main.main(["bench", "compare", *words]) == (2 if words[0] == "a.json" else 1)
     captured = capsys.readouterr()
     assert captured.err.startswith("armature bench compare: ")
     assert complaint in captured.err
@@ -68,10 +69,10 @@ def test_what_makes_no_sense_is_refused(
 
 
 def test_files_stand_together() -> None:
-    given = parse(["bench", "compare", "--report", "here", "a.json", "b.json"])
+    given = parse_arguments(["bench", "compare", "--report", "here", "a.json", "b.json"])
     assert (given.results, given.report) == ([Path("a.json"), Path("b.json")], Path("here"))
-    assert parse(["tco", "a.json", "--target", "3/s"]).results == [Path("a.json")]
+    assert parse_arguments(["tco", "a.json", "--target", "3/s"]).results == [Path("a.json")]
     with pytest.raises(UnknownArgument, match=r"'b.json' is not understood: give all result files together"):
-        parse(["bench", "compare", "a.json", "--report", "here", "b.json"])
+        parse_arguments(["bench", "compare", "a.json", "--report", "here", "b.json"])
     with pytest.raises(UnknownArgument, match=r"armature tco: there is no flag --targt\. Did you mean --target\?"):
-        parse(["tco", "--targt", "3"])
+        parse_arguments(["tco", "--targt", "3"])

@@ -7,28 +7,34 @@ from typing import Any
 
 import pytest
 
-from app.bench.compare.doubts import Measured, doubts
-from app.bench.compare.result import Load, Point
+from app.bench.compare.environment import (
+    MeasurementFacts,
+    measurement_caveats,
+)
+from app.bench.compare.result import (
+    LoadPoint,
+    LoadSpec,
+)
 
-LOAD = Load(kind="embed", clients=1, tokens=128)
+LOAD = LoadSpec(kind="embed", clients=1, tokens=128)
 
 
-def point(samples: float = 100, **fields: Any) -> Point:
-    return Point(load=LOAD, began=0.0, seconds=10.0, samples=samples, **fields)
+def point(samples: float = 100, **fields: Any) -> LoadPoint:
+    return LoadPoint(load=LOAD, began=0.0, seconds=10.0, samples=samples, **fields)
 
 
 def info(**fields: Any) -> dict[str, Any]:
     return {"version": "1.0", "calibration": {"measurements": {"fallback": ""}}, "speed": None} | fields
 
 
-def measured(*points: Point, **changed: Any) -> Measured:
-    given = Measured(info(), info(), "1.0", None, True, points or (point(),), (point(), point()))
+def measured(*points: LoadPoint, **changed: Any) -> MeasurementFacts:
+    given = MeasurementFacts(info(), info(), "1.0", None, True, points or (point(),), (point(), point()))
     return replace(given, **changed)
 
 
 def test_nothing_to_doubt() -> None:
     calm = point(109, stolen_ratio=0.05, client_cpu_ratio=0.5, throttled_seconds=0.1, pressure_ratio=0.9)
-    assert doubts(measured(calm)) == []
+    assert measurement_caveats(measured(calm)) == []
 
 
 @pytest.mark.parametrize(
@@ -76,16 +82,16 @@ def test_nothing_to_doubt() -> None:
         (measured(told=("Something was left out.",)), "Something was left out."),
     ],
 )
-def test_each_circumstance_is_a_sentence(found: Measured, sentence: str) -> None:
-    assert doubts(found) == [sentence]
+def test_each_circumstance_is_a_sentence(found: MeasurementFacts, sentence: str) -> None:
+    assert measurement_caveats(found) == [sentence]
 
 
 def test_a_client_elsewhere_takes_no_core_of_the_server() -> None:
-    found = doubts(measured(point(client_cpu_ratio=0.7), local=False, url="http://far"))
+    found = measurement_caveats(measured(point(client_cpu_ratio=0.7), local=False, url="http://far"))
     assert "The measuring client took up to 70% of a core, in 1 of 3 loads." in found
 
 
 def test_repeats_are_judged_like_all_loads() -> None:
-    found = doubts(measured(repeats=(point(stolen_ratio=0.2), point(80))))
+    found = measurement_caveats(measured(repeats=(point(stolen_ratio=0.2), point(80))))
     assert "Other processes took up to 20% of all cores, in 1 of 3 loads." in found
     assert any(doubt.startswith("The machine was not steady") for doubt in found)

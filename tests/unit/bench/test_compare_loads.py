@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from app.bench.compare.loads import loads_for
-from app.bench.stats import MeasurementFailed
+from app.bench.compare.loads import protocol_loads
+from app.bench.console import MeasurementFailed
 
 
 def info(kind: str, context: int, places: int = 64) -> dict[str, Any]:
@@ -16,20 +16,20 @@ def info(kind: str, context: int, places: int = 64) -> dict[str, Any]:
 
 
 def test_generations() -> None:
-    wanted = loads_for(info("decoder", 2048))
+    wanted = protocol_loads(info("decoder", 2048))
     found = [(load.clients, load.tokens, load.max_tokens) for load in wanted.loads]
     assert found == [(clients, length, 128) for length in (128, 512) for clients in (1, 2, 4, 8, 16, 32)]
     assert not wanted.left_out
 
 
 def test_no_more_clients_than_places() -> None:
-    wanted = loads_for(info("decoder", 2048, places=5))
+    wanted = protocol_loads(info("decoder", 2048, places=5))
     assert {load.clients for load in wanted.loads} == {1, 2, 4}
     assert wanted.left_out == ["More than 4 clients are left out: this plan runs 5 sequences at once."]
 
 
 def test_texts_by_batch_and_then_by_clients() -> None:
-    wanted = loads_for(info("encoder", 512, places=1))
+    wanted = protocol_loads(info("encoder", 512, places=1))
     one = [(load.batch, load.tokens) for load in wanted.loads if load.clients == 1]
     assert one == [(batch, length) for length in (128, 512) for batch in (1, 4, 8, 16, 32)]
     assert [(load.clients, load.batch, load.tokens) for load in wanted.loads[10:]] == [(n, 1, 128) for n in (2, 4, 8, 16, 32)]
@@ -37,7 +37,7 @@ def test_texts_by_batch_and_then_by_clients() -> None:
 
 
 def test_rows() -> None:
-    wanted = loads_for(info("program", 1))
+    wanted = protocol_loads(info("program", 1))
     assert [load.batch for load in wanted.loads if load.clients == 1] == [1, 4, 8, 16, 32]
     assert {load.tokens for load in wanted.loads} == {0}
 
@@ -54,7 +54,7 @@ def test_rows() -> None:
     ],
 )
 def test_lengths_that_a_model_cannot_read(kind: str, context: int, lengths: set[int], answer: int) -> None:
-    wanted = loads_for(info(kind, context))
+    wanted = protocol_loads(info(kind, context))
     assert {load.tokens for load in wanted.loads} == lengths
     assert {load.max_tokens for load in wanted.loads} == {answer}
     assert all(load.tokens + load.max_tokens <= context for load in wanted.loads)
@@ -69,4 +69,4 @@ def test_lengths_that_a_model_cannot_read(kind: str, context: int, lengths: set[
 )
 def test_what_is_no_server_of_ours(strange: dict[str, Any]) -> None:
     with pytest.raises(MeasurementFailed, match="bench compare only measures Armature servers"):
-        loads_for(strange)
+        protocol_loads(strange)

@@ -11,22 +11,37 @@ from typing import Any
 import pytest
 
 from app.bench.compare import loads
-from app.bench.compare.job import MachineJob, Place, is_local, output_of
-from app.bench.compare.measuring import Found, measure_machine, result_of
-from app.bench.compare.result import Load, Point, Result, read_result
-from app.bench.load import Target
-from app.bench.stats import MeasurementFailed, Outcome
+from app.bench.compare.measure import (
+    CompareJob,
+    CompareState,
+    MachineLabels,
+    build_result,
+    is_local_server,
+    measure_machine,
+    result_path,
+)
+from app.bench.compare.result import (
+    CompareResult,
+    LoadPoint,
+    LoadSpec,
+    read_result,
+)
+from app.bench.console import (
+    BenchOutcome,
+    MeasurementFailed,
+)
+from app.bench.http.load import ServerTarget
 from scripted_machine import WATTS, ScriptedMachine, running
 
 SECONDS = 0.02
 
 
-def job(machine: ScriptedMachine, folder: Path, **changed: Any) -> MachineJob:
-    given: dict[str, Any] = {"output": folder / "result.json", "seconds": SECONDS, "place": Place()} | changed
-    return MachineJob(Target(machine.url, api_key=machine.api_key), version="1.2.3", **given)
+def job(machine: ScriptedMachine, folder: Path, **changed: Any) -> CompareJob:
+    given: dict[str, Any] = {"output": folder / "result.json", "seconds": SECONDS, "place": MachineLabels()} | changed
+    return CompareJob(ServerTarget(machine.url, api_key=machine.api_key), version="1.2.3", **given)
 
 
-def measured(machine: ScriptedMachine, folder: Path, **changed: Any) -> tuple[Outcome, Result]:
+def measured(machine: ScriptedMachine, folder: Path, **changed: Any) -> tuple[BenchOutcome, CompareResult]:
     with running(machine):
         outcome = measure_machine(job(machine, folder, **changed))
     return outcome, read_result(Path(outcome.details["file"]))
@@ -34,15 +49,17 @@ def measured(machine: ScriptedMachine, folder: Path, **changed: Any) -> tuple[Ou
 
 def test_keys_stay_out_of_the_file() -> None:
     given = ("--precision=int4", '--api-keys=["secret"]', "--api-key-file=/etc/keys")
-    asked = MachineJob(Target(None, given), Place("desk"), "1.2.3")
-    point = Point(load=Load(kind="embed", clients=1, tokens=1), began=0.0, seconds=1.0, samples=1.0)
-    found = Found(info={"version": "1.2.3", "model": {"name": "small"}, "calibration": None}, points=[point], complete=True)
+    asked = CompareJob(ServerTarget(None, given), MachineLabels("desk"), "1.2.3")
+    point = LoadPoint(load=LoadSpec(kind="embed", clients=1, tokens=1), began=0.0, seconds=1.0, samples=1.0)
+    found = CompareState(
+        info={"version": "1.2.3", "model": {"name": "small"}, "calibration": None}, points=[point], complete=True
+    )
     found.info_after = found.info
-    assert result_of(asked, found).flags == ["--precision=int4"]
+    assert build_result(asked, found).flags == ["--precision=int4"]
 
 
 def test_a_decoder_in_one_file(tmp_path: Path) -> None:
-    outcome, result = measured(ScriptedMachine(), tmp_path, place=Place("desk", "c7g.large", 0.5, 80.0))
+    outcome, result = measured(ScriptedMachine(), tmp_path, labels=MachineLabels("desk", "c7g.large", 0.5, 80.0))
     assert outcome.complete
     assert result.complete
     assert [point.load.name for point in result.points] == ["1 client, prompts of 128", "2 clients, prompts of 128"]
@@ -84,14 +101,14 @@ def test_a_decoder_in_one_file(tmp_path: Path) -> None:
     ],
 )
 def test_whether_a_server_shares_our_cores(url: str, kernel: str | None, local: bool) -> None:
-    assert is_local(url, {"facts": {"kernel": kernel}}) is local
+    assert is_local_server(url, {"facts": {"kernel": kernel}}) is local
 
 
 def test_an_instance_without_a_price_is_said(tmp_path: Path) -> None:
-    outcome, _ = measured(ScriptedMachine(), tmp_path, place=Place(instance="c7g.4xlrage"))
+    outcome, _ = measured(ScriptedMachine(), tmp_path, labels=MachineLabels(instance="c7g.4xlrage"))
     assert any(note.startswith("c7g.4xlrage is not in the price table") for note in outcome.notes)
     machine = ScriptedMachine(architecture="x86_64")
-    outcome, _ = measured(machine, tmp_path, place=Place(instance="c7g.large"))
+    outcome, _ = measured(machine, tmp_path, labels=MachineLabels(instance="c7g.large"))
     assert any("tco will refuse this" in note and "arm64" in note for note in outcome.notes)
 
 
@@ -137,7 +154,7 @@ def test_a_classifier_is_asked_for_scores(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_few_loads")
 def test_rows_of_a_program_and_batches_that_it_refuses(tmp_path: Path) -> None:
-    machine = ScriptedMachine(kind="program", outputs=("output",), refuse=lambda rows: rows > 8)
+    machine = ScriptedMachine(kind="program", outputs=("output",), send_error=lambda rows: rows > 8)
     _, result = measured(machine, tmp_path)
     assert [point.load.batch for point in result.points if point.load.clients == 1] == [1, 4]
     told = "\n".join(result.doubts)
@@ -215,7 +232,7 @@ def test_only_results_are_replaced(tmp_path: Path) -> None:
     wanted = job(ScriptedMachine(), tmp_path)
     for content in ("", '{"schema":"armature-compare/0"}'):
         (tmp_path / "result.json").write_text(content)
-        assert output_of(wanted, {}) == wanted.output
+        assert result_path(wanted, {}) == wanted.output
     (tmp_path / "result.json").write_text("my diary")
     for path, complaint in (
         (wanted.output, "is not replaced"),

@@ -7,38 +7,49 @@ from typing import Any
 
 import pytest
 
-from app.bench.client import Stream
-from app.bench.compare import points, rhythm
-from app.bench.compare.circumstances import Circumstances
-from app.bench.compare.points import Subject, point_of
-from app.bench.compare.result import Load, Steps
-from app.bench.compare.rhythm import Rhythm
-from app.bench.dialects import Usage
-from app.bench.embed_traffic import Embedded
-from app.bench.infer_traffic import Inferred
-from app.bench.loops import Stretch
-from app.bench.traffic import Answered
-from app.bench.wire import Answer
+from app.bench.compare import (
+    points,
+)
+from app.bench.compare import (
+    points as rhythm,
+)
+from app.bench.compare.environment import LoadConditions
+from app.bench.compare.points import (
+    ServerUnderTest,
+    StepLogReader,
+    build_point,
+)
+from app.bench.compare.result import (
+    LoadSpec,
+    StepColumns,
+)
+from app.bench.http.client import StreamTiming
+from app.bench.http.dialects import TokenUsage
+from app.bench.http.embed import EmbedTiming
+from app.bench.http.infer import InferTiming
+from app.bench.http.loops import LoadRun
+from app.bench.http.tally import GenerateTiming
+from app.bench.http.wire import HttpResponse
 
 BEGAN_AT = 1_790_000_000.0
 
 
-def subject() -> Subject:
+def subject() -> ServerUnderTest:
     wire: Any = None
-    return Subject(wire, "tiny", Rhythm(wire, BEGAN_AT), origin=100.0, local=True, seconds=4.0, idle_watts=3.0)
+    return ServerUnderTest(wire, "tiny", StepLogReader(wire, BEGAN_AT), origin=100.0, local=True, seconds=4.0, idle_watts=3.0)
 
 
-def stretch(answered: list[Any]) -> Stretch[Any]:
-    return Stretch(started=110.0, ended=120.0, answered=answered)
+def stretch(answered: list[Any]) -> LoadRun[Any]:
+    return LoadRun(started=110.0, ended=120.0, answered=answered)
 
 
-def streamed(client: int, began: float, *pieces: tuple[float, int]) -> Answered:
+def streamed(client: int, began: float, *pieces: tuple[float, int]) -> GenerateTiming:
     """Of a prompt of 10 tokens."""
-    return Answered(began, client, 4, Stream(began, pieces, Usage(10, sum(count for _, count in pieces))))
+    return GenerateTiming(began, client, 4, StreamTiming(began, pieces, TokenUsage(10, sum(count for _, count in pieces))))
 
 
 def test_generations_of_the_time_in_which_all_had_one() -> None:
-    load = Load(kind="generate", clients=2, tokens=10, max_tokens=4)
+    load = LoadSpec(kind="generate", clients=2, tokens=10, max_tokens=4)
     run = stretch(
         [
             streamed(0, 110.0, (111.0, 1), (112.0, 2), (114.0, 1)),
@@ -46,7 +57,7 @@ def test_generations_of_the_time_in_which_all_had_one() -> None:
             streamed(1, 113.0, (114.0, 1), (120.0, 3)),
         ]
     )
-    point = point_of(load, run, Circumstances(watts=5.0, source="rapl"), Steps(), subject())
+    point = build_point(load, run, LoadConditions(watts=5.0, source="rapl"), StepColumns(), subject())
     # From the first request, at 110, with the prompts' time, to when the first client has nothing more to ask, at 114: 9 of 12 tokens.
     assert (point.began, point.seconds) == (10.0, 4.0)
     assert (point.generated_tokens, point.samples, point.read_tokens) == (9, 2.25, 22)
@@ -60,29 +71,29 @@ def test_generations_of_the_time_in_which_all_had_one() -> None:
 
 
 def test_where_clients_were_sent_away_all_counts() -> None:
-    load = Load(kind="generate", clients=1, tokens=10, max_tokens=4)
+    load = LoadSpec(kind="generate", clients=1, tokens=10, max_tokens=4)
     run = stretch([streamed(0, 110.0, (111.0, 1), (115.0, 3))])
     run.failures["status 429"] = 2
-    point = point_of(load, run, Circumstances(), Steps(), subject())
+    point = build_point(load, run, LoadConditions(), StepColumns(), subject())
     assert (point.seconds, point.samples, point.generated_tokens, point.failures) == (5.0, 1.0, 4, {"status 429": 2})
     assert point.energy is None
 
 
 @pytest.mark.parametrize(("clients", "max_tokens", "most"), [(1, 128, 78), (1, 0, 10_000), (32, 1000, 32)])
 def test_a_load_ends_before_it_has_too_many_samples(clients: int, max_tokens: int, most: int) -> None:
-    assert points._most_requests(Load(kind="generate", clients=clients, tokens=8, max_tokens=max_tokens)) == most
+    assert points._max_requests(LoadSpec(kind="generate", clients=clients, tokens=8, max_tokens=max_tokens)) == most
 
 
 def test_texts_and_rows() -> None:
-    texts = Load(kind="embed", clients=1, batch=4, tokens=8)
-    run = stretch([Embedded(at, 0, at, at + 2.0, 4, 32, number) for at, number in ((110.0, 31), (112.0, None), (114.0, 33))])
-    point = point_of(texts, run, Circumstances(), Steps(), subject())
+    texts = LoadSpec(kind="embed", clients=1, batch=4, tokens=8)
+    run = stretch([EmbedTiming(at, 0, at, at + 2.0, 4, 32, number) for at, number in ((110.0, 31), (112.0, None), (114.0, 33))])
+    point = build_point(texts, run, LoadConditions(), StepColumns(), subject())
     # From the first answer to the last: what the server does not count is as long as it was meant.
     assert (point.seconds, point.samples, point.read_tokens, point.generated_tokens) == (4.0, 8.0, 65, 0)
     assert point.request_seconds == [2.0, 2.0, 2.0]
-    rows = Load(kind="infer", clients=1, batch=16, tokens=0)
-    only = stretch([Inferred(110.0, 0, 110.0, 112.5, 16)])
-    point = point_of(rows, only, Circumstances(), Steps(), subject())
+    rows = LoadSpec(kind="infer", clients=1, batch=16, tokens=0)
+    only = stretch([InferTiming(110.0, 0, 110.0, 112.5, 16)])
+    point = build_point(rows, only, LoadConditions(), StepColumns(), subject())
     assert (point.seconds, point.samples, point.read_tokens) == (2.5, 16.0, 0)
 
 
@@ -94,7 +105,7 @@ class Told:
         self.count, self.ahead = count, ahead
         self.asked: list[int] = []
 
-    async def get(self, path: str) -> Answer:
+    async def get(self, path: str) -> HttpResponse:
         after = int(path.partition("after=")[2])
         self.asked.append(after)
         numbers = list(range(self.count))[after : after + 3]
@@ -103,13 +114,13 @@ class Told:
         words = f'"phase": {["decode"] * len(numbers)}, "cause": {[""] * len(numbers)}'.replace("'", '"')
         following = numbers[-1] + 1 if numbers else min(after, self.count)
         text = f'{{"next": {following}, "dropped": 1, "clock": {time.time() + self.ahead}, "steps": {{{columns}, {words}}}}}'
-        return Answer(200, {}, text.encode())
+        return HttpResponse(200, {}, text.encode())
 
 
 @pytest.mark.parametrize("ahead", [0.0, 3600.0, -2.5])
 async def test_steps_of_a_load_on_our_line_of_time(ahead: float) -> None:
     told: Any = Told(10, ahead)
-    steps = Rhythm(told, BEGAN_AT, _next=0)
+    steps = StepLogReader(told, BEGAN_AT, _next=0)
     found = await steps.steps(3.9, 7.5)
     assert found.tokens == [4, 5, 6, 7]
     assert found.at == pytest.approx([4.0, 5.0, 6.0, 7.0], abs=0.05)
@@ -119,16 +130,16 @@ async def test_steps_of_a_load_on_our_line_of_time(ahead: float) -> None:
 
 async def test_what_came_before_is_left_where_it_is() -> None:
     told: Any = Told(10)
-    steps = Rhythm(told, BEGAN_AT)
+    steps = StepLogReader(told, BEGAN_AT)
     await steps.begin()
     told.count = 12
     assert (await steps.steps(0.0, 100.0)).tokens == [10, 11]
-    assert steps.lost == 1
+    assert steps.num_lost_steps == 1
 
 
 async def test_steps_beyond_what_is_kept_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rhythm, "MOST_STEPS", 4)
+    monkeypatch.setattr(rhythm, "MAX_STEPS_PER_POINT", 4)
     told: Any = Told(6)
-    steps = Rhythm(told, BEGAN_AT, _next=0)
+    steps = StepLogReader(told, BEGAN_AT, _next=0)
     assert len((await steps.steps(0.0, 100.0)).at) == 4
-    assert steps.lost == 2 + 2, "two too many, and one that the server said of each answer"
+    assert steps.num_lost_steps == 2 + 2, "two too many, and one that the server said of each answer"

@@ -8,13 +8,19 @@ from typing import Any
 
 import pytest
 
-from app.bench.compare.result import Load, Point, Result, read_result, write_result
-from app.bench.stats import MeasurementFailed
+from app.bench.compare.result import (
+    CompareResult,
+    LoadPoint,
+    LoadSpec,
+    read_result,
+    write_result,
+)
+from app.bench.console import MeasurementFailed
 from made_results import made_decoder, made_encoder
 
 
 @pytest.mark.parametrize("result", [made_decoder(), made_encoder()], ids=["decoder", "encoder"])
-def test_what_is_written_is_read_again(tmp_path: Path, result: Result) -> None:
+def test_what_is_written_is_read_again(tmp_path: Path, result: CompareResult) -> None:
     path = tmp_path / "result.json"
     write_result(result, path)
     assert read_result(path) == result
@@ -64,17 +70,17 @@ def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_loads_are_called_by_what_they_ask() -> None:
-    assert Load(kind="generate", clients=1, tokens=128, max_tokens=128).name == "1 client, prompts of 128"
-    assert Load(kind="embed", clients=1, batch=8, tokens=512).name == "batch 8 of 512 tokens"
-    assert Load(kind="embed", clients=32, tokens=128).name == "32 clients, batch 1 of 128 tokens"
-    assert Load(kind="infer", clients=1, batch=4, tokens=0).name == "batch 4"
+    assert LoadSpec(kind="generate", clients=1, tokens=128, max_tokens=128).name == "1 client, prompts of 128"
+    assert LoadSpec(kind="embed", clients=1, batch=8, tokens=512).name == "batch 8 of 512 tokens"
+    assert LoadSpec(kind="embed", clients=32, tokens=128).name == "32 clients, batch 1 of 128 tokens"
+    assert LoadSpec(kind="infer", clients=1, batch=4, tokens=0).name == "batch 4"
 
 
 def test_rates_are_of_the_seconds_in_which_all_asked() -> None:
-    load = Load(kind="embed", clients=1, batch=8, tokens=128)
-    assert Point(load=load, began=0.0, seconds=2.0, samples=16, read_tokens=2048).tokens_per_second == 1024
-    assert Point(load=load, began=0.0, seconds=2.0, samples=16, read_tokens=8, generated_tokens=64).tokens_per_second == 32
-    assert Point(load=load, began=0.0, seconds=2.0, samples=16).samples_per_second == 8
+    load = LoadSpec(kind="embed", clients=1, batch=8, tokens=128)
+    assert LoadPoint(load=load, began=0.0, seconds=2.0, samples=16, read_tokens=2048).tokens_per_second == 1024
+    assert LoadPoint(load=load, began=0.0, seconds=2.0, samples=16, read_tokens=8, generated_tokens=64).tokens_per_second == 32
+    assert LoadPoint(load=load, began=0.0, seconds=2.0, samples=16).samples_per_second == 8
 
 
 def test_a_models_name_is_not_its_shape() -> None:

@@ -12,28 +12,53 @@ from typing import Any
 
 import pytest
 
-from app.arguments import parse
-from app.bench import loops
-from app.bench.embed_dialects import EMBED_DIALECTS, counted_tokens
-from app.bench.embed_traffic import Embedded, Texts
-from app.bench.embedding import Embedding, num_texts, num_tokens
-from app.bench.load import Level, LoadJob, Target, measure_load
-from app.bench.loops import Bounds, Stretch
-from app.bench.rates import rate
-from app.bench.stats import Figure, MeasurementFailed, Outcome
-from app.bench.workload import Lengths, LogNormal
-from app.benches import measured
+from app.bench.console import (
+    BenchOutcome,
+    Figure,
+    MeasurementFailed,
+)
+from app.bench.http import loops
+from app.bench.http.dialects import (
+    EMBED_DIALECTS,
+    parse_prompt_tokens,
+)
+from app.bench.http.embed import (
+    EmbedBench,
+    EmbedTiming,
+    EmbedWorkload,
+    num_texts,
+    num_tokens,
+)
+from app.bench.http.load import (
+    LoadJob,
+    LoadLevel,
+    ServerTarget,
+    measure_load,
+)
+from app.bench.http.loops import (
+    LoadRun,
+    RunLimits,
+    units_per_second,
+)
+from app.bench.http.workload import (
+    LogNormalLengths,
+    UniformLengths,
+)
+from app.cli.bench import run_bench
+from app.cli.parser import parse_arguments
 from app.settings import Settings
 from scripted_peer import ScriptedPeer, running
 
 
-def job(*peers: ScriptedPeer, api: str = "openai", levels: Sequence[Level] = (Level(clients=3),), **changed: Any) -> LoadJob:
-    texts = changed.pop("texts", Texts(2, Lengths(20, 20)))
-    given = {"bounds": Bounds(num_requests=9), "warm_up": 0} | changed
-    return LoadJob("peer", [Target(peer.url, api=api) for peer in peers], levels, Embedding(texts), **given)
+def job(
+    *peers: ScriptedPeer, api: str = "openai", levels: Sequence[LoadLevel] = (LoadLevel(clients=3),), **changed: Any
+) -> LoadJob:
+    texts = changed.pop("texts", EmbedWorkload(2, UniformLengths(20, 20)))
+    given = {"bounds": RunLimits(num_requests=9), "warm_up": 0} | changed
+    return LoadJob("peer", [ServerTarget(peer.url, api=api) for peer in peers], levels, EmbedBench(texts), **given)
 
 
-def named(outcome: Outcome) -> dict[str, Figure]:
+def named(outcome: BenchOutcome) -> dict[str, Figure]:
     return {figure.name: figure for figure in outcome.figures}
 
 
@@ -82,7 +107,7 @@ def test_an_answer_without_vectors_is_no_measurement() -> None:
 
 
 def test_failures_are_told_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loops, "SHORTEST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(loops, "MIN_PAUSE_SECONDS", 0.0)
     with running(ScriptedPeer(fault={4: "429", 6: "cut"}.get)) as peer:
         outcome = measure_load(job(peer))
     failed = {name.partition("failed, ")[2]: figure.value for name, figure in named(outcome).items() if "failed" in name}
@@ -92,7 +117,7 @@ def test_failures_are_told_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_arrivals_wait_for_nobody_and_servers_take_turns() -> None:
     with running(ScriptedPeer(hold=8, num_asking=2)) as mine, running(ScriptedPeer()) as theirs:
-        outcome = measure_load(job(mine, theirs, levels=[Level(rate=500.0)], rounds=1, bounds=Bounds(num_requests=6)))
+        outcome = measure_load(job(mine, theirs, levels=[LoadLevel(rate=500.0)], rounds=1, bounds=RunLimits(num_requests=6)))
     requests = outcome.details["runs"][0]["requests"]
     assert min(each["intended"] + each["answered"] for each in requests) >= max(each["intended"] for each in requests)
     assert [(run["server"] == mine.url) for run in outcome.details["runs"]] == [True, False]
@@ -106,27 +131,27 @@ def test_ctrl_c_keeps_what_was_answered() -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
     with running(ScriptedPeer(on_request=interrupt)) as peer:
-        outcome = measure_load(job(peer, bounds=Bounds(seconds=600.0)))
+        outcome = measure_load(job(peer, bounds=RunLimits(seconds=600.0)))
     assert not outcome.complete
     assert named(outcome)["×3 samples"].parts["answered"] >= 3
 
 
 def test_speed_is_counted_while_all_clients_wait() -> None:
-    def one(client: int, ended: float) -> Embedded:
-        return Embedded(0.0, client, 0.0, ended, 4, 40, 44)
+    def one(client: int, ended: float) -> EmbedTiming:
+        return EmbedTiming(0.0, client, 0.0, ended, 4, 40, 44)
 
-    run = Stretch(0.0, 10.0, answered=[one(0, 1.0), one(1, 2.0), one(0, 3.0), one(1, 4.0), one(0, 5.0)])
-    assert rate(run, True, num_texts) == pytest.approx(4 * 2 / 2), "from 2.0, when both had an answer, to 4.0"
-    assert rate(run, True, num_tokens) == pytest.approx(44.0)
-    assert rate(run, False, num_texts) == pytest.approx(4 * 5 / 5), "arrivals: from the first to the last"
+    run = LoadRun(0.0, 10.0, answered=[one(0, 1.0), one(1, 2.0), one(0, 3.0), one(1, 4.0), one(0, 5.0)])
+    assert units_per_second(run, True, num_texts) == pytest.approx(4 * 2 / 2), "from 2.0, when both had an answer, to 4.0"
+    assert units_per_second(run, True, num_tokens) == pytest.approx(44.0)
+    assert units_per_second(run, False, num_texts) == pytest.approx(4 * 5 / 5), "arrivals: from the first to the last"
 
 
 def test_lengths_have_the_median_that_was_asked_for() -> None:
     source = random.Random(0)
-    drawn = [LogNormal(40, 512).draw(source) for _ in range(4000)]
+    drawn = [LogNormalLengths(40, 512).draw(source) for _ in range(4000)]
     assert 37 <= statistics.median(drawn) <= 43
     assert 300 < max(drawn) <= 512
-    assert {LogNormal(40, 40).draw(source) for _ in range(20)} == {40}
+    assert {LogNormalLengths(40, 40).draw(source) for _ in range(20)} == {40}
 
 
 @pytest.mark.parametrize(
@@ -140,7 +165,7 @@ def test_lengths_have_the_median_that_was_asked_for() -> None:
 )
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
 def test_tokens_are_found_without_reading_vectors(body: Any, tokens: int | None, separators: tuple[str, str]) -> None:
-    assert counted_tokens(json.dumps(body, separators=separators).encode()) == tokens
+    assert parse_prompt_tokens(json.dumps(body, separators=separators).encode()) == tokens
 
 
 @pytest.mark.parametrize(
@@ -153,12 +178,12 @@ def test_tokens_are_found_without_reading_vectors(body: Any, tokens: int | None,
 )
 def test_what_means_nothing_is_refused(flags: list[str], complaint: str) -> None:
     with pytest.raises(MeasurementFailed, match=complaint):
-        measured(Settings(), parse(["bench", "http", *flags]))
+        run_bench(Settings(), parse_arguments(["bench", "http", *flags]))
 
 
 def test_lengths_are_read_as_they_are_written() -> None:
     def lengths(text: str) -> object:
-        return parse(["bench", "http", f"--lengths={text}"]).lengths
+        return parse_arguments(["bench", "http", f"--lengths={text}"]).lengths
 
     assert (lengths("128"), lengths("8:16")) == (("even", 128, 128), ("even", 8, 16))
     assert lengths("lognormal:40:512") == ("lognormal", 40, 512)

@@ -7,9 +7,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.bench.client import _Reading
-from app.bench.dialects import DIALECTS
-from app.bench.events import Events
+from app.bench.http.client import SseParser, _StreamReader
+from app.bench.http.dialects import GENERATE_DIALECTS
 
 DATA = st.lists(st.text("ab {}:é\t", min_size=1).map(str.encode).filter(lambda data: not data.startswith(b" ")), max_size=5)
 
@@ -24,16 +23,16 @@ def cut(text: bytes, places: list[int]) -> list[bytes]:
 )
 def test_an_event_is_whole_however_it_was_cut(data: list[bytes], newline: bytes, field: bytes, places: list[int]) -> None:
     lines = [b": comment", b"id: 7", *(field + each + newline for each in data)]
-    events = Events()
+    events = SseParser()
     assert [found for part in cut(newline.join(lines) + newline, places) for found in events.feed(part)] == data
 
 
 def test_lines_of_one_event_belong_together() -> None:
-    assert Events().feed(b"data: one\ndata: two\n\ndata: three\n\n\n") == [b"one\ntwo", b"three"]
+    assert SseParser().feed(b"data: one\ndata: two\n\ndata: three\n\n\n") == [b"one\ntwo", b"three"]
 
 
 def test_what_is_not_whole_is_no_event_yet() -> None:
-    events = Events()
+    events = SseParser()
     assert events.feed(b"data: a\n") == []
     assert events.feed(b"\n") == [b"a"]
 
@@ -41,9 +40,9 @@ def test_what_is_not_whole_is_no_event_yet() -> None:
 def test_what_comes_at_once_is_one_piece() -> None:
     """A step that guessed well makes several tokens, and no time passes between them."""
     told: list[int] = []
-    reading = _Reading(DIALECTS["native"], lambda num_pieces: told.append(num_pieces) is None)
+    reading = _StreamReader(GENERATE_DIALECTS["native"], lambda num_pieces: told.append(num_pieces) is None)
     event = b'data: {"token_ids": [1]}\n\n'
     assert reading.take(event * 3, 1.0)
     assert reading.take(event, 2.0)
-    assert reading.stream(0.0).pieces == ((1.0, 3), (2.0, 1))
+    assert reading.stream(0.0).chunks == ((1.0, 3), (2.0, 1))
     assert told == [1, 2, 3, 4]

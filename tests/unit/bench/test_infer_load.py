@@ -8,18 +8,33 @@ from typing import Any
 import numpy
 import pytest
 
-from app.api.oip_tensors import SIZES
-from app.api.oip_wire import read_inference
-from app.arguments import parse
-from app.bench import infer_rows, loops
-from app.bench.infer_rows import Rows, bodies, inputs_of
-from app.bench.inferring import Inferring
-from app.bench.load import Level, LoadJob, Target, measure_load
-from app.bench.loops import Bounds
-from app.bench.stats import Figure, MeasurementFailed, Outcome
-from app.bench.wire import Body
-from app.bench.workload import Lengths
-from app.benches import measured
+from app.api.oip.tensors import VALUE_BYTES, parse_infer_request
+from app.bench.console import (
+    BenchOutcome,
+    Figure,
+    MeasurementFailed,
+)
+from app.bench.http import (
+    infer,
+    loops,
+)
+from app.bench.http.infer import (
+    InferBench,
+    InferWorkload,
+    build_bodies,
+    parse_inputs,
+)
+from app.bench.http.load import (
+    LoadJob,
+    LoadLevel,
+    ServerTarget,
+    measure_load,
+)
+from app.bench.http.loops import RunLimits
+from app.bench.http.wire import HttpBody
+from app.bench.http.workload import UniformLengths
+from app.cli.bench import run_bench
+from app.cli.parser import parse_arguments
 from app.settings import Settings
 from scripted_peer import ScriptedPeer, running
 
@@ -27,64 +42,66 @@ IDS = {"name": "ids", "datatype": "INT64", "shape": [-1, 5]}
 DENSE = {"name": "dense", "datatype": "FP32", "shape": [-1, -1, 2]}
 
 
-def job(peer: ScriptedPeer, rows: Rows | None = None, model: str | None = None) -> LoadJob:
-    target = Target(peer.url, api="oip", model=model)
-    return LoadJob("peer", [target], [Level(clients=3)], Inferring(rows or Rows(4)), Bounds(num_requests=9), warm_up=0)
+def job(peer: ScriptedPeer, rows: InferWorkload | None = None, model: str | None = None) -> LoadJob:
+    target = ServerTarget(peer.url, api="oip", model=model)
+    return LoadJob(
+        "peer", [target], [LoadLevel(clients=3)], InferBench(rows or InferWorkload(4)), RunLimits(num_requests=9), warm_up=0
+    )
 
 
-def named(outcome: Outcome) -> dict[str, Figure]:
+def named(outcome: BenchOutcome) -> dict[str, Figure]:
     return {figure.name: figure for figure in outcome.figures}
 
 
-def read(body: Body) -> dict[str, Any]:
+def read(body: HttpBody) -> dict[str, Any]:
     """As our own server reads it, by name."""
-    length = int(body.headers.partition(f"{infer_rows.HEADER}: ")[2].strip())
-    inference = read_inference(body.content[:length], body.content[length:])
+    length = int(body.headers.partition(f"{infer.BINARY_HEADER}: ")[2].strip())
+    inference = parse_infer_request(body.content[:length], body.content[length:])
     assert inference.parameters.binary_data_output
     return dict(inference.inputs)
 
 
-def made(datatype: str, shape: Sequence[int], rows: Rows) -> Any:
-    (first, *_) = bodies(inputs_of({"inputs": [{"name": "x", "datatype": datatype, "shape": [-1, *shape]}]}, "/x"), rows)
+def made(datatype: str, shape: Sequence[int], rows: InferWorkload) -> Any:
+    (first, *_) = build_bodies(parse_inputs({"inputs": [{"name": "x", "datatype": datatype, "shape": [-1, *shape]}]}, "/x"), rows)
     return read(first)["x"]
 
 
-@pytest.mark.parametrize("datatype", list(SIZES))
+@pytest.mark.parametrize("datatype", list(VALUE_BYTES))
 def test_our_own_server_reads_rows_of_every_datatype(datatype: str) -> None:
-    array = made(datatype, (3, -1), Rows(2, Lengths(7, 7)))
+    array = made(datatype, (3, -1), InferWorkload(2, UniformLengths(7, 7)))
     assert (array.datatype, array.shape) == (datatype, (2, 3, 7))
     assert len(set(array.data)) > 1, "rows are not all one number"
 
 
 def test_whole_numbers_lie_where_they_are_wanted() -> None:
-    few = numpy.frombuffer(made("INT64", (1000,), Rows(1)).data, numpy.int64)
-    many = numpy.frombuffer(made("INT64", (1000,), Rows(1, below=500)).data, numpy.int64)
-    small = numpy.frombuffer(made("INT8", (1000,), Rows(1, below=500)).data, numpy.int8)
+    few = numpy.frombuffer(made("INT64", (1000,), InferWorkload(1)).data, numpy.int64)
+    many = numpy.frombuffer(made("INT64", (1000,), InferWorkload(1, below=500)).data, numpy.int64)
+    small = numpy.frombuffer(made("INT8", (1000,), InferWorkload(1, below=500)).data, numpy.int8)
     assert set(few) == {0, 1}, "any table has two rows"
     assert 0 <= many.min() < 20 and 480 < many.max() < 500
     assert small.min() >= 0, "nothing passes the type's own end"
 
 
 def test_brain_floats_are_numbers_near_nought() -> None:
-    halves = numpy.frombuffer(made("BF16", (1000,), Rows(1)).data, numpy.uint16)
+    halves = numpy.frombuffer(made("BF16", (1000,), InferWorkload(1)).data, numpy.uint16)
     values = (halves.astype(numpy.uint32) << 16).view(numpy.float32)
     assert abs(float(values.mean())) < 0.2 and 0.8 < float(values.std()) < 1.2
 
 
 def test_bodies_differ_and_are_the_same_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = inputs_of({"inputs": [IDS, DENSE]}, "/x")
-    again = [bodies(inputs, Rows(2, Lengths(3, 9))) for _ in range(2)]
-    assert again[0] == again[1] and len(set(again[0])) == infer_rows.MOST_BODIES
+    inputs = parse_inputs({"inputs": [IDS, DENSE]}, "/x")
+    again = [build_bodies(inputs, InferWorkload(2, UniformLengths(3, 9))) for _ in range(2)]
+    assert again[0] == again[1] and len(set(again[0])) == infer.MAX_BODIES
     assert len({read(body)["dense"].shape for body in again[0]}) > 3, "free dimensions are drawn"
-    assert bodies(inputs, Rows(2, seed=1)) != bodies(inputs, Rows(2))
-    monkeypatch.setattr(infer_rows, "MOST_BYTES", 3 * len(bodies(inputs, Rows(2))[0].content))
-    assert len(bodies(inputs, Rows(2))) == 3, "large rows are few"
-    monkeypatch.setattr(infer_rows, "MOST_BYTES", 1)
-    assert len(bodies(inputs, Rows(2))) == 1
+    assert build_bodies(inputs, InferWorkload(2, seed=1)) != build_bodies(inputs, InferWorkload(2))
+    monkeypatch.setattr(infer, "MAX_TOTAL_BODY_BYTES", 3 * len(build_bodies(inputs, InferWorkload(2))[0].content))
+    assert len(build_bodies(inputs, InferWorkload(2))) == 3, "large rows are few"
+    monkeypatch.setattr(infer, "MAX_TOTAL_BODY_BYTES", 1)
+    assert len(build_bodies(inputs, InferWorkload(2))) == 1
 
 
 def test_rows_are_counted() -> None:
-    with running(ScriptedPeer(takes=[IDS, DENSE])) as peer:
+    with running(ScriptedPeer(activation_group=[IDS, DENSE])) as peer:
         outcome = measure_load(job(peer))
     figures = named(outcome)
     assert list(figures) == ["×3 samples", "×3 latency", "this client, of a core"]
@@ -96,8 +113,8 @@ def test_rows_are_counted() -> None:
 
 
 def test_failures_are_told_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loops, "SHORTEST_PAUSE_SECONDS", 0.0)
-    with running(ScriptedPeer(takes=[IDS], fault={4: "429"}.get)) as peer:
+    monkeypatch.setattr(loops, "MIN_PAUSE_SECONDS", 0.0)
+    with running(ScriptedPeer(activation_group=[IDS], fault={4: "429"}.get)) as peer:
         figures = named(measure_load(job(peer)))
     assert figures["×3 failed, status 429"].value == 1 and figures["×3 samples"].parts["answered"] == 8
 
@@ -106,14 +123,14 @@ def test_failures_are_told_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     ("peer", "complaint"),
     [
         (
-            ScriptedPeer(takes=[{"name": "text", "datatype": "BYTES", "shape": [-1]}]),
+            ScriptedPeer(activation_group=[{"name": "text", "datatype": "BYTES", "shape": [-1]}]),
             r"takes 'text' of datatype BYTES.*--kind embed",
         ),
-        (ScriptedPeer(takes=[]), "takes no inputs"),
-        (ScriptedPeer(takes=[{"name": "x"}]), "does not describe the model's inputs"),
-        (ScriptedPeer(takes=[IDS], gives=lambda rows: {"hello": rows}), "did not answer with tensors"),
+        (ScriptedPeer(activation_group=[]), "takes no inputs"),
+        (ScriptedPeer(activation_group=[{"name": "x"}]), "does not describe the model's inputs"),
+        (ScriptedPeer(activation_group=[IDS], output_indices=lambda rows: {"hello": rows}), "did not answer with tensors"),
         (
-            ScriptedPeer(takes=[IDS], gives=lambda rows: {"outputs": [{"shape": [rows + 1]}]}),
+            ScriptedPeer(activation_group=[IDS], output_indices=lambda rows: {"outputs": [{"shape": [rows + 1]}]}),
             r"request of 4 rows with tensors of \[5\] rows",
         ),
     ],
@@ -124,7 +141,10 @@ def test_what_is_no_measurement_is_refused(peer: ScriptedPeer, complaint: str) -
 
 
 def test_a_model_that_is_not_there_is_told_in_the_servers_words() -> None:
-    with running(ScriptedPeer(takes=[IDS])) as peer, pytest.raises(MeasurementFailed, match="/v2/models/other answered 404"):
+    with (
+        running(ScriptedPeer(activation_group=[IDS])) as peer,
+        pytest.raises(MeasurementFailed, match="/v2/models/other answered 404"),
+    ):
         measure_load(job(peer, model="other"))
 
 
@@ -140,4 +160,4 @@ def test_a_model_that_is_not_there_is_told_in_the_servers_words() -> None:
 )
 def test_what_means_nothing_is_refused(flags: list[str], complaint: str) -> None:
     with pytest.raises(MeasurementFailed, match=complaint):
-        measured(Settings(), parse(["bench", "http", *flags]))
+        run_bench(Settings(), parse_arguments(["bench", "http", *flags]))

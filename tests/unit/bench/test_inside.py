@@ -9,23 +9,56 @@ import pytest
 import torch
 from rich.console import Console
 
-from app.bench import inside
-from app.bench.ceilings import Ceilings, Machine, Samples
-from app.bench.console import table
-from app.bench.driver import Driver
-from app.bench.floors import Weights, cache_of, weights_of
-from app.bench.inside import Asked, Load, measure
-from app.bench.stats import Figure, MeasurementFailed, Outcome
-from app.bench.workload import Deck
-from app.engine.build import BuiltEngine, build_engine
-from app.hardware.facts import Cache, Core, Cpu, Facts
-from app.hardware.plan import ServingPlan, make_plan
-from app.hardware.probe import probe
+from app.bench.console import (
+    BenchOutcome,
+    Figure,
+    MeasurementFailed,
+    outcome_table,
+)
+from app.bench.engine import decoder
+from app.bench.engine.ceilings import (
+    CpuCeilingSampler,
+    MachineCeilings,
+    WorkSamples,
+)
+from app.bench.engine.decoder import (
+    DecoderLoad,
+    EngineBenchOptions,
+    measure_decoder_engine,
+)
+from app.bench.engine.driver import (
+    DecoderDriver,
+    ProductCosts,
+    largest_cache_bytes,
+    product_costs,
+)
+from app.bench.http.workload import TokenPrompts
+from app.engine.decoder.build import (
+    BuiltEngine,
+    build_engine,
+)
+from app.hardware.facts import (
+    Cache,
+    Core,
+    Cpu,
+    Facts,
+)
+from app.hardware.plan.plan import (
+    ServingPlan,
+    make_plan,
+)
+from app.hardware.probe.probe import probe
 from app.kernels import ceilings
-from app.kernels.ceilings import ProductCeiling, ReadCeiling
+from app.kernels.ceilings import (
+    MatmulThroughputProbe,
+    ReadBandwidthProbe,
+)
 from app.settings import load_settings
-from app.weights.checkpoint import Checkpoint, open_checkpoint
-from app.weights.recipes import RECIPES
+from app.weights.checkpoint import (
+    Checkpoint,
+    open_checkpoint,
+)
+from app.weights.forms import RECIPES
 from tiny_checkpoints import write_checkpoint
 
 FACTS = Facts("linux", "x86_64", Cpu("", ""), (Core((0,)),), 2**34, 2**34, (0,))
@@ -35,9 +68,9 @@ FLAGS = {"max_running_seqs": "16", "kv_cache_bytes": "64MiB", "threads": "1", "p
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ceilings, "BUFFER_BYTES", 2**20)
-    monkeypatch.setattr(ceilings, "SHAPES", ((64, 64, 64),))
-    monkeypatch.setattr(ceilings, "SETTLE_SECONDS", 0.0)
-    monkeypatch.setattr(inside, "STEPS_PER_ROUND", 3)
+    monkeypatch.setattr(ceilings, "PRODUCT_SHAPES", ((64, 64, 64),))
+    monkeypatch.setattr(ceilings, "SPIN_DOWN_SECONDS", 0.0)
+    monkeypatch.setattr(decoder, "STEPS_PER_ROUND", 3)
 
 
 @dataclass(frozen=True)
@@ -65,16 +98,16 @@ def _threads_as_before() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def figures_of(outcome: Outcome) -> dict[str, Figure]:
+def figures_of(outcome: BenchOutcome) -> dict[str, Figure]:
     return {figure.name: figure for figure in outcome.figures}
 
 
-def run(prepared: Prepared, asked: Asked) -> Outcome:
-    return measure(prepared.checkpoint, prepared.plan, FACTS, asked)
+def run(prepared: Prepared, asked: EngineBenchOptions) -> BenchOutcome:
+    return measure_decoder_engine(prepared.checkpoint, prepared.plan, FACTS, asked)
 
 
 def test_every_load_that_the_plan_can_serve_and_both_ceilings_are_measured(prepared: Prepared) -> None:
-    outcome = run(prepared, Asked(rounds=2))
+    outcome = run(prepared, EngineBenchOptions(rounds=2))
     figures = figures_of(outcome)
     assert outcome.complete
     assert {"memory read", "products, float32", "products, bfloat16"} < figures.keys()
@@ -92,45 +125,45 @@ def test_every_load_that_the_plan_can_serve_and_both_ceilings_are_measured(prepa
 
 
 def test_what_is_named_is_measured_and_nothing_else(prepared: Prepared) -> None:
-    outcome = run(prepared, Asked(rounds=2, rows=(3,), prompts=(40,), steps=5))
+    outcome = run(prepared, EngineBenchOptions(rounds=2, rows=(3,), prompts=(40,), steps=5))
     assert [name for name in figures_of(outcome) if name.startswith(("decode", "prefill"))] == ["decode ×3", "prefill 40"]
     assert len(outcome.details["step_seconds"]["decode ×3"]) == 6
 
 
 def test_many_steps_tell_how_steady_they_are(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([0.010] * 400 + [0.030] * 6 + [0.010] * 594)
-    monkeypatch.setattr(inside, "_work", lambda driver, load, steps: [next(seconds) for _ in range(steps)])
-    outcome = run(prepared, Asked(rounds=1, rows=(8,), steps=1000))
+    monkeypatch.setattr(decoder, "_work", lambda driver, load, steps: [next(seconds) for _ in range(steps)])
+    outcome = run(prepared, EngineBenchOptions(rounds=1, rows=(8,), steps=1000))
     steady = figures_of(outcome)["decode ×8, p99/p50"]
     assert (steady.value, steady.met) == (pytest.approx(1.0), True)
     assert outcome.notes[0].startswith("decode ×8: 6 of 1,000 steps took over 1.5 times the median: #400 30.0 ms, #401")
 
 
 def test_the_table_fits_a_terminal(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inside, "_work", lambda driver, load, steps: [1.2345] * steps)
-    monkeypatch.setattr(Weights, "read_bytes", 10**9)
-    outcome = run(prepared, Asked(rounds=1, rows=(16,), prompts=(512,), steps=1000))
+    monkeypatch.setattr(decoder, "_work", lambda driver, load, steps: [1.2345] * steps)
+    monkeypatch.setattr(ProductCosts, "read_bytes", 10**9)
+    outcome = run(prepared, EngineBenchOptions(rounds=1, rows=(16,), prompts=(512,), steps=1000))
     assert "with KV" in outcome.figures[-3].parts
-    assert Console(width=1000).measure(table(outcome)).maximum <= 120
+    assert Console(width=1000).measure(outcome_table(outcome)).maximum <= 120
 
 
 def test_ctrl_c_keeps_what_was_measured(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
-    work = inside._work
+    work = decoder._work
 
-    def interrupted(driver: Driver, load: Load, steps: int) -> list[float]:
+    def interrupted(driver: DecoderDriver, load: DecoderLoad, steps: int) -> list[float]:
         if load.name == "decode ×8":
             raise KeyboardInterrupt
         return work(driver, load, steps)
 
-    monkeypatch.setattr(inside, "_work", interrupted)
-    outcome = run(prepared, Asked(rounds=2))
+    monkeypatch.setattr(decoder, "_work", interrupted)
+    outcome = run(prepared, EngineBenchOptions(rounds=2))
     assert not outcome.complete
     assert "decode ×1" in figures_of(outcome)
     assert "decode ×8" not in figures_of(outcome)
 
 
 def test_weights_are_counted_as_they_are_held(built: BuiltEngine) -> None:
-    weights = weights_of(built.model, 320, 0)
+    weights = product_costs(built.model, 320, 0)
     attention = 32 * (4 + 2 + 2) * 8 + 4 * 8 * 32
     layer = attention + 3 * 32 * 48
     assert weights.operations_per_token == 2 * 2 * layer
@@ -139,31 +172,31 @@ def test_weights_are_counted_as_they_are_held(built: BuiltEngine) -> None:
 
 
 def test_weights_that_fit_a_cache_are_not_held_against_memory() -> None:
-    assert Weights(1000, 1.0, 1.0, cache_bytes=100).read_bytes == 1000
-    assert Weights(1000, 1.0, 1.0, cache_bytes=500).read_bytes == 0
+    assert ProductCosts(1000, 1.0, 1.0, cache_bytes=100).read_bytes == 1000
+    assert ProductCosts(1000, 1.0, 1.0, cache_bytes=500).read_bytes == 0
     cached = Facts("linux", "x86_64", Cpu("", ""), (Core((0,)),), 1, 1, (0,), caches=(Cache(3, "unified", 77, 1),))
-    assert cache_of(cached, torch.device("cpu")) == 77
+    assert largest_cache_bytes(cached, torch.device("cpu")) == 77
 
 
 def test_a_step_quicker_than_the_ceiling_is_a_failed_measurement() -> None:
-    weights = Weights(int(1e9), 1.0, 1.0)
-    samples = Samples(weights.read_bytes, weights.operations(1, 1))
-    samples.hold([0.5], Ceilings(read=1e9, product=1e12))
+    weights = ProductCosts(int(1e9), 1.0, 1.0)
+    samples = WorkSamples(weights.read_bytes, weights.operations(1, 1))
+    samples.hold([0.5], MachineCeilings(read=1e9, product=1e12))
     assert samples.read_shares == [2.0]
-    mistaken = next(iter(inside._held(Load(1, 1), samples, weights, 0.0)))
+    mistaken = next(iter(decoder._load_figures(DecoderLoad(1, 1), samples, weights, 0.0)))
     assert mistaken.mistake is not None
 
 
 def test_keys_and_values_are_read_too() -> None:
-    weights = Weights(int(1e9), 1.0, 1.0)
-    samples = Samples(weights.read_bytes, weights.operations(8, 8))
-    samples.hold([2.0], Ceilings(read=1e9, product=1e12))
-    parts = next(iter(inside._held(Load(8, 8), samples, weights, kv_bytes=1e8))).parts
+    weights = ProductCosts(int(1e9), 1.0, 1.0)
+    samples = WorkSamples(weights.read_bytes, weights.operations(8, 8))
+    samples.hold([2.0], MachineCeilings(read=1e9, product=1e12))
+    parts = next(iter(decoder._load_figures(DecoderLoad(8, 8), samples, weights, kv_bytes=1e8))).parts
     assert (parts["of read"], parts["with KV"], parts["MB/token"]) == (0.5, pytest.approx(0.9), 125.0)
 
 
 def test_a_decode_step_decodes_every_row_and_prefills_nothing(built: BuiltEngine) -> None:
-    driver = Driver(built.engine, Deck(range(2, 320)), 1024)
+    driver = DecoderDriver(built.engine, TokenPrompts(range(2, 320)), 1024)
     assert len(driver.decode(8, steps=4)) == 4
     stats = built.engine.stats
     assert stats is not None
@@ -172,14 +205,14 @@ def test_a_decode_step_decodes_every_row_and_prefills_nothing(built: BuiltEngine
 
 
 def test_many_steps_are_made_in_sittings_of_equal_context(built: BuiltEngine) -> None:
-    driver = Driver(built.engine, Deck(range(2, 320)), 1024)
-    driver.sitting_steps = 3
+    driver = DecoderDriver(built.engine, TokenPrompts(range(2, 320)), 1024)
+    driver.segment_steps = 3
     assert len(driver.decode(2, steps=8)) == 8
     assert next(driver._names) == 6, "three sittings of two sequences"
 
 
 def test_a_prefill_computes_every_token(built: BuiltEngine) -> None:
-    driver = Driver(built.engine, Deck(range(2, 320)), 1024)
+    driver = DecoderDriver(built.engine, TokenPrompts(range(2, 320)), 1024)
     assert driver.prefill(300) > 0.0
     assert driver.prefill(300) > 0.0
     stats = built.engine.stats
@@ -189,20 +222,20 @@ def test_a_prefill_computes_every_token(built: BuiltEngine) -> None:
 
 def test_what_cannot_be_added_says_why(built: BuiltEngine) -> None:
     with pytest.raises(MeasurementFailed, match="context"):
-        Driver(built.engine, Deck(range(2, 320)), 1024).prefill(5000)
+        DecoderDriver(built.engine, TokenPrompts(range(2, 320)), 1024).prefill(5000)
 
 
 def test_more_rows_than_the_plan_runs_are_noticed(built: BuiltEngine) -> None:
     with pytest.raises(MeasurementFailed, match="never decoded together"):
-        Driver(built.engine, Deck(range(2, 320)), 1024).decode(17, steps=1)
+        DecoderDriver(built.engine, TokenPrompts(range(2, 320)), 1024).decode(17, steps=1)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_the_readers_read_the_whole_buffer(threads: int) -> None:
-    reading = ReadCeiling(threads, num_bytes=3 * 2**16)
+    reading = ReadBandwidthProbe(threads, num_bytes=3 * 2**16)
     assert reading.sample() > 0.0
     for address in reading.parts:
-        reading._buffer[address - reading._buffer.ctypes.data + reading.share - 1] = ceilings.ABSENT
+        reading._buffer[address - reading._buffer.ctypes.data + reading.share - 1] = ceilings.ABSENT_BYTE
         with pytest.raises(AssertionError):
             reading._search(address)
     reading.close()
@@ -210,11 +243,11 @@ def test_the_readers_read_the_whole_buffer(threads: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_product_has_a_rate(dtype: torch.dtype) -> None:
-    assert ProductCeiling(dtype, shapes=((16, 32, 32),)).sample() > 0.0
+    assert MatmulThroughputProbe(dtype, shapes=((16, 32, 32),)).sample() > 0.0
 
 
 def test_a_machine_keeps_its_samples() -> None:
-    machine = Machine(1, torch.bfloat16)
+    machine = CpuCeilingSampler(1, torch.bfloat16)
     machine.sample_other_dtypes()
     sampled = machine.sample()
     machine.close()

@@ -10,30 +10,38 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from app.bench import loops
-from app.bench.console import table
-from app.bench.generating import Generation
-from app.bench.load import Level, LoadJob, Target, measure_load
-from app.bench.loops import Bounds
-from app.bench.stats import Figure, MeasurementFailed, Outcome
-from app.bench.tally import Objective
-from app.bench.traffic import Wanted
-from app.bench.workload import Lengths
+from app.bench.console import (
+    BenchOutcome,
+    Figure,
+    MeasurementFailed,
+    outcome_table,
+)
+from app.bench.http import loops
+from app.bench.http.generate import GenerateBench
+from app.bench.http.load import (
+    LoadJob,
+    LoadLevel,
+    ServerTarget,
+    measure_load,
+)
+from app.bench.http.loops import RunLimits
+from app.bench.http.tally import GenerateWorkload, LatencyObjective
+from app.bench.http.workload import UniformLengths
 from scripted_peer import ScriptedPeer, running
 
 
-def job(*peers: ScriptedPeer, levels: Sequence[Level] = (Level(clients=3),), **changed: Any) -> LoadJob:
-    wanted = Wanted(Lengths(20, 20), changed.pop("max_tokens", Lengths(8, 8)))
-    given = {"bounds": Bounds(num_requests=9), "warm_up": 0} | changed
-    work = Generation(wanted, given.pop("objective", Objective()))
-    return LoadJob("peer", [Target(peer.url) for peer in peers], levels, work, **given)
+def job(*peers: ScriptedPeer, levels: Sequence[LoadLevel] = (LoadLevel(clients=3),), **changed: Any) -> LoadJob:
+    wanted = GenerateWorkload(UniformLengths(20, 20), changed.pop("max_tokens", UniformLengths(8, 8)))
+    given = {"bounds": RunLimits(num_requests=9), "warm_up": 0} | changed
+    work = GenerateBench(wanted, given.pop("objective", LatencyObjective()))
+    return LoadJob("peer", [ServerTarget(peer.url) for peer in peers], levels, work, **given)
 
 
-def named(outcome: Outcome) -> dict[str, Figure]:
+def named(outcome: BenchOutcome) -> dict[str, Figure]:
     return {figure.name: figure for figure in outcome.figures}
 
 
-def notes(outcome: Outcome) -> str:
+def notes(outcome: BenchOutcome) -> str:
     return "\n".join(outcome.notes)
 
 
@@ -85,10 +93,10 @@ def test_ids_are_prompts_where_the_server_takes_them() -> None:
 
 
 def test_failures_are_told_by_kind_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loops, "SHORTEST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(loops, "MIN_PAUSE_SECONDS", 0.0)
     faults = {4: "429", 6: "cut", 7: "429", 9: "error", 11: "garbage"}  # the first two ask how long texts are
     with running(ScriptedPeer(fault=faults.get)) as peer:
-        outcome = measure_load(job(peer, bounds=Bounds(num_requests=12)))
+        outcome = measure_load(job(peer, bounds=RunLimits(num_requests=12)))
     failed = {name.partition("failed, ")[2]: figure.value for name, figure in named(outcome).items() if "failed" in name}
     assert failed == {"status 429": 2, "broken off": 1, "ended by an error": 1, "not JSON": 1}
     assert named(outcome)["×3 tokens"].parts["answered"] == 7
@@ -101,13 +109,13 @@ def test_a_server_that_answers_nothing_is_no_measurement() -> None:
         running(ScriptedPeer(fault=lambda number: "429" if number > 2 else None)) as peer,
         pytest.raises(MeasurementFailed, match="429"),
     ):
-        measure_load(job(peer, bounds=Bounds(num_requests=2)))
+        measure_load(job(peer, bounds=RunLimits(num_requests=2)))
 
 
 def test_arrivals_wait_for_nobody() -> None:
     # Nobody is answered until all have come: clients who wait for their answers would wait for ever. (The first asks whether ids do.)
     with running(ScriptedPeer(token_ids=True, hold=7)) as peer:
-        outcome = measure_load(job(peer, levels=[Level(rate=200.0)], bounds=Bounds(num_requests=6)))
+        outcome = measure_load(job(peer, levels=[LoadLevel(rate=200.0)], bounds=RunLimits(num_requests=6)))
     assert named(outcome)["200/s tokens"].parts["answered"] == 6
     intended = [request["intended"] for request in outcome.details["runs"][0]["requests"]]
     first = [request["intended"] + request["first_token"] for request in outcome.details["runs"][0]["requests"]]
@@ -117,7 +125,7 @@ def test_arrivals_wait_for_nobody() -> None:
 def test_another_server_takes_turns() -> None:
     with running(ScriptedPeer()) as mine, running(ScriptedPeer()) as theirs:
         outcome = measure_load(
-            job(mine, theirs, levels=[Level(clients=1), Level(clients=2)], rounds=2, bounds=Bounds(num_requests=3))
+            job(mine, theirs, levels=[LoadLevel(clients=1), LoadLevel(clients=2)], rounds=2, bounds=RunLimits(num_requests=3))
         )
     assert [(run["level"], run["server"] == mine.url) for run in outcome.details["runs"]] == [
         ("×1", True), ("×1", True), ("×1", False), ("×1", False), ("×2", True), ("×2", True), ("×2", False), ("×2", False),
@@ -135,14 +143,14 @@ def test_who_begins_changes_from_round_to_round() -> None:
     asked: list[str] = []
     mine = ScriptedPeer(token_ids=True, on_request=lambda number: asked.append("mine"))
     with running(mine), running(ScriptedPeer(token_ids=True, on_request=lambda number: asked.append("theirs"))) as theirs:
-        measure_load(job(mine, theirs, levels=[Level(clients=1)], rounds=2, bounds=Bounds(num_requests=1)))
+        measure_load(job(mine, theirs, levels=[LoadLevel(clients=1)], rounds=2, bounds=RunLimits(num_requests=1)))
     assert asked[2:] == ["mine", "theirs", "theirs", "mine"]
 
 
 def test_goodput_is_what_was_soon_enough() -> None:
     with running(ScriptedPeer()) as peer:
-        never = measure_load(job(peer, objective=Objective(ttft_seconds=0.0)))
-        always = measure_load(job(peer, objective=Objective(ttft_seconds=60.0, itl_seconds=60.0)))
+        never = measure_load(job(peer, objective=LatencyObjective(ttft_seconds=0.0)))
+        always = measure_load(job(peer, objective=LatencyObjective(ttft_seconds=60.0, itl_seconds=60.0)))
     assert (named(never)["×3 goodput"].ratio, named(always)["×3 goodput"].ratio) == (0.0, 1.0)
 
 
@@ -152,20 +160,22 @@ def test_ctrl_c_keeps_what_was_answered() -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
     with running(ScriptedPeer(on_request=interrupt)) as peer:
-        outcome = measure_load(job(peer, bounds=Bounds(seconds=600.0)))
+        outcome = measure_load(job(peer, bounds=RunLimits(seconds=600.0)))
     assert not outcome.complete
     assert named(outcome)["×3 tokens"].parts["answered"] >= 3
 
 
 def test_requests_that_warm_up_are_not_counted() -> None:
     with running(ScriptedPeer(token_ids=True)) as peer:
-        outcome = measure_load(job(peer, warm_up=None, max_tokens=Lengths(64, 64)))
+        outcome = measure_load(job(peer, warm_up=None, max_tokens=UniformLengths(64, 64)))
     assert [body["max_tokens"] for body in peer.bodies] == [8] + [16] * 3 + [64] * 9
     assert named(outcome)["×3 tokens"].parts["answered"] == 9
 
 
 def test_the_table_fits_a_terminal() -> None:
     with running(ScriptedPeer()) as mine, running(ScriptedPeer()) as theirs:
-        load = job(mine, theirs, levels=[Level(clients=32)], objective=Objective(1.0), bounds=Bounds(num_requests=64))
+        load = job(
+            mine, theirs, levels=[LoadLevel(clients=32)], objective=LatencyObjective(1.0), bounds=RunLimits(num_requests=64)
+        )
         outcome = measure_load(load)
-    assert Console(width=1000).measure(table(outcome)).maximum <= 120
+    assert Console(width=1000).measure(outcome_table(outcome)).maximum <= 120

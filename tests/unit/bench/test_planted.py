@@ -9,23 +9,38 @@ from dataclasses import replace
 import pytest
 import torch
 
-from app.bench import speculation
-from app.bench.speculation import TARGETS, Planted, Teller, measure
-from app.bench.stats import MeasurementFailed
-from app.engine.build import build_engine
+from app.bench.console import MeasurementFailed
+from app.bench.engine import speculation
+from app.bench.engine.speculation import (
+    SPEEDUP_TARGETS,
+    AnswerDriver,
+    PlantedDrafter,
+    measure_speculation,
+)
+from app.engine.decoder.build import build_engine
 from app.hardware.decision import Decision
-from app.hardware.facts import Core, Cpu, Facts
-from app.hardware.plan import ServingPlan, make_plan
-from app.hardware.probe import probe
-from app.hardware.step_seconds import StepSeconds
+from app.hardware.facts import (
+    Core,
+    Cpu,
+    Facts,
+)
+from app.hardware.plan.plan import (
+    ServingPlan,
+    make_plan,
+)
+from app.hardware.probe.probe import probe
+from app.hardware.step_times import StepTimeTable
 from app.settings import load_settings
-from app.weights.checkpoint import Checkpoint, open_checkpoint
-from app.weights.recipes import RECIPES
+from app.weights.checkpoint import (
+    Checkpoint,
+    open_checkpoint,
+)
+from app.weights.forms import RECIPES
 from tiny_checkpoints import write_checkpoint
 
 FACTS = Facts("linux", "x86_64", Cpu("", ""), (Core((0,)),), 2**34, 2**34, (0,))
 FLAGS = {"max_running_seqs": "4", "kv_cache_bytes": "64MiB", "threads": "1", "precision": "fp32"}
-FREE = StepSeconds(((1, 1.0), (64, 1.0)), ((1, 1.0),))
+FREE = StepTimeTable(((1, 1.0), (64, 1.0)), ((1, 1.0),))
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +57,11 @@ def _threads_as_before() -> Iterator[None]:
 
 
 def test_each_probability_is_held_against_none(prepared: tuple[Checkpoint, ServingPlan], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation, "TOKENS", 60)
-    outcome = measure(*prepared, FACTS, FREE, 2)
+    monkeypatch.setattr(speculation, "TOKENS_PER_ANSWER", 60)
+    outcome = measure_speculation(*prepared, FACTS, FREE, 2)
     figures = {figure.name: figure for figure in outcome.figures}
     assert outcome.complete and figures["without speculation"].value > 0
-    for chance, target in TARGETS.items():
+    for chance, target in SPEEDUP_TARGETS.items():
         figure = figures[f"right {chance:.0%} of the time"]
         assert figure.target == target and figure.ratio is not None and figure.ratio > 0
     assert figures["right 0% of the time, measured"].value == 0
@@ -59,17 +74,17 @@ def test_what_is_said_with_guesses_is_what_was_said(prepared: tuple[Checkpoint, 
     engine = build_engine(*prepared, (), lambda stage: None, FREE).engine
     guessing = engine.scheduler.speculation
     assert guessing is not None
-    teller, prompt = Teller(engine, 50), [5, 9, 13] * 10
-    first = teller.say(prompt, None)
+    teller, prompt = AnswerDriver(engine, 50), [5, 9, 13] * 10
+    first = teller.generate(prompt, None)
     text = [*prompt, *first.token_ids]
-    again = teller.say(prompt, guessing.with_drafter(lambda sequence: Planted(text, 0.7, random.Random(0))), text)
+    again = teller.generate(prompt, guessing.with_drafter(lambda sequence: PlantedDrafter(text, 0.7, random.Random(0))), text)
     assert again.token_ids == first.token_ids and len(first.token_ids) == 50
     assert len(again.step_seconds) < len(first.step_seconds) == first.made == again.made == 49
-    assert 0 < again.accepted <= again.judged <= again.drafted and first.drafted == 0
-    assert (teller.prompter.num_held, teller.prompter.num_picks) == (0, len(again.step_seconds) + 1)
+    assert 0 < again.accepted <= again.judged <= again.num_drafted and first.num_drafted == 0
+    assert (teller.forced_runner.num_forced, teller.forced_runner.num_checked) == (0, len(again.step_seconds) + 1)
 
 
 def test_a_plan_without_guesses_cannot_be_measured(prepared: tuple[Checkpoint, ServingPlan]) -> None:
     checkpoint, plan = prepared
     with pytest.raises(MeasurementFailed, match="Asked for"):
-        measure(checkpoint, replace(plan, speculation=Decision(False, "Asked for.")), FACTS, None, 1)
+        measure_speculation(checkpoint, replace(plan, speculation=Decision(False, "Asked for.")), FACTS, None, 1)

@@ -8,11 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.bench.quality import Score, Subject, measure
-from app.bench.stats import Outcome
-from app.engine.scoring import Reader
-from app.hardware.probe import probe
-from app.kernels.operations import Code, has
+from app.bench.console import BenchOutcome
+from app.bench.engine.quality import (
+    PrecisionScore,
+    QualityJob,
+    measure_quality,
+)
+from app.engine.calibration.perplexity import WindowScorer
+from app.hardware.probe.probe import probe
+from app.kernels.native.operations import (
+    OpCode,
+    has_kernel,
+)
 from app.settings import load_settings
 from app.weights.checkpoint import open_checkpoint
 from tiny_checkpoints import write_checkpoint
@@ -28,9 +35,9 @@ def _threads_as_before() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+def subject(tmp_path_factory: pytest.TempPathFactory) -> QualityJob:
     checkpoint = open_checkpoint(write_checkpoint(tmp_path_factory.mktemp("quality") / "tiny"))
-    return Subject(checkpoint, load_settings(threads="1", max_running_seqs="2", kv_cache_bytes="16MiB")[0], probe())
+    return QualityJob(checkpoint, load_settings(threads="1", max_running_seqs="2", kv_cache_bytes="16MiB")[0], probe())
 
 
 @pytest.fixture
@@ -40,12 +47,12 @@ def text(tmp_path: Path) -> Path:
     return file
 
 
-def values(outcome: Outcome) -> dict[str, float]:
+def values(outcome: BenchOutcome) -> dict[str, float]:
     return {figure.name: figure.value for figure in outcome.figures}
 
 
 def test_every_precision_is_held_against_the_first(subject, text):
-    outcome = measure(subject, text, None)
+    outcome = measure_quality(subject, text, None)
     found = values(outcome)
     assert outcome.complete and not outcome.details["refused"]
     assert found["bf16, perplexity"] == pytest.approx(found["fp32, perplexity"], rel=0.02)
@@ -55,14 +62,14 @@ def test_every_precision_is_held_against_the_first(subject, text):
     assert found["bf16, int8 KV, perplexity"] == pytest.approx(found["bf16, perplexity"], rel=0.02)
     assert found["bf16, int8 KV, perplexity"] != found["bf16, perplexity"]
     assert "bf16, int8 KV, weights" not in found  # they are bf16's
-    if has(Code.LINEAR_INT):
+    if has_kernel(OpCode.LINEAR_INT):
         assert found["int8, perplexity"] == pytest.approx(found["fp32, perplexity"], rel=0.05)
         assert found["int4, perplexity"] == pytest.approx(found["fp32, perplexity"], rel=0.3)
         assert found["int4, perplexity"] != found["int8, perplexity"]
 
 
 def test_ctrl_c_compares_what_both_have_read(subject, text, monkeypatch):
-    read, calls = Reader.read, []
+    read, calls = WindowScorer.score, []
 
     def interrupted(self, window):
         calls.append(window)
@@ -70,8 +77,8 @@ def test_ctrl_c_compares_what_both_have_read(subject, text, monkeypatch):
             raise KeyboardInterrupt
         return read(self, window)
 
-    monkeypatch.setattr(Reader, "read", interrupted)
-    outcome = measure(subject, text, None)
+    monkeypatch.setattr(WindowScorer, "read", interrupted)
+    outcome = measure_quality(subject, text, None)
     assert not outcome.complete
     ratios = {figure.name: figure.ratio for figure in outcome.figures}
     assert ratios["bf16, perplexity"] == pytest.approx(1.0, rel=0.02)
@@ -81,10 +88,10 @@ def test_ctrl_c_compares_what_both_have_read(subject, text, monkeypatch):
 
 
 def test_scores_by_hand():
-    half, all_wrong = Score(), Score()
-    half.hold(2.0, torch.tensor([1, 2]))
-    half.hold(1.0, torch.tensor([3, 4]))
-    all_wrong.hold(5.0, torch.tensor([1, 9]))
+    half, all_wrong = PrecisionScore(), PrecisionScore()
+    half.add_window(2.0, torch.tensor([1, 2]))
+    half.add_window(1.0, torch.tensor([3, 4]))
+    all_wrong.add_window(5.0, torch.tensor([1, 9]))
     assert half.perplexity(2) == pytest.approx(2.117, rel=1e-3)
     assert half.perplexity(1) == pytest.approx(2.718, rel=1e-3)
     assert all_wrong.agreement(half) == 0.5

@@ -5,9 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from app.bench.driver import Driver
-from app.bench.recorded import EAGER, RECORDED, Way, _figures
-from app.engine.replay import Replay
+from app.bench.engine.driver import DecoderDriver
+from app.bench.engine.recording import (
+    EAGER,
+    RECORDED,
+    ReplayMode,
+    _figures,
+)
+from app.engine.decoder.cpu_runner import DecoderReplay
 
 
 class Paced:
@@ -22,8 +27,11 @@ class Paced:
 
 def test_ways_take_turns_on_one_engine() -> None:
     replay = SimpleNamespace(reason="")
-    driver = cast(Driver, Paced(replay))
-    ways = [Way(name, how, driver, cast(Replay, replay)) for name, how in (("int4", EAGER), ("int4", RECORDED), ("fp32", EAGER))]
+    driver = cast(DecoderDriver, Paced(replay))
+    ways = [
+        ReplayMode(name, how, driver, cast(DecoderReplay, replay))
+        for name, how in (("int4", EAGER), ("int4", RECORDED), ("fp32", EAGER))
+    ]
     for _ in range(2):
         for way in ways:
             way.measure(8)

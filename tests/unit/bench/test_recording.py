@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from app.bench import recording
-from app.bench.recording import TARGET_MICROSECONDS, Serving, measure
-from app.hardware.probe import probe
+from app.bench.engine import recording
+from app.bench.engine.recording import (
+    TARGET_MICROSECONDS,
+    StepInstruments,
+    measure_step_recording,
+)
+from app.hardware.probe.probe import probe
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +22,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_recording_a_step_takes_microseconds() -> None:
-    outcome = measure(probe(Path("/")), rounds=1)
+    outcome = measure_step_recording(probe(Path("/")), rounds=1)
     assert outcome.complete and len(outcome.figures) == 5
     ordinary = outcome.figures[0]
     assert (
@@ -30,13 +34,13 @@ def test_recording_a_step_takes_microseconds() -> None:
 
 def test_what_is_timed_is_what_serving_does() -> None:
     """Each step is in the log and the histograms, and the slow ones have a cause."""
-    serving = Serving()
+    serving = StepInstruments()
     for _ in range(4):
-        serving.both(recording.DECODE)
-        serving.both(recording.MIXED)
-        serving.by_turns(recording.DECODE, recording.SLOW)
+        serving.monitor_and_count(recording.DECODE_STEP)
+        serving.monitor_and_count(recording.MIXED_STEP)
+        serving.monitor_rotating(recording.DECODE_STEP, recording.SLOW_STEP)
     serving.watch.close()
-    causes = serving.metrics.steps.since(0)["steps"]["cause"]
+    causes = serving.metrics.step_log.since(0)["steps"]["cause"]
     assert [causes[index::3] for index in (0, 1)] == [4 * [""], 4 * ["prefill"]]
     assert [bool(cause) for cause in causes[2::3]] == [True, False, True, False]
     text = serving.metrics.render()[0].decode()
@@ -53,6 +57,6 @@ def test_an_interruption_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch
         return real(work)  # type: ignore[arg-type]
 
     monkeypatch.setattr(recording, "_microseconds", interrupted)
-    outcome = measure(probe(Path("/")), rounds=1)
+    outcome = measure_step_recording(probe(Path("/")), rounds=1)
     assert not outcome.complete and len(outcome.figures) == 1
     assert gc.isenabled()

@@ -6,23 +6,33 @@ from typing import Any
 
 import pytest
 
-from app.bench.compare.result import Load, Point, Result
-from app.bench.report.answer import _held, answer, rate_within, shared_p99, unsteadiness
+from app.bench.compare.result import (
+    CompareResult,
+    LoadPoint,
+    LoadSpec,
+)
+from app.bench.report.comparison import (
+    _ratio_phrase,
+    headline_sentences,
+    rate_within_p99,
+    repeat_variation,
+    shared_p99,
+)
 from made_results import made_encoder
 
 SIZE = "prompts of 128 tokens, answers of 16"
 
 
-def point(clients: int, rate: float, p99: float) -> Point:
+def point(clients: int, rate: float, p99: float) -> LoadPoint:
     """So many tokens a second, each request taking as long."""
-    load = Load(kind="generate", clients=clients, tokens=128, max_tokens=16)
-    return Point(load=load, began=0, seconds=10, samples=10, generated_tokens=int(rate * 10), request_seconds=[p99] * 10)
+    load = LoadSpec(kind="generate", clients=clients, tokens=128, max_tokens=16)
+    return LoadPoint(load=load, began=0, seconds=10, samples=10, generated_tokens=int(rate * 10), request_seconds=[p99] * 10)
 
 
-def made(name: str, *curve: tuple[int, float, float], **fields: Any) -> Result:
+def made(name: str, *curve: tuple[int, float, float], **fields: Any) -> CompareResult:
     points = [point(*each) for each in curve]
     given = {"schema": "armature-compare/1", "name": name, "began_at": 0.0, "measured_by": "0", "info": {}, "points": points}
-    return Result.model_validate(given | fields)
+    return CompareResult.model_validate(given | fields)
 
 
 FIRST = made("first", (1, 100, 1.0), (2, 150, 2.0), (4, 160, 4.0))
@@ -30,11 +40,11 @@ SECOND = made("second", (1, 200, 1.0), (2, 300, 3.0))
 
 
 def test_between_measured_loads_the_rate_lies_on_a_straight_line() -> None:
-    assert rate_within(FIRST, SIZE, 2.0) == 150
-    assert rate_within(FIRST, SIZE, 3.0) == pytest.approx(155)
-    assert rate_within(FIRST, SIZE, 100.0) == 160
-    assert rate_within(FIRST, SIZE, 0.5) is None
-    assert rate_within(FIRST, "texts of 9 tokens", 100.0) is None
+    assert rate_within_p99(FIRST, SIZE, 2.0) == 150
+    assert rate_within_p99(FIRST, SIZE, 3.0) == pytest.approx(155)
+    assert rate_within_p99(FIRST, SIZE, 100.0) == 160
+    assert rate_within_p99(FIRST, SIZE, 0.5) is None
+    assert rate_within_p99(FIRST, "texts of 9 tokens", 100.0) is None
 
 
 def test_the_p99_is_one_that_all_reach_and_that_makes_nobody_wait_beyond_his_best() -> None:
@@ -44,7 +54,7 @@ def test_the_p99_is_one_that_all_reach_and_that_makes_nobody_wait_beyond_his_bes
 
 
 def test_results_are_held_against_the_first_at_that_p99() -> None:
-    (sentence,) = answer([FIRST, SECOND])
+    (sentence,) = headline_sentences([FIRST, SECOND])
     assert "where 99 of 100 requests take at most 3.00 s: second does 1.94 times as much as first" in sentence
     assert "(tokens/s: first 155, second 300)" in sentence
     assert "cost" not in sentence
@@ -52,34 +62,34 @@ def test_results_are_held_against_the_first_at_that_p99() -> None:
 
 def test_prices_turn_rates_into_dollars() -> None:
     first, second = (result.model_copy(update={"hourly_price": 3.6}) for result in (FIRST, SECOND))
-    (sentence,) = answer([first, second])
+    (sentence,) = headline_sentences([first, second])
     assert "A million tokens then cost: first $6.45, second $3.33; second is the cheapest." in sentence
-    assert "cost" not in answer([first, SECOND])[0]  # one price alone says nothing
-    assert answer([first])[0].endswith("at a p99 of 4.00 s; a million tokens then cost $6.25.")
+    assert "cost" not in headline_sentences([first, SECOND])[0]  # one price alone says nothing
+    assert headline_sentences([first])[0].endswith("at a p99 of 4.00 s; a million tokens then cost $6.25.")
 
 
 def test_a_difference_within_what_the_measurements_can_tell_is_none() -> None:
     near = made("near", (1, 104, 1.0), (2, 154, 2.0), (4, 165, 4.0))
-    assert "near is as fast, within the 5% accuracy of these measurements, as first" in answer([FIRST, near])[0]
+    assert "near is as fast, within the 5% accuracy of these measurements, as first" in headline_sentences([FIRST, near])[0]
     unsteady = SECOND.model_copy(update={"repeats": [point(1, 100, 1.0)]})
-    assert unsteadiness(unsteady) == 1.0
-    assert "second is as fast, within the 100%" in answer([FIRST, unsteady])[0]
+    assert repeat_variation(unsteady) == 1.0
+    assert "second is as fast, within the 100%" in headline_sentences([FIRST, unsteady])[0]
 
 
 def test_without_a_load_in_common_nothing_is_said() -> None:
-    (sentence,) = answer([FIRST, made_encoder()])
+    (sentence,) = headline_sentences([FIRST, made_encoder()])
     assert sentence.startswith("These results have no load in common")
 
 
 def test_an_encoder_is_compared_over_clients_and_batches_together() -> None:
     encoder = made_encoder()
-    sentences = answer([encoder])
+    sentences = headline_sentences([encoder])
     assert [sentence.split(" with ")[1].split(",")[0] for sentence in sentences] == ["texts of 128 tokens", "texts of 512 tokens"]
     best = max(each.tokens_per_second for each in encoder.points if each.load.tokens == 128)
     assert f"{best:,.0f} tokens/s" in sentences[0]
 
 
 def test_what_does_a_tenth_is_not_as_quick_however_unsteady_the_machine() -> None:
-    assert _held("slow", 0.1, 1.4) == "slow does 0.10 times as much"
-    assert "as fast" in _held("near", 0.5, 1.4)
-    assert "as fast" in _held("near", 2.0, 1.4)
+    assert _ratio_phrase("slow", 0.1, 1.4) == "slow does 0.10 times as much"
+    assert "as fast" in _ratio_phrase("near", 0.5, 1.4)
+    assert "as fast" in _ratio_phrase("near", 2.0, 1.4)

@@ -6,22 +6,27 @@ from typing import Any
 
 import pytest
 
-from app.bench.compare.result import Result
-from app.bench.report.judging import Here, check_comparable, judge, names_of
-from app.bench.stats import MeasurementFailed
+from app.bench.compare.result import CompareResult
+from app.bench.console import MeasurementFailed
+from app.bench.report.tables import (
+    ReportOrigin,
+    check_comparable,
+    collect_notes,
+    unique_names,
+)
 from made_results import GRAVITON, XEON, made_decoder, made_encoder
 
 PLAIN = made_encoder()
-HERE = Here("0.1.0", PLAIN.info["facts"])
+HERE = ReportOrigin("0.1.0", PLAIN.info["facts"])
 
 
-def told(result: Result, *others: Result, here: Here = HERE) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def told(result: CompareResult, *others: CompareResult, here: ReportOrigin = HERE) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Doubts and remarks of the last one."""
-    judged = judge([*others, result], here)[-1]
+    judged = collect_notes([*others, result], here)[-1]
     return judged.doubts, judged.remarks
 
 
-def changed(result: Result, part: str, **fields: Any) -> Result:
+def changed(result: CompareResult, part: str, **fields: Any) -> CompareResult:
     return result.model_copy(update={"info": result.info | {part: result.info[part] | fields}})
 
 
@@ -40,7 +45,7 @@ def test_an_unfinished_result_says_so_even_if_its_file_does_not() -> None:
 
 
 def test_another_machine_and_another_version_are_named() -> None:
-    _, remarks = told(made_encoder(GRAVITON), here=Here("0.2.0", HERE.facts))
+    _, remarks = told(made_encoder(GRAVITON), here=ReportOrigin("0.2.0", HERE.facts))
     assert remarks == (
         "Measured on another machine (Arm Neoverse-V2, 16 cores) than the one that made this report (Intel Xeon Platinum 8488C, 8 cores).",
         "Measured with version 0.1.0; this report was made with 0.2.0.",
@@ -97,4 +102,4 @@ def test_results_of_different_models_are_refused_unless_forced() -> None:
 
 
 def test_results_of_one_name_are_told_apart() -> None:
-    assert names_of([PLAIN, made_encoder(GRAVITON), PLAIN]) == ["xeon-int8 (1)", "graviton-int8", "xeon-int8 (2)"]
+    assert unique_names([PLAIN, made_encoder(GRAVITON), PLAIN]) == ["xeon-int8 (1)", "graviton-int8", "xeon-int8 (2)"]

@@ -9,20 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.compare.result import Result, write_result
-from app.bench.report.judging import Here
-from app.bench.report.making import make_report
-from app.bench.stats import MeasurementFailed
+from app.bench.compare.result import (
+    CompareResult,
+    write_result,
+)
+from app.bench.console import MeasurementFailed
+from app.bench.report.report import make_report
+from app.bench.report.tables import ReportOrigin
 from made_results import GRAVITON, XEON, made_decoder, made_encoder, made_info
 
 pytest.importorskip("matplotlib", reason="the plots need the extra `bench`")
 
 EVIL = '<script>alert(1)</script> $x^{2$ _"quoted"'
-HERE = Here("0.2.0", made_info(XEON, "int4", "decoder")["facts"])
+HERE = ReportOrigin("0.2.0", made_info(XEON, "int4", "decoder")["facts"])
 DOUBTS = ["Others took up to 12% of all cores, in 3 of 12 loads.", f"A doubt of {EVIL}"]
 
 
-def reported(folder: Path, *results: Result, force: bool = False) -> str:
+def reported(folder: Path, *results: CompareResult, force: bool = False) -> str:
     paths = [folder / f"{index}.json" for index in range(len(results))]
     for result, path in zip(results, paths, strict=True):
         write_result(result, path)

@@ -9,16 +9,22 @@ from typing import Any
 import pytest
 
 import made_results
-from app.bench.compare.result import Result, write_result
-from app.bench.stats import MeasurementFailed
-from app.bench.tco.command import Asked, print_costs
-from app.cli import main
+from app.bench.compare.result import (
+    CompareResult,
+    write_result,
+)
+from app.bench.console import MeasurementFailed
+from app.bench.tco.command import (
+    CostArguments,
+    run_tco,
+)
+from app.cli.main import main
 
 X86 = made_results.Machine("xeon", "x86_64", "Intel", "Xeon", cores=8, threads_a_core=2)
 ARM = made_results.Machine("arm", "arm64", "Arm", "Neoverse-V1", cores=16, threads_a_core=1)
 
 
-def saved(tmp_path: Path, *results: Result) -> tuple[Path, ...]:
+def saved(tmp_path: Path, *results: CompareResult) -> tuple[Path, ...]:
     paths = tuple(tmp_path / f"{index}.json" for index in range(len(results)))
     for path, result in zip(paths, results, strict=True):
         write_result(result, path)
@@ -26,7 +32,7 @@ def saved(tmp_path: Path, *results: Result) -> tuple[Path, ...]:
 
 
 def printed(capsys: pytest.CaptureFixture[str], **asked: Any) -> str:
-    assert print_costs(Asked(**asked)) == 0
+    assert run_tco(CostArguments(**asked)) == 0
     return capsys.readouterr().out
 
 
@@ -87,7 +93,7 @@ def test_the_published_comparison_needs_no_files(capsys: pytest.CaptureFixture[s
 
 
 def test_a_p99_that_nothing_keeps_ends_with_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert print_costs(Asked(paths=two(tmp_path), target="1/s", p99_ms=0.001)) == 1
+    assert run_tco(CostArguments(paths=two(tmp_path), target="1/s", p99_ms=0.001)) == 1
     assert "no measured load kept a p99 of 0.001 ms" in capsys.readouterr().out
 
 
@@ -108,13 +114,13 @@ def test_what_says_nothing_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(MeasurementFailed, match=complaint):
-        print_costs(Asked(**asked))
+        run_tco(CostArguments(**asked))
 
 
 def test_different_models_are_refused(tmp_path: Path) -> None:
     paths = saved(tmp_path, made_results.made_encoder(X86), made_results.made_decoder(ARM))
     with pytest.raises(MeasurementFailed, match="different models"):
-        print_costs(Asked(paths=paths, target="1/s"))
+        run_tco(CostArguments(paths=paths, target="1/s"))
 
 
 def test_results_of_one_name_are_told_apart_by_precision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,7 +133,7 @@ def test_results_of_one_name_are_told_apart_by_precision(tmp_path: Path, capsys:
 def test_two_results_of_one_name_and_precision_are_refused(tmp_path: Path) -> None:
     paths = saved(tmp_path, made_results.made_encoder(X86), made_results.made_encoder(X86))
     with pytest.raises(MeasurementFailed, match="are called xeon-int8 int8"):
-        print_costs(Asked(paths=paths, target="1/s"))
+        run_tco(CostArguments(paths=paths, target="1/s"))
 
 
 def test_the_command_line_ends_with_a_sentence_and_two(capsys: pytest.CaptureFixture[str]) -> None:

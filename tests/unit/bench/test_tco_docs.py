@@ -7,15 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.tco.command import Asked, print_costs
-from app.bench.tco.prices import Prices, read_prices
+from app.bench.tco.command import (
+    CostArguments,
+    run_tco,
+)
+from app.bench.tco.prices import (
+    PriceTable,
+    read_prices,
+)
 
 
 def text(root: Path) -> str:
     return (root / "docs" / "arm-or-x86.md").read_text(encoding="utf-8")
 
 
-def rent(prices: Prices, family: str) -> tuple[float, float]:
+def rent(prices: PriceTable, family: str) -> tuple[float, float]:
     """Dollars an hour of a vCPU and of a core, of the size with 16 vCPUs."""
     found = prices.families[family]
     size = next(each for each in found.sizes if each.vcpus == 16)
@@ -34,7 +40,7 @@ def test_by_how_much_x86_must_be_quicker(root: Path) -> None:
 
 
 def test_the_published_comparison_is_printed_as_the_page_shows_it(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    print_costs(Asked(published=True))
+    run_tco(CostArguments(published=True))
     told = capsys.readouterr().out.partition("Review of the published figures")[0]
     shown = re.findall(r"^```\n(As published.*?)^```", text(root), re.MULTILINE | re.DOTALL)[0]
     assert [line.rstrip() for line in told.strip().splitlines()] == [line.rstrip() for line in shown.strip().splitlines()]

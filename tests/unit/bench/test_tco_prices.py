@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.stats import MeasurementFailed
-from app.bench.tco.prices import Prices, read_prices
+from app.bench.console import MeasurementFailed
+from app.bench.tco.prices import (
+    PriceTable,
+    read_prices,
+)
 
 OURS = """
 [[family]]
@@ -24,7 +27,7 @@ sizes = [{ name = "c7g.16xlarge", vcpus = 64, hourly_price = 1.5 }]
 """
 
 
-def own(tmp_path: Path, text: str) -> Prices:
+def own(tmp_path: Path, text: str) -> PriceTable:
     path = tmp_path / "my.toml"
     path.write_text(text, encoding="utf-8")
     return read_prices(path)

@@ -6,26 +6,35 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.tco.costs import annual_dollars, dollars_per_million, machines_needed
 from app.bench.tco.prices import read_prices
-from app.bench.tco.published import at_list_prices, published, remarks, saving
+from app.bench.tco.published import (
+    costs_at_list_prices,
+    published_costs,
+    published_remarks,
+    saving_ratio,
+)
+from app.bench.tco.sizing import (
+    annual_dollars,
+    dollars_per_million,
+    machines_needed,
+)
 
 
 def test_its_machines_and_dollars() -> None:
-    x86, arm = published()
+    x86, arm = published_costs()
     assert (x86.machines, arm.machines) == (84, 61)
     assert round(x86.annual_dollars) == 2_001_485, "84 · 2.72 · 8,760"
     assert round(arm.annual_dollars) == 1_116_812, "61 · 2.09 · 8,760"
-    assert saving([x86, arm]) == pytest.approx(0.442, abs=5e-4)
+    assert saving_ratio([x86, arm]) == pytest.approx(0.442, abs=5e-4)
     assert x86.dollars_per_million == pytest.approx(2_001_484.8 / (10_000 * 8760 * 3600) * 1e6)
 
 
 def test_its_price_is_held_against_the_list() -> None:
-    listed = at_list_prices(read_prices(None))
+    listed = costs_at_list_prices(read_prices(None))
     assert listed is not None
     assert [line.machines for line in listed] == [84, 61], "the rates are the article's"
     assert round(listed[1].annual_dollars) == round(61 * 2.32 * 8760)
-    said = " ".join(remarks(read_prices(None)))
+    said = " ".join(published_remarks(read_prices(None)))
     for figure in (
         "83.3 is 84",
         "60.6 is 61",
@@ -52,8 +61,8 @@ sizes = [{ name = "x", vcpus = 1 }]
 """
     path.write_text(shipped, encoding="utf-8")
     prices = read_prices(path)
-    assert at_list_prices(prices) is None
-    assert not any(text.startswith("Wrong: ") for text in remarks(prices))
+    assert costs_at_list_prices(prices) is None
+    assert not any(text.startswith("Wrong: ") for text in published_remarks(prices))
 
 
 @pytest.mark.parametrize(

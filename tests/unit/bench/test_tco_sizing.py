@@ -8,21 +8,35 @@ from typing import Any
 import pytest
 
 import made_results
-from app.bench.compare.result import Energy, Load, Point, Result
-from app.bench.stats import MeasurementFailed
-from app.bench.tco.kept import Kept, NotKept, most_kept, works
+from app.bench.compare.result import (
+    CompareResult,
+    LoadPoint,
+    LoadSpec,
+    PointEnergy,
+)
+from app.bench.console import MeasurementFailed
+from app.bench.tco.capacity import (
+    P99Exceeded,
+    ServingTarget,
+    SustainedLoad,
+    best_sustained_load,
+    points_by_work,
+)
 from app.bench.tco.prices import read_prices
-from app.bench.tco.sizing import Row, Sheet, sheets
-from app.bench.tco.target import Target
+from app.bench.tco.sizing import (
+    SizingRow,
+    SizingSheet,
+    sizing_sheets,
+)
 
 PRICES = read_prices(None)
 X86 = made_results.Machine("xeon", "x86_64", "Intel", "Xeon", cores=8, threads_a_core=2)
 ARM = made_results.Machine("arm", "arm64", "Arm", "Neoverse-V1", cores=16, threads_a_core=1)
 
 
-def point(rate: float, latency: float, clients: int = 1, requests: int = 100, **changes: Any) -> Point:
+def point(rate: float, latency: float, clients: int = 1, requests: int = 100, **changes: Any) -> LoadPoint:
     """`rate` samples a second of 10 tokens for 10 seconds; every request took `latency` seconds."""
-    load = Load(kind="embed", clients=clients, batch=1, tokens=128)
+    load = LoadSpec(kind="embed", clients=clients, batch=1, tokens=128)
     fields: dict[str, Any] = {
         "load": load,
         "began": 0.0,
@@ -31,19 +45,19 @@ def point(rate: float, latency: float, clients: int = 1, requests: int = 100, **
         "read_tokens": int(rate * 100),
         "request_seconds": [latency] * requests,
     }
-    return Point(**(fields | changes))
+    return LoadPoint(**(fields | changes))
 
 
-def result(points: Sequence[Point], machine: made_results.Machine = X86, **changes: Any) -> Result:
+def result(points: Sequence[LoadPoint], machine: made_results.Machine = X86, **changes: Any) -> CompareResult:
     return made_results.made_encoder(machine, points=[each.model_dump() for each in points], **changes)
 
 
-def sheet(*results: Result, target: Target | None = None, limit: float | None = None) -> Sheet:
-    (found,) = sheets(results, PRICES, target or Target(1000), limit)
+def sheet(*results: CompareResult, target: ServingTarget | None = None, limit: float | None = None) -> SizingSheet:
+    (found,) = sizing_sheets(results, PRICES, target or ServingTarget(1000), limit)
     return found
 
 
-def row(found: Sheet, name: str) -> Row:
+def row(found: SizingSheet, name: str) -> SizingRow:
     return next(each for each in found.rows if each.machine.name == name)
 
 
@@ -51,20 +65,20 @@ POINTS = (point(50, 0.010), point(90, 0.030, clients=4), point(100, 0.200, clien
 
 
 def test_the_quickest_load_that_keeps_the_p99_decides() -> None:
-    kept = most_kept(POINTS, "samples", 0.050)
-    assert isinstance(kept, Kept)
+    kept = best_sustained_load(POINTS, "samples", 0.050)
+    assert isinstance(kept, SustainedLoad)
     assert (kept.rate, kept.peak, kept.p99) == (90, 100, 0.030)
     assert kept.utilisation == pytest.approx(0.9)
 
 
 def test_with_no_p99_asked_for_machines_run_at_their_peak() -> None:
-    kept = most_kept(POINTS, "samples", None)
-    assert isinstance(kept, Kept)
+    kept = best_sustained_load(POINTS, "samples", None)
+    assert isinstance(kept, SustainedLoad)
     assert kept.utilisation == 1
 
 
 def test_a_p99_that_no_load_keeps_is_said() -> None:
-    assert most_kept(POINTS, "samples", 0.005) == NotKept(0.010)
+    assert best_sustained_load(POINTS, "samples", 0.005) == P99Exceeded(0.010)
     found = sheet(result(POINTS), limit=0.005)
     assert not found.rows
     assert "no measured load kept a p99 of 5 ms; the lowest was 10 ms" in found.notes[0]
@@ -73,12 +87,12 @@ def test_a_p99_that_no_load_keeps_is_said() -> None:
 def test_the_p99_is_of_the_samples_themselves() -> None:
     """One slow request of a hundred is none too many, two are."""
     one, two = ([0.01] * (100 - slow) + [1.0] * slow for slow in (1, 2))
-    assert isinstance(most_kept([point(50, 0, request_seconds=one)], "samples", 0.02), Kept)
-    assert isinstance(most_kept([point(50, 0, request_seconds=two)], "samples", 0.02), NotKept)
+    assert isinstance(best_sustained_load([point(50, 0, request_seconds=one)], "samples", 0.02), SustainedLoad)
+    assert isinstance(best_sustained_load([point(50, 0, request_seconds=two)], "samples", 0.02), P99Exceeded)
 
 
 def test_where_nothing_was_timed_no_p99_is_kept() -> None:
-    assert most_kept([point(50, 0, request_seconds=[])], "samples", 1) == NotKept(None)
+    assert best_sustained_load([point(50, 0, request_seconds=[])], "samples", 1) == P99Exceeded(None)
 
 
 def test_few_requests_make_a_p99_of_the_slowest() -> None:
@@ -88,19 +102,19 @@ def test_few_requests_make_a_p99_of_the_slowest() -> None:
 
 def test_points_of_which_a_request_failed_are_left_out() -> None:
     failed = result([point(50, 0.01), point(80, 0.01, failures={"timeout": 1})])
-    (points,) = works(failed).values()
+    (points,) = points_by_work(failed).values()
     assert len(points) == 1
 
 
 def test_work_of_other_lengths_is_another_sheet() -> None:
-    longer = point(10, 0.1, load=Load(kind="embed", clients=1, tokens=512))
-    found = sheets([result([*POINTS, longer])], PRICES, Target(1000), None)
+    longer = point(10, 0.1, load=LoadSpec(kind="embed", clients=1, tokens=512))
+    found = sizing_sheets([result([*POINTS, longer])], PRICES, ServingTarget(1000), None)
     assert [each.work.tokens for each in found] == [128, 512]
     assert found[1].rows[0].machines == 100
 
 
 def test_machines_dollars_and_watts_of_the_measured_size() -> None:
-    counted = Energy(joules=1000, source="rapl")
+    counted = PointEnergy(joules=1000, source="rapl")
     found = row(sheet(result([point(100, 0.01, energy=counted)], instance="c6i.4xlarge")), "c6i.4xlarge")
     assert found.machines == 10
     assert found.annual_dollars == pytest.approx(10 * 0.68 * 8760)
@@ -128,7 +142,7 @@ def test_a_size_that_cannot_hold_the_weights_is_left_out() -> None:
 
 
 def test_a_target_of_tokens_goes_by_tokens() -> None:
-    found = sheet(result([point(100, 0.01)]), target=Target(5000, "tokens")).rows[0]
+    found = sheet(result([point(100, 0.01)]), target=ServingTarget(5000, "tokens")).rows[0]
     assert (found.rate, found.machines) == (1000, 5)
 
 
@@ -165,13 +179,13 @@ def test_the_cheapest_is_named_the_fewest_machines_of_equals() -> None:
 
 
 def test_watts_of_unequal_kinds_are_no_ratio() -> None:
-    counted = point(120, 0.01, energy=Energy(joules=500, source="rapl"))
+    counted = point(120, 0.01, energy=PointEnergy(joules=500, source="rapl"))
     found = sheet(result([point(100, 0.01)], instance="c6i.4xlarge"), result([counted], ARM, instance="c7g.4xlarge"))
     assert all(pair.watts is None for pair in found.pairs)
 
 
 def test_modelled_watts_go_behind_the_tables() -> None:
-    modelled = point(100, 0.01, energy=Energy(joules=500, source="modelled"))
+    modelled = point(100, 0.01, energy=PointEnergy(joules=500, source="modelled"))
     assert row(sheet(result([modelled], instance="c6i.4xlarge")), "c6i.4xlarge").watts_basis == "TDP, crowd-sourced"
     assert sheet(result([modelled])).rows[0].watts_basis == "modelled"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from app.bench.stats import MeasurementFailed
-from app.bench.tco.target import read_target
+from app.bench.console import MeasurementFailed
+from app.bench.tco.capacity import parse_target
 
 
 @pytest.mark.parametrize(
@@ -25,9 +25,9 @@ from app.bench.tco.target import read_target
 def test_what_is_asked_for_is_so_many_a_second(text: str, per_second: float | None, unit: str) -> None:
     if per_second is None:
         with pytest.raises(MeasurementFailed, match=unit):
-            read_target(text)
+            parse_target(text)
         return
-    target = read_target(text)
+    target = parse_target(text)
     assert target.per_second == pytest.approx(per_second)
     assert target.unit == unit
 
@@ -37,5 +37,5 @@ def test_what_is_asked_for_is_so_many_a_second(text: str, per_second: float | No
 )
 def test_nonsense_is_refused_with_its_own_words(text: str) -> None:
     with pytest.raises(MeasurementFailed, match="--target") as refused:
-        read_target(text)
+        parse_target(text)
     assert repr(text) in str(refused.value)

@@ -8,11 +8,20 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from app.bench import wire as wires
-from app.bench.client import Client, streamed
-from app.bench.dialects import DIALECTS, Ask
-from app.bench.stats import MeasurementFailed
-from app.bench.wire import RequestBroken, Wire
+from app.bench.console import MeasurementFailed
+from app.bench.http import wire as wires
+from app.bench.http.client import (
+    ArmatureClient,
+    stream_request,
+)
+from app.bench.http.dialects import (
+    GENERATE_DIALECTS,
+    StreamRequest,
+)
+from app.bench.http.wire import (
+    HttpClient,
+    HttpRequestFailed,
+)
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
 
@@ -54,9 +63,9 @@ class Script:
 
 
 @asynccontextmanager
-async def talking(script: Script) -> AsyncIterator[Wire]:
+async def talking(script: Script) -> AsyncIterator[HttpClient]:
     server = await asyncio.start_server(script.serve, "127.0.0.1", 0)
-    wire = Wire(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", api_key="secret")
+    wire = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", api_key="secret")
     async with server:
         yield wire
         wire.close()
@@ -109,7 +118,7 @@ async def test_a_body_may_end_with_its_connection() -> None:
 )
 async def test_half_an_answer_is_a_failure_with_a_name(answer: bytes, kind: str) -> None:
     async with talking(Script(answer, close=True)) as wire:
-        with pytest.raises(RequestBroken) as failed:
+        with pytest.raises(HttpRequestFailed) as failed:
             await wire.get("/")
     assert failed.value.kind == kind
 
@@ -117,24 +126,24 @@ async def test_half_an_answer_is_a_failure_with_a_name(answer: bytes, kind: str)
 async def test_a_refusal_says_what_the_server_said_and_for_how_long() -> None:
     async with talking(Script(b"HTTP/1.1 429 No\r\nRetry-After: 3\r\nContent-Length: 4\r\n\r\nbusy")) as wire:
         answer = await wire.get("/x")
-    with pytest.raises(RequestBroken, match="/x answered 429: busy") as failed:
-        answer.checked("/x")
+    with pytest.raises(HttpRequestFailed, match="/x answered 429: busy") as failed:
+        answer.raise_for_status("/x")
     assert (failed.value.kind, failed.value.retry_after) == ("status 429", 3.0)
 
 
 async def test_nobody_there_is_a_failure_too() -> None:
     async with talking(Script()) as wire:
         pass
-    with pytest.raises(RequestBroken, match="cannot be reached") as failed:
+    with pytest.raises(HttpRequestFailed, match="cannot be reached") as failed:
         await wire.get("/")
     assert failed.value.kind == "no connection"
-    assert not await Client(wire).ready()
+    assert not await ArmatureClient(wire).ready()
 
 
 async def test_a_server_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wires, "ANSWER_SECONDS", 0.05)
     async with talking(Script(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf", OK)) as wire:
-        with pytest.raises(RequestBroken) as failed:
+        with pytest.raises(HttpRequestFailed) as failed:
             await wire.get("/")
     assert failed.value.kind == "timeout"
 
@@ -142,7 +151,7 @@ async def test_a_server_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("url", ["ftp://somewhere", "http://", "http:///v1"])
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(MeasurementFailed, match="is not a server address"):
-        Wire(url)
+        HttpClient(url)
 
 
 def chunked(*events: str) -> bytes:
@@ -167,9 +176,9 @@ IDS = '{"index":0,"text":"ab","token_ids":[4,5]}'
 async def test_each_dialect_tells_which_events_bring_tokens(api: str, events: tuple[str, ...], pieces: list[int]) -> None:
     usage = '{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":9}}'
     async with talking(Script(chunked(*events), chunked(*events[:-1], usage))) as wire:
-        stream = await streamed(wire, DIALECTS[api], Ask("x", 2))
-        counted = await streamed(wire, DIALECTS[api], Ask("x", 2))
-    assert sum(count for _, count in stream.pieces) == sum(pieces)
+        stream = await stream_request(wire, GENERATE_DIALECTS[api], StreamRequest("x", 2))
+        counted = await stream_request(wire, GENERATE_DIALECTS[api], StreamRequest("x", 2))
+    assert sum(count for _, count in stream.chunks) == sum(pieces)
     assert stream.num_tokens == sum(pieces)
     assert counted.num_tokens == 9, "the server's own count wins"
 
@@ -185,16 +194,16 @@ async def test_each_dialect_tells_which_events_bring_tokens(api: str, events: tu
 )
 async def test_a_stream_that_fails_in_the_middle_has_a_kind(events: tuple[str, ...], kind: str) -> None:
     async with talking(Script(chunked(*events))) as wire:
-        with pytest.raises(RequestBroken) as failed:
-            await streamed(wire, DIALECTS["completions"], Ask("x", 2))
+        with pytest.raises(HttpRequestFailed) as failed:
+            await stream_request(wire, GENERATE_DIALECTS["completions"], StreamRequest("x", 2))
     assert failed.value.kind == kind
 
 
 async def test_whoever_has_enough_leaves_and_comes_back() -> None:
     script = Script(chunked(*[IDS] * 5), chunked(*[IDS] * 5))
     async with talking(script) as wire:
-        left = await Client(wire).generate([1], 10, lambda num_pieces: False)
-        whole = await Client(wire).generate([1], 10)
+        left = await ArmatureClient(wire).generate([1], 10, lambda num_pieces: False)
+        whole = await ArmatureClient(wire).generate([1], 10)
     assert (left.num_tokens, whole.num_tokens) == (2, 10)
     assert script.connections == 2
 
@@ -202,4 +211,4 @@ async def test_whoever_has_enough_leaves_and_comes_back() -> None:
 async def test_fewer_tokens_than_asked_for_are_no_measurement() -> None:
     async with talking(Script(chunked(IDS))) as wire:
         with pytest.raises(MeasurementFailed, match="asked for 3 tokens, the server sent 2"):
-            await Client(wire).generate([1], 3)
+            await ArmatureClient(wire).generate([1], 3)

@@ -6,12 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.bench.workload import WORDS, Deck
+from app.bench.http.workload import (
+    COMMON_WORDS,
+    TokenPrompts,
+)
 
 
 @given(st.integers(1, 300), st.integers(0, 50))
 def test_a_prompt_has_its_length_and_its_prefix(num_tokens: int, shared: int) -> None:
-    deck = Deck(range(2, 90))
+    deck = TokenPrompts(range(2, 90))
     prefix = deck.prompt(shared)
     prompt = deck.prompt(num_tokens, prefix)
     assert len(prompt) == num_tokens
@@ -19,19 +22,19 @@ def test_a_prompt_has_its_length_and_its_prefix(num_tokens: int, shared: int) ->
 
 
 def test_the_same_seed_deals_the_same_prompts() -> None:
-    assert Deck(range(50), seed=3).prompt(20) == Deck(range(50), seed=3).prompt(20)
-    assert Deck(range(50), seed=3).prompt(20) != Deck(range(50), seed=4).prompt(20)
+    assert TokenPrompts(range(50), seed=3).prompt(20) == TokenPrompts(range(50), seed=3).prompt(20)
+    assert TokenPrompts(range(50), seed=3).prompt(20) != TokenPrompts(range(50), seed=4).prompt(20)
 
 
 def test_two_prompts_differ() -> None:
-    deck = Deck(range(50))
+    deck = TokenPrompts(range(50))
     assert deck.prompt(20) != deck.prompt(20)
 
 
 def test_one_token_is_no_deck() -> None:
     with pytest.raises(ValueError, match="two different"):
-        Deck([5, 5])
+        TokenPrompts([5, 5])
 
 
 def test_the_words_are_many() -> None:
-    assert len(set(WORDS.split())) > 60
+    assert len(set(COMMON_WORDS.split())) > 60

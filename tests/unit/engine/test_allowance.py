@@ -6,15 +6,21 @@ import logging
 
 import pytest
 
-from app.engine.allowance import Allowance
-from app.engine.batch import Batch, Span
-from app.engine.limits import Limits
-from app.engine.sequence import sequence_of
+from app.engine.scheduler.batch import (
+    Batch,
+    ScheduledSpan,
+)
+from app.engine.scheduler.budget import TokenBudget
+from app.engine.scheduler.queues import EngineLimits
+from app.engine.scheduler.sequence import make_sequence
 from app.errors import StepFailed
-from app.messages import Generate, SamplingParams
+from app.messages import (
+    Generate,
+    SamplingParams,
+)
 from engine_simulation import MemoryWanting, Simulation, plain_beam_search, plain_completion
 
-WIDE = Limits(max_model_len=200, max_running_seqs=16, max_batch_tokens=128)
+WIDE = EngineLimits(max_model_len=200, max_running_seqs=16, max_batch_tokens=128)
 
 
 def served(sim: Simulation, names: str, **params: object) -> None:
@@ -37,7 +43,7 @@ def test_a_step_that_is_too_large_is_made_in_parts(most: int, late: bool, flying
     served(sim, "abcdef")
     sim.finish()
     assert len(sim.completions) == 6 and all_said_theirs(sim)
-    assert all(batch.num_tokens <= most for batch in sim.runner.waited)
+    assert all(batch.num_tokens <= most for batch in sim.runner.wait_measured)
     assert sim.pool.in_use_tokens() == 0
 
 
@@ -47,13 +53,13 @@ def test_memory_that_runs_out_while_a_step_is_ahead_costs_nobody_anything(late: 
     served(sim, "abcd")
     for _ in range(3):
         sim.step()
-    assert sim.engine._ahead is not None
+    assert sim.engine._launched_ahead is not None
     sim.runner.most_tokens, sim.runner.wants_late = 2, late
-    waited = len(sim.runner.waited)
+    waited = len(sim.runner.wait_measured)
     sim.step()
     sim.runner.most_tokens = None
-    assert sim.scheduler._allowance.tokens < 16 and sim.engine._ahead is None
-    this = sim.runner.waited[waited:]
+    assert sim.scheduler._token_budget.tokens < 16 and sim.engine._launched_ahead is None
+    this = sim.runner.wait_measured[waited:]
     assert [len(batch.spans) for batch in this] == ([2] if late else [4]), (
         "what is under way is not lost for want of the next one"
     )
@@ -116,9 +122,9 @@ def test_it_is_logged_once_for_each_size(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_what_was_too_much_is_tried_again_later_and_not_at_once() -> None:
-    allowance = Allowance(512)
-    sequence = sequence_of(Generate("a", (1,) * 600, SamplingParams(), 0.0))
-    assert allowance.shrink(Batch((Span(sequence, 0, 400, 0, None, 0, False),)))
+    allowance = TokenBudget(512)
+    sequence = make_sequence(Generate("a", (1,) * 600, SamplingParams(), 0.0))
+    assert allowance.shrink(Batch((ScheduledSpan(sequence, 0, 400, 0, None, 0, False),)))
     assert allowance.tokens == 200
     steps = 0
     while allowance.tokens < 400:
@@ -132,9 +138,9 @@ def test_what_was_too_much_is_tried_again_later_and_not_at_once() -> None:
 
 @pytest.mark.parametrize("tokens", [2, 3, 100])
 def test_it_ends_at_a_single_token(tokens: int) -> None:
-    allowance = Allowance(512)
-    sequence = sequence_of(Generate("a", (1,) * 600, SamplingParams(), 0.0))
+    allowance = TokenBudget(512)
+    sequence = make_sequence(Generate("a", (1,) * 600, SamplingParams(), 0.0))
     tries = 0
-    while allowance.shrink(Batch((Span(sequence, 0, min(tokens, allowance.tokens), 0, None, 0, False),))):
+    while allowance.shrink(Batch((ScheduledSpan(sequence, 0, min(tokens, allowance.tokens), 0, None, 0, False),))):
         tries += 1
     assert allowance.tokens == 1 and tries == tokens.bit_length() - 1

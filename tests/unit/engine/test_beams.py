@@ -6,11 +6,14 @@ import math
 
 import pytest
 
-from app.engine.batch import Picked
-from app.engine.beams import BeamGroup
-from app.engine.limits import Limits
-from app.engine.sequence import Sequence
-from app.messages import Abort, SamplingParams
+from app.engine.scheduler.batch import SampledTokens
+from app.engine.scheduler.beam_search import BeamGroup
+from app.engine.scheduler.queues import EngineLimits
+from app.engine.scheduler.sequence import Sequence
+from app.messages import (
+    Abort,
+    SamplingParams,
+)
 from engine_simulation import EOS, Simulation, fingerprints, log_probabilities, plain_beam_search
 
 PROMPTS = [[1, 2, 3], [4, 4], [5, 6, 1, 2, 3, 4] * 5, [2] * 9]
@@ -18,11 +21,11 @@ PROMPTS = [[1, 2, 3], [4, 4], [5, 6, 1, 2, 3, 4] * 5, [2] * 9]
 
 def group(width: int, limit: int = 100) -> BeamGroup:
     params = SamplingParams(beam_width=width, logprobs=1)
-    return BeamGroup(Sequence("a", 0, params, [1, 2], 2, stop_ids=frozenset({EOS}), limit=limit))
+    return BeamGroup(Sequence("a", 0, params, [1, 2], 2, stop_ids=frozenset({EOS}), max_length=limit))
 
 
-def odds(*chances: tuple[int, float]) -> Picked:
-    return Picked(tuple(token for token, _ in chances), tuple(math.log(chance) for _, chance in chances))
+def odds(*chances: tuple[int, float]) -> SampledTokens:
+    return SampledTokens(tuple(token for token, _ in chances), tuple(math.log(chance) for _, chance in chances))
 
 
 @pytest.mark.parametrize("width", [2, 3, 4])
@@ -40,7 +43,7 @@ def test_it_finds_what_the_plain_search_finds(width: int, prompt: list[int], max
 
 
 def test_a_search_that_loses_its_memory_begins_again_and_finds_the_same() -> None:
-    sim = Simulation(capacity=80, page=2, limits=Limits(80, 6, 64))
+    sim = Simulation(capacity=80, page=2, limits=EngineLimits(80, 6, 64))
     sim.add("old", [3] * 30, max_tokens=30, ignore_eos=True)
     sim.add("search", PROMPTS[2], beam_width=3, max_tokens=9, ignore_eos=True)
     sim.finish()

@@ -6,23 +6,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.buckets import LARGEST, bucket_of, buckets_for
+from app.engine.decoder.cuda_graphs import (
+    LARGEST_BUCKET,
+    bucket_sizes,
+    smallest_bucket,
+)
 
 
 def test_few_sequences_have_buckets_of_their_own_and_many_share() -> None:
-    assert buckets_for(LARGEST)[:11] == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
-    assert buckets_for(LARGEST)[11:] == tuple(range(80, 257, 16))
+    assert bucket_sizes(LARGEST_BUCKET)[:11] == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
+    assert bucket_sizes(LARGEST_BUCKET)[11:] == tuple(range(80, 257, 16))
 
 
 @pytest.mark.parametrize(("most", "last"), [(1, 1), (3, 4), (60, 64), (65, 80), (256, 256), (1000, 256)])
 def test_the_last_bucket_holds_the_most_that_run(most: int, last: int) -> None:
-    assert buckets_for(most)[-1] == last
+    assert bucket_sizes(most)[-1] == last
 
 
 @given(st.integers(1, 400), st.integers(1, 400))
 def test_a_step_is_filled_up_to_the_next_bucket(most: int, sequences: int) -> None:
-    buckets = buckets_for(most)
-    bucket = bucket_of(sequences, buckets)
+    buckets = bucket_sizes(most)
+    bucket = smallest_bucket(sequences, buckets)
     if sequences > buckets[-1]:
         assert bucket is None
         return

@@ -9,19 +9,43 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.engine import build
-from app.engine.build import BuiltEngine, build_engine, kv_shape, warm_up
-from app.engine.build_encoder import build_encoder
+from app.engine.decoder import build
+from app.engine.decoder.build import (
+    BuiltEngine,
+    build_engine,
+    kv_shape,
+    warm_up_decoder,
+)
+from app.engine.encoder.build import build_encoder_engine
 from app.errors import PlanImpossible
-from app.hardware.plan import Decision, ServingPlan, make_plan
-from app.hardware.probe import probe
-from app.kernels.operations import Code, has
-from app.measured import Snapshot, StepStats
-from app.messages import Generate, SamplingParams
-from app.metrics import Metrics
-from app.settings import Settings, load_settings
-from app.weights.checkpoint import Checkpoint, open_checkpoint
-from app.weights.recipes import RECIPES
+from app.hardware.decision import Decision
+from app.hardware.plan.plan import (
+    ServingPlan,
+    make_plan,
+)
+from app.hardware.probe.probe import probe
+from app.kernels.native.operations import (
+    OpCode,
+    has_kernel,
+)
+from app.messages import (
+    Generate,
+    SamplingParams,
+)
+from app.metrics.instruments import Metrics
+from app.metrics.stats import (
+    EngineSnapshot,
+    StepStats,
+)
+from app.settings import (
+    Settings,
+    load_settings,
+)
+from app.weights.checkpoint import (
+    Checkpoint,
+    open_checkpoint,
+)
+from app.weights.forms import RECIPES
 from tiny_checkpoints import write_checkpoint
 from tiny_encoders import write_encoder
 
@@ -79,7 +103,7 @@ def test_the_warm_up_leaves_no_trace(built: BuiltEngine, monkeypatch: pytest.Mon
     now = built.engine.snapshot()
     assert (now.kv_used_tokens, now.rows, now.num_running) == (0, (), 0)
     monkeypatch.setattr(built.kv_cache, "release", lambda *_: None)
-    warm_up(built.runner)
+    warm_up_decoder(built.runner)
     assert built.kv_cache.resident_bytes() > 0, "a warm-up writes keys and values, or it warms nothing"
 
 
@@ -95,16 +119,16 @@ def test_a_budget_beyond_all_slots_is_not_used(checkpoint: Checkpoint, plan: Ser
 
 
 def test_a_quota_that_binds_reaches_the_engine(built: BuiltEngine, checkpoint: Checkpoint, plan: ServingPlan) -> None:
-    assert built.engine.stretch.quota_cores == plan.throttling_quota.value
+    assert built.engine.throttle_correction.quota_cores == plan.throttling_quota.value
     throttled = replace(plan, throttling_quota=Decision(0.25, "A quarter of a core."))
-    assert build_engine(checkpoint, throttled, (), lambda stage: None).engine.stretch.quota_cores == 0.25
+    assert build_engine(checkpoint, throttled, (), lambda stage: None).engine.throttle_correction.quota_cores == 0.25
 
 
 def test_a_quota_that_binds_reaches_an_encoders_engine(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_encoder(tmp_path / "tiny"))
     plan = make_plan(probe(), None, Settings(threads=1, precision="fp32"), checkpoint.needs(), RECIPES.keys())
     throttled = replace(plan, throttling_quota=Decision(0.25, "A quarter of a core."))
-    assert build_encoder(checkpoint, throttled, lambda stage: None).engine.stretch.quota_cores == 0.25
+    assert build_encoder_engine(checkpoint, throttled, lambda stage: None).engine.throttle_correction.quota_cores == 0.25
 
 
 def test_what_ends_a_text_reaches_the_scheduler(built: BuiltEngine, checkpoint: Checkpoint, plan: ServingPlan) -> None:
@@ -121,7 +145,7 @@ def test_what_ends_a_text_reaches_the_scheduler(built: BuiltEngine, checkpoint: 
 
 def test_a_model_of_a_single_position_still_warms_up(built: BuiltEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "WARM_UP_TOKENS", 1)
-    warm_up(built.runner)
+    warm_up_decoder(built.runner)
 
 
 def test_the_models_share_of_a_step_is_known(built: BuiltEngine) -> None:
@@ -131,13 +155,13 @@ def test_the_models_share_of_a_step_is_known(built: BuiltEngine) -> None:
 
 def test_the_models_time_is_counted_by_phase() -> None:
     metrics = Metrics()
-    metrics.on_step(StepStats(seconds=2.0, decode_tokens=1, model_seconds=1.5), Snapshot())
-    metrics.on_step(StepStats(seconds=2.0, decode_tokens=1, model_seconds=1.0), Snapshot())
+    metrics.on_step(StepStats(seconds=2.0, decode_tokens=1, model_seconds=1.5), EngineSnapshot())
+    metrics.on_step(StepStats(seconds=2.0, decode_tokens=1, model_seconds=1.0), EngineSnapshot())
     text = metrics.render()[0].decode()
     assert 'armature_model_seconds_total{phase="decode"} 2.5' in text
 
 
-@pytest.mark.skipif(not has(Code.ATTENTION), reason="no native kernels here")
+@pytest.mark.skipif(not has_kernel(OpCode.ATTENTION), reason="no native kernels here")
 def test_attention_that_depends_on_the_batch_is_refused_where_it_may_not(tmp_path: Path, plan: ServingPlan) -> None:
     odd = open_checkpoint(write_checkpoint(tmp_path, head_dim=12))
     chosen = {"deterministic": True, "precision": "int8", "dtype": "bfloat16", "kv_precision": "bf16", "pack_folder": None}

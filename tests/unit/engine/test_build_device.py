@@ -10,18 +10,36 @@ import pytest
 import torch
 
 from app.backends import selection
-from app.backends.twin import TwinBackend
-from app.engine import build_device as building
-from app.engine.build_device import BuiltDevice, build_device, warm_up
-from app.engine.decoder import DecoderEngine
-from app.engine.device_step import Way
-from app.engine.graphs import Shape
-from app.engine.kinds import Ordered, build
-from app.errors import PlanImpossible, StepFailed
+from app.backends.twin import SimulatedDeviceBackend
+from app.engine.build import (
+    BuildRequest,
+    build,
+)
+from app.engine.decoder import build_device as building
+from app.engine.decoder.build_device import (
+    BuiltDeviceEngine,
+    build_device_engine,
+    warm_up_device_decoder,
+)
+from app.engine.decoder.cuda_graphs import GraphShape
+from app.engine.decoder.device_inputs import SamplingMode
+from app.engine.decoder.engine import DecoderEngine
+from app.errors import (
+    PlanImpossible,
+    StepFailed,
+)
+from app.hardware.decision import Decision
 from app.hardware.facts import CudaDevice
-from app.hardware.plan import Decision, ServingPlan
-from app.messages import Generate, RequestFailed, SamplingParams
-from app.weights.checkpoint import Checkpoint, open_checkpoint
+from app.hardware.plan.plan import ServingPlan
+from app.messages import (
+    Generate,
+    RequestFailed,
+    SamplingParams,
+)
+from app.weights.checkpoint import (
+    Checkpoint,
+    open_checkpoint,
+)
 from planned_machines import GIB, ON_GPUS, machine, plan
 from tiny_checkpoints import write_checkpoint
 
@@ -43,13 +61,13 @@ def planned(checkpoint: Checkpoint) -> ServingPlan:
 @pytest.fixture(autouse=True)
 def twin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threads = torch.get_num_threads()
-    monkeypatch.setitem(selection.DEVICES, "cuda", TwinBackend)  # type: ignore[call-overload]
+    monkeypatch.setitem(selection.DEVICE_BACKENDS, "cuda", SimulatedDeviceBackend)  # type: ignore[call-overload]
     yield
     torch.set_num_threads(threads)
 
 
-def built_of(checkpoint: Checkpoint, planned: ServingPlan, told: list[str] | None = None) -> BuiltDevice:
-    return build_device(checkpoint, planned, (EOS,), (told if told is not None else []).append)
+def built_of(checkpoint: Checkpoint, planned: ServingPlan, told: list[str] | None = None) -> BuiltDeviceEngine:
+    return build_device_engine(checkpoint, planned, (EOS,), (told if told is not None else []).append)
 
 
 def changed(planned: ServingPlan, **values: object) -> ServingPlan:
@@ -65,7 +83,7 @@ def test_loading_is_told_stage_by_stage(checkpoint: Checkpoint, planned: Serving
 
 
 def test_the_plans_device_says_which_engine_is_built(checkpoint: Checkpoint, planned: ServingPlan) -> None:
-    engine = build(Ordered(checkpoint, planned, lambda stage: None, None, (EOS,)))
+    engine = build(BuildRequest(checkpoint, planned, lambda stage: None, None, (EOS,)))
     assert isinstance(engine, DecoderEngine)
     assert getattr(engine.runner, "buckets", None) == (1, 2, 4)
 
@@ -73,7 +91,7 @@ def test_the_plans_device_says_which_engine_is_built(checkpoint: Checkpoint, pla
 def test_common_steps_are_captured_while_loading(checkpoint: Checkpoint, planned: ServingPlan) -> None:
     built = built_of(checkpoint, planned)
     assert set(built.runner.graphs.captured) == {
-        Shape(bucket, way) for bucket in (1, 2, 4) for way in Way if way is not Way.LOGITS
+        GraphShape(bucket, way) for bucket in (1, 2, 4) for way in SamplingMode if way is not SamplingMode.LOGITS
     }
     eager = built_of(checkpoint, changed(planned, compile=False))
     assert not eager.runner.graphs.captured and eager.runner.graphs.reason == "For this test."
@@ -106,7 +124,7 @@ def test_memory_that_somebody_else_took_meanwhile_is_told(
     def taken(*_: object) -> None:
         raise torch.OutOfMemoryError("planted")
 
-    monkeypatch.setattr(building, "PagedKVCache", taken)
+    monkeypatch.setattr(building, "PagedKvCache", taken)
     with pytest.raises(PlanImpossible, match=r"no longer has .* GiB free for keys and values \(planted\)"):
         built_of(checkpoint, planned)
 
@@ -124,7 +142,7 @@ def test_the_largest_step_is_tried_and_what_does_not_fit_is_told(
         return logits(views, sizes, bounds)  # type: ignore[arg-type]
 
     monkeypatch.setattr(built.runner._forward, "logits", scarce)
-    warm_up(built.runner, 10_000)
+    warm_up_device_decoder(built.runner, 10_000)
     assert max(tokens) == 253 - 16, "nearly a whole context, of which the last tokens come by themselves"
     assert "A step of 253 tokens needs more memory than the device has (planted)" in caplog.text
     assert built.kv_cache.num_free_pages * 64 == built.kv_cache.capacity_tokens

@@ -9,16 +9,27 @@ import pytest
 import torch
 
 from app.backends import selection
-from app.backends.twin import TwinBackend
-from app.engine.build_device_encoder import build_device_encoder
-from app.engine.encode_device import DeviceEncodeRunner
-from app.engine.encoder import EncoderEngine
-from app.engine.kinds import Ordered, build
-from app.engine.texts import TextSpan
+from app.backends.twin import SimulatedDeviceBackend
+from app.engine.build import (
+    BuildRequest,
+    build,
+)
+from app.engine.encoder.batching import TextSpan
+from app.engine.encoder.build import build_device_encoder_engine
+from app.engine.encoder.device_runner import DeviceEncoderRunner
+from app.engine.encoder.engine import EncoderEngine
+from app.hardware.decision import Decision
 from app.hardware.facts import CudaDevice
-from app.hardware.plan import Decision, ServingPlan
-from app.messages import ArraysReady, Encode, Text
-from app.weights.checkpoint import Checkpoint, open_checkpoint
+from app.hardware.plan.plan import ServingPlan
+from app.messages import (
+    ArraysReady,
+    Encode,
+    Text,
+)
+from app.weights.checkpoint import (
+    Checkpoint,
+    open_checkpoint,
+)
 from planned_machines import GIB, ON_GPUS, machine, plan
 from tiny_encoders import Modules, write_encoder
 
@@ -39,7 +50,7 @@ def planned(checkpoint: Checkpoint) -> ServingPlan:
 @pytest.fixture(autouse=True)
 def twin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threads = torch.get_num_threads()
-    monkeypatch.setitem(selection.DEVICES, "cuda", TwinBackend)  # type: ignore[call-overload]
+    monkeypatch.setitem(selection.DEVICE_BACKENDS, "cuda", SimulatedDeviceBackend)  # type: ignore[call-overload]
     yield
     torch.set_num_threads(threads)
 
@@ -50,8 +61,8 @@ def changed(planned: ServingPlan, **values: object) -> ServingPlan:
 
 def test_the_plans_device_says_which_engine_answers(checkpoint: Checkpoint, planned: ServingPlan) -> None:
     told: list[str] = []
-    engine = build(Ordered(checkpoint, planned, told.append))
-    assert isinstance(engine, EncoderEngine) and isinstance(engine.runner, DeviceEncodeRunner)
+    engine = build(BuildRequest(checkpoint, planned, told.append))
+    assert isinstance(engine, EncoderEngine) and isinstance(engine.runner, DeviceEncoderRunner)
     assert told[0] == "preparing the device" and "recording steps, 100%" in told
     assert engine.runner.replay.most_tokens == 143 and engine.runner.replay.reason == ""
     assert engine.add(Encode("r", (Text((5, 6, 7)), Text((8, 9))), ("embedding",), 0.0)) == []
@@ -63,22 +74,22 @@ def test_the_plans_device_says_which_engine_answers(checkpoint: Checkpoint, plan
 
 
 def test_nothing_is_recorded_where_the_plan_says_so(checkpoint: Checkpoint, planned: ServingPlan) -> None:
-    replay = build_device_encoder(checkpoint, changed(planned, compile=False), lambda stage: None).runner.replay
+    replay = build_device_encoder_engine(checkpoint, changed(planned, compile=False), lambda stage: None).runner.replay
     assert (replay.most_tokens, replay.reason) == (0, "For this test.")
 
 
 def test_a_warm_up_that_wants_too_much_memory_ends_nothing(
     checkpoint: Checkpoint, planned: ServingPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch = DeviceEncodeRunner.launch
+    launch = DeviceEncoderRunner.launch
 
-    def scarce(runner: DeviceEncodeRunner, spans: Sequence[TextSpan]) -> object:
+    def scarce(runner: DeviceEncoderRunner, spans: Sequence[TextSpan]) -> object:
         if sum(span.num_tokens for span in spans) > 100:
             raise torch.OutOfMemoryError("planted")
         return launch(runner, spans)
 
-    monkeypatch.setattr(DeviceEncodeRunner, "launch", scarce)
-    engine = build_device_encoder(checkpoint, planned, lambda stage: None).engine
+    monkeypatch.setattr(DeviceEncoderRunner, "launch", scarce)
+    engine = build_device_encoder_engine(checkpoint, planned, lambda stage: None).engine
     engine.add(Encode("r", tuple(Text((5,) * 60) for _ in range(4)), ("embedding",), 0.0))
     events = [event for _ in range(6) for event in engine.step()]
     assert [type(event) for event in events] == [ArraysReady]
@@ -90,7 +101,7 @@ def test_a_device_that_fails_to_record_computes_eagerly(
     def failing(*_: object) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(TwinBackend, "capture", failing)
-    replay = build_device_encoder(checkpoint, planned, lambda stage: None).runner.replay
+    monkeypatch.setattr(SimulatedDeviceBackend, "capture", failing)
+    replay = build_device_encoder_engine(checkpoint, planned, lambda stage: None).runner.replay
     assert replay.most_tokens == 0 and "could not be recorded: planted" in replay.reason
     assert "computed eagerly" in caplog.text

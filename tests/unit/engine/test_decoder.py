@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from app.engine.batch import Batch, Picked
-from app.engine.limits import Limits
-from app.errors import ServiceStopping, StepFailed
+from app.engine.scheduler.batch import (
+    Batch,
+    SampledTokens,
+)
+from app.engine.scheduler.queues import EngineLimits
+from app.errors import (
+    ServiceStopping,
+    StepFailed,
+)
 from app.messages import Event
 from engine_simulation import DeviceBroke, Simulation
 
@@ -64,9 +70,9 @@ def test_endings_that_a_broken_update_swallowed_are_told_as_failures(monkeypatch
     sim = two_running()
     update = sim.scheduler.update
 
-    def breaks_late(batch: Batch, picked: list[Picked]) -> list[Event]:
+    def breaks_late(batch: Batch, picked: list[SampledTokens]) -> list[Event]:
         for span in batch.spans:
-            span.sequence.limit = 0  # all of them end in this step
+            span.sequence.max_length = 0  # all of them end in this step
         update(batch, picked)
         raise DeviceBroke
 
@@ -96,7 +102,7 @@ def test_all_can_be_told_that_it_is_over() -> None:
 
 
 def test_what_is_computed_a_second_time_is_counted() -> None:
-    sim = Simulation(capacity=60, limits=Limits(max_model_len=60, max_running_seqs=4, max_batch_tokens=64))
+    sim = Simulation(capacity=60, limits=EngineLimits(max_model_len=60, max_running_seqs=4, max_batch_tokens=64))
     for name, token in (("old", 1), ("young", 2)):
         sim.add(name, [token] * 20, max_tokens=25, ignore_eos=True)
     counted = []

@@ -8,11 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from app.backends.twin import TwinBackend
-from app.engine.device_forward import Bounds, DeviceForward
-from app.engine.device_step import Sizes, Way, num_words, views_of
-from app.engine.kv_cache import KVShape
-from app.engine.paged_kv import PagedKVCache
+from app.backends.twin import SimulatedDeviceBackend
+from app.engine.decoder.device_forward import (
+    DeviceForward,
+    StepBounds,
+)
+from app.engine.decoder.device_inputs import (
+    SamplingMode,
+    StepSizes,
+    block_size,
+    block_views,
+)
+from app.engine.decoder.kv_cache import KvShape
+from app.engine.decoder.paged_kv_cache import PagedKvCache
 from fake_device import CUDA, fake_cuda
 from loaded_models import load
 from tiny_checkpoints import write_checkpoint
@@ -23,14 +31,14 @@ MAX_LEN = 160
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM"])
 def test_nothing_of_a_step_is_here_and_nothing_waits(architecture: str, tmp_path: Path) -> None:
     model: Any = load(write_checkpoint(tmp_path, architecture), max_model_len=MAX_LEN, device="cuda")
-    config, backend = model.config, TwinBackend(torch.float32)
+    config, backend = model.config, SimulatedDeviceBackend(torch.float32)
     with fake_cuda() as device, torch.inference_mode():
         device.move(model)
-        cache = PagedKVCache(KVShape(config.num_layers, 4, MAX_LEN, config.num_kv_heads, config.head_dim), torch.float32, 9, CUDA)
-        buffer = torch.zeros(4 + num_words(Sizes(40, 4, 4)), dtype=torch.int64, device=CUDA)
+        cache = PagedKvCache(KvShape(config.num_layers, 4, MAX_LEN, config.num_kv_heads, config.head_dim), torch.float32, 9, CUDA)
+        buffer = torch.zeros(4 + block_size(StepSizes(40, 4, 4)), dtype=torch.int64, device=CUDA)
         forward = DeviceForward(model, cache, backend, buffer)
-        for sizes, bounds in ((Sizes.of_bucket(4), Bounds(4, 1, MAX_LEN)), (Sizes(40, 3, 2), Bounds(1, 37, 90))):
-            views = views_of(buffer[4:], sizes)
+        for sizes, bounds in ((StepSizes.of_bucket(4), StepBounds(4, 1, MAX_LEN)), (StepSizes(40, 3, 2), StepBounds(1, 37, 90))):
+            views = block_views(buffer[4:], sizes)
             logits = forward.logits(views, sizes, bounds)
             assert logits.shape == (sizes.picks, config.vocab_size) and logits.device == CUDA
-            forward.pick(logits, views, Way.GREEDY if sizes.tokens > 4 else Way.FILTERED)
+            forward.sample(logits, views, SamplingMode.GREEDY if sizes.tokens > 4 else SamplingMode.FILTERED)

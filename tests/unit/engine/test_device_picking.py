@@ -11,18 +11,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.engine.device_picking import NOT_FINITE, Drawing, _float_at, _place, pick_drawn, pick_greedy
-from app.engine.sampler import Sampler
-from app.engine.sampling_rows import draw_at, probabilities
-from app.engine.sequence import Sequence
-from app.engine.uniform import uniform
+from app.engine.sampling.device_sampler import (
+    NOT_FINITE,
+    SamplingTensors,
+    _float_of_rank,
+    _float_rank,
+    sample_greedy,
+    sample_random,
+)
+from app.engine.sampling.rows import (
+    filtered_probabilities,
+    multinomial_on_device,
+    uniform_number,
+)
+from app.engine.sampling.sampler import Sampler
+from app.engine.scheduler.sequence import Sequence
 from app.messages import SamplingParams
 from fake_device import CUDA, fake_cuda
 from sequences import rows_of
 
 
-def drawing_of(params: list[SamplingParams], uniforms: list[float]) -> Drawing:
-    return Drawing(
+def drawing_of(params: list[SamplingParams], uniforms: list[float]) -> SamplingTensors:
+    return SamplingTensors(
         torch.tensor([one.temperature for one in params]),
         torch.tensor([min(one.top_k, 2**31 - 1) for one in params], dtype=torch.int32),
         torch.tensor([one.top_p for one in params], dtype=torch.float64),
@@ -36,12 +46,12 @@ def sequences_with(params: list[SamplingParams]) -> list[Sequence]:
 
 
 def on_device(logits: Tensor, params: list[SamplingParams]) -> list[int]:
-    uniforms = [uniform(seed, 2) for seed in range(len(params))]
-    return pick_drawn(logits, drawing_of(params, uniforms)).tolist()
+    uniforms = [uniform_number(seed, 2) for seed in range(len(params))]
+    return sample_random(logits, drawing_of(params, uniforms)).tolist()
 
 
 def by_sampler(logits: Tensor, params: list[SamplingParams]) -> list[int]:
-    picked = Sampler(logits.shape[1]).pick(logits, rows_of(sequences_with(params)))
+    picked = Sampler(logits.shape[1]).sample(logits, rows_of(sequences_with(params)))
     return [one.token_ids[0] for one in picked]
 
 
@@ -93,17 +103,17 @@ def test_what_may_be_drawn(params: dict[str, Any], expected: list[int]) -> None:
     logits = torch.tensor([[math.log(share) for share in (0.05, 0.4, 0.2, 0.3, 0.05)]])
     numbers = [(place + 0.5) / 200 for place in range(200)]
     drawing = drawing_of([SamplingParams(**params)] * 200, numbers)
-    assert sorted(set(pick_drawn(logits.repeat(200, 1), drawing).tolist())) == expected
+    assert sorted(set(sample_random(logits.repeat(200, 1), drawing).tolist())) == expected
 
 
 def test_without_filters_the_same_is_drawn_with_less_work() -> None:
-    logits, numbers = logits_of(50, 1000, 3, None), [uniform(seed, 0) for seed in range(50)]
+    logits, numbers = logits_of(50, 1000, 3, None), [uniform_number(seed, 0) for seed in range(50)]
     params = [SamplingParams(temperature=0.25 * (seed % 5)) for seed in range(50)]
     drawing = drawing_of(params, numbers)
-    assert pick_drawn(logits, drawing, filtered=False).tolist() == pick_drawn(logits, drawing).tolist()
-    shares = probabilities(logits.clone(), [SamplingParams()] * 50)
+    assert sample_random(logits, drawing, filtered=False).tolist() == sample_random(logits, drawing).tolist()
+    shares = filtered_probabilities(logits.clone(), [SamplingParams()] * 50)
     plain = drawing_of([SamplingParams()] * 50, numbers)
-    assert pick_drawn(logits, plain, filtered=False).tolist() == draw_at(shares, plain.uniforms).tolist()
+    assert sample_random(logits, plain, filtered=False).tolist() == multinomial_on_device(shares, plain.uniforms).tolist()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -116,14 +126,14 @@ def test_a_row_that_is_not_finite_says_so_and_leaves_the_others_alone(bad: float
         broken = logits.clone()
         broken[row, slice(None) if bad < 0 else 7] = bad
         assert on_device(broken, params) == [NOT_FINITE if at == row else one for at, one in enumerate(good)]
-        assert (pick_greedy(broken) == NOT_FINITE).nonzero().flatten().tolist() == [row]
+        assert (sample_greedy(broken) == NOT_FINITE).nonzero().flatten().tolist() == [row]
 
 
 def test_greedy_takes_the_lowest_id_among_equals() -> None:
     logits = torch.zeros(3, 500, dtype=torch.bfloat16)
     logits[1, [17, 300, 499]] = 2.0
     logits[2, 499] = 2.0
-    assert pick_greedy(logits).tolist() == [0, 17, 499]
+    assert sample_greedy(logits).tolist() == [0, 17, 499]
     assert on_device(logits, [SamplingParams(temperature=0.0)] * 3) == [0, 17, 499]
 
 
@@ -137,21 +147,21 @@ def test_a_token_that_the_model_rules_out_is_no_failure() -> None:
 @given(value=st.floats(width=32, allow_nan=False), other=st.floats(width=32, allow_nan=False))
 def test_places_are_in_the_order_of_floats(value: float, other: float) -> None:
     values = torch.tensor([value, other])
-    places = _place(values)
-    assert torch.equal(_float_at(places), values)
+    places = _float_rank(values)
+    assert torch.equal(_float_of_rank(places), values)
     assert bool(places[0] < places[1]) == (value < other) or value == other == 0.0
 
 
 def test_the_least_number_and_the_greatest_draw_something() -> None:
     logits = logits_of(2, 1000, 9, None)
     drawing = drawing_of([SamplingParams(top_p=0.9)] * 2, [0.0, 1.0 - 2.0**-53])
-    shares = probabilities(logits.clone(), [SamplingParams(top_p=0.9)] * 2)
+    shares = filtered_probabilities(logits.clone(), [SamplingParams(top_p=0.9)] * 2)
     kept = [row.nonzero().flatten().tolist() for row in shares]
-    assert pick_drawn(logits, drawing).tolist() == [kept[0][0], kept[1][-1]]
+    assert sample_random(logits, drawing).tolist() == [kept[0][0], kept[1][-1]]
 
 
 def test_nothing_is_asked_of_the_host() -> None:
     with fake_cuda() as device:
         params = [SamplingParams(top_k=3, top_p=0.5), SamplingParams(temperature=0.0)]
         logits, drawing = device.move(logits_of(2, 300, 0, None)), device.move(drawing_of(params, [0.5, 0.5]))
-        assert pick_greedy(logits).device == pick_drawn(logits, drawing).device == CUDA
+        assert sample_greedy(logits).device == sample_random(logits, drawing).device == CUDA

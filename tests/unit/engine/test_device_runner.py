@@ -10,22 +10,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.backends.twin import TwinBackend
-from app.engine import device_runner
-from app.engine.batch import Batch, Copy, Picked, Span
-from app.engine.device_runner import DeviceRunner
-from app.engine.device_step import Way
-from app.engine.graphs import Shape
-from app.engine.kv_cache import KVShape
-from app.engine.limits import Limits
-from app.engine.paged_kv import PagedKVCache
-from app.engine.sequence import Sequence
+from app.backends.twin import SimulatedDeviceBackend
+from app.engine.decoder import device_runner
+from app.engine.decoder.cuda_graphs import GraphShape
+from app.engine.decoder.device_inputs import SamplingMode
+from app.engine.decoder.device_runner import DeviceDecoderRunner
+from app.engine.decoder.kv_cache import KvShape
+from app.engine.decoder.paged_kv_cache import PagedKvCache
+from app.engine.scheduler.batch import (
+    Batch,
+    KvCopy,
+    SampledTokens,
+    ScheduledSpan,
+)
+from app.engine.scheduler.queues import EngineLimits
+from app.engine.scheduler.sequence import Sequence
 from app.errors import StepFailed
+from app.kernels.attention.context import StepContext
 from app.messages import SamplingParams
-from app.models.context import StepContext
 from device_engine import DelayedTwin
 
-SHAPE = KVShape(num_layers=1, num_slots=4, max_len=200, num_kv_heads=1, head_dim=4)
+SHAPE = KvShape(num_layers=1, num_slots=4, max_len=200, num_kv_heads=1, head_dim=4)
 VOCABULARY = 50
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -48,19 +53,19 @@ class Counts:
         return logits if self.broken is None else logits.masked_fill_((ids == self.broken)[:, None], torch.nan)
 
 
-def runner_on(backend: Any = None, model: Any = None, eager: str = "") -> DeviceRunner:
-    backend = backend or TwinBackend(torch.float32)
-    cache = PagedKVCache(SHAPE, torch.float32, 12, backend.device)
-    return DeviceRunner(model or Counts(), cache, backend, Limits(200, 4, 100), eager)
+def runner_on(backend: Any = None, model: Any = None, eager: str = "") -> DeviceDecoderRunner:
+    backend = backend or SimulatedDeviceBackend(torch.float32)
+    cache = PagedKvCache(SHAPE, torch.float32, 12, backend.device)
+    return DeviceDecoderRunner(model or Counts(), cache, backend, EngineLimits(200, 4, 100), eager)
 
 
 def sequence_of(token_ids: list[int], slot: int, params: SamplingParams = GREEDY) -> Sequence:
     return Sequence(f"r{slot}", 0, params, token_ids, 1, seed=slot, slot=slot, num_admitted=1)
 
 
-def span_of(sequence: Sequence, start: int, end: int) -> Span:
+def span_of(sequence: Sequence, start: int, end: int) -> ScheduledSpan:
     assert sequence.slot is not None
-    return Span(sequence, start, end - start, sequence.slot, None, 0, samples=end >= len(sequence.token_ids))
+    return ScheduledSpan(sequence, start, end - start, sequence.slot, None, 0, samples=end >= len(sequence.token_ids))
 
 
 def decode_of(*sequences: Sequence) -> Batch:
@@ -68,10 +73,10 @@ def decode_of(*sequences: Sequence) -> Batch:
 
 
 def ahead_of(batch: Batch, *left_out: Sequence) -> Batch:
-    return Batch(tuple(span.one_further() for span in batch.spans if span.sequence not in left_out), ahead=True)
+    return Batch(tuple(span.next_position() for span in batch.spans if span.sequence not in left_out), ahead=True)
 
 
-def ids(picked: list[Picked]) -> list[int]:
+def ids(picked: list[SampledTokens]) -> list[int]:
     return [one.token_ids[0] for one in picked]
 
 
@@ -101,7 +106,7 @@ def test_a_shape_is_captured_once() -> None:
     runner = runner_on()
     assert ids(runner.run(decode_of(sequence_of([7], 0)))) == [8] and runner.is_first
     assert ids(runner.run(decode_of(sequence_of([8], 0)))) == [9] and not runner.is_first
-    assert set(runner.graphs.captured) == {Shape(1, Way.GREEDY)} and runner.graphs.num_replayed == 2
+    assert set(runner.graphs.captured) == {GraphShape(1, SamplingMode.GREEDY)} and runner.graphs.num_replayed == 2
     assert runner.model_seconds > 0
 
 
@@ -124,7 +129,7 @@ def test_what_is_not_finite_fails_unless_it_is_nobodys() -> None:
 
 @pytest.mark.parametrize("room", [0, 1, 4096])
 def test_tables_are_up_to_date_however_much_is_new(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_runner, "UPDATES", room)
+    monkeypatch.setattr(device_runner, "MAX_TABLE_UPDATES", room)
     runner, sequence = runner_on(), sequence_of([5] * 190, 2)
     for start, end in ((0, 90), (90, 190)):
         runner.run(Batch((span_of(sequence, start, end),)))
@@ -146,13 +151,13 @@ def test_a_step_that_wanted_memory_is_launched_again_and_nothing_is_lost() -> No
 
 def test_copies_that_were_not_made_are_not_survived(monkeypatch: pytest.MonkeyPatch) -> None:
     runner, sequence = runner_on(), sequence_of([5], 2)
-    batch = replace(decode_of(sequence), copies=(Copy(0, 2, 0, 0),))
+    batch = replace(decode_of(sequence), copies=(KvCopy(0, 2, 0, 0),))
 
     def scarce(*_: object) -> None:
         raise torch.OutOfMemoryError("planted")
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner.kv_cache, "carry", scarce)
+        patch.setattr(runner.kv_cache, "apply_copies", scarce)
         with pytest.raises(torch.OutOfMemoryError) as raised:
             runner.launch(batch)
     assert not runner.survives(raised.value)
@@ -172,10 +177,10 @@ def test_copies_that_were_not_made_are_not_survived(monkeypatch: pytest.MonkeyPa
 def test_what_may_go_ahead(params: SamplingParams, here: bool, without_float64: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = runner_on()
     sequence = sequence_of([5, 6], 0, params)
-    assert runner.follows(decode_of(sequence)) is here
-    assert not runner.follows(Batch((span_of(sequence, 0, 2),))), "a prompt's last part"
-    monkeypatch.setattr(runner.backend, "draws", False)
-    assert runner.follows(decode_of(sequence)) is without_float64
+    assert runner.can_run_ahead(decode_of(sequence)) is here
+    assert not runner.can_run_ahead(Batch((span_of(sequence, 0, 2),))), "a prompt's last part"
+    monkeypatch.setattr(runner.backend, "can_sample", False)
+    assert runner.can_run_ahead(decode_of(sequence)) is without_float64
     prompt = span_of(sequence_of([5, 6], 0, replace(params, top_k=1)), 0, 2)
     assert ids(runner.run(Batch((prompt,)))) == [7]
 

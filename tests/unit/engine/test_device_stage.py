@@ -11,21 +11,50 @@ import pytest
 import torch
 
 from app.backends import selection
-from app.backends.twin import TwinBackend
-from app.engine import measuring, peaks
-from app.engine.device_stage import DeviceStage, texts_on
-from app.engine.encode_rehearsal import EncodeRehearsal
-from app.engine.looks import FULL, Extent, StepShape
-from app.engine.measuring import Subject, measure
-from app.engine.rehearsal import CONTEXT_ROWS, Rehearsal
-from app.hardware.facts import CudaDevice, TorchBuild
-from app.hardware.plan import ServingPlan, make_plan
-from app.hardware.probe import probe
-from app.kernels import device_ceilings
-from app.kernels.device_ceilings import CopyCeiling, DeviceProductCeiling, cache_bytes
+from app.backends.twin import SimulatedDeviceBackend
+from app.engine.calibration import (
+    measure as measuring,
+)
+from app.engine.calibration import (
+    measure as peaks,
+)
+from app.engine.calibration.decoder_trial import (
+    CONTEXT_ROWS,
+    DecoderTrial,
+)
+from app.engine.calibration.encoder_trial import EncoderTrial
+from app.engine.calibration.measure import (
+    CalibrationSubject,
+    DeviceTrialStage,
+    device_text_runner,
+    measure_machine,
+)
+from app.engine.calibration.stages import (
+    FULL_TRIAL,
+    TrialScope,
+    TrialStep,
+)
+from app.hardware.facts import (
+    CudaDevice,
+    TorchBuild,
+)
+from app.hardware.plan.plan import (
+    ServingPlan,
+    make_plan,
+)
+from app.hardware.probe.probe import probe
+from app.kernels import ceilings
+from app.kernels.ceilings import (
+    CopyBandwidthProbe,
+    DeviceMatmulThroughputProbe,
+    cache_bytes,
+)
 from app.settings import Settings
-from app.weights.checkpoint import Checkpoint, open_checkpoint
-from app.weights.recipes import RECIPES
+from app.weights.checkpoint import (
+    Checkpoint,
+    open_checkpoint,
+)
+from app.weights.forms import RECIPES
 from tiny_checkpoints import write_checkpoint
 from tiny_encoders import write_encoder
 
@@ -35,7 +64,7 @@ GPU = CudaDevice(0, "NVIDIA H200", (9, 0), 141 * 2**30, free_bytes=140 * 2**30)
 
 @pytest.fixture(autouse=True)
 def _on_the_twin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(selection, "DEVICES", {"cuda": TwinBackend})
+    monkeypatch.setattr(selection, "DEVICE_BACKENDS", {"cuda": SimulatedDeviceBackend})
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -61,16 +90,18 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     )
 
 
-def rehearsal_of(decoder: Checkpoint, **settings: Any) -> Rehearsal:
+def rehearsal_of(decoder: Checkpoint, **settings: Any) -> DecoderTrial:
     plan = plan_of(decoder, **settings)
-    return Rehearsal(decoder.model_config, plan, CPU, partial(DeviceStage, TwinBackend(torch.float32)), Extent(0, 4))
+    return DecoderTrial(
+        decoder.model_config, plan, CPU, partial(DeviceTrialStage, SimulatedDeviceBackend(torch.float32)), TrialScope(0, 4)
+    )
 
 
 @pytest.mark.parametrize("compiled", ["auto", "off"])
 def test_every_rehearsed_step_runs(decoder: Checkpoint, compiled: str) -> None:
     with torch.inference_mode():
         rehearsal = rehearsal_of(decoder, compile=compiled)
-        shapes = rehearsal.shapes(FULL)
+        shapes = rehearsal.trial_steps(FULL_TRIAL)
         assert any(shape.context for shape in shapes)
         for shape in shapes:
             picked: Any = rehearsal.step(shape)()  # logits that are not finite would raise
@@ -96,9 +127,11 @@ def test_contexts_are_there_when_a_step_attends_to_them(decoder: Checkpoint) -> 
 def test_what_was_timed_is_told_of_the_whole_model(decoder: Checkpoint) -> None:
     rehearsal = rehearsal_of(decoder)
     seconds = {
-        shape: 1e-3 * shape.layers + 1e-5 * shape.size * shape.layers for shape in rehearsal.shapes(FULL) if not shape.context
+        shape: 1e-3 * shape.layers + 1e-5 * shape.size * shape.layers
+        for shape in rehearsal.trial_steps(FULL_TRIAL)
+        if not shape.context
     }
-    trial = rehearsal.trial(1, seconds)
+    trial = rehearsal.summarize(1, seconds)
     assert trial is not None
     assert trial.decode_seconds[1] == pytest.approx(1e-3 * rehearsal.decode_layers + 1e-5 * rehearsal.decode_layers, rel=0.01)
     assert trial.read_bytes > 0
@@ -106,21 +139,21 @@ def test_what_was_timed_is_told_of_the_whole_model(decoder: Checkpoint) -> None:
 
 def test_batches_of_texts_run(encoder: Checkpoint) -> None:
     with torch.inference_mode():
-        plan, backend = plan_of(encoder), TwinBackend(torch.float32)
-        rehearsal = EncodeRehearsal(encoder.encoder, plan, Extent(0, 4), backend.device, texts_on(backend, plan))
-        for shape in [shape for shape in rehearsal.shapes(FULL) if shape.size <= 256]:
+        plan, backend = plan_of(encoder), SimulatedDeviceBackend(torch.float32)
+        rehearsal = EncoderTrial(encoder.encoder, plan, TrialScope(0, 4), backend.device, device_text_runner(backend, plan))
+        for shape in [shape for shape in rehearsal.trial_steps(FULL_TRIAL) if shape.size <= 256]:
             rows: Any = rehearsal.step(shape)()
             assert torch.frombuffer(bytearray(rows[0]["embedding"]), dtype=torch.float32).isfinite().all()
 
 
 def test_a_device_is_measured_whole(decoder: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peaks, "COPY_BYTES", 2**16)
-    monkeypatch.setattr(device_ceilings, "SMALLEST", 32)
-    monkeypatch.setattr(device_ceilings, "LARGEST", 32)
-    monkeypatch.setattr(measuring, "CEILINGS_SECONDS", 0.01)
-    now, step = [0.0], Rehearsal.step
+    monkeypatch.setattr(ceilings, "MIN_PRODUCT_SIZE", 32)
+    monkeypatch.setattr(ceilings, "MAX_PRODUCT_SIZE", 32)
+    monkeypatch.setattr(measuring, "PEAKS_SECONDS", 0.01)
+    now, step = [0.0], DecoderTrial.step
 
-    def timed(rehearsal: Rehearsal, shape: StepShape) -> Callable[[], None]:
+    def timed(rehearsal: DecoderTrial, shape: TrialStep) -> Callable[[], None]:
         run = step(rehearsal, shape)
 
         def work() -> None:
@@ -129,10 +162,12 @@ def test_a_device_is_measured_whole(decoder: Checkpoint, monkeypatch: pytest.Mon
 
         return work
 
-    monkeypatch.setattr(Rehearsal, "step", timed)
+    monkeypatch.setattr(DecoderTrial, "step", timed)
     plan = plan_of(decoder)
     told: list[str] = []
-    found = measure(Subject(decoder.model_config, (plan,), (1,), lambda found: ("fp32", 1)), 3.0, told.append, lambda: now[0])
+    found = measure_machine(
+        CalibrationSubject(decoder.model_config, (plan,), (1,), lambda found: ("fp32", 1)), 3.0, told.append, lambda: now[0]
+    )
     assert told[0] == "calibrating: compiling kernels", "before the clock runs"
     assert found.fallback == ""
     assert (found.read_bytes_per_second or 0) > 0
@@ -148,24 +183,24 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, each: float) -> None:
         self.now, self.each, self.asked = 0.0, each, 0
-        monkeypatch.setattr(device_ceilings.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(ceilings.time, "perf_counter", lambda: self.now)
 
     def synchronize(self) -> None:
-        self.now += self.each * device_ceilings.QUEUED if self.asked % 2 else 0.0
+        self.now += self.each * ceilings.QUEUE_DEPTH if self.asked % 2 else 0.0
         self.asked += 1
 
 
 def test_a_copy_counts_what_it_reads_and_what_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch, each=0.5)
-    assert CopyCeiling(CPU, clock.synchronize, 1000).sample() == pytest.approx(1000 / 0.5)
+    assert CopyBandwidthProbe(CPU, clock.synchronize, 1000).sample() == pytest.approx(1000 / 0.5)
 
 
 def test_products_grow_until_one_keeps_the_device_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_ceilings, "SMALLEST", 16)
-    monkeypatch.setattr(device_ceilings, "LARGEST", 64)
-    quick = DeviceProductCeiling(CPU, Clock(monkeypatch, each=1e-6).synchronize, torch.float32)
+    monkeypatch.setattr(ceilings, "MIN_PRODUCT_SIZE", 16)
+    monkeypatch.setattr(ceilings, "MAX_PRODUCT_SIZE", 64)
+    quick = DeviceMatmulThroughputProbe(CPU, Clock(monkeypatch, each=1e-6).synchronize, torch.float32)
     slow_clock = Clock(monkeypatch, each=0.1)
-    slow = DeviceProductCeiling(CPU, slow_clock.synchronize, torch.float32)
+    slow = DeviceMatmulThroughputProbe(CPU, slow_clock.synchronize, torch.float32)
     assert (quick.size, slow.size) == (64, 16)
     assert slow.sample() == pytest.approx(2 * 16**3 / 0.1)
 
@@ -180,9 +215,9 @@ def test_four_bits_multiply_in_the_backends_dtype(monkeypatch: pytest.MonkeyPatc
         def sample(self) -> float:
             return 7.0
 
-    monkeypatch.setattr(peaks, "DeviceProductCeiling", Ceiling)
+    monkeypatch.setattr(peaks, "DeviceMatmulThroughputProbe", Ceiling)
     monkeypatch.setattr(peaks, "COPY_BYTES", 2**12)
-    found = peaks.of_device(TwinBackend(torch.bfloat16), ["bf16", "int4", "fp32"])
+    found = peaks.measure_device_peaks(SimulatedDeviceBackend(torch.bfloat16), ["bf16", "int4", "fp32"])
     assert found.products_per_second == {"bf16": 7.0, "int4": 7.0, "fp32": 7.0}
     assert asked == [torch.bfloat16, torch.float32]
 

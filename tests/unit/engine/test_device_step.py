@@ -10,26 +10,30 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.batch import RowToPick, Span, rows_to_pick
-from app.engine.device_course import Course
-from app.engine.device_step import (
-    Column,
-    Places,
-    Sizes,
+from app.engine.decoder.device_inputs import (
+    ColumnArray,
+    DecodeInputs,
+    DeviceLayout,
+    SamplingMode,
+    StepSizes,
     StepViews,
-    Way,
-    arrays_of,
-    fill,
-    fill_picks,
-    num_words,
-    update_views,
-    update_words,
-    views_of,
-    way_of,
+    block_arrays,
+    block_size,
+    block_views,
+    fill_sampling,
+    fill_step,
+    sampling_mode,
+    table_update_size,
+    table_update_views,
 )
-from app.engine.sequence import Sequence
-from app.engine.uniform import uniform
-from app.kernels.paged import PAGE_TOKENS
+from app.engine.sampling.rows import uniform_number
+from app.engine.scheduler.batch import (
+    LogitRow,
+    ScheduledSpan,
+    logit_rows_of,
+)
+from app.engine.scheduler.sequence import Sequence
+from app.kernels.attention.paged import PAGE_TOKENS
 from app.messages import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -43,59 +47,59 @@ def sequence_of(length: int, params: SamplingParams = GREEDY, seed: int = 3) -> 
     return Sequence(f"r{length}", 0, params, list(range(100, 100 + length)), max(1, length - 2), seed=seed)
 
 
-def span_of(sequence: Sequence, start: int, end: int, slot: int) -> Span:
-    return Span(sequence, start, end - start, slot, None, 0, samples=end >= len(sequence.token_ids))
+def span_of(sequence: Sequence, start: int, end: int, slot: int) -> ScheduledSpan:
+    return ScheduledSpan(sequence, start, end - start, slot, None, 0, samples=end >= len(sequence.token_ids))
 
 
-def rows_of(spans: Items[Span]) -> list[int]:
+def rows_of(spans: Items[ScheduledSpan]) -> list[int]:
     """Of spans of one token: pages lie in no order."""
     return [(span.start // PAGE_TOKENS * 7 + span.slot * 1000) * PAGE_TOKENS + span.start % PAGE_TOKENS for span in spans]
 
 
-def views(sizes: Sizes) -> StepViews[Column]:
-    return arrays_of(torch.full((num_words(sizes),), -1, dtype=torch.int64), sizes)
+def views(sizes: StepSizes) -> StepViews[ColumnArray]:
+    return block_arrays(torch.full((block_size(sizes),), -1, dtype=torch.int64), sizes)
 
 
-@given(st.builds(Sizes, st.integers(0, 9), st.integers(0, 9), st.integers(1, 9)))
-def test_views_fill_the_block_and_do_not_overlap(sizes: Sizes) -> None:
-    block = torch.zeros(num_words(sizes), dtype=torch.int64)
+@given(st.builds(StepSizes, st.integers(0, 9), st.integers(0, 9), st.integers(1, 9)))
+def test_views_fill_the_block_and_do_not_overlap(sizes: StepSizes) -> None:
+    block = torch.zeros(block_size(sizes), dtype=torch.int64)
     for number, field in enumerate(fields(StepViews), 1):
-        getattr(views_of(block, sizes), field.name).fill_(number)
+        getattr(block_views(block, sizes), field.name).fill_(number)
     for number, field in enumerate(fields(StepViews), 1):
-        view = getattr(views_of(block, sizes), field.name)
+        view = getattr(block_views(block, sizes), field.name)
         assert (view == number).all()
-    assert len(views_of(block, sizes).starts) == sizes.sequences + 1
+    assert len(block_views(block, sizes).starts) == sizes.sequences + 1
 
 
 def test_prompts_and_decodes_are_told_in_the_order_of_the_spans() -> None:
     decode, prompt = sequence_of(8), sequence_of(6)
     spans = (span_of(decode, 7, 8, slot=3), span_of(prompt, 2, 5, slot=1))
-    told = views(Sizes.of(spans, 1))
-    fill(told, spans, [70, 80, 81, 82], Places(1000, 9))
-    fill_picks(told, spans, rows_to_pick(spans), Way.GREEDY)
+    told = views(StepSizes.of(spans, 1))
+    fill_step(told, spans, [70, 80, 81, 82], DeviceLayout(1000, 9))
+    fill_sampling(told, spans, logit_rows_of(spans), SamplingMode.GREEDY)
     assert told.token_ids.tolist() == [107, 102, 103, 104]
     assert told.positions.tolist() == [7, 2, 3, 4]
     assert told.sources.tolist() == [1000, 1001, 1002, 1003], "the block's first words are the ids"
-    assert told.written.tolist() == [70, 80, 81, 82]
+    assert told.kv_rows.tolist() == [70, 80, 81, 82]
     assert (told.slots.tolist(), told.lengths.tolist(), told.starts.tolist()) == ([3, 1], [8, 5], [0, 1, 4])
     assert told.logit_rows.tolist() == [0]
 
 
 def test_a_step_that_picks_nothing_works_out_one_row_of_logits() -> None:
     spans = (span_of(sequence_of(6), 0, 4, slot=0),)
-    told = views(Sizes.of(spans, 0))
-    fill_picks(told, spans, [], Way.GREEDY)
+    told = views(StepSizes.of(spans, 0))
+    fill_sampling(told, spans, [], SamplingMode.GREEDY)
     assert told.logit_rows.tolist() == [3]
 
 
 def test_rows_that_fill_a_bucket_have_no_context_and_write_where_nobody_reads() -> None:
     spans = (span_of(sequence_of(8, SHAPED), 7, 8, slot=3),)
-    told = views(Sizes.of_bucket(4))
-    fill(told, spans, [70], Places(1000, 9))
-    fill_picks(told, spans, rows_to_pick(spans), Way.FILTERED)
+    told = views(StepSizes.of_bucket(4))
+    fill_step(told, spans, [70], DeviceLayout(1000, 9))
+    fill_sampling(told, spans, logit_rows_of(spans), SamplingMode.FILTERED)
     assert told.slots.tolist() == [3, 9, 9, 9] and told.lengths.tolist() == [8, 0, 0, 0]
     assert told.starts.tolist() == [0, 1, 2, 3, 4], "each row is a sequence of one query"
-    assert told.written[0] == 70 and all(row < PAGE_TOKENS for row in told.written[1:].tolist())
+    assert told.kv_rows[0] == 70 and all(row < PAGE_TOKENS for row in told.kv_rows[1:].tolist())
     assert told.token_ids.tolist() == [107, 0, 0, 0] and told.positions.tolist() == [7, 0, 0, 0]
     assert told.temperature.tolist() == [pytest.approx(0.7), 0.0, 0.0, 0.0], "the others are greedy"
     assert told.top_p.tolist() == [0.9, 1.0, 1.0, 1.0]
@@ -104,9 +108,9 @@ def test_rows_that_fill_a_bucket_have_no_context_and_write_where_nobody_reads() 
 def test_draws_are_told_to_the_last_bit() -> None:
     sequence = sequence_of(8, SHAPED, seed=11)
     spans = (span_of(sequence, 7, 8, slot=3),)
-    told = views(Sizes.of(spans, 1))
-    fill_picks(told, spans, rows_to_pick(spans), Way.DRAWN)
-    assert told.uniforms.tolist() == [uniform(11, 8)]
+    told = views(StepSizes.of(spans, 1))
+    fill_sampling(told, spans, logit_rows_of(spans), SamplingMode.RANDOM)
+    assert told.uniforms.tolist() == [uniform_number(11, 8)]
     assert told.top_k.tolist() == [2**31 - 1], "as many as there are"
     assert told.top_p.tolist() == [0.9] and told.min_p.tolist() == [pytest.approx(0.05)]
 
@@ -114,7 +118,7 @@ def test_draws_are_told_to_the_last_bit() -> None:
 def test_a_token_that_is_being_picked_is_not_told_as_if_it_were_known() -> None:
     spans = (span_of(sequence_of(5), 5, 6, slot=2),)
     with pytest.raises(AssertionError, match="must know all tokens of the spans"):
-        fill(views(Sizes.of(spans, 1)), spans, [70], Places(1000, 9))
+        fill_step(views(StepSizes.of(spans, 1)), spans, [70], DeviceLayout(1000, 9))
 
 
 @given(
@@ -132,36 +136,36 @@ def test_a_course_tells_step_after_step_what_its_spans_would(
     """Each id is read where it was picked, each row of the cache is found by its page, each number drawn is the position's."""
     sequences = [sequence_of(length, params, seed) for length, params, seed in asked]
     spans = tuple(span_of(one, len(one.token_ids), len(one.token_ids) + 1, slot) for slot, one in enumerate(sequences))
-    course = Course.after((span_of(sequence_of(9), 8, 9, 99), *spans), spans, Way.FILTERED, rows_of)
+    course = DecodeInputs.after_step((span_of(sequence_of(9), 8, 9, 99), *spans), spans, SamplingMode.FILTERED, rows_of)
     for step in range(steps):
         if step:
-            spans = tuple(span.one_further() for span in spans)
-            course = course.further(spans, rows_of)
-    told, sizes = views(Sizes.of_bucket(len(spans) + spare)), Sizes.of_bucket(len(spans) + spare)
-    course.fill(told, Places(1000, 9))
+            spans = tuple(span.next_position() for span in spans)
+            course = course.next_step(spans, rows_of)
+    told, sizes = views(StepSizes.of_bucket(len(spans) + spare)), StepSizes.of_bucket(len(spans) + spare)
+    course.fill(told, DeviceLayout(1000, 9))
     for span in spans:  # what each picked meanwhile, as the host knows it in the end
         span.sequence.token_ids += [0] * (span.end - len(span.sequence.token_ids))
     known = views(sizes)
-    fill(known, spans, rows_of(spans), Places(1000, 9))
-    fill_picks(known, spans, rows_to_pick(spans), Way.FILTERED)
+    fill_step(known, spans, rows_of(spans), DeviceLayout(1000, 9))
+    fill_sampling(known, spans, logit_rows_of(spans), SamplingMode.FILTERED)
     rows = [row + (steps == 1) for row in range(len(spans))]
     assert told.sources.tolist() == rows + [1000] * spare and not told.token_ids.any()
-    for name in ("positions", "written", "slots", "lengths", "starts", "uniforms", "top_k", "temperature", "top_p", "min_p"):
+    for name in ("positions", "kv_rows", "slots", "lengths", "starts", "uniforms", "top_k", "temperature", "top_p", "min_p"):
         assert getattr(told, name).tolist() == getattr(known, name).tolist(), name
 
 
 def test_a_temperature_that_fp32_has_no_number_for_is_not_greedy() -> None:
     sequence = sequence_of(8, SamplingParams(temperature=1e-60))
     spans = (span_of(sequence, 7, 8, slot=3),)
-    told = views(Sizes.of(spans, 1))
-    fill_picks(told, spans, rows_to_pick(spans), Way.DRAWN)
+    told = views(StepSizes.of(spans, 1))
+    fill_sampling(told, spans, logit_rows_of(spans), SamplingMode.RANDOM)
     assert told.temperature.item() > 0
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7])
 def test_updates_lie_behind_the_words(count: int) -> None:
-    block = torch.zeros(update_words(count), dtype=torch.int64)
-    cells, pages = update_views(block, count)
+    block = torch.zeros(table_update_size(count), dtype=torch.int64)
+    cells, pages = table_update_views(block, count)
     cells.fill_(2**40)
     pages.fill_(5)
     assert (len(cells), len(pages)) == (count, count)
@@ -171,28 +175,30 @@ def test_updates_lie_behind_the_words(count: int) -> None:
 @pytest.mark.parametrize(
     ("params", "way"),
     [
-        ([GREEDY, GREEDY], Way.GREEDY),
-        ([GREEDY, SamplingParams(temperature=0.3)], Way.DRAWN),
-        ([SamplingParams(temperature=0.0, top_p=0.5)], Way.GREEDY),
-        ([GREEDY, SamplingParams(), SHAPED], Way.FILTERED),
-        ([SamplingParams(top_k=3)], Way.FILTERED),
-        ([SamplingParams(min_p=0.1)], Way.FILTERED),
-        ([GREEDY, SamplingParams(temperature=0.0, logprobs=0)], Way.LOGITS),
-        ([SHAPED, SamplingParams(frequency_penalty=0.1)], Way.LOGITS),
-        ([SHAPED, SamplingParams(beam_width=2)], Way.LOGITS),
-        ([], Way.GREEDY),
+        ([GREEDY, GREEDY], SamplingMode.GREEDY),
+        ([GREEDY, SamplingParams(temperature=0.3)], SamplingMode.RANDOM),
+        ([SamplingParams(temperature=0.0, top_p=0.5)], SamplingMode.GREEDY),
+        ([GREEDY, SamplingParams(), SHAPED], SamplingMode.FILTERED),
+        ([SamplingParams(top_k=3)], SamplingMode.FILTERED),
+        ([SamplingParams(min_p=0.1)], SamplingMode.FILTERED),
+        ([GREEDY, SamplingParams(temperature=0.0, logprobs=0)], SamplingMode.LOGITS),
+        ([SHAPED, SamplingParams(frequency_penalty=0.1)], SamplingMode.LOGITS),
+        ([SHAPED, SamplingParams(beam_width=2)], SamplingMode.LOGITS),
+        ([], SamplingMode.GREEDY),
     ],
 )
-def test_one_way_is_enough_for_every_row(params: list[SamplingParams], way: Way) -> None:
-    rows = [RowToPick(sequence_of(4, one), 4) for one in params]
-    assert way_of(rows, draws=True) is way
-    assert way_of(rows, draws=False) is (way if way is Way.GREEDY else Way.LOGITS), "who does not draw there draws here"
+def test_one_way_is_enough_for_every_row(params: list[SamplingParams], way: SamplingMode) -> None:
+    rows = [LogitRow(sequence_of(4, one), 4) for one in params]
+    assert sampling_mode(rows, samples_randomly=True) is way
+    assert sampling_mode(rows, samples_randomly=False) is (way if way is SamplingMode.GREEDY else SamplingMode.LOGITS), (
+        "who does not draw there draws here"
+    )
 
 
 def test_a_device_without_float64_reads_its_other_words_as_they_are_meant() -> None:
-    block = torch.zeros(num_words(Sizes.of_bucket(3)), dtype=torch.int64)
-    here, there = views_of(block, Sizes.of_bucket(3)), views_of(block, Sizes.of_bucket(3), draws=False)
-    fill(arrays_of(block, Sizes.of_bucket(3)), (span_of(sequence_of(8), 7, 8, slot=3),), [70], Places(1000, 9))
-    for name in ("token_ids", "sources", "positions", "written", "slots", "lengths", "starts"):
+    block = torch.zeros(block_size(StepSizes.of_bucket(3)), dtype=torch.int64)
+    here, there = block_views(block, StepSizes.of_bucket(3)), block_views(block, StepSizes.of_bucket(3), samples_randomly=False)
+    fill_step(block_arrays(block, StepSizes.of_bucket(3)), (span_of(sequence_of(8), 7, 8, slot=3),), [70], DeviceLayout(1000, 9))
+    for name in ("token_ids", "sources", "positions", "kv_rows", "slots", "lengths", "starts"):
         assert getattr(there, name).tolist() == getattr(here, name).tolist()
     assert there.uniforms.dtype == there.top_p.dtype == torch.int64

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from app.engine.encode_room import StepRoom
-from app.engine.texts import Encoding, Room
+from app.engine.encoder.batching import (
+    EncodeState,
+    TextBudget,
+    TextCapacity,
+)
 from app.errors import StepFailed
-from app.messages import Abort, ArraysReady, RequestFailed
+from app.messages import (
+    Abort,
+    ArraysReady,
+    RequestFailed,
+)
 from encoder_simulation import POISON, EncoderSimulation, FakeRunner, encode
 
 
@@ -27,9 +34,9 @@ def test_the_next_step_is_launched_while_one_runs_where_it_would_be_full_anyway(
     sim = EncoderSimulation(budget=16, runner=FakeRunner(overlaps=True))
     sim.engine.add(encode("a", 8, 8, 8, 8, 8))
     sim.step()
-    assert sizes(sim) == [16, 16] and len(sim.runner.under_way) == 1 and sim.told == {}
+    assert sizes(sim) == [16, 16] and len(sim.runner.current_stage) == 1 and sim.told == {}
     sim.step()  # 8 are left: others may come and share the step
-    assert sizes(sim) == [16, 16] and sim.runner.under_way == []
+    assert sizes(sim) == [16, 16] and sim.runner.current_stage == []
     sim.engine.add(encode("b", 8))
     sim.step()
     assert sizes(sim) == [16, 16, 16] and set(sim.told) == {"a", "b"}
@@ -46,7 +53,7 @@ def test_nobody_waits_for_others_while_a_batch_is_under_way() -> None:
     sim = EncoderSimulation(budget=16, runner=FakeRunner(overlaps=True))
     sim.engine.add(encode("a", 16, 16))
     sim.step()
-    assert sim.runner.under_way and sim.engine.patience_seconds == 0.0 and sim.engine.has_work
+    assert sim.runner.current_stage and sim.engine.batching_delay_seconds == 0.0 and sim.engine.has_work
 
 
 def test_who_is_aborted_while_its_texts_are_under_way_hears_nothing() -> None:
@@ -56,7 +63,7 @@ def test_who_is_aborted_while_its_texts_are_under_way_hears_nothing() -> None:
     sim.engine.abort(Abort("gone"))
     assert sim.engine.has_work  # the batch is still to be waited for
     sim.step()
-    assert sim.told == {} and not sim.engine.has_work and sim.runner.under_way == []
+    assert sim.told == {} and not sim.engine.has_work and sim.runner.current_stage == []
 
 
 def test_a_failed_step_takes_the_one_behind_it_along_and_nobody_else_ends() -> None:
@@ -107,14 +114,14 @@ def test_a_text_that_no_step_has_memory_for_ends_its_request_alone(overlaps: boo
 
 
 def test_steps_grow_back() -> None:
-    room, spans = StepRoom(8), Encoding.of(encode("a", *[8] * 8)).spans()
-    assert room.of(64) == Room(64, 8)
-    assert room.shrink(spans) and room.of(64) == Room(32, 4)
-    assert room.shrink(spans[:4]) and room.of(64) == Room(16, 2) and room.of(10) == Room(10, 2)
-    assert not room.shrink(spans[:1]) and room.of(64) == Room(16, 2)
+    room, spans = TextBudget(8), EncodeState.from_message(encode("a", *[8] * 8)).spans()
+    assert room.capacity(64) == TextCapacity(64, 8)
+    assert room.shrink(spans) and room.capacity(64) == TextCapacity(32, 4)
+    assert room.shrink(spans[:4]) and room.capacity(64) == TextCapacity(16, 2) and room.capacity(10) == TextCapacity(10, 2)
+    assert not room.shrink(spans[:1]) and room.capacity(64) == TextCapacity(16, 2)
     seen = []
     for _ in range(64):
-        room.worked(64)
-        seen.append(room.of(64).tokens)
+        room.succeeded(64)
+        seen.append(room.capacity(64).tokens)
     assert seen == [16] * 31 + [32] * 32 + [64]
-    assert room.of(1000) == Room(1000, 8)
+    assert room.capacity(1000) == TextCapacity(1000, 8)

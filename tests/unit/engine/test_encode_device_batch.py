@@ -8,28 +8,36 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.backends.twin import TwinBackend
-from app.engine.encode_device_batch import DeviceTexts
-from app.engine.encode_device_shapes import TOKENS, TextShape, filled_up, recorded_shapes
-from app.engine.texts import Encoding
-from app.messages import Encode, Text
+from app.backends.twin import SimulatedDeviceBackend
+from app.engine.encoder.batching import EncodeState
+from app.engine.encoder.device_inputs import (
+    RECORDED_TOKENS,
+    DeviceTextBatch,
+    TextBatchShape,
+    padded_shape,
+    recorded_shapes,
+)
+from app.messages import (
+    Encode,
+    Text,
+)
 from fake_encoder import CONFIG
 
 SKIPPING = replace(CONFIG, pooling=replace(CONFIG.pooling, skips_prompt=True))
 A, B = Text((5, 6, 7), (0, 1, 1), num_prompt_tokens=2), Text((8, 9))
 
 
-def filled(shape: TextShape, *texts: Text) -> DeviceTexts:
-    place = DeviceTexts(TwinBackend(torch.float32), 64, SKIPPING)
-    place.fill(Encoding.of(Encode("r", texts, ("embedding",), 0.0)).spans(), shape)
+def filled(shape: TextBatchShape, *texts: Text) -> DeviceTextBatch:
+    place = DeviceTextBatch(SimulatedDeviceBackend(torch.float32), 64, SKIPPING)
+    place.fill(EncodeState.from_message(Encode("r", texts, ("embedding",), 0.0)).spans(), shape)
     return place
 
 
 def test_every_word_is_where_it_is_read() -> None:
     for shape, starts, skipped in (
-        (TextShape(5, 2), [0, 3, 5], [2, 0]),
-        (TextShape(8, 3), [0, 3, 5, 8], [2, 0, 0]),
-        (TextShape(8, 5), [0, 3, 5, 5, 5, 8], [2, 0, 0, 0, 0]),
+        (TextBatchShape(5, 2), [0, 3, 5], [2, 0]),
+        (TextBatchShape(8, 3), [0, 3, 5, 8], [2, 0, 0]),
+        (TextBatchShape(8, 5), [0, 3, 5, 5, 5, 8], [2, 0, 0, 0, 0]),
     ):
         view = filled(shape, A, B).view(shape, 3)
         context, more = view.context(), [0] * (shape.tokens - 5)
@@ -41,20 +49,20 @@ def test_every_word_is_where_it_is_read() -> None:
 
 
 def test_a_batch_that_is_described_does_not_touch_the_words_of_the_one_being_sent() -> None:
-    place = filled(TextShape(5, 2), A, B)
+    place = filled(TextBatchShape(5, 2), A, B)
     before = [staged.clone() for staged in place._staged]
-    place.fill(Encoding.of(Encode("r", (B,), ("embedding",), 0.0)).spans(), TextShape(2, 1))
+    place.fill(EncodeState.from_message(Encode("r", (B,), ("embedding",), 0.0)).spans(), TextBatchShape(2, 1))
     assert torch.equal(place._staged[0], before[1]), "the words that were sent before: they are the next to be overwritten"
 
 
 @given(st.integers(1, 600), st.integers(1, 200))
 def test_what_fills_a_batch_up_has_room_and_nobody_is_filled_up_to_far_more(tokens: int, texts: int) -> None:
-    shape = filled_up(tokens, texts, recorded_shapes(600))
+    shape = padded_shape(tokens, texts, recorded_shapes(600))
     if shape is None:
-        assert tokens >= TOKENS[-1] or texts * 3 > tokens / 4
+        assert tokens >= RECORDED_TOKENS[-1] or texts * 3 > tokens / 4
     else:
         assert shape.tokens > tokens and shape.texts > texts
-        fitting = [size for size in TOKENS if size > tokens]
+        fitting = [size for size in RECORDED_TOKENS if size > tokens]
         assert shape.tokens == fitting[0] or texts >= fitting[0] / 12
 
 
@@ -62,7 +70,7 @@ def test_what_fills_a_batch_up_has_room_and_nobody_is_filled_up_to_far_more(toke
 def test_all_texts_begin_and_end_within_the_batch(lengths: list[int]) -> None:
     """Heads read first and last tokens, and a device ends on a row that there is not."""
     texts = [Text(tuple(range(length))) for length in lengths]
-    shape = filled_up(sum(lengths), len(lengths), recorded_shapes(64))
+    shape = padded_shape(sum(lengths), len(lengths), recorded_shapes(64))
     if shape is None:
         return
     starts = filled(shape, *texts).view(shape, shape.tokens).starts

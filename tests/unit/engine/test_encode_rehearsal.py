@@ -10,15 +10,32 @@ import pytest
 import torch
 
 from app.backends.selection import select_backend
-from app.engine.encode_rehearsal import EncodeRehearsal, with_layers
-from app.engine.looks import COARSE, FULL, Extent, StepShape
-from app.engine.measuring import Subject, measure
-from app.hardware.plan import ServingPlan, make_plan
-from app.hardware.probe import probe
+from app.engine.calibration.encoder_trial import (
+    EncoderTrial,
+    truncated_encoder_config,
+)
+from app.engine.calibration.measure import (
+    CalibrationSubject,
+    measure_machine,
+)
+from app.engine.calibration.stages import (
+    COARSE_TRIAL,
+    FULL_TRIAL,
+    TrialScope,
+    TrialStep,
+)
+from app.hardware.plan.plan import (
+    ServingPlan,
+    make_plan,
+)
+from app.hardware.probe.probe import probe
 from app.settings import Settings
-from app.weights.checkpoint import Checkpoint, open_checkpoint
+from app.weights.checkpoint import (
+    Checkpoint,
+    open_checkpoint,
+)
+from app.weights.forms import RECIPES
 from app.weights.load import load_model
-from app.weights.recipes import RECIPES
 from tiny_encoders import write_encoder
 
 FIXED, LAYER, ROW, PAIR = 1e-3, 1e-4, 1e-5, 1e-8  # seconds of a step on the machine of these tests
@@ -43,16 +60,16 @@ def plan_of(checkpoint: Checkpoint, **settings: Any) -> ServingPlan:
     return make_plan(probe(), None, Settings(**asked), checkpoint.needs(), RECIPES.keys())
 
 
-def rehearsal_of(checkpoint: Checkpoint, **settings: Any) -> EncodeRehearsal:
+def rehearsal_of(checkpoint: Checkpoint, **settings: Any) -> EncoderTrial:
     plan = plan_of(checkpoint, **settings)
-    return EncodeRehearsal(checkpoint.encoder, plan, Extent(0, 4))
+    return EncoderTrial(checkpoint.encoder, plan, TrialScope(0, 4))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_steps_run_with_weights_that_nobody_read(checkpoint: Checkpoint, precision: str) -> None:
     with torch.inference_mode():
         rehearsal = rehearsal_of(checkpoint, precision=precision)
-        for shape in rehearsal.shapes(FULL):
+        for shape in rehearsal.trial_steps(FULL_TRIAL):
             (row, *_) = rehearsal.step(shape)()  # type: ignore[misc]
             assert torch.frombuffer(bytearray(row["embedding"]), dtype=torch.float32).isfinite().all()
 
@@ -62,7 +79,7 @@ def test_every_family_can_be_rehearsed(tmp_path: Path, architecture: str) -> Non
     checkpoint = open_checkpoint(write_encoder(tmp_path / "tiny", architecture))
     with torch.inference_mode():
         rehearsal = rehearsal_of(checkpoint, precision="bf16", max_batch_tokens="auto", max_model_len=32)
-        assert rehearsal.step(StepShape("encode", 40, rehearsal.layer_counts[0]))()
+        assert rehearsal.step(TrialStep("encode", 40, rehearsal.layer_counts[0]))()
 
 
 def test_weights_that_a_step_reads_are_counted_as_they_are_loaded(checkpoint: Checkpoint) -> None:
@@ -75,17 +92,17 @@ def test_weights_that_a_step_reads_are_counted_as_they_are_loaded(checkpoint: Ch
 
 def test_few_short_texts_many_and_a_long_one(checkpoint: Checkpoint) -> None:
     rehearsal = rehearsal_of(checkpoint)
-    assert rehearsal.sizes() == [16, 32, 64, 128, 256], "no more than was asked for"
-    full = rehearsal.shapes(FULL)
-    assert StepShape("encode", 256, 2, context=256) in full
-    assert {shape.size for shape in rehearsal.shapes(COARSE)} == {16, 256}
+    assert rehearsal.step_sizes() == [16, 32, 64, 128, 256], "no more than was asked for"
+    full = rehearsal.trial_steps(FULL_TRIAL)
+    assert TrialStep("encode", 256, 2, context=256) in full
+    assert {shape.size for shape in rehearsal.trial_steps(COARSE_TRIAL)} == {16, 256}
     assert [shape.size for shape in full] == sorted(shape.size for shape in full)
-    assert max(rehearsal_of(checkpoint, max_batch_tokens="auto").sizes()) == 2048
+    assert max(rehearsal_of(checkpoint, max_batch_tokens="auto").step_sizes()) == 2048
 
 
 def test_the_first_layers_of_an_embedder_are_its_decoders(tmp_path: Path) -> None:
     config = open_checkpoint(write_encoder(tmp_path / "tiny", "Qwen3Model")).encoder
-    cut = with_layers(config, 1)
+    cut = truncated_encoder_config(config, 1)
     assert cut.decoder is not None and cut.num_layers == cut.decoder.num_layers == len(cut.decoder.ropes) == 1
 
 
@@ -97,20 +114,20 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr(EncodeRehearsal, "step", lambda rehearsal, shape: lambda: self._run(rehearsal, shape))
+        monkeypatch.setattr(EncoderTrial, "step", lambda rehearsal, shape: lambda: self._run(rehearsal, shape))
 
     def __call__(self) -> float:
         return self.now
 
-    def _run(self, rehearsal: EncodeRehearsal, shape: StepShape) -> None:
+    def _run(self, rehearsal: EncoderTrial, shape: TrialStep) -> None:
         more = shape.size * (shape.context - 128) if shape.context else 0
         seconds = FIXED + shape.layers * (LAYER + shape.size * ROW + more * PAIR)
         self.now += seconds * (0.5 if rehearsal.plan.precision.value == "bf16" else 1.0)
 
 
 def test_the_whole_models_seconds(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    subject = Subject(checkpoint.encoder, (plan_of(checkpoint),), (1,), lambda found: ("fp32", 1))
-    found = measure(subject, 0.9, lambda stage: None, Machine(monkeypatch))
+    subject = CalibrationSubject(checkpoint.encoder, (plan_of(checkpoint),), (1,), lambda found: ("fp32", 1))
+    found = measure_machine(subject, 0.9, lambda stage: None, Machine(monkeypatch))
     (trial,) = found.trials
     assert (trial.precision, trial.threads, found.fallback) == ("fp32", 1, "")
     assert trial.encode_seconds == pytest.approx({size: FIXED + 8 * (LAYER + size * ROW) for size in (16, 32, 64, 128, 256)})
@@ -123,8 +140,8 @@ def test_the_whole_models_seconds(checkpoint: Checkpoint, monkeypatch: pytest.Mo
 
 def test_what_is_not_taken_is_looked_at_coarsely(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     ways = tuple(plan_of(checkpoint, precision=name) for name in ("fp32", "bf16"))
-    subject = Subject(checkpoint.encoder, ways, (1,), lambda found: ("fp32", 1))
-    found = measure(subject, 1.4, lambda stage: None, Machine(monkeypatch))
+    subject = CalibrationSubject(checkpoint.encoder, ways, (1,), lambda found: ("fp32", 1))
+    found = measure_machine(subject, 1.4, lambda stage: None, Machine(monkeypatch))
     by_precision = {trial.precision: trial for trial in found.trials}
     assert by_precision["bf16"].encode_seconds == pytest.approx(
         {16: (FIXED + 8 * (LAYER + 16 * ROW)) / 2, 256: (FIXED + 8 * (LAYER + 256 * ROW)) / 2}

@@ -10,19 +10,34 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.engine.encode_replay import LEAST_TOKENS, EncodeReplay
-from app.engine.lanes import USUAL, Cut
-from app.engine.text_batch import TextBatch
-from app.engine.texts import Encoding
-from app.kernels.operations import Code, has
-from app.kernels.recording import Unrecordable
-from app.kernels.rowwise import gather
-from app.kernels.table import add_rows, stored_rows
-from app.messages import Encode, Text
-from app.models.context import EncodeContext
+from app.engine.encoder.batching import EncodeState
+from app.engine.encoder.cpu_runner import (
+    MIN_RECORDED_TOKENS,
+    EncoderReplay,
+)
+from app.engine.encoder.sharding import (
+    DEFAULT_PLANNER,
+    LanePlan,
+    TextBatch,
+)
+from app.kernels.attention.context import EncodeContext
+from app.kernels.elementwise.embedding import (
+    add_embedding_rows,
+    embedding_rows,
+)
+from app.kernels.elementwise.norms import gather
+from app.kernels.native.operations import (
+    OpCode,
+    has_kernel,
+)
+from app.kernels.native.recording import NotRecordable
+from app.messages import (
+    Encode,
+    Text,
+)
 
 ROOM = 128
-pytestmark = pytest.mark.skipif(not has(Code.ROWS), reason="no native kernels here")
+pytestmark = pytest.mark.skipif(not has_kernel(OpCode.EMBEDDING), reason="no native kernels here")
 
 
 @pytest.fixture(params=[1, 2, 3], autouse=True)
@@ -39,35 +54,35 @@ class Layers:
     def __init__(self, most: int = ROOM + 1) -> None:
         self.most = most
         self.table = torch.randn(60, 8, generator=torch.Generator().manual_seed(1))
-        self.places = torch.randn(ROOM, 8, generator=torch.Generator().manual_seed(2))
+        self.addresses = torch.randn(ROOM, 8, generator=torch.Generator().manual_seed(2))
         self.batch = TextBatch(ROOM, 0)
         self.calls: list[int] = []
 
-    def fill(self, *lengths: int, some: bool = False, cut: Cut | None = None) -> Cut:
+    def fill(self, *lengths: int, some: bool = False, cut: LanePlan | None = None) -> LanePlan:
         """Texts of so many tokens each, in the order of a cut; of which the first tokens are wanted, or all."""
         texts = tuple(Text(tuple((7 * at + length) % 60 for at in range(length))) for length in lengths)
-        spans = Encoding.of(Encode("r", texts, ("embedding",), 0.0)).spans()
-        cut = cut or Cut.none(len(lengths))
+        spans = EncodeState.from_message(Encode("r", texts, ("embedding",), 0.0)).spans()
+        cut = cut or LanePlan.none(len(lengths))
         self.batch.fill([spans[text] for text in cut.order])
         if some:
-            self.batch.want(self.batch.starts[:-1])
+            self.batch.select_rows(self.batch.starts[:-1])
         return cut
 
     def __call__(self, context: EncodeContext, rows: Tensor | None) -> Tensor:
         self.calls.append(len(context.token_ids))
         if len(context.token_ids) > self.most:
-            raise Unrecordable("a large product")
-        hidden = stored_rows(self.table, context.token_ids)
-        add_rows(hidden, self.places, context.positions)
+            raise NotRecordable("a large product")
+        hidden = embedding_rows(self.table, context.token_ids)
+        add_embedding_rows(hidden, self.addresses, context.positions)
         return hidden if rows is None else gather(hidden, rows)
 
 
-def check(layers: Layers, replay: EncodeReplay, cut: Cut) -> None:
+def check(layers: Layers, replay: EncoderReplay, cut: LanePlan) -> None:
     """To the bit what one call of the layers gives."""
     result = replay(cut).clone()
     batch, most, calls = layers.batch, layers.most, list(layers.calls)
     layers.most = ROOM
-    assert torch.equal(result, layers(batch.context(batch.num_tokens), batch.wanted(batch.num_wanted)))
+    assert torch.equal(result, layers(batch.context(batch.num_tokens), batch.selected_rows(batch.num_selected)))
     layers.most, layers.calls = most, calls
 
 
@@ -85,7 +100,7 @@ STEPS: Sequence[tuple[tuple[int, ...], bool]] = [
 
 def test_one_recording_serves_all_steps_of_a_kind(threads: int) -> None:
     layers = Layers()
-    replay = EncodeReplay(layers, layers.batch, ROOM)
+    replay = EncoderReplay(layers, layers.batch, ROOM)
     for lengths, some in STEPS:
         check(layers, replay, layers.fill(*lengths, some=some))
     assert replay.num_runs == len(STEPS) and replay.reason == "" and replay.most_tokens == ROOM
@@ -95,9 +110,9 @@ def test_one_recording_serves_all_steps_of_a_kind(threads: int) -> None:
 @pytest.mark.parametrize("some", [False, True])
 def test_lanes_give_what_all_together_give(threads: int, some: bool) -> None:
     layers = Layers()
-    replay = EncodeReplay(layers, layers.batch, ROOM, lanes=replace(USUAL, least_tokens=4))
+    replay = EncoderReplay(layers, layers.batch, ROOM, planner=replace(DEFAULT_PLANNER, min_lane_tokens=4))
     for lengths in [(30, 30, 30), (7, 1, 1, 9, 12, 40, 2), (60, 5, 5, 6, 4, 7), (1,) * 30, (20, 21), (ROOM - 20, 10, 10)]:
-        cut = replay.cut(lengths)
+        cut = replay.plan_lanes(lengths)
         assert len(cut.ends) > 1 or threads == 1 or threads > 2
         check(layers, replay, layers.fill(*lengths, some=some, cut=cut))
     assert replay.num_runs == 6
@@ -105,20 +120,20 @@ def test_lanes_give_what_all_together_give(threads: int, some: bool) -> None:
 
 def test_another_number_of_threads_has_lanes_of_its_own() -> None:
     layers = Layers()
-    replay = EncodeReplay(layers, layers.batch, ROOM, lanes=replace(USUAL, least_tokens=4))
+    replay = EncoderReplay(layers, layers.batch, ROOM, planner=replace(DEFAULT_PLANNER, min_lane_tokens=4))
     for number in (2, 1, 3):
         torch.set_num_threads(number)
-        cut = replay.cut([20] * 6)
+        cut = replay.plan_lanes([20] * 6)
         assert bool(cut.ends) == (number > 1)
         check(layers, replay, layers.fill(*[20] * 6, cut=cut))
 
 
 def test_where_large_products_are_somebody_elses_fewer_tokens_are_run_again() -> None:
     layers = Layers(most=50)
-    replay = EncodeReplay(layers, layers.batch, ROOM)
+    replay = EncoderReplay(layers, layers.batch, ROOM)
     check(layers, replay, layers.fill(20))
     assert replay.most_tokens == 32 and replay.num_runs == 1
-    with pytest.raises(Unrecordable):
+    with pytest.raises(NotRecordable):
         replay(layers.fill(60))  # eager, which so many are not here
     check(layers, replay, layers.fill(33))
     assert replay.num_runs == 1  # eager, as that one was
@@ -126,30 +141,30 @@ def test_where_large_products_are_somebody_elses_fewer_tokens_are_run_again() ->
 
 def test_more_tokens_than_is_usual_are_eager() -> None:
     layers = Layers()
-    replay = EncodeReplay(layers, layers.batch, 40)
+    replay = EncoderReplay(layers, layers.batch, 40)
     for tokens, num_runs in [(40, 1), (41, 1), (12, 2)]:
         check(layers, replay, layers.fill(tokens))
         assert replay.num_runs == num_runs
-    assert replay.cut([21, 21]).ends == ()
+    assert replay.plan_lanes([21, 21]).ends == ()
 
 
 def test_what_cannot_even_be_recorded_with_few_is_never_tried_again() -> None:
     layers = Layers(most=0)
-    replay = EncodeReplay(layers, layers.batch, ROOM)
+    replay = EncoderReplay(layers, layers.batch, ROOM)
     cut = layers.fill(5)
-    with pytest.raises(Unrecordable):
+    with pytest.raises(NotRecordable):
         replay(cut)  # eager, which this one is not either
     assert replay.reason == "a large product cannot be recorded" and replay.most_tokens == 0
     tried = len(layers.calls)
-    assert layers.calls[-2:] == [LEAST_TOKENS, 5]
-    with pytest.raises(Unrecordable):
+    assert layers.calls[-2:] == [MIN_RECORDED_TOKENS, 5]
+    with pytest.raises(NotRecordable):
         replay(cut)
     assert len(layers.calls) == tried + 1
 
 
 def test_where_it_is_off_nothing_is_recorded() -> None:
     layers = Layers()
-    replay = EncodeReplay(layers, layers.batch, ROOM, off="asked for", lanes=replace(USUAL, least_tokens=1))
-    assert replay.cut([30, 30, 30]) == Cut.none(3)
+    replay = EncoderReplay(layers, layers.batch, ROOM, off_reason="asked for", planner=replace(DEFAULT_PLANNER, min_lane_tokens=1))
+    assert replay.plan_lanes([30, 30, 30]) == LanePlan.none(3)
     check(layers, replay, layers.fill(30, 30, 30))
     assert layers.calls == [90] and replay.most_tokens == 0

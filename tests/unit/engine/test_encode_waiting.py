@@ -9,10 +9,12 @@ from statistics import median
 
 import pytest
 
-from app.engine.encode_pace import EncodePace
-from app.engine.encoder import EncodeLimits, EncoderEngine
-from app.engine.texts import TextSpan
-from app.hardware.step_seconds import StepSeconds
+from app.engine.encoder.batching import BatchingDelay, TextSpan
+from app.engine.encoder.engine import (
+    EncoderEngine,
+    EncoderLimits,
+)
+from app.hardware.step_times import StepTimeTable
 from encoder_simulation import FakeRunner, encode
 
 EACH, TOKENS, REQUESTS = 2e-5, 40, 600  # seconds of a token, tokens of a request
@@ -34,10 +36,10 @@ class Played:
     """Requests at their moments and the worker's waiting, on a clock of its own. `clients` ask again 0.2 to 0.6 ms after their answers."""
 
     def __init__(self, fixed: float, waits: bool, moments: Sequence[float] = (), clients: int = 0) -> None:
-        table = StepSeconds((), (), encode_points=tuple((tokens, fixed + EACH * tokens) for tokens in (16, 512)))
+        table = StepTimeTable((), (), encode_points=tuple((tokens, fixed + EACH * tokens) for tokens in (16, 512)))
         self.runner, self.clients, self.source = TimedRunner(fixed), clients, random.Random(5)
-        pace = EncodePace(512, table if waits else None)
-        self.engine = EncoderEngine(self.runner, EncodeLimits(512, 256, ("embedding",)), pace, lambda: self.runner.now)
+        pace = BatchingDelay(512, table if waits else None)
+        self.engine = EncoderEngine(self.runner, EncoderLimits(512, 256, ("embedding",)), pace, lambda: self.runner.now)
         self.coming = sorted(moments) or [1e-5 * number for number in range(clients)]
         self.came: list[float] = []
         self.latencies: list[float] = []
@@ -48,7 +50,7 @@ class Played:
     def _step(self) -> None:
         if not self.engine.has_work:
             self._until(max(self.runner.now, self.coming[0]))
-        while (patience := self.engine.patience_seconds) > 0.0:
+        while (patience := self.engine.batching_delay_seconds) > 0.0:
             until = self.runner.now + patience
             self._until(min(until, max(self.coming[0], self.runner.now)) if self.coming else until)
         self._until(self.runner.now)

@@ -4,8 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from app.errors import ContextLengthExceeded, InvalidRequest, RequestError, ServiceStopping, StepFailed, WrongModelKind
-from app.messages import Abort, ArraysReady, Encode, RequestFailed, Text
+from app.errors import (
+    ContextLengthExceeded,
+    InvalidRequest,
+    RequestError,
+    ServiceStopping,
+    StepFailed,
+    WrongModelKind,
+)
+from app.messages import (
+    Abort,
+    ArraysReady,
+    Encode,
+    RequestFailed,
+    Text,
+)
 from encoder_simulation import MAX_LEN, POISON, EncoderSimulation, encode
 
 
@@ -82,14 +95,14 @@ def test_a_request_that_was_tried_alone_and_went_well_shares_steps_again() -> No
     sim.step()
     sim.step()
     sim.step()
-    assert [{span.request.order.request_id for span in batch} for batch in sim.runner.batches[1:]] == [
+    assert [{span.request.message.request_id for span in batch} for batch in sim.runner.batches[1:]] == [
         {"many"},
         {"small"},
         {"many"},
     ]
     sim.engine.add(encode("tiny", 2))
     sim.step()
-    assert {span.request.order.request_id for span in sim.runner.batches[-1]} == {"many", "tiny"}
+    assert {span.request.message.request_id for span in sim.runner.batches[-1]} == {"many", "tiny"}
 
 
 def test_who_is_aborted_hears_nothing_and_leaves_room() -> None:

@@ -7,9 +7,13 @@ from itertools import count
 
 import pytest
 
-from app.engine.batch import Batch, Flight, Picked
-from app.engine.limits import Limits
-from app.engine.pace import StepPace
+from app.engine.scheduler.batch import (
+    Batch,
+    InFlightStep,
+    SampledTokens,
+)
+from app.engine.scheduler.budget import PrefillBudget
+from app.engine.scheduler.queues import EngineLimits
 from app.errors import ServiceStopping
 from app.messages import Abort
 from engine_simulation import DeviceBroke, Simulation, oracular, plain_completion
@@ -36,18 +40,18 @@ def names_of(batch: Batch | None) -> list[str]:
 
 
 def flight_of(sim: Simulation) -> Batch | None:
-    return None if sim.engine._ahead is None else sim.engine._ahead.batch
+    return None if sim.engine._launched_ahead is None else sim.engine._launched_ahead.batch
 
 
 def test_the_next_step_is_launched_before_this_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     sim, deeds = Simulation().flying(), []
     launch, wait = sim.runner.launch, sim.runner.wait
 
-    def launching(batch: Batch, after: Flight | None = None) -> Flight:
+    def launching(batch: Batch, after: InFlightStep | None = None) -> InFlightStep:
         deeds.append(f"launch {batch.spans[0].end}")
         return launch(batch, after)
 
-    def waiting(flight: Flight) -> list[Picked]:
+    def waiting(flight: InFlightStep) -> list[SampledTokens]:
         deeds.append(f"wait {flight.batch.spans[0].end}")
         return wait(flight)
 
@@ -67,7 +71,7 @@ def test_each_tells_its_own_tokens_and_no_more_steps_are_made_than_without() -> 
     flying.finish()
     plain.finish()
     assert flying.completions == plain.completions
-    assert len(flying.runner.batches) == len(flying.runner.waited) == len(plain.runner.batches)
+    assert len(flying.runner.batches) == len(flying.runner.wait_measured) == len(plain.runner.batches)
 
 
 def test_who_ends_unforeseen_has_a_void_row_once() -> None:
@@ -79,7 +83,7 @@ def test_who_ends_unforeseen_has_a_void_row_once() -> None:
         sim.step()
         counted += sim.engine.stats.decode_tokens  # type: ignore[union-attr]
     under_way = flight_of(sim)
-    assert names_of(under_way) == ["a", "b"] and under_way is not None and names_of(under_way.living()) == ["b"]
+    assert names_of(under_way) == ["a", "b"] and under_way is not None and names_of(under_way.active()) == ["b"]
     sim.step()
     stats = sim.engine.stats
     assert stats is not None and (stats.num_sequences, stats.decode_tokens, stats.context_tokens) == (1, 1, 24)
@@ -93,7 +97,7 @@ def test_when_the_last_one_ends_its_void_row_is_not_waited_for() -> None:
     sim, seed = Simulation().flying(), seed_that_stops(PROMPTS["a"], 3)
     sim.add("a", PROMPTS["a"], seed=seed)
     sim.finish()
-    assert flight_of(sim) is None and len(sim.runner.batches) == len(sim.runner.waited) + 1
+    assert flight_of(sim) is None and len(sim.runner.batches) == len(sim.runner.wait_measured) + 1
     sim.add("b", [*PROMPTS["a"], 5], seed=1, ignore_eos=True, max_tokens=4)
     sim.finish()
     assert sim.completions["b", 0] == plain_completion([*PROMPTS["a"], 5], 1, 25, None)
@@ -123,7 +127,7 @@ def test_those_who_could_not_be_admitted_hold_nobody_up(arrange: Callable[[Simul
     arrange(sim)
     for _ in range(4):
         sim.step()
-    assert sim.scheduler.roster.waiting and flight_of(sim) is not None
+    assert sim.scheduler.queues.waiting and flight_of(sim) is not None
 
 
 def test_who_could_be_admitted_is_not_kept_waiting() -> None:
@@ -134,7 +138,7 @@ def test_who_could_be_admitted_is_not_kept_waiting() -> None:
 
 
 def test_a_place_that_is_known_to_come_free_is_waited_for() -> None:
-    sim = Simulation(limits=Limits(200, 2, 64)).flying()
+    sim = Simulation(limits=EngineLimits(200, 2, 64)).flying()
     for name, most in (("a", 4), ("b", 50), ("c", 50)):
         sim.add(name, PROMPTS[name], max_tokens=most, ignore_eos=True)
     ahead = [names_of(flight_of(sim)) for _ in range(4) if sim.step()]
@@ -161,7 +165,7 @@ def test_a_prompt_that_is_read_in_parts_is_not_passed_over() -> None:
 
 
 def test_who_reads_a_prompt_outside_this_step_is_not_passed_over_either() -> None:
-    sim = Simulation(pace=StepPace(64)).flying()  # it knows no decode step yet: the first one is measured alone
+    sim = Simulation(pace=PrefillBudget(64)).flying()  # it knows no decode step yet: the first one is measured alone
     sim.add("a", PROMPTS["a"], ignore_eos=True)
     sim.add("b", [2] * 150, ignore_eos=True)
     assert names_of(sim.step()) == ["a", "b"]
@@ -177,7 +181,7 @@ def test_guesses_and_flights_exclude_each_other() -> None:
 
 
 def test_nobody_is_preempted_for_a_step_ahead() -> None:
-    sim = Simulation(capacity=60, limits=Limits(60, 4, 64)).flying()
+    sim = Simulation(capacity=60, limits=EngineLimits(60, 4, 64)).flying()
     for name in ("a", "b"):
         sim.add(name, PROMPTS[name], max_tokens=25, ignore_eos=True)
     while not any(batch.preempted for batch in sim.runner.batches):
@@ -251,7 +255,7 @@ def test_a_followed_step_takes_its_time_from_the_one_before_it() -> None:
     sim.engine._clock = lambda: now[0]
     wait = sim.runner.wait
 
-    def slow(flight: Flight) -> list[Picked]:
+    def slow(flight: InFlightStep) -> list[SampledTokens]:
         now[0] += 1.0
         return wait(flight)
 

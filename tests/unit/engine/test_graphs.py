@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from app.engine.buckets import buckets_for
-from app.engine.device_step import Way
-from app.engine.graphs import Graphs, Shape, bytes_of_rows, common_shapes
+from app.engine.decoder.cuda_graphs import (
+    DecodeGraphs,
+    GraphShape,
+    bucket_sizes,
+    captured_row_bytes,
+    startup_shapes,
+)
+from app.engine.decoder.device_inputs import SamplingMode
 
-ONE = Shape(4, Way.GREEDY)
+ONE = GraphShape(4, SamplingMode.GREEDY)
 
 
 class Device:
@@ -38,25 +43,25 @@ class Device:
         return self.alive
 
 
-def graphs_on(device: Device, done: list[Shape], off: str = "") -> Graphs:
+def graphs_on(device: Device, done: list[GraphShape], off: str = "") -> DecodeGraphs:
     backend: Any = device
-    return Graphs(backend, done.append, bytes_of_rows(2**18, 4), off)
+    return DecodeGraphs(backend, done.append, captured_row_bytes(2**18, 4), off)
 
 
 def test_a_shape_is_run_before_it_is_captured_and_replayed_afterwards() -> None:
-    device, done = Device(), list[Shape]()
+    device, done = Device(), list[GraphShape]()
     graphs = graphs_on(device, done)
-    assert graphs.wants(ONE)
+    assert graphs.should_capture(ONE)
     graphs.capture(ONE)
-    assert done == [ONE, ONE] and not graphs.wants(ONE) and graphs.wants(Shape(4, Way.DRAWN))
+    assert done == [ONE, ONE] and not graphs.should_capture(ONE) and graphs.should_capture(GraphShape(4, SamplingMode.RANDOM))
     graphs.run(ONE)
     assert (device.replayed, graphs.num_replayed, len(done)) == (1, 1, 2)
 
 
 def test_what_is_not_captured_is_computed() -> None:
-    device, done = Device(), list[Shape]()
+    device, done = Device(), list[GraphShape]()
     graphs = graphs_on(device, done, off="because")
-    assert not graphs.wants(ONE) and not graphs.on
+    assert not graphs.should_capture(ONE) and not graphs.enabled
     graphs.run(ONE)
     assert done == [ONE] and device.replayed == 0
 
@@ -69,11 +74,11 @@ def test_what_is_not_captured_is_computed() -> None:
     ],
 )
 def test_whoever_cannot_capture_says_why_and_goes_on(device: Device, reason: str, caplog: pytest.LogCaptureFixture) -> None:
-    done: list[Shape] = []
+    done: list[GraphShape] = []
     graphs = graphs_on(device, done)
     graphs.capture(ONE)
     assert reason in graphs.reason and reason in caplog.text
-    assert not graphs.wants(ONE) and not graphs.wants(Shape(1, Way.GREEDY)) and not graphs.on
+    assert not graphs.should_capture(ONE) and not graphs.should_capture(GraphShape(1, SamplingMode.GREEDY)) and not graphs.enabled
     done.clear()
     graphs.run(ONE)
     assert done == [ONE]
@@ -82,43 +87,52 @@ def test_whoever_cannot_capture_says_why_and_goes_on(device: Device, reason: str
 @pytest.mark.parametrize(
     ("device", "way", "reason"),
     [
-        (Device(error=torch.OutOfMemoryError("no room")), Way.GREEDY, "no room"),
-        (Device(free=3 * 2**20), Way.GREEDY, "its logits would take more memory"),
-        (Device(free=10 * 2**20), Way.DRAWN, "its logits would take more memory"),
+        (Device(error=torch.OutOfMemoryError("no room")), SamplingMode.GREEDY, "no room"),
+        (Device(free=3 * 2**20), SamplingMode.GREEDY, "its logits would take more memory"),
+        (Device(free=10 * 2**20), SamplingMode.RANDOM, "its logits would take more memory"),
     ],
 )
 def test_where_memory_is_short_smaller_steps_are_captured(
-    device: Device, way: Way, reason: str, caplog: pytest.LogCaptureFixture
+    device: Device, way: SamplingMode, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     graphs = graphs_on(device, [])
-    graphs.capture(Shape(4, way))
+    graphs.capture(GraphShape(4, way))
     assert reason in caplog.text and f"Steps of 4 sequences and more with {way.value} sampling run eagerly" in caplog.text
-    assert not graphs.wants(Shape(4, way)) and not graphs.wants(Shape(8, way)) and graphs.wants(Shape(2, way)) and graphs.on
-    assert graphs.wants(Shape(8, Way.FILTERED)), "another way to pick is another question"
+    assert (
+        not graphs.should_capture(GraphShape(4, way))
+        and not graphs.should_capture(GraphShape(8, way))
+        and graphs.should_capture(GraphShape(2, way))
+        and graphs.enabled
+    )
+    assert graphs.should_capture(GraphShape(8, SamplingMode.FILTERED)), "another way to pick is another question"
     device.error = None
-    graphs.capture(Shape(2, way))
-    graphs.run(Shape(2, way))
+    graphs.capture(GraphShape(2, way))
+    graphs.run(GraphShape(2, way))
     assert device.replayed == 1
 
 
 def test_no_more_is_kept_than_the_plan_has_room_for() -> None:
     """Rows of logits of 1 MiB; a drawing step holds five times that for each."""
     graphs = graphs_on(Device(), [])
-    for shape in (Shape(512, Way.GREEDY), Shape(96, Way.FILTERED), Shape(112, Way.FILTERED)):
+    for shape in (
+        GraphShape(512, SamplingMode.GREEDY),
+        GraphShape(96, SamplingMode.FILTERED),
+        GraphShape(112, SamplingMode.FILTERED),
+    ):
         graphs.capture(shape)
-    assert set(graphs.captured) == {Shape(512, Way.GREEDY), Shape(96, Way.FILTERED)}
+    assert set(graphs.captured) == {GraphShape(512, SamplingMode.GREEDY), GraphShape(96, SamplingMode.FILTERED)}
 
 
 def test_steps_that_draw_by_one_kernel_hold_no_more_than_others() -> None:
     """So that all buckets of a large vocabulary are captured on a GPU, where by torch's own only those up to 208 are."""
     backend: Any = Device()
-    for drawing, captured in ((0, {Shape(256, Way.DRAWN)}), (4, set())):
-        graphs = Graphs(backend, lambda shape: None, bytes_of_rows(128_256, drawing))
-        graphs.capture(Shape(256, Way.DRAWN))
+    for drawing, captured in ((0, {GraphShape(256, SamplingMode.RANDOM)}), (4, set())):
+        graphs = DecodeGraphs(backend, lambda shape: None, captured_row_bytes(128_256, drawing))
+        graphs.capture(GraphShape(256, SamplingMode.RANDOM))
         assert set(graphs.captured) == captured
 
 
 def test_the_common_shapes_come_largest_first() -> None:
-    shapes = list(common_shapes(buckets_for(256)))
-    assert shapes[0].bucket == 64 and shapes[-1] == Shape(1, Way.FILTERED)
+    shapes = list(startup_shapes(bucket_sizes(256)))
+    assert shapes[0].bucket == 64 and shapes[-1] == GraphShape(1, SamplingMode.FILTERED)
     assert len(shapes) == len(set(shapes)) == 33

@@ -9,10 +9,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from app.engine.lanes import UNEVEN, USUAL, Cut, Lanes, room_of_lane
+from app.engine.encoder.sharding import (
+    DEFAULT_PLANNER,
+    MAX_IMBALANCE,
+    LanePlan,
+    LanePlanner,
+    max_lane_tokens,
+)
 
 
-def lanes_of(cut: Cut, lengths: Sequence[int]) -> list[list[int]]:
+def lanes_of(cut: LanePlan, lengths: Sequence[int]) -> list[list[int]]:
     """Lengths of the texts of each lane."""
     return [[lengths[text] for text in cut.order[begin:end]] for begin, end in pairwise((cut.together, *cut.ends))]
 
@@ -33,20 +39,20 @@ TEXTS = st.lists(st.one_of(st.integers(1, 64), st.integers(1, 512)), min_size=1,
 def test_every_text_is_in_one_place_and_lanes_are_even(
     lengths: list[int], threads: int, least: int, most: int, pair: float
 ) -> None:
-    rule = Lanes(pair, least, most)
-    cut = rule.cut(lengths, threads)
+    rule = LanePlanner(pair, least, most)
+    cut = rule.plan(lengths, threads)
     assert sorted(cut.order) == list(range(len(lengths)))
     assert list(cut.ends) == sorted(set(cut.ends)) and (cut.ends[-1:] or (cut.together,)) == (len(lengths),)
     lanes = lanes_of(cut, lengths)
     assert threads > 1 or not lanes
     if not lanes:
-        assert cut == Cut.none(len(lengths))
+        assert cut == LanePlan.none(len(lengths))
         return
     assert len(lanes) % threads == 0 and len(lanes) <= threads * most and sum(map(sum, lanes)) >= least * len(lanes)
-    assert all(sum(lane) <= room_of_lane(sum(lengths), threads) for lane in lanes)
+    assert all(sum(lane) <= max_lane_tokens(sum(lengths), threads) for lane in lanes)
     costs = [sum(map(rule.cost, lane)) for lane in lanes]
     assert costs == sorted(costs, reverse=True)
-    assert busiest(costs, threads) <= UNEVEN * sum(costs) / threads * (1 + 1e-9)
+    assert busiest(costs, threads) <= MAX_IMBALANCE * sum(costs) / threads * (1 + 1e-9)
     if cut.together:  # no shorter one was taken out of its lane for a longer one's sake
         assert min(lengths[text] for text in cut.order[: cut.together]) >= max(max(lane) for lane in lanes)
 
@@ -66,12 +72,12 @@ def test_every_text_is_in_one_place_and_lanes_are_even(
     ],
 )
 def test_usual_batches(lengths: list[int], threads: int, lanes: list[list[int]]) -> None:
-    cut = USUAL.cut(lengths, threads)
+    cut = DEFAULT_PLANNER.plan(lengths, threads)
     assert lanes_of(cut, lengths) == lanes
     assert cut.together == len(lengths) - sum(map(len, lanes))
 
 
 def test_a_long_text_weighs_more_than_its_tokens() -> None:
     lengths = [200, *[20] * 10]
-    assert lanes_of(Lanes(0.0, 100, 1).cut(lengths, 2), lengths) == [[200], [20] * 10]
-    assert Lanes(0.05, 100, 1).cut(lengths, 2).together == 1
+    assert lanes_of(LanePlanner(0.0, 100, 1).plan(lengths, 2), lengths) == [[200], [20] * 10]
+    assert LanePlanner(0.05, 100, 1).plan(lengths, 2).together == 1

@@ -11,24 +11,55 @@ from typing import Any
 import pytest
 import torch
 
-from app.backends.selection import processor, select_backend
-from app.engine import measuring, peaks
-from app.engine.looks import Extent, StepShape
-from app.engine.measuring import Subject, measure
-from app.engine.rehearsal import CHUNK_TOKENS, CONTEXT_ROWS, Rehearsal
-from app.engine.stages import CpuStage
-from app.hardware.decision import Decision, Measurements, Trial
-from app.hardware.plan import ServingPlan, make_plan
-from app.hardware.probe import probe
+from app.backends.selection import (
+    select_backend,
+    select_host_backend,
+)
+from app.engine.calibration import (
+    measure as measuring,
+)
+from app.engine.calibration import (
+    measure as peaks,
+)
+from app.engine.calibration.decoder_trial import (
+    CHUNK_TOKENS,
+    CONTEXT_ROWS,
+    DecoderTrial,
+)
+from app.engine.calibration.measure import (
+    CalibrationSubject,
+    measure_machine,
+)
+from app.engine.calibration.stages import (
+    CpuTrialStage,
+    TrialScope,
+    TrialStep,
+)
+from app.hardware.decision import (
+    Decision,
+    Measurements,
+    TrialTimes,
+)
+from app.hardware.plan.plan import (
+    ServingPlan,
+    make_plan,
+)
+from app.hardware.probe.probe import probe
 from app.kernels import ceilings
-from app.kernels.operations import Code, has
+from app.kernels.native.operations import (
+    OpCode,
+    has_kernel,
+)
 from app.settings import Settings
-from app.weights.checkpoint import Checkpoint, open_checkpoint
+from app.weights.checkpoint import (
+    Checkpoint,
+    open_checkpoint,
+)
+from app.weights.forms import RECIPES
 from app.weights.load import load_model
-from app.weights.recipes import RECIPES
 from tiny_checkpoints import write_checkpoint
 
-INTEGERS = pytest.mark.skipif(not has(Code.LINEAR_INT), reason="integer forms need the native library")
+INTEGERS = pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="integer forms need the native library")
 PRECISIONS = ["fp32", "bf16", pytest.param("int8", marks=INTEGERS), pytest.param("int4", marks=INTEGERS)]
 FIXED, LAYER, ROW, CONTEXT = 1e-3, 1e-4, 1e-5, 1e-9  # seconds of a step on the machine of these tests
 
@@ -50,14 +81,16 @@ def plan_of(checkpoint: Checkpoint, **settings: Any) -> ServingPlan:
     return make_plan(probe(), None, Settings(**asked), checkpoint.needs(), RECIPES.keys())
 
 
-def _replay_of(rehearsal: Rehearsal, layers: int) -> Any:
+def _replay_of(rehearsal: DecoderTrial, layers: int) -> Any:
     run: Any = rehearsal._runners[layers]
     return run.__self__.model
 
 
-def rehearsal_of(checkpoint: Checkpoint, **settings: Any) -> Rehearsal:
+def rehearsal_of(checkpoint: Checkpoint, **settings: Any) -> DecoderTrial:
     plan = plan_of(checkpoint, **settings)
-    return Rehearsal(checkpoint.model_config, plan, torch.device("cpu"), partial(CpuStage, processor(plan)), Extent(0, 4))
+    return DecoderTrial(
+        checkpoint.model_config, plan, torch.device("cpu"), partial(CpuTrialStage, select_host_backend(plan)), TrialScope(0, 4)
+    )
 
 
 # ---- steps that really run -------------------------------------------------------------------------------------------
@@ -67,7 +100,7 @@ def rehearsal_of(checkpoint: Checkpoint, **settings: Any) -> Rehearsal:
 def test_steps_run_with_weights_that_nobody_read(checkpoint: Checkpoint, precision: str) -> None:
     with torch.inference_mode():
         rehearsal = rehearsal_of(checkpoint, precision=precision)
-        for shape in (StepShape("decode", 4, 2), StepShape("decode", 8, 1, rehearsal.context), StepShape("prefill", 100, 2)):
+        for shape in (TrialStep("decode", 4, 2), TrialStep("decode", 8, 1, rehearsal.context), TrialStep("prefill", 100, 2)):
             step = rehearsal.step(shape)
             for _ in range(3):  # logits that are not finite would raise
                 assert step()
@@ -77,7 +110,7 @@ def test_steps_run_with_weights_that_nobody_read(checkpoint: Checkpoint, precisi
 def test_steps_are_run_again_from_the_second_on(checkpoint: Checkpoint) -> None:
     with torch.inference_mode():
         rehearsal = rehearsal_of(checkpoint, precision="int4")
-        step = rehearsal.step(StepShape("decode", 4, 2))
+        step = rehearsal.step(TrialStep("decode", 4, 2))
         step()
         replay: Any = _replay_of(rehearsal, 2)
         assert (replay.reason, replay.num_runs) == ("", 0)
@@ -95,7 +128,7 @@ def test_compile_off_leaves_them_eager(checkpoint: Checkpoint) -> None:
 def test_every_family_can_be_rehearsed(tmp_path: Path, architecture: str) -> None:
     checkpoint = open_checkpoint(write_checkpoint(tmp_path / "tiny", architecture))
     with torch.inference_mode():
-        assert rehearsal_of(checkpoint, precision="bf16").step(StepShape("decode", 2, 2))()
+        assert rehearsal_of(checkpoint, precision="bf16").step(TrialStep("decode", 2, 2))()
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -109,16 +142,16 @@ def test_weights_that_a_step_reads_are_counted_as_they_are_loaded(checkpoint: Ch
 def test_layers_exceed_the_cache_twice(checkpoint: Checkpoint) -> None:
     plan = plan_of(checkpoint, precision="fp32")
 
-    def layers(extent: Extent) -> int:
-        return Rehearsal(
-            checkpoint.model_config, plan, torch.device("cpu"), partial(CpuStage, processor(plan)), extent
+    def layers(scope: TrialScope) -> int:
+        return DecoderTrial(
+            checkpoint.model_config, plan, torch.device("cpu"), partial(CpuTrialStage, select_host_backend(plan)), scope
         ).few_layers
 
     layer, output = rehearsal_of(checkpoint, precision="fp32")._sizes(checkpoint.model_config)
-    assert layers(Extent(0, 8)) == 2
-    assert layers(Extent(0, 2)) == 4
-    assert layers(Extent((output + 5 * layer) // 2, 8)) == 5
-    assert layers(Extent(2**40, 8)) == 8, "no more than the model has"
+    assert layers(TrialScope(0, 8)) == 2
+    assert layers(TrialScope(0, 2)) == 4
+    assert layers(TrialScope((output + 5 * layer) // 2, 8)) == 5
+    assert layers(TrialScope(2**40, 8)) == 8, "no more than the model has"
 
 
 # ---- what is said of the whole model ---------------------------------------------------------------------------------
@@ -127,30 +160,32 @@ def test_layers_exceed_the_cache_twice(checkpoint: Checkpoint) -> None:
 class Machine:
     """A clock that only steps move, by what they would take on a machine without noise (or with)."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, factor: Callable[[Rehearsal, int], float]) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, factor: Callable[[DecoderTrial, int], float]) -> None:
         self.now, self.factor, self.steps = 0.0, factor, 0
-        monkeypatch.setattr(Rehearsal, "step", lambda rehearsal, shape: lambda: self._run(rehearsal, shape))
+        monkeypatch.setattr(DecoderTrial, "step", lambda rehearsal, shape: lambda: self._run(rehearsal, shape))
 
     def __call__(self) -> float:
         return self.now
 
-    def _run(self, rehearsal: Rehearsal, shape: StepShape) -> None:
+    def _run(self, rehearsal: DecoderTrial, shape: TrialStep) -> None:
         self.steps += 1
         rows = FIXED + shape.layers * (LAYER + shape.size * ROW + shape.size * shape.context * CONTEXT)
         self.now += rows * self.factor(rehearsal, torch.get_num_threads())
 
 
-def subject_of(checkpoint: Checkpoint, *precisions: str, **changes: Any) -> Subject:
+def subject_of(checkpoint: Checkpoint, *precisions: str, **changes: Any) -> CalibrationSubject:
     ways = tuple(plan_of(checkpoint, precision=name) for name in precisions)
-    return Subject(checkpoint.model_config, ways, **{"threads": (1,), "choose": lambda found: (precisions[0], 1), **changes})
+    return CalibrationSubject(
+        checkpoint.model_config, ways, **{"threads": (1,), "choose": lambda found: (precisions[0], 1), **changes}
+    )
 
 
-def quiet(rehearsal: Rehearsal, threads: int) -> float:
+def quiet(rehearsal: DecoderTrial, threads: int) -> float:
     return 1.0
 
 
-def measured(machine: Machine, subject: Subject, budget: float = 0.7) -> Measurements:
-    return measure(subject, budget, lambda stage: None, machine)
+def measured(machine: Machine, subject: CalibrationSubject, budget: float = 0.7) -> Measurements:
+    return measure_machine(subject, budget, lambda stage: None, machine)
 
 
 def test_the_whole_models_seconds(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +205,7 @@ def test_few_layers_and_few_outputs_stand_for_all(tmp_path: Path, monkeypatch: p
     shallow = open_checkpoint(write_checkpoint(tmp_path / "shallow"))  # two layers: all are made
     machine = Machine(monkeypatch, quiet)
     subject = subject_of(shallow, "fp32", "bf16")
-    monkeypatch.setattr(measuring, "COARSE", dataclasses.replace(measuring.COARSE, most_outputs=32))
+    monkeypatch.setattr(measuring, "COARSE_TRIAL", dataclasses.replace(measuring.COARSE, most_outputs=32))
     by_precision = {trial.precision: trial for trial in measured(machine, subject).trials}
     assert by_precision["fp32"].decode_seconds[8] == pytest.approx(FIXED + 2 * (LAYER + 8 * ROW))
     outputs = (320 - 32) * 32 / (32 * 64 + 32 * 32 + 2 * 32 * 48 + 48 * 32)  # what is left out, in layers
@@ -195,7 +230,7 @@ def test_no_time_gives_a_reason_and_no_table(checkpoint: Checkpoint, monkeypatch
 def test_all_that_may_be_chosen_is_looked_at_and_the_choice_looked_at_closely(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, fewer: bool
 ) -> None:
-    def factor(rehearsal: Rehearsal, threads: int) -> float:
+    def factor(rehearsal: DecoderTrial, threads: int) -> float:
         return (0.5 if rehearsal.plan.precision.value == "int4" else 1.0) * (0.8 if (threads == 1) == fewer else 1.0)
 
     machine = Machine(monkeypatch, factor)
@@ -218,7 +253,7 @@ def test_where_eight_bits_are_quicker_than_four(checkpoint: Checkpoint, monkeypa
     machine = Machine(monkeypatch, quiet)
     seconds = machine._run
 
-    def run(rehearsal: Rehearsal, shape: StepShape) -> None:
+    def run(rehearsal: DecoderTrial, shape: TrialStep) -> None:
         before = machine.now
         seconds(rehearsal, shape)
         if rehearsal.plan.int8_copy.value:  # slower for few tokens, quicker for many
@@ -235,7 +270,7 @@ def test_where_eight_bits_are_quicker_than_four(checkpoint: Checkpoint, monkeypa
 
 
 def test_ceilings_are_sampled_where_the_budget_has_room(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ceilings, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(ceilings, "SPIN_DOWN_SECONDS", 0.0)
     monkeypatch.setattr(peaks, "READ_BYTES", 2**20)
     monkeypatch.setattr(peaks, "PRODUCT_SHAPES", ((64, 64, 64),))
     found = measured(Machine(monkeypatch, quiet), subject_of(checkpoint, "fp32"), budget=3.0)
@@ -248,7 +283,7 @@ def test_whoever_is_told_may_stop_it(checkpoint: Checkpoint) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measure(subject_of(checkpoint, "fp32"), 0.5, stop)
+        measure_machine(subject_of(checkpoint, "fp32"), 0.5, stop)
 
 
 def test_a_context_needs_room(checkpoint: Checkpoint) -> None:
@@ -262,12 +297,12 @@ def test_a_context_needs_room(checkpoint: Checkpoint) -> None:
 
 def test_a_trial_of_a_tiny_model_is_believable(checkpoint: Checkpoint) -> None:
     """With the real clock: whatever the machine is doing, there is a sane table or a reason."""
-    found = measure(subject_of(checkpoint, "fp32"), 0.3, lambda stage: None)
+    found = measure_machine(subject_of(checkpoint, "fp32"), 0.3, lambda stage: None)
     assert bool(found.trials) != bool(found.fallback)
     assert all(_is_sane(trial) for trial in found.trials)
 
 
-def _is_sane(trial: Trial) -> bool:
+def _is_sane(trial: TrialTimes) -> bool:
     tables = (trial.decode_seconds, trial.prefill_seconds)
     return all(list(table.values()) == sorted(table.values()) and min(table.values()) > 0 for table in tables)
 
@@ -275,14 +310,16 @@ def _is_sane(trial: Trial) -> bool:
 def test_under_a_quota_that_binds_speed_is_what_it_leaves(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of a core: steps take four times what the CPU needs for them, and the budget is of as much work."""
     whole, quarter = Machine(monkeypatch, quiet), Machine(monkeypatch, quiet)
-    (asked,) = subject_of(checkpoint, "fp32").ways
+    (asked,) = subject_of(checkpoint, "fp32").plans
     throttled = dataclasses.replace(asked, throttling_quota=Decision(0.25, "for this test"))
     found = {}
     for machine, plan in ((whole, asked), (quarter, throttled)):
-        monkeypatch.setattr(Rehearsal, "step", lambda rehearsal, shape, machine=machine: lambda: machine._run(rehearsal, shape))
-        monkeypatch.setattr(measuring, "steady_clock", lambda quota, machine=machine: lambda: machine.now / (quota or 1.0))
-        subject = Subject(checkpoint.model_config, (plan,), (1,), lambda found: ("fp32", 1))
-        found[machine] = measure(subject, 0.7, lambda stage: None).trials[0]
+        monkeypatch.setattr(
+            DecoderTrial, "step", lambda rehearsal, shape, machine=machine: lambda: machine._run(rehearsal, shape)
+        )
+        monkeypatch.setattr(measuring, "throttle_corrected_clock", lambda quota, machine=machine: lambda: machine.now / (quota or 1.0))
+        subject = CalibrationSubject(checkpoint.model_config, (plan,), (1,), lambda found: ("fp32", 1))
+        found[machine] = measure_machine(subject, 0.7, lambda stage: None).trials[0]
     assert quarter.steps == pytest.approx(whole.steps, rel=0.3)  # of a step in long seconds fewer samples are enough
     for size, seconds in found[whole].decode_seconds.items():
         assert found[quarter].decode_seconds[size] == pytest.approx(4 * seconds)

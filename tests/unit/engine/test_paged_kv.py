@@ -12,32 +12,48 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.engine import paged_kv
-from app.engine.batch import Copy, Span
-from app.engine.kv_cache import KVCache, KVShape
-from app.engine.limits import Limits, longest
-from app.engine.paged_kv import PagedKVCache
-from app.engine.sequence import Sequence, resolve_seed
-from app.kernels.paged import PAGE_TOKENS
-from app.messages import Abort, Generate, SamplingParams
+from app.engine.decoder import paged_kv_cache
+from app.engine.decoder.kv_cache import (
+    KvCache,
+    KvShape,
+)
+from app.engine.decoder.paged_kv_cache import PagedKvCache
+from app.engine.scheduler.batch import (
+    KvCopy,
+    ScheduledSpan,
+)
+from app.engine.scheduler.queues import (
+    EngineLimits,
+    max_sequence_tokens,
+)
+from app.engine.scheduler.sequence import (
+    Sequence,
+    resolve_seed,
+)
+from app.kernels.attention.paged import PAGE_TOKENS
+from app.messages import (
+    Abort,
+    Generate,
+    SamplingParams,
+)
 from engine_simulation import EOS, Simulation, plain_beam_search, plain_completion
 from fake_device import CUDA, fake_cuda
 from paged_runner import PagedRunner, small_pages
 
-SHAPE = KVShape(num_layers=2, num_slots=4, max_len=200, num_kv_heads=2, head_dim=8)
+SHAPE = KvShape(num_layers=2, num_slots=4, max_len=200, num_kv_heads=2, head_dim=8)
 FAMILIES = ([1, 2, 3, 4] * 20, [1, 2, 3, 4] * 6 + [5] * 60, [6] * 80)  # the first two part after 24 tokens
 
 
-def cache_of(num_pages: int = 12, dtype: torch.dtype = torch.float32) -> PagedKVCache:
-    return PagedKVCache(SHAPE, dtype, num_pages, torch.device("cpu"))
+def cache_of(num_pages: int = 12, dtype: torch.dtype = torch.float32) -> PagedKvCache:
+    return PagedKvCache(SHAPE, dtype, num_pages, torch.device("cpu"))
 
 
-def span_of(start: int, num_tokens: int, slot: int = 0, prefix_slot: int | None = None, prefix_tokens: int = 0) -> Span:
+def span_of(start: int, num_tokens: int, slot: int = 0, prefix_slot: int | None = None, prefix_tokens: int = 0) -> ScheduledSpan:
     sequence = Sequence("r", 0, SamplingParams(), list(range(start + num_tokens)), start + num_tokens)
-    return Span(sequence, start, num_tokens, slot, prefix_slot, prefix_tokens, samples=True)
+    return ScheduledSpan(sequence, start, num_tokens, slot, prefix_slot, prefix_tokens, samples=True)
 
 
-def fill(cache: PagedKVCache, span: Span, seed: int = 0) -> Tensor:
+def fill(cache: PagedKvCache, span: ScheduledSpan, seed: int = 0) -> Tensor:
     """Writes what a span computes; layer l holds the returned keys [tokens, kv_heads, head_dim] plus l, and the negative as values."""
     key = torch.randn((span.num_tokens, 2, 8), generator=torch.Generator().manual_seed(seed))
     rows = torch.tensor(cache.written_rows([span]))
@@ -46,10 +62,10 @@ def fill(cache: PagedKVCache, span: Span, seed: int = 0) -> Tensor:
     return key
 
 
-def held(cache: PagedKVCache, span: Span, layer: int = 1) -> Tensor:
+def held(cache: PagedKvCache, span: ScheduledSpan, layer: int = 1) -> Tensor:
     """A span's context as twins read it, run by run."""
-    key = torch.cat([cache.layers[layer].read(run.first, run.num_tokens)[0] for run in cache.runs(span)])
-    assert torch.equal(-key, torch.cat([cache.layers[layer].read(run.first, run.num_tokens)[1] for run in cache.runs(span)]))
+    key = torch.cat([cache.layers[layer].read(run.first, run.num_tokens)[0] for run in cache.kv_segments(span)])
+    assert torch.equal(-key, torch.cat([cache.layers[layer].read(run.first, run.num_tokens)[1] for run in cache.kv_segments(span)]))
     return key
 
 
@@ -59,7 +75,7 @@ def held(cache: PagedKVCache, span: Span, layer: int = 1) -> Tensor:
 def test_counts_of_pages_and_bytes() -> None:
     cache = cache_of(12, torch.bfloat16)
     assert cache.tokens_per_page == PAGE_TOKENS and cache.capacity_tokens == 12 * PAGE_TOKENS and cache.stride == 256
-    assert cache.bytes_per_token == KVCache(SHAPE, torch.bfloat16).bytes_per_token
+    assert cache.bytes_per_token == KvCache(SHAPE, torch.bfloat16).bytes_per_token
     assert cache.reserved_bytes == 13 * PAGE_TOKENS * cache.bytes_per_token
     assert sum(kv.keys.nbytes + kv.values.nbytes for kv in cache.layers) == cache.reserved_bytes
     assert cache.tables.shape == (SHAPE.num_slots + 1, 4) and cache.tables.dtype == torch.int32
@@ -150,7 +166,7 @@ def test_copies_are_done_as_if_one_after_the_other() -> None:
     """The second overwrites a part of the first, the third reads what both have left, and the source's pages are free in the end."""
     cache = cache_of()
     first, second = fill(cache, span_of(0, 150, slot=0)), fill(cache, span_of(0, 150, slot=1), seed=1)
-    cache.carry((Copy(0, 2, 10, 150), Copy(1, 2, 30, 50), Copy(2, 3, 20, 140)), ((0, 0, SHAPE.max_len),))
+    cache.apply_copies((KvCopy(0, 2, 10, 150), KvCopy(1, 2, 30, 50), KvCopy(2, 3, 20, 140)), ((0, 0, SHAPE.max_len),))
     both = torch.cat((first[10:30], second[30:50], first[50:]))
     for slot, start, expected in ((2, 10, both), (3, 20, both[10:-10]), (1, 0, second)):
         rows = [cache.row(slot, start + at) for at in range(len(expected))]
@@ -163,19 +179,19 @@ def test_pages_that_are_still_to_be_read_are_the_last_to_be_written() -> None:
     cache = cache_of()
     fill(cache, span_of(0, 70, slot=0))
     before = {cache.row(0, at) // PAGE_TOKENS for at in (0, 64)}
-    cache.carry((Copy(0, 2, 0, 70),), ((0, 0, SHAPE.max_len),))
+    cache.apply_copies((KvCopy(0, 2, 0, 70),), ((0, 0, SHAPE.max_len),))
     assert not before & {cache.row(2, at) // PAGE_TOKENS for at in (0, 64)}
 
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_copy_may_go_to_the_very_pages_that_it_is_read_from(order: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two slots change places while no page is free: all is read before one row is written."""
-    monkeypatch.setattr(paged_kv, "_MOVED", 16)
+    monkeypatch.setattr(paged_kv_cache, "_MAX_MOVED_ROWS", 16)
     cache = cache_of(num_pages=6)
     first, second = fill(cache, span_of(0, 190, slot=0)), fill(cache, span_of(0, 190, slot=1), seed=1)
     assert cache.num_free_pages == 0
     released = ((0, 0, SHAPE.max_len), (1, 0, SHAPE.max_len))
-    cache.carry((Copy(0, 2, 0, 190), Copy(1, 3, 0, 190))[::order], released)
+    cache.apply_copies((KvCopy(0, 2, 0, 190), KvCopy(1, 3, 0, 190))[::order], released)
     assert cache.num_free_pages == 0
     for slot, expected in ((2, first), (3, second)):
         rows = [cache.row(slot, at) for at in range(190)]
@@ -185,10 +201,10 @@ def test_a_copy_may_go_to_the_very_pages_that_it_is_read_from(order: int, monkey
 def test_the_same_copies_are_not_carried_twice() -> None:
     cache = cache_of()
     first = fill(cache, span_of(0, 70, slot=0))
-    copies, released = (Copy(0, 2, 0, 70),), ((0, 0, SHAPE.max_len),)
-    cache.carry(copies, released)
+    copies, released = (KvCopy(0, 2, 0, 70),), ((0, 0, SHAPE.max_len),)
+    cache.apply_copies(copies, released)
     fill(cache, span_of(0, 130, slot=1), seed=1)
-    cache.carry(copies, released)
+    cache.apply_copies(copies, released)
     assert torch.equal(cache.layers[1].keys[[cache.row(2, at) for at in range(70)]], first + 1)
 
 
@@ -204,10 +220,10 @@ def test_what_want_of_memory_interrupts_is_finished_before_anything_else(fails_a
             raise torch.OutOfMemoryError
         return select(memory, dim, rows)
 
-    copies = (Copy(0, 2, 0, 190), Copy(1, 3, 0, 190))
+    copies = (KvCopy(0, 2, 0, 190), KvCopy(1, 3, 0, 190))
     with mock.patch.object(Tensor, "index_select", scarce):
         with pytest.raises(torch.OutOfMemoryError):
-            cache.carry(copies, ((0, 0, SHAPE.max_len), (1, 0, SHAPE.max_len)))
+            cache.apply_copies(copies, ((0, 0, SHAPE.max_len), (1, 0, SHAPE.max_len)))
         cache.written_rows([])
     for layer in range(SHAPE.num_layers):
         for slot, expected in ((2, first), (3, second)):
@@ -216,10 +232,10 @@ def test_what_want_of_memory_interrupts_is_finished_before_anything_else(fails_a
 
 def test_what_moves_stays_on_the_device() -> None:
     with fake_cuda():
-        cache = PagedKVCache(SHAPE, torch.bfloat16, 12, CUDA)
+        cache = PagedKvCache(SHAPE, torch.bfloat16, 12, CUDA)
         cache.written_rows([span_of(0, 100)])
         cache.written_rows([span_of(70, 5, slot=1, prefix_slot=0, prefix_tokens=70)])
-        cache.carry((Copy(0, 2, 0, 30),), ((0, 0, SHAPE.max_len),))
+        cache.apply_copies((KvCopy(0, 2, 0, 30),), ((0, 0, SHAPE.max_len),))
         assert cache.tables.device == cache.layers[0].keys.device == CUDA
 
 
@@ -236,7 +252,7 @@ def test_whatever_happens_pages_hold_what_they_should(
     seed: int, num_slots: int, capacity: int, page: int, batch_tokens: int, flying: float, told_twice: float
 ) -> None:
     with small_pages(page):
-        limits = Limits(max_model_len=90, max_running_seqs=4, max_batch_tokens=batch_tokens)
+        limits = EngineLimits(max_model_len=90, max_running_seqs=4, max_batch_tokens=batch_tokens)
         sim = Simulation(num_slots, capacity, page, limits)
         sim.engine.runner = sim.runner = runner = PagedRunner(sim.pool, 90, flying, told_twice)
         dice, asked, aborted = random.Random(seed), [], set()
@@ -270,7 +286,7 @@ def _check_told(sim: Simulation, asked: list[Generate], aborted: set[str]) -> No
     for request in asked:
         if request.request_id in aborted or request.request_id in sim.failures:
             continue
-        limit = longest(request, sim.scheduler._limits, sim.pool)
+        limit = max_sequence_tokens(request, sim.scheduler._limits, sim.pool)
         for choice in range(request.params.n):
             ending = sim.endings[request.request_id, choice]
             said = list(ending.token_ids) or sim.completions.get((request.request_id, choice), [])
@@ -286,5 +302,5 @@ def _give_all_back(sim: Simulation, runner: PagedRunner) -> None:
         assert not slot.running
         sim.pool._shrink(slot, 0)
     assert sim.pool.used_tokens == 0
-    runner.cache.carry((), sim.pool.take_released())
+    runner.cache.apply_copies((), sim.pool.take_released())
     assert runner.cache.num_free_pages == runner.num_pages

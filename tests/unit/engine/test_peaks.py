@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.engine import peaks
+from app.engine.calibration import measure
 
 
 def test_under_a_quota_that_binds_ceilings_are_what_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,7 +16,7 @@ def test_under_a_quota_that_binds_ceilings_are_what_it_leaves(monkeypatch: pytes
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr(peaks, "ReadCeiling", Ceiling)
-    monkeypatch.setattr(peaks, "ProductCeiling", Ceiling)
-    found = peaks.of_processor(["fp32"], 1, 0, 0.25)
+    monkeypatch.setattr(measure, "ReadBandwidthProbe", Ceiling)
+    monkeypatch.setattr(measure, "MatmulThroughputProbe", Ceiling)
+    found = measure.measure_cpu_peaks(["fp32"], 1, 0, 0.25)
     assert (found.read_bytes_per_second, found.products_per_second) == (2.0, {"fp32": 2.0})

@@ -7,12 +7,19 @@ from typing import Any
 import pytest
 import torch
 
-from app.engine.batch import Picked
-from app.engine.picking import pick_best, wanted_best
-from app.engine.sampler import Sampler
-from app.engine.sequence import Sequence
+from app.engine.sampling.sampler import (
+    Sampler,
+    sample_top_logits,
+    top_logits_request,
+)
+from app.engine.scheduler.batch import SampledTokens
+from app.engine.scheduler.sequence import Sequence
 from app.errors import StepFailed
-from app.kernels.best import MOST_BEST, Wanted, best_torch
+from app.kernels.elementwise.activations import (
+    MAX_TOP_LOGITS,
+    TopLogitsRequest,
+    top_logits_torch,
+)
 from app.messages import SamplingParams
 from sequences import rows_of
 
@@ -27,10 +34,12 @@ def logits_of(rows: int, seed: int = 0) -> torch.Tensor:
     return torch.randn((rows, VOCAB), generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def both(logits: torch.Tensor, sequences: list[Sequence]) -> tuple[list[Picked], list[Picked]]:
-    wanted = wanted_best(rows_of(sequences))
+def both(logits: torch.Tensor, sequences: list[Sequence]) -> tuple[list[SampledTokens], list[SampledTokens]]:
+    wanted = top_logits_request(rows_of(sequences))
     assert wanted is not None
-    return pick_best(best_torch(logits, wanted), rows_of(sequences)), Sampler(VOCAB).pick(logits.clone(), rows_of(sequences))
+    return sample_top_logits(top_logits_torch(logits, wanted), rows_of(sequences)), Sampler(VOCAB).sample(
+        logits.clone(), rows_of(sequences)
+    )
 
 
 @pytest.mark.parametrize(
@@ -39,7 +48,7 @@ def both(logits: torch.Tensor, sequences: list[Sequence]) -> tuple[list[Picked],
         {"temperature": 0.0},
         {"temperature": 1.0, "top_k": 1},
         {"temperature": 0.7, "top_k": 40},
-        {"temperature": 1.5, "top_k": MOST_BEST, "top_p": 0.8},
+        {"temperature": 1.5, "top_k": MAX_TOP_LOGITS, "top_p": 0.8},
         {"temperature": 1.0, "top_k": 20, "min_p": 0.1},
     ],
     ids=str,
@@ -73,24 +82,24 @@ def test_logprobs_are_over_the_whole_vocabulary() -> None:
     "params",
     [
         {"temperature": 1.0},
-        {"top_k": MOST_BEST + 1},
+        {"top_k": MAX_TOP_LOGITS + 1},
         {"temperature": 0.0, "repetition_penalty": 1.1},
         {"top_k": 5, "frequency_penalty": 0.5},
     ],
     ids=str,
 )
 def test_one_that_needs_more_asks_for_whole_rows(params: dict[str, Any]) -> None:
-    assert wanted_best(rows_of([sequence_with(temperature=0.0), sequence_with(**params)])) is None
+    assert top_logits_request(rows_of([sequence_with(temperature=0.0), sequence_with(**params)])) is None
 
 
 def test_as_many_as_the_most_demanding_needs() -> None:
     sequences = [sequence_with(temperature=0.0), sequence_with(top_k=7), sequence_with(temperature=0.0, logprobs=3)]
-    assert wanted_best(rows_of(sequences)) == Wanted(7, with_logsumexp=True)
-    assert wanted_best(rows_of([])) is None
+    assert top_logits_request(rows_of(sequences)) == TopLogitsRequest(7, with_logsumexp=True)
+    assert top_logits_request(rows_of([])) is None
 
 
 def test_logits_that_are_not_finite_are_refused() -> None:
     logits = logits_of(2)
     logits[1, 3] = torch.nan
     with pytest.raises(StepFailed, match="1 of 2"):
-        pick_best(best_torch(logits, Wanted(1)), rows_of([sequence_with(temperature=0.0)] * 2))
+        sample_top_logits(top_logits_torch(logits, TopLogitsRequest(1)), rows_of([sequence_with(temperature=0.0)] * 2))

@@ -6,16 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.prefix import common_prefix, placements
-from app.engine.slots import Placement, Slot
+from app.engine.scheduler.kv_allocator import (
+    KvSlot,
+    Placement,
+    common_prefix_length,
+    placements,
+)
 
 NOTHING = Placement()
 
 
-def slot(index: int, token_ids: list[int], running: bool = False, base: Slot | None = None, shared: int = 0) -> Slot:
-    made = Slot(index, running, token_ids, len(token_ids), base.index if base else None, shared, len(token_ids))
+def slot(index: int, token_ids: list[int], running: bool = False, base: KvSlot | None = None, shared: int = 0) -> KvSlot:
+    made = KvSlot(index, running, token_ids, len(token_ids), base.index if base else None, shared, len(token_ids))
     if base is not None:
-        base.leaners.add(index)
+        base.sharers.add(index)
     return made
 
 
@@ -31,7 +35,7 @@ def test_the_common_prefix_is_what_comparing_one_by_one_finds(
     end = min(len(first), len(second))
     plain = next((at for at in range(end) if first[at] != second[at]), end)
     start = data.draw(st.integers(0, plain))
-    assert common_prefix(first, second, start, end) == plain
+    assert common_prefix_length(first, second, start, end) == plain
 
 
 def test_one_token_is_always_left_to_compute() -> None:
@@ -53,13 +57,13 @@ def test_too_little_is_not_shared_unless_it_was_made_for_it() -> None:
 
 def test_a_continuation_takes_its_own_slot_over() -> None:
     cached = slot(0, prompt(100, 7, 7))
-    assert next(placements([cached], prompt(100, 8, 8, 8))) == Placement(100, adopt=0)
+    assert next(placements([cached], prompt(100, 8, 8, 8))) == Placement(100, reused_slot=0)
 
 
 def test_a_long_cached_slot_is_not_destroyed_for_a_short_common_prefix() -> None:
     cached = slot(0, prompt(100))
     options = list(placements([cached], prompt(40, 8)))
-    assert options == [Placement(40, prefix_slot=0, prefix_tokens=40), Placement(40, adopt=0), NOTHING]
+    assert options == [Placement(40, prefix_slot=0, prefix_tokens=40), Placement(40, reused_slot=0), NOTHING]
 
 
 def test_a_leaning_source_is_shared_up_to_its_base_and_copied_beyond() -> None:
@@ -81,7 +85,7 @@ def test_of_equals_the_one_that_loses_nothing_is_taken_then_the_one_without_a_co
     running = slot(1, prompt(80), running=True, base=base, shared=40)
     plain = slot(2, prompt(80), running=True)
     cached = slot(3, prompt(80))
-    assert next(placements([base, running, plain, cached], prompt(80, 8))) == Placement(80, adopt=3)
+    assert next(placements([base, running, plain, cached], prompt(80, 8))) == Placement(80, reused_slot=3)
     assert next(placements([base, running, plain], prompt(80, 8))).prefix_slot == 2
 
 

@@ -11,13 +11,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.engine.encode_pace import EncodePace
-from app.engine.program import ProgramEngine, Served
-from app.engine.tensors import DTYPES, array_of, tensor_of
-from app.errors import InvalidRequest, ServiceStopping, StepFailed
-from app.hardware.step_seconds import StepSeconds
-from app.hardware.throttling import Stretch
-from app.messages import Abort, Array, ArraysReady, Event, Infer, RequestFailed, Signature, TensorSpec
+from app.engine.encoder.batching import BatchingDelay
+from app.engine.program import (
+    DTYPES,
+    ProgramEngine,
+    RunnableProgram,
+    to_array,
+    to_tensor,
+)
+from app.errors import (
+    InvalidRequest,
+    ServiceStopping,
+    StepFailed,
+)
+from app.hardware.step_times import StepTimeTable, ThrottleCorrection
+from app.messages import (
+    Abort,
+    Array,
+    ArraysReady,
+    Event,
+    Infer,
+    RequestFailed,
+    Signature,
+    TensorSpec,
+)
 
 SIGNATURE = Signature(
     (TensorSpec("ids", "INT64", (-1, -1)),), (TensorSpec("sum", "FP32", (-1,)), TensorSpec("twice", "INT64", (-1, -1)))
@@ -41,11 +58,11 @@ class Table:
 
 
 def engine_of(table: Table, max_rows: int = 8) -> ProgramEngine:
-    return ProgramEngine(Served(table, SIGNATURE, (0, 1)), EncodePace(max_rows))  # type: ignore[arg-type]
+    return ProgramEngine(RunnableProgram(table, SIGNATURE, (0, 1)), BatchingDelay(max_rows))  # type: ignore[arg-type]
 
 
 def order(name: str, rows: list[list[int]], outputs: tuple[str, ...] = ("sum",)) -> Infer:
-    return Infer(name, {"ids": array_of(torch.tensor(rows), "INT64")}, outputs, arrived_at=0.0)
+    return Infer(name, {"ids": to_array(torch.tensor(rows), "INT64")}, outputs, arrived_at=0.0)
 
 
 def finished(engine: ProgramEngine) -> dict[str, Event]:
@@ -58,7 +75,7 @@ def finished(engine: ProgramEngine) -> dict[str, Event]:
 
 def sums(event: Event) -> list[float]:
     assert isinstance(event, ArraysReady)
-    values: list[float] = tensor_of(event.arrays["sum"]).tolist()
+    values: list[float] = to_tensor(event.arrays["sum"]).tolist()
     return values
 
 
@@ -71,18 +88,18 @@ def test_requests_share_a_step() -> None:
     assert table.batches == [(3, 2)]
     assert (sums(told["a"]), sums(told["b"])) == ([3.0, 7.0], [11.0])
     assert isinstance(told["b"], ArraysReady)
-    assert tensor_of(told["b"].arrays["twice"]).tolist() == [[10, 12]]
+    assert to_tensor(told["b"].arrays["twice"]).tolist() == [[10, 12]]
     assert engine.stats is not None
     assert (engine.stats.encode_tokens, engine.stats.num_sequences) == (3, 2)
 
 
 def test_a_step_tells_what_a_quota_makes_of_it() -> None:
     engine = engine_of(Table())
-    engine.stretch = Stretch(0.25, iter([1.0, 1e6]).__next__)  # so much of the CPU, however short it was
+    engine.throttle_correction = ThrottleCorrection(0.25, iter([1.0, 1e6]).__next__)  # so much of the CPU, however short it was
     engine.add(order("a", [[1, 2]]))
     finished(engine)
     assert engine.stats is not None
-    assert engine.stats.usual_seconds == pytest.approx(4 * (1e6 - 1.0))
+    assert engine.stats.corrected_seconds == pytest.approx(4 * (1e6 - 1.0))
 
 
 def test_only_rows_of_one_shape_share_a_step_and_the_oldest_is_in_it() -> None:
@@ -179,14 +196,14 @@ def test_everybody_ends_once_with_their_own_rows(requests: list[tuple[int, int, 
 @pytest.mark.parametrize("datatype", sorted(DTYPES))
 def test_arrays_become_tensors_and_back(datatype: str) -> None:
     tensor = torch.tensor([[0, 1, 1], [1, 0, 2]]).to(DTYPES[datatype])
-    array = array_of(tensor, datatype)
+    array = to_array(tensor, datatype)
     assert (array.datatype, array.shape, len(array.data)) == (datatype, (2, 3), tensor.nbytes)
-    assert torch.equal(tensor_of(array), tensor)
+    assert torch.equal(to_tensor(array), tensor)
 
 
 def test_an_array_without_rows() -> None:
-    assert tensor_of(array_of(torch.empty(0, 4))).shape == (0, 4)
-    assert array_of(torch.empty(0, 4)) == Array("FP32", (0, 4), b"")
+    assert to_tensor(to_array(torch.empty(0, 4))).shape == (0, 4)
+    assert to_array(torch.empty(0, 4)) == Array("FP32", (0, 4), b"")
 
 
 def test_what_steps_take_is_told_and_corrected() -> None:
@@ -197,14 +214,14 @@ def test_what_steps_take_is_told_and_corrected() -> None:
             now[0] += 3.0
             return super().run(given)
 
-    steps = StepSeconds((), (), encode_points=((1, 1.0), (8, 2.0)))
-    served = Served(Slow(), SIGNATURE, (0, 1))  # type: ignore[arg-type]
-    engine = ProgramEngine(served, EncodePace(8, steps, oldest_first=True), lambda: now[0])
-    before = engine.snapshot().tempo
+    steps = StepTimeTable((), (), encode_points=((1, 1.0), (8, 2.0)))
+    served = RunnableProgram(Slow(), SIGNATURE, (0, 1))  # type: ignore[arg-type]
+    engine = ProgramEngine(served, BatchingDelay(8, steps, oldest_first=True), lambda: now[0])
+    before = engine.snapshot().step_times
     assert before is not None and (before.max_tokens, before.oldest_first, before.encode(1)) == (8, True, 1.0)
     engine.add(order("a", [[1]]))
     finished(engine)
     assert engine.stats is not None and engine.stats.model_seconds == engine.stats.seconds == 3.0
-    after = engine.snapshot().tempo
+    after = engine.snapshot().step_times
     assert after is not None and after.encode(1) == 3.0, "the step took three seconds"
-    assert engine_of(Table()).snapshot().tempo is None, "nothing was measured"
+    assert engine_of(Table()).snapshot().step_times is None, "nothing was measured"

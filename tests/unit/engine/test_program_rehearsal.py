@@ -11,20 +11,33 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from app.engine import program_rehearsal
-from app.engine.looks import COARSE, FULL, StepShape
-from app.engine.measuring import Subject, measure
-from app.engine.program import Served
-from app.engine.program_rehearsal import ProgramRehearsal
-from app.engine.tensors import made_up
+from app.engine.calibration import program_trial
+from app.engine.calibration.measure import (
+    CalibrationSubject,
+    measure_machine,
+)
+from app.engine.calibration.program_trial import ProgramTrial
+from app.engine.calibration.stages import (
+    COARSE_TRIAL,
+    FULL_TRIAL,
+    TrialStep,
+)
+from app.engine.program import RunnableProgram, synthetic_inputs
 from app.errors import StepFailed
-from app.hardware.plan import ServingPlan, make_plan
-from app.hardware.probe import probe
+from app.hardware.plan.plan import (
+    ServingPlan,
+    make_plan,
+)
+from app.hardware.probe.probe import probe
 from app.settings import Settings
-from app.weights.archive import Archive
-from app.weights.program import ProgramCheckpoint, open_program
-from app.weights.program_cost import operations_per_row, read_bytes
-from app.weights.recipes import RECIPES
+from app.weights.forms import RECIPES
+from app.weights.program import (
+    ProgramCheckpoint,
+    open_program,
+    operations_per_row,
+    read_bytes,
+)
+from app.weights.program_archive import Archive
 from exported_programs import PROGRAMS, model_of, write_program
 
 FIXED, ROW = 1e-3, 1e-4  # seconds of a step on the machine of these tests
@@ -54,18 +67,18 @@ def plan_of(checkpoint: ProgramCheckpoint, **settings: Any) -> ServingPlan:
     return make_plan(probe(), None, Settings(**asked), checkpoint.needs(), RECIPES.keys())
 
 
-def rehearsal_of(checkpoint: ProgramCheckpoint, **settings: Any) -> ProgramRehearsal:
-    return ProgramRehearsal(checkpoint, plan_of(checkpoint, **settings))
+def rehearsal_of(checkpoint: ProgramCheckpoint, **settings: Any) -> ProgramTrial:
+    return ProgramTrial(checkpoint, plan_of(checkpoint, **settings))
 
 
-@pytest.mark.parametrize("large", [program_rehearsal.LARGE_BYTES, 1], ids=["all is read", "nothing that floats is read"])
+@pytest.mark.parametrize("large", [program_trial.LARGE_BYTES, 1], ids=["all is read", "nothing that floats is read"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("name", ["recommender", "vision", "guarded"])
 def test_steps_run(folder: Path, name: str, precision: str, large: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program_rehearsal, "LARGE_BYTES", large)
+    monkeypatch.setattr(program_trial, "LARGE_BYTES", large)
     with torch.inference_mode():
         rehearsal = rehearsal_of(opened(folder, name), precision=precision)
-        outputs = rehearsal.step(StepShape("encode", 3, 1))()
+        outputs = rehearsal.step(TrialStep("encode", 3, 1))()
     assert isinstance(outputs, dict) and all(len(tensor) == 3 and tensor.isfinite().all() for tensor in outputs.values())
 
 
@@ -75,7 +88,7 @@ def test_large_weights_are_made_up_and_constants_are_read(folder: Path, monkeypa
     monkeypatch.setattr(Archive, "read", lambda archive, name: read.append(name) or whole(archive, name))  # type: ignore[func-returns-value]
     checkpoint = opened(folder, "vision")
     largest = max(each.num_elements for each in checkpoint.states.values())
-    monkeypatch.setattr(program_rehearsal, "LARGE_BYTES", 4 * largest)
+    monkeypatch.setattr(program_trial, "LARGE_BYTES", 4 * largest)
     read.clear()
     rehearsal_of(checkpoint)
     members = {stored.member: stored for stored in checkpoint.states.values()}
@@ -84,36 +97,36 @@ def test_large_weights_are_made_up_and_constants_are_read(folder: Path, monkeypa
 
 def test_sizes_of_steps(folder: Path) -> None:
     checkpoint = opened(folder)
-    assert rehearsal_of(checkpoint).sizes() == [1, 2, 4, 8, 16, 32, 64], "no more than it was exported for"
-    wide = dataclasses.replace(checkpoint, most_rows=None)
-    assert rehearsal_of(wide).sizes()[-1] == 256
-    assert rehearsal_of(wide, max_batch_tokens=24).sizes() == [1, 2, 4, 8, 16, 24], "no more than was asked for"
-    assert rehearsal_of(wide, max_batch_tokens=1000).sizes()[-1] == 1000
-    narrow = dataclasses.replace(checkpoint, fewest_rows=4, most_rows=20)
+    assert rehearsal_of(checkpoint).step_sizes() == [1, 2, 4, 8, 16, 32, 64], "no more than it was exported for"
+    wide = dataclasses.replace(checkpoint, max_rows=None)
+    assert rehearsal_of(wide).step_sizes()[-1] == 256
+    assert rehearsal_of(wide, max_batch_tokens=24).step_sizes() == [1, 2, 4, 8, 16, 24], "no more than was asked for"
+    assert rehearsal_of(wide, max_batch_tokens=1000).step_sizes()[-1] == 1000
+    narrow = dataclasses.replace(checkpoint, min_rows=4, max_rows=20)
     rehearsal = rehearsal_of(narrow)
-    assert [shape.size for shape in rehearsal.shapes(FULL)] == [4, 8, 16, 20]
-    assert [shape.size for shape in rehearsal.shapes(COARSE)] == [4, 8], "one row costs what the fewest do"
+    assert [shape.size for shape in rehearsal.trial_steps(FULL_TRIAL)] == [4, 8, 16, 20]
+    assert [shape.size for shape in rehearsal.trial_steps(COARSE_TRIAL)] == [4, 8], "one row costs what the fewest do"
 
 
 def test_a_program_that_cannot_be_run_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(served: Served, inputs: Any) -> Any:
+    def broken(served: RunnableProgram, inputs: Any) -> Any:
         raise IndexError("index out of range in self")
 
-    monkeypatch.setattr(Served, "run", broken)
+    monkeypatch.setattr(RunnableProgram, "run", broken)
     with pytest.raises(StepFailed, match="cannot be run: index out of range"):
-        rehearsal_of(opened(folder)).step(StepShape("encode", 1, 1))()
+        rehearsal_of(opened(folder)).step(TrialStep("encode", 1, 1))()
 
 
 def test_what_steps_take_is_known_of_every_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
 
-    def step(rehearsal: ProgramRehearsal, shape: StepShape) -> Any:
+    def step(rehearsal: ProgramTrial, shape: TrialStep) -> Any:
         return lambda: now.__setitem__(0, now[0] + FIXED + shape.size * ROW)
 
-    monkeypatch.setattr(ProgramRehearsal, "step", step)
+    monkeypatch.setattr(ProgramTrial, "step", step)
     checkpoint = opened(folder)
-    subject = Subject(checkpoint, (plan_of(checkpoint),), (1,), lambda found: ("fp32", 1))
-    found = measure(subject, 1.5, lambda stage: None, lambda: now[0])
+    subject = CalibrationSubject(checkpoint, (plan_of(checkpoint),), (1,), lambda found: ("fp32", 1))
+    found = measure_machine(subject, 1.5, lambda stage: None, lambda: now[0])
     (trial,) = found.trials
     assert trial.encode_seconds == pytest.approx({rows: FIXED + rows * ROW for rows in (1, 2, 4, 8, 16, 32, 64)})
     assert (trial.decode_seconds, trial.prefill_seconds, trial.pair_seconds) == ({}, {}, 0.0)
@@ -126,7 +139,7 @@ def test_what_steps_take_is_known_of_every_size(folder: Path, monkeypatch: pytes
 @pytest.mark.parametrize("name", ["recommender", "vision", "guarded"])
 def test_operations_are_counted_as_torch_counts_them(folder: Path, name: str) -> None:
     checkpoint = opened(folder, name)
-    inputs = made_up(checkpoint.signature, 7)
+    inputs = synthetic_inputs(checkpoint.signature, 7)
     with FlopCounterMode(display=False) as counter, torch.inference_mode():
         model_of(name)(*inputs.values())
     assert 7 * operations_per_row(checkpoint, 1) == counter.get_total_flops()
@@ -154,7 +167,7 @@ def test_bytes_that_a_step_reads(folder: Path) -> None:
 def test_a_program_is_known_by_what_it_computes(folder: Path, tmp_path: Path) -> None:
     known = {name: opened(folder, name).fingerprint for name in ("recommender", "vision", "reader")}
     assert len(set(known.values())) == 3
-    assert opened(folder).fingerprint == known["recommender"] != dataclasses.replace(opened(folder), most_rows=9).fingerprint
+    assert opened(folder).fingerprint == known["recommender"] != dataclasses.replace(opened(folder), max_rows=9).fingerprint
     model = PROGRAMS["recommender"][0]().eval()  # other weights
     _, example, shapes = PROGRAMS["recommender"]
     torch.export.save(torch.export.export(model, example, dynamic_shapes=shapes), tmp_path / "other.pt2")

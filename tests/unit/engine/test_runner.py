@@ -7,18 +7,32 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from app.backends.base import AttentionRow, Segment
-from app.backends.cpu import CpuBackend
-from app.backends.reference import reference_attention
-from app.engine.batch import Batch, Copy, Picked, RowToPick, Span
-from app.engine.kv_cache import KVCache, KVShape
-from app.engine.runner import Runner
-from app.engine.sequence import Sequence
-from app.kernels.turn import Heads
+from app.backends.base import (
+    AttentionRow,
+    Segment,
+)
+from app.backends.cpu import CpuBackend, reference_attention
+from app.engine.decoder.cpu_runner import CpuDecoderRunner
+from app.engine.decoder.kv_cache import (
+    KvCache,
+    KvShape,
+)
+from app.engine.scheduler.batch import (
+    Batch,
+    KvCopy,
+    LogitRow,
+    SampledTokens,
+    ScheduledSpan,
+)
+from app.engine.scheduler.sequence import Sequence
+from app.kernels.attention.context import (
+    AttentionSpec,
+    StepContext,
+)
+from app.kernels.attention.layout import QkvHeads
 from app.messages import SamplingParams
-from app.models.context import AttentionSpec, StepContext
 
-SHAPE = KVShape(num_layers=2, num_slots=4, max_len=64, num_kv_heads=2, head_dim=4)
+SHAPE = KvShape(num_layers=2, num_slots=4, max_len=64, num_kv_heads=2, head_dim=4)
 SPEC = AttentionSpec(0.5)
 
 
@@ -41,20 +55,20 @@ class Watched(nn.Module):
 class Echo:
     """Picks the first logit, which the model above makes the last token's id."""
 
-    def pick(self, logits: Tensor, rows: list[RowToPick]) -> list[Picked]:
+    def sample(self, logits: Tensor, rows: list[LogitRow]) -> list[SampledTokens]:
         assert len(logits) == len(rows)
-        return [Picked((int(row[0]),)) for row in logits]
+        return [SampledTokens((int(row[0]),)) for row in logits]
 
 
-def runner_with(model: nn.Module, cache: KVCache | None = None) -> Runner:
-    return Runner(model, cache or KVCache(SHAPE, torch.float32), CpuBackend(torch.float32), Echo())  # type: ignore[arg-type]
+def runner_with(model: nn.Module, cache: KvCache | None = None) -> CpuDecoderRunner:
+    return CpuDecoderRunner(model, cache or KvCache(SHAPE, torch.float32), CpuBackend(torch.float32), Echo())  # type: ignore[arg-type]
 
 
 def span_of(
     token_ids: list[int], start: int, num_tokens: int, slot: int, samples: bool = True, prefix: tuple[int, int] = (0, 0)
-) -> Span:
+) -> ScheduledSpan:
     sequence = Sequence(f"r{slot}", 0, SamplingParams(), token_ids, len(token_ids))
-    return Span(sequence, start, num_tokens, slot, prefix[0] if prefix[1] else None, prefix[1], samples)
+    return ScheduledSpan(sequence, start, num_tokens, slot, prefix[0] if prefix[1] else None, prefix[1], samples)
 
 
 def test_a_batch_becomes_flat_tensors_and_one_pick_for_each_span_that_samples() -> None:
@@ -70,7 +84,7 @@ def test_a_batch_becomes_flat_tensors_and_one_pick_for_each_span_that_samples() 
     assert context.positions.tolist() == [3, 1, 2, 3, 0, 1, 2]
     assert context.logit_rows is not None and context.logit_rows.tolist() == [0, 6]
     assert {tensor.dtype for tensor in (context.token_ids, context.positions, context.logit_rows)} == {torch.int64}
-    assert picked == [Picked((4,)), Picked((1,))]
+    assert picked == [SampledTokens((4,)), SampledTokens((1,))]
 
 
 def test_a_step_of_chunks_alone_writes_the_cache_and_picks_nothing() -> None:
@@ -81,7 +95,7 @@ def test_a_step_of_chunks_alone_writes_the_cache_and_picks_nothing() -> None:
 
 def test_copies_come_first_then_releases_then_the_step() -> None:
     """The copy's source is released in the same batch, and the step writes behind the copy."""
-    cache = KVCache(SHAPE, torch.float32)
+    cache = KvCache(SHAPE, torch.float32)
     key, value = torch.randn(2, 64, 2, 4).unbind(0)
     for layer in range(2):
         cache.write(layer, torch.arange(64) + cache.row(1, 0), key, value)
@@ -93,7 +107,7 @@ def test_copies_come_first_then_releases_then_the_step() -> None:
         (source,) = cache.segments(0, span_of([0] * 64, 0, 64, slot=1))
         seen.append(source.key.clone())
 
-    batch = Batch((span_of([0] * 41, 40, 1, slot=3),), (Copy(1, 3, 0, 40),), ((1, 0, 64),))
+    batch = Batch((span_of([0] * 41, 40, 1, slot=3),), (KvCopy(1, 3, 0, 40),), ((1, 0, 64),))
     runner_with(Watched(inside), cache).run(batch)
     torch.testing.assert_close(seen[0][:40], key[:40])
     assert not bool(seen[1].any()), "the released pages read as zeros"
@@ -101,13 +115,13 @@ def test_copies_come_first_then_releases_then_the_step() -> None:
 
 def test_attention_writes_this_steps_keys_and_sees_the_prefix_and_the_tail() -> None:
     """Two sequences share slot 0's first 5 tokens; both layers are written before they are read."""
-    cache, generator = KVCache(SHAPE, torch.float32), torch.Generator().manual_seed(3)
+    cache, generator = KvCache(SHAPE, torch.float32), torch.Generator().manual_seed(3)
     shared = torch.randn((2, 2, 5, 2, 4), generator=generator)  # layer, key or value, ...
     for layer in range(2):
         cache.write(layer, torch.arange(5), *shared[layer].unbind(0))
     query = torch.randn((5, 4, 4), generator=generator)
     fresh = torch.randn((2, 2, 5, 2, 4), generator=generator)
-    heads = [Heads(torch.cat((query, *fresh[layer].unbind(0)), 1).flatten(1), 4, 2, 4) for layer in range(2)]
+    heads = [QkvHeads(torch.cat((query, *fresh[layer].unbind(0)), 1).flatten(1), 4, 2, 4) for layer in range(2)]
     results: list[Tensor] = []
 
     def inside(context: StepContext) -> None:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from app.engine.batch import Batch
-from app.engine.limits import Limits
-from app.engine.pace import StepPace
-from app.engine.sequence import resolve_seed
-from app.errors import ContextLengthExceeded, InvalidRequest
-from app.measured import StepStats
-from app.messages import Abort, TokensReady
+from app.engine.scheduler.batch import Batch
+from app.engine.scheduler.budget import PrefillBudget
+from app.engine.scheduler.queues import EngineLimits
+from app.engine.scheduler.sequence import resolve_seed
+from app.errors import (
+    ContextLengthExceeded,
+    InvalidRequest,
+)
+from app.messages import (
+    Abort,
+    TokensReady,
+)
+from app.metrics.stats import StepStats
 from engine_simulation import EOS, Simulation, drawn, fingerprints, plain_completion
 
 
@@ -24,8 +30,8 @@ def seed_that(continues: bool, token_ids: list[int]) -> int:
     return next(seed for seed in range(1000) if (drawn(fingerprints(token_ids)[-1], seed) != EOS) == continues)
 
 
-def limited(max_model_len: int = 200, running: int = 4, batch_tokens: int = 64) -> Limits:
-    return Limits(max_model_len, running, batch_tokens)
+def limited(max_model_len: int = 200, running: int = 4, batch_tokens: int = 64) -> EngineLimits:
+    return EngineLimits(max_model_len, running, batch_tokens)
 
 
 def test_decodes_come_first_then_running_prefill_then_new_requests() -> None:
@@ -43,7 +49,7 @@ def test_a_decode_comes_before_the_last_token_of_an_older_prompt() -> None:
     sim.add("old", [1] * 9, n=2)
     sim.add("young", [2] * 4, ignore_eos=True)
     sim.hear(sim.scheduler.abort(Abort("old", choice=0)))
-    sim.scheduler.roster.waiting.sort(key=lambda sequence: -sequence.order)  # as if the older had been held for longer
+    sim.scheduler.queues.waiting.sort(key=lambda sequence: -sequence.arrival_order)  # as if the older had been held for longer
     sim.step()
     assert shape(sim.step()) == [("young", 1), ("old", 1)]
 
@@ -51,7 +57,7 @@ def test_a_decode_comes_before_the_last_token_of_an_older_prompt() -> None:
 def test_the_pace_hears_how_many_prompts_wait_for_how_many_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[tuple[int, int]] = []
     sim = Simulation(limits=limited(batch_tokens=40))
-    monkeypatch.setattr(sim.pace, "prefill_budget", lambda rows, context, first, prompts: heard.append((rows, prompts)) or 8)
+    monkeypatch.setattr(sim.pace, "max_prefill_tokens", lambda rows, context, first, prompts: heard.append((rows, prompts)) or 8)
     sim.add("a", [1] * 4, ignore_eos=True)
     sim.step()
     for name in "bcd":
@@ -62,7 +68,7 @@ def test_the_pace_hears_how_many_prompts_wait_for_how_many_streams(monkeypatch: 
 
 
 def test_prefill_beside_decodes_keeps_to_the_pace() -> None:
-    sim = Simulation(limits=limited(batch_tokens=40), pace=StepPace(40, itl_target_seconds=0.05))
+    sim = Simulation(limits=limited(batch_tokens=40), pace=PrefillBudget(40, itl_target_seconds=0.05))
     sim.add("a", [1] * 5, ignore_eos=True)
     sim.step()
     sim.pace.observe(StepStats(seconds=0.03, decode_tokens=1))

@@ -8,10 +8,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from app.engine.limits import Limits, longest
-from app.engine.pace import StepPace
-from app.engine.sequence import resolve_seed
-from app.messages import Abort, Generate, SamplingParams
+from app.engine.scheduler.budget import PrefillBudget
+from app.engine.scheduler.queues import (
+    EngineLimits,
+    max_sequence_tokens,
+)
+from app.engine.scheduler.sequence import resolve_seed
+from app.messages import (
+    Abort,
+    Generate,
+    SamplingParams,
+)
 from engine_simulation import EOS, Simulation, plain_beam_search, plain_completion
 
 FAMILIES = {"a": [1, 2, 3, 4] * 20, "b": [1, 2, 3, 4] * 6 + [5] * 60, "c": [6] * 80}  # a and b part after 24 tokens
@@ -47,8 +54,8 @@ class AnyRun(RuleBasedStateMachine):
         guessed: float | None,
         flying: float,
     ) -> None:
-        limits = Limits(max_model_len=90, max_running_seqs=running, max_batch_tokens=batch_tokens)
-        self.sim = Simulation(num_slots, capacity, page, limits, StepPace(batch_tokens, itl)).flying(flying)
+        limits = EngineLimits(max_model_len=90, max_running_seqs=running, max_batch_tokens=batch_tokens)
+        self.sim = Simulation(num_slots, capacity, page, limits, PrefillBudget(batch_tokens, itl)).flying(flying)
         if guessed is not None:
             self.sim.with_guesses(guessed)
 
@@ -116,7 +123,7 @@ class AnyRun(RuleBasedStateMachine):
         self.sim.finish()
         assert self.sim.pool.in_use_tokens() == 0
         assert self.sim.step() is None
-        assert self.sim.engine._ahead is None and self.sim.engine._batch is None, "something is left in flight"
+        assert self.sim.engine._launched_ahead is None and self.sim.engine._batch is None, "something is left in flight"
         for request in self.asked.values():
             self.check_told(request)
 
@@ -125,7 +132,10 @@ class AnyRun(RuleBasedStateMachine):
         if request.request_id in self.sim.failures:
             assert request.request_id in self.failed, "nobody fails but those who were refused, or whose step broke"
             return
-        limit, eos = longest(request, self.sim.scheduler._limits, self.sim.pool), None if request.params.ignore_eos else EOS
+        limit, eos = (
+            max_sequence_tokens(request, self.sim.scheduler._limits, self.sim.pool),
+            None if request.params.ignore_eos else EOS,
+        )
         for choice in range(request.params.n):
             key = (request.request_id, choice)
             ending = self.sim.endings[key]

@@ -9,18 +9,28 @@ import pytest
 import torch
 
 from app.backends.selection import select_backend
-from app.engine import scoring
-from app.engine.hearing import correlations_of
-from app.engine.scoring import BREAK, Reader, windows_of
+from app.engine.calibration import perplexity
+from app.engine.calibration.perplexity import (
+    DOCUMENT_SEPARATOR,
+    WindowScorer,
+    measure_input_correlations,
+    read_windows,
+)
 from app.errors import SettingsInvalid
-from app.hardware.plan import ServingPlan, make_plan
-from app.hardware.probe import probe
-from app.kernels.linear import Linear
+from app.hardware.plan.plan import (
+    ServingPlan,
+    make_plan,
+)
+from app.hardware.probe.probe import probe
+from app.kernels.linear.linear import Linear
 from app.settings import load_settings
 from app.text.tokenizer import Tokenizer
-from app.weights.checkpoint import Checkpoint, open_checkpoint
+from app.weights.checkpoint import (
+    Checkpoint,
+    open_checkpoint,
+)
+from app.weights.forms import RECIPES
 from app.weights.load import load_model
-from app.weights.recipes import RECIPES
 from tiny_checkpoints import write_checkpoint
 
 TEXT = "the cat and the hen\n\nwent there\n---\nanother one\n---\n\n---\nthe last, which is a little longer than the others are"
@@ -60,13 +70,13 @@ def some_tokens(length: int) -> list[int]:
 
 
 def test_windows_are_documents_in_pieces_that_each_begin_as_texts_do(tokenizer, text, monkeypatch):
-    monkeypatch.setattr(scoring, "WINDOW", 9)
-    windows = windows_of(tokenizer, text, 256)
-    documents = [part.strip("\n") for part in TEXT.split(BREAK) if part.strip()]
+    monkeypatch.setattr(perplexity, "WINDOW_TOKENS", 9)
+    windows = read_windows(tokenizer, text, 256)
+    documents = [part.strip("\n") for part in TEXT.split(DOCUMENT_SEPARATOR) if part.strip()]
     assert all(window[0] == tokenizer.bos_token_id and 2 <= len(window) <= 9 for window in windows)
     assert "".join(tokenizer.decode(window) for window in windows) == "".join(documents)
     assert len(windows) == sum(-(-len(tokenizer.encode(document, add_special_tokens=False)) // 8) for document in documents)
-    assert sum(len(window) - 1 for window in windows_of(tokenizer, text, 256, 11)) == 11
+    assert sum(len(window) - 1 for window in read_windows(tokenizer, text, 256, 11)) == 11
 
 
 def test_a_text_of_nothing_or_no_text_is_refused(tokenizer, tmp_path):
@@ -74,18 +84,18 @@ def test_a_text_of_nothing_or_no_text_is_refused(tokenizer, tmp_path):
     empty.write_text("---\n\n---\n", encoding="utf-8")
     for file in (empty, tmp_path / "absent.txt"):
         with pytest.raises(SettingsInvalid, match=file.name):
-            windows_of(tokenizer, file, 256)
+            read_windows(tokenizer, file, 256)
 
 
 def test_a_window_read_in_steps_is_the_window_read_at_once(checkpoint, monkeypatch):
     plan = plan_for(checkpoint)
     backend = select_backend(plan)
-    reader = Reader(load_model(checkpoint, plan, backend), checkpoint.model_config, torch.float32, backend)
+    reader = WindowScorer(load_model(checkpoint, plan, backend), checkpoint.model_config, torch.float32, backend)
     window = some_tokens(100)
     with torch.inference_mode():
-        nats, likeliest = reader.read(window)
-        monkeypatch.setattr(scoring, "STEP", 7)
-        again, picked = reader.read(window)
+        nats, likeliest = reader.score(window)
+        monkeypatch.setattr(perplexity, "LOGITS_TOKENS", 7)
+        again, picked = reader.score(window)
     assert len(likeliest) == 99 and torch.equal(likeliest, picked)
     assert again == pytest.approx(nats, rel=1e-5)
     assert nats / 99 == pytest.approx(torch.tensor(320.0).log().item(), rel=0.5)  # random weights know little
@@ -95,7 +105,7 @@ def test_a_text_shows_the_inputs_of_every_product(checkpoint, monkeypatch):
     plan, told = plan_for(checkpoint), []
     backend = select_backend(plan)
     windows = [some_tokens(40), some_tokens(25)]
-    shown = correlations_of(checkpoint, plan, backend, windows, lambda *now: told.append(now))
+    shown = measure_input_correlations(checkpoint, plan, backend, windows, lambda *now: told.append(now))
     model = load_model(checkpoint, plan, backend)
     linears = {module.sources: module for module in model.modules() if isinstance(module, Linear)}
     assert shown.keys() == linears.keys() and told == [(1, 2), (2, 2)]
@@ -103,15 +113,15 @@ def test_a_text_shows_the_inputs_of_every_product(checkpoint, monkeypatch):
         assert total.shape == (linears[sources].in_features,) * 2
         assert bool((torch.linalg.eigvalsh(total.double()) > -1e-3 * total.diagonal().max()).all())
     # The first product's inputs are norms of embeddings: worked out by hand, each as open as the next token is.
-    monkeypatch.setattr(scoring, "STEP", 1000)
+    monkeypatch.setattr(perplexity, "LOGITS_TOKENS", 1000)
     expected, first = (
         torch.zeros(model.config.hidden_size, model.config.hidden_size),
         linears[("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj", "model.layers.0.self_attn.v_proj")],
     )
-    reader = Reader(model, checkpoint.model_config, torch.float32, backend)
+    reader = WindowScorer(model, checkpoint.model_config, torch.float32, backend)
     with torch.inference_mode():
         for window in windows:
-            ((_, logits),) = reader.steps(window)
+            ((_, logits),) = reader.targets_and_logits(window)
             open_ = (1 - logits.softmax(-1).square().sum(-1)).sqrt()
             x = model.layers[0].attention_norm(model.embedding(torch.tensor(window[:-1])))
             expected += (x * open_[:, None]).T @ x

@@ -12,22 +12,38 @@ import torch
 from torch import Tensor
 
 from app.backends.cpu import CpuBackend
-from app.engine.batch import Batch, Copy, Flight
-from app.engine.decoder import DecoderEngine
-from app.engine.kv_cache import KVCache, KVShape
-from app.engine.limits import Limits
-from app.engine.pace import StepPace
-from app.engine.runner import Runner
-from app.engine.sampler import Sampler
-from app.engine.scheduler import Scheduler
-from app.engine.slots import SlotPool
-from app.kernels.turn import Heads
-from app.messages import Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
-from app.models.context import AttentionSpec, StepContext
+from app.engine.decoder.cpu_runner import CpuDecoderRunner
+from app.engine.decoder.engine import DecoderEngine
+from app.engine.decoder.kv_cache import (
+    KvCache,
+    KvShape,
+)
+from app.engine.sampling.sampler import Sampler
+from app.engine.scheduler.batch import (
+    Batch,
+    InFlightStep,
+    KvCopy,
+)
+from app.engine.scheduler.budget import PrefillBudget
+from app.engine.scheduler.kv_allocator import KvSlots
+from app.engine.scheduler.queues import EngineLimits
+from app.engine.scheduler.scheduler import Scheduler
+from app.kernels.attention.context import (
+    AttentionSpec,
+    StepContext,
+)
+from app.kernels.attention.layout import QkvHeads
+from app.messages import (
+    Generate,
+    RequestFailed,
+    SamplingParams,
+    SequenceFinished,
+    TokensReady,
+)
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 2, 4, 2, 64, 50
 PROMPT, ANSWER = 1000, 30
-SHAPE = KVShape(num_layers=LAYERS, num_slots=16, max_len=1200, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+SHAPE = KvShape(num_layers=LAYERS, num_slots=16, max_len=1200, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
 
 
 class Scribe:
@@ -36,7 +52,7 @@ class Scribe:
     def __call__(self, context: StepContext) -> Tensor:
         tokens, width = len(context.token_ids), (HEADS + 2 * KV_HEADS) * HEAD_DIM
         for layer in range(LAYERS):
-            heads = Heads(torch.randn(tokens, width).bfloat16(), HEADS, KV_HEADS, HEAD_DIM)
+            heads = QkvHeads(torch.randn(tokens, width).bfloat16(), HEADS, KV_HEADS, HEAD_DIM)
             context.attend(layer, heads, AttentionSpec(HEAD_DIM**-0.5))
         return torch.randn(tokens if context.logit_rows is None else len(context.logit_rows), VOCABULARY)
 
@@ -45,14 +61,14 @@ class Scribe:
 class Watching:
     """The runner's face: the most pages that were resident after a step, and all copies."""
 
-    runner: Runner
+    runner: CpuDecoderRunner
     most: int = 0
-    copies: list[Copy] = field(default_factory=list)
+    copies: list[KvCopy] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runner, name)
 
-    def launch(self, batch: Batch) -> Flight:
+    def launch(self, batch: Batch) -> InFlightStep:
         flight = self.runner.launch(batch)
         self.copies += batch.copies
         self.most = max(self.most, self.runner.kv_cache.resident_bytes())
@@ -61,7 +77,7 @@ class Watching:
 
 @dataclass
 class House:
-    cache: KVCache
+    cache: KvCache
     watching: Watching
     engine: DecoderEngine
 
@@ -81,7 +97,7 @@ class House:
         assert sum(isinstance(event, SequenceFinished) for event in events) == len(prompts) * params.get("n", 1)
         return self.watching.most
 
-    def tails(self, count: int) -> int:
+    def step_tables(self, count: int) -> int:
         """Bytes of so many answers in slots of their own: a page more at each end, in every layer."""
         return count * (ANSWER * self.cache.bytes_per_token + LAYERS * 2 * mmap.PAGESIZE)
 
@@ -89,10 +105,10 @@ class House:
 @pytest.fixture(params=[torch.bfloat16, torch.int8], ids=str)
 def house(request: pytest.FixtureRequest) -> Iterator[House]:
     torch.manual_seed(0)
-    cache = KVCache(SHAPE, request.param)
-    watching = Watching(Runner(Scribe(), cache, CpuBackend(torch.bfloat16), Sampler(VOCABULARY)))
-    pool = SlotPool(SHAPE.num_slots, SHAPE.num_slots * cache.stride, cache.tokens_per_page)
-    scheduler = Scheduler(pool, StepPace(256), Limits(SHAPE.max_len, 8, 256), {VOCABULARY + 1})
+    cache = KvCache(SHAPE, request.param)
+    watching = Watching(CpuDecoderRunner(Scribe(), cache, CpuBackend(torch.bfloat16), Sampler(VOCABULARY)))
+    pool = KvSlots(SHAPE.num_slots, SHAPE.num_slots * cache.stride, cache.tokens_per_page)
+    scheduler = Scheduler(pool, PrefillBudget(256), EngineLimits(SHAPE.max_len, 8, 256), {VOCABULARY + 1})
     yield House(cache, watching, DecoderEngine(scheduler, watching))  # type: ignore[arg-type]
 
 
@@ -103,14 +119,14 @@ def test_a_second_request_takes_its_own_tail_alone(house: House) -> None:
     """While the first still runs: of one that has ended it would take the very slot."""
     bytes_per_token = house.cache.bytes_per_token
     most = house.serve([*SYSTEM, *range(20)], [*SYSTEM, *range(20, 40)])
-    assert (PROMPT + 40) * bytes_per_token < most <= (PROMPT + 40) * bytes_per_token + house.tails(2)
+    assert (PROMPT + 40) * bytes_per_token < most <= (PROMPT + 40) * bytes_per_token + house.step_tables(2)
     assert house.watching.copies == []
 
 
 @pytest.mark.parametrize("params", [{"n": 4}, {"beam_width": 4}], ids=str)
 def test_choices_and_beams_take_their_own_tails_alone(house: House, params: dict[str, int]) -> None:
     most = house.serve(SYSTEM, **params)
-    assert most <= PROMPT * house.cache.bytes_per_token + house.tails(
+    assert most <= PROMPT * house.cache.bytes_per_token + house.step_tables(
         9
     )  # beams: the old and the new ones, and the prompt's own end
     for copy in house.watching.copies:
@@ -122,4 +138,4 @@ def test_behind_a_prefix_that_is_there_already_the_rest_of_the_prompt_is_theirs(
     """A context has two segments: the choices share what the first one leaned on, or its whole prompt."""
     before = house.serve([*SYSTEM, *range(30)], temperature=0.0)
     most = house.serve([*SYSTEM, *range(30, 50)], **params)
-    assert most <= before + 9 * 20 * house.cache.bytes_per_token + house.tails(9)
+    assert most <= before + 9 * 20 * house.cache.bytes_per_token + house.step_tables(9)

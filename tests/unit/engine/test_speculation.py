@@ -7,17 +7,23 @@ from collections.abc import Sequence as Items
 
 import pytest
 
-from app.engine.batch import Span
-from app.engine.limits import Limits
-from app.engine.row_costs import FORGOTTEN_AFTER, UNMEASURED, RowCosts
-from app.engine.sequence import Sequence
-from app.engine.speculation import LONGEST_PAUSE, MOST_ROWS, Speculation
-from app.hardware.step_seconds import StepSeconds
-from app.measured import StepStats
+from app.engine.scheduler.batch import ScheduledSpan
+from app.engine.scheduler.queues import EngineLimits
+from app.engine.scheduler.sequence import Sequence
+from app.engine.scheduler.speculation import (
+    DEFAULT_STEP_TIMES,
+    FORGOTTEN_AFTER,
+    MAX_PAUSE_STEPS,
+    MAX_SPECULATIVE_ROWS,
+    DecodeCosts,
+    Speculation,
+)
+from app.hardware.step_times import StepTimeTable
 from app.messages import SamplingParams
+from app.metrics.stats import StepStats
 from engine_simulation import FreeRows, Oracle, Simulation, drawn, fingerprints
 
-COSTLY = StepSeconds(((1, 1.0), (64, 64.0)), ((1, 1.0),))  # each row takes as long as the first
+COSTLY = StepTimeTable(((1, 1.0), (64, 64.0)), ((1, 1.0),))  # each row takes as long as the first
 
 
 class Always:
@@ -30,40 +36,40 @@ class Always:
         return (7,) * most
 
 
-def decoding(number: int = 0, limit: int = 1000, **params: object) -> Span:
-    sequence = Sequence(f"r{number}", 0, SamplingParams(**params), [1] * 20, 10, limit=limit)  # type: ignore[arg-type]
-    return Span(sequence, 19, 1, number, None, 0, True)
+def decoding(number: int = 0, limit: int = 1000, **params: object) -> ScheduledSpan:
+    sequence = Sequence(f"r{number}", 0, SamplingParams(**params), [1] * 20, 10, max_length=limit)  # type: ignore[arg-type]
+    return ScheduledSpan(sequence, 19, 1, number, None, 0, True)
 
 
-def told(speculation: Speculation, spans: list[Span], steps: int, chance: float, seed: int = 0) -> list[int]:
+def told(speculation: Speculation, spans: list[ScheduledSpan], steps: int, chance: float, seed: int = 0) -> list[int]:
     """Extra rows of each step, where each guess is right with this chance."""
     dice, extra = random.Random(seed), []
     for _ in range(steps):
-        guessed = speculation.guess(spans, 1000, lambda sequence, number: True)
+        guessed = speculation.add_draft_tokens(spans, 1000, lambda sequence, number: True)
         extra.append(sum(len(span.draft_ids) for span in guessed))
         for span in guessed:
             if span.draft_ids:
                 right = 0
                 while right < len(span.draft_ids) and dice.random() < chance:
                     right += 1
-                speculation.learn(span.sequence, len(span.draft_ids), right)
+                speculation.observe_acceptance(span.sequence, len(span.draft_ids), right)
     return extra
 
 
 def test_the_likelier_a_guess_is_right_the_more_are_made() -> None:
-    few, some, many = (told(Speculation(Always, RowCosts()), [decoding()], 60, chance)[20:] for chance in (0.3, 0.6, 0.95))
+    few, some, many = (told(Speculation(Always, DecodeCosts()), [decoding()], 60, chance)[20:] for chance in (0.3, 0.6, 0.95))
     assert 1.5 < sum(few) / len(few) < sum(some) / len(some) < sum(many) / len(many) <= 7
 
 
 def test_where_guesses_are_wrong_it_stops_and_tries_again_ever_more_seldom() -> None:
-    extra = told(Speculation(Always, RowCosts()), [decoding()], 1000, 0.0)
+    extra = told(Speculation(Always, DecodeCosts()), [decoding()], 1000, 0.0)
     assert sum(extra[:20]) > 0
-    assert 1000 / LONGEST_PAUSE - 5 < sum(extra[20:]) < 1000 / LONGEST_PAUSE + 10
+    assert 1000 / MAX_PAUSE_STEPS - 5 < sum(extra[20:]) < 1000 / MAX_PAUSE_STEPS + 10
     assert set(extra[20:]) == {0, 1}
 
 
 def test_after_a_bad_time_it_comes_back() -> None:
-    speculation, spans = Speculation(Always, RowCosts()), [decoding()]
+    speculation, spans = Speculation(Always, DecodeCosts()), [decoding()]
     told(speculation, spans, 300, 0.0)
     assert sum(told(speculation, spans, 200, 0.9)[100:]) > 300
 
@@ -76,68 +82,68 @@ class Unasked:
 
 
 def test_no_guess_where_rows_cost_what_they_may_bring() -> None:
-    assert sum(told(Speculation(lambda sequence: Unasked(), RowCosts(COSTLY)), [decoding()], 200, 1.0)) == 0
-    assert sum(told(Speculation(Always, RowCosts(COSTLY)), [decoding()], 200, 1.0)) == 0
+    assert sum(told(Speculation(lambda sequence: Unasked(), DecodeCosts(COSTLY)), [decoding()], 200, 1.0)) == 0
+    assert sum(told(Speculation(Always, DecodeCosts(COSTLY)), [decoding()], 200, 1.0)) == 0
 
 
 def test_of_several_sequences_the_one_that_is_guessed_well_gets_the_rows() -> None:
-    costs = StepSeconds(((1, 1.0), (4, 1.02), (6, 1.2), (64, 30.0)), ((1, 1.0),))
-    speculation, spans = Speculation(Always, RowCosts(costs), 3), [decoding(number) for number in range(2)]
+    costs = StepTimeTable(((1, 1.0), (4, 1.02), (6, 1.2), (64, 30.0)), ((1, 1.0),))
+    speculation, spans = Speculation(Always, DecodeCosts(costs), 3), [decoding(number) for number in range(2)]
     for _ in range(30):
-        for span in speculation.guess(spans, 1000, lambda sequence, number: True):
+        for span in speculation.add_draft_tokens(spans, 1000, lambda sequence, number: True):
             if span.draft_ids:
-                speculation.learn(span.sequence, len(span.draft_ids), len(span.draft_ids) * (span.slot == 0))
-    good, bad = speculation.guess(spans, 1000, lambda sequence, number: True)
+                speculation.observe_acceptance(span.sequence, len(span.draft_ids), len(span.draft_ids) * (span.slot == 0))
+    good, bad = speculation.add_draft_tokens(spans, 1000, lambda sequence, number: True)
     assert len(good.draft_ids) > len(bad.draft_ids)
 
 
-@pytest.mark.parametrize(("most_rows", "expected"), [(1000, MOST_ROWS), (40, 40), (9, 9)])
+@pytest.mark.parametrize(("most_rows", "expected"), [(1000, MAX_SPECULATIVE_ROWS), (40, 40), (9, 9)])
 def test_a_step_has_so_many_rows_and_no_more(most_rows: int, expected: int) -> None:
     spans = [decoding(number) for number in range(9)]
-    guessed = Speculation(Always, FreeRows(), 20).guess(spans, most_rows, lambda sequence, number: True)
+    guessed = Speculation(Always, FreeRows(), 20).add_draft_tokens(spans, most_rows, lambda sequence, number: True)
     assert sum(span.num_tokens for span in guessed) == expected
-    assert [span.own_end for span in guessed] == [span.end for span in spans]
+    assert [span.known_end for span in guessed] == [span.end for span in spans]
 
 
 def test_no_further_than_the_sequence_may_go() -> None:
     for limit, expected in ((21, 0), (22, 1), (24, 3)):
-        (span,) = Speculation(Always, FreeRows()).guess([decoding(limit=limit)], 1000, lambda sequence, number: True)
+        (span,) = Speculation(Always, FreeRows()).add_draft_tokens([decoding(limit=limit)], 1000, lambda sequence, number: True)
         assert len(span.draft_ids) == expected
 
 
 def test_no_room_no_guess() -> None:
     spans = [decoding()]
-    assert Speculation(Always, FreeRows()).guess(spans, 1000, lambda sequence, number: False) == spans
+    assert Speculation(Always, FreeRows()).add_draft_tokens(spans, 1000, lambda sequence, number: False) == spans
 
 
 def test_beams_and_penalties_are_not_guessed_for() -> None:
     spans = [decoding(beam_width=2), decoding(1, presence_penalty=0.5), decoding(2, repetition_penalty=1.1), decoding(3)]
-    guessed = Speculation(Always, FreeRows()).guess(spans, 1000, lambda sequence, number: True)
+    guessed = Speculation(Always, FreeRows()).add_draft_tokens(spans, 1000, lambda sequence, number: True)
     assert [bool(span.draft_ids) for span in guessed] == [False, False, False, True]
 
 
 def test_what_is_not_measured_pays_for_few_rows_alone() -> None:
-    assert UNMEASURED.decode(4) < 1.1 * UNMEASURED.decode(1) < UNMEASURED.decode(8) / 1.3
+    assert DEFAULT_STEP_TIMES.decode(4) < 1.1 * DEFAULT_STEP_TIMES.decode(1) < DEFAULT_STEP_TIMES.decode(8) / 1.3
 
 
 def steps(rows: int, seconds: float, count: int) -> list[StepStats]:
-    return [StepStats(seconds, decode_tokens=rows, num_decode_sequences=1, drafted_tokens=rows - 1) for _ in range(count)]
+    return [StepStats(seconds, decode_tokens=rows, num_decode_sequences=1, draft_tokens=rows - 1) for _ in range(count)]
 
 
 def test_what_steps_take_is_learned_from_them() -> None:
     """A table that was wrong, a few slow steps at first and one later: what is typical counts."""
-    costs = RowCosts(UNMEASURED)
+    costs = DecodeCosts(DEFAULT_STEP_TIMES)
     for step in [*steps(1, 0.010, 9), *steps(4, 0.050, 3), *steps(4, 0.020, 6), *steps(4, 0.3, 1)]:
         costs.observe(step)
     assert costs.decode(1) == pytest.approx(0.010)
     assert costs.decode(4) == pytest.approx(0.020)
-    dearer = 0.020 / UNMEASURED.decode(4)  # than the table says, at four rows; at one it is 0.010
-    assert costs.decode(2) == pytest.approx((0.010 + (dearer - 0.010) / 3) * UNMEASURED.decode(2))
-    assert costs.decode(8) == pytest.approx(dearer * UNMEASURED.decode(8))
+    dearer = 0.020 / DEFAULT_STEP_TIMES.decode(4)  # than the table says, at four rows; at one it is 0.010
+    assert costs.decode(2) == pytest.approx((0.010 + (dearer - 0.010) / 3) * DEFAULT_STEP_TIMES.decode(2))
+    assert costs.decode(8) == pytest.approx(dearer * DEFAULT_STEP_TIMES.decode(8))
 
 
 def test_a_step_that_happened_to_be_quick_makes_no_wrong_guess_worth_it() -> None:
-    speculation, spans = Speculation(Always, RowCosts()), [decoding()]
+    speculation, spans = Speculation(Always, DecodeCosts()), [decoding()]
     told(speculation, spans, 100, 0.0)
     for step in [*steps(1, 0.020, 9), *steps(2, 0.010, 9)]:
         speculation.observe(step)
@@ -146,14 +152,14 @@ def test_a_step_that_happened_to_be_quick_makes_no_wrong_guess_worth_it() -> Non
 
 def test_a_bad_moment_is_forgotten() -> None:
     """Or rows that were slow once would never be tried again."""
-    costs = RowCosts(UNMEASURED)
+    costs = DecodeCosts(DEFAULT_STEP_TIMES)
     for step in [*steps(1, 0.010, 9), *steps(4, 0.500, 9), *steps(1, 0.010, 2 * FORGOTTEN_AFTER)]:
         costs.observe(step)
-    assert costs.decode(4) == pytest.approx(0.010 * UNMEASURED.decode(4))
+    assert costs.decode(4) == pytest.approx(0.010 * DEFAULT_STEP_TIMES.decode(4))
 
 
 def test_guessing_stops_where_steps_show_that_it_does_not_pay() -> None:
-    speculation, spans = Speculation(Always, RowCosts()), [decoding()]
+    speculation, spans = Speculation(Always, DecodeCosts()), [decoding()]
     assert sum(told(speculation, spans, 20, 0.5)) > 20
     for rows in range(1, 9):
         for step in steps(rows, 0.001 * rows, 9):
@@ -181,7 +187,7 @@ def test_right_guesses_save_steps_and_are_counted() -> None:
         sim.step()
         stats = sim.engine.stats
         assert stats is not None
-        drafted, accepted, made = drafted + stats.drafted_tokens, accepted + stats.accepted_tokens, made + stats.decode_tokens
+        drafted, accepted, made = drafted + stats.draft_tokens, accepted + stats.accepted_tokens, made + stats.decode_tokens
         assert stats.prefill_tokens in (0, 3)
     assert 0 < accepted < drafted and made == 39  # the prompt's step made the first
 
@@ -210,7 +216,7 @@ def test_a_stop_token_among_the_guesses_ends_the_sequence_there() -> None:
 
 
 def test_no_guesses_beside_a_prompt_that_is_being_read() -> None:
-    sim = Simulation(limits=Limits(max_model_len=200, max_running_seqs=4, max_batch_tokens=16)).with_guesses(1.0)
+    sim = Simulation(limits=EngineLimits(max_model_len=200, max_running_seqs=4, max_batch_tokens=16)).with_guesses(1.0)
     sim.add("a", [1, 2, 3], max_tokens=30, ignore_eos=True)
     sim.step()
     sim.add("b", [5] * 100, max_tokens=2, ignore_eos=True)

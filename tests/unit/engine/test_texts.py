@@ -6,9 +6,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from app.engine.texts import Room, TextQueue, size_class
+from app.engine.encoder.batching import (
+    TextCapacity,
+    TextQueue,
+    size_class,
+)
 from app.errors import StepFailed
-from app.messages import Abort, ArraysReady, Encode, RequestFailed
+from app.messages import (
+    Abort,
+    ArraysReady,
+    Encode,
+    RequestFailed,
+)
 from encoder_simulation import MAX_LEN, MAX_TEXTS, POISON, EncoderSimulation, FakeRunner, encode, rows_of
 
 
@@ -38,7 +47,7 @@ class AnyRun(RuleBasedStateMachine):
         name = f"r{len(self.asked)}"
         first = POISON if poisoned == 0 else 100 * (1 + len(self.asked))
         order = encode(name, *lengths, outputs=outputs, first=first)
-        ahead = sum(len(one.order.texts) for one in self.sim.engine.queue.requests)
+        ahead = sum(len(one.message.texts) for one in self.sim.engine.queue.requests)
         self.asked[name] = order
         self.deadlines[name] = self.num_steps + ahead + len(lengths)
         memory = self.sim.runner.memory
@@ -50,7 +59,7 @@ class AnyRun(RuleBasedStateMachine):
     def step(self, times: int) -> None:
         for _ in range(times):
             begun = len(self.sim.runner.batches)
-            oldest = next((request for request in self.sim.engine.queue.requests if request.left), None)
+            oldest = next((request for request in self.sim.engine.queue.requests if request.remaining), None)
             before = oldest.tokens_left if oldest else 0
             self.sim.step()
             self.num_steps += 1
@@ -60,7 +69,7 @@ class AnyRun(RuleBasedStateMachine):
             if oldest is None or begun == len(self.sim.runner.batches):
                 continue
             batch = self.sim.runner.batches[begun]
-            assert any(span.request is oldest or span.request.alone for span in batch) or oldest.tokens_left < before
+            assert any(span.request is oldest or span.request.runs_alone for span in batch) or oldest.tokens_left < before
 
     @precondition(lambda self: self.asked)
     @rule(which=st.integers(0, 1000))
@@ -120,7 +129,7 @@ TestAnyRun.settings = settings(max_examples=80, stateful_step_count=25)
 
 
 def taken(queue: TextQueue, budget: int) -> list[tuple[str, int]]:
-    return [(span.request.order.request_id, span.num_tokens) for span in queue.take(Room(budget, 9))]
+    return [(span.request.message.request_id, span.num_tokens) for span in queue.take(TextCapacity(budget, 9))]
 
 
 def test_a_short_request_does_not_wait_behind_a_long_one() -> None:
@@ -162,15 +171,15 @@ def test_texts_of_one_request_fill_what_is_left_over() -> None:
 def test_what_was_put_back_comes_again() -> None:
     queue = TextQueue()
     queue.add(encode("one", 5, 6, 7))
-    spans = queue.take(Room(18, 9))
+    spans = queue.take(TextCapacity(18, 9))
     assert queue.num_tokens == 0
     queue.oldest.put_back(spans[1:])
     assert queue.num_tokens == 11
-    assert {span.index for span in queue.take(Room(18, 9))} == {span.index for span in spans[1:]}
+    assert {span.index for span in queue.take(TextCapacity(18, 9))} == {span.index for span in spans[1:]}
 
 
 def test_a_step_has_at_most_so_many_texts() -> None:
     queue = TextQueue()
     queue.add(encode("one", 1, 1, 1))
     queue.add(encode("two", 1, 1))
-    assert [len(queue.take(Room(64, 2))) for _ in range(4)] == [2, 2, 1, 0]
+    assert [len(queue.take(TextCapacity(64, 2))) for _ in range(4)] == [2, 2, 1, 0]

@@ -8,11 +8,28 @@ from queue import Empty, SimpleQueue
 
 import pytest
 
-from app.engine.decoder import DecoderEngine
-from app.engine.worker import MAX_FAILED_STEPS, Callbacks, Engine, Worker
-from app.errors import CheckpointInvalid, ServiceStopping
-from app.measured import StepStats
-from app.messages import Abort, Command, Event, Generate, RequestFailed, SamplingParams, SequenceFinished, Stop
+from app.engine.decoder.engine import DecoderEngine
+from app.engine.worker import (
+    MAX_FAILED_STEPS,
+    Callbacks,
+    Engine,
+    Worker,
+)
+from app.errors import (
+    CheckpointInvalid,
+    ServiceStopping,
+)
+from app.messages import (
+    Abort,
+    Command,
+    Event,
+    Generate,
+    RequestFailed,
+    SamplingParams,
+    SequenceFinished,
+    Stop,
+)
+from app.metrics.stats import StepStats
 from encoder_simulation import POISON, EncoderSimulation, encode
 from engine_simulation import Simulation
 from worker_bench import PATIENCE_SECONDS, Bench, request
@@ -43,7 +60,7 @@ def test_it_serves_and_tells_once_a_step(bench: Bench) -> None:
 
 
 class Noting:
-    """A `Watch` that writes down what it was told."""
+    """A `StepObserver` that writes down what it was told."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -54,7 +71,7 @@ class Noting:
     def end(self, step: StepStats) -> None:
         self.told.append("end")
 
-    def rest(self) -> None:
+    def events_sent(self) -> None:
         self.told.append("rest")
 
     def idle(self) -> None:
@@ -65,7 +82,7 @@ class Noting:
 
 
 def test_who_watches_knows_of_every_step_and_every_pause(bench: Bench) -> None:
-    watch = bench.worker._watch = Noting()
+    watch = bench.worker._observer = Noting()
     bench.worker.put(request("a", max_tokens=2))
     bench.worker.start()
     bench.heard_until(1, SequenceFinished)
@@ -213,14 +230,14 @@ class Patient:
     """A mailbox that is empty at first, of an engine that waits: what comes meanwhile is in its next step."""
 
     def __init__(self, late: Command | None) -> None:
-        self.late, self.waited = late, 0.0
+        self.late, self.wait_measured = late, 0.0
 
     def get(self, block: bool = True, timeout: float | None = None) -> Command:
         late, self.late = self.late, None
         if timeout is None or late is None:
             self.late = late
             raise Empty
-        self.waited += timeout
+        self.wait_measured += timeout
         return late
 
 
@@ -228,10 +245,10 @@ class Patient:
 def test_a_step_waits_as_long_as_its_engine_has_patience(patience: float) -> None:
     bench, mailbox = Bench(), Patient(request("late"))
     bench.sim.engine.add(request("first"))
-    bench.sim.engine.patience_seconds = patience
+    bench.sim.engine.batching_delay_seconds = patience
     bench.worker._mailbox = mailbox  # type: ignore[assignment]
     assert bench.worker._take_commands(bench.sim.engine) == ([], False)
-    assert mailbox.waited == patience and (mailbox.late is None) == (patience > 0.0)
+    assert mailbox.wait_measured == patience and (mailbox.late is None) == (patience > 0.0)
 
 
 def test_a_step_that_ended_nobody_is_tried_again_and_does_not_count() -> None:
@@ -259,7 +276,7 @@ def test_a_device_that_flies_is_served_like_any_other(bench: Bench) -> None:
     assert reasons.keys() == {"a", "b", "c", "late"} and reasons["late"] == "length"
     bench.worker.put(Stop())
     bench.end()
-    assert bench.sim.engine._ahead is None and any(batch.ahead for batch in bench.sim.runner.batches)
+    assert bench.sim.engine._launched_ahead is None and any(batch.ahead for batch in bench.sim.runner.batches)
 
 
 def test_a_want_of_memory_is_no_failure_of_the_device(bench: Bench) -> None:

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from app.engine.batch import Batch, Picked
+from app.engine.scheduler.batch import (
+    Batch,
+    SampledTokens,
+)
 from app.engine.worker import MAX_FAILED_STEPS
-from app.messages import Generate, RequestFailed, SamplingParams, SequenceFinished
+from app.messages import (
+    Generate,
+    RequestFailed,
+    SamplingParams,
+    SequenceFinished,
+)
 from at_once import AtOnce
 from encoder_simulation import EncoderSimulation
 from engine_simulation import DeviceBroke, Simulation
@@ -23,7 +31,7 @@ class Poisonable:
     def __init__(self, sim: Simulation) -> None:
         self.runner = sim.runner
 
-    def run(self, batch: Batch) -> list[Picked]:
+    def run(self, batch: Batch) -> list[SampledTokens]:
         if any(POISON_ID in span.sequence.token_ids for span in batch.spans):
             raise ValueError("what this client asked for")
         return self.runner.run(batch)

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from app.hardware.facts import Facts, Needs
-from app.hardware.files import parse_cpu_list
-from app.hardware.probe import probe
+from app.hardware.facts import (
+    Facts,
+    Needs,
+)
+from app.hardware.probe.host_files import parse_cpu_list
+from app.hardware.probe.probe import probe
 
 HOSTS = Path(__file__).parent / "hosts"
 Recorded = Callable[[str], Facts]

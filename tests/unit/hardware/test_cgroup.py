@@ -9,10 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.hardware import cgroup
-from app.hardware.cgroup import parse_cpu_max, parse_groups, parse_mounts
 from app.hardware.facts import Cgroup
-from app.hardware.files import Files
+from app.hardware.probe import cgroup
+from app.hardware.probe.cgroup import (
+    parse_cpu_max,
+    parse_groups,
+    parse_mounts,
+)
+from app.hardware.probe.host_files import HostFiles
 
 V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
 
@@ -22,7 +26,7 @@ def group(root: Path, files: dict[str, str]) -> Cgroup:
         path = root / name.lstrip("/")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
-    return cgroup.read(Files(root))
+    return cgroup.read_cgroup(HostFiles(root))
 
 
 def test_no_control_groups_no_limits(tmp_path: Path) -> None:
@@ -166,8 +170,8 @@ def test_throttling_is_counted_where_the_tightest_quota_is(tmp_path: Path, own: 
         "/sys/fs/cgroup/a/b/cpu.max": own,
     }
     group(tmp_path, files)
-    assert cgroup.find_cpu_stat(Files(tmp_path)) == tmp_path / f"sys/fs/cgroup{expected}/cpu.stat"
+    assert cgroup.find_cpu_stat(HostFiles(tmp_path)) == tmp_path / f"sys/fs/cgroup{expected}/cpu.stat"
 
 
 def test_no_quota_no_throttling(tmp_path: Path) -> None:
-    assert cgroup.find_cpu_stat(Files(tmp_path)) is None
+    assert cgroup.find_cpu_stat(HostFiles(tmp_path)) is None

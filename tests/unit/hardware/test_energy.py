@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from app.hardware.energy import Energy, Spent, Work
+from app.hardware.energy import (
+    EnergyAccount,
+    EnergyReport,
+    WorkCounters,
+)
 
 
 class Machine:
@@ -25,15 +29,15 @@ class Machine:
     def close(self) -> None:
         """Nothing to close."""
 
-    def work(self) -> Work:
-        return Work(self.busy, self.tokens, self.vectors, self.ready and not self.open)
+    def work(self) -> WorkCounters:
+        return WorkCounters(self.busy, self.tokens, self.vectors, self.ready and not self.open)
 
-    def rest(self, seconds: float) -> None:
+    def events_sent(self, seconds: float) -> None:
         self.seconds += seconds
         self.used += self.idle_watts * seconds
 
     def serve(self, seconds: float, tokens: int = 0, vectors: int = 0) -> None:
-        self.rest(seconds)
+        self.events_sent(seconds)
         self.used += self.busy_watts * seconds
         self.busy += seconds
         self.tokens += tokens
@@ -46,27 +50,27 @@ def machine() -> Machine:
 
 
 @pytest.fixture
-def energy(machine: Machine) -> Energy:
-    return Energy(machine, machine.work, lambda: machine.seconds)
+def energy(machine: Machine) -> EnergyAccount:
+    return EnergyAccount(machine, machine.work, lambda: machine.seconds)
 
 
-def test_nothing_is_said_before_anything_was_used(energy: Energy) -> None:
-    assert energy.look() == Spent(0.0)
+def test_nothing_is_said_before_anything_was_used(energy: EnergyAccount) -> None:
+    assert energy.look() == EnergyReport(0.0)
 
 
-def test_a_token_costs_what_the_machine_took_idle_or_not(machine: Machine, energy: Energy) -> None:
+def test_a_token_costs_what_the_machine_took_idle_or_not(machine: Machine, energy: EnergyAccount) -> None:
     machine.serve(5.0, tokens=200)
     spent = energy.look()
     assert (spent.joules, spent.watts, spent.per_token) == pytest.approx((500.0, 100.0, 2.5))
     assert (spent.per_vector, spent.above_idle_per_token, spent.idle_watts) == (None, None, None)
-    machine.rest(5.0)
+    machine.events_sent(5.0)
     assert energy.look().per_token == pytest.approx(3.5)
 
 
-def test_idle_watts_are_seen_over_ten_seconds_without_a_request(machine: Machine, energy: Energy) -> None:
-    machine.rest(9.9)
+def test_idle_watts_are_seen_over_ten_seconds_without_a_request(machine: Machine, energy: EnergyAccount) -> None:
+    machine.events_sent(9.9)
     assert energy.look().idle_watts is None
-    machine.rest(0.1)
+    machine.events_sent(0.1)
     assert energy.look().idle_watts == pytest.approx(40.0)
     machine.serve(10.0, tokens=100, vectors=50)
     spent = energy.look()
@@ -75,39 +79,39 @@ def test_idle_watts_are_seen_over_ten_seconds_without_a_request(machine: Machine
     assert spent.above_idle_per_vector == pytest.approx(12.0)
 
 
-def test_the_least_that_was_seen_is_what_idle_takes(machine: Machine, energy: Energy) -> None:
+def test_the_least_that_was_seen_is_what_idle_takes(machine: Machine, energy: EnergyAccount) -> None:
     for watts in (50.0, 30.0, 45.0):
         machine.idle_watts = watts
-        machine.rest(10.0)
+        machine.events_sent(10.0)
         energy.look()
     assert energy.look().idle_watts == pytest.approx(30.0)
 
 
-def test_time_in_which_a_step_ran_is_not_idle(machine: Machine, energy: Energy) -> None:
-    machine.rest(6.0)
+def test_time_in_which_a_step_ran_is_not_idle(machine: Machine, energy: EnergyAccount) -> None:
+    machine.events_sent(6.0)
     machine.serve(0.1)
-    machine.rest(6.0)
+    machine.events_sent(6.0)
     assert energy.look().idle_watts is None
 
 
-def test_time_with_an_open_request_is_not_idle_before_its_first_step_ends(machine: Machine, energy: Energy) -> None:
-    machine.rest(6.0)
+def test_time_with_an_open_request_is_not_idle_before_its_first_step_ends(machine: Machine, energy: EnergyAccount) -> None:
+    machine.events_sent(6.0)
     machine.open = 1
-    machine.rest(5.0)
+    machine.events_sent(5.0)
     assert energy.look().idle_watts is None
     machine.open = 0
-    machine.rest(9.0)
+    machine.events_sent(9.0)
     assert energy.look().idle_watts is None, "it began when the request was there"
 
 
 def test_loading_is_not_idle(machine: Machine) -> None:
     machine.ready = False
-    energy = Energy(machine, machine.work, lambda: machine.seconds)
-    machine.rest(20.0)
+    energy = EnergyAccount(machine, machine.work, lambda: machine.seconds)
+    machine.events_sent(20.0)
     assert energy.look().idle_watts is None
 
 
-def test_only_the_last_minute_is_looked_at(machine: Machine, energy: Energy) -> None:
+def test_only_the_last_minute_is_looked_at(machine: Machine, energy: EnergyAccount) -> None:
     machine.serve(20.0, tokens=100)
     energy.look()
     for _ in range(13):
@@ -118,17 +122,17 @@ def test_only_the_last_minute_is_looked_at(machine: Machine, energy: Energy) -> 
     assert (spent.watts, spent.per_token) == pytest.approx((100.0, 1.0))
 
 
-def test_a_minute_without_a_token_says_nothing_of_tokens(machine: Machine, energy: Energy) -> None:
+def test_a_minute_without_a_token_says_nothing_of_tokens(machine: Machine, energy: EnergyAccount) -> None:
     machine.serve(5.0, tokens=500)
     for _ in range(14):
         energy.look()
-        machine.rest(5.0)
+        machine.events_sent(5.0)
     spent = energy.look()
     assert spent.per_token is None and spent.above_idle_per_token is None
     assert spent.watts == pytest.approx(40.0)
 
 
-def test_looks_that_come_often_are_told_the_same_and_kept_once_a_second(machine: Machine, energy: Energy) -> None:
+def test_looks_that_come_often_are_told_the_same_and_kept_once_a_second(machine: Machine, energy: EnergyAccount) -> None:
     looks = machine.looks
     energy.look()
     assert machine.looks == looks, "it has just been read"
@@ -139,8 +143,8 @@ def test_looks_that_come_often_are_told_the_same_and_kept_once_a_second(machine:
     assert len(energy._recent) <= 62
 
 
-def test_a_token_never_gives_energy_back(machine: Machine, energy: Energy) -> None:
-    machine.rest(10.0)
+def test_a_token_never_gives_energy_back(machine: Machine, energy: EnergyAccount) -> None:
+    machine.events_sent(10.0)
     energy.look()
     machine.idle_watts = 10.0
     machine.busy_watts = 0.0

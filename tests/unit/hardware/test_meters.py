@@ -13,11 +13,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.hardware import meters, power
-from app.hardware.facts import CudaDevice, PowerCounter, PowerMeter
-from app.hardware.files import Files
-from app.hardware.meters import Counted, Modelled, Powermetrics, Sampled, open_meter, parse_powermetrics
-from app.hardware.nvml import open_nvml
+from app.hardware import (
+    power_meters,
+    power_sources,
+)
+from app.hardware.facts import (
+    CudaDevice,
+    PowerCounter,
+    PowerMeter,
+)
+from app.hardware.power_meters import (
+    CounterMeter,
+    ModelledMeter,
+    PowermetricsMeter,
+    SampledMeter,
+    open_energy_meter,
+    open_nvml_meter,
+    parse_powermetrics,
+)
+from app.hardware.probe.host_files import HostFiles
 from tests.unit.hardware.conftest import read_tree, write_tree
 
 COUNTERS = Path(__file__).parent / "counters"
@@ -31,9 +45,11 @@ class Clock:
         return self.seconds
 
 
-def counted(root: Path, values: dict[str, int], clock: Clock, wraps_at: int | None = 1_000_000) -> Counted:
+def counted(root: Path, values: dict[str, int], clock: Clock, wraps_at: int | None = 1_000_000) -> CounterMeter:
     put(root, values)
-    return Counted("rapl", tuple(PowerCounter(name, f"/{name}", "energy", wraps_at) for name in values), Files(root), clock)
+    return CounterMeter(
+        "rapl", tuple(PowerCounter(name, f"/{name}", "energy", wraps_at) for name in values), HostFiles(root), clock
+    )
 
 
 def put(root: Path, values: Mapping[str, int | str]) -> None:
@@ -43,8 +59,8 @@ def put(root: Path, values: Mapping[str, int | str]) -> None:
 
 def test_a_recorded_counter_that_passes_its_end(tmp_path: Path) -> None:
     write_tree(read_tree("threadripper", COUNTERS), tmp_path)
-    found, clock = power.look(Files(tmp_path)), Clock()
-    meter = Counted("rapl", found.counters, Files(tmp_path), clock)
+    found, clock = power_sources.find_power_meter(HostFiles(tmp_path)), Clock()
+    meter = CounterMeter("rapl", found.counters, HostFiles(tmp_path), clock)
     assert meter.joules() == 0.0
     clock.seconds += 300
     write_tree(read_tree("threadripper", COUNTERS, "later.txt"), tmp_path)
@@ -104,7 +120,7 @@ def test_any_use_is_told_however_often_the_counter_begins_anew(tmp_path_factory:
 
 def test_power_is_the_mean_of_two_readings_and_gaps_are_bridged() -> None:
     clock, told = Clock(), iter([10.0, 20.0, None, 40.0])
-    meter = Sampled("hwmon", lambda: next(told), clock)
+    meter = SampledMeter("hwmon", lambda: next(told), clock)
     seen = []
     for _ in range(4):
         meter.sample()
@@ -115,7 +131,7 @@ def test_power_is_the_mean_of_two_readings_and_gaps_are_bridged() -> None:
 
 def test_between_readings_power_stays_what_it_was_and_joules_never_fall() -> None:
     clock, told = Clock(), iter([100.0, 20.0, 20.0])
-    meter = Sampled("hwmon", lambda: next(told), clock)
+    meter = SampledMeter("hwmon", lambda: next(told), clock)
     meter.sample()
     clock.seconds += 0.9
     assert meter.joules() == pytest.approx(90.0)
@@ -132,21 +148,21 @@ def test_between_readings_power_stays_what_it_was_and_joules_never_fall() -> Non
 
 
 def test_sensors_are_read_by_a_thread_until_they_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meters, "SAMPLE_SECONDS", 0.001)
+    monkeypatch.setattr(power_meters, "SAMPLE_SECONDS", 0.001)
     put(tmp_path, {"a": 60_000_000, "b": 40_000_000})
     told, read = [], threading.Event()
 
-    def watts(counters: tuple[PowerCounter, ...], files: Files) -> float | None:
+    def watts(counters: tuple[PowerCounter, ...], files: HostFiles) -> float | None:
         told.append(real(counters, files))
         if len(told) == 3:
             read.set()
         return told[-1]
 
-    real = meters._sum_of_watts
-    monkeypatch.setattr(meters, "_sum_of_watts", watts)
+    real = power_meters._sum_of_watts
+    monkeypatch.setattr(power_meters, "_sum_of_watts", watts)
     sensors = PowerMeter("hwmon", (PowerCounter("a", "/a", "power"), PowerCounter("b", "/b", "power")))
-    meter = open_meter(sensors, Files(tmp_path), None, lambda: 0.0)
-    assert isinstance(meter, Sampled) and read.wait(30)
+    meter = open_energy_meter(sensors, HostFiles(tmp_path), None, lambda: 0.0)
+    assert isinstance(meter, SampledMeter) and read.wait(30)
     thread = next(thread for thread in threading.enumerate() if thread.name == "armature-power")
     meter.close()
     thread.join()
@@ -156,22 +172,22 @@ def test_sensors_are_read_by_a_thread_until_they_are_closed(tmp_path: Path, monk
 def test_a_part_of_a_sum_is_not_taken_for_all_of_it(tmp_path: Path) -> None:
     put(tmp_path, {"a": 60_000_000})
     sensors = (PowerCounter("a", "/a", "power"), PowerCounter("b", "/b", "power"))
-    assert meters._sum_of_watts(sensors, Files(tmp_path)) is None
+    assert power_meters._sum_of_watts(sensors, HostFiles(tmp_path)) is None
 
 
 def test_declared_watts_count_while_steps_run() -> None:
     busy = 0.0
-    meter = open_meter(PowerMeter(reason="none"), Files(Path("/nowhere")), 150.0, lambda: busy)
-    assert isinstance(meter, Modelled) and meter.joules() == 0.0
+    meter = open_energy_meter(PowerMeter(reason="none"), HostFiles(Path("/nowhere")), 150.0, lambda: busy)
+    assert isinstance(meter, ModelledMeter) and meter.joules() == 0.0
     busy = 2.0
     assert (meter.source, meter.joules()) == ("modelled", 300.0)
-    assert open_meter(PowerMeter(reason="none"), Files(Path("/nowhere")), None, lambda: busy) is None
+    assert open_energy_meter(PowerMeter(reason="none"), HostFiles(Path("/nowhere")), None, lambda: busy) is None
 
 
 def test_a_counter_goes_before_what_was_declared(tmp_path: Path) -> None:
     put(tmp_path, {"a": 1})
-    meter = open_meter(PowerMeter("rapl", (PowerCounter("a", "/a"),)), Files(tmp_path), 150.0, lambda: 9.0)
-    assert isinstance(meter, Counted) and meter.joules() == 0.0
+    meter = open_energy_meter(PowerMeter("rapl", (PowerCounter("a", "/a"),)), HostFiles(tmp_path), 150.0, lambda: 9.0)
+    assert isinstance(meter, CounterMeter) and meter.joules() == 0.0
 
 
 # ---- powermetrics: shapes as its property lists have them, numbers made up --------------------------------------------
@@ -198,7 +214,7 @@ class Printing:
 
 def test_what_powermetrics_prints_is_added_up() -> None:
     program = Printing(sample(12_000, 1_000_000_000) + b"\0" + sample(30_000, 500_000_000) + b"\0<?xml cut")
-    meter = Powermetrics(lambda: cast(Any, program))
+    meter = PowermetricsMeter(lambda: cast(Any, program))
     meter.follow(program.stdout)
     assert meter.joules() == pytest.approx(12.0 + 15.0)
     meter.close()
@@ -248,7 +264,7 @@ class Driver:
 
 def test_a_device_counts_its_own_joules() -> None:
     driver = Driver([90_000, 90_500, -1, 95_000])
-    meter = open_nvml(CudaDevice(0, "H200"), lambda name: driver)
+    meter = open_nvml_meter(CudaDevice(0, "H200"), lambda name: driver)
     assert meter is not None and meter.source == "nvml"
     assert [meter.joules() for _ in range(3)] == pytest.approx([0.5, 0.5, 5.0])
     meter.close()
@@ -257,7 +273,7 @@ def test_a_device_counts_its_own_joules() -> None:
 
 def test_a_device_that_does_not_count_is_absent_and_the_driver_let_go() -> None:
     for driver in (Driver([-1]), Driver([], known=0)):
-        assert open_nvml(CudaDevice(0, "P4"), lambda name, driver=driver: driver) is None  # type: ignore[misc]
+        assert open_nvml_meter(CudaDevice(0, "P4"), lambda name, driver=driver: driver) is None  # type: ignore[misc]
         assert driver.open == 0
 
 
@@ -265,5 +281,5 @@ def test_no_driver_no_meter() -> None:
     def missing(name: str) -> Any:
         raise OSError(name)
 
-    assert open_nvml(CudaDevice(0, "none"), missing) is None
-    assert open_nvml(CudaDevice(0, "old"), lambda name: object()) is None
+    assert open_nvml_meter(CudaDevice(0, "none"), missing) is None
+    assert open_nvml_meter(CudaDevice(0, "old"), lambda name: object()) is None

@@ -7,10 +7,15 @@ from pathlib import Path
 import pytest
 
 from app.errors import PlanImpossible
-from app.hardware import native_library
-from app.hardware.facts import Core, Cpu, Facts, NativeLibrary
-from app.hardware.probe import probe
-from app.kernels.native import native
+from app.hardware.facts import (
+    Core,
+    Cpu,
+    Facts,
+    NativeLibrary,
+)
+from app.hardware.probe import software
+from app.hardware.probe.probe import probe
+from app.kernels.native.library import native_library
 
 ALL_X86 = ("avx512bf16", "avx512", "avxvnni", "avx2", "portable")
 ALL_ARM = ("i8mm", "dotprod", "neon", "portable")
@@ -39,15 +44,15 @@ def machine(isa: str, levels: tuple[str, ...] | None, forced: str | None = None)
     ],
 )
 def test_the_best_level_that_is_there_and_runs(isa: str, levels: tuple[str, ...] | None, level: str) -> None:
-    decision = native_library.kernels(machine(isa, levels))
+    decision = software.decide_native_kernels(machine(isa, levels))
     assert decision.value == level
     assert ("torch's own products serve" in decision.reason) == (level == "torch")
 
 
 def test_a_forced_level_serves_or_is_refused() -> None:
-    assert native_library.kernels(machine("avx2 fma avx_vnni", ALL_X86, "avx2")).value == "avx2"
+    assert software.decide_native_kernels(machine("avx2 fma avx_vnni", ALL_X86, "avx2")).value == "avx2"
     with pytest.raises(PlanImpossible, match=r"ARMATURE_ISA is avx512.*may be one of: avxvnni, avx2, portable\."):
-        native_library.kernels(machine("avx2 fma avx_vnni", ALL_X86, "avx512"))
+        software.decide_native_kernels(machine("avx2 fma avx_vnni", ALL_X86, "avx512"))
 
 
 def test_a_library_says_what_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,18 +60,18 @@ def test_a_library_says_what_is_in_it(tmp_path: Path, monkeypatch: pytest.Monkey
     library.write_bytes(b"\x7fELF...\0armature levels: avx2 portable;\0...")
     monkeypatch.setenv("ARMATURE_NATIVE_LIBRARY", str(library))
     monkeypatch.setenv("ARMATURE_ISA", "avx2")
-    assert native_library.look() == NativeLibrary(("avx2", "portable"), "avx2")
+    assert software.find_native_library() == NativeLibrary(("avx2", "portable"), "avx2")
     library.write_bytes(b"no library")
-    assert native_library.look() == NativeLibrary((), "avx2")
+    assert software.find_native_library() == NativeLibrary((), "avx2")
     library.unlink()
-    assert native_library.look() is None
+    assert software.find_native_library() is None
 
 
 def test_what_is_planned_here_is_what_serves_here() -> None:
     """The plan decides from the kernel's flags, the library asks the processor: they must agree."""
     facts = probe()
-    assert (facts.native is None) == (native().library is None)
-    assert native_library.kernels(facts).value == (native().level or native_library.TWINS)
+    assert (facts.native is None) == (native_library().library is None)
+    assert software.decide_native_kernels(facts).value == (native_library().level or software.TORCH_KERNELS)
 
 
 def test_a_recorded_host_is_not_credited_with_this_machines_library(tmp_path: Path) -> None:

@@ -7,17 +7,29 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.errors import NoRecipe, PlanImpossible
-from app.hardware.decision import Measurements, Trial
-from app.hardware.facts import NativeLibrary, Needs
-from app.hardware.plan import ServingPlan, make_plan
+from app.errors import (
+    NoRecipe,
+    PlanImpossible,
+)
+from app.hardware.decision import (
+    Measurements,
+    TrialTimes,
+)
+from app.hardware.facts import (
+    NativeLibrary,
+    Needs,
+)
+from app.hardware.plan.plan import (
+    ServingPlan,
+    make_plan,
+)
 from app.settings import Settings
 from planned_machines import GIB, RECIPES, machine
 
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True) | st.floats(1e-6, 10)
 TABLES = st.dictionaries(st.integers(-1, 2048), NUMBERS, max_size=6)
 TRIALS = st.builds(
-    Trial, st.sampled_from(["fp32", "bf16", "int8", "int4", "?"]), st.integers(-1, 9), TABLES, TABLES, NUMBERS,
+    TrialTimes, st.sampled_from(["fp32", "bf16", "int8", "int4", "?"]), st.integers(-1, 9), TABLES, TABLES, NUMBERS,
     st.integers(0, 10**10), NUMBERS, st.booleans(), NUMBERS, st.just({}) | TABLES,
 )  # fmt: skip
 MEASURED = st.builds(

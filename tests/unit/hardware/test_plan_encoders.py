@@ -8,9 +8,15 @@ from typing import Any
 import pytest
 
 from app.errors import PlanImpossible
-from app.hardware.decision import Measurements, Trial
+from app.hardware.decision import (
+    Measurements,
+    TrialTimes,
+)
 from app.hardware.facts import Needs
-from app.hardware.plan import ServingPlan, make_plan
+from app.hardware.plan.plan import (
+    ServingPlan,
+    make_plan,
+)
 from app.settings import Settings
 from planned_machines import GIB, RECIPES, machine
 
@@ -33,12 +39,12 @@ PROGRAM = dataclasses.replace(BERT_LARGE, kind="program", max_model_len=1, num_l
 RATES = {16: 400.0, 128: 900.0, 512: 1500.0, 1024: 1560.0, 2048: 1575.0}
 
 
-def trial(precision: str = "bf16", factor: float = 1.0, threads: int = 8, **more: Any) -> Trial:
+def trial(precision: str = "bf16", factor: float = 1.0, threads: int = 8, **more: Any) -> TrialTimes:
     seconds = {size: size / (factor * rate) for size, rate in RATES.items()}
-    return Trial(precision, threads, {}, {}, encode_seconds=seconds, **more)
+    return TrialTimes(precision, threads, {}, {}, encode_seconds=seconds, **more)
 
 
-def measured(*trials: Trial) -> Measurements:
+def measured(*trials: TrialTimes) -> Measurements:
     return Measurements(READ, PRODUCTS, trials, seconds=2.5)
 
 

@@ -7,8 +7,16 @@ from collections.abc import Callable, Collection
 import pytest
 
 from app.errors import PlanImpossible
-from app.hardware.facts import Facts, Needs
-from app.hardware.plan import RecipeKey, ServingPlan, check_torch_can_run, make_plan
+from app.hardware.decision import RecipeKey
+from app.hardware.facts import (
+    Facts,
+    Needs,
+)
+from app.hardware.plan.dtypes import check_torch_can_run
+from app.hardware.plan.plan import (
+    ServingPlan,
+    make_plan,
+)
 from app.settings import Settings
 
 Recorded = Callable[[str], Facts]

@@ -7,9 +7,20 @@ from typing import Any
 
 import pytest
 
-from app.hardware.decision import Measurements, Trial
-from app.hardware.facts import Cgroup, Facts, NativeLibrary, Needs
-from app.hardware.plan import ServingPlan, make_plan
+from app.hardware.decision import (
+    Measurements,
+    TrialTimes,
+)
+from app.hardware.facts import (
+    Cgroup,
+    Facts,
+    NativeLibrary,
+    Needs,
+)
+from app.hardware.plan.plan import (
+    ServingPlan,
+    make_plan,
+)
 from app.settings import Settings
 from planned_machines import GIB, RECIPES, machine
 
@@ -17,13 +28,13 @@ SIZES = (16, 32, 64, 128, 256, 512)
 READ, PRODUCTS = 50e9, {"bf16": 1e12, "int8": 3e12, "int4": 3e12}
 
 
-def trial(precision: str, one: float, eight: float, prompt: float, threads: int = 8, **more: Any) -> Trial:
+def trial(precision: str, one: float, eight: float, prompt: float, threads: int = 8, **more: Any) -> TrialTimes:
     """By tokens a second: at one sequence, at eight, of a prompt at any size of step; decode beyond eight rows costs in proportion."""
     decode = {1: 1 / one, 8: 8 / eight, 16: 16 / eight, 64: 64 / eight}
-    return Trial(precision, threads, decode, {size: size / prompt for size in SIZES}, **more)
+    return TrialTimes(precision, threads, decode, {size: size / prompt for size in SIZES}, **more)
 
 
-def measured(*trials: Trial, **more: Any) -> Measurements:
+def measured(*trials: TrialTimes, **more: Any) -> Measurements:
     return Measurements(READ, PRODUCTS, trials, seconds=2.5, **more)
 
 
@@ -45,7 +56,7 @@ BF16 = trial("bf16", 25, 150, 1000)
         (trial("int8", 50, 179, 900), "bf16"),  # 1.193 times at eight
     ],
 )
-def test_eight_bits_where_they_are_a_fifth_quicker(llama_1b: Needs, int8: Trial, chosen: str) -> None:
+def test_eight_bits_where_they_are_a_fifth_quicker(llama_1b: Needs, int8: TrialTimes, chosen: str) -> None:
     assert plan(measured(BF16, int8), llama_1b).precision.value == chosen
 
 
@@ -138,7 +149,7 @@ def test_fewer_threads_are_compared_in_steps_that_both_were_timed_with(llama_1b:
     """Steps of 512 are the quicker ones: a trial that stops at 128 would look slow."""
     prompts = {128: 128 / 500, 512: 512 / 1000}
     full = dataclasses.replace(BF16, prefill_seconds=prompts)
-    fewer = Trial("bf16", 7, BF16.decode_seconds, {128: 128 / 600})
+    fewer = TrialTimes("bf16", 7, BF16.decode_seconds, {128: 128 / 600})
     assert plan(measured(full, fewer), llama_1b).threads.value == 7
 
 

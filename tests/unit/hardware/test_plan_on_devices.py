@@ -11,9 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.errors import PlanImpossible
-from app.hardware import device_memory
-from app.hardware.facts import Cgroup, CudaDevice, Facts, Needs
-from app.hardware.plan import ServingPlan, make_plan
+from app.hardware.facts import (
+    Cgroup,
+    CudaDevice,
+    Facts,
+    Needs,
+)
+from app.hardware.plan import memory_budget
+from app.hardware.plan.plan import (
+    ServingPlan,
+    make_plan,
+)
 from app.settings import Settings
 from planned_machines import GIB, ON_GPUS, machine
 
@@ -77,7 +85,7 @@ def test_the_memory_of_an_h200_adds_up(recorded: Recorded, llama_1b: Needs) -> N
     plan = chosen(recorded("h200"), llama_1b)
     free = (143771 - 16057) * MIB
     activations = 8192 * 64 * 2048 + 20 * 256 * 128_256
-    taken = device_memory.CONTEXT_BYTES + device_memory.GRAPHS_BYTES + 2 * GIB
+    taken = memory_budget.CONTEXT_BYTES + memory_budget.GRAPHS_BYTES + 2 * GIB
     assert plan.kv_cache_bytes.value == free - 2_471_628_800 - taken - activations
     assert (plan.max_batch_tokens.value, plan.max_running_seqs.value, plan.max_waiting_requests.value) == (8192, 256, 1024)
     assert plan.max_model_len.value == 131_072
@@ -88,7 +96,7 @@ def test_the_memory_of_an_h200_adds_up(recorded: Recorded, llama_1b: Needs) -> N
         in plan.weight_bytes.reason
     )
     eager = chosen(recorded("h200"), llama_1b, compile="off")
-    assert eager.kv_cache_bytes.value - plan.kv_cache_bytes.value == device_memory.GRAPHS_BYTES
+    assert eager.kv_cache_bytes.value - plan.kv_cache_bytes.value == memory_budget.GRAPHS_BYTES
 
 
 def test_weights_are_counted_as_the_device_holds_them(recorded: Recorded, llama_1b: Needs) -> None:
@@ -125,7 +133,7 @@ def test_a_gpu_that_shares_the_machines_memory(recorded: Recorded, llama_1b: Nee
 )
 def test_what_a_macs_gpu_may_hold(recorded: Recorded, memory: int, limit: int | None, budget: int) -> None:
     facts = dataclasses.replace(recorded("mac-m4-pro"), memory_bytes=memory, available_bytes=memory, mps_limit_bytes=limit)
-    assert device_memory.mac_budget_bytes(facts) == budget
+    assert memory_budget.mac_gpu_bytes(facts) == budget
     plan = chosen(facts)
     assert plan.kv_cache_bytes.value < budget and "the GPU may use" in plan.kv_cache_bytes.reason
     assert ("iogpu.wired_limit_mb" in plan.kv_cache_bytes.reason) == (limit is not None)
@@ -156,7 +164,7 @@ def test_no_device_is_ever_overrun(free: int, host: int, precision: str) -> None
         assert "GiB" in refusal.message or "MiB" in refusal.message
         return
     step = plan.max_batch_tokens.value * 64 * 2048 + 20 * plan.max_running_seqs.value * 32_000
-    held = plan.weight_bytes.value + plan.kv_cache_bytes.value + device_memory.CONTEXT_BYTES + device_memory.GRAPHS_BYTES
+    held = plan.weight_bytes.value + plan.kv_cache_bytes.value + memory_budget.CONTEXT_BYTES + memory_budget.GRAPHS_BYTES
     assert held + step <= free
     assert plan.max_running_seqs.value <= plan.max_batch_tokens.value <= 8192
     pages = plan.kv_cache_bytes.value // (64 * 16384 * (4 if plan.precision.value == "fp32" else 2))
@@ -166,8 +174,8 @@ def test_no_device_is_ever_overrun(free: int, host: int, precision: str) -> None
 
 def test_contexts_and_sequences_in_whole_pages(llama_1b: Needs) -> None:
     """A page is 64 tokens of keys and values, and one is nobody's: what is promised must fit into the others."""
-    from app.hardware.room import KV_PAGE_TOKENS
-    from app.kernels.paged import PAGE_TOKENS
+    from app.hardware.plan.memory_budget import KV_PAGE_TOKENS
+    from app.kernels.attention.paged import PAGE_TOKENS
 
     assert KV_PAGE_TOKENS == PAGE_TOKENS, "the plan does not import torch, so it says the number again"
     page = 64 * 2 * llama_1b.kv_elements_per_token

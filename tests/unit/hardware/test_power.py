@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from app.hardware import macos, power
-from app.hardware.facts import PowerCounter, PowerMeter
-from app.hardware.files import Files
+from app.hardware import power_sources
+from app.hardware.facts import (
+    PowerCounter,
+    PowerMeter,
+)
+from app.hardware.probe import macos
+from app.hardware.probe.host_files import HostFiles
 from tests.unit.hardware.conftest import read_tree, write_tree
 
 COUNTERS = Path(__file__).parent / "counters"
@@ -18,12 +22,12 @@ NAMES = sorted(path.name for path in COUNTERS.iterdir() if path.is_dir())
 
 def recorded(name: str, root: Path) -> PowerMeter:
     write_tree(read_tree(name, COUNTERS), root)
-    return power.look(Files(root))
+    return power_sources.find_power_meter(HostFiles(root))
 
 
 def written(root: Path, files: dict[str, str]) -> PowerMeter:
     write_tree(files, root)
-    return power.look(Files(root))
+    return power_sources.find_power_meter(HostFiles(root))
 
 
 def names(meter: PowerMeter) -> list[str]:
@@ -77,7 +81,7 @@ def test_what_only_root_may_read_is_absent_with_the_reason(tmp_path: Path) -> No
     unreadable = tmp_path / "sys/class/powercap/intel-rapl:0:2/energy_uj"
     unreadable.unlink()
     unreadable.mkdir()  # not even root reads that
-    meter = power.look(Files(tmp_path))
+    meter = power_sources.find_power_meter(HostFiles(tmp_path))
     assert meter.source is None and not meter.counters
     assert "root alone" in meter.reason and "`watts`" in meter.reason
 
@@ -87,7 +91,7 @@ def test_a_container_that_is_not_shown_the_zones_says_so(tmp_path: Path) -> None
     zones.mkdir(parents=True)
     for name in ("intel-rapl", "intel-rapl:0", "intel-rapl:0:0"):
         (zones / name).symlink_to(tmp_path / "sys/devices/virtual/powercap" / name)
-    meter = power.look(Files(tmp_path))
+    meter = power_sources.find_power_meter(HostFiles(tmp_path))
     assert meter.source is None and "masked" in meter.reason
 
 
@@ -158,7 +162,7 @@ def test_disks_batteries_and_graphics_are_no_machine(tmp_path: Path) -> None:
 def test_a_mac_tells_root_alone() -> None:
     def ask(user: str) -> PowerMeter:
         answers = {"sysctl": "hw.memsize: 17179869184\nhw.cputype: 16777228\nhw.physicalcpu: 8\nhw.logicalcpu: 8\n", "id": user}
-        facts = macos.facts(lambda command: answers.get(command[0]))
+        facts = macos.mac_facts(lambda command: answers.get(command[0]))
         assert facts is not None
         return facts.power
 

@@ -7,9 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from app.hardware import accelerators, macos
-from app.hardware.facts import CudaDevice, Facts
-from app.hardware.files import Files
+from app.hardware.facts import (
+    CudaDevice,
+    Facts,
+)
+from app.hardware.probe import (
+    accelerators,
+    macos,
+)
+from app.hardware.probe.host_files import HostFiles
 
 MIB = 2**20
 LINE = "{}, NVIDIA L4, 8.9, 23034, 22000, GPU-{}{}-11ee, 580.65.06, [N/A]\n"
@@ -22,7 +28,7 @@ def silent(command: list[str]) -> str | None:
 
 def seen(tmp_path: Path, query: str, listed: str = "", visible: str | None = None) -> tuple[CudaDevice, ...]:
     return accelerators.cuda_devices(
-        Files(tmp_path), lambda command: listed if command == accelerators.GPU_LIST else query, visible
+        HostFiles(tmp_path), lambda command: listed if command == accelerators.GPU_LIST else query, visible
     )
 
 
@@ -78,7 +84,7 @@ def test_gpus_that_say_little(tmp_path: Path) -> None:
     assert accelerators.parse_gpu_query(told) == (CudaDevice(0, "X", memory_bytes=5 * MIB),)
     (tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0").mkdir(parents=True)
     (tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0/information").write_text("Model: \t NVIDIA L4\nIRQ: 5\n")
-    assert accelerators.cuda_devices(Files(tmp_path), silent) == (CudaDevice(0, "NVIDIA L4"),)
+    assert accelerators.cuda_devices(HostFiles(tmp_path), silent) == (CudaDevice(0, "NVIDIA L4"),)
 
 
 @pytest.mark.parametrize(
@@ -109,11 +115,11 @@ def test_one_instance_that_is_shown(tmp_path: Path) -> None:
 def test_what_a_mac_lets_its_gpu_hold(recorded: Recorded) -> None:
     assert (recorded("mac-m4-pro").mps, recorded("mac-m4-pro").mps_limit_bytes) == (True, None)
     text = "hw.memsize: 17179869184\nhw.cputype: 16777228\nhw.physicalcpu: 8\nhw.logicalcpu: 8\niogpu.wired_limit_mb: 12000\n"
-    facts = macos.facts(lambda command: text)
+    facts = macos.mac_facts(lambda command: text)
     assert facts is not None and facts.mps_limit_bytes == 12000 * MIB
 
 
 def test_a_python_for_intel_on_apple_silicon() -> None:
     text = "hw.memsize: 17179869184\nhw.cputype: 7\nhw.physicalcpu: 8\nhw.logicalcpu: 8\nsysctl.proc_translated: 1\n"
-    facts = macos.facts(lambda command: text)
+    facts = macos.mac_facts(lambda command: text)
     assert facts is not None and (facts.architecture, facts.is_translated, facts.mps) == ("x86_64", True, False)

@@ -11,17 +11,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.hardware import cpu_arm, cpu_x86, macos, topology, torch_build
-from app.hardware.files import Files, parse_cpu_list, parse_fields, parse_size
-from app.hardware.probe import probe, run_command
+from app.hardware.probe import (
+    cpu as cpu_arm,
+)
+from app.hardware.probe import (
+    cpu as cpu_x86,
+)
+from app.hardware.probe import (
+    macos,
+    software,
+    topology,
+)
+from app.hardware.probe.host_files import (
+    HostFiles,
+    parse_cpu_list,
+    parse_fields,
+    parse_size,
+)
+from app.hardware.probe.probe import (
+    probe,
+    run_command,
+)
 
 
-def write(root: Path, files: dict[str, str]) -> Files:
+def write(root: Path, files: dict[str, str]) -> HostFiles:
     for name, content in files.items():
         path = root / name.lstrip("/")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
-    return Files(root)
+    return HostFiles(root)
 
 
 def silent(command: list[str]) -> str | None:
@@ -71,17 +89,17 @@ def test_arm_cores_and_products(
     tmp_path: Path, implementer: str, part: str, sold_by: str, core: str | None, product: str | None
 ) -> None:
     files = write(tmp_path, {"/sys/class/dmi/id/sys_vendor": sold_by + "\n"})
-    cpu = cpu_arm.cpu({"CPU implementer": implementer, "CPU part": part}, files)
+    cpu = cpu_arm.arm_cpu({"CPU implementer": implementer, "CPU part": part}, files)
     assert (cpu.microarchitecture, cpu.product) == (core, product)
 
 
 def test_products_that_name_themselves(tmp_path: Path) -> None:
     grace = write(tmp_path / "grace", {"/sys/devices/soc0/soc_id": "jep106:036b:0241\n"})
-    assert cpu_arm.cpu({"CPU implementer": "0x41", "CPU part": "0xd4f"}, grace).product == "Grace"
+    assert cpu_arm.arm_cpu({"CPU implementer": "0x41", "CPU part": "0xd4f"}, grace).product == "Grace"
     oracle = write(
         tmp_path / "oracle", {"/sys/class/dmi/id/sys_vendor": "QEMU", "/sys/class/dmi/id/chassis_asset_tag": "OracleCloud.com"}
     )
-    assert cpu_arm.cpu({"CPU implementer": "0x41", "CPU part": "0xd0c"}, oracle).product == "Altra"
+    assert cpu_arm.arm_cpu({"CPU implementer": "0x41", "CPU part": "0xd0c"}, oracle).product == "Altra"
 
 
 def test_arm_under_an_emulator_that_shows_the_hosts_cpuinfo(tmp_path: Path) -> None:
@@ -89,7 +107,7 @@ def test_arm_under_an_emulator_that_shows_the_hosts_cpuinfo(tmp_path: Path) -> N
     vector = struct.pack("<QQQQQQ", 16, 1 << 1 | 1 << 8 | 1 << 20, 26, 1 << 14, 0, 0)
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/auxv").write_bytes(vector + b"trailing")
-    assert cpu_arm.instruction_sets({"flags": "avx2"}, Files(tmp_path)) == {"neon", "lse", "dotprod", "bf16"}
+    assert cpu_arm.arm_instruction_sets({"flags": "avx2"}, HostFiles(tmp_path)) == {"neon", "lse", "dotprod", "bf16"}
 
 
 @pytest.mark.parametrize(
@@ -99,14 +117,14 @@ def test_arm_under_an_emulator_that_shows_the_hosts_cpuinfo(tmp_path: Path) -> N
 def test_macs(family: int, chip: str | None) -> None:
     """The numbers are those that `sysctl hw.cpufamily` printed on such machines, signed as it prints them."""
     text = f"hw.memsize: 17179869184\nhw.cputype: 16777228\nhw.cpufamily: {family}\nhw.physicalcpu: 8\nhw.logicalcpu: 8\n"
-    facts = macos.facts(lambda command: text)
+    facts = macos.mac_facts(lambda command: text)
     assert facts is not None
     assert (facts.cpu.microarchitecture, len(facts.cores), facts.mps) == (chip, 8, True)
 
 
 def test_an_intel_mac() -> None:
     text = "hw.memsize: 17179869184\nhw.cputype: 7\nhw.physicalcpu: 6\nhw.logicalcpu: 12\nhw.optional.avx2_0: 1\nhw.optional.avx1_0: 1\n"
-    facts = macos.facts(lambda command: text)
+    facts = macos.mac_facts(lambda command: text)
     assert facts is not None
     assert (facts.architecture, facts.mps, facts.isa) == ("x86_64", False, {"avx2", "avx"})
     assert [core.cpu_ids for core in facts.cores][:2] == [(0, 1), (2, 3)]
@@ -151,10 +169,13 @@ def test_two_kinds_of_core(tmp_path: Path) -> None:
     arm = {
         f"/sys/devices/system/cpu/cpu{n}/cpu_capacity": "1024" if n in (0, 3) else "980" if n == 1 else "718" for n in range(4)
     }
-    kinds = [core.kind for core in topology.cores(write(tmp_path / "arm", {"/sys/devices/system/cpu/online": "0-3", **arm}), ())]
+    kinds = [
+        core.kind
+        for core in topology.physical_cores(write(tmp_path / "arm", {"/sys/devices/system/cpu/online": "0-3", **arm}), ())
+    ]
     assert kinds == ["performance", "performance", "efficiency", "performance"]
     intel = {"/sys/devices/system/cpu/online": "0-5", "/sys/devices/cpu_atom/cpus": "4-5", "/sys/devices/cpu_core/cpus": "0-3"}
-    assert [core.kind for core in topology.cores(write(tmp_path / "intel", intel), ())] == ["performance"] * 4 + [
+    assert [core.kind for core in topology.physical_cores(write(tmp_path / "intel", intel), ())] == ["performance"] * 4 + [
         "efficiency"
     ] * 2
 
@@ -172,7 +193,7 @@ def test_a_sibling_that_is_offline_is_not_there(tmp_path: Path) -> None:
     files = write(
         tmp_path, {"/sys/devices/system/cpu/online": "0", "/sys/devices/system/cpu/cpu0/topology/core_cpus_list": "0-1"}
     )
-    assert [core.cpu_ids for core in topology.cores(files, ())] == [(0,)]
+    assert [core.cpu_ids for core in topology.physical_cores(files, ())] == [(0,)]
 
 
 def test_commands_that_are_not_there_or_fail() -> None:
@@ -184,7 +205,7 @@ def test_commands_that_are_not_there_or_fail() -> None:
 def test_torch_is_read_without_importing_it(tmp_path: Path) -> None:
     header = "#define AT_MKLDNN_ENABLED() 1\n#define AT_MKLDNN_ACL_ENABLED() 1\n#define AT_KLEIDIAI_ENABLED() 0\n"
     write(tmp_path, {"version.py": "__version__ = '2.10.0+cpu'\ncuda: Optional[str] = None\n", "include/ATen/Config.h": header})
-    build = torch_build.read(tmp_path)
+    build = software.read_torch_build(tmp_path)
     assert build is not None
     assert (build.version, build.cuda, build.onednn, build.acl, build.kleidiai, build.mkl) == (
         "2.10.0+cpu",
@@ -194,13 +215,13 @@ def test_torch_is_read_without_importing_it(tmp_path: Path) -> None:
         False,
         None,
     )
-    assert torch_build.read(tmp_path / "nowhere") is None
+    assert software.read_torch_build(tmp_path / "nowhere") is None
 
 
 def test_this_machine_is_probed_and_planned_without_torch(root: Path) -> None:
     program = (
-        "import sys; from app.hardware.plan import make_plan; from app.hardware.probe import probe; from app.settings import Settings\n"
-        "facts = probe(); import app.report\n"
+        "import sys; from app.hardware.plan.plan import make_plan; from app.hardware.probe.probe import probe; from app.settings import Settings\n"
+        "facts = probe(); import app.cli.tables\n"
         "recipes = [('cpu', facts.architecture, name) for name in ('fp32', 'bf16')]\n"
         "plan = make_plan(facts, None, Settings(), None, recipes)\n"
         "assert facts.torch and plan.threads.value >= 1 and facts.memory_bytes > 0\n"

@@ -8,11 +8,17 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from app.drift import Drift, Promise
-from app.engine.pace import StepPace
-from app.hardware.step_seconds import StepSeconds
-from app.hardware.throttling import Stretch, steady_clock
-from app.measured import StepStats
+from app.engine.scheduler.budget import PrefillBudget
+from app.hardware.step_times import (
+    StepTimeTable,
+    ThrottleCorrection,
+    throttle_corrected_clock,
+)
+from app.metrics.speed_drift import (
+    ExpectedSpeed,
+    SpeedDrift,
+)
+from app.metrics.stats import StepStats
 from encoder_simulation import EncoderSimulation, encode
 from engine_simulation import Simulation
 
@@ -26,36 +32,38 @@ class Throttled:
 
     cpu: float = 0.0
     wall: float = 0.0
-    left: float = field(default=QUOTA * PERIOD)
+    remaining: float = field(default=QUOTA * PERIOD)
 
     def compute(self, seconds: float) -> float:
         """What it takes by the wall's clock."""
         began = self.wall
         self.cpu += seconds
-        while seconds > self.left:
-            seconds -= self.left
-            self.wall += self.left + (1 - QUOTA) * PERIOD
-            self.left = QUOTA * PERIOD
-        self.left -= seconds
+        while seconds > self.remaining:
+            seconds -= self.remaining
+            self.wall += self.remaining + (1 - QUOTA) * PERIOD
+            self.remaining = QUOTA * PERIOD
+        self.remaining -= seconds
         self.wall += seconds
         return self.wall - began
 
-    def steps(self, count: int, stretch: Stretch) -> Iterator[StepStats]:
+    def steps(self, count: int, stretch: ThrottleCorrection) -> Iterator[StepStats]:
         for _ in range(count):
             stretch.begin()
             seconds = self.compute(STEP)
             model = 0.9 * seconds
-            yield StepStats(seconds, decode_tokens=1, num_decode_sequences=1, model_seconds=model, stretch=stretch.of(seconds))
+            yield StepStats(
+                seconds, decode_tokens=1, num_decode_sequences=1, model_seconds=model, throttle_correction=stretch.of(seconds)
+            )
 
 
 def test_the_clock_goes_as_the_quota_lets_it() -> None:
-    assert steady_clock(None) is time.perf_counter
-    assert steady_clock(QUOTA, lambda: 3.0)() == 12.0
+    assert throttle_corrected_clock(None) is time.perf_counter
+    assert throttle_corrected_clock(QUOTA, lambda: 3.0)() == 12.0
 
 
 def test_a_stretch_is_the_cpus_time_over_the_quota_and_the_walls() -> None:
     machine = Throttled()
-    stretch = Stretch(QUOTA, lambda: machine.cpu)
+    stretch = ThrottleCorrection(QUOTA, lambda: machine.cpu)
     stretch.begin()
     assert stretch.of(machine.compute(0.01)) == pytest.approx(4.0)  # it ran through
     stretch.begin()
@@ -64,29 +72,29 @@ def test_a_stretch_is_the_cpus_time_over_the_quota_and_the_walls() -> None:
 
 
 def test_without_a_quota_nothing_is_stretched() -> None:
-    stretch = Stretch()
+    stretch = ThrottleCorrection()
     stretch.begin()
     assert stretch.of(0.5) == 1.0
-    assert StepStats(0.5).usual_seconds == 0.5
+    assert StepStats(0.5).corrected_seconds == 0.5
 
 
 def test_what_was_told_under_a_quota_still_holds_after_many_steps() -> None:
     """By the wall's clock alone most steps take a quarter of what was promised, and the capacity would be told four times too high."""
-    machine, table = Throttled(), StepSeconds(((1, STEP / QUOTA),), ((1, STEP / QUOTA),))
-    drift = Drift(Promise(table, {"decode": {1: QUOTA / STEP}}, {}))
-    pace = StepPace(64, steps=table)
-    steps = list(machine.steps(200, Stretch(QUOTA, lambda: machine.cpu)))
+    machine, table = Throttled(), StepTimeTable(((1, STEP / QUOTA),), ((1, STEP / QUOTA),))
+    drift = SpeedDrift(ExpectedSpeed(table, {"decode": {1: QUOTA / STEP}}, {}))
+    pace = PrefillBudget(64, steps=table)
+    steps = list(machine.steps(200, ThrottleCorrection(QUOTA, lambda: machine.cpu)))
     for step in steps:
         drift.observe(step)
         pace.observe(step)
-    drift.look()
+    drift.update()
     assert drift.capacity()["decode"][1] == pytest.approx(200 / machine.wall, rel=0.05)
     assert not drift.drifted
-    assert pace.tempo is not None
-    assert pace.tempo.decode_factor == pytest.approx(1.0)
+    assert pace.step_times is not None
+    assert pace.step_times.decode_factor == pytest.approx(1.0)
 
 
-class Doubling(Stretch):
+class Doubling(ThrottleCorrection):
     """Says that steps usually take twice as long, once it was told that one began."""
 
     began = False
@@ -101,10 +109,10 @@ class Doubling(Stretch):
 
 def test_every_engine_tells_it_with_its_step() -> None:
     decoder, encoder = Simulation(), EncoderSimulation()
-    decoder.engine.stretch, encoder.engine.stretch = Doubling(), Doubling()
+    decoder.engine.throttle_correction, encoder.engine.throttle_correction = Doubling(), Doubling()
     decoder.add("a", [1, 2, 3])
     encoder.engine.add(encode("a", 4))
     for simulation in (decoder, encoder):
         simulation.step()
         assert simulation.engine.stats is not None
-        assert simulation.engine.stats.stretch == 2.0
+        assert simulation.engine.stats.throttle_correction == 2.0

@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.kernels.gpu import available
+from app.kernels.triton import support
 
 ON_GPU = cast(Tensor, SimpleNamespace(device=torch.device("cuda", 0)))
 
 
 @pytest.fixture(autouse=True)
 def _asked_anew() -> Iterator[None]:
-    available.why_not.cache_clear()
+    support.unavailable_reason.cache_clear()
     yield
-    available.why_not.cache_clear()
+    support.unavailable_reason.cache_clear()
 
 
 class Triton:
@@ -43,22 +43,22 @@ class Triton:
 
 
 def put(triton: Triton, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(available.importlib, "import_module", lambda name: triton)
+    monkeypatch.setattr(support.importlib, "import_module", lambda name: triton)
 
 
 def test_a_processor_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     triton = Triton()
     put(triton, monkeypatch)
-    assert not available.usable(torch.zeros(1))
-    assert not available.usable(torch.zeros(1, device="meta"))
+    assert not support.triton_usable(torch.zeros(1))
+    assert not support.triton_usable(torch.zeros(1, device="meta"))
     assert triton.asked == 0
 
 
 def test_a_gpu_is_served_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     triton = Triton()
     put(triton, monkeypatch)
-    assert available.usable(ON_GPU)
-    assert available.usable(ON_GPU)
+    assert support.triton_usable(ON_GPU)
+    assert support.triton_usable(ON_GPU)
     assert triton.asked == 1
 
 
@@ -78,8 +78,8 @@ def test_without_what_triton_needs_the_twins_serve_and_it_is_said_once(
     triton = Triton(error)
     put(triton, monkeypatch)
     with caplog.at_level(logging.WARNING):
-        assert not available.usable(ON_GPU)
-        assert not available.usable(ON_GPU)
+        assert not support.triton_usable(ON_GPU)
+        assert not support.triton_usable(ON_GPU)
     assert triton.asked == 1
     [record] = caplog.records
     assert str(error) in record.message

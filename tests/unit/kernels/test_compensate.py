@@ -5,8 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from app.kernels.compensate import DAMPING, bonds_of, compensated_int4
-from app.kernels.rounding import Int4Weight, quantise_int4
+from app.kernels.linear.quantization import (
+    DAMPING,
+    Int4Weight,
+    compute_gptq_factors,
+    gptq_int4,
+    quantise_int4,
+)
 
 
 def inputs_of(columns: int, rank: int = 20, rows: int = 600) -> torch.Tensor:
@@ -31,7 +36,7 @@ def loss(x: torch.Tensor, weight: torch.Tensor, rounded: Int4Weight) -> float:
 @pytest.mark.parametrize("columns", (96, 300))
 def test_products_come_closer(columns, zero_points):
     x, weight = inputs_of(columns), weight_of(40, columns)
-    rounded = compensated_int4(weight, 64, zero_points, bonds_of(x.T @ x))
+    rounded = gptq_int4(weight, 64, zero_points, compute_gptq_factors(x.T @ x))
     assert loss(x, weight, rounded) < 0.5 * loss(x, weight, quantise_int4(weight, 64, zero_points))
     fresh = inputs_of(columns, rows=1200)[600:]
     assert loss(fresh, weight, rounded) < 0.6 * loss(fresh, weight, quantise_int4(weight, 64, zero_points))
@@ -40,18 +45,18 @@ def test_products_come_closer(columns, zero_points):
 @pytest.mark.parametrize("zero_points", (False, True))
 def test_without_correlation_it_is_plain_rounding(zero_points):
     weight, nearest = weight_of(9, 200), quantise_int4(weight_of(9, 200), 32, zero_points)
-    for bonds in (bonds_of(torch.diag(torch.rand(200) + 0.1)), bonds_of(torch.zeros(200, 200))):
-        rounded = compensated_int4(weight, 32, zero_points, bonds)
+    for gptq_factors in (compute_gptq_factors(torch.diag(torch.rand(200) + 0.1)), compute_gptq_factors(torch.zeros(200, 200))):
+        rounded = gptq_int4(weight, 32, zero_points, gptq_factors)
         torch.testing.assert_close(rounded.dequantise(), nearest.dequantise(), rtol=0, atol=1e-6)
         assert torch.equal(rounded.codes[:, 200:], nearest.codes[:, 200:])
 
 
 def test_rows_may_come_alone():
     x, weight = inputs_of(160), weight_of(30, 160)
-    bonds = bonds_of(x.T @ x)
-    whole = compensated_int4(weight, 64, False, bonds)
+    gptq_factors = compute_gptq_factors(x.T @ x)
+    whole = gptq_int4(weight, 64, False, gptq_factors)
     for rows in (slice(0, 7), slice(7, 30)):
-        part = compensated_int4(weight[rows], 64, False, bonds)
+        part = gptq_int4(weight[rows], 64, False, gptq_factors)
         assert (part.codes != whole.codes[rows]).float().mean() < 0.01  # products of another size may sum in another order
         assert torch.equal(part.scales, whole.scales[rows])
 
@@ -59,18 +64,18 @@ def test_rows_may_come_alone():
 def test_factors_belong_to_the_inputs():
     x, factors = inputs_of(64), torch.rand(64) + 0.5
     scaled = x / factors
-    divided, plain = bonds_of(x.T @ x, factors), bonds_of(scaled.T @ scaled)
-    assert torch.equal(divided.order, plain.order)
-    torch.testing.assert_close(divided.root, plain.root, rtol=1e-3, atol=1e-3)
+    divided, plain = compute_gptq_factors(x.T @ x, factors), compute_gptq_factors(scaled.T @ scaled)
+    assert torch.equal(divided.rounding_order, plain.rounding_order)
+    torch.testing.assert_close(divided.inverse_root, plain.inverse_root, rtol=1e-3, atol=1e-3)
 
 
 def test_the_root_is_that_of_the_inverse():
     x = inputs_of(50)
     correlation = (x.T @ x).double()
-    bonds = bonds_of(correlation)
-    root = bonds.root
-    damped = (correlation / correlation.diagonal().mean() + DAMPING * torch.eye(50))[bonds.order][:, bonds.order]
-    loudness = correlation.diagonal()[bonds.order]
+    gptq_factors = compute_gptq_factors(correlation)
+    root = gptq_factors.inverse_root
+    damped = (correlation / correlation.diagonal().mean() + DAMPING * torch.eye(50))[gptq_factors.rounding_order][:, gptq_factors.rounding_order]
+    loudness = correlation.diagonal()[gptq_factors.rounding_order]
     assert bool((loudness[:-1] >= loudness[1:]).all())
     torch.testing.assert_close(root.T @ root @ damped, torch.eye(50, dtype=torch.float64), rtol=0, atol=1e-6)
     assert torch.equal(root, root.triu())

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from app.kernels.gpu.available import keep_in_private
+from app.kernels.triton.support import secure_cache_folder
 
 
 def kept(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
-    keep_in_private()
+    secure_cache_folder()
     return Path(os.environ["TRITON_CACHE_DIR"])
 
 
@@ -50,5 +50,5 @@ def test_one_that_cannot_be_made_is_told(
 
 def test_who_says_nothing_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    keep_in_private()
+    secure_cache_folder()
     assert "TRITON_CACHE_DIR" not in os.environ

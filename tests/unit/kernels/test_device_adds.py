@@ -9,17 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.kernels import device_adds, device_linear
-from app.kernels.device_linear import DevicePacking
+from app.kernels.linear import (
+    device as device_adds,
+)
+from app.kernels.linear import (
+    device as device_linear,
+)
+from app.kernels.linear.device import DeviceFactory
 
 GPU, HALF = torch.device("cuda", 0), torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
 def _asked_anew() -> Iterator[None]:
-    device_adds.adds_to_wider.cache_clear()
+    device_adds.supports_fused_add.cache_clear()
     yield
-    device_adds.adds_to_wider.cache_clear()
+    device_adds.supports_fused_add.cache_clear()
 
 
 @pytest.fixture
@@ -39,10 +44,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
 
 
 def test_a_device_is_asked_once(asked: list[torch.dtype]) -> None:
-    assert device_adds.adds_to_wider(GPU, HALF) and device_adds.adds_to_wider(GPU, HALF)
+    assert device_adds.supports_fused_add(GPU, HALF) and device_adds.supports_fused_add(GPU, HALF)
     assert asked == [HALF] * 2
-    assert not device_adds.adds_to_wider(GPU, torch.float32)
-    assert not device_adds.adds_to_wider(torch.device("cpu"), HALF) and not device_adds.adds_to_wider(torch.device("mps"), HALF)
+    assert not device_adds.supports_fused_add(GPU, torch.float32)
+    assert not device_adds.supports_fused_add(torch.device("cpu"), HALF) and not device_adds.supports_fused_add(
+        torch.device("mps"), HALF
+    )
     assert asked == [HALF] * 2
 
 
@@ -56,7 +63,7 @@ def test_one_that_refuses_or_errs_is_not_believed(
         return stream.fill_(16)  # β was forgotten
 
     monkeypatch.setattr(torch, "addmm", addmm)
-    assert not device_adds.adds_to_wider(GPU, HALF)
+    assert not device_adds.supports_fused_add(GPU, HALF)
 
 
 def test_a_single_row_is_tried_as_well(asked: list[torch.dtype], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +74,7 @@ def test_a_single_row_is_tried_as_well(asked: list[torch.dtype], monkeypatch: py
         return adds(stream, *given, **named) if len(stream) > 1 else stream.fill_(16)
 
     monkeypatch.setattr(torch, "addmm", addmm)
-    assert not device_adds.adds_to_wider(GPU, HALF)
+    assert not device_adds.supports_fused_add(GPU, HALF)
 
 
 @pytest.mark.parametrize(("bias", "adds"), [(None, True), (torch.ones(5), False)])
@@ -75,9 +82,9 @@ def test_a_single_row_is_tried_as_well(asked: list[torch.dtype], monkeypatch: py
 def test_the_sum_is_the_same_either_way(
     bias: Tensor | None, adds: bool, asked: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_linear, "adds_to_wider", lambda device, dtype: True)
+    monkeypatch.setattr(device_linear, "supports_fused_add", lambda device, dtype: True)
     weight, x, hidden = torch.randn(5, 8), torch.randn(3, 8).to(HALF), torch.randn(3, 5)
-    form = DevicePacking(torch.device("cpu"), HALF).pack(weight, bias)
+    form = DeviceFactory(torch.device("cpu"), HALF).pack(weight, bias)
     expected = hidden + form.multiply(x)
     form.add_to(hidden, x)
     torch.testing.assert_close(hidden, expected, rtol=2**-7, atol=2**-7)
@@ -85,5 +92,5 @@ def test_the_sum_is_the_same_either_way(
 
 
 def test_the_plain_sum_where_a_device_does_not_add() -> None:
-    form = DevicePacking(torch.device("cpu"), HALF).pack(torch.randn(5, 8), None)
-    assert not form.adds
+    form = DeviceFactory(torch.device("cpu"), HALF).pack(torch.randn(5, 8), None)
+    assert not form.fuses_add

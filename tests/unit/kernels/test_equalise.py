@@ -6,8 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.kernels.equalise import column_maxima, gauge
-from app.kernels.rounding import quantise_int4
+from app.kernels.linear.quantization import (
+    column_maxima,
+    quantise_int4,
+    smooth_scales,
+)
 
 
 def layer(seed: int, inputs: int = 64, outputs: int = 48) -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,7 +31,7 @@ def planted(norm: torch.Tensor, weight: torch.Tensor, seed: int) -> tuple[torch.
 def test_it_is_the_same_function(seed, inputs):
     norm, weight = layer(seed, inputs)
     x = torch.randn(5, inputs, dtype=torch.float64)
-    t = gauge(norm, column_maxima((weight,), inputs))
+    t = smooth_scales(norm, column_maxima((weight,), inputs))
     before = (x * norm) @ weight.double().T
     torch.testing.assert_close((x * (norm / t)) @ (weight * t).double().T, before, rtol=1e-5, atol=1e-5)
 
@@ -39,7 +42,7 @@ def test_what_is_rounded_does_not_depend_on_how_channels_were_scaled(seed, other
     norm, weight = layer(seed)
     large, small = planted(norm, weight, other)
     codes = [
-        quantise_int4(some * gauge(scale, column_maxima((some,), 64)), 32, zero_points=False)
+        quantise_int4(some * smooth_scales(scale, column_maxima((some,), 64)), 32, zero_points=False)
         for scale, some in ((norm, weight), (large, small))
     ]
     assert torch.equal(codes[0].codes, codes[1].codes)
@@ -56,14 +59,14 @@ def test_outlier_channels_no_longer_hurt():
         product = (x * scale) @ quantise_int4(some, 64, zero_points=False).dequantise().T
         return float((product - wanted).norm() / wanted.norm())
 
-    t = gauge(large, column_maxima((small,), 256))
+    t = smooth_scales(large, column_maxima((small,), 256))
     assert loss(large / t, small * t) < 1.3 * loss(norm, weight)
     assert loss(large, small) > 2 * loss(norm, weight)
 
 
 def test_channels_that_are_zero_stay():
     norm, weight = torch.tensor([1.0, 0.0, 4.0, -2.0]), torch.tensor([[1.0, 3.0, 0.0, 8.0], [-4.0, 3.0, 0.0, 1.0]])
-    assert gauge(norm, column_maxima((weight,), 4)).tolist() == [0.5, 1.0, 1.0, 0.5]
+    assert smooth_scales(norm, column_maxima((weight,), 4)).tolist() == [0.5, 1.0, 1.0, 0.5]
 
 
 def test_maxima_are_over_all_rows():

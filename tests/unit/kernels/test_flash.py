@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from app.kernels import flash
-from app.models.context import AttentionSpec
+from app.kernels.attention import texts
+from app.kernels.attention.context import AttentionSpec
 
 PLAIN = AttentionSpec(0.1)
 
@@ -16,7 +16,7 @@ PLAIN = AttentionSpec(0.1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [8, 64, 96, 256])
 def test_halves_of_whole_eights_are_taken(dtype: torch.dtype, head_dim: int) -> None:
-    assert flash.suits(dtype, head_dim, PLAIN)
+    assert texts.torch_flash_supports(dtype, head_dim, PLAIN)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_halves_of_whole_eights_are_taken(dtype: torch.dtype, head_dim: int) -> 
     ids=["fp32", "large", "odd", "capped", "biased"],
 )
 def test_others_are_not(dtype: torch.dtype, head_dim: int, spec: AttentionSpec) -> None:
-    assert not flash.suits(dtype, head_dim, spec)
+    assert not texts.torch_flash_supports(dtype, head_dim, spec)
 
 
 @pytest.mark.parametrize(
@@ -53,24 +53,24 @@ def test_windows_in_torchs_words(
         asked.append((words[7], words[8], words[9], named))
         return (words[0],)
 
-    monkeypatch.setattr(flash, "_flash", noted)
+    monkeypatch.setattr(texts, "_flash", noted)
     query = torch.zeros(3, 2, 8)
-    flash.attend(query, query, query, (torch.tensor([0, 3], dtype=torch.int32), 3), spec)
+    texts.attend_packed(query, query, query, (torch.tensor([0, 3], dtype=torch.int32), 3), spec)
     assert asked == [(0.0, causal, False, {"scale": 0.1, "window_size_left": left, "window_size_right": right})]
 
 
 def test_texts_of_one_token_are_not_made_a_batch_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch would then want as many rows as texts, and texts without tokens fill buckets."""
     most: list[int] = []
-    monkeypatch.setattr(flash, "_flash", lambda *words, **named: (most.extend(words[5:7]), words[0])[1:])
+    monkeypatch.setattr(texts, "_flash", lambda *words, **named: (most.extend(words[5:7]), words[0])[1:])
     query = torch.zeros(2, 2, 8)
-    flash.attend(query, query, query, (torch.tensor([0, 1, 1, 2], dtype=torch.int32), 1), PLAIN)
+    texts.attend_packed(query, query, query, (torch.tensor([0, 1, 1, 2], dtype=torch.int32), 1), PLAIN)
     assert most == [2, 2]
 
 
 def test_the_operator_takes_these_words() -> None:
     """Positions and names, of the torch that is installed."""
-    arguments = [(one.name, one.kwarg_only) for one in flash._flash._schema.arguments]
+    arguments = [(one.name, one.kwarg_only) for one in texts._flash._schema.arguments]
     positional = [
         "query",
         "key",

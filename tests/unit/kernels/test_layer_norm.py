@@ -8,12 +8,31 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.kernels.activate import ACTIVATIONS, activate, activate_torch
-from app.kernels.activations import Activations, plain, quantise
-from app.kernels.int_panels import IntPacking
-from app.kernels.layer_norm import layer_norm, layer_norm_in_place, layer_norm_torch
-from app.kernels.linear import FORMS, Activating, Linear
-from app.kernels.operations import Code, has
+from app.kernels.elementwise.activations import (
+    ACTIVATIONS,
+    activate,
+    activate_torch,
+)
+from app.kernels.elementwise.norms import (
+    layer_norm,
+    layer_norm_in_place,
+    layer_norm_torch,
+)
+from app.kernels.linear.activations import (
+    Activations,
+    quantise,
+    unquantised,
+)
+from app.kernels.linear.int_panels import IntPanelFactory
+from app.kernels.linear.linear import (
+    FORMS,
+    ActivatingForm,
+    Linear,
+)
+from app.kernels.native.operations import (
+    OpCode,
+    has_kernel,
+)
 from native_levels import at_level
 from row_checks import a_level, bad_values, bits, check, group_of, groups, needs_levels, num_rows, rows_of, sizes, spreads
 
@@ -38,7 +57,7 @@ def test_the_norm_is_its_twin(
     before = wide.clone()
     meant = layer_norm_torch(before[:, :size].double(), norm).float()
     with at_level(level):
-        assume(has(Code.LAYER_NORM))
+        assume(has_kernel(OpCode.LAYER_NORM))
         found = layer_norm(wide[:, :size], norm, torch.bfloat16, group, in_place)
         exact = 1e-3 if shift == 300 else 2e-5  # what fp32 loses to the shift
         torch.testing.assert_close(
@@ -56,9 +75,9 @@ def test_the_norm_is_its_twin(
 def test_in_fp32_the_twin_serves() -> None:
     hidden, norm = rows_of(5, 64), norm_of(64, True)
     meant = layer_norm_torch(hidden, norm)
-    assert torch.equal(plain(layer_norm(hidden, norm, torch.float32, in_place=True)), meant)
+    assert torch.equal(unquantised(layer_norm(hidden, norm, torch.float32, in_place=True)), meant)
     assert torch.equal(hidden, meant)
-    assert torch.equal(plain(activate(meant, "gelu")), activate_torch(meant, "gelu"))
+    assert torch.equal(unquantised(activate(meant, "gelu")), activate_torch(meant, "gelu"))
 
 
 @needs_levels
@@ -72,7 +91,7 @@ def test_an_activation_is_its_twin(
 ) -> None:
     wide, group = rows_of(rows, size + 8, spread, bad).bfloat16(), group_of(group, size)
     with at_level(level):
-        assume(has(Code.ACTIVATE))
+        assume(has_kernel(OpCode.ACTIVATE))
         check(activate(wide[:, :size], activation, group), activate_torch(wide[:, :size].double(), activation).float(), group)
 
 
@@ -82,7 +101,7 @@ def test_an_activation_is_its_twin(
 def test_a_row_says_the_same_whatever_else_is_in_the_batch(level: str, rows: int, size: int, group: int | None) -> None:
     hidden, norm, group = rows_of(rows, size), norm_of(size, True), group_of(group, size)
     with at_level(level):
-        assume(has(Code.LAYER_NORM))
+        assume(has_kernel(OpCode.LAYER_NORM))
 
         def said(own: slice) -> list[Tensor]:
             return bits(layer_norm(hidden[own], norm, torch.bfloat16, group)) + bits(
@@ -97,7 +116,7 @@ def test_a_row_says_the_same_whatever_else_is_in_the_batch(level: str, rows: int
 class TakesGroups:
     """A form that reads quantised rows, and does nothing else."""
 
-    def takes(self, rows: int) -> int:
+    def activation_group(self, rows: int) -> int:
         return 64
 
 
@@ -112,18 +131,18 @@ def layer(form: object, outputs: int, inputs: int) -> Linear:
 @pytest.mark.parametrize("name", [*FORMS, "int8", "int4/32"])
 @torch.inference_mode()
 def test_a_product_is_activated_on_its_way_out(name: str, activation: str, dtype: torch.dtype) -> None:
-    packing = FORMS[name] if name in FORMS else IntPacking(8, None) if name == "int8" else IntPacking(4, 32)
-    if not packing.suits(512, 512, dtype) or (name not in FORMS and dtype == torch.float32):
+    packing = FORMS[name] if name in FORMS else IntPanelFactory(8, None) if name == "int8" else IntPanelFactory(4, 32)
+    if not packing.supports(512, 512, dtype) or (name not in FORMS and dtype == torch.float32):
         pytest.skip("this machine does not have it")
     form = packing.pack(rows_of(515, 160, 0.2).to(dtype), rows_of(1, 515, seed=3)[0].to(dtype))
     x, feeds = rows_of(23, 160, seed=4).to(dtype), layer(FORMS["plain"].pack(torch.ones(1, 515), None), 1, 515)
     meant = activate_torch(form.multiply(x).double(), activation)
-    found = plain(layer(form, 515, 160).activated(x, activation, feeds))
-    assert found.dtype == dtype and isinstance(form, Activating) == (name != "plain")
+    found = unquantised(layer(form, 515, 160).multiply_activated(x, activation, feeds))
+    assert found.dtype == dtype and isinstance(form, ActivatingForm) == (name != "plain")
     torch.testing.assert_close(
         found.double(), meant, **({"atol": 1e-5, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.02, "rtol": 2**-6})
     )
-    if dtype == torch.bfloat16 and has(Code.QUANTISE):
-        codes: Activations = layer(form, 515, 160).activated(x, activation, layer(TakesGroups(), 1, 515))
+    if dtype == torch.bfloat16 and has_kernel(OpCode.QUANTISE):
+        codes: Activations = layer(form, 515, 160).multiply_activated(x, activation, layer(TakesGroups(), 1, 515))
         if name != "plain":
             assert all(torch.equal(a, b) for a, b in zip(bits(codes), bits(quantise(found, 64)), strict=True))

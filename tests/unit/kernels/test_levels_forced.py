@@ -10,12 +10,12 @@ import sys
 
 import pytest
 
-from app.kernels.native import native
+from app.kernels.native.library import native_library
 from tests.native_levels import levels
 
 LEVELS = levels()
 FOREIGN = "i8mm" if platform.machine() in ("x86_64", "AMD64") else "avx2"
-pytestmark = pytest.mark.skipif(not LEVELS, reason=native().reason)
+pytestmark = pytest.mark.skipif(not LEVELS, reason=native_library().reason)
 
 
 def run(level: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -43,8 +43,8 @@ def test_a_level_that_cannot_run_is_refused_in_a_sentence(level: str, command: l
 PRODUCT = """
 import sys
 import torch
-from app.kernels.int_panels import IntPacking
-from app.kernels.native import native
+from app.kernels.linear.linear.int_panels import IntPanelFactory
+from app.kernels.native.library.library import native_library
 form, x = IntPacking(4, 32).pack(torch.randn(40, 64), None), torch.randn(3, 64).bfloat16()
 torch.testing.assert_close(form.multiply(x).float(), form.multiply_torch(x), rtol=1e-2, atol=1e-2)
 print(native().level)

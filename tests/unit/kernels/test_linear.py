@@ -6,8 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from app.kernels import linear
-from app.kernels.linear import FORMS, Linear, OneDnnLinear, PlainLinear
+from app.kernels.linear import linear
+from app.kernels.linear.linear import (
+    FORMS,
+    Linear,
+    OneDnnLinear,
+    PlainLinear,
+)
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -19,7 +24,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 @torch.inference_mode()
 def test_forms_equal_the_plain_product(name: str, rows: int, with_bias: bool, dtype: torch.dtype) -> None:
     """FP32 within the order of sums; BF16 within two roundings of the exact product."""
-    if not FORMS[name].suits(2**9, 2**9, dtype):
+    if not FORMS[name].supports(2**9, 2**9, dtype):
         pytest.skip("this machine does not have it")
     generator = torch.Generator().manual_seed(rows)
     weight, x = torch.randn(515, 130, generator=generator).to(dtype), torch.randn(rows, 130, generator=generator).to(dtype)
@@ -38,7 +43,7 @@ def test_forms_equal_the_plain_product(name: str, rows: int, with_bias: bool, dt
 @pytest.mark.parametrize("name", FORMS)
 @torch.inference_mode()
 def test_forms_take_rows_that_lie_apart(name: str, dtype: torch.dtype) -> None:
-    if not FORMS[name].suits(512, 256, dtype):
+    if not FORMS[name].supports(512, 256, dtype):
         pytest.skip("this machine does not have it")
     weight, wide = torch.randn(512, 256).to(dtype), torch.randn(5, 300).to(dtype)
     product = FORMS[name].pack(weight, None).multiply(wide[:, :256])
@@ -53,7 +58,7 @@ def test_forms_take_rows_that_lie_apart(name: str, dtype: torch.dtype) -> None:
 def test_a_form_that_does_not_keep_its_weight_has_its_own(name: str, dtype: torch.dtype) -> None:
     """The loader reuses the buffer it packed from."""
     form = FORMS[name]
-    if not form.suits(512, 256, dtype):
+    if not form.supports(512, 256, dtype):
         pytest.skip("this machine does not have it")
     weight, bias, x = torch.randn(512, 256).to(dtype), torch.randn(512).to(dtype), torch.ones(1, 256, dtype=dtype)
     packed = form.pack(weight, bias)
@@ -65,10 +70,10 @@ def test_a_form_that_does_not_keep_its_weight_has_its_own(name: str, dtype: torc
 
 def test_onednn_suits_large_weights_of_dtypes_that_the_machine_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "_onednn_packs", lambda dtype: dtype == torch.float32)
-    assert OneDnnLinear.suits(1024, 1024, torch.float32)
-    assert not OneDnnLinear.suits(256, 256, torch.float32)
-    assert not OneDnnLinear.suits(1024, 1024, torch.bfloat16)
-    assert PlainLinear.suits(1, 1, torch.bfloat16)
+    assert OneDnnLinear.supports(1024, 1024, torch.float32)
+    assert not OneDnnLinear.supports(256, 256, torch.float32)
+    assert not OneDnnLinear.supports(1024, 1024, torch.bfloat16)
+    assert PlainLinear.supports(1, 1, torch.bfloat16)
 
 
 def test_a_linear_layer_multiplies_by_its_form() -> None:

@@ -13,13 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.errors import PlanImpossible
-from app.kernels import native as native_module
-from app.kernels.memory import weights_bytes
-from app.kernels.native import native
-from app.kernels.operations import Code, has
-from app.kernels.panels import PanelLinear
+from app.kernels.linear.bf16_panels import Bf16PanelLinear
+from app.kernels.native import library as native_module
+from app.kernels.native.library import native_library
+from app.kernels.native.memory import allocate_weights
+from app.kernels.native.operations import (
+    OpCode,
+    has_kernel,
+)
 
-needs_native = pytest.mark.skipif(not has(Code.LINEAR_BF16), reason=native().reason)
+needs_native = pytest.mark.skipif(not has_kernel(OpCode.LINEAR_BF16), reason=native_library().reason)
 # One rounding to bfloat16 (8 bits) on either side, and sums in another order.
 CLOSE = {"rtol": 1e-2, "atol": 1e-2}
 
@@ -35,13 +38,13 @@ def test_panels_multiply_as_torch_does(rows: int, inputs: int, outputs: int, bia
     x, weight = normal(rows, inputs).bfloat16(), normal(outputs, inputs, seed=1).bfloat16()
     added = normal(outputs, seed=2).bfloat16() if bias else None
     expected = F.linear(x.float(), weight.float(), None if added is None else added.float())
-    torch.testing.assert_close(PanelLinear.pack(weight, added).multiply(x).float(), expected, **CLOSE)
+    torch.testing.assert_close(Bf16PanelLinear.pack(weight, added).multiply(x).float(), expected, **CLOSE)
 
 
 @needs_native
 def test_a_row_says_the_same_in_every_batch_of_a_strided_input() -> None:
     weight, wide = normal(96, 200, seed=1).bfloat16(), normal(30, 300).bfloat16()
-    form, x = PanelLinear.pack(weight, None), wide[:, 50:250]
+    form, x = Bf16PanelLinear.pack(weight, None), wide[:, 50:250]
     together = form.multiply(x)
     assert form.nbytes == 96 * 200 * 2
     for row in range(30):
@@ -52,7 +55,7 @@ def test_a_row_says_the_same_in_every_batch_of_a_strided_input() -> None:
 @pytest.mark.parametrize("inputs", [1, 7, 64])
 def test_a_packed_weight_hands_out_its_rows(inputs: int) -> None:
     weight, ids = normal(70, inputs).bfloat16(), torch.tensor([0, 69, 31, 32, 5, 5, 64, 1, 2, 3])
-    form = PanelLinear.pack(weight, None)
+    form = Bf16PanelLinear.pack(weight, None)
     assert torch.equal(form.rows(ids), weight[ids].float())
     assert form.rows(ids[:0]).shape == (0, inputs)
     odd = form.rows(torch.tensor([70, 3, -1]), 2.0)
@@ -64,14 +67,14 @@ def test_a_packed_weight_hands_out_its_rows(inputs: int) -> None:
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_bad_values_stay_bad_in_their_row_and_leave_the_others_alone(bad: float) -> None:
     x, weight = normal(5, 64).bfloat16(), normal(40, 64, seed=1).bfloat16()
-    clean = PanelLinear.pack(weight, None).multiply(x)
+    clean = Bf16PanelLinear.pack(weight, None).multiply(x)
     x[2, 7] = bad
-    spoiled = PanelLinear.pack(weight, None).multiply(x)
+    spoiled = Bf16PanelLinear.pack(weight, None).multiply(x)
     assert not spoiled[2].isfinite().any()
     assert torch.equal(spoiled[[0, 1, 3, 4]], clean[[0, 1, 3, 4]])
 
 
-@pytest.mark.skipif(native().library is None, reason=native().reason)
+@pytest.mark.skipif(native_library().library is None, reason=native_library().reason)
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads Linux's /proc")
 def test_the_process_holds_one_openmp_runtime_of_ours_and_torchs() -> None:
     maps = Path("/proc/self/maps").read_text()
@@ -84,7 +87,7 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where the library would be looked for, were it not named; nothing lies there."""
     for name in ("ARMATURE_NATIVE_LIBRARY", "ARMATURE_ISA"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(native_module, "BESIDE", tmp_path / "libarmature.so")
+    monkeypatch.setattr(native_module, "LIBRARY_PATH", tmp_path / "libarmature.so")
     return tmp_path / "libarmature.so"
 
 
@@ -92,7 +95,7 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_without_a_library_that_loads_torch_serves_and_the_reason_is_said(bare: Path, content: bytes | None, reason: str) -> None:
     if content is not None:
         bare.write_bytes(content)
-    found = native_module.native.__wrapped__()
+    found = native_module.native_library.__wrapped__()
     assert (found.library, found.level) == (None, None)
     assert reason in found.reason
     assert "torch's own products serve" in found.reason
@@ -101,13 +104,13 @@ def test_without_a_library_that_loads_torch_serves_and_the_reason_is_said(bare: 
 def test_a_library_that_is_asked_for_by_name_is_loaded_or_refused(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ARMATURE_NATIVE_LIBRARY", str(bare.parent / "other.so"))
     with pytest.raises(PlanImpossible, match=r"other\.so cannot be loaded"):
-        native_module.native.__wrapped__()
+        native_module.native_library.__wrapped__()
 
 
 @pytest.fixture
 def level() -> Iterator[str]:
     """The level that serves this process, which serves it again afterwards."""
-    chosen = native()
+    chosen = native_library()
     if chosen.library is None or chosen.level is None:
         pytest.skip(chosen.reason)
     yield chosen.level
@@ -116,15 +119,15 @@ def level() -> Iterator[str]:
 
 def test_a_level_that_is_asked_for_by_name_serves_or_is_refused(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ARMATURE_ISA", "portable")
-    assert native_module.native.__wrapped__().level == "portable"
+    assert native_module.native_library.__wrapped__().level == "portable"
     monkeypatch.setenv("ARMATURE_ISA", "no-such-level")
     with pytest.raises(PlanImpossible, match="ARMATURE_ISA is no-such-level, which this library or this processor does not have"):
-        native_module.native.__wrapped__()
+        native_module.native_library.__wrapped__()
 
 
 @pytest.mark.parametrize("nbytes", [100, 9 * 2**20])
 def test_weights_memory_is_aligned_and_writable(nbytes: int) -> None:
-    memory = weights_bytes(nbytes)
+    memory = allocate_weights(nbytes)
     assert (memory.numel(), memory.data_ptr() % 64) == (nbytes, 0)
     memory.fill_(7)
     assert int(memory[-1]) == 7

@@ -8,27 +8,30 @@ from typing import Any
 import pytest
 
 from app.errors import PlanImpossible
-from app.kernels import operations
-from app.kernels.native import native
-from app.kernels.operations import Code, has
+from app.kernels.native import operations
+from app.kernels.native.library import native_library
+from app.kernels.native.operations import (
+    OpCode,
+    has_kernel,
+)
 
-pytestmark = pytest.mark.skipif(native().library is None, reason="no native library here")
+pytestmark = pytest.mark.skipif(native_library().library is None, reason="no native library here")
 
 
 @pytest.fixture(autouse=True)
 def ask_again() -> Any:
-    operations._of_this_version.cache_clear()
+    operations._version_matches.cache_clear()
     yield
-    operations._of_this_version.cache_clear()
+    operations._version_matches.cache_clear()
 
 
 def test_this_library_reads_what_is_written() -> None:
-    assert has(Code.LINEAR_INT)
+    assert has_kernel(OpCode.LINEAR_INT)
 
 
 @pytest.mark.parametrize("other", [lambda code: 8, None], ids=["other sizes", "older than the question"])
 def test_a_library_of_another_version_is_never_asked_to_run(other: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     library = SimpleNamespace(armature_has=lambda code: 1, **({"armature_size": other} if other else {}))
-    monkeypatch.setattr(operations, "native", lambda: SimpleNamespace(library=library))
+    monkeypatch.setattr(operations, "native_library", lambda: SimpleNamespace(library=library))
     with pytest.raises(PlanImpossible, match="make native"):
-        has(Code.LINEAR_INT)
+        has_kernel(OpCode.LINEAR_INT)

@@ -9,27 +9,34 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.kernels import operators, rowwise
-from app.kernels.activations import quantise
-from app.kernels.best import Wanted
-from app.kernels.int_panels import IntPacking, IntPanels
-from app.kernels.native import native
-from app.kernels.operations import Code, has
+from app.kernels import operators
+from app.kernels.elementwise import norms
+from app.kernels.elementwise.activations import TopLogitsRequest
+from app.kernels.linear.activations import quantise
+from app.kernels.linear.int_panels import (
+    IntPanelFactory,
+    IntPanelLinear,
+)
+from app.kernels.native.library import native_library
+from app.kernels.native.operations import (
+    OpCode,
+    has_kernel,
+)
 
 EPS = 1e-5
-needs_library = pytest.mark.skipif(not has(Code.LINEAR_INT), reason="no native kernels here")
+needs_library = pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="no native kernels here")
 whole_tiles = pytest.mark.skipif(
-    native().align > 1, reason="rows that fill up a tile are not initialised, which a comparison sees"
+    native_library().align > 1, reason="rows that fill up a tile are not initialised, which a comparison sees"
 )
 
 
-def form_of(outputs: int, inputs: int, bits: int = 4, zero_points: bool = False, bias: bool = False) -> IntPanels:
-    packing = IntPacking(bits, None if bits == 8 else 32, zero_points)
+def form_of(outputs: int, inputs: int, bits: int = 4, zero_points: bool = False, bias: bool = False) -> IntPanelLinear:
+    packing = IntPanelFactory(bits, None if bits == 8 else 32, zero_points)
     return packing.pack(torch.randn(outputs, inputs) / inputs**0.5, torch.randn(outputs) if bias else None)
 
 
-def product_of(form: IntPanels, x: Tensor) -> tuple[Any, ...]:
-    panels, bias, sizes, zero_points = operators.described(form)
+def product_of(form: IntPanelLinear, x: Tensor) -> tuple[Any, ...]:
+    panels, bias, sizes, zero_points = operators.form_arguments(form)
     rows = quantise(x, form.group)
     return ([rows.codes, rows.scales, rows.sums], panels, bias, len(x), sizes, zero_points)
 
@@ -49,7 +56,10 @@ def cases_of_library() -> list[tuple[Any, Callable[[], tuple[Any, ...]]]]:
         (operators.gate_quantised_op, lambda: (torch.randn(9, 2 * 100).bfloat16(), "silu", 32)),
         (operators.linear_int_op, lambda: product_of(form_of(70, 100, bias=True), torch.randn(19, 100).bfloat16())),
         (operators.linear_int_op, lambda: product_of(form_of(70, 100, 8), torch.randn(2, 100).bfloat16())),
-        (operators.best_op, lambda: (*without_bias(product_of(form_of(70, 96, 4, True), torch.randn(3, 96).bfloat16())), 5)),
+        (
+            operators.top_logits_op,
+            lambda: (*without_bias(product_of(form_of(70, 96, 4, True), torch.randn(3, 96).bfloat16())), 5),
+        ),
     ]
 
 
@@ -84,17 +94,17 @@ class Block(torch.nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         (gate_up, down), rows = self.forms, hidden.shape[0]
         x = torch.ops.armature.rms_norm_quantised(hidden, self.weight, EPS, gate_up.group)
-        panels, bias, sizes, zero_points = operators.described(gate_up)
+        panels, bias, sizes, zero_points = operators.form_arguments(gate_up)
         both = torch.ops.armature.linear_int(x, panels, bias, rows, sizes, zero_points)
         y = torch.ops.armature.gate_quantised(both, "silu", down.group)
-        panels, bias, sizes, zero_points = operators.described(down)
+        panels, bias, sizes, zero_points = operators.form_arguments(down)
         return hidden + torch.ops.armature.linear_int(y, panels, bias, rows, sizes, zero_points)
 
     def directly(self, hidden: Tensor) -> Tensor:
         """As a step does it: the functions themselves."""
         gate_up, down = self.forms
-        x = rowwise.rms_norm(hidden, self.weight, EPS, torch.bfloat16, gate_up.group)
-        return hidden + down.multiply(rowwise.gate(gate_up.multiply(x), "silu", down.group))
+        x = norms.rms_norm(hidden, self.weight, EPS, torch.bfloat16, gate_up.group)
+        return hidden + down.multiply(norms.gate(gate_up.multiply(x), "silu", down.group))
 
 
 @needs_library
@@ -111,15 +121,15 @@ def test_a_compiled_block_says_what_an_eager_one_does() -> None:
 @needs_library
 def test_the_best_are_those_of_the_form() -> None:
     form, x = form_of(300, 64), torch.randn(4, 64).bfloat16()
-    values, ids = operators.best_op(*without_bias(product_of(form, x)), 6)
-    best = form.best(x, Wanted(6))
+    values, ids = operators.top_logits_op(*without_bias(product_of(form, x)), 6)
+    best = form.top_logits(x, TopLogitsRequest(6))
     assert torch.equal(values, best.values)
     assert torch.equal(ids, best.ids)
 
 
 def test_norm_and_gate_are_their_twins_where_there_is_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rowwise, "has", lambda code: False)
+    monkeypatch.setattr(norms, "has_kernel", lambda code: False)
     hidden, weight, gate_up = torch.randn(3, 40), torch.randn(40), torch.randn(3, 80).bfloat16()
-    meant = rowwise.rms_norm_torch(hidden, weight, EPS, torch.bfloat16)
+    meant = norms.rms_norm_torch(hidden, weight, EPS, torch.bfloat16)
     assert torch.equal(torch.ops.armature.rms_norm(hidden, weight, EPS), meant)
-    assert torch.equal(torch.ops.armature.gate(gate_up, "gelu"), rowwise.gate_torch(gate_up, "gelu"))
+    assert torch.equal(torch.ops.armature.gate(gate_up, "gelu"), norms.gate_torch(gate_up, "gelu"))

@@ -11,15 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.backends.base import AttentionRow, Segment
-from app.backends.reference import reference_attention
-from app.kernels import paged_torch
-from app.kernels.kv_rows import KVRows
-from app.kernels.paged import PAGE_TOKENS, PackedTexts, PagedStep
-from app.kernels.paged_torch import packed_texts_torch, paged_attention_torch
-from app.kernels.texts import attend_texts_torch
-from app.kernels.turn import Heads
-from app.models.context import AttentionSpec
+from app.backends.base import (
+    AttentionRow,
+    Segment,
+)
+from app.backends.cpu import reference_attention
+from app.kernels.attention import paged
+from app.kernels.attention.context import AttentionSpec
+from app.kernels.attention.layout import KvRows, QkvHeads
+from app.kernels.attention.paged import (
+    PAGE_TOKENS,
+    PackedTexts,
+    PagedStep,
+    attend_texts_padded_torch,
+    paged_attention_torch,
+)
+from app.kernels.attention.texts import attend_texts_torch
 
 MANY = 300  # tokens of context: pages enough to lie in any order
 
@@ -29,7 +36,7 @@ class Ragged:
     """A step over pages that lie anywhere, all else in the cache being NaN; and the same as the formula takes it."""
 
     query: Tensor
-    kv: KVRows
+    kv: KvRows
     step: PagedStep
     rows: list[AttentionRow]
 
@@ -59,7 +66,7 @@ def ragged(
     bounds = (len(decodes), max((new for _, new in prompts), default=1), max(1, *lengths))
     query = torch.randn((starts[-1] + spare, num_heads, head_dim), generator=generator).to(dtype)
     step = PagedStep(tables.to(torch.int32), *ints, *bounds)
-    return Ragged(query, KVRows(memory[:, 0], memory[:, 1], memory[0].nbytes), step, rows)
+    return Ragged(query, KvRows(memory[:, 0], memory[:, 1], memory[0].nbytes), step, rows)
 
 
 lengths_of_context = st.sampled_from([0, 1, 2, 63, 64, 65, 130, MANY])
@@ -84,7 +91,7 @@ def test_pages_are_attended_as_the_formula_says(
         return
     batch = ragged(decodes, prompts, heads, dtype, spare)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paged_torch, "_SCORES", scores)
+        patch.setattr(paged, "_MAX_SCORES", scores)
         result = paged_attention_torch(batch.query, batch.kv, batch.step, spec)
     assert result.dtype == dtype
     meant = torch.zeros(batch.query.shape)
@@ -118,13 +125,13 @@ def test_packed_texts_are_each_attended_alone(
     spec = AttentionSpec(0.3, window, softcap, bidirectional, bias)
     width = (heads + 2 * kv_heads) * head_dim
     product = torch.randn((sum(lengths) + spare, width), generator=torch.Generator().manual_seed(sum(lengths)))
-    given_heads = Heads(product, heads, kv_heads, head_dim)
+    given_heads = QkvHeads(product, heads, kv_heads, head_dim)
     starts = list(accumulate(lengths, initial=0))
     texts = PackedTexts(torch.tensor(starts, dtype=torch.int32), max(lengths))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paged_torch, "_SCORES", scores)
-        result = packed_texts_torch(given_heads, texts, spec)
+        patch.setattr(paged, "_MAX_SCORES", scores)
+        result = attend_texts_padded_torch(given_heads, texts, spec)
     present = [0, *(last for first, last in pairwise(starts) if first < last)]
-    meant = attend_texts_torch(Heads(product[: starts[-1]], heads, kv_heads, head_dim), present, spec)
+    meant = attend_texts_torch(QkvHeads(product[: starts[-1]], heads, kv_heads, head_dim), present, spec)
     torch.testing.assert_close(result[: starts[-1]], meant, rtol=0, atol=1e-5)
     assert not result[starts[-1] :].any()

@@ -8,13 +8,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.kernels.activations import Quantised, quantise, unpacked
-from app.kernels.int_panels import IntPacking
-from app.kernels.operations import Code, has
-from app.kernels.recording import Pool, Unrecordable, noted, record
+from app.kernels.linear.activations import (
+    QuantisedActivations,
+    quantise,
+    unpack_tiles,
+)
+from app.kernels.linear.int_panels import IntPanelFactory
+from app.kernels.native.operations import (
+    OpCode,
+    has_kernel,
+)
+from app.kernels.native.recording import (
+    NotRecordable,
+    ResultPool,
+    record_dry_run,
+    record_operations,
+)
 
-pytestmark = pytest.mark.skipif(not has(Code.LINEAR_INT), reason="no native kernels here")
-PACKING = IntPacking(bits=4, group=32)
+pytestmark = pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="no native kernels here")
+PACKING = IntPanelFactory(bits=4, group=32)
 
 
 def _two_layers() -> tuple[object, object]:
@@ -34,7 +46,7 @@ def _some_rows() -> Tensor:
 def test_a_recording_equals_the_body_for_other_inputs() -> None:
     body, _ = _two_layers()
     own = _some_rows()
-    recorded = record(Pool(), lambda: body(own))
+    recorded = record_operations(ResultPool(), lambda: body(own))
     assert len(recorded) == 4  # two products, each with its rows quantised first
     for _ in range(3):
         own.copy_(_some_rows())
@@ -43,17 +55,17 @@ def test_a_recording_equals_the_body_for_other_inputs() -> None:
 
 def test_what_is_only_noted_computes_nothing_until_it_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     body, _ = _two_layers()
-    own, pool = _some_rows(), Pool()
+    own, pool = _some_rows(), ResultPool()
     asked: list[object] = []
     with monkeypatch.context() as patched:
-        patched.setattr("app.kernels.operations.native", lambda: asked.append(None))
-        recorded = noted(pool, lambda: body(own))
+        patched.setattr("app.kernels.native.operations.native_library", lambda: asked.append(None))
+        recorded = record_dry_run(pool, lambda: body(own))
     assert asked == [] and len(recorded) == 4
     for _ in range(2):
         own.copy_(_some_rows())
         assert torch.equal(recorded.run(), body(own))
-    with pytest.raises(Unrecordable):
-        noted(pool, lambda: body(own).relu())
+    with pytest.raises(NotRecordable):
+        record_dry_run(pool, lambda: body(own).relu())
     assert torch.equal(body(own), recorded.run())  # whoever is next computes again
 
 
@@ -67,9 +79,9 @@ def test_results_that_are_gone_leave_their_memory_to_later_ones() -> None:
             x = body(x)
         return x
 
-    short, long = Pool(), Pool()
-    record(short, lambda: body(own))
-    recorded = record(long, often)
+    short, long = ResultPool(), ResultPool()
+    record_operations(short, lambda: body(own))
+    recorded = record_operations(long, often)
     assert long.nbytes <= short.nbytes * 2
     own.copy_(_some_rows())
     assert torch.equal(recorded.run(), often())
@@ -77,43 +89,43 @@ def test_results_that_are_gone_leave_their_memory_to_later_ones() -> None:
 
 def test_steps_of_many_sizes_share_the_same_memory() -> None:
     body, _ = _two_layers()
-    pool, whole = Pool(), torch.randn(64, 96).bfloat16()
-    record(pool, lambda: body(whole))
+    pool, whole = ResultPool(), torch.randn(64, 96).bfloat16()
+    record_operations(pool, lambda: body(whole))
     alone = pool.nbytes
     for rows in range(33, 64):
-        record(pool, lambda rows=rows: body(whole[:rows]))  # type: ignore[misc]
+        record_operations(pool, lambda rows=rows: body(whole[:rows]))  # type: ignore[misc]
     assert pool.nbytes <= 2 * alone
 
 
 def test_a_result_is_not_overwritten_by_what_is_recorded_later() -> None:
     body, _ = _two_layers()
-    pool, own, other = Pool(), _some_rows(), _some_rows()
-    first = record(pool, lambda: body(own))
+    pool, own, other = ResultPool(), _some_rows(), _some_rows()
+    first = record_operations(pool, lambda: body(own))
     own.copy_(_some_rows())
     kept = first.run()
     expected = body(own)
-    record(pool, lambda: body(other))
+    record_operations(pool, lambda: body(other))
     gc.collect()
     assert torch.equal(kept, expected)
 
 
 def test_a_torch_kernel_inside_ends_the_recording() -> None:
     x = torch.ones(2, 2)
-    with pytest.raises(Unrecordable, match="mul"):
-        record(Pool(), lambda: x * 2)
+    with pytest.raises(NotRecordable, match="mul"):
+        record_operations(ResultPool(), lambda: x * 2)
 
 
 def test_a_view_that_copies_ends_it_too() -> None:
     x = torch.ones(2, 3)
-    with pytest.raises(Unrecordable, match=r"copy|clone"):
-        record(Pool(), lambda: x.T.reshape(6))
+    with pytest.raises(NotRecordable, match=r"copy|clone"):
+        record_operations(ResultPool(), lambda: x.T.reshape(6))
 
 
 def test_quantised_results_come_back_too() -> None:
     own = torch.zeros(5, 96).bfloat16()
-    recorded = record(Pool(), lambda: quantise(own, 32))
+    recorded = record_operations(ResultPool(), lambda: quantise(own, 32))
     own.copy_(torch.randn(5, 96))
     result = recorded.run()
-    assert isinstance(result, Quantised)
-    for mine, theirs in zip(unpacked(result), unpacked(quantise(own, 32)), strict=True):
+    assert isinstance(result, QuantisedActivations)
+    for mine, theirs in zip(unpack_tiles(result), unpack_tiles(quantise(own, 32)), strict=True):
         assert torch.equal(mine, theirs)

@@ -6,18 +6,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.kernels.int_panels import IntPacking
-from app.kernels.linear import Linear
-from app.kernels.memory import Words
-from app.kernels.operations import Code, has
-from app.kernels.recording import Pool, Unrecordable, record
-from app.kernels.resizing import Resizing
-from app.kernels.rowwise import gate, gather, rms_norm
-from app.kernels.table import stored_rows
-from app.kernels.turn import angles
+from app.kernels.elementwise.embedding import embedding_rows
+from app.kernels.elementwise.norms import (
+    gate,
+    gather,
+    rms_norm,
+)
+from app.kernels.elementwise.rope import rope_angles
+from app.kernels.linear.int_panels import IntPanelFactory
+from app.kernels.linear.linear import Linear
+from app.kernels.native.memory import Int64Buffer
+from app.kernels.native.operations import (
+    OpCode,
+    has_kernel,
+)
+from app.kernels.native.recording import (
+    NotRecordable,
+    RecordedRowCounts,
+    ResultPool,
+    record_operations,
+)
 
 SIZE, INNER, MOST = 64, 96, 40
-pytestmark = pytest.mark.skipif(not has(Code.LINEAR_INT), reason="no native kernels here")
+pytestmark = pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="no native kernels here")
 
 
 class Net:
@@ -30,8 +41,8 @@ class Net:
         self.up, self.down = Linear(("up",), SIZE, 2 * INNER), Linear(("down",), INNER, SIZE)
         for linear in (self.up, self.down):
             weight = torch.randn((linear.out_features, linear.in_features), generator=generator)
-            linear.form = IntPacking(8, 128, False).pack(weight, None)
-        self.ids, self.wanted = Words(MOST), Words(MOST)
+            linear.form = IntPanelFactory(8, 128, False).pack(weight, None)
+        self.ids, self.wanted = Int64Buffer(MOST), Int64Buffer(MOST)
 
     def fill(self, tokens: int, wanted: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -40,10 +51,12 @@ class Net:
 
     def __call__(self, tokens: int, wanted: int) -> tuple[Tensor, Tensor, Tensor]:
         ids = self.ids.tensor[:tokens]
-        hidden, (cos, sin) = stored_rows(self.table, ids), angles(ids, self.frequencies)
+        hidden, (cos, sin) = embedding_rows(self.table, ids), rope_angles(ids, self.frequencies)
         hidden = gather(hidden, self.wanted.tensor[:wanted])
         inner = gate(
-            self.up(rms_norm(hidden, self.norm, 1e-6, torch.bfloat16, self.up.takes(wanted))), "silu", self.down.takes(wanted)
+            self.up(rms_norm(hidden, self.norm, 1e-6, torch.bfloat16, self.up.activation_group(wanted))),
+            "silu",
+            self.down.activation_group(wanted),
         )
         self.down.add_to(hidden, inner)
         return hidden, cos, sin
@@ -52,8 +65,8 @@ class Net:
 def test_fewer_rows_come_out_as_if_they_had_been_all() -> None:
     net = Net()
     net.fill(MOST, MOST - 1, seed=0)
-    recorded = record(Pool(), lambda: net(MOST, MOST - 1))
-    resizing = Resizing(recorded.steps, (MOST, MOST - 1))
+    recorded = record_operations(ResultPool(), lambda: net(MOST, MOST - 1))
+    resizing = RecordedRowCounts(recorded.operations, (MOST, MOST - 1))
     for seed, (tokens, wanted) in enumerate([(17, 3), (1, 1), (MOST, MOST - 1), (33, 33), (33, 32), (2, 1), (MOST, 1)]):
         net.fill(tokens, wanted, seed)
         resizing.set((tokens, wanted))
@@ -66,15 +79,15 @@ def test_fewer_rows_come_out_as_if_they_had_been_all() -> None:
 def test_an_operation_of_another_number_of_rows_cannot_be_resized() -> None:
     net = Net()
     net.fill(MOST, 5, seed=0)
-    recorded = record(Pool(), lambda: net(MOST, 5))
-    with pytest.raises(Unrecordable, match="of 5 rows"):
-        Resizing(recorded.steps, (MOST,))
+    recorded = record_operations(ResultPool(), lambda: net(MOST, 5))
+    with pytest.raises(NotRecordable, match="of 5 rows"):
+        RecordedRowCounts(recorded.operations, (MOST,))
 
 
 @pytest.mark.parametrize("sizes", [(MOST + 1,), (0,), (1, 1)])
 def test_more_rows_than_there_is_room_for_are_a_mistake_of_ours(sizes: tuple[int, ...]) -> None:
     net = Net()
     net.fill(MOST, MOST, seed=0)
-    recorded = record(Pool(), lambda: net(MOST, MOST))
+    recorded = record_operations(ResultPool(), lambda: net(MOST, MOST))
     with pytest.raises(AssertionError):
-        Resizing(recorded.steps, (MOST,)).set(sizes)
+        RecordedRowCounts(recorded.operations, (MOST,)).set(sizes)

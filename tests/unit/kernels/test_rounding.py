@@ -7,7 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.kernels.rounding import Int4Weight, quantise_int4, quantise_int8
+from app.kernels.linear.quantization import (
+    Int4Weight,
+    quantise_int4,
+    quantise_int8,
+)
 
 GROUPS = st.sampled_from((32, 64, 128))
 

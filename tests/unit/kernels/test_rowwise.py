@@ -7,10 +7,18 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from app.kernels import rowwise
-from app.kernels.activate import ACTIVATIONS
-from app.kernels.activations import plain, quantise, quantise_torch, unpacked
-from app.kernels.operations import Code, has
+from app.kernels.elementwise import norms
+from app.kernels.elementwise.activations import ACTIVATIONS
+from app.kernels.linear.activations import (
+    quantise,
+    quantise_torch,
+    unpack_tiles,
+    unquantised,
+)
+from app.kernels.native.operations import (
+    OpCode,
+    has_kernel,
+)
 from native_levels import at_level
 from row_checks import (
     LEVELS,
@@ -42,9 +50,9 @@ def test_quantising_is_its_twin_to_the_bit(
 ) -> None:
     x, group = rows_of(rows, size, spread, bad).bfloat16(), group_of(group, size) or 0
     with at_level(level):
-        assume(has(Code.QUANTISE))
+        assume(has_kernel(OpCode.QUANTISE))
         found = quantise(x, group)
-        codes, scales = unpacked(found)
+        codes, scales = unpack_tiles(found)
         assert torch.equal(sums_of(found), -codes.sum(-1, dtype=torch.int32))
     expected_codes, expected_scales = quantise_torch(x, group)
     assert torch.equal(codes, expected_codes)
@@ -59,10 +67,10 @@ def test_the_norm_is_its_twin(level: str, rows: int, size: int, group: int | Non
     wide = torch.zeros(rows, size + 8)
     wide[:, :size] = hidden
     with at_level(level):
-        assume(has(Code.NORM))
+        assume(has_kernel(OpCode.NORM))
         check(
-            rowwise.rms_norm(wide[:, :size], weight, EPS, torch.bfloat16, group),
-            rowwise.rms_norm_torch(hidden, weight, EPS, torch.float32),
+            norms.rms_norm(wide[:, :size], weight, EPS, torch.bfloat16, group),
+            norms.rms_norm_torch(hidden, weight, EPS, torch.float32),
             group,
         )
     torch.testing.assert_close(wide[:, :size], hidden, rtol=0, atol=0, equal_nan=True)
@@ -75,9 +83,9 @@ def test_a_norm_that_is_added_is_its_twin(level: str, rows: int, size: int, spre
     branch, weight = rows_of(rows, size, spread, bad).bfloat16(), rows_of(1, size, seed=1)[0]
     wide, twin = rows_of(rows, size + 8, seed=2), rows_of(rows, size + 8, seed=2)
     with at_level(level):
-        assume(has(Code.NORM))
-        rowwise.add_rms_norm(wide[:, :size], branch, weight, EPS)
-    rowwise.add_rms_norm_torch(twin[:, :size], branch, weight, EPS)
+        assume(has_kernel(OpCode.NORM))
+        norms.add_rms_norm(wide[:, :size], branch, weight, EPS)
+    norms.add_rms_norm_torch(twin[:, :size], branch, weight, EPS)
     torch.testing.assert_close(wide, twin, rtol=2e-5, atol=2e-5, equal_nan=True)
     assert torch.equal(wide[:, size:], twin[:, size:])
 
@@ -93,10 +101,10 @@ def test_the_gate_is_its_twin(
 ) -> None:
     gate_up, group = rows_of(rows, 2 * size, spread, bad).bfloat16(), group_of(group, size)
     with at_level(level):
-        assume(has(Code.GATE))
-        found = rowwise.gate(gate_up, activation, group)
+        assume(has_kernel(OpCode.GATE))
+        found = norms.gate(gate_up, activation, group)
         # In fp64, as the GELUs of torch lose small results of negative numbers to cancellation.
-        check(found, rowwise.gate_torch(gate_up.double(), activation).float(), group)
+        check(found, norms.gate_torch(gate_up.double(), activation).float(), group)
 
 
 @needs_levels
@@ -106,12 +114,12 @@ def test_a_row_says_the_same_whatever_else_is_in_the_batch(level: str, rows: int
     gate_up, hidden, weight = rows_of(rows, 2 * size).bfloat16(), rows_of(rows, size, seed=1), rows_of(1, size, seed=2)[0]
     group = group_of(group, size)
     with at_level(level):
-        assume(has(Code.NORM) and has(Code.GATE))
-        together = bits(rowwise.gate(gate_up, "silu", group)) + bits(rowwise.rms_norm(hidden, weight, EPS, torch.bfloat16, group))
+        assume(has_kernel(OpCode.NORM) and has_kernel(OpCode.GATE))
+        together = bits(norms.gate(gate_up, "silu", group)) + bits(norms.rms_norm(hidden, weight, EPS, torch.bfloat16, group))
         for row in {0, rows // 2, rows - 1}:
             one = slice(row, row + 1)
-            alone = bits(rowwise.gate(gate_up[one], "silu", group))
-            alone += bits(rowwise.rms_norm(hidden[one], weight, EPS, torch.bfloat16, group))
+            alone = bits(norms.gate(gate_up[one], "silu", group))
+            alone += bits(norms.rms_norm(hidden[one], weight, EPS, torch.bfloat16, group))
             assert all(torch.equal(a[0], t[row]) for a, t in zip(alone, together, strict=True))
 
 
@@ -123,9 +131,9 @@ def test_a_gate_is_exact_for_every_bf16(level: str, activation: str) -> None:
     x = torch.cat((finite, -finite))
     expected = ACTIVATIONS[activation](x.double())
     with at_level(level):
-        if not has(Code.GATE):
+        if not has_kernel(OpCode.GATE):
             pytest.skip("this level has no such kernel")
-        found = plain(rowwise.gate(torch.cat((x, torch.ones_like(x)))[None], activation))[0].double()
+        found = unquantised(norms.gate(torch.cat((x, torch.ones_like(x)))[None], activation))[0].double()
     # Half a bf16 and what fp32 lost on the way; below that, e^x ends at -87.
     torch.testing.assert_close(found, expected, rtol=2**-8 * 1.01, atol=1e-12)
 
@@ -137,9 +145,9 @@ def test_a_gate_is_exact_for_every_bf16(level: str, activation: str) -> None:
 def test_gathered_rows_are_those_asked_for(level: str, size: int, dtype: torch.dtype) -> None:
     x, rows = rows_of(9, size + 6)[:, 2 : 2 + size].to(dtype), torch.tensor([8, 0, 0, 3, 7])
     with at_level(level):
-        assert torch.equal(rowwise.gather(x, rows), x[rows])
-        assert torch.equal(rowwise.gather(x, rows[::2]), x[rows[::2]])
-        assert rowwise.gather(x, rows[:0]).shape == (0, size)
+        assert torch.equal(norms.gather(x, rows), x[rows])
+        assert torch.equal(norms.gather(x, rows[::2]), x[rows[::2]])
+        assert norms.gather(x, rows[:0]).shape == (0, size)
 
 
 @needs_levels

@@ -7,12 +7,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.kernels.hybrid import HybridPacking
-from app.kernels.int_panels import IntPacking
-from app.kernels.operations import Code, has
-from app.kernels.panels import PanelLinear
-from app.kernels.table import add_rows, rows_torch, stored_rows
-from app.kernels.turn import angles, angles_torch
+from app.kernels.elementwise.embedding import (
+    add_embedding_rows,
+    embedding_rows,
+    embedding_rows_torch,
+)
+from app.kernels.elementwise.rope import (
+    rope_angles,
+    rope_angles_torch,
+)
+from app.kernels.linear.bf16_panels import Bf16PanelLinear, HybridFactory
+from app.kernels.linear.int_panels import IntPanelFactory
+from app.kernels.native.operations import (
+    OpCode,
+    has_kernel,
+)
 from native_levels import at_level, levels
 
 LEVELS = levels()
@@ -38,18 +47,18 @@ def test_stored_rows_are_the_twins_to_the_bit(
     ids = torch.randint(outputs, (count,), generator=torch.Generator().manual_seed(count))
     times = torch.rand(inputs) + 0.5 if factor is None else factor
     with at_level(level):
-        assert has(Code.ROWS)
-        assert torch.equal(stored_rows(weight, ids, times), rows_torch(weight, ids, times))
+        assert has_kernel(OpCode.EMBEDDING)
+        assert torch.equal(embedding_rows(weight, ids, times), embedding_rows_torch(weight, ids, times))
         hidden = torch.randn(count, inputs)
-        meant = hidden + rows_torch(weight, ids, times)
-        add_rows(hidden, weight, ids, times)
+        meant = hidden + embedding_rows_torch(weight, ids, times)
+        add_embedding_rows(hidden, weight, ids, times)
         assert torch.equal(hidden, meant)
 
 
 @needs_levels
 def test_every_half_is_widened_exactly() -> None:
     halves = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16).view(256, 256)
-    found, meant = stored_rows(halves, torch.arange(256)), halves.float()
+    found, meant = embedding_rows(halves, torch.arange(256)), halves.float()
     assert torch.equal(found.isnan(), meant.isnan())
     assert torch.equal(found.nan_to_num(0.5).view(torch.int32), meant.nan_to_num(0.5).view(torch.int32))
 
@@ -60,7 +69,7 @@ def test_every_half_is_widened_exactly() -> None:
 def test_packed_rows_take_a_factor_an_input(level: str, bits: int, group: int | None) -> None:
     ids, factors = torch.tensor([69, 0, 31, 32, 5]), torch.rand(200) + 0.5
     with at_level(level):
-        form = IntPacking(bits, group).pack(table_of(70, 200, torch.float32), None)
+        form = IntPanelFactory(bits, group).pack(table_of(70, 200, torch.float32), None)
         assert torch.equal(form.rows(ids, factors), form.rows(ids) * factors)
         assert torch.equal(form.rows(ids, 3.5), form.rows(ids) * 3.5)
         assert torch.equal(form.rows(ids), form.dequantised()[ids])
@@ -69,11 +78,11 @@ def test_packed_rows_take_a_factor_an_input(level: str, bits: int, group: int | 
 @needs_levels
 def test_an_id_that_no_row_has_reads_nothing() -> None:
     weight, ids = table_of(40, 64, torch.float32), torch.tensor([40, 3, -1, 2**62, -(2**62)])
-    four, eight = IntPacking(4, 32), IntPacking(8, None)
-    forms = [four.pack(weight, None), HybridPacking(four, eight, 2).pack(weight, None)]
-    found = [form.rows(ids) for form in forms] + [stored_rows(weight.to(dtype), ids, 2.0) for dtype in DTYPES]
-    if has(Code.LINEAR_BF16):
-        found.append(PanelLinear.pack(weight, None).rows(ids))
+    four, eight = IntPanelFactory(4, 32), IntPanelFactory(8, None)
+    forms = [four.pack(weight, None), HybridFactory(four, eight, 2).pack(weight, None)]
+    found = [form.rows(ids) for form in forms] + [embedding_rows(weight.to(dtype), ids, 2.0) for dtype in DTYPES]
+    if has_kernel(OpCode.LINEAR_BF16):
+        found.append(Bf16PanelLinear.pack(weight, None).rows(ids))
     for rows in found:
         assert rows[[0, 2, 3, 4]].isnan().all()
         assert rows[1].isfinite().all()
@@ -88,10 +97,10 @@ def test_an_id_that_no_row_has_reads_nothing() -> None:
 def test_angles_are_those_of_the_twin(level: str, positions: list[int], half: int, theta: float, scale: float) -> None:
     where, frequencies = torch.tensor(positions, dtype=torch.int64), 1.0 / theta ** (torch.arange(half) / half)
     with at_level(level):
-        assert has(Code.ANGLES)
-        found = angles(where, frequencies, scale)
+        assert has_kernel(OpCode.ROPE_ANGLES)
+        found = rope_angles(where, frequencies, scale)
     # The twin in fp64, from the angle as it is rounded to fp32.
     turned = (where.float()[:, None, None] * torch.cat((-frequencies, frequencies))).double()
-    for mine, meant, twin in zip(found, (turned.cos(), turned.sin()), angles_torch(where, frequencies, scale), strict=True):
+    for mine, meant, twin in zip(found, (turned.cos(), turned.sin()), rope_angles_torch(where, frequencies, scale), strict=True):
         torch.testing.assert_close(mine.double(), meant * scale, rtol=2e-7, atol=1e-8)
         torch.testing.assert_close(mine, twin, rtol=0, atol=4e-7)

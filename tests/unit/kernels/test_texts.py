@@ -11,10 +11,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.kernels.operations import Code, has
-from app.kernels.texts import Texts, attend_texts, attend_texts_torch
-from app.kernels.turn import Heads
-from app.models.context import AttentionSpec
+from app.kernels.attention.context import AttentionSpec
+from app.kernels.attention.layout import QkvHeads
+from app.kernels.attention.texts import (
+    TextStarts,
+    attend_texts,
+    attend_texts_torch,
+)
+from app.kernels.native.operations import (
+    OpCode,
+    has_kernel,
+)
 from native_levels import at_level
 from row_checks import LEVELS, a_level, needs_levels, rows_of
 
@@ -22,24 +29,24 @@ MOST = 400
 DTYPES = [torch.bfloat16, torch.float32]
 
 
-def heads_of(tokens: int, shape: tuple[int, int, int], dtype: torch.dtype, turning: bool = False, gap: int = 0) -> Heads:
+def heads_of(tokens: int, shape: tuple[int, int, int], dtype: torch.dtype, turning: bool = False, gap: int = 0) -> QkvHeads:
     """Whose product has rows `gap` elements apart."""
     heads, kv_heads, size = shape
     width = (heads + 2 * kv_heads) * size
     product = rows_of(tokens, width + gap, seed=tokens).to(dtype)[:, :width]
     if not turning:
-        return Heads(product, heads, kv_heads, size)
+        return QkvHeads(product, heads, kv_heads, size)
     angles = rows_of(tokens, size, seed=7)[:, None].cos(), rows_of(tokens, size, seed=7)[:, None].sin()
-    return Heads(product, heads, kv_heads, size, torch.rand(size) + 0.5, torch.rand(size) + 0.5, 1e-5, angles)
+    return QkvHeads(product, heads, kv_heads, size, torch.rand(size) + 0.5, torch.rand(size) + 0.5, 1e-5, angles)
 
 
-def held(lengths: list[int]) -> Texts:
-    texts = Texts(MOST)
+def held(lengths: list[int]) -> TextStarts:
+    texts = TextStarts(MOST)
     texts.fill(list(accumulate(lengths, initial=0)))
     return texts
 
 
-def both(heads: Heads, texts: Texts, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+def both(heads: QkvHeads, texts: TextStarts, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """What the kernel makes of it, and what its twin makes of the same in FP32."""
     meant = attend_texts_torch(replace(heads, product=heads.product.float()), texts.starts, spec)
     return attend_texts(replace(heads, product=heads.product.clone() if heads.angles else heads.product), texts, spec), meant
@@ -61,7 +68,7 @@ def test_texts_attend_as_their_twin_says(
     bias = None if most is None else rows_of(shape[0], 2 * most + 1, seed=3)
     spec = AttentionSpec(shape[2] ** -0.5, window, softcap, bidirectional, bias)
     with at_level(level):
-        assume(has(Code.TEXTS))
+        assume(has_kernel(OpCode.TEXT_ATTENTION))
         found, meant = both(heads, held(lengths), spec)
     near = 1e-5 if dtype == torch.float32 else 0.03
     torch.testing.assert_close(found.float(), meant, atol=near, rtol=near)
@@ -101,7 +108,7 @@ def test_a_value_that_is_not_finite_spoils_its_own_text_only(level: str, bad: fl
 
 
 def test_more_texts_than_there_is_room_for_lie_elsewhere() -> None:
-    texts = Texts(MOST, max_texts=2)
+    texts = TextStarts(MOST, max_texts=2)
     texts.fill([0, 1, 2])
     before = texts.address
     assert texts.stays

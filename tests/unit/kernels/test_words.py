@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from app.kernels.memory import Words
+from app.kernels.native.memory import Int64Buffer
 
 
 def read(address: int, count: int) -> list[int]:
@@ -12,7 +12,7 @@ def read(address: int, count: int) -> list[int]:
 
 
 def test_what_is_known_of_an_address_is_what_was_filled_in_last() -> None:
-    words = Words(4)
+    words = Int64Buffer(4)
     known = words.address
     for values in ([1, 2, 3, 4], [5, 6], [7, 8]):
         filled = words.fill(values)
@@ -21,7 +21,7 @@ def test_what_is_known_of_an_address_is_what_was_filled_in_last() -> None:
 
 
 def test_what_has_no_room_lies_elsewhere_and_the_known_address_comes_back() -> None:
-    words = Words(4)
+    words = Int64Buffer(4)
     known = words.address
     words.fill([7, 8])
     assert words.fill(list(range(9))).tolist() == list(range(9))

@@ -8,10 +8,19 @@ from typing import Any
 import pytest
 
 from app.errors import CheckpointInvalid
-from app.models.config import ModelConfig
-from app.models.encoder_config import DenseConfig, EncoderConfig, HeadConfig, PoolingConfig
-from app.models.encoder_families import ENCODER_FAMILIES
-from app.models.encoder_reading import SentenceWords, is_encoder, read_encoder
+from app.models.decoders.config import ModelConfig
+from app.models.encoders.config import (
+    DenseConfig,
+    EncoderConfig,
+    HeadConfig,
+    PoolingConfig,
+)
+from app.models.encoders.config_reader import (
+    SentenceConfig,
+    is_encoder,
+    read_encoder,
+)
+from app.models.encoders.families import ENCODER_FAMILIES
 from encoder_families import FAMILIES
 from reference_models import transformers
 from tiny_encoders import SUFFIX, encoder_values
@@ -87,7 +96,7 @@ def test_nomics_first_words() -> None:
 
 
 def test_what_is_an_encoder() -> None:
-    none, pooled = SentenceWords(), SentenceWords(PoolingConfig())
+    none, pooled = SentenceConfig(), SentenceConfig(PoolingConfig())
     assert is_encoder(encoder_values("BertModel"), none) and is_encoder({"model_type": "mpnet"}, none)
     assert is_encoder(encoder_values("Qwen3Model"), none) and is_encoder(encoder_values(f"Llama{SUFFIX}"), none)
     causal = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
@@ -99,7 +108,7 @@ def test_what_is_an_encoder() -> None:
 def test_pooling_leaves_any_head_out(family: str) -> None:
     values = encoder_values(family + SUFFIX)
     pooling = PoolingConfig(("cls", "mean"), dense=(DenseConfig("2_Dense", 64, 8),), normalizes=True)
-    config = read_encoder(values, SentenceWords(pooling, max_tokens=7, lowercases=True))
+    config = read_encoder(values, SentenceConfig(pooling, max_tokens=7, lowercases=True))
     assert (config.head, config.labels, config.pooling, config.max_model_len, config.lowercases) == (None, (), pooling, 7, True)
     assert config.embedding_size == 8 and config.outputs == ("embedding", "last_hidden_state")
 
@@ -107,7 +116,7 @@ def test_pooling_leaves_any_head_out(family: str) -> None:
 def test_what_is_pooled_must_fit() -> None:
     pooling = PoolingConfig(dense=(DenseConfig("2_Dense", 33, 8),))
     with pytest.raises(CheckpointInvalid, match=r"2_Dense/config\.json: in_features is 33, but its input has 32"):
-        read_encoder(encoder_values("BertModel"), SentenceWords(pooling))
+        read_encoder(encoder_values("BertModel"), SentenceConfig(pooling))
 
 
 def test_a_decoder_keeps_its_layers() -> None:
@@ -137,7 +146,7 @@ def test_labels_and_what_their_logits_become() -> None:
     identity = {"activation_fn": "torch.nn.modules.linear.Identity"}
     assert read(CLASSIFIER, sentence_transformers=identity).scores == "identity"
     assert read(CLASSIFIER, sbert_ce_default_activation_function="torch.nn.modules.linear.Identity").scores == "identity"
-    assert read_encoder(encoder_values(CLASSIFIER), SentenceWords(scores="identity")).scores == "identity"
+    assert read_encoder(encoder_values(CLASSIFIER), SentenceConfig(scores="identity")).scores == "identity"
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {

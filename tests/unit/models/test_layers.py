@@ -8,22 +8,32 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.kernels.activations import Activations, Quantised
-from app.kernels.int_panels import IntPacking
-from app.kernels.linear import Linear, PlainLinear
-from app.kernels.operations import Code, has
-from app.kernels.turn import Heads
-from app.models.config import ModelConfig
-from app.models.context import AttentionSpec
-from app.models.gemma import GemmaLayer
-from app.models.layers import RMSNorm
-from app.models.llama import LlamaLayer
+from app.kernels.attention.context import AttentionSpec
+from app.kernels.attention.layout import QkvHeads
+from app.kernels.linear.activations import (
+    Activations,
+    QuantisedActivations,
+)
+from app.kernels.linear.int_panels import IntPanelFactory
+from app.kernels.linear.linear import (
+    Linear,
+    PlainLinear,
+)
+from app.kernels.native.operations import (
+    OpCode,
+    has_kernel,
+)
+from app.models.decoders.config import ModelConfig
+from app.models.decoders.families import GemmaLayer, LlamaLayer
+from app.models.decoders.layers import RMSNorm
 from tiny_checkpoints import config_values
 
-needs_integers = pytest.mark.skipif(not (has(Code.LINEAR_INT) and has(Code.QUANTISE)), reason="no kernels of integer products")
+needs_integers = pytest.mark.skipif(
+    not (has_kernel(OpCode.LINEAR_INT) and has_kernel(OpCode.QUANTISE)), reason="no kernels of integer products"
+)
 
 
-def layer_of(kind: type[LlamaLayer | GemmaLayer], packing: IntPacking | type[PlainLinear]) -> LlamaLayer | GemmaLayer:
+def layer_of(kind: type[LlamaLayer | GemmaLayer], packing: IntPanelFactory | type[PlainLinear]) -> LlamaLayer | GemmaLayer:
     """Random weights, the same at every call, in the form that is asked for."""
     layer = kind(ModelConfig.from_hf(config_values()), 0, torch.bfloat16)
     seeds = count()
@@ -33,11 +43,11 @@ def layer_of(kind: type[LlamaLayer | GemmaLayer], packing: IntPacking | type[Pla
             weight = torch.randn(module.out_features, module.in_features, generator=generator) * module.in_features**-0.5
             module.form = packing.pack(weight.bfloat16(), None)
         elif isinstance(module, RMSNorm):
-            module.adopt(1 + 0.1 * torch.randn(module.weight.shape, generator=generator))
+            module.set_weight(1 + 0.1 * torch.randn(module.weight.shape, generator=generator))
     return layer
 
 
-def attend(layer: int, heads: Heads, spec: AttentionSpec) -> Tensor:
+def attend(layer: int, heads: QkvHeads, spec: AttentionSpec) -> Tensor:
     return heads.product[:, : heads.num_heads * heads.head_dim]
 
 
@@ -46,7 +56,7 @@ def attend(layer: int, heads: Heads, spec: AttentionSpec) -> Tensor:
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("wanted", [None, [6, 2]])
 def test_a_layer_in_integers_says_what_the_plain_one_says(kind: type[LlamaLayer], bits: int, wanted: list[int] | None) -> None:
-    packing = IntPacking(bits, None if bits == 8 else 32)
+    packing = IntPanelFactory(bits, None if bits == 8 else 32)
     rows = None if wanted is None else torch.tensor(wanted)
     results = []
     for form in (PlainLinear, packing):
@@ -60,7 +70,7 @@ def test_a_layer_in_integers_says_what_the_plain_one_says(kind: type[LlamaLayer]
 
 @needs_integers
 def test_who_feeds_a_product_writes_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, seen = layer_of(LlamaLayer, IntPacking(4, 32)), []
+    layer, seen = layer_of(LlamaLayer, IntPanelFactory(4, 32)), []
     multiply = Linear.forward
 
     def seeing(self: Linear, x: Activations) -> Tensor:
@@ -71,7 +81,7 @@ def test_who_feeds_a_product_writes_what_it_reads(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Linear, "add_to", lambda self, hidden, x: seen.append(x))
     layer(torch.randn(3, layer.attention.qkv.in_features), None, attend, None)
     qkv, out, gate_up, down = seen
-    assert all(isinstance(x, Quantised) and (x.rows, x.group) == (3, 32) for x in (qkv, gate_up, down))
+    assert all(isinstance(x, QuantisedActivations) and (x.rows, x.group) == (3, 32) for x in (qkv, gate_up, down))
     assert isinstance(out, Tensor)
     seen.clear()
     layer_of(LlamaLayer, PlainLinear)(torch.randn(3, layer.attention.qkv.in_features), None, attend, None)

@@ -9,10 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.models.encoder_config import DenseConfig, EncoderConfig, HeadConfig, PoolingConfig, PoolingMode
-from app.models.heads import Dense, LabelHead, VectorHead
-from app.models.layer_norm import LayerNorm
-from app.models.pooling import pooled
+from app.models.encoders.config import (
+    DenseConfig,
+    EncoderConfig,
+    HeadConfig,
+    PoolingConfig,
+    PoolingMode,
+)
+from app.models.encoders.heads import (
+    DenseLayer,
+    LabelHead,
+    LayerNorm,
+    VectorHead,
+    pool,
+)
 
 LENGTHS, SIZE = (3, 1, 7), 4
 STARTS = torch.tensor([0, 3, 4, 11])
@@ -45,29 +55,29 @@ def test_as_the_definition_reads(mode: PoolingMode, skipped: tuple[int, ...] | N
         MEANT[mode](text[skip:], torch.arange(skip + 1, len(text) + 1))
         for text, skip in zip(texts_of(hidden), left_out, strict=True)
     ]
-    vectors = pooled(hidden, STARTS, (mode,), None if skipped is None else torch.tensor(skipped))
+    vectors = pool(hidden, STARTS, (mode,), None if skipped is None else torch.tensor(skipped))
     torch.testing.assert_close(vectors, torch.stack(meant))
 
 
 def test_first_and_last_and_several_side_by_side() -> None:
     hidden = hidden_states()
     first, last = hidden[[0, 3, 4]], hidden[[2, 3, 10]]
-    assert torch.equal(pooled(hidden, STARTS, ("cls",)), first)
-    assert torch.equal(pooled(hidden, STARTS, ("last",)), last)
-    assert torch.equal(pooled(hidden, STARTS, ("cls", "last", "max"))[:, : 2 * SIZE], torch.cat((first, last), 1))
+    assert torch.equal(pool(hidden, STARTS, ("cls",)), first)
+    assert torch.equal(pool(hidden, STARTS, ("last",)), last)
+    assert torch.equal(pool(hidden, STARTS, ("cls", "last", "max"))[:, : 2 * SIZE], torch.cat((first, last), 1))
 
 
 @pytest.mark.parametrize("mode", MEANT)
 def test_neighbours_change_not_a_bit(mode: PoolingMode) -> None:
     hidden = hidden_states()
-    alone = [pooled(text, torch.tensor([0, len(text)]), (mode,)) for text in texts_of(hidden)]
-    assert torch.equal(pooled(hidden, STARTS, (mode,)), torch.cat(alone))
+    alone = [pool(text, torch.tensor([0, len(text)]), (mode,)) for text in texts_of(hidden)]
+    assert torch.equal(pool(hidden, STARTS, (mode,)), torch.cat(alone))
 
 
-def random_dense(dense: Dense) -> None:
+def random_dense(dense: DenseLayer) -> None:
     generator = torch.Generator().manual_seed(dense.weight.numel())
     bias = torch.randn(len(dense.weight), generator=generator) if dense.has_bias else None
-    dense.adopt(torch.randn(dense.weight.shape, generator=generator).to(torch.bfloat16), bias)
+    dense.set_weight(torch.randn(dense.weight.shape, generator=generator).to(torch.bfloat16), bias)
 
 
 def test_dense_layers_behind_pooling_in_order() -> None:
@@ -79,7 +89,7 @@ def test_dense_layers_behind_pooling_in_order() -> None:
     first, second = head.dense
     assert first.weight.dtype == torch.float32 and second.bias is None
     hidden = hidden_states()
-    meant = torch.tanh(pooled(hidden, STARTS, ("mean",)) @ first.weight.T + first.bias) @ second.weight.T
+    meant = torch.tanh(pool(hidden, STARTS, ("mean",)) @ first.weight.T + first.bias) @ second.weight.T
     torch.testing.assert_close(head(hidden, STARTS, None), meant)
 
 
@@ -90,8 +100,8 @@ def test_a_head_that_normalises() -> None:
     random_dense(dense)
     random_dense(out)
     assert isinstance(norm, LayerNorm) and not norm.has_bias
-    norm.adopt(torch.rand(SIZE))
+    norm.set_weight(torch.rand(SIZE))
     hidden = hidden_states()
-    inner = torch.nn.functional.gelu(pooled(hidden, STARTS, ("mean",)) @ dense.weight.T)
+    inner = torch.nn.functional.gelu(pool(hidden, STARTS, ("mean",)) @ dense.weight.T)
     meant = torch.nn.functional.layer_norm(inner, (SIZE,), norm.weight, None, 1e-5) @ out.weight.T + out.bias
     torch.testing.assert_close(head(hidden, STARTS), meant)

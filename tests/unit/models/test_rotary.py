@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from app.kernels.turn import turn_torch as turn
-from app.models.rope import Rope
-from app.models.rotary import LayerAngles, Rotary
+from app.kernels.elementwise.rope import apply_rope_torch as turn
+from app.models.decoders.config import RopeConfig
+from app.models.decoders.layers import (
+    LayerRopeAngles,
+    RotaryEmbedding,
+)
 
 CPU = torch.device("cpu")
 
 
 def test_turning_keeps_lengths_and_only_distance_matters() -> None:
-    rotary = Rotary(Rope(theta=100.0, dim=8), 512, CPU)
+    rotary = RotaryEmbedding(RopeConfig(theta=100.0, dim=8), 512, CPU)
     x, y = torch.randn(2, 1, 1, 8)
     products = []
     for start in (0, 3, 200):
@@ -23,7 +26,7 @@ def test_turning_keeps_lengths_and_only_distance_matters() -> None:
 
 
 def test_a_part_of_the_head_may_stay() -> None:
-    rotary = Rotary(Rope(theta=100.0, dim=4), 512, CPU)
+    rotary = RotaryEmbedding(RopeConfig(theta=100.0, dim=4), 512, CPU)
     x = torch.randn(3, 2, 10)
     turned = turn(x, rotary(torch.tensor([0, 1, 2])))
     assert torch.equal(turned[..., 4:], x[..., 4:])
@@ -32,15 +35,17 @@ def test_a_part_of_the_head_may_stay() -> None:
 
 
 def test_layers_share_the_angles_of_equal_ropes() -> None:
-    near, far = Rope(10.0, 8), Rope(1000.0, 8)
-    layers = LayerAngles((near, None, far, Rope(10.0, 8)), 512, CPU)
+    near, far = RopeConfig(10.0, 8), RopeConfig(1000.0, 8)
+    layers = LayerRopeAngles((near, None, far, RopeConfig(10.0, 8)), 512, CPU)
     computed = layers(torch.arange(4))
-    first, second, third, fourth = layers.of_layers(computed)
+    first, second, third, fourth = layers.by_layer(computed)
     assert len(computed) == 4 and second is None and first is not None and third is not None and fourth is not None
     assert first[0] is fourth[0] and first[1] is fourth[1] and first[0] is not third[0]
 
 
 def test_longrope_takes_its_factors_from_the_context_that_is_served() -> None:
-    rope = Rope(10.0, 4, "longrope", 2.0, original_max_position_embeddings=64, short_factor=(1.0, 1.0), long_factor=(2.0, 4.0))
-    short, long = Rotary(rope, 64, CPU), Rotary(rope, 65, CPU)
+    rope = RopeConfig(
+        10.0, 4, "longrope", 2.0, original_max_position_embeddings=64, short_factor=(1.0, 1.0), long_factor=(2.0, 4.0)
+    )
+    short, long = RotaryEmbedding(rope, 64, CPU), RotaryEmbedding(rope, 65, CPU)
     torch.testing.assert_close(short.frequencies / long.frequencies, torch.tensor([2.0, 4.0]))

@@ -7,16 +7,25 @@ from collections import Counter
 import pytest
 import torch
 
-from app.kernels.linear import Linear
-from app.models.config import FAMILIES, ModelConfig
-from app.models.layers import Embedding, RMSNorm
-from app.models.registry import LAYERS, build_model
-from app.models.shapes import tensors_of
+from app.kernels.linear.linear import Linear
+from app.models.decoders.config import (
+    DECODER_FAMILIES,
+    ModelConfig,
+)
+from app.models.decoders.layers import (
+    Embedding,
+    RMSNorm,
+)
+from app.models.decoders.shapes import tensors_of
+from app.models.registry import (
+    LAYERS,
+    build_decoder_model,
+)
 from tiny_checkpoints import ARCHITECTURES, config_values
 
 
 def test_registry_and_families_know_the_same_architectures() -> None:
-    assert set(LAYERS) == set(FAMILIES)
+    assert set(LAYERS) == set(DECODER_FAMILIES)
 
 
 @pytest.mark.parametrize("biases", [False, True])
@@ -24,7 +33,7 @@ def test_registry_and_families_know_the_same_architectures() -> None:
 def test_modules_want_exactly_the_tensors_listed(architecture: str, biases: bool) -> None:
     values = config_values(architecture, tie_word_embeddings=False, attention_bias=biases, mlp_bias=biases)
     config = ModelConfig.from_hf(values)
-    model = build_model(config, torch.float32, config.max_model_len, torch.device("cpu"))
+    model = build_decoder_model(config, torch.float32, config.max_model_len, torch.device("cpu"))
     wanted: Counter[str] = Counter()
     shapes = tensors_of(config)
     for module in model.modules():
@@ -39,5 +48,5 @@ def test_modules_want_exactly_the_tensors_listed(architecture: str, biases: bool
 
 def test_the_model_is_built_without_memory() -> None:
     config = ModelConfig.from_hf(config_values())
-    model = build_model(config, torch.float32, config.max_model_len, torch.device("cpu"))
+    model = build_decoder_model(config, torch.float32, config.max_model_len, torch.device("cpu"))
     assert all(parameter.is_meta for parameter in model.parameters())

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.text.stream import IncrementalText
+from app.text.stream import IncrementalDetokenizer
 from app.text.tokenizer import Tokenizer
 from small_tokenizers import FORMS, write_tokenizer
 
@@ -24,7 +24,7 @@ def tokenizer(form: str) -> Tokenizer:
         return Tokenizer(write_tokenizer(Path(directory), FORMS[form]()))
 
 
-def pieces_of(stream: IncrementalText, ids: list[int]) -> list[str]:
+def pieces_of(stream: IncrementalDetokenizer, ids: list[int]) -> list[str]:
     pieces = [stream.push(token_id) for token_id in ids if stream.matched_stop is None]
     return [*pieces, stream.flush()]
 
@@ -36,14 +36,14 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=60) | st.text
 @given(text=texts)
 def test_pieces_joined_are_the_text(form: str, text: str) -> None:
     ids = tokenizer(form).encode(text, add_special_tokens=False)
-    assert "".join(pieces_of(IncrementalText(tokenizer(form)), ids)) == tokenizer(form).decode(ids)
+    assert "".join(pieces_of(IncrementalDetokenizer(tokenizer(form)), ids)) == tokenizer(form).decode(ids)
 
 
 @pytest.mark.parametrize("form", WHOLE)
 @given(text=texts.filter(lambda text: "\ufffd" not in text))
 def test_no_piece_has_half_a_character(form: str, text: str) -> None:
     ids = tokenizer(form).encode(text, add_special_tokens=False)
-    assert not any("\ufffd" in piece for piece in pieces_of(IncrementalText(tokenizer(form)), ids))
+    assert not any("\ufffd" in piece for piece in pieces_of(IncrementalDetokenizer(tokenizer(form)), ids))
 
 
 @pytest.mark.parametrize("form", ["byte_level", "meta_space"])
@@ -51,14 +51,14 @@ def test_no_piece_has_half_a_character(form: str, text: str) -> None:
 def test_any_ids_decode_as_they_do_at_once(form: str, seed: int, length: int) -> None:
     # Bytes that are no characters, special tokens, ids beyond the vocabulary: what a model with random weights says.
     ids = [random.Random(seed + place).randrange(tokenizer(form).vocab_size + 9) for place in range(length)]
-    assert "".join(pieces_of(IncrementalText(tokenizer(form)), ids)) == tokenizer(form).decode(ids)
+    assert "".join(pieces_of(IncrementalDetokenizer(tokenizer(form)), ids)) == tokenizer(form).decode(ids)
 
 
 @pytest.mark.parametrize("form", WHOLE)
 @given(text=texts, stops=st.lists(st.text("the fox你🙂 ", min_size=1, max_size=4), max_size=3))
 def test_pieces_joined_are_the_text_up_to_the_first_stop_string(form: str, text: str, stops: list[str]) -> None:
     ids = tokenizer(form).encode(text, add_special_tokens=False)
-    stream = IncrementalText(tokenizer(form), stops)
+    stream = IncrementalDetokenizer(tokenizer(form), stops)
     joined, whole = "".join(pieces_of(stream, ids)), tokenizer(form).decode(ids)
     ends = [(whole.index(stop) + len(stop), -len(stop)) for stop in stops if stop in whole]
     assert joined == (whole[: sum(min(ends))] if ends else whole)
@@ -71,7 +71,7 @@ def test_a_character_after_bytes_that_are_none(count: int) -> None:
     garbage = inner.token_id("\xff")
     assert garbage is not None
     ids = [garbage] * count + inner.encode("ᚠ!", add_special_tokens=False)
-    assert "".join(pieces_of(IncrementalText(inner), ids)) == "\ufffd" * count + "ᚠ!"
+    assert "".join(pieces_of(IncrementalDetokenizer(inner), ids)) == "\ufffd" * count + "ᚠ!"
 
 
 @given(prompt=texts.filter(bool), text=texts)
@@ -79,40 +79,40 @@ def test_a_completion_continues_its_prompt(prompt: str, text: str) -> None:
     inner = tokenizer("sentence_piece")
     before = inner.encode(prompt, add_special_tokens=False)
     ids = inner.encode(text, add_special_tokens=False)
-    joined = inner.decode(before) + "".join(pieces_of(IncrementalText(inner, context=before), ids))
+    joined = inner.decode(before) + "".join(pieces_of(IncrementalDetokenizer(inner, context=before), ids))
     assert joined == inner.decode(before + ids)
 
 
 def test_a_sentence_piece_completion_keeps_its_first_space_and_a_chat_drops_it() -> None:
     inner = tokenizer("sentence_piece")
     before, ids = inner.encode("Once upon"), inner.encode("a time", add_special_tokens=False)
-    assert "".join(pieces_of(IncrementalText(inner, context=before), ids)) == " a time"
-    assert "".join(pieces_of(IncrementalText(inner), ids)) == "a time"
+    assert "".join(pieces_of(IncrementalDetokenizer(inner, context=before), ids)) == " a time"
+    assert "".join(pieces_of(IncrementalDetokenizer(inner), ids)) == "a time"
 
 
 def test_a_space_after_many_special_tokens_is_kept() -> None:
     inner = tokenizer("sentence_piece")
     hello, silence = inner.encode("hello", add_special_tokens=False), [inner.token_id("<|end|>")] * 50
     ids = [*hello, *(token_id for token_id in silence if token_id is not None), *hello]
-    assert "".join(pieces_of(IncrementalText(inner), ids)) == "hello hello"
+    assert "".join(pieces_of(IncrementalDetokenizer(inner), ids)) == "hello hello"
 
 
 def test_a_character_comes_whole_with_its_last_byte() -> None:
     inner = tokenizer("byte_level")
     ids = inner.encode("aᚠb", add_special_tokens=False)  # not in the training text: one token a byte
-    assert pieces_of(IncrementalText(inner), ids) == ["a", "", "", "ᚠ", "b", ""]
+    assert pieces_of(IncrementalDetokenizer(inner), ids) == ["a", "", "", "ᚠ", "b", ""]
 
 
 def test_a_character_cut_off_by_the_end_becomes_a_replacement_character() -> None:
     inner = tokenizer("byte_level")
     ids = inner.encode("aᚠ", add_special_tokens=False)[:-1]
-    assert pieces_of(IncrementalText(inner), ids) == ["a", "", "", "\ufffd"]
+    assert pieces_of(IncrementalDetokenizer(inner), ids) == ["a", "", "", "\ufffd"]
 
 
 def test_a_prompt_that_ends_within_a_character_is_completed() -> None:
     inner = tokenizer("byte_level")
     ids = inner.encode("aᚠ!", add_special_tokens=False)
-    assert "".join(pieces_of(IncrementalText(inner, context=ids[:3]), ids[3:])) == "ᚠ!"
+    assert "".join(pieces_of(IncrementalDetokenizer(inner, context=ids[:3]), ids[3:])) == "ᚠ!"
 
 
 class Counting:
@@ -133,7 +133,7 @@ def test_a_token_costs_the_same_at_any_length(letters: str) -> None:
     inner = tokenizer("byte_level")
     ids = inner.encode(letters, add_special_tokens=False) if letters != "\xff" else [inner.token_id("\xff")]
     counting = Counting(inner)
-    stream = IncrementalText(counting)  # type: ignore[arg-type]
+    stream = IncrementalDetokenizer(counting)  # type: ignore[arg-type]
     many = [token_id for token_id in ids * 400 if token_id is not None]
     assert "".join(pieces_of(stream, many)) == inner.decode(many)
     assert counting.longest <= 24

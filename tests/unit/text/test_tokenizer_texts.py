@@ -12,7 +12,10 @@ from tokenizers import Tokenizer as Inner
 
 from app.errors import InvalidRequest
 from app.messages import Text
-from app.text.tokenizer import Tokenizer, kept_lengths
+from app.text.tokenizer import (
+    Tokenizer,
+    truncated_lengths,
+)
 from tiny_encoders import SPECIALS, write_word_pieces
 
 LONG = "the fox said hello to the green world"
@@ -23,11 +26,11 @@ INPUTS = [LONG, "fox", PAIR, PAIR[::-1], (LONG, LONG)]
 @pytest.mark.parametrize("specials", SPECIALS)
 @pytest.mark.parametrize("keeps_end", [False, True])
 @pytest.mark.parametrize("max_tokens", [None, 64, 9, 8, 5])
-def test_texts_are_those_of_transformers(tmp_path: Path, specials: str, keeps_end: bool, max_tokens: int | None) -> None:
+def test_texts_are_those_of_transformers(tmp_path: Path, specials: str, truncate_left: bool, max_tokens: int | None) -> None:
     transformers = pytest.importorskip("transformers")
     write_word_pieces(tmp_path, SPECIALS[specials])
-    reference = transformers.AutoTokenizer.from_pretrained(tmp_path, truncation_side="left" if keeps_end else "right")
-    found = Tokenizer(tmp_path).texts(INPUTS, max_tokens, keeps_end)
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path, truncation_side="left" if truncate_left else "right")
+    found = Tokenizer(tmp_path).encode_texts(INPUTS, max_tokens, truncate_left)
     for one, text in zip(INPUTS, found, strict=True):
         parts = [one] if isinstance(one, str) else list(one)
         wanted = reference(*parts, truncation=max_tokens is not None, max_length=max_tokens, return_token_type_ids=True)
@@ -37,7 +40,7 @@ def test_texts_are_those_of_transformers(tmp_path: Path, specials: str, keeps_en
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=2), st.integers(0, 60))
 def test_a_pair_is_cut_as_the_library_cuts_it(lengths: list[int], room: int) -> None:
-    kept = kept_lengths(lengths, room)
+    kept = truncated_lengths(lengths, room)
     assert sum(kept) == min(sum(lengths), room) and all(k <= n for k, n in zip(kept, lengths, strict=True))
     if len(lengths) == 2:
         assert kept[0] == lengths[0] or kept[1] == lengths[1] or abs(kept[0] - kept[1]) <= 1
@@ -45,12 +48,12 @@ def test_a_pair_is_cut_as_the_library_cuts_it(lengths: list[int], room: int) -> 
 
 def test_padding_of_the_training_is_off(tmp_path: Path) -> None:
     write_word_pieces(tmp_path)
-    plain = Tokenizer(tmp_path).texts([LONG])
+    plain = Tokenizer(tmp_path).encode_texts([LONG])
     inner = Inner.from_file(str(tmp_path / "tokenizer.json"))
     inner.enable_truncation(4)
     inner.enable_padding(length=64)
     inner.save(str(tmp_path / "tokenizer.json"))
-    assert Tokenizer(tmp_path).texts([LONG]) == plain
+    assert Tokenizer(tmp_path).encode_texts([LONG]) == plain
 
 
 def test_lowercase_texts_keep_their_special_tokens(tmp_path: Path) -> None:
@@ -59,20 +62,20 @@ def test_lowercase_texts_keep_their_special_tokens(tmp_path: Path) -> None:
     inner.normalizer = None
     inner.save(str(tmp_path / "tokenizer.json"))
     small, plain = Tokenizer(tmp_path, lowercases=True), Tokenizer(tmp_path)
-    assert small.texts(["FOX [MASK]"]) == plain.texts(["fox [MASK]"]) != plain.texts(["FOX [MASK]"])
-    assert plain.texts(["fox"]) == [Text((2, plain.token_id("fox") or 0, 3))]
+    assert small.encode_texts(["FOX [MASK]"]) == plain.encode_texts(["fox [MASK]"]) != plain.encode_texts(["FOX [MASK]"])
+    assert plain.encode_texts(["fox"]) == [Text((2, plain.token_id("fox") or 0, 3))]
 
 
 def test_segments_are_not_told_to_a_model_that_never_heard_of_them(tmp_path: Path) -> None:
     write_word_pieces(tmp_path)
-    assert Tokenizer(tmp_path).texts([PAIR])[0].type_ids
+    assert Tokenizer(tmp_path).encode_texts([PAIR])[0].type_ids
     file = tmp_path / "tokenizer_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "model_input_names": ["input_ids", "attention_mask"]}))
-    assert not Tokenizer(tmp_path).texts([PAIR])[0].type_ids
+    assert not Tokenizer(tmp_path).encode_texts([PAIR])[0].type_ids
 
 
 @pytest.mark.parametrize("bad", ["a\ud800", ("fine", "a\ud800")])
 def test_half_a_character_is_refused(tmp_path: Path, bad: str | tuple[str, str]) -> None:
     write_word_pieces(tmp_path)
     with pytest.raises(InvalidRequest, match="lone surrogate at character 1"):
-        Tokenizer(tmp_path).texts(["fox", bad])
+        Tokenizer(tmp_path).encode_texts(["fox", bad])

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from app.bench.client import Stream
-from app.bench.traffic import Answered, Run
+from app.bench.http.client import StreamTiming
+from app.bench.http.tally import (
+    GenerateRun,
+    GenerateTiming,
+)
 from tools.compare_balancing import Load, Row, completed, rules_for
 
 
-def answered(intended: float, first: float, last: float) -> Answered:
-    return Answered(intended, 0, 2, Stream(intended, ((first, 1), (last, 1))))
+def answered(intended: float, first: float, last: float) -> GenerateTiming:
+    return GenerateTiming(intended, 0, 2, StreamTiming(intended, ((first, 1), (last, 1))))
 
 
 def test_a_row_counts_from_when_a_request_should_have_been_sent() -> None:
-    run = Run(0.0, 10.0, answered=[answered(1.0, 1.5, 3.0), answered(2.0, 5.0, 8.0)])
+    run = GenerateRun(0.0, 10.0, answered=[answered(1.0, 1.5, 3.0), answered(2.0, 5.0, 8.0)])
     run.failures.update({"status 429": 3, "broken off": 1})
     row = Row.of(Load(part=0.5), "weights", run, [3.0, 1.0])
     assert (row.first_token_p50, row.first_token_p99, row.whole_p50, row.whole_p99) == (0.5, 3.0, 2.0, 6.0)

@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.embed_traffic import Embedded, Texts
-from app.bench.loops import Stretch
-from app.bench.workload import LogNormal
+from app.bench.http.embed import (
+    EmbedTiming,
+    EmbedWorkload,
+)
+from app.bench.http.loops import LoadRun
+from app.bench.http.workload import LogNormalLengths
 from tools import compare_embed_http
 from tools.compare_embed_http import Job, Measured, _measured, _report, _specs, _venv
 from tools.peers.servers import ServerSpec
@@ -44,7 +47,7 @@ def job(folder: Path, **answers: int) -> Job:
     """Servers that answer so many requests and then no more."""
     script = folder / "stub.py"
     script.write_text(STUB)
-    texts = Texts(1, LogNormal(10, 40))
+    texts = EmbedWorkload(1, LogNormalLengths(10, 40))
     specs = [
         ServerSpec.parse(f"{name}={sys.executable} -S {script} {{port}} {folder / name} {number}")
         for name, number in answers.items()
@@ -81,8 +84,8 @@ def test_a_failure_is_no_figure(tmp_path: Path) -> None:
 
 
 def test_busy_and_calm_are_kept_apart() -> None:
-    def run(*ends: float) -> Stretch[Embedded]:
-        return Stretch(0.0, 2.0, cpu_seconds=0.5, answered=[Embedded(0.0, 0, 0.0, end, 1, 40, 42) for end in ends])
+    def run(*ends: float) -> LoadRun[EmbedTiming]:
+        return LoadRun(0.0, 2.0, cpu_seconds=0.5, answered=[EmbedTiming(0.0, 0, 0.0, end, 1, 40, 42) for end in ends])
 
     measured = Measured()
     measured.add(run(0.5, 1.0, 1.5), run(0.1), cpu_seconds=3.0)

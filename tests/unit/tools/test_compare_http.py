@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.client import Stream
-from app.bench.traffic import Answered, Run
+from app.bench.http.client import StreamTiming
+from app.bench.http.tally import (
+    GenerateRun,
+    GenerateTiming,
+)
 from tools.compare_http import Measured, ratio
 from tools.gguf_checkpoint import byte_level
 from tools.peers.servers import ServerSide, ServerSpec
@@ -102,13 +105,13 @@ def test_a_command_that_is_not_understood_is_refused(text: str) -> None:
         ServerSpec.parse(text)
 
 
-def run_of(*streams: tuple[float, float]) -> Run:
+def run_of(*streams: tuple[float, float]) -> GenerateRun:
     """Each client's stream of four tokens, from its first to its last."""
     answered = [
-        Answered(0.0, client, 4, Stream(0.0, tuple((begin + (end - begin) * part / 3, 1) for part in range(4))))
+        GenerateTiming(0.0, client, 4, StreamTiming(0.0, tuple((begin + (end - begin) * part / 3, 1) for part in range(4))))
         for client, (begin, end) in enumerate(streams)
     ]
-    return Run(0.0, max(end for _, end in streams), 0.5, len(streams), answered=answered)
+    return GenerateRun(0.0, max(end for _, end in streams), 0.5, len(streams), answered=answered)
 
 
 def test_steady_speed_is_of_the_window_that_all_share() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from app.engine.lanes import Lanes
+from app.engine.encoder.sharding import LanePlanner
 from tools.compare_lanes import STEPS, TOGETHER, WAYS, neighbour, steps, told, way
 
 
@@ -20,7 +20,9 @@ def test_steps_are_of_the_texts_that_were_named_or_drawn_alike_each_time() -> No
 def test_the_first_way_has_no_lanes() -> None:
     ways = {name: way(name) for name in WAYS.split(",")}
     assert next(iter(ways)) == TOGETHER and not ways[TOGETHER].cut([128] * 8, 2).ends
-    assert ways["64x2"] == Lanes(least_tokens=64, most_a_thread=2) and len(ways["64x2"].cut([64] * 8, 2).ends) == 4
+    assert (
+        ways["64x2"] == LanePlanner(min_lane_tokens=64, max_lanes_per_thread=2) and len(ways["64x2"].cut([64] * 8, 2).ends) == 4
+    )
 
 
 def test_least_and_median_and_how_much_quicker() -> None:

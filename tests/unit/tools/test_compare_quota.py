@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.client import Stream
-from app.bench.traffic import Answered, Run
+from app.bench.http.client import StreamTiming
+from app.bench.http.tally import (
+    GenerateRun,
+    GenerateTiming,
+)
 from tools.compare_quota import Found, Load, ours, share_of_best
 from tools.peers.quota import Quota
 
@@ -49,5 +52,5 @@ def test_ours_are_as_planned_and_with_each_number_forced() -> None:
 
 
 def test_a_prompts_speed_is_to_its_first_token() -> None:
-    run = Run(0.0, 9.0, answered=[Answered(0.0, 0, 1, Stream(1.0, ((3.0, 1),)))])
+    run = GenerateRun(0.0, 9.0, answered=[GenerateTiming(0.0, 0, 1, StreamTiming(1.0, ((3.0, 1),)))])
     assert Load("prefill 512", 1, 512, 1).rate(run) == 256.0

@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from app.models.config import ModelConfig
-from app.models.rope import Rope
-from app.models.rotary import Rotary
-from app.models.shapes import tensors_of
+from app.models.decoders.config import ModelConfig, RopeConfig
+from app.models.decoders.layers import RotaryEmbedding
+from app.models.decoders.shapes import tensors_of
 from app.weights.checkpoint import open_checkpoint
 from tools import gguf_checkpoint
 
@@ -54,8 +53,10 @@ def test_norms_become_single_precision_from_the_stored_bits() -> None:
 
 
 def test_scaled_frequencies_are_ours() -> None:
-    scaled = Rope(500_000.0, 64, "llama3", 32.0, 8192, 1.0, 4.0)
-    ours, plain = (Rotary(rope, 131_072, torch.device("cpu")).frequencies for rope in (scaled, Rope(500_000.0, 64)))
+    scaled = RopeConfig(500_000.0, 64, "llama3", 32.0, 8192, 1.0, 4.0)
+    ours, plain = (
+        RotaryEmbedding(rope, 131_072, torch.device("cpu")).frequencies for rope in (scaled, RopeConfig(500_000.0, 64))
+    )
     divisors = gguf_checkpoint.llama3_divisors(scaled)
     assert divisors.min() == 1.0
     assert divisors.max() == 32.0

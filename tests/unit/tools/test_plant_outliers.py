@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from app.backends.cpu import CpuBackend
-from app.engine.scoring import Reader
+from app.engine.calibration.perplexity import WindowScorer
 from app.weights.checkpoint import open_checkpoint
 from loaded_models import load
 from tiny_checkpoints import write_checkpoint
@@ -19,7 +19,7 @@ def nats(directory: Path) -> float:
     window = torch.randint(2, 300, (60,), generator=torch.Generator().manual_seed(0)).tolist()
     config = open_checkpoint(directory).model_config
     with torch.inference_mode():
-        return Reader(load(directory), config, torch.float32, CpuBackend(torch.float32)).read(window)[0]
+        return WindowScorer(load(directory), config, torch.float32, CpuBackend(torch.float32)).score(window)[0]
 
 
 def test_it_is_the_same_function_with_channels_that_stand_out(tmp_path):

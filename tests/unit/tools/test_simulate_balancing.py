@@ -42,8 +42,8 @@ def test_one_alone_takes_its_work_over_the_speed() -> None:
 
 
 def test_a_batch_that_costs_little_makes_more_of_a_server() -> None:
-    assert Server(1.0, cost=1.0, places=8).capacity == pytest.approx(1.0)
-    assert Server(1.0, cost=0.1, places=8).capacity == pytest.approx(8 / 1.7)
+    assert Server(1.0, cost=1.0, addresses=8).capacity == pytest.approx(1.0)
+    assert Server(1.0, cost=0.1, addresses=8).capacity == pytest.approx(8 / 1.7)
 
 
 def test_turns_follow_the_weights_and_lie_apart() -> None:
@@ -94,7 +94,7 @@ def test_clients_in_turns_go_as_fast_as_twice_the_slow_server() -> None:
 )
 @settings(max_examples=20, deadline=None)
 def test_every_request_ends_once(speeds: list[float], name: str, load: float, seed: int) -> None:
-    servers = [Server(speed, cost=0.3, places=2, queue=3) for speed in speeds]
+    servers = [Server(speed, cost=0.3, addresses=2, queue=3) for speed in speeds]
     rate = load * sum(server.capacity for server in servers)
     found = arrivals(servers, rules(servers)[name], rate, 300, seed)
     assert len(found.seconds) + found.refused == 270
@@ -104,7 +104,7 @@ def test_every_request_ends_once(speeds: list[float], name: str, load: float, se
 
 
 def arrivals_again(speeds: list[float], name: str, rate: float, seed: int) -> list[float]:
-    servers = [Server(speed, cost=0.3, places=2, queue=3) for speed in speeds]
+    servers = [Server(speed, cost=0.3, addresses=2, queue=3) for speed in speeds]
     return arrivals(servers, rules(servers)[name], rate, 300, seed).seconds
 
 

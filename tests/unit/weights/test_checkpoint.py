@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from app.errors import CheckpointInvalid
-from app.models.config import ModelConfig
-from app.weights.checkpoint import INDEX, open_checkpoint
+from app.models.decoders.config import ModelConfig
+from app.weights.checkpoint import (
+    INDEX,
+    open_checkpoint,
+)
 from tiny_checkpoints import ARCHITECTURES, config_values, random_tensors, write_checkpoint, write_weights
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from app.errors import CheckpointInvalid
 from app.weights.checkpoint import INDEX
-from app.weights.opening import open_model
+from app.weights.open import open_model
 from tiny_checkpoints import write_checkpoint
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4665\nsize 2200119864\n"

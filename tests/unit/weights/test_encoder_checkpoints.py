@@ -12,10 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from app.errors import CheckpointInvalid
-from app.models.encoder_shapes import encoder_tensors_of
-from app.weights.checkpoint import Checkpoint, open_checkpoint
-from app.weights.mapped import MappedFiles
-from app.weights.resident import encoder_bytes
+from app.models.encoders.config import encoder_tensors_of
+from app.weights.checkpoint import (
+    Checkpoint,
+    open_checkpoint,
+)
+from app.weights.forms import encoder_bytes
+from app.weights.tensor_reader import MappedFiles
 from encoder_families import FAMILIES
 from tiny_checkpoints import write_checkpoint, write_weights
 from tiny_encoders import SUFFIX, write_encoder

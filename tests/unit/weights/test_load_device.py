@@ -14,15 +14,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from app.backends.base import Device
+from app.backends.base import BaseBackend
 from app.errors import PlanImpossible
-from app.kernels import device_int4
-from app.kernels.device_int4 import DeviceInt4Linear
-from app.kernels.device_linear import DeviceLinear
-from app.kernels.linear import Linear
-from app.models.distances import DistanceBias
-from app.models.layers import Embedding
-from app.models.rotary import Rotary
+from app.kernels.linear import device_int4
+from app.kernels.linear.device import DeviceLinear
+from app.kernels.linear.device_int4 import DeviceInt4Linear
+from app.kernels.linear.linear import Linear
+from app.models.decoders.layers import Embedding, RotaryEmbedding
+from app.models.encoders.encoder import DistanceBias
 from app.weights.checkpoint import open_checkpoint
 from app.weights.load import load_model
 from encoded import encoded, random_texts
@@ -90,7 +89,7 @@ def held(model: nn.Module) -> Iterator[Tensor]:
     for form in forms_of(model):
         yield from (one for one in (getattr(form, "weight", None), form.bias) if one is not None)
     for module in (part for every in model.modules() for part in vars(every).values()):
-        yield from (one.frequencies for one in getattr(module, "rotaries", ()) if isinstance(one, Rotary))
+        yield from (one.frequencies for one in getattr(module, "rotaries", ()) if isinstance(one, RotaryEmbedding))
 
 
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *ENCODERS])
@@ -105,7 +104,7 @@ def test_all_of_a_model_lies_on_the_device(tmp_path: Path, architecture: str) ->
 def test_four_bits_are_made_on_the_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where channels are made alike, too: whatever mixes the host's rows in is refused by torch."""
     monkeypatch.setattr(device_int4, "shared_scratch", fresh_scratch())
-    monkeypatch.setattr(device_int4, "learnt_order", lambda inputs, device: torch.empty(8 * inputs, device=device))
+    monkeypatch.setattr(device_int4, "find_code_order", lambda inputs, device: torch.empty(8 * inputs, device=device))
     model = load_on(write_checkpoint(tmp_path, **WIDE), "int4", place="meta")
     rounded = [form for form in forms_of(model) if isinstance(form, DeviceInt4Linear)]
     assert rounded and all(form.packed.is_meta and form.scales.is_meta and form.packed.numel() for form in rounded)
@@ -184,11 +183,11 @@ def test_what_fp16_cannot_hold_is_refused_by_name(tmp_path: Path, name: str, val
 
 
 def test_nothing_is_kept_of_what_lies_on_a_device(tmp_path: Path) -> None:
-    from app.weights.pack_cache import Packs
+    from app.weights.packs import PackFolder
 
     checkpoint = open_checkpoint(write_checkpoint(tmp_path / "model", **WIDE))
-    backend = cast(Device, SimpleNamespace(device=torch.device("cpu")))
-    load_model(checkpoint, plan_of("int4", 64, "cuda"), backend, packs=Packs(tmp_path / "kept", lambda done, total: None))
+    backend = cast(BaseBackend, SimpleNamespace(device=torch.device("cpu")))
+    load_model(checkpoint, plan_of("int4", 64, "cuda"), backend, packs=PackFolder(tmp_path / "kept", lambda done, total: None))
     assert not list(tmp_path.glob("kept/**/*.pack"))
 
 

@@ -10,18 +10,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from app.backends.base import Backend
-from app.kernels.operations import Code, has
-from app.models.bert import BertBody
-from app.models.encoder import Encoder
+from app.backends.base import HostBackend
+from app.kernels.native.operations import (
+    OpCode,
+    has_kernel,
+)
+from app.models.encoders.encoder import BertBody, Encoder
 from app.weights.checkpoint import open_checkpoint
-from app.weights.load import Model, load_model
-from app.weights.pack_cache import Packs
+from app.weights.load import (
+    Model,
+    load_model,
+)
+from app.weights.packs import PackFolder
 from encoded import encoded, random_texts
 from loaded_models import load, plan_of
 from tiny_encoders import SUFFIX, Modules, write_encoder
 
-CPU = cast(Backend, SimpleNamespace(device=torch.device("cpu")))
+CPU = cast(HostBackend, SimpleNamespace(device=torch.device("cpu")))
 TEXTS = random_texts((5, 1, 30))
 
 
@@ -55,13 +60,13 @@ def test_how_far_it_is_is_told_to_the_end(tmp_path: Path) -> None:
     assert [done for done, _ in told] == sorted(done for done, _ in told) and told[-1] == (bytes_of_all, bytes_of_all)
 
 
-@pytest.mark.skipif(not has(Code.LINEAR_INT), reason="integer forms need the native library")
+@pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="integer forms need the native library")
 @pytest.mark.parametrize("architecture", ["GteModel", "Gemma3TextModel"])
 def test_packs_are_kept_for_the_next_start(tmp_path: Path, architecture: str) -> None:
     checkpoint = open_checkpoint(write_encoder(tmp_path / "model", architecture))
 
     def start() -> Model:
-        return load_model(checkpoint, plan_of("int8", 64), CPU, None, Packs(tmp_path / "cache", lambda done, total: None))
+        return load_model(checkpoint, plan_of("int8", 64), CPU, None, PackFolder(tmp_path / "cache", lambda done, total: None))
 
     first, kept = outputs(start()), list((tmp_path / "cache").rglob("*.pack"))
     assert len(kept) == 1 and torch.equal(outputs(start()), first)

@@ -9,12 +9,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from app.kernels.operations import Code, has
+from app.kernels.native.operations import (
+    OpCode,
+    has_kernel,
+)
 from loaded_models import load
 from tiled_codes import tiled
 from tiny_checkpoints import write_checkpoint, write_weights
 
-pytestmark = pytest.mark.skipif(not has(Code.LINEAR_INT), reason="integer forms need the native library")
+pytestmark = pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="integer forms need the native library")
 __all__ = ["tiled"]  # a fixture
 FED = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

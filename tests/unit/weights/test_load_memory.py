@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.models.config import ModelConfig
-from app.models.shapes import tensors_of
+from app.models.decoders.config import ModelConfig
+from app.models.decoders.shapes import tensors_of
 from tiny_checkpoints import config_values, write_checkpoint, write_tokenizer, write_weights
 
 SLACK_BYTES = 24 * 2**20  # thread pools, the allocator's own, code that the first product brings in
@@ -31,9 +31,9 @@ PROBE = """
 import json, sys, torch
 from pathlib import Path
 from loaded_models import load, load_on
-from app.kernels.linear import FORMS, ROUNDED_FORMS, Linear
+from app.kernels.linear.linear.linear import FORMS, QUANTISED_FORMS, Linear
 from app.weights import load as loading
-from app.weights.recipes import Recipe
+from app.weights.forms import Recipe
 def high_water():
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))

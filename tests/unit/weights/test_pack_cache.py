@@ -13,26 +13,36 @@ import pytest
 import torch
 from torch import nn
 
-from app.backends.base import Backend
-from app.kernels.linear import Linear
-from app.kernels.operations import Code, has
-from app.weights import content, pack_cache
+from app.backends.base import HostBackend
+from app.kernels.linear.linear import Linear
+from app.kernels.native.operations import (
+    OpCode,
+    has_kernel,
+)
+from app.weights import (
+    cache_file,
+)
 from app.weights import load as loading
+from app.weights import (
+    packs as pack_cache,
+)
 from app.weights.checkpoint import open_checkpoint
-from app.weights.choice import KeptForm
-from app.weights.load import load_model, pack_weights
-from app.weights.pack_cache import Packs
-from app.weights.packed import write_pack
+from app.weights.form_choice import CacheableForm
+from app.weights.load import (
+    load_model,
+    pack_weights,
+)
+from app.weights.packs import PackFolder, write_pack
 from loaded_models import plan_of
 from plain_attend import PlainAttend, context_of
 from tiny_checkpoints import write_checkpoint
 
-pytestmark = pytest.mark.skipif(not has(Code.LINEAR_INT), reason="integer forms need the native library")
-CPU = cast(Backend, SimpleNamespace(device=torch.device("cpu")))
+pytestmark = pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="integer forms need the native library")
+CPU = cast(HostBackend, SimpleNamespace(device=torch.device("cpu")))
 
 
-def packs(tmp_path: Path, mapped: bool = False) -> Packs:
-    return Packs(tmp_path / "cache", lambda done, total: None, mapped)
+def packs(tmp_path: Path, mapped: bool = False) -> PackFolder:
+    return PackFolder(tmp_path / "cache", lambda done, total: None, mapped)
 
 
 def served(tmp_path: Path, precision: str = "int4", mapped: bool = False, **overrides: Any) -> nn.Module:
@@ -60,9 +70,11 @@ def logits(model: nn.Module) -> torch.Tensor:
 def packings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the layers that are packed, as they are."""
     told: list[str] = []
-    pack = loading._Loading._form
+    pack = loading._ModelLoader._form
     monkeypatch.setattr(
-        loading._Loading, "_form", lambda self, linear, *others: (told.append(linear.sources[0]), pack(self, linear, *others))[1]
+        loading._ModelLoader,
+        "_form",
+        lambda self, linear, *others: (told.append(linear.sources[0]), pack(self, linear, *others))[1],
     )
     return told
 
@@ -80,7 +92,7 @@ def test_the_next_start_has_the_same_bits(
     assert torch.equal(logits(fresh), logits(kept))
     forms = [[module.form for module in model.modules() if isinstance(module, Linear)] for model in (fresh, kept)]
     for before, after in zip(*forms, strict=True):
-        assert isinstance(before, KeptForm) and isinstance(after, KeptForm)
+        assert isinstance(before, CacheableForm) and isinstance(after, CacheableForm)
         assert all(torch.equal(left, right) for left, right in zip(before.parts, after.parts, strict=True))
 
 
@@ -142,7 +154,7 @@ def test_a_copy_of_a_checkpoint_is_recognised(tmp_path: Path, packings: list[str
 
 def test_a_checkpoint_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served(tmp_path)
-    monkeypatch.setattr(content, "_hash", lambda *given: pytest.fail("hashed again"))
+    monkeypatch.setattr(cache_file, "_hash", lambda *given: pytest.fail("hashed again"))
     served(tmp_path)
 
 
@@ -163,7 +175,7 @@ def test_another_architectures_and_versions_packs_are_left_alone(
     for machine in ({"architecture": "arm64"}, {"version": "0.0.9"}, {}):
         packings.clear()
         with monkeypatch.context() as patch, caplog.at_level(logging.INFO):
-            patch.setattr(pack_cache, "_machine", lambda other=machine, own=pack_cache._machine: {**own(), **other})
+            patch.setattr(pack_cache, "_platform_key", lambda other=machine, own=pack_cache._platform_key: {**own(), **other})
             served(tmp_path)
         assert packings
     assert len(files(tmp_path)) == 3
@@ -220,7 +232,9 @@ def test_two_that_start_at_once_have_the_same(tmp_path: Path) -> None:
 def test_packing_ahead_says_what_became_of_it(tmp_path: Path) -> None:
     served_by = open_checkpoint(write_checkpoint(tmp_path / "tiny"))
     plan, told = plan_of("int8", 64), list[tuple[int, int]]()
-    first = pack_weights(served_by, plan, CPU, lambda done, total: None, Packs(tmp_path / "cache", lambda *now: told.append(now)))
+    first = pack_weights(
+        served_by, plan, CPU, lambda done, total: None, PackFolder(tmp_path / "cache", lambda *now: told.append(now))
+    )
     again = pack_weights(served_by, plan, CPU, lambda done, total: None, packs(tmp_path))
     assert first is not None and again is not None and (first.found, again.found) == (False, True)
     assert first.file == again.file and first.size == again.size == first.file.stat().st_size

@@ -9,8 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.weights.packed import ALIGNMENT, Pack, open_pack, write_pack
-from app.weights.whole_file import PARTIAL, FileUnusable
+from app.weights.cache_file import (
+    PARTIAL,
+    FileUnusable,
+)
+from app.weights.packs import (
+    ALIGNMENT,
+    PackReader,
+    open_pack,
+    write_pack,
+)
 
 KEY = {"checkpoint": "a", "recipe": "b"}
 BLOBS = {
@@ -30,8 +38,8 @@ def file(tmp_path: Path) -> Path:
     return write(tmp_path / "packs" / "one.pack")
 
 
-@pytest.mark.parametrize("how", [Pack.read, lambda pack, name: pack.mapping()(name)], ids=["read", "mapped"])
-def test_blobs_come_back_as_they_went(file: Path, how: Callable[[Pack, str], torch.Tensor]) -> None:
+@pytest.mark.parametrize("how", [PackReader.read, lambda pack, name: pack.mapping()(name)], ids=["read", "mapped"])
+def test_blobs_come_back_as_they_went(file: Path, how: Callable[[PackReader, str], torch.Tensor]) -> None:
     pack = open_pack(file, KEY)
     blobs = {name: how(pack, name) for name in pack.blobs}
     pack.close()
@@ -94,9 +102,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("how", [Pack.read, lambda pack, name: pack.mapping()(name)], ids=["read", "mapped"])
+@pytest.mark.parametrize("how", [PackReader.read, lambda pack, name: pack.mapping()(name)], ids=["read", "mapped"])
 @pytest.mark.parametrize("name", DAMAGES)
-def test_what_is_not_sound_is_refused(file: Path, name: str, how: Callable[[Pack, str], torch.Tensor]) -> None:
+def test_what_is_not_sound_is_refused(file: Path, name: str, how: Callable[[PackReader, str], torch.Tensor]) -> None:
     damage, sentence = DAMAGES[name]
     damage(file)
     with pytest.raises(FileUnusable, match=sentence):

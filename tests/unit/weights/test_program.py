@@ -36,7 +36,7 @@ def test_names_types_and_shapes_are_the_models_own(recommender: Path) -> None:
     checkpoint = open_program(recommender)
     assert checkpoint.signature.inputs == (TensorSpec("ids", "INT64", (-1, 5)), TensorSpec("dense", "FP32", (-1, 8)))
     assert checkpoint.signature.outputs == (TensorSpec("score", "FP32", (-1, 1)), TensorSpec("features", "FP32", (-1, 32)))
-    assert (checkpoint.fewest_rows, checkpoint.most_rows) == (1, 64)
+    assert (checkpoint.min_rows, checkpoint.max_rows) == (1, 64)
     assert (checkpoint.name, checkpoint.kind) == ("recommender", "program")
 
 

@@ -5,9 +5,18 @@ from __future__ import annotations
 import pytest
 
 from app.errors import NoRecipe
-from app.kernels.layout import LAYOUTS
-from app.kernels.linear import DEVICE_FORMS, FORMS, ROUNDED_FORMS
-from app.weights.recipes import RECIPES, Recipe, find_recipe, for_texts
+from app.kernels.linear.layout import LAYOUTS
+from app.kernels.linear.linear import (
+    DEVICE_FORMS,
+    FORMS,
+    QUANTISED_FORMS,
+)
+from app.weights.forms import (
+    RECIPES,
+    Recipe,
+    find_recipe,
+    for_encoder,
+)
 
 
 @pytest.mark.parametrize("is_output", [False, True])
@@ -21,7 +30,7 @@ def test_every_recipe_names_forms_that_exist(is_output: bool) -> None:
             assert set(forms) <= set(FORMS) and forms[-1] == "plain"  # which suits always
             assert not recipe.equalise and recipe.int8_copy_from is None
         else:
-            assert set(forms[:-1]) <= set(ROUNDED_FORMS) and forms[0] in LAYOUTS and forms[-1] == "plain" and recipe.equalise
+            assert set(forms[:-1]) <= set(QUANTISED_FORMS) and forms[0] in LAYOUTS and forms[-1] == "plain" and recipe.equalise
 
 
 @pytest.mark.parametrize("architecture", ["x86_64", "arm64"])
@@ -71,7 +80,7 @@ def test_four_bits_on_a_device_leave_the_output_layer_as_it_is() -> None:
 @pytest.mark.parametrize("architecture", ["x86_64", "arm64"])
 def test_eight_bits_of_texts_have_a_scale_for_each_group(architecture: str) -> None:
     recipe = find_recipe("cpu", architecture, "int8")
-    assert (recipe.forms(False)[0], for_texts(recipe).forms(False)[0]) == ("int8", "int8/128")
-    assert for_texts(recipe).equalise and for_texts(find_recipe("cpu", architecture, "bf16")) == find_recipe(
+    assert (recipe.forms(False)[0], for_encoder(recipe).forms(False)[0]) == ("int8", "int8/128")
+    assert for_encoder(recipe).equalise and for_encoder(find_recipe("cpu", architecture, "bf16")) == find_recipe(
         "cpu", architecture, "bf16"
     )

@@ -9,17 +9,20 @@ import pytest
 import torch
 from torch import nn
 
-from app.kernels.hybrid import HybridLinear
-from app.kernels.int_panels import IntPanels
-from app.kernels.linear import Linear
-from app.kernels.operations import Code, has
-from app.models.layers import RMSNorm
+from app.kernels.linear.bf16_panels import HybridLinear
+from app.kernels.linear.int_panels import IntPanelLinear
+from app.kernels.linear.linear import Linear
+from app.kernels.native.operations import (
+    OpCode,
+    has_kernel,
+)
+from app.models.decoders.layers import RMSNorm
 from app.weights.checkpoint import open_checkpoint
 from loaded_models import load
 from plain_attend import PlainAttend, context_of
 from tiny_checkpoints import ARCHITECTURES, write_checkpoint
 
-pytestmark = pytest.mark.skipif(not has(Code.LINEAR_INT), reason="integer forms need the native library")
+pytestmark = pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="integer forms need the native library")
 
 # Deviation of the logits from FP32's, as a part of their own: eight bits leave 1 to 3 %, and four bits of random weights, in a single group
 # of 32 or 48 inputs, 12 to 34 % (the more layers and the softer the cap, the more). A wrong scale, order or factor leaves more than 100 %.
@@ -66,7 +69,7 @@ def test_an_int8_copy_is_held_beside_the_layers_and_not_beside_the_output(tmp_pa
     inner = [module.form for module in model.layers.modules() if isinstance(module, Linear)]
     assert inner and all(isinstance(form, HybridLinear) and form.few.packing.bits == 4 for form in inner)
     assert all(form.many.packing.bits == 8 for form in inner)
-    assert isinstance(model.output.form, IntPanels) and model.output.form.packing.bits == 4
+    assert isinstance(model.output.form, IntPanelLinear) and model.output.form.packing.bits == 4
 
 
 def test_a_copy_multiplies_many_rows_only(tmp_path: Path) -> None:
@@ -74,7 +77,9 @@ def test_a_copy_multiplies_many_rows_only(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path)
     lean, fast = load(directory, "int4"), load(directory, "int4", int8_copy=True)
     for form in (module.form for module in fast.layers.modules() if isinstance(module, Linear)):
-        assert form.takes(form.most_few) == form.few.group and form.takes(form.most_few + 1) == form.many.group
+        assert (
+            form.activation_group(form.most_few) == form.few.group and form.activation_group(form.most_few + 1) == form.many.group
+        )
     assert torch.equal(logits(lean), logits(fast))  # twenty rows
     for form in (module.form for module in fast.layers.modules() if isinstance(module, Linear)):
         form.most_few = 19

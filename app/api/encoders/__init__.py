@@ -1,0 +1,1 @@
+"""Embeddings, rerank and classify routes."""

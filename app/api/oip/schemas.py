@@ -1,0 +1,126 @@
+"""Request bodies of the Open Inference Protocol: `infer` with its tensors, and the generate extension."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+)
+
+from pydantic import Field
+
+from app.api.schemas import (
+    Body,
+    Int64,
+    SamplingFields,
+)
+
+MAX_TENSORS = 64  # inputs or outputs of one request
+MAX_DIMENSIONS = 16
+
+Dimension = Annotated[int, Field(ge=0, le=2**64 - 1)]
+# Values that MLServer's clients send for tensors that need no conversion.
+CONTENT_TYPE = (None, "str", "np")
+
+
+class InputParameters(Body):
+    """Parameters of an input. `binary_data_size` is the number of its bytes after the JSON."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"content_type": CONTENT_TYPE}
+
+    binary_data_size: Int64 | None = None
+
+
+class InputTensor(Body):
+    """An input tensor in row-major order: `data` is flat or nested according to `shape`, or absent for binary data."""
+
+    name: str
+    shape: Annotated[tuple[Dimension, ...], Field(fail_fast=True, max_length=MAX_DIMENSIONS)]
+    datatype: str
+    parameters: InputParameters | None = None
+    data: Any = None
+
+    @property
+    def binary_size(self) -> int | None:
+        """Size in bytes of the binary data; None if the tensor is given as JSON."""
+        return self.parameters.binary_data_size if self.parameters else None
+
+
+class OutputParameters(Body):
+    """Parameters of an output. `binary_data` requests it as bytes after the response's JSON."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"content_type": CONTENT_TYPE, "classification": (None, 0)}
+
+    binary_data: bool | None = None
+
+
+class OutputTensor(Body):
+    """A requested output."""
+
+    name: str
+    parameters: OutputParameters | None = None
+
+
+class InferParameters(Body):
+    """Parameters of `infer`.
+
+    `binary_data_output` and `timeout` (microseconds) are the protocol's. The others are for encoders and are the
+    same as in `/embed`.
+    """
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "content_type": CONTENT_TYPE,
+        "priority": (None, 0),
+        "sequence_id": (None, 0, ""),
+        "sequence_start": (None, False),
+        "sequence_end": (None, False),
+    }
+
+    binary_data_output: bool | None = None
+    timeout: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
+    normalize: bool | None = None
+    truncate: bool | None = None
+    dimensions: Int64 | None = None
+    prompt_name: str | None = None
+
+
+class InferBody(Body):
+    """Body of `POST /v2/models/{model}/infer`. The path names the model."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"model_name", "model_version"})
+
+    inputs: Annotated[tuple[InputTensor, ...], Field(fail_fast=True, min_length=1, max_length=MAX_TENSORS)]
+    id: str | None = None
+    parameters: InferParameters | None = None
+    outputs: Annotated[tuple[OutputTensor, ...], Field(fail_fast=True, max_length=MAX_TENSORS)] | None = None
+
+
+class GenerateParameters(SamplingFields):
+    """Parameters of the generate extension. Without `max_tokens` the text has 20 tokens, as the protocol says.
+
+    `details` adds the finish reason and each token with its log-probability. The response never repeats the
+    prompt.
+    """
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "exclude_input_in_output": (None, True),
+        "bad_words": (None, ""),
+        "stop_words": (None, ""),
+    }
+
+    max_tokens: Int64 | None = None
+    details: bool | None = None
+    stream: bool | None = None
+
+
+class OipGenerateBody(GenerateParameters):
+    """Body of `POST /v2/models/{model}/generate` and `/generate_stream`.
+
+    Parameters may be in `parameters` or at the top level.
+    """
+
+    text_input: str
+    id: str | None = None
+    parameters: GenerateParameters | None = None

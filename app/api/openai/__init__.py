@@ -1,0 +1,1 @@
+"""OpenAI API: chat completions, completions and models."""

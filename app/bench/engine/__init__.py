@@ -1,0 +1,1 @@
+"""Benchmarks that run the engine and kernels in this process."""

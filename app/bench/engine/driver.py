@@ -1,0 +1,157 @@
+"""Driver that adds requests to an engine and times its steps; a served engine is driven by its worker.
+
+Lower bounds of a step, counted from the loaded layers: bytes that it must read and operations to perform.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+
+from app.bench.console import MeasurementFailed
+from app.bench.http.workload import TokenPrompts
+from app.engine.decoder.engine import DecoderEngine
+from app.hardware.facts import Facts
+from app.kernels.ceilings import cache_bytes
+from app.kernels.linear.bf16_panels import HybridLinear
+from app.kernels.linear.linear import (
+    Linear,
+    LinearForm,
+)
+from app.messages import (
+    Abort,
+    Generate,
+    RequestFailed,
+    SamplingParams,
+)
+
+PROMPT_TOKENS = 128
+SEGMENT_STEPS = 100  # more steps would measure the growing context instead of the step
+MIN_PREFILL_CHUNK = 8  # smallest prefill chunk of a step, as in engine/scheduler/budget.py
+MAX_STEPS = 10_000  # limit until all sequences of a workload decode together
+
+
+class DecoderDriver:
+    """Submits prompts to an engine and steps it on this thread.
+
+    Prompts never repeat, so the prefix cache never matches. Decode measurements start with new sequences every
+    `sitting_steps` steps.
+    """
+
+    def __init__(self, engine: DecoderEngine, prompts: TokenPrompts, max_model_len: int) -> None:
+        self._engine = engine
+        self._prompts = prompts
+        self._max_tokens = max_model_len - PROMPT_TOKENS
+        self._names = count()
+        self.segment_steps = min(SEGMENT_STEPS, max(1, self._max_tokens // 2))
+
+    def decode(self, rows: int, steps: int) -> list[float]:
+        """Return the seconds of `steps` steps, each of which only decodes `rows` sequences."""
+        seconds: list[float] = []
+        while len(seconds) < steps:
+            seconds += self._decode_segment(rows, min(self.segment_steps, steps - len(seconds)))
+        return seconds
+
+    def _decode_segment(self, rows: int, steps: int) -> list[float]:
+        # Prompts are prefilled in chunks while earlier sequences already decode.
+        # The earlier sequences must not end before the last one has started.
+        waiting = rows * PROMPT_TOKENS // MIN_PREFILL_CHUNK
+        max_tokens = min(steps + 2 * waiting, self._max_tokens)
+        names = [self._add(PROMPT_TOKENS, max_tokens) for _ in range(rows)]
+        self._until_decoding(rows)
+        seconds: list[float] = []
+        while len(seconds) < steps:
+            elapsed, tokens = self._step()
+            if tokens == (0, rows):
+                seconds.append(elapsed)
+        for name in names:
+            self._engine.abort(Abort(name))
+        return seconds
+
+    def prefill(self, tokens: int, prompts: int = 1) -> float:
+        """Return the seconds from an idle engine to the first token of all `prompts`, submitted together."""
+        for _ in range(prompts):
+            self._add(tokens, max_tokens=1)
+        seconds = 0.0
+        while self._engine.has_work:
+            seconds += self._step()[0]
+        return seconds
+
+    def _until_decoding(self, rows: int) -> None:
+        for _ in range(MAX_STEPS):
+            if self._step()[1] == (0, rows):
+                return
+        raise MeasurementFailed(f"{rows} sequences never decoded together: the plan runs fewer, or the KV cache is too small")
+
+    def _add(self, num_tokens: int, max_tokens: int) -> str:
+        name = f"bench-{next(self._names)}"
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        refused = self._engine.add(Generate(name, tuple(self._prompts.prompt(num_tokens)), params, time.monotonic()))
+        for event in refused:
+            if isinstance(event, RequestFailed):
+                raise MeasurementFailed(event.error.message)
+        return name
+
+    def _step(self) -> tuple[float, tuple[int, int]]:
+        """Run one step; return its seconds, and its numbers of prefilled and decoded tokens."""
+        start = time.perf_counter()
+        self._engine.step()
+        elapsed = time.perf_counter() - start
+        stats = self._engine.stats
+        assert stats is not None, "an engine with work has run a step"
+        return elapsed, (stats.prefill_tokens, stats.decode_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class ProductCosts:
+    """Cost of all matrix products of a model.
+
+    `num_bytes` is the size of the weights. Operations are multiply-adds times two: per token for the inner layers,
+    and per row of logits for the output layer.
+    """
+
+    num_bytes: int
+    operations_per_token: float
+    operations_per_logit_row: float
+    cache_bytes: int = 0  # the machine's largest cache
+
+    @property
+    def read_bytes(self) -> int:
+        """Weight bytes that a step reads from memory; 0 if at least half of the weights fit in the cache."""
+        return self.num_bytes if self.num_bytes > 2 * self.cache_bytes else 0
+
+    def operations(self, tokens: int, logit_rows: int) -> float:
+        """Return the operations of a step with this many tokens and rows of logits."""
+        return tokens * self.operations_per_token + logit_rows * self.operations_per_logit_row
+
+
+def product_costs(model: torch.nn.Module, vocab_size: int, cache_bytes: int) -> ProductCosts:
+    """Count the products of a model.
+
+    Args:
+        model: The loaded model; its `Linear` layers are counted.
+        vocab_size: Output size by which the output layer is recognised; -1 if there is none.
+        cache_bytes: Size of the machine's largest cache.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
+    output = [layer for layer in layers if layer.out_features == vocab_size]
+    inner = [layer for layer in layers if layer.out_features != vocab_size]
+    return ProductCosts(
+        num_bytes=sum({id(layer.form): _few_rows_bytes(layer.form) for layer in layers}.values()),
+        operations_per_token=2.0 * sum(layer.in_features * layer.out_features for layer in inner),
+        operations_per_logit_row=2.0 * sum(layer.in_features * layer.out_features for layer in output),
+        cache_bytes=cache_bytes,
+    )
+
+
+def largest_cache_bytes(facts: Facts, device: torch.device) -> int:
+    """Return the bytes of the largest cache of the device that holds the weights."""
+    return cache_bytes(device) if device.type != "cpu" else max((cache.size_bytes for cache in facts.caches), default=0)
+
+
+def _few_rows_bytes(form: LinearForm) -> int:
+    """Return the bytes that a product of a few rows reads; a weight in two forms counts once."""
+    return form.few.nbytes if isinstance(form, HybridLinear) else form.nbytes

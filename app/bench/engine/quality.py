@@ -1,0 +1,205 @@
+"""Accuracy of weight and KV precisions: perplexity of a text, and agreement with FP32 on the most likely next token.
+
+Each precision is planned and loaded as for serving, but without the int8 copy that can accompany int4 weights,
+because the int4 weights themselves are to be measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import (
+    dataclass,
+    field,
+)
+from pathlib import Path
+
+import torch
+from torch import (
+    Tensor,
+    nn,
+)
+
+from app.backends.base import HostBackend
+from app.backends.selection import select_host_backend
+from app.bench.console import (
+    AdvanceProgress,
+    BenchOutcome,
+    Figure,
+    progress,
+)
+from app.engine.calibration.perplexity import (
+    Window,
+    WindowScorer,
+    read_windows,
+)
+from app.engine.decoder.build import KV_DTYPES
+from app.errors import (
+    NoRecipe,
+    PlanImpossible,
+)
+from app.hardware.facts import Facts
+from app.hardware.plan.plan import (
+    ServingPlan,
+    make_plan,
+)
+from app.kernels.linear.linear import Linear
+from app.settings import Settings
+from app.text.tokenizer import Tokenizer
+from app.weights.checkpoint import Checkpoint
+from app.weights.forms import RECIPES
+from app.weights.load import load_model
+from app.weights.packs import PackFolder
+
+# Precision of weights, and of keys and values (`auto`: that of the activations). The first entry is the reference.
+PRECISION_PAIRS = {
+    "fp32": ("fp32", "auto"),
+    "bf16": ("bf16", "bf16"),
+    "bf16, int8 KV": ("bf16", "int8"),
+    "int8": ("int8", "bf16"),
+    "int4": ("int4", "bf16"),
+    "int4, int8 KV": ("int4", "int8"),
+}
+# Relative to the perplexity of FP32.
+PERPLEXITY_TARGETS = {"bf16, int8 KV": 1.005, "int8": 1.005, "int4": 1.03, "int4, int8 KV": 1.03}
+
+
+@dataclass(slots=True)
+class PrecisionScore:
+    """Results of one precision.
+
+    Holds each window's negative log-likelihood in nats and most likely tokens, in order, and the bytes of the
+    weights.
+    """
+
+    weight_bytes: int = 0
+    nats: list[float] = field(default_factory=list)
+    likeliest: list[Tensor] = field(default_factory=list)
+
+    def add_window(self, nats: float, likeliest: Tensor) -> None:
+        """Add the results of the next window."""
+        self.nats.append(nats)
+        self.likeliest.append(likeliest)
+
+    def perplexity(self, windows: int) -> float:
+        """Return the perplexity over the first `windows` windows."""
+        return math.exp(sum(self.nats[:windows]) / sum(len(picked) for picked in self.likeliest[:windows]))
+
+    def agreement(self, other: PrecisionScore) -> float:
+        """Return the share of tokens with the same most likely successor in both results.
+
+        Only windows that both have read are compared.
+        """
+        pairs = list(zip(self.likeliest, other.likeliest, strict=False))
+        return sum(int((mine == theirs).sum()) for mine, theirs in pairs) / sum(len(mine) for mine, _ in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class QualityJob:
+    """The model to measure, with settings and machine."""
+
+    checkpoint: Checkpoint
+    settings: Settings
+    facts: Facts
+
+    def plan(self, precision: str, kv_precision: str) -> ServingPlan:
+        """Return the plan for this precision of weights and of keys and values."""
+        changed = {"precision": precision, "kv_precision": kv_precision, "int8_copy": "off"}
+        settings = self.settings.model_copy(update=changed)
+        return make_plan(self.facts, None, settings, self.checkpoint.needs(), RECIPES.keys())
+
+
+def measure_quality(subject: QualityJob, text: Path, max_tokens: int | None) -> BenchOutcome:
+    """Measure every precision that this machine supports.
+
+    Ctrl-C keeps the windows read so far; comparisons use the windows that both precisions have read.
+    """
+    checkpoint, facts = subject.checkpoint, subject.facts
+    windows = read_windows(Tokenizer(checkpoint.directory), text, checkpoint.decoder.max_model_len, max_tokens)
+    plans, refused = _plans(subject)
+    scores = {name: PrecisionScore() for name in plans}
+    with progress(len(plans) * len(windows), "loading") as advance, torch.inference_mode():
+        complete = _read_all(checkpoint, windows, plans, scores, advance)
+    num_tokens = sum(len(window) - 1 for window in windows)
+    details = {"machine": facts.to_json(), "torch": torch.__version__, "tokens": num_tokens, "windows": len(windows)}
+    figures = tuple(_figures(scores, checkpoint.needs().num_parameters))
+    subject_line = f"{checkpoint.name}, {text.name}, {num_tokens:,} tokens"
+    return BenchOutcome("quality", subject_line, figures, details | {"refused": refused}, complete)
+
+
+def _plans(subject: QualityJob) -> tuple[dict[str, ServingPlan], dict[str, str]]:
+    """Return a plan for each supported precision, and the reason for each one that is not supported."""
+    plans, refused = {}, {}
+    for name, (precision, kv_precision) in PRECISION_PAIRS.items():
+        try:
+            plans[name] = subject.plan(precision, kv_precision)
+        except (NoRecipe, PlanImpossible) as error:
+            refused[name] = error.message
+    return plans, refused
+
+
+def _read_all(
+    checkpoint: Checkpoint,
+    windows: list[Window],
+    plans: dict[str, ServingPlan],
+    scores: dict[str, PrecisionScore],
+    advance: AdvanceProgress,
+) -> bool:
+    """Read all windows with one precision after the other; returns False after Ctrl-C.
+
+    The weights stay loaded while only the precision of keys and values changes.
+    """
+    configured, model, loaded = False, None, ""
+    try:
+        for name, plan in plans.items():
+            backend = select_host_backend(plan)
+            if not configured:  # thread pools are sized once and are the same for all plans
+                backend.configure(plan)
+                configured = True
+            if model is None or loaded != plan.precision.value:
+                model, loaded = _load(checkpoint, plan, backend), plan.precision.value
+            scores[name].weight_bytes = loaded_weight_bytes(model)
+            reader = WindowScorer(model, checkpoint.decoder, KV_DTYPES[plan.kv_precision.value], backend)
+            for window in windows:
+                scores[name].add_window(*reader.score(window))
+                advance(name)
+    except KeyboardInterrupt:
+        return False
+    return True
+
+
+def _load(checkpoint: Checkpoint, plan: ServingPlan, backend: HostBackend) -> nn.Module:
+    folder = plan.pack_folder.value
+    packs = None if folder is None else PackFolder(Path(folder), lambda done, total: None)
+    return load_model(checkpoint, plan, backend, packs=packs)
+
+
+def loaded_weight_bytes(model: nn.Module) -> int:
+    """Return the bytes of all weights, each counted once.
+
+    Packed forms count as stored; plain tensors, such as norms and embedding tables, count in addition.
+    """
+    forms = {id(module.form): module.form.nbytes for module in model.modules() if isinstance(module, Linear)}
+    shared = [
+        module for module in model.modules() if getattr(module, "form", None) is not None and not isinstance(module, Linear)
+    ]
+    unused = {id(weight) for module in shared for weight in module.parameters()}
+    return sum(forms.values()) + sum(weight.nbytes for weight in model.parameters() if id(weight) not in unused)
+
+
+def _figures(scores: dict[str, PrecisionScore], num_parameters: int) -> Iterator[Figure]:
+    reference = scores.get(next(iter(PRECISION_PAIRS)))
+    for name, score in scores.items():
+        if not score.nats:
+            continue
+        windows = len(score.nats)
+        perplexity, ratio, against = score.perplexity(windows), None, ""
+        if reference is not None and reference is not score:
+            ratio, against = perplexity / reference.perplexity(windows), "FP32"
+        yield Figure(
+            f"{name}, perplexity", perplexity, "", ratio=ratio, against=against, target=PERPLEXITY_TARGETS.get(name), at_most=True
+        )
+        if ratio is not None and reference is not None:
+            yield Figure(f"{name}, same most likely token", 100 * score.agreement(reference), "% of tokens", against="FP32")
+        if PRECISION_PAIRS[name][1] != "int8":
+            yield Figure(f"{name}, weights", score.weight_bytes / num_parameters, "B per parameter")

@@ -1,0 +1,1 @@
+"""The `armature` command: arguments, tables for people, and one function for each subcommand."""

@@ -1,0 +1,306 @@
+"""The function behind each `armature bench` command: measurements in this process, or of a server over HTTP.
+
+The benches import torch themselves, after the environment variables for its thread pools are set.
+"""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import (
+    Callable,
+    Collection,
+    Mapping,
+)
+from dataclasses import (
+    dataclass,
+    replace,
+)
+from typing import Any
+
+from app.bench.compare.measure import (
+    POINT_SECONDS,
+    CompareJob,
+    MachineLabels,
+    measure_machine,
+)
+from app.bench.console import (
+    BenchOutcome,
+    MeasurementFailed,
+)
+from app.bench.http.dialects import (
+    EMBED_DIALECTS,
+    GENERATE_DIALECTS,
+)
+from app.bench.http.embed import (
+    EmbedBench,
+    EmbedWorkload,
+)
+from app.bench.http.generate import GenerateBench
+from app.bench.http.infer import (
+    DEFAULT_FREE_LENGTHS,
+    InferBench,
+    InferWorkload,
+)
+from app.bench.http.load import (
+    DEFAULT_CLIENTS,
+    LoadBench,
+    LoadJob,
+    LoadLevel,
+    ServerBenchJob,
+    ServerTarget,
+    measure_load,
+    measure_server,
+)
+from app.bench.http.loops import RunLimits
+from app.bench.http.tally import (
+    GenerateWorkload,
+    LatencyObjective,
+)
+from app.bench.http.workload import (
+    LogNormalLengths,
+    UniformLengths,
+)
+from app.cli.parser import given_settings
+from app.hardware.plan.memory_budget import kv_bytes_per_token
+from app.hardware.probe.probe import probe
+from app.server.prepare import (
+    Prepared,
+    calibrate,
+    prepare,
+)
+from app.settings import (
+    Settings,
+    setting_rows,
+)
+from app.version import VERSION
+from app.weights.open import require_checkpoint
+from app.weights.program import ProgramCheckpoint
+
+DEFAULT_TOKENS = (128, 128)
+
+
+def run_bench(settings: Settings, arguments: Namespace) -> BenchOutcome:
+    """Run a bench and return its outcome.
+
+    Raises:
+        MeasurementFailed: The measurement failed or its arguments are invalid.
+        StartupError: The model cannot be opened or planned.
+    """
+    if arguments.bench == "http":
+        return measure_load(_load_job(settings, arguments))
+    if arguments.bench == "compare":
+        return measure_machine(_compare_job(settings, arguments))
+    inside = IN_PROCESS_BENCHES.get(arguments.bench)
+    return inside(_prepare_in_process(settings), arguments) if inside else measure_server(_http_job(settings, arguments))
+
+
+def report_results(arguments: Namespace) -> int:
+    """Compare result files in a report and return the exit status.
+
+    Raises:
+        MeasurementFailed: A file cannot be read, or flags were given that only apply to a measurement.
+    """
+    measuring = ("json", "url", "name", "instance", "output", "seconds", "api_key", *given_settings(arguments))
+    given = [f"--{name.replace('_', '-')}" for name in measuring if getattr(arguments, name) is not None]
+    if given:
+        raise MeasurementFailed(
+            f"{', '.join(given)}: these flags apply to a measurement, but RESULTs are given; leave out one or the other"
+        )
+    from app.bench.report.report import make_report
+    from app.bench.report.tables import ReportOrigin
+
+    return make_report(arguments.results, arguments.report, bool(arguments.force), ReportOrigin(VERSION, probe().to_json()))
+
+
+def _prepare_in_process(settings: Settings) -> Prepared:
+    """Make the final serving plan and set the environment variables that torch reads."""
+    prepared = prepare(settings)
+    os.environ.update(prepared.plan.environment())
+    return calibrate(prepared, lambda stage: None)
+
+
+def _engine(prepared: Prepared, arguments: Namespace) -> BenchOutcome:
+    from app.bench.engine import (
+        decoder,
+        encoder,
+        program,
+    )
+
+    asked = decoder.EngineBenchOptions(arguments.rounds, arguments.rows or (), arguments.prompts or (), arguments.steps)
+    plan, facts = prepared.plan, prepared.facts
+    if isinstance(prepared.checkpoint, ProgramCheckpoint):
+        return program.measure_program_engine(prepared.checkpoint, plan, facts, prepared.step_time_table, asked)
+    checkpoint = require_checkpoint(prepared.checkpoint)
+    if checkpoint.kind == "encoder":
+        return encoder.measure_encoder_engine(checkpoint, plan, facts, prepared.step_time_table, asked)
+    return decoder.measure_decoder_engine(checkpoint, plan, facts, asked)
+
+
+def _kernels(prepared: Prepared, arguments: Namespace) -> BenchOutcome:
+    from app.bench.engine.kernels import measure_kernels
+
+    return measure_kernels(prepared.plan, prepared.facts, arguments.rounds)
+
+
+def _quality(prepared: Prepared, arguments: Namespace) -> BenchOutcome:
+    from app.bench.engine.quality import (
+        QualityJob,
+        measure_quality,
+    )
+
+    return measure_quality(
+        QualityJob(require_checkpoint(prepared.checkpoint), prepared.settings, prepared.facts), arguments.text, arguments.tokens
+    )
+
+
+def _speculation(prepared: Prepared, arguments: Namespace) -> BenchOutcome:
+    from app.bench.engine.speculation import measure_speculation
+
+    return measure_speculation(
+        require_checkpoint(prepared.checkpoint), prepared.plan, prepared.facts, prepared.step_time_table, arguments.rounds
+    )
+
+
+def _eager(prepared: Prepared, arguments: Namespace) -> BenchOutcome:
+    from app.bench.engine.recording import measure_replay
+
+    return measure_replay(
+        require_checkpoint(prepared.checkpoint), prepared.plan, prepared.facts, prepared.settings, arguments.rounds
+    )
+
+
+def _recording(prepared: Prepared, arguments: Namespace) -> BenchOutcome:
+    from app.bench.engine.recording import measure_step_recording
+
+    return measure_step_recording(prepared.facts, arguments.rounds)
+
+
+IN_PROCESS_BENCHES: Mapping[str, Callable[[Prepared, Namespace], BenchOutcome]] = {
+    "engine": _engine,
+    "kernels": _kernels,
+    "quality": _quality,
+    "speculation": _speculation,
+    "eager": _eager,
+    "recording": _recording,
+}
+
+
+def _http_job(settings: Settings, arguments: Namespace) -> ServerBenchJob:
+    """Return the job of a bench over HTTP. `bench/over_http` has these benches by name."""
+    url = getattr(arguments, "url", None)
+    flags = _flags(arguments)
+    subject, tokens = url or settings.checkpoint_directory.name, getattr(arguments, "tokens", 0)
+    job = ServerBenchJob(arguments.bench, subject, flags, url, arguments.rounds, tokens)
+    return _with_memory(job, settings) if job.bench == "memory" else job
+
+
+def _flags(arguments: Namespace) -> tuple[str, ...]:
+    """Return the given settings as flags for a server started by this client."""
+    return tuple(f"{row.flag}={getattr(arguments, row.name)}" for row in setting_rows() if hasattr(arguments, row.name))
+
+
+def _compare_job(settings: Settings, arguments: Namespace) -> CompareJob:
+    """Return the job of `bench compare`. With a URL, `--model` is the model name that the running server uses."""
+    if arguments.report is not None or arguments.force:
+        raise MeasurementFailed("--report and --force need RESULTs: name the result files to compare")
+    url, seconds = arguments.url, arguments.seconds
+    of_a_server = [name for name in given_settings(arguments) if name not in ("model", "hourly_price", "watts")]
+    if url and of_a_server:
+        raise MeasurementFailed(
+            f"--{of_a_server[0].replace('_', '-')} does not apply to a server that is already running: leave out --url or this flag"
+        )
+    target = ServerTarget(
+        url, () if url else _flags(arguments), model=getattr(arguments, "model", None), api_key=arguments.api_key
+    )
+    place = MachineLabels(arguments.name, arguments.instance, settings.hourly_price, settings.watts)
+    seconds = POINT_SECONDS if seconds is None else seconds
+    return CompareJob(target, place, VERSION, arguments.output, seconds, arguments.seed)
+
+
+def _load_job(settings: Settings, arguments: Namespace) -> LoadJob:
+    """Return the job of `bench http`. With a URL, `--model` is the model name that the running server uses."""
+    kind = REQUEST_KINDS[arguments.kind]
+    api = _api(arguments, kind)
+    url, key = arguments.url, arguments.api_key
+    name = getattr(arguments, "model", None) if url else None
+    targets = [ServerTarget(url, () if url else _flags(arguments), api, name, key)]
+    if arguments.against:
+        targets.append(ServerTarget(arguments.against, api=api, api_key=key))
+    clients = arguments.concurrency or (() if arguments.rate else DEFAULT_CLIENTS)
+    levels = [*(LoadLevel(clients=each) for each in clients), *(LoadLevel(rate=each) for each in arguments.rate or ())]
+    work = kind.work(arguments)
+    asked = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in work.details().items())
+    subject = f"{url or settings.checkpoint_directory.name}, {api}, {asked}"
+    bounds = RunLimits(arguments.num_requests, arguments.seconds)
+    return LoadJob(subject, targets, levels, work, bounds, arguments.rounds, arguments.warmup)
+
+
+def _generation(arguments: Namespace) -> GenerateBench:
+    _refuse_flags(arguments, "texts", "lengths", "batch", "below")
+    prompts, answers = (UniformLengths(*(given or DEFAULT_TOKENS)) for given in (arguments.prompt_tokens, arguments.max_tokens))
+    wanted = GenerateWorkload(prompts, answers, arguments.ignore_eos is not False, arguments.seed)
+    return GenerateBench(wanted, LatencyObjective(_seconds(arguments.slo_ttft_ms), _seconds(arguments.slo_itl_ms)))
+
+
+def _embedding(arguments: Namespace) -> EmbedBench:
+    _refuse_flags(arguments, *_GENERATE_FLAGS, "batch", "below")
+    return EmbedBench(EmbedWorkload(arguments.texts or 1, _lengths(arguments) or UniformLengths(*DEFAULT_TOKENS), arguments.seed))
+
+
+def _inference(arguments: Namespace) -> InferBench:
+    _refuse_flags(arguments, *_GENERATE_FLAGS, "texts")
+    below = 2 if arguments.below is None else arguments.below
+    return InferBench(InferWorkload(arguments.batch or 1, _lengths(arguments) or DEFAULT_FREE_LENGTHS, below, arguments.seed))
+
+
+def _lengths(arguments: Namespace) -> UniformLengths | LogNormalLengths | None:
+    if arguments.lengths is None:
+        return None
+    shape, low, high = arguments.lengths
+    return LogNormalLengths(low, high) if shape == "lognormal" else UniformLengths(low, high)
+
+
+_GENERATE_FLAGS = ("prompt_tokens", "max_tokens", "ignore_eos", "slo_ttft_ms", "slo_itl_ms")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestKind:
+    """A kind of request (`--kind`): its API dialects, the default one, and the function that reads its flags."""
+
+    dialects: Collection[str]
+    usual: str
+    work: Callable[[Namespace], LoadBench[Any]]
+
+
+REQUEST_KINDS: Mapping[str, RequestKind] = {
+    "generate": RequestKind(GENERATE_DIALECTS, "completions", _generation),
+    "embed": RequestKind(EMBED_DIALECTS, "openai", _embedding),
+    "infer": RequestKind(("oip",), "oip", _inference),
+}
+
+
+def _refuse_flags(arguments: Namespace, *names: str) -> None:
+    """Refuse flags that do not apply to this kind."""
+    for name in names:
+        if getattr(arguments, name) is not None:
+            raise MeasurementFailed(f"--{name.replace('_', '-')} does not apply to --kind {arguments.kind}")
+
+
+def _api(arguments: Namespace, kind: RequestKind) -> str:
+    api = arguments.api or kind.usual
+    if api not in kind.dialects:
+        raise MeasurementFailed(f"--api {api} does not support --kind {arguments.kind}: use {', '.join(kind.dialects)}")
+    return str(api)
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
+
+
+def _with_memory(job: ServerBenchJob, settings: Settings) -> ServerBenchJob:
+    """Add the expected memory to the job: size of the served weights, and KV bytes per token."""
+    prepared = prepare(settings)
+    plan = prepared.plan
+    kv_bytes = kv_bytes_per_token(prepared.checkpoint.needs(), plan.kv_precision.value)
+    return replace(job, weight_bytes=plan.weight_bytes.value, kv_bytes_per_token=kv_bytes)

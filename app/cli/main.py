@@ -1,0 +1,321 @@
+"""The command `armature`: runs the function of each command. Only commands that compute import torch.
+
+`armature calibrate`: measure this machine with a model's shapes now, for longer than a start does.
+
+`armature pack`: quantize and pack the weights now and cache them, so that a start does not have to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from argparse import Namespace
+from collections.abc import (
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import (
+    contextmanager,
+    nullcontext,
+)
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from app.cli.parser import (
+    given_settings,
+    parse_arguments,
+)
+from app.cli.tables import PlanExplanation
+from app.errors import (
+    ArmatureError,
+    PlanImpossible,
+    SettingsInvalid,
+    StartupError,
+    UnknownArgument,
+)
+from app.hardware.plan.plan import make_plan
+from app.hardware.plan.precision import bf16_products
+from app.hardware.probe.probe import probe
+from app.server.prepare import (
+    CALIBRATE_COMMAND_SECONDS,
+    Prepared,
+    calibrate,
+    prepare,
+    with_kept_calibration,
+)
+from app.server.termination_log import TerminationMessage
+from app.settings import (
+    Settings,
+    load_settings,
+)
+from app.weights.forms import RECIPES
+from app.weights.open import (
+    open_model,
+    require_checkpoint,
+)
+
+if TYPE_CHECKING:
+    from app.backends.base import HostBackend
+    from app.engine.calibration.perplexity import Correlations
+    from app.weights.packs import PackFile
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status.
+
+    An error prints one sentence; the status is 2 if the operator can correct it, else 1.
+    """
+    try:
+        return _run(sys.argv[1:] if argv is None else argv)
+    except UnknownArgument as error:  # its message already names the command
+        print(error.message, file=sys.stderr)
+        return error.exit_code
+    except ArmatureError as error:
+        print(f"armature: {error.message}", file=sys.stderr)
+        return error.exit_code if isinstance(error, StartupError) else 1
+    except KeyboardInterrupt:
+        return 130  # 128 + SIGINT, as shells count
+    except BrokenPipeError:  # the reader closed the pipe, for example `armature probe | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # 128 + SIGPIPE
+
+
+def _run(argv: Sequence[str]) -> int:
+    # Only `serve` may write the pod's termination message: a command run in the same container does not end the pod.
+    with TerminationMessage() if argv[:1] == ["serve"] else nullcontext():
+        arguments = parse_arguments(argv)
+        return COMMANDS[arguments.command](arguments)
+
+
+def _settings(arguments: Namespace) -> Settings:
+    settings, warnings = load_settings(**given_settings(arguments))
+    for warning in warnings:
+        print(f"armature: {warning}", file=sys.stderr)
+    return settings
+
+
+def _serve(arguments: Namespace) -> int:
+    from app.server.app import serve
+
+    return serve(_settings(arguments))
+
+
+def _probe(arguments: Namespace) -> int:
+    """Print the whole plan or, with a model, what was chosen for it.
+
+    The facts are printed even if no plan can be made.
+    """
+    from rich.console import Console
+
+    from app.cli.tables import (
+        explain_plan,
+        render_explanation,
+        render_probe,
+    )
+    from app.hardware.plan.plan import make_plan
+    from app.hardware.probe.probe import probe
+    from app.weights.forms import RECIPES
+
+    settings, facts = _settings(arguments), probe()
+    fields, shown, failure = {"facts": facts.to_json(), "needs": None, "plan": None}, render_probe(facts, None), None
+    try:
+        if settings.model is None:
+            plan = make_plan(facts, None, settings, None, RECIPES.keys())
+            fields, shown = {**fields, "plan": plan.to_json()}, render_probe(facts, plan)
+        else:
+            explained = explain_plan(settings, facts)
+            fields, shown = explained.to_json(), render_explanation(explained)
+    except StartupError as error:
+        failure = error
+    if arguments.json:
+        print(json.dumps(fields))
+    else:
+        Console().print(shown)
+    if failure is not None:
+        raise failure
+    return 0
+
+
+def _pack(arguments: Namespace) -> int:
+
+    print(pack(_settings(arguments), arguments.text))
+    return 0
+
+
+def _calibrate(arguments: Namespace) -> int:
+    from app.cli.tables import render_explanation
+
+    explained = calibrate_now(_settings(arguments))
+    if arguments.json:
+        print(json.dumps(explained.to_json()))
+    else:
+        from rich.console import Console
+
+        Console().print(render_explanation(explained))
+    fallback = explained.measurements.fallback if explained.measurements else ""
+    if fallback:
+        print(f"armature calibrate: nothing is cached, since {fallback}", file=sys.stderr)
+    return 1 if fallback else 0
+
+
+def _bench(arguments: Namespace) -> int:
+    from app.bench.console import MeasurementFailed, print_outcome
+    from app.cli.bench import (
+        report_results,
+        run_bench,
+    )
+
+    try:
+        if getattr(arguments, "results", None):  # compare earlier results
+            return report_results(arguments)
+        outcome = run_bench(_settings(arguments), arguments)
+    except MeasurementFailed as error:
+        print(f"armature bench {arguments.bench}: {error}", file=sys.stderr)
+        return 2 if getattr(arguments, "results", None) else 1
+    return print_outcome(outcome, arguments.json)
+
+
+def _tco(arguments: Namespace) -> int:
+    from app.bench.console import MeasurementFailed
+    from app.bench.tco.command import (
+        CostArguments,
+        run_tco,
+    )
+
+    results, published = tuple(arguments.results), arguments.published
+    asked = CostArguments(results, arguments.target, arguments.p99_ms, arguments.instances, published, arguments.json)
+    try:
+        return run_tco(asked)
+    except MeasurementFailed as error:
+        print(f"armature tco: {error}", file=sys.stderr)
+        return 2
+
+
+COMMANDS: Mapping[str, Callable[[Namespace], int]] = {
+    "serve": _serve,
+    "probe": _probe,
+    "pack": _pack,
+    "calibrate": _calibrate,
+    "bench": _bench,
+    "tco": _tco,
+}
+
+
+def calibrate_now(settings: Settings) -> PlanExplanation:
+    """Measure this machine and return the measurements and the chosen plan.
+
+    Raises:
+        StartupError: Nothing can be measured.
+    """
+    prepared = with_kept_calibration(
+        probe(), settings.model_copy(update={"calibrate": "on"}), open_model(settings.checkpoint_directory)
+    )
+    if prepared.is_final:
+        raise PlanImpossible(f"There is nothing to measure. {prepared.plan.calibrate.reason}")
+    os.environ.update(prepared.plan.environment())  # must be set before torch is imported: its thread pools read it then
+    with _stage_display() as report:
+        measured = calibrate(prepared, report, CALIBRATE_COMMAND_SECONDS)
+    assert measured.calibration is not None, "it was not final"
+    found, checkpoint, again = measured.calibration.measurements, measured.checkpoint, measured.calibration_file.read()
+    is_kept = again is not None and again.measured_at == measured.calibration.measured_at
+    where = f"kept in {measured.calibration_file.file}" if is_kept else "not kept"
+    origin = f"just now, in {found.seconds:.1f} s; {where}"
+    return PlanExplanation(checkpoint.name, measured.facts, checkpoint.needs(), measured.plan, found, origin)
+
+
+@contextmanager
+def _stage_display() -> Iterator[Callable[[str], None]]:
+    """Yield a callback that shows the current stage on standard error; silent if that is not a terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda stage: None
+        return
+    with console.status("importing torch") as status:
+        yield lambda stage: status.update(stage)
+
+
+MAX_TEXT_TOKENS = 32768  # limit on the text: more tokens change nothing (20,000 are enough for the demo)
+StartProgress = Callable[
+    [str], Callable[[int, int], None]
+]  # takes a stage's name, returns its progress callback (bytes done, total bytes)
+
+
+def pack(settings: Settings, text: Path | None = None) -> str:
+    """Pack the weights and return one line on the result. `text` improves the 4-bit quantization (GPTQ).
+
+    Raises:
+        StartupError: There is nothing to pack, or it cannot be cached.
+    """
+    prepared = prepare(settings)
+    folder = prepared.plan.pack_folder
+    if folder.value is None:
+        raise PlanImpossible(f"There is nothing to pack. {folder.reason} Use --precision int4 or int8 on a CPU.")
+    if text is not None and prepared.plan.precision.value != "int4":
+        raise PlanImpossible(
+            f"--text only improves 4-bit quantization, not {prepared.plan.precision.value}. Use --precision int4."
+        )
+    os.environ.update(prepared.plan.environment())  # must be set before torch is imported: its thread pools read it then
+    began = time.monotonic()
+    with _progress_bars() as stage:
+        packed = _pack_weights(prepared, Path(folder.value), stage, text)
+    if packed is None:
+        raise PlanImpossible(
+            f"On this machine {prepared.plan.precision.value} runs on torch's matrix products, which pack the weights at each start."
+        )
+    if packed.size is None:
+        raise SettingsInvalid(f"Packed weights cannot be written to {packed.file.parent}. Set cache_dir to a writable folder.")
+    done = "already complete" if packed.found else "written"
+    return f"{packed.file}: {done}, {packed.size:,} bytes in {prepared.plan.precision.value}, {time.monotonic() - began:.1f} s"
+
+
+def _pack_weights(prepared: Prepared, folder: Path, stage: StartProgress, text: Path | None) -> PackFile | None:
+    from app.backends.selection import select_host_backend
+    from app.weights.load import pack_weights
+    from app.weights.packs import PackFolder
+
+    backend = select_host_backend(prepared.plan)
+    backend.configure(prepared.plan)
+    correlations = None if text is None else _input_correlations(prepared, backend, text, stage)
+    packs = PackFolder(folder, stage("writing packed weights"))
+    return pack_weights(
+        require_checkpoint(prepared.checkpoint), prepared.plan, backend, stage("packing weights"), packs, correlations
+    )
+
+
+def _input_correlations(prepared: Prepared, backend: HostBackend, text: Path, stage: StartProgress) -> Correlations:
+    """Return the input correlations of each linear layer over the text, in the model before quantization."""
+    from app.engine.calibration.perplexity import measure_input_correlations, read_windows
+    from app.text.tokenizer import Tokenizer
+
+    checkpoint, facts = require_checkpoint(prepared.checkpoint), prepared.facts
+    exact = prepared.settings.model_copy(update={"precision": "bf16" if bf16_products(facts) else "fp32", "kv_precision": "auto"})
+    plan = make_plan(facts, None, exact, checkpoint.needs(), RECIPES.keys())
+    windows = read_windows(Tokenizer(checkpoint.directory), text, checkpoint.decoder.max_model_len, MAX_TEXT_TOKENS)
+    return measure_input_correlations(checkpoint, plan, backend, windows, stage("reading the text"))
+
+
+@contextmanager
+def _progress_bars() -> Iterator[StartProgress]:
+    """Yield a function that starts a stage's progress bar on standard error; silent if that is not a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+
+        def stage(name: str) -> Callable[[int, int], None]:
+            task = bars.add_task(name, total=None)
+            return lambda done, total: bars.update(task, completed=done, total=total)
+
+        yield stage

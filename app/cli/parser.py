@@ -1,0 +1,217 @@
+"""The argument parser of `armature`: commands and their flags.
+
+Every command that loads a model has one flag for each setting. This module only parses; the module `cli` runs the
+commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import (
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from app.cli.bench_parser import (
+    bench_flags,
+    cost_flags,
+)
+from app.errors import UnknownArgument
+from app.settings import (
+    Settings,
+    setting_rows,
+)
+from app.version import VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class BenchCommand:
+    """One `armature bench` command.
+
+    `flags` maps each flag from `bench_flags` that the command accepts to its default, or to None if it has none.
+    """
+
+    description: str
+    flags: Mapping[str, Any]
+
+
+# A new bench needs one entry here and one in `benches` (measured in this process) or in `bench/over_http`.
+BENCHES: Mapping[str, BenchCommand] = {
+    "kernels": BenchCommand(
+        "matrix products and decode attention alone, by weight format and number of rows, compared with this machine's limits",
+        {"--rounds": 5},
+    ),
+    "engine": BenchCommand(
+        "the engine alone, step by step, compared with this machine's memory bandwidth and compute limits",
+        {"--rounds": 3, "--rows": None, "--prompts": None, "--steps": None},
+    ),
+    "quality": BenchCommand(
+        "perplexity of a text at each precision, and how often the most likely token is the same as in FP32",
+        {"--text": None, "--tokens": None},
+    ),
+    "speculation": BenchCommand(
+        "speed-up by speculative decoding at given acceptance rates (set artificially), with one greedy sequence",
+        {"--rounds": 5},
+    ),
+    "eager": BenchCommand(
+        "decode steps run by the Python interpreter compared with recorded native steps, and both with FP32", {"--rounds": 5}
+    ),
+    "recording": BenchCommand("the cost of recording the duration of each step and the cause of slow steps", {"--rounds": 5}),
+    "http": BenchCommand(
+        "a server under load that generates, embeds or infers: Armature, or any server with one of the same APIs",
+        {
+            "--kind": "generate",
+            "--url": None,
+            "--api": None,
+            "--concurrency": None,
+            "--rate": None,
+            "--num-requests": None,
+            "--seconds": None,
+            "--prompt-tokens": None,
+            "--max-tokens": None,
+            "--ignore-eos": None,
+            "--texts": None,
+            "--lengths": None,
+            "--batch": None,
+            "--below": None,
+            "--warmup": None,
+            "--seed": 0,
+            "--api-key": None,
+            "--slo-ttft-ms": None,
+            "--slo-itl-ms": None,
+            "--against": None,
+            "--rounds": 1,
+        },
+    ),
+    "compare": BenchCommand(
+        "measure this machine with one model and write a result file; or, with RESULTs, compare machines in one report",
+        {
+            "results": None,
+            "--url": None,
+            "--name": None,
+            "--instance": None,
+            "--output": None,
+            "--seconds": None,
+            "--seed": 0,
+            "--api-key": None,
+            "--report": None,
+            "--force": None,
+        },
+    ),
+    "start": BenchCommand("seconds from the start of the process to a first token", {"--rounds": 5}),
+    "itl": BenchCommand(
+        "inter-token latency of running streams while a long prompt arrives", {"--rounds": 5, "--tokens": 2000, "--url": None}
+    ),
+    "prefix": BenchCommand(
+        "time to first token of a second request that shares a long prefix", {"--rounds": 5, "--tokens": 1000, "--url": None}
+    ),
+    "memory": BenchCommand("resident memory, compared with the size of the weights and the KV cache in use", {"--rounds": 5}),
+    "wait": BenchCommand(
+        "a server's estimates of its capacity and of the wait for a first token, compared with measured values",
+        {"--rounds": 5, "--url": None},
+    ),
+    "overhead": BenchCommand(
+        "the share of wall time that is not spent in the model, at decode ×8 over HTTP", {"--rounds": 5, "--url": None}
+    ),
+}
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line into a namespace with `command` (and `bench`) and their flags.
+
+    Raises:
+        UnknownArgument: A flag or argument is unknown. For a bad value, argparse itself exits with status 2.
+    """
+    arguments, unknown = _parser().parse_known_args(argv)
+    if unknown:
+        command = " ".join(filter(None, (arguments.command, getattr(arguments, "bench", None))))
+        complaint = _describe_unknown(unknown, hasattr(arguments, "results"))
+        raise UnknownArgument(f"armature {command}: {complaint} armature {command} --help lists the flags.")
+    return arguments
+
+
+def given_settings(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the settings that were given on the command line, as unparsed text by name."""
+    return {name: getattr(arguments, name) for name in Settings.model_fields if hasattr(arguments, name)}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="armature", description="Serves small language models on ordinary processors.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"armature {VERSION}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_settings(_command(commands, "serve", "serve a checkpoint over HTTP"))
+    probe = _command(commands, "probe", "show this machine's hardware and the serving plan for it, each decision with its reason")
+    probe.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_settings(probe)
+    pack = _command(commands, "pack", "quantize and pack a checkpoint's weights now, and cache them for every later start")
+    pack.add_argument(
+        "--text", type=Path, metavar="FILE", help="typical text for this model; it makes the 4-bit quantization more accurate"
+    )
+    _add_settings(pack)
+    calibrate = _command(
+        commands, "calibrate", "measure this machine with a model's shapes now, and cache the result for every later start"
+    )
+    calibrate.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_settings(calibrate)
+    bench = commands.add_parser("bench", help="run a benchmark", allow_abbrev=False)
+    benches = bench.add_subparsers(dest="bench", required=True, metavar="WHAT")
+    for name, each in BENCHES.items():
+        _add_bench(benches, name, each)
+    costs = _command(commands, "tco", "cost of a given load on each machine, from result files and prices", files="[RESULT…] ")
+    for flag, options in cost_flags().items():
+        costs.add_argument(flag, **options)
+    return parser
+
+
+def _add_bench(benches: Any, name: str, bench: BenchCommand) -> None:
+    parser = _command(benches, name, bench.description, within="bench ", files="[RESULT…] " if "results" in bench.flags else "")
+    known = bench_flags()
+    for flag, default in {"--json": None, **bench.flags}.items():
+        options = dict(known[flag])
+        shown = default[0] if isinstance(default, tuple) else default
+        text = options.pop("help") + ("" if default is None else f" (default {shown})")
+        parser.add_argument(flag, default=default, help=text, **options)
+    _add_settings(parser)
+
+
+def _command(commands: Any, name: str, description: str, within: str = "", files: str = "") -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=description,
+        description=f"{description[0].upper()}{description[1:]}.",
+        usage=f"armature {within}{name} {files}[FLAGS]",
+        allow_abbrev=False,
+    )
+    return parser
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "settings", "Each setting can also be given as the environment variable in brackets; the flag takes precedence."
+    )
+    for row in setting_rows():
+        default = f" Default: {row.default}." if row.default else ""
+        text = f"{row.description}{default} [{row.variable}]".replace("%", "%%")
+        metavar = row.values.replace(" ", "_")
+        group.add_argument(row.flag, dest=row.name, metavar=metavar, default=argparse.SUPPRESS, help=text)
+
+
+def _describe_unknown(unknown: list[str], takes_files: bool) -> str:
+    """Describe the first unknown flag or, if all flags are known, the first unknown argument."""
+    word = next((word for word in unknown if word.startswith("-")), unknown[0])
+    if not word.startswith("-"):
+        if takes_files:
+            return f"{word!r} is not understood: give all result files together, before or after the flags."
+        return f"{word!r} is not understood. A checkpoint is given as --model {word}."
+    flag = word.partition("=")[0]  # the value may be a secret
+    known = [*(row.flag for row in setting_rows()), *bench_flags(), *cost_flags(), "--help"]
+    near = difflib.get_close_matches(
+        flag, [one for one in known if one != flag], n=1
+    )  # exclude the flag itself: it may belong to another command
+    return f"there is no flag {flag}." + (f" Did you mean {near[0]}?" if near else "")

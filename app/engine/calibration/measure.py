@@ -1,0 +1,401 @@
+"""Calibration: times this machine with a checkpoint's shapes, within a time budget, before any of its weights is read.
+
+The results are `Measurements`, which the plan uses as facts. If samples vary too much for that, the results say so
+and the plan does without.
+
+Measures the peak rates of the machine: bytes read per second, and products per second by precision.
+
+Device resources for trial steps: paged KV memory and the runners that serving uses.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import (
+    Callable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from contextlib import closing
+from dataclasses import (
+    dataclass,
+    replace,
+)
+from functools import partial
+
+import torch
+
+from app.backends.base import (
+    BaseBackend,
+    DeviceBackend,
+)
+from app.backends.selection import (
+    select_backend,
+    select_device_backend,
+    select_host_backend,
+)
+from app.engine.calibration.decoder_trial import DecoderTrial
+from app.engine.calibration.encoder_trial import (
+    EncoderTrial,
+    RunTexts,
+    TextRunnerFactory,
+)
+from app.engine.calibration.program_trial import ProgramTrial
+from app.engine.calibration.stages import (
+    COARSE_LAYERS,
+    COARSE_TRIAL,
+    FULL_TRIAL,
+    CpuTrialStage,
+    ModelTrial,
+    RunBatch,
+    TrialScope,
+    TrialShape,
+    TrialStep,
+    random_heads,
+)
+from app.engine.decoder.build import KV_DTYPES
+from app.engine.decoder.device_runner import DeviceDecoderRunner
+from app.engine.decoder.kv_cache import KvShape
+from app.engine.decoder.paged_kv_cache import PagedKvCache
+from app.engine.encoder.batching import EncodeState
+from app.engine.encoder.device_runner import DeviceEncoderRunner
+from app.engine.scheduler.batch import ScheduledSpan
+from app.engine.scheduler.queues import EngineLimits
+from app.engine.scheduler.sequence import make_sequence
+from app.hardware.decision import (
+    Measurements,
+    TrialTimes,
+)
+from app.hardware.plan.plan import ServingPlan
+from app.hardware.step_times import throttle_corrected_clock
+from app.kernels.attention.paged import PAGE_TOKENS
+from app.kernels.ceilings import (
+    COPY_BYTES,
+    FREE_MEMORY_FRACTION,
+    CopyBandwidthProbe,
+    DeviceMatmulThroughputProbe,
+    MatmulThroughputProbe,
+    ReadBandwidthProbe,
+    cache_bytes,
+)
+from app.kernels.timing import (
+    Clock,
+    TimedBlock,
+    TimedPoint,
+    TimingRounds,
+    crossover_rows,
+    monotone_table,
+)
+from app.messages import (
+    Encode,
+    Generate,
+    SamplingParams,
+    Text,
+)
+from app.models.decoders.config import ModelConfig
+from app.models.decoders.families import Decoder
+from app.models.encoders.config import EncoderConfig
+from app.models.encoders.encoder import Encoder
+from app.weights.program import ProgramCheckpoint
+
+# Size of the buffer for the read rate: four times a large cache, filled in some hundredths of a second.
+READ_BYTES = 2**27
+PRODUCT_SHAPES = ((256, 2048, 2048),)
+# dtype in which a device multiplies each precision; the backend's dtype for others, such as four bits.
+_DEVICE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
+
+
+def measure_cpu_peaks(precisions: Iterable[str], threads: int, cache_bytes: int, part: float = 1.0) -> Measurements:
+    """Return the best of short samples that no quota interrupts, times the `part` of the CPU that the quota leaves."""
+    torch.set_num_threads(threads)
+    with closing(ReadBandwidthProbe(threads, max(READ_BYTES, 2 * cache_bytes))) as reading:
+        read = reading.sample()
+    products: dict[str, float] = {}
+    for precision in precisions:
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(precision, torch.int8)
+        rate = MatmulThroughputProbe(dtype, PRODUCT_SHAPES).sample()
+        if rate == rate:  # false for NaN: no form multiplies this precision on this machine
+            products[precision] = part * rate
+    return Measurements(read_bytes_per_second=part * read, products_per_second=products)
+
+
+def measure_device_peaks(backend: BaseBackend, precisions: Iterable[str]) -> Measurements:
+    """Return the rate of a copy, counting reads and writes. A kernel that only reads comes close to it."""
+    size = min(COPY_BYTES, backend.free_bytes() // FREE_MEMORY_FRACTION)
+    read = CopyBandwidthProbe(backend.device, backend.synchronize, size).sample()
+    rates: dict[torch.dtype, float] = {}
+    products: dict[str, float] = {}
+    for precision in precisions:
+        dtype = _DEVICE_DTYPES.get(precision, backend.dtype)
+        if dtype not in rates:
+            rates[dtype] = DeviceMatmulThroughputProbe(backend.device, backend.synchronize, dtype).sample()
+        products[precision] = rates[dtype]
+    return Measurements(read_bytes_per_second=read, products_per_second=products)
+
+
+_FULL_LENGTH_SLOTS = 9  # slots that hold a context or a long prompt, each at full length; the other slots hold one token
+
+
+class DeviceTrialStage:
+    """The resources that trial steps of a decoder need on a device, created as `build_device_engine` does.
+
+    The KV cache has only as many pages as trial steps write.
+    """
+
+    def __init__(self, backend: DeviceBackend, config: ModelConfig, plan: ServingPlan, shape: KvShape) -> None:
+        self._backend, self._plan = backend, plan
+        pages = shape.num_slots + _FULL_LENGTH_SLOTS * -(-shape.max_len // PAGE_TOKENS)
+        self._kv_cache = PagedKvCache(shape, KV_DTYPES[plan.kv_precision.value], pages, backend.device)
+        self.bytes_per_token = self._kv_cache.bytes_per_token
+
+    def runner(self, model: Decoder) -> RunBatch:
+        """Return the function that computes batches with this model."""
+        limits = EngineLimits(self._kv_cache.shape.max_len, self._kv_cache.shape.num_slots, self._plan.max_batch_tokens.value)
+        return DeviceDecoderRunner(
+            model, self._kv_cache, self._backend, limits, "" if self._plan.compile.value else self._plan.compile.reason
+        ).run
+
+    def fill_context(self, slot: int, num_tokens: int) -> None:
+        """Fill a slot with synthetic keys and values for `num_tokens` tokens of context."""
+        request = Generate(f"remembered-{slot}", (0,) * num_tokens, SamplingParams(max_tokens=1), arrived_at=0.0)
+        sequence = make_sequence(request, 0, frozenset())
+        span = ScheduledSpan(sequence, 0, num_tokens, slot=slot, prefix_slot=None, prefix_tokens=0, samples=False)
+        rows = torch.tensor(self._kv_cache.written_rows((span,)), device=self._backend.device)
+        some = random_heads(self._kv_cache.shape, num_tokens).to(self._backend.device)
+        for layer in range(self._kv_cache.shape.num_layers):
+            self._kv_cache.write(layer, rows, some, some)
+
+
+def device_text_runner(backend: DeviceBackend, plan: ServingPlan) -> TextRunnerFactory:
+    """Return the factory of trial runners for encoder texts on this device, created as `build_device_encoder_engine` does."""
+
+    def make(model: Encoder, max_tokens: int) -> RunTexts:
+        runner = DeviceEncoderRunner(model, backend, max_tokens, "" if plan.compile.value else plan.compile.reason)
+        if plan.compile.value:
+            one = Encode("rehearsal", (Text((0,)),), model.config.outputs[:1], arrived_at=0.0)
+            runner.record(EncodeState.from_message(one).spans())
+        return runner.run
+
+    return make
+
+
+# seconds for both measurements of the peaks; a smaller budget means a model for which they do not matter
+PEAKS_SECONDS = 0.4
+PRECISIONS_SHARE = 0.4  # share of the budget for a coarse trial of every precision that may be chosen
+THREADS_SHARE = 0.25  # share of the rest for a coarse trial of the thread counts
+COPY_SHARE = 0.25  # share of the rest for prompts in eight bits in addition to four
+RETRY_FACTOR = 3  # times as many samples if they vary too much, and if there is time
+
+ReportStage = Callable[[str], None]
+TrialKey = tuple[int, TrialStep]  # (threads, step)
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationSubject:
+    """The model and the plans to measure.
+
+    - `plans`: a plan for each precision that may be chosen.
+    - `threads`: the thread counts that may serve, the largest first.
+    - `choose`: returns the precision and the thread count that the plan takes after a coarse trial of all.
+    - `copy`: a plan that holds eight bits in addition to four, if that may be chosen.
+    - `cache_bytes`: size of the machine's largest cache.
+    """
+
+    config: ModelConfig | EncoderConfig | ProgramCheckpoint
+    plans: tuple[ServingPlan, ...]
+    threads: tuple[int, ...]
+    choose: Callable[[Measurements], tuple[str, int]]
+    copy: ServingPlan | None = None
+    cache_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationTimer:
+    """A deadline, its clock, and the progress callback. `report` may raise, to stop."""
+
+    deadline: float
+    report: ReportStage
+    clock: Clock = time.perf_counter
+
+    def share(self, part: float) -> CalibrationTimer:
+        """Return a timer for a part of the time that is left."""
+        now = self.clock()
+        return replace(self, deadline=now + part * max(0.0, self.deadline - now))
+
+    def reserving(self, seconds: float) -> CalibrationTimer:
+        """Return a timer that ends `seconds` earlier."""
+        return replace(self, deadline=self.deadline - seconds)
+
+
+def measure_machine(
+    subject: CalibrationSubject, budget_seconds: float, report: ReportStage, clock: Clock | None = None
+) -> Measurements:
+    """Measure on the thread that will serve.
+
+    The thread pool keeps the thread count that was tried last, until the backend is configured. Under a CPU quota
+    that limits this process, the seconds are those under the quota, and the budget is extended to the same amount
+    of CPU time.
+    """
+    quota, threads = subject.plans[0].throttling_quota.value, subject.threads[0]
+    part = 1.0 if quota is None else quota / threads
+    clock = clock or throttle_corrected_clock(quota)
+    began = clock()
+    backend = select_backend(subject.plans[0])
+    backend.configure(subject.plans[0])
+    with torch.inference_mode():
+        if subject.plans[0].device.value != "cpu":
+            subject = replace(subject, cache_bytes=cache_bytes(backend.device))
+            _compile_kernels(subject, report)
+        timer = CalibrationTimer(clock() + budget_seconds / part, report, clock)
+        if budget_seconds <= 4 * PEAKS_SECONDS:
+            found = _measure_trials(subject, timer, Measurements())
+        else:
+            report("calibrating: ceilings")
+            before = _peaks(subject, backend, part)
+            found = _with_peaks(
+                before, _measure_trials(subject, timer.reserving(PEAKS_SECONDS / part), before), _peaks(subject, backend, part)
+            )
+    gc.collect()  # release the synthetic weights before the real ones are loaded
+    return replace(found, seconds=clock() - began)
+
+
+def _compile_kernels(subject: CalibrationSubject, report: ReportStage) -> None:
+    """Compile the kernels of a device on their first use.
+
+    This can take minutes if no earlier start kept them, so the budget excludes it.
+    """
+    report("calibrating: compiling kernels")
+    model_trial = TrialSession(subject, subject.plans[0], CalibrationTimer(0.0, report)).model_trial(
+        TrialScope(0, COARSE_LAYERS, COARSE_TRIAL.most_outputs)
+    )
+    for shape in model_trial.trial_steps(FULL_TRIAL):
+        report(f"calibrating: compiling kernels ({shape.kind}, {shape.size})")
+        model_trial.step(shape)()
+
+
+def _peaks(subject: CalibrationSubject, backend: BaseBackend, part: float = 1.0) -> Measurements:
+    precisions = dict.fromkeys(plan.precision.value for plan in subject.plans)
+    if subject.plans[0].device.value == "cpu":
+        return measure_cpu_peaks(precisions, subject.threads[0], subject.cache_bytes, part)
+    return measure_device_peaks(backend, precisions)
+
+
+def _with_peaks(before: Measurements, found: Measurements, after: Measurements) -> Measurements:
+    """Combine the trials with the peaks measured before and after them.
+
+    Bandwidth is the mean of both. For products the faster one counts, since only other processes can slow them down.
+    """
+    assert before.read_bytes_per_second and after.read_bytes_per_second, "both were read"
+    read = (before.read_bytes_per_second + after.read_bytes_per_second) / 2
+    rates = {name: max(rate, after.products_per_second.get(name, 0.0)) for name, rate in before.products_per_second.items()}
+    return replace(found, read_bytes_per_second=read, products_per_second=rates)
+
+
+def _measure_trials(subject: CalibrationSubject, timer: CalibrationTimer, found: Measurements) -> Measurements:
+    """Try every precision that may be chosen, then every thread count, then measure the full table of the plan."""
+    plan, threads, coarse = subject.plans[0], subject.threads[0], list[TrialTimes]()
+    if len(subject.plans) > 1:
+        precisions_timer = timer.share(PRECISIONS_SHARE)
+        for index, candidate in enumerate(subject.plans):
+            session = TrialSession(subject, candidate, precisions_timer.share(1 / (len(subject.plans) - index)))
+            coarse += session.trials((threads,), COARSE_TRIAL)
+        name = subject.choose(replace(found, trials=tuple(coarse)))[0]
+        plan = next((candidate for candidate in subject.plans if candidate.precision.value == name), plan)
+    if len(subject.threads) > 1:
+        counts = TrialSession(subject, plan, timer.share(THREADS_SHARE)).trials(subject.threads, COARSE_TRIAL)
+        coarse = [*counts, *_not_remeasured(coarse, counts)]
+        asked = subject.choose(replace(found, trials=tuple(coarse)))[1]
+        threads = asked if asked in subject.threads else threads
+    try_int8_copy = subject.copy is not None and plan.precision.value == "int4"
+    session = TrialSession(subject, plan, timer.share(1 - COPY_SHARE) if try_int8_copy else timer)
+    full = session.trials((threads,), FULL_TRIAL)
+    if not full and not coarse:
+        return replace(found, fallback=session.noise)
+    found = replace(found, trials=(*full, *_not_remeasured(coarse, full)))
+    return _with_int8_copy(subject, timer, found, full[0]) if try_int8_copy and full else found
+
+
+def _not_remeasured(older: Iterable[TrialTimes], newer: Sequence[TrialTimes]) -> list[TrialTimes]:
+    known = {(trial.precision, trial.threads) for trial in newer}
+    return [trial for trial in older if (trial.precision, trial.threads) not in known]
+
+
+def _with_int8_copy(subject: CalibrationSubject, timer: CalibrationTimer, found: Measurements, int4: TrialTimes) -> Measurements:
+    """Measure four bits for few rows with eight bits for many.
+
+    Find the number of rows above which eight bits are faster, and the resulting step times.
+    """
+    assert subject.copy is not None, "the caller has checked it"
+    sizes = tuple(sorted({64, 128, max(int4.prefill_seconds)}))
+    eight = TrialSession(subject, subject.copy, timer).trials(
+        (int4.threads,), replace(COARSE_TRIAL, rows=COARSE_TRIAL.rows[:1], tokens=sizes)
+    )
+    if not eight:
+        return found
+    many = eight[0].prefill_seconds
+    rows = crossover_rows(int4.prefill_seconds, many)
+    prefill = {
+        size: min(seconds, many[size]) if rows is not None and size > rows and size in many else seconds
+        for size, seconds in int4.prefill_seconds.items()
+    }
+    both = replace(int4, prefill_seconds=monotone_table(prefill) or prefill, int8_copy=True)
+    return replace(found, trials=(*found.trials, both), most_few_rows=rows)
+
+
+class TrialSession:
+    """A trial of one plan. `noise` is the reason if it gave no result."""
+
+    def __init__(self, subject: CalibrationSubject, plan: ServingPlan, timer: CalibrationTimer) -> None:
+        self.subject, self.plan, self.timer = subject, plan, timer
+        self.noise = ""
+
+    def trials(self, threads: Sequence[int], trial_shape: TrialShape) -> list[TrialTimes]:
+        """Return one result for each thread count; the thread counts are sampled in turns."""
+        self.timer.report(f"calibrating: {self.plan.precision.value}")
+        scope = TrialScope(self.subject.cache_bytes, trial_shape.layers_share, trial_shape.most_outputs)
+        model_trial = self.model_trial(scope)
+        blocks = [self._block(model_trial, number, model_trial.trial_steps(trial_shape)) for number in threads]
+        rounds: TimingRounds[TrialKey] = TimingRounds(self.timer.deadline, self.timer.clock)
+        for rounds.patience in (1, RETRY_FACTOR):
+            rounds.run(blocks)
+            self.noise = rounds.unusable_reason()
+            if not self.noise:
+                break
+        medians = {} if self.noise else rounds.medians()
+        found = [model_trial.summarize(number, _seconds_of_threads(medians, number)) for number in threads]
+        trials = [trial for trial in found if trial is not None]
+        if not self.noise and not trials:
+            self.noise = "steps with more rows or layers were measured shorter than steps with fewer"
+        return trials
+
+    def model_trial(self, scope: TrialScope) -> ModelTrial:
+        """Build the model to time."""
+        config, plan = self.subject.config, self.plan
+        if isinstance(config, ProgramCheckpoint):
+            return ProgramTrial(config, plan)
+        if plan.device.value != "cpu":
+            return _device_trial(config, plan, scope)
+        if isinstance(config, EncoderConfig):
+            return EncoderTrial(config, plan, scope)
+        backend = select_host_backend(plan)
+        return DecoderTrial(config, plan, backend.device, partial(CpuTrialStage, backend), scope)
+
+    def _block(self, model_trial: ModelTrial, threads: int, shapes: Iterable[TrialStep]) -> TimedBlock[TrialKey]:
+        def begin() -> None:
+            self.timer.report(f"calibrating: {self.plan.precision.value}")
+            torch.set_num_threads(threads)
+
+        return TimedBlock(begin, [TimedPoint((threads, shape), model_trial.step(shape)) for shape in shapes])
+
+
+def _device_trial(config: ModelConfig | EncoderConfig, plan: ServingPlan, scope: TrialScope) -> ModelTrial:
+    backend = select_device_backend(plan)
+    if isinstance(config, EncoderConfig):
+        return EncoderTrial(config, plan, scope, backend.device, device_text_runner(backend, plan))
+    return DecoderTrial(config, plan, backend.device, partial(DeviceTrialStage, backend), scope)
+
+
+def _seconds_of_threads(medians: Mapping[TrialKey, float], threads: int) -> dict[TrialStep, float]:
+    return {shape: seconds for (number, shape), seconds in medians.items() if number == threads}

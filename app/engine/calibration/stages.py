@@ -1,0 +1,165 @@
+"""Defines the steps that a trial times, and the part of the model that it builds for that.
+
+Runs the steps of a decoder trial on a CPU: KV slots and a runner for batches.
+
+`device_stage` does the same for other devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import (
+    Callable,
+    Iterator,
+    Mapping,
+)
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from app.backends.base import HostBackend
+from app.engine.decoder.build import (
+    KV_DTYPES,
+    deterministic_query_limit,
+)
+from app.engine.decoder.cpu_runner import (
+    CpuDecoderRunner,
+    DecoderReplay,
+)
+from app.engine.decoder.kv_cache import (
+    KvCache,
+    KvShape,
+)
+from app.engine.sampling.sampler import Sampler
+from app.engine.scheduler.batch import Batch
+from app.hardware.decision import TrialTimes
+from app.hardware.plan.plan import ServingPlan
+from app.models.decoders.config import ModelConfig
+from app.models.decoders.families import Decoder
+
+COARSE_LAYERS, FULL_LAYERS = 8, 4  # one layer in this many is built
+COARSE_OUTPUTS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class TrialStep:
+    """A step through `layers` layers of the model.
+
+    Kind `decode`: `size` sequences. Kind `prefill`: `size` tokens of a prompt. Both have `context` earlier tokens
+    in each sequence. Kind `encode`: `size` tokens of texts that have `context` tokens each (0: as in the table).
+    """
+
+    kind: str
+    size: int
+    layers: int
+    context: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TrialScope:
+    """The part of a model that is built with synthetic weights.
+
+    - `cache_bytes`: size of the machine's largest cache, which the weights of a step must exceed as those of the
+      whole model do.
+    - `layers_share`: at least one layer in this many is built. A larger share means fewer layers.
+    - `most_outputs`: limit for the output layer; the rest of it is counted as layers.
+    """
+
+    cache_bytes: int
+    layers_share: int
+    most_outputs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TrialShape:
+    """The steps of a trial: rows of decodes, tokens of a prompt and tokens of texts (empty: all that matter).
+
+    `layers_share` and `most_outputs` limit the part of the model that is built. `context` adds steps with context.
+    """
+
+    layers_share: int
+    rows: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    texts: tuple[int, ...] = ()
+    most_outputs: int | None = None
+    context: bool = False
+
+
+FULL_TRIAL = TrialShape(FULL_LAYERS, context=True)
+COARSE_TRIAL = TrialShape(COARSE_LAYERS, rows=(1, 8), tokens=(128,), texts=(16, 256), most_outputs=COARSE_OUTPUTS)
+
+
+class ModelTrial(Protocol):
+    """A model under one plan that can be timed step by step."""
+
+    def trial_steps(self, trial_shape: TrialShape) -> list[TrialStep]:
+        """Return the steps to time, the fastest first, since time may run out."""
+        ...
+
+    def step(self, shape: TrialStep) -> Callable[[], object]:
+        """Return a function that runs that step; it may be called any number of times."""
+        ...
+
+    def summarize(self, threads: int, seconds: Mapping[TrialStep, float]) -> TrialTimes | None:
+        """Return the result for the whole model, or None if steps are missing or their times are inconsistent."""
+        ...
+
+
+def doubling_sizes(first: int, most: int) -> list[int]:
+    """Return first, 2 · first, 4 · first, … and finally `most` itself."""
+    return [*_powers(first, most), most]
+
+
+def _powers(first: int, most: int) -> Iterator[int]:
+    while first < most:
+        yield first
+        first *= 2
+
+
+RunBatch = Callable[[Batch], object]
+
+
+class TrialStage(Protocol):
+    """The KV memory for the models of a trial, which have few layers and share it."""
+
+    bytes_per_token: int
+
+    def runner(self, model: Decoder) -> RunBatch:
+        """Return a function that runs batches of this model, each to its end."""
+        ...
+
+    def fill_context(self, slot: int, num_tokens: int) -> None:
+        """Write keys and values at the beginning of a slot.
+
+        Memory that was never written would be read from a single page.
+        """
+        ...
+
+
+class CpuTrialStage:
+    """The stage on a CPU, built as `build_engine` does it."""
+
+    def __init__(self, backend: HostBackend, config: ModelConfig, plan: ServingPlan, shape: KvShape) -> None:
+        self._backend, self._config, self._plan = backend, config, plan
+        self._kv_cache = KvCache(shape, KV_DTYPES[plan.kv_precision.value])
+        self.bytes_per_token = self._kv_cache.bytes_per_token
+
+    def runner(self, model: Decoder) -> RunBatch:
+        """Return a function that runs batches of this model, recorded if the plan compiles."""
+        off = "" if self._plan.compile.value else self._plan.compile.reason
+        replay = DecoderReplay(model, off, record_after=0)
+        sampler, few = Sampler(self._config.vocab_size), deterministic_query_limit(self._config, self._plan)
+        return CpuDecoderRunner(replay, self._kv_cache, self._backend, sampler, few).run
+
+    def fill_context(self, slot: int, num_tokens: int) -> None:
+        """Write random keys and values for the first `num_tokens` tokens of a slot."""
+        some = random_heads(self._kv_cache.shape, num_tokens)
+        rows = torch.arange(num_tokens) + self._kv_cache.row(slot, 0)
+        for layer in range(self._kv_cache.shape.num_layers):
+            self._kv_cache.write(layer, rows, some, some)
+
+
+def random_heads(shape: KvShape, num_tokens: int) -> torch.Tensor:
+    """Return random keys or values [tokens, kv_heads, head_dim]."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn((num_tokens, shape.num_kv_heads, shape.head_dim), generator=generator)

@@ -1,0 +1,120 @@
+"""Synthetic weights for a model that is not loaded: nothing is read or quantized, bytes are filled with a pattern.
+
+Codes and scales are finite and small, so computing with them takes as long as with real weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import (
+    Tensor,
+    nn,
+)
+
+from app.engine.calibration.stages import TrialScope
+from app.kernels.linear.bf16_panels import (
+    Bf16PanelLinear,
+    HybridFactory,
+)
+from app.kernels.linear.device import DeviceFactory
+from app.kernels.linear.device_int4 import DeviceInt4Factory
+from app.kernels.linear.linear import (
+    FormFactory,
+    Linear,
+    LinearForm,
+)
+from app.kernels.native.memory import allocate_weights
+from app.weights.form_choice import (
+    OUTPUT_SOURCES,
+    CacheablePacking,
+    FormChoice,
+)
+
+FILL_BYTE = 0x3C  # two bytes of it are 0.0115 in bf16; one is 60 in eight bits; its halves are 3 and 12 in four bits
+FILL_WEIGHT = 0.0115  # the value where a form packs whole weights
+# limit of the layers; filled in a fraction of a second and released before the model is loaded
+MAX_LAYER_BYTES = 768 * 2**20
+MAX_TOKEN_IDS = 4096  # number of different token ids in steps
+NOISE_ELEMENTS = 2**23  # elements of a weight that are generated on a device at a time
+DevicePackings = DeviceFactory | DeviceInt4Factory
+
+
+class SyntheticForms:
+    """The linear forms, one for each product of a layer, shared by all models of a trial."""
+
+    def __init__(self, choice: FormChoice) -> None:
+        self.choice = choice
+        self.by_sources: dict[tuple[str, ...], LinearForm] = {}
+
+    def form(self, linear: Linear) -> LinearForm:
+        """Return the form of this product, made on first use."""
+        if linear.sources not in self.by_sources:
+            bias = torch.zeros(linear.out_features, dtype=self.choice.dtype) if linear.has_bias else None
+            self.by_sources[linear.sources] = synthetic_form(self.choice.packing(linear), linear, bias, self.choice.dtype)
+        return self.by_sources[linear.sources]
+
+    def read_sizes(self, modules: Iterable[nn.Module]) -> tuple[int, int]:
+        """Return the bytes that products of few rows read: those of the layers, and those of the output layer."""
+        linears = [module for module in modules if isinstance(module, Linear)]
+        output = sum(self._read_bytes(one) for one in linears if one.sources in OUTPUT_SOURCES)
+        return sum(self._read_bytes(one) for one in linears) - output, output
+
+    def _read_bytes(self, linear: Linear) -> int:
+        packing = self.choice.packing(linear)
+        packing = packing.few if isinstance(packing, HybridFactory) else packing
+        if isinstance(packing, CacheablePacking):
+            return sum(packing.part_bytes(linear.out_features, linear.in_features))
+        if isinstance(packing, DevicePackings):
+            return packing.weight_bytes(linear.out_features, linear.in_features)
+        return linear.out_features * linear.in_features * self.choice.dtype.itemsize
+
+
+def num_trial_layers(num_layers: int, scope: TrialScope, layer_bytes: int, output_bytes: int) -> int:
+    """Return the number of layers to build, so that they and the output layer exceed the cache twice.
+
+    At least two, so that the cost of one more layer can be measured.
+    """
+    beyond = math.ceil((2 * scope.cache_bytes - output_bytes) / layer_bytes)
+    wanted = max(2, beyond, math.ceil(num_layers / scope.layers_share))
+    return min(num_layers, wanted, max(2, MAX_LAYER_BYTES // layer_bytes))
+
+
+def synthetic_table(rows: int, size: int, device: torch.device | None = None) -> Tensor:
+    """Return the table of an untied embedding, [rows, size] bf16: only the rows that steps look up."""
+    return torch.full((rows, size), FILL_WEIGHT, dtype=torch.bfloat16, device=device)
+
+
+def synthetic_form(packing: FormFactory, linear: Linear, bias: Tensor | None, dtype: torch.dtype) -> LinearForm:
+    """Return a form as `packing` makes it from a weight of the layer's size."""
+    outputs, inputs = linear.out_features, linear.in_features
+    if isinstance(packing, CacheablePacking):
+        return packing.from_parts(
+            outputs, inputs, bias, [_filled_bytes(nbytes) for nbytes in packing.part_bytes(outputs, inputs)]
+        )
+    if isinstance(packing, DevicePackings):
+        return _noise_form(packing, outputs, inputs, bias)
+    empty = packing.empty_form(outputs, inputs, bias)
+    if isinstance(empty, Bf16PanelLinear):
+        empty.panels.fill_(FILL_BYTE)
+        return empty
+    return packing.pack(torch.full((outputs, inputs), FILL_WEIGHT, dtype=dtype), bias)
+
+
+def _noise_form(packing: DevicePackings, outputs: int, inputs: int, bias: Tensor | None) -> LinearForm:
+    """Build the form on its device, filled with noise.
+
+    The power that a GPU draws depends on how many bits change, and its speed depends on that power.
+    """
+    form, step = packing.empty_form(outputs, inputs, bias), max(1, NOISE_ELEMENTS // inputs)
+    generator = torch.Generator(packing.device).manual_seed(0)
+    for first in range(0, outputs, step):
+        size = (min(step, outputs - first), inputs)
+        form.fill(first, torch.randn(size, generator=generator, dtype=packing.dtype, device=packing.device).mul_(FILL_WEIGHT))
+    return form
+
+
+def _filled_bytes(nbytes: int) -> Tensor:
+    return allocate_weights(nbytes).fill_(FILL_BYTE)

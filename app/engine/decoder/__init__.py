@@ -1,0 +1,1 @@
+"""Decoder engine: step loop, model runners and KV caches."""

@@ -1,0 +1,283 @@
+"""CPU runner of a decoder: it moves KV memory, builds the inputs of a step, runs the model and samples the tokens.
+
+The scheduler decides which sequences are in the batch. The backend computes attention.
+
+Recorded decode steps: a step whose shape was seen before is replayed natively, without the Python interpreter.
+
+A recording covers the model from token ids to each row's top logits, or to the input of the output layer if full
+logits are needed. Only values at fixed addresses change from step to step. If a model or machine uses operations
+that cannot be recorded, all steps stay eager and the reason is kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import (
+    Counter,
+    OrderedDict,
+)
+from collections.abc import (
+    Callable,
+)
+from collections.abc import (
+    Sequence as Items,
+)
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app.backends.base import HostBackend
+from app.engine.decoder.kv_cache import KvCache
+from app.engine.sampling.sampler import (
+    Sampler,
+    sample_top_logits,
+    top_logits_request,
+)
+from app.engine.scheduler.batch import (
+    Batch,
+    CompletedStep,
+    InFlightStep,
+    SampledTokens,
+    ScheduledSpan,
+    logit_rows_of,
+)
+from app.kernels.attention.attention import (
+    AttentionSequence,
+    AttentionStep,
+    split_into_decodes,
+)
+from app.kernels.attention.context import (
+    Attend,
+    AttentionSpec,
+    StepContext,
+)
+from app.kernels.attention.layout import QkvHeads
+from app.kernels.elementwise.activations import (
+    TopLogits,
+    TopLogitsRequest,
+)
+from app.kernels.elementwise.rope import apply_rope_and_write_kv
+from app.kernels.native.memory import Int64Buffer
+from app.kernels.native.recording import (
+    NotRecordable,
+    RecordedOperations,
+    ResultPool,
+    record_operations,
+)
+from app.models.decoders.families import Decoder
+
+_MAX_FIXED_TOKENS = 2**16  # step size up to which the inputs keep a fixed address
+# queries per attention call if the queries per sequence are limited; this bounds the scratch memory
+_MAX_BATCHED_QUERIES = 64
+
+
+class CpuDecoderRunner:
+    """The decode runner of a CPU. It is used on the worker thread only.
+
+    Between two calls it keeps no state except the KV cache and reusable buffers. If `max_queries_together` is set,
+    the result of a sequence does not depend on the other sequences of the batch, not even in one bit: at most that
+    number of its queries attend together, and tokens are always sampled from full logits.
+    """
+
+    def __init__(
+        self,
+        model: Callable[[StepContext], Tensor | TopLogits],
+        kv_cache: KvCache,
+        backend: HostBackend,
+        sampler: Sampler,
+        max_queries_together: int | None = None,
+    ) -> None:
+        self.model = model
+        self.kv_cache = kv_cache
+        self.backend = backend
+        self.sampler = sampler
+        self._token_ids, self._positions, self._logit_rows = (
+            Int64Buffer(_MAX_FIXED_TOKENS),
+            Int64Buffer(_MAX_FIXED_TOKENS),
+            Int64Buffer(_MAX_FIXED_TOKENS),
+        )
+        self._attention = StepAttention(kv_cache, backend, max_queries_together)
+        self._whole_logits = max_queries_together is not None
+        self.model_seconds = 0.0  # seconds in the model's forward pass, for the last batch
+
+    def launch(self, batch: Batch, after: InFlightStep | None = None) -> InFlightStep:
+        """Compute the step at once: on the CPU, the caller has nothing else to do meanwhile."""
+        assert after is None, "the CPU runner launches no step ahead"
+        return CompletedStep(batch, self.run(batch))
+
+    def wait(self, in_flight: InFlightStep) -> Items[SampledTokens]:
+        """Return the samples of a completed step."""
+        assert isinstance(in_flight, CompletedStep), "the step must come from this runner"
+        return in_flight.samples
+
+    def can_run_ahead(self, batch: Batch) -> bool:
+        """Return False: no step is launched ahead on the CPU."""
+        return False
+
+    def survives(self, error: Exception) -> bool:
+        """Return False: a system that is out of memory ends the process."""
+        return False
+
+    def run(self, batch: Batch) -> list[SampledTokens]:
+        """Compute a batch and return one `SampledTokens` for each row that samples.
+
+        The rows are in the order of the spans, and within a span the last known token comes before the draft
+        tokens. Copies are done before releases, because a released page may be the source of a copy. Released
+        pages hold nothing that this step needs.
+        """
+        with torch.inference_mode():
+            for copy in batch.copies:
+                self.kv_cache.copy(copy)
+            for slot, start, end in batch.released:
+                self.kv_cache.release(slot, start, end)
+            rows = logit_rows_of(batch.spans)
+            context = self._context(batch.spans, None if self._whole_logits else top_logits_request(rows))
+            started = time.perf_counter()
+            outputs = self.model(context)
+            self.backend.synchronize()
+            self.model_seconds = time.perf_counter() - started
+            if not rows:
+                return []
+            return sample_top_logits(outputs, rows) if isinstance(outputs, TopLogits) else self.sampler.sample(outputs, rows)
+
+    def _context(self, spans: tuple[ScheduledSpan, ...], top_logits: TopLogitsRequest | None) -> StepContext:
+        token_ids: list[int] = []
+        positions: list[int] = []
+        logit_rows: list[int] = []
+        for span in spans:
+            start, draft_ids, end = span.start, span.draft_ids, span.end
+            token_ids += span.sequence.token_ids[start : end - len(draft_ids)]
+            token_ids += draft_ids
+            positions += range(start, end)
+            if span.samples:
+                logit_rows += range(len(token_ids) - len(draft_ids) - 1, len(token_ids))
+        attend = self._attention.begin(spans)
+        which = None if len(logit_rows) == len(token_ids) else self._to_model_device(self._logit_rows.fill(logit_rows))
+        ids, places = (
+            self._to_model_device(self._token_ids.fill(token_ids)),
+            self._to_model_device(self._positions.fill(positions)),
+        )
+        shape = (len(token_ids), len(logit_rows)) if self._attention.is_replayable and self._token_ids.stays else None
+        return StepContext(ids, places, which, attend, top_logits, shape)
+
+    def _to_model_device(self, values: Tensor) -> Tensor:
+        return to_model_device(values, self.backend.device)
+
+
+def to_model_device(values: Tensor, device: torch.device) -> Tensor:
+    """Return the tensor on the device of the model. On a CPU it is returned as it is, without a call to torch."""
+    return values if device.type == "cpu" else values.to(device)
+
+
+class StepAttention:
+    """The attention of every step. It implements `Attend`.
+
+    Everything that does not depend on the layer is prepared once per step, at fixed addresses. If
+    `max_queries_together` is set, at most that number of a sequence's queries attend together. All queries then
+    use the same computation, independent of the prefill chunk that they came in.
+    """
+
+    def __init__(self, kv_cache: KvCache, backend: HostBackend, max_queries_together: int | None = None) -> None:
+        self._kv_cache = kv_cache
+        self._backend = backend
+        self._max_queries_together = max_queries_together
+        self._step = AttentionStep(max(kv_cache.shape.num_slots, _MAX_BATCHED_QUERIES))
+        # parts of the batch, if attention is computed in more than one
+        self._parts: list[tuple[slice, list[AttentionSequence]]] = []
+        self._rows = Int64Buffer(_MAX_FIXED_TOKENS)
+        self._written = self._rows.tensor[:0]
+
+    def begin(self, spans: tuple[ScheduledSpan, ...]) -> Attend:
+        """Prepare the attention of the next step. The previous step's description is overwritten."""
+        self._written = to_model_device(self._rows.fill(self._kv_cache.written_rows(spans)), self._backend.device)
+        rows: list[AttentionSequence] = []
+        first = 0
+        for span in spans:
+            rows.append(AttentionSequence(first, span.num_tokens, span.start, self._kv_cache.kv_segments(span)))
+            first += span.num_tokens
+        self._parts = (
+            []
+            if self._max_queries_together is None
+            else split_into_decodes(rows, self._max_queries_together, _MAX_BATCHED_QUERIES)
+        )
+        if len(self._parts) < 2:
+            self._step.fill(self._parts[0][1] if self._parts else rows)
+        return self
+
+    @property
+    def is_replayable(self) -> bool:
+        """True if the step can be replayed for other steps of the same shape.
+
+        Then no layer's operations depend on the sequences in the batch.
+        """
+        return len(self._parts) < 2 and self._rows.stays and self._step.is_replayable(self._kv_cache.layers[0])
+
+    def __call__(self, layer: int, heads: QkvHeads, spec: AttentionSpec) -> Tensor:
+        """Write the layer's keys and values, and return its attention output [tokens, heads * head_dim]."""
+        kv = self._kv_cache.layers[layer]
+        query = apply_rope_and_write_kv(heads, kv, self._written)
+        if len(self._parts) < 2:
+            return self._backend.attention(query, kv, self._step, spec).flatten(1)
+        results = []
+        for own, rows in self._parts:
+            self._step.fill(rows)
+            results.append(self._backend.attention(query[own], kv, self._step, spec))
+        return torch.cat(results).flatten(1)
+
+
+RECORD_AFTER_STEPS = 2  # number of steps of a shape before one is recorded
+MAX_RECORDED_TOKENS = 256  # per step; above this the interpreter's time is negligible, and results would need much memory
+MAX_RECORDINGS = 128  # the least recently used recording is dropped
+_MAX_COUNTED_SHAPES = 4096  # number of shapes that are counted
+
+RecordedShape = tuple[int, int, TopLogitsRequest | None]  # tokens, rows of logits, required top logits
+
+
+class DecoderReplay:
+    """The recorded steps of one model and one KV cache. It is used on the worker thread only."""
+
+    def __init__(self, model: Decoder, disabled_reason: str = "", record_after: int = RECORD_AFTER_STEPS) -> None:
+        self.model = model
+        self.reason = disabled_reason  # reason why every step is eager; empty if steps are recorded
+        self.num_replays = 0  # number of replayed steps
+        self.is_first = False  # the last step had a shape that is not replayed yet, so it took longer
+        self._pool = ResultPool()
+        self._num_seen: Counter[RecordedShape] = Counter()
+        self._record_after = record_after
+        self.recorded: OrderedDict[RecordedShape, RecordedOperations] = OrderedDict()
+
+    def __call__(self, context: StepContext) -> Tensor | TopLogits:
+        """Compute a step as the model's `forward` does."""
+        self.is_first = False
+        if self.reason or context.shape is None or context.shape[0] > MAX_RECORDED_TOKENS:
+            return self.model.forward(context)
+        shape = (*context.shape, context.top_logits)
+        recorded = self.recorded.get(shape)
+        if recorded is None:
+            return self._eager(shape, context)
+        self.recorded.move_to_end(shape)
+        self.num_replays += 1
+        return self._outputs(recorded.run(), context)
+
+    def _eager(self, shape: RecordedShape, context: StepContext) -> Tensor | TopLogits:
+        """Compute a step eagerly, and record it if its shape was seen often enough."""
+        self._num_seen[shape] += 1
+        self.is_first = True
+        if self._num_seen[shape] <= self._record_after:
+            if len(self._num_seen) > _MAX_COUNTED_SHAPES:
+                self._num_seen.clear()
+            return self.model.forward(context)
+        body = self.model.forward if context.top_logits is not None and self.model.output.has_top_logits else self.model.body
+        try:
+            recorded = record_operations(self._pool, lambda: body(context))
+        except NotRecordable as reason:
+            self.reason = f"{reason} is not a native operation"
+            return self.model.forward(context)  # values that were already written are written again
+        self.recorded[shape] = recorded
+        if len(self.recorded) > MAX_RECORDINGS:
+            self.recorded.popitem(last=False)
+        return self._outputs(recorded.result, context)
+
+    def _outputs(self, result: Any, context: StepContext) -> Tensor | TopLogits:
+        return result if isinstance(result, TopLogits) else self.model.outputs(result, context.top_logits)

@@ -1,0 +1,358 @@
+"""Runner for a device with its own memory and queue: it launches steps and waits when their ids are needed.
+
+All work of all steps goes into one queue, so a step that overwrites device memory runs after the previous step has
+read it. On the host there are two buffers, because the device reads one while the other is written.
+
+Steps in flight on a device, and the host buffers that they use meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import (
+    dataclass,
+    field,
+)
+
+import torch
+from torch import Tensor
+
+from app.backends.base import (
+    DeviceBackend,
+    DeviceEvent,
+)
+from app.engine.decoder.cuda_graphs import (
+    DecodeGraphs,
+    GraphShape,
+    bucket_sizes,
+    captured_row_bytes,
+    smallest_bucket,
+)
+from app.engine.decoder.device_forward import (
+    DeviceForward,
+    StepBounds,
+)
+from app.engine.decoder.device_inputs import (
+    ColumnArray,
+    DecodeInputs,
+    DeviceLayout,
+    SamplingMode,
+    StepSizes,
+    StepViews,
+    block_arrays,
+    block_size,
+    block_views,
+    fill_sampling,
+    fill_step,
+    sampling_mode,
+    table_update_size,
+    table_update_views,
+)
+from app.engine.decoder.paged_kv_cache import PagedKvCache
+from app.engine.sampling.device_sampler import scratch_rows
+from app.engine.sampling.sampler import Sampler
+from app.engine.scheduler.batch import (
+    Batch,
+    InFlightStep,
+    LogitRow,
+    SampledTokens,
+    logit_rows_of,
+)
+from app.engine.scheduler.queues import EngineLimits
+from app.errors import StepFailed
+from app.models.decoders.families import Decoder
+
+
+@dataclass(slots=True)
+class DeviceInFlightStep:
+    """A step that was launched on a device.
+
+    `ids` is a host tensor, valid once `mark` has been reached. `logits` is set if the sampler runs on the host.
+    """
+
+    batch: Batch
+    inputs: DecodeInputs | None
+    mark: DeviceEvent
+    ids: Tensor
+    logits: Tensor | None
+    started: float
+    host_ids: list[int] | None = None
+
+    def wait_ids(self) -> list[int]:
+        """Wait for the step and return its sampled ids.
+
+        The ids are copied to a list, because a later step reuses the tensor.
+        """
+        if self.host_ids is None:
+            self.mark.wait()
+            self.host_ids = self.ids.tolist()
+        return self.host_ids
+
+
+@dataclass(slots=True)
+class HostBuffer:
+    """The host copy of a step's input block (`block`, int64) and of its sampled ids.
+
+    The buffer is reused once the device has read the last inputs that were sent from it.
+    """
+
+    words: Tensor
+    ids: Tensor
+    mark: DeviceEvent | None = None  # marks the end of a transfer from this buffer that did not become an in-flight step
+    in_flight: DeviceInFlightStep | None = None
+    # views of bucket sizes, kept because creating them costs more than filling them
+    views: dict[StepSizes, StepViews[ColumnArray]] = field(default_factory=dict)
+
+    def free(self) -> None:
+        """Wait until the device no longer uses this buffer.
+
+        An in-flight step that was never waited for is completed here, and its ids are read.
+        """
+        if self.in_flight is not None:
+            self.in_flight.wait_ids()
+        if self.mark is not None:
+            self.mark.wait()
+        self.in_flight = self.mark = None
+
+    def block_views(self, sizes: StepSizes, keep: bool) -> StepViews[ColumnArray]:
+        """Return the array views of the input block for these sizes.
+
+        If `keep` is True, the views are kept for later steps of the same sizes.
+        """
+        views = self.views.get(sizes)
+        if views is None:
+            views = block_arrays(self.words, sizes)
+            if keep:
+                self.views[sizes] = views
+        return views
+
+
+MAX_TABLE_UPDATES = 4096  # page table entries that are sent with a step's inputs; a long cached prefix may need more
+
+
+@dataclass(frozen=True, slots=True)
+class _StepTask:
+    """A batch and the plan for computing it.
+
+    `shape` is None if the step is not one of the captured shapes. `inputs` is set for a step that is launched
+    ahead.
+    """
+
+    batch: Batch
+    num_samples: int
+    mode: SamplingMode
+    shape: GraphShape | None
+    sizes: StepSizes
+    inputs: DecodeInputs | None
+    kv_rows: list[int]
+    rows: list[LogitRow]
+
+
+def _replace_invalid_ids(ids: list[int], batch: Batch) -> list[int]:
+    """Replace the invalid ids of finished sequences by 0.
+
+    Raises `StepFailed` if an active sequence has an invalid id.
+    """
+    bad = [row for token_id, row in zip(ids, logit_rows_of(batch.spans), strict=True) if token_id < 0]
+    if not batch.ahead or any(row.sequence.slot is not None for row in bad):
+        raise StepFailed(
+            f"The model's logits are not finite for {len(bad)} of {len(ids)} sequences of this step, so no token can be sampled."
+        )
+    return [max(token_id, 0) for token_id in ids]
+
+
+class DeviceDecoderRunner:
+    """The decode runner of a device. It is used on the worker thread only.
+
+    `eager` is the reason why no step is captured. If it is empty, steps that only decode are captured.
+    """
+
+    def __init__(
+        self, model: Decoder, kv_cache: PagedKvCache, backend: DeviceBackend, limits: EngineLimits, eager: str = ""
+    ) -> None:
+        self.model = model
+        self.kv_cache = kv_cache
+        self.backend = backend
+        self.buckets = bucket_sizes(limits.max_running_seqs)
+        # duration of the last step waited for, measured from its launch or from the end of the previous step
+        self.model_seconds = 0.0
+        self.is_first = False  # the last step's shape had to be captured first, so the step took longer
+        max_rows = max(limits.max_running_seqs, self.buckets[-1])
+        self._max_sizes = StepSizes(max(limits.max_batch_tokens, max_rows), max_rows, max_rows)
+        block_length = block_size(self._max_sizes) + table_update_size(MAX_TABLE_UPDATES)
+        buffer = torch.zeros(max_rows + block_length, dtype=torch.int64, device=backend.device)
+        self._ids, self._block = buffer[:max_rows], buffer[max_rows:]
+        self._buffers = [HostBuffer(backend.staging_buffer(block_length), backend.staging_buffer(max_rows)) for _ in range(2)]
+        self._layout = DeviceLayout(max_rows, kv_cache.shape.num_slots)
+        self._forward = DeviceForward(model, kv_cache, backend, buffer)
+        self._sampler = Sampler(model.config.vocab_size)
+        self.graphs = DecodeGraphs(
+            backend, self._compute_shape, captured_row_bytes(model.config.vocab_size, scratch_rows(buffer)), eager
+        )
+        self._table_updates: dict[int, int] = {}  # changes of the page tables that are not yet on the device: cell to page
+        self._copies_done = True  # True once the last batch's copies and releases are done
+        self._last_launched: DeviceInFlightStep | None = None
+        self._finished_at = 0.0
+
+    def launch(self, batch: Batch, after: InFlightStep | None = None) -> DeviceInFlightStep:
+        """Launch a step on the device and return without waiting.
+
+        Copies are done before releases, because a released page may be the source of a copy.
+        """
+        assert after is None or after is self._last_launched, "a step launched ahead must follow the last in-flight step"
+        before, self._last_launched, self._copies_done = self._last_launched, None, False
+        with torch.inference_mode():
+            self.kv_cache.apply_copies(batch.copies, batch.released)
+            self._copies_done = True
+            task = self._task(batch) if before is None or not batch.ahead else self._task_ahead(batch, before)
+            self._table_updates.update(zip(*self.kv_cache.take_updates(), strict=True))
+            self.is_first = task.shape is not None and self.graphs.should_capture(task.shape)
+            if task.shape is not None and self.is_first:
+                self.capture(task.shape)
+            buffer = self._free_buffer()
+            try:
+                buffer.in_flight = self._last_launched = self._launch(task, buffer)
+            finally:
+                if buffer.in_flight is None:
+                    buffer.mark = self.backend.record_event()
+        return self._last_launched
+
+    def wait(self, in_flight: InFlightStep) -> list[SampledTokens]:
+        """Wait for a step and return one `SampledTokens` for each row that samples, in the order of the spans.
+
+        Raises:
+            StepFailed: The logits of an active sequence are not finite.
+        """
+        assert isinstance(in_flight, DeviceInFlightStep), "the step must come from this runner"
+        ids = in_flight.wait_ids()
+        now = time.perf_counter()
+        self.model_seconds, self._finished_at = now - max(in_flight.started, self._finished_at), now
+        if in_flight.logits is not None:
+            with torch.inference_mode():
+                logits = in_flight.logits if self.backend.can_sample else in_flight.logits.cpu()
+                return self._sampler.sample(logits, logit_rows_of(in_flight.batch.spans))
+        if ids and min(ids) < 0:
+            ids = _replace_invalid_ids(ids, in_flight.batch)
+        return [SampledTokens((token_id,)) for token_id in ids]
+
+    def run(self, batch: Batch) -> list[SampledTokens]:
+        """Launch a step and wait for its samples."""
+        return self.wait(self.launch(batch))
+
+    def can_run_ahead(self, batch: Batch) -> bool:
+        """Return True if every row samples exactly one token and does so on the device."""
+        if batch.ahead:  # these sequences were checked for the step before it
+            return True
+        decodes = all(span.is_decode and span.num_samples == 1 for span in batch.spans)
+        return decodes and sampling_mode(logit_rows_of(batch.spans), self.backend.can_sample) is not SamplingMode.LOGITS
+
+    def survives(self, error: Exception) -> bool:
+        """Return True if the backend survives the error and the batch's copies and releases were completed.
+
+        Copies and releases that were left undone cannot be repeated.
+        """
+        return self.backend.recover_from_oom(error) and self._copies_done
+
+    def capture(self, shape: GraphShape) -> None:
+        """Capture a step of this shape with padding rows only.
+
+        The ids that the previous step sampled are preserved.
+        """
+        with torch.inference_mode():
+            buffer, sampled_ids, sizes = self._free_buffer(), self._ids.clone(), StepSizes.of_bucket(shape.bucket)
+            buffer.mark = self.backend.record_event()
+            views = buffer.block_views(sizes, keep=True)
+            fill_step(views, (), (), self._layout)
+            fill_sampling(views, (), (), shape.mode)
+            self._send(buffer, block_size(sizes))
+            self.graphs.capture(shape)
+            self._ids.copy_(sampled_ids)
+            buffer.mark = self.backend.record_event()
+
+    def _free_buffer(self) -> HostBuffer:
+        """Return the host buffer that was used longest ago, once the device no longer reads it."""
+        self._buffers.reverse()
+        self._buffers[0].free()
+        return self._buffers[0]
+
+    def _task(self, batch: Batch) -> _StepTask:
+        rows = logit_rows_of(batch.spans)
+        mode = sampling_mode(rows, self.backend.can_sample)
+        decodes = all(span.num_tokens == span.num_samples == 1 for span in batch.spans)
+        shape = self._shape(len(batch.spans), mode) if decodes and mode is not SamplingMode.LOGITS else None
+        sizes = StepSizes.of(batch.spans, len(rows)) if shape is None else StepSizes.of_bucket(shape.bucket)
+        return _StepTask(batch, len(rows), mode, shape, sizes, None, self.kv_cache.written_rows(batch.spans), rows)
+
+    def _task_ahead(self, batch: Batch, before: DeviceInFlightStep) -> _StepTask:
+        """Return the task of a step that is launched ahead: its tokens are those that the step before it samples."""
+        spans, inputs, written = batch.spans, before.inputs, self.kv_cache.written_rows
+        if inputs is not None and inputs.sequences == [span.sequence for span in spans]:
+            inputs = inputs.next_step(spans, written)
+        else:
+            mode = sampling_mode(logit_rows_of(spans), self.backend.can_sample)
+            inputs = DecodeInputs.after_step(before.batch.spans, spans, mode, written)
+        shape = self._shape(len(spans), inputs.mode)
+        sizes = StepSizes.of_bucket(len(spans) if shape is None else shape.bucket)
+        return _StepTask(batch, len(spans), inputs.mode, shape, sizes, inputs, [], [])
+
+    def _shape(self, sequences: int, mode: SamplingMode) -> GraphShape | None:
+        bucket = smallest_bucket(sequences, self.buckets) if self.graphs.enabled else None
+        return None if bucket is None else GraphShape(bucket, mode)
+
+    def _launch(self, task: _StepTask, buffer: HostBuffer) -> DeviceInFlightStep:
+        started, sizes, spans = time.perf_counter(), task.sizes, task.batch.spans
+        fits = sizes.tokens <= self._max_sizes.tokens and sizes.sequences <= self._max_sizes.sequences
+        assert fits, "the step exceeds the limits on tokens or sequences"
+        views = buffer.block_views(sizes, keep=task.shape is not None)
+        if task.inputs is not None:
+            task.inputs.fill(views, self._layout)
+        else:
+            fill_step(views, spans, task.kv_rows, self._layout)
+            fill_sampling(views, spans, task.rows, task.mode)
+        self._send(buffer, block_size(sizes))
+        logits = self._compute(task)
+        ids = buffer.ids[: task.num_samples if logits is None else 0]
+        if len(ids):
+            ids.copy_(self._ids[: len(ids)], non_blocking=True)
+        return DeviceInFlightStep(task.batch, task.inputs, self.backend.record_event(), ids, logits, started)
+
+    def _send(self, buffer: HostBuffer, count: int) -> None:
+        """Send the first `count` int64 values of the buffer to the device, and update the page tables there."""
+        if not self._table_updates:
+            self._block[:count].copy_(buffer.words[:count], non_blocking=True)
+            return
+        cells, pages, tables = list(self._table_updates), list(self._table_updates.values()), self.kv_cache.tables.view(-1)
+        num_sent = len(cells) if len(cells) <= MAX_TABLE_UPDATES else 0
+        for view, values in zip(table_update_views(buffer.words[count:], num_sent), (cells, pages), strict=True):
+            view.numpy()[:] = values[:num_sent]
+        end = count + table_update_size(num_sent)
+        self._block[:end].copy_(buffer.words[:end], non_blocking=True)
+        if num_sent:
+            tables.index_copy_(0, *table_update_views(self._block[count:], num_sent))
+        else:  # rare; these copies may wait for the device
+            device = tables.device
+            tables.index_copy_(0, torch.tensor(cells, device=device), torch.tensor(pages, dtype=torch.int32, device=device))
+        self._table_updates.clear()
+
+    def _compute(self, task: _StepTask) -> Tensor | None:
+        """Compute a step.
+
+        The sampled ids are left in the buffer, or the logits are returned if the sampler needs them.
+        """
+        if task.shape is not None:
+            self.graphs.run(task.shape)
+            return None
+        sizes = task.sizes
+        views = block_views(self._block, sizes, self.backend.can_sample)
+        logits = self._forward.logits(views, sizes, StepBounds.of(task.batch.spans))
+        if task.mode is SamplingMode.LOGITS:
+            return logits
+        self._forward.sample(logits, views, task.mode)
+        return None
+
+    def _compute_shape(self, shape: GraphShape) -> None:
+        """Compute a step of a captured shape. The work depends only on the input block."""
+        sizes = StepSizes.of_bucket(shape.bucket)
+        views = block_views(self._block, sizes, self.backend.can_sample)
+        logits = self._forward.logits(views, sizes, StepBounds(shape.bucket, 1, self.kv_cache.shape.max_len))
+        self._forward.sample(logits, views, shape.mode)

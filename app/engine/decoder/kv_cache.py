@@ -1,0 +1,163 @@
+"""CPU KV cache: one reserved range of address space for all slots. Only pages that were written take memory.
+
+`KvAllocator` assigns slots to sequences. This module maps tokens to addresses and gives pages back to the system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import mmap
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from app.backends.base import Segment
+from app.engine.scheduler.batch import (
+    KvCopy,
+    ScheduledSpan,
+)
+from app.errors import PlanImpossible
+from app.kernels.attention.attention import KvSegment
+from app.kernels.attention.layout import (
+    token_bytes,
+    view_kv_rows,
+)
+
+# MAP_NORESERVE: Python's mmap module has no name for it. The value is the same on x86, Arm and RISC-V (Linux,
+# asm-generic/mman-common.h). With it, the reservation does not count against the commit limit. macOS needs no
+# flag, because anonymous memory is lazy there anyway.
+_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
+# Linux frees the pages at once. macOS uses the advice only under memory pressure, and marks unused content with
+# MADV_FREE.
+_RELEASE_ADVICE = mmap.MADV_DONTNEED if sys.platform == "linux" else getattr(mmap, "MADV_FREE", mmap.MADV_DONTNEED)
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """Capacity of a KV cache: `num_slots` sequences of up to `max_len` tokens each, and the shape of a token's KV."""
+
+    num_layers: int
+    num_slots: int
+    max_len: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class KvCache:
+    """Keys and values of all slots in host memory.
+
+    Position p of a slot's sequence is stored at offset p of the slot. A token's keys and values of one layer are
+    adjacent. The memory of a layer is `[slots, stride, token_bytes]`; `KvRows` describes the row format. `stride`
+    is `max_len` rounded up so that no two slots share a page.
+    """
+
+    def __init__(self, shape: KvShape, dtype: torch.dtype) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.token_bytes = token_bytes(shape.num_kv_heads, shape.head_dim, dtype)  # bytes of one layer
+        self.bytes_per_token = shape.num_layers * self.token_bytes
+        # rounded up, so that a page never counts as fewer tokens
+        self.tokens_per_page = math.ceil(mmap.PAGESIZE / self.token_bytes)
+        # smallest number of tokens that fills pages exactly
+        whole_pages = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, self.token_bytes)
+        self.stride = math.ceil(shape.max_len / whole_pages) * whole_pages
+        self.reserved_bytes = shape.num_slots * self.stride * self.bytes_per_token
+        self._memory = _reserve(self.reserved_bytes)
+        self._rows = torch.frombuffer(self._memory, dtype=torch.uint8).view(
+            shape.num_layers, shape.num_slots * self.stride, self.token_bytes
+        )
+        self.layers = [view_kv_rows(layer, shape.num_kv_heads, shape.head_dim, dtype) for layer in self._rows]
+
+    def row(self, slot: int, position: int) -> int:
+        """Return the index of a token among the flat rows of a layer."""
+        return slot * self.stride + position
+
+    def written_rows(self, spans: Iterable[ScheduledSpan]) -> list[int]:
+        """Return the flat rows of all tokens that these spans compute, in batch order."""
+        rows: list[int] = []
+        for span in spans:
+            assert span.start >= span.prefix_tokens, "a step never writes into a prefix that others share"
+            first = self.row(span.slot, span.start)
+            rows.extend(range(first, first + span.num_tokens))
+        return rows
+
+    def write(self, layer: int, rows: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store `key` and `value` [tokens, kv_heads, head_dim] (any strides) at `rows` [tokens] int64."""
+        self.layers[layer].write(rows, key, value)
+
+    def kv_segments(self, span: ScheduledSpan) -> tuple[KvSegment, ...]:
+        """Return the contiguous runs that hold a span's context `[0, end)`; they are the same for every layer.
+
+        The shared prefix comes first, if there is one, then the span's own tail.
+        """
+        prefix = span.prefix_tokens if span.prefix_slot is not None else 0
+        tail = KvSegment(self.row(span.slot, prefix), span.end - prefix, prefix)
+        if span.prefix_slot is None or prefix == 0:
+            return (tail,)
+        return (KvSegment(self.row(span.prefix_slot, 0), prefix, 0), tail)
+
+    def segment(self, layer: int, run: KvSegment) -> Segment:
+        """Return the keys and values of a run in one layer, as views."""
+        return Segment(*self.layers[layer].read(run.first, run.num_tokens), run.position)
+
+    def segments(self, layer: int, span: ScheduledSpan) -> tuple[Segment, ...]:
+        """Return a span's whole context in one layer, as views: one segment, or two if it shares a prefix."""
+        return tuple(self.segment(layer, run) for run in self.kv_segments(span))
+
+    def copy(self, copy: KvCopy) -> None:
+        """Do one copy, in all layers."""
+        source, target = self.row(copy.source, copy.start), self.row(copy.target, copy.start)
+        length = copy.end - copy.start
+        self._rows.narrow(1, target, length).copy_(self._rows.narrow(1, source, length))
+
+    def release(self, slot: int, start: int, end: int) -> None:
+        """Give back the whole pages among positions `[start, end)` of a slot.
+
+        A page that also holds a token outside the range stays. If `end` is `max_len`, the slot's last page is
+        released too, because nothing is stored after it.
+        """
+        last = self.stride if end >= self.shape.max_len else end
+        first_byte = math.ceil(start * self.token_bytes / mmap.PAGESIZE) * mmap.PAGESIZE
+        last_byte = last * self.token_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+        if last_byte <= first_byte:
+            return
+        layer_bytes = self.shape.num_slots * self.stride * self.token_bytes
+        for layer in range(self.shape.num_layers):
+            slot_byte = layer * layer_bytes + slot * self.stride * self.token_bytes
+            self._memory.madvise(_RELEASE_ADVICE, slot_byte + first_byte, last_byte - first_byte)
+
+    def resident_bytes(self) -> int:
+        """Return the part of the reservation that takes memory now, in bytes.
+
+        It queries the kernel for every page, so use it in tests and reports, not in a step.
+        """
+        pages = (ctypes.c_ubyte * (self.reserved_bytes // mmap.PAGESIZE))()
+        address = ctypes.c_void_p(self._rows.data_ptr())
+        if ctypes.CDLL(None, use_errno=True).mincore(address, ctypes.c_size_t(self.reserved_bytes), pages) != 0:
+            raise OSError(ctypes.get_errno(), "mincore")
+        # the lowest bit means resident; the other bits are reserved
+        flags = torch.frombuffer(pages, dtype=torch.uint8)
+        return int(flags.bitwise_and_(1).sum()) * mmap.PAGESIZE
+
+
+def _reserve(num_bytes: int) -> mmap.mmap:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except (OSError, ValueError, OverflowError) as error:
+        raise PlanImpossible(
+            f"The system refuses to reserve {num_bytes / 2**30:.1f} GiB of address space for the KV cache ({error}). "
+            "Memory is only used once it is written, but strict overcommit (vm.overcommit_memory=2) or an address space limit (ulimit -v) "
+            "counts it at once: lift that, or lower max_running_seqs or max_model_len."
+        ) from error
+    # Huge pages would use 2 MiB per layer for one token. A kernel without huge pages rejects the advice and does
+    # not need it.
+    with contextlib.suppress(OSError):
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return memory

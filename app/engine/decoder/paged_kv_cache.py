@@ -1,0 +1,320 @@
+"""KV cache of a device with its own memory: pages are allocated when they are first written.
+
+The slots are the same as on the CPU. `PageTables` decides which page belongs to which slot. This module holds the
+tensors: the memory, the page tables that kernels read, and the copies within the memory.
+
+Page tables as counts: the page of each position of a slot, the free pages, and the rows that copies move.
+
+`KvSlots` decides how much a slot may hold. A page is allocated here when it is first written. `PagedKvCache` holds
+the tensors.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import (
+    Iterable,
+    Iterator,
+)
+from collections.abc import (
+    Sequence as Items,
+)
+
+import torch
+from torch import Tensor
+
+from app.engine.decoder.kv_cache import KvShape
+from app.engine.scheduler.batch import (
+    KvCopy,
+    ScheduledSpan,
+)
+from app.engine.scheduler.sequence import Sequence
+from app.kernels.attention.attention import KvSegment
+from app.kernels.attention.layout import (
+    KvRows,
+    token_bytes,
+)
+from app.kernels.attention.paged import PAGE_TOKENS as PAGE
+
+PADDING_PAGE = 0  # the page that no slot owns; padding rows are written to it
+
+RowMoves = tuple[list[int], list[int]]  # rows to read, and the row that each is copied to
+SlotRange = tuple[int, int, int]  # positions of a slot: (slot, start, end)
+
+
+class PageTables:
+    """The pages of each slot: first the whole pages of the prefix that it shares, then the slot's private pages.
+
+    The page in which a shared prefix ends is private and holds a copy of the prefix's last tokens. Invariants: a
+    page that is not free has exactly one owner. The private pages never exceed what `KvSlots` accounts for, since
+    both count in whole pages.
+    """
+
+    def __init__(self, num_slots: int, max_len: int, num_pages: int) -> None:
+        """Create empty tables over `num_pages` pages that slots may own, numbered from 1."""
+        self.max_pages = -(-max_len // PAGE)  # pages per slot
+        self._max_len = max_len
+        self._own: list[dict[int, int]] = [{} for _ in range(num_slots)]  # per slot: index in its table -> page
+        self._tables = [[PADDING_PAGE] * self.max_pages for _ in range(num_slots)]
+        self._owners: list[tuple[Sequence, int] | None] = [
+            None
+        ] * num_slots  # sequence that each table was made for, and its admission count
+        self._changed: set[int] = set()
+        self._free = deque(range(num_pages, 0, -1))
+        self._applied_copies: Items[KvCopy] = ()
+
+    @property
+    def num_free(self) -> int:
+        """Number of pages that no slot owns."""
+        return len(self._free)
+
+    def row(self, slot: int, position: int) -> int:
+        """Return the index of a written token among the flat rows."""
+        page = self._tables[slot][position // PAGE]
+        assert page != PADDING_PAGE, "only a written position has a row"
+        return page * PAGE + position % PAGE
+
+    def apply_copies(self, copies: Items[KvCopy], released: Iterable[SlotRange]) -> RowMoves:
+        """Return the rows that a batch's copies move, then free the released pages.
+
+        All source rows are read before any row is written. A released page may be reused as the target of a copy.
+        A step that is tried again may pass the same copies and releases once more.
+        """
+        if copies and copies is self._applied_copies:
+            copies = ()
+        self._applied_copies = copies or self._applied_copies
+        sources = [self._rows_before(copies[:at], (copy.source, copy.start, copy.end)) for at, copy in enumerate(copies)]
+        self._release(released, {row // PAGE for rows in sources for row in rows})
+        moves: dict[int, int] = {}  # keyed by target, because a later copy to the same row replaces an earlier one
+        for copy, rows in zip(copies, sources, strict=True):
+            moves.update(zip(self._own_rows(copy.target, copy.start, copy.end, allocate=True), rows, strict=True))
+        return list(moves.values()), list(moves)
+
+    def prepare_tables(self, spans: Iterable[ScheduledSpan]) -> RowMoves:
+        """Make the page tables of slots that have a new sequence.
+
+        Returns the row moves that copy the end of a shared prefix to the private page in which it ends.
+        """
+        sources: list[int] = []
+        targets: list[int] = []
+        for span in spans:
+            owner = (span.sequence, span.sequence.num_admitted)
+            if self._owners[span.slot] == owner:  # sequences compare by identity
+                continue
+            shared = span.prefix_tokens if span.prefix_slot is not None else 0
+            whole = shared // PAGE * PAGE
+            if whole < shared and span.prefix_slot is not None:
+                sources += self._own_rows(span.prefix_slot, whole, shared)
+                targets += self._own_rows(span.slot, whole, shared, allocate=True)
+            self._make_table(span, shared // PAGE)
+            self._owners[span.slot] = owner
+        return sources, targets
+
+    def written_rows(self, spans: Iterable[ScheduledSpan]) -> list[int]:
+        """Return the rows of all tokens that these spans compute, in batch order. Missing pages are allocated."""
+        rows: list[int] = []
+        for span in spans:
+            assert span.start >= span.prefix_tokens, "a step never writes into a prefix that others share"
+            rows += self._own_rows(span.slot, span.start, span.end, allocate=True)
+        return rows
+
+    def pages(self, slot: int, end: int) -> list[int]:
+        """Return the pages of a slot's positions `[0, end)`, shared prefix pages included."""
+        return self._tables[slot][: -(-end // PAGE)]
+
+    def take_updates(self) -> tuple[list[int], list[int]]:
+        """Return the changes of all tables since the last call: flat indices and pages (`PADDING_PAGE`: released)."""
+        changed = sorted(self._changed)
+        self._changed.clear()
+        return changed, [self._tables[at // self.max_pages][at % self.max_pages] for at in changed]
+
+    def _own_rows(self, slot: int, start: int, end: int, allocate: bool = False) -> list[int]:
+        """Return the rows of positions `[start, end)`, all on private pages of the slot.
+
+        `allocate` adds missing pages.
+        """
+        own = self._own[slot]
+        rows: list[int] = []
+        for at in range(start // PAGE, -(-end // PAGE)):
+            if at not in own:
+                assert allocate, "only written positions are read"
+                self._allocate(slot, at)
+            first = own[at] * PAGE
+            rows += range(first + max(start - at * PAGE, 0), first + min(end - at * PAGE, PAGE))
+        return rows
+
+    def _allocate(self, slot: int, at: int) -> None:
+        assert self._free, "the slot pool must account for every allocated page"
+        self._own[slot][at] = page = self._free.pop()
+        self._set_entry(slot, at, page)
+
+    def _set_entry(self, slot: int, at: int, page: int) -> None:
+        self._tables[slot][at] = page
+        self._changed.add(slot * self.max_pages + at)
+
+    def _make_table(self, span: ScheduledSpan, shared: int) -> None:
+        """Make the whole table of a slot. Its first `shared` pages are the prefix's."""
+        own = self._own[span.slot]
+        prefix = self._own[span.prefix_slot] if span.prefix_slot is not None else {}
+        table = [prefix[at] if at < shared else own.get(at, PADDING_PAGE) for at in range(self.max_pages)]
+        before, self._tables[span.slot] = self._tables[span.slot], table
+        first = span.slot * self.max_pages
+        self._changed.update(first + at for at, (old, new) in enumerate(zip(before, table, strict=True)) if old != new)
+        assert PADDING_PAGE not in self.pages(span.slot, span.start), "positions that are already computed must have pages"
+
+    def _release(self, released: Iterable[SlotRange], read: set[int]) -> None:
+        """Free the whole pages of these ranges. Pages that are still to be `read` are the last to be reused."""
+        for slot, start, end in released:
+            own = self._own[slot]
+            last = self.max_pages if end >= self._max_len else end // PAGE
+            for at in [at for at in own if -(-start // PAGE) <= at < last]:
+                page = own.pop(at)
+                self._free.appendleft(page) if page in read else self._free.append(page)
+                if self._tables[slot][at] == page:
+                    self._set_entry(slot, at, PADDING_PAGE)
+
+    def _rows_before(self, earlier: Items[KvCopy], positions: SlotRange) -> list[int]:
+        """Return the rows that hold these positions before any copy of the batch.
+
+        The positions are those that exist after the `earlier` copies.
+        """
+        return [row for slot, start, end in _original_ranges(earlier, positions) for row in self._own_rows(slot, start, end)]
+
+
+def _original_ranges(earlier: Items[KvCopy], positions: SlotRange) -> Iterator[SlotRange]:
+    """Yield the ranges that hold this range's content before the copies, in order."""
+    slot, start, end = positions
+    for at in range(len(earlier) - 1, -1, -1):
+        copy = earlier[at]
+        low, high = max(start, copy.start), min(end, copy.end)
+        if copy.target == slot and low < high:
+            for part in ((slot, start, low), (copy.source, low, high), (slot, high, end)):
+                if part[1] < part[2]:
+                    yield from _original_ranges(earlier[:at], part)
+            return
+    yield positions
+
+
+_MAX_MOVED_ROWS = 4096  # rows of one layer that are read before they are written; this bounds the memory that a move takes
+
+
+class PagedKvCache:
+    """Slots of up to `max_len` tokens over `num_pages` pages, plus page 0, which no slot owns.
+
+    A batch is prepared in this order, each part once before the step runs: `apply_copies`, `written_rows`,
+    `take_updates`.
+    """
+
+    def __init__(self, shape: KvShape, dtype: torch.dtype, num_pages: int, device: torch.device) -> None:
+        """Allocate the memory and the page tables on the device.
+
+        Args:
+            shape: Capacity of the cache and shape of a token's KV.
+            dtype: Floating-point dtype of keys and values.
+            num_pages: Pages of `tokens_per_page` tokens that the slot pool may account for.
+            device: Device that holds the memory.
+        """
+        assert dtype.is_floating_point, "pages hold floating-point keys and values, not quantized ones"
+        self.shape = shape
+        self.dtype = dtype
+        self.token_bytes = token_bytes(shape.num_kv_heads, shape.head_dim, dtype)  # bytes of one layer
+        self.bytes_per_token = shape.num_layers * self.token_bytes
+        self.tokens_per_page = PAGE
+        self.capacity_tokens = num_pages * PAGE
+        self.reserved_bytes = (num_pages + 1) * PAGE * self.bytes_per_token
+        self._pages = PageTables(shape.num_slots, shape.max_len, num_pages)
+        self.stride = self._pages.max_pages * PAGE
+        # The memory is zeroed, because a kernel may multiply masked values by zero, and zero times NaN is NaN.
+        size = ((num_pages + 1) * PAGE, 2 * shape.num_kv_heads * shape.head_dim)
+        self._memory = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.num_layers)]
+        self.layers = [_layer(memory, shape, self.token_bytes) for memory in self._memory]
+        # The table has one more row than there are slots. A padding sequence has slot `num_slots`, whose entries
+        # are all page 0.
+        self.tables = torch.zeros((shape.num_slots + 1, self._pages.max_pages), dtype=torch.int32, device=device)
+        self._requested_moves: list[RowMoves] = []  # row moves that were requested and are not yet expanded to layers
+        # moves that are not yet done: memory of a layer, rows to read, rows to write
+        self._moves: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    @property
+    def num_free_pages(self) -> int:
+        """Number of pages that no slot owns, page 0 excluded."""
+        return self._pages.num_free
+
+    def row(self, slot: int, position: int) -> int:
+        """Return the index of a token among the flat rows of a layer."""
+        return self._pages.row(slot, position)
+
+    def apply_copies(self, copies: Items[KvCopy], released: Iterable[tuple[int, int, int]]) -> None:
+        """Do the copies and releases of a batch, which must precede its spans.
+
+        The result is that of doing the copies one after the other. The released pages are free after them.
+        """
+        self._move(self._pages.apply_copies(copies, released))
+
+    def written_rows(self, spans: Items[ScheduledSpan]) -> list[int]:
+        """Return the flat rows of all tokens that these spans compute, in batch order.
+
+        The slot of a new sequence is prepared first.
+        """
+        self._move(self._pages.prepare_tables(spans))
+        return self._pages.written_rows(spans)
+
+    def take_updates(self) -> tuple[list[int], list[int]]:
+        """Return the changes of the page tables since the last call: flat indices into `tables`, and their pages.
+
+        The caller must write them to `tables` before the step runs.
+        """
+        return self._pages.take_updates()
+
+    def write(self, layer: int, rows: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store `key` and `value` [tokens, kv_heads, head_dim] (any strides) at `rows` [tokens] int64."""
+        self.layers[layer].write(rows, key, value)
+
+    def kv_segments(self, span: ScheduledSpan) -> tuple[KvSegment, ...]:
+        """Return the runs that hold a span's context `[0, end)`, one per page; they are the same for every layer."""
+        pages = enumerate(self._pages.pages(span.slot, span.end))
+        return tuple(KvSegment(page * PAGE, min(PAGE, span.end - at * PAGE), at * PAGE) for at, page in pages)
+
+    def copy(self, copy: KvCopy) -> None:
+        """Do one copy, in all layers."""
+        self.apply_copies((copy,), ())
+
+    def release(self, slot: int, start: int, end: int) -> None:
+        """Give back the whole pages among positions `[start, end)` of a slot.
+
+        If `end` is `max_len`, the slot's last page is released too.
+        """
+        self.apply_copies((), ((slot, start, end),))
+
+    def _move(self, moves: RowMoves) -> None:
+        """Do row moves in every layer.
+
+        Moves that failed for lack of memory are done first in the next call, because the page tables already rely
+        on them.
+        """
+        if moves[0]:
+            self._requested_moves.append(moves)
+        while self._requested_moves:
+            self._moves += self._layer_moves(*self._requested_moves[0])
+            del self._requested_moves[0]
+        while self._moves:
+            memory, sources, targets = self._moves[0]
+            memory.index_copy_(0, targets, memory.index_select(0, sources))
+            del self._moves[0]
+
+    def _layer_moves(self, sources: list[int], targets: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
+        # This copy waits for the device. That is acceptable: moves come with new sequences and beams, and then no
+        # step is launched ahead.
+        rows = torch.tensor([sources, targets]).to(self.tables.device)
+        # Split the moves into parts, but only if no part writes rows that a later part reads.
+        together = len(sources) if _pages_of_rows(sources) & _pages_of_rows(targets) else _MAX_MOVED_ROWS
+        return [(memory, read, written) for memory in self._memory for read, written in torch.split(rows, together, 1)]
+
+
+def _layer(memory: Tensor, shape: KvShape, token_bytes: int) -> KvRows:
+    rows = memory.view(-1, 2, shape.num_kv_heads, shape.head_dim)
+    return KvRows(rows[:, 0], rows[:, 1], token_bytes)
+
+
+def _pages_of_rows(rows: list[int]) -> set[int]:
+    return {row // PAGE for row in rows}

@@ -1,0 +1,1 @@
+"""Encoder engine: dynamic batching and model runners."""

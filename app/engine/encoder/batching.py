@@ -1,0 +1,322 @@
+"""Selects the texts of a step, so that neither long nor short requests wait for each other. Counts only, no tensors.
+
+Nothing is padded, so texts of any length may share a step without extra cost; but all texts of a step end
+together. Therefore half of a step belongs to the oldest request. The rest goes to requests in arrival order,
+except that larger requests yield to smaller ones: requests that fit in one step wait only for each other and for
+half of what is larger. (With the smallest first among them too, p99 was 8 times p50 with 32 clients.)
+
+Decides how long an encoder's step waits for more texts, from the measured step times.
+
+Without measurements there is no wait.
+
+While a step runs, other requests arrive and share the next step, so waiting for new clients does not make anything
+faster (tests/unit/engine/test_encode_waiting.py simulates this). Clients that were just answered are different.
+Each sends its next request a moment later, just too late for the step that then begins, so two such clients would
+always alternate in separate steps.
+
+Limits the texts of a step: as planned, or fewer for a while after a step that ran out of memory.
+
+Counts only, no tensors.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import (
+    Collection,
+    Iterable,
+)
+from dataclasses import (
+    dataclass,
+    field,
+    replace,
+)
+from statistics import median
+
+from app.hardware.step_times import (
+    StepTimes,
+    StepTimeTable,
+)
+from app.messages import (
+    Array,
+    Encode,
+    Text,
+)
+from app.metrics.stats import StepStats
+
+FLOAT_BYTES = 4
+TextLength = tuple[int, int]  # (tokens of a text, its negative index), so that the first of equal texts sorts last
+
+
+def size_class(tokens: int, step: int) -> int:
+    """Return 0 if the tokens fit in a step, then 1, 2, … for up to 2, 4, … times as many."""
+    return max((tokens - 1) // max(step, 1), 0).bit_length()
+
+
+@dataclass(frozen=True, slots=True)
+class TextCapacity:
+    """The tokens and texts that a batch can still take."""
+
+    tokens: int
+    texts: int
+
+    def remaining_after(self, spans: Collection[TextSpan]) -> TextCapacity:
+        """Return the capacity that is left after these texts."""
+        return TextCapacity(self.tokens - sum(span.num_tokens for span in spans), self.texts - len(spans))
+
+
+@dataclass(slots=True, eq=False)
+class EncodeState:
+    """An `Encode` request in the engine, of `num_tokens` tokens in total.
+
+    `left` has its texts still to be computed, the longest last.
+
+    `alone` means that a step with it has failed: it runs without others, to find the request that causes the failure.
+    """
+
+    message: Encode
+    remaining: list[TextLength]
+    num_tokens: int
+    tokens_left: int
+    results: dict[int, dict[str, bytes]] = field(default_factory=dict)  # key: index of the text
+    started_at: float | None = None
+    runs_alone: bool = False
+
+    @classmethod
+    def from_message(cls, message: Encode) -> EncodeState:
+        """Return the state of a new request."""
+        left = sorted((len(text.token_ids), -index) for index, text in enumerate(message.texts))
+        num_tokens = sum(tokens for tokens, _ in left)
+        return cls(message, left, num_tokens, num_tokens)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text that is left; 0 if none is."""
+        return self.remaining[-1][0] if self.remaining else 0
+
+    @property
+    def is_done(self) -> bool:
+        """True if all texts are computed."""
+        return len(self.results) == len(self.message.texts)
+
+    def take(self, capacity: TextCapacity) -> list[TextSpan]:
+        """Take the texts that fit, the longest first.
+
+        The shorter ones that remain fit more easily into later steps.
+        """
+        taken: list[TextSpan] = []
+        while capacity.texts > 0 and (at := bisect_right(self.remaining, (capacity.tokens, 0))) > 0:
+            tokens, index = self.remaining.pop(at - 1)
+            capacity = TextCapacity(capacity.tokens - tokens, capacity.texts - 1)
+            self.tokens_left -= tokens
+            taken.append(TextSpan(self, -index, tokens))
+        return taken
+
+    def spans(self) -> list[TextSpan]:
+        """Return all of its texts, in order."""
+        return [TextSpan(self, index, len(text.token_ids)) for index, text in enumerate(self.message.texts)]
+
+    def put_back(self, spans: Iterable[TextSpan]) -> None:
+        """Return texts that were taken but not computed."""
+        self.remaining = sorted([*self.remaining, *((span.num_tokens, -span.index) for span in spans)])
+        self.tokens_left = sum(tokens for tokens, _ in self.remaining)
+
+    def arrays(self) -> dict[str, Array]:
+        """Return all requested outputs with texts in order. Call it when the request is done."""
+        return {name: self._array(name) for name in self.message.outputs}
+
+    def _array(self, name: str) -> Array:
+        parts = [self.results[index][name] for index in range(len(self.message.texts))]
+        each_token = name == "last_hidden_state"
+        rows = self.num_tokens if each_token else len(parts)
+        joined = parts[0] if len(parts) == 1 else b"".join(parts)
+        return Array("FP32", (rows, len(joined) // FLOAT_BYTES // rows), joined)
+
+
+@dataclass(frozen=True, slots=True)
+class TextSpan:
+    """One text of a batch, and its number of tokens."""
+
+    request: EncodeState
+    index: int
+    num_tokens: int
+
+    @property
+    def text(self) -> Text:
+        """The text in its request."""
+        return self.request.message.texts[self.index]
+
+
+class TextQueue:
+    """Open requests, the oldest first. The requests of a batch stay here until they are done or removed."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, EncodeState] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    @property
+    def oldest(self) -> EncodeState:
+        """The request that arrived first."""
+        return next(iter(self._requests.values()))
+
+    @property
+    def requests(self) -> Iterable[EncodeState]:
+        """All open requests, the oldest first."""
+        return self._requests.values()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all texts that are still to be computed."""
+        return sum(request.tokens_left for request in self._requests.values())
+
+    def add(self, message: Encode) -> EncodeState:
+        """Append a request and return its state."""
+        request = self._requests[message.request_id] = EncodeState.from_message(message)
+        return request
+
+    def remove(self, request_id: str) -> EncodeState | None:
+        """Remove a request and return it, or None if it is not here."""
+        return self._requests.pop(request_id, None)
+
+    def take(self, capacity: TextCapacity) -> tuple[TextSpan, ...]:
+        """Take the next batch. It includes the longest text that is left of the oldest request, whatever its length.
+
+        Each batch takes a text of the oldest request, so a text waits for at most as many steps as older requests
+        have texts.
+        """
+        # all texts of the others are in flight
+        left = [request for request in self._requests.values() if request.remaining]
+        if not left:
+            return ()
+        alone = next((request for request in left if request.runs_alone), None)
+        first = alone or left[0]
+        half = capacity if alone else TextCapacity(capacity.tokens // 2, max(capacity.texts // 2, 1))
+        spans = first.take(TextCapacity(max(half.tokens, first.longest), half.texts))
+        if alone is not None:
+            return tuple(spans)
+        whole, capacity = capacity.tokens, capacity.remaining_after(spans)
+        for request in sorted(left, key=lambda request: size_class(request.tokens_left, whole)):
+            if capacity.tokens <= 0 or capacity.texts <= 0:
+                break
+            more = request.take(capacity)
+            capacity = capacity.remaining_after(more)
+            spans += more
+        return tuple(spans)
+
+
+_RECENT_RATIOS = 9  # their median is used, so four outliers change nothing
+_FACTOR_LIMITS = 0.25, 4.0  # limits of the correction that observed steps apply to the table
+_RECENT_RETURNS = 8
+_RECENT_ENDS = 4
+_MIN_SAVING_RATIO = 4  # waiting pays as long as a return takes no more than a quarter of what it saves
+_RETURN_TIMES_TO_WAIT = 2  # number of usual return times to wait
+
+
+class BatchingDelay:
+    """The batching delay of one engine.
+
+    `target_tokens` is the largest number of tokens that a step is planned for. `oldest_first` is passed to
+    `StepTimes`.
+    """
+
+    def __init__(self, target_tokens: int, step_times: StepTimeTable | None = None, *, oldest_first: bool = False) -> None:
+        self.target_tokens = target_tokens
+        known = step_times if step_times is not None and step_times.encode_points else None
+        self.step_times = None if known is None else StepTimes(known, target_tokens, oldest_first=oldest_first)
+        self._ratios: deque[float] = deque(maxlen=_RECENT_RATIOS)
+        self._returns: deque[tuple[float, int]] = deque(
+            maxlen=_RECENT_RETURNS
+        )  # (seconds from an answer to the next request, tokens of that request)
+        # end times of steps that answered a request, and after which no request has arrived yet
+        self._ends: deque[float] = deque(maxlen=_RECENT_ENDS)
+        self._answered_at = 0.0  # time at which the last step answered requests
+        self._expected_returns = 0  # requests that this step answered, minus those that arrived since
+
+    def observe(self, step: StepStats) -> None:
+        """Update the correction factor from a finished step."""
+        if self.step_times is None:
+            return
+        expected = step.expected_seconds(self.step_times.steps)
+        if expected > 0.0:
+            self._ratios.append(step.corrected_seconds / expected)
+            self.step_times = replace(
+                self.step_times, encode_factor=min(max(median(self._ratios), _FACTOR_LIMITS[0]), _FACTOR_LIMITS[1])
+            )
+
+    def observe_answers(self, at: float, requests: int) -> None:
+        """Record that a step has answered `requests` requests."""
+        self._answered_at, self._expected_returns = at, requests
+        self._ends.append(at)
+
+    def observe_arrival(self, at: float, tokens: int) -> None:
+        """Record a request, which may have arrived during a step, before other steps ended."""
+        self._expected_returns -= at >= self._answered_at
+        before = [end for end in self._ends if end <= at]
+        if before:
+            self._returns.append((at - before[-1], tokens))
+            self._ends = deque((end for end in self._ends if end > at), maxlen=_RECENT_ENDS)
+
+    def batching_delay_seconds(self, tokens: int, now: float) -> float:
+        """Return the seconds that the next step may wait for more texts than the `tokens` that are queued.
+
+        Two steps cost more than one step with the texts of both, since part of a step's cost is fixed. If clients
+        return much faster than that difference, waiting for them pays; if none returns, only that short wait is
+        lost. The wait ends when as many requests have arrived as were answered. A request to an engine that was
+        idle for longer does not wait.
+        """
+        if (
+            self.step_times is None
+            or tokens >= self.target_tokens
+            or self._expected_returns <= 0
+            or len(self._returns) < _RECENT_RETURNS
+        ):
+            return 0.0
+        until = self._answered_at + _RETURN_TIMES_TO_WAIT * median(seconds for seconds, _ in self._returns)
+        if until <= now:
+            return 0.0
+        together = min(tokens + int(median(each for _, each in self._returns)), self.target_tokens)
+        saved = self.step_times.encode(tokens) + self.step_times.encode(together - tokens) - self.step_times.encode(together)
+        return until - now if _MIN_SAVING_RATIO * (until - self._answered_at) <= _RETURN_TIMES_TO_WAIT * saved else 0.0
+
+
+_GOOD_STEPS = 32  # steps, after which the limit is doubled; a step that then fails is repeated, and no request fails
+
+
+class TextBudget:
+    """The batch limit of one engine. Texts are never divided, so the smallest step is one text."""
+
+    def __init__(self, most_texts: int) -> None:
+        self._most_texts = most_texts
+        self._reduced: TextCapacity | None = None  # None: as planned
+        self._good_steps = 0
+
+    def capacity(self, target_tokens: int) -> TextCapacity:
+        """Return the limit of the next step, for which `target_tokens` are planned."""
+        if self._reduced is None:
+            return TextCapacity(target_tokens, self._most_texts)
+        return TextCapacity(min(self._reduced.tokens, target_tokens), min(self._reduced.texts, self._most_texts))
+
+    def shrink(self, spans: Collection[TextSpan]) -> bool:
+        """Halve the limit after these texts needed too much memory. Return False if there is only one text."""
+        if len(spans) < 2:
+            return False
+        self._reduced, self._good_steps = TextCapacity(sum(span.num_tokens for span in spans) // 2, len(spans) // 2), 0
+        return True
+
+    def succeeded(self, target_tokens: int) -> None:
+        """Record a successful step, for which `target_tokens` were planned."""
+        if self._reduced is None:
+            return
+        self._good_steps += 1
+        if self._good_steps < _GOOD_STEPS:
+            return
+        more = TextCapacity(2 * self._reduced.tokens, 2 * self._reduced.texts)
+        self._reduced, self._good_steps = more, 0
+        if more.tokens >= target_tokens and more.texts >= self._most_texts:
+            self._reduced = None

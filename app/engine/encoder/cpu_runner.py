@@ -1,0 +1,332 @@
+"""Runs a batch of texts on a CPU: fills buffers, runs the layers, pools, and returns the rows of each text as bytes.
+
+The queue decides which texts are in the batch.
+
+Replays an encoder's layers natively: recorded once, for any number of tokens up to the recorded number.
+
+This saves more than interpreter time. Between two operations the worker needs the interpreter lock, which a busy
+event loop may hold for milliseconds. The recording covers everything from token ids to hidden states. Only values
+at fixed addresses and row counts change from step to step.
+
+All threads together have one recording, whose operations they divide. Each thread also has a smaller one, with
+which it computes lanes. A model that uses operations outside the native library stays eager.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from bisect import bisect_left
+from collections.abc import (
+    Callable,
+    Collection,
+    Mapping,
+    Sequence,
+)
+from itertools import accumulate
+from operator import itemgetter
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from app.engine.encoder.batching import TextSpan
+from app.engine.encoder.sharding import (
+    DEFAULT_PLANNER,
+    LanePlan,
+    LanePlanner,
+    TextBatch,
+    max_lane_tokens,
+)
+from app.kernels.attention.context import EncodeContext
+from app.kernels.native.library import native_library
+from app.kernels.native.memory import Int64Buffer
+from app.kernels.native.operations import (
+    LaneOperations,
+    LanesArguments,
+)
+from app.kernels.native.recording import (
+    NotRecordable,
+    RecordedOperations,
+    RecordedRowCounts,
+    ResultPool,
+    record_dry_run,
+)
+from app.models.encoders.config import EncoderConfig
+
+MIN_RECORDED_TOKENS = 16  # a model that cannot be recorded with this few tokens is never recorded
+_MAX_LANES = 4096
+
+HiddenFunction = Callable[[EncodeContext, Tensor | None], Tensor]
+
+
+class _LayerRecording:
+    """Recordings of the layers over one batch and one pool.
+
+    One computes all tokens, the other computes selected tokens.
+    """
+
+    def __init__(self, hidden: HiddenFunction, max_tokens: int, num_types: int) -> None:
+        self._hidden, self.max_tokens = hidden, max_tokens
+        self._batch = TextBatch(max_tokens + 1, num_types)  # the recording contains both numbers, which must differ
+        self._pool = ResultPool()
+        self._recordings: dict[bool, tuple[RecordedOperations, RecordedRowCounts]] = {}
+
+    def steps(self, some: bool) -> LaneOperations:
+        """Return the recorded steps, recording them if needed. Raises `NotRecordable`."""
+        recorded, resizing = self._recordings.get(some) or self._record(some)
+        result: Tensor = recorded.result
+        assert result.is_contiguous() and result.dtype == torch.float32, "rows of the hidden size"
+        places = resizing.addresses
+        return LaneOperations(
+            self._batch.addresses(some), result.data_ptr(), recorded.address, len(recorded), ctypes.addressof(places), len(places)
+        )
+
+    @property
+    def hidden_size(self) -> int:
+        """Size of a hidden state."""
+        recorded, _ = next(iter(self._recordings.values()))
+        return int(recorded.result.shape[1])
+
+    def _record(self, some: bool) -> tuple[RecordedOperations, RecordedRowCounts]:
+        """Record with the largest number of tokens.
+
+        A linear form may use another implementation for large products.
+        """
+        sizes: tuple[int, ...] = (self.max_tokens + 1, self.max_tokens) if some else (self.max_tokens,)
+        recorded = record_dry_run(
+            self._pool, lambda: self._hidden(self._batch.context(sizes[0]), self._batch.selected_rows(self.max_tokens if some else None))
+        )
+        self._recordings[some] = recorded, RecordedRowCounts(recorded.operations, sizes)
+        return self._recordings[some]
+
+
+class EncoderReplay:
+    """The recordings of one model and one batch, for the worker thread. `hidden` computes the model's layers."""
+
+    def __init__(
+        self,
+        hidden: HiddenFunction,
+        batch: TextBatch,
+        max_tokens: int,
+        off_reason: str = "",
+        planner: LanePlanner = DEFAULT_PLANNER,
+    ) -> None:
+        """Start without recordings.
+
+        `most` is the largest number of tokens in a recorded step: in longer steps the interpreter time is
+        negligible, and results need much memory. `off` is the reason to record nothing.
+        """
+        self.reason = off_reason  # reason why every step is eager; empty if steps are replayed
+        self.num_runs = 0  # number of steps that were replayed
+        self.num_lanes = 0  # number of lanes in all of them
+        self._hidden, self._batch = hidden, batch
+        self.planner = planner
+        self._max_tokens = min(batch.max_tokens, max_tokens)
+        # key: number of threads; the shared recording comes first, then one for each thread
+        self._layer_recordings: dict[int, list[_LayerRecording]] = {}
+        # key: number of threads, and True if only selected tokens are computed
+        self._steps: dict[tuple[int, bool], ctypes.Array[LaneOperations]] = {}
+        self._result = torch.empty(0)
+        self._texts, self._selected = Int64Buffer(_MAX_LANES + 1), Int64Buffer(_MAX_LANES + 1)
+
+    @property
+    def most_tokens(self) -> int:
+        """Largest number of tokens in a step that is replayed; 0 if none is."""
+        return 0 if self.reason else self._max_tokens
+
+    def plan_lanes(self, lengths: Sequence[int]) -> LanePlan:
+        """Return the order of the texts in the batch and their assignment to lanes, for texts of `lengths` tokens."""
+        if self.reason or sum(lengths) > self._max_tokens:
+            return LanePlan.none(len(lengths))
+        return self.planner.plan(lengths, torch.get_num_threads())
+
+    def __call__(self, plan: LanePlan) -> Tensor:
+        """Return the hidden states of the batch, FP32, which the next step overwrites.
+
+        The texts are in the order of the lane plan.
+        """
+        batch = self._batch
+        some = batch.num_selected is not None
+        steps = self._recorded(some) if batch.num_tokens <= self._max_tokens else None
+        if steps is None or batch.num_tokens > self._max_tokens:
+            return self._hidden(batch.context(batch.num_tokens), batch.selected_rows(batch.num_selected))
+        self.num_runs += 1
+        self._run(plan, steps, some)
+        return self._result[: batch.num_selected if batch.num_selected is not None else batch.num_tokens]
+
+    def _run(self, plan: LanePlan, steps: ctypes.Array[LaneOperations], some: bool) -> None:
+        library, starts, rows = native_library().library, self._batch.text_starts, self._batch.rows
+        assert library is not None, "only operations of the native library are recorded"
+        together = 1 if plan.together else 0
+        texts = [0, *([plan.together] if together else []), *plan.ends]
+        self.num_lanes += len(plan.ends)
+        self._texts.fill(texts)
+        self._selected.fill([bisect_left(rows, starts[text]) for text in texts] if some else [0])
+        library.armature_run_lanes(
+            ctypes.byref(
+                LanesArguments(
+                    self._batch.addresses(some), self._result.data_ptr(), self._texts.address, self._selected.address, ctypes.addressof(steps),
+                    len(texts) - 1, together, torch.get_num_threads(), self._result.shape[1],
+                )
+            )
+        )  # fmt: skip
+
+    def _recorded(self, some: bool) -> ctypes.Array[LaneOperations] | None:
+        """Return the steps of the shared recording and of each thread, or None if the model cannot be recorded."""
+        threads = torch.get_num_threads()
+        while not self.reason and (threads, some) not in self._steps:
+            try:
+                self._steps[threads, some] = self._record(some, threads)
+            except NotRecordable as reason:
+                if self._max_tokens <= MIN_RECORDED_TOKENS:
+                    self.reason = f"{reason} cannot be recorded"
+                self._max_tokens = max(self._max_tokens // 2, MIN_RECORDED_TOKENS)
+                self._layer_recordings, self._steps = {}, {}
+        return None if self.reason else self._steps[threads, some]
+
+    def _record(self, some: bool, threads: int) -> ctypes.Array[LaneOperations]:
+        if threads not in self._layer_recordings:
+            lane = min(max_lane_tokens(self._max_tokens, threads), self._max_tokens)
+            # one thread needs no shared recording
+            sizes = [self._max_tokens, *[lane] * threads] if threads > 1 else [self._max_tokens]
+            self._layer_recordings[threads] = [_LayerRecording(self._hidden, room, self._batch.num_types) for room in sizes]
+        copies = self._layer_recordings[threads]
+        steps = (LaneOperations * len(copies))(*(each.steps(some) for each in copies))
+        if not len(self._result):
+            self._result = torch.empty((self._max_tokens, copies[0].hidden_size), dtype=torch.float32)
+        return steps
+
+
+class EncoderModel(Protocol):
+    """An encoder's layers and heads. `starts` [texts + 1] int64 contains the borders of the texts."""
+
+    config: EncoderConfig
+
+    def rows(self, starts: Tensor, names: Collection[str]) -> Tensor | None:
+        """Return the tokens [n] int64 whose hidden states these outputs need, or None for all."""
+        ...
+
+    def hidden(self, context: EncodeContext, rows: Tensor | None = None) -> Tensor:
+        """Return the hidden states after the last norm, FP32 [tokens or rows, size]."""
+        ...
+
+    def outputs(
+        self, hidden: Tensor, starts: Tensor, names: Collection[str], rows: Tensor | None = None, skipped: Tensor | None = None
+    ) -> Mapping[str, Tensor]:
+        """Return the requested outputs, FP32.
+
+        `embedding` (not normalised) and `logits` have a row for each text, `last_hidden_state` has one for each
+        token. The first `skipped` [texts] tokens of a text are not pooled.
+        """
+        ...
+
+
+class EncoderRunner:
+    """Runs batches of texts. It belongs to the worker thread and keeps only buffers between calls."""
+
+    overlaps = False
+
+    def __init__(
+        self,
+        model: EncoderModel,
+        max_tokens: int,
+        off_reason: str = "",
+        replayed_tokens: int | None = None,
+        planner: LanePlanner = DEFAULT_PLANNER,
+    ) -> None:
+        """Create the buffers and the recordings.
+
+        Args:
+            model: The encoder.
+            room: The most tokens of a batch.
+            off: The reason why no batch is replayed; empty if batches are.
+            usual: Batches of up to this many tokens are replayed natively (None: all).
+            lanes: The lane planner.
+        """
+        self.model = model
+        self._batch = TextBatch(max_tokens, model.config.num_types)
+        self.replay = EncoderReplay(
+            model.hidden, self._batch, max_tokens if replayed_tokens is None else replayed_tokens, off_reason, planner
+        )
+        self.model_seconds = 0.0  # seconds of the last batch in the model's forward pass
+
+    def run(self, spans: Sequence[TextSpan]) -> list[dict[str, bytes]]:
+        """Return the rows of each text by output name, as little-endian FP32 bytes."""
+        with torch.inference_mode():
+            names = {name for span in spans for name in span.request.message.outputs}
+            plan = self.replay.plan_lanes([span.num_tokens for span in spans])
+            spans = [spans[text] for text in plan.order]
+            self._batch.fill(spans)
+            starts = self._batch.starts
+            rows = self._batch.select_rows(self.model.rows(starts, names))
+            started = time.perf_counter()
+            hidden = self.replay(plan)
+            self.model_seconds = time.perf_counter() - started
+            outputs = self.model.outputs(hidden, starts, names, rows, self._skipped(spans))
+            return in_arrival_order(output_bytes(outputs, spans, self.model.config.pooling.normalizes), plan.order)
+
+    def launch(self, spans: Sequence[TextSpan]) -> list[dict[str, bytes]]:
+        """Compute the batch at once: a CPU has no queue to submit it to."""
+        return self.run(spans)
+
+    def wait(self, in_flight: list[dict[str, bytes]]) -> list[dict[str, bytes]]:
+        """Return the results of `launch`, which are complete."""
+        return in_flight
+
+    def survives(self, error: Exception) -> bool:
+        """Return False: the operating system ends a process that has no CPU memory left."""
+        return False
+
+    def _skipped(self, spans: Sequence[TextSpan]) -> Tensor | None:
+        """Return the prompt tokens before each text, or None if they are pooled too."""
+        if not self.model.config.pooling.skips_prompt:
+            return None
+        return torch.tensor([span.text.num_prompt_tokens for span in spans])
+
+
+def output_bytes(outputs: Mapping[str, Tensor], spans: Sequence[TextSpan], normalizes: bool) -> list[dict[str, bytes]]:
+    """Return the rows of each text by output name, as little-endian FP32 bytes.
+
+    Vectors have unit length if the request asks for it, or by default if `normalizes`.
+    """
+    parts: list[dict[str, bytes]] = [{} for _ in spans]
+    for name, tensor in outputs.items():
+        if name == "embedding":
+            cut = embedding_bytes(tensor, spans, normalizes)
+        elif name == "last_hidden_state":
+            cut = split_bytes(tensor, [span.num_tokens for span in spans])
+        else:
+            cut = split_bytes(tensor, [1] * len(spans))
+        for own, part in zip(parts, cut, strict=True):
+            own[name] = part
+    return parts
+
+
+def embedding_bytes(vectors: Tensor, spans: Sequence[TextSpan], normalizes: bool) -> list[bytes]:
+    """Cut pooled vectors [texts, size] to the requested dimensions and normalise them.
+
+    A request decides whether its vectors get unit length; `usual` is the default.
+    """
+    asked = [(span.request.message.dimensions, span.request.message.normalize) for span in spans]
+    found: dict[int, bytes] = {}
+    for dimensions, normalize in dict.fromkeys(asked):
+        own = [row for row, one in enumerate(asked) if one == (dimensions, normalize)]
+        rows = (vectors if len(own) == len(asked) else vectors[own])[:, :dimensions]
+        rows = F.normalize(rows, dim=-1) if (normalizes if normalize is None else normalize) else rows
+        found.update(zip(own, split_bytes(rows, [1] * len(own)), strict=True))
+    return [found[row] for row in range(len(asked))]
+
+
+def in_arrival_order(rows: Sequence[dict[str, bytes]], order: Sequence[int]) -> list[dict[str, bytes]]:
+    """Return the rows in arrival order; `rows[i]` belongs to the text that arrived as number `order[i]`."""
+    return [row for _, row in sorted(zip(order, rows, strict=True), key=itemgetter(0))]
+
+
+def split_bytes(rows: Tensor, counts: Sequence[int]) -> list[bytes]:
+    """Split rows [n, size] FP32 into parts of `counts` rows each, as bytes."""
+    whole = rows.contiguous().numpy().astype("<f4", copy=False).tobytes()
+    width = rows.shape[1] * rows.itemsize
+    ends = list(accumulate(counts))
+    return [whole[(end - count) * width : end * width] for count, end in zip(counts, ends, strict=True)]

@@ -1,0 +1,239 @@
+"""Runs a batch of texts on a GPU: one copy to the device, layers and heads, one copy back, results as bytes.
+
+The queue decides which texts are in the batch. `encode_device_batch` defines the memory layout.
+
+Records small batches of texts on a device, once for each shape, and replays each as one call.
+
+Submitting such a batch layer by layer takes longer than the device needs to compute it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import (
+    Callable,
+    Collection,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from app.backends.base import (
+    CapturedGraph,
+    DeviceBackend,
+    DeviceEvent,
+)
+from app.engine.encoder.batching import TextSpan
+from app.engine.encoder.cpu_runner import (
+    EncoderModel,
+    output_bytes,
+)
+from app.engine.encoder.device_inputs import (
+    DeviceTextBatch,
+    TextBatchShape,
+    padded_shape,
+    recorded_shapes,
+)
+
+_LOG = logging.getLogger(__name__)
+ComputeTexts = Callable[[TextBatchShape], Tensor]
+ProgressCallback = Callable[[int, int], None]  # done, total
+
+
+class DeviceEncoderReplay:
+    """The recordings of one runner.
+
+    Only the usual output is recorded: a request for the hidden state of every token waits for the copy, not for
+    submission.
+    """
+
+    def __init__(self, backend: DeviceBackend, texts: DeviceTextBatch, compute: ComputeTexts, off_reason: str = "") -> None:
+        """Start without recordings.
+
+        `compute` returns the usual output [texts, size] FP32 of the batch that is in `texts`. `off` is the reason
+        to record nothing.
+        """
+        self.reason = off_reason  # reason why nothing more is recorded; empty if all was
+        self.num_runs = 0  # number of steps that were replayed
+        self._backend, self._texts, self._compute = backend, texts, compute
+        self._captured: dict[TextBatchShape, CapturedGraph] = {}
+        self._results: dict[TextBatchShape, Tensor] = {}
+
+    @property
+    def most_tokens(self) -> int:
+        """Largest number of tokens in a step that is replayed; 0 if none is."""
+        return max((shape.tokens for shape in self._captured), default=1) - 1
+
+    def record(
+        self, shapes: Sequence[TextBatchShape], example: Sequence[TextSpan], progress: ProgressCallback = lambda done, total: None
+    ) -> None:
+        """Record all of these shapes, the largest first, so that the others reuse its memory.
+
+        `example` is a batch that fits each of them.
+        """
+        for done, shape in enumerate(sorted(shapes, reverse=True)):
+            if self.reason:
+                return
+            self._record(shape, example)
+            progress(done + 1, len(shapes))
+
+    def _record(self, shape: TextBatchShape, example: Sequence[TextSpan]) -> None:
+        try:
+            self._texts.fill(example, shape)
+            result = self._compute(shape).clone()  # allocated outside of the recording, so that it remains
+            self._backend.synchronize()
+            captured = self._backend.capture(lambda: _copy_into(result, self._compute(shape)))
+        except RuntimeError as error:  # torch's out-of-memory error is one too
+            self._backend.recover_from_oom(error)
+            self.reason = f"{shape.texts} texts of {shape.tokens} tokens could not be recorded: {error}"
+            _LOG.warning("No more batches of texts are recorded: %s. They are computed eagerly.", self.reason)
+            return
+        if captured is None:
+            self.reason = "this kind of device records nothing"
+            return
+        self._captured[shape], self._results[shape] = captured, result
+
+    def padded_shape(self, tokens: int, texts: int) -> TextBatchShape | None:
+        """Return the recorded shape that a batch is padded to, or None if it is computed as it is."""
+        return padded_shape(tokens, texts, self._captured)
+
+    def __call__(self, shape: TextBatchShape) -> Tensor:
+        """Return the usual output of the batch that was filled in; the next step of that shape overwrites it."""
+        self.num_runs += 1
+        self._captured[shape].replay()
+        return self._results[shape]
+
+
+def _copy_into(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)
+
+
+@dataclass(frozen=True, slots=True)
+class InFlightTexts:
+    """A batch in flight. Its outputs are on the host once the device has passed the mark."""
+
+    spans: tuple[TextSpan, ...]
+    outputs: Mapping[str, Tensor]
+    mark: DeviceEvent
+    launched: float
+
+
+class DeviceEncoderRunner:
+    """Runs batches of texts on a device.
+
+    It belongs to the worker thread and keeps no state except batches in flight.
+    """
+
+    overlaps = True
+
+    def __init__(self, model: EncoderModel, backend: DeviceBackend, max_tokens: int, off_reason: str = "") -> None:
+        """Create the buffers for batches of at most `room` tokens.
+
+        `off` is the reason why no batch is recorded. If it is empty, small batches are recorded once `record` is
+        called.
+        """
+        self.model, self.backend = model, backend
+        self.model_seconds = 0.0  # seconds of the last batch, until its results were on the host
+        self._results_at = 0.0  # time at which the results of the last batch were on the host
+        self._default_output = model.config.outputs[0]
+        self._texts = DeviceTextBatch(backend, max_tokens, model.config)
+        self._results = _HostResults(backend)
+        self.replay = DeviceEncoderReplay(backend, self._texts, self._compute_default_output, off_reason)
+
+    def run(self, spans: Sequence[TextSpan]) -> list[dict[str, bytes]]:
+        """Return the rows of each text by output name, as little-endian FP32 bytes."""
+        return self.wait(self.launch(spans))
+
+    @torch.inference_mode()
+    def launch(self, spans: Sequence[TextSpan]) -> InFlightTexts:
+        """Submit this batch to the device and return at once. At most one other batch may be in flight."""
+        launched = time.perf_counter()
+        wanted = {name for span in spans for name in span.request.message.outputs}
+        names = [name for name in self.model.config.outputs if name in wanted]
+        try:
+            outputs = self._results.fetch(self._submit(spans, names))
+        except RuntimeError:
+            self.backend.synchronize()  # submitted work still reads the buffer that the next attempt overwrites
+            raise
+        return InFlightTexts(tuple(spans), outputs, self.backend.record_event(), launched)
+
+    @torch.inference_mode()
+    def wait(self, in_flight: InFlightTexts) -> list[dict[str, bytes]]:
+        """Wait for a batch and return its results. Call it in the order of launching."""
+        in_flight.mark.wait()
+        now = time.perf_counter()
+        self.model_seconds, self._results_at = now - max(in_flight.launched, self._results_at), now
+        return output_bytes(in_flight.outputs, in_flight.spans, self.model.config.pooling.normalizes)
+
+    @torch.inference_mode()
+    def record(self, example: Sequence[TextSpan], progress: ProgressCallback = lambda done, total: None) -> None:
+        """Record small batches, so that each one is later submitted as a single call.
+
+        `example` is one text of one token.
+        """
+        self.replay.record(recorded_shapes(self._texts.max_tokens), example, progress)
+        self.backend.synchronize()
+
+    def survives(self, error: Exception) -> bool:
+        """Return True if the error was a lack of memory. Memory that can be released has then been released."""
+        return self.backend.recover_from_oom(error)
+
+    def _submit(self, spans: Sequence[TextSpan], names: Collection[str]) -> Mapping[str, Tensor]:
+        """Submit the batch and return its outputs on the device, which may not be finished."""
+        lengths = [span.num_tokens for span in spans]
+        exact = TextBatchShape(sum(lengths), len(lengths))
+        shape = self.replay.padded_shape(exact.tokens, exact.texts) if list(names) == [self._default_output] else None
+        self._texts.fill(spans, shape or exact)
+        if shape is not None:
+            return {self._default_output: self.replay(shape)[: exact.texts]}
+        return self._outputs(exact, max(lengths), names)
+
+    def _compute_default_output(self, shape: TextBatchShape) -> Tensor:
+        return self._outputs(shape, shape.tokens, (self._default_output,))[self._default_output]
+
+    def _outputs(self, shape: TextBatchShape, most_tokens: int, names: Collection[str]) -> Mapping[str, Tensor]:
+        """Return the outputs of the batch that was filled in, whose longest text has at most `most_tokens` tokens."""
+        texts = self._texts.view(shape, most_tokens)
+        rows = self.model.rows(texts.starts, names)
+        hidden = self.model.hidden(texts.context(), rows)
+        return self.model.outputs(hidden, texts.starts, names, rows, texts.skipped)
+
+
+class _HostResults:
+    """Host buffers for the outputs of a batch: one copy from the device, into memory that is reused.
+
+    There are two, since the next batch may be written while one is read.
+    """
+
+    def __init__(self, backend: DeviceBackend) -> None:
+        self._backend = backend
+        self._hosts = [torch.empty(0), torch.empty(0)]
+
+    def fetch(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Start the copy of the outputs. The FP32 host tensors are valid until the call after the next.
+
+        A call that raises does not count.
+        """
+        parts = [output.flatten() for output in outputs.values()]
+        flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+        assert flat.dtype == torch.float32, "heads return fp32"
+        if len(flat) > len(self._hosts[0]):
+            self._hosts[0] = self._backend.staging_buffer(_buffer_size(len(flat))).view(torch.float32)
+        host = self._hosts[0][: len(flat)]
+        host.copy_(flat, non_blocking=True)
+        self._hosts.reverse()
+        sizes = [prod(output.shape) for output in outputs.values()]
+        return {name: part.view(outputs[name].shape) for name, part in zip(outputs, torch.split(host, sizes), strict=True)}
+
+
+def _buffer_size(elements: int) -> int:
+    """Return the size of an int64 buffer for `elements` FP32 values.
+
+    It is a power of two, so that the buffer is seldom reallocated.
+    """
+    return max(1, 1 << ((elements - 1) // 2).bit_length())

@@ -1,0 +1,289 @@
+"""Dynamic batching of an encoder.
+
+The queue selects the texts of a step, the runner computes them, and the engine assembles the answers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import (
+    Callable,
+    Mapping,
+)
+from collections.abc import (
+    Sequence as Items,
+)
+from dataclasses import (
+    dataclass,
+    replace,
+)
+from typing import (
+    Any,
+    Protocol,
+)
+
+from app.engine.encoder.batching import (
+    BatchingDelay,
+    EncodeState,
+    TextBudget,
+    TextQueue,
+    TextSpan,
+)
+from app.errors import (
+    ContextLengthExceeded,
+    InvalidRequest,
+    RequestError,
+    StepFailed,
+    WrongModelKind,
+)
+from app.hardware.step_times import ThrottleCorrection
+from app.messages import (
+    Abort,
+    ArraysReady,
+    Encode,
+    Event,
+    RequestFailed,
+    Text,
+    Timings,
+)
+from app.metrics.stats import (
+    EngineSnapshot,
+    StepStats,
+)
+
+
+class TextRunner(Protocol):
+    """Computes texts: for each text, rows of little-endian FP32 bytes by output name."""
+
+    @property
+    def model_seconds(self) -> float:
+        """Seconds of the last batch in the model's forward pass."""
+        ...
+
+    @property
+    def overlaps(self) -> bool:
+        """True if a batch may be launched while another is in flight."""
+        ...
+
+    def launch(self, spans: Items[TextSpan]) -> Any:
+        """Start a batch and return what `wait` takes; wait in the order of launching."""
+        ...
+
+    def wait(self, in_flight: Any) -> Items[Mapping[str, bytes]]:
+        """Return the rows of each text, by output name."""
+        ...
+
+    def survives(self, error: Exception) -> bool:
+        """Return True if the error was a lack of memory that a smaller batch may avoid."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlightBatch:
+    """A batch in flight, and the time when it was started."""
+
+    spans: tuple[TextSpan, ...]
+    in_flight: Any
+    launched_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderLimits:
+    """The limits of a request: the most tokens of a text, and the outputs that exist.
+
+    A step has at most `max_running_seqs` texts.
+
+    The service refuses the same requests earlier, with messages in terms of its API.
+    """
+
+    max_model_len: int
+    max_running_seqs: int
+    outputs: tuple[str, ...]
+
+    def refusal(self, message: Encode) -> RequestError | None:
+        """Return the error of a request that can never be computed, or None."""
+        if not message.texts or not message.outputs:
+            return InvalidRequest("There is nothing to encode.", field="input")
+        missing = next((name for name in message.outputs if name not in self.outputs), None)
+        if missing is not None:
+            return WrongModelKind(f"This model has no {missing}: it gives {', '.join(self.outputs)}.")
+        for text in message.texts:
+            if not text.token_ids or len(text.type_ids) not in (0, len(text.token_ids)):
+                return InvalidRequest("A text has no tokens, or types for some of them only.", field="input")
+            if len(text.token_ids) > self.max_model_len:
+                reason = f"A text has {len(text.token_ids)} tokens, but this model reads at most {self.max_model_len}."
+                return ContextLengthExceeded(reason, field="input")
+        return None
+
+
+class EncoderEngine:
+    """The engine of encoders, as the worker calls it. `stats` describes the last step.
+
+    A step that fails is tried again request by request, each alone. Only a request whose texts cannot be computed
+    ends with `StepFailed`. A step that needs more memory than there is is tried again in parts. If enough texts
+    are queued to fill the next step, a runner that overlaps launches it before this one is waited for: texts are
+    described and answers are assembled while the device computes.
+    """
+
+    def __init__(
+        self, runner: TextRunner, limits: EncoderLimits, delay: BatchingDelay, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.queue = TextQueue()
+        self.runner = runner
+        self.throttle_correction = ThrottleCorrection()
+        self.stats: StepStats | None = None
+        self._limits, self._delay, self._clock = limits, delay, clock
+        self._budget = TextBudget(limits.max_running_seqs)
+        self._spans: tuple[TextSpan, ...] = ()  # texts of the batches that are in flight, or that raised
+        self._launched_ahead: _InFlightBatch | None = None
+        self._ended = 0.0  # end of the last step
+
+    @property
+    def has_work(self) -> bool:
+        """True if texts are queued or a batch is in flight."""
+        return len(self.queue) > 0 or self._launched_ahead is not None
+
+    @property
+    def batching_delay_seconds(self) -> float:
+        """Seconds that the worker may wait for more texts although some are queued."""
+        if not self.queue or self._launched_ahead is not None:
+            return 0.0
+        return self._delay.batching_delay_seconds(self.queue.num_tokens, self._clock())
+
+    def add(self, message: Encode) -> list[Event]:
+        """Queue a request; return its failure if it can never be computed."""
+        assert message.request_id not in self.queue, "request ids are unique"
+        error = self._limits.refusal(message)
+        if error is not None:
+            return [RequestFailed(message.request_id, error)]
+        self._delay.observe_arrival(message.arrived_at, self.queue.add(message).num_tokens)
+        return []
+
+    def abort(self, command: Abort) -> list[Event]:
+        """Drop a request. It gets no event, since its client has gone."""
+        self.queue.remove(command.request_id)
+        return []
+
+    def step(self) -> list[Event]:
+        """Compute the next batch and return the answers that are complete now."""
+        self.throttle_correction.begin()
+        now, self._launched_ahead = self._launched_ahead or self._launch(), None
+        if now is None:
+            return []
+        self._launched_ahead = self._launch() if self._next_is_full() else None
+        rows = self.runner.wait(now.in_flight)
+        ended = self._clock()
+        events = self._gather(now.spans, rows, ended)
+        self._spans = () if self._launched_ahead is None else self._launched_ahead.spans
+        stats = encode_step_stats(now.spans, ended - max(now.launched_at, self._ended), self.runner.model_seconds)
+        self._ended = ended
+        self.stats = replace(stats, throttle_correction=self.throttle_correction.of(stats.seconds))
+        self._delay.observe(self.stats)
+        self._budget.succeeded(self._delay.target_tokens)
+        if events:
+            self._delay.observe_answers(ended, len(events))
+        return events
+
+    def _launch(self) -> _InFlightBatch | None:
+        """Start the next batch, or a smaller one if memory is short. Return None if no texts are queued."""
+        began = self._clock()
+        while spans := self.queue.take(self._budget.capacity(self._delay.target_tokens)):
+            self._spans += spans
+            try:
+                launched = _InFlightBatch(spans, self.runner.launch(spans), began)
+            except RuntimeError as error:  # torch's out-of-memory error is one
+                if not (self.runner.survives(error) and self._budget.shrink(spans)):
+                    raise
+                self._spans = self._spans[: -len(spans)]
+                self._put_back(spans)
+                continue
+            for span in spans:
+                if span.request.started_at is None:
+                    span.request.started_at = began
+            return launched
+        return None
+
+    def _next_is_full(self) -> bool:
+        """Return True if waiting cannot add texts to the next step.
+
+        A request that is computed alone shares its step with no other.
+        """
+        if not self.runner.overlaps or self.queue.num_tokens < self._delay.target_tokens:
+            return False
+        return not any(request.runs_alone for request in self.queue.requests)
+
+    def fail(self) -> list[Event]:
+        """Handle a step that raised: its requests are queued again to run alone, and one that was alone already ends.
+
+        If no batch was in flight, all requests end.
+        """
+        error = StepFailed("The step that computed this request failed; the server's log says why. It may be sent again.")
+        spans, self._spans, self._launched_ahead = self._spans, (), None
+        if not spans:
+            return self.fail_all(error)
+        requests = list(dict.fromkeys(span.request for span in spans))
+        if len(requests) == 1:
+            return self._end(requests, error)
+        self._put_back(spans)
+        for request in requests:
+            request.runs_alone = True
+        return []
+
+    def check(self) -> None:
+        """Compute a text of one token, without touching the queue. Raises if that fails."""
+        message = Encode("check", (Text((0,)),), self._limits.outputs[:1], arrived_at=0.0)
+        self.runner.wait(self.runner.launch(EncodeState.from_message(message).spans()))
+
+    def fail_all(self, error: RequestError) -> list[Event]:
+        """End every request with this error."""
+        return self._end(list(self.queue.requests), error)
+
+    def snapshot(self) -> EngineSnapshot:
+        """Return the state of the queue for the service and the metrics."""
+        requests = self.queue.requests
+        running = sum(bool(request.results) for request in requests)
+        return EngineSnapshot(
+            num_running=running,
+            num_waiting=len(self.queue) - running,
+            stepped_at=self._clock(),
+            queue=tuple(request.tokens_left for request in requests),
+            step_times=self._delay.step_times,
+        )
+
+    def _gather(self, spans: Items[TextSpan], rows: Items[Mapping[str, bytes]], now: float) -> list[Event]:
+        events: list[Event] = []
+        for span, own in zip(spans, rows, strict=True):
+            request = span.request
+            request.results[span.index] = {name: own[name] for name in request.message.outputs}
+            if request.is_done and self.queue.remove(request.message.request_id):  # false if it was aborted meanwhile
+                events.append(_arrays_ready(request, now))
+        for request in dict.fromkeys(span.request for span in spans):
+            request.runs_alone = False
+        return events
+
+    def _put_back(self, spans: Items[TextSpan]) -> None:
+        for request in dict.fromkeys(span.request for span in spans):
+            request.put_back(span for span in spans if span.request is request)
+
+    def _end(self, requests: Items[EncodeState], error: RequestError) -> list[Event]:
+        ended = [request.message.request_id for request in requests]
+        return [RequestFailed(request_id, error) for request_id in ended if self.queue.remove(request_id)]
+
+
+def _arrays_ready(request: EncodeState, now: float) -> ArraysReady:
+    message, started_at = request.message, request.started_at
+    assert started_at is not None, "it was in a step"
+    timings = Timings(queue_seconds=max(started_at - message.arrived_at, 0.0), encode_seconds=now - started_at)
+    return ArraysReady(message.request_id, request.arrays(), timings, request.num_tokens)
+
+
+def encode_step_stats(spans: Items[TextSpan], seconds: float, model_seconds: float) -> StepStats:
+    """Return the statistics of a step, for the metrics and the batching delay."""
+    return StepStats(
+        seconds=seconds,
+        num_sequences=len(spans),
+        model_seconds=model_seconds,
+        encode_tokens=sum(span.num_tokens for span in spans),
+        num_encode_sequences=len(spans),
+        encode_pairs=sum(span.num_tokens**2 for span in spans),
+    )

@@ -1,0 +1,1 @@
+"""Sampling of the next token on the CPU and on a device."""

@@ -1,0 +1,222 @@
+"""Sampler: each sequence's next token, or a beam's best candidates, from one step's logits.
+
+Rows are grouped by their sampling method. The scheduler decides where a sequence ends and which beams continue.
+
+Sampling from each row's top logits alone, for greedy sequences and those that sample from a small top_k.
+
+The sampler handles requests that need full logits: penalties, beams, and random sampling without a limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import (
+    Callable,
+)
+from collections.abc import (
+    Sequence as Rows,
+)
+from dataclasses import replace
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from app.engine.sampling.rows import (
+    apply_penalties,
+    filtered_probabilities,
+    multinomial,
+    require_finite,
+    select_rows,
+    uniform_number,
+)
+from app.engine.scheduler.batch import (
+    LogitRow,
+    SampledTokens,
+)
+from app.engine.scheduler.sequence import Sequence
+from app.kernels.elementwise.activations import (
+    MAX_TOP_LOGITS,
+    TopLogits,
+    TopLogitsRequest,
+)
+
+SampleRows = Callable[[Tensor, Rows[LogitRow]], list[SampledTokens]]
+
+
+class Sampler:
+    """A stateless sampler.
+
+    The result depends only on the logits and the sequence, so neither the batch nor a preemption changes it.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def sample(self, logits: Tensor, rows: Rows[LogitRow]) -> list[SampledTokens]:
+        """Return one `SampledTokens` per row of logits [rows, vocab].
+
+        Raises:
+            StepFailed: The logits are not finite.
+        """
+        expected = (len(rows), self.vocab_size)
+        assert logits.shape == expected, f"one row of logits for each row to sample: got {tuple(logits.shape)}, not {expected}"
+        groups: dict[SampleRows, list[int]] = {}
+        for index, row in enumerate(rows):
+            groups.setdefault(_sampling_function(row.sequence), []).append(index)
+        samples: list[SampledTokens] = [SampledTokens(())] * len(rows)
+        for sample_rows, indices in groups.items():
+            chosen = sample_rows(select_rows(logits, indices), [rows[index] for index in indices])
+            for index, one in zip(indices, chosen, strict=True):
+                samples[index] = one
+        return _with_logprobs(samples, logits, rows)
+
+
+def _sampling_function(sequence: Sequence) -> SampleRows:
+    if sequence.is_beam:
+        return _beam_candidates
+    if not sequence.params.greedy:
+        return _sample_random
+    return _sample_greedy_penalised if sequence.params.has_penalties else _sample_greedy
+
+
+def _sample_greedy(logits: Tensor, rows: Rows[LogitRow]) -> list[SampledTokens]:
+    """Sample greedily in one pass over the logits, without converting them.
+
+    `max` takes the lowest id among equals, and is faster than `argmax` in bfloat16.
+    """
+    best, token_ids = logits.max(-1)
+    require_finite(best)
+    return [SampledTokens((token_id,)) for token_id in token_ids.tolist()]
+
+
+def _sample_greedy_penalised(logits: Tensor, rows: Rows[LogitRow]) -> list[SampledTokens]:
+    require_finite(logits.amax(-1))
+    return _sample_greedy(apply_penalties(logits, [row.sequence for row in rows]), rows)
+
+
+def _sample_random(logits: Tensor, rows: Rows[LogitRow]) -> list[SampledTokens]:
+    """Sample randomly. The random number depends on the seed and on the position of the new token."""
+    require_finite(logits.amax(-1))
+    scores = apply_penalties(logits, [row.sequence for row in rows])
+    probs = filtered_probabilities(scores, [row.sequence.params for row in rows])
+    uniforms = [uniform_number(row.sequence.seed, row.position) for row in rows]
+    return [SampledTokens((token_id,)) for token_id in multinomial(probs, uniforms).tolist()]
+
+
+def _beam_candidates(logits: Tensor, rows: Rows[LogitRow]) -> list[SampledTokens]:
+    """Return each parent's best candidates with log-probabilities, best first.
+
+    A beam search ignores the temperature.
+    """
+    require_finite(logits.amax(-1))
+    sequences = [row.sequence for row in rows]
+    logprobs = _log_softmax(apply_penalties(logits, sequences))
+    best = _top_tokens(logprobs, max(sequence.num_candidates for sequence in sequences))
+    samples = []
+    for row, sequence in zip(best, sequences, strict=True):
+        candidates = row[: sequence.num_candidates]
+        samples.append(SampledTokens(tuple(one for one, _ in candidates), tuple(logprob for _, logprob in candidates)))
+    return samples
+
+
+def _with_logprobs(samples: list[SampledTokens], logits: Tensor, rows: Rows[LogitRow]) -> list[SampledTokens]:
+    """Add log-probabilities to the rows that requested them.
+
+    They are natural logarithms under the model's distribution before penalties and temperature.
+    """
+    requested = [index for index, row in enumerate(rows) if row.sequence.params.logprobs is not None]
+    if not requested:
+        return samples
+    logprobs = _log_softmax(select_rows(logits, requested).to(torch.float32, copy=True))
+    best = _top_tokens(logprobs, max(rows[index].sequence.params.logprobs or 0 for index in requested))
+    chosen = torch.tensor([samples[index].token_ids[:1] for index in requested], device=logprobs.device)
+    own_logprobs = logprobs.gather(1, chosen).squeeze(1).tolist()
+    result = list(samples)
+    for place, index in enumerate(requested):
+        one, top = samples[index], tuple(best[place][: rows[index].sequence.params.logprobs])
+        own = one.logprobs or (own_logprobs[place],)  # a beam already has those of its candidates
+        result[index] = replace(one, logprobs=own, top=top)
+    return result
+
+
+def _log_softmax(scores: Tensor) -> Tensor:
+    """Return the log-softmax, computed in place: writing new memory of this size costs more than the arithmetic."""
+    return torch.log_softmax(scores, -1, out=scores)
+
+
+def _top_tokens(logprobs: Tensor, count: int) -> list[list[tuple[int, float]]]:
+    """Return each row's `count` most likely tokens with log-probabilities, best first.
+
+    Among equals, the lower id comes first.
+    """
+    values, token_ids = logprobs.topk(min(count, logprobs.shape[1]))
+    pairs = (zip(ids, row, strict=True) for ids, row in zip(token_ids.tolist(), values.tolist(), strict=True))
+    return [sorted(row, key=lambda pair: (-pair[1], pair[0])) for row in pairs]
+
+
+def top_logits_request(rows: Rows[LogitRow]) -> TopLogitsRequest | None:
+    """Return the number of top logits that is sufficient for all of these rows; None if a row needs full logits."""
+    max_count, logsumexp = 0, False
+    for row in rows:
+        enough = _sufficient_count(row.sequence)
+        if enough is None:
+            return None
+        max_count, logsumexp = max(max_count, enough), logsumexp or row.sequence.params.logprobs is not None
+    return TopLogitsRequest(max_count, logsumexp) if max_count else None
+
+
+def _sufficient_count(sequence: Sequence) -> int | None:
+    params = sequence.params
+    if sequence.is_beam or params.has_penalties:
+        return None
+    num_candidates = 1 if params.greedy else params.top_k
+    count = max(num_candidates, params.logprobs or 0)
+    return count if num_candidates > 0 and count <= MAX_TOP_LOGITS else None
+
+
+def sample_top_logits(top_logits: TopLogits, rows: Rows[LogitRow]) -> list[SampledTokens]:
+    """Sample one token per row, with the same result as the sampler has for full rows.
+
+    If several tokens tie for the last of the `top_k` places, only the one with the lower id is kept. From full
+    rows, all of them are kept.
+
+    Raises:
+        StepFailed: The logits are not finite.
+    """
+    values, ids = top_logits.values.tolist(), top_logits.ids.tolist()
+    if not all(isfinite(row[0]) for row in values):
+        require_finite(top_logits.values[:, 0])
+    drawn = [index for index, row in enumerate(rows) if not row.sequence.params.greedy]
+    places = [0] * len(rows)
+    if drawn:
+        for index, place in zip(drawn, _sample_random_places(top_logits, [rows[index] for index in drawn], drawn), strict=True):
+            places[index] = place
+    logprobs = None if top_logits.logsumexp is None else (top_logits.values - top_logits.logsumexp.unsqueeze(1)).tolist()
+    return [
+        _sampled_tokens(ids[index], None if logprobs is None else logprobs[index], place, row.sequence)
+        for index, (place, row) in enumerate(zip(places, rows, strict=True))
+    ]
+
+
+def _sample_random_places(top_logits: TopLogits, rows: Rows[LogitRow], indices: list[int]) -> list[int]:
+    """Return, for each row, the index of the sampled token among its top logits.
+
+    Sampling is in vocabulary order, as it is for full rows.
+    """
+    order = top_logits.ids[indices].argsort(-1)
+    scores = top_logits.values[indices]
+    for index, row in enumerate(rows):
+        scores[index, row.sequence.params.top_k :] = -torch.inf
+    probs = filtered_probabilities(scores.gather(-1, order), [row.sequence.params for row in rows])
+    uniforms = [uniform_number(row.sequence.seed, row.position) for row in rows]
+    chosen: Tensor = order.gather(-1, multinomial(probs, uniforms).unsqueeze(-1)).squeeze(-1)
+    return [int(place) for place in chosen.tolist()]
+
+
+def _sampled_tokens(ids: list[int], logprobs: list[float] | None, place: int, sequence: Sequence) -> SampledTokens:
+    """Return the token at `place` of a row's top logits, with log-probabilities if they were requested."""
+    count = sequence.params.logprobs
+    if count is None:
+        return SampledTokens((ids[place],))
+    assert logprobs is not None, "log-probabilities were requested"
+    return SampledTokens((ids[place],), (logprobs[place],), tuple(zip(ids[:count], logprobs[:count], strict=True)))

@@ -1,0 +1,156 @@
+"""Beam search over one request: select the continuations to keep and the best hypothesis.
+
+The scheduler assigns slots and steps. A score is the mean log-probability of a completion's tokens, including the
+stop token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import (
+    Iterable,
+    Iterator,
+)
+from dataclasses import (
+    dataclass,
+    replace,
+)
+from math import inf
+
+from app.engine.scheduler.batch import SampledTokens
+from app.engine.scheduler.sequence import Sequence
+from app.messages import (
+    FinishReason,
+    TokenLogprob,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """One more token for a beam.
+
+    `logprob` is the cumulative log-probability with this token. `token` has the sampler's result for it.
+    """
+
+    parent: Sequence
+    logprob: float
+    token: TokenLogprob
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of completion tokens, this one included."""
+        return self.parent.num_completion_tokens + 1
+
+    @property
+    def score(self) -> float:
+        """Mean log-probability of the completion's tokens, this one included."""
+        return self.logprob / self.num_tokens
+
+    @property
+    def token_logprobs(self) -> tuple[TokenLogprob, ...]:
+        """Log-probabilities of each token of the completion; empty if they were not requested."""
+        return (*self.parent.beam_token_logprobs, self.token) if self.parent.params.logprobs is not None else ()
+
+    def child(self) -> Sequence:
+        """Return a new beam that continues the parent. It has no slot yet."""
+        return replace(
+            self.parent,
+            token_ids=[*self.parent.token_ids, self.token.token_id],
+            slot=None,
+            beam_logprob=self.logprob,
+            beam_token_logprobs=self.token_logprobs,
+        )
+
+    def extend_parent(self) -> None:
+        """Append the token to the parent itself. Call this only after all children have been created."""
+        beam = self.parent
+        beam.beam_logprob, beam.beam_token_logprobs = self.logprob, self.token_logprobs
+        beam.token_ids.append(self.token.token_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """A finished completion. Its stop token counts in the score but is not part of `validate_token_ids`."""
+
+    score: float
+    token_ids: tuple[int, ...]
+    token_logprobs: tuple[TokenLogprob, ...]
+    reason: FinishReason
+    stop_token_id: int | None = None
+
+
+class BeamGroup:
+    """The beams of one request, all decoded in the same steps.
+
+    The group begins with one beam, the root. The root represents the request until the search ends.
+    """
+
+    def __init__(self, root: Sequence) -> None:
+        self.root = root
+        self.width = root.params.beam_width
+        self.beams = [root]
+        self.finished: list[Hypothesis] = []  # best first, at most `width` entries
+
+    def select(self, sampled: Iterable[tuple[Sequence, SampledTokens]]) -> list[Continuation]:
+        """Return the best `width` continuations; an empty list means that the search is over.
+
+        Continuations that end and rank above them become hypotheses.
+        """
+        chosen: list[Continuation] = []
+        num_taken = 0
+        for one in sorted(_candidate_continuations(sampled), key=lambda one: -one.logprob):
+            if num_taken == self.width:
+                break
+            if one.token.token_id in one.parent.stop_ids:
+                self._finish(one, "stop")
+                continue
+            num_taken += 1
+            if len(one.parent.token_ids) + 1 >= one.parent.max_length:
+                self._finish(one, "length")
+            else:
+                chosen.append(one)
+        return [] if self._is_over(chosen) else chosen
+
+    def best(self) -> Hypothesis:
+        """Return the best hypothesis of a search that is over."""
+        assert self.finished, "a search that is over has at least one hypothesis"
+        return self.finished[0]
+
+    def restart(self) -> Sequence:
+        """Reset the search to the prompt after its memory was taken away, and return the root.
+
+        Nothing is lost: the search is deterministic, and no token of it has been sent.
+        """
+        root = self.root
+        del root.token_ids[root.num_prompt_tokens :]
+        root.beam_logprob, root.beam_token_logprobs = 0.0, ()
+        self.beams, self.finished = [root], []
+        return root
+
+    def _finish(self, last: Continuation, reason: FinishReason) -> None:
+        is_stop = reason == "stop"
+        token_id = last.token.token_id
+        token_ids = (*last.parent.token_ids[last.parent.num_prompt_tokens :], token_id)
+        token_logprobs = last.token_logprobs[:-1] if is_stop else last.token_logprobs
+        found = Hypothesis(
+            last.score, token_ids[:-1] if is_stop else token_ids, token_logprobs, reason, token_id if is_stop else None
+        )
+        self.finished = sorted([*self.finished, found], key=lambda one: -one.score)[: self.width]
+
+    def _is_over(self, chosen: list[Continuation]) -> bool:
+        """Return True if the search is over.
+
+        It is over if no beam continues, or if `width` hypotheses score at least as well as the best active beam
+        does now.
+        """
+        if len(self.finished) < self.width:
+            return not chosen
+        return max((one.score for one in chosen), default=-inf) <= self.finished[-1].score
+
+
+def _candidate_continuations(sampled: Iterable[tuple[Sequence, SampledTokens]]) -> Iterator[Continuation]:
+    for beam, candidates in sampled:
+        asked = beam.params.logprobs or 0
+        top = candidates.top or tuple(zip(candidates.token_ids, candidates.logprobs, strict=True))
+        for token_id, logprob in zip(candidates.token_ids, candidates.logprobs, strict=True):
+            if logprob > -inf:
+                yield Continuation(beam, beam.beam_logprob + logprob, TokenLogprob(token_id, logprob, top[:asked]))

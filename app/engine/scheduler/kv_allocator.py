@@ -1,0 +1,450 @@
+"""KV slots as counts: accounted positions, shared prefixes, and eviction of cached slots when capacity is needed.
+
+A slot is free, running (a sequence owns it) or cached (it holds the KV of a finished sequence; the least recently
+used slot is evicted first). `placements` finds reusable prefixes, and `KvAllocator` assigns slots to sequences. No
+tensors are used.
+
+Prefix cache lookup: find the longest cached prefix of a prompt, and the placements that can use it.
+
+The lookup only reads slots. `KvSlots` decides which placement fits and makes it.
+
+KV allocation: gives each sequence a slot and takes it back, and keeps the sequence and the slot pool consistent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import (
+    Iterable,
+    Iterator,
+)
+from collections.abc import (
+    Sequence as Items,
+)
+from dataclasses import (
+    dataclass,
+    field,
+)
+
+from app.engine.scheduler.batch import KvCopy
+from app.engine.scheduler.sequence import Sequence
+
+# If fewer tokens than this are shared, they are computed again. They are part of a step that reads all weights
+# anyway (measured: a product of 16 rows costs about as much as one of 8 rows), and sharing would pin a slot for
+# them.
+MIN_SHARED_TOKENS = 16
+
+PositionRange = tuple[int, int]
+_EMPTY_RANGE: PositionRange = (0, 0)
+
+
+@dataclass(slots=True, eq=False)
+class KvSlot:
+    """One long region of KV memory.
+
+    Positions `[0, num_tokens)` of `validate_token_ids` are computed; those below `prefix_tokens` are stored in
+    `prefix_slot`. Invariant: a slot whose prefix is shared does not share a prefix itself, so a context has at
+    most two segments.
+    """
+
+    index: int
+    running: bool = False
+    token_ids: list[int] = field(default_factory=list)  # while running, this is the sequence's list, which grows
+    num_tokens: int = 0
+    prefix_slot: int | None = None
+    prefix_tokens: int = 0
+    reserved: int = 0  # the positions [prefix_tokens, reserved) count against the budget
+    sharers: set[int] = field(default_factory=set)
+    resident: PositionRange = (
+        _EMPTY_RANGE  # positions whose pages may use memory: those accounted for, and those not given back yet
+    )
+    used_at: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A possible location of a sequence.
+
+    It is either the cached slot `reused_slot`, or a new slot that shares the prefix in `prefix_slot` and gets
+    `copies` (source, start, end). The first `cached` of its tokens need not be computed.
+    """
+
+    cached: int = 0
+    reused_slot: int | None = None
+    prefix_slot: int | None = None
+    prefix_tokens: int = 0
+    copies: tuple[tuple[int, int, int], ...] = ()
+
+
+class KvSlots:
+    """All slots and their common token budget.
+
+    `num_slots` should be twice the number of running sequences: each sequence owns one slot and shares the prefix
+    of at most one other slot.
+    """
+
+    def __init__(self, num_slots: int, capacity_tokens: int, tokens_per_page: int = 1) -> None:
+        self.slots = [KvSlot(index) for index in range(num_slots)]
+        self.tokens_per_page = tokens_per_page
+        self.capacity_tokens = capacity_tokens // tokens_per_page * tokens_per_page
+        self.used_tokens = 0  # tokens of whole pages
+        self._shrunk: set[int] = set()
+        self._ticks = 0
+
+    def allocate(self, placement: Placement, token_ids: list[int]) -> int | None:
+        """Return the slot that now runs these tokens, with capacity for all of them.
+
+        Returns None, with nothing changed, if there is no capacity.
+        """
+        if not self.fits(placement, len(token_ids)):
+            return None
+        slot = self._take_slot(placement) if placement.reused_slot is None else self.slots[placement.reused_slot]
+        for source in self._sources(placement):
+            self._tick(self.slots[source])
+        slot.running, slot.token_ids, slot.num_tokens = True, token_ids, placement.cached
+        self._set(slot, placement.prefix_slot, placement.prefix_tokens, min(slot.reserved, placement.cached))
+        reserved = self.reserve(slot.index, len(token_ids))
+        assert reserved, "a placement that fits must have capacity"
+        return slot.index
+
+    def reserve(self, index: int, end: int) -> bool:
+        """Account for positions up to `end`, and evict cached slots if needed.
+
+        Returns False if the running slots leave too little capacity.
+        """
+        slot = self.slots[index]
+        page = self.tokens_per_page
+        if slot.prefix_tokens < slot.reserved <= end and (slot.reserved - 1) // page == (end - 1) // page:
+            # The last page is accounted for already, which is the case in most steps of most sequences.
+            slot.reserved = end
+            return True
+        growth = self._pages(slot.prefix_tokens, end) - self._pages(slot.prefix_tokens, slot.reserved)
+        if growth > 0 and not self._evict(growth):
+            return False
+        self._set(slot, slot.prefix_slot, slot.prefix_tokens, max(end, slot.reserved))
+        return True
+
+    def trim(self, index: int, end: int) -> None:
+        """Stop accounting for positions beyond `end` of a running slot."""
+        slot = self.slots[index]
+        self._set(slot, slot.prefix_slot, slot.prefix_tokens, min(slot.reserved, end))
+
+    def set_computed(self, index: int, num_tokens: int) -> None:
+        """Record that keys and values up to `num_tokens` have been written."""
+        self.slots[index].num_tokens = num_tokens
+
+    def release(self, index: int, keep: int) -> None:
+        """Turn the slot of a sequence that has left into a cached slot.
+
+        Its first `keep` computed tokens stay cached, and so does any prefix that other slots share.
+        """
+        slot = self.slots[index]
+        slot.running = False
+        slot.token_ids = slot.token_ids[: slot.num_tokens]
+        self._tick(slot)
+        self._shrink(slot, max(min(keep, slot.num_tokens), self._pinned(slot)))
+
+    def take_released(self) -> tuple[tuple[int, int, int], ...]:
+        """Return the pages that are no longer accounted for, as (slot, first position, end position).
+
+        Each is returned once.
+        """
+        released = []
+        for index in sorted(self._shrunk):
+            slot = self.slots[index]
+            low, high = self._range(slot)
+            for start, end in ((slot.resident[0], min(low, slot.resident[1])), (max(high, slot.resident[0]), slot.resident[1])):
+                if start < end:
+                    released.append((index, start, end))
+            slot.resident = (low, high)
+        self._shrunk.clear()
+        return tuple(released)
+
+    def in_use_tokens(self, placement: Placement | None = None) -> int:
+        """Return the number of tokens that cannot be evicted: running slots and the prefixes that they share.
+
+        If a placement is given, the prefix that it would share counts too, but not the tokens that it would need
+        itself.
+        """
+        total, page = 0, self.tokens_per_page
+        for slot in self.slots:
+            # `_size` is inlined: one call per slot would cost more than everything else that is computed after a
+            # step
+            if slot.running:
+                low, high = slot.prefix_tokens, slot.reserved
+                total += -(-high // page) * page - low // page * page if low < high else 0
+                continue
+            will_be_shared = placement is not None and placement.prefix_slot == slot.index
+            if not slot.sharers and not will_be_shared:  # true for most slots at every step
+                continue
+            pins = [self.slots[leaner].prefix_tokens for leaner in slot.sharers if self.slots[leaner].running]
+            if placement is not None and will_be_shared:
+                pins.append(placement.prefix_tokens)
+            total += self._pages(0, max(pins, default=0))
+        return total
+
+    def fits(self, placement: Placement, num_tokens: int) -> bool:
+        """Return True if this number of tokens could be placed so.
+
+        All KV that no running sequence uses can be evicted.
+        """
+        if placement.reused_slot is None and not any(self._available(placement)):
+            return False
+        needed = self._pages(placement.prefix_tokens, num_tokens)
+        return self.in_use_tokens(placement) + needed <= self.capacity_tokens
+
+    def _available(self, placement: Placement) -> Iterable[KvSlot]:
+        sources = self._sources(placement)
+        return (slot for slot in self.slots if not slot.running and not slot.sharers and slot.index not in sources)
+
+    def _take_slot(self, placement: Placement) -> KvSlot:
+        """Return a free slot, else the least recently used cached one, emptied."""
+        slot = min(self._available(placement), key=lambda slot: (slot.num_tokens > 0, slot.used_at))
+        self._shrink(slot, 0)
+        return slot
+
+    def _evict(self, tokens: int) -> bool:
+        """Trim cached slots from their ends, least recently used first, as far as needed."""
+        while (missing := self.used_tokens + tokens - self.capacity_tokens) > 0:
+            cached = [slot for slot in self.slots if not slot.running and self._trimmable(slot) > 0]
+            if not cached:
+                return False
+            slot = min(cached, key=lambda slot: slot.used_at)
+            self._shrink(slot, max(self._pinned(slot), self._range(slot)[1] - missing))
+        return True
+
+    def _shrink(self, slot: KvSlot, end: int) -> None:
+        """Cut a slot that is not running to `end`. If the rest is too short to be useful, free the whole slot."""
+        if end <= slot.prefix_tokens or (end < MIN_SHARED_TOKENS and not slot.sharers):
+            end = 0
+        del slot.token_ids[end:]
+        slot.num_tokens = min(slot.num_tokens, end)
+        prefix = (slot.prefix_slot, slot.prefix_tokens) if end else (None, 0)
+        self._set(slot, *prefix, slot.num_tokens)
+
+    def _set(self, slot: KvSlot, prefix_slot: int | None, prefix_tokens: int, reserved: int) -> None:
+        """Change accounting, sharing and touched pages together. This is the only method that changes them."""
+        self.used_tokens -= self._size(slot)
+        if slot.prefix_slot is not None:
+            self.slots[slot.prefix_slot].sharers.discard(slot.index)
+        slot.prefix_slot, slot.prefix_tokens, slot.reserved = prefix_slot, prefix_tokens, reserved
+        if prefix_slot is not None:
+            self.slots[prefix_slot].sharers.add(slot.index)
+        self.used_tokens += self._size(slot)
+        held = self._range(slot)
+        slot.resident = _hull(slot.resident, held)
+        if slot.resident != held:
+            self._shrunk.add(slot.index)
+
+    def _sources(self, placement: Placement) -> set[int]:
+        sources = {source for source, _, _ in placement.copies}
+        return sources if placement.prefix_slot is None else sources | {placement.prefix_slot}
+
+    def _tick(self, slot: KvSlot) -> None:
+        self._ticks += 1
+        slot.used_at = self._ticks
+
+    def _pinned(self, slot: KvSlot) -> int:
+        """Return the number of leading positions of this slot that other slots share."""
+        return max((self.slots[leaner].prefix_tokens for leaner in slot.sharers), default=0)
+
+    def _trimmable(self, slot: KvSlot) -> int:
+        return self._size(slot) - self._pages(slot.prefix_tokens, self._pinned(slot))
+
+    def _size(self, slot: KvSlot) -> int:
+        return self._pages(slot.prefix_tokens, slot.reserved)
+
+    def _pages(self, start: int, end: int) -> int:
+        """Return the number of tokens of the whole pages that contain positions `[start, end)`."""
+        low, high = self._aligned(start, end)
+        return high - low
+
+    def _range(self, slot: KvSlot) -> PositionRange:
+        return self._aligned(slot.prefix_tokens, slot.reserved)
+
+    def _aligned(self, start: int, end: int) -> PositionRange:
+        page = self.tokens_per_page
+        return (start // page * page, -(-end // page) * page) if start < end else _EMPTY_RANGE
+
+
+def _hull(first: PositionRange, second: PositionRange) -> PositionRange:
+    if _EMPTY_RANGE in (first, second):
+        return second if first == _EMPTY_RANGE else first
+    return (min(first[0], second[0]), max(first[1], second[1]))
+
+
+# tokens compared at once by list equality, which runs in C; only a block that differs is compared token by token
+_COMPARED_TOKENS = 128
+_MIN_REUSE_RATIO = 4  # a cached slot is reused in place if at most a quarter of the reused length would be lost with its end
+
+
+def placements(
+    slots: Items[KvSlot], token_ids: list[int], alone: bool = False, minimum: int = MIN_SHARED_TOKENS
+) -> Iterator[Placement]:
+    """Yield the possible placements of a sequence, best first. The last one always computes all tokens.
+
+    At least one token is always left to compute, because its logits are needed.
+
+    Args:
+        slots: All slots.
+        token_ids: Tokens of the sequence.
+        alone: The placement may not share another slot's prefix.
+        minimum: Shortest prefix that is reused, in tokens.
+    """
+    best = _longest_match(slots, token_ids)
+    if best is not None and best[1] >= minimum:
+        source, length = best
+        reusable = not source.running and not source.sharers and not (alone and source.prefix_slot is not None)
+        if reusable and (source.num_tokens - length) * _MIN_REUSE_RATIO <= length:
+            yield _reused_placement(source, length)
+        yield copied_placement(source, length) if alone else shared_placement(source, length)
+        if reusable:
+            yield _reused_placement(source, length)
+    yield Placement()
+
+
+def shared_placement(source: KvSlot, length: int) -> Placement:
+    """Return a placement in a new slot that shares the first `length` tokens of `source`.
+
+    If `source` itself shares a prefix, the new slot shares the same one and gets a copy of the tail of `source`.
+    """
+    if source.prefix_slot is None:
+        return Placement(length, prefix_slot=source.index, prefix_tokens=length)
+    shared = min(length, source.prefix_tokens)
+    tail = ((source.index, shared, length),) if shared < length else ()
+    return Placement(length, prefix_slot=source.prefix_slot, prefix_tokens=shared, copies=tail)
+
+
+def copied_placement(source: KvSlot, length: int) -> Placement:
+    """Return a placement in a new slot with a private copy of the first `length` tokens."""
+    shared = min(length, source.prefix_tokens)
+    parts = ((source.prefix_slot, 0, shared), (source.index, shared, length))
+    return Placement(length, copies=tuple((slot, start, end) for slot, start, end in parts if slot is not None and start < end))
+
+
+def _reused_placement(source: KvSlot, length: int) -> Placement:
+    """Return a placement that reuses the cached slot itself, truncated to the common prefix."""
+    shared = min(length, source.prefix_tokens)
+    return Placement(length, reused_slot=source.index, prefix_slot=source.prefix_slot, prefix_tokens=shared)
+
+
+def _longest_match(slots: Items[KvSlot], token_ids: list[int]) -> tuple[KvSlot, int] | None:
+    """Return the slot with the longest common prefix, and its length.
+
+    Among equals, a slot that can be reused in place comes first, then one that can be shared, then the one with
+    the shortest tail to copy.
+    """
+    limit = len(token_ids) - 1
+    found: dict[int, int] = {}
+    for slot in slots:
+        if slot.prefix_slot is None and slot.num_tokens:
+            found[slot.index] = common_prefix_length(slot.token_ids, token_ids, 0, min(slot.num_tokens, limit))
+    bases = dict(found)
+    for slot in slots:  # a sharing slot can be longer than its base only if the whole shared part matches
+        if (
+            slot.prefix_slot is not None
+            and bases.get(slot.prefix_slot, 0) >= slot.prefix_tokens
+            and slot.num_tokens > slot.prefix_tokens
+        ):
+            found[slot.index] = common_prefix_length(slot.token_ids, token_ids, slot.prefix_tokens, min(slot.num_tokens, limit))
+
+    def worth(index: int) -> tuple[int, bool, int]:
+        slot, length = slots[index], found[index]
+        whole = not slot.running and not slot.sharers and (slot.num_tokens - length) * _MIN_REUSE_RATIO <= length
+        return length, whole, slot.prefix_tokens if slot.prefix_slot is not None else length
+
+    best = max(found, key=worth, default=None)
+    return None if best is None else (slots[best], found[best])
+
+
+def common_prefix_length(first: list[int], second: list[int], start: int, end: int) -> int:
+    """Return the length of the common prefix of two lists.
+
+    Items below `start` are known to be equal, and only those below `end` count.
+    """
+    while start < end:
+        stop = min(start + _COMPARED_TOKENS, end)
+        if first[start:stop] != second[start:stop]:
+            return next(at for at in range(start, stop) if first[at] != second[at])
+        start = stop
+    return start
+
+
+class KvAllocator:
+    """Allocates slots to sequences.
+
+    Copies are collected until the next batch takes them. They are done in order, before anything else of that
+    batch.
+    """
+
+    def __init__(self, pool: KvSlots) -> None:
+        self.pool = pool
+        self._copies: list[KvCopy] = []
+
+    def admit(self, sequence: Sequence) -> bool:
+        """Place a waiting sequence with capacity for all its tokens, and reuse cached KV.
+
+        False if it must wait.
+        """
+        return any(self._allocate(sequence, placement) for placement in self._placements(sequence))
+
+    def can_admit(self, sequence: Sequence) -> bool:
+        """Return True if `admit` would succeed. Nothing changes."""
+        return any(self.pool.fits(placement, len(sequence.token_ids)) for placement in self._placements(sequence))
+
+    def fork(self, parent: Sequence, child: Sequence) -> bool:
+        """Place a child that continues from the tokens that its parent has computed.
+
+        False if there is no capacity.
+        """
+        assert parent.slot is not None, "only a running sequence has children"
+        return self._allocate(child, shared_placement(self.pool.slots[parent.slot], parent.num_computed))
+
+    def grow(self, sequence: Sequence, num_more: int = 0) -> bool:
+        """Reserve capacity for all tokens of a running sequence and `num_more` draft or future tokens.
+
+        Returns False if this would require a preemption.
+        """
+        assert sequence.slot is not None, "a running sequence has a slot"
+        return self.pool.reserve(sequence.slot, len(sequence.token_ids) + num_more)
+
+    def trim(self, sequence: Sequence) -> None:
+        """Release the capacity that was reserved for rejected draft tokens.
+
+        No sequence is ever preempted because of draft tokens.
+        """
+        assert sequence.slot is not None, "a running sequence has a slot"
+        self.pool.trim(sequence.slot, len(sequence.token_ids))
+
+    def set_computed(self, sequence: Sequence, end: int) -> None:
+        """Record that a running sequence is computed up to `end`."""
+        assert sequence.slot is not None, "a computed sequence has a slot"
+        sequence.num_computed = end
+        self.pool.set_computed(sequence.slot, end)
+
+    def release(self, sequence: Sequence, keep: int) -> None:
+        """Take the slot back. The first `keep` computed tokens stay cached."""
+        assert sequence.slot is not None, "a running sequence has a slot"
+        self._copies = [copy for copy in self._copies if copy.target != sequence.slot]
+        self.pool.release(sequence.slot, keep)
+        sequence.slot, sequence.prefix_slot, sequence.prefix_tokens, sequence.num_computed = None, None, 0, 0
+
+    def take_copies(self) -> tuple[KvCopy, ...]:
+        """Return the copies for the next batch, and clear them."""
+        copies, self._copies = tuple(self._copies), []
+        return copies
+
+    def _placements(self, sequence: Sequence) -> Iterator[Placement]:
+        # The prompt of a further choice was computed in order to be shared, so any length is reused. A beam search
+        # begins in a slot without a shared prefix, because its beams will share that slot.
+        minimum = MIN_SHARED_TOKENS if sequence.choice == 0 else 1
+        return placements(self.pool.slots, sequence.token_ids, sequence.is_beam, minimum)
+
+    def _allocate(self, sequence: Sequence, placement: Placement) -> bool:
+        slot = self.pool.allocate(placement, sequence.token_ids)
+        if slot is None:
+            return False
+        sequence.slot, sequence.num_computed = slot, placement.cached
+        sequence.num_admitted += 1
+        sequence.prefix_slot, sequence.prefix_tokens = placement.prefix_slot, placement.prefix_tokens
+        self._copies += [KvCopy(source, slot, start, end) for source, start, end in placement.copies]
+        return True

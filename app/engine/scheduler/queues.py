@@ -1,0 +1,189 @@
+"""Request queues: the waiting and running sequences, each list oldest first, and all transitions between them.
+
+It works on counts and never on tensors. The scheduler decides who is computed in a step and which events are sent.
+`KvAllocator` assigns slots.
+
+Limits of a request: reject one that can never be served, and compute the maximum length of one that can.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import (
+    dataclass,
+    field,
+    replace,
+)
+
+from app.engine.scheduler.beam_search import BeamGroup
+from app.engine.scheduler.kv_allocator import (
+    KvAllocator,
+    KvSlots,
+)
+from app.engine.scheduler.sequence import Sequence
+from app.errors import (
+    ContextLengthExceeded,
+    InvalidRequest,
+    RequestError,
+)
+from app.messages import Generate
+
+
+@dataclass(slots=True)
+class ActiveRequest:
+    """The active sequences of a request.
+
+    Further choices are held until the prompt is computed once, and then share it. The beams of a search count as
+    one choice.
+    """
+
+    active: list[Sequence]
+    held: list[Sequence] = field(default_factory=list)
+    group: BeamGroup | None = None
+
+
+class RequestQueues:
+    """The active requests and their sequences.
+
+    A sequence is in at most one list: held, waiting (no slot) or running (a slot).
+    """
+
+    def __init__(self, allocator: KvAllocator) -> None:
+        self.requests: dict[str, ActiveRequest] = {}
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self._allocator = allocator
+
+    def add(self, choices: list[Sequence]) -> None:
+        """Add a new request, the youngest of all. Its first choice waits for a slot."""
+        group = BeamGroup(choices[0]) if choices[0].is_beam else None
+        self.requests[choices[0].request_id] = ActiveRequest(choices, choices[1:], group)
+        self.waiting.append(choices[0])
+
+    def start(self, sequence: Sequence) -> None:
+        """Add a sequence that has a slot to the running list."""
+        insort(self.running, sequence, key=_arrival_order)
+
+    def admit(self) -> Sequence | None:
+        """Move the oldest waiting sequence to the running list; None if there is no capacity for it."""
+        sequence = self.waiting[0]
+        if not self._allocator.admit(sequence):
+            return None
+        self.start(self.waiting.pop(0))
+        return sequence
+
+    def num_occupied(self) -> int:
+        """Return the number of occupied places.
+
+        These are the running sequences and the places into which a beam search may still grow.
+        """
+        growing = {one.request_id: one.params.beam_width for one in self.running if one.is_beam}
+        return sum(growing.values()) + sum(not one.is_beam for one in self.running)
+
+    def preempt(self) -> None:
+        """Take the slot of the youngest running sequence, or all slots of its beam search.
+
+        It goes back to the waiting list with its tokens and computes them again.
+        """
+        victim = self.running[-1]
+        group = self.requests[victim.request_id].group
+        for sequence in list(group.beams) if group else [victim]:
+            self.release_slot(sequence)
+        insort(self.waiting, group.restart() if group else victim, key=_arrival_order)
+
+    def release_slot(self, sequence: Sequence, keep_tokens: bool = True) -> None:
+        """Take a sequence out of its slot.
+
+        All computed tokens stay cached for other requests; for a beam only the prompt does.
+        """
+        if sequence.slot is None:
+            return
+        keep = sequence.num_prompt_tokens if sequence.is_beam else len(sequence.token_ids)
+        self.running.remove(sequence)
+        self._allocator.release(sequence, keep if keep_tokens else 0)
+
+    def enqueue_held_choices(self, sequence: Sequence) -> None:
+        """Move the held choices of a request to the waiting list, once its prompt is computed and can be shared."""
+        request = self.requests[sequence.request_id]
+        for choice in request.held:
+            insort(self.waiting, choice, key=_arrival_order)
+        request.held.clear()
+
+    def remove(self, sequence: Sequence, keep_tokens: bool = True) -> None:
+        """Remove a finished choice. If others were held until it computed the prompt, the next one takes over."""
+        request = self.requests[sequence.request_id]
+        for one in list(request.group.beams) if request.group else [sequence]:
+            self.release_slot(one, keep_tokens)
+        request.active.remove(sequence)
+        was_held = sequence in request.held
+        if was_held:
+            request.held.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        if request.held and not was_held:
+            insort(self.waiting, request.held.pop(0), key=_arrival_order)
+        if not request.active:
+            del self.requests[sequence.request_id]
+
+
+def _arrival_order(sequence: Sequence) -> int:
+    return sequence.arrival_order
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Limits of the engine.
+
+    `max_model_len` counts prompt and completion together. `max_running_seqs` and `max_batch_tokens` bound a step.
+    """
+
+    max_model_len: int
+    max_running_seqs: int
+    max_batch_tokens: int
+
+    def limited_by(self, pool: KvSlots) -> EngineLimits:
+        """Return these limits, reduced to the capacity of the KV pool.
+
+        One sequence alone then fits the pool, and all decodes fit one step.
+        """
+        return replace(
+            self,
+            max_model_len=min(self.max_model_len, pool.capacity_tokens),
+            max_running_seqs=min(self.max_running_seqs, self.max_batch_tokens, len(pool.slots)),
+        )
+
+
+def request_error(request: Generate, limits: EngineLimits, pool: KvSlots) -> RequestError | None:
+    """Return the error for a request that can never be served; None if it can be served."""
+    num_prompt, width = len(request.token_ids), request.params.beam_width
+    if num_prompt == 0:
+        return InvalidRequest("The prompt has no tokens.", field="prompt")
+    if num_prompt >= limits.max_model_len:
+        return ContextLengthExceeded(
+            f"The prompt has {num_prompt} tokens; with at least one of completion the context holds {limits.max_model_len}.",
+            field="prompt",
+        )
+    # one slot is needed for the prompt that the beams share
+    widest = min(limits.max_running_seqs, len(pool.slots) - 1)
+    if width > max(widest, 1):
+        return InvalidRequest(f"beam_width is at most {max(widest, 1)} on this server, not {width}.", field="beam_width")
+    if max_sequence_tokens(request, limits, pool) <= num_prompt:
+        return ContextLengthExceeded(
+            f"A prompt of {num_prompt} tokens with beam_width {width} does not fit the KV cache of {pool.capacity_tokens} tokens.",
+            field="prompt",
+        )
+    return None
+
+
+def max_sequence_tokens(request: Generate, limits: EngineLimits, pool: KvSlots) -> int:
+    """Return the maximum length of the request's sequences, in tokens.
+
+    A request that is alone in the pool always fits with this length, so the oldest request always makes progress.
+    """
+    num_prompt, params = len(request.token_ids), request.params
+    bound = limits.max_model_len if params.max_tokens is None else min(limits.max_model_len, num_prompt + params.max_tokens)
+    if params.beam_width == 1:
+        return bound
+    # The prompt is stored once. The root and each beam store a completion, and each end needs a separate page.
+    capacity = pool.capacity_tokens - num_prompt - (2 * params.beam_width + 1) * pool.tokens_per_page
+    return min(bound, num_prompt + capacity // (params.beam_width + 1))

@@ -1,0 +1,373 @@
+"""Scheduler: decides how many tokens of each sequence the next step computes, and processes the sampled tokens.
+
+It works on counts and never on tensors. The oldest request goes first and is preempted last, so no request
+starves. `RequestQueues` keeps the waiting and running sequences, `KvAllocator` assigns slots, and `BeamGroup`
+selects beams.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import (
+    Callable,
+    Iterable,
+)
+from collections.abc import (
+    Sequence as Items,
+)
+from dataclasses import replace
+from itertools import count
+
+from app.engine.scheduler.batch import (
+    Batch,
+    SampledTokens,
+    ScheduledSpan,
+    accepted_by_span,
+    next_span,
+)
+from app.engine.scheduler.beam_search import (
+    BeamGroup,
+    Continuation,
+)
+from app.engine.scheduler.budget import (
+    PrefillBudget,
+    TokenBudget,
+)
+from app.engine.scheduler.kv_allocator import (
+    KvAllocator,
+    KvSlots,
+)
+from app.engine.scheduler.outputs import (
+    beam_search_finished,
+    sequence_finished,
+    snapshot_of_sequences,
+    token_events,
+)
+from app.engine.scheduler.queues import (
+    EngineLimits,
+    RequestQueues,
+    max_sequence_tokens,
+    request_error,
+)
+from app.engine.scheduler.sequence import (
+    Sequence,
+    make_sequence,
+)
+from app.engine.scheduler.speculation import Speculation
+from app.errors import RequestError
+from app.messages import (
+    Abort,
+    Event,
+    Generate,
+    RequestFailed,
+    SequenceFinished,
+)
+from app.metrics.stats import (
+    EngineSnapshot,
+    StepStats,
+)
+
+
+class Scheduler:
+    """The scheduler of one engine.
+
+    `schedule` and `update` alternate; `add` and `abort` come between steps. `schedule_ahead` may come between a
+    step and its `update`. If `speculation` is set, steps that only decode carry draft tokens if they pay off.
+    """
+
+    speculation: Speculation | None = None
+
+    def __init__(
+        self,
+        pool: KvSlots,
+        prefill_budget: PrefillBudget,
+        limits: EngineLimits,
+        eos_token_ids: Iterable[int] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._allocator = KvAllocator(pool)
+        self.pool = pool
+        self._prefill = prefill_budget
+        self._limits = limits.limited_by(pool)
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._clock = clock
+        self._token_budget = TokenBudget(self._limits.max_batch_tokens)
+        self._arrivals = count()
+        self.queues = RequestQueues(self._allocator)
+        self._num_preempted = 0
+
+    @property
+    def has_work(self) -> bool:
+        """True while any request is active."""
+        return bool(self.queues.requests)
+
+    def add(self, request: Generate) -> list[Event]:
+        """Queue a request. A request that can never be served is rejected at once."""
+        assert request.request_id not in self.queues.requests, "request ids must be unique"
+        error = request_error(request, self._limits, self.pool)
+        if error is not None:
+            return [RequestFailed(request.request_id, error)]
+        choices = [make_sequence(request, choice, self._eos_token_ids) for choice in range(request.params.n)]
+        for sequence in choices:
+            sequence.arrival_order, sequence.max_length = next(self._arrivals), max_sequence_tokens(request, self._limits, self.pool)
+        self.queues.add(choices)
+        return []
+
+    def abort(self, command: Abort) -> list[Event]:
+        """End a request, or one choice of it, in any state. Its computed tokens stay cached."""
+        request = self.queues.requests.get(command.request_id)
+        leaving = [one for one in request.active if command.choice in (None, one.choice)] if request else []
+        events: list[Event] = [sequence_finished(sequence, command.reason, self._clock()) for sequence in leaving]
+        for sequence in leaving:
+            self._end(sequence)
+        return events
+
+    def schedule(self) -> Batch | None:
+        """Return the next step's batch; None if there is nothing to compute.
+
+        Every decode comes first, then prefill of running sequences, then newly admitted ones, within the budgets.
+        """
+        self._num_preempted = 0
+        self._grow_decodes()
+        spans = [next_span(sequence, 1) for sequence in self._ready()]
+        left = self._prefill_tokens(len(spans))
+        for sequence in self.queues.running:
+            if left > 0 and sequence.num_uncomputed > 1:
+                spans.append(next_span(sequence, min(sequence.num_uncomputed, left)))
+                left -= spans[-1].num_tokens
+        admitted = self._admit(left)
+        spans += admitted
+        if not spans:
+            assert not self.queues.waiting, "an idle engine admits the oldest request"
+            return None
+        spans.sort(key=lambda span: not span.is_decode)
+        if self.speculation is not None and all(span.is_decode for span in spans):
+            spans = self.speculation.add_draft_tokens(spans, self._token_budget.tokens, self._allocator.grow)
+        cached = sum(self._record_first_step(span.sequence) for span in admitted)
+        copies = self._allocator.take_copies()
+        return Batch(tuple(spans), copies, self.pool.take_released(), cached, self._num_preempted)
+
+    def schedule_ahead(self, batch: Batch) -> Batch | None:
+        """Return the batch that follows `batch`, which is in flight: the same sequences, one position further.
+
+        Sequences that reach their maximum length in `batch` are left out. A sequence that ends in `batch` for
+        another reason has a finished row in the result. `batch` must contain no finished rows. Returns None if the
+        next step has to do anything else than decode these sequences.
+        """
+        spans = batch.spans
+        if (
+            not (batch.ahead or all(map(_can_run_ahead, spans)))
+            or len(spans) < len(self.queues.running)
+            or self.speculation is not None
+        ):
+            return None
+        lasting = [span for span in spans if span.start + 2 < span.sequence.max_length]
+        if self.queues.waiting and (len(lasting) < len(spans) or self._would_admit()):
+            return None
+        if not lasting or not all(self.pool.reserve(span.slot, span.start + 2) for span in lasting):
+            return None
+        return Batch(tuple([span.next_position() for span in lasting]), (), self.pool.take_released(), ahead=True)
+
+    def shrink(self, batch: Batch) -> bool:
+        """Give up a step that ran out of memory, and make the next ones smaller.
+
+        Returns False if the step cannot be made smaller.
+        """
+        for span in batch.spans:
+            self._allocator.trim(span.sequence)
+        return self._token_budget.shrink(batch)
+
+    def update(self, batch: Batch, sampled: Items[SampledTokens]) -> list[Event]:
+        """Process the result of a step, one `SampledTokens` per row that samples, in order.
+
+        Returns the events.
+        """
+        now = self._clock()
+        events: list[Event] = []
+        searches: dict[str, list[tuple[Sequence, SampledTokens]]] = {}
+        for span, accepted in accepted_by_span(batch, sampled):
+            sequence = span.sequence
+            self._allocator.set_computed(sequence, span.known_end + len(accepted) - 1 if span.draft_ids else span.end)
+            if span.start < sequence.num_prompt_tokens <= span.end:
+                self.queues.enqueue_held_choices(sequence)
+            if not span.samples:
+                continue
+            sequence.first_token_at = now if sequence.first_token_at is None else sequence.first_token_at
+            if sequence.is_beam:
+                searches.setdefault(sequence.request_id, []).append((sequence, accepted[0]))
+            else:
+                events += self._append(span, accepted, now)
+        for request_id, results_of_beams in searches.items():
+            events += self._advance_search(request_id, results_of_beams, now)
+        return events
+
+    def fail(self, batch: Batch, error: RequestError) -> list[Event]:
+        """End every request of the batch with this error. The other requests continue."""
+        return self._fail(dict.fromkeys(span.sequence.request_id for span in batch.spans), error)
+
+    def fail_all(self, error: RequestError) -> list[Event]:
+        """End every request with this error."""
+        return self._fail(list(self.queues.requests), error)
+
+    def observe(self, step: StepStats) -> None:
+        """Record the statistics of a step that was computed."""
+        self._token_budget.grow()
+        self._prefill.observe(step)
+        if self.speculation is not None:
+            self.speculation.observe(step)
+
+    def snapshot(self) -> EngineSnapshot:
+        """Return a snapshot of the scheduler. It counts requests, not choices."""
+        now = snapshot_of_sequences(self.queues.running, self.queues.waiting, self.pool)
+        return replace(
+            now,
+            num_waiting=len(self.queues.requests) - now.num_running,
+            stepped_at=self._clock(),
+            step_times=self._prefill.step_times,
+        )
+
+    # ---- schedule --------------------------------------------------------------------------------------------------
+
+    def _grow_decodes(self) -> None:
+        """Reserve memory for the token that each decode computes.
+
+        If there is none left, preempt the youngest sequences.
+        """
+        for sequence in list(self.queues.running):
+            while sequence.slot is not None and sequence.num_uncomputed == 1 and not self._allocator.grow(sequence):
+                self._preempt()
+
+    def _ready(self) -> list[Sequence]:
+        """Return the running sequences with one token to compute, at most as many as the token budget allows.
+
+        The beams of one search are never split.
+        """
+        ready = [sequence for sequence in self.queues.running if sequence.num_uncomputed == 1]
+        end = max_tokens = self._token_budget.tokens
+        if len(ready) <= max_tokens:
+            return ready
+        while end > 0 and ready[end].is_beam and ready[end].request_id == ready[end - 1].request_id:
+            end -= 1
+        return ready[:end] or [one for one in ready if one.request_id == ready[0].request_id]
+
+    def _prefill_tokens(self, num_ready: int) -> int:
+        """Return the number of prefill tokens of this step.
+
+        It is only computed if there is a prompt to prefill.
+        """
+        reading = [one.num_computed for one in self.queues.running if one.num_uncomputed > 1]
+        if not (num_prompts := len(reading) + len(self.queues.waiting)):
+            return 0
+        decoding = [len(one.token_ids) for one in self.queues.running if one.is_decoding]
+        beside = self._prefill.max_prefill_tokens(len(decoding), sum(decoding), (*reading, 0)[0], num_prompts)
+        return min(beside, self._token_budget.tokens - num_ready)
+
+    def _admit(self, left: int) -> list[ScheduledSpan]:
+        """Admit waiting sequences in order of arrival.
+
+        If the oldest does not fit, no younger one overtakes it.
+        """
+        spans: list[ScheduledSpan] = []
+        places = self._free_places()
+        while left > 0 and self._oldest_fits(places) and (sequence := self.queues.admit()) is not None:
+            spans.append(next_span(sequence, min(sequence.num_uncomputed, left)))
+            left -= spans[-1].num_tokens
+            places -= sequence.params.beam_width
+        return spans
+
+    def _free_places(self) -> int:
+        return self._limits.max_running_seqs - self.queues.num_occupied() if self.queues.waiting else 0
+
+    def _oldest_fits(self, places: int) -> bool:
+        """Return True if the oldest waiting sequence needs at most this number of places."""
+        return bool(self.queues.waiting) and self.queues.waiting[0].params.beam_width <= places
+
+    def _would_admit(self) -> bool:
+        """Return True if the next step would admit a sequence, as far as is known now."""
+        return self._oldest_fits(self._free_places()) and self._allocator.can_admit(self.queues.waiting[0])
+
+    def _record_first_step(self, sequence: Sequence) -> int:
+        """Record a sequence's first step, and return the number of cached tokens of its request's prompt.
+
+        Further choices return 0, because they always find the prompt cached.
+        """
+        if sequence.scheduled_at is not None:
+            return 0
+        sequence.scheduled_at = self._clock()
+        sequence.cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
+        return sequence.cached_tokens if sequence.choice == 0 else 0
+
+    def _preempt(self) -> None:
+        self.queues.preempt()
+        self._num_preempted += 1
+
+    # ---- update ----------------------------------------------------------------------------------------------------
+
+    def _append(self, span: ScheduledSpan, accepted: Items[SampledTokens], now: float) -> list[Event]:
+        sequence = span.sequence
+        for one in accepted:
+            sequence.token_ids.append(one.token_ids[0])
+        if self.speculation is not None and span.draft_ids:
+            self._allocator.trim(sequence)
+            self.speculation.observe_acceptance(sequence, len(span.draft_ids), len(accepted) - 1)
+        events = token_events(sequence, accepted, now)
+        if isinstance(events[-1], SequenceFinished):
+            self._end(sequence)
+        return events
+
+    def _advance_search(self, request_id: str, sampled: list[tuple[Sequence, SampledTokens]], now: float) -> list[Event]:
+        group = self.queues.requests[request_id].group
+        assert group is not None, "only a beam search has beams"
+        if sampled[0][0].slot is None:  # another search has just preempted it
+            return []
+        assert len(sampled) == len(group.beams), "all beams of a search are computed in the same step"
+        chosen = group.select(sampled)
+        if chosen:
+            self._fork_beams(group, chosen)
+            return []
+        event = beam_search_finished(group.root, group.best(), now)
+        self._end(group.root)
+        return [event]
+
+    def _fork_beams(self, group: BeamGroup, chosen: list[Continuation]) -> None:
+        """Continue each parent with its best continuation, and fork new beams for the others.
+
+        Parents without a continuation leave their slots first.
+        """
+        best = {one.parent: one for one in reversed(chosen)}
+        for beam in group.beams:
+            if beam not in best:
+                self.queues.release_slot(beam)
+        group.beams = list(best)
+        for one in chosen:
+            if best[one.parent] is not one:
+                child = one.child()
+                while one.parent.slot is not None and not self._allocator.fork(one.parent, child):
+                    self._preempt()
+                if one.parent.slot is None:  # the search itself was the youngest; it was preempted and starts again
+                    return
+                self.queues.start(child)
+                group.beams.append(child)
+        for one in best.values():
+            one.extend_parent()
+
+    # ---- endings ---------------------------------------------------------------------------------------------------
+
+    def _end(self, sequence: Sequence, keep_tokens: bool = True) -> None:
+        self.queues.remove(sequence, keep_tokens)
+        if self.speculation is not None:
+            self.speculation.forget(sequence)
+
+    def _fail(self, request_ids: Iterable[str], error: RequestError) -> list[Event]:
+        events: list[Event] = []
+        for request_id in request_ids:
+            # None if the failed step had already ended it without an event
+            request = self.queues.requests.get(request_id)
+            for sequence in list(request.active) if request else []:
+                self._end(sequence, keep_tokens=False)
+            events.append(RequestFailed(request_id, error))
+        return events
+
+
+def _can_run_ahead(span: ScheduledSpan) -> bool:
+    return span.is_decode and span.num_samples == 1 and not span.sequence.is_beam

@@ -1,0 +1,357 @@
+"""Speculative decoding: choose the number of draft tokens of each sequence that maximizes tokens per second.
+
+The choice uses the acceptance rate of earlier draft tokens, of this sequence and of all sequences, and the cost of
+a step by number of rows. If draft tokens do not pay off, drafting pauses. After the pause it tries a single draft
+token; the pause doubles after each failure, so a wrong choice costs almost nothing.
+
+Draft tokens from n-gram lookup: find an earlier occurrence of the last tokens and propose what followed it.
+
+No second model is needed. `Speculation` decides whether a draft token is worth a row of the step, and the model
+verifies it.
+
+Cost of decode steps by number of rows: the calibrated table, corrected by the steps seen since.
+
+Only proportions matter. Without measurements, a default table without units is used until steps have been seen.
+"""
+
+from __future__ import annotations
+
+from bisect import (
+    bisect_right,
+    insort,
+)
+from collections import deque
+from collections.abc import Callable
+from dataclasses import (
+    dataclass,
+    field,
+)
+from typing import Protocol
+
+from app.engine.scheduler.batch import ScheduledSpan
+from app.engine.scheduler.sequence import Sequence
+from app.hardware.step_times import StepTimeTable
+from app.metrics.stats import StepStats
+
+NGRAM_SIZES = (3, 2)  # lengths of the n-grams to match; the longest match is used
+# Number of tokens whose n-grams are indexed per step, which takes 0.3 ms. A long prompt is indexed from its end
+# over many steps, so that no step waits for it.
+MAX_INDEXED_PER_STEP = 512
+
+
+class Drafter(Protocol):
+    """Proposes draft tokens for one sequence. The tokens of the sequence only grow."""
+
+    def propose(self, token_ids: list[int], max_tokens: int) -> tuple[int, ...]:
+        """Return at most `max_tokens` draft tokens that may follow `validate_token_ids`, in order.
+
+        Empty if there are none.
+        """
+        ...
+
+
+class NgramDrafter:
+    """Index of the last position of each n-gram in prompt and completion.
+
+    It has two entries per token. Nothing is indexed before the first call of `propose`.
+    """
+
+    def __init__(self) -> None:
+        # Maps an n-gram to the end of its latest occurrence. The n-grams at the end of the tokens are not
+        # included.
+        self._last_ends: dict[tuple[int, ...], int] = {}
+        self._first = self._last = 0  # occurrences that end in (first, last] are indexed
+
+    def propose(self, token_ids: list[int], max_tokens: int) -> tuple[int, ...]:
+        """Return at most `max_tokens` tokens that followed the latest earlier occurrence of the last n-gram."""
+        self._index(token_ids)
+        after = next((self._last_ends[gram] for size in NGRAM_SIZES if (gram := tuple(token_ids[-size:])) in self._last_ends), None)
+        if after is None:
+            return ()
+        period = len(token_ids) - after  # the draft repeats with this period once it reaches the end of the tokens
+        return tuple(token_ids[after + place % period] for place in range(max_tokens))
+
+    def _index(self, token_ids: list[int]) -> None:
+        """Index the newest tokens first, then older ones: recent occurrences take precedence."""
+        newest = len(token_ids) - 1
+        if self._last == 0:
+            self._first = self._last = newest
+        end = min(newest, self._last + MAX_INDEXED_PER_STEP)
+        for at in range(self._last + 1, end + 1):
+            for size in NGRAM_SIZES:
+                if at >= size:
+                    self._last_ends[tuple(token_ids[at - size : at])] = at
+        begin = max(0, self._first - (MAX_INDEXED_PER_STEP - (end - self._last)))
+        for at in range(self._first, begin, -1):
+            for size in NGRAM_SIZES:
+                if at >= size:
+                    self._last_ends.setdefault(tuple(token_ids[at - size : at]), at)
+        self._first, self._last = begin, end
+
+
+# maximum rows of a step with draft tokens; larger products are compute-bound, and each step size is recorded
+MAX_SPECULATIVE_ROWS = 64
+MAX_DRAFT_TOKENS = 7  # per sequence and step
+MIN_SPEEDUP = 1.03  # required gain in tokens per second over no draft tokens; the gain must cover the cost of drafting too
+MIN_PAUSE_STEPS, MAX_PAUSE_STEPS = 4, 32  # steps
+_DECAY = 0.9  # decay of earlier observations at each new one: about the last ten count
+_SHARED_DECAY = 0.99
+_PRIOR_WEIGHT = 2.0  # number of observations that the rate of all sequences counts for in a sequence's estimate
+
+
+class DecodeCostModel(Protocol):
+    """The cost of decode steps, in any unit. It observes every step."""
+
+    def decode(self, rows: int, context_tokens: int = 0) -> float:
+        """Return the cost of a decode step with this many rows and this total context."""
+        ...
+
+    def observe(self, step: StepStats) -> None:
+        """Record a step."""
+        ...
+
+
+@dataclass(slots=True)
+class AcceptanceRate:
+    """Decaying estimate of the probability that a draft token is accepted, given that those before it were.
+
+    It begins with one accepted and one rejected token.
+    """
+
+    decay: float
+    accepted: float = 1.0
+    rejected: float = 1.0
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Record a result. Draft tokens after the first rejected one carry no information."""
+        self.accepted = self.accepted * self.decay + accepted
+        self.rejected = self.rejected * self.decay + (accepted < drafted)
+
+    def value(self, prior: float = 0.5, prior_weight: float = 0.0) -> float:
+        """Return the estimate, combined with a prior that counts as `prior_weight` observations."""
+        return (self.accepted + prior_weight * prior) / (self.accepted + self.rejected + prior_weight)
+
+
+@dataclass(slots=True)
+class DraftState:
+    """Drafting state of one sequence. While `pause` is positive, no draft tokens are requested."""
+
+    drafter: Drafter
+    rate: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(_DECAY, 0.0, 0.0))
+    pause: int = 0
+    next_pause: int = MIN_PAUSE_STEPS
+    has_paused: bool = False
+    is_probe: bool = False  # the current draft is a single trial token
+
+
+# reserves capacity for draft tokens in a sequence's slot; returns False if there is none
+ReserveDraftTokens = Callable[[Sequence, int], bool]
+DraftProposal = tuple[ScheduledSpan, tuple[int, ...]]  # a decoding span and its proposed draft tokens
+
+
+class Speculation:
+    """The speculative decoding policy of one engine.
+
+    `drafter` creates the drafter of each sequence. `max_draft_tokens` is the maximum number of draft tokens per
+    sequence and step.
+    """
+
+    def __init__(
+        self, drafter: Callable[[Sequence], Drafter], costs: DecodeCostModel, max_draft_tokens: int = MAX_DRAFT_TOKENS
+    ) -> None:
+        self._drafter, self._costs, self._max_draft_tokens = drafter, costs, max_draft_tokens
+        self._rate = AcceptanceRate(_SHARED_DECAY)
+        self._states: dict[Sequence, DraftState] = {}
+
+    def with_drafter(self, drafter: Callable[[Sequence], Drafter]) -> Speculation:
+        """Return another policy with the same cost model and no acceptance history."""
+        return Speculation(drafter, self._costs, self._max_draft_tokens)
+
+    def add_draft_tokens(self, spans: list[ScheduledSpan], max_rows: int, reserve: ReserveDraftTokens) -> list[ScheduledSpan]:
+        """Return the same decodes, with draft tokens added where they pay off and `reserve` finds capacity.
+
+        A step has at most `max_rows` rows.
+        """
+        left = min(max_rows, MAX_SPECULATIVE_ROWS) - len(spans)
+        proposals = self._proposals(spans) if self._could_pay(spans, left) else []
+        if not proposals:
+            return spans
+        drafts: dict[Sequence, tuple[int, ...]] = {}
+        for (span, ids), count in zip(proposals, self._draft_counts(spans, proposals, left), strict=True):
+            if count and reserve(span.sequence, count):
+                drafts[span.sequence] = ids[:count]
+        return [span.with_drafts(drafts.get(span.sequence, ())) for span in spans] if drafts else spans
+
+    def observe_acceptance(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        """Record how many of a sequence's draft tokens were accepted in a step."""
+        state = self._states[sequence]
+        state.rate.observe(drafted, accepted)
+        self._rate.observe(drafted, accepted)
+        if accepted:
+            state.next_pause = MIN_PAUSE_STEPS
+        elif state.is_probe:
+            state.next_pause = min(2 * state.next_pause, MAX_PAUSE_STEPS)
+
+    def observe(self, step: StepStats) -> None:
+        """Record the time of a step, with or without draft tokens."""
+        self._costs.observe(step)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop the state of a finished sequence."""
+        self._states.pop(sequence, None)
+
+    def _seconds(self, spans: list[ScheduledSpan]) -> Callable[[int], float]:
+        """Return the cost of the step as a function of the number of draft tokens.
+
+        It is never less than the cost without any.
+        """
+        rows, context = len(spans), sum(span.end for span in spans)
+        alone = self._costs.decode(rows, context)
+        return lambda guesses: max(alone, self._costs.decode(rows + guesses, context))
+
+    def _could_pay(self, spans: list[ScheduledSpan], left: int) -> bool:
+        """Return True if draft tokens would pay off if all of them were accepted.
+
+        If they would not, no drafter is called. Several counts are tried, because matrix products process rows in
+        tiles.
+        """
+        rows, seconds = len(spans), self._seconds(spans)
+        return any(rows + more > MIN_SPEEDUP * rows * seconds(more) / seconds(0) for more in (1, 2, 4, 8) if more <= left)
+
+    def _proposals(self, spans: list[ScheduledSpan]) -> list[DraftProposal]:
+        """Return the proposed draft tokens of the sequences that can have them.
+
+        Sequences with penalties are left out: penalties count earlier tokens, so rows of one sequence cannot be
+        sampled in parallel. Beams are left out because they fork at every token.
+        """
+        proposals: list[DraftProposal] = []
+        for span in spans:
+            sequence = span.sequence
+            if sequence.is_beam or sequence.params.has_penalties:
+                continue
+            state = self._states.get(sequence)
+            if state is None:
+                state = self._states[sequence] = DraftState(self._drafter(sequence))
+            if state.pause > 0:
+                state.pause -= 1
+                continue
+            max_tokens = min(self._max_draft_tokens, sequence.max_length - len(sequence.token_ids) - 1)
+            ids = state.drafter.propose(sequence.token_ids, max_tokens) if max_tokens > 0 else ()
+            if ids:
+                proposals.append((span, ids))
+        return proposals
+
+    def _draft_counts(self, spans: list[ScheduledSpan], proposals: list[DraftProposal], left: int) -> list[int]:
+        """Return the number of draft tokens to use from each proposal.
+
+        The most likely tokens are taken first, as long as tokens per second grow.
+        """
+        known = [self._states[span.sequence] for span, _ in proposals]
+        probabilities = [
+            (self._acceptance(guesses) ** place, index)
+            for index, (guesses, (_, ids)) in enumerate(zip(known, proposals, strict=True))
+            for place in range(1, len(ids) + 1)
+        ]
+        probabilities.sort(reverse=True)
+        rows, seconds = len(spans), self._seconds(spans)
+        tokens, worth = float(rows), MIN_SPEEDUP * rows / seconds(0)
+        best, taken = worth, 0
+        for count, (probability, _) in enumerate(probabilities[:left], 1):
+            tokens += probability
+            if tokens / seconds(count) > best:
+                best, taken = tokens / seconds(count), count
+        counts = [0] * len(proposals)
+        for _, index in probabilities[:taken]:
+            counts[index] += 1
+        may_probe = taken < left and (rows + 1) / seconds(1) > worth
+        return [_with_pause_rule(number, guesses, may_probe) for number, guesses in zip(counts, known, strict=True)]
+
+    def _acceptance(self, state: DraftState) -> float:
+        return state.rate.value(self._rate.value(), _PRIOR_WEIGHT)
+
+
+def _with_pause_rule(count: int, state: DraftState, may_probe: bool) -> int:
+    """Return the number of draft tokens after applying the pause rule.
+
+    If none pays off, the sequence pauses. After the pause it gets a single trial token, if that would pay off when
+    accepted.
+    """
+    state.is_probe = count == 0 and state.has_paused and may_probe
+    state.has_paused = count == 0 and not state.is_probe
+    if state.has_paused:
+        state.pause = state.next_pause
+    return max(count, int(state.is_probe))
+
+
+# Weights are read once for all rows of a step, so a few more rows are nearly free.
+DEFAULT_STEP_TIMES = StepTimeTable(((1, 1.0), (2, 1.02), (4, 1.06), (8, 1.5), (64, 10.0)), ((1, 1.0),))
+_RECENT_STEPS = 8  # recent steps that are kept for each number of rows
+_MIN_STEPS = 5  # steps needed before they count; the first few are slow because they allocate memory and are recorded
+_TYPICAL_INDEX = 1  # index of the typical step: the second fastest, because slower ones are slowed down by other causes
+# A number of rows that no step had for this many steps is forgotten. Otherwise a few slow steps could keep it from
+# ever being tried again.
+FORGOTTEN_AFTER = 500
+
+
+@dataclass(slots=True)
+class ObservedSteps:
+    """Recent steps of one number of rows.
+
+    `factors` are the ratios of their seconds to the table's, and `typical` is the representative one. `last_step`
+    is the index of the latest step.
+    """
+
+    factors: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
+    typical: float = 0.0
+    last_step: int = 0
+
+
+class DecodeCosts:
+    """Step costs of one engine, by number of rows.
+
+    An unseen number of rows is interpolated from its neighbors.
+    """
+
+    def __init__(self, table: StepTimeTable | None = None) -> None:
+        self._table = table or DEFAULT_STEP_TIMES
+        self._observed: dict[int, ObservedSteps] = {}
+        self._known: list[int] = []  # numbers of rows that were seen often enough, ascending
+        self._num_steps = 0
+
+    def decode(self, rows: int, context_tokens: int = 0) -> float:
+        """Return the cost of a decode step with this many rows and this total context."""
+        return self._table.decode(rows, context_tokens) * self._factor(rows)
+
+    def observe(self, step: StepStats) -> None:
+        """Record a step. Steps with prefill are ignored, because they do not measure the rows alone."""
+        rows = step.num_decode_sequences + step.draft_tokens
+        if step.prefill_tokens or not rows:
+            return
+        self._num_steps += 1
+        if self._num_steps % FORGOTTEN_AFTER == 0:
+            self._forget()
+        observed = self._observed.setdefault(rows, ObservedSteps())
+        observed.last_step = self._num_steps
+        observed.factors.append(step.corrected_seconds / self._table.decode(rows, step.context_tokens))
+        if len(observed.factors) < _MIN_STEPS:
+            return
+        if not observed.typical:
+            insort(self._known, rows)
+        observed.typical = sorted(observed.factors)[_TYPICAL_INDEX]
+
+    def _factor(self, rows: int) -> float:
+        """Return the ratio to the table's seconds.
+
+        An unseen number of rows is interpolated between its neighbors; beyond them the nearest one counts.
+        """
+        if not self._known:
+            return 1.0
+        at = bisect_right(self._known, rows)
+        low, high = self._known[max(at - 1, 0)], self._known[min(at, len(self._known) - 1)]
+        first, second = self._observed[low].typical, self._observed[high].typical
+        return first if rows <= low or low == high else first + (second - first) * (rows - low) / (high - low)
+
+    def _forget(self) -> None:
+        recent = self._num_steps - FORGOTTEN_AFTER
+        self._observed = {rows: seen for rows, seen in self._observed.items() if seen.last_step > recent}
+        self._known = [rows for rows in self._known if rows in self._observed]

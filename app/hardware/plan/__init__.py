@@ -1,0 +1,1 @@
+"""Plan: decide device, dtypes, memory, threads and batch sizes, each with its reason."""

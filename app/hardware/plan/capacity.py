@@ -1,0 +1,273 @@
+"""Capacity of a model that generates: weights, KV cache, context length, sequences and tokens of a step.
+
+Each value is limited by the memory. A setting that does not fit is refused with the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import (
+    dataclass,
+    replace,
+)
+
+from app.errors import PlanImpossible
+from app.hardware.decision import (
+    Decision,
+    format_bytes,
+    format_count,
+)
+from app.hardware.facts import Facts
+from app.hardware.plan.memory_budget import (
+    KV_PAGE_TOKENS,
+    MIN_BATCH_TOKENS,
+    MIN_CONTEXT_TOKENS,
+    MemoryBudget,
+    MemoryDemand,
+    does_not_fit_message,
+    memory_budget,
+    useful_kv_cache_bytes,
+)
+from app.hardware.plan.trials import (
+    TrialTiming,
+    format_rate,
+)
+from app.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class DefaultStepSizes:
+    """Step sizes that are used if nothing is set and nothing was measured, with their reasons."""
+
+    running_seqs: int
+    running_reason: str
+    batch_tokens: int
+    batch_reason: str
+
+
+# Beyond 64 rows the rate of products grows little (BF16 on two Zen 5 cores: 19.7 thousand rows a second at 64, 23 at 128, 25 at 512),
+# while each sequence waits for all the others.
+_ON_PROCESSOR = DefaultStepSizes(
+    64, "With more rows, products gain little speed, and each sequence waits for the others.",
+    512, "Products reach their best rate at this size; a longer step would only make the other sequences wait.",
+)  # fmt: skip
+# A GPU reads every weight once in each step, for any number of sequences. It needs hundreds of rows before its products are the
+# limit, and the host's work for a step is the same for any number of rows. Not measured on a GPU yet; calibration will replace this.
+_ON_GPU = DefaultStepSizes(
+    256, "A step reads every weight once for all of them; with more, products are the limit.",
+    8192, "Large parts of prompts: the device's products reach their best rate, and the host's work for a step is paid once.",
+)  # fmt: skip
+# A Mac's GPU has about a tenth of that speed, so the values are between the two. A step of many seconds would also delay the release of
+# requests whose clients have left.
+_ON_MAC = DefaultStepSizes(
+    64, "A step reads every weight once for all of them; each sequence waits for the others.",
+    1024, "Products reach their best rate at this size; a longer step would only make the other sequences wait.",
+)  # fmt: skip
+_DEFAULT_SIZES: Mapping[str, DefaultStepSizes] = {"cpu": _ON_PROCESSOR, "cuda": _ON_GPU, "mps": _ON_MAC}
+_MIN_RATE_SHARE = 0.95  # share of the best measured rate that a shorter step must reach to be preferred
+_WAITING_PER_RUNNING = 4  # waiting requests for each running sequence
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryCapacity:
+    """Decisions about memory and step sizes."""
+
+    weight_bytes: Decision[int]
+    kv_cache_bytes: Decision[int]
+    max_model_len: Decision[int]
+    max_running_seqs: Decision[int]
+    max_batch_tokens: Decision[int]
+    batch_target_tokens: Decision[int]
+    max_waiting_requests: Decision[int]
+
+
+def decide_capacity(facts: Facts, settings: Settings, demand: MemoryDemand, timing: TrialTiming | None = None) -> MemoryCapacity:
+    """Decide the capacity of a model that generates.
+
+    Raises:
+        PlanImpossible: the model, or a size that was asked for, does not fit.
+    """
+    batch = decide_step_tokens(facts, settings, demand, timing)
+    running = _running_seqs(settings, batch.value, _default_sizes(demand))
+    left = _checked_budget(facts, settings, demand, batch.value, running.value)
+    if settings.kv_cache_bytes != "auto":
+        left = _forced_budget(settings.kv_cache_bytes, left)
+    length = _model_len(settings, demand, left)
+    if settings.max_running_seqs == "auto":
+        running = _limit_by_memory(running, demand, left)
+        if facts.commit_left_bytes is not None and demand.device is None:
+            running = _limit_by_reservation(running, length.value * demand.kv_bytes_per_token, left)
+    waiting = _WAITING_PER_RUNNING * running.value
+    return MemoryCapacity(
+        weight_bytes=decide_weight_bytes(demand),
+        kv_cache_bytes=_kv_cache_bytes(settings, demand, left, demand.kv_bytes(2 * running.value, length.value)),
+        max_model_len=length,
+        max_running_seqs=running,
+        max_batch_tokens=batch,
+        batch_target_tokens=Decision(
+            batch.value, "Prompts fill a step as far as the inter-token latency of running streams allows."
+        ),
+        max_waiting_requests=Decision(
+            waiting, f"{_WAITING_PER_RUNNING} times the running sequences; further requests are refused with a Retry-After."
+        )
+        if settings.max_waiting_requests == "auto"
+        else Decision(settings.max_waiting_requests, "Asked for."),
+    )
+
+
+def decide_weight_bytes(demand: MemoryDemand) -> Decision[int]:
+    """Decide the bytes of the weights in memory."""
+    if demand.needs is None:
+        return Decision(0, "No model is given.")
+    where = "" if demand.device is None else f" on the device. {demand.device.host_note}"
+    return Decision(demand.weight_bytes, f"Resident in {demand.weights_name}{where or '.'}")
+
+
+def decide_step_tokens(facts: Facts, settings: Settings, demand: MemoryDemand, timing: TrialTiming | None) -> Decision[int]:
+    """Decide the tokens of a step.
+
+    This is the smallest size at which prompts are processed at nearly the best measured rate, or the default if
+    nothing was measured, reduced if memory is short.
+    """
+    if settings.max_batch_tokens != "auto":
+        return Decision(settings.max_batch_tokens, "Asked for.")
+    usual = _default_sizes(demand)
+    running = usual.running_seqs if settings.max_running_seqs == "auto" else settings.max_running_seqs
+    best = _measured_step_tokens(timing, running, usual.batch_tokens)
+    wanted = best or Decision(usual.batch_tokens, usual.batch_reason)
+    if wanted.value < running:
+        return Decision(running, "One token for each of the sequences that may run.")
+    least = max(running, MIN_BATCH_TOKENS)
+    tokens = wanted.value
+    while tokens // 2 >= least and not _has_useful_budget(facts, settings, demand, tokens, running):
+        tokens //= 2
+    if tokens == wanted.value:
+        return wanted
+    return Decision(tokens, f"Memory is short, and each token of a step takes some; otherwise {wanted.value}.")
+
+
+def _default_sizes(demand: MemoryDemand) -> DefaultStepSizes:
+    return _DEFAULT_SIZES[demand.kind]
+
+
+def _measured_step_tokens(timing: TrialTiming | None, running: int, usual: int) -> Decision[int] | None:
+    """Return the smallest measured size within 5% of the best rate, in tokens a second.
+
+    The size leaves tokens for part of a prompt next to all sequences that decode.
+    """
+    sizes = [size for size in timing.trial.prefill_seconds if size >= running + MIN_BATCH_TOKENS] if timing else []
+    if timing is None or not sizes:
+        return None
+    rates = {size: timing.prefill_rate(size) for size in sorted(sizes)}
+    best = max(rates, key=lambda size: rates[size])
+    found = next(size for size, each in rates.items() if each >= _MIN_RATE_SHARE * rates[best])
+    if found == max(sizes) < usual:
+        return None  # the rate still rises at the largest measured size
+    if found == best:
+        return Decision(
+            found, f"Measured: prompts are quickest in steps of {found} tokens, {format_rate(rates[found])} tokens/s."
+        )
+    return Decision(
+        found,
+        f"Measured {format_rate(rates[found])} tokens/s of a prompt in steps of {found} tokens, within 5% of the best ({format_rate(rates[best])} in "
+        f"steps of {best}); a longer step would only make the other sequences wait.",
+    )
+
+
+def _has_useful_budget(facts: Facts, settings: Settings, demand: MemoryDemand, batch_tokens: int, running: int) -> bool:
+    return memory_budget(facts, demand, batch_tokens, running).size >= useful_kv_cache_bytes(settings, demand)
+
+
+def _running_seqs(settings: Settings, batch_tokens: int, usual: DefaultStepSizes) -> Decision[int]:
+    if settings.max_running_seqs == "auto":
+        return Decision(min(usual.running_seqs, batch_tokens), usual.running_reason)
+    if settings.max_running_seqs > batch_tokens:
+        raise PlanImpossible(
+            f"max_running_seqs is {settings.max_running_seqs}, but a step has at most max_batch_tokens = {batch_tokens} tokens, "
+            "and each running sequence needs one of them."
+        )
+    return Decision(settings.max_running_seqs, "Asked for.")
+
+
+def _checked_budget(facts: Facts, settings: Settings, demand: MemoryDemand, batch_tokens: int, running: int) -> MemoryBudget:
+    """Return the memory that is left for keys and values.
+
+    Raises:
+        PlanImpossible: nothing is left.
+    """
+    left = memory_budget(facts, demand, batch_tokens, running)
+    if demand.needs and left.size < MIN_CONTEXT_TOKENS * demand.kv_bytes_per_token:
+        raise PlanImpossible(does_not_fit_message(settings, demand, left))
+    return replace(left, size=max(0, left.size))
+
+
+def _forced_budget(asked: int, left: MemoryBudget) -> MemoryBudget:
+    if asked > left.size:
+        raise PlanImpossible(
+            f"kv_cache_bytes is {format_bytes(asked)}, but only {format_bytes(left.size)} are available: {left.explanation}."
+        )
+    return replace(left, size=asked, explanation=f"kv_cache_bytes is {format_bytes(asked)}")
+
+
+def _model_len(settings: Settings, demand: MemoryDemand, room: MemoryBudget) -> Decision[int]:
+    needs, asked = demand.needs, settings.max_model_len
+    if needs is None:
+        return Decision(0 if asked == "auto" else asked, "Known when a model is given." if asked == "auto" else "Asked for.")
+    if asked != "auto" and asked > needs.max_model_len:
+        raise PlanImpossible(f"max_model_len is {asked}, but the model supports at most {needs.max_model_len} tokens.")
+    wanted = needs.max_model_len if asked == "auto" else asked
+    fits = demand.kv_tokens(room.size) if demand.kv_bytes_per_token else wanted
+    if fits >= wanted:
+        return Decision(wanted, "The longest context that the model supports." if asked == "auto" else "Asked for.")
+    if asked != "auto" or fits < MIN_CONTEXT_TOKENS:
+        raise PlanImpossible(
+            f"A context of {wanted if asked != 'auto' else MIN_CONTEXT_TOKENS} tokens needs "
+            f"{format_bytes((wanted if asked != 'auto' else MIN_CONTEXT_TOKENS) * demand.kv_bytes_per_token)} of keys and values, "
+            f"but only {format_bytes(room.size)} are available: {room.explanation}."
+        )
+    return Decision(
+        fits, f"The model supports {wanted} tokens, but the memory holds the keys and values of {fits}: {room.explanation}."
+    )
+
+
+def _limit_by_memory(running: Decision[int], demand: MemoryDemand, room: MemoryBudget) -> Decision[int]:
+    """Reduce the number of sequences so that each has memory for at least a few tokens; the others wait."""
+    if not demand.kv_bytes_per_token:
+        return running
+    least = MIN_CONTEXT_TOKENS if demand.device is None else KV_PAGE_TOKENS
+    fits = max(1, demand.kv_tokens(room.size) // least)
+    if fits >= running.value:
+        return running
+    return Decision(fits, f"The memory holds the keys and values of {format_count(fits, 'short sequence')}: {room.explanation}.")
+
+
+def _limit_by_reservation(running: Decision[int], sequence_bytes: int, left: MemoryBudget) -> Decision[int]:
+    """Reduce the number of sequences so that all slots can be reserved at once under strict overcommit.
+
+    Twice as many slots as sequences are reserved, each for the longest context.
+    """
+    fits = left.size // (2 * sequence_bytes) if sequence_bytes else running.value
+    if fits >= running.value:
+        return running
+    return Decision(
+        max(1, fits),
+        f"With vm.overcommit_memory=2 the whole reservation counts at once, and each sequence reserves {format_bytes(2 * sequence_bytes)}: "
+        f"{left.explanation}. A smaller max_model_len allows more sequences.",
+    )
+
+
+def _kv_cache_bytes(settings: Settings, demand: MemoryDemand, room: MemoryBudget, useful: int) -> Decision[int]:
+    """Decide the size of the KV cache.
+
+    It is no larger than can be used: every running sequence at its longest, and the same amount again for cached
+    prefixes.
+    """
+    if settings.kv_cache_bytes != "auto":
+        return Decision(settings.kv_cache_bytes, "Asked for.")
+    if demand.needs is None:
+        return Decision(room.size, f"{room.explanation}; the weights of a model will be subtracted from that.")
+    if not demand.kv_bytes_per_token:
+        return Decision(0, "This model keeps no keys and values.")
+    if useful <= room.size:
+        return Decision(useful, "Every running sequence at its longest, and the same amount again for cached prefixes.")
+    return Decision(room.size, f"{room.explanation}. Pages are allocated when they are first written.")

@@ -1,0 +1,260 @@
+"""Decisions about the dtypes of activations and KV cache, about determinism, and about the folder of packed weights.
+
+It also checks that torch can run here at all.
+
+Precision of weights, activations and KV cache, decided together because they share one memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from app.errors import PlanImpossible
+from app.hardware.decision import (
+    Decision,
+    Dtype,
+)
+from app.hardware.facts import Facts
+from app.hardware.plan import (
+    precision,
+)
+from app.hardware.plan import (
+    precision as int8_copy,
+)
+from app.hardware.plan.capacity import decide_step_tokens
+from app.hardware.plan.devices import DEVICE_KERNELS
+from app.hardware.plan.memory_budget import (
+    MIN_BATCH_TOKENS,
+    USEFUL_SEQS,
+    USEFUL_TOKENS,
+    MemoryBudget,
+    MemoryDemand,
+    memory_budget,
+    smallest_step_budget,
+    useful_kv_cache_bytes,
+)
+from app.hardware.plan.precision import (
+    QUANTIZED_PRECISIONS,
+    Int8CopyGain,
+    PrecisionCandidates,
+    bf16_products,
+    is_batch_invariant,
+    unquantized_precision,
+)
+from app.hardware.plan.trials import TrialTimings
+from app.hardware.probe.software import TORCH_KERNELS
+from app.settings import Settings
+
+_ARCHITECTURES = ("x86_64", "arm64")
+
+# torch imports NumPy, whose wheels (2.4.6) use AVX without a check and refuse processors below x86-64-v2. Under emulation, the import
+# stops on Westmere and works on Sandy Bridge. torch alone would run on older processors.
+_X86_REQUIRED = frozenset({"sse4_2", "popcnt", "avx"})
+# torch 2.10's aarch64 wheel uses Armv8.1's atomic instructions without a check, so it dies with SIGILL on Armv8.0 cores.
+_ARM_REQUIRED = frozenset({"lse"})
+
+
+def check_torch_can_run(facts: Facts) -> None:
+    """Check that importing torch will not crash this process; a plan checks this first.
+
+    Raises:
+        PlanImpossible: the system or the processor is not supported.
+    """
+    if facts.os not in ("linux", "macos"):
+        raise PlanImpossible(f"{facts.os} is not supported: use Linux or macOS (on Windows, WSL or a container).")
+    if facts.architecture not in _ARCHITECTURES:
+        raise PlanImpossible(f"There is no torch for {facts.os} on {facts.architecture}: x86_64 and arm64 are supported.")
+    if facts.is_translated:
+        raise PlanImpossible(
+            "This Python is for Intel Macs and runs by Rosetta, for which there is no torch: use a Python for Apple silicon (arm64)."
+        )
+    if facts.os == "macos" and facts.architecture == "x86_64":
+        raise PlanImpossible(
+            "torch 2.2 was the last version for Intel Macs, and a newer one is needed: use an Apple silicon Mac or Linux."
+        )
+    needs = _X86_REQUIRED if facts.architecture == "x86_64" else _ARM_REQUIRED
+    missing = needs - facts.isa
+    if facts.isa and missing:  # a kernel that reports no instruction sets is not refused
+        core = facts.cpu.microarchitecture or facts.cpu.name
+        wanted = (
+            "AVX (Intel Sandy Bridge, AMD Bulldozer or newer)" if facts.architecture == "x86_64" else "Armv8.1's atomics (LSE)"
+        )
+        raise PlanImpossible(
+            f"This processor ({core}) has no {', '.join(sorted(missing))}: importing torch would stop with an illegal instruction. "
+            f"torch needs {wanted}."
+        )
+
+
+def decide_dtype(facts: Facts, chosen: str, kind: str = "cpu") -> Decision[Dtype]:
+    """Decide the dtype of activations on that kind of device."""
+    if chosen == "fp32":
+        return Decision("float32", "The dtype of the weights.")
+    if chosen == "fp16":
+        return Decision("float16", "The dtype of the weights; sums are accumulated in FP32.")
+    if chosen in QUANTIZED_PRECISIONS and kind != "cpu":
+        name: Dtype = "float16" if unquantized_precision(facts, kind) == "fp16" else "bfloat16"
+        return Decision(name, "Weights are dequantized to it for products; sums are accumulated in FP32.")
+    if chosen in QUANTIZED_PRECISIONS:
+        needless = "" if bf16_products(facts) else ", which needs no BF16 instructions"
+        return Decision("bfloat16", f"Rows are quantized to int8 before each product; between products they are BF16{needless}.")
+    return Decision("bfloat16", "The dtype of the weights; sums are accumulated in FP32.")
+
+
+KV_NAMES: Mapping[Dtype, str] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def decide_kv_precision(
+    settings: Settings, chosen: Dtype, insufficient_budget: MemoryBudget | None, kind: str = "cpu"
+) -> Decision[str]:
+    """Decide the precision of the KV cache.
+
+    `short` is the memory left for a KV cache in the activations' dtype if that is less than the useful minimum,
+    else None.
+
+    Raises:
+        PlanImpossible: the requested precision is not available here.
+    """
+    activation_precision = KV_NAMES[chosen]
+    if activation_precision != "bf16":
+        if settings.kv_precision != "auto":
+            raise PlanImpossible(
+                f"kv_precision is {settings.kv_precision}, but keys and values have the activations' dtype ({activation_precision}). "
+                "Leave kv_precision at auto, or set precision to bf16, int8 or int4."
+            )
+        return Decision(activation_precision, "The dtype of the activations.")
+    if kind != "cpu":
+        if settings.kv_precision == "int8":
+            raise PlanImpossible(
+                f"kv_precision is int8, but on {kind} keys and values have the activations' dtype (bf16): leave it at auto."
+            )
+        return Decision("bf16", "The dtype of the activations.")
+    if settings.kv_precision == "int8":
+        return Decision("int8", "Asked for: a little over half the memory, since each head of a token also has a scale.")
+    if settings.kv_precision == "bf16" or insufficient_budget is None:
+        return Decision("bf16", "Asked for." if settings.kv_precision == "bf16" else "The dtype of the activations.")
+    return Decision(
+        "int8",
+        f"In BF16 the memory would hold less than {USEFUL_SEQS} sequences of {USEFUL_TOKENS:,} tokens ({insufficient_budget.explanation}); "
+        "in int8 it holds nearly twice as many, without a measurable cost in perplexity on the demo model.",
+    )
+
+
+def decide_deterministic(settings: Settings, chosen: str, copy: bool, level: str, generates: bool = True) -> Decision[bool]:
+    """Decide if results are bit for bit independent of the other rows of the batch.
+
+    `level` is the level of the native kernels, or the name of the kernels used instead.
+
+    Raises:
+        PlanImpossible: deterministic is on, but this configuration cannot provide it.
+    """
+    if settings.deterministic == "off":
+        what = ", and so occasionally a token" if generates else ""
+        return Decision(False, f"Not asked for: what else is in the batch may change the last bits{what}.")
+    if level in DEVICE_KERNELS.values():
+        raise PlanImpossible(
+            "deterministic is on, but on a GPU the order of sums depends on what else is in the batch: leave it off, or "
+            "serve on the processor (device=cpu)."
+        )
+    if level == TORCH_KERNELS:
+        raise PlanImpossible(
+            "deterministic is on, but the native kernels cannot run here, and the order of sums in torch's products depends on "
+            "what else is in the batch: leave it off."
+        )
+    if not is_batch_invariant(chosen, level):
+        raise PlanImpossible(
+            f"deterministic is on, but precision is {chosen}: set it to int8 or int4 (or, on a processor with AVX512-BF16, bf16), whose "
+            "products sum in one order for any number of rows."
+        )
+    if copy:
+        raise PlanImpossible(
+            "deterministic and int8_copy are both on, but the weights used for a row then depend on the batch: turn one of them off."
+        )
+    if not generates:
+        return Decision(
+            True,
+            f"Asked for: products in {chosen} sum in one order for any number of rows, and attention covers each text alone.",
+        )
+    return Decision(
+        True,
+        f"Asked for: products in {chosen} sum in one order for any number of rows, and prompts use the attention of decodes; "
+        "attention of prompts is slower, and all logits are written for each sampled token.",
+    )
+
+
+def decide_pack_folder(settings: Settings, chosen: str, kind: str = "cpu") -> Decision[str | None]:
+    """Decide the folder in which packed weights are kept for the next start; None: they are packed at each start."""
+    if kind != "cpu":
+        return Decision(None, "The GPU packs the weights at each start, while they are read.")
+    if chosen not in QUANTIZED_PRECISIONS:
+        return Decision(None, f"Weights in {chosen} are packed at each start, while they are read.")
+    folder = settings.cache_directory
+    if folder is None:
+        return Decision(None, "This user has no home directory, so weights are packed at each start; set cache_dir to keep them.")
+    return Decision(
+        str(folder),
+        f"Quantizing to {chosen} takes most of a start: it is done once, and the next start reads the packed weights from this folder.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsAndKv:
+    """Decisions about precisions and dtypes."""
+
+    precision: Decision[str]
+    dtype: Decision[Dtype]
+    kv_precision: Decision[str]
+    int8_copy: Decision[bool]
+
+
+def decide_weights_and_kv(candidates: PrecisionCandidates, trials: TrialTimings, threads: int) -> WeightsAndKv:
+    """Decide the precision of the weights, the dtype of activations, the KV precision and the int8 copy.
+
+    Precisions are compared with the step times at `threads` threads.
+    """
+    settings = candidates.settings
+    auto = settings.precision == "auto"
+    generates = candidates.needs is None or candidates.needs.generates
+    choose = precision.choose_precision if generates else precision.choose_vector_precision
+    chosen = choose(candidates, trials, threads) if auto else precision.forced_precision(candidates)
+    kind, node, device = candidates.kind, candidates.numa_node, candidates.device
+    dtype = decide_dtype(candidates.facts, chosen.value, kind)
+    activation_demand = MemoryDemand(candidates.needs, chosen.value, KV_NAMES[dtype.value], node, device=device)
+    kv_precision = decide_kv_precision(
+        settings, dtype.value, _insufficient_budget(candidates, activation_demand) if generates else None, kind
+    )
+    if not generates:
+        kv_precision = Decision(kv_precision.value, "This model keeps no keys and values.")
+    if device is not None:
+        return WeightsAndKv(chosen, dtype, kv_precision, int8_copy.refuse_on_device(settings, kind))
+    final_demand = MemoryDemand(candidates.needs, chosen.value, kv_precision.value, node)
+    copy = int8_copy.decide_int8_copy(settings, chosen.value, _copy_gain(candidates, final_demand, trials, threads))
+    return WeightsAndKv(chosen, dtype, kv_precision, copy)
+
+
+def _insufficient_budget(candidates: PrecisionCandidates, demand: MemoryDemand) -> MemoryBudget | None:
+    """Return the memory left for a KV cache in the activations' dtype if it is less than the useful minimum.
+
+    None if there is enough, or if `kv_cache_bytes` was set.
+    """
+    if demand.needs is None or candidates.settings.kv_cache_bytes != "auto":
+        return None
+    left = smallest_step_budget(candidates.facts, candidates.settings, demand)
+    return left if left.size < useful_kv_cache_bytes(candidates.settings, demand) else None
+
+
+def _copy_gain(candidates: PrecisionCandidates, demand: MemoryDemand, trials: TrialTimings, threads: int) -> Int8CopyGain:
+    """Return the memory and the measured gain of an 8-bit copy in addition to 4-bit weights."""
+    facts, settings, needs = candidates.facts, candidates.settings, candidates.needs
+    timing = trials.find("int4", threads)
+    tokens = decide_step_tokens(facts, settings, demand, timing).value
+    if needs is None:
+        return Int8CopyGain(0, False, tokens)
+    demand_with_copy = MemoryDemand(needs, demand.precision, demand.kv_precision, demand.numa_node, int8_copy=True)
+    left = memory_budget(facts, demand_with_copy, tokens, MIN_BATCH_TOKENS)
+    fits = (
+        left.size >= useful_kv_cache_bytes(settings, demand_with_copy)
+        and needs.int8_copy_bytes * int8_copy.MEMORY_DIVISOR <= left.available
+    )
+    with_copy = trials.find("int4", threads, int8_copy=True) or trials.find("int8", threads)
+    return Int8CopyGain(needs.int8_copy_bytes, fits, tokens, timing, with_copy)

@@ -1,0 +1,253 @@
+"""The serving plan: `make_plan` decides everything about one process on one machine.
+
+Every choice has a reason. The function is pure and needs no torch. It never changes a setting silently: a value
+that was set is used, or `PlanImpossible` says why not. The choices are made in the other modules of this folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import (
+    Collection,
+    Iterable,
+    Mapping,
+)
+from dataclasses import dataclass
+from typing import Any
+
+from app.errors import (
+    NoRecipe,
+    PlanImpossible,
+)
+from app.hardware.decision import (
+    Decision,
+    Dtype,
+    Measurements,
+    RecipeKey,
+)
+from app.hardware.facts import (
+    CudaDevice,
+    Facts,
+    Needs,
+    to_json_value,
+)
+from app.hardware.plan import (
+    capacity,
+    devices,
+    dtypes,
+    encoder_capacity,
+    expected_speed,
+    memory_budget,
+    step_options,
+)
+from app.hardware.plan import (
+    precision as int8_copy,
+)
+from app.hardware.plan import (
+    threads as parallel,
+)
+from app.hardware.plan.capacity import MemoryCapacity
+from app.hardware.plan.devices import DeviceChoice
+from app.hardware.plan.dtypes import (
+    WeightsAndKv,
+    check_torch_can_run,
+)
+from app.hardware.plan.expected_speed import SpeedEstimate
+from app.hardware.plan.memory_budget import MemoryDemand
+from app.hardware.plan.precision import (
+    PrecisionCandidates,
+    available_precisions,
+)
+from app.hardware.plan.step_options import StepOptions
+from app.hardware.plan.threads import ThreadPlan
+from app.hardware.plan.trials import (
+    NO_TRIALS,
+    TrialTimings,
+)
+from app.hardware.probe import software
+from app.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class ServingPlan:
+    """Every choice for one process on one machine.
+
+    `cpu_ids` is the mask of the compute threads, set before their pool starts; empty: not pinned. `cuda_device` is
+    nvidia-smi's index. `visible_devices` names that GPU to the process, which then sees no other, so it is index 0
+    for torch. `decide_pack_folder` is None if packed weights are not kept. `decide_kernel_folder` is None if nothing is compiled
+    while serving, or no folder is known. `batch_target_tokens` is the number of tokens up to which texts are
+    batched together; only a single longer text makes a larger step. `itl_target_seconds` is None if the target is
+    relative to the decode steps measured while serving. `compile` is true if steps are recorded and replayed,
+    natively or by the device. `decide_most_few_rows` is the number of rows up to which 4-bit weights are used if there is
+    an int8 copy; None: the recipe's value. `capacity_tokens_per_second` maps a phase (`prefill`, `decode`,
+    `encode`) and the rows of a step to a rate; it and `roofline_ratio` are empty if not measured.
+    """
+
+    device: Decision[str]
+    cuda_device: Decision[int | None]
+    visible_devices: Decision[str | None]
+    precision: Decision[str]
+    dtype: Decision[Dtype]
+    int8_copy: Decision[bool]
+    most_few_rows: Decision[int | None]
+    pack_folder: Decision[str | None]
+    kernel_folder: Decision[str | None]
+    kv_precision: Decision[str]
+    kernels: Decision[str]
+    threads: Decision[int]
+    cpu_ids: Decision[tuple[int, ...]]
+    numa_node: Decision[int | None]
+    wait_policy: Decision[str]
+    throttling_quota: Decision[float | None]
+    interop_threads: Decision[int]
+    tokenizer_threads: Decision[int]
+    http_threads: Decision[int]
+    weight_bytes: Decision[int]
+    kv_cache_bytes: Decision[int]
+    max_model_len: Decision[int]
+    max_running_seqs: Decision[int]
+    max_batch_tokens: Decision[int]
+    batch_target_tokens: Decision[int]
+    max_waiting_requests: Decision[int]
+    itl_target_seconds: Decision[float | None]
+    compile: Decision[bool]
+    calibrate: Decision[bool]
+    speculation: Decision[bool]
+    deterministic: Decision[bool]
+    decode_tokens_per_second: Decision[float | None]
+    prefill_tokens_per_second: Decision[float | None]
+    capacity_tokens_per_second: Decision[Mapping[str, Mapping[int, float]]]
+    roofline_ratio: Decision[Mapping[str, float]]
+
+    def decisions(self) -> Iterable[tuple[str, Decision[Any]]]:
+        """Return the name and the decision of each choice."""
+        return [(item.name, getattr(self, item.name)) for item in dataclasses.fields(self)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the value and the reason of each choice."""
+        return {name: {"value": to_json_value(decision.value), "reason": decision.reason} for name, decision in self.decisions()}
+
+    def gpu(self, facts: Facts) -> CudaDevice | None:
+        """Return the GPU that `cuda_device` names; MIG instances share its index, so their UUIDs are compared too."""
+        here = [gpu for gpu in facts.cuda if gpu.index == self.cuda_device.value]
+        return next((gpu for gpu in here if devices.cuda_name(gpu) == self.visible_devices.value), None)
+
+    def environment(self) -> dict[str, str]:
+        """Return variables that thread pools read when they load; set them before torch is imported."""
+        threads = str(self.threads.value)
+        return {
+            "OMP_NUM_THREADS": threads,
+            "OMP_DYNAMIC": "false",
+            "OMP_PROC_BIND": "false",  # the worker thread's mask is enough; binding would pin the event loop too
+            "MKL_NUM_THREADS": threads,
+            "VECLIB_MAXIMUM_THREADS": threads,
+            "OPENBLAS_NUM_THREADS": "1",  # NumPy's own pool is not used
+            "RAYON_NUM_THREADS": str(self.tokenizer_threads.value),
+            "TOKENIZERS_PARALLELISM": "false",
+            **parallel.WAIT_POLICY_VARIABLES[self.wait_policy.value],
+            **self._device_environment(),
+        }
+
+    def _device_environment(self) -> dict[str, str]:
+        """Return variables for torch and Triton: the GPU, and the folder of compiled kernels unless it is set."""
+        if self.device.value == "mps":
+            return {"PYTORCH_ENABLE_MPS_FALLBACK": "0"}  # operations that torch lacks fail instead of running on the processor
+        variables = {"CUDA_VISIBLE_DEVICES": self.visible_devices.value, "TRITON_CACHE_DIR": self.kernel_folder.value}
+        if "TRITON_CACHE_DIR" in os.environ:
+            del variables["TRITON_CACHE_DIR"]
+        device_order = (
+            {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if self.device.value == "cuda" else {}
+        )  # makes an index mean the same as in nvidia-smi, if there is no UUID
+        return {**device_order, **{name: value for name, value in variables.items() if value is not None}}
+
+
+def make_plan(
+    facts: Facts, measurements: Measurements | None, settings: Settings, needs: Needs | None, recipes: Collection[RecipeKey]
+) -> ServingPlan:
+    """Decide everything.
+
+    Raises:
+        PlanImpossible: a setting cannot be satisfied on this machine.
+        NoRecipe: no weights recipe exists for what was asked for.
+    """
+    check_torch_can_run(facts)
+    inputs = _PlanInputs(facts, measurements, settings, needs, recipes)
+    choice = devices.choose_device(facts, settings, needs, recipes)
+    try:
+        return _plan_on(choice, inputs)
+    except (PlanImpossible, NoRecipe) as refusal:
+        fallback = devices.fallback_to_cpu(choice, settings, refusal.message)
+        if fallback is None:
+            raise
+        try:
+            return _plan_on(fallback, inputs)
+        except (PlanImpossible, NoRecipe):
+            raise refusal from None  # the processor cannot serve it either
+
+
+@dataclass(frozen=True, slots=True)
+class _PlanInputs:
+    """Arguments of `make_plan`."""
+
+    facts: Facts
+    measurements: Measurements | None
+    settings: Settings
+    needs: Needs | None
+    recipes: Collection[RecipeKey]
+
+
+def _plan_on(choice: DeviceChoice, inputs: _PlanInputs) -> ServingPlan:
+    facts, measurements, settings, needs = inputs.facts, inputs.measurements, inputs.settings, inputs.needs
+    kind = choice.device.value
+    device = memory_budget.find_device_memory(facts, settings, kind, choice.gpu)
+    kernels = software.decide_native_kernels(facts) if device is None else devices.decide_device_kernels(kind)
+    all_threads = _decide_threads(facts, settings, kind)
+    node, trials = all_threads.numa_node.value, TrialTimings.from_measurements(measurements)
+    built = available_precisions(inputs.recipes, kind, facts.architecture, settings)
+    weights_and_kv = dtypes.decide_weights_and_kv(
+        PrecisionCandidates(facts, settings, needs, node, built, kernels.value, device), trials, all_threads.threads.value
+    )
+    precision, has_copy = weights_and_kv.precision.value, weights_and_kv.int8_copy.value
+    threads = _decide_threads(facts, settings, kind, trials, precision)
+    timing = trials.find_served(precision, threads.threads.value, int8_copy=has_copy)
+    demand = MemoryDemand(needs, precision, weights_and_kv.kv_precision.value, node, has_copy, device)
+    generates = needs is None or needs.generates
+    decide = capacity.decide_capacity if generates else encoder_capacity.decide_encoder_capacity
+    memory = decide(facts, settings, demand, timing)
+    limits = expected_speed.SpeedLimits(
+        memory.batch_target_tokens.value, memory.max_running_seqs.value, memory.weight_bytes.value
+    )
+    return ServingPlan(
+        device=choice.device,
+        cuda_device=choice.cuda_device,
+        visible_devices=devices.decide_visible_devices(choice),
+        kernels=kernels,
+        **_decision_fields(weights_and_kv),
+        most_few_rows=int8_copy.decide_most_few_rows(measurements, has_copy),
+        pack_folder=dtypes.decide_pack_folder(settings, precision, kind),
+        kernel_folder=devices.decide_kernel_folder(settings, kind),
+        **_decision_fields(threads),
+        **_decision_fields(memory),
+        **_decision_fields(
+            step_options.decide_step_options(
+                settings, measurements, step_options.StepOptionInputs(needs, kind, kernels.value, timing)
+            )
+        ),
+        deterministic=dtypes.decide_deterministic(settings, precision, has_copy, kernels.value, generates),
+        **_decision_fields(
+            expected_speed.estimate_speed(measurements, expected_speed.SpeedInputs(needs, precision, limits, timing))
+        ),
+    )
+
+
+def _decide_threads(
+    facts: Facts, settings: Settings, kind: str, trials: TrialTimings = NO_TRIALS, precision: str = ""
+) -> ThreadPlan:
+    if kind != "cpu":
+        return parallel.decide_host_threads(facts, settings)
+    return parallel.decide_threads(facts, settings, trials, precision)
+
+
+def _decision_fields(part: WeightsAndKv | ThreadPlan | MemoryCapacity | StepOptions | SpeedEstimate) -> dict[str, Any]:
+    return {item.name: getattr(part, item.name) for item in dataclasses.fields(part)}

@@ -1,0 +1,385 @@
+"""Decision about the precision of the weights.
+
+It depends on the recipes that exist, on the memory, and on the measured speed. A faster precision that costs
+quality must gain enough.
+
+Decision to keep an 8-bit copy of 4-bit layers, and the number of rows from which the copy is used.
+
+Prompts and large batches use the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import (
+    Collection,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass
+
+from app.errors import (
+    NoRecipe,
+    PlanImpossible,
+)
+from app.hardware.decision import (
+    Decision,
+    Measurements,
+    RecipeKey,
+    format_bytes,
+)
+from app.hardware.facts import (
+    Facts,
+    Needs,
+)
+from app.hardware.plan.memory_budget import (
+    MIN_CONTEXT_TOKENS,
+    USEFUL_SEQS,
+    USEFUL_TOKENS,
+    DeviceMemory,
+    MemoryDemand,
+    smallest_step_budget,
+    useful_kv_cache_bytes,
+)
+from app.hardware.plan.trials import (
+    FEW_SEQS,
+    SEVERAL_SEQS,
+    TrialTiming,
+    TrialTimings,
+    format_rate,
+)
+from app.hardware.probe.software import TORCH_KERNELS
+from app.settings import Settings
+
+# Instruction sets with BF16 products that accumulate in FP32. AVX-512 without BF16 would have to convert, which is slower than FP32.
+_BF16_PRODUCTS = {"x86_64": ("amx_bf16", "avx512_bf16"), "arm64": ("bf16",)}
+
+# Precisions whose products can sum in one order for any number of rows, and the kernel levels that do so; empty: all levels.
+_BATCH_INVARIANT_LEVELS = {"bf16": ("avx512bf16",), "int8": (), "int4": ()}
+
+QUANTIZED_PRECISIONS = ("int8", "int4")  # quantized precisions, from the most exact to the smallest
+# Expected increase of perplexity over FP32, measured on the demo model with 4 bits in groups of 64 (docs/quality.md).
+QUALITY_COSTS = {"int8": "about +0.02% perplexity", "int4": "about +0.8% perplexity in groups of 64"}
+VECTOR_COSTS = {"int8": "vectors with a cosine similarity of 0.99 or more to the exact ones"}
+MIN_PARAMETERS = 100_000_000  # smaller models are fast in any precision, and quantization costs them most
+MIN_INT8_GAIN = 1.2  # least speedup, at one sequence and at eight, that is worth a small cost in quality
+SLOW_TOKENS_PER_SECOND = 20.0  # at one sequence; below this rate users notice each gain (people read about five tokens a second)
+MIN_INT4_GAIN = 1.3  # least speedup at one sequence; the quality cost of 4 bits is forty times that of 8 bits
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionCandidates:
+    """Everything that the choice of a precision depends on."""
+
+    facts: Facts
+    settings: Settings
+    needs: Needs | None
+    numa_node: int | None
+    available: Collection[str]
+    level: str  # level of the native kernels, or the name of the kernels used instead
+    device: DeviceMemory | None = None  # None: a processor
+
+    @property
+    def kind(self) -> str:
+        """Kind of the device."""
+        return "cpu" if self.device is None else self.device.kind
+
+    def batch_invariant_only(self, names: Sequence[str]) -> Sequence[str]:
+        """Return the precisions that are batch invariant if `deterministic` is on, else all.
+
+        If none is batch invariant, all are returned, and the setting is refused later.
+        """
+        if self.settings.deterministic == "off":
+            return names
+        return [name for name in names if is_batch_invariant(name, self.level)] or names
+
+
+def choose_precision(candidates: PrecisionCandidates, trials: TrialTimings, threads: int) -> Decision[str]:
+    """Choose a precision for `auto`.
+
+    This is the reference precision, or a smaller one if that does not fit or if the smaller one was measured to
+    gain enough.
+    """
+    reference = _reference_precision(candidates)
+    names = candidates.batch_invariant_only([reference, *(name for name in QUANTIZED_PRECISIONS if name in candidates.available)])
+    fitting = _fitting_precisions(candidates, names)
+    start = _reference_or_replacement(candidates, reference, names, fitting)
+    timed = {name: timing for name in fitting if (timing := trials.find(name, threads))}
+    if start.value not in timed:
+        return start
+    if candidates.needs and candidates.needs.num_parameters < MIN_PARAMETERS:
+        millions = candidates.needs.num_parameters / 1e6
+        return Decision(
+            start.value, f"{start.reason} With {millions:.0f}M parameters quantization would have no noticeable gain."
+        )
+    return _choose_faster(start, timed)
+
+
+def choose_vector_precision(candidates: PrecisionCandidates, trials: TrialTimings, threads: int) -> Decision[str]:
+    """Choose a precision for `auto` for a model whose results are vectors or labels.
+
+    It is the reference precision if that fits, because new vectors are compared with vectors that an index already
+    has.
+    """
+    reference = _reference_precision(candidates)
+    names = candidates.batch_invariant_only(
+        [reference, *(name for name in QUANTIZED_PRECISIONS[:1] if name in candidates.available)]
+    )
+    start = _reference_or_replacement(candidates, reference, names, _fitting_precisions(candidates, names))
+    now, int8 = trials.find(start.value, threads), trials.find("int8", threads)
+    if start.value == "int8" or now is None or int8 is None:
+        return start
+    return Decision(
+        start.value,
+        f"{start.reason} int8 was measured {int8.speedup_over(now):.2f} times as fast. It is not chosen by itself, since vectors must stay "
+        "comparable with those in an index: set precision=int8 and compute the whole index with it.",
+    )
+
+
+def forced_precision(candidates: PrecisionCandidates) -> Decision[str]:
+    """Return the decision for a precision that was set."""
+    chosen = candidates.settings.precision
+    if chosen == "bf16" and unquantized_precision(candidates.facts, candidates.kind) != "bf16":
+        whose = "processor" if candidates.kind == "cpu" else "chip"
+        return Decision(chosen, f"Asked for; slow, since this {whose} has no BF16 products.")
+    return Decision(chosen, "Asked for.")
+
+
+def available_precisions(recipes: Collection[RecipeKey], kind: str, architecture: str, settings: Settings) -> frozenset[str]:
+    """Return the precisions that have a recipe for this device.
+
+    Raises:
+        NoRecipe: the requested precision, or every precision that could be chosen, has no recipe.
+    """
+    built = frozenset(name for device, built_for, name in recipes if (device, built_for) == (kind, architecture))
+    if settings.precision not in ("auto", *built):
+        raise NoRecipe(f"Precision {settings.precision} on {kind} ({architecture}) is not supported yet. {list_recipes(recipes)}")
+    if settings.precision == "auto" and not built & {"bf16", "fp32"}:
+        raise NoRecipe(f"Neither bf16 nor fp32 is supported on {kind} ({architecture}). {list_recipes(recipes)}")
+    return built
+
+
+def list_recipes(recipes: Collection[RecipeKey]) -> str:
+    """Return a sentence that lists all recipes."""
+    listed = ", ".join(f"{name} on {kind} ({architecture})" for kind, architecture, name in sorted(recipes))
+    return f"Supported: {listed}." if listed else "There are no recipes."
+
+
+def is_batch_invariant(name: str, level: str) -> bool:
+    """Return true if a row's product is the same in any batch; `level` is the level of the native kernels."""
+    levels = _BATCH_INVARIANT_LEVELS.get(name)
+    return level != TORCH_KERNELS and levels is not None and (not levels or level in levels)
+
+
+def bf16_products(facts: Facts) -> str | None:
+    """Return the instruction set of this processor with BF16 products, or None."""
+    return next((name for name in _BF16_PRODUCTS.get(facts.architecture, ()) if name in facts.isa), None)
+
+
+def unquantized_precision(facts: Facts, kind: str) -> str:
+    """Return the precision of weights that are not quantized: a 16-bit one if products with it are fast, else FP32.
+
+    An M1 has only FP16.
+    """
+    if kind == "cuda":
+        return "bf16"
+    if kind == "mps":
+        return "bf16" if "bf16" in facts.isa else "fp16"
+    return "bf16" if bf16_products(facts) else "fp32"
+
+
+def _reference_precision(candidates: PrecisionCandidates) -> str:
+    name = unquantized_precision(candidates.facts, candidates.kind)
+    return name if name in candidates.available else "fp32"
+
+
+def _reference_or_replacement(
+    candidates: PrecisionCandidates, reference: str, names: Sequence[str], fitting: Sequence[str]
+) -> Decision[str]:
+    """Return the reference precision, or its replacement if it does not fit or is not batch invariant."""
+    cost = _quality_costs(candidates.needs)
+    if fitting[0] != names[0]:
+        return Decision(fitting[0], _does_not_fit_reason(candidates, names[0], fitting[0]))
+    if names[0] != reference:
+        return Decision(
+            names[0],
+            f"Deterministic is on, and on this processor products in {reference} do not sum in one order, but those in {names[0]} do; "
+            f"the expected cost is {cost[names[0]]}.",
+        )
+    return Decision(reference, _reference_reason(candidates, reference))
+
+
+def _reference_reason(candidates: PrecisionCandidates, reference: str) -> str:
+    multiplier, chip = bf16_products(candidates.facts), candidates.facts.cpu.microarchitecture or "chip"
+    if candidates.device is not None and reference != "fp32":
+        least = (
+            f"{chip}'s GPU has FP16 products, and BF16 only by emulation" if reference == "fp16" else "The GPU has BF16 products"
+        )
+        return f"{least}: half the bytes of FP32 and several times its speed."
+    if reference == "bf16":
+        return f"This processor has BF16 products ({multiplier}): half the bytes of FP32 and several times its speed."
+    return "This processor has no BF16 products." if not multiplier else "BF16 is not supported on this device yet."
+
+
+def _quality_costs(needs: Needs | None) -> Mapping[str, str]:
+    return QUALITY_COSTS if needs is None or needs.generates else VECTOR_COSTS
+
+
+# ---- memory ------------------------------------------------------------------------------------------------------------
+
+
+def _fitting_precisions(candidates: PrecisionCandidates, names: Sequence[str]) -> list[str]:
+    """Return the precisions that leave memory for a useful KV cache.
+
+    Without any, the last one that can serve at all; without any of those, the smallest, for the numbers in the
+    refusal.
+    """
+    needs = candidates.needs
+    if needs is None:
+        return [names[0]]
+    known = [name for name in names if name == names[0] or name in needs.bytes_by_precision]
+    demands = {name: _demand(candidates, name) for name in known}
+    left = {name: smallest_step_budget(candidates.facts, candidates.settings, demands[name]).size for name in known}
+    useful = [name for name in known if left[name] >= useful_kv_cache_bytes(candidates.settings, demands[name])]
+    least = [name for name in known if left[name] >= MIN_CONTEXT_TOKENS * demands[name].kv_bytes_per_token]
+    return useful or least[-1:] or [min(known, key=lambda name: demands[name].weight_bytes)]
+
+
+def _demand(candidates: PrecisionCandidates, name: str) -> MemoryDemand:
+    plain = "fp32" if name == "fp32" else "bf16"
+    kv_precision = "int8" if candidates.settings.kv_precision == "int8" and plain == "bf16" else plain
+    return MemoryDemand(candidates.needs, name, kv_precision, candidates.numa_node, device=candidates.device)
+
+
+def _does_not_fit_reason(candidates: PrecisionCandidates, reference: str, chosen: str) -> str:
+    left = smallest_step_budget(candidates.facts, candidates.settings, _demand(candidates, reference))
+    takes, instead = (format_bytes(_demand(candidates, name).weight_bytes) for name in (reference, chosen))
+    kv_phrase = f"with the keys and values of {USEFUL_SEQS} sequences of {USEFUL_TOKENS:,} tokens "
+    overhead_phrase = kv_phrase if candidates.needs is None or candidates.needs.generates else "with the process itself "
+    return (
+        f"Weights in {reference} take {takes}; {overhead_phrase}that is more than the {format_bytes(left.available)} available ({left.source}). "
+        f"In {chosen} they take {instead}; the expected cost is {_quality_costs(candidates.needs)[chosen]}."
+    )
+
+
+# ---- speed -------------------------------------------------------------------------------------------------------------
+
+
+def _choose_faster(start: Decision[str], timed: dict[str, TrialTiming]) -> Decision[str]:
+    chosen = start
+    if start.value != "int8" and "int8" in timed and start.value not in QUANTIZED_PRECISIONS:
+        chosen = _consider_int8(start, timed[start.value], timed["int8"])
+    if chosen.value != "int4" and "int4" in timed:
+        chosen = _consider_int4(chosen, timed[chosen.value], timed["int4"])
+    return chosen
+
+
+def _consider_int8(start: Decision[str], now: TrialTiming, int8: TrialTiming) -> Decision[str]:
+    gains = [int8.decode_rate(rows) / now.decode_rate(rows) for rows in (FEW_SEQS, SEVERAL_SEQS)]
+    measured = f"{gains[0]:.2f} and {gains[1]:.2f} times as fast at one sequence and at {SEVERAL_SEQS}"
+    if min(gains) < MIN_INT8_GAIN:
+        return Decision(
+            start.value,
+            f"{start.reason} int8 was measured {measured}, under the {MIN_INT8_GAIN:g} that would justify its cost in quality.",
+        )
+    return Decision(
+        "int8",
+        f"Measured {_decode_rates(int8)}, against {_decode_rates(now)} in {start.value} ({gains[0]:.1f} and {gains[1]:.1f} times as fast); "
+        f"the expected cost is {QUALITY_COSTS['int8']}.",
+    )
+
+
+def _consider_int4(chosen: Decision[str], now: TrialTiming, int4: TrialTiming) -> Decision[str]:
+    """Choose int4 if the precision chosen so far is slow for one sequence and int4 gains enough."""
+    present_rate, int4_rate = now.decode_rate(FEW_SEQS), int4.decode_rate(FEW_SEQS)
+    if present_rate >= SLOW_TOKENS_PER_SECOND:
+        return chosen
+    slow = f"{format_rate(present_rate)} tokens/s at one sequence in {chosen.value}, which is under {SLOW_TOKENS_PER_SECOND:g}"
+    if int4_rate < MIN_INT4_GAIN * present_rate:
+        return Decision(
+            chosen.value, f"{chosen.reason} int4 would gain too little: {format_rate(int4_rate)} tokens/s at one sequence."
+        )
+    return Decision(
+        "int4",
+        f"Measured {slow}, and {_decode_rates(int4)} in int4 ({int4_rate / present_rate:.1f} times as fast); the expected cost is {QUALITY_COSTS['int4']}.",
+    )
+
+
+def _decode_rates(timing: TrialTiming) -> str:
+    return f"{format_rate(timing.decode_rate(FEW_SEQS))} tokens/s at one sequence and {format_rate(timing.decode_rate(SEVERAL_SEQS))} at {SEVERAL_SEQS}"
+
+
+MIN_COPY_GAIN = 1.1  # least ratio of prompt rates that justifies one more byte for each weight
+MEMORY_DIVISOR = 4  # a copy may take at most 1/4 of the available memory
+
+
+@dataclass(frozen=True, slots=True)
+class Int8CopyGain:
+    """Cost and gain of a copy for prompts in steps of `tokens`.
+
+    `without_copy` are the step times without the copy and `with_copy` those with it; None: not measured.
+    """
+
+    nbytes: int
+    has_room: bool
+    tokens: int
+    without_copy: TrialTiming | None = None
+    with_copy: TrialTiming | None = None
+
+
+def refuse_on_device(settings: Settings, kind: str) -> Decision[bool]:
+    """Decide against a copy on a GPU, which dequantizes 4-bit weights for products with many rows.
+
+    Raises:
+        PlanImpossible: int8_copy is on.
+    """
+    if settings.int8_copy == "on":
+        raise PlanImpossible(f"int8_copy is on, but on {kind} 4-bit weights have no 8-bit copy: leave it at auto.")
+    return Decision(False, "Only processors use an int8 copy.")
+
+
+def decide_int8_copy(settings: Settings, chosen: str, candidate: Int8CopyGain) -> Decision[bool]:
+    """Decide if layers also have an 8-bit copy.
+
+    Raises:
+        PlanImpossible: int8_copy is on, but the precision is not int4.
+    """
+    if chosen != "int4":
+        if settings.int8_copy == "on":
+            raise PlanImpossible(
+                f"int8_copy is on, but precision is {chosen}, and only int4 weights have a copy: set precision to int4."
+            )
+        return Decision(False, "Only int4 weights have an int8 copy.")
+    more = f"{format_bytes(candidate.nbytes)} more" if candidate.nbytes else "one more byte for each weight"
+    if settings.int8_copy == "on":
+        return Decision(True, f"Asked for: prompts and large batches use 8-bit weights, for {more} of memory.")
+    if settings.int8_copy == "off":
+        return Decision(False, "Asked for.")
+    if settings.deterministic == "on":
+        return Decision(False, "Deterministic is on, and the weights used for a row would depend on what else is in the batch.")
+    return _measured_decision(candidate, more)
+
+
+def _measured_decision(candidate: Int8CopyGain, more: str) -> Decision[bool]:
+    intro = "The 4-bit weights serve every number of rows."
+    if candidate.without_copy is None or candidate.with_copy is None:
+        return Decision(False, f"{intro} An 8-bit copy would take {more} and make prompts faster.")
+    tokens = candidate.with_copy.compared_tokens(candidate.without_copy, candidate.tokens)
+    rate_without, rate_with = candidate.without_copy.prefill_rate(tokens), candidate.with_copy.prefill_rate(tokens)
+    gain = f"prompts measured {format_rate(rate_with)} tokens/s with 8 bits, {format_rate(rate_without)} with 4 bits ({rate_with / rate_without:.2f} times as fast)"
+    if rate_with < MIN_COPY_GAIN * rate_without:
+        return Decision(False, f"{intro} A copy would gain too little: {gain}.")
+    if not candidate.has_room:
+        return Decision(
+            False,
+            f"{intro} A copy would take {more}: over a quarter of the available memory, or memory that keys and values need. But {gain}.",
+        )
+    return Decision(True, f"For {more} of memory {gain}.")
+
+
+def decide_most_few_rows(measurements: Measurements | None, copy: bool) -> Decision[int | None]:
+    """Decide up to how many rows the 4-bit weights are used if there is an 8-bit copy."""
+    if not copy:
+        return Decision(None, "There is no 8-bit copy.")
+    if measurements is None or measurements.most_few_rows is None:
+        return Decision(None, "Not measured: the value of the recipe is used.")
+    return Decision(measurements.most_few_rows, "Measured: with more rows, products with 8-bit weights are faster.")

@@ -1,0 +1,144 @@
+"""Options of steps: recording, speculative decoding, the latency target, and calibration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from app.errors import PlanImpossible
+from app.hardware.decision import (
+    Decision,
+    Measurements,
+)
+from app.hardware.facts import Needs
+from app.hardware.plan.trials import (
+    SEVERAL_SEQS,
+    TYPICAL_CONTEXT,
+    TrialTiming,
+)
+from app.hardware.probe.software import TORCH_KERNELS
+from app.hardware.step_times import (
+    MIN_TARGET_SECONDS,
+    MIXED_TO_DECODE_RATIO,
+)
+from app.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """Decisions about steps."""
+
+    itl_target_seconds: Decision[float | None]
+    compile: Decision[bool]
+    calibrate: Decision[bool]
+    speculation: Decision[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptionInputs:
+    """The model to serve, the kind of device, and the level of the native kernels."""
+
+    needs: Needs | None
+    device: str
+    level: str
+    timing: TrialTiming | None = None
+
+
+def decide_step_options(settings: Settings, measurements: Measurements | None, served: StepOptionInputs) -> StepOptions:
+    """Decide the options of steps."""
+    return StepOptions(
+        itl_target_seconds=_itl_target(settings, served),
+        compile=_decide_recording(settings, served),
+        calibrate=_calibrate(settings, measurements, served),
+        speculation=_speculation(settings, served),
+    )
+
+
+def _itl_target(settings: Settings, served: StepOptionInputs) -> Decision[float | None]:
+    """Decide the target of the inter-token latency.
+
+    By default it follows the measured decode steps: with a fixed target, steps of many sequences would always miss
+    it, and steps of few would cut prompts into small chunks.
+    """
+    if settings.itl_target_ms != "auto":
+        return Decision(settings.itl_target_ms / 1000, "Asked for.")
+    if served.needs is not None and not served.needs.generates:
+        return Decision(None, "This model does not generate.")
+    timing = served.timing
+    rule = f"A step with a prompt chunk may take {MIXED_TO_DECODE_RATIO:g} times as long as one of decodes alone, as measured while serving"
+    least = f"and at least {MIN_TARGET_SECONDS * 1000:.0f} ms"
+    if timing is None:
+        return Decision(None, f"{rule}, {least}.")
+    alone = timing.steps.decode(SEVERAL_SEQS, SEVERAL_SEQS * TYPICAL_CONTEXT)
+    target = max(MIXED_TO_DECODE_RATIO * alone, MIN_TARGET_SECONDS)
+    return Decision(
+        None,
+        f"{rule}, {least}: about {target * 1000:.0f} ms with {SEVERAL_SEQS} sequences, whose steps take {alone * 1000:.1f} ms.",
+    )
+
+
+def _decide_recording(settings: Settings, served: StepOptionInputs) -> Decision[bool]:
+    """Decide if steps are recorded; operations are recorded once and replayed without Python, without a compiler."""
+    if settings.compile == "off":
+        return Decision(False, "Asked for: every step runs in Python.")
+    if served.needs is not None and served.needs.kind == "program":
+        return _program_recording(settings)
+    if served.device != "cpu":
+        return _decide_capture(settings, served)
+    if served.level != TORCH_KERNELS:
+        asked = "Asked for: a" if settings.compile == "on" else "A"
+        return Decision(
+            True,
+            f"{asked} step's operations are recorded once and replayed natively, without a compiler and without a longer start.",
+        )
+    if settings.compile == "on":
+        raise PlanImpossible(
+            "compile is on, but the native kernels cannot run here, and only their operations can be recorded and replayed: "
+            "leave it at auto."
+        )
+    return Decision(False, "Only operations of the native kernels can be recorded, and they cannot run here.")
+
+
+def _decide_capture(settings: Settings, served: StepOptionInputs) -> Decision[bool]:
+    """Decide if a device captures steps; a replay is one call instead of hundreds."""
+    kind = served.device
+    if kind == "cuda":
+        asked = "Asked for: s" if settings.compile == "on" else "S"
+        which = "that only decode" if served.needs is None or served.needs.generates else "of few short texts"
+        return Decision(True, f"{asked}teps {which} are captured once for each size of batch, and replayed (CUDA graphs).")
+    if settings.compile == "on":
+        raise PlanImpossible(f"compile is on, but on {kind} nothing can be captured and replayed: leave it at auto.")
+    return Decision(False, "On an Apple GPU nothing can be captured and replayed.")
+
+
+def _program_recording(settings: Settings) -> Decision[bool]:
+    if settings.compile == "on":
+        raise PlanImpossible(
+            "compile is on, but an exported program has its own operations, and only native kernels can be recorded: leave it at auto."
+        )
+    return Decision(False, "An exported program has its own operations; only native kernels can be recorded.")
+
+
+def _calibrate(settings: Settings, measurements: Measurements | None, served: StepOptionInputs) -> Decision[bool]:
+    if settings.calibrate == "off":
+        return Decision(False, "Asked for: decided from facts alone.")
+    if served.needs is not None and served.needs.rows_vary:
+        return Decision(False, "The cost of a row of this program depends on dimensions that each request chooses.")
+    if measurements is None:
+        return Decision(
+            True,
+            "This machine will be measured with this model's shapes before weights are read; later starts reuse the results.",
+        )
+    if measurements.fallback:
+        return Decision(True, f"Measured, but decided from facts alone, since {measurements.fallback}.")
+    return Decision(True, f"Measured on this machine with this model's shapes, in {measurements.seconds:.1f} s.")
+
+
+def _speculation(settings: Settings, served: StepOptionInputs) -> Decision[bool]:
+    if settings.speculation == "off":
+        return Decision(False, "Asked for.")
+    if served.device != "cpu" or (served.needs is not None and not served.needs.generates):
+        return Decision(False, "Only for models that generate, on processors.")
+    return Decision(
+        True,
+        "Tokens after a repeated phrase are drafted and verified in one step (n-gram speculation); it pauses while it gains nothing.",
+    )

@@ -1,0 +1,1 @@
+"""Probe: read facts about processor, memory, accelerators and installed software."""

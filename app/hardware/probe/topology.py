@@ -1,0 +1,158 @@
+"""Topology of a Linux machine from sysfs: physical cores, SMT siblings, kinds of core, memory nodes and caches.
+
+Without sysfs, each processor of /proc/cpuinfo counts as a core.
+
+Memory of a Linux machine: its size, the available bytes, and the page sizes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+from app.hardware.facts import (
+    Cache,
+    CacheKind,
+    Core,
+    CoreKind,
+    HugePages,
+    NumaNode,
+)
+from app.hardware.probe.host_files import (
+    HostFiles,
+    parse_cpu_list,
+    parse_fields,
+    parse_size,
+)
+
+_CPUS = "/sys/devices/system/cpu"
+_NODES = "/sys/devices/system/node"
+_CACHE_KINDS: dict[str, CacheKind] = {"Data": "data", "Instruction": "instruction", "Unified": "unified"}
+
+# A core below this share of the largest cpu_capacity (Linux Documentation/scheduler/sched-capacity.rst) is an efficiency core. Cores of
+# one kind can differ by a few percent, if the firmware lists their best clocks.
+_EFFICIENCY_SHARE = 0.8
+
+
+def online_cpus(files: HostFiles) -> tuple[int, ...]:
+    """Return the logical CPUs that are online."""
+    listed_online = parse_cpu_list(files.text(f"{_CPUS}/online"))
+    if listed_online:
+        return listed_online
+    listed = re.findall(r"^processor\s*:\s*(\d+)", files.text("/proc/cpuinfo") or "", re.MULTILINE)
+    return tuple(int(cpu) for cpu in listed) or (0,)
+
+
+def physical_cores(files: HostFiles, nodes: tuple[NumaNode, ...]) -> tuple[Core, ...]:
+    """Return the physical cores, ordered by their first logical CPU."""
+    online = online_cpus(files)
+    node_of = {cpu: node.id for node in nodes for cpu in node.cpu_ids}
+    efficient = _efficiency_cpus(files, online)
+    found: dict[tuple[int, ...], Core] = {}
+    for cpu in online:
+        siblings = _siblings(files, cpu, online)
+        package = files.number(f"{_CPUS}/cpu{cpu}/topology/physical_package_id") or 0
+        kind: CoreKind = "efficiency" if cpu in efficient else "performance"
+        found.setdefault(siblings, Core(siblings, max(package, 0), node_of.get(cpu, 0), kind))
+    return tuple(sorted(found.values(), key=lambda core: core.cpu_ids))
+
+
+def _siblings(files: HostFiles, cpu: int, online: tuple[int, ...]) -> tuple[int, ...]:
+    for name in ("core_cpus_list", "thread_siblings_list"):  # the second is the name before Linux 5.3
+        stated = parse_cpu_list(files.text(f"{_CPUS}/cpu{cpu}/topology/{name}"))
+        if stated:
+            return tuple(sibling for sibling in stated if sibling in online)
+    return (cpu,)
+
+
+def _efficiency_cpus(files: HostFiles, online: tuple[int, ...]) -> frozenset[int]:
+    """Return the efficiency CPUs: Intel's hybrids list them in one file; Arm states each CPU's capacity."""
+    small = parse_cpu_list(files.text("/sys/devices/cpu_atom/cpus"))
+    if small:
+        return frozenset(small)
+    capacities = {cpu: files.number(f"{_CPUS}/cpu{cpu}/cpu_capacity") or 0 for cpu in online}
+    largest = max(capacities.values())
+    return frozenset(cpu for cpu, capacity in capacities.items() if 0 < capacity < _EFFICIENCY_SHARE * largest)
+
+
+def numa_nodes(files: HostFiles) -> tuple[NumaNode, ...]:
+    """Return the memory nodes, ordered by ID."""
+    ids = sorted(int(match[1]) for name in files.names(_NODES) if (match := re.fullmatch(r"node(\d+)", name)))
+    return tuple(_node(files, node) for node in ids)
+
+
+def _node(files: HostFiles, node: int) -> NumaNode:
+    text = files.text(f"{_NODES}/node{node}/meminfo") or ""
+    fields = parse_fields(text.replace(f"Node {node} ", ""))
+    sizes = {name: parse_size(value) or 0 for name, value in fields.items()}
+    droppable = sizes.get("Active(file)", 0) + sizes.get("Inactive(file)", 0)  # the page cache is freed on demand
+    return NumaNode(
+        id=node,
+        cpu_ids=parse_cpu_list(files.text(f"{_NODES}/node{node}/cpulist")),
+        memory_bytes=sizes.get("MemTotal", 0),
+        available_bytes=sizes["MemFree"] + droppable if "MemFree" in sizes else None,
+    )
+
+
+def cpu_caches(files: HostFiles) -> tuple[Cache, ...]:
+    """Return the caches of the first online CPU."""
+    directory = f"{_CPUS}/cpu{online_cpus(files)[0]}/cache"
+    found = [_cache(files, f"{directory}/{name}") for name in files.names(directory) if name.startswith("index")]
+    return tuple(cache for cache in found if cache is not None)
+
+
+def _cache(files: HostFiles, directory: str) -> Cache | None:
+    level, size = files.number(f"{directory}/level"), parse_size(files.text(f"{directory}/size"))
+    kind = _CACHE_KINDS.get(files.text(f"{directory}/type") or "")
+    if level is None or size is None or kind is None:
+        return None
+    return Cache(level, kind, size, max(1, len(parse_cpu_list(files.text(f"{directory}/shared_cpu_list")))))
+
+
+_DEFAULT_PAGE_BYTES = 4096
+_STRICT_OVERCOMMIT = 2  # Linux Documentation/mm/overcommit-accounting.rst
+
+
+def meminfo_bytes(files: HostFiles) -> dict[str, int]:
+    """Return the values of /proc/meminfo in bytes."""
+    return {
+        name: size for name, value in parse_fields(files.text("/proc/meminfo")).items() if (size := parse_size(value)) is not None
+    }
+
+
+def meminfo_available_bytes(meminfo: dict[str, int]) -> int:
+    """Return the bytes that can be allocated without swapping: the kernel's estimate if it has one (Linux 3.14)."""
+    return meminfo.get("MemAvailable", meminfo.get("MemFree", 0) + meminfo.get("Cached", 0))
+
+
+def commit_left_bytes(files: HostFiles, meminfo: dict[str, int]) -> int | None:
+    """Return the bytes that can still be reserved under strict overcommit (mode 2); None in other modes.
+
+    In mode 2 the kernel refuses address space beyond a limit, even if it is never used.
+    """
+    if files.number("/proc/sys/vm/overcommit_memory") != _STRICT_OVERCOMMIT or "CommitLimit" not in meminfo:
+        return None
+    return max(0, meminfo["CommitLimit"] - meminfo.get("Committed_AS", 0))
+
+
+def page_bytes(files: HostFiles) -> int:
+    """Return the page size, which is 4, 16 or 64 KiB on Arm; a recorded host states it in /proc/self/smaps."""
+    if files.is_this_machine:
+        return os.sysconf("SC_PAGE_SIZE")
+    match = re.search(r"^KernelPageSize:\s*(\d+ kB)$", files.text("/proc/self/smaps") or "", re.MULTILINE)
+    return (parse_size(match[1]) if match else None) or _DEFAULT_PAGE_BYTES
+
+
+def huge_pages(files: HostFiles, meminfo: dict[str, int]) -> HugePages:
+    """Return the huge pages.
+
+    The kernel marks the transparent mode with brackets: `always [madvise] never` (Linux
+    Documentation/admin-guide/mm/transhuge.rst).
+    """
+    mode = re.search(r"\[(\w+)\]", files.text("/sys/kernel/mm/transparent_hugepage/enabled") or "")
+    return HugePages(
+        transparent=mode[1] if mode else None,
+        page_bytes=meminfo.get("Hugepagesize", 0),
+        total=meminfo.get("HugePages_Total", 0),
+        free=meminfo.get("HugePages_Free", 0),
+    )

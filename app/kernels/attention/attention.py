@@ -1,0 +1,212 @@
+"""Attention of a ragged batch by the native kernels, over keys and values in bf16 or int8.
+
+A sequence's context has one or two segments. Sliding windows and logit soft caps are supported.
+`backends/cpu.py` is the reference implementation. The backend uses torch's attention where these kernels do
+not apply, and for prompts on instruction set levels without bf16 products.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from app.kernels.attention.layout import KvRows
+from app.kernels.native.library import native_library
+from app.kernels.native.memory import (
+    Int64Buffer,
+    aligned_bytes,
+    empty,
+)
+from app.kernels.native.operations import (
+    AttentionArguments,
+    OpCode,
+    has_kernel,
+    run_operation,
+)
+
+_MAX_HEAD_DIM, _MAX_QUERIES_PER_KV_HEAD = 256, 32  # csrc/attention.h
+# `is_decode` in csrc/attention.h: with fewer rows, a KV head's queries read the context without repacking.
+_PROMPT_ROWS = 32
+_NO_SEGMENT = (0, 0, 0)
+_HEADER_FIELDS, _SEQUENCE_FIELDS = 2, 10  # int64 values in `attention_step` and `sequence` of csrc/ops.h
+
+
+@dataclass(frozen=True, slots=True)
+class KvSegment:
+    """Tokens `[first, first + num_tokens)` of a layer's flat KV rows.
+
+    `position` is the absolute position of the first token in its sequence.
+    """
+
+    first: int
+    num_tokens: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSequence:
+    """One sequence of a ragged batch, with its queries and its context.
+
+    The queries are rows `[first, first + num_tokens)` of the batch, at absolute positions from `start`. The
+    context is one or two segments that together cover positions `[0, start + num_tokens)`, including this step's
+    tokens.
+    """
+
+    first: int
+    num_tokens: int
+    start: int
+    runs: tuple[KvSegment, ...]
+
+
+class AttentionStep:
+    """The sequences of one step and their contexts, the same for every layer (`attention_step` in csrc/ops.h).
+
+    The int64 buffer keeps its address as long as its capacity suffices, so recorded operations that run again read
+    the new step there.
+    """
+
+    def __init__(self, num_sequences: int = 64) -> None:
+        """Allocate a buffer for `num_sequences`; a step with more sequences gets a buffer at another address."""
+        self.rows: Rows[AttentionSequence] = ()
+        self._buffer = Int64Buffer(_HEADER_FIELDS + num_sequences * _SEQUENCE_FIELDS)
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._heads: AttentionArguments | None = None  # numbers of heads, known after the first attention layer
+
+    @property
+    def address(self) -> int:
+        """Address of the C structure `attention_step`."""
+        return self._buffer.address
+
+    def fill(self, rows: Rows[AttentionSequence]) -> None:
+        """Describe the next step."""
+        self.rows = rows
+        fields = [len(rows), self._scratch.data_ptr()]
+        for row in rows:
+            fields += (row.first, row.num_tokens, row.start, len(row.runs))
+            for part in row.runs:
+                fields += (part.first, part.num_tokens, part.position)
+            if len(row.runs) == 1:
+                fields += _NO_SEGMENT
+        self._buffer.fill(fields)
+        if self._heads is not None:
+            self._reserve(self._heads)
+
+    def is_replayable(self, kv: KvRows) -> bool:
+        """Return True if the next step can replay this step's recorded operations.
+
+        This requires that the buffer stays at the same address and that only the native kernel computes attention.
+        """
+        heads = self._heads
+        if heads is None or not self._buffer.stays:  # the first step allocates the scratch memory
+            return False
+        return max([row.num_tokens for row in self.rows]) <= max_decode_queries(heads.heads, heads.kv_heads) or supports_prompts(
+            kv
+        )
+
+    def set_heads(self, heads: int, kv_heads: int, head_dim: int) -> None:
+        """Set the numbers of heads; scratch memory is allocated for them now and for every later step."""
+        asked = self._heads
+        if asked is None or (asked.heads, asked.kv_heads, asked.head_dim) != (heads, kv_heads, head_dim):
+            self._heads = AttentionArguments(heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+            self._reserve(self._heads)
+
+    def _reserve(self, asked: AttentionArguments) -> None:
+        library = native_library().library
+        assert library is not None, "attention runs in the native library"
+        asked.step = self.address
+        needed = int(library.armature_attention_scratch(ctypes.byref(asked)))
+        if needed > self._scratch.numel():
+            self._scratch = torch.empty(0, dtype=torch.uint8)  # free the old buffer before allocating the new one
+            self._scratch = aligned_bytes(needed)
+            self._buffer.set(1, self._scratch.data_ptr())
+
+
+def supports(query: Tensor, kv: KvRows) -> bool:
+    """Return True if the native kernels support this query with these keys and values, at least for decode.
+
+    The query is [tokens, heads, head_dim].
+    """
+    _, heads, head_dim = query.shape
+    plain = query.dtype == torch.bfloat16 and query.stride(2) == 1 and query.stride(1) == head_dim
+    return plain and kv.keys.dtype in (torch.bfloat16, torch.int8) and supports_heads(heads, kv.keys.shape[1], head_dim)
+
+
+def supports_heads(heads: int, kv_heads: int, head_dim: int) -> bool:
+    """Return True if the library has the attention kernel and it supports these numbers and sizes of heads."""
+    return (
+        heads // kv_heads <= _MAX_QUERIES_PER_KV_HEAD
+        and head_dim % 8 == 0
+        and head_dim <= _MAX_HEAD_DIM
+        and has_kernel(OpCode.ATTENTION)
+    )
+
+
+def supports_sequence(row: AttentionSequence, query: Tensor, kv: KvRows) -> bool:
+    """Return True if the native kernels support this sequence."""
+    return row.num_tokens <= max_decode_queries(query.shape[1], kv.keys.shape[1]) or supports_prompts(kv)
+
+
+def supports_prompts(kv: KvRows) -> bool:
+    """Return True if the native kernels support prompts, which need bf16 products even for an int8 KV cache."""
+    return kv.keys.dtype in (torch.bfloat16, torch.int8) and has_kernel(OpCode.LINEAR_BF16)
+
+
+def max_decode_queries(heads: int, kv_heads: int) -> int:
+    """Return the most queries of one sequence that the decode kernel handles.
+
+    More queries use the prompt kernel, which sums in another order.
+    """
+    return max(1, (_PROMPT_ROWS - 1) // (heads // kv_heads))
+
+
+def split_into_decodes(
+    rows: Rows[AttentionSequence], max_queries: int, part_rows: int
+) -> list[tuple[slice, list[AttentionSequence]]]:
+    """Split the batch into sequences of at most `few` queries, in parts of about `together` rows.
+
+    The parts bound the scratch memory. A batch with one query per sequence is one part.
+
+    Returns:
+        For each part, the rows of the batch that it covers, and its sequences with `first` relative to the part.
+    """
+    if all(row.num_tokens == 1 for row in rows):
+        return [(slice(0, len(rows)), list(rows))]
+    parts: list[tuple[slice, list[AttentionSequence]]] = []
+    for row in rows:
+        for at in range(0, row.num_tokens, max_queries):
+            first, count = row.first + at, min(max_queries, row.num_tokens - at)
+            if not parts or first - parts[-1][0].start >= part_rows:
+                parts.append((slice(first, first), []))
+            begin = parts[-1][0].start
+            parts[-1][1].append(
+                AttentionSequence(first - begin, count, row.start + at, clip_segments(row.runs, 0, row.start + at + count))
+            )
+            parts[-1] = (slice(begin, first + count), parts[-1][1])
+    return parts
+
+
+def clip_segments(runs: Rows[KvSegment], start: int, end: int) -> tuple[KvSegment, ...]:
+    """Return the parts of `runs` at positions `[start, end)`."""
+    cut = [(run, max(start, run.position), min(end, run.position + run.num_tokens)) for run in runs]
+    return tuple(KvSegment(run.first + low - run.position, high - low, low) for run, low, high in cut if low < high)
+
+
+def attend(query: Tensor, kv: KvRows, step: AttentionStep, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    """Compute causal attention of query [tokens, heads, head_dim]; the result is a new contiguous bf16 tensor.
+
+    It has the query's shape. Rows that belong to no sequence of the step are not initialised.
+    """
+    tokens, heads, head_dim = query.shape
+    kv_heads = kv.keys.shape[1]
+    step.set_heads(heads, kv_heads, head_dim)
+    out = empty((tokens, heads, head_dim), torch.bfloat16)
+    sizes = (query.stride(0), heads * head_dim, heads, kv_heads, head_dim, window or 0)
+    run_operation(
+        AttentionArguments(query.data_ptr(), out.data_ptr(), step.address, kv.addresses(), *sizes, scale, softcap or 0.0),
+        OpCode.ATTENTION,
+    )
+    return out

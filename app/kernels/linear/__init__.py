@@ -1,0 +1,1 @@
+"""Linear layers: packed weight formats, quantization and matrix products."""

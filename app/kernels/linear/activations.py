@@ -1,0 +1,141 @@
+"""Quantised activations, the input of integer products: int8 codes in tiles, with scales and sums.
+
+Each group of a row has one scale and one sum. The layout is described in csrc/ops.h. The kernels for norms, gated
+activations and quantisation write it. `unpack_tiles` reads it back for the reference implementations and the
+tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from app.kernels.native.library import native_library
+from app.kernels.native.memory import empty
+from app.kernels.native.operations import (
+    OpCode,
+    QuantiseArguments,
+    RowSink,
+    run_operation,
+)
+
+_MAX_GROUP = 65536  # csrc/sink.h
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedActivations:
+    """Int8 codes, scales and sums of `rows` rows with `size` inputs each, padded to `padded`, a multiple of `group`.
+
+    A tile has `height` rows. The last tile may have fewer.
+    """
+
+    codes: Tensor  # int8, in tiles
+    scales: Tensor  # fp32
+    sums: Tensor  # int32, negated
+    rows: int
+    size: int
+    group: int
+    height: int
+
+    @property
+    def padded(self) -> int:
+        """Inputs of a row, rounded up to a multiple of `group`."""
+        return -(-self.size // self.group) * self.group
+
+    def as_sink(self) -> RowSink:
+        """Return the C structure that makes a kernel write its rows into this object."""
+        return RowSink(None, self.codes.data_ptr(), self.scales.data_ptr(), self.sums.data_ptr(), self.group, self.height)
+
+
+Activations = Tensor | QuantisedActivations  # input of a product: rows in the model's dtype, or quantised if the form requires it
+
+
+def unquantised(x: Activations) -> Tensor:
+    """Return x as a tensor, for forms that never read quantised rows."""
+    assert isinstance(x, Tensor), "rows are quantised only for a form whose `takes` names a group"
+    return x
+
+
+def empty_quantised(rows: int, size: int, group: int) -> QuantisedActivations:
+    """Allocate quantised rows without initialising them."""
+    assert group % 32 == 0 and 0 < group <= _MAX_GROUP, "kernels read 32 inputs at a time, and keep at most 65536 on their stack"
+    align = native_library().align
+    groups, most = -(-size // group), -(-rows // align) * align
+    return QuantisedActivations(
+        empty((most * groups * group,), torch.int8), empty((most * groups,), torch.float32), empty((most * groups,), torch.int32),
+        rows, size, group, tile_height(rows),
+    )  # fmt: skip
+
+
+def allocate_output(rows: int, size: int, group: int | None) -> tuple[Activations, RowSink]:
+    """Allocate the output of a kernel, bf16 or quantised, and return it with the C structure that describes it."""
+    if group is None:
+        out = empty((rows, size), torch.bfloat16)
+        return out, RowSink(out.data_ptr(), None, None, None, 0, 0)
+    quantised = empty_quantised(rows, size, group)
+    return quantised, quantised.as_sink()
+
+
+def tile_height(rows: int) -> int:
+    """Return the number of rows of each tile except the last; tiles are as equal in height as possible."""
+    chosen = native_library()
+    num_tiles = max(1, -(-rows // chosen.tile_rows))
+    height = max(1, -(-rows // num_tiles))  # a step may have no rows
+    return -(-height // chosen.align) * chosen.align
+
+
+def quantise(x: Tensor, group: int) -> QuantisedActivations:
+    """Quantise x [rows, size] to int8 codes with one scale for each row and group.
+
+    Rows of another dtype than bf16 are converted to bf16 first.
+    """
+    if x.stride(-1) != 1 or x.dtype != torch.bfloat16:
+        x = x.to(torch.bfloat16).contiguous()
+    result = empty_quantised(x.shape[0], x.shape[1], group)
+    run_operation(
+        QuantiseArguments(x.data_ptr(), x.stride(0), x.shape[0], x.shape[1], result.as_sink()), OpCode.QUANTISE, x.numel()
+    )
+    return result
+
+
+def quantise_torch(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Quantise x [rows, size] in plain torch; this is the reference implementation of `quantise`.
+
+    Codes are rounded to nearest, ties to even. A group whose largest magnitude is below 1e-35 is zero. A group
+    that contains a value that is not finite has the scale NaN and the codes 0.
+
+    Returns:
+        Codes int8 [rows, groups, group] and scales fp32 [rows, groups].
+    """
+    rows, size = x.shape
+    groups = -(-size // group)
+    values = torch.zeros(rows, groups * group)
+    values[:, :size] = x.float()
+    values = values.view(rows, groups, group)
+    largest = values.abs().amax(-1)
+    finite = values.isfinite().all(-1)
+    used = finite & (largest > 1e-35)
+    # A tensor, because torch divides a Python number by a tensor through the reciprocal, which rounds twice.
+    hundred = torch.full_like(largest, 127.0)
+    inverse = torch.where(used, torch.div(hundred, largest), 0.0)
+    codes = torch.where(used[..., None], values * inverse[..., None], 0.0).round().to(torch.int8)
+    scales = torch.where(used, torch.div(largest, hundred), torch.where(finite, 0.0, torch.nan))
+    return codes, scales
+
+
+def unpack_tiles(x: QuantisedActivations) -> tuple[Tensor, Tensor]:
+    """Read quantised rows out of their tiles: codes int8 [rows, groups, group] and scales fp32 [rows, groups]."""
+    block, align = native_library().block, native_library().align
+    groups = x.padded // x.group
+    codes, scales = torch.empty(x.rows, x.padded, dtype=torch.int8), torch.empty(x.rows, groups)
+    for first in range(0, x.rows, x.height):
+        valid_rows = min(x.height, x.rows - first)
+        padded_rows = -(-valid_rows // align) * align
+        tile = x.codes[first * x.padded : (first + padded_rows) * x.padded].view(x.padded // block, padded_rows, block)
+        codes[first : first + valid_rows] = tile.transpose(0, 1).reshape(padded_rows, x.padded)[:valid_rows]
+        scales[first : first + valid_rows] = (
+            x.scales[first * groups : (first + padded_rows) * groups].view(groups, padded_rows).T[:valid_rows]
+        )
+    return codes.view(x.rows, groups, x.group), scales

@@ -1,0 +1,243 @@
+"""Native linear forms in four and eight bits: panels of codes with scales, multiplied by int8 activations.
+
+Layout and arithmetic are described in `csrc/ops.h`. The `rounding` module computes the codes. One packed form
+serves any number of rows, and a row's result does not depend on the number of other rows. The reference
+implementation multiplies by the dequantised weight.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from app.kernels.elementwise.activations import (
+    MAX_TOP_LOGITS,
+    TopLogits,
+    TopLogitsRequest,
+)
+from app.kernels.elementwise.embedding import (
+    EmbeddingTable,
+    RowFactor,
+    TableLayout,
+)
+from app.kernels.linear.activations import (
+    QuantisedActivations,
+    quantise,
+    quantise_torch,
+)
+from app.kernels.linear.layout import PanelLayout
+from app.kernels.linear.quantization import (
+    GptqFactors,
+    gptq_int4,
+    quantise_int4,
+    quantise_int8,
+)
+from app.kernels.native.library import native_library
+from app.kernels.native.memory import (
+    allocate_weights,
+    empty,
+)
+from app.kernels.native.operations import (
+    ACTIVATION_CODES,
+    LinearIntArguments,
+    OpCode,
+    PackIntArguments,
+    ProductOutput,
+    TopLogitsArguments,
+    has_kernel,
+    run_operation,
+)
+
+_STREAM_ROWS = 2048  # outputs quantised at a time
+_TOP_LOGITS_TASKS = 64  # csrc/ops.h
+
+
+@dataclass(frozen=True, slots=True)
+class IntPanelFactory:
+    """Packs weights to `bits` 4 or 8, with `group` inputs per scale (None: all inputs of an output)."""
+
+    bits: int
+    group: int | None
+    zero_points: bool = False
+    keeps_weight: ClassVar[bool] = False
+
+    @property
+    def layout(self) -> PanelLayout:
+        """Sizes of the packed panels."""
+        return PanelLayout(self.bits, self.group, self.zero_points)
+
+    def supports(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
+        """Return True if the native library has the integer product."""
+        return has_kernel(OpCode.LINEAR_INT)
+
+    def empty_form(self, outputs: int, inputs: int, bias: Tensor | None) -> IntPanelLinear:
+        """Return an empty form [outputs, inputs] that `fill` completes."""
+        return IntPanelLinear(self, outputs, inputs, bias)
+
+    def part_bytes(self, outputs: int, inputs: int) -> tuple[int, ...]:
+        """Return the bytes of each tensor in `IntPanelLinear.parts`."""
+        return (self.layout.nbytes(outputs, inputs),)
+
+    def from_parts(self, outputs: int, inputs: int, bias: Tensor | None, parts: Sequence[Tensor]) -> IntPanelLinear:
+        """Build a form from saved `parts`."""
+        (panels,) = parts
+        return IntPanelLinear(self, outputs, inputs, bias, panels)
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> IntPanelLinear:
+        """Pack weight [out, in] of any float dtype."""
+        form = self.empty_form(weight.shape[0], weight.shape[1], bias)
+        for first in range(0, weight.shape[0], _STREAM_ROWS):
+            form.fill(first, weight[first : first + _STREAM_ROWS])
+        return form
+
+
+class IntPanelLinear:
+    """A quantised weight [out, in] in panels."""
+
+    __slots__ = ("bias", "group", "inputs", "outputs", "packing", "padded", "panels")
+
+    def __init__(
+        self, packing: IntPanelFactory, outputs: int, inputs: int, bias: Tensor | None, panels: Tensor | None = None
+    ) -> None:
+        """Create the form from `panels` packed before (a cache), or with zeroed panels if None."""
+        self.packing, self.outputs, self.inputs = packing, outputs, inputs
+        self.group = packing.layout.group_of(inputs)
+        self.padded = -(-inputs // self.group) * self.group
+        self.bias = None if bias is None else bias.to(torch.float32, copy=True)
+        self.panels = allocate_weights(self.panels_bytes).zero_() if panels is None else panels
+        assert self.panels.numel() == self.panels_bytes and self.panels.data_ptr() % 64 == 0, (
+            "panels must have the size of this weight and begin at a cache line"
+        )
+
+    @property
+    def panels_bytes(self) -> int:
+        """Bytes of the panels, without the bias."""
+        return self.packing.layout.nbytes(self.outputs, self.inputs)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of panels and bias."""
+        return self.panels.nbytes + (self.bias.nbytes if self.bias is not None else 0)
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """The tensors that can be saved, uint8: all but the bias."""
+        return (self.panels,)
+
+    def fill(self, first: int, rows: Tensor, gptq_factors: GptqFactors | None = None) -> None:
+        """Quantise rows [n, in] of any float dtype as outputs `[first, first + n)`, each given once.
+
+        `rows` may be reused afterwards. Four-bit weights are rounded by GPTQ if `gptq_factors` are given.
+        """
+        assert first + len(rows) <= self.outputs, "the rows exceed the weight's outputs"
+        if self.packing.bits == 4:
+            zero_points = self.packing.zero_points
+            if gptq_factors is None:
+                four = quantise_int4(rows, self.group, zero_points)
+            else:
+                four = gptq_int4(rows, self.group, zero_points, gptq_factors)
+            codes, scales, minimums = four.codes, four.scales, four.minimums
+        else:
+            codes, scales, minimums = *self._eight_bits(rows), None
+        codes, scales = codes.contiguous(), scales.contiguous()
+        arguments = PackIntArguments(
+            codes.data_ptr(), scales.data_ptr(), None if minimums is None else minimums.data_ptr(), self.panels.data_ptr(),
+            len(rows), first, self.padded, self.group, self.packing.bits,
+        )  # fmt: skip
+        library = native_library().library
+        assert library is not None, "the form requires the native library"
+        library.armature_pack_int(ctypes.byref(arguments))
+
+    def _eight_bits(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Quantise rows to codes int8 [n, padded] and scales [n, groups]; padding is 0."""
+        if self.padded != self.inputs:
+            rows = torch.nn.functional.pad(rows, (0, self.padded - self.inputs))
+        eight = quantise_int8(rows.reshape(-1, self.group))
+        return eight.codes.view(len(rows), self.padded), eight.scales.view(len(rows), -1)
+
+    def activation_group(self, rows: int) -> int:
+        """Return the number of inputs that share a scale: activations must be quantised in such groups."""
+        return self.group
+
+    def multiply(self, x: Tensor | QuantisedActivations) -> Tensor:
+        """Multiply x [tokens, in] to [tokens, out] bf16, summed in fp32."""
+        return self.multiply_activated(x, "identity")
+
+    def multiply_activated(self, x: Tensor | QuantisedActivations, activation: str) -> Tensor:
+        """Return act(x times the weight) [tokens, out] bf16; the activation is applied before rounding."""
+        x = x if isinstance(x, QuantisedActivations) else quantise(x, self.group)
+        y = empty((x.rows, self.outputs), torch.bfloat16)
+        self._run(x, y, ProductOutput.BF16, ACTIVATION_CODES[activation])
+        return y
+
+    def add_to(self, hidden: Tensor, x: Tensor | QuantisedActivations) -> None:
+        """Add the product to hidden [tokens, out] fp32 in place."""
+        x = x if isinstance(x, QuantisedActivations) else quantise(x, self.group)
+        self._run(x, hidden, ProductOutput.ADD_FP32)
+
+    def top_logits(self, x: Tensor | QuantisedActivations, request: TopLogitsRequest, softcap: float | None = None) -> TopLogits:
+        """Return each row's top outputs without writing the others; sums and comparisons are in fp32.
+
+        At most `MAX_TOP_LOGITS` outputs are supported. With a soft cap, values are softcap · tanh(logit / softcap).
+        """
+        k = request.k
+        assert 1 <= k <= min(MAX_TOP_LOGITS, self.outputs), "k must be between 1 and what the kernel keeps"
+        x = x if isinstance(x, QuantisedActivations) else quantise(x, self.group)
+        best = TopLogits(
+            empty((x.rows, k), torch.float32),
+            empty((x.rows, k), torch.int64),
+            empty((x.rows,), torch.float32) if request.with_logsumexp else None,
+        )
+        scratch = empty((_TOP_LOGITS_TASKS * x.rows * (8 * k + 16),), torch.uint8)
+        logsumexp = None if best.logsumexp is None else best.logsumexp.data_ptr()
+        product = self.product_arguments(x, None, 0, ProductOutput.FP32)
+        run_operation(
+            TopLogitsArguments(
+                product, best.values.data_ptr(), best.ids.data_ptr(), logsumexp, scratch.data_ptr(), k, softcap or 0.0
+            ),
+            OpCode.TOP_LOGITS,
+        )
+        return best
+
+    def _run(self, x: QuantisedActivations, y: Tensor, output: ProductOutput, activation: int = 0) -> None:
+        product = self.product_arguments(x, y.data_ptr(), y.stride(0), output)
+        product.activation = activation
+        run_operation(product, OpCode.LINEAR_INT)
+
+    def product_arguments(self, x: QuantisedActivations, y: int | None, stride: int, output: ProductOutput) -> LinearIntArguments:
+        """Return the arguments of the native product of x; `y` is the output's address and `stride` its row stride."""
+        assert (x.size, x.group) == (self.inputs, self.group), "activations must have the weight's inputs and group"
+        bias = None if self.bias is None else self.bias.data_ptr()
+        return LinearIntArguments(
+            self.panels.data_ptr(), bias, x.codes.data_ptr(), x.scales.data_ptr(), x.sums.data_ptr(), y, stride,
+            x.rows, self.padded, self.outputs, self.group, x.height, self.packing.bits, self.packing.zero_points, output,
+        )  # fmt: skip
+
+    def rows(self, ids: Tensor, factor: RowFactor = 1.0) -> Tensor:
+        """Return rows of the dequantised weight, fp32 [n, in], for ids [n] int64, times a factor.
+
+        A tied embedding therefore needs no second copy.
+        """
+        form, zero_points = TableLayout(self.packing.bits), self.packing.zero_points
+        return EmbeddingTable(self.panels, form, self.outputs, self.inputs, self.padded, self.group, zero_points).rows(
+            ids, factor
+        )
+
+    def dequantised(self) -> Tensor:
+        """Return the dequantised weight, fp32 [out, in]."""
+        return self.rows(torch.arange(self.outputs))
+
+    def multiply_torch(self, x: Tensor) -> Tensor:
+        """Multiply in fp32 by torch, with quantised activations and the dequantised weight.
+
+        This is the reference implementation of `multiply`.
+        """
+        codes, scales = quantise_torch(x, self.group)
+        rounded = (codes.float() * scales[..., None]).flatten(1)[:, : self.inputs]
+        product = rounded @ self.dequantised().T
+        return product if self.bias is None else product + self.bias

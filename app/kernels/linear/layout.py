@@ -1,0 +1,61 @@
+"""Sizes of packed weights in bytes, and the names of the four-bit and eight-bit layouts; does not import torch.
+
+The layouts are described in `csrc/ops.h`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+PANEL_OUTPUTS = 32
+_MULTIPLE = 32  # inputs that share a scale are padded to a multiple of this, which the kernels read at a time
+
+
+@dataclass(frozen=True, slots=True)
+class PanelLayout:
+    """Panels of 4-bit or 8-bit codes with `group` inputs per scale (None: all inputs of an output).
+
+    With `zero_points`, each scale has a minimum.
+    """
+
+    bits: int
+    group: int | None
+    zero_points: bool = False
+
+    def group_of(self, inputs: int) -> int:
+        """Return the number of inputs that share a scale in a weight with this many inputs."""
+        return -(-inputs // _MULTIPLE) * _MULTIPLE if self.group is None else self.group
+
+    def panel_bytes(self, inputs: int) -> int:
+        """Return the bytes of one panel of `PANEL_OUTPUTS` outputs."""
+        group = self.group_of(inputs)
+        header = 2 * PANEL_OUTPUTS * (2 if self.zero_points else 1)
+        return -(-inputs // group) * (header + group * PANEL_OUTPUTS * self.bits // 8)
+
+    def nbytes(self, outputs: int, inputs: int) -> int:
+        """Return the bytes of a whole weight [outputs, inputs] without its bias."""
+        return -(-outputs // PANEL_OUTPUTS) * self.panel_bytes(inputs)
+
+
+LAYOUTS: Mapping[str, PanelLayout] = {
+    "int8": PanelLayout(8, None),
+    "int8/128": PanelLayout(8, 128),
+    **{f"int4/{group}": PanelLayout(4, group) for group in (32, 64, 128)},
+    **{f"int4/{group} with zero points": PanelLayout(4, group, zero_points=True) for group in (32, 64, 128)},
+}
+
+
+# Requirements of torch's int4 product on devices with separate memory (aten's int4mm.cu and the Metal version).
+DEVICE_GROUP = 64
+_TILE_OUTPUTS, _TILE_INPUTS = 8, 64
+
+
+def supports_device_int4(outputs: int, inputs: int) -> bool:
+    """Return True if a weight of this size can be packed to four bits for a device."""
+    return outputs % _TILE_OUTPUTS == 0 and inputs % _TILE_INPUTS == 0
+
+
+def device_int4_bytes(outputs: int, inputs: int) -> int:
+    """Return the bytes of codes, with a scale and a zero of two bytes each per group: 0.5625 bytes per weight."""
+    return outputs * inputs // 2 + 4 * outputs * (inputs // DEVICE_GROUP)

@@ -1,0 +1,1 @@
+"""The native library: loading, operations, recorded steps and memory."""

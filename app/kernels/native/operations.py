@@ -1,0 +1,365 @@
+"""The operations of the native library: the codes and arguments of `csrc/ops.h`, and the call that runs them.
+
+Arguments contain addresses of tensors, which the caller keeps alive until the call returns.
+
+ctypes structures of `armature_run_lanes`, which runs an encoder batch on several lanes.
+
+A lane is a set of whole texts that one thread processes through all operations, in separate memory. The structures
+mirror csrc/ops.h and csrc/lanes.c.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import (
+    Callable,
+    Iterator,
+    Sequence,
+)
+from contextlib import contextmanager
+from enum import IntEnum
+from functools import cache
+from typing import Any
+
+import torch
+
+from app.errors import PlanImpossible
+from app.kernels.native.library import native_library
+
+_C_ADDRESS, _C_INT = ctypes.c_void_p, ctypes.c_int64
+
+
+class RowCountAddress(ctypes.Structure):
+    """The structure `row_place` of csrc/ops.h."""
+
+    _fields_ = (("word", _C_ADDRESS), ("which", _C_INT), ("is_height", _C_INT))
+
+
+class TextBuffers(ctypes.Structure):
+    """The structure `text_words` of csrc/ops.h."""
+
+    _fields_ = tuple((name, _C_ADDRESS) for name in ("token_ids", "positions", "types", "wanted", "texts"))
+
+
+class LaneOperations(ctypes.Structure):
+    """The structure `text_steps` of csrc/ops.h."""
+
+    _fields_ = (
+        ("words", TextBuffers),
+        ("hidden", _C_ADDRESS),
+        ("operations", _C_ADDRESS),
+        ("count", _C_INT),
+        ("places", _C_ADDRESS),
+        ("num_places", _C_INT),
+    )
+
+
+class LanesArguments(ctypes.Structure):
+    """The arguments of `armature_run_lanes` (csrc/lanes.c), which is not an operation."""
+
+    _fields_ = (
+        ("batch", TextBuffers),
+        *((name, _C_ADDRESS) for name in ("hidden", "texts", "wanted", "steps")),
+        *((name, _C_INT) for name in ("count", "together", "threads", "size")),
+    )
+
+
+_ADDRESS, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+
+
+class OpCode(IntEnum):
+    """Operation codes, equal to the `enum` in csrc/ops.h."""
+
+    QUANTISE = 0
+    NORM = 1
+    GATE = 2
+    ROPE = 3
+    LINEAR_INT = 4
+    TOP_LOGITS = 5
+    ATTENTION = 6
+    EMBEDDING = 7
+    GATHER = 8
+    LINEAR_BF16 = 9
+    ROPE_ANGLES = 10
+    LAYER_NORM = 11
+    ACTIVATE = 12
+    TEXT_ATTENTION = 13
+
+
+class ProductOutput(IntEnum):
+    """The destination format of a product's sums."""
+
+    BF16 = 0
+    FP32 = 1
+    ADD_FP32 = 2
+
+
+class RowSink(ctypes.Structure):
+    """The output of a kernel that writes rows: bf16 rows, or quantised tiles with scales and sums."""
+
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("rows", "tiles", "scales", "sums")),
+        *((name, _INT) for name in ("group", "height")),
+    )
+
+
+class QuantiseArguments(ctypes.Structure):
+    """Arguments of the quantisation of bf16 rows to int8 tiles."""
+
+    code = OpCode.QUANTISE
+    _fields_ = (("x", _ADDRESS), *((name, _INT) for name in ("stride", "rows", "size")), ("out", RowSink))
+
+
+class NormArguments(ctypes.Structure):
+    """Arguments of RMSNorm, or of adding the RMSNorm of `branch` to `hidden`."""
+
+    code = OpCode.NORM
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("hidden", "branch", "weight")),
+        *((name, _INT) for name in ("stride", "rows", "size")),
+        ("eps", _FLOAT),
+        ("out", RowSink),
+    )
+
+
+class LayerNormArguments(ctypes.Structure):
+    """Arguments of LayerNorm."""
+
+    code = OpCode.LAYER_NORM
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("hidden", "weight", "bias")),
+        *((name, _INT) for name in ("stride", "rows", "size", "in_place")),
+        ("eps", _FLOAT),
+        ("out", RowSink),
+    )
+
+
+# Activation codes, equal to the `enum` in csrc/ops.h; 0 is the identity.
+ACTIVATION_CODES = {name: at for at, name in enumerate(("identity", "silu", "gelu_tanh", "gelu", "relu", "tanh"))}
+
+
+class ActivateArguments(ctypes.Structure):
+    """Arguments of an elementwise activation."""
+
+    code = OpCode.ACTIVATE
+    _fields_ = (("x", _ADDRESS), *((name, _INT) for name in ("stride", "rows", "size", "activation")), ("out", RowSink))
+
+
+class GateArguments(ctypes.Structure):
+    """Arguments of a gated activation, act(gate) * up."""
+
+    code = OpCode.GATE
+    _fields_ = (("gate_up", _ADDRESS), *((name, _INT) for name in ("rows", "size", "activation")), ("out", RowSink))
+
+
+class LinearIntArguments(ctypes.Structure):
+    """Arguments of the integer product with a weight in int4 or int8 panels."""
+
+    code = OpCode.LINEAR_INT
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("panels", "bias", "tiles", "scales", "sums", "y")),
+        *(
+            (name, _INT)
+            for name in ("y_stride", "rows", "padded", "outputs", "group", "height", "bits", "minimums", "output", "activation")
+        ),
+    )
+
+
+class TopLogitsArguments(ctypes.Structure):
+    """Arguments of the integer product that returns only the top outputs of each row."""
+
+    code = OpCode.TOP_LOGITS
+    _fields_ = (
+        ("product", LinearIntArguments),
+        *((name, _ADDRESS) for name in ("values", "ids", "logsumexp", "scratch")),
+        ("k", _INT),
+        ("softcap", _FLOAT),
+    )
+
+
+class EmbeddingArguments(ctypes.Structure):
+    """Arguments of reading rows of a table or packed weight as fp32."""
+
+    code = OpCode.EMBEDDING
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("weight", "ids", "factors", "out")),
+        *((name, _INT) for name in ("count", "outputs", "inputs", "padded", "group", "form", "minimums", "add")),
+        ("factor", _FLOAT),
+    )
+
+
+class GatherArguments(ctypes.Structure):
+    """Arguments of copying rows by index."""
+
+    code = OpCode.GATHER
+    _fields_ = (*((name, _ADDRESS) for name in ("x", "ids", "out")), *((name, _INT) for name in ("stride", "count", "size")))
+
+
+class LinearBf16Arguments(ctypes.Structure):
+    """Arguments of the product with a weight in bf16 panels."""
+
+    code = OpCode.LINEAR_BF16
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("x", "panels", "bias", "tiles", "y")),
+        *((name, _INT) for name in ("x_stride", "y_stride", "rows", "inputs", "outputs", "output", "fixed", "activation")),
+    )
+
+
+class RopeAnglesArguments(ctypes.Structure):
+    """Arguments of the computation of RoPE angles."""
+
+    code = OpCode.ROPE_ANGLES
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("positions", "frequencies", "cos", "sin")),
+        *((name, _INT) for name in ("count", "half")),
+        ("scale", _FLOAT),
+    )
+
+
+class KvAddresses(ctypes.Structure):
+    """The structure `view_kv_rows` of csrc/ops.h."""
+
+    _fields_ = (*((name, _ADDRESS) for name in ("keys", "values", "key_scales", "value_scales")), ("token_bytes", _INT))
+
+
+class AttentionArguments(ctypes.Structure):
+    """Arguments of causal attention over a KV cache."""
+
+    code = OpCode.ATTENTION
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("query", "out", "step")),
+        ("kv", KvAddresses),
+        *((name, _INT) for name in ("query_stride", "out_stride", "heads", "kv_heads", "head_dim", "window")),
+        *((name, _FLOAT) for name in ("scale", "softcap")),
+    )
+
+
+class TextAttentionArguments(ctypes.Structure):
+    """Arguments of attention within packed texts, without a KV cache."""
+
+    code = OpCode.TEXT_ATTENTION
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("query", "key", "value", "out", "texts", "bias")),
+        *((name, _INT) for name in ("stride", "out_stride", "heads", "kv_heads", "head_dim", "before", "after", "most", "wide")),
+        *((name, _FLOAT) for name in ("scale", "softcap")),
+    )
+
+
+class RopeArguments(ctypes.Structure):
+    """Arguments of per-head norms, RoPE and the KV cache write."""
+
+    code = OpCode.ROPE
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("x", "query_norm", "key_norm", "cos", "sin", "written")),
+        ("kv", KvAddresses),
+        *((name, _INT) for name in ("stride", "rows", "heads", "kv_heads", "head_dim", "dim")),
+        ("eps", _FLOAT),
+    )
+
+
+class PackIntArguments(ctypes.Structure):
+    """The arguments of `armature_pack_int` (csrc/pack_int.c), which is not an operation."""
+
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("codes", "scales", "minimums", "panels")),
+        *((name, _INT) for name in ("outputs", "first", "padded", "group", "bits")),
+    )
+
+
+class _Operation(ctypes.Structure):
+    _fields_ = (("code", _INT), ("arguments", _ADDRESS))
+
+
+_MIN_POOL_VALUES = 16384  # values: for fewer, waking the other threads costs more than they save
+OperationObserver = Callable[[OpCode, ctypes.Structure], None]
+_observers: list[OperationObserver] = []  # used by the worker thread, the only one that runs operations during a recording
+_dry_run_observers: list[OperationObserver] = []  # observers of a dry run, of which the last one is active
+
+
+def run_operation(arguments: ctypes.Structure, code: OpCode, values: int | None = None) -> None:
+    """Run one operation on this thread's pool, or on this thread alone if it produces few `values`.
+
+    The GIL is released meanwhile. Inside `dry_run_operations`, the operation is reported and not run.
+    """
+    if _dry_run_observers:
+        _dry_run_observers[-1](code, arguments)
+        return
+    library = native_library().library
+    assert library is not None, "callers check that the library is loaded"
+    operation = _Operation(int(code), ctypes.addressof(arguments))
+    threads = 1 if values is not None and values < _MIN_POOL_VALUES else torch.get_num_threads()
+    missing = library.armature_run(ctypes.byref(operation), 1, threads)
+    assert missing == 0, f"the level {native_library().level} has no kernel for {code.name}: ask `has` first"
+    for listener in _observers:
+        listener(code, arguments)
+
+
+def operation_array(steps: Sequence[tuple[OpCode, ctypes.Structure]]) -> ctypes.Array[Any]:
+    """Return operations as the array that `armature_run` takes; the caller must keep the arguments alive."""
+    return (_Operation * len(steps))(*(_Operation(int(code), ctypes.addressof(arguments)) for code, arguments in steps))
+
+
+@contextmanager
+def observe_operations(listener: OperationObserver) -> Iterator[None]:
+    """Call the listener after every operation that runs within the context."""
+    _observers.append(listener)
+    try:
+        yield
+    finally:
+        _observers.remove(listener)
+
+
+@contextmanager
+def dry_run_operations(listener: OperationObserver) -> Iterator[None]:
+    """Call the listener for every operation within the context instead of running it.
+
+    Results are not initialised.
+    """
+    _dry_run_observers.append(listener)
+    try:
+        yield
+    finally:
+        _dry_run_observers.pop()
+
+
+def has_kernel(code: OpCode) -> bool:
+    """Return True if the library is loaded and its level has a kernel for this operation.
+
+    Raises:
+        PlanImpossible: If the library has another version than this file, because it would read the arguments
+            differently.
+    """
+    library = native_library().library
+    return library is not None and _version_matches() and bool(library.armature_has(int(code)))
+
+
+@cache
+def _version_matches() -> bool:
+    library = native_library().library
+    assert library is not None, "callers check that the library is loaded"
+    structures = (
+        QuantiseArguments,
+        NormArguments,
+        GateArguments,
+        RopeArguments,
+        LinearIntArguments,
+        TopLogitsArguments,
+        AttentionArguments,
+        EmbeddingArguments,
+        GatherArguments,
+        LinearBf16Arguments,
+        RopeAnglesArguments,
+        LayerNormArguments,
+        ActivateArguments,
+        TextAttentionArguments,
+    )
+    expected = {arguments.__name__: (int(arguments.code), ctypes.sizeof(arguments)) for arguments in structures}
+    expected["Lanes"] = (len(OpCode), sum(map(ctypes.sizeof, (LanesArguments, LaneOperations, RowCountAddress))))
+    for name, (code, here) in expected.items():
+        size = int(library.armature_size(code)) if hasattr(library, "armature_size") else 0
+        if size != here:
+            raise PlanImpossible(
+                f"The native library is of another version ({name} has {size} bytes there, {here} here). "
+                "In a checkout, make native builds it again; else install the package again."
+            )
+    return True

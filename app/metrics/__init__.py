@@ -1,0 +1,1 @@
+"""Prometheus metrics, step log and the observers of the worker thread."""

@@ -1,0 +1,240 @@
+"""Prometheus metrics: counters, histograms and gauges in one registry, rendered on request.
+
+The worker thread reports steps; the service reports requests and tokens. A scrape only reads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+from typing import (
+    Literal,
+    get_args,
+)
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+)
+from prometheus_client.exposition import choose_encoder
+
+from app.hardware.energy import (
+    EnergyAccount,
+    WorkCounters,
+)
+from app.messages import (
+    FinishReason,
+    Timings,
+)
+from app.metrics.gauges import (
+    Clock,
+    DeploymentInfo,
+    Gauges,
+    ServerInfo,
+)
+from app.metrics.quantiles import (
+    RecentQuantiles,
+    RecentRate,
+)
+from app.metrics.speed_drift import SpeedDrift
+from app.metrics.stats import (
+    Cause,
+    EngineSnapshot,
+    Phase,
+    StepStats,
+)
+from app.metrics.step_monitor import StepLog
+
+Api = Literal["chat", "completions", "embeddings", "rerank", "classify", "native", "oip"]
+Outcome = FinishReason | Literal["refused", "failed"]
+OUTCOMES: tuple[Outcome, ...] = (*get_args(FinishReason), "refused", "failed")
+
+# Each bound is 1.6 times the last, and one is half a millisecond. They reach from a small encoder's step to over ten
+# minutes, since a request may take `request_timeout_seconds`.
+SECONDS_BUCKETS = tuple(float(f"{0.0005 * 1.6**power:.4g}") for power in range(-4, 31))
+RATIO_BUCKETS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
+COUNT_BUCKETS = tuple(float(2**power) for power in range(15))  # 1 to 16,384 tokens or sequences in a step
+
+
+class Metrics:
+    """All metrics of one process.
+
+    Methods run on the event loop, except `on_step`, `update` and `on_slow_step`, which run on the worker thread.
+    `server_info`, `deployment` and `drift` are set once they are known; `step_log` has the last steps.
+    `predict_wait` returns None until speeds are measured.
+    """
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # omit the `_created` series
+        self.server_info: ServerInfo | None = None
+        self.deployment = DeploymentInfo()
+        self.read_snapshot: Callable[[], EngineSnapshot] = EngineSnapshot
+        self.predict_wait: Callable[[], float | None] = lambda: None
+        self.num_open: Callable[[], int] = lambda: 0
+        self.is_ready: Callable[[], bool] = lambda: False
+        self.step_age_seconds: Callable[[], float] = lambda: 0.0
+        self.energy: EnergyAccount | None = None
+        self.busy_seconds = 0.0
+        self.num_tokens = self.num_vectors = 0
+        self.drift: SpeedDrift | None = None
+        self.step_log = StepLog()
+        self.recent = {name: RecentQuantiles(clock) for name in ("request", "queue", "ttft", "itl")}
+        self.rates = {kind: RecentRate(clock) for kind in ("requests", "prompt_tokens", "completion_tokens", "vectors")}
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._declare()
+        ProcessCollector(registry=self._registry)
+        self._registry.register(Gauges(self, clock))
+
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """Return the exposition and its content type; OpenMetrics if the `Accept` header requests it."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
+
+    def work_done(self) -> WorkCounters:
+        """Return the work done so far, against which energy is counted."""
+        idle = self.read_snapshot().stepped_at > 0.0 and not self.num_open()  # the first snapshot is made after loading
+        return WorkCounters(self.busy_seconds, self.num_tokens, self.num_vectors, idle)
+
+    # ---- from the worker thread ------------------------------------------------------------------------------------
+
+    def on_step(self, stats: StepStats, snapshot: EngineSnapshot) -> None:
+        """Record a step: one to two microseconds per number, since it runs between two steps."""
+        if self.drift is not None:
+            self.drift.observe(stats)
+        if stats.draft_tokens:
+            self._speculation.labels("drafted").inc(stats.draft_tokens)
+            self._speculation.labels("accepted").inc(stats.accepted_tokens)
+        step_seconds, model_seconds = self._of_step(stats.phase)
+        step_seconds.observe(stats.seconds)
+        self.busy_seconds += stats.seconds
+        model_seconds.inc(stats.model_seconds)
+        shares: tuple[tuple[Phase, int, int], ...] = (
+            ("prefill", stats.prefill_tokens, stats.num_prefill_sequences),
+            ("decode", stats.decode_tokens, stats.num_decode_sequences),
+            ("encode", stats.encode_tokens, stats.num_encode_sequences),
+        )
+        for name, tokens, sequences in shares:
+            if tokens:
+                batch_tokens, batch_sequences = self._of_share(name)
+                batch_tokens.observe(tokens)
+                batch_sequences.observe(sequences)
+
+    def update(self) -> None:
+        """Update the speed drift from the recent steps; called now and then, between two steps."""
+        if self.drift is not None:
+            self.drift.update()
+
+    def on_slow_step(self, cause: Cause) -> None:
+        """Count a slow step: it took longer than similar steps, or delayed running streams beyond their decodes."""
+        self._slow_steps[cause].inc()
+
+    # ---- from the event loop ---------------------------------------------------------------------------------------
+
+    def refused(self, api: Api) -> None:
+        """Count a request that was refused before admission."""
+        self._requests.labels(api, "refused").inc()
+
+    def first_token(self, timings: Timings, seconds: float) -> None:
+        """Record a choice's first token, `seconds` after its request arrived."""
+        self._queue_seconds.observe(timings.queue_seconds)
+        self._ttft_seconds.observe(seconds)
+        self.recent["queue"].record(timings.queue_seconds)
+        self.recent["ttft"].record(seconds)
+
+    def vectors_returned(self, num_vectors: int, num_tokens: int, timings: Timings) -> None:
+        """Record a request's vectors, scores or program rows; its input tokens count as prompt tokens."""
+        self._queue_seconds.observe(timings.queue_seconds)
+        self.recent["queue"].record(timings.queue_seconds)
+        self.prompt_tokens(num_tokens, 0)
+        self._vectors.inc(num_vectors)
+        self.num_vectors += num_vectors
+        self.rates["vectors"].record(num_vectors)
+
+    def wait_measured(self, predicted_seconds: float, seconds: float) -> None:
+        """Record the error of a predicted wait.
+
+        Args:
+            predicted_seconds: The prediction made when the request was sent to the engine.
+            seconds: The actual wait for the first token, or for all vectors.
+        """
+        self._wait_error.observe(abs(predicted_seconds - seconds) / max(seconds, 1e-9))
+
+    def next_token(self, seconds: float) -> None:
+        """Record a further token of a choice, `seconds` after the previous one."""
+        self._itl_seconds.observe(seconds)
+        self.recent["itl"].record(seconds)
+
+    def last_token(self, seconds_per_token: float) -> None:
+        """Record a choice's mean seconds per token after the first."""
+        self._tpot_seconds.observe(seconds_per_token)
+
+    def prompt_tokens(self, num_tokens: int, num_cached: int) -> None:
+        """Count the tokens of a prompt, cached ones included, as a request's usage does."""
+        self._tokens.labels("prompt").inc(num_tokens)
+        self._tokens.labels("cached").inc(num_cached)
+        self.rates["prompt_tokens"].record(num_tokens)
+        self.num_tokens += num_tokens
+
+    def completion_tokens(self, num_tokens: int) -> None:
+        """Count generated tokens."""
+        self._tokens.labels("completion").inc(num_tokens)
+        self.rates["completion_tokens"].record(num_tokens)
+        self.num_tokens += num_tokens
+
+    def request_ended(self, api: Api, outcome: Outcome, seconds: float) -> None:
+        """Count a request and its seconds; once for each admitted request."""
+        self._requests.labels(api, outcome).inc()
+        self._request_seconds.labels(api).observe(seconds)
+        self.recent["request"].record(seconds)
+        self.rates["requests"].record()
+
+    def _declare(self) -> None:
+        self._requests = self._counter("requests", "Requests by API and outcome.", "api", "outcome")
+        # Create all series now: Prometheus sees no increase for a series that first appears with a value of 1.
+        for api, outcome in product(get_args(Api), OUTCOMES):
+            self._requests.labels(api, outcome)
+        self._tokens = self._counter("tokens", "Tokens by kind; cached tokens are also counted as prompt tokens.", "kind")
+        for kind in ("prompt", "cached", "completion"):
+            self._tokens.labels(kind)
+        self._vectors = self._counter("vectors", "Texts or rows for which a vector or scores were returned.")
+        draft_help = "Draft tokens computed (drafted), and those that equal the model's sampled tokens (accepted)."
+        self._speculation = self._counter("speculation_tokens", draft_help, "kind")
+        for kind in ("drafted", "accepted"):
+            self._speculation.labels(kind)
+        self._request_seconds = self._histogram(
+            "request_seconds", "Time from a request's arrival to its end.", SECONDS_BUCKETS, "api"
+        )
+        self._queue_seconds = self._histogram(
+            "queue_seconds", "Time from a request's arrival to its first step.", SECONDS_BUCKETS
+        )
+        self._ttft_seconds = self._histogram(
+            "time_to_first_token_seconds", "Time from a request's arrival to its first token.", SECONDS_BUCKETS
+        )
+        self._itl_seconds = self._histogram(
+            "inter_token_latency_seconds", "Time between a choice's tokens; the tokens of one step count once.", SECONDS_BUCKETS
+        )
+        tpot_help = "Mean time per token of a choice, after the first."
+        self._tpot_seconds = self._histogram("time_per_output_token_seconds", tpot_help, SECONDS_BUCKETS)
+        error_help = "Absolute error of the predicted wait for the first token, over the wait."
+        self._wait_error = self._histogram("predicted_wait_error_ratio", error_help, RATIO_BUCKETS)
+        self._step_seconds = self._histogram("step_seconds", "Time of an engine step.", SECONDS_BUCKETS, "phase")
+        self._model_seconds = self._counter("model_seconds", "Time of engine steps spent in the model's forward pass.", "phase")
+        self._batch_tokens = self._histogram("batch_tokens", "Tokens in a step.", COUNT_BUCKETS, "phase")
+        self._batch_sequences = self._histogram("batch_sequences", "Sequences in a step.", COUNT_BUCKETS, "phase")
+        # Cached on first use: a label that is never used has no series.
+        self._of_step = cache(lambda phase: (self._step_seconds.labels(phase), self._model_seconds.labels(phase)))
+        self._of_share = cache(lambda phase: (self._batch_tokens.labels(phase), self._batch_sequences.labels(phase)))
+        slow_help = "Slow steps by cause: over 1.5 times the time of similar steps, or of the decodes that waited for a prompt."
+        slow_steps = self._counter("step_stalls", slow_help, "cause")
+        self._slow_steps: dict[Cause, Counter] = {cause: slow_steps.labels(cause) for cause in get_args(Cause)}
+
+    def _counter(self, name: str, help: str, *labels: str) -> Counter:  # noqa: A002 (name used by prometheus_client)
+        return Counter(name, help, labels, namespace="armature", registry=self._registry)
+
+    def _histogram(self, name: str, help: str, buckets: tuple[float, ...], *labels: str) -> Histogram:  # noqa: A002
+        return Histogram(name, help, labels, namespace="armature", buckets=buckets, registry=self._registry)

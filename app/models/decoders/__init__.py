@@ -1,0 +1,1 @@
+"""Decoder models: Llama-like and Gemma."""

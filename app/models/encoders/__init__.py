@@ -1,0 +1,1 @@
+"""Encoder models: BERT-like bodies, pooling and heads."""

@@ -1,0 +1,259 @@
+"""The configuration of an encoder: one frozen `EncoderConfig` in which every difference between families is a value.
+
+`encoder_reading` creates it. Torch is not needed. An encoder maps texts to vectors or to labels; a decoder served
+for its hidden states is also one (`decoder`).
+
+The tensors that an encoder must have, by our names, and their shapes.
+
+Derived from the config alone, without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import (
+    Iterator,
+    Mapping,
+)
+from dataclasses import (
+    dataclass,
+    field,
+)
+from typing import Literal
+
+from app.models.decoders.config import (
+    Activation,
+    ModelConfig,
+    RopeConfig,
+)
+from app.models.decoders.shapes import (
+    Shape,
+    norms_of,
+    products_of,
+    tensors_of,
+)
+
+EncoderActivation = Activation | Literal["relu"]
+PoolingMode = Literal["cls", "mean", "max", "mean_sqrt_len", "weighted_mean", "last"]
+# activation after the product of a dense module
+DenseActivation = Literal["tanh", "identity", "relu", "gelu", "gelu_tanh", "silu"]
+ScoreFunction = Literal["softmax", "sigmoid", "identity"]
+
+
+@dataclass(frozen=True, slots=True)
+class DenseConfig:
+    """A sentence-transformers dense module after pooling: act(W x + b). `folder` holds its weights."""
+
+    folder: str
+    in_features: int
+    out_features: int
+    bias: bool = True
+    activation: DenseActivation = "tanh"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadConfig:
+    """A classification head: pooling, act(dense), its norm, then `out`, which gives one logit per label.
+
+    `pooling` "late" takes the mean of the logits of all tokens instead. `bias` belongs to `out`; the norm's bias
+    follows the encoder's `norm_bias`.
+    """
+
+    pooling: Literal["cls", "mean", "last", "late"] = "cls"
+    dense: bool = True
+    dense_bias: bool = True
+    activation: DenseActivation = "tanh"
+    norm: bool = False
+    bias: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingConfig:
+    """Pooling of a text's hidden states to one vector.
+
+    The results of all `modes` are concatenated, then go through `dense`, and get unit length if `normalizes`.
+    `prompts` are prefixes of a text, by name. `skips_prompt` means that their tokens are not pooled.
+    """
+
+    modes: tuple[PoolingMode, ...] = ("mean",)
+    dense: tuple[DenseConfig, ...] = ()
+    normalizes: bool = False
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None  # the name of a prompt
+    skips_prompt: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderConfig:
+    """The shape of an encoder.
+
+    `windows` and `ropes` have one entry per layer, as in `ModelConfig`; a window is symmetric here.
+
+    - `pre_norm`: layers normalise their input (ModernBERT), otherwise the sum after each branch (BERT).
+    - `gated`: the MLP is act(gate x) * up x.
+    - `num_positions` learned positions begin at `first_position` (RoBERTa: after its padding index); 0: none are
+      learned.
+    - `labels` of a classification head, in order; `head` describes that head, `scores` the function of its logits.
+    - `decoder`: layers and attention are those of a decoder; if `bidirectional`, a token also sees the tokens
+      after it.
+    """
+
+    architecture: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    max_model_len: int
+    norm_eps: float
+    activation: EncoderActivation
+    windows: tuple[int | None, ...]
+    ropes: tuple[RopeConfig | None, ...]
+    pre_norm: bool = False
+    gated: bool = False
+    num_positions: int = 0
+    first_position: int = 0
+    num_types: int = 0
+    distance_buckets: int = 0  # MPNet: number of buckets of relative positions; 0: none
+    qkv_bias: bool = True
+    output_bias: bool = True
+    mlp_bias: bool = True  # bias of up, and of gate if there is one
+    down_bias: bool = True
+    norm_bias: bool = True
+    lowercases: bool = False  # texts are lowercased before tokenization
+    bidirectional: bool = True
+    head: HeadConfig | None = None
+    labels: tuple[str, ...] = ()
+    scores: ScoreFunction = "softmax"
+    pooling: PoolingConfig = field(default_factory=PoolingConfig)
+    decoder: ModelConfig | None = None
+
+    @property
+    def kind(self) -> Literal["encoder"]:
+        """The kind of checkpoint, as engines are selected by."""
+        return "encoder"
+
+    @property
+    def embedding_size(self) -> int:
+        """Size of an embedding vector."""
+        if self.pooling.dense:
+            return self.pooling.dense[-1].out_features
+        return self.hidden_size * len(self.pooling.modes)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the outputs, the usual one first."""
+        return ("logits", "last_hidden_state") if self.labels else ("embedding", "last_hidden_state")
+
+
+def encoder_tensors_of(config: EncoderConfig) -> dict[str, Shape]:
+    """Return name to shape of every tensor that serving needs; weights are [out, in] as in torch.
+
+    The layers of a decoder keep their own names.
+    """
+    body = _body(config) if config.decoder is None else tensors_of(config.decoder).items()
+    return {**dict(body), **dict(_head(config)), **dict(_dense(config))}
+
+
+def encoder_products_of(config: EncoderConfig) -> Iterator[tuple[Shape, bool]]:
+    """Yield the shape of every product of the layers, and True if it has a bias.
+
+    Products are listed as computed: queries, keys and values are one product, gate and up too.
+    """
+    if config.decoder is not None:
+        yield from products_of(config.decoder)
+        return
+    size, inner = config.hidden_size, config.intermediate_size
+    for _ in range(config.num_layers):
+        yield (3 * size, size), config.qkv_bias
+        yield (size, size), config.output_bias
+        yield (inner * (2 if config.gated else 1), size), config.mlp_bias
+        yield (size, inner), config.down_bias
+
+
+def encoder_tables_of(config: EncoderConfig) -> Iterator[str]:
+    """Yield the tensors that are looked up by rows and keep their stored dtype."""
+    if config.decoder is not None:
+        yield "model.embed_tokens.weight"
+        return
+    yield "embeddings.word.weight"
+    if config.num_positions:
+        yield "embeddings.position.weight"
+    if config.num_types:
+        yield "embeddings.type.weight"
+
+
+def encoder_norm_elements(config: EncoderConfig) -> int:
+    """Return the number of elements that are always FP32.
+
+    These are norms, the distance bias, the head and the dense modules after pooling.
+    """
+    if config.decoder is not None:
+        decoder = config.decoder
+        heads = 2 * decoder.head_dim if decoder.qk_norm else 0
+        norms = decoder.num_layers * (len(norms_of(decoder)) * decoder.hidden_size + heads) + decoder.hidden_size
+    else:
+        norms = sum(_elements(shape) for name, shape in _body(config) if "norm." in name or name.startswith("distance_bias"))
+    return norms + sum(_elements(shape) for _, shape in (*_head(config), *_dense(config)))
+
+
+def _elements(shape: Shape) -> int:
+    return shape[0] * (shape[1] if len(shape) == 2 else 1)
+
+
+def _linear(name: str, rows: int, columns: int, bias: bool) -> Iterator[tuple[str, Shape]]:
+    yield f"{name}.weight", (rows, columns)
+    if bias:
+        yield f"{name}.bias", (rows,)
+
+
+def _norm(name: str, config: EncoderConfig) -> Iterator[tuple[str, Shape]]:
+    yield f"{name}.weight", (config.hidden_size,)
+    if config.norm_bias:
+        yield f"{name}.bias", (config.hidden_size,)
+
+
+def _body(config: EncoderConfig) -> Iterator[tuple[str, Shape]]:
+    size = config.hidden_size
+    yield "embeddings.word.weight", (config.vocab_size, size)
+    if config.num_positions:
+        yield "embeddings.position.weight", (config.num_positions, size)
+    if config.num_types:
+        yield "embeddings.type.weight", (config.num_types, size)
+    yield from _norm("embeddings.norm", config)
+    if config.distance_buckets:
+        yield "distance_bias.weight", (config.distance_buckets, config.num_heads)
+    for layer in range(config.num_layers):
+        yield from _layer(config, layer)
+    if config.pre_norm:
+        yield from _norm("final_norm", config)
+
+
+def _layer(config: EncoderConfig, layer: int) -> Iterator[tuple[str, Shape]]:
+    at, size, inner = f"layers.{layer}", config.hidden_size, config.intermediate_size
+    for name in ("query", "key", "value"):
+        yield from _linear(f"{at}.{name}", size, size, config.qkv_bias)
+    yield from _linear(f"{at}.out", size, size, config.output_bias)
+    for name in ("gate", "up") if config.gated else ("up",):
+        yield from _linear(f"{at}.{name}", inner, size, config.mlp_bias)
+    yield from _linear(f"{at}.down", size, inner, config.down_bias)
+    if layer > 0 or not config.pre_norm:  # the embeddings' norm serves as the first layer's if pre_norm is set
+        yield from _norm(f"{at}.attention_norm", config)
+    yield from _norm(f"{at}.mlp_norm", config)
+
+
+def _head(config: EncoderConfig) -> Iterator[tuple[str, Shape]]:
+    head, size = config.head, config.hidden_size
+    if head is None:
+        return
+    if head.dense:
+        yield from _linear("head.dense", size, size, head.dense_bias)
+    if head.norm:
+        yield from _norm("head.norm", config)
+    yield from _linear("head.out", len(config.labels), size, head.bias)
+
+
+def _dense(config: EncoderConfig) -> Iterator[tuple[str, Shape]]:
+    for place, dense in enumerate(config.pooling.dense):
+        yield from _linear(f"dense.{place}", dense.out_features, dense.in_features, dense.bias)

@@ -1,0 +1,290 @@
+"""Reads an encoder's config.json. Absent values get the family's default, as in transformers.
+
+Values that are not understood are rejected by name. Torch is not needed. The other files of a
+sentence-transformers directory are passed as `SentenceConfig`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import (
+    dataclass,
+    replace,
+)
+from typing import Any
+
+from app.errors import CheckpointInvalid
+from app.models.config_reader import (
+    MAX_INTEGER,
+    MAX_LAYERS,
+    ConfigReader,
+)
+from app.models.decoders.config import (
+    ACTIVATIONS,
+    ModelConfig,
+    RopeConfig,
+    parse_rope,
+)
+from app.models.encoders.config import (
+    EncoderActivation,
+    EncoderConfig,
+    PoolingConfig,
+    ScoreFunction,
+)
+from app.models.encoders.families import (
+    ENCODER_FAMILIES,
+    EncoderClass,
+    EncoderFamily,
+    parse_encoder_class,
+    supported_encoders,
+    to_transformers_names,
+)
+from app.models.encoders.head_config import (
+    read_head,
+    read_labels,
+    read_score_function,
+)
+
+ENCODER_ACTIVATIONS: Mapping[str, EncoderActivation] = {
+    **ACTIVATIONS,
+    "relu": "relu",
+    "gelu_fast": "gelu_tanh",
+    "gelu_python": "gelu",
+}
+MPNET_BUCKETS = 32  # fixed, whatever config.json contains: transformers always uses this number
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceConfig:
+    """The settings of a sentence-transformers directory apart from config.json; empty for other checkpoints.
+
+    `pooling` is None if the directory does not define it. `max_tokens` is the length to which texts were cut in
+    training.
+    """
+
+    pooling: PoolingConfig | None = None
+    max_tokens: int | None = None
+    lowercases: bool = False
+    scores: ScoreFunction | None = None
+
+
+def is_encoder(values: Mapping[str, Any], sentence: SentenceConfig) -> bool:
+    """Return True if this checkpoint is served for vectors or labels; otherwise it is a decoder."""
+    return sentence.pooling is not None or _encoder_class_of(values, pools=False) is not None
+
+
+def read_encoder(values: Mapping[str, Any], sentence: SentenceConfig | None = None) -> EncoderConfig:
+    """Return the config. Raises `CheckpointInvalid` for values that are missing, wrong or unknown."""
+    sentence = SentenceConfig() if sentence is None else sentence
+    kind = _encoder_class_of(values, sentence.pooling is not None)
+    if kind is None:
+        said = values.get("architectures") or values.get("model_type")
+        raise CheckpointInvalid(
+            f"config.json: {said} is not supported as an encoder; supported are {supported_encoders()}, each with its ForMaskedLM and"
+            " ForSequenceClassification."
+        )
+    config = to_transformers_names(ConfigReader(values)) if kind.stem == "NomicBert" else ConfigReader(values)
+    read = _read_decoder(kind, config) if kind.family is None else _read_encoder(kind.family, kind, config)
+    if kind.classifies:
+        labels = read_labels(config)
+        read = replace(
+            read, head=read_head(kind, config), labels=labels, scores=sentence.scores or read_score_function(config, len(labels))
+        )
+    elif sentence.pooling is not None:
+        read = replace(read, pooling=_checked_pooling(sentence.pooling, read.hidden_size))
+    longest = read.max_model_len if sentence.max_tokens is None else min(sentence.max_tokens, read.max_model_len)
+    return replace(read, architecture=kind.name, max_model_len=longest, lowercases=sentence.lowercases)
+
+
+def _checked_pooling(pooling: PoolingConfig, hidden_size: int) -> PoolingConfig:
+    """Check that the sizes of pooling and of all dense modules match."""
+    size = hidden_size * len(pooling.modes)
+    for dense in pooling.dense:
+        if dense.in_features != size:
+            raise CheckpointInvalid(f"{dense.folder}/config.json: in_features is {dense.in_features}, but its input has {size}.")
+        size = dense.out_features
+    return pooling
+
+
+def _encoder_class_of(values: Mapping[str, Any], pools: bool) -> EncoderClass | None:
+    names = values.get("architectures") or _by_model_type(values.get("model_type"))
+    found = [parse_encoder_class(name, pools) for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    return next((one for one in found if one is not None), None)
+
+
+def _by_model_type(model_type: Any) -> list[str]:
+    """Return the plain encoder of a config.json that names no architecture. Decoders are not included."""
+    return [f"{family.stem}Model" for family in ENCODER_FAMILIES if family.model_type == model_type]
+
+
+# ---- decoders ------------------------------------------------------------------------------------------------------
+
+
+def _read_decoder(kind: EncoderClass, config: ConfigReader) -> EncoderConfig:
+    """Read a decoder that is served as an encoder.
+
+    Its vector is that of the last token, which has seen all of a text, or the mean if attention is bidirectional.
+    """
+    assert kind.decoder is not None, "a class of no family is a decoder's"
+    is_eurobert = kind.stem == "EuroBert"
+    bidirectional = is_eurobert or config.boolean("use_bidirectional_attention", False)
+    defaults = {"rms_norm_eps": 1e-5} if is_eurobert else {}
+    values = {**defaults, **config.values, "architectures": [kind.decoder], "use_bidirectional_attention": None}
+    decoder = replace(ModelConfig.from_hf(values), tie_embeddings=True)  # there is no output layer
+    return EncoderConfig(
+        architecture=kind.name,
+        num_layers=decoder.num_layers,
+        num_heads=decoder.num_heads,
+        num_kv_heads=decoder.num_kv_heads,
+        head_dim=decoder.head_dim,
+        hidden_size=decoder.hidden_size,
+        intermediate_size=decoder.intermediate_size,
+        vocab_size=decoder.vocab_size,
+        max_model_len=decoder.max_model_len,
+        norm_eps=decoder.norm_eps,
+        activation=decoder.activation,
+        windows=decoder.windows,
+        ropes=decoder.ropes,
+        pre_norm=True,
+        gated=True,
+        qkv_bias=decoder.qkv_bias,
+        output_bias=decoder.output_bias,
+        mlp_bias=decoder.mlp_bias,
+        down_bias=decoder.mlp_bias,
+        norm_bias=False,
+        bidirectional=bidirectional,
+        pooling=PoolingConfig(("mean",) if bidirectional else ("last",)),
+        decoder=decoder,
+    )
+
+
+# ---- encoders ------------------------------------------------------------------------------------------------------
+
+
+def _read_encoder(family: EncoderFamily, kind: EncoderClass, config: ConfigReader) -> EncoderConfig:
+    _reject_unsupported(config)
+    num_layers = _integer(config, family, "num_hidden_layers", MAX_LAYERS)
+    num_heads = _integer(config, family, "num_attention_heads")
+    hidden_size = _integer(config, family, "hidden_size")
+    head_dim = config.integer("head_dim", hidden_size // num_heads)
+    if head_dim * num_heads != hidden_size:
+        raise CheckpointInvalid(f"config.json: {num_heads} attention heads cannot share hidden_size {hidden_size} evenly.")
+    windows, ropes = _windows(config, family, num_layers), _ropes(config, family, head_dim, num_layers)
+    longest, first_position = config.integer("max_position_embeddings", 512), _first_position(config, family)
+    num_positions = longest if family.theta is None else 0
+    modern = family.stem == "ModernBert"
+    bias = config.boolean("attention_bias", False) if modern else family.biases
+    mlp_bias = config.boolean("mlp_bias", False) if modern else family.biases and not family.gated
+    return EncoderConfig(
+        architecture=kind.name,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=head_dim,
+        hidden_size=hidden_size,
+        intermediate_size=_integer(config, family, "intermediate_size"),
+        vocab_size=config.integer("vocab_size"),
+        max_model_len=longest - first_position,
+        norm_eps=_norm_eps(config, family),
+        activation=_activation(config, family),
+        windows=windows,
+        ropes=ropes,
+        pre_norm=modern,
+        gated=family.gated,
+        num_positions=num_positions,
+        first_position=first_position,
+        num_types=config.integer("type_vocab_size", family.num_types, at_least=0) if family.num_types else 0,
+        distance_buckets=_distance_buckets(config) if family.stem == "MPNet" else 0,
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=mlp_bias,
+        down_bias=mlp_bias or (family.biases and not modern),
+        norm_bias=config.boolean("norm_bias", False) if modern else True,
+    )
+
+
+# Names of these values in DistilBERT's config.json.
+_DISTILBERT_NAMES: Mapping[str, str] = {
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "hidden_size": "dim",
+    "intermediate_size": "hidden_dim",
+}
+
+
+def _integer(config: ConfigReader, family: EncoderFamily, name: str, at_most: int = MAX_INTEGER) -> int:
+    own = _DISTILBERT_NAMES[name] if family.stem == "DistilBert" else name
+    return config.integer(own if config.has(own) else name, at_most=at_most)
+
+
+def _reject_unsupported(config: ConfigReader) -> None:
+    """Raise `CheckpointInvalid` for settings whose computation is not supported."""
+    positions = config.text("position_embedding_type", "absolute")
+    if positions not in ("absolute", "rotary", "rope"):
+        raise CheckpointInvalid(
+            f"config.json: position_embedding_type {positions!r} is not supported; only absolute positions are."
+        )
+    if config.values.get("logn_attention_scale"):
+        raise CheckpointInvalid(
+            "config.json: logn_attention_scale, which scales scores with the length of the text, is not supported."
+        )
+    if config.values.get("is_decoder") or config.values.get("add_cross_attention"):
+        raise CheckpointInvalid(
+            "config.json: is_decoder and add_cross_attention are not supported: they make this model a part of an encoder-decoder."
+        )
+
+
+def _norm_eps(config: ConfigReader, family: EncoderFamily) -> float:
+    if family.stem == "DistilBert":
+        return 1e-12
+    if family.stem == "ModernBert":
+        return config.number("norm_eps", 1e-5)
+    return config.number("layer_norm_eps", 1e-5 if family.stem == "JinaEmbeddingsV3" else 1e-12)
+
+
+def _activation(config: ConfigReader, family: EncoderFamily) -> EncoderActivation:
+    key = {"DistilBert": "activation", "ModernBert": "hidden_activation"}.get(family.stem, "hidden_act")
+    name = config.text(key, "silu" if family.stem == "NomicBert" else "gelu")
+    found = ENCODER_ACTIVATIONS.get(name)
+    if found is None or (family.gated and found == "relu"):
+        raise CheckpointInvalid(f"config.json: {key} {name!r} is not known; known are {', '.join(ENCODER_ACTIVATIONS)}.")
+    return found
+
+
+def _first_position(config: ConfigReader, family: EncoderFamily) -> int:
+    if not family.padding_offset:
+        return 0
+    padding = 1 if family.stem == "MPNet" else config.integer("pad_token_id", 1, at_least=0)
+    return padding + 1
+
+
+def _distance_buckets(config: ConfigReader) -> int:
+    buckets = config.integer("relative_attention_num_buckets", MPNET_BUCKETS)
+    if buckets != MPNET_BUCKETS:
+        raise CheckpointInvalid(f"config.json: relative_attention_num_buckets {buckets} is not supported; MPNet uses 32.")
+    return buckets
+
+
+def _windows(config: ConfigReader, family: EncoderFamily, num_layers: int) -> tuple[int | None, ...]:
+    if family.stem != "ModernBert":
+        return (None,) * num_layers
+    window = config.integer("local_attention", 128)
+    return tuple(window if slides else None for slides in _sliding_layers(config, num_layers))
+
+
+def _sliding_layers(config: ConfigReader, num_layers: int) -> list[bool]:
+    """Return, for each of ModernBERT's layers, whether it has a sliding window."""
+    if config.has("layer_types"):
+        return [name == "sliding_attention" for name in config.texts("layer_types", num_layers)]
+    every = config.integer("global_attn_every_n_layers", 3)
+    return [layer % every != 0 for layer in range(num_layers)]
+
+
+def _ropes(config: ConfigReader, family: EncoderFamily, head_dim: int, num_layers: int) -> tuple[RopeConfig | None, ...]:
+    if family.theta is None:
+        return (None,) * num_layers
+    if family.stem != "ModernBert":
+        return (parse_rope(config, head_dim, family.theta),) * num_layers
+    full = parse_rope(config, head_dim, config.number("global_rope_theta", family.theta), "full_attention")
+    local = parse_rope(config, head_dim, config.number("local_rope_theta", 10_000.0), "sliding_attention")
+    return tuple(local if slides else full for slides in _sliding_layers(config, num_layers))

@@ -1,0 +1,1 @@
+"""The server process: ASGI application, start, calibration cache and shutdown."""

@@ -1,0 +1,421 @@
+"""Decisions made before weights are read: host facts, the checkpoint, measurements and the plan.
+
+Measurements come from an earlier start or from this one. Without them the plan is provisional: it sets the
+environment that torch reads when it is imported, and decides what to measure.
+
+Calibration files: measurements of this machine with one checkpoint's shapes, kept for the next start.
+
+A file is used only while nothing that affects the measurements has changed (see `calibration_key`). Reading one
+does not need torch. Several processes may share the folder. If a file cannot be read, the machine is measured
+again; if one cannot be written, that is logged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import (
+    Callable,
+    Mapping,
+)
+from contextlib import suppress
+from dataclasses import (
+    dataclass,
+    replace,
+)
+from pathlib import Path
+from typing import (
+    TYPE_CHECKING,
+    Any,
+)
+
+from app.errors import (
+    NoRecipe,
+    PlanImpossible,
+    StepFailed,
+)
+from app.hardware.decision import (
+    Measurements,
+    TrialTimes,
+)
+from app.hardware.facts import (
+    Facts,
+    to_json_value,
+)
+from app.hardware.plan import precision
+from app.hardware.plan.plan import (
+    ServingPlan,
+    make_plan,
+)
+from app.hardware.plan.threads import CONTENDED_GAIN
+from app.hardware.plan.trials import TrialTimings
+from app.hardware.probe import software
+from app.hardware.probe.probe import probe
+from app.hardware.step_times import StepTimeTable
+from app.settings import Settings
+from app.version import VERSION
+from app.weights.cache_file import (
+    FileUnusable,
+    atomic_write,
+    differences,
+    log_not_kept,
+    open_trusted,
+)
+from app.weights.checkpoint import Checkpoint
+from app.weights.forms import RECIPES
+from app.weights.open import (
+    OpenedModel,
+    open_model,
+)
+
+if TYPE_CHECKING:
+    from app.engine.calibration.measure import CalibrationSubject
+
+log = logging.getLogger(__name__)
+
+FORMAT = 3  # version of what is measured and how: raise it when older measurements would mislead
+FOLDER = "calibration"
+MAX_BYTES = 2**20  # limit for one file: a longer one was not written by this program
+# The settings that change the measurements. Memory and request limits do not.
+_MEASURED_SETTINGS = (
+    "device precision threads compile max_batch_tokens max_running_seqs max_model_len kv_precision int8_copy numa_node deterministic"
+).split()
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Measurements, the time they were taken (seconds since 1970), and `from_cache`: an earlier start took them."""
+
+    measurements: Measurements
+    measured_at: float
+    from_cache: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields of `GET /info`: the measurements, their age in seconds, and `from_cache`."""
+        age = max(0.0, time.time() - self.measured_at)
+        fields: dict[str, Any] = to_json_value(self.measurements)
+        return {"from_cache": self.from_cache, "age_seconds": round(age, 1), "measurements": fields}
+
+
+class CalibrationFile:
+    """The calibration file of one key, which may or may not exist."""
+
+    def __init__(self, folder: Path | None, key: Mapping[str, str]) -> None:
+        """Compute the file's path from `key`. With `folder` None, nothing is read or kept."""
+        self.key = dict(key)
+        digest = hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()
+        self.file = None if folder is None else folder / FOLDER / f"{digest[:32]}.json"
+
+    def read(self) -> Calibration | None:
+        """Return the kept calibration, or None if the machine must be measured."""
+        if self.file is None:
+            return None
+        try:
+            return _parsed(_bytes_of(self.file), self.key)
+        except FileNotFoundError:
+            self._log_other_keys(self.file.parent)
+            return None
+        except (OSError, FileUnusable) as error:
+            log.warning("the calibration in %s cannot be used (%s): measuring again", self.file, error)
+            return None
+
+    def _log_other_keys(self, folder: Path) -> None:
+        """Log that calibrations of these shapes exist for another machine or version.
+
+        They are never used, and they are left for the machine or version that made them.
+        """
+        others = []
+        for file in folder.glob("*.json"):
+            with suppress(OSError, FileUnusable, ValueError, KeyError, TypeError, RecursionError):
+                others.append(json.loads(_bytes_of(file))["key"])
+        same = [key for key in others if isinstance(key, dict) and key.get("shapes") == self.key["shapes"]]
+        differ = differences(self.key, same)
+        if differ:
+            log.info("calibrations of this model in %s differ in %s: they are not used and stay there", folder, differ)
+
+    def write(self, calibration: Calibration) -> None:
+        """Write the calibration for the next start, or log that it cannot be written.
+
+        Measurements that the plan could not use (`fallback`) are not kept.
+        """
+        if self.file is None or calibration.measurements.fallback:
+            return
+        fields = {
+            "key": self.key,
+            "measured_at": calibration.measured_at,
+            "measurements": to_json_value(calibration.measurements),
+        }
+        try:
+            with atomic_write(self.file) as stream:
+                stream.write(json.dumps(fields).encode())
+        except OSError as error:
+            log_not_kept(self.file, "the calibration", error)
+
+    def forget(self, calibration: Calibration) -> None:
+        """Remove the file, because the machine no longer performs as measured: the next start measures again.
+
+        A newer calibration, which another process has written since then, is left in place.
+        """
+        if self.file is None:
+            return
+        with suppress(OSError, FileUnusable):  # the file is gone already, or this process may not remove it
+            if _parsed(_bytes_of(self.file), self.key).measured_at == calibration.measured_at:
+                self.file.unlink()
+                log.info("the calibration in %s no longer holds and was removed: the next start measures again", self.file)
+
+
+def calibration_key(facts: Facts, settings: Settings, plan: ServingPlan, shapes: object) -> dict[str, str]:
+    """Return everything that decides how long a step takes, as names and values of the calibration's key.
+
+    These are the processor, the part of it that may be used, the model's shapes and the code; never a host name.
+    Cores are counted, not named: another process on other cores of the same kind finds the same calibration.
+    """
+    gpu, allowed = plan.gpu(facts), facts.allowed_cpus
+    cores = [(core.kind, core.numa_node, sum(cpu in allowed for cpu in core.cpu_ids)) for core in facts.cores]
+    return {
+        "format": str(FORMAT),
+        "cpu": repr(to_json_value(facts.cpu)),
+        "isa": " ".join([*sorted(facts.isa), str(facts.sve_bits)]),
+        "caches": repr(to_json_value(facts.caches)),
+        "quota": str(facts.cgroup.quota_cores),
+        "cores": repr(sorted(core for core in cores if core[2])),
+        "huge pages": str(facts.huge_pages.transparent),
+        "shapes": repr(shapes),
+        "asked": repr({name: getattr(settings, name) for name in _MEASURED_SETTINGS}),
+        "device": f"{plan.device.value} {gpu.name if gpu else ''}".strip(),  # equal for GPUs of the same model
+        "threads": f"{plan.threads.value} {plan.wait_policy.value}",
+        "version": VERSION,
+        "torch": facts.torch.version if facts.torch else "",
+        "native": f"{software.native_library_hash()} {plan.kernels.value} {os.environ.get('ARMATURE_ISA', '')}",
+    }
+
+
+def _bytes_of(file: Path) -> bytes:
+    descriptor = open_trusted(file)
+    try:
+        return os.read(descriptor, MAX_BYTES)
+    finally:
+        os.close(descriptor)
+
+
+def _parsed(text: bytes, key: Mapping[str, str]) -> Calibration:
+    """Parse a calibration file.
+
+    Raises:
+        FileUnusable: The text is not a calibration, or it has another key.
+    """
+    try:
+        fields = json.loads(text)
+        if fields["key"] != dict(key):
+            raise FileUnusable("it was made for another machine, model or version")
+        return Calibration(_measurements(fields["measurements"]), float(fields["measured_at"]), from_cache=True)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise FileUnusable("it is damaged") from error
+
+
+def _measurements(fields: Mapping[str, Any]) -> Measurements:
+    trials = tuple(_trial(trial) for trial in fields["trials"])
+    return Measurements(**{**fields, "trials": trials})
+
+
+def _trial(fields: Mapping[str, Any]) -> TrialTimes:
+    tables = {name: {int(size): float(seconds) for size, seconds in fields[name].items()} for name in _TABLES}
+    return TrialTimes(**{**fields, **tables})
+
+
+_TABLES = ("decode_seconds", "prefill_seconds", "encode_seconds")
+
+
+BUDGET_SECONDS = 3.0  # budget for measuring at a start
+CALIBRATE_COMMAND_SECONDS = 10.0  # budget of the command `armature calibrate`
+SMALL_WEIGHT_BYTES = 64 * 2**20  # any choice serves a smaller model well, so it is measured only briefly
+SMALL_BUDGET_SECONDS = 0.3
+FEW_THREADS = 3  # up to this many, every number of threads is tried; above it, the planned number and one fewer
+ReportStage = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The result of `prepare`.
+
+    `calibration` is None if nothing was measured, yet or at all. `is_final`: the plan will not change.
+    """
+
+    settings: Settings
+    facts: Facts
+    checkpoint: OpenedModel
+    plan: ServingPlan
+    calibration_file: CalibrationFile
+    calibration: Calibration | None = None
+    is_final: bool = True
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model in requests and responses."""
+        return self.settings.served_model_name or self.checkpoint.name
+
+    @property
+    def step_time_table(self) -> StepTimeTable | None:
+        """Measured step times of the plan, or None if they were not measured."""
+        trial = self._trial()
+        return None if trial is None else StepTimeTable.from_trial(trial)
+
+    def _trial(self) -> TrialTimes | None:
+        if self.calibration is None or self.calibration.measurements.fallback:
+            return None
+        planned = (self.plan.precision.value, self.plan.threads.value)
+        found = [one for one in self.calibration.measurements.trials if (one.precision, one.threads) == planned]
+        return next((one for one in found if one.int8_copy == self.plan.int8_copy.value), next(iter(found), None))
+
+    def with_calibration(self, calibration: Calibration) -> Prepared:
+        """Return a copy with this calibration and the final plan made from it."""
+        plan = _plan(self.facts, calibration.measurements, self.settings, self.checkpoint)
+        return replace(self, plan=plan, calibration=calibration, is_final=True)
+
+
+def prepare(settings: Settings) -> Prepared:
+    """Probe the machine, open the checkpoint, read earlier measurements, and make a plan.
+
+    This takes milliseconds and does not import torch.
+
+    Raises:
+        StartupError: The settings, the checkpoint and the machine do not fit together.
+    """
+    facts = probe()
+    checkpoint = open_model(settings.checkpoint_directory)
+    log.info("serving %s from %s", checkpoint.needs().architecture, checkpoint.directory)
+    prepared = with_kept_calibration(facts, settings, checkpoint)
+    if prepared.is_final:
+        _log_plan(prepared.plan)
+    return prepared
+
+
+def with_kept_calibration(facts: Facts, settings: Settings, checkpoint: OpenedModel) -> Prepared:
+    """Make the plan with the calibration of an earlier start, if one exists and may be used."""
+    plan = _plan(facts, None, settings, checkpoint)
+    calibration_file = CalibrationFile(settings.cache_directory, calibration_key(facts, settings, plan, _shapes(checkpoint)))
+    prepared = Prepared(settings, facts, checkpoint, plan, calibration_file, is_final=not plan.calibrate.value)
+    found = calibration_file.read() if plan.calibrate.value and settings.calibrate != "on" else None
+    return prepared if found is None else prepared.with_calibration(found)
+
+
+def calibrate(prepared: Prepared, report: ReportStage, budget_seconds: float | None = None) -> Prepared:
+    """Measure if needed and return the final plan.
+
+    Run this on the thread that will compute; it imports torch.
+    """
+    if prepared.is_final:
+        return prepared
+    from app.engine.calibration.measure import measure_machine
+
+    budget = measuring_budget_seconds(prepared.checkpoint) if budget_seconds is None else budget_seconds
+    began = time.monotonic()
+    report("calibrating")
+    try:
+        found = measure_machine(measurement_subject(prepared), budget, report)
+    except (
+        StepFailed,
+        PlanImpossible,
+        RuntimeError,
+        OSError,
+        MemoryError,
+    ) as error:  # a failed measurement must not end the start
+        found = Measurements(fallback=f"measuring failed: {error}", seconds=time.monotonic() - began)
+    if found.fallback:
+        log.warning("calibration: decided from facts alone, because %s (%.1f s)", found.fallback, found.seconds)
+    else:
+        log.info("calibrated in %.1f s", found.seconds)
+    final = prepared.with_calibration(Calibration(found, time.time(), from_cache=False))
+    if measured_under_load(prepared, final):
+        log.warning("the calibration is not kept: fewer threads were much faster, so other work probably used the cores")
+    elif final.calibration is not None:
+        prepared.calibration_file.write(final.calibration)
+    _log_plan(final.plan)
+    return final
+
+
+def measured_under_load(before: Prepared, after: Prepared) -> bool:
+    """Return True if other work seems to have used the cores while they were measured.
+
+    Such measurements serve this start but are not kept for later ones.
+    """
+    trials = TrialTimings.from_measurements(after.calibration.measurements if after.calibration else None)
+    fewer = trials.find(*_precision_and_threads(after.plan))
+    planned = trials.find(after.plan.precision.value, before.plan.threads.value)
+    return fewer is not None and planned is not None and fewer.speedup_over(planned) > CONTENDED_GAIN
+
+
+def _shapes(checkpoint: OpenedModel) -> object:
+    """Return the object whose text identifies the shapes that decide the step times."""
+    return checkpoint.model_config if isinstance(checkpoint, Checkpoint) else checkpoint.fingerprint
+
+
+def measuring_budget_seconds(checkpoint: OpenedModel) -> float:
+    """Return the seconds that a start may spend on measuring."""
+    small = checkpoint.needs().weight_bytes < SMALL_WEIGHT_BYTES
+    return SMALL_BUDGET_SECONDS if small else BUDGET_SECONDS
+
+
+def measurement_subject(prepared: Prepared) -> CalibrationSubject:
+    """Return what to measure: each precision that may be chosen, and the numbers of threads that may serve."""
+    from app.engine.calibration.measure import CalibrationSubject
+
+    facts, settings, checkpoint, plan = prepared.facts, prepared.settings, prepared.checkpoint, prepared.plan
+    names = [plan.precision.value, *_other_precisions(prepared)]
+    plans = [plan_variant for name in names if (plan_variant := _plan_for_precision(prepared, name)) is not None]
+    copies = settings.int8_copy != "off" and not plan.deterministic.value and "int4" in names and checkpoint.needs().generates
+    return CalibrationSubject(
+        checkpoint.model_config if isinstance(checkpoint, Checkpoint) else checkpoint,
+        tuple(plans),
+        _thread_counts(settings, plan),
+        lambda found: _precision_and_threads(_plan(facts, found, settings, checkpoint)),
+        _plan_for_precision(prepared, "int4", int8_copy="on") if copies else None,
+        max((cache.size_bytes for cache in facts.caches), default=0),
+    )
+
+
+def _precision_and_threads(plan: ServingPlan) -> tuple[str, int]:
+    return plan.precision.value, plan.threads.value
+
+
+def _other_precisions(prepared: Prepared) -> list[str]:
+    """Return the other precisions that the plan may choose once they are measured."""
+    needs = prepared.checkpoint.needs()
+    if prepared.settings.precision != "auto":
+        return []
+    if (
+        not needs.generates
+    ):  # no other precision is chosen, but the speedup of int8 is reported if the model is large enough to measure it
+        return ["int8"] if needs.weight_bytes >= SMALL_WEIGHT_BYTES and prepared.plan.precision.value != "int8" else []
+    if needs.num_parameters < precision.MIN_PARAMETERS:
+        return []
+    exact = precision.unquantized_precision(prepared.facts, prepared.plan.device.value)
+    return [name for name in (exact, *precision.QUANTIZED_PRECISIONS) if name != prepared.plan.precision.value]
+
+
+def _plan_for_precision(prepared: Prepared, name: str, int8_copy: str = "off") -> ServingPlan | None:
+    """Return the plan for a precision, or None if that precision is not possible."""
+    overrides = {"precision": name, "int8_copy": int8_copy, "device": prepared.plan.device.value}
+    try:
+        return _plan(prepared.facts, None, prepared.settings.model_copy(update=overrides), prepared.checkpoint)
+    except (NoRecipe, PlanImpossible):
+        return None
+
+
+def _thread_counts(settings: Settings, plan: ServingPlan) -> tuple[int, ...]:
+    planned = plan.threads.value
+    if settings.threads != "auto" or planned == 1 or plan.device.value != "cpu":  # they do not speed up a device
+        return (planned,)
+    return tuple(range(planned, 0, -1)) if planned <= FEW_THREADS else (planned, planned - 1)
+
+
+def _plan(facts: Facts, measurements: Measurements | None, settings: Settings, checkpoint: OpenedModel) -> ServingPlan:
+    return make_plan(facts, measurements, settings, checkpoint.needs(), RECIPES.keys())
+
+
+def _log_plan(plan: ServingPlan) -> None:
+    for name, decision in plan.decisions():
+        log.info("plan: %s = %s (%s)", name, decision.value, decision.reason)

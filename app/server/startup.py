@@ -1,0 +1,307 @@
+"""Composition of the server: from settings to a plan, then to a running worker and service.
+
+Torch is imported on the worker thread only, after the plan has set the environment that torch's thread pools read.
+So the port opens at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event as Flag
+from typing import (
+    TYPE_CHECKING,
+    Any,
+)
+
+from app.api.dependencies import ApiRuntime
+from app.engine.worker import (
+    Callbacks,
+    Worker,
+)
+from app.errors import (
+    ServiceStopping,
+    SettingsInvalid,
+)
+from app.hardware.facts import (
+    Facts,
+    to_json_value,
+)
+from app.hardware.plan.plan import ServingPlan
+from app.hardware.probe.cgroup import find_cpu_stat
+from app.hardware.probe.host_files import HostFiles
+from app.messages import Stop
+from app.metrics.gauges import (
+    DeploymentInfo,
+    ServerInfo,
+    throttled_seconds,
+)
+from app.metrics.instruments import Metrics
+from app.metrics.power_monitor import PowerMonitor
+from app.metrics.slow_steps import (
+    SlowStepDetector,
+    UsualStepTimes,
+    first_touch_seconds,
+)
+from app.metrics.speed_drift import (
+    ExpectedSpeed,
+    SpeedDrift,
+)
+from app.metrics.step_monitor import StepMonitor
+from app.models.encoders.config import EncoderConfig
+from app.server.prepare import (
+    Prepared,
+    calibrate,
+)
+from app.service.served_model import (
+    HELD_BYTES_DIVISOR,
+    MIN_HELD_BYTES,
+    ServedDecoder,
+    ServedEncoder,
+    ServedModel,
+    ServedProgram,
+    ServingLimits,
+)
+from app.service.service import Service
+from app.settings import Settings
+from app.version import VERSION
+from app.weights.files import unreadable_message
+from app.weights.program import ProgramCheckpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from app.engine.worker import Engine
+    from app.text.tokenizer import Tokenizer
+    from app.weights.checkpoint import Checkpoint
+
+log = logging.getLogger(__name__)
+
+STOP_SECONDS = 10.0  # longest wait of a stop for the worker; a step takes less
+STOP_LOADING_SECONDS = 1.0  # longest wait while loading: it checks for a stop at each percent, and may be ended anywhere
+# Instruction sets in order: the first that the machine has is the label.
+ISA_RANKS = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2", "sve2", "sve", "i8mm", "dotprod", "neon")
+
+
+def read_api_keys(settings: Settings) -> tuple[str, ...]:
+    """Return the API keys of the setting and of the key file.
+
+    The file has one key per line; empty lines and lines that start with # are ignored.
+
+    Raises:
+        SettingsInvalid: The file cannot be read or holds no key.
+    """
+    if settings.api_key_file is None:
+        return settings.api_keys
+    try:
+        lines = settings.api_key_file.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError as error:
+        raise SettingsInvalid(
+            f"api_key_file {settings.api_key_file} does not exist. Is the secret there, and mounted?"
+        ) from error
+    except OSError as error:
+        raise SettingsInvalid(f"api_key_file {unreadable_message(settings.api_key_file, error)}") from error
+    except UnicodeDecodeError as error:
+        raise SettingsInvalid(f"api_key_file {settings.api_key_file} is not UTF-8 text with one key per line.") from error
+    keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not keys:
+        raise SettingsInvalid(f"api_key_file {settings.api_key_file} holds no key, so every request would be refused.")
+    return (*settings.api_keys, *keys)
+
+
+def isa_label(facts: Facts, plan: ServingPlan) -> str:
+    """Return the instruction set label: for example `avx512_bf16`, or `sm_90` for a GPU."""
+    gpu = plan.gpu(facts)
+    if gpu is not None and gpu.capability is not None:
+        return "sm_{}{}".format(*gpu.capability)
+    if plan.device.value == "mps":
+        return plan.kernels.value
+    return next((name for name in ISA_RANKS if name in facts.isa), "")
+
+
+def read_tokenizer(checkpoint: Checkpoint | ProgramCheckpoint, report_stage: Callable[[str], None]) -> Tokenizer | None:
+    """Read the checkpoint's tokenizer; None for an exported program, which takes no text."""
+    if isinstance(checkpoint, ProgramCheckpoint):
+        return None
+    from app.text.tokenizer import Tokenizer
+
+    report_stage("reading the tokenizer")
+    config = checkpoint.model_config
+    return Tokenizer(checkpoint.directory, lowercases=isinstance(config, EncoderConfig) and config.lowercases)
+
+
+def make_served_model(prepared: Prepared, tokenizer: Tokenizer | None) -> ServedModel:
+    """Return the torch-free part of the model, with the limits of the final plan."""
+    checkpoint, plan, name = prepared.checkpoint, prepared.plan, prepared.model_name
+    limits = ServingLimits(
+        max_model_len=plan.max_model_len.value,
+        max_running_seqs=plan.max_running_seqs.value,
+        max_waiting_requests=plan.max_waiting_requests.value,
+        request_timeout_seconds=prepared.settings.request_timeout_seconds,
+        vocab_size=checkpoint.needs().vocab_size,
+        tokenizer_threads=plan.tokenizer_threads.value,
+        max_held_bytes=max(MIN_HELD_BYTES, prepared.facts.memory_limit_bytes // HELD_BYTES_DIVISOR),
+    )
+    if isinstance(checkpoint, ProgramCheckpoint):
+        return ServedProgram(name, limits, checkpoint.signature)
+    assert tokenizer is not None, "a checkpoint other than a program has a tokenizer"
+    if isinstance(checkpoint.model_config, EncoderConfig):
+        return ServedEncoder(name, limits, tokenizer, checkpoint.model_config)
+    from app.text.chat import open_chat_template
+
+    return ServedDecoder(
+        name, limits, tokenizer, open_chat_template(checkpoint.directory, tokenizer.config, tokenizer.named_tokens)
+    )
+
+
+class ServerRuntime:
+    """The worker, the service and the metrics of one process, connected.
+
+    `on_fatal` is called from the worker thread when the worker cannot continue.
+    """
+
+    def __init__(self, prepared: Prepared, on_fatal: Callable[[BaseException], None]) -> None:
+        self._prepared = prepared
+        self._on_fatal = on_fatal
+        self._began = time.monotonic()
+        self._stopping = Flag()
+        self.metrics = Metrics()
+        gpu = prepared.plan.gpu(prepared.facts)
+        self._power_monitor = PowerMonitor(self.metrics, prepared.facts.power, prepared.settings.watts, gpu)
+        callbacks = Callbacks(
+            on_events=lambda events: self.service.on_events(events),
+            on_fatal=self._worker_failed,
+            on_step=self.metrics.on_step,
+        )
+        self._watch = StepMonitor(self.metrics.step_log, self.metrics.on_slow_step, self.metrics.update)
+        self.metrics.step_age_seconds = self._watch.step_age_seconds
+        self.worker = Worker(self._build, callbacks, self._watch)
+        self.service = Service(self.worker, self.metrics)
+        self._set_metric_labels()
+
+    def runtime(self) -> ApiRuntime:
+        """Return the runtime that the API routes use."""
+        keys = read_api_keys(self._prepared.settings)
+        return ApiRuntime(self.service, self.metrics, self, self._info, created=int(time.time()), api_keys=keys)
+
+    async def start(self) -> None:
+        """Start the thread pool, the service, the power meter and the worker."""
+        pool = ThreadPoolExecutor(self._prepared.plan.http_threads.value, thread_name_prefix="armature-http")
+        asyncio.get_running_loop().set_default_executor(pool)
+        await self.service.start()
+        self._power_monitor.start()
+        self.worker.start()
+
+    async def stop(self) -> None:
+        """Stop everything after responses were sent or cut off.
+
+        Returns when the worker has ended or does not end in time.
+        """
+        self._power_monitor.stop()
+        self._stopping.set()
+        await self.service.stop()
+        self.worker.put(Stop())
+        patience = STOP_LOADING_SECONDS if self.worker.state == "loading" else STOP_SECONDS
+        await asyncio.to_thread(self.worker.join, patience)
+
+    # ---- on the worker thread --------------------------------------------------------------------------------------
+
+    def _build(self, report: Callable[[str], None]) -> Engine:
+        def report_stage(stage: str) -> None:
+            if self._stopping.is_set():
+                raise ServiceStopping("The server received the signal to stop while it was loading.")
+            report(stage)
+
+        os.environ.update(self._prepared.plan.environment())  # torch's thread pools read it at import
+        tokenizer = read_tokenizer(self._prepared.checkpoint, report_stage)
+        report_stage("importing torch")
+        began = time.monotonic()
+        import torch  # noqa: F401  # imported here so that the time is logged
+
+        from app.engine.build import (
+            BuildRequest,
+            build,
+        )
+
+        log.info("torch imported in %.1f s", time.monotonic() - began)
+        prepared = self._prepared = calibrate(self._prepared, report_stage)
+        self._set_metric_labels()
+        self._watch_speed_drift()
+        self.service.serve(make_served_model(prepared, tokenizer))
+        began = time.monotonic()
+        eos_token_ids = () if tokenizer is None else tokenizer.eos_token_ids
+        with self._suggest_cpu_on_failure():
+            engine = build(BuildRequest(prepared.checkpoint, prepared.plan, report_stage, prepared.step_time_table, eos_token_ids))
+        self._watch.gc_control.freeze()
+        self._watch.slow_steps = self._stalls()
+        log.info("weights loaded and warmed up in %.1f s", time.monotonic() - began)
+        log.info("ready in %.1f s", time.monotonic() - self._began)
+        return engine
+
+    @contextmanager
+    def _suggest_cpu_on_failure(self) -> Iterator[None]:
+        """Log that `device=cpu` remains possible if loading on a GPU fails; the failure itself is raised as usual."""
+        device, done = self._prepared.plan.device.value, False
+        try:
+            yield
+            done = True
+        finally:
+            if device != "cpu" and not done and not self._stopping.is_set():
+                log.error("loading on %s failed; set device=cpu to serve on the processor instead", device)
+
+    def _worker_failed(self, error: BaseException) -> None:
+        self.service.on_worker_exit()
+        if not self._stopping.is_set():
+            self._on_fatal(error)
+
+    # ---- metrics and information ----------------------------------------------------------------------------------------
+
+    def _set_metric_labels(self) -> None:
+        prepared = self._prepared
+        facts, plan = prepared.facts, prepared.plan
+        self.metrics.server_info = ServerInfo(
+            version=VERSION,
+            model=prepared.model_name,
+            device=plan.device.value,
+            isa=isa_label(facts, plan),
+            precision=plan.precision.value,
+            torch=facts.torch.version if facts.torch else "",
+        )
+        self.metrics.deployment = DeploymentInfo(
+            threads=plan.threads.value,
+            cpu_quota_cores=facts.cgroup.quota_cores,
+            cpu_stat=find_cpu_stat(HostFiles(Path("/"))),
+            hourly_price=prepared.settings.hourly_price,
+        )
+
+    def _watch_speed_drift(self) -> None:
+        """Compare step times with the measurements from the first step on, and remove stale measurements."""
+        calibration_file, calibration, plan = self._prepared.calibration_file, self._prepared.calibration, self._prepared.plan
+        steps = self._prepared.step_time_table
+        if steps is not None and calibration is not None:
+            expected = ExpectedSpeed(steps, plan.capacity_tokens_per_second.value, plan.roofline_ratio.value)
+            self.metrics.drift = SpeedDrift(expected, lambda: calibration_file.forget(calibration))
+
+    def _stalls(self) -> SlowStepDetector:
+        """Return a slow step detector that uses the plan's step time table."""
+        cpu_stat = self.metrics.deployment.cpu_stat
+        garbage = self._watch.gc_control
+        usual_times = UsualStepTimes(self._prepared.step_time_table)
+        return SlowStepDetector(usual_times, lambda: garbage.seconds, lambda: throttled_seconds(cpu_stat), first_touch_seconds())
+
+    def _info(self) -> dict[str, Any]:
+        prepared = self._prepared
+        return {
+            "model": {"name": prepared.model_name, **to_json_value(prepared.checkpoint.needs())},
+            "facts": prepared.facts.to_json(),
+            "place": self._power_monitor.to_json(),
+            "plan": prepared.plan.to_json(),
+            "calibration": None if prepared.calibration is None else prepared.calibration.to_json(),
+            "speed": None if self.metrics.drift is None else self.metrics.drift.to_json(),
+        }

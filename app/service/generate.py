@@ -1,0 +1,284 @@
+"""Generation with a decoder: the course of one request from its prompt to its last text delta.
+
+One request's completion while it grows: turns worker events into stream events.
+
+Each choice finishes exactly once. This is plain bookkeeping on the event loop; the caller passes the current
+time. Waiting, timers and sending to the worker are the service's task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import (
+    AsyncGenerator,
+    Iterator,
+)
+from contextlib import contextmanager
+from dataclasses import (
+    dataclass,
+    field,
+    replace,
+)
+
+from app.errors import RequestTimeout
+from app.messages import (
+    Abort,
+    ArraysReady,
+    FinishReason,
+    Generate,
+    RequestFailed,
+    SequenceFinished,
+    Timings,
+    TokenLogprob,
+    TokensReady,
+)
+from app.metrics.instruments import Metrics
+from app.service.admission import Permit
+from app.service.engine_client import TimedEvent
+from app.service.inputs import tokenize_prompt
+from app.service.pipeline import (
+    RequestPipeline,
+    RequestRecord,
+)
+from app.service.requests import (
+    Accepted,
+    ChoiceFinished,
+    GenerationRequest,
+    ScoredToken,
+    StreamEvent,
+    TextDelta,
+    Usage,
+)
+from app.service.served_model import ServedDecoder
+from app.text.stream import IncrementalDetokenizer
+from app.text.tokenizer import Tokenizer
+
+# If the choices of a request have different finish reasons, the first of these that occurs is the request's.
+_WORST_FIRST: tuple[FinishReason, ...] = ("timeout", "aborted", "length", "stop")
+
+
+@dataclass(slots=True)
+class ChoiceState:
+    """State of one choice while it grows.
+
+    `validate_token_ids` and `logprobs` hold tokens that were received but are not part of a `TextDelta` yet, because
+    their text is incomplete.
+    """
+
+    index: int
+    text: IncrementalDetokenizer
+    reason: FinishReason | None = None
+    timings: Timings = field(default_factory=Timings)
+    first_token_at: float | None = None
+    last_token_at: float = 0.0
+    num_tokens: int = 0
+    timings_sent: bool = False  # True after the delta that carries the timings
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[ScoredToken] = field(default_factory=list)
+
+
+class CompletionBuilder:
+    """Builder of one request's completion from the worker's events.
+
+    `continues_prompt` is true for a completion, whose text continues the prompt's. A chat reply starts a new
+    text.
+    """
+
+    def __init__(self, request: Generate, tokenizer: Tokenizer, metrics: Metrics, continues_prompt: bool) -> None:
+        context = request.token_ids if continues_prompt else ()
+        texts = [IncrementalDetokenizer(tokenizer, request.params.stop, context) for _ in range(request.params.n)]
+        self._choices = [ChoiceState(index, text) for index, text in enumerate(texts)]
+        self._request, self._tokenizer, self._metrics = request, tokenizer, metrics
+        self.num_cached_tokens = 0
+        self._predicted_wait: tuple[float, float] | None = None  # predicted seconds to the first token, and when predicted
+
+    @property
+    def finished(self) -> bool:
+        """True when every choice has finished."""
+        return all(choice.reason is not None for choice in self._choices)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Number of prompt tokens."""
+        return len(self._request.token_ids)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Number of completion tokens received so far, over all choices."""
+        return sum(choice.num_tokens for choice in self._choices)
+
+    @property
+    def outcome(self) -> FinishReason:
+        """Finish reason of the whole request: the worst one of its choices."""
+        reasons = {choice.reason for choice in self._choices}
+        return next((reason for reason in _WORST_FIRST if reason in reasons), "aborted")
+
+    def set_predicted_wait(self, seconds: float | None, now: float) -> None:
+        """Record the predicted time from `now` to the first token; None means that it is unknown."""
+        self._predicted_wait = None if seconds is None else (seconds, now)
+
+    def take(self, event: TokensReady | SequenceFinished, now: float) -> Iterator[StreamEvent]:
+        """Yield the stream events that follow from a worker event. Events for a finished choice are ignored.
+
+        If a `TokensReady` yields a `ChoiceFinished`, the choice ended by a stop string. The worker does not know
+        of stop strings, so the caller has to abort the choice there.
+        """
+        choice = self._choices[event.choice]
+        if choice.reason is not None:
+            return
+        before = choice.num_tokens
+        self._count(choice, event, now)
+        yield from self._append_tokens(choice, event)
+        if choice.num_tokens > before:
+            self._metrics.completion_tokens(choice.num_tokens - before)
+        if choice.text.matched_stop is not None:
+            yield from self._finish(choice, "stop", now)
+        elif isinstance(event, SequenceFinished):
+            yield from self._finish(choice, event.reason, now, event.stop_token_id)
+
+    def end(self, reason: FinishReason, now: float) -> Iterator[StreamEvent]:
+        """Finish every unfinished choice with the text that it has."""
+        for choice in self._choices:
+            if choice.reason is None:
+                yield from self._finish(choice, reason, now)
+
+    def _count(self, choice: ChoiceState, event: TokensReady | SequenceFinished, now: float) -> None:
+        """Count new tokens and report their latencies to the metrics.
+
+        All tokens of one step share one inter-token latency. A stop token produces no text but is counted.
+        """
+        if event.timings is not None:
+            choice.timings = event.timings
+            if choice.index == 0:  # the other choices hit the cache because choice 0 filled it
+                self.num_cached_tokens = event.timings.cached_tokens
+        total = choice.num_tokens + len(event.token_ids)
+        if isinstance(event, SequenceFinished):
+            total = max(total, event.num_completion_tokens)
+        if total == choice.num_tokens:
+            return
+        if choice.first_token_at is None:
+            if self.num_completion_tokens == 0:
+                self._metrics.prompt_tokens(self.num_prompt_tokens, self.num_cached_tokens)
+                if self._predicted_wait is not None:
+                    self._metrics.wait_measured(self._predicted_wait[0], now - self._predicted_wait[1])
+            choice.first_token_at = now
+            self._metrics.first_token(choice.timings, now - self._request.arrived_at)
+        elif now != choice.last_token_at:
+            self._metrics.next_token(now - choice.last_token_at)
+        choice.last_token_at, choice.num_tokens = now, total
+
+    def _append_tokens(self, choice: ChoiceState, event: TokensReady | SequenceFinished) -> Iterator[TextDelta]:
+        text = ""
+        for index, token_id in enumerate(event.token_ids):
+            choice.token_ids.append(token_id)
+            if event.logprobs:
+                choice.logprobs.append(self._scored_token(event.logprobs[index]))
+            text += choice.text.push(token_id)
+            if choice.text.matched_stop is not None:
+                choice.num_tokens -= len(event.token_ids) - index - 1  # tokens after the stop string are dropped
+                break
+        if text:
+            yield self._delta(choice, text)
+
+    def _finish(
+        self, choice: ChoiceState, reason: FinishReason, now: float, stop_token_id: int | None = None
+    ) -> Iterator[StreamEvent]:
+        rest = choice.text.flush()
+        if rest or choice.token_ids:
+            yield self._delta(choice, rest)
+        stop = choice.text.matched_stop
+        choice.reason = reason if stop is None else "stop"
+        timings = choice.timings
+        if choice.first_token_at is not None:
+            timings = replace(timings, decode_seconds=now - choice.first_token_at)
+            if choice.num_tokens > 1:
+                self._metrics.last_token((choice.last_token_at - choice.first_token_at) / (choice.num_tokens - 1))
+        usage = Usage(self.num_prompt_tokens, self.num_cached_tokens, self.num_completion_tokens)
+        yield ChoiceFinished(
+            choice.index, choice.reason, usage, choice.num_tokens, timings, stop_token_id if stop is None else stop
+        )
+
+    def _delta(self, choice: ChoiceState, text: str) -> TextDelta:
+        """Return the text with the tokens received since the last delta.
+
+        A choice's first delta carries its timings.
+        """
+        timings = None if choice.timings_sent else choice.timings
+        delta = TextDelta(choice.index, text, tuple(choice.token_ids), tuple(choice.logprobs), timings)
+        choice.timings_sent = True
+        choice.token_ids.clear()
+        choice.logprobs.clear()
+        return delta
+
+    def _scored_token(self, logprob: TokenLogprob) -> ScoredToken:
+        top = tuple(self._score_token(token_id, value) for token_id, value in logprob.top)
+        return self._score_token(logprob.token_id, logprob.logprob, top)
+
+    def _score_token(self, token_id: int, logprob: float, top: tuple[ScoredToken, ...] = ()) -> ScoredToken:
+        spelled = self._tokenizer.token_bytes(token_id)
+        return ScoredToken(token_id, spelled.decode(errors="replace"), spelled, logprob, top)
+
+
+EventQueue = asyncio.Queue[TimedEvent]
+
+
+async def generate(
+    pipeline: RequestPipeline, model: ServedDecoder, request: GenerationRequest, record: RequestRecord
+) -> AsyncGenerator[StreamEvent, None]:
+    """Yield all stream events of one request; `Service.generate` documents them."""
+    with pipeline.admission.permit() as permit:
+        token_ids = await pipeline.read(tokenize_prompt, model, request)
+        command = Generate(pipeline.post.name(request.request_id), token_ids, request.params, record.arrived_at)
+        completion = CompletionBuilder(command, model.tokenizer, pipeline.metrics, continues_prompt=request.messages is None)
+        with _submitted(pipeline, completion, command, permit, pipeline.deadline(record)) as event_queue:
+            record.accepted = True
+            yield Accepted(command.token_ids)
+            for echo in _echo_deltas(request, model, command):
+                yield echo
+            while not completion.finished:
+                for event in _stream_events(pipeline, completion, command, await event_queue.get()):
+                    yield event
+        pipeline.admission.observe(completion.num_prompt_tokens, completion.num_cached_tokens, completion.num_completion_tokens)
+        record.outcome = completion.outcome
+
+
+@contextmanager
+def _submitted(
+    pipeline: RequestPipeline, completion: CompletionBuilder, command: Generate, permit: Permit, deadline: float
+) -> Iterator[EventQueue]:
+    """Send the request to the worker and yield the queue of its events. If the block ends early, abort the request."""
+    event_queue: EventQueue = asyncio.Queue()
+    with pipeline.post.register(command.request_id, event_queue.put_nowait, permit, deadline):
+        completion.set_predicted_wait(pipeline.admission.send(len(command.token_ids)), pipeline.clock())
+        pipeline.worker.put(command)
+        try:
+            yield event_queue
+        finally:
+            if not completion.finished:
+                pipeline.worker.put(Abort(command.request_id))
+
+
+def _stream_events(
+    pipeline: RequestPipeline, completion: CompletionBuilder, command: Generate, timed_event: TimedEvent
+) -> Iterator[StreamEvent]:
+    if timed_event is None:
+        final_events = list(completion.end("timeout", pipeline.clock()))
+        if not completion.num_completion_tokens:
+            raise RequestTimeout("The request timed out before its first token.")
+        yield from final_events
+        return
+    event, now = timed_event
+    if isinstance(event, RequestFailed):
+        raise event.error.with_traceback(None)
+    assert not isinstance(event, ArraysReady), "ArraysReady is the result of an encoder"
+    for stream_event in completion.take(event, now):
+        if isinstance(stream_event, ChoiceFinished) and isinstance(event, TokensReady):
+            pipeline.worker.put(Abort(command.request_id, reason="stop", choice=stream_event.choice))
+        yield stream_event
+
+
+def _echo_deltas(request: GenerationRequest, model: ServedDecoder, command: Generate) -> Iterator[TextDelta]:
+    """Yield the prompt's text once for each choice if the request has `echo` set."""
+    if request.echo:
+        text = model.tokenizer.decode(command.token_ids) if request.prompt is None else request.prompt
+        yield from (TextDelta(choice, text) for choice in range(request.params.n))

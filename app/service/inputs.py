@@ -1,0 +1,242 @@
+"""Conversion of a client's prompt to token ids that fit the model: chat template, tokenizer, and validation.
+
+It runs in the service's thread pool and depends on the loaded model only.
+
+Conversion of a client's texts to token ids that fit an encoder: tokenizer, truncation, and validation.
+
+It depends on the loaded model only. It runs in the service's thread pool unless the texts are short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import (
+    Mapping,
+    Sequence,
+)
+from dataclasses import replace
+from typing import Any
+
+from app.errors import (
+    ContextLengthExceeded,
+    InvalidRequest,
+    UnsupportedParameter,
+    WrongModelKind,
+)
+from app.messages import Text
+from app.service.requests import (
+    EncodingRequest,
+    GenerationRequest,
+    TextInput,
+)
+from app.service.served_model import (
+    ServedDecoder,
+    ServedEncoder,
+)
+
+
+def tokenize_prompt(model: ServedDecoder, request: GenerationRequest) -> tuple[int, ...]:
+    """Return the prompt's token ids. Raises an `InvalidRequest` that names the field."""
+    if request.echo and request.params.logprobs is not None:
+        raise UnsupportedParameter(
+            "echo with logprobs is not supported: the prompt's own log-probabilities are not computed.", field="echo"
+        )
+    field, ids = _prompt_ids(model, request)
+    if not ids:
+        raise InvalidRequest(f"{field} has no tokens: there is nothing to continue.", field=field)
+    _check_context_length(model.limits.max_model_len, len(ids), request, field)
+    check_ids(request.params.stop_token_ids, model.limits.vocab_size, "stop_token_ids")
+    return tuple(ids)
+
+
+def chat_token_ids(model: ServedDecoder, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> list[int]:
+    """Return a conversation's token ids.
+
+    The template writes all special tokens, so none are added, as in transformers.
+    """
+    if model.chat is None:
+        raise InvalidRequest("This model has no chat template: send a prompt to the completions route instead.", field="messages")
+    return model.tokenizer.encode(model.chat.render(messages, arguments), add_special_tokens=False)
+
+
+def check_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:
+    """Check that every id is in the vocabulary. Raises an `InvalidRequest` that names `field`."""
+    wrong = next((token_id for token_id in (min(ids), max(ids)) if not 0 <= token_id < vocab_size), None) if ids else None
+    if wrong is not None:
+        raise InvalidRequest(f"{field} must be in [0, {vocab_size}), not {wrong}.", field=field)
+
+
+def _prompt_ids(model: ServedDecoder, request: GenerationRequest) -> tuple[str, Sequence[int]]:
+    if request.messages is not None:
+        return "messages", chat_token_ids(model, request.messages, request.template_arguments)
+    if request.prompt is not None:
+        return "prompt", model.tokenizer.encode(request.prompt, request.add_special_tokens)
+    ids = request.token_ids or ()
+    check_ids(ids, model.limits.vocab_size, "token_ids")
+    return "token_ids", ids
+
+
+def _check_context_length(context: int, num_prompt: int, request: GenerationRequest, field: str) -> None:
+    """Check the context length. The message has the wording that OpenAI clients look for."""
+    limit = f"This model's maximum context length is {context} tokens."
+    if num_prompt >= context:
+        detail = f"However, the {field} have {num_prompt} tokens, and the answer needs one at least."
+        raise ContextLengthExceeded(f"{limit} {detail} Please shorten the {field}.", field=field)
+    max_tokens = request.params.max_tokens
+    if max_tokens is not None and num_prompt + max_tokens > context:
+        detail = f"However, you requested {num_prompt + max_tokens} tokens ({num_prompt} in the {field}, {max_tokens} in the completion)."
+        raise ContextLengthExceeded(f"{limit} {detail} Please reduce max_tokens or shorten the {field}.", field="max_tokens")
+
+
+MAX_TEXTS = 2_048  # OpenAI's limit
+# Hidden states of all tokens are requested for a few texts at a time; those of 2,048 long texts would be gigabytes.
+MAX_HIDDEN_BYTES = 256 * 2**20
+# A pool thread starts after 0.1 ms if a core is idle, and after milliseconds if all cores compute. Tokenizing this
+# number of characters takes 0.3 ms.
+SHORT_CHARACTERS = 1_000
+
+
+def check_texts(model: ServedEncoder, request: EncodingRequest) -> None:
+    """Check what can be checked before tokenization. Raises an `InvalidRequest` that names the field."""
+    field, number = request.field, len(request.inputs)
+    if not 1 <= number <= MAX_TEXTS:
+        raise InvalidRequest(f"{field} takes 1 to {MAX_TEXTS} texts, not {number}.", field=field)
+    for output in request.outputs:
+        if output not in model.sizes:
+            raise _output_kind_error(model, output)
+    _check_dimensions(model, request)
+    prompts = model.config.pooling.prompts
+    if request.prompt is not None and request.prompt not in prompts:
+        known = ", ".join(sorted(prompts)) or "none"
+        raise InvalidRequest(f"This checkpoint has no prompt {request.prompt[:100]!r}; it has: {known}.", field="prompt_name")
+    for index, given in enumerate(request.inputs):
+        if not _is_not_empty(given):
+            name = _field_name(request, index)
+            raise InvalidRequest(f"{name} is empty: send text.", field=name)
+
+
+def is_short(request: EncodingRequest) -> bool:
+    """Return True if the texts are too short to be worth another thread."""
+    return sum(_num_characters(given) for given in request.inputs) <= SHORT_CHARACTERS
+
+
+def tokenize_texts(model: ServedEncoder, request: EncodingRequest) -> tuple[Text, ...]:
+    """Return the tokenized texts, in order. Raises an `InvalidRequest` that names the field."""
+    prompted = {
+        index: (_checkpoint_prompt(model, request, index), given)
+        for index, given in enumerate(request.inputs)
+        if not isinstance(given, Text)
+    }
+    full_texts = [prompt + given if isinstance(given, str) else given for prompt, given in prompted.values()]
+    max_length = model.limits.max_model_len if request.truncate else None
+    texts = dict(zip(prompted, model.tokenizer.encode_texts(full_texts, max_length, request.truncate_left), strict=True))
+    for index, given in enumerate(request.inputs):
+        if isinstance(given, Text):
+            texts[index] = _checked_ids(model, request, index, given)
+        _check_text_length(model, request, index, texts[index])
+    if model.config.pooling.skips_prompt:
+        texts |= {index: _with_prompt_length(model, prompt, texts[index]) for index, (prompt, _) in prompted.items() if prompt}
+    in_order = tuple(texts[index] for index in range(len(texts)))
+    _check_hidden(model, request, in_order)
+    return in_order
+
+
+def _output_kind_error(model: ServedEncoder, output: str) -> WrongModelKind:
+    if output == "logits":
+        return WrongModelKind(
+            f"{model.name!r} makes vectors and has no classification head: use /v1/embeddings, /v1/rerank or /embed, "
+            "or serve a classifier or a cross-encoder.",
+            field="model",
+        )
+    return WrongModelKind(
+        f"{model.name!r} scores texts with a classification head and makes no embeddings: use /v1/classify, or /v1/rerank where it "
+        "has one label; or serve an embedding model.",
+        field="model",
+    )
+
+
+def _check_dimensions(model: ServedEncoder, request: EncodingRequest) -> None:
+    if request.dimensions is None:
+        return
+    size = model.sizes.get("embedding", 0)
+    if not 1 <= request.dimensions <= size:
+        raise InvalidRequest(f"dimensions must be in [1, {size}] for this model, not {request.dimensions}.", field="dimensions")
+
+
+def _is_not_empty(given: TextInput) -> bool:
+    if isinstance(given, Text):
+        return bool(given.token_ids)
+    return bool(given) if isinstance(given, str) else all(given)
+
+
+def _num_characters(given: TextInput) -> int:
+    """Return the number of characters, or of token ids: checking a million ids takes time too."""
+    if isinstance(given, tuple):
+        return len(given[0]) + len(given[1])
+    return len(given) if isinstance(given, str) else len(given.token_ids)
+
+
+def _checkpoint_prompt(model: ServedEncoder, request: EncodingRequest, index: int) -> str:
+    """Return the checkpoint's prompt for a text. A pair has none."""
+    prompts = model.config.pooling.prompts
+    if not prompts or isinstance(request.inputs[index], tuple):
+        return ""
+    names: Sequence[str | None] = (request.prompt,)
+    if request.num_queries:
+        names = ("query",) if index < request.num_queries else _DOCUMENT_PROMPTS
+    name = next((name for name in names if name in prompts), model.config.pooling.default_prompt)
+    return "" if name is None else prompts[name]
+
+
+# Names of a document prompt in checkpoints, in the order in which sentence-transformers looks for them.
+_DOCUMENT_PROMPTS = ("document", "passage", "corpus")
+
+
+def _with_prompt_length(model: ServedEncoder, prompt: str, text: Text) -> Text:
+    """Return the text with the number of its prompt's tokens, which pooling skips.
+
+    They are counted as in sentence-transformers: tokens of the prompt alone, without a special token at its end.
+    """
+    (alone,) = model.tokenizer.encode_texts([prompt])
+    ends = not model.tokenizer.has_text(alone.token_ids[-1])
+    return replace(text, num_prompt_tokens=min(len(alone.token_ids) - ends, len(text.token_ids) - 1))
+
+
+def _checked_ids(model: ServedEncoder, request: EncodingRequest, index: int, text: Text) -> Text:
+    """Return token ids that the client sent, checked and truncated."""
+    limit, name = model.limits.max_model_len, _field_name(request, index)
+    check_ids(text.token_ids, model.limits.vocab_size, name)
+    check_ids(text.type_ids, max(model.config.num_types, 1), "token_type_ids")
+    if not request.truncate:
+        return text
+    window = slice(-limit, None) if request.truncate_left else slice(limit)
+    return Text(text.token_ids[window], text.type_ids[window])
+
+
+def _check_text_length(model: ServedEncoder, request: EncodingRequest, index: int, text: Text) -> None:
+    """Check the length of a text. The message has the wording that OpenAI clients look for."""
+    limit, number = model.limits.max_model_len, len(text.token_ids)
+    if number > limit:
+        name = _field_name(request, index)
+        sentence = (
+            f"This model's maximum context length is {limit} tokens. However, {name} has {number} tokens. Please shorten it"
+        )
+        raise ContextLengthExceeded(f"{sentence}, or ask for it to be truncated where the route offers that.", field=name)
+
+
+def _check_hidden(model: ServedEncoder, request: EncodingRequest, texts: Sequence[Text]) -> None:
+    if "last_hidden_state" not in request.outputs:
+        return
+    num_bytes = 4 * model.sizes["last_hidden_state"] * sum(len(text.token_ids) for text in texts)
+    if num_bytes > MAX_HIDDEN_BYTES:
+        raise InvalidRequest(
+            f"The hidden states of these texts are {num_bytes >> 20} MiB, and the limit is {MAX_HIDDEN_BYTES >> 20} MiB: "
+            "send fewer texts at once.",
+            field=request.field,
+        )
+
+
+def _field_name(request: EncodingRequest, index: int) -> str:
+    """Return the client's name for the text."""
+    if index < request.num_queries:
+        return "query"
+    return request.field if len(request.inputs) == 1 else f"{request.field}[{index - request.num_queries}]"

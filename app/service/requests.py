@@ -1,0 +1,189 @@
+"""Types between the service and the API dialects for generation: the request, and the events of its stream.
+
+All are plain frozen values. Each dialect translates its bodies to `GenerationRequest`, and stream events to its
+own response format.
+
+Types between the service and the API dialects for encoders and exported programs.
+
+They are the requests and the arrays returned, all plain frozen values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import (
+    dataclass,
+    field,
+)
+from typing import Any
+
+from app.messages import (
+    Array,
+    FinishReason,
+    SamplingParams,
+    Text,
+    Timings,
+)
+from app.metrics.instruments import Api
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A generation request with exactly one of `prompt`, `validate_token_ids` and `messages`.
+
+    `messages` are rendered with the checkpoint's chat template. `request_id` is what the client sees
+    (`x-request-id`); it need not be unique, because the service appends a number. `add_special_tokens` applies
+    to `prompt` only: token ids are used unchanged, and a template writes its own special tokens. `echo` puts the
+    prompt's text before each completion.
+    """
+
+    params: SamplingParams
+    api: Api
+    request_id: str
+    prompt: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    add_special_tokens: bool = True
+    echo: bool = False
+
+    def __post_init__(self) -> None:
+        given = sum(source is not None for source in (self.prompt, self.token_ids, self.messages))
+        assert given == 1, "exactly one of prompt, token_ids and messages must be given"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a request. `cached_tokens` is the part of the prompt found in the KV cache."""
+
+    prompt_tokens: int
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token with its text, bytes, log-probability and the most likely alternatives, best first.
+
+    The text has U+FFFD where the bytes are not a whole character.
+    """
+
+    token_id: int
+    text: str
+    bytes: bytes
+    logprob: float
+    top: tuple[ScoredToken, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """First event of every stream: the request is valid and admitted.
+
+    A refusal is raised before it, so a dialect awaits this event before it sends the status line.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """More text of one choice, with the tokens it came from.
+
+    Joining the deltas of a choice gives its text, and joining `validate_token_ids` its tokens. `text` is empty only if
+    tokens without text end a choice. `logprobs` is as long as `validate_token_ids` if requested, else empty. `timings`
+    comes with a choice's first tokens, so that a streaming response can report queue and prefill time before the
+    rest is known.
+    """
+
+    choice: int
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[ScoredToken, ...] = ()
+    timings: Timings | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceFinished:
+    """The end of one choice, once, after its last delta.
+
+    `usage` covers the whole request so far; the last event has all of it. `num_completion_tokens` counts this
+    choice only. `matched_stop` is the stop string or the stop token id that ended the choice.
+    """
+
+    choice: int
+    reason: FinishReason
+    usage: Usage
+    num_completion_tokens: int
+    timings: Timings
+    matched_stop: str | int | None = None
+
+
+StreamEvent = Accepted | TextDelta | ChoiceFinished
+
+
+# A text, a pair that is read as one (a query and a document), or token ids, to which no special tokens are added.
+TextInput = str | tuple[str, str] | Text
+
+
+@dataclass(frozen=True, slots=True)
+class EncodingRequest:
+    """Texts for an encoder. `outputs` are some of the model's: `embedding`, `logits`, `last_hidden_state`.
+
+    `request_id` is what the client sees; it need not be unique. A text that is too long is refused, or truncated
+    if `truncate` is set: at its end, or at its start if `keeps_end`. `normalize` None means as the checkpoint
+    says, `dimensions` None means all. `prompt` names one of the checkpoint's prompts, which is put before each
+    text; None means its default. The first `num_queries` texts are queries and the others documents; each kind
+    gets its own prompt if the checkpoint has one. `field` is the dialect's name for the texts, used in error
+    messages.
+    """
+
+    inputs: tuple[TextInput, ...]
+    outputs: tuple[str, ...]
+    api: Api
+    request_id: str
+    truncate: bool = False
+    truncate_left: bool = False
+    normalize: bool | None = None
+    dimensions: int | None = None
+    prompt: str | None = None
+    num_queries: int = 0
+    field: str = "input"
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Result of an `EncodingRequest`.
+
+    `arrays` maps an output to its array as in `messages.ArraysReady`. `lengths` are the token counts of the
+    texts, in order.
+    """
+
+    arrays: Mapping[str, Array]
+    timings: Timings
+    lengths: tuple[int, ...]
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts for the response."""
+        return Usage(sum(self.lengths))
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceRequest:
+    """Named tensors for an exported program, already checked against its signature.
+
+    `outputs` are the requested names.
+    """
+
+    inputs: Mapping[str, Array]
+    outputs: tuple[str, ...]
+    api: Api
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Inferred:
+    """Result of an `InferenceRequest`: `arrays` maps an output to its array, with as many rows as the inputs."""
+
+    arrays: Mapping[str, Array]
+    timings: Timings

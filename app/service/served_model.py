@@ -1,0 +1,171 @@
+"""Conversion of an encoder's vectors and logits to scores, in FP32.
+
+Description of a loaded checkpoint for the service, by kind: decoder, encoder or exported program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy
+from numpy.typing import NDArray
+
+from app.errors import WrongModelKind
+from app.messages import (
+    Array,
+    Signature,
+)
+from app.models.encoders.config import EncoderConfig
+from app.text.chat import ChatTemplate
+from app.text.tokenizer import Tokenizer
+
+FloatArray = NDArray[numpy.float32]
+ScoreFunction = Literal["softmax", "sigmoid", "identity"]
+
+
+def to_numpy(array: Array) -> FloatArray:
+    """Return an FP32 array as a numpy array of its shape, without a copy."""
+    return numpy.frombuffer(array.data, dtype="<f4").reshape(array.shape)
+
+
+def logits_to_scores(logits: Array, meaning: ScoreFunction) -> Array:
+    """Return scores for logits [texts, labels], in the same shape.
+
+    With `softmax` each row sums to 1. With `sigmoid` each label's score is in [0, 1]. With `identity` the logits
+    are returned.
+    """
+    return Array("FP32", logits.shape, apply_score_function(to_numpy(logits), meaning).astype("<f4").tobytes())
+
+
+def apply_score_function(logits: FloatArray, meaning: ScoreFunction) -> FloatArray:
+    """Return scores for logits [texts, labels] given as a numpy array; see `scores`."""
+    if meaning == "identity":
+        return logits
+    if meaning == "sigmoid":
+        sigmoid: FloatArray = 1 / (1 + numpy.exp(-logits.clip(-80, 80)))
+        return sigmoid
+    exponentials: FloatArray = numpy.exp(logits - logits.max(axis=-1, keepdims=True))
+    probabilities: FloatArray = exponentials / exponentials.sum(axis=-1, keepdims=True)
+    return probabilities
+
+
+def cosine_similarities(queries: FloatArray, documents: FloatArray) -> FloatArray:
+    """Return the cosine similarities [queries, documents] of vectors [.., size], which need not have unit length.
+
+    A zero vector has similarity 0 to every other.
+    """
+    similarities: FloatArray = normalize(queries) @ normalize(documents).T
+    return similarities
+
+
+def normalize(vectors: FloatArray) -> FloatArray:
+    """Return the vectors [.., size] scaled to length 1."""
+    lengths = numpy.sqrt((vectors * vectors).sum(axis=-1, keepdims=True))
+    normalized: FloatArray = vectors / lengths.clip(1e-12)
+    return normalized
+
+
+ModelKind = Literal["decoder", "encoder", "program"]
+MIN_HELD_BYTES = 2**28  # about a hundred images, or what a small machine leaves to its allocator
+HELD_BYTES_DIVISOR = 32  # 1/32 of memory: half of what the plan leaves in addition to weights and activations
+
+
+@dataclass(frozen=True, slots=True)
+class ServingLimits:
+    """Limits that the plan sets.
+
+    `request_timeout_seconds` counts from arrival to the last token. `vocab_size` is the number of rows of the
+    embedding. `max_held_bytes` bounds the texts, tensors and results of all open requests together.
+    """
+
+    max_model_len: int
+    max_running_seqs: int
+    max_waiting_requests: int
+    request_timeout_seconds: float
+    vocab_size: int
+    tokenizer_threads: int = 2
+    max_held_bytes: int = MIN_HELD_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class ServedDecoder:
+    """A model that generates text. `chat` is None if it has no chat template."""
+
+    name: str
+    limits: ServingLimits
+    tokenizer: Tokenizer
+    chat: ChatTemplate | None
+
+    @property
+    def kind(self) -> ModelKind:
+        """Always `decoder`."""
+        return "decoder"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedEncoder:
+    """A model that returns embeddings, or scores for `labels`."""
+
+    name: str
+    limits: ServingLimits
+    tokenizer: Tokenizer
+    config: EncoderConfig
+
+    @property
+    def kind(self) -> ModelKind:
+        """Always `encoder`."""
+        return "encoder"
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the classification labels; empty for an embedding model."""
+        return self.config.labels
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Outputs of the model with their last dimension, the default output first."""
+        sizes = {
+            "embedding": self.config.embedding_size,
+            "logits": len(self.labels),
+            "last_hidden_state": self.config.hidden_size,
+        }
+        return {name: sizes[name] for name in self.config.outputs}
+
+    def scores(self, logits: Array) -> Array:
+        """Return scores for logits [texts, labels]: probabilities, or the logits if the checkpoint says so."""
+        return logits_to_scores(logits, self.config.scores)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedProgram:
+    """An exported program with named input and output tensors."""
+
+    name: str
+    limits: ServingLimits
+    signature: Signature
+
+    @property
+    def kind(self) -> ModelKind:
+        """Always `program`."""
+        return "program"
+
+
+ServedModel = ServedDecoder | ServedEncoder | ServedProgram
+
+
+def wrong_kind_error(model: ServedModel) -> WrongModelKind:
+    """Return the error that says what this kind of model cannot do, and which routes it has."""
+    return WrongModelKind(f"{model.name!r} {_WRONG[model.kind]}", field="model")
+
+
+_WRONG: Mapping[ModelKind, str] = {
+    "decoder": (
+        "generates text and makes no embeddings or scores: use /v1/chat/completions, /v1/completions or /generate, or serve an encoder."
+    ),
+    "encoder": (
+        "is an encoder and generates no text: use /v1/embeddings, /v1/rerank, /v1/classify or /embed, or serve a decoder."
+    ),
+    "program": "is an exported program with tensors of its own names: use /v2/models/{name}/infer, the Open Inference Protocol.",
+}

@@ -1,0 +1,207 @@
+"""Async front end of the engine: state of the served model, readiness, and one method per kind of request.
+
+It runs on the event loop and knows neither HTTP nor tensors nor API dialects.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Mapping,
+    Sequence,
+)
+from contextlib import aclosing
+from typing import Any
+
+from app.errors import (
+    NotReady,
+    ServiceStopping,
+)
+from app.metrics.instruments import Metrics
+from app.metrics.stats import EngineSnapshot
+from app.service import (
+    encode,
+    generate,
+)
+from app.service.engine_client import WorkerInterface
+from app.service.inputs import (
+    chat_token_ids,
+    check_ids,
+)
+from app.service.pipeline import RequestPipeline
+from app.service.requests import (
+    Encoded,
+    EncodingRequest,
+    GenerationRequest,
+    InferenceRequest,
+    Inferred,
+    StreamEvent,
+)
+from app.service.served_model import (
+    ServedDecoder,
+    ServedEncoder,
+    ServedModel,
+    ServedProgram,
+    wrong_kind_error,
+)
+from app.text.tokenizer import Tokenizer
+
+
+class Service:
+    """Async API of the engine, bound to the event loop that called `start`.
+
+    Requests are refused as `NotReady` until `serve` was called and the worker is ready.
+    """
+
+    def __init__(self, worker: WorkerInterface, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+        self._worker, self._metrics = worker, metrics
+        self._pipeline = RequestPipeline(worker, metrics, clock)
+        self._model: ServedModel | None = None
+        self._stopping = False
+        # Callbacks of the worker.
+        self.on_events, self.on_worker_exit = self._pipeline.post.on_events, self._pipeline.post.on_worker_exit
+        metrics.read_snapshot = lambda: worker.snapshot
+        metrics.predict_wait = self._pipeline.admission.predicted_wait_seconds
+        metrics.num_open = lambda: self.num_open
+        metrics.is_ready = lambda: self.ready
+
+    # ---- life ------------------------------------------------------------------------------------------------------
+
+    def serve(self, model: ServedModel) -> None:
+        """Set the loaded model. Call it once, from any thread, before the worker reports ready."""
+        self._pipeline.open(model.limits)
+        self._model = model
+
+    async def start(self) -> None:
+        """Bind to the running event loop."""
+        self._pipeline.post.start()
+
+    def drain(self) -> None:
+        """Refuse new requests with `ServiceStopping`; open requests continue."""
+        self._stopping = True
+
+    async def stop(self) -> None:
+        """Refuse new requests and end open ones with `ServiceStopping`. The worker is not stopped."""
+        self.drain()
+        self._pipeline.close()
+
+    @property
+    def alive(self) -> bool:
+        """True while the worker thread runs."""
+        return self._worker.alive
+
+    @property
+    def ready(self) -> bool:
+        """True when the model is loaded, the worker is ready and the service is not stopping."""
+        return self._model is not None and self._worker.state == "ready" and not self._stopping
+
+    @property
+    def stage(self) -> str:
+        """Loading stage in words for people: the worker's own text, or `stopping`."""
+        return "stopping" if self._stopping else self._worker.stage
+
+    @property
+    def snapshot(self) -> EngineSnapshot:
+        """The worker's snapshot after its last step."""
+        return self._worker.snapshot
+
+    @property
+    def num_open(self) -> int:
+        """Number of open requests: being tokenized, waiting or running."""
+        return self._pipeline.admission.num_open
+
+    @property
+    def model(self) -> ServedModel:
+        """The loaded model. Raises `NotReady` until there is one."""
+        if self._model is None:
+            raise NotReady(f"The model is still loading: {self.stage}.")
+        return self._model
+
+    @property
+    def decoder(self) -> ServedDecoder:
+        """The model, if it generates text; otherwise raises `WrongModelKind`."""
+        if isinstance(self.model, ServedDecoder):
+            return self.model
+        raise wrong_kind_error(self.model)
+
+    @property
+    def encoder(self) -> ServedEncoder:
+        """The model, if it is an encoder; otherwise raises `WrongModelKind`."""
+        if isinstance(self.model, ServedEncoder):
+            return self.model
+        raise wrong_kind_error(self.model)
+
+    @property
+    def program(self) -> ServedProgram:
+        """The model, if it is an exported program; otherwise raises `WrongModelKind`."""
+        if isinstance(self.model, ServedProgram):
+            return self.model
+        raise wrong_kind_error(self.model)
+
+    # ---- requests --------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[StreamEvent, None]:
+        """Yield `Accepted`, then text deltas and one `ChoiceFinished` for each choice.
+
+        A request that times out finishes with reason `timeout` and the text so far, or raises `RequestTimeout`
+        if there is no token yet. A caller that stops early must call `aclose()` (`contextlib.aclosing`) or
+        cancel the awaiting task; the worker then receives an `Abort`. A slow reader does not slow down other
+        requests: its backlog is bounded by its own `max_tokens`, and its place by the timeout.
+
+        Raises:
+            RequestError: the request failed, usually before the first event.
+        """
+        with self._pipeline.track(request.api) as record:
+            self._check_ready()
+            async with aclosing(generate.generate(self._pipeline, self.decoder, request, record)) as stream:
+                async for event in stream:
+                    yield event
+
+    async def encode(self, request: EncodingRequest) -> Encoded:
+        """Return all requested outputs of an encoder at once.
+
+        A caller that stops early cancels the awaiting task.
+
+        Raises:
+            RequestError: the request was refused or failed.
+        """
+        with self._pipeline.track(request.api) as record:
+            self._check_ready()
+            return await encode.encode(self._pipeline, self.encoder, request, record)
+
+    async def infer(self, request: InferenceRequest) -> Inferred:
+        """Return the requested outputs of an exported program.
+
+        The inputs were already checked against its signature. Cancellation and errors are the same as for
+        `encode`.
+        """
+        with self._pipeline.track(request.api) as record:
+            self._check_ready()
+            return await encode.infer(self._pipeline, self.program, request, record)
+
+    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text."""
+        return await self._pipeline.run(self._tokenizer.encode, text, add_special_tokens)
+
+    async def tokenize_chat(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> list[int]:
+        """Return the token ids of a conversation after the chat template was applied."""
+        return await self._pipeline.run(chat_token_ids, self.decoder, messages, arguments)
+
+    async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids. Raises `InvalidRequest` for an id outside the vocabulary."""
+        check_ids(token_ids, self.model.limits.vocab_size, "token_ids")
+        return await self._pipeline.run(self._tokenizer.decode, token_ids, skip_special_tokens)
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        if isinstance(self.model, ServedProgram):
+            raise wrong_kind_error(self.model)
+        return self.model.tokenizer
+
+    def _check_ready(self) -> None:
+        if self._stopping:
+            raise ServiceStopping("The server is stopping.")
+        if not self.ready:
+            raise NotReady(f"The model is not ready: {self.stage}.")

@@ -1,0 +1,216 @@
+"""Cache files that are kept for the next start: written atomically, and read only if they can be trusted.
+
+Their contents decide the model's answers. So a file is used only if no user except this process's and root could
+have written it. Several processes may write and read the same file at once.
+
+The fingerprint of a checkpoint: a hash of its files' bytes.
+
+It distinguishes checkpoints of the same name, size and age, and recognizes copies. Hashing takes seconds for
+gigabytes, so the result is stored next to the packs; it is valid until the size, time or inode of a file changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import stat
+import tempfile
+import time
+from collections.abc import (
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import (
+    ExitStack,
+    contextmanager,
+    suppress,
+)
+from io import FileIO
+from pathlib import Path
+
+from app.weights.checkpoint import Checkpoint
+
+log = logging.getLogger(__name__)
+
+PARTIAL, _ABANDONED_SECONDS = ".partial-", 3600.0
+_warned: set[Path] = set()  # folders for which a warning was logged
+
+
+class FileUnusable(Exception):
+    """Raised with the reason if a cache file cannot be used; the caller makes it again."""
+
+
+@contextmanager
+def atomic_write(target: Path) -> Iterator[FileIO]:
+    """Yield a new file that atomically replaces the target at the end.
+
+    On any error, or Ctrl-C, no file is left behind.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _remove_abandoned(target.parent)
+    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=PARTIAL)
+    partial = Path(name)
+    with ExitStack() as undo:
+        undo.callback(partial.unlink, missing_ok=True)
+        with FileIO(descriptor, "wb") as stream:
+            yield stream
+            os.fchmod(stream.fileno(), 0o644)  # others may read it; the directory's mode decides who may replace it
+            os.fsync(stream.fileno())
+        partial.replace(target)
+        undo.pop_all()
+    _sync_folder(target.parent)
+
+
+def open_trusted(file: Path) -> int:
+    """Open a trusted file and return its descriptor.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        FileUnusable: Other users could have written it.
+    """
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # opening a pipe could block
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        with suppress(PermissionError):  # if the folder is closed, the file counts as absent
+            file.lstat()
+            raise FileUnusable(f"it cannot be opened ({error.strerror})") from error
+        raise FileNotFoundError(error.errno, error.strerror, str(file)) from error
+    with ExitStack() as undo:
+        undo.callback(os.close, descriptor)
+        check_trusted(os.fstat(descriptor))
+        undo.pop_all()
+    return descriptor
+
+
+def check_trusted(status: os.stat_result) -> None:
+    """Check that only this process's user or root could have written a file.
+
+    Raises:
+        FileUnusable: Another user could have.
+    """
+    if not stat.S_ISREG(status.st_mode):
+        raise FileUnusable("it is not a regular file")
+    if status.st_uid not in (os.getuid(), 0):
+        raise FileUnusable(f"it belongs to user {status.st_uid}")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise FileUnusable("others may write to it")
+
+
+def log_not_kept(file: Path, what: str, error: OSError) -> None:
+    """Log that a file cannot be kept: one warning per cache folder, then only information.
+
+    A full or read-only cache volume does not stop serving.
+    """
+    cache = file.parent.parent
+    level = logging.INFO if cache in _warned else logging.WARNING
+    _warned.add(cache)
+    log.log(
+        level, "%s cannot be kept in %s (%s): serving goes on, and the next start makes it again", what, cache, error.strerror
+    )
+
+
+def differences(own_key: Mapping[str, str], other_keys: Iterable[Mapping[str, str]]) -> str:
+    """Return the names of the key fields in which other files differ from `ours`, joined; empty if there are none."""
+    return ", ".join(sorted({name for key in other_keys for name, value in own_key.items() if key.get(name) != value}))
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove files that killed processes left incomplete, once they are an hour old."""
+    for file in folder.glob(f"{PARTIAL}*"):
+        with suppress(OSError):
+            if time.time() - file.stat().st_mtime > _ABANDONED_SECONDS:
+                file.unlink()
+
+
+def _sync_folder(folder: Path) -> None:
+    with suppress(OSError):  # some file systems do not support it, and a lost file is only made again
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+_CHUNK_BYTES = 64 * 2**20  # bytes hashed by one thread at a time
+_READ_BYTES = 4 * 2**20
+_STABLE_NANOSECONDS = 2 * 10**9  # a younger file may change again within the same tick of the file system's clock
+
+
+def checkpoint_fingerprint(checkpoint: Checkpoint, notes: Path, threads: int) -> str:
+    """Return a SHA-256 hash of config.json and of every weight file, as hexadecimal text.
+
+    Args:
+        checkpoint: The checkpoint.
+        notes: The folder in which earlier results are stored.
+        threads: The number of threads that hash.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    files = sorted({entry.file for entry in checkpoint.tensors.values()} | {checkpoint.directory / "config.json"})
+    identities = [_identity(file) for file in files]
+    note = notes / f"{hashlib.sha256(json.dumps(identities).encode()).hexdigest()[:32]}.content"
+    noted = _read_note(note)
+    if noted is not None:
+        return noted
+    content = _hash(files, threads)
+    is_stable = max(changed for _, _, changed, _ in identities) < time.time_ns() - _STABLE_NANOSECONDS
+    if is_stable and identities == [_identity(file) for file in files]:
+        _write_note(note, content)
+    return content
+
+
+def _identity(file: Path) -> tuple[str, int, int, int]:
+    status = file.stat()
+    return str(file.resolve()), status.st_size, status.st_mtime_ns, status.st_ino
+
+
+def _hash(files: Sequence[Path], threads: int) -> str:
+    """Return the hash of the hashes of all parts in order; several threads hash the parts."""
+    parts = [(file, start) for file in files for start in range(0, max(1, file.stat().st_size), _CHUNK_BYTES)]
+    whole = hashlib.sha256()
+    with ThreadPoolExecutor(threads) as pool:
+        for (file, start), digest in zip(parts, pool.map(_hash_part, parts), strict=True):
+            whole.update(f"{file.name} {start} ".encode() + digest)
+    return whole.hexdigest()
+
+
+def _hash_part(part: tuple[Path, int]) -> bytes:
+    file, start = part
+    digest, left = hashlib.sha256(), _CHUNK_BYTES
+    with file.open("rb", buffering=0) as stream:
+        stream.seek(start)
+        while left and (chunk := stream.read(min(left, _READ_BYTES))):
+            digest.update(chunk)
+            left -= len(chunk)
+    return digest.digest()
+
+
+def _read_note(note: Path) -> str | None:
+    try:
+        with note.open() as stream:
+            check_trusted(os.fstat(stream.fileno()))
+            content = stream.read(65)
+    except (OSError, ValueError, FileUnusable):
+        return None
+    return content if len(content) == 64 and set(content) <= set("0123456789abcdef") else None
+
+
+def _write_note(note: Path, content: str) -> None:
+    """Store the hash; if that fails, the next start hashes again."""
+    with suppress(OSError):
+        note.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        partial = note.with_suffix(f".{os.getpid()}")
+        partial.write_text(content)
+        partial.chmod(0o644)
+        partial.replace(note)

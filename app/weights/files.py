@@ -1,0 +1,169 @@
+"""Messages about checkpoint files: a missing volume, missing permissions or an incomplete copy, and the remedy.
+
+Reads JSON files of a checkpoint; errors name the file.
+
+Errors of the operating system are left to the caller.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import (
+    Iterator,
+    Mapping,
+)
+from contextlib import (
+    contextmanager,
+    suppress,
+)
+from pathlib import Path
+from typing import Any
+
+from app.errors import CheckpointInvalid
+
+LAYOUT_HINT = "A checkpoint is a directory with config.json, *.safetensors and tokenizer.json."
+# Names of files that are still being copied, used by Hugging Face's hub, browsers, aria2, Google Cloud Storage and
+# others.
+_INCOMPLETE_PATTERNS = (
+    "*.incomplete",
+    "*.part",
+    "*.partial",
+    "*.crdownload",
+    "*.aria2",
+    "*.tmp",
+    "*.gstmp",
+    ".cache/huggingface/download/*.incomplete",
+)
+_LFS_POINTER_PREFIX = b"version https://git-lfs.github.com/spec/"  # start of a Git LFS pointer, a file not fetched
+_FILE_SYSTEM_FOLDER = "lost+found"  # a folder in newly created volumes
+_MAX_NAMES = 4  # names in one message
+
+
+@contextmanager
+def readable_or_invalid(path: Path) -> Iterator[None]:
+    """Convert an `OSError` of the block into `CheckpointInvalid` with a clear message."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointInvalid(unreadable_message(Path(error.filename or path), error)) from error
+
+
+def check_directory(directory: Path) -> None:
+    """Check that a checkpoint directory exists and is not empty.
+
+    Raises:
+        CheckpointInvalid: There is nothing to read.
+        OSError: The directory may not be read.
+    """
+    if not directory.exists():
+        raise CheckpointInvalid(f"Checkpoint {directory} does not exist{_existing_files_note(directory)} {LAYOUT_HINT}")
+    if not directory.is_dir():
+        raise CheckpointInvalid(f"Checkpoint {directory} is a file; give the directory that contains it. {LAYOUT_HINT}")
+    if not _entries(directory):
+        raise CheckpointInvalid(f"Checkpoint {directory} is empty: is a volume mounted there, and the model in it? {LAYOUT_HINT}")
+
+
+def check_not_lfs_pointer(file: Path) -> None:
+    """Check that a file is not a Git LFS pointer.
+
+    Raises:
+        CheckpointInvalid: It is one.
+        OSError: The file cannot be read.
+    """
+    if is_lfs_pointer(file):
+        raise CheckpointInvalid(f"{file.name} cannot be used. {remedy(file)}")
+
+
+def is_lfs_pointer(file: Path) -> bool:
+    """Return True if a file is a Git LFS pointer."""
+    with file.open("rb") as stream:
+        return stream.read(len(_LFS_POINTER_PREFIX)) == _LFS_POINTER_PREFIX
+
+
+def remedy(file: Path) -> str:
+    """Return a sentence that says what to do about a damaged file."""
+    with suppress(OSError):
+        if is_lfs_pointer(file):
+            return f"{file} is a Git LFS pointer, not the file itself: fetch the file with git lfs pull."
+    return f"Copy or download it to {file.parent} again.{incomplete_copy_note(file.parent)}"
+
+
+def incomplete_copy_note(directory: Path) -> str:
+    """Return a sentence that names the incomplete files of a copy, with a leading space; empty if there are none."""
+    found = sorted({str(file.relative_to(directory)) for pattern in _INCOMPLETE_PATTERNS for file in directory.glob(pattern)})
+    return f" {_names(found)} there: a copy is running or was interrupted." if found else ""
+
+
+def _existing_files_note(path: Path) -> str:
+    """Return the end of the message on a missing path: which files are there instead.
+
+    The volume that should contain it may not be mounted, or another one may be.
+    """
+    parent = next(each for each in path.absolute().parents if each.is_dir())
+    if parent != path.absolute().parent:
+        return f", nor does {path.absolute().parent}: is a volume with models mounted there?"
+    entries = _entries(parent)
+    return (
+        f" ({parent} has {_names(entries)})." if entries else f", and {parent} is empty: is a volume with models mounted there?"
+    )
+
+
+def _entries(directory: Path) -> list[str]:
+    return sorted(each.name for each in directory.iterdir() if each.name != _FILE_SYSTEM_FOLDER)
+
+
+def _names(names: list[str]) -> str:
+    shown = ", ".join(name[:120] for name in names[:_MAX_NAMES])
+    return f"{shown} and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else shown
+
+
+def unreadable_message(path: Path, error: OSError) -> str:
+    """Return a sentence on why a file cannot be read, with who may read it or what is missing."""
+    if isinstance(error, PermissionError):
+        return f"{path} cannot be read by user {os.geteuid()}: {_denied_access_note(path)}. In a pod, fsGroup gives a volume's files to its group."
+    if isinstance(error, FileNotFoundError) and path.is_symlink():
+        return f"{path} is a link to {path.readlink()}, which is not there. Copy files, not links to them (cp -rL)."
+    return f"{path} cannot be read: {error.strerror or error}. Is its volume in order?"
+
+
+def _denied_access_note(path: Path) -> str:
+    """Describe the owner and mode of the first parent directory without access, or of the file itself."""
+    effective = os.access in os.supports_effective_ids
+    above = [each for each in reversed(path.absolute().parents) if not os.access(each, os.X_OK, effective_ids=effective)]
+    first = next(iter(above), path)
+    status = first.stat()
+    return f"{first} belongs to user {status.st_uid} and group {status.st_gid} and has mode {status.st_mode & 0o7777:04o}"
+
+
+def read_object(file: Path) -> Mapping[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        CheckpointInvalid: The file does not exist, or is not a JSON object.
+    """
+    values = read_json(file)
+    if not isinstance(values, dict):
+        raise CheckpointInvalid(f"{file.name} in {file.parent} is not a JSON object.")
+    return values
+
+
+def read_optional(file: Path) -> Mapping[str, Any]:
+    """Return the JSON object in a file; empty if the file does not exist."""
+    return read_object(file) if file.exists() else {}
+
+
+def read_json(file: Path) -> Any:
+    """Return the JSON value in a file.
+
+    Raises:
+        CheckpointInvalid: The file does not exist, or is not JSON.
+    """
+    if not file.is_file():
+        raise CheckpointInvalid(
+            f"{file.parent} has no {file.name}; a checkpoint is the whole directory as transformers saves it.{incomplete_copy_note(file.parent)}"
+        )
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointInvalid(f"{file.name} in {file.parent} is not JSON: {error}. {remedy(file)}") from error

@@ -1,0 +1,121 @@
+"""Choice of the form that holds a layer's weight, and of the parts of it that a pack file can keep.
+
+The form is the first of the recipe that suits the weight on this machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import (
+    Iterator,
+    Mapping,
+)
+from dataclasses import (
+    dataclass,
+    field,
+)
+
+import torch
+from torch import Tensor
+
+from app.kernels.linear.bf16_panels import (
+    HybridFactory,
+    HybridLinear,
+)
+from app.kernels.linear.device import DeviceFactory
+from app.kernels.linear.int_panels import (
+    IntPanelFactory,
+    IntPanelLinear,
+)
+from app.kernels.linear.linear import (
+    DEVICE_FORMS,
+    FORMS,
+    QUANTISED_FORMS,
+    FormFactory,
+    Linear,
+)
+from app.models.decoders.layers import RMSNorm
+from app.weights.forms import Recipe
+
+OUTPUT_SOURCES = (("lm_head",), ("model.embed_tokens",))
+CacheablePacking = IntPanelFactory | HybridFactory  # their results can be kept in a file for the next start
+CacheableForm = IntPanelLinear | HybridLinear
+
+
+@dataclass(frozen=True, slots=True)
+class FormChoice:
+    """A recipe with decisions of the plan.
+
+    `dtype` is that of activations. `int8_copy`: an int8 copy is held in addition to int4 weights. `max_decode_queries` is the
+    measured number of rows up to which int4 multiplies if both are held; None: the recipe's. Kept files do not
+    depend on it. `device` holds the model; None: the processor.
+    """
+
+    recipe: Recipe
+    dtype: torch.dtype
+    int8_copy: bool
+    most_few: int | None = field(default=None, repr=False)  # not part of a pack's key
+    device: torch.device | None = field(
+        default=None, repr=False
+    )  # not part of the key either: weights in device memory are not kept
+
+    def packing(self, linear: Linear) -> FormFactory:
+        """Return the first packing of the recipe that suits a linear layer."""
+        is_output = linear.sources in OUTPUT_SOURCES
+        packings = [self._packing(name, is_output) for name in self.recipe.forms(is_output)]
+        return next(one for one in packings if one.supports(linear.out_features, linear.in_features, self.dtype))
+
+    def equalizes(self, packing: FormFactory) -> bool:
+        """Return True if channels are equalized before a weight is packed so, which is done if it is quantized."""
+        return self.recipe.equalise and packing not in FORMS.values() and not isinstance(packing, DeviceFactory)
+
+    def _packing(self, name: str, is_output: bool) -> FormFactory:
+        """Return the packing of a form's name; the output layer sees few rows and needs no int8 copy."""
+        if name in FORMS:
+            return FORMS[name]
+        if name in DEVICE_FORMS:
+            assert self.device is not None, "a plan for a device needs the backend's device"
+            return DEVICE_FORMS[name](self.device, self.dtype)
+        packing, threshold = QUANTISED_FORMS[name], self.recipe.int8_copy_from
+        if not self.int8_copy or is_output or threshold is None or not isinstance(packing, IntPanelFactory) or packing.bits == 8:
+            return packing
+        return HybridFactory(packing, IntPanelFactory(8, None), threshold - 1 if self.most_few is None else self.most_few)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPacking:
+    """A linear layer with its packing, and the norm that is equalized with its columns (None: not equalized)."""
+
+    linear: Linear
+    packing: FormFactory
+    norm: RMSNorm | None
+
+    @property
+    def name(self) -> str:
+        """Names of the layer's source tensors, joined with +."""
+        return "+".join(self.linear.sources)
+
+    def blob_bytes(self) -> Iterator[tuple[str, int]]:
+        """Yield name and bytes of each blob that is kept of the layer."""
+        if not isinstance(self.packing, CacheablePacking):
+            return
+        for index, nbytes in enumerate(self.packing.part_bytes(self.linear.out_features, self.linear.in_features)):
+            yield f"{self.name}.{index}", nbytes
+        if self.norm is not None:
+            yield f"{self.name}.factors", 4 * self.linear.in_features
+
+    def blobs(self, factors: Tensor | None) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and tensor of each blob, from the packed form."""
+        if not isinstance(self.linear.form, CacheableForm):
+            return
+        for index, part in enumerate(self.linear.form.parts):
+            yield f"{self.name}.{index}", part
+        if factors is not None:
+            yield f"{self.name}.factors", factors
+
+    def form_parts(self, blobs: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the layer's parts from the kept blobs, without its smooth scales."""
+        return [blobs[name] for name, _ in self.blob_bytes() if not name.endswith(".factors")]
+
+    def smooth_scales(self, blobs: Mapping[str, Tensor]) -> Tensor:
+        """Return the scales that the columns were multiplied by, FP32 [in_features]."""
+        return blobs[f"{self.name}.factors"].view(torch.float32)

@@ -1,0 +1,217 @@
+"""The table of recipes: which forms hold the linear layers, by device, architecture and precision.
+
+A combination without a row is refused. Torch is not needed: the names are those of the tables of forms in
+`kernels/linear/linear.py`.
+
+Memory that a checkpoint's weights take when they are served, in bytes by precision.
+
+It is computed from the configuration and the headers alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import (
+    Mapping,
+    Sequence,
+)
+from dataclasses import (
+    dataclass,
+    replace,
+)
+
+from app.errors import NoRecipe
+from app.hardware.decision import RecipeKey
+from app.kernels.linear.layout import (
+    LAYOUTS,
+    device_int4_bytes,
+    supports_device_int4,
+)
+from app.models.decoders.config import ModelConfig
+from app.models.decoders.shapes import (
+    Shape,
+    norms_of,
+    products_of,
+)
+from app.models.encoders.config import (
+    EncoderConfig,
+    encoder_norm_elements,
+    encoder_products_of,
+    encoder_tables_of,
+)
+from app.weights.safetensors import TensorEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Forms in order of preference: the first that suits the weight and the machine holds it.
+
+    `linear` is for the linear layers, `output` for the output layer and an embedding tied to it (None: as
+    `linear`). The forms "plain" and "device" suit any weight. `equalise`: channels are equalized before
+    quantization (kernels/linear/quantization.py). `int8_copy_from`: if an int8 copy is held in addition to int4 weights, the
+    copy multiplies from this number of rows on.
+    """
+
+    linear: tuple[str, ...]
+    output: tuple[str, ...] | None = None
+    equalise: bool = False
+    int8_copy_from: int | None = None
+
+    def forms(self, is_output: bool) -> tuple[str, ...]:
+        """Return the forms for the output layer or for the other linear layers."""
+        return self.linear if self.output is None or not is_output else self.output
+
+
+EXACT = Recipe(linear=("panels", "onednn", "plain"))
+INT8 = Recipe(linear=("int8", "torch int8", "plain"), equalise=True)
+
+
+def _int4(*others: str, int8_copy_from: int) -> Recipe:
+    """Return a recipe with groups of 64, 0.53 bytes per weight. `others` serve if the native library was not built."""
+    return Recipe(linear=("int4/64", *others, "plain"), equalise=True, int8_copy_from=int8_copy_from)
+
+
+# Recipes for devices with separate memory. With int4, the output layer is not quantized: each of its rows is one
+# token's score, and a tied embedding needs its exact rows.
+DEVICE_EXACT = Recipe(linear=("device",))
+DEVICE_INT4 = Recipe(linear=("device int4/64", "device"), output=("device",), equalise=True)
+
+
+def _device(kind: str, architecture: str, *exact: str) -> dict[RecipeKey, Recipe]:
+    return {**{(kind, architecture, name): DEVICE_EXACT for name in exact}, (kind, architecture, "int4"): DEVICE_INT4}
+
+
+# Device kind, CPU architecture, precision. kernels/linear/linear.py lists the gains of packing on x86; torch has the same
+# operators on Arm.
+RECIPES: Mapping[RecipeKey, Recipe] = {
+    ("cpu", "x86_64", "fp32"): EXACT,
+    ("cpu", "x86_64", "bf16"): EXACT,
+    ("cpu", "x86_64", "int8"): INT8,
+    ("cpu", "x86_64", "int4"): _int4("torch int4/64", int8_copy_from=64),
+    ("cpu", "arm64", "fp32"): EXACT,
+    ("cpu", "arm64", "bf16"): EXACT,
+    ("cpu", "arm64", "int8"): INT8,
+    ("cpu", "arm64", "int4"): _int4("kleidi int4/64", "torch int4/64", int8_copy_from=32),
+    **_device("cuda", "x86_64", "fp32", "bf16"),
+    **_device("cuda", "arm64", "fp32", "bf16"),
+    **_device("mps", "arm64", "fp32", "bf16", "fp16"),
+}
+
+
+# Replacements for encoders, whose vectors are compared with others. The error of a text of one word is not averaged
+# over words: with one scale per row, all-MiniLM-L6-v2's vector of "ok" has a cosine of 0.982 with the exact one; with
+# one per 128 inputs, 0.995.
+ENCODER_FORMS: Mapping[str, str] = {"int8": "int8/128"}
+
+
+def for_encoder(recipe: Recipe) -> Recipe:
+    """Return the recipe for an encoder, or for a decoder that is served for its hidden states."""
+    return replace(recipe, linear=tuple(ENCODER_FORMS.get(name, name) for name in recipe.linear))
+
+
+# Recipes of deterministic=on, under which other rows must not affect a result: forms that sum each row in a fixed
+# order on any processor.
+DETERMINISTIC_RECIPES: Mapping[str, Recipe] = {
+    "bf16": Recipe(linear=("panels/fixed",)),
+    "int8": Recipe(linear=("int8",), equalise=True),
+    "int4": Recipe(linear=("int4/64",), equalise=True),
+}
+
+
+def find_recipe(device: str, architecture: str, precision: str) -> Recipe:
+    """Return the recipe for this machine.
+
+    Raises:
+        NoRecipe: There is none; the message lists the existing ones.
+    """
+    recipe = RECIPES.get((device, architecture, precision))
+    if recipe is None:
+        rows = "; ".join(" ".join(key) for key in RECIPES)
+        raise NoRecipe(f"No recipe serves {precision} on {device} with {architecture}. Recipes exist for: {rows}.")
+    return recipe
+
+
+PRECISION_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2}
+DEVICE_PRECISION_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+QUANTIZED = ("int8", "int4")
+
+
+def decoder_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry]) -> dict[str, int]:
+    """Return the bytes of a decoder in host memory; a tied embedding counts as the output layer."""
+    embedding = tensors["model.embed_tokens.weight"]
+    # The embedding table is never converted: rows are looked up as stored. It counts unless the output layer holds it.
+    table = 0 if config.tie_embeddings else embedding.nbytes
+    elements = sum(entry.num_elements for entry in tensors.values())
+    products = elements - (0 if config.tie_embeddings else embedding.num_elements)
+    exact = {name: products * size + table for name, size in PRECISION_BYTES.items()}
+    return {**exact, **{name: quantized_bytes(config, name) + table for name in QUANTIZED}}
+
+
+def encoder_bytes(config: EncoderConfig, tensors: Mapping[str, TensorEntry]) -> dict[str, int]:
+    """Return the bytes of an encoder in host memory.
+
+    Tables are counted as stored, norms and heads in FP32, linear layers in the precision.
+    """
+    tables = sum(tensors[name].nbytes for name in encoder_tables_of(config))
+    fixed = tables + 4 * encoder_norm_elements(config)
+    products = sum(shape[0] * (shape[1] + bias) for shape, bias in encoder_products_of(config))
+    exact = {name: products * size + fixed for name, size in PRECISION_BYTES.items()}
+    return {**exact, **{name: _quantized_linear_bytes(config, name) + fixed for name in QUANTIZED}}
+
+
+def quantized_bytes(config: ModelConfig, precision: str) -> int:
+    """Return the bytes of quantized linear layers, biases and norms (FP32) in native forms.
+
+    They are equal on x86 and Arm.
+    """
+    output = LAYOUTS[find_recipe("cpu", "x86_64", precision).forms(is_output=True)[0]]
+    norms = 4 * _norm_elements(config)
+    return _quantized_linear_bytes(config, precision) + output.nbytes(config.vocab_size, config.hidden_size) + norms
+
+
+def decoder_device_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry]) -> dict[str, int]:
+    """Return the bytes of a decoder in device memory.
+
+    Norms are in FP32, an embedding that is not tied is as stored, and the output layer is never quantized.
+    """
+    table = 0 if config.tie_embeddings else tensors["model.embed_tokens.weight"].nbytes
+    return _device_bytes(list(products_of(config)), config.vocab_size * config.hidden_size, table + 4 * _norm_elements(config))
+
+
+def encoder_device_bytes(config: EncoderConfig, tensors: Mapping[str, TensorEntry]) -> dict[str, int]:
+    """Return the bytes of an encoder in device memory."""
+    tables = sum(tensors[name].nbytes for name in encoder_tables_of(config))
+    return _device_bytes(list(encoder_products_of(config)), 0, tables + 4 * encoder_norm_elements(config))
+
+
+def _device_bytes(products: Sequence[tuple[Shape, bool]], output: int, fixed: int) -> dict[str, int]:
+    """Return the bytes by precision of linear layers with this number of `output` elements and `fixed` bytes.
+
+    With int4, scratch memory to dequantize the largest weight for many rows is included.
+    """
+    elements = output + sum(shape[0] * (shape[1] + bias) for shape, bias in products)
+    exact = {name: elements * size + fixed for name, size in DEVICE_PRECISION_BYTES.items()}
+    rounds = [shape for shape, _ in products if supports_device_int4(*shape)]
+    scratch = max((rows * columns for rows, columns in rounds), default=0)
+    saved = sum(2 * rows * columns - device_int4_bytes(rows, columns) for rows, columns in rounds)
+    return {**exact, "int4": exact["bf16"] - saved + 2 * scratch}
+
+
+def _norm_elements(config: ModelConfig) -> int:
+    heads = 2 * config.head_dim if config.qk_norm else 0
+    return config.num_layers * (len(norms_of(config)) * config.hidden_size + heads) + config.hidden_size
+
+
+def int8_copy_bytes(config: ModelConfig | EncoderConfig) -> int:
+    """Return the bytes of an int8 copy of all linear layers except the output layer."""
+    return _form_bytes(config, "int8")
+
+
+def _quantized_linear_bytes(config: ModelConfig | EncoderConfig, precision: str) -> int:
+    recipe = find_recipe("cpu", "x86_64", precision)
+    recipe = recipe if isinstance(config, ModelConfig) else for_encoder(recipe)
+    return _form_bytes(config, recipe.forms(is_output=False)[0])
+
+
+def _form_bytes(config: ModelConfig | EncoderConfig, form: str) -> int:
+    products = products_of(config) if isinstance(config, ModelConfig) else encoder_products_of(config)
+    return sum(LAYOUTS[form].nbytes(*shape) + 4 * shape[0] * bias for shape, bias in products)

@@ -1,0 +1,109 @@
+"""Maps the tensor names of an encoder checkpoint to this package's names.
+
+It handles the prefixes and layouts of all families, and fused tensors. A part of a fused tensor is a range of its
+rows, so the header alone is enough: nothing is read or copied.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import (
+    dataclass,
+    replace,
+)
+
+from app.errors import CheckpointInvalid
+from app.models.encoders.config import EncoderConfig
+from app.models.encoders.families import (
+    StoredName,
+    encoder_family,
+    stored_names,
+)
+from app.weights.safetensors import TensorEntry
+
+DECODER_PREFIX = "model."
+_DECODER_HEADS: Mapping[str, str] = {"dense": "head.dense", "classifier": "head.out", "score": "head.out"}
+_OLD_NORM_NAMES: Mapping[str, str] = {"gamma": "weight", "beta": "bias"}  # names in the first BERT checkpoints
+# Unused tensors: heads for masked tokens, next sentences or answers, computed positions, and parts of heads that are
+# not served.
+_HARMLESS = re.compile(
+    r"(cls|lm_head|pooler|classifier|pre_classifier|qa_outputs|score|head|decoder|dense|vocab_\w+)\."
+    r"|(embeddings\.|.*\.)?position_ids$|.*rotary_emb\.inv_freq$"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RenamedTensors:
+    """Tensors by this package's names.
+
+    `spare` are the stored names of unused tensors. `theirs` maps each of this package's names to the name in the
+    file, or to the one it would have.
+    """
+
+    tensors: dict[str, TensorEntry]
+    unused: list[str]
+    stored_names: Mapping[str, str]
+
+
+def rename_tensors(found: Mapping[str, TensorEntry], config: EncoderConfig) -> RenamedTensors:
+    """Return the tensors under this package's names; unused tensors that are known to be harmless are left out."""
+    if any("lora_" in name or ".parametrizations." in name for name in found):
+        raise CheckpointInvalid(
+            "The weights hold adapters (LoRA), which are not supported: merge one into the weights and save them."
+        )
+    read = _encoder_names(found, config) if config.decoder is None else _decoder_names(found)
+    return replace(read, unused=[name for name in read.unused if not _HARMLESS.match(name)])
+
+
+def _decoder_names(found: Mapping[str, TensorEntry]) -> RenamedTensors:
+    """Map the names of a decoder that is served for its hidden states.
+
+    Saved alone it has no prefix; saved with a head it has one. Missing and extra tensors are found later.
+    """
+    prefix = "" if any(name.startswith(DECODER_PREFIX) for name in found) else DECODER_PREFIX
+    tensors, spare = {}, []
+    for name, entry in found.items():
+        head, _, kind = name.rpartition(".")
+        if head in _DECODER_HEADS:
+            tensors[f"{_DECODER_HEADS[head]}.{kind}"] = entry
+        elif name.startswith("lm_head."):
+            spare.append(name)
+        else:
+            tensors[prefix + name] = entry
+    return RenamedTensors(tensors, spare, {})
+
+
+def _encoder_names(found: Mapping[str, TensorEntry], config: EncoderConfig) -> RenamedTensors:
+    family = encoder_family(config.architecture)
+    plain = {_canonical_name(name, family.prefixes): entry for name, entry in found.items()}
+    layouts = [dict(stored_names(names, config.num_layers)) for names in family.layouts]
+    layout = max(layouts, key=lambda names: sum(f"{stored.name}.weight" in plain for stored in names.values()))
+    tensors, used, stored_names_of = {}, set(), {}
+    for ours, stored in layout.items():
+        for kind in ("weight", "bias"):
+            name = stored_names_of[f"{ours}.{kind}"] = f"{stored.name}.{kind}"
+            if name in plain:
+                tensors[f"{ours}.{kind}"] = fused_part(plain[name], stored)
+                used.add(name)
+    return RenamedTensors(tensors, [name for name in plain if name not in used], stored_names_of)
+
+
+def _canonical_name(name: str, prefixes: tuple[str, ...]) -> str:
+    """Return the name without the base model's prefix, with the usual names for a norm's tensors."""
+    name = next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), name)
+    head, _, kind = name.rpartition(".")
+    return f"{head}.{_OLD_NORM_NAMES[kind]}" if kind in _OLD_NORM_NAMES else name
+
+
+def fused_part(entry: TensorEntry, stored: StoredName) -> TensorEntry:
+    """Return the rows of one of several tensors that are fused into one."""
+    if stored.parts == 1:
+        return entry
+    if not entry.shape or entry.shape[0] % stored.parts:
+        raise CheckpointInvalid(
+            f"{entry.file.name}: {stored.name} of shape {list(entry.shape)} cannot be split into {stored.parts} equal parts by rows."
+        )
+    nbytes = entry.nbytes // stored.parts
+    start = entry.start + stored.part * nbytes
+    return replace(entry, shape=(entry.shape[0] // stored.parts, *entry.shape[1:]), start=start, end=start + nbytes)

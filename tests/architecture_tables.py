@@ -1,0 +1,66 @@
+"""Tables of the architecture rules: the layer of each folder, the libraries that folders may import, and retired names."""
+
+from __future__ import annotations
+
+# Layer of each folder of app/, or of a file at its top. A folder may import its own layer and lower ones. First match wins.
+LAYERS: tuple[tuple[str, int], ...] = (
+    ("errors", 0),
+    ("version", 0),
+    ("settings", 0),
+    ("messages", 0),
+    ("hardware", 1),
+    ("metrics", 2),
+    ("kernels", 2),
+    ("models", 3),
+    ("backends", 4),
+    ("weights", 5),
+    ("text", 5),
+    ("engine", 6),
+    ("service", 7),
+    ("api", 8),
+    ("server", 9),
+    ("cli", 10),
+    ("__main__", 11),
+)
+# Folders outside the layers. `bench` is an HTTP client and imports nothing of the server. `bench.engine` measures inside the process, so it
+# may import up to the engine. Only the command line imports either.
+CLIENT = "bench"
+CLIENT_INSIDE = "bench.engine"
+CLIENT_INSIDE_LAYER = 6
+CLIENT_IMPORTERS = ("cli",)
+
+# Folders that decide or translate; importing them must not import torch, which takes seconds.
+TORCH_FREE = (
+    "errors", "version", "settings", "messages", "hardware.*", "metrics.*", "text.*", "engine.scheduler.*", "service.*", "api.*",
+    "server.*", "cli.*", "models.decoders.config", "models.encoders.config", "weights.checkpoint", "weights.program",
+)  # fmt: skip
+
+# A library and the only modules that may import it.
+LIBRARIES: dict[str, tuple[str, ...]] = {
+    "fastapi": ("api.*", "server.app", "server.process"),
+    "starlette": ("api.*", "server.app", "server.process"),
+    "prometheus_client": ("metrics.*",),
+    "torchao": ("weights.*", "kernels.*"),
+    "transformers": (),
+    "triton": ("kernels.triton.*",),
+    "httpx": (),
+    "httptools": ("bench.http.*",),
+    "matplotlib": ("bench.report.*",),
+}
+DEVICE_NAMES = ("torch.cuda", "torch.mps", "torch.backends", "platform.machine")
+DEVICE_FOLDERS = ("hardware.*", "backends.*", "kernels.*")
+VAGUE_NAMES = frozenset("helper util misc common".split())
+# Words of the project's first vocabulary. docs/design.md has a glossary with the terms that replaced them.
+RETIRED_WORDS = frozenset(
+    "desk letter roster tenant tenants tempo rehearsal rehearse rehearsed twin kin hearing heard foretell foretold told guess guesses guessed "
+    "habits lean leaner leaners upheld living void picked picking allowance".split()
+)
+RETIRED_NAMES = frozenset("made_up".split())
+# The worker's step, the API's last handler, the probe of an optional fact.
+CATCH_ALL_MODULES = ("engine.worker", "api.*", "hardware.*")
+MAX_CATCH_ALLS = 3
+
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 60
+MAX_TOP_FILES = 6
+MAX_FOLDER_FILES = 16
