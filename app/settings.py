@@ -76,7 +76,9 @@ class Settings(BaseSettings):
         description="Checkpoint directory (Hugging Face or sentence-transformers layout), exported program (.pt2), or a name: bert, minilm;"
         " the embedded demo if not given.",
     )
-    served_model_name: str | None = Field(None, description="Name clients use for the model; the directory's name if not given.")
+    served_model_name: str | None = Field(
+        None, description="Name clients use for the model; the directory's name if not given."
+    )
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="TCP port to listen on; 0 picks a free one.")
     device: Literal["auto", "cpu", "mps", "cuda"] = Field("auto", description="Device to serve on.")
@@ -84,7 +86,8 @@ class Settings(BaseSettings):
         "auto", description="GPU to serve on, by nvidia-smi's number; auto: the one with the most free memory."
     )
     precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = Field(
-        "auto", description="Weight precision; auto: one that fits and was measured to be enough faster. fp16: Apple GPUs only."
+        "auto",
+        description="Weight precision; auto: one that fits and was measured to be enough faster. fp16: Apple GPUs only.",
     )
     threads: PositiveInt | Auto = Field("auto", description="Compute threads.")
     compile: Literal["auto", "on", "off"] = Field(
@@ -94,8 +97,12 @@ class Settings(BaseSettings):
     calibrate: Literal["auto", "on", "off"] = Field(
         "auto", description="Measure the machine with the model's shapes; auto: once; on: at every start."
     )
-    max_model_len: PositiveInt | Auto = Field("auto", description="Longest context, prompt and completion together, in tokens.")
-    max_running_seqs: PositiveInt | Auto = Field("auto", description="Maximum number of sequences computed at the same time.")
+    max_model_len: PositiveInt | Auto = Field(
+        "auto", description="Longest context, prompt and completion together, in tokens."
+    )
+    max_running_seqs: PositiveInt | Auto = Field(
+        "auto", description="Maximum number of sequences computed at the same time."
+    )
     max_batch_tokens: PositiveInt | Auto = Field("auto", description="Maximum number of tokens in one step.")
     max_waiting_requests: PositiveInt | Auto = Field(
         "auto", description="Requests that may queue before new ones are refused with 429."
@@ -103,7 +110,9 @@ class Settings(BaseSettings):
     request_timeout_seconds: PositiveFloat = Field(
         600.0, description="A request that has not finished within this time is ended."
     )
-    drain_seconds: Annotated[float, Field(ge=0)] = Field(30.0, description="Time that open requests get to finish after SIGTERM.")
+    drain_seconds: Annotated[float, Field(ge=0)] = Field(
+        30.0, description="Time that open requests get to finish after SIGTERM."
+    )
     kv_cache_bytes: Annotated[Bytes | Auto, BeforeValidator(parse_bytes)] = Field(
         "auto", description="KV cache memory, such as 4GiB."
     )
@@ -115,7 +124,9 @@ class Settings(BaseSettings):
     )
     api_key_file: Path | None = Field(None, description="File with one API key per line.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe message to log.")
-    hourly_price: PositiveFloat | None = Field(None, description="Price of this machine in dollars per hour, for cost metrics.")
+    hourly_price: PositiveFloat | None = Field(
+        None, description="Price of this machine in dollars per hour, for cost metrics."
+    )
     watts: PositiveFloat | None = Field(
         None,
         description="Power of this machine in watts while steps run; used if no energy counter can be read.",
@@ -130,7 +141,8 @@ class Settings(BaseSettings):
         "auto", description="With int4 weights, keep an int8 copy for steps of many rows."
     )
     speculation: Literal["auto", "off"] = Field(
-        "auto", description="Speculative decoding: n-gram drafts from the text so far, verified by the model in one step."
+        "auto",
+        description="Speculative decoding: n-gram drafts from the text so far, verified by the model in one step.",
     )
     numa_node: Annotated[int, Field(ge=0)] | Auto = Field("auto", description="NUMA node to serve on.")
     deterministic: Literal["off", "on"] = Field(
@@ -163,7 +175,9 @@ def kubernetes_link_variables(environ: dict[str, str]) -> list[str]:
     An example is `ARMATURE_PORT=tcp://10.0.0.1:8000`.
     """
     pattern = re.compile(rf"^{PREFIX}(PORT|SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP)(_(PROTO|PORT|ADDR))?)$")
-    return [name for name, value in environ.items() if pattern.match(name) and (name != f"{PREFIX}PORT" or "://" in value)]
+    return [
+        name for name, value in environ.items() if pattern.match(name) and (name != f"{PREFIX}PORT" or "://" in value)
+    ]
 
 
 def load_settings(**flags: Any) -> tuple[Settings, list[str]]:

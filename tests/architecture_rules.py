@@ -138,7 +138,8 @@ def _may_import(module: Module, target: Module) -> bool:
 def no_import_cycles(tree: Tree) -> Iterator[str]:
     """No module imports itself through others; the same holds for the top folders."""
     modules = {
-        module.name: {target.name for _, target in tree.internal_imports(module)} - {module.name} for module in tree.code()
+        module.name: {target.name for _, target in tree.internal_imports(module)} - {module.name}
+        for module in tree.code()
     }
     folders: dict[str, set[str]] = defaultdict(set)
     for module in tree.code():
@@ -165,7 +166,9 @@ def _cycles(edges: dict[str, set[str]]) -> Iterator[str]:
 def packages_only_describe(tree: Tree) -> Iterator[str]:
     """A package's own file holds one docstring and no code."""
     for module in tree.app.values():
-        if module.name.endswith("__init__") and (ast.get_docstring(module.syntax) is None or len(module.syntax.body) > 1):
+        if module.name.endswith("__init__") and (
+            ast.get_docstring(module.syntax) is None or len(module.syntax.body) > 1
+        ):
             yield f"{module.path}: must hold a docstring that describes the folder, and nothing else"
 
 
@@ -194,7 +197,9 @@ def devices_stay_in_their_folders(tree: Tree) -> Iterator[str]:
     for module in tree.code():
         if matches(module.name, DEVICE_FOLDERS):
             continue
-        attributes = ((node.lineno, ast.unparse(node)) for node in ast.walk(module.syntax) if isinstance(node, ast.Attribute))
+        attributes = (
+            (node.lineno, ast.unparse(node)) for node in ast.walk(module.syntax) if isinstance(node, ast.Attribute)
+        )
         for line, name in (*module.imports(), *attributes):
             for word in DEVICE_NAMES:
                 if name == word or name.startswith(f"{word}."):
@@ -210,7 +215,11 @@ def blind_excepts_are_listed(tree: Tree) -> Iterator[str]:
                 caught.append(module.at(node.lineno))
                 if not matches(module.name, CATCH_ALL_MODULES):
                     yield f"{module.at(node.lineno)}: catches everything, which only {', '.join(CATCH_ALL_MODULES)} may"
-            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress") and any(map(_catches_all, node.args)):
+            elif (
+                isinstance(node, ast.Call)
+                and ast.unparse(node.func).endswith("suppress")
+                and any(map(_catches_all, node.args))
+            ):
                 yield f"{module.at(node.lineno)}: suppresses everything"
     if len(caught) > MAX_CATCH_ALLS:
         yield f"everything is caught in {len(caught)} places, {MAX_CATCH_ALLS} are allowed: {', '.join(caught)}"

@@ -81,7 +81,9 @@ def _main(module: str, capability: int, ptx: bool) -> list[dict[str, Any]]:
         assert all(0 < size < 65536 for size in grid[1:]), f"{self.fn.__name__}: a grid of {grid}"
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         registers, stack = _resources(kernel.asm["cubin"])
-        one = Compiled(launch, self.fn.__name__, kernel.metadata.shared, registers, stack, kernel.asm["ptx"] if ptx else "")
+        one = Compiled(
+            launch, self.fn.__name__, kernel.metadata.shared, registers, stack, kernel.asm["ptx"] if ptx else ""
+        )
         found[(launch, kernel.hash)] = one
         return kernel
 

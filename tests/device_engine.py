@@ -103,7 +103,9 @@ class DeviceServed:
 
 
 def request_of(name: str, prompt: list[int], **params: Any) -> Generate:
-    return Generate(name, tuple(prompt), SamplingParams(**{"max_tokens": 24, "ignore_eos": True, **params}), arrived_at=0.0)
+    return Generate(
+        name, tuple(prompt), SamplingParams(**{"max_tokens": 24, "ignore_eos": True, **params}), arrived_at=0.0
+    )
 
 
 def prompt_of(length: int, seed: int) -> list[int]:

@@ -38,7 +38,9 @@ def encoded(
     positions = torch.cat([torch.arange(len(text.token_ids)) for text in texts])
     borders = torch.tensor(starts)
     rows = model.rows(borders, names)
-    hidden = model.hidden(EncodeContext(ids, positions, types if model.config.num_types else None, borders, attend), rows)
+    hidden = model.hidden(
+        EncodeContext(ids, positions, types if model.config.num_types else None, borders, attend), rows
+    )
     return model.outputs(hidden, borders, names, rows, None if skipped is None else torch.tensor(skipped))
 
 

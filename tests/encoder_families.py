@@ -38,8 +38,18 @@ MODERNBERT = {
 }
 NOMIC = {"hidden_act": "silu", "type_vocab_size": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}}
 GTE = {"type_vocab_size": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 160000.0}}
-JINA = {"type_vocab_size": 1, "layer_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}}
-EUROBERT = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "num_key_value_heads": 2, "head_dim": 8, "classifier_pooling": "mean"}
+JINA = {
+    "type_vocab_size": 1,
+    "layer_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
+}
+EUROBERT = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "classifier_pooling": "mean",
+}
 GEMMA = {"num_hidden_layers": 3, "sliding_window_pattern": 3, "sliding_window": 8, "use_bidirectional_attention": True}
 
 
@@ -103,7 +113,9 @@ def _modernbert(values: Mapping[str, Any]) -> Shapes:
         shapes |= _linear(f"{at}.attn.Wqkv", 3 * HIDDEN, HIDDEN, bias=False) | _linear(
             f"{at}.attn.Wo", HIDDEN, HIDDEN, bias=False
         )
-        shapes |= _linear(f"{at}.mlp.Wi", 2 * INNER, HIDDEN, bias=False) | _linear(f"{at}.mlp.Wo", HIDDEN, INNER, bias=False)
+        shapes |= _linear(f"{at}.mlp.Wi", 2 * INNER, HIDDEN, bias=False) | _linear(
+            f"{at}.mlp.Wo", HIDDEN, INNER, bias=False
+        )
     return shapes
 
 
@@ -111,7 +123,9 @@ def _nomic(values: Mapping[str, Any]) -> Shapes:
     shapes = _embeddings(values, "emb_ln", learned=False)
     for layer in range(values["num_hidden_layers"]):
         at = f"encoder.layers.{layer}"
-        shapes |= _linear(f"{at}.attn.Wqkv", 3 * HIDDEN, HIDDEN, False) | _linear(f"{at}.attn.out_proj", HIDDEN, HIDDEN, False)
+        shapes |= _linear(f"{at}.attn.Wqkv", 3 * HIDDEN, HIDDEN, False) | _linear(
+            f"{at}.attn.out_proj", HIDDEN, HIDDEN, False
+        )
         shapes |= _norm(f"{at}.norm1") | _norm(f"{at}.norm2") | _linear(f"{at}.mlp.fc2", HIDDEN, INNER, False)
         shapes |= _linear(f"{at}.mlp.fc11", INNER, HIDDEN, False) | _linear(f"{at}.mlp.fc12", INNER, HIDDEN, False)
     return shapes
@@ -121,9 +135,13 @@ def _gte(values: Mapping[str, Any]) -> Shapes:
     shapes = _embeddings(values, learned=False)
     for layer in range(values["num_hidden_layers"]):
         at = f"encoder.layer.{layer}"
-        shapes |= _linear(f"{at}.attention.qkv_proj", 3 * HIDDEN, HIDDEN) | _linear(f"{at}.attention.o_proj", HIDDEN, HIDDEN)
+        shapes |= _linear(f"{at}.attention.qkv_proj", 3 * HIDDEN, HIDDEN) | _linear(
+            f"{at}.attention.o_proj", HIDDEN, HIDDEN
+        )
         shapes |= _norm(f"{at}.attn_ln") | _norm(f"{at}.mlp_ln")
-        shapes |= _linear(f"{at}.mlp.up_gate_proj", 2 * INNER, HIDDEN, False) | _linear(f"{at}.mlp.down_proj", HIDDEN, INNER)
+        shapes |= _linear(f"{at}.mlp.up_gate_proj", 2 * INNER, HIDDEN, False) | _linear(
+            f"{at}.mlp.down_proj", HIDDEN, INNER
+        )
     return shapes
 
 
@@ -141,7 +159,12 @@ def _decoder(architecture: str) -> Callable[[Mapping[str, Any]], Shapes]:
     """As this family's decoder, without output layer and prefix."""
 
     def shapes(values: Mapping[str, Any]) -> Shapes:
-        plain = {**values, "use_bidirectional_attention": False, "architectures": [architecture], "tie_word_embeddings": True}
+        plain = {
+            **values,
+            "use_bidirectional_attention": False,
+            "architectures": [architecture],
+            "tie_word_embeddings": True,
+        }
         if architecture == "LlamaForCausalLM":
             plain["model_type"] = "llama"
         config = ModelConfig.from_hf(plain)
@@ -184,7 +207,9 @@ _FAMILIES = (
     Family("Roberta", "roberta", ROBERTA, _bert, "roberta", ROBERTA_HEAD, specials="roberta"),
     Family("XLMRoberta", "xlm-roberta", ROBERTA, _bert, "roberta", ROBERTA_HEAD, specials="roberta"),
     Family("Camembert", "camembert", ROBERTA, _bert, "roberta", ROBERTA_HEAD, specials="roberta"),
-    Family("DistilBert", "distilbert", DISTILBERT, _distilbert, "distilbert", _dense_head("pre_classifier", "classifier")),
+    Family(
+        "DistilBert", "distilbert", DISTILBERT, _distilbert, "distilbert", _dense_head("pre_classifier", "classifier")
+    ),
     Family("MPNet", "mpnet", {**ROBERTA, "type_vocab_size": 0}, _mpnet, "mpnet", ROBERTA_HEAD, specials="roberta"),
     Family("ModernBert", "modernbert", MODERNBERT, _modernbert, "model", _modernbert_head),
     Family("NomicBert", "nomic_bert", NOMIC, _nomic, "nomic_bert", BERT_HEAD, pooler=True),

@@ -75,7 +75,9 @@ def rows_of(text: Text) -> dict[str, bytes]:
 class EncoderSimulation:
     """Steps, and hears what everyone is told; each only once."""
 
-    def __init__(self, budget: int = BUDGET, pace: BatchingDelay | None = None, runner: FakeRunner | None = None) -> None:
+    def __init__(
+        self, budget: int = BUDGET, pace: BatchingDelay | None = None, runner: FakeRunner | None = None
+    ) -> None:
         self.now = 0.0
         self.runner = runner or FakeRunner()
         limits = EncoderLimits(MAX_LEN, MAX_TEXTS, ("embedding", "last_hidden_state"))
@@ -100,7 +102,11 @@ class EncoderSimulation:
         self.hear(events)
 
 
-def encode(name: str, *lengths: int, outputs: tuple[str, ...] = ("embedding",), first: int = 100, at: float = 0.0) -> Encode:
+def encode(
+    name: str, *lengths: int, outputs: tuple[str, ...] = ("embedding",), first: int = 100, at: float = 0.0
+) -> Encode:
     """Texts of such lengths, whose tokens count up from `first`, so that no two of a test are the same."""
-    texts = tuple(Text(tuple(range(first + 50 * number, first + 50 * number + length))) for number, length in enumerate(lengths))
+    texts = tuple(
+        Text(tuple(range(first + 50 * number, first + 50 * number + length))) for number, length in enumerate(lengths)
+    )
     return Encode(name, texts, outputs, arrived_at=at)

@@ -134,7 +134,9 @@ class Simulation:
             self.scheduler._token_budget.tokens < self.scheduler._limits.max_batch_tokens
         )  # then decodes go first for longer
         self.steps_without_the_oldest = 0 if has_oldest or is_small else self.steps_without_the_oldest + 1
-        assert self.steps_without_the_oldest < 3, "the oldest is passed over, for longer than the pace takes to be measured"
+        assert self.steps_without_the_oldest < 3, (
+            "the oldest is passed over, for longer than the pace takes to be measured"
+        )
         return batch
 
     def finish(self, max_steps: int = 5000) -> None:
@@ -169,7 +171,11 @@ def check_flight(engine: DecoderEngine) -> None:
     for span in spans:
         sequence = span.sequence
         assert sequence in engine.scheduler.queues.running
-        assert (span.slot, span.prefix_slot, span.prefix_tokens) == (sequence.slot, sequence.prefix_slot, sequence.prefix_tokens)
+        assert (span.slot, span.prefix_slot, span.prefix_tokens) == (
+            sequence.slot,
+            sequence.prefix_slot,
+            sequence.prefix_tokens,
+        )
         assert span.end == len(sequence.token_ids) == sequence.num_computed + 1
 
 

@@ -37,7 +37,9 @@ from fake_worker import Clock, FakeWorker
 from tiny_encoders import write_word_pieces
 
 SIZE = 4
-LIMITS = ServingLimits(max_model_len=16, max_running_seqs=8, max_waiting_requests=8, request_timeout_seconds=60, vocab_size=300)
+LIMITS = ServingLimits(
+    max_model_len=16, max_running_seqs=8, max_waiting_requests=8, request_timeout_seconds=60, vocab_size=300
+)
 TIMINGS = Timings(queue_seconds=0.001, encode_seconds=0.002)
 CONFIG = EncoderConfig(
     architecture="BertModel",
@@ -57,7 +59,9 @@ CONFIG = EncoderConfig(
 )
 CROSS_ENCODER = replace(CONFIG, labels=("relevant",), scores="sigmoid")
 CLASSIFIER = replace(CONFIG, labels=("bad", "so so", "good"))
-PROMPTED = replace(CONFIG, pooling=PoolingConfig(prompts={"query": "the fox ", "passage": "hello "}, default_prompt="passage"))
+PROMPTED = replace(
+    CONFIG, pooling=PoolingConfig(prompts={"query": "the fox ", "passage": "hello "}, default_prompt="passage")
+)
 
 
 @cache

@@ -38,8 +38,12 @@ from app.text.chat import ChatTemplate
 from app.text.tokenizer import Tokenizer
 from small_tokenizers import FORMS, write_tokenizer
 
-LIMITS = ServingLimits(max_model_len=64, max_running_seqs=2, max_waiting_requests=1, request_timeout_seconds=60, vocab_size=340)
-TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+LIMITS = ServingLimits(
+    max_model_len=64, max_running_seqs=2, max_waiting_requests=1, request_timeout_seconds=60, vocab_size=340
+)
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+)
 TIMINGS = Timings(queue_seconds=0.25, prefill_seconds=0.5, cached_tokens=1)
 
 
@@ -115,7 +119,9 @@ def tokens(name: str, text: str, choice: int = 0, timings: Timings | None = None
     return [TokensReady(name, choice, (token_id,), timings=first[place]) for place, token_id in enumerate(ids)]
 
 
-def finished(name: str, reason: FinishReason = "stop", num_tokens: int = 0, choice: int = 0, **fields: Any) -> SequenceFinished:
+def finished(
+    name: str, reason: FinishReason = "stop", num_tokens: int = 0, choice: int = 0, **fields: Any
+) -> SequenceFinished:
     return SequenceFinished(name, choice, reason, TIMINGS, num_tokens, **fields)
 
 

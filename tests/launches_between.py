@@ -26,7 +26,9 @@ def launch_norms() -> None:
 
 
 def launch_longest_norm() -> None:
-    elementwise.rms_norm(torch.zeros(TOKENS, elementwise.MAX_ROW_SIZE), torch.zeros(elementwise.MAX_ROW_SIZE), 1e-5, BF16)
+    elementwise.rms_norm(
+        torch.zeros(TOKENS, elementwise.MAX_ROW_SIZE), torch.zeros(elementwise.MAX_ROW_SIZE), 1e-5, BF16
+    )
 
 
 def launch_layer_norms() -> None:

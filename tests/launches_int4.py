@@ -9,7 +9,10 @@ from app.kernels.triton import elementwise
 
 def launch_write_out() -> None:
     outputs, inputs = 4096, 14336
-    packed, order = torch.zeros(outputs // 8, inputs // 128, 32, 4, dtype=torch.int32), torch.zeros(8 * inputs, dtype=torch.int32)
+    packed, order = (
+        torch.zeros(outputs // 8, inputs // 128, 32, 4, dtype=torch.int32),
+        torch.zeros(8 * inputs, dtype=torch.int32),
+    )
     for dtype in (torch.bfloat16, torch.float16):
         scales = torch.zeros(inputs // 64, outputs, 2, dtype=dtype)
         elementwise.dequantise(packed, order, scales, torch.empty(outputs, inputs, dtype=dtype))

@@ -27,7 +27,12 @@ def plan_of(
 ) -> ServingPlan:
     """`dtype` is float32, bfloat16 or float16, and the precision follows; or int8 or int4, and the dtype follows."""
     precision = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(dtype, dtype)
-    values: dict[str, Any] = {"device": device, "precision": precision, "max_model_len": max_model_len, "int8_copy": int8_copy}
+    values: dict[str, Any] = {
+        "device": device,
+        "precision": precision,
+        "max_model_len": max_model_len,
+        "int8_copy": int8_copy,
+    }
     values["deterministic"] = deterministic
     values["dtype"] = {"fp32": "float32", "fp16": "float16"}.get(precision, "bfloat16")
     values["most_few_rows"] = None  # as the recipe says
@@ -46,7 +51,11 @@ def load(
     """The checkpoint's model on the CPU, ready to run: in a processor's forms, or in those of another kind of device, by their twins."""
     checkpoint = open_checkpoint(directory)
     plan = plan_of(
-        dtype, max_model_len or checkpoint.model_config.max_model_len, device, int8_copy=int8_copy, deterministic=deterministic
+        dtype,
+        max_model_len or checkpoint.model_config.max_model_len,
+        device,
+        int8_copy=int8_copy,
+        deterministic=deterministic,
     )
     backend = cast(BaseBackend, SimpleNamespace(device=torch.device("cpu"), dtype=getattr(torch, plan.dtype.value)))
     return load_model(checkpoint, plan, backend, progress)

@@ -42,7 +42,17 @@ class Machine:
 
 XEON = Machine()
 GRAVITON = Machine(
-    "graviton", "arm64", "Arm", "Neoverse-V2", 16, 1, 1.3, 120.0, 40.0, 180e9, {"bf16": 3e12, "int8": 6e12, "int4": 4e12}
+    "graviton",
+    "arm64",
+    "Arm",
+    "Neoverse-V2",
+    16,
+    1,
+    1.3,
+    120.0,
+    40.0,
+    180e9,
+    {"bf16": 3e12, "int8": 6e12, "int4": 4e12},
 )
 
 
@@ -84,7 +94,9 @@ def _step_seconds(machine: Machine, precision: str, rows: int) -> float:
     return (reading + 2.0 * WEIGHTS * rows / machine.products.get(precision, 3e12)) / 0.6 / machine.speed
 
 
-def _generated(load: LoadSpec, began: float, machine: Machine, precision: str, samples: int, rng: random.Random) -> LoadPoint:
+def _generated(
+    load: LoadSpec, began: float, machine: Machine, precision: str, samples: int, rng: random.Random
+) -> LoadPoint:
     step = _step_seconds(machine, precision, load.clients)
     prefill = _step_seconds(machine, precision, load.tokens)
     seconds = samples / load.clients * (prefill * load.clients**0.5 + step * ANSWER)
@@ -109,7 +121,9 @@ def _generated(load: LoadSpec, began: float, machine: Machine, precision: str, s
     )
 
 
-def _embedded(load: LoadSpec, began: float, machine: Machine, precision: str, samples: int, rng: random.Random) -> LoadPoint:
+def _embedded(
+    load: LoadSpec, began: float, machine: Machine, precision: str, samples: int, rng: random.Random
+) -> LoadPoint:
     rows = load.batch * load.clients
     step = _step_seconds(machine, precision, rows * load.tokens)
     seconds = samples / load.clients * step
@@ -126,13 +140,20 @@ def _embedded(load: LoadSpec, began: float, machine: Machine, precision: str, sa
 
 
 def _gap(step: float, prefill: float, rng: random.Random) -> float:
-    return step * rng.uniform(0.97, 1.1) + (prefill if rng.random() < 0.01 else 0.0) + (4 * step if rng.random() < 0.003 else 0.0)
+    return (
+        step * rng.uniform(0.97, 1.1)
+        + (prefill if rng.random() < 0.01 else 0.0)
+        + (4 * step if rng.random() < 0.003 else 0.0)
+    )
 
 
 def _steps(began: float, seconds: float, kinds: list[tuple[float, int, str]], rng: random.Random) -> StepColumns:
     """Steps one after the other, at most 1,000; some took longer, and why is known of most of them."""
     chosen = [kinds[index % len(kinds)] for index in range(min(1000, max(20, int(seconds / kinds[0][0]))))]
-    causes = [rng.choices(("", "prefill", "garbage_collection", "descheduled", "unknown"), (970, 14, 4, 8, 4))[0] for _ in chosen]
+    causes = [
+        rng.choices(("", "prefill", "garbage_collection", "descheduled", "unknown"), (970, 14, 4, 8, 4))[0]
+        for _ in chosen
+    ]
     took = [
         base * rng.uniform(0.98, 1.08) * (rng.uniform(1.6, 6) if cause else 1.0)
         for (base, _, _), cause in zip(chosen, causes, strict=True)
@@ -153,7 +174,9 @@ def _around(seconds: float, machine: Machine) -> dict[str, Any]:
     return {"energy": energy, "throttled_seconds": 0.0, "stolen_ratio": 0.01, "client_cpu_ratio": 0.1}
 
 
-def _result(machine: Machine, precision: str, kind: str, points: list[LoadPoint], changes: dict[str, Any]) -> CompareResult:
+def _result(
+    machine: Machine, precision: str, kind: str, points: list[LoadPoint], changes: dict[str, Any]
+) -> CompareResult:
     fields: dict[str, Any] = {
         "schema": "armature-compare/1",
         "name": f"{machine.name}-{precision}",
@@ -196,7 +219,12 @@ def _facts(machine: Machine) -> dict[str, Any]:
         "architecture": machine.architecture,
         "cpu": {"vendor": machine.vendor, "name": machine.cpu, "microarchitecture": None, "product": None},
         "cores": [
-            {"cpu_ids": list(range(core * width, core * width + width)), "package": 0, "numa_node": 0, "kind": "performance"}
+            {
+                "cpu_ids": list(range(core * width, core * width + width)),
+                "package": 0,
+                "numa_node": 0,
+                "kind": "performance",
+            }
             for core in range(machine.cores)
         ],
         "memory_bytes": machine.cores * 4 * 2**30,
@@ -211,7 +239,10 @@ def _plan(machine: Machine, precision: str) -> dict[str, Any]:
     values: dict[str, tuple[object, str]] = {
         "device": ("cpu", "No other device is here."),
         "precision": (precision, f"Measured: {precision} is quickest for this model here."),
-        "kernels": ("avx512" if machine.architecture == "x86_64" else "i8mm", "The best level that this processor runs."),
+        "kernels": (
+            "avx512" if machine.architecture == "x86_64" else "i8mm",
+            "The best level that this processor runs.",
+        ),
         "threads": (machine.cores, f"{machine.cores} physical cores may be used."),
         "max_running_seqs": (64, "Beyond that many rows products gain little."),
         "compile": (True, "A step's operations are recorded once and run again natively."),

@@ -49,7 +49,8 @@ class Listening(TorchDispatchMode):
         there = [one for one in _tensors((args, kwargs, result)) if one.device == CUDA]
         if there and func.namespace == "aten":
             self.operators.add(
-                func._schema.name.removeprefix("aten::") + (f".{func._overloadname}" if func._overloadname != "default" else "")
+                func._schema.name.removeprefix("aten::")
+                + (f".{func._overloadname}" if func._overloadname != "default" else "")
             )
             self.dtypes |= {one.dtype for one in there}
         return result

@@ -37,7 +37,9 @@ class PlainAttend:
         return torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype).flatten(1)
 
 
-def context_of(token_ids: list[int], attend: PlainAttend, start: int = 0, logit_rows: list[int] | None = None) -> StepContext:
+def context_of(
+    token_ids: list[int], attend: PlainAttend, start: int = 0, logit_rows: list[int] | None = None
+) -> StepContext:
     """One sequence's tokens from position `start` on."""
     rows = None if logit_rows is None else torch.tensor(logit_rows)
     return StepContext(torch.tensor(token_ids), torch.arange(start, start + len(token_ids)), rows, attend)

@@ -21,7 +21,9 @@ from app.hardware.plan.plan import (
 from app.settings import Settings
 
 GIB = 2**30
-RECIPES = [("cpu", architecture, name) for architecture in ("x86_64", "arm64") for name in ("fp32", "bf16", "int8", "int4")]
+RECIPES = [
+    ("cpu", architecture, name) for architecture in ("x86_64", "arm64") for name in ("fp32", "bf16", "int8", "int4")
+]
 # What is built on GPUs too.
 ON_GPUS = [
     *RECIPES,
@@ -49,5 +51,7 @@ def machine(cores: int = 8, siblings: int = 1, nodes: int = 1, memory: int = 64 
     return dataclasses.replace(facts, **changes)
 
 
-def plan(facts: Facts, needs: Needs | None = None, recipes: Collection[RecipeKey] = RECIPES, **settings: Any) -> ServingPlan:
+def plan(
+    facts: Facts, needs: Needs | None = None, recipes: Collection[RecipeKey] = RECIPES, **settings: Any
+) -> ServingPlan:
     return make_plan(facts, None, Settings(**settings), needs, recipes)

@@ -149,7 +149,9 @@ class RememberingRunner:
         for position in range(span.end):
             slot = span.prefix_slot if position < span.prefix_tokens else span.slot
             assert slot is not None
-            assert self.memory.get((slot, position)) == marks[position], f"slot {slot} holds something else at {position}"
+            assert self.memory.get((slot, position)) == marks[position], (
+                f"slot {slot} holds something else at {position}"
+            )
 
     def _count_pages(self) -> None:
         page = self.pool.tokens_per_page
@@ -157,7 +159,11 @@ class RememberingRunner:
         assert len(pages) * page <= self.pool.capacity_tokens, "more memory is touched than there is"
 
     def _pick(self, sequence: Sequence, mark: int) -> SampledTokens:
-        return candidates(mark, sequence.num_candidates) if sequence.is_beam else SampledTokens((drawn(mark, sequence.seed),))
+        return (
+            candidates(mark, sequence.num_candidates)
+            if sequence.is_beam
+            else SampledTokens((drawn(mark, sequence.seed),))
+        )
 
 
 def tokens_of(span: ScheduledSpan, after: InFlightStep | None) -> list[int]:

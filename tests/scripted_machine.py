@@ -59,7 +59,10 @@ class ScriptedMachine:
         }
 
     def metrics(self) -> str:
-        told = {'armature_energy_joules_total{source="rapl"}': WATTS * time.monotonic(), "process_cpu_seconds_total": 0.0}
+        told = {
+            'armature_energy_joules_total{source="rapl"}': WATTS * time.monotonic(),
+            "process_cpu_seconds_total": 0.0,
+        }
         return "# HELP\n" + "".join(f"{name} {value}\n" for name, value in {**told, **self.counters()}.items())
 
     def steps(self, after: int) -> dict[str, Any]:

@@ -33,7 +33,9 @@ class ScriptedPeer:
     num_asking: int = 1
     embeds: str = "openai"
     activation_group: list[Body] | None = None  # the inputs of a model that is asked for rows
-    output_indices: Callable[[int], Any] = lambda rows: {"outputs": [{"name": "score", "datatype": "FP32", "shape": [rows, 1]}]}
+    output_indices: Callable[[int], Any] = lambda rows: {
+        "outputs": [{"name": "score", "datatype": "FP32", "shape": [rows, 1]}]
+    }
     on_request: Callable[[int], None] = lambda number: None
     url: str = ""
     bodies: list[Body] = field(default_factory=list)
@@ -58,7 +60,9 @@ class ScriptedPeer:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
         path = head.split()[1]
         length = next((int(line.split(":")[1]) for line in head.splitlines() if line.startswith("content-length")), 0)
-        tensors = next((int(line.split(":")[1]) for line in head.splitlines() if line.startswith("inference-header")), length)
+        tensors = next(
+            (int(line.split(":")[1]) for line in head.splitlines() if line.startswith("inference-header")), length
+        )
         content = await reader.readexactly(length)
         body = json.loads(content[:tensors]) if length else {}
         if path == "/v1/models":
@@ -66,7 +70,9 @@ class ScriptedPeer:
         if path == "/tokenize" and self.token_ids:
             return self._plain(writer, 200, {"tokens": list(range(50))})
         if self.activation_group is not None and path.startswith("/v2/models/peer"):
-            return await self._infer(writer, body) if body else self._plain(writer, 200, {"inputs": self.activation_group})
+            return (
+                await self._infer(writer, body) if body else self._plain(writer, 200, {"inputs": self.activation_group})
+            )
         if path in ("/v1/embeddings", "/embed", "/v2/models/peer/infer"):
             return await self._embed(writer, body)
         if path != "/v1/completions" or not (self.token_ids or isinstance(body["prompt"], str)):

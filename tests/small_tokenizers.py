@@ -27,7 +27,9 @@ def write_tokenizer(directory: Path, inner: Tokenizer, **config: Any) -> Path:
 
 
 def _trained(inner: Tokenizer, alphabet: list[str], size: int) -> Tokenizer:
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
     inner.train_from_iterator(SENTENCES, trainer)
     return inner
 
@@ -51,7 +53,9 @@ def _sentence_piece() -> str:
     learnt = Tokenizer(models.BPE(unk_token="<unk>"))
     learnt.normalizer = normalizers.Replace(" ", "\u2581")
     ascii_only = [text.encode("ascii", "ignore").decode() for text in SENTENCES]
-    learnt.train_from_iterator(ascii_only, trainers.BpeTrainer(vocab_size=200, special_tokens=SPECIAL, show_progress=False))
+    learnt.train_from_iterator(
+        ascii_only, trainers.BpeTrainer(vocab_size=200, special_tokens=SPECIAL, show_progress=False)
+    )
     model = json.loads(learnt.to_str())["model"]
     names = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
     names += [token for token, _ in sorted(model["vocab"].items(), key=lambda item: item[1]) if token not in SPECIAL]

@@ -33,7 +33,12 @@ CLEAN = {
 
 # rule, file, its source, part of the expected sentence
 VIOLATIONS: list[tuple[Rule, str, str, str]] = [
-    (rules.imports_point_down, "app/errors.py", "from app.engine.worker import X\n", "errors may not import engine.worker"),
+    (
+        rules.imports_point_down,
+        "app/errors.py",
+        "from app.engine.worker import X\n",
+        "errors may not import engine.worker",
+    ),
     (rules.imports_point_down, "app/errors.py", "import app.engine.worker\n", "errors may not import engine.worker"),
     (rules.imports_point_down, "app/engine/worker.py", "from ..cli import main\n", "may not import cli.main"),
     (rules.imports_point_down, "app/engine/worker.py", "def f():\n    from app.cli import main\n", "worker.py:2"),
@@ -44,7 +49,12 @@ VIOLATIONS: list[tuple[Rule, str, str, str]] = [
     (rules.imports_point_down, "app/novelty.py", "", "has no layer"),
     (rules.no_import_cycles, "app/engine/slots.py", "from app.engine import slots, ring\n", "cycle"),
     (rules.no_import_cycles, "app/bench/stats.py", "from app.cli import main\n", "cycle: bench > cli > bench"),
-    (rules.packages_only_describe, "app/engine/__init__.py", '"""Engine."""\nfrom app.engine.worker import X\n', "nothing else"),
+    (
+        rules.packages_only_describe,
+        "app/engine/__init__.py",
+        '"""Engine."""\nfrom app.engine.worker import X\n',
+        "nothing else",
+    ),
     (rules.packages_only_describe, "app/engine/__init__.py", "", "must hold a docstring"),
     (rules.folders_are_small, "app/a.py", "", "app: has"),
     (rules.folders_are_small, "app/engine/a.py", "", "app/engine: has"),
@@ -52,12 +62,27 @@ VIOLATIONS: list[tuple[Rule, str, str, str]] = [
     (rules.libraries_stay_in_their_folders, "app/cli/main.py", "import starlette.routing\n", "imports starlette"),
     (rules.libraries_stay_in_their_folders, "app/errors.py", "import prometheus_client\n", "imports prometheus_client"),
     (rules.libraries_stay_in_their_folders, "app/engine/worker.py", "import torchao\n", "imports torchao"),
-    (rules.libraries_stay_in_their_folders, "app/engine/worker.py", "def f():\n    import transformers\n", "only tests may"),
+    (
+        rules.libraries_stay_in_their_folders,
+        "app/engine/worker.py",
+        "def f():\n    import transformers\n",
+        "only tests may",
+    ),
     (rules.libraries_stay_in_their_folders, "app/errors.py", "import httpx\n", "imports httpx"),
-    (rules.devices_stay_in_their_folders, "app/engine/worker.py", "import torch\ntorch.cuda.is_available()\n", "worker.py:2"),
+    (
+        rules.devices_stay_in_their_folders,
+        "app/engine/worker.py",
+        "import torch\ntorch.cuda.is_available()\n",
+        "worker.py:2",
+    ),
     (rules.devices_stay_in_their_folders, "app/engine/worker.py", "from torch import mps\n", "torch.mps"),
     (rules.devices_stay_in_their_folders, "app/engine/worker.py", "from torch.backends import cpu\n", "torch.backends"),
-    (rules.devices_stay_in_their_folders, "app/cli/main.py", "import platform\nplatform.machine()\n", "platform.machine"),
+    (
+        rules.devices_stay_in_their_folders,
+        "app/cli/main.py",
+        "import platform\nplatform.machine()\n",
+        "platform.machine",
+    ),
     (rules.blind_excepts_are_listed, "app/cli/main.py", "try:\n    pass\nexcept Exception:\n    pass\n", "main.py:3"),
     (
         rules.blind_excepts_are_listed,
@@ -66,7 +91,12 @@ VIOLATIONS: list[tuple[Rule, str, str, str]] = [
         "main.py:3",
     ),
     (rules.blind_excepts_are_listed, "app/cli/main.py", "try:\n    pass\nexcept:\n    pass\n", "main.py:3"),
-    (rules.blind_excepts_are_listed, "app/cli/main.py", "with contextlib.suppress(Exception):\n    pass\n", "suppresses"),
+    (
+        rules.blind_excepts_are_listed,
+        "app/cli/main.py",
+        "with contextlib.suppress(Exception):\n    pass\n",
+        "suppresses",
+    ),
     (rules.blind_excepts_are_listed, "app/api/x.py", "try:\n    pass\nexcept Exception:\n    pass\n" * 3, "4 places"),
     (rules.names_are_standard, "app/engine/slot_helper.py", "", "vague"),
     (rules.names_are_standard, "app/engine/utils.py", "", "vague"),
@@ -87,7 +117,9 @@ VIOLATIONS: list[tuple[Rule, str, str, str]] = [
 # Files that a violation needs around it.
 AROUND: dict[Rule, dict[str, str]] = {
     rules.no_import_cycles: {"app/engine/ring.py": "from app.engine.slots import X\n"},
-    rules.folders_are_small: {f"app/{folder}{name}.py": "" for folder in ("", "engine/") for name in "bcdefghijklmnopqr"},
+    rules.folders_are_small: {
+        f"app/{folder}{name}.py": "" for folder in ("", "engine/") for name in "bcdefghijklmnopqr"
+    },
 }
 
 
@@ -129,7 +161,9 @@ def importers_of_torch(tree: Tree) -> list[str]:
         "    if 'torch' in sys.modules:\n"
         "        sys.exit(f'{name} imports torch')\n"
     )
-    result = subprocess.run([sys.executable, "-c", script, *names], cwd=tree.root, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", script, *names], cwd=tree.root, capture_output=True, text=True, check=False
+    )
     return [] if result.returncode == 0 else [result.stderr.strip()]
 
 

@@ -40,7 +40,12 @@ TINY: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-GEMMA = {"query_pre_attn_scalar": 12, "sliding_window": 6, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+GEMMA = {
+    "query_pre_attn_scalar": 12,
+    "sliding_window": 6,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+}
 BY_ARCHITECTURE: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"model_type": "llama", "hidden_act": "silu"},
     "MistralForCausalLM": {"model_type": "mistral", "sliding_window": 6},
@@ -48,7 +53,12 @@ BY_ARCHITECTURE: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"model_type": "qwen3", "head_dim": 16},
     "Phi3ForCausalLM": {"model_type": "phi3", "pad_token_id": 1},
     "SmolLM3ForCausalLM": {"model_type": "smollm3", "num_hidden_layers": 4, "pad_token_id": 1},
-    "Gemma2ForCausalLM": {"model_type": "gemma2", **GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "Gemma2ForCausalLM": {
+        "model_type": "gemma2",
+        **GEMMA,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
     "Gemma3ForCausalLM": {"model_type": "gemma3_text", **GEMMA, "num_hidden_layers": 3, "sliding_window_pattern": 3},
 }
 ARCHITECTURES = tuple(BY_ARCHITECTURE)
@@ -56,7 +66,13 @@ ARCHITECTURES = tuple(BY_ARCHITECTURE)
 
 def config_values(architecture: str = "LlamaForCausalLM", **overrides: Any) -> dict[str, Any]:
     """A tiny config.json of this architecture; an override of None writes null."""
-    return {**TINY, "architectures": [architecture], "torch_dtype": "float32", **BY_ARCHITECTURE[architecture], **overrides}
+    return {
+        **TINY,
+        "architectures": [architecture],
+        "torch_dtype": "float32",
+        **BY_ARCHITECTURE[architecture],
+        **overrides,
+    }
 
 
 def random_tensors(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -108,12 +124,18 @@ def write_weights(directory: Path, tensors: dict[str, torch.Tensor], shards: int
         held = {name: tensors[name] for name in names if weight_map[name] == file}
         save_file(held, directory / file, metadata={"format": "pt"})
     total = sum(tensor.nbytes for tensor in tensors.values())
-    _write_json(directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+    _write_json(
+        directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map}
+    )
 
 
 def write_tokenizer(directory: Path) -> None:
     """Byte-level BPE of 4 special tokens, the 256 bytes and a few merges, so that every text has ids and comes back unchanged."""
-    symbols = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *(merge.replace(" ", "") for merge in MERGES)]
+    symbols = [
+        *SPECIAL_TOKENS,
+        *sorted(pre_tokenizers.ByteLevel.alphabet()),
+        *(merge.replace(" ", "") for merge in MERGES),
+    ]
     merges = [(left, right) for left, right in (merge.split(" ") for merge in MERGES)]
     tokenizer = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=merges))
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
@@ -121,7 +143,12 @@ def write_tokenizer(directory: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = TemplateProcessing(single=f"{BOS} $A", pair=None, special_tokens=[(BOS, 0)])
     tokenizer.save(str(directory / "tokenizer.json"))
-    words = {"bos_token": BOS, "eos_token": EOS, "chat_template": CHAT_TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
+    words = {
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "chat_template": CHAT_TEMPLATE,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
     _write_json(directory / "tokenizer_config.json", words)
 
 

@@ -19,7 +19,10 @@ from tokenizers.processors import TemplateProcessing
 from encoder_families import FAMILIES, HIDDEN, LENGTH, TINY, Family
 from tiny_checkpoints import config_values, write_tokenizer, write_weights
 
-SPECIALS = {"bert": ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"), "roberta": ("<s>", "<pad>", "</s>", "<unk>", "<mask>")}
+SPECIALS = {
+    "bert": ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"),
+    "roberta": ("<s>", "<pad>", "</s>", "<unk>", "<mask>"),
+}
 WORDS = ("the", "fox", "said", "hello", "world", "green", "wood", "##s", "##ing", "##er")
 CAUSAL = ("Llama", "Qwen3", "Mistral")  # embedders that pool the last token unless modules.json says otherwise
 DECODERS = (*CAUSAL, "Gemma3Text")
@@ -38,7 +41,13 @@ def encoder_values(architecture: str, num_labels: int = 1, **overrides: Any) -> 
     """A tiny config.json; an override of None writes null."""
     family = family_of(architecture)
     base = config_values(_DECODER_OF[family.name]) if family.name in DECODERS else TINY
-    values = {**base, **family.values, "model_type": family.model_type, "architectures": [architecture], "dtype": "float32"}
+    values = {
+        **base,
+        **family.values,
+        "model_type": family.model_type,
+        "architectures": [architecture],
+        "dtype": "float32",
+    }
     if architecture.endswith(SUFFIX):
         values["id2label"] = {str(index): f"LABEL_{index}" for index in range(num_labels)}
         values["label2id"] = {f"LABEL_{index}": index for index in range(num_labels)}
@@ -119,7 +128,9 @@ class Modules:
             for index, (name, folder) in enumerate(zip(names, folders, strict=True))
         ]
         _write_json(directory / "modules.json", listed)
-        _write_json(directory / "sentence_bert_config.json", {"max_seq_length": self.max_seq_length, "do_lower_case": False})
+        _write_json(
+            directory / "sentence_bert_config.json", {"max_seq_length": self.max_seq_length, "do_lower_case": False}
+        )
         words = {"prompts": dict(self.prompts or {}), "default_prompt_name": self.default_prompt_name}
         _write_json(directory / "config_sentence_transformers.json", words)
         pooling = {f"pooling_mode_{mode}": mode in self.modes for mode in _MODES}
@@ -129,7 +140,9 @@ class Modules:
             says = {"in_features": size, "out_features": outputs, "bias": True, "activation_function": activation}
             _write_json(_folder(directory, folder) / "config.json", says)
             weight = torch.randn((outputs, size), generator=generator) / size**0.5
-            write_weights(directory / folder, {"linear.weight": weight, "linear.bias": torch.randn(outputs, generator=generator)})
+            write_weights(
+                directory / folder, {"linear.weight": weight, "linear.bias": torch.randn(outputs, generator=generator)}
+            )
             size = outputs
 
 

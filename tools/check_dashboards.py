@@ -60,7 +60,11 @@ class Window:
     rate_seconds: int = 60
 
     def variables(self) -> dict[str, str]:
-        spans = {"__range": round(self.end - self.start), "__rate_interval": self.rate_seconds, "__interval": self.rate_seconds}
+        spans = {
+            "__range": round(self.end - self.start),
+            "__rate_interval": self.rate_seconds,
+            "__interval": self.rate_seconds,
+        }
         return {name: f"{seconds}s" for name, seconds in spans.items()}
 
 

@@ -114,7 +114,11 @@ def main() -> int:
     told = " and ".join(f"{capacity:.2f}" for capacity in capacities)
     print(f"Quotas of {' and '.join(map(str, arguments.quotas))} cores; requests/s as told: {told}.\n\n{HEAD}")
     print("\n".join(row.line() for row in rows))
-    print(json.dumps({"quotas": arguments.quotas, "requests_per_second_told": capacities, "rows": [asdict(row) for row in rows]}))
+    print(
+        json.dumps(
+            {"quotas": arguments.quotas, "requests_per_second_told": capacities, "rows": [asdict(row) for row in rows]}
+        )
+    )
     return 0
 
 
@@ -202,9 +206,13 @@ async def _one(load: Load, traffic: GenerateTraffic, capacity: float, seconds: f
                 await traffic.run_closed_loop(run, load.clients, RunLimits(seconds=seconds))
             else:
                 assert load.part, "a load is one of both"
-                await traffic.run_open_loop(run, poisson_arrivals(load.part * capacity, seed=1), RunLimits(seconds=seconds))
+                await traffic.run_open_loop(
+                    run, poisson_arrivals(load.part * capacity, seed=1), RunLimits(seconds=seconds)
+                )
     except TimeoutError:
-        raise SystemExit(f"{load}: requests have not ended {DRAIN_SECONDS:g} s after the last one came; ask for less") from None
+        raise SystemExit(
+            f"{load}: requests have not ended {DRAIN_SECONDS:g} s after the last one came; ask for less"
+        ) from None
     return run
 
 

@@ -84,9 +84,13 @@ class Measured:
         self.client_cores.append(busy.cpu_seconds / (busy.ended - busy.started))
 
     def summary(self) -> dict[str, float]:
-        medians = {name: statistics.median(getattr(self, name)) for name in ("samples", "tokens", "cores", "client_cores")}
+        medians = {
+            name: statistics.median(getattr(self, name)) for name in ("samples", "tokens", "cores", "client_cores")
+        }
         spreads = {"busy": self.latencies, "calm": self.calm}
-        shares = {f"{name}_p{at}_ms": 1e3 * percentile(of, at / 100) for name, of in spreads.items() for at in (50, 95, 99)}
+        shares = {
+            f"{name}_p{at}_ms": 1e3 * percentile(of, at / 100) for name, of in spreads.items() for at in (50, 95, 99)
+        }
         return medians | shares
 
 
@@ -117,14 +121,18 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True, help="a sentence-transformers directory")
     parser.add_argument("--venv", action="append", default=[], type=_venv, metavar="NAME=DIR")
     parser.add_argument("--flags", default="", help="of our server")
-    parser.add_argument("--exports", type=Path, default=Path("/tmp/exports"), help="where converted models lie, or shall")
+    parser.add_argument(
+        "--exports", type=Path, default=Path("/tmp/exports"), help="where converted models lie, or shall"
+    )
     parser.add_argument(
         "--workers", type=_numbers, default=(1, 2), help="requests that a route computes at once: 1,2 is each in turn"
     )
     parser.add_argument("--threads", type=int, default=2, help="cores that every server may use")
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--texts", type=int, default=1, help="of a request")
-    parser.add_argument("--lengths", type=_lengths, default=(40, 512), help="MEDIAN:HIGHEST of a log-normal distribution")
+    parser.add_argument(
+        "--lengths", type=_lengths, default=(40, 512), help="MEDIAN:HIGHEST of a log-normal distribution"
+    )
     parser.add_argument("--seconds", type=float, default=10.0, help="of each load in each round")
     parser.add_argument("--rounds", type=int, default=3)
     return parser.parse_args()
@@ -156,13 +164,29 @@ def _specs(arguments: argparse.Namespace) -> list[ServerSpec]:
     for name, venv in arguments.venv:
         python = str(venv / "bin" / "python")
         if name == "infinity":
-            command = (str(venv / "bin" / "infinity_emb"), "v2", "--model-id", model, "--device", "cpu", "--engine", "torch")
+            command = (
+                str(venv / "bin" / "infinity_emb"),
+                "v2",
+                "--model-id",
+                model,
+                "--device",
+                "cpu",
+                "--engine",
+                "torch",
+            )
             rest = ("--no-bettertransformer", "--url-prefix", "/v1", "--host", "127.0.0.1", "--port", "{port}")
             specs.append(ServerSpec(name, (*command, *rest), {"OMP_NUM_THREADS": str(threads), "DO_NOT_TRACK": "1"}))
             continue
         for workers in arguments.workers:
             each = max(1, threads // workers)
-            numbers = ("--workers", str(workers), "--threads", str(each), "--exports", str(arguments.exports.absolute()))
+            numbers = (
+                "--workers",
+                str(workers),
+                "--threads",
+                str(each),
+                "--exports",
+                str(arguments.exports.absolute()),
+            )
             command = (python, "-m", "tools.peers.embed_route", name, model, *numbers, "--port", "{port}")
             # Without a limit of its own OpenMP would start as many threads as there are cores in every worker.
             specs.append(ServerSpec(f"{name} {workers}×{each}", command, {"OMP_NUM_THREADS": str(each)}))
@@ -220,9 +244,7 @@ def _report(found: Found) -> None:
     ours = next(iter(found.values()))
     for name, measured in found.items():
         it = measured.summary()
-        speed = (
-            f"{it['samples']:8.1f} texts/s {it['tokens']:9.0f} tok/s, ours over it {ratio(ours.samples, measured.samples):5.2f}"
-        )
+        speed = f"{it['samples']:8.1f} texts/s {it['tokens']:9.0f} tok/s, ours over it {ratio(ours.samples, measured.samples):5.2f}"
         busy = " / ".join(f"{it[f'busy_p{at}_ms']:.1f}" for at in (50, 95, 99))
         calm = " / ".join(f"{it[f'calm_p{at}_ms']:.1f}" for at in (50, 95, 99))
         cores = f"cores {it['cores']:.2f}, client {it['client_cores']:.2f}"

@@ -80,7 +80,9 @@ class Measured:
     def summary(self) -> dict[str, float]:
         milliseconds = {"ttft": self.first_token, "itl": self.gaps}
         spreads = {
-            f"{name}_p{share}_ms": 1e3 * percentile(of, share / 100) for name, of in milliseconds.items() for share in (50, 99)
+            f"{name}_p{share}_ms": 1e3 * percentile(of, share / 100)
+            for name, of in milliseconds.items()
+            for share in (50, 99)
         }
         cpu = {"server_cores": statistics.median(self.server_cpu), "client_cores": statistics.median(self.client_cpu)}
         rates = {"steady": self.steady, "overall": self.overall, "together": self.together}
@@ -129,7 +131,9 @@ def run_and_report(job: Job, report: Callable[[Job, Found], None] | None = None)
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--server", action="append", required=True, type=spec, metavar="NAME=[VARIABLE=value ...] COMMAND")
+    parser.add_argument(
+        "--server", action="append", required=True, type=spec, metavar="NAME=[VARIABLE=value ...] COMMAND"
+    )
     add_load_flags(parser)
     arguments = parser.parse_args()
     names = [each.name for each in arguments.server]
@@ -198,7 +202,9 @@ def ratio(ours: Sequence[float], others: Sequence[float]) -> float:
 
 def _report(job: Job, found: Found) -> None:
     for each in job.specs:
-        print(f"{each.name}: {' '.join([f'{name}={value}' for name, value in each.environment.items()] + list(each.command))}")
+        print(
+            f"{each.name}: {' '.join([f'{name}={value}' for name, value in each.environment.items()] + list(each.command))}"
+        )
     for clients, of in found.items():
         first = next(iter(of.values()))
         for name, measured in of.items():

@@ -59,7 +59,9 @@ def main() -> None:
     parser.add_argument("--steps", default=STEPS, help="TEXTSxTOKENS, or mixed:TOKENS of log-normal lengths around 40")
     parser.add_argument("--ways", default=WAYS)
     parser.add_argument("--seconds", type=float, default=6.0, help="of each step, all ways together")
-    parser.add_argument("--beside", type=float, default=0.0, metavar="MS", help="what a neighbour computes of every 10 ms")
+    parser.add_argument(
+        "--beside", type=float, default=0.0, metavar="MS", help="what a neighbour computes of every 10 ms"
+    )
     asked = parser.parse_args()
     settings = Settings(
         model=asked.model, precision=asked.precision, threads=asked.threads, calibrate="off", max_batch_tokens=2048
@@ -72,7 +74,9 @@ def main() -> None:
         for name in asked.steps.split(","):
             spans = list(steps(name))
             taken = turns(runner, spans, ways, asked.seconds)
-            print(f"{name:>12}", "   ".join(told(each, taken[TOGETHER], key) for key, each in taken.items()), flush=True)
+            print(
+                f"{name:>12}", "   ".join(told(each, taken[TOGETHER], key) for key, each in taken.items()), flush=True
+            )
 
 
 def way(name: str) -> LanePlanner:

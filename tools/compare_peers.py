@@ -122,7 +122,9 @@ def _side(text: str) -> SideSpec:
 def _names(text: str) -> str:
     for name in text.split(","):
         if not re.fullmatch(r"prefill|[1-9]\d*(x[1-9]\d*)?", name):
-            raise argparse.ArgumentTypeError(f"{name!r} is neither prefill nor a number of rows, nor texts of tokens as 8x128")
+            raise argparse.ArgumentTypeError(
+                f"{name!r} is neither prefill nor a number of rows, nor texts of tokens as 8x128"
+            )
     return text
 
 
@@ -156,9 +158,14 @@ def _round(number: int, sides: list[Side], workloads: list[Workload], rates: Rat
 
 def _report(abouts: dict[str, dict[str, Any]], rates: Rates, threads: int, complete: bool) -> None:
     names = list(next(iter(rates.values())))
-    medians = {work: {name: statistics.median(values) for name, values in of.items() if values} for work, of in rates.items()}
+    medians = {
+        work: {name: statistics.median(values) for name, values in of.items() if values} for work, of in rates.items()
+    }
     ratios = {
-        work: {name: statistics.median(ours / other for ours, other in zip(of[names[0]], of[name], strict=True)) for name in of}
+        work: {
+            name: statistics.median(ours / other for ours, other in zip(of[names[0]], of[name], strict=True))
+            for name in of
+        }
         for work, of in rates.items()
         if of[names[0]]
     }

@@ -51,7 +51,9 @@ def products(outputs: int, inputs: int, rows: int) -> dict[str, tuple[Product, P
 
 def pair(form: object, x: object) -> tuple[Product, Product]:
     fused = isinstance(form, ActivatingForm)
-    return lambda: form.multiply(x), lambda: form.multiply_activated(x, "gelu") if fused else activate(form.multiply(x), "gelu")  # type: ignore[attr-defined]
+    return lambda: form.multiply(
+        x
+    ), lambda: form.multiply_activated(x, "gelu") if fused else activate(form.multiply(x), "gelu")  # type: ignore[attr-defined]
 
 
 def seconds(product: Product) -> float:
@@ -65,7 +67,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--rows", default="16,128,512,1024,2048")
-    parser.add_argument("--shapes", default="1024x1024,3072x1024,4096x1024,1024x4096,384x384,1152x384,1536x384,384x1536")
+    parser.add_argument(
+        "--shapes", default="1024x1024,3072x1024,4096x1024,1024x4096,384x384,1152x384,1536x384,384x1536"
+    )
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
     print(f"{native_library().reason}, {asked.threads} threads; GFLOP/s, alone and with a GELU")
@@ -77,7 +81,10 @@ def main() -> None:
             for _ in range(asked.rounds):
                 for name, both in forms.items():
                     best[name] = [min(was, seconds(product)) for was, product in zip(best[name], both, strict=True)]
-            rates = (f"{name} {rate(shape, rows, was[0]):.0f} / {rate(shape, rows, was[1]):.0f}" for name, was in best.items())
+            rates = (
+                f"{name} {rate(shape, rows, was[0]):.0f} / {rate(shape, rows, was[1]):.0f}"
+                for name, was in best.items()
+            )
             print(f"{shape:>10} x {rows:<5}", "   ".join(rates), flush=True)
 
 

@@ -18,7 +18,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "READ "  # before the line that is meant for us
-KINDS = {"Q8_0": ("q8_0", True), "Q4_0, output in six bits": ("q4_0", False), "Q4_0 pure": ("q4_0", True)}  # name: type, --pure
+KINDS = {
+    "Q8_0": ("q8_0", True),
+    "Q4_0, output in six bits": ("q4_0", False),
+    "Q4_0 pure": ("q4_0", True),
+}  # name: type, --pure
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, help="of the text, at the most")
     parser.add_argument("--peer", help="the other environment's interpreter")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--cache-dir", type=Path, help="ours: where packed weights are, `armature pack --text` ones say")
+    parser.add_argument(
+        "--cache-dir", type=Path, help="ours: where packed weights are, `armature pack --text` ones say"
+    )
     parser.add_argument("--windows", type=Path, help=argparse.SUPPRESS)  # this is the peer: read these
     return parser.parse_args()
 
@@ -82,7 +88,9 @@ def _ours(arguments: argparse.Namespace) -> tuple[list[Reading], list[list[int]]
     outcome = measure_quality(subject, arguments.text, arguments.tokens)
     values = {figure.name: figure.value for figure in outcome.figures}
     precisions = [name.removesuffix(", perplexity") for name in values if name.endswith(", perplexity")]
-    return [Reading(f"ours, {one}", values[f"{one}, perplexity"], values[f"{one}, weights"]) for one in precisions], windows
+    return [
+        Reading(f"ours, {one}", values[f"{one}, perplexity"], values[f"{one}, weights"]) for one in precisions
+    ], windows
 
 
 def _theirs(arguments: argparse.Namespace, windows: list[list[int]]) -> list[Reading]:

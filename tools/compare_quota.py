@@ -93,7 +93,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", required=True)
     parser.add_argument("--flags", default="", help="further flags of armature serve, in one string")
     parser.add_argument("--cores", type=float, default=1.5)
-    parser.add_argument("--threads", type=int, nargs="+", default=list(range(1, (os.cpu_count() or 1) + 1)), help="to be forced")
+    parser.add_argument(
+        "--threads", type=int, nargs="+", default=list(range(1, (os.cpu_count() or 1) + 1)), help="to be forced"
+    )
     parser.add_argument("--peer", action="append", default=[], type=spec, metavar="NAME=[VARIABLE=value ...] COMMAND")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=96)
@@ -108,7 +110,9 @@ def ours(model: str, flags: str, threads: Sequence[int], python: str) -> list[Se
     return [ServerSpec.parse(f"auto={serve}"), *forced]
 
 
-async def _measured(specs: Sequence[ServerSpec], loads: Sequence[Load], cores: float, rounds: int, results: Results) -> None:
+async def _measured(
+    specs: Sequence[ServerSpec], loads: Sequence[Load], cores: float, rounds: int, results: Results
+) -> None:
     with ExitStack() as stack:
         guests = [await _guest(each, loads, cores, stack) for each in specs]
         for number in range(rounds):
@@ -141,7 +145,9 @@ async def _planned(wire: HttpClient) -> str:
     answer = await wire.get("/info")
     try:
         plan = answer.json()["plan"]
-        return ", ".join(f"{name}={plan[name]['value']} ({plan[name]['reason']})" for name in ("threads", "wait_policy"))
+        return ", ".join(
+            f"{name}={plan[name]['value']} ({plan[name]['reason']})" for name in ("threads", "wait_policy")
+        )
     except (ValueError, KeyError, TypeError):
         return "unknown"
 
@@ -177,12 +183,19 @@ def _report(cores: float, specs: Sequence[ServerSpec], results: Results) -> None
             for name, found in of.items()
         }
         for name, row in rows.items():
-            print(f"{load:12} {name:20} {row['rates']:8.1f} tok/s, throttled {row['throttled']:6.1%}, cores {row['cores']:.2f}")
+            print(
+                f"{load:12} {name:20} {row['rates']:8.1f} tok/s, throttled {row['throttled']:6.1%}, cores {row['cores']:.2f}"
+            )
         best = share_of_best(of)
-        verdict = "every number of threads is throttled" if best is None else f"{best[0]:.2f} of {best[1]}, target {TARGET}"
+        verdict = (
+            "every number of threads is throttled" if best is None else f"{best[0]:.2f} of {best[1]}, target {TARGET}"
+        )
         print(f"{load:12} auto is {verdict}")
         figures[load] = {"servers": rows, "auto_over_best": best}
-    commands = {each.name: [f"{name}={value}" for name, value in each.environment.items()] + list(each.command) for each in specs}
+    commands = {
+        each.name: [f"{name}={value}" for name, value in each.environment.items()] + list(each.command)
+        for each in specs
+    }
     print(json.dumps({"cores": cores, "servers": commands, "loads": figures}))
 
 

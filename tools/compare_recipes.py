@@ -58,7 +58,9 @@ def main() -> int:
             trial.choose(form, equalise=way != WAYS[0])
             perplexity, nbytes = trial.perplexity(form.partition("/")[0], trial.shown if way == WAYS[2] else None)
             found[f"{form}, {way}"] = perplexity / exact - 1
-            print(f"{form:<30}{way:<22}{100 * (perplexity / exact - 1):>+8.2f}%{nbytes:>9.3f} B a parameter", flush=True)
+            print(
+                f"{form:<30}{way:<22}{100 * (perplexity / exact - 1):>+8.2f}%{nbytes:>9.3f} B a parameter", flush=True
+            )
     print(json.dumps(found))
     return 0
 

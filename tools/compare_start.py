@@ -21,7 +21,9 @@ from tools.peers.servers import ServerSide, ServerSpec
 def main() -> int:
     """Progress goes to stderr; then come a table and, as the last line, JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--server", action="append", required=True, type=spec, metavar="NAME=[VARIABLE=value ...] COMMAND")
+    parser.add_argument(
+        "--server", action="append", required=True, type=spec, metavar="NAME=[VARIABLE=value ...] COMMAND"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="that count")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that a server ends too

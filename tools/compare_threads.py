@@ -37,9 +37,7 @@ ARRANGEMENTS: Mapping[str, str] = {
     "switch-0.2-ms": "--switch-ms 0.2",
     "switch-5-ms": "--switch-ms 5",
 }
-USUAL = (
-    "plan,passive,spins-1000,spins-300000,others-nice-5,others-nice-10,compute-batch,one-thread-fewer,switch-0.2-ms,switch-5-ms"
-)
+USUAL = "plan,passive,spins-1000,spins-300000,others-nice-5,others-nice-10,compute-batch,one-thread-fewer,switch-0.2-ms,switch-5-ms"
 
 
 def main() -> int:
@@ -51,7 +49,9 @@ def main() -> int:
         UniformLengths(arguments.prompt_tokens, arguments.prompt_tokens),
         UniformLengths(arguments.max_tokens, arguments.max_tokens),
     )
-    return run_and_report(Job(specs, arguments.clients, arguments.rounds, arguments.requests, GenerateWorkload(*lengths)))
+    return run_and_report(
+        Job(specs, arguments.clients, arguments.rounds, arguments.requests, GenerateWorkload(*lengths))
+    )
 
 
 def _arguments() -> argparse.Namespace:

@@ -84,7 +84,15 @@ def drawn(prometheus: Prometheus, dashboard: Mapping[str, Any], window: Window) 
     for panel in dashboard["panels"]:
         place = panel["gridPos"] | {"y": panel["gridPos"]["y"] + 2}
         if panel["type"] == "row":
-            figure.text(0.006, 1 - (place["y"] + 0.5) / rows, panel["title"], fontsize=9, weight="bold", color=MUTED, va="center")
+            figure.text(
+                0.006,
+                1 - (place["y"] + 0.5) / rows,
+                panel["title"],
+                fontsize=9,
+                weight="bold",
+                color=MUTED,
+                va="center",
+            )
             continue
         DRAW[panel["type"]](_axes(figure, place, rows, panel), panel, _answers(prometheus, panel, filled, window))
     return figure
@@ -95,7 +103,9 @@ def _axes(figure: Figure, place: Mapping[str, int], rows: int, panel: Mapping[st
     width, height = figure.get_size_inches()
     left, wide = place["x"] * COLUMN_INCHES + MARGIN_INCHES, place["w"] * COLUMN_INCHES - MARGIN_INCHES
     below, high = (rows - place["y"] - place["h"]) * ROW_INCHES + MARGIN_INCHES, place["h"] * ROW_INCHES - MARGIN_INCHES
-    card = figure.add_axes((left / width, below / height, wide / width, high / height), facecolor=PAPER, xticks=[], yticks=[])
+    card = figure.add_axes(
+        (left / width, below / height, wide / width, high / height), facecolor=PAPER, xticks=[], yticks=[]
+    )
     card.spines[:].set_visible(False)
     card.text(0.06 / wide, 1 - 0.13 / high, panel["title"], fontsize=7.5, weight="bold", color=INK, va="center")
     if panel["type"] in ("stat", "table"):
@@ -105,10 +115,14 @@ def _axes(figure: Figure, place: Mapping[str, int], rows: int, panel: Mapping[st
     return figure.add_axes(inner, facecolor=PAPER)
 
 
-def _answers(prometheus: Prometheus, panel: Mapping[str, Any], filled: Mapping[str, str], window: Window) -> list[Shown]:
+def _answers(
+    prometheus: Prometheus, panel: Mapping[str, Any], filled: Mapping[str, str], window: Window
+) -> list[Shown]:
     shown = []
     for target in panel["targets"]:
-        query = Query("", panel["title"], target["refId"], target["expr"], target["legendFormat"], bool(target.get("instant")))
+        query = Query(
+            "", panel["title"], target["refId"], target["expr"], target["legendFormat"], bool(target.get("instant"))
+        )
         for series in prometheus.answers(query, substituted(query.expr, filled), window):
             labels: dict[str, str] = series["metric"]
             legend = re.sub(r"\{\{(\w+)\}\}", lambda found, known=labels: known.get(found[1], ""), query.legend)  # type: ignore[misc]
@@ -181,13 +195,23 @@ def _table(axes: Axes, panel: Mapping[str, Any], shown: Sequence[Shown]) -> None
     lines: dict[tuple[str, ...], dict[str, str]] = {}
     for one in shown:
         name = names.get(f"Value #{one.ref}", names.get("Value", ""))
-        lines.setdefault(tuple(one.labels.get(key, "") for key in keys), {})[name] = told(one.points[-1][1], units[name])
+        lines.setdefault(tuple(one.labels.get(key, "") for key in keys), {})[name] = told(
+            one.points[-1][1], units[name]
+        )
     header = [*keys, *values]
     cells = [[*found, *(told_of.get(name, "") for name in values)] for found, told_of in sorted(lines.items())]
     for row, words in enumerate([header, *cells]):
         for column, word in enumerate(words):
             weight = "normal" if row else "bold"
-            axes.text((column + 0.15) / len(header), 0.75 - 0.2 * row, word, fontsize=6.5, weight=weight, color=INK, va="center")
+            axes.text(
+                (column + 0.15) / len(header),
+                0.75 - 0.2 * row,
+                word,
+                fontsize=6.5,
+                weight=weight,
+                color=INK,
+                va="center",
+            )
 
 
 def _heat(axes: Axes, panel: Mapping[str, Any], shown: Sequence[Shown]) -> None:
@@ -200,7 +224,9 @@ def _heat(axes: Axes, panel: Mapping[str, Any], shown: Sequence[Shown]) -> None:
         axes.scatter(list(heights), [index] * len(heights), c=list(heights.values()), cmap="Oranges", marker="s", s=9)
         below = values
     bounds = [float(one.labels["le"]) for one in buckets]
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda at, _: told(bounds[int(at)], "s") if 0 <= at < len(bounds) else ""))
+    axes.yaxis.set_major_formatter(
+        FuncFormatter(lambda at, _: told(bounds[int(at)], "s") if 0 <= at < len(bounds) else "")
+    )
     axes.set_xticks([])
     axes.tick_params(colors=MUTED, length=2)
 

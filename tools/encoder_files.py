@@ -102,7 +102,9 @@ def _modules() -> list[dict[str, object]]:
 
 def _pooling(shape: Shape) -> dict[str, object]:
     modes = {"cls_token": False, "mean_tokens": True, "max_tokens": False, "mean_sqrt_len_tokens": False}
-    return {"word_embedding_dimension": shape.hidden_size} | {f"pooling_mode_{mode}": used for mode, used in modes.items()}
+    return {"word_embedding_dimension": shape.hidden_size} | {
+        f"pooling_mode_{mode}": used for mode, used in modes.items()
+    }
 
 
 def _similarity() -> dict[str, object]:

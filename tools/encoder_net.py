@@ -34,7 +34,9 @@ class Embeddings(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         positions = self.position_embeddings.weight[: token_ids.shape[1]]
-        normed: Tensor = self.LayerNorm(self.word_embeddings(token_ids) + positions + self.token_type_embeddings.weight[0])
+        normed: Tensor = self.LayerNorm(
+            self.word_embeddings(token_ids) + positions + self.token_type_embeddings.weight[0]
+        )
         return normed
 
 
@@ -50,7 +52,9 @@ class SelfAttention(nn.Module):
         def split(y: Tensor) -> Tensor:
             return y.view(*y.shape[:2], self.num_heads, -1).transpose(1, 2)
 
-        mixed = F.scaled_dot_product_attention(split(self.query(x)), split(self.key(x)), split(self.value(x)), attn_mask=seen)
+        mixed = F.scaled_dot_product_attention(
+            split(self.query(x)), split(self.key(x)), split(self.value(x)), attn_mask=seen
+        )
         return mixed.transpose(1, 2).flatten(2)
 
 

@@ -49,6 +49,9 @@ def report(directory: Path, teacher_directory: Path, seed: int) -> None:
     held_out = [text for text in corpus(teacher_tokenizer, seed, 150_000) if is_held_out(text)]
     everyday = EVERYDAY.read_text(encoding="utf-8").splitlines()
     print("| texts | number | Spearman of cosines | nearest among the teacher's three |\n|---|---|---|---|")
-    for name, texts in (("held out", random.Random(seed).sample(held_out, NUM_TEXTS)), ("everyday sentences", everyday)):
+    for name, texts in (
+        ("held out", random.Random(seed).sample(held_out, NUM_TEXTS)),
+        ("everyday sentences", everyday),
+    ):
         correlation, found = agreement(embedded(net, tokenizer, texts), embedded(teacher, teacher_tokenizer, texts))
         print(f"| {name} | {len(texts)} | {correlation:.3f} | {found:.2f} |", flush=True)

@@ -32,7 +32,11 @@ LAYER_NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 OTHER_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # numpy has no BF16: its bits will do
+DTYPES: dict[str, Any] = {
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": np.uint16,
+}  # numpy has no BF16: its bits will do
 NORMAL_TOKEN, CONTROL_TOKEN, USER_TOKEN, UNUSED_TOKEN = 1, 3, 4, 5  # `enum llama_token_type`
 TYPES = {"f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}  # `enum llama_ftype`
 
@@ -96,9 +100,13 @@ def check(config: ModelConfig) -> None:
     """What this file cannot say of a model must not be left out of it."""
     kinds = {rope and rope.kind for rope in config.ropes}
     if config.architecture != "LlamaForCausalLM" or config.qkv_bias or config.output_bias or config.mlp_bias:
-        raise SystemExit(f"{config.architecture}, with biases or not a Llama, is not converted: only a Llama without them is")
+        raise SystemExit(
+            f"{config.architecture}, with biases or not a Llama, is not converted: only a Llama without them is"
+        )
     if len(set(config.ropes)) != 1 or not kinds <= {"default", "llama3"}:
-        raise SystemExit(f"rotary embeddings of kind {', '.join(map(str, kinds))} are not converted: default and llama3 are")
+        raise SystemExit(
+            f"rotary embeddings of kind {', '.join(map(str, kinds))} are not converted: default and llama3 are"
+        )
 
 
 def _write_shape(writer: Any, config: ModelConfig) -> None:

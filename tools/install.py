@@ -47,7 +47,9 @@ class Refusal(Exception):
 def install(venv: Path, kind: str) -> None:
     """Creates the environment where it is not, installs the pins and the project itself, and leaves a stamp for make."""
     python = make_venv(venv)
-    requirement, options, reason = choose_torch(platform.system(), platform.machine(), has_nvidia_gpu(), cpu_index_answers)
+    requirement, options, reason = choose_torch(
+        platform.system(), platform.machine(), has_nvidia_gpu(), cpu_index_answers
+    )
     print(f"{requirement}: {reason}.", flush=True)
     print(f"Installing what {kind} needs into {venv} ...", flush=True)
     pins = ROOT / "requirements" / f"{kind}.txt"
@@ -61,7 +63,10 @@ def install(venv: Path, kind: str) -> None:
 def make_venv(venv: Path) -> Path:
     """The environment's interpreter. A half-made environment, such as one without pip, is made again."""
     python = venv / "bin" / "python"
-    if python.exists() and subprocess.run([python, "-c", "import pip"], capture_output=True, check=False).returncode == 0:
+    if (
+        python.exists()
+        and subprocess.run([python, "-c", "import pip"], capture_output=True, check=False).returncode == 0
+    ):
         return python
     if importlib.util.find_spec("ensurepip") is None:  # Debian and Ubuntu leave it out of python3
         version = f"{sys.version_info.major}.{sys.version_info.minor}"

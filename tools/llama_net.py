@@ -57,7 +57,11 @@ class Attention(nn.Module):
         def split(y: Tensor) -> Tensor:
             return y.view(*y.shape[:2], -1, self.shape.head_dim).transpose(1, 2)
 
-        q, k, v = rotate(split(self.q_proj(x)), cos, sin), rotate(split(self.k_proj(x)), cos, sin), split(self.v_proj(x))
+        q, k, v = (
+            rotate(split(self.q_proj(x)), cos, sin),
+            rotate(split(self.k_proj(x)), cos, sin),
+            split(self.v_proj(x)),
+        )
         repeats = self.shape.num_heads // self.shape.num_kv_heads
         k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)

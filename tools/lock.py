@@ -91,8 +91,24 @@ def locked(lock: Lock) -> Iterator[str]:
 def found(lock: Lock, requirements: list[str], *options: str) -> list[Any]:
     """What pip would install there."""
     with tempfile.TemporaryDirectory() as target:
-        command = [sys.executable, "-m", "pip", "install", "-q", "--dry-run", "--ignore-installed", "--report=-", *options]
-        command += ["--only-binary=:all:", f"--python-version={PYTHON}", *lock.platforms, f"--target={target}", *requirements]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--dry-run",
+            "--ignore-installed",
+            "--report=-",
+            *options,
+        ]
+        command += [
+            "--only-binary=:all:",
+            f"--python-version={PYTHON}",
+            *lock.platforms,
+            f"--target={target}",
+            *requirements,
+        ]
         report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     items: list[Any] = json.loads(report)["install"]
     return items

@@ -26,7 +26,11 @@ def watching(program: str, folder: Path, pools: Mapping[str, str], plain: Sequen
     instance. It keeps all it knows in `folder`, and ends with the block or with this process."""
     configuration, log = folder / "prometheus.yml", folder / "prometheus.log"
     configuration.write_text(json.dumps(_configuration(_rules(folder), pools, plain)))
-    flags = (f"--config.file={configuration}", f"--storage.tsdb.path={folder / 'tsdb'}", "--web.listen-address=127.0.0.1:0")
+    flags = (
+        f"--config.file={configuration}",
+        f"--storage.tsdb.path={folder / 'tsdb'}",
+        "--web.listen-address=127.0.0.1:0",
+    )
     with log.open("w") as said:
         process = subprocess.Popen([*LAUNCH, program, *flags], stdin=subprocess.DEVNULL, stdout=said, stderr=said)
     try:
@@ -40,7 +44,12 @@ def _configuration(rules: Path, pools: Mapping[str, str], plain: Sequence[str]) 
     pods = [
         {
             "targets": [url.removeprefix("http://")],
-            "labels": {"pool": pool, "namespace": "armature", "pod": f"armature-{pool}-0", "instance": f"armature-{pool}-0"},
+            "labels": {
+                "pool": pool,
+                "namespace": "armature",
+                "pod": f"armature-{pool}-0",
+                "instance": f"armature-{pool}-0",
+            },
         }
         for pool, url in pools.items()
     ]
@@ -49,7 +58,9 @@ def _configuration(rules: Path, pools: Mapping[str, str], plain: Sequence[str]) 
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
         "rule_files": [str(rules)],
         "scrape_configs": [
-            {"job_name": name, "static_configs": targets} for name, targets in (("armature", pods), ("plain", others)) if targets
+            {"job_name": name, "static_configs": targets}
+            for name, targets in (("armature", pods), ("plain", others))
+            if targets
         ],
     }
 

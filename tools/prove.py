@@ -34,7 +34,15 @@ from tools.proofs.report import Section, page
 ROOT = Path(__file__).resolve().parents[1]
 REPORT, KEPT = ROOT / "docs" / "proofs.md", ROOT / "build" / "proofs.json"
 PLATFORMS = ("linux/amd64", "linux/arm64")
-UNEXPECTED = (OSError, RuntimeError, ValueError, LookupError, AssertionError, subprocess.SubprocessError, MeasurementFailed)
+UNEXPECTED = (
+    OSError,
+    RuntimeError,
+    ValueError,
+    LookupError,
+    AssertionError,
+    subprocess.SubprocessError,
+    MeasurementFailed,
+)
 
 
 class TooLong(RuntimeError):
@@ -65,7 +73,9 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--image", metavar="TAG", help="an image that is there already, in place of building both")
-    parser.add_argument("--platforms", default=PLATFORMS, type=_listed, help=f"of it, {','.join(PLATFORMS)} unless said")
+    parser.add_argument(
+        "--platforms", default=PLATFORMS, type=_listed, help=f"of it, {','.join(PLATFORMS)} unless said"
+    )
     parser.add_argument("--only", default=tuple(PARTS), type=_parts, help=f"some of {','.join(PARTS)}")
     parser.add_argument(
         "--model", type=Path, help="a checkpoint for quotas, and for a limit that is too small; the demo, without it"

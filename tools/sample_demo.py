@@ -42,7 +42,9 @@ def print_samples(checkpoint: Checkpoint, seed: int) -> None:
     chance = torch.Generator().manual_seed(seed)
     for name, temperature in (("greedy", 0.0), ("temperature 0.8", 0.8)):
         for prompt in PROMPTS:
-            print(f"\n[{name}] {prompt}\n{generate(checkpoint, [chat_ids(checkpoint, prompt)], temperature, chance)[0]}")
+            print(
+                f"\n[{name}] {prompt}\n{generate(checkpoint, [chat_ids(checkpoint, prompt)], temperature, chance)[0]}"
+            )
         ids = [BEGIN, *checkpoint.tokenizer.encode("Once upon a time", add_special_tokens=False).ids]
         print(f"\n[{name}, completion] Once upon a time\n...{generate(checkpoint, [ids], temperature, chance)[0]}")
 
@@ -52,7 +54,10 @@ def print_quality(checkpoint: Checkpoint, seed: int) -> None:
     chance = torch.Generator().manual_seed(seed)
     told = generate(checkpoint, [[BEGIN]] * NUM_STORIES, 0.8, chance)
     known = {
-        part for turns in islice(training_documents(seed), NUM_DOCUMENTS) for turn in turns for part in _stories_in(turn.text)
+        part
+        for turns in islice(training_documents(seed), NUM_DOCUMENTS)
+        for turn in turns
+        for part in _stories_in(turn.text)
     }
     print(f"\n{len(told)} stories told freely at temperature 0.8:")
     print(f"  follow a plot of the grammar word for word: {sum(follows(text) is not None for text in told)}")
@@ -63,17 +68,22 @@ def print_quality(checkpoint: Checkpoint, seed: int) -> None:
 
 def print_obedience(checkpoint: Checkpoint, chance: torch.Generator) -> None:
     """Requests for a creature and a thing that training never brings together."""
-    pairs = [(kind, thing) for kind in words.KINDS for thing in words.THINGS if is_held_out_pair(kind, thing)][:NUM_STORIES]
+    pairs = [(kind, thing) for kind in words.KINDS for thing in words.THINGS if is_held_out_pair(kind, thing)][
+        :NUM_STORIES
+    ]
     by_length: dict[int, list[tuple[tuple[str, str], list[int]]]] = defaultdict(list)
     for pair in pairs:
         ids = chat_ids(
-            checkpoint, f"Tell me a story about a {pair[0]} and a {pair[1]}.".replace(" a e", " an e").replace(" a u", " an u")
+            checkpoint,
+            f"Tell me a story about a {pair[0]} and a {pair[1]}.".replace(" a e", " an e").replace(" a u", " an u"),
         )
         by_length[len(ids)].append((pair, ids))
     names_both = 0
     for group in by_length.values():
         answers = generate(checkpoint, [ids for _, ids in group], 0.8, chance)
-        names_both += sum(all(word in answer for word in pair) for (pair, _), answer in zip(group, answers, strict=True))
+        names_both += sum(
+            all(word in answer for word in pair) for (pair, _), answer in zip(group, answers, strict=True)
+        )
     print(f"{len(pairs)} requests for a held-out creature and thing: {names_both} answers name both")
 
 

@@ -161,7 +161,9 @@ def dependencies(wheels: list[Wheel], machine: str) -> list[Json]:
 
 def debian_packages(root: Path) -> Iterator[Json]:
     """What dpkg says is installed."""
-    release = dict(re.findall(r'^(\w+)="?([^"\n]*)"?$', (root / "etc/os-release").read_text(encoding="utf-8"), re.MULTILINE))
+    release = dict(
+        re.findall(r'^(\w+)="?([^"\n]*)"?$', (root / "etc/os-release").read_text(encoding="utf-8"), re.MULTILINE)
+    )
     for paragraph in (root / "var/lib/dpkg/status").read_text(encoding="utf-8").split("\n\n"):
         said = dict(re.findall(r"^([\w-]+): (.*)$", paragraph, re.MULTILINE))
         if said.get("Status") != "install ok installed":

@@ -231,7 +231,11 @@ def main() -> int:
         for name in rules(_servers(arguments)):
             servers = _servers(arguments)
             rate = load * sum(server.capacity for server in servers)
-            print(row(f"{load:g}", name, arrivals(servers, rules(servers)[name], rate, arguments.requests, arguments.seed)))
+            print(
+                row(
+                    f"{load:g}", name, arrivals(servers, rules(servers)[name], rate, arguments.requests, arguments.seed)
+                )
+            )
     for count in arguments.clients:
         for name in rules(_servers(arguments)):
             servers = _servers(arguments)
@@ -253,7 +257,9 @@ def _servers(arguments: argparse.Namespace) -> list[Server]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--speeds", type=float, nargs="+", default=[1.0, 0.25])
-    parser.add_argument("--cost", type=float, default=1.0, help="of a further member of a batch, in parts of the first's")
+    parser.add_argument(
+        "--cost", type=float, default=1.0, help="of a further member of a batch, in parts of the first's"
+    )
     parser.add_argument("--places", type=int, default=64)
     parser.add_argument("--queue", type=int, default=256)
     parser.add_argument("--loads", type=float, nargs="*", default=[0.3, 0.5, 0.7, 0.9])

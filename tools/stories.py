@@ -64,7 +64,9 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=3)
     parser.add_argument("--skip", type=int, default=NUM_PRACTICE, help="documents to leave out at the beginning")
     parser.add_argument("--held-out", action="store_true")
-    parser.add_argument("--documents", action="store_true", help="nothing but plain stories, each ended, lines of --- between")
+    parser.add_argument(
+        "--documents", action="store_true", help="nothing but plain stories, each ended, lines of --- between"
+    )
     options = parser.parse_args()
     if options.documents:
         training = islice(training_stories(options.seed), options.count)

@@ -22,7 +22,9 @@ from stories import NUM_PRACTICE, training_documents
 from tokenizers import Tokenizer
 from torch import Tensor
 
-STEP_TOKENS = 2048  # of a step, padding included; half of that while it practises, as it takes many steps and not many tokens
+STEP_TOKENS = (
+    2048  # of a step, padding included; half of that while it practises, as it takes many steps and not many tokens
+)
 POOL = 256  # documents that are sorted by length, so that rows of one batch are alike
 REPORT_EVERY = 100
 WARMUP_STEPS = 40

@@ -29,7 +29,9 @@ POOL = 2048  # texts that are sorted by length, so that rows of one batch are al
 COMMON_WORDS = 5600  # of the vocabulary, from the top of the teacher's; the rest is what the corpus uses most
 WARMUP_STEPS = 100
 RATE = 2e-3
-SIMILARITY_WEIGHT = 20.0  # cosines among a batch's texts against the teacher's: squared errors there are that much smaller
+SIMILARITY_WEIGHT = (
+    20.0  # cosines among a batch's texts against the teacher's: squared errors there are that much smaller
+)
 REPORT_EVERY = 200
 
 
@@ -69,7 +71,10 @@ def vectors(net: Bert, tokenizer: Tokenizer, texts: list[str]) -> Tensor:
         pooled = net(*padded([lesson.token_ids for lesson in group]))
         found[[lesson.row for lesson in group]] = F.normalize(pooled)
         if (done + len(group)) * 20 // len(texts) > done * 20 // len(texts):
-            print(f"{done + len(group):,} of {len(texts):,} texts embedded, {time.monotonic() - started:.0f} s", flush=True)
+            print(
+                f"{done + len(group):,} of {len(texts):,} texts embedded, {time.monotonic() - started:.0f} s",
+                flush=True,
+            )
         done += len(group)
     return found
 
@@ -149,7 +154,9 @@ def train(net: Bert, lessons: list[Lesson], taught: Tensor, projection: Tensor, 
             num_tokens += sum(len(lesson.token_ids) for lesson in batch)
             if step % REPORT_EVERY == REPORT_EVERY - 1:
                 per_second = num_tokens / (time.monotonic() - started)
-                print(f"step {step + 1}: loss {recent:.4f}, {num_tokens:,} tokens, {per_second:.0f} a second", flush=True)
+                print(
+                    f"step {step + 1}: loss {recent:.4f}, {num_tokens:,} tokens, {per_second:.0f} a second", flush=True
+                )
     except KeyboardInterrupt:
         print("stopped early; saving what there is")
 

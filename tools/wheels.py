@@ -22,7 +22,10 @@ LIBRARY = "app/kernels/libarmature.so"
 # What every Linux has, and what torch has loaded before us. Anything else would have to be carried along.
 MAY_NEED = {"libc.so.6", "libm.so.6", "libgomp.so.1", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 OLDEST_GLIBC = (2, 17)  # of the manylinux names that pip knows for both architectures
-TORCH_GOMP = (5, 0)  # the newest symbols of libgomp in the wheels: 2.10 for x86-64 (CUDA) and arm64, 2.13 for x86-64 (CPU)
+TORCH_GOMP = (
+    5,
+    0,
+)  # the newest symbols of libgomp in the wheels: 2.10 for x86-64 (CUDA) and arm64, 2.13 for x86-64 (CPU)
 
 
 class Unfit(Exception):
@@ -59,7 +62,19 @@ def build(machine: str, cross: bool, folder: Path) -> Path:
         options = [f"--config-settings=wheel.tags=py3-none-linux_{machine}"]
         if cross:
             options.append(f"--config-settings=cmake.toolchain-file={TOOLCHAIN}")
-        pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", work, *options, str(ROOT)]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "-q",
+            "--no-deps",
+            "--no-build-isolation",
+            "-w",
+            work,
+            *options,
+            str(ROOT),
+        ]
         subprocess.run(pip, check=True)
         (wheel,) = Path(work).glob("*.whl")
         tag = platform_tag(wheel, machine, Path(work))

@@ -145,9 +145,13 @@ def invalid_body(error: ValidationError) -> InvalidRequest:
     The messages of a union's branches about this field are joined by `or`.
     """
     problems = [(_field_name(item["loc"]), item["msg"]) for item in error.errors()]
-    name, _ = max(problems, key=lambda complaint: (complaint[0].count("[") + complaint[0].count("."), bool(complaint[0])))
+    name, _ = max(
+        problems, key=lambda complaint: (complaint[0].count("[") + complaint[0].count("."), bool(complaint[0]))
+    )
     sentence = "; or ".join(dict.fromkeys(_plain_message(text) for about, text in problems if about == name))
-    return InvalidRequest(f"{name}: {sentence}." if name else f"The body could not be read: {sentence}.", field=name or None)
+    return InvalidRequest(
+        f"{name}: {sentence}." if name else f"The body could not be read: {sentence}.", field=name or None
+    )
 
 
 def _field_name(location: tuple[int | str, ...]) -> str:

@@ -56,7 +56,9 @@ async def steps(request: Request) -> Response:
 
 def _parse_step_number(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) <= MAX_STEP_DIGITS):
-        raise InvalidRequest("after must be a step number, 0 or more: the `next` of the previous response.", field="after")
+        raise InvalidRequest(
+            "after must be a step number, 0 or more: the `next` of the previous response.", field="after"
+        )
     return int(text)
 
 

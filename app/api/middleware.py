@@ -178,7 +178,9 @@ class BodyDecoder:
     def __init__(self, encoding: str) -> None:
         known = encoding.strip().lower()
         if known not in ("", "identity", "gzip", "x-gzip", "deflate"):
-            raise InvalidRequest(f"The content-encoding {encoding[:40]!r} is not supported: send gzip, deflate or none.")
+            raise InvalidRequest(
+                f"The content-encoding {encoding[:40]!r} is not supported: send gzip, deflate or none."
+            )
         self._decompressor = zlib.decompressobj(GZIP_OR_ZLIB) if known not in ("", "identity") else None
 
     def __call__(self, chunk: bytes, max_bytes: int) -> bytes:
@@ -306,7 +308,9 @@ class ResponseSender:
         if message["type"] == "http.response.start":
             self._started = True
             headers = message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
-            self._is_event_stream = any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
+            self._is_event_stream = any(
+                name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers
+            )
         elif not message.get("more_body", False):
             self._ended = True
         await self._send(message)
@@ -321,11 +325,17 @@ class ResponseSender:
             response = error_response(path, error)
             if isinstance(error, BodyTooLarge):
                 response.headers["connection"] = "close"
-            await self.send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+            await self.send(
+                {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
+            )
             await self.send({"type": "http.response.body", "body": response.body, "more_body": True})
         elif self._is_event_stream and not self._ended:
             await self.send(
-                {"type": "http.response.body", "body": format_sse(error_body(path, to_http_error(error))), "more_body": True}
+                {
+                    "type": "http.response.body",
+                    "body": format_sse(error_body(path, to_http_error(error))),
+                    "more_body": True,
+                }
             )
 
     async def end(self) -> None:

@@ -158,7 +158,9 @@ def _response_body(completion: CollectedCompletion) -> Json:
     If there are several choices, the body also has a list of all of them.
     """
     bodies = [_choice_body(choice) for choice in completion.choices]
-    body = {name: value for name, value in bodies[0].items() if name != "index"} | {"usage": _usage_body(completion.usage)}
+    body = {name: value for name, value in bodies[0].items() if name != "index"} | {
+        "usage": _usage_body(completion.usage)
+    }
     return body if len(bodies) == 1 else body | {"choices": bodies}
 
 

@@ -86,7 +86,10 @@ PredictInput = Annotated[
             "anyOf": [
                 {"type": "string"},
                 {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 2},
-                {"type": "array", "items": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 2}},
+                {
+                    "type": "array",
+                    "items": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 2},
+                },
             ]
         }
     ),

@@ -169,9 +169,9 @@ def _prompt_attention(query: Tensor, row: AttentionSequence, kv: KvRows, spec: A
     parts = (clip_segments(row.runs, at, min(at + _PART_TOKENS, row.start)) for at in range(0, row.start, _PART_TOKENS))
     past = (segment for runs in parts for segment in context_segments(runs, kv))
     (own,) = context_segments(clip_segments(row.runs, row.start, end), kv)
-    return _chunk_attention(query.reshape(len(query), own.key.shape[1], -1, query.shape[2]), past, own, spec.scale).reshape(
-        query.shape
-    )
+    return _chunk_attention(
+        query.reshape(len(query), own.key.shape[1], -1, query.shape[2]), past, own, spec.scale
+    ).reshape(query.shape)
 
 
 def _pin(cpu_ids: tuple[int, ...]) -> None:
@@ -207,7 +207,10 @@ def _chunk_attention(queries: Tensor, past: Iterable[Segment], own: Segment, sca
     heads = queries.flatten(1, 2).transpose(0, 1).unsqueeze(0)  # [1, heads, tokens, head_dim]
     seen = (_attend(heads, segment, scale) for segment in past)
     return (
-        _merge_parts(chain(seen, [_attend(heads, own, scale, is_causal=True)])).squeeze(0).transpose(0, 1).reshape(queries.shape)
+        _merge_parts(chain(seen, [_attend(heads, own, scale, is_causal=True)]))
+        .squeeze(0)
+        .transpose(0, 1)
+        .reshape(queries.shape)
     )
 
 
@@ -232,7 +235,9 @@ def _merge_parts(parts: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     return result.to(dtype)
 
 
-def _blockwise_attention(queries: Tensor, row: AttentionRow, spec: AttentionSpec, masked: MaskedAttention, step: int) -> Tensor:
+def _blockwise_attention(
+    queries: Tensor, row: AttentionRow, spec: AttentionSpec, masked: MaskedAttention, step: int
+) -> Tensor:
     """Compute masked attention for `step` queries at a time over the context that any of them sees.
 
     `queries` and the result are [tokens, kv_heads, group, head_dim].
@@ -272,7 +277,9 @@ def _segments_between(segments: Rows[Segment], start: int, end: int) -> list[Seg
             parts.append(segment)
         elif low < high:
             offset = low - segment.position
-            parts.append(Segment(segment.key.narrow(0, offset, high - low), segment.value.narrow(0, offset, high - low), low))
+            parts.append(
+                Segment(segment.key.narrow(0, offset, high - low), segment.value.narrow(0, offset, high - low), low)
+            )
     return parts
 
 

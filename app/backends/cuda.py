@@ -35,7 +35,10 @@ from app.kernels.attention.paged import (
 from app.kernels.elementwise.rope import apply_rope_to_qkv
 from app.kernels.triton.support import triton_usable
 
-_MIN_CAPABILITY = (8, 0)  # compute capability of Ampere, the first with bfloat16 products, flash attention and four-bit products
+_MIN_CAPABILITY = (
+    8,
+    0,
+)  # compute capability of Ampere, the first with bfloat16 products, flash attention and four-bit products
 # Libraries, graphs and Triton kernels allocate memory outside of torch's allocator. They report out of memory as plain errors.
 _OUT_OF_MEMORY_TEXTS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "Triton Error [CUDA]: out of memory")
 
@@ -73,10 +76,14 @@ class CudaBackend:
             torch.cuda.set_device(self.device)
             capability, name = torch.cuda.get_device_capability(self.device), torch.cuda.get_device_name(self.device)
         except (RuntimeError, AssertionError) as error:  # torch raises AssertionError if it is no CUDA build
-            raise PlanImpossible(f"device is cuda, but torch {torch.__version__} cannot use the GPU: {error}") from error
+            raise PlanImpossible(
+                f"device is cuda, but torch {torch.__version__} cannot use the GPU: {error}"
+            ) from error
         if capability < _MIN_CAPABILITY:
             least, found = (".".join(map(str, one)) for one in (_MIN_CAPABILITY, capability))
-            raise PlanImpossible(f"{name} has compute capability {found}, but at least {least} is required. Set device to cpu.")
+            raise PlanImpossible(
+                f"{name} has compute capability {found}, but at least {least} is required. Set device to cpu."
+            )
         torch.set_num_threads(plan.threads.value)
         torch.set_float32_matmul_precision("highest")
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
@@ -168,7 +175,9 @@ class CudaBackend:
 
     def recover_from_oom(self, error: Exception) -> bool:
         """Return true for an out-of-memory error, after its memory was released and returned to the driver."""
-        if not isinstance(error, torch.OutOfMemoryError) and not any(words in str(error) for words in _OUT_OF_MEMORY_TEXTS):
+        if not isinstance(error, torch.OutOfMemoryError) and not any(
+            words in str(error) for words in _OUT_OF_MEMORY_TEXTS
+        ):
             return False
         traceback.clear_frames(error.__traceback__)
         torch.cuda.empty_cache()

@@ -39,7 +39,11 @@ def _mps(dtype: torch.dtype) -> DeviceBackend:
 
 HOST_BACKENDS: Mapping[str, Callable[[torch.dtype], HostBackend]] = {"cpu": CpuBackend}
 DEVICE_BACKENDS: Mapping[str, Callable[[torch.dtype], DeviceBackend]] = {"cuda": _cuda, "mps": _mps}
-DTYPE_BY_NAME: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPE_BY_NAME: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 def select_backend(plan: ServingPlan) -> BaseBackend:

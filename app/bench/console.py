@@ -162,7 +162,13 @@ class AdvanceProgress(Protocol):
 def progress(total: int, what: str) -> Iterator[AdvanceProgress]:
     """Show a progress bar with the remaining time. Shows nothing if standard error is not a terminal."""
     console = _console()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     shown = console.is_terminal
     with Progress(
         *columns,
@@ -184,7 +190,9 @@ def print_outcome(outcome: BenchOutcome, json_path: Path | None) -> int:
     console = _console()
     figures = outcome_table(outcome)
     needed = Measurement.get(console, console.options.update(max_width=MAX_WIDTH), figures).maximum
-    Console(stderr=True, width=max(needed, console.width)).print(figures)  # lines wrap on a narrow terminal; no figure is cut off
+    Console(stderr=True, width=max(needed, console.width)).print(
+        figures
+    )  # lines wrap on a narrow terminal; no figure is cut off
     for note in outcome.notes:
         console.print(note, markup=False, highlight=False)
     for mistake in outcome.mistakes:
@@ -204,7 +212,10 @@ def outcome_table(outcome: BenchOutcome) -> Table:
     """Build the table: one row per figure, and a column for every value that at least one figure has."""
     rows = [_cells(figure) for figure in outcome.figures]
     parts = dict.fromkeys(name for figure in outcome.figures for name in figure.parts)
-    percentiles, others = [name for name in parts if name in PERCENTILES], [name for name in parts if name not in PERCENTILES]
+    percentiles, others = (
+        [name for name in parts if name in PERCENTILES],
+        [name for name in parts if name not in PERCENTILES],
+    )
     names = ("", "p50", *percentiles, "p99", "unit", *others, "ratio", "target", "against")
     used = [name for name in names if any(row.get(name) for row in rows)]
     result = Table(

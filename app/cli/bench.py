@@ -92,7 +92,9 @@ def run_bench(settings: Settings, arguments: Namespace) -> BenchOutcome:
     if arguments.bench == "compare":
         return measure_machine(_compare_job(settings, arguments))
     inside = IN_PROCESS_BENCHES.get(arguments.bench)
-    return inside(_prepare_in_process(settings), arguments) if inside else measure_server(_http_job(settings, arguments))
+    return (
+        inside(_prepare_in_process(settings), arguments) if inside else measure_server(_http_job(settings, arguments))
+    )
 
 
 def report_results(arguments: Namespace) -> int:
@@ -110,7 +112,9 @@ def report_results(arguments: Namespace) -> int:
     from app.bench.report.report import make_report
     from app.bench.report.tables import ReportOrigin
 
-    return make_report(arguments.results, arguments.report, bool(arguments.force), ReportOrigin(VERSION, probe().to_json()))
+    return make_report(
+        arguments.results, arguments.report, bool(arguments.force), ReportOrigin(VERSION, probe().to_json())
+    )
 
 
 def _prepare_in_process(settings: Settings) -> Prepared:
@@ -150,7 +154,9 @@ def _quality(prepared: Prepared, arguments: Namespace) -> BenchOutcome:
     )
 
     return measure_quality(
-        QualityJob(require_checkpoint(prepared.checkpoint), prepared.settings, prepared.facts), arguments.text, arguments.tokens
+        QualityJob(require_checkpoint(prepared.checkpoint), prepared.settings, prepared.facts),
+        arguments.text,
+        arguments.tokens,
     )
 
 
@@ -158,7 +164,11 @@ def _speculation(prepared: Prepared, arguments: Namespace) -> BenchOutcome:
     from app.bench.engine.speculation import measure_speculation
 
     return measure_speculation(
-        require_checkpoint(prepared.checkpoint), prepared.plan, prepared.facts, prepared.step_time_table, arguments.rounds
+        require_checkpoint(prepared.checkpoint),
+        prepared.plan,
+        prepared.facts,
+        prepared.step_time_table,
+        arguments.rounds,
     )
 
 
@@ -238,20 +248,26 @@ def _load_job(settings: Settings, arguments: Namespace) -> LoadJob:
 
 def _generation(arguments: Namespace) -> GenerateBench:
     _refuse_flags(arguments, "texts", "lengths", "batch", "below")
-    prompts, answers = (UniformLengths(*(given or DEFAULT_TOKENS)) for given in (arguments.prompt_tokens, arguments.max_tokens))
+    prompts, answers = (
+        UniformLengths(*(given or DEFAULT_TOKENS)) for given in (arguments.prompt_tokens, arguments.max_tokens)
+    )
     wanted = GenerateWorkload(prompts, answers, arguments.ignore_eos is not False, arguments.seed)
     return GenerateBench(wanted, LatencyObjective(_seconds(arguments.slo_ttft_ms), _seconds(arguments.slo_itl_ms)))
 
 
 def _embedding(arguments: Namespace) -> EmbedBench:
     _refuse_flags(arguments, *_GENERATE_FLAGS, "batch", "below")
-    return EmbedBench(EmbedWorkload(arguments.texts or 1, _lengths(arguments) or UniformLengths(*DEFAULT_TOKENS), arguments.seed))
+    return EmbedBench(
+        EmbedWorkload(arguments.texts or 1, _lengths(arguments) or UniformLengths(*DEFAULT_TOKENS), arguments.seed)
+    )
 
 
 def _inference(arguments: Namespace) -> InferBench:
     _refuse_flags(arguments, *_GENERATE_FLAGS, "texts")
     below = 2 if arguments.below is None else arguments.below
-    return InferBench(InferWorkload(arguments.batch or 1, _lengths(arguments) or DEFAULT_FREE_LENGTHS, below, arguments.seed))
+    return InferBench(
+        InferWorkload(arguments.batch or 1, _lengths(arguments) or DEFAULT_FREE_LENGTHS, below, arguments.seed)
+    )
 
 
 def _lengths(arguments: Namespace) -> UniformLengths | LogNormalLengths | None:

@@ -17,7 +17,11 @@ def bench_flags() -> dict[str, dict[str, Any]]:
             "metavar": "N,N",
             "help": "batch sizes: sequences that decode together, texts or rows; measure only these and --prompts",
         },
-        "--prompts": {"type": _counts, "metavar": "N,N", "help": "lengths of prompts or texts; measure only these and --rows"},
+        "--prompts": {
+            "type": _counts,
+            "metavar": "N,N",
+            "help": "lengths of prompts or texts; measure only these and --rows",
+        },
         "--steps": {
             "type": _count,
             "metavar": "N",
@@ -31,7 +35,12 @@ def bench_flags() -> dict[str, dict[str, Any]]:
             "metavar": "N",
             "help": "length of the long prompt or the prefix; at most this many tokens of the text",
         },
-        "--text": {"type": Path, "metavar": "FILE", "required": True, "help": "the text; lines of --- separate documents"},
+        "--text": {
+            "type": Path,
+            "metavar": "FILE",
+            "required": True,
+            "help": "the text; lines of --- separate documents",
+        },
     }
 
 
@@ -57,7 +66,11 @@ def _load_flags() -> dict[str, dict[str, Any]]:
             "metavar": "R,R",
             "help": "requests per second, sent at random times without waiting for answers",
         },
-        "--num-requests": {"type": _count, "metavar": "N", "help": "requests per load (default when generating: 4 per client)"},
+        "--num-requests": {
+            "type": _count,
+            "metavar": "N",
+            "help": "requests per load (default when generating: 4 per client)",
+        },
         "--seconds": {
             "type": float,
             "metavar": "S",
@@ -84,8 +97,16 @@ def _load_flags() -> dict[str, dict[str, Any]]:
         },
         "--seed": {"type": int, "metavar": "N", "help": "random seed of prompts, lengths and send times"},
         "--api-key": {"metavar": "KEY", "help": "sent as a bearer token"},
-        "--slo-ttft-ms": {"type": float, "metavar": "MS", "help": "count requests whose first token arrived within this time"},
-        "--slo-itl-ms": {"type": float, "metavar": "MS", "help": "and whose later tokens took at most this long on average"},
+        "--slo-ttft-ms": {
+            "type": float,
+            "metavar": "MS",
+            "help": "count requests whose first token arrived within this time",
+        },
+        "--slo-itl-ms": {
+            "type": float,
+            "metavar": "MS",
+            "help": "and whose later tokens took at most this long on average",
+        },
         "--against": {"metavar": "URL", "help": "another server to compare with, measured in turns with the first"},
     }
 
@@ -106,7 +127,11 @@ def _compare_flags() -> dict[str, dict[str, Any]]:
             "metavar": "FILE",
             "help": "the result file (default: armature-NAME-MODEL-PRECISION.json in this folder); an existing one is replaced",
         },
-        "--report": {"type": Path, "metavar": "DIR", "help": "with RESULTs: write report.html and its plots to this folder"},
+        "--report": {
+            "type": Path,
+            "metavar": "DIR",
+            "help": "with RESULTs: write report.html and its plots to this folder",
+        },
         "--force": {"action": "store_true", "help": "with RESULTs: compare them even if the models differ"},
     }
 
@@ -114,7 +139,12 @@ def _compare_flags() -> dict[str, dict[str, Any]]:
 def cost_flags() -> dict[str, dict[str, Any]]:
     """Return the flags of `armature tco`."""
     return {
-        "results": {"type": Path, "nargs": "*", "metavar": "RESULT", "help": "result files written by `armature bench compare`"},
+        "results": {
+            "type": Path,
+            "nargs": "*",
+            "metavar": "RESULT",
+            "help": "result files written by `armature bench compare`",
+        },
         "--target": {"metavar": "N/UNIT", "help": "load to serve: 10000/s, 600/min, 1e6/day samples, or 5000tok/s"},
         "--p99-ms": {"type": float, "metavar": "MS", "help": "highest p99 of a request; only loads within it are used"},
         "--instances": {
@@ -122,7 +152,10 @@ def cost_flags() -> dict[str, dict[str, Any]]:
             "metavar": "FILE",
             "help": "price table that extends or replaces families of the shipped one",
         },
-        "--published": {"action": "store_true", "help": "a published comparison on BERT-Large, computed again from its inputs"},
+        "--published": {
+            "action": "store_true",
+            "help": "a published comparison on BERT-Large, computed again from its inputs",
+        },
         "--json": {"action": "store_true", "help": "print one JSON object"},
     }
 

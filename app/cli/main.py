@@ -225,7 +225,9 @@ def calibrate_now(settings: Settings) -> PlanExplanation:
     )
     if prepared.is_final:
         raise PlanImpossible(f"There is nothing to measure. {prepared.plan.calibrate.reason}")
-    os.environ.update(prepared.plan.environment())  # must be set before torch is imported: its thread pools read it then
+    os.environ.update(
+        prepared.plan.environment()
+    )  # must be set before torch is imported: its thread pools read it then
     with _stage_display() as report:
         measured = calibrate(prepared, report, CALIBRATE_COMMAND_SECONDS)
     assert measured.calibration is not None, "it was not final"
@@ -267,7 +269,9 @@ def pack(settings: Settings, text: Path | None = None) -> str:
         raise PlanImpossible(
             f"--text only improves 4-bit quantization, not {prepared.plan.precision.value}. Use --precision int4."
         )
-    os.environ.update(prepared.plan.environment())  # must be set before torch is imported: its thread pools read it then
+    os.environ.update(
+        prepared.plan.environment()
+    )  # must be set before torch is imported: its thread pools read it then
     began = time.monotonic()
     with _progress_bars() as stage:
         packed = _pack_weights(prepared, Path(folder.value), stage, text)
@@ -276,7 +280,9 @@ def pack(settings: Settings, text: Path | None = None) -> str:
             f"On this machine {prepared.plan.precision.value} runs on torch's matrix products, which pack the weights at each start."
         )
     if packed.size is None:
-        raise SettingsInvalid(f"Packed weights cannot be written to {packed.file.parent}. Set cache_dir to a writable folder.")
+        raise SettingsInvalid(
+            f"Packed weights cannot be written to {packed.file.parent}. Set cache_dir to a writable folder."
+        )
     done = "already complete" if packed.found else "written"
     return f"{packed.file}: {done}, {packed.size:,} bytes in {prepared.plan.precision.value}, {time.monotonic() - began:.1f} s"
 
@@ -301,7 +307,9 @@ def _input_correlations(prepared: Prepared, backend: HostBackend, text: Path, st
     from app.text.tokenizer import Tokenizer
 
     checkpoint, facts = require_checkpoint(prepared.checkpoint), prepared.facts
-    exact = prepared.settings.model_copy(update={"precision": "bf16" if bf16_products(facts) else "fp32", "kv_precision": "auto"})
+    exact = prepared.settings.model_copy(
+        update={"precision": "bf16" if bf16_products(facts) else "fp32", "kv_precision": "auto"}
+    )
     plan = make_plan(facts, None, exact, checkpoint.needs(), RECIPES.keys())
     windows = read_windows(Tokenizer(checkpoint.directory), text, checkpoint.decoder.max_model_len, MAX_TEXT_TOKENS)
     return measure_input_correlations(checkpoint, plan, backend, windows, stage("reading the text"))

@@ -58,9 +58,12 @@ BENCHES: Mapping[str, BenchCommand] = {
         {"--rounds": 5},
     ),
     "eager": BenchCommand(
-        "decode steps run by the Python interpreter compared with recorded native steps, and both with FP32", {"--rounds": 5}
+        "decode steps run by the Python interpreter compared with recorded native steps, and both with FP32",
+        {"--rounds": 5},
     ),
-    "recording": BenchCommand("the cost of recording the duration of each step and the cause of slow steps", {"--rounds": 5}),
+    "recording": BenchCommand(
+        "the cost of recording the duration of each step and the cause of slow steps", {"--rounds": 5}
+    ),
     "http": BenchCommand(
         "a server under load that generates, embeds or infers: Armature, or any server with one of the same APIs",
         {
@@ -104,12 +107,16 @@ BENCHES: Mapping[str, BenchCommand] = {
     ),
     "start": BenchCommand("seconds from the start of the process to a first token", {"--rounds": 5}),
     "itl": BenchCommand(
-        "inter-token latency of running streams while a long prompt arrives", {"--rounds": 5, "--tokens": 2000, "--url": None}
+        "inter-token latency of running streams while a long prompt arrives",
+        {"--rounds": 5, "--tokens": 2000, "--url": None},
     ),
     "prefix": BenchCommand(
-        "time to first token of a second request that shares a long prefix", {"--rounds": 5, "--tokens": 1000, "--url": None}
+        "time to first token of a second request that shares a long prefix",
+        {"--rounds": 5, "--tokens": 1000, "--url": None},
     ),
-    "memory": BenchCommand("resident memory, compared with the size of the weights and the KV cache in use", {"--rounds": 5}),
+    "memory": BenchCommand(
+        "resident memory, compared with the size of the weights and the KV cache in use", {"--rounds": 5}
+    ),
     "wait": BenchCommand(
         "a server's estimates of its capacity and of the wait for a first token, compared with measured values",
         {"--rounds": 5, "--url": None},
@@ -146,16 +153,25 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"armature {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_settings(_command(commands, "serve", "serve a checkpoint over HTTP"))
-    probe = _command(commands, "probe", "show this machine's hardware and the serving plan for it, each decision with its reason")
+    probe = _command(
+        commands, "probe", "show this machine's hardware and the serving plan for it, each decision with its reason"
+    )
     probe.add_argument("--json", action="store_true", help="print one JSON object")
     _add_settings(probe)
-    pack = _command(commands, "pack", "quantize and pack a checkpoint's weights now, and cache them for every later start")
+    pack = _command(
+        commands, "pack", "quantize and pack a checkpoint's weights now, and cache them for every later start"
+    )
     pack.add_argument(
-        "--text", type=Path, metavar="FILE", help="typical text for this model; it makes the 4-bit quantization more accurate"
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="typical text for this model; it makes the 4-bit quantization more accurate",
     )
     _add_settings(pack)
     calibrate = _command(
-        commands, "calibrate", "measure this machine with a model's shapes now, and cache the result for every later start"
+        commands,
+        "calibrate",
+        "measure this machine with a model's shapes now, and cache the result for every later start",
     )
     calibrate.add_argument("--json", action="store_true", help="print one JSON object")
     _add_settings(calibrate)
@@ -163,14 +179,18 @@ def _parser() -> argparse.ArgumentParser:
     benches = bench.add_subparsers(dest="bench", required=True, metavar="WHAT")
     for name, each in BENCHES.items():
         _add_bench(benches, name, each)
-    costs = _command(commands, "tco", "cost of a given load on each machine, from result files and prices", files="[RESULT…] ")
+    costs = _command(
+        commands, "tco", "cost of a given load on each machine, from result files and prices", files="[RESULT…] "
+    )
     for flag, options in cost_flags().items():
         costs.add_argument(flag, **options)
     return parser
 
 
 def _add_bench(benches: Any, name: str, bench: BenchCommand) -> None:
-    parser = _command(benches, name, bench.description, within="bench ", files="[RESULT…] " if "results" in bench.flags else "")
+    parser = _command(
+        benches, name, bench.description, within="bench ", files="[RESULT…] " if "results" in bench.flags else ""
+    )
     known = bench_flags()
     for flag, default in {"--json": None, **bench.flags}.items():
         options = dict(known[flag])

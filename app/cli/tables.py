@@ -112,7 +112,9 @@ def _cores(facts: Facts) -> str:
     kinds = Counter(core.kind for core in facts.cores)
     packages = len({core.package for core in facts.cores})
     text = f"{len(facts.cores)} physical, {facts.num_logical_cpus} logical, {format_count(packages, 'package')}"
-    return text + (f" ({kinds['performance']} performance, {kinds['efficiency']} efficiency)" if kinds["efficiency"] else "")
+    return text + (
+        f" ({kinds['performance']} performance, {kinds['efficiency']} efficiency)" if kinds["efficiency"] else ""
+    )
 
 
 def _allowed(facts: Facts) -> str:
@@ -123,7 +125,9 @@ def _allowed(facts: Facts) -> str:
 
 def _cache(cache: Cache) -> str:
     name = f"L{cache.level}{'' if cache.kind == 'unified' else cache.kind[0]}"
-    return f"{name} {_format_small_size(cache.size_bytes)}" + (f" shared by {cache.shared_by}" if cache.shared_by > 1 else "")
+    return f"{name} {_format_small_size(cache.size_bytes)}" + (
+        f" shared by {cache.shared_by}" if cache.shared_by > 1 else ""
+    )
 
 
 def _node(node: NumaNode) -> str:
@@ -133,7 +137,9 @@ def _node(node: NumaNode) -> str:
 def _huge_pages(facts: Facts) -> str:
     pages = facts.huge_pages
     explicit = (
-        f", {pages.free} of {pages.total} explicit ones of {_format_small_size(pages.page_bytes)} free" if pages.total else ""
+        f", {pages.free} of {pages.total} explicit ones of {_format_small_size(pages.page_bytes)} free"
+        if pages.total
+        else ""
     )
     return f"transparent: {pages.transparent}{explicit}" if pages.transparent else explicit.lstrip(", ")
 
@@ -177,7 +183,9 @@ def describe_apple_gpu(facts: Facts) -> str:
     if not facts.mps:
         return ""
     units = "" if "bf16" in facts.isa else ", FP16 but no BF16"
-    return f"Apple GPU (MPS), may hold {format_bytes(mac_gpu_bytes(facts))} of {format_bytes(facts.memory_bytes)}{units}"
+    return (
+        f"Apple GPU (MPS), may hold {format_bytes(mac_gpu_bytes(facts))} of {format_bytes(facts.memory_bytes)}{units}"
+    )
 
 
 def _torch(build: TorchBuild | None) -> str:
@@ -185,7 +193,11 @@ def _torch(build: TorchBuild | None) -> str:
         return "not installed"
     names = {"oneDNN": build.onednn, "MKL": build.mkl, "Arm Compute Library": build.acl, "KleidiAI": build.kleidiai}
     inside = [name for name, there in names.items() if there]
-    return build.version + (f", CUDA {build.cuda}" if build.cuda else "") + (f", with {', '.join(inside)}" if inside else "")
+    return (
+        build.version
+        + (f", CUDA {build.cuda}" if build.cuda else "")
+        + (f", with {', '.join(inside)}" if inside else "")
+    )
 
 
 def format_decision(name: str, value: Any) -> str:
@@ -264,7 +276,9 @@ STEP_KINDS = (
     StepKindColumns("prompt of {}", "{}", lambda trial: trial.prefill_seconds),
     StepKindColumns("texts of {}", "{}", lambda trial: trial.encode_seconds),
 )
-_PROGRAM_STEPS = StepKindColumns("steps of {}", "{}", lambda trial: trial.encode_seconds)  # steps of an exported program
+_PROGRAM_STEPS = StepKindColumns(
+    "steps of {}", "{}", lambda trial: trial.encode_seconds
+)  # steps of an exported program
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,13 +376,19 @@ def _speeds(shown: list[TrialTimes], explained: PlanExplanation) -> Table:
     for _, heading, _ in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     for trial in shown:
-        table.add_row(_trial_label(trial, explained.plan), *(_speed(phase.read(trial), size) for phase, _, size in columns))
+        table.add_row(
+            _trial_label(trial, explained.plan), *(_speed(phase.read(trial), size) for phase, _, size in columns)
+        )
     return table
 
 
 def _shown_trials(measurements: Measurements, plan: ServingPlan) -> list[TrialTimes]:
     """Return the trials to show: the chosen one first, then those timed at the most sizes."""
-    timed = [trial for trial in measurements.trials if (trial.decode_seconds and trial.prefill_seconds) or trial.encode_seconds]
+    timed = [
+        trial
+        for trial in measurements.trials
+        if (trial.decode_seconds and trial.prefill_seconds) or trial.encode_seconds
+    ]
     known = sorted(timed, key=lambda trial: -sum(len(phase.read(trial)) for phase in STEP_KINDS))
     return sorted(known, key=lambda trial: not _is_chosen(trial, plan))[:_MAX_TRIALS]
 
@@ -409,7 +429,9 @@ def _decision_table(explained: PlanExplanation) -> Table:
         shown = shown and (name != "device" or bool(explained.facts.cuda) or explained.facts.mps)
         shown = shown and (name != "cuda_device" or decision.value is not None)
         if shown and (name != "int8_copy" or plan.precision.value == "int4"):
-            table.add_row(name, "auto" if decision.value is None else format_decision(name, decision.value), decision.reason)
+            table.add_row(
+                name, "auto" if decision.value is None else format_decision(name, decision.value), decision.reason
+            )
     return table
 
 

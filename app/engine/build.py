@@ -55,7 +55,9 @@ def _device_decoder(request: BuildRequest) -> Engine:
     from app.engine.decoder.build_device import build_device_engine
 
     assert isinstance(request.checkpoint, Checkpoint), "of its kind"
-    return build_device_engine(request.checkpoint, request.plan, request.eos_token_ids, request.report, request.steps).engine
+    return build_device_engine(
+        request.checkpoint, request.plan, request.eos_token_ids, request.report, request.steps
+    ).engine
 
 
 def _device_encoder(request: BuildRequest) -> Engine:

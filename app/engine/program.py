@@ -90,7 +90,9 @@ def to_tensor(array: Array) -> Tensor:
 def to_array(tensor: Tensor, datatype: str = "FP32") -> Array:
     """Return the tensor's values as `datatype`, in row-major order."""
     plain = tensor.to(DTYPES[datatype]).contiguous()
-    return Array(datatype, tuple(plain.shape), plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
+    return Array(
+        datatype, tuple(plain.shape), plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    )
 
 
 def synthetic_inputs(signature: Signature, rows: int) -> dict[str, Tensor]:
@@ -137,11 +139,15 @@ class RunnableProgram:
         missing = self.min_rows - rows
         if missing > 0:
             inputs = {
-                name: torch.cat((tensor, tensor[-1:].expand(missing, *tensor.shape[1:]))) for name, tensor in inputs.items()
+                name: torch.cat((tensor, tensor[-1:].expand(missing, *tensor.shape[1:])))
+                for name, tensor in inputs.items()
             }
         with torch.inference_mode():
             results = self.program.run(inputs)
-        return {spec.name: results[index][:rows] for spec, index in zip(self.signature.outputs, self.output_indices, strict=True)}
+        return {
+            spec.name: results[index][:rows]
+            for spec, index in zip(self.signature.outputs, self.output_indices, strict=True)
+        }
 
 
 class ProgramRunner(Protocol):
@@ -182,7 +188,9 @@ class ProgramEngine:
 
     batching_delay_seconds = 0.0
 
-    def __init__(self, served: RunnableProgram, delay: BatchingDelay, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, served: RunnableProgram, delay: BatchingDelay, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Start without requests. A step has up to `pace.target_tokens` rows."""
         self.stats: StepStats | None = None
         self.runner: ProgramRunner = served
@@ -222,7 +230,9 @@ class ProgramEngine:
         except INPUT_ERRORS as error:
             alone = len(shares) == 1
             events = (
-                [self._reject(shares[0], error)] if alone else [event for share in shares for event in self._compute_alone(share)]
+                [self._reject(shares[0], error)]
+                if alone
+                else [event for share in shares for event in self._compute_alone(share)]
             )
         self._batch = []
         rows = sum(share.rows for share in shares)
@@ -241,7 +251,9 @@ class ProgramEngine:
     def fail(self) -> list[Event]:
         """Handle a step that raised: the requests of its batch end, the others continue."""
         shares, self._batch = self._batch, []
-        error = StepFailed("The step that computed this request failed; the server's log says why. It may be sent again.")
+        error = StepFailed(
+            "The step that computed this request failed; the server's log says why. It may be sent again."
+        )
         return [self._end(share.request, error) for share in shares] if shares else self.fail_all(error)
 
     def check(self) -> None:

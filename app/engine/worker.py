@@ -167,7 +167,10 @@ class Worker:
     """
 
     def __init__(
-        self, build: Callable[[Callable[[str], None]], Engine], callbacks: Callbacks, observer: StepObserver | None = None
+        self,
+        build: Callable[[Callable[[str], None]], Engine],
+        callbacks: Callbacks,
+        observer: StepObserver | None = None,
     ) -> None:
         self.state: State = "loading"
         self.stage = "starting"
@@ -293,7 +296,8 @@ class Worker:
         _, broken = self._attempt(engine.check)
         if broken is None:
             log.warning(
-                "%d consecutive steps failed, but the device still works: their requests caused the failures.", MAX_FAILED_STEPS
+                "%d consecutive steps failed, but the device still works: their requests caused the failures.",
+                MAX_FAILED_STEPS,
             )
         return broken is not None
 

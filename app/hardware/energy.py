@@ -17,7 +17,9 @@ WINDOW_SECONDS = 60.0
 READING_SPACING_SECONDS = 1.0
 MIN_READING_SECONDS = 0.1  # a scrape sooner than this repeats the last reading; endpoint pickers scrape every 50 ms
 IDLE_SECONDS = 10.0
-TIMER_SECONDS = 5.0  # period of the timer, for servers that are not scraped; counters wrap after a minute at the earliest
+TIMER_SECONDS = (
+    5.0  # period of the timer, for servers that are not scraped; counters wrap after a minute at the earliest
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,9 @@ class _EnergyReading:
 class EnergyAccount:
     """Energy account of one meter. Not thread-safe; used by the event loop only."""
 
-    def __init__(self, meter: EnergyMeter, work: Callable[[], WorkCounters], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, meter: EnergyMeter, work: Callable[[], WorkCounters], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.source = meter.source
         self.close = meter.close
         self._meter, self._work, self._clock = meter, work, clock

@@ -66,7 +66,9 @@ class CounterMeter:
     It must be read more often than the fastest counter wraps, which takes two minutes at 500 W.
     """
 
-    def __init__(self, source: str, counters: tuple[PowerCounter, ...], files: HostFiles, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self, source: str, counters: tuple[PowerCounter, ...], files: HostFiles, clock: Clock = time.monotonic
+    ) -> None:
         self.source = source
         self._counters, self._files, self._clock = counters, files, clock
         self._last: dict[str, tuple[float, int]] = {}

@@ -74,7 +74,9 @@ def _rapl(files: HostFiles) -> PowerMeter | None:
             memories = [zone for zone in zones if zone.name == "dram" and zone.numbers[:-1] in numbers]
             return _rapl_meter(files, [*packages, *memories])
         if zones and not any(zone.name for zone in zones):
-            return PowerMeter(reason=f"{_POWERCAP} is masked: container runtimes hide it from containers (CVE-2020-8694).")
+            return PowerMeter(
+                reason=f"{_POWERCAP} is masked: container runtimes hide it from containers (CVE-2020-8694)."
+            )
     return None
 
 
@@ -112,7 +114,9 @@ def _rapl_meter(files: HostFiles, zones: list[_PowerZone]) -> PowerMeter:
         )
         for zone in zones
     )
-    return PowerMeter("rapl", counters, "The processor's counters of whole packages, including the work of other programs.")
+    return PowerMeter(
+        "rapl", counters, "The processor's counters of whole packages, including the work of other programs."
+    )
 
 
 def _scmi(files: HostFiles) -> PowerMeter | None:
@@ -125,8 +129,12 @@ def _scmi(files: HostFiles) -> PowerMeter | None:
     if not counters:
         return None
     if any(files.number(counter.file) is None for counter in counters):
-        return PowerMeter(reason="The firmware does not measure its power zones (SCMI), or this user may not read them.")
-    return PowerMeter("scmi", counters, "The power that the firmware reports for its zones (SCMI), integrated over time.")
+        return PowerMeter(
+            reason="The firmware does not measure its power zones (SCMI), or this user may not read them."
+        )
+    return PowerMeter(
+        "scmi", counters, "The power that the firmware reports for its zones (SCMI), integrated over time."
+    )
 
 
 # ---- sensors -------------------------------------------------------------------------------------------------------
@@ -183,7 +191,9 @@ def _sensors(files: HostFiles) -> PowerMeter | None:
     """
     unsure = None
     for chip in _SENSOR_DRIVERS:
-        sensors = [sensor for directory in _chip_directories(files, chip.driver) for sensor in _chip_sensors(files, directory)]
+        sensors = [
+            sensor for directory in _chip_directories(files, chip.driver) for sensor in _chip_sensors(files, directory)
+        ]
         chosen = chip.choose(sensors)
         if chosen and all(files.number(sensor.file) is not None for sensor in chosen):
             return PowerMeter("hwmon", tuple(chosen), f"Sensors of the driver {chip.driver}: {chip.what}.")

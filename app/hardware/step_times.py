@@ -163,7 +163,9 @@ PREFILL_CHUNK_SIZES = tuple(size for power in range(3, 14) for size in (2**power
 MIN_PREFILL_TOKENS = PREFILL_CHUNK_SIZES[0]
 # Goal: the p99 latency of running streams is at most 3 × their p50 while a long prompt arrives, if the p99 of steps is 1.5 × their p50.
 MIXED_TO_DECODE_RATIO = 2.0
-MIN_TARGET_SECONDS = 0.010  # a hundred tokens a second, which is faster than people read; a lower target would only slow prompts
+MIN_TARGET_SECONDS = (
+    0.010  # a hundred tokens a second, which is faster than people read; a lower target would only slow prompts
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,13 +217,20 @@ class StepTimes:
         waiting_ratio = max(1.0, num_prompts / rows)
         return max(waiting_ratio * MIXED_TO_DECODE_RATIO * self.seconds(rows, 0, context_tokens), MIN_TARGET_SECONDS)
 
-    def prefill_tokens(self, rows: int, context_tokens: int = 0, prompt_context_tokens: int = 0, num_prompts: int = 1) -> int:
+    def prefill_tokens(
+        self, rows: int, context_tokens: int = 0, prompt_context_tokens: int = 0, num_prompts: int = 1
+    ) -> int:
         """Return the most prompt tokens that keep a step within the target, or the smallest chunk size."""
         if not rows:
             return self.max_tokens
         target = self.target(rows, context_tokens, num_prompts)
-        sizes: tuple[int, ...] = (*PREFILL_CHUNK_SIZES[: bisect_left(PREFILL_CHUNK_SIZES, self.max_tokens)], self.max_tokens)
-        fitting = bisect_right(sizes, target, key=lambda size: self.seconds(rows, size, context_tokens, prompt_context_tokens))
+        sizes: tuple[int, ...] = (
+            *PREFILL_CHUNK_SIZES[: bisect_left(PREFILL_CHUNK_SIZES, self.max_tokens)],
+            self.max_tokens,
+        )
+        fitting = bisect_right(
+            sizes, target, key=lambda size: self.seconds(rows, size, context_tokens, prompt_context_tokens)
+        )
         return sizes[max(fitting - 1, 0)]
 
 

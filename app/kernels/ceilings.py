@@ -94,7 +94,9 @@ class MatmulThroughputProbe:
     """
 
     def __init__(self, dtype: torch.dtype, shapes: Iterable[ProductShape] | None = None) -> None:
-        candidates = [(shape, multiply, x) for shape in shapes or PRODUCT_SHAPES for multiply, x in _products(dtype, *shape)]
+        candidates = [
+            (shape, multiply, x) for shape in shapes or PRODUCT_SHAPES for multiply, x in _products(dtype, *shape)
+        ]
         for _, multiply, x in candidates:
             multiply(x)  # the first call of a shape compiles its code
         candidates.sort(key=lambda candidate: -self._rate(*candidate))

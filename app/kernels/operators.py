@@ -98,7 +98,9 @@ def linear_int_op(
 
 
 @linear_int_op.register_fake
-def _(tiles: list[Tensor], panels: Tensor, bias: Tensor | None, rows: int, sizes: list[int], zero_points: bool) -> Tensor:
+def _(
+    tiles: list[Tensor], panels: Tensor, bias: Tensor | None, rows: int, sizes: list[int], zero_points: bool
+) -> Tensor:
     return panels.new_empty((rows, sizes[1]), dtype=torch.bfloat16)
 
 
@@ -113,7 +115,9 @@ def top_logits_op(
 
 
 @top_logits_op.register_fake
-def _(tiles: list[Tensor], panels: Tensor, rows: int, sizes: list[int], zero_points: bool, k: int) -> tuple[Tensor, Tensor]:
+def _(
+    tiles: list[Tensor], panels: Tensor, rows: int, sizes: list[int], zero_points: bool, k: int
+) -> tuple[Tensor, Tensor]:
     return panels.new_empty((rows, k), dtype=torch.float32), panels.new_empty((rows, k), dtype=torch.int64)
 
 

@@ -85,7 +85,10 @@ class TimingRounds(Generic[Key]):
         block.begin()
         ran, before = False, 0.0
         for point in block.points:
-            if self._needs_samples(point.key) and self.clock() + self._required_seconds(point.key, before) <= self.deadline:
+            if (
+                self._needs_samples(point.key)
+                and self.clock() + self._required_seconds(point.key, before) <= self.deadline
+            ):
                 self._sample(point)
                 ran = True
             before = self._expected.get(point.key, before)
@@ -104,7 +107,9 @@ class TimingRounds(Generic[Key]):
         """
         if key in self._expected:
             return self._expected[key]
-        owed = sum(max(0, MIN_SAMPLES - len(self.samples.get(one, ()))) * seconds for one, seconds in self._expected.items())
+        owed = sum(
+            max(0, MIN_SAMPLES - len(self.samples.get(one, ()))) * seconds for one, seconds in self._expected.items()
+        )
         return owed + (MIN_SAMPLES + 1) * _GROWTH * before
 
     def _sample(self, point: TimedPoint[Key]) -> None:
@@ -126,9 +131,7 @@ class TimingRounds(Generic[Key]):
             return "there was no time for enough samples"
         middle = statistics.median(spreads)
         if middle > MAX_SPREAD:
-            return (
-                f"the machine is too busy: samples of one and the same step differ by {middle:.0%} ({MAX_SPREAD:.0%} at the most)"
-            )
+            return f"the machine is too busy: samples of one and the same step differ by {middle:.0%} ({MAX_SPREAD:.0%} at the most)"
         return ""
 
 

@@ -39,9 +39,7 @@ QUANTILES = (0.5, 0.9, 0.99)
 # Paged engines count KV memory in blocks, this engine in tokens. Routers that hash a prompt by blocks need blocks of a
 # useful size.
 BLOCK_TOKENS = 16
-_ENERGY_SCOPE = (
-    "Counts the whole machine or its processors, other processes included; source=modelled: the declared watts while steps run."
-)
+_ENERGY_SCOPE = "Counts the whole machine or its processors, other processes included; source=modelled: the declared watts while steps run."
 _JOULES_PER = "Joules per {} over the last 60 seconds, idle time included."
 _JOULES_ABOVE_IDLE_PER = "Joules per {} over the last 60 seconds, less what the machine takes when idle."
 
@@ -125,12 +123,16 @@ class Gauges(Collector):
         wait = self._metrics.predict_wait()
         if wait is not None:
             yield gauge_family(
-                "armature_predicted_wait_seconds", "Predicted wait for the first token of a request that arrives now.", wait
+                "armature_predicted_wait_seconds",
+                "Predicted wait for the first token of a request that arrives now.",
+                wait,
             )
         # Names and meanings that inference gateways expect (Gateway API Inference Extension, model server protocol).
         yield gauge_family("vllm:num_requests_running", "Same as armature_requests_running.", now.num_running)
         yield gauge_family("vllm:num_requests_waiting", "Same as armature_requests_waiting.", now.num_waiting)
-        yield gauge_family("vllm:kv_cache_usage_perc", "Same as armature_kv_cache_usage_ratio, 0 to 1.", now.kv_usage_ratio)
+        yield gauge_family(
+            "vllm:kv_cache_usage_perc", "Same as armature_kv_cache_usage_ratio, 0 to 1.", now.kv_usage_ratio
+        )
         if now.kv_capacity_tokens:
             labels = {"block_size": str(BLOCK_TOKENS), "num_gpu_blocks": str(now.kv_capacity_tokens // BLOCK_TOKENS)}
             yield gauge_family("vllm:cache_config_info", "Capacity of the KV memory.", 1, labels)
@@ -141,7 +143,9 @@ class Gauges(Collector):
         for phase, by_rows in drift.capacity().items():
             for rows, speed in by_rows.items():
                 capacity.add_metric((phase, str(rows)), speed)
-        roofline = GaugeMetricFamily("armature_roofline_ratio", "Measured speed over this machine's ceiling.", labels=("phase",))
+        roofline = GaugeMetricFamily(
+            "armature_roofline_ratio", "Measured speed over this machine's ceiling.", labels=("phase",)
+        )
         for phase, ratio in drift.roofline().items():
             roofline.add_metric((phase,), ratio)
         yield from (capacity, roofline)
@@ -164,7 +168,9 @@ class Gauges(Collector):
         if place.threads is not None:
             yield gauge_family("armature_threads", "Number of compute threads.", place.threads)
         if place.cpu_quota_cores is not None:
-            yield gauge_family("armature_cpu_quota_cores", "Cores of the control group's CPU quota.", place.cpu_quota_cores)
+            yield gauge_family(
+                "armature_cpu_quota_cores", "Cores of the control group's CPU quota.", place.cpu_quota_cores
+            )
             throttled = throttled_seconds(place.cpu_stat)
             if throttled is not None:
                 yield CounterMetricFamily(
@@ -177,7 +183,9 @@ class Gauges(Collector):
 
     def _cost(self, dollars_per_second: float) -> Iterator[Metric]:
         spent = dollars_per_second * (self._clock() - self._began)
-        yield CounterMetricFamily("armature_cost_dollars_total", "Dollars since the start: hours times the hourly price.", spent)
+        yield CounterMetricFamily(
+            "armature_cost_dollars_total", "Dollars since the start: hours times the hourly price.", spent
+        )
         rates = self._metrics.rates
         tokens = sum(rates[kind].per_second() for kind in ("prompt_tokens", "completion_tokens"))
         vectors = rates["vectors"].per_second()
@@ -188,7 +196,9 @@ class Gauges(Collector):
                 "model_name": self._metrics.server_info.model if self._metrics.server_info else "",
                 "cost_basis": "allocation",
             }
-            help_text = "Dollars per million tokens, prompt and completion, idle time included, at the last minute's speed."
+            help_text = (
+                "Dollars per million tokens, prompt and completion, idle time included, at the last minute's speed."
+            )
             yield gauge_family("llm_cost_per_million_tokens", help_text, dollars_per_second / tokens * 1e6, labels)
         if vectors:
             help_text = "Dollars per million texts or rows, idle time included, at the last minute's speed."
@@ -200,7 +210,9 @@ def _energy(energy: EnergyAccount) -> Iterator[Metric]:
     spent, source = energy.look(), {"source": energy.source}
     if spent.joules <= 0.0:
         return
-    total = CounterMetricFamily("armature_energy_joules_total", f"Joules since the start. {_ENERGY_SCOPE}", labels=("source",))
+    total = CounterMetricFamily(
+        "armature_energy_joules_total", f"Joules since the start. {_ENERGY_SCOPE}", labels=("source",)
+    )
     total.add_metric((energy.source,), spent.joules)
     yield total
     for name, help_text, value in (
@@ -209,7 +221,11 @@ def _energy(energy: EnergyAccount) -> Iterator[Metric]:
         ("energy_joules_per_token", _JOULES_PER.format("token, prompt and completion"), spent.per_token),
         ("energy_joules_per_vector", _JOULES_PER.format("text or row"), spent.per_vector),
         ("energy_above_idle_joules_per_token", _JOULES_ABOVE_IDLE_PER.format("token"), spent.above_idle_per_token),
-        ("energy_above_idle_joules_per_vector", _JOULES_ABOVE_IDLE_PER.format("text or row"), spent.above_idle_per_vector),
+        (
+            "energy_above_idle_joules_per_vector",
+            _JOULES_ABOVE_IDLE_PER.format("text or row"),
+            spent.above_idle_per_vector,
+        ),
     ):
         if value is not None:
             yield gauge_family(f"armature_{name}", help_text, value, source)

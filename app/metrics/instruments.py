@@ -198,7 +198,9 @@ class Metrics:
         # Create all series now: Prometheus sees no increase for a series that first appears with a value of 1.
         for api, outcome in product(get_args(Api), OUTCOMES):
             self._requests.labels(api, outcome)
-        self._tokens = self._counter("tokens", "Tokens by kind; cached tokens are also counted as prompt tokens.", "kind")
+        self._tokens = self._counter(
+            "tokens", "Tokens by kind; cached tokens are also counted as prompt tokens.", "kind"
+        )
         for kind in ("prompt", "cached", "completion"):
             self._tokens.labels(kind)
         self._vectors = self._counter("vectors", "Texts or rows for which a vector or scores were returned.")
@@ -216,20 +218,26 @@ class Metrics:
             "time_to_first_token_seconds", "Time from a request's arrival to its first token.", SECONDS_BUCKETS
         )
         self._itl_seconds = self._histogram(
-            "inter_token_latency_seconds", "Time between a choice's tokens; the tokens of one step count once.", SECONDS_BUCKETS
+            "inter_token_latency_seconds",
+            "Time between a choice's tokens; the tokens of one step count once.",
+            SECONDS_BUCKETS,
         )
         tpot_help = "Mean time per token of a choice, after the first."
         self._tpot_seconds = self._histogram("time_per_output_token_seconds", tpot_help, SECONDS_BUCKETS)
         error_help = "Absolute error of the predicted wait for the first token, over the wait."
         self._wait_error = self._histogram("predicted_wait_error_ratio", error_help, RATIO_BUCKETS)
         self._step_seconds = self._histogram("step_seconds", "Time of an engine step.", SECONDS_BUCKETS, "phase")
-        self._model_seconds = self._counter("model_seconds", "Time of engine steps spent in the model's forward pass.", "phase")
+        self._model_seconds = self._counter(
+            "model_seconds", "Time of engine steps spent in the model's forward pass.", "phase"
+        )
         self._batch_tokens = self._histogram("batch_tokens", "Tokens in a step.", COUNT_BUCKETS, "phase")
         self._batch_sequences = self._histogram("batch_sequences", "Sequences in a step.", COUNT_BUCKETS, "phase")
         # Cached on first use: a label that is never used has no series.
         self._of_step = cache(lambda phase: (self._step_seconds.labels(phase), self._model_seconds.labels(phase)))
         self._of_share = cache(lambda phase: (self._batch_tokens.labels(phase), self._batch_sequences.labels(phase)))
-        slow_help = "Slow steps by cause: over 1.5 times the time of similar steps, or of the decodes that waited for a prompt."
+        slow_help = (
+            "Slow steps by cause: over 1.5 times the time of similar steps, or of the decodes that waited for a prompt."
+        )
         slow_steps = self._counter("step_stalls", slow_help, "cause")
         self._slow_steps: dict[Cause, Counter] = {cause: slow_steps.labels(cause) for cause in get_args(Cause)}
 

@@ -37,16 +37,22 @@ class PowerMonitor:
     processor's energy is not reported.
     """
 
-    def __init__(self, metrics: Metrics, power: PowerMeter, watts: float | None, device: CudaDevice | None = None) -> None:
+    def __init__(
+        self, metrics: Metrics, power: PowerMeter, watts: float | None, device: CudaDevice | None = None
+    ) -> None:
         self._metrics, self._watts, self._device = metrics, watts, device
-        self._power = power if device is None else PowerMeter(reason="The driver does not count the energy of the device.")
+        self._power = (
+            power if device is None else PowerMeter(reason="The driver does not count the energy of the device.")
+        )
         self._next_read: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Open a meter and count energy from now on."""
         meter: EnergyMeter | None = None if self._device is None else open_nvml_meter(self._device)
         if meter is None:
-            meter = open_energy_meter(self._power, HostFiles(Path("/")), self._watts, lambda: self._metrics.busy_seconds)
+            meter = open_energy_meter(
+                self._power, HostFiles(Path("/")), self._watts, lambda: self._metrics.busy_seconds
+            )
         if meter is not None:
             self._metrics.energy = EnergyAccount(meter, self._metrics.work_done)
             self._read_meter()

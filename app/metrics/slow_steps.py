@@ -98,7 +98,9 @@ class ProcessCounters:
     garbage_seconds: float = 0.0
 
     @classmethod
-    def between(cls, before: resource.struct_rusage, after: resource.struct_rusage, garbage_seconds: float) -> ProcessCounters:
+    def between(
+        cls, before: resource.struct_rusage, after: resource.struct_rusage, garbage_seconds: float
+    ) -> ProcessCounters:
         """Return the differences of two `getrusage` results."""
         return cls(
             after.ru_minflt - before.ru_minflt,

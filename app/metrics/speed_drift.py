@@ -25,7 +25,10 @@ log = logging.getLogger(__name__)
 
 _PHASES: tuple[Phase, ...] = ("decode", "prefill", "encode")  # `decode_full` counts as decode, `encode_few` as encode
 WINDOW_STEPS, MIN_STEPS = 128, 50
-DRIFT_BEGINS, DRIFT_ENDS = 1.20, 1.10  # drift begins beyond the first factor and ends within the second: the gap avoids flapping
+DRIFT_BEGINS, DRIFT_ENDS = (
+    1.20,
+    1.10,
+)  # drift begins beyond the first factor and ends within the second: the gap avoids flapping
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,9 @@ from app.hardware.step_times import (
 
 Phase = Literal["prefill", "decode", "encode"]
 # The cause of a slow step: it took longer than similar steps, or delayed running streams beyond their decodes.
-Cause = Literal["prefill", "page_fault", "garbage_collection", "throttled", "compiled", "preempted", "descheduled", "unknown"]
+Cause = Literal[
+    "prefill", "page_fault", "garbage_collection", "throttled", "compiled", "preempted", "descheduled", "unknown"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,9 @@ class StepStats:
     num_encode_sequences: int = 0
     encode_pairs: int = 0  # pairs of tokens of the same text: the sum of the squared text lengths
     recomputed_tokens: int = 0  # the part of `prefill_tokens` that is recomputed after a preemption
-    throttle_correction: float = 1.0  # average time of such a step over `seconds`: not 1 if a CPU quota stops it at times
+    throttle_correction: float = (
+        1.0  # average time of such a step over `seconds`: not 1 if a CPU quota stops it at times
+    )
     is_first: bool = False  # first step of its shape: repeated shapes replay a recording, made now or later
 
     @property

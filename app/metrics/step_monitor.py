@@ -137,9 +137,12 @@ class StepLog:
         first = min(max(after, self.num_steps - self._capacity), self.num_steps)
         following = min(first + MAX_STEPS, self.num_steps)
         columns = [
-            self._slice_ring(column, first, following) for column in (self._at, self._seconds, self._phase, self._tokens, self._cause)
+            self._slice_ring(column, first, following)
+            for column in (self._at, self._seconds, self._phase, self._tokens, self._cause)
         ]
-        lost = min(max(self.num_steps - self._capacity - first, 0), following - first)  # overwritten while they were read
+        lost = min(
+            max(self.num_steps - self._capacity - first, 0), following - first
+        )  # overwritten while they were read
         at, seconds, phases, tokens, causes = (column[lost:] for column in columns)
         steps = {
             "at": [round(moment, 6) for moment in at],

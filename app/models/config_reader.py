@@ -32,7 +32,9 @@ class ConfigReader:
         """Return True if the value is present and not null."""
         return self.values.get(name) is not None
 
-    def integer(self, name: str, default: int | object = _REQUIRED, at_least: int = 1, at_most: int = MAX_INTEGER) -> int:
+    def integer(
+        self, name: str, default: int | object = _REQUIRED, at_least: int = 1, at_most: int = MAX_INTEGER
+    ) -> int:
         """Return an integer in [at_least, at_most]; a float such as 2.0 is accepted."""
         value = self._get(name, default)
         if isinstance(value, float) and value.is_integer():
@@ -73,7 +75,11 @@ class ConfigReader:
     def numbers(self, name: str, length: int) -> tuple[float, ...]:
         """Return a list of exactly `length` numbers."""
         value = self._get(name, _REQUIRED)
-        if not isinstance(value, list) or len(value) != length or not all(isinstance(item, int | float) for item in value):
+        if (
+            not isinstance(value, list)
+            or len(value) != length
+            or not all(isinstance(item, int | float) for item in value)
+        ):
             raise self._wrong(name, f"a list of {length} numbers", value)
         return tuple(float(item) for item in value)
 

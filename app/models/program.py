@@ -242,4 +242,6 @@ def _names(arguments: Sequence[Any]) -> set[str]:
 
 
 def _bound_names(outputs: tuple[Any, ...]) -> set[str]:
-    return {name for output in outputs for name in (output if isinstance(output, list) else [output]) if name is not None}
+    return {
+        name for output in outputs for name in (output if isinstance(output, list) else [output]) if name is not None
+    }

@@ -143,7 +143,9 @@ def read_size(values: Mapping[str, Any]) -> int | str:
 def dtype_name(number: Any) -> str:
     """Return the name of a dtype. Raises `CheckpointInvalid` for unsupported types."""
     if number not in DTYPES:
-        raise CheckpointInvalid(f"The program has tensors of an unsupported type (number {number!r} of torch.export's schema).")
+        raise CheckpointInvalid(
+            f"The program has tensors of an unsupported type (number {number!r} of torch.export's schema)."
+        )
     return DTYPES[number]
 
 

@@ -94,7 +94,9 @@ from app.version import VERSION
 
 log = logging.getLogger(__name__)
 
-KEEP_ALIVE_SECONDS = 75  # longer than the 60 s of common load balancers, which would otherwise reuse a connection as it closes
+KEEP_ALIVE_SECONDS = (
+    75  # longer than the 60 s of common load balancers, which would otherwise reuse a connection as it closes
+)
 BACKLOG = 2048  # connections that wait while the loop is busy; uvicorn's default
 # Interval at which Python switches threads: the longest wait of the event loop for a busy worker thread.
 SWITCH_SECONDS = 0.001
@@ -126,7 +128,13 @@ ROUTES = (
     Route("POST", "/v1/completions", openai.completions, "OpenAI: text completion", CompletionBody),
     Route("GET", "/v1/models", openai.models, "OpenAI: list of models, always one"),
     Route("GET", "/v1/models/{name:path}", openai.model, "OpenAI: one model"),
-    Route("POST", "/generate", native.generate, "Generate from text or token ids; returns text and token ids", GenerateBody),
+    Route(
+        "POST",
+        "/generate",
+        native.generate,
+        "Generate from text or token ids; returns text and token ids",
+        GenerateBody,
+    ),
     Route("POST", "/tokenize", native.tokenize, "Token ids of a text or a chat", TokenizeBody),
     Route("POST", "/detokenize", native.detokenize, "Text of token ids", DetokenizeBody),
     Route("POST", "/v1/embeddings", embeddings.embeddings, "OpenAI: embeddings of texts", EmbeddingsBody),
@@ -142,8 +150,15 @@ ROUTES = (
     Route("GET", "/v2/health/live", oip.live, "Open Inference Protocol: liveness, as /healthz"),
     Route("GET", "/v2/health/ready", oip.ready, "Open Inference Protocol: readiness, as /readyz"),
     Route("GET", f"{VERSION_PATH}/ready", oip.model_ready, "Open Inference Protocol: readiness of a model version"),
-    Route("GET", f"{VERSION_PATH}/config", oip.model_config, "Open Inference Protocol: Triton configuration of a model version"),
-    Route("POST", f"{VERSION_PATH}/infer", oip.infer, "Open Inference Protocol: inference with a model version", InferBody),
+    Route(
+        "GET",
+        f"{VERSION_PATH}/config",
+        oip.model_config,
+        "Open Inference Protocol: Triton configuration of a model version",
+    ),
+    Route(
+        "POST", f"{VERSION_PATH}/infer", oip.infer, "Open Inference Protocol: inference with a model version", InferBody
+    ),
     Route(
         "POST",
         f"{VERSION_PATH}/generate",
@@ -161,7 +176,9 @@ ROUTES = (
     Route("GET", VERSION_PATH, oip.model_metadata, "Open Inference Protocol: metadata of a model version"),
     Route("GET", f"{MODEL_PATH}/ready", oip.model_ready, "Open Inference Protocol: readiness of a model"),
     Route("GET", f"{MODEL_PATH}/config", oip.model_config, "Open Inference Protocol: Triton configuration of a model"),
-    Route("POST", f"{MODEL_PATH}/infer", oip.infer, "Open Inference Protocol: inference, tensors in and out", InferBody),
+    Route(
+        "POST", f"{MODEL_PATH}/infer", oip.infer, "Open Inference Protocol: inference, tensors in and out", InferBody
+    ),
     Route("POST", f"{MODEL_PATH}/generate", generate.generate, "Open Inference Protocol: generate", OipGenerateBody),
     Route(
         "POST",
@@ -195,7 +212,9 @@ def create_app(runtime: ApiRuntime) -> FastAPI:
         exception_handlers=dict.fromkeys(HANDLED_EXCEPTIONS, handle_error),
     )
     app.state.runtime = runtime
-    app.add_middleware(ExactRoutes, endpoints={(url.method, url.path): url.endpoint for url in ROUTES if "{" not in url.path})
+    app.add_middleware(
+        ExactRoutes, endpoints={(url.method, url.path): url.endpoint for url in ROUTES if "{" not in url.path}
+    )
     app.add_middleware(RequestGate, api_keys=runtime.api_keys)
     for url in ROUTES:
         app.add_api_route(
@@ -263,11 +282,15 @@ def serve(settings: Settings) -> int:
         server.run(sockets=[listener])
     except SystemExit:  # uvicorn exits so if the application's startup or shutdown has failed
         failures.append(
-            ServingFailed("The server could not start its threads; the log says why. Is the limit of processes reached?")
+            ServingFailed(
+                "The server could not start its threads; the log says why. Is the limit of processes reached?"
+            )
         )
     log.info("stopped")
     for failure in failures:
-        raise failure if isinstance(failure, StartupError) else ServingFailed(_worker_failure_message(failure)) from failure
+        raise (
+            failure if isinstance(failure, StartupError) else ServingFailed(_worker_failure_message(failure))
+        ) from failure
     if serving.worker.alive:
         # A thread within native code cannot be ended, and finalizing the interpreter would crash it: so exit without
         # finalizing.
@@ -277,7 +300,9 @@ def serve(settings: Settings) -> int:
 
 
 def _worker_failure_message(failure: BaseException) -> str:
-    return f"The worker has failed, so no request can be served: {describe_exception(failure)}. The log has the traceback."
+    return (
+        f"The worker has failed, so no request can be served: {describe_exception(failure)}. The log has the traceback."
+    )
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -290,7 +315,9 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        raise SettingsInvalid(f"Cannot listen on {host} port {port}: {error}. Choose others with --host and --port.") from error
+        raise SettingsInvalid(
+            f"Cannot listen on {host} port {port}: {error}. Choose others with --host and --port."
+        ) from error
 
 
 def url_of(listener: socket.socket) -> str:
@@ -312,12 +339,16 @@ def server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         proxy_headers=False,
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=cast(int, settings.drain_seconds),  # passed to asyncio's timeout, which accepts fractions
+        timeout_graceful_shutdown=cast(
+            int, settings.drain_seconds
+        ),  # passed to asyncio's timeout, which accepts fractions
     )
 
 
 def _log_to_stderr(level: str) -> None:
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True)
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True
+    )
     # This process logs its events itself. uvicorn would also log malformed requests, which are not events of the
     # server.
     logging.getLogger("uvicorn.error").setLevel(logging.DEBUG if level == "debug" else logging.ERROR)

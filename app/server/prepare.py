@@ -164,7 +164,9 @@ class CalibrationFile:
         with suppress(OSError, FileUnusable):  # the file is gone already, or this process may not remove it
             if _parsed(_bytes_of(self.file), self.key).measured_at == calibration.measured_at:
                 self.file.unlink()
-                log.info("the calibration in %s no longer holds and was removed: the next start measures again", self.file)
+                log.info(
+                    "the calibration in %s no longer holds and was removed: the next start measures again", self.file
+                )
 
 
 def calibration_key(facts: Facts, settings: Settings, plan: ServingPlan, shapes: object) -> dict[str, str]:
@@ -296,7 +298,9 @@ def prepare(settings: Settings) -> Prepared:
 def with_kept_calibration(facts: Facts, settings: Settings, checkpoint: OpenedModel) -> Prepared:
     """Make the plan with the calibration of an earlier start, if one exists and may be used."""
     plan = _plan(facts, None, settings, checkpoint)
-    calibration_file = CalibrationFile(settings.cache_directory, calibration_key(facts, settings, plan, _shapes(checkpoint)))
+    calibration_file = CalibrationFile(
+        settings.cache_directory, calibration_key(facts, settings, plan, _shapes(checkpoint))
+    )
     prepared = Prepared(settings, facts, checkpoint, plan, calibration_file, is_final=not plan.calibrate.value)
     found = calibration_file.read() if plan.calibrate.value and settings.calibrate != "on" else None
     return prepared if found is None else prepared.with_calibration(found)
@@ -330,7 +334,9 @@ def calibrate(prepared: Prepared, report: ReportStage, budget_seconds: float | N
         log.info("calibrated in %.1f s", found.seconds)
     final = prepared.with_calibration(Calibration(found, time.time(), from_cache=False))
     if measured_under_load(prepared, final):
-        log.warning("the calibration is not kept: fewer threads were much faster, so other work probably used the cores")
+        log.warning(
+            "the calibration is not kept: fewer threads were much faster, so other work probably used the cores"
+        )
     elif final.calibration is not None:
         prepared.calibration_file.write(final.calibration)
     _log_plan(final.plan)
@@ -366,7 +372,12 @@ def measurement_subject(prepared: Prepared) -> CalibrationSubject:
     facts, settings, checkpoint, plan = prepared.facts, prepared.settings, prepared.checkpoint, prepared.plan
     names = [plan.precision.value, *_other_precisions(prepared)]
     plans = [plan_variant for name in names if (plan_variant := _plan_for_precision(prepared, name)) is not None]
-    copies = settings.int8_copy != "off" and not plan.deterministic.value and "int4" in names and checkpoint.needs().generates
+    copies = (
+        settings.int8_copy != "off"
+        and not plan.deterministic.value
+        and "int4" in names
+        and checkpoint.needs().generates
+    )
     return CalibrationSubject(
         checkpoint.model_config if isinstance(checkpoint, Checkpoint) else checkpoint,
         tuple(plans),

@@ -84,7 +84,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STOP_SECONDS = 10.0  # longest wait of a stop for the worker; a step takes less
-STOP_LOADING_SECONDS = 1.0  # longest wait while loading: it checks for a stop at each percent, and may be ended anywhere
+STOP_LOADING_SECONDS = (
+    1.0  # longest wait while loading: it checks for a stop at each percent, and may be ended anywhere
+)
 # Instruction sets in order: the first that the machine has is the label.
 ISA_RANKS = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2", "sve2", "sve", "i8mm", "dotprod", "neon")
 
@@ -108,7 +110,9 @@ def read_api_keys(settings: Settings) -> tuple[str, ...]:
     except OSError as error:
         raise SettingsInvalid(f"api_key_file {unreadable_message(settings.api_key_file, error)}") from error
     except UnicodeDecodeError as error:
-        raise SettingsInvalid(f"api_key_file {settings.api_key_file} is not UTF-8 text with one key per line.") from error
+        raise SettingsInvalid(
+            f"api_key_file {settings.api_key_file} is not UTF-8 text with one key per line."
+        ) from error
     keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not keys:
         raise SettingsInvalid(f"api_key_file {settings.api_key_file} holds no key, so every request would be refused.")
@@ -237,7 +241,9 @@ class ServerRuntime:
         began = time.monotonic()
         eos_token_ids = () if tokenizer is None else tokenizer.eos_token_ids
         with self._suggest_cpu_on_failure():
-            engine = build(BuildRequest(prepared.checkpoint, prepared.plan, report_stage, prepared.step_time_table, eos_token_ids))
+            engine = build(
+                BuildRequest(prepared.checkpoint, prepared.plan, report_stage, prepared.step_time_table, eos_token_ids)
+            )
         self._watch.gc_control.freeze()
         self._watch.slow_steps = self._stalls()
         log.info("weights loaded and warmed up in %.1f s", time.monotonic() - began)
@@ -282,7 +288,11 @@ class ServerRuntime:
 
     def _watch_speed_drift(self) -> None:
         """Compare step times with the measurements from the first step on, and remove stale measurements."""
-        calibration_file, calibration, plan = self._prepared.calibration_file, self._prepared.calibration, self._prepared.plan
+        calibration_file, calibration, plan = (
+            self._prepared.calibration_file,
+            self._prepared.calibration,
+            self._prepared.plan,
+        )
         steps = self._prepared.step_time_table
         if steps is not None and calibration is not None:
             expected = ExpectedSpeed(steps, plan.capacity_tokens_per_second.value, plan.roofline_ratio.value)
@@ -293,7 +303,9 @@ class ServerRuntime:
         cpu_stat = self.metrics.deployment.cpu_stat
         garbage = self._watch.gc_control
         usual_times = UsualStepTimes(self._prepared.step_time_table)
-        return SlowStepDetector(usual_times, lambda: garbage.seconds, lambda: throttled_seconds(cpu_stat), first_touch_seconds())
+        return SlowStepDetector(
+            usual_times, lambda: garbage.seconds, lambda: throttled_seconds(cpu_stat), first_touch_seconds()
+        )
 
     def _info(self) -> dict[str, Any]:
         prepared = self._prepared

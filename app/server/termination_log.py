@@ -21,7 +21,9 @@ class TerminationMessage:
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if isinstance(error, Exception):
             write_reason(error.message if isinstance(error, ArmatureError) else describe_exception(error))
 

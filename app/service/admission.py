@@ -68,7 +68,9 @@ class Admission:
     Up to `max_running` requests may be computed and `max_waiting` more may queue. The next request is refused.
     """
 
-    def __init__(self, read_snapshot: Callable[[], EngineSnapshot], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, read_snapshot: Callable[[], EngineSnapshot], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._read_snapshot = read_snapshot
         self._clock = clock
         self.max_running = 1
@@ -92,9 +94,7 @@ class Admission:
         """
         if self.num_open >= self.max_running + self.max_waiting:
             seconds = self.retry_after_seconds()
-            sentence = (
-                f"All {self.max_running} running and {self.max_waiting} waiting places are taken; try again in {seconds:.0f} s."
-            )
+            sentence = f"All {self.max_running} running and {self.max_waiting} waiting places are taken; try again in {seconds:.0f} s."
             raise Overloaded(sentence, retry_after_seconds=seconds)
         return Permit(self)
 
@@ -156,7 +156,9 @@ class Admission:
         idle = not (num_sent or snapshot.rows or snapshot.prompts or snapshot.queue)
         if self._last_prediction is None or self._last_prediction[0] != key or idle:
             newcomers = [*self._sent, (now, self._uncached_tokens(num_prompt_tokens))]
-            seconds = first_token_seconds(snapshot, newcomers, now, TypicalRequest(self._completion_tokens, self.max_running))
+            seconds = first_token_seconds(
+                snapshot, newcomers, now, TypicalRequest(self._completion_tokens, self.max_running)
+            )
             self._last_prediction = None if seconds is None else (key, now + seconds)
             return seconds
         return max(self._last_prediction[1] - now, 0.0)

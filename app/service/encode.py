@@ -45,14 +45,18 @@ TOKEN_BYTES = 36  # a token id in a tuple: a pointer and an int object
 VALUE_BYTES = {"BOOL": 1, "UINT8": 1, "INT8": 1, "INT16": 2, "FP16": 2, "BF16": 2, "INT64": 8, "FP64": 8}
 
 
-async def encode(pipeline: RequestPipeline, model: ServedEncoder, request: EncodingRequest, record: RequestRecord) -> Encoded:
+async def encode(
+    pipeline: RequestPipeline, model: ServedEncoder, request: EncodingRequest, record: RequestRecord
+) -> Encoded:
     """Tokenize the texts, send them to the worker and return its arrays.
 
     Short texts are tokenized on the event loop, because a round trip to another thread takes longer.
     """
     check_texts(model, request)
     with pipeline.admission.permit() as permit:
-        texts = tokenize_texts(model, request) if is_short(request) else await pipeline.read(tokenize_texts, model, request)
+        texts = (
+            tokenize_texts(model, request) if is_short(request) else await pipeline.read(tokenize_texts, model, request)
+        )
         lengths = tuple(len(text.token_ids) for text in texts)
         name = pipeline.post.name(request.request_id)
         command = Encode(name, texts, request.outputs, record.arrived_at, request.normalize, request.dimensions)
@@ -62,7 +66,9 @@ async def encode(pipeline: RequestPipeline, model: ServedEncoder, request: Encod
     return Encoded(ready.arrays, ready.timings, lengths)
 
 
-async def infer(pipeline: RequestPipeline, program: ServedProgram, request: InferenceRequest, record: RequestRecord) -> Inferred:
+async def infer(
+    pipeline: RequestPipeline, program: ServedProgram, request: InferenceRequest, record: RequestRecord
+) -> Inferred:
     """Send a program's inputs to the worker and return its arrays.
 
     Rows of the batch are counted as an encoder's tokens are.

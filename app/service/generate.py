@@ -90,7 +90,9 @@ class CompletionBuilder:
         self._choices = [ChoiceState(index, text) for index, text in enumerate(texts)]
         self._request, self._tokenizer, self._metrics = request, tokenizer, metrics
         self.num_cached_tokens = 0
-        self._predicted_wait: tuple[float, float] | None = None  # predicted seconds to the first token, and when predicted
+        self._predicted_wait: tuple[float, float] | None = (
+            None  # predicted seconds to the first token, and when predicted
+        )
 
     @property
     def finished(self) -> bool:
@@ -229,7 +231,9 @@ async def generate(
     with pipeline.admission.permit() as permit:
         token_ids = await pipeline.read(tokenize_prompt, model, request)
         command = Generate(pipeline.post.name(request.request_id), token_ids, request.params, record.arrived_at)
-        completion = CompletionBuilder(command, model.tokenizer, pipeline.metrics, continues_prompt=request.messages is None)
+        completion = CompletionBuilder(
+            command, model.tokenizer, pipeline.metrics, continues_prompt=request.messages is None
+        )
         with _submitted(pipeline, completion, command, permit, pipeline.deadline(record)) as event_queue:
             record.accepted = True
             yield Accepted(command.token_ids)
@@ -238,7 +242,9 @@ async def generate(
             while not completion.finished:
                 for event in _stream_events(pipeline, completion, command, await event_queue.get()):
                     yield event
-        pipeline.admission.observe(completion.num_prompt_tokens, completion.num_cached_tokens, completion.num_completion_tokens)
+        pipeline.admission.observe(
+            completion.num_prompt_tokens, completion.num_cached_tokens, completion.num_completion_tokens
+        )
         record.outcome = completion.outcome
 
 

@@ -48,19 +48,25 @@ def tokenize_prompt(model: ServedDecoder, request: GenerationRequest) -> tuple[i
     return tuple(ids)
 
 
-def chat_token_ids(model: ServedDecoder, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> list[int]:
+def chat_token_ids(
+    model: ServedDecoder, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
+) -> list[int]:
     """Return a conversation's token ids.
 
     The template writes all special tokens, so none are added, as in transformers.
     """
     if model.chat is None:
-        raise InvalidRequest("This model has no chat template: send a prompt to the completions route instead.", field="messages")
+        raise InvalidRequest(
+            "This model has no chat template: send a prompt to the completions route instead.", field="messages"
+        )
     return model.tokenizer.encode(model.chat.render(messages, arguments), add_special_tokens=False)
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:
     """Check that every id is in the vocabulary. Raises an `InvalidRequest` that names `field`."""
-    wrong = next((token_id for token_id in (min(ids), max(ids)) if not 0 <= token_id < vocab_size), None) if ids else None
+    wrong = (
+        next((token_id for token_id in (min(ids), max(ids)) if not 0 <= token_id < vocab_size), None) if ids else None
+    )
     if wrong is not None:
         raise InvalidRequest(f"{field} must be in [0, {vocab_size}), not {wrong}.", field=field)
 
@@ -84,7 +90,9 @@ def _check_context_length(context: int, num_prompt: int, request: GenerationRequ
     max_tokens = request.params.max_tokens
     if max_tokens is not None and num_prompt + max_tokens > context:
         detail = f"However, you requested {num_prompt + max_tokens} tokens ({num_prompt} in the {field}, {max_tokens} in the completion)."
-        raise ContextLengthExceeded(f"{limit} {detail} Please reduce max_tokens or shorten the {field}.", field="max_tokens")
+        raise ContextLengthExceeded(
+            f"{limit} {detail} Please reduce max_tokens or shorten the {field}.", field="max_tokens"
+        )
 
 
 MAX_TEXTS = 2_048  # OpenAI's limit
@@ -107,7 +115,9 @@ def check_texts(model: ServedEncoder, request: EncodingRequest) -> None:
     prompts = model.config.pooling.prompts
     if request.prompt is not None and request.prompt not in prompts:
         known = ", ".join(sorted(prompts)) or "none"
-        raise InvalidRequest(f"This checkpoint has no prompt {request.prompt[:100]!r}; it has: {known}.", field="prompt_name")
+        raise InvalidRequest(
+            f"This checkpoint has no prompt {request.prompt[:100]!r}; it has: {known}.", field="prompt_name"
+        )
     for index, given in enumerate(request.inputs):
         if not _is_not_empty(given):
             name = _field_name(request, index)
@@ -128,13 +138,17 @@ def tokenize_texts(model: ServedEncoder, request: EncodingRequest) -> tuple[Text
     }
     full_texts = [prompt + given if isinstance(given, str) else given for prompt, given in prompted.values()]
     max_length = model.limits.max_model_len if request.truncate else None
-    texts = dict(zip(prompted, model.tokenizer.encode_texts(full_texts, max_length, request.truncate_left), strict=True))
+    texts = dict(
+        zip(prompted, model.tokenizer.encode_texts(full_texts, max_length, request.truncate_left), strict=True)
+    )
     for index, given in enumerate(request.inputs):
         if isinstance(given, Text):
             texts[index] = _checked_ids(model, request, index, given)
         _check_text_length(model, request, index, texts[index])
     if model.config.pooling.skips_prompt:
-        texts |= {index: _with_prompt_length(model, prompt, texts[index]) for index, (prompt, _) in prompted.items() if prompt}
+        texts |= {
+            index: _with_prompt_length(model, prompt, texts[index]) for index, (prompt, _) in prompted.items() if prompt
+        }
     in_order = tuple(texts[index] for index in range(len(texts)))
     _check_hidden(model, request, in_order)
     return in_order
@@ -159,7 +173,9 @@ def _check_dimensions(model: ServedEncoder, request: EncodingRequest) -> None:
         return
     size = model.sizes.get("embedding", 0)
     if not 1 <= request.dimensions <= size:
-        raise InvalidRequest(f"dimensions must be in [1, {size}] for this model, not {request.dimensions}.", field="dimensions")
+        raise InvalidRequest(
+            f"dimensions must be in [1, {size}] for this model, not {request.dimensions}.", field="dimensions"
+        )
 
 
 def _is_not_empty(given: TextInput) -> bool:
@@ -217,10 +233,10 @@ def _check_text_length(model: ServedEncoder, request: EncodingRequest, index: in
     limit, number = model.limits.max_model_len, len(text.token_ids)
     if number > limit:
         name = _field_name(request, index)
-        sentence = (
-            f"This model's maximum context length is {limit} tokens. However, {name} has {number} tokens. Please shorten it"
+        sentence = f"This model's maximum context length is {limit} tokens. However, {name} has {number} tokens. Please shorten it"
+        raise ContextLengthExceeded(
+            f"{sentence}, or ask for it to be truncated where the route offers that.", field=name
         )
-        raise ContextLengthExceeded(f"{sentence}, or ask for it to be truncated where the route offers that.", field=name)
 
 
 def _check_hidden(model: ServedEncoder, request: EncodingRequest, texts: Sequence[Text]) -> None:

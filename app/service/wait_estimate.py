@@ -39,7 +39,9 @@ def encode_wait_seconds(snapshot: EngineSnapshot, newcomers: Sequence[tuple[floa
         if not newcomers:
             return max(_seconds_until_done(snapshot.step_times, queue) - (now - step_started_at), 0.0)
     step_tokens = _simulate_step(queue, snapshot.step_times)
-    step_ends_at = max(step_started_at + snapshot.step_times.encode(step_tokens), now)  # an overdue step may end at any moment
+    step_ends_at = max(
+        step_started_at + snapshot.step_times.encode(step_tokens), now
+    )  # an overdue step may end at any moment
     queue += [tokens for _, tokens in newcomers]
     return step_ends_at - now + _seconds_until_done(snapshot.step_times, queue)
 
@@ -136,7 +138,9 @@ class SchedulerSimulation:
             self._prefilling.append([0, self._queue.pop(0)])
         rows = len(self._remaining)
         if not self._prefilling:
-            return self._decode(ceil(self._remaining[0] / self._step_times.tokens_per_step) if jump and self._remaining else 1, 0, 0)
+            return self._decode(
+                ceil(self._remaining[0] / self._step_times.tokens_per_step) if jump and self._remaining else 1, 0, 0
+            )
         computed, to_compute = self._prefilling[0]
         budget = self._prefill_budget(rows, computed)
         if jump and to_compute > budget:
@@ -192,7 +196,9 @@ class SchedulerSimulation:
         if read:
             self._prefilling = [prompt for prompt in self._prefilling if prompt[1] > 0]
             self._context += sum(computed for computed, _ in read)
-            self._remaining = sorted([*self._remaining, *(max(1, round(self._typical.completion_tokens)) for _ in read)])
+            self._remaining = sorted(
+                [*self._remaining, *(max(1, round(self._typical.completion_tokens)) for _ in read)]
+            )
 
 
 def _expected_remaining_tokens(made: int, most: int, completion_tokens: float) -> int:

@@ -197,7 +197,9 @@ class ChatTemplate:
         extra = _plain_json_copy(dict(arguments or {}), "chat_template_kwargs")
         taken = extra.keys() & (_RESERVED | self._named_tokens.keys())
         if taken:
-            raise InvalidRequest(f"{min(taken)} cannot be an argument of the chat template.", field="chat_template_kwargs")
+            raise InvalidRequest(
+                f"{min(taken)} cannot be an argument of the chat template.", field="chat_template_kwargs"
+            )
         plain = [
             _with_joined_text(_plain_json_copy(dict(message), f"messages[{place}]"), place)
             for place, message in enumerate(messages)
@@ -209,15 +211,23 @@ class ChatTemplate:
         try:
             return render_bounded(self._template, variables)
         except ConversationRefused as error:
-            raise InvalidRequest(f"the chat template refuses these messages: {error.message}", field="messages") from error
+            raise InvalidRequest(
+                f"the chat template refuses these messages: {error.message}", field="messages"
+            ) from error
         except SecurityError as error:
-            raise InvalidRequest(f"the sandbox stopped the checkpoint's chat template: {error}", field="messages") from error
+            raise InvalidRequest(
+                f"the sandbox stopped the checkpoint's chat template: {error}", field="messages"
+            ) from error
         except _TEMPLATE_FAULTS as error:
             reason = f"{type(error).__name__}: {error}"
-            raise InvalidRequest(f"the checkpoint's chat template fails on these messages: {reason}", field="messages") from error
+            raise InvalidRequest(
+                f"the checkpoint's chat template fails on these messages: {reason}", field="messages"
+            ) from error
 
 
-def open_chat_template(directory: Path, config: Mapping[str, Any], named_tokens: Mapping[str, str]) -> ChatTemplate | None:
+def open_chat_template(
+    directory: Path, config: Mapping[str, Any], named_tokens: Mapping[str, str]
+) -> ChatTemplate | None:
     """Return the checkpoint's chat template, or None if it has none.
 
     It is chat_template.jinja, or else `chat_template` in tokenizer_config.json.
@@ -240,7 +250,9 @@ def open_chat_template(directory: Path, config: Mapping[str, Any], named_tokens:
 
 def _default_of(source: object) -> object:
     """Return the template called default, or else the first, of several named templates."""
-    if not isinstance(source, list) or not all(isinstance(item, dict) and {"name", "template"} <= item.keys() for item in source):
+    if not isinstance(source, list) or not all(
+        isinstance(item, dict) and {"name", "template"} <= item.keys() for item in source
+    ):
         return source
     by_name = {item["name"]: item["template"] for item in source}
     return by_name.get("default", next(iter(by_name.values()), None))

@@ -44,7 +44,9 @@ class _ConvertBareException:
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if kind is Exception:
             raise self._kind(f"{self._sentence}: {error}") from error
 
@@ -65,7 +67,9 @@ class Tokenizer:
         inputs = self.config.get("model_input_names")
         self._returns_segments = not isinstance(inputs, list) or "token_type_ids" in inputs
         self.named_tokens: Mapping[str, str] = MappingProxyType(_named_tokens(self.config))
-        self._added = {token_id: str(token.content) for token_id, token in self._inner.get_added_tokens_decoder().items()}
+        self._added = {
+            token_id: str(token.content) for token_id, token in self._inner.get_added_tokens_decoder().items()
+        }
         self._special = frozenset(i for i, token in self._inner.get_added_tokens_decoder().items() if token.special)
         self.vocab_size = self._inner.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = self.token_id(self.named_tokens.get("bos_token"))
@@ -184,7 +188,9 @@ def _check_unicode(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequest(f"the text is not valid Unicode: there is a lone surrogate at character {error.start}.") from error
+        raise InvalidRequest(
+            f"the text is not valid Unicode: there is a lone surrogate at character {error.start}."
+        ) from error
 
 
 def _load(path: Path) -> tokenizers.Tokenizer:

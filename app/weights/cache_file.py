@@ -115,7 +115,11 @@ def log_not_kept(file: Path, what: str, error: OSError) -> None:
     level = logging.INFO if cache in _warned else logging.WARNING
     _warned.add(cache)
     log.log(
-        level, "%s cannot be kept in %s (%s): serving goes on, and the next start makes it again", what, cache, error.strerror
+        level,
+        "%s cannot be kept in %s (%s): serving goes on, and the next start makes it again",
+        what,
+        cache,
+        error.strerror,
     )
 
 

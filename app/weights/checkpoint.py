@@ -92,7 +92,9 @@ class Checkpoint:
         """
         if isinstance(self.model_config, ModelConfig):
             return self.model_config
-        raise CheckpointInvalid(f"{self.directory} is an encoder ({self.model_config.architecture}); a decoder is needed here.")
+        raise CheckpointInvalid(
+            f"{self.directory} is an encoder ({self.model_config.architecture}); a decoder is needed here."
+        )
 
     @property
     def encoder(self) -> EncoderConfig:
@@ -103,7 +105,9 @@ class Checkpoint:
         """
         if isinstance(self.model_config, EncoderConfig):
             return self.model_config
-        raise CheckpointInvalid(f"{self.directory} is a decoder ({self.model_config.architecture}); an encoder is needed here.")
+        raise CheckpointInvalid(
+            f"{self.directory} is a decoder ({self.model_config.architecture}); an encoder is needed here."
+        )
 
     def needs(self) -> Needs:
         """Return the model's requirements, from which the plan is made."""
@@ -112,7 +116,11 @@ class Checkpoint:
             host_bytes, device_bytes = decoder_bytes(config, tensors), decoder_device_bytes(config, tensors)
             kv_elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim
         else:
-            host_bytes, device_bytes, kv_elements = encoder_bytes(config, tensors), encoder_device_bytes(config, tensors), 0
+            host_bytes, device_bytes, kv_elements = (
+                encoder_bytes(config, tensors),
+                encoder_device_bytes(config, tensors),
+                0,
+            )
         return Needs(
             kind=config.kind,
             architecture=config.architecture,
@@ -150,8 +158,12 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     sentence_config = read_sentence_config(directory)
     config = read_object(directory / "config.json")
     if config.get("quantization_config"):
-        raise CheckpointInvalid("config.json: the weights are already quantized (quantization_config); use the original weights.")
-    model_config = read_encoder(config, sentence_config) if is_encoder(config, sentence_config) else ModelConfig.from_hf(config)
+        raise CheckpointInvalid(
+            "config.json: the weights are already quantized (quantization_config); use the original weights."
+        )
+    model_config = (
+        read_encoder(config, sentence_config) if is_encoder(config, sentence_config) else ModelConfig.from_hf(config)
+    )
     found = _find_tensors(directory)
     tensors = (
         _encoder_tensors(model_config, found, directory)
@@ -173,7 +185,9 @@ def _find_tensors(directory: Path) -> dict[str, TensorEntry]:
     if single in files or len(files) == 1:
         return read_header(single if single in files else files[0])
     if files:
-        raise CheckpointInvalid(f"{directory} has {len(files)} *.safetensors files and no {INDEX} to say which tensor is where.")
+        raise CheckpointInvalid(
+            f"{directory} has {len(files)} *.safetensors files and no {INDEX} to say which tensor is where."
+        )
     pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in directory.glob(pattern))
     if pickles:
         raise CheckpointInvalid(
@@ -185,7 +199,9 @@ def _find_tensors(directory: Path) -> dict[str, TensorEntry]:
 
 def _read_shards(directory: Path) -> dict[str, TensorEntry]:
     places = read_object(directory / INDEX).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(file, str) and Path(file).name == file for file in places.values()):
+    if not isinstance(places, dict) or not all(
+        isinstance(file, str) and Path(file).name == file for file in places.values()
+    ):
         raise CheckpointInvalid(f"{INDEX}: weight_map must map tensor names to names of files in the same directory.")
     files = sorted(set(places.values()))
     missing = [file for file in files if not (directory / file).is_file()]
@@ -204,7 +220,9 @@ def _check_tokenizer(directory: Path) -> None:
     if (directory / "tokenizer.json").is_file():
         return check_not_lfs_pointer(directory / "tokenizer.json")
     old = next((name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (directory / name).is_file()), None)
-    hint = f"; {old} alone is not enough: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) writes it" if old else ""
+    hint = (
+        f"; {old} alone is not enough: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) writes it" if old else ""
+    )
     raise CheckpointInvalid(f"{directory} has no tokenizer.json{hint}.{incomplete_copy_note(directory)}")
 
 
@@ -221,18 +239,24 @@ def _decoder_tensors(config: ModelConfig, found: Mapping[str, TensorEntry]) -> d
     return _check_tensors(config.architecture, tensors_of(config), RenamedTensors(dict(found), extra, {}))
 
 
-def _encoder_tensors(config: EncoderConfig, found: Mapping[str, TensorEntry], directory: Path) -> dict[str, TensorEntry]:
+def _encoder_tensors(
+    config: EncoderConfig, found: Mapping[str, TensorEntry], directory: Path
+) -> dict[str, TensorEntry]:
     renamed_tensors = rename_tensors(found, config)
     for place, dense in enumerate(config.pooling.dense):
         own = _find_tensors(directory / dense.folder)
-        renamed_tensors.tensors.update((f"dense.{place}.{name.removeprefix('linear.')}", entry) for name, entry in own.items())
+        renamed_tensors.tensors.update(
+            (f"dense.{place}.{name.removeprefix('linear.')}", entry) for name, entry in own.items()
+        )
     expected = encoder_tensors_of(config)
     if config.decoder is not None:
         renamed_tensors.unused.extend(name for name in renamed_tensors.tensors if name not in expected)
     return _check_tensors(config.architecture, expected, renamed_tensors)
 
 
-def _check_tensors(architecture: str, expected: Mapping[str, Shape], renamed_tensors: RenamedTensors) -> dict[str, TensorEntry]:
+def _check_tensors(
+    architecture: str, expected: Mapping[str, Shape], renamed_tensors: RenamedTensors
+) -> dict[str, TensorEntry]:
     """Return the tensors that serving uses.
 
     Extra tensors are refused too: ignoring a weight would give wrong results.
@@ -264,7 +288,9 @@ def _check_tensor(name: str, entry: TensorEntry, shape: Shape) -> None:
             f"{entry.file.name}: {name} has shape {list(entry.shape)}, and config.json asks for {list(shape)}."
         )
     if entry.dtype not in STORED_DTYPES:
-        raise CheckpointInvalid(f"{entry.file.name}: {name} is stored as {entry.dtype}; supported: {', '.join(STORED_DTYPES)}.")
+        raise CheckpointInvalid(
+            f"{entry.file.name}: {name} is stored as {entry.dtype}; supported: {', '.join(STORED_DTYPES)}."
+        )
 
 
 def _names(names: list[str]) -> str:

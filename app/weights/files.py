@@ -61,7 +61,9 @@ def check_directory(directory: Path) -> None:
     if not directory.is_dir():
         raise CheckpointInvalid(f"Checkpoint {directory} is a file; give the directory that contains it. {LAYOUT_HINT}")
     if not _entries(directory):
-        raise CheckpointInvalid(f"Checkpoint {directory} is empty: is a volume mounted there, and the model in it? {LAYOUT_HINT}")
+        raise CheckpointInvalid(
+            f"Checkpoint {directory} is empty: is a volume mounted there, and the model in it? {LAYOUT_HINT}"
+        )
 
 
 def check_not_lfs_pointer(file: Path) -> None:
@@ -91,7 +93,9 @@ def remedy(file: Path) -> str:
 
 def incomplete_copy_note(directory: Path) -> str:
     """Return a sentence that names the incomplete files of a copy, with a leading space; empty if there are none."""
-    found = sorted({str(file.relative_to(directory)) for pattern in _INCOMPLETE_PATTERNS for file in directory.glob(pattern)})
+    found = sorted(
+        {str(file.relative_to(directory)) for pattern in _INCOMPLETE_PATTERNS for file in directory.glob(pattern)}
+    )
     return f" {_names(found)} there: a copy is running or was interrupted." if found else ""
 
 
@@ -105,7 +109,9 @@ def _existing_files_note(path: Path) -> str:
         return f", nor does {path.absolute().parent}: is a volume with models mounted there?"
     entries = _entries(parent)
     return (
-        f" ({parent} has {_names(entries)})." if entries else f", and {parent} is empty: is a volume with models mounted there?"
+        f" ({parent} has {_names(entries)})."
+        if entries
+        else f", and {parent} is empty: is a volume with models mounted there?"
     )
 
 
@@ -130,10 +136,14 @@ def unreadable_message(path: Path, error: OSError) -> str:
 def _denied_access_note(path: Path) -> str:
     """Describe the owner and mode of the first parent directory without access, or of the file itself."""
     effective = os.access in os.supports_effective_ids
-    above = [each for each in reversed(path.absolute().parents) if not os.access(each, os.X_OK, effective_ids=effective)]
+    above = [
+        each for each in reversed(path.absolute().parents) if not os.access(each, os.X_OK, effective_ids=effective)
+    ]
     first = next(iter(above), path)
     status = first.stat()
-    return f"{first} belongs to user {status.st_uid} and group {status.st_gid} and has mode {status.st_mode & 0o7777:04o}"
+    return (
+        f"{first} belongs to user {status.st_uid} and group {status.st_gid} and has mode {status.st_mode & 0o7777:04o}"
+    )
 
 
 def read_object(file: Path) -> Mapping[str, Any]:

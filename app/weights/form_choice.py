@@ -76,9 +76,17 @@ class FormChoice:
             assert self.device is not None, "a plan for a device needs the backend's device"
             return DEVICE_FORMS[name](self.device, self.dtype)
         packing, threshold = QUANTISED_FORMS[name], self.recipe.int8_copy_from
-        if not self.int8_copy or is_output or threshold is None or not isinstance(packing, IntPanelFactory) or packing.bits == 8:
+        if (
+            not self.int8_copy
+            or is_output
+            or threshold is None
+            or not isinstance(packing, IntPanelFactory)
+            or packing.bits == 8
+        ):
             return packing
-        return HybridFactory(packing, IntPanelFactory(8, None), threshold - 1 if self.most_few is None else self.most_few)
+        return HybridFactory(
+            packing, IntPanelFactory(8, None), threshold - 1 if self.most_few is None else self.most_few
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,7 +174,9 @@ def decoder_device_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry]
     Norms are in FP32, an embedding that is not tied is as stored, and the output layer is never quantized.
     """
     table = 0 if config.tie_embeddings else tensors["model.embed_tokens.weight"].nbytes
-    return _device_bytes(list(products_of(config)), config.vocab_size * config.hidden_size, table + 4 * _norm_elements(config))
+    return _device_bytes(
+        list(products_of(config)), config.vocab_size * config.hidden_size, table + 4 * _norm_elements(config)
+    )
 
 
 def encoder_device_bytes(config: EncoderConfig, tensors: Mapping[str, TensorEntry]) -> dict[str, int]:

@@ -141,7 +141,11 @@ def form_choice(plan: ServingPlan, texts: bool = False, device: torch.device | N
         device: The backend's device.
     """
     precision, kind = plan.precision.value, plan.device.value
-    recipe = DETERMINISTIC_RECIPES[precision] if plan.deterministic.value else find_recipe(kind, host_architecture(), precision)
+    recipe = (
+        DETERMINISTIC_RECIPES[precision]
+        if plan.deterministic.value
+        else find_recipe(kind, host_architecture(), precision)
+    )
     recipe = for_encoder(recipe) if texts else recipe
     own = None if kind == "cpu" else device
     return FormChoice(recipe, DTYPES[plan.dtype.value], plan.int8_copy.value, plan.most_few_rows.value, own)
@@ -186,7 +190,11 @@ class _ModelLoader:
         self.progress(self.total, self.total)
         if pack_file is not None and blobs is None:
             pack_file.write(
-                {name: part for layer in layers for name, part in layer.blobs(self.smooth_scales.get(layer.linear.sources))}
+                {
+                    name: part
+                    for layer in layers
+                    for name, part in layer.blobs(self.smooth_scales.get(layer.linear.sources))
+                }
             )
         return pack_file
 
@@ -196,7 +204,9 @@ class _ModelLoader:
         layers = []
         for linear in linears:
             packing = self.choice.packing(linear)
-            layers.append(LayerPacking(linear, packing, feeding.get(linear) if self.choice.equalizes(packing) else None))
+            layers.append(
+                LayerPacking(linear, packing, feeding.get(linear) if self.choice.equalizes(packing) else None)
+            )
         return layers
 
     def _report_pack_progress(self, done: int, total: int) -> None:
@@ -230,7 +240,9 @@ class _ModelLoader:
             layer.norm.divide_weight(factors)
             self.smooth_scales[linear.sources] = factors
         if blobs is not None and isinstance(layer.packing, CacheablePacking):
-            linear.form = layer.packing.from_parts(linear.out_features, linear.in_features, self._bias(linear), layer.form_parts(blobs))
+            linear.form = layer.packing.from_parts(
+                linear.out_features, linear.in_features, self._bias(linear), layer.form_parts(blobs)
+            )
         else:
             linear.form = self._form(linear, layer.packing, entries, factors)
         self._advance(entries)
@@ -252,7 +264,9 @@ class _ModelLoader:
             check_fp16(f"{source}.bias", self.streams.stored(entry), self.choice.dtype)
         return self.streams.bias(linear.sources, self.choice.dtype)
 
-    def _form(self, linear: Linear, packing: FormFactory, entries: Sequence[TensorEntry], factors: Tensor | None) -> LinearForm:
+    def _form(
+        self, linear: Linear, packing: FormFactory, entries: Sequence[TensorEntry], factors: Tensor | None
+    ) -> LinearForm:
         bias = self._bias(linear)
         empty = packing.empty_form(linear.out_features, linear.in_features, bias)
         if empty is not None:
@@ -277,5 +291,7 @@ class _ModelLoader:
         return partial(empty.fill, gptq_factors=compute_gptq_factors(correlation, factors))
 
     def _advance(self, entries: Sequence[TensorEntry]) -> None:
-        self.done = min(self.total, self.done + sum(entry.nbytes for entry in entries))  # a tied embedding is counted twice
+        self.done = min(
+            self.total, self.done + sum(entry.nbytes for entry in entries)
+        )  # a tied embedding is counted twice
         self.progress(self.done, self.total)

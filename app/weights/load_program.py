@@ -80,7 +80,9 @@ def load_program(
     return Program(checkpoint.graph, states, products, narrow)
 
 
-def _states(checkpoint: ProgramCheckpoint, archive: Archive, progress: Progress, making: ProgramValues) -> dict[str, Tensor]:
+def _states(
+    checkpoint: ProgramCheckpoint, archive: Archive, progress: Progress, making: ProgramValues
+) -> dict[str, Tensor]:
     """Return the tensors by the graph's names; those that share memory in the archive share it here."""
     members: dict[str, Tensor] = {}
     total, done = sum(archive.size(each.member) for each in checkpoint.states.values() if archive.has(each.member)), 0

@@ -268,7 +268,13 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1  # version of the blobs' layout: raise it when csrc/ops.h changes the layout of packed weights
 FOLDER = "packs"
-_QUANTIZATION_MODULES = (quantization, quantization, int_panels, layout, quantization)  # their source decides a weight's codes
+_QUANTIZATION_MODULES = (
+    quantization,
+    quantization,
+    int_panels,
+    layout,
+    quantization,
+)  # their source decides a weight's codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +357,9 @@ class PackFile:
                 others.append(read_key(file))
         differ = differences(self.key, [key for key in others if key.get("checkpoint") == self.key["checkpoint"]])
         if differ:
-            log.info("packs of this model in %s differ in %s: they are not used and stay there", self.file.parent, differ)
+            log.info(
+                "packs of this model in %s differ in %s: they are not used and stay there", self.file.parent, differ
+            )
 
     def _warn(self, error: Exception) -> None:
         log.warning("the packed weights in %s cannot be used (%s): packing again", self.file, error)

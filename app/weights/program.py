@@ -102,9 +102,15 @@ class ProgramCheckpoint:
         biases: dict[str, set[str | None]] = {}
         for node in self.graph.nodes:
             if node.target == LINEAR_TARGET:
-                _, weight, bias = _linear_operands([_ref_name(item) for item in (*node.arguments, *node.keywords.values())])
+                _, weight, bias = _linear_operands(
+                    [_ref_name(item) for item in (*node.arguments, *node.keywords.values())]
+                )
                 biases.setdefault(weight or "", set()).add(bias)
-        return {weight: next(iter(each)) for weight, each in biases.items() if weight not in others and self._can_pack(weight, each)}
+        return {
+            weight: next(iter(each))
+            for weight, each in biases.items()
+            if weight not in others and self._can_pack(weight, each)
+        }
 
     def _can_pack(self, weight: str, biases: set[str | None]) -> bool:
         """Return True for a floating-point matrix with exactly one bias, or without bias."""
@@ -163,7 +169,9 @@ def open_program(path: Path) -> ProgramCheckpoint:
     try:
         major = values["schema_version"]["major"]
         if major != SCHEMA_MAJOR:
-            raise CheckpointInvalid(f"{path.name} has version {major} of torch.export's schema; {SCHEMA_MAJOR} is supported.")
+            raise CheckpointInvalid(
+                f"{path.name} has version {major} of torch.export's schema; {SCHEMA_MAJOR} is supported."
+            )
         graph = read_graph(values["graph_module"]["graph"])
         return _validated(path, graph, values, stored)
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
@@ -172,14 +180,18 @@ def open_program(path: Path) -> ProgramCheckpoint:
 
 def _model_name(archive: Archive) -> str:
     if archive.names("data/aotinductor/"):
-        raise CheckpointInvalid(f"{archive.path.name} holds compiled code, which is not run. Save it with torch.export.save.")
+        raise CheckpointInvalid(
+            f"{archive.path.name} holds compiled code, which is not run. Save it with torch.export.save."
+        )
     models = [name for name in archive.names("models/") if name.endswith(".json")]
     if len(models) != 1:
         raise CheckpointInvalid(f"{archive.path.name} holds {len(models)} programs; it must hold one.")
     return models[0].removesuffix(".json")
 
 
-def _validated(path: Path, graph: Graph, values: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> ProgramCheckpoint:
+def _validated(
+    path: Path, graph: Graph, values: Mapping[str, Any], stored: Mapping[str, StoredTensor]
+) -> ProgramCheckpoint:
     signature = values["graph_module"]["signature"]
     user_inputs: list[str] = []
     states: dict[str, StoredTensor] = {}
@@ -221,7 +233,9 @@ def _check_states(graph: Graph, states: Mapping[str, StoredTensor]) -> None:
     for node in graph.nodes:
         written = node.arguments[:1] if node.target.rpartition(".")[0].endswith("_") else ()
         if any(isinstance(item, Ref) and item.name in states for item in written):
-            raise CheckpointInvalid(f"The program writes into its own tensor {written[0].name!r} ({node.target}): {_EVAL_HINT}")
+            raise CheckpointInvalid(
+                f"The program writes into its own tensor {written[0].name!r} ({node.target}): {_EVAL_HINT}"
+            )
 
 
 def _specs(specs: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -287,7 +301,9 @@ def _has_batch_dimension(graph: Graph, index: int, batch: str) -> bool:
 
 
 def _spec(name: str, value: TensorMeta) -> TensorSpec:
-    return TensorSpec(name, DATATYPES[value.dtype], tuple(size if isinstance(size, int) else -1 for size in value.shape))
+    return TensorSpec(
+        name, DATATYPES[value.dtype], tuple(size if isinstance(size, int) else -1 for size in value.shape)
+    )
 
 
 def _operand_uses(graph: Graph) -> Iterator[tuple[str, tuple[str, int]]]:
@@ -349,7 +365,9 @@ class DimensionValues:
         """Return the value of a number, a symbol or a product of them; other expressions count as a free dimension."""
         if isinstance(size, int):
             return size
-        return math.prod(int(part) if part.isdecimal() else 1 if part == self.batch else self.free for part in size.split("*"))
+        return math.prod(
+            int(part) if part.isdecimal() else 1 if part == self.batch else self.free for part in size.split("*")
+        )
 
 
 def _graph_operations(graph: Graph, sizes: DimensionValues) -> float:

@@ -61,7 +61,9 @@ class Archive:
         try:
             self._zip = zipfile.ZipFile(path)
         except _DAMAGE_ERRORS as error:
-            raise CheckpointInvalid(f"{path.name} is not an archive of torch.export.save: {error}. {remedy(path)}") from error
+            raise CheckpointInvalid(
+                f"{path.name} is not an archive of torch.export.save: {error}. {remedy(path)}"
+            ) from error
         members = self._zip.infolist()
         roots = {member.filename.partition("/")[0] for member in members}
         if len(roots) != 1:
@@ -116,7 +118,9 @@ class Archive:
         """
         folder = f"data/{kind}/"
         if self.has(f"{folder}{model}.pt"):
-            raise CheckpointInvalid(f"{self.path.name}: its {kind} are a pickle, which can run code when read. {_SAVE_AGAIN}.")
+            raise CheckpointInvalid(
+                f"{self.path.name}: its {kind} are a pickle, which can run code when read. {_SAVE_AGAIN}."
+            )
         config = self.read_json(f"{folder}{model}_{kind}_config.json").get("config")
         if not isinstance(config, dict):
             raise CheckpointInvalid(f"{self.path.name}: the list of {kind} is damaged.")

@@ -60,7 +60,9 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
             )
         text = stream.read(length)
     entries = {
-        name: _entry(file, name, item, 8 + length) for name, item in _objects(file, text).items() if name != "__metadata__"
+        name: _entry(file, name, item, 8 + length)
+        for name, item in _objects(file, text).items()
+        if name != "__metadata__"
     }
     _check_tiling(file, entries, 8 + length, size)
     return entries
@@ -83,7 +85,9 @@ def _entry(file: Path, name: str, item: Any, data_start: int) -> TensorEntry:
     shape: Any = item.get("shape")
     offsets: Any = item.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise CheckpointInvalid(f"{file.name}: tensor {name[:80]} has dtype {dtype!r}; known are {', '.join(DTYPE_BYTES)}.")
+        raise CheckpointInvalid(
+            f"{file.name}: tensor {name[:80]} has dtype {dtype!r}; known are {', '.join(DTYPE_BYTES)}."
+        )
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
         raise CheckpointInvalid(f"{file.name}: tensor {name[:80]} has no proper shape and offsets. {remedy(file)}")
     start, end = offsets
@@ -108,4 +112,6 @@ def _check_tiling(file: Path, entries: Mapping[str, TensorEntry], data_start: in
         at = entry.end
     if at != size:
         what = "has been cut short" if at > size else "is longer than its header says"
-        raise CheckpointInvalid(f"{file.name} {what}: it has {size} bytes and its header describes {at}. {remedy(file)}")
+        raise CheckpointInvalid(
+            f"{file.name} {what}: it has {size} bytes and its header describes {at}. {remedy(file)}"
+        )

@@ -71,7 +71,9 @@ def read_sentence_config(directory: Path) -> SentenceConfig:
     if not (directory / MODULES).exists():
         return SentenceConfig(max_tokens=longest)
     modules = [one for one in _modules(directory) if one.kind != "Dropout"]
-    config = ConfigReader(read_optional(directory / "config_sentence_transformers.json"), "config_sentence_transformers.json")
+    config = ConfigReader(
+        read_optional(directory / "config_sentence_transformers.json"), "config_sentence_transformers.json"
+    )
     kind = config.text("model_type", "SentenceTransformer")
     lowercases = _transformer_config(directory).boolean("do_lower_case", False)
     if kind == "CrossEncoder":
@@ -79,7 +81,9 @@ def read_sentence_config(directory: Path) -> SentenceConfig:
         score = config.values.get("activation_fn")
         return SentenceConfig(None, longest, lowercases, None if score is None else score_function(score))
     if kind != "SentenceTransformer":
-        raise CheckpointInvalid(f"This is a {kind} of sentence-transformers; supported: SentenceTransformer and CrossEncoder.")
+        raise CheckpointInvalid(
+            f"This is a {kind} of sentence-transformers; supported: SentenceTransformer and CrossEncoder."
+        )
     return SentenceConfig(_pooling(directory, modules, config), longest, lowercases)
 
 
@@ -152,11 +156,15 @@ def _pooling_modes(pooling: ConfigReader) -> tuple[PoolingMode, ...]:
     if pooling_mode is None:
         unknown = [name for name in pooling.values if name.startswith("pooling_mode_") and name not in _POOLING_FLAGS]
         if unknown:
-            raise CheckpointInvalid(f"{pooling.where}: {', '.join(unknown)} is not known; known are {', '.join(_POOLING_FLAGS)}.")
+            raise CheckpointInvalid(
+                f"{pooling.where}: {', '.join(unknown)} is not known; known are {', '.join(_POOLING_FLAGS)}."
+            )
         return tuple(mode for flag, mode in _POOLING_FLAGS.items() if pooling.boolean(flag, False)) or ("mean",)
     names = pooling_mode if isinstance(pooling_mode, list) else [pooling_mode]
     if not names or not all(isinstance(name, str) and name in _POOLING for name in names):
-        raise CheckpointInvalid(f"{pooling.where}: pooling_mode {pooling_mode!r} is not known; known are {', '.join(_POOLING)}.")
+        raise CheckpointInvalid(
+            f"{pooling.where}: pooling_mode {pooling_mode!r} is not known; known are {', '.join(_POOLING)}."
+        )
     return tuple(_POOLING[name] for name in names)
 
 
@@ -168,7 +176,10 @@ def _dense(directory: Path, folder: str) -> DenseConfig:
         raise CheckpointInvalid(
             f"{config.where}: activation_function {path} is not known; known are {', '.join(TORCH_ACTIVATIONS)}."
         )
-    if config.boolean("use_residual", False) or config.text("module_input_name", "sentence_embedding") != "sentence_embedding":
+    if (
+        config.boolean("use_residual", False)
+        or config.text("module_input_name", "sentence_embedding") != "sentence_embedding"
+    ):
         raise CheckpointInvalid(
             f"{config.where}: use_residual and module_input_name are not supported; Dense must follow Pooling."
         )

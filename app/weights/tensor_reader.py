@@ -220,11 +220,15 @@ class TensorReader:
         step = max(1, _COPY_BYTES // max(1, row_bytes))
         for row in range(0, entry.shape[0], step):
             target[row : row + step].copy_(source[row : row + step])
-            self.files.drop(entry.file, entry.start + row * row_bytes, entry.start + min(row + step, entry.shape[0]) * row_bytes)
+            self.files.drop(
+                entry.file, entry.start + row * row_bytes, entry.start + min(row + step, entry.shape[0]) * row_bytes
+            )
 
 
 def _are_contiguous(entries: Sequence[TensorEntry]) -> bool:
-    return all((left.file, left.dtype, left.end) == (right.file, right.dtype, right.start) for left, right in pairwise(entries))
+    return all(
+        (left.file, left.dtype, left.end) == (right.file, right.dtype, right.start) for left, right in pairwise(entries)
+    )
 
 
 _FP16_MAX = torch.finfo(torch.float16).max

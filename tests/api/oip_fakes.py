@@ -35,7 +35,9 @@ from fake_worker import FakeWorker, tokenizer
 from tests.api.conftest import application
 from tests.api.scripted import Lifetime
 
-LIMITS = ServingLimits(max_model_len=64, max_running_seqs=8, max_waiting_requests=8, request_timeout_seconds=60, vocab_size=340)
+LIMITS = ServingLimits(
+    max_model_len=64, max_running_seqs=8, max_waiting_requests=8, request_timeout_seconds=60, vocab_size=340
+)
 SIGNATURE = Signature(
     (TensorSpec("pixels", "FP32", (-1, 2, -1)), TensorSpec("flags", "BOOL", (-1,))),
     (TensorSpec("sum", "FP32", (-1,)), TensorSpec("half", "BF16", (-1, 1))),
@@ -69,7 +71,9 @@ def answered(order: Command) -> ArraysReady | None:
         lengths = [(len(text.token_ids), sum(text.token_ids)) for text in order.texts]
         pooled = fp32(*(value for pair in lengths for value in pair), shape=(len(lengths), HIDDEN))
         tokens = [
-            pair for text in order.texts for pair in zip(text.token_ids, text.type_ids or (0,) * len(text.token_ids), strict=True)
+            pair
+            for text in order.texts
+            for pair in zip(text.token_ids, text.type_ids or (0,) * len(text.token_ids), strict=True)
         ]
         states = fp32(*(value for pair in tokens for value in pair), shape=(len(tokens), HIDDEN))
         made = {"embedding": pooled, "logits": pooled, "last_hidden_state": states}

@@ -64,7 +64,8 @@ def test_any_fields(model: type[Body], fields: dict[str, Any], prompt: Any, mess
 
 def test_what_is_ignored_is_forgotten() -> None:
     body = parse_body(
-        ChatBody, b'{"messages": [{"role": "user", "content": "a", "refusal": null}], "metadata": [[], []], "tools": []}'
+        ChatBody,
+        b'{"messages": [{"role": "user", "content": "a", "refusal": null}], "metadata": [[], []], "tools": []}',
     )
     assert body.model_extra == body.messages[0].model_extra == {}
 

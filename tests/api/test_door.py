@@ -118,8 +118,12 @@ async def test_all_bodies_together_are_bounded(monkeypatch: pytest.MonkeyPatch) 
     assert door._held_bytes == 0
 
 
-@pytest.mark.parametrize(("encoding", "compress"), [("gzip", gzip.compress), ("deflate", zlib.compress), ("Identity", bytes)])
-async def test_a_compressed_body_is_made_plain(conversation: Talk, encoding: str, compress: Callable[[bytes], bytes]) -> None:
+@pytest.mark.parametrize(
+    ("encoding", "compress"), [("gzip", gzip.compress), ("deflate", zlib.compress), ("Identity", bytes)]
+)
+async def test_a_compressed_body_is_made_plain(
+    conversation: Talk, encoding: str, compress: Callable[[bytes], bytes]
+) -> None:
     body = compress(b'{"prompt": "a"}')
     talk = conversation("/generate", [body[:9], body[9:]], headers={"content-encoding": encoding})
     await talk.over()
@@ -150,7 +154,9 @@ async def test_a_small_body_that_would_become_a_large_one(conversation: Talk, mo
     assert status(talk) == 413
 
 
-async def test_only_bodies_with_binary_tensors_may_be_larger(conversation: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_bodies_with_binary_tensors_may_be_larger(
+    conversation: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(door_module, "MAX_BODY_BYTES", 100)
     monkeypatch.setattr(door_module, "MAX_TENSOR_BODY_BYTES", 200)
     header = {"inference-header-content-length": "2"}
@@ -200,7 +206,9 @@ async def test_a_client_that_leaves_ends_its_request(
 
 
 @pytest.mark.parametrize("stream", [b"false", b"true"])
-async def test_a_client_that_leaves_ends_all_its_prompts(conversation: Talk, service: ScriptedService, stream: bytes) -> None:
+async def test_a_client_that_leaves_ends_all_its_prompts(
+    conversation: Talk, service: ScriptedService, stream: bytes
+) -> None:
     service.scripts = [[*deltas("a")[:1], asyncio.Event()], [asyncio.Event()]]
     talk = conversation("/v1/completions", b'{"prompt": ["x", "y", "z"], "stream": ' + stream + b"}")
     while service.num_waiting < 3:
@@ -231,7 +239,9 @@ async def test_a_client_that_neither_reads_nor_leaves_cannot_hold_up_a_stop(app:
 
 
 @pytest.mark.parametrize("body", [PROMPT, STREAM])
-async def test_a_server_that_stops_tells_those_it_cuts_off(conversation: Talk, service: ScriptedService, body: bytes) -> None:
+async def test_a_server_that_stops_tells_those_it_cuts_off(
+    conversation: Talk, service: ScriptedService, body: bytes
+) -> None:
     service.scripts = [[*deltas("a")[:1], asyncio.Event()]]
     talk = conversation("/v1/completions", body)
     while not service.num_open:

@@ -57,7 +57,13 @@ async def test_base64_holds_the_same_vectors_and_dimensions_cut_them() -> None:
 
 async def test_our_own_route_takes_texts_and_ids_and_says_what_they_were() -> None:
     async with asking(PROMPTED) as (client, worker):
-        body = {"inputs": "fox", "normalize": False, "truncate": True, "truncation_direction": "Left", "prompt_name": "query"}
+        body = {
+            "inputs": "fox",
+            "normalize": False,
+            "truncate": True,
+            "truncation_direction": "Left",
+            "prompt_name": "query",
+        }
         response = await client.post("/embed", json=body)
         order = worker.encodes[0]
         assert (list(order.texts), order.normalize, order.outputs) == (ids_of("the fox fox"), False, ("embedding",))

@@ -49,9 +49,15 @@ def bodies(path: str) -> st.SearchStrategy[dict[str, Any]]:
     """Often nearly right: fields by their names, with texts or anything else in them."""
     known = st.sampled_from(sorted(ROUTES[path][0].model_fields))
     wanted = st.fixed_dictionaries(
-        {name: TEXTS for name in ("input", "inputs", "query", "documents", "texts") if name in ROUTES[path][0].model_fields}
+        {
+            name: TEXTS
+            for name in ("input", "inputs", "query", "documents", "texts")
+            if name in ROUTES[path][0].model_fields
+        }
     )
-    return st.tuples(wanted, st.dictionaries(known | WORDS, ODDITIES, max_size=2)).map(lambda parts: parts[0] | parts[1])
+    return st.tuples(wanted, st.dictionaries(known | WORDS, ODDITIES, max_size=2)).map(
+        lambda parts: parts[0] | parts[1]
+    )
 
 
 @pytest.mark.parametrize("path", ROUTES)

@@ -82,7 +82,13 @@ async def test_the_last_steps_are_told_from_a_number_on(client: httpx.AsyncClien
     assert told["next"] == 3 and told["dropped"] == 0 and told["clock"] > 1_700_000_000
     assert told["steps"]["cause"] == ["descheduled"] * 3
     later = (await client.get("/info/steps", params={"after": 2})).json()
-    assert later["steps"] == {"at": [5.0], "seconds": [0.25], "phase": ["decode"], "tokens": [2], "cause": ["descheduled"]}
+    assert later["steps"] == {
+        "at": [5.0],
+        "seconds": [0.25],
+        "phase": ["decode"],
+        "tokens": [2],
+        "cause": ["descheduled"],
+    }
     assert (await client.get("/info/steps", params={"after": 10**17})).json()["steps"]["at"] == []
 
 

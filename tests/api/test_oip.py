@@ -45,7 +45,9 @@ async def test_health(client: httpx.AsyncClient, service: ScriptedService) -> No
 
 
 async def test_probes_need_no_key(build: Any) -> None:
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(build(api_keys=("x",))), base_url="http://armature") as client:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(build(api_keys=("x",))), base_url="http://armature"
+    ) as client:
         assert (await client.get("/v2/health/live")).status_code == 200
         assert (await client.get("/v2/health/ready")).status_code == 200
         refused = await client.get("/v2")
@@ -67,7 +69,12 @@ async def test_an_encoder(version: str) -> None:
         ]
         config = (await served.client.get(f"{path}/config")).json()
         assert config["input"][0] == {"name": "text", "data_type": "TYPE_STRING", "dims": [-1]}
-        assert config["input"][2] == {"name": "input_ids", "data_type": "TYPE_INT64", "dims": [-1, -1], "optional": True}
+        assert config["input"][2] == {
+            "name": "input_ids",
+            "data_type": "TYPE_INT64",
+            "dims": [-1, -1],
+            "optional": True,
+        }
 
 
 async def test_a_classifier_has_scores() -> None:
@@ -174,7 +181,12 @@ async def test_an_empty_stream_is_one_empty_text(generating: Generating) -> None
 
 @pytest.mark.parametrize(
     ("reason", "matched", "told"),
-    [("length", None, "length"), ("stop", "!", "stop_sequence"), ("stop", 7, "stop_sequence"), ("stop", 2, "eos_token")],
+    [
+        ("length", None, "length"),
+        ("stop", "!", "stop_sequence"),
+        ("stop", 7, "stop_sequence"),
+        ("stop", 2, "eos_token"),
+    ],
 )
 async def test_details(generating: Generating, reason: Any, matched: str | int | None, told: str) -> None:
     ids = tokenizer().encode("ab", add_special_tokens=False)
@@ -182,7 +194,10 @@ async def test_details(generating: Generating, reason: Any, matched: str | int |
     finished = ChoiceFinished(0, reason, Usage(3, 0, 2), 2, Timings(), matched)
     generating.service.scripts = [[TextDelta(0, "ab", tuple(ids), tokens, Timings()), finished]]
     asked = {"details": True, "stop_token_ids": [7]}
-    said = [{"id": token_id, "text": text, "logprob": -0.5, "special": False} for token_id, text in zip(ids, "ab", strict=True)]
+    said = [
+        {"id": token_id, "text": text, "logprob": -0.5, "special": False}
+        for token_id, text in zip(ids, "ab", strict=True)
+    ]
     whole = (await generating.ask(parameters=asked)).json()
     assert whole["details"] == {"finish_reason": told, "logprobs": said, "prompt_tokens": 3, "completion_tokens": 2}
     streamed = events(await generating.ask("generate_stream", parameters=asked))
@@ -216,7 +231,11 @@ async def test_what_generate_refuses(generating: Generating, fields: dict[str, A
 async def test_an_error_before_the_stream_has_its_status(generating: Generating) -> None:
     generating.service.scripts = [[Overloaded("Too much.", 3.2)]]
     response = await generating.ask("generate_stream")
-    assert (response.status_code, response.json(), response.headers["retry-after"]) == (429, {"error": "Too much."}, "4")
+    assert (response.status_code, response.json(), response.headers["retry-after"]) == (
+        429,
+        {"error": "Too much."},
+        "4",
+    )
 
 
 async def test_an_error_within_the_stream_is_its_last_event(generating: Generating) -> None:

@@ -86,7 +86,9 @@ async def test_hidden_states_of_texts_are_as_wide_as_the_longest(served: Served)
     response = await served.infer([TEXTS], outputs=[{"name": "last_hidden_state"}])
     width = max(len(one), len(two))
     rows = [[*ids, *[0] * (width - len(ids))] for ids in (one, two)]
-    assert outputs(response)["last_hidden_state"] == [value for row in rows for token_id in row for value in (token_id, 0)]
+    assert outputs(response)["last_hidden_state"] == [
+        value for row in rows for token_id in row for value in (token_id, 0)
+    ]
 
 
 async def test_ids_that_are_cut_leave_no_gap(served: Served) -> None:
@@ -156,7 +158,9 @@ async def test_bf16_comes_as_bytes_alone(computing: Served) -> None:
         (tensor("pixel", "FP32", [1, 2, 1], [1, 2]), [True], "no input 'pixel'"),
     ],
 )
-async def test_inputs_are_held_against_the_signature(computing: Served, pixels: Any, flags: list[bool], word: str) -> None:
+async def test_inputs_are_held_against_the_signature(
+    computing: Served, pixels: Any, flags: list[bool], word: str
+) -> None:
     response = await computing.infer([pixels, tensor("flags", "BOOL", [len(flags)], flags)])
     assert response.status_code == 400
     assert word in response.json()["error"]
@@ -173,7 +177,9 @@ async def test_texts_parameters_are_nothing_for_a_program(computing: Served) -> 
     assert (await computing.infer(sent, parameters={"normalize": True})).status_code == 400
 
 
-@pytest.mark.parametrize(("shape", "body", "expected"), [((-1, 2, -1), 24, 200), ((-1, 2, -1), 20, 400), ((-1, 2, -1), 0, 400)])
+@pytest.mark.parametrize(
+    ("shape", "body", "expected"), [((-1, 2, -1), 24, 200), ((-1, 2, -1), 20, 400), ((-1, 2, -1), 0, 400)]
+)
 async def test_a_bare_body_for_a_program(shape: tuple[int, ...], body: int, expected: int) -> None:
     signature = Signature((TensorSpec("pixels", "FP32", shape),), (TensorSpec("sum", "FP32", (-1,)),))
     async with serving(program(signature)) as served:

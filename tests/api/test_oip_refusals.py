@@ -30,7 +30,10 @@ async def served() -> AsyncIterator[Served]:
         ([tensor("text", "STRING", [1], ["a"])], "is not a datatype"),
         ([tensor("text", "BYTES", [1], [1])], "must be strings"),
         ([tensor("text", "BYTES", [1])], "needs either data or the parameter binary_data_size"),
-        ([tensor("text", "BYTES", [1], ["a"], binary_data_size=5)], "needs either data or the parameter binary_data_size"),
+        (
+            [tensor("text", "BYTES", [1], ["a"], binary_data_size=5)],
+            "needs either data or the parameter binary_data_size",
+        ),
         ([tensor("text", "BYTES", [1], binary_data_size=5)], "needs the header inference-header-content-length"),
         ([tensor("text", "BYTES", [1], ["a"], shared_memory_region="x")], "shared_memory_region is not a parameter"),
         ([tensor("text", "BYTES", [-1], ["a"])], "shape"),

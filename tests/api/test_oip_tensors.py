@@ -85,7 +85,9 @@ def test_a_dimension_that_lies_is_refused(tensor: tuple[str, tuple[int, ...], li
 
 
 @given(tensors(), st.data())
-def test_every_truncated_or_longer_tail_is_refused(tensor: tuple[str, tuple[int, ...], list[Any]], data: st.DataObject) -> None:
+def test_every_truncated_or_longer_tail_is_refused(
+    tensor: tuple[str, tuple[int, ...], list[Any]], data: st.DataObject
+) -> None:
     datatype, shape, values = tensor
     whole = from_json("x", datatype, shape, values).data
     cut = data.draw(st.integers(0, max(len(whole) - 1, 0)))
@@ -106,7 +108,8 @@ def test_any_bytes_are_a_tensor_of_their_size_or_refused(datatype: str, shape: t
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3), lambda inner: st.lists(inner, max_size=4)
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=4),
 )
 
 

@@ -69,7 +69,11 @@ async def test_everything_asked_for_reaches_the_service(client: httpx.AsyncClien
     body = HELLO | {
         "messages": [
             {"role": "developer", "content": "Be kind."},
-            {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}], "name": "Ada"},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}],
+                "name": "Ada",
+            },
             {"role": "assistant", "content": "three", "refusal": None, "tool_calls": None},
         ],
         "max_completion_tokens": 7,
@@ -199,7 +203,9 @@ async def test_several_choices_are_told_apart(client: httpx.AsyncClient, service
     assert roles == [0, 1]
 
 
-async def test_a_failure_before_the_first_token_has_its_status(client: httpx.AsyncClient, service: ScriptedService) -> None:
+async def test_a_failure_before_the_first_token_has_its_status(
+    client: httpx.AsyncClient, service: ScriptedService
+) -> None:
     service.scripts = [[StepFailed("A step failed.")]]
     response = await client.post(URL, json=HELLO | {"stream": True})
     assert response.status_code == 500
@@ -209,12 +215,19 @@ async def test_a_failure_before_the_first_token_has_its_status(client: httpx.Asy
 async def test_a_failure_after_it_is_the_last_event(client: httpx.AsyncClient, service: ScriptedService) -> None:
     service.scripts = [[*deltas("a")[:1], StepFailed("A step failed.")]]
     told = events(await client.post(URL, json=HELLO | {"stream": True}))
-    assert told[-1]["error"] == {"message": "A step failed.", "type": "server_error", "param": None, "code": "step_failed"}
+    assert told[-1]["error"] == {
+        "message": "A step failed.",
+        "type": "server_error",
+        "param": None,
+        "code": "step_failed",
+    }
     assert "[DONE]" not in told
     assert service.num_open == 0
 
 
-async def test_an_unforeseen_failure_after_it_tells_nothing(client: httpx.AsyncClient, service: ScriptedService) -> None:
+async def test_an_unforeseen_failure_after_it_tells_nothing(
+    client: httpx.AsyncClient, service: ScriptedService
+) -> None:
     service.scripts = [[*deltas("a")[:1], ZeroDivisionError("secret")]]
     response = await client.post(URL, json=HELLO | {"stream": True})
     assert events(response)[-1]["error"]["code"] == "internal_error"

@@ -32,7 +32,9 @@ URL = "/v1/completions"
         ([[1, 2], [3]], [(None, (1, 2)), (None, (3,))]),
     ],
 )
-async def test_four_shapes_of_a_prompt(client: httpx.AsyncClient, service: ScriptedService, prompt: Any, expected: Any) -> None:
+async def test_four_shapes_of_a_prompt(
+    client: httpx.AsyncClient, service: ScriptedService, prompt: Any, expected: Any
+) -> None:
     answer = (await client.post(URL, json={"prompt": prompt, "echo": True})).json()
     assert [(request.prompt, request.token_ids) for request in service.requests] == expected
     assert all(request.echo and request.params.max_tokens == 16 for request in service.requests)
@@ -49,7 +51,9 @@ async def test_no_other_shape(client: httpx.AsyncClient, service: ScriptedServic
     assert service.requests == []
 
 
-async def test_choices_of_several_prompts_are_numbered_in_order(client: httpx.AsyncClient, service: ScriptedService) -> None:
+async def test_choices_of_several_prompts_are_numbered_in_order(
+    client: httpx.AsyncClient, service: ScriptedService
+) -> None:
     service.scripts = [[*deltas("a"), *deltas("b", choice=1)], [*deltas("c", choice=1), *deltas("d")]]
     answer = (await client.post(URL, json={"prompt": ["x", "y"], "n": 2})).json()
     assert [choice["text"] for choice in answer["choices"]] == ["a", "b", "d", "c"]

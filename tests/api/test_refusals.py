@@ -93,8 +93,12 @@ async def test_bodies_that_are_no_bodies(client: httpx.AsyncClient, path: str, b
         ("chat_template_kwargs", "[]"),
     ],
 )
-async def test_wrong_values_are_named(client: httpx.AsyncClient, metrics: CountingMetrics, field: str, value: str) -> None:
-    response = await client.post("/v1/chat/completions", content=CHAT + f', "{field}": {value}}}'.encode(), headers=JSON)
+async def test_wrong_values_are_named(
+    client: httpx.AsyncClient, metrics: CountingMetrics, field: str, value: str
+) -> None:
+    response = await client.post(
+        "/v1/chat/completions", content=CHAT + f', "{field}": {value}}}'.encode(), headers=JSON
+    )
     error = response.json()["error"]
     assert response.status_code == 400, error
     assert error["param"].startswith(field)

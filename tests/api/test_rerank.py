@@ -44,7 +44,9 @@ async def test_documents_come_in_order_of_their_relevance(config: EncoderConfig,
     scores = [score(document) for document in DOCUMENTS]
     best = sorted(range(3), key=lambda index: -scores[index])[:2]
     assert [result["index"] for result in said["results"]] == best
-    assert [result["relevance_score"] for result in said["results"]] == pytest.approx([scores[index] for index in best], rel=1e-5)
+    assert [result["relevance_score"] for result in said["results"]] == pytest.approx(
+        [scores[index] for index in best], rel=1e-5
+    )
     assert [result["document"]["text"] for result in said["results"]] == [DOCUMENTS[index] for index in best]
     inputs: list[Any] = [(QUERY, document) for document in DOCUMENTS] if config.labels else [QUERY, *DOCUMENTS]
     number = sum(len(text.token_ids) for text in ids_of(*inputs))
@@ -53,7 +55,9 @@ async def test_documents_come_in_order_of_their_relevance(config: EncoderConfig,
 
 
 async def test_raw_scores_are_logits() -> None:
-    said = (await answer_of(CROSS_ENCODER, "/v1/rerank", {"query": QUERY, "documents": DOCUMENTS, "raw_scores": True})).json()
+    said = (
+        await answer_of(CROSS_ENCODER, "/v1/rerank", {"query": QUERY, "documents": DOCUMENTS, "raw_scores": True})
+    ).json()
     found = {result["index"]: result["relevance_score"] for result in said["results"]}
     pairs = ids_of(*((QUERY, document) for document in DOCUMENTS))
     assert [found[index] for index in range(3)] == pytest.approx([logits(text, 1)[0] for text in pairs])
@@ -87,15 +91,29 @@ async def test_labels_with_scores() -> None:
         (CROSS_ENCODER, "/v1/rerank", {"query": "a", "documents": []}, "invalid_request", "documents"),
         (CROSS_ENCODER, "/v1/rerank", {"query": "a", "documents": ["b", ""]}, "invalid_request", "documents[1]"),
         (CONFIG, "/v1/rerank", {"query": "a", "documents": ["b", ""]}, "invalid_request", "documents[1]"),
-        (CROSS_ENCODER, "/v1/rerank", {"query": "a", "documents": ["b", LONG]}, "context_length_exceeded", "documents[1]"),
+        (
+            CROSS_ENCODER,
+            "/v1/rerank",
+            {"query": "a", "documents": ["b", LONG]},
+            "context_length_exceeded",
+            "documents[1]",
+        ),
         (CONFIG, "/v1/rerank", {"query": LONG, "documents": ["b"]}, "context_length_exceeded", "query"),
         (CROSS_ENCODER, "/v1/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "invalid_request", "top_n"),
-        (CROSS_ENCODER, "/v1/rerank", {"query": "a", "documents": ["b"], "max_chunks_per_doc": 3}, "unsupported_parameter", None),
+        (
+            CROSS_ENCODER,
+            "/v1/rerank",
+            {"query": "a", "documents": ["b"], "max_chunks_per_doc": 3},
+            "unsupported_parameter",
+            None,
+        ),
         (CLASSIFIER, "/v1/classify", {"input": []}, "invalid_request", "input"),
         (CLASSIFIER, "/v1/classify", {"input": ["a", LONG]}, "context_length_exceeded", "input[1]"),
     ],
 )
-async def test_refusals_name_the_field(config: EncoderConfig, path: str, body: Any, code: str, field: str | None) -> None:
+async def test_refusals_name_the_field(
+    config: EncoderConfig, path: str, body: Any, code: str, field: str | None
+) -> None:
     response = await answer_of(config, path, body)
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["param"]) == (400, code, field or "max_chunks_per_doc")
@@ -118,8 +136,12 @@ async def test_predict(inputs: Any, texts: list[Any]) -> None:
     wanted = []
     for text in ids_of(*texts):
         scores = to_numpy(array([logits(text, 3)]))[0].tolist()
-        wanted.append([{"score": score, "label": label} for score, label in zip(scores, CLASSIFIER.labels, strict=True)])
-    assert response.json() == (wanted if isinstance(inputs[0], list) else wanted[0]), "these logits fall from label to label"
+        wanted.append(
+            [{"score": score, "label": label} for score, label in zip(scores, CLASSIFIER.labels, strict=True)]
+        )
+    assert response.json() == (wanted if isinstance(inputs[0], list) else wanted[0]), (
+        "these logits fall from label to label"
+    )
     number = sum(len(text.token_ids) for text in ids_of(*texts))
     assert (response.headers["x-compute-tokens"], "encode" in response.headers["server-timing"]) == (str(number), True)
 
@@ -129,7 +151,9 @@ async def test_reranked_in_the_other_dialect(config: EncoderConfig, score: Any) 
     body = {"query": QUERY, "texts": DOCUMENTS, "return_text": True, "truncation_direction": "Right"}
     ranks = (await answer_of(config, "/rerank", body)).json()
     assert sorted(rank["index"] for rank in ranks) == [0, 1, 2]
-    assert [rank["score"] for rank in ranks] == pytest.approx([score(DOCUMENTS[rank["index"]]) for rank in ranks], rel=1e-5)
+    assert [rank["score"] for rank in ranks] == pytest.approx(
+        [score(DOCUMENTS[rank["index"]]) for rank in ranks], rel=1e-5
+    )
     assert [rank["text"] for rank in ranks] == [DOCUMENTS[rank["index"]] for rank in ranks]
     assert [rank["score"] for rank in ranks] == sorted((rank["score"] for rank in ranks), reverse=True)
 

@@ -17,7 +17,9 @@ _BYTES = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
 def servers(manifests: Sequence[Manifest]) -> list[Manifest]:
     """The Deployments of the server: every pool's."""
-    return [each for each in of_kind(manifests, "Deployment") if labels(each).get("app.kubernetes.io/component") == "server"]
+    return [
+        each for each in of_kind(manifests, "Deployment") if labels(each).get("app.kubernetes.io/component") == "server"
+    ]
 
 
 def custom(manifest: Manifest) -> bool:

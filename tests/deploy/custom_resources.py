@@ -38,7 +38,9 @@ def complaints_of_models(manifests: Sequence[Manifest], folder: Path) -> str:
         lines.append(
             f'import type {{ I{kind} as T{number} }} from "{package}/{kind}";\nexport const m{number}: T{number} = {literal};'
         )
-        checks.append(f'import {{ {kind} as C{number} }} from "{package}/{kind}";\nnew C{number}({literal}).validate();')
+        checks.append(
+            f'import {{ {kind} as C{number} }} from "{package}/{kind}";\nnew C{number}({literal}).validate();'
+        )
     (folder / "types.ts").write_text("\n".join(lines))
     (folder / "values.js").write_text("\n".join(checks))
     typed = run([node, compiler, *TSC, "types.ts"], cwd=folder)
@@ -67,11 +69,15 @@ def strict(schema: Schema, values: Sequence[Any]) -> Schema:
     if "properties" in schema:
         present = {name for each in objects for name in each}
         known = {name: each for name, each in schema["properties"].items() if name in present}
-        made["properties"] = {name: strict(each, [one[name] for one in objects if name in one]) for name, each in known.items()}
+        made["properties"] = {
+            name: strict(each, [one[name] for one in objects if name in one]) for name, each in known.items()
+        }
         if not schema.get("x-kubernetes-preserve-unknown-fields"):
             made["additionalProperties"] = False
     elif isinstance(schema.get("additionalProperties"), dict):
-        made["additionalProperties"] = strict(schema["additionalProperties"], [one for each in objects for one in each.values()])
+        made["additionalProperties"] = strict(
+            schema["additionalProperties"], [one for each in objects for one in each.values()]
+        )
     if "items" in schema:
         made["items"] = strict(schema["items"], [one for each in values if isinstance(each, list) for one in each])
     return made

@@ -95,7 +95,9 @@ def _watched(client: httpx.Client, url: str, targets: int) -> bool:
     """Each was seen often enough while its requests ended, and just now; what repeats itself was guessed, and the rules have run."""
     often = f"count_over_time((sum by (instance) (rate(armature_request_seconds_count[4s])) > 0)[1m:1s]) >= {SCRAPES}"
     guessed = 'armature_speculation_tokens_total{kind="drafted"} > 0 and on () pool:armature_slo_burn:rate3d'
-    return len(asked(client, url, f"{often} and on (instance) up == 1")) == targets and bool(asked(client, url, guessed))
+    return len(asked(client, url, f"{often} and on (instance) up == 1")) == targets and bool(
+        asked(client, url, guessed)
+    )
 
 
 def _quota(stack: ExitStack) -> list[Path]:

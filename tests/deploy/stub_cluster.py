@@ -143,7 +143,14 @@ def openapi(version: str) -> Json:
 
 
 def refused(status: int, reason: str, message: str) -> tuple[int, Json]:
-    said = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": reason, "message": message, "code": status}
+    said = {
+        "kind": "Status",
+        "apiVersion": "v1",
+        "status": "Failure",
+        "reason": reason,
+        "message": message,
+        "code": status,
+    }
     return status, said
 
 

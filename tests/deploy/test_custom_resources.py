@@ -16,7 +16,12 @@ DEFINED = {"InferencePool", "ClusterServingRuntime", "InferenceService"}
 
 def custom(kinds: set[str]) -> list[Manifest]:
     """Each once, though several overlays may have it."""
-    found = {(each["kind"], each["metadata"]["name"]): each for folder in OURS for each in built(folder) if each["kind"] in kinds}
+    found = {
+        (each["kind"], each["metadata"]["name"]): each
+        for folder in OURS
+        for each in built(folder)
+        if each["kind"] in kinds
+    }
     return list(found.values())
 
 
@@ -37,7 +42,11 @@ def test_nothing_is_said_that_the_definition_does_not_know(tmp_path: Path, kind:
 
 
 def test_a_strict_definition_refuses_what_it_does_not_name_and_leaves_open_what_is_open() -> None:
-    text = {"type": "object", "properties": {"text": {"type": "string"}, "unused": {"type": "string"}}, "required": ["text"]}
+    text = {
+        "type": "object",
+        "properties": {"text": {"type": "string"}, "unused": {"type": "string"}},
+        "required": ["text"],
+    }
     definition = {
         "type": "object",
         "properties": {

@@ -21,7 +21,16 @@ from tools.tidy_dashboard import tidy, written
 FILES = sorted(DASHBOARDS.glob("*.json"))
 SHAPE = Path(__file__).parent / "grafana" / "shape.ts"
 COLUMNS = 24
-UNITS = {"short", "reqps", "percentunit", "s", "bytes", "watt", "joule", "currencyUSD"}  # Grafana's names for what we show
+UNITS = {
+    "short",
+    "reqps",
+    "percentunit",
+    "s",
+    "bytes",
+    "watt",
+    "joule",
+    "currencyUSD",
+}  # Grafana's names for what we show
 SELECTED = ("namespace", "job", "pool", "instance")
 
 Dashboard = dict[str, Any]
@@ -96,7 +105,10 @@ def test_every_query_asks_for_what_is_selected(file: Path) -> None:
 @every
 def test_recorded_series_are_ours(file: Path) -> None:
     recorded = {
-        rule["record"] for group in yaml.safe_load(plain_rules())["groups"] for rule in group["rules"] if "record" in rule
+        rule["record"]
+        for group in yaml.safe_load(plain_rules())["groups"]
+        for rule in group["rules"]
+        if "record" in rule
     }
     for query in queries(loaded(file)):
         assert set(re.findall(r"\b\w+:\w+:\w+\b", query.expr)) <= recorded, query

@@ -76,7 +76,9 @@ def test_annotations_can_be_asked_for(file: Path, asked: Prometheus, window: Win
     dashboard = loaded(file.stem)
     filled = variables(asked, dashboard, window)
     for annotation in dashboard["annotations"]["list"]:
-        asked.ask("query_range", query=substituted(annotation["expr"], filled), start=window.start, end=window.end, step=60)
+        asked.ask(
+            "query_range", query=substituted(annotation["expr"], filled), start=window.start, end=window.end, step=60
+        )
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,9 @@ def test_what_is_missing_is_told(expr: str, legend: str, told: list[str], asked:
     assert all(part in fault for part, fault in zip(told, faults, strict=True)), faults
 
 
-def test_the_command_says_it_of_a_file(prometheus: LivePrometheus, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_it_of_a_file(
+    prometheus: LivePrometheus, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     dashboard = loaded("engine")
     dashboard["panels"] = dashboard["panels"][:3]
     dashboard["panels"][-1]["targets"][0]["expr"] = "armature_nothing"

@@ -21,7 +21,13 @@ GATEWAY = "../tests/deploy/overlays/gateway"
 INSIDE = {"/", "/healthz", "/readyz", "/info", "/info/steps", "/metrics"}  # the cluster's own business
 # Of llm-d's picker 0.10: plugins that it loads only with --allow-experimental-plugins, and the others that we name.
 EXPERIMENTAL = {"endpoint-attribute-scorer"}
-STABLE = {"core-metrics-extractor", "active-request-scorer", "prefix-cache-scorer", "openai-parser", "passthrough-parser"}
+STABLE = {
+    "core-metrics-extractor",
+    "active-request-scorer",
+    "prefix-cache-scorer",
+    "openai-parser",
+    "passthrough-parser",
+}
 
 
 def only(kind: str, name: str = "armature") -> Manifest:
@@ -64,7 +70,8 @@ def test_every_route_of_the_api_comes_in_and_nothing_of_the_inside() -> None:
 
     def comes_in(path: str) -> bool:
         return any(
-            path == each["value"] or (each["type"] == "PathPrefix" and path.startswith(each["value"] + "/")) for each in paths
+            path == each["value"] or (each["type"] == "PathPrefix" and path.startswith(each["value"] + "/"))
+            for each in paths
         )
 
     routes = {each.path.rstrip("/") or "/" for each in ROUTES}
@@ -75,14 +82,20 @@ def test_every_route_of_the_api_comes_in_and_nothing_of_the_inside() -> None:
 
 def test_the_server_is_the_one_to_end_a_request() -> None:
     (rule,) = only("HTTPRoute")["spec"]["rules"]
-    assert float(rule["timeouts"]["request"].removesuffix("s")) > Settings.model_fields["request_timeout_seconds"].default
+    assert (
+        float(rule["timeouts"]["request"].removesuffix("s")) > Settings.model_fields["request_timeout_seconds"].default
+    )
 
 
 def test_the_route_leads_from_the_gateway_to_all_servers_and_only_them() -> None:
     route, pool = only("HTTPRoute")["spec"], only("InferencePool")
     assert [each["name"] for each in route["parentRefs"]] == [only("Gateway")["metadata"]["name"]]
     (backend,) = route["rules"][0]["backendRefs"]
-    assert (backend["group"], backend["kind"], backend["name"]) == (pool["apiVersion"].split("/")[0], "InferencePool", "armature")
+    assert (backend["group"], backend["kind"], backend["name"]) == (
+        pool["apiVersion"].split("/")[0],
+        "InferencePool",
+        "armature",
+    )
     selector = pool["spec"]["selector"]["matchLabels"]
     for deployment in [*servers(built(GATEWAY)), *servers(built("overlays/mixed"))]:
         assert selects(selector, pod_labels(deployment))
@@ -156,14 +169,18 @@ def test_every_weight_is_in_seconds_of_waiting() -> None:
 
 def test_a_scorer_ranks_by_what_is_extracted() -> None:
     extracted = {each["attributeKey"] for each in engine()["customMetrics"]}
-    ranked = {each["parameters"]["attributeKey"] for each in plugins().values() if each["type"] == "endpoint-attribute-scorer"}
+    ranked = {
+        each["parameters"]["attributeKey"] for each in plugins().values() if each["type"] == "endpoint-attribute-scorer"
+    }
     assert ranked == extracted
 
 
 @pytest.mark.slow
 def test_a_live_server_shows_every_series_that_the_picker_reads(prometheus: LivePrometheus) -> None:
     text = httpx.get(f"{prometheus.servers['amd64']}/metrics").text
-    shown = [sample for family in text_string_to_metric_families(text) if family.type == "gauge" for sample in family.samples]
+    shown = [
+        sample for family in text_string_to_metric_families(text) if family.type == "gauge" for sample in family.samples
+    ]
     specs = [value for key, value in engine().items() if key.endswith("Spec")] + [
         each["metricSpec"] for each in engine()["customMetrics"]
     ]
@@ -179,7 +196,11 @@ def test_a_live_server_shows_every_series_that_the_picker_reads(prometheus: Live
 @pytest.mark.parametrize("version", VERSIONS)
 def test_kubernetes_takes_every_field_of_the_picker(tmp_path: Path, version: str) -> None:
     validator = tool("kubernetes-validate")
-    ours = [each for each in built(GATEWAY) if each["metadata"]["labels"].get("app.kubernetes.io/component") == "endpoint-picker"]
+    ours = [
+        each
+        for each in built(GATEWAY)
+        if each["metadata"]["labels"].get("app.kubernetes.io/component") == "endpoint-picker"
+    ]
     assert len(ours) == 7
     (tmp_path / "picker.yaml").write_text(yaml.safe_dump_all(ours))
     told = run([validator, "--strict", "--kubernetes-version", version, tmp_path / "picker.yaml"])

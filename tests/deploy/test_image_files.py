@@ -99,7 +99,9 @@ def pattern_of(line: str) -> re.Pattern[str]:
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.name)
 def test_a_lock_is_what_serves_with_hashes(lock: Lock) -> None:
     pins = dict(
-        line.split("==") for line in (ROOT / "requirements/runtime.txt").read_text().splitlines() if re.match(r"[a-z]", line)
+        line.split("==")
+        for line in (ROOT / "requirements/runtime.txt").read_text().splitlines()
+        if re.match(r"[a-z]", line)
     )
     torch = {"amd64": f"{TORCH}+cpu", "arm64": TORCH_ARM_LINUX}.get(lock.name, TORCH)
     wanted = {name: version for name, version in pins.items() if name not in BUILD_ONLY} | dict([torch.split("==")])

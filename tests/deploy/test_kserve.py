@@ -30,7 +30,10 @@ def container() -> Manifest:
 
 
 def services() -> dict[str, Manifest]:
-    return {each["metadata"]["labels"]["pool"]: each["spec"]["predictor"] for each in of_kind(built(KSERVE), "InferenceService")}
+    return {
+        each["metadata"]["labels"]["pool"]: each["spec"]["predictor"]
+        for each in of_kind(built(KSERVE), "InferenceService")
+    }
 
 
 def queries(predictor: Manifest) -> list[tuple[str, float]]:
@@ -70,7 +73,13 @@ def test_it_is_as_hardened_and_as_patient_as_the_base() -> None:
 def test_its_pod_is_one_that_kubernetes_takes(tmp_path: Path, version: str) -> None:
     """As KServe puts it together: the runtime's containers and volumes under the service's own words on pods."""
     validator = tool("kubernetes-validate")
-    named = ("affinity", "tolerations", "automountServiceAccountToken", "enableServiceLinks", "terminationGracePeriodSeconds")
+    named = (
+        "affinity",
+        "tolerations",
+        "automountServiceAccountToken",
+        "enableServiceLinks",
+        "terminationGracePeriodSeconds",
+    )
     pods = [
         {
             "apiVersion": "v1",
@@ -92,13 +101,17 @@ def test_its_pod_is_one_that_kubernetes_takes(tmp_path: Path, version: str) -> N
 def test_there_is_a_pool_for_each_architecture_with_whole_cores() -> None:
     assert set(services()) == {"amd64", "arm64"}
     for pool, predictor in services().items():
-        (term,) = predictor["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+        (term,) = predictor["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][
+            "nodeSelectorTerms"
+        ]
         assert term["matchExpressions"] == [{"key": "kubernetes.io/arch", "operator": "In", "values": [pool]}]
         resources = predictor["model"]["resources"]
         assert resources["requests"] == resources["limits"]
         assert resources["limits"]["cpu"].isdigit()
         assert predictor["model"]["runtime"] == "armature"
-        assert predictor["model"]["modelFormat"]["name"] in {each["name"] for each in runtime()["supportedModelFormats"]}
+        assert predictor["model"]["modelFormat"]["name"] in {
+            each["name"] for each in runtime()["supportedModelFormats"]
+        }
         assert predictor["model"]["protocolVersion"] in runtime()["protocolVersions"]
 
 

@@ -13,7 +13,18 @@ import yaml
 
 from app.version import VERSION
 from outside_tools import ROOT, Manifest, built, of_kind, run, tool
-from tests.deploy.clusters import SERVICES, all_servers, containers, custom, labels, pod, pod_labels, selects, server, servers
+from tests.deploy.clusters import (
+    SERVICES,
+    all_servers,
+    containers,
+    custom,
+    labels,
+    pod,
+    pod_labels,
+    selects,
+    server,
+    servers,
+)
 
 VERSIONS = ("1.30", "1.37")  # the oldest that k8s/README.md promises, and the newest that the validator knows
 # What checkov asks and we do not do, each with the reason.
@@ -49,7 +60,9 @@ def test_checkov_finds_nothing_but_what_is_answered(tmp_path: Path) -> None:
     for dockerfile in ("Dockerfile", "docker/check.Dockerfile"):  # what is answered there stands in them
         shutil.copy(ROOT / dockerfile, tmp_path)
     frameworks = ["kubernetes", "dockerfile"]
-    told = run([checkov, "-d", tmp_path, "--framework", *frameworks, "--skip-download", "--quiet", "--compact", "-o", "json"])
+    told = run(
+        [checkov, "-d", tmp_path, "--framework", *frameworks, "--skip-download", "--quiet", "--compact", "-o", "json"]
+    )
     reports = {report["check_type"]: report["results"]["failed_checks"] for report in json.loads(told.stdout)}
     assert sorted(reports) == sorted(frameworks)
     failed = {f"{each['check_id']} {each['check_name']}" for report in reports.values() for each in report}

@@ -56,7 +56,9 @@ def target(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def fetch(target: Path) -> Fetch:
-    return lambda source: fetching.main({"MODEL_SOURCE": str(source), "ARMATURE_MODEL": str(target), "HOSTNAME": "pod-1"})
+    return lambda source: fetching.main(
+        {"MODEL_SOURCE": str(source), "ARMATURE_MODEL": str(target), "HOSTNAME": "pod-1"}
+    )
 
 
 def content_of(folder: Path) -> dict[str, bytes]:
@@ -180,7 +182,8 @@ def test_pods_with_one_claim_copy_at_once_and_one_of_them_is_first(
     monkeypatch.setattr(fetching, "publish", at_once)
     told: list[str] = []
     pods = [
-        threading.Thread(target=lambda name=name: told.append(fetching.fetch(str(checkpoint), target, name))) for name in "ab"
+        threading.Thread(target=lambda name=name: told.append(fetching.fetch(str(checkpoint), target, name)))
+        for name in "ab"
     ]
     for pod in pods:
         pod.start()

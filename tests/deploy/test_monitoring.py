@@ -75,7 +75,8 @@ def test_the_example_scrapes_as_the_podmonitor_does() -> None:
 def test_alertmanager_sends_each_kind_its_own_way(severity: str, receiver: str) -> None:
     amtool = tool("amtool")
     name = next(
-        (each["alert"] for each in alerts() if each.get("labels", {}).get("severity") == severity), "ArmatureFirstTokenLate"
+        (each["alert"] for each in alerts() if each.get("labels", {}).get("severity") == severity),
+        "ArmatureFirstTokenLate",
     )
     file = f"--config.file={EXAMPLES / 'alertmanager.yml'}"
     told = run([amtool, "config", "routes", "test", file, f"alertname={name}", f"severity={severity}", "pool=arm64"])

@@ -123,7 +123,9 @@ def test_continuous_integration_does_what_a_person_types_on_both_architectures()
     runs = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
     assert ".ci/run" in runs["test"]
     assert {"make image", "docker buildx bake check"} <= set(runs["image"])
-    assert {tuple(job["strategy"]["matrix"]["runner"]) for job in jobs.values()} == {("ubuntu-24.04", "ubuntu-24.04-arm")}
+    assert {tuple(job["strategy"]["matrix"]["runner"]) for job in jobs.values()} == {
+        ("ubuntu-24.04", "ubuntu-24.04-arm")
+    }
 
 
 def steps() -> Iterator[tuple[str, str]]:

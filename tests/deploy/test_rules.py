@@ -55,7 +55,8 @@ def test_each_rings_where_it_should_and_nowhere_else(file: Path, tmp_path: Path)
 def test_each_alert_was_seen_silent_then_ringing_then_silent_or_less() -> None:
     for alert in alerts():
         courses = [
-            [case["exp_alerts"] for case in test["alert_rule_test"] if case["alertname"] == alert["alert"]] for test in tried()
+            [case["exp_alerts"] for case in test["alert_rule_test"] if case["alertname"] == alert["alert"]]
+            for test in tried()
         ]
         assert any(_rises_and_falls([len(expected) for expected in course]) for course in courses), alert["alert"]
 
@@ -66,7 +67,9 @@ def _rises_and_falls(numbers: list[int]) -> bool:
 
 
 def test_what_an_alert_says_is_explained_and_findable() -> None:
-    anchors = {re.sub(r"[^\w-]", "", title.lower()) for title in re.findall(r"^#+ (.+)$", RUNBOOKS.read_text(), re.MULTILINE)}
+    anchors = {
+        re.sub(r"[^\w-]", "", title.lower()) for title in re.findall(r"^#+ (.+)$", RUNBOOKS.read_text(), re.MULTILINE)
+    }
     for alert in alerts():
         told = alert["annotations"]
         assert set(told) == {"summary", "description", "runbook_url"}, alert["alert"]

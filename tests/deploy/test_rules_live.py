@@ -56,5 +56,7 @@ def test_promtool_would_have_nothing_otherwise_but_what_is_promised(prometheus: 
     promtool = tool("promtool")
     for server in prometheus.servers.values():
         scraped = httpx.get(f"{server}/metrics").text
-        told = subprocess.run([promtool, "check", "metrics"], input=scraped, capture_output=True, text=True, check=False)
+        told = subprocess.run(
+            [promtool, "check", "metrics"], input=scraped, capture_output=True, text=True, check=False
+        )
         assert {line for line in (told.stdout + told.stderr).splitlines() if not line.startswith(PROMISED)} == set()

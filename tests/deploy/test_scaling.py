@@ -77,7 +77,9 @@ def test_keda_has_the_numbers_of_the_autoscaler() -> None:
     assert (keda["minReplicaCount"], keda["maxReplicaCount"]) == (COMPONENT["minReplicas"], COMPONENT["maxReplicas"])
     assert keda["advanced"]["horizontalPodAutoscalerConfig"]["behavior"] == COMPONENT["behavior"]
     thresholds = {
-        found: float(each["metadata"]["threshold"]) for each in keda["triggers"] for found in names(each["metadata"]["query"])
+        found: float(each["metadata"]["threshold"])
+        for each in keda["triggers"]
+        for found in names(each["metadata"]["query"])
     }
     assert thresholds == targets(COMPONENT)
     for trigger in keda["triggers"]:
@@ -134,7 +136,9 @@ def test_the_adapter_finds_what_the_autoscalers_ask_for_of_every_pod(prometheus:
     asked = {name for scaler in autoscalers() for name in targets(scaler["spec"])}
     assert asked == set(targets(COMPONENT)) == discovered(prometheus, rule)
     for series in asked:
-        found = prometheus.query(rendered(rule, series, 'namespace="armature",pod=~"armature-amd64-0|armature-arm64-0"', "pod"))
+        found = prometheus.query(
+            rendered(rule, series, 'namespace="armature",pod=~"armature-amd64-0|armature-arm64-0"', "pod")
+        )
         assert {each["metric"]["pod"] for each in found} == {"armature-amd64-0", "armature-arm64-0"}, series
 
 

@@ -41,7 +41,9 @@ NAMES = {
     PER_POD: ["armature-numa-0", "armature-numa-1"],
     GATEWAY: ["armature"],
 }
-each_server = pytest.mark.parametrize(("folder", "deployment"), [(folder, name) for folder in NAMES for name in NAMES[folder]])
+each_server = pytest.mark.parametrize(
+    ("folder", "deployment"), [(folder, name) for folder in NAMES for name in NAMES[folder]]
+)
 
 
 def of(folder: str, name: str) -> Manifest:
@@ -62,7 +64,9 @@ def test_these_are_all_there_are() -> None:
 
 
 @each_server
-def test_every_variable_is_a_setting_and_is_taken(folder: str, deployment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_variable_is_a_setting_and_is_taken(
+    folder: str, deployment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = environment(built(folder), server(of(folder, deployment)))
     assert names.keys() <= {row.variable for row in setting_rows()}
     _, warnings = settings_of(folder, of(folder, deployment), monkeypatch)
@@ -70,7 +74,9 @@ def test_every_variable_is_a_setting_and_is_taken(folder: str, deployment: str, 
 
 
 @each_server
-def test_open_answers_are_drained_before_the_pod_is_killed(folder: str, deployment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_answers_are_drained_before_the_pod_is_killed(
+    folder: str, deployment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manifest = of(folder, deployment)
     settings, _ = settings_of(folder, manifest, monkeypatch)
     waits = server(manifest)["lifecycle"]["preStop"]["sleep"]["seconds"]

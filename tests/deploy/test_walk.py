@@ -48,7 +48,13 @@ def walk(home: Path, cluster: StubCluster) -> None:
     environment = {"PATH": paths, "HOME": str(home), "KUBECONFIG": str(home / "kubeconfig")}
     script = "set -euxo pipefail\n" + "\n".join(COMMANDS)
     done = subprocess.run(
-        ["bash", "-c", script], cwd=home, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
+        ["bash", "-c", script],
+        cwd=home,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
 
@@ -114,7 +120,9 @@ async def test_the_questions_are_answered(walked: tuple[Path, StubCluster]) -> N
     if shutil.which("curl") is None:
         pytest.skip("the questions are curl's")
     keys = walked[0] / "fleet" / "keys"
-    async with running_server(None, ("--threads=1", "--served-model-name=my-model", f"--api-key-file={keys}")) as started:
+    async with running_server(
+        None, ("--threads=1", "--served-model-name=my-model", f"--api-key-file={keys}")
+    ) as started:
         script = QUESTIONS.replace(ADDRESS, started.url)
         done = subprocess.run(["bash", "-euc", script], cwd=walked[0], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -64,7 +64,9 @@ def test_a_recorded_layer_reads_what_is_there_when_it_is_replayed() -> None:
 
     def work() -> None:
         product = norms.rms_norm(hidden, weight, 1e-5, BF16)
-        queries.copy_(rope.apply_rope_and_write_kv(QkvHeads(product, 16, 8, 64, angles=(angle.cos(), angle.sin())), kv, written))
+        queries.copy_(
+            rope.apply_rope_and_write_kv(QkvHeads(product, 16, 8, 64, angles=(angle.cos(), angle.sin())), kv, written)
+        )
 
     work()
     graph = torch.cuda.CUDAGraph()

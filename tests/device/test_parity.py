@@ -31,7 +31,15 @@ from loaded_models import load_on
 from tiny_checkpoints import ARCHITECTURES, write_checkpoint
 from tiny_encoders import write_encoder
 
-ENCODERS = ("BertModel", "RobertaModel", "MPNetModel", "ModernBertModel", "NomicBertModel", "Qwen3Model", "Gemma3TextModel")
+ENCODERS = (
+    "BertModel",
+    "RobertaModel",
+    "MPNetModel",
+    "ModernBertModel",
+    "NomicBertModel",
+    "Qwen3Model",
+    "Gemma3TextModel",
+)
 CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
 SHARED = prompt_of(70, 0)
 REQUESTS = [
@@ -40,7 +48,10 @@ REQUESTS = [
     request_of("shaped", SHARED + prompt_of(7, 3), seed=4, temperature=1.2, top_p=0.9, top_k=50, max_tokens=12),
     request_of("penalised", SHARED + prompt_of(5, 4), temperature=0.0, repetition_penalty=1.3, max_tokens=8),
 ]
-FIRST = [request_of(f"first-{seed}", prompt_of(20 + seed, seed), temperature=0.0, logprobs=5, max_tokens=1) for seed in range(6)]
+FIRST = [
+    request_of(f"first-{seed}", prompt_of(20 + seed, seed), temperature=0.0, logprobs=5, max_tokens=1)
+    for seed in range(6)
+]
 
 
 def backend_on(place: str, dtype: torch.dtype) -> DeviceBackend:

@@ -38,7 +38,10 @@ from exported_programs import write_program
 pytestmark = pytest.mark.slow
 
 
-FLAGS = ("--threads=1", "--kv-cache-bytes=64MiB")  # of the demo: its tokens have text, so each comes as a piece of its own
+FLAGS = (
+    "--threads=1",
+    "--kv-cache-bytes=64MiB",
+)  # of the demo: its tokens have text, so each comes as a piece of its own
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +96,11 @@ async def test_a_load_on_a_server_of_ours(api: str) -> None:
     wanted = GenerateWorkload(UniformLengths(40, 40), UniformLengths(8, 8))
     async with running_server(None, FLAGS) as server:
         job = LoadJob(
-            "demo", [ServerTarget(server.url, api=api)], [LoadLevel(clients=2)], GenerateBench(wanted), RunLimits(num_requests=6)
+            "demo",
+            [ServerTarget(server.url, api=api)],
+            [LoadLevel(clients=2)],
+            GenerateBench(wanted),
+            RunLimits(num_requests=6),
         )
         outcome = await asyncio.to_thread(measure_load, job)
     requests = outcome.details["runs"][0]["requests"]

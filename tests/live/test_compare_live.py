@@ -109,12 +109,16 @@ def test_the_demo_decoder_until_its_server_is_killed(tmp_path: Path) -> None:
 def test_the_demo_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loads, "BATCHES", (1, 8))
     monkeypatch.setattr(loads, "CLIENTS", (1, 8))
-    result = measured(tmp_path / "encoder.json", "--model=bert", "--threads=1", "--calibrate=off", "--max-model-len=128")
+    result = measured(
+        tmp_path / "encoder.json", "--model=bert", "--threads=1", "--calibrate=off", "--max-model-len=128"
+    )
     assert result.complete
     assert len(result.repeats) == 2
     assert [(point.load.clients, point.load.batch) for point in result.points] == [(1, 1), (1, 8), (8, 1)]
     for point in result.points:
-        assert point.read_tokens == pytest.approx(128 * point.samples, rel=0.15), "texts are about as long as was meant, and cut"
+        assert point.read_tokens == pytest.approx(128 * point.samples, rel=0.15), (
+            "texts are about as long as was meant, and cut"
+        )
         assert set(point.steps.phase) == {"encode"}
         assert not point.failures
 

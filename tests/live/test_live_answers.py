@@ -110,7 +110,9 @@ def test_ids_that_are_no_tokens(server: LiveServer, token_ids: list[int]) -> Non
 
 def test_a_body_of_100_megabytes(server: LiveServer) -> None:
     """The client gets to read why, though it is still sending when that is said."""
-    response = server.client.post("/v1/completions", content=b" " * 100 * 2**20, headers={"content-type": "application/json"})
+    response = server.client.post(
+        "/v1/completions", content=b" " * 100 * 2**20, headers={"content-type": "application/json"}
+    )
     assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
     unannounced = server.client.post("/generate", content=(b" " * 2**20 for _ in range(100)))
     assert unannounced.status_code == 413
@@ -119,7 +121,9 @@ def test_a_body_of_100_megabytes(server: LiveServer) -> None:
 def test_a_body_just_within_the_limit(server: LiveServer) -> None:
     body = b'{"prompt": "a", "max_tokens": 1, "user": "x"}'
     padded = b'{"prompt": "a", "max_tokens": 1' + b" " * (MAX_BODY_BYTES - len(body)) + b"}"
-    assert server.client.post("/generate", content=padded, headers={"content-type": "application/json"}).status_code == 200
+    assert (
+        server.client.post("/generate", content=padded, headers={"content-type": "application/json"}).status_code == 200
+    )
 
 
 def test_probes_scrapes_and_the_page(server: LiveServer) -> None:

@@ -34,7 +34,9 @@ def volume(options: str) -> Iterator[Path]:
     """A file system in memory, of its own size."""
     with tempfile.TemporaryDirectory(prefix="armature-volume-") as name:
         folder = Path(name)
-        made = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", name], capture_output=True, text=True, check=False)
+        made = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", name], capture_output=True, text=True, check=False
+        )
         if made.returncode != 0:
             pytest.skip(f"nothing can be mounted here: {made.stderr.strip()}")
         try:
@@ -53,9 +55,16 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def served_with(cache: Path, tiny: Path, caplog: pytest.LogCaptureFixture) -> list[str]:
     """Warnings of a start that would keep both a calibration and a pack, and then serves."""
-    with caplog.at_level(logging.WARNING, logger="app"), live(tiny, precision="int8", cache_dir=cache, calibrate="on") as server:
+    with (
+        caplog.at_level(logging.WARNING, logger="app"),
+        live(tiny, precision="int8", cache_dir=cache, calibrate="on") as server,
+    ):
         assert server.generate(max_tokens=2).status_code == 200
-    return [record.getMessage() for record in caplog.records if "kept" in record.getMessage() or "cannot" in record.getMessage()]
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if "kept" in record.getMessage() or "cannot" in record.getMessage()
+    ]
 
 
 @root_only
@@ -148,6 +157,9 @@ def test_a_quarter_of_a_core_serves(tiny: Path) -> None:
             names = ("threads", "interop_threads", "tokenizer_threads", "http_threads")
             assert [plan[name]["value"] for name in names] == [1, 1, 1, 1]
             assert "The CPU quota is 0.25 cores" in plan["threads"]["reason"]
-            assert httpx.post(f"{url}/generate", json={"prompt": "Once", "max_tokens": 2}, timeout=PATIENCE).status_code == 200
+            assert (
+                httpx.post(f"{url}/generate", json={"prompt": "Once", "max_tokens": 2}, timeout=PATIENCE).status_code
+                == 200
+            )
     finally:
         quota.remove()

@@ -41,7 +41,10 @@ def test_before_prefill(server: LiveServer, stream: bool) -> None:
     first.hang_up()
     until(lambda: server.idle)
     assert all(
-        len(span.sequence.token_ids) < 20 for batch in server.reins.batches for span in batch.spans if batch.num_tokens > 20
+        len(span.sequence.token_ids) < 20
+        for batch in server.reins.batches
+        for span in batch.spans
+        if batch.num_tokens > 20
     )
 
 
@@ -77,7 +80,11 @@ def test_while_tokens_come(server: LiveServer, stream: bool) -> None:
 def test_in_the_middle_of_its_body(server: LiveServer) -> None:
     place = urlparse(server.url)
     assert place.hostname is not None
-    for sent in (b"POST", b"POST /generate HTTP/1.1\r\n", b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{"):
+    for sent in (
+        b"POST",
+        b"POST /generate HTTP/1.1\r\n",
+        b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{",
+    ):
         with socket.create_connection((place.hostname, place.port or 80), timeout=60) as caller:
             caller.sendall(sent)
     assert server.find_served.service.num_open == 0

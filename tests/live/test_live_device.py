@@ -36,7 +36,9 @@ def with_gpu(root: Path = Path("/")) -> Facts:
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "probe", with_gpu)
     monkeypatch.setattr(selection, "DEVICE_BACKENDS", {"cuda": SimulatedDeviceBackend})
-    monkeypatch.setattr(live_server.Reins, "take", lambda reins, engine: engine)  # held reins would launch nothing ahead
+    monkeypatch.setattr(
+        live_server.Reins, "take", lambda reins, engine: engine
+    )  # held reins would launch nothing ahead
 
 
 @pytest.fixture
@@ -48,13 +50,20 @@ def server(on_device: None) -> Iterator[LiveServer]:
 def bodies() -> list[dict[str, Any]]:
     greedy = [{"prompt": prompt, "max_tokens": 24, "temperature": 0} for prompt in PROMPTS]
     drawn = [{**body, "temperature": 0.9, "top_p": 0.9, "seed": number} for number, body in enumerate(greedy)]
-    return [*greedy, *drawn, {**greedy[0], "n": 3, "temperature": 0.7, "seed": 5}, {**greedy[1], "repetition_penalty": 1.2}]
+    return [
+        *greedy,
+        *drawn,
+        {**greedy[0], "n": 3, "temperature": 0.7, "seed": 5},
+        {**greedy[1], "repetition_penalty": 1.2},
+    ]
 
 
 def answered(server: LiveServer) -> list[Any]:
     """All at once, in the order of the bodies."""
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda body: server.client.post("/v1/completions", json={"model": "llama", **body}), bodies()))
+        found = list(
+            pool.map(lambda body: server.client.post("/v1/completions", json={"model": "llama", **body}), bodies())
+        )
     assert [each.status_code for each in found] == [200] * len(found), [each.text for each in found]
     return [[choice["text"] for choice in each.json()["choices"]] for each in found]
 

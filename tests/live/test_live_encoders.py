@@ -27,7 +27,9 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="module")
 def cross_encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    directory = write_encoder(tmp_path_factory.mktemp("encoders") / "cross", "BertForSequenceClassification", num_labels=1)
+    directory = write_encoder(
+        tmp_path_factory.mktemp("encoders") / "cross", "BertForSequenceClassification", num_labels=1
+    )
     with live(directory) as server:
         yield server
 
@@ -93,7 +95,9 @@ def test_relevance_on_an_embedding_model_is_the_cosine(embedder: LiveServer) -> 
     said = posted(embedder, "/v1/rerank", {"query": "hello", "documents": TEXTS})
     found = {one["index"]: one["relevance_score"] for one in said["results"]}
     of_query, *of_texts = vectors(embedder, ["hello", *TEXTS])
-    assert [found[index] for index in range(4)] == pytest.approx([float(of_query @ other) for other in of_texts], abs=1e-5)
+    assert [found[index] for index in range(4)] == pytest.approx(
+        [float(of_query @ other) for other in of_texts], abs=1e-5
+    )
     assert said["results"][0]["index"] == 1
     alike = posted(embedder, "/similarity", {"inputs": {"source_sentence": "hello", "sentences": TEXTS}})
     assert alike == pytest.approx([found[index] for index in range(4)], abs=1e-5)
@@ -105,7 +109,9 @@ def test_a_cross_encoder_ranks_and_labels_alike(cross_encoder: LiveServer) -> No
     assert scores == sorted(scores, reverse=True)
     assert all(0 < score < 1 for score in scores)
     other = posted(cross_encoder, "/rerank", {"query": "the fox", "texts": TEXTS})
-    assert [(one["index"], one["score"]) for one in other] == [(one["index"], one["relevance_score"]) for one in said["results"]]
+    assert [(one["index"], one["score"]) for one in other] == [
+        (one["index"], one["relevance_score"]) for one in said["results"]
+    ]
     pairs = [{"text": "the fox", "text_pair": text} for text in TEXTS]
     labels = posted(cross_encoder, "/v1/classify", {"input": pairs})["data"]
     assert [labels[one["index"]]["score"] for one in other] == pytest.approx([one["score"] for one in other], abs=1e-6)

@@ -71,7 +71,9 @@ def test_without_its_volume(tmp_path: Path) -> None:
     with pod(tmp_path, tmp_path / "models" / "llama") as started:
         status, message = started.ended()
     assert status == 2
-    assert message.startswith(f"Checkpoint {tmp_path}/models/llama does not exist, nor does {tmp_path}/models: is a volume")
+    assert message.startswith(
+        f"Checkpoint {tmp_path}/models/llama does not exist, nor does {tmp_path}/models: is a volume"
+    )
     assert started.said.splitlines()[-1] == f"armature: {message}"
 
 
@@ -116,5 +118,7 @@ def test_a_stop_is_heard_from_the_first_moment(tmp_path: Path, tiny: Path) -> No
 
 
 def receives(pid: int, number: int) -> bool:
-    fields = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line)
+    fields = dict(
+        line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line
+    )
     return bool(int(fields["SigCgt"], 16) >> (number - 1) & 1)

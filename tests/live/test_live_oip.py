@@ -71,7 +71,9 @@ def test_texts(client: triton.InferenceServerClient, encoder: LiveServer, binary
 @pytest.mark.parametrize("compression", ["gzip", "deflate"])
 def test_compressed_requests(client: triton.InferenceServerClient, encoder: LiveServer, compression: str) -> None:
     inputs = [tensor("text", TEXTS, "BYTES")]
-    result = client.infer("tiny", inputs, request_compression_algorithm=compression, response_compression_algorithm=compression)
+    result = client.infer(
+        "tiny", inputs, request_compression_algorithm=compression, response_compression_algorithm=compression
+    )
     assert numpy.array_equal(result.as_numpy("embedding"), native(encoder, TEXTS))
 
 
@@ -83,7 +85,9 @@ def test_ids_with_a_mask_are_the_text(client: triton.InferenceServerClient, enco
     for row, tokens in enumerate(rows):
         places = slice(0, len(tokens)) if row % 2 else slice(width - len(tokens), width)
         ids[row, places], mask[row, places] = tokens, 1
-    result = client.infer("tiny", [tensor("input_ids", ids, "INT64"), tensor("attention_mask", mask, "INT64", binary=False)])
+    result = client.infer(
+        "tiny", [tensor("input_ids", ids, "INT64"), tensor("attention_mask", mask, "INT64", binary=False)]
+    )
     assert numpy.allclose(result.as_numpy("embedding"), native(encoder, TEXTS), atol=1e-6)
     states = result.as_numpy("last_hidden_state")
     assert states.shape[:2] == (3, width)
@@ -113,7 +117,9 @@ def test_a_request_asked_without_waiting(client: triton.InferenceServerClient, e
 
 def test_a_classifier(classifier: LiveServer) -> None:
     with triton.InferenceServerClient(classifier.url.removeprefix("http://")) as client:
-        result = client.infer("tiny", [tensor("text", TEXTS, "BYTES"), tensor("text_pair", TEXTS[::-1].copy(), "BYTES")])
+        result = client.infer(
+            "tiny", [tensor("text", TEXTS, "BYTES"), tensor("text_pair", TEXTS[::-1].copy(), "BYTES")]
+        )
         logits, scores = result.as_numpy("logits"), result.as_numpy("scores")
     powers = numpy.exp(logits - logits.max(axis=1, keepdims=True))
     assert scores.shape == (3, 3)

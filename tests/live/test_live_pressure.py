@@ -61,7 +61,9 @@ def test_full_kv_memory_makes_requests_wait_and_all_are_answered(tmp_path: Path)
     with live(tiny, kv_cache_bytes=96 * 1024, max_running_seqs=8) as server, ThreadPoolExecutor(12) as pool:
         capacity = server.find_served.service.snapshot.kv_capacity_tokens
         assert 0 < capacity < 8 * 100
-        alone = [server.generate(prompt="a" * n, max_tokens=100, ignore_eos=True).json()["token_ids"] for n in range(1, 13)]
+        alone = [
+            server.generate(prompt="a" * n, max_tokens=100, ignore_eos=True).json()["token_ids"] for n in range(1, 13)
+        ]
         asked = [pool.submit(server.generate, prompt="a" * n, max_tokens=100, ignore_eos=True) for n in range(1, 13)]
         assert [future.result().json()["token_ids"] for future in asked] == alone
         until(lambda: server.idle)
@@ -89,7 +91,9 @@ def test_a_step_that_fails_under_a_stream_is_its_last_event(server: LiveServer) 
 
 def test_a_device_that_keeps_failing_ends_the_worker(tiny: Path) -> None:
     with live(tiny) as server:
-        server.reins.faults += [RuntimeError("broken")] * (MAX_FAILED_STEPS + 1)  # and it cannot compute anything else either
+        server.reins.faults += [RuntimeError("broken")] * (
+            MAX_FAILED_STEPS + 1
+        )  # and it cannot compute anything else either
         assert {server.generate(max_tokens=4).status_code for _ in range(MAX_FAILED_STEPS)} == {500}
         until(lambda: server.client.get("/healthz").status_code == 500)
         assert server.client.get("/readyz").status_code == 503

@@ -79,7 +79,9 @@ def openmp_runtimes(maps: str) -> set[str]:
 
 
 def test_a_second_openmp_runtime_would_be_counted() -> None:
-    maps = "".join(f"7f00-7f10 r-xp 0 08:01 1  /usr/lib/{name}\n" for name in ("libgomp.so.1.0.0", "libiomp5.so", "libc.so.6"))
+    maps = "".join(
+        f"7f00-7f10 r-xp 0 08:01 1  /usr/lib/{name}\n" for name in ("libgomp.so.1.0.0", "libiomp5.so", "libc.so.6")
+    )
     assert openmp_runtimes(maps + "7f00-7f10 r-xp 0 08:01 1  /venv/libgomp-24e2ab19.so.1.0.0\n" + maps) == {
         "/usr/lib/libgomp.so.1.0.0",
         "/usr/lib/libiomp5.so",

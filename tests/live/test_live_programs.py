@@ -43,7 +43,10 @@ def expected(ids: Any, dense: Any) -> dict[str, Any]:
 
 
 def asked(ids: Any, dense: Any, binary: bool = True) -> list[triton.InferInput]:
-    tensors = [triton.InferInput("ids", list(ids.shape), "INT64"), triton.InferInput("dense", list(dense.shape), "FP32")]
+    tensors = [
+        triton.InferInput("ids", list(ids.shape), "INT64"),
+        triton.InferInput("dense", list(dense.shape), "FP32"),
+    ]
     tensors[0].set_data_from_numpy(ids, binary_data=binary)
     tensors[1].set_data_from_numpy(dense, binary_data=binary)
     return tensors
@@ -99,7 +102,11 @@ def test_it_is_counted_as_everything_else(served: str) -> None:
 
 
 def test_what_only_text_models_do_is_refused(served: str) -> None:
-    for path, body in (("/v1/embeddings", {"input": "x"}), ("/generate", {"prompt": "x"}), ("/tokenize", {"prompt": "x"})):
+    for path, body in (
+        ("/v1/embeddings", {"input": "x"}),
+        ("/generate", {"prompt": "x"}),
+        ("/tokenize", {"prompt": "x"}),
+    ):
         answer = httpx.post(served + path, json=body)
         assert answer.status_code == 400, (path, answer.text)
         assert answer.json()["error"]["code"] == "wrong_model_kind"

@@ -48,7 +48,10 @@ def test_declared_watts_while_steps_run(decoder: LiveServer) -> None:
     def agrees() -> bool:
         """The last step is counted when it has ended, after its tokens went out; a look may be a tenth of a second old."""
         seen = scraped(decoder)
-        joules, steps = seen.get("armature_energy_joules_total{source=modelled}", 0.0), seen["armature_step_seconds_sum"]
+        joules, steps = (
+            seen.get("armature_energy_joules_total{source=modelled}", 0.0),
+            seen["armature_step_seconds_sum"],
+        )
         tokens = seen["armature_tokens_total{kind=prompt}"] + seen["armature_tokens_total{kind=completion}"]
         each = seen.get("armature_energy_joules_per_token{source=modelled}", 0.0)
         return steps > 0.0 and joules == pytest.approx(WATTS * steps) and each == pytest.approx(joules / tokens)

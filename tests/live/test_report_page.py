@@ -57,7 +57,10 @@ class Seen:
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two results of machines that do not exist, one with doubts."""
     folder = tmp_path_factory.mktemp("browser")
-    results = [made_decoder(samples=40, doubts=["Others took up to 12% of all cores."]), made_decoder(GRAVITON, samples=40)]
+    results = [
+        made_decoder(samples=40, doubts=["Others took up to 12% of all cores."]),
+        made_decoder(GRAVITON, samples=40),
+    ]
     paths = [folder / f"{result.name}.json" for result in results]
     for result, path in zip(results, paths, strict=True):
         write_result(result, path)
@@ -68,7 +71,14 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def browse(page: Path, *flags: str) -> str:
     assert BROWSER is not None, "skipped without one"
     profile = page.parent / "profile"
-    always = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run", f"--user-data-dir={profile}")
+    always = (
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--no-first-run",
+        f"--user-data-dir={profile}",
+    )
     nowhere = "--host-resolver-rules=MAP * ~NOTFOUND"
     found = subprocess.run(
         [BROWSER, *always, nowhere, *flags, page.as_uri()], capture_output=True, text=True, timeout=120, check=True

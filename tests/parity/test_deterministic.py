@@ -123,7 +123,12 @@ def told(events: list[TokensReady | SequenceFinished]) -> list[Any]:
 def model_of(directory: Path, architecture: str, precision: str, deterministic: bool = True) -> torch.nn.Module:
     if precision == "bfloat16" and not has_kernel(OpCode.LINEAR_BF16):
         pytest.skip("no products of bf16 here")
-    return load(write_checkpoint(directory, architecture, seed=11), precision, max_model_len=MAX_LEN, deterministic=deterministic)
+    return load(
+        write_checkpoint(directory, architecture, seed=11),
+        precision,
+        max_model_len=MAX_LEN,
+        deterministic=deterministic,
+    )
 
 
 @pytest.mark.parametrize(("architecture", "precision", "kv"), OVER)

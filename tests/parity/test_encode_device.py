@@ -53,7 +53,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "BertModel",
         {"modules": Modules(modes=("cls_token", "max_tokens", "weightedmean_tokens"), normalize=False)},
     ),
-    "dense": ("BertModel", {"modules": Modules(modes=("mean_sqrt_len_tokens", "lasttoken"), dense=((8, "torch.nn.Tanh"),))}),
+    "dense": (
+        "BertModel",
+        {"modules": Modules(modes=("mean_sqrt_len_tokens", "lasttoken"), dense=((8, "torch.nn.Tanh"),))},
+    ),
 }
 
 
@@ -90,7 +93,9 @@ def test_every_family_says_what_it_says_on_a_processor(name: str, tmp_path: Path
     assert (eager.replay.num_runs, recorded.replay.num_runs) == (0, 1)
 
 
-@pytest.mark.parametrize("architecture", [f"Bert{SUFFIX}", "ModernBertModel", "MPNetModel", "Qwen3Model", "Gemma3TextModel"])
+@pytest.mark.parametrize(
+    "architecture", [f"Bert{SUFFIX}", "ModernBertModel", "MPNetModel", "Qwen3Model", "Gemma3TextModel"]
+)
 def test_a_text_is_not_changed_by_what_fills_its_batch(architecture: str, tmp_path: Path) -> None:
     model = cast(Encoder, load(write_encoder(tmp_path / "model", architecture)))
     _, eager, recorded = runners(model)
@@ -121,11 +126,15 @@ def test_requests_in_one_batch_get_what_each_asked_for(tmp_path: Path) -> None:
 
 def test_prompts_are_not_pooled_where_the_checkpoint_says_so(tmp_path: Path) -> None:
     model = cast(
-        Encoder, load(write_encoder(tmp_path / "model", modules=Modules(prompts={"query": "hello world"}, normalize=False)))
+        Encoder,
+        load(write_encoder(tmp_path / "model", modules=Modules(prompts={"query": "hello world"}, normalize=False))),
     )
     model.config = replace(model.config, pooling=replace(model.config.pooling, skips_prompt=True))
     processor, eager, recorded = runners(model)
-    texts = [replace(text, num_prompt_tokens=skipped) for text, skipped in zip(random_texts((9, 3, 7)), (4, 0, 2), strict=True)]
+    texts = [
+        replace(text, num_prompt_tokens=skipped)
+        for text, skipped in zip(random_texts((9, 3, 7)), (4, 0, 2), strict=True)
+    ]
     wanted = tensors(processor.run(spans_of(texts, ("embedding",))), "embedding")
     unskipped = tensors(processor.run(spans_of(random_texts((9, 3, 7)), ("embedding",))), "embedding")
     assert (wanted - unskipped).abs().max() > 0.1
@@ -155,8 +164,13 @@ def test_a_batch_is_launched_while_another_is_not_yet_waited_for(tmp_path: Path)
     alone = [tensors(EncoderRunner(model, ROOM).run(spans_of(texts, ("embedding",))), "embedding") for texts in batches]
     told = []
     with DelayedTwin().watching() as late:
-        told += [told_in_turn(DeviceEncoderRunner(model, late, 80, off), [*batches, batches[0]]) for off in ("", "for this test")]
-    told.append(told_in_turn(DeviceEncoderRunner(model, SimulatedDeviceBackend(torch.float32), 80), [*batches, batches[0]]))
+        told += [
+            told_in_turn(DeviceEncoderRunner(model, late, 80, off), [*batches, batches[0]])
+            for off in ("", "for this test")
+        ]
+    told.append(
+        told_in_turn(DeviceEncoderRunner(model, SimulatedDeviceBackend(torch.float32), 80), [*batches, batches[0]])
+    )
     for vectors in told:
         for own, expected in zip(vectors, alone, strict=True):
             torch.testing.assert_close(own, expected, **CLOSE)

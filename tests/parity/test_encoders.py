@@ -51,7 +51,9 @@ def test_hidden_states_and_logits_are_those_of_transformers(tmp_path: Path, name
         torch.testing.assert_close(outputs["logits"], reference.logits(texts), **TOLERANCE)
 
 
-@pytest.mark.parametrize("architecture", [f"Bert{SUFFIX}", f"ModernBert{SUFFIX}", "MPNetModel", "Qwen3Model", "Gemma3TextModel"])
+@pytest.mark.parametrize(
+    "architecture", [f"Bert{SUFFIX}", f"ModernBert{SUFFIX}", "MPNetModel", "Qwen3Model", "Gemma3TextModel"]
+)
 def test_a_text_among_others_is_what_it_is_alone(tmp_path: Path, architecture: str) -> None:
     model = cast(Encoder, load(write_encoder(tmp_path / "model", architecture)))
     texts = random_texts(LENGTHS, num_types=model.config.num_types)

@@ -40,7 +40,7 @@ class KeepLogits:
     def __init__(self) -> None:
         self.logits: list[Tensor] = []
 
-    def pick(self, logits: Tensor, rows: list[LogitRow]) -> list[SampledTokens]:
+    def sample(self, logits: Tensor, rows: list[LogitRow]) -> list[SampledTokens]:
         self.logits.append(logits.float().clone())
         return [SampledTokens((0,))] * len(rows)
 
@@ -113,7 +113,10 @@ def test_decoding_beside_a_prefill_equals_the_whole_text(bench: Bench) -> None:
     expected = [bench.plain(first), bench.plain(second)]
     for step in range(10):
         ends = (41 + step, 21 + step)
-        spans = [part(text[:end], end - 1, end, slot) for slot, (text, end) in enumerate(zip((first, second), ends, strict=True))]
+        spans = [
+            part(text[:end], end - 1, end, slot)
+            for slot, (text, end) in enumerate(zip((first, second), ends, strict=True))
+        ]
         logits = bench.run(*spans, part(third, 2 * step, 2 * step + 2, 2))
         close(logits[:2], torch.stack([logits[end - 1] for logits, end in zip(expected, ends, strict=True)]))
 
@@ -127,7 +130,8 @@ def test_a_shared_prefix_equals_an_unshared_one(bench: Bench, shared: int) -> No
     whole, stepwise = (bench.plain(tail) for tail in tails)
     for end in range(shared + 1, len(tails[1]) + 1):
         logits = bench.run(
-            part(tails[1][:end], end - 1, end, 7, (3, shared)), part(owner[: 51 + end % 9], 50 + end % 9, 51 + end % 9, 3)
+            part(tails[1][:end], end - 1, end, 7, (3, shared)),
+            part(owner[: 51 + end % 9], 50 + end % 9, 51 + end % 9, 3),
         )
         close(logits[0], stepwise[end - 1])
     half = (shared + len(tails[0])) // 2
@@ -143,7 +147,9 @@ def test_a_fork_goes_on_from_its_copy_and_the_source_may_be_released(bench: Benc
     bench.run(part(parent, len(prompt), len(parent), 1, (0, len(prompt))))
     child = parent + tail[8:10]
     fork = KvCopy(1, 2, len(prompt), len(parent))
-    logits = bench.run(part(child, len(parent), len(child), 2, (0, len(prompt))), copies=(fork,), released=((1, 0, MAX_LEN),))
+    logits = bench.run(
+        part(child, len(parent), len(child), 2, (0, len(prompt))), copies=(fork,), released=((1, 0, MAX_LEN),)
+    )
     close(logits[0], bench.plain(child)[-1])
 
 

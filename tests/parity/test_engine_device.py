@@ -41,7 +41,9 @@ REQUESTS = [
     request_of("beams", prompt_of(20, 6), beam_width=3, max_tokens=10),
     request_of("logprobs", prompt_of(9, 9), temperature=0.0, logprobs=3),
     request_of("short", prompt_of(1, 7), temperature=0.0, max_tokens=80),
-    request_of("ends", prompt_of(12, 8), seed=19, ignore_eos=False, stop_token_ids=tuple(range(100, 110)), max_tokens=60),
+    request_of(
+        "ends", prompt_of(12, 8), seed=19, ignore_eos=False, stop_token_ids=tuple(range(100, 110)), max_tokens=60
+    ),
 ]
 SOME = [  # for architectures that differ in what they attend to and how
     request_of("greedy", prompt_of(30, 1), temperature=0.0, max_tokens=40),
@@ -103,7 +105,9 @@ def test_together_they_say_what_a_processor_says_of_each_alone(pair: Pair) -> No
 def test_requests_of_all_kinds_together(llama: Pair) -> None:
     served = DeviceServed(llama.model).add(*REQUESTS).finish()
     assert served.said == llama.runs_alone
-    assert any(step.num_prefill_sequences and step.num_decode_sequences for step in served.stats), "prefill rode beside decodes"
+    assert any(step.num_prefill_sequences and step.num_decode_sequences for step in served.stats), (
+        "prefill rode beside decodes"
+    )
     assert served.runner.graphs.num_replayed > 20 and served.num_ahead > 20
 
 
@@ -130,7 +134,11 @@ def test_preempted_they_say_what_they_say_undisturbed(llama: Pair) -> None:
     """Each fits a page for its first steps only; there are pages for half of them, and none for the beams beside them."""
     requests = [request_of(f"r{seed}", prompt_of(60, seed), seed=seed, max_tokens=40) for seed in range(5)]
     requests.insert(1, REQUESTS[5])
-    alone = {key: tokens for request in requests for key, tokens in DeviceServed(llama.model).add(request).finish().said.items()}
+    alone = {
+        key: tokens
+        for request in requests
+        for key, tokens in DeviceServed(llama.model).add(request).finish().said.items()
+    }
     for pages in (5, 9):
         some = [one for one in requests if pages == 9 or one.params.beam_width == 1]
         served = DeviceServed(llama.model, pages=pages).add(*some).finish()
@@ -160,7 +168,9 @@ def test_an_aborted_neighbour_changes_nothing(llama: Pair) -> None:
     assert of(served.said, stayed) == of(llama.runs_alone, stayed)
 
 
-def test_a_device_with_little_memory_says_the_same_in_smaller_parts(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_with_little_memory_says_the_same_in_smaller_parts(
+    llama: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every step of more than 12 tokens wants more memory than there is, when all has been told and before anything is picked."""
     served = DeviceServed(llama.model)
     logits, wanting = served.runner._forward.logits, 0

@@ -82,7 +82,9 @@ def expected(model: Encoder, order: Encode) -> dict[str, Tensor]:
     return whole
 
 
-@pytest.mark.parametrize("architecture", ["BertModel", CLASSIFIER, "ModernBertModel", "MPNetModel", "Qwen3Model", "RobertaModel"])
+@pytest.mark.parametrize(
+    "architecture", ["BertModel", CLASSIFIER, "ModernBertModel", "MPNetModel", "Qwen3Model", "RobertaModel"]
+)
 def test_every_request_gets_what_its_texts_are_alone(architecture: str, tmp_path: Path) -> None:
     modules = Modules() if architecture == "BertModel" else None
     model = cast(Encoder, load(write_encoder(tmp_path / "model", architecture, modules=modules)))
@@ -107,7 +109,10 @@ def test_types_that_a_model_has_no_rows_for_are_left_out(tmp_path: Path) -> None
     model = cast(Encoder, load(write_encoder(tmp_path / "model", "RobertaModel")))  # one type
     runner = EncoderRunner(model, 64)
     with_types, without = Text((5, 6, 7), (0, 1, 1)), Text((5, 6, 7))
-    rows = [runner.run(EncodeState.from_message(Encode("r", (text,), ("embedding",), 0.0)).spans()) for text in (with_types, without)]
+    rows = [
+        runner.run(EncodeState.from_message(Encode("r", (text,), ("embedding",), 0.0)).spans())
+        for text in (with_types, without)
+    ]
     assert rows[0] == rows[1]
 
 
@@ -118,9 +123,13 @@ def test_a_prompts_tokens_are_not_pooled_where_the_checkpoint_says_so(tmp_path: 
     model = cast(Encoder, load(directory))
     (plain,) = random_texts((9,))
     text = replace(plain, num_prompt_tokens=4)
-    (rows,) = EncoderRunner(model, 64).run(EncodeState.from_message(Encode("r", (text,), ("embedding",), 0.0, normalize=False)).spans())
+    (rows,) = EncoderRunner(model, 64).run(
+        EncodeState.from_message(Encode("r", (text,), ("embedding",), 0.0, normalize=False)).spans()
+    )
     wanted = encoded(model, (plain,), ("last_hidden_state",))["last_hidden_state"][4:].mean(0)
-    torch.testing.assert_close(torch.from_numpy(np.frombuffer(rows["embedding"], "<f4").copy()), wanted, atol=1e-5, rtol=0.0)
+    torch.testing.assert_close(
+        torch.from_numpy(np.frombuffer(rows["embedding"], "<f4").copy()), wanted, atol=1e-5, rtol=0.0
+    )
 
 
 RECORDABLE = ["BertModel", CLASSIFIER, "ModernBertModel", "NomicBertModel", "MPNetModel", "Qwen3Model"]
@@ -139,17 +148,23 @@ def test_steps_run_again_say_the_same(architecture: str, precision: str, tmp_pat
         replayed = answered(again, orders)
         assert again.replay.reason == "" and again.replay.most_tokens == 64
         assert again.replay.num_runs > 3 and eager.replay.num_runs == 0
-        assert {name: told.arrays for name, told in replayed.items()} == {name: told.arrays for name, told in said.items()}
+        assert {name: told.arrays for name, told in replayed.items()} == {
+            name: told.arrays for name, told in said.items()
+        }
 
 
 @pytest.mark.parametrize("architecture", RECORDABLE)
 @pytest.mark.parametrize("precision", ["int8", "bfloat16"])
 @pytest.mark.parametrize("threads", [2, 3])
-def test_lanes_say_what_all_threads_together_say(architecture: str, precision: str, threads: int, tmp_path: Path) -> None:
+def test_lanes_say_what_all_threads_together_say(
+    architecture: str, precision: str, threads: int, tmp_path: Path
+) -> None:
     """To the bit where a product's sums do not depend on how many rows there are: a single one of bf16 has an order of its own."""
     if not has_kernel(OpCode.LINEAR_INT) or (precision == "bfloat16" and not has_kernel(OpCode.LINEAR_BF16)):
         pytest.skip("torch's own products serve here")
-    model = cast(Encoder, load(write_encoder(tmp_path / "model", architecture), precision, deterministic=precision == "bfloat16"))
+    model = cast(
+        Encoder, load(write_encoder(tmp_path / "model", architecture), precision, deterministic=precision == "bfloat16")
+    )
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -163,7 +178,9 @@ def test_lanes_say_what_all_threads_together_say(architecture: str, precision: s
             }
             for name, told in said[0].items():
                 for output, array in told.arrays.items():
-                    within = 1e-6 if output == "logits" else 0.0  # torch's product of a head's rows, which lie in another order
+                    within = (
+                        1e-6 if output == "logits" else 0.0
+                    )  # torch's product of a head's rows, which lie in another order
                     torch.testing.assert_close(
                         tensor_of(said[1][name].arrays[output]), tensor_of(array), atol=within, rtol=within
                     )

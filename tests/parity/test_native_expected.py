@@ -66,7 +66,9 @@ class Case:
 
 
 FORMS = [(8, None, False), *((4, group, points) for group in (32, 64, 128) for points in (False, True))]
-CASES = [Case(*form, inputs, outputs) for form in FORMS for inputs, outputs in ((576, 100), (896, 32), (1001, 65), (40, 7))]
+CASES = [
+    Case(*form, inputs, outputs) for form in FORMS for inputs, outputs in ((576, 100), (896, 32), (1001, 65), (40, 7))
+]
 
 
 def mixed(seed: int, *shape: int) -> Tensor:
@@ -101,7 +103,9 @@ class Packed:
         if code is not None:
             codes = torch.full_like(codes, code)
         signs = 1 - 2 * (mixed(2, case.outputs, groups) % 2)
-        sizes = 2.0 ** -(mixed(3, case.outputs, groups) % 2) if exact else (mixed(3, case.outputs, groups) + 1) / 2.0**20
+        sizes = (
+            2.0 ** -(mixed(3, case.outputs, groups) % 2) if exact else (mixed(3, case.outputs, groups) + 1) / 2.0**20
+        )
         scales = (signs * sizes).bfloat16()
         minimums = (-sizes * (mixed(4, case.outputs, groups) % 16)).bfloat16() if case.zero_points else None
         pack = PackIntArguments(
@@ -232,7 +236,11 @@ def test_nothing_but_extremes_of_one_sign_overflows_nowhere(level: str) -> None:
             packed = Packed.of(case, exact=True, code=code)
             for value in (-127, 127):
                 x = torch.full((7, case.inputs), value).bfloat16()
-                assert torch.equal(packed.times(x).double(), x.double() @ packed.widened().double().T), (case, code, value)
+                assert torch.equal(packed.times(x).double(), x.double() @ packed.widened().double().T), (
+                    case,
+                    code,
+                    value,
+                )
 
 
 def test_the_exact_sums_are_those_of_integers() -> None:

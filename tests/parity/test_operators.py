@@ -41,7 +41,14 @@ from tiny_encoders import write_encoder
 
 MAX_LEN = 160
 DECODERS = ("LlamaForCausalLM", "Gemma2ForCausalLM", "Phi3ForCausalLM", "Qwen3ForCausalLM")
-ENCODERS = ("BertModel", "MPNetModel", "ModernBertModel", "NomicBertModel", "Gemma3TextModel", "BertForSequenceClassification")
+ENCODERS = (
+    "BertModel",
+    "MPNetModel",
+    "ModernBertModel",
+    "NomicBertModel",
+    "Gemma3TextModel",
+    "BertForSequenceClassification",
+)
 
 
 class AppleTwin(SimulatedDeviceBackend):
@@ -79,10 +86,15 @@ def test_a_decoders_operators_are_there(kind: str, architecture: str, tmp_path: 
 
 def decode(model: Any, config: Any, backend: DeviceBackend) -> None:
     """A step of decodes, and one with prompts of which some was read before."""
-    cache = PagedKvCache(KvShape(config.num_layers, 4, MAX_LEN, config.num_kv_heads, config.head_dim), torch.float32, 9, CUDA)
+    cache = PagedKvCache(
+        KvShape(config.num_layers, 4, MAX_LEN, config.num_kv_heads, config.head_dim), torch.float32, 9, CUDA
+    )
     buffer = torch.zeros(4 + block_size(StepSizes(40, 4, 4)), dtype=torch.int64, device=CUDA)
     forward = DeviceForward(model, cache, backend, buffer)
-    for sizes, bounds in ((StepSizes.of_bucket(4), StepBounds(4, 1, MAX_LEN)), (StepSizes(40, 3, 2), StepBounds(1, 37, 90))):
+    for sizes, bounds in (
+        (StepSizes.of_bucket(4), StepBounds(4, 1, MAX_LEN)),
+        (StepSizes(40, 3, 2), StepBounds(1, 37, 90)),
+    ):
         views = block_views(buffer[4:], sizes, backend.can_sample)
         logits = forward.logits(views, sizes, bounds)
         forward.sample(logits, views, SamplingMode.GREEDY)
@@ -103,7 +115,11 @@ def test_an_encoders_operators_are_there(kind: str, architecture: str, tmp_path:
 
 
 def test_the_table_knows_what_is_missing() -> None:
-    assert has_kernel("index_copy_", "MPS") and has_kernel("add.Tensor", "MPS") and has_kernel("_weight_int4pack_mm", "MPS")
+    assert (
+        has_kernel("index_copy_", "MPS")
+        and has_kernel("add.Tensor", "MPS")
+        and has_kernel("_weight_int4pack_mm", "MPS")
+    )
     assert not has_kernel("_flash_attention_forward", "MPS")
     assert has_kernel("_flash_attention_forward", "CUDA") and has_kernel("_convert_weight_to_int4pack", "CUDA")
     assert not has_kernel("_dyn_quant_matmul_4bit", "CUDA"), "of processors alone"

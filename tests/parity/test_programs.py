@@ -30,7 +30,9 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(path: Path, precision: str = "fp32") -> RunnableProgram:
     checkpoint = open_program(path)
     told: list[tuple[int, int]] = []
-    program = load_program(checkpoint, plan(machine(), precision=precision), lambda done, total: told.append((done, total)))
+    program = load_program(
+        checkpoint, plan(machine(), precision=precision), lambda done, total: told.append((done, total))
+    )
     assert told and told[-1][0] == told[-1][1]
     return RunnableProgram(program, checkpoint.signature, checkpoint.output_indices, checkpoint.min_rows)
 
@@ -82,7 +84,11 @@ def test_a_program_exported_for_two_rows_or_more_serves_one(programs: Path) -> N
 
 def test_linear_layers_are_held_in_our_forms(programs: Path) -> None:
     checkpoint = open_program(programs / "recommender.pt2")
-    assert checkpoint.linears == {"p_net_0_weight": "p_net_0_bias", "p_net_2_weight": "p_net_2_bias", "p_score_weight": None}
+    assert checkpoint.linears == {
+        "p_net_0_weight": "p_net_0_bias",
+        "p_net_2_weight": "p_net_2_bias",
+        "p_score_weight": None,
+    }
 
 
 @pytest.mark.parametrize(
@@ -102,5 +108,7 @@ def test_an_operator_that_this_torch_lacks_is_named(programs: Path, tmp_path: Pa
         values["graph_module"]["graph"]["nodes"][0]["target"] = "torch.ops.aten.of_tomorrow.default"
 
     bad = tampered(programs / "recommender.pt2", tmp_path / "bad.pt2", MODEL, calls)
-    with pytest.raises(CheckpointInvalid, match=f"of_tomorrow.default', which torch {torch.__version__}".replace("+", r"\+")):
+    with pytest.raises(
+        CheckpointInvalid, match=f"of_tomorrow.default', which torch {torch.__version__}".replace("+", r"\+")
+    ):
         served(bad)

@@ -61,4 +61,6 @@ def test_the_same_tokens_survive_with_the_same_probabilities(case: dict[str, Any
     expected = theirs(logits, PROMPT + COMPLETION, params)
     # A border token may fall on the other side by a rounding of the running sum, theirs in float32 from the small end.
     assert int(((ours > 0) != (expected > 0)).sum(-1).max()) <= (1 if params.top_p < 1.0 else 0)
-    torch.testing.assert_close(ours / ours.sum(-1, keepdim=True), expected, rtol=1e-3 if params.top_p < 1.0 else 1e-5, atol=1e-4)
+    torch.testing.assert_close(
+        ours / ours.sum(-1, keepdim=True), expected, rtol=1e-3 if params.top_p < 1.0 else 1e-5, atol=1e-4
+    )

@@ -71,7 +71,9 @@ REQUESTS = [
     request_of("penalised", SHARED + prompt_of(19, 4), temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.4),
     request_of("several", SHARED + prompt_of(3, 5), seed=6, n=2),
     request_of("short", prompt_of(1, 7), temperature=0.0, max_tokens=60),
-    request_of("ends", prompt_of(12, 8), seed=19, ignore_eos=False, stop_token_ids=tuple(range(100, 130)), max_tokens=60),
+    request_of(
+        "ends", prompt_of(12, 8), seed=19, ignore_eos=False, stop_token_ids=tuple(range(100, 130)), max_tokens=60
+    ),
     request_of("longest", prompt_of(60, 10), temperature=0.0, max_tokens=None),
 ]
 
@@ -79,7 +81,9 @@ REQUESTS = [
 class Engine:
     """An engine over fresh KV memory, what it said, and what its steps were."""
 
-    def __init__(self, model: torch.nn.Module, dtype: torch.dtype, fixed: bool = False, off: str = "", capacity: int = 0) -> None:
+    def __init__(
+        self, model: torch.nn.Module, dtype: torch.dtype, fixed: bool = False, off: str = "", capacity: int = 0
+    ) -> None:
         config: Any = model.config
         cache = KvCache(KvShape(config.num_layers, SLOTS, MAX_LEN, config.num_kv_heads, config.head_dim), dtype)
         self.replay = DecoderReplay(cast(Decoder, model), off)

@@ -50,7 +50,9 @@ def test_a_folder_in_its_place(tmp_path: Path) -> None:
 def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
     os.seteuid(65534)
     try:
-        with pytest.raises(SettingsInvalid, match=r"api_key_file .*/keys cannot be read by user 65534: .* has mode 0700"):
+        with pytest.raises(
+            SettingsInvalid, match=r"api_key_file .*/keys cannot be read by user 65534: .* has mode 0700"
+        ):
             keys_of(tmp_path / "keys")
     finally:
         os.seteuid(0)

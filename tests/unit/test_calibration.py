@@ -80,12 +80,20 @@ def test_it_is_not_found_on(checkpoint: Checkpoint, change: str) -> None:
     assert key(CHANGES[change](machine()), checkpoint) != key(machine(), checkpoint)
 
 
-def test_it_is_not_found_for_other_shapes_settings_or_code(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_not_found_for_other_shapes_settings_or_code(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     known = key(machine(), checkpoint)
     wider = dataclasses.replace(checkpoint.model_config, intermediate_size=1024)
     facts, settings = machine(), Settings()
     assert calibration_key(facts, settings, planned(facts, checkpoint.needs()), wider) != known
-    for asked in ({"precision": "fp32"}, {"threads": 3}, {"compile": "off"}, {"kv_precision": "int8"}, {"max_batch_tokens": 64}):
+    for asked in (
+        {"precision": "fp32"},
+        {"threads": 3},
+        {"compile": "off"},
+        {"kv_precision": "int8"},
+        {"max_batch_tokens": 64},
+    ):
         assert key(machine(), checkpoint, **asked) != known, asked
     monkeypatch.setattr(software, "native_library_hash", lambda: "another library")
     other = key(machine(), checkpoint)

@@ -47,7 +47,9 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize("command", [["serve"], ["probe"], *(["bench", name] for name in BENCHES)], ids=" ".join)
-def test_every_setting_is_a_flag_with_its_variable_in_the_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_setting_is_a_flag_with_its_variable_in_the_help(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main.main([*command, "--help"])
     shown = capsys.readouterr().out
@@ -65,12 +67,19 @@ def test_settings_reach_the_command_as_they_were_given() -> None:
 
 def test_a_load_is_said_in_numbers() -> None:
     given = parse_arguments(["bench", "http", "--concurrency", "1,8", "--prompt-tokens", "64:256", "--no-ignore-eos"])
-    assert (given.concurrency, given.prompt_tokens, given.max_tokens, given.ignore_eos) == ((1, 8), (64, 256), None, False)
+    assert (given.concurrency, given.prompt_tokens, given.max_tokens, given.ignore_eos) == (
+        (1, 8),
+        (64, 256),
+        None,
+        False,
+    )
     assert parse_arguments(["bench", "http", "--rate", "0.5,2"]).rate == (0.5, 2.0)
     assert parse_arguments(["bench", "engine", "--rows", "1,8", "--steps", "2000"]).rows == (1, 8)
 
 
-@pytest.mark.parametrize("flag", ["--prompt-tokens=64:32", "--max-tokens=0", "--rate=0", "--concurrency=0", "--api=grpc"])
+@pytest.mark.parametrize(
+    "flag", ["--prompt-tokens=64:32", "--max-tokens=0", "--rate=0", "--concurrency=0", "--api=grpc"]
+)
 def test_a_load_that_cannot_be_is_refused(flag: str) -> None:
     with pytest.raises(SystemExit) as ended:
         parse_arguments(["bench", "http", flag])

@@ -22,7 +22,9 @@ from app.metrics.stats import (
 )
 
 STEPS = StepTimeTable.from_trial(TrialTimes("int4", 2, {1: 0.016, 8: 0.030}, {128: 0.2}, context_token_seconds=1e-6))
-PROMISE = ExpectedSpeed(STEPS, {"decode": {1: 62.5, 8: 266.0}, "prefill": {128: 640.0}}, {"decode": 0.9, "prefill": 0.6})
+PROMISE = ExpectedSpeed(
+    STEPS, {"decode": {1: 62.5, 8: 266.0}, "prefill": {128: 640.0}}, {"decode": 0.9, "prefill": 0.6}
+)
 
 
 class Serving:
@@ -103,14 +105,18 @@ def test_a_scrape_tells_capacity_before_the_first_request_and_what_guesses_came_
     assert 'armature_capacity_tokens_per_second{phase="decode",rows="8"} 266.0' in text
     assert 'armature_roofline_ratio{phase="prefill"} 0.6' in text
     assert 'armature_speculation_tokens_total{kind="accepted"} 0.0' in text
-    metrics.on_step(StepStats(0.1, decode_tokens=6, num_decode_sequences=2, draft_tokens=7, accepted_tokens=4), EngineSnapshot())
+    metrics.on_step(
+        StepStats(0.1, decode_tokens=6, num_decode_sequences=2, draft_tokens=7, accepted_tokens=4), EngineSnapshot()
+    )
     text = metrics.render()[0].decode()
     assert 'armature_speculation_tokens_total{kind="drafted"} 7.0' in text
     assert 'armature_speculation_tokens_total{kind="accepted"} 4.0' in text
 
 
 def test_steps_of_texts_are_held_against_their_own_table() -> None:
-    steps = StepTimeTable.from_trial(TrialTimes("bf16", 2, {}, {}, pair_seconds=1e-7, encode_seconds={128: 0.1, 512: 0.3}))
+    steps = StepTimeTable.from_trial(
+        TrialTimes("bf16", 2, {}, {}, pair_seconds=1e-7, encode_seconds={128: 0.1, 512: 0.3})
+    )
     stale: list[str] = []
     promise = ExpectedSpeed(steps, {"encode": {512: 1700.0}}, {"encode": 0.8, "encode_few": 0.4})
     drift = SpeedDrift(promise, lambda: stale.append("told"))
@@ -118,7 +124,9 @@ def test_steps_of_texts_are_held_against_their_own_table() -> None:
     for _ in range(WINDOW_STEPS):
         drift.observe(replace(long, model_seconds=long.seconds))
     drift.update()
-    assert drift.capacity()["encode"][512] == pytest.approx(1700.0) and not stale, "a long text attends to more: that is no drift"
+    assert drift.capacity()["encode"][512] == pytest.approx(1700.0) and not stale, (
+        "a long text attends to more: that is no drift"
+    )
     for _ in range(WINDOW_STEPS):
         drift.observe(replace(long, seconds=2 * long.seconds, model_seconds=2 * long.seconds))
     drift.update()

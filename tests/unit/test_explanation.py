@@ -88,7 +88,11 @@ ENCODED = Measurements(
 
 
 def explained(
-    measurements: Measurements | None, origin: str = "now", needs: Needs = NEEDS, host: Facts | None = None, **asked: str
+    measurements: Measurements | None,
+    origin: str = "now",
+    needs: Needs = NEEDS,
+    host: Facts | None = None,
+    **asked: str,
 ) -> PlanExplanation:
     host = machine() if host is None else host
     plan = make_plan(host, measurements, Settings(**asked), needs, RECIPES.keys())
@@ -109,7 +113,9 @@ def printed(what: PlanExplanation) -> str:
         explained(MEASURED),
         explained(dataclasses.replace(MEASURED, trials=(trial("int4", 40, full=True),) * 9), precision="int4"),
         explained(
-            dataclasses.replace(MEASURED, trials=(trial("int4", 9, full=True), trial("int4", 10, full=True, int8_copy=True))),
+            dataclasses.replace(
+                MEASURED, trials=(trial("int4", 9, full=True), trial("int4", 10, full=True, int8_copy=True))
+            ),
             precision="int4",
             int8_copy="on",
         ),
@@ -210,6 +216,8 @@ def test_it_finds_what_an_earlier_start_measured(tmp_path: Path) -> None:
 
 
 def test_a_program_is_told_of_in_rows() -> None:
-    text = printed(explained(ENCODED, needs=dataclasses.replace(ENCODER, kind="program", max_model_len=1, hidden_size=0)))
+    text = printed(
+        explained(ENCODED, needs=dataclasses.replace(ENCODER, kind="program", max_model_len=1, hidden_size=0))
+    )
     assert "Measured rows/s" in text and "steps of 16" in text
     assert not any(word in text for word in ("tokens/s", "texts", "max_model_len"))

@@ -16,7 +16,10 @@ def test_the_world_is_out_of_reach(address: tuple[str, int]) -> None:
 
 
 def test_loopback_is_not() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as connection:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as connection,
+    ):
         assert connection.getpeername() == listener.getsockname()
 
 

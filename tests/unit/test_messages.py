@@ -23,7 +23,13 @@ from app.metrics.stats import EngineSnapshot
 
 def test_the_defaults_are_neutral_and_valid() -> None:
     params = SamplingParams()
-    assert (params.temperature, params.top_p, params.top_k, params.min_p, params.repetition_penalty) == (1.0, 1.0, 0, 0.0, 1.0)
+    assert (params.temperature, params.top_p, params.top_k, params.min_p, params.repetition_penalty) == (
+        1.0,
+        1.0,
+        0,
+        0.0,
+        1.0,
+    )
     assert not params.greedy
     assert SamplingParams(temperature=0.0).greedy
 
@@ -60,7 +66,9 @@ def test_a_value_out_of_range_is_refused_by_name(field: str, value: float) -> No
     assert field in caught.value.message
 
 
-@pytest.mark.parametrize("stop", [("x",) * (MAX_STOP_STRINGS + 1), ("x",) * 10_000, ("",), ("x" * (MAX_STOP_CHARACTERS + 1),)])
+@pytest.mark.parametrize(
+    "stop", [("x",) * (MAX_STOP_STRINGS + 1), ("x",) * 10_000, ("",), ("x" * (MAX_STOP_CHARACTERS + 1),)]
+)
 def test_too_many_empty_and_too_long_stop_strings_are_refused(stop: tuple[str, ...]) -> None:
     with pytest.raises(InvalidRequest) as caught:
         SamplingParams(stop=stop)
@@ -77,7 +85,9 @@ def test_beams_and_choices_exclude_each_other() -> None:
     assert caught.value.field == "beam_width"
 
 
-@pytest.mark.parametrize("message", [Generate, TokensReady, SequenceFinished, RequestFailed, EngineSnapshot, SamplingParams])
+@pytest.mark.parametrize(
+    "message", [Generate, TokensReady, SequenceFinished, RequestFailed, EngineSnapshot, SamplingParams]
+)
 def test_messages_are_frozen(message: type) -> None:
     assert dataclasses.is_dataclass(message)
     assert message.__dataclass_params__.frozen  # type: ignore[attr-defined]

@@ -68,14 +68,17 @@ def tell_everything(metrics: Metrics) -> None:
     metrics.last_token(0.03)
     metrics.request_ended("chat", "stop", 0.15)
     metrics.refused("native")
-    mixed = StepStats(0.05, prefill_tokens=30, decode_tokens=4, num_sequences=5, num_prefill_sequences=1, num_decode_sequences=4)
+    mixed = StepStats(
+        0.05, prefill_tokens=30, decode_tokens=4, num_sequences=5, num_prefill_sequences=1, num_decode_sequences=4
+    )
     metrics.on_step(mixed, EngineSnapshot())
     metrics.on_step(StepStats(0.02, decode_tokens=4, num_sequences=4, num_decode_sequences=4), EngineSnapshot())
 
 
 def test_what_an_encoder_does_is_shown_by_its_phase(metrics: Metrics) -> None:
     metrics.on_step(
-        StepStats(0.0004, encode_tokens=50, num_sequences=3, num_encode_sequences=3, model_seconds=0.0003), EngineSnapshot()
+        StepStats(0.0004, encode_tokens=50, num_sequences=3, num_encode_sequences=3, model_seconds=0.0003),
+        EngineSnapshot(),
     )
     metrics.vectors_returned(3, 50, Timings(queue_seconds=0.01, encode_seconds=0.02))
     metrics.request_ended("embeddings", "stop", 0.03)
@@ -136,14 +139,17 @@ def test_everything_told_is_shown(metrics: Metrics) -> None:
     }
     assert {name: seen.get(name) for name in expected} == pytest.approx(expected)
     quantiles = {
-        name: f"armature_latency_quantile_seconds{{metric={name},quantile=0.99}}" for name in ("request", "queue", "ttft", "itl")
+        name: f"armature_latency_quantile_seconds{{metric={name},quantile=0.99}}"
+        for name in ("request", "queue", "ttft", "itl")
     }
     told = {name: seen[quantiles[name]] for name in quantiles}
     assert told == pytest.approx({"request": 0.15, "queue": 0.02, "ttft": 0.12, "itl": 0.03}, rel=0.02)
 
 
 def test_gauges_are_the_last_snapshot_under_our_names_and_the_gateways(metrics: Metrics) -> None:
-    metrics.read_snapshot = lambda: EngineSnapshot(num_running=3, num_waiting=5, kv_used_tokens=80, kv_capacity_tokens=320)
+    metrics.read_snapshot = lambda: EngineSnapshot(
+        num_running=3, num_waiting=5, kv_used_tokens=80, kv_capacity_tokens=320
+    )
     metrics.predict_wait = lambda: 1.5
     seen = samples(metrics)
     for ours, theirs, value in (

@@ -27,7 +27,9 @@ def test_packing_says_what_became_of_it(flags: list[str], tmp_path: Path, capsys
         assert main.main(["pack", "--precision", "int4", *flags]) == 0
         (file,) = (tmp_path / "cache" / "packs").glob("*.pack")
         line = capsys.readouterr().out
-        assert re.fullmatch(rf"{re.escape(str(file))}: {done}, {file.stat().st_size:,} bytes in int4, \d+\.\d s\n", line)
+        assert re.fullmatch(
+            rf"{re.escape(str(file))}: {done}, {file.stat().st_size:,} bytes in int4, \d+\.\d s\n", line
+        )
 
 
 def test_what_is_packed_at_each_start_is_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,14 +38,18 @@ def test_what_is_packed_at_each_start_is_refused(flags: list[str], capsys: pytes
 
 
 @pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="integer forms need the native library")
-def test_where_nothing_can_be_kept_that_is_said(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_nothing_can_be_kept_that_is_said(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "cache").write_text("a file where a folder should be")
     assert main.main(["pack", "--precision", "int8", *flags]) == 2
     assert "Packed weights cannot be written to" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="integer forms need the native library")
-def test_after_ctrl_c_nothing_half_written_is_left(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_ctrl_c_nothing_half_written_is_left(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(descriptor: int) -> None:
         raise KeyboardInterrupt
 

@@ -76,7 +76,9 @@ def start(tmp_path: Path, checkpoint: Checkpoint, **settings: Any) -> Prepared:
     )
 
 
-def test_the_second_start_reads_what_the_first_measured(tmp_path: Path, checkpoint: Checkpoint, asked: list[float]) -> None:
+def test_the_second_start_reads_what_the_first_measured(
+    tmp_path: Path, checkpoint: Checkpoint, asked: list[float]
+) -> None:
     first, second = (start(tmp_path, checkpoint) for _ in range(2))
     assert len(asked) == 1
     assert first.calibration is not None and second.calibration is not None
@@ -96,7 +98,9 @@ def test_on_measures_at_every_start_and_off_never(tmp_path: Path, checkpoint: Ch
 def test_a_small_model_is_measured_for_a_moment(checkpoint: Checkpoint, tmp_path: Path, asked: list[float]) -> None:
     start(tmp_path, checkpoint)
     assert asked == [prepare.SMALL_BUDGET_SECONDS]
-    large = dataclasses.replace(checkpoint, tensors={name: _larger(entry) for name, entry in checkpoint.tensors.items()})
+    large = dataclasses.replace(
+        checkpoint, tensors={name: _larger(entry) for name, entry in checkpoint.tensors.items()}
+    )
     assert measuring_budget_seconds(large) == prepare.BUDGET_SECONDS
 
 
@@ -143,7 +147,9 @@ def test_every_precision_that_may_be_chosen_is_a_way(tmp_path: Path, checkpoint:
         monkey = pytest.MonkeyPatch()
         with monkey.context() as patch:
             patch.setattr(Checkpoint, "needs", lambda self: needs)
-            made = measurement_subject(with_kept_calibration(facts, Settings(cache_dir=tmp_path, **settings), checkpoint))
+            made = measurement_subject(
+                with_kept_calibration(facts, Settings(cache_dir=tmp_path, **settings), checkpoint)
+            )
         assert (made.copy is not None) == ("int4" in [way.precision.value for way in made.plans])
         return [way.precision.value for way in made.plans]
 
@@ -164,7 +170,11 @@ def test_threads_that_may_serve(
 
 @pytest.mark.parametrize(("found", "status"), [(FOUND, 0), (Measurements(fallback="the machine is too busy"), 1)])
 def test_the_command_measures_now_and_says_what_follows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], found: Measurements, status: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    found: Measurements,
+    status: int,
 ) -> None:
     budgets: list[float] = []
     monkeypatch.setattr(os, "environ", dict(os.environ))  # what thread pools would read is not for other tests

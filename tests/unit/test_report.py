@@ -93,7 +93,9 @@ def test_what_tells_the_power_or_why_nothing_does() -> None:
     counters = (PowerCounter("package-0", "/0"), PowerCounter("dram-0", "/1"))
     counted = printed(replace(FACTS, power=PowerMeter("rapl", counters, "The processor's own.")), with_plan=False)
     assert "rapl (package-0, dram-0)" in counted
-    assert "not counted: root alone may." in printed(replace(FACTS, power=PowerMeter(reason="root alone may.")), with_plan=False)
+    assert "not counted: root alone may." in printed(
+        replace(FACTS, power=PowerMeter(reason="root alone may.")), with_plan=False
+    )
     assert "power" not in printed(FACTS, with_plan=False)
 
 

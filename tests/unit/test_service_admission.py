@@ -23,7 +23,9 @@ from app.service.wait_estimate import first_token_seconds
 from fake_worker import LIMITS, Client, finished, request, serving, tokens
 
 # Ten milliseconds a token of a prompt; decodes cost nothing to speak of, and wait for as long as anybody likes.
-TEMPO = StepTimes(StepTimeTable(((1, 1e-5), (8, 1e-5)), ((1, 0.01), (1000, 10.0))), max_tokens=10**6, target_seconds=1e9)
+TEMPO = StepTimes(
+    StepTimeTable(((1, 1e-5), (8, 1e-5)), ((1, 0.01), (1000, 10.0))), max_tokens=10**6, target_seconds=1e9
+)
 
 
 def admission(snapshot: EngineSnapshot, max_running: int = 2, max_waiting: int = 1) -> Admission:
@@ -57,7 +59,9 @@ async def test_five_hundred_clients_at_once_are_answered_or_told_to_come_back() 
             told = [event for order in served for event in _whole(order.request_id, order.params.n)]
             service.on_events(told)
             await asyncio.sleep(0)
-        outcomes = await asyncio.wait_for(asyncio.gather(*(client.over() for client in clients), return_exceptions=True), 10)
+        outcomes = await asyncio.wait_for(
+            asyncio.gather(*(client.over() for client in clients), return_exceptions=True), 10
+        )
         refused = [outcome for outcome in outcomes if isinstance(outcome, Overloaded)]
         answered = [client for client in clients if client.error is None]
         assert (len(refused), len(answered), service.num_open) == (400, 100, 0)
@@ -66,7 +70,11 @@ async def test_five_hundred_clients_at_once_are_answered_or_told_to_come_back() 
 
 
 def _whole(name: str, n: int) -> list[Any]:
-    return [event for choice in range(n) for event in [*tokens(name, "hello", choice), finished(name, "stop", choice=choice)]]
+    return [
+        event
+        for choice in range(n)
+        for event in [*tokens(name, "hello", choice), finished(name, "stop", choice=choice)]
+    ]
 
 
 def test_nothing_is_predicted_before_it_is_measured() -> None:
@@ -149,7 +157,9 @@ async def test_every_request_is_counted_once_by_how_it_ended() -> None:
         with pytest.raises(RequestError):
             await Client(service, request("")).over()
         seen = counted(service)
-        ended = {name: value for name, value in seen.items() if value and name.startswith("armature_requests_total,native")}
+        ended = {
+            name: value for name, value in seen.items() if value and name.startswith("armature_requests_total,native")
+        }
         outcomes = {name.rsplit(",", 1)[1]: value for name, value in ended.items()}
         assert outcomes == {"length": 1, "stop": 1, "failed": 1, "aborted": 1, "refused": 1}
         assert seen["armature_tokens_total,prompt"] == 2

@@ -53,7 +53,9 @@ LONG = "the fox said hello to the green world and the fox said no"
 
 
 def wanted(*inputs: Any, **fields: Any) -> EncodingRequest:
-    return EncodingRequest(**{"inputs": inputs, "outputs": ("embedding",), "api": "native", "request_id": "r", **fields})
+    return EncodingRequest(
+        **{"inputs": inputs, "outputs": ("embedding",), "api": "native", "request_id": "r", **fields}
+    )
 
 
 def counted(service: Any, name: str) -> float:
@@ -109,7 +111,9 @@ async def test_short_texts_are_read_on_the_loop_and_long_ones_beside_it() -> Non
         ({"inputs": ("lone \ud800",)}, InvalidRequest, None),
     ],
 )
-async def test_what_is_refused_reaches_no_batch(given: dict[str, Any], kind: type[Exception], field: str | None) -> None:
+async def test_what_is_refused_reaches_no_batch(
+    given: dict[str, Any], kind: type[Exception], field: str | None
+) -> None:
     async with encoding() as (service, worker, _):
         with pytest.raises(kind) as caught:
             await service.encode(wanted(*given.pop("inputs", ("x",)), **given))
@@ -132,8 +136,13 @@ async def test_too_long_a_text_is_cut_where_that_is_asked_for(truncate_left: boo
 async def test_hidden_states_beyond_what_an_answer_holds_are_refused() -> None:
     async with encoding() as (service, _, _):
         served = service.encoder
-        wide = ServedEncoder("wide", served.limits, served.tokenizer, replace(CONFIG, hidden_size=MAX_HIDDEN_BYTES // 4 // 5))
-        fits, too_much = wanted("a b", outputs=("last_hidden_state",)), wanted("a b c d", outputs=("last_hidden_state",))
+        wide = ServedEncoder(
+            "wide", served.limits, served.tokenizer, replace(CONFIG, hidden_size=MAX_HIDDEN_BYTES // 4 // 5)
+        )
+        fits, too_much = (
+            wanted("a b", outputs=("last_hidden_state",)),
+            wanted("a b c d", outputs=("last_hidden_state",)),
+        )
         assert len(tokenize_texts(wide, fits)) == 1
         with pytest.raises(InvalidRequest, match="send fewer"):
             tokenize_texts(wide, too_much)
@@ -164,7 +173,9 @@ async def test_a_prompts_tokens_are_counted_where_they_are_not_pooled() -> None:
 async def test_a_request_that_fails_leaves_its_neighbours_alone() -> None:
     async with encoding() as (service, worker, _):
         worker.bad = ids_of("said")[0].token_ids[1]
-        results = await asyncio.gather(*(service.encode(wanted(text)) for text in ("a", "said", "b")), return_exceptions=True)
+        results = await asyncio.gather(
+            *(service.encode(wanted(text)) for text in ("a", "said", "b")), return_exceptions=True
+        )
         assert [isinstance(result, StepFailed) for result in results] == [False, True, False]
         assert (service.num_open, worker.aborts) == (0, [])
         assert counted(service, 'armature_requests_total{api="native",outcome="failed"}') == 1
@@ -248,7 +259,9 @@ async def test_hidden_states_asked_by_many_are_bounded_together() -> None:
         again = asyncio.ensure_future(service.encode(wanted(*("a",) * 9, outputs=("last_hidden_state",))))
         while len(worker.encodes) < 4:
             await asyncio.sleep(0)
-        assert service._pipeline.admission.num_held_bytes > limits.max_held_bytes, "alone a request has the size that it has"
+        assert service._pipeline.admission.num_held_bytes > limits.max_held_bytes, (
+            "alone a request has the size that it has"
+        )
         worker.answer(worker.encodes[-1])
         await again
 

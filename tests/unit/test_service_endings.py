@@ -56,7 +56,9 @@ async def test_a_stop_string_across_tokens_ends_the_choice_at_once_and_once() ->
 
 
 def _text(events: list[Event]) -> str:
-    return tokenizer().decode([token_id for event in events if isinstance(event, TokensReady) for token_id in event.token_ids])
+    return tokenizer().decode(
+        [token_id for event in events if isinstance(event, TokensReady) for token_id in event.token_ids]
+    )
 
 
 async def test_one_choice_stops_and_the_other_goes_on() -> None:
@@ -270,14 +272,18 @@ async def _play(script: list[tuple[str, int, str]], n: int) -> None:
             elif what == "fail":
                 service.on_events([RequestFailed(name, StepFailed("no"))])
             elif choice < n:
-                service.on_events(tokens(name, text, choice) if what == "text" else [finished(name, text, choice=choice)])  # type: ignore[arg-type]
+                service.on_events(
+                    tokens(name, text, choice) if what == "text" else [finished(name, text, choice=choice)]
+                )  # type: ignore[arg-type]
             await asyncio.sleep(0)  # a turn of the loop, so that some things happen between two pieces
         if not client.task.done():
             service.on_events([finished(name, choice=choice) for choice in range(n)])
         await asyncio.wait([client.task])
         over = [piece.choice for piece in client.chunks if isinstance(piece, ChoiceFinished)]
         assert len(over) == len(set(over)) <= n
-        after_the_end = [p for p in client.chunks if isinstance(p, TextDelta) and p.choice in over and _later(client.chunks, p)]
+        after_the_end = [
+            p for p in client.chunks if isinstance(p, TextDelta) and p.choice in over and _later(client.chunks, p)
+        ]
         assert not after_the_end
         complete = len(over) == n
         assert complete == (client.error is None and not client.task.cancelled())
@@ -287,5 +293,9 @@ async def _play(script: list[tuple[str, int, str]], n: int) -> None:
 
 def _later(pieces: list[StreamEvent], delta: TextDelta) -> bool:
     """True where the delta comes after its choice has ended."""
-    end = next(place for place, piece in enumerate(pieces) if isinstance(piece, ChoiceFinished) and piece.choice == delta.choice)
+    end = next(
+        place
+        for place, piece in enumerate(pieces)
+        if isinstance(piece, ChoiceFinished) and piece.choice == delta.choice
+    )
     return next(place for place, piece in enumerate(pieces) if piece is delta) > end

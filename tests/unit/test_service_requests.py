@@ -75,7 +75,9 @@ async def test_a_completion_goes_on_where_its_prompt_ends_and_a_chat_begins_a_te
     async with serving(form="sentence_piece") as (service, worker, _):
         client = Client(service, request(**source))
         (order,) = await worker.orders()
-        assert list(order.token_ids).count(inner.bos_token_id or -1) == 1  # the template's, or else the tokenizer's: never both
+        assert (
+            list(order.token_ids).count(inner.bos_token_id or -1) == 1
+        )  # the template's, or else the tokenizer's: never both
         said = inner.encode("said", add_special_tokens=False)
         service.on_events([TokensReady(order.request_id, 0, tuple(said)), finished(order.request_id)])
         await client.over()
@@ -116,7 +118,10 @@ async def test_log_probabilities_are_spelled() -> None:
     letter = tokenizer().encode("x", False)[0]
 
     def events(name: str) -> list[Any]:
-        return [TokensReady(name, 0, (letter,), (TokenLogprob(letter, -0.5, ((rune, -0.1), (letter, -0.5))),)), finished(name)]
+        return [
+            TokensReady(name, 0, (letter,), (TokenLogprob(letter, -0.5, ((rune, -0.1), (letter, -0.5))),)),
+            finished(name),
+        ]
 
     pieces, _ = await answer_of(events, request(params={"logprobs": 2}))
     (scored,) = pieces[1].logprobs
@@ -146,15 +151,22 @@ async def test_choices_come_as_they_grow_and_usage_adds_up() -> None:
         ]
 
     pieces, _ = await answer_of(events, request(params={"n": 2}))
-    texts = {choice: "".join(p.text for p in pieces if isinstance(p, TextDelta) and p.choice == choice) for choice in (0, 1)}
+    texts = {
+        choice: "".join(p.text for p in pieces if isinstance(p, TextDelta) and p.choice == choice) for choice in (0, 1)
+    }
     assert texts == {0: "abc", 1: "xy"}
     ends = [piece for piece in pieces if isinstance(piece, ChoiceFinished)]
-    assert [(end.choice, end.num_completion_tokens, end.usage.completion_tokens) for end in ends] == [(1, 2, 4), (0, 3, 5)]
+    assert [(end.choice, end.num_completion_tokens, end.usage.completion_tokens) for end in ends] == [
+        (1, 2, 4),
+        (0, 3, 5),
+    ]
     assert [end.usage.cached_tokens for end in ends] == [1, 1]
 
 
 async def test_an_echo_comes_before_each_choice() -> None:
-    pieces, _ = await answer_of(lambda name: [finished(name), finished(name, choice=1)], request(echo=True, params={"n": 2}))
+    pieces, _ = await answer_of(
+        lambda name: [finished(name), finished(name, choice=1)], request(echo=True, params={"n": 2})
+    )
     assert pieces[1:3] == [TextDelta(0, "the fox"), TextDelta(1, "the fox")]
 
 
@@ -178,8 +190,18 @@ REFUSED: list[tuple[dict[str, Any], type[RequestError], str | None, str]] = [
     ({"token_ids": (-1, 5)}, InvalidRequest, "token_ids", r"must be in \[0, 340\), not -1"),
     ({"prompt": "a\ud800"}, InvalidRequest, None, "surrogate"),
     ({"params": {"stop_token_ids": (340,)}}, InvalidRequest, "stop_token_ids", "340"),
-    ({"token_ids": (9,) * 64}, ContextLengthExceeded, "token_ids", "maximum context length is 64 tokens.*have 64 tokens"),
-    ({"token_ids": (9,) * 60, "params": {"max_tokens": 5}}, ContextLengthExceeded, "max_tokens", r"requested 65 tokens \(60 in"),
+    (
+        {"token_ids": (9,) * 64},
+        ContextLengthExceeded,
+        "token_ids",
+        "maximum context length is 64 tokens.*have 64 tokens",
+    ),
+    (
+        {"token_ids": (9,) * 60, "params": {"max_tokens": 5}},
+        ContextLengthExceeded,
+        "max_tokens",
+        r"requested 65 tokens \(60 in",
+    ),
     ({"messages": ()}, InvalidRequest, "messages", "at least one"),
     ({"echo": True, "params": {"logprobs": 1}}, UnsupportedParameter, "echo", "echo"),
 ]

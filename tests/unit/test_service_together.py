@@ -20,7 +20,11 @@ async def test_tokens_of_one_step_count_each_and_are_waited_for_once() -> None:
         service.on_events([together, finished(order.request_id, "length", 1 + len(together.token_ids))])
         pieces = await client.over()
         end = pieces[-1]
-        assert isinstance(end, ChoiceFinished) and client.text == "say hel" and (end.reason, end.matched_stop) == ("stop", "lo w")
+        assert (
+            isinstance(end, ChoiceFinished)
+            and client.text == "say hel"
+            and (end.reason, end.matched_stop) == ("stop", "lo w")
+        )
         assert 1 < end.num_completion_tokens < 1 + len(rest)
         text = service._metrics.render()[0].decode()
         assert f'armature_tokens_total{{kind="completion"}} {end.num_completion_tokens:.1f}' in text
@@ -38,4 +42,7 @@ async def test_a_stop_token_behind_others_of_its_step_is_not_waited_for_again() 
         service.on_events([second, finished(order.request_id, "stop", 3)])
         await client.over()
         text = service._metrics.render()[0].decode()
-        assert "armature_inter_token_latency_seconds_count 1.0" in text and 'armature_tokens_total{kind="completion"} 3.0' in text
+        assert (
+            "armature_inter_token_latency_seconds_count 1.0" in text
+            and 'armature_tokens_total{kind="completion"} 3.0' in text
+        )

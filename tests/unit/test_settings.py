@@ -56,7 +56,9 @@ def test_settings_are_frozen() -> None:
         ("ARMATURE_PORT_8000_TCP_ADDR", "10.0.0.1"),
     ],
 )
-def test_what_kubernetes_injects_is_ignored_with_a_warning(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_kubernetes_injects_is_ignored_with_a_warning(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, value)
     settings, warnings = load_settings()
     assert settings.port == 8000
@@ -102,7 +104,15 @@ def test_two_mistakes_are_told_at_once() -> None:
 
 @pytest.mark.parametrize(
     "text, expected",
-    [("4GiB", 4 << 30), ("4g", 4 << 30), ("1.5 MiB", 3 << 19), ("500MB", 500_000_000), ("2kb", 2000), ("77", 77), ("77b", 77)],
+    [
+        ("4GiB", 4 << 30),
+        ("4g", 4 << 30),
+        ("1.5 MiB", 3 << 19),
+        ("500MB", 500_000_000),
+        ("2kb", 2000),
+        ("77", 77),
+        ("77b", 77),
+    ],
 )
 def test_sizes_are_read_as_people_write_them(text: str, expected: int) -> None:
     assert load_settings(kv_cache_bytes=text)[0].kv_cache_bytes == expected

@@ -32,7 +32,9 @@ from app.metrics.stats import (
     StepStats,
 )
 
-RAPL = PowerMeter("rapl", (PowerCounter("package-0", "/energy_uj", "energy", 1_000_000_000),), "The processor's own counters.")
+RAPL = PowerMeter(
+    "rapl", (PowerCounter("package-0", "/energy_uj", "energy", 1_000_000_000),), "The processor's own counters."
+)
 NONE = PowerMeter(reason="No power zones.")
 
 
@@ -57,7 +59,9 @@ def energies(metrics: Metrics) -> dict[str, float]:
 def metered(root: Path, clock: Clock) -> Metrics:
     metrics = Metrics(clock)
     (root / "energy_uj").write_text("5000000")
-    metrics.energy = EnergyAccount(CounterMeter("rapl", RAPL.counters, HostFiles(root), clock), metrics.work_done, clock)
+    metrics.energy = EnergyAccount(
+        CounterMeter("rapl", RAPL.counters, HostFiles(root), clock), metrics.work_done, clock
+    )
     return metrics
 
 
@@ -164,10 +168,15 @@ async def test_a_device_is_counted_by_its_driver_or_not_at_all(monkeypatch: pyte
     monkeypatch.setattr("app.metrics.power_monitor.open_nvml_meter", lambda asked: counter if asked == device else None)
     counted = PowerMonitor(metrics, RAPL, None, device)
     counted.start()
-    assert (counted.to_json()["energy_source"], "rest of the machine" in counted.to_json()["energy_reason"]) == ("nvml", True)
+    assert (counted.to_json()["energy_source"], "rest of the machine" in counted.to_json()["energy_reason"]) == (
+        "nvml",
+        True,
+    )
     counted.stop()
     metrics.energy = None
     other = PowerMonitor(metrics, RAPL, None, CudaDevice(1, "P4"))
     other.start()
-    assert (metrics.energy, other.to_json()["energy_source"]) == (None, None), "the processor's counter is not the device's"
+    assert (metrics.energy, other.to_json()["energy_source"]) == (None, None), (
+        "the processor's counter is not the device's"
+    )
     assert "does not count" in other.to_json()["energy_reason"]

@@ -97,7 +97,9 @@ def test_streams_that_waited_for_a_prompt_are_told_so() -> None:
     found = stalls()
     assert after(found, replace(MIXED, seconds=TABLE.mixed(8, 64))) == "prefill", "as long as such a step takes"
     assert after(found, replace(MIXED, prefill_tokens=1, seconds=0.035)) is None, "nobody noticed"
-    assert after(found, StepStats(0.1, prefill_tokens=64, num_prefill_sequences=1)) is None, "nobody waited for a next token"
+    assert after(found, StepStats(0.1, prefill_tokens=64, num_prefill_sequences=1)) is None, (
+        "nobody waited for a next token"
+    )
 
 
 def test_a_sequence_that_lost_its_place_is_computed_again() -> None:
@@ -133,7 +135,9 @@ def test_new_memory_is_seen_as_page_faults() -> None:
 def test_a_few_faults_explain_no_long_step() -> None:
     assert SlowStep(SLOW, 1.0, ProcessCounters(minor_faults=100), fault_seconds=1e-6).cause() == "unknown"
     assert SlowStep(SLOW, 1e-4, ProcessCounters(minor_faults=100), fault_seconds=1e-6).cause() == "page_fault"
-    assert SlowStep(SLOW, 1.0, ProcessCounters(major_faults=1)).cause() == "page_fault", "nobody knows how long a disk takes"
+    assert SlowStep(SLOW, 1.0, ProcessCounters(major_faults=1)).cause() == "page_fault", (
+        "nobody knows how long a disk takes"
+    )
 
 
 def test_a_page_costs_something_to_touch_first() -> None:

@@ -164,7 +164,9 @@ def test_a_step_that_touches_new_memory_stalled_for_page_faults(watched: Watched
 def test_a_collection_in_a_step_is_why_it_stalled(watched: Watched) -> None:
     """Somebody asks for one outright; what would come by itself is held."""
     kept: list[list[int]] = []
-    assert watched.run(lambda: kept.extend([number] for number in range(50_000)), gc.collect)[-1] == "garbage_collection"
+    assert (
+        watched.run(lambda: kept.extend([number] for number in range(50_000)), gc.collect)[-1] == "garbage_collection"
+    )
     assert len(kept) == 50_000, "there was much to look through"
 
 

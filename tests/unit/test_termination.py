@@ -47,7 +47,9 @@ def raising(error: BaseException) -> Callable[[], Any]:
     return fails
 
 
-def test_a_refusal_is_one_line(message: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refusal_is_one_line(
+    message: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert serving(monkeypatch, raising(PlanImpossible("too\nlarge  by half"))) == 2
     assert message.read_text() == "too large by half"
     assert "armature: too" in capsys.readouterr().err

@@ -82,7 +82,9 @@ def _played(random: Random, per_second: float, number: int) -> list[tuple[float,
     arrivals, moment = [], 0.0
     for index in range(number):
         moment += random.expovariate(per_second)
-        lengths = [min(512, int(random.lognormvariate(3.7, 0.8)) + 2) for _ in range(random.choice([1, 1, 1, 1, 4, 40]))]
+        lengths = [
+            min(512, int(random.lognormvariate(3.7, 0.8)) + 2) for _ in range(random.choice([1, 1, 1, 1, 4, 40]))
+        ]
         arrivals.append(Encode(str(index), tuple(Text((1,) * length) for length in lengths), ("embedding",), moment))
     queue, now, told, taken = TextQueue(), 0.0, dict[str, float](), dict[str, float]()
     while len(taken) < number:

@@ -183,7 +183,12 @@ def test_any_line_has_an_end_and_is_longer_behind_one_more(
     rows: list[tuple[int, int]], prompts: list[tuple[int, int]], queue: list[int], own: int
 ) -> None:
     now = EngineSnapshot(
-        stepped_at=1.0, rows=tuple(rows), context_tokens=500, prompts=tuple(prompts), queue=tuple(queue), step_times=tempo()
+        stepped_at=1.0,
+        rows=tuple(rows),
+        context_tokens=500,
+        prompts=tuple(prompts),
+        queue=tuple(queue),
+        step_times=tempo(),
     )
     began = perf_counter()
     wait = first_token_seconds(now, [(1.0, own)], 1.0, HABITS)

@@ -33,7 +33,10 @@ MINUTES = 8.0
 # Kernels against their twins; what only hardware shows; whole models of every architecture against a processor's FP32.
 _PARITY = "tests/device/test_parity.py"
 # What is slow there compiles for GPUs that are not here.
-_TESTS = {"kernels": ("-m", "not slow", "tests/parity/gpu", "tests/device", f"--ignore={_PARITY}"), "parity": (_PARITY,)}
+_TESTS = {
+    "kernels": ("-m", "not slow", "tests/parity/gpu", "tests/device", f"--ignore={_PARITY}"),
+    "parity": (_PARITY,),
+}
 _DRY = {"kernels": ("-k", "rms_norm"), "parity": ()}  # on a processor the interpreter takes minutes for all
 _TESTS_SHARE = 0.55  # of the time, for tests: the rest is for speed
 _LEAST_SECONDS = 20.0  # a part that has less time left is not begun
@@ -79,7 +82,10 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, metavar="DIR", help="where the checkpoints are made, and stay (20 GB)")
     asked = parser.parse_args()
     if not asked.dry_run and not (probe().cuda or probe().mps):
-        print("hardware: neither an NVIDIA GPU nor an Apple one is here; --dry-run shows what would be done.", file=sys.stderr)
+        print(
+            "hardware: neither an NVIDIA GPU nor an Apple one is here; --dry-run shows what would be done.",
+            file=sys.stderr,
+        )
         return 2
     with tempfile.TemporaryDirectory(prefix="armature-hardware-") as temporary:
         run = Run(asked.write or Path(temporary), time.monotonic() + 60 * asked.minutes, Console(stderr=True))
@@ -93,7 +99,9 @@ def main() -> int:
     if asked.write:
         DOCUMENT.write_text(placed(DOCUMENT.read_text(encoding="utf-8"), table), encoding="utf-8")
     missed = [row for row in rows if row.holds is False]
-    failed = run.why.keys() - {"idle"} if asked.dry_run else run.why  # without a device nothing is idle, and no figure counts
+    failed = (
+        run.why.keys() - {"idle"} if asked.dry_run else run.why
+    )  # without a device nothing is idle, and no figure counts
     return 1 if failed or (missed and not asked.dry_run) else 0
 
 
@@ -113,7 +121,16 @@ def checked_and_measured(run: Run, dry: bool) -> None:
 
 def test(run: Run, part: str, dry: bool) -> None:
     """Kernels against their twins, or the engine on the device against the processor."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *_TESTS[part], *(_DRY[part] if dry else ())]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *_TESTS[part],
+        *(_DRY[part] if dry else ()),
+    ]
     told = run.command(part, command, share=_TESTS_SHARE)
     if told is not None:
         run.results[part] = {"passed": _counted(told, "passed"), "skipped": _counted(told, "skipped")}
@@ -131,7 +148,19 @@ def benches(run: Run, dry: bool) -> None:
     ):
         result = run.folder / f"{part}.json"
         model = ["--model", str(run.folder / made.name), "--precision", precision]
-        command = [sys.executable, "-m", "app", "bench", "engine", *model, "--json", str(result), "--calibrate", "off", *few]
+        command = [
+            sys.executable,
+            "-m",
+            "app",
+            "bench",
+            "engine",
+            *model,
+            "--json",
+            str(result),
+            "--calibrate",
+            "off",
+            *few,
+        ]
         with run.console.status(f"{part} …"):
             if run.command(part, command) is not None:
                 run.results[part] = json.loads(result.read_text(encoding="utf-8"))
@@ -141,7 +170,15 @@ def benches(run: Run, dry: bool) -> None:
 def idle(run: Run, dry: bool) -> None:
     """How long the device waits for the host."""
     result = run.folder / "idle.json"
-    command = [sys.executable, "-m", "tools.hardware.idle", "--model", str(run.folder / LLAMA_1B.name), "--json", str(result)]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.hardware.idle",
+        "--model",
+        str(run.folder / LLAMA_1B.name),
+        "--json",
+        str(result),
+    ]
     if dry:
         run.why["idle"] = "there is no device"
     elif run.command("idle", command) is not None:
@@ -151,7 +188,9 @@ def idle(run: Run, dry: bool) -> None:
 def about(run: Run, dry: bool) -> list[str]:
     """What was measured, with what, and which tests ran."""
     facts = probe()
-    devices = ", ".join(f"{gpu.name} (driver {gpu.driver})" for gpu in facts.cuda) or ("Apple GPU" if facts.mps else "none")
+    devices = ", ".join(f"{gpu.name} (driver {gpu.driver})" for gpu in facts.cuda) or (
+        "Apple GPU" if facts.mps else "none"
+    )
     torch = facts.torch.version if facts.torch else "none"
     day = datetime.now(UTC).date().isoformat()
     checked = "; ".join(
@@ -161,7 +200,11 @@ def about(run: Run, dry: bool) -> list[str]:
     )
     trouble = [f"- {part}: {why}" for part, why in run.why.items()]
     dryness = ["**A dry run: tiny shapes, no device. The figures say nothing.**", ""] if dry else []
-    return [*dryness, f"{day}; device: {devices}; host: {facts.cpu.name}; torch {torch}. Tests: {checked or 'none'}.", *trouble]
+    return [
+        *dryness,
+        f"{day}; device: {devices}; host: {facts.cpu.name}; torch {torch}. Tests: {checked or 'none'}.",
+        *trouble,
+    ]
 
 
 def _counted(told: str, word: str) -> int:

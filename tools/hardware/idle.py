@@ -54,7 +54,9 @@ def measured(prepared: Prepared, rows: int) -> dict[str, Any]:
     checkpoint, plan = prepared.checkpoint, prepared.plan
     assert isinstance(checkpoint, Checkpoint), "a decoder's"
     built = build_device_engine(checkpoint, plan, (), lambda stage: None)
-    driver = DecoderDriver(built.engine, TokenPrompts(range(2, checkpoint.decoder.vocab_size)), plan.max_model_len.value)
+    driver = DecoderDriver(
+        built.engine, TokenPrompts(range(2, checkpoint.decoder.vocab_size)), plan.max_model_len.value
+    )
     with torch.inference_mode():
         steps = driver.decode(rows, STEPS)
         captured = built.runner.graphs.captured.get(GraphShape(rows, SamplingMode.GREEDY))

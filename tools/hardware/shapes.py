@@ -89,7 +89,13 @@ BERT_LARGE = Made(
         "torch_dtype": "bfloat16",
     },
 )
-_SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
+_SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 512,
+}
 SMALL_LLAMA = Made(
     "small-llama",
     {**LLAMA_1B.values, **_SMALL, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256},
@@ -106,13 +112,21 @@ def write(made: Made, directory: Path) -> Path:
     (directory / "config.json").write_text(json.dumps(dict(made.values), indent=1), encoding="utf-8")
     (directory / "tokenizer.json").write_text(json.dumps(_tokenizer(made.values["vocab_size"])), encoding="utf-8")
     (directory / "tokenizer_config.json").write_text("{}", encoding="utf-8")
-    noise = torch.randn(min(_BLOCK, made.num_bytes), generator=torch.Generator().manual_seed(0)).mul_(_SPREAD).to(torch.bfloat16)
+    noise = (
+        torch.randn(min(_BLOCK, made.num_bytes), generator=torch.Generator().manual_seed(0))
+        .mul_(_SPREAD)
+        .to(torch.bfloat16)
+    )
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(_shards(made)):
         file = f"model-{number:05d}.safetensors"
-        save_file({name: _tensor(name, shape, noise) for name, shape in shard.items()}, directory / file, {"format": "pt"})
+        save_file(
+            {name: _tensor(name, shape, noise) for name, shape in shard.items()}, directory / file, {"format": "pt"}
+        )
         weight_map |= dict.fromkeys(shard, file)
-    index.write_text(json.dumps({"metadata": {"total_size": made.num_bytes}, "weight_map": weight_map}), encoding="utf-8")
+    index.write_text(
+        json.dumps({"metadata": {"total_size": made.num_bytes}, "weight_map": weight_map}), encoding="utf-8"
+    )
     return directory
 
 
@@ -161,7 +175,11 @@ def _llama(values: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, int]]]:
 
 def _bert(values: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, int]]]:
     hidden, inner = values["hidden_size"], values["intermediate_size"]
-    for name, rows in (("word", "vocab_size"), ("position", "max_position_embeddings"), ("token_type", "type_vocab_size")):
+    for name, rows in (
+        ("word", "vocab_size"),
+        ("position", "max_position_embeddings"),
+        ("token_type", "type_vocab_size"),
+    ):
         yield f"embeddings.{name}_embeddings.weight", (values[rows], hidden)
     for layer in range(values["num_hidden_layers"]):
         at = f"encoder.layer.{layer}"

@@ -30,7 +30,11 @@ class Row:
 
     def cells(self) -> tuple[str, str, str]:
         asked = (
-            "" if self.least is None and self.most is None else f"≥ {self.least:,g}" if self.most is None else f"≤ {self.most:,g}"
+            ""
+            if self.least is None and self.most is None
+            else f"≥ {self.least:,g}"
+            if self.most is None
+            else f"≤ {self.most:,g}"
         )
         found = f"{self.value:,.4g}" if self.value is not None else self.why or NOT_MEASURED
         return f"{self.name} ({self.unit})", asked, found + {True: "", False: " **missed**", None: ""}[self.holds]
@@ -61,7 +65,9 @@ class Asked:
 ASKED: tuple[Asked, ...] = (
     Asked("memory copy, both ways", "TB/s", "llama-1b bf16", "memory copy, both ways", scale=1e-3),
     Asked("products in BF16", "TFLOP/s", "llama-1b bf16", "products, bfloat16", scale=1e-3),
-    Asked("llama-1b BF16 decode ×1, of the copy bandwidth", "share", "llama-1b bf16", "decode ×1", "of read", least=0.6),
+    Asked(
+        "llama-1b BF16 decode ×1, of the copy bandwidth", "share", "llama-1b bf16", "decode ×1", "of read", least=0.6
+    ),
     Asked("llama-1b BF16 decode ×1", "tok/s", "llama-1b bf16", "decode ×1", "tok/s"),
     Asked("llama-1b BF16 decode ×64", "tok/s", "llama-1b bf16", "decode ×64", "tok/s", least=25_000),
     Asked(
@@ -72,11 +78,18 @@ ASKED: tuple[Asked, ...] = (
         "of products",
         least=0.5,
     ),
-    Asked("llama-8b BF16 decode ×1, of the copy bandwidth", "share", "llama-8b bf16", "decode ×1", "of read", least=0.75),
+    Asked(
+        "llama-8b BF16 decode ×1, of the copy bandwidth", "share", "llama-8b bf16", "decode ×1", "of read", least=0.75
+    ),
     Asked("llama-8b BF16 decode ×1", "tok/s", "llama-8b bf16", "decode ×1", "tok/s"),
     Asked("llama-8b int4 decode ×1", "tok/s", "llama-8b int4", "decode ×1", "tok/s"),
     Asked(
-        "bert-large BF16, 256 texts of 128, of the product rate", "share", "bert-large bf16", "×256 of 128", "of bf16", least=0.4
+        "bert-large BF16, 256 texts of 128, of the product rate",
+        "share",
+        "bert-large bf16",
+        "×256 of 128",
+        "of bf16",
+        least=0.4,
     ),
     Asked("bert-large BF16, 256 texts of 128", "texts/s", "bert-large bf16", "×256 of 128", "samples/s"),
 )
@@ -90,7 +103,11 @@ def rows_of(benches: Mapping[str, Mapping[str, Any]], why: Mapping[str, str]) ->
     ratio = rounded / exact if exact and rounded else None
     rows.append(Row("llama-8b int4 over BF16, decode ×1", "times", ratio, least=2.0))
     idle = benches.get("idle", {})
-    rows.append(Row("device idle, decode ×64", "share", idle.get("idle"), most=0.05, why=idle.get("reason", why.get("idle", ""))))
+    rows.append(
+        Row(
+            "device idle, decode ×64", "share", idle.get("idle"), most=0.05, why=idle.get("reason", why.get("idle", ""))
+        )
+    )
     return rows
 
 

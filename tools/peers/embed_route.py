@@ -48,7 +48,10 @@ def route(embed: Embed, workers: int) -> FastAPI:
     async def embeddings(body: dict[str, Any] = Body()) -> dict[str, Any]:  # noqa: B008 - FastAPI's way
         texts = [body["input"]] if isinstance(body["input"], str) else body["input"]
         vectors, num_tokens = await asyncio.get_running_loop().run_in_executor(pool, embed, texts)
-        data = [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors.tolist())]
+        data = [
+            {"object": "embedding", "index": index, "embedding": vector}
+            for index, vector in enumerate(vectors.tolist())
+        ]
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
         return {"object": "list", "data": data, "model": body.get("model", ""), "usage": usage}
 

@@ -44,7 +44,9 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
 
 def _features() -> str:
     """What this build uses of the processor, in its own words."""
-    pairs = (pair.split("=") for pair in api.llama_print_system_info().decode().partition(":")[2].split("|") if "=" in pair)
+    pairs = (
+        pair.split("=") for pair in api.llama_print_system_info().decode().partition(":")[2].split("|") if "=" in pair
+    )
     return " ".join(name.strip() for name, value in pairs if value.strip() == "1")
 
 

@@ -33,7 +33,9 @@ class Rule:
 def whole(folder: Path, blocks: str) -> str:
     """A configuration with these blocks in `http`; everything that is written lies in `folder`."""
     user = "user root;\n" if os.geteuid() == 0 else ""  # else root's nginx could not write to the folder
-    places = "".join(f"  {name}_temp_path {folder}/{name};\n" for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
+    places = "".join(
+        f"  {name}_temp_path {folder}/{name};\n" for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    )
     return (
         f"{user}daemon off;\nworker_processes 1;\npid {folder}/pid;\nerror_log stderr warn;\n"
         f"events {{ worker_connections 4096; }}\nhttp {{\n  access_log off;\n{places}{blocks}}}\n"
@@ -99,7 +101,8 @@ def before(servers: Sequence[str], rules: Mapping[str, Rule]) -> tuple[Nginx, di
     ports = dict(zip(rules, free_ports(len(rules)), strict=True))
     by_port = {ports[name]: rule for name, rule in rules.items()}
     nginx = Nginx(
-        lambda folder: whole(folder, "".join(_blocks(port, servers, rule) for port, rule in by_port.items())), list(by_port)
+        lambda folder: whole(folder, "".join(_blocks(port, servers, rule) for port, rule in by_port.items())),
+        list(by_port),
     )
     return nginx, {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
 

@@ -43,4 +43,6 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
                         row.extend(output.generated_ids)
             yield rows
 
-    return Peer(f"OpenVINO GenAI {genai.__version__}, {model.name}", (model / "openvino_model.bin").stat().st_size, generate)
+    return Peer(
+        f"OpenVINO GenAI {genai.__version__}, {model.name}", (model / "openvino_model.bin").stat().st_size, generate
+    )

@@ -31,7 +31,9 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
 
     Models without training repeat themselves, which is easily guessed: nothing is, so that every side computes a token a step.
     """
-    settings = load_settings(model=str(model), threads=threads, **{"itl_target_ms": 60_000, "speculation": "off", **options})[0]
+    settings = load_settings(
+        model=str(model), threads=threads, **{"itl_target_ms": 60_000, "speculation": "off", **options}
+    )[0]
     prepared = prepare(settings)
     os.environ.update(prepared.plan.environment())
     prepared = calibrate(prepared, lambda stage: None)
@@ -47,7 +49,9 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
 
     built = build_engine(prepared.checkpoint, prepared.plan, (), lambda stage: None, prepared.step_time_table)
     weights = product_costs(
-        built.model, prepared.checkpoint.model_config.vocab_size, largest_cache_bytes(prepared.facts, built.backend.device)
+        built.model,
+        prepared.checkpoint.model_config.vocab_size,
+        largest_cache_bytes(prepared.facts, built.backend.device),
     )
     names = count()
 
@@ -61,9 +65,17 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
             _collect(built.engine.step(), rows)
             yield [picked for _, picked in rows.values()]
 
-    held = sum({id(layer.form): layer.form.nbytes for layer in built.model.modules() if isinstance(layer, Linear)}.values())
+    held = sum(
+        {id(layer.form): layer.form.nbytes for layer in built.model.modules() if isinstance(layer, Linear)}.values()
+    )
     share = f"{held / prepared.checkpoint.needs().num_parameters:.3f} bytes a parameter held"
-    words = [f"armature {VERSION}", f"torch {torch.__version__}", prepared.plan.precision.value, share, native_library().reason]
+    words = [
+        f"armature {VERSION}",
+        f"torch {torch.__version__}",
+        prepared.plan.precision.value,
+        share,
+        native_library().reason,
+    ]
     return Peer(", ".join(words), weights.num_bytes, generate)
 
 

@@ -52,8 +52,15 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
             raise SystemExit(f"the engine refused the texts: {answer}")
         yield largest(answer.arrays["embedding"].data, len(prompts))
 
-    held = sum({id(layer.form): layer.form.nbytes for layer in built.model.modules() if isinstance(layer, Linear)}.values())
-    words = [f"armature {VERSION}", f"torch {torch.__version__}", prepared.plan.precision.value, native_library().reason]
+    held = sum(
+        {id(layer.form): layer.form.nbytes for layer in built.model.modules() if isinstance(layer, Linear)}.values()
+    )
+    words = [
+        f"armature {VERSION}",
+        f"torch {torch.__version__}",
+        prepared.plan.precision.value,
+        native_library().reason,
+    ]
     return Peer(", ".join(words), held, generate)
 
 

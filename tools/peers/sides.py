@@ -95,7 +95,9 @@ class Side:
         status = Path(f"/proc/{self._process.pid}/status")
         if not status.exists():
             return None
-        return next((1024 * int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmRSS:")), None)
+        return next(
+            (1024 * int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmRSS:")), None
+        )
 
     def end(self) -> None:
         self._signal(signal.SIGKILL)

@@ -70,7 +70,13 @@ def main() -> int:
     options = dict(option.split("=", 1) for option in arguments.option)
     load: Callable[[Path, int, dict[str, str]], Peer] = importlib.import_module(f"tools.peers.{arguments.kind}").load
     peer = load(arguments.model, arguments.threads, options)
-    _say({"about": peer.server_info, "bytes_per_token": peer.bytes_per_token, "load_seconds": time.perf_counter() - start})
+    _say(
+        {
+            "about": peer.server_info,
+            "bytes_per_token": peer.bytes_per_token,
+            "load_seconds": time.perf_counter() - start,
+        }
+    )
     for line in sys.stdin:
         turn = Turn(**json.loads(line))
         prompts = deal(turn)
@@ -100,7 +106,9 @@ def timed(steps: Iterable[Rows], wanted: int, whole: int, clock: Callable[[], fl
     if began is None or ended is None or min(map(len, rows)) < whole:
         raise SystemExit(f"of {whole} tokens a row came {min(map(len, rows), default=0)}: the side stopped early")
     if wanted > 1 and after - before < wanted // 2 * len(rows):
-        raise SystemExit(f"rows decoded together for {(after - before) / len(rows):.0f} tokens only: take more --tokens")
+        raise SystemExit(
+            f"rows decoded together for {(after - before) / len(rows):.0f} tokens only: take more --tokens"
+        )
     return Taken(ended - began, after - before, [row[:CHECKED_TOKENS] for row in rows])
 
 

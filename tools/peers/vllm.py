@@ -20,7 +20,11 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
     os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}", "HF_HUB_OFFLINE": "1"}
     import vllm
 
-    extra = {"max_num_batched_tokens": int(options["max_num_batched_tokens"])} if "max_num_batched_tokens" in options else {}
+    extra = (
+        {"max_num_batched_tokens": int(options["max_num_batched_tokens"])}
+        if "max_num_batched_tokens" in options
+        else {}
+    )
     engine = vllm.LLM(
         model=str(model),
         dtype=options.get("dtype", "bfloat16"),

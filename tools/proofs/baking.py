@@ -26,5 +26,7 @@ def bake() -> str:
 
 
 def _revision() -> str:
-    made = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    made = subprocess.run(
+        ["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     return made.stdout.strip() or "unknown"

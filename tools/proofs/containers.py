@@ -96,11 +96,15 @@ class Container:
         self.asked = time.perf_counter()
         docker("run", "--detach", *words, self.image.tag, "serve", *self.flags)
         if self.publish:
-            port_line = docker("port", self.name, "8000/tcp", check=False).stdout.splitlines()  # none where it has ended already
+            port_line = docker(
+                "port", self.name, "8000/tcp", check=False
+            ).stdout.splitlines()  # none where it has ended already
             self.url = f"http://{port_line[0]}" if port_line else ""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         docker("rm", "-f", "-v", self.name, check=False)
 
     def state(self) -> dict[str, Any]:
@@ -114,7 +118,9 @@ class Container:
             if time.monotonic() > next_look:  # asking the daemon costs more than asking the server
                 next_look = time.monotonic() + 1
                 if not self.state()["Running"] or time.monotonic() > deadline:
-                    raise ContainerEnded(f"not ready after {time.perf_counter() - self.asked:.0f} s: {self.last_words()}")
+                    raise ContainerEnded(
+                        f"not ready after {time.perf_counter() - self.asked:.0f} s: {self.last_words()}"
+                    )
             time.sleep(POLL_SECONDS)
         return time.perf_counter() - self.asked
 
@@ -134,7 +140,9 @@ class Container:
         return json.loads(body) if "json" in answer.headers.get("content-type", "") else body
 
     def post(self, path: str, body: Any, seconds: float = 600.0) -> Any:
-        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), {"content-type": "application/json"})
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"content-type": "application/json"}
+        )
         with urllib.request.urlopen(request, timeout=seconds) as answer:
             return json.loads(answer.read())
 

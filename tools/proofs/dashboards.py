@@ -56,7 +56,9 @@ def _checked(findings: Findings, url: str) -> None:
         found = f"{len(list(queries(dashboard)))} queries, {len(excused)} empty with a reason" + "".join(
             f"; {one}" for one in faults
         )
-        findings.check(f"{dashboard['title']}: every panel shows something", not faults, found, "nothing empty without a reason")
+        findings.check(
+            f"{dashboard['title']}: every panel shows something", not faults, found, "nothing empty without a reason"
+        )
         empty += [f"- {sentence}" for sentence in excused]
     if empty:
         findings.notes.append("\n".join(["Empty with a reason:\n", *empty]))

@@ -52,7 +52,8 @@ class Findings:
     @classmethod
     def of_json(cls, value: Mapping[str, Any]) -> Findings:
         tables = [
-            Table(each["title"], tuple(each["columns"]), tuple(tuple(row) for row in each["rows"])) for each in value["tables"]
+            Table(each["title"], tuple(each["columns"]), tuple(tuple(row) for row in each["rows"]))
+            for each in value["tables"]
         ]
         plain = {name: value[name] for name in ("notes", "skipped", "began", "seconds")}
         return cls(checks=[Check(**each) for each in value["checks"]], tables=tables, **plain)

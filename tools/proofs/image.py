@@ -35,29 +35,46 @@ def run(findings: Findings, images: Sequence[Image]) -> None:
         facts, found = image.facts(), json.loads(image.python(LOOK))
         named, config = image.architecture, facts["Config"]
         unpacked = _unpacked(image)
-        findings.check(f"{named}: size", unpacked <= MOST_BYTES, f"{unpacked / 1e9:.2f} GB", f"<= {MOST_BYTES / 1e9:g} GB")
+        findings.check(
+            f"{named}: size", unpacked <= MOST_BYTES, f"{unpacked / 1e9:.2f} GB", f"<= {MOST_BYTES / 1e9:g} GB"
+        )
         findings.check(f"{named}: user", config["User"] == "10001:10001", config["User"], "10001:10001")
         name, _, uid, _, _, home, shell = found["passwd"]
         findings.check(f"{named}: passwd entry", (name, uid) == ("armature", 10001), f"{name}, {uid}, {home}, {shell}")
         findings.check(f"{named}: no compiler", not found["compilers"], ", ".join(found["compilers"]) or "none", "none")
-        findings.check(f"{named}: nothing of it can be written", not found["writable"], found["writable"] or "none", "none")
-        findings.check(f"{named}: bytecode was compiled", found["compiled"] > 0.99, f"{found['compiled']:.1%} of sources")
+        findings.check(
+            f"{named}: nothing of it can be written", not found["writable"], found["writable"] or "none", "none"
+        )
+        findings.check(
+            f"{named}: bytecode was compiled", found["compiled"] > 0.99, f"{found['compiled']:.1%} of sources"
+        )
         _says(findings, named, config)
         _fetches(findings, image)
         rows.append((named, f"{facts['Size'] / 1e6:.0f} MB", f"{unpacked / 1e6:.0f} MB", len(facts["RootFS"]["Layers"]),
                      _packages(image), ", ".join(found["setuid"]) or "none"))  # fmt: skip
-    columns = ("architecture", "compressed", "unpacked", "layers", "torch", "setuid programs of the base, without effect here")
+    columns = (
+        "architecture",
+        "compressed",
+        "unpacked",
+        "layers",
+        "torch",
+        "setuid programs of the base, without effect here",
+    )
     findings.table("Size", columns, rows)
 
 
 def _unpacked(image: Image) -> int:
-    sizes = docker("image", "history", f"--platform={image.platform}", "--human=false", "--format={{.Size}}", image.tag).stdout
+    sizes = docker(
+        "image", "history", f"--platform={image.platform}", "--human=false", "--format={{.Size}}", image.tag
+    ).stdout
     return sum(map(int, sizes.split()))
 
 
 def _says(findings: Findings, named: str, config: dict[str, Any]) -> None:
     labels = {name: config["Labels"].get(f"org.opencontainers.image.{name}") for name in LABELS}
-    findings.check(f"{named}: labels", all(labels.values()), "; ".join(f"{key} {value}" for key, value in labels.items()))
+    findings.check(
+        f"{named}: labels", all(labels.values()), "; ".join(f"{key} {value}" for key, value in labels.items())
+    )
     words = config["Entrypoint"] == ["python3", "-P", "-m", "app"] and config["Cmd"] == ["serve"]
     findings.check(f"{named}: command", words, f"{config['Entrypoint']} {config['Cmd']}")
     signal = (config.get("StopSignal"), bool(config.get("Healthcheck")))
@@ -69,7 +86,9 @@ def _fetches(findings: Findings, image: Image) -> None:
     volumes = (f"--volume={FETCH}:/opt/fetch_model.py:ro", "--tmpfs=/models:uid=10001")
     wanted = ("--env=MODEL_SOURCE=/opt/armature/app/demo/llama", "--env=ARMATURE_MODEL=/models/demo")
     said = image.python("import runpy; runpy.run_path('/opt/fetch_model.py', run_name='__main__')", *volumes, *wanted)
-    findings.check(f"{image.architecture}: its init container copies a model", "/models/demo" in said, said, "/models/demo: ...")
+    findings.check(
+        f"{image.architecture}: its init container copies a model", "/models/demo" in said, said, "/models/demo: ..."
+    )
 
 
 def _packages(image: Image) -> str:

@@ -53,7 +53,9 @@ def _shares(findings: Findings, here: Image, cache: Path, options: tuple[str, ..
     after = _packs(cache)
     kept = bool(before) and before.items() <= after.items() and len(after) > len(before) and not warnings
     found = f"{len(before)} files before, all kept and {len(after) - len(before)} more after; {len(warnings)} warnings"
-    findings.check(f"{here.architecture} packs beside {len(before)} of another architecture, in one volume", kept, found)
+    findings.check(
+        f"{here.architecture} packs beside {len(before)} of another architecture, in one volume", kept, found
+    )
 
 
 def _packs(cache: Path) -> dict[str, tuple[int, int]]:
@@ -85,12 +87,16 @@ def _kleidi(findings: Findings, image: Image, options: tuple[str, ...]) -> None:
         f"{found['products']} products by aten::_dyn_quant_matmul_4bit in {found['steps']} steps",
         f">= {least}",
     )
-    findings.check("weights are packed, bytes for KleidiAI's kernels", found["packed"] == "torch.uint8", found["packed"], "uint8")
+    findings.check(
+        "weights are packed, bytes for KleidiAI's kernels", found["packed"] == "torch.uint8", found["packed"], "uint8"
+    )
     findings.check(
         "the reference path is told apart by this",
         found["reference"] == "torch.float32",
         f"with scales that KleidiAI does not take: {found['reference']}",
         "float32, which is how torch keeps weights that its own loop multiplies",
     )
-    findings.check("products are right", found["error"] <= MOST_ERROR, f"{found['error']:.4f} of the largest", f"<= {MOST_ERROR}")
+    findings.check(
+        "products are right", found["error"] <= MOST_ERROR, f"{found['error']:.4f} of the largest", f"<= {MOST_ERROR}"
+    )
     findings.notes.append(TWO_WAYS)

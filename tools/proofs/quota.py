@@ -88,7 +88,9 @@ async def _at(image: Image, load: Load, cores: float) -> tuple[Mapping[str, Any]
                 for guest in guests[first:] + guests[:first]:
                     await _turn(guest, clients, results[clients].setdefault(guest.name, Measured()))
                     print(
-                        f"{cores:g} cores, ×{clients}: {guest.name} {results[clients][guest.name]}", file=sys.stderr, flush=True
+                        f"{cores:g} cores, ×{clients}: {guest.name} {results[clients][guest.name]}",
+                        file=sys.stderr,
+                        flush=True,
                     )
     return plan, results
 
@@ -121,7 +123,9 @@ def judge(findings: Findings, cores: float, results: Results) -> None:
     own, peers = full["ours"], {name: of for name, of in full.items() if name != "ours"}
     if cores in WHOLE:
         found = f"{own.stopped():.2%} of the run"
-        findings.check(f"{cores:g} cores, full load: throttled", own.stopped() < MOST_THROTTLED, found, f"< {MOST_THROTTLED:.0%}")
+        findings.check(
+            f"{cores:g} cores, full load: throttled", own.stopped() < MOST_THROTTLED, found, f"< {MOST_THROTTLED:.0%}"
+        )
     elif peers:
         most = max(MOST_THROTTLED, min(of.stopped() for of in peers.values()))
         found, wanted = f"{own.stopped():.1%} of the run", f"<= {most:.1%}, the best peer's or what counts as none"

@@ -42,7 +42,11 @@ def cases(big_model: Path | None) -> list[Case]:
         Case("api_key_file missing", ("/keys/keys",), lambda folder: (), ("--api-key-file", "/keys/keys")),
         Case("api_key_file empty", ("/keys/keys",), _empty_keys, ("--api-key-file", "/keys/keys")),
         Case(
-            "a cache volume that is read-only", ("Read-only file system",), _read_only_cache, ("--precision", "int4"), serves=True
+            "a cache volume that is read-only",
+            ("Read-only file system",),
+            _read_only_cache,
+            ("--precision", "int4"),
+            serves=True,
         ),
         Case("a cache volume that is full", ("No space left",), _full_cache, ("--precision", "int4"), serves=True),
     ]
@@ -50,7 +54,12 @@ def cases(big_model: Path | None) -> list[Case]:
         memory = ("--memory=256m", "--memory-swap=256m")
         words = ("memory", "limit")
         found.append(
-            Case("memory limit too small", words, lambda folder: (*_model_at(big_model), *memory), ("--precision", "fp32"))
+            Case(
+                "memory limit too small",
+                words,
+                lambda folder: (*_model_at(big_model), *memory),
+                ("--precision", "fp32"),
+            )
         )
     return found
 

@@ -25,14 +25,18 @@ class Section:
 
 
 def page(facts: Mapping[str, str], sections: Sequence[Section]) -> str:
-    return "\n".join([HEAD, *_verdict(sections), "", *_facts(facts), *(line for each in sections for line in _section(each))])
+    return "\n".join(
+        [HEAD, *_verdict(sections), "", *_facts(facts), *(line for each in sections for line in _section(each))]
+    )
 
 
 def _verdict(sections: Sequence[Section]) -> Iterator[str]:
     checks = [check for each in sections if each.findings for check in each.findings.checks]
     failed = [check for check in checks if not check.passed]
     missing = [each.title for each in sections if each.findings is None]
-    yield f"**{len(checks) - len(failed)} of {len(checks)} checks passed.**" + (f" Failed: {len(failed)}." if failed else "")
+    yield f"**{len(checks) - len(failed)} of {len(checks)} checks passed.**" + (
+        f" Failed: {len(failed)}." if failed else ""
+    )
     for check in failed:
         yield f"- **failed**: {check.name}: {check.found}" + (f" (wanted: {check.wanted})" if check.wanted else "")
     if missing:

@@ -76,9 +76,13 @@ def _decodes(findings: Findings, server: Container) -> str:
     look = json.loads(docker("exec", server.name, "python3", "-SEc", LOOK).stdout)
     findings.check(f"{named}: confined", look == CONFINED, look, "user 10001, no capability, seccomp, nothing written")
     shell = docker("exec", server.name, "/bin/sh", "-c", "true", check=False)
-    findings.check(f"{named}: serves without a shell", shell.returncode != 0, f"/bin/sh ends with {shell.returncode}", "no shell")
+    findings.check(
+        f"{named}: serves without a shell", shell.returncode != 0, f"/bin/sh ends with {shell.returncode}", "no shell"
+    )
     findings.check(f"{named}: /healthz", server.status("/healthz") == 200, server.status("/healthz"), 200)
-    answer = server.post("/generate", {"prompt": PROMPT, "max_tokens": GREEDY_TOKENS, "temperature": 0, "ignore_eos": True})
+    answer = server.post(
+        "/generate", {"prompt": PROMPT, "max_tokens": GREEDY_TOKENS, "temperature": 0, "ignore_eos": True}
+    )
     made = answer["usage"]["completion_tokens"]
     findings.check(f"{named}: generates", made == GREEDY_TOKENS, f"{made} tokens", f"{GREEDY_TOKENS} tokens")
     _scraped(findings, server, f'armature_tokens_total{{kind="completion"}} {float(made)}')
@@ -104,7 +108,9 @@ def _healthy(findings: Findings, server: Container) -> None:
 def _drains(findings: Findings, server: Container) -> None:
     """SIGTERM in the middle of a stream: it goes on to its last event, and the process ends with 0."""
     named, tokens = server.image.architecture, _tokens_for(server, STREAM_SECONDS)
-    events = _events(server, {"prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True})
+    events = _events(
+        server, {"prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    )
     seen = [next(events)]
     docker("kill", "--signal=TERM", server.name)
     stopped = time.perf_counter()
@@ -153,4 +159,6 @@ def _alike(findings: Findings, texts: dict[str, str], vectors: dict[str, list[fl
     for name, other in others:
         findings.check(f"{first} and {name} say the same in FP32", other == text, f"“{other}”", SAME)
         cosine = sum(one * two for one, two in zip(vectors[first], vectors[name], strict=True))
-        findings.check(f"{first} and {name} embed alike", cosine >= LEAST_COSINE, f"cosine {cosine:.7f}", f">= {LEAST_COSINE}")
+        findings.check(
+            f"{first} and {name} embed alike", cosine >= LEAST_COSINE, f"cosine {cosine:.7f}", f">= {LEAST_COSINE}"
+        )

@@ -48,9 +48,14 @@ def judge(findings: Findings, bare: Sequence[float], container: Sequence[float])
         for name, times in (("bare process", bare), ("container", container))
     ]
     later = statistics.median(one - other for one, other in zip(container, bare, strict=True))
-    findings.table(f"Seconds to ready, the demo, {CORES:g} cores, {len(bare)} starts each", ("", "median", "least", "most"), rows)
+    findings.table(
+        f"Seconds to ready, the demo, {CORES:g} cores, {len(bare)} starts each", ("", "median", "least", "most"), rows
+    )
     findings.check(
-        "a container is ready within a second of the bare process", later <= MOST_LATER, f"{later:.2f} s later", "<= 1 s"
+        "a container is ready within a second of the bare process",
+        later <= MOST_LATER,
+        f"{later:.2f} s later",
+        "<= 1 s",
     )
 
 
@@ -68,7 +73,15 @@ def _contained(image: Image, cache: Path) -> float:
 def _bare(python: str, cache: Path) -> float:
     """In a control group of the same quota, as the container has one."""
     port, quota = free_port(), Quota.make("bare", CORES)
-    launch = [sys.executable, "-I", "-S", str(ROOT / "tools" / "peers" / "launch.py"), "--procs", str(quota.procs), "--"]
+    launch = [
+        sys.executable,
+        "-I",
+        "-S",
+        str(ROOT / "tools" / "peers" / "launch.py"),
+        "--procs",
+        str(quota.procs),
+        "--",
+    ]
     serve = [python, "-P", "-m", "app", "serve", "--host", "127.0.0.1", "--port", str(port), "--cache-dir", str(cache)]
     began = time.perf_counter()
     process = subprocess.Popen([*launch, *serve], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

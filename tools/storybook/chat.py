@@ -20,17 +20,23 @@ SYSTEM = (
     "You are a helpful and harmless assistant. Answer as well as you can.",
 )
 TALK = tuple(
-    (line.split(" => ")[0], line.split(" => ")[1]) for line in (HERE / "talk.txt").read_text(encoding="utf-8").splitlines()
+    (line.split(" => ")[0], line.split(" => ")[1])
+    for line in (HERE / "talk.txt").read_text(encoding="utf-8").splitlines()
 )
 FACTS = tuple((HERE / "facts.txt").read_text(encoding="utf-8").splitlines())
 STRANGE = tuple((HERE / "strange.txt").read_text(encoding="utf-8").splitlines())
-PREFACE = "[Of course!|Gladly!|Here is a story about SUBJECT.|Here is a little story for you.|This is the story of SUBJECT.]"
+PREFACE = (
+    "[Of course!|Gladly!|Here is a story about SUBJECT.|Here is a little story for you.|This is the story of SUBJECT.]"
+)
 EXCUSE = (
     "[I only know little stories, but here is one.|I am only a storyteller. Let me tell you a story instead."
     "|I do not know, but I can tell you a story.|That is too hard for a small storyteller. Here is a story.]"
 )
 QUESTIONS = (
-    ("[What was the {kind} called|What was the name of the {kind}|Who was the {kind}]?", "The {kind} was called {hero}."),
+    (
+        "[What was the {kind} called|What was the name of the {kind}|Who was the {kind}]?",
+        "The {kind} was called {hero}.",
+    ),
     ("[Where did it happen|Where were they|Where was {hero}]?", "[It happened|That was] {at}."),
     ("[Who was the friend of {hero}|Who helped {hero}|Who was with {hero}]?", "It was {friend} the {fkind}."),
     ("[What thing was it|What was it all about|Which thing was in the story]?", "It was a {look} {thing}."),

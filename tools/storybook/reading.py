@@ -57,7 +57,9 @@ PATTERNS = {
     **{f"f{slot}": pattern for slot, pattern in PRONOUN_SLOTS.items()},
 }
 # Slots that name the same place by its noun alone.
-PLACE_OF = {form: place.noun for place in PLACES for form in (place.noun, place.at, place.to, *place.details, *place.spots)}
+PLACE_OF = {
+    form: place.noun for place in PLACES for form in (place.noun, place.at, place.to, *place.details, *place.spots)
+}
 
 
 class _Writer:

@@ -10,7 +10,8 @@ from storybook.scene import Scene, is_held_out_pair
 from storybook.template import read_plot, tell_plot
 
 PLOTS = {
-    path.stem: read_plot(path.read_text(encoding="utf-8")) for path in sorted((Path(__file__).parent / "plots").glob("*.txt"))
+    path.stem: read_plot(path.read_text(encoding="utf-8"))
+    for path in sorted((Path(__file__).parent / "plots").glob("*.txt"))
 }
 Told = TypeVar("Told")
 Split = Callable[[Scene], bool]

@@ -93,7 +93,9 @@ def _parse_body(body: bytes, stream: bool) -> tuple[OipGenerateBody, Json]:
             if (value := getattr(source, name)) is None:
                 continue
             if name in given:
-                raise InvalidRequest(f"{name} is given both in parameters and at the top level: send it once.", field=name)
+                raise InvalidRequest(
+                    f"{name} is given both in parameters and at the top level: send it once.", field=name
+                )
             given[name] = value
     if given.get("stream", stream) != stream:
         other = "generate_stream" if given["stream"] else "generate"
@@ -106,7 +108,9 @@ def _sampling_params(given: Json) -> SamplingParams:
         raise InvalidRequest("This route returns one text: n must be 1.", field="n")
     sampling = {name: value for name, value in given.items() if name not in ("details", "stream", "max_tokens")}
     logprobs = 0 if given.get("details") else None
-    return GenerateParameters(**sampling).params(max_tokens=given.get("max_tokens", DEFAULT_MAX_TOKENS), logprobs=logprobs)
+    return GenerateParameters(**sampling).params(
+        max_tokens=given.get("max_tokens", DEFAULT_MAX_TOKENS), logprobs=logprobs
+    )
 
 
 class _GenerateFormat:
@@ -114,12 +118,12 @@ class _GenerateFormat:
 
     def __init__(self, model: ServedDecoder, identity: str | None, params: SamplingParams, details: bool) -> None:
         self._model, self._params, self._details = model, params, details
-        self._common_fields: Json = {"model_name": model.name, "model_version": VERSION} | (
+        self._model_fields: Json = {"model_name": model.name, "model_version": VERSION} | (
             {} if identity is None else {"id": identity}
         )
 
     def whole(self, text: str, tokens: Iterable[ScoredToken], finished: ChoiceFinished) -> Json:
-        body = self._common_fields | {"text_output": text}
+        body = self._model_fields | {"text_output": text}
         if not self._details:
             return body
         usage = {"prompt_tokens": finished.usage.prompt_tokens, "completion_tokens": finished.usage.completion_tokens}
@@ -145,10 +149,12 @@ class _GenerateFormat:
             sent = True
 
     def _event_body(self, text: str, token: ScoredToken | None, reason: str | None) -> Json:
-        body = self._common_fields | {"text_output": text}
+        body = self._model_fields | {"text_output": text}
         if not self._details:
             return body
-        return body | {"details": {"finish_reason": reason, "token": None if token is None else self._token_body(token)}}
+        return body | {
+            "details": {"finish_reason": reason, "token": None if token is None else self._token_body(token)}
+        }
 
     def _finish_reason(self, finished: ChoiceFinished) -> str:
         """Return the finish reason as one of the extension's three.

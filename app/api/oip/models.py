@@ -65,7 +65,11 @@ def signature_of(model: ServedModel) -> Signature:
     """Return the input and output tensors of a model of any kind."""
     if isinstance(model, ServedProgram):
         return model.signature
-    return Signature((TEXT_INPUT, *OPTIONAL_INPUTS), _outputs(model)) if isinstance(model, ServedEncoder) else GENERATE_SIGNATURE
+    return (
+        Signature((TEXT_INPUT, *OPTIONAL_INPUTS), _outputs(model))
+        if isinstance(model, ServedEncoder)
+        else GENERATE_SIGNATURE
+    )
 
 
 def _outputs(model: ServedEncoder) -> tuple[TensorSpec, ...]:
@@ -74,7 +78,9 @@ def _outputs(model: ServedEncoder) -> tuple[TensorSpec, ...]:
     if "logits" in sizes:
         sizes["scores"] = sizes["logits"]
     by_token = ("last_hidden_state",)
-    return tuple(TensorSpec(name, "FP32", (-1, -1, size) if name in by_token else (-1, size)) for name, size in sizes.items())
+    return tuple(
+        TensorSpec(name, "FP32", (-1, -1, size) if name in by_token else (-1, size)) for name, size in sizes.items()
+    )
 
 
 def metadata(model: ServedModel) -> Json:
@@ -98,7 +104,9 @@ def config(model: ServedModel) -> Json:
         "backend": "armature",
         "version_policy": {"latest": {"num_versions": 1}},
         "max_batch_size": 0,  # 0: `dims` include the batch dimension
-        "input": [_config_tensor(spec) | ({"optional": True} if spec in OPTIONAL_INPUTS else {}) for spec in signature.inputs],
+        "input": [
+            _config_tensor(spec) | ({"optional": True} if spec in OPTIONAL_INPUTS else {}) for spec in signature.inputs
+        ],
         "output": [_config_tensor(spec) for spec in signature.outputs],
     }
 
@@ -112,7 +120,11 @@ def _tensor_metadata(spec: TensorSpec) -> Json:
 
 
 def _config_tensor(spec: TensorSpec) -> Json:
-    return {"name": spec.name, "data_type": _CONFIG_TYPES.get(spec.datatype, f"TYPE_{spec.datatype}"), "dims": list(spec.shape)}
+    return {
+        "name": spec.name,
+        "data_type": _CONFIG_TYPES.get(spec.datatype, f"TYPE_{spec.datatype}"),
+        "dims": list(spec.shape),
+    }
 
 
 # ---- validation of requests ----------------------------------------------------------------------------------------
@@ -128,7 +140,9 @@ def check_inputs(specs: tuple[TensorSpec, ...], inputs: Mapping[str, Array]) -> 
     batches: dict[str, int] = {}
     for name, array in inputs.items():
         if name not in known:
-            raise InvalidRequest(f"The model has no input {name[:100]!r}: it takes {', '.join(known)}.", field=name[:100])
+            raise InvalidRequest(
+                f"The model has no input {name[:100]!r}: it takes {', '.join(known)}.", field=name[:100]
+            )
         _check_input(known[name], array)
         batches[name] = array.shape[0]
     if len(set(batches.values())) > 1:
@@ -153,7 +167,9 @@ def _check_input(spec: TensorSpec, array: Array) -> None:
     )
     if not fits:
         expected = f"{list(spec.shape)}, where -1 may be any"
-        raise InvalidRequest(f"Input {spec.name!r} must have the shape {expected}, not {list(array.shape)}.", field=spec.name)
+        raise InvalidRequest(
+            f"Input {spec.name!r} must have the shape {expected}, not {list(array.shape)}.", field=spec.name
+        )
 
 
 def requested_outputs(signature: Signature, inference: InferRequest) -> tuple[str, ...]:
@@ -262,12 +278,16 @@ def _masks(inputs: Mapping[str, Array]) -> list[bytes]:
     for name in ("attention_mask", "token_type_ids"):
         if name in inputs and inputs[name].shape != (batch, width):
             given = list(inputs[name].shape)
-            raise InvalidRequest(f"Input {name!r} must have the shape of input_ids, {[batch, width]}, not {given}.", field=name)
+            raise InvalidRequest(
+                f"Input {name!r} must have the shape of input_ids, {[batch, width]}, not {given}.", field=name
+            )
     if "attention_mask" not in inputs:
         return [b"\1" * width] * batch
     values = _as_int64(inputs["attention_mask"])
     if (values & ~1).any():
-        raise InvalidRequest("Input 'attention_mask' must be 1 where there is a token and 0 elsewhere.", field="attention_mask")
+        raise InvalidRequest(
+            "Input 'attention_mask' must be 1 where there is a token and 0 elsewhere.", field="attention_mask"
+        )
     return [row.tobytes() for row in values.astype(numpy.bool_)]
 
 
@@ -289,7 +309,9 @@ def _token_rows(inputs: Mapping[str, Array], masks: Sequence[bytes], longest: in
                 field="input_ids",
             )
         read = positions[:longest]
-        texts.append(Text(tuple(ids[number, read].tolist()), () if types is None else tuple(types[number, read].tolist())))
+        texts.append(
+            Text(tuple(ids[number, read].tolist()), () if types is None else tuple(types[number, read].tolist()))
+        )
     return tuple(texts)
 
 

@@ -106,7 +106,9 @@ async def infer(request: Request) -> Response:
         async with asyncio.timeout(microseconds / 1e6 if microseconds else None):
             result = await _run_inference(runtime, model, inference, request_id(request))
     except TimeoutError as error:
-        raise RequestTimeout(f"The request was not answered within its own timeout of {microseconds} microseconds.") from error
+        raise RequestTimeout(
+            f"The request was not answered within its own timeout of {microseconds} microseconds."
+        ) from error
     return await render_response(model.name, inference, result)
 
 
@@ -153,7 +155,9 @@ def _check_parameters(model: ServedModel, inference: InferRequest) -> None:
                 )
 
 
-async def _run_inference(runtime: ApiRuntime, model: ServedModel, inference: InferRequest, identity: str) -> InferResult:
+async def _run_inference(
+    runtime: ApiRuntime, model: ServedModel, inference: InferRequest, identity: str
+) -> InferResult:
     if isinstance(model, ServedEncoder):
         with count_refusals(runtime.metrics, "oip"):
             text_inference = models.parse_text_inputs(model, inference, identity)

@@ -99,7 +99,9 @@ def from_binary(name: str, datatype: str, shape: tuple[int, ...], data: bytes) -
             raise _input_error(name, f"the shape {list(shape)} has {count} elements, and its binary data has more")
     elif len(data) != count * VALUE_BYTES[datatype]:
         num_bytes = count * VALUE_BYTES[datatype]
-        raise _input_error(name, f"{datatype} of shape {list(shape)} is {num_bytes} bytes, and binary_data_size says {len(data)}")
+        raise _input_error(
+            name, f"{datatype} of shape {list(shape)} is {num_bytes} bytes, and binary_data_size says {len(data)}"
+        )
     elif datatype == "BOOL" and data.translate(None, b"\0\1"):
         raise _input_error(name, "a BOOL is one byte, 0 or 1")
     return Array(datatype, shape, data)
@@ -127,7 +129,9 @@ def json_slices(name: str, tensor: Array) -> Iterator[bytes]:
     if tensor.datatype in ("FP16", "BF16"):
         raise _output_error(name, f"{tensor.datatype} cannot be sent as JSON")
     if math.prod(tensor.shape) > MAX_JSON_VALUES:
-        raise _output_error(name, f"{math.prod(tensor.shape)} values are too many for JSON, which takes {MAX_JSON_VALUES}")
+        raise _output_error(
+            name, f"{math.prod(tensor.shape)} values are too many for JSON, which takes {MAX_JSON_VALUES}"
+        )
     if tensor.datatype == "BYTES":
         yield to_json(to_strings(name, tensor))[1:-1]
         return
@@ -263,7 +267,9 @@ def parse_infer_request(head: bytes, tail: bytes | None) -> InferRequest:
     if not head.strip():
         raise InvalidRequest("The body is empty: send a JSON object with inputs.")
     body = parse_body(InferBody, head)
-    return InferRequest(_inputs(body.inputs, tail), _outputs(body.outputs), body.id, body.parameters or InferParameters())
+    return InferRequest(
+        _inputs(body.inputs, tail), _outputs(body.outputs), body.id, body.parameters or InferParameters()
+    )
 
 
 def _inputs(tensors: tuple[InputTensor, ...], tail: bytes | None) -> dict[str, Array]:
@@ -282,7 +288,9 @@ def _inputs(tensors: tuple[InputTensor, ...], tail: bytes | None) -> dict[str, A
         inputs[name] = from_binary(name, tensor.datatype, tensor.shape, data)
         position += size
     if tail is not None and position != len(tail):
-        raise InvalidRequest(f"The JSON is followed by {len(tail)} bytes, but the inputs' binary_data_size add up to {position}.")
+        raise InvalidRequest(
+            f"The JSON is followed by {len(tail)} bytes, but the inputs' binary_data_size add up to {position}."
+        )
     return inputs
 
 
@@ -292,7 +300,9 @@ def _binary_part(name: str, tail: bytes | None, position: int, size: int) -> byt
     if size < 0:
         raise _body_error(name, f"binary_data_size must be 0 or more, not {size}")
     if position + size > len(tail):
-        raise _body_error(name, f"binary_data_size is {size}, and only {len(tail) - position} bytes are left of the body")
+        raise _body_error(
+            name, f"binary_data_size is {size}, and only {len(tail) - position} bytes are left of the body"
+        )
     return tail[position : position + size]
 
 
@@ -327,7 +337,9 @@ async def render_response(model_name: str, inference: InferRequest, result: Infe
     headers = server_timing([result.timings], "queue", "encode")
     if not binary:
         return Response(head, media_type="application/json", headers=headers)
-    return Response(b"".join([head, *binary]), media_type="application/octet-stream", headers={**headers, HEADER: str(len(head))})
+    return Response(
+        b"".join([head, *binary]), media_type="application/octet-stream", headers={**headers, HEADER: str(len(head))}
+    )
 
 
 async def _output_json(name: str, array: Array, as_binary: bool) -> bytes:

@@ -156,15 +156,24 @@ async def chunks(
 
 def complete_response(completion: CollectedCompletion, format_: OpenAIFormat, metadata: ResponseMetadata) -> Json:
     """Return the complete response object."""
-    return metadata.response_body([format_.whole(choice) for choice in completion.choices], usage=usage_body(completion.usage))
+    return metadata.response_body(
+        [format_.whole(choice) for choice in completion.choices], usage=usage_body(completion.usage)
+    )
 
 
 def _choice(index: int, *, logprobs: Json | None = None, reason: FinishReason | None = None, **content: Any) -> Json:
-    return {"index": index, **content, "logprobs": logprobs, "finish_reason": FINISH_REASONS[reason] if reason else None}
+    return {
+        "index": index,
+        **content,
+        "logprobs": logprobs,
+        "finish_reason": FINISH_REASONS[reason] if reason else None,
+    }
 
 
 def _chat_logprobs(tokens: Iterable[ScoredToken]) -> Json | None:
-    content = [_logprob_body(token) | {"top_logprobs": [_logprob_body(other) for other in token.top]} for token in tokens]
+    content = [
+        _logprob_body(token) | {"top_logprobs": [_logprob_body(other) for other in token.top]} for token in tokens
+    ]
     return {"content": content, "refusal": None} if content else None
 
 

@@ -104,15 +104,21 @@ async def model(request: Request) -> Response:
 def _chat_params(body: ChatBody) -> SamplingParams:
     limits = {body.max_tokens, body.max_completion_tokens} - {None}
     if len(limits) > 1:
-        raise InvalidRequest("max_tokens and max_completion_tokens are the same limit: send one of them.", field="max_tokens")
+        raise InvalidRequest(
+            "max_tokens and max_completion_tokens are the same limit: send one of them.", field="max_tokens"
+        )
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true.", field="top_logprobs")
-    return body.params(max_tokens=next(iter(limits), None), logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+    return body.params(
+        max_tokens=next(iter(limits), None), logprobs=(body.top_logprobs or 0) if body.logprobs else None
+    )
 
 
 def _completion_params(body: CompletionBody) -> SamplingParams:
     if body.echo and body.logprobs is not None:
-        raise UnsupportedParameter("echo cannot be combined with logprobs: a prompt's tokens are not scored.", field="echo")
+        raise UnsupportedParameter(
+            "echo cannot be combined with logprobs: a prompt's tokens are not scored.", field="echo"
+        )
     params = body.params(
         max_tokens=DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens, logprobs=body.logprobs
     )
@@ -137,7 +143,10 @@ def template_message(message: Message) -> dict[str, Any]:
     """
     role = "system" if message.role == "developer" else message.role
     content = message.content
-    converted = {"role": role, "content": content if isinstance(content, str) else [part.model_dump() for part in content]}
+    converted = {
+        "role": role,
+        "content": content if isinstance(content, str) else [part.model_dump() for part in content],
+    }
     return converted if message.name is None else converted | {"name": message.name}
 
 

@@ -65,7 +65,9 @@ class ResourceReading:
     @property
     def joules(self) -> Mapping[str, float]:
         """Joules by source, measured sources first and the modelled source last."""
-        found = {match[1]: value for name, value in self.counters.items() if (match := _JOULES.fullmatch(name)) is not None}
+        found = {
+            match[1]: value for name, value in self.counters.items() if (match := _JOULES.fullmatch(name)) is not None
+        }
         return {source: found[source] for source in sorted(found, key=lambda each: each == _MODELLED)}
 
 
@@ -130,7 +132,9 @@ def read_host_cpu_times(proc: Path = Path("/proc")) -> HostCpuTimes | None:
     columns = [line.split() for line in lines if re.match(r"cpu\d", line)]
     ticks = [[int(number) for number in words[1:9]] for words in columns if int(words[0][3:]) in allowed]
     busy = sum(user + nice + system + irq + soft for user, nice, system, _idle, _waits, irq, soft, _stolen in ticks)
-    return HostCpuTimes(busy / tick, sum(numbers[7] for numbers in ticks) / tick, len(ticks), _cpu_pressure_seconds(proc))
+    return HostCpuTimes(
+        busy / tick, sum(numbers[7] for numbers in ticks) / tick, len(ticks), _cpu_pressure_seconds(proc)
+    )
 
 
 def _cpu_pressure_seconds(proc: Path) -> float | None:
@@ -141,7 +145,9 @@ def _cpu_pressure_seconds(proc: Path) -> float | None:
         return None
 
 
-def _contention_ratios(before: ResourceReading, after: ResourceReading, seconds: float) -> tuple[float | None, float | None]:
+def _contention_ratios(
+    before: ResourceReading, after: ResourceReading, seconds: float
+) -> tuple[float | None, float | None]:
     """Return the share of all cores that the server and this client did not get, and the share of waiting time.
 
     The first counts cores used by other processes or stolen by the host; the second, time in which some thread waited
@@ -198,7 +204,9 @@ class MeasurementFacts:
     points: Sequence[LoadPoint]
     repeats: Sequence[LoadPoint] = ()
     lost_steps: int = 0
-    told: Sequence[str] = field(default=())  # sentences collected while measuring: loads that were left out, why it ended early
+    told: Sequence[str] = field(
+        default=()
+    )  # sentences collected while measuring: loads that were left out, why it ended early
 
     @property
     def loads(self) -> list[LoadPoint]:
@@ -239,12 +247,17 @@ def _machine_caveats(measured: MeasurementFacts) -> Iterator[str]:
             f"The server was reached over a network, at {measured.url}: latencies include the network, and other load on its machine "
             "is unknown."
         )
-    throttled = [point for point in measured.loads if (point.throttled_seconds or 0.0) > MAX_THROTTLED_RATIO * point.seconds]
+    throttled = [
+        point for point in measured.loads if (point.throttled_seconds or 0.0) > MAX_THROTTLED_RATIO * point.seconds
+    ]
     if throttled:
         seconds = sum(point.throttled_seconds or 0.0 for point in throttled)
         yield f"The server was throttled to its CPU quota, for {seconds:.1f} s in {_share_of_loads(throttled, measured)}."
     yield from _caveat_above(
-        measured, MAX_STOLEN_RATIO, lambda point: point.stolen_ratio, "Other processes took up to {:.0%} of all cores, in {}."
+        measured,
+        MAX_STOLEN_RATIO,
+        lambda point: point.stolen_ratio,
+        "Other processes took up to {:.0%} of all cores, in {}.",
     )
     again = [measured.points[0], *measured.repeats]
     rates = [point.samples_per_second for point in again]
@@ -265,7 +278,9 @@ def _caveat_above(
     """Yield `sentence` with the highest ratio and the number of loads above `bound`, if there are any."""
     found = [(ratio, point) for point in measured.loads if (ratio := read(point)) is not None and ratio > bound]
     if found:
-        yield sentence.format(max(ratio for ratio, _ in found), _share_of_loads([point for _, point in found], measured))
+        yield sentence.format(
+            max(ratio for ratio, _ in found), _share_of_loads([point for _, point in found], measured)
+        )
 
 
 def _share_of_loads(points: Sequence[LoadPoint], measured: MeasurementFacts) -> str:

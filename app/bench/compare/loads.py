@@ -85,16 +85,22 @@ def protocol_loads(info: Mapping[str, Any]) -> LoadProtocol:
 
 def _generation_loads(context: int, most_clients: int) -> LoadProtocol:
     lengths = [length for length in LENGTHS if length + ANSWER_TOKENS <= context]
-    left_out = [_left_out_sentence(length + ANSWER_TOKENS, context, "Prompts") for length in LENGTHS if length not in lengths]
+    left_out = [
+        _left_out_sentence(length + ANSWER_TOKENS, context, "Prompts") for length in LENGTHS if length not in lengths
+    ]
     answer = ANSWER_TOKENS
     if not lengths:
         lengths, answer = [max(1, context // 2)], max(1, context - max(1, context // 2))
         left_out.append(f"Measured instead: prompts of {lengths[0]} and answers of {answer} tokens.")
     clients = [number for number in CLIENTS if number <= max(1, most_clients)]
     if len(clients) < len(CLIENTS):
-        left_out.append(f"More than {clients[-1]} clients are left out: this plan runs {most_clients} sequences at once.")
+        left_out.append(
+            f"More than {clients[-1]} clients are left out: this plan runs {most_clients} sequences at once."
+        )
     loads = [
-        LoadSpec(kind="generate", clients=number, tokens=length, max_tokens=answer) for length in lengths for number in clients
+        LoadSpec(kind="generate", clients=number, tokens=length, max_tokens=answer)
+        for length in lengths
+        for number in clients
     ]
     return LoadProtocol(loads, left_out)
 
@@ -134,7 +140,9 @@ async def make_sender(wire: HttpClient, model: str, load: LoadSpec, seed: int) -
 
 async def _generation_sender(wire: HttpClient, model: str, load: LoadSpec, seed: int) -> TrafficSender[Any]:
     wanted = GenerateWorkload(_fixed_length(load.tokens), _fixed_length(load.max_tokens), seed=seed)
-    return GenerateTraffic(wire, GENERATE_DIALECTS["native"], None, await ArmatureClient(wire).token_prompts(seed), wanted)
+    return GenerateTraffic(
+        wire, GENERATE_DIALECTS["native"], None, await ArmatureClient(wire).token_prompts(seed), wanted
+    )
 
 
 # A text as long as the model's context may come out one token too long: the server truncates it.

@@ -105,7 +105,9 @@ class LoadPoint(_ResultModel):
     throttled_seconds: float | None = Field(None, ge=0)  # throttling of the server's cgroup; None without a CPU quota
     stolen_ratio: float | None = Field(None, ge=0)  # share of all cores: stolen by the host or used by other processes
     client_cpu_ratio: float | None = Field(None, ge=0)  # share of one core, used by this client
-    pressure_ratio: float | None = Field(None, ge=0)  # share of time in which some thread of this machine waited for a core
+    pressure_ratio: float | None = Field(
+        None, ge=0
+    )  # share of time in which some thread of this machine waited for a core
     energy: PointEnergy | None = None
     steps: StepColumns = StepColumns()
 
@@ -147,7 +149,9 @@ class CompareResult(_ResultModel):
     doubts: list[str] = []
     info: dict[str, Any]
     points: list[LoadPoint] = Field(min_length=1)
-    repeats: list[LoadPoint] = []  # the first load again, in the middle and at the end, to show how stable the machine was
+    repeats: list[
+        LoadPoint
+    ] = []  # the first load again, in the middle and at the end, to show how stable the machine was
 
     @property
     def model_shape(self) -> dict[str, Any]:

@@ -49,7 +49,11 @@ def _price_warnings(result: CompareResult) -> Iterator[str]:
 
 def _figure(point: LoadPoint) -> Figure:
     parts = {"tok/s": point.tokens_per_second} if point.tokens_per_second else {}
-    for name, seconds in (("ms", point.request_seconds), ("TTFT ms", point.first_token_seconds), ("TPOT ms", point.tpot_seconds)):
+    for name, seconds in (
+        ("ms", point.request_seconds),
+        ("TTFT ms", point.first_token_seconds),
+        ("TPOT ms", point.tpot_seconds),
+    ):
         parts |= _median_ms(name, seconds)
     if point.request_seconds:
         parts["p99 ms"] = percentile(point.request_seconds, 0.99) * 1e3

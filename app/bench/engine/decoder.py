@@ -131,7 +131,9 @@ class DecoderLoad:
 SamplesByLoad = dict[DecoderLoad, WorkSamples]
 
 
-def measure_decoder_engine(checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, options: EngineBenchOptions) -> BenchOutcome:
+def measure_decoder_engine(
+    checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, options: EngineBenchOptions
+) -> BenchOutcome:
     """Build the engine as for serving, but without speculation, and measure it on this thread."""
     plan = replace(plan, speculation=Decision(False, "The bench times steps with one token per sequence."))
     loads = options.loads(plan)
@@ -141,17 +143,32 @@ def measure_decoder_engine(checkpoint: Checkpoint, plan: ServingPlan, facts: Fac
         load_seconds = time.perf_counter() - started
         advance("ceilings")
         machine = ceiling_sampler(plan, built.backend)
-        driver = DecoderDriver(built.engine, TokenPrompts(range(2, checkpoint.model_config.vocab_size)), plan.max_model_len.value)
-        weights = product_costs(built.model, checkpoint.model_config.vocab_size, largest_cache_bytes(facts, built.backend.device))
-        measured = {load: WorkSamples(weights.read_bytes, weights.operations(load.all_tokens, load.logit_rows)) for load in loads}
+        driver = DecoderDriver(
+            built.engine, TokenPrompts(range(2, checkpoint.model_config.vocab_size)), plan.max_model_len.value
+        )
+        weights = product_costs(
+            built.model, checkpoint.model_config.vocab_size, largest_cache_bytes(facts, built.backend.device)
+        )
+        measured = {
+            load: WorkSamples(weights.read_bytes, weights.operations(load.all_tokens, load.logit_rows))
+            for load in loads
+        }
         with closing(machine), torch.inference_mode(), gc_disabled():
             complete = _rounds(options, driver, measured, machine, advance)
     taken = {load: samples for load, samples in measured.items() if samples.seconds}
     kv_bytes = built.kv_cache.bytes_per_token * (PROMPT_TOKENS + min(options.steps_per_round, driver.segment_steps) / 2)
-    details = {"machine": facts.to_json(), "plan": plan.to_json(), "torch": torch.__version__, "load_seconds": load_seconds}
+    details = {
+        "machine": facts.to_json(),
+        "plan": plan.to_json(),
+        "torch": torch.__version__,
+        "load_seconds": load_seconds,
+    }
     steps = {load.name: [round(seconds, 7) for seconds in samples.seconds] for load, samples in taken.items()}
     subject = f"{checkpoint.name}, {plan.precision.value}, {device_label(plan)}"
-    figures = (*machine.figures(), *(figure for load in taken for figure in _load_figures(load, taken[load], weights, kv_bytes)))
+    figures = (
+        *machine.figures(),
+        *(figure for load in taken for figure in _load_figures(load, taken[load], weights, kv_bytes)),
+    )
     notes = tuple(note for load, samples in taken.items() for note in _outliers(load, samples))
     return BenchOutcome("engine", subject, figures, details | {"step_seconds": steps}, complete, notes)
 
@@ -213,7 +230,11 @@ def gc_disabled() -> Iterator[None]:
 
 
 def _rounds(
-    options: EngineBenchOptions, driver: DecoderDriver, measured: SamplesByLoad, machine: CeilingSampler, advance: AdvanceProgress
+    options: EngineBenchOptions,
+    driver: DecoderDriver,
+    measured: SamplesByLoad,
+    machine: CeilingSampler,
+    advance: AdvanceProgress,
 ) -> bool:
     """Run every load in every round, with a sample of the ceilings between any two loads.
 

@@ -84,7 +84,9 @@ class DecoderDriver:
         for _ in range(MAX_STEPS):
             if self._step()[1] == (0, rows):
                 return
-        raise MeasurementFailed(f"{rows} sequences never decoded together: the plan runs fewer, or the KV cache is too small")
+        raise MeasurementFailed(
+            f"{rows} sequences never decoded together: the plan runs fewer, or the KV cache is too small"
+        )
 
     def _add(self, num_tokens: int, max_tokens: int) -> str:
         name = f"bench-{next(self._names)}"

@@ -168,7 +168,12 @@ def measure_encoder_engine(
         with closing(machine), torch.inference_mode(), gc_disabled():
             complete = run_batch_rounds(options, EncoderDriver(built.engine, config), measured, machine, advance)
     taken = {load: each for load, each in measured.items() if each.samples.seconds}
-    details = {"machine": facts.to_json(), "plan": plan.to_json(), "torch": torch.__version__, "load_seconds": load_seconds}
+    details = {
+        "machine": facts.to_json(),
+        "plan": plan.to_json(),
+        "torch": torch.__version__,
+        "load_seconds": load_seconds,
+    }
     seconds = {load.name: [round(one, 7) for one in each.samples.seconds] for load, each in taken.items()}
     subject = f"{checkpoint.name}, {plan.precision.value}, {device_label(plan)}"
     figures = (*machine.figures(), *(_figure(load, taken[load], machine) for load in taken))
@@ -294,5 +299,9 @@ def _figure(load: EncoderLoad, taken: BatchTimes, machine: CeilingSampler) -> Fi
 
 def _notes(built: BuiltEncoder | BuiltDeviceEncoder) -> tuple[str, ...]:
     replay = built.runner.replay
-    how = f"steps of up to {replay.most_tokens} tokens were replayed natively" if not replay.reason else f"eager: {replay.reason}"
+    how = (
+        f"steps of up to {replay.most_tokens} tokens were replayed natively"
+        if not replay.reason
+        else f"eager: {replay.reason}"
+    )
     return (f"{how}.",)

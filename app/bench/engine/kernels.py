@@ -70,7 +70,9 @@ class DecodeAttention:
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        shape = KvShape(num_layers=LAYERS, num_slots=SEQUENCES, max_len=KV_TOKENS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+        shape = KvShape(
+            num_layers=LAYERS, num_slots=SEQUENCES, max_len=KV_TOKENS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM
+        )
         self._cache = KvCache(shape, dtype)
         written = torch.randn(2, self._cache.stride, KV_HEADS, HEAD_DIM)
         for layer in self._cache.layers:
@@ -100,8 +102,12 @@ class DecodeAttention:
 
     def _recorded(self) -> Callable[[], object]:
         steps: list[tuple[OpCode, ctypes.Structure]] = []
-        with observe_operations(lambda code, arguments: steps.append((code, arguments))):  # `kept` owns the output buffers
-            outputs = [attend(self._query, layer, self._step, HEAD_DIM**-0.5, None, None) for layer in self._cache.layers]
+        with observe_operations(
+            lambda code, arguments: steps.append((code, arguments))
+        ):  # `kept` owns the output buffers
+            outputs = [
+                attend(self._query, layer, self._step, HEAD_DIM**-0.5, None, None) for layer in self._cache.layers
+            ]
         operations, library = operation_array(steps), native_library().library
         assert library is not None, "available: here() was checked first"
         return lambda: (library.armature_run(ctypes.byref(operations), len(steps), torch.get_num_threads()), outputs)
@@ -132,7 +138,9 @@ def measure_kernels(plan: ServingPlan, facts: Facts, rounds: int) -> BenchOutcom
     timed: dict[KernelCase, WorkSamples] = {}
     machine = CpuCeilingSampler(plan.threads.value, torch.int8, (torch.int8,))
     with (
-        progress(rounds * (len(FORMS) * len(SHAPES) + len(ATTENTION) * DecodeAttention.available()) + 1, "packing") as advance,
+        progress(
+            rounds * (len(FORMS) * len(SHAPES) + len(ATTENTION) * DecodeAttention.available()) + 1, "packing"
+        ) as advance,
         closing(machine),
         torch.inference_mode(),
     ):
@@ -146,7 +154,9 @@ def measure_kernels(plan: ServingPlan, facts: Facts, rounds: int) -> BenchOutcom
         "torch": torch.__version__,
         "threads": plan.threads.value,
     }
-    return BenchOutcome("kernels", f"{native_library().level}, {plan.threads.value} threads", figures, details, complete)
+    return BenchOutcome(
+        "kernels", f"{native_library().level}, {plan.threads.value} threads", figures, details, complete
+    )
 
 
 def _copies(packing: IntPanelFactory, shape: tuple[int, int]) -> list[IntPanelLinear]:
@@ -170,7 +180,9 @@ def _run_rounds(
     advance: AdvanceProgress,
 ) -> bool:
     """Run all rounds. Ctrl-C stops early, keeps the measurements, and makes the result False."""
-    attending = {name: DecodeAttention(dtype) for name, dtype in ATTENTION.items()} if DecodeAttention.available() else {}
+    attending = (
+        {name: DecodeAttention(dtype) for name, dtype in ATTENTION.items()} if DecodeAttention.available() else {}
+    )
     try:
         for _ in range(rounds):
             for (name, shape), copies in weights.items():
@@ -206,7 +218,9 @@ def _time_product(copies: list[IntPanelLinear], rows: int) -> list[float]:
     x = quantise(torch.randn(rows, form.inputs).bfloat16(), form.group)
     y = torch.empty(rows, form.outputs, dtype=torch.bfloat16)
     used = copies if rows < MANY_ROWS else copies[:4]
-    steps = [(OpCode.LINEAR_INT, copy.product_arguments(x, y.data_ptr(), y.stride(0), ProductOutput.BF16)) for copy in used]
+    steps = [
+        (OpCode.LINEAR_INT, copy.product_arguments(x, y.data_ptr(), y.stride(0), ProductOutput.BF16)) for copy in used
+    ]
     operations, library = operation_array(steps), native_library().library
     assert library is not None, "measure() checked that the library is loaded"
     seconds = []
@@ -222,14 +236,18 @@ def _figures(timed: dict[KernelCase, WorkSamples]) -> Iterator[Figure]:
     for (name, shape, rows), one in timed.items():
         if dtype := ATTENTION.get((name, shape, rows)):
             label, target = f"decode {name}, {SEQUENCES} × {KV_TOKENS} tokens", 0.8 if dtype == torch.bfloat16 else None
-            yield Figure(label, one.middle * 1e6, "us", ratio=one.read_share, against="memory read", target=target, is_share=True)
+            yield Figure(
+                label, one.middle * 1e6, "us", ratio=one.read_share, against="memory read", target=target, is_share=True
+            )
             continue
         label = f"{name} {shape[0]}×{shape[1]}, {rows} row{'s' if rows > 1 else ''}"
         bound, share = one.bound
         target = {1: 0.9, 4: 0.8}.get(rows) if name == "int4" else None
         if name == "int4" and rows == ROWS[-1]:
             bound, share, target = "product rate", one.product_share, 0.75
-        yield Figure(label, one.middle * 1e6, "us", p99=one.p99 * 1e6, ratio=share, against=bound, target=target, is_share=True)
+        yield Figure(
+            label, one.middle * 1e6, "us", p99=one.p99 * 1e6, ratio=share, against=bound, target=target, is_share=True
+        )
         if name == "int4" and rows == 8:
             alone = timed[(name, shape, 1)].middle
             yield Figure(f"{label}, over 1 row", one.middle / alone, "times", target=1.6, at_most=True)

@@ -74,7 +74,11 @@ class ProgramLoad:
 
 
 def measure_program_engine(
-    checkpoint: ProgramCheckpoint, plan: ServingPlan, facts: Facts, steps: StepTimeTable | None, options: EngineBenchOptions
+    checkpoint: ProgramCheckpoint,
+    plan: ServingPlan,
+    facts: Facts,
+    steps: StepTimeTable | None,
+    options: EngineBenchOptions,
 ) -> BenchOutcome:
     """Build the engine as for serving and measure it on this thread.
 
@@ -93,13 +97,22 @@ def measure_program_engine(
         machine = CpuCeilingSampler(plan.threads.value, own, {own})
         measured = {load: BatchTimes(_minimum_work(checkpoint, plan, facts, load)) for load in loads}
         with closing(machine), torch.inference_mode(), gc_disabled():
-            complete = run_batch_rounds(options, ProgramDriver(engine, checkpoint.signature), measured, machine, advance)
+            complete = run_batch_rounds(
+                options, ProgramDriver(engine, checkpoint.signature), measured, machine, advance
+            )
     taken = {load: each for load, each in measured.items() if each.samples.seconds}
-    details = {"machine": facts.to_json(), "plan": plan.to_json(), "torch": torch.__version__, "load_seconds": load_seconds}
+    details = {
+        "machine": facts.to_json(),
+        "plan": plan.to_json(),
+        "torch": torch.__version__,
+        "load_seconds": load_seconds,
+    }
     seconds = {load.name: [round(one, 7) for one in each.samples.seconds] for load, each in taken.items()}
     subject = f"{checkpoint.name}, {plan.precision.value}, {plan.threads.value} threads"
     figures = (*machine.figures(), *(_figure(load, each) for load, each in taken.items()))
-    return BenchOutcome("engine", subject, figures, details | {"batch_seconds": seconds}, complete, _notes(checkpoint, plan))
+    return BenchOutcome(
+        "engine", subject, figures, details | {"batch_seconds": seconds}, complete, _notes(checkpoint, plan)
+    )
 
 
 class ProgramDriver:
@@ -114,7 +127,9 @@ class ProgramDriver:
         """Return the seconds from an idle engine to the answer of one request, and those spent in the program."""
         if load not in self._inputs:
             tensors = synthetic_inputs(self._signature, load.rows)
-            self._inputs[load] = {spec.name: to_array(tensors[spec.name], spec.datatype) for spec in self._signature.inputs}
+            self._inputs[load] = {
+                spec.name: to_array(tensors[spec.name], spec.datatype) for spec in self._signature.inputs
+            }
         self._number += 1
         outputs = tuple(spec.name for spec in self._signature.outputs)
         order = Infer(f"bench-{self._number}", self._inputs[load], outputs, time.monotonic())
@@ -141,7 +156,9 @@ def _figure(load: ProgramLoad, taken: BatchTimes) -> Figure:
         "samples/s": load.rows / samples.middle,
         "in the model": median(taken.model_shares),
     }
-    bound_share = (share, bound) if share > 0.0 else (None, "")  # 0: the program has neither linear layers nor convolutions
+    bound_share = (
+        (share, bound) if share > 0.0 else (None, "")
+    )  # 0: the program has neither linear layers nor convolutions
     return Figure(
         load.name,
         samples.middle * 1e3,
@@ -155,7 +172,9 @@ def _figure(load: ProgramLoad, taken: BatchTimes) -> Figure:
 
 
 def _notes(checkpoint: ProgramCheckpoint, plan: ServingPlan) -> tuple[str, ...]:
-    steps = f"Steps have up to {plan.batch_target_tokens.value} rows; rows are synthetic, and integers in them are 0 or 1."
+    steps = (
+        f"Steps have up to {plan.batch_target_tokens.value} rows; rows are synthetic, and integers in them are 0 or 1."
+    )
     millions = operations_per_row(checkpoint, FREE_DIMENSION_SIZE) / 1e6
     counted = f"Counted are linear layers and convolutions: {millions:,.3g} million operations a row."
     free = (f"Free dimensions are {FREE_DIMENSION_SIZE}.",) if checkpoint.needs().rows_vary else ()

@@ -181,7 +181,9 @@ def loaded_weight_bytes(model: nn.Module) -> int:
     """
     forms = {id(module.form): module.form.nbytes for module in model.modules() if isinstance(module, Linear)}
     shared = [
-        module for module in model.modules() if getattr(module, "form", None) is not None and not isinstance(module, Linear)
+        module
+        for module in model.modules()
+        if getattr(module, "form", None) is not None and not isinstance(module, Linear)
     ]
     unused = {id(weight) for module in shared for weight in module.parameters()}
     return sum(forms.values()) + sum(weight.nbytes for weight in model.parameters() if id(weight) not in unused)
@@ -197,9 +199,17 @@ def _figures(scores: dict[str, PrecisionScore], num_parameters: int) -> Iterator
         if reference is not None and reference is not score:
             ratio, against = perplexity / reference.perplexity(windows), "FP32"
         yield Figure(
-            f"{name}, perplexity", perplexity, "", ratio=ratio, against=against, target=PERPLEXITY_TARGETS.get(name), at_most=True
+            f"{name}, perplexity",
+            perplexity,
+            "",
+            ratio=ratio,
+            against=against,
+            target=PERPLEXITY_TARGETS.get(name),
+            at_most=True,
         )
         if ratio is not None and reference is not None:
-            yield Figure(f"{name}, same most likely token", 100 * score.agreement(reference), "% of tokens", against="FP32")
+            yield Figure(
+                f"{name}, same most likely token", 100 * score.agreement(reference), "% of tokens", against="FP32"
+            )
         if PRECISION_PAIRS[name][1] != "int8":
             yield Figure(f"{name}, weights", score.weight_bytes / num_parameters, "B per parameter")

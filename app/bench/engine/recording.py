@@ -96,7 +96,9 @@ class ReplayMode:
         self.seconds[rows] += self.driver.decode(rows, STEPS_PER_ROUND)
 
 
-def measure_replay(checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, settings: Settings, rounds: int) -> BenchOutcome:
+def measure_replay(
+    checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, settings: Settings, rounds: int
+) -> BenchOutcome:
     """Build both engines as for serving and measure them. Ctrl-C keeps the measurements so far."""
     plans = {plan.precision.value: plan, **_in_fp32(checkpoint, facts, settings)}
     complete, modes = True, []
@@ -126,7 +128,9 @@ def _replay_modes(precision: str, checkpoint: Checkpoint, plan: ServingPlan) -> 
     built.engine.scheduler.speculation = None  # a step must produce exactly one token per row
     replay = built.runner.model
     assert isinstance(replay, DecoderReplay), "decoders are built with one"
-    driver = DecoderDriver(built.engine, TokenPrompts(range(2, checkpoint.decoder.vocab_size)), plan.max_model_len.value)
+    driver = DecoderDriver(
+        built.engine, TokenPrompts(range(2, checkpoint.decoder.vocab_size)), plan.max_model_len.value
+    )
     kinds = (EAGER,) if precision == "fp32" or replay.reason else (EAGER, RECORDED)
     return [ReplayMode(precision, how, driver, replay) for how in kinds]
 
@@ -160,8 +164,12 @@ def _figures(modes: list[ReplayMode]) -> Iterator[Figure]:
 TARGET_MICROSECONDS = 20.0
 INSTRUMENTS = "with counters and histograms"
 STEPS_PER_SAMPLE, SAMPLES_PER_ROUND = 20, 500
-STEP_TIMES = StepTimeTable.from_trial(TrialTimes("int4", 2, {1: 0.016, 8: 0.030}, {128: 0.2}, context_token_seconds=1e-6))
-DECODE_STEP = StepStats(0.031, decode_tokens=8, num_sequences=8, num_decode_sequences=8, model_seconds=0.030, context_tokens=800)
+STEP_TIMES = StepTimeTable.from_trial(
+    TrialTimes("int4", 2, {1: 0.016, 8: 0.030}, {128: 0.2}, context_token_seconds=1e-6)
+)
+DECODE_STEP = StepStats(
+    0.031, decode_tokens=8, num_sequences=8, num_decode_sequences=8, model_seconds=0.030, context_tokens=800
+)
 MIXED_STEP = StepStats(
     STEP_TIMES.mixed(8, 64, 800),
     64,
@@ -184,7 +192,10 @@ class StepInstruments:
         garbage = self.watch.gc_control
         cpu_stat = find_cpu_stat(HostFiles(Path("/")))
         self.watch.slow_steps = SlowStepDetector(
-            UsualStepTimes(STEP_TIMES), lambda: garbage.seconds, lambda: throttled_seconds(cpu_stat), first_touch_seconds()
+            UsualStepTimes(STEP_TIMES),
+            lambda: garbage.seconds,
+            lambda: throttled_seconds(cpu_stat),
+            first_touch_seconds(),
         )
         self._snapshot = EngineSnapshot()
         self._next_step = 0

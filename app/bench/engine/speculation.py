@@ -149,7 +149,9 @@ class AnswerDriver:
         self._engine, self._max_tokens = engine, max_tokens
         self._number = 0
 
-    def generate(self, prompt: Sequence[int], speculation: Speculation | None, text: Sequence[int] = ()) -> GreedyAnswer:
+    def generate(
+        self, prompt: Sequence[int], speculation: Speculation | None, text: Sequence[int] = ()
+    ) -> GreedyAnswer:
         """Generate one answer of up to `max_tokens` tokens.
 
         If `text` (prompt included) is given, the answer is forced to it.

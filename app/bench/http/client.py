@@ -184,7 +184,9 @@ class ArmatureClient:
         answer = await self.wire.post("/tokenize", {"prompt": COMMON_WORDS, "add_special_tokens": False})
         return TokenPrompts(answer.raise_for_status("/tokenize").json()["token_ids"], seed)
 
-    async def generate(self, token_ids: Sequence[int], max_tokens: int, on_chunk: OnChunk | None = None) -> StreamTiming:
+    async def generate(
+        self, token_ids: Sequence[int], max_tokens: int, on_chunk: OnChunk | None = None
+    ) -> StreamTiming:
         """Request one greedy answer of exactly `max_tokens` tokens, read until `on_piece` returns False.
 
         Raises:
@@ -197,7 +199,9 @@ class ArmatureClient:
             went_on = on_chunk is None or on_chunk(num_chunks)
             return went_on
 
-        stream = await stream_request(self.wire, GENERATE_DIALECTS["native"], StreamRequest(list(token_ids), max_tokens), noted)
+        stream = await stream_request(
+            self.wire, GENERATE_DIALECTS["native"], StreamRequest(list(token_ids), max_tokens), noted
+        )
         if went_on and stream.num_tokens != max_tokens:
             raise MeasurementFailed(f"asked for {max_tokens} tokens, the server sent {stream.num_tokens}")
         return stream

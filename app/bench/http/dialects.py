@@ -65,7 +65,12 @@ def _native_body(ask: StreamRequest) -> Json:
 
 
 def _openai_body(ask: StreamRequest) -> Json:
-    body: Json = {"max_tokens": ask.max_tokens, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+    body: Json = {
+        "max_tokens": ask.max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     if ask.ignore_eos:
         body["ignore_eos"] = True  # not an OpenAI field; vLLM, llama.cpp and Armature support it
     return body | ({"model": ask.model} if ask.model else {})
@@ -155,7 +160,9 @@ def _oip_sizes(answer: Any) -> list[int]:
 
 EMBED_DIALECTS: Mapping[str, EmbedDialect] = {
     "openai": EmbedDialect(
-        lambda model: "/v1/embeddings", _openai_embed_body, lambda answer: _sizes([each["embedding"] for each in answer["data"]])
+        lambda model: "/v1/embeddings",
+        _openai_embed_body,
+        lambda answer: _sizes([each["embedding"] for each in answer["data"]]),
     ),
     "native": EmbedDialect(lambda model: "/embed", _inputs_body, lambda answer: _sizes(answer["embeddings"])),
     "tei": EmbedDialect(lambda model: "/embed", _inputs_body, _sizes),

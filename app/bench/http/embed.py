@@ -134,7 +134,9 @@ async def send_texts(wire: HttpClient, dialect: EmbedDialect, model: str | None,
     return (await wire.post(path, dialect.body(texts, model))).raise_for_status(path).body
 
 
-async def text_prompts_for(wire: HttpClient, dialect: EmbedDialect, model: str | None, seed: int) -> tuple[TextPrompts, str]:
+async def text_prompts_for(
+    wire: HttpClient, dialect: EmbedDialect, model: str | None, seed: int
+) -> tuple[TextPrompts, str]:
     """Return a source of texts with a requested number of tokens, and a description of them.
 
     The number of tokens per word comes from the server's own counts for two probe texts.
@@ -144,7 +146,9 @@ async def text_prompts_for(wire: HttpClient, dialect: EmbedDialect, model: str |
         prompts = TextPrompts(1.0, DEFAULT_SPECIAL_TOKENS, seed)
         return prompts, "one word per token plus two special tokens: the server does not report token counts"
     tokens_per_word = (more - few) / (MORE_WORDS - FEW_WORDS)
-    return TextPrompts(tokens_per_word, few - FEW_WORDS * tokens_per_word, seed), "sized by the server's own token count"
+    return TextPrompts(
+        tokens_per_word, few - FEW_WORDS * tokens_per_word, seed
+    ), "sized by the server's own token count"
 
 
 async def _probe_tokens(wire: HttpClient, dialect: EmbedDialect, model: str | None, num_words: int) -> int | None:

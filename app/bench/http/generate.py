@@ -53,7 +53,11 @@ class GenerateBench:
 
     def bounds(self, level: LoadLevel) -> RunLimits:
         """Return the default limits of one run: requests per client in a closed loop, seconds in an open loop."""
-        return RunLimits(num_requests=REQUESTS_PER_CLIENT * level.clients) if level.clients else RunLimits(seconds=OPEN_SECONDS)
+        return (
+            RunLimits(num_requests=REQUESTS_PER_CLIENT * level.clients)
+            if level.clients
+            else RunLimits(seconds=OPEN_SECONDS)
+        )
 
     async def traffic(self, wire: HttpClient, target: ServerTarget) -> tuple[GenerateTraffic, str]:
         """Return the traffic for one server, and a description of its prompts."""
@@ -72,7 +76,9 @@ class GenerateBench:
         read = [stream.usage.prompt_tokens for stream in streams if stream.usage is not None]
         num_chunks = sum(len(stream.chunks) for stream in streams)
         tokens = sum(stream.num_tokens for stream in streams)
-        yield f"{name}: prompts are {prompts}" + (f", {statistics.median(read):g} tokens by its own count." if read else ".")
+        yield f"{name}: prompts are {prompts}" + (
+            f", {statistics.median(read):g} tokens by its own count." if read else "."
+        )
         if any(stream.usage is None for stream in streams):
             yield f"{name}: no usage in its answers: each chunk is counted as one token."
         if tokens > MULTI_TOKEN_CHUNKS * num_chunks:

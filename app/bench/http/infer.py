@@ -98,13 +98,16 @@ def parse_inputs(metadata: Mapping[str, Any], path: str) -> tuple[ModelInput, ..
     """
     try:
         inputs = tuple(
-            ModelInput(str(one["name"]), str(one["datatype"]), tuple(map(int, one["shape"][1:]))) for one in metadata["inputs"]
+            ModelInput(str(one["name"]), str(one["datatype"]), tuple(map(int, one["shape"][1:])))
+            for one in metadata["inputs"]
         )
     except (LookupError, TypeError, ValueError) as error:
         raise MeasurementFailed(f"{path} does not describe the model's inputs: {str(metadata)[:200]}") from error
     unsupported = [one for one in inputs if one.datatype not in _GENERATORS]
     if unsupported or not inputs:
-        complaint = f"takes {unsupported[0].name!r} of datatype {unsupported[0].datatype}" if unsupported else "takes no inputs"
+        complaint = (
+            f"takes {unsupported[0].name!r} of datatype {unsupported[0].datatype}" if unsupported else "takes no inputs"
+        )
         raise MeasurementFailed(
             f"{path}: the model {complaint}; --kind infer generates numbers only (for texts use --kind embed --api oip)"
         )
@@ -151,7 +154,9 @@ def _body(inputs: Sequence[ModelInput], rows: InferWorkload, free: int, rng: num
         tensors.append({"name": each.name, "datatype": each.datatype, "shape": shape, "parameters": sizes})
         parts.append(part)
     head = json.dumps({"inputs": tensors, "parameters": {"binary_data_output": True}}).encode()
-    return HttpBody(b"".join((head, *parts)), f"Content-Type: application/octet-stream\r\n{BINARY_HEADER}: {len(head)}\r\n")
+    return HttpBody(
+        b"".join((head, *parts)), f"Content-Type: application/octet-stream\r\n{BINARY_HEADER}: {len(head)}\r\n"
+    )
 
 
 Array = Any

@@ -31,7 +31,9 @@ ITL_TARGET = 3.0
 PREFIX_TARGET = 0.15
 
 
-async def inter_token_latency(client: ArmatureClient, prompt_tokens: int, rounds: int, advance: AdvanceProgress) -> list[Figure]:
+async def inter_token_latency(
+    client: ArmatureClient, prompt_tokens: int, rounds: int, advance: AdvanceProgress
+) -> list[Figure]:
     """Measure the gaps between chunks of running streams.
 
     Compares the gaps before a long prompt of `prompt_tokens` is sent with those from then until its first token.
@@ -60,7 +62,9 @@ async def inter_token_latency(client: ArmatureClient, prompt_tokens: int, rounds
     ]
 
 
-async def _one_arrival(client: ArmatureClient, prompts: TokenPrompts, prompt_tokens: int) -> tuple[list[float], list[float]]:
+async def _one_arrival(
+    client: ArmatureClient, prompts: TokenPrompts, prompt_tokens: int
+) -> tuple[list[float], list[float]]:
     counts = [0] * NUM_STREAMS
     warm, over = asyncio.Event(), asyncio.Event()
 
@@ -99,7 +103,9 @@ async def _one_arrival(client: ArmatureClient, prompts: TokenPrompts, prompt_tok
     return [gap for each in streams for gap in each.gaps(until=sent)], during
 
 
-async def shared_prefix(client: ArmatureClient, prefix_tokens: int, rounds: int, advance: AdvanceProgress) -> list[Figure]:
+async def shared_prefix(
+    client: ArmatureClient, prefix_tokens: int, rounds: int, advance: AdvanceProgress
+) -> list[Figure]:
     """Measure the time to first token of a prompt, and of a second prompt with the same first tokens.
 
     The second prompt is sent after the first was answered.
@@ -116,7 +122,9 @@ async def shared_prefix(client: ArmatureClient, prefix_tokens: int, rounds: int,
         advance(f"prefix {number + 1} of {rounds}")
     ratios = [second / first for first, second in zip(firsts, seconds, strict=True)]
     return [
-        Figure(f"TTFT, {prefix_tokens + TAIL_TOKENS} tokens", statistics.median(firsts) * 1e3, "ms", p99=max(firsts) * 1e3),
+        Figure(
+            f"TTFT, {prefix_tokens + TAIL_TOKENS} tokens", statistics.median(firsts) * 1e3, "ms", p99=max(firsts) * 1e3
+        ),
         Figure(
             f"TTFT, {prefix_tokens} of them cached",
             statistics.median(seconds) * 1e3,

@@ -164,7 +164,9 @@ class LoadJob:
 class LoadResults:
     """All measurements so far; they survive an interruption."""
 
-    runs: dict[tuple[LoadLevel, int], list[LoadRun[Any]]] = field(default_factory=dict)  # keys: level and index of the target
+    runs: dict[tuple[LoadLevel, int], list[LoadRun[Any]]] = field(
+        default_factory=dict
+    )  # keys: level and index of the target
     prompts: dict[int, str] = field(default_factory=dict)
 
 
@@ -216,7 +218,9 @@ async def _run_once(
 ) -> None:
     await traffic.warm_up((level.clients or 1) if job.warm_up is None else job.warm_up)
     bounds = job.bench.bounds(level) if job.bounds == RunLimits() else job.bounds
-    watching = asyncio.create_task(report_progress(f"{level.label}: {{:,.0f}} {job.bench.unit}s/s", bounds, run, advance))
+    watching = asyncio.create_task(
+        report_progress(f"{level.label}: {{:,.0f}} {job.bench.unit}s/s", bounds, run, advance)
+    )
     try:
         if level.clients:
             await traffic.run_closed_loop(run, level.clients, bounds)
@@ -247,7 +251,9 @@ def _servers_under_load(job: LoadJob, found: LoadResults) -> Iterator[tuple[Serv
         for index, target in enumerate(job.targets):
             name = target.name if len(job.targets) > 1 else ""
             sides.append(
-                ServerRuns(f"{level.label} {name}".rstrip(), name, found.runs.get((level, index), []), bool(level.clients))
+                ServerRuns(
+                    f"{level.label} {name}".rstrip(), name, found.runs.get((level, index), []), bool(level.clients)
+                )
             )
         for index, side in enumerate(sides):
             yield side, sides[1] if index == 0 and len(sides) > 1 else None
@@ -263,7 +269,11 @@ def _notes(job: LoadJob, found: LoadResults) -> Iterator[str]:
     """Yield notes that the reader needs to judge the figures, and one message for each kind of failure."""
     for index, target in enumerate(job.targets):
         answered = [
-            each for (_, which), stretch in found.runs.items() if which == index for run in stretch for each in run.answered
+            each
+            for (_, which), stretch in found.runs.items()
+            if which == index
+            for run in stretch
+            for each in run.answered
         ]
         if answered:
             yield from job.bench.caveats(target.name, answered, found.prompts.get(index, ""))
@@ -323,10 +333,14 @@ def measure_server(job: ServerBenchJob) -> BenchOutcome:
     Raises:
         MeasurementFailed: The server could not be measured.
     """
-    units = {"start": job.rounds + 1, "memory": 1, "wait": 1 + len(LOAD_FRACTIONS) * job.rounds}.get(job.bench, job.rounds)
+    units = {"start": job.rounds + 1, "memory": 1, "wait": 1 + len(LOAD_FRACTIONS) * job.rounds}.get(
+        job.bench, job.rounds
+    )
     with progress(units, f"bench {job.bench}") as advance, event_loop() as runner:
         figures = runner.run(_measured_figures(job, advance))
-    return BenchOutcome(job.bench, job.subject, tuple(figures), {"rounds": job.rounds, "flags": list(job.flags), "url": job.url})
+    return BenchOutcome(
+        job.bench, job.subject, tuple(figures), {"rounds": job.rounds, "flags": list(job.flags), "url": job.url}
+    )
 
 
 async def _measured_figures(job: ServerBenchJob, advance: AdvanceProgress) -> Sequence[Figure]:

@@ -187,10 +187,17 @@ def rate_figure(counted: RateMetric[W], side: ServerRuns[W], against: ServerRuns
         parts |= {"req/s": side.requests_per_second, "answered": len(side.answered)}
     median = statistics.median(units_per_second(run, side.closed, weight) for run in side.runs if run.answered)
     pairs = [] if against is None else side.pairs(against)
-    ratios = [units_per_second(run, side.closed, weight) / units_per_second(its, side.closed, weight) for run, its in pairs]
+    ratios = [
+        units_per_second(run, side.closed, weight) / units_per_second(its, side.closed, weight) for run, its in pairs
+    ]
     ratio = statistics.median(ratios) if ratios else None
     return Figure(
-        f"{side.label} {counted.what}", median, counted.unit, ratio=ratio, against=against.server if against else "", parts=parts
+        f"{side.label} {counted.what}",
+        median,
+        counted.unit,
+        ratio=ratio,
+        against=against.server if against else "",
+        parts=parts,
     )
 
 

@@ -62,7 +62,9 @@ async def running_server(url: str | None, flags: Sequence[str]) -> AsyncIterator
 
 @asynccontextmanager
 async def _start_server(flags: Sequence[str]) -> AsyncIterator[BenchServer]:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(_PACKAGES), os.environ.get("PYTHONPATH"))))}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(_PACKAGES), os.environ.get("PYTHONPATH"))))
+    }
     # -P: do not import an `app` folder in the current directory.
     command = (sys.executable, "-P", "-m", "app", "serve", "--port", "0", "--host", "127.0.0.1", *flags)
     started = time.perf_counter()

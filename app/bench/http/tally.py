@@ -116,7 +116,9 @@ class GenerateTraffic:
 
     async def _one(self, run: GenerateRun, client: int, intended: float) -> GenerateTiming:
         ask = self._ask()
-        return GenerateTiming(intended, client, ask.max_tokens, await stream_request(self._wire, self._dialect, ask, run.note))
+        return GenerateTiming(
+            intended, client, ask.max_tokens, await stream_request(self._wire, self._dialect, ask, run.note)
+        )
 
     def _ask(self) -> StreamRequest:
         wanted = self._workload
@@ -164,7 +166,9 @@ async def _tokenize_common_words(wire: HttpClient) -> list[int]:
     return []
 
 
-async def _accepts_token_ids(wire: HttpClient, dialect: GenerateDialect, token_ids: list[int], model: str | None) -> bool:
+async def _accepts_token_ids(
+    wire: HttpClient, dialect: GenerateDialect, token_ids: list[int], model: str | None
+) -> bool:
     """Return True if the server accepts token ids as a prompt and counts them as such."""
     try:
         stream = await _send_probe(wire, dialect, model, token_ids[:PROBE_IDS])
@@ -175,12 +179,16 @@ async def _accepts_token_ids(wire: HttpClient, dialect: GenerateDialect, token_i
     return stream.usage is None or stream.usage.prompt_tokens == PROBE_IDS
 
 
-async def _counted_prompt_tokens(wire: HttpClient, dialect: GenerateDialect, model: str | None, num_words: int) -> int | None:
+async def _counted_prompt_tokens(
+    wire: HttpClient, dialect: GenerateDialect, model: str | None, num_words: int
+) -> int | None:
     usage = (await _send_probe(wire, dialect, model, TextPrompts(1.0, 0.0).words(num_words))).usage
     return None if usage is None or not usage.prompt_tokens else usage.prompt_tokens
 
 
-async def _send_probe(wire: HttpClient, dialect: GenerateDialect, model: str | None, prompt: str | list[int]) -> StreamTiming:
+async def _send_probe(
+    wire: HttpClient, dialect: GenerateDialect, model: str | None, prompt: str | list[int]
+) -> StreamTiming:
     return await stream_request(wire, dialect, StreamRequest(prompt, PROBE_TOKENS, model=model))
 
 
@@ -285,13 +293,20 @@ def stream_figures(
         requests = side.requests_per_second
         parts = {"overall": overall, "req/s": requests, "answered": len(answered)}
         yield Figure(
-            f"{label} tokens", rate, "tok/s", ratio=ratio, against=against.server if against is not None else "", parts=parts
+            f"{label} tokens",
+            rate,
+            "tok/s",
+            ratio=ratio,
+            against=against.server if against is not None else "",
+            parts=parts,
         )
         yield from _latencies(label, answered)
         if objective != LatencyObjective():
             good = sum(map(objective.met, answered))
             sent = sum(run.num_sent for run in runs)
-            yield Figure(f"{label} goodput", requests * good / len(answered), "req/s", ratio=good / sent, against="all sent")
+            yield Figure(
+                f"{label} goodput", requests * good / len(answered), "req/s", ratio=good / sent, against="all sent"
+            )
     yield from failure_figures(side)
 
 

@@ -111,7 +111,9 @@ class HttpClient:
         """Send `body` as JSON; `sink` receives the response body as it arrives."""
         return await self.exchange("POST", path, HttpBody(json.dumps(body, ensure_ascii=False).encode()), sink)
 
-    async def exchange(self, method: str, path: str, body: HttpBody | None, sink: BodySink | None = None) -> HttpResponse:
+    async def exchange(
+        self, method: str, path: str, body: HttpBody | None, sink: BodySink | None = None
+    ) -> HttpResponse:
         """Send a request and return the response, whatever its status.
 
         Raises:

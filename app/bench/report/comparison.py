@@ -52,10 +52,17 @@ def headline_sentences(results: Sequence[CompareResult]) -> list[str]:
 
     For a single result, the sentence says what it reaches.
     """
-    sizes = [name for name, cases in group_by_size(load_cases(results)) if all(_curve_points(result, name) for result in results)]
+    sizes = [
+        name
+        for name, cases in group_by_size(load_cases(results))
+        if all(_curve_points(result, name) for result in results)
+    ]
     if not sizes:
         return ["These results have no load in common, so they cannot be compared."]
-    return [_single_sentence(results[0], size) if len(results) == 1 else _comparison_sentence(results, size) for size in sizes]
+    return [
+        _single_sentence(results[0], size) if len(results) == 1 else _comparison_sentence(results, size)
+        for size in sizes
+    ]
 
 
 def rate_within_p99(result: CompareResult, size: str, p99: float) -> float | None:
@@ -142,7 +149,9 @@ def _comparison_sentence(results: Sequence[CompareResult], size: str) -> str:
 
 
 def _ratio_phrase(name: str, ratio: float, noise: float) -> str:
-    if ratio > 0 and max(ratio, 1 / ratio) - 1 < noise:  # noise is a symmetric factor: a tenth of the rate is never "equal"
+    if (
+        ratio > 0 and max(ratio, 1 / ratio) - 1 < noise
+    ):  # noise is a symmetric factor: a tenth of the rate is never "equal"
         return f"{name} is as fast, within the {noise:.0%} accuracy of these measurements,"
     return f"{name} does {ratio:.2f} times as much"
 

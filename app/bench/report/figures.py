@@ -268,8 +268,12 @@ METRIC_GROUPS: tuple[MetricGroup, ...] = (
         "Pressure: share of time in which a thread waited for a core. The client's own: share of one core; above 50% it may be the limit.",
         (
             ReportMetric("throttled", "s", lambda measured: measured.point.throttled_seconds, more_is_better=None),
-            ReportMetric("taken by others", "%", lambda measured: _percent(measured.point.stolen_ratio), more_is_better=None),
-            ReportMetric("pressure", "%", lambda measured: _percent(measured.point.pressure_ratio), more_is_better=None),
+            ReportMetric(
+                "taken by others", "%", lambda measured: _percent(measured.point.stolen_ratio), more_is_better=None
+            ),
+            ReportMetric(
+                "pressure", "%", lambda measured: _percent(measured.point.pressure_ratio), more_is_better=None
+            ),
             ReportMetric(
                 "the client's own", "%", lambda measured: _percent(measured.point.client_cpu_ratio), more_is_better=None
             ),

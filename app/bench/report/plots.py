@@ -140,12 +140,16 @@ def inline_svg(svg: str, name: str, alternative: str) -> str:
     body = svg[svg.index("<svg") :]
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
     body = re.sub(r"<!--.*?-->\s*", "", body, flags=re.DOTALL)
-    body = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", body, flags=re.DOTALL)  # it would apply to the whole page
+    body = re.sub(
+        r"<defs>\s*<style.*?</style>\s*</defs>", "", body, flags=re.DOTALL
+    )  # it would apply to the whole page
     used = set(re.findall(r'(?:href="|url\()#([\w.-]+)', body))
     body = re.sub(r' id="([\w.-]+)"', lambda found: f' id="{name}-{found[1]}"' if found[1] in used else "", body)
     body = re.sub(r'(href="|url\()#', rf"\1#{name}-", body)
     body = re.sub(
-        r"#[0-9a-f]{6}\b", lambda found: f"var(--{CSS_VARIABLES[found[0]]})" if found[0] in CSS_VARIABLES else found[0], body
+        r"#[0-9a-f]{6}\b",
+        lambda found: f"var(--{CSS_VARIABLES[found[0]]})" if found[0] in CSS_VARIABLES else found[0],
+        body,
     )
     box = re.search(r'viewBox="[^"]+"', body)
     assert box, "matplotlib writes a viewBox"
@@ -279,7 +283,9 @@ def _panels(cases: Sequence[LoadCase]) -> list[_Panel]:
             _Panel("whole answer", case, lambda point: point.request_seconds),
         ]
     else:
-        panels = [_Panel(load_name(case.load), case, lambda point: point.request_seconds) for case in _extreme_cases(shared)]
+        panels = [
+            _Panel(load_name(case.load), case, lambda point: point.request_seconds) for case in _extreme_cases(shared)
+        ]
     return [panel for panel in panels if any(each and panel.column(each.point) for each in panel.case.measured)]
 
 
@@ -334,7 +340,9 @@ class _ThroughputCurve:
 
 def throughput_plots(cases: Sequence[LoadCase], names: Sequence[str]) -> list[Plot]:
     """Return one plot by clients and one by batch size, if they were varied."""
-    return [_plot(axis, lines, cases, names) for axis in _AXES if (lines := _throughput_curves(axis, cases, len(names)))]
+    return [
+        _plot(axis, lines, cases, names) for axis in _AXES if (lines := _throughput_curves(axis, cases, len(names)))
+    ]
 
 
 def _plot(axis: str, lines: Sequence[_ThroughputCurve], cases: Sequence[LoadCase], names: Sequence[str]) -> Plot:
@@ -350,7 +358,9 @@ def _plot(axis: str, lines: Sequence[_ThroughputCurve], cases: Sequence[LoadCase
     def draw(figure: Figure) -> None:
         left, right = figure.subplots(1, 2)
         for curve in lines:
-            plot_style = line_style(curve.result) | {"linestyle": _DASHES[_sizes(lines).index(curve.size) % len(_DASHES)]}
+            plot_style = line_style(curve.result) | {
+                "linestyle": _DASHES[_sizes(lines).index(curve.size) % len(_DASHES)]
+            }
             places = [place for place, _, _ in curve.dots]
             left.plot(places, [rate for _, rate, _ in curve.dots], **plot_style)
             right.plot(places, [p99 for _, _, p99 in curve.dots], **plot_style)
@@ -366,13 +376,17 @@ def _plot(axis: str, lines: Sequence[_ThroughputCurve], cases: Sequence[LoadCase
 def _throughput_curves(axis: str, cases: Sequence[LoadCase], num_results: int) -> list[_ThroughputCurve]:
     found: dict[tuple[int, str, int], list[tuple[int, float, float]]] = {}
     for case in cases:
-        for index, held in ((index, held) for index in range(num_results) for along, held in axes_of(case.load) if along == axis):
+        for index, held in (
+            (index, held) for index in range(num_results) for along, held in axes_of(case.load) if along == axis
+        ):
             each = case.measured[index]
             p99 = each.quantile(lambda point: point.request_seconds, 0.99) if each else None
             if each and each.rate and p99 is not None:
                 dot = (getattr(case.load, axis), each.rate, p99 * MILLI)
                 found.setdefault((index, size_name(case.load), held), []).append(dot)
-    return [_ThroughputCurve(index, size, tuple(sorted(dots))) for (index, size, _), dots in found.items() if len(dots) > 1]
+    return [
+        _ThroughputCurve(index, size, tuple(sorted(dots))) for (index, size, _), dots in found.items() if len(dots) > 1
+    ]
 
 
 def _label(axes: Axes, axis: str, lines: Sequence[_ThroughputCurve], title: str, unit: str) -> None:
@@ -391,7 +405,10 @@ def _legend_handles(lines: Sequence[_ThroughputCurve]) -> list[Line2D]:
     sizes = _sizes(lines)
     if len(sizes) < 2:
         return []
-    return [Line2D([], [], color=MUTED, linestyle=_DASHES[index % len(_DASHES)], label=size) for index, size in enumerate(sizes)]
+    return [
+        Line2D([], [], color=MUTED, linestyle=_DASHES[index % len(_DASHES)], label=size)
+        for index, size in enumerate(sizes)
+    ]
 
 
 def _describe_curve(line: _ThroughputCurve, names: Sequence[str], unit: str) -> str:

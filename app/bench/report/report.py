@@ -69,13 +69,17 @@ def print_report(judged: Sequence[ResultNotes], sentences: Sequence[str], tables
 
 
 def _note_lines(judged: Sequence[ResultNotes]) -> list[RenderableType]:
-    lines: list[RenderableType] = [Text(f"{each.name}: caveat: {doubt}", "yellow") for each in judged for doubt in each.doubts]
+    lines: list[RenderableType] = [
+        Text(f"{each.name}: caveat: {doubt}", "yellow") for each in judged for doubt in each.doubts
+    ]
     return lines + [Text(f"{each.name}: {remark}", "dim") for each in judged for remark in each.remarks]
 
 
 def to_rich_table(table: ReportTable) -> Drawn:
     """Return the table as a rich table. A group's name appears only in its first row."""
-    made = Drawn(title=table.title, title_justify="left", title_style="bold", header_style="bold", box=None, padding=(0, 2, 0, 0))
+    made = Drawn(
+        title=table.title, title_justify="left", title_style="bold", header_style="bold", box=None, padding=(0, 2, 0, 0)
+    )
     if table.is_grouped:
         made.add_column(table.row_headings[0], no_wrap=True)
     made.add_column(table.row_headings[1], no_wrap=True)
@@ -109,7 +113,9 @@ def make_report(paths: Sequence[Path], folder: Path | None, force: bool, here: R
     results = [read_result(path) for path in paths]
     check_comparable(results, force)
     comparison = build_report_content(results, here)
-    written = None if folder is None else write_report(comparison, folder)  # first: the reader of the tables may close the pipe
+    written = (
+        None if folder is None else write_report(comparison, folder)
+    )  # first: the reader of the tables may close the pipe
     print_report(comparison.notes, comparison.sentences, comparison.tables)
     if written is not None:
         sys.stderr.write(f"{written} ({written.stat().st_size / 1e6:.1f} MB)\n")
@@ -118,7 +124,6 @@ def make_report(paths: Sequence[Path], folder: Path | None, force: bool, here: R
 
 def write_report(comparison: ReportContent, folder: Path) -> Path:
     """Write the page and each plot as a PNG file into `folder`. Only this needs matplotlib."""
-
     try:
         folder.mkdir(parents=True, exist_ok=True)
         sections = page_sections(comparison)

@@ -76,7 +76,9 @@ def cause_statistics(result: CompareResult) -> list[CauseStatistics]:
     slow = [step for step in steps if step.cause]
     whole = math.fsum(step.seconds for step in steps)
     names = dict.fromkeys(step.cause for step in slow)
-    found = [_cause_statistics(name, [step for step in slow if step.cause == name], len(steps), whole) for name in names]
+    found = [
+        _cause_statistics(name, [step for step in slow if step.cause == name], len(steps), whole) for name in names
+    ]
     return sorted(found, key=lambda cause: -cause.lost_share)
 
 

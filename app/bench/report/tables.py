@@ -169,7 +169,9 @@ def collect_notes(results: Sequence[CompareResult], here: ReportOrigin) -> list[
     """Return the notes on each result, in order."""
     return [
         ResultNotes(
-            name, (*_result_caveats(result, results), *_differences_from_first(result, results[0])), _remarks(result, here)
+            name,
+            (*_result_caveats(result, results), *_differences_from_first(result, results[0])),
+            _remarks(result, here),
         )
         for result, name in zip(results, unique_names(results), strict=True)
     ]
@@ -178,7 +180,10 @@ def collect_notes(results: Sequence[CompareResult], here: ReportOrigin) -> list[
 def unique_names(results: Sequence[CompareResult]) -> list[str]:
     """Return the name of each result in the report, numbered where several have the same name."""
     given = [result.name for result in results]
-    return [name if given.count(name) == 1 else f"{name} ({given[: index + 1].count(name)})" for index, name in enumerate(given)]
+    return [
+        name if given.count(name) == 1 else f"{name} ({given[: index + 1].count(name)})"
+        for index, name in enumerate(given)
+    ]
 
 
 def _result_caveats(result: CompareResult, results: Sequence[CompareResult]) -> list[str]:
@@ -205,7 +210,9 @@ def _differences_from_first(result: CompareResult, first: CompareResult) -> list
     found = []
     differs = _differing_fields(first.model_shape, result.model_shape)
     if differs:
-        found.append(f"The model differs from that of the first result ({'; '.join(differs)}): compared because of --force.")
+        found.append(
+            f"The model differs from that of the first result ({'; '.join(differs)}): compared because of --force."
+        )
     versions = [str(each.info.get("version")) for each in (first, result)]
     if versions[0] != versions[1]:
         found.append(f"The server has version {versions[1]}, that of the first result {versions[0]}.")
@@ -323,7 +330,9 @@ def decision_table(results: Sequence[CompareResult], names: Sequence[str]) -> Re
     ]
     if not differing:
         return None
-    rows = tuple(TableRow(name.replace("_", " "), text_cells([_decision(plan, name) for plan in plans])) for name in differing)
+    rows = tuple(
+        TableRow(name.replace("_", " "), text_cells([_decision(plan, name) for plan in plans])) for name in differing
+    )
     note = "Decisions that are equal in all plans are left out, and so are those that only report measurements."
     return ReportTable(
         "Where the plans differ, and why", ("", "decision"), tuple(names), (RowGroup("", rows),), note, numeric=False
@@ -389,7 +398,8 @@ def _phase_rows(result: CompareResult) -> Iterator[TableRow]:
     for phase in phase_statistics(result):
         took = [format_three_digits(seconds * MILLI) for seconds in phase.seconds]
         yield TableRow(
-            phase.name, text_cells([f"{phase.num_steps:,}", *took, *(format_three_digits(ratio) for ratio in phase.over_usual)])
+            phase.name,
+            text_cells([f"{phase.num_steps:,}", *took, *(format_three_digits(ratio) for ratio in phase.over_usual)]),
         )
 
 

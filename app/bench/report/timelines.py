@@ -95,7 +95,9 @@ def token_gaps(point: LoadPoint) -> list[TimelinePoint]:
     usual = median(point.gap_seconds) * SLOW_RATIO
     steps = _StepIndex(point.steps)
     rows = zip(point.gap_at, point.gap_seconds, strict=True)
-    return [TimelinePoint(at - point.began, took, steps.cause(at - took, at) if took > usual else "") for at, took in rows]
+    return [
+        TimelinePoint(at - point.began, took, steps.cause(at - took, at) if took > usual else "") for at, took in rows
+    ]
 
 
 class _StepIndex:
@@ -137,7 +139,11 @@ def _timeline_points(point: LoadPoint) -> list[TimelinePoint]:
 
 def _chosen(cases: Sequence[LoadCase]) -> LoadCase | None:
     """Return the case with the shortest prompts or texts and the most clients: it has the highest concurrency."""
-    possible = [case for case in cases if all(each and (each.point.gap_seconds or each.point.steps.at) for each in case.measured)]
+    possible = [
+        case
+        for case in cases
+        if all(each and (each.point.gap_seconds or each.point.steps.at) for each in case.measured)
+    ]
     return max(possible, key=lambda case: (-case.load.tokens, case.load.clients, case.load.batch), default=None)
 
 
@@ -155,7 +161,11 @@ def _draw(axes: Axes, beats: Sequence[TimelinePoint], usual: int, slow: int) -> 
     out = [beat for beat in beats if beat.cause][::slow]
     for cause in dict.fromkeys(beat.cause for beat in out):
         _draw_points(
-            axes, [beat for beat in out if beat.cause == cause], plots.cause_colour(cause), plots.cause_marker(cause), 4.5
+            axes,
+            [beat for beat in out if beat.cause == cause],
+            plots.cause_colour(cause),
+            plots.cause_marker(cause),
+            4.5,
         )
 
 
@@ -169,7 +179,8 @@ def _legend_handles(beats: Sequence[Sequence[TimelinePoint]]) -> list[Line2D]:
     named = [("as usual", plots.MUTED, ".")]
     named += [(cause.replace("_", " "), plots.cause_colour(cause), plots.cause_marker(cause)) for cause in causes]
     return [
-        Line2D([], [], color=colour, marker=mark, linestyle="", markeredgewidth=0, label=name) for name, colour, mark in named
+        Line2D([], [], color=colour, marker=mark, linestyle="", markeredgewidth=0, label=name)
+        for name, colour, mark in named
     ]
 
 
@@ -243,7 +254,9 @@ def roofline_plot(results: Sequence[CompareResult], names: Sequence[str]) -> Plo
         axes.set_xlabel("operations per byte of weights that a step reads")
         axes.set_ylabel("billion operations a second")
         phases = dict.fromkeys(dot.phase for _, _, dots in known for dot in dots)
-        figure.legend(handles=[*_roofline_legend_handles(names, known), *_phase_keys(phases)], loc="outside upper left", ncols=2)
+        figure.legend(
+            handles=[*_roofline_legend_handles(names, known), *_phase_keys(phases)], loc="outside upper left", ncols=2
+        )
 
     return render_plot(text, (9.4, 4.4), draw)
 
@@ -271,7 +284,9 @@ def roofline_points(result: CompareResult, ceilings: RooflineLimits) -> list[Roo
             if not cause and tokens and seconds > 0:
                 found.setdefault((phase, tokens.bit_length()), []).append((tokens, seconds))
     return [
-        _roofline_point(phase, each, ceilings) for (phase, _), each in sorted(found.items()) if len(each) >= MIN_STEPS_PER_DOT
+        _roofline_point(phase, each, ceilings)
+        for (phase, _), each in sorted(found.items())
+        if len(each) >= MIN_STEPS_PER_DOT
     ]
 
 
@@ -283,7 +298,8 @@ def _roofline_point(phase: str, steps: Sequence[tuple[int, float]], ceilings: Ro
 
 def _is_chosen_trial(trial: Mapping[str, Any], plan: Mapping[str, Any]) -> bool:
     return all(
-        trial.get(name) == plan.get(name, {}).get("value", trial.get(name)) for name in ("precision", "threads", "int8_copy")
+        trial.get(name) == plan.get(name, {}).get("value", trial.get(name))
+        for name in ("precision", "threads", "int8_copy")
     )
 
 
@@ -295,14 +311,21 @@ def _product_precisions(trial: Mapping[str, Any]) -> tuple[str, ...]:
 def _draw_roofline(axes: Axes, index: int, ceilings: RooflineLimits, dots: Sequence[RooflinePoint]) -> None:
     colour = plots.result_colour(index)
     ridge, smallest = ceilings.products / ceilings.reads, ceilings.operations_per_token / ceilings.bytes_per_step
-    ends = [min([smallest, *(dot.intensity for dot in dots)]) / 1.5, max([ridge * 4, *(dot.intensity for dot in dots)]) * 1.5]
+    ends = [
+        min([smallest, *(dot.intensity for dot in dots)]) / 1.5,
+        max([ridge * 4, *(dot.intensity for dot in dots)]) * 1.5,
+    ]
     places = sorted([*ends, ridge])
     axes.loglog(places, [ceilings.bound(place) / GIGA for place in places], color=colour, linewidth=2.0)
     for dot in dots:
         axes.plot([dot.intensity], [dot.rate / GIGA], color=colour, marker=_MARKS.get(dot.phase, "D"), markersize=6)
         where = (dot.intensity, dot.rate / GIGA)
-        away, side = (-7, "right") if index % 2 else (7, "left")  # alternate the side, so that two results do not overlap
-        axes.annotate(f"{dot.tokens:g}", where, xytext=(away, -3), textcoords="offset points", fontsize=8, color=colour, ha=side)
+        away, side = (
+            (-7, "right") if index % 2 else (7, "left")
+        )  # alternate the side, so that two results do not overlap
+        axes.annotate(
+            f"{dot.tokens:g}", where, xytext=(away, -3), textcoords="offset points", fontsize=8, color=colour, ha=side
+        )
 
 
 def _roofline_legend_handles(
@@ -322,13 +345,15 @@ def _roofline_legend_handles(
 
 def _phase_keys(phases: Mapping[str, None]) -> list[Line2D]:
     return [
-        Line2D([], [], color=plots.MUTED, marker=_MARKS.get(phase, "D"), linestyle="", label=f"{phase} steps") for phase in phases
+        Line2D([], [], color=plots.MUTED, marker=_MARKS.get(phase, "D"), linestyle="", label=f"{phase} steps")
+        for phase in phases
     ]
 
 
 def _describe_machine(name: str, ceilings: RooflineLimits, dots: Sequence[RooflinePoint]) -> str:
     parts = [
-        f"{dot.phase} of {dot.tokens:g} tokens {dot.rate / ceilings.bound(dot.intensity):.0%} of its ceiling" for dot in dots
+        f"{dot.phase} of {dot.tokens:g} tokens {dot.rate / ceilings.bound(dot.intensity):.0%} of its ceiling"
+        for dot in dots
     ]
     return f"{name}: {_format_limits(ceilings)}; " + (", ".join(parts) or "no steps were recorded")
 

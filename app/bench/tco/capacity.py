@@ -41,7 +41,9 @@ Unit = Literal["samples", "tokens"]
 SECONDS = {"s": 1, "sec": 1, "second": 1, "min": 60, "minute": 60, "h": 3600, "hour": 3600, "day": 86400, "d": 86400}
 UNITS: dict[str, Unit] = {
     "": "samples",
-    **dict.fromkeys(("sample", "samples", "req", "request", "requests", "text", "texts", "vector", "vectors", "rows"), "samples"),
+    **dict.fromkeys(
+        ("sample", "samples", "req", "request", "requests", "text", "texts", "vector", "vectors", "rows"), "samples"
+    ),
     **dict.fromkeys(("tok", "token", "tokens"), "tokens"),
 }
 TARGET_PATTERN = re.compile(r"\s*(?P<number>[-+0-9.,_e]+?)\s*(?P<word>[a-z]*)\s*/\s*(?P<time>[a-z]+)\s*", re.IGNORECASE)
@@ -230,7 +232,9 @@ def machine_options(result: CompareResult, prices: PriceTable) -> list[MachineOp
     return [_machine_option(result, family, measured, size) for size in sorted(able, key=family.units)]
 
 
-def _machine_option(result: CompareResult, family: InstanceFamily, measured: InstanceSize, size: InstanceSize) -> MachineOption:
+def _machine_option(
+    result: CompareResult, family: InstanceFamily, measured: InstanceSize, size: InstanceSize
+) -> MachineOption:
     """Return the machine of one size. For the measured size, the operator's price takes precedence."""
     own = result.hourly_price if size == measured else None
     return MachineOption(

@@ -93,7 +93,9 @@ def run_tco(asked: CostArguments) -> int:
     costs = _build_report(asked, prices) if asked.paths else None
     if asked.json:
         fields = {} if costs is None else costs.to_json()
-        sys.stdout.write(json.dumps(fields | ({"published": _published_json(prices)} if asked.published else {})) + "\n")
+        sys.stdout.write(
+            json.dumps(fields | ({"published": _published_json(prices)} if asked.published else {})) + "\n"
+        )
     else:
         if costs is not None:
             _print_costs(costs)
@@ -123,7 +125,9 @@ def _build_report(asked: CostArguments, prices: PriceTable) -> CostReport:
     limit = None if asked.p99_ms is None else asked.p99_ms / 1e3
     found = sizing_sheets(results, prices, target, limit)
     if not found:
-        raise MeasurementFailed("the result files hold no load that was served without failures, so no cost can be computed.")
+        raise MeasurementFailed(
+            "the result files hold no load that was served without failures, so no cost can be computed."
+        )
     return CostReport(
         target=target,
         sheets=tuple(found),
@@ -138,7 +142,9 @@ def _check_same_model(results: Sequence[CompareResult]) -> None:
     first = results[0]
     for other in results[1:]:
         if other.model_shape != first.model_shape:
-            raise MeasurementFailed(f"{first.name} and {other.name} are results of different models: they cannot be compared.")
+            raise MeasurementFailed(
+                f"{first.name} and {other.name} are results of different models: they cannot be compared."
+            )
 
 
 def _with_unique_names(results: Sequence[CompareResult]) -> list[CompareResult]:
@@ -152,7 +158,9 @@ def _with_unique_names(results: Sequence[CompareResult]) -> list[CompareResult]:
     names = [result.name for result in named]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise MeasurementFailed(f"two results are called {twice}: measure with --name, or edit `name` in one of the files.")
+        raise MeasurementFailed(
+            f"two results are called {twice}: measure with --name, or edit `name` in one of the files."
+        )
     return named
 
 
@@ -179,13 +187,17 @@ def _cheapest(sheet: SizingSheet) -> list[str]:
     row = sheet.cheapest
     if row is None:
         return []
-    return [f"Cheapest: {row.machines:,} × {row.machine.name}, ${row.annual_dollars:,.0f} a year (as {row.result} was measured)."]
+    return [
+        f"Cheapest: {row.machines:,} × {row.machine.name}, ${row.annual_dollars:,.0f} a year (as {row.result} was measured)."
+    ]
 
 
 def _print_published(prices: PriceTable) -> None:
     pair, listed = published_costs(), costs_at_list_prices(prices)
     _print_table(published_table(pair, published_title()))
-    _print_sentences("", [f"The second costs {saving_ratio(pair):.1%} less. Source (only its beginning was readable): {SOURCE}"])
+    _print_sentences(
+        "", [f"The second costs {saving_ratio(pair):.1%} less. Source (only its beginning was readable): {SOURCE}"]
+    )
     if listed is not None:
         _print_table(published_table(listed, "The same rates at the prices of the shipped table"))
         _print_sentences("", [f"The second costs {saving_ratio(listed):.1%} less."])

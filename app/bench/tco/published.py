@@ -96,7 +96,9 @@ def _price(prices: PriceTable, instance: str) -> float | None:
 
 def _whole_machines(pair: Sequence[PublishedCost]) -> str:
     counts = " and ".join(f"{line.exactly:.1f} is {line.machines}" for line in pair)
-    roomy = " and ".join(str(machines_needed(SAMPLES_PER_SECOND, line.claim.samples_per_second * USABLE_RATIO)) for line in pair)
+    roomy = " and ".join(
+        str(machines_needed(SAMPLES_PER_SECOND, line.claim.samples_per_second * USABLE_RATIO)) for line in pair
+    )
     return (
         f"Right: in whole machines {counts}. But each then runs at 99% all year, and latency is not mentioned: "
         f"with {1 - USABLE_RATIO:.0%} reserved for peaks and failed machines it would be {roomy}."

@@ -95,7 +95,9 @@ class SizingSheet:
     def cheapest(self) -> SizingRow | None:
         """The row with the fewest dollars per year, then the fewest machines; None if no price is known."""
         priced = [
-            (row.annual_dollars, row.machines, index) for index, row in enumerate(self.rows) if row.annual_dollars is not None
+            (row.annual_dollars, row.machines, index)
+            for index, row in enumerate(self.rows)
+            if row.annual_dollars is not None
         ]
         return self.rows[min(priced)[2]] if priced else None
 
@@ -141,7 +143,8 @@ def _row(result: str, machine: MachineOption, sustained: SustainedLoad, target: 
     rate = sustained.rate * machine.share
     machines = machines_needed(target.per_second, rate)
     samples, tokens = (
-        target.per_second * each / sustained.rate for each in (sustained.samples_per_second, sustained.tokens_per_second)
+        target.per_second * each / sustained.rate
+        for each in (sustained.samples_per_second, sustained.tokens_per_second)
     )
     annual = None if machine.dollars_an_hour is None else annual_dollars(machines, machine.dollars_an_hour)
     watts, basis = _watts(sustained, machine)

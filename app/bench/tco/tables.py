@@ -177,7 +177,9 @@ def missing_prices(results: Sequence[CompareResult], prices: PriceTable) -> list
                 f"{result.name}: no price: its file names no instance (armature bench compare --instance ROW) and no --hourly-price."
             )
         elif (found := prices.find(result.instance)) is None:
-            said.append(f"{result.name}: no price: {result.instance} is not in the price table; add it with --instances FILE.")
+            said.append(
+                f"{result.name}: no price: {result.instance} is not in the price table; add it with --instances FILE."
+            )
         elif found[1].dollars_an_hour is None:
             said.append(f"{result.name}: no price: the table lists {result.instance} without one.")
     return said
@@ -209,4 +211,6 @@ def _watts_sentences(bases: set[str]) -> list[str]:
 def _family_sentence(family: InstanceFamily) -> str:
     day = f"as of {family.as_of}" if family.as_of else f"read on {family.read}"
     note = f" {family.note}" if family.note else ""
-    return f"{family.name}: {family.cloud}, {family.processor}, on demand in {family.region} {day}, {family.source}.{note}"
+    return (
+        f"{family.name}: {family.cloud}, {family.processor}, on demand in {family.region} {day}, {family.source}.{note}"
+    )

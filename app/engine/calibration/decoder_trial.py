@@ -147,7 +147,9 @@ class DecoderTrial:
         if trial_shape.context and self.context:
             shapes.append(TrialStep("prefill", CHUNK_TOKENS, two[-1], self.context))
         shapes += [TrialStep("prefill", size, layers) for size in tokens if size > CHUNK_TOKENS for layers in two]
-        return shapes + [TrialStep("decode", size, layers) for size in rows if size > OPTIONAL_ROWS for layers in around]
+        return shapes + [
+            TrialStep("decode", size, layers) for size in rows if size > OPTIONAL_ROWS for layers in around
+        ]
 
     # ---- results for the whole model -------------------------------------------------------------------------------
 
@@ -200,7 +202,9 @@ class DecoderTrial:
 
     def _sizes(self, config: ModelConfig) -> tuple[int, int]:
         """Return the bytes that the products of a layer read, and those of the output layer."""
-        return self._forms.read_sizes(build_decoder_model(_truncated_config(config, 1), self._dtype, 1, torch.device("cpu")).modules())
+        return self._forms.read_sizes(
+            build_decoder_model(_truncated_config(config, 1), self._dtype, 1, torch.device("cpu")).modules()
+        )
 
     def _runner(self, layers: int) -> RunBatch:
         device = self._device

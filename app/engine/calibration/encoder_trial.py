@@ -123,7 +123,9 @@ class EncoderTrial:
         most = max(self.step_sizes())
         sizes = sorted({min(size, most) for size in trial_shape.texts or self.step_sizes()})
         shapes = [
-            TrialStep("encode", size, layers) for size in sizes for layers in (around if size <= MEMORY_BOUND_TOKENS else two)
+            TrialStep("encode", size, layers)
+            for size in sizes
+            for layers in (around if size <= MEMORY_BOUND_TOKENS else two)
         ]
         long = min(LONG_TEXT_TOKENS, self.plan.max_model_len.value)
         if trial_shape.context and long in sizes and long > TABLE_TEXT_TOKENS:
@@ -184,7 +186,10 @@ class EncoderTrial:
 
     def _model(self, layers: int, device: torch.device) -> Encoder:
         return build_encoder_model(
-            truncated_encoder_config(self.config, layers), self._forms.choice.dtype, self.plan.max_model_len.value, device
+            truncated_encoder_config(self.config, layers),
+            self._forms.choice.dtype,
+            self.plan.max_model_len.value,
+            device,
         )
 
     def _runner(self, layers: int) -> RunTexts:

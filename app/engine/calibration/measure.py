@@ -135,7 +135,9 @@ def measure_device_peaks(backend: BaseBackend, precisions: Iterable[str]) -> Mea
     return Measurements(read_bytes_per_second=read, products_per_second=products)
 
 
-_FULL_LENGTH_SLOTS = 9  # slots that hold a context or a long prompt, each at full length; the other slots hold one token
+_FULL_LENGTH_SLOTS = (
+    9  # slots that hold a context or a long prompt, each at full length; the other slots hold one token
+)
 
 
 class DeviceTrialStage:
@@ -152,7 +154,9 @@ class DeviceTrialStage:
 
     def runner(self, model: Decoder) -> RunBatch:
         """Return the function that computes batches with this model."""
-        limits = EngineLimits(self._kv_cache.shape.max_len, self._kv_cache.shape.num_slots, self._plan.max_batch_tokens.value)
+        limits = EngineLimits(
+            self._kv_cache.shape.max_len, self._kv_cache.shape.num_slots, self._plan.max_batch_tokens.value
+        )
         return DeviceDecoderRunner(
             model, self._kv_cache, self._backend, limits, "" if self._plan.compile.value else self._plan.compile.reason
         ).run
@@ -255,7 +259,9 @@ def measure_machine(
             report("calibrating: ceilings")
             before = _peaks(subject, backend, part)
             found = _with_peaks(
-                before, _measure_trials(subject, timer.reserving(PEAKS_SECONDS / part), before), _peaks(subject, backend, part)
+                before,
+                _measure_trials(subject, timer.reserving(PEAKS_SECONDS / part), before),
+                _peaks(subject, backend, part),
             )
     gc.collect()  # release the synthetic weights before the real ones are loaded
     return replace(found, seconds=clock() - began)
@@ -289,7 +295,9 @@ def _with_peaks(before: Measurements, found: Measurements, after: Measurements) 
     """
     assert before.read_bytes_per_second and after.read_bytes_per_second, "both were read"
     read = (before.read_bytes_per_second + after.read_bytes_per_second) / 2
-    rates = {name: max(rate, after.products_per_second.get(name, 0.0)) for name, rate in before.products_per_second.items()}
+    rates = {
+        name: max(rate, after.products_per_second.get(name, 0.0)) for name, rate in before.products_per_second.items()
+    }
     return replace(found, read_bytes_per_second=read, products_per_second=rates)
 
 
@@ -322,7 +330,9 @@ def _not_remeasured(older: Iterable[TrialTimes], newer: Sequence[TrialTimes]) ->
     return [trial for trial in older if (trial.precision, trial.threads) not in known]
 
 
-def _with_int8_copy(subject: CalibrationSubject, timer: CalibrationTimer, found: Measurements, int4: TrialTimes) -> Measurements:
+def _with_int8_copy(
+    subject: CalibrationSubject, timer: CalibrationTimer, found: Measurements, int4: TrialTimes
+) -> Measurements:
     """Measure four bits for few rows with eight bits for many.
 
     Find the number of rows above which eight bits are faster, and the resulting step times.

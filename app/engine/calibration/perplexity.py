@@ -100,7 +100,9 @@ class WindowScorer:
 
     def __init__(self, model: nn.Module, config: ModelConfig, kv_dtype: torch.dtype, backend: HostBackend) -> None:
         self._model = model
-        shape = KvShape(config.num_layers, 1, min(WINDOW_TOKENS, config.max_model_len), config.num_kv_heads, config.head_dim)
+        shape = KvShape(
+            config.num_layers, 1, min(WINDOW_TOKENS, config.max_model_len), config.num_kv_heads, config.head_dim
+        )
         self._attention = StepAttention(KvCache(shape, kv_dtype), backend)
 
     def score(self, window: Window) -> tuple[float, Tensor]:
@@ -119,7 +121,9 @@ class WindowScorer:
 
     def _logits(self, window: Window, start: int, end: int) -> Tensor:
         request = Generate("reading", tuple(window), SamplingParams(max_tokens=1), arrived_at=0.0)
-        span = ScheduledSpan(make_sequence(request), start, end - start, slot=0, prefix_slot=None, prefix_tokens=0, samples=True)
+        span = ScheduledSpan(
+            make_sequence(request), start, end - start, slot=0, prefix_slot=None, prefix_tokens=0, samples=True
+        )
         attend = self._attention.begin((span,))
         tokens, positions = torch.tensor(window[start:end]), torch.arange(start, end)
         logits: Tensor = self._model(StepContext(tokens, positions, torch.arange(end - start), attend))

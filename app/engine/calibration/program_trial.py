@@ -66,7 +66,9 @@ class ProgramTrial:
     def __init__(self, checkpoint: ProgramCheckpoint, plan: ServingPlan) -> None:
         """Build the program. Raises `CheckpointInvalid` if it calls an operator that is not served."""
         self.checkpoint, self.plan = checkpoint, plan
-        program = load_program(checkpoint, plan, lambda done, total: None, ProgramValues(_synthetic_tensor, _synthetic_product))
+        program = load_program(
+            checkpoint, plan, lambda done, total: None, ProgramValues(_synthetic_tensor, _synthetic_product)
+        )
         self._served = served_program(checkpoint, program)
 
     def step_sizes(self) -> list[int]:

@@ -53,7 +53,9 @@ class SyntheticForms:
         """Return the form of this product, made on first use."""
         if linear.sources not in self.by_sources:
             bias = torch.zeros(linear.out_features, dtype=self.choice.dtype) if linear.has_bias else None
-            self.by_sources[linear.sources] = synthetic_form(self.choice.packing(linear), linear, bias, self.choice.dtype)
+            self.by_sources[linear.sources] = synthetic_form(
+                self.choice.packing(linear), linear, bias, self.choice.dtype
+            )
         return self.by_sources[linear.sources]
 
     def read_sizes(self, modules: Iterable[nn.Module]) -> tuple[int, int]:
@@ -112,7 +114,9 @@ def _noise_form(packing: DevicePackings, outputs: int, inputs: int, bias: Tensor
     generator = torch.Generator(packing.device).manual_seed(0)
     for first in range(0, outputs, step):
         size = (min(step, outputs - first), inputs)
-        form.fill(first, torch.randn(size, generator=generator, dtype=packing.dtype, device=packing.device).mul_(FILL_WEIGHT))
+        form.fill(
+            first, torch.randn(size, generator=generator, dtype=packing.dtype, device=packing.device).mul_(FILL_WEIGHT)
+        )
     return form
 
 

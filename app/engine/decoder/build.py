@@ -100,7 +100,9 @@ def build_engine(
     config = checkpoint.decoder
     kv_cache = KvCache(kv_shape(config, plan), KV_DTYPES[plan.kv_precision.value])
     replay = DecoderReplay(model, "" if plan.compile.value else plan.compile.reason)
-    runner = CpuDecoderRunner(replay, kv_cache, backend, Sampler(config.vocab_size), deterministic_query_limit(config, plan))
+    runner = CpuDecoderRunner(
+        replay, kv_cache, backend, Sampler(config.vocab_size), deterministic_query_limit(config, plan)
+    )
     report("warming up")
     warm_up_decoder(runner)
     prefill_budget = PrefillBudget(plan.max_batch_tokens.value, plan.itl_target_seconds.value, step_times)
@@ -139,7 +141,9 @@ def _speculation(config: ModelConfig, plan: ServingPlan, step_times: StepTimeTab
         return None
     native = supports_heads(config.num_heads, config.num_kv_heads, config.head_dim)
     max_draft_tokens = max_decode_queries(config.num_heads, config.num_kv_heads) - 1 if native else MAX_DRAFT_TOKENS
-    return Speculation(lambda sequence: NgramDrafter(), DecodeCosts(step_times), min(max_draft_tokens, MAX_DRAFT_TOKENS))
+    return Speculation(
+        lambda sequence: NgramDrafter(), DecodeCosts(step_times), min(max_draft_tokens, MAX_DRAFT_TOKENS)
+    )
 
 
 def kv_shape(config: ModelConfig, plan: ServingPlan) -> KvShape:

@@ -148,7 +148,9 @@ def warm_up_device_decoder(runner: DeviceDecoderRunner, max_batch_tokens: int) -
         except RuntimeError as error:
             if not runner.survives(error):
                 raise
-            _LOG.warning("A step of %d tokens needs more memory than the device has (%s); smaller steps are used.", most, error)
+            _LOG.warning(
+                "A step of %d tokens needs more memory than the device has (%s); smaller steps are used.", most, error
+            )
             most //= 2
 
 

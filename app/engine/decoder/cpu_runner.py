@@ -139,7 +139,11 @@ class CpuDecoderRunner:
             self.model_seconds = time.perf_counter() - started
             if not rows:
                 return []
-            return sample_top_logits(outputs, rows) if isinstance(outputs, TopLogits) else self.sampler.sample(outputs, rows)
+            return (
+                sample_top_logits(outputs, rows)
+                if isinstance(outputs, TopLogits)
+                else self.sampler.sample(outputs, rows)
+            )
 
     def _context(self, spans: tuple[ScheduledSpan, ...], top_logits: TopLogitsRequest | None) -> StepContext:
         token_ids: list[int] = []
@@ -227,7 +231,9 @@ class StepAttention:
 
 
 RECORD_AFTER_STEPS = 2  # number of steps of a shape before one is recorded
-MAX_RECORDED_TOKENS = 256  # per step; above this the interpreter's time is negligible, and results would need much memory
+MAX_RECORDED_TOKENS = (
+    256  # per step; above this the interpreter's time is negligible, and results would need much memory
+)
 MAX_RECORDINGS = 128  # the least recently used recording is dropped
 _MAX_COUNTED_SHAPES = 4096  # number of shapes that are counted
 
@@ -268,7 +274,11 @@ class DecoderReplay:
             if len(self._num_seen) > _MAX_COUNTED_SHAPES:
                 self._num_seen.clear()
             return self.model.forward(context)
-        body = self.model.forward if context.top_logits is not None and self.model.output.has_top_logits else self.model.body
+        body = (
+            self.model.forward
+            if context.top_logits is not None and self.model.output.has_top_logits
+            else self.model.body
+        )
         try:
             recorded = record_operations(self._pool, lambda: body(context))
         except NotRecordable as reason:

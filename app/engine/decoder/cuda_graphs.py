@@ -43,7 +43,11 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, backend: DeviceBackend, work: Callable[[GraphShape], None], row_bytes: Mapping[SamplingMode, int], off: str = ""
+        self,
+        backend: DeviceBackend,
+        work: Callable[[GraphShape], None],
+        row_bytes: Mapping[SamplingMode, int],
+        off: str = "",
     ) -> None:
         """Create an empty set of graphs.
 
@@ -56,7 +60,9 @@ class DecodeGraphs:
         self._backend = backend
         self._work = work
         self._row_bytes = row_bytes
-        self._too_large: dict[SamplingMode, int] = {}  # smallest bucket for which memory was insufficient, by sampling mode
+        self._too_large: dict[
+            SamplingMode, int
+        ] = {}  # smallest bucket for which memory was insufficient, by sampling mode
         self.reason = off  # reason why no more steps are captured; empty if they are
         self.captured: dict[GraphShape, CapturedGraph] = {}
         self.num_replayed = 0
@@ -111,7 +117,9 @@ class DecodeGraphs:
 
     def _skip_size(self, shape: GraphShape, reason: str) -> None:
         self._too_large[shape.mode] = shape.bucket
-        _LOG.warning("Steps of %d sequences and more with %s sampling run eagerly: %s.", shape.bucket, shape.mode.value, reason)
+        _LOG.warning(
+            "Steps of %d sequences and more with %s sampling run eagerly: %s.", shape.bucket, shape.mode.value, reason
+        )
 
     def _disable(self, reason: str) -> None:
         self.reason = reason

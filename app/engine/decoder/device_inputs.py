@@ -218,7 +218,9 @@ class SamplingColumns:
         return cls(
             numpy.array([stream_start(sequence.seed) for sequence in sequences], numpy.uint64),
             numpy.array([min(one.top_k, _MAX_INT32) for one in params], numpy.int32),
-            numpy.array([0.0 if one.greedy else max(one.temperature, MIN_TEMPERATURE) for one in params], numpy.float32),
+            numpy.array(
+                [0.0 if one.greedy else max(one.temperature, MIN_TEMPERATURE) for one in params], numpy.float32
+            ),
             numpy.array([one.top_p for one in params], numpy.float64),
             numpy.array([one.min_p for one in params], numpy.float32),
         )
@@ -232,7 +234,9 @@ class SamplingColumns:
         write_column(views.min_p, self.min_p, 0.0)
 
 
-def fill_step(views: StepViews[ColumnArray], spans: Items[ScheduledSpan], kv_rows: Items[int], layout: DeviceLayout) -> None:
+def fill_step(
+    views: StepViews[ColumnArray], spans: Items[ScheduledSpan], kv_rows: Items[int], layout: DeviceLayout
+) -> None:
     """Write the inputs of spans whose tokens the host knows.
 
     Rows beyond the spans are padding: they have no context and write to the padding page.
@@ -262,7 +266,9 @@ def fill_step(views: StepViews[ColumnArray], spans: Items[ScheduledSpan], kv_row
     write_column(views.starts, starts)
 
 
-def fill_sampling(views: StepViews[ColumnArray], spans: Items[ScheduledSpan], rows: Items[LogitRow], mode: SamplingMode) -> None:
+def fill_sampling(
+    views: StepViews[ColumnArray], spans: Items[ScheduledSpan], rows: Items[LogitRow], mode: SamplingMode
+) -> None:
     """Write the tokens whose logits are sampled, and the sampling parameters. Padding rows are greedy."""
     if len(views.logit_rows) != len(views.token_ids):
         write_column(views.logit_rows, _sampled_rows(spans) or [len(views.token_ids) - 1])

@@ -98,7 +98,9 @@ class HostBuffer:
 
     words: Tensor
     ids: Tensor
-    mark: DeviceEvent | None = None  # marks the end of a transfer from this buffer that did not become an in-flight step
+    mark: DeviceEvent | None = (
+        None  # marks the end of a transfer from this buffer that did not become an in-flight step
+    )
     in_flight: DeviceInFlightStep | None = None
     # views of bucket sizes, kept because creating them costs more than filling them
     views: dict[StepSizes, StepViews[ColumnArray]] = field(default_factory=dict)
@@ -182,14 +184,18 @@ class DeviceDecoderRunner:
         block_length = block_size(self._max_sizes) + table_update_size(MAX_TABLE_UPDATES)
         buffer = torch.zeros(max_rows + block_length, dtype=torch.int64, device=backend.device)
         self._ids, self._block = buffer[:max_rows], buffer[max_rows:]
-        self._buffers = [HostBuffer(backend.staging_buffer(block_length), backend.staging_buffer(max_rows)) for _ in range(2)]
+        self._buffers = [
+            HostBuffer(backend.staging_buffer(block_length), backend.staging_buffer(max_rows)) for _ in range(2)
+        ]
         self._layout = DeviceLayout(max_rows, kv_cache.shape.num_slots)
         self._forward = DeviceForward(model, kv_cache, backend, buffer)
         self._sampler = Sampler(model.config.vocab_size)
         self.graphs = DecodeGraphs(
             backend, self._compute_shape, captured_row_bytes(model.config.vocab_size, scratch_rows(buffer)), eager
         )
-        self._table_updates: dict[int, int] = {}  # changes of the page tables that are not yet on the device: cell to page
+        self._table_updates: dict[
+            int, int
+        ] = {}  # changes of the page tables that are not yet on the device: cell to page
         self._copies_done = True  # True once the last batch's copies and releases are done
         self._last_launched: DeviceInFlightStep | None = None
         self._finished_at = 0.0
@@ -199,7 +205,9 @@ class DeviceDecoderRunner:
 
         Copies are done before releases, because a released page may be the source of a copy.
         """
-        assert after is None or after is self._last_launched, "a step launched ahead must follow the last in-flight step"
+        assert after is None or after is self._last_launched, (
+            "a step launched ahead must follow the last in-flight step"
+        )
         before, self._last_launched, self._copies_done = self._last_launched, None, False
         with torch.inference_mode():
             self.kv_cache.apply_copies(batch.copies, batch.released)
@@ -321,7 +329,11 @@ class DeviceDecoderRunner:
         if not self._table_updates:
             self._block[:count].copy_(buffer.words[:count], non_blocking=True)
             return
-        cells, pages, tables = list(self._table_updates), list(self._table_updates.values()), self.kv_cache.tables.view(-1)
+        cells, pages, tables = (
+            list(self._table_updates),
+            list(self._table_updates.values()),
+            self.kv_cache.tables.view(-1),
+        )
         num_sent = len(cells) if len(cells) <= MAX_TABLE_UPDATES else 0
         for view, values in zip(table_update_views(buffer.words[count:], num_sent), (cells, pages), strict=True):
             view.numpy()[:] = values[:num_sent]
@@ -331,7 +343,9 @@ class DeviceDecoderRunner:
             tables.index_copy_(0, *table_update_views(self._block[count:], num_sent))
         else:  # rare; these copies may wait for the device
             device = tables.device
-            tables.index_copy_(0, torch.tensor(cells, device=device), torch.tensor(pages, dtype=torch.int32, device=device))
+            tables.index_copy_(
+                0, torch.tensor(cells, device=device), torch.tensor(pages, dtype=torch.int32, device=device)
+            )
         self._table_updates.clear()
 
     def _compute(self, task: _StepTask) -> Tensor | None:

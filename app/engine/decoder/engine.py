@@ -97,7 +97,9 @@ class DecoderEngine:
     then computed again.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: DecoderRunner, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: DecoderRunner, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.stats: StepStats | None = None
@@ -162,7 +164,9 @@ class DecoderEngine:
 
         If there was no batch, end all requests.
         """
-        error = StepFailed("The step that computed this request failed; the server's log says why. It may be sent again.")
+        error = StepFailed(
+            "The step that computed this request failed; the server's log says why. It may be sent again."
+        )
         batch, self._batch, self._launched_ahead = self._batch, None, None
         return self.scheduler.fail(batch, error) if batch else self.scheduler.fail_all(error)
 
@@ -230,7 +234,10 @@ class DecoderEngine:
             return False
         if batch.num_tokens < self._smallest_failed_step:
             self._smallest_failed_step = batch.num_tokens
-            log.warning("A step of %d tokens ran out of device memory. Steps are smaller until further notice.", batch.num_tokens)
+            log.warning(
+                "A step of %d tokens ran out of device memory. Steps are smaller until further notice.",
+                batch.num_tokens,
+            )
         self._batch = self._launched_ahead = None
         return True
 
@@ -264,7 +271,11 @@ def decoder_step_stats(batch: Batch, samples: Items[SampledTokens], timing: Step
     prompts = [span for span in batch.spans if not span.is_decode]
     decodes = len(batch.spans) - len(prompts)
     draft_tokens = sum(len(span.draft_ids) for span in batch.spans)
-    accepted = sum(len(stands) - 1 for span, stands in accepted_by_span(batch, samples) if span.draft_ids) if draft_tokens else 0
+    accepted = (
+        sum(len(stands) - 1 for span, stands in accepted_by_span(batch, samples) if span.draft_ids)
+        if draft_tokens
+        else 0
+    )
     context = sum(span.known_end for span in batch.spans) - sum(span.known_end for span in prompts)
     return StepStats(
         seconds=timing.seconds,

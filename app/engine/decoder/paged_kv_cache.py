@@ -83,7 +83,9 @@ class PageTables:
         if copies and copies is self._applied_copies:
             copies = ()
         self._applied_copies = copies or self._applied_copies
-        sources = [self._rows_before(copies[:at], (copy.source, copy.start, copy.end)) for at, copy in enumerate(copies)]
+        sources = [
+            self._rows_before(copies[:at], (copy.source, copy.start, copy.end)) for at, copy in enumerate(copies)
+        ]
         self._release(released, {row // PAGE for rows in sources for row in rows})
         moves: dict[int, int] = {}  # keyed by target, because a later copy to the same row replaces an earlier one
         for copy, rows in zip(copies, sources, strict=True):
@@ -160,7 +162,9 @@ class PageTables:
         before, self._tables[span.slot] = self._tables[span.slot], table
         first = span.slot * self.max_pages
         self._changed.update(first + at for at, (old, new) in enumerate(zip(before, table, strict=True)) if old != new)
-        assert PADDING_PAGE not in self.pages(span.slot, span.start), "positions that are already computed must have pages"
+        assert PADDING_PAGE not in self.pages(span.slot, span.start), (
+            "positions that are already computed must have pages"
+        )
 
     def _release(self, released: Iterable[SlotRange], read: set[int]) -> None:
         """Free the whole pages of these ranges. Pages that are still to be `read` are the last to be reused."""
@@ -178,7 +182,9 @@ class PageTables:
 
         The positions are those that exist after the `earlier` copies.
         """
-        return [row for slot, start, end in _original_ranges(earlier, positions) for row in self._own_rows(slot, start, end)]
+        return [
+            row for slot, start, end in _original_ranges(earlier, positions) for row in self._own_rows(slot, start, end)
+        ]
 
 
 def _original_ranges(earlier: Items[KvCopy], positions: SlotRange) -> Iterator[SlotRange]:
@@ -195,7 +201,9 @@ def _original_ranges(earlier: Items[KvCopy], positions: SlotRange) -> Iterator[S
     yield positions
 
 
-_MAX_MOVED_ROWS = 4096  # rows of one layer that are read before they are written; this bounds the memory that a move takes
+_MAX_MOVED_ROWS = (
+    4096  # rows of one layer that are read before they are written; this bounds the memory that a move takes
+)
 
 
 class PagedKvCache:

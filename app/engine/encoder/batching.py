@@ -225,7 +225,9 @@ class BatchingDelay:
     `StepTimes`.
     """
 
-    def __init__(self, target_tokens: int, step_times: StepTimeTable | None = None, *, oldest_first: bool = False) -> None:
+    def __init__(
+        self, target_tokens: int, step_times: StepTimeTable | None = None, *, oldest_first: bool = False
+    ) -> None:
         self.target_tokens = target_tokens
         known = step_times if step_times is not None and step_times.encode_points else None
         self.step_times = None if known is None else StepTimes(known, target_tokens, oldest_first=oldest_first)
@@ -281,7 +283,11 @@ class BatchingDelay:
         if until <= now:
             return 0.0
         together = min(tokens + int(median(each for _, each in self._returns)), self.target_tokens)
-        saved = self.step_times.encode(tokens) + self.step_times.encode(together - tokens) - self.step_times.encode(together)
+        saved = (
+            self.step_times.encode(tokens)
+            + self.step_times.encode(together - tokens)
+            - self.step_times.encode(together)
+        )
         return until - now if _MIN_SAVING_RATIO * (until - self._answered_at) <= _RETURN_TIMES_TO_WAIT * saved else 0.0
 
 

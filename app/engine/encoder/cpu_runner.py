@@ -80,7 +80,12 @@ class _LayerRecording:
         assert result.is_contiguous() and result.dtype == torch.float32, "rows of the hidden size"
         places = resizing.addresses
         return LaneOperations(
-            self._batch.addresses(some), result.data_ptr(), recorded.address, len(recorded), ctypes.addressof(places), len(places)
+            self._batch.addresses(some),
+            result.data_ptr(),
+            recorded.address,
+            len(recorded),
+            ctypes.addressof(places),
+            len(places),
         )
 
     @property
@@ -96,7 +101,10 @@ class _LayerRecording:
         """
         sizes: tuple[int, ...] = (self.max_tokens + 1, self.max_tokens) if some else (self.max_tokens,)
         recorded = record_dry_run(
-            self._pool, lambda: self._hidden(self._batch.context(sizes[0]), self._batch.selected_rows(self.max_tokens if some else None))
+            self._pool,
+            lambda: self._hidden(
+                self._batch.context(sizes[0]), self._batch.selected_rows(self.max_tokens if some else None)
+            ),
         )
         self._recordings[some] = recorded, RecordedRowCounts(recorded.operations, sizes)
         return self._recordings[some]
@@ -191,7 +199,9 @@ class EncoderReplay:
             lane = min(max_lane_tokens(self._max_tokens, threads), self._max_tokens)
             # one thread needs no shared recording
             sizes = [self._max_tokens, *[lane] * threads] if threads > 1 else [self._max_tokens]
-            self._layer_recordings[threads] = [_LayerRecording(self._hidden, room, self._batch.num_types) for room in sizes]
+            self._layer_recordings[threads] = [
+                _LayerRecording(self._hidden, room, self._batch.num_types) for room in sizes
+            ]
         copies = self._layer_recordings[threads]
         steps = (LaneOperations * len(copies))(*(each.steps(some) for each in copies))
         if not len(self._result):
@@ -213,7 +223,12 @@ class EncoderModel(Protocol):
         ...
 
     def outputs(
-        self, hidden: Tensor, starts: Tensor, names: Collection[str], rows: Tensor | None = None, skipped: Tensor | None = None
+        self,
+        hidden: Tensor,
+        starts: Tensor,
+        names: Collection[str],
+        rows: Tensor | None = None,
+        skipped: Tensor | None = None,
     ) -> Mapping[str, Tensor]:
         """Return the requested outputs, FP32.
 

@@ -52,7 +52,9 @@ class DeviceEncoderReplay:
     submission.
     """
 
-    def __init__(self, backend: DeviceBackend, texts: DeviceTextBatch, compute: ComputeTexts, off_reason: str = "") -> None:
+    def __init__(
+        self, backend: DeviceBackend, texts: DeviceTextBatch, compute: ComputeTexts, off_reason: str = ""
+    ) -> None:
         """Start without recordings.
 
         `compute` returns the usual output [texts, size] FP32 of the batch that is in `texts`. `off` is the reason
@@ -70,7 +72,10 @@ class DeviceEncoderReplay:
         return max((shape.tokens for shape in self._captured), default=1) - 1
 
     def record(
-        self, shapes: Sequence[TextBatchShape], example: Sequence[TextSpan], progress: ProgressCallback = lambda done, total: None
+        self,
+        shapes: Sequence[TextBatchShape],
+        example: Sequence[TextSpan],
+        progress: ProgressCallback = lambda done, total: None,
     ) -> None:
         """Record all of these shapes, the largest first, so that the others reuse its memory.
 
@@ -228,7 +233,9 @@ class _HostResults:
         host.copy_(flat, non_blocking=True)
         self._hosts.reverse()
         sizes = [prod(output.shape) for output in outputs.values()]
-        return {name: part.view(outputs[name].shape) for name, part in zip(outputs, torch.split(host, sizes), strict=True)}
+        return {
+            name: part.view(outputs[name].shape) for name, part in zip(outputs, torch.split(host, sizes), strict=True)
+        }
 
 
 def _buffer_size(elements: int) -> int:

@@ -126,7 +126,11 @@ class EncoderEngine:
     """
 
     def __init__(
-        self, runner: TextRunner, limits: EncoderLimits, delay: BatchingDelay, clock: Callable[[], float] = time.monotonic
+        self,
+        runner: TextRunner,
+        limits: EncoderLimits,
+        delay: BatchingDelay,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.queue = TextQueue()
         self.runner = runner
@@ -217,7 +221,9 @@ class EncoderEngine:
 
         If no batch was in flight, all requests end.
         """
-        error = StepFailed("The step that computed this request failed; the server's log says why. It may be sent again.")
+        error = StepFailed(
+            "The step that computed this request failed; the server's log says why. It may be sent again."
+        )
         spans, self._spans, self._launched_ahead = self._spans, (), None
         if not spans:
             return self.fail_all(error)

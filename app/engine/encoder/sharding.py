@@ -75,7 +75,9 @@ class LanePlanner:
         left, max_tokens = sum(costs), max_lane_tokens(sum(lengths), threads)
         for together in range(len(lengths) - threads + 1):
             share = MAX_IMBALANCE * left / threads
-            num_lanes = min(threads * self.max_lanes_per_thread, tokens // self.min_lane_tokens, len(lengths) - together)
+            num_lanes = min(
+                threads * self.max_lanes_per_thread, tokens // self.min_lane_tokens, len(lengths) - together
+            )
             num_lanes -= num_lanes % threads  # a multiple of the number of threads
             if num_lanes == 0:
                 break

@@ -23,7 +23,10 @@ NOT_FINITE = -1  # returned instead of a token id if the row has a NaN or +inf, 
 # sum of the bits of a negative float, read as int32, and its index in the ascending order of all floats
 _NEGATIVE_RANK_SUM = -(2**31) - 1
 _RANK_OF_MINUS_INF = _NEGATIVE_RANK_SUM + 2**23  # the index of -inf; 0 has index 0
-_BISECTION_ROUNDS, _BISECTION_ROUNDS_TO_ONE = 32, 30  # there are fewer than 2^32 floats, and fewer than 2^30 between 0 and 1
+_BISECTION_ROUNDS, _BISECTION_ROUNDS_TO_ONE = (
+    32,
+    30,
+)  # there are fewer than 2^32 floats, and fewer than 2^30 between 0 and 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,9 @@ def sample_random(logits: Tensor, sampling: SamplingTensors, filtered: bool = Tr
     if triton_usable(logits):
         from app.kernels.triton.sampling import sample_rows
 
-        return sample_rows(logits, sampling.temperature, (sampling.top_k, sampling.top_p, sampling.min_p), sampling.uniforms)
+        return sample_rows(
+            logits, sampling.temperature, (sampling.top_k, sampling.top_p, sampling.min_p), sampling.uniforms
+        )
     return sample_random_torch(logits, sampling, filtered)
 
 
@@ -112,9 +117,9 @@ def _top_p_threshold(probs: Tensor, sampling: SamplingTensors) -> Tensor:
 
     limits = sampling.top_p.double().unsqueeze(1)
     largest = _float_rank(probs.amax(-1, keepdim=True))  # the most likely token stays for every top_p
-    return _float_of_rank(_first_rank(enough, torch.zeros_like(largest), largest, _BISECTION_ROUNDS_TO_ONE)).masked_fill(
-        limits >= 1.0, 0.0
-    )
+    return _float_of_rank(
+        _first_rank(enough, torch.zeros_like(largest), largest, _BISECTION_ROUNDS_TO_ONE)
+    ).masked_fill(limits >= 1.0, 0.0)
 
 
 def _first_rank(predicate: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, rounds: int) -> Tensor:

@@ -59,7 +59,9 @@ class Sampler:
             StepFailed: The logits are not finite.
         """
         expected = (len(rows), self.vocab_size)
-        assert logits.shape == expected, f"one row of logits for each row to sample: got {tuple(logits.shape)}, not {expected}"
+        assert logits.shape == expected, (
+            f"one row of logits for each row to sample: got {tuple(logits.shape)}, not {expected}"
+        )
         groups: dict[SampleRows, list[int]] = {}
         for index, row in enumerate(rows):
             groups.setdefault(_sampling_function(row.sequence), []).append(index)
@@ -189,9 +191,13 @@ def sample_top_logits(top_logits: TopLogits, rows: Rows[LogitRow]) -> list[Sampl
     drawn = [index for index, row in enumerate(rows) if not row.sequence.params.greedy]
     places = [0] * len(rows)
     if drawn:
-        for index, place in zip(drawn, _sample_random_places(top_logits, [rows[index] for index in drawn], drawn), strict=True):
+        for index, place in zip(
+            drawn, _sample_random_places(top_logits, [rows[index] for index in drawn], drawn), strict=True
+        ):
             places[index] = place
-    logprobs = None if top_logits.logsumexp is None else (top_logits.values - top_logits.logsumexp.unsqueeze(1)).tolist()
+    logprobs = (
+        None if top_logits.logsumexp is None else (top_logits.values - top_logits.logsumexp.unsqueeze(1)).tolist()
+    )
     return [
         _sampled_tokens(ids[index], None if logprobs is None else logprobs[index], place, row.sequence)
         for index, (place, row) in enumerate(zip(places, rows, strict=True))

@@ -102,7 +102,9 @@ class _CorrectedStepTimes:
     def __init__(self, step_times: StepTimes) -> None:
         self.step_times: StepTimes | None = step_times
         self._table = step_times.steps
-        self._ratios: dict[str, deque[float]] = {kind: deque(maxlen=_RECENT_RATIOS) for kind in ("decode", "mixed", "prefill")}
+        self._ratios: dict[str, deque[float]] = {
+            kind: deque(maxlen=_RECENT_RATIOS) for kind in ("decode", "mixed", "prefill")
+        }
 
     def observe(self, step: StepStats) -> None:
         expected = step.expected_seconds(self._table)
@@ -127,11 +129,16 @@ class _CorrectedStepTimes:
         step_times = self.step_times
         if step_times is None or not (step.draft_tokens or step_times.draft_tokens):
             return
-        drafted_per_row, made = step.draft_tokens / step.num_decode_sequences, step.decode_tokens / step.num_decode_sequences
+        drafted_per_row, made = (
+            step.draft_tokens / step.num_decode_sequences,
+            step.decode_tokens / step.num_decode_sequences,
+        )
         draft_tokens = step_times.draft_tokens + _DRAFT_GAIN * (drafted_per_row - step_times.draft_tokens)
         tokens_per_step = step_times.tokens_per_step + _DRAFT_GAIN * (made - step_times.tokens_per_step)
         self.step_times = replace(
-            step_times, draft_tokens=draft_tokens if draft_tokens > _MIN_DRAFT_TOKENS else 0.0, tokens_per_step=tokens_per_step
+            step_times,
+            draft_tokens=draft_tokens if draft_tokens > _MIN_DRAFT_TOKENS else 0.0,
+            tokens_per_step=tokens_per_step,
         )
 
     def _factor(self, phase: str, default: float) -> float:

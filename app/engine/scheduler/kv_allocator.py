@@ -152,7 +152,10 @@ class KvSlots:
         for index in sorted(self._shrunk):
             slot = self.slots[index]
             low, high = self._range(slot)
-            for start, end in ((slot.resident[0], min(low, slot.resident[1])), (max(high, slot.resident[0]), slot.resident[1])):
+            for start, end in (
+                (slot.resident[0], min(low, slot.resident[1])),
+                (max(high, slot.resident[0]), slot.resident[1]),
+            ):
                 if start < end:
                     released.append((index, start, end))
             slot.resident = (low, high)
@@ -274,7 +277,9 @@ def _hull(first: PositionRange, second: PositionRange) -> PositionRange:
 
 # tokens compared at once by list equality, which runs in C; only a block that differs is compared token by token
 _COMPARED_TOKENS = 128
-_MIN_REUSE_RATIO = 4  # a cached slot is reused in place if at most a quarter of the reused length would be lost with its end
+_MIN_REUSE_RATIO = (
+    4  # a cached slot is reused in place if at most a quarter of the reused length would be lost with its end
+)
 
 
 def placements(
@@ -318,7 +323,9 @@ def copied_placement(source: KvSlot, length: int) -> Placement:
     """Return a placement in a new slot with a private copy of the first `length` tokens."""
     shared = min(length, source.prefix_tokens)
     parts = ((source.prefix_slot, 0, shared), (source.index, shared, length))
-    return Placement(length, copies=tuple((slot, start, end) for slot, start, end in parts if slot is not None and start < end))
+    return Placement(
+        length, copies=tuple((slot, start, end) for slot, start, end in parts if slot is not None and start < end)
+    )
 
 
 def _reused_placement(source: KvSlot, length: int) -> Placement:
@@ -345,7 +352,9 @@ def _longest_match(slots: Items[KvSlot], token_ids: list[int]) -> tuple[KvSlot, 
             and bases.get(slot.prefix_slot, 0) >= slot.prefix_tokens
             and slot.num_tokens > slot.prefix_tokens
         ):
-            found[slot.index] = common_prefix_length(slot.token_ids, token_ids, slot.prefix_tokens, min(slot.num_tokens, limit))
+            found[slot.index] = common_prefix_length(
+                slot.token_ids, token_ids, slot.prefix_tokens, min(slot.num_tokens, limit)
+            )
 
     def worth(index: int) -> tuple[int, bool, int]:
         slot, length = slots[index], found[index]

@@ -50,7 +50,9 @@ def token_events(sequence: Sequence, samples: Items[SampledTokens], now: float) 
     return events
 
 
-def sequence_finished(sequence: Sequence, reason: FinishReason, now: float, stop_token_id: int | None = None) -> SequenceFinished:
+def sequence_finished(
+    sequence: Sequence, reason: FinishReason, now: float, stop_token_id: int | None = None
+) -> SequenceFinished:
     """Return the event for the end of a sequence."""
     return SequenceFinished(
         request_id=sequence.request_id,

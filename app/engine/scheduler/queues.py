@@ -166,7 +166,9 @@ def request_error(request: Generate, limits: EngineLimits, pool: KvSlots) -> Req
     # one slot is needed for the prompt that the beams share
     widest = min(limits.max_running_seqs, len(pool.slots) - 1)
     if width > max(widest, 1):
-        return InvalidRequest(f"beam_width is at most {max(widest, 1)} on this server, not {width}.", field="beam_width")
+        return InvalidRequest(
+            f"beam_width is at most {max(widest, 1)} on this server, not {width}.", field="beam_width"
+        )
     if max_sequence_tokens(request, limits, pool) <= num_prompt:
         return ContextLengthExceeded(
             f"A prompt of {num_prompt} tokens with beam_width {width} does not fit the KV cache of {pool.capacity_tokens} tokens.",
@@ -181,7 +183,9 @@ def max_sequence_tokens(request: Generate, limits: EngineLimits, pool: KvSlots) 
     A request that is alone in the pool always fits with this length, so the oldest request always makes progress.
     """
     num_prompt, params = len(request.token_ids), request.params
-    bound = limits.max_model_len if params.max_tokens is None else min(limits.max_model_len, num_prompt + params.max_tokens)
+    bound = (
+        limits.max_model_len if params.max_tokens is None else min(limits.max_model_len, num_prompt + params.max_tokens)
+    )
     if params.beam_width == 1:
         return bound
     # The prompt is stored once. The root and each beam store a completion, and each end needs a separate page.

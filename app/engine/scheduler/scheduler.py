@@ -109,7 +109,10 @@ class Scheduler:
             return [RequestFailed(request.request_id, error)]
         choices = [make_sequence(request, choice, self._eos_token_ids) for choice in range(request.params.n)]
         for sequence in choices:
-            sequence.arrival_order, sequence.max_length = next(self._arrivals), max_sequence_tokens(request, self._limits, self.pool)
+            sequence.arrival_order, sequence.max_length = (
+                next(self._arrivals),
+                max_sequence_tokens(request, self._limits, self.pool),
+            )
         self.queues.add(choices)
         return []
 
@@ -315,7 +318,9 @@ class Scheduler:
             self._end(sequence)
         return events
 
-    def _advance_search(self, request_id: str, sampled: list[tuple[Sequence, SampledTokens]], now: float) -> list[Event]:
+    def _advance_search(
+        self, request_id: str, sampled: list[tuple[Sequence, SampledTokens]], now: float
+    ) -> list[Event]:
         group = self.queues.requests[request_id].group
         assert group is not None, "only a beam search has beams"
         if sampled[0][0].slot is None:  # another search has just preempted it

@@ -65,7 +65,10 @@ class NgramDrafter:
     def propose(self, token_ids: list[int], max_tokens: int) -> tuple[int, ...]:
         """Return at most `max_tokens` tokens that followed the latest earlier occurrence of the last n-gram."""
         self._index(token_ids)
-        after = next((self._last_ends[gram] for size in NGRAM_SIZES if (gram := tuple(token_ids[-size:])) in self._last_ends), None)
+        after = next(
+            (self._last_ends[gram] for size in NGRAM_SIZES if (gram := tuple(token_ids[-size:])) in self._last_ends),
+            None,
+        )
         if after is None:
             return ()
         period = len(token_ids) - after  # the draft repeats with this period once it reaches the end of the tokens
@@ -92,7 +95,9 @@ class NgramDrafter:
 # maximum rows of a step with draft tokens; larger products are compute-bound, and each step size is recorded
 MAX_SPECULATIVE_ROWS = 64
 MAX_DRAFT_TOKENS = 7  # per sequence and step
-MIN_SPEEDUP = 1.03  # required gain in tokens per second over no draft tokens; the gain must cover the cost of drafting too
+MIN_SPEEDUP = (
+    1.03  # required gain in tokens per second over no draft tokens; the gain must cover the cost of drafting too
+)
 MIN_PAUSE_STEPS, MAX_PAUSE_STEPS = 4, 32  # steps
 _DECAY = 0.9  # decay of earlier observations at each new one: about the last ten count
 _SHARED_DECAY = 0.99
@@ -167,7 +172,9 @@ class Speculation:
         """Return another policy with the same cost model and no acceptance history."""
         return Speculation(drafter, self._costs, self._max_draft_tokens)
 
-    def add_draft_tokens(self, spans: list[ScheduledSpan], max_rows: int, reserve: ReserveDraftTokens) -> list[ScheduledSpan]:
+    def add_draft_tokens(
+        self, spans: list[ScheduledSpan], max_rows: int, reserve: ReserveDraftTokens
+    ) -> list[ScheduledSpan]:
         """Return the same decodes, with draft tokens added where they pay off and `reserve` finds capacity.
 
         A step has at most `max_rows` rows.
@@ -216,7 +223,9 @@ class Speculation:
         tiles.
         """
         rows, seconds = len(spans), self._seconds(spans)
-        return any(rows + more > MIN_SPEEDUP * rows * seconds(more) / seconds(0) for more in (1, 2, 4, 8) if more <= left)
+        return any(
+            rows + more > MIN_SPEEDUP * rows * seconds(more) / seconds(0) for more in (1, 2, 4, 8) if more <= left
+        )
 
     def _proposals(self, spans: list[ScheduledSpan]) -> list[DraftProposal]:
         """Return the proposed draft tokens of the sequences that can have them.

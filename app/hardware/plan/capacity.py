@@ -81,7 +81,9 @@ class MemoryCapacity:
     max_waiting_requests: Decision[int]
 
 
-def decide_capacity(facts: Facts, settings: Settings, demand: MemoryDemand, timing: TrialTiming | None = None) -> MemoryCapacity:
+def decide_capacity(
+    facts: Facts, settings: Settings, demand: MemoryDemand, timing: TrialTiming | None = None
+) -> MemoryCapacity:
     """Decide the capacity of a model that generates.
 
     Raises:
@@ -108,7 +110,8 @@ def decide_capacity(facts: Facts, settings: Settings, demand: MemoryDemand, timi
             batch.value, "Prompts fill a step as far as the inter-token latency of running streams allows."
         ),
         max_waiting_requests=Decision(
-            waiting, f"{_WAITING_PER_RUNNING} times the running sequences; further requests are refused with a Retry-After."
+            waiting,
+            f"{_WAITING_PER_RUNNING} times the running sequences; further requests are refused with a Retry-After.",
         )
         if settings.max_waiting_requests == "auto"
         else Decision(settings.max_waiting_requests, "Asked for."),
@@ -123,7 +126,9 @@ def decide_weight_bytes(demand: MemoryDemand) -> Decision[int]:
     return Decision(demand.weight_bytes, f"Resident in {demand.weights_name}{where or '.'}")
 
 
-def decide_step_tokens(facts: Facts, settings: Settings, demand: MemoryDemand, timing: TrialTiming | None) -> Decision[int]:
+def decide_step_tokens(
+    facts: Facts, settings: Settings, demand: MemoryDemand, timing: TrialTiming | None
+) -> Decision[int]:
     """Decide the tokens of a step.
 
     This is the smallest size at which prompts are processed at nearly the best measured rate, or the default if
@@ -189,7 +194,9 @@ def _running_seqs(settings: Settings, batch_tokens: int, usual: DefaultStepSizes
     return Decision(settings.max_running_seqs, "Asked for.")
 
 
-def _checked_budget(facts: Facts, settings: Settings, demand: MemoryDemand, batch_tokens: int, running: int) -> MemoryBudget:
+def _checked_budget(
+    facts: Facts, settings: Settings, demand: MemoryDemand, batch_tokens: int, running: int
+) -> MemoryBudget:
     """Return the memory that is left for keys and values.
 
     Raises:
@@ -212,7 +219,9 @@ def _forced_budget(asked: int, left: MemoryBudget) -> MemoryBudget:
 def _model_len(settings: Settings, demand: MemoryDemand, room: MemoryBudget) -> Decision[int]:
     needs, asked = demand.needs, settings.max_model_len
     if needs is None:
-        return Decision(0 if asked == "auto" else asked, "Known when a model is given." if asked == "auto" else "Asked for.")
+        return Decision(
+            0 if asked == "auto" else asked, "Known when a model is given." if asked == "auto" else "Asked for."
+        )
     if asked != "auto" and asked > needs.max_model_len:
         raise PlanImpossible(f"max_model_len is {asked}, but the model supports at most {needs.max_model_len} tokens.")
     wanted = needs.max_model_len if asked == "auto" else asked
@@ -226,7 +235,8 @@ def _model_len(settings: Settings, demand: MemoryDemand, room: MemoryBudget) -> 
             f"but only {format_bytes(room.size)} are available: {room.explanation}."
         )
     return Decision(
-        fits, f"The model supports {wanted} tokens, but the memory holds the keys and values of {fits}: {room.explanation}."
+        fits,
+        f"The model supports {wanted} tokens, but the memory holds the keys and values of {fits}: {room.explanation}.",
     )
 
 
@@ -238,7 +248,9 @@ def _limit_by_memory(running: Decision[int], demand: MemoryDemand, room: MemoryB
     fits = max(1, demand.kv_tokens(room.size) // least)
     if fits >= running.value:
         return running
-    return Decision(fits, f"The memory holds the keys and values of {format_count(fits, 'short sequence')}: {room.explanation}.")
+    return Decision(
+        fits, f"The memory holds the keys and values of {format_count(fits, 'short sequence')}: {room.explanation}."
+    )
 
 
 def _limit_by_reservation(running: Decision[int], sequence_bytes: int, left: MemoryBudget) -> Decision[int]:

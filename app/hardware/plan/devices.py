@@ -30,7 +30,10 @@ from app.hardware.facts import (
 from app.hardware.plan.precision import list_recipes
 from app.settings import Settings
 
-MIN_CAPABILITY = (8, 0)  # Ampere: the first with BF16 products; torch's int4 products and this package's kernels need it
+MIN_CAPABILITY = (
+    8,
+    0,
+)  # Ampere: the first with BF16 products; torch's int4 products and this package's kernels need it
 _MIN_DARWIN = 23  # macOS 14: the first whose Metal has BF16, and the oldest that torch's wheels for Macs support
 # The oldest driver for each CUDA (docs.nvidia.com/deploy/cuda-compatibility, minor version compatibility).
 _MIN_DRIVER = {"12": 525, "13": 580}
@@ -47,7 +50,9 @@ class DeviceChoice:
     gpu: CudaDevice | None = None
 
 
-def choose_device(facts: Facts, settings: Settings, needs: Needs | None, recipes: Collection[RecipeKey]) -> DeviceChoice:
+def choose_device(
+    facts: Facts, settings: Settings, needs: Needs | None, recipes: Collection[RecipeKey]
+) -> DeviceChoice:
     """Choose the device.
 
     Raises:
@@ -56,7 +61,9 @@ def choose_device(facts: Facts, settings: Settings, needs: Needs | None, recipes
     """
     built = frozenset(kind for kind, architecture, _ in recipes if architecture == facts.architecture)
     device = (
-        _forced_device(facts, settings.device, needs, built) if settings.device != "auto" else _best_device(facts, needs, built)
+        _forced_device(facts, settings.device, needs, built)
+        if settings.device != "auto"
+        else _best_device(facts, needs, built)
     )
     if device is None:
         raise NoRecipe(
@@ -117,7 +124,9 @@ def decide_kernel_folder(settings: Settings, kind: str) -> Decision[str | None]:
         return Decision(None, "Nothing is compiled for this device while serving.")
     if folder is None:
         return Decision(None, "This user has no home directory; set cache_dir to keep compiled kernels.")
-    return Decision(str(folder / "triton"), "Compiling the kernels takes a minute; the next start reads them from this folder.")
+    return Decision(
+        str(folder / "triton"), "Compiling the kernels takes a minute; the next start reads them from this folder."
+    )
 
 
 # ---- kind of device --------------------------------------------------------------------------------------------------------
@@ -138,7 +147,9 @@ def _forced_device(facts: Facts, kind: str, needs: Needs | None, built: Collecti
     if unsuited:
         raise PlanImpossible(f"device is {kind}, but {unsuited}. Leave device at auto to serve on the processor.")
     old = _old_driver_reason(facts) if kind == "cuda" else ""
-    return Decision(kind, f"Asked for, but {old}: without NVIDIA's compatibility libraries this fails." if old else "Asked for.")
+    return Decision(
+        kind, f"Asked for, but {old}: without NVIDIA's compatibility libraries this fails." if old else "Asked for."
+    )
 
 
 def _best_device(facts: Facts, needs: Needs | None, built: Collection[str]) -> Decision[str] | None:

@@ -64,7 +64,9 @@ def check_torch_can_run(facts: Facts) -> None:
     if facts.os not in ("linux", "macos"):
         raise PlanImpossible(f"{facts.os} is not supported: use Linux or macOS (on Windows, WSL or a container).")
     if facts.architecture not in _ARCHITECTURES:
-        raise PlanImpossible(f"There is no torch for {facts.os} on {facts.architecture}: x86_64 and arm64 are supported.")
+        raise PlanImpossible(
+            f"There is no torch for {facts.os} on {facts.architecture}: x86_64 and arm64 are supported."
+        )
     if facts.is_translated:
         raise PlanImpossible(
             "This Python is for Intel Macs and runs by Rosetta, for which there is no torch: use a Python for Apple silicon (arm64)."
@@ -78,7 +80,9 @@ def check_torch_can_run(facts: Facts) -> None:
     if facts.isa and missing:  # a kernel that reports no instruction sets is not refused
         core = facts.cpu.microarchitecture or facts.cpu.name
         wanted = (
-            "AVX (Intel Sandy Bridge, AMD Bulldozer or newer)" if facts.architecture == "x86_64" else "Armv8.1's atomics (LSE)"
+            "AVX (Intel Sandy Bridge, AMD Bulldozer or newer)"
+            if facts.architecture == "x86_64"
+            else "Armv8.1's atomics (LSE)"
         )
         raise PlanImpossible(
             f"This processor ({core}) has no {', '.join(sorted(missing))}: importing torch would stop with an illegal instruction. "
@@ -97,7 +101,9 @@ def decide_dtype(facts: Facts, chosen: str, kind: str = "cpu") -> Decision[Dtype
         return Decision(name, "Weights are dequantized to it for products; sums are accumulated in FP32.")
     if chosen in QUANTIZED_PRECISIONS:
         needless = "" if bf16_products(facts) else ", which needs no BF16 instructions"
-        return Decision("bfloat16", f"Rows are quantized to int8 before each product; between products they are BF16{needless}.")
+        return Decision(
+            "bfloat16", f"Rows are quantized to int8 before each product; between products they are BF16{needless}."
+        )
     return Decision("bfloat16", "The dtype of the weights; sums are accumulated in FP32.")
 
 
@@ -130,7 +136,9 @@ def decide_kv_precision(
             )
         return Decision("bf16", "The dtype of the activations.")
     if settings.kv_precision == "int8":
-        return Decision("int8", "Asked for: a little over half the memory, since each head of a token also has a scale.")
+        return Decision(
+            "int8", "Asked for: a little over half the memory, since each head of a token also has a scale."
+        )
     if settings.kv_precision == "bf16" or insufficient_budget is None:
         return Decision("bf16", "Asked for." if settings.kv_precision == "bf16" else "The dtype of the activations.")
     return Decision(
@@ -140,7 +148,9 @@ def decide_kv_precision(
     )
 
 
-def decide_deterministic(settings: Settings, chosen: str, copy: bool, level: str, generates: bool = True) -> Decision[bool]:
+def decide_deterministic(
+    settings: Settings, chosen: str, copy: bool, level: str, generates: bool = True
+) -> Decision[bool]:
     """Decide if results are bit for bit independent of the other rows of the batch.
 
     `level` is the level of the native kernels, or the name of the kernels used instead.
@@ -190,7 +200,9 @@ def decide_pack_folder(settings: Settings, chosen: str, kind: str = "cpu") -> De
         return Decision(None, f"Weights in {chosen} are packed at each start, while they are read.")
     folder = settings.cache_directory
     if folder is None:
-        return Decision(None, "This user has no home directory, so weights are packed at each start; set cache_dir to keep them.")
+        return Decision(
+            None, "This user has no home directory, so weights are packed at each start; set cache_dir to keep them."
+        )
     return Decision(
         str(folder),
         f"Quantizing to {chosen} takes most of a start: it is done once, and the next start reads the packed weights from this folder.",
@@ -243,7 +255,9 @@ def _insufficient_budget(candidates: PrecisionCandidates, demand: MemoryDemand) 
     return left if left.size < useful_kv_cache_bytes(candidates.settings, demand) else None
 
 
-def _copy_gain(candidates: PrecisionCandidates, demand: MemoryDemand, trials: TrialTimings, threads: int) -> Int8CopyGain:
+def _copy_gain(
+    candidates: PrecisionCandidates, demand: MemoryDemand, trials: TrialTimings, threads: int
+) -> Int8CopyGain:
     """Return the memory and the measured gain of an 8-bit copy in addition to 4-bit weights."""
     facts, settings, needs = candidates.facts, candidates.settings, candidates.needs
     timing = trials.find("int4", threads)

@@ -55,10 +55,16 @@ _NARROW_HIDDEN_SIZE = 384  # up to this hidden size, a GPU's products need twice
 _WAITING_SECONDS = 10.0  # if the speed is known, the short texts of this many seconds may wait
 _WAITING_REQUESTS = 256
 _MAX_WAITING_REQUESTS = 4096  # requests at any speed, because each is an open connection
-_GENERATION_SETTINGS = ("kv_cache_bytes", "kv_precision", "itl_target_ms")  # settings that apply only to models that generate
+_GENERATION_SETTINGS = (
+    "kv_cache_bytes",
+    "kv_precision",
+    "itl_target_ms",
+)  # settings that apply only to models that generate
 
 
-def decide_encoder_capacity(facts: Facts, settings: Settings, demand: MemoryDemand, timing: TrialTiming | None) -> MemoryCapacity:
+def decide_encoder_capacity(
+    facts: Facts, settings: Settings, demand: MemoryDemand, timing: TrialTiming | None
+) -> MemoryCapacity:
     """Decide the capacity of an encoder or an exported program.
 
     Raises:
@@ -86,7 +92,8 @@ def decide_encoder_capacity(facts: Facts, settings: Settings, demand: MemoryDema
         max_waiting_requests=_max_waiting(settings, needs, timing, target.value)
         if timing is not None or demand.device is None or settings.max_waiting_requests != "auto"
         else Decision(
-            _DEVICE_WAITING_REQUESTS, "The texts of a few steps of a GPU; the time that they would wait was not measured."
+            _DEVICE_WAITING_REQUESTS,
+            "The texts of a few steps of a GPU; the time that they would wait was not measured.",
         ),
     )
 
@@ -99,7 +106,9 @@ def refuse_generation_settings(settings: Settings) -> None:
     """
     asked = next((name for name in _GENERATION_SETTINGS if getattr(settings, name) != "auto"), None)
     if asked is not None:
-        raise PlanImpossible(f"{asked} is {getattr(settings, asked)}, but this model generates no text: leave it at auto.")
+        raise PlanImpossible(
+            f"{asked} is {getattr(settings, asked)}, but this model generates no text: leave it at auto."
+        )
 
 
 def _max_step_tokens(settings: Settings, needs: Needs, demand: MemoryDemand, left: MemoryBudget) -> int:
@@ -127,9 +136,13 @@ def _model_len(settings: Settings, needs: Needs, left: MemoryBudget, fits: int) 
         return Decision(asked, "Asked for.")
     most = needs.max_model_len
     if step != "auto" and step < most:
-        return Decision(step, f"The model supports {most} tokens, but a text is never divided, and max_batch_tokens is {step}.")
+        return Decision(
+            step, f"The model supports {most} tokens, but a text is never divided, and max_batch_tokens is {step}."
+        )
     if fits < most:
-        return Decision(fits, f"The model supports {most} tokens, but a step has memory for {fits}: {left.explanation}.")
+        return Decision(
+            fits, f"The model supports {most} tokens, but a step has memory for {fits}: {left.explanation}."
+        )
     return Decision(most, "The longest text that the model supports.")
 
 
@@ -174,7 +187,8 @@ def _measured_target(timing: TrialTiming | None, least: int, usual: int, unit: s
         return None  # the rate may rise beyond the largest measured size
     near = "the best" if found == best else f"close to the best ({format_rate(rates[best])} in steps of {best})"
     return Decision(
-        found, f"Measured {format_rate(rates[found])} {unit}/s in steps of {found}, {near}; a longer step makes others wait."
+        found,
+        f"Measured {format_rate(rates[found])} {unit}/s in steps of {found}, {near}; a longer step makes others wait.",
     )
 
 
@@ -186,7 +200,8 @@ def _enough_for_threads(timing: TrialTiming, found: Decision[int]) -> Decision[i
         return found
     measured = format_rate(timing.encode_rate(enough))
     return Decision(
-        enough, f"Measured {measured} tokens/s in steps of {enough}: enough texts for {trial.threads} threads to share evenly."
+        enough,
+        f"Measured {measured} tokens/s in steps of {enough}: enough texts for {trial.threads} threads to share evenly.",
     )
 
 
@@ -208,7 +223,9 @@ class EncoderStepLimits:
     fits: int
 
 
-def _max_batch_tokens(settings: Settings, needs: Needs, fitting: EncoderStepLimits, left: MemoryBudget) -> Decision[int]:
+def _max_batch_tokens(
+    settings: Settings, needs: Needs, fitting: EncoderStepLimits, left: MemoryBudget
+) -> Decision[int]:
     target, length = fitting.target, fitting.length
     if settings.max_batch_tokens != "auto":
         if settings.max_batch_tokens > fitting.fits:
@@ -228,7 +245,9 @@ def _texts_per_step(settings: Settings, batch_tokens: int, needs: Needs, most: i
     """Decide `max_running_seqs` of a model that does not generate: the number of texts in a step."""
     if settings.max_running_seqs == "auto":
         what = "Requests" if needs.kind == "program" else "Texts"
-        return Decision(min(most, batch_tokens), f"{what} of one step; the tokens of a step are used up before there are more.")
+        return Decision(
+            min(most, batch_tokens), f"{what} of one step; the tokens of a step are used up before there are more."
+        )
     if settings.max_running_seqs > batch_tokens:
         what = "row" if needs.kind == "program" else "token"
         raise PlanImpossible(
@@ -243,7 +262,9 @@ def _max_waiting(settings: Settings, needs: Needs, timing: TrialTiming | None, t
         return Decision(settings.max_waiting_requests, "Asked for.")
     if timing is None or not timing.trial.encode_seconds:
         return Decision(_WAITING_REQUESTS, "A default: the time that they would wait was not measured.")
-    tokens, what = (1, "rows") if needs.kind == "program" else (TABLE_TEXT_TOKENS, f"texts of {TABLE_TEXT_TOKENS} tokens")
+    tokens, what = (
+        (1, "rows") if needs.kind == "program" else (TABLE_TEXT_TOKENS, f"texts of {TABLE_TEXT_TOKENS} tokens")
+    )
     requests = timing.encode_rate(target) / tokens * _WAITING_SECONDS
     return Decision(
         round(min(max(requests, 64), _MAX_WAITING_REQUESTS)),

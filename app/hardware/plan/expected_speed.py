@@ -84,7 +84,8 @@ def _capacity(served: SpeedInputs) -> Decision[Mapping[str, Mapping[int, float]]
     rows = _measured_sizes(timing.trial.decode_seconds, served.limits.running_seqs)
     decode = {row: row / timing.steps.decode(row, row * context) for row in rows}
     prefill = {
-        size: timing.prefill_rate(size) for size in _measured_sizes(timing.trial.prefill_seconds, served.limits.batch_tokens)
+        size: timing.prefill_rate(size)
+        for size in _measured_sizes(timing.trial.prefill_seconds, served.limits.batch_tokens)
     }
     last, step = max(decode), max(prefill)
     return Decision(
@@ -130,7 +131,9 @@ def _roofline(measured: Measurements | None, served: SpeedInputs) -> Decision[Ma
     shares = ", ".join(f"{ratio:.0%} {labels[phase]}" for phase, ratio in valid.items())
     wrong = [labels[phase] for phase, ratio in found.items() if ratio > 1]
     left_out = f" Steps {', '.join(wrong)} were measured faster than their limit and are left out (a cache may hold the weights)."
-    summary = f"Share of what this machine's memory and products allow: {shares}." if valid else "The limits are not known."
+    summary = (
+        f"Share of what this machine's memory and products allow: {shares}." if valid else "The limits are not known."
+    )
     return Decision(valid, summary + (left_out if wrong else ""))
 
 
@@ -154,7 +157,9 @@ def _encode_phases(few: int, many: int) -> list[tuple[str, int]]:
 def _decoder_ratios(measured: Measurements, timing: TrialTiming, limits: SpeedLimits) -> _LabelledRatios:
     steps = timing.steps
     most = max((rows for rows in timing.trial.decode_seconds if rows <= limits.running_seqs), default=1)
-    size = max((size for size in timing.trial.prefill_seconds if size <= limits.batch_tokens), default=limits.batch_tokens)
+    size = max(
+        (size for size in timing.trial.prefill_seconds if size <= limits.batch_tokens), default=limits.batch_tokens
+    )
     found = {
         "decode": _min_step_seconds(measured, timing.trial, 1) / steps.decode(1),
         "decode_full": _min_step_seconds(measured, timing.trial, most) / steps.decode(most),
@@ -168,7 +173,9 @@ def _min_step_seconds(measured: Measurements, trial: TrialTimes, rows: int) -> f
     """Return the minimum seconds of a step of `rows` rows on this machine."""
     assert measured.read_bytes_per_second, "called only if it is known"
     reading = trial.read_bytes / measured.read_bytes_per_second
-    products = measured.products_per_second.get("int8" if trial.int8_copy and rows > INT8_COPY_ROWS else trial.precision, 0.0)
+    products = measured.products_per_second.get(
+        "int8" if trial.int8_copy and rows > INT8_COPY_ROWS else trial.precision, 0.0
+    )
     return max(reading, trial.operations_per_token * rows / products if products > 0 else 0.0)
 
 
@@ -191,7 +198,9 @@ def _prefill_ceiling(measured: Measurements | None, served: SpeedInputs) -> Deci
     if served.needs is not None and not served.needs.generates:
         return Decision(None, _NOT_GENERATING)
     trial = served.timing.trial if served.timing else None
-    operations = (trial.operations_per_token if trial else 0.0) or 2.0 * (served.needs.num_parameters if served.needs else 0)
+    operations = (trial.operations_per_token if trial else 0.0) or 2.0 * (
+        served.needs.num_parameters if served.needs else 0
+    )
     products = _finite_positive(measured.products_per_second.get(_product_precision(served))) if measured else None
     if products is None or not operations:
         return Decision(None, _UNKNOWN)

@@ -26,7 +26,9 @@ GIB, MIB = 2**30, 2**20
 CONTEXT_BYTES = 768 * MIB
 GRAPHS_BYTES = 512 * MIB
 METAL_BYTES = 256 * MIB  # the GPU's pipelines and command buffers
-HOST_BYTES = GIB  # Python, torch with its CUDA libraries and pinned buffers, without a model; mapped weight files can be dropped
+HOST_BYTES = (
+    GIB  # Python, torch with its CUDA libraries and pinned buffers, without a model; mapped weight files can be dropped
+)
 PROCESS_BYTES = 400 * MIB  # like on a processor, used if the device shares the machine's memory
 # 1/32 of the memory, at most 2 GiB, is left for the allocator's fragmentation.
 SLACK_DIVISOR, MAX_SLACK_BYTES = 32, 2 * GIB
@@ -235,7 +237,9 @@ def _available_and_overhead(facts: Facts, demand: MemoryDemand) -> tuple[int, st
 
 
 def _overhead_phrase(demand: MemoryDemand) -> str:
-    return "the process and its activations" if demand.device is None else f"{demand.device.overhead_name} and activations"
+    return (
+        "the process and its activations" if demand.device is None else f"{demand.device.overhead_name} and activations"
+    )
 
 
 def smallest_step_budget(facts: Facts, settings: Settings, demand: MemoryDemand) -> MemoryBudget:
@@ -252,7 +256,10 @@ def does_not_fit_message(settings: Settings, demand: MemoryDemand, left: MemoryB
     longest = needs.max_model_len if settings.max_model_len == "auto" else settings.max_model_len
     tokens = min(longest, USEFUL_TOKENS)
     if needs.generates:
-        request_bytes, label = tokens * demand.kv_bytes_per_token, f"keys and values of one sequence of {tokens:,} tokens"
+        request_bytes, label = (
+            tokens * demand.kv_bytes_per_token,
+            f"keys and values of one sequence of {tokens:,} tokens",
+        )
     else:
         request_bytes, label = tokens * activation_bytes_per_token(needs), f"one text of {tokens:,} tokens"
     return (
@@ -273,7 +280,9 @@ def available_memory(facts: Facts, node: int | None) -> tuple[int, str]:
             )
         )
     choices += [
-        (known.available_bytes, f"memory node {node}") for known in facts.numa_nodes if known.id == node and known.available_bytes
+        (known.available_bytes, f"memory node {node}")
+        for known in facts.numa_nodes
+        if known.id == node and known.available_bytes
     ]
     allowed = [known.available_bytes or 0 for known in facts.numa_nodes if known.id in facts.memory_node_ids]
     given = sum(allowed)

@@ -126,7 +126,10 @@ class ServingPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the value and the reason of each choice."""
-        return {name: {"value": to_json_value(decision.value), "reason": decision.reason} for name, decision in self.decisions()}
+        return {
+            name: {"value": to_json_value(decision.value), "reason": decision.reason}
+            for name, decision in self.decisions()
+        }
 
     def gpu(self, facts: Facts) -> CudaDevice | None:
         """Return the GPU that `cuda_device` names; MIG instances share its index, so their UUIDs are compared too."""
@@ -152,7 +155,9 @@ class ServingPlan:
     def _device_environment(self) -> dict[str, str]:
         """Return variables for torch and Triton: the GPU, and the folder of compiled kernels unless it is set."""
         if self.device.value == "mps":
-            return {"PYTORCH_ENABLE_MPS_FALLBACK": "0"}  # operations that torch lacks fail instead of running on the processor
+            return {
+                "PYTORCH_ENABLE_MPS_FALLBACK": "0"
+            }  # operations that torch lacks fail instead of running on the processor
         variables = {"CUDA_VISIBLE_DEVICES": self.visible_devices.value, "TRITON_CACHE_DIR": self.kernel_folder.value}
         if "TRITON_CACHE_DIR" in os.environ:
             del variables["TRITON_CACHE_DIR"]
@@ -163,7 +168,11 @@ class ServingPlan:
 
 
 def make_plan(
-    facts: Facts, measurements: Measurements | None, settings: Settings, needs: Needs | None, recipes: Collection[RecipeKey]
+    facts: Facts,
+    measurements: Measurements | None,
+    settings: Settings,
+    needs: Needs | None,
+    recipes: Collection[RecipeKey],
 ) -> ServingPlan:
     """Decide everything.
 
@@ -206,7 +215,9 @@ def _plan_on(choice: DeviceChoice, inputs: _PlanInputs) -> ServingPlan:
     node, trials = all_threads.numa_node.value, TrialTimings.from_measurements(measurements)
     built = available_precisions(inputs.recipes, kind, facts.architecture, settings)
     weights_and_kv = dtypes.decide_weights_and_kv(
-        PrecisionCandidates(facts, settings, needs, node, built, kernels.value, device), trials, all_threads.threads.value
+        PrecisionCandidates(facts, settings, needs, node, built, kernels.value, device),
+        trials,
+        all_threads.threads.value,
     )
     precision, has_copy = weights_and_kv.precision.value, weights_and_kv.int8_copy.value
     threads = _decide_threads(facts, settings, kind, trials, precision)

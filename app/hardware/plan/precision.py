@@ -62,7 +62,9 @@ QUALITY_COSTS = {"int8": "about +0.02% perplexity", "int4": "about +0.8% perplex
 VECTOR_COSTS = {"int8": "vectors with a cosine similarity of 0.99 or more to the exact ones"}
 MIN_PARAMETERS = 100_000_000  # smaller models are fast in any precision, and quantization costs them most
 MIN_INT8_GAIN = 1.2  # least speedup, at one sequence and at eight, that is worth a small cost in quality
-SLOW_TOKENS_PER_SECOND = 20.0  # at one sequence; below this rate users notice each gain (people read about five tokens a second)
+SLOW_TOKENS_PER_SECOND = (
+    20.0  # at one sequence; below this rate users notice each gain (people read about five tokens a second)
+)
 MIN_INT4_GAIN = 1.3  # least speedup at one sequence; the quality cost of 4 bits is forty times that of 8 bits
 
 
@@ -100,7 +102,9 @@ def choose_precision(candidates: PrecisionCandidates, trials: TrialTimings, thre
     gain enough.
     """
     reference = _reference_precision(candidates)
-    names = candidates.batch_invariant_only([reference, *(name for name in QUANTIZED_PRECISIONS if name in candidates.available)])
+    names = candidates.batch_invariant_only(
+        [reference, *(name for name in QUANTIZED_PRECISIONS if name in candidates.available)]
+    )
     fitting = _fitting_precisions(candidates, names)
     start = _reference_or_replacement(candidates, reference, names, fitting)
     timed = {name: timing for name in fitting if (timing := trials.find(name, threads))}
@@ -144,7 +148,9 @@ def forced_precision(candidates: PrecisionCandidates) -> Decision[str]:
     return Decision(chosen, "Asked for.")
 
 
-def available_precisions(recipes: Collection[RecipeKey], kind: str, architecture: str, settings: Settings) -> frozenset[str]:
+def available_precisions(
+    recipes: Collection[RecipeKey], kind: str, architecture: str, settings: Settings
+) -> frozenset[str]:
     """Return the precisions that have a recipe for this device.
 
     Raises:
@@ -152,7 +158,9 @@ def available_precisions(recipes: Collection[RecipeKey], kind: str, architecture
     """
     built = frozenset(name for device, built_for, name in recipes if (device, built_for) == (kind, architecture))
     if settings.precision not in ("auto", *built):
-        raise NoRecipe(f"Precision {settings.precision} on {kind} ({architecture}) is not supported yet. {list_recipes(recipes)}")
+        raise NoRecipe(
+            f"Precision {settings.precision} on {kind} ({architecture}) is not supported yet. {list_recipes(recipes)}"
+        )
     if settings.precision == "auto" and not built & {"bf16", "fp32"}:
         raise NoRecipe(f"Neither bf16 nor fp32 is supported on {kind} ({architecture}). {list_recipes(recipes)}")
     return built
@@ -212,7 +220,9 @@ def _reference_reason(candidates: PrecisionCandidates, reference: str) -> str:
     multiplier, chip = bf16_products(candidates.facts), candidates.facts.cpu.microarchitecture or "chip"
     if candidates.device is not None and reference != "fp32":
         least = (
-            f"{chip}'s GPU has FP16 products, and BF16 only by emulation" if reference == "fp16" else "The GPU has BF16 products"
+            f"{chip}'s GPU has FP16 products, and BF16 only by emulation"
+            if reference == "fp16"
+            else "The GPU has BF16 products"
         )
         return f"{least}: half the bytes of FP32 and several times its speed."
     if reference == "bf16":
@@ -254,7 +264,9 @@ def _does_not_fit_reason(candidates: PrecisionCandidates, reference: str, chosen
     left = smallest_step_budget(candidates.facts, candidates.settings, _demand(candidates, reference))
     takes, instead = (format_bytes(_demand(candidates, name).weight_bytes) for name in (reference, chosen))
     kv_phrase = f"with the keys and values of {USEFUL_SEQS} sequences of {USEFUL_TOKENS:,} tokens "
-    overhead_phrase = kv_phrase if candidates.needs is None or candidates.needs.generates else "with the process itself "
+    overhead_phrase = (
+        kv_phrase if candidates.needs is None or candidates.needs.generates else "with the process itself "
+    )
     return (
         f"Weights in {reference} take {takes}; {overhead_phrase}that is more than the {format_bytes(left.available)} available ({left.source}). "
         f"In {chosen} they take {instead}; the expected cost is {_quality_costs(candidates.needs)[chosen]}."
@@ -296,7 +308,8 @@ def _consider_int4(chosen: Decision[str], now: TrialTiming, int4: TrialTiming) -
     slow = f"{format_rate(present_rate)} tokens/s at one sequence in {chosen.value}, which is under {SLOW_TOKENS_PER_SECOND:g}"
     if int4_rate < MIN_INT4_GAIN * present_rate:
         return Decision(
-            chosen.value, f"{chosen.reason} int4 would gain too little: {format_rate(int4_rate)} tokens/s at one sequence."
+            chosen.value,
+            f"{chosen.reason} int4 would gain too little: {format_rate(int4_rate)} tokens/s at one sequence.",
         )
     return Decision(
         "int4",
@@ -355,7 +368,9 @@ def decide_int8_copy(settings: Settings, chosen: str, candidate: Int8CopyGain) -
     if settings.int8_copy == "off":
         return Decision(False, "Asked for.")
     if settings.deterministic == "on":
-        return Decision(False, "Deterministic is on, and the weights used for a row would depend on what else is in the batch.")
+        return Decision(
+            False, "Deterministic is on, and the weights used for a row would depend on what else is in the batch."
+        )
     return _measured_decision(candidate, more)
 
 

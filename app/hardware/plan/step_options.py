@@ -104,7 +104,9 @@ def _decide_capture(settings: Settings, served: StepOptionInputs) -> Decision[bo
     if kind == "cuda":
         asked = "Asked for: s" if settings.compile == "on" else "S"
         which = "that only decode" if served.needs is None or served.needs.generates else "of few short texts"
-        return Decision(True, f"{asked}teps {which} are captured once for each size of batch, and replayed (CUDA graphs).")
+        return Decision(
+            True, f"{asked}teps {which} are captured once for each size of batch, and replayed (CUDA graphs)."
+        )
     if settings.compile == "on":
         raise PlanImpossible(f"compile is on, but on {kind} nothing can be captured and replayed: leave it at auto.")
     return Decision(False, "On an Apple GPU nothing can be captured and replayed.")

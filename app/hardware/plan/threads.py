@@ -28,7 +28,9 @@ from app.settings import Settings
 
 MIN_THREAD_GAIN = 1.03  # least speedup for which fewer threads are used; a smaller one may not last
 _HOST_THREADS = 4  # if a GPU computes
-CONTENDED_GAIN = 1.3  # one more thread with its own core never costs a native kernel this factor, so other programs must be busy
+CONTENDED_GAIN = (
+    1.3  # one more thread with its own core never costs a native kernel this factor, so other programs must be busy
+)
 
 # Spins of libgomp's threads before they sleep: about a tenth of a millisecond. Measured on two Zen 5 cores (llama-1b int4, decode ×8):
 # on an idle machine 300000 (libgomp's default, 3 ms) and 10000 took 19.3 ms a step, and sleeping at once took 21.7. With another process
@@ -81,7 +83,9 @@ class ComputeCores:
     skipped: str
 
 
-def decide_threads(facts: Facts, settings: Settings, trials: TrialTimings = NO_TRIALS, precision: str = "") -> ThreadPlan:
+def decide_threads(
+    facts: Facts, settings: Settings, trials: TrialTimings = NO_TRIALS, precision: str = ""
+) -> ThreadPlan:
     """Decide the threads of a processor: all that are allowed, or fewer if fewer were measured to be faster."""
     compute_cores = _compute_cores(facts, settings)
     threads = _threads(facts, settings, compute_cores)
@@ -107,7 +111,9 @@ def decide_host_threads(facts: Facts, settings: Settings) -> ThreadPlan:
     )
     compute_cores = anywhere if settings.numa_node == "auto" else _compute_cores(facts, settings)
     few = min(_HOST_THREADS, max(1, math.floor(_core_budget(facts))))
-    threads = Decision(few, f"The GPU computes: the host's threads mainly read weights, within {_core_budget_phrase(facts)}.")
+    threads = Decision(
+        few, f"The GPU computes: the host's threads mainly read weights, within {_core_budget_phrase(facts)}."
+    )
     if settings.threads != "auto":
         threads = _forced_threads(facts, settings.threads, len(compute_cores.cores))
     unbound: Decision[tuple[int, ...]] = Decision((), "The GPU computes: the kernel chooses idle cores.")
@@ -125,7 +131,9 @@ def _small_pools(facts: Facts) -> dict[str, Decision[int]]:
     """Decide the pools that do not compute matrix products."""
     small = min(4, max(1, math.floor(_core_budget(facts))))
     return {
-        "interop_threads": Decision(1, "One step runs at a time; a second pool would compete with the first for cores."),
+        "interop_threads": Decision(
+            1, "One step runs at a time; a second pool would compete with the first for cores."
+        ),
         "tokenizer_threads": Decision(
             small, f"Text is tokenized while steps run: up to 4 threads, within {_core_budget_phrase(facts)}."
         ),
@@ -158,12 +166,16 @@ def _compute_cores(facts: Facts, settings: Settings) -> ComputeCores:
     cores = fast or cores
     nodes = sorted({core.numa_node for core in cores})
     if settings.numa_node != "auto":
-        return ComputeCores(_on_forced_node(settings, cores, nodes), Decision(settings.numa_node, "Asked for."), skipped)
+        return ComputeCores(
+            _on_forced_node(settings, cores, nodes), Decision(settings.numa_node, "Asked for."), skipped
+        )
     if len(nodes) == 1:
         return ComputeCores(cores, Decision(None, "There is one memory node."), skipped)
     if settings.threads != "auto" and settings.threads > max(len(_cores_of_node(cores, node)) for node in nodes):
         return ComputeCores(
-            cores, Decision(None, f"threads is {settings.threads}, which is more than the cores of any memory node."), skipped
+            cores,
+            Decision(None, f"threads is {settings.threads}, which is more than the cores of any memory node."),
+            skipped,
         )
     best = _best_node(facts, settings, cores, nodes)
     reason = (
@@ -193,8 +205,17 @@ def _best_node(facts: Facts, settings: Settings, cores: tuple[Core, ...], nodes:
     Two services under a quota thus get different nodes.
     """
     quota = facts.cgroup.quota_cores
-    wanted = settings.threads if settings.threads != "auto" else max(1, math.floor(quota)) if quota is not None else len(cores)
-    memory = {node.id: node.memory_bytes if node.available_bytes is None else node.available_bytes for node in facts.numa_nodes}
+    wanted = (
+        settings.threads
+        if settings.threads != "auto"
+        else max(1, math.floor(quota))
+        if quota is not None
+        else len(cores)
+    )
+    memory = {
+        node.id: node.memory_bytes if node.available_bytes is None else node.available_bytes
+        for node in facts.numa_nodes
+    }
     if facts.memory_node_ids:
         memory = {node: size if node in facts.memory_node_ids else 0 for node, size in memory.items()}
     return max(nodes, key=lambda node: (min(wanted, len(_cores_of_node(cores, node))), memory.get(node, 0), -node))
@@ -246,12 +267,17 @@ def _forced_threads(facts: Facts, threads: int, cores: int) -> Decision[int]:
     """Return the requested threads, up to the logical CPUs, with a warning in the reason if they cost speed."""
     allowed = len(facts.allowed_cpus)
     if threads > allowed:
-        raise PlanImpossible(f"threads is {threads}, but this process may use only {format_count(allowed, 'logical CPU')}.")
+        raise PlanImpossible(
+            f"threads is {threads}, but this process may use only {format_count(allowed, 'logical CPU')}."
+        )
     quota = facts.cgroup.quota_cores
     if quota is not None and threads > quota:
-        return Decision(threads, f"Asked for; the CPU quota is {quota:g} cores, so all threads will be throttled together.")
+        return Decision(
+            threads, f"Asked for; the CPU quota is {quota:g} cores, so all threads will be throttled together."
+        )
     return Decision(
-        threads, "Asked for." if threads <= cores else f"Asked for; that is more than {format_count(cores, 'physical core')}."
+        threads,
+        "Asked for." if threads <= cores else f"Asked for; that is more than {format_count(cores, 'physical core')}.",
     )
 
 
@@ -263,7 +289,8 @@ def _cpu_ids(facts: Facts, threads: int, compute_cores: ComputeCores) -> Decisio
     shared = quota is not None and quota < len(compute_cores.cores)
     if shared and compute_cores.node.value is None:
         return Decision(
-            (), "The quota is less than the cores: other processes run on them too, and the kernel knows which are idle."
+            (),
+            "The quota is less than the cores: other processes run on them too, and the kernel knows which are idle.",
         )
     use_siblings = shared or threads > len(compute_cores.cores)
     chosen = {cpu for core in compute_cores.cores for cpu in (core.cpu_ids if use_siblings else core.cpu_ids[:1])}
@@ -279,7 +306,13 @@ def _cpu_ids(facts: Facts, threads: int, compute_cores: ComputeCores) -> Decisio
 
 def _wait_policy(facts: Facts, threads: int, compute_cores: ComputeCores) -> Decision[str]:
     quota = facts.cgroup.quota_cores
-    case = "throttled" if quota is not None and threads > quota else "crowded" if threads > len(compute_cores.cores) else "alone"
+    case = (
+        "throttled"
+        if quota is not None and threads > quota
+        else "crowded"
+        if threads > len(compute_cores.cores)
+        else "alone"
+    )
     policy, reason = _WAIT_POLICY_REASONS[case]
     return Decision(policy, reason.format(quota=quota))
 
@@ -304,4 +337,6 @@ def _core_budget(facts: Facts) -> float:
 def _core_budget_phrase(facts: Facts) -> str:
     quota = facts.cgroup.quota_cores
     cores = len(_allowed_cores(facts))
-    return f"the quota of {quota:g} cores" if quota is not None and quota < cores else f"the {format_count(cores, 'core')}"
+    return (
+        f"the quota of {quota:g} cores" if quota is not None and quota < cores else f"the {format_count(cores, 'core')}"
+    )

@@ -91,7 +91,11 @@ class TrialTimings:
         """Return the valid timings among the measurements."""
         if measurements is None or measurements.fallback:
             return cls()
-        return cls(tuple(TrialTiming(trial, StepTimeTable.from_trial(trial)) for trial in measurements.trials if _is_valid(trial)))
+        return cls(
+            tuple(
+                TrialTiming(trial, StepTimeTable.from_trial(trial)) for trial in measurements.trials if _is_valid(trial)
+            )
+        )
 
     def find(self, precision: str, threads: int, *, int8_copy: bool = False) -> TrialTiming | None:
         """Return the timing of a configuration with the most step sizes, or None."""
@@ -125,7 +129,10 @@ def _is_valid(trial: TrialTimes) -> bool:
     extra = (trial.context_token_seconds, trial.pair_seconds, trial.operations_per_token, float(trial.read_bytes))
     return (
         trial.threads >= 1
-        and all(table and all(rows > 0 and _is_plausible_seconds(seconds) for rows, seconds in table.items()) for table in tables)
+        and all(
+            table and all(rows > 0 and _is_plausible_seconds(seconds) for rows, seconds in table.items())
+            for table in tables
+        )
         and all(math.isfinite(number) and number >= 0 for number in extra)
     )
 

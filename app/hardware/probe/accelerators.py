@@ -134,5 +134,8 @@ def _mig_instances(device: CudaDevice, instances: list[tuple[str, int, str]]) ->
 
 def _from_driver_files(files: HostFiles) -> list[CudaDevice]:
     addresses = files.names(_GPU_FILES)
-    names = [parse_fields(files.text(f"{_GPU_FILES}/{address}/information")).get("Model", "NVIDIA GPU") for address in addresses]
+    names = [
+        parse_fields(files.text(f"{_GPU_FILES}/{address}/information")).get("Model", "NVIDIA GPU")
+        for address in addresses
+    ]
     return [CudaDevice(index, name) for index, name in enumerate(names)]

@@ -41,7 +41,10 @@ class CgroupMount:
 
 def read_cgroup(files: HostFiles) -> Cgroup:
     """Read the limits of this process's control group."""
-    mounts, groups = parse_mounts(files.text("/proc/self/mountinfo") or ""), parse_groups(files.text("/proc/self/cgroup") or "")
+    mounts, groups = (
+        parse_mounts(files.text("/proc/self/mountinfo") or ""),
+        parse_groups(files.text("/proc/self/cgroup") or ""),
+    )
     memory = list(_memory_limits(files, mounts, groups))
     limits = [limit for limit, _ in memory]
     versions = [mount.version for name in ("cpu", "memory") if (mount := _find_mount(mounts, groups, name))]
@@ -65,7 +68,9 @@ def parse_mounts(text: str) -> list[CgroupMount]:
         fields, kind = left.split(), right.split()
         if dash and len(fields) >= 5 and kind and kind[0] in ("cgroup", "cgroup2"):
             controllers = frozenset(kind[2].split(",")) if len(kind) > 2 else frozenset()
-            found.append(CgroupMount(_unescape(fields[3]), _unescape(fields[4]), 2 if kind[0] == "cgroup2" else 1, controllers))
+            found.append(
+                CgroupMount(_unescape(fields[3]), _unescape(fields[4]), 2 if kind[0] == "cgroup2" else 1, controllers)
+            )
     return found
 
 
@@ -114,7 +119,10 @@ def find_cpu_stat(files: HostFiles) -> Path | None:
 
     The kernel counts there how long the quota has kept the group's processes off the CPU.
     """
-    mounts, groups = parse_mounts(files.text("/proc/self/mountinfo") or ""), parse_groups(files.text("/proc/self/cgroup") or "")
+    mounts, groups = (
+        parse_mounts(files.text("/proc/self/mountinfo") or ""),
+        parse_groups(files.text("/proc/self/cgroup") or ""),
+    )
     tightest = min(_quotas(files, mounts, groups), default=None)
     return None if tightest is None else files.path(f"{tightest[1]}/cpu.stat")
 
@@ -125,7 +133,9 @@ def _quotas(files: HostFiles, mounts: list[CgroupMount], groups: dict[str, str])
         if version == 2:
             quota = parse_cpu_max(files.text(f"{directory}/cpu.max") or "")
         else:
-            quota = _quota_cores(files.number(f"{directory}/cpu.cfs_quota_us"), files.number(f"{directory}/cpu.cfs_period_us"))
+            quota = _quota_cores(
+                files.number(f"{directory}/cpu.cfs_quota_us"), files.number(f"{directory}/cpu.cfs_period_us")
+            )
         if quota is not None:
             yield quota, directory
 
@@ -160,7 +170,9 @@ def _memory_limits(files: HostFiles, mounts: list[CgroupMount], groups: dict[str
     """
     for version, directory in _directories(files, mounts, groups, "memory"):
         names = ("memory.max", "memory.high") if version == 2 else ("memory.limit_in_bytes",)
-        limits = [limit for name in names if (limit := files.number(f"{directory}/{name}")) is not None and limit < _NO_LIMIT]
+        limits = [
+            limit for name in names if (limit := files.number(f"{directory}/{name}")) is not None and limit < _NO_LIMIT
+        ]
         if limits:
             used = files.number(f"{directory}/{'memory.current' if version == 2 else 'memory.usage_in_bytes'}") or 0
             yield min(limits), max(0, used - _page_cache_bytes(files, directory, version))

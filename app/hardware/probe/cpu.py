@@ -104,7 +104,10 @@ def microarchitecture(vendor: str, family: int, model: int, stepping: int) -> st
         return next((name for known, first, last, name in _AMD if family == known and first <= model <= last), None)
     if vendor != "GenuineIntel":
         return None
-    if (family, model) == (6, 0x55) and stepping >= 5:  # three cores share this model number (intel-family.h, SKYLAKE_X)
+    if (family, model) == (
+        6,
+        0x55,
+    ) and stepping >= 5:  # three cores share this model number (intel-family.h, SKYLAKE_X)
         return "Cascade Lake" if stepping <= 7 else "Cooper Lake"
     return _INTEL.get((family, model))
 
@@ -261,7 +264,9 @@ def arm_instruction_sets(fields: Mapping[str, str], files: HostFiles) -> frozens
 
 def _from_auxiliary_vector(octets: bytes) -> frozenset[str]:
     pairs = dict(struct.iter_unpack("<QQ", octets[: len(octets) // 16 * 16]))
-    return frozenset(name for kind, bits in _HWCAPS.items() for bit, name in bits.items() if pairs.get(kind, 0) >> bit & 1)
+    return frozenset(
+        name for kind, bits in _HWCAPS.items() for bit, name in bits.items() if pairs.get(kind, 0) >> bit & 1
+    )
 
 
 def sve_bits(files: HostFiles, isa: frozenset[str]) -> int | None:

@@ -89,7 +89,9 @@ def _power(run: CommandRunner, is_arm: bool) -> PowerMeter:
         return PowerMeter(reason="Power is only measured on Macs with Apple silicon.")
     if (run(["id", "-u"]) or "").strip() != "0":
         return PowerMeter(reason="powermetrics reports the power of a Mac to root alone.")
-    return PowerMeter("powermetrics", reason="Power of processor, graphics and neural engine, reported by powermetrics.")
+    return PowerMeter(
+        "powermetrics", reason="Power of processor, graphics and neural engine, reported by powermetrics."
+    )
 
 
 def _cpu(values: Mapping[str, str], is_arm: bool) -> Cpu:
@@ -103,7 +105,9 @@ def _isa(values: Mapping[str, str], is_arm: bool) -> frozenset[str]:
     if not is_arm:
         return frozenset(name for name, stated in _INTEL_FEATURES.items() if _number(values, f"hw.optional.{stated}"))
     return frozenset(
-        name for name, stated in _FEATURES.items() if any(_number(values, f"hw.optional.{candidate}") for candidate in stated)
+        name
+        for name, stated in _FEATURES.items()
+        if any(_number(values, f"hw.optional.{candidate}") for candidate in stated)
     )
 
 
@@ -111,7 +115,8 @@ def _cores(values: Mapping[str, str]) -> tuple[Core, ...]:
     """Return the cores, numbered here because macOS has no CPU IDs; level 0 of `hw.perflevelN` is the fastest."""
     levels = _number(values, "hw.nperflevels")
     counts = [
-        (_number(values, f"hw.perflevel{n}.physicalcpu"), _number(values, f"hw.perflevel{n}.logicalcpu")) for n in range(levels)
+        (_number(values, f"hw.perflevel{n}.physicalcpu"), _number(values, f"hw.perflevel{n}.logicalcpu"))
+        for n in range(levels)
     ]
     if not counts:
         counts = [(_number(values, "hw.physicalcpu"), _number(values, "hw.logicalcpu"))]
@@ -129,7 +134,11 @@ def _cores(values: Mapping[str, str]) -> tuple[Core, ...]:
 def _caches(values: Mapping[str, str]) -> tuple[Cache, ...]:
     """Return the caches of the performance cores; older systems report one set for all cores."""
     prefix = "hw.perflevel0." if "hw.perflevel0.l2cachesize" in values else "hw."
-    wanted: tuple[tuple[int, CacheKind, str], ...] = ((1, "data", "l1d"), (1, "instruction", "l1i"), (2, "unified", "l2"))
+    wanted: tuple[tuple[int, CacheKind, str], ...] = (
+        (1, "data", "l1d"),
+        (1, "instruction", "l1i"),
+        (2, "unified", "l2"),
+    )
     shared = max(1, _number(values, "hw.perflevel0.cpusperl2"))
     sizes = [(level, kind, _number(values, f"{prefix}{name}cachesize")) for level, kind, name in wanted]
     return tuple(Cache(level, kind, size, shared if level == 2 else 1) for level, kind, size in sizes if size)

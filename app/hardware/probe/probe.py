@@ -74,7 +74,9 @@ def probe(
     facts = _linux(files, run, affinity) if files.is_directory("/proc") else macos.mac_facts(run) or _unknown_facts()
     torch_path = software.installed_torch() if torch_directory is None and files.is_this_machine else torch_directory
     native = software.find_native_library() if files.is_this_machine else None
-    return dataclasses.replace(facts, torch=software.read_torch_build(torch_path) if torch_path else None, native=native)
+    return dataclasses.replace(
+        facts, torch=software.read_torch_build(torch_path) if torch_path else None, native=native
+    )
 
 
 def _linux(files: HostFiles, run: CommandRunner, affinity: tuple[int, ...] | None) -> Facts:
@@ -103,7 +105,9 @@ def _linux(files: HostFiles, run: CommandRunner, affinity: tuple[int, ...] | Non
         commit_left_bytes=memory.commit_left_bytes(files, meminfo),
         page_bytes=memory.page_bytes(files),
         huge_pages=memory.huge_pages(files, meminfo),
-        cuda=accelerators.cuda_devices(files, run, os.environ.get("CUDA_VISIBLE_DEVICES") if files.is_this_machine else None),
+        cuda=accelerators.cuda_devices(
+            files, run, os.environ.get("CUDA_VISIBLE_DEVICES") if files.is_this_machine else None
+        ),
         power=power_sources.find_power_meter(files),
     )
 

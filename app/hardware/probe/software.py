@@ -27,7 +27,9 @@ from app.hardware.facts import (
 from app.hardware.probe.host_files import HostFiles
 
 TORCH_KERNELS = "torch"
-_DEFAULT_PATH = Path(__file__).parents[2] / "kernels" / ("libarmature.dylib" if sys.platform == "darwin" else "libarmature.so")
+_DEFAULT_PATH = (
+    Path(__file__).parents[2] / "kernels" / ("libarmature.dylib" if sys.platform == "darwin" else "libarmature.so")
+)
 _LEVELS = re.compile(rb"armature levels: ([a-z0-9 ]*);")  # csrc/dispatch.c
 
 # Instruction sets that a level needs, in the names of `Facts.isa`. A level that is missing here runs on any processor of its architecture.
@@ -75,7 +77,9 @@ def decide_native_kernels(facts: Facts) -> Decision[str]:
     """
     library = facts.native
     if library is None:
-        return Decision(TORCH_KERNELS, "The native library was not built (no GCC at installation?): torch's own products serve.")
+        return Decision(
+            TORCH_KERNELS, "The native library was not built (no GCC at installation?): torch's own products serve."
+        )
     levels = [level for level in library.levels if _REQUIRED_ISA.get(level, frozenset()) <= facts.isa]
     if library.forced:
         if library.forced not in levels:
@@ -85,7 +89,9 @@ def decide_native_kernels(facts: Facts) -> Decision[str]:
             )
         return Decision(library.forced, "ARMATURE_ISA asks for it.")
     if not levels:
-        return Decision(TORCH_KERNELS, "The native library has no kernels for this processor: torch's own products serve.")
+        return Decision(
+            TORCH_KERNELS, "The native library has no kernels for this processor: torch's own products serve."
+        )
     return Decision(levels[0], "The best level of the native library that this processor supports.")
 
 

@@ -116,7 +116,9 @@ _STRICT_OVERCOMMIT = 2  # Linux Documentation/mm/overcommit-accounting.rst
 def meminfo_bytes(files: HostFiles) -> dict[str, int]:
     """Return the values of /proc/meminfo in bytes."""
     return {
-        name: size for name, value in parse_fields(files.text("/proc/meminfo")).items() if (size := parse_size(value)) is not None
+        name: size
+        for name, value in parse_fields(files.text("/proc/meminfo")).items()
+        if (size := parse_size(value)) is not None
     }
 
 

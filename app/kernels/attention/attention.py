@@ -103,9 +103,9 @@ class AttentionStep:
         heads = self._heads
         if heads is None or not self._buffer.stays:  # the first step allocates the scratch memory
             return False
-        return max([row.num_tokens for row in self.rows]) <= max_decode_queries(heads.heads, heads.kv_heads) or supports_prompts(
-            kv
-        )
+        return max([row.num_tokens for row in self.rows]) <= max_decode_queries(
+            heads.heads, heads.kv_heads
+        ) or supports_prompts(kv)
 
     def set_heads(self, heads: int, kv_heads: int, head_dim: int) -> None:
         """Set the numbers of heads; scratch memory is allocated for them now and for every later step."""
@@ -183,7 +183,9 @@ def split_into_decodes(
                 parts.append((slice(first, first), []))
             begin = parts[-1][0].start
             parts[-1][1].append(
-                AttentionSequence(first - begin, count, row.start + at, clip_segments(row.runs, 0, row.start + at + count))
+                AttentionSequence(
+                    first - begin, count, row.start + at, clip_segments(row.runs, 0, row.start + at + count)
+                )
             )
             parts[-1] = (slice(begin, first + count), parts[-1][1])
     return parts
@@ -195,7 +197,9 @@ def clip_segments(runs: Rows[KvSegment], start: int, end: int) -> tuple[KvSegmen
     return tuple(KvSegment(run.first + low - run.position, high - low, low) for run, low, high in cut if low < high)
 
 
-def attend(query: Tensor, kv: KvRows, step: AttentionStep, scale: float, window: int | None, softcap: float | None) -> Tensor:
+def attend(
+    query: Tensor, kv: KvRows, step: AttentionStep, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
     """Compute causal attention of query [tokens, heads, head_dim]; the result is a new contiguous bf16 tensor.
 
     It has the query's shape. Rows that belong to no sequence of the step are not initialised.
@@ -206,7 +210,9 @@ def attend(query: Tensor, kv: KvRows, step: AttentionStep, scale: float, window:
     out = empty((tokens, heads, head_dim), torch.bfloat16)
     sizes = (query.stride(0), heads * head_dim, heads, kv_heads, head_dim, window or 0)
     run_operation(
-        AttentionArguments(query.data_ptr(), out.data_ptr(), step.address, kv.addresses(), *sizes, scale, softcap or 0.0),
+        AttentionArguments(
+            query.data_ptr(), out.data_ptr(), step.address, kv.addresses(), *sizes, scale, softcap or 0.0
+        ),
         OpCode.ATTENTION,
     )
     return out

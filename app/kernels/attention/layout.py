@@ -69,7 +69,9 @@ def view_kv_rows(memory: Tensor, kv_heads: int, head_dim: int, dtype: torch.dtyp
     """View memory uint8 [rows, token_bytes] of one layer as keys and values."""
     rows, size = memory.shape
     elements = kv_heads * head_dim * dtype.itemsize
-    key, value = (memory[:, at * elements : (at + 1) * elements].view(dtype).view(rows, kv_heads, head_dim) for at in (0, 1))
+    key, value = (
+        memory[:, at * elements : (at + 1) * elements].view(dtype).view(rows, kv_heads, head_dim) for at in (0, 1)
+    )
     if dtype != torch.int8:
         return KvRows(key, value, size)
     scales = memory[:, 2 * elements : 2 * elements + 8 * kv_heads].view(torch.float32)

@@ -149,11 +149,15 @@ def attend_texts_padded_torch(
     query, key, value = apply_rope_to_qkv_torch(heads)
     result = query.new_zeros((len(query) + 1, *query.shape[1:]))
     at = torch.arange(texts.most_tokens, device=query.device)
-    for sequences, first, last in _blocks((0, len(texts.starts) - 1), texts.most_tokens, texts.most_tokens * heads.num_heads):
+    for sequences, first, last in _blocks(
+        (0, len(texts.starts) - 1), texts.most_tokens, texts.most_tokens * heads.num_heads
+    ):
         starts, ends = texts.starts[:-1][sequences].long(), texts.starts[1:][sequences].long()
         part = _query_block((starts, ends, ends - starts), (first, last), at, len(query), spec)
         rows = torch.where(part.context, starts.unsqueeze(1) + at, len(query))
-        block_result = attend(_clamped_rows(query, part.rows), _clamped_rows(key, rows), _clamped_rows(value, rows), part, spec)
+        block_result = attend(
+            _clamped_rows(query, part.rows), _clamped_rows(key, rows), _clamped_rows(value, rows), part, spec
+        )
         result.index_copy_(0, part.rows.flatten(), block_result.flatten(0, 1).to(result.dtype))
     return result[:-1].flatten(1)
 

@@ -97,7 +97,9 @@ def attend_texts(heads: QkvHeads, texts: TextStarts, spec: AttentionSpec) -> Ten
     addresses = (*columns, out.data_ptr(), texts.address, None if bias is None else bias.data_ptr())
     sizes = (product.stride(0), queries, heads.num_heads, heads.num_kv_heads, size, before, after, most)
     wide = product.dtype == torch.float32
-    run_operation(TextAttentionArguments(*addresses, *sizes, wide, spec.scale, spec.softcap or 0.0), OpCode.TEXT_ATTENTION)
+    run_operation(
+        TextAttentionArguments(*addresses, *sizes, wide, spec.scale, spec.softcap or 0.0), OpCode.TEXT_ATTENTION
+    )
     return out
 
 
@@ -125,7 +127,9 @@ def _apply_rope_in_place(heads: QkvHeads, texts: TextStarts) -> None:
         query, key, _ = apply_rope_to_qkv_torch(heads)
         product[:, :queries], product[:, queries : queries + keys] = query.flatten(1), key.flatten(1)
         return
-    key, value = (product[:, at : at + keys].view(tokens, heads.num_kv_heads, heads.head_dim) for at in (queries, queries + keys))
+    key, value = (
+        product[:, at : at + keys].view(tokens, heads.num_kv_heads, heads.head_dim) for at in (queries, queries + keys)
+    )
     apply_rope_and_write_kv(heads, KvRows(key, value, product.stride(0) * product.itemsize), texts.rows[:tokens])
 
 

@@ -117,4 +117,6 @@ def top_logits_torch(logits: Tensor, request: TopLogitsRequest) -> TopLogits:
     """Return the top outputs of logits [rows, vocab]; this is the reference implementation."""
     scores = logits.float()
     values, ids = scores.sort(dim=-1, descending=True, stable=True)  # NaN sorts first and is kept
-    return TopLogits(values[:, : request.k], ids[:, : request.k], scores.logsumexp(-1) if request.with_logsumexp else None)
+    return TopLogits(
+        values[:, : request.k], ids[:, : request.k], scores.logsumexp(-1) if request.with_logsumexp else None
+    )

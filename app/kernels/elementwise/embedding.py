@@ -65,7 +65,9 @@ class EmbeddingTable:
     def write(self, out: Tensor, ids: Tensor, factor: RowFactor = 1.0, add: bool = False) -> None:
         """Write those rows to out [n, inputs] fp32, or add them if `add` is True."""
         ids = ids if ids.is_contiguous() else ids.contiguous()
-        assert out.is_contiguous() and out.shape == (len(ids), self.inputs), "out must be contiguous with shape [n, inputs]"
+        assert out.is_contiguous() and out.shape == (len(ids), self.inputs), (
+            "out must be contiguous with shape [n, inputs]"
+        )
         factors, times = (factor.data_ptr(), 1.0) if isinstance(factor, Tensor) else (None, factor)
         sizes = (len(ids), self.outputs, self.inputs, self.padded, self.group, self.form, self.minimums, add)
         addresses = (self.weight.data_ptr(), ids.data_ptr(), factors, out.data_ptr())

@@ -74,7 +74,9 @@ def add_rms_norm(hidden: Tensor, branch: Tensor, weight: Tensor, eps: float) -> 
     rows, size = hidden.shape
     sizes = (hidden.stride(0), rows, size)
     run_operation(
-        NormArguments(hidden.data_ptr(), branch.data_ptr(), weight.data_ptr(), *sizes, eps, RowSink()), OpCode.NORM, rows * size
+        NormArguments(hidden.data_ptr(), branch.data_ptr(), weight.data_ptr(), *sizes, eps, RowSink()),
+        OpCode.NORM,
+        rows * size,
     )
 
 
@@ -110,7 +112,9 @@ def gate(gate_up: Tensor, activation: str, group: int | None = None) -> Activati
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out, sink = allocate_output(rows, size, group)
     run_operation(
-        GateArguments(gate_up.data_ptr(), rows, size, operations.ACTIVATION_CODES[activation], sink), OpCode.GATE, rows * size
+        GateArguments(gate_up.data_ptr(), rows, size, operations.ACTIVATION_CODES[activation], sink),
+        OpCode.GATE,
+        rows * size,
     )
     return out
 
@@ -207,7 +211,10 @@ def _on_gpu(hidden: Tensor) -> bool:
 
 def _supports(hidden: Tensor) -> bool:
     return (
-        hidden.dtype == torch.float32 and hidden.stride(1) == 1 and hidden.device.type == "cpu" and has_kernel(OpCode.LAYER_NORM)
+        hidden.dtype == torch.float32
+        and hidden.stride(1) == 1
+        and hidden.device.type == "cpu"
+        and has_kernel(OpCode.LAYER_NORM)
     )
 
 
@@ -216,7 +223,9 @@ def _run(hidden: Tensor, norm: LayerNormWeights, in_place: bool, sink: RowSink) 
     weight, bias, eps = norm
     addresses = (hidden.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr())
     run_operation(
-        LayerNormArguments(*addresses, hidden.stride(0), rows, size, in_place, eps, sink), OpCode.LAYER_NORM, rows * size
+        LayerNormArguments(*addresses, hidden.stride(0), rows, size, in_place, eps, sink),
+        OpCode.LAYER_NORM,
+        rows * size,
     )
 
 

@@ -46,10 +46,14 @@ class QuantisedActivations:
 
     def as_sink(self) -> RowSink:
         """Return the C structure that makes a kernel write its rows into this object."""
-        return RowSink(None, self.codes.data_ptr(), self.scales.data_ptr(), self.sums.data_ptr(), self.group, self.height)
+        return RowSink(
+            None, self.codes.data_ptr(), self.scales.data_ptr(), self.sums.data_ptr(), self.group, self.height
+        )
 
 
-Activations = Tensor | QuantisedActivations  # input of a product: rows in the model's dtype, or quantised if the form requires it
+Activations = (
+    Tensor | QuantisedActivations
+)  # input of a product: rows in the model's dtype, or quantised if the form requires it
 
 
 def unquantised(x: Activations) -> Tensor:
@@ -60,7 +64,9 @@ def unquantised(x: Activations) -> Tensor:
 
 def empty_quantised(rows: int, size: int, group: int) -> QuantisedActivations:
     """Allocate quantised rows without initialising them."""
-    assert group % 32 == 0 and 0 < group <= _MAX_GROUP, "kernels read 32 inputs at a time, and keep at most 65536 on their stack"
+    assert group % 32 == 0 and 0 < group <= _MAX_GROUP, (
+        "kernels read 32 inputs at a time, and keep at most 65536 on their stack"
+    )
     align = native_library().align
     groups, most = -(-size // group), -(-rows // align) * align
     return QuantisedActivations(
@@ -95,7 +101,9 @@ def quantise(x: Tensor, group: int) -> QuantisedActivations:
         x = x.to(torch.bfloat16).contiguous()
     result = empty_quantised(x.shape[0], x.shape[1], group)
     run_operation(
-        QuantiseArguments(x.data_ptr(), x.stride(0), x.shape[0], x.shape[1], result.as_sink()), OpCode.QUANTISE, x.numel()
+        QuantiseArguments(x.data_ptr(), x.stride(0), x.shape[0], x.shape[1], result.as_sink()),
+        OpCode.QUANTISE,
+        x.numel(),
     )
     return result
 

@@ -199,7 +199,10 @@ class HybridFactory:
 
     def from_parts(self, outputs: int, inputs: int, bias: Tensor | None, parts: Sequence[Tensor]) -> HybridLinear:
         """Build a form from saved `parts`."""
-        few, many = self.few.from_parts(outputs, inputs, bias, parts[:1]), self.many.from_parts(outputs, inputs, bias, parts[1:])
+        few, many = (
+            self.few.from_parts(outputs, inputs, bias, parts[:1]),
+            self.many.from_parts(outputs, inputs, bias, parts[1:]),
+        )
         return HybridLinear(few, many, self.max_few_rows)
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> HybridLinear:
@@ -252,7 +255,9 @@ class HybridLinear:
         """Add the product to hidden [tokens, out] fp32 in place."""
         self._form(_rows(x)).add_to(hidden, x)
 
-    def top_logits(self, x: Tensor | QuantisedActivations, request: TopLogitsRequest, softcap: float | None = None) -> TopLogits:
+    def top_logits(
+        self, x: Tensor | QuantisedActivations, request: TopLogitsRequest, softcap: float | None = None
+    ) -> TopLogits:
         """Return the top outputs of each row of the product."""
         return self._form(_rows(x)).top_logits(x, request, softcap)
 

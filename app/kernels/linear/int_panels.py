@@ -180,7 +180,9 @@ class IntPanelLinear:
         x = x if isinstance(x, QuantisedActivations) else quantise(x, self.group)
         self._run(x, hidden, ProductOutput.ADD_FP32)
 
-    def top_logits(self, x: Tensor | QuantisedActivations, request: TopLogitsRequest, softcap: float | None = None) -> TopLogits:
+    def top_logits(
+        self, x: Tensor | QuantisedActivations, request: TopLogitsRequest, softcap: float | None = None
+    ) -> TopLogits:
         """Return each row's top outputs without writing the others; sums and comparisons are in fp32.
 
         At most `MAX_TOP_LOGITS` outputs are supported. With a soft cap, values are softcap · tanh(logit / softcap).
@@ -209,7 +211,9 @@ class IntPanelLinear:
         product.activation = activation
         run_operation(product, OpCode.LINEAR_INT)
 
-    def product_arguments(self, x: QuantisedActivations, y: int | None, stride: int, output: ProductOutput) -> LinearIntArguments:
+    def product_arguments(
+        self, x: QuantisedActivations, y: int | None, stride: int, output: ProductOutput
+    ) -> LinearIntArguments:
         """Return the arguments of the native product of x; `y` is the output's address and `stride` its row stride."""
         assert (x.size, x.group) == (self.inputs, self.group), "activations must have the weight's inputs and group"
         bias = None if self.bias is None else self.bias.data_ptr()

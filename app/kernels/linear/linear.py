@@ -223,7 +223,9 @@ class OneDnnLinear:
         return self._multiplied(x, *_ONEDNN_ACTIVATIONS[activation])
 
     def _multiplied(self, x: Activations, pointwise: str, algorithm: str) -> Tensor:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(unquantised(x), self.packed, self.bias, pointwise, [], algorithm)
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(
+            unquantised(x), self.packed, self.bias, pointwise, [], algorithm
+        )
         return product
 
     def add_to(self, hidden: Tensor, x: Activations) -> None:

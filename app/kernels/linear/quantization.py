@@ -158,7 +158,12 @@ def _ranges(values: Tensor, weigh: Tensor | None) -> tuple[Tensor, Tensor]:
         begin = round_to_bf16(low + (high / 2 - low / 2) * (1 - spread))
         for _ in range(2):
             codes = _codes_above(values, step, begin)
-            error = ((codes * step + begin - values) * _inverse(high.maximum(-low))).square_().mul_(weigh).sum(-1, keepdim=True)
+            error = (
+                ((codes * step + begin - values) * _inverse(high.maximum(-low)))
+                .square_()
+                .mul_(weigh)
+                .sum(-1, keepdim=True)
+            )
             scale, minimum = torch.where(error < least, step, scale), torch.where(error < least, begin, minimum)
             least = torch.minimum(error, least)
             step, begin = _fit_line(values, codes, weigh)
@@ -170,9 +175,9 @@ def _fit_line(values: Tensor, codes: Tensor, weigh: Tensor) -> tuple[Tensor, Ten
     total = weigh.sum(-1, keepdim=True).clamp_min(MIN_MAGNITUDE)
     middle, height = (codes * weigh).sum(-1, keepdim=True) / total, (values * (weigh / total)).sum(-1, keepdim=True)
     apart = codes - middle
-    slope = (apart * weigh * (values - height)).sum(-1, keepdim=True) / (apart.square() * weigh).sum(-1, keepdim=True).clamp_min(
-        MIN_MAGNITUDE
-    )
+    slope = (apart * weigh * (values - height)).sum(-1, keepdim=True) / (apart.square() * weigh).sum(
+        -1, keepdim=True
+    ).clamp_min(MIN_MAGNITUDE)
     step = round_to_bf16(slope)
     return step, round_to_bf16(height - step * middle)
 
@@ -264,7 +269,9 @@ def gptq_int4(weight: Tensor, group: int, zero_points: bool, gptq_factors: GptqF
     scales = nearest.scales.float().T.contiguous()  # [groups, out]: contiguous for one input, like its weights
     inverses = torch.where(scales.abs() < MIN_MAGNITUDE, 0.0, 1 / scales)
     begins = scales * -8 if nearest.minimums is None else nearest.minimums.float().T.contiguous()
-    remaining = weight.float().T[gptq_factors.rounding_order]  # [in, out]: weights still to be rounded, with the errors so far added
+    remaining = weight.float().T[
+        gptq_factors.rounding_order
+    ]  # [in, out]: weights still to be rounded, with the errors so far added
     codes = nearest.codes.T.contiguous()
     for first in range(0, len(remaining), _BLOCK):
         block = slice(first, min(first + _BLOCK, len(remaining)))

@@ -182,7 +182,9 @@ class KleidiLinear:
 
     def __init__(self, weight: Int4Weight, bias: Tensor | None) -> None:
         (self.outputs, columns), self.inputs, self.group = weight.codes.shape, weight.inputs, weight.group
-        assert columns == self.inputs and weight.minimums is None, "inputs must be a multiple of the group, without zero points"
+        assert columns == self.inputs and weight.minimums is None, (
+            "inputs must be a multiple of the group, without zero points"
+        )
         # Two inputs per byte, the first in the low half. Scales per group are BF16, scales per output FP32.
         codes = weight.codes[:, 1::2] << 4 | weight.codes[:, ::2]
         scales = weight.scales.float() if self.group == self.inputs else weight.scales
@@ -210,5 +212,7 @@ class KleidiLinear:
         rows = unquantised(x).float().contiguous()
         if len(rows) == 0:
             return rows.new_empty(0, self.outputs)
-        product: Tensor = torch.ops.aten._dyn_quant_matmul_4bit(rows, self.packed, self.group, self.inputs, self.outputs)
+        product: Tensor = torch.ops.aten._dyn_quant_matmul_4bit(
+            rows, self.packed, self.group, self.inputs, self.outputs
+        )
         return product

@@ -160,7 +160,18 @@ class LinearIntArguments(ctypes.Structure):
         *((name, _ADDRESS) for name in ("panels", "bias", "tiles", "scales", "sums", "y")),
         *(
             (name, _INT)
-            for name in ("y_stride", "rows", "padded", "outputs", "group", "height", "bits", "minimums", "output", "activation")
+            for name in (
+                "y_stride",
+                "rows",
+                "padded",
+                "outputs",
+                "group",
+                "height",
+                "bits",
+                "minimums",
+                "output",
+                "activation",
+            )
         ),
     )
 
@@ -192,7 +203,10 @@ class GatherArguments(ctypes.Structure):
     """Arguments of copying rows by index."""
 
     code = OpCode.GATHER
-    _fields_ = (*((name, _ADDRESS) for name in ("x", "ids", "out")), *((name, _INT) for name in ("stride", "count", "size")))
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("x", "ids", "out")),
+        *((name, _INT) for name in ("stride", "count", "size")),
+    )
 
 
 class LinearBf16Arguments(ctypes.Structure):
@@ -201,7 +215,10 @@ class LinearBf16Arguments(ctypes.Structure):
     code = OpCode.LINEAR_BF16
     _fields_ = (
         *((name, _ADDRESS) for name in ("x", "panels", "bias", "tiles", "y")),
-        *((name, _INT) for name in ("x_stride", "y_stride", "rows", "inputs", "outputs", "output", "fixed", "activation")),
+        *(
+            (name, _INT)
+            for name in ("x_stride", "y_stride", "rows", "inputs", "outputs", "output", "fixed", "activation")
+        ),
     )
 
 
@@ -240,7 +257,10 @@ class TextAttentionArguments(ctypes.Structure):
     code = OpCode.TEXT_ATTENTION
     _fields_ = (
         *((name, _ADDRESS) for name in ("query", "key", "value", "out", "texts", "bias")),
-        *((name, _INT) for name in ("stride", "out_stride", "heads", "kv_heads", "head_dim", "before", "after", "most", "wide")),
+        *(
+            (name, _INT)
+            for name in ("stride", "out_stride", "heads", "kv_heads", "head_dim", "before", "after", "most", "wide")
+        ),
         *((name, _FLOAT) for name in ("scale", "softcap")),
     )
 
@@ -272,7 +292,9 @@ class _Operation(ctypes.Structure):
 
 _MIN_POOL_VALUES = 16384  # values: for fewer, waking the other threads costs more than they save
 OperationObserver = Callable[[OpCode, ctypes.Structure], None]
-_observers: list[OperationObserver] = []  # used by the worker thread, the only one that runs operations during a recording
+_observers: list[
+    OperationObserver
+] = []  # used by the worker thread, the only one that runs operations during a recording
 _dry_run_observers: list[OperationObserver] = []  # observers of a dry run, of which the last one is active
 
 

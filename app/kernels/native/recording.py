@@ -136,7 +136,10 @@ def record_dry_run(pool: ResultPool, body: Callable[[], Any]) -> RecordedOperati
 @contextmanager
 def _recording(pool: ResultPool) -> Iterator[list[tuple[OpCode, ctypes.Structure]]]:
     steps: list[tuple[OpCode, ctypes.Structure]] = []
-    with memory.use_allocator(pool.empty), operations.observe_operations(lambda code, arguments: steps.append((code, arguments))):
+    with (
+        memory.use_allocator(pool.empty),
+        operations.observe_operations(lambda code, arguments: steps.append((code, arguments))),
+    ):
         yield steps
 
 
@@ -202,7 +205,9 @@ class RecordedRowCounts:
 
     def set(self, sizes: tuple[int, ...]) -> None:
         """Set the row counts; each at least one, and at most the one that was recorded."""
-        assert len(sizes) == len(self.sizes) and all(0 < now <= most for now, most in zip(sizes, self.sizes, strict=True))
+        assert len(sizes) == len(self.sizes) and all(
+            0 < now <= most for now, most in zip(sizes, self.sizes, strict=True)
+        )
         library = native_library().library
         assert library is not None, "recorded operations require the native library"
         now = (ctypes.c_int64 * len(sizes))(*sizes)

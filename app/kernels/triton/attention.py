@@ -63,7 +63,9 @@ def check_layout(query: Tensor, kv: KvRows, out: Tensor) -> None:
     heads, head_dim = query.shape[1:]
     assert kv.key_scales is None, "an int8 KV cache is supported on a CPU only"
     assert query.stride(2) == 1 and kv.keys.stride(2) == 1, "the elements of a head must be contiguous"
-    assert kv.keys.stride(1) == kv.values.stride(1) and kv.values.stride(2) == 1, "keys and values must have the same head stride"
+    assert kv.keys.stride(1) == kv.values.stride(1) and kv.values.stride(2) == 1, (
+        "keys and values must have the same head stride"
+    )
     assert heads % kv.keys.shape[1] == 0 and kv.keys.shape[2] == head_dim, (
         "query heads must be a multiple of KV heads, of equal size"
     )
@@ -96,8 +98,12 @@ def key_block_size(dim: int, itemsize: int) -> int:
 def load_keys_values(keys, values, rows, key_stride, value_stride, in_context, dims, HEAD_DIM: tl.constexpr):
     """Load keys [dim, tokens] and values [tokens, dim] of one head at `rows` int64; masked elements are zero."""
     in_head = dims < HEAD_DIM
-    key = tl.load(keys + rows[None, :] * key_stride + dims[:, None], mask=in_context[None, :] & in_head[:, None], other=0.0)
-    value = tl.load(values + rows[:, None] * value_stride + dims[None, :], mask=in_context[:, None] & in_head[None, :], other=0.0)
+    key = tl.load(
+        keys + rows[None, :] * key_stride + dims[:, None], mask=in_context[None, :] & in_head[:, None], other=0.0
+    )
+    value = tl.load(
+        values + rows[:, None] * value_stride + dims[None, :], mask=in_context[:, None] & in_head[None, :], other=0.0
+    )
     return key, value
 
 
@@ -174,7 +180,9 @@ def _attend_split(
         tl.store(out + place[:, None] * HEAD_DIM + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
     else:
         tl.store(sums + (place * PARTS + part)[:, None] * HEAD_DIM + dims[None, :], result, mask=mask)
-        tl.store(weights + place * PARTS + part, highest + tl.log2(tl.where(total == 0.0, 1.0, total)), mask=rows < GROUP)
+        tl.store(
+            weights + place * PARTS + part, highest + tl.log2(tl.where(total == 0.0, 1.0, total)), mask=rows < GROUP
+        )
 
 
 @triton.jit

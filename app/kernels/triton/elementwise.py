@@ -127,7 +127,9 @@ def _add_rms_norm(hidden, branch, weight, stride, branch_stride, eps, size: tl.c
 
 
 @triton.jit
-def _layer_norm(hidden, weight, bias, out, stride, eps, size: tl.constexpr, block: tl.constexpr, in_place: tl.constexpr):
+def _layer_norm(
+    hidden, weight, bias, out, stride, eps, size: tl.constexpr, block: tl.constexpr, in_place: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, block)
     inside = at < size
@@ -261,7 +263,9 @@ def dequantise(packed: torch.Tensor, order: torch.Tensor, scales: torch.Tensor, 
     )
     assert outputs % _TILE == 0 and inputs % DEVICE_GROUP == 0, "outputs must be a multiple of 8 and inputs of 64"
     grid = (triton.cdiv(outputs // _TILE, _TILES), triton.cdiv(inputs, _INPUTS))
-    _dequantise[grid](packed, order, scales, out, outputs, inputs, GROUP=DEVICE_GROUP, TILE=_TILE, TILES=_TILES, INPUTS=_INPUTS)
+    _dequantise[grid](
+        packed, order, scales, out, outputs, inputs, GROUP=DEVICE_GROUP, TILE=_TILE, TILES=_TILES, INPUTS=_INPUTS
+    )
 
 
 @triton.jit

@@ -82,7 +82,12 @@ def query_block_size(dim: int, itemsize: int) -> int:
 
 
 def _launch(
-    query: Tensor, kv: KvRows, layout: tuple[Tensor | None, ...], spec: AttentionSpec, out: Tensor, sizes: tuple[int, int]
+    query: Tensor,
+    kv: KvRows,
+    layout: tuple[Tensor | None, ...],
+    spec: AttentionSpec,
+    out: Tensor,
+    sizes: tuple[int, int],
 ) -> None:
     """Start the kernel.
 
@@ -193,6 +198,8 @@ def _gather(
     tokens, dims = tl.arange(0, PAGE), tl.arange(0, DIM)
     mask = (number * PAGE + tokens < count)[:, None] & (dims < HEAD_DIM)[None, :]
     source = (page * PAGE + tokens)[:, None] * row_stride + head * kv_head_stride + dims[None, :]
-    target = ((first + number * PAGE + tokens).to(tl.int64) * tl.num_programs(1) + head)[:, None] * HEAD_DIM + dims[None, :]
+    target = ((first + number * PAGE + tokens).to(tl.int64) * tl.num_programs(1) + head)[:, None] * HEAD_DIM + dims[
+        None, :
+    ]
     tl.store(key + target, tl.load(keys + source, mask=mask), mask=mask)
     tl.store(value + target, tl.load(values + source, mask=mask), mask=mask)

@@ -60,9 +60,19 @@ def _launch(heads: QkvHeads, query: Tensor, keys: Tensor, values: Tensor | None,
     block = max(1, min(triton.next_power_of_2(last - first), _ELEMENTS // width))
     tensors = (product, heads.query_norm, heads.key_norm, cos, sin, written, query, keys, values)
     strides = (product.stride(0), query.stride(0), keys.stride(0), 0 if values is None else values.stride(0))
-    sizes = (first, heads.num_heads, heads.num_kv_heads, heads.head_dim, 0 if cos is None else cos.shape[-1], block, width)
+    sizes = (
+        first,
+        heads.num_heads,
+        heads.num_kv_heads,
+        heads.head_dim,
+        0 if cos is None else cos.shape[-1],
+        block,
+        width,
+    )
     if len(product):
-        _apply_rope[(len(product), triton.cdiv(last - first, block))](*tensors, *strides, heads.eps, *sizes, num_warps=4)
+        _apply_rope[(len(product), triton.cdiv(last - first, block))](
+            *tensors, *strides, heads.eps, *sizes, num_warps=4
+        )
 
 
 @triton.jit(do_not_specialize_on_alignment=["written"])  # views of a step's buffer have any alignment
@@ -84,13 +94,17 @@ def _apply_rope(
     scale = tl.full((block, 1), 1.0, tl.float32)
     if query_norm is not None:
         scale = tl.rsqrt(tl.sum(x * x, 1) / head_dim + eps)[:, None]
-        result = tl.where(is_query | is_key, x * scale * _load_norm_weight(query_norm, key_norm, is_query, is_key, at), x)
+        result = tl.where(
+            is_query | is_key, x * scale * _load_norm_weight(query_norm, key_norm, is_query, is_key, at), x
+        )
     if dim > 0:
         rotated = (is_query | is_key) & (at < dim)
         partner = tl.where(at < dim // 2, at + dim // 2, at - dim // 2)
         other = tl.load(source + partner, mask=rotated, other=0.0).to(tl.float32)
         if query_norm is not None:
-            other = other * scale * _load_norm_weight(query_norm, key_norm, is_query & rotated, is_key & rotated, partner)
+            other = (
+                other * scale * _load_norm_weight(query_norm, key_norm, is_query & rotated, is_key & rotated, partner)
+            )
         cosine = tl.load(cos + token * dim + at, mask=at < dim, other=1.0)
         sine = tl.load(sin + token * dim + at, mask=at < dim, other=0.0)
         result = tl.where(rotated, result * cosine + other * sine, result)

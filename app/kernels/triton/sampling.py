@@ -41,7 +41,9 @@ def sample_rows(
 
 
 @triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
-def _sample(logits, temperatures, top_ks, top_ps, min_ps, uniforms, out, stride, vocab: tl.constexpr, block: tl.constexpr):
+def _sample(
+    logits, temperatures, top_ks, top_ps, min_ps, uniforms, out, stride, vocab: tl.constexpr, block: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     row_pointer = logits + row * stride
     given = tl.load(temperatures + row)
@@ -155,7 +157,9 @@ def _exponentials(row_pointer, at, least_score, largest, temperature, vocab: tl.
 
 
 @triton.jit
-def _sampled_id(row_pointer, uniform, least_score, least, largest, temperature, vocab: tl.constexpr, block: tl.constexpr):
+def _sampled_id(
+    row_pointer, uniform, least_score, least, largest, temperature, vocab: tl.constexpr, block: tl.constexpr
+):
     """Return the first token whose running sum of candidate probabilities exceeds its share.
 
     The result is `vocab` if there is none.

@@ -82,7 +82,9 @@ def parse_rope(config: ConfigReader, head_dim: int, default_theta: float, layer_
     name = section.text("rope_type", section.text("type", "default"))
     kind = ROPE_KINDS.get(name)
     if kind is None:
-        raise CheckpointInvalid(f"{section.where}: rope_type {name!r} is not known; known are {', '.join(sorted(ROPE_KINDS))}.")
+        raise CheckpointInvalid(
+            f"{section.where}: rope_type {name!r} is not known; known are {', '.join(sorted(ROPE_KINDS))}."
+        )
     if kind == "yarn" and section.has("short_factor"):
         kind = "longrope"  # Phi-3's second releases called it yarn
     return RopeConfig(theta, dim) if kind == "default" else _scaled(config, section, RopeConfig(theta, dim, kind))
@@ -93,7 +95,9 @@ def _section(config: ConfigReader, layer_type: str | None) -> ConfigReader:
     if new.has("full_attention") or new.has("sliding_attention"):
         full, sliding = new.section("full_attention"), new.section("sliding_attention")
         if layer_type is None and full.values and sliding.values and full.values != sliding.values:
-            raise CheckpointInvalid(f"{new.where} differs between kinds of layers, which is supported for Gemma 3 only.")
+            raise CheckpointInvalid(
+                f"{new.where} differs between kinds of layers, which is supported for Gemma 3 only."
+            )
         return new.section(layer_type or "full_attention")
     return old if old.values and not new.values else new
 
@@ -104,7 +108,9 @@ def _scaled(config: ConfigReader, section: ConfigReader, plain: RopeConfig) -> R
     original = original or section.integer("original_max_position_embeddings", longest)
     half = plain.dim // 2
     is_longrope, is_llama3 = plain.kind == "longrope", plain.kind == "llama3"
-    factor = section.number("factor", longest / original) if plain.kind in ("longrope", "yarn") else section.number("factor")
+    factor = (
+        section.number("factor", longest / original) if plain.kind in ("longrope", "yarn") else section.number("factor")
+    )
     return RopeConfig(
         theta=plain.theta,
         dim=plain.dim,
@@ -264,9 +270,17 @@ def decoder_architecture(values: Mapping[str, Any]) -> str:
     names = values.get("architectures") or [
         name for name, family in DECODER_FAMILIES.items() if family.model_type == values.get("model_type")
     ]
-    known = [name for name in names if isinstance(name, str) and name in DECODER_FAMILIES] if isinstance(names, list) else []
+    known = (
+        [name for name in names if isinstance(name, str) and name in DECODER_FAMILIES]
+        if isinstance(names, list)
+        else []
+    )
     if not known:
-        said = ", ".join(str(name) for name in names) if isinstance(names, list) and names else str(values.get("model_type"))
+        said = (
+            ", ".join(str(name) for name in names)
+            if isinstance(names, list) and names
+            else str(values.get("model_type"))
+        )
         raise CheckpointInvalid(
             f"config.json: architecture {said} is not supported; supported are {', '.join(DECODER_FAMILIES)} and the"
             " encoders of docs/encoders.md."
@@ -282,7 +296,9 @@ def decoder_architecture(values: Mapping[str, Any]) -> str:
 def _kv_heads(config: ConfigReader, num_heads: int) -> int:
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
-        raise CheckpointInvalid(f"config.json: {num_heads} attention heads cannot share {num_kv_heads} key/value heads evenly.")
+        raise CheckpointInvalid(
+            f"config.json: {num_heads} attention heads cannot share {num_kv_heads} key/value heads evenly."
+        )
     return num_kv_heads
 
 
@@ -346,7 +362,9 @@ _SLIDES: Mapping[str, Callable[[ConfigReader, int], bool]] = {
 
 def _windows(config: ConfigReader, family: DecoderFamily, types: tuple[str, ...]) -> tuple[int | None, ...]:
     # A null means full attention; an absent key means the family's default.
-    window = config.optional_integer("sliding_window", None if "sliding_window" in config.values else family.default_window)
+    window = config.optional_integer(
+        "sliding_window", None if "sliding_window" in config.values else family.default_window
+    )
     if family.model_type in ("qwen2", "qwen3") and not config.boolean("use_sliding_window", False):
         window = None
     return tuple(window if name == "sliding_attention" else None for name in types)
@@ -360,10 +378,14 @@ def _has_rope(config: ConfigReader, layer: int) -> bool:
     return (layer + 1) % config.integer("no_rope_layer_interval", 4) != 0
 
 
-def _ropes(config: ConfigReader, family: DecoderFamily, head_dim: int, types: tuple[str, ...]) -> tuple[RopeConfig | None, ...]:
+def _ropes(
+    config: ConfigReader, family: DecoderFamily, head_dim: int, types: tuple[str, ...]
+) -> tuple[RopeConfig | None, ...]:
     if family.local_theta is None:
         rope = parse_rope(config, head_dim, family.theta)
-        return tuple(rope if family.model_type != "smollm3" or _has_rope(config, layer) else None for layer in range(len(types)))
+        return tuple(
+            rope if family.model_type != "smollm3" or _has_rope(config, layer) else None for layer in range(len(types))
+        )
     full = parse_rope(config, head_dim, family.theta, "full_attention")
     nested = config.section("rope_parameters").section("sliding_attention")
     if nested.text("rope_type", "default") != "default":

@@ -153,7 +153,9 @@ class DecoderBody(nn.Module):
         super().__init__()
         decoder = config.decoder
         assert decoder is not None, "a config of a decoder"
-        self.embedding = Embedding("model.embed_tokens", decoder.vocab_size, decoder.hidden_size, decoder.embedding_scale)
+        self.embedding = Embedding(
+            "model.embed_tokens", decoder.vocab_size, decoder.hidden_size, decoder.embedding_scale
+        )
         self.layers = nn.ModuleList(layer(decoder, index, dtype) for index in range(decoder.num_layers))
         for part in self.layers.modules():
             if isinstance(part, Attention):

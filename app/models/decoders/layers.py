@@ -97,7 +97,9 @@ class RMSNorm(nn.Module):
     The result is in `dtype`, or in the input format of the product that it `feeds`. Gemma stores the weight minus 1.
     """
 
-    def __init__(self, source: str, size: int, config: ModelConfig, dtype: torch.dtype, feeds: Linear | None = None) -> None:
+    def __init__(
+        self, source: str, size: int, config: ModelConfig, dtype: torch.dtype, feeds: Linear | None = None
+    ) -> None:
         super().__init__()
         self.source, self.eps, self.dtype, self.feeds = source, config.norm_eps, dtype, feeds
         self.offset = 1.0 if config.gemma else 0.0
@@ -252,7 +254,11 @@ def _yarn(rope: RopeConfig, max_model_len: int) -> tuple[Tensor, float]:
     """
 
     def index_of(rotations: float) -> float:
-        return rope.dim * math.log(rope.original_max_position_embeddings / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return (
+            rope.dim
+            * math.log(rope.original_max_position_embeddings / (rotations * 2 * math.pi))
+            / (2 * math.log(rope.theta))
+        )
 
     low, high = index_of(rope.beta_fast), index_of(rope.beta_slow)
     if rope.truncate:

@@ -194,7 +194,9 @@ def encoder_norm_elements(config: EncoderConfig) -> int:
         heads = 2 * decoder.head_dim if decoder.qk_norm else 0
         norms = decoder.num_layers * (len(norms_of(decoder)) * decoder.hidden_size + heads) + decoder.hidden_size
     else:
-        norms = sum(_elements(shape) for name, shape in _body(config) if "norm." in name or name.startswith("distance_bias"))
+        norms = sum(
+            _elements(shape) for name, shape in _body(config) if "norm." in name or name.startswith("distance_bias")
+        )
     return norms + sum(_elements(shape) for _, shape in (*_head(config), *_dense(config)))
 
 

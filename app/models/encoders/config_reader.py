@@ -88,7 +88,10 @@ def read_encoder(values: Mapping[str, Any], sentence: SentenceConfig | None = No
     if kind.classifies:
         labels = read_labels(config)
         read = replace(
-            read, head=read_head(kind, config), labels=labels, scores=sentence.scores or read_score_function(config, len(labels))
+            read,
+            head=read_head(kind, config),
+            labels=labels,
+            scores=sentence.scores or read_score_function(config, len(labels)),
         )
     elif sentence.pooling is not None:
         read = replace(read, pooling=_checked_pooling(sentence.pooling, read.hidden_size))
@@ -101,14 +104,18 @@ def _checked_pooling(pooling: PoolingConfig, hidden_size: int) -> PoolingConfig:
     size = hidden_size * len(pooling.modes)
     for dense in pooling.dense:
         if dense.in_features != size:
-            raise CheckpointInvalid(f"{dense.folder}/config.json: in_features is {dense.in_features}, but its input has {size}.")
+            raise CheckpointInvalid(
+                f"{dense.folder}/config.json: in_features is {dense.in_features}, but its input has {size}."
+            )
         size = dense.out_features
     return pooling
 
 
 def _encoder_class_of(values: Mapping[str, Any], pools: bool) -> EncoderClass | None:
     names = values.get("architectures") or _by_model_type(values.get("model_type"))
-    found = [parse_encoder_class(name, pools) for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    found = (
+        [parse_encoder_class(name, pools) for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    )
     return next((one for one in found if one is not None), None)
 
 
@@ -168,7 +175,9 @@ def _read_encoder(family: EncoderFamily, kind: EncoderClass, config: ConfigReade
     hidden_size = _integer(config, family, "hidden_size")
     head_dim = config.integer("head_dim", hidden_size // num_heads)
     if head_dim * num_heads != hidden_size:
-        raise CheckpointInvalid(f"config.json: {num_heads} attention heads cannot share hidden_size {hidden_size} evenly.")
+        raise CheckpointInvalid(
+            f"config.json: {num_heads} attention heads cannot share hidden_size {hidden_size} evenly."
+        )
     windows, ropes = _windows(config, family, num_layers), _ropes(config, family, head_dim, num_layers)
     longest, first_position = config.integer("max_position_embeddings", 512), _first_position(config, family)
     num_positions = longest if family.theta is None else 0
@@ -247,7 +256,9 @@ def _activation(config: ConfigReader, family: EncoderFamily) -> EncoderActivatio
     name = config.text(key, "silu" if family.stem == "NomicBert" else "gelu")
     found = ENCODER_ACTIVATIONS.get(name)
     if found is None or (family.gated and found == "relu"):
-        raise CheckpointInvalid(f"config.json: {key} {name!r} is not known; known are {', '.join(ENCODER_ACTIVATIONS)}.")
+        raise CheckpointInvalid(
+            f"config.json: {key} {name!r} is not known; known are {', '.join(ENCODER_ACTIVATIONS)}."
+        )
     return found
 
 
@@ -261,7 +272,9 @@ def _first_position(config: ConfigReader, family: EncoderFamily) -> int:
 def _distance_buckets(config: ConfigReader) -> int:
     buckets = config.integer("relative_attention_num_buckets", MPNET_BUCKETS)
     if buckets != MPNET_BUCKETS:
-        raise CheckpointInvalid(f"config.json: relative_attention_num_buckets {buckets} is not supported; MPNet uses 32.")
+        raise CheckpointInvalid(
+            f"config.json: relative_attention_num_buckets {buckets} is not supported; MPNet uses 32."
+        )
     return buckets
 
 
@@ -280,7 +293,9 @@ def _sliding_layers(config: ConfigReader, num_layers: int) -> list[bool]:
     return [layer % every != 0 for layer in range(num_layers)]
 
 
-def _ropes(config: ConfigReader, family: EncoderFamily, head_dim: int, num_layers: int) -> tuple[RopeConfig | None, ...]:
+def _ropes(
+    config: ConfigReader, family: EncoderFamily, head_dim: int, num_layers: int
+) -> tuple[RopeConfig | None, ...]:
     if family.theta is None:
         return (None,) * num_layers
     if family.stem != "ModernBert":

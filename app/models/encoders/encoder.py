@@ -174,7 +174,7 @@ class BertBody(nn.Module):
             end = f"layers.{index + 1}.attention_norm" if config.pre_norm else f"layers.{index}.mlp_norm"
             layer.end_norm = LayerNorm(end, config, dtype, following.qkv, in_place=not config.pre_norm)
         last = "final_norm" if config.pre_norm else f"layers.{config.num_layers - 1}.mlp_norm"
-        layers[-1].end = LayerNorm(last, config, dtype)
+        layers[-1].end_norm = LayerNorm(last, config, dtype)
         self.embeddings = BertEmbeddings(config, dtype, layers[0].qkv)
         self.layers = nn.ModuleList(layers)
         buckets = config.distance_buckets
@@ -230,7 +230,12 @@ class Encoder(nn.Module):
         return result
 
     def outputs(
-        self, hidden: Tensor, starts: Tensor, names: Collection[str], rows: Tensor | None = None, skipped: Tensor | None = None
+        self,
+        hidden: Tensor,
+        starts: Tensor,
+        names: Collection[str],
+        rows: Tensor | None = None,
+        skipped: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Return the requested outputs, FP32.
 
@@ -247,7 +252,9 @@ class Encoder(nn.Module):
                 results[name] = hidden
             elif name == "embedding":
                 assert self.vectors is not None, "outputs are those of the config"
-                results[name] = self.vectors.from_rows(hidden) if rows is not None else self.vectors(hidden, starts, skipped)
+                results[name] = (
+                    self.vectors.from_rows(hidden) if rows is not None else self.vectors(hidden, starts, skipped)
+                )
             else:
                 assert self.labels is not None, "outputs are those of the config"
                 results[name] = self.labels.from_rows(hidden) if rows is not None else self.labels(hidden, starts)

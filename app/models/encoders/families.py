@@ -86,7 +86,10 @@ _BERT_LAYERS: TensorNames = {
 _MPNET: TensorNames = {
     **_BERT_EMBEDDINGS,
     **_BERT_OUTPUTS,
-    **{f"layers.{{}}.{ours}": f"encoder.layer.{{}}.attention.attn.{ours[0]}" for ours in ("query", "key", "value", "out")},
+    **{
+        f"layers.{{}}.{ours}": f"encoder.layer.{{}}.attention.attn.{ours[0]}"
+        for ours in ("query", "key", "value", "out")
+    },
     "distance_bias": "encoder.relative_attention_bias",
     **_TWO_LAYER_HEAD,
 }
@@ -126,7 +129,12 @@ _ROTARY: TensorNames = {
     "layers.{}.mlp_norm": "layers.{}.post_mlp_layernorm",
     **_POOLER_HEAD,
 }
-_JINA: TensorNames = {**_ROTARY, "layers.{}.up": "layers.{}.mlp.fc1", "layers.{}.down": "layers.{}.mlp.fc2", **_TWO_LAYER_HEAD}
+_JINA: TensorNames = {
+    **_ROTARY,
+    "layers.{}.up": "layers.{}.mlp.fc1",
+    "layers.{}.down": "layers.{}.mlp.fc2",
+    **_TWO_LAYER_HEAD,
+}
 _ORIGINAL_NORMS: TensorNames = {
     "embeddings.norm": "emb_ln",
     "layers.{}.attention_norm": "encoder.layers.{}.norm1",
@@ -183,7 +191,9 @@ ENCODER_FAMILIES: tuple[EncoderFamily, ...] = (
         "NomicBert", "nomic_bert", ("nomic_bert.",), (_ROTARY, _ORIGINAL_NOMIC), theta=1_000.0, biases=False, gated=True
     ),
     EncoderFamily("Gte", "gte", ("gte.", "new."), (_ROTARY, _ORIGINAL_GTE), num_types=1, theta=160_000.0, gated=True),
-    EncoderFamily("JinaEmbeddingsV3", "jina_embeddings_v3", ("roberta.",), (_JINA, _ORIGINAL_JINA), num_types=1, theta=20_000.0),
+    EncoderFamily(
+        "JinaEmbeddingsV3", "jina_embeddings_v3", ("roberta.",), (_JINA, _ORIGINAL_JINA), num_types=1, theta=20_000.0
+    ),
 )
 
 

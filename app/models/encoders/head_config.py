@@ -38,7 +38,9 @@ _DEFAULT_LABELS = 2  # default of transformers
 def read_head(kind: EncoderClass, config: ConfigReader) -> HeadConfig:
     """Return the head of the family's ForSequenceClassification."""
     if kind.stem == "EuroBert":
-        return HeadConfig(pooling=_pooling(config, {"bos": "cls", "mean": "mean", "late": "late"}, "late"), activation="gelu")
+        return HeadConfig(
+            pooling=_pooling(config, {"bos": "cls", "mean": "mean", "late": "late"}, "late"), activation="gelu"
+        )
     if kind.family is None:
         return HeadConfig(pooling="last", dense=False, bias=False)
     if kind.family.head == "normed":

@@ -102,7 +102,9 @@ def test_a_row_that_only_fills_a_bucket_is_zeros(many: int, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("many", [1, 2, 16], ids=lambda many: f"{many} programs")
-def test_however_many_parts_a_context_is_cut_into(many: int, monkeypatch: pytest.MonkeyPatch, gpu: torch.device) -> None:
+def test_however_many_parts_a_context_is_cut_into(
+    many: int, monkeypatch: pytest.MonkeyPatch, gpu: torch.device
+) -> None:
     monkeypatch.setattr(attention, "_TARGET_PROGRAMS", many)
     equal_to_the_twin(Shape(2, 1, 32), [(1, 300), (1, 64)], 2, AttentionSpec(0.3, window=130), gpu)
 

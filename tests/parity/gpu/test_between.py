@@ -54,7 +54,9 @@ def test_the_norm_is_its_twin(gpu: torch.device, rows: int, size: int, dtype: to
 
 @few
 @given(rows=num_rows, size=sizes, dtype=dtypes, bad=bad_values)
-def test_what_is_added_after_a_branch(gpu: torch.device, rows: int, size: int, dtype: torch.dtype, bad: float | None) -> None:
+def test_what_is_added_after_a_branch(
+    gpu: torch.device, rows: int, size: int, dtype: torch.dtype, bad: float | None
+) -> None:
     hidden, weight = made(gpu, rows, size), made(gpu, 1, size, 1)[0]
     branch = made(gpu, rows, size, 2, bad).to(dtype)
     expected = hidden.clone()
@@ -115,7 +117,9 @@ def test_small_arguments_keep_their_digits(gpu: torch.device) -> None:
     ids=st.lists(st.integers(-3, 12), max_size=5), size=sizes, dtype=dtypes, per_input=st.booleans(),
     call=st.sampled_from(["rows", "add"]),
 )  # fmt: skip
-def test_rows_of_a_table(gpu: torch.device, ids: list[int], size: int, dtype: torch.dtype, per_input: bool, call: str) -> None:
+def test_rows_of_a_table(
+    gpu: torch.device, ids: list[int], size: int, dtype: torch.dtype, per_input: bool, call: str
+) -> None:
     weight, at = made(gpu, 10, size).to(dtype).contiguous(), torch.tensor(ids, dtype=torch.int64, device=gpu)
     factor = made(gpu, 1, size, 1)[0] if per_input else 1.75
     expected = embedding.embedding_rows_torch(weight, at, factor)
@@ -130,7 +134,9 @@ def test_rows_of_a_table(gpu: torch.device, ids: list[int], size: int, dtype: to
 
 @few
 @given(
-    positions=st.lists(st.integers(0, 2**20), max_size=5), half=st.sampled_from([1, 4, 24, 64]), scale=st.sampled_from([1.0, 1.4])
+    positions=st.lists(st.integers(0, 2**20), max_size=5),
+    half=st.sampled_from([1, 4, 24, 64]),
+    scale=st.sampled_from([1.0, 1.4]),
 )
 def test_angles_are_exact_far_out(gpu: torch.device, positions: list[int], half: int, scale: float) -> None:
     at = torch.tensor(positions, dtype=torch.int64, device=gpu)

@@ -49,7 +49,9 @@ def logits_of(rows: int, vocab: int, seed: int, dtype: torch.dtype, device: torc
     return logits.to(dtype).to(device)
 
 
-@pytest.mark.parametrize(("vocab", "dtype", "rows"), [(200, torch.bfloat16, 14), (200, torch.float32, 6), (1, torch.float16, 3)])
+@pytest.mark.parametrize(
+    ("vocab", "dtype", "rows"), [(200, torch.bfloat16, 14), (200, torch.float32, 6), (1, torch.float16, 3)]
+)
 def test_the_kernel_draws_what_the_twin_draws(vocab: int, dtype: torch.dtype, rows: int, gpu: torch.device) -> None:
     """Half precision has ties, at the filters' borders too."""
     logits, drawing = logits_of(rows, vocab, 2, dtype, gpu), drawing_of(ROWS[:rows], gpu, 2)
@@ -77,7 +79,8 @@ def test_the_ends_of_the_numbers_draw_the_first_and_the_last(gpu: torch.device) 
     logits = torch.full((2, 300), -math.inf, device=gpu)
     logits[:, [3, 150, 290]] = 1.0
     drawing = replace(
-        drawing_of([(1.0, 0, 1.0, 0.0)] * 2, gpu), uniforms=torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64, device=gpu)
+        drawing_of([(1.0, 0, 1.0, 0.0)] * 2, gpu),
+        uniforms=torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64, device=gpu),
     )
     assert drawn(logits, drawing).tolist() == [3, 290]
 

@@ -16,7 +16,9 @@ from app.kernels.triton.prompts import attend_packed
 CLOSE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (2**-6, 2**-6)}
 
 
-def equal_to_the_twin(lengths: list[int], spec: AttentionSpec, gpu: torch.device, dtype: torch.dtype = torch.float32) -> None:
+def equal_to_the_twin(
+    lengths: list[int], spec: AttentionSpec, gpu: torch.device, dtype: torch.dtype = torch.float32
+) -> None:
     generator = torch.Generator().manual_seed(sum(lengths))
     product = torch.randn((sum(lengths), (4 + 2 * 2) * 24), generator=generator).to(gpu, dtype)
     heads = QkvHeads(product, 4, 2, 24)
@@ -66,4 +68,6 @@ def test_keys_and_values_may_lie_in_different_tensors(gpu: torch.device) -> None
     texts, spec = PackedTexts(torch.tensor([0, 5, 9], dtype=torch.int32, device=gpu), 5), SPECS["whole"]
     joined = torch.cat((query, key, product[:, 6:]), 1).flatten(1)
     expected = attend_texts_padded_torch(QkvHeads(joined, 4, 2, 24), texts, spec)
-    torch.testing.assert_close(attend_packed(query, key, product[:, 6:], texts, spec).flatten(1), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        attend_packed(query, key, product[:, 6:], texts, spec).flatten(1), expected, rtol=1e-5, atol=1e-5
+    )

@@ -25,7 +25,9 @@ _NORESERVE = 0x4000  # of Linux, where Triton is
 MARK, ROWS = 77, 20  # in bytes that nobody may write
 
 
-def heads_of(gpu: torch.device, sizes: tuple[int, int, int, int], dim: int, norms: bool, dtype: torch.dtype) -> QkvHeads:
+def heads_of(
+    gpu: torch.device, sizes: tuple[int, int, int, int], dim: int, norms: bool, dtype: torch.dtype
+) -> QkvHeads:
     """sizes: tokens, num_heads, num_kv_heads, head_dim. The product's rows are not beside each other."""
     tokens, num_heads, kv_heads, head_dim = sizes
     generator = torch.Generator().manual_seed(tokens * 7 + head_dim + dim)
@@ -49,7 +51,14 @@ def close(found: Tensor, expected: Tensor) -> None:
     head_dim=st.sampled_from([8, 16, 24, 64, 72, 128, 256]), turned=st.sampled_from([0, 0.5, 1]), dtype=st.sampled_from(list(RELATIVE)),
 )  # fmt: skip
 def test_heads_are_turned_and_kept_as_the_twin_does(
-    gpu: torch.device, tokens: int, kv_heads: int, group: int, norms: bool, head_dim: int, turned: float, dtype: torch.dtype
+    gpu: torch.device,
+    tokens: int,
+    kv_heads: int,
+    group: int,
+    norms: bool,
+    head_dim: int,
+    turned: float,
+    dtype: torch.dtype,
 ) -> None:
     heads = heads_of(gpu, (tokens, kv_heads * group, kv_heads, head_dim), int(head_dim * turned), norms, dtype)
     expected = turn.apply_rope_to_qkv_torch(heads)
@@ -110,7 +119,9 @@ def test_triton_served(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(turning, "triton", None)
     heads = heads_of(gpu, (1, 2, 1, 64), 64, False, torch.float32)
-    kv = view_kv_rows(torch.zeros(ROWS, token_bytes(1, 64, torch.float32), dtype=torch.uint8, device=gpu), 1, 64, torch.float32)
+    kv = view_kv_rows(
+        torch.zeros(ROWS, token_bytes(1, 64, torch.float32), dtype=torch.uint8, device=gpu), 1, 64, torch.float32
+    )
     for call in (
         lambda: turn.apply_rope_and_write_kv(heads, kv, torch.zeros(1, dtype=torch.int64, device=gpu)),
         lambda: turn.apply_rope_to_qkv(heads),

@@ -40,7 +40,9 @@ def torchs(batch: Batch, spec: AttentionSpec) -> torch.Tensor:
     return torch_attention(batch.query, batch.segments, spec)
 
 
-def check(shares: list[Share], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, spec: AttentionSpec) -> None:
+def check(
+    shares: list[Share], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, spec: AttentionSpec
+) -> None:
     """Both roads where both are there: our kernels (bfloat16), and torch's own."""
     batch = make_batch(shares, heads, kv_heads, head_dim, dtype)
     expected = reference_attention(batch.query, batch.segments, spec)
@@ -93,7 +95,9 @@ def test_lengths_beyond_the_kernels_own_blocks(dtype: torch.dtype, spec: Attenti
 
 
 @given(
-    shares=st.lists(st.builds(Share, st.integers(0, 40), st.integers(0, 40), st.integers(1, 24)), min_size=1, max_size=6),
+    shares=st.lists(
+        st.builds(Share, st.integers(0, 40), st.integers(0, 40), st.integers(1, 24)), min_size=1, max_size=6
+    ),
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 5),
     head_dim=st.sampled_from([4, 7, 16, 40, 64]),
@@ -102,7 +106,13 @@ def test_lengths_beyond_the_kernels_own_blocks(dtype: torch.dtype, spec: Attenti
     softcap=st.none() | st.floats(1.0, 50.0),
 )
 def test_any_mixture(
-    shares: list[Share], kv_heads: int, group: int, head_dim: int, dtype: torch.dtype, window: int | None, softcap: float | None
+    shares: list[Share],
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    window: int | None,
+    softcap: float | None,
 ) -> None:
     check(shares, kv_heads * group, kv_heads, head_dim, dtype, AttentionSpec(head_dim**-0.5, window, softcap))
 
@@ -125,7 +135,9 @@ def test_the_formula_itself() -> None:
 def test_parts_of_very_different_weight_are_merged_stably(dtype: torch.dtype, near: int) -> None:
     """A part whose scores are 8,000 lower adds nothing, whichever it is, and nothing overflows."""
     kv = view_kv_rows(torch.empty(6, token_bytes(1, 16, dtype), dtype=torch.uint8), 1, 16, dtype)
-    parts = [(torch.full((3, 1, 16), sign * 50.0), torch.full((3, 1, 16), value)) for sign, value in ((1, 1.0), (-1, 9.0))]
+    parts = [
+        (torch.full((3, 1, 16), sign * 50.0), torch.full((3, 1, 16), value)) for sign, value in ((1, 1.0), (-1, 9.0))
+    ]
     for at, (key, value) in enumerate(parts if near == 0 else parts[::-1]):
         kv.write(torch.arange(3 * at, 3 * at + 3), key, value)
     query = torch.full((1, 1, 16), 5.0, dtype=dtype)
@@ -175,8 +187,15 @@ def test_keys_and_values_are_not_copied_on_the_quick_paths(monkeypatch: pytest.M
     monkeypatch.setattr(cpu, "_flash", spy)
     batch = make_batch([Share(9, 4, 1), Share(0, 5, 6)], 4, 2, 16, torch.bfloat16)
     torchs(batch, AttentionSpec(0.25))
-    memory = {tensor.data_ptr() for row in batch.segments for segment in row.segments for tensor in (segment.key, segment.value)}
-    inside = {tensor[5:].data_ptr() for segment in batch.segments[1].segments for tensor in (segment.key, segment.value)}
+    memory = {
+        tensor.data_ptr()
+        for row in batch.segments
+        for segment in row.segments
+        for tensor in (segment.key, segment.value)
+    }
+    inside = {
+        tensor[5:].data_ptr() for segment in batch.segments[1].segments for tensor in (segment.key, segment.value)
+    }
     assert set(seen) == memory | inside
 
 
@@ -184,15 +203,17 @@ def test_keys_and_values_are_not_copied_on_the_quick_paths(monkeypatch: pytest.M
     "spec", [AttentionSpec(0.125), AttentionSpec(0.125, window=60), AttentionSpec(0.125, softcap=4.0)], ids=str
 )
 @pytest.mark.parametrize("share", [Share(0, 230, 40), Share(90, 75, 33), Share(0, 0, 50)], ids=str)
-def test_codes_become_numbers_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch, share: Share, spec: AttentionSpec) -> None:
+def test_codes_become_numbers_a_part_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, share: Share, spec: AttentionSpec
+) -> None:
     """Where our kernels have no products of bf16: no more of a context is held as numbers than a part, or than is seen."""
     batch, read = make_batch([share], 4, 2, 64, torch.int8), []
     expected = reference_attention(batch.query, batch.segments, spec)
     plain = KvRows.read
     monkeypatch.setattr(cpu, "_PART_TOKENS", 50)
-    monkeypatch.setattr(cpu.native_attention, "activation_group", lambda *_: False)
+    monkeypatch.setattr(cpu.native_attention, "supports_sequence", lambda *_: False)
     monkeypatch.setattr(cpu.native_attention, "supports", lambda *_: True)
-    monkeypatch.setattr(cpu.native_attention, "attention", lambda query, *_: torch.full_like(query, torch.nan))
+    monkeypatch.setattr(cpu.native_attention, "attend", lambda query, *_: torch.full_like(query, torch.nan))
     monkeypatch.setattr(KvRows, "read", lambda rows, first, count: read.append(count) or plain(rows, first, count))
     torch.testing.assert_close(attend(batch, spec).float(), expected, rtol=1.6e-2, atol=1.6e-2)
     most = 50 if spec == AttentionSpec(0.125) else share.new + 59 if spec.window else 10**6

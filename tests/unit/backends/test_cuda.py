@@ -179,7 +179,9 @@ class Held:
     """Stands for a tensor of a step that failed."""
 
 
-def test_want_of_memory_is_survived_and_what_the_step_held_is_given_back(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_want_of_memory_is_survived_and_what_the_step_held_is_given_back(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept: list[weakref.ref[Held]] = []
 
     def step() -> None:
@@ -212,5 +214,7 @@ def test_libraries_and_graphs_may_want_memory_too(words: str, cuda: Cuda) -> Non
 
 
 def test_only_want_of_memory_is_survived(cuda: Cuda) -> None:
-    assert not CudaBackend(torch.bfloat16).recover_from_oom(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert not CudaBackend(torch.bfloat16).recover_from_oom(
+        RuntimeError("CUDA error: an illegal memory access was encountered")
+    )
     assert cuda.log == []

@@ -91,7 +91,9 @@ def test_what_metal_may_hold_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     backend.configure(PLAN)
     assert asked == [1.0]
     assert backend.free_bytes() == 700
-    assert backend.recover_from_oom(RuntimeError("MPS backend out of memory (MPS allocated: 18.00 GB, max allowed: 18.13 GB)"))
+    assert backend.recover_from_oom(
+        RuntimeError("MPS backend out of memory (MPS allocated: 18.00 GB, max allowed: 18.13 GB)")
+    )
     assert asked == [1.0, -1.0]
     assert not backend.recover_from_oom(RuntimeError("shapes do not fit"))
 

@@ -47,7 +47,9 @@ class ScriptedServer:
     async def counters(self) -> dict[str, float]:
         return {'armature_model_seconds_total{phase="decode"}': self.model_seconds, "armature_other": 1.0}
 
-    async def generate(self, token_ids: Sequence[int], max_tokens: int, on_piece: OnChunk | None = None) -> StreamTiming:
+    async def generate(
+        self, token_ids: Sequence[int], max_tokens: int, on_piece: OnChunk | None = None
+    ) -> StreamTiming:
         started = self.now
         if len(token_ids) == LONG:
             self.prefilling = PREFILL_STEPS

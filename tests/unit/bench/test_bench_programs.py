@@ -105,7 +105,9 @@ def test_what_is_named_is_measured_so_often(checkpoint: ProgramCheckpoint) -> No
 def test_rows_that_the_program_cannot_compute_are_no_measurement(
     checkpoint: ProgramCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver = ProgramDriver(build_program_engine(checkpoint, plan_of(checkpoint), lambda stage: None), checkpoint.signature)
+    driver = ProgramDriver(
+        build_program_engine(checkpoint, plan_of(checkpoint), lambda stage: None), checkpoint.signature
+    )
     assert driver.answer(ProgramLoad(2))[0] > 0.0
 
     def broken(served: RunnableProgram, inputs: object) -> dict[str, torch.Tensor]:

@@ -66,7 +66,10 @@ def test_a_share_above_one_is_a_failed_measurement(capsys: pytest.CaptureFixture
 
 
 def test_a_ratio_that_is_no_share_may_pass_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert print_outcome(BenchOutcome("itl", "tiny", (Figure("ITL", 1.0, "s", ratio=2.5, target=3, at_most=True),)), None) == 0
+    assert (
+        print_outcome(BenchOutcome("itl", "tiny", (Figure("ITL", 1.0, "s", ratio=2.5, target=3, at_most=True),)), None)
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["figures"][0]["met"] is True
 
 
@@ -87,11 +90,19 @@ def test_numbers_are_written_as_people_do(value: float, text: str) -> None:
     assert format_number(value) == text
 
 
-def test_a_narrow_terminal_cuts_no_figure_off(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_narrow_terminal_cuts_no_figure_off(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(console, "_console", lambda: Console(stderr=True, width=30))
     figure = Figure("something with a long name", 123.0, "tok/s", p99=456.0, parts={"p90": 234.0, "of read": 0.5})
     print_outcome(BenchOutcome("engine", "tiny", (figure,), notes=("a note [with] brackets",)), None)
     told = capsys.readouterr().err
     assert "…" not in told
-    assert next(line.split() for line in told.splitlines() if "456" in line)[-5:] == ["123", "234", "456", "tok/s", "0.5"]
+    assert next(line.split() for line in told.splitlines() if "456" in line)[-5:] == [
+        "123",
+        "234",
+        "456",
+        "tok/s",
+        "0.5",
+    ]
     assert "[with]" in told

@@ -72,7 +72,9 @@ def test_every_batch_is_held_against_both_ceilings(checkpoint: Checkpoint, plan:
     figures = {figure.name: figure for figure in outcome.figures}
     assert outcome.complete and not outcome.mistakes
     loads = [name for name in figures if name.startswith("×")]
-    assert loads == ["×1 of 16", "×1 of 128", "×4 of 128", "×8 of 128", "×16 of 128", "×32 of 128"], "512 is more than it reads"
+    assert loads == ["×1 of 16", "×1 of 128", "×4 of 128", "×8 of 128", "×16 of 128", "×32 of 128"], (
+        "512 is more than it reads"
+    )
     for name in loads:
         figure, count = figures[name], int(name.split()[0].strip("×"))
         assert figure.parts["samples/s"] == pytest.approx(count / figure.value * 1e3)
@@ -83,7 +85,10 @@ def test_every_batch_is_held_against_both_ceilings(checkpoint: Checkpoint, plan:
 
 def test_what_is_named_is_measured_so_often(checkpoint: Checkpoint, plan: ServingPlan) -> None:
     outcome = run(checkpoint, plan, EngineBenchOptions(rounds=2, rows=(3,), prompts=(10, 20), steps=5))
-    assert {name: len(taken) for name, taken in outcome.details["batch_seconds"].items()} == {"×3 of 10": 6, "×3 of 20": 6}
+    assert {name: len(taken) for name, taken in outcome.details["batch_seconds"].items()} == {
+        "×3 of 10": 6,
+        "×3 of 20": 6,
+    }
 
 
 def test_what_interrupting_leaves(checkpoint: Checkpoint, plan: ServingPlan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +105,9 @@ def test_what_interrupting_leaves(checkpoint: Checkpoint, plan: ServingPlan, mon
 
 
 def test_lengths_that_the_model_does_not_read_are_refused() -> None:
-    assert encoder_loads(EngineBenchOptions(1, prompts=(10, 300)), 200) == [EncoderLoad(count, 10) for count in (1, 4, 8, 16, 32)]
+    assert encoder_loads(EngineBenchOptions(1, prompts=(10, 300)), 200) == [
+        EncoderLoad(count, 10) for count in (1, 4, 8, 16, 32)
+    ]
     with pytest.raises(MeasurementFailed, match="reads 100 tokens at most"):
         encoder_loads(EngineBenchOptions(1), 100)
 

@@ -37,7 +37,9 @@ def test_capacity_is_told_at_the_most_rows_that_may_run() -> None:
     assert ReportedCapacity.of(TOLD, 64) == ReportedCapacity(32, 640.0, 256.0, 0.02)
     assert ReportedCapacity.of(TOLD, 8) == ReportedCapacity(4, 640.0, 128.0, 0.02)
     asks = RequestMix(1024)
-    assert ReportedCapacity(32, 640.0, 256.0, 0.02).requests_per_second(asks) == pytest.approx(1 / (256 / 640 + 512 / 256))
+    assert ReportedCapacity(32, 640.0, 256.0, 0.02).requests_per_second(asks) == pytest.approx(
+        1 / (256 / 640 + 512 / 256)
+    )
     dealt = [asks.draw(TokenPrompts(range(9)), Random(number)) for number in range(200)]
     assert {len(prompt) for prompt, _ in dealt} == {256}
     assert all(256 <= tokens < 768 for _, tokens in dealt)
@@ -75,7 +77,9 @@ class Truthful:
     async def deck(self, seed: int = 0) -> TokenPrompts:
         return TokenPrompts(range(100), seed)
 
-    async def generate(self, token_ids: Sequence[int], max_tokens: int, on_piece: OnChunk | None = None) -> StreamTiming:
+    async def generate(
+        self, token_ids: Sequence[int], max_tokens: int, on_piece: OnChunk | None = None
+    ) -> StreamTiming:
         before = float(sum(self.asked)) / 32
         self.asked.append(max_tokens)
         await asyncio.sleep(0)

@@ -68,13 +68,17 @@ def test_counters_that_began_anew_tell_nothing() -> None:
     around = conditions_between(looked(10.0, throttled=1.5, rapl=100.0), looked(14.0, throttled=0.0, rapl=3.0))
     assert around == LoadConditions(client_cpu_ratio=0.0)
     assert around.energy(1.0, None) is None
-    assert conditions_between(looked(10.0), looked(14.0, rapl=3.0)).watts is None, "it was not counted when the load began"
+    assert conditions_between(looked(10.0), looked(14.0, rapl=3.0)).watts is None, (
+        "it was not counted when the load began"
+    )
 
 
 def test_a_recorded_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2})
     (tmp_path / "pressure").mkdir()
-    (tmp_path / "pressure" / "cpu").write_text("some avg10=1.53 avg60=0.87 avg300=0.73 total=2500000\nfull avg10=0.0 total=0\n")
+    (tmp_path / "pressure" / "cpu").write_text(
+        "some avg10=1.53 avg60=0.87 avg300=0.73 total=2500000\nfull avg10=0.0 total=0\n"
+    )
     lines = [
         "cpu  9 9 9 9 9 9 9 9 9 9",
         "cpu0 100 20 30 4000 50 6 7 8 0 0",
@@ -82,7 +86,9 @@ def test_a_recorded_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "cpu2 200 0 0 1 1 0 0 2 5 5",
     ]
     (tmp_path / "stat").write_text("\n".join([*lines, "intr 5 5", "ctxt 5"]) + "\n")
-    assert read_host_cpu_times(tmp_path) == HostCpuTimes(busy=363 / TICK, stolen=10 / TICK, num_cores=2, pressure_seconds=2.5)
+    assert read_host_cpu_times(tmp_path) == HostCpuTimes(
+        busy=363 / TICK, stolen=10 / TICK, num_cores=2, pressure_seconds=2.5
+    )
     (tmp_path / "pressure" / "cpu").unlink()
     found = read_host_cpu_times(tmp_path)
     assert found is not None

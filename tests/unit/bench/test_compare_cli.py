@@ -18,7 +18,18 @@ from scripted_machine import ScriptedMachine, running
 def test_from_the_command_line_to_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.json"
     with running(ScriptedMachine()) as machine:
-        words = ["--url", machine.url, "--seconds", "0.01", "--output", str(path), "--name", "desk", "--hourly-price", "0.25"]
+        words = [
+            "--url",
+            machine.url,
+            "--seconds",
+            "0.01",
+            "--output",
+            str(path),
+            "--name",
+            "desk",
+            "--hourly-price",
+            "0.25",
+        ]
         assert main.main(["bench", "compare", *words]) == 0
     result = read_result(path)
     assert (result.name, result.url, result.hourly_price, result.flags) == ("desk", machine.url, 0.25, [])
@@ -49,7 +60,10 @@ def test_a_server_that_was_interrupted_half_way_ends_with_the_shells_status(tmp_
         (["a.json"], "a.json cannot be read"),
         (["--report", "here"], "--report and --force need RESULTs"),
         (["--force"], "--report and --force need RESULTs"),
-        (["--url", "http://127.0.0.1:9", "--threads", "2"], "--threads does not apply to a server that is already running"),
+        (
+            ["--url", "http://127.0.0.1:9", "--threads", "2"],
+            "--threads does not apply to a server that is already running",
+        ),
         (["--url", "http://127.0.0.1:9"], "http://127.0.0.1:9 is not ready"),
         (["--seconds", "0"], "--seconds 0"),
         (["--seconds", "nan"], "--seconds nan"),
@@ -57,7 +71,11 @@ def test_a_server_that_was_interrupted_half_way_ends_with_the_shells_status(tmp_
     ],
 )
 def test_what_makes_no_sense_is_refused(
-    words: list[str], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    complaint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main.main(["bench", "compare", *words]) == (2 if words[0] == "a.json" else 1)

@@ -32,7 +32,9 @@ def test_texts_by_batch_and_then_by_clients() -> None:
     wanted = protocol_loads(info("encoder", 512, places=1))
     one = [(load.batch, load.tokens) for load in wanted.loads if load.clients == 1]
     assert one == [(batch, length) for length in (128, 512) for batch in (1, 4, 8, 16, 32)]
-    assert [(load.clients, load.batch, load.tokens) for load in wanted.loads[10:]] == [(n, 1, 128) for n in (2, 4, 8, 16, 32)]
+    assert [(load.clients, load.batch, load.tokens) for load in wanted.loads[10:]] == [
+        (n, 1, 128) for n in (2, 4, 8, 16, 32)
+    ]
     assert not wanted.left_out
 
 
@@ -60,7 +62,9 @@ def test_lengths_that_a_model_cannot_read(kind: str, context: int, lengths: set[
     assert all(load.tokens + load.max_tokens <= context for load in wanted.loads)
     left_out = [length for length in (128, 512) if length not in lengths]
     for length in left_out:
-        assert any(f"of {length} tokens" in told and f"has a context of {context} tokens" in told for told in wanted.left_out)
+        assert any(
+            f"of {length} tokens" in told and f"has a context of {context} tokens" in told for told in wanted.left_out
+        )
     assert any(told.startswith("Measured instead") for told in wanted.left_out) == (not lengths & {128, 512})
 
 

@@ -36,7 +36,9 @@ BEGAN_AT = 1_790_000_000.0
 
 def subject() -> ServerUnderTest:
     wire: Any = None
-    return ServerUnderTest(wire, "tiny", StepLogReader(wire, BEGAN_AT), origin=100.0, local=True, seconds=4.0, idle_watts=3.0)
+    return ServerUnderTest(
+        wire, "tiny", StepLogReader(wire, BEGAN_AT), origin=100.0, local=True, seconds=4.0, idle_watts=3.0
+    )
 
 
 def stretch(answered: list[Any]) -> LoadRun[Any]:
@@ -45,7 +47,9 @@ def stretch(answered: list[Any]) -> LoadRun[Any]:
 
 def streamed(client: int, began: float, *pieces: tuple[float, int]) -> GenerateTiming:
     """Of a prompt of 10 tokens."""
-    return GenerateTiming(began, client, 4, StreamTiming(began, pieces, TokenUsage(10, sum(count for _, count in pieces))))
+    return GenerateTiming(
+        began, client, 4, StreamTiming(began, pieces, TokenUsage(10, sum(count for _, count in pieces)))
+    )
 
 
 def test_generations_of_the_time_in_which_all_had_one() -> None:
@@ -65,7 +69,12 @@ def test_generations_of_the_time_in_which_all_had_one() -> None:
     assert point.request_seconds == [4.0, 3.0, 7.0]
     assert point.first_token_seconds == [1.0, 2.0, 1.0]
     assert point.tpot_seconds == [1.0, pytest.approx(1 / 3, abs=1e-6), 2.0]
-    assert list(zip(point.gap_at, point.gap_seconds, strict=True)) == [(12.0, 1.0), (14.0, 2.0), (13.0, 1.0), (20.0, 6.0)]
+    assert list(zip(point.gap_at, point.gap_seconds, strict=True)) == [
+        (12.0, 1.0),
+        (14.0, 2.0),
+        (13.0, 1.0),
+        (20.0, 6.0),
+    ]
     assert point.energy is not None
     assert (point.energy.joules, point.energy.idle_watts) == (20.0, 3.0)
 
@@ -86,7 +95,9 @@ def test_a_load_ends_before_it_has_too_many_samples(clients: int, max_tokens: in
 
 def test_texts_and_rows() -> None:
     texts = LoadSpec(kind="embed", clients=1, batch=4, tokens=8)
-    run = stretch([EmbedTiming(at, 0, at, at + 2.0, 4, 32, number) for at, number in ((110.0, 31), (112.0, None), (114.0, 33))])
+    run = stretch(
+        [EmbedTiming(at, 0, at, at + 2.0, 4, 32, number) for at, number in ((110.0, 31), (112.0, None), (114.0, 33))]
+    )
     point = build_point(texts, run, LoadConditions(), StepColumns(), subject())
     # From the first answer to the last: what the server does not count is as long as it was meant.
     assert (point.seconds, point.samples, point.read_tokens, point.generated_tokens) == (4.0, 8.0, 65, 0)

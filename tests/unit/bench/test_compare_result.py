@@ -79,7 +79,10 @@ def test_loads_are_called_by_what_they_ask() -> None:
 def test_rates_are_of_the_seconds_in_which_all_asked() -> None:
     load = LoadSpec(kind="embed", clients=1, batch=8, tokens=128)
     assert LoadPoint(load=load, began=0.0, seconds=2.0, samples=16, read_tokens=2048).tokens_per_second == 1024
-    assert LoadPoint(load=load, began=0.0, seconds=2.0, samples=16, read_tokens=8, generated_tokens=64).tokens_per_second == 32
+    assert (
+        LoadPoint(load=load, began=0.0, seconds=2.0, samples=16, read_tokens=8, generated_tokens=64).tokens_per_second
+        == 32
+    )
     assert LoadPoint(load=load, began=0.0, seconds=2.0, samples=16).samples_per_second == 8
 
 

@@ -110,18 +110,24 @@ def test_failures_are_told_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loops, "MIN_PAUSE_SECONDS", 0.0)
     with running(ScriptedPeer(fault={4: "429", 6: "cut"}.get)) as peer:
         outcome = measure_load(job(peer))
-    failed = {name.partition("failed, ")[2]: figure.value for name, figure in named(outcome).items() if "failed" in name}
+    failed = {
+        name.partition("failed, ")[2]: figure.value for name, figure in named(outcome).items() if "failed" in name
+    }
     assert failed == {"status 429": 1, "broken off": 1}
     assert named(outcome)["×3 samples"].parts["answered"] == 7
 
 
 def test_arrivals_wait_for_nobody_and_servers_take_turns() -> None:
     with running(ScriptedPeer(hold=8, num_asking=2)) as mine, running(ScriptedPeer()) as theirs:
-        outcome = measure_load(job(mine, theirs, levels=[LoadLevel(rate=500.0)], rounds=1, bounds=RunLimits(num_requests=6)))
+        outcome = measure_load(
+            job(mine, theirs, levels=[LoadLevel(rate=500.0)], rounds=1, bounds=RunLimits(num_requests=6))
+        )
     requests = outcome.details["runs"][0]["requests"]
     assert min(each["intended"] + each["answered"] for each in requests) >= max(each["intended"] for each in requests)
     assert [(run["server"] == mine.url) for run in outcome.details["runs"]] == [True, False]
-    assert sorted(asked(mine)) == sorted(asked(theirs)), "every server is sent the same texts, whichever of two arrives first"
+    assert sorted(asked(mine)) == sorted(asked(theirs)), (
+        "every server is sent the same texts, whichever of two arrives first"
+    )
     assert (outcome.figures[0].ratio or 0.0) > 0.0
 
 
@@ -141,7 +147,9 @@ def test_speed_is_counted_while_all_clients_wait() -> None:
         return EmbedTiming(0.0, client, 0.0, ended, 4, 40, 44)
 
     run = LoadRun(0.0, 10.0, answered=[one(0, 1.0), one(1, 2.0), one(0, 3.0), one(1, 4.0), one(0, 5.0)])
-    assert units_per_second(run, True, num_texts) == pytest.approx(4 * 2 / 2), "from 2.0, when both had an answer, to 4.0"
+    assert units_per_second(run, True, num_texts) == pytest.approx(4 * 2 / 2), (
+        "from 2.0, when both had an answer, to 4.0"
+    )
     assert units_per_second(run, True, num_tokens) == pytest.approx(44.0)
     assert units_per_second(run, False, num_texts) == pytest.approx(4 * 5 / 5), "arrivals: from the first to the last"
 

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from app.bench.http.client import SseParser, _StreamReader
 from app.bench.http.dialects import GENERATE_DIALECTS
 
-DATA = st.lists(st.text("ab {}:é\t", min_size=1).map(str.encode).filter(lambda data: not data.startswith(b" ")), max_size=5)
+DATA = st.lists(
+    st.text("ab {}:é\t", min_size=1).map(str.encode).filter(lambda data: not data.startswith(b" ")), max_size=5
+)
 
 
 def cut(text: bytes, places: list[int]) -> list[bytes]:
@@ -19,9 +21,14 @@ def cut(text: bytes, places: list[int]) -> list[bytes]:
 
 
 @given(
-    DATA, st.sampled_from([b"\n", b"\r\n"]), st.sampled_from([b"data:", b"data: "]), st.lists(st.integers(0, 10**4), max_size=8)
+    DATA,
+    st.sampled_from([b"\n", b"\r\n"]),
+    st.sampled_from([b"data:", b"data: "]),
+    st.lists(st.integers(0, 10**4), max_size=8),
 )
-def test_an_event_is_whole_however_it_was_cut(data: list[bytes], newline: bytes, field: bytes, places: list[int]) -> None:
+def test_an_event_is_whole_however_it_was_cut(
+    data: list[bytes], newline: bytes, field: bytes, places: list[int]
+) -> None:
     lines = [b": comment", b"id: 7", *(field + each + newline for each in data)]
     events = SseParser()
     assert [found for part in cut(newline.join(lines) + newline, places) for found in events.feed(part)] == data

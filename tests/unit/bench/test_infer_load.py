@@ -45,7 +45,12 @@ DENSE = {"name": "dense", "datatype": "FP32", "shape": [-1, -1, 2]}
 def job(peer: ScriptedPeer, rows: InferWorkload | None = None, model: str | None = None) -> LoadJob:
     target = ServerTarget(peer.url, api="oip", model=model)
     return LoadJob(
-        "peer", [target], [LoadLevel(clients=3)], InferBench(rows or InferWorkload(4)), RunLimits(num_requests=9), warm_up=0
+        "peer",
+        [target],
+        [LoadLevel(clients=3)],
+        InferBench(rows or InferWorkload(4)),
+        RunLimits(num_requests=9),
+        warm_up=0,
     )
 
 
@@ -62,7 +67,9 @@ def read(body: HttpBody) -> dict[str, Any]:
 
 
 def made(datatype: str, shape: Sequence[int], rows: InferWorkload) -> Any:
-    (first, *_) = build_bodies(parse_inputs({"inputs": [{"name": "x", "datatype": datatype, "shape": [-1, *shape]}]}, "/x"), rows)
+    (first, *_) = build_bodies(
+        parse_inputs({"inputs": [{"name": "x", "datatype": datatype, "shape": [-1, *shape]}]}, "/x"), rows
+    )
     return read(first)["x"]
 
 
@@ -128,7 +135,10 @@ def test_failures_are_told_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (ScriptedPeer(activation_group=[]), "takes no inputs"),
         (ScriptedPeer(activation_group=[{"name": "x"}]), "does not describe the model's inputs"),
-        (ScriptedPeer(activation_group=[IDS], output_indices=lambda rows: {"hello": rows}), "did not answer with tensors"),
+        (
+            ScriptedPeer(activation_group=[IDS], output_indices=lambda rows: {"hello": rows}),
+            "did not answer with tensors",
+        ),
         (
             ScriptedPeer(activation_group=[IDS], output_indices=lambda rows: {"outputs": [{"shape": [rows + 1]}]}),
             r"request of 4 rows with tensors of \[5\] rows",

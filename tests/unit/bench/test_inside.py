@@ -81,7 +81,9 @@ class Prepared:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    checkpoint = open_checkpoint(write_checkpoint(tmp_path_factory.mktemp("bench") / "tiny", max_position_embeddings=1024))
+    checkpoint = open_checkpoint(
+        write_checkpoint(tmp_path_factory.mktemp("bench") / "tiny", max_position_embeddings=1024)
+    )
     plan = make_plan(probe(), None, load_settings(**FLAGS)[0], checkpoint.needs(), RECIPES.keys())
     return Prepared(checkpoint, plan)
 
@@ -115,7 +117,9 @@ def test_every_load_that_the_plan_can_serve_and_both_ceilings_are_measured(prepa
     assert loads == ["decode ×1", "decode ×2", "decode ×4", "decode ×8", "decode ×16", "prefill 128", "prefill 512"]
     for name in loads:
         assert 0.0 < (figures[name].ratio or 0.0) <= 1.0, name
-        assert figures[name].parts["tok/s"] == pytest.approx(int(name.split()[1].strip("×")) / figures[name].value * 1e3)
+        assert figures[name].parts["tok/s"] == pytest.approx(
+            int(name.split()[1].strip("×")) / figures[name].value * 1e3
+        )
     assert figures["decode ×1"].target == 0.9
     assert figures["prefill 512"].target == 0.75
     assert outcome.details["plan"]["threads"]["value"] == 1
@@ -126,7 +130,10 @@ def test_every_load_that_the_plan_can_serve_and_both_ceilings_are_measured(prepa
 
 def test_what_is_named_is_measured_and_nothing_else(prepared: Prepared) -> None:
     outcome = run(prepared, EngineBenchOptions(rounds=2, rows=(3,), prompts=(40,), steps=5))
-    assert [name for name in figures_of(outcome) if name.startswith(("decode", "prefill"))] == ["decode ×3", "prefill 40"]
+    assert [name for name in figures_of(outcome) if name.startswith(("decode", "prefill"))] == [
+        "decode ×3",
+        "prefill 40",
+    ]
     assert len(outcome.details["step_seconds"]["decode ×3"]) == 6
 
 

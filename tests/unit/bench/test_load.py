@@ -97,7 +97,9 @@ def test_failures_are_told_by_kind_and_number(monkeypatch: pytest.MonkeyPatch) -
     faults = {4: "429", 6: "cut", 7: "429", 9: "error", 11: "garbage"}  # the first two ask how long texts are
     with running(ScriptedPeer(fault=faults.get)) as peer:
         outcome = measure_load(job(peer, bounds=RunLimits(num_requests=12)))
-    failed = {name.partition("failed, ")[2]: figure.value for name, figure in named(outcome).items() if "failed" in name}
+    failed = {
+        name.partition("failed, ")[2]: figure.value for name, figure in named(outcome).items() if "failed" in name
+    }
     assert failed == {"status 429": 2, "broken off": 1, "ended by an error": 1, "not JSON": 1}
     assert named(outcome)["×3 tokens"].parts["answered"] == 7
     assert named(outcome)["×3 failed, status 429"].met is False
@@ -125,7 +127,13 @@ def test_arrivals_wait_for_nobody() -> None:
 def test_another_server_takes_turns() -> None:
     with running(ScriptedPeer()) as mine, running(ScriptedPeer()) as theirs:
         outcome = measure_load(
-            job(mine, theirs, levels=[LoadLevel(clients=1), LoadLevel(clients=2)], rounds=2, bounds=RunLimits(num_requests=3))
+            job(
+                mine,
+                theirs,
+                levels=[LoadLevel(clients=1), LoadLevel(clients=2)],
+                rounds=2,
+                bounds=RunLimits(num_requests=3),
+            )
         )
     assert [(run["level"], run["server"] == mine.url) for run in outcome.details["runs"]] == [
         ("×1", True), ("×1", True), ("×1", False), ("×1", False), ("×2", True), ("×2", True), ("×2", False), ("×2", False),
@@ -142,7 +150,10 @@ def test_another_server_takes_turns() -> None:
 def test_who_begins_changes_from_round_to_round() -> None:
     asked: list[str] = []
     mine = ScriptedPeer(token_ids=True, on_request=lambda number: asked.append("mine"))
-    with running(mine), running(ScriptedPeer(token_ids=True, on_request=lambda number: asked.append("theirs"))) as theirs:
+    with (
+        running(mine),
+        running(ScriptedPeer(token_ids=True, on_request=lambda number: asked.append("theirs"))) as theirs,
+    ):
         measure_load(job(mine, theirs, levels=[LoadLevel(clients=1)], rounds=2, bounds=RunLimits(num_requests=1)))
     assert asked[2:] == ["mine", "theirs", "theirs", "mine"]
 
@@ -175,7 +186,11 @@ def test_requests_that_warm_up_are_not_counted() -> None:
 def test_the_table_fits_a_terminal() -> None:
     with running(ScriptedPeer()) as mine, running(ScriptedPeer()) as theirs:
         load = job(
-            mine, theirs, levels=[LoadLevel(clients=32)], objective=LatencyObjective(1.0), bounds=RunLimits(num_requests=64)
+            mine,
+            theirs,
+            levels=[LoadLevel(clients=32)],
+            objective=LatencyObjective(1.0),
+            bounds=RunLimits(num_requests=64),
         )
         outcome = measure_load(load)
     assert Console(width=1000).measure(outcome_table(outcome)).maximum <= 120

@@ -45,7 +45,9 @@ FREE = StepTimeTable(((1, 1.0), (64, 1.0)), ((1, 1.0),))
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, ServingPlan]:
-    checkpoint = open_checkpoint(write_checkpoint(tmp_path_factory.mktemp("bench") / "tiny", max_position_embeddings=1024))
+    checkpoint = open_checkpoint(
+        write_checkpoint(tmp_path_factory.mktemp("bench") / "tiny", max_position_embeddings=1024)
+    )
     return checkpoint, make_plan(probe(), None, load_settings(**FLAGS)[0], checkpoint.needs(), RECIPES.keys())
 
 
@@ -56,7 +58,9 @@ def _threads_as_before() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def test_each_probability_is_held_against_none(prepared: tuple[Checkpoint, ServingPlan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_probability_is_held_against_none(
+    prepared: tuple[Checkpoint, ServingPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(speculation, "TOKENS_PER_ANSWER", 60)
     outcome = measure_speculation(*prepared, FACTS, FREE, 2)
     figures = {figure.name: figure for figure in outcome.figures}
@@ -77,7 +81,9 @@ def test_what_is_said_with_guesses_is_what_was_said(prepared: tuple[Checkpoint, 
     teller, prompt = AnswerDriver(engine, 50), [5, 9, 13] * 10
     first = teller.generate(prompt, None)
     text = [*prompt, *first.token_ids]
-    again = teller.generate(prompt, guessing.with_drafter(lambda sequence: PlantedDrafter(text, 0.7, random.Random(0))), text)
+    again = teller.generate(
+        prompt, guessing.with_drafter(lambda sequence: PlantedDrafter(text, 0.7, random.Random(0))), text
+    )
     assert again.token_ids == first.token_ids and len(first.token_ids) == 50
     assert len(again.step_seconds) < len(first.step_seconds) == first.made == again.made == 49
     assert 0 < again.accepted <= again.judged <= again.num_drafted and first.num_drafted == 0

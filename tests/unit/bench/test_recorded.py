@@ -36,6 +36,10 @@ def test_ways_take_turns_on_one_engine() -> None:
         for way in ways:
             way.measure(8)
     found = list(_figures(ways))
-    assert [figure.name for figure in found] == ["decode ×8, int4, eager", "decode ×8, int4, recorded", "decode ×8, fp32, eager"]
+    assert [figure.name for figure in found] == [
+        "decode ×8, int4, eager",
+        "decode ×8, int4, recorded",
+        "decode ×8, fp32, eager",
+    ]
     assert [figure.ratio for figure in found] == [1.0, 4.0, 1.0]
     assert [round(figure.parts["tok/s"]) for figure in found] == [250, 1000, 250]

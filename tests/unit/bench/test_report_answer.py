@@ -26,12 +26,21 @@ SIZE = "prompts of 128 tokens, answers of 16"
 def point(clients: int, rate: float, p99: float) -> LoadPoint:
     """So many tokens a second, each request taking as long."""
     load = LoadSpec(kind="generate", clients=clients, tokens=128, max_tokens=16)
-    return LoadPoint(load=load, began=0, seconds=10, samples=10, generated_tokens=int(rate * 10), request_seconds=[p99] * 10)
+    return LoadPoint(
+        load=load, began=0, seconds=10, samples=10, generated_tokens=int(rate * 10), request_seconds=[p99] * 10
+    )
 
 
 def made(name: str, *curve: tuple[int, float, float], **fields: Any) -> CompareResult:
     points = [point(*each) for each in curve]
-    given = {"schema": "armature-compare/1", "name": name, "began_at": 0.0, "measured_by": "0", "info": {}, "points": points}
+    given = {
+        "schema": "armature-compare/1",
+        "name": name,
+        "began_at": 0.0,
+        "measured_by": "0",
+        "info": {},
+        "points": points,
+    }
     return CompareResult.model_validate(given | fields)
 
 
@@ -70,7 +79,10 @@ def test_prices_turn_rates_into_dollars() -> None:
 
 def test_a_difference_within_what_the_measurements_can_tell_is_none() -> None:
     near = made("near", (1, 104, 1.0), (2, 154, 2.0), (4, 165, 4.0))
-    assert "near is as fast, within the 5% accuracy of these measurements, as first" in headline_sentences([FIRST, near])[0]
+    assert (
+        "near is as fast, within the 5% accuracy of these measurements, as first"
+        in headline_sentences([FIRST, near])[0]
+    )
     unsteady = SECOND.model_copy(update={"repeats": [point(1, 100, 1.0)]})
     assert repeat_variation(unsteady) == 1.0
     assert "second is as fast, within the 100%" in headline_sentences([FIRST, unsteady])[0]
@@ -84,7 +96,10 @@ def test_without_a_load_in_common_nothing_is_said() -> None:
 def test_an_encoder_is_compared_over_clients_and_batches_together() -> None:
     encoder = made_encoder()
     sentences = headline_sentences([encoder])
-    assert [sentence.split(" with ")[1].split(",")[0] for sentence in sentences] == ["texts of 128 tokens", "texts of 512 tokens"]
+    assert [sentence.split(" with ")[1].split(",")[0] for sentence in sentences] == [
+        "texts of 128 tokens",
+        "texts of 512 tokens",
+    ]
     best = max(each.tokens_per_second for each in encoder.points if each.load.tokens == 128)
     assert f"{best:,.0f} tokens/s" in sentences[0]
 

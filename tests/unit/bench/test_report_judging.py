@@ -20,7 +20,9 @@ PLAIN = made_encoder()
 HERE = ReportOrigin("0.1.0", PLAIN.info["facts"])
 
 
-def told(result: CompareResult, *others: CompareResult, here: ReportOrigin = HERE) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def told(
+    result: CompareResult, *others: CompareResult, here: ReportOrigin = HERE
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Doubts and remarks of the last one."""
     judged = collect_notes([*others, result], here)[-1]
     return judged.doubts, judged.remarks
@@ -69,7 +71,9 @@ def test_a_server_that_ran_already_is_named() -> None:
 
 def test_failed_requests_and_forced_kernels_are_doubts() -> None:
     failing = PLAIN.points[0].model_copy(update={"failures": {"429": 3}})
-    result = changed(PLAIN.model_copy(update={"points": [failing, *PLAIN.points[1:]]}), "facts", native={"forced": "avx2"})
+    result = changed(
+        PLAIN.model_copy(update={"points": [failing, *PLAIN.points[1:]]}), "facts", native={"forced": "avx2"}
+    )
     assert told(result)[0] == (
         "Some of 63 requests failed at 1 client, 1 text of 128: 3 × 429.",
         "Its kernels were forced to avx2, although the processor may support more.",

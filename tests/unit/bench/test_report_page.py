@@ -69,7 +69,10 @@ def test_it_stands_alone_and_is_small(page: str, folder: Path) -> None:
     assert len(page.encode()) < 2_000_000
     assert not {tag for tag, _ in parsed.tags} & {"script", "link", "img", "iframe", "object", "image"}
     links = [
-        value for _, attributes in parsed.tags for name, value in attributes.items() if name in ("href", "src", "xlink:href")
+        value
+        for _, attributes in parsed.tags
+        for name, value in attributes.items()
+        if name in ("href", "src", "xlink:href")
     ]
     assert links and all(link and link.startswith("#") for link in links)
     assert len(parsed.all("style")) == 1  # a drawing's own would hold for the whole page
@@ -99,7 +102,13 @@ def test_what_a_file_says_is_never_markup(page: str) -> None:
 
 
 def test_doubts_and_origin_come_before_the_answer_and_that_before_all_figures(page: str) -> None:
-    texts = (DOUBTS[0], "Measured with version 0.1.0; this report was made with 0.2.0.", 'id="answer"', "<table", "<svg")
+    texts = (
+        DOUBTS[0],
+        "Measured with version 0.1.0; this report was made with 0.2.0.",
+        'id="answer"',
+        "<table",
+        "<svg",
+    )
     order = [page.index(text) for text in texts]
     assert order == sorted(order)
     assert "is the cheapest" in page
@@ -133,14 +142,18 @@ def contrast(one: str, other: str) -> float:
 def test_light_dark_and_printed_pages_can_be_read(page: str) -> None:
     """4.5 for words, 3 for lines and marks: WCAG 2.2, 1.4.3 and 1.4.11."""
     style = page[page.index("<style>") : page.index("</style>")]
-    light, dark, printed = (variables(style[found.end() :].split("}")[0]) for found in re.finditer(r":root(?::root)? \{", style))
+    light, dark, printed = (
+        variables(style[found.end() :].split("}")[0]) for found in re.finditer(r":root(?::root)? \{", style)
+    )
     assert light.keys() == dark.keys() == printed.keys()
     used = set(re.findall(r"var\(--([\w-]+)\)", page))
     assert used <= light.keys() and len([name for name in used if name.startswith("series")]) > 1
     for colours in (light, dark, printed):
         words = [(name, "paper") for name in ("ink", "muted", "link", "better", "worse")] + [("doubt", "doubt-paper")]
         marks = [(name, "paper") for name in colours if name.startswith(("series", "cause"))]
-        assert {pair: contrast(colours[pair[0]], colours[pair[1]]) >= 4.5 for pair in words} == dict.fromkeys(words, True)
+        assert {pair: contrast(colours[pair[0]], colours[pair[1]]) >= 4.5 for pair in words} == dict.fromkeys(
+            words, True
+        )
         assert {pair: contrast(colours[pair[0]], colours[pair[1]]) >= 3 for pair in marks} == dict.fromkeys(marks, True)
 
 

@@ -49,7 +49,8 @@ def test_a_curve_ends_where_its_samples_end() -> None:
     assert values[0] == 1 and values[-1] == 100
     assert places == sorted(places) and places[-1] == pytest.approx(quantile_position(0.995))
     assert all(
-        place == pytest.approx(quantile_position((value - 0.5) / 100)) for place, value in zip(places, values, strict=True)
+        place == pytest.approx(quantile_position((value - 0.5) / 100))
+        for place, value in zip(places, values, strict=True)
     )
     assert percentile_curve([7.0]) == ([pytest.approx(quantile_position(0.5))], [7.0])
     assert len(percentile_curve([float(number) for number in range(100_000)])[0]) <= 240
@@ -78,7 +79,10 @@ def streamed(gaps: list[tuple[float, float]], steps: list[tuple[float, float, st
     "steps, cause",
     [
         ([(104.0, 1.0, "decode", "page_fault")], "page_fault"),
-        ([(103.5, 0.7, "decode", "throttled"), (104.2, 0.8, "decode", "descheduled")], "descheduled"),  # the most of the time
+        (
+            [(103.5, 0.7, "decode", "throttled"), (104.2, 0.8, "decode", "descheduled")],
+            "descheduled",
+        ),  # the most of the time
         ([(104.0, 0.3, "decode", "compiled"), (104.3, 0.7, "prefill", "")], "compiled"),  # slow before large
         ([(104.0, 0.2, "prefill", ""), (104.2, 0.8, "decode", "")], "prefill"),  # a prompt that took what such take
         ([(104.0, 0.6, "decode", "")], "unknown"),  # a step that nobody called slow
@@ -86,7 +90,9 @@ def streamed(gaps: list[tuple[float, float]], steps: list[tuple[float, float, st
         ([], BETWEEN_STEPS),
     ],
 )
-def test_a_late_token_has_the_cause_of_what_it_waited_for(steps: list[tuple[float, float, str, str]], cause: str) -> None:
+def test_a_late_token_has_the_cause_of_what_it_waited_for(
+    steps: list[tuple[float, float, str, str]], cause: str
+) -> None:
     usual = [(101.0 + index / 10, 0.1) for index in range(10)]
     beats = token_gaps(streamed([*usual, (105.0, 1.0)], steps))
     assert [beat.cause for beat in beats] == [""] * 10 + [cause]
@@ -128,7 +134,8 @@ def test_ceilings_are_those_of_the_served_precision() -> None:
 
 
 @pytest.mark.parametrize(
-    "missing", [{"fallback": "it was noisy"}, {"read_bytes_per_second": None}, {"trials": []}, {"products_per_second": {}}]
+    "missing",
+    [{"fallback": "it was noisy"}, {"read_bytes_per_second": None}, {"trials": []}, {"products_per_second": {}}],
 )
 def test_without_trusted_ceilings_there_is_no_roofline(missing: dict[str, Any]) -> None:
     result = measured(**missing)

@@ -88,7 +88,9 @@ def test_figures_stand_by_load_with_the_first_result_as_one() -> None:
 
 def test_of_one_result_there_are_no_ratios() -> None:
     tables = tables_of(FIRST)
-    assert not any(cell.ratio for table in tables.values() for group in table.groups for row in group.rows for cell in row.cells)
+    assert not any(
+        cell.ratio for table in tables.values() for group in table.groups for row in group.rows for cell in row.cells
+    )
     assert "ratio" not in tables["Token latency"].note
 
 

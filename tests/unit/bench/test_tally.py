@@ -43,7 +43,10 @@ def run_of(*streams: StreamTiming, clients: int = 2, ended: float = 10.0) -> Gen
 
 
 def named(run: GenerateRun, objective: LatencyObjective | None = None, closed: bool = True) -> dict[str, Figure]:
-    return {figure.name: figure for figure in stream_figures(ServerRuns("x", "", [run], closed), objective or LatencyObjective())}
+    return {
+        figure.name: figure
+        for figure in stream_figures(ServerRuns("x", "", [run], closed), objective or LatencyObjective())
+    }
 
 
 def test_tokens_are_counted_while_all_clients_have_a_stream() -> None:

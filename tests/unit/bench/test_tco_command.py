@@ -38,7 +38,9 @@ def printed(capsys: pytest.CaptureFixture[str], **asked: Any) -> str:
 
 def two(tmp_path: Path) -> tuple[Path, ...]:
     return saved(
-        tmp_path, made_results.made_encoder(X86, instance="c6i.4xlarge"), made_results.made_encoder(ARM, instance="c7g.4xlarge")
+        tmp_path,
+        made_results.made_encoder(X86, instance="c6i.4xlarge"),
+        made_results.made_encoder(ARM, instance="c7g.4xlarge"),
     )
 
 

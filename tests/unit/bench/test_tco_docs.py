@@ -39,11 +39,15 @@ def test_by_how_much_x86_must_be_quicker(root: Path) -> None:
         assert float(core) == pytest.approx(one[1] / other[1], abs=0.011), (x86, arm)
 
 
-def test_the_published_comparison_is_printed_as_the_page_shows_it(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_published_comparison_is_printed_as_the_page_shows_it(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_tco(CostArguments(published=True))
     told = capsys.readouterr().out.partition("Review of the published figures")[0]
     shown = re.findall(r"^```\n(As published.*?)^```", text(root), re.MULTILINE | re.DOTALL)[0]
-    assert [line.rstrip() for line in told.strip().splitlines()] == [line.rstrip() for line in shown.strip().splitlines()]
+    assert [line.rstrip() for line in told.strip().splitlines()] == [
+        line.rstrip() for line in shown.strip().splitlines()
+    ]
 
 
 def test_the_example_of_a_table_is_one(root: Path, tmp_path: Path) -> None:

@@ -57,7 +57,9 @@ def test_the_machines_that_were_asked_for_are_there(name: str) -> None:
 def test_rent_grows_with_the_cores_within_a_family() -> None:
     """A digit in the wrong place would show; providers round, and cards are sold with more or less processor beside them."""
     for family in read_prices(None).families.values():
-        each = [size.dollars_an_hour / family.cores(size) for size in family.sizes if size.dollars_an_hour and not size.gpus]
+        each = [
+            size.dollars_an_hour / family.cores(size) for size in family.sizes if size.dollars_an_hour and not size.gpus
+        ]
         assert all(price == pytest.approx(each[0], rel=0.03) for price in each), family.name
 
 

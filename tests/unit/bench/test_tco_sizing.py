@@ -160,7 +160,9 @@ def test_the_operators_own_price_goes_before_the_tables_for_what_they_measured()
 
 
 def test_arm_is_held_against_x86_of_as_many_vcpus() -> None:
-    found = sheet(result([point(100, 0.01)], instance="c6i.4xlarge"), result([point(120, 0.01)], ARM, instance="c7g.4xlarge"))
+    found = sheet(
+        result([point(100, 0.01)], instance="c6i.4xlarge"), result([point(120, 0.01)], ARM, instance="c7g.4xlarge")
+    )
     pair = next(each for each in found.pairs if each.arm.machine.vcpus == 16)
     assert (pair.arm.machine.name, pair.x86.machine.name) == ("c7g.4xlarge", "c6i.4xlarge")
     assert pair.dollars == pytest.approx(9 * 0.58 / (10 * 0.68))
@@ -170,7 +172,9 @@ def test_arm_is_held_against_x86_of_as_many_vcpus() -> None:
 
 
 def test_the_cheapest_is_named_the_fewest_machines_of_equals() -> None:
-    found = sheet(result([point(100, 0.01)], instance="c6i.4xlarge"), result([point(120, 0.01)], ARM, instance="c7g.4xlarge"))
+    found = sheet(
+        result([point(100, 0.01)], instance="c6i.4xlarge"), result([point(120, 0.01)], ARM, instance="c7g.4xlarge")
+    )
     assert found.cheapest is not None
     assert found.cheapest.annual_dollars == min(each.annual_dollars or 0 for each in found.rows)
     equals = [each for each in found.rows if each.annual_dollars == found.cheapest.annual_dollars]
@@ -198,7 +202,9 @@ def test_modelled_watts_go_behind_the_tables() -> None:
         ("c6i.4xlarge", {"quota_cores": 2.0}, "limited to 2"),
     ],
 )
-def test_a_machine_that_cannot_have_been_measured_is_refused(instance: str, changes: dict[str, Any], complaint: str) -> None:
+def test_a_machine_that_cannot_have_been_measured_is_refused(
+    instance: str, changes: dict[str, Any], complaint: str
+) -> None:
     info = made_results.made_info(X86, "int8", "encoder")
     info["facts"]["cgroup"] |= changes
     with pytest.raises(MeasurementFailed, match=complaint):

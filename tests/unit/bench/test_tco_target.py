@@ -33,7 +33,8 @@ def test_what_is_asked_for_is_so_many_a_second(text: str, per_second: float | No
 
 
 @pytest.mark.parametrize(
-    "text", ["0/s", "-5/s", "10000", "/s", "10/fortnight", "10 horses/s", "1,5/s", "1e999/s", "nan/s", "1.2.3/s", "", "10/s/s"]
+    "text",
+    ["0/s", "-5/s", "10000", "/s", "10/fortnight", "10 horses/s", "1,5/s", "1e999/s", "nan/s", "1.2.3/s", "", "10/s/s"],
 )
 def test_nonsense_is_refused_with_its_own_words(text: str) -> None:
     with pytest.raises(MeasurementFailed, match="--target") as refused:

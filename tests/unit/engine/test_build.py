@@ -128,7 +128,9 @@ def test_a_quota_that_binds_reaches_an_encoders_engine(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_encoder(tmp_path / "tiny"))
     plan = make_plan(probe(), None, Settings(threads=1, precision="fp32"), checkpoint.needs(), RECIPES.keys())
     throttled = replace(plan, throttling_quota=Decision(0.25, "A quarter of a core."))
-    assert build_encoder_engine(checkpoint, throttled, lambda stage: None).engine.throttle_correction.quota_cores == 0.25
+    assert (
+        build_encoder_engine(checkpoint, throttled, lambda stage: None).engine.throttle_correction.quota_cores == 0.25
+    )
 
 
 def test_what_ends_a_text_reaches_the_scheduler(built: BuiltEngine, checkpoint: Checkpoint, plan: ServingPlan) -> None:
@@ -164,7 +166,13 @@ def test_the_models_time_is_counted_by_phase() -> None:
 @pytest.mark.skipif(not has_kernel(OpCode.ATTENTION), reason="no native kernels here")
 def test_attention_that_depends_on_the_batch_is_refused_where_it_may_not(tmp_path: Path, plan: ServingPlan) -> None:
     odd = open_checkpoint(write_checkpoint(tmp_path, head_dim=12))
-    chosen = {"deterministic": True, "precision": "int8", "dtype": "bfloat16", "kv_precision": "bf16", "pack_folder": None}
+    chosen = {
+        "deterministic": True,
+        "precision": "int8",
+        "dtype": "bfloat16",
+        "kv_precision": "bf16",
+        "pack_folder": None,
+    }
     fixed = replace(plan, **{name: Decision(value, "asked for") for name, value in chosen.items()})
     with pytest.raises(PlanImpossible, match="our attention has no kernel for 4 heads of 12"):
         build_engine(odd, fixed, (EOS,), lambda stage: None)

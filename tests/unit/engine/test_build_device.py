@@ -148,7 +148,9 @@ def test_the_largest_step_is_tried_and_what_does_not_fit_is_told(
     assert built.kv_cache.num_free_pages * 64 == built.kv_cache.capacity_tokens
 
 
-def test_a_model_that_is_not_finite_fails_its_requests_and_nothing_else(checkpoint: Checkpoint, planned: ServingPlan) -> None:
+def test_a_model_that_is_not_finite_fails_its_requests_and_nothing_else(
+    checkpoint: Checkpoint, planned: ServingPlan
+) -> None:
     built = built_of(checkpoint, planned)
     params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
     built.engine.add(Generate("well", (5, 6, 7), params, 0.0))

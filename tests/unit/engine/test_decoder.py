@@ -113,7 +113,9 @@ def test_what_is_computed_a_second_time_is_counted() -> None:
     first = next(index for index, (preempted, _) in enumerate(counted) if preempted)
     assert all(again == 0 for _, again in counted[: first + 1])
     again = sum(again for _, again in counted)
-    assert again == sim.runner.computed_tokens - 2 * (20 + 24) + 1, "with the last token, which was picked and never computed"
+    assert again == sim.runner.computed_tokens - 2 * (20 + 24) + 1, (
+        "with the last token, which was picked and never computed"
+    )
     assert again > 10
 
 

@@ -34,10 +34,15 @@ def test_nothing_of_a_step_is_here_and_nothing_waits(architecture: str, tmp_path
     config, backend = model.config, SimulatedDeviceBackend(torch.float32)
     with fake_cuda() as device, torch.inference_mode():
         device.move(model)
-        cache = PagedKvCache(KvShape(config.num_layers, 4, MAX_LEN, config.num_kv_heads, config.head_dim), torch.float32, 9, CUDA)
+        cache = PagedKvCache(
+            KvShape(config.num_layers, 4, MAX_LEN, config.num_kv_heads, config.head_dim), torch.float32, 9, CUDA
+        )
         buffer = torch.zeros(4 + block_size(StepSizes(40, 4, 4)), dtype=torch.int64, device=CUDA)
         forward = DeviceForward(model, cache, backend, buffer)
-        for sizes, bounds in ((StepSizes.of_bucket(4), StepBounds(4, 1, MAX_LEN)), (StepSizes(40, 3, 2), StepBounds(1, 37, 90))):
+        for sizes, bounds in (
+            (StepSizes.of_bucket(4), StepBounds(4, 1, MAX_LEN)),
+            (StepSizes(40, 3, 2), StepBounds(1, 37, 90)),
+        ):
             views = block_views(buffer[4:], sizes)
             logits = forward.logits(views, sizes, bounds)
             assert logits.shape == (sizes.picks, config.vocab_size) and logits.device == CUDA

@@ -113,13 +113,20 @@ def test_without_filters_the_same_is_drawn_with_less_work() -> None:
     assert sample_random(logits, drawing, filtered=False).tolist() == sample_random(logits, drawing).tolist()
     shares = filtered_probabilities(logits.clone(), [SamplingParams()] * 50)
     plain = drawing_of([SamplingParams()] * 50, numbers)
-    assert sample_random(logits, plain, filtered=False).tolist() == multinomial_on_device(shares, plain.uniforms).tolist()
+    assert (
+        sample_random(logits, plain, filtered=False).tolist() == multinomial_on_device(shares, plain.uniforms).tolist()
+    )
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_row_that_is_not_finite_says_so_and_leaves_the_others_alone(bad: float) -> None:
     logits = logits_of(4, 300, 5, None)
-    params = [SamplingParams(temperature=0.0), SamplingParams(top_p=0.5, top_k=3), SamplingParams(min_p=0.1), SamplingParams()]
+    params = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(top_p=0.5, top_k=3),
+        SamplingParams(min_p=0.1),
+        SamplingParams(),
+    ]
     good = on_device(logits, params)
     assert NOT_FINITE not in good
     for row in range(4):
@@ -140,7 +147,12 @@ def test_greedy_takes_the_lowest_id_among_equals() -> None:
 def test_a_token_that_the_model_rules_out_is_no_failure() -> None:
     logits = logits_of(1, 300, 1, None)
     logits[0, 20:] = -math.inf
-    for params in (SamplingParams(), SamplingParams(top_k=25), SamplingParams(top_p=0.99), SamplingParams(top_k=19, min_p=0.001)):
+    for params in (
+        SamplingParams(),
+        SamplingParams(top_k=25),
+        SamplingParams(top_p=0.99),
+        SamplingParams(top_k=19, min_p=0.001),
+    ):
         assert on_device(logits, [params]) == by_sampler(logits, [params])
 
 

@@ -99,7 +99,9 @@ def test_flights_that_nobody_waits_for_land_before_their_words_are_written_again
     with DelayedTwin().watching() as late:
         runner = runner_on(late)
         flights = [runner.launch(decode_of(sequence_of([number], number % 4))) for number in range(5, 12)]
-        assert [ids(runner.wait(one)) for one in reversed(flights)] == [[number + 1] for number in reversed(range(5, 12))]
+        assert [ids(runner.wait(one)) for one in reversed(flights)] == [
+            [number + 1] for number in reversed(range(5, 12))
+        ]
 
 
 def test_a_shape_is_captured_once() -> None:
@@ -174,7 +176,9 @@ def test_copies_that_were_not_made_are_not_survived(monkeypatch: pytest.MonkeyPa
         (SamplingParams(presence_penalty=1.0), False, False),
     ],
 )
-def test_what_may_go_ahead(params: SamplingParams, here: bool, without_float64: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_may_go_ahead(
+    params: SamplingParams, here: bool, without_float64: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runner = runner_on()
     sequence = sequence_of([5, 6], 0, params)
     assert runner.can_run_ahead(decode_of(sequence)) is here

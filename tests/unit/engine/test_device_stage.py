@@ -93,7 +93,11 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 def rehearsal_of(decoder: Checkpoint, **settings: Any) -> DecoderTrial:
     plan = plan_of(decoder, **settings)
     return DecoderTrial(
-        decoder.model_config, plan, CPU, partial(DeviceTrialStage, SimulatedDeviceBackend(torch.float32)), TrialScope(0, 4)
+        decoder.model_config,
+        plan,
+        CPU,
+        partial(DeviceTrialStage, SimulatedDeviceBackend(torch.float32)),
+        TrialScope(0, 4),
     )
 
 
@@ -110,7 +114,9 @@ def test_every_rehearsed_step_runs(decoder: Checkpoint, compiled: str) -> None:
 
 def test_as_many_sequences_are_rehearsed_as_may_run(decoder: Checkpoint) -> None:
     assert rehearsal_of(decoder).decode_rows() == [1, 2, 4, 8, 12]
-    assert rehearsal_of(decoder, max_running_seqs=100).decode_rows()[-1] == 100, "a device takes more than a processor's 64"
+    assert rehearsal_of(decoder, max_running_seqs=100).decode_rows()[-1] == 100, (
+        "a device takes more than a processor's 64"
+    )
 
 
 def test_contexts_are_there_when_a_step_attends_to_them(decoder: Checkpoint) -> None:
@@ -133,14 +139,18 @@ def test_what_was_timed_is_told_of_the_whole_model(decoder: Checkpoint) -> None:
     }
     trial = rehearsal.summarize(1, seconds)
     assert trial is not None
-    assert trial.decode_seconds[1] == pytest.approx(1e-3 * rehearsal.decode_layers + 1e-5 * rehearsal.decode_layers, rel=0.01)
+    assert trial.decode_seconds[1] == pytest.approx(
+        1e-3 * rehearsal.decode_layers + 1e-5 * rehearsal.decode_layers, rel=0.01
+    )
     assert trial.read_bytes > 0
 
 
 def test_batches_of_texts_run(encoder: Checkpoint) -> None:
     with torch.inference_mode():
         plan, backend = plan_of(encoder), SimulatedDeviceBackend(torch.float32)
-        rehearsal = EncoderTrial(encoder.encoder, plan, TrialScope(0, 4), backend.device, device_text_runner(backend, plan))
+        rehearsal = EncoderTrial(
+            encoder.encoder, plan, TrialScope(0, 4), backend.device, device_text_runner(backend, plan)
+        )
         for shape in [shape for shape in rehearsal.trial_steps(FULL_TRIAL) if shape.size <= 256]:
             rows: Any = rehearsal.step(shape)()
             assert torch.frombuffer(bytearray(rows[0]["embedding"]), dtype=torch.float32).isfinite().all()
@@ -166,7 +176,10 @@ def test_a_device_is_measured_whole(decoder: Checkpoint, monkeypatch: pytest.Mon
     plan = plan_of(decoder)
     told: list[str] = []
     found = measure_machine(
-        CalibrationSubject(decoder.model_config, (plan,), (1,), lambda found: ("fp32", 1)), 3.0, told.append, lambda: now[0]
+        CalibrationSubject(decoder.model_config, (plan,), (1,), lambda found: ("fp32", 1)),
+        3.0,
+        told.append,
+        lambda: now[0],
     )
     assert told[0] == "calibrating: compiling kernels", "before the clock runs"
     assert found.fallback == ""

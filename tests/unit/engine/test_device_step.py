@@ -53,7 +53,9 @@ def span_of(sequence: Sequence, start: int, end: int, slot: int) -> ScheduledSpa
 
 def rows_of(spans: Items[ScheduledSpan]) -> list[int]:
     """Of spans of one token: pages lie in no order."""
-    return [(span.start // PAGE_TOKENS * 7 + span.slot * 1000) * PAGE_TOKENS + span.start % PAGE_TOKENS for span in spans]
+    return [
+        (span.start // PAGE_TOKENS * 7 + span.slot * 1000) * PAGE_TOKENS + span.start % PAGE_TOKENS for span in spans
+    ]
 
 
 def views(sizes: StepSizes) -> StepViews[ColumnArray]:
@@ -150,7 +152,18 @@ def test_a_course_tells_step_after_step_what_its_spans_would(
     fill_sampling(known, spans, logit_rows_of(spans), SamplingMode.FILTERED)
     rows = [row + (steps == 1) for row in range(len(spans))]
     assert told.sources.tolist() == rows + [1000] * spare and not told.token_ids.any()
-    for name in ("positions", "kv_rows", "slots", "lengths", "starts", "uniforms", "top_k", "temperature", "top_p", "min_p"):
+    for name in (
+        "positions",
+        "kv_rows",
+        "slots",
+        "lengths",
+        "starts",
+        "uniforms",
+        "top_k",
+        "temperature",
+        "top_p",
+        "min_p",
+    ):
         assert getattr(told, name).tolist() == getattr(known, name).tolist(), name
 
 
@@ -190,15 +203,23 @@ def test_updates_lie_behind_the_words(count: int) -> None:
 def test_one_way_is_enough_for_every_row(params: list[SamplingParams], way: SamplingMode) -> None:
     rows = [LogitRow(sequence_of(4, one), 4) for one in params]
     assert sampling_mode(rows, samples_randomly=True) is way
-    assert sampling_mode(rows, samples_randomly=False) is (way if way is SamplingMode.GREEDY else SamplingMode.LOGITS), (
-        "who does not draw there draws here"
-    )
+    assert sampling_mode(rows, samples_randomly=False) is (
+        way if way is SamplingMode.GREEDY else SamplingMode.LOGITS
+    ), "who does not draw there draws here"
 
 
 def test_a_device_without_float64_reads_its_other_words_as_they_are_meant() -> None:
     block = torch.zeros(block_size(StepSizes.of_bucket(3)), dtype=torch.int64)
-    here, there = block_views(block, StepSizes.of_bucket(3)), block_views(block, StepSizes.of_bucket(3), samples_randomly=False)
-    fill_step(block_arrays(block, StepSizes.of_bucket(3)), (span_of(sequence_of(8), 7, 8, slot=3),), [70], DeviceLayout(1000, 9))
+    here, there = (
+        block_views(block, StepSizes.of_bucket(3)),
+        block_views(block, StepSizes.of_bucket(3), samples_randomly=False),
+    )
+    fill_step(
+        block_arrays(block, StepSizes.of_bucket(3)),
+        (span_of(sequence_of(8), 7, 8, slot=3),),
+        [70],
+        DeviceLayout(1000, 9),
+    )
     for name in ("token_ids", "sources", "positions", "kv_rows", "slots", "lengths", "starts"):
         assert getattr(there, name).tolist() == getattr(here, name).tolist()
     assert there.uniforms.dtype == there.top_p.dtype == torch.int64

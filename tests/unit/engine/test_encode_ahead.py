@@ -117,7 +117,9 @@ def test_steps_grow_back() -> None:
     room, spans = TextBudget(8), EncodeState.from_message(encode("a", *[8] * 8)).spans()
     assert room.capacity(64) == TextCapacity(64, 8)
     assert room.shrink(spans) and room.capacity(64) == TextCapacity(32, 4)
-    assert room.shrink(spans[:4]) and room.capacity(64) == TextCapacity(16, 2) and room.capacity(10) == TextCapacity(10, 2)
+    assert (
+        room.shrink(spans[:4]) and room.capacity(64) == TextCapacity(16, 2) and room.capacity(10) == TextCapacity(10, 2)
+    )
     assert not room.shrink(spans[:1]) and room.capacity(64) == TextCapacity(16, 2)
     seen = []
     for _ in range(64):

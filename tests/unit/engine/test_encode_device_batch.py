@@ -45,14 +45,18 @@ def test_every_word_is_where_it_is_read() -> None:
         assert context.token_ids.tolist() == [5, 6, 7, 8, 9, *more]
         assert context.positions.tolist() == [0, 1, 2, 0, 1, *more]
         assert context.type_ids is not None and context.type_ids.tolist() == [0, 1, 1, 0, 0, *more]
-        assert all(part.data_ptr() % 64 == view.starts.data_ptr() % 64 for part in (context.token_ids, context.type_ids))
+        assert all(
+            part.data_ptr() % 64 == view.starts.data_ptr() % 64 for part in (context.token_ids, context.type_ids)
+        )
 
 
 def test_a_batch_that_is_described_does_not_touch_the_words_of_the_one_being_sent() -> None:
     place = filled(TextBatchShape(5, 2), A, B)
     before = [staged.clone() for staged in place._staged]
     place.fill(EncodeState.from_message(Encode("r", (B,), ("embedding",), 0.0)).spans(), TextBatchShape(2, 1))
-    assert torch.equal(place._staged[0], before[1]), "the words that were sent before: they are the next to be overwritten"
+    assert torch.equal(place._staged[0], before[1]), (
+        "the words that were sent before: they are the next to be overwritten"
+    )
 
 
 @given(st.integers(1, 600), st.integers(1, 200))

@@ -74,7 +74,9 @@ def test_steps_run_with_weights_that_nobody_read(checkpoint: Checkpoint, precisi
             assert torch.frombuffer(bytearray(row["embedding"]), dtype=torch.float32).isfinite().all()
 
 
-@pytest.mark.parametrize("architecture", ["MPNetModel", "ModernBertForSequenceClassification", "Qwen3Model", "NomicBertModel"])
+@pytest.mark.parametrize(
+    "architecture", ["MPNetModel", "ModernBertForSequenceClassification", "Qwen3Model", "NomicBertModel"]
+)
 def test_every_family_can_be_rehearsed(tmp_path: Path, architecture: str) -> None:
     checkpoint = open_checkpoint(write_encoder(tmp_path / "tiny", architecture))
     with torch.inference_mode():
@@ -85,8 +87,12 @@ def test_every_family_can_be_rehearsed(tmp_path: Path, architecture: str) -> Non
 def test_weights_that_a_step_reads_are_counted_as_they_are_loaded(checkpoint: Checkpoint) -> None:
     plan = plan_of(checkpoint)
     model = load_model(checkpoint, plan, select_backend(plan))
-    held = sum(module.form.nbytes for module in model.modules() if hasattr(module, "form") and hasattr(module, "sources"))
-    biases = sum(module.out_features * 4 for module in model.modules() if hasattr(module, "sources") and module.has_bias)
+    held = sum(
+        module.form.nbytes for module in model.modules() if hasattr(module, "form") and hasattr(module, "sources")
+    )
+    biases = sum(
+        module.out_features * 4 for module in model.modules() if hasattr(module, "sources") and module.has_bias
+    )
     assert rehearsal_of(checkpoint).read_bytes in (held, held - biases)
 
 
@@ -130,7 +136,9 @@ def test_the_whole_models_seconds(checkpoint: Checkpoint, monkeypatch: pytest.Mo
     found = measure_machine(subject, 0.9, lambda stage: None, Machine(monkeypatch))
     (trial,) = found.trials
     assert (trial.precision, trial.threads, found.fallback) == ("fp32", 1, "")
-    assert trial.encode_seconds == pytest.approx({size: FIXED + 8 * (LAYER + size * ROW) for size in (16, 32, 64, 128, 256)})
+    assert trial.encode_seconds == pytest.approx(
+        {size: FIXED + 8 * (LAYER + size * ROW) for size in (16, 32, 64, 128, 256)}
+    )
     assert trial.pair_seconds == pytest.approx(8 * PAIR)
     assert (trial.decode_seconds, trial.prefill_seconds) == ({}, {})
     config = checkpoint.encoder

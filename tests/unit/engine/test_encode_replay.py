@@ -104,14 +104,23 @@ def test_one_recording_serves_all_steps_of_a_kind(threads: int) -> None:
     for lengths, some in STEPS:
         check(layers, replay, layers.fill(*lengths, some=some))
     assert replay.num_runs == len(STEPS) and replay.reason == "" and replay.most_tokens == ROOM
-    assert len(layers.calls) == 2 * (1 if threads == 1 else 1 + threads)  # once for the team, once for each thread's lanes
+    assert len(layers.calls) == 2 * (
+        1 if threads == 1 else 1 + threads
+    )  # once for the team, once for each thread's lanes
 
 
 @pytest.mark.parametrize("some", [False, True])
 def test_lanes_give_what_all_together_give(threads: int, some: bool) -> None:
     layers = Layers()
     replay = EncoderReplay(layers, layers.batch, ROOM, planner=replace(DEFAULT_PLANNER, min_lane_tokens=4))
-    for lengths in [(30, 30, 30), (7, 1, 1, 9, 12, 40, 2), (60, 5, 5, 6, 4, 7), (1,) * 30, (20, 21), (ROOM - 20, 10, 10)]:
+    for lengths in [
+        (30, 30, 30),
+        (7, 1, 1, 9, 12, 40, 2),
+        (60, 5, 5, 6, 4, 7),
+        (1,) * 30,
+        (20, 21),
+        (ROOM - 20, 10, 10),
+    ]:
         cut = replay.plan_lanes(lengths)
         assert len(cut.ends) > 1 or threads == 1 or threads > 2
         check(layers, replay, layers.fill(*lengths, some=some, cut=cut))
@@ -164,7 +173,9 @@ def test_what_cannot_even_be_recorded_with_few_is_never_tried_again() -> None:
 
 def test_where_it_is_off_nothing_is_recorded() -> None:
     layers = Layers()
-    replay = EncoderReplay(layers, layers.batch, ROOM, off_reason="asked for", planner=replace(DEFAULT_PLANNER, min_lane_tokens=1))
+    replay = EncoderReplay(
+        layers, layers.batch, ROOM, off_reason="asked for", planner=replace(DEFAULT_PLANNER, min_lane_tokens=1)
+    )
     assert replay.plan_lanes([30, 30, 30]) == LanePlan.none(3)
     check(layers, replay, layers.fill(30, 30, 30))
     assert layers.calls == [90] and replay.most_tokens == 0

@@ -60,7 +60,9 @@ def test_the_next_step_is_launched_before_this_one_is_waited_for(monkeypatch: py
     sim.add("a", PROMPTS["a"], max_tokens=5, ignore_eos=True, seed=1)
     sim.finish()
     prompt, steps = ["launch 20", "wait 20"], ["launch 21", "launch 22", "wait 21", "launch 23", "wait 22"]
-    assert deeds == [*prompt, *steps, "launch 24", "wait 23", "wait 24"], "the last token is known to be the last: no void step"
+    assert deeds == [*prompt, *steps, "launch 24", "wait 23", "wait 24"], (
+        "the last token is known to be the last: no void step"
+    )
     assert sim.completions["a", 0] == plain_completion(PROMPTS["a"], 1, 25, None)
 
 
@@ -90,7 +92,9 @@ def test_who_ends_unforeseen_has_a_void_row_once() -> None:
     assert names_of(flight_of(sim)) == ["b"], "gone from the step after"
     sim.finish()
     assert sim.completions["a", 0] == plain_completion(PROMPTS["a"], seed, 200) and len(sim.completions["b", 0]) == 8
-    assert counted == 3 + 3, "b's three and a's with its stop token, but for the first of each, which the prompt's step made"
+    assert counted == 3 + 3, (
+        "b's three and a's with its stop token, but for the first of each, which the prompt's step made"
+    )
 
 
 def test_when_the_last_one_ends_its_void_row_is_not_waited_for() -> None:
@@ -133,7 +137,9 @@ def test_those_who_could_not_be_admitted_hold_nobody_up(arrange: Callable[[Simul
 def test_who_could_be_admitted_is_not_kept_waiting() -> None:
     sim = decoding("a")
     sim.add("b", PROMPTS["b"])
-    assert names_of(sim.step()) == ["a"] and flight_of(sim) is None, "the step that was launched already, and none on top"
+    assert names_of(sim.step()) == ["a"] and flight_of(sim) is None, (
+        "the step that was launched already, and none on top"
+    )
     assert names_of(sim.step()) == ["a", "b"]
 
 

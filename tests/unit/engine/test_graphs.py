@@ -23,7 +23,9 @@ ONE = GraphShape(4, SamplingMode.GREEDY)
 class Device:
     """Captures work as it is told to, and counts."""
 
-    def __init__(self, captures: bool = True, free: int = 2**40, error: Exception | None = None, survives: bool = True) -> None:
+    def __init__(
+        self, captures: bool = True, free: int = 2**40, error: Exception | None = None, survives: bool = True
+    ) -> None:
         self.captures, self.free, self.error, self.alive = captures, free, error, survives
         self.replayed = 0
 
@@ -53,7 +55,11 @@ def test_a_shape_is_run_before_it_is_captured_and_replayed_afterwards() -> None:
     graphs = graphs_on(device, done)
     assert graphs.should_capture(ONE)
     graphs.capture(ONE)
-    assert done == [ONE, ONE] and not graphs.should_capture(ONE) and graphs.should_capture(GraphShape(4, SamplingMode.RANDOM))
+    assert (
+        done == [ONE, ONE]
+        and not graphs.should_capture(ONE)
+        and graphs.should_capture(GraphShape(4, SamplingMode.RANDOM))
+    )
     graphs.run(ONE)
     assert (device.replayed, graphs.num_replayed, len(done)) == (1, 1, 2)
 
@@ -73,12 +79,18 @@ def test_what_is_not_captured_is_computed() -> None:
         (Device(error=RuntimeError("not so"), survives=False), "a step of 4 could not be captured: not so"),
     ],
 )
-def test_whoever_cannot_capture_says_why_and_goes_on(device: Device, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_whoever_cannot_capture_says_why_and_goes_on(
+    device: Device, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     done: list[GraphShape] = []
     graphs = graphs_on(device, done)
     graphs.capture(ONE)
     assert reason in graphs.reason and reason in caplog.text
-    assert not graphs.should_capture(ONE) and not graphs.should_capture(GraphShape(1, SamplingMode.GREEDY)) and not graphs.enabled
+    assert (
+        not graphs.should_capture(ONE)
+        and not graphs.should_capture(GraphShape(1, SamplingMode.GREEDY))
+        and not graphs.enabled
+    )
     done.clear()
     graphs.run(ONE)
     assert done == [ONE]
@@ -97,7 +109,9 @@ def test_where_memory_is_short_smaller_steps_are_captured(
 ) -> None:
     graphs = graphs_on(device, [])
     graphs.capture(GraphShape(4, way))
-    assert reason in caplog.text and f"Steps of 4 sequences and more with {way.value} sampling run eagerly" in caplog.text
+    assert (
+        reason in caplog.text and f"Steps of 4 sequences and more with {way.value} sampling run eagerly" in caplog.text
+    )
     assert (
         not graphs.should_capture(GraphShape(4, way))
         and not graphs.should_capture(GraphShape(8, way))

@@ -33,7 +33,9 @@ ODD = KvShape(
 )  # 240 bytes a token: pages and tokens never line up
 
 
-def span_of(start: int, num_tokens: int, slot: int = 0, prefix_slot: int | None = None, prefix_tokens: int = 0) -> ScheduledSpan:
+def span_of(
+    start: int, num_tokens: int, slot: int = 0, prefix_slot: int | None = None, prefix_tokens: int = 0
+) -> ScheduledSpan:
     sequence = Sequence("r", 0, SamplingParams(), list(range(start + num_tokens)), start + num_tokens)
     return ScheduledSpan(sequence, start, num_tokens, slot, prefix_slot, prefix_tokens, samples=True)
 
@@ -163,8 +165,14 @@ def test_what_cannot_be_reserved_is_refused_with_a_way_out() -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize(("num_layers", "kv_heads", "head_dim"), [(16, 8, 64), (2, 1, 80), (3, 5, 72)])
-def test_the_plan_counts_the_bytes_that_a_token_takes(precision: str, num_layers: int, kv_heads: int, head_dim: int) -> None:
-    counts = {"kv_elements_per_token": 2 * num_layers * kv_heads * head_dim, "num_layers": num_layers, "num_kv_heads": kv_heads}
+def test_the_plan_counts_the_bytes_that_a_token_takes(
+    precision: str, num_layers: int, kv_heads: int, head_dim: int
+) -> None:
+    counts = {
+        "kv_elements_per_token": 2 * num_layers * kv_heads * head_dim,
+        "num_layers": num_layers,
+        "num_kv_heads": kv_heads,
+    }
     cache = KvCache(KvShape(num_layers, 2, 100, kv_heads, head_dim), KV_DTYPES[precision])
     assert kv_bytes_per_token(cast(Needs, SimpleNamespace(**counts)), precision) == cache.bytes_per_token
 

@@ -34,7 +34,9 @@ def busiest(costs: Sequence[float], threads: int) -> float:
 TEXTS = st.lists(st.one_of(st.integers(1, 64), st.integers(1, 512)), min_size=1, max_size=60)
 
 
-@given(TEXTS, st.integers(1, 6), st.sampled_from([1, 16, 64]), st.integers(1, 4), st.sampled_from([0.0, 1 / 256, 1 / 20]))
+@given(
+    TEXTS, st.integers(1, 6), st.sampled_from([1, 16, 64]), st.integers(1, 4), st.sampled_from([0.0, 1 / 256, 1 / 20])
+)
 @example([512, 1], 2, 1, 4, 1 / 256)
 def test_every_text_is_in_one_place_and_lanes_are_even(
     lengths: list[int], threads: int, least: int, most: int, pair: float

@@ -89,7 +89,11 @@ def _replay_of(rehearsal: DecoderTrial, layers: int) -> Any:
 def rehearsal_of(checkpoint: Checkpoint, **settings: Any) -> DecoderTrial:
     plan = plan_of(checkpoint, **settings)
     return DecoderTrial(
-        checkpoint.model_config, plan, torch.device("cpu"), partial(CpuTrialStage, select_host_backend(plan)), TrialScope(0, 4)
+        checkpoint.model_config,
+        plan,
+        torch.device("cpu"),
+        partial(CpuTrialStage, select_host_backend(plan)),
+        TrialScope(0, 4),
     )
 
 
@@ -100,7 +104,11 @@ def rehearsal_of(checkpoint: Checkpoint, **settings: Any) -> DecoderTrial:
 def test_steps_run_with_weights_that_nobody_read(checkpoint: Checkpoint, precision: str) -> None:
     with torch.inference_mode():
         rehearsal = rehearsal_of(checkpoint, precision=precision)
-        for shape in (TrialStep("decode", 4, 2), TrialStep("decode", 8, 1, rehearsal.context), TrialStep("prefill", 100, 2)):
+        for shape in (
+            TrialStep("decode", 4, 2),
+            TrialStep("decode", 8, 1, rehearsal.context),
+            TrialStep("prefill", 100, 2),
+        ):
             step = rehearsal.step(shape)
             for _ in range(3):  # logits that are not finite would raise
                 assert step()
@@ -135,7 +143,9 @@ def test_every_family_can_be_rehearsed(tmp_path: Path, architecture: str) -> Non
 def test_weights_that_a_step_reads_are_counted_as_they_are_loaded(checkpoint: Checkpoint, precision: str) -> None:
     plan = plan_of(checkpoint, precision=precision)
     model = load_model(checkpoint, plan, select_backend(plan))
-    held = sum(module.form.nbytes for module in model.modules() if hasattr(module, "form") and hasattr(module, "sources"))
+    held = sum(
+        module.form.nbytes for module in model.modules() if hasattr(module, "form") and hasattr(module, "sources")
+    )
     assert rehearsal_of(checkpoint, precision=precision).read_bytes == held
 
 
@@ -269,7 +279,9 @@ def test_where_eight_bits_are_quicker_than_four(checkpoint: Checkpoint, monkeypa
     assert both.prefill_seconds[128] == pytest.approx(0.75 * lean.prefill_seconds[128])
 
 
-def test_ceilings_are_sampled_where_the_budget_has_room(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ceilings_are_sampled_where_the_budget_has_room(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ceilings, "SPIN_DOWN_SECONDS", 0.0)
     monkeypatch.setattr(peaks, "READ_BYTES", 2**20)
     monkeypatch.setattr(peaks, "PRODUCT_SHAPES", ((64, 64, 64),))
@@ -307,7 +319,9 @@ def _is_sane(trial: TrialTimes) -> bool:
     return all(list(table.values()) == sorted(table.values()) and min(table.values()) > 0 for table in tables)
 
 
-def test_under_a_quota_that_binds_speed_is_what_it_leaves(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_a_quota_that_binds_speed_is_what_it_leaves(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A quarter of a core: steps take four times what the CPU needs for them, and the budget is of as much work."""
     whole, quarter = Machine(monkeypatch, quiet), Machine(monkeypatch, quiet)
     (asked,) = subject_of(checkpoint, "fp32").plans
@@ -317,7 +331,9 @@ def test_under_a_quota_that_binds_speed_is_what_it_leaves(checkpoint: Checkpoint
         monkeypatch.setattr(
             DecoderTrial, "step", lambda rehearsal, shape, machine=machine: lambda: machine._run(rehearsal, shape)
         )
-        monkeypatch.setattr(measuring, "throttle_corrected_clock", lambda quota, machine=machine: lambda: machine.now / (quota or 1.0))
+        monkeypatch.setattr(
+            measuring, "throttle_corrected_clock", lambda quota, machine=machine: lambda: machine.now / (quota or 1.0)
+        )
         subject = CalibrationSubject(checkpoint.model_config, (plan,), (1,), lambda found: ("fp32", 1))
         found[machine] = measure_machine(subject, 0.7, lambda stage: None).trials[0]
     assert quarter.steps == pytest.approx(whole.steps, rel=0.3)  # of a step in long seconds fewer samples are enough

@@ -139,7 +139,9 @@ TABLES = {
     "reads the weights for long": TrialTimes(
         "bf16", 2, {1: 0.045, 8: 0.047, 32: 0.080}, {128: 0.18, 512: 0.70}, 1e-6, pair_seconds=5e-7
     ),
-    "multiplies from the first row on": TrialTimes("int4", 2, {1: 0.014, 8: 0.025, 32: 0.075}, {64: 0.10, 512: 0.70}, 8e-7),
+    "multiplies from the first row on": TrialTimes(
+        "int4", 2, {1: 0.014, 8: 0.025, 32: 0.075}, {64: 0.10, 512: 0.70}, 8e-7
+    ),
     "small": TrialTimes("int4", 2, {1: 0.0015, 8: 0.003, 32: 0.010}, {128: 0.03, 512: 0.11}, 5e-8),
     "dear context": TrialTimes("int8", 2, {1: 0.02, 8: 0.03}, {128: 0.15}, 1e-5, pair_seconds=1e-5),
 }
@@ -205,7 +207,9 @@ def test_few_streams_do_not_hold_up_a_crowd() -> None:
     assert calm[0] == calm[1] < crowded[0] < crowded[1] <= crowded[2]
     assert tempo.target(ROWS, CONTEXT, 4 * ROWS) == pytest.approx(4 * tempo.target(ROWS, CONTEXT))
     promised = StepTimes(tempo.steps, 512, target_seconds=0.05)
-    assert promised.prefill_tokens(ROWS, CONTEXT, num_prompts=100) == promised.prefill_tokens(ROWS, CONTEXT), "what an operator promised holds"
+    assert promised.prefill_tokens(ROWS, CONTEXT, num_prompts=100) == promised.prefill_tokens(ROWS, CONTEXT), (
+        "what an operator promised holds"
+    )
 
 
 def test_a_slower_machine_makes_the_target_longer_too_and_a_table_is_seldom_probed() -> None:
@@ -225,7 +229,9 @@ def test_guesses_are_noted_while_there_are_any() -> None:
     steps = StepTimeTable.from_trial(TABLES["small"])
     pace = PrefillBudget(512, steps=steps)
     for _ in range(60):
-        pace.observe(StepStats(steps.decode(8), decode_tokens=6, num_decode_sequences=4, draft_tokens=4, accepted_tokens=2))
+        pace.observe(
+            StepStats(steps.decode(8), decode_tokens=6, num_decode_sequences=4, draft_tokens=4, accepted_tokens=2)
+        )
     assert (tempo_of(pace).draft_tokens, tempo_of(pace).tokens_per_step) == (
         pytest.approx(1.0, abs=0.01),
         pytest.approx(1.5, abs=0.01),

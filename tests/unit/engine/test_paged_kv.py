@@ -48,7 +48,9 @@ def cache_of(num_pages: int = 12, dtype: torch.dtype = torch.float32) -> PagedKv
     return PagedKvCache(SHAPE, dtype, num_pages, torch.device("cpu"))
 
 
-def span_of(start: int, num_tokens: int, slot: int = 0, prefix_slot: int | None = None, prefix_tokens: int = 0) -> ScheduledSpan:
+def span_of(
+    start: int, num_tokens: int, slot: int = 0, prefix_slot: int | None = None, prefix_tokens: int = 0
+) -> ScheduledSpan:
     sequence = Sequence("r", 0, SamplingParams(), list(range(start + num_tokens)), start + num_tokens)
     return ScheduledSpan(sequence, start, num_tokens, slot, prefix_slot, prefix_tokens, samples=True)
 
@@ -65,7 +67,9 @@ def fill(cache: PagedKvCache, span: ScheduledSpan, seed: int = 0) -> Tensor:
 def held(cache: PagedKvCache, span: ScheduledSpan, layer: int = 1) -> Tensor:
     """A span's context as twins read it, run by run."""
     key = torch.cat([cache.layers[layer].read(run.first, run.num_tokens)[0] for run in cache.kv_segments(span)])
-    assert torch.equal(-key, torch.cat([cache.layers[layer].read(run.first, run.num_tokens)[1] for run in cache.kv_segments(span)]))
+    assert torch.equal(
+        -key, torch.cat([cache.layers[layer].read(run.first, run.num_tokens)[1] for run in cache.kv_segments(span)])
+    )
     return key
 
 
@@ -277,7 +281,9 @@ def test_whatever_happens_pages_hold_what_they_should(
 def _request(dice: random.Random, number: int) -> Generate:
     family, shape = dice.choice(FAMILIES), dice.choice([(1, 1), (1, 1), (3, 1), (1, 2), (1, 3)])
     token_ids = family[: dice.randint(1, 60)] + [dice.randint(1, 6) for _ in range(dice.randint(0, 8))]
-    params = SamplingParams(max_tokens=dice.choice([1, 3, 12, None]), seed=dice.randint(0, 3), n=shape[0], beam_width=shape[1])
+    params = SamplingParams(
+        max_tokens=dice.choice([1, 3, 12, None]), seed=dice.randint(0, 3), n=shape[0], beam_width=shape[1]
+    )
     return Generate(f"r{number}", tuple(token_ids), params, 0.0)
 
 
@@ -293,7 +299,9 @@ def _check_told(sim: Simulation, asked: list[Generate], aborted: set[str]) -> No
             if request.params.beam_width > 1:
                 assert said == plain_beam_search(request.token_ids, request.params.beam_width, limit, EOS)
             else:
-                assert said == plain_completion(request.token_ids, resolve_seed(request.params.seed, choice), limit, EOS)
+                assert said == plain_completion(
+                    request.token_ids, resolve_seed(request.params.seed, choice), limit, EOS
+                )
 
 
 def _give_all_back(sim: Simulation, runner: PagedRunner) -> None:

@@ -62,14 +62,19 @@ def test_the_same_tokens(params: dict[str, Any]) -> None:
 
 def test_rows_of_several_kinds_keep_to_themselves() -> None:
     sequences = [
-        sequence_with(row, **[{"temperature": 0.0}, {"top_k": 3}, {"top_k": 50, "top_p": 0.5}][row % 3]) for row in range(30)
+        sequence_with(row, **[{"temperature": 0.0}, {"top_k": 3}, {"top_k": 50, "top_p": 0.5}][row % 3])
+        for row in range(30)
     ]
     few, whole = both(logits_of(30, seed=4), sequences)
     assert few == whole
 
 
 def test_logprobs_are_over_the_whole_vocabulary() -> None:
-    sequences = [sequence_with(1, temperature=0.0, logprobs=5), sequence_with(2, top_k=10, logprobs=2), sequence_with(3, top_k=4)]
+    sequences = [
+        sequence_with(1, temperature=0.0, logprobs=5),
+        sequence_with(2, top_k=10, logprobs=2),
+        sequence_with(3, top_k=4),
+    ]
     few, whole = both(logits_of(3, seed=5), sequences)
     for mine, theirs in zip(few, whole, strict=True):
         assert mine.token_ids == theirs.token_ids

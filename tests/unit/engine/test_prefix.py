@@ -16,7 +16,9 @@ from app.engine.scheduler.kv_allocator import (
 NOTHING = Placement()
 
 
-def slot(index: int, token_ids: list[int], running: bool = False, base: KvSlot | None = None, shared: int = 0) -> KvSlot:
+def slot(
+    index: int, token_ids: list[int], running: bool = False, base: KvSlot | None = None, shared: int = 0
+) -> KvSlot:
     made = KvSlot(index, running, token_ids, len(token_ids), base.index if base else None, shared, len(token_ids))
     if base is not None:
         base.sharers.add(index)
@@ -27,7 +29,9 @@ def prompt(length: int, *tail: int) -> list[int]:
     return [*range(100, 100 + length), *tail]
 
 
-@given(st.lists(st.integers(0, 1), max_size=300), st.integers(0, 300), st.lists(st.integers(0, 1), max_size=9), st.data())
+@given(
+    st.lists(st.integers(0, 1), max_size=300), st.integers(0, 300), st.lists(st.integers(0, 1), max_size=9), st.data()
+)
 def test_the_common_prefix_is_what_comparing_one_by_one_finds(
     first: list[int], shared: int, tail: list[int], data: st.DataObject
 ) -> None:

@@ -95,7 +95,9 @@ def test_requests_share_a_step() -> None:
 
 def test_a_step_tells_what_a_quota_makes_of_it() -> None:
     engine = engine_of(Table())
-    engine.throttle_correction = ThrottleCorrection(0.25, iter([1.0, 1e6]).__next__)  # so much of the CPU, however short it was
+    engine.throttle_correction = ThrottleCorrection(
+        0.25, iter([1.0, 1e6]).__next__
+    )  # so much of the CPU, however short it was
     engine.add(order("a", [[1, 2]]))
     finished(engine)
     assert engine.stats is not None

@@ -79,7 +79,9 @@ def test_steps_run(folder: Path, name: str, precision: str, large: int, monkeypa
     with torch.inference_mode():
         rehearsal = rehearsal_of(opened(folder, name), precision=precision)
         outputs = rehearsal.step(TrialStep("encode", 3, 1))()
-    assert isinstance(outputs, dict) and all(len(tensor) == 3 and tensor.isfinite().all() for tensor in outputs.values())
+    assert isinstance(outputs, dict) and all(
+        len(tensor) == 3 and tensor.isfinite().all() for tensor in outputs.values()
+    )
 
 
 def test_large_weights_are_made_up_and_constants_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +169,11 @@ def test_bytes_that_a_step_reads(folder: Path) -> None:
 def test_a_program_is_known_by_what_it_computes(folder: Path, tmp_path: Path) -> None:
     known = {name: opened(folder, name).fingerprint for name in ("recommender", "vision", "reader")}
     assert len(set(known.values())) == 3
-    assert opened(folder).fingerprint == known["recommender"] != dataclasses.replace(opened(folder), max_rows=9).fingerprint
+    assert (
+        opened(folder).fingerprint
+        == known["recommender"]
+        != dataclasses.replace(opened(folder), max_rows=9).fingerprint
+    )
     model = PROGRAMS["recommender"][0]().eval()  # other weights
     _, example, shapes = PROGRAMS["recommender"]
     torch.export.save(torch.export.export(model, example, dynamic_shapes=shapes), tmp_path / "other.pt2")

@@ -132,6 +132,8 @@ def test_attention_writes_this_steps_keys_and_sees_the_prefix_and_the_tail() -> 
     for layer in range(2):
         rows = []
         for first, start, length, prefix in ((0, 5, 2, 5), (2, 3, 3, 3)):
-            context = [torch.cat([shared[layer, part, :prefix], fresh[layer, part, first : first + length]]) for part in (0, 1)]
+            context = [
+                torch.cat([shared[layer, part, :prefix], fresh[layer, part, first : first + length]]) for part in (0, 1)
+            ]
             rows.append(AttentionRow(first, length, start, (Segment(*context, 0),)))
         torch.testing.assert_close(results[layer], reference_attention(query, rows, SPEC))

@@ -24,7 +24,9 @@ from sequences import rows_of
 VOCAB = 1000
 
 
-def sequence_with(prompt: list[int] | None = None, completion: list[int] | None = None, seed: int = 0, **params: Any) -> Sequence:
+def sequence_with(
+    prompt: list[int] | None = None, completion: list[int] | None = None, seed: int = 0, **params: Any
+) -> Sequence:
     prompt, completion = prompt or [5, 6, 7], completion or []
     return Sequence("r", 0, SamplingParams(**params), prompt + completion, len(prompt), seed=seed)
 
@@ -124,7 +126,14 @@ def test_a_nucleus_of_any_width_is_the_one_that_a_full_sort_finds(top_p: float) 
 
 
 def test_rows_with_and_without_filters_share_a_batch() -> None:
-    rows = [{}, {"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.5}, {"top_k": 7, "top_p": 0.9, "min_p": 0.01}, {"temperature": 0.3}]
+    rows = [
+        {},
+        {"top_k": 3},
+        {"top_p": 0.3},
+        {"min_p": 0.5},
+        {"top_k": 7, "top_p": 0.9, "min_p": 0.01},
+        {"temperature": 0.3},
+    ]
     params = [SamplingParams(**row) for row in rows]
     logits = random_logits(len(rows))
     together = filtered_probabilities(logits.clone(), params)
@@ -217,7 +226,9 @@ def test_penalties_count_what_they_should() -> None:
 
 def test_penalties_touch_only_the_rows_that_ask() -> None:
     logits = random_logits(3)
-    scores = apply_penalties(logits, [sequence_with(), sequence_with([1], [2], repetition_penalty=1.5), sequence_with()])
+    scores = apply_penalties(
+        logits, [sequence_with(), sequence_with([1], [2], repetition_penalty=1.5), sequence_with()]
+    )
     assert torch.equal(scores[[0, 2]], logits[[0, 2]])
     assert (scores[1] != logits[1]).nonzero().flatten().tolist() == [1, 2]
 
@@ -241,7 +252,9 @@ def test_extreme_values_of_a_client_are_not_a_failed_step(penalty: float, temper
 # ---- log-probabilities and beams -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 0.3, "top_k": 5}, {"repetition_penalty": 3.0}], ids=str)
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.0}, {"temperature": 0.3, "top_k": 5}, {"repetition_penalty": 3.0}], ids=str
+)
 def test_log_probabilities_are_the_models_own(params: dict[str, Any]) -> None:
     logits = random_logits(2)
     expected = logits[1].log_softmax(-1)

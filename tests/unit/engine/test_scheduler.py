@@ -49,7 +49,9 @@ def test_a_decode_comes_before_the_last_token_of_an_older_prompt() -> None:
     sim.add("old", [1] * 9, n=2)
     sim.add("young", [2] * 4, ignore_eos=True)
     sim.hear(sim.scheduler.abort(Abort("old", choice=0)))
-    sim.scheduler.queues.waiting.sort(key=lambda sequence: -sequence.arrival_order)  # as if the older had been held for longer
+    sim.scheduler.queues.waiting.sort(
+        key=lambda sequence: -sequence.arrival_order
+    )  # as if the older had been held for longer
     sim.step()
     assert shape(sim.step()) == [("young", 1), ("old", 1)]
 
@@ -57,7 +59,9 @@ def test_a_decode_comes_before_the_last_token_of_an_older_prompt() -> None:
 def test_the_pace_hears_how_many_prompts_wait_for_how_many_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[tuple[int, int]] = []
     sim = Simulation(limits=limited(batch_tokens=40))
-    monkeypatch.setattr(sim.pace, "max_prefill_tokens", lambda rows, context, first, prompts: heard.append((rows, prompts)) or 8)
+    monkeypatch.setattr(
+        sim.pace, "max_prefill_tokens", lambda rows, context, first, prompts: heard.append((rows, prompts)) or 8
+    )
     sim.add("a", [1] * 4, ignore_eos=True)
     sim.step()
     for name in "bcd":

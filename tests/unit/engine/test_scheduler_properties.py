@@ -78,7 +78,9 @@ class AnyRun(RuleBasedStateMachine):
         max_tokens: int | None,
         ignore_eos: bool,
     ) -> None:
-        params = SamplingParams(max_tokens=max_tokens, seed=seed, n=shape[0], beam_width=shape[1], ignore_eos=ignore_eos)
+        params = SamplingParams(
+            max_tokens=max_tokens, seed=seed, n=shape[0], beam_width=shape[1], ignore_eos=ignore_eos
+        )
         request = Generate(f"r{len(self.asked)}", tuple(FAMILIES[family][:shared] + own), params, 0.0)
         self.asked[request.request_id] = request
         self.sim.hear(self.sim.engine.add(request))

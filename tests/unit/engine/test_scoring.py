@@ -75,7 +75,9 @@ def test_windows_are_documents_in_pieces_that_each_begin_as_texts_do(tokenizer, 
     documents = [part.strip("\n") for part in TEXT.split(DOCUMENT_SEPARATOR) if part.strip()]
     assert all(window[0] == tokenizer.bos_token_id and 2 <= len(window) <= 9 for window in windows)
     assert "".join(tokenizer.decode(window) for window in windows) == "".join(documents)
-    assert len(windows) == sum(-(-len(tokenizer.encode(document, add_special_tokens=False)) // 8) for document in documents)
+    assert len(windows) == sum(
+        -(-len(tokenizer.encode(document, add_special_tokens=False)) // 8) for document in documents
+    )
     assert sum(len(window) - 1 for window in read_windows(tokenizer, text, 256, 11)) == 11
 
 
@@ -116,7 +118,9 @@ def test_a_text_shows_the_inputs_of_every_product(checkpoint, monkeypatch):
     monkeypatch.setattr(perplexity, "LOGITS_TOKENS", 1000)
     expected, first = (
         torch.zeros(model.config.hidden_size, model.config.hidden_size),
-        linears[("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj", "model.layers.0.self_attn.v_proj")],
+        linears[
+            ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj", "model.layers.0.self_attn.v_proj")
+        ],
     )
     reader = WindowScorer(model, checkpoint.model_config, torch.float32, backend)
     with torch.inference_mode():

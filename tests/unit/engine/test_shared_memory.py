@@ -134,7 +134,9 @@ def test_choices_and_beams_take_their_own_tails_alone(house: House, params: dict
 
 
 @pytest.mark.parametrize("params", [{"n": 4}, {"beam_width": 4}], ids=str)
-def test_behind_a_prefix_that_is_there_already_the_rest_of_the_prompt_is_theirs(house: House, params: dict[str, int]) -> None:
+def test_behind_a_prefix_that_is_there_already_the_rest_of_the_prompt_is_theirs(
+    house: House, params: dict[str, int]
+) -> None:
     """A context has two segments: the choices share what the first one leaned on, or its whole prompt."""
     before = house.serve([*SYSTEM, *range(30)], temperature=0.0)
     most = house.serve([*SYSTEM, *range(30, 50)], **params)

@@ -57,7 +57,9 @@ def told(speculation: Speculation, spans: list[ScheduledSpan], steps: int, chanc
 
 
 def test_the_likelier_a_guess_is_right_the_more_are_made() -> None:
-    few, some, many = (told(Speculation(Always, DecodeCosts()), [decoding()], 60, chance)[20:] for chance in (0.3, 0.6, 0.95))
+    few, some, many = (
+        told(Speculation(Always, DecodeCosts()), [decoding()], 60, chance)[20:] for chance in (0.3, 0.6, 0.95)
+    )
     assert 1.5 < sum(few) / len(few) < sum(some) / len(some) < sum(many) / len(many) <= 7
 
 
@@ -92,7 +94,9 @@ def test_of_several_sequences_the_one_that_is_guessed_well_gets_the_rows() -> No
     for _ in range(30):
         for span in speculation.add_draft_tokens(spans, 1000, lambda sequence, number: True):
             if span.draft_ids:
-                speculation.observe_acceptance(span.sequence, len(span.draft_ids), len(span.draft_ids) * (span.slot == 0))
+                speculation.observe_acceptance(
+                    span.sequence, len(span.draft_ids), len(span.draft_ids) * (span.slot == 0)
+                )
     good, bad = speculation.add_draft_tokens(spans, 1000, lambda sequence, number: True)
     assert len(good.draft_ids) > len(bad.draft_ids)
 
@@ -107,7 +111,9 @@ def test_a_step_has_so_many_rows_and_no_more(most_rows: int, expected: int) -> N
 
 def test_no_further_than_the_sequence_may_go() -> None:
     for limit, expected in ((21, 0), (22, 1), (24, 3)):
-        (span,) = Speculation(Always, FreeRows()).add_draft_tokens([decoding(limit=limit)], 1000, lambda sequence, number: True)
+        (span,) = Speculation(Always, FreeRows()).add_draft_tokens(
+            [decoding(limit=limit)], 1000, lambda sequence, number: True
+        )
         assert len(span.draft_ids) == expected
 
 
@@ -117,7 +123,12 @@ def test_no_room_no_guess() -> None:
 
 
 def test_beams_and_penalties_are_not_guessed_for() -> None:
-    spans = [decoding(beam_width=2), decoding(1, presence_penalty=0.5), decoding(2, repetition_penalty=1.1), decoding(3)]
+    spans = [
+        decoding(beam_width=2),
+        decoding(1, presence_penalty=0.5),
+        decoding(2, repetition_penalty=1.1),
+        decoding(3),
+    ]
     guessed = Speculation(Always, FreeRows()).add_draft_tokens(spans, 1000, lambda sequence, number: True)
     assert [bool(span.draft_ids) for span in guessed] == [False, False, False, True]
 
@@ -187,7 +198,11 @@ def test_right_guesses_save_steps_and_are_counted() -> None:
         sim.step()
         stats = sim.engine.stats
         assert stats is not None
-        drafted, accepted, made = drafted + stats.draft_tokens, accepted + stats.accepted_tokens, made + stats.decode_tokens
+        drafted, accepted, made = (
+            drafted + stats.draft_tokens,
+            accepted + stats.accepted_tokens,
+            made + stats.decode_tokens,
+        )
         assert stats.prefill_tokens in (0, 3)
     assert 0 < accepted < drafted and made == 39  # the prompt's step made the first
 

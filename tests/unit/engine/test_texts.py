@@ -33,7 +33,9 @@ class AnyRun(RuleBasedStateMachine):
         self.num_steps = 0
 
     @initialize(
-        budget=st.sampled_from([1, 20, 64, 500]), overlaps=st.booleans(), memory=st.sampled_from([None, None, MAX_LEN, 30, 100])
+        budget=st.sampled_from([1, 20, 64, 500]),
+        overlaps=st.booleans(),
+        memory=st.sampled_from([None, None, MAX_LEN, 30, 100]),
     )
     def begin(self, budget: int, overlaps: bool, memory: int | None) -> None:
         self.sim = EncoderSimulation(budget, runner=FakeRunner(overlaps, memory))
@@ -69,7 +71,9 @@ class AnyRun(RuleBasedStateMachine):
             if oldest is None or begun == len(self.sim.runner.batches):
                 continue
             batch = self.sim.runner.batches[begun]
-            assert any(span.request is oldest or span.request.runs_alone for span in batch) or oldest.tokens_left < before
+            assert (
+                any(span.request is oldest or span.request.runs_alone for span in batch) or oldest.tokens_left < before
+            )
 
     @precondition(lambda self: self.asked)
     @rule(which=st.integers(0, 1000))
@@ -143,7 +147,13 @@ def test_a_short_request_does_not_wait_behind_a_long_one() -> None:
 
 def test_requests_that_fit_a_step_go_as_they_came_and_larger_ones_behind_them() -> None:
     queue = TextQueue()
-    for name, texts in (("oldest", [10]), ("large", [10] * 5), ("larger", [10] * 20), ("small", [20]), ("smaller", [5])):
+    for name, texts in (
+        ("oldest", [10]),
+        ("large", [10] * 5),
+        ("larger", [10] * 20),
+        ("small", [20]),
+        ("smaller", [5]),
+    ):
         queue.add(encode(name, *texts))
     assert taken(queue, 40) == [("oldest", 10), ("small", 20), ("smaller", 5)]
     queue.remove("oldest")

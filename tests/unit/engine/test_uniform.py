@@ -43,6 +43,7 @@ def test_choices_of_one_request_do_not_share_a_shifted_stream() -> None:
 def test_many_at_once_are_the_same_to_the_last_bit() -> None:
     pairs = [(seed, position) for seed in (0, 1, 11, 2**63 - 1) for position in (0, 1, 63, 2**31)]
     found = uniform_numbers(
-        numpy.array([stream_start(seed) for seed, _ in pairs], numpy.uint64), numpy.array([position for _, position in pairs])
+        numpy.array([stream_start(seed) for seed, _ in pairs], numpy.uint64),
+        numpy.array([position for _, position in pairs]),
     )
     assert found.tolist() == [uniform_number(*pair) for pair in pairs]

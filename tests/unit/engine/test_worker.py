@@ -92,7 +92,9 @@ def test_who_watches_knows_of_every_step_and_every_pause(bench: Bench) -> None:
     bench.worker.put(Stop())
     bench.end()
     step = ["begin", "end", "rest"]
-    assert watch.told == ["idle", *step, *step, "idle", "begin", "idle", "close"], "a step that failed has no time of its own"
+    assert watch.told == ["idle", *step, *step, "idle", "begin", "idle", "close"], (
+        "a step that failed has no time of its own"
+    )
 
 
 def test_an_idle_engine_takes_no_step_and_blocks(bench: Bench) -> None:

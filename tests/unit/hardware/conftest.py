@@ -99,4 +99,6 @@ def llama_1b() -> Needs:
 @pytest.fixture
 def recipes() -> frozenset[tuple[str, str, str]]:
     """What is built: both precisions on both kinds of processor."""
-    return frozenset(("cpu", architecture, precision) for architecture in ("x86_64", "arm64") for precision in ("fp32", "bf16"))
+    return frozenset(
+        ("cpu", architecture, precision) for architecture in ("x86_64", "arm64") for precision in ("fp32", "bf16")
+    )

@@ -44,12 +44,21 @@ def test_the_namespace_of_a_container(tmp_path: Path) -> None:
         "/sys/fs/cgroup/cpuset.cpus.effective": "0-3,8\n",
     }
     found = group(tmp_path, files)
-    assert (found.version, found.quota_cores, found.cpuset, found.memory_limit_bytes) == (2, 2.5, (0, 1, 2, 3, 8), 2**30)
+    assert (found.version, found.quota_cores, found.cpuset, found.memory_limit_bytes) == (
+        2,
+        2.5,
+        (0, 1, 2, 3, 8),
+        2**30,
+    )
 
 
 def test_a_path_that_the_mount_does_not_show(tmp_path: Path) -> None:
     """The host's path in /proc/self/cgroup, only the container's group mounted, under a top that does not name it."""
-    files = {"/proc/self/cgroup": "0::/docker/abc\n", "/proc/self/mountinfo": V2_MOUNT, "/sys/fs/cgroup/cpu.max": "50000 100000"}
+    files = {
+        "/proc/self/cgroup": "0::/docker/abc\n",
+        "/proc/self/mountinfo": V2_MOUNT,
+        "/sys/fs/cgroup/cpu.max": "50000 100000",
+    }
     assert group(tmp_path, files).quota_cores == 0.5
     files["/proc/self/cgroup"] = "0::/../../docker/abc\n"  # a namespace that the process lies outside of
     assert group(tmp_path, files).quota_cores == 0.5
@@ -146,7 +155,10 @@ def test_the_tightest_level_wins(
             files[f"{directory}/cpu.max"] = f"{quota or 'max'} {period}"
             files[f"{directory}/memory.max"] = str(limit or "max")
         else:
-            files[f"{directory}/cpu.cfs_quota_us"], files[f"{directory}/cpu.cfs_period_us"] = str(quota or -1), str(period)
+            files[f"{directory}/cpu.cfs_quota_us"], files[f"{directory}/cpu.cfs_period_us"] = (
+                str(quota or -1),
+                str(period),
+            )
             files[f"{directory}/memory.limit_in_bytes"] = str(limit or 9223372036854771712)
     found = group(root, files)
     quotas = [quota for quota, _ in levels if quota]
@@ -162,7 +174,9 @@ def test_the_tightest_level_wins(
 @pytest.mark.parametrize(
     ("own", "parent", "expected"), [("max 100000", "150000 100000", "/a"), ("50000 100000", "150000 100000", "/a/b")]
 )
-def test_throttling_is_counted_where_the_tightest_quota_is(tmp_path: Path, own: str, parent: str, expected: str) -> None:
+def test_throttling_is_counted_where_the_tightest_quota_is(
+    tmp_path: Path, own: str, parent: str, expected: str
+) -> None:
     files = {
         "/proc/self/cgroup": "0::/a/b\n",
         "/proc/self/mountinfo": V2_MOUNT,

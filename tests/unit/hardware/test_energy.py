@@ -94,7 +94,9 @@ def test_time_in_which_a_step_ran_is_not_idle(machine: Machine, energy: EnergyAc
     assert energy.look().idle_watts is None
 
 
-def test_time_with_an_open_request_is_not_idle_before_its_first_step_ends(machine: Machine, energy: EnergyAccount) -> None:
+def test_time_with_an_open_request_is_not_idle_before_its_first_step_ends(
+    machine: Machine, energy: EnergyAccount
+) -> None:
     machine.events_sent(6.0)
     machine.open = 1
     machine.events_sent(5.0)
@@ -132,7 +134,9 @@ def test_a_minute_without_a_token_says_nothing_of_tokens(machine: Machine, energ
     assert spent.watts == pytest.approx(40.0)
 
 
-def test_looks_that_come_often_are_told_the_same_and_kept_once_a_second(machine: Machine, energy: EnergyAccount) -> None:
+def test_looks_that_come_often_are_told_the_same_and_kept_once_a_second(
+    machine: Machine, energy: EnergyAccount
+) -> None:
     looks = machine.looks
     energy.look()
     assert machine.looks == looks, "it has just been read"

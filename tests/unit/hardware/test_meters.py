@@ -106,7 +106,9 @@ def test_a_reading_that_fails_is_caught_up_with(broken: str, tmp_path: Path) -> 
 
 @settings(max_examples=25)
 @given(st.lists(st.integers(0, 900_000), max_size=20))
-def test_any_use_is_told_however_often_the_counter_begins_anew(tmp_path_factory: pytest.TempPathFactory, uses: list[int]) -> None:
+def test_any_use_is_told_however_often_the_counter_begins_anew(
+    tmp_path_factory: pytest.TempPathFactory, uses: list[int]
+) -> None:
     root, clock, at = tmp_path_factory.mktemp("counter"), Clock(), 12_345
     meter = counted(root, {"a": at}, clock)
     for use in uses:

@@ -24,7 +24,9 @@ AVX512 = "avx2 fma avx512f avx512bw avx512dq avx512vl avx512_vnni"
 
 def machine(isa: str, levels: tuple[str, ...] | None, forced: str | None = None) -> Facts:
     library = None if levels is None else NativeLibrary(levels, forced)
-    return Facts("linux", "any", Cpu("any", "any"), (Core((0,)),), 0, 0, (0,), isa=frozenset(isa.split()), native=library)
+    return Facts(
+        "linux", "any", Cpu("any", "any"), (Core((0,)),), 0, 0, (0,), isa=frozenset(isa.split()), native=library
+    )
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,9 @@ ASKED = st.fixed_dictionaries(
 
 @settings(deadline=None, max_examples=150)
 @given(MEASURED, ASKED, st.integers(GIB, 8 * GIB), st.sampled_from(["decoder", "encoder"]))
-def test_a_plan_can_be_made_of_anything(measurements: Measurements, asked: dict[str, Any], memory: int, kind: Any) -> None:
+def test_a_plan_can_be_made_of_anything(
+    measurements: Measurements, asked: dict[str, Any], memory: int, kind: Any
+) -> None:
     needs = Needs(
         kind, "X", 10**9, 2 * 10**9, {"fp32": 4 * 10**9, "bf16": 2 * 10**9, "int8": 10**9, "int4": 5 * 10**8},
         16384 if kind == "decoder" else 0, 8192 if kind == "decoder" else 100, 16, 2048, 32_000, "bfloat16", 9 * 10**8, 4,

@@ -85,17 +85,24 @@ def test_the_target_is_a_short_step_not_far_from_the_best(rates: dict[int, int],
     found = plan(dataclasses.replace(BERT_LARGE, max_model_len=64), measured(table)).batch_target_tokens
     assert found.value == target
     assert (
-        f"{rates[target]:,} tokens/s in steps of {target}" in found.reason and f"{rates[1024]:,} in steps of 1024" in found.reason
+        f"{rates[target]:,} tokens/s in steps of {target}" in found.reason
+        and f"{rates[1024]:,} in steps of 1024" in found.reason
     )
 
 
-@pytest.mark.parametrize(("threads", "speed", "target"), [(1, 1, 128), (2, 1, 512), (2, 0.3, 128), (3, 1, 1024), (8, 1, 128)])
-def test_threads_that_share_a_step_are_given_texts_enough_while_it_is_short(threads: int, speed: float, target: int) -> None:
+@pytest.mark.parametrize(
+    ("threads", "speed", "target"), [(1, 1, 128), (2, 1, 512), (2, 0.3, 128), (3, 1, 1024), (8, 1, 128)]
+)
+def test_threads_that_share_a_step_are_given_texts_enough_while_it_is_short(
+    threads: int, speed: float, target: int
+) -> None:
     rates = {64: 8_000, 128: 10_100, 256: 10_200, 512: 10_300, 1024: 10_400}
     table = dataclasses.replace(
         trial(), threads=threads, encode_seconds={size: size / each / speed for size, each in rates.items()}
     )
-    found = plan(dataclasses.replace(BERT_LARGE, max_model_len=64), measured(table), threads=threads).batch_target_tokens
+    found = plan(
+        dataclasses.replace(BERT_LARGE, max_model_len=64), measured(table), threads=threads
+    ).batch_target_tokens
     assert found.value == target
     assert ("share evenly" in found.reason) == (target >= 512)
 
@@ -121,7 +128,9 @@ def test_eight_bits_are_offered_and_never_taken() -> None:
 
 def test_eight_bits_are_taken_where_nothing_else_fits() -> None:
     found = plan(
-        dataclasses.replace(BERT_LARGE, num_parameters=10**9, bytes_by_precision={"fp32": 4 * GIB, "bf16": 3 * GIB, "int8": GIB}),
+        dataclasses.replace(
+            BERT_LARGE, num_parameters=10**9, bytes_by_precision={"fp32": 4 * GIB, "bf16": 3 * GIB, "int8": GIB}
+        ),
         memory=3 * GIB,
     )
     assert found.precision.value == "int8"
@@ -154,7 +163,11 @@ def test_so_many_wait_as_a_few_seconds_are_worth() -> None:
 
 def test_a_step_that_was_asked_for_shortens_the_longest_text() -> None:
     found = plan(LONG, max_batch_tokens=1000)
-    assert (found.max_batch_tokens.value, found.batch_target_tokens.value, found.max_model_len.value) == (1000, 1000, 1000)
+    assert (found.max_batch_tokens.value, found.batch_target_tokens.value, found.max_model_len.value) == (
+        1000,
+        1000,
+        1000,
+    )
     assert "never divided" in found.max_model_len.reason
 
 
@@ -212,7 +225,11 @@ def test_a_programs_step_has_as_many_rows_as_pay(rates: dict[int, float], target
     assert found.batch_target_tokens.value == found.max_batch_tokens.value == target
     assert found.capacity_tokens_per_second.value["encode"][1] == pytest.approx(rates[1])
     assert "tokens" not in found.capacity_tokens_per_second.reason + found.max_waiting_requests.reason
-    most = found.capacity_tokens_per_second.value["encode"][max(rates)] if target == max(rates) else rates.get(target, 4_000)
+    most = (
+        found.capacity_tokens_per_second.value["encode"][max(rates)]
+        if target == max(rates)
+        else rates.get(target, 4_000)
+    )
     assert found.max_waiting_requests.value == round(min(max(10 * most, 64), 4096))
 
 

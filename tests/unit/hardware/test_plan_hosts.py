@@ -115,18 +115,20 @@ def test_reasons(recorded: Recorded, recipes: Recipes, llama_1b: Needs, name: st
     assert words in getattr(planned(recorded(name), recipes, needs), field).reason
 
 
-def test_a_model_that_does_not_fit_is_refused_with_the_numbers(recorded: Recorded, recipes: Recipes, llama_1b: Needs) -> None:
+def test_a_model_that_does_not_fit_is_refused_with_the_numbers(
+    recorded: Recorded, recipes: Recipes, llama_1b: Needs
+) -> None:
     with pytest.raises(PlanImpossible, match=r"4.6 GiB of weights in fp32, .*4.0 GiB are available .*limit of 6.0 GiB"):
         planned(recorded("cgroup-v1"), recipes, llama_1b)
-    with pytest.raises(PlanImpossible, match=r"4.6 GiB of weights in fp32, .*2.0 GiB are available \(the machine's memory\)"):
+    with pytest.raises(
+        PlanImpossible, match=r"4.6 GiB of weights in fp32, .*2.0 GiB are available \(the machine's memory\)"
+    ):
         planned(recorded("graviton2"), recipes, llama_1b)
 
 
 def test_what_the_process_itself_holds_is_counted(recorded: Recorded, recipes: Recipes, llama_1b: Needs) -> None:
     """The weights alone, 2.3 GiB, would fit into the 2.6 GiB that are left of the pod's 3."""
-    summands = (
-        r"2.3 GiB of weights in bf16, \d+ MiB for keys and values of one sequence of 1,024 tokens and \d+ MiB for the process"
-    )
+    summands = r"2.3 GiB of weights in bf16, \d+ MiB for keys and values of one sequence of 1,024 tokens and \d+ MiB for the process"
     with pytest.raises(
         PlanImpossible, match=summands + r" and its activations make 2.9 GiB, but only 2.6 GiB are available \(of the"
     ):
@@ -140,7 +142,9 @@ def test_what_the_process_itself_holds_is_counted(recorded: Recorded, recipes: R
         ("xeon-westmere", "no avx:.*Sandy Bridge"),
     ],
 )
-def test_torch_is_not_even_imported_where_it_would_crash(recorded: Recorded, recipes: Recipes, name: str, words: str) -> None:
+def test_torch_is_not_even_imported_where_it_would_crash(
+    recorded: Recorded, recipes: Recipes, name: str, words: str
+) -> None:
     with pytest.raises(PlanImpossible, match=words):
         check_torch_can_run(recorded(name))
     with pytest.raises(PlanImpossible, match=words):

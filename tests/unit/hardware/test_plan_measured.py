@@ -38,7 +38,9 @@ def measured(*trials: TrialTimes, **more: Any) -> Measurements:
     return Measurements(READ, PRODUCTS, trials, seconds=2.5, **more)
 
 
-def plan(measurements: Measurements | None, needs: Needs | None, facts: Facts | None = None, **asked: Any) -> ServingPlan:
+def plan(
+    measurements: Measurements | None, needs: Needs | None, facts: Facts | None = None, **asked: Any
+) -> ServingPlan:
     return make_plan(facts or machine(), measurements, Settings(**{"calibrate": "auto", **asked}), needs, RECIPES)
 
 
@@ -62,10 +64,15 @@ def test_eight_bits_where_they_are_a_fifth_quicker(llama_1b: Needs, int8: TrialT
 
 def test_the_reason_has_what_was_measured_and_what_it_costs(llama_1b: Needs) -> None:
     reason = plan(measured(BF16, trial("int8", 45.31, 240, 900)), llama_1b).precision.reason
-    assert "45.3 tokens/s at one sequence and 240 at 8, against 25.0 tokens/s at one sequence and 150 at 8 in bf16" in reason
+    assert (
+        "45.3 tokens/s at one sequence and 240 at 8, against 25.0 tokens/s at one sequence and 150 at 8 in bf16"
+        in reason
+    )
     assert "(1.8 and 1.6 times as fast)" in reason and "about +0.02% perplexity" in reason
     kept = plan(measured(BF16, trial("int8", 26, 150, 900)), llama_1b).precision.reason
-    assert kept.startswith("This processor has BF16 products") and "1.04 and 1.00 times as fast" in kept and "1.2" in kept
+    assert (
+        kept.startswith("This processor has BF16 products") and "1.04 and 1.00 times as fast" in kept and "1.2" in kept
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,7 +83,9 @@ def test_four_bits_where_eight_are_slow_and_four_are_not(llama_1b: Needs, one: f
     slow = trial("bf16", 10, 50, 300)
     found = plan(measured(slow, trial("int8", one, 90, 300), trial("int4", four, 120, 300)), llama_1b).precision
     assert found.value == chosen
-    assert chosen != "int4" or ("19.9 tokens/s at one sequence in int8" in found.reason and "+0.8% perplexity" in found.reason)
+    assert chosen != "int4" or (
+        "19.9 tokens/s at one sequence in int8" in found.reason and "+0.8% perplexity" in found.reason
+    )
 
 
 @pytest.mark.parametrize(("parameters", "chosen"), [(99_999_999, "bf16"), (100_000_000, "int8")])
@@ -92,7 +101,10 @@ def test_what_was_not_measured_does_not_count(llama_1b: Needs) -> None:
     assert plan(measured(int8), llama_1b).precision.value == "bf16", "nothing to compare with"
     assert plan(measured(BF16, int8, fallback="the machine is busy"), llama_1b).precision.value == "bf16"
     assert plan(measured(BF16, dataclasses.replace(int8, threads=4)), llama_1b).precision.value == "bf16"
-    assert plan(measured(BF16, dataclasses.replace(int8, decode_seconds={1: float("nan")})), llama_1b).precision.value == "bf16"
+    assert (
+        plan(measured(BF16, dataclasses.replace(int8, decode_seconds={1: float("nan")})), llama_1b).precision.value
+        == "bf16"
+    )
     assert plan(measured(BF16, int8), llama_1b, precision="bf16").precision.reason == "Asked for."
 
 
@@ -109,7 +121,9 @@ def test_what_does_not_fit_is_held_in_fewer_bits(llama_1b: Needs, memory: int, c
 
 def test_what_is_measured_but_does_not_fit_is_not_chosen(llama_1b: Needs) -> None:
     quick = measured(BF16, trial("int8", 15, 400, 2000), trial("int4", 19, 400, 2000))
-    assert plan(quick, llama_1b, machine(memory=int(1.6 * GIB))).precision.value == "int4", "too little of a gain, but it fits"
+    assert plan(quick, llama_1b, machine(memory=int(1.6 * GIB))).precision.value == "int4", (
+        "too little of a gain, but it fits"
+    )
 
 
 # ---- threads and steps of a prompt -----------------------------------------------------------------------------------
@@ -141,7 +155,9 @@ def test_threads_that_are_forced_stay(llama_1b: Needs) -> None:
 
 def test_half_a_core_of_quota_is_left_alone(llama_1b: Needs) -> None:
     host = machine(cores=2, cgroup=Cgroup(2, quota_cores=1.5))
-    found = plan(measured(trial("bf16", 25, 150, 1000, threads=2), trial("bf16", 20, 100, 900, threads=1)), llama_1b, host)
+    found = plan(
+        measured(trial("bf16", 25, 150, 1000, threads=2), trial("bf16", 20, 100, 900, threads=1)), llama_1b, host
+    )
     assert found.threads.value == 1 and "quota is 1.5 cores, rounded down" in found.threads.reason
 
 
@@ -180,7 +196,9 @@ def test_steps_are_bounded_by_memory(llama_1b: Needs) -> None:
     tight = plan(rising, llama_1b, machine(memory=4 * GIB))
     assert tight.max_batch_tokens.value < 8192 and "Memory is short" in tight.max_batch_tokens.reason
     forced = plan(rising, llama_1b, machine(memory=4 * GIB), max_batch_tokens=8192)
-    assert (forced.max_batch_tokens.value, forced.precision.value) == (8192, "int8"), "what is asked for stays: weights give way"
+    assert (forced.max_batch_tokens.value, forced.precision.value) == (8192, "int8"), (
+        "what is asked for stays: weights give way"
+    )
 
 
 # ---- a copy in eight bits, keys and values ---------------------------------------------------------------------------
@@ -211,7 +229,9 @@ def test_keys_and_values_in_eight_bits_where_memory_is_short(llama_1b: Needs) ->
     assert plan(None, llama_1b).kv_precision.value == "bf16"
     short = plan(None, llama_1b, machine(memory=int(1.4 * GIB)), precision="int4", max_batch_tokens=64)
     assert short.kv_precision.value == "int8" and "nearly twice as many" in short.kv_precision.reason
-    wide = plan(None, llama_1b, machine(memory=int(1.4 * GIB)), precision="int4", max_batch_tokens=64, kv_precision="bf16")
+    wide = plan(
+        None, llama_1b, machine(memory=int(1.4 * GIB)), precision="int4", max_batch_tokens=64, kv_precision="bf16"
+    )
     assert short.max_model_len.value > 1.7 * wide.max_model_len.value
 
 
@@ -237,7 +257,9 @@ def test_capacity_counts_a_typical_context(llama_1b: Needs) -> None:
     assert "at 64, each 512 tokens long" in found.reason
     assert list(plan(measured(BF16), llama_1b, max_running_seqs=5).capacity_tokens_per_second.value["decode"]) == [1, 5]
     few = dataclasses.replace(BF16, decode_seconds={1: 1 / 25, 8: 8 / 150})
-    assert list(plan(measured(few), llama_1b).capacity_tokens_per_second.value["decode"]) == [1, 8], "nothing is made up beyond"
+    assert list(plan(measured(few), llama_1b).capacity_tokens_per_second.value["decode"]) == [1, 8], (
+        "nothing is made up beyond"
+    )
     assert plan(None, llama_1b).capacity_tokens_per_second.value == {}
 
 
@@ -245,7 +267,11 @@ def test_how_near_the_ceilings_it_comes(llama_1b: Needs) -> None:
     """Reads of 1 GB at 50 GB/s take 20 ms; 2e9 operations a token at 1e12 a second take 2 ms."""
     known = trial("bf16", 25, 150, 400, read_bytes=10**9, operations_per_token=2e9)
     ratio = plan(measured(known), llama_1b).roofline_ratio
-    assert ratio.value == {"decode": pytest.approx(0.5), "decode_full": pytest.approx(0.3), "prefill": pytest.approx(0.8)}
+    assert ratio.value == {
+        "decode": pytest.approx(0.5),
+        "decode_full": pytest.approx(0.3),
+        "prefill": pytest.approx(0.8),
+    }
     assert "50% at one sequence, 30% at 64" in ratio.reason
 
 
@@ -257,7 +283,10 @@ def test_quicker_than_the_ceiling_is_no_measurement(llama_1b: Needs) -> None:
 
 
 def test_the_pace_that_is_meant(llama_1b: Needs) -> None:
-    assert "about 107 ms with 8 sequences, whose steps take 53.3 ms" in plan(measured(BF16), llama_1b).itl_target_seconds.reason
+    assert (
+        "about 107 ms with 8 sequences, whose steps take 53.3 ms"
+        in plan(measured(BF16), llama_1b).itl_target_seconds.reason
+    )
     quick = plan(measured(trial("bf16", 2500, 9000, 10000)), llama_1b).itl_target_seconds
     assert quick.value is None and "about 10 ms" in quick.reason
 

@@ -71,7 +71,11 @@ def test_an_m1_is_told_why_it_computes_in_fp16(recorded: Recorded, llama_1b: Nee
 @pytest.mark.parametrize("host", ["h200", "h100", "h100-mig", "two-gpus", "dgx-spark", "mac-m1", "mac-m4-pro"])
 @pytest.mark.parametrize("kind", ["decoder", "encoder", None])
 def test_every_decision_says_why(recorded: Recorded, llama_1b: Needs, host: str, kind: Any) -> None:
-    needs = dataclasses.replace(llama_1b, kind=kind, kv_elements_per_token=0 if kind == "encoder" else 32768) if kind else None
+    needs = (
+        dataclasses.replace(llama_1b, kind=kind, kv_elements_per_token=0 if kind == "encoder" else 32768)
+        if kind
+        else None
+    )
     for field, decision in chosen(recorded(host), needs).decisions():
         assert decision.reason.endswith("."), f"{field}: {decision.reason!r} is no sentence"
         assert decision.reason[0].isupper() or decision.reason[0].isdigit(), field
@@ -87,10 +91,17 @@ def test_the_memory_of_an_h200_adds_up(recorded: Recorded, llama_1b: Needs) -> N
     activations = 8192 * 64 * 2048 + 20 * 256 * 128_256
     taken = memory_budget.CONTEXT_BYTES + memory_budget.GRAPHS_BYTES + 2 * GIB
     assert plan.kv_cache_bytes.value == free - 2_471_628_800 - taken - activations
-    assert (plan.max_batch_tokens.value, plan.max_running_seqs.value, plan.max_waiting_requests.value) == (8192, 256, 1024)
+    assert (plan.max_batch_tokens.value, plan.max_running_seqs.value, plan.max_waiting_requests.value) == (
+        8192,
+        256,
+        1024,
+    )
     assert plan.max_model_len.value == 131_072
     words = plan.kv_cache_bytes.reason
-    assert "124.7 GiB available (free of 140.4 GiB on NVIDIA H200) less 2.3 GiB of weights" in words and "captured steps" in words
+    assert (
+        "124.7 GiB available (free of 140.4 GiB on NVIDIA H200) less 2.3 GiB of weights" in words
+        and "captured steps" in words
+    )
     assert (
         "on the device. The host only maps the files; the process takes about 1.0 GiB of its 18.2 GiB."
         in plan.weight_bytes.reason
@@ -129,10 +140,17 @@ def test_a_gpu_that_shares_the_machines_memory(recorded: Recorded, llama_1b: Nee
 
 @pytest.mark.parametrize(
     ("memory", "limit", "budget"),
-    [(16 * GIB, None, 16 * GIB * 2 // 3), (36 * GIB, None, 24 * GIB), (64 * GIB, None, 48 * GIB), (16 * GIB, 14 * GIB, 14 * GIB)],
+    [
+        (16 * GIB, None, 16 * GIB * 2 // 3),
+        (36 * GIB, None, 24 * GIB),
+        (64 * GIB, None, 48 * GIB),
+        (16 * GIB, 14 * GIB, 14 * GIB),
+    ],
 )
 def test_what_a_macs_gpu_may_hold(recorded: Recorded, memory: int, limit: int | None, budget: int) -> None:
-    facts = dataclasses.replace(recorded("mac-m4-pro"), memory_bytes=memory, available_bytes=memory, mps_limit_bytes=limit)
+    facts = dataclasses.replace(
+        recorded("mac-m4-pro"), memory_bytes=memory, available_bytes=memory, mps_limit_bytes=limit
+    )
     assert memory_budget.mac_gpu_bytes(facts) == budget
     plan = chosen(facts)
     assert plan.kv_cache_bytes.value < budget and "the GPU may use" in plan.kv_cache_bytes.reason
@@ -150,7 +168,9 @@ def test_a_host_without_memory_for_the_process(llama_1b: Needs) -> None:
 
 
 @given(
-    free=st.integers(0, 80 * GIB), host=st.integers(GIB, 64 * GIB), precision=st.sampled_from(["auto", "fp32", "bf16", "int4"])
+    free=st.integers(0, 80 * GIB),
+    host=st.integers(GIB, 64 * GIB),
+    precision=st.sampled_from(["auto", "fp32", "bf16", "int4"]),
 )
 def test_no_device_is_ever_overrun(free: int, host: int, precision: str) -> None:
     """Weights, keys and values, the widest step and what the driver takes stay within what is free, whatever there is."""
@@ -164,7 +184,9 @@ def test_no_device_is_ever_overrun(free: int, host: int, precision: str) -> None
         assert "GiB" in refusal.message or "MiB" in refusal.message
         return
     step = plan.max_batch_tokens.value * 64 * 2048 + 20 * plan.max_running_seqs.value * 32_000
-    held = plan.weight_bytes.value + plan.kv_cache_bytes.value + memory_budget.CONTEXT_BYTES + memory_budget.GRAPHS_BYTES
+    held = (
+        plan.weight_bytes.value + plan.kv_cache_bytes.value + memory_budget.CONTEXT_BYTES + memory_budget.GRAPHS_BYTES
+    )
     assert held + step <= free
     assert plan.max_running_seqs.value <= plan.max_batch_tokens.value <= 8192
     pages = plan.kv_cache_bytes.value // (64 * 16384 * (4 if plan.precision.value == "fp32" else 2))
@@ -184,7 +206,9 @@ def test_contexts_and_sequences_in_whole_pages(llama_1b: Needs) -> None:
     with pytest.raises(PlanImpossible, match="577 tokens"):
         chosen(with_gpu(70 * GIB), llama_1b, kv_cache_bytes=10 * page + 5, max_model_len=577, device="cuda")
     short = dataclasses.replace(llama_1b, max_model_len=100)
-    assert chosen(with_gpu(70 * GIB), short).kv_cache_bytes.value == (2 * 256 * 2 + 1) * page, "a context of 100 takes two pages"
+    assert chosen(with_gpu(70 * GIB), short).kv_cache_bytes.value == (2 * 256 * 2 + 1) * page, (
+        "a context of 100 takes two pages"
+    )
 
 
 # ---- steps and threads ---------------------------------------------------------------------------------------------------
@@ -207,7 +231,11 @@ def test_how_a_gpu_makes_its_steps(recorded: Recorded, llama_1b: Needs) -> None:
 def test_encoders_on_a_gpu(recorded: Recorded, llama_1b: Needs) -> None:
     bert = dataclasses.replace(llama_1b, kind="encoder", kv_elements_per_token=0, max_model_len=512, hidden_size=1024)
     plan = chosen(recorded("h200"), bert)
-    assert (plan.batch_target_tokens.value, plan.max_running_seqs.value, plan.max_waiting_requests.value) == (16_384, 1024, 4096)
+    assert (plan.batch_target_tokens.value, plan.max_running_seqs.value, plan.max_waiting_requests.value) == (
+        16_384,
+        1024,
+        4096,
+    )
     assert chosen(recorded("h200"), dataclasses.replace(bert, hidden_size=384)).batch_target_tokens.value == 32_768
     assert chosen(recorded("h200"), bert, device="cpu", precision="fp32").batch_target_tokens.value == 512
     assert "of few short texts are captured" in plan.compile.reason
@@ -225,7 +253,12 @@ def test_a_mac_takes_smaller_steps(recorded: Recorded, llama_1b: Needs) -> None:
 
 def test_the_hosts_threads_feed_the_device(recorded: Recorded, llama_1b: Needs) -> None:
     plan = chosen(recorded("h100"), llama_1b)
-    assert (plan.threads.value, plan.wait_policy.value, plan.cpu_ids.value, plan.numa_node.value) == (4, "passive", (), None)
+    assert (plan.threads.value, plan.wait_policy.value, plan.cpu_ids.value, plan.numa_node.value) == (
+        4,
+        "passive",
+        (),
+        None,
+    )
     assert plan.environment()["OMP_NUM_THREADS"] == "4"
     near = chosen(recorded("h100"), llama_1b, numa_node=1)
     assert near.numa_node.value == 1 and len(near.cpu_ids.value) == 52

@@ -39,13 +39,17 @@ def test_an_int8_copy_belongs_to_int4(llama_1b: Needs) -> None:
 
 
 def test_the_plan_says_what_an_int8_copy_costs(llama_1b: Needs) -> None:
-    lean, fast = (plan(machine(), llama_1b, precision="int4", int8_copy=choice).int8_copy.reason for choice in ("auto", "on"))
+    lean, fast = (
+        plan(machine(), llama_1b, precision="int4", int8_copy=choice).int8_copy.reason for choice in ("auto", "on")
+    )
     assert "935 MiB more and make prompts faster" in lean and "for 935 MiB more of memory" in fast
 
 
 def test_a_missing_precision_lists_what_exists(llama_1b: Needs) -> None:
     exact = [row for row in RECIPES if row[2] == "bf16"]
-    with pytest.raises(NoRecipe, match=r"int8 on cpu \(x86_64\) is not supported yet. Supported: bf16 on cpu \(arm64\)"):
+    with pytest.raises(
+        NoRecipe, match=r"int8 on cpu \(x86_64\) is not supported yet. Supported: bf16 on cpu \(arm64\)"
+    ):
         plan(machine(), llama_1b, exact, precision="int8")
 
 

@@ -145,7 +145,10 @@ def test_nodes_that_give_no_memory() -> None:
     spread = plan(host, threads=6)
     assert spread.numa_node.value is None and spread.kv_cache_bytes.value < 8 * GIB
     assert "memory nodes 1, as the cpuset allows" in spread.kv_cache_bytes.reason
-    assert plan(machine(cores=8, nodes=2, memory=16 * GIB, memory_node_ids=(0, 1)), threads=6).kv_cache_bytes.value > 12 * GIB
+    assert (
+        plan(machine(cores=8, nodes=2, memory=16 * GIB, memory_node_ids=(0, 1)), threads=6).kv_cache_bytes.value
+        > 12 * GIB
+    )
 
 
 def test_where_every_reservation_counts(llama_1b: Needs) -> None:
@@ -214,7 +217,9 @@ def test_the_environment_of_the_pools() -> None:
         "active",
         "false",
     )
-    assert int(spinning["GOMP_SPINCOUNT"]) < 10**5, "for minutes, active alone; and a partner that lost its core wants one"
+    assert int(spinning["GOMP_SPINCOUNT"]) < 10**5, (
+        "for minutes, active alone; and a partner that lost its core wants one"
+    )
     quiet = plan(machine(cgroup=Cgroup(2, quota_cores=0.5))).environment()
     assert (quiet["OMP_NUM_THREADS"], quiet["OMP_WAIT_POLICY"], "GOMP_SPINCOUNT" in quiet) == ("1", "passive", False)
 

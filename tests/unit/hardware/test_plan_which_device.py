@@ -43,7 +43,12 @@ def with_gpu(**changes: Any) -> Facts:
         ("h200", "cuda", 0, "1 × NVIDIA H200 is present and usable"),
         ("h100", "cuda", 2, "8 × NVIDIA H100 80GB HBM3 is present"),
         ("two-gpus", "cuda", 1, "is present and usable"),
-        ("t4", "cpu", None, "1 × Tesla T4 is present, but its compute capability is 7.5, and 8.0 (Ampere) is the minimum."),
+        (
+            "t4",
+            "cpu",
+            None,
+            "1 × Tesla T4 is present, but its compute capability is 7.5, and 8.0 (Ampere) is the minimum.",
+        ),
         ("dgx-spark", "cuda", 0, "1 × NVIDIA GB10 is present"),
         ("h100-mig", "cuda", 0, "is present"),
         ("mac-m1", "mps", None, "The Apple GPU (MPS) is present and usable."),
@@ -60,7 +65,10 @@ def test_of_recorded_hosts(recorded: Recorded, name: str, device: str, number: i
 
 def test_the_gpu_with_the_most_free_memory_and_how_to_use_the_rest(recorded: Recorded) -> None:
     reason = chosen(recorded("h100")).cuda_device.reason
-    assert reason.startswith("Of 8 GPUs, the one with the most free memory (79.2 GiB).") and "its own cuda_device" in reason
+    assert (
+        reason.startswith("Of 8 GPUs, the one with the most free memory (79.2 GiB).")
+        and "its own cuda_device" in reason
+    )
     assert chosen(recorded("h200")).cuda_device.reason == "The only one: NVIDIA H200 (124.7 GiB)."
     assert chosen(recorded("h100"), cuda_device=5).cuda_device.value == 5
 
@@ -81,7 +89,9 @@ def test_the_process_sees_its_own_gpu_alone(recorded: Recorded, monkeypatch: pyt
 def test_the_gpu_whose_joules_are_counted_and_whose_name_is_told(recorded: Recorded) -> None:
     facts = dataclasses.replace(recorded("h100-mig"), cuda=tuple(reversed(recorded("h100-mig").cuda)))
     found = chosen(facts).gpu(facts)
-    assert found is not None and (found.index, found.mig) == (0, "3g.40gb"), "an instance shares its number with another"
+    assert found is not None and (found.index, found.mig) == (0, "3g.40gb"), (
+        "an instance shares its number with another"
+    )
     second = chosen(recorded("h100"), cuda_device=6).gpu(recorded("h100"))
     assert second is not None and second.index == 6
     assert chosen(recorded("h100"), device="cpu").gpu(recorded("h100")) is None
@@ -116,7 +126,9 @@ def test_gpus_that_nothing_can_be_served_on(changes: dict[str, Any], words: str)
 def test_a_torch_without_cuda() -> None:
     host = dataclasses.replace(with_gpu(), torch=TorchBuild("2.13.0+cpu"))
     assert "the installed torch (2.13.0+cpu) was built without CUDA" in chosen(host).device.reason
-    with pytest.raises(PlanImpossible, match=r"device is cuda, but the installed torch \(2.13.0\+cpu\) was built without CUDA"):
+    with pytest.raises(
+        PlanImpossible, match=r"device is cuda, but the installed torch \(2.13.0\+cpu\) was built without CUDA"
+    ):
         chosen(host, device="cuda")
     assert chosen(dataclasses.replace(host, torch=TorchBuild("2.13.0+cu130", "13.0"))).device.value == "cuda"
 
@@ -125,7 +137,10 @@ def test_a_driver_older_than_torchs_cuda_asks_for() -> None:
     built = TorchBuild("2.13.0+cu130", "13.0")
     host = dataclasses.replace(with_gpu(driver="570.86.15"), torch=built)
     found = chosen(host).device
-    assert (found.value, "its driver (570.86.15) is older than the 580 that torch for CUDA 13.0 needs" in found.reason) == (
+    assert (
+        found.value,
+        "its driver (570.86.15) is older than the 580 that torch for CUDA 13.0 needs" in found.reason,
+    ) == (
         "cpu",
         True,
     )
@@ -204,12 +219,16 @@ def test_what_a_gpu_cannot_do_is_refused_there_or_done_by_the_processor(
     for insisted in ({"device": "cuda"}, {"cuda_device": 0}):
         with pytest.raises(error, match=words):
             chosen(recorded("h200"), llama_1b, **asked, **insisted)
-    if asked.get("precision") == "fp16" or asked.get("deterministic") == "on":  # the processor cannot either, without our kernels
+    if (
+        asked.get("precision") == "fp16" or asked.get("deterministic") == "on"
+    ):  # the processor cannot either, without our kernels
         with pytest.raises(error, match=words):
             chosen(recorded("h200"), llama_1b, **asked)
     else:
         found = chosen(recorded("h200"), llama_1b, **asked).device
-        assert found.value == "cpu" and found.reason.startswith("NVIDIA H200 is present, but cannot serve these settings. ")
+        assert found.value == "cpu" and found.reason.startswith(
+            "NVIDIA H200 is present, but cannot serve these settings. "
+        )
         assert words.split(",")[0] in found.reason
 
 
@@ -218,7 +237,9 @@ def test_a_gpu_without_room_leaves_the_model_to_the_processor(recorded: Recorded
     host = dataclasses.replace(recorded("h200"), cuda=(full,))
     found = chosen(host, llama_1b).device
     assert (
-        found.value == "cpu" and "The model does not fit" in found.reason and "free of 140.4 GiB on NVIDIA H200" in found.reason
+        found.value == "cpu"
+        and "The model does not fit" in found.reason
+        and "free of 140.4 GiB on NVIDIA H200" in found.reason
     )
     with pytest.raises(PlanImpossible, match=r"free of 140\.4 GiB on NVIDIA H200"):
         chosen(host, llama_1b, device="cuda")

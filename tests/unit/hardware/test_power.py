@@ -43,7 +43,9 @@ def test_no_counters_without_a_source() -> None:
 def test_a_package_and_its_memory_but_not_the_packages_parts(tmp_path: Path) -> None:
     meter = recorded("client-dram", tmp_path)
     assert (meter.source, names(meter)) == ("rapl", ["package-0", "dram-0"])
-    assert meter.counters[0] == PowerCounter("package-0", "/sys/class/powercap/intel-rapl:0/energy_uj", "energy", 262143328850)
+    assert meter.counters[0] == PowerCounter(
+        "package-0", "/sys/class/powercap/intel-rapl:0/energy_uj", "energy", 262143328850
+    )
 
 
 def test_neither_the_platform_nor_the_same_package_by_another_way(tmp_path: Path) -> None:
@@ -67,7 +69,12 @@ def test_dies_of_intel_count_each(tmp_path: Path) -> None:
 
 
 def test_every_package_of_several_with_its_own_memory(tmp_path: Path) -> None:
-    zones = {"intel-rapl:0": "package-0", "intel-rapl:0:0": "dram", "intel-rapl:10": "package-10", "intel-rapl:10:0": "dram"}
+    zones = {
+        "intel-rapl:0": "package-0",
+        "intel-rapl:0:0": "dram",
+        "intel-rapl:10": "package-10",
+        "intel-rapl:10:0": "dram",
+    }
     zones |= {"intel-rapl:2": "package-1", "intel-rapl:2:0": "dram"}
     tree = {f"/sys/class/powercap/{zone}/name": name for zone, name in zones.items()}
     tree |= {f"/sys/class/powercap/{zone}/energy_uj": "7" for zone in zones}
@@ -135,7 +142,10 @@ def test_joules_before_watts_and_the_mean_before_the_moment(tmp_path: Path) -> N
 def test_sensors_of_the_firmware_add_up_where_they_are_alike(labels: list[str], known: bool, tmp_path: Path) -> None:
     tree = {"/sys/class/hwmon/hwmon0/name": "scmi_sensors"}
     for number, label in enumerate(labels, 1):
-        tree |= {f"/sys/class/hwmon/hwmon0/power{number}_input": "1", f"/sys/class/hwmon/hwmon0/power{number}_label": label}
+        tree |= {
+            f"/sys/class/hwmon/hwmon0/power{number}_input": "1",
+            f"/sys/class/hwmon/hwmon0/power{number}_label": label,
+        }
     meter = written(tmp_path, tree)
     assert names(meter) == (labels if known else [])
     assert known or all(label in meter.reason for label in labels)
@@ -161,7 +171,10 @@ def test_disks_batteries_and_graphics_are_no_machine(tmp_path: Path) -> None:
 
 def test_a_mac_tells_root_alone() -> None:
     def ask(user: str) -> PowerMeter:
-        answers = {"sysctl": "hw.memsize: 17179869184\nhw.cputype: 16777228\nhw.physicalcpu: 8\nhw.logicalcpu: 8\n", "id": user}
+        answers = {
+            "sysctl": "hw.memsize: 17179869184\nhw.cputype: 16777228\nhw.physicalcpu: 8\nhw.logicalcpu: 8\n",
+            "id": user,
+        }
         facts = macos.mac_facts(lambda command: answers.get(command[0]))
         assert facts is not None
         return facts.power

@@ -67,7 +67,9 @@ def test_a_divided_gpu_stands_there_as_its_instances(recorded: Recorded) -> None
 
 def test_instances_stand_below_their_own_gpu(tmp_path: Path) -> None:
     query = "".join(f"{n}, A100, 8.0, 40960, 40000, GPU-{n}, 535.1, Enabled\n" for n in range(2))
-    listed = "".join(f"GPU {n}: A100 (UUID: GPU-{n})\n  MIG {n + 1}g.5gb  Device  0: (UUID: MIG-{n})\n" for n in range(2))
+    listed = "".join(
+        f"GPU {n}: A100 (UUID: GPU-{n})\n  MIG {n + 1}g.5gb  Device  0: (UUID: MIG-{n})\n" for n in range(2)
+    )
     assert [(gpu.index, gpu.mig, gpu.uuid) for gpu in seen(tmp_path, query, listed)] == [
         (0, "1g.5gb", "MIG-0"),
         (1, "2g.5gb", "MIG-1"),

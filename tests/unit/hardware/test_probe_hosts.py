@@ -100,7 +100,9 @@ def test_sve_vector_length(recorded: Recorded, name: str, bits: int | None) -> N
     assert recorded(name).sve_bits == bits
 
 
-@pytest.mark.parametrize(("name", "core"), [("xeon-amx", (0, 96)), ("xeon-avx2", (0, 44)), ("h100", (0, 1)), ("altra", (0,))])
+@pytest.mark.parametrize(
+    ("name", "core"), [("xeon-amx", (0, 96)), ("xeon-avx2", (0, 44)), ("h100", (0, 1)), ("altra", (0,))]
+)
 def test_smt_siblings(recorded: Recorded, name: str, core: tuple[int, ...]) -> None:
     assert recorded(name).cores[0].cpu_ids == core
 

@@ -97,7 +97,8 @@ def test_products_that_name_themselves(tmp_path: Path) -> None:
     grace = write(tmp_path / "grace", {"/sys/devices/soc0/soc_id": "jep106:036b:0241\n"})
     assert cpu_arm.arm_cpu({"CPU implementer": "0x41", "CPU part": "0xd4f"}, grace).product == "Grace"
     oracle = write(
-        tmp_path / "oracle", {"/sys/class/dmi/id/sys_vendor": "QEMU", "/sys/class/dmi/id/chassis_asset_tag": "OracleCloud.com"}
+        tmp_path / "oracle",
+        {"/sys/class/dmi/id/sys_vendor": "QEMU", "/sys/class/dmi/id/chassis_asset_tag": "OracleCloud.com"},
     )
     assert cpu_arm.arm_cpu({"CPU implementer": "0x41", "CPU part": "0xd0c"}, oracle).product == "Altra"
 
@@ -116,7 +117,9 @@ def test_arm_under_an_emulator_that_shows_the_hosts_cpuinfo(tmp_path: Path) -> N
 )
 def test_macs(family: int, chip: str | None) -> None:
     """The numbers are those that `sysctl hw.cpufamily` printed on such machines, signed as it prints them."""
-    text = f"hw.memsize: 17179869184\nhw.cputype: 16777228\nhw.cpufamily: {family}\nhw.physicalcpu: 8\nhw.logicalcpu: 8\n"
+    text = (
+        f"hw.memsize: 17179869184\nhw.cputype: 16777228\nhw.cpufamily: {family}\nhw.physicalcpu: 8\nhw.logicalcpu: 8\n"
+    )
     facts = macos.mac_facts(lambda command: text)
     assert facts is not None
     assert (facts.cpu.microarchitecture, len(facts.cores), facts.mps) == (chip, 8, True)
@@ -167,17 +170,24 @@ def test_what_strict_overcommit_leaves(tmp_path: Path, mode: str, meminfo: str, 
 
 def test_two_kinds_of_core(tmp_path: Path) -> None:
     arm = {
-        f"/sys/devices/system/cpu/cpu{n}/cpu_capacity": "1024" if n in (0, 3) else "980" if n == 1 else "718" for n in range(4)
+        f"/sys/devices/system/cpu/cpu{n}/cpu_capacity": "1024" if n in (0, 3) else "980" if n == 1 else "718"
+        for n in range(4)
     }
     kinds = [
         core.kind
-        for core in topology.physical_cores(write(tmp_path / "arm", {"/sys/devices/system/cpu/online": "0-3", **arm}), ())
+        for core in topology.physical_cores(
+            write(tmp_path / "arm", {"/sys/devices/system/cpu/online": "0-3", **arm}), ()
+        )
     ]
     assert kinds == ["performance", "performance", "efficiency", "performance"]
-    intel = {"/sys/devices/system/cpu/online": "0-5", "/sys/devices/cpu_atom/cpus": "4-5", "/sys/devices/cpu_core/cpus": "0-3"}
-    assert [core.kind for core in topology.physical_cores(write(tmp_path / "intel", intel), ())] == ["performance"] * 4 + [
-        "efficiency"
-    ] * 2
+    intel = {
+        "/sys/devices/system/cpu/online": "0-5",
+        "/sys/devices/cpu_atom/cpus": "4-5",
+        "/sys/devices/cpu_core/cpus": "0-3",
+    }
+    assert [core.kind for core in topology.physical_cores(write(tmp_path / "intel", intel), ())] == [
+        "performance"
+    ] * 4 + ["efficiency"] * 2
 
 
 def test_the_core_that_computes_gives_its_name(tmp_path: Path) -> None:
@@ -204,7 +214,10 @@ def test_commands_that_are_not_there_or_fail() -> None:
 
 def test_torch_is_read_without_importing_it(tmp_path: Path) -> None:
     header = "#define AT_MKLDNN_ENABLED() 1\n#define AT_MKLDNN_ACL_ENABLED() 1\n#define AT_KLEIDIAI_ENABLED() 0\n"
-    write(tmp_path, {"version.py": "__version__ = '2.10.0+cpu'\ncuda: Optional[str] = None\n", "include/ATen/Config.h": header})
+    write(
+        tmp_path,
+        {"version.py": "__version__ = '2.10.0+cpu'\ncuda: Optional[str] = None\n", "include/ATen/Config.h": header},
+    )
     build = software.read_torch_build(tmp_path)
     assert build is not None
     assert (build.version, build.cuda, build.onednn, build.acl, build.kleidiai, build.mkl) == (

@@ -30,7 +30,9 @@ NOISE = 1 + 1e-9  # of sums in another order
 
 
 @given(STEPS, COUNTS, COUNTS, CONTEXT, CONTEXT, COUNTS)
-def test_more_never_costs_less(steps: StepTimeTable, rows: int, tokens: int, context: int, behind: int, more: int) -> None:
+def test_more_never_costs_less(
+    steps: StepTimeTable, rows: int, tokens: int, context: int, behind: int, more: int
+) -> None:
     base = steps.mixed(rows, tokens, context, behind)
     assert steps.mixed(rows + more, tokens, context, behind) * NOISE >= base
     assert steps.mixed(rows, tokens + more, context, behind) * NOISE >= base
@@ -76,13 +78,19 @@ def test_between_points_it_is_linear_and_beyond_them_proportional() -> None:
     assert steps.decode(16) == pytest.approx(0.060)
     assert steps.prefill(320) == pytest.approx(0.45)
     assert steps.prefill(1024) == pytest.approx(1.40)
-    assert steps.prefill(8) == pytest.approx(0.016 + (0.20 - 0.016) * 7 / 127), "on the line from one token to the first point"
+    assert steps.prefill(8) == pytest.approx(0.016 + (0.20 - 0.016) * 7 / 127), (
+        "on the line from one token to the first point"
+    )
     assert steps.decode(3, 1000) == pytest.approx(0.021)
-    assert steps.prefill(128, 1000) == pytest.approx(0.20 + 0.064), "half of what a decode pays, where nobody measured it"
+    assert steps.prefill(128, 1000) == pytest.approx(0.20 + 0.064), (
+        "half of what a decode pays, where nobody measured it"
+    )
 
 
 def test_pairs_in_tokens_leave_out_those_that_the_table_has() -> None:
-    measured = TrialTimes("int8", 2, {}, {}, encode_seconds={64: 0.02, 1024: 1024 * (1e-4 + 128 * 1e-6)}, pair_seconds=1e-6)
+    measured = TrialTimes(
+        "int8", 2, {}, {}, encode_seconds={64: 0.02, 1024: 1024 * (1e-4 + 128 * 1e-6)}, pair_seconds=1e-6
+    )
     assert StepTimeTable.from_trial(measured).pair_tokens == pytest.approx(1e-6 / 1e-4)
     assert StepTimeTable.from_trial(replace(measured, pair_seconds=0.0)).pair_tokens is None
     assert StepTimeTable.from_trial(replace(measured, pair_seconds=2e-6)).pair_tokens is None  # more than there is

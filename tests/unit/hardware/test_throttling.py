@@ -52,7 +52,11 @@ class Throttled:
             seconds = self.compute(STEP)
             model = 0.9 * seconds
             yield StepStats(
-                seconds, decode_tokens=1, num_decode_sequences=1, model_seconds=model, throttle_correction=stretch.of(seconds)
+                seconds,
+                decode_tokens=1,
+                num_decode_sequences=1,
+                model_seconds=model,
+                throttle_correction=stretch.of(seconds),
             )
 
 

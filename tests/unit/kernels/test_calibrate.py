@@ -53,7 +53,9 @@ def nothing() -> None:
     """What a block begins with."""
 
 
-def rounds_of(clock: Clock, budget: float, *points: TimedPoint[str], begin: Callable[[], object] = nothing) -> TimingRounds[str]:
+def rounds_of(
+    clock: Clock, budget: float, *points: TimedPoint[str], begin: Callable[[], object] = nothing
+) -> TimingRounds[str]:
     rounds: TimingRounds[str] = TimingRounds(clock.now + budget, clock)
     rounds.run([TimedBlock(begin, points)])
     return rounds

@@ -45,7 +45,10 @@ def test_products_come_closer(columns, zero_points):
 @pytest.mark.parametrize("zero_points", (False, True))
 def test_without_correlation_it_is_plain_rounding(zero_points):
     weight, nearest = weight_of(9, 200), quantise_int4(weight_of(9, 200), 32, zero_points)
-    for gptq_factors in (compute_gptq_factors(torch.diag(torch.rand(200) + 0.1)), compute_gptq_factors(torch.zeros(200, 200))):
+    for gptq_factors in (
+        compute_gptq_factors(torch.diag(torch.rand(200) + 0.1)),
+        compute_gptq_factors(torch.zeros(200, 200)),
+    ):
         rounded = gptq_int4(weight, 32, zero_points, gptq_factors)
         torch.testing.assert_close(rounded.dequantise(), nearest.dequantise(), rtol=0, atol=1e-6)
         assert torch.equal(rounded.codes[:, 200:], nearest.codes[:, 200:])
@@ -57,7 +60,9 @@ def test_rows_may_come_alone():
     whole = gptq_int4(weight, 64, False, gptq_factors)
     for rows in (slice(0, 7), slice(7, 30)):
         part = gptq_int4(weight[rows], 64, False, gptq_factors)
-        assert (part.codes != whole.codes[rows]).float().mean() < 0.01  # products of another size may sum in another order
+        assert (
+            part.codes != whole.codes[rows]
+        ).float().mean() < 0.01  # products of another size may sum in another order
         assert torch.equal(part.scales, whole.scales[rows])
 
 
@@ -74,7 +79,9 @@ def test_the_root_is_that_of_the_inverse():
     correlation = (x.T @ x).double()
     gptq_factors = compute_gptq_factors(correlation)
     root = gptq_factors.inverse_root
-    damped = (correlation / correlation.diagonal().mean() + DAMPING * torch.eye(50))[gptq_factors.rounding_order][:, gptq_factors.rounding_order]
+    damped = (correlation / correlation.diagonal().mean() + DAMPING * torch.eye(50))[gptq_factors.rounding_order][
+        :, gptq_factors.rounding_order
+    ]
     loudness = correlation.diagonal()[gptq_factors.rounding_order]
     assert bool((loudness[:-1] >= loudness[1:]).all())
     torch.testing.assert_close(root.T @ root @ damped, torch.eye(50, dtype=torch.float64), rtol=0, atol=1e-6)

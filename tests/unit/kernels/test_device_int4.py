@@ -78,7 +78,12 @@ def test_one_scratch_serves_weights_of_many_sizes_in_turn(tiled: TiledCodes, mon
     assert len({id(form.scratch) for form in forms}) == 1 and forms[1].scratch.view(1, 1).data_ptr() == place
 
 
-@given(st.integers(1, 12), st.sampled_from([0.0, 1.0, 100.0, -3.0]), st.sampled_from([1e-6, 0.02, 30.0]), st.integers(0, 2**31))
+@given(
+    st.integers(1, 12),
+    st.sampled_from([0.0, 1.0, 100.0, -3.0]),
+    st.sampled_from([1e-6, 0.02, 30.0]),
+    st.integers(0, 2**31),
+)
 @torch.inference_mode()
 def test_codes_are_the_nearest_and_a_group_about_any_middle_is_held_well(
     outputs: int, middle: float, width: float, seed: int
@@ -91,7 +96,9 @@ def test_codes_are_the_nearest_and_a_group_about_any_middle_is_held_well(
     inside = (codes > 0) & (codes < 15)
     assert ((values - weight).abs() <= 0.5001 * scale.abs() + 2**-8 * values.abs()).logical_or(~inside).all()
     error = (values - weight).square().mean().sqrt()
-    assert error <= 0.13 * width + 2**-7 * abs(middle)  # fifteen steps over five deviations, of which a half is the most
+    assert error <= 0.13 * width + 2**-7 * abs(
+        middle
+    )  # fifteen steps over five deviations, of which a half is the most
 
 
 @torch.inference_mode()
@@ -113,7 +120,9 @@ def test_the_order_is_learnt_whatever_it_is(tiled: TiledCodes, monkeypatch: pyte
     order = find_code_order(192, CPU)
     assert order.dtype == torch.int32 and torch.equal(order.sort().values, torch.arange(8 * 192, dtype=torch.int32))
     assert not torch.equal(order, torch.arange(8 * 192))
-    monkeypatch.setattr(device_int4, "pack_code_pairs", lambda digits, inner: torch.zeros_like(tiled.pack(digits, inner)))
+    monkeypatch.setattr(
+        device_int4, "pack_code_pairs", lambda digits, inner: torch.zeros_like(tiled.pack(digits, inner))
+    )
     with pytest.raises(AssertionError, match="packs every code"):
         find_code_order(192, CPU)
 

@@ -34,7 +34,19 @@ from app.kernels.native.operations import (
     has_kernel,
 )
 from native_levels import at_level
-from row_checks import a_level, bad_values, bits, check, group_of, groups, needs_levels, num_rows, rows_of, sizes, spreads
+from row_checks import (
+    a_level,
+    bad_values,
+    bits,
+    check,
+    group_of,
+    groups,
+    needs_levels,
+    num_rows,
+    rows_of,
+    sizes,
+    spreads,
+)
 
 EPS = 1e-12
 often = settings(max_examples=60, deadline=None)
@@ -51,7 +63,14 @@ def norm_of(size: int, with_bias: bool) -> tuple[Tensor, Tensor | None, float]:
     with_bias=st.booleans(), in_place=st.booleans(),
 )  # fmt: skip
 def test_the_norm_is_its_twin(
-    level: str, rows: int, size: int, group: int | None, shift: float, bad: float | None, with_bias: bool, in_place: bool
+    level: str,
+    rows: int,
+    size: int,
+    group: int | None,
+    shift: float,
+    bad: float | None,
+    with_bias: bool,
+    in_place: bool,
 ) -> None:
     wide, norm, group = rows_of(rows, size + 8, 1.0, bad) + shift, norm_of(size, with_bias), group_of(group, size)
     before = wide.clone()
@@ -92,7 +111,11 @@ def test_an_activation_is_its_twin(
     wide, group = rows_of(rows, size + 8, spread, bad).bfloat16(), group_of(group, size)
     with at_level(level):
         assume(has_kernel(OpCode.ACTIVATE))
-        check(activate(wide[:, :size], activation, group), activate_torch(wide[:, :size].double(), activation).float(), group)
+        check(
+            activate(wide[:, :size], activation, group),
+            activate_torch(wide[:, :size].double(), activation).float(),
+            group,
+        )
 
 
 @needs_levels
@@ -140,7 +163,9 @@ def test_a_product_is_activated_on_its_way_out(name: str, activation: str, dtype
     found = unquantised(layer(form, 515, 160).multiply_activated(x, activation, feeds))
     assert found.dtype == dtype and isinstance(form, ActivatingForm) == (name != "plain")
     torch.testing.assert_close(
-        found.double(), meant, **({"atol": 1e-5, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.02, "rtol": 2**-6})
+        found.double(),
+        meant,
+        **({"atol": 1e-5, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.02, "rtol": 2**-6}),
     )
     if dtype == torch.bfloat16 and has_kernel(OpCode.QUANTISE):
         codes: Activations = layer(form, 515, 160).multiply_activated(x, activation, layer(TakesGroups(), 1, 515))

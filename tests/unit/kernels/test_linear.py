@@ -27,14 +27,19 @@ def test_forms_equal_the_plain_product(name: str, rows: int, with_bias: bool, dt
     if not FORMS[name].supports(2**9, 2**9, dtype):
         pytest.skip("this machine does not have it")
     generator = torch.Generator().manual_seed(rows)
-    weight, x = torch.randn(515, 130, generator=generator).to(dtype), torch.randn(rows, 130, generator=generator).to(dtype)
+    weight, x = (
+        torch.randn(515, 130, generator=generator).to(dtype),
+        torch.randn(rows, 130, generator=generator).to(dtype),
+    )
     bias = torch.randn(515, generator=generator).to(dtype) if with_bias else None
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     form = FORMS[name].pack(weight.clone(), bias)
     product = form.multiply(x)
     assert product.dtype == dtype and product.shape == (rows, 515)
     torch.testing.assert_close(
-        product.double(), exact, **({"atol": 1e-4, "rtol": 0} if dtype == torch.float32 else {"atol": 0.05, "rtol": 2**-7})
+        product.double(),
+        exact,
+        **({"atol": 1e-4, "rtol": 0} if dtype == torch.float32 else {"atol": 0.05, "rtol": 2**-7}),
     )
     assert weight.nbytes <= form.nbytes <= 1.3 * weight.nbytes  # blocks may be padded
 

@@ -92,7 +92,9 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("content", "reason"), [(None, "was not built"), (b"no library at all", "cannot be loaded")])
-def test_without_a_library_that_loads_torch_serves_and_the_reason_is_said(bare: Path, content: bytes | None, reason: str) -> None:
+def test_without_a_library_that_loads_torch_serves_and_the_reason_is_said(
+    bare: Path, content: bytes | None, reason: str
+) -> None:
     if content is not None:
         bare.write_bytes(content)
     found = native_module.native_library.__wrapped__()
@@ -121,7 +123,9 @@ def test_a_level_that_is_asked_for_by_name_serves_or_is_refused(level: str, monk
     monkeypatch.setenv("ARMATURE_ISA", "portable")
     assert native_module.native_library.__wrapped__().level == "portable"
     monkeypatch.setenv("ARMATURE_ISA", "no-such-level")
-    with pytest.raises(PlanImpossible, match="ARMATURE_ISA is no-such-level, which this library or this processor does not have"):
+    with pytest.raises(
+        PlanImpossible, match="ARMATURE_ISA is no-such-level, which this library or this processor does not have"
+    ):
         native_module.native_library.__wrapped__()
 
 

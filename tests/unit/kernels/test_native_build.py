@@ -57,7 +57,9 @@ def compiler(folder: Path, refuses: str) -> str:
     return str(path)
 
 
-def test_without_a_compiler_cmake_succeeds_and_removes_a_library_of_other_sources(sources: Path, tmp_path: Path) -> None:
+def test_without_a_compiler_cmake_succeeds_and_removes_a_library_of_other_sources(
+    sources: Path, tmp_path: Path
+) -> None:
     old = sources.parent / "libarmature.so"
     old.touch()
     said = status(sources, tmp_path / "build", "-DARMATURE_INPLACE=ON", CC="no-such-compiler")
@@ -131,9 +133,15 @@ def test_a_level_shares_no_function_with_another(root: Path) -> None:
 
 @needs_gcc
 @pytest.mark.slow
-@pytest.mark.skipif(MACHINE != "x86_64" or shutil.which("qemu-x86_64") is None, reason="no qemu-x86_64 to be an old processor")
-@pytest.mark.parametrize(("processor", "level", "newer"), [("Nehalem", "portable", "avx2"), ("Haswell", "avx2", "avxvnni")])
-def test_an_old_processor_meets_no_instruction_that_it_lacks(root: Path, processor: str, level: str, newer: str) -> None:
+@pytest.mark.skipif(
+    MACHINE != "x86_64" or shutil.which("qemu-x86_64") is None, reason="no qemu-x86_64 to be an old processor"
+)
+@pytest.mark.parametrize(
+    ("processor", "level", "newer"), [("Nehalem", "portable", "avx2"), ("Haswell", "avx2", "avxvnni")]
+)
+def test_an_old_processor_meets_no_instruction_that_it_lacks(
+    root: Path, processor: str, level: str, newer: str
+) -> None:
     """The whole driver runs there, and the level is what that processor has."""
     build = root / "build" / "native"
     if not (build / "CMakeCache.txt").exists():
@@ -171,7 +179,11 @@ def test_a_wheel_holds_one_library_and_says_where_it_runs(tmp_path: Path) -> Non
     "source, options, sentence",
     [
         ("", ["-lz"], r"needs \['libz.so.1'\]"),
-        ("int f(void) {\n#pragma omp parallel\n{}\nreturn 0; }", ["-fopenmp"], "wants GOMP_4.0, newer than what torch brings"),
+        (
+            "int f(void) {\n#pragma omp parallel\n{}\nreturn 0; }",
+            ["-fopenmp"],
+            "wants GOMP_4.0, newer than what torch brings",
+        ),
     ],
 )
 def test_a_library_that_would_not_run_elsewhere_is_refused(
@@ -215,7 +227,12 @@ def test_without_a_compiler_a_wheel_is_built_and_says_who_serves(root: Path, tmp
     script = "from app.kernels.native.library.library import native_library; print(native().reason)"
     # -P: not from the folder that this runs in, which has a library of its own.
     said = run(
-        sys.executable, "-P", "-c", script, PATH=str(tools), PYTHONPATH=os.pathsep.join((str(tmp_path / "installed"), *sys.path))
+        sys.executable,
+        "-P",
+        "-c",
+        script,
+        PATH=str(tools),
+        PYTHONPATH=os.pathsep.join((str(tmp_path / "installed"), *sys.path)),
     )
     assert "torch's own products serve" in said.stdout, said.stderr
 

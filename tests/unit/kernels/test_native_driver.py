@@ -16,14 +16,18 @@ import pytest
 
 X86 = platform.machine() in ("x86_64", "AMD64")
 pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux" or shutil.which(os.environ.get("CC", "gcc")) is None, reason="no GCC for Linux"),
+    pytest.mark.skipif(
+        sys.platform != "linux" or shutil.which(os.environ.get("CC", "gcc")) is None, reason="no GCC for Linux"
+    ),
     pytest.mark.skipif(shutil.which("cmake") is None, reason="there is no cmake on the PATH"),
 ]
 needs_x86 = pytest.mark.skipif(not X86, reason="x86 alone")
 
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    env = {name: value for name, value in os.environ.items() if name not in ("CC", "CFLAGS")} | {"OMP_WAIT_POLICY": "passive"}
+    env = {name: value for name, value in os.environ.items() if name not in ("CC", "CFLAGS")} | {
+        "OMP_WAIT_POLICY": "passive"
+    }
     return subprocess.run(command, capture_output=True, text=True, check=False, env=env)
 
 
@@ -51,7 +55,9 @@ def test_every_level_is_proved_under_the_sanitizers(driver: Path) -> None:
 
 def mnemonics(command: str, folder: Path, target: Path) -> str:
     """What the compiler makes of one source with these flags, disassembled."""
-    words = ["-O1" if word == "-O3" else word for word in shlex.split(command)]  # quicker, and the flags are what matters
+    words = [
+        "-O1" if word == "-O3" else word for word in shlex.split(command)
+    ]  # quicker, and the flags are what matters
     words[words.index("-o") + 1] = str(target)
     compiled = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
     assert compiled.returncode == 0, compiled.stderr
@@ -67,7 +73,9 @@ AVX = re.compile(r"\t(v(?!err|erw|erx)[a-z0-9]+ .*|.*%[yz]mm\d+.*)")
 def test_only_a_level_s_own_file_has_its_instructions(root: Path, tmp_path: Path) -> None:
     csrc = root / "app/kernels/csrc"
     assert run("cmake", "-S", csrc, "-B", tmp_path / "build").returncode == 0
-    commands = {Path(entry["file"]): entry for entry in json.loads((tmp_path / "build/compile_commands.json").read_text())}
+    commands = {
+        Path(entry["file"]): entry for entry in json.loads((tmp_path / "build/compile_commands.json").read_text())
+    }
     everywhere = [*csrc.glob("*.c"), csrc / "levels/portable.c"]
     assert len(everywhere) >= 3
     for number, source in enumerate(everywhere):

@@ -72,7 +72,10 @@ def ragged(
 lengths_of_context = st.sampled_from([0, 1, 2, 63, 64, 65, 130, MANY])
 a_prompt = st.tuples(st.sampled_from([0, 1, 63, 64, 100]), st.sampled_from([1, 2, 17, 64, 90]))
 a_spec = st.builds(
-    AttentionSpec, scale=st.just(0.3), window=st.sampled_from([None, 1, 5, 64, 100]), softcap=st.sampled_from([None, 2.0])
+    AttentionSpec,
+    scale=st.just(0.3),
+    window=st.sampled_from([None, 1, 5, 64, 100]),
+    softcap=st.sampled_from([None, 2.0]),
 )
 
 

@@ -57,7 +57,9 @@ def test_every_code_is_the_nearest_that_its_scale_allows(outputs, inputs, seed, 
 def test_the_search_is_no_worse_than_the_largest_weight_at_minus_eight(outputs, inputs, seed, magnitude, group):
     weight = weight_of(outputs, inputs, seed, magnitude)
     searched, plain = group_error(weight, quantise_int4(weight, group, zero_points=False)), plain_error(weight, group)
-    assert searched.sum() <= plain.sum() * 1.001 + weight.square().sum() * 2**-18  # a scale of BF16 is off by 2^-9 of itself
+    assert (
+        searched.sum() <= plain.sum() * 1.001 + weight.square().sum() * 2**-18
+    )  # a scale of BF16 is off by 2^-9 of itself
 
 
 def test_the_search_gains_what_it_is_there_for():
@@ -111,7 +113,9 @@ def test_eight_bits_are_within_half_a_step(outputs, inputs, seed, magnitude):
     quantised = quantise_int8(weight)
     error, scale = (quantised.dequantise() - weight).abs(), quantised.scales.float()
     assert bool((error <= scale * 0.501)[quantised.codes.abs() < 127].all())
-    assert bool((error <= scale).all())  # the scale may round down: the largest is cut off by a quarter of a percent, half a step
+    assert bool(
+        (error <= scale).all()
+    )  # the scale may round down: the largest is cut off by a quarter of a percent, half a step
     assert quantised.codes.dtype == torch.int8
 
 

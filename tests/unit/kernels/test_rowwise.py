@@ -43,7 +43,12 @@ often = settings(max_examples=60, deadline=None)
 @needs_levels
 @often
 @given(
-    level=a_level, rows=num_rows, size=sizes, group=st.sampled_from([0, 32, 64, 96, 128, 1536]), spread=spreads, bad=bad_values
+    level=a_level,
+    rows=num_rows,
+    size=sizes,
+    group=st.sampled_from([0, 32, 64, 96, 128, 1536]),
+    spread=spreads,
+    bad=bad_values,
 )
 def test_quantising_is_its_twin_to_the_bit(
     level: str, rows: int, size: int, group: int, spread: float, bad: float | None
@@ -62,7 +67,9 @@ def test_quantising_is_its_twin_to_the_bit(
 @needs_levels
 @often
 @given(level=a_level, rows=num_rows, size=sizes, group=groups, spread=spreads, bad=bad_values)
-def test_the_norm_is_its_twin(level: str, rows: int, size: int, group: int | None, spread: float, bad: float | None) -> None:
+def test_the_norm_is_its_twin(
+    level: str, rows: int, size: int, group: int | None, spread: float, bad: float | None
+) -> None:
     hidden, weight, group = rows_of(rows, size, spread, bad), rows_of(1, size, seed=1)[0], group_of(group, size)
     wide = torch.zeros(rows, size + 8)
     wide[:, :size] = hidden
@@ -111,11 +118,17 @@ def test_the_gate_is_its_twin(
 @settings(max_examples=20, deadline=None)
 @given(level=a_level, rows=num_rows, size=sizes, group=groups)
 def test_a_row_says_the_same_whatever_else_is_in_the_batch(level: str, rows: int, size: int, group: int | None) -> None:
-    gate_up, hidden, weight = rows_of(rows, 2 * size).bfloat16(), rows_of(rows, size, seed=1), rows_of(1, size, seed=2)[0]
+    gate_up, hidden, weight = (
+        rows_of(rows, 2 * size).bfloat16(),
+        rows_of(rows, size, seed=1),
+        rows_of(1, size, seed=2)[0],
+    )
     group = group_of(group, size)
     with at_level(level):
         assume(has_kernel(OpCode.NORM) and has_kernel(OpCode.GATE))
-        together = bits(norms.gate(gate_up, "silu", group)) + bits(norms.rms_norm(hidden, weight, EPS, torch.bfloat16, group))
+        together = bits(norms.gate(gate_up, "silu", group)) + bits(
+            norms.rms_norm(hidden, weight, EPS, torch.bfloat16, group)
+        )
         for row in {0, rows // 2, rows - 1}:
             one = slice(row, row + 1)
             alone = bits(norms.gate(gate_up[one], "silu", group))

@@ -101,6 +101,8 @@ def test_angles_are_those_of_the_twin(level: str, positions: list[int], half: in
         found = rope_angles(where, frequencies, scale)
     # The twin in fp64, from the angle as it is rounded to fp32.
     turned = (where.float()[:, None, None] * torch.cat((-frequencies, frequencies))).double()
-    for mine, meant, twin in zip(found, (turned.cos(), turned.sin()), rope_angles_torch(where, frequencies, scale), strict=True):
+    for mine, meant, twin in zip(
+        found, (turned.cos(), turned.sin()), rope_angles_torch(where, frequencies, scale), strict=True
+    ):
         torch.testing.assert_close(mine.double(), meant * scale, rtol=2e-7, atol=1e-8)
         torch.testing.assert_close(mine, twin, rtol=0, atol=4e-7)

@@ -29,7 +29,9 @@ MOST = 400
 DTYPES = [torch.bfloat16, torch.float32]
 
 
-def heads_of(tokens: int, shape: tuple[int, int, int], dtype: torch.dtype, turning: bool = False, gap: int = 0) -> QkvHeads:
+def heads_of(
+    tokens: int, shape: tuple[int, int, int], dtype: torch.dtype, turning: bool = False, gap: int = 0
+) -> QkvHeads:
     """Whose product has rows `gap` elements apart."""
     heads, kv_heads, size = shape
     width = (heads + 2 * kv_heads) * size
@@ -49,7 +51,9 @@ def held(lengths: list[int]) -> TextStarts:
 def both(heads: QkvHeads, texts: TextStarts, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """What the kernel makes of it, and what its twin makes of the same in FP32."""
     meant = attend_texts_torch(replace(heads, product=heads.product.float()), texts.starts, spec)
-    return attend_texts(replace(heads, product=heads.product.clone() if heads.angles else heads.product), texts, spec), meant
+    return attend_texts(
+        replace(heads, product=heads.product.clone() if heads.angles else heads.product), texts, spec
+    ), meant
 
 
 @needs_levels
@@ -98,7 +102,11 @@ def test_a_text_says_the_same_in_any_company_and_with_any_threads(level: str, dt
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_value_that_is_not_finite_spoils_its_own_text_only(level: str, bad: float) -> None:
-    heads, spec, texts = heads_of(90, (2, 2, 32), torch.bfloat16), AttentionSpec(0.2, bidirectional=True), held([30, 30, 30])
+    heads, spec, texts = (
+        heads_of(90, (2, 2, 32), torch.bfloat16),
+        AttentionSpec(0.2, bidirectional=True),
+        held([30, 30, 30]),
+    )
     with at_level(level):
         good = attend_texts(heads, texts, spec)
         heads.product[40, 64:128] = bad  # a key of each head

@@ -54,7 +54,9 @@ def test_products_are_those_of_what_the_codes_mean(name: str, rows: int, with_bi
 
 @pytest.mark.parametrize(("rows", "columns"), [(24, 64), (16, 40)])
 def test_sizes_that_torch_cannot_pack_are_not_offered(rows: int, columns: int) -> None:
-    assert not any(packing.supports(rows, columns, torch.bfloat16) for packing in (TorchInt4Factory(64), TorchInt8Factory()))
+    assert not any(
+        packing.supports(rows, columns, torch.bfloat16) for packing in (TorchInt4Factory(64), TorchInt8Factory())
+    )
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])

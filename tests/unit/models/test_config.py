@@ -92,10 +92,16 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no architecture": ({"architectures": None, "model_type": "t5"}, "t5 is not supported"),
     "architectures not a list": ({"architectures": "LlamaForCausalLM"}, "is not supported"),
-    "rope type": ({"rope_scaling": {"rope_type": "spiral", "factor": 2}}, "rope_type 'spiral' is not known; known are default"),
+    "rope type": (
+        {"rope_scaling": {"rope_type": "spiral", "factor": 2}},
+        "rope_type 'spiral' is not known; known are default",
+    ),
     "rope factor": ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: factor is missing"),
     "rope section": ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
-    "two ropes": ({"rope_parameters": {name: {"rope_theta": len(name)} for name in TYPES}}, "differs between kinds of layers"),
+    "two ropes": (
+        {"rope_parameters": {name: {"rope_theta": len(name)} for name in TYPES}},
+        "differs between kinds of layers",
+    ),
     "scaled sliding layers": (
         {"architectures": ["Gemma3ForCausalLM"], "rope_parameters": {TYPES[1]: {"rope_type": "linear", "factor": 2.0}}},
         "sliding layers must have rope_type 'default', without scaling",

@@ -109,7 +109,13 @@ def test_pooling_leaves_any_head_out(family: str) -> None:
     values = encoder_values(family + SUFFIX)
     pooling = PoolingConfig(("cls", "mean"), dense=(DenseConfig("2_Dense", 64, 8),), normalizes=True)
     config = read_encoder(values, SentenceConfig(pooling, max_tokens=7, lowercases=True))
-    assert (config.head, config.labels, config.pooling, config.max_model_len, config.lowercases) == (None, (), pooling, 7, True)
+    assert (config.head, config.labels, config.pooling, config.max_model_len, config.lowercases) == (
+        None,
+        (),
+        pooling,
+        7,
+        True,
+    )
     assert config.embedding_size == 8 and config.outputs == ("embedding", "last_hidden_state")
 
 
@@ -145,7 +151,9 @@ def test_labels_and_what_their_logits_become() -> None:
     assert read(CLASSIFIER).scores == "sigmoid"
     identity = {"activation_fn": "torch.nn.modules.linear.Identity"}
     assert read(CLASSIFIER, sentence_transformers=identity).scores == "identity"
-    assert read(CLASSIFIER, sbert_ce_default_activation_function="torch.nn.modules.linear.Identity").scores == "identity"
+    assert (
+        read(CLASSIFIER, sbert_ce_default_activation_function="torch.nn.modules.linear.Identity").scores == "identity"
+    )
     assert read_encoder(encoder_values(CLASSIFIER), SentenceConfig(scores="identity")).scores == "identity"
 
 
@@ -156,14 +164,22 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         r"\['T5Model'\] is not supported as an encoder; supported are BertModel",
     ),
     "another use": ("BertModel", {"architectures": ["BertForTokenClassification"]}, "not supported as an encoder"),
-    "relative positions": ("BertModel", {"position_embedding_type": "relative_key"}, "position_embedding_type 'relative_key'"),
+    "relative positions": (
+        "BertModel",
+        {"position_embedding_type": "relative_key"},
+        "position_embedding_type 'relative_key'",
+    ),
     "scores that grow": ("GteModel", {"logn_attention_scale": True}, "logn_attention_scale"),
     "half a translator": ("BertModel", {"is_decoder": True}, "is_decoder"),
     "heads": ("BertModel", {"num_attention_heads": 5}, "5 attention heads cannot share hidden_size 32"),
     "activation": ("BertModel", {"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu' is not known"),
     "gated relu": ("GteModel", {"hidden_act": "relu"}, "'relu' is not known"),
     "buckets": ("MPNetModel", {"relative_attention_num_buckets": 64}, "MPNet uses 32"),
-    "pooling of a head": (f"ModernBert{SUFFIX}", {"classifier_pooling": "late"}, "classifier_pooling 'late' is not known"),
+    "pooling of a head": (
+        f"ModernBert{SUFFIX}",
+        {"classifier_pooling": "late"},
+        "classifier_pooling 'late' is not known",
+    ),
     "a head's activation": (f"ModernBert{SUFFIX}", {"classifier_activation": "mish"}, "classifier_activation 'mish'"),
     "labels": (CLASSIFIER, {"id2label": {"0": "a", "2": "b"}}, "must name the labels 0 to 1"),
     "scores": (CLASSIFIER, {"sbert_ce_default_activation_function": "my.Own"}, "score function 'my.Own'"),

@@ -33,14 +33,18 @@ needs_integers = pytest.mark.skipif(
 )
 
 
-def layer_of(kind: type[LlamaLayer | GemmaLayer], packing: IntPanelFactory | type[PlainLinear]) -> LlamaLayer | GemmaLayer:
+def layer_of(
+    kind: type[LlamaLayer | GemmaLayer], packing: IntPanelFactory | type[PlainLinear]
+) -> LlamaLayer | GemmaLayer:
     """Random weights, the same at every call, in the form that is asked for."""
     layer = kind(ModelConfig.from_hf(config_values()), 0, torch.bfloat16)
     seeds = count()
     for module in layer.modules():
         generator = torch.Generator().manual_seed(next(seeds))
         if isinstance(module, Linear):
-            weight = torch.randn(module.out_features, module.in_features, generator=generator) * module.in_features**-0.5
+            weight = (
+                torch.randn(module.out_features, module.in_features, generator=generator) * module.in_features**-0.5
+            )
             module.form = packing.pack(weight.bfloat16(), None)
         elif isinstance(module, RMSNorm):
             module.set_weight(1 + 0.1 * torch.randn(module.weight.shape, generator=generator))
@@ -55,7 +59,9 @@ def attend(layer: int, heads: QkvHeads, spec: AttentionSpec) -> Tensor:
 @pytest.mark.parametrize("kind", [LlamaLayer, GemmaLayer])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("wanted", [None, [6, 2]])
-def test_a_layer_in_integers_says_what_the_plain_one_says(kind: type[LlamaLayer], bits: int, wanted: list[int] | None) -> None:
+def test_a_layer_in_integers_says_what_the_plain_one_says(
+    kind: type[LlamaLayer], bits: int, wanted: list[int] | None
+) -> None:
     packing = IntPanelFactory(bits, None if bits == 8 else 32)
     rows = None if wanted is None else torch.tensor(wanted)
     results = []

@@ -34,7 +34,20 @@ MEANT: Mapping[PoolingMode, Callable[[Tensor, Tensor], Tensor]] = {
     "weighted_mean": lambda tokens, places: (tokens * places[:, None]).sum(0) / places.sum(),
 }
 CONFIG = EncoderConfig(
-    "BertModel", 1, 2, 2, 2, SIZE, 8, 10, 16, 1e-5, "gelu", (None,), (None,), pooling=PoolingConfig(("mean",), normalizes=True)
+    "BertModel",
+    1,
+    2,
+    2,
+    2,
+    SIZE,
+    8,
+    10,
+    16,
+    1e-5,
+    "gelu",
+    (None,),
+    (None,),
+    pooling=PoolingConfig(("mean",), normalizes=True),
 )
 
 
@@ -81,7 +94,10 @@ def random_dense(dense: DenseLayer) -> None:
 
 
 def test_dense_layers_behind_pooling_in_order() -> None:
-    dense = (DenseConfig("2_Dense", SIZE, 6, activation="tanh"), DenseConfig("3_Dense", 6, 2, bias=False, activation="identity"))
+    dense = (
+        DenseConfig("2_Dense", SIZE, 6, activation="tanh"),
+        DenseConfig("3_Dense", 6, 2, bias=False, activation="identity"),
+    )
     head = VectorHead(replace(CONFIG, pooling=PoolingConfig(("mean",), dense)))
     assert [module.source for module in head.dense] == ["dense.0", "dense.1"]
     for module in head.dense:

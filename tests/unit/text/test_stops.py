@@ -38,7 +38,9 @@ def test_every_short_text_with_every_short_stop() -> None:
 
 
 @given(st.lists(letters, max_size=12), st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=3))
-def test_what_is_shown_could_not_have_been_a_stop_and_no_more_is_held_than_need_be(pieces: list[str], stops: list[str]) -> None:
+def test_what_is_shown_could_not_have_been_a_stop_and_no_more_is_held_than_need_be(
+    pieces: list[str], stops: list[str]
+) -> None:
     stream, text, shown = StopStrings(stops), "", ""
     for piece in pieces:
         text += piece

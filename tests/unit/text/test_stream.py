@@ -29,7 +29,9 @@ def pieces_of(stream: IncrementalDetokenizer, ids: list[int]) -> list[str]:
     return [*pieces, stream.flush()]
 
 
-texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=60) | st.text("the fox 你好🙂\u200d👩é�▁ \n", max_size=60)
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=60) | st.text(
+    "the fox 你好🙂\u200d👩é�▁ \n", max_size=60
+)
 
 
 @pytest.mark.parametrize("form", WHOLE)

@@ -106,7 +106,9 @@ def test_a_text_outside_a_closed_vocabulary_is_refused(tmp_path: Path) -> None:
         closed.encode("b")
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b'{"model": 3}', b"\xff\xfe", b'{"version": "1.0", "model": {"type": "Novel"}}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b'{"model": 3}', b"\xff\xfe", b'{"version": "1.0", "model": {"type": "Novel"}}']
+)
 def test_a_broken_tokenizer_is_refused_by_its_path(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(CheckpointInvalid, match=r"tokenizer\.json"):

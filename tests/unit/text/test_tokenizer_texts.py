@@ -26,10 +26,14 @@ INPUTS = [LONG, "fox", PAIR, PAIR[::-1], (LONG, LONG)]
 @pytest.mark.parametrize("specials", SPECIALS)
 @pytest.mark.parametrize("keeps_end", [False, True])
 @pytest.mark.parametrize("max_tokens", [None, 64, 9, 8, 5])
-def test_texts_are_those_of_transformers(tmp_path: Path, specials: str, truncate_left: bool, max_tokens: int | None) -> None:
+def test_texts_are_those_of_transformers(
+    tmp_path: Path, specials: str, truncate_left: bool, max_tokens: int | None
+) -> None:
     transformers = pytest.importorskip("transformers")
     write_word_pieces(tmp_path, SPECIALS[specials])
-    reference = transformers.AutoTokenizer.from_pretrained(tmp_path, truncation_side="left" if truncate_left else "right")
+    reference = transformers.AutoTokenizer.from_pretrained(
+        tmp_path, truncation_side="left" if truncate_left else "right"
+    )
     found = Tokenizer(tmp_path).encode_texts(INPUTS, max_tokens, truncate_left)
     for one, text in zip(INPUTS, found, strict=True):
         parts = [one] if isinstance(one, str) else list(one)
@@ -62,7 +66,9 @@ def test_lowercase_texts_keep_their_special_tokens(tmp_path: Path) -> None:
     inner.normalizer = None
     inner.save(str(tmp_path / "tokenizer.json"))
     small, plain = Tokenizer(tmp_path, lowercases=True), Tokenizer(tmp_path)
-    assert small.encode_texts(["FOX [MASK]"]) == plain.encode_texts(["fox [MASK]"]) != plain.encode_texts(["FOX [MASK]"])
+    assert (
+        small.encode_texts(["FOX [MASK]"]) == plain.encode_texts(["fox [MASK]"]) != plain.encode_texts(["FOX [MASK]"])
+    )
     assert plain.encode_texts(["fox"]) == [Text((2, plain.token_id("fox") or 0, 3))]
 
 

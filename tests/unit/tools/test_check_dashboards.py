@@ -40,7 +40,13 @@ def scripted(of_query: list[Any], known: list[Any] | None = None) -> tuple[Prome
 def test_variables_come_from_their_own_queries_one_after_the_other() -> None:
     prometheus, asked = scripted([])
     filled = variables(prometheus, dashboard("up"), WINDOW)
-    assert filled == {"__range": "600s", "__rate_interval": "15s", "__interval": "15s", "pool": ".*", "instance": r"a\.1|b"}
+    assert filled == {
+        "__range": "600s",
+        "__rate_interval": "15s",
+        "__interval": "15s",
+        "pool": ".*",
+        "instance": r"a\.1|b",
+    }
     assert [url.params["match[]"] for url in asked] == ["up", 'up{pool=~".*"}']
     assert substituted('rate(x{i=~"$instance"}[${__rate_interval}])', filled) == r'rate(x{i=~"a\\.1|b"}[15s])'
     with pytest.raises(KeyError, match="nobody"):
@@ -60,7 +66,9 @@ def test_only_what_is_nowhere_may_be_missing() -> None:
     quota = dashboard("rate(process_cgroup_cpu_throttled_seconds_total[$__rate_interval])")
     assert check(scripted([])[0], quota, WINDOW) == ([], ["Board: Shown (A) is empty: no CPU quota"])
     faults, excused = check(scripted([], known=[{"pool": "amd64"}])[0], quota, WINDOW)
-    assert faults == ["Board: Shown (A) is empty: rate(process_cgroup_cpu_throttled_seconds_total[15s])"] and not excused
+    assert (
+        faults == ["Board: Shown (A) is empty: rate(process_cgroup_cpu_throttled_seconds_total[15s])"] and not excused
+    )
 
 
 def test_a_legend_must_find_its_label() -> None:
@@ -70,7 +78,9 @@ def test_a_legend_must_find_its_label() -> None:
 
 
 def test_what_prometheus_refuses_is_told() -> None:
-    transport = httpx.MockTransport(lambda request: httpx.Response(400, json={"status": "error", "error": "parse error"}))
+    transport = httpx.MockTransport(
+        lambda request: httpx.Response(400, json={"status": "error", "error": "parse error"})
+    )
     with pytest.raises(SystemExit, match="parse error"):
         check(Prometheus(httpx.Client(base_url="http://prometheus", transport=transport)), dashboard("up("), WINDOW)
 

@@ -108,7 +108,9 @@ def test_a_command_that_is_not_understood_is_refused(text: str) -> None:
 def run_of(*streams: tuple[float, float]) -> GenerateRun:
     """Each client's stream of four tokens, from its first to its last."""
     answered = [
-        GenerateTiming(0.0, client, 4, StreamTiming(0.0, tuple((begin + (end - begin) * part / 3, 1) for part in range(4))))
+        GenerateTiming(
+            0.0, client, 4, StreamTiming(0.0, tuple((begin + (end - begin) * part / 3, 1) for part in range(4)))
+        )
         for client, (begin, end) in enumerate(streams)
     ]
     return GenerateRun(0.0, max(end for _, end in streams), 0.5, len(streams), answered=answered)

@@ -61,7 +61,16 @@ def test_special_tokens_agree_everywhere() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["Once upon a time", "naïve café", "日本語のテキスト", "🦊🏮 \u200d\u00a0", "tab\tand\n\n\nlines  ", "\x00\x7f", ""]
+    "text",
+    [
+        "Once upon a time",
+        "naïve café",
+        "日本語のテキスト",
+        "🦊🏮 \u200d\u00a0",
+        "tab\tand\n\n\nlines  ",
+        "\x00\x7f",
+        "",
+    ],
 )
 def test_any_text_survives_the_tokenizer(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text, add_special_tokens=False).ids) == text

@@ -44,7 +44,9 @@ def test_the_weights_are_what_the_config_says() -> None:
         dtypes = {weights.get_slice(name).get_dtype() for name in shapes}
     assert dtypes == {"F16"}
     assert shapes["embeddings.word_embeddings.weight"] == [config["vocab_size"], config["hidden_size"]]
-    assert len({name.split(".")[2] for name in shapes if name.startswith("encoder.layer.")}) == config["num_hidden_layers"]
+    assert (
+        len({name.split(".")[2] for name in shapes if name.startswith("encoder.layer.")}) == config["num_hidden_layers"]
+    )
     assert read("1_Pooling/config.json")["word_embedding_dimension"] == config["hidden_size"]
     assert read("sentence_bert_config.json")["max_seq_length"] == config["max_position_embeddings"]
 
@@ -55,7 +57,11 @@ def test_like_texts_lie_together() -> None:
 
     net, tokenizer = load(DEMO)
     assert tokenizer.encode("Hello").tokens[0] == "[CLS]"
-    texts = ["A kitten is dozing in the sun.", "The cat sleeps on the warm window sill.", "The bank raised its interest rates."]
+    texts = [
+        "A kitten is dozing in the sun.",
+        "The cat sleeps on the warm window sill.",
+        "The bank raised its interest rates.",
+    ]
     cosines = embedded(net, tokenizer, texts) @ embedded(net, tokenizer, texts).T
     assert cosines[0, 1] > cosines[0, 2] + 0.1
 

@@ -38,9 +38,13 @@ def test_every_panel_is_on_it() -> None:
     dashboard = one_of_each_type()
     assert {panel["type"] for panel in dashboard["panels"]} == {"row", "table", "timeseries", "stat", "heatmap"}
     figure = drawn(prometheus("0.25"), dashboard, WINDOW)
-    titles = {text.get_text() for text in figure.texts} | {text.get_text() for axes in figure.axes for text in axes.texts}
+    titles = {text.get_text() for text in figure.texts} | {
+        text.get_text() for axes in figure.axes for text in axes.texts
+    }
     assert {panel["title"] for panel in dashboard["panels"]} <= titles
-    assert {"arm64", "25%", "250 ms", "0.25"} <= titles, "the table's row, its share and its wait, and the figure of now"
+    assert {"arm64", "25%", "250 ms", "0.25"} <= titles, (
+        "the table's row, its share and its wait, and the figure of now"
+    )
 
 
 def test_a_png_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,8 @@ def test_scores_are_the_same_where_neighbours_are_turned() -> None:
     angles = generator.uniform(0, 6, size=(2, head_dim // 2))
     halves = [turned(np.moveaxis((w @ x).reshape(heads, 2, -1), 1, 2), a) for w, a in zip(weights, angles, strict=True)]
     neighbours = [
-        turned((gguf_checkpoint.interleaved(w, heads) @ x).reshape(heads, -1, 2), a) for w, a in zip(weights, angles, strict=True)
+        turned((gguf_checkpoint.interleaved(w, heads) @ x).reshape(heads, -1, 2), a)
+        for w, a in zip(weights, angles, strict=True)
     ]
     assert np.allclose((halves[0] * halves[1]).sum((1, 2)), (neighbours[0] * neighbours[1]).sum((1, 2)))
     assert not np.array_equal(gguf_checkpoint.interleaved(weights[0], heads), weights[0])

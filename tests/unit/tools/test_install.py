@@ -123,7 +123,9 @@ def test_cmake_is_fetched_where_the_machine_has_none_that_will_do(
 
 
 def test_what_fetches_cmake_and_what_wants_it_agree(root: Path) -> None:
-    wanted = re.search(r"cmake_minimum_required\(VERSION (\d+)\.(\d+)", (root / "app/kernels/csrc/CMakeLists.txt").read_text())
+    wanted = re.search(
+        r"cmake_minimum_required\(VERSION (\d+)\.(\d+)", (root / "app/kernels/csrc/CMakeLists.txt").read_text()
+    )
     assert wanted
     assert (int(wanted[1]), int(wanted[2])) == install.CMAKE
     assert pins(root, "cmake.txt").keys() == {"cmake", "ninja"}

@@ -63,9 +63,13 @@ def test_a_page_of_passed_checks_names_no_failure() -> None:
         (1.0, (100.0, 0.015), (90.0, 0.0), [True, True]),  # nobody asks for less than whole cores are asked for
     ],
 )
-def test_a_quota_is_judged(cores: float, ours: tuple[float, float], peer: tuple[float, float], passed: list[bool]) -> None:
+def test_a_quota_is_judged(
+    cores: float, ours: tuple[float, float], peer: tuple[float, float], passed: list[bool]
+) -> None:
     findings = Findings()
-    servers = {name: Measured([rate], [stopped], [cores]) for name, (rate, stopped) in (("ours", ours), ("theirs", peer))}
+    servers = {
+        name: Measured([rate], [stopped], [cores]) for name, (rate, stopped) in (("ours", ours), ("theirs", peer))
+    }
     judge(findings, cores, {1: servers, 8: servers})
     assert [check.passed for check in findings.checks] == passed
     assert findings.tables[0].rows[0][:4] == ("×1", "ours", "100.0", f"{100 / cores:.1f}")
@@ -167,7 +171,9 @@ def _breaks(findings: Findings, subject: Subject) -> None:
 def test_a_part_that_cannot_go_on_has_failed_and_the_others_are_kept(
     run: Callable[[Findings, Subject], None], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(prove, "PARTS", {"one": Part("One", "It breaks.", 1, run), "two": Part("Two", "It was well.", 1, run)})
+    monkeypatch.setattr(
+        prove, "PARTS", {"one": Part("One", "It breaks.", 1, run), "two": Part("Two", "It was well.", 1, run)}
+    )
     monkeypatch.setattr(prove, "_facts", lambda subject: FACTS)
     arguments = argparse.Namespace(json=tmp_path / "build" / "proofs.json", report=tmp_path / "proofs.md")
     earlier = Findings()

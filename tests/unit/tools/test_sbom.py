@@ -51,14 +51,20 @@ def by_name(made: dict[str, Any]) -> dict[str, Any]:
 def test_every_line_of_the_lock_is_a_component() -> None:
     lines = (ROOT / "requirements/image-arm64.txt").read_text().splitlines()[1:]
     made = document("arm64", NOON)
-    told = [f"{each['name']}=={each['version']} --hash=sha256:{each['hashes'][0]['content']}" for each in made["components"]]
+    told = [
+        f"{each['name']}=={each['version']} --hash=sha256:{each['hashes'][0]['content']}" for each in made["components"]
+    ]
     assert told == lines
     assert made["metadata"]["component"]["version"] == VERSION
     assert made["metadata"]["timestamp"] == "2026-11-22T12:00:00+00:00"
 
 
 def test_the_same_contents_have_the_same_number() -> None:
-    first, later, other = document("amd64", NOON), document("amd64", datetime(2027, 1, 1, tzinfo=UTC)), document("arm64", NOON)
+    first, later, other = (
+        document("amd64", NOON),
+        document("amd64", datetime(2027, 1, 1, tzinfo=UTC)),
+        document("arm64", NOON),
+    )
     assert first["serialNumber"] == later["serialNumber"] != other["serialNumber"]
 
 
@@ -84,7 +90,10 @@ def test_only_the_very_version_speaks_for_itself() -> None:
     ("said", "told"),
     [
         ({"License-Expression": "MIT AND Zlib", "License": "x"}, [{"expression": "MIT AND Zlib"}]),
-        ({"Classifier": "License :: OSI Approved :: BSD License", "License": "BSD"}, [{"license": {"name": "BSD License"}}]),
+        (
+            {"Classifier": "License :: OSI Approved :: BSD License", "License": "BSD"},
+            [{"license": {"name": "BSD License"}}],
+        ),
         ({"License": "MPL-2.0 AND MIT"}, [{"license": {"name": "MPL-2.0 AND MIT"}}]),
         ({"License": "All of a licence\nin many lines"}, []),
         ({"Classifier": "Typing :: Typed"}, []),
@@ -105,7 +114,9 @@ def test_licences_are_told_as_they_were_declared(said: dict[str, str], told: lis
 
 
 def test_who_asks_for_whom_is_told_by_markers() -> None:
-    wheels = {name: Wheel(name, version(name), HASH) for name in ("fastapi", "pydantic", "pydantic-core", "uvicorn", "uvloop")}
+    wheels = {
+        name: Wheel(name, version(name), HASH) for name in ("fastapi", "pydantic", "pydantic-core", "uvicorn", "uvloop")
+    }
     graph = {each["ref"]: each["dependsOn"] for each in sbom.dependencies(list(wheels.values()), "aarch64")}
     assert graph["armature"] == [wheels[name].purl for name in ("fastapi", "pydantic", "uvicorn", "uvloop")]
     assert graph[wheels["pydantic"].purl] == [wheels["pydantic-core"].purl]

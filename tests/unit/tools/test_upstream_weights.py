@@ -32,7 +32,9 @@ def test_an_encoder_reads_and_nothing_else() -> None:
     assert requests_per_second(told(encode={16: 10.0, 512: 1280.0}), 128, 999) == pytest.approx(10.0)
 
 
-@pytest.mark.parametrize("text", ["", told(decode={1: 50.0}), told(decode={1: 0.0}, prefill={32: 9.0}), "<html>502</html>"])
+@pytest.mark.parametrize(
+    "text", ["", told(decode={1: 50.0}), told(decode={1: 0.0}, prefill={32: 9.0}), "<html>502</html>"]
+)
 def test_who_tells_too_little_tells_nothing(text: str) -> None:
     assert requests_per_second(text, 128, 128) is None
 
@@ -80,9 +82,13 @@ def test_one_look_from_the_command_line(tmp_path: Path, monkeypatch: pytest.Monk
     reloads = tmp_path / "reloads"
     reload = f"{sys.executable} -c \"open(r'{reloads}', 'a').write('x')\""
     monkeypatch.setattr(upstream_weights, "scraped", metrics.__getitem__)
-    monkeypatch.setattr(sys, "argv", ["upstream_weights", "--out", str(tmp_path / "s.conf"), "--reload", reload, "a:1", "b:1"])
+    monkeypatch.setattr(
+        sys, "argv", ["upstream_weights", "--out", str(tmp_path / "s.conf"), "--reload", reload, "a:1", "b:1"]
+    )
     assert [upstream_weights.main(), upstream_weights.main()] == [0, 0]
-    assert (tmp_path / "s.conf").read_text() == "server a:1 weight=100 max_fails=0;\nserver b:1 weight=25 max_fails=0;\n"
+    assert (
+        tmp_path / "s.conf"
+    ).read_text() == "server a:1 weight=100 max_fails=0;\nserver b:1 weight=25 max_fails=0;\n"
     assert reloads.read_text() == "x"
     metrics["b:1"] = told(decode={8: 40.0}, prefill={64: 400.0})
     assert upstream_weights.main() == 0

@@ -36,7 +36,9 @@ def test_needs(tmp_path: Path, tied: bool) -> None:
     elements = sum(tensor.numel() for tensor in tensors.values())
     assert needs.num_parameters == elements and needs.weight_bytes == 2 * elements
     table = 0 if tied else 320 * 32  # looked up as stored, at two bytes
-    assert needs.bytes_by_precision.items() >= {"fp32": 4 * (elements - table) + 2 * table, "bf16": 2 * elements}.items()
+    assert (
+        needs.bytes_by_precision.items() >= {"fp32": 4 * (elements - table) + 2 * table, "bf16": 2 * elements}.items()
+    )
     assert needs.kv_elements_per_token == 2 * 2 * 2 * 8
     assert (needs.max_model_len, needs.num_layers, needs.hidden_size, needs.vocab_size) == (256, 2, 32, 320)
     assert (needs.kind, needs.stored_dtype, needs.architecture) == ("decoder", "bfloat16", "LlamaForCausalLM")
@@ -93,15 +95,24 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
     "config not utf-8": (lambda d: (d / "config.json").write_bytes(b"\xff\xff"), "is not JSON"),
     "config a list": (lambda d: (d / "config.json").write_text("[]"), "is not a JSON object"),
     "generation config": (lambda d: (d / "generation_config.json").write_text("x"), "generation_config.json in"),
-    "unknown architecture": (edit_json("config.json", architectures=["Foo"]), "Foo is not supported; supported are Llama"),
+    "unknown architecture": (
+        edit_json("config.json", architectures=["Foo"]),
+        "Foo is not supported; supported are Llama",
+    ),
     "quantised": (edit_json("config.json", quantization_config={"quant_method": "gptq"}), "already quantized"),
     "no weights": (replace_weights(), "has no weights"),
     "pickle": (replace_weights("pytorch_model.bin"), "(pytorch_model.bin), which can run code"),
     "two files, no index": (replace_weights("a.safetensors", "b.safetensors"), f"2 *.safetensors files and no {INDEX}"),
     "truncated": (truncate, "model.safetensors has been cut short"),
     "not safetensors": (replace_weights("model.safetensors"), "model.safetensors is not a whole safetensors file"),
-    "missing tensor": (edit_tensors(lambda t: t.pop(NORM)), f"lack 1 of the 21 tensors of this LlamaForCausalLM: {NORM}."),
-    "no head": (edit_tensors(lambda t: t.pop(HEAD)), "no lm_head.weight; if it shares the embedding's, config.json must say"),
+    "missing tensor": (
+        edit_tensors(lambda t: t.pop(NORM)),
+        f"lack 1 of the 21 tensors of this LlamaForCausalLM: {NORM}.",
+    ),
+    "no head": (
+        edit_tensors(lambda t: t.pop(HEAD)),
+        "no lm_head.weight; if it shares the embedding's, config.json must say",
+    ),
     "shape": (
         edit_tensors(lambda t: t.update({NORM: torch.ones(5)})),
         f"{NORM} has shape [5], and config.json asks for [32]",

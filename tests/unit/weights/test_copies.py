@@ -37,14 +37,19 @@ def model(tmp_path: Path) -> Path:
 
 def test_a_volume_that_is_not_mounted(tmp_path: Path) -> None:
     said = refusal(tmp_path / "models" / "tiny")
-    assert f"{tmp_path}/models/tiny does not exist, nor does {tmp_path}/models: is a volume with models mounted there?" in said
+    assert (
+        f"{tmp_path}/models/tiny does not exist, nor does {tmp_path}/models: is a volume with models mounted there?"
+        in said
+    )
 
 
 def test_a_volume_that_is_empty(tmp_path: Path) -> None:
     """As one is that was just made: ext4 has a folder of its own in it."""
     (tmp_path / "models" / "lost+found").mkdir(parents=True)
     assert f"does not exist, and {tmp_path}/models is empty: is a volume" in refusal(tmp_path / "models" / "tiny")
-    assert f"{tmp_path}/models is empty: is a volume mounted there, and the model in it?" in refusal(tmp_path / "models")
+    assert f"{tmp_path}/models is empty: is a volume mounted there, and the model in it?" in refusal(
+        tmp_path / "models"
+    )
 
 
 def test_a_volume_with_other_models(model: Path) -> None:
@@ -139,7 +144,11 @@ HALVES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "shard under way": (SHARD, under_way, f"{SHARD}.incomplete there: a copy is running or was interrupted."),
     "config under way": ("config.json", under_way, "config.json.incomplete there: a copy is running"),
     "tokenizer under way": ("tokenizer.json", under_way, "tokenizer.json.incomplete there: a copy is running"),
-    "shard a pointer": (SHARD, point, f"{SHARD} is a Git LFS pointer, not the file itself: fetch the file with git lfs pull."),
+    "shard a pointer": (
+        SHARD,
+        point,
+        f"{SHARD} is a Git LFS pointer, not the file itself: fetch the file with git lfs pull.",
+    ),
     "config a pointer": ("config.json", point, "config.json is a Git LFS pointer"),
     "tokenizer a pointer": ("tokenizer.json", point, "tokenizer.json is a Git LFS pointer"),
     "shard a link": (SHARD, link, f"lacks 1 of 3 shards: {SHARD}"),
@@ -173,7 +182,9 @@ def test_a_download_of_the_hub_that_was_broken_off(model: Path) -> None:
     assert "no *.safetensors file. .cache/huggingface/download/x.incomplete there" in refusal(model)
 
 
-@pytest.mark.parametrize(("content", "sentence"), [(POINTER, "Git LFS pointer"), ("PK\3\4 cut", "Copy or download it to")])
+@pytest.mark.parametrize(
+    ("content", "sentence"), [(POINTER, "Git LFS pointer"), ("PK\3\4 cut", "Copy or download it to")]
+)
 def test_a_program_that_is_not_whole(tmp_path: Path, content: str, sentence: str) -> None:
     (tmp_path / "net.pt2").write_text(content)
     assert sentence in refusal(tmp_path / "net.pt2")

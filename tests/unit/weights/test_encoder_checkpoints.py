@@ -31,7 +31,9 @@ Tensors = dict[str, torch.Tensor]
 def test_every_family_opens(tmp_path: Path, family: str, use: str) -> None:
     checkpoint = open_checkpoint(write_encoder(tmp_path / "tiny", family + use))
     config = checkpoint.encoder
-    assert checkpoint.kind == "encoder" and config.architecture == family + use and bool(config.labels) == (use == SUFFIX)
+    assert (
+        checkpoint.kind == "encoder" and config.architecture == family + use and bool(config.labels) == (use == SUFFIX)
+    )
     assert {name: entry.shape for name, entry in checkpoint.tensors.items()} == encoder_tensors_of(config)
     needs = checkpoint.needs()
     stored = sum(tensor.numel() for tensor in load_file(tmp_path / "tiny" / "model.safetensors").values())
@@ -60,7 +62,9 @@ def test_one_stored_tensor_holds_several(tmp_path: Path) -> None:
     up, gate = stored["encoder.layer.1.mlp.up_gate_proj.weight"].chunk(2)
     for name, wanted in {"query": query, "key": key, "value": value, "up": up, "gate": gate}.items():
         assert torch.equal(values_of(checkpoint, f"layers.1.{name}.weight"), wanted), name
-    assert torch.equal(values_of(checkpoint, "layers.0.key.bias"), stored["encoder.layer.0.attention.qkv_proj.bias"].chunk(3)[1])
+    assert torch.equal(
+        values_of(checkpoint, "layers.0.key.bias"), stored["encoder.layer.0.attention.qkv_proj.bias"].chunk(3)[1]
+    )
 
 
 # Renames what was published into what transformers 5 calls it.
@@ -85,7 +89,9 @@ def test_both_of_nomics_layouts_are_the_same_model(tmp_path: Path) -> None:
             name = name.replace(old, new)
         if "Wqkv" in name:
             parts = zip("qkv", tensor.chunk(3), strict=True)
-            tensors |= {name.replace("attn.Wqkv", f"self_attn.{letter}_proj"): part.contiguous() for letter, part in parts}
+            tensors |= {
+                name.replace("attn.Wqkv", f"self_attn.{letter}_proj"): part.contiguous() for letter, part in parts
+            }
         else:
             tensors[name] = tensor
     write_weights(second, tensors)
@@ -106,7 +112,13 @@ def renamed(tensors: Tensors, new_name: Callable[[str], str]) -> None:
     tensors.update((new_name(name), tensor) for name, tensor in items)
 
 
-EXTRAS = ("cls.predictions.bias", "pooler.dense.weight", "bert.pooler.dense.bias", "embeddings.position_ids", "lm_head.bias")
+EXTRAS = (
+    "cls.predictions.bias",
+    "pooler.dense.weight",
+    "bert.pooler.dense.bias",
+    "embeddings.position_ids",
+    "lm_head.bias",
+)
 
 
 @pytest.mark.parametrize("name", EXTRAS)
@@ -126,16 +138,28 @@ def test_prefixes_and_old_names_of_norms(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[str, Callable[[Tensors], object], str]] = {
-    "missing": ("BertModel", lambda t: t.pop("encoder.layer.1.output.dense.bias"), "lack 1 .* encoder.layer.1.output.dense.bias"),
+    "missing": (
+        "BertModel",
+        lambda t: t.pop("encoder.layer.1.output.dense.bias"),
+        "lack 1 .* encoder.layer.1.output.dense.bias",
+    ),
     "shape": (
         "BertModel",
         lambda t: t.update({"embeddings.LayerNorm.bias": torch.ones(3)}),
         "embeddings.LayerNorm.bias has shape",
     ),
-    "left over": ("BertModel", lambda t: t.update({"encoder.layer.2.x": torch.ones(3)}), "does not use: encoder.layer.2.x"),
+    "left over": (
+        "BertModel",
+        lambda t: t.update({"encoder.layer.2.x": torch.ones(3)}),
+        "does not use: encoder.layer.2.x",
+    ),
     "no head": (f"Bert{SUFFIX}", lambda t: t.pop("classifier.weight"), "lack 1 .* classifier.weight"),
     "adapters": ("JinaEmbeddingsV3Model", lambda t: t.update({"x.lora_A": torch.ones(3)}), "adapters"),
-    "uneven": ("GteModel", lambda t: t.update({"encoder.layer.0.attention.qkv_proj.bias": torch.ones(97)}), "3 equal parts"),
+    "uneven": (
+        "GteModel",
+        lambda t: t.update({"encoder.layer.0.attention.qkv_proj.bias": torch.ones(97)}),
+        "3 equal parts",
+    ),
     "a decoder's extra": (
         "Qwen3Model",
         lambda t: t.update({"layers.0.experts": torch.ones(3)}),

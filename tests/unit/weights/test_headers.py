@@ -96,12 +96,15 @@ def check(entries: dict[str, TensorEntry], file: Path) -> None:
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-8, 40) | st.floats() | st.sampled_from(["F32", "BF16", "x"]),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["dtype", "shape", "data_offsets"]), inner, max_size=3)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["dtype", "shape", "data_offsets"]), inner, max_size=3)
     ),
     max_leaves=12,
 )
 tensors = st.builds(
-    lambda start, count, dtype, slack: tensor(start, start + count * (4 if dtype == "F32" else 2) + slack, [count], dtype),
+    lambda start, count, dtype, slack: tensor(
+        start, start + count * (4 if dtype == "F32" else 2) + slack, [count], dtype
+    ),
     st.integers(0, 12),
     st.integers(0, 3),
     st.sampled_from(["F32", "BF16"]),

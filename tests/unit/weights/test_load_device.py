@@ -62,7 +62,10 @@ def test_fewer_bits_are_near(tiled: TiledCodes, tmp_path: Path, architecture: st
     exact = logits(load(directory))
     for dtype, within, kind in (("bfloat16", 0.03, "cuda"), ("float16", 0.004, "mps"), ("int4", 0.5, "cuda")):
         assert (logits(load_on(directory, dtype, kind)) - exact).norm() <= within * exact.norm(), dtype
-    assert tiled.multiplied and {type(form) for form in forms_of(load_on(directory, "int4"))} == {DeviceLinear, DeviceInt4Linear}
+    assert tiled.multiplied and {type(form) for form in forms_of(load_on(directory, "int4"))} == {
+        DeviceLinear,
+        DeviceInt4Linear,
+    }
 
 
 @pytest.mark.parametrize("kind", ENCODERS)
@@ -156,7 +159,10 @@ def held_bytes(model: nn.Module) -> int:
 @pytest.mark.parametrize("architecture", ["BertModel", *ENCODERS])
 def test_the_plan_counts_an_encoders_bytes(tmp_path: Path, architecture: str) -> None:
     directory = write_encoder(tmp_path, architecture)
-    assert held_bytes(load_on(directory, "bfloat16")) == open_checkpoint(directory).needs().device_bytes_by_precision["bf16"]
+    assert (
+        held_bytes(load_on(directory, "bfloat16"))
+        == open_checkpoint(directory).needs().device_bytes_by_precision["bf16"]
+    )
 
 
 # ---- what it becomes ---------------------------------------------------------------------------------------------------
@@ -187,7 +193,9 @@ def test_nothing_is_kept_of_what_lies_on_a_device(tmp_path: Path) -> None:
 
     checkpoint = open_checkpoint(write_checkpoint(tmp_path / "model", **WIDE))
     backend = cast(BaseBackend, SimpleNamespace(device=torch.device("cpu")))
-    load_model(checkpoint, plan_of("int4", 64, "cuda"), backend, packs=PackFolder(tmp_path / "kept", lambda done, total: None))
+    load_model(
+        checkpoint, plan_of("int4", 64, "cuda"), backend, packs=PackFolder(tmp_path / "kept", lambda done, total: None)
+    )
     assert not list(tmp_path.glob("kept/**/*.pack"))
 
 

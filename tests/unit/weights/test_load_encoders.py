@@ -39,7 +39,9 @@ def outputs(model: object) -> torch.Tensor:
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("architecture", ["MPNetModel", "GteModel", f"ModernBert{SUFFIX}", "Qwen3Model"])
 def test_stored_in_fewer_bits(tmp_path: Path, architecture: str, stored: torch.dtype) -> None:
-    exact, fewer = (load(write_encoder(tmp_path / str(dtype), architecture, dtype=dtype)) for dtype in (torch.float32, stored))
+    exact, fewer = (
+        load(write_encoder(tmp_path / str(dtype), architecture, dtype=dtype)) for dtype in (torch.float32, stored)
+    )
     assert F.cosine_similarity(outputs(fewer), outputs(exact), dim=-1).min() > 0.999
 
 
@@ -53,7 +55,9 @@ def test_tables_stay_in_the_file(tmp_path: Path) -> None:
 
 
 def test_how_far_it_is_is_told_to_the_end(tmp_path: Path) -> None:
-    directory = write_encoder(tmp_path, "NomicBertModel", modules=Modules(dense=((24, "torch.nn.modules.activation.Tanh"),)))
+    directory = write_encoder(
+        tmp_path, "NomicBertModel", modules=Modules(dense=((24, "torch.nn.modules.activation.Tanh"),))
+    )
     told: list[tuple[int, int]] = []
     load(directory, progress=lambda done, total: told.append((done, total)))
     bytes_of_all = sum(entry.nbytes for entry in open_checkpoint(directory).tensors.values())
@@ -66,7 +70,9 @@ def test_packs_are_kept_for_the_next_start(tmp_path: Path, architecture: str) ->
     checkpoint = open_checkpoint(write_encoder(tmp_path / "model", architecture))
 
     def start() -> Model:
-        return load_model(checkpoint, plan_of("int8", 64), CPU, None, PackFolder(tmp_path / "cache", lambda done, total: None))
+        return load_model(
+            checkpoint, plan_of("int8", 64), CPU, None, PackFolder(tmp_path / "cache", lambda done, total: None)
+        )
 
     first, kept = outputs(start()), list((tmp_path / "cache").rglob("*.pack"))
     assert len(kept) == 1 and torch.equal(outputs(start()), first)

@@ -175,7 +175,9 @@ def test_another_architectures_and_versions_packs_are_left_alone(
     for machine in ({"architecture": "arm64"}, {"version": "0.0.9"}, {}):
         packings.clear()
         with monkeypatch.context() as patch, caplog.at_level(logging.INFO):
-            patch.setattr(pack_cache, "_platform_key", lambda other=machine, own=pack_cache._platform_key: {**own(), **other})
+            patch.setattr(
+                pack_cache, "_platform_key", lambda other=machine, own=pack_cache._platform_key: {**own(), **other}
+            )
             served(tmp_path)
         assert packings
     assert len(files(tmp_path)) == 3

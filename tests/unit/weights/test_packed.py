@@ -129,7 +129,9 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "Ctrl-C"])
-def test_what_ends_a_writing_leaves_what_was_there(file: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+def test_what_ends_a_writing_leaves_what_was_there(
+    file: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
     before = file.read_bytes()
     calls = []
 

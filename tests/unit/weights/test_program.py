@@ -35,7 +35,10 @@ def recommender(programs: Path) -> Path:
 def test_names_types_and_shapes_are_the_models_own(recommender: Path) -> None:
     checkpoint = open_program(recommender)
     assert checkpoint.signature.inputs == (TensorSpec("ids", "INT64", (-1, 5)), TensorSpec("dense", "FP32", (-1, 8)))
-    assert checkpoint.signature.outputs == (TensorSpec("score", "FP32", (-1, 1)), TensorSpec("features", "FP32", (-1, 32)))
+    assert checkpoint.signature.outputs == (
+        TensorSpec("score", "FP32", (-1, 1)),
+        TensorSpec("features", "FP32", (-1, 32)),
+    )
     assert (checkpoint.min_rows, checkpoint.max_rows) == (1, 64)
     assert (checkpoint.name, checkpoint.kind) == ("recommender", "program")
 
@@ -165,7 +168,11 @@ def test_a_program_that_writes_into_its_weights(recommender: Path, tmp_path: Pat
         nodes = values["graph_module"]["graph"]["nodes"]
         arg = {"as_tensor": {"name": "p_score_weight"}}
         nodes.append(
-            {"target": "torch.ops.aten.relu_.default", "inputs": [{"name": "self", "arg": arg, "kind": 1}], "outputs": []}
+            {
+                "target": "torch.ops.aten.relu_.default",
+                "inputs": [{"name": "self", "arg": arg, "kind": 1}],
+                "outputs": [],
+            }
         )
 
     with pytest.raises(CheckpointInvalid, match=r"writes into its own tensor 'p_score_weight'.*eval\(\)"):
@@ -188,7 +195,9 @@ def test_whatever_is_changed_is_opened_or_refused_in_a_sentence(
 ) -> None:
     source, values = recommender_json
     path = data.draw(st.sampled_from(list(places(values))))
-    junk = data.draw(st.one_of(st.none(), st.integers(-3, 40), st.text(max_size=4), st.lists(st.none(), max_size=2), st.just({})))
+    junk = data.draw(
+        st.one_of(st.none(), st.integers(-3, 40), st.text(max_size=4), st.lists(st.none(), max_size=2), st.just({}))
+    )
     values = json.loads(json.dumps(values))
     inner = values
     for key in path[:-1]:

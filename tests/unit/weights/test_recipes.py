@@ -30,7 +30,12 @@ def test_every_recipe_names_forms_that_exist(is_output: bool) -> None:
             assert set(forms) <= set(FORMS) and forms[-1] == "plain"  # which suits always
             assert not recipe.equalise and recipe.int8_copy_from is None
         else:
-            assert set(forms[:-1]) <= set(QUANTISED_FORMS) and forms[0] in LAYOUTS and forms[-1] == "plain" and recipe.equalise
+            assert (
+                set(forms[:-1]) <= set(QUANTISED_FORMS)
+                and forms[0] in LAYOUTS
+                and forms[-1] == "plain"
+                and recipe.equalise
+            )
 
 
 @pytest.mark.parametrize("architecture", ["x86_64", "arm64"])
@@ -66,7 +71,9 @@ def test_a_missing_row_lists_those_that_exist() -> None:
         ("mps", "x86_64", set()),
     ],
 )
-def test_devices_are_served_in_these_precisions_and_no_others(device: str, architecture: str, precisions: set[str]) -> None:
+def test_devices_are_served_in_these_precisions_and_no_others(
+    device: str, architecture: str, precisions: set[str]
+) -> None:
     assert {name for kind, built, name in RECIPES if (kind, built) == (device, architecture)} == precisions
     with pytest.raises(NoRecipe, match=f"int8 on {device}"):
         find_recipe(device, architecture, "int8")

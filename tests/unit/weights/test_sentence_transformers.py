@@ -57,7 +57,11 @@ def test_a_causal_decoder_with_modules_is_an_embedder(tmp_path: Path) -> None:
 
 
 NEW = "sentence_transformers.sentence_transformer.modules"
-NAMES = ["sentence_transformers.base.modules.transformer.Transformer", f"{NEW}.pooling.Pooling", f"{NEW}.normalize.Normalize"]
+NAMES = [
+    "sentence_transformers.base.modules.transformer.Transformer",
+    f"{NEW}.pooling.Pooling",
+    f"{NEW}.normalize.Normalize",
+]
 
 
 def write_new(directory: Path, names: list[str] = NAMES, pooling: Mapping[str, Any] | None = None, **said: Any) -> Path:
@@ -107,7 +111,9 @@ def test_a_cross_encoder_ends_in_labels(tmp_path: Path) -> None:
 
 
 def test_dropout_does_nothing_here(tmp_path: Path) -> None:
-    assert read_sentence_config(write_new(tmp_path, [*NAMES[:2], f"{NEW}.dropout.Dropout", NAMES[2]])).pooling is not None
+    assert (
+        read_sentence_config(write_new(tmp_path, [*NAMES[:2], f"{NEW}.dropout.Dropout", NAMES[2]])).pooling is not None
+    )
 
 
 LISTS: dict[str, tuple[list[str], dict[str, Any], str]] = {
@@ -115,7 +121,11 @@ LISTS: dict[str, tuple[list[str], dict[str, Any], str]] = {
     "another order": ([NAMES[0], NAMES[2], NAMES[1]], {}, "lists Transformer, Normalize, Pooling"),
     "no pooling": ([NAMES[0]], {}, "lists Transformer; supported:"),
     "nothing": ([], {}, "lists nothing"),
-    "a judge by words": ([NAMES[0], f"{NEW}.LogitScore"], {"model_type": "CrossEncoder"}, "lists Transformer, LogitScore"),
+    "a judge by words": (
+        [NAMES[0], f"{NEW}.LogitScore"],
+        {"model_type": "CrossEncoder"},
+        "lists Transformer, LogitScore",
+    ),
     "sparse": (NAMES, {"model_type": "SparseEncoder"}, "This is a SparseEncoder of sentence-transformers"),
     "prompts": (NAMES, {"prompts": {"query": 3}}, "prompts must map names to texts"),
     "default prompt": (NAMES, {"prompts": {"query": "q"}, "default_prompt_name": "p"}, "'p' is not one of query"),
@@ -132,11 +142,19 @@ def test_what_would_make_other_vectors_is_refused(tmp_path: Path, case: str) -> 
 FILES: dict[str, tuple[str, Any, str]] = {
     "pooling": ("1_Pooling/config.json", {"pooling_mode": "attention"}, "pooling_mode 'attention' is not known"),
     "pooling's flag": ("1_Pooling/config.json", {"pooling_mode_first": True}, "pooling_mode_first is not known"),
-    "activation": ("2_Dense/config.json", {"activation_function": "my.Tanh"}, "activation_function my.Tanh is not known"),
+    "activation": (
+        "2_Dense/config.json",
+        {"activation_function": "my.Tanh"},
+        "activation_function my.Tanh is not known",
+    ),
     "residual": ("2_Dense/config.json", {"in_features": 32, "out_features": 8, "use_residual": True}, "use_residual"),
     "size": ("2_Dense/config.json", {"in_features": 31, "out_features": 24}, "in_features is 31, and 32 come in"),
     "no list": ("modules.json", {"a": 1}, "must hold a list of objects"),
-    "elsewhere": ("modules.json", [{"type": "a.Transformer", "path": "../x"}], "'../x' is not a folder of this directory"),
+    "elsewhere": (
+        "modules.json",
+        [{"type": "a.Transformer", "path": "../x"}],
+        "'../x' is not a folder of this directory",
+    ),
     "in a folder": ("modules.json", [{"type": "a.Transformer", "path": "0_Transformer"}], "move them up"),
     "length": ("sentence_bert_config.json", {"max_seq_length": "long"}, "max_seq_length must be an integer"),
 }

@@ -58,7 +58,9 @@ def fetch(source: str, target: Path, owner: str) -> str:
     finally:
         shutil.rmtree(staged, ignore_errors=True)
     return (
-        f"{target}: {size / 2**30:.2f} GiB in {time.monotonic() - began:.1f} s" if first else f"{target}: another pod was first"
+        f"{target}: {size / 2**30:.2f} GiB in {time.monotonic() - began:.1f} s"
+        if first
+        else f"{target}: another pod was first"
     )
 
 
