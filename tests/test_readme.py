@@ -1,4 +1,4 @@
-"""The README is held to its word: its examples run against a server, its commands exist, and the docs' tree is the tree."""
+"""The examples of the README and of docs/examples.md run against a server, and every command, target and link of the docs exists."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ ADDRESS = "http://127.0.0.1:8000"
 
 
 def blocks(root: Path, language: str) -> list[str]:
-    text = (root / "README.md").read_text(encoding="utf-8")
+    """Return the code blocks of the README, then those of docs/examples.md."""
+    text = "\n".join((root / name).read_text(encoding="utf-8") for name in ("README.md", "docs/examples.md"))
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
@@ -70,8 +71,8 @@ def test_every_command_that_the_docs_name_exists(root: Path) -> None:
     for path in (root / "README.md", *(root / "docs").glob("*.md")):
         text = path.read_text(encoding="utf-8")
         assert set(re.findall(r"`armature bench ([a-z]+)", text)) <= BENCHES.keys() | {"compare"}
-    readme = (root / "README.md").read_text(encoding="utf-8")
-    rows = [line.split("|")[1] for line in readme.splitlines() if line.startswith("| `armature bench")]
+    commands = (root / "docs" / "commands.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in commands.splitlines() if line.startswith("| `armature bench")]
     assert {name for row in rows for name in re.findall(r"`(?:armature bench )?([a-z]+)[^`]*`", row)} == BENCHES.keys()
 
 
