@@ -1,6 +1,6 @@
 """Compiles Triton's kernels for NVIDIA GPUs without one: down to the machine code, by the compiler and the assembler that Triton brings.
 
-`compile_all("launches_between", 90)` runs every function of tests/launches_between.py whose name begins with `launch_` in an interpreter of
+`compile_all("launches_elementwise", 90)` runs every function of tests/launches_elementwise.py whose name begins with `launch_` in an interpreter of
 its own, in which a launch compiles and starts nothing: tensors are the processor's, and only their types, strides and alignment count.
 """
 

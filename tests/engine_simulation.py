@@ -1,4 +1,4 @@
-"""An engine without tensors, on a runner that remembers (remembering_runner.py).
+"""An engine without tensors, on a runner that remembers (tracking_runner.py).
 
 Whatever the scheduler does, a wrong or missing entry is found in the step that reads it, and every completion must equal the plain loop's.
 """
@@ -26,7 +26,7 @@ from app.messages import (
     TokensReady,
 )
 from app.metrics.stats import StepStats
-from remembering_runner import (
+from tracking_runner import (
     EOS,
     VOCABULARY,
     DeviceBroke,

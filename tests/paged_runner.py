@@ -18,7 +18,7 @@ from app.engine.scheduler.batch import (
     ScheduledSpan,
 )
 from app.engine.scheduler.kv_allocator import KvSlots
-from remembering_runner import RememberingRunner
+from tracking_runner import RememberingRunner
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import pytest
 
 from app.api.dependencies import ApiRuntime
 from app.server.app import create_app
-from tests.api.scripted import Conversation, CountingMetrics, Lifetime, ScriptedService
+from tests.api.scripted_service import Conversation, CountingMetrics, Lifetime, ScriptedService
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from app.service.served_model import (
 from app.service.service import Service
 from fake_worker import FakeWorker, tokenizer
 from tests.api.conftest import application
-from tests.api.scripted import Lifetime
+from tests.api.scripted_service import Lifetime
 
 LIMITS = ServingLimits(
     max_model_len=64, max_running_seqs=8, max_waiting_requests=8, request_timeout_seconds=60, vocab_size=340

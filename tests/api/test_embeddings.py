@@ -21,7 +21,7 @@ from app.api.encoders.routes import to_base64_json as base64_of
 from app.messages import Text
 from app.service.inputs import MAX_TEXTS
 from fake_encoder import CLASSIFIER, CONFIG, PROMPTED, ids_of, vector
-from tests.api.encoders import answer_of, asking
+from tests.api.encoder_client import answer_of, asking
 
 TIMING = "queue;dur=1.0, encode;dur=2.0"
 

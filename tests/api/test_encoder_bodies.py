@@ -25,7 +25,7 @@ from app.api.tei import (
 )
 from app.models.encoders.config import EncoderConfig
 from fake_encoder import CLASSIFIER, CONFIG, CROSS_ENCODER
-from tests.api.encoders import asking
+from tests.api.encoder_client import asking
 
 ROUTES: dict[str, tuple[type[Body], EncoderConfig]] = {
     "/v1/embeddings": (EmbeddingsBody, CONFIG),

@@ -12,7 +12,7 @@ from app.metrics.stats import (
     StepStats,
 )
 from app.server.app import ROUTES
-from tests.api.scripted import CountingMetrics, ScriptedService
+from tests.api.scripted_service import CountingMetrics, ScriptedService
 
 
 async def test_alive_while_the_worker_lives(client: httpx.AsyncClient, service: ScriptedService) -> None:

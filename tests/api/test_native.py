@@ -15,7 +15,7 @@ from app.service.requests import (
     TextDelta,
     Usage,
 )
-from tests.api.scripted import ScriptedService, deltas, events
+from tests.api.scripted_service import ScriptedService, deltas, events
 
 
 async def test_text_in_text_and_ids_out(client: httpx.AsyncClient, service: ScriptedService) -> None:

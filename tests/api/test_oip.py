@@ -22,7 +22,7 @@ from app.service.requests import (
 from app.version import VERSION
 from fake_worker import tokenizer
 from tests.api.oip_fakes import decoder, encoder, program, serving
-from tests.api.scripted import ScriptedService, deltas, events
+from tests.api.scripted_service import ScriptedService, deltas, events
 
 # ---- the server and its model --------------------------------------------------------------------------------------
 

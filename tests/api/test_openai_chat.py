@@ -15,7 +15,7 @@ from app.service.requests import (
     TextDelta,
     Usage,
 )
-from tests.api.scripted import ScriptedService, deltas, events
+from tests.api.scripted_service import ScriptedService, deltas, events
 
 URL = "/v1/chat/completions"
 HELLO: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}

@@ -18,7 +18,7 @@ from app.service.requests import (
     TextDelta,
     Usage,
 )
-from tests.api.scripted import ScriptedService, deltas, events
+from tests.api.scripted_service import ScriptedService, deltas, events
 
 URL = "/v1/completions"
 

@@ -14,7 +14,7 @@ from app.errors import (
     ServiceStopping,
     Unauthorized,
 )
-from tests.api.scripted import CountingMetrics, ScriptedService
+from tests.api.scripted_service import CountingMetrics, ScriptedService
 
 JSON = {"content-type": "application/json"}
 CHAT = b'{"messages": [{"role": "user", "content": "Hi"}]'

@@ -15,7 +15,7 @@ from app.service.served_model import (
     to_numpy,
 )
 from fake_encoder import CLASSIFIER, CONFIG, CROSS_ENCODER, PROMPTED, SIZE, array, ids_of, logits, vector
-from tests.api.encoders import answer_of, asking
+from tests.api.encoder_client import answer_of, asking
 
 QUERY, DOCUMENTS = "the fox", ["hello", "said", "green world"]
 LONG = "the fox said " * 9

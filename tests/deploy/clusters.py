@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from outside_tools import Manifest, built, of_kind
+from external_tools import Manifest, built, of_kind
 
 # Each a whole service: what a person would apply; the last three have components, as k8s/README.md adds them.
 CLAIM, PER_POD, GATEWAY = (f"../tests/deploy/overlays/{name}" for name in ("claim", "per-pod", "gateway"))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from outside_tools import CHECKERS, Manifest, node_package, run, tool
+from external_tools import CHECKERS, Manifest, node_package, run, tool
 
 # Where each kind's model lies among the packages of npm.
 MODELS = {

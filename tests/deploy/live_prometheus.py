@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from outside_tools import ROOT, tool
+from external_tools import ROOT, tool
 from tools.demo_load import busy
 from tools.loopback_prometheus import watching
 from tools.peers.quota import Quota

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from outside_tools import ROOT, tool
+from external_tools import ROOT, tool
 from tools.peers.nginx import Nginx, Rule, before, whole
 from tools.peers.ports import free_ports
 from tools.upstream_weights import lines

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from app.version import VERSION
-from outside_tools import ROOT, built
+from external_tools import ROOT, built
 from tests.deploy.clusters import pod, pod_labels, server, servers
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from outside_tools import Manifest, built
+from external_tools import Manifest, built
 from tests.deploy.custom_resources import complaints_of_definition, complaints_of_models, strict
 
 OURS = tuple(f"../tests/deploy/overlays/{name}" for name in ("gateway", "keda", "kserve"))

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from app.metrics.instruments import SECONDS_BUCKETS
-from outside_tools import ROOT, built, node_package, of_kind, run, tool
+from external_tools import ROOT, built, node_package, of_kind, run, tool
 from tools.check_dashboards import DASHBOARDS, panels, queries
 from tools.plain_rules import plain_rules
 from tools.tidy_dashboard import tidy, written

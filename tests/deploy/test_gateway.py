@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from app.server.app import ROUTES
 from app.settings import Settings
-from outside_tools import Manifest, built, of_kind, run, tool
+from external_tools import Manifest, built, of_kind, run, tool
 from tests.deploy.clusters import pod, pod_labels, selects, server, servers
 from tests.deploy.live_prometheus import LivePrometheus
 from tests.deploy.test_manifests import VERSIONS

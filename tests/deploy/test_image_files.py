@@ -16,7 +16,7 @@ import pytest
 from packaging.utils import canonicalize_name
 
 from app.settings import setting_rows
-from outside_tools import ROOT, run, tool
+from external_tools import ROOT, run, tool
 from tests.live.live_server import LiveServer, live
 from tiny_checkpoints import write_checkpoint
 from tools.install import TORCH, TORCH_ARM_LINUX

@@ -10,7 +10,7 @@ import yaml
 from app.server.app import ROUTES
 from app.settings import setting_rows
 from app.version import VERSION
-from outside_tools import Manifest, built, of_kind, run, tool
+from external_tools import Manifest, built, of_kind, run, tool
 from tests.deploy.clusters import server, servers
 from tests.deploy.live_prometheus import LivePrometheus
 from tests.deploy.test_manifests import VERSIONS

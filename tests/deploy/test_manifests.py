@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from app.version import VERSION
-from outside_tools import ROOT, Manifest, built, of_kind, run, tool
+from external_tools import ROOT, Manifest, built, of_kind, run, tool
 from tests.deploy.clusters import (
     SERVICES,
     all_servers,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from outside_tools import ROOT, built, of_kind, run, tool
+from external_tools import ROOT, built, of_kind, run, tool
 from tests.deploy.clusters import SERVICES, pod_labels, selects, server, servers
 from tests.deploy.custom_resources import complaints_of_models
 from tests.deploy.rule_files import alerts

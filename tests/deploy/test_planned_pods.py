@@ -13,7 +13,7 @@ from app.hardware.facts import (
     Needs,
 )
 from app.hardware.plan.plan import ServingPlan
-from outside_tools import built
+from external_tools import built
 from planned_machines import GIB, machine, plan
 from tests.deploy.clusters import quantity, server, servers
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outside_tools import ROOT, Manifest, built, of_kind
+from external_tools import ROOT, Manifest, built, of_kind
 from tests.deploy.clusters import environment, pod, quantity, server, servers
 
 # The machines that the pools of overlays/mixed fill.

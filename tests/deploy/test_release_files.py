@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from app.version import VERSION
-from outside_tools import CHECKERS, ROOT, run, tool
+from external_tools import CHECKERS, ROOT, run, tool
 from tools.lock import LOCKS
 from tools.release_notes import notes
 from tools.sbom import document

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from outside_tools import ROOT, built, of_kind, run, tool
+from external_tools import ROOT, built, of_kind, run, tool
 from tests.deploy.rule_files import alerts, groups, rules, selectors
 from tools.plain_rules import MONITORING, plain_rules
 

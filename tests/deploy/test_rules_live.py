@@ -7,7 +7,7 @@ import subprocess
 import httpx
 import pytest
 
-from outside_tools import tool
+from external_tools import tool
 from tests.deploy.live_prometheus import LivePrometheus
 from tests.deploy.rule_files import grouped_by, rules, selectors
 

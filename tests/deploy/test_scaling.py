@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from app.settings import Settings
-from outside_tools import ROOT, Manifest, built, of_kind
+from external_tools import ROOT, Manifest, built, of_kind
 from tests.deploy.clusters import servers
 from tests.deploy.live_prometheus import LivePrometheus
 

@@ -14,7 +14,7 @@ from app.settings import (
     load_settings,
     setting_rows,
 )
-from outside_tools import ROOT, Manifest, built
+from external_tools import ROOT, Manifest, built
 from tests.deploy.clusters import (
     CLAIM,
     GATEWAY,

@@ -13,7 +13,7 @@ import pytest
 
 from app.bench.http.server import running_server
 from app.version import VERSION
-from outside_tools import ROOT, Manifest, tool
+from external_tools import ROOT, Manifest, tool
 from tests.deploy.clusters import pod, server
 from tests.deploy.stub_cluster import StubCluster, stub_cluster
 

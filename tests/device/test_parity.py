@@ -26,8 +26,8 @@ from app.messages import (
     TokensReady,
 )
 from device_engine import DeviceServed, prompt_of, request_of
-from encoded import random_texts
 from loaded_models import load_on
+from run_encoder import random_texts
 from tiny_checkpoints import ARCHITECTURES, write_checkpoint
 from tiny_encoders import write_encoder
 

@@ -29,7 +29,7 @@ from app.server.app import (
 from app.server.prepare import prepare
 from app.server.startup import ServerRuntime
 from app.settings import Settings
-from at_once import AtOnce
+from synchronous_runner import AtOnce
 
 PATIENCE = 60.0  # seconds; a busy machine is no failure
 

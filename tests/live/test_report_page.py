@@ -14,7 +14,7 @@ import pytest
 from app.bench.compare.result import write_result
 from app.bench.report.report import make_report
 from app.bench.report.tables import ReportOrigin
-from made_results import GRAVITON, XEON, made_decoder, made_info
+from synthetic_results import GRAVITON, XEON, made_decoder, made_info
 
 Image = pytest.importorskip("PIL.Image", reason="the plots need the extra `bench`")
 

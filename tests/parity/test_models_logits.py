@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from loaded_models import load
-from plain_attend import PlainAttend, context_of
+from reference_attention import PlainAttend, context_of
 from reference_models import reference_logits
 from tiny_checkpoints import ARCHITECTURES, write_checkpoint
 

@@ -13,7 +13,7 @@ from compiled_kernels import compile_all
 
 @pytest.mark.slow
 def test_every_kernel_compiles() -> None:
-    found = compile_all("launches_between", 90, ptx=True)
+    found = compile_all("launches_elementwise", 90, ptx=True)
     assert {one.launch for one in found} == {
         "angles", "gates", "layer_norms", "longest_norm", "norms", "rows", "turning"
     }  # fmt: skip

@@ -15,9 +15,9 @@ from app.messages import (
     SamplingParams,
     SequenceFinished,
 )
-from at_once import AtOnce
 from encoder_simulation import EncoderSimulation
 from engine_simulation import DeviceBroke, Simulation
+from synchronous_runner import AtOnce
 from worker_bench import Bench
 
 POISON_ID = 99  # a token that is never picked

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outside_tools import ROOT
+from external_tools import ROOT
 from tools.simulate_balancing import (
     Job,
     Outcome,

@@ -16,7 +16,7 @@ from app.kernels.linear.linear import (
 from app.weights import load as loading
 from app.weights.forms import Recipe
 from loaded_models import load
-from plain_attend import PlainAttend, context_of
+from reference_attention import PlainAttend, context_of
 from tiny_checkpoints import write_checkpoint, write_weights
 
 PROMPT = list(range(10, 30))

@@ -24,9 +24,9 @@ from app.models.decoders.layers import Embedding, RotaryEmbedding
 from app.models.encoders.encoder import DistanceBias
 from app.weights.checkpoint import open_checkpoint
 from app.weights.load import load_model
-from encoded import encoded, random_texts
 from loaded_models import load, load_on, plan_of
-from plain_attend import PlainAttend, context_of
+from reference_attention import PlainAttend, context_of
+from run_encoder import encoded, random_texts
 from tiled_codes import TiledCodes, fresh_scratch, tiled
 from tiny_checkpoints import ARCHITECTURES, random_tensors, write_checkpoint, write_weights
 from tiny_encoders import SUFFIX, write_encoder
@@ -57,7 +57,7 @@ def test_logits_are_those_of_a_processors_forms(tmp_path: Path, architecture: st
 
 @pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Gemma3ForCausalLM"])
 def test_fewer_bits_are_near(tiled: TiledCodes, tmp_path: Path, architecture: str) -> None:
-    """Four bits of random weights leave as much as in a processor's forms (test_rounded_models.py)."""
+    """Four bits of random weights leave as much as in a processor's forms (test_quantized_models.py)."""
     directory = write_checkpoint(tmp_path, architecture, **WIDE)
     exact = logits(load(directory))
     for dtype, within, kind in (("bfloat16", 0.03, "cuda"), ("float16", 0.004, "mps"), ("int4", 0.5, "cuda")):

@@ -22,8 +22,8 @@ from app.weights.load import (
     load_model,
 )
 from app.weights.packs import PackFolder
-from encoded import encoded, random_texts
 from loaded_models import load, plan_of
+from run_encoder import encoded, random_texts
 from tiny_encoders import SUFFIX, Modules, write_encoder
 
 CPU = cast(HostBackend, SimpleNamespace(device=torch.device("cpu")))

@@ -34,7 +34,7 @@ from app.weights.load import (
 )
 from app.weights.packs import PackFolder, write_pack
 from loaded_models import plan_of
-from plain_attend import PlainAttend, context_of
+from reference_attention import PlainAttend, context_of
 from tiny_checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="integer forms need the native library")

@@ -37,7 +37,7 @@ from app.service.wait_estimate import (
     TypicalRequest,
     first_token_seconds,
 )
-from at_once import AtOnce
+from synchronous_runner import AtOnce
 
 INT4 = StepTimeTable.from_trial(TrialTimes("int4", 2, {1: 0.016, 8: 0.030, 32: 0.075}, {64: 0.100, 512: 0.70}, 8e-7))
 HABITS = TypicalRequest(completion_tokens=100.0, max_running=4)

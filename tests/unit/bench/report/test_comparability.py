@@ -14,7 +14,7 @@ from app.bench.report.tables import (
     collect_notes,
     unique_names,
 )
-from made_results import GRAVITON, XEON, made_decoder, made_encoder
+from synthetic_results import GRAVITON, XEON, made_decoder, made_encoder
 
 PLAIN = made_encoder()
 HERE = ReportOrigin("0.1.0", PLAIN.info["facts"])

@@ -24,7 +24,7 @@ from app.kernels.linear.torch_int import (
     TorchInt8Linear,
 )
 from loaded_models import load
-from plain_attend import PlainAttend, context_of
+from reference_attention import PlainAttend, context_of
 from tiny_checkpoints import write_checkpoint
 
 PACKINGS = {"int4/32": TorchInt4Factory(32), "int4/64": TorchInt4Factory(64), "int8": TorchInt8Factory()}

@@ -18,7 +18,7 @@ from app.bench.report.comparison import (
     repeat_variation,
     shared_p99,
 )
-from made_results import made_encoder
+from synthetic_results import made_encoder
 
 SIZE = "prompts of 128 tokens, answers of 16"
 

@@ -14,7 +14,7 @@ from app.api.dependencies import ApiRuntime
 from app.models.encoders.config import EncoderConfig
 from app.server.app import create_app
 from fake_encoder import CONFIG, LIMITS, EncodingWorker, encoding
-from tests.api.scripted import Lifetime
+from tests.api.scripted_service import Lifetime
 
 
 @cache

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import made_results
+import synthetic_results
 from app.bench.compare.result import (
     CompareResult,
     LoadPoint,
@@ -30,8 +30,8 @@ from app.bench.tco.sizing import (
 )
 
 PRICES = read_prices(None)
-X86 = made_results.Machine("xeon", "x86_64", "Intel", "Xeon", cores=8, threads_a_core=2)
-ARM = made_results.Machine("arm", "arm64", "Arm", "Neoverse-V1", cores=16, threads_a_core=1)
+X86 = synthetic_results.Machine("xeon", "x86_64", "Intel", "Xeon", cores=8, threads_a_core=2)
+ARM = synthetic_results.Machine("arm", "arm64", "Arm", "Neoverse-V1", cores=16, threads_a_core=1)
 
 
 def point(rate: float, latency: float, clients: int = 1, requests: int = 100, **changes: Any) -> LoadPoint:
@@ -48,8 +48,8 @@ def point(rate: float, latency: float, clients: int = 1, requests: int = 100, **
     return LoadPoint(**(fields | changes))
 
 
-def result(points: Sequence[LoadPoint], machine: made_results.Machine = X86, **changes: Any) -> CompareResult:
-    return made_results.made_encoder(machine, points=[each.model_dump() for each in points], **changes)
+def result(points: Sequence[LoadPoint], machine: synthetic_results.Machine = X86, **changes: Any) -> CompareResult:
+    return synthetic_results.made_encoder(machine, points=[each.model_dump() for each in points], **changes)
 
 
 def sheet(*results: CompareResult, target: ServingTarget | None = None, limit: float | None = None) -> SizingSheet:
@@ -134,7 +134,7 @@ def test_other_sizes_go_by_cores() -> None:
 
 
 def test_a_size_that_cannot_hold_the_weights_is_left_out() -> None:
-    info = made_results.made_info(X86, "int8", "encoder")
+    info = synthetic_results.made_info(X86, "int8", "encoder")
     info["plan"]["weight_bytes"] = {"value": 6 * 2**30, "reason": ""}
     names = [each.machine.name for each in sheet(result([point(100, 0.01)], instance="c6i.4xlarge", info=info)).rows]
     assert "c6i.large" not in names
@@ -205,14 +205,14 @@ def test_modelled_watts_go_behind_the_tables() -> None:
 def test_a_machine_that_cannot_have_been_measured_is_refused(
     instance: str, changes: dict[str, Any], complaint: str
 ) -> None:
-    info = made_results.made_info(X86, "int8", "encoder")
+    info = synthetic_results.made_info(X86, "int8", "encoder")
     info["facts"]["cgroup"] |= changes
     with pytest.raises(MeasurementFailed, match=complaint):
         sheet(result(POINTS, instance=instance, info=info))
 
 
 def test_a_row_with_cards_says_nothing_of_the_processor() -> None:
-    host = made_results.Machine("host", cores=2, threads_a_core=2)
+    host = synthetic_results.Machine("host", cores=2, threads_a_core=2)
     found = sheet(result([point(100, 0.01)], host, instance="g6.xlarge"))
     assert row(found, "g6.12xlarge").rate == 400
     assert row(found, "g6.xlarge").machine.architecture == "gpu"

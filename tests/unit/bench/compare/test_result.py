@@ -16,7 +16,7 @@ from app.bench.compare.result import (
     write_result,
 )
 from app.bench.console import MeasurementFailed
-from made_results import made_decoder, made_encoder
+from synthetic_results import made_decoder, made_encoder
 
 
 @pytest.mark.parametrize("result", [made_decoder(), made_encoder()], ids=["decoder", "encoder"])

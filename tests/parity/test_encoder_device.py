@@ -33,10 +33,10 @@ from app.weights.open import (
     package_directory,
 )
 from device_engine import DelayedTwin
-from encoded import encoded, random_texts
 from encoder_families import FAMILIES
 from fake_device import CUDA, fake_cuda
 from loaded_models import load
+from run_encoder import encoded, random_texts
 from tiny_encoders import SUFFIX, Modules, write_encoder
 
 CLOSE = {"atol": 1e-5, "rtol": 0.0}

@@ -16,7 +16,7 @@ from app.bench.compare.result import (
 from app.bench.console import MeasurementFailed
 from app.bench.report.report import make_report
 from app.bench.report.tables import ReportOrigin
-from made_results import GRAVITON, XEON, made_decoder, made_encoder, made_info
+from synthetic_results import GRAVITON, XEON, made_decoder, made_encoder, made_info
 
 pytest.importorskip("matplotlib", reason="the plots need the extra `bench`")
 

@@ -19,7 +19,7 @@ from app.kernels.native.operations import (
 from app.models.decoders.layers import RMSNorm
 from app.weights.checkpoint import open_checkpoint
 from loaded_models import load
-from plain_attend import PlainAttend, context_of
+from reference_attention import PlainAttend, context_of
 from tiny_checkpoints import ARCHITECTURES, write_checkpoint
 
 pytestmark = pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="integer forms need the native library")

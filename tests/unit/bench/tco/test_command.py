@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import made_results
+import synthetic_results
 from app.bench.compare.result import (
     CompareResult,
     write_result,
@@ -20,8 +20,8 @@ from app.bench.tco.command import (
 )
 from app.cli.main import main
 
-X86 = made_results.Machine("xeon", "x86_64", "Intel", "Xeon", cores=8, threads_a_core=2)
-ARM = made_results.Machine("arm", "arm64", "Arm", "Neoverse-V1", cores=16, threads_a_core=1)
+X86 = synthetic_results.Machine("xeon", "x86_64", "Intel", "Xeon", cores=8, threads_a_core=2)
+ARM = synthetic_results.Machine("arm", "arm64", "Arm", "Neoverse-V1", cores=16, threads_a_core=1)
 
 
 def saved(tmp_path: Path, *results: CompareResult) -> tuple[Path, ...]:
@@ -39,8 +39,8 @@ def printed(capsys: pytest.CaptureFixture[str], **asked: Any) -> str:
 def two(tmp_path: Path) -> tuple[Path, ...]:
     return saved(
         tmp_path,
-        made_results.made_encoder(X86, instance="c6i.4xlarge"),
-        made_results.made_encoder(ARM, instance="c7g.4xlarge"),
+        synthetic_results.made_encoder(X86, instance="c6i.4xlarge"),
+        synthetic_results.made_encoder(ARM, instance="c7g.4xlarge"),
     )
 
 
@@ -67,8 +67,8 @@ def test_a_narrow_terminal_cuts_nothing_off(
 def test_without_prices_the_table_goes_on_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = saved(
         tmp_path,
-        made_results.made_decoder(X86, doubts=["The host was noisy."], complete=False),
-        made_results.made_decoder(ARM, instance="ours"),
+        synthetic_results.made_decoder(X86, doubts=["The host was noisy."], complete=False),
+        synthetic_results.made_decoder(ARM, instance="ours"),
     )
     out = printed(capsys, paths=paths, target="5000tok/s")
     assert "$/year" not in out
@@ -120,20 +120,22 @@ def test_what_says_nothing_is_refused(
 
 
 def test_different_models_are_refused(tmp_path: Path) -> None:
-    paths = saved(tmp_path, made_results.made_encoder(X86), made_results.made_decoder(ARM))
+    paths = saved(tmp_path, synthetic_results.made_encoder(X86), synthetic_results.made_decoder(ARM))
     with pytest.raises(MeasurementFailed, match="different models"):
         run_tco(CostArguments(paths=paths, target="1/s"))
 
 
 def test_results_of_one_name_are_told_apart_by_precision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = saved(tmp_path, *(made_results.made_encoder(X86, precision, name="ours") for precision in ("int8", "bf16")))
+    paths = saved(
+        tmp_path, *(synthetic_results.made_encoder(X86, precision, name="ours") for precision in ("int8", "bf16"))
+    )
     out = printed(capsys, paths=paths, target="1/s")
     assert "ours int8" in out
     assert "ours bf16" in out
 
 
 def test_two_results_of_one_name_and_precision_are_refused(tmp_path: Path) -> None:
-    paths = saved(tmp_path, made_results.made_encoder(X86), made_results.made_encoder(X86))
+    paths = saved(tmp_path, synthetic_results.made_encoder(X86), synthetic_results.made_encoder(X86))
     with pytest.raises(MeasurementFailed, match="are called xeon-int8 int8"):
         run_tco(CostArguments(paths=paths, target="1/s"))
 

@@ -14,7 +14,7 @@ import pytest
 
 from app.api import middleware as door_module
 from app.api.middleware import RequestGate
-from tests.api.scripted import Conversation, ScriptedService, deltas
+from tests.api.scripted_service import Conversation, ScriptedService, deltas
 
 PROMPT = b'{"prompt": "a"}'
 STREAM = b'{"prompt": "a", "stream": true}'

@@ -104,6 +104,6 @@ def test_rows_of_temperature_nought_are_greedy(gpu: torch.device) -> None:
 
 @pytest.mark.slow
 def test_it_compiles_and_keeps_within_registers() -> None:
-    found = compile_all("launches_draws", 90)
+    found = compile_all("launches_sampling", 90)
     assert [one.kernel for one in found] == ["_draw"] * 2
     assert all(one.stack == 0 for one in found)

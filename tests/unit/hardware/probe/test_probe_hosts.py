@@ -11,7 +11,7 @@ import pytest
 from app.hardware.facts import Facts
 
 Recorded = Callable[[str], Facts]
-HOSTS = Path(__file__).parent / "hosts"
+HOSTS = Path(__file__).parents[1] / "hosts"
 NAMES = sorted(path.name for path in HOSTS.iterdir() if path.is_dir())
 
 # host: architecture, vendor, microarchitecture, product, physical cores, logical CPUs, memory nodes

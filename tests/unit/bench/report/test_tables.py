@@ -34,7 +34,7 @@ from app.bench.report.tables import (
     step_tables,
     unique_names,
 )
-from made_results import GRAVITON, XEON, made_decoder, made_encoder
+from synthetic_results import GRAVITON, XEON, made_decoder, made_encoder
 
 FIRST, SECOND = made_decoder(samples=4), made_decoder(GRAVITON, samples=4)
 

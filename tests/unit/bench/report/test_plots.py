@@ -37,7 +37,7 @@ from app.bench.report.timelines import (
     roofline_points,
     token_gaps,
 )
-from made_results import WEIGHTS, XEON, made_decoder
+from synthetic_results import WEIGHTS, XEON, made_decoder
 
 
 def test_half_of_the_width_lies_beyond_ninety_percent() -> None:
