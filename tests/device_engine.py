@@ -170,7 +170,7 @@ class DelayedTwin(SimulatedDeviceBackend):
     def capture(self, work: Callable[[], None]) -> Any:
         return Replayed(self.queue, work)
 
-    def mark(self) -> Place:
+    def record_event(self) -> Place:
         return Place(self.queue, self.queue.asked)
 
     def synchronize(self) -> None:

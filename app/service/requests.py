@@ -130,7 +130,7 @@ class EncodingRequest:
     """Texts for an encoder. `outputs` are some of the model's: `embedding`, `logits`, `last_hidden_state`.
 
     `request_id` is what the client sees; it need not be unique. A text that is too long is refused, or truncated
-    if `truncate` is set: at its end, or at its start if `keeps_end`. `normalize` None means as the checkpoint
+    if `truncate` is set: at its end, or at its start if `truncate_left`. `normalize` None means as the checkpoint
     says, `dimensions` None means all. `prompt` names one of the checkpoint's prompts, which is put before each
     text; None means its default. The first `num_queries` texts are queries and the others documents; each kind
     gets its own prompt if the checkpoint has one. `field` is the dialect's name for the texts, used in error

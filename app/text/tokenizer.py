@@ -98,7 +98,7 @@ class Tokenizer:
             inputs: Texts, or pairs of texts.
             max_tokens: Longer texts are truncated between their special tokens; of a pair, the longer text first.
                 None: no truncation.
-            keeps_end: Truncate at the beginning instead of the end.
+            truncate_left: Truncate at the beginning instead of the end.
 
         Returns:
             One `Text` per input. Segments are empty if all are 0, or if `model_input_names` in

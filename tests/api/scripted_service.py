@@ -102,7 +102,7 @@ class CountingMetrics:
 
     def __init__(self) -> None:
         self.refusals: list[str] = []
-        self.steps = StepLog()
+        self.step_log = StepLog()
 
     def refused(self, api: str) -> None:
         self.refusals.append(api)

@@ -77,7 +77,7 @@ async def test_the_document_has_every_url_and_what_it_takes(client: httpx.AsyncC
 
 async def test_the_last_steps_are_told_from_a_number_on(client: httpx.AsyncClient, metrics: CountingMetrics) -> None:
     for _ in range(3):
-        metrics.steps.add(5.0, StepStats(0.25, decode_tokens=2), "descheduled")
+        metrics.step_log.add(5.0, StepStats(0.25, decode_tokens=2), "descheduled")
     told = (await client.get("/info/steps")).json()
     assert told["next"] == 3 and told["dropped"] == 0 and told["clock"] > 1_700_000_000
     assert told["steps"]["cause"] == ["descheduled"] * 3

@@ -32,7 +32,7 @@ async def computing() -> AsyncIterator[Served]:
 
 
 def ids_of(served: Served, *texts: str) -> list[tuple[int, ...]]:
-    return [text.token_ids for text in served.service.encoder.tokenizer.texts(texts)]
+    return [text.token_ids for text in served.service.encoder.tokenizer.encode_texts(texts)]
 
 
 def binary_strings(*texts: str) -> bytes:

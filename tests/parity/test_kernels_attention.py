@@ -16,6 +16,7 @@ from app.kernels.attention.attention import (
     AttentionStep,
     KvSegment,
 )
+from app.kernels.attention.attention import attend as native_attend
 from app.kernels.attention.context import AttentionSpec
 from app.kernels.attention.layout import (
     quantise_heads,
@@ -207,7 +208,7 @@ def test_an_operation_run_again_finds_the_next_step_at_the_same_address() -> Non
     kv, step, heard = long.kv, AttentionStep(), []
     step.fill(short.rows)
     with observe_operations(lambda code, arguments: heard.append((code, arguments))):
-        out = attend(long.query, kv, step, 0.125, None, None)
+        out = native_attend(long.query, kv, step, 0.125, None, None)
     address = step.address
     step.fill(long.rows)
     assert step.address == address

@@ -67,7 +67,7 @@ TOKENS_PER_ANSWER = 256  # tokens of each answer
 class GreedyAnswer:
     """One greedy answer: its tokens, and the steps that only decoded it.
 
-    `made` counts generated tokens; `drafted` and `accepted` count draft tokens.
+    `made` counts generated tokens; `num_drafted` and `accepted` count draft tokens.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -262,7 +262,7 @@ def _figures(taken: SamplesByProbability) -> Iterator[Figure]:
         if probability is None:
             yield Figure("without speculation", _speed(samples.answers), "tok/s")
             continue
-        counts = ("drafted", "accepted", "judged")
+        counts = ("num_drafted", "accepted", "judged")
         drafted, accepted, judged = (sum(getattr(one, name) for one in samples.answers) for name in counts)
         steps = sum(len(one.step_seconds) for one in samples.answers)
         name, ratio = f"right {probability:.0%} of the time", statistics.median(samples.ratios)

@@ -36,7 +36,7 @@ FACTS = Facts("linux", "x86_64", Cpu("Maker", "Processor"), (Core((0,)), Core((1
 
 @pytest.fixture
 def recorded_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app.hardware.probe, "probe", lambda: FACTS)
+    monkeypatch.setattr(app.hardware.probe.probe, "probe", lambda: FACTS)
 
 
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,7 +122,7 @@ async def test_what_is_refused_reaches_no_batch(
         assert counted(service, 'armature_requests_total{api="native",outcome="refused"}') == 1
 
 
-@pytest.mark.parametrize("keeps_end", [False, True])
+@pytest.mark.parametrize("truncate_left", [False, True])
 async def test_too_long_a_text_is_cut_where_that_is_asked_for(truncate_left: bool) -> None:
     async with encoding() as (service, worker, _):
         await service.encode(wanted(LONG * 2, Text(tuple(range(20))), truncate=True, truncate_left=truncate_left))

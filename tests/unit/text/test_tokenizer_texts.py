@@ -24,7 +24,7 @@ INPUTS = [LONG, "fox", PAIR, PAIR[::-1], (LONG, LONG)]
 
 
 @pytest.mark.parametrize("specials", SPECIALS)
-@pytest.mark.parametrize("keeps_end", [False, True])
+@pytest.mark.parametrize("truncate_left", [False, True])
 @pytest.mark.parametrize("max_tokens", [None, 64, 9, 8, 5])
 def test_texts_are_those_of_transformers(
     tmp_path: Path, specials: str, truncate_left: bool, max_tokens: int | None

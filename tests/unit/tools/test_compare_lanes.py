@@ -19,10 +19,10 @@ def test_steps_are_of_the_texts_that_were_named_or_drawn_alike_each_time() -> No
 
 def test_the_first_way_has_no_lanes() -> None:
     ways = {name: way(name) for name in WAYS.split(",")}
-    assert next(iter(ways)) == TOGETHER and not ways[TOGETHER].cut([128] * 8, 2).ends
+    assert next(iter(ways)) == TOGETHER and not ways[TOGETHER].plan([128] * 8, 2).ends
     assert (
         ways["64x2"] == LanePlanner(min_lane_tokens=64, max_lanes_per_thread=2)
-        and len(ways["64x2"].cut([64] * 8, 2).ends) == 4
+        and len(ways["64x2"].plan([64] * 8, 2).ends) == 4
     )
 
 

@@ -49,7 +49,7 @@ def test_tables_stay_in_the_file(tmp_path: Path) -> None:
     model = cast(Encoder, load(write_encoder(tmp_path, "RobertaModel", dtype=torch.float16)))
     embeddings = cast(BertBody, model.body).embeddings
     assert embeddings.positions is not None and embeddings.types is not None
-    for table in (embeddings.words, embeddings.positions, embeddings.types):
+    for table in (embeddings.tokens, embeddings.positions, embeddings.types):
         assert table.weight.dtype == torch.float16
     assert embeddings.norm.weight.dtype == torch.float32
 

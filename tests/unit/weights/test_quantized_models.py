@@ -78,11 +78,11 @@ def test_a_copy_multiplies_many_rows_only(tmp_path: Path) -> None:
     lean, fast = load(directory, "int4"), load(directory, "int4", int8_copy=True)
     for form in (module.form for module in fast.layers.modules() if isinstance(module, Linear)):
         assert (
-            form.activation_group(form.most_few) == form.few.group
-            and form.activation_group(form.most_few + 1) == form.many.group
+            form.activation_group(form.max_few_rows) == form.few.group
+            and form.activation_group(form.max_few_rows + 1) == form.many.group
         )
     assert torch.equal(logits(lean), logits(fast))  # twenty rows
     for form in (module.form for module in fast.layers.modules() if isinstance(module, Linear)):
-        form.most_few = 19
+        form.max_few_rows = 19
     exact = logits(load(directory))
     assert (logits(fast) - exact).norm() < (logits(lean) - exact).norm()

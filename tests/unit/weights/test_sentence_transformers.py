@@ -148,7 +148,7 @@ FILES: dict[str, tuple[str, Any, str]] = {
         "activation_function my.Tanh is not known",
     ),
     "residual": ("2_Dense/config.json", {"in_features": 32, "out_features": 8, "use_residual": True}, "use_residual"),
-    "size": ("2_Dense/config.json", {"in_features": 31, "out_features": 24}, "in_features is 31, and 32 come in"),
+    "size": ("2_Dense/config.json", {"in_features": 31, "out_features": 24}, "in_features is 31, but its input has 32"),
     "no list": ("modules.json", {"a": 1}, "must hold a list of objects"),
     "elsewhere": (
         "modules.json",

@@ -37,7 +37,7 @@ SECONDS = 0.02
 
 
 def job(machine: ScriptedMachine, folder: Path, **changed: Any) -> CompareJob:
-    given: dict[str, Any] = {"output": folder / "result.json", "seconds": SECONDS, "place": MachineLabels()} | changed
+    given: dict[str, Any] = {"output": folder / "result.json", "seconds": SECONDS, "labels": MachineLabels()} | changed
     return CompareJob(ServerTarget(machine.url, api_key=machine.api_key), version="1.2.3", **given)
 
 

@@ -77,7 +77,7 @@ def test_ctrl_c_compares_what_both_have_read(subject, text, monkeypatch):
             raise KeyboardInterrupt
         return read(self, window)
 
-    monkeypatch.setattr(WindowScorer, "read", interrupted)
+    monkeypatch.setattr(WindowScorer, "score", interrupted)
     outcome = measure_quality(subject, text, None)
     assert not outcome.complete
     ratios = {figure.name: figure.ratio for figure in outcome.figures}

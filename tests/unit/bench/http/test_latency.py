@@ -41,7 +41,7 @@ class ScriptedServer:
         self._waiting = 0
         self._num_streams = num_streams
 
-    async def deck(self, seed: int = 0) -> TokenPrompts:
+    async def token_prompts(self, seed: int = 0) -> TokenPrompts:
         return TokenPrompts(range(100), seed)
 
     async def counters(self) -> dict[str, float]:

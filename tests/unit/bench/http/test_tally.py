@@ -39,7 +39,7 @@ def stream(first: float, step: float, num: int, usage: int | None = None) -> Str
 
 def run_of(*streams: StreamTiming, clients: int = 2, ended: float = 10.0) -> GenerateRun:
     answered = [GenerateTiming(0.0, index % clients, each.num_tokens, each) for index, each in enumerate(streams)]
-    return GenerateRun(0.0, ended, cpu_seconds=0.5, num_sent=len(streams), num_pieces=1000, answered=answered)
+    return GenerateRun(0.0, ended, cpu_seconds=0.5, num_sent=len(streams), num_units=1000, answered=answered)
 
 
 def named(run: GenerateRun, objective: LatencyObjective | None = None, closed: bool = True) -> dict[str, Figure]:

@@ -74,7 +74,7 @@ class Truthful:
     async def counters(self) -> dict[str, float]:
         return TOLD
 
-    async def deck(self, seed: int = 0) -> TokenPrompts:
+    async def token_prompts(self, seed: int = 0) -> TokenPrompts:
         return TokenPrompts(range(100), seed)
 
     async def generate(

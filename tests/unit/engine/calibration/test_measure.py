@@ -121,9 +121,9 @@ def test_steps_are_run_again_from_the_second_on(checkpoint: Checkpoint) -> None:
         step = rehearsal.step(TrialStep("decode", 4, 2))
         step()
         replay: Any = _replay_of(rehearsal, 2)
-        assert (replay.reason, replay.num_runs) == ("", 0)
+        assert (replay.reason, replay.num_replays) == ("", 0)
         step()
-        assert replay.num_runs == 1
+        assert replay.num_replays == 1
 
 
 @INTEGERS
@@ -215,7 +215,7 @@ def test_few_layers_and_few_outputs_stand_for_all(tmp_path: Path, monkeypatch: p
     shallow = open_checkpoint(write_checkpoint(tmp_path / "shallow"))  # two layers: all are made
     machine = Machine(monkeypatch, quiet)
     subject = subject_of(shallow, "fp32", "bf16")
-    monkeypatch.setattr(measuring, "COARSE_TRIAL", dataclasses.replace(measuring.COARSE, most_outputs=32))
+    monkeypatch.setattr(measuring, "COARSE_TRIAL", dataclasses.replace(measuring.COARSE_TRIAL, most_outputs=32))
     by_precision = {trial.precision: trial for trial in measured(machine, subject).trials}
     assert by_precision["fp32"].decode_seconds[8] == pytest.approx(FIXED + 2 * (LAYER + 8 * ROW))
     outputs = (320 - 32) * 32 / (32 * 64 + 32 * 32 + 2 * 32 * 48 + 48 * 32)  # what is left out, in layers

@@ -41,7 +41,7 @@ class Device:
     def replay(self) -> None:
         self.replayed += 1
 
-    def survives(self, error: Exception) -> bool:
+    def recover_from_oom(self, error: Exception) -> bool:
         return self.alive
 
 
