@@ -1,8 +1,7 @@
-"""The command `armature`: runs the function of each command. Only commands that compute import torch.
+"""The command `armature`: one function per command; only commands that compute import torch.
 
-`armature calibrate`: measure this machine with a model's shapes now, for longer than a start does.
-
-`armature pack`: quantize and pack the weights now and cache them, so that a start does not have to.
+`armature calibrate` measures this machine with a model's shapes for longer than a start does. `armature pack`
+quantizes and packs the weights and caches them, so that a start does not have to.
 """
 
 from __future__ import annotations

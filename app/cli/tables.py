@@ -1,6 +1,7 @@
-"""Tables of a machine's facts and its serving plan: the output of `armature probe` without `--json`.
+"""Output of `armature probe` without `--json`: the machine's facts, the plan, and one model's choices.
 
-The choices made for one model on this machine, with reasons: the output of `armature probe --model`.
+`render_probe` shows the facts and the plan with its reasons. With `--model`, `explain_plan` and `render_explanation`
+show the choices made for that model and the measurements behind them.
 """
 
 from __future__ import annotations

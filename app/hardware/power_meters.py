@@ -1,12 +1,8 @@
 """Energy meters: joules since the start, from counters, from sampled power sensors, or from a declared model.
 
-`joules()` is fast, never decreases, and is called by one thread. A meter whose readings are slow or must be
-regular has its own thread.
-
-Energy meter of an NVIDIA device, read from the driver's NVML library; no package is needed.
-
-nvmlDeviceGetTotalEnergyConsumption counts millijoules of the whole board since the driver was loaded (Volta and
-newer). Not tested on a device yet.
+`joules()` is fast, never decreases, and is called by one thread. A meter whose readings are slow or must be regular
+has its own thread. The meter of NVIDIA devices uses the driver's NVML library: nvmlDeviceGetTotalEnergyConsumption
+counts millijoules of the whole board since the driver was loaded (Volta and newer); not tested on a device yet.
 """
 
 from __future__ import annotations

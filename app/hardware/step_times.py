@@ -1,18 +1,9 @@
-"""Step times of the whole model, from the tables that calibration measured.
+"""Step times of the whole model: the measured table, and its correction by the steps seen while serving.
 
-The plan, the prefill budget and the wait estimate use it. Times are linear between measured points and
-proportional beyond the last one. They never fall when rows, tokens or context grow: a measured point below an
-earlier one, which is noise, is raised to it.
-
-Present step times, and the prompt tokens that a step may carry next to streams that need their next token.
-
-The prefill budget on the worker thread and the wait estimate of the service use the same immutable value.
-
-Correction of step times for a CPU quota that is smaller than the number of threads.
-
-The kernel then stops the threads for the rest of each period. Most short steps are not stopped, and a few wait for
-most of a period, so neither the median nor a single step shows the average time. CPU time is steady: a step takes,
-on average, its CPU time divided by the quota.
+`StepTimeTable` holds what calibration measured. Its times are linear between measured points and proportional beyond
+the last one; they never fall when rows, tokens or context grow. `StepTimes` adds the live correction factors; the
+worker thread and the service use the same immutable value. `ThrottleCorrection` corrects for a CPU quota that is
+smaller than the number of threads.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Reads the graph of an exported program from the JSON that `torch.export.save` writes.
+"""Reads the graph of an exported program and its output names from the JSON that `torch.export.save` writes.
 
 It needs no torch and evaluates nothing. Targets stay names here; `models/program.py` defines which may run. Any
 content that can hold code or objects is rejected by name. Follows torch/_export/serde/schema.py, major version 8.
-
-Names of a program's outputs: the keys of the dictionary that the model returned, otherwise their numbers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Incremental detokenization.
+"""Incremental detokenization and stop strings: the text of a stream that can be shown so far.
 
 The text never has incomplete characters or anything past a stop string, and the whole text is never decoded again.
-
-Stop strings in text that arrives in parts: decides what can be shown, what must be held back, and where it ends.
 """
 
 from __future__ import annotations
@@ -11,77 +9,19 @@ from collections.abc import Sequence
 
 from app.text.tokenizer import Tokenizer
 
-
-class StopStrings:
-    """A filter that lets text through up to the first complete stop string; the text ends before it.
-
-    If two stop strings end at the same character, the longer one counts. The boundaries between the parts make no
-    difference. Each stop string is matched with the Knuth-Morris-Pratt automaton, so a character costs one step per
-    stop string, however much text is held back.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self.matched: str | None = None
-        self._held_back = ""  # not shown yet: the longest suffix of the text that is a prefix of a stop string
-        self._stops = [(stop, _prefix_function(stop)) for stop in stops]
-        self._progress = [0] * len(stops)  # characters of each stop string that the end of the text matches
-
-    def push(self, text: str) -> str:
-        """Add text and return what can be shown now."""
-        if not self._stops or self.matched is not None:
-            return "" if self.matched is not None else text
-        for place, character in enumerate(text):
-            stop = self._advance(character)
-            if stop is not None:
-                self.matched = stop
-                shown = self._held_back + text[: place + 1]
-                self._held_back = ""
-                return shown[: -len(stop)]
-        joined = self._held_back + text
-        first_held = len(joined) - max(self._progress)
-        self._held_back = joined[first_held:]
-        return joined[:first_held]
-
-    def flush(self) -> str:
-        """End the text and return what was held back, since it is not a stop string."""
-        held, self._held_back = self._held_back, ""
-        return held
-
-    def _advance(self, character: str) -> str | None:
-        """Advance every automaton by one character; return the longest stop string that this completes."""
-        found: str | None = None
-        for index, (stop, borders) in enumerate(self._stops):
-            matched = self._progress[index]
-            while matched and stop[matched] != character:
-                matched = borders[matched - 1]
-            matched += stop[matched] == character
-            self._progress[index] = matched
-            if matched == len(stop) and (found is None or matched > len(found)):
-                found = stop
-        return found
-
-
-def _prefix_function(stop: str) -> list[int]:
-    """Return for each prefix of `stop` the length of its longest proper prefix that is also its suffix."""
-    borders = [0] * len(stop)
-    length = 0
-    for place in range(1, len(stop)):
-        while length and stop[place] != stop[length]:
-            length = borders[length - 1]
-        length += stop[place] == stop[length]
-        borders[place] = length
-    return borders
-
-
 _REPLACEMENT = "\ufffd"  # a decoder writes it for bytes that are not a character, or not yet
+
 _NARROWED_TOKENS = (
     8,
     7,
     6,
     5,
 )  # tokens to keep; at least 5: an incomplete character has at most 3 tokens, which must not be the window's first
+
 _WIDE_TOKENS = 12  # tokens in the window at which it is narrowed
+
 _MAX_WINDOW_TOKENS = 24  # tokens in the window at which bytes that never became a character are shown as U+FFFD
+
 _MAX_PENDING_BYTES = 3  # bytes: at most three of a UTF-8 character's four can be pending
 
 
@@ -160,3 +100,64 @@ class IncrementalDetokenizer:
                 visible.insert(0, token_id)
         ends = (visible[-count:] for count in _NARROWED_TOKENS)
         return next((end for end in ends if _REPLACEMENT not in self._tokenizer.decode(end)), visible)
+
+
+class StopStrings:
+    """A filter that lets text through up to the first complete stop string; the text ends before it.
+
+    If two stop strings end at the same character, the longer one counts. The boundaries between the parts make no
+    difference. Each stop string is matched with the Knuth-Morris-Pratt automaton, so a character costs one step per
+    stop string, however much text is held back.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.matched: str | None = None
+        self._held_back = ""  # not shown yet: the longest suffix of the text that is a prefix of a stop string
+        self._stops = [(stop, _prefix_function(stop)) for stop in stops]
+        self._progress = [0] * len(stops)  # characters of each stop string that the end of the text matches
+
+    def push(self, text: str) -> str:
+        """Add text and return what can be shown now."""
+        if not self._stops or self.matched is not None:
+            return "" if self.matched is not None else text
+        for place, character in enumerate(text):
+            stop = self._advance(character)
+            if stop is not None:
+                self.matched = stop
+                shown = self._held_back + text[: place + 1]
+                self._held_back = ""
+                return shown[: -len(stop)]
+        joined = self._held_back + text
+        first_held = len(joined) - max(self._progress)
+        self._held_back = joined[first_held:]
+        return joined[:first_held]
+
+    def flush(self) -> str:
+        """End the text and return what was held back, since it is not a stop string."""
+        held, self._held_back = self._held_back, ""
+        return held
+
+    def _advance(self, character: str) -> str | None:
+        """Advance every automaton by one character; return the longest stop string that this completes."""
+        found: str | None = None
+        for index, (stop, borders) in enumerate(self._stops):
+            matched = self._progress[index]
+            while matched and stop[matched] != character:
+                matched = borders[matched - 1]
+            matched += stop[matched] == character
+            self._progress[index] = matched
+            if matched == len(stop) and (found is None or matched > len(found)):
+                found = stop
+        return found
+
+
+def _prefix_function(stop: str) -> list[int]:
+    """Return for each prefix of `stop` the length of its longest proper prefix that is also its suffix."""
+    borders = [0] * len(stop)
+    length = 0
+    for place in range(1, len(stop)):
+        while length and stop[place] != stop[length]:
+            length = borders[length - 1]
+        length += stop[place] == stop[length]
+        borders[place] = length
+    return borders

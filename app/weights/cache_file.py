@@ -1,12 +1,9 @@
 """Cache files that are kept for the next start: written atomically, and read only if they can be trusted.
 
-Their contents decide the model's answers. So a file is used only if no user except this process's and root could
-have written it. Several processes may write and read the same file at once.
-
-The fingerprint of a checkpoint: a hash of its files' bytes.
-
-It distinguishes checkpoints of the same name, size and age, and recognizes copies. Hashing takes seconds for
-gigabytes, so the result is stored next to the packs; it is valid until the size, time or inode of a file changes.
+Their contents decide the model's answers. So a file is used only if no user except this process's and root could have
+written it. `checkpoint_fingerprint` hashes the bytes of a checkpoint's files, so that a cache file belongs to exactly
+one checkpoint. Hashing takes seconds for gigabytes, so the result is stored next to the packs; it is valid until the
+size, time or inode of a file changes.
 """
 
 from __future__ import annotations

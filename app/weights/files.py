@@ -1,8 +1,6 @@
-"""Messages about checkpoint files: a missing volume, missing permissions or an incomplete copy, and the remedy.
+"""Reading JSON files of a checkpoint, and messages about a missing volume, missing permissions or an incomplete copy.
 
-Reads JSON files of a checkpoint; errors name the file.
-
-Errors of the operating system are left to the caller.
+`read_object` and `read_optional` name the file in their errors; errors of the operating system are left to the caller.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""The table of recipes: which forms hold the linear layers, by device, architecture and precision.
+"""The table of recipes (which forms hold the linear layers, by device, architecture and precision), and memory sizes.
 
-A combination without a row is refused. Torch is not needed: the names are those of the tables of forms in
-`kernels/linear/linear.py`.
-
-Memory that a checkpoint's weights take when they are served, in bytes by precision.
-
-It is computed from the configuration and the headers alone.
+A combination without a row is refused. The names of forms are those of the tables in `kernels/linear/linear.py`. The
+bytes that a checkpoint's weights take when they are served are computed from the configuration and the headers alone.
+Torch is not needed.
 """
 
 from __future__ import annotations

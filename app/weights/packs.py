@@ -1,14 +1,9 @@
-"""The pack file format: a JSON header, then blobs of bytes at multiples of 64, each with a checksum.
+"""Pack files: the packed weights of one checkpoint in one recipe, read if they are valid, else made and kept.
 
-It is like safetensors, but aligned for the kernels and verified before use. A file exists completely or not at all.
-It is loaded only if no user except this process's and root could have written it, since its contents decide the
-model's answers.
-
-The pack file of one checkpoint in one recipe: read if it is valid, else made and kept.
-
-Several processes may share the folder and start at once. A pack that cannot be used or kept causes a warning and
-costs the packing; it never ends a start. Damaged packs, and packs that another user could have written, are never
-used.
+The format is a JSON header, then blobs of bytes at multiples of 64, each with a checksum: like safetensors, but
+aligned for the kernels and verified before use. Several processes may share the folder and start at once, and a file
+exists completely or not at all. A pack that is damaged, or that a user other than this process's and root could have
+written, is never used; a pack that cannot be used or kept causes a warning and costs the packing.
 """
 
 from __future__ import annotations

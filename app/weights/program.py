@@ -1,9 +1,8 @@
 """Opens an exported program (`.pt2`) and validates it completely, without torch.
 
-It checks the inputs, the outputs, and that the program can be batched and served. The first dimension of every
-input is the batch, one free symbol for all. The outputs that have it too are served.
-
-Lower bounds for a step of an exported program: operations and bytes read, computed from its graph without torch.
+It checks the inputs, the outputs, and that the program can be batched and served. The first dimension of every input
+is the batch, one free symbol for all; the outputs that have it too are served. Lower bounds for a step, its operations
+and bytes read, are computed from the graph.
 """
 
 from __future__ import annotations

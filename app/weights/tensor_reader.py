@@ -1,13 +1,7 @@
-"""Memory-mapped tensors: read without a copy, with pages released after use.
+"""Reads a checkpoint's tensors from memory-mapped files: without a copy, some rows at a time, or whole.
 
 The mapping is private and read-only: nothing can write to the checkpoint, and the kernel may drop its pages at any
-time.
-
-Reads a checkpoint's tensors for packing: some rows at a time, or whole for forms that need the whole weight.
-
-A check that weights fit FP16.
-
-Checkpoints made in BF16 may exceed FP16's maximum of 65,504; such a weight would become infinite.
+time. `check_fp16` refuses weights beyond FP16's maximum of 65,504, which checkpoints made in BF16 may exceed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Decisions about the dtypes of activations and KV cache, about determinism, and about the folder of packed weights.
+"""Decisions about weight and KV cache precision, activation dtype, determinism and the folder of packed weights.
 
-It also checks that torch can run here at all.
-
-Precision of weights, activations and KV cache, decided together because they share one memory.
+The precisions of weights, activations and KV cache are decided together because they share one memory. The module also
+checks that torch can run here at all.
 """
 
 from __future__ import annotations
@@ -46,11 +45,78 @@ from app.hardware.plan.trials import TrialTimings
 from app.hardware.probe.software import TORCH_KERNELS
 from app.settings import Settings
 
+
+@dataclass(frozen=True, slots=True)
+class WeightsAndKv:
+    """Decisions about precisions and dtypes."""
+
+    precision: Decision[str]
+    dtype: Decision[Dtype]
+    kv_precision: Decision[str]
+    int8_copy: Decision[bool]
+
+
+def decide_weights_and_kv(candidates: PrecisionCandidates, trials: TrialTimings, threads: int) -> WeightsAndKv:
+    """Decide the precision of the weights, the dtype of activations, the KV precision and the int8 copy.
+
+    Precisions are compared with the step times at `threads` threads.
+    """
+    settings = candidates.settings
+    auto = settings.precision == "auto"
+    generates = candidates.needs is None or candidates.needs.generates
+    choose = precision.choose_precision if generates else precision.choose_vector_precision
+    chosen = choose(candidates, trials, threads) if auto else precision.forced_precision(candidates)
+    kind, node, device = candidates.kind, candidates.numa_node, candidates.device
+    dtype = decide_dtype(candidates.facts, chosen.value, kind)
+    activation_demand = MemoryDemand(candidates.needs, chosen.value, KV_NAMES[dtype.value], node, device=device)
+    kv_precision = decide_kv_precision(
+        settings, dtype.value, _insufficient_budget(candidates, activation_demand) if generates else None, kind
+    )
+    if not generates:
+        kv_precision = Decision(kv_precision.value, "This model keeps no keys and values.")
+    if device is not None:
+        return WeightsAndKv(chosen, dtype, kv_precision, int8_copy.refuse_on_device(settings, kind))
+    final_demand = MemoryDemand(candidates.needs, chosen.value, kv_precision.value, node)
+    copy = int8_copy.decide_int8_copy(settings, chosen.value, _copy_gain(candidates, final_demand, trials, threads))
+    return WeightsAndKv(chosen, dtype, kv_precision, copy)
+
+
+def _insufficient_budget(candidates: PrecisionCandidates, demand: MemoryDemand) -> MemoryBudget | None:
+    """Return the memory left for a KV cache in the activations' dtype if it is less than the useful minimum.
+
+    None if there is enough, or if `kv_cache_bytes` was set.
+    """
+    if demand.needs is None or candidates.settings.kv_cache_bytes != "auto":
+        return None
+    left = smallest_step_budget(candidates.facts, candidates.settings, demand)
+    return left if left.size < useful_kv_cache_bytes(candidates.settings, demand) else None
+
+
+def _copy_gain(
+    candidates: PrecisionCandidates, demand: MemoryDemand, trials: TrialTimings, threads: int
+) -> Int8CopyGain:
+    """Return the memory and the measured gain of an 8-bit copy in addition to 4-bit weights."""
+    facts, settings, needs = candidates.facts, candidates.settings, candidates.needs
+    timing = trials.find("int4", threads)
+    tokens = decide_step_tokens(facts, settings, demand, timing).value
+    if needs is None:
+        return Int8CopyGain(0, False, tokens)
+    demand_with_copy = MemoryDemand(needs, demand.precision, demand.kv_precision, demand.numa_node, int8_copy=True)
+    left = memory_budget(facts, demand_with_copy, tokens, MIN_BATCH_TOKENS)
+    fits = (
+        left.size >= useful_kv_cache_bytes(settings, demand_with_copy)
+        and needs.int8_copy_bytes * int8_copy.MEMORY_DIVISOR <= left.available
+    )
+    with_copy = trials.find("int4", threads, int8_copy=True) or trials.find("int8", threads)
+    return Int8CopyGain(needs.int8_copy_bytes, fits, tokens, timing, with_copy)
+
+
 _ARCHITECTURES = ("x86_64", "arm64")
 
 # torch imports NumPy, whose wheels (2.4.6) use AVX without a check and refuse processors below x86-64-v2. Under emulation, the import
 # stops on Westmere and works on Sandy Bridge. torch alone would run on older processors.
 _X86_REQUIRED = frozenset({"sse4_2", "popcnt", "avx"})
+
 # torch 2.10's aarch64 wheel uses Armv8.1's atomic instructions without a check, so it dies with SIGILL on Armv8.0 cores.
 _ARM_REQUIRED = frozenset({"lse"})
 
@@ -207,68 +273,3 @@ def decide_pack_folder(settings: Settings, chosen: str, kind: str = "cpu") -> De
         str(folder),
         f"Quantizing to {chosen} takes most of a start: it is done once, and the next start reads the packed weights from this folder.",
     )
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsAndKv:
-    """Decisions about precisions and dtypes."""
-
-    precision: Decision[str]
-    dtype: Decision[Dtype]
-    kv_precision: Decision[str]
-    int8_copy: Decision[bool]
-
-
-def decide_weights_and_kv(candidates: PrecisionCandidates, trials: TrialTimings, threads: int) -> WeightsAndKv:
-    """Decide the precision of the weights, the dtype of activations, the KV precision and the int8 copy.
-
-    Precisions are compared with the step times at `threads` threads.
-    """
-    settings = candidates.settings
-    auto = settings.precision == "auto"
-    generates = candidates.needs is None or candidates.needs.generates
-    choose = precision.choose_precision if generates else precision.choose_vector_precision
-    chosen = choose(candidates, trials, threads) if auto else precision.forced_precision(candidates)
-    kind, node, device = candidates.kind, candidates.numa_node, candidates.device
-    dtype = decide_dtype(candidates.facts, chosen.value, kind)
-    activation_demand = MemoryDemand(candidates.needs, chosen.value, KV_NAMES[dtype.value], node, device=device)
-    kv_precision = decide_kv_precision(
-        settings, dtype.value, _insufficient_budget(candidates, activation_demand) if generates else None, kind
-    )
-    if not generates:
-        kv_precision = Decision(kv_precision.value, "This model keeps no keys and values.")
-    if device is not None:
-        return WeightsAndKv(chosen, dtype, kv_precision, int8_copy.refuse_on_device(settings, kind))
-    final_demand = MemoryDemand(candidates.needs, chosen.value, kv_precision.value, node)
-    copy = int8_copy.decide_int8_copy(settings, chosen.value, _copy_gain(candidates, final_demand, trials, threads))
-    return WeightsAndKv(chosen, dtype, kv_precision, copy)
-
-
-def _insufficient_budget(candidates: PrecisionCandidates, demand: MemoryDemand) -> MemoryBudget | None:
-    """Return the memory left for a KV cache in the activations' dtype if it is less than the useful minimum.
-
-    None if there is enough, or if `kv_cache_bytes` was set.
-    """
-    if demand.needs is None or candidates.settings.kv_cache_bytes != "auto":
-        return None
-    left = smallest_step_budget(candidates.facts, candidates.settings, demand)
-    return left if left.size < useful_kv_cache_bytes(candidates.settings, demand) else None
-
-
-def _copy_gain(
-    candidates: PrecisionCandidates, demand: MemoryDemand, trials: TrialTimings, threads: int
-) -> Int8CopyGain:
-    """Return the memory and the measured gain of an 8-bit copy in addition to 4-bit weights."""
-    facts, settings, needs = candidates.facts, candidates.settings, candidates.needs
-    timing = trials.find("int4", threads)
-    tokens = decide_step_tokens(facts, settings, demand, timing).value
-    if needs is None:
-        return Int8CopyGain(0, False, tokens)
-    demand_with_copy = MemoryDemand(needs, demand.precision, demand.kv_precision, demand.numa_node, int8_copy=True)
-    left = memory_budget(facts, demand_with_copy, tokens, MIN_BATCH_TOKENS)
-    fits = (
-        left.size >= useful_kv_cache_bytes(settings, demand_with_copy)
-        and needs.int8_copy_bytes * int8_copy.MEMORY_DIVISOR <= left.available
-    )
-    with_copy = trials.find("int4", threads, int8_copy=True) or trials.find("int8", threads)
-    return Int8CopyGain(needs.int8_copy_bytes, fits, tokens, timing, with_copy)

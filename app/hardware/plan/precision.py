@@ -1,11 +1,7 @@
-"""Decision about the precision of the weights.
+"""Decisions about the precision of the weights, and about an 8-bit copy of 4-bit layers for large steps.
 
-It depends on the recipes that exist, on the memory, and on the measured speed. A faster precision that costs
-quality must gain enough.
-
-Decision to keep an 8-bit copy of 4-bit layers, and the number of rows from which the copy is used.
-
-Prompts and large batches use the copy.
+The precision depends on the recipes that exist, on the memory, and on the measured speed. A faster precision that
+costs quality must gain enough. The copy is used from a number of rows that is decided here too.
 """
 
 from __future__ import annotations

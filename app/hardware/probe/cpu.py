@@ -1,12 +1,9 @@
-"""Identification of x86 processors on Linux: microarchitecture and instruction sets.
+"""Identification of x86 and Arm processors on Linux: core or microarchitecture, and instruction sets.
 
-The microarchitecture comes from the vendor, family and model of CPUID, the instruction sets from the kernel's
-flags. The brand string is only displayed, because a virtual machine can set it to anything.
-
-Identification of Arm processors on Linux: core, product and instruction sets.
-
-/proc/cpuinfo has no model name on Arm. Cores are identified by the implementer and part numbers of the MIDR
-register. One core is sold in several products, so the product comes from what the firmware reports.
+On x86, the microarchitecture comes from the vendor, family and model of CPUID, the instruction sets from the kernel's
+flags. The brand string is only displayed, because a virtual machine can set it to anything. On Arm, cores are
+identified by the implementer and part numbers of the MIDR register. One core is sold in several products, so the
+product comes from what the firmware reports.
 """
 
 from __future__ import annotations

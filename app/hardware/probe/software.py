@@ -1,11 +1,8 @@
-"""Facts about the native kernel library before it is loaded, and the choice of its instruction set level.
+"""Facts about the installed software before it is loaded: the native kernel library and torch's build options.
 
-The library file lists the levels that were compiled into it. `kernels/native/library.py` loads the library after torch;
-the library then checks the processor again.
-
-Build options of the installed torch, read from the files of its wheel.
-
-Importing torch would load its thread pools before the plan has set their sizes.
+The library file lists the levels that were compiled into it. `kernels/native/library.py` loads it after torch, and the
+library then checks the processor again. torch's build options are read from the files of its wheel, because importing
+torch would load its thread pools before the plan has set their sizes.
 """
 
 from __future__ import annotations

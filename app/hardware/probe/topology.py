@@ -1,8 +1,6 @@
-"""Topology of a Linux machine from sysfs: physical cores, SMT siblings, kinds of core, memory nodes and caches.
+"""Topology and memory of a Linux machine: cores, SMT siblings, caches, memory nodes, available bytes and page sizes.
 
-Without sysfs, each processor of /proc/cpuinfo counts as a core.
-
-Memory of a Linux machine: its size, the available bytes, and the page sizes.
+The values come from sysfs and /proc. Without sysfs, each processor of /proc/cpuinfo counts as a core.
 """
 
 from __future__ import annotations

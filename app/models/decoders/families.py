@@ -1,16 +1,8 @@
-"""The parts around the layers of every decoder: embedding, RoPE angles, last norm and output layer.
+"""The decoders: embedding, RoPE angles, last norm and output layer around the layers of Llama or Gemma.
 
-They are separate methods, so that a step can be recorded.
-
-The layer of Llama and of models that differ only by config flags.
-
-These are Mistral, Qwen 2 and 3, Phi-3 and SmolLM 1 to 3.
-
-The layer of Gemma 2 and 3 (text), with a norm after each branch as well as before it.
-
-The body of a decoder that is served for its hidden states, such as Qwen3-Embedding.
-
-Bidirectional models such as EuroBERT use it too.
+`LlamaLayer` serves Llama and the models that differ from it only by config flags: Mistral, Qwen 2 and 3, Phi-3 and
+SmolLM 1 to 3. `GemmaLayer` serves Gemma 2 and 3 (text), with a norm after each branch as well as before it.
+`DecoderBody` is a decoder that is served for its hidden states, such as Qwen3-Embedding or the bidirectional EuroBERT.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """The building blocks of decoders. Each names the checkpoint tensors that it needs, and the loader assigns them.
 
-The residual stream [tokens, hidden], RoPE and norms are FP32; the large products are in the model's dtype.
-
-Rotary positions: the frequencies of each pair of a head's elements. Kernels compute the angles and apply them.
-
-Angles are computed once per step for its tokens. This takes about a microsecond, compared with 33 MB of tables for
+The residual stream [tokens, hidden], RoPE and norms are FP32; the large products are in the model's dtype. RoPE angles
+are computed by kernels once per step for its tokens: this takes about a microsecond, compared with 33 MB of tables for
 a context of 128k.
 """
 

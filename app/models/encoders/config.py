@@ -1,11 +1,8 @@
 """The configuration of an encoder: one frozen `EncoderConfig` in which every difference between families is a value.
 
-`encoder_reading` creates it. Torch is not needed. An encoder maps texts to vectors or to labels; a decoder served
-for its hidden states is also one (`decoder`).
-
-The tensors that an encoder must have, by our names, and their shapes.
-
-Derived from the config alone, without torch.
+`models/encoders/config_reader.py` creates it. An encoder maps texts to vectors or to labels; a decoder served for its
+hidden states is also one (`decoder`). The names and shapes of the tensors that a checkpoint must have follow from the
+configuration alone. Torch is not needed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Families of encoders: the defaults of their config.json, and the names of their tensors in checkpoints.
 
-Torch is not needed. A served encoder has one set of tensor names for all families: `query` is always the query
-projection.
-
-Translates the first config.json files of Nomic's encoders from GPT-2's names to those of transformers.
+A served encoder has one set of tensor names for all families: `query` is always the query projection. The first
+config.json files of Nomic's encoders use GPT-2's names and are translated to those of transformers. Torch is not
+needed.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
-"""LayerNorm of an encoder's residual stream, which also prepares the input of the next product.
+"""The heads of encoders: LayerNorm, pooling of texts to one vector each, and small products in FP32.
 
-The heads of encoders: small products in FP32, for any precision of the body.
-
-They process one row per text, and their results are the answer: lower precision would change the last digits of
-every score.
-
-Pools the hidden states of packed texts to one vector per text.
-
-A text's vector does not depend on its neighbours.
+The heads process one row per text, and their results are the answer: lower precision would change the last digits of
+every score. A text's vector does not depend on its neighbours.
 """
 
 from __future__ import annotations
