@@ -1,13 +1,9 @@
-"""Backend of x86 and Arm processors: compute threads, pinning, and ragged attention.
+"""Backend of x86 and Arm processors: compute threads, pinning, ragged attention, and a reference attention.
 
-Both architectures share this file, because only data differs. Attention runs on the package's native kernels if
-they support the tensors (kernels/attention/attention.py), else on PyTorch's flash kernel. That kernel supports neither a
-window nor a soft cap, and it is causal only if queries and keys start at the same position. So the context is cut
-into parts that it can compute, and the parts are merged by their log-sum-exp.
-
-Reference attention: the formula itself, in float32, one head of one sequence at a time.
-
-Every faster implementation is tested against it.
+Both architectures share this file, because only data differs. Attention runs on the package's native kernels if they
+support the tensors (kernels/attention/attention.py), else on PyTorch's flash kernel. That kernel supports neither a
+window nor a soft cap, and it is causal only if queries and keys start at the same position. So the context is cut into
+parts that it can compute, and the parts are merged by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -44,43 +40,14 @@ from app.kernels.attention.attention import (
 from app.kernels.attention.context import AttentionSpec
 from app.kernels.attention.layout import KvRows
 
-
-def reference_attention(query: Tensor, rows: Rows[AttentionRow], spec: AttentionSpec) -> Tensor:
-    """Compute the attention of `HostBackend.attention` with a float32 result [tokens, heads, head_dim]."""
-    result = torch.empty(query.shape, dtype=torch.float32)
-    for row in rows:
-        key = torch.cat([segment.key for segment in row.segments]).float()  # [context, kv_heads, head_dim]
-        value = torch.cat([segment.value for segment in row.segments]).float()
-        group = query.shape[1] // key.shape[1]
-        mask = causal_mask(torch.arange(row.start, row.start + row.num_tokens), torch.arange(len(key)), spec.window)
-        for head in range(query.shape[1]):
-            queries = query[row.first : row.first + row.num_tokens, head].float()
-            scores = apply_softcap(queries @ key[:, head // group].T * spec.scale, spec.softcap)
-            weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
-            result[row.first : row.first + row.num_tokens, head] = weights @ value[:, head // group]
-    return result
-
-
-def causal_mask(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """Return a bool mask [queries, keys] from absolute positions.
-
-    A token sees itself and the tokens before it; with `window`, at most `window` tokens in all.
-    """
-    distance = queries.unsqueeze(1) - keys
-    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
-
-
-def apply_softcap(scores: Tensor, softcap: float | None) -> Tensor:
-    """Return the scores smoothly bounded to (-softcap, softcap); unchanged if `softcap` is None."""
-    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
-
-
 # query, key, value [1, heads or kv_heads, tokens, head_dim] with any strides; nothing is copied. Returns the result and, in
 # float32, the log-sum-exp of each row's scores. torch 2.10 and 2.13 (both tested) have this schema and allow kv_heads < heads.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 _MASKED_QUERIES = 256  # queries per mask; a mask has this number times the context (or the window) elements
+
 _PART_TOKENS = 4096  # tokens of a long context that are processed at a time
+
 _MAX_SCORE_ELEMENTS = 2**22  # elements of a score matrix that is materialised at once: 16 MiB in float32
 
 MaskedAttention = Callable[[Tensor, Segment, Tensor, AttentionSpec], Tensor]
@@ -288,3 +255,33 @@ def _join_segments(segments: list[Segment]) -> Segment:
         return segments[0]
     keys, values = [segment.key for segment in segments], [segment.value for segment in segments]
     return Segment(torch.cat(keys), torch.cat(values), segments[0].position)
+
+
+def reference_attention(query: Tensor, rows: Rows[AttentionRow], spec: AttentionSpec) -> Tensor:
+    """Compute the attention of `HostBackend.attention` with a float32 result [tokens, heads, head_dim]."""
+    result = torch.empty(query.shape, dtype=torch.float32)
+    for row in rows:
+        key = torch.cat([segment.key for segment in row.segments]).float()  # [context, kv_heads, head_dim]
+        value = torch.cat([segment.value for segment in row.segments]).float()
+        group = query.shape[1] // key.shape[1]
+        mask = causal_mask(torch.arange(row.start, row.start + row.num_tokens), torch.arange(len(key)), spec.window)
+        for head in range(query.shape[1]):
+            queries = query[row.first : row.first + row.num_tokens, head].float()
+            scores = apply_softcap(queries @ key[:, head // group].T * spec.scale, spec.softcap)
+            weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+            result[row.first : row.first + row.num_tokens, head] = weights @ value[:, head // group]
+    return result
+
+
+def causal_mask(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
+    """Return a bool mask [queries, keys] from absolute positions.
+
+    A token sees itself and the tokens before it; with `window`, at most `window` tokens in all.
+    """
+    distance = queries.unsqueeze(1) - keys
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
+def apply_softcap(scores: Tensor, softcap: float | None) -> Tensor:
+    """Return the scores smoothly bounded to (-softcap, softcap); unchanged if `softcap` is None."""
+    return scores if softcap is None else torch.tanh(scores / softcap) * softcap

@@ -1,6 +1,6 @@
-"""Console output of the benches: progress bar and table on standard error, one JSON object on standard output.
+"""Results of a bench (statistics, figures with targets, checks for failed measurements) and their output.
 
-Results of a bench: statistics of samples, figures with targets, and checks for failed measurements.
+A progress bar and a table go to standard error, one JSON object to standard output.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""Measured hardware peaks of this machine: bytes read per second, and operations per second by dtype.
+"""Measured hardware peaks of this machine and of its device: bytes per second, and operations per second by dtype.
 
-Memory is read by `memchr` and `memcmp` of the C library (vectorised everywhere, no compiler needed) and by a
-function of the native library. The fastest counts. ctypes releases the GIL, so threads read in parallel.
-tools/check_reading.py compares the result with a compiled loop.
-
-Measured peaks of a device with separate memory: bytes copied per second, and operations per second.
-
-Several operations are queued before the host waits for the device, so that launch overhead does not count.
+The host's memory is read by `memchr` and `memcmp` of the C library (vectorised everywhere, no compiler needed) and by
+a function of the native library. The fastest counts. ctypes releases the GIL, so threads read in parallel;
+tools/check_reading.py compares the result with a compiled loop. On a device with separate memory, several operations
+are queued before the host waits, so that launch overhead does not count.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Conditions during a load: CPU time used by the server, this client and other processes, throttling, and energy.
+"""Conditions during a load, and the reasons to doubt the figures of a result, one sentence each.
 
-Counters are read before and after a load and the differences are reported. The server's counters come from its
-`/metrics`. If the server runs on this machine, host counters come from this machine's `/proc`.
-
-Reasons to doubt the figures of a result, one sentence each: about the server, its machine, and this client.
+Conditions are the CPU time used by the server, this client and other processes, throttling, and energy: counters are
+read before and after a load and the differences are reported. The server's counters come from its `/metrics`. If the
+server runs on this machine, host counters come from this machine's `/proc`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""The fixed set of loads that `bench compare` runs.
+"""The fixed set of loads that `bench compare` runs, and the senders of their requests.
 
-Every model of a kind gets the same loads, as far as the model and its plan allow them.
-
-Senders of the requests of one load: prompts, texts or rows by the load's kind, in Armature's native API.
-
-The requests are the same on every machine.
+Every model of a kind gets the same loads, as far as the model and its plan allow them. The requests (prompts, texts or
+rows in Armature's native API) are the same on every machine.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """`armature bench compare`: measure one machine with one model and write the result file.
 
-Finished loads are written even if Ctrl-C or a server that stops answering ends the run.
-
-The description of a `bench compare` run: target server, labels of the machine, and path of the result file.
+A run is described by its target server, the labels of the machine and the path of the result file. Finished loads are
+written even if Ctrl-C or a server that stops answering ends the run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Measurement of one load on one server: warm-up, timed interval, and the resulting `LoadPoint`.
 
-The engine's steps as reported by the server, on the time axis of this measurement.
+The engine's steps, as reported by the server, are put on the time axis of this measurement.
 """
 
 from __future__ import annotations
@@ -45,64 +45,13 @@ from app.bench.http.tally import GenerateTiming
 from app.bench.http.wire import HttpClient
 
 MAX_STEPS_PER_POINT = 20_000  # per point
+
 CLOCK_TOLERANCE_SECONDS = 0.1  # a smaller difference is network latency, not another clock
+
 _AFTER_ALL_STEPS = 9_000_000_000_000_000
 
-
-@dataclass(slots=True)
-class StepLogReader:
-    """Reader of the server's step log.
-
-    Each call returns the steps since the previous one. `began_at`: moment 0, in seconds since 1970 by this machine's
-    clock.
-    """
-
-    client: ArmatureClient
-    began_at: float
-    num_lost_steps: int = 0  # steps that the server had overwritten, or beyond the limit of a point
-    _next: int | None = None
-
-    async def begin(self) -> None:
-        """Skip all earlier steps. A server without a step log is not asked again."""
-        reply = await self._ask(_AFTER_ALL_STEPS)
-        self._next = None if reply is None else int(reply["next"])
-
-    async def steps(self, begin: float, end: float) -> StepColumns:
-        """Return the steps that began between two moments.
-
-        Raises:
-            RequestBroken: The server did not answer.
-        """
-        columns: dict[str, list[Any]] = {"at": [], "seconds": [], "phase": [], "tokens": [], "cause": []}
-        moments = [begin]
-        while self._next is not None and moments[-1] <= end:  # load from another client may never end
-            reply = await self._ask(self._next)
-            if reply is None or not reply["steps"]["at"]:
-                break
-            ahead = _server_clock_offset(float(reply["clock"]))
-            moments = [at - ahead - self.began_at for at in reply["steps"]["at"]]
-            self._next = int(reply["next"]) - sum(moment > end for moment in moments)
-            self.num_lost_steps += int(reply["dropped"])
-            inside = [index for index, moment in enumerate(moments) if begin <= moment <= end]
-            columns["at"] += [round(max(0.0, moments[index]), 4) for index in inside]
-            for name in ("seconds", "phase", "tokens", "cause"):
-                columns[name] += [reply["steps"][name][index] for index in inside]
-        self.num_lost_steps += max(0, len(columns["at"]) - MAX_STEPS_PER_POINT)
-        limited = {name: column[:MAX_STEPS_PER_POINT] for name, column in columns.items()}
-        return StepColumns(**limited | {"seconds": [round(float(each), 6) for each in limited["seconds"]]})
-
-    async def _ask(self, after: int) -> dict[str, Any] | None:
-        answer = await self.client.wire.get(f"/info/steps?after={after}")
-        return None if answer.status == 404 else dict(answer.raise_for_status("/info/steps").json())
-
-
-def _server_clock_offset(clock: float) -> float:
-    """Return by how many seconds the server's clock is ahead of this machine's."""
-    ahead = clock - time.time()
-    return 0.0 if abs(ahead) < CLOCK_TOLERANCE_SECONDS else ahead
-
-
 MAX_SAMPLES_PER_COLUMN = 10_000  # per column of a point: a load ends early instead of dropping samples
+
 WARM_UP_SHARE = 1 / 8  # warm-up time as a share of a load's seconds, in addition to them
 
 
@@ -226,3 +175,56 @@ def _gc_disabled() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+@dataclass(slots=True)
+class StepLogReader:
+    """Reader of the server's step log.
+
+    Each call returns the steps since the previous one. `began_at`: moment 0, in seconds since 1970 by this machine's
+    clock.
+    """
+
+    client: ArmatureClient
+    began_at: float
+    num_lost_steps: int = 0  # steps that the server had overwritten, or beyond the limit of a point
+    _next: int | None = None
+
+    async def begin(self) -> None:
+        """Skip all earlier steps. A server without a step log is not asked again."""
+        reply = await self._ask(_AFTER_ALL_STEPS)
+        self._next = None if reply is None else int(reply["next"])
+
+    async def steps(self, begin: float, end: float) -> StepColumns:
+        """Return the steps that began between two moments.
+
+        Raises:
+            RequestBroken: The server did not answer.
+        """
+        columns: dict[str, list[Any]] = {"at": [], "seconds": [], "phase": [], "tokens": [], "cause": []}
+        moments = [begin]
+        while self._next is not None and moments[-1] <= end:  # load from another client may never end
+            reply = await self._ask(self._next)
+            if reply is None or not reply["steps"]["at"]:
+                break
+            ahead = _server_clock_offset(float(reply["clock"]))
+            moments = [at - ahead - self.began_at for at in reply["steps"]["at"]]
+            self._next = int(reply["next"]) - sum(moment > end for moment in moments)
+            self.num_lost_steps += int(reply["dropped"])
+            inside = [index for index, moment in enumerate(moments) if begin <= moment <= end]
+            columns["at"] += [round(max(0.0, moments[index]), 4) for index in inside]
+            for name in ("seconds", "phase", "tokens", "cause"):
+                columns[name] += [reply["steps"][name][index] for index in inside]
+        self.num_lost_steps += max(0, len(columns["at"]) - MAX_STEPS_PER_POINT)
+        limited = {name: column[:MAX_STEPS_PER_POINT] for name, column in columns.items()}
+        return StepColumns(**limited | {"seconds": [round(float(each), 6) for each in limited["seconds"]]})
+
+    async def _ask(self, after: int) -> dict[str, Any] | None:
+        answer = await self.client.wire.get(f"/info/steps?after={after}")
+        return None if answer.status == 404 else dict(answer.raise_for_status("/info/steps").json())
+
+
+def _server_clock_offset(clock: float) -> float:
+    """Return by how many seconds the server's clock is ahead of this machine's."""
+    ahead = clock - time.time()
+    return 0.0 if abs(ahead) < CLOCK_TOLERANCE_SECONDS else ahead

@@ -1,6 +1,6 @@
 """Samples of the machine's two ceilings, read bandwidth and product rate, taken between rounds of measured work.
 
-The ceilings themselves are measured by `kernels/ceilings.py` and `kernels/ceilings.py`.
+`kernels/ceilings.py` measures the ceilings themselves.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Driver that adds requests to an engine and times its steps; a served engine is driven by its worker.
+"""Driver that adds requests to an engine and times its steps, and lower bounds of a step.
 
-Lower bounds of a step, counted from the loaded layers: bytes that it must read and operations to perform.
+The lower bounds are counted from the loaded layers: bytes that a step must read, and operations to perform. A served
+engine is driven by its worker instead.
 """
 
 from __future__ import annotations

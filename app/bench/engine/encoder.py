@@ -1,7 +1,7 @@
 """The engine of an encoder without a server: batches of texts of one length, against the machine's ceilings.
 
 Times are from an idle engine to the answer. Work and samples of the ceilings alternate, as for decoders
-(`inside.py`): the product rates in BF16 and in int8 are sampled between any two loads.
+(`bench/engine/decoder.py`): the product rates in BF16 and in int8 are sampled between any two loads.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Native products and decode attention measured alone, by number of rows, against the machine's ceilings.
 
-Products rotate over copies of a weight that exceed every cache, as the layers of a model do. The ceilings are
-sampled between any two measurements.
-
-Decode attention over a KV cache larger than any processor cache, measured for `armature bench kernels`.
+Products rotate over copies of a weight that exceed every cache, as the layers of a model do. Decode attention reads a
+KV cache larger than any processor cache. The ceilings are sampled between any two measurements.
 """
 
 from __future__ import annotations
@@ -58,71 +56,26 @@ from app.kernels.native.operations import (
 )
 
 SEQUENCES, KV_TOKENS = 8, 4000
+
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 8, 64, 4  # Llama 3.2 1B; together the layers exceed any processor cache
+
 PASSES_PER_ROUND = 12
 
-
-class DecodeAttention:
-    """Decode attention of one query per sequence against its whole context, layer after layer.
-
-    `dtype` is the dtype of the cached keys and values (bfloat16, or int8 with scales). Queries are bfloat16
-    [SEQUENCES, HEADS, HEAD_DIM]. The cache is the engine's own `KvCache`.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        shape = KvShape(
-            num_layers=LAYERS, num_slots=SEQUENCES, max_len=KV_TOKENS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM
-        )
-        self._cache = KvCache(shape, dtype)
-        written = torch.randn(2, self._cache.stride, KV_HEADS, HEAD_DIM)
-        for layer in self._cache.layers:
-            for slot in range(SEQUENCES):
-                layer.write(torch.arange(self._cache.stride) + self._cache.row(slot, 0), *written.unbind(0))
-        self._query = torch.randn(SEQUENCES, HEADS, HEAD_DIM).bfloat16()
-        self._step = AttentionStep(SEQUENCES)
-        runs = [KvSegment(self._cache.row(slot, 0), KV_TOKENS, 0) for slot in range(SEQUENCES)]
-        self._step.fill([AttentionSequence(slot, 1, KV_TOKENS - 1, (run,)) for slot, run in enumerate(runs)])
-        self.num_bytes = float(SEQUENCES * KV_TOKENS * self._cache.token_bytes)
-
-    @staticmethod
-    def available() -> bool:
-        """Return True if the native attention kernel is available on this machine."""
-        return has_kernel(OpCode.ATTENTION)
-
-    def layer_seconds(self) -> list[float]:
-        """Return the seconds that one layer took, for each of `PASSES_PER_ROUND` passes over all layers."""
-        call = self._recorded()
-        call()
-        seconds = []
-        for _ in range(PASSES_PER_ROUND):
-            started = time.perf_counter()
-            call()
-            seconds.append((time.perf_counter() - started) / LAYERS)
-        return seconds
-
-    def _recorded(self) -> Callable[[], object]:
-        steps: list[tuple[OpCode, ctypes.Structure]] = []
-        with observe_operations(
-            lambda code, arguments: steps.append((code, arguments))
-        ):  # `kept` owns the output buffers
-            outputs = [
-                attend(self._query, layer, self._step, HEAD_DIM**-0.5, None, None) for layer in self._cache.layers
-            ]
-        operations, library = operation_array(steps), native_library().library
-        assert library is not None, "available: here() was checked first"
-        return lambda: (library.armature_run(ctypes.byref(operations), len(steps), torch.get_num_threads()), outputs)
-
-
 SHAPES = ((8192, 2048), (2048, 8192))  # outputs, inputs
+
 FORMS = {"int4": IntPanelFactory(bits=4, group=64), "int8": IntPanelFactory(bits=8, group=None)}
+
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
+
 ROTATED_BYTES = 2**28  # total size of the copies of a weight, far beyond any cache
+
 # Passes over all weights in each round, by number of rows.
 PASSES = {1: 8, 2: 8, 4: 8, 8: 8, 16: 6, 32: 4, 64: 6, 128: 4, 512: 2}
+
 MANY_ROWS = 64  # with at least this many rows, a pass covers only a few weights: memory is no longer the limit
 
-
 KernelCase = tuple[str, tuple[int, int], int]  # form, shape, rows
+
 # Decode attention by dtype of keys and values.
 ATTENTION: Mapping[KernelCase, torch.dtype] = {
     ("attention", (SEQUENCES, KV_TOKENS), 1): torch.bfloat16,
@@ -253,3 +206,54 @@ def _figures(timed: dict[KernelCase, WorkSamples]) -> Iterator[Figure]:
             yield Figure(f"{label}, over 1 row", one.middle / alone, "times", target=1.6, at_most=True)
         if name == "int4" and rows == 16:
             yield Figure(f"{label}, rate", one.operations / one.middle / 1e12, "TOP/s", target=1.1)
+
+
+class DecodeAttention:
+    """Decode attention of one query per sequence against its whole context, layer after layer.
+
+    `dtype` is the dtype of the cached keys and values (bfloat16, or int8 with scales). Queries are bfloat16
+    [SEQUENCES, HEADS, HEAD_DIM]. The cache is the engine's own `KvCache`.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        shape = KvShape(
+            num_layers=LAYERS, num_slots=SEQUENCES, max_len=KV_TOKENS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM
+        )
+        self._cache = KvCache(shape, dtype)
+        written = torch.randn(2, self._cache.stride, KV_HEADS, HEAD_DIM)
+        for layer in self._cache.layers:
+            for slot in range(SEQUENCES):
+                layer.write(torch.arange(self._cache.stride) + self._cache.row(slot, 0), *written.unbind(0))
+        self._query = torch.randn(SEQUENCES, HEADS, HEAD_DIM).bfloat16()
+        self._step = AttentionStep(SEQUENCES)
+        runs = [KvSegment(self._cache.row(slot, 0), KV_TOKENS, 0) for slot in range(SEQUENCES)]
+        self._step.fill([AttentionSequence(slot, 1, KV_TOKENS - 1, (run,)) for slot, run in enumerate(runs)])
+        self.num_bytes = float(SEQUENCES * KV_TOKENS * self._cache.token_bytes)
+
+    @staticmethod
+    def available() -> bool:
+        """Return True if the native attention kernel is available on this machine."""
+        return has_kernel(OpCode.ATTENTION)
+
+    def layer_seconds(self) -> list[float]:
+        """Return the seconds that one layer took, for each of `PASSES_PER_ROUND` passes over all layers."""
+        call = self._recorded()
+        call()
+        seconds = []
+        for _ in range(PASSES_PER_ROUND):
+            started = time.perf_counter()
+            call()
+            seconds.append((time.perf_counter() - started) / LAYERS)
+        return seconds
+
+    def _recorded(self) -> Callable[[], object]:
+        steps: list[tuple[OpCode, ctypes.Structure]] = []
+        with observe_operations(
+            lambda code, arguments: steps.append((code, arguments))
+        ):  # `kept` owns the output buffers
+            outputs = [
+                attend(self._query, layer, self._step, HEAD_DIM**-0.5, None, None) for layer in self._cache.layers
+            ]
+        operations, library = operation_array(steps), native_library().library
+        assert library is not None, "available: here() was checked first"
+        return lambda: (library.armature_run(ctypes.byref(operations), len(steps), torch.get_num_threads()), outputs)

@@ -1,10 +1,8 @@
-"""Decode with eager and recorded steps, in the plan's precision and in FP32, alternating in one run.
+"""Two comparisons: decode with eager and recorded steps, and the cost of recording each step's duration and cause.
 
-FP32 uses torch's own products, which cannot be recorded, so FP32 has only an eager row.
-
-Cost of recording each step's duration and cause: the step monitor and the metrics alone, without running steps.
-
-No model is run. The steps are described, and everything that serving does with such a description is timed.
+Decode runs in the plan's precision and in FP32, alternating in one run. FP32 uses torch's own products, which cannot
+be recorded, so FP32 has only an eager row. The second comparison runs no model: the steps are described, and
+everything that serving does with such a description is timed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""A client that records when each chunk of a streamed answer arrived.
+"""A client that records when each chunk of a streamed answer arrived, and a parser of server-sent events.
 
-`streamed` works with any server that streams; `ArmatureClient` also uses the routes that only Armature has.
-
-An incremental parser of server-sent events.
+`stream_request` works with any server that streams; `ArmatureClient` also uses the routes that only Armature has.
 """
 
 from __future__ import annotations
@@ -36,27 +34,6 @@ from app.bench.http.workload import (
     COMMON_WORDS,
     TokenPrompts,
 )
-
-
-class SseParser:
-    """Parser of server-sent events. Keeps incomplete lines and events until their rest arrives."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-        self._lines: list[bytes] = []
-
-    def feed(self, part: bytes) -> list[bytes]:
-        """Return the data of every event that `part` completes. Comments and fields other than `data` are ignored."""
-        *lines, self._rest = (self._rest + part).split(b"\n")
-        events = []
-        for line in lines:
-            text = line.removesuffix(b"\r")
-            if text.startswith(b"data:"):
-                self._lines.append(text[5:].removeprefix(b" "))
-            elif not text and self._lines:
-                events.append(b"\n".join(self._lines))
-                self._lines.clear()
-        return events
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,3 +192,24 @@ async def concurrent_tasks() -> AsyncIterator[asyncio.TaskGroup]:
             yield tasks
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
+
+
+class SseParser:
+    """Parser of server-sent events. Keeps incomplete lines and events until their rest arrives."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._lines: list[bytes] = []
+
+    def feed(self, part: bytes) -> list[bytes]:
+        """Return the data of every event that `part` completes. Comments and fields other than `data` are ignored."""
+        *lines, self._rest = (self._rest + part).split(b"\n")
+        events = []
+        for line in lines:
+            text = line.removesuffix(b"\r")
+            if text.startswith(b"data:"):
+                self._lines.append(text[5:].removeprefix(b" "))
+            elif not text and self._lines:
+                events.append(b"\n".join(self._lines))
+                self._lines.clear()
+        return events

@@ -1,8 +1,7 @@
-"""The three API dialects of a streamed answer: native `/generate`, and OpenAI's completions and chat completions.
+"""The API dialects that benches send: three for streamed answers and four for embeddings.
 
-Most servers implement at least one of the OpenAI dialects.
-
-The four API dialects of embeddings: OpenAI, native, text-embeddings-inference, and the Open Inference Protocol.
+Streamed answers: native `/generate`, and OpenAI's completions and chat completions, one of which most servers
+implement. Embeddings: OpenAI, native, text-embeddings-inference, and the Open Inference Protocol.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Embedding requests to one server in one dialect, and the timing of each answer.
-
-Embedding under load, as measured by `armature bench http --kind embed`.
+"""Embedding under load, as measured by `armature bench http --kind embed`: requests in one dialect, and their timing.
 
 Reports texts and tokens per second, and latencies of whole requests.
 """

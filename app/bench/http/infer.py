@@ -1,12 +1,7 @@
-"""Synthetic input rows for a model served over the Open Inference Protocol.
+"""Exported programs under load, as measured by `armature bench http --kind infer`, over the Open Inference Protocol.
 
-Rows follow the signature that the server reports and are sent as binary tensors.
-
-Requests for rows of an exported program over the Open Inference Protocol, and the timing of each answer.
-
-Exported programs under load, as measured by `armature bench http --kind infer`.
-
-Reports rows per second and latencies of whole requests.
+Synthetic input rows follow the signature that the server reports and are sent as binary tensors. Reports rows per
+second and latencies of whole requests.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""`armature bench http`: a server under closed-loop or open-loop load, alone or alternating with a second server.
+"""Benches that measure a server over HTTP, by name, among them `armature bench http` with its load levels.
 
-Benches that measure one server over HTTP, by name: each starts or finds the server and returns its figures.
+Each bench starts or finds the server and returns its figures. Under load, a server is measured alone or alternating
+with a second one.
 """
 
 from __future__ import annotations

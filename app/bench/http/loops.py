@@ -1,6 +1,7 @@
 """Load loops: a closed loop of clients that wait for their answers, or an open loop of arrivals that do not wait.
 
-Throughput of answers that arrive whole: units per second, alone or compared with another server.
+For answers that arrive whole, it also computes the throughput in units per second, alone or compared with another
+server.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Generation requests to one server in one dialect, and the timing of each streamed answer.
+"""Streamed generation requests to one server in one dialect: prompts, timing of each answer, and summary of the runs.
 
-Detection of how prompts of a given length can be sent to a server.
-
-Prompts are token ids if the server accepts them, else text whose tokens the server has counted.
-
-Summary of runs of streamed requests: latency percentiles, tokens per second, and failures by kind.
+Prompts are token ids if the server accepts them, else text whose tokens the server has counted. The summary has
+latency percentiles, tokens per second, and failures by kind.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""The content of a report, before rendering: notes on each result, sentences, and tables.
+"""The content of a report, before rendering: headline, notes on each result, and tables.
 
-This module needs no plotting library.
-
-The headline of a report: how much faster and cheaper each result is than the first, at an equal p99.
-
-Throughput alone can always be raised by accepting more latency. Results are therefore compared at one p99 that all of
-them reach, interpolated linearly between measured loads.
+The headline says how much faster and cheaper each result is than the first, at an equal p99: throughput alone can
+always be raised by accepting more latency. Rates are interpolated linearly between measured loads, at one p99 that all
+results reach. This module needs no plotting library.
 """
 
 from __future__ import annotations
@@ -43,7 +40,60 @@ from app.bench.report.tables import (
     unique_names,
 )
 
+
+@dataclass(frozen=True, slots=True)
+class ReportContent:
+    """The content of a report on `results`, in the order given. The others are compared with the first."""
+
+    results: tuple[CompareResult, ...]
+    names: tuple[str, ...]
+    cases: tuple[LoadCase, ...]
+    notes: tuple[ResultNotes, ...]
+    sentences: tuple[str, ...]
+    overview: ReportTable
+    metric_tables: tuple[ReportTable, ...]
+    step_tables: tuple[ReportTable, ...]
+    decisions: ReportTable | None
+    colophon: tuple[str, ...]
+    group_titles: tuple[str, ...] = tuple(topic.title for topic in METRIC_GROUPS)
+
+    @property
+    def title(self) -> str:
+        """The title, such as `MODEL: MACHINE against MACHINE`."""
+        model = info_section(self.results[0].info, "model").get("name", "a model")
+        return f"{model}: {' against '.join(self.names)}"
+
+    @property
+    def tables(self) -> list[ReportTable]:
+        """All tables, in the order of the report."""
+        return [self.overview, *self.metric_tables, *self.step_tables, *([self.decisions] if self.decisions else [])]
+
+
+def build_report_content(given: Sequence[CompareResult], here: ReportOrigin) -> ReportContent:
+    """Build the content of a report on one or more results."""
+    with_prices = add_prices(given)
+    results = [each.result for each in with_prices]
+    names, cases = unique_names(results), load_cases(results)
+    return ReportContent(
+        results=tuple(results),
+        names=tuple(names),
+        cases=tuple(cases),
+        notes=tuple(collect_notes(results, here)),
+        sentences=tuple(headline_sentences(results)),
+        overview=head_table(with_prices, names),
+        metric_tables=tuple(metric_tables(cases, names)),
+        step_tables=tuple(step_tables(results, names)),
+        decisions=decision_table(results, names),
+        colophon=(
+            f"Made by armature {here.version} with `armature bench compare`. Each result: requests over HTTP, a warm-up before each load, "
+            "all latencies kept. p99: 99 of 100 took no longer.",
+            "The figures hold for these machines, this model and that day; the costs are only as accurate as the prices that were given.",
+        ),
+    )
+
+
 MIN_DIFFERENCE = 0.05  # a smaller difference, or one within the variation of the repeated load, counts as equal
+
 LatencyAndRate = tuple[float, float]  # p99 in seconds, and the rate at that load
 
 
@@ -176,54 +226,3 @@ def _cost_phrase(result: CompareResult, rate: float, unit: str) -> str:
 
 def _time(seconds: float) -> str:
     return f"{format_three_digits(seconds)} s" if seconds >= 1 else f"{format_three_digits(seconds * MILLI)} ms"
-
-
-@dataclass(frozen=True, slots=True)
-class ReportContent:
-    """The content of a report on `results`, in the order given. The others are compared with the first."""
-
-    results: tuple[CompareResult, ...]
-    names: tuple[str, ...]
-    cases: tuple[LoadCase, ...]
-    notes: tuple[ResultNotes, ...]
-    sentences: tuple[str, ...]
-    overview: ReportTable
-    metric_tables: tuple[ReportTable, ...]
-    step_tables: tuple[ReportTable, ...]
-    decisions: ReportTable | None
-    colophon: tuple[str, ...]
-    group_titles: tuple[str, ...] = tuple(topic.title for topic in METRIC_GROUPS)
-
-    @property
-    def title(self) -> str:
-        """The title, such as `MODEL: MACHINE against MACHINE`."""
-        model = info_section(self.results[0].info, "model").get("name", "a model")
-        return f"{model}: {' against '.join(self.names)}"
-
-    @property
-    def tables(self) -> list[ReportTable]:
-        """All tables, in the order of the report."""
-        return [self.overview, *self.metric_tables, *self.step_tables, *([self.decisions] if self.decisions else [])]
-
-
-def build_report_content(given: Sequence[CompareResult], here: ReportOrigin) -> ReportContent:
-    """Build the content of a report on one or more results."""
-    with_prices = add_prices(given)
-    results = [each.result for each in with_prices]
-    names, cases = unique_names(results), load_cases(results)
-    return ReportContent(
-        results=tuple(results),
-        names=tuple(names),
-        cases=tuple(cases),
-        notes=tuple(collect_notes(results, here)),
-        sentences=tuple(headline_sentences(results)),
-        overview=head_table(with_prices, names),
-        metric_tables=tuple(metric_tables(cases, names)),
-        step_tables=tuple(step_tables(results, names)),
-        decisions=decision_table(results, names),
-        colophon=(
-            f"Made by armature {here.version} with `armature bench compare`. Each result: requests over HTTP, a warm-up before each load, "
-            "all latencies kept. p99: 99 of 100 took no longer.",
-            "The figures hold for these machines, this model and that day; the costs are only as accurate as the prices that were given.",
-        ),
-    )

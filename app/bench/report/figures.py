@@ -1,8 +1,7 @@
-"""Results by load: the same load of several results next to each other, and the names of loads.
+"""The compared values: the same load of several results, its metrics, and the price of each machine.
 
-The metrics by which results are compared: name, unit, how to read the value, and if more or less is better.
-
-The hourly price of each result's machine: given by the operator, or from the price table by instance name.
+A metric has a name, a unit, a function that reads its value, and whether more or less is better. The hourly price is
+given by the operator, or found in the price table by instance name.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""The style of all plots: colours that colour-blind readers can distinguish, markers, and output as SVG and PNG.
+"""Plots of the latency distribution and of throughput with p99 latency, and the style that all plots share.
 
-The SVG in the page uses variables of the page's style sheet as colours, so that plots follow its light or dark mode.
-
-The plot of the latency distribution: percentile curves with the slowest percentiles stretched.
-
-Plots of throughput against the number of clients or the batch size, each with the p99 latency next to it.
+Colours can be distinguished by colour-blind readers, and plots are written as SVG and PNG. The SVG in the page uses
+variables of the page's style sheet as colours, so that plots follow its light or dark mode. Percentile curves stretch
+the slowest percentiles. Throughput is drawn against the number of clients or the batch size.
 """
 
 from __future__ import annotations

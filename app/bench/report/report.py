@@ -1,10 +1,7 @@
 """Report on several result files: tables on the console, and an HTML page with plots if a folder is given.
 
-The report on a console: caveats first, then the headline sentences, then the tables.
-
-The report as one self-contained HTML page: no network access, no scripts, no other files.
-
-It is light or dark as the reader's browser prefers.
+The console shows caveats first, then the headline sentences, then the tables. The page is one self-contained file
+without network access or scripts, light or dark as the reader's browser prefers.
 """
 
 from __future__ import annotations
@@ -51,7 +48,44 @@ from app.bench.report.timelines import (
     timeline_plot,
 )
 
+
+def make_report(paths: Sequence[Path], folder: Path | None, force: bool, here: ReportOrigin) -> int:
+    """Make the report and return the exit status.
+
+    Raises:
+        MeasurementFailed: A file cannot be read or written, results cannot be compared, or matplotlib is missing.
+    """
+    if folder is not None and importlib.util.find_spec("matplotlib") is None:
+        raise MeasurementFailed(
+            "--report needs matplotlib, which is not installed: pip install 'armature[bench]', or make report."
+        )
+    results = [read_result(path) for path in paths]
+    check_comparable(results, force)
+    comparison = build_report_content(results, here)
+    written = (
+        None if folder is None else write_report(comparison, folder)
+    )  # first: the reader of the tables may close the pipe
+    print_report(comparison.notes, comparison.sentences, comparison.tables)
+    if written is not None:
+        sys.stderr.write(f"{written} ({written.stat().st_size / 1e6:.1f} MB)\n")
+    return 0
+
+
+def write_report(comparison: ReportContent, folder: Path) -> Path:
+    """Write the page and each plot as a PNG file into `folder`. Only this needs matplotlib."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        sections = page_sections(comparison)
+        for plot in (plot for section in sections for plot in section.plots):
+            (folder / f"{plot.name}.png").write_bytes(plot.png)
+        (folder / PAGE).write_text(render_page(comparison, sections), encoding="utf-8")
+    except OSError as error:
+        raise MeasurementFailed(f"the report cannot be written to {folder}: {error}.") from error
+    return folder / PAGE
+
+
 _VERDICT_STYLES = {"": "", "better": "green", "worse": "yellow"}
+
 DEFAULT_WIDTH = 140  # if standard output is not a terminal
 
 
@@ -98,41 +132,6 @@ def _cell(cell: TableCell) -> Text:
 
 
 PAGE = "report.html"
-
-
-def make_report(paths: Sequence[Path], folder: Path | None, force: bool, here: ReportOrigin) -> int:
-    """Make the report and return the exit status.
-
-    Raises:
-        MeasurementFailed: A file cannot be read or written, results cannot be compared, or matplotlib is missing.
-    """
-    if folder is not None and importlib.util.find_spec("matplotlib") is None:
-        raise MeasurementFailed(
-            "--report needs matplotlib, which is not installed: pip install 'armature[bench]', or make report."
-        )
-    results = [read_result(path) for path in paths]
-    check_comparable(results, force)
-    comparison = build_report_content(results, here)
-    written = (
-        None if folder is None else write_report(comparison, folder)
-    )  # first: the reader of the tables may close the pipe
-    print_report(comparison.notes, comparison.sentences, comparison.tables)
-    if written is not None:
-        sys.stderr.write(f"{written} ({written.stat().st_size / 1e6:.1f} MB)\n")
-    return 0
-
-
-def write_report(comparison: ReportContent, folder: Path) -> Path:
-    """Write the page and each plot as a PNG file into `folder`. Only this needs matplotlib."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        sections = page_sections(comparison)
-        for plot in (plot for section in sections for plot in section.plots):
-            (folder / f"{plot.name}.png").write_bytes(plot.png)
-        (folder / PAGE).write_text(render_page(comparison, sections), encoding="utf-8")
-    except OSError as error:
-        raise MeasurementFailed(f"the report cannot be written to {folder}: {error}.") from error
-    return folder / PAGE
 
 
 @dataclass(frozen=True, slots=True)

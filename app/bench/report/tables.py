@@ -1,8 +1,7 @@
-"""Tables of the report, independent of how they are rendered: the console and the page show the same ones.
+"""Tables and notes of the report, independent of how they are rendered: the console and the page show the same ones.
 
-The notes that precede each result's figures in a report, and the refusal to compare different models.
-
-The tables of the report: what was compared, metrics with ratios, step times and causes, plan differences.
+The tables show what was compared, metrics with ratios, step times and causes, and plan differences. Notes precede each
+result's figures; results of different models are refused.
 """
 
 from __future__ import annotations

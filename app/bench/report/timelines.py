@@ -1,12 +1,11 @@
-"""The plot of token gaps over time during one load, or of step times if there are no tokens.
+"""Plots of token gaps (or step times) over time during one load, and the roofline of a machine with its steps.
 
-Slow ones are coloured by cause. The cause of a gap is the slow step that ran in it, or the prompt that was processed
-in it. If steps ran for less than half of the gap, its cause is outside of the engine's steps.
+Slow gaps are coloured by cause: the slow step that ran in them, or the prompt that was processed in them. If steps ran
+for less than half of a gap, its cause is outside of the engine's steps.
 
-The roofline plot: a machine's memory bandwidth and compute limits, and the rates that steps reached.
-
-A step reads the weights once, however many tokens it has: the more tokens, the more operations per byte. The limits
-are those that the server measured when it was calibrated. The dots are steps that it ran during the loads.
+The roofline shows a machine's memory bandwidth and compute limits, measured when the server was calibrated, and the
+rates that steps reached during the loads. A step reads the weights once, however many tokens it has: the more tokens,
+the more operations per byte.
 """
 
 from __future__ import annotations

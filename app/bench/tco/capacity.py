@@ -1,10 +1,7 @@
-"""The load that all machines together must serve, as an operator types it: `10000/s`, `1e6/day`, `5000tok/s`.
+"""Capacity: the target load, the highest measured load within a p99, and machine sizes.
 
-The highest measured load of a machine within a p99 limit.
-
-Only measured points count: there is no interpolation or extrapolation.
-
-The machine that a result was measured on, and the sizes of its family that the result is scaled to.
+An operator types the target as `10000/s`, `1e6/day` or `5000tok/s`. Only measured points count: there is no
+interpolation or extrapolation. A result is scaled to the other sizes of the family of the machine it was measured on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Number of machines of each size for a target, their cost and power, and pairs of Arm and x86 machines.
-
-The arithmetic: number of machines for a target, and their cost.
-"""
+"""Number of machines of each size for a target, their cost and power, and pairs of Arm and x86 machines."""
 
 from __future__ import annotations
 
@@ -28,23 +25,8 @@ from app.bench.tco.prices import (
 )
 
 SECONDS_A_YEAR = HOURS_A_YEAR * 3600
+
 ROUNDING = 1e-9  # tolerance for floating-point error in a quotient that is a whole number
-
-
-def machines_needed(per_second: float, rate: float) -> int:
-    """Return the number of whole machines for `per_second` units at `rate` units per second and machine."""
-    assert rate > 0, "the rate of a machine must be above 0"
-    return max(1, math.ceil(per_second / rate - ROUNDING))
-
-
-def annual_dollars(machines: int, dollars_an_hour: float) -> float:
-    """Return the cost of machines that run all year."""
-    return machines * dollars_an_hour * HOURS_A_YEAR
-
-
-def dollars_per_million(annual: float, per_second: float) -> float:
-    """Return the cost of a million units, if `per_second` of them are served all year for `annual` dollars."""
-    return annual / (per_second * SECONDS_A_YEAR) * 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,3 +181,19 @@ def _remarks(name: str, sustained: SustainedLoad | P99Exceeded, limit: float | N
             f"{name}: the p99 is the slowest of {sustained.num_requests} requests; measure longer for a reliable p99 (--seconds)."
         ]
     return []
+
+
+def machines_needed(per_second: float, rate: float) -> int:
+    """Return the number of whole machines for `per_second` units at `rate` units per second and machine."""
+    assert rate > 0, "the rate of a machine must be above 0"
+    return max(1, math.ceil(per_second / rate - ROUNDING))
+
+
+def annual_dollars(machines: int, dollars_an_hour: float) -> float:
+    """Return the cost of machines that run all year."""
+    return machines * dollars_an_hour * HOURS_A_YEAR
+
+
+def dollars_per_million(annual: float, per_second: float) -> float:
+    """Return the cost of a million units, if `per_second` of them are served all year for `annual` dollars."""
+    return annual / (per_second * SECONDS_A_YEAR) * 1e6

@@ -1,6 +1,6 @@
-"""The cost tables for the console: one for each kind of work, and Arm compared with x86.
+"""The cost tables for the console, one for each kind of work and for Arm against x86, and the sentences around them.
 
-The assumptions behind the cost tables, the caveats of the results, and missing prices, in sentences.
+The sentences state the assumptions behind the tables, the caveats of the results, and missing prices.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Keys and values of one layer as rows, one per token: byte layout, writing and reading.
+"""Layout of attention's inputs: keys and values of one layer as rows, one per token, and the heads of a QKV product.
 
-The layout is described in csrc/ops.h, "Keys and values". The KV cache decides which row belongs to which sequence.
-
-The product of a layer's QKV projection, its head layout, and the norms and RoPE angles its heads need.
+`csrc/ops.h`, "Keys and values", describes the rows. The KV cache decides which row belongs to which sequence.
+`QkvHeads` holds a QKV product with its head layout and the norms and RoPE angles that its heads need.
 """
 
 from __future__ import annotations

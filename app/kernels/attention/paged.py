@@ -1,13 +1,11 @@
-"""Descriptions of a step's sequences on a device, as tensors that the attention kernels read.
+"""Attention over pages on a device: descriptions of a step's sequences as tensors, and attention in plain torch.
 
-The engine fills them. Keys and values of a layer are flat rows with `PAGE_TOKENS` rows per page. Position p of a
-slot is row `tables[slot, p // PAGE_TOKENS] * PAGE_TOKENS + p % PAGE_TOKENS`. Page 0 belongs to no sequence: rows
-that only pad a bucket are written there.
+The engine fills the descriptions. Keys and values of a layer are flat rows with `PAGE_TOKENS` rows per page. Position
+p of a slot is row `tables[slot, p // PAGE_TOKENS] * PAGE_TOKENS + p % PAGE_TOKENS`. Page 0 belongs to no sequence:
+rows that only pad a bucket are written there.
 
-Attention over pages and within packed texts in plain torch, on any device, without waiting for the device.
-
-This is the reference implementation of the kernels, and the fallback where there are none. Scores, weights and
-sums are float32.
+The torch functions are the reference implementation of the kernels, and the fallback where there are none. They never
+wait for the device, and scores, weights and sums are float32.
 """
 
 from __future__ import annotations

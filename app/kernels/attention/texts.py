@@ -1,13 +1,9 @@
-"""Attention within packed texts, without a KV cache.
+"""Attention within packed texts, without a KV cache: native, plain torch, and torch's flash attention on NVIDIA GPUs.
 
 Keys and values are read directly from the QKV product. `attend_texts_torch` is the reference implementation, which
-processes text by text. It serves where the native kernel does not apply.
-
-Torch's flash attention over packed sequences on NVIDIA GPUs, for half precision.
-
-It is the fastest for whole prompts and texts. It supports windows to both sides and fewer KV heads than query
-heads. It does not support soft caps, biases, or KV pages of our size (pytorch/pytorch#175924). The Triton prompt
-kernels handle those.
+processes text by text; it serves where the native kernel does not apply. Flash attention, for half precision, is the
+fastest for whole prompts and texts. It supports windows to both sides and fewer KV heads than query heads, but no soft
+caps, biases, or KV pages of our size (pytorch/pytorch#175924). The Triton prompt kernels handle those.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Elementwise activation between two linear layers.
+"""Elementwise activation between two linear layers, and the top-k outputs of each row of logits.
 
-A native kernel computes it on a CPU and a Triton kernel on an NVIDIA GPU. `activate_torch` is the reference
-implementation and the fallback.
-
-The top-k outputs of each row of logits, selected without writing all logits.
-
-The output product keeps them while it runs (csrc/pick.h).
+A native kernel computes the activation on a CPU and a Triton kernel on an NVIDIA GPU; `activate_torch` is the
+reference implementation and the fallback. The top logits are kept by the output product while it runs (csrc/pick.h),
+so that not all logits are written.
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
-"""Operations between the products of a layer: RMSNorm, gated activations and row gathers.
+"""Operations between the products of a layer: RMSNorm, LayerNorm, gated activations and row gathers.
 
-The `*_torch` functions are the reference implementations. The public functions select a native kernel on a CPU, a
-Triton kernel on an NVIDIA GPU (gpu/), or the reference implementation. Results are equal within the rounding of
-one bf16. With a `group`, results are quantised rows for the next product. Only forms of the native library request
-that.
-
-LayerNorm of the residual stream, as the input of the next product and, if required, of the stream itself.
-
-`layer_norm_torch` is the reference implementation. It serves without the native library and Triton, and for FP32
-on a CPU.
+The public functions select a native kernel on a CPU, a Triton kernel on an NVIDIA GPU (kernels/triton/), or the
+reference implementation, whose name ends in `_torch`. Results are equal within the rounding of one bf16. With a
+`group`, results are quantised rows for the next product; only forms of the native library request that.
 """
 
 from __future__ import annotations

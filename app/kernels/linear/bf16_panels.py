@@ -1,11 +1,8 @@
-"""A native linear form: bf16 weights in panels, read in the same order for any number of rows.
+"""Native linear forms: bf16 weights in panels, and a weight in two quantised forms, selected by the number of rows.
 
-Layout and product are described in `csrc/tile_bf16.h`. The reference implementation is torch's `F.linear`.
-
-A weight in two quantised forms, selected by the number of rows.
-
-Four bits serve few rows, where memory bandwidth is the bottleneck. Eight bits serve many rows, where arithmetic
-is.
+Panels are read in the same order for any number of rows; `csrc/tile_bf16.h` describes layout and product, and torch's
+`F.linear` is the reference implementation. Of the two quantised forms, four bits serve few rows, where memory
+bandwidth is the bottleneck, and eight bits serve many rows, where arithmetic is.
 """
 
 from __future__ import annotations

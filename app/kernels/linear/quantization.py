@@ -1,20 +1,15 @@
 """Quantisation of weights: four bits with one scale per group of inputs, or eight bits with one scale per output.
 
-Codes are rounded to nearest. Four-bit scales are found by a search. Rows are independent, so a loader can stream
-them. `smooth_scales` balances channels before this step. `csrc/ops.h` describes the packing of codes.
+Rows are independent, so a loader can stream them; `csrc/ops.h` describes the packing of codes. `quantise_int4` and
+`quantise_int8` round codes to nearest; four-bit scales are found by a search. `gptq_int4` lets weights that are not
+yet rounded compensate for the rounding error of those that are (Frantar et al., "GPTQ: Accurate Post-Training
+Quantization for Generative Pre-trained Transformers", 2022); it needs the correlation of a product's inputs, collected
+from text.
 
-Channel smoothing before weights are quantised, as in SmoothQuant (Xiao et al., 2022).
-
-Dividing a norm's weight by t and multiplying the columns it feeds by t leaves the function unchanged. Large models
-have some norm channels that are tens of times larger than others, with small weights behind them. One scale per
-row of activations, or per group of weights, would then have to cover those channels alone. `t` balances both
-sides, for any ratio.
-
-Four-bit quantisation by GPTQ: weights that are not yet rounded compensate for the rounding error of those that are.
-
-It needs the correlation of a product's inputs, collected from text. Rows of the weight are independent, so they
-may be given in any parts. Source: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative
-Pre-trained Transformers", 2022.
+`smooth_scales` balances channels before this step, as in SmoothQuant (Xiao et al., 2022). Dividing a norm's weight by
+t and multiplying the columns it feeds by t leaves the function unchanged. Large models have some norm channels that
+are tens of times larger than others, with small weights behind them. One scale per row of activations, or per group of
+weights, would then have to cover those channels alone; `t` balances both sides, for any ratio.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""Linear forms in four and eight bits by torch's products, used without the native library.
+"""Linear forms in four and eight bits by torch's products and Arm's KleidiAI, used without the native library.
 
-Activations are not quantised. The reference implementations in the tests multiply by the dequantised weight.
-
-A four-bit linear form by Arm's KleidiAI, which torch contains on 64-bit Arm; used without the native library.
-
-Activations are quantised inside the product with one scale per row, so its result differs from `IntPanelLinear` in
-rounding. The packed layout is opaque and cannot be saved to a file. The reference implementation multiplies by the
-dequantised weight.
+torch's products do not quantise activations. KleidiAI, which torch contains on 64-bit Arm, quantises them inside the
+product with one scale per row, so its result differs from `IntPanelLinear` in rounding; its packed layout is opaque
+and cannot be saved to a file. The reference implementations in the tests multiply by the dequantised weight.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """The operations of the native library: the codes and arguments of `csrc/ops.h`, and the call that runs them.
 
-Arguments contain addresses of tensors, which the caller keeps alive until the call returns.
-
-ctypes structures of `armature_run_lanes`, which runs an encoder batch on several lanes.
-
-A lane is a set of whole texts that one thread processes through all operations, in separate memory. The structures
-mirror csrc/ops.h and csrc/lanes.c.
+Arguments contain addresses of tensors, which the caller keeps alive until the call returns. `LanesArguments` is the
+argument of `armature_run_lanes` (csrc/lanes.c), which runs an encoder batch on several lanes: a lane is a set of whole
+texts that one thread processes through all operations, in separate memory.
 """
 
 from __future__ import annotations
@@ -26,45 +23,9 @@ import torch
 from app.errors import PlanImpossible
 from app.kernels.native.library import native_library
 
-_C_ADDRESS, _C_INT = ctypes.c_void_p, ctypes.c_int64
-
-
-class RowCountAddress(ctypes.Structure):
-    """The structure `row_place` of csrc/ops.h."""
-
-    _fields_ = (("word", _C_ADDRESS), ("which", _C_INT), ("is_height", _C_INT))
-
-
-class TextBuffers(ctypes.Structure):
-    """The structure `text_words` of csrc/ops.h."""
-
-    _fields_ = tuple((name, _C_ADDRESS) for name in ("token_ids", "positions", "types", "wanted", "texts"))
-
-
-class LaneOperations(ctypes.Structure):
-    """The structure `text_steps` of csrc/ops.h."""
-
-    _fields_ = (
-        ("words", TextBuffers),
-        ("hidden", _C_ADDRESS),
-        ("operations", _C_ADDRESS),
-        ("count", _C_INT),
-        ("places", _C_ADDRESS),
-        ("num_places", _C_INT),
-    )
-
-
-class LanesArguments(ctypes.Structure):
-    """The arguments of `armature_run_lanes` (csrc/lanes.c), which is not an operation."""
-
-    _fields_ = (
-        ("batch", TextBuffers),
-        *((name, _C_ADDRESS) for name in ("hidden", "texts", "wanted", "steps")),
-        *((name, _C_INT) for name in ("count", "together", "threads", "size")),
-    )
-
-
 _ADDRESS, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+
+_C_ADDRESS, _C_INT = ctypes.c_void_p, ctypes.c_int64
 
 
 class OpCode(IntEnum):
@@ -286,15 +247,53 @@ class PackIntArguments(ctypes.Structure):
     )
 
 
+class RowCountAddress(ctypes.Structure):
+    """The structure `row_place` of csrc/ops.h."""
+
+    _fields_ = (("word", _C_ADDRESS), ("which", _C_INT), ("is_height", _C_INT))
+
+
+class TextBuffers(ctypes.Structure):
+    """The structure `text_words` of csrc/ops.h."""
+
+    _fields_ = tuple((name, _C_ADDRESS) for name in ("token_ids", "positions", "types", "wanted", "texts"))
+
+
+class LaneOperations(ctypes.Structure):
+    """The structure `text_steps` of csrc/ops.h."""
+
+    _fields_ = (
+        ("words", TextBuffers),
+        ("hidden", _C_ADDRESS),
+        ("operations", _C_ADDRESS),
+        ("count", _C_INT),
+        ("places", _C_ADDRESS),
+        ("num_places", _C_INT),
+    )
+
+
+class LanesArguments(ctypes.Structure):
+    """The arguments of `armature_run_lanes` (csrc/lanes.c), which is not an operation."""
+
+    _fields_ = (
+        ("batch", TextBuffers),
+        *((name, _C_ADDRESS) for name in ("hidden", "texts", "wanted", "steps")),
+        *((name, _C_INT) for name in ("count", "together", "threads", "size")),
+    )
+
+
 class _Operation(ctypes.Structure):
     _fields_ = (("code", _INT), ("arguments", _ADDRESS))
 
 
 _MIN_POOL_VALUES = 16384  # values: for fewer, waking the other threads costs more than they save
+
 OperationObserver = Callable[[OpCode, ctypes.Structure], None]
+
 _observers: list[
     OperationObserver
 ] = []  # used by the worker thread, the only one that runs operations during a recording
+
 _dry_run_observers: list[OperationObserver] = []  # observers of a dry run, of which the last one is active
 
 

@@ -1,14 +1,13 @@
 """Recording of a step's native operations, which one native call then replays, like a CUDA graph does on a GPU.
 
-Replay avoids the interpreter between operations. A step that is recorded runs normally. The arguments of every
+Replay avoids the interpreter between operations. A step that is recorded runs normally: the arguments of every
 operation are kept, and results are allocated from a pool whose memory is never freed. Inputs must be at addresses
-where the caller refreshes them in place. A torch kernel would be missing from the replay, so it ends the
-recording, and the step continues to run eagerly.
+where the caller refreshes them in place. A torch kernel would be missing from the replay, so it ends the recording,
+and the step continues to run eagerly.
 
-Changes the number of rows of recorded operations, up to the number they were recorded with.
-
-Every row is computed like every other, so only the count changes. Results then occupy the beginning of the memory.
-A step that reads texts has two row counts: its tokens, and the tokens that the last layer still needs.
+`RecordedRowCounts` changes the number of rows of recorded operations, up to the number they were recorded with. Every
+row is computed like every other, so only the count changes, and results occupy the beginning of the memory. A step
+that reads texts has two row counts: its tokens, and the tokens that the last layer still needs.
 """
 
 from __future__ import annotations

@@ -1,15 +1,9 @@
-"""Math functions of fp32 blocks that Triton lacks, or that must treat NaN like torch does; called by kernels.
+"""Elementwise kernels on a GPU: norms of the residual stream, activations, embedding rows and int4 dequantisation.
 
-Norms of the residual stream on a GPU, one program per row: RMSNorm, RMSNorm added to the stream, and LayerNorm.
-
-Gemma adds the norm of a branch to the stream. LayerNorm can also run in place. Sums are in fp32 for any dtype. A
-whole row is held in a program's registers.
-
-Activations on a GPU, elementwise or gated (act(gate) * up), computed in fp32 and rounded once.
-
-Embedding rows on a GPU, widened to fp32 and scaled, written or added; an id out of range gives NaN.
-
-Dequantisation of packed four-bit weights on an NVIDIA GPU, in one pass for any order of the codes.
+Norms run one program per row, which is held in registers, with sums in fp32 for any dtype; LayerNorm can also run in
+place. Activations, elementwise or gated (act(gate) * up), are computed in fp32 and rounded once. Embedding rows are
+widened to fp32 and scaled, and an id out of range gives NaN. Math functions replace those that Triton lacks, or that
+must treat NaN like torch does.
 """
 
 from __future__ import annotations

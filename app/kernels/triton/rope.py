@@ -1,9 +1,8 @@
-"""Per-head norms, RoPE and the KV cache write on a GPU, between the QKV product and attention.
+"""RoPE angles on a GPU, and per-head norms, RoPE and the KV cache write between the QKV product and attention.
 
-A program processes some heads of one token. Rotated elements are written to other memory than they are read from:
-each element needs its partner, which another thread might already have overwritten.
-
-RoPE angles of a step's tokens on a GPU: cos and signed sin, computed by one kernel.
+A program processes some heads of one token. Rotated elements are written to other memory than they are read from: each
+element needs its partner, which another thread might already have overwritten. One kernel computes cos and signed sin
+of a step's tokens.
 """
 
 from __future__ import annotations
