@@ -17,7 +17,7 @@ FIND_PYTHON = for python in $(or $(PYTHON),python3 python3.13 python3.12 python3
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # two rules would install into one environment
-.PHONY: help serve test install venv native format lint types unit parity live sanitize cross arm64 bench report probe docs build wheels lock image \
+.PHONY: help serve test install venv native format lint types unit parity live sanitize cross arm64 bench trace report probe docs build wheels lock image \
 	checkers prove clean
 
 help: ## show this
@@ -87,6 +87,9 @@ arm64: ## the parity tests on an emulated 64-bit Arm processor (Debian or Ubuntu
 
 bench: $(VENV)/dev.stamp build/native/made.stamp ## speed of the engine against this machine's ceilings, for the demo or MODEL=DIR
 	$(BIN)/armature bench engine $(MODEL_FLAG) $(ARGS)
+
+trace: $(VENV)/runtime.stamp build/native/made.stamp ## print the files of app/ that one streamed request passes through
+	@$(BIN)/python -m tools.trace_request $(ARGS)
 
 report: $(VENV)/bench.stamp ## tables, plots and a page of result files: ARGS="a.json b.json --report DIR"
 	@$(BIN)/armature bench compare $(ARGS)

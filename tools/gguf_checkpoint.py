@@ -69,7 +69,7 @@ def write_gguf(directory: Path, file: Path) -> None:
     import gguf
 
     checkpoint = open_checkpoint(directory)
-    config = checkpoint.model_config
+    config = checkpoint.decoder
     check(config)
     writer = gguf.GGUFWriter(file, "llama")
     _write_shape(writer, config)

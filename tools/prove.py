@@ -24,7 +24,7 @@ from typing import Any
 from app.bench.console import MeasurementFailed
 from app.hardware.probe.probe import probe
 from app.version import VERSION
-from tools.compare_http import spec
+from tools.peers.servers import server_spec
 from tools.proofs.baking import bake
 from tools.proofs.containers import Image, docker, remove_all
 from tools.proofs.findings import Findings
@@ -81,7 +81,9 @@ def _arguments() -> argparse.Namespace:
         "--model", type=Path, help="a checkpoint for quotas, and for a limit that is too small; the demo, without it"
     )
     parser.add_argument("--flags", default="", help="of armature serve under quotas, in one string: '--precision int4'")
-    parser.add_argument("--peer", action="append", default=[], type=spec, metavar="NAME=[VARIABLE=value ...] COMMAND")
+    parser.add_argument(
+        "--peer", action="append", default=[], type=server_spec, metavar="NAME=[VARIABLE=value ...] COMMAND"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="of each load under each quota")
     parser.add_argument("--report", type=Path, default=REPORT)
     parser.add_argument("--json", type=Path, default=KEPT)
@@ -144,7 +146,7 @@ def _facts(subject: Subject) -> dict[str, str]:
     engine = docker("version", "--format={{.Server.Version}}").stdout.strip()
     return {
         "image": f"armature {VERSION}: {tags}",
-        "revision": subject.available.facts()["Config"]["Labels"].get("org.opencontainers.image.revision", "unknown"),
+        "revision": subject.native.facts()["Config"]["Labels"].get("org.opencontainers.image.revision", "unknown"),
         "machine": f"{seen.cpu.name}, {len(seen.cores)} cores, {seen.memory_bytes / 2**30:.0f} GiB, Linux {platform.release()}",
         "Docker": f"{engine}, control groups version {seen.cgroup.version if seen.cgroup else 'unknown'}",
     }
@@ -159,7 +161,7 @@ def _write(kept: Mapping[str, Any], arguments: argparse.Namespace) -> None:
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps(kept, indent=1) + "\n")
     sections = [
-        Section(part.title, part.server_info, Findings.of_json(kept["parts"][name]) if name in kept["parts"] else None)
+        Section(part.title, part.about, Findings.of_json(kept["parts"][name]) if name in kept["parts"] else None)
         for name, part in PARTS.items()
     ]
     arguments.report.write_text(page(kept["facts"], sections))

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from tools.plain_rules import plain_rules
+from tools.monitoring.plain_rules import plain_rules
 
 Rule = dict[str, Any]
 _WORDS = {"and", "or", "unless", "bool"}

@@ -14,9 +14,9 @@ import yaml
 
 from app.metrics.instruments import SECONDS_BUCKETS
 from external_tools import ROOT, built, node_package, of_kind, run, tool
-from tools.check_dashboards import DASHBOARDS, panels, queries
-from tools.plain_rules import plain_rules
-from tools.tidy_dashboard import tidy, written
+from tools.monitoring.check_dashboards import DASHBOARDS, panels, queries
+from tools.monitoring.plain_rules import plain_rules
+from tools.monitoring.tidy_dashboard import tidy, written
 
 FILES = sorted(DASHBOARDS.glob("*.json"))
 SHAPE = Path(__file__).parent / "grafana" / "shape.ts"
@@ -49,7 +49,7 @@ def test_the_three_are_there() -> None:
 
 @every
 def test_it_is_kept_tidy(file: Path) -> None:
-    """`python -m tools.tidy_dashboard` writes it so."""
+    """`python -m tools.monitoring.tidy_dashboard` writes it so."""
     assert file.read_text() == written(tidy(loaded(file))) + "\n"
 
 

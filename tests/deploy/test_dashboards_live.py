@@ -12,7 +12,16 @@ import httpx
 import pytest
 
 from tests.deploy.live_prometheus import LivePrometheus
-from tools.check_dashboards import DASHBOARDS, Prometheus, Window, check, main, queries, substituted, variables
+from tools.monitoring.check_dashboards import (
+    DASHBOARDS,
+    Prometheus,
+    Window,
+    check,
+    main,
+    queries,
+    substituted,
+    variables,
+)
 
 LOOK_BACK = 300.0  # the servers were busy for less
 RATE_SECONDS = 15  # Grafana takes four scrape intervals at least; a busy machine misses some

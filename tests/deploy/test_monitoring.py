@@ -12,7 +12,7 @@ from external_tools import ROOT, built, of_kind, run, tool
 from tests.deploy.clusters import SERVICES, pod_labels, selects, server, servers
 from tests.deploy.custom_resources import complaints_of_models
 from tests.deploy.rule_files import alerts
-from tools.plain_rules import plain_rules
+from tools.monitoring.plain_rules import plain_rules
 
 COMPONENT = "components/monitoring"
 EXAMPLES = ROOT / "docs" / "monitoring"

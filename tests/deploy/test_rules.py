@@ -13,7 +13,7 @@ import yaml
 
 from external_tools import ROOT, built, of_kind, run, tool
 from tests.deploy.rule_files import alerts, groups, rules, selectors
-from tools.plain_rules import MONITORING, plain_rules
+from tools.monitoring.plain_rules import MONITORING, plain_rules
 
 TRIED = sorted((ROOT / "tests" / "deploy" / "rules").glob("*.yaml"))
 RUNBOOKS = ROOT / "docs" / "alerts.md"

@@ -24,7 +24,7 @@ def main() -> int:
     import app.server.app
 
     if arguments.switch_ms is not None:
-        app.main.SWITCH_SECONDS = arguments.switch_ms / 1e3
+        app.server.app.SWITCH_SECONDS = arguments.switch_ms / 1e3
     if arguments.nice_compute or arguments.nice_others or arguments.batch or arguments.pin_loop is not None:
         threading.Thread(target=_arrange, args=(arguments, os.sched_getaffinity(0)), daemon=True).start()
     from app.cli.main import main as armature

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -153,6 +155,24 @@ async def one_run(traffic: GenerateTraffic, clients: int, requests_each: int, wa
     if run.failures:
         raise SystemExit("; ".join(f"{kind}: {message}" for kind, message in run.messages.items()))
     return run
+
+
+def server_spec(text: str) -> ServerSpec:
+    """Parse the value of a `--server` or `--peer` flag for argparse."""
+    try:
+        return ServerSpec.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def median_ratio(ours: Sequence[float], others: Sequence[float]) -> float:
+    """Return the median of the ratios of each round. A round in which the other has no figure counts as 0."""
+    return statistics.median(one / other if other else 0.0 for one, other in zip(ours, others, strict=True))
+
+
+def report_progress(text: str) -> None:
+    """Print a line to stderr, since stdout is for results."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _group(leader: int) -> list[list[str]]:

@@ -33,7 +33,7 @@ Generate = Callable[[Rows, int], Iterator[Rows]]
 class Peer:
     """A model that is loaded and can generate, greedily and without end of text."""
 
-    server_info: str  # library and version, and what it says of its instructions where it says so
+    description: str  # library and version, and what it says of its instructions where it says so
     bytes_per_token: int  # of weights, that one decoded token must read
     generate: Generate
 
@@ -72,7 +72,7 @@ def main() -> int:
     peer = load(arguments.model, arguments.threads, options)
     _say(
         {
-            "about": peer.server_info,
+            "about": peer.description,
             "bytes_per_token": peer.bytes_per_token,
             "load_seconds": time.perf_counter() - start,
         }

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import httpx
 
-from tools.check_dashboards import DASHBOARDS, Prometheus, Window, check, queries
-from tools.demo_load import busy
-from tools.loopback_prometheus import watching
+from tools.monitoring.check_dashboards import DASHBOARDS, Prometheus, Window, check, queries
+from tools.monitoring.demo_load import busy
+from tools.monitoring.loopback_prometheus import watching
 from tools.proofs.containers import Container, Image
 from tools.proofs.findings import Findings
 

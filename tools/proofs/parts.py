@@ -22,7 +22,7 @@ class Subject:
     arguments: argparse.Namespace
 
     @property
-    def available(self) -> Image:
+    def native(self) -> Image:
         return self.images[0]
 
     def of(self, architecture: str) -> Image | None:
@@ -34,7 +34,7 @@ class Part:
     """`about`: what it tries, as the report says it; `minutes`: it is ended after so many."""
 
     title: str
-    server_info: str
+    about: str
     minutes: int
     run: Callable[[Findings, Subject], None]
 
@@ -44,13 +44,13 @@ def _kernels(findings: Findings, subject: Subject) -> None:
     if arm is None:
         findings.skipped.append("int4 on 64-bit Arm: no image of it was given.")
     else:
-        kernels.run(findings, arm, subject.available, LIMITS)
+        kernels.run(findings, arm, subject.native, LIMITS)
 
 
 def _quota(findings: Findings, subject: Subject) -> None:
     asked = subject.arguments
     load = Load(asked.model or refusals.DEMO, asked.flags.split(), asked.peer, asked.rounds)
-    quota.run(findings, subject.available, load)
+    quota.run(findings, subject.native, load)
 
 
 PARTS: Mapping[str, Part] = {
@@ -70,7 +70,7 @@ PARTS: Mapping[str, Part] = {
         _kernels,
     ),
     "start": Part(
-        "Start", "The demo, its calibration kept, from the command to `/readyz` 200.", 10, lambda f, s: start.run(f, s.available)
+        "Start", "The demo, its calibration kept, from the command to `/readyz` 200.", 10, lambda f, s: start.run(f, s.native)
     ),
     "quota": Part(
         "CPU quotas",
@@ -83,10 +83,10 @@ PARTS: Mapping[str, Part] = {
         "Refusals",
         "Each in a container with a file at `/dev/termination-log`, as Kubernetes makes one.",
         20,
-        lambda f, s: refusals.run(f, s.available, s.arguments.model),
+        lambda f, s: refusals.run(f, s.native, s.arguments.model),
     ),
     "dashboards": Part(
         "Dashboards", "Every panel's query, asked of a Prometheus that scrapes loaded containers.", 15,
-        lambda f, s: dashboards.run(f, s.available),
+        lambda f, s: dashboards.run(f, s.native),
     ),
 }  # fmt: skip

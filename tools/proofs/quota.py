@@ -100,7 +100,7 @@ async def _turn(guest: Guest, clients: int, measured: Measured) -> None:
         await guest.traffic.warm_up(clients, 16)
         before = guest.throttled_seconds(), guest.cpu_seconds()
         run = GenerateRun()
-        await guest.traffic.clients(run, clients, RunLimits(seconds=SECONDS))
+        await guest.traffic.run_closed_loop(run, clients, RunLimits(seconds=SECONDS))
         throttled, cpu = guest.throttled_seconds() - before[0], guest.cpu_seconds() - before[1]
     if run.failures:
         raise RuntimeError(f"{guest.name}: " + "; ".join(run.messages.values()))

@@ -20,7 +20,7 @@ class Section:
     """One part: its title, what it tries, in a sentence or two; None: it was not run yet."""
 
     title: str
-    server_info: str
+    about: str
     findings: Findings | None
 
 
@@ -50,7 +50,7 @@ def _facts(facts: Mapping[str, str]) -> Iterator[str]:
 
 def _section(section: Section) -> Iterator[str]:
     yield f"## {section.title}\n"
-    yield f"{section.server_info}\n"
+    yield f"{section.about}\n"
     findings = section.findings
     if findings is None:
         yield "Not run.\n"

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tools.check_dashboards import Prometheus, Window, check, queries, substituted, variables
+from tools.monitoring.check_dashboards import Prometheus, Window, check, queries, substituted, variables
 
 WINDOW = Window(1000.0, 1600.0, 15)
 Answer = Callable[[httpx.Request], Any]

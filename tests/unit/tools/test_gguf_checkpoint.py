@@ -12,6 +12,7 @@ from app.models.decoders.layers import RotaryEmbedding
 from app.models.decoders.shapes import tensors_of
 from app.weights.checkpoint import open_checkpoint
 from tools import gguf_checkpoint
+from tools.gguf_checkpoint import byte_level
 
 DEMO = Path(__file__).resolve().parents[3] / "app" / "demo" / "llama"
 
@@ -79,3 +80,13 @@ def test_what_the_file_cannot_say_is_refused() -> None:
         else:
             raise AssertionError(f"{refused} was converted")
     gguf_checkpoint.check(ModelConfig.from_hf(values))
+
+
+def test_a_byte_level_tokenizer_goes_along() -> None:
+    tokenizer = {
+        "model": {"type": "BPE", "vocab": {"a": 1, "b": 2, "ab": 3}, "merges": [["a", "b"]]},
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+        "added_tokens": [{"id": 0, "content": "<s>", "special": True}],
+    }
+    assert byte_level(tokenizer, 5) == (["<s>", "a", "b", "ab", "[unused4]"], [3, 1, 1, 1, 5], ["a b"])
+    assert byte_level(tokenizer | {"pre_tokenizer": {"type": "Metaspace"}}, 5) is None

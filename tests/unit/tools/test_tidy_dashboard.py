@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tools.check_dashboards import DASHBOARDS
-from tools.tidy_dashboard import WIDTH, main, written
+from tools.monitoring.check_dashboards import DASHBOARDS
+from tools.monitoring.tidy_dashboard import WIDTH, main, written
 
 
 def backwards(value: Any) -> Any:

@@ -1,0 +1,114 @@
+"""What each way to hold four bits costs: `python -m tools.measure.int4_forms --model DIR --text FILE --learn FILE`.
+
+Every form of four bits that is built, as it would serve: channels as they are, made even, and with codes that the second text shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from app.backends.base import HostBackend
+from app.backends.selection import select_backend
+from app.bench.engine.quality import (
+    QualityJob,
+    loaded_weight_bytes,
+)
+from app.engine.calibration.perplexity import (
+    Correlations,
+    Window,
+    WindowScorer,
+    measure_input_correlations,
+    read_windows,
+)
+from app.engine.decoder.build import KV_DTYPES
+from app.hardware.probe.probe import probe
+from app.kernels.linear.layout import LAYOUTS
+from app.kernels.linear.linear import host_architecture
+from app.settings import load_settings
+from app.text.tokenizer import Tokenizer
+from app.weights.checkpoint import open_checkpoint
+from app.weights.forms import RECIPES
+from app.weights.load import (
+    load_model,
+    pack_weights,
+)
+from app.weights.packs import PackFolder
+
+WAYS = ("as they are", "even", "even, shown a text")
+
+
+def main() -> int:
+    """A table, and JSON in the last line."""
+    arguments = _arguments()
+    trial = Trial(arguments)
+    exact = trial.perplexity("fp32", None)[0]
+    print(f"{arguments.model.name}, {sum(len(window) - 1 for window in trial.windows):,} tokens, FP32: {exact:.4f}\n")
+    found: dict[str, Any] = {"fp32": exact}
+    for form in ("int8", *(name for name in LAYOUTS if name.startswith("int4"))):
+        for way in WAYS[: 3 if form.startswith("int4") else 2]:
+            trial.choose(form, equalise=way != WAYS[0])
+            perplexity, nbytes = trial.perplexity(form.partition("/")[0], trial.shown if way == WAYS[2] else None)
+            found[f"{form}, {way}"] = perplexity / exact - 1
+            print(
+                f"{form:<30}{way:<22}{100 * (perplexity / exact - 1):>+8.2f}%{nbytes:>9.3f} B a parameter", flush=True
+            )
+    print(json.dumps(found))
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--text", type=Path, required=True, help="to read")
+    parser.add_argument("--learn", type=Path, required=True, help="another, for `armature pack --text`")
+    parser.add_argument("--tokens", type=int, help="of both, at the most")
+    parser.add_argument("--threads", type=int, default=1)
+    return parser.parse_args()
+
+
+class Trial:
+    """One checkpoint and two texts; recipes change under it."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.checkpoint = open_checkpoint(arguments.model)
+        self.subject = QualityJob(self.checkpoint, load_settings(threads=str(arguments.threads))[0], probe())
+        tokenizer, length = Tokenizer(arguments.model), self.checkpoint.decoder.max_model_len
+        self.windows: list[Window] = read_windows(tokenizer, arguments.text, length, arguments.tokens)
+        plan = self.subject.plan("bf16", "auto")
+        self.backend: HostBackend = select_backend(plan)
+        self.backend.configure(plan)
+        learned = read_windows(tokenizer, arguments.learn, length, arguments.tokens)
+        self.shown = measure_input_correlations(self.checkpoint, plan, self.backend, learned, lambda done, total: None)
+
+    def choose(self, form: str, equalise: bool) -> None:
+        """From now on this form is what its precision is served in."""
+        key = ("cpu", host_architecture(), form.partition("/")[0])
+        table: Any = RECIPES
+        table[key] = replace(RECIPES[key], linear=(form,), equalise=equalise)
+
+    @torch.inference_mode()
+    def perplexity(self, precision: str, shown: Correlations | None) -> tuple[float, float]:
+        """And bytes a parameter."""
+        plan = self.subject.plan(precision, "auto")
+        with tempfile.TemporaryDirectory() as folder:
+            packs = PackFolder(Path(folder), lambda done, total: None)
+            if shown is not None:
+                pack_weights(self.checkpoint, plan, self.backend, lambda done, total: None, packs, shown)
+            model = load_model(self.checkpoint, plan, self.backend, packs=packs)
+        reader = WindowScorer(model, self.checkpoint.decoder, KV_DTYPES[plan.kv_precision.value], self.backend)
+        nats = sum(reader.score(window)[0] for window in self.windows)
+        nbytes = loaded_weight_bytes(model) / self.checkpoint.needs().num_parameters
+        return math.exp(nats / sum(len(window) - 1 for window in self.windows)), nbytes
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,273 @@
+"""Simulate load balancing over servers of unequal speed: `python -m tools.measure.simulated_balancing [--speeds 1 0.25]`.
+
+Requests come by chance (or from clients that each wait for their answer) and share the server that a rule sends them to. Work is in seconds
+of a server of speed 1. Pure Python and seeded: the same figures on every machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import math
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+SCRAPE_SECONDS = 0.05  # how old at the most an endpoint picker's knowledge is
+WARM_UP = 0.1  # of the requests are not counted: the house fills first
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    number: int
+    arrived: float
+    work: float
+
+
+@dataclass(slots=True)
+class Server:
+    """A batch whose members all get on at the same pace, up to `places` of them; the others wait their turn, up to `queue` of them.
+
+    `cost`: what each further member adds to a step, in parts of the first's. 1 is plain processor sharing, 0 a batch that is free.
+    """
+
+    speed: float
+    cost: float = 1.0
+    places: int = 64
+    queue: int = 256
+    now: float = 0.0
+    progress: float = 0.0  # seconds of work that a member who was always here has had
+    running: list[tuple[float, int, Job]] = field(default_factory=list)  # heap, by the progress at which each is done
+    waiting: deque[Job] = field(default_factory=deque)
+
+    @property
+    def num_here(self) -> int:
+        return len(self.running) + len(self.waiting)
+
+    def pace(self, members: int) -> float:
+        """Seconds of work a second, of each member."""
+        return self.speed / (1 + self.cost * (members - 1))
+
+    @property
+    def capacity(self) -> float:
+        """Seconds of work a second with every place taken."""
+        return self.places * self.pace(self.places)
+
+    @property
+    def next_end(self) -> float:
+        if not self.running:
+            return math.inf
+        return self.now + (self.running[0][0] - self.progress) / self.pace(len(self.running))
+
+    def advance(self, moment: float) -> None:
+        """To a moment before which nobody ends."""
+        if self.running:
+            self.progress += (moment - self.now) * self.pace(len(self.running))
+        self.now = moment
+
+    def take(self, job: Job) -> bool:
+        """False where it is refused: every place and the whole queue are taken."""
+        if self.num_here >= self.places + self.queue:
+            return False
+        self.waiting.append(job)
+        self._seat()
+        return True
+
+    def end_one(self) -> Job:
+        job = heapq.heappop(self.running)[2]
+        self._seat()
+        return job
+
+    def _seat(self) -> None:
+        while self.waiting and len(self.running) < self.places:
+            job = self.waiting.popleft()
+            heapq.heappush(self.running, (self.progress + job.work, job.number, job))
+
+
+Rule = Callable[[Sequence[Server], float], int]  # the servers and the moment to the server that a request is sent to
+
+
+def smooth(weights: Sequence[float]) -> Callable[[Sequence[int]], int]:
+    """nginx's way to take turns: each of those in question gains its weight, the richest is taken and pays for all."""
+    riches = [0.0] * len(weights)
+
+    def pick(among: Sequence[int]) -> int:
+        for index in among:
+            riches[index] += weights[index]
+        best = max(among, key=lambda index: riches[index])
+        riches[best] -= sum(weights[index] for index in among)
+        return best
+
+    return pick
+
+
+def weighted(weights: Sequence[float]) -> Rule:
+    turn = smooth(weights)
+    return lambda servers, moment: turn(range(len(servers)))
+
+
+def least_connections(weights: Sequence[float]) -> Rule:
+    """Who has the fewest requests for its weight; equals take turns."""
+    turn = smooth(weights)
+
+    def pick(servers: Sequence[Server], moment: float) -> int:
+        shares = [server.num_here / weight for server, weight in zip(servers, weights, strict=True)]
+        return turn([index for index, share in enumerate(shares) if share == min(shares)])
+
+    return pick
+
+
+def predicted_wait(scrape_seconds: float = SCRAPE_SECONDS) -> Rule:
+    """Who would be done first with what it has and one more, all of the usual length, as it stood when it was asked last."""
+    waits: list[float] = []
+    asked = -math.inf
+
+    def pick(servers: Sequence[Server], moment: float) -> int:
+        nonlocal asked, waits
+        if moment - asked >= scrape_seconds:
+            asked, waits = moment, [(server.num_here + 1) / server.capacity for server in servers]
+        best = min(range(len(waits)), key=lambda index: waits[index])
+        waits[best] += 1 / servers[best].capacity  # whoever sends knows what it sent since
+        return best
+
+    return pick
+
+
+def rules(servers: Sequence[Server]) -> dict[str, Rule]:
+    capacities = [server.capacity for server in servers]
+    ones = [1.0] * len(servers)
+    return {
+        "round-robin": weighted(ones),
+        "weights": weighted(capacities),
+        "least_conn": least_connections(ones),
+        "least_conn, weights": least_connections(capacities),
+        "predicted wait": predicted_wait(),
+    }
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Seconds from arrival to end of those that were answered, and what came of the rest."""
+
+    seconds: list[float] = field(default_factory=list)
+    answered: int = 0  # of them, before the last request came
+    refused: int = 0
+    began: float = 0.0
+    ended: float = 0.0
+
+    @property
+    def per_second(self) -> float:
+        return self.answered / (self.ended - self.began) if self.ended > self.began else 0.0
+
+    def percentile(self, share: float) -> float:
+        """The nearest rank; infinite where nobody was answered."""
+        ordered = sorted(self.seconds)
+        return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.inf
+
+
+def arrivals(servers: Sequence[Server], rule: Rule, rate: float, count: int, seed: int) -> Outcome:
+    """Requests come independently of each other, `rate` a second, whatever became of those before."""
+    source, outcome, moment = random.Random(seed), Outcome(), 0.0
+    first = int(WARM_UP * count)
+    for number in range(count):
+        moment += source.expovariate(rate)
+        _run_until(servers, moment, lambda job: _count(job, servers, outcome, first))
+        outcome.began = moment if number == first else outcome.began
+        if not servers[rule(servers, moment)].take(Job(number, moment, source.expovariate(1.0))) and number >= first:
+            outcome.refused += 1
+    outcome.ended, outcome.answered = moment, len(outcome.seconds)
+    _run_until(servers, math.inf, lambda job: _count(job, servers, outcome, first))
+    return outcome
+
+
+def clients(servers: Sequence[Server], rule: Rule, count: int, requests: int, seed: int) -> Outcome:
+    """So many clients, each of which asks again as soon as it is answered. Nobody is refused: places and queue hold them all."""
+    source, outcome = random.Random(seed), Outcome()
+    first, sent = int(WARM_UP * requests), 0
+
+    def ask(moment: float) -> None:
+        nonlocal sent
+        taken = servers[rule(servers, moment)].take(Job(sent, moment, source.expovariate(1.0)))
+        assert taken, "there are fewer clients than a server has room for"
+        sent += 1
+
+    for _ in range(count):
+        ask(0.0)
+    while len(outcome.seconds) < requests - first:
+        moment = min(server.next_end for server in servers)
+        _run_until(servers, moment, lambda job: _count(job, servers, outcome, first), just_one=True)
+        outcome.began = outcome.began if outcome.seconds else moment
+        ask(moment)
+    outcome.ended, outcome.answered = servers[0].now, len(outcome.seconds)
+    return outcome
+
+
+def _run_until(servers: Sequence[Server], moment: float, on_end: Callable[[Job], None], just_one: bool = False) -> None:
+    """To a moment, or until all are idle where that is never; or until the next request ends."""
+    while (due := (ends := min(servers, key=lambda server: server.next_end)).next_end) <= moment:
+        if due == math.inf:
+            return
+        for server in servers:
+            server.advance(due)
+        on_end(ends.end_one())
+        if just_one:
+            return
+    for server in servers:
+        server.advance(moment)
+
+
+def _count(job: Job, servers: Sequence[Server], outcome: Outcome, first: int) -> None:
+    if job.number >= first:
+        outcome.seconds.append(servers[0].now - job.arrived)
+
+
+def main() -> int:
+    arguments = _arguments()
+    print("| load | rule | p50 s | p99 s | answered/s | refused |")
+    print("|---|---|---|---|---|---|")
+    for load in arguments.loads:
+        for name in rules(_servers(arguments)):
+            servers = _servers(arguments)
+            rate = load * sum(server.capacity for server in servers)
+            print(
+                row(
+                    f"{load:g}", name, arrivals(servers, rules(servers)[name], rate, arguments.requests, arguments.seed)
+                )
+            )
+    for count in arguments.clients:
+        for name in rules(_servers(arguments)):
+            servers = _servers(arguments)
+            found = clients(servers, rules(servers)[name], count, arguments.requests, arguments.seed)
+            print(row(f"{count} clients", name, found))
+    return 0
+
+
+def row(load: str, name: str, found: Outcome) -> str:
+    refused = found.refused / max(1, found.refused + len(found.seconds))
+    seconds = f"{found.percentile(0.5):.2f} | {found.percentile(0.99):.2f}"
+    return f"| {load} | {name} | {seconds} | {found.per_second:.2f} | {refused:.1%} |"
+
+
+def _servers(arguments: argparse.Namespace) -> list[Server]:
+    return [Server(speed, arguments.cost, arguments.places, arguments.queue) for speed in arguments.speeds]
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--speeds", type=float, nargs="+", default=[1.0, 0.25])
+    parser.add_argument(
+        "--cost", type=float, default=1.0, help="of a further member of a batch, in parts of the first's"
+    )
+    parser.add_argument("--places", type=int, default=64)
+    parser.add_argument("--queue", type=int, default=256)
+    parser.add_argument("--loads", type=float, nargs="*", default=[0.3, 0.5, 0.7, 0.9])
+    parser.add_argument("--clients", type=int, nargs="*", default=[8, 32])
+    parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=1)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

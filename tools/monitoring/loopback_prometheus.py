@@ -1,0 +1,83 @@
+"""A real Prometheus on a free port of loopback that watches servers of ours every second, with our rules: for tests and proofs."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tools.monitoring.plain_rules import plain_rules
+
+LAUNCH = (sys.executable, "-P", str(Path(__file__).resolve().parents[1] / "peers" / "launch.py"), "--")
+START_SECONDS = 60.0
+
+
+@contextmanager
+def watching(program: str, folder: Path, pools: Mapping[str, str], plain: Sequence[str] = ()) -> Iterator[str]:
+    """Its URL. `pools`: URLs of servers by pool, labelled as our PodMonitor labels pods; `plain`: those that have no label but job and
+    instance. It keeps all it knows in `folder`, and ends with the block or with this process."""
+    configuration, log = folder / "prometheus.yml", folder / "prometheus.log"
+    configuration.write_text(json.dumps(_configuration(_rules(folder), pools, plain)))
+    flags = (
+        f"--config.file={configuration}",
+        f"--storage.tsdb.path={folder / 'tsdb'}",
+        "--web.listen-address=127.0.0.1:0",
+    )
+    with log.open("w") as said:
+        process = subprocess.Popen([*LAUNCH, program, *flags], stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+    try:
+        yield "http://" + _address(process, log)
+    finally:
+        process.terminate()
+        process.wait(START_SECONDS)
+
+
+def _configuration(rules: Path, pools: Mapping[str, str], plain: Sequence[str]) -> dict[str, Any]:
+    pods = [
+        {
+            "targets": [url.removeprefix("http://")],
+            "labels": {
+                "pool": pool,
+                "namespace": "armature",
+                "pod": f"armature-{pool}-0",
+                "instance": f"armature-{pool}-0",
+            },
+        }
+        for pool, url in pools.items()
+    ]
+    others = [{"targets": [url.removeprefix("http://")]} for url in plain]
+    return {
+        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "rule_files": [str(rules)],
+        "scrape_configs": [
+            {"job_name": name, "static_configs": targets}
+            for name, targets in (("armature", pods), ("plain", others))
+            if targets
+        ],
+    }
+
+
+def _rules(folder: Path) -> Path:
+    """Ours, each group looked at every second."""
+    rules = folder / "rules.yml"
+    groups = yaml.safe_load(plain_rules())["groups"]
+    rules.write_text(json.dumps({"groups": [{**group, "interval": "1s"} for group in groups]}))
+    return rules
+
+
+def _address(process: subprocess.Popen[bytes], log: Path) -> str:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        found = re.search(r'msg="Listening on" address=(\S+)', log.read_text())
+        if found:
+            return found[1]
+        time.sleep(0.05)
+    raise RuntimeError(f"Prometheus does not listen: {log.read_text()[-300:]}")
