@@ -32,13 +32,16 @@ class Bench:
         self.events: SimpleQueue[list[Event]] = SimpleQueue()
         self.steps: SimpleQueue[tuple[StepStats, EngineSnapshot]] = SimpleQueue()
         self.fatal: SimpleQueue[BaseException] = SimpleQueue()
-        callbacks = Callbacks(
+        self.callbacks = Callbacks(
             on_events=self.events.put,
             on_fatal=self.fatal.put,
             on_step=lambda stats, snapshot: self.steps.put((stats, snapshot)),
             is_fatal=lambda error: fatal,
         )
-        self.worker = Worker(build or (lambda report: self.sim.engine), callbacks)
+        self.worker = Worker(build or (lambda report: self.sim.engine))
+
+    def start(self) -> None:
+        self.worker.start(self.callbacks)
 
     def heard(self) -> list[Event]:
         events = self.events.get(timeout=PATIENCE_SECONDS)

@@ -99,6 +99,10 @@ class Engine(Protocol):
         ...
 
 
+def _ignore(_: object) -> None:
+    return None
+
+
 def _never_fatal(_: Exception) -> bool:
     return False
 
@@ -169,7 +173,6 @@ class Worker:
     def __init__(
         self,
         build: Callable[[Callable[[str], None]], Engine],
-        callbacks: Callbacks,
         observer: StepObserver | None = None,
     ) -> None:
         self.state: State = "loading"
@@ -177,14 +180,15 @@ class Worker:
         self.snapshot = EngineSnapshot()
         self.error: BaseException | None = None
         self._build = build
-        self._callbacks = callbacks
+        self._callbacks = Callbacks(_ignore, _ignore)  # until `start`
         self._observer = observer or NullStepObserver()
         self._mailbox: SimpleQueue[Command] = SimpleQueue()
         self._failed_steps = 0
         self._thread = threading.Thread(target=self._run, name="armature-worker", daemon=True)
 
-    def start(self) -> None:
-        """Start the thread."""
+    def start(self, callbacks: Callbacks) -> None:
+        """Start the thread, which reports to `callbacks`."""
+        self._callbacks = callbacks
         self._thread.start()
 
     def put(self, command: Command) -> None:

@@ -6,7 +6,11 @@ The worker thread reports steps; the service reports requests and tokens. A scra
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+)
 from functools import cache
 from itertools import product
 from typing import (
@@ -21,39 +25,32 @@ from prometheus_client import (
     ProcessCollector,
     disable_created_metrics,
 )
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
-from app.hardware.energy import (
-    EnergyAccount,
-    WorkCounters,
-)
 from app.messages import (
     FinishReason,
     Timings,
-)
-from app.metrics.gauges import (
-    Clock,
-    DeploymentInfo,
-    Gauges,
-    ServerInfo,
 )
 from app.metrics.quantiles import (
     RecentQuantiles,
     RecentRate,
 )
-from app.metrics.speed_drift import SpeedDrift
 from app.metrics.stats import (
-    Cause,
     EngineSnapshot,
     Phase,
+    StepLog,
     StepStats,
 )
-from app.metrics.step_monitor import StepLog
 
+Clock = Callable[[], float]
 Api = Literal["chat", "completions", "embeddings", "rerank", "classify", "native", "oip"]
 Outcome = FinishReason | Literal["refused", "failed"]
 OUTCOMES: tuple[Outcome, ...] = (*get_args(FinishReason), "refused", "failed")
 
+QUANTILES = (0.5, 0.9, 0.99)
 # Each bound is 1.6 times the last, and one is half a millisecond. They reach from a small encoder's step to over ten
 # minutes, since a request may take `request_timeout_seconds`.
 SECONDS_BUCKETS = tuple(float(f"{0.0005 * 1.6**power:.4g}") for power in range(-4, 31))
@@ -62,50 +59,49 @@ COUNT_BUCKETS = tuple(float(2**power) for power in range(15))  # 1 to 16,384 tok
 
 
 class Metrics:
-    """All metrics of one process.
+    """All metrics of one process, in one registry.
 
-    Methods run on the event loop, except `on_step`, `update` and `on_slow_step`, which run on the worker thread.
-    `server_info`, `deployment` and `drift` are set once they are known; `step_log` has the last steps.
-    `predict_wait` returns None until speeds are measured.
+    The counters and histograms of requests and steps are declared here. Other objects take a `Metrics` in their
+    constructor and declare their own metrics with `counter`, `histogram` and `gauges`. Methods run on the event loop,
+    except `on_step`, which runs on the worker thread. `step_log` has the last steps.
     """
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # omit the `_created` series
-        self.server_info: ServerInfo | None = None
-        self.deployment = DeploymentInfo()
-        self.read_snapshot: Callable[[], EngineSnapshot] = EngineSnapshot
-        self.predict_wait: Callable[[], float | None] = lambda: None
-        self.num_open: Callable[[], int] = lambda: 0
-        self.is_ready: Callable[[], bool] = lambda: False
-        self.step_age_seconds: Callable[[], float] = lambda: 0.0
-        self.energy: EnergyAccount | None = None
+        self.clock = clock
         self.busy_seconds = 0.0
         self.num_tokens = self.num_vectors = 0
-        self.drift: SpeedDrift | None = None
         self.step_log = StepLog()
         self.recent = {name: RecentQuantiles(clock) for name in ("request", "queue", "ttft", "itl")}
         self.rates = {kind: RecentRate(clock) for kind in ("requests", "prompt_tokens", "completion_tokens", "vectors")}
         self._registry = CollectorRegistry(auto_describe=False)
         self._declare()
         ProcessCollector(registry=self._registry)
-        self._registry.register(Gauges(self, clock))
+        self.gauges(self._last_minute)
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """Return the exposition and its content type; OpenMetrics if the `Accept` header requests it."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
-    def work_done(self) -> WorkCounters:
-        """Return the work done so far, against which energy is counted."""
-        idle = self.read_snapshot().stepped_at > 0.0 and not self.num_open()  # the first snapshot is made after loading
-        return WorkCounters(self.busy_seconds, self.num_tokens, self.num_vectors, idle)
+    # ---- declaring metrics -----------------------------------------------------------------------------------------
+
+    def counter(self, name: str, help: str, *labels: str) -> Counter:  # noqa: A002 (name used by prometheus_client)
+        """Declare a counter; its name gets the prefix `armature_` and the suffix `_total`."""
+        return Counter(name, help, labels, namespace="armature", registry=self._registry)
+
+    def histogram(self, name: str, help: str, buckets: tuple[float, ...], *labels: str) -> Histogram:  # noqa: A002
+        """Declare a histogram; its name gets the prefix `armature_`."""
+        return Histogram(name, help, labels, namespace="armature", buckets=buckets, registry=self._registry)
+
+    def gauges(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        """Add gauges that `collect` computes at each scrape; it leaves out unknown values."""
+        self._registry.register(_ComputedGauges(collect))
 
     # ---- from the worker thread ------------------------------------------------------------------------------------
 
     def on_step(self, stats: StepStats, snapshot: EngineSnapshot) -> None:
         """Record a step: one to two microseconds per number, since it runs between two steps."""
-        if self.drift is not None:
-            self.drift.observe(stats)
         if stats.draft_tokens:
             self._speculation.labels("drafted").inc(stats.draft_tokens)
             self._speculation.labels("accepted").inc(stats.accepted_tokens)
@@ -123,15 +119,6 @@ class Metrics:
                 batch_tokens, batch_sequences = self._of_share(name)
                 batch_tokens.observe(tokens)
                 batch_sequences.observe(sequences)
-
-    def update(self) -> None:
-        """Update the speed drift from the recent steps; called now and then, between two steps."""
-        if self.drift is not None:
-            self.drift.update()
-
-    def on_slow_step(self, cause: Cause) -> None:
-        """Count a slow step: it took longer than similar steps, or delayed running streams beyond their decodes."""
-        self._slow_steps[cause].inc()
 
     # ---- from the event loop ---------------------------------------------------------------------------------------
 
@@ -194,55 +181,68 @@ class Metrics:
         self.rates["requests"].record()
 
     def _declare(self) -> None:
-        self._requests = self._counter("requests", "Requests by API and outcome.", "api", "outcome")
+        self._requests = self.counter("requests", "Requests by API and outcome.", "api", "outcome")
         # Create all series now: Prometheus sees no increase for a series that first appears with a value of 1.
         for api, outcome in product(get_args(Api), OUTCOMES):
             self._requests.labels(api, outcome)
-        self._tokens = self._counter(
+        self._tokens = self.counter(
             "tokens", "Tokens by kind; cached tokens are also counted as prompt tokens.", "kind"
         )
         for kind in ("prompt", "cached", "completion"):
             self._tokens.labels(kind)
-        self._vectors = self._counter("vectors", "Texts or rows for which a vector or scores were returned.")
+        self._vectors = self.counter("vectors", "Texts or rows for which a vector or scores were returned.")
         draft_help = "Draft tokens computed (drafted), and those that equal the model's sampled tokens (accepted)."
-        self._speculation = self._counter("speculation_tokens", draft_help, "kind")
+        self._speculation = self.counter("speculation_tokens", draft_help, "kind")
         for kind in ("drafted", "accepted"):
             self._speculation.labels(kind)
-        self._request_seconds = self._histogram(
+        self._request_seconds = self.histogram(
             "request_seconds", "Time from a request's arrival to its end.", SECONDS_BUCKETS, "api"
         )
-        self._queue_seconds = self._histogram(
+        self._queue_seconds = self.histogram(
             "queue_seconds", "Time from a request's arrival to its first step.", SECONDS_BUCKETS
         )
-        self._ttft_seconds = self._histogram(
+        self._ttft_seconds = self.histogram(
             "time_to_first_token_seconds", "Time from a request's arrival to its first token.", SECONDS_BUCKETS
         )
-        self._itl_seconds = self._histogram(
+        self._itl_seconds = self.histogram(
             "inter_token_latency_seconds",
             "Time between a choice's tokens; the tokens of one step count once.",
             SECONDS_BUCKETS,
         )
         tpot_help = "Mean time per token of a choice, after the first."
-        self._tpot_seconds = self._histogram("time_per_output_token_seconds", tpot_help, SECONDS_BUCKETS)
+        self._tpot_seconds = self.histogram("time_per_output_token_seconds", tpot_help, SECONDS_BUCKETS)
         error_help = "Absolute error of the predicted wait for the first token, over the wait."
-        self._wait_error = self._histogram("predicted_wait_error_ratio", error_help, RATIO_BUCKETS)
-        self._step_seconds = self._histogram("step_seconds", "Time of an engine step.", SECONDS_BUCKETS, "phase")
-        self._model_seconds = self._counter(
+        self._wait_error = self.histogram("predicted_wait_error_ratio", error_help, RATIO_BUCKETS)
+        self._step_seconds = self.histogram("step_seconds", "Time of an engine step.", SECONDS_BUCKETS, "phase")
+        self._model_seconds = self.counter(
             "model_seconds", "Time of engine steps spent in the model's forward pass.", "phase"
         )
-        self._batch_tokens = self._histogram("batch_tokens", "Tokens in a step.", COUNT_BUCKETS, "phase")
-        self._batch_sequences = self._histogram("batch_sequences", "Sequences in a step.", COUNT_BUCKETS, "phase")
+        self._batch_tokens = self.histogram("batch_tokens", "Tokens in a step.", COUNT_BUCKETS, "phase")
+        self._batch_sequences = self.histogram("batch_sequences", "Sequences in a step.", COUNT_BUCKETS, "phase")
         # Cached on first use: a label that is never used has no series.
         self._of_step = cache(lambda phase: (self._step_seconds.labels(phase), self._model_seconds.labels(phase)))
         self._of_share = cache(lambda phase: (self._batch_tokens.labels(phase), self._batch_sequences.labels(phase)))
-        slow_help = (
-            "Slow steps by cause: over 1.5 times the time of similar steps, or of the decodes that waited for a prompt."
+
+    def _last_minute(self) -> Iterator[Metric]:
+        latencies = GaugeMetricFamily(
+            "armature_latency_quantile_seconds", "Latencies of the last 60 seconds.", labels=("metric", "quantile")
         )
-        slow_steps = self._counter("step_stalls", slow_help, "cause")
-        self._slow_steps: dict[Cause, Counter] = {cause: slow_steps.labels(cause) for cause in get_args(Cause)}
+        for name, recent in self.recent.items():
+            for quantile, value in zip(QUANTILES, recent.read(QUANTILES) or (), strict=False):
+                latencies.add_metric((name, str(quantile)), value)
+        throughput = GaugeMetricFamily(
+            "armature_throughput_per_second", "Rates over the last 60 seconds, by kind.", labels=("kind",)
+        )
+        for kind, rate in self.rates.items():
+            throughput.add_metric((kind,), rate.per_second())
+        yield from (latencies, throughput)
 
-    def _counter(self, name: str, help: str, *labels: str) -> Counter:  # noqa: A002 (name used by prometheus_client)
-        return Counter(name, help, labels, namespace="armature", registry=self._registry)
 
-    def _histogram(self, name: str, help: str, buckets: tuple[float, ...], *labels: str) -> Histogram:  # noqa: A002
-        return Histogram(name, help, labels, namespace="armature", buckets=buckets, registry=self._registry)
+class _ComputedGauges(Collector):
+    """Prometheus collector that calls a function at each scrape."""
+
+    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        self._collect = collect
+
+    def collect(self) -> Iterable[Metric]:
+        return self._collect()

@@ -1,12 +1,16 @@
-"""Reports of the worker thread: statistics of each step, and a snapshot of the engine's state after it.
-
-All are frozen dataclasses of plain values.
-"""
+"""Reports of the worker thread: statistics of each step, a snapshot of the engine's state after it, and a step log."""
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import (
+    Any,
+    Final,
+    Literal,
+    get_args,
+)
 
 from app.hardware.step_times import (
     StepTimes,
@@ -18,6 +22,14 @@ Phase = Literal["prefill", "decode", "encode"]
 Cause = Literal[
     "prefill", "page_fault", "garbage_collection", "throttled", "compiled", "preempted", "descheduled", "unknown"
 ]
+
+CAPACITY_STEPS = 65_536  # a minute of a small encoder's steps, an hour of a large decoder's
+MAX_STEPS = 2048  # steps in one response: as JSON a few milliseconds of the event loop
+
+_PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
+_CAUSES: Final[tuple[Cause | None, ...]] = (None, *get_args(Cause))
+_PHASE_NUMBERS = {phase: number for number, phase in enumerate(_PHASES)}
+_CAUSE_NUMBERS = {cause: number for number, cause in enumerate(_CAUSES)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +113,64 @@ class EngineSnapshot:
     def kv_usage_ratio(self) -> float:
         """Used KV memory over its capacity, 0 to 1."""
         return self.kv_used_tokens / self.kv_capacity_tokens if self.kv_capacity_tokens else 0.0
+
+
+class StepLog:
+    """A ring of the last `capacity` steps in plain columns, numbered from 0: for timelines of the engine.
+
+    One thread adds, any thread reads. 65,536 steps take 2 MB, and adding a row allocates no lasting object.
+    """
+
+    def __init__(self, capacity: int = CAPACITY_STEPS) -> None:
+        self._capacity = capacity
+        self._at, self._seconds = array("d", bytes(8 * capacity)), array("d", bytes(8 * capacity))
+        self._phase, self._cause = array("B", bytes(capacity)), array("B", bytes(capacity))
+        self._tokens = array("l", bytes(array("l").itemsize * capacity))
+        self.num_steps = 0  # written last: a row is complete before it is counted
+
+    def add(self, began_at: float, step: StepStats, cause: Cause | None) -> None:
+        """Add a step.
+
+        Args:
+            began_at: Start of the step in seconds since 1970.
+            step: Its statistics.
+            cause: The cause if the step was slow.
+        """
+        place = self.num_steps % self._capacity
+        self._at[place] = began_at
+        self._seconds[place] = step.seconds
+        self._phase[place] = _PHASE_NUMBERS[step.phase]
+        self._cause[place] = _CAUSE_NUMBERS[cause]
+        self._tokens[place] = step.num_tokens
+        self.num_steps += 1
+
+    def since(self, after: int) -> dict[str, Any]:
+        """Return the steps from number `after` on, oldest first and at most `MAX_STEPS`.
+
+        Returns:
+            `next`, the number to request next; `dropped`, how many of the requested steps were overwritten; and
+            `steps`, the columns.
+        """
+        first = min(max(after, self.num_steps - self._capacity), self.num_steps)
+        following = min(first + MAX_STEPS, self.num_steps)
+        columns = [
+            self._slice_ring(column, first, following)
+            for column in (self._at, self._seconds, self._phase, self._tokens, self._cause)
+        ]
+        lost = min(
+            max(self.num_steps - self._capacity - first, 0), following - first
+        )  # overwritten while they were read
+        at, seconds, phases, tokens, causes = (column[lost:] for column in columns)
+        steps = {
+            "at": [round(moment, 6) for moment in at],
+            "seconds": [round(one, 7) for one in seconds],
+            "phase": [_PHASES[number] for number in phases],
+            "tokens": list(tokens),
+            "cause": [_CAUSES[number] or "" for number in causes],
+        }
+        return {"next": following, "dropped": max(first + lost - after, 0), "steps": steps}
+
+    def _slice_ring(self, column: Sequence[Any], first: int, following: int) -> list[Any]:
+        begin, count = first % self._capacity, following - first
+        around = max(begin + count - self._capacity, 0)
+        return [*column[begin : begin + count], *column[:around]]

@@ -1,38 +1,37 @@
 """Monitoring of the worker's loop: each step is logged with its time and, if it was slow, its cause.
 
-Garbage collection waits for the end of a step. Work that does not belong to one step, such as updating the speed
-drift, runs once a second between two steps.
-
-Garbage collection between steps instead of within them.
-
-Collection is disabled during a step and runs between two steps when it is due. Reference counting still frees most
-objects at once; only reference cycles wait. While the engine is idle, Python's automatic collection is enabled.
-
-A log of the last steps in plain columns, for timelines of the engine rather than histograms.
-
-One thread adds, any thread reads. 65,536 steps take 2 MB, and adding a row allocates no lasting object.
+Python's garbage collection is disabled during a step and runs between two steps when it is due. Reference counting
+still frees most objects at once; only reference cycles wait. While the engine is idle, Python's automatic collection
+is enabled. Work that does not belong to one step, such as updating the speed drift, runs once a second between two
+steps.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from array import array
 from collections.abc import (
     Callable,
+    Iterator,
     Mapping,
-    Sequence,
 )
 from typing import (
     Any,
-    Final,
     get_args,
 )
 
+from prometheus_client import Counter
+from prometheus_client.metrics_core import Metric
+
+from app.metrics.gauges import (
+    gauge_family,
+    speed_gauges,
+)
+from app.metrics.instruments import Metrics
 from app.metrics.slow_steps import SlowStepDetector
+from app.metrics.speed_drift import SpeedDrift
 from app.metrics.stats import (
     Cause,
-    Phase,
     StepStats,
 )
 
@@ -92,109 +91,55 @@ class GcControl:
             self.collections += 1
 
 
-CAPACITY_STEPS = 65_536  # a minute of a small encoder's steps, an hour of a large decoder's
-MAX_STEPS = 2048  # steps in one response: as JSON a few milliseconds of the event loop
-
-_PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
-_CAUSES: Final[tuple[Cause | None, ...]] = (None, *get_args(Cause))
-_PHASE_NUMBERS = {phase: number for number, phase in enumerate(_PHASES)}
-_CAUSE_NUMBERS = {cause: number for number, cause in enumerate(_CAUSES)}
-
-
-class StepLog:
-    """A ring of the last `kept` steps, which are numbered from 0."""
-
-    def __init__(self, capacity: int = CAPACITY_STEPS) -> None:
-        self._capacity = capacity
-        self._at, self._seconds = array("d", bytes(8 * capacity)), array("d", bytes(8 * capacity))
-        self._phase, self._cause = array("B", bytes(capacity)), array("B", bytes(capacity))
-        self._tokens = array("l", bytes(array("l").itemsize * capacity))
-        self.num_steps = 0  # written last: a row is complete before it is counted
-
-    def add(self, began_at: float, step: StepStats, cause: Cause | None) -> None:
-        """Add a step.
-
-        Args:
-            began_at: Start of the step in seconds since 1970.
-            step: Its statistics.
-            cause: The cause if the step was slow.
-        """
-        place = self.num_steps % self._capacity
-        self._at[place] = began_at
-        self._seconds[place] = step.seconds
-        self._phase[place] = _PHASE_NUMBERS[step.phase]
-        self._cause[place] = _CAUSE_NUMBERS[cause]
-        self._tokens[place] = step.num_tokens
-        self.num_steps += 1
-
-    def since(self, after: int) -> dict[str, Any]:
-        """Return the steps from number `after` on, oldest first and at most `MAX_STEPS`.
-
-        Returns:
-            `next`, the number to request next; `dropped`, how many of the requested steps were overwritten; and
-            `steps`, the columns.
-        """
-        first = min(max(after, self.num_steps - self._capacity), self.num_steps)
-        following = min(first + MAX_STEPS, self.num_steps)
-        columns = [
-            self._slice_ring(column, first, following)
-            for column in (self._at, self._seconds, self._phase, self._tokens, self._cause)
-        ]
-        lost = min(
-            max(self.num_steps - self._capacity - first, 0), following - first
-        )  # overwritten while they were read
-        at, seconds, phases, tokens, causes = (column[lost:] for column in columns)
-        steps = {
-            "at": [round(moment, 6) for moment in at],
-            "seconds": [round(one, 7) for one in seconds],
-            "phase": [_PHASES[number] for number in phases],
-            "tokens": list(tokens),
-            "cause": [_CAUSES[number] or "" for number in causes],
-        }
-        return {"next": following, "dropped": max(first + lost - after, 0), "steps": steps}
-
-    def _slice_ring(self, column: Sequence[Any], first: int, following: int) -> list[Any]:
-        begin, count = first % self._capacity, following - first
-        around = max(begin + count - self._capacity, 0)
-        return [*column[begin : begin + count], *column[:around]]
-
-
 UPDATE_SECONDS = 1.0
+_SLOW_STEPS_HELP = (
+    "Slow steps by cause: over 1.5 times the time of similar steps, or of the decodes that waited for a prompt."
+)
 
 
 class StepMonitor:
     """The worker's step hooks, all called on the worker thread: `begin`, `end`, `events_sent`, `idle`, `close`.
 
-    `slow_steps` is set once step times are known.
+    It logs each step from the start. Slow steps are detected after `watch_slow_steps`, and drift after
+    `watch_drift`, since both need step times that are known only when the machine is calibrated.
     """
 
-    def __init__(
-        self,
-        log: StepLog,
-        on_slow_step: Callable[[Cause], None] = lambda cause: None,
-        on_update: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self.gc_control = GcControl()
-        self.slow_steps: SlowStepDetector | None = None
-        self._log, self._on_slow_step, self._on_update, self._clock = log, on_slow_step, on_update, clock
+        self.drift: SpeedDrift | None = None
+        self._slow_steps: SlowStepDetector | None = None
+        self._log, self._clock = metrics.step_log, clock
         self._updated_at = clock()
         self._step_began: float | None = None  # written by the worker thread, read by any thread
+        counter = metrics.counter("step_stalls", _SLOW_STEPS_HELP, "cause")
+        self._counters: dict[Cause, Counter] = {cause: counter.labels(cause) for cause in get_args(Cause)}
+        metrics.gauges(self._gauges)
+
+    def watch_drift(self, drift: SpeedDrift) -> None:
+        """Compare the steps from now on with their measured times."""
+        self.drift = drift
+
+    def watch_slow_steps(self, detector: SlowStepDetector) -> None:
+        """Detect slow steps from now on. The model is loaded: its objects are frozen for the garbage collector."""
+        self.gc_control.freeze()
+        self._slow_steps = detector
 
     def begin(self) -> None:
         """Mark the start of a step."""
         self._step_began = self._clock()
         self.gc_control.disable()
-        if self.slow_steps is not None:
-            self.slow_steps.begin()
+        if self._slow_steps is not None:
+            self._slow_steps.begin()
 
     def end(self, step: StepStats) -> None:
         """Mark the end of a step and log it."""
         self._step_began = None
-        cause = None if self.slow_steps is None else self.slow_steps.end(step)
+        cause = None if self._slow_steps is None else self._slow_steps.end(step)
         self._log.add(time.time() - step.seconds, step, cause)
         if cause is not None:
-            self._on_slow_step(cause)
+            self._counters[cause].inc()
+        if self.drift is not None:
+            self.drift.observe(step)
 
     def events_sent(self) -> None:
         """Do due maintenance after a step's results were sent to the clients."""
@@ -224,6 +169,13 @@ class StepMonitor:
         if now - self._updated_at < UPDATE_SECONDS:
             return
         self._updated_at = now
-        if self.slow_steps is not None:
-            self.slow_steps.update_throttled()
-        self._on_update()
+        if self._slow_steps is not None:
+            self._slow_steps.update_throttled()
+        if self.drift is not None:
+            self.drift.update()
+
+    def _gauges(self) -> Iterator[Metric]:
+        age_help = "Seconds that the running step has taken so far; 0 if no step is running."
+        yield gauge_family("armature_step_age_seconds", age_help, self.step_age_seconds())
+        if self.drift is not None:
+            yield from speed_gauges(self.drift)

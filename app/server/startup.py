@@ -38,6 +38,7 @@ from app.hardware.probe.cgroup import find_cpu_stat
 from app.hardware.probe.host_files import HostFiles
 from app.messages import Stop
 from app.metrics.gauges import (
+    DeploymentGauges,
     DeploymentInfo,
     ServerInfo,
     throttled_seconds,
@@ -175,19 +176,16 @@ class ServerRuntime:
         self._on_fatal = on_fatal
         self._began = time.monotonic()
         self._stopping = Flag()
+        self._cpu_stat = find_cpu_stat(HostFiles(Path("/")))
         self.metrics = Metrics()
-        gpu = prepared.plan.gpu(prepared.facts)
-        self._power_monitor = PowerMonitor(self.metrics, prepared.facts.power, prepared.settings.watts, gpu)
-        callbacks = Callbacks(
-            on_events=lambda events: self.service.on_events(events),
-            on_fatal=self._worker_failed,
-            on_step=self.metrics.on_step,
-        )
-        self._watch = StepMonitor(self.metrics.step_log, self.metrics.on_slow_step, self.metrics.update)
-        self.metrics.step_age_seconds = self._watch.step_age_seconds
-        self.worker = Worker(self._build, callbacks, self._watch)
+        self._step_monitor = StepMonitor(self.metrics)
+        self.worker = Worker(self._build, self._step_monitor)
         self.service = Service(self.worker, self.metrics)
-        self._set_metric_labels()
+        facts, settings, gpu = prepared.facts, prepared.settings, prepared.plan.gpu(prepared.facts)
+        self._power_monitor = PowerMonitor(
+            self.metrics, facts.power, lambda: self.service.idle, settings.watts, settings.hourly_price, gpu
+        )
+        DeploymentGauges(self.metrics, self._deployment)
 
     def runtime(self) -> ApiRuntime:
         """Return the runtime that the API routes use."""
@@ -200,7 +198,7 @@ class ServerRuntime:
         asyncio.get_running_loop().set_default_executor(pool)
         await self.service.start()
         self._power_monitor.start()
-        self.worker.start()
+        self.worker.start(Callbacks(self.service.on_events, self._worker_failed, self.metrics.on_step))
 
     async def stop(self) -> None:
         """Stop everything after responses were sent or cut off.
@@ -235,8 +233,7 @@ class ServerRuntime:
 
         log.info("torch imported in %.1f s", time.monotonic() - began)
         prepared = self._prepared = calibrate(self._prepared, report_stage)
-        self._set_metric_labels()
-        self._watch_speed_drift()
+        self._watch_drift(prepared)
         self.service.serve(make_served_model(prepared, tokenizer))
         began = time.monotonic()
         eos_token_ids = () if tokenizer is None else tokenizer.eos_token_ids
@@ -244,8 +241,7 @@ class ServerRuntime:
             engine = build(
                 BuildRequest(prepared.checkpoint, prepared.plan, report_stage, prepared.step_time_table, eos_token_ids)
             )
-        self._watch.gc_control.freeze()
-        self._watch.slow_steps = self._stalls()
+        self._step_monitor.watch_slow_steps(self._slow_step_detector(prepared))
         log.info("weights loaded and warmed up in %.1f s", time.monotonic() - began)
         log.info("ready in %.1f s", time.monotonic() - self._began)
         return engine
@@ -268,10 +264,10 @@ class ServerRuntime:
 
     # ---- metrics and information ----------------------------------------------------------------------------------------
 
-    def _set_metric_labels(self) -> None:
+    def _deployment(self) -> DeploymentInfo:
         prepared = self._prepared
         facts, plan = prepared.facts, prepared.plan
-        self.metrics.server_info = ServerInfo(
+        labels = ServerInfo(
             version=VERSION,
             model=prepared.model_name,
             device=plan.device.value,
@@ -279,41 +275,37 @@ class ServerRuntime:
             precision=plan.precision.value,
             torch=facts.torch.version if facts.torch else "",
         )
-        self.metrics.deployment = DeploymentInfo(
+        return DeploymentInfo(
+            server=labels,
             threads=plan.threads.value,
             cpu_quota_cores=facts.cgroup.quota_cores,
-            cpu_stat=find_cpu_stat(HostFiles(Path("/"))),
+            cpu_stat=self._cpu_stat,
             hourly_price=prepared.settings.hourly_price,
         )
 
-    def _watch_speed_drift(self) -> None:
+    def _watch_drift(self, prepared: Prepared) -> None:
         """Compare step times with the measurements from the first step on, and remove stale measurements."""
-        calibration_file, calibration, plan = (
-            self._prepared.calibration_file,
-            self._prepared.calibration,
-            self._prepared.plan,
-        )
-        steps = self._prepared.step_time_table
+        calibration_file, calibration, plan = prepared.calibration_file, prepared.calibration, prepared.plan
+        steps = prepared.step_time_table
         if steps is not None and calibration is not None:
             expected = ExpectedSpeed(steps, plan.capacity_tokens_per_second.value, plan.roofline_ratio.value)
-            self.metrics.drift = SpeedDrift(expected, lambda: calibration_file.forget(calibration))
+            self._step_monitor.watch_drift(SpeedDrift(expected, lambda: calibration_file.forget(calibration)))
 
-    def _stalls(self) -> SlowStepDetector:
+    def _slow_step_detector(self, prepared: Prepared) -> SlowStepDetector:
         """Return a slow step detector that uses the plan's step time table."""
-        cpu_stat = self.metrics.deployment.cpu_stat
-        garbage = self._watch.gc_control
-        usual_times = UsualStepTimes(self._prepared.step_time_table)
+        garbage = self._step_monitor.gc_control
+        usual_times = UsualStepTimes(prepared.step_time_table)
         return SlowStepDetector(
-            usual_times, lambda: garbage.seconds, lambda: throttled_seconds(cpu_stat), first_touch_seconds()
+            usual_times, lambda: garbage.seconds, lambda: throttled_seconds(self._cpu_stat), first_touch_seconds()
         )
 
     def _info(self) -> dict[str, Any]:
-        prepared = self._prepared
+        prepared, drift = self._prepared, self._step_monitor.drift
         return {
             "model": {"name": prepared.model_name, **to_json_value(prepared.checkpoint.needs())},
             "facts": prepared.facts.to_json(),
             "place": self._power_monitor.to_json(),
             "plan": prepared.plan.to_json(),
             "calibration": None if prepared.calibration is None else prepared.calibration.to_json(),
-            "speed": None if self.metrics.drift is None else self.metrics.drift.to_json(),
+            "speed": None if drift is None else drift.to_json(),
         }

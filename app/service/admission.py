@@ -86,6 +86,10 @@ class Admission:
         # last prediction: its key (time of the step, requests sent since, prompt tokens) and the predicted moment
         self._last_prediction: tuple[tuple[float, int, int], float] | None = None
 
+    def open(self, max_running: int, max_waiting: int, max_held_bytes: int) -> None:
+        """Set the limits, which are known once the plan is final."""
+        self.max_running, self.max_waiting, self.max_held_bytes = max_running, max_waiting, max_held_bytes
+
     def permit(self) -> Permit:
         """Return a place for one request, valid from tokenization until the response is complete.
 

@@ -60,9 +60,7 @@ class RequestPipeline:
 
     def open(self, limits: ServingLimits) -> None:
         """Apply the limits and start the thread pool. Call it once, before the first request, from any thread."""
-        self.admission.max_running = limits.max_running_seqs
-        self.admission.max_waiting = limits.max_waiting_requests
-        self.admission.max_held_bytes = limits.max_held_bytes
+        self.admission.open(limits.max_running_seqs, limits.max_waiting_requests, limits.max_held_bytes)
         self._timeout_seconds = limits.request_timeout_seconds
         self._pool = ThreadPoolExecutor(limits.tokenizer_threads, thread_name_prefix="armature-text")
 

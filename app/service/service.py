@@ -19,6 +19,8 @@ from app.errors import (
     NotReady,
     ServiceStopping,
 )
+from app.messages import Event
+from app.metrics.gauges import engine_gauges
 from app.metrics.instruments import Metrics
 from app.metrics.stats import EngineSnapshot
 from app.service import (
@@ -56,16 +58,12 @@ class Service:
     """
 
     def __init__(self, worker: WorkerInterface, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
-        self._worker, self._metrics = worker, metrics
+        self._worker = worker
         self._pipeline = RequestPipeline(worker, metrics, clock)
         self._model: ServedModel | None = None
         self._stopping = False
-        # Callbacks of the worker.
-        self.on_events, self.on_worker_exit = self._pipeline.post.on_events, self._pipeline.post.on_worker_exit
-        metrics.read_snapshot = lambda: worker.snapshot
-        metrics.predict_wait = self._pipeline.admission.predicted_wait_seconds
-        metrics.num_open = lambda: self.num_open
-        metrics.is_ready = lambda: self.ready
+        wait = self._pipeline.admission.predicted_wait_seconds
+        metrics.gauges(lambda: engine_gauges(self.snapshot, self.ready, wait()))
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
@@ -86,6 +84,18 @@ class Service:
         """Refuse new requests and end open ones with `ServiceStopping`. The worker is not stopped."""
         self.drain()
         self._pipeline.close()
+
+    # ---- callbacks of the worker, called on its thread ---------------------------------------------------------------
+
+    def on_events(self, events: Sequence[Event]) -> None:
+        """Deliver one step's events to the open requests."""
+        self._pipeline.post.on_events(events)
+
+    def on_worker_exit(self) -> None:
+        """Fail all open requests, since the worker has ended."""
+        self._pipeline.post.on_worker_exit()
+
+    # ---- state -----------------------------------------------------------------------------------------------------
 
     @property
     def alive(self) -> bool:
@@ -111,6 +121,11 @@ class Service:
     def num_open(self) -> int:
         """Number of open requests: being tokenized, waiting or running."""
         return self._pipeline.admission.num_open
+
+    @property
+    def idle(self) -> bool:
+        """True if the model is loaded and no request is open; the first snapshot is made after loading."""
+        return self.snapshot.stepped_at > 0.0 and not self.num_open
 
     @property
     def model(self) -> ServedModel:

@@ -13,8 +13,7 @@ import httpx
 
 from app.errors import NotReady
 from app.messages import Timings
-from app.metrics.stats import EngineSnapshot
-from app.metrics.step_monitor import StepLog
+from app.metrics.stats import EngineSnapshot, StepLog
 from app.service.requests import (
     Accepted,
     ChoiceFinished,

@@ -185,15 +185,17 @@ class StepInstruments:
 
     def __init__(self) -> None:
         self.metrics = Metrics()
-        self.metrics.drift = SpeedDrift(ExpectedSpeed(STEP_TIMES, {}, {}))
-        self.watch = StepMonitor(self.metrics.step_log, self.metrics.on_slow_step, self.metrics.update)
+        self.watch = StepMonitor(self.metrics)
+        self.watch.watch_drift(SpeedDrift(ExpectedSpeed(STEP_TIMES, {}, {})))
         garbage = self.watch.gc_control
         cpu_stat = find_cpu_stat(HostFiles(Path("/")))
-        self.watch.slow_steps = SlowStepDetector(
-            UsualStepTimes(STEP_TIMES),
-            lambda: garbage.seconds,
-            lambda: throttled_seconds(cpu_stat),
-            first_touch_seconds(),
+        self.watch.watch_slow_steps(
+            SlowStepDetector(
+                UsualStepTimes(STEP_TIMES),
+                lambda: garbage.seconds,
+                lambda: throttled_seconds(cpu_stat),
+                first_touch_seconds(),
+            )
         )
         self._snapshot = EngineSnapshot()
         self._next_step = 0

@@ -11,7 +11,6 @@ import pytest
 from app.engine.decoder.engine import DecoderEngine
 from app.engine.worker import (
     MAX_FAILED_STEPS,
-    Callbacks,
     Engine,
     Worker,
 )
@@ -51,7 +50,7 @@ class CountedMailbox:
 def test_it_serves_and_tells_once_a_step(bench: Bench) -> None:
     bench.worker.put(request("a"))
     bench.worker.put(request("b"))
-    bench.worker.start()
+    bench.start()
     assert {event.request_id for event in bench.heard_until(2, SequenceFinished)} == {"a", "b"}
     steps = [bench.steps.get(timeout=PATIENCE_SECONDS) for _ in range(3)]
     assert [stats.num_sequences for stats, _ in steps] == [2, 2, 2]
@@ -84,7 +83,7 @@ class Noting:
 def test_who_watches_knows_of_every_step_and_every_pause(bench: Bench) -> None:
     watch = bench.worker._observer = Noting()
     bench.worker.put(request("a", max_tokens=2))
-    bench.worker.start()
+    bench.start()
     bench.heard_until(1, SequenceFinished)
     bench.sim.runner.broken = True
     bench.worker.put(request("b"))
@@ -100,7 +99,7 @@ def test_who_watches_knows_of_every_step_and_every_pause(bench: Bench) -> None:
 def test_an_idle_engine_takes_no_step_and_blocks(bench: Bench) -> None:
     """Per request: one blocking look into the mailbox, one that finds it empty, one step. A loop that spins would look far more often."""
     mailbox = bench.worker._mailbox = CountedMailbox()
-    bench.worker.start()
+    bench.start()
     for name in ("a", "b", "c"):
         bench.worker.put(request(name, max_tokens=1))
         bench.heard_until(1, SequenceFinished)
@@ -111,7 +110,7 @@ def test_an_idle_engine_takes_no_step_and_blocks(bench: Bench) -> None:
 
 
 def test_a_refusal_is_told_without_a_step(bench: Bench) -> None:
-    bench.worker.start()
+    bench.start()
     bench.worker.put(Generate("empty", (), SamplingParams(), 0.0))
     assert isinstance(bench.heard()[0], RequestFailed)
     assert bench.sim.runner.batches == []
@@ -120,14 +119,14 @@ def test_a_refusal_is_told_without_a_step(bench: Bench) -> None:
 def test_an_abort_is_obeyed_between_steps(bench: Bench) -> None:
     bench.worker.put(request("a", max_tokens=100))
     bench.worker.put(Abort("a"))
-    bench.worker.start()
+    bench.start()
     assert [event.reason for event in bench.heard_until(1, SequenceFinished)] == ["aborted"]  # type: ignore[union-attr]
 
 
 def test_a_step_that_raises_is_told_and_the_next_request_is_served(bench: Bench) -> None:
     bench.sim.runner.broken = True
     bench.worker.put(request("a"))
-    bench.worker.start()
+    bench.start()
     assert [event.request_id for event in bench.heard_until(1, RequestFailed)] == ["a"]
     bench.sim.runner.broken = False
     bench.worker.put(request("b"))
@@ -138,7 +137,7 @@ def test_a_step_that_raises_is_told_and_the_next_request_is_served(bench: Bench)
 def test_steps_that_keep_failing_end_the_worker() -> None:
     bench = Bench()
     bench.sim.runner.broken = True
-    bench.worker.start()
+    bench.start()
     for number in range(MAX_FAILED_STEPS):
         bench.worker.put(request(f"r{number}"))
         bench.heard_until(1, RequestFailed)
@@ -148,7 +147,7 @@ def test_steps_that_keep_failing_end_the_worker() -> None:
 
 
 def test_a_good_step_between_failures_starts_the_count_again(bench: Bench) -> None:
-    bench.worker.start()
+    bench.start()
     for number in range(2 * MAX_FAILED_STEPS):
         bench.sim.runner.broken = number % 2 == 0
         bench.worker.put(request(f"r{number}", max_tokens=1))
@@ -161,7 +160,7 @@ def test_what_the_device_cannot_survive_fails_everyone_at_once() -> None:
     bench.sim.runner.broken = True
     for number in range(6):  # four run at a time
         bench.worker.put(request(f"r{number}"))
-    bench.worker.start()
+    bench.start()
     assert len({event.request_id for event in bench.heard_until(6, RequestFailed)}) == 6
     bench.end()
     assert bench.worker.state == "failed" and not bench.fatal.empty()
@@ -182,7 +181,7 @@ def test_loading_reports_its_stage() -> None:
 
     bench = Bench(build)
     assert not bench.worker.alive and bench.worker.state == "loading"
-    bench.worker.start()
+    bench.start()
     reported.wait(PATIENCE_SECONDS)
     assert (bench.worker.state, bench.worker.stage, bench.worker.alive) == ("loading", "weights", True)
     go_on.set()
@@ -199,7 +198,7 @@ def test_a_failed_load_ends_it_with_the_reason_and_tells_who_waits() -> None:
 
     bench = Bench(build)
     bench.worker.put(request("early"))
-    bench.worker.start()
+    bench.start()
     assert bench.fatal.get(timeout=PATIENCE_SECONDS) is error
     bench.end()
     assert bench.worker.state == "failed" and bench.worker.error is error
@@ -209,7 +208,7 @@ def test_a_failed_load_ends_it_with_the_reason_and_tells_who_waits() -> None:
 def test_stop_tells_everyone_and_ends_the_thread(bench: Bench) -> None:
     for command in (request("a", max_tokens=100), Stop(), request("behind")):
         bench.worker.put(command)
-    bench.worker.start()
+    bench.start()
     failed = bench.heard_until(2, RequestFailed)
     assert {event.request_id for event in failed} == {"a", "behind"}
     assert all(isinstance(event.error, ServiceStopping) for event in failed if isinstance(event, RequestFailed))
@@ -222,7 +221,7 @@ def test_a_bug_in_the_worker_itself_is_fatal_not_silent() -> None:
     bench = Bench()
     bench.worker.put(request("same"))
     bench.worker.put(request("same"))  # the service never does this: an assertion fires
-    bench.worker.start()
+    bench.start()
     assert isinstance(bench.fatal.get(timeout=PATIENCE_SECONDS), AssertionError)
     bench.end()
     assert bench.worker.state == "failed"
@@ -255,7 +254,7 @@ def test_a_step_waits_as_long_as_its_engine_has_patience(patience: float) -> Non
 
 def test_a_step_that_ended_nobody_is_tried_again_and_does_not_count() -> None:
     sim = EncoderSimulation()
-    worker = Worker(lambda report: sim.engine, Callbacks(lambda events: None, lambda error: None))
+    worker = Worker(lambda report: sim.engine)
     for name in ("a", "b", "poison", "poisonous"):
         sim.engine.add(encode(name, 5, first=POISON if name.startswith("poison") else 100))
     heard: list[Event] = []
@@ -268,7 +267,7 @@ def test_a_step_that_ended_nobody_is_tried_again_and_does_not_count() -> None:
 def test_a_device_that_flies_is_served_like_any_other(bench: Bench) -> None:
     """Steps launched ahead, arrivals and an abort between them, and the last word of each."""
     bench.sim.flying()
-    bench.worker.start()
+    bench.start()
     for name in ("a", "b", "c"):
         bench.worker.put(request(name, max_tokens=40))
     bench.heard()
@@ -283,7 +282,7 @@ def test_a_device_that_flies_is_served_like_any_other(bench: Bench) -> None:
 
 def test_a_want_of_memory_is_no_failure_of_the_device(bench: Bench) -> None:
     bench.sim.runner.most_tokens = 2
-    bench.worker.start()
+    bench.start()
     for number in range(2 * MAX_FAILED_STEPS):
         bench.worker.put(request(f"r{number}"))
     assert len(bench.heard_until(2 * MAX_FAILED_STEPS, SequenceFinished)) == 2 * MAX_FAILED_STEPS

@@ -40,7 +40,7 @@ class Poisonable:
 def test_requests_that_break_their_own_steps_end_nothing_but_themselves(bench: Bench) -> None:
     """A client may send the same bad request for ever: the device computes, so nobody restarts."""
     bench.sim.engine.runner = AtOnce(Poisonable(bench.sim))
-    bench.worker.start()
+    bench.start()
     for number in range(3 * MAX_FAILED_STEPS):
         bench.worker.put(Generate(f"bad{number}", (1, POISON_ID), SamplingParams(), 0.0))
         bench.heard_until(1, RequestFailed)

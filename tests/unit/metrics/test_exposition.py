@@ -11,10 +11,13 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from app.hardware.facts import PowerMeter
 from app.messages import Timings
 from app.metrics.gauges import (
+    DeploymentGauges,
     DeploymentInfo,
     ServerInfo,
+    engine_gauges,
     throttled_seconds,
 )
 from app.metrics.instruments import (
@@ -22,10 +25,15 @@ from app.metrics.instruments import (
     Api,
     Metrics,
 )
+from app.metrics.power_monitor import PowerMonitor
 from app.metrics.stats import (
     EngineSnapshot,
     StepStats,
 )
+from app.metrics.step_monitor import StepMonitor
+from app.service.served_model import ServedDecoder
+from app.service.service import Service
+from tests.fake_worker import LIMITS, FakeWorker, tokenizer
 
 ABOUT = ServerInfo("1.2", "demo", "cpu", "avx512", "bf16", "2.13.0")
 
@@ -59,7 +67,8 @@ def metrics(clock: Clock) -> Metrics:
 
 
 def tell_everything(metrics: Metrics) -> None:
-    metrics.server_info, metrics.deployment = ABOUT, DeploymentInfo(threads=2, hourly_price=0.36)
+    metrics.gauges(lambda: engine_gauges(EngineSnapshot(), ready=True, predicted_wait_seconds=None))
+    DeploymentGauges(metrics, lambda: DeploymentInfo(ABOUT, threads=2, hourly_price=0.36))
     metrics.prompt_tokens(100, 40)
     metrics.first_token(Timings(queue_seconds=0.02, prefill_seconds=0.1), 0.12)
     metrics.completion_tokens(1)
@@ -106,10 +115,16 @@ def test_each_way_a_request_can_end_is_there_from_the_start(metrics: Metrics) ->
     assert samples(metrics)["armature_requests_total{api=chat,outcome=failed}"] == 0
 
 
-def test_whether_requests_are_served_is_shown(metrics: Metrics) -> None:
+async def test_whether_requests_are_served_is_shown(metrics: Metrics) -> None:
+    worker = FakeWorker()
+    service = Service(worker, metrics)
     assert samples(metrics)["armature_ready"] == 0
-    metrics.is_ready = lambda: True
-    assert samples(metrics)["armature_ready"] == 1
+    service.serve(ServedDecoder("demo", LIMITS, tokenizer(), None))
+    worker.snapshot = EngineSnapshot(num_running=3, stepped_at=1.0)
+    seen = samples(metrics)
+    assert (seen["armature_ready"], seen["armature_requests_running"], service.idle) == (1, 3, True)
+    await service.stop()
+    assert samples(metrics)["armature_ready"] == 0
 
 
 def test_everything_told_is_shown(metrics: Metrics) -> None:
@@ -147,10 +162,8 @@ def test_everything_told_is_shown(metrics: Metrics) -> None:
 
 
 def test_gauges_are_the_last_snapshot_under_our_names_and_the_gateways(metrics: Metrics) -> None:
-    metrics.read_snapshot = lambda: EngineSnapshot(
-        num_running=3, num_waiting=5, kv_used_tokens=80, kv_capacity_tokens=320
-    )
-    metrics.predict_wait = lambda: 1.5
+    now = EngineSnapshot(num_running=3, num_waiting=5, kv_used_tokens=80, kv_capacity_tokens=320)
+    metrics.gauges(lambda: engine_gauges(now, ready=True, predicted_wait_seconds=1.5))
     seen = samples(metrics)
     for ours, theirs, value in (
         ("armature_requests_running", "vllm:num_requests_running", 3),
@@ -163,6 +176,10 @@ def test_gauges_are_the_last_snapshot_under_our_names_and_the_gateways(metrics: 
 
 
 def test_what_is_not_known_is_absent(metrics: Metrics) -> None:
+    Service(FakeWorker(), metrics)
+    StepMonitor(metrics)
+    PowerMonitor(metrics, PowerMeter(), lambda: False)
+    DeploymentGauges(metrics, DeploymentInfo)
     names = " ".join(samples(metrics))
     for absent in (
         "predicted_wait_seconds",
@@ -179,7 +196,7 @@ def test_what_is_not_known_is_absent(metrics: Metrics) -> None:
 
 
 def test_cost_is_hours_times_price_and_a_million_tokens_at_this_speed(metrics: Metrics, clock: Clock) -> None:
-    metrics.server_info, metrics.deployment = ABOUT, DeploymentInfo(hourly_price=0.36)
+    DeploymentGauges(metrics, lambda: DeploymentInfo(ABOUT, hourly_price=0.36))
     cost = "llm_cost_per_million_tokens{cost_basis=allocation,model_name=demo}"
     assert cost not in samples(metrics)
     for _ in range(50):
@@ -193,7 +210,7 @@ def test_cost_is_hours_times_price_and_a_million_tokens_at_this_speed(metrics: M
 
 
 def test_a_million_vectors_cost_what_the_machine_does_while_they_are_made(metrics: Metrics, clock: Clock) -> None:
-    metrics.server_info, metrics.deployment = ABOUT, DeploymentInfo(hourly_price=0.72)
+    DeploymentGauges(metrics, lambda: DeploymentInfo(ABOUT, hourly_price=0.72))
     for _ in range(50):
         clock.seconds += 1
         metrics.vectors_returned(20, 400, Timings(queue_seconds=0.01, encode_seconds=0.02))
@@ -216,7 +233,7 @@ def test_throttled_time_of_both_kinds_of_control_group(text: str, seconds: float
     (tmp_path / "cpu.stat").write_text(text)
     assert throttled_seconds(tmp_path / "cpu.stat") == seconds
     metrics = Metrics()
-    metrics.deployment = DeploymentInfo(cpu_quota_cores=1.5, cpu_stat=tmp_path / "cpu.stat")
+    DeploymentGauges(metrics, lambda: DeploymentInfo(cpu_quota_cores=1.5, cpu_stat=tmp_path / "cpu.stat"))
     assert samples(metrics).get("process_cgroup_cpu_throttled_seconds_total") == seconds
 
 

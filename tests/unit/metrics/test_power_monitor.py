@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from app.hardware.energy import (
-    EnergyAccount,
-    EnergyReport,
-)
+from app.hardware.energy import EnergyReport
 from app.hardware.facts import (
     CudaDevice,
     PowerCounter,
     PowerMeter,
 )
-from app.hardware.power_meters import (
-    CounterMeter,
-    ModelledMeter,
-)
-from app.hardware.probe.host_files import HostFiles
+from app.hardware.power_meters import ModelledMeter
 from app.messages import Timings
-from app.metrics.gauges import DeploymentInfo
 from app.metrics.instruments import Metrics
 from app.metrics.power_monitor import PowerMonitor
 from app.metrics.stats import (
@@ -56,20 +49,21 @@ def energies(metrics: Metrics) -> dict[str, float]:
     }
 
 
-def metered(root: Path, clock: Clock) -> Metrics:
-    metrics = Metrics(clock)
+def metered(root: Path, metrics: Metrics, is_idle: Callable[[], bool]) -> PowerMonitor:
+    """A started monitor of a counter of 5 joules, in a file."""
     (root / "energy_uj").write_text("5000000")
-    metrics.energy = EnergyAccount(
-        CounterMeter("rapl", RAPL.counters, HostFiles(root), clock), metrics.work_done, clock
-    )
-    return metrics
+    counter = PowerCounter("package-0", str(root / "energy_uj"), "energy", 1_000_000_000)
+    spending = PowerMonitor(metrics, replace(RAPL, counters=(counter,)), is_idle)
+    spending.start()
+    return spending
 
 
-def test_joules_in_all_and_for_each_token_and_vector(tmp_path: Path) -> None:
-    clock = Clock()
-    metrics = metered(tmp_path, clock)
+async def test_joules_in_all_and_for_each_token_and_vector(tmp_path: Path) -> None:
+    clock, idle = Clock(), False
+    metrics = Metrics(clock)
+    spending = metered(tmp_path, metrics, lambda: idle)
     assert energies(metrics) == {}, "a counter that has not moved may never do"
-    metrics.read_snapshot = lambda: EngineSnapshot(stepped_at=1.0)
+    idle = True
     clock.seconds += 1
     metrics.render()
     clock.seconds += 10
@@ -89,23 +83,25 @@ def test_joules_in_all_and_for_each_token_and_vector(tmp_path: Path) -> None:
     assert seen["energy_joules_per_vector:rapl"] == pytest.approx(400 / 40)
     assert seen["energy_above_idle_joules_per_token:rapl"] == pytest.approx((400 - 160) / 1000)
     assert seen["energy_above_idle_joules_per_vector:rapl"] == pytest.approx((400 - 160) / 40)
+    spending.stop()
 
 
-def test_a_request_that_is_open_keeps_the_time_from_being_idle(tmp_path: Path) -> None:
+async def test_a_request_that_is_open_keeps_the_time_from_being_idle(tmp_path: Path) -> None:
     clock = Clock()
-    metrics = metered(tmp_path, clock)
-    metrics.read_snapshot, metrics.num_open = lambda: EngineSnapshot(stepped_at=1.0), lambda: 1
+    metrics = Metrics(clock)
+    spending = metered(tmp_path, metrics, lambda: False)
     for joules in (20, 40):
         clock.seconds += 10
         (tmp_path / "energy_uj").write_text(str(joules * 1_000_000))
         assert "energy_idle_watts:rapl" not in energies(metrics)
+    spending.stop()
 
 
-def test_declared_watts_are_modelled_by_the_steps_and_know_no_idling() -> None:
+async def test_declared_watts_are_modelled_by_the_steps_and_know_no_idling() -> None:
     clock = Clock()
     metrics = Metrics(clock)
-    metrics.read_snapshot = lambda: EngineSnapshot(stepped_at=1.0)
-    metrics.energy = EnergyAccount(ModelledMeter(120.0, lambda: metrics.busy_seconds), metrics.work_done, clock)
+    spending = PowerMonitor(metrics, NONE, lambda: True, 120.0)
+    spending.start()
     for _ in range(3):
         clock.seconds += 10
         metrics.render()
@@ -116,24 +112,24 @@ def test_declared_watts_are_modelled_by_the_steps_and_know_no_idling() -> None:
     assert seen["energy_joules_total:modelled"] == pytest.approx(60.0)
     assert seen["energy_joules_per_token:modelled"] == pytest.approx(15.0)
     assert not any("idle" in name for name in seen)
+    spending.stop()
 
 
 async def test_the_timer_counts_where_nobody_scrapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.metrics.power_monitor.TIMER_SECONDS", 0.001)
     (tmp_path / "energy_uj").write_text("5000000")
-    metrics = Metrics()
     power = replace(RAPL, counters=(PowerCounter("package-0", str(tmp_path / "energy_uj")),))
-    spending = PowerMonitor(metrics, power, 90.0)
+    spending = PowerMonitor(Metrics(), power, lambda: False, 90.0)
     spending.start()
-    assert metrics.energy is not None
+    assert spending.account is not None
     looked = asyncio.Event()
-    look = metrics.energy.look
+    look = spending.account.look
 
     def seen() -> EnergyReport:
         looked.set()
         return look()
 
-    monkeypatch.setattr(metrics.energy, "look", seen)
+    monkeypatch.setattr(spending.account, "look", seen)
     await asyncio.wait_for(looked.wait(), 30)
     assert spending.to_json() == {
         "hourly_price": None,
@@ -146,14 +142,12 @@ async def test_the_timer_counts_where_nobody_scrapes(tmp_path: Path, monkeypatch
 
 
 async def test_what_info_says_of_a_machine_without_counters() -> None:
-    metrics = Metrics()
-    metrics.deployment = DeploymentInfo(hourly_price=0.5)
-    spending = PowerMonitor(metrics, NONE, None)
+    spending = PowerMonitor(Metrics(), NONE, lambda: False, hourly_price=0.5)
     spending.start()
     told = spending.to_json()
     assert (told["hourly_price"], told["energy_source"], told["energy_reason"]) == (0.5, None, "No power zones.")
     spending.stop()
-    declared = PowerMonitor(metrics, NONE, 65.0)
+    declared = PowerMonitor(Metrics(), NONE, lambda: False, 65.0)
     declared.start()
     told = declared.to_json()
     declared.stop()
@@ -162,21 +156,20 @@ async def test_what_info_says_of_a_machine_without_counters() -> None:
 
 
 async def test_a_device_is_counted_by_its_driver_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, metrics = CudaDevice(0, "H200"), Metrics()
+    device = CudaDevice(0, "H200")
     counter = ModelledMeter(1.0, lambda: 0.0)
     counter.source = "nvml"
     monkeypatch.setattr("app.metrics.power_monitor.open_nvml_meter", lambda asked: counter if asked == device else None)
-    counted = PowerMonitor(metrics, RAPL, None, device)
+    counted = PowerMonitor(Metrics(), RAPL, lambda: False, device=device)
     counted.start()
     assert (counted.to_json()["energy_source"], "rest of the machine" in counted.to_json()["energy_reason"]) == (
         "nvml",
         True,
     )
     counted.stop()
-    metrics.energy = None
-    other = PowerMonitor(metrics, RAPL, None, CudaDevice(1, "P4"))
+    other = PowerMonitor(Metrics(), RAPL, lambda: False, device=CudaDevice(1, "P4"))
     other.start()
-    assert (metrics.energy, other.to_json()["energy_source"]) == (None, None), (
+    assert (other.account, other.to_json()["energy_source"]) == (None, None), (
         "the processor's counter is not the device's"
     )
     assert "does not count" in other.to_json()["energy_reason"]

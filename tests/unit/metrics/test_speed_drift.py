@@ -20,6 +20,7 @@ from app.metrics.stats import (
     EngineSnapshot,
     StepStats,
 )
+from app.metrics.step_monitor import StepMonitor
 
 STEPS = StepTimeTable.from_trial(TrialTimes("int4", 2, {1: 0.016, 8: 0.030}, {128: 0.2}, context_token_seconds=1e-6))
 PROMISE = ExpectedSpeed(
@@ -100,7 +101,7 @@ def test_what_is_spent_beside_the_model_is_capacity_and_no_drift() -> None:
 
 def test_a_scrape_tells_capacity_before_the_first_request_and_what_guesses_came_to() -> None:
     metrics = Metrics()
-    metrics.drift = SpeedDrift(PROMISE)
+    StepMonitor(metrics).watch_drift(SpeedDrift(PROMISE))
     text = metrics.render()[0].decode()
     assert 'armature_capacity_tokens_per_second{phase="decode",rows="8"} 266.0' in text
     assert 'armature_roofline_ratio{phase="prefill"} 0.6' in text

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from app.engine.worker import (
     Callbacks,
     Worker,
 )
 from app.errors import RequestError
+from app.hardware.step_times import StepTimeTable
 from app.messages import (
     Abort,
     Encode,
@@ -22,18 +24,21 @@ from app.messages import (
     Stop,
     Text,
 )
+from app.metrics.instruments import Metrics
 from app.metrics.slow_steps import (
     SlowStepDetector,
     UsualStepTimes,
 )
+from app.metrics.speed_drift import (
+    ExpectedSpeed,
+    SpeedDrift,
+)
 from app.metrics.stats import (
-    Cause,
     EngineSnapshot,
     StepStats,
 )
 from app.metrics.step_monitor import (
     UPDATE_SECONDS,
-    StepLog,
     StepMonitor,
 )
 
@@ -84,29 +89,28 @@ class Deeds:
 class Watched:
     """A worker that is done once the deeds are."""
 
-    def __init__(self) -> None:
-        self.log = StepLog()
-        self.causes: list[Cause] = []
-        self.looks = 0
+    def __init__(self, fault_seconds: float | None = FAULT_SECONDS) -> None:
         self.now = 0.0
-        self.watch = StepMonitor(self.log, self.causes.append, self._look, lambda: self.now)
-        self.watch.slow_steps = SlowStepDetector(
-            UsualStepTimes(), lambda: self.watch.gc_control.seconds, fault_seconds=FAULT_SECONDS
-        )
+        self._fault_seconds = fault_seconds
+        self.metrics = Metrics()
+        self.log = self.metrics.step_log
+        self.watch = StepMonitor(self.metrics, lambda: self.now)
         self.done: SimpleQueue[StepStats] = SimpleQueue()
         self.was_enabled: list[bool] = []
 
-    def _look(self) -> None:
-        self.looks += 1
+    def counted(self) -> dict[str, float]:
+        """How often each cause was counted."""
+        (family,) = [one for one in parse_text(self.metrics.render()[0].decode()) if one.name == "armature_step_stalls"]
+        return {sample.labels["cause"]: sample.value for sample in family.samples if sample.value}
 
     def run(self, *deeds: Callable[[], object]) -> list[str]:
         """Causes of the steps, in order; twenty that do nothing come first."""
         every = [*(20 * [lambda: None]), *deeds]
         engine, wanted = Deeds(every), len(every)
         callbacks = Callbacks(lambda events: None, lambda error: None, lambda stats, snapshot: self.done.put(stats))
-        worker = Worker(lambda report: self._settled(engine), callbacks, self.watch)
+        worker = Worker(lambda report: self._settled(engine), self.watch)
         worker.put(Encode("all", (Text((1,)),), ("embedding",), 0.0))
-        worker.start()
+        worker.start(callbacks)
         for _ in range(wanted):
             self.done.get(timeout=PATIENCE_SECONDS)
         worker.put(Stop())
@@ -116,7 +120,11 @@ class Watched:
         return told
 
     def _settled(self, engine: Deeds) -> Deeds:
-        self.watch.gc_control.freeze()
+        if self._fault_seconds is not None:
+            garbage = self.watch.gc_control
+            self.watch.watch_slow_steps(
+                SlowStepDetector(UsualStepTimes(), lambda: garbage.seconds, fault_seconds=self._fault_seconds)
+            )
         return engine
 
 
@@ -153,12 +161,11 @@ def test_the_age_of_a_step_is_told_while_it_is_under_way_also_after_one_that_fai
     watch.close()
 
 
-def test_a_step_that_touches_new_memory_stalled_for_page_faults(watched: Watched) -> None:
-    watched.watch.slow_steps = SlowStepDetector(
-        UsualStepTimes(), fault_seconds=1.0
-    )  # whatever they cost here, they are counted as the greater part
+def test_a_step_that_touches_new_memory_stalled_for_page_faults() -> None:
+    watched = Watched(fault_seconds=1.0)  # whatever they cost here, they are counted as the greater part
     assert watched.run(touch) == ["page_fault"]
-    assert watched.causes[-1] == "page_fault"
+    assert watched.counted()["page_fault"] >= 1
+    gc.unfreeze()
 
 
 def test_a_collection_in_a_step_is_why_it_stalled(watched: Watched) -> None:
@@ -196,15 +203,31 @@ def test_every_step_is_logged_with_when_it_began(watched: Watched) -> None:
     assert told["at"] == sorted(told["at"]) and set(told["phase"]) == {"encode"}
 
 
-def test_what_is_not_of_a_single_step_is_looked_at_once_a_second(watched: Watched) -> None:
+class CountedDrift(SpeedDrift):
+    """A drift that counts what is asked of it."""
+
+    def __init__(self) -> None:
+        super().__init__(ExpectedSpeed(StepTimeTable((), ()), {}, {}))
+        self.num_steps = self.num_updates = 0
+
+    def observe(self, step: StepStats) -> None:
+        self.num_steps += 1
+
+    def update(self) -> None:
+        self.num_updates += 1
+
+
+def test_drift_observes_every_step_and_is_updated_once_a_second(watched: Watched) -> None:
     def pass_time() -> None:
         watched.now += 0.3 * UPDATE_SECONDS
 
+    drift = CountedDrift()
+    watched.watch.watch_drift(drift)
     watched.run(*(10 * [pass_time]))
-    assert watched.looks == 2
+    assert (drift.num_updates, drift.num_steps) == (2, 30)
 
 
-def test_without_knowing_what_steps_take_they_are_logged_all_the_same(watched: Watched) -> None:
-    watched.watch.slow_steps = None
-    assert watched.run(lambda: None) == [""]
-    assert watched.causes == []
+def test_without_knowing_what_steps_take_they_are_logged_all_the_same() -> None:
+    watched = Watched(fault_seconds=None)
+    assert watched.run(touch) == [""]
+    assert watched.counted() == {}

@@ -59,7 +59,7 @@ def wanted(*inputs: Any, **fields: Any) -> EncodingRequest:
 
 
 def counted(service: Any, name: str) -> float:
-    lines = service._metrics.render()[0].decode().splitlines()
+    lines = service._pipeline.metrics.render()[0].decode().splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 

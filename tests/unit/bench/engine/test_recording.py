@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,10 @@ from app.hardware.probe.probe import probe
 
 
 @pytest.fixture(autouse=True)
-def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(recording, "SAMPLES_PER_ROUND", 40)
+    yield
+    gc.unfreeze()
 
 
 def test_recording_a_step_takes_microseconds() -> None:
