@@ -1,4 +1,4 @@
-# Two commands first: `make serve` answers a request, `make test` says whether all is well. Works with GNU make 3.81 (macOS) and newer.
+# Two commands first: `make serve` answers a request, `make test` checks a change. Works with GNU make 3.81 (macOS) and newer.
 #   MODEL=DIR make serve     serves that checkpoint instead of the embedded demo
 #   ARGS="--port 9000"       goes to the command as it stands
 
@@ -10,6 +10,9 @@ CSRC := $(wildcard app/kernels/csrc/* app/kernels/csrc/levels/*)
 CMAKE = PATH="$(abspath $(BIN)):$$PATH"; export PATH; command -v ninja >/dev/null && export CMAKE_GENERATOR=Ninja; cmake
 CONFIGURE = $(CMAKE) -S app/kernels/csrc -B build/native -DARMATURE_INPLACE=ON >build/native/configure.log 2>&1
 MODEL_FLAG = $(if $(MODEL),--model "$(MODEL)")
+# One test process per core, at most 8: each loads torch. JOBS=0 runs the tests in pytest's own process.
+JOBS ?= auto
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
 # The first interpreter that torch has wheels for; PYTHON=... chooses another.
 FIND_PYTHON = for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14); do \
 	"$$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' >/dev/null 2>&1 && break; python=; done; \
@@ -17,7 +20,7 @@ FIND_PYTHON = for python in $(or $(PYTHON),python3 python3.13 python3.12 python3
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # two rules would install into one environment
-.PHONY: help serve test install venv native format lint types unit parity live sanitize cross arm64 bench trace report probe docs build wheels lock image \
+.PHONY: help serve test test-all install venv native format lint types unit parity live sanitize cross arm64 bench trace report probe docs build wheels lock image \
 	checkers prove clean
 
 help: ## show this
@@ -45,11 +48,14 @@ serve: $(VENV)/runtime.stamp build/native/made.stamp ## serve the demo, or MODEL
 probe: $(VENV)/runtime.stamp build/native/made.stamp ## what this machine is and what would be done with it
 	@$(BIN)/armature probe $(MODEL_FLAG) $(ARGS)
 
-test: $(VENV)/dev.stamp build/native/made.stamp ## format, lint, types and every test that this machine can run
+test: $(VENV)/dev.stamp build/native/made.stamp ## format, lint, types and the tests that a change needs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) -m "not full" $(ARGS)
+
+test-all: $(VENV)/dev.stamp build/native/made.stamp ## the tests that `make test` leaves out (docs/testing.md)
+	$(PYTEST) -m full $(ARGS)
 
 install: $(VENV)/runtime.stamp ## make .venv with what serving needs
 venv: $(VENV)/dev.stamp ## make .venv with what developing needs
@@ -67,13 +73,13 @@ types: $(VENV)/dev.stamp ## mypy --strict on app/
 	$(BIN)/mypy
 
 unit: $(VENV)/dev.stamp build/native/made.stamp ## the quick tests
-	$(BIN)/python -m pytest tests/unit tests/api -m "not slow" $(ARGS)
+	$(PYTEST) tests/unit tests/api -m "not full" $(ARGS)
 
 parity: $(VENV)/dev.stamp build/native/made.stamp ## fast equals slow: our models against their reference, and their kin
-	$(BIN)/python -m pytest tests/parity $(ARGS)
+	$(PYTEST) tests/parity $(ARGS)
 
 live: $(VENV)/dev.stamp build/native/made.stamp ## a real server: streaming, disconnects, drain, overload, the README's commands
-	$(BIN)/python -m pytest tests/live tests/test_readme.py $(ARGS)
+	$(PYTEST) tests/live tests/test_readme.py $(ARGS)
 
 sanitize: $(VENV)/runtime.stamp ## the C kernels' own test, under the address and undefined behaviour sanitizers
 	@$(CMAKE) -S app/kernels/csrc -B build/sanitize -DARMATURE_SANITIZE=ON >/dev/null && cmake --build build/sanitize --target driver

@@ -1,4 +1,4 @@
-# What `make test` runs, with the packages that the image has, as the image's user and without a network: `docker buildx bake check`.
+# What `make test` and `make test-all` run, with the packages that the image has, as the image's user and without a network: `docker buildx bake check`.
 # Nothing of it is kept but the answer. `image` is the target cpu-here (docker-bake.hcl).
 # checkov:skip=CKV_DOCKER_7:image is a target of docker-bake.hcl, built beside this one
 # checkov:skip=CKV_DOCKER_2:nothing is ever run from this
@@ -18,4 +18,5 @@ COPY --chown=10001:10001 requirements requirements
 RUN python3 -m venv /venv && /venv/bin/pip install -q --no-cache-dir -r requirements/dev.txt -r requirements/cmake.txt
 COPY --chown=10001:10001 . .
 # make is told that the environment stands: of the packages, those that ship are tested.
-RUN --network=none touch /venv/runtime.stamp /venv/bench.stamp /venv/dev.stamp && make test VENV=/venv
+RUN --network=none touch /venv/runtime.stamp /venv/bench.stamp /venv/dev.stamp && make test VENV=/venv \
+    && make test-all VENV=/venv

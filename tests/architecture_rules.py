@@ -59,9 +59,18 @@ class Module:
     def is_in(self, folder: str) -> bool:
         return self.name == folder or self.name.startswith(f"{folder}.")
 
-    def imports(self) -> Iterator[tuple[int, str]]:
-        """Yield the line and dotted name of everything imported, `from a import b` as `a.b`."""
-        for node in ast.walk(self.syntax):
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Every node of the syntax tree."""
+        return list(ast.walk(self.syntax))
+
+    @cached_property
+    def imports(self) -> list[tuple[int, str]]:
+        """The line and dotted name of everything imported, `from a import b` as `a.b`."""
+        return list(self._imports())
+
+    def _imports(self) -> Iterator[tuple[int, str]]:
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 yield from ((node.lineno, alias.name) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
@@ -99,7 +108,7 @@ class Tree:
 
     def internal_imports(self, module: Module) -> Iterator[tuple[int, Module]]:
         """Yield the line and the module of every import from app/."""
-        for line, name in module.imports():
+        for line, name in module.imports:
             if name == "app" or name.startswith("app."):
                 inner = name.removeprefix("app.")
                 target = self.app.get(inner) or self.app.get(inner.rpartition(".")[0])
@@ -186,7 +195,7 @@ def folders_are_small(tree: Tree) -> Iterator[str]:
 def libraries_stay_in_their_folders(tree: Tree) -> Iterator[str]:
     """Some libraries are imported in a few places only."""
     for module in tree.code():
-        for line, name in module.imports():
+        for line, name in module.imports:
             library = name.partition(".")[0]
             if library in LIBRARIES and not matches(module.name, LIBRARIES[library]):
                 yield f"{module.at(line)}: imports {library}, which only {', '.join(LIBRARIES[library]) or 'tests'} may"
@@ -197,10 +206,8 @@ def devices_stay_in_their_folders(tree: Tree) -> Iterator[str]:
     for module in tree.code():
         if matches(module.name, DEVICE_FOLDERS):
             continue
-        attributes = (
-            (node.lineno, ast.unparse(node)) for node in ast.walk(module.syntax) if isinstance(node, ast.Attribute)
-        )
-        for line, name in (*module.imports(), *attributes):
+        attributes = ((node.lineno, ast.unparse(node)) for node in module.nodes if isinstance(node, ast.Attribute))
+        for line, name in (*module.imports, *attributes):
             for word in DEVICE_NAMES:
                 if name == word or name.startswith(f"{word}."):
                     yield f"{module.at(line)}: uses {word}, which only {', '.join(DEVICE_FOLDERS)} may"
@@ -210,7 +217,7 @@ def blind_excepts_are_listed(tree: Tree) -> Iterator[str]:
     """`except Exception` occurs only in the listed places."""
     caught: list[str] = []
     for module in tree.code():
-        for node in ast.walk(module.syntax):
+        for node in module.nodes:
             if isinstance(node, ast.ExceptHandler) and _catches_all(node.type):
                 caught.append(module.at(node.lineno))
                 if not matches(module.name, CATCH_ALL_MODULES):

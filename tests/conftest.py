@@ -34,14 +34,16 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from hypothesis_examples import examples
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # A shell that runs us in the background has us ignore Ctrl-C, and tests that send it would wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# One profile everywhere: examples are found by search, never by the clock, and a red run can be repeated.
-settings.register_profile("armature", deadline=None, derandomize=True, max_examples=100, database=None)
+# Examples are found by search, never by the clock, and a failing run can be repeated. With CI=true there are four times as many.
+settings.register_profile("armature", deadline=None, derandomize=True, max_examples=examples(100), database=None)
 settings.load_profile("armature")
 
 

@@ -131,9 +131,15 @@ def plant(root: Path, sources: dict[str, str]) -> Tree:
     return Tree(root)
 
 
+@pytest.fixture(scope="session")
+def tree() -> Tree:
+    """The real tree, parsed once."""
+    return Tree(Path(__file__).resolve().parent.parent)
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_the_tree_keeps_the_rules(rule: Rule, root: Path) -> None:
-    assert list(rule(Tree(root))) == []
+def test_the_tree_keeps_the_rules(rule: Rule, tree: Tree) -> None:
+    assert list(rule(tree)) == []
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -167,8 +173,8 @@ def importers_of_torch(tree: Tree) -> list[str]:
     return [] if result.returncode == 0 else [result.stderr.strip()]
 
 
-def test_modules_that_decide_and_translate_do_not_import_torch(root: Path) -> None:
-    assert importers_of_torch(Tree(root)) == []
+def test_modules_that_decide_and_translate_do_not_import_torch(tree: Tree) -> None:
+    assert importers_of_torch(tree) == []
 
 
 @pytest.mark.parametrize("source", ["import torch\n", "from app.weights import load\n"])

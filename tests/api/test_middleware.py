@@ -135,8 +135,8 @@ async def test_a_compressed_body_is_made_plain(
     [
         ("br", b"{}"),
         ("gzip", b'{"prompt": "a"}'),
-        ("gzip", gzip.compress(b'{"prompt": "a"}')[:-3]),
-        ("gzip", gzip.compress(b'{"prompt": "a"}') + b"more"),
+        ("gzip", gzip.compress(b'{"prompt": "a"}', mtime=0)[:-3]),
+        ("gzip", gzip.compress(b'{"prompt": "a"}', mtime=0) + b"more"),
         ("gzip", b""),
     ],
 )

@@ -25,7 +25,7 @@ def custom(kinds: set[str]) -> list[Manifest]:
     return list(found.values())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_types_and_validators_have_nothing_to_say(tmp_path: Path) -> None:
     """Once for all, since the compiler takes seconds to start."""
     ours = custom(MODELLED)
@@ -33,7 +33,7 @@ def test_types_and_validators_have_nothing_to_say(tmp_path: Path) -> None:
     assert complaints_of_models(ours, tmp_path) == ""
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("kind", sorted(DEFINED))
 def test_nothing_is_said_that_the_definition_does_not_know(tmp_path: Path, kind: str) -> None:
     found = custom({kind})

@@ -175,7 +175,7 @@ def test_a_scorer_ranks_by_what_is_extracted() -> None:
     assert ranked == extracted
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_live_server_shows_every_series_that_the_picker_reads(prometheus: LivePrometheus) -> None:
     text = httpx.get(f"{prometheus.servers['amd64']}/metrics").text
     shown = [
@@ -192,7 +192,7 @@ def test_a_live_server_shows_every_series_that_the_picker_reads(prometheus: Live
         assert len(found) == 1, (spec, found)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("version", VERSIONS)
 def test_kubernetes_takes_every_field_of_the_picker(tmp_path: Path, version: str) -> None:
     validator = tool("kubernetes-validate")

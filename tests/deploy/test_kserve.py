@@ -69,7 +69,7 @@ def test_it_is_as_hardened_and_as_patient_as_the_base() -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.slow
+@pytest.mark.full
 def test_its_pod_is_one_that_kubernetes_takes(tmp_path: Path, version: str) -> None:
     """As KServe puts it together: the runtime's containers and volumes under the service's own words on pods."""
     validator = tool("kubernetes-validate")
@@ -123,7 +123,7 @@ def test_kserve_hands_on_values_alone() -> None:
             assert each["external"]["metric"]["backend"] == "prometheus"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_live_prometheus_answers_each_query_with_one_number(prometheus: LivePrometheus) -> None:
     for predictor in services().values():
         for query, threshold in queries(predictor):

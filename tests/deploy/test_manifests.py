@@ -40,7 +40,7 @@ def everything() -> list[Manifest]:
     return [manifest for folder in SERVICES for manifest in built(folder)]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("version", VERSIONS)
 def test_kubernetes_takes_every_field(tmp_path: Path, version: str) -> None:
     """Strict: a field that this version does not know is refused, where a cluster would drop it without a word."""
@@ -52,7 +52,7 @@ def test_kubernetes_takes_every_field(tmp_path: Path, version: str) -> None:
     assert (told.stdout + told.stderr).count(" passed ") == len(own)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_checkov_finds_nothing_but_what_is_answered(tmp_path: Path) -> None:
     checkov = tool("checkov")
     for folder in SERVICES:

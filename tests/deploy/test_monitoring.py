@@ -19,7 +19,7 @@ EXAMPLES = ROOT / "docs" / "monitoring"
 PER_OBJECT_BYTES = 256 * 1024  # of annotations, one of which is `kubectl apply`'s copy
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_operators_definitions_know_every_field(tmp_path: Path) -> None:
     manifests = [*of_kind(built(COMPONENT), "PodMonitor"), *of_kind(built(COMPONENT), "PrometheusRule")]
     assert complaints_of_models(manifests, tmp_path) == ""

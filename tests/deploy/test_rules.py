@@ -38,7 +38,7 @@ def test_the_plain_file_is_what_the_manifests_say() -> None:
     assert len(groups()) == len(by_name)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("file", TRIED, ids=lambda file: file.stem)
 def test_each_rings_where_it_should_and_nowhere_else(file: Path, tmp_path: Path) -> None:
     """Of the rules the words are left out: tests of when an alert rings should not have to repeat what it says."""

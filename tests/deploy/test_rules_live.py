@@ -11,7 +11,7 @@ from external_tools import tool
 from tests.deploy.live_prometheus import LivePrometheus
 from tests.deploy.rule_files import grouped_by, rules, selectors
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 # Where nobody may make a control group there is no quota to read.
 OF_QUOTAS = {"armature_cpu_quota_cores", "process_cgroup_cpu_throttled_seconds_total"}

@@ -94,14 +94,14 @@ def names(promql: str) -> list[str]:
 # ---- asked of a live Prometheus ------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_keda_gets_one_number_from_each_query(prometheus: LivePrometheus) -> None:
     for trigger in scaled_object()["spec"]["triggers"]:
         (answer,) = prometheus.query(trigger["metadata"]["query"])
         assert float(answer["value"][1]) >= 0.0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_without_any_server_keda_falls_back_instead_of_scaling_down(prometheus: LivePrometheus) -> None:
     """An empty answer is an error to it (`ignoreNullValues`): of the queue, which every server tells. A wait may well be unknown."""
     queue, wait = (
@@ -130,7 +130,7 @@ def discovered(prometheus: LivePrometheus, rule: Manifest) -> set[str]:
     return {each["__name__"] for each in answer["data"]}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_adapter_finds_what_the_autoscalers_ask_for_of_every_pod(prometheus: LivePrometheus) -> None:
     (rule,) = ADAPTER["custom"]
     asked = {name for scaler in autoscalers() for name in targets(scaler["spec"])}
@@ -142,7 +142,7 @@ def test_the_adapter_finds_what_the_autoscalers_ask_for_of_every_pod(prometheus:
         assert {each["metric"]["pod"] for each in found} == {"armature-amd64-0", "armature-arm64-0"}, series
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_adapter_tells_one_pools_wait_as_one_number(prometheus: LivePrometheus) -> None:
     (rule,) = ADAPTER["external"]
     asked = {

@@ -115,7 +115,7 @@ def test_pods_are_admitted_under_the_restricted_standard(walked: tuple[Path, Stu
     assert labels["pod-security.kubernetes.io/enforce"] == "restricted"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 async def test_the_questions_are_answered(walked: tuple[Path, StubCluster]) -> None:
     if shutil.which("curl") is None:
         pytest.skip("the questions are curl's")

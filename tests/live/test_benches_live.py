@@ -35,7 +35,7 @@ from app.bench.http.workload import UniformLengths
 from app.settings import DEMO_DIRECTORY
 from exported_programs import write_program
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 FLAGS = (

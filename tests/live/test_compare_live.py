@@ -37,7 +37,7 @@ from app.metrics.stats import Cause
 from app.version import VERSION
 from scripted_machine import ScriptedMachine, running
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 FLAGS = (
     "--threads=1",

@@ -19,7 +19,7 @@ from synthetic_results import GRAVITON, XEON, made_decoder, made_info
 Image = pytest.importorskip("PIL.Image", reason="the plots need the extra `bench`")
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")]
+pytestmark = [pytest.mark.full, pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")]
 
 # What a reader's browser made of the page, told in its title; the page itself runs no script, so the copy that is looked at may.
 PROBE = """

@@ -29,6 +29,7 @@ from app.kernels.native.operations import (
     observe_operations,
     run_operation,
 )
+from hypothesis_examples import examples
 from native_levels import at_level, levels
 from ragged_batches import Share, attend, make_batch
 
@@ -44,7 +45,7 @@ many = st.builds(Share, st.integers(0, 40), st.integers(0, 200), st.integers(1, 
 
 
 @needs_levels
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @given(
     level=a_level,
     shares=st.lists(few | many, min_size=1, max_size=5),

@@ -25,6 +25,7 @@ from app.kernels.linear.int_panels import (
 )
 from app.kernels.native.library import native_library
 from app.kernels.native.operations import PackIntArguments
+from hypothesis_examples import examples
 from tests.native_levels import at_level, levels
 
 LEVELS = levels()
@@ -80,7 +81,7 @@ def multiplied(form: IntPanelLinear, x: Tensor) -> Tensor:
 
 
 @at_every_level
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(x=st.data())
 def test_activations_are_rounded_as_the_twin_rounds_them(level: str, x: st.DataObject) -> None:
     with at_level(level):
@@ -92,7 +93,7 @@ def test_activations_are_rounded_as_the_twin_rounds_them(level: str, x: st.DataO
 
 
 @at_every_level
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(data=st.data())
 def test_a_product_is_that_of_what_the_codes_mean(level: str, data: st.DataObject) -> None:
     with at_level(level):
@@ -105,7 +106,7 @@ def test_a_product_is_that_of_what_the_codes_mean(level: str, data: st.DataObjec
 
 
 @at_every_level
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(data=st.data())
 def test_a_row_has_the_same_bits_alone_and_among_others(level: str, data: st.DataObject) -> None:
     with at_level(level):
@@ -116,7 +117,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(level: str, data: st.Dat
 
 
 @at_every_level
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(data=st.data(), bad=st.sampled_from([torch.nan, torch.inf, -torch.inf]))
 def test_what_is_not_a_number_stays_in_its_row(level: str, data: st.DataObject, bad: float) -> None:
     with at_level(level):
@@ -178,7 +179,7 @@ def weights(draw: st.DrawFn) -> Weight:
 
 
 @at_every_level
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(data=st.data())
 def test_what_was_packed_comes_out_again(level: str, data: st.DataObject) -> None:
     with at_level(level):
@@ -188,7 +189,7 @@ def test_what_was_packed_comes_out_again(level: str, data: st.DataObject) -> Non
 
 
 @at_every_level
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(data=st.data())
 def test_the_integer_part_is_exact_to_the_last_bit(level: str, data: st.DataObject) -> None:
     with at_level(level):

@@ -21,6 +21,7 @@ from app.kernels.native.operations import (
     OpCode,
     has_kernel,
 )
+from hypothesis_examples import examples
 from native_levels import at_level, levels
 
 LEVELS = levels()
@@ -48,7 +49,7 @@ def heads_of(tokens: int, num_heads: int, kv_heads: int, head_dim: int, dim: int
 
 
 @needs_levels
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @given(
     level=a_level, tokens=st.integers(1, 9), kv_heads=st.integers(1, 4), group=st.integers(1, 5),
     head_dim=st.sampled_from([8, 16, 24, 64, 72, 80, 128, 256]), turned=st.sampled_from([0, 0.5, 1]), norms=st.booleans(),

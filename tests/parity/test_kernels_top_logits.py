@@ -20,6 +20,7 @@ from app.kernels.native.operations import (
     OpCode,
     has_kernel,
 )
+from hypothesis_examples import examples
 
 pytestmark = pytest.mark.skipif(not has_kernel(OpCode.TOP_LOGITS), reason="no native kernels here")
 
@@ -48,7 +49,7 @@ def _same(best: TopLogits, logits: Tensor, k: int) -> None:
     assert torch.equal(best.ids, ids)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(st.integers(1, 30), st.integers(1, 5000), st.integers(1, 64), st.sampled_from([4, 8]), st.integers(0, 99))
 def test_best_are_the_best_of_the_logits(rows: int, outputs: int, k: int, bits: int, seed: int) -> None:
     k = min(k, outputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,21 @@ from app.kernels.elementwise import (
     norms,
     rope,
 )
+
+HERE = Path(__file__).resolve().parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as `full` all cases of a test but the first, where Triton's interpreter runs them: it takes seconds per launch."""
+    if torch.cuda.is_available():
+        return
+    seen: set[str] = set()
+    for item in items:
+        if HERE in item.path.parents:
+            test = item.nodeid.partition("[")[0]
+            if test in seen:
+                item.add_marker(pytest.mark.full)
+            seen.add(test)
 
 
 @pytest.fixture(scope="session")

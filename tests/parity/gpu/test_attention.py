@@ -24,6 +24,7 @@ from app.kernels.triton.prompts import (
     attend_prompts,
     gather_fresh_kv,
 )
+from hypothesis_examples import examples
 from paged_steps import Shape, made_step
 
 PLAIN = AttentionSpec(0.3)
@@ -79,8 +80,8 @@ def test_heads_of_any_size_and_number(heads: int, kv_heads: int, head_dim: int, 
     equal_to_the_twin(Shape(heads, kv_heads, head_dim), [(1, 70), (2, 66)], 1, PLAIN, gpu)
 
 
-@pytest.mark.slow
-@settings(max_examples=8)
+@pytest.mark.full
+@settings(max_examples=examples(8))
 @given(
     spans=st.lists(st.tuples(st.integers(1, 70), st.integers(0, 100)), min_size=1, max_size=3),
     decodes=st.lists(st.integers(1, 150), max_size=3),

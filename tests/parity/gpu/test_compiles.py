@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from compiled_kernels import compile_all
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_kernel_compiles() -> None:
     found = compile_all("launches_elementwise", 90, ptx=True)
     assert {one.launch for one in found} == {

@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hypothesis_examples import examples
+
 pytest.importorskip("triton", reason="Triton is not installed")
 from app.kernels.elementwise import (
     activations,
@@ -22,7 +24,7 @@ from app.kernels.elementwise import (
 pytestmark = pytest.mark.usefixtures("served_by_triton")
 # One unit in the last place: the interpreter cuts off where hardware rounds to nearest.
 RELATIVE = {torch.float32: 2e-6, torch.float16: 2**-9, torch.bfloat16: 2**-7}
-few = settings(max_examples=12)
+few = settings(max_examples=examples(12))
 sizes = st.sampled_from([1, 7, 64, 100, 576, 1025])
 num_rows = st.integers(0, 3)
 dtypes = st.sampled_from(list(RELATIVE))

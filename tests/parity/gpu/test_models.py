@@ -79,7 +79,7 @@ def said(model: Any, backend: SimulatedDeviceBackend) -> Said:
     return DeviceServed(model, backend).add(*REQUESTS).finish().said
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @only_interpreted
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "SmolLM3ForCausalLM", "Gemma2ForCausalLM"])
 def test_a_model_says_what_the_twins_say(architecture: str, tmp_path: Path) -> None:

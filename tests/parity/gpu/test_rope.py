@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hypothesis_examples import examples
+
 pytest.importorskip("triton", reason="Triton is not installed")
 from app.kernels.attention.layout import (
     KvRows,
@@ -45,7 +47,7 @@ def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found.float(), expected.float(), rtol=relative, atol=relative, equal_nan=True)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     tokens=st.integers(0, 4), kv_heads=st.integers(1, 3), group=st.integers(1, 5), norms=st.booleans(),
     head_dim=st.sampled_from([8, 16, 24, 64, 72, 128, 256]), turned=st.sampled_from([0, 0.5, 1]), dtype=st.sampled_from(list(RELATIVE)),
@@ -71,7 +73,7 @@ def test_heads_are_turned_and_kept_as_the_twin_does(
     assert bool((memory[others] == MARK).all())
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(
     tokens=st.integers(0, 4), kv_heads=st.integers(1, 3), norms=st.booleans(), head_dim=st.sampled_from([24, 64]),
     turned=st.sampled_from([0, 0.5, 1]), dtype=st.sampled_from(list(RELATIVE)),

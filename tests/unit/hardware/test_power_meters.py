@@ -32,6 +32,7 @@ from app.hardware.power_meters import (
     parse_powermetrics,
 )
 from app.hardware.probe.host_files import HostFiles
+from hypothesis_examples import examples
 from tests.unit.hardware.conftest import read_tree, write_tree
 
 COUNTERS = Path(__file__).parent / "counters"
@@ -104,7 +105,7 @@ def test_a_reading_that_fails_is_caught_up_with(broken: str, tmp_path: Path) -> 
     assert meter.joules() == pytest.approx(0.3)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.lists(st.integers(0, 900_000), max_size=20))
 def test_any_use_is_told_however_often_the_counter_begins_anew(
     tmp_path_factory: pytest.TempPathFactory, uses: list[int]

@@ -37,6 +37,7 @@ from app.service.wait_estimate import (
     TypicalRequest,
     first_token_seconds,
 )
+from hypothesis_examples import examples
 from synchronous_runner import AtOnce
 
 INT4 = StepTimeTable.from_trial(TrialTimes("int4", 2, {1: 0.016, 8: 0.030, 32: 0.075}, {64: 0.100, 512: 0.70}, 8e-7))
@@ -172,7 +173,7 @@ def test_guesses_make_steps_longer_and_rows_end_sooner() -> None:
     assert wait == pytest.approx(20 * INT4.decode(8) + 0.03, rel=0.1)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.lists(st.tuples(st.integers(0, 300), st.integers(1, 4000)), max_size=6),
     st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 3000)), max_size=3),

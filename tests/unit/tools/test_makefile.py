@@ -39,4 +39,14 @@ def test_a_model_is_passed_as_one_word(root: Path, tmp_path: Path) -> None:
 
 def test_continuous_integration_runs_what_a_person_would(root: Path) -> None:
     lines = [line for line in (root / ".ci" / "run").read_text().splitlines() if line and not line.startswith("#")]
-    assert lines[-2:] == ["make checkers </dev/null", "exec make test </dev/null"]
+    assert lines[-3:] == ["make checkers </dev/null", "make test </dev/null", "exec make test-all </dev/null"]
+
+
+def test_the_two_tiers_are_all_tests_and_share_none(root: Path, tmp_path: Path) -> None:
+    for stamp in ("runtime.stamp", "dev.stamp"):
+        (tmp_path / stamp).touch()
+    chosen = {}
+    for target in ("test", "test-all"):
+        (line,) = re.findall(r"^.* -m pytest (.*)$", make(root, "-n", target, f"VENV={tmp_path}").stdout, re.MULTILINE)
+        chosen[target] = line.split(" -m ")[1].strip()
+    assert chosen == {"test": '"not full"', "test-all": "full"}

@@ -49,7 +49,7 @@ def test_calls_are_recorded_by_thread_and_only_in_the_folder_while_recording(tmp
     assert as_text(recorder).endswith(f"\n2 files of app/, 4 functions, {recorder.num_calls} calls")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_one_request_passes_the_event_loop_and_the_worker() -> None:
     command = [sys.executable, "-m", "tools.trace_request", "--json"]
     done = subprocess.run(command, cwd=ROOT.parent, capture_output=True, text=True, timeout=300)

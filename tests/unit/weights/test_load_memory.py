@@ -66,7 +66,7 @@ def large_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the process's high water mark from /proc")
 @pytest.mark.parametrize("forms", ["plain", "onednn plain", "panels onednn plain", "int4/64 plain"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -75,7 +75,7 @@ def test_loading_peaks_at_the_final_bytes_and_one_tensor(large_checkpoint: Path,
     assert measured["peak"] <= measured["held"] + measured["largest"] + SLACK_BYTES, measured
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the process's high water mark from /proc")
 def test_the_host_holds_a_few_megabytes_of_what_lies_on_a_device(large_checkpoint: Path) -> None:
     """Torch's "meta" device takes no memory of the host, as a GPU's."""

@@ -17,6 +17,7 @@ from app.errors import CheckpointInvalid
 from app.messages import TensorSpec
 from app.weights.program import open_program
 from exported_programs import MODEL, WEIGHTS, tampered, write_program
+from hypothesis_examples import examples
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +189,7 @@ def places(values: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
         yield from places(value, (*path, key))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_whatever_is_changed_is_opened_or_refused_in_a_sentence(
     recommender_json: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -225,7 +226,7 @@ def recommender_json(programs: Path) -> tuple[Path, Any]:
     flips=st.lists(st.tuples(st.booleans(), st.integers(0, 3000), st.integers(0, 255)), min_size=1, max_size=8),
     shorter=st.integers(0, 40),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_whatever_is_damaged_is_opened_or_refused_in_a_sentence(
     programs: Path, flips: list[tuple[bool, int, int]], shorter: int
 ) -> None:

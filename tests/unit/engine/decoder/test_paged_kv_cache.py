@@ -38,6 +38,7 @@ from app.messages import (
 )
 from engine_simulation import EOS, Simulation, plain_beam_search, plain_completion
 from fake_device import CUDA, fake_cuda
+from hypothesis_examples import examples
 from paged_runner import PagedRunner, small_pages
 
 SHAPE = KvShape(num_layers=2, num_slots=4, max_len=200, num_kv_heads=2, head_dim=8)
@@ -246,7 +247,7 @@ def test_what_moves_stays_on_the_device() -> None:
 # ---- behind the scheduler ------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     seed=st.integers(0, 2**32), num_slots=st.sampled_from([4, 5, 9]), capacity=st.sampled_from([64, 97, 150, 400]),
     page=st.sampled_from([1, 2, 4, 7, 16]), batch_tokens=st.sampled_from([4, 9, 64]), flying=st.sampled_from([0.0, 0.5, 1.0]),

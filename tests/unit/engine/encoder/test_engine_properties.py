@@ -19,6 +19,7 @@ from app.messages import (
     RequestFailed,
 )
 from encoder_simulation import MAX_LEN, MAX_TEXTS, POISON, EncoderSimulation, FakeRunner, encode, rows_of
+from hypothesis_examples import examples
 
 
 class AnyRun(RuleBasedStateMachine):
@@ -129,7 +130,7 @@ class AnyRun(RuleBasedStateMachine):
 
 
 TestAnyRun = AnyRun.TestCase
-TestAnyRun.settings = settings(max_examples=80, stateful_step_count=25)
+TestAnyRun.settings = settings(max_examples=examples(80), stateful_step_count=25)
 
 
 def taken(queue: TextQueue, budget: int) -> list[tuple[str, int]]:

@@ -28,6 +28,7 @@ from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.sequence import Sequence
 from app.messages import SamplingParams
 from fake_device import CUDA, fake_cuda
+from hypothesis_examples import examples
 from sequences import rows_of
 
 
@@ -70,7 +71,7 @@ a_row = st.builds(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     params=st.lists(a_row, min_size=1, max_size=4), vocab=st.sampled_from([1, 2, 255, 256, 300, 1000]),
     seed=st.integers(0, 2**20), grain=st.sampled_from([None, 0.5, 4.0]), dtype=st.sampled_from([torch.float32, torch.bfloat16]),

@@ -20,6 +20,7 @@ from app.messages import (
     SamplingParams,
 )
 from engine_simulation import EOS, Simulation, plain_beam_search, plain_completion
+from hypothesis_examples import examples
 
 FAMILIES = {"a": [1, 2, 3, 4] * 20, "b": [1, 2, 3, 4] * 6 + [5] * 60, "c": [6] * 80}  # a and b part after 24 tokens
 
@@ -153,4 +154,4 @@ class AnyRun(RuleBasedStateMachine):
 
 
 TestAnyRun = AnyRun.TestCase
-TestAnyRun.settings = settings(max_examples=150, stateful_step_count=30)
+TestAnyRun.settings = settings(max_examples=examples(150), stateful_step_count=30)

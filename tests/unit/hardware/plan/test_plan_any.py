@@ -24,6 +24,7 @@ from app.hardware.plan.plan import (
     make_plan,
 )
 from app.settings import Settings
+from hypothesis_examples import examples
 from planned_machines import GIB, RECIPES, machine
 
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True) | st.floats(1e-6, 10)
@@ -56,7 +57,7 @@ ASKED = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(MEASURED, ASKED, st.integers(GIB, 8 * GIB), st.sampled_from(["decoder", "encoder"]))
 def test_a_plan_can_be_made_of_anything(
     measurements: Measurements, asked: dict[str, Any], memory: int, kind: Any

@@ -27,6 +27,7 @@ from app.kernels.attention.paged import (
     paged_attention_torch,
 )
 from app.kernels.attention.texts import attend_texts_torch
+from hypothesis_examples import examples
 
 MANY = 300  # tokens of context: pages enough to lie in any order
 
@@ -79,7 +80,7 @@ a_spec = st.builds(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     decodes=st.lists(lengths_of_context, max_size=4), prompts=st.lists(a_prompt, max_size=3), spec=a_spec,
     heads=st.sampled_from([(2, 2, 8), (4, 1, 16), (6, 2, 10)]), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
@@ -111,7 +112,7 @@ def test_a_model_that_breaks_down_is_heard_of() -> None:
     assert result.isnan().any(-1).tolist() == [[False, True], [False, False]]
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     lengths=st.lists(st.sampled_from([0, 1, 2, 31, 64, 90]), min_size=1, max_size=5), bidirectional=st.booleans(),
     window=st.sampled_from([None, 1, 2, 16, 65]), softcap=st.sampled_from([None, 3.0]), most=st.sampled_from([None, 4, 100]),

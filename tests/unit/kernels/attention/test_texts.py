@@ -22,6 +22,7 @@ from app.kernels.native.operations import (
     OpCode,
     has_kernel,
 )
+from hypothesis_examples import examples
 from native_levels import at_level
 from row_checks import LEVELS, a_level, needs_levels, rows_of
 
@@ -57,7 +58,7 @@ def both(heads: QkvHeads, texts: TextStarts, spec: AttentionSpec) -> tuple[Tenso
 
 
 @needs_levels
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     level=a_level, lengths=st.lists(st.sampled_from([1, 2, 5, 31, 32, 33, 64, 65, 130]), min_size=1, max_size=3),
     shape=st.sampled_from([(2, 2, 64), (3, 1, 32), (4, 2, 80), (1, 1, 256), (2, 2, 18)]), dtype=st.sampled_from(DTYPES),

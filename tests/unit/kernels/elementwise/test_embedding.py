@@ -22,6 +22,7 @@ from app.kernels.native.operations import (
     OpCode,
     has_kernel,
 )
+from hypothesis_examples import examples
 from native_levels import at_level, levels
 
 LEVELS = levels()
@@ -35,7 +36,7 @@ def table_of(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @needs_levels
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     level=a_level, outputs=st.integers(1, 70), inputs=st.sampled_from([1, 7, 64, 255, 257, 600]), count=st.integers(0, 12),
     dtype=st.sampled_from(DTYPES), factor=st.sampled_from([1.0, 33.94112549695428, None]),
@@ -89,7 +90,7 @@ def test_an_id_that_no_row_has_reads_nothing() -> None:
 
 
 @needs_levels
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     level=a_level, positions=st.lists(st.integers(0, 2**20), max_size=9), half=st.sampled_from([1, 3, 4, 12, 16, 32, 64, 65]),
     theta=st.sampled_from([10.0, 1e4, 5e5]), scale=st.sampled_from([1.0, 1.2079441541679836]),

@@ -33,6 +33,7 @@ from app.kernels.native.operations import (
     OpCode,
     has_kernel,
 )
+from hypothesis_examples import examples
 from native_levels import at_level
 from row_checks import (
     a_level,
@@ -49,7 +50,7 @@ from row_checks import (
 )
 
 EPS = 1e-12
-often = settings(max_examples=60, deadline=None)
+often = settings(max_examples=examples(60), deadline=None)
 
 
 def norm_of(size: int, with_bias: bool) -> tuple[Tensor, Tensor | None, float]:
@@ -119,7 +120,7 @@ def test_an_activation_is_its_twin(
 
 
 @needs_levels
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(level=a_level, rows=num_rows, size=sizes, group=groups)
 def test_a_row_says_the_same_whatever_else_is_in_the_batch(level: str, rows: int, size: int, group: int | None) -> None:
     hidden, norm, group = rows_of(rows, size), norm_of(size, True), group_of(group, size)

@@ -19,6 +19,7 @@ from app.kernels.native.operations import (
     OpCode,
     has_kernel,
 )
+from hypothesis_examples import examples
 from native_levels import at_level
 from row_checks import (
     LEVELS,
@@ -37,7 +38,7 @@ from row_checks import (
 )
 
 EPS = 1e-5
-often = settings(max_examples=60, deadline=None)
+often = settings(max_examples=examples(60), deadline=None)
 
 
 @needs_levels
@@ -115,7 +116,7 @@ def test_the_gate_is_its_twin(
 
 
 @needs_levels
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(level=a_level, rows=num_rows, size=sizes, group=groups)
 def test_a_row_says_the_same_whatever_else_is_in_the_batch(level: str, rows: int, size: int, group: int | None) -> None:
     gate_up, hidden, weight = (

@@ -12,6 +12,7 @@ from app.kernels.linear.quantization import (
     quantise_int4,
     quantise_int8,
 )
+from hypothesis_examples import examples
 
 GROUPS = st.sampled_from((32, 64, 128))
 
@@ -39,7 +40,7 @@ def group_error(weight: torch.Tensor, quantised: Int4Weight) -> torch.Tensor:
     return difference.view(weight.shape[0], -1, quantised.group).square().sum(-1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(1, 9), st.integers(1, 300), st.integers(0, 99), st.floats(-20, 20), GROUPS, st.booleans())
 def test_every_code_is_the_nearest_that_its_scale_allows(outputs, inputs, seed, magnitude, group, zero_points):
     weight = weight_of(outputs, inputs, seed, magnitude)
@@ -52,7 +53,7 @@ def test_every_code_is_the_nearest_that_its_scale_allows(outputs, inputs, seed, 
     assert bool((error <= scale * 15).all())  # what is cut off is not lost altogether
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(16, 40), st.integers(128, 300), st.integers(0, 99), st.floats(-15, 15), GROUPS)
 def test_the_search_is_no_worse_than_the_largest_weight_at_minus_eight(outputs, inputs, seed, magnitude, group):
     weight = weight_of(outputs, inputs, seed, magnitude)
@@ -106,7 +107,7 @@ def test_what_is_important_is_rounded_better(zero_points):
     assert weighed[:, ::8].square().sum() < 0.9 * evenly[:, ::8].square().sum()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(1, 9), st.integers(1, 300), st.integers(0, 99), st.floats(-20, 20))
 def test_eight_bits_are_within_half_a_step(outputs, inputs, seed, magnitude):
     weight = weight_of(outputs, inputs, seed, magnitude)

@@ -11,6 +11,7 @@ from app.kernels.linear.quantization import (
     quantise_int4,
     smooth_scales,
 )
+from hypothesis_examples import examples
 
 
 def layer(seed: int, inputs: int = 64, outputs: int = 48) -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,7 +27,7 @@ def planted(norm: torch.Tensor, weight: torch.Tensor, seed: int) -> tuple[torch.
     return norm * factor, weight / factor
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(0, 999), st.integers(1, 90))
 def test_it_is_the_same_function(seed, inputs):
     norm, weight = layer(seed, inputs)
@@ -36,7 +37,7 @@ def test_it_is_the_same_function(seed, inputs):
     torch.testing.assert_close((x * (norm / t)) @ (weight * t).double().T, before, rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(0, 999), st.integers(0, 999))
 def test_what_is_rounded_does_not_depend_on_how_channels_were_scaled(seed, other):
     norm, weight = layer(seed)

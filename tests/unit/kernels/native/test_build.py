@@ -132,7 +132,7 @@ def test_a_level_shares_no_function_with_another(root: Path) -> None:
 
 
 @needs_gcc
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(
     MACHINE != "x86_64" or shutil.which("qemu-x86_64") is None, reason="no qemu-x86_64 to be an old processor"
 )
@@ -157,7 +157,7 @@ def test_an_old_processor_meets_no_instruction_that_it_lacks(
 
 
 @needs_gcc
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_wheel_holds_one_library_and_says_where_it_runs(tmp_path: Path) -> None:
     wheel = wheels.build(MACHINE, cross=False, folder=tmp_path)
     assert re.fullmatch(rf"armature-\S+-py3-none-manylinux_2_\d+_{MACHINE}\.whl", wheel.name)
@@ -209,7 +209,7 @@ def test_a_wheel_with_two_libraries_is_refused(tmp_path: Path) -> None:
         wheels.platform_tag(tmp_path / "a.whl", MACHINE, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_without_a_compiler_a_wheel_is_built_and_says_who_serves(root: Path, tmp_path: Path) -> None:
     tools = tmp_path / "bin"
     tools.mkdir()
@@ -245,7 +245,7 @@ def test_cross_compiling_says_what_is_missing(root: Path, tmp_path: Path) -> Non
     assert "sudo apt install cmake ninja-build gcc-aarch64-linux-gnu libc6-dev-arm64-cross" in result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("aarch64-linux-gnu-gcc") is None, reason="there is no cross compiler for 64-bit Arm")
 def test_the_library_for_64_bit_arm_is_built_here(root: Path) -> None:
     result = run(root / "tools" / "cross.sh")

@@ -42,7 +42,7 @@ def driver(root: Path, pytestconfig: pytest.Config) -> Path:
     return folder / "driver"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_level_is_proved_under_the_sanitizers(driver: Path) -> None:
     result = run(driver)
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
@@ -67,7 +67,7 @@ def mnemonics(command: str, folder: Path, target: Path) -> str:
 AVX = re.compile(r"\t(v(?!err|erw|erx)[a-z0-9]+ .*|.*%[yz]mm\d+.*)")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @needs_x86
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="there is no objdump")
 def test_only_a_level_s_own_file_has_its_instructions(root: Path, tmp_path: Path) -> None:

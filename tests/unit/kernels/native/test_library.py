@@ -21,6 +21,7 @@ from app.kernels.native.operations import (
     OpCode,
     has_kernel,
 )
+from hypothesis_examples import examples
 
 needs_native = pytest.mark.skipif(not has_kernel(OpCode.LINEAR_BF16), reason=native_library().reason)
 # One rounding to bfloat16 (8 bits) on either side, and sums in another order.
@@ -32,7 +33,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @needs_native
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(rows=st.integers(1, 40), inputs=st.integers(1, 150), outputs=st.integers(1, 150), bias=st.booleans())
 def test_panels_multiply_as_torch_does(rows: int, inputs: int, outputs: int, bias: bool) -> None:
     x, weight = normal(rows, inputs).bfloat16(), normal(outputs, inputs, seed=1).bfloat16()

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from external_tools import ROOT
+from hypothesis_examples import examples
 from tools.measure.simulated_balancing import (
     Job,
     Outcome,
@@ -92,7 +93,7 @@ def test_clients_in_turns_go_as_fast_as_twice_the_slow_server() -> None:
     st.floats(0.1, 3.0),
     st.integers(0, 9),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_every_request_ends_once(speeds: list[float], name: str, load: float, seed: int) -> None:
     servers = [Server(speed, cost=0.3, places=2, queue=3) for speed in speeds]
     rate = load * sum(server.capacity for server in servers)
