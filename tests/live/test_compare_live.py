@@ -66,7 +66,7 @@ def _killed_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server, when its last load is to begin."""
     servers: list[BenchServer] = []
     loads_begun: list[Any] = []
-    measure = measuring.measured
+    measure = measuring.measure_point
 
     @asynccontextmanager
     async def noted(url: str | None, flags: Sequence[str]) -> AsyncIterator[BenchServer]:
@@ -82,7 +82,7 @@ def _killed_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
         return await measure(subject, load, seed, run)
 
     monkeypatch.setattr(measuring, "running_server", noted)
-    monkeypatch.setattr(measuring, "measured", killed)
+    monkeypatch.setattr(measuring, "measure_point", killed)
 
 
 @pytest.mark.usefixtures("_killed_at_the_end")

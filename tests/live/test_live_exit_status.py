@@ -29,7 +29,7 @@ def broken(*arguments):
     raise RuntimeError("the device\\nis gone")
 import app.engine.worker
 from app.server.startup import ServerRuntime
-Serving._build = broken
+ServerRuntime._build = broken
 """
 NO_THREADS = """
 import threading

@@ -137,7 +137,7 @@ def test_too_little_memory_is_refused_before_anything_is_read(tiny: Path) -> Non
         assert process.returncode == 2
     *before, last = said.splitlines()
     assert last.startswith("armature: The model does not fit: ")
-    assert "are available (of the control group's limit of 320 MiB, the rest is in use)." in last
+    assert "of the control group's limit of 320 MiB; the rest is in use" in last
     assert not [line for line in before if "torch" in line or "calibrat" in line]
 
 

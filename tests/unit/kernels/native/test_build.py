@@ -224,7 +224,7 @@ def test_without_a_compiler_a_wheel_is_built_and_says_who_serves(root: Path, tmp
     with zipfile.ZipFile(wheel) as archive:
         assert not [name for name in archive.namelist() if "libarmature" in name]
         archive.extractall(tmp_path / "installed")
-    script = "from app.kernels.native.library.library import native_library; print(native().reason)"
+    script = "from app.kernels.native.library import native_library; print(native_library().reason)"
     # -P: not from the folder that this runs in, which has a library of its own.
     said = run(
         sys.executable,

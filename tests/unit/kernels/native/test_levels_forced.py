@@ -43,11 +43,11 @@ def test_a_level_that_cannot_run_is_refused_in_a_sentence(level: str, command: l
 PRODUCT = """
 import sys
 import torch
-from app.kernels.linear.linear.int_panels import IntPanelFactory
-from app.kernels.native.library.library import native_library
-form, x = IntPacking(4, 32).pack(torch.randn(40, 64), None), torch.randn(3, 64).bfloat16()
+from app.kernels.linear.int_panels import IntPanelFactory
+from app.kernels.native.library import native_library
+form, x = IntPanelFactory(4, 32).pack(torch.randn(40, 64), None), torch.randn(3, 64).bfloat16()
 torch.testing.assert_close(form.multiply(x).float(), form.multiply_torch(x), rtol=1e-2, atol=1e-2)
-print(native().level)
+print(native_library().level)
 """
 
 
