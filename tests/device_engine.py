@@ -12,7 +12,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.backends.base import DeviceBackend
-from app.backends.twin import SimulatedDeviceBackend
 from app.engine.decoder.device_runner import DeviceDecoderRunner, DeviceInFlightStep
 from app.engine.decoder.engine import DecoderEngine
 from app.engine.decoder.kv_cache import KvShape
@@ -35,6 +34,7 @@ from app.messages import (
     TokensReady,
 )
 from app.metrics.stats import StepStats
+from simulated_device import SimulatedDeviceBackend
 
 MAX_LEN, SLOTS, EOS = 160, 12, 1
 Said = dict[tuple[str, int], list[int]]
@@ -157,7 +157,7 @@ class Queue:
         self.is_moving = False
 
 
-class DelayedTwin(SimulatedDeviceBackend):
+class DelayedSimulatedDevice(SimulatedDeviceBackend):
     """What it is asked for is done when somebody waits: whoever writes too early what it will read is found out.
 
     Copies that need not wait and replays are put off; whatever else is computed waits for all that was asked before.
@@ -177,7 +177,7 @@ class DelayedTwin(SimulatedDeviceBackend):
         self.queue.until(self.queue.asked)
 
     @contextmanager
-    def watching(self) -> Iterator[DelayedTwin]:
+    def watching(self) -> Iterator[DelayedSimulatedDevice]:
         with _Delay(self.queue):
             yield self
 

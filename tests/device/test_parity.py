@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from app.backends.base import DeviceBackend
-from app.backends.twin import SimulatedDeviceBackend
 from app.engine.encoder.batching import EncodeState
 from app.engine.encoder.device_runner import DeviceEncoderRunner
 from app.hardware.decision import Decision
@@ -28,6 +27,7 @@ from app.messages import (
 from device_engine import DeviceServed, prompt_of, request_of
 from loaded_models import load_on
 from run_encoder import random_texts
+from simulated_device import SimulatedDeviceBackend
 from tiny_checkpoints import ARCHITECTURES, write_checkpoint
 from tiny_encoders import write_encoder
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from app.backends import selection
-from app.backends.twin import SimulatedDeviceBackend
 from app.hardware.facts import (
     CudaDevice,
     Facts,
@@ -20,6 +19,7 @@ from app.hardware.facts import (
 from app.hardware.probe.probe import probe
 from app.server import prepare
 from app.settings import DEMO_DIRECTORY
+from simulated_device import SimulatedDeviceBackend
 from tests.live import live_server
 from tests.live.live_server import LiveServer, live, starting, until
 

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.backends.twin import SimulatedDeviceBackend
 from app.engine.encoder.batching import (
     EncodeState,
     TextSpan,
@@ -32,11 +31,12 @@ from app.weights.open import (
     PACKAGED_MODELS,
     package_directory,
 )
-from device_engine import DelayedTwin
+from device_engine import DelayedSimulatedDevice
 from encoder_families import FAMILIES
 from fake_device import CUDA, fake_cuda
 from loaded_models import load
 from run_encoder import encoded, random_texts
+from simulated_device import SimulatedDeviceBackend
 from tiny_encoders import SUFFIX, Modules, write_encoder
 
 CLOSE = {"atol": 1e-5, "rtol": 0.0}
@@ -163,7 +163,7 @@ def test_a_batch_is_launched_while_another_is_not_yet_waited_for(tmp_path: Path)
     batches = [random_texts(lengths, num_types=2, seed=seed) for seed, lengths in enumerate(BATCHES)]
     alone = [tensors(EncoderRunner(model, ROOM).run(spans_of(texts, ("embedding",))), "embedding") for texts in batches]
     told = []
-    with DelayedTwin().watching() as late:
+    with DelayedSimulatedDevice().watching() as late:
         told += [
             told_in_turn(DeviceEncoderRunner(model, late, 80, off), [*batches, batches[0]])
             for off in ("", "for this test")

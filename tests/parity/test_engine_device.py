@@ -27,7 +27,7 @@ from app.messages import (
     SequenceFinished,
     TokensReady,
 )
-from device_engine import EOS, MAX_LEN, SLOTS, DelayedTwin, DeviceServed, Said, prompt_of, request_of
+from device_engine import EOS, MAX_LEN, SLOTS, DelayedSimulatedDevice, DeviceServed, Said, prompt_of, request_of
 from loaded_models import load
 from tiny_checkpoints import ARCHITECTURES, write_checkpoint
 
@@ -149,7 +149,7 @@ def test_preempted_they_say_what_they_say_undisturbed(llama: Pair) -> None:
 
 def test_what_is_asked_for_ahead_is_not_overwritten_before_it_is_read(llama: Pair) -> None:
     """A device that is always late: words, replays and ids move when somebody waits for them."""
-    with DelayedTwin().watching() as late:
+    with DelayedSimulatedDevice().watching() as late:
         served = DeviceServed(llama.model, late).add(*ON_DEVICE).finish()
     assert served.said == of(llama.runs_alone, ON_DEVICE)
     assert late.queue.most_pending >= 6, "two steps were under way: words there, replay, ids back"
@@ -157,7 +157,7 @@ def test_what_is_asked_for_ahead_is_not_overwritten_before_it_is_read(llama: Pai
 
 def test_an_aborted_neighbour_changes_nothing(llama: Pair) -> None:
     """Half of them leave, some while a step of theirs is under way."""
-    with DelayedTwin().watching() as late:
+    with DelayedSimulatedDevice().watching() as late:
         served = DeviceServed(llama.model, late).add(*REQUESTS)
         for request in REQUESTS[1::2]:
             for _ in range(4):

@@ -10,7 +10,6 @@ import torch
 
 from app.backends.base import DeviceBackend
 from app.backends.mps import attention_function
-from app.backends.twin import SimulatedDeviceBackend
 from app.engine.decoder.device_forward import (
     DeviceForward,
     StepBounds,
@@ -36,6 +35,7 @@ from app.kernels.attention.paged import (
 from fake_device import CUDA, fake_cuda
 from loaded_models import load
 from operator_table import Listening, has_kernel
+from simulated_device import SimulatedDeviceBackend
 from tiny_checkpoints import write_checkpoint
 from tiny_encoders import write_encoder
 
@@ -51,7 +51,7 @@ ENCODERS = (
 )
 
 
-class AppleTwin(SimulatedDeviceBackend):
+class AppleSimulatedDevice(SimulatedDeviceBackend):
     """Attends as the backend of an Apple GPU does."""
 
     can_sample = False
@@ -63,7 +63,7 @@ class AppleTwin(SimulatedDeviceBackend):
         return attend_texts_padded_torch(heads, texts, spec, attention_function(spec))
 
 
-KINDS: dict[str, type[SimulatedDeviceBackend]] = {"CUDA": SimulatedDeviceBackend, "MPS": AppleTwin}
+KINDS: dict[str, type[SimulatedDeviceBackend]] = {"CUDA": SimulatedDeviceBackend, "MPS": AppleSimulatedDevice}
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from app.backends import selection
-from app.backends.twin import SimulatedDeviceBackend
 from app.bench.engine.decoder import gc_disabled
 from app.bench.engine.driver import DecoderDriver
 from app.bench.http.workload import TokenPrompts
@@ -32,6 +31,7 @@ from app.hardware.probe.probe import probe
 from app.settings import Settings
 from app.weights.checkpoint import open_checkpoint
 from app.weights.forms import RECIPES
+from tests.simulated_device import SimulatedDeviceBackend
 from tools.hardware.shapes import SMALL_LLAMA, write
 
 STEPS = 300
@@ -45,7 +45,7 @@ class Nothing:
 
 
 class IdleBackend(SimulatedDeviceBackend):
-    """Whatever is captured costs nothing; all else is the twin's."""
+    """Whatever is captured costs nothing; everything else is computed by the simulated device."""
 
     def capture(self, work: Callable[[], None]) -> Any:
         return Nothing()

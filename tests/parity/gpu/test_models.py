@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
-from app.backends.twin import SimulatedDeviceBackend
 from app.kernels.attention.context import AttentionSpec
 from app.kernels.attention.layout import (
     KvRows,
@@ -44,6 +43,7 @@ from app.kernels.triton import (
 from app.kernels.triton.prompts import attend_prompts
 from device_engine import MAX_LEN, DeviceServed, Said, prompt_of, request_of
 from loaded_models import load
+from simulated_device import SimulatedDeviceBackend
 from tiny_checkpoints import write_checkpoint
 
 only_interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/device has this on the GPU itself")
@@ -53,7 +53,7 @@ REQUESTS = [
 ]
 
 
-class TritonTwin(SimulatedDeviceBackend):
+class TritonSimulatedDevice(SimulatedDeviceBackend):
     """Attends by Triton's kernels."""
 
     def attention(self, query: Tensor, kv: KvRows, step: PagedStep, spec: AttentionSpec) -> Tensor:
@@ -87,7 +87,7 @@ def test_a_model_says_what_the_twins_say(architecture: str, tmp_path: Path) -> N
     model = load(tmp_path, max_model_len=MAX_LEN, device="cuda")
     expected = said(model, SimulatedDeviceBackend(torch.float32))
     with by_triton():
-        found = said(model, TritonTwin(torch.float32))
+        found = said(model, TritonSimulatedDevice(torch.float32))
     assert found == expected
     assert sorted(len(ids) for ids in found.values()) == [2, 3]
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from app.backends import selection
-from app.backends.twin import SimulatedDeviceBackend
 from app.bench.console import BenchOutcome
 from app.bench.engine import (
     ceilings,
@@ -36,6 +35,7 @@ from app.weights.checkpoint import (
     open_checkpoint,
 )
 from app.weights.forms import RECIPES
+from simulated_device import SimulatedDeviceBackend
 from tiny_checkpoints import write_checkpoint
 from tiny_encoders import write_encoder
 

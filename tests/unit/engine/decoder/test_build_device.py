@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from app.backends import selection
-from app.backends.twin import SimulatedDeviceBackend
 from app.engine.build import (
     BuildRequest,
     build,
@@ -41,6 +40,7 @@ from app.weights.checkpoint import (
     open_checkpoint,
 )
 from planned_machines import GIB, ON_GPUS, machine, plan
+from simulated_device import SimulatedDeviceBackend
 from tiny_checkpoints import write_checkpoint
 
 EOS = 1

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from app.backends.twin import SimulatedDeviceBackend
 from app.engine.decoder.device_forward import (
     DeviceForward,
     StepBounds,
@@ -23,6 +22,7 @@ from app.engine.decoder.kv_cache import KvShape
 from app.engine.decoder.paged_kv_cache import PagedKvCache
 from fake_device import CUDA, fake_cuda
 from loaded_models import load
+from simulated_device import SimulatedDeviceBackend
 from tiny_checkpoints import write_checkpoint
 
 MAX_LEN = 160

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.backends.twin import SimulatedDeviceBackend
 from app.engine.decoder import device_runner
 from app.engine.decoder.cuda_graphs import GraphShape
 from app.engine.decoder.device_inputs import SamplingMode
@@ -28,7 +27,8 @@ from app.engine.scheduler.sequence import Sequence
 from app.errors import StepFailed
 from app.kernels.attention.context import StepContext
 from app.messages import SamplingParams
-from device_engine import DelayedTwin
+from device_engine import DelayedSimulatedDevice
+from simulated_device import SimulatedDeviceBackend
 
 SHAPE = KvShape(num_layers=1, num_slots=4, max_len=200, num_kv_heads=1, head_dim=4)
 VOCABULARY = 50
@@ -96,7 +96,7 @@ def test_a_step_ahead_reads_what_the_one_before_it_picked(eager: str) -> None:
 
 
 def test_flights_that_nobody_waits_for_land_before_their_words_are_written_again() -> None:
-    with DelayedTwin().watching() as late:
+    with DelayedSimulatedDevice().watching() as late:
         runner = runner_on(late)
         flights = [runner.launch(decode_of(sequence_of([number], number % 4))) for number in range(5, 12)]
         assert [ids(runner.wait(one)) for one in reversed(flights)] == [

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from app.backends import selection
-from app.backends.twin import SimulatedDeviceBackend
 from app.engine.build import (
     BuildRequest,
     build,
@@ -31,6 +30,7 @@ from app.weights.checkpoint import (
     open_checkpoint,
 )
 from planned_machines import GIB, ON_GPUS, machine, plan
+from simulated_device import SimulatedDeviceBackend
 from tiny_encoders import Modules, write_encoder
 
 GPU = CudaDevice(0, "NVIDIA H200", (9, 0), 141 * GIB, 140 * GIB, "GPU-1", "580.65.06")

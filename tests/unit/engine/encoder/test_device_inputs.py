@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.backends.twin import SimulatedDeviceBackend
 from app.engine.encoder.batching import EncodeState
 from app.engine.encoder.device_inputs import (
     RECORDED_TOKENS,
@@ -22,6 +21,7 @@ from app.messages import (
     Text,
 )
 from fake_encoder import CONFIG
+from simulated_device import SimulatedDeviceBackend
 
 SKIPPING = replace(CONFIG, pooling=replace(CONFIG.pooling, skips_prompt=True))
 A, B = Text((5, 6, 7), (0, 1, 1), num_prompt_tokens=2), Text((8, 9))

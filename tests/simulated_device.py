@@ -1,7 +1,7 @@
 """Simulated device that computes on the processor: paged memory and asynchronous submission, as on a GPU.
 
-The device engine is tested on it on machines without a GPU. Attention uses the PyTorch implementations of
-paged_torch.py.
+The device engines are tested on it on machines without a GPU. Attention uses the PyTorch implementations of
+`app/kernels/attention/paged.py`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class SimulatedDeviceBackend:
         return RepeatedWork(work)
 
     def staging_buffer(self, length: int) -> Tensor:
-        """Return an int64 [words] tensor."""
+        """Return an int64 [length] tensor."""
         return torch.zeros(length, dtype=torch.int64)
 
     def record_event(self) -> CompletedEvent:

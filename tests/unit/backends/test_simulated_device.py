@@ -1,11 +1,11 @@
-"""The device that is none keeps the contract of those that are: recorded work reads what is there, marks are passed."""
+"""The simulated device fulfils the contract of `DeviceBackend`: captures read their inputs again, events are passed."""
 
 from __future__ import annotations
 
 import torch
 
 from app.backends.base import DeviceBackend
-from app.backends.twin import SimulatedDeviceBackend
+from simulated_device import SimulatedDeviceBackend
 
 
 def test_recorded_work_reads_and_writes_where_it_did() -> None:
