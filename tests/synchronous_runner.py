@@ -15,6 +15,7 @@ class AtOnce:
     """`inner` is asked anew at each step, so that a test may put something else in the place of its `run`."""
 
     overlaps = False
+    is_first = False
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner

@@ -72,6 +72,7 @@ class RememberingRunner:
     """
 
     model_seconds = 0.0
+    is_first = False
 
     def __init__(self, pool: KvSlots, chance: float = 0.0) -> None:
         self.pool = pool

@@ -1,6 +1,7 @@
-"""Builds the engine of a checkpoint, selected by its kind (decoder, encoder, program) and by the device.
+"""Builds the engine of a checkpoint, and provides the first steps that all builders share.
 
-Only the modules of the kind that is served are imported.
+`build` selects the builder by the kind of the checkpoint (decoder, encoder, program) and by the device. Only the
+modules of the kind that is served are imported.
 """
 
 from __future__ import annotations
@@ -11,74 +12,116 @@ from collections.abc import (
     Mapping,
 )
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import (
+    Any,
+    Generic,
+    TypeVar,
+)
 
+from app.backends.base import BaseBackend
 from app.backends.selection import HOST_BACKENDS
-from app.engine.loading import ReportStage
 from app.engine.worker import Engine
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.step_times import StepTimeTable
 from app.weights.checkpoint import Checkpoint
+from app.weights.load import (
+    Model,
+    load_model,
+)
+from app.weights.packs import PackFolder
 from app.weights.program import ProgramCheckpoint
+
+ReportStage = Callable[[str], None]  # called with the stage of loading, as text for people
+CheckpointT = TypeVar("CheckpointT", bound=Checkpoint | ProgramCheckpoint)
+EngineT = TypeVar("EngineT", bound=Engine)
+RunnerT = TypeVar("RunnerT")
+ModelT = TypeVar("ModelT")
+DeviceT = TypeVar("DeviceT", bound=BaseBackend)
+SelectDevice = Callable[[ServingPlan], DeviceT]  # a function of backends/selection.py that selects the kind of device
+
+
+def ignore_stage(stage: str) -> None:
+    """Report nothing: the default of `BuildRequest.report`."""
 
 
 @dataclass(frozen=True, slots=True)
-class BuildRequest:
-    """The inputs of `build`. `steps` is the measured step time table; `eos_token_ids` end the output of a decoder."""
+class BuildRequest(Generic[CheckpointT]):
+    """The inputs of a builder.
 
-    checkpoint: Checkpoint | ProgramCheckpoint
+    `report` is called with each stage of loading; it may raise, to stop. `step_times` is the measured step time
+    table, if there is one. `eos_token_ids` end the output of a decoder.
+    """
+
+    checkpoint: CheckpointT
     plan: ServingPlan
-    report: ReportStage
-    steps: StepTimeTable | None = None
+    report: ReportStage = ignore_stage
+    step_times: StepTimeTable | None = None
     eos_token_ids: Collection[int] = ()
 
-
-def build(request: BuildRequest) -> Engine:
-    """Build the engine on the thread that will run its steps. Raises a `StartupError` if the plan cannot be served."""
-    return _BUILDERS[request.checkpoint.needs().kind, request.plan.device.value in HOST_BACKENDS](request)
-
-
-def _decoder(request: BuildRequest) -> Engine:
-    from app.engine.decoder.build import build_engine
-
-    assert isinstance(request.checkpoint, Checkpoint), "of its kind"
-    return build_engine(request.checkpoint, request.plan, request.eos_token_ids, request.report, request.steps).engine
+    @property
+    def eager_reason(self) -> str:
+        """Reason why the plan records no steps; empty if it does."""
+        return "" if self.plan.compile.value else self.plan.compile.reason
 
 
-def _encoder(request: BuildRequest) -> Engine:
-    from app.engine.encoder.build import build_encoder_engine
+@dataclass(frozen=True, slots=True)
+class BuiltEngine(Generic[EngineT, RunnerT, ModelT]):
+    """An engine, and the parts of it that benchmarks and tests read."""
 
-    assert isinstance(request.checkpoint, Checkpoint), "of its kind"
-    return build_encoder_engine(request.checkpoint, request.plan, request.report, request.steps).engine
-
-
-def _device_decoder(request: BuildRequest) -> Engine:
-    from app.engine.decoder.build_device import build_device_engine
-
-    assert isinstance(request.checkpoint, Checkpoint), "of its kind"
-    return build_device_engine(
-        request.checkpoint, request.plan, request.eos_token_ids, request.report, request.steps
-    ).engine
+    engine: EngineT
+    runner: RunnerT
+    model: ModelT
+    backend: BaseBackend
 
 
-def _device_encoder(request: BuildRequest) -> Engine:
-    from app.engine.encoder.build import build_device_encoder_engine
-
-    assert isinstance(request.checkpoint, Checkpoint), "of its kind"
-    return build_device_encoder_engine(request.checkpoint, request.plan, request.report, request.steps).engine
-
-
-def _program(request: BuildRequest) -> Engine:
-    from app.engine.program import build_program_engine
-
-    assert isinstance(request.checkpoint, ProgramCheckpoint), "of its kind"
-    return build_program_engine(request.checkpoint, request.plan, request.report, request.steps)
-
-
-# Key: the kind, and True for a CPU. Programs are planned only for CPUs.
-_BUILDERS: Mapping[tuple[str, bool], Callable[[BuildRequest], Engine]] = {
-    ("decoder", True): _decoder,
-    ("encoder", True): _encoder,
-    ("program", True): _program,
-    ("decoder", False): _device_decoder,
-    ("encoder", False): _device_encoder,
+# Module and function of each builder. Key: the kind, and True for a CPU. Programs are planned only for CPUs.
+_BUILDERS: Mapping[tuple[str, bool], tuple[str, str]] = {
+    ("decoder", True): ("app.engine.decoder.build", "build_decoder_engine"),
+    ("encoder", True): ("app.engine.encoder.build", "build_encoder_engine"),
+    ("program", True): ("app.engine.program", "build_program_engine"),
+    ("decoder", False): ("app.engine.decoder.build", "build_device_decoder_engine"),
+    ("encoder", False): ("app.engine.encoder.build", "build_device_encoder_engine"),
 }
+
+
+def build(request: BuildRequest[Any]) -> Engine:
+    """Build the engine on the thread that will run its steps. Raises a `StartupError` if the plan cannot be served."""
+    on_host = request.plan.device.value in HOST_BACKENDS
+    module, function = _BUILDERS[request.checkpoint.needs().kind, on_host]
+    built: BuiltEngine[Engine, Any, Any] = getattr(import_module(module), function)(request)
+    return built.engine
+
+
+def load_on_device(request: BuildRequest[Checkpoint], select: SelectDevice[DeviceT]) -> tuple[Model, DeviceT]:
+    """Configure the device and load the model. Raises a `StartupError` if the plan cannot be served."""
+    plan, report = request.plan, request.report
+    backend = prepare_device(request, select)
+    folder = plan.pack_folder.value
+    packs = None if folder is None else PackFolder(Path(folder), percent_reporter(report, "keeping packed weights"))
+    model = load_model(request.checkpoint, plan, backend, percent_reporter(report, "loading weights"), packs)
+    return model, backend
+
+
+def prepare_device(request: BuildRequest[Any], select: SelectDevice[DeviceT]) -> DeviceT:
+    """Return the device, configured by the plan on this thread."""
+    request.report("preparing the device")
+    backend = select(request.plan)
+    backend.configure(request.plan)
+    request.report("loading weights")
+    return backend
+
+
+def percent_reporter(report: ReportStage, stage: str) -> Callable[[int, int], None]:
+    """Return a callback for (done, total) that reports each new percentage of `stage`."""
+    last_percent = -1
+
+    def progress(done: int, total: int) -> None:
+        nonlocal last_percent
+        now = 100 * done // max(total, 1)
+        if now != last_percent:
+            last_percent = now
+            report(f"{stage}, {now}%")
+
+    return progress

@@ -27,23 +27,20 @@ import torch
 from torch import Tensor
 
 from app.backends.selection import select_host_backend
-from app.engine.encoder.batching import BatchingDelay
-from app.engine.loading import (
-    ReportStage,
+from app.engine.build import (
+    BuildRequest,
+    BuiltEngine,
     percent_reporter,
     prepare_device,
 )
+from app.engine.encoder.batching import BatchingDelay
 from app.errors import (
     CheckpointInvalid,
     InvalidRequest,
     RequestError,
     StepFailed,
 )
-from app.hardware.plan.plan import ServingPlan
-from app.hardware.step_times import (
-    StepTimeTable,
-    ThrottleCorrection,
-)
+from app.hardware.step_times import ThrottleCorrection
 from app.messages import (
     Abort,
     Array,
@@ -189,12 +186,16 @@ class ProgramEngine:
     batching_delay_seconds = 0.0
 
     def __init__(
-        self, served: RunnableProgram, delay: BatchingDelay, clock: Callable[[], float] = time.monotonic
+        self,
+        served: RunnableProgram,
+        delay: BatchingDelay,
+        clock: Callable[[], float] = time.monotonic,
+        throttle_correction: ThrottleCorrection | None = None,
     ) -> None:
-        """Start without requests. A step has up to `pace.target_tokens` rows."""
+        """Start without requests. A step has up to `delay.target_tokens` rows."""
         self.stats: StepStats | None = None
         self.runner: ProgramRunner = served
-        self.throttle_correction = ThrottleCorrection()
+        self.throttle_correction = throttle_correction or ThrottleCorrection()
         self._signature, self._delay, self._clock = served.signature, delay, clock
         self._waiting: deque[InferState] = deque()
         self._batch: list[RowShare] = []  # shares of the current step, or of the step that raised
@@ -353,23 +354,25 @@ _RELATIVE_TOLERANCE = 0.05  # relative to the largest value, since products roun
 
 
 def build_program_engine(
-    checkpoint: ProgramCheckpoint, plan: ServingPlan, report: ReportStage, step_times: StepTimeTable | None = None
-) -> ProgramEngine:
+    request: BuildRequest[ProgramCheckpoint],
+) -> BuiltEngine[ProgramEngine, RunnableProgram, Program]:
     """Load the program, check it and warm it up.
 
-    `steps` is the measured step time table, if there is one. Raises a `StartupError` if the plan or the program
-    cannot be served.
+    Raises a `StartupError` if the plan or the program cannot be served.
     """
-    prepare_device(plan, report, select_host_backend)
-    program = load_program(checkpoint, plan, percent_reporter(report, "loading weights"))
+    checkpoint, plan = request.checkpoint, request.plan
+    backend = prepare_device(request, select_host_backend)
+    program = load_program(checkpoint, plan, percent_reporter(request.report, "loading weights"))
     served = served_program(checkpoint, program)
-    report("warming up")
+    request.report("warming up")
     check_row_independence(served)
+    max_rows = max_step_rows(checkpoint, plan.batch_target_tokens.value)
     engine = ProgramEngine(
-        served, BatchingDelay(max_step_rows(checkpoint, plan.batch_target_tokens.value), step_times, oldest_first=True)
+        served,
+        BatchingDelay(max_rows, request.step_times, oldest_first=True),
+        throttle_correction=ThrottleCorrection(plan.throttling_quota.value),
     )
-    engine.throttle_correction = ThrottleCorrection(plan.throttling_quota.value)
-    return engine
+    return BuiltEngine(engine, served, program, backend)
 
 
 def served_program(checkpoint: ProgramCheckpoint, program: Program) -> RunnableProgram:

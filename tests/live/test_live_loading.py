@@ -19,7 +19,7 @@ def test_the_port_is_open_before_the_model_is_there(tiny: Path, monkeypatch: pyt
         assert gate.wait(60)
         return load_model(*arguments)
 
-    monkeypatch.setattr("app.engine.loading.load_model", slowly)
+    monkeypatch.setattr("app.engine.build.load_model", slowly)
     with starting(tiny) as server:
         until(lambda: "weights" in server.client.get("/readyz").json()["stage"])
         assert server.client.get("/readyz").status_code == 503
@@ -43,7 +43,7 @@ def test_a_stop_meanwhile_is_no_failure(tiny: Path, monkeypatch: pytest.MonkeyPa
         progress(1, 100)
         raise AssertionError("loading went on though it was told to stop")
 
-    monkeypatch.setattr("app.engine.loading.load_model", until_told)
+    monkeypatch.setattr("app.engine.build.load_model", until_told)
     with starting(tiny) as server:
         assert begun.wait(60)
         server.server.should_exit = True

@@ -194,7 +194,6 @@ def test_steps_of_a_new_shape_are_first_until_they_are_run_again(tmp_path: Path)
         KvSlots(SLOTS, SLOTS * MAX_LEN), PrefillBudget(24), EngineLimits(MAX_LEN, SLOTS // 2, 24), {1}
     )
     engine = DecoderEngine(scheduler, runner)
-    engine.is_first = lambda: replay.is_first
     engine.add(Generate("r", tuple(range(4, 14)), SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0), 0.0))
     firsts = []
     while engine.has_work:

@@ -21,7 +21,8 @@ from app.backends import selection
 from app.bench.engine.decoder import gc_disabled
 from app.bench.engine.driver import DecoderDriver
 from app.bench.http.workload import TokenPrompts
-from app.engine.decoder.build_device import build_device_engine
+from app.engine.build import BuildRequest
+from app.engine.decoder.build import build_device_decoder_engine
 from app.hardware.facts import (
     CudaDevice,
     TorchBuild,
@@ -85,7 +86,7 @@ def measured(folder: Path, rows: list[int]) -> dict[int, list[float]]:
     checkpoint = open_checkpoint(write(SMALL_LLAMA, folder / "model"))
     settings = Settings(threads=1, precision="bf16", max_running_seqs=max(rows), itl_target_ms=60_000)
     plan = make_plan(facts, None, settings, checkpoint.needs(), RECIPES.keys())
-    built = build_device_engine(checkpoint, plan, (), lambda stage: None)
+    built = build_device_decoder_engine(BuildRequest(checkpoint, plan))
     driver = Standing(built.engine, TokenPrompts(range(2, checkpoint.decoder.vocab_size)), plan.max_model_len.value)
     with torch.inference_mode(), gc_disabled():
         return {count: driver.decode(count, STEPS) for count in rows}

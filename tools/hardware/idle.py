@@ -46,14 +46,15 @@ def measured(prepared: Prepared, rows: int) -> dict[str, Any]:
 
     from app.bench.engine.driver import DecoderDriver
     from app.bench.http.workload import TokenPrompts
-    from app.engine.decoder.build_device import build_device_engine
+    from app.engine.build import BuildRequest
+    from app.engine.decoder.build import build_device_decoder_engine
     from app.engine.decoder.cuda_graphs import GraphShape
     from app.engine.decoder.device_inputs import SamplingMode
     from app.weights.checkpoint import Checkpoint
 
     checkpoint, plan = prepared.checkpoint, prepared.plan
     assert isinstance(checkpoint, Checkpoint), "a decoder's"
-    built = build_device_engine(checkpoint, plan, (), lambda stage: None)
+    built = build_device_decoder_engine(BuildRequest(checkpoint, plan))
     driver = DecoderDriver(
         built.engine, TokenPrompts(range(2, checkpoint.decoder.vocab_size)), plan.max_model_len.value
     )

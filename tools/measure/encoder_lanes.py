@@ -87,10 +87,11 @@ def way(name: str) -> LanePlanner:
 
 def built(prepared: Prepared) -> EncoderRunner:
     """As serving has it."""
+    from app.engine.build import BuildRequest
     from app.engine.encoder.build import build_encoder_engine
     from app.weights.open import require_checkpoint
 
-    runner = build_encoder_engine(require_checkpoint(prepared.checkpoint), prepared.plan, lambda stage: None).runner
+    runner = build_encoder_engine(BuildRequest(require_checkpoint(prepared.checkpoint), prepared.plan)).runner
     if runner.replay.reason:
         sys.exit(f"steps are eager, so there are no lanes: {runner.replay.reason}")
     return runner

@@ -29,7 +29,7 @@ from app.engine.calibration.perplexity import (
     measure_input_correlations,
     read_windows,
 )
-from app.engine.decoder.build import KV_DTYPES
+from app.engine.decoder.kv_cache import KV_DTYPES
 from app.hardware.probe.probe import probe
 from app.kernels.linear.layout import LAYOUTS
 from app.kernels.linear.linear import host_architecture

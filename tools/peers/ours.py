@@ -43,11 +43,12 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
         largest_cache_bytes,
         product_costs,
     )
-    from app.engine.decoder.build import build_engine
+    from app.engine.build import BuildRequest
+    from app.engine.decoder.build import build_decoder_engine
     from app.kernels.linear.linear import Linear
     from app.kernels.native.library import native_library
 
-    built = build_engine(prepared.checkpoint, prepared.plan, (), lambda stage: None, prepared.step_time_table)
+    built = build_decoder_engine(BuildRequest(prepared.checkpoint, prepared.plan, step_times=prepared.step_time_table))
     weights = product_costs(
         built.model,
         prepared.checkpoint.model_config.vocab_size,

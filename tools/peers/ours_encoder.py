@@ -34,11 +34,12 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
     prepared = calibrate(prepared, lambda stage: None)
     import torch
 
+    from app.engine.build import BuildRequest
     from app.engine.encoder.build import build_encoder_engine
     from app.kernels.linear.linear import Linear
     from app.kernels.native.library import native_library
 
-    built = build_encoder_engine(prepared.checkpoint, prepared.plan, lambda stage: None, prepared.step_time_table)
+    built = build_encoder_engine(BuildRequest(prepared.checkpoint, prepared.plan, step_times=prepared.step_time_table))
     names = count()
 
     def generate(prompts: Rows, tokens: int) -> Iterator[Rows]:

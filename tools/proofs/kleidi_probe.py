@@ -6,7 +6,8 @@ from collections import Counter
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from app.engine.decoder.build import build_engine
+from app.engine.build import BuildRequest
+from app.engine.decoder.build import build_decoder_engine
 from app.kernels.linear.linear import Linear
 from app.kernels.linear.quantization import quantise_int4
 from app.kernels.linear.torch_int import KleidiLinear
@@ -24,7 +25,7 @@ TOKENS = 3
 
 def engine_run() -> dict[str, object]:
     prepared = prepare(load_settings(precision="int4", calibrate="off", compile="off", speculation="off")[0])
-    built = build_engine(require_checkpoint(prepared.checkpoint), prepared.plan, (), lambda stage: None)
+    built = build_decoder_engine(BuildRequest(require_checkpoint(prepared.checkpoint), prepared.plan))
     forms = Counter(type(layer.form).__name__ for layer in built.model.modules() if isinstance(layer, Linear))
     params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
     built.engine.add(Generate("proof", (5, 283, 441), params, 0.0))

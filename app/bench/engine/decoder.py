@@ -21,10 +21,9 @@ from dataclasses import (
     dataclass,
     replace,
 )
-from typing import Protocol
+from typing import Any
 
 import torch
-from torch import nn
 
 from app.backends.base import BaseBackend
 from app.bench.console import (
@@ -49,14 +48,19 @@ from app.bench.engine.driver import (
     product_costs,
 )
 from app.bench.http.workload import TokenPrompts
-from app.engine.decoder.build import build_engine
-from app.engine.decoder.build_device import build_device_engine
+from app.engine.build import (
+    BuildRequest,
+    BuiltEngine,
+)
+from app.engine.decoder.build import (
+    build_decoder_engine,
+    build_device_decoder_engine,
+)
 from app.engine.decoder.engine import DecoderEngine
-from app.engine.decoder.kv_cache import KvCache
-from app.engine.decoder.paged_kv_cache import PagedKvCache
 from app.hardware.decision import Decision
 from app.hardware.facts import Facts
 from app.hardware.plan.plan import ServingPlan
+from app.models.decoders.families import Decoder
 from app.weights.checkpoint import Checkpoint
 
 DECODE_ROWS = (1, 2, 4, 8, 16, 32)
@@ -156,7 +160,9 @@ def measure_decoder_engine(
         with closing(machine), torch.inference_mode(), gc_disabled():
             complete = _rounds(options, driver, measured, machine, advance)
     taken = {load: samples for load, samples in measured.items() if samples.seconds}
-    kv_bytes = built.kv_cache.bytes_per_token * (PROMPT_TOKENS + min(options.steps_per_round, driver.segment_steps) / 2)
+    kv_bytes = built.runner.kv_cache.bytes_per_token * (
+        PROMPT_TOKENS + min(options.steps_per_round, driver.segment_steps) / 2
+    )
     details = {
         "machine": facts.to_json(),
         "plan": plan.to_json(),
@@ -173,30 +179,10 @@ def measure_decoder_engine(
     return BenchOutcome("engine", subject, figures, details | {"step_seconds": steps}, complete, notes)
 
 
-class BuiltDecoder(Protocol):
-    """An engine and its parts on any device, as the bench needs them."""
-
-    @property
-    def engine(self) -> DecoderEngine:
-        """The engine to step."""
-
-    @property
-    def model(self) -> nn.Module:
-        """The loaded model."""
-
-    @property
-    def kv_cache(self) -> KvCache | PagedKvCache:
-        """The KV cache, contiguous or paged."""
-
-    @property
-    def backend(self) -> BaseBackend:
-        """The backend of the plan's device."""
-
-
-def build_planned_decoder(checkpoint: Checkpoint, plan: ServingPlan) -> BuiltDecoder:
+def build_planned_decoder(checkpoint: Checkpoint, plan: ServingPlan) -> BuiltEngine[DecoderEngine, Any, Decoder]:
     """Build the engine as for serving, on the plan's device."""
-    build = build_engine if plan.device.value == "cpu" else build_device_engine
-    return build(checkpoint, plan, (), lambda stage: None)
+    request = BuildRequest(checkpoint, plan)
+    return build_decoder_engine(request) if plan.device.value == "cpu" else build_device_decoder_engine(request)
 
 
 def ceiling_sampler(plan: ServingPlan, backend: BaseBackend, others: Iterable[torch.dtype] = DTYPES) -> CeilingSampler:

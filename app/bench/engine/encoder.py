@@ -16,6 +16,7 @@ from dataclasses import (
 )
 from statistics import median
 from typing import (
+    Any,
     Protocol,
     TypeVar,
 )
@@ -47,9 +48,11 @@ from app.bench.engine.driver import (
     product_costs,
 )
 from app.bench.http.workload import TokenPrompts
+from app.engine.build import (
+    BuildRequest,
+    BuiltEngine,
+)
 from app.engine.encoder.build import (
-    BuiltDeviceEncoder,
-    BuiltEncoder,
     build_device_encoder_engine,
     build_encoder_engine,
 )
@@ -68,6 +71,7 @@ from app.models.encoders.config import (
     EncoderConfig,
     encoder_products_of,
 )
+from app.models.encoders.encoder import Encoder
 from app.weights.checkpoint import Checkpoint
 
 CPU_TEXTS = (1, 4, 8, 16, 32)  # texts of a batch
@@ -155,8 +159,7 @@ def measure_encoder_engine(
     loads = encoder_loads(options, plan.max_model_len.value, on_device)
     with progress(options.rounds * len(loads) + 1, "loading") as advance:
         started = time.perf_counter()
-        build = build_device_encoder_engine if on_device else build_encoder_engine
-        built = build(checkpoint, plan, lambda stage: None, steps)
+        built = _build_planned_encoder(BuildRequest(checkpoint, plan, step_times=steps), on_device)
         load_seconds = time.perf_counter() - started
         advance("ceilings")
         machine = ceiling_sampler(plan, built.backend, _KINDS.values())
@@ -297,7 +300,13 @@ def _figure(load: EncoderLoad, taken: BatchTimes, machine: CeilingSampler) -> Fi
     )
 
 
-def _notes(built: BuiltEncoder | BuiltDeviceEncoder) -> tuple[str, ...]:
+def _build_planned_encoder(
+    request: BuildRequest[Checkpoint], on_device: bool
+) -> BuiltEngine[EncoderEngine, Any, Encoder]:
+    return build_device_encoder_engine(request) if on_device else build_encoder_engine(request)
+
+
+def _notes(built: BuiltEngine[EncoderEngine, Any, Encoder]) -> tuple[str, ...]:
     replay = built.runner.replay
     how = (
         f"steps of up to {replay.most_tokens} tokens were replayed natively"

@@ -36,6 +36,7 @@ from app.bench.engine.encoder import (
     run_batch_rounds,
     time_request,
 )
+from app.engine.build import BuildRequest
 from app.engine.program import (
     FREE_DIMENSION_SIZE,
     ProgramEngine,
@@ -90,7 +91,7 @@ def measure_program_engine(
     loads = [ProgramLoad(rows) for rows in options.rows or ROWS]
     with progress(options.rounds * len(loads) + 1, "loading") as advance:
         started = time.perf_counter()
-        engine = build_program_engine(checkpoint, plan, lambda stage: None, steps)
+        engine = build_program_engine(BuildRequest(checkpoint, plan, step_times=steps)).engine
         load_seconds = time.perf_counter() - started
         advance("ceilings")
         own = torch.int8 if plan.precision.value in INTEGER_PRECISIONS else _KINDS[plan.precision.value]

@@ -33,7 +33,7 @@ from app.engine.calibration.perplexity import (
     WindowScorer,
     read_windows,
 )
-from app.engine.decoder.build import KV_DTYPES
+from app.engine.decoder.kv_cache import KV_DTYPES
 from app.errors import (
     NoRecipe,
     PlanImpossible,

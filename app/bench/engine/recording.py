@@ -32,7 +32,8 @@ from app.bench.console import (
 )
 from app.bench.engine.driver import DecoderDriver
 from app.bench.http.workload import TokenPrompts
-from app.engine.decoder.build import build_engine
+from app.engine.build import BuildRequest
+from app.engine.decoder.build import build_decoder_engine
 from app.engine.decoder.cpu_runner import DecoderReplay
 from app.errors import (
     NoRecipe,
@@ -122,7 +123,7 @@ def _in_fp32(checkpoint: Checkpoint, facts: Facts, settings: Settings) -> dict[s
 
 
 def _replay_modes(precision: str, checkpoint: Checkpoint, plan: ServingPlan) -> list[ReplayMode]:
-    built = build_engine(checkpoint, plan, (), lambda stage: None)
+    built = build_decoder_engine(BuildRequest(checkpoint, plan))
     built.engine.scheduler.speculation = None  # a step must produce exactly one token per row
     replay = built.runner.model
     assert isinstance(replay, DecoderReplay), "decoders are built with one"

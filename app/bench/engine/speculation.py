@@ -34,7 +34,8 @@ from app.bench.console import (
 )
 from app.bench.engine.driver import PROMPT_TOKENS
 from app.bench.http.workload import TokenPrompts
-from app.engine.decoder.build import build_engine
+from app.engine.build import BuildRequest
+from app.engine.decoder.build import build_decoder_engine
 from app.engine.decoder.engine import (
     DecoderEngine,
     DecoderRunner,
@@ -118,6 +119,11 @@ class ForcedTextRunner:
         """Seconds spent in the model by the wrapped runner."""
         return self._runner.model_seconds
 
+    @property
+    def is_first(self) -> bool:
+        """True if the wrapped runner's last step had a new shape."""
+        return self._runner.is_first
+
     def launch(self, batch: Batch, after: InFlightStep | None = None) -> InFlightStep:
         """Launch a batch on the wrapped runner."""
         return self._runner.launch(batch, after)
@@ -197,7 +203,7 @@ def measure_speculation(
         MeasurementFailed: The plan has no speculation, or a request failed.
     """
     with progress(rounds + 2, "loading") as advance:
-        built = build_engine(checkpoint, plan, (), lambda stage: None, steps)
+        built = build_decoder_engine(BuildRequest(checkpoint, plan, step_times=steps))
         speculation = built.engine.scheduler.speculation
         if speculation is None:
             raise MeasurementFailed(f"this plan does not use speculation: {plan.speculation.reason}")

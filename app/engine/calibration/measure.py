@@ -55,9 +55,8 @@ from app.engine.calibration.stages import (
     TrialStep,
     random_heads,
 )
-from app.engine.decoder.build import KV_DTYPES
 from app.engine.decoder.device_runner import DeviceDecoderRunner
-from app.engine.decoder.kv_cache import KvShape
+from app.engine.decoder.kv_cache import KV_DTYPES, KvShape
 from app.engine.decoder.paged_kv_cache import PagedKvCache
 from app.engine.encoder.batching import EncodeState
 from app.engine.encoder.device_runner import DeviceEncoderRunner
@@ -141,7 +140,7 @@ _FULL_LENGTH_SLOTS = (
 
 
 class DeviceTrialStage:
-    """The resources that trial steps of a decoder need on a device, created as `build_device_engine` does.
+    """The resources that trial steps of a decoder need on a device, created as `build_device_decoder_engine` does.
 
     The KV cache has only as many pages as trial steps write.
     """

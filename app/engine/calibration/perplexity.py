@@ -26,9 +26,9 @@ from torch import (
 )
 
 from app.backends.base import HostBackend
-from app.engine.decoder.build import KV_DTYPES
 from app.engine.decoder.cpu_runner import StepAttention
 from app.engine.decoder.kv_cache import (
+    KV_DTYPES,
     KvCache,
     KvShape,
 )

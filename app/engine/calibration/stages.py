@@ -18,15 +18,13 @@ from typing import Protocol
 import torch
 
 from app.backends.base import HostBackend
-from app.engine.decoder.build import (
-    KV_DTYPES,
-    deterministic_query_limit,
-)
+from app.engine.decoder.build import deterministic_query_limit
 from app.engine.decoder.cpu_runner import (
     CpuDecoderRunner,
     DecoderReplay,
 )
 from app.engine.decoder.kv_cache import (
+    KV_DTYPES,
     KvCache,
     KvShape,
 )
@@ -137,7 +135,7 @@ class TrialStage(Protocol):
 
 
 class CpuTrialStage:
-    """The stage on a CPU, built as `build_engine` does it."""
+    """The stage on a CPU, built as `build_decoder_engine` does it."""
 
     def __init__(self, backend: HostBackend, config: ModelConfig, plan: ServingPlan, shape: KvShape) -> None:
         self._backend, self._config, self._plan = backend, config, plan

@@ -1,33 +1,38 @@
-"""Builds the decoder engine on a CPU: backend, weights, KV memory and warm-up, on the thread that will run its steps.
+"""Builds the decoder engine: device, weights, KV memory, recorded or captured steps, and warm-up.
 
-Serving and `armature bench engine` use the same function, so the benchmark measures the engine that is served.
+The builders run on the thread that will run the steps. Serving and `armature bench engine` use the same functions,
+so the benchmark measures the engine that is served. The modules for a GPU are imported only for a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import (
-    Collection,
-    Mapping,
+import logging
+from typing import TYPE_CHECKING
+
+from app.backends.base import DeviceBackend
+from app.backends.selection import (
+    select_device_backend,
+    select_host_backend,
 )
-from dataclasses import dataclass
-
-import torch
-from torch import nn
-
-from app.backends.base import HostBackend
-from app.backends.selection import select_host_backend
+from app.engine.build import (
+    BuildRequest,
+    BuiltEngine,
+    ReportStage,
+    load_on_device,
+    percent_reporter,
+)
 from app.engine.decoder.cpu_runner import (
     CpuDecoderRunner,
     DecoderReplay,
 )
-from app.engine.decoder.engine import DecoderEngine
+from app.engine.decoder.engine import (
+    DecoderEngine,
+    DecoderRunner,
+)
 from app.engine.decoder.kv_cache import (
+    KV_DTYPES,
     KvCache,
     KvShape,
-)
-from app.engine.loading import (
-    ReportStage,
-    load_on_device,
 )
 from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.batch import (
@@ -38,7 +43,10 @@ from app.engine.scheduler.budget import PrefillBudget
 from app.engine.scheduler.kv_allocator import KvSlots
 from app.engine.scheduler.queues import EngineLimits
 from app.engine.scheduler.scheduler import Scheduler
-from app.engine.scheduler.sequence import make_sequence
+from app.engine.scheduler.sequence import (
+    Sequence,
+    make_sequence,
+)
 from app.engine.scheduler.speculation import (
     MAX_DRAFT_TOKENS,
     DecodeCosts,
@@ -55,6 +63,8 @@ from app.kernels.attention.attention import (
     max_decode_queries,
     supports_heads,
 )
+from app.kernels.attention.layout import token_bytes
+from app.kernels.attention.paged import PAGE_TOKENS
 from app.messages import (
     Generate,
     SamplingParams,
@@ -63,57 +73,69 @@ from app.models.decoders.config import ModelConfig
 from app.models.decoders.families import Decoder
 from app.weights.checkpoint import Checkpoint
 
-KV_DTYPES: Mapping[str, torch.dtype] = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "int8": torch.int8,
-}
+if TYPE_CHECKING:
+    from app.engine.decoder.device_runner import DeviceDecoderRunner
+    from app.engine.decoder.paged_kv_cache import PagedKvCache
+
+_LOG = logging.getLogger(__name__)
 WARM_UP_TOKENS = 16
+_WARM_UP_DECODES = 3  # decode steps of the warm-up on a GPU, one for each sampling mode
 
 
-@dataclass(frozen=True, slots=True)
-class BuiltEngine:
-    """A decoder engine and the parts of it that benchmarks and `/info` read."""
+def build_decoder_engine(
+    request: BuildRequest[Checkpoint],
+) -> BuiltEngine[DecoderEngine, CpuDecoderRunner, Decoder]:
+    """Load the weights on a CPU, build the engine and warm it up.
 
-    engine: DecoderEngine
-    runner: CpuDecoderRunner
-    model: nn.Module
-    kv_cache: KvCache
-    backend: HostBackend
-
-
-def build_engine(
-    checkpoint: Checkpoint,
-    plan: ServingPlan,
-    eos_token_ids: Collection[int],
-    report: ReportStage,
-    step_times: StepTimeTable | None = None,
-) -> BuiltEngine:
-    """Load the weights, build the engine and warm it up.
-
-    `steps` is the measured step time table, if there is one. Raises a `StartupError` if the plan cannot be served.
+    Raises a `StartupError` if the plan cannot be served.
     """
-    model, backend = load_on_device(checkpoint, plan, report, select_host_backend)
+    plan, config = request.plan, request.checkpoint.decoder
+    model, backend = load_on_device(request, select_host_backend)
     assert isinstance(model, Decoder), "a decoder's checkpoint"
-    report("reserving KV memory")
-    config = checkpoint.decoder
+    request.report("reserving KV memory")
     kv_cache = KvCache(kv_shape(config, plan), KV_DTYPES[plan.kv_precision.value])
-    replay = DecoderReplay(model, "" if plan.compile.value else plan.compile.reason)
+    replay = DecoderReplay(model, request.eager_reason)
     runner = CpuDecoderRunner(
         replay, kv_cache, backend, Sampler(config.vocab_size), deterministic_query_limit(config, plan)
     )
-    report("warming up")
+    request.report("warming up")
     warm_up_decoder(runner)
-    prefill_budget = PrefillBudget(plan.max_batch_tokens.value, plan.itl_target_seconds.value, step_times)
     capacity = min(plan.kv_cache_bytes.value // kv_cache.bytes_per_token, kv_cache.shape.num_slots * kv_cache.stride)
     pool = KvSlots(kv_cache.shape.num_slots, capacity, kv_cache.tokens_per_page)
-    scheduler = Scheduler(pool, prefill_budget, engine_limits(plan), eos_token_ids)
-    scheduler.speculation = _speculation(config, plan, step_times)
-    engine = DecoderEngine(scheduler, runner)
-    engine.throttle_correction = ThrottleCorrection(plan.throttling_quota.value)
-    engine.is_first = lambda: replay.is_first
-    return BuiltEngine(engine, runner, model, kv_cache, backend)
+    engine = _decoder_engine(request, runner, pool, _speculation(config, plan, request.step_times))
+    return BuiltEngine(engine, runner, model, backend)
+
+
+def build_device_decoder_engine(
+    request: BuildRequest[Checkpoint],
+) -> BuiltEngine[DecoderEngine, DeviceDecoderRunner, Decoder]:
+    """Load the weights on a GPU, capture the common steps and warm up.
+
+    Raises a `StartupError` if the plan cannot be served.
+    """
+    from app.engine.decoder.device_runner import DeviceDecoderRunner
+
+    model, backend = load_on_device(request, select_device_backend)
+    assert isinstance(model, Decoder), "a decoder's checkpoint"
+    request.report("reserving KV memory")
+    kv_cache = allocate_kv_pages(model, request.plan, backend)
+    limits = engine_limits(request.plan)
+    runner = DeviceDecoderRunner(model, kv_cache, backend, limits, request.eager_reason)
+    capture_common_steps(runner, request.report)
+    request.report("warming up")
+    warm_up_device_decoder(runner, limits.max_batch_tokens)
+    pool = KvSlots(kv_cache.shape.num_slots, kv_cache.capacity_tokens, kv_cache.tokens_per_page)
+    return BuiltEngine(_decoder_engine(request, runner, pool), runner, model, backend)
+
+
+def _decoder_engine(
+    request: BuildRequest[Checkpoint], runner: DecoderRunner, pool: KvSlots, speculation: Speculation | None = None
+) -> DecoderEngine:
+    """Return the engine of a runner that is warm."""
+    plan, limits = request.plan, engine_limits(request.plan)
+    prefill_budget = PrefillBudget(limits.max_batch_tokens, plan.itl_target_seconds.value, request.step_times)
+    scheduler = Scheduler(pool, prefill_budget, limits, request.eos_token_ids, speculation=speculation)
+    return DecoderEngine(scheduler, runner, throttle_correction=ThrottleCorrection(plan.throttling_quota.value))
 
 
 def deterministic_query_limit(config: ModelConfig, plan: ServingPlan) -> int | None:
@@ -166,16 +188,96 @@ def engine_limits(plan: ServingPlan) -> EngineLimits:
 
 
 def warm_up_decoder(runner: CpuDecoderRunner) -> None:
-    """Run one prefill and one decode without the scheduler.
+    """Run one prefill and one decode on a CPU without the scheduler.
 
     The first client then does not pay for pools and code generation. The KV memory that was written is released.
     The prefill budget never sees these steps.
     """
     params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     length = max(1, min(WARM_UP_TOKENS, runner.kv_cache.shape.max_len - 1))
-    sequence = make_sequence(Generate("warm-up", (0,) * length, params, arrived_at=0.0), 0, frozenset())
+    sequence = _warm_up_sequence(length, params)
     for start, num_tokens in ((0, length), (length, 1)):
         span = ScheduledSpan(sequence, start, num_tokens, slot=0, prefix_slot=None, prefix_tokens=0, samples=True)
         (sampled,) = runner.run(Batch((span,)))
         sequence.token_ids.extend(sampled.token_ids)
     runner.kv_cache.release(0, 0, runner.kv_cache.shape.max_len)
+
+
+def allocate_kv_pages(model: Decoder, plan: ServingPlan, backend: DeviceBackend) -> PagedKvCache:
+    """Allocate as many KV pages as the plan has bytes for, but no more than all slots can fill.
+
+    One page is reserved: it belongs to no sequence. Raises `PlanImpossible` if the pages do not fit.
+    """
+    from app.engine.decoder.paged_kv_cache import PagedKvCache
+
+    shape, dtype = kv_shape(model.config, plan), KV_DTYPES[plan.kv_precision.value]
+    page_bytes = PAGE_TOKENS * shape.num_layers * token_bytes(shape.num_kv_heads, shape.head_dim, dtype)
+    num_pages = plan.kv_cache_bytes.value // page_bytes - 1
+    if num_pages < 1:
+        raise PlanImpossible(
+            f"kv_cache_bytes is {plan.kv_cache_bytes.value:,}, but a page of {PAGE_TOKENS} tokens takes {page_bytes:,} on a device, "
+            "and at least two pages are needed."
+        )
+    most = shape.num_slots * -(-shape.max_len // PAGE_TOKENS)
+    try:
+        return PagedKvCache(shape, dtype, min(num_pages, most), backend.device)
+    except RuntimeError as error:
+        if not backend.recover_from_oom(error):
+            raise
+        raise PlanImpossible(
+            f"The device no longer has {plan.kv_cache_bytes.value / 2**30:.1f} GiB free for keys and values ({error}). "
+            "End the process that took its memory since the probe, or lower kv_cache_bytes."
+        ) from error
+
+
+def capture_common_steps(runner: DeviceDecoderRunner, report: ReportStage) -> None:
+    """Capture the common steps until the graphs accept no more."""
+    from app.engine.decoder.cuda_graphs import startup_shapes
+
+    shapes = list(startup_shapes(runner.buckets))
+    report_percent = percent_reporter(report, "capturing steps")
+    for done, shape in enumerate(shapes, 1):
+        if not runner.graphs.should_capture(shape):
+            return
+        runner.capture(shape)
+        report_percent(done, len(shapes))
+
+
+def warm_up_device_decoder(runner: DeviceDecoderRunner, max_batch_tokens: int) -> None:
+    """Run prompts and decodes on a GPU without the scheduler, so that no client waits for kernel compilation.
+
+    The KV memory that was written is released. The largest possible step is included: if it does not fit in device
+    memory, this is logged at startup instead of failing a request later.
+    """
+    most = min(max_batch_tokens, runner.kv_cache.capacity_tokens, runner.kv_cache.shape.max_len) - _WARM_UP_DECODES
+    _run_prompt_and_decodes(runner, max(1, min(WARM_UP_TOKENS, most)))
+    while most > WARM_UP_TOKENS:
+        try:
+            _run_prompt_and_decodes(runner, most)
+            return
+        except RuntimeError as error:
+            if not runner.survives(error):
+                raise
+            _LOG.warning(
+                "A step of %d tokens needs more memory than the device has (%s); smaller steps are used.", most, error
+            )
+            most //= 2
+
+
+def _run_prompt_and_decodes(runner: DeviceDecoderRunner, tokens: int) -> None:
+    """Run a prompt in two parts, the second of at least one token, and then one decode for each sampling mode."""
+    try:
+        sequence, half = _warm_up_sequence(tokens, SamplingParams(temperature=0.0)), max(1, tokens - WARM_UP_TOKENS)
+        for start, end in ((0, half), (half, tokens)):
+            if start < end:
+                runner.run(Batch((ScheduledSpan(sequence, start, end - start, 0, None, 0, samples=end == tokens),)))
+        for params in (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.9)):
+            if tokens < runner.kv_cache.shape.max_len:
+                decoding = _warm_up_sequence(tokens + 1, params)
+                runner.run(Batch((ScheduledSpan(decoding, tokens, 1, 0, None, 0, samples=True),)))
+    finally:
+        runner.kv_cache.release(0, 0, runner.kv_cache.shape.max_len)
+
+
+def _warm_up_sequence(length: int, params: SamplingParams) -> Sequence:
+    return make_sequence(Generate("warm-up", (0,) * length, params, arrived_at=0.0), 0, frozenset())

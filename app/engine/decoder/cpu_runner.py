@@ -101,6 +101,11 @@ class CpuDecoderRunner:
         self._whole_logits = max_queries_together is not None
         self.model_seconds = 0.0  # seconds in the model's forward pass, for the last batch
 
+    @property
+    def is_first(self) -> bool:
+        """True if the last step had a shape that is not replayed yet. A model that is called directly has none."""
+        return isinstance(self.model, DecoderReplay) and self.model.is_first
+
     def launch(self, batch: Batch, after: InFlightStep | None = None) -> InFlightStep:
         """Compute the step at once: on the CPU, the caller has nothing else to do meanwhile."""
         assert after is None, "the CPU runner launches no step ahead"

@@ -60,6 +60,11 @@ class DecoderRunner(Protocol):
         """Seconds in the model's forward pass, for the last batch that was waited for."""
         ...
 
+    @property
+    def is_first(self) -> bool:
+        """True if the last step had a shape that is not replayed from a recording yet, so it took longer."""
+        ...
+
     def launch(self, batch: Batch, after: InFlightStep | None = None) -> InFlightStep:
         """Start a step.
 
@@ -98,16 +103,17 @@ class DecoderEngine:
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: DecoderRunner, clock: Callable[[], float] = time.perf_counter
+        self,
+        scheduler: Scheduler,
+        runner: DecoderRunner,
+        clock: Callable[[], float] = time.perf_counter,
+        throttle_correction: ThrottleCorrection | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.stats: StepStats | None = None
-        self.throttle_correction = ThrottleCorrection()
+        self.throttle_correction = throttle_correction or ThrottleCorrection()
         self.batching_delay_seconds = 0.0  # 0: a new request joins the next step in any case
-        self.is_first: Callable[[], bool] = lambda: (
-            False
-        )  # returns True if the last step had a shape that is not replayed from a recording yet
         self._clock = clock
         self._started_at = 0.0  # start time of the current step: its launch, or the end of the previous step
         # batch of the step that is in flight or that raised, without finished sequences
@@ -247,7 +253,9 @@ class DecoderEngine:
 
     def _record_stats(self, batch: Batch, samples: Items[SampledTokens]) -> None:
         seconds = self._clock() - self._started_at
-        timing = StepTiming(seconds, self.runner.model_seconds, self.throttle_correction.of(seconds), self.is_first())
+        timing = StepTiming(
+            seconds, self.runner.model_seconds, self.throttle_correction.of(seconds), self.runner.is_first
+        )
         self.stats = decoder_step_stats(batch, samples, timing)
         self.scheduler.observe(self.stats)
         if self._launched_ahead is not None:

@@ -10,7 +10,10 @@ import ctypes
 import math
 import mmap
 import sys
-from collections.abc import Iterable
+from collections.abc import (
+    Iterable,
+    Mapping,
+)
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +38,13 @@ _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 # Linux frees the pages at once. macOS uses the advice only under memory pressure, and marks unused content with
 # MADV_FREE.
 _RELEASE_ADVICE = mmap.MADV_DONTNEED if sys.platform == "linux" else getattr(mmap, "MADV_FREE", mmap.MADV_DONTNEED)
+
+KV_DTYPES: Mapping[str, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "int8": torch.int8,
+}
 
 
 @dataclass(frozen=True, slots=True)

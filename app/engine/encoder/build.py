@@ -1,21 +1,22 @@
-"""Builds the encoder engine on a CPU: backend, weights and warm-up, on the thread that will run its steps.
+"""Builds the encoder engine: device, weights, warm-up and recorded batches, on the thread that will run its steps.
 
-Builds the encoder engine on a GPU: weights, warm-up and recorded small batches.
-
-`build_encoder.py` does the same for a CPU.
+The module for a GPU is imported only for a GPU.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from app.backends.base import (
-    DeviceBackend,
-    HostBackend,
-)
 from app.backends.selection import (
     select_device_backend,
     select_host_backend,
+)
+from app.engine.build import (
+    BuildRequest,
+    BuiltEngine,
+    ReportStage,
+    load_on_device,
+    percent_reporter,
 )
 from app.engine.encoder.batching import (
     BatchingDelay,
@@ -23,24 +24,18 @@ from app.engine.encoder.batching import (
     TextSpan,
 )
 from app.engine.encoder.cpu_runner import EncoderRunner
-from app.engine.encoder.device_runner import DeviceEncoderRunner
 from app.engine.encoder.engine import (
     EncoderEngine,
     EncoderLimits,
+    TextRunner,
 )
 from app.engine.encoder.sharding import (
     DEFAULT_PAIR_TOKENS,
     LanePlanner,
 )
-from app.engine.loading import (
-    ReportStage,
-    load_on_device,
-    percent_reporter,
-)
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.step_times import (
     TABLE_TEXT_TOKENS,
-    StepTimeTable,
     ThrottleCorrection,
 )
 from app.messages import (
@@ -50,38 +45,56 @@ from app.messages import (
 from app.models.encoders.encoder import Encoder
 from app.weights.checkpoint import Checkpoint
 
+if TYPE_CHECKING:
+    from app.engine.encoder.device_runner import DeviceEncoderRunner
+
 WARM_UP_TOKENS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class BuiltEncoder:
-    """A CPU encoder engine and the parts of it that benchmarks and `/info` read."""
-
-    engine: EncoderEngine
-    runner: EncoderRunner
-    model: Encoder
-    backend: HostBackend
-
-
-def build_encoder_engine(
-    checkpoint: Checkpoint, plan: ServingPlan, report: ReportStage, step_times: StepTimeTable | None = None
-) -> BuiltEncoder:
-    """Load the weights and warm up.
-
-    `steps` is the measured step time table, if there is one. Raises a `StartupError` if the plan cannot be served.
-    """
-    model, backend = load_on_device(checkpoint, plan, report, select_host_backend)
+def build_encoder_engine(request: BuildRequest[Checkpoint]) -> BuiltEngine[EncoderEngine, EncoderRunner, Encoder]:
+    """Load the weights on a CPU and warm up. Raises a `StartupError` if the plan cannot be served."""
+    plan, step_times = request.plan, request.step_times
+    model, backend = load_on_device(request, select_host_backend)
     assert isinstance(model, Encoder), "an encoder's checkpoint"
-    max_tokens = max(plan.max_batch_tokens.value, plan.max_model_len.value)
     planner = LanePlanner((step_times.pair_tokens if step_times else None) or DEFAULT_PAIR_TOKENS)
-    off = "" if plan.compile.value else plan.compile.reason
-    runner = EncoderRunner(model, max_tokens, off, plan.batch_target_tokens.value, planner)
-    report("warming up")
+    runner = EncoderRunner(model, max_step_tokens(plan), request.eager_reason, plan.batch_target_tokens.value, planner)
+    request.report("warming up")
     warm_up_encoder(runner, plan.max_model_len.value)
+    engine = _encoder_engine(request, runner, model, ThrottleCorrection(plan.throttling_quota.value))
+    return BuiltEngine(engine, runner, model, backend)
+
+
+def build_device_encoder_engine(
+    request: BuildRequest[Checkpoint],
+) -> BuiltEngine[EncoderEngine, DeviceEncoderRunner, Encoder]:
+    """Load the weights on a GPU, warm up and record small batches.
+
+    A CPU quota does not limit a GPU, so step times are not corrected for throttling.
+    Raises a `StartupError` if the plan cannot be served.
+    """
+    from app.engine.encoder.device_runner import DeviceEncoderRunner
+
+    model, backend = load_on_device(request, select_device_backend)
+    assert isinstance(model, Encoder), "an encoder's checkpoint"
+    runner = DeviceEncoderRunner(model, backend, max_step_tokens(request.plan), request.eager_reason)
+    request.report("warming up")
+    warm_up_device_encoder(runner, request.plan, request.report)
+    return BuiltEngine(_encoder_engine(request, runner, model), runner, model, backend)
+
+
+def max_step_tokens(plan: ServingPlan) -> int:
+    """Return the most tokens of a step: a text is never split."""
+    return max(plan.max_batch_tokens.value, plan.max_model_len.value)
+
+
+def _encoder_engine(
+    request: BuildRequest[Checkpoint], runner: TextRunner, model: Encoder, correction: ThrottleCorrection | None = None
+) -> EncoderEngine:
+    """Return the engine of a runner that is warm."""
+    plan = request.plan
     limits = EncoderLimits(plan.max_model_len.value, plan.max_running_seqs.value, model.config.outputs)
-    engine = EncoderEngine(runner, limits, BatchingDelay(plan.batch_target_tokens.value, step_times))
-    engine.throttle_correction = ThrottleCorrection(plan.throttling_quota.value)
-    return BuiltEncoder(engine, runner, model, backend)
+    delay = BatchingDelay(plan.batch_target_tokens.value, request.step_times)
+    return EncoderEngine(runner, limits, delay, throttle_correction=correction)
 
 
 def warm_up_encoder(runner: EncoderRunner, max_model_len: int) -> None:
@@ -89,34 +102,6 @@ def warm_up_encoder(runner: EncoderRunner, max_model_len: int) -> None:
     text = Text((0,) * min(WARM_UP_TOKENS, max_model_len))
     for output in runner.model.config.outputs:
         runner.run(EncodeState.from_message(Encode("warm-up", (text,), (output,), arrived_at=0.0)).spans())
-
-
-@dataclass(frozen=True, slots=True)
-class BuiltDeviceEncoder:
-    """A GPU encoder engine and the parts of it that benchmarks and `/info` read."""
-
-    engine: EncoderEngine
-    runner: DeviceEncoderRunner
-    model: Encoder
-    backend: DeviceBackend
-
-
-def build_device_encoder_engine(
-    checkpoint: Checkpoint, plan: ServingPlan, report: ReportStage, step_times: StepTimeTable | None = None
-) -> BuiltDeviceEncoder:
-    """Load the weights, warm up and record small batches.
-
-    `steps` is the measured step time table, if there is one. Raises a `StartupError` if the plan cannot be served.
-    """
-    model, backend = load_on_device(checkpoint, plan, report, select_device_backend)
-    assert isinstance(model, Encoder), "an encoder's checkpoint"
-    max_tokens = max(plan.max_batch_tokens.value, plan.max_model_len.value)
-    runner = DeviceEncoderRunner(model, backend, max_tokens, "" if plan.compile.value else plan.compile.reason)
-    report("warming up")
-    warm_up_device_encoder(runner, plan, report)
-    limits = EncoderLimits(plan.max_model_len.value, plan.max_running_seqs.value, model.config.outputs)
-    engine = EncoderEngine(runner, limits, BatchingDelay(plan.batch_target_tokens.value, step_times))
-    return BuiltDeviceEncoder(engine, runner, model, backend)
 
 
 def warm_up_device_encoder(runner: DeviceEncoderRunner, plan: ServingPlan, report: ReportStage) -> None:

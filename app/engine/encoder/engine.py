@@ -131,10 +131,11 @@ class EncoderEngine:
         limits: EncoderLimits,
         delay: BatchingDelay,
         clock: Callable[[], float] = time.monotonic,
+        throttle_correction: ThrottleCorrection | None = None,
     ) -> None:
         self.queue = TextQueue()
         self.runner = runner
-        self.throttle_correction = ThrottleCorrection()
+        self.throttle_correction = throttle_correction or ThrottleCorrection()
         self.stats: StepStats | None = None
         self._limits, self._delay, self._clock = limits, delay, clock
         self._budget = TextBudget(limits.max_running_seqs)

@@ -75,8 +75,6 @@ class Scheduler:
     step and its `update`. If `speculation` is set, steps that only decode carry draft tokens if they pay off.
     """
 
-    speculation: Speculation | None = None
-
     def __init__(
         self,
         pool: KvSlots,
@@ -84,7 +82,9 @@ class Scheduler:
         limits: EngineLimits,
         eos_token_ids: Iterable[int] = (),
         clock: Callable[[], float] = time.monotonic,
+        speculation: Speculation | None = None,
     ) -> None:
+        self.speculation = speculation
         self._allocator = KvAllocator(pool)
         self.pool = pool
         self._prefill = prefill_budget

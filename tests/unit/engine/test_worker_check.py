@@ -27,6 +27,7 @@ class Poisonable:
     """Computes for everyone but for those whose prompts hold the poison."""
 
     model_seconds = 0.0
+    is_first = False
 
     def __init__(self, sim: Simulation) -> None:
         self.runner = sim.runner

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -33,9 +34,9 @@ from app.bench.engine.driver import (
     product_costs,
 )
 from app.bench.http.workload import TokenPrompts
+from app.engine.build import BuildRequest
 from app.engine.decoder.build import (
-    BuiltEngine,
-    build_engine,
+    build_decoder_engine,
 )
 from app.hardware.facts import (
     Cache,
@@ -89,8 +90,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
 
 
 @pytest.fixture
-def built(prepared: Prepared) -> BuiltEngine:
-    return build_engine(prepared.checkpoint, prepared.plan, (), lambda stage: None)
+def built(prepared: Prepared) -> Any:
+    return build_decoder_engine(BuildRequest(prepared.checkpoint, prepared.plan))
 
 
 @pytest.fixture(autouse=True)
@@ -169,7 +170,7 @@ def test_ctrl_c_keeps_what_was_measured(prepared: Prepared, monkeypatch: pytest.
     assert "decode ×8" not in figures_of(outcome)
 
 
-def test_weights_are_counted_as_they_are_held(built: BuiltEngine) -> None:
+def test_weights_are_counted_as_they_are_held(built: Any) -> None:
     weights = product_costs(built.model, 320, 0)
     attention = 32 * (4 + 2 + 2) * 8 + 4 * 8 * 32
     layer = attention + 3 * 32 * 48
@@ -202,7 +203,7 @@ def test_keys_and_values_are_read_too() -> None:
     assert (parts["of read"], parts["with KV"], parts["MB/token"]) == (0.5, pytest.approx(0.9), 125.0)
 
 
-def test_a_decode_step_decodes_every_row_and_prefills_nothing(built: BuiltEngine) -> None:
+def test_a_decode_step_decodes_every_row_and_prefills_nothing(built: Any) -> None:
     driver = DecoderDriver(built.engine, TokenPrompts(range(2, 320)), 1024)
     assert len(driver.decode(8, steps=4)) == 4
     stats = built.engine.stats
@@ -211,14 +212,14 @@ def test_a_decode_step_decodes_every_row_and_prefills_nothing(built: BuiltEngine
     assert not built.engine.has_work
 
 
-def test_many_steps_are_made_in_sittings_of_equal_context(built: BuiltEngine) -> None:
+def test_many_steps_are_made_in_sittings_of_equal_context(built: Any) -> None:
     driver = DecoderDriver(built.engine, TokenPrompts(range(2, 320)), 1024)
     driver.segment_steps = 3
     assert len(driver.decode(2, steps=8)) == 8
     assert next(driver._names) == 6, "three sittings of two sequences"
 
 
-def test_a_prefill_computes_every_token(built: BuiltEngine) -> None:
+def test_a_prefill_computes_every_token(built: Any) -> None:
     driver = DecoderDriver(built.engine, TokenPrompts(range(2, 320)), 1024)
     assert driver.prefill(300) > 0.0
     assert driver.prefill(300) > 0.0
@@ -227,12 +228,12 @@ def test_a_prefill_computes_every_token(built: BuiltEngine) -> None:
     assert stats.cached_tokens == 0
 
 
-def test_what_cannot_be_added_says_why(built: BuiltEngine) -> None:
+def test_what_cannot_be_added_says_why(built: Any) -> None:
     with pytest.raises(MeasurementFailed, match="context"):
         DecoderDriver(built.engine, TokenPrompts(range(2, 320)), 1024).prefill(5000)
 
 
-def test_more_rows_than_the_plan_runs_are_noticed(built: BuiltEngine) -> None:
+def test_more_rows_than_the_plan_runs_are_noticed(built: Any) -> None:
     with pytest.raises(MeasurementFailed, match="never decoded together"):
         DecoderDriver(built.engine, TokenPrompts(range(2, 320)), 1024).decode(17, steps=1)
 

@@ -24,6 +24,7 @@ from app.bench.engine.program import (
 )
 from app.cli.bench import IN_PROCESS_BENCHES
 from app.cli.parser import parse_arguments
+from app.engine.build import BuildRequest
 from app.engine.program import RunnableProgram, build_program_engine
 from app.hardware.facts import (
     Core,
@@ -106,7 +107,7 @@ def test_rows_that_the_program_cannot_compute_are_no_measurement(
     checkpoint: ProgramCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = ProgramDriver(
-        build_program_engine(checkpoint, plan_of(checkpoint), lambda stage: None), checkpoint.signature
+        build_program_engine(BuildRequest(checkpoint, plan_of(checkpoint))).engine, checkpoint.signature
     )
     assert driver.answer(ProgramLoad(2))[0] > 0.0
 

@@ -17,7 +17,8 @@ from app.bench.engine.speculation import (
     PlantedDrafter,
     measure_speculation,
 )
-from app.engine.decoder.build import build_engine
+from app.engine.build import BuildRequest
+from app.engine.decoder.build import build_decoder_engine
 from app.hardware.decision import Decision
 from app.hardware.facts import (
     Core,
@@ -75,7 +76,7 @@ def test_each_probability_is_held_against_none(
 
 
 def test_what_is_said_with_guesses_is_what_was_said(prepared: tuple[Checkpoint, ServingPlan]) -> None:
-    engine = build_engine(*prepared, (), lambda stage: None, FREE).engine
+    engine = build_decoder_engine(BuildRequest(*prepared, step_times=FREE)).engine
     guessing = engine.scheduler.speculation
     assert guessing is not None
     teller, prompt = AnswerDriver(engine, 50), [5, 9, 13] * 10

@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from app.engine.build import BuildRequest, BuiltEngine
 from app.engine.decoder import build
 from app.engine.decoder.build import (
-    BuiltEngine,
-    build_engine,
+    build_decoder_engine,
     kv_shape,
     warm_up_decoder,
 )
+from app.engine.decoder.cpu_runner import CpuDecoderRunner
+from app.engine.decoder.engine import DecoderEngine
 from app.engine.encoder.build import build_encoder_engine
 from app.errors import PlanImpossible
 from app.hardware.decision import Decision
@@ -37,6 +39,7 @@ from app.metrics.stats import (
     EngineSnapshot,
     StepStats,
 )
+from app.models.decoders.families import Decoder
 from app.settings import (
     Settings,
     load_settings,
@@ -69,13 +72,15 @@ def stages() -> list[str]:
 
 
 @pytest.fixture
-def built(checkpoint: Checkpoint, plan: ServingPlan, stages: list[str]) -> Iterator[BuiltEngine]:
+def built(
+    checkpoint: Checkpoint, plan: ServingPlan, stages: list[str]
+) -> Iterator[BuiltEngine[DecoderEngine, CpuDecoderRunner, Decoder]]:
     threads = torch.get_num_threads()
-    yield build_engine(checkpoint, plan, (EOS,), stages.append)
+    yield build_decoder_engine(BuildRequest(checkpoint, plan, stages.append, eos_token_ids=(EOS,)))
     torch.set_num_threads(threads)
 
 
-def run(built: BuiltEngine, **params: object) -> StepStats:
+def run(built: BuiltEngine[DecoderEngine, CpuDecoderRunner, Decoder], **params: object) -> StepStats:
     built.engine.add(Generate("r", tuple(range(4, 40)), SamplingParams(temperature=0.0, **params), 0.0))  # type: ignore[arg-type]
     while built.engine.has_work:
         built.engine.step()
@@ -83,7 +88,9 @@ def run(built: BuiltEngine, **params: object) -> StepStats:
     return built.engine.stats
 
 
-def test_loading_is_told_stage_by_stage(built: BuiltEngine, stages: list[str]) -> None:
+def test_loading_is_told_stage_by_stage(
+    built: BuiltEngine[DecoderEngine, CpuDecoderRunner, Decoder], stages: list[str]
+) -> None:
     kinds = list(dict.fromkeys(stage.partition(",")[0] for stage in stages))
     assert kinds == ["preparing the device", "loading weights", "reserving KV memory", "warming up"]
     percents = [int(stage.split()[-1].rstrip("%")) for stage in stages if stage.endswith("%")]
@@ -97,60 +104,71 @@ def test_every_sequence_may_lean_on_another(checkpoint: Checkpoint, plan: Servin
     assert (shape.num_layers, shape.num_kv_heads, shape.head_dim) == (2, 2, 8)
 
 
-def test_the_warm_up_leaves_no_trace(built: BuiltEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert built.kv_cache.resident_bytes() == 0
+def test_the_warm_up_leaves_no_trace(
+    built: BuiltEngine[DecoderEngine, CpuDecoderRunner, Decoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert built.runner.kv_cache.resident_bytes() == 0
     assert built.engine.stats is None
     now = built.engine.snapshot()
     assert (now.kv_used_tokens, now.rows, now.num_running) == (0, (), 0)
-    monkeypatch.setattr(built.kv_cache, "release", lambda *_: None)
+    monkeypatch.setattr(built.runner.kv_cache, "release", lambda *_: None)
     warm_up_decoder(built.runner)
-    assert built.kv_cache.resident_bytes() > 0, "a warm-up writes keys and values, or it warms nothing"
+    assert built.runner.kv_cache.resident_bytes() > 0, "a warm-up writes keys and values, or it warms nothing"
 
 
-def test_the_budget_bounds_what_is_kept(built: BuiltEngine, plan: ServingPlan) -> None:
+def test_the_budget_bounds_what_is_kept(
+    built: BuiltEngine[DecoderEngine, CpuDecoderRunner, Decoder], plan: ServingPlan
+) -> None:
     capacity = built.engine.snapshot().kv_capacity_tokens
-    assert 0 < capacity * built.kv_cache.bytes_per_token <= plan.kv_cache_bytes.value
+    assert 0 < capacity * built.runner.kv_cache.bytes_per_token <= plan.kv_cache_bytes.value
 
 
 def test_a_budget_beyond_all_slots_is_not_used(checkpoint: Checkpoint, plan: ServingPlan, stages: list[str]) -> None:
     roomy = replace(plan, kv_cache_bytes=Decision(2**40, "More than there is."))
-    built = build_engine(checkpoint, roomy, (), stages.append)
-    assert built.engine.snapshot().kv_capacity_tokens <= built.kv_cache.shape.num_slots * built.kv_cache.stride
+    built = build_decoder_engine(BuildRequest(checkpoint, roomy, stages.append))
+    assert (
+        built.engine.snapshot().kv_capacity_tokens
+        <= built.runner.kv_cache.shape.num_slots * built.runner.kv_cache.stride
+    )
 
 
-def test_a_quota_that_binds_reaches_the_engine(built: BuiltEngine, checkpoint: Checkpoint, plan: ServingPlan) -> None:
+def test_a_quota_that_binds_reaches_the_engine(
+    built: BuiltEngine[DecoderEngine, CpuDecoderRunner, Decoder], checkpoint: Checkpoint, plan: ServingPlan
+) -> None:
     assert built.engine.throttle_correction.quota_cores == plan.throttling_quota.value
     throttled = replace(plan, throttling_quota=Decision(0.25, "A quarter of a core."))
-    assert build_engine(checkpoint, throttled, (), lambda stage: None).engine.throttle_correction.quota_cores == 0.25
+    assert build_decoder_engine(BuildRequest(checkpoint, throttled)).engine.throttle_correction.quota_cores == 0.25
 
 
 def test_a_quota_that_binds_reaches_an_encoders_engine(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_encoder(tmp_path / "tiny"))
     plan = make_plan(probe(), None, Settings(threads=1, precision="fp32"), checkpoint.needs(), RECIPES.keys())
     throttled = replace(plan, throttling_quota=Decision(0.25, "A quarter of a core."))
-    assert (
-        build_encoder_engine(checkpoint, throttled, lambda stage: None).engine.throttle_correction.quota_cores == 0.25
-    )
+    assert build_encoder_engine(BuildRequest(checkpoint, throttled)).engine.throttle_correction.quota_cores == 0.25
 
 
-def test_what_ends_a_text_reaches_the_scheduler(built: BuiltEngine, checkpoint: Checkpoint, plan: ServingPlan) -> None:
-    free = build_engine(checkpoint, plan, (), lambda stage: None)
+def test_what_ends_a_text_reaches_the_scheduler(
+    built: BuiltEngine[DecoderEngine, CpuDecoderRunner, Decoder], checkpoint: Checkpoint, plan: ServingPlan
+) -> None:
+    free = build_decoder_engine(BuildRequest(checkpoint, plan))
     picked: list[int] = []
     free.engine.add(Generate("r", (5, 6, 7), SamplingParams(max_tokens=1, temperature=0.0), 0.0))
     for event in free.engine.step():
         picked += getattr(event, "token_ids", ())
-    stopping = build_engine(checkpoint, plan, picked, lambda stage: None)
+    stopping = build_decoder_engine(BuildRequest(checkpoint, plan, eos_token_ids=picked))
     stopping.engine.add(Generate("r", (5, 6, 7), SamplingParams(max_tokens=9, temperature=0.0), 0.0))
     (finished,) = stopping.engine.step()
     assert getattr(finished, "reason", None) == "stop"
 
 
-def test_a_model_of_a_single_position_still_warms_up(built: BuiltEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_a_single_position_still_warms_up(
+    built: BuiltEngine[DecoderEngine, CpuDecoderRunner, Decoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(build, "WARM_UP_TOKENS", 1)
     warm_up_decoder(built.runner)
 
 
-def test_the_models_share_of_a_step_is_known(built: BuiltEngine) -> None:
+def test_the_models_share_of_a_step_is_known(built: BuiltEngine[DecoderEngine, CpuDecoderRunner, Decoder]) -> None:
     stats = run(built, max_tokens=3, ignore_eos=True)
     assert 0.0 < stats.model_seconds < stats.seconds
 
@@ -175,4 +193,4 @@ def test_attention_that_depends_on_the_batch_is_refused_where_it_may_not(tmp_pat
     }
     fixed = replace(plan, **{name: Decision(value, "asked for") for name, value in chosen.items()})
     with pytest.raises(PlanImpossible, match="our attention has no kernel for 4 heads of 12"):
-        build_engine(odd, fixed, (EOS,), lambda stage: None)
+        build_decoder_engine(BuildRequest(odd, fixed, eos_token_ids=(EOS,)))

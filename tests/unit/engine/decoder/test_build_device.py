@@ -12,16 +12,17 @@ import torch
 from app.backends import selection
 from app.engine.build import (
     BuildRequest,
+    BuiltEngine,
     build,
 )
-from app.engine.decoder import build_device as building
-from app.engine.decoder.build_device import (
-    BuiltDeviceEngine,
-    build_device_engine,
+from app.engine.decoder import paged_kv_cache
+from app.engine.decoder.build import (
+    build_device_decoder_engine,
     warm_up_device_decoder,
 )
 from app.engine.decoder.cuda_graphs import GraphShape
 from app.engine.decoder.device_inputs import SamplingMode
+from app.engine.decoder.device_runner import DeviceDecoderRunner
 from app.engine.decoder.engine import DecoderEngine
 from app.errors import (
     PlanImpossible,
@@ -35,6 +36,7 @@ from app.messages import (
     RequestFailed,
     SamplingParams,
 )
+from app.models.decoders.families import Decoder
 from app.weights.checkpoint import (
     Checkpoint,
     open_checkpoint,
@@ -66,8 +68,12 @@ def twin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def built_of(checkpoint: Checkpoint, planned: ServingPlan, told: list[str] | None = None) -> BuiltDeviceEngine:
-    return build_device_engine(checkpoint, planned, (EOS,), (told if told is not None else []).append)
+def built_of(
+    checkpoint: Checkpoint, planned: ServingPlan, told: list[str] | None = None
+) -> BuiltEngine[DecoderEngine, DeviceDecoderRunner, Decoder]:
+    return build_device_decoder_engine(
+        BuildRequest(checkpoint, planned, (told if told is not None else []).append, eos_token_ids=(EOS,))
+    )
 
 
 def changed(planned: ServingPlan, **values: object) -> ServingPlan:
@@ -83,7 +89,7 @@ def test_loading_is_told_stage_by_stage(checkpoint: Checkpoint, planned: Serving
 
 
 def test_the_plans_device_says_which_engine_is_built(checkpoint: Checkpoint, planned: ServingPlan) -> None:
-    engine = build(BuildRequest(checkpoint, planned, lambda stage: None, None, (EOS,)))
+    engine = build(BuildRequest(checkpoint, planned, eos_token_ids=(EOS,)))
     assert isinstance(engine, DecoderEngine)
     assert getattr(engine.runner, "buckets", None) == (1, 2, 4)
 
@@ -100,16 +106,19 @@ def test_common_steps_are_captured_while_loading(checkpoint: Checkpoint, planned
 def test_the_warm_up_leaves_no_trace(checkpoint: Checkpoint, planned: ServingPlan) -> None:
     built = built_of(checkpoint, planned)
     pool = built.engine.scheduler.pool
-    assert built.kv_cache.num_free_pages * built.kv_cache.tokens_per_page == built.kv_cache.capacity_tokens
-    assert pool.used_tokens == 0 and pool.capacity_tokens == built.kv_cache.capacity_tokens
+    assert (
+        built.runner.kv_cache.num_free_pages * built.runner.kv_cache.tokens_per_page
+        == built.runner.kv_cache.capacity_tokens
+    )
+    assert pool.used_tokens == 0 and pool.capacity_tokens == built.runner.kv_cache.capacity_tokens
     assert built.engine.stats is None and built.engine.snapshot().rows == ()
 
 
 def test_pages_take_no_more_than_the_plan_says(checkpoint: Checkpoint, planned: ServingPlan) -> None:
     page = 64 * 2 * 2 * 2 * 8 * 4  # tokens, layers, keys and values, heads, head_dim, FP32
-    cache = built_of(checkpoint, changed(planned, kv_cache_bytes=5 * page + 7)).kv_cache
+    cache = built_of(checkpoint, changed(planned, kv_cache_bytes=5 * page + 7)).runner.kv_cache
     assert cache.reserved_bytes == 5 * page and cache.capacity_tokens == 4 * 64
-    roomy = built_of(checkpoint, changed(planned, kv_cache_bytes=2**40)).kv_cache
+    roomy = built_of(checkpoint, changed(planned, kv_cache_bytes=2**40)).runner.kv_cache
     assert roomy.capacity_tokens == 6 * 256, "two slots of a whole context for each sequence"
 
 
@@ -124,7 +133,7 @@ def test_memory_that_somebody_else_took_meanwhile_is_told(
     def taken(*_: object) -> None:
         raise torch.OutOfMemoryError("planted")
 
-    monkeypatch.setattr(building, "PagedKvCache", taken)
+    monkeypatch.setattr(paged_kv_cache, "PagedKvCache", taken)
     with pytest.raises(PlanImpossible, match=r"no longer has .* GiB free for keys and values \(planted\)"):
         built_of(checkpoint, planned)
 
@@ -145,7 +154,7 @@ def test_the_largest_step_is_tried_and_what_does_not_fit_is_told(
     warm_up_device_decoder(built.runner, 10_000)
     assert max(tokens) == 253 - 16, "nearly a whole context, of which the last tokens come by themselves"
     assert "A step of 253 tokens needs more memory than the device has (planted)" in caplog.text
-    assert built.kv_cache.num_free_pages * 64 == built.kv_cache.capacity_tokens
+    assert built.runner.kv_cache.num_free_pages * 64 == built.runner.kv_cache.capacity_tokens
 
 
 def test_a_model_that_is_not_finite_fails_its_requests_and_nothing_else(

@@ -122,6 +122,6 @@ def test_what_is_computed_a_second_time_is_counted() -> None:
 def test_a_first_step_of_its_shape_is_said_to_be_one() -> None:
     sim = two_running()
     assert sim.engine.stats is not None and not sim.engine.stats.is_first
-    sim.engine.is_first = lambda: True
+    sim.runner.is_first = True
     sim.step()
     assert sim.engine.stats.is_first and sim.engine.stats.decode_tokens == 2

@@ -11,8 +11,8 @@ from typing import cast
 import pytest
 import torch
 
-from app.engine.decoder.build import KV_DTYPES
 from app.engine.decoder.kv_cache import (
+    KV_DTYPES,
     KvCache,
     KvShape,
 )

@@ -74,7 +74,7 @@ def test_the_plans_device_says_which_engine_answers(checkpoint: Checkpoint, plan
 
 
 def test_nothing_is_recorded_where_the_plan_says_so(checkpoint: Checkpoint, planned: ServingPlan) -> None:
-    replay = build_device_encoder_engine(checkpoint, changed(planned, compile=False), lambda stage: None).runner.replay
+    replay = build_device_encoder_engine(BuildRequest(checkpoint, changed(planned, compile=False))).runner.replay
     assert (replay.most_tokens, replay.reason) == (0, "For this test.")
 
 
@@ -89,7 +89,7 @@ def test_a_warm_up_that_wants_too_much_memory_ends_nothing(
         return launch(runner, spans)
 
     monkeypatch.setattr(DeviceEncoderRunner, "launch", scarce)
-    engine = build_device_encoder_engine(checkpoint, planned, lambda stage: None).engine
+    engine = build_device_encoder_engine(BuildRequest(checkpoint, planned)).engine
     engine.add(Encode("r", tuple(Text((5,) * 60) for _ in range(4)), ("embedding",), 0.0))
     events = [event for _ in range(6) for event in engine.step()]
     assert [type(event) for event in events] == [ArraysReady]
@@ -102,6 +102,6 @@ def test_a_device_that_fails_to_record_computes_eagerly(
         raise RuntimeError("planted")
 
     monkeypatch.setattr(SimulatedDeviceBackend, "capture", failing)
-    replay = build_device_encoder_engine(checkpoint, planned, lambda stage: None).runner.replay
+    replay = build_device_encoder_engine(BuildRequest(checkpoint, planned)).runner.replay
     assert replay.most_tokens == 0 and "could not be recorded: planted" in replay.reason
     assert "computed eagerly" in caplog.text
