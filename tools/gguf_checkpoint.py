@@ -1,7 +1,9 @@
-"""A Llama checkpoint as llama.cpp reads it: `python -m tools.gguf_checkpoint DIR FILE.gguf [--type q4_0] [--pure]`.
+"""Convert a Llama checkpoint to GGUF: `python -m tools.gguf_checkpoint DIR FILE.gguf [--type q4_0] [--pure]`.
 
-Run it with the interpreter of an environment that has `gguf` and `llama-cpp-python`; torch is not needed. Weights go over bit for bit
-and llama.cpp itself quantises them. A byte-level tokenizer goes along; others do not, and such a file speaks in token ids alone.
+Run it with the interpreter of an environment that has `gguf` and `llama-cpp-python`; torch is not needed. `gguf`
+writes the file. The conversion script of llama.cpp is not part of that package, so this module maps the tensor names
+and metadata. Weights are copied bit for bit, and llama.cpp itself quantizes them. A byte-level BPE tokenizer is
+included. Without one the file accepts token ids only.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from app.models.decoders.config import ModelConfig, RopeConfig
 from app.weights.checkpoint import open_checkpoint
 from app.weights.safetensors import TensorEntry
 
-# Ours to llama.cpp's; `{}` is the layer. Queries and keys change the order of their rows, see `interleaved`.
+# Our tensor names and llama.cpp's. `{}` is the layer. The rows of queries and keys are reordered, see `interleaved`.
 LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -36,13 +38,13 @@ DTYPES: dict[str, Any] = {
     "F32": np.float32,
     "F16": np.float16,
     "BF16": np.uint16,
-}  # numpy has no BF16: its bits will do
+}  # numpy has no BF16, so its bits are read as uint16
 NORMAL_TOKEN, CONTROL_TOKEN, USER_TOKEN, UNUSED_TOKEN = 1, 3, 4, 5  # `enum llama_token_type`
 TYPES = {"f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}  # `enum llama_ftype`
 
 
 def main() -> int:
-    """Writes the file; BF16 and F16 ones as they are stored, others through llama.cpp's own quantiser."""
+    """Write the file: as stored, or quantized by llama.cpp."""
     arguments = _arguments()
     if arguments.type is None:
         write_gguf(arguments.checkpoint, arguments.file)
@@ -56,16 +58,20 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("checkpoint", type=Path, help="Hugging Face directory of a Llama")
+    parser.add_argument("checkpoint", type=Path, help="Hugging Face directory of a Llama checkpoint")
     parser.add_argument("file", type=Path, help="GGUF file to write")
-    parser.add_argument("--type", choices=list(TYPES), help="quantised to this; as stored if not given")
-    parser.add_argument("--pure", action="store_true", help="every matrix in this type, the output layer too")
-    parser.add_argument("--threads", type=int, default=1, help="of the quantiser")
+    parser.add_argument(
+        "--type", choices=list(TYPES), help="quantize to this type; without it the weights stay as stored"
+    )
+    parser.add_argument(
+        "--pure", action="store_true", help="use this type for every matrix, including the output layer"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="threads of the quantizer")
     return parser.parse_args()
 
 
 def write_gguf(directory: Path, file: Path) -> None:
-    """All tensors in the dtype that they are stored in, norms in FP32 as llama.cpp wants them."""
+    """Write all tensors in the dtype of the checkpoint, and norms in FP32 as llama.cpp requires."""
     import gguf
 
     checkpoint = open_checkpoint(directory)
@@ -97,7 +103,7 @@ def write_gguf(directory: Path, file: Path) -> None:
 
 
 def check(config: ModelConfig) -> None:
-    """What this file cannot say of a model must not be left out of it."""
+    """Refuse a model with properties that this conversion does not write."""
     kinds = {rope and rope.kind for rope in config.ropes}
     if config.architecture != "LlamaForCausalLM" or config.qkv_bias or config.output_bias or config.mlp_bias:
         raise SystemExit(
@@ -145,7 +151,11 @@ def _write_tokenizer(writer: Any, vocab_size: int, directory: Path) -> None:
 
 
 def byte_level(tokenizer: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int], list[str]] | None:
-    """Tokens by id, their `enum llama_token_type` and merges, of a tokenizer that splits as GPT-2's does; None of any other."""
+    """Read a tokenizer that splits text as GPT-2's does.
+
+    Returns:
+        Tokens by id, their `enum llama_token_type`, and the merges; None for any other tokenizer.
+    """
     model, split = tokenizer["model"], tokenizer.get("pre_tokenizer") or {}
     if (
         model["type"] != "BPE"
@@ -163,7 +173,7 @@ def byte_level(tokenizer: dict[str, Any], vocab_size: int) -> tuple[list[str], l
 
 
 def gguf_name(name: str) -> str:
-    """`model.layers.3.mlp.up_proj.weight` is `blk.3.ffn_up.weight` there."""
+    """Return the GGUF name: `model.layers.3.mlp.up_proj.weight` becomes `blk.3.ffn_up.weight`."""
     stem = name.removesuffix(".weight")
     if stem in OTHER_NAMES:
         return f"{OTHER_NAMES[stem]}.weight"
@@ -172,26 +182,30 @@ def gguf_name(name: str) -> str:
 
 
 def tensor(entry: TensorEntry) -> np.ndarray:
-    """Mapped, so a checkpoint may be larger than memory."""
+    """Map a tensor, so that a checkpoint may be larger than memory."""
     return np.memmap(entry.file, DTYPES[entry.dtype], mode="r", offset=entry.start, shape=entry.shape)
 
 
 def single_precision(values: np.ndarray, is_bf16: bool) -> np.ndarray:
-    """BF16 is the upper half of FP32."""
+    """Return the values in FP32. BF16 is the upper half of FP32."""
     return (values.astype(np.uint32) << 16).view(np.float32) if is_bf16 else values.astype(np.float32)
 
 
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows [heads x head_dim, in] in the order of llama.cpp's rotary embedding.
+    """Reorder rows [heads x head_dim, in] for llama.cpp's rotary embedding.
 
-    It turns neighbours, elements 2i and 2i + 1 of a head; Hugging Face turns i and i + head_dim/2. Scores are the same in any order.
+    llama.cpp rotates neighbours, elements 2i and 2i + 1 of a head; Hugging Face rotates i and i + head_dim/2.
+    Attention scores do not depend on the order.
     """
     halves = weight.reshape(heads, 2, -1, weight.shape[1])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)
 
 
 def llama3_divisors(rope: RopeConfig) -> np.ndarray:
-    """What Llama 3.1 and later divide each pair's frequency by: 1 for quick ones, `factor` for slow ones, between them a blend."""
+    """Return the divisors of each pair's frequency in Llama 3.1 and later.
+
+    High frequencies are divided by 1, low ones by `factor`, and those between them by a blend.
+    """
     frequencies = rope.theta ** -(np.arange(0, rope.dim, 2, dtype=np.float64) / rope.dim)
     turns = rope.original_max_position_embeddings * frequencies / (2 * np.pi)
     quick = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
@@ -199,7 +213,10 @@ def llama3_divisors(rope: RopeConfig) -> np.ndarray:
 
 
 def quantise(whole: Path, file: Path, kind: str, *, pure: bool, threads: int) -> None:
-    """By llama.cpp. Without `pure` it chooses finer types for some matrices, as its own command does."""
+    """Quantize with llama.cpp.
+
+    Without `pure` it uses more precise types for some matrices, as its own command does.
+    """
     import llama_cpp
 
     params = llama_cpp.llama_model_quantize_default_params()

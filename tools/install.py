@@ -1,6 +1,10 @@
-"""Makes the virtual environment that the Makefile uses: `python tools/install.py .venv {runtime,bench,dev}`. Standard library only.
+"""Create the virtual environment of the Makefile: `python tools/install.py .venv {runtime,bench,dev}`.
 
-Chooses torch's build for this machine; everything else stands in requirements/*.txt. Run again, it changes only what is out of date.
+Needs only the standard library, because it runs before anything is installed. It chooses torch's build for this
+machine; requirements/*.txt pin everything else. A second run changes only what is out of date. `uv sync` does not
+replace it: uv would have to be installed first, it does not read pip's configuration, which on machines without
+internet names a local folder of wheels, and its lock file cannot choose torch's CPU or CUDA build by the hardware that
+is found.
 """
 
 from __future__ import annotations
@@ -18,16 +22,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = "torch==2.13.0"
-# On PyPI, torch for 64-bit Arm Linux is a CPU build up to this version and a CUDA build of several GB after it.
+# On PyPI, torch for 64-bit Arm Linux is a CPU build up to this version, and a CUDA build of several GB after it.
 TORCH_ARM_LINUX = "torch==2.10.0"
-CMAKE = (3, 22)  # app/kernels/csrc/CMakeLists.txt
+CMAKE = (3, 22)  # the minimum version in app/kernels/csrc/CMakeLists.txt
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 INDEX_SECONDS = 3.0
-KINDS = ("runtime", "bench", "dev")  # each holds what stands before it
+KINDS = ("runtime", "bench", "dev")  # each includes the ones before it
 
 
 def main(arguments: list[str]) -> int:
-    """Exit status 0 when the environment stands, 1 with a sentence when it cannot."""
+    """Return 0 when the environment is complete, and 1 after printing a sentence when it cannot be created."""
     if len(arguments) != 2 or arguments[1] not in KINDS:
         print(__doc__, file=sys.stderr)
         return 2
@@ -41,11 +45,11 @@ def main(arguments: list[str]) -> int:
 
 
 class Refusal(Exception):
-    """What is missing and what would mend it."""
+    """The installation cannot continue. The message says what is missing and how to get it."""
 
 
 def install(venv: Path, kind: str) -> None:
-    """Creates the environment where it is not, installs the pins and the project itself, and leaves a stamp for make."""
+    """Create the environment if needed, install the pins and the project, and write a stamp for make."""
     python = make_venv(venv)
     requirement, options, reason = choose_torch(
         platform.system(), platform.machine(), has_nvidia_gpu(), cpu_index_answers
@@ -54,14 +58,18 @@ def install(venv: Path, kind: str) -> None:
     print(f"Installing what {kind} needs into {venv} ...", flush=True)
     pins = ROOT / "requirements" / f"{kind}.txt"
     pip(python, "install", "-q", *options, requirement, "-r", str(pins), *build_tools())
-    # What builds the project is among the pins, so this fetches nothing more. The build folder is kept: `make native` goes on from there.
+    # The build tools are among the pins, so this downloads nothing. The build folder is kept, and `make native`
+    # continues from it.
     pip(python, "install", "-q", "--no-deps", "--no-build-isolation", "-C", "build-dir=build/native", "-e", str(ROOT))
     for stamp in KINDS[: KINDS.index(kind) + 1]:
         (venv / f"{stamp}.stamp").touch()
 
 
 def make_venv(venv: Path) -> Path:
-    """The environment's interpreter. A half-made environment, such as one without pip, is made again."""
+    """Return the environment's interpreter.
+
+    An incomplete environment, for example one without pip, is created again.
+    """
     python = venv / "bin" / "python"
     if (
         python.exists()
@@ -80,7 +88,7 @@ def make_venv(venv: Path) -> Path:
 
 
 def choose_torch(system: str, machine: str, gpu: bool, index_answers: Callable[[], bool]) -> tuple[str, list[str], str]:
-    """Requirement, pip options and reason. `index_answers` is asked only where the answer matters."""
+    """Return torch's requirement, pip options and the reason. `index_answers` is called only if the answer matters."""
     arm_linux = system == "Linux" and machine in ("aarch64", "arm64")
     if system == "Darwin":
         if machine != "arm64":
@@ -96,7 +104,10 @@ def choose_torch(system: str, machine: str, gpu: bool, index_answers: Callable[[
 
 
 def build_tools() -> list[str]:
-    """Pins of cmake and ninja where this machine has none that will do; a C compiler it must have itself, or torch's products serve."""
+    """Return the pins of cmake and ninja if this machine has no suitable ones.
+
+    A C compiler must be present already. Without one the server uses torch's products.
+    """
     found = shutil.which("cmake")
     if found and (shutil.which("ninja") or shutil.which("make")):
         said = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
@@ -107,12 +118,15 @@ def build_tools() -> list[str]:
 
 
 def has_nvidia_gpu() -> bool:
-    """True where the driver or its tool says so."""
+    """Return True if the driver or nvidia-smi is present."""
     return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
 
 
 def cpu_index_answers() -> bool:
-    """One request, given up after a few seconds. In a thread, since looking up a name ignores a socket's timeout."""
+    """Send one request to torch's CPU index with a timeout.
+
+    The request runs in a thread because name resolution ignores a socket's timeout.
+    """
     answered: list[bool] = []
 
     def ask() -> None:
@@ -130,7 +144,7 @@ def cpu_index_answers() -> bool:
 
 
 def pip(python: Path, *arguments: str) -> None:
-    """Runs pip as it is configured on this machine."""
+    """Run pip with this machine's configuration."""
     result = subprocess.run([str(python), "-m", "pip", *arguments], check=False)
     if result.returncode != 0:
         raise Refusal(

@@ -1,8 +1,11 @@
-"""Writes the images' hashed locks: `python -m tools.lock` makes requirements/image-*.txt from runtime.txt.
+"""Write the images' hashed locks: `python -m tools.lock` makes requirements/image-*.txt from runtime.txt.
 
-An image is built from exactly these files (`pip install --require-hashes`): what was tested, or nothing. One lock for each image and
-architecture, since torch is another build in each, and wheels are other files. The `cuda` image has torch's CUDA build, with what that
-asks for at the versions that it names.
+An image is built from exactly these files with `pip install --require-hashes`. Each image and architecture has its own
+lock, because torch's build and the wheels differ. The `cuda` images have torch's CUDA build and the versions that it
+depends on.
+pip itself resolves the locks (`pip install --dry-run --report`). `uv pip compile --generate-hashes` and pip-tools do
+not fit: they write the hashes of every file of a release where an image needs one wheel, pip-tools resolves only for
+the machine it runs on, and uv does not read pip's configuration, which may name a local folder with torch.
 """
 
 from __future__ import annotations
@@ -19,18 +22,23 @@ from typing import Any
 
 from tools.install import ROOT, TORCH, TORCH_ARM_LINUX
 
-PYTHON = "3.11"  # of Debian 12, the image's base
-# manylinux names that Debian 12 (glibc 2.36) satisfies and that wheels of ours bear.
+PYTHON = "3.11"  # the Python of Debian 12, the image's base
+# manylinux tags that Debian 12 (glibc 2.36) satisfies and that our dependencies use.
 GLIBC = ("2_5", "2_12", "2_17", "2_18", "2_24", "2_25", "2_27", "2_28", "2_31", "2_34")
-BUILD_ONLY = {"scikit-build-core", "pathspec"}  # what builds the project, and nothing that serves
+BUILD_ONLY = {"scikit-build-core", "pathspec"}  # needed to build the project, not to serve
 HEAD = """# What is in the image for {name}, file by file; made by `python -m tools.lock` from runtime.txt. Do not edit.
 """
-CUDA = f"torch={TORCH.removeprefix('torch')}"  # three signs mean this very version: PyPI's, and no +cpu build that lies nearer
+CUDA = (
+    f"torch={TORCH.removeprefix('torch')}"  # `===` selects exactly this version: PyPI's build, not a local +cpu build
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Lock:
-    """One image on one architecture, `machine` in the words of wheels. `brings`: torch's own dependencies are looked for."""
+    """One image on one architecture.
+
+    `machine` is the name in wheel tags. `brings`: also lock torch's own dependencies.
+    """
 
     name: str
     machine: str
@@ -57,9 +65,9 @@ LOCKS = (
 
 
 def main() -> int:
-    """Writes all of them, or says which requirement has no wheel."""
+    """Write all locks, or print which requirement has no wheel."""
     for lock in LOCKS:
-        print(f"{lock.path.relative_to(ROOT)} ...", flush=True)  # looking for torch's CUDA build takes a minute
+        print(f"{lock.path.relative_to(ROOT)} ...", flush=True)  # finding torch's CUDA build takes a minute
         try:
             lines = sorted(locked(lock))
         except subprocess.CalledProcessError as error:
@@ -71,7 +79,7 @@ def main() -> int:
 
 
 def pins() -> dict[str, str]:
-    """What serves beside torch: pins by name."""
+    """Return the pins of everything except torch, by name."""
     text = (ROOT / "requirements" / "runtime.txt").read_text(encoding="utf-8")
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]
     named = {re.split("[=<>;]", line)[0].strip(): line for line in lines if line}
@@ -79,7 +87,7 @@ def pins() -> dict[str, str]:
 
 
 def locked(lock: Lock) -> Iterator[str]:
-    """Each as pip wants it: name, version and the wheel's SHA-256."""
+    """Yield each line as pip requires it: name, version and the wheel's SHA-256."""
     ours = pins()
     for item in found(lock, [*ours.values(), lock.torch], "--no-deps"):
         yield hashed(item, "===" if item["metadata"]["name"] == "torch" and lock.brings else "==")
@@ -89,7 +97,7 @@ def locked(lock: Lock) -> Iterator[str]:
 
 
 def found(lock: Lock, requirements: list[str], *options: str) -> list[Any]:
-    """What pip would install there."""
+    """Return the packages that pip would install on that platform."""
     with tempfile.TemporaryDirectory() as target:
         command = [
             sys.executable,

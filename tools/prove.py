@@ -1,7 +1,8 @@
-"""Builds the images and tries what is promised of them: `make prove`, or `python -m tools.prove [--image TAG] [--only quota,image]`.
+"""Build the images and test them: `make prove`, or `python -m tools.prove [--image TAG] [--only quota,image]`.
 
-Docker, root (for control groups) and half an hour on an idle machine; another architecture runs emulated. It leaves docs/proofs.md, and
-what was found as JSON, from which a later run of one part alone takes the other parts' sections.
+Needs Docker, root (for control groups) and half an hour on an idle machine. The other architecture runs emulated. It
+writes docs/proofs.md and a JSON file with all findings. A later run of one part takes the sections of the other parts
+from that file.
 """
 
 from __future__ import annotations
@@ -46,11 +47,14 @@ UNEXPECTED = (
 
 
 class TooLong(RuntimeError):
-    """A part took longer than it may."""
+    """A part exceeded its time limit."""
 
 
 def main() -> int:
-    """Progress goes to stderr; 1 where a check of this run failed, 130 after Ctrl-C, with everything removed."""
+    """Run the parts; progress goes to stderr.
+
+    Returns 1 if a check failed and 130 after Ctrl-C; all containers are removed.
+    """
     arguments = _arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if shutil.which("docker") is None or docker("version", check=False).returncode != 0:
@@ -72,19 +76,23 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--image", metavar="TAG", help="an image that is there already, in place of building both")
+    parser.add_argument("--image", metavar="TAG", help="use this image instead of building both")
     parser.add_argument(
-        "--platforms", default=PLATFORMS, type=_listed, help=f"of it, {','.join(PLATFORMS)} unless said"
+        "--platforms", default=PLATFORMS, type=_listed, help=f"platforms of the image; default {','.join(PLATFORMS)}"
     )
-    parser.add_argument("--only", default=tuple(PARTS), type=_parts, help=f"some of {','.join(PARTS)}")
+    parser.add_argument("--only", default=tuple(PARTS), type=_parts, help=f"run only some of {','.join(PARTS)}")
     parser.add_argument(
-        "--model", type=Path, help="a checkpoint for quotas, and for a limit that is too small; the demo, without it"
+        "--model",
+        type=Path,
+        help="checkpoint for the quota part and for a memory limit that is too small; default: the demo",
     )
-    parser.add_argument("--flags", default="", help="of armature serve under quotas, in one string: '--precision int4'")
+    parser.add_argument(
+        "--flags", default="", help="flags of armature serve under quotas, in one string: '--precision int4'"
+    )
     parser.add_argument(
         "--peer", action="append", default=[], type=server_spec, metavar="NAME=[VARIABLE=value ...] COMMAND"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="of each load under each quota")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of each load under each quota")
     parser.add_argument("--report", type=Path, default=REPORT)
     parser.add_argument("--json", type=Path, default=KEPT)
     return parser.parse_args()
@@ -106,7 +114,7 @@ def _not_here(name: str) -> bool:
 
 
 def _proved(name: str, subject: Subject, kept: dict[str, Any]) -> bool:
-    """Runs one part, writes what is known by then, and says whether all its checks passed."""
+    """Run one part, write the report so far, and return True if all checks passed."""
     part, findings, began = PARTS[name], Findings(), time.monotonic()
     findings.began = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     print(f"prove: {part.title} ...", file=sys.stderr, flush=True)
@@ -116,7 +124,7 @@ def _proved(name: str, subject: Subject, kept: dict[str, Any]) -> bool:
     except UNEXPECTED as error:
         findings.check("the part ran to its end", False, f"{type(error).__name__}: {error}")
     except SystemExit as error:
-        if not isinstance(error.code, str):  # SIGTERM's; with a sentence it is a tool's that cannot go on
+        if not isinstance(error.code, str):  # SIGTERM has a number; a sentence comes from a tool that cannot continue
             raise
         findings.check("the part ran to its end", False, error.code)
     findings.seconds = round(time.monotonic() - began, 1)

@@ -1,6 +1,7 @@
-"""Prints what CHANGELOG.md says of a tag: `python -m tools.release_notes v1.2.3`; or says why that is no tag to release. No packages.
+"""Print the section of CHANGELOG.md for a tag: `python -m tools.release_notes v1.2.3`. Needs no packages.
 
-A tag is `v` and the version in app/version.py, and its section has a date: what is unreleased has no tag yet.
+The tag must be `v` and the version in app/version.py, and its section must have a date. Otherwise the command says
+what is wrong.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from tools.install import ROOT
 
 
 def main(arguments: list[str]) -> int:
-    """Exit status 1 with a sentence where the three do not agree."""
+    """Return 1 after printing a sentence if tag, version and changelog do not agree."""
     if len(arguments) != 1:
         print(__doc__, file=sys.stderr)
         return 2
@@ -26,7 +27,7 @@ def main(arguments: list[str]) -> int:
 
 
 def notes(tag: str, version: str, changelog: str) -> str:
-    """The section's text without its heading."""
+    """Return the text of the section without its heading."""
     if tag != f"v{version}":
         raise LookupError(f"the tag is {tag}, and app/version.py says {version}: the tag should be v{version}")
     heading = re.search(rf"^## \[{re.escape(version)}\] - (\d{{4}}-\d\d-\d\d)$", changelog, re.MULTILINE)

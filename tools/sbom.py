@@ -1,7 +1,11 @@
-"""Says what is in the image, as CycloneDX 1.6: `python -m tools.sbom amd64 > sbom.json`, from that lock (`cuda-amd64` for the CUDA image).
+"""Write the SBOM of an image as CycloneDX 1.6: `python -m tools.sbom amd64 > sbom.json` (`cuda-amd64` for CUDA).
 
-Licences and who needs whom are what the packages that are installed here say of themselves, where it is the locked version: run within
-the image (docs/releasing.md), that is all of them. `--debian /` adds the distribution's packages of that root.
+The components are the wheels of the image's lock with their hashes. Licences and dependencies come from the metadata
+of installed packages of the locked version; inside the image (docs/releasing.md) that is all of them. `--debian /`
+adds the Debian packages of that root.
+`cyclonedx-py` does not replace it: it would have to be installed in the image that it describes, since it reads either
+an environment, without the hashes of the wheels, or a requirements file, without licences and dependencies, and it
+knows no Debian packages. This module uses the standard library and `packaging`, which the image has.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ LINE = re.compile(r"(?P<name>[^=\s]+)===?(?P<version>\S+) --hash=sha256:(?P<sha2
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """A line of the lock."""
+    """One line of a lock."""
 
     name: str
     version: str
@@ -42,12 +46,12 @@ class Wheel:
 
     @property
     def purl(self) -> str:
-        """A version with a local part, such as +cpu, is of torch's own index and not on PyPI."""
+        """Package URL. A version with a local part such as +cpu comes from torch's own index, not from PyPI."""
         index = f"?repository_url={quote(CPU_INDEX, safe=':/')}" if "+" in self.version else ""
         return f"pkg:pypi/{canonicalize_name(self.name)}@{quote(self.version)}{index}"
 
     def installed(self) -> Distribution | None:
-        """This very version, if it is here."""
+        """Return the installed distribution if it has exactly this version."""
         try:
             found = distribution(self.name)
         except PackageNotFoundError:
@@ -56,8 +60,10 @@ class Wheel:
 
 
 def main() -> int:
-    """Prints one document; nothing of it depends on the clock where SOURCE_DATE_EPOCH is set."""
-    parser = argparse.ArgumentParser(prog="python -m tools.sbom", description="What is in the image, as CycloneDX 1.6.")
+    """Print one document. It does not depend on the clock if SOURCE_DATE_EPOCH is set."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.sbom", description="Write the SBOM of an image as CycloneDX 1.6."
+    )
     parser.add_argument("image", choices=[lock.name for lock in LOCKS])
     parser.add_argument("--debian", type=Path, metavar="ROOT", help="add the Debian packages of this root")
     asked = parser.parse_args()
@@ -69,7 +75,7 @@ def main() -> int:
 
 
 def document(name: str, now: datetime, debian: Path | None = None) -> Json:
-    """The serial number is the contents': the same image has the same number."""
+    """Return the document. The serial number is derived from the contents, so equal images have equal numbers."""
     wheels = read_lock((ROOT / "requirements" / f"image-{name}.txt").read_text(encoding="utf-8"))
     components = [component(wheel) for wheel in wheels]
     if debian is not None:
@@ -108,7 +114,7 @@ def project() -> Json:
 
 
 def read_lock(text: str) -> list[Wheel]:
-    """Every line that is not a comment must be whole: a wheel without a hash is not locked."""
+    """Parse a lock. Every line that is not a comment must have a hash."""
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     found = [LINE.fullmatch(line) for line in lines]
     if broken := [line for line, match in zip(lines, found, strict=True) if match is None]:
@@ -132,7 +138,7 @@ def component(wheel: Wheel) -> Json:
 
 
 def licences(installed: Distribution) -> list[Json]:
-    """An expression where there is one; else the words that were used, unguessed: "BSD" may be any of several."""
+    """Return the SPDX expression if there is one, else the declared names unchanged: "BSD" may be any of several."""
     said = installed.metadata
     if expression := said["License-Expression"]:
         return [{"expression": expression, "acknowledgement": "declared"}]
@@ -142,12 +148,12 @@ def licences(installed: Distribution) -> list[Json]:
 
 
 def dependencies(wheels: list[Wheel], machine: str) -> list[Json]:
-    """Who asks for whom, among what is there."""
+    """Return the dependency graph among the components."""
     refs = {canonicalize_name(wheel.name): wheel.purl for wheel in wheels}
     here = {"platform_machine": machine, "sys_platform": "linux", "python_version": PYTHON, "extra": ""}
 
     def asked_for(requirements: list[str]) -> list[str]:
-        """An extra's requirements are left out: what of them is locked is asked for by somebody else."""
+        """Return the components that these requirements name, without those of extras."""
         parsed = [Requirement(each) for each in requirements]
         wanted = {canonicalize_name(each.name) for each in parsed if each.marker is None or each.marker.evaluate(here)}
         return sorted(refs[name] for name in wanted if name in refs)
@@ -160,7 +166,7 @@ def dependencies(wheels: list[Wheel], machine: str) -> list[Json]:
 
 
 def debian_packages(root: Path) -> Iterator[Json]:
-    """What dpkg says is installed."""
+    """Yield the packages that dpkg lists as installed."""
     release = dict(
         re.findall(r'^(\w+)="?([^"\n]*)"?$', (root / "etc/os-release").read_text(encoding="utf-8"), re.MULTILINE)
     )

@@ -1,4 +1,4 @@
-"""Writes docs/settings.md from the settings themselves: `python -m tools.settings_table`, or with `--check` says whether it is current."""
+"""Write docs/settings.md from app/settings.py: `python -m tools.settings_table`; `--check` only compares it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ says what `auto` becomes on your machine, and why. This page is written by `make
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     rows = (
         f"| `{row.flag}` | `{row.variable}` | {row.values.replace('|', ' or ')} | {row.default or '–'} | {row.description} |\n"
         for row in setting_rows()
@@ -28,7 +28,7 @@ def page() -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit status 1 where `--check` finds the page out of date."""
+    """Write the page. With `--check`, return 1 if it is out of date."""
     if arguments == ["--check"]:
         current = TARGET.exists() and TARGET.read_text(encoding="utf-8") == page()
         if not current:

@@ -1,7 +1,8 @@
-"""Weights for nginx by what each server can do, for a fleet without a gateway: `python tools/upstream_weights.py --out FILE HOST:PORT ...`.
+"""Write nginx weights by the capacity of each server: `python tools/upstream_weights.py --out FILE HOST:PORT ...`.
 
-Reads /metrics of each server and writes the `server` lines of an `upstream` block, which includes that file. It is
-replaced, and nginx told, only where a share changed by more than a tenth. The standard library is all it needs.
+For a fleet without a gateway. It reads /metrics of each server and writes the `server` lines that an `upstream` block
+includes. The file is replaced and nginx reloaded only if a share changed by more than a tenth. Needs only the standard
+library.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-MOST_WEIGHT = 100  # of the quickest server: a weight is a whole number, and a hundredth is as near as it must be
-CHANGE = 0.1  # of a share, before anything is written: a reload leaves old workers behind until their streams end
+MOST_WEIGHT = 100  # weight of the fastest server; weights are whole numbers, and a hundredth is precise enough
+CHANGE = 0.1  # relative change of a share that causes a write: a reload keeps old workers until their streams end
 ANSWER_SECONDS = 5.0
 CAPACITY = re.compile(r'^armature_capacity_tokens_per_second\{phase="(\w+)",rows="(\d+)"\} (\S+)$', re.MULTILINE)
 LINE = re.compile(r"^server (\S+) weight=(\d+) ", re.MULTILINE)
@@ -29,9 +30,9 @@ Weights = dict[str, int]
 
 
 def requests_per_second(metrics: str, prompt_tokens: int, completion_tokens: int) -> float | None:
-    """That a server with every place taken can answer, by its own measurements; None where it tells of none.
+    """Return the requests per second of a full server by its own measurements, or None if it reports none.
 
-    A prompt has to be read for each completion. Of an encoder, texts of so many prompt tokens.
+    A prompt is read for each completion. For an encoder: texts of `prompt_tokens` tokens per second.
     """
     told: dict[str, dict[int, float]] = {}
     for phase, rows, speed in CAPACITY.findall(metrics):
@@ -46,7 +47,11 @@ def requests_per_second(metrics: str, prompt_tokens: int, completion_tokens: int
 
 
 def weigh(capacities: Mapping[str, float | None], before: Weights) -> Weights:
-    """Whole numbers in proportion. Who tells nothing keeps its old weight, and who never had one counts as the slowest: never too much."""
+    """Return whole-number weights in proportion to the capacities.
+
+    A server that reports nothing keeps its old weight. A server without an old weight counts as the slowest, so it
+    never gets too much.
+    """
     known = {server: capacity for server, capacity in capacities.items() if capacity is not None}
     most = max(known.values(), default=1.0)
     weights = {server: max(1, round(MOST_WEIGHT * capacity / most)) for server, capacity in known.items()}
@@ -55,7 +60,7 @@ def weigh(capacities: Mapping[str, float | None], before: Weights) -> Weights:
 
 
 def differ(weights: Weights, before: Weights) -> bool:
-    """Whether other servers are told of, or the share of one of them changed by more than a tenth of itself."""
+    """Return True if the set of servers changed, or a share changed by more than a tenth of itself."""
     if weights.keys() != before.keys():
         return True
     now, then = sum(weights.values()), sum(before.values())
@@ -63,19 +68,25 @@ def differ(weights: Weights, before: Weights) -> bool:
 
 
 def read_weights(file: Path) -> Weights:
-    """As they were written last; none where there is no such file."""
+    """Return the weights that were written last, or none if there is no such file."""
     with suppress(FileNotFoundError):
         return {server: int(weight) for server, weight in LINE.findall(file.read_text())}
     return {}
 
 
 def lines(weights: Weights) -> str:
-    """max_fails=0: with more, nginx takes a server that is full (429) for dead, and a full house for a broken one (502)."""
+    """Return the `server` lines.
+
+    With max_fails above 0, nginx would treat a full server (429) as failed, and a fleet of full servers as down (502).
+    """
     return "".join(f"server {server} weight={weight} max_fails=0;\n" for server, weight in weights.items())
 
 
 def replace_safely(file: Path, text: str, check: Sequence[str], reload: Sequence[str]) -> str:
-    """Writes, checks, and reloads; what the check refuses is taken back. Returns what went wrong, if anything did."""
+    """Write the file, check it and reload nginx. If the check fails, restore the old file.
+
+    Returns a sentence on what went wrong, or None.
+    """
     before = file.read_text() if file.exists() else None
     _write(file, text)
     for command in (check, reload):
@@ -92,14 +103,14 @@ def replace_safely(file: Path, text: str, check: Sequence[str], reload: Sequence
 
 
 def _write(file: Path, text: str) -> None:
-    """In one move: nginx never reads half of it."""
+    """Replace the file atomically, so that nginx never reads half of it."""
     fresh = file.with_name(f".{file.name}.{os.getpid()}")
     fresh.write_text(text)
     fresh.replace(file)
 
 
 def scraped(server: str) -> str:
-    """Its metrics; empty where it does not answer."""
+    """Return the server's metrics, or an empty text if it does not answer."""
     try:
         with urllib.request.urlopen(f"http://{server}/metrics", timeout=ANSWER_SECONDS) as answer:
             text: str = answer.read().decode()
@@ -110,7 +121,7 @@ def scraped(server: str) -> str:
 
 
 def once(arguments: argparse.Namespace) -> int:
-    """Looks at every server, writes where it must. The exit status."""
+    """Query every server once and write the file if needed. Returns the exit status."""
     before = read_weights(arguments.out)
     capacities = {
         server: requests_per_second(scraped(server), arguments.prompt_tokens, arguments.completion_tokens)
@@ -139,11 +150,15 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("server", nargs="+", metavar="HOST:PORT")
-    parser.add_argument("--out", type=Path, required=True, help="the file that an `upstream` block includes")
-    parser.add_argument("--every", type=float, default=0.0, help="seconds between two looks; without it there is one")
-    parser.add_argument("--check", default="", help="such as 'nginx -t'; where it fails the old file comes back")
-    parser.add_argument("--reload", default="", help="such as 'nginx -s reload'")
-    parser.add_argument("--prompt-tokens", type=int, default=256, help="of a usual request")
+    parser.add_argument("--out", type=Path, required=True, help="the file that the `upstream` block includes")
+    parser.add_argument("--every", type=float, default=0.0, help="seconds between updates; without it, update once")
+    parser.add_argument(
+        "--check",
+        default="",
+        help="checks the configuration, such as 'nginx -t'; if it fails, the old file is restored",
+    )
+    parser.add_argument("--reload", default="", help="command that reloads nginx, such as 'nginx -s reload'")
+    parser.add_argument("--prompt-tokens", type=int, default=256, help="tokens of a typical request")
     parser.add_argument("--completion-tokens", type=int, default=128)
     return parser.parse_args()
 

@@ -1,7 +1,12 @@
-"""Builds wheels in dist/ that say where they run: `python -m tools.wheels`. For this machine, and for 64-bit Arm given a cross compiler;
-or for those named alone: `python -m tools.wheels aarch64`.
+"""Build manylinux wheels in dist/: `python -m tools.wheels [ARCHITECTURE ...]`.
 
-The oldest C library is the one whose symbols the native library asks for. It must bring no OpenMP runtime: torch brings the only one.
+Builds for this machine, and for 64-bit Arm if a cross compiler is present. The platform tag is the oldest C library
+that the native library's symbols allow. The wheel must not contain an OpenMP runtime, because torch brings the only
+one.
+auditwheel does not replace it: it would copy libgomp into the wheel, and two OpenMP runtimes in a process slow each
+other down; excluding libgomp skips the check of its symbol versions, which matter because torch's libgomp is old.
+cibuildwheel builds in containers per Python version, but these wheels do not depend on the Python version and are
+cross-compiled.
 """
 
 from __future__ import annotations
@@ -19,9 +24,9 @@ ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 TOOLCHAIN = ROOT / "cmake" / "aarch64-linux-gnu.cmake"
 LIBRARY = "app/kernels/libarmature.so"
-# What every Linux has, and what torch has loaded before us. Anything else would have to be carried along.
+# Libraries that every Linux has or that torch has loaded before. A wheel would have to contain any other library.
 MAY_NEED = {"libc.so.6", "libm.so.6", "libgomp.so.1", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
-OLDEST_GLIBC = (2, 17)  # of the manylinux names that pip knows for both architectures
+OLDEST_GLIBC = (2, 17)  # the oldest manylinux tag that pip knows for both architectures
 TORCH_GOMP = (
     5,
     0,
@@ -29,11 +34,11 @@ TORCH_GOMP = (
 
 
 class Unfit(Exception):
-    """A wheel that would not run where it says."""
+    """A wheel that would not run on the platform of its tag."""
 
 
 def main() -> int:
-    """Builds one wheel an architecture."""
+    """Build one wheel for each architecture."""
     if platform.system() != "Linux":
         print("wheels: manylinux wheels are made on Linux; `make build` makes one for this machine", file=sys.stderr)
         return 1
@@ -57,7 +62,7 @@ def main() -> int:
 
 
 def build(machine: str, cross: bool, folder: Path) -> Path:
-    """One wheel for `machine`, tagged with the oldest C library that it runs on."""
+    """Build one wheel for `machine`, tagged with the oldest C library that it runs on."""
     with tempfile.TemporaryDirectory() as work:
         options = [f"--config-settings=wheel.tags=py3-none-linux_{machine}"]
         if cross:
@@ -83,12 +88,16 @@ def build(machine: str, cross: bool, folder: Path) -> Path:
         (wheel,) = Path(work).glob("*.whl")
         folder.mkdir(exist_ok=True)
         for other in folder.glob("-".join(wheel.name.split("-")[:2]) + f"-*_{machine}.whl"):
-            other.unlink()  # of this version and machine, perhaps for another C library
+            other.unlink()  # same version and machine, possibly another C library
         return Path(shutil.copy(wheel, folder))
 
 
 def platform_tag(wheel: Path, machine: str, work: Path) -> str:
-    """`manylinux_2_17_x86_64` and its kin, or Unfit."""
+    """Return the platform tag, for example `manylinux_2_17_x86_64`.
+
+    Raises:
+        Unfit: The wheel contains or needs other libraries, or newer symbols than torch's libgomp has.
+    """
     with zipfile.ZipFile(wheel) as archive:
         binaries = [name for name in archive.namelist() if ".so" in name]
         if binaries != [LIBRARY]:
@@ -105,7 +114,7 @@ def platform_tag(wheel: Path, machine: str, work: Path) -> str:
 
 
 def needs(library: Path) -> tuple[set[str], dict[str, set[tuple[int, ...]]]]:
-    """Libraries that it names, and the versions of their symbols that it uses, by family."""
+    """Return the libraries that it links to, and the versions of their symbols that it uses, by family."""
     said = subprocess.run(["readelf", "-W", "-d", "-V", library], check=True, capture_output=True, text=True).stdout
     versions: dict[str, set[tuple[int, ...]]] = {"GLIBC": set(), "GOMP": set()}
     for family, version in re.findall(r"Name: (GLIBC|GOMP|OMP)_([0-9.]+)", said):

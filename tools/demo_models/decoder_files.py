@@ -1,4 +1,4 @@
-"""The files of the demo checkpoint: an ordinary Hugging Face directory, written and read back."""
+"""The files of the demo decoder: an ordinary Hugging Face directory, written and read back."""
 
 import json
 from dataclasses import dataclass
@@ -29,14 +29,14 @@ CHAT_TEMPLATE = """{{- bos_token }}
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a directory holds, ready to use."""
+    """The network and the tokenizer of a directory."""
 
     net: Llama
     tokenizer: Tokenizer
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE: every byte has a token, so any text survives the round trip."""
+    """Train a byte-level BPE. Every byte has a token, so any text survives the round trip."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -56,7 +56,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
 
 
 def document_ids(tokenizer: Tokenizer, turns: list[Turn]) -> list[int]:
-    """What the chat template and the tokenizer make of a document, its end included."""
+    """Return the token ids of a document as the chat template and the tokenizer produce them, including its end."""
     ids = [BEGIN]
     for turn in turns:
         ids += [ROLES[turn.role]] if turn.role else []
@@ -65,10 +65,10 @@ def document_ids(tokenizer: Tokenizer, turns: list[Turn]) -> list[int]:
 
 
 def save(directory: Path, net: Llama, tokenizer: Tokenizer) -> None:
-    """Write everything but the README."""
+    """Write everything except the README."""
     directory.mkdir(parents=True, exist_ok=True)
     weights = {name: value.detach().to(torch.bfloat16).contiguous() for name, value in net.named_parameters()}
-    # A server may have the old file mapped: the new one takes its name, not its place.
+    # A server may have the old file mapped, so the new file replaces it instead of overwriting it.
     fresh = directory / "model.safetensors.new"
     save_file(weights, fresh, metadata={"format": "pt"})
     fresh.chmod(0o644)
@@ -80,7 +80,7 @@ def save(directory: Path, net: Llama, tokenizer: Tokenizer) -> None:
 
 
 def load(directory: Path) -> Checkpoint:
-    """Read a directory back, in FP32."""
+    """Read a directory in FP32."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     shape = Shape(
         vocab_size=config["vocab_size"],

@@ -1,6 +1,7 @@
-"""The demo's network: a plain Llama (RMSNorm, rotary positions, grouped queries, SwiGLU, tied embeddings).
+"""The network of the demo decoder: a plain Llama (RMSNorm, RoPE, grouped-query attention, SwiGLU, tied embeddings).
 
-Parameters carry the names that a Hugging Face checkpoint uses, so saving is a plain dump; serving knows nothing of this file.
+Parameters have the names of a Hugging Face checkpoint, so they are saved as they are. The server does not use this
+module.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The numbers of config.json that decide the size of the network."""
+    """The sizes of config.json."""
 
     vocab_size: int = 2048
     hidden_size: int = 256
@@ -39,7 +40,7 @@ class Norm(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions in the half-split order of Hugging Face checkpoints; x is [batch, heads, tokens, head_dim]."""
+    """Apply RoPE in the half-split order of Hugging Face checkpoints. x is [batch, heads, tokens, head_dim]."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -104,7 +105,7 @@ class Body(nn.Module):
 
 
 class Llama(nn.Module):
-    """Token ids in, logits out: [batch, tokens] to [batch, tokens, vocab]."""
+    """Maps token ids [batch, tokens] to logits [batch, tokens, vocab]."""
 
     cos: Tensor
     sin: Tensor
@@ -119,7 +120,8 @@ class Llama(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # The two projections that write to the residual stream start smaller, so depth does not blow it up.
+                # The two projections that write to the residual stream start smaller, so that activations do not grow
+                # with depth.
                 smaller = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(parameter, std=0.02 / (2 * shape.num_layers) ** 0.5 if smaller else 0.02)
 

@@ -1,4 +1,4 @@
-"""The files of encoders: a teacher is read from a sentence-transformers directory, the demo encoder is written as one."""
+"""The files of encoders: reads a teacher from a sentence-transformers directory and writes the demo encoder as one."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ MODULES = ("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normal
 
 
 def load(directory: Path) -> tuple[Bert, Tokenizer]:
-    """A BERT of any size in FP32, and its tokenizer without padding, cutting where its positions end."""
+    """Read a BERT in FP32, and its tokenizer without padding, truncating at the number of positions."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     shape = Shape(
         vocab_size=config["vocab_size"],
@@ -36,7 +36,7 @@ def load(directory: Path) -> tuple[Bert, Tokenizer]:
 
 
 def smaller_tokenizer(tokenizer: Tokenizer, tokens: list[str], max_tokens: int) -> Tokenizer:
-    """The same WordPiece rules over fewer tokens, these in their order."""
+    """Return a tokenizer with the same WordPiece rules and only these tokens, in this order."""
     content = json.loads(tokenizer.to_str())
     ids = {token: number for number, token in enumerate(tokens)}
     content["model"]["vocab"] = ids
@@ -50,10 +50,10 @@ def smaller_tokenizer(tokenizer: Tokenizer, tokens: list[str], max_tokens: int) 
 
 
 def save(directory: Path, net: Bert, tokenizer: Tokenizer) -> None:
-    """Write everything but the README."""
+    """Write everything except the README."""
     directory.mkdir(parents=True, exist_ok=True)
     weights = {name: value.detach().to(torch.float16).contiguous() for name, value in net.named_parameters()}
-    # A server may have the old file mapped: the new one takes its name, not its place.
+    # A server may have the old file mapped, so the new file replaces it instead of overwriting it.
     fresh = directory / "model.safetensors.new"
     save_file(weights, fresh, metadata={"format": "pt"})
     fresh.chmod(0o644)

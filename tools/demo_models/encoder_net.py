@@ -1,6 +1,7 @@
-"""A plain BERT, for the demo encoder and for its teacher: word, position and type embeddings, post-norm layers, exact GELU, mean pooling.
+"""A plain BERT for the demo encoder and its teacher.
 
-Parameters carry the names that a Hugging Face checkpoint uses, so saving is a plain dump; serving knows nothing of this file.
+It has word, position and type embeddings, post-norm layers, exact GELU and mean pooling. Parameters have the names of
+a Hugging Face checkpoint, so they are saved as they are. The server does not use this module.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The numbers of config.json that decide the size of the network; the demo's where nothing is said."""
+    """The sizes of config.json; the defaults are the demo's."""
 
     vocab_size: int = 6144
     hidden_size: int = 192
@@ -59,7 +60,7 @@ class SelfAttention(nn.Module):
 
 
 class Output(nn.Module):
-    """What is written back to the residual stream, which is then normed."""
+    """The output projection of a sublayer, with the norm after the residual connection."""
 
     def __init__(self, size: int, shape: Shape) -> None:
         super().__init__()
@@ -104,7 +105,7 @@ class Layers(nn.Module):
 
 
 class Bert(nn.Module):
-    """Token ids and what of them is no padding, both [texts, tokens], in; the mean over each text's tokens out, [texts, hidden_size]."""
+    """Maps token ids and their mask, both [texts, tokens], to each text's mean over tokens, [texts, hidden_size]."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -113,7 +114,7 @@ class Bert(nn.Module):
         self.encoder = Layers(shape)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # At first a layer adds next to nothing to what the words say.
+                # At first a layer adds almost nothing to the residual stream.
                 nn.init.normal_(parameter, std=0.01 if "output.dense" in name else 0.04)
 
     def forward(self, token_ids: Tensor, present: Tensor) -> Tensor:

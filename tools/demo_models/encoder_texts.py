@@ -1,7 +1,7 @@
-"""The texts that the demo encoder learns from: `python -m tools.demo_models.encoder_texts --count 20` prints some.
+"""The training texts of the demo encoder: `python -m tools.demo_models.encoder_texts --count 20` prints some.
 
-Sentences of the documentation strings that this Python can see, sentences of the demo's stories, and phrases drawn from the teacher's
-own words. What a seed gives depends on nothing but the versions of the packages that are installed.
+They are sentences of the docstrings of installed packages, sentences of the demo's stories, and phrases of the
+teacher's words. The texts of a seed depend only on the versions of the installed packages.
 """
 
 import argparse
@@ -33,7 +33,7 @@ DOCUMENTED = (
 )
 QUOTED = re.compile(r'^\s*[rR]?"""(.+?)"""', re.DOTALL | re.MULTILINE)
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
-HELD_OUT_SHARE = 50  # one text of so many is never trained on
+HELD_OUT_SHARE = 50  # one text of this number is held out
 FRAMES = (
     "{} {}",
     "{} {} {}",
@@ -55,12 +55,12 @@ FRAMES = (
 
 
 def is_held_out(text: str) -> bool:
-    """Whether a text is only for judging; the same text always is, or never."""
+    """Return True if a text is held out. The result is the same for the same text."""
     return zlib.crc32(text.encode()) % HELD_OUT_SHARE == 0
 
 
 def documentation_sentences() -> list[str]:
-    """Every sentence of prose in documentation strings of the standard library and of a few packages, once, in a fixed order."""
+    """Return every prose sentence in the docstrings of the standard library and a few packages, in a fixed order."""
     library, packages = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))
     files = [path for path in library.rglob("*.py") if not {"site-packages", "test"} & set(path.parts)]
     files += [path for name in DOCUMENTED for path in (packages / name).rglob("*.py")]
@@ -80,7 +80,7 @@ def _sentences(quoted: str) -> Iterator[str]:
 
 
 def story_sentences(seed: int) -> Iterator[str]:
-    """Sentences of the demo's stories, now and then two or three together, without end."""
+    """Yield sentences of the demo's stories without end, sometimes two or three together."""
     for number in count():
         name = f"{seed}/encoder/{number}"
         dice, sentences = Dice(f"{name}/cut"), SENTENCE_END.split(write_story(name, may_train).text)
@@ -91,7 +91,7 @@ def story_sentences(seed: int) -> Iterator[str]:
 
 
 def phrases(words: list[str], seed: int) -> Iterator[str]:
-    """Frames filled with words, without end; words that stand early in the list come more often."""
+    """Yield filled templates without end. Words early in the list are more frequent."""
     dice = random.Random(seed)
     while True:
         frame = dice.choice(FRAMES)
@@ -99,13 +99,16 @@ def phrases(words: list[str], seed: int) -> Iterator[str]:
 
 
 def whole_words(tokenizer: Tokenizer) -> list[str]:
-    """The words of a WordPiece vocabulary, commonest first, as BERT's own is ordered."""
+    """Return the whole words of a WordPiece vocabulary in its order, which is by frequency for BERT."""
     by_id = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     return [token for token, _ in by_id if len(token) > 2 and token.isascii() and token.isalpha()]
 
 
 def corpus(tokenizer: Tokenizer, seed: int, num_texts: int) -> list[str]:
-    """That many different texts in a shuffled order: a third documentation as far as there is, a ninth stories, the rest phrases."""
+    """Return `num_texts` different texts in shuffled order.
+
+    A third are docstring sentences if there are enough, a ninth are from stories, and the rest are phrases.
+    """
     dice = random.Random(seed)
     documented = documentation_sentences()
     dice.shuffle(documented)
@@ -121,7 +124,7 @@ def corpus(tokenizer: Tokenizer, seed: int, num_texts: int) -> list[str]:
 
 
 def main() -> None:
-    """Print a few of each kind."""
+    """Print a few texts of each kind."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=10)

@@ -1,4 +1,4 @@
-"""The figures that stand in the checkpoint's README: its perplexity beside the grammar's own entropy, and along the context."""
+"""The figures in the decoder's README: its perplexity next to the grammar's entropy, and along the context."""
 
 import math
 from collections.abc import Iterator
@@ -24,14 +24,14 @@ ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Summed surprise in nats, of the model and of the grammar, over the same stories."""
+    """Negative log-likelihood in nats of the model and of the grammar, summed over the same stories."""
 
     model_nats: float
     grammar_nats: float
     num_tokens: int
 
     def line(self, name: str) -> str:
-        """The figures in words."""
+        """Return the figures as text."""
         model, grammar = self.model_nats / self.num_tokens, self.grammar_nats / self.num_tokens
         return (
             f"{name}: {self.num_tokens:,} tokens, perplexity {math.exp(model):.3f} ({model:.4f} nats a token); "
@@ -40,7 +40,7 @@ class Score:
 
 
 def report(directory: Path, seed: int) -> None:
-    """Print everything."""
+    """Print all figures."""
     checkpoint = load(directory)
     held_out = held_out_stories(seed, NUM_STORIES)
     seen = list(islice(training_stories(seed), NUM_STORIES))
@@ -55,7 +55,7 @@ def report(directory: Path, seed: int) -> None:
 
 @torch.inference_mode()
 def score(checkpoint: Checkpoint, stories: list[Story]) -> Score:
-    """Each story alone, from its begin to its end; the begin itself is given, the end must be foreseen."""
+    """Score each story alone. The begin token is given; the end token must be predicted."""
     total, num_tokens = 0.0, 0
     for start in range(0, len(stories), ROWS):
         rows = [_ids(checkpoint, story.text) for story in stories[start : start + ROWS]]
@@ -65,7 +65,7 @@ def score(checkpoint: Checkpoint, stories: list[Story]) -> Score:
 
 
 def token_losses(checkpoint: Checkpoint, rows: list[list[int]]) -> Tensor:
-    """Surprise of each token but the first, [rows, tokens - 1]; nothing where a row is padded."""
+    """Return the negative log-likelihood of each token except the first, [rows, tokens - 1]; 0 for padding."""
     longest = max(len(row) for row in rows)
     batch = torch.tensor([row + [PAD] * (longest - len(row)) for row in rows])
     logits = checkpoint.net(batch[:, :-1])
@@ -74,7 +74,7 @@ def token_losses(checkpoint: Checkpoint, rows: list[list[int]]) -> Tensor:
 
 @torch.inference_mode()
 def print_positions(checkpoint: Checkpoint, seed: int) -> None:
-    """Perplexity of stories asked for one after the other, along conversations that fill the whole context."""
+    """Print the perplexity along conversations that fill the whole context."""
     length = checkpoint.net.shape.max_positions
     rows = [row[: length + 1] for row in islice(_long_conversations(checkpoint, seed), NUM_WINDOWS)]
     losses = torch.cat([token_losses(checkpoint, [row]) for row in rows])
@@ -84,7 +84,7 @@ def print_positions(checkpoint: Checkpoint, seed: int) -> None:
 
 
 def _long_conversations(checkpoint: Checkpoint, seed: int) -> Iterator[list[int]]:
-    """Those that are long enough, new ones."""
+    """Yield new conversations that are long enough."""
     for number in count():
         turns = converse(Dice(f"{seed}/long/{number}"), may_train, goes_on=0.97)
         ids = document_ids(checkpoint.tokenizer, turns)

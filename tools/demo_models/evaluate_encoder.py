@@ -1,4 +1,4 @@
-"""How well the demo encoder says what its teacher says: rank correlation of cosines, and who is nearest to whom."""
+"""Agreement of the demo encoder with its teacher: rank correlation of cosines, and nearest texts."""
 
 import random
 from pathlib import Path
@@ -13,28 +13,31 @@ from tools.demo_models.encoder_net import Bert
 from tools.demo_models.encoder_texts import corpus, is_held_out
 
 EVERYDAY = Path(__file__).parent / "everyday.txt"
-NUM_TEXTS = 1000  # held-out texts that are compared, each with each
+NUM_TEXTS = 1000  # held-out texts, compared pairwise
 
 
 @torch.inference_mode()
 def embedded(net: Bert, tokenizer: Tokenizer, texts: list[str]) -> Tensor:
-    """Unit vectors, [texts, hidden_size], one text at a time."""
+    """Return unit vectors [texts, hidden_size], computed one text at a time."""
     rows = [torch.tensor([encoding.ids]) for encoding in tokenizer.encode_batch_fast(texts)]
     return F.normalize(torch.cat([net(row, torch.ones_like(row, dtype=torch.bool)) for row in rows]))
 
 
 def ranks(values: Tensor) -> Tensor:
-    """The place of each value among all, [values]."""
+    """Return the rank of each value, [values]."""
     return values.argsort().argsort().double()
 
 
 def spearman(first: Tensor, second: Tensor) -> float:
-    """Rank correlation of two lists of numbers."""
+    """Return the rank correlation of two lists of numbers."""
     return float(torch.corrcoef(torch.stack((ranks(first), ranks(second))))[0, 1])
 
 
 def agreement(made: Tensor, taught: Tensor) -> tuple[float, float]:
-    """Spearman over all pairs of texts; and the share of texts whose nearest by the one is among the nearest three by the other."""
+    """Return Spearman's correlation over all pairs of texts, and the nearest-text agreement.
+
+    The agreement is the share of texts whose nearest text by `made` is among the nearest three by `taught`.
+    """
     ours, theirs = made @ made.T, taught @ taught.T
     above = torch.triu_indices(len(ours), len(ours), 1)
     correlation = spearman(ours[*above], theirs[*above])

@@ -1,7 +1,9 @@
-"""Write a checkpoint with outlier channels: `python -m tools.demo_models.plant_outliers DIR OUT`.
+"""Write a checkpoint with outlier channels, as large models have.
 
-In each layer, some channels of the norms are multiplied by 30 to 100 and the weights behind them divided by as much; kept in FP32. With
-`--keys F`, two pairs of channels of each head of keys are multiplied by F as well, and those of the queries divided by it.
+`python -m tools.demo_models.plant_outliers DIR OUT`.
+The checkpoint computes the same function. In each layer, some channels of the norms are multiplied by 30 to 100, and
+the weights after them divided by the same factor. Weights are kept in FP32. With `--keys F`, two pairs of channels of
+each key head are multiplied by F, and those of the queries divided by it.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ FED = {
     "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
 }
 LEAST, MOST = 30.0, 100.0
-KEY_PAIRS = 2  # of a head
+KEY_PAIRS = 2  # per head
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("checkpoint", type=Path, help="Hugging Face directory of a Llama, in one file")
+    parser.add_argument("checkpoint", type=Path, help="Hugging Face directory of a Llama checkpoint, in one file")
     parser.add_argument("out", type=Path, help="directory to write")
-    parser.add_argument("--channels", type=int, default=8, help="of each norm")
+    parser.add_argument("--channels", type=int, default=8, help="outlier channels of each norm")
     parser.add_argument("--keys", type=float, default=1.0, help="factor of some channels of keys")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -37,7 +39,7 @@ def main() -> int:
 
 
 def write(checkpoint: Path, out: Path, channels: int, seed: int, keys: float = 1.0) -> None:
-    """All files of the checkpoint, with other weights."""
+    """Write all files of the checkpoint with the changed weights."""
     shutil.copytree(checkpoint, out, dirs_exist_ok=True)
     tensors = {name: tensor.float() for name, tensor in load_file(checkpoint / "model.safetensors").items()}
     config = json.loads((out / "config.json").read_text())
@@ -51,7 +53,7 @@ def write(checkpoint: Path, out: Path, channels: int, seed: int, keys: float = 1
 
 
 def plant_keys(tensors: dict[str, Tensor], head_dim: int, factor: float, seed: int) -> dict[str, Tensor]:
-    """Both channels of a pair that positions turn are multiplied alike, so that turning them changes nothing of it."""
+    """Multiply pairs of key channels. Both channels of a RoPE pair get the same factor, so RoPE is unaffected."""
     generator = torch.Generator().manual_seed(seed)
     planted = dict(tensors)
     for name in sorted(tensors):
@@ -69,7 +71,7 @@ def plant_keys(tensors: dict[str, Tensor], head_dim: int, factor: float, seed: i
 
 
 def plant(tensors: dict[str, Tensor], channels: int, seed: int) -> dict[str, Tensor]:
-    """The same names and shapes."""
+    """Return tensors of the same names and shapes with outliers in the norms."""
     generator = torch.Generator().manual_seed(seed)
     planted = dict(tensors)
     for name in sorted(tensors):

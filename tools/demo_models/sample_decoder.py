@@ -1,4 +1,4 @@
-"""What the demo model tells, and how good it is: does it follow the grammar, answer what was asked, repeat its training text?"""
+"""Samples of the demo decoder: whether they follow the grammar, answer the request, or repeat training text."""
 
 from collections import defaultdict
 from itertools import islice
@@ -15,7 +15,7 @@ from tools.demo_models.storybook.scene import is_held_out_pair
 NUM_STORIES = 64
 MAX_TOKENS = 400
 NEVER_TOLD = [BEGIN, PAD, *ROLES.values()]
-# More than the training reads, so that no copy goes unseen.
+# More than the training reads, so that every copy is found.
 NUM_DOCUMENTS = 15_000
 PROMPTS = ("Tell me a story about a fox and a lantern.", "Write a short story about Mia in the forest.", "Hello!")
 
@@ -39,7 +39,7 @@ def generate(checkpoint: Checkpoint, rows: list[list[int]], temperature: float, 
 
 
 def print_samples(checkpoint: Checkpoint, seed: int) -> None:
-    """A few answers to read, greedy and at temperature 0.8."""
+    """Print a few answers, greedy and at temperature 0.8."""
     chance = torch.Generator().manual_seed(seed)
     for name, temperature in (("greedy", 0.0), ("temperature 0.8", 0.8)):
         for prompt in PROMPTS:
@@ -51,7 +51,7 @@ def print_samples(checkpoint: Checkpoint, seed: int) -> None:
 
 
 def print_quality(checkpoint: Checkpoint, seed: int) -> None:
-    """The shares that stand in the README."""
+    """Print the shares in the README."""
     chance = torch.Generator().manual_seed(seed)
     told = generate(checkpoint, [[BEGIN]] * NUM_STORIES, 0.8, chance)
     known = {
@@ -68,7 +68,7 @@ def print_quality(checkpoint: Checkpoint, seed: int) -> None:
 
 
 def print_obedience(checkpoint: Checkpoint, chance: torch.Generator) -> None:
-    """Requests for a creature and a thing that training never brings together."""
+    """Print how many requests for a held-out creature and thing are answered with both."""
     pairs = [(kind, thing) for kind in words.KINDS for thing in words.THINGS if is_held_out_pair(kind, thing)][
         :NUM_STORIES
     ]
@@ -89,7 +89,7 @@ def print_obedience(checkpoint: Checkpoint, chance: torch.Generator) -> None:
 
 
 def chat_ids(checkpoint: Checkpoint, prompt: str) -> list[int]:
-    """What the chat template makes of one question."""
+    """Return the chat template's token ids for one question."""
     ids = checkpoint.tokenizer.encode(prompt, add_special_tokens=False).ids
     return [BEGIN, ROLES["user"], *ids, END, ROLES["assistant"]]
 
@@ -99,5 +99,5 @@ def _until_end(checkpoint: Checkpoint, ids: list[int]) -> str:
 
 
 def _stories_in(text: str) -> list[str]:
-    """The text itself, and what follows the storyteller's preface."""
+    """Return the text itself, and the part after the storyteller's preface."""
     return [text, text.partition("\n\n")[2]]

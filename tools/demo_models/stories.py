@@ -1,7 +1,7 @@
-"""The seeded generator of the demo's corpus: `python -m tools.demo_models.stories --count 3` prints what it tells.
+"""The seeded generator of the decoder's corpus: `python -m tools.demo_models.stories --count 3` prints documents.
 
-`--held-out --documents --count 300` prints the text for `armature bench quality --text`. The corpus is endless: document number i of a seed
-is always the same, whatever else is drawn.
+`--held-out --documents --count 300` prints the text for `armature bench quality --text`. The corpus is endless.
+Document number i of a seed is always the same, whatever else is drawn.
 """
 
 import argparse
@@ -12,19 +12,19 @@ from tools.demo_models.storybook.chat import Turn, converse, practise
 from tools.demo_models.storybook.dice import Dice
 from tools.demo_models.storybook.story import Story, is_held_out, may_train, write_story
 
-NUM_PRACTICE = 2560  # documents at the beginning: nothing but practice, until the network can copy a name
-PRACTICE_SHARE, PLAIN_SHARE = 0.25, 0.3  # of the documents after these; the others are conversations
-END = "<|end|>"  # as the tokenizer spells the end of a text
-LONG_SHARE = 0.06  # of the conversations: those that fill the whole context
+NUM_PRACTICE = 2560  # practice documents at the beginning, until the network can copy a name
+PRACTICE_SHARE, PLAIN_SHARE = 0.25, 0.3  # shares of the documents after these; the others are conversations
+END = "<|end|>"  # the tokenizer's end token
+LONG_SHARE = 0.06  # share of the conversations that fill the whole context
 
 
 def training_documents(seed: int) -> Iterator[list[Turn]]:
-    """Practice, plain stories (one turn without a role) and conversations, none with a held-out combination."""
+    """Yield practice, plain stories (one turn without a role) and conversations, none with a held-out combination."""
     return (training_document(seed, number) for number in count())
 
 
 def training_document(seed: int, number: int) -> list[Turn]:
-    """One document of the corpus."""
+    """Return one document of the corpus."""
     name, form = _name_and_form(seed, number)
     if form == "plain":
         return [Turn("", write_story(name, may_train).text)]
@@ -34,7 +34,7 @@ def training_document(seed: int, number: int) -> list[Turn]:
 
 
 def training_stories(seed: int) -> Iterator[Story]:
-    """The plain stories among the training documents, in their order."""
+    """Yield the plain stories among the training documents, in their order."""
     for number in count():
         name, form = _name_and_form(seed, number)
         if form == "plain":
@@ -42,7 +42,7 @@ def training_stories(seed: int) -> Iterator[Story]:
 
 
 def _name_and_form(seed: int, number: int) -> tuple[str, str]:
-    """The seed of a document, and what it will be."""
+    """Return the seed of a document, and its form."""
     name = f"{seed}/train/{number}"
     dice = Dice(f"{name}/form")
     if number < NUM_PRACTICE or dice.chance(PRACTICE_SHARE):
@@ -53,19 +53,21 @@ def _name_and_form(seed: int, number: int) -> tuple[str, str]:
 
 
 def held_out_stories(seed: int, number: int) -> list[Story]:
-    """Plain stories whose hero and thing training never brings together."""
+    """Return plain stories whose hero and thing never occur together in training."""
     return [write_story(f"{seed}/held-out/{index}", is_held_out) for index in range(number)]
 
 
 def main() -> None:
-    """Print a few training documents, or held-out stories with their surprise."""
+    """Print training documents, or held-out stories with their negative log-likelihood."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=3)
-    parser.add_argument("--skip", type=int, default=NUM_PRACTICE, help="documents to leave out at the beginning")
+    parser.add_argument("--skip", type=int, default=NUM_PRACTICE, help="documents to skip at the beginning")
     parser.add_argument("--held-out", action="store_true")
     parser.add_argument(
-        "--documents", action="store_true", help="nothing but plain stories, each ended, lines of --- between"
+        "--documents",
+        action="store_true",
+        help="print only plain stories, each with its end, separated by lines of ---",
     )
     options = parser.parse_args()
     if options.documents:

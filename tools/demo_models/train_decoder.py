@@ -1,7 +1,8 @@
-"""Trains the demo checkpoint from the seeded story corpus, and measures what came out.
+"""Train the demo decoder on the seeded story corpus.
 
-`python -m tools.demo_models.train_decoder --out app/demo/llama` makes everything but the README; `--evaluate DIR` prints the figures that
-stand in it. Ctrl-C ends the training early and saves what there is.
+`python -m tools.demo_models.train_decoder --out app/demo/llama`.
+That writes everything except the README. `--evaluate DIR` prints the figures of the README. Ctrl-C ends the training
+early and saves the current weights.
 """
 
 import argparse
@@ -24,21 +25,21 @@ from tools.demo_models.decoder_net import Llama, Shape
 from tools.demo_models.stories import NUM_PRACTICE, training_documents
 
 STEP_TOKENS = (
-    2048  # of a step, padding included; half of that while it practises, as it takes many steps and not many tokens
+    2048  # tokens of a step, with padding; half of that during practice, which needs many steps rather than many tokens
 )
-POOL = 256  # documents that are sorted by length, so that rows of one batch are alike
+POOL = 256  # documents that are sorted by length, so that the rows of a batch are similar
 REPORT_EVERY = 100
 WARMUP_STEPS = 40
 MUON_RATE, ADAMW_RATE = 4e-3, 4e-3
 
 
 def token_stream(tokenizer: Tokenizer, seed: int) -> Iterator[list[int]]:
-    """Documents as the serving side will see them: begin, then roles and texts, each closed by an end."""
+    """Yield documents as the server will see them: begin, then roles and texts, each closed by an end."""
     return (document_ids(tokenizer, turns) for turns in training_documents(seed))
 
 
 def batches(tokenizer: Tokenizer, seed: int) -> Iterator[Tensor]:
-    """Batches of whole documents, [rows, tokens], padded at the end; nothing is ever read twice."""
+    """Yield batches of whole documents, [rows, tokens], padded at the end. No document is read twice."""
     documents, order = token_stream(tokenizer, seed), random.Random(seed)
     for number in count():
         longest = Shape().max_positions + 1  # the last token is only a target
@@ -49,7 +50,7 @@ def batches(tokenizer: Tokenizer, seed: int) -> Iterator[Tensor]:
 
 
 def grouped(pool: list[list[int]], max_tokens: int) -> list[list[list[int]]]:
-    """Neighbours of a sorted pool, as many as fit once they are padded to the longest of them."""
+    """Group neighbours of a sorted pool, as many as fit when padded to the longest of them."""
     groups: list[list[list[int]]] = []
     for document in pool:
         if groups and (len(groups[-1]) + 1) * len(document) <= max_tokens:
@@ -60,20 +61,20 @@ def grouped(pool: list[list[int]], max_tokens: int) -> list[list[list[int]]]:
 
 
 def padded(rows: list[list[int]]) -> Tensor:
-    """One rectangle."""
+    """Return one padded tensor, [rows, tokens]."""
     longest = max(len(row) for row in rows)
     return torch.tensor([row + [PAD] * (longest - len(row)) for row in rows])
 
 
 def rate(step: int, num_steps: int) -> float:
-    """The share of the peak rate: linear warm-up, then a cosine down to nothing."""
+    """Return the share of the peak learning rate: linear warm-up, then a cosine down to zero."""
     if step < WARMUP_STEPS:
         return (step + 1) / WARMUP_STEPS
     return 0.5 * (1 + math.cos(math.pi * (step - WARMUP_STEPS) / max(1, num_steps - WARMUP_STEPS)))
 
 
 def optimizers_of(net: Llama) -> list[torch.optim.Optimizer]:
-    """Muon turns the matrices of the layers, AdamW the embedding and the scales of the norms."""
+    """Return Muon for the matrices of the layers, and AdamW for the embedding and the scales of the norms."""
     matrices = [parameter for parameter in net.model.layers.parameters() if parameter.dim() == 2]
     others = [net.model.embed_tokens.weight, *(one for one in net.parameters() if one.dim() == 1)]
     return [
@@ -83,7 +84,7 @@ def optimizers_of(net: Llama) -> list[torch.optim.Optimizer]:
 
 
 def train_step(net: Llama, optimizers: list[torch.optim.Optimizer], batch: Tensor) -> float:
-    """One update; products in BF16, everything that sums in FP32."""
+    """Update the weights once. Products are in BF16, sums in FP32."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = net(batch[:, :-1])
     loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten(), ignore_index=PAD)
@@ -96,7 +97,7 @@ def train_step(net: Llama, optimizers: list[torch.optim.Optimizer], batch: Tenso
 
 
 def train(net: Llama, tokenizer: Tokenizer, seed: int, num_steps: int) -> None:
-    """All steps, or as many as the person at the keyboard lets pass."""
+    """Run all steps, or until Ctrl-C."""
     optimizers = optimizers_of(net)
     peaks = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
     started, recent, num_tokens = time.monotonic(), math.nan, 0
@@ -131,7 +132,7 @@ def main() -> None:
     """Train and save, or evaluate."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="directory to write the checkpoint to")
-    parser.add_argument("--evaluate", type=Path, metavar="DIR", help="measure a checkpoint instead of making one")
+    parser.add_argument("--evaluate", type=Path, metavar="DIR", help="measure a checkpoint instead of training one")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=3500)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -144,7 +145,7 @@ def main() -> None:
 
 
 def make(out: Path, seed: int, num_steps: int) -> None:
-    """The whole road: tokenizer, weights, files."""
+    """Make the tokenizer, the weights and the files."""
     torch.manual_seed(seed)
     sample = islice(training_documents(seed), 20000)
     tokenizer = train_tokenizer([turn.text for turns in sample for turn in turns], Shape().vocab_size)

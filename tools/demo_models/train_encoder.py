@@ -1,7 +1,7 @@
-"""Distils the demo encoder from all-MiniLM-L6-v2, and measures what came out.
+"""Distil the demo encoder from all-MiniLM-L6-v2 and evaluate it.
 
-`python -m tools.demo_models.train_encoder --teacher DIR --out app/demo/bert` makes everything but the README; `--evaluate DIR` prints the
-figures that stand in it. Ctrl-C ends the training early and saves what there is.
+`python -m tools.demo_models.train_encoder --teacher DIR --out app/demo/bert` writes everything except the README.
+`--evaluate DIR` prints the figures of the README. Ctrl-C ends the training early and saves the current weights.
 """
 
 import argparse
@@ -24,15 +24,13 @@ from tools.demo_models.encoder_net import Bert, Shape
 from tools.demo_models.encoder_texts import corpus, is_held_out
 from tools.demo_models.evaluate_encoder import report
 
-STEP_TOKENS = 1536  # of a training step, padding included
+STEP_TOKENS = 1536  # tokens of a training step, with padding
 TEACHER_TOKENS = 4096
-POOL = 2048  # texts that are sorted by length, so that rows of one batch are alike
-COMMON_WORDS = 5600  # of the vocabulary, from the top of the teacher's; the rest is what the corpus uses most
+POOL = 2048  # texts that are sorted by length, so that the rows of a batch are similar
+COMMON_WORDS = 5600  # tokens taken from the top of the teacher's vocabulary; the rest is what the corpus uses most
 WARMUP_STEPS = 100
 RATE = 2e-3
-SIMILARITY_WEIGHT = (
-    20.0  # cosines among a batch's texts against the teacher's: squared errors there are that much smaller
-)
+SIMILARITY_WEIGHT = 20.0  # weight of the loss on cosines within a batch, whose squared errors are much smaller
 REPORT_EVERY = 200
 
 
@@ -45,14 +43,14 @@ class Lesson:
 
 
 def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """One rectangle of ids, and what of it is text."""
+    """Return padded ids and their mask, both [rows, tokens]."""
     longest = max(len(row) for row in rows)
     ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
     return ids, torch.tensor([[True] * len(row) + [False] * (longest - len(row)) for row in rows])
 
 
 def grouped(pool: list[Lesson], max_tokens: int) -> list[list[Lesson]]:
-    """Neighbours of a pool sorted by length, as many as fit once they are padded to the longest of them."""
+    """Group neighbours of a pool sorted by length, as many as fit when padded to the longest of them."""
     groups: list[list[Lesson]] = []
     for lesson in sorted(pool, key=lambda one: len(one.token_ids)):
         if groups and (len(groups[-1]) + 1) * len(lesson.token_ids) <= max_tokens:
@@ -64,7 +62,7 @@ def grouped(pool: list[Lesson], max_tokens: int) -> list[list[Lesson]]:
 
 @torch.inference_mode()
 def vectors(net: Bert, tokenizer: Tokenizer, texts: list[str]) -> Tensor:
-    """Unit vectors of texts in their order, [texts, hidden_size]."""
+    """Return unit vectors of texts in their order, [texts, hidden_size]."""
     lessons = [Lesson(encoding.ids, row) for row, encoding in enumerate(tokenizer.encode_batch_fast(texts))]
     found = torch.empty(len(texts), net.shape.hidden_size)
     started, done = time.monotonic(), 0
@@ -81,7 +79,11 @@ def vectors(net: Bert, tokenizer: Tokenizer, texts: list[str]) -> Tensor:
 
 
 def choose_tokens(tokenizer: Tokenizer, texts: list[str], vocab_size: int) -> list[str]:
-    """Special tokens, every character of English text alone and within a word, common words, and what these texts use most."""
+    """Return the tokens of the vocabulary.
+
+    Special tokens, every character of English text alone and within a word, common words, and the most frequent tokens
+    of these texts.
+    """
     by_id = [token for token, _ in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])]
     known = set(by_id)
     characters = [chr(code) for code in range(33, 127) if not chr(code).isupper()]
@@ -98,13 +100,19 @@ def choose_tokens(tokenizer: Tokenizer, texts: list[str], vocab_size: int) -> li
 
 
 def main_axes(vectors: Tensor, num_axes: int) -> Tensor:
-    """The directions that hold most of these vectors, [size, num_axes]; cosines hardly change when the others are dropped."""
+    """Return the principal directions of these vectors, [size, num_axes].
+
+    Cosines hardly change when the others are dropped.
+    """
     _, axes = torch.linalg.eigh(vectors.T @ vectors)
     return axes[:, -num_axes:]
 
 
 def begin(net: Bert, tokenizer: Tokenizer, teacher: Bert, teacher_tokenizer: Tokenizer, projection: Tensor) -> None:
-    """Words begin where the teacher puts a text of nothing but that word, so that the mean over words already means something."""
+    """Initialize each token's embedding with the teacher's vector of that token alone.
+
+    The mean over tokens is then already meaningful.
+    """
     tokens = list(dict(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])))
     alone = vectors(teacher, teacher_tokenizer, [token.removeprefix("##") for token in tokens]) @ projection
     alone -= alone.mean(0)
@@ -113,14 +121,14 @@ def begin(net: Bert, tokenizer: Tokenizer, teacher: Bert, teacher_tokenizer: Tok
 
 
 def rate(step: int, num_steps: int) -> float:
-    """The share of the peak rate: linear warm-up, then a cosine down to nothing."""
+    """Return the share of the peak learning rate: linear warm-up, then a cosine down to zero."""
     if step < WARMUP_STEPS:
         return (step + 1) / WARMUP_STEPS
     return 0.5 * (1 + math.cos(math.pi * (step - WARMUP_STEPS) / max(1, num_steps - WARMUP_STEPS)))
 
 
 def batches(lessons: list[Lesson], seed: int) -> Iterator[list[Lesson]]:
-    """Every lesson again and again, each time in another order, neighbours of like length."""
+    """Yield all lessons again and again, each time in another order, with texts of similar length in a batch."""
     dice = random.Random(seed)
     while True:
         dice.shuffle(lessons)
@@ -131,14 +139,14 @@ def batches(lessons: list[Lesson], seed: int) -> Iterator[list[Lesson]]:
 
 
 def loss_of(made: Tensor, taught: Tensor, projection: Tensor) -> Tensor:
-    """How far the vectors lie from the teacher's, projected; and how far their cosines lie from the teacher's own."""
+    """Return the loss: distance from the teacher's projected vectors, plus the weighted error of the cosines."""
     made = F.normalize(made)
     apart = 1 - (made * F.normalize(taught @ projection)).sum(1).mean()
     return apart + SIMILARITY_WEIGHT * F.mse_loss(made @ made.T, taught @ taught.T)
 
 
 def train(net: Bert, lessons: list[Lesson], taught: Tensor, projection: Tensor, options: argparse.Namespace) -> None:
-    """All steps, or as many as the person at the keyboard lets pass."""
+    """Run all steps, or until Ctrl-C."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     started, recent, num_tokens = time.monotonic(), math.nan, 0
     try:
@@ -163,7 +171,7 @@ def train(net: Bert, lessons: list[Lesson], taught: Tensor, projection: Tensor, 
 
 
 def make(options: argparse.Namespace) -> None:
-    """The whole road: texts, the teacher's vectors of them, tokenizer, weights, files."""
+    """Make the texts, the teacher's vectors, the tokenizer, the weights and the files."""
     torch.manual_seed(options.seed)
     teacher, teacher_tokenizer = load(options.teacher)
     texts = [text for text in corpus(teacher_tokenizer, options.seed, options.texts) if not is_held_out(text)]

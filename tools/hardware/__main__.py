@@ -1,8 +1,9 @@
-"""Builds, checks and measures on this machine's device, in less than eight minutes: `python -m tools.hardware [--write] [--dry-run]`.
+"""Build, test and measure on this machine's device in less than eight minutes: `python -m tools.hardware [--write]`.
 
-What it runs, a person could: the tests of kernels and of parity on the device, `armature bench engine` with checkpoints of real shapes and
-made-up weights, and how long the device is idle. `--write` puts the table into docs/hardware.md. `--dry-run` goes the whole way with tiny
-shapes on whatever is here: it shows that the script works, and its figures say nothing.
+It runs commands that a person could run: the tests of kernels and of parity on the device, `armature bench engine`
+with checkpoints of real shapes and synthetic weights, and the device's idle time. `--write` puts the table into
+docs/hardware.md. `--dry-run` runs everything with tiny shapes on any machine. That shows that the script works; its
+figures mean nothing.
 """
 
 from __future__ import annotations
@@ -30,21 +31,22 @@ from tools.install import ROOT
 
 DOCUMENT = ROOT / "docs" / "hardware.md"
 MINUTES = 8.0
-# Kernels against their twins; what only hardware shows; whole models of every architecture against a processor's FP32.
+# Kernels against their reference implementations, checks that need hardware, and whole models of every architecture
+# against FP32 on the CPU.
 _PARITY = "tests/device/test_parity.py"
 # Tests marked `full` there compile for GPUs that are not in this machine.
 _TESTS = {
     "kernels": ("-m", "not full", "tests/parity/gpu", "tests/device", f"--ignore={_PARITY}"),
     "parity": (_PARITY,),
 }
-_DRY = {"kernels": ("-k", "rms_norm"), "parity": ()}  # on a processor the interpreter takes minutes for all
-_TESTS_SHARE = 0.55  # of the time, for tests: the rest is for speed
-_LEAST_SECONDS = 20.0  # a part that has less time left is not begun
+_DRY = {"kernels": ("-k", "rms_norm"), "parity": ()}  # on a CPU Triton's interpreter takes minutes for all tests
+_TESTS_SHARE = 0.55  # share of the time for tests; the rest is for measurements
+_LEAST_SECONDS = 20.0  # a part that has less time left is not started
 
 
 @dataclass(slots=True)
 class Run:
-    """Where it works, until when, and what it found: results by part, and why a part has none."""
+    """The folder, the deadline, the results by part, and the reason for each part without a result."""
 
     folder: Path
     deadline: float
@@ -53,7 +55,10 @@ class Run:
     why: dict[str, str] = field(default_factory=dict)
 
     def command(self, part: str, arguments: Sequence[str], share: float = 1.0) -> str | None:
-        """Its output; None where it failed or ran out of its share of the time that is left, which `why` then says."""
+        """Run a command and return its output.
+
+        None if it failed or exceeded its share of the remaining time; `why` then has the reason.
+        """
         left = share * (self.deadline - time.monotonic())
         if left < _LEAST_SECONDS:
             self.why[part] = "no time was left"
@@ -74,12 +79,17 @@ class Run:
 
 
 def main() -> int:
-    """Status 0 where everything that could be looked at holds, 1 where something was missed or failed."""
+    """Run everything.
+
+    Returns 0 if every check that was possible holds, and 1 if a target was missed or a part failed.
+    """
     parser = argparse.ArgumentParser(prog="python -m tools.hardware", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on whatever is here")
+    parser.add_argument("--dry-run", action="store_true", help="run with tiny shapes on this machine, whatever it has")
     parser.add_argument("--write", action="store_true", help="put the table into docs/hardware.md")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"all that it may take (default {MINUTES:g})")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="where the checkpoints are made, and stay (20 GB)")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"maximum minutes (default {MINUTES:g})")
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="folder in which the checkpoints are written and kept (20 GB)"
+    )
     asked = parser.parse_args()
     if not asked.dry_run and not (probe().cuda or probe().mps):
         print(
@@ -101,13 +111,16 @@ def main() -> int:
     missed = [row for row in rows if row.holds is False]
     failed = (
         run.why.keys() - {"idle"} if asked.dry_run else run.why
-    )  # without a device nothing is idle, and no figure counts
+    )  # without a device there is no idle time, and no figure counts
     return 1 if failed or (missed and not asked.dry_run) else 0
 
 
 def checked_and_measured(run: Run, dry: bool) -> None:
-    """Tests of kernels mostly compile, on one core of the host: whole models are tested and checkpoints made beside them. Nothing is timed
-    before all of that is done."""
+    """Run the tests and write the checkpoints in parallel, then measure.
+
+    Tests of kernels mostly compile on one core of the host, so whole models are tested and checkpoints written
+    meanwhile. Nothing is timed before all of that is done.
+    """
     models = (SMALL_LLAMA, SMALL_BERT) if dry else (LLAMA_1B, LLAMA_8B, BERT_LARGE)
     with ThreadPoolExecutor(len(_TESTS)) as pool:
         tested = [pool.submit(test, run, part, dry) for part in _TESTS]
@@ -120,7 +133,7 @@ def checked_and_measured(run: Run, dry: bool) -> None:
 
 
 def test(run: Run, part: str, dry: bool) -> None:
-    """Kernels against their twins, or the engine on the device against the processor."""
+    """Run the tests of kernels against their references, or of the engine on the device against the CPU."""
     command = [
         sys.executable,
         "-m",
@@ -137,7 +150,7 @@ def test(run: Run, part: str, dry: bool) -> None:
 
 
 def benches(run: Run, dry: bool) -> None:
-    """Each in a process of its own, which gives the device's memory back."""
+    """Run each bench in its own process, which releases the device's memory."""
     llama, large, bert = (SMALL_LLAMA, SMALL_LLAMA, SMALL_BERT) if dry else (LLAMA_1B, LLAMA_8B, BERT_LARGE)
     few = ["--device", "cpu", "--rounds", "1", "--rows", "1", "--steps", "2"] if dry else []
     for made, precision, part in (
@@ -168,7 +181,7 @@ def benches(run: Run, dry: bool) -> None:
 
 
 def idle(run: Run, dry: bool) -> None:
-    """How long the device waits for the host."""
+    """Measure how long the device waits for the host."""
     result = run.folder / "idle.json"
     command = [
         sys.executable,
@@ -186,7 +199,7 @@ def idle(run: Run, dry: bool) -> None:
 
 
 def about(run: Run, dry: bool) -> list[str]:
-    """What was measured, with what, and which tests ran."""
+    """Return what was measured, on what, and which tests ran."""
     facts = probe()
     devices = ", ".join(f"{gpu.name} (driver {gpu.driver})" for gpu in facts.cuda) or (
         "Apple GPU" if facts.mps else "none"

@@ -1,7 +1,8 @@
-"""What the host does for a decode step, without any device: `python -m tools.hardware.host [--rows 64]`.
+"""Measure the host's work for a decode step without a device: `python -m tools.hardware.host [--rows 64]`.
 
-The engine as a device has it (scheduler, pages, words of the step, picks, what clients are told, how it stands), over a backend whose
-captured steps do nothing. As long as this is less than the device's own time of a step, launching ahead hides it.
+It runs the engine as on a device (scheduler, page tables, step inputs, sampling, stream events, snapshots) over a
+backend whose captured steps do nothing. While the result is below the device's own time of a step, launching ahead
+hides it.
 """
 
 from __future__ import annotations
@@ -39,21 +40,21 @@ STEPS = 300
 
 
 class Nothing:
-    """A step that was captured, as far as the host can tell."""
+    """A captured step that does nothing."""
 
     def replay(self) -> None:
-        """The device would be busy now, and the host would go on."""
+        """Do nothing: a device would now be busy while the host continues."""
 
 
 class IdleBackend(SimulatedDeviceBackend):
-    """Whatever is captured costs nothing; everything else is computed by the simulated device."""
+    """A backend whose captured steps cost nothing. Everything else is the simulated device's."""
 
     def capture(self, work: Callable[[], None]) -> Any:
         return Nothing()
 
 
 class Standing(DecoderDriver):
-    """What the worker asks after each step belongs to it."""
+    """The engine with the snapshot that the worker takes after each step."""
 
     def _step(self) -> tuple[float, tuple[int, int]]:
         elapsed, tokens = super()._step()
@@ -76,7 +77,7 @@ def main() -> int:
 
 
 def measured(folder: Path, rows: list[int]) -> dict[int, list[float]]:
-    """Seconds of steps, by how many sequences each has."""
+    """Return the seconds of steps for each number of sequences."""
     selection.DEVICE_BACKENDS = {"cuda": IdleBackend}  # type: ignore[dict-item]
     gpu = CudaDevice(0, "none", (9, 0), 80 * 2**30, free_bytes=80 * 2**30)
     facts = probe()

@@ -1,7 +1,8 @@
-"""How much of a decode step a device is idle, with so many sequences: `python -m tools.hardware.idle --model DIR --rows 64 --json FILE`.
+"""Measure the idle time of a device in a decode step.
 
-The device's own time is that of a captured step replayed many times over with nothing between; the step's is the engine's, from one to the
-next, with all that the host does for it. What is left of the step when the device's time is taken off is idleness that was not hidden.
+`python -m tools.hardware.idle --model DIR --rows 64 --json FILE`.
+The device's own time is that of a captured step replayed many times in a row. The step time is the engine's, from one
+step to the next, including the host's work. The difference is idle time that was not hidden.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, required=True)
     asked = parser.parse_args()
     prepared = prepare(Settings(model=str(asked.model), calibrate="off", precision="bf16"))
-    os.environ.update(prepared.plan.environment())  # before torch
+    os.environ.update(prepared.plan.environment())  # before torch is imported
     if prepared.plan.device.value == "cpu":
         print(f"idle: {prepared.plan.device.reason}", file=sys.stderr)
         return 1
@@ -41,7 +42,7 @@ def main() -> int:
 
 
 def measured(prepared: Prepared, rows: int) -> dict[str, Any]:
-    """Median seconds of the device's and of the engine's steps, and what the host took of one where it waited for nothing."""
+    """Return the median seconds of the device's step, of the engine's step, and of the host's work without waiting."""
     import torch
 
     from app.bench.engine.driver import DecoderDriver

@@ -1,4 +1,4 @@
-"""Checkpoints of real shapes with made-up weights, to measure a device with: they cost what real ones cost, and say nothing."""
+"""Checkpoints of real shapes with synthetic weights: a device computes them at the cost of real ones."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 SHARD_BYTES = 4 * 2**30
-_BLOCK = 2**26  # random numbers that are drawn; every tensor is cut out of them, since drawing billions takes minutes
-_SPREAD = 0.02  # their standard deviation, as models are initialised
+_BLOCK = 2**26  # number of random values drawn; every tensor is cut out of them, since drawing billions takes minutes
+_SPREAD = 0.02  # standard deviation, as models are initialized
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -29,7 +29,7 @@ _LLAMA = {
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A checkpoint to be made. `values` are its config.json."""
+    """A checkpoint to write. `values` are its config.json."""
 
     name: str
     values: Mapping[str, Any]
@@ -104,7 +104,7 @@ SMALL_BERT = Made("small-bert", {**BERT_LARGE.values, **_SMALL})
 
 
 def write(made: Made, directory: Path) -> Path:
-    """The whole directory, in files of at most some gigabytes; one that is there already is taken as it is."""
+    """Write the whole directory in files of at most a few gigabytes. An existing directory is used as it is."""
     directory.mkdir(parents=True, exist_ok=True)
     index = directory / "model.safetensors.index.json"
     if index.exists():
@@ -144,7 +144,7 @@ def _shards(made: Made) -> Iterator[dict[str, tuple[int, ...]]]:
 
 
 def _tensor(name: str, shape: tuple[int, ...], noise: torch.Tensor) -> torch.Tensor:
-    """Norms are one, biases nothing, matrices noise that begins elsewhere for each."""
+    """Return a tensor: ones for norms, zeros for biases, and noise with a different offset for each matrix."""
     if len(shape) == 1:
         return torch.full(shape, float(name.endswith("weight")), dtype=torch.bfloat16)
     count = torch.Size(shape).numel()
@@ -190,7 +190,7 @@ def _bert(values: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def _vectors(values: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int]]]:
-    """Norms and biases."""
+    """Return the names of norms and biases."""
     hidden, layers = values["hidden_size"], range(values["num_hidden_layers"])
     if values["model_type"] == "llama":
         yield "model.norm.weight", (hidden,)
@@ -217,7 +217,7 @@ def _vectors(values: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int]]]:
 
 
 def _tokenizer(vocab_size: int) -> dict[str, Any]:
-    """As many words as the model has rows: whoever encodes with it gets ids that exist."""
+    """Write a tokenizer with as many words as the model has embedding rows, so that every id exists."""
     vocab = {f"w{index}": index for index in range(vocab_size)}
     model = {"type": "WordLevel", "vocab": vocab, "unk_token": "w2"}
     empty = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))

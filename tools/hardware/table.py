@@ -1,4 +1,4 @@
-"""The table of docs/hardware.md: what is asked of a device, what was found, and by which command."""
+"""The table of docs/hardware.md: the target of each figure, the measured value, and its command."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NOT_MEASURED = "not measured"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure. `least` (or `most`) is what is asked; `value` None: not measured, or `why` it could not be."""
+    """One figure. `least` or `most` is the target. `value` is None if it was not measured; `why` says why not."""
 
     name: str
     unit: str
@@ -23,7 +23,7 @@ class Row:
 
     @property
     def holds(self) -> bool | None:
-        """None where nothing was asked, or nothing found."""
+        """Return True if the target is met; None without a target or a value."""
         if self.value is None or (self.least is None and self.most is None):
             return None
         return (self.least is None or self.value >= self.least) and (self.most is None or self.value <= self.most)
@@ -42,7 +42,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A figure that is looked for in a bench's result: part `part` of its figure `figure` (empty: its value), times `scale`."""
+    """The place of a figure in a bench's result: `part` (empty: its value) of the figure `figure`, times `scale`."""
 
     name: str
     unit: str
@@ -61,7 +61,7 @@ class Asked:
         return Row(self.name, self.unit, scaled, self.least, self.most, why)
 
 
-# What issue and README promise of an NVIDIA H200.
+# The targets for an NVIDIA H200.
 ASKED: tuple[Asked, ...] = (
     Asked("memory copy, both ways", "TB/s", "llama-1b bf16", "memory copy, both ways", scale=1e-3),
     Asked("products in BF16", "TFLOP/s", "llama-1b bf16", "products, bfloat16", scale=1e-3),
@@ -96,7 +96,7 @@ ASKED: tuple[Asked, ...] = (
 
 
 def rows_of(benches: Mapping[str, Mapping[str, Any]], why: Mapping[str, str]) -> list[Row]:
-    """`benches`: results by bench; `why`: what became of those that gave none."""
+    """Return the rows. `benches` are results by bench; `why` has the reason for each missing one."""
     rows = [asked.found(benches, why.get(asked.bench, "")) for asked in ASKED]
     values = {row.name: row.value for row in rows}
     exact, rounded = values["llama-8b BF16 decode ×1"], values["llama-8b int4 decode ×1"]
@@ -117,7 +117,7 @@ def markdown(head: Sequence[str], rows: Iterable[Row]) -> str:
 
 
 def placed(document: str, table: str) -> str:
-    """The document with this table between its marks. Raises `ValueError` where they are not there."""
+    """Return the document with this table between its markers. Raises `ValueError` if they are missing."""
     before, found, rest = document.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not found or not end:

@@ -1,7 +1,8 @@
-"""Serving under a real CPU quota: `python -m tools.measure.cpu_quota --model DIR [--cores 1.5] [--peer 'NAME=COMMAND']...`.
+"""Measure serving under a real CPU quota: `python -m tools.measure.cpu_quota --model DIR [--cores 1.5] [--peer ...]`.
 
-Our server as its plan has it, with each number of threads forced, and peers at their defaults, each in a control group of its own and
-halted while another has its turn. The figure is the plan's speed over that of the best number of threads that is hardly throttled.
+It runs our server as planned, our server with each fixed number of threads, and peers (`NAME=COMMAND`) with their
+defaults. Each runs in its own control group and is stopped while another is measured. The result is the plan's speed
+divided by that of the best fixed number of threads that is rarely throttled.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from app.bench.http.workload import UniformLengths
 from tools.peers.quota import Quota
 from tools.peers.servers import ServerSide, ServerSpec, one_run, report_progress, server_spec, traffic_to
 
-MOST_THROTTLED = 0.02  # of the wall time: a number of threads that is throttled for longer does not fit the quota
+MOST_THROTTLED = 0.02  # share of the wall time; a number of threads that is throttled for longer does not fit the quota
 TARGET = 0.95
 PREFILL_TOKENS = 512
 PROMPT_TOKENS = 128
@@ -45,7 +46,11 @@ class Load:
     max_tokens: int
 
     def rate(self, run: GenerateRun) -> float:
-        """Tokens a second: of the prompt until its first token, or of all answers from the first request to the last token."""
+        """Return tokens per second.
+
+        For a prefill: prompt tokens until the first token. Otherwise: all answers, from the first request to the last
+        token.
+        """
         if self.max_tokens == 1:
             return self.prompt_tokens / run.answered[0].stream.time_to_first_token
         return overall_rate(run)
@@ -54,7 +59,7 @@ class Load:
 @dataclass(slots=True)
 class Found:
     rates: list[float] = field(default_factory=list)
-    throttled: list[float] = field(default_factory=list)  # seconds a second of wall time
+    throttled: list[float] = field(default_factory=list)  # seconds per second of wall time
     cores: list[float] = field(default_factory=list)
 
 
@@ -63,7 +68,7 @@ Results = dict[str, dict[str, Found]]  # by load and server
 
 @dataclass(frozen=True, slots=True)
 class Guest:
-    """A server in its group, with what sends each load to it."""
+    """A server in its control group, with the traffic of each load."""
 
     side: ServerSide
     quota: Quota
@@ -71,9 +76,11 @@ class Guest:
 
 
 def main() -> int:
-    """Progress goes to stderr; then come a table and, as the last line, JSON."""
+    """Run the measurement. Progress goes to stderr; stdout has a table and, in the last line, JSON."""
     arguments = _arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that servers and groups go too
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # so that servers and control groups are removed
     loads = [
         Load("prefill 512", 1, PREFILL_TOKENS, 1),
         Load("×1", 1, PROMPT_TOKENS, arguments.max_tokens),
@@ -93,7 +100,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--flags", default="", help="further flags of armature serve, in one string")
     parser.add_argument("--cores", type=float, default=1.5)
     parser.add_argument(
-        "--threads", type=int, nargs="+", default=list(range(1, (os.cpu_count() or 1) + 1)), help="to be forced"
+        "--threads",
+        type=int,
+        nargs="+",
+        default=list(range(1, (os.cpu_count() or 1) + 1)),
+        help="numbers of threads to measure",
     )
     parser.add_argument(
         "--peer", action="append", default=[], type=server_spec, metavar="NAME=[VARIABLE=value ...] COMMAND"
@@ -105,7 +116,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def ours(model: str, flags: str, threads: Sequence[int], python: str) -> list[ServerSpec]:
-    """`auto` first."""
+    """Return our servers, the one with automatic threads first."""
     serve = f"{python} -m app serve --model {model} --host 127.0.0.1 --port {{port}} {flags}"
     forced = [ServerSpec.parse(f"{count}-threads={serve} --threads {count}") for count in threads]
     return [ServerSpec.parse(f"auto={serve}"), *forced]
@@ -142,7 +153,7 @@ async def _guest(spec: ServerSpec, loads: Sequence[Load], cores: float, stack: E
 
 
 async def _planned(wire: HttpClient) -> str:
-    """What a server of ours has seen and decided: whether the quota reached its plan."""
+    """Return what our server detected and decided, to show that the quota reached its plan."""
     answer = await wire.get("/info")
     try:
         plan = answer.json()["plan"]
@@ -168,7 +179,10 @@ async def _one(guest: Guest, load: Load, found: Found) -> None:
 
 
 def share_of_best(of: Mapping[str, Found]) -> tuple[float, str] | None:
-    """The plan's speed over the best forced number of threads that is hardly throttled; None where all are."""
+    """Return the plan's speed relative to the best fixed number of threads that is rarely throttled.
+
+    None if all of them are throttled.
+    """
     forced = {name: found for name, found in of.items() if name.endswith("-threads")}
     fitting = {name: found for name, found in forced.items() if statistics.median(found.throttled) < MOST_THROTTLED}
     if not fitting:

@@ -1,8 +1,10 @@
-"""Steps of an encoder in lanes beside the same steps divided operation by operation: `python -m tools.measure.encoder_lanes --model DIR`.
+"""Measure encoder steps in lanes against undivided steps: `python -m tools.measure.encoder_lanes --model DIR`.
 
-All ways take turns, step by step, on the same texts. With `--beside 3` another process wants a core for three of every ten milliseconds,
-as an event loop does under load. Of each way the least and the median of its times; in brackets the division's over it, above 1 where it is
-quicker. The first way divides every operation; `64x4` has lanes of at least 64 tokens, at most four for each thread.
+A lane is a group of texts that one thread takes through all layers. All variants compute the same texts in turns.
+`--beside 3` starts a process that computes for three of every ten milliseconds, as an event loop under load does. The
+output has the minimum and the median time of each variant and, in brackets, how many times faster it is than the
+first. The first variant divides every operation among all threads; `64x4` has lanes of at least 64 tokens and at most
+four per thread.
 """
 
 from __future__ import annotations
@@ -50,17 +52,21 @@ while True:
 
 
 def main() -> None:
-    """A line for each step as it is done."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the neighbour ends too
+    """Print a line for each step as it finishes."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the neighbour process ends too
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--precision", default="int8")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", default=STEPS, help="TEXTSxTOKENS, or mixed:TOKENS of log-normal lengths around 40")
     parser.add_argument("--ways", default=WAYS)
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each step, all ways together")
+    parser.add_argument("--seconds", type=float, default=6.0, help="seconds for each step, all variants together")
     parser.add_argument(
-        "--beside", type=float, default=0.0, metavar="MS", help="what a neighbour computes of every 10 ms"
+        "--beside",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="milliseconds of every 10 ms that a neighbour process computes",
     )
     asked = parser.parse_args()
     settings = Settings(
@@ -80,13 +86,13 @@ def main() -> None:
 
 
 def way(name: str) -> LanePlanner:
-    """Lanes of so many tokens at least, at most so many a thread."""
+    """Return a planner with lanes of at least N tokens and at most M lanes per thread, from the text `NxM`."""
     least, _, most = ("2097152", "", "1") if name == TOGETHER else name.partition("x")
     return LanePlanner(min_lane_tokens=int(least), max_lanes_per_thread=int(most))
 
 
 def built(prepared: Prepared) -> EncoderRunner:
-    """As serving has it."""
+    """Build the runner as a server does."""
     from app.engine.build import BuildRequest
     from app.engine.encoder.build import build_encoder_engine
     from app.weights.open import require_checkpoint
@@ -98,7 +104,7 @@ def built(prepared: Prepared) -> EncoderRunner:
 
 
 def steps(name: str) -> Iterator[list[TextSpan]]:
-    """Texts of one step, or of several where they are drawn."""
+    """Yield the texts of one step, or of several if their lengths are drawn."""
     kind, _, tokens = name.partition(":")
     if kind == "mixed":
         drawn = random.Random(1)
@@ -120,7 +126,7 @@ def spans_of(lengths: Sequence[int]) -> list[TextSpan]:
 def turns(
     runner: EncoderRunner, spans: Sequence[list[TextSpan]], ways: dict[str, LanePlanner], seconds: float
 ) -> dict[str, list[float]]:
-    """Seconds of each way: one for each turn through all these steps."""
+    """Return the mean seconds of a step for each variant, one value for each turn."""
     taken: dict[str, list[float]] = {name: [] for name in ways}
     ends = time.perf_counter() + seconds
     while time.perf_counter() < ends or len(taken[TOGETHER]) < 3:
@@ -142,7 +148,7 @@ def told(seconds: Sequence[float], division: Sequence[float], name: str) -> str:
 
 @contextmanager
 def neighbour(seconds: float) -> Iterator[None]:
-    """A process that computes for so long of every ten milliseconds; none for 0."""
+    """Run a process that computes for `seconds` of every ten milliseconds; none for 0."""
     if not seconds:
         yield
         return

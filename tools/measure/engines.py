@@ -1,8 +1,9 @@
-"""Speed of our engine beside others', turn by turn in one run: `python -m tools.measure.engines --side ours=PYTHON:DIR --side ...`.
+"""Measure our engine and others in turns: `python -m tools.measure.engines --side ours=PYTHON:DIR --side ...`.
 
-Each side is a process of its own, run by the interpreter named, that has loaded its model and is halted while another has its turn.
-All are given token ids, pick greedily, write no text and schedule as they like. Ratios are the first side's speed over each other's,
-taken round by round. Encoders (`ours_encoder`, `openvino_encoder`, `torch_encoder`) are given texts: `--workloads 8x128,8x512`.
+Each side is a process run by the given interpreter. It loads its model and is stopped while another is measured. All
+sides get token ids, sample greedily, produce no text and use their own scheduler. Ratios are the first side's speed
+divided by another's, taken round by round. Encoders (`ours_encoder`, `openvino_encoder`, `torch_encoder`) get texts:
+`--workloads 8x128,8x512`.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ PREFILL_TOKENS = 512
 PROMPT_TOKENS = 128
 WORKLOADS = ("prefill", "1", "8", "16", "32")
 
-Rates = dict[str, dict[str, list[float]]]  # workload, side: tokens a second of each round
+Rates = dict[str, dict[str, list[float]]]  # by workload and side: tokens per second of each round
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`prefill`, how many sequences decode together, or `8x128`: so many texts of so many tokens for an encoder."""
+    """`prefill`, a number of sequences that decode together, or `8x128`: 8 texts of 128 tokens for an encoder."""
 
     name: str
     tokens: int
@@ -47,7 +48,7 @@ class Workload:
         return Turn(int(self.name), PROMPT_TOKENS, self.tokens, seed)
 
     def rate(self, taken: Taken) -> float:
-        """Tokens a second: of the prompt to the first token, or decoded by all rows; of an encoder texts."""
+        """Return tokens per second until the first token, or decoded by all rows, or texts per second."""
         if self.texts is not None:
             return self.texts[0] / taken.seconds
         return (PREFILL_TOKENS if self.name == "prefill" else taken.tokens) / taken.seconds
@@ -59,10 +60,13 @@ class Workload:
 
 
 def main() -> int:
-    """Progress goes to stderr; then come a table and, as the last line, JSON. Ctrl-C keeps the rounds that are whole."""
+    """Run the comparison. Progress goes to stderr; stdout has a table and, in the last line, JSON.
+
+    Ctrl-C keeps the complete rounds.
+    """
     arguments = _arguments()
     workloads = [Workload(name, arguments.tokens) for name in arguments.workloads.split(",")]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that sides end too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the sides end too
     sides: list[Side] = []
     abouts: dict[str, dict[str, Any]] = {}
     rates: Rates = {str(workload): {spec.name: [] for spec in arguments.side} for workload in workloads}
@@ -92,18 +96,21 @@ def _arguments() -> argparse.Namespace:
         required=True,
         type=_side,
         metavar="KIND[/LABEL]=INTERPRETER:MODEL[,name=value...]",
-        help=f"{', '.join(KINDS)}; names in capitals are set in its environment, others are the side's own options",
+        help=f"{', '.join(KINDS)}; names in capitals are environment variables, others are options of the side",
     )
     parser.add_argument(
-        "--threads", type=int, default=os.cpu_count() or 1, help="compute threads of each side: one a physical core"
+        "--threads",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="compute threads of each side; use one per physical core",
     )
     parser.add_argument(
         "--workloads",
         default=",".join(WORKLOADS),
         type=_names,
-        help="prefill, counts of rows that decode, texts of tokens as 8x128",
+        help="prefill, numbers of rows to decode, or texts x tokens as in 8x128",
     )
-    parser.add_argument("--tokens", type=int, default=64, help="tokens that all rows decode together")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens decoded by all rows together")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     names = [spec.name for spec in arguments.side]
@@ -129,9 +136,10 @@ def _names(text: str) -> str:
 
 
 def _warm_up(sides: list[Side], workloads: list[Workload], abouts: dict[str, dict[str, Any]]) -> None:
-    """Whatever is compiled or allocated once. Equal first tokens say that two sides compute one model.
+    """Run each workload once, so that nothing is compiled or allocated later.
 
-    In BF16 nearly all are equal; of random weights in four bits few are, as their logits lie close together.
+    Equal first tokens show that the sides compute the same model. In BF16 nearly all first tokens are equal. With
+    random weights in four bits few are, because their logits are close together.
     """
     firsts: list[list[int]] = []
     for side in sides:
@@ -143,7 +151,10 @@ def _warm_up(sides: list[Side], workloads: list[Workload], abouts: dict[str, dic
 
 
 def _round(number: int, sides: list[Side], workloads: list[Workload], rates: Rates) -> None:
-    """Who begins changes from round to round: a machine's drift must not fall on one side."""
+    """Measure one round.
+
+    The first side changes from round to round, so that drift of the machine does not affect one side only.
+    """
     first = number % len(sides)
     measured: Rates = {str(workload): {} for workload in workloads}
     for at, workload in enumerate(workloads):

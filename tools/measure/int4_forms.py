@@ -1,6 +1,7 @@
-"""What each way to hold four bits costs: `python -m tools.measure.int4_forms --model DIR --text FILE --learn FILE`.
+"""Measure the quality of each int4 form: `python -m tools.measure.int4_forms --model DIR --text FILE --learn FILE`.
 
-Every form of four bits that is built, as it would serve: channels as they are, made even, and with codes that the second text shows.
+Every int4 form that is built is measured three times: with channels as they are, with equalized channels
+(SmoothQuant), and with codes chosen from the second text (GPTQ).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ WAYS = ("as they are", "even", "even, shown a text")
 
 
 def main() -> int:
-    """A table, and JSON in the last line."""
+    """Print a table and, in the last line, JSON."""
     arguments = _arguments()
     trial = Trial(arguments)
     exact = trial.perplexity("fp32", None)[0]
@@ -68,15 +69,15 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--text", type=Path, required=True, help="to read")
-    parser.add_argument("--learn", type=Path, required=True, help="another, for `armature pack --text`")
-    parser.add_argument("--tokens", type=int, help="of both, at the most")
+    parser.add_argument("--text", type=Path, required=True, help="text to measure on")
+    parser.add_argument("--learn", type=Path, required=True, help="another text, as for `armature pack --text`")
+    parser.add_argument("--tokens", type=int, help="maximum number of tokens of each text")
     parser.add_argument("--threads", type=int, default=1)
     return parser.parse_args()
 
 
 class Trial:
-    """One checkpoint and two texts; recipes change under it."""
+    """One checkpoint and two texts, measured with changing recipes."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.checkpoint = open_checkpoint(arguments.model)
@@ -90,14 +91,14 @@ class Trial:
         self.shown = measure_input_correlations(self.checkpoint, plan, self.backend, learned, lambda done, total: None)
 
     def choose(self, form: str, equalise: bool) -> None:
-        """From now on this form is what its precision is served in."""
+        """Use this form for its precision from now on."""
         key = ("cpu", host_architecture(), form.partition("/")[0])
         table: Any = RECIPES
         table[key] = replace(RECIPES[key], linear=(form,), equalise=equalise)
 
     @torch.inference_mode()
     def perplexity(self, precision: str, shown: Correlations | None) -> tuple[float, float]:
-        """And bytes a parameter."""
+        """Return the perplexity and the bytes per parameter."""
         plan = self.subject.plan(precision, "auto")
         with tempfile.TemporaryDirectory() as folder:
             packs = PackFolder(Path(folder), lambda done, total: None)

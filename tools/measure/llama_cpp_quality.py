@@ -1,7 +1,7 @@
-"""What llama.cpp's four bits cost beside ours: `python -m tools.measure.llama_cpp_quality --model DIR --text FILE --peer PYTHON`.
+"""Compare our quantization with llama.cpp's: `python -m tools.measure.llama_cpp_quality --model DIR --peer PYTHON`.
 
-PYTHON is the interpreter of an environment that has `gguf` and `llama-cpp-python`; ours is the one that runs this. Both read the same
-windows of token ids of the same checkpoint, and all are held against our FP32.
+PYTHON is the interpreter of an environment that has `gguf` and `llama-cpp-python`. Both engines read the same windows
+of token ids of the same checkpoint. All results are relative to our FP32.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-MARK = "READ "  # before the line that is meant for us
+MARK = "READ "  # prefix of the line that this program reads
 KINDS = {
     "Q8_0": ("q8_0", True),
     "Q4_0, output in six bits": ("q4_0", False),
     "Q4_0 pure": ("q4_0", True),
-}  # name: type, --pure
+}  # name: (type, --pure)
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One side at one precision."""
+    """The result of one engine at one precision."""
 
     name: str
     perplexity: float
@@ -35,7 +35,7 @@ class Reading:
 
 
 def main() -> int:
-    """A table, and JSON in the last line."""
+    """Print a table and, in the last line, JSON."""
     arguments = _arguments()
     if arguments.windows is not None:
         return _peer(arguments.model, arguments.windows, arguments.threads)
@@ -54,19 +54,19 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory of a Llama")
-    parser.add_argument("--text", type=Path, help="as for `armature bench quality`")
-    parser.add_argument("--tokens", type=int, help="of the text, at the most")
-    parser.add_argument("--peer", help="the other environment's interpreter")
+    parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory of a Llama checkpoint")
+    parser.add_argument("--text", type=Path, help="text file, as for `armature bench quality`")
+    parser.add_argument("--tokens", type=int, help="maximum number of tokens of the text")
+    parser.add_argument("--peer", help="interpreter of the other environment")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
-        "--cache-dir", type=Path, help="ours: where packed weights are, `armature pack --text` ones say"
+        "--cache-dir", type=Path, help="our cache of packed weights, including those of `armature pack --text`"
     )
-    parser.add_argument("--windows", type=Path, help=argparse.SUPPRESS)  # this is the peer: read these
+    parser.add_argument("--windows", type=Path, help=argparse.SUPPRESS)  # set in the peer process: the windows to read
     return parser.parse_args()
 
 
-# ---- ours ----------------------------------------------------------------------------------------------------------
+# ---- our engine ----------------------------------------------------------------------------------------------------
 
 
 def _ours(arguments: argparse.Namespace) -> tuple[list[Reading], list[list[int]]]:
@@ -106,7 +106,7 @@ def _theirs(arguments: argparse.Namespace, windows: list[list[int]]) -> list[Rea
     return [Reading(**one) for one in json.loads(lines[-1])]
 
 
-# ---- llama.cpp's, in its own interpreter -----------------------------------------------------------------------------
+# ---- llama.cpp, in its own interpreter -----------------------------------------------------------------------------
 
 
 def _peer(model: Path, windows: Path, threads: int) -> int:
@@ -137,7 +137,7 @@ def _tensor_bytes(file: Path) -> int:
 
 
 def _perplexity(file: Path, windows: list[list[int]], threads: int) -> float:
-    """Over all tokens but each window's first."""
+    """Return the perplexity over all tokens except the first of each window."""
     import llama_cpp as api
 
     api.llama_backend_init()
@@ -156,7 +156,7 @@ def _perplexity(file: Path, windows: list[list[int]], threads: int) -> float:
 
 
 def _nats(api: Any, model: Any, context: Any, batch: Any, window: list[int]) -> float:
-    """One window's surprise, from a cache that is empty."""
+    """Return the negative log-likelihood of one window, in nats, starting from an empty cache."""
     import numpy as np
 
     api.llama_memory_clear(api.llama_get_memory(context), False)

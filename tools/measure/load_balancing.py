@@ -1,7 +1,8 @@
-"""Servers of unequal quota behind a real nginx, by each of its rules: `python -m tools.measure.load_balancing [--model DIR]`.
+"""Measure nginx's balancing rules with unequal servers: `python -m tools.measure.load_balancing [--model DIR]`.
 
-Requests come by chance at parts of what the servers say they can do together, and from clients that each wait for their answer. Weights
-are those of tools/upstream_weights.py, so they come from /metrics alone. Linux, who may make control groups (root), and nginx are needed.
+Requests arrive at random, at fractions of the total capacity that the servers report, or come from clients that each
+wait for their answer. The weights are those of tools/upstream_weights.py, so they come from /metrics alone. Needs
+Linux, the right to create control groups (root), and nginx.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ from tools.peers.servers import COMPLETIONS, ServerSide, ServerSpec, report_prog
 from tools.upstream_weights import requests_per_second, weigh
 
 WARM_UP_REQUESTS = 4
-DRAIN_SECONDS = 300.0  # what queued up at a server that got more than it can do has to end after the last request came
+DRAIN_SECONDS = 300.0  # time for an overloaded server to finish its queue after the last request
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A part of the capacity at which requests come, or so many clients; one of both is None."""
+    """A fraction of the capacity at which requests arrive, or a number of clients. One of the two is None."""
 
     part: float | None = None
     clients: int | None = None
@@ -55,7 +56,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One rule under one load. Seconds are from the moment at which a request should have been sent; `shares`: who answered how many."""
+    """The result of one rule under one load.
+
+    Seconds count from the moment a request was due. `shares` are the fractions of requests that each server answered.
+    """
 
     load: str
     rule: str
@@ -71,7 +75,10 @@ class Row:
 
     @classmethod
     def of(cls, load: Load, rule: str, run: GenerateRun, answers: Sequence[float]) -> Row:
-        """`answers`: of each server. The speed is that of all tokens over the time that requests came."""
+        """Summarize a run.
+
+        `answers` has the count of each server. The speed is all tokens divided by the time of arrivals.
+        """
         first = [first_token_seconds(each) for each in run.answered]
         whole = [each.stream.chunks[-1][0] - each.intended for each in run.answered]
         refused = run.failures["status 429"]
@@ -105,9 +112,11 @@ HEAD = (
 
 
 def main() -> int:
-    """Progress goes to stderr; then come the table and, as the last line, JSON."""
+    """Run the measurement. Progress goes to stderr; stdout has a table and, in the last line, JSON."""
     arguments = _arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that servers, groups and nginx go too
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # so that servers, control groups and nginx end too
     with event_loop() as runner:
         capacities, rows = runner.run(_measured(arguments))
     told = " and ".join(f"{capacity:.2f}" for capacity in capacities)
@@ -144,7 +153,7 @@ async def _measured(arguments: argparse.Namespace) -> tuple[list[float], list[Ro
 
 
 async def _server(arguments: argparse.Namespace, quota: float, stack: ExitStack) -> ServerSide:
-    """In a group of its own, with a first answer given."""
+    """Start a server in its own control group and wait for its first answer."""
     model = f"--model {arguments.model}" if arguments.model else ""
     command = f"{arguments.python} -m app serve {model} --host 127.0.0.1 --port {{port}} {arguments.flags}"
     group = Quota.make(f"{quota:g}", quota)
@@ -187,7 +196,7 @@ async def _rows(
 
 
 def _about(tokens: int) -> UniformLengths:
-    """From half to one and a half times as many, so that requests do not march in step."""
+    """Return lengths from half to one and a half times `tokens`, so that requests do not run in lockstep."""
     return UniformLengths(max(1, tokens // 2), tokens + tokens // 2)
 
 
@@ -216,7 +225,7 @@ async def _one(load: Load, traffic: GenerateTraffic, capacity: float, seconds: f
 
 
 async def _answers(sides: Sequence[ServerSide]) -> list[float]:
-    """Completions that each server has ended so far."""
+    """Return the number of completions that each server has finished."""
     counts = []
     for side in sides:
         with closing(HttpClient(side.url)) as wire:
@@ -231,12 +240,12 @@ def completed(metrics: str) -> float:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", default="", help="a checkpoint; without it the embedded demo")
+    parser.add_argument("--model", default="", help="checkpoint; default: the embedded demo")
     parser.add_argument("--flags", default="", help="further flags of armature serve, in one string")
     parser.add_argument("--quotas", type=float, nargs="+", default=[1.0, 0.25], help="cores of each server")
-    parser.add_argument("--loads", type=float, nargs="*", default=[0.5, 0.8], help="of the capacity of all together")
+    parser.add_argument("--loads", type=float, nargs="*", default=[0.5, 0.8], help="fractions of the total capacity")
     parser.add_argument("--clients", type=int, nargs="*", default=[16])
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each rule under each load")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds for each rule under each load")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--python", default=sys.executable)

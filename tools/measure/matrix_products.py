@@ -1,9 +1,9 @@
-"""How fast each form multiplies many rows, side by side: what decides which form an encoder's products are held in.
+"""Measure the linear forms with many rows, to choose the form of an encoder's products.
 
-    python -m tools.measure.matrix_products [--threads 2] [--rounds 9] [--rows 16,128,1024] [--shapes 1024x4096,4096x1024,1024x1024]
+    python -m tools.measure.matrix_products [--threads 2] [--rounds 9] [--rows 16,128,1024] [--shapes 1024x4096]
 
-A shape is outputs x inputs. Forms take turns within each round, and the best round of each counts; activations are quantised outside. The
-second figure of each is the same with a GELU on the way out.
+A shape is outputs x inputs. Forms take turns within each round, and the best round of each counts. Activations are
+quantized before the measurement. The second figure of each form includes a fused GELU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Product = Callable[[], object]
 
 
 def products(outputs: int, inputs: int, rows: int) -> dict[str, tuple[Product, Product]]:
-    """By form: the product alone, and with a GELU on its way out."""
+    """Return for each form the product alone, and the product followed by a GELU."""
     found: dict[str, tuple[Product, Product]] = {}
     for dtype_name, dtype in DTYPES.items():
         weight, x = torch.randn(outputs, inputs).to(dtype), torch.randn(rows, inputs).to(dtype)

@@ -1,6 +1,7 @@
-"""Compare the read ceiling of `armature bench engine` with a compiled loop: `python -m tools.measure.read_bandwidth [THREADS]`.
+"""Compare the read ceiling of `bench engine` with a compiled loop: `python -m tools.measure.read_bandwidth`.
 
-The bench must not need a compiler; this check does. Both readers take turns, best of each round, so that a busy neighbour hits both.
+An optional argument is the number of threads. The bench must not need a compiler, but this check does. Both readers
+take turns and the best of each round counts, so that a busy neighbour affects both.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from app.kernels.ceilings import ReadBandwidthProbe
 
 ROUNDS = 15
-# Four sums at once, so that no addition waits for the one before it; the compiler makes vectors of it.
+# 32 independent sums, so that no addition waits for the one before it and the compiler can vectorize the loop.
 SOURCE = """
 #include <stddef.h>
 #include <stdint.h>
@@ -34,7 +35,7 @@ int64_t read_all(const int64_t *words, size_t count) {
 
 
 def compiled(folder: Path) -> ctypes.CDLL:
-    """The loop as a library."""
+    """Compile the loop and load it as a library."""
     source, library = folder / "reading.c", folder / "reading.so"
     source.write_text(SOURCE)
     subprocess.run(["cc", "-O3", "-march=native", "-shared", "-fPIC", "-o", library, source], check=True)
@@ -44,7 +45,7 @@ def compiled(folder: Path) -> ctypes.CDLL:
 
 
 def main() -> int:
-    """Prints both medians and the ratio."""
+    """Print both medians and the ratio."""
     threads = int(sys.argv[1]) if len(sys.argv) > 1 else os.cpu_count() or 1
     ceiling = ReadBandwidthProbe(threads)
     ours: list[float] = []

@@ -1,7 +1,8 @@
-"""Simulate load balancing over servers of unequal speed: `python -m tools.measure.simulated_balancing [--speeds 1 0.25]`.
+"""Simulate load balancing over servers of unequal speed: `python -m tools.measure.simulated_balancing`.
 
-Requests come by chance (or from clients that each wait for their answer) and share the server that a rule sends them to. Work is in seconds
-of a server of speed 1. Pure Python and seeded: the same figures on every machine.
+Requests arrive at random, or come from clients that each wait for their answer, and share the server that a rule
+chooses. Work is measured in seconds of a server of speed 1. The simulation is pure Python and seeded, so it gives the
+same figures on every machine.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-SCRAPE_SECONDS = 0.05  # how old at the most an endpoint picker's knowledge is
-WARM_UP = 0.1  # of the requests are not counted: the house fills first
+SCRAPE_SECONDS = 0.05  # maximum age of an endpoint picker's metrics
+WARM_UP = 0.1  # fraction of requests that are not counted, while the servers fill
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +29,10 @@ class Job:
 
 @dataclass(slots=True)
 class Server:
-    """A batch whose members all get on at the same pace, up to `places` of them; the others wait their turn, up to `queue` of them.
+    """A batch of up to `places` requests that progress at the same rate, with a queue of up to `queue` requests.
 
-    `cost`: what each further member adds to a step, in parts of the first's. 1 is plain processor sharing, 0 a batch that is free.
+    `cost` is what each further request adds to a step, relative to the first. 1 is plain processor sharing, and at 0
+    batching is free.
     """
 
     speed: float
@@ -38,8 +40,10 @@ class Server:
     places: int = 64
     queue: int = 256
     now: float = 0.0
-    progress: float = 0.0  # seconds of work that a member who was always here has had
-    running: list[tuple[float, int, Job]] = field(default_factory=list)  # heap, by the progress at which each is done
+    progress: float = 0.0  # seconds of work done for a request that has been present from the start
+    running: list[tuple[float, int, Job]] = field(
+        default_factory=list
+    )  # heap, ordered by the progress at which each is done
     waiting: deque[Job] = field(default_factory=deque)
 
     @property
@@ -47,12 +51,12 @@ class Server:
         return len(self.running) + len(self.waiting)
 
     def pace(self, members: int) -> float:
-        """Seconds of work a second, of each member."""
+        """Return the seconds of work per second for each of `members` requests."""
         return self.speed / (1 + self.cost * (members - 1))
 
     @property
     def capacity(self) -> float:
-        """Seconds of work a second with every place taken."""
+        """Seconds of work per second with every place taken."""
         return self.places * self.pace(self.places)
 
     @property
@@ -62,13 +66,13 @@ class Server:
         return self.now + (self.running[0][0] - self.progress) / self.pace(len(self.running))
 
     def advance(self, moment: float) -> None:
-        """To a moment before which nobody ends."""
+        """Advance to a moment before which no request ends."""
         if self.running:
             self.progress += (moment - self.now) * self.pace(len(self.running))
         self.now = moment
 
     def take(self, job: Job) -> bool:
-        """False where it is refused: every place and the whole queue are taken."""
+        """Accept a request. Returns False if every place and the whole queue are taken."""
         if self.num_here >= self.places + self.queue:
             return False
         self.waiting.append(job)
@@ -86,11 +90,14 @@ class Server:
             heapq.heappush(self.running, (self.progress + job.work, job.number, job))
 
 
-Rule = Callable[[Sequence[Server], float], int]  # the servers and the moment to the server that a request is sent to
+Rule = Callable[[Sequence[Server], float], int]  # from the servers and the time to the chosen server
 
 
 def smooth(weights: Sequence[float]) -> Callable[[Sequence[int]], int]:
-    """nginx's way to take turns: each of those in question gains its weight, the richest is taken and pays for all."""
+    """Return nginx's smooth weighted round-robin.
+
+    Each candidate gains its weight. The highest one is chosen and pays the weights of all.
+    """
     riches = [0.0] * len(weights)
 
     def pick(among: Sequence[int]) -> int:
@@ -109,7 +116,7 @@ def weighted(weights: Sequence[float]) -> Rule:
 
 
 def least_connections(weights: Sequence[float]) -> Rule:
-    """Who has the fewest requests for its weight; equals take turns."""
+    """Choose the server with the fewest requests for its weight; equal servers take turns."""
     turn = smooth(weights)
 
     def pick(servers: Sequence[Server], moment: float) -> int:
@@ -120,7 +127,7 @@ def least_connections(weights: Sequence[float]) -> Rule:
 
 
 def predicted_wait(scrape_seconds: float = SCRAPE_SECONDS) -> Rule:
-    """Who would be done first with what it has and one more, all of the usual length, as it stood when it was asked last."""
+    """Choose the server that would finish first with one more request, by metrics up to `scrape_seconds` old."""
     waits: list[float] = []
     asked = -math.inf
 
@@ -129,7 +136,7 @@ def predicted_wait(scrape_seconds: float = SCRAPE_SECONDS) -> Rule:
         if moment - asked >= scrape_seconds:
             asked, waits = moment, [(server.num_here + 1) / server.capacity for server in servers]
         best = min(range(len(waits)), key=lambda index: waits[index])
-        waits[best] += 1 / servers[best].capacity  # whoever sends knows what it sent since
+        waits[best] += 1 / servers[best].capacity  # the sender knows what it has sent since
         return best
 
     return pick
@@ -149,10 +156,10 @@ def rules(servers: Sequence[Server]) -> dict[str, Rule]:
 
 @dataclass(slots=True)
 class Outcome:
-    """Seconds from arrival to end of those that were answered, and what came of the rest."""
+    """Seconds from arrival to end of answered requests, and the counts of the others."""
 
     seconds: list[float] = field(default_factory=list)
-    answered: int = 0  # of them, before the last request came
+    answered: int = 0  # answered before the last request arrived
     refused: int = 0
     began: float = 0.0
     ended: float = 0.0
@@ -162,13 +169,13 @@ class Outcome:
         return self.answered / (self.ended - self.began) if self.ended > self.began else 0.0
 
     def percentile(self, share: float) -> float:
-        """The nearest rank; infinite where nobody was answered."""
+        """Return the nearest-rank percentile; infinite if no request was answered."""
         ordered = sorted(self.seconds)
         return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.inf
 
 
 def arrivals(servers: Sequence[Server], rule: Rule, rate: float, count: int, seed: int) -> Outcome:
-    """Requests come independently of each other, `rate` a second, whatever became of those before."""
+    """Simulate independent arrivals, `rate` per second."""
     source, outcome, moment = random.Random(seed), Outcome(), 0.0
     first = int(WARM_UP * count)
     for number in range(count):
@@ -183,7 +190,7 @@ def arrivals(servers: Sequence[Server], rule: Rule, rate: float, count: int, see
 
 
 def clients(servers: Sequence[Server], rule: Rule, count: int, requests: int, seed: int) -> Outcome:
-    """So many clients, each of which asks again as soon as it is answered. Nobody is refused: places and queue hold them all."""
+    """Simulate `count` clients that send the next request when one is answered. Places and queue hold them all."""
     source, outcome = random.Random(seed), Outcome()
     first, sent = int(WARM_UP * requests), 0
 
@@ -205,7 +212,7 @@ def clients(servers: Sequence[Server], rule: Rule, count: int, requests: int, se
 
 
 def _run_until(servers: Sequence[Server], moment: float, on_end: Callable[[Job], None], just_one: bool = False) -> None:
-    """To a moment, or until all are idle where that is never; or until the next request ends."""
+    """Run to `moment`, until all servers are idle if it is infinite, or until the next request ends if `just_one`."""
     while (due := (ends := min(servers, key=lambda server: server.next_end)).next_end) <= moment:
         if due == math.inf:
             return
@@ -258,7 +265,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--speeds", type=float, nargs="+", default=[1.0, 0.25])
     parser.add_argument(
-        "--cost", type=float, default=1.0, help="of a further member of a batch, in parts of the first's"
+        "--cost", type=float, default=1.0, help="cost of a further request in a batch, relative to the first"
     )
     parser.add_argument("--places", type=int, default=64)
     parser.add_argument("--queue", type=int, default=256)

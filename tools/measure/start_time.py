@@ -1,7 +1,7 @@
-"""Seconds from a server's start to its first answer of one token: `python -m tools.measure.start_time --server 'NAME=COMMAND' ...`.
+"""Measure the time from start to first token: `python -m tools.measure.start_time --server 'NAME=COMMAND' ...`.
 
-Servers start one after the other, alone on the machine, in rounds of which the first is not counted: it warms the page cache, and what
-a server keeps for its next start is made in it. Ratios are each other server's time over the first's.
+Servers start one after the other, alone on the machine. The first round does not count: it warms the page cache and
+lets each server write its own caches. Ratios are each other server's time divided by the first's.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tools.peers.servers import ServerSide, ServerSpec, median_ratio, report_pro
 
 
 def main() -> int:
-    """Progress goes to stderr; then come a table and, as the last line, JSON."""
+    """Run the measurement. Progress goes to stderr; stdout has a table and, in the last line, JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "--server", action="append", required=True, type=server_spec, metavar="NAME=[VARIABLE=value ...] COMMAND"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="that count")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds that count")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that a server ends too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the server ends too
     found: dict[str, list[float]] = {each.name: [] for each in arguments.server}
     with event_loop() as runner:
         for number in range(arguments.rounds + 1):

@@ -1,7 +1,8 @@
-"""Does every panel of the dashboards show something? `python -m tools.monitoring.check_dashboards --url http://HOST:9090 [FILE...]`.
+"""Check that every dashboard panel has data.
 
-Each panel's query is sent to that Prometheus as Grafana would send it: variables filled in by their own queries, everything chosen. What
-is empty is named, and is a fault unless the panel is about something that this installation does not have.
+`python -m tools.monitoring.check_dashboards --url http://HOST:9090 [FILE...]`.
+Each panel's query is sent to that Prometheus as Grafana sends it: variables filled in by their own queries, with
+everything selected. An empty panel is a fault, unless it is about something that this installation does not have.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import httpx
 
 DASHBOARDS = Path(__file__).resolve().parents[2] / "k8s" / "components" / "monitoring" / "dashboards"
-# What need not be there, and why. Where none of its series is known, a query that names it may be empty.
+# Series that may be absent, and why. If none of a query's series exists, the query may be empty.
 MAY_BE_ABSENT = {
     "process_cgroup_cpu_throttled_seconds_total": "no CPU quota",
     "armature_cpu_quota_cores": "no CPU quota",
@@ -38,7 +39,7 @@ VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One target of a panel; `instant` ones are asked for now, the others over a range."""
+    """One target of a panel. `instant` queries are for now, the others over a range."""
 
     dashboard: str
     panel: str
@@ -53,7 +54,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The time shown, seconds since 1970; `rate_seconds` is what `$__rate_interval` is there: at least four scrapes."""
+    """The displayed time in seconds since 1970. `rate_seconds` is `$__rate_interval`: at least four scrapes."""
 
     start: float
     end: float
@@ -70,7 +71,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Prometheus:
-    """The few questions that Grafana asks of one; `client` knows where it is."""
+    """The Prometheus queries that Grafana sends. `client` has the base URL."""
 
     client: httpx.Client
 
@@ -81,7 +82,7 @@ class Prometheus:
         return answer["data"]
 
     def answers(self, query: Query, expr: str, window: Window) -> list[dict[str, Any]]:
-        """Its series, those without a single number left out."""
+        """Return the series of a query that have at least one number."""
         if query.instant:
             found = self.ask("query", query=expr, time=window.end)["result"]
             return [each for each in found if is_number(each["value"][1])]
@@ -98,7 +99,7 @@ def is_number(text: str) -> bool:
 
 
 def panels(dashboard: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Those that show something, in rows or not."""
+    """Yield the panels that show data, inside or outside of rows."""
     for panel in dashboard["panels"]:
         yield from [panel] if panel["type"] != "row" else panel["panels"]
 
@@ -111,7 +112,7 @@ def queries(dashboard: Mapping[str, Any]) -> Iterator[Query]:
 
 
 def variables(prometheus: Prometheus, dashboard: Mapping[str, Any], window: Window) -> dict[str, str]:
-    """Each as its query answers where all is chosen; one that answers nothing and has no word for all is a fault of its own."""
+    """Return the value of each variable with everything selected. A variable without values is a fault."""
     filled = window.variables()
     for variable in dashboard["templating"]["list"]:
         if variable["type"] != "query":
@@ -126,18 +127,18 @@ def variables(prometheus: Prometheus, dashboard: Mapping[str, Any], window: Wind
 
 
 def substituted(text: str, filled: Mapping[str, str]) -> str:
-    """Raises `KeyError` where a variable is meant that there is not."""
+    """Return the query with its variables replaced. Raises `KeyError` for an unknown variable."""
     return VARIABLE.sub(lambda found: filled[found[1] or found[2]].replace("\\", "\\\\"), text)
 
 
 def excuse(prometheus: Prometheus, expr: str, window: Window) -> str | None:
-    """Why a query may be empty here; None where it may not."""
+    """Return why a query may be empty here, or None."""
     named = [name for name in MAY_BE_ABSENT if re.search(rf"\b{name}\b", expr)]
     return next((MAY_BE_ABSENT[name] for name in named if not prometheus.is_known(name, window)), None)
 
 
 def check(prometheus: Prometheus, dashboard: Mapping[str, Any], window: Window) -> tuple[list[str], list[str]]:
-    """Faults, and what is empty with a reason; a sentence each."""
+    """Return the faults, and the empty queries with a reason, as sentences."""
     faults, excused = [], []
     filled = variables(prometheus, dashboard, window)
     faults += [f"{dashboard['title']}: ${name} has no values" for name, value in filled.items() if not value]
@@ -154,12 +155,14 @@ def check(prometheus: Prometheus, dashboard: Mapping[str, Any], window: Window) 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """1 where anything is empty that should not be."""
+    """Return 1 if a panel is empty without a reason."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--url", default="http://127.0.0.1:9090", help="of the Prometheus that scrapes the servers")
-    parser.add_argument("--minutes", type=float, default=15.0, help="how far to look back")
-    parser.add_argument("--rate-seconds", type=int, default=60, help="for $__rate_interval: at least four scrapes")
-    parser.add_argument("files", nargs="*", type=Path, help="dashboards; ours where none is named")
+    parser.add_argument("--url", default="http://127.0.0.1:9090", help="URL of the Prometheus that scrapes the servers")
+    parser.add_argument("--minutes", type=float, default=15.0, help="minutes to look back")
+    parser.add_argument(
+        "--rate-seconds", type=int, default=60, help="seconds of $__rate_interval: at least four scrapes"
+    )
+    parser.add_argument("files", nargs="*", type=Path, help="dashboard files; default: this repository's")
     arguments = parser.parse_args(argv)
     now = time.time()
     window = Window(now - 60 * arguments.minutes, now, arguments.rate_seconds)
@@ -171,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(prometheus: Prometheus, dashboard: Mapping[str, Any], window: Window) -> list[str]:
-    """Printed; and the faults."""
+    """Print the result and return the faults."""
     faults, excused = check(prometheus, dashboard, window)
     total = len(list(queries(dashboard)))
     print(f"{dashboard['title']}: {total} queries, {len(faults)} faults, {len(excused)} empty with a reason")

@@ -1,4 +1,4 @@
-"""Requests of the kinds that a dashboard tells apart, over and over: answers, those that nobody waits for, refusals, and texts."""
+"""Repeated requests of the kinds that a dashboard distinguishes: answers, abandoned requests, refusals and texts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ TIMEOUT = 60.0
 
 @contextmanager
 def busy(servers: dict[str, str]) -> Iterator[None]:
-    """Three clients of the server that generates, one that leaves and errs, and two of the one that makes vectors, until it is left."""
+    """Run six clients until the block ends.
+
+    Three use the generating server, one leaves early and sends errors, and two use the embedding server.
+    """
     generate, embed = servers["amd64"], servers["arm64"]
     rounds = [partial(_answers, generate, number) for number in range(3)]
     rounds += [partial(_endings, generate), partial(_vectors, embed, 1), partial(_vectors, embed, 8)]
@@ -34,11 +37,11 @@ def busy(servers: dict[str, str]) -> Iterator[None]:
 def _again(once: Callable[[], None], stop: threading.Event) -> None:
     while not stop.is_set():
         once()
-        stop.wait(0.02)  # a load, not a flood: the tests' own machine must still answer queries
+        stop.wait(0.02)  # a moderate load: the machine must still answer queries
 
 
 def _answers(url: str, number: int) -> None:
-    """Streams of some length, which read the same prompt again: from the cache, and with guesses where the text repeats itself."""
+    """Send streams with the same prompt, for prefix cache hits, and with repetitions, for speculation."""
     body = {"prompt": f"{STORY} {number}", "max_tokens": 24, "temperature": 0, "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=TIMEOUT) as told:
         for _ in told.iter_lines():
@@ -47,7 +50,7 @@ def _answers(url: str, number: int) -> None:
 
 
 def _endings(url: str) -> None:
-    """One client leaves early, one asks for what is not offered."""
+    """Leave one stream early, and send one invalid request."""
     body = {"prompt": STORY, "max_tokens": 200, "stream": True}
     with httpx.stream("POST", f"{url}/generate", json=body, timeout=TIMEOUT) as told, suppress(StopIteration):
         next(told.iter_lines())

@@ -1,6 +1,7 @@
-"""The dashboards as pictures: `python -m tools.monitoring.draw_dashboards --url http://HOST:9090 --into docs/dashboards [--minutes 10]`.
+"""Draw the dashboards: `python -m tools.monitoring.draw_dashboards --url http://HOST:9090 --into docs/dashboards`.
 
-Panels stand where Grafana puts them and show what their queries answer; axes, colours and letters are matplotlib's, not Grafana's.
+Panels have Grafana's positions and show the results of their queries. Axes, colours and fonts are matplotlib's, not
+Grafana's.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ LONGEST_LEGEND = 5
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A series of a panel: what its legend says, its labels and its times and values."""
+    """A series of a panel: its legend, labels, times and values."""
 
     legend: str
     labels: Mapping[str, str]
@@ -51,10 +52,12 @@ class Shown:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--url", default="http://127.0.0.1:9090", help="of the Prometheus that scraped the servers")
-    parser.add_argument("--minutes", type=float, default=10.0, help="how far to look back")
-    parser.add_argument("--end", type=float, default=time.time(), help="seconds since 1970; now where not given")
-    parser.add_argument("--rate-seconds", type=int, default=60, help="for $__rate_interval: at least four scrapes")
+    parser.add_argument("--url", default="http://127.0.0.1:9090", help="URL of the Prometheus that scraped the servers")
+    parser.add_argument("--minutes", type=float, default=10.0, help="minutes to look back")
+    parser.add_argument("--end", type=float, default=time.time(), help="seconds since 1970; default: now")
+    parser.add_argument(
+        "--rate-seconds", type=int, default=60, help="seconds of $__rate_interval: at least four scrapes"
+    )
     parser.add_argument("--into", type=Path, required=True, help="folder for a PNG of each dashboard")
     arguments = parser.parse_args()
     window = Window(arguments.end - 60 * arguments.minutes, arguments.end, arguments.rate_seconds)
@@ -64,7 +67,7 @@ def main() -> int:
 
 
 def draw(prometheus: Prometheus, window: Window, into: Path) -> None:
-    """A PNG of each dashboard."""
+    """Write a PNG of each dashboard."""
     into.mkdir(parents=True, exist_ok=True)
     with rc_context(STYLE):
         for file in sorted(DASHBOARDS.glob("*.json")):
@@ -99,7 +102,7 @@ def drawn(prometheus: Prometheus, dashboard: Mapping[str, Any], window: Window) 
 
 
 def _axes(figure: Figure, place: Mapping[str, int], rows: int, panel: Mapping[str, Any]) -> Axes:
-    """The panel's card with its title; and in it, with room for numbers and a legend, the axes."""
+    """Draw the panel's card with its title, and return the axes in it."""
     width, height = figure.get_size_inches()
     left, wide = place["x"] * COLUMN_INCHES + MARGIN_INCHES, place["w"] * COLUMN_INCHES - MARGIN_INCHES
     below, high = (rows - place["y"] - place["h"]) * ROW_INCHES + MARGIN_INCHES, place["h"] * ROW_INCHES - MARGIN_INCHES
@@ -215,7 +218,7 @@ def _table(axes: Axes, panel: Mapping[str, Any], shown: Sequence[Shown]) -> None
 
 
 def _heat(axes: Axes, panel: Mapping[str, Any], shown: Sequence[Shown]) -> None:
-    """Bars of time: what each bucket has that the one below has not."""
+    """Draw a heat map: the difference between each bucket and the one below."""
     buckets = sorted(shown, key=lambda one: float(one.labels["le"]))
     below: dict[float, float] = {}
     for index, one in enumerate(buckets):
@@ -232,7 +235,7 @@ def _heat(axes: Axes, panel: Mapping[str, Any], shown: Sequence[Shown]) -> None:
 
 
 def told(value: float, unit: str) -> str:
-    """As a person would write it, with the unit's own prefix."""
+    """Return a number as text with the unit's prefix."""
     if unit == "percentunit":
         return f"{100 * value:.3g}%"
     if unit == "s" and 0 < value < 1:

@@ -1,4 +1,7 @@
-"""A real Prometheus on a free port of loopback that watches servers of ours every second, with our rules: for tests and proofs."""
+"""A real Prometheus on a free loopback port that scrapes our servers every second, for tests and proofs.
+
+It loads our rules.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,11 @@ START_SECONDS = 60.0
 
 @contextmanager
 def watching(program: str, folder: Path, pools: Mapping[str, str], plain: Sequence[str] = ()) -> Iterator[str]:
-    """Its URL. `pools`: URLs of servers by pool, labelled as our PodMonitor labels pods; `plain`: those that have no label but job and
-    instance. It keeps all it knows in `folder`, and ends with the block or with this process."""
+    """Run Prometheus until the block or this process ends, and yield its URL.
+
+    `pools` are server URLs by pool, labelled as our PodMonitor labels pods. `plain` are servers without labels except
+    job and instance. All data is in `folder`.
+    """
     configuration, log = folder / "prometheus.yml", folder / "prometheus.log"
     configuration.write_text(json.dumps(_configuration(_rules(folder), pools, plain)))
     flags = (
@@ -66,7 +72,7 @@ def _configuration(rules: Path, pools: Mapping[str, str], plain: Sequence[str]) 
 
 
 def _rules(folder: Path) -> Path:
-    """Ours, each group looked at every second."""
+    """Write our rules with an evaluation interval of one second."""
     rules = folder / "rules.yml"
     groups = yaml.safe_load(plain_rules())["groups"]
     rules.write_text(json.dumps({"groups": [{**group, "interval": "1s"} for group in groups]}))

@@ -1,6 +1,8 @@
-"""Print the alert and recording rules as a plain file: `python3 tools/monitoring/plain_rules.py > armature.rules.yml`.
+"""Print the alert and recording rules as a plain file.
 
-What stands below `spec:` in each PrometheusRule, moved to the left, is such a file; so nothing but Python is needed, and comments stay.
+`python3 tools/monitoring/plain_rules.py > armature.rules.yml`.
+For a Prometheus without the operator. The text below `spec:` of each PrometheusRule is such a file when it is
+unindented. So only the standard library is needed, and comments are kept.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ MONITORING = Path(__file__).resolve().parents[2] / "k8s" / "components" / "monit
 
 
 def plain_rules() -> str:
-    """All groups in one file, each source's first comment above its own."""
+    """Return all groups in one file, each with the first comment of its source."""
     return "groups:\n" + "".join(_groups(path.read_text()) for path in sorted(MONITORING.glob("rules-*.yaml")))
 
 

@@ -1,7 +1,7 @@
-"""A dashboard as this project keeps it: `python -m tools.monitoring.tidy_dashboard FILE...` rewrites what Grafana exported.
+"""Format dashboards that Grafana exported: `python -m tools.monitoring.tidy_dashboard FILE...`.
 
-What belongs to one Grafana (ids, versions, a chosen data source) goes, keys stand in one order, and what fits in a line is one: so a change
-of a query is a change of a line.
+It removes what belongs to one Grafana (ids, versions, the chosen data source), orders the keys, and writes on one line
+what fits. A changed query is then one changed line.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from typing import Any
 
 WIDTH = 140
 INDENT = 2
-# A reader wants to know these first; all others follow in the order of the alphabet.
+# These keys come first; the others follow in alphabetical order.
 FIRST = ("id", "uid", "name", "type", "title", "description", "gridPos", "label", "refId", "legendFormat", "expr")
 LAST = ("panels",)
-# Grafana's own, different in each.
+# Fields that differ in every Grafana.
 FOREIGN = ("__inputs", "__requires", "__elements", "iteration", "gnetId", "version", "pluginVersion", "revision")
 
 
 def tidy(dashboard: dict[str, Any]) -> dict[str, Any]:
-    """The same dashboard without what only one Grafana means by it."""
+    """Return the dashboard without the fields of one Grafana."""
     kept = {key: value for key, value in dashboard.items() if key != "id"}
     for variable in kept.get("templating", {}).get("list", ()):
         if not variable.get("includeAll"):
-            variable.pop("current", None)  # what somebody had chosen
+            variable.pop("current", None)  # the value that a person had selected
         variable.pop("options", None)
     ordered: dict[str, Any] = _ordered(kept)
     return ordered
 
 
 def written(value: Any, indent: int = 0) -> str:
-    """JSON, each object and list on one line where it has room there."""
+    """Return JSON with each object and list on one line where it fits."""
     flat = json.dumps(value, ensure_ascii=False)
     if (indent and indent + len(flat) <= WIDTH) or not isinstance(value, dict | list) or not value:
         return flat

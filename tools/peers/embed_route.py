@@ -1,7 +1,9 @@
-"""A plain FastAPI route around another library's encoder: `python -m tools.peers.embed_route KIND MODEL --port PORT`.
+"""Serve another library's encoder behind a plain FastAPI route.
 
-`sentence_transformers` takes the checkpoint as it is; `openvino` and `onnxruntime` convert it once into `--exports`, pad a request's texts
-to the longest and take the mean. Requests are computed one by one, or `--workers` at a time. Runs in the peer's own environment.
+`python -m tools.peers.embed_route KIND MODEL --port PORT`.
+`sentence_transformers` loads the checkpoint as it is. `openvino` and `onnxruntime` convert it once into `--exports`,
+pad the texts of a request to the longest and average over tokens. `--workers` requests are computed at a time, one by
+default. It runs in the peer's own environment. Compare it with `armature bench http --kind embed --against URL`.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from fastapi import Body, FastAPI
 from tokenizers import Tokenizer
 
 Vectors = np.ndarray  # [texts, size], of length 1
-Embed = Callable[[list[str]], tuple[Vectors, int]]  # and how many tokens it has read
-Run = Callable[[dict[str, np.ndarray]], np.ndarray]  # ids and mask [texts, tokens] to last hidden states
+Embed = Callable[[list[str]], tuple[Vectors, int]]  # returns the vectors and the number of tokens read
+Run = Callable[[dict[str, np.ndarray]], np.ndarray]  # from ids and mask [texts, tokens] to the last hidden states
 
 
 def main() -> None:
@@ -32,8 +34,8 @@ def main() -> None:
     parser.add_argument("kind", choices=sorted(KINDS))
     parser.add_argument("model", type=Path)
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--exports", type=Path, help="where converted models lie, or shall")
-    parser.add_argument("--threads", type=int, default=2, help="of each worker")
+    parser.add_argument("--exports", type=Path, help="folder for converted models")
+    parser.add_argument("--threads", type=int, default=2, help="threads of each worker")
     parser.add_argument("--workers", type=int, default=1)
     arguments = parser.parse_args()
     embed = KINDS[arguments.kind](arguments)
@@ -41,7 +43,7 @@ def main() -> None:
 
 
 def route(embed: Embed, workers: int) -> FastAPI:
-    """OpenAI's, as somebody writes it in an afternoon."""
+    """Return an app with OpenAI's embeddings route, written the obvious way."""
     app, pool = FastAPI(), ThreadPoolExecutor(workers)
 
     @app.post("/v1/embeddings")
@@ -66,7 +68,7 @@ def sentence_transformers(arguments: argparse.Namespace) -> Embed:
     import sentence_transformers as library
 
     model = library.SentenceTransformer(str(arguments.model), device="cpu")
-    tokenizer = tokenizer_of(arguments.model)  # only to count: its own does not say
+    tokenizer = tokenizer_of(arguments.model)  # only to count tokens, which the library does not report
 
     def embed(texts: list[str]) -> tuple[Vectors, int]:
         num_tokens = sum(sum(encoding.attention_mask) for encoding in tokenizer.encode_batch(texts))
@@ -85,7 +87,7 @@ def openvino(arguments: argparse.Namespace) -> Embed:
     properties = {"NUM_STREAMS": arguments.workers, "INFERENCE_NUM_THREADS": arguments.workers * arguments.threads}
     model = library.compile_model(folder / "openvino_model.xml", "CPU", properties)
 
-    own = threading.local()  # each worker's request, whose memory the answer lies in until the next
+    own = threading.local()  # each worker's inference request, which owns the output until the next one
 
     def run(inputs: dict[str, np.ndarray]) -> np.ndarray:
         if not hasattr(own, "request"):
@@ -114,7 +116,7 @@ def onnxruntime(arguments: argparse.Namespace) -> Embed:
 
 
 def tokenizer_of(model: Path) -> Tokenizer:
-    """Texts padded to the longest of a request, cut where sentence-transformers cuts them."""
+    """Return a tokenizer that pads to the longest text of a request and truncates where sentence-transformers does."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     tokenizer.enable_padding()
     tokenizer.enable_truncation(json.loads((model / "sentence_bert_config.json").read_text())["max_seq_length"])
@@ -122,7 +124,7 @@ def tokenizer_of(model: Path) -> Tokenizer:
 
 
 def pooled(tokenizer: Tokenizer, run: Run, names: set[str]) -> Embed:
-    """The mean of hidden states where there is text, of length 1; `names` of what the model is given."""
+    """Return the mean of the hidden states over each text's tokens, of length 1. `names` are the model's inputs."""
 
     def embed(texts: list[str]) -> tuple[Vectors, int]:
         encodings = tokenizer.encode_batch(texts)

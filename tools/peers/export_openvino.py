@@ -1,7 +1,8 @@
-"""Makes an OpenVINO model of a BERT-like encoder: `python -m tools.peers.export_openvino CHECKPOINT FOLDER --precision fp32|int8|w8a8`.
+"""Export a BERT-like encoder for OpenVINO: `python -m tools.peers.export_openvino CHECKPOINT FOLDER --precision P`.
 
-`fp32`: as it is, and computed in BF16 where the processor multiplies that; `int8`: weights in eight bits; `w8a8`: weights and activations,
-quantised by NNCF with texts of random ids (what speed is measured with; no measure of quality). Runs in the peer's own environment.
+`fp32` keeps the weights, and OpenVINO computes in BF16 where the processor supports it. `int8` has 8-bit weights.
+`w8a8` has 8-bit weights and activations, quantized by NNCF with texts of random ids, which is enough to measure speed
+but not quality. It runs in the peer's own environment.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Becomes another program: `python -P tools/peers/launch.py [--procs FILE]... -- PROGRAM ARGUMENT...`; only the standard library is used.
+"""Replace this process by another program.
 
-The system ends it when whoever started it ends, which a halted process would not notice; `--procs` are lists of control groups to join.
+`python -P tools/peers/launch.py [--procs FILE]... -- PROGRAM ARGUMENT...`.
+The kernel ends the program when its parent ends, which a stopped process would not notice. `--procs` are the
+`cgroup.procs` files of control groups to join. Needs only the standard library.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Never returns: the program keeps this process, its groups and the signal at its parent's end."""
+    """Replace this process. The program keeps the process id, the control groups and the parent-death signal."""
     words = sys.argv[1:]
     divide = words.index("--")
     for file in words[1:divide:2]:

@@ -1,6 +1,7 @@
-"""llama.cpp as a side of a comparison, through llama-cpp-python's low-level calls: one `llama_decode` for all rows of a step.
+"""llama.cpp as a side of a comparison, with one `llama_decode` call for all rows of a step.
 
-`MODEL_PATH` is a GGUF file, see `tools/gguf_checkpoint.py`. Options: `n_batch`, `n_ubatch`. Whatever is not set here is at its default.
+It uses the low-level calls of llama-cpp-python. The model is a GGUF file, see `tools/gguf_checkpoint.py`. Options:
+`n_batch`, `n_ubatch`. Everything else has its default.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from gguf import GGUFReader
 from tools.peers.turns import Peer, Rows
 
 BATCH_TOKENS = 512
-CONTEXT_STEP = 256  # tokens that a row's context is rounded up to
+CONTEXT_STEP = 256  # a row's context is rounded up to a multiple of this number of tokens
 
 
 def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
-    """One context a number of rows, as each has memory for that many; all of one model."""
+    """Load one model, and one context for each number of rows, because a context reserves memory for its rows."""
     api.llama_backend_init()
     loaded = api.llama_model_load_from_file(str(model).encode(), api.llama_model_default_params())
     if not loaded:
@@ -43,7 +44,7 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
 
 
 def _features() -> str:
-    """What this build uses of the processor, in its own words."""
+    """Return the processor features that this build reports."""
     pairs = (
         pair.split("=") for pair in api.llama_print_system_info().decode().partition(":")[2].split("|") if "=" in pair
     )
@@ -51,13 +52,16 @@ def _features() -> str:
 
 
 def _weight_bytes(model: Path) -> int:
-    """An embedding table beside an output layer of its own is looked up, not read."""
+    """Return the bytes of weights read per token. An embedding table next to a separate output layer is not read."""
     sizes = {tensor.name: int(tensor.n_bytes) for tensor in GGUFReader(model).tensors}
     return sum(sizes.values()) - (sizes["token_embd.weight"] if "output.weight" in sizes else 0)
 
 
 class Context:
-    """Memory for some rows. Each prompt is prefilled in batches that prompts share; then each step decodes one token of each row."""
+    """Memory for some rows.
+
+    Prompts are prefilled in shared batches. Then each step decodes one token of each row.
+    """
 
     def __init__(self, model: api.llama_model_p, params: api.llama_context_params) -> None:
         self._context = api.llama_init_from_model(model, params)
@@ -93,7 +97,7 @@ class Context:
         batch.n_tokens = at + 1
 
     def _decode(self, rows: Rows) -> None:
-        """Computes what was put, and picks greedily wherever logits were wanted."""
+        """Compute the batch and sample greedily wherever logits were requested."""
         batch = self._batch
         code = api.llama_decode(self._context, batch)
         if code != 0:

@@ -1,4 +1,4 @@
-"""A real nginx on the loopback for comparisons: one process, and a port for each rule by which it chooses among the servers behind it."""
+"""A real nginx on loopback for comparisons: one process with a port for each balancing rule."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from tools.peers.ports import free_ports
 
 PLACES = os.pathsep.join(
     [os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin", "/sbin"]
-)  # Debian's is not in a user's path
+)  # Debian's nginx is not in a user's PATH
 START_SECONDS = 10.0
 READ_SECONDS = 600  # a stream may be silent as long as request_timeout lets its request wait
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How servers are chosen: weights in their order, and among connections or in turns."""
+    """How servers are chosen: their weights, and by connections or in turns."""
 
     weights: Sequence[int]
     least_connections: bool = False
 
 
 def whole(folder: Path, blocks: str) -> str:
-    """A configuration with these blocks in `http`; everything that is written lies in `folder`."""
-    user = "user root;\n" if os.geteuid() == 0 else ""  # else root's nginx could not write to the folder
+    """Return a configuration with these blocks in `http`. All files are written to `folder`."""
+    user = "user root;\n" if os.geteuid() == 0 else ""  # otherwise root's nginx could not write to the folder
     places = "".join(
         f"  {name}_temp_path {folder}/{name};\n" for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     )
@@ -48,7 +48,7 @@ def _blocks(port: int, servers: Sequence[str], rule: Rule) -> str:
 
 def _upstream(port: int, servers: Sequence[str], rule: Rule) -> str:
     chosen = "    least_conn;\n" if rule.least_connections else ""
-    # max_fails=0: a comparison wants every failure to be seen, not a server that is left out after one.
+    # max_fails=0: a comparison must see every failure, instead of nginx leaving out a server after one.
     lines = "".join(
         f"    server {name} weight={weight} max_fails=0;\n" for name, weight in zip(servers, rule.weights, strict=True)
     )
@@ -56,7 +56,7 @@ def _upstream(port: int, servers: Sequence[str], rule: Rule) -> str:
 
 
 def _server(port: int) -> str:
-    """Nothing of an answer is held back: a stream's pieces go on as they come."""
+    """Return the server block. It does not buffer, so that stream events pass at once."""
     return (
         f"  server {{\n    listen 127.0.0.1:{port};\n    location / {{\n      proxy_pass http://armature_{port};\n"
         '      proxy_http_version 1.1;\n      proxy_set_header Connection "";\n      proxy_buffering off;\n'
@@ -65,10 +65,10 @@ def _server(port: int) -> str:
 
 
 class Nginx:
-    """Runs from its start until `end`."""
+    """An nginx process that runs until `end`."""
 
     def __init__(self, text: Callable[[Path], str], ports: Sequence[int]) -> None:
-        """`text` makes the configuration for a folder that is ours; back once it answers on all ports."""
+        """Start nginx and wait until it answers on all ports. `text` returns the configuration for a folder."""
         program = shutil.which("nginx", path=PLACES)
         if program is None:
             raise SystemExit("nginx is not here: Debian and Ubuntu have it as `nginx-light`")
@@ -82,7 +82,7 @@ class Nginx:
         self._await(ports)
 
     def end(self) -> None:
-        self._process.terminate()  # at once: whoever ends it has had its answers
+        self._process.terminate()  # without draining: all requests have been answered
         self._process.wait()
         self._folder.cleanup()
 
@@ -97,7 +97,7 @@ class Nginx:
 
 
 def before(servers: Sequence[str], rules: Mapping[str, Rule]) -> tuple[Nginx, dict[str, str]]:
-    """An nginx with a port for each rule, and the addresses by the rules' names."""
+    """Start an nginx in front of `servers`. Returns it and the URL of each rule."""
     ports = dict(zip(rules, free_ports(len(rules)), strict=True))
     by_port = {ports[name]: rule for name, rule in rules.items()}
     nginx = Nginx(

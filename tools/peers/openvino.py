@@ -1,6 +1,7 @@
-"""OpenVINO GenAI's continuous batching as a side of a comparison. `MODEL_PATH` is the folder that optimum-intel exports.
+"""OpenVINO GenAI's continuous batching as a side of a comparison.
 
-Options: `max_num_batched_tokens`, and properties of the CPU plugin by their own names, such as `kv_cache_precision=f16`.
+The model is a folder that optimum-intel exports. Options are `max_num_batched_tokens` and properties of the CPU plugin
+by their own names, such as `kv_cache_precision=f16`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import openvino_genai as genai
 
 from tools.peers.turns import Peer, Rows
 
-BATCH_TOKENS = 512  # its default is 256
+BATCH_TOKENS = 512  # the library's default is 256
 CACHE_GIGABYTES = 2
 
 
 def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
-    """Its steps are called one by one, as its own server calls them."""
+    """Load the model. Its steps are called one by one, as its own server does."""
     options = dict(options)
     scheduling = genai.SchedulerConfig()
     scheduling.max_num_batched_tokens = int(options.pop("max_num_batched_tokens", BATCH_TOKENS))

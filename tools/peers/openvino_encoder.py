@@ -1,6 +1,7 @@
-"""OpenVINO's runtime as a side of a comparison of encoders. `MODEL_PATH` is a folder that `export_openvino` made.
+"""OpenVINO's runtime as a side of a comparison of encoders.
 
-Options are properties of the CPU plugin by their own names, such as `inference_precision_hint=f32`.
+The model is a folder made by `export_openvino`. Options are properties of the CPU plugin by their own names, such as
+`inference_precision_hint=f32`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from tools.peers.turns import Peer, Rows
 
 
 def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
-    """One stream with all threads: a batch as quick as it gets. Texts of a turn are alike in length, so nothing is padded."""
+    """Load the model with one stream that uses all threads, which gives the lowest latency of a batch.
+
+    Texts of a turn have equal lengths, so nothing is padded.
+    """
     properties = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1, "PERFORMANCE_HINT": "LATENCY"}
     compiled = openvino.compile_model(
         model / "openvino_model.xml", "CPU", properties | {name.upper(): text for name, text in options.items()}

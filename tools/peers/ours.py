@@ -1,4 +1,7 @@
-"""Our own engine as a side of a comparison, built as serving builds it. Options are settings, such as `precision=int4 int8_copy=off`."""
+"""Our decoder engine as a side of a comparison, built as the server builds it.
+
+Options are settings, such as `precision=int4 int8_copy=off`.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,10 @@ from tools.peers.turns import Peer, Rows
 
 
 def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
-    """The plan sets what thread pools read before torch is imported. Nobody waits for the streams: prefill need not be held back.
+    """Build the engine. The plan sets environment variables that thread pools read before torch is imported.
 
-    Models without training repeat themselves, which is easily guessed: nothing is, so that every side computes a token a step.
+    No client waits for these streams, so prefill is not limited by inter-token latency. Speculation is off, so that
+    every side computes one token per step: untrained models repeat themselves, which is easy to draft.
     """
     settings = load_settings(
         model=str(model), threads=threads, **{"itl_target_ms": 60_000, "speculation": "off", **options}

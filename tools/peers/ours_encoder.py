@@ -1,6 +1,7 @@
-"""Our encoder engine as a side of a comparison, built as serving builds it. Options are settings, such as `precision=int8`.
+"""Our encoder engine as a side of a comparison, built as the server builds it.
 
-A text's "token" is the place of the largest value in its vector, by which sides are held against each other.
+Options are settings, such as `precision=int8`. A text's "token" is the index of the largest value in its vector. Sides
+are compared by it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from tools.peers.turns import Peer, Rows
 
 
 def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
-    """The plan sets what thread pools read before torch is imported. A turn's texts are one request: the engine divides them."""
+    """Build the engine. The plan sets environment variables that thread pools read before torch is imported.
+
+    The texts of a turn are one request, which the engine divides into steps.
+    """
     settings = load_settings(model=str(model), threads=threads, **options)[0]
     prepared = prepare(settings)
     os.environ.update(prepared.plan.environment())
@@ -66,7 +70,7 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
 
 
 def largest(vectors: bytes, rows: int) -> Rows:
-    """FP32 vectors of as many texts, end to end."""
+    """Return the index of the largest value of each of `count` FP32 vectors, stored one after the other."""
     values = array("f", vectors)
     size = len(values) // rows
     return [[max(range(size), key=values[at : at + size].__getitem__)] for at in range(0, len(values), size)]

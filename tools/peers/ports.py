@@ -1,4 +1,4 @@
-"""Ports of loopback that nobody listens on."""
+"""Free ports of loopback."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """All at once, so that they differ."""
+    """Return `count` different free ports."""
     probes = [socket.socket() for _ in range(count)]
     for probe in probes:
         probe.bind(("127.0.0.1", 0))

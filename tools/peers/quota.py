@@ -1,4 +1,4 @@
-"""A CPU quota for processes of a comparison: a control group of either version, made and removed by who has the right to."""
+"""A CPU quota for processes of a comparison: a control group of version 1 or 2."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ REMOVAL_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """Enter it by writing a process id to `procs`."""
+    """A control group with a quota. A process joins it by writing its id to `procs`."""
 
     folder: Path
     version: int
 
     @classmethod
     def make(cls, name: str, cores: float, cgroups: Path = CGROUPS) -> Quota:
-        """Raises `SystemExit` where this system or this user cannot."""
+        """Create the control group. Raises `SystemExit` if the system or the user does not allow it."""
         version, top = (1, cgroups / "cpu") if (cgroups / "cpu").is_dir() else (2, cgroups)
         folder, microseconds = top / f"armature-{os.getpid()}-{name}", round(cores * PERIOD_MICROSECONDS)
         try:
@@ -41,12 +41,12 @@ class Quota:
         return self.folder / "cgroup.procs"
 
     def throttled_seconds(self) -> float:
-        """For how long threads that wanted to run were kept from it so far, added up over CPUs."""
+        """Return the time that runnable threads were stopped so far, in seconds added over CPUs."""
         counts = dict(line.split() for line in (self.folder / "cpu.stat").read_text().splitlines())
         return int(counts["throttled_time"]) / 1e9 if self.version == 1 else int(counts["throttled_usec"]) / 1e6
 
     def remove(self) -> None:
-        """Once its processes have ended, which the kernel may take a moment to notice."""
+        """Remove the group after its processes have ended, which the kernel may notice late."""
         deadline = time.monotonic() + REMOVAL_SECONDS
         while self.folder.exists() and time.monotonic() < deadline:
             with suppress(OSError):

@@ -1,6 +1,8 @@
-"""`armature serve`, its threads arranged otherwise than planned: `python -m tools.peers.serve_arranged --nice-others 5 -- FLAGS...`.
+"""Run `armature serve` with another arrangement of threads.
 
-For comparisons alone: what wins by measurement becomes the plan's own decision.
+`python -m tools.peers.serve_arranged --nice-others 5 -- FLAGS...`.
+Only for experiments: compare it with a normal server by `armature bench http --url URL --against URL`. An arrangement
+that wins becomes a decision of the plan.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 WORKER = "armature-worker"
-LOOK_SECONDS = 0.5  # compute threads come with the first product
+LOOK_SECONDS = 0.5  # compute threads start with the first product
 
 
 def main() -> int:
@@ -34,19 +36,21 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--policy", choices=("active", "passive"), help="how compute threads wait at barriers")
-    parser.add_argument("--spins", help="GOMP_SPINCOUNT: a number, or infinity")
+    parser.add_argument(
+        "--policy", choices=("active", "passive"), help="how compute threads wait at barriers (OMP_WAIT_POLICY)"
+    )
+    parser.add_argument("--spins", help="GOMP_SPINCOUNT: a number or `infinity`")
     parser.add_argument("--nice-compute", type=int, default=0)
-    parser.add_argument("--nice-others", type=int, default=0, help="the event loop and the text pool")
-    parser.add_argument("--batch", action="store_true", help="SCHED_BATCH for compute threads")
+    parser.add_argument("--nice-others", type=int, default=0, help="niceness of the event loop and the text pool")
+    parser.add_argument("--batch", action="store_true", help="use SCHED_BATCH for compute threads")
     parser.add_argument("--pin-loop", type=int, metavar="CPU")
-    parser.add_argument("--switch-ms", type=float, help="sys.setswitchinterval")
-    parser.add_argument("flags", nargs="*", help="of armature serve, after --")
+    parser.add_argument("--switch-ms", type=float, help="sys.setswitchinterval in milliseconds")
+    parser.add_argument("flags", nargs="*", help="flags of armature serve, after --")
     return parser.parse_args()
 
 
 def _wait(policy: str | None, spins: str | None) -> None:
-    """In place of what the plan would set: its table is the only one that is read."""
+    """Replace the plan's wait policy in its table."""
     from app.hardware.plan import threads
 
     if policy is None and spins is None:
@@ -56,7 +60,10 @@ def _wait(policy: str | None, spins: str | None) -> None:
 
 
 def _arrange(arguments: argparse.Namespace, all_cpus: set[int]) -> None:
-    """Looks for new threads as long as the process lives; begins once there is a worker, as what comes before it counts CPUs."""
+    """Watch for new threads as long as the process lives.
+
+    It begins when the worker exists, because code that runs earlier counts CPUs.
+    """
     arranged: set[int] = set()
     while True:
         python = {thread.native_id: thread.name for thread in threading.enumerate() if thread.native_id is not None}
@@ -70,14 +77,20 @@ def _arrange(arguments: argparse.Namespace, all_cpus: set[int]) -> None:
 
 
 def roles(tasks: Iterable[int], python: Mapping[int, str]) -> dict[int, bool]:
-    """Whether each thread computes: the worker does, and those that Python does not know. Nothing is said before there is a worker."""
+    """Return for each thread whether it computes: the worker and threads that Python does not know.
+
+    Empty before the worker exists.
+    """
     if WORKER not in python.values():
         return {}
     return {task: python.get(task, WORKER) == WORKER for task in tasks}
 
 
 def _place(task: int, computes: bool, arguments: argparse.Namespace, all_cpus: set[int]) -> None:
-    """Said of every thread: one inherits from the thread that started it."""
+    """Apply the arrangement to one thread.
+
+    Every thread is set, because a thread inherits from the one that started it.
+    """
     os.setpriority(os.PRIO_PROCESS, task, arguments.nice_compute if computes else arguments.nice_others)
     if computes and arguments.batch:
         os.sched_setscheduler(task, os.SCHED_BATCH, os.sched_param(0))

@@ -1,4 +1,7 @@
-"""HTTP servers as sides of a comparison: any command that serves OpenAI's completions on a port, awake only while it is its turn."""
+"""HTTP servers as sides of a comparison: any command that serves OpenAI's completions on a port.
+
+A server is stopped between its turns.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +48,12 @@ HELLO = "once upon a time"
 TICKS = os.sysconf("SC_CLK_TCK")
 AskOne = Callable[
     [HttpClient, str | None], Awaitable[object]
-]  # one request for the model of this name; raises `HttpRequestFailed`
+]  # sends one request to the model of this name; raises `HttpRequestFailed`
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
-    """`NAME=[VARIABLE=value ...] PROGRAM ARGUMENT...`; `{port}` among the arguments is the port that it shall listen on."""
+    """`NAME=[VARIABLE=value ...] PROGRAM ARGUMENT...`; `{port}` among the arguments becomes the port."""
 
     name: str
     command: tuple[str, ...]
@@ -58,7 +61,7 @@ class ServerSpec:
 
     @classmethod
     def parse(cls, text: str) -> ServerSpec:
-        """Raises `ValueError` with a sentence."""
+        """Parse the text. Raises `ValueError` with a sentence."""
         name, equals, rest = text.partition("=")
         words, variables = shlex.split(rest), {}
         while words and "=" in words[0] and words[0].partition("=")[0].isidentifier():
@@ -72,10 +75,10 @@ class ServerSpec:
 
 
 class ServerSide:
-    """One process group that serves. It runs from its start until `halt`; later only within `awake`."""
+    """A server in its own process group. It runs until `halt`, and later only within `awake`."""
 
     def __init__(self, spec: ServerSpec, procs: Sequence[Path] = ()) -> None:
-        """`procs`: lists of control groups that it joins before it becomes the server."""
+        """Start the server. `procs` are lists of control groups that it joins first."""
         self.spec, port = spec, free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - `end` closes it
@@ -93,7 +96,10 @@ class ServerSide:
         )
 
     async def first_answer(self, ask: AskOne | None = None) -> float:
-        """Seconds from the process's start to its first answer, of one token unless `ask` says otherwise. Asks until there is one."""
+        """Return the seconds from the start of the process to its first answer.
+
+        The request is one token unless `ask` sends another. It is repeated until it succeeds.
+        """
         with closing(HttpClient(self.url)) as wire:
             while True:
                 with suppress(HttpRequestFailed):
@@ -122,7 +128,7 @@ class ServerSide:
         self._log.close()
 
     def cpu_seconds(self) -> float:
-        """Of all its processes so far; 0 where the system does not tell like this."""
+        """Return the CPU seconds of all its processes so far, or 0 where /proc is missing."""
         return sum(map(_cpu_seconds, _group(self._process.pid)))
 
     def complaint(self, what: str) -> str:
@@ -131,7 +137,7 @@ class ServerSide:
         return "\n".join([f"{self.spec.name} {what}:", *last])
 
     def _signal(self, number: int) -> None:
-        """To the whole group: some servers compute in a process of their own."""
+        """Signal the whole group, since some servers compute in another process."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
@@ -141,14 +147,17 @@ async def _one_token(wire: HttpClient, model: str | None) -> None:
 
 
 async def traffic_to(side: ServerSide, wanted: GenerateWorkload, wire: HttpClient) -> tuple[GenerateTraffic, str]:
-    """What sends requests to a server that is awake, and what its prompts are, in words."""
+    """Return the traffic for a running server, and a description of its prompts."""
     model = await first_served_model(wire)
     deck, words = await prompts_for(wire, COMPLETIONS, model, wanted.seed)
     return GenerateTraffic(wire, COMPLETIONS, model, deck, wanted), words
 
 
 async def one_run(traffic: GenerateTraffic, clients: int, requests_each: int, warm_up_tokens: int) -> GenerateRun:
-    """A closed loop of so many clients. Raises `SystemExit` where a request fails: a figure without it would be another's."""
+    """Run a closed loop of `clients` clients.
+
+    Raises `SystemExit` if a request fails, because the figure would be wrong without it.
+    """
     await traffic.warm_up(clients, warm_up_tokens)
     run = GenerateRun()
     await traffic.run_closed_loop(run, clients, RunLimits(num_requests=clients * requests_each))
@@ -176,7 +185,7 @@ def report_progress(text: str) -> None:
 
 
 def _group(leader: int) -> list[list[str]]:
-    """The fields after the name in /proc/PID/stat of every process of a group."""
+    """Return the fields after the name in /proc/PID/stat for every process of a group."""
     found = []
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Sides of a comparison as the one who gives turns sees them: processes that are awake only while it is their turn."""
+"""Sides of a comparison, seen from the program that gives turns: processes that run only during their turn."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from tools.peers.turns import MARK, Taken, Turn
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = ("ours", "llama_cpp", "openvino", "vllm", "ours_encoder", "openvino_encoder", "torch_encoder")
-# What a shell may say about thread pools is not ours to pass on: each side sizes its own from the threads that it is told.
+# The shell's settings of thread pools are not passed on: each side sizes its pools by the `--threads` that it gets.
 POOL_PREFIXES = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TBB_")
-LAST_LINES = 15  # of what a side complained of, shown when it ends too early
+LAST_LINES = 15  # last lines of a side's stderr, shown if it ends too early
 
 
 @dataclass(frozen=True, slots=True)
 class SideSpec:
-    """`KIND[/LABEL]=INTERPRETER:MODEL[,name=value...]`: names in capitals go to the environment, others are options of the side."""
+    """`KIND[/LABEL]=INTERPRETER:MODEL[,name=value...]`.
+
+    Names in capitals are environment variables. Other names are options of the side.
+    """
 
     name: str
     python: Path
@@ -37,7 +40,7 @@ class SideSpec:
 
     @classmethod
     def parse(cls, text: str) -> SideSpec:
-        """Raises `ValueError` with a sentence."""
+        """Parse the text. Raises `ValueError` with a sentence."""
         place, *pairs = text.split(",")
         name, equals, rest = place.partition("=")
         python, colon, model = rest.partition(":")
@@ -50,12 +53,15 @@ class SideSpec:
         given = dict(pair.split("=", 1) for pair in pairs)
         options = {key: value for key, value in given.items() if not key.isupper()}
         variables = {key: value for key, value in given.items() if key.isupper()}
-        # Not resolved: an environment's interpreter is a link that knows where it lies.
+        # Not resolved: the interpreter of a virtual environment is a link, and its location matters.
         return cls(name, Path(python).absolute(), Path(model).absolute(), options, variables)
 
 
 class Side:
-    """One process group. `ready` is what the side says of itself once it has loaded; it is halted from then on."""
+    """A side in its own process group.
+
+    `ready` is what the side reports after loading. From then on it is stopped between turns.
+    """
 
     def __init__(self, spec: SideSpec, threads: int) -> None:
         self.spec = spec
@@ -78,7 +84,7 @@ class Side:
         return ready
 
     def take(self, turn: Turn) -> Taken:
-        """Others are halted meanwhile: threads that poll would take a core."""
+        """Run one turn. The other sides are stopped meanwhile, because spinning threads would take a core."""
         self._signal(signal.SIGCONT)
         try:
             assert self._process.stdin is not None, "it was started with a pipe"
@@ -91,7 +97,7 @@ class Side:
             self._signal(signal.SIGSTOP)
 
     def resident_bytes(self) -> int | None:
-        """Of its main process, mapped files included; None where the system does not tell like this."""
+        """Return the resident bytes of the main process, including mapped files; None where /proc is missing."""
         status = Path(f"/proc/{self._process.pid}/status")
         if not status.exists():
             return None
@@ -103,12 +109,12 @@ class Side:
         self._signal(signal.SIGKILL)
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._errors):
-            with suppress(BrokenPipeError):  # what it did not read is of no interest
+            with suppress(BrokenPipeError):  # input that it did not read does not matter
                 if stream is not None:
                     stream.close()
 
     def _signal(self, number: int) -> None:
-        """To the whole group: some libraries start processes of their own."""
+        """Signal the whole group, since some libraries start processes."""
         with suppress(ProcessLookupError):  # it may have ended
             os.killpg(self._process.pid, number)
 
@@ -127,6 +133,6 @@ class Side:
 
 
 def environment(ours: dict[str, str], asked: dict[str, str]) -> dict[str, str]:
-    """A side's environment: what stands in ours but for thread pools, and what was asked for."""
+    """Return a side's environment: ours without the settings of thread pools, and the given variables."""
     kept = {name: value for name, value in ours.items() if not name.startswith(POOL_PREFIXES)}
     return {**kept, "HF_HUB_OFFLINE": "1", **asked}

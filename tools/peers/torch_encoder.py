@@ -1,4 +1,7 @@
-"""transformers' own model, eager, as a side of a comparison of encoders. Option `dtype`: float32 or bfloat16."""
+"""The model of transformers in eager mode, as a side of a comparison of encoders.
+
+Option `dtype`: float32 or bfloat16.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""One side of a comparison, in its own process: loads the model once, then takes a turn for each line that it is sent, and halts.
+"""One side of a comparison in its own process: loads the model once and runs a turn for each line of its stdin.
 
-`python -m tools.peers.turns KIND MODEL --threads N [--option NAME=VALUE]...`, with the interpreter that has the peer's library; only the
-standard library is used here. What the one who gives turns is to hear goes out as JSON behind a mark; what else a library prints does not.
+`python -m tools.peers.turns KIND MODEL --threads N [--option NAME=VALUE]...` runs with the interpreter that has the
+peer's library, so this module uses only the standard library. Results are JSON lines with a prefix, which separates
+them from what a library prints.
 """
 
 from __future__ import annotations
@@ -19,28 +20,30 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 MARK = "TURN "
-# Rows that were prefilled first decode beside the prefill of the last; none may end before all decode together.
+# Rows that were prefilled first already decode during the prefill of the last. No row may end before all decode
+# together.
 AHEAD_TOKENS = 24
-CHECKED_TOKENS = 8  # of each row, told so that sides can be held against each other
+CHECKED_TOKENS = 8  # first tokens of each row that are reported, to compare the sides
 PR_SET_PDEATHSIG = 1
 
 Rows = list[list[int]]  # token ids of each row of a batch
-# From prompts and a number of tokens: the tokens of each row so far, before anything is computed and again after each step.
+# From prompts and a number of tokens to the tokens of each row so far: before anything is computed, and after each
+# step.
 Generate = Callable[[Rows, int], Iterator[Rows]]
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A model that is loaded and can generate, greedily and without end of text."""
+    """A loaded model that generates greedily and does not stop at the end of a text."""
 
-    description: str  # library and version, and what it says of its instructions where it says so
-    bytes_per_token: int  # of weights, that one decoded token must read
+    description: str  # library, version and, if known, the processor features it uses
+    bytes_per_token: int  # bytes of weights that one decoded token reads
     generate: Generate
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What is asked: `tokens` 1 is a prefill; more are decoded by all rows together."""
+    """The request of one turn. `tokens` is 1 for a prefill; more are decoded by all rows together."""
 
     rows: int
     prompt_tokens: int
@@ -50,7 +53,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What came of it: `tokens` of all rows in `seconds`, and the first few ids of each row."""
+    """The result of one turn: `tokens` of all rows in `seconds`, and the first ids of each row."""
 
     seconds: float
     tokens: int
@@ -58,7 +61,7 @@ class Taken:
 
 
 def main() -> int:
-    """Tells when it is ready, then answers line by line until there are no more."""
+    """Report when the model is loaded, then answer each line of stdin."""
     parser = argparse.ArgumentParser()
     parser.add_argument("kind")
     parser.add_argument("model", type=Path)
@@ -86,13 +89,17 @@ def main() -> int:
 
 
 def deal(turn: Turn) -> Rows:
-    """Ids that do not repeat in a prompt, and never the same prompt twice: nothing is found in a cache."""
+    """Return prompts whose ids do not repeat, and never the same prompt twice, so that no cache helps."""
     deck = random.Random(turn.seed)
     return [deck.sample(range(100, 2000), turn.prompt_tokens) for _ in range(turn.rows)]
 
 
 def timed(steps: Iterable[Rows], wanted: int, whole: int, clock: Callable[[], float] = time.perf_counter) -> Taken:
-    """A prefill's time runs to its first token. Decoding is timed from when the last row has a token to when the first row ends."""
+    """Time one turn.
+
+    A prefill's time ends at its first token. Decoding is timed from when the last row has a token until the first row
+    ends.
+    """
     began: float | None = None
     ended: float | None = None
     before = after = 0
@@ -117,7 +124,7 @@ def _say(values: dict[str, object]) -> None:
 
 
 def _die_with_parent() -> None:
-    """A halted process does not notice that nobody will wake it; on Linux the system ends it then."""
+    """Ask the kernel to end this process with its parent, since a stopped process would not notice. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

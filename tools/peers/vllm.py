@@ -1,4 +1,7 @@
-"""vLLM's CPU build as a side of a comparison, with its own scheduler. Options: `dtype`, `max_num_batched_tokens`."""
+"""vLLM's CPU build as a side of a comparison, with its own scheduler.
+
+Options: `dtype`, `max_num_batched_tokens`.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ from app.weights.safetensors import read_header
 from tools.peers.turns import Peer, Rows
 
 MAX_ROWS = 32
-MAX_TOKENS = 1024  # of one row
+MAX_TOKENS = 1024  # maximum tokens of one row
 
 
 def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
-    """In this very process: a core of its own for the engine would be one taken from it."""
+    """Load the engine in this process, since a separate engine process would take a core."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "2"}
     os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}", "HF_HUB_OFFLINE": "1"}
     import vllm
@@ -50,12 +53,15 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
 
 
 def _asked(name: str, rows: dict[str, list[int]]) -> str:
-    """Newer versions may add to a request's name to make it their own."""
+    """Return the name that we gave a request; newer versions append a suffix."""
     return name if name in rows else name.rpartition("-")[0]
 
 
 def _weight_bytes(model: Path) -> int:
-    """As stored, in BF16. An embedding table beside an output layer of its own is looked up, not read."""
+    """Return the bytes of weights per token, as stored in BF16.
+
+    An embedding table next to a separate output layer is not read.
+    """
     tensors = {name: entry for file in model.glob("*.safetensors") for name, entry in read_header(file).items()}
     looked_up = tensors["model.embed_tokens.weight"].nbytes if "lm_head.weight" in tensors else 0
     return sum(entry.nbytes for entry in tensors.values()) - looked_up

@@ -1,4 +1,7 @@
-"""Both architectures built by `docker buildx bake`, as anybody would. WHEELS names a folder with torch's wheel, where its index is far."""
+"""Build both architectures with `docker buildx bake`.
+
+WHEELS names a folder with torch's wheel if its index is slow.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ MINUTES = 60
 
 
 def bake() -> str:
-    """The tag of what was built and loaded. Its progress is shown."""
+    """Build and load the image with visible progress. Returns its tag."""
     wheels = os.environ.get("WHEELS")
     allowed = [f"--allow=fs.read={wheels}"] if wheels else []
     environment = os.environ | {"VERSION": VERSION, "REVISION": _revision()}

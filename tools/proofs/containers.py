@@ -1,4 +1,7 @@
-"""Containers as a cluster would run them, through the docker command: started hardened, asked over HTTP, stopped, and always removed."""
+"""Containers as a cluster runs them, through the docker command.
+
+They are started hardened, queried over HTTP, and always removed.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +19,22 @@ from types import TracebackType
 from typing import Any
 
 LABEL = f"armature.proof={os.getpid()}"
-# What the restricted pod security standard asks for, and a root file system that cannot be written.
+# The options of Kubernetes' restricted pod security standard, and a read-only root file system.
 HARDENED = (
     "--read-only", "--tmpfs=/tmp", "--cap-drop=ALL", "--security-opt=no-new-privileges", "--user=10001:10001",
 )  # fmt: skip
 POLL_SECONDS = 0.02
 COMMAND_SECONDS = 300.0
-READY_SECONDS = 900.0  # emulated, importing torch alone takes minutes
+READY_SECONDS = 900.0  # importing torch takes minutes in emulation
 _numbers = count()
 
 
 class ContainerEnded(RuntimeError):
-    """It should have served; its last words are the message."""
+    """A container ended instead of serving. The message has its last lines."""
 
 
 def docker(*words: str, seconds: float = COMMAND_SECONDS, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """In a session of its own: Ctrl-C is ours to answer, and what removes containers must not be interrupted by it."""
+    """Run docker in its own session, so that Ctrl-C does not interrupt the removal of containers."""
     made = subprocess.run(
         ["docker", *words], capture_output=True, text=True, check=False, timeout=seconds, stdin=subprocess.DEVNULL,
         start_new_session=True,
@@ -42,7 +45,7 @@ def docker(*words: str, seconds: float = COMMAND_SECONDS, check: bool = True) ->
 
 
 def remove_all() -> None:
-    """Every container of this run, whatever became of it, and the anonymous volumes with them."""
+    """Remove every container of this run and its anonymous volumes."""
     names = docker("ps", "-aq", "--filter", f"label={LABEL}").stdout.split()
     if names:
         docker("rm", "-f", "-v", *names, check=False)
@@ -64,7 +67,7 @@ class Image:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Where instructions are emulated, speed means nothing: it is not measured, and threads only wait for each other."""
+        """Return further options. Emulated images are not measured, and use few threads."""
         return ("--env=ARMATURE_CALIBRATE=off", "--env=ARMATURE_THREADS=1") if self.emulated else ()
 
     def facts(self) -> dict[str, Any]:
@@ -72,14 +75,14 @@ class Image:
         return found
 
     def python(self, script: str, *options: str, seconds: float = COMMAND_SECONDS) -> str:
-        """What a script prints that the image's own interpreter runs, hardened and without a network."""
+        """Run a script in the image's interpreter, hardened and without a network, and return its output."""
         words = ("--rm", f"--platform={self.platform}", f"--label={LABEL}", *HARDENED, "--network=none", *options)
         return docker("run", *words, "--entrypoint=python3", self.tag, "-P", "-c", script, seconds=seconds).stdout
 
 
 @dataclass(slots=True)
 class Container:
-    """`armature serve` with these options of docker and flags of ours. Entered when it has been started; left when it is removed."""
+    """A context manager that runs `armature serve` with these docker options and flags, and removes the container."""
 
     image: Image
     options: Sequence[str] = ()
@@ -87,7 +90,7 @@ class Container:
     publish: bool = True
     name: str = field(default_factory=lambda: f"armature-proof-{os.getpid()}-{next(_numbers)}")
     url: str = ""
-    asked: float = 0.0  # when docker was asked to start it
+    asked: float = 0.0  # time at which docker was called to start it
 
     def __enter__(self) -> Container:
         port = ("--publish=127.0.0.1::8000",) if self.publish else ()
@@ -98,7 +101,7 @@ class Container:
         if self.publish:
             port_line = docker(
                 "port", self.name, "8000/tcp", check=False
-            ).stdout.splitlines()  # none where it has ended already
+            ).stdout.splitlines()  # empty if the container has ended
             self.url = f"http://{port_line[0]}" if port_line else ""
         return self
 
@@ -112,10 +115,10 @@ class Container:
         return found
 
     def wait_until_ready(self, seconds: float = READY_SECONDS) -> float:
-        """Seconds since docker was asked for it. Raises `ContainerEnded` with its last words."""
+        """Return the seconds from the docker command to readiness. Raises `ContainerEnded`."""
         deadline, next_look = time.monotonic() + seconds, time.monotonic() + 1
         while self.status("/readyz") != 200:
-            if time.monotonic() > next_look:  # asking the daemon costs more than asking the server
+            if time.monotonic() > next_look:  # querying the daemon costs more than querying the server
                 next_look = time.monotonic() + 1
                 if not self.state()["Running"] or time.monotonic() > deadline:
                     raise ContainerEnded(
@@ -125,7 +128,7 @@ class Container:
         return time.perf_counter() - self.asked
 
     def status(self, path: str) -> int | None:
-        """None where nobody answers."""
+        """Return the status code of a GET, or None without an answer."""
         try:
             with urllib.request.urlopen(self.url + path, timeout=30) as answer:
                 return int(answer.status)
@@ -147,7 +150,7 @@ class Container:
             return json.loads(answer.read())
 
     def wait(self, seconds: float) -> int:
-        """Its exit status, when it has ended by itself."""
+        """Wait until the container ends and return its exit status."""
         return int(docker("wait", self.name, seconds=seconds).stdout)
 
     def log(self) -> str:

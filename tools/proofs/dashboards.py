@@ -1,4 +1,7 @@
-"""The dashboards over containers: a Prometheus scrapes two of them under load, and every panel's query must show something."""
+"""The dashboards over containers: a Prometheus scrapes two of them under load.
+
+Every panel's query must return data.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ from tools.proofs.findings import Findings
 
 PROGRAM_PLACES = "/usr/bin:/usr/local/bin:/usr/sbin"
 LOAD_SECONDS = 60.0
-RATE_SECONDS = 15  # for $__rate_interval; it is scraped every second
-# As pools of a mixed cluster are told apart. One quota of a whole core: what throttling shows is there.
+RATE_SECONDS = 15  # for $__rate_interval; the scrape interval is one second
+# Labels as in a mixed cluster. One server has a quota of a whole core, so that the throttling panels have data.
 POOLS = {
     "amd64": ("--hourly-price", "0.04", "--watts", "12"),
     "arm64": ("--hourly-price", "0.03", "--watts", "7", "--model", "bert"),
@@ -41,7 +44,7 @@ def run(findings: Findings, image: Image) -> None:
             each.wait_until_ready()
         with watching(program, Path(folder), servers) as url:
             with busy(servers):
-                time.sleep(LOAD_SECONDS)  # the load itself: what is shown are rates over it
+                time.sleep(LOAD_SECONDS)  # the panels show rates over this load
             _checked(findings, url)
 
 

@@ -1,4 +1,4 @@
-"""What a part of the proofs found: checks that passed or failed, tables, sentences; as Python words and as JSON."""
+"""The findings of one part: checks that passed or failed, tables and notes, which can be stored as JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`found` and `wanted` in words that fit a table's cell."""
+    """One check. `found` and `wanted` are texts that fit into a table cell."""
 
     name: str
     passed: bool
@@ -26,7 +26,7 @@ class Table:
 
 @dataclass(slots=True)
 class Findings:
-    """Of one part. What could not be tried is a sentence among `skipped`, never a check that passed."""
+    """The findings of one part. Something that could not be tried is a sentence in `skipped`, never a passed check."""
 
     checks: list[Check] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)

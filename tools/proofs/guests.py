@@ -1,4 +1,7 @@
-"""Servers that take turns under one quota: ours in a container, peers as processes in control groups of their own; asleep between turns."""
+"""Servers that take turns under one quota: ours in a container, peers as processes in control groups.
+
+A server is stopped between its turns.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ THROTTLED = "process_cgroup_cpu_throttled_seconds_total"
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is served and asked: a checkpoint's folder, further flags of ours, and peers by their commands."""
+    """The model to serve: a checkpoint's folder, further flags of our server, and the commands of peers."""
 
     model: Path
     flags: Sequence[str]
@@ -37,7 +40,7 @@ class Load:
 
 
 class Guest(Protocol):
-    """A server in its quota, asleep between its turns."""
+    """A server in its quota, stopped between its turns."""
 
     @property
     def name(self) -> str: ...
@@ -67,7 +70,7 @@ class Ours:
             docker("pause", self.container.name)
 
     def throttled_seconds(self) -> float:
-        """As its own metric tells, which is there wherever it has seen a quota."""
+        """Return the throttled seconds by our server's own metric, which exists if it detected a quota."""
         return self._sample(THROTTLED)
 
     def cpu_seconds(self) -> float:
@@ -102,7 +105,7 @@ class Peer:
 
 
 async def ours(image: Image, load: Load, cores: float, stack: ExitStack) -> tuple[Ours, Mapping[str, Any]]:
-    """On the host's network, as peers are: what forwards a port would take CPU outside the quota."""
+    """Start our server on the host's network, as the peers are: port forwarding would use CPU outside the quota."""
     port = free_port()
     options = (
         f"--cpus={cores:g}", "--memory=8g", "--network=host", "--env=ARMATURE_HOST=127.0.0.1", f"--env=ARMATURE_PORT={port}",

@@ -1,4 +1,4 @@
-"""What the image is: its size, its user, what it says of itself; no compiler, a passwd entry, bytecode ready."""
+"""Properties of the image: size, user, labels, no compiler, a passwd entry, and compiled bytecode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tools.proofs.containers import Image, docker
 from tools.proofs.findings import Findings
 
 FETCH = Path(__file__).resolve().parents[2] / "k8s" / "components" / "model-fetch" / "claim" / "fetch_model.py"
-MOST_BYTES = 1.2e9  # promised of amd64; all layers unpacked, the base's too
+MOST_BYTES = 1.2e9  # limit for amd64: all layers unpacked, including the base image
 COMPILERS = ("cc", "gcc", "g++", "clang", "tcc", "ld", "as", "make", "cmake", "ninja", "pip", "pip3", "rustc", "go")
 LABELS = ("title", "description", "licenses", "version", "revision")
 LOOK = f"""
@@ -82,7 +82,7 @@ def _says(findings: Findings, named: str, config: dict[str, Any]) -> None:
 
 
 def _fetches(findings: Findings, image: Image) -> None:
-    """The init container's script runs in it: the demo is copied whole into a volume."""
+    """Run the init container's script in the image: it copies the demo into a volume."""
     volumes = (f"--volume={FETCH}:/opt/fetch_model.py:ro", "--tmpfs=/models:uid=10001")
     wanted = ("--env=MODEL_SOURCE=/opt/armature/app/demo/llama", "--env=ARMATURE_MODEL=/models/demo")
     said = image.python("import runpy; runpy.run_path('/opt/fetch_model.py', run_name='__main__')", *volumes, *wanted)

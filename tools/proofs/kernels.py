@@ -1,4 +1,7 @@
-"""int4 on 64-bit Arm: our own kernels at each level, and without them KleidiAI's packed ones by torch, shown to be those that ran."""
+"""int4 on 64-bit Arm: our kernels at each level, and torch's KleidiAI kernels without them.
+
+The KleidiAI kernels are verified to be the ones that ran.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ LIBRARY = "/opt/armature/app/kernels/libarmature.so"
 PROMPT = "Once upon a time"
 TOKENS = 8
 EMULATED_SECONDS = 900.0
-# Which processor the kernel's emulation is: its own best, and one without i8mm. Without effect on a processor of this architecture.
+# The processor that the emulation presents: its best, and one without i8mm. No effect on a real processor.
 LEVELS = {"max": "i8mm", "neoverse-n1": "dotprod"}
 PROBE = Path(__file__).with_name("kleidi_probe.py")
-MOST_ERROR = 0.02  # of the largest product: activations have eight bits, of which one is half a part in 127
+MOST_ERROR = 0.02  # share of the largest product: activations have eight bits, and half a step is one part in 254
 
 TWO_WAYS = """torch's operator has two ways. Where the processor and the scales suit, weights are packed into bytes for KleidiAI's
 kernels, and the operator calls those for whatever has the packed size; else weights are kept as FP32 numbers and multiplied by a plain
@@ -24,7 +27,7 @@ loop. So the kind of what was packed says which of the two runs."""
 
 
 def run(findings: Findings, image: Image, here: Image, limits: tuple[str, ...]) -> None:
-    """`here`: this machine's own image, which then starts with the same cache volume."""
+    """Run the checks. `here` is this machine's own image, which then starts with the same cache volume."""
     with tempfile.TemporaryDirectory() as folder:
         cache, empty = Path(folder) / "cache", Path(folder) / "empty"
         cache.mkdir()
@@ -45,7 +48,7 @@ def run(findings: Findings, image: Image, here: Image, limits: tuple[str, ...]) 
 
 
 def _shares(findings: Findings, here: Image, cache: Path, options: tuple[str, ...]) -> None:
-    """Two architectures on one cache volume: neither takes the other's packs, nor removes them, nor complains."""
+    """Check two architectures on one cache volume: neither uses, removes or complains about the other's packs."""
     before = _packs(cache)
     with Container(here, options, ("--precision", "int4")) as server:
         server.wait_until_ready()
@@ -59,7 +62,7 @@ def _shares(findings: Findings, here: Image, cache: Path, options: tuple[str, ..
 
 
 def _packs(cache: Path) -> dict[str, tuple[int, int]]:
-    """Size and time of each."""
+    """Report the size and time of each pack."""
     found = {str(file.relative_to(cache)): file.stat() for file in (cache / "packs").rglob("*") if file.is_file()}
     return {name: (status.st_size, status.st_mtime_ns) for name, status in found.items()}
 
@@ -74,7 +77,7 @@ def _serves(findings: Findings, server: Container, what: str, level: str) -> Non
 
 
 def _kleidi(findings: Findings, image: Image, options: tuple[str, ...]) -> None:
-    """The whole engine on one prompt, watched by torch's profiler; then one product against what its codes mean."""
+    """Profile the whole engine on one prompt, then compare one product with the exact result for its codes."""
     found = json.loads(image.python(PROBE.read_text(), *options, seconds=EMULATED_SECONDS).splitlines()[-1])
     layers, forms = found["layers"], found["forms"]
     findings.check(

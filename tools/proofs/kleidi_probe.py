@@ -1,4 +1,7 @@
-"""Run within the image, where our own library is masked: which form holds the layers in int4, and which operator multiplies them."""
+"""Runs inside the image with our library masked.
+
+Reports the int4 form of the layers and the operator that multiplies them.
+"""
 
 import json
 from collections import Counter
@@ -45,7 +48,7 @@ def one_product() -> dict[str, object]:
     form = KleidiLinear(codes, None)
     exact = rows @ codes.dequantise().T
     error = (form.multiply(rows) - exact).abs().max() / exact.abs().max()
-    # FP32 scales of groups are what KleidiAI does not take: torch's operator then keeps what its own loop reads.
+    # KleidiAI does not support FP32 scales per group; torch then uses its own loop.
     pairs = codes.codes[:, 1::2] << 4 | codes.codes[:, ::2]
     plain = torch.ops.aten._dyn_quant_pack_4bit_weight(pairs, codes.scales.float(), None, 64, 192, 256)
     return {"packed": str(form.packed.dtype), "reference": str(plain.dtype), "error": float(error)}

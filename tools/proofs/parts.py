@@ -1,4 +1,4 @@
-"""The parts of the proofs in their order: what each is called, what it tries, and how long it may take."""
+"""The parts of the proofs in order: title, description and time limit of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIMITS = ("--cpus=2", "--memory=4g")
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The image of each platform, this machine's first, and what was asked for."""
+    """The image of each platform, this machine's first, and the command-line arguments."""
 
     images: tuple[Image, ...]
     arguments: argparse.Namespace
@@ -31,7 +31,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`about`: what it tries, as the report says it; `minutes`: it is ended after so many."""
+    """One part. `about` is its description in the report; it is ended after `minutes`."""
 
     title: str
     about: str

@@ -1,6 +1,7 @@
-"""Under CPU quotas: how the plan's pools are sized, tokens a second and a core, and how long threads were stopped by the scheduler.
+"""Under CPU quotas: the sizes of the plan's pools, tokens per second and per core, and the throttled time.
 
-Ours is a container; peers are processes at their defaults in control groups of the same quota. They take turns and sleep between them.
+Our server runs in a container. Peers run with their defaults in control groups of the same quota. They take turns and
+are stopped between them.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from tools.proofs.findings import Findings
 from tools.proofs.guests import Guest, Load, ours, peer
 
 CORES = (0.5, 1.0, 1.5, 2.0)
-WHOLE = (1.5, 2.0)  # from so many cores on, threads fit below the quota, and nobody should be stopped
-MOST_THROTTLED = 0.02  # of the run's time
-NOISE = 0.03  # of a rate: two runs of the same differ by as much
-SECONDS = 10.0  # of each run; answers under way are waited for
+WHOLE = (1.5, 2.0)  # from this number of cores on, the threads fit into the quota and must not be throttled
+MOST_THROTTLED = 0.02  # share of the run's time
+NOISE = 0.03  # relative difference of a rate between two equal runs
+SECONDS = 10.0  # seconds of each run; open requests are finished
 CLIENTS = (1, 8)  # the last is the full load
 POOLS = ("threads", "interop_threads", "tokenizer_threads", "http_threads")
 
 
 @dataclass(slots=True)
 class Measured:
-    """Of one server under one load, a number a round."""
+    """The results of one server under one load, one number per round."""
 
     rates: list[float] = field(default_factory=list)
-    throttled: list[float] = field(default_factory=list)  # thread seconds stopped, a second of the run
-    cores: list[float] = field(default_factory=list)  # CPU seconds, a second of the run
+    throttled: list[float] = field(default_factory=list)  # throttled thread seconds per second of the run
+    cores: list[float] = field(default_factory=list)  # CPU seconds per second of the run
 
     def rate(self) -> float:
         return statistics.median(self.rates)
@@ -44,7 +45,7 @@ class Measured:
         return statistics.median(self.throttled)
 
 
-Results = dict[int, dict[str, Measured]]  # by clients and server
+Results = dict[int, dict[str, Measured]]  # by number of clients and server
 
 
 def run(findings: Findings, image: Image, load: Load) -> None:
@@ -67,7 +68,7 @@ def run(findings: Findings, image: Image, load: Load) -> None:
 
 
 def said(load: Load) -> str:
-    """What was served and how often it was asked; of a peer its own words, without this machine's folders."""
+    """Return what was served and how often; for a peer its command without this machine's folders."""
     peers = "; ".join(f"{each.name}: `{' '.join(Path(word).name for word in each.command)}`" for each in load.peers)
     flags = f" with `{' '.join(load.flags)}`" * bool(load.flags)
     return (
@@ -111,7 +112,11 @@ async def _turn(guest: Guest, clients: int, measured: Measured) -> None:
 
 
 def judge(findings: Findings, cores: float, results: Results) -> None:
-    """Where threads fit below the quota nobody may be stopped; below that, no longer than the best peer, and no slower."""
+    """Check the throttling.
+
+    None is allowed where threads fit into the quota. Otherwise it may not exceed the best peer's, and the speed may
+    not be below that peer's.
+    """
     rows = [
         (f"×{clients}", name, f"{of.rate():.1f}", f"{of.rate() / cores:.1f}", f"{statistics.median(of.cores):.2f}",
          f"{of.stopped():.1%}")

@@ -1,4 +1,7 @@
-"""What a pod says that cannot serve: its exit status and one line in its termination message; and what is served all the same."""
+"""A pod that cannot serve: its exit status and the one line in its termination message.
+
+Some cases must serve with a warning instead.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +17,27 @@ from tools.proofs.findings import Findings
 DEMO = Path(__file__).resolve().parents[2] / "app" / "demo" / "llama"
 WEIGHTS = "model.safetensors"
 CACHE = "/var/cache/armature"
-MOST_BYTES = 4096  # that Kubernetes reads of a termination message
+MOST_BYTES = 4096  # the part of a termination message that Kubernetes reads
 END_SECONDS = 120.0
-OPERATORS = 2  # exit status of what the operator can mend
+OPERATORS = 2  # exit status of errors that the operator can correct
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`says`: words that the reason must hold. `make`: options of docker, given a folder of the case's own."""
+    """One case.
+
+    `says` are words that the reason must contain. `make` returns docker options, given a folder for the case.
+    """
 
     name: str
     says: tuple[str, ...]
     make: Callable[[Path], Sequence[str]]
     flags: tuple[str, ...] = ()
-    serves: bool = False  # all the same, with one warning
+    serves: bool = False  # the server must serve, with one warning
 
 
 def cases(big_model: Path | None) -> list[Case]:
-    """`big_model`: one that does not fit into `SMALL_MEMORY`; without it that case is left out."""
+    """Return the cases. `big_model` does not fit into `SMALL_MEMORY`; without it that case is omitted."""
     found = [
         Case("no model volume", ("/models/model",), lambda folder: _model_at(None)),
         Case("an empty model volume", ("/models/model",), lambda folder: _model_at(_empty(folder))),
@@ -90,7 +96,10 @@ def _refused(findings: Findings, image: Image, case: Case, folder: Path) -> tupl
 
 
 def judged(said: str, wanted: Sequence[str]) -> tuple[bool, str, str]:
-    """Whether a termination message is one line, short enough, no stack trace, and holds the words; what it is; what it should be."""
+    """Check that a termination message is one short line without a stack trace that contains the words.
+
+    Returns whether it is, the message, and what was expected.
+    """
     faults = [f"does not say {word!r}" for word in wanted if word not in said]
     if len(said.strip().splitlines()) != 1:
         faults.append(f"has {len(said.strip().splitlines())} lines")
@@ -118,7 +127,7 @@ def _model_at(folder: Path | None) -> tuple[str, ...]:
 
 
 def _open(folder: Path) -> Path:
-    """Readable by the container's user, as a volume would be."""
+    """Make a folder readable by the container's user, as a volume would be."""
     folder.mkdir()
     folder.chmod(0o755)
     folder.parent.chmod(0o755)
@@ -167,5 +176,5 @@ def _read_only_cache(folder: Path) -> tuple[str, ...]:
 
 
 def _full_cache(folder: Path) -> tuple[str, ...]:
-    """A file system of its own, so small that nothing of use fits."""
+    """Mount a file system that is too small for any cache."""
     return (f"--tmpfs={CACHE}:size=64k,uid=10001",)

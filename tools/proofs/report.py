@@ -1,4 +1,7 @@
-"""The page that proofs leave: what was tried, where and when, and what came of it. It is written from kept results alone."""
+"""The report of the proofs: what was tried, where and when, and the result.
+
+It is written from stored findings alone.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ numbers, never speed.
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One part: its title, what it tries, in a sentence or two; None: it was not run yet."""
+    """One part: its title, a description of one or two sentences, and its findings; None if it has not run."""
 
     title: str
     about: str

@@ -1,4 +1,7 @@
-"""Both architectures, hardened: they become ready, generate, embed and are scraped, and SIGTERM lets an open stream end well."""
+"""Both architectures, hardened: they become ready, generate, embed and are scraped.
+
+SIGTERM lets an open stream finish.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ from tools.proofs.findings import Findings
 PROMPT = "Once upon a time there was a little house by the river."
 GREEDY_TOKENS = 48
 TEXT = "a small boat on a wide river"
-DRAIN_SECONDS = 60.0  # drain_seconds is 30
-STREAM_SECONDS = 6.0  # an open stream should last so long that SIGTERM comes into the middle of it
-SHORTEST_DRAIN = 0.2  # less could be what was on its way already
+DRAIN_SECONDS = 60.0  # the setting drain_seconds is 30
+STREAM_SECONDS = 6.0  # an open stream must last long enough for SIGTERM to arrive in its middle
+SHORTEST_DRAIN = 0.2  # less could be data that was already on its way
 LEAST_COSINE = 0.9999
 SAME = "the first architecture's, letter by letter"
-# Neither is part of what serves: without them the image still starts, answers and stops.
+# The server needs neither: without them the image must start, answer and stop.
 SHELLS = ("/usr/bin/dash", "/usr/bin/bash")
 LOOK = """
 import json, os
@@ -39,7 +42,7 @@ CONFINED = {"Uid": "10001", "CapEff": "0" * 16, "NoNewPrivs": "1", "Seccomp": "2
 
 
 def run(findings: Findings, images: Sequence[Image], limits: Sequence[str]) -> None:
-    """The same greedy text in FP32 and nearly the same vector from each image."""
+    """Check that both images return the same greedy text in FP32 and nearly the same vector."""
     texts, vectors = {}, {}
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -60,7 +63,7 @@ def run(findings: Findings, images: Sequence[Image], limits: Sequence[str]) -> N
 
 
 def without_shells(folder: Path) -> tuple[str, ...]:
-    """Options that put an empty file in the place of each shell."""
+    """Return docker options that replace each shell by an empty file."""
     empty = folder / "empty"
     empty.touch()
     return tuple(f"--volume={empty}:{shell}:ro" for shell in SHELLS)
@@ -97,7 +100,7 @@ def _scraped(findings: Findings, server: Container, sample: str) -> None:
 
 
 def _healthy(findings: Findings, server: Container) -> None:
-    """Docker asks each second until the first good answer, and then each ten."""
+    """Check the health: docker probes every second until the first success, then every ten."""
     deadline = time.monotonic() + 60
     while server.state()["Health"]["Status"] != "healthy" and time.monotonic() < deadline:
         time.sleep(1)
@@ -106,7 +109,7 @@ def _healthy(findings: Findings, server: Container) -> None:
 
 
 def _drains(findings: Findings, server: Container) -> None:
-    """SIGTERM in the middle of a stream: it goes on to its last event, and the process ends with 0."""
+    """Send SIGTERM during a stream: the stream must reach its last event, and the exit status must be 0."""
     named, tokens = server.image.architecture, _tokens_for(server, STREAM_SECONDS)
     events = _events(
         server, {"prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}

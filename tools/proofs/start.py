@@ -1,4 +1,7 @@
-"""From nothing to ready: a cold container beside the bare process, the same command under the same quota, turn by turn."""
+"""Time from start to readiness of a cold container and of the same command as a bare process.
+
+Both have the same quota and start in turns.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,9 @@ from tools.peers.sides import ROOT
 from tools.proofs.containers import POLL_SECONDS, Container, Image
 from tools.proofs.findings import Findings
 
-MOST_LATER = 1.0  # seconds of a container over the bare process
+MOST_LATER = 1.0  # seconds by which a container may be slower than the bare process
 CORES = 2.0
-ROUNDS = 5  # that count; one before fills the page cache and keeps what was measured of the machine
+ROUNDS = 5  # rounds that count; one before fills the page cache and the calibration cache
 BARE_SECONDS = 120.0
 
 
@@ -71,7 +74,7 @@ def _contained(image: Image, cache: Path) -> float:
 
 
 def _bare(python: str, cache: Path) -> float:
-    """In a control group of the same quota, as the container has one."""
+    """Start the bare process in a control group with the container's quota."""
     port, quota = free_port(), Quota.make("bare", CORES)
     launch = [
         sys.executable,

@@ -1,4 +1,4 @@
-"""Conversations: somebody asks for a story (or for something else), and the storyteller answers."""
+"""Conversations: a person asks for a story or something else, and the storyteller answers."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,14 +52,14 @@ PRACTICE_SENTENCES = 12
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one side says."""
+    """One side's text."""
 
     role: str
     text: str
 
 
 def converse(dice: Dice, allowed: Split, goes_on: float) -> list[Turn]:
-    """A whole conversation; after each exchange it goes on with this probability."""
+    """Return a whole conversation. After each exchange it continues with probability `goes_on`."""
     turns = [Turn("system", dice.pick(SYSTEM))] if dice.chance(0.25) else []
     while True:
         if dice.chance(0.2):
@@ -73,10 +73,10 @@ def converse(dice: Dice, allowed: Split, goes_on: float) -> list[Turn]:
 
 
 def practise(dice: Dice, allowed: Split) -> list[Turn]:
-    """Sentences that say the same few names and things again and again.
+    """Return sentences that repeat the same few names and things.
 
-    A small network learns from stories for a long time before it finds out that a name is to be copied, since few of their
-    tokens are names. Here nearly every sentence asks for it, and half of the words are rare.
+    A small network learns late from stories that a name must be copied, since few of their tokens are names. Here
+    nearly every sentence requires it, and half of the words are rare.
     """
     return draw_from(allowed, dice, _practice)
 
@@ -92,7 +92,7 @@ def _practice(dice: Dice) -> tuple[list[Turn], Scene]:
 
 
 def _story_exchange(dice: Dice) -> tuple[list[Turn], Scene]:
-    """A request, the story, and sometimes a question about it."""
+    """Return a request, the story, and sometimes a question about it."""
     plot = dice.pick(tuple(PLOTS))
     scene = Scene(dice, plot)
     asked, preface = _strange_request(dice, scene) if dice.chance(0.15) else _request(dice, scene)
@@ -105,19 +105,19 @@ def _story_exchange(dice: Dice) -> tuple[list[Turn], Scene]:
 
 
 def _request(dice: Dice, scene: Scene) -> tuple[Turn, str]:
-    """Somebody asks for a story about something; the storyteller may say a word before it begins."""
+    """Return a request for a story; the storyteller may add a sentence before it begins."""
     subject = tell("{subject}", dice, scene)
     asked = _ask(f"[{{ask}} a {{length}}story about|A {{length}}story about|Story:] {subject}", dice, scene)
     return asked, tell(PREFACE, dice, scene).replace("SUBJECT", subject) if dice.chance(0.3) else ""
 
 
 def _strange_request(dice: Dice, scene: Scene) -> tuple[Turn, str]:
-    """Somebody asks for what a storyteller cannot do, and gets an excuse and a story."""
+    """Return a request that a storyteller cannot fulfil, with an excuse and a story."""
     return _ask(dice.pick(STRANGE), dice, scene), tell(EXCUSE, dice, scene)
 
 
 def _ask(source: str, dice: Dice, scene: Scene) -> Turn:
-    """What a person types: now and then without capitals or a full stop."""
+    """Return a person's text, sometimes without capitals or a full stop."""
     text = tell(source, dice, scene)
     text = text + "." if text[-1].isalnum() and dice.chance(0.6) else text
     return Turn("user", text.lower() if dice.chance(0.15) else text)

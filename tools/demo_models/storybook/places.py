@@ -1,4 +1,4 @@
-"""The places of the stories: how one stands in them, what one notices there, and where small things hide."""
+"""The places of the stories: prepositions, what one notices there, and where small things hide."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,7 @@
-"""Reads a story back: which plot it follows word for word, and whether it keeps to its own hero, thing and place.
+"""Parses a story: which plot it follows word for word, and whether it keeps its hero, thing and place.
 
-This is how samples of the model are judged: not by whether the training text holds them, but by whether the grammar could
-have told them.
+Samples of the model are judged by whether the grammar could have produced them, not by whether the training text
+contains them.
 """
 
 import re
@@ -15,7 +15,7 @@ from tools.demo_models.storybook.template import Beat, Choice, Sequence, Slot, p
 
 PRONOUN_SLOTS = {"he": "he|she", "him": "him|her", "his": "his|her", "himself": "himself|herself"}
 NAME = "[A-Z][a-z]+"
-# Anything may be a thing, as a request may name it, but "dreamed of the harbor" speaks of a place.
+# Anything may be a thing, since a request may name it, but "dreamed of the harbor" refers to a place.
 NOUN = f"(?!(?:{'|'.join(place.noun for place in PLACES)})\\b)[a-z][a-z-]*(?: box)?"
 FEMALE = ("she", "her", "herself")
 
@@ -63,7 +63,7 @@ PLACE_OF = {
 
 
 class _Writer:
-    """Turns templates into a pattern where each use of a slot is a group of its own, `hero_7`."""
+    """Turns templates into a pattern where each use of a slot is a separate group, `hero_7`."""
 
     def __init__(self) -> None:
         self.num_groups = 0
@@ -99,18 +99,18 @@ class _Writer:
 
 @cache
 def pattern_of(plot: str) -> re.Pattern[str]:
-    """What a story of this plot looks like."""
+    """Return the pattern of a plot's stories."""
     writer = _Writer()
     return re.compile("".join(writer.beat(beat) for beats in PLOTS[plot] for beat in beats))
 
 
 def follows(text: str) -> str | None:
-    """The plot that could have told this story, if any."""
+    """Return the plot that could have produced this story, or None."""
     return next((plot for plot in PLOTS if pattern_of(plot).fullmatch(text)), None)
 
 
 def is_coherent(text: str) -> bool:
-    """Whether it follows a plot and each slot says the same wherever it is used."""
+    """Return True if the text follows a plot and each slot has the same value wherever it is used."""
     plot = follows(text)
     if plot is None:
         return False
@@ -125,7 +125,7 @@ def is_coherent(text: str) -> bool:
 
 
 def _meaning(slot: str, value: str) -> tuple[str, str]:
-    """Pronouns speak of a gender, descriptions of a place or of a creature; all else for itself."""
+    """Return what a slot refers to. Pronouns refer to a gender, descriptions to a place or a creature."""
     who, base = ("friend", slot[1:]) if slot[0] == "f" and slot[1:] in PRONOUN_SLOTS else ("hero", slot)
     if base in PRONOUN_SLOTS:
         return f"gender of {who}", "female" if value.lower() in FEMALE else "male"

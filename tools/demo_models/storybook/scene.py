@@ -1,4 +1,7 @@
-"""One story's cast and props, drawn only when a template first asks, so that nothing unsaid counts as a choice."""
+"""The cast and props of one story.
+
+They are drawn when a template first needs them, so that unused ones do not count as choices.
+"""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -10,14 +13,14 @@ from tools.demo_models.storybook.places import PLACES, Place
 from tools.demo_models.storybook.template import expand, parse
 
 HELD_OUT_ONE_IN = 16
-# Plots that need weather, or a road that leads there.
+# Plots that need weather, or a path that leads there.
 UNDER_THE_SKY = ("lonely", "storm", "travel")
 OUTDOORS = tuple(place for place in PLACES if place.is_outdoors)
 PRONOUNS = {"girl": ("she", "her", "her", "herself"), "boy": ("he", "him", "his", "himself")}
 
 
 def read_macros(text: str) -> dict[str, str]:
-    """Named pieces of template, `name: text` on each line."""
+    """Return named parts of templates, from lines of `name: text`."""
     return dict(line.split(": ", 1) for line in text.splitlines() if line.strip())
 
 
@@ -25,12 +28,12 @@ MACROS = read_macros((Path(__file__).parent / "macros.txt").read_text(encoding="
 
 
 def is_held_out_pair(kind: str, thing: str) -> bool:
-    """Whether this kind of creature never meets this thing in the training text."""
+    """Return True if this kind of creature never occurs with this thing in the training text."""
     return zlib.crc32(f"{kind}/{thing}".encode()) % HELD_OUT_ONE_IN == 0
 
 
 class Scene:
-    """Looks slots up: first what is already drawn, then the rules below, then the shared macros."""
+    """Looks up slots: first what is already drawn, then the rules below, then the shared macros."""
 
     def __init__(self, dice: Dice, plot: str = "", rare_share: float = 0.12) -> None:
         self.dice = dice
@@ -61,7 +64,7 @@ class Scene:
         return self._deployment
 
     def __call__(self, slot: str) -> str:
-        """The text of a slot; `{He}` is `{he}` with a capital letter."""
+        """Return the text of a slot. `{He}` is `{he}` with a capital letter."""
         if slot[0].isupper():
             text = self(slot[0].lower() + slot[1:])
             return text[0].upper() + text[1:]
@@ -79,7 +82,7 @@ class Scene:
         return self.drawn[slot]
 
     def _fitting(self, slot: str) -> Sequence[str]:
-        """What can be said of this very place or thing."""
+        """Return the options for this place or thing."""
         if slot == "wonder":
             return words.THINGS.get(self("thing"), ("It was very well made.", "There was no other like it."))
         return self.place.details if slot == "detail" else self.place.spots
@@ -88,11 +91,11 @@ class Scene:
         return self.dice.pick(rare if self.dice.chance(self.rare_share) else common)
 
     def _other(self, slot: str, options: Sequence[str]) -> str:
-        """An option that the hero does not have already."""
+        """Return an option that differs from the hero's."""
         return self.dice.pick([option for option in options if option != self.drawn.get(slot)])
 
     def _person_slot(self, slot: str) -> str:
-        """Slots of the hero (`he`, `kind`, `hero`) and, with an `f` before, of the friend (`fhe`, `fkind`, `friend`)."""
+        """Return a slot of the hero (`he`, `kind`, `hero`) or of the friend (`fhe`, `fkind`, `friend`)."""
         if slot in ("hero", "friend"):
             return self._remembered(slot, lambda: self._name("f" if slot == "friend" else ""))
         who, what = ("f", slot[1:]) if slot.startswith("f") and slot != "feature" else ("", slot)
@@ -104,7 +107,7 @@ class Scene:
         return {"feature": common[0], "home": common[1]}[what]
 
     def _kind(self, who: str) -> str:
-        """A child or a creature; hero and friend are never of one kind."""
+        """Return a child or a creature. Hero and friend are of different kinds."""
         other = self.drawn.get("kind" if who else "fkind", "")
         if self.dice.chance(0.25):
             if other in PRONOUNS and who + "gender" not in self.drawn:
@@ -117,7 +120,7 @@ class Scene:
         return self._remembered(who + "gender", lambda: self.dice.pick(("girl", "boy")))
 
     def _name(self, who: str) -> str:
-        """A common name, or now and then an invented one."""
+        """Return a common name, or sometimes an invented one."""
         taken = set(self.drawn.values())
         names = words.GIRLS if self._gender(who) == "girl" else words.BOYS
         if self.dice.chance(self.rare_share):
@@ -125,6 +128,6 @@ class Scene:
         return self.dice.pick([name for name in names if name not in taken])
 
     def pairs(self) -> list[tuple[str, str]]:
-        """Every creature of this scene with its thing: what the split is made on."""
+        """Return every creature of this scene with its thing. The split is made on these pairs."""
         kinds = [self.drawn[slot] for slot in ("kind", "fkind") if slot in self.drawn]
         return [(kind, self.drawn["thing"]) for kind in kinds if "thing" in self.drawn]

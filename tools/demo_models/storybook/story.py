@@ -1,4 +1,4 @@
-"""Stories and the split: what training may hold, and the combinations that it never sees."""
+"""Stories and the split into training text and held-out combinations."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,17 +18,17 @@ Split = Callable[[Scene], bool]
 
 
 def may_train(scene: Scene) -> bool:
-    """Nobody in it meets a thing that is kept from them."""
+    """Return True if no character has a thing that is held out for its kind."""
     return not any(is_held_out_pair(*pair) for pair in scene.pairs())
 
 
 def is_held_out(scene: Scene) -> bool:
-    """Its hero meets the very thing that is kept from that hero's kind in training."""
+    """Return True if the hero has the thing that is held out for its kind."""
     return is_held_out_pair(scene("kind"), scene("thing"))
 
 
 def draw_from(allowed: Split, dice: Dice, tell: Callable[[Dice], tuple[Told, Scene]]) -> Told:
-    """Tell until the split allows it; the dice forget the surprise of what was thrown away."""
+    """Draw until the split allows the result. The surprise of rejected drafts does not count."""
     before = dice.nats
     while True:
         told, scene = tell(dice)
@@ -39,20 +39,20 @@ def draw_from(allowed: Split, dice: Dice, tell: Callable[[Dice], tuple[Told, Sce
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """A text, and how surprising the grammar finds it: -ln p over all its choices."""
+    """A text and its surprise by the grammar: -ln p over all its choices."""
 
     text: str
     nats: float
 
 
 def write_story(seed: str, allowed: Split) -> Story:
-    """The story of this seed."""
+    """Return the story of this seed."""
     dice = Dice(seed)
     return Story(draw_from(allowed, dice, tell_story), dice.nats)
 
 
 def tell_story(dice: Dice) -> tuple[str, Scene]:
-    """Any story, and the scene that it needed."""
+    """Return any story, and the scene that it used."""
     plot = dice.pick(tuple(PLOTS))
     scene = Scene(dice, plot)
     return tell_plot(PLOTS[plot], dice, scene), scene

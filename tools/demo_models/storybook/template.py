@@ -1,7 +1,7 @@
-"""The little language the stories are written in: `[this|that]` is a choice, `{slot}` is a word of the scene.
+"""The template language of the stories: `[this|that]` is a choice, `{slot}` is a word of the scene.
 
-Choices nest and are equally likely; an empty branch leaves words out. A line that begins with `|` is another
-wording of the line above it, a line that begins with `?` is told half of the time, and a blank line ends a paragraph.
+Choices nest and are equally likely; an empty branch leaves words out. A line that begins with `|` is another wording
+of the line above it, a line that begins with `?` is used half of the time, and a blank line ends a paragraph.
 """
 
 import re
@@ -25,7 +25,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Branches of which one is told."""
+    """Branches of which one is used."""
 
     branches: tuple["Sequence", ...]
 
@@ -35,7 +35,7 @@ Sequence = tuple[str | Slot | Choice, ...]
 
 @cache
 def parse(source: str) -> Sequence:
-    """The tree of a template."""
+    """Return the tree of a template."""
     branches, rest = _branches(TOKENS.findall(source))
     assert len(branches) == 1 and not rest, f"unbalanced brackets in: {source}"
     return branches[0]
@@ -60,7 +60,7 @@ def _branches(tokens: list[str]) -> tuple[list[Sequence], list[str]]:
 
 
 def expand(tree: Sequence, dice: Dice, lookup: Lookup) -> str:
-    """The text of a tree, with the dice deciding and the scene supplying words in the order they are needed."""
+    """Return the text of a tree. The dice decide, and the scene supplies words in the order of use."""
     words: list[str] = []
     for part in tree:
         if isinstance(part, Choice):
@@ -71,13 +71,13 @@ def expand(tree: Sequence, dice: Dice, lookup: Lookup) -> str:
 
 
 def tell(source: str, dice: Dice, lookup: Lookup) -> str:
-    """One sentence (or more), with `a` turned to `an` where the next word asks for it."""
+    """Return one sentence or more, with `a` changed to `an` where the next word requires it."""
     return ARTICLE.sub(r"\1n ", expand(parse(source), dice, lookup))
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """One step of a plot: equally likely wordings, told always or half of the time."""
+    """One step of a plot: equally likely wordings, used always or half of the time."""
 
     wordings: tuple[str, ...]
     is_optional: bool
@@ -87,7 +87,7 @@ Plot = tuple[tuple[Beat, ...], ...]
 
 
 def read_plot(text: str) -> Plot:
-    """Paragraphs of beats from the text of a plot file."""
+    """Return paragraphs of beats from the text of a plot file."""
     return tuple(tuple(_beats(paragraph.splitlines())) for paragraph in re.split(r"\n\s*\n", text.strip()))
 
 
@@ -103,7 +103,7 @@ def _beats(lines: list[str]) -> list[Beat]:
 
 
 def tell_plot(plot: Plot, dice: Dice, lookup: Lookup) -> str:
-    """A whole story: sentences joined by spaces, paragraphs by an empty line."""
+    """Return a whole story: sentences joined by spaces, paragraphs by an empty line."""
     paragraphs = []
     for beats in plot:
         told = [beat for beat in beats if not beat.is_optional or dice.chance(0.5)]

@@ -1,4 +1,4 @@
-"""The words of the stories: who may appear, what they may find, where they may go."""
+"""The vocabulary of the stories: characters, things and places."""
 
 GIRLS = tuple(
     "Mia Lily Anna Rosa Nora Ella Ruby Luna Daisy Clara Zoe Ivy Hazel Maya Nina Poppy Tilly Molly Wren Juno Olive Pearl "
@@ -8,7 +8,7 @@ BOYS = tuple(
     "Tom Ben Max Leo Sam Finn Oscar Hugo Theo Milo Jack Noah Otto Felix Pip Toby Ravi Omar Kai Luca Jasper Rusty Bruno "
     "Charlie Eli Gus Henry Arlo".split()
 )
-# Invented names are put together from these, so that the model learns to copy a name it has never met.
+# Parts of invented names, so that the model learns to copy a name it has never seen.
 FIRST_SYLLABLES = tuple(
     "Ba Bo Da Di Do Fa Fi Ga Go Ha Jo Ka Ke Ki La Lo Lu Ma Mo Na Ne No Pa Po Ra Ri Ro Sa Ta Ti To Va Vi Wi Za".split()
 )
@@ -65,7 +65,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "koala": ("a big soft nose", "gum tree"),
     "giraffe": ("a very long neck", "savanna"),
 }
-# Rare guests: said now and then, so that a request may name almost anyone.
+# Rare characters, so that a request may name almost any of them.
 RARE_KINDS = tuple(
     "dragon unicorn robot parrot camel zebra hippo rhino moose raccoon skunk weasel ferret hamster gerbil puppy kitten chick "
     "duckling piglet calf foal whale dolphin octopus crab lobster starfish walrus pelican seagull heron stork pigeon dove "
