@@ -30,8 +30,10 @@ from architecture_tables import (
     MAX_FOLDER_FILES,
     MAX_FUNCTION_LINES,
     MAX_TOP_FILES,
+    RETIRED_CLASS_WORDS,
     RETIRED_NAMES,
     RETIRED_WORDS,
+    STANDARD_NAMES,
     VAGUE_NAMES,
 )
 
@@ -238,32 +240,39 @@ def _catches_all(caught: ast.expr | None) -> bool:
 
 
 def names_are_standard(tree: Tree) -> Iterator[str]:
-    """Modules, classes, functions, attributes and arguments have no vague name, no retired name, and no name of the standard library."""
+    """Modules, classes, functions, attributes, arguments and variables have no vague name, no retired name, and no name of the standard library."""
     for module in tree.code():
         for part in module.name.split("."):
             if fault := _fault(part):
                 yield f"{module.path}: the name {part} is {fault}"
         if module.name.rpartition(".")[2] in sys.stdlib_module_names:
             yield f"{module.path}: has the name of a module of the standard library"
-        for line, name in _names(module.syntax):
-            if fault := _fault(name):
+        for line, name, is_class in _names(module.syntax):
+            if fault := _fault(name, is_class):
                 yield f"{module.at(line)}: the name {name} is {fault}"
 
 
-def _names(syntax: ast.Module) -> Iterator[tuple[int, str]]:
+def _names(syntax: ast.Module) -> Iterator[tuple[int, str, bool]]:
+    """Yield the line of each name that the module gives, the name, and True if it is a class."""
     for node in ast.walk(syntax):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node.lineno, node.name
+            yield node.lineno, node.name, isinstance(node, ast.ClassDef)
         elif isinstance(node, ast.arg):
-            yield node.lineno, node.arg
+            yield node.lineno, node.arg, False
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield node.lineno, node.attr
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            yield node.lineno, node.target.id
+            yield node.lineno, node.attr, False
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id, False
+        elif isinstance(node, ast.alias) and node.asname:
+            yield node.lineno, node.asname, False
 
 
-def _fault(name: str) -> str:
+def _fault(name: str, is_class: bool = False) -> str:
+    for standard in STANDARD_NAMES:
+        name = name.replace(standard, "")
     words = {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
+    if is_class and words & RETIRED_CLASS_WORDS:
+        return "retired"
     if words & VAGUE_NAMES or {word.removesuffix("s") for word in words} & VAGUE_NAMES:
         return "vague"
     return "retired" if words & RETIRED_WORDS or any(retired in name for retired in RETIRED_NAMES) else ""

@@ -24,7 +24,7 @@ from tracking_runner import RememberingRunner
 @contextmanager
 def small_pages(tokens: int) -> Iterator[None]:
     """Pages of so few tokens: what happens at their borders happens often."""
-    with mock.patch.object(paged_kv_cache, "PAGE", tokens), mock.patch.object(paged_kv_cache, "PAGE", tokens):
+    with mock.patch.object(paged_kv_cache, "PAGE_TOKENS", tokens):
         yield
 
 

@@ -87,7 +87,7 @@ class StartedStream:
 
     def timings(self) -> list[Timings]:
         """Return the timings of the choices that have begun: queue and prefill, all that a header can report."""
-        return [piece.timings for piece in self._first_events if isinstance(piece, TextDelta) and piece.timings]
+        return [event.timings for event in self._first_events if isinstance(event, TextDelta) and event.timings]
 
 
 async def wait_for_first_token(stream: GenerationStream) -> StartedStream:

@@ -20,7 +20,7 @@ from app.backends.base import (
 )
 from app.errors import PlanImpossible
 from app.hardware.plan.plan import ServingPlan
-from app.kernels.attention import texts as flash
+from app.kernels.attention import texts as text_attention
 from app.kernels.attention.context import AttentionSpec
 from app.kernels.attention.layout import (
     KvRows,
@@ -117,12 +117,14 @@ class CudaBackend:
         by_flash = (
             prompts
             and step.fresh
-            and flash.torch_flash_supports(query.dtype, query.shape[2], spec)
+            and text_attention.torch_flash_supports(query.dtype, query.shape[2], spec)
             and kv.keys.dtype == query.dtype
         )
         if by_flash:
             key, value = gather_fresh_kv(kv, step, len(query))
-            result = flash.attend_packed(query, key, value, (step.starts[step.num_decodes :], step.max_queries), spec)
+            result = text_attention.attend_packed(
+                query, key, value, (step.starts[step.num_decodes :], step.max_queries), spec
+            )
         else:
             result = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if step.num_decodes:
@@ -136,8 +138,10 @@ class CudaBackend:
 
         Flash attention supports neither FP32 nor soft caps nor relative position biases.
         """
-        if flash.torch_flash_supports(heads.product.dtype, heads.head_dim, spec):
-            return flash.attend_packed(*apply_rope_to_qkv(heads), (texts.starts, texts.most_tokens), spec).flatten(1)
+        if text_attention.torch_flash_supports(heads.product.dtype, heads.head_dim, spec):
+            return text_attention.attend_packed(
+                *apply_rope_to_qkv(heads), (texts.starts, texts.most_tokens), spec
+            ).flatten(1)
         if not triton_usable(heads.product):
             return attend_texts_padded_torch(heads, texts, spec)
         from app.kernels.triton.prompts import attend_packed
@@ -176,7 +180,7 @@ class CudaBackend:
     def recover_from_oom(self, error: Exception) -> bool:
         """Return true for an out-of-memory error, after its memory was released and returned to the driver."""
         if not isinstance(error, torch.OutOfMemoryError) and not any(
-            words in str(error) for words in _OUT_OF_MEMORY_TEXTS
+            text in str(error) for text in _OUT_OF_MEMORY_TEXTS
         ):
             return False
         traceback.clear_frames(error.__traceback__)

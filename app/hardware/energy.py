@@ -70,7 +70,7 @@ class EnergyAccount:
         self._latest = self._idle_since = first
         self._idle_watts: float | None = None
 
-    def look(self) -> EnergyReport:
+    def read(self) -> EnergyReport:
         """Read the meter if the last reading is old enough, and return the account.
 
         Call it at least once a minute; otherwise a counter that wrapped is misread.
@@ -78,10 +78,10 @@ class EnergyAccount:
         if self._clock() - self._latest.at >= MIN_READING_SECONDS:
             self._latest = _EnergyReading(self._clock(), self._meter.joules(), self._work())
             self._update_idle_watts(self._latest)
-            self._keep(self._latest)
+            self._record(self._latest)
         return self._spent(self._recent[0], self._latest)
 
-    def _keep(self, now: _EnergyReading) -> None:
+    def _record(self, now: _EnergyReading) -> None:
         """Keep the reading, and drop readings so that the oldest one is about a minute old."""
         if now.at - self._recent[-1].at >= READING_SPACING_SECONDS:
             self._recent.append(now)

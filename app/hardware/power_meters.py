@@ -113,7 +113,7 @@ class SampledMeter:
         self.source = source
         self._watts, self._clock = watts, clock
         self._last: _PowerSample | None = None
-        self._told = 0.0
+        self._reported = 0.0
         self._closed = threading.Event()
 
     def start(self) -> SampledMeter:
@@ -129,8 +129,8 @@ class SampledMeter:
         last = self._last
         if last is not None:
             since = min(self._clock() - last.at, 2 * SAMPLE_SECONDS)
-            self._told = max(self._told, last.joules + last.watts * since)
-        return self._told
+            self._reported = max(self._reported, last.joules + last.watts * since)
+        return self._reported
 
     def close(self) -> None:
         """Stop the sampling thread."""

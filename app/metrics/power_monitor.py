@@ -99,7 +99,7 @@ class PowerMonitor:
 
     def _read_meter(self) -> None:
         if self.account is not None:
-            self.account.look()
+            self.account.read()
             self._next_read = asyncio.get_running_loop().call_later(TIMER_SECONDS, self._read_meter)
 
     def _work_done(self) -> WorkCounters:
@@ -109,7 +109,7 @@ class PowerMonitor:
     def _gauges(self) -> Iterator[Metric]:
         if self.account is None:
             return
-        spent, source = self.account.look(), {"source": self.account.source}
+        spent, source = self.account.read(), {"source": self.account.source}
         if spent.joules <= 0.0:  # some virtual machines expose a counter that stays at 0
             return
         total = CounterMetricFamily(

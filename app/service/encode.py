@@ -111,9 +111,9 @@ async def _send_and_wait(
     """Send the request and wait for its single result."""
     result: asyncio.Future[TimedEvent] = asyncio.get_running_loop().create_future()
 
-    def on_event(letter: TimedEvent) -> None:
+    def on_event(event: TimedEvent) -> None:
         if not result.done():
-            result.set_result(letter)
+            result.set_result(event)
 
     with pipeline.post.register(command.request_id, on_event, permit, pipeline.deadline(record)):
         predicted, sent_at = pipeline.admission.send(size), pipeline.clock()

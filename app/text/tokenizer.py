@@ -149,7 +149,7 @@ class Tokenizer:
             return token.encode()
         token = self._inner.id_to_token(token_id) or ""
         if "ByteLevel" in self._decoder_kinds:
-            values = [_BYTE_OF_CHARACTER.get(letter) for letter in token]
+            values = [_BYTE_OF_CHARACTER.get(character) for character in token]
             return token.encode() if None in values else bytes(value for value in values if value is not None)
         byte = _BYTE_TOKEN.match(token) if "ByteFallback" in self._decoder_kinds else None
         return bytes([int(byte.group(1), 16)]) if byte else token.replace(_META_SPACE, " ").encode()

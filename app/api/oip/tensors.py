@@ -60,7 +60,7 @@ _TYPE_CODES = {
     "UINT8": "B", "UINT16": "H", "UINT32": "I", "UINT64": "Q", "INT8": "b", "INT16": "h", "INT32": "i", "INT64": "q",
     "FP32": "f", "FP64": "d",
 }  # fmt: skip
-_NUMPY = {datatype: f"<{letter}" for datatype, letter in _TYPE_CODES.items()}
+_NUMPY = {datatype: f"<{code}" for datatype, code in _TYPE_CODES.items()}
 _JSON_TYPES: dict[str, tuple[str, frozenset[type]]] = {
     "BOOL": ("booleans", frozenset({bool})),
     "BYTES": ("strings", frozenset({str})),

@@ -129,7 +129,7 @@ def read_host_cpu_times(proc: Path = Path("/proc")) -> HostCpuTimes | None:
     except (OSError, AttributeError):  # not Linux
         return None
     columns = [line.split() for line in lines if re.match(r"cpu\d", line)]
-    ticks = [[int(number) for number in words[1:9]] for words in columns if int(words[0][3:]) in allowed]
+    ticks = [[int(number) for number in fields[1:9]] for fields in columns if int(fields[0][3:]) in allowed]
     busy = sum(user + nice + system + irq + soft for user, nice, system, _idle, _waits, irq, soft, _stolen in ticks)
     return HostCpuTimes(
         busy / tick, sum(numbers[7] for numbers in ticks) / tick, len(ticks), _cpu_pressure_seconds(proc)
@@ -203,7 +203,7 @@ class MeasurementFacts:
     points: Sequence[LoadPoint]
     repeats: Sequence[LoadPoint] = ()
     lost_steps: int = 0
-    told: Sequence[str] = field(
+    caveats: Sequence[str] = field(
         default=()
     )  # sentences collected while measuring: loads that were left out, why it ended early
 
@@ -215,7 +215,7 @@ class MeasurementFacts:
 
 def measurement_caveats(measured: MeasurementFacts) -> list[str]:
     """Return the caveats of a measurement, one sentence each."""
-    return [*measured.told, *_server_caveats(measured), *_machine_caveats(measured), *_client_caveats(measured)]
+    return [*measured.caveats, *_server_caveats(measured), *_machine_caveats(measured), *_client_caveats(measured)]
 
 
 def _server_caveats(measured: MeasurementFacts) -> Iterator[str]:

@@ -168,7 +168,7 @@ class CompareState:
     info: dict[str, Any] = field(default_factory=dict)
     info_after: dict[str, Any] = field(default_factory=dict)
     local: bool = True
-    told: list[str] = field(default_factory=list)
+    caveats: list[str] = field(default_factory=list)
     points: list[LoadPoint] = field(default_factory=list)
     repeats: list[LoadPoint] = field(default_factory=list)
     lost_steps: int = 0
@@ -207,7 +207,7 @@ def _note_early_end(found: CompareState, how: str) -> None:
     if not found.points:
         raise MeasurementFailed("interrupted before anything was measured")
     measured = len(found.points) + len(found.repeats)
-    found.told.append(f"{how} while {found.current_stage}: {measured} of {found.num_loads} loads were measured.")
+    found.caveats.append(f"{how} while {found.current_stage}: {measured} of {found.num_loads} loads were measured.")
 
 
 async def _run_measurement(job: CompareJob, found: CompareState) -> None:
@@ -222,7 +222,7 @@ async def _run_measurement(job: CompareJob, found: CompareState) -> None:
 
 async def _measure_loads(job: CompareJob, found: CompareState, client: ArmatureClient) -> None:
     wanted = protocol_loads(found.info)
-    found.told += wanted.left_out
+    found.caveats += wanted.left_out
     found.began_at = time.time()
     rhythm = StepLogReader(client, found.began_at)
     model = job.target.model if job.target.url and job.target.model else found.info["model"]["name"]
@@ -282,7 +282,7 @@ async def _measure_load(
     except MeasurementFailed as error:
         if not await subject.client.ready():
             raise
-        found.told.append(f"{load.name} is left out, since the server did not answer its requests: {error}.")
+        found.caveats.append(f"{load.name} is left out, since the server did not answer its requests: {error}.")
         return None
     finally:
         watching.cancel()
@@ -300,7 +300,7 @@ def build_result(job: CompareJob, found: CompareState) -> CompareResult:
         found.points,
         found.repeats,
         found.lost_steps,
-        found.told,
+        found.caveats,
     )
     return CompareResult(
         schema=SCHEMA,

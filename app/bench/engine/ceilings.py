@@ -65,7 +65,7 @@ class WorkSamples:
     read_shares: list[float] = field(default_factory=list)
     product_shares: list[float] = field(default_factory=list)
 
-    def hold(self, seconds: list[float], ceilings: MachineCeilings) -> None:
+    def add_round(self, seconds: list[float], ceilings: MachineCeilings) -> None:
         """Add one round: its seconds, compared with the ceilings sampled before and after it."""
         middle = statistics.median(seconds)
         self.seconds += seconds

@@ -233,7 +233,7 @@ def _rounds(
             for load, samples in measured.items():
                 seconds = _work(driver, load, options.steps_per_round)
                 after = machine.sample()
-                samples.hold(seconds, mean_ceilings(before, after))
+                samples.add_round(seconds, mean_ceilings(before, after))
                 before = after
                 advance(load.name)
     except KeyboardInterrupt:

@@ -253,7 +253,7 @@ def run_batch_rounds(
                 found = _repeated(driver, load, None if options.steps is None else options.steps_per_round)
                 machine.sample_other_dtypes()
                 after = machine.sample()
-                taken.samples.hold([seconds for seconds, _ in found], mean_ceilings(before, after))
+                taken.samples.add_round([seconds for seconds, _ in found], mean_ceilings(before, after))
                 taken.model_shares += [inside / seconds for seconds, inside in found]
                 before = after
                 advance(load.name)

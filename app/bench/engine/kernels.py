@@ -143,12 +143,12 @@ def _run_rounds(
                     one = timed.setdefault((name, shape, rows), _product_samples(copies[0], rows))
                     before = machine.sample()
                     seconds = _time_product(copies, rows)
-                    one.hold(seconds, mean_ceilings(before, machine.sample()))
+                    one.add_round(seconds, mean_ceilings(before, machine.sample()))
                 advance(f"{name} {shape[0]} × {shape[1]}")
             for attention, attends in attending.items():
                 before = machine.sample()
                 seconds = attends.layer_seconds()
-                timed.setdefault(attention, WorkSamples(attends.num_bytes, 0.0)).hold(
+                timed.setdefault(attention, WorkSamples(attends.num_bytes, 0.0)).add_round(
                     seconds, mean_ceilings(before, machine.sample())
                 )
                 advance(attention[0])

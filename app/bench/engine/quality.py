@@ -83,7 +83,7 @@ class PrecisionScore:
 
     def perplexity(self, windows: int) -> float:
         """Return the perplexity over the first `windows` windows."""
-        return math.exp(sum(self.nats[:windows]) / sum(len(picked) for picked in self.likeliest[:windows]))
+        return math.exp(sum(self.nats[:windows]) / sum(len(tokens) for tokens in self.likeliest[:windows]))
 
     def agreement(self, other: PrecisionScore) -> float:
         """Return the share of tokens with the same most likely successor in both results.

@@ -31,7 +31,7 @@ from app.bench.http.wire import (
     HttpRequestFailed,
 )
 from app.bench.http.workload import (
-    COMMON_WORDS,
+    FREQUENT_WORDS,
     TokenPrompts,
 )
 
@@ -158,7 +158,7 @@ class ArmatureClient:
 
     async def token_prompts(self, seed: int = 0) -> TokenPrompts:
         """Return a source of prompts made of tokens of this model."""
-        answer = await self.wire.post("/tokenize", {"prompt": COMMON_WORDS, "add_special_tokens": False})
+        answer = await self.wire.post("/tokenize", {"prompt": FREQUENT_WORDS, "add_special_tokens": False})
         return TokenPrompts(answer.raise_for_status("/tokenize").json()["token_ids"], seed)
 
     async def generate(

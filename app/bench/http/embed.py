@@ -188,8 +188,8 @@ class EmbedBench:
         """Return the traffic for one server, and a description of its texts."""
         dialect = EMBED_DIALECTS[target.api]
         model = target.model or await first_served_model(wire)
-        prompts, words = await text_prompts_for(wire, dialect, model, self.seed)
-        return EmbedTraffic(wire, dialect, model, prompts, self.texts), words
+        prompts, description = await text_prompts_for(wire, dialect, model, self.seed)
+        return EmbedTraffic(wire, dialect, model, prompts, self.texts), description
 
     def figures(self, side: ServerRuns[EmbedTiming], against: ServerRuns[EmbedTiming] | None) -> Iterator[Figure]:
         """Yield throughput, latency and failures of one server under one load."""

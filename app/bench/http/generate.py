@@ -63,8 +63,8 @@ class GenerateBench:
         """Return the traffic for one server, and a description of its prompts."""
         dialect = GENERATE_DIALECTS[target.api]
         model = target.model or await first_served_model(wire)
-        prompts, words = await prompts_for(wire, dialect, model, self.seed)
-        return GenerateTraffic(wire, dialect, model, prompts, self.workload), words
+        prompts, description = await prompts_for(wire, dialect, model, self.seed)
+        return GenerateTraffic(wire, dialect, model, prompts, self.workload), description
 
     def figures(self, side: ServerRuns[GenerateTiming], against: ServerRuns[GenerateTiming] | None) -> Iterator[Figure]:
         """Yield throughput, latencies, goodput and failures of one server under one load."""

@@ -298,8 +298,8 @@ class InferBench:
     async def traffic(self, wire: HttpClient, target: ServerTarget) -> tuple[InferTraffic, str]:
         """Return the traffic for one server, and a description of its rows."""
         model = target.model or await first_served_model(wire)
-        words = f"generated from the model's signature, integers below {self.workload.below}, free dimensions of {self.workload.free}"
-        return await infer_traffic_for(wire, model, self.workload), words
+        description = f"generated from the model's signature, integers below {self.workload.below}, free dimensions of {self.workload.free}"
+        return await infer_traffic_for(wire, model, self.workload), description
 
     def figures(self, side: ServerRuns[InferTiming], against: ServerRuns[InferTiming] | None) -> Iterator[Figure]:
         """Yield throughput, latency and failures of one server under one load."""

@@ -68,7 +68,7 @@ async def _one_arrival(
     counts = [0] * NUM_STREAMS
     warm, over = asyncio.Event(), asyncio.Event()
 
-    def keep_on(index: int) -> bool:
+    def should_continue(index: int) -> bool:
         counts[index] += 1
         if min(counts) > QUIET_CHUNKS:
             warm.set()
@@ -76,7 +76,7 @@ async def _one_arrival(
 
     async def stream(index: int) -> StreamTiming:
         prompt = prompts.prompt(STREAM_PROMPT_TOKENS)
-        answer = await client.generate(prompt, STREAM_MAX_TOKENS, lambda _: keep_on(index))
+        answer = await client.generate(prompt, STREAM_MAX_TOKENS, lambda _: should_continue(index))
         if not over.is_set():
             raise MeasurementFailed(
                 f"a stream of {STREAM_MAX_TOKENS} tokens ended in {counts[index]} chunks before the long prompt was answered"

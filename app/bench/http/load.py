@@ -183,7 +183,7 @@ def measure_load(job: LoadJob) -> BenchOutcome:
             runner.run(_measured(job, found))
     except KeyboardInterrupt:
         complete = False
-    runs = [run for stretch in found.runs.values() for run in stretch]
+    runs = [run for level_runs in found.runs.values() for run in level_runs]
     if not any(run.answered for run in runs):
         first = next((message for run in runs for message in run.messages.values()), "nothing was answered")
         raise MeasurementFailed(first if complete else "interrupted before anything was answered")
@@ -231,7 +231,7 @@ async def _run_once(
         watching.cancel()
 
 
-async def report_progress(words: str, bounds: RunLimits, run: LoadRun[Any], advance: AdvanceProgress) -> None:
+async def report_progress(label: str, bounds: RunLimits, run: LoadRun[Any], advance: AdvanceProgress) -> None:
     """Report progress and the current rate every `TICK_SECONDS`; this rate is low enough to cost nothing."""
     reported = 0.0
     try:
@@ -239,10 +239,10 @@ async def report_progress(words: str, bounds: RunLimits, run: LoadRun[Any], adva
             before, since = run.num_units, time.perf_counter()
             await asyncio.sleep(TICK_SECONDS)
             rate, done = (run.num_units - before) / (time.perf_counter() - since), run.done(bounds)
-            advance(words.format(rate), max(0.0, done - reported))
+            advance(label.format(rate), max(0.0, done - reported))
             reported = max(reported, done)
     finally:
-        advance(words.partition(":")[0], 1.0 - reported)
+        advance(label.partition(":")[0], 1.0 - reported)
 
 
 def _servers_under_load(job: LoadJob, found: LoadResults) -> Iterator[tuple[ServerRuns[Any], ServerRuns[Any] | None]]:
@@ -271,9 +271,9 @@ def _notes(job: LoadJob, found: LoadResults) -> Iterator[str]:
     for index, target in enumerate(job.targets):
         answered = [
             each
-            for (_, which), stretch in found.runs.items()
+            for (_, which), level_runs in found.runs.items()
             if which == index
-            for run in stretch
+            for run in level_runs
             for each in run.answered
         ]
         if answered:

@@ -43,7 +43,7 @@ class RunLimits:
     num_requests: int | None = None
     seconds: float | None = None
 
-    def hold(self, num_sent: int, elapsed: float) -> bool:
+    def allow(self, num_sent: int, elapsed: float) -> bool:
         """Return True if another request may be sent."""
         few_enough = self.num_requests is None or num_sent < self.num_requests
         return few_enough and (self.seconds is None or elapsed < self.seconds)
@@ -107,7 +107,7 @@ async def run_closed_loop(run: LoadRun[A], num_clients: int, bounds: RunLimits, 
     """Run a closed loop: each client sends its next request when its last one was answered."""
 
     async def visit(client: int) -> None:
-        while bounds.hold(run.num_sent, time.perf_counter() - run.started):
+        while bounds.allow(run.num_sent, time.perf_counter() - run.started):
             pause = await _send_one(run, client, time.perf_counter(), send)
             if pause:
                 await asyncio.sleep(pause)
@@ -123,7 +123,7 @@ async def run_open_loop(run: LoadRun[A], moments: Iterable[float], bounds: RunLi
     with _timed(run):
         async with asyncio.TaskGroup() as tasks:
             for number, moment in enumerate(moments):
-                if not bounds.hold(number, moment):
+                if not bounds.allow(number, moment):
                     break
                 while (early := run.started + moment - time.perf_counter()) > 0:  # the event loop may wake early
                     await asyncio.sleep(early)
@@ -217,8 +217,8 @@ def whole_answer_window(run: LoadRun[W], closed: bool) -> tuple[float, float]:
     by_client: dict[int, list[W]] = {}
     for answered in run.answered:
         by_client.setdefault(answered.client, []).append(answered)
-    begin = max(ordered[0].ended for ordered in by_client.values())
-    end = min(ordered[-1].ended for ordered in by_client.values())
+    begin = max(answers[0].ended for answers in by_client.values())
+    end = min(answers[-1].ended for answers in by_client.values())
     if not closed or run.failures or end <= begin:
         return run.started, max(answered.ended for answered in run.answered)
     return begin, end

@@ -43,7 +43,7 @@ from app.bench.http.wire import (
     HttpRequestFailed,
 )
 from app.bench.http.workload import (
-    COMMON_WORDS,
+    FREQUENT_WORDS,
     TextPrompts,
     TokenPrompts,
     UniformLengths,
@@ -127,7 +127,7 @@ FEW_WORDS, MORE_WORDS = 16, 80  # lengths of the two probe prompts
 PROBE_IDS = 8
 PROBE_TOKENS = 8  # more than one: the first tokens of some models have no text
 # Tokenize requests of Armature and vLLM, and of llama.cpp.
-_TOKENIZE = ({"prompt": COMMON_WORDS, "add_special_tokens": False}, {"content": COMMON_WORDS, "add_special": False})
+_TOKENIZE = ({"prompt": FREQUENT_WORDS, "add_special_tokens": False}, {"content": FREQUENT_WORDS, "add_special": False})
 
 
 async def prompts_for(
@@ -135,7 +135,7 @@ async def prompts_for(
 ) -> tuple[TokenPrompts | TextPrompts, str]:
     """Return a source of prompts with a requested number of tokens, and a description of them."""
     if dialect.takes_ids:
-        token_ids = await _tokenize_common_words(wire)
+        token_ids = await _tokenize_frequent_words(wire)
         if len(set(token_ids)) > 1 and await _accepts_token_ids(wire, dialect, token_ids, model):
             return TokenPrompts(token_ids, seed), "token ids"
     few, more = [await _counted_prompt_tokens(wire, dialect, model, num_words) for num_words in (FEW_WORDS, MORE_WORDS)]
@@ -152,7 +152,7 @@ async def first_served_model(wire: HttpClient) -> str | None:
     return None
 
 
-async def _tokenize_common_words(wire: HttpClient) -> list[int]:
+async def _tokenize_frequent_words(wire: HttpClient) -> list[int]:
     """Return the token ids of common words, or an empty list if the server has no usable tokenize route."""
     for body in _TOKENIZE:
         with suppress(HttpRequestFailed, ValueError):

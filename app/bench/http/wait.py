@@ -172,11 +172,11 @@ async def _full_load(client: ArmatureClient, clients: int, draw_request: Callabl
     The window is from the last client's first token to the first client's last answer.
     """
 
-    async def keep_asking() -> list[StreamTiming]:
+    async def send_continuously() -> list[StreamTiming]:
         return [await client.generate(*draw_request()) for _ in range(ANSWERS_PER_CLIENT)]
 
     async with concurrent_tasks() as tasks:
-        running = [tasks.create_task(keep_asking()) for _ in range(clients)]
+        running = [tasks.create_task(send_continuously()) for _ in range(clients)]
     return steady_throughput([task.result() for task in running])
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 # Common words that every tokenizer knows; prompts are random sequences of their tokens.
-COMMON_WORDS = (
+FREQUENT_WORDS = (
     "once upon a time there was little house by the river and in it lived an old woman with her cat every morning they went down "
     "to water look at boats one day big red boat came slowly round bend man on deck waved called out good friends have you seen my "
     "dog he is small brown likes bread said yes we saw him under bridge this very early today so all three walked back along path"
@@ -47,7 +47,7 @@ class TextPrompts:
         """Set up the source; `tokens_around` is the number of tokens that the server adds, such as a chat template."""
         self._tokens_per_word, self._tokens_around = tokens_per_word, tokens_around
         self._random = random.Random(seed)
-        self._words = COMMON_WORDS.split()
+        self._words = FREQUENT_WORDS.split()
 
     def prompt(self, num_tokens: int) -> str:
         """Return a text of about `num_tokens` tokens, including those that the server adds."""

@@ -30,7 +30,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import StrMethodFormatter
 
-from app.bench.report.comparison import load_axes as axes_of
+from app.bench.report.comparison import load_axes
 from app.bench.report.figures import (
     MILLI,
     Column,
@@ -375,7 +375,7 @@ def _throughput_curves(axis: str, cases: Sequence[LoadCase], num_results: int) -
     found: dict[tuple[int, str, int], list[tuple[int, float, float]]] = {}
     for case in cases:
         for index, held in (
-            (index, held) for index in range(num_results) for along, held in axes_of(case.load) if along == axis
+            (index, held) for index in range(num_results) for along, held in load_axes(case.load) if along == axis
         ):
             each = case.measured[index]
             p99 = each.quantile(lambda point: point.request_seconds, 0.99) if each else None

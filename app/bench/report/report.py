@@ -22,7 +22,7 @@ from rich.console import (
     Group,
     RenderableType,
 )
-from rich.table import Table as Drawn
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from app.bench.compare.result import read_result
@@ -109,9 +109,9 @@ def _note_lines(judged: Sequence[ResultNotes]) -> list[RenderableType]:
     return lines + [Text(f"{each.name}: {remark}", "dim") for each in judged for remark in each.remarks]
 
 
-def to_rich_table(table: ReportTable) -> Drawn:
+def to_rich_table(table: ReportTable) -> RichTable:
     """Return the table as a rich table. A group's name appears only in its first row."""
-    made = Drawn(
+    made = RichTable(
         title=table.title, title_justify="left", title_style="bold", header_style="bold", box=None, padding=(0, 2, 0, 0)
     )
     if table.is_grouped:

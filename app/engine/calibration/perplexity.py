@@ -75,7 +75,7 @@ def read_windows(tokenizer: Tokenizer, text: Path, max_model_len: int, max_token
     for document in documents:
         ids = tokenizer.encode(document, add_special_tokens=False)[:left]
         chunks = [[*begin, *ids[start : start + chunk_tokens]] for start in range(0, len(ids), chunk_tokens)]
-        windows += [piece for piece in chunks if len(piece) > 1]
+        windows += [chunk for chunk in chunks if len(chunk) > 1]
         left = None if left is None else left - len(ids)
         if left == 0:
             break

@@ -121,7 +121,7 @@ def build_device_decoder_engine(
     kv_cache = allocate_kv_pages(model, request.plan, backend)
     limits = engine_limits(request.plan)
     runner = DeviceDecoderRunner(model, kv_cache, backend, limits, request.eager_reason)
-    capture_common_steps(runner, request.report)
+    capture_startup_steps(runner, request.report)
     request.report("warming up")
     warm_up_device_decoder(runner, limits.max_batch_tokens)
     pool = KvSlots(kv_cache.shape.num_slots, kv_cache.capacity_tokens, kv_cache.tokens_per_page)
@@ -230,7 +230,7 @@ def allocate_kv_pages(model: Decoder, plan: ServingPlan, backend: DeviceBackend)
         ) from error
 
 
-def capture_common_steps(runner: DeviceDecoderRunner, report: ReportStage) -> None:
+def capture_startup_steps(runner: DeviceDecoderRunner, report: ReportStage) -> None:
     """Capture the common steps until the graphs accept no more."""
     from app.engine.decoder.cuda_graphs import startup_shapes
 

@@ -6,7 +6,7 @@ inputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
+from collections import abc
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -44,7 +44,7 @@ class StepBounds:
     fresh: bool = False
 
     @classmethod
-    def of(cls, spans: Items[ScheduledSpan]) -> StepBounds:
+    def of(cls, spans: abc.Sequence[ScheduledSpan]) -> StepBounds:
         """Return the bounds of these spans."""
         alone = [span.num_tokens == 1 for span in spans]
         num_decodes = alone.index(False) if False in alone else len(alone)
@@ -96,7 +96,7 @@ class DeviceForward:
         # The previous step left -1 for a row whose logits were not finite. Waiting for that step raises.
         token_ids = self.buffer.index_select(0, views.sources).clamp_min_(0)
         attend = PagedAttention(self.kv_cache, self.backend, step, views.kv_rows)
-        which = None if sizes.picks == sizes.tokens else views.logit_rows
+        which = None if sizes.samples == sizes.tokens else views.logit_rows
         logits = self.model(StepContext(token_ids, views.positions, which, attend))
         assert isinstance(logits, Tensor), "full logits were requested"
         return logits

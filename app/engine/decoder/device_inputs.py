@@ -73,7 +73,7 @@ class StepSizes:
 
     tokens: int
     sequences: int
-    picks: int
+    samples: int
 
     @classmethod
     def of_bucket(cls, bucket: int) -> StepSizes:
@@ -126,7 +126,7 @@ def _fields(sizes: StepSizes) -> Mapping[str, tuple[int, torch.dtype]]:
 
     Each begins at a multiple of 8 bytes.
     """
-    tokens, sequences, samples = sizes.tokens, sizes.sequences, sizes.picks
+    tokens, sequences, samples = sizes.tokens, sizes.sequences, sizes.samples
     return {
         "token_ids": (tokens, torch.int64),
         "sources": (tokens, torch.int64),

@@ -96,7 +96,7 @@ class HostBuffer:
     The buffer is reused once the device has read the last inputs that were sent from it.
     """
 
-    words: Tensor
+    block: Tensor
     ids: Tensor
     mark: DeviceEvent | None = (
         None  # marks the end of a transfer from this buffer that did not become an in-flight step
@@ -123,7 +123,7 @@ class HostBuffer:
         """
         views = self.views.get(sizes)
         if views is None:
-            views = block_arrays(self.words, sizes)
+            views = block_arrays(self.block, sizes)
             if keep:
                 self.views[sizes] = views
         return views
@@ -327,7 +327,7 @@ class DeviceDecoderRunner:
     def _send(self, buffer: HostBuffer, count: int) -> None:
         """Send the first `count` int64 values of the buffer to the device, and update the page tables there."""
         if not self._table_updates:
-            self._block[:count].copy_(buffer.words[:count], non_blocking=True)
+            self._block[:count].copy_(buffer.block[:count], non_blocking=True)
             return
         cells, pages, tables = (
             list(self._table_updates),
@@ -335,10 +335,10 @@ class DeviceDecoderRunner:
             self.kv_cache.tables.view(-1),
         )
         num_sent = len(cells) if len(cells) <= MAX_TABLE_UPDATES else 0
-        for view, values in zip(table_update_views(buffer.words[count:], num_sent), (cells, pages), strict=True):
+        for view, values in zip(table_update_views(buffer.block[count:], num_sent), (cells, pages), strict=True):
             view.numpy()[:] = values[:num_sent]
         end = count + table_update_size(num_sent)
-        self._block[:end].copy_(buffer.words[:end], non_blocking=True)
+        self._block[:end].copy_(buffer.block[:end], non_blocking=True)
         if num_sent:
             tables.index_copy_(0, *table_update_views(self._block[count:], num_sent))
         else:  # rare; these copies may wait for the device

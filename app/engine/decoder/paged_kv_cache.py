@@ -34,7 +34,7 @@ from app.kernels.attention.layout import (
     KvRows,
     token_bytes,
 )
-from app.kernels.attention.paged import PAGE_TOKENS as PAGE
+from app.kernels.attention.paged import PAGE_TOKENS
 
 PADDING_PAGE = 0  # the page that no slot owns; padding rows are written to it
 
@@ -52,7 +52,7 @@ class PageTables:
 
     def __init__(self, num_slots: int, max_len: int, num_pages: int) -> None:
         """Create empty tables over `num_pages` pages that slots may own, numbered from 1."""
-        self.max_pages = -(-max_len // PAGE)  # pages per slot
+        self.max_pages = -(-max_len // PAGE_TOKENS)  # pages per slot
         self._max_len = max_len
         self._own: list[dict[int, int]] = [{} for _ in range(num_slots)]  # per slot: index in its table -> page
         self._tables = [[PADDING_PAGE] * self.max_pages for _ in range(num_slots)]
@@ -70,9 +70,9 @@ class PageTables:
 
     def row(self, slot: int, position: int) -> int:
         """Return the index of a written token among the flat rows."""
-        page = self._tables[slot][position // PAGE]
+        page = self._tables[slot][position // PAGE_TOKENS]
         assert page != PADDING_PAGE, "only a written position has a row"
-        return page * PAGE + position % PAGE
+        return page * PAGE_TOKENS + position % PAGE_TOKENS
 
     def apply_copies(self, copies: Items[KvCopy], released: Iterable[SlotRange]) -> RowMoves:
         """Return the rows that a batch's copies move, then free the released pages.
@@ -86,7 +86,7 @@ class PageTables:
         sources = [
             self._rows_before(copies[:at], (copy.source, copy.start, copy.end)) for at, copy in enumerate(copies)
         ]
-        self._release(released, {row // PAGE for rows in sources for row in rows})
+        self._release(released, {row // PAGE_TOKENS for rows in sources for row in rows})
         moves: dict[int, int] = {}  # keyed by target, because a later copy to the same row replaces an earlier one
         for copy, rows in zip(copies, sources, strict=True):
             moves.update(zip(self._own_rows(copy.target, copy.start, copy.end, allocate=True), rows, strict=True))
@@ -104,11 +104,11 @@ class PageTables:
             if self._owners[span.slot] == owner:  # sequences compare by identity
                 continue
             shared = span.prefix_tokens if span.prefix_slot is not None else 0
-            whole = shared // PAGE * PAGE
+            whole = shared // PAGE_TOKENS * PAGE_TOKENS
             if whole < shared and span.prefix_slot is not None:
                 sources += self._own_rows(span.prefix_slot, whole, shared)
                 targets += self._own_rows(span.slot, whole, shared, allocate=True)
-            self._make_table(span, shared // PAGE)
+            self._make_table(span, shared // PAGE_TOKENS)
             self._owners[span.slot] = owner
         return sources, targets
 
@@ -122,7 +122,7 @@ class PageTables:
 
     def pages(self, slot: int, end: int) -> list[int]:
         """Return the pages of a slot's positions `[0, end)`, shared prefix pages included."""
-        return self._tables[slot][: -(-end // PAGE)]
+        return self._tables[slot][: -(-end // PAGE_TOKENS)]
 
     def take_updates(self) -> tuple[list[int], list[int]]:
         """Return the changes of all tables since the last call: flat indices and pages (`PADDING_PAGE`: released)."""
@@ -137,12 +137,12 @@ class PageTables:
         """
         own = self._own[slot]
         rows: list[int] = []
-        for at in range(start // PAGE, -(-end // PAGE)):
+        for at in range(start // PAGE_TOKENS, -(-end // PAGE_TOKENS)):
             if at not in own:
                 assert allocate, "only written positions are read"
                 self._allocate(slot, at)
-            first = own[at] * PAGE
-            rows += range(first + max(start - at * PAGE, 0), first + min(end - at * PAGE, PAGE))
+            first = own[at] * PAGE_TOKENS
+            rows += range(first + max(start - at * PAGE_TOKENS, 0), first + min(end - at * PAGE_TOKENS, PAGE_TOKENS))
         return rows
 
     def _allocate(self, slot: int, at: int) -> None:
@@ -170,8 +170,8 @@ class PageTables:
         """Free the whole pages of these ranges. Pages that are still to be `read` are the last to be reused."""
         for slot, start, end in released:
             own = self._own[slot]
-            last = self.max_pages if end >= self._max_len else end // PAGE
-            for at in [at for at in own if -(-start // PAGE) <= at < last]:
+            last = self.max_pages if end >= self._max_len else end // PAGE_TOKENS
+            for at in [at for at in own if -(-start // PAGE_TOKENS) <= at < last]:
                 page = own.pop(at)
                 self._free.appendleft(page) if page in read else self._free.append(page)
                 if self._tables[slot][at] == page:
@@ -227,13 +227,13 @@ class PagedKvCache:
         self.dtype = dtype
         self.token_bytes = token_bytes(shape.num_kv_heads, shape.head_dim, dtype)  # bytes of one layer
         self.bytes_per_token = shape.num_layers * self.token_bytes
-        self.tokens_per_page = PAGE
-        self.capacity_tokens = num_pages * PAGE
-        self.reserved_bytes = (num_pages + 1) * PAGE * self.bytes_per_token
+        self.tokens_per_page = PAGE_TOKENS
+        self.capacity_tokens = num_pages * PAGE_TOKENS
+        self.reserved_bytes = (num_pages + 1) * PAGE_TOKENS * self.bytes_per_token
         self._pages = PageTables(shape.num_slots, shape.max_len, num_pages)
-        self.stride = self._pages.max_pages * PAGE
+        self.stride = self._pages.max_pages * PAGE_TOKENS
         # The memory is zeroed, because a kernel may multiply masked values by zero, and zero times NaN is NaN.
-        size = ((num_pages + 1) * PAGE, 2 * shape.num_kv_heads * shape.head_dim)
+        size = ((num_pages + 1) * PAGE_TOKENS, 2 * shape.num_kv_heads * shape.head_dim)
         self._memory = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.num_layers)]
         self.layers = [_layer(memory, shape, self.token_bytes) for memory in self._memory]
         # The table has one more row than there are slots. A padding sequence has slot `num_slots`, whose entries
@@ -281,7 +281,10 @@ class PagedKvCache:
     def kv_segments(self, span: ScheduledSpan) -> tuple[KvSegment, ...]:
         """Return the runs that hold a span's context `[0, end)`, one per page; they are the same for every layer."""
         pages = enumerate(self._pages.pages(span.slot, span.end))
-        return tuple(KvSegment(page * PAGE, min(PAGE, span.end - at * PAGE), at * PAGE) for at, page in pages)
+        return tuple(
+            KvSegment(page * PAGE_TOKENS, min(PAGE_TOKENS, span.end - at * PAGE_TOKENS), at * PAGE_TOKENS)
+            for at, page in pages
+        )
 
     def copy(self, copy: KvCopy) -> None:
         """Do one copy, in all layers."""
@@ -325,4 +328,4 @@ def _layer(memory: Tensor, shape: KvShape, token_bytes: int) -> KvRows:
 
 
 def _pages_of_rows(rows: list[int]) -> set[int]:
-    return {row // PAGE for row in rows}
+    return {row // PAGE_TOKENS for row in rows}

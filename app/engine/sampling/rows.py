@@ -10,8 +10,7 @@ There is no state, so neither the batch nor a preemption changes a sampled token
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence as Rows
+from collections import Counter, abc
 from typing import (
     Any,
     TypeVar,
@@ -62,7 +61,7 @@ def require_finite(best: Tensor) -> None:
         )
 
 
-def apply_penalties(logits: Tensor, sequences: Rows[Sequence]) -> Tensor:
+def apply_penalties(logits: Tensor, sequences: abc.Sequence[Sequence]) -> Tensor:
     """Return a float32 copy of logits [rows, vocab] with each sequence's penalties applied.
 
     The repetition penalty counts prompt and completion, as in transformers. Presence and frequency penalties count
@@ -88,7 +87,7 @@ def _apply_penalties_to_row(scores: Tensor, sequence: Sequence) -> None:
         scores[completion_ids] -= occurrences * params.frequency_penalty + params.presence_penalty
 
 
-def filtered_probabilities(scores: Tensor, params: Rows[SamplingParams]) -> Tensor:
+def filtered_probabilities(scores: Tensor, params: abc.Sequence[SamplingParams]) -> Tensor:
     """Return filtered probabilities from scores [rows, vocab] float32, which are overwritten.
 
     Temperature, top_k, top_p and min_p are applied in this order. Filtered tokens have probability 0. The
@@ -112,7 +111,7 @@ def _column_tensor(values: list[float], like: Tensor, dtype: torch.dtype | None 
     return torch.tensor(values, dtype=dtype or like.dtype, device=like.device).unsqueeze(1)
 
 
-def multinomial(probs: Tensor, uniforms: Rows[float]) -> Tensor:
+def multinomial(probs: Tensor, uniforms: abc.Sequence[float]) -> Tensor:
     """Sample one token id per row from probabilities [rows, vocab], with one uniform number per row.
 
     The sampled token is the one at which the running sum in vocabulary order exceeds the uniform number.
@@ -151,7 +150,7 @@ def _locate_in_cumsum(mass: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
     return index.squeeze(1), ((target - before) / here).clamp_(0.0, _BELOW_ONE)
 
 
-def _top_k_threshold(scores: Tensor, top_k: Rows[int]) -> Tensor:
+def _top_k_threshold(scores: Tensor, top_k: abc.Sequence[int]) -> Tensor:
     """Return the k-th largest score of each row, [rows, 1]; -inf if k is off."""
     rows = [row for row, k in enumerate(top_k) if 0 < k < scores.shape[1]]
     counts = [top_k[row] for row in rows]
@@ -161,7 +160,7 @@ def _top_k_threshold(scores: Tensor, top_k: Rows[int]) -> Tensor:
     return threshold
 
 
-def _top_p_threshold(probs: Tensor, top_p: Rows[float]) -> Tensor:
+def _top_p_threshold(probs: Tensor, top_p: abc.Sequence[float]) -> Tensor:
     """Return the smallest probability in each row's nucleus, [rows, 1]; 0 if top_p is off.
 
     The nucleus is the smallest set of most likely tokens whose probabilities sum to at least top_p.

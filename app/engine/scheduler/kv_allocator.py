@@ -179,7 +179,7 @@ class KvSlots:
             will_be_shared = placement is not None and placement.prefix_slot == slot.index
             if not slot.sharers and not will_be_shared:  # true for most slots at every step
                 continue
-            pins = [self.slots[leaner].prefix_tokens for leaner in slot.sharers if self.slots[leaner].running]
+            pins = [self.slots[sharer].prefix_tokens for sharer in slot.sharers if self.slots[sharer].running]
             if placement is not None and will_be_shared:
                 pins.append(placement.prefix_tokens)
             total += self._pages(0, max(pins, default=0))
@@ -248,7 +248,7 @@ class KvSlots:
 
     def _pinned(self, slot: KvSlot) -> int:
         """Return the number of leading positions of this slot that other slots share."""
-        return max((self.slots[leaner].prefix_tokens for leaner in slot.sharers), default=0)
+        return max((self.slots[sharer].prefix_tokens for sharer in slot.sharers), default=0)
 
     def _trimmable(self, slot: KvSlot) -> int:
         return self._size(slot) - self._pages(slot.prefix_tokens, self._pinned(slot))
@@ -344,7 +344,7 @@ def _longest_match(slots: Items[KvSlot], token_ids: list[int]) -> tuple[KvSlot, 
     found: dict[int, int] = {}
     for slot in slots:
         if slot.prefix_slot is None and slot.num_tokens:
-            found[slot.index] = common_prefix_length(slot.token_ids, token_ids, 0, min(slot.num_tokens, limit))
+            found[slot.index] = shared_prefix_length(slot.token_ids, token_ids, 0, min(slot.num_tokens, limit))
     bases = dict(found)
     for slot in slots:  # a sharing slot can be longer than its base only if the whole shared part matches
         if (
@@ -352,7 +352,7 @@ def _longest_match(slots: Items[KvSlot], token_ids: list[int]) -> tuple[KvSlot, 
             and bases.get(slot.prefix_slot, 0) >= slot.prefix_tokens
             and slot.num_tokens > slot.prefix_tokens
         ):
-            found[slot.index] = common_prefix_length(
+            found[slot.index] = shared_prefix_length(
                 slot.token_ids, token_ids, slot.prefix_tokens, min(slot.num_tokens, limit)
             )
 
@@ -365,7 +365,7 @@ def _longest_match(slots: Items[KvSlot], token_ids: list[int]) -> tuple[KvSlot, 
     return None if best is None else (slots[best], found[best])
 
 
-def common_prefix_length(first: list[int], second: list[int], start: int, end: int) -> int:
+def shared_prefix_length(first: list[int], second: list[int], start: int, end: int) -> int:
     """Return the length of the common prefix of two lists.
 
     Items below `start` are known to be equal, and only those below `end` count.

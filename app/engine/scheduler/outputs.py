@@ -7,7 +7,7 @@ Scheduler state as plain counts that other threads can read. It is the larger pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
+from collections import abc
 
 from app.engine.scheduler.batch import SampledTokens
 from app.engine.scheduler.beam_search import Hypothesis
@@ -24,7 +24,7 @@ from app.messages import (
 from app.metrics.stats import EngineSnapshot
 
 
-def token_events(sequence: Sequence, samples: Items[SampledTokens], now: float) -> list[Event]:
+def token_events(sequence: Sequence, samples: abc.Sequence[SampledTokens], now: float) -> list[Event]:
     """Return the events for the tokens that were just appended, and for the end if the last token ends the sequence.
 
     A stop token counts as a completion token but is not part of the text.
@@ -88,12 +88,14 @@ def sequence_timings(sequence: Sequence, now: float) -> Timings:
     return Timings(scheduled - sequence.arrived_at, first_token - scheduled, now - first_token, sequence.cached_tokens)
 
 
-def _token_logprobs(samples: Items[SampledTokens], num_top: int) -> tuple[TokenLogprob, ...]:
+def _token_logprobs(samples: abc.Sequence[SampledTokens], num_top: int) -> tuple[TokenLogprob, ...]:
     assert all(one.logprobs for one in samples), "the sampler returns log-probabilities if they were requested"
     return tuple(TokenLogprob(one.token_ids[0], one.logprobs[0], one.top[:num_top]) for one in samples)
 
 
-def snapshot_of_sequences(running: Items[Sequence], waiting: Items[Sequence], pool: KvSlots) -> EngineSnapshot:
+def snapshot_of_sequences(
+    running: abc.Sequence[Sequence], waiting: abc.Sequence[Sequence], pool: KvSlots
+) -> EngineSnapshot:
     """Return the counts of running and waiting sequences, which are given oldest first.
 
     Cached slots that can be evicted do not count as used.

@@ -214,7 +214,7 @@ class Speculation:
         """
         rows, context = len(spans), sum(span.end for span in spans)
         alone = self._costs.decode(rows, context)
-        return lambda guesses: max(alone, self._costs.decode(rows + guesses, context))
+        return lambda drafted: max(alone, self._costs.decode(rows + drafted, context))
 
     def _could_pay(self, spans: list[ScheduledSpan], left: int) -> bool:
         """Return True if draft tokens would pay off if all of them were accepted.
@@ -257,8 +257,8 @@ class Speculation:
         """
         known = [self._states[span.sequence] for span, _ in proposals]
         probabilities = [
-            (self._acceptance(guesses) ** place, index)
-            for index, (guesses, (_, ids)) in enumerate(zip(known, proposals, strict=True))
+            (self._acceptance(state) ** place, index)
+            for index, (state, (_, ids)) in enumerate(zip(known, proposals, strict=True))
             for place in range(1, len(ids) + 1)
         ]
         probabilities.sort(reverse=True)
@@ -273,7 +273,7 @@ class Speculation:
         for _, index in probabilities[:taken]:
             counts[index] += 1
         may_probe = taken < left and (rows + 1) / seconds(1) > worth
-        return [_with_pause_rule(number, guesses, may_probe) for number, guesses in zip(counts, known, strict=True)]
+        return [_with_pause_rule(number, state, may_probe) for number, state in zip(counts, known, strict=True)]
 
     def _acceptance(self, state: DraftState) -> float:
         return state.rate.value(self._rate.value(), _PRIOR_WEIGHT)

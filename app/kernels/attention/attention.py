@@ -8,7 +8,7 @@ not apply, and for prompts on instruction set levels without bf16 products.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,7 +71,7 @@ class AttentionStep:
 
     def __init__(self, num_sequences: int = 64) -> None:
         """Allocate a buffer for `num_sequences`; a step with more sequences gets a buffer at another address."""
-        self.rows: Rows[AttentionSequence] = ()
+        self.rows: Sequence[AttentionSequence] = ()
         self._buffer = Int64Buffer(_HEADER_FIELDS + num_sequences * _SEQUENCE_FIELDS)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._heads: AttentionArguments | None = None  # numbers of heads, known after the first attention layer
@@ -81,7 +81,7 @@ class AttentionStep:
         """Address of the C structure `attention_step`."""
         return self._buffer.address
 
-    def fill(self, rows: Rows[AttentionSequence]) -> None:
+    def fill(self, rows: Sequence[AttentionSequence]) -> None:
         """Describe the next step."""
         self.rows = rows
         fields = [len(rows), self._scratch.data_ptr()]
@@ -164,7 +164,7 @@ def max_decode_queries(heads: int, kv_heads: int) -> int:
 
 
 def split_into_decodes(
-    rows: Rows[AttentionSequence], max_queries: int, part_rows: int
+    rows: Sequence[AttentionSequence], max_queries: int, part_rows: int
 ) -> list[tuple[slice, list[AttentionSequence]]]:
     """Split the batch into sequences of at most `few` queries, in parts of about `together` rows.
 
@@ -191,7 +191,7 @@ def split_into_decodes(
     return parts
 
 
-def clip_segments(runs: Rows[KvSegment], start: int, end: int) -> tuple[KvSegment, ...]:
+def clip_segments(runs: Sequence[KvSegment], start: int, end: int) -> tuple[KvSegment, ...]:
     """Return the parts of `runs` at positions `[start, end)`."""
     cut = [(run, max(start, run.position), min(end, run.position + run.num_tokens)) for run in runs]
     return tuple(KvSegment(run.first + low - run.position, high - low, low) for run, low, high in cut if low < high)

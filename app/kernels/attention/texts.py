@@ -54,22 +54,22 @@ class TextStarts:
         self.starts: tuple[int, ...] = (0,)
         # RoPE is applied in place: token i's keys and values are row i of the product.
         self.rows = torch.arange(max_tokens)
-        self._words = Int64Buffer(2 + max_texts)
+        self._buffer = Int64Buffer(2 + max_texts)
 
     @property
     def address(self) -> int:
         """Address of the C structure that describes the batch."""
-        return self._words.address
+        return self._buffer.address
 
     @property
     def stays(self) -> bool:
         """True if this batch is stored in the fixed buffer."""
-        return self._words.stays
+        return self._buffer.stays
 
     def fill(self, starts: Sequence[int]) -> None:
         """Describe the next batch: text i is tokens [starts[i], starts[i + 1]), starts[0] == 0."""
         self.starts = tuple(starts)
-        self._words.fill([len(starts) - 1, *starts])
+        self._buffer.fill([len(starts) - 1, *starts])
 
 
 def attend_texts(heads: QkvHeads, texts: TextStarts, spec: AttentionSpec) -> Tensor:

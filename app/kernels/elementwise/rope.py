@@ -48,9 +48,9 @@ def rope_angles(positions: Tensor, frequencies: Tensor, scale: float = 1.0) -> R
 
 def _rope_angles_elsewhere(positions: Tensor, frequencies: Tensor, scale: float) -> RopeAngles:
     if triton_usable(positions):
-        from app.kernels.triton import rope as on_gpu
+        from app.kernels.triton import rope as triton_rope
 
-        return on_gpu.rope_angles(positions, frequencies, scale)
+        return triton_rope.rope_angles(positions, frequencies, scale)
     return rope_angles_torch(positions, frequencies, scale)
 
 

@@ -122,15 +122,15 @@ async def test_the_timer_counts_where_nobody_scrapes(tmp_path: Path, monkeypatch
     spending = PowerMonitor(Metrics(), power, lambda: False, 90.0)
     spending.start()
     assert spending.account is not None
-    looked = asyncio.Event()
-    look = spending.account.look
+    was_read = asyncio.Event()
+    read = spending.account.read
 
     def seen() -> EnergyReport:
-        looked.set()
-        return look()
+        was_read.set()
+        return read()
 
-    monkeypatch.setattr(spending.account, "look", seen)
-    await asyncio.wait_for(looked.wait(), 30)
+    monkeypatch.setattr(spending.account, "read", seen)
+    await asyncio.wait_for(was_read.wait(), 30)
     assert spending.to_json() == {
         "hourly_price": None,
         "watts": 90.0,

@@ -79,7 +79,7 @@ def test_nothing_to_doubt() -> None:
             measured(point(client_cpu_ratio=0.7)),
             "The measuring client took up to 70% of a core, which the server could not use, in 1 of 3 loads.",
         ),
-        (measured(told=("Something was left out.",)), "Something was left out."),
+        (measured(caveats=("Something was left out.",)), "Something was left out."),
     ],
 )
 def test_each_circumstance_is_a_sentence(found: MeasurementFacts, sentence: str) -> None:

@@ -189,7 +189,7 @@ def test_weights_that_fit_a_cache_are_not_held_against_memory() -> None:
 def test_a_step_quicker_than_the_ceiling_is_a_failed_measurement() -> None:
     weights = ProductCosts(int(1e9), 1.0, 1.0)
     samples = WorkSamples(weights.read_bytes, weights.operations(1, 1))
-    samples.hold([0.5], MachineCeilings(read=1e9, product=1e12))
+    samples.add_round([0.5], MachineCeilings(read=1e9, product=1e12))
     assert samples.read_shares == [2.0]
     mistaken = next(iter(decoder._load_figures(DecoderLoad(1, 1), samples, weights, 0.0)))
     assert mistaken.mistake is not None
@@ -198,7 +198,7 @@ def test_a_step_quicker_than_the_ceiling_is_a_failed_measurement() -> None:
 def test_keys_and_values_are_read_too() -> None:
     weights = ProductCosts(int(1e9), 1.0, 1.0)
     samples = WorkSamples(weights.read_bytes, weights.operations(8, 8))
-    samples.hold([2.0], MachineCeilings(read=1e9, product=1e12))
+    samples.add_round([2.0], MachineCeilings(read=1e9, product=1e12))
     parts = next(iter(decoder._load_figures(DecoderLoad(8, 8), samples, weights, kv_bytes=1e8))).parts
     assert (parts["of read"], parts["with KV"], parts["MB/token"]) == (0.5, pytest.approx(0.9), 125.0)
 

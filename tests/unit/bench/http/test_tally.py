@@ -124,6 +124,6 @@ def test_texts_have_as_many_tokens_as_wanted(tokens_per_word: float, around: int
 
 def test_lengths_and_bounds_are_written_and_kept() -> None:
     assert (str(UniformLengths(128, 128)), str(UniformLengths(64, 128))) == ("128", "64:128")
-    assert RunLimits(num_requests=2).hold(1, 1e9)
-    assert not RunLimits(num_requests=2).hold(2, 0.0)
-    assert not RunLimits(num_requests=2, seconds=5.0).hold(1, 5.0)
+    assert RunLimits(num_requests=2).allow(1, 1e9)
+    assert not RunLimits(num_requests=2).allow(2, 0.0)
+    assert not RunLimits(num_requests=2, seconds=5.0).allow(1, 5.0)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.bench.http.workload import (
-    COMMON_WORDS,
+    FREQUENT_WORDS,
     TokenPrompts,
 )
 
@@ -37,4 +37,4 @@ def test_one_token_is_no_deck() -> None:
 
 
 def test_the_words_are_many() -> None:
-    assert len(set(COMMON_WORDS.split())) > 60
+    assert len(set(FREQUENT_WORDS.split())) > 60

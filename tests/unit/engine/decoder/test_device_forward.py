@@ -45,5 +45,5 @@ def test_nothing_of_a_step_is_here_and_nothing_waits(architecture: str, tmp_path
         ):
             views = block_views(buffer[4:], sizes)
             logits = forward.logits(views, sizes, bounds)
-            assert logits.shape == (sizes.picks, config.vocab_size) and logits.device == CUDA
+            assert logits.shape == (sizes.samples, config.vocab_size) and logits.device == CUDA
             forward.sample(logits, views, SamplingMode.GREEDY if sizes.tokens > 4 else SamplingMode.FILTERED)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from app.engine.scheduler.kv_allocator import (
     KvSlot,
     Placement,
-    common_prefix_length,
+    shared_prefix_length,
     placements,
 )
 
@@ -39,7 +39,7 @@ def test_the_common_prefix_is_what_comparing_one_by_one_finds(
     end = min(len(first), len(second))
     plain = next((at for at in range(end) if first[at] != second[at]), end)
     start = data.draw(st.integers(0, plain))
-    assert common_prefix_length(first, second, start, end) == plain
+    assert shared_prefix_length(first, second, start, end) == plain
 
 
 def test_one_token_is_always_left_to_compute() -> None:
