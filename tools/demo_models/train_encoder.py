@@ -27,7 +27,7 @@ from tools.demo_models.evaluate_encoder import report
 STEP_TOKENS = 1536  # tokens of a training step, with padding
 TEACHER_TOKENS = 4096
 POOL = 2048  # texts that are sorted by length, so that the rows of a batch are similar
-COMMON_WORDS = 5600  # tokens taken from the top of the teacher's vocabulary; the rest is what the corpus uses most
+FREQUENT_WORDS = 5600  # tokens taken from the top of the teacher's vocabulary; the rest is what the corpus uses most
 WARMUP_STEPS = 100
 RATE = 2e-3
 SIMILARITY_WEIGHT = 20.0  # weight of the loss on cosines within a batch, whose squared errors are much smaller
@@ -89,7 +89,7 @@ def choose_tokens(tokenizer: Tokenizer, texts: list[str], vocab_size: int) -> li
     characters = [chr(code) for code in range(33, 127) if not chr(code).isupper()]
     chosen = dict.fromkeys([*SPECIAL, *(one for c in characters for one in (c, f"##{c}") if one in known)])
     common = (token for token in by_id if token.removeprefix("##").isascii() and token.removeprefix("##").isalnum())
-    chosen.update(dict.fromkeys(islice(common, COMMON_WORDS)))
+    chosen.update(dict.fromkeys(islice(common, FREQUENT_WORDS)))
     used = Counter(by_id[number] for encoding in tokenizer.encode_batch_fast(texts) for number in encoding.ids)
     for token, _ in used.most_common():
         if len(chosen) >= vocab_size:
