@@ -240,7 +240,7 @@ def _catches_all(caught: ast.expr | None) -> bool:
 
 
 def names_are_standard(tree: Tree) -> Iterator[str]:
-    """Modules, classes, functions, attributes, arguments and variables have no vague name, no retired name, and no name of the standard library."""
+    """Modules, classes, functions, arguments and variables have no vague, retired or standard library name."""
     for module in tree.code():
         for part in module.name.split("."):
             if fault := _fault(part):

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from app.engine.scheduler.kv_allocator import (
     KvSlot,
     Placement,
-    shared_prefix_length,
     placements,
+    shared_prefix_length,
 )
 
 NOTHING = Placement()
