@@ -58,9 +58,6 @@ class FreeRows:
     def decode(self, rows: int, context_tokens: int = 0) -> float:
         return 1.0
 
-    def observe(self, step: StepStats) -> None:
-        pass
-
 
 def oracular(chance: float) -> Speculation:
     dice = random.Random(0)

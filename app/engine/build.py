@@ -11,7 +11,10 @@ from collections.abc import (
     Collection,
     Mapping,
 )
-from dataclasses import dataclass
+from dataclasses import (
+    dataclass,
+    field,
+)
 from importlib import import_module
 from pathlib import Path
 from typing import (
@@ -24,7 +27,7 @@ from app.backends.base import BaseBackend
 from app.backends.selection import HOST_BACKENDS
 from app.engine.worker import Engine
 from app.hardware.plan.plan import ServingPlan
-from app.hardware.step_times import StepTimeTable
+from app.metrics.step_time_model import StepTimeModel
 from app.weights.checkpoint import Checkpoint
 from app.weights.load import (
     Model,
@@ -50,14 +53,14 @@ def ignore_stage(stage: str) -> None:
 class BuildRequest(Generic[CheckpointT]):
     """The inputs of a builder.
 
-    `report` is called with each stage of loading; it may raise, to stop. `step_times` is the measured step time
-    table, if there is one. `eos_token_ids` end the output of a decoder.
+    `report` is called with each stage of loading; it may raise, to stop. The engine updates
+    `step_time_model` after each step. `eos_token_ids` end the output of a decoder.
     """
 
     checkpoint: CheckpointT
     plan: ServingPlan
     report: ReportStage = ignore_stage
-    step_times: StepTimeTable | None = None
+    step_time_model: StepTimeModel = field(default_factory=StepTimeModel)
     eos_token_ids: Collection[int] = ()
 
     @property

@@ -369,7 +369,7 @@ def build_program_engine(
     max_rows = max_step_rows(checkpoint, plan.batch_target_tokens.value)
     engine = ProgramEngine(
         served,
-        BatchingDelay(max_rows, request.step_times, oldest_first=True),
+        BatchingDelay(max_rows, request.step_time_model, oldest_first=True),
         throttle_correction=ThrottleCorrection(plan.throttling_quota.value),
     )
     return BuiltEngine(engine, served, program, backend)

@@ -136,7 +136,7 @@ def _rising_points(table: Mapping[int, float]) -> _Points:
 
 def _interpolate(points: _Points, number: int) -> float:
     """Interpolate between points; constant below the first one, proportional beyond the last, and 0 for 0 rows."""
-    if number <= 0:
+    if number <= 0 or not points:
         return 0.0
     at = bisect_right(points, (number, float("inf")))
     if at == 0:

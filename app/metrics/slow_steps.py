@@ -1,87 +1,26 @@
 """Detection of slow steps and of their causes.
 
 The worker thread calls this before and after each step; expensive sources are read only after a slow step. The
-usual time of a step comes from the measured step time table, corrected by recent steps; without a table, from steps
-of the same size. A cause is reported only if there is evidence for it, else `unknown`.
+usual time of a step comes from the step time model. A cause is reported only if there is evidence for it, else `unknown`.
 """
 
 from __future__ import annotations
 
-import math
 import mmap
 import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from app.hardware.step_times import StepTimeTable
 from app.metrics.stats import (
     Cause,
     StepStats,
 )
+from app.metrics.step_time_model import StepTimeModel
 
 SLOW_FACTOR = 1.5  # times the usual time of similar steps
 CAUSE_SHARE = 0.5  # share of the excess time that makes something the cause
-_KNOWN_STEPS = 16  # steps of a size that must be seen before their usual time is known
-_LEARNING_GAIN, _STEADY_GAIN = 0.10, 0.02  # step size of the median of a shape: while learning, and then
-_SIZES_PER_DOUBLING = 4
 _PROBED_PAGES, _PROBES = 256, 3
-_AS_MEASURED, _UNKNOWN = (1.0, 0), (0.0, 0)  # median, and number of steps
-
-
-class StepKind(NamedTuple):
-    """The kind and size of similar steps, and the seconds by which their times are divided."""
-
-    key: tuple[str, int]
-    expected_seconds: float
-
-
-class UsualStepTimes:
-    """Recent median step times, by shape.
-
-    With a table, the shape is the kind of step, and the median is of the time over the table's. Without one, the
-    shape is the kind and the size, and the median is of seconds.
-    """
-
-    def __init__(self, table: StepTimeTable | None = None) -> None:
-        self._table = table
-        self._medians: dict[tuple[str, int], tuple[float, int]] = {}  # median and number of steps, by kind and size
-
-    def kind_of(self, step: StepStats) -> StepKind:
-        """Return the shape of a step; `expected_seconds` is the table's time, or 1 second without a table."""
-        kind = "mixed" if _delayed_decodes(step) else step.phase
-        if self._table is not None:
-            return StepKind((kind, 0), step.expected_seconds(self._table))
-        rows = step.num_decode_sequences + step.draft_tokens + step.prefill_tokens + step.encode_tokens
-        return StepKind((kind, _size_class(rows)), 1.0)
-
-    def decode_kind_of(self, step: StepStats) -> StepKind:
-        """Return the shape of the same step without its prompts.
-
-        A step that only recomputes preempted sequences counts as one decode row.
-        """
-        rows = max(step.num_decode_sequences, 1)
-        if self._table is not None:
-            return StepKind(("decode", 0), self._table.decode(rows, step.context_tokens))
-        return StepKind(("decode", _size_class(rows)), 1.0)
-
-    def seconds(self, kind: StepKind) -> float | None:
-        """Return the usual seconds of such a step, or None while they are not known."""
-        if self._table is not None:
-            return self._medians.get(kind.key, _AS_MEASURED)[0] * kind.expected_seconds or None
-        middle, seen = self._medians.get(kind.key, _UNKNOWN)
-        return middle if seen >= _KNOWN_STEPS else None
-
-    def observe(self, kind: StepKind, seconds: float) -> None:
-        """Update the median with a step of this shape that took `seconds`."""
-        if kind.expected_seconds <= 0.0 or seconds <= 0.0:
-            return
-        now = seconds / kind.expected_seconds
-        middle, seen = self._medians.get(kind.key, _AS_MEASURED if self._table is not None else (now, 0))
-        pull = _LEARNING_GAIN if seen < _KNOWN_STEPS else _STEADY_GAIN
-        middle = min(middle * (1 + pull), now) if now > middle else max(middle / (1 + pull), now)
-        self._medians[kind.key] = (middle, seen + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,23 +82,24 @@ class SlowStep:
             return "page_fault"
         if self.during.switches:
             return "descheduled"
-        return "prefill" if _delayed_decodes(self.step) else "unknown"
+        return "prefill" if self.step.kind == "mixed" else "unknown"
 
 
 class SlowStepDetector:
     """Detects slow steps; call `begin` and `end` around each step.
 
+    `model` has observed the step when `end` is called.
     `garbage_seconds` and `throttled_seconds` return running totals; the latter returns None if it cannot be read.
     """
 
     def __init__(
         self,
-        usual_times: UsualStepTimes,
+        model: StepTimeModel,
         garbage_seconds: Callable[[], float] = lambda: 0.0,
         throttled_seconds: Callable[[], float | None] = lambda: None,
         fault_seconds: float = 0.0,
     ) -> None:
-        self._usual_times, self._fault_seconds = usual_times, fault_seconds
+        self._model, self._fault_seconds = model, fault_seconds
         self._garbage_seconds, self._throttled_seconds = garbage_seconds, throttled_seconds
         self._usage, self._garbage = resource.getrusage(resource.RUSAGE_SELF), garbage_seconds()
         self._throttled = 0.0
@@ -179,17 +119,14 @@ class SlowStepDetector:
         A step is slow if it took over 1.5 times the usual time of similar steps, or of the decodes that waited for
         its prompts.
         """
-        kind = self._usual_times.kind_of(step)
-        usual = self._usual_times.seconds(kind)
-        cause: Cause | None = None
+        usual = self._model.usual_seconds
         if usual is not None and step.seconds > SLOW_FACTOR * usual:
-            cause = self._find_cause(step, step.seconds - usual)
-        elif _delayed_decodes(step) or step.recomputed_tokens:
-            alone = self._usual_times.seconds(self._usual_times.decode_kind_of(step))
+            return self._find_cause(step, step.seconds - usual)
+        if step.kind == "mixed" or step.recomputed_tokens:
+            alone = self._model.predict_without_prefill(step)
             if alone is not None and step.seconds > SLOW_FACTOR * alone:
-                cause = "preempted" if step.recomputed_tokens else "prefill"
-        self._usual_times.observe(kind, step.seconds)
-        return cause
+                return "preempted" if step.recomputed_tokens else "prefill"
+        return None
 
     def _find_cause(self, step: StepStats, excess_seconds: float) -> Cause:
         garbage = self._garbage_seconds() - self._garbage
@@ -218,13 +155,3 @@ def _touch_seconds(memory: mmap.mmap) -> float:
     for place in range(0, len(memory), mmap.PAGESIZE):
         memory[place] = 1
     return time.perf_counter() - began
-
-
-def _delayed_decodes(step: StepStats) -> bool:
-    """Return True if streams that needed their next token waited for a prompt in this step."""
-    return step.prefill_tokens > 0 and step.num_decode_sequences > 0
-
-
-def _size_class(rows: int) -> int:
-    """Return the size class of a step; steps of one class differ by less than a fifth in rows."""
-    return round(math.log2(max(rows, 1)) * _SIZES_PER_DOUBLING)

@@ -1,30 +1,23 @@
-"""Detection of speed drift: recent steps compared with the measured step time table.
+"""Detection of speed drift: the step times of the last 128 steps compared with the measured ones.
 
-The worker thread reports steps; any thread may read the result. The capacity that the plan reported before the
+The worker thread updates it; any thread may read the result. The capacity that the plan reported before the
 first request is corrected by what steps really take.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import (
     Callable,
     Mapping,
 )
 from dataclasses import dataclass
-from statistics import median
 
-from app.hardware.step_times import StepTimeTable
-from app.metrics.stats import (
-    Phase,
-    StepStats,
-)
+from app.metrics.stats import Phase
+from app.metrics.step_time_model import StepTimeModel
 
 log = logging.getLogger(__name__)
 
-_PHASES: tuple[Phase, ...] = ("decode", "prefill", "encode")  # `decode_full` counts as decode, `encode_few` as encode
-WINDOW_STEPS, MIN_STEPS = 128, 50
 DRIFT_BEGINS, DRIFT_ENDS = (
     1.20,
     1.10,
@@ -35,11 +28,10 @@ DRIFT_BEGINS, DRIFT_ENDS = (
 class ExpectedSpeed:
     """Speeds that the plan expected before the first request.
 
-    `steps` is the measured step time table, `capacity` tokens per second by phase and number of rows, and
-    `roofline` the part of the hardware ceiling reached, by phase.
+    `capacity` is tokens per second by phase and number of rows, and `roofline` the part of the hardware ceiling
+    reached, by phase.
     """
 
-    steps: StepTimeTable
     capacity: Mapping[str, Mapping[int, float]]
     roofline: Mapping[str, float]
 
@@ -51,40 +43,29 @@ class SpeedDrift:
     measures again.
     """
 
-    def __init__(self, expected: ExpectedSpeed, on_stale: Callable[[], None] = lambda: None) -> None:
-        self._expected, self._on_stale = expected, on_stale
-        self._ratios: dict[Phase, deque[float]] = {phase: deque(maxlen=WINDOW_STEPS) for phase in _PHASES}
-        self._model_ratios: deque[float] = deque(maxlen=WINDOW_STEPS)
-        self._factors: dict[Phase, float] = {}
+    def __init__(
+        self, model: StepTimeModel, expected: ExpectedSpeed, on_stale: Callable[[], None] = lambda: None
+    ) -> None:
+        self._model, self._expected, self._on_stale = model, expected, on_stale
+        self._factors: dict[Phase, float] = {}  # replaced as a whole, since other threads read it
         self._reported_stale = False
         self.drifted = False
 
-    def observe(self, step: StepStats) -> None:
-        """Record the time of one step; `update` evaluates it later.
-
-        Drift of the machine is judged from the model's part of steps that only decode, which vary least, or that
-        encode texts.
-        """
-        expected = step.expected_seconds(self._expected.steps)
-        if expected <= 0.0:
-            return
-        self._ratios[step.phase].append(step.corrected_seconds / expected)
-        if not step.prefill_tokens and step.model_seconds:
-            self._model_ratios.append(step.model_seconds * step.throttle_correction / expected)
-
     def update(self) -> None:
-        """Recompute the factors from the recent steps.
+        """Read the factors of the recent steps. It takes a tenth of a millisecond, so call it only now and then.
 
-        The medians of a window take a tenth of a millisecond, so call this between two steps and only now and then.
+        Drift of the machine is judged from the model's part of steps that only decode, or that encode texts.
         """
-        for phase, ratios in self._ratios.items():
-            if len(ratios) >= MIN_STEPS:
-                self._factors[phase] = median(ratios)
-        if len(self._model_ratios) >= MIN_STEPS:
-            self._update_drifted(median(self._model_ratios))
+        self._factors = self._model.window_factors()
+        factor = self._model.window_model_factor()
+        if factor is not None:
+            self._update_drifted(factor)
 
     def factor(self, phase: str) -> float:
-        """Return the current step time over the measured one: 1 until enough steps were seen."""
+        """Return the current step time over the measured one: 1 until enough steps were seen.
+
+        `decode_full` counts as decode, and `encode_few` as encode.
+        """
         return next((factor for known, factor in self._factors.items() if phase.startswith(known)), 1.0)
 
     def capacity(self) -> Mapping[str, Mapping[int, float]]:

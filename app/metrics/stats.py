@@ -18,6 +18,8 @@ from app.hardware.step_times import (
 )
 
 Phase = Literal["prefill", "decode", "encode"]
+# The phase, and `mixed` for prefill next to streams that need their next token. Steps of one kind have similar costs.
+StepKind = Literal["prefill", "decode", "encode", "mixed"]
 # The cause of a slow step: it took longer than similar steps, or delayed running streams beyond their decodes.
 Cause = Literal[
     "prefill", "page_fault", "garbage_collection", "throttled", "compiled", "preempted", "descheduled", "unknown"
@@ -64,6 +66,20 @@ class StepStats:
         return "encode" if self.encode_tokens else "prefill" if self.prefill_tokens else "decode"
 
     @property
+    def kind(self) -> StepKind:
+        """Kind of the step; a step that does nothing is `decode`."""
+        if self.encode_tokens:
+            return "encode"
+        if self.prefill_tokens:
+            return "mixed" if self.num_decode_sequences else "prefill"
+        return "decode"
+
+    @property
+    def num_rows(self) -> int:
+        """Number of decode rows. A draft token is one more row of its sequence."""
+        return self.num_decode_sequences + self.draft_tokens
+
+    @property
     def corrected_seconds(self) -> float:
         """Throttle-corrected seconds, to be compared with the step time table.
 
@@ -77,15 +93,11 @@ class StepStats:
         return self.prefill_tokens + self.decode_tokens + self.encode_tokens
 
     def expected_seconds(self, steps: StepTimeTable) -> float:
-        """Return the seconds that a step time table gives for such a step.
-
-        A draft token counts as one more row of its sequence.
-        """
+        """Return the seconds that a step time table gives for such a step; 0 if it has no such steps."""
         if self.encode_tokens:
             return steps.encode(self.encode_tokens, self.encode_pairs)
-        rows = self.num_decode_sequences + self.draft_tokens
         behind = self.prefill_pairs // self.prefill_tokens if self.prefill_tokens else 0
-        return steps.mixed(rows, self.prefill_tokens, self.context_tokens, behind)
+        return steps.mixed(self.num_rows, self.prefill_tokens, self.context_tokens, behind)
 
 
 @dataclass(frozen=True, slots=True)

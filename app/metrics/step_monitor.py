@@ -116,7 +116,7 @@ class StepMonitor:
         metrics.gauges(self._gauges)
 
     def watch_drift(self, drift: SpeedDrift) -> None:
-        """Compare the steps from now on with their measured times."""
+        """Update the drift once a second from now on, and report it in the metrics."""
         self.drift = drift
 
     def watch_slow_steps(self, detector: SlowStepDetector) -> None:
@@ -132,14 +132,12 @@ class StepMonitor:
             self._slow_steps.begin()
 
     def end(self, step: StepStats) -> None:
-        """Mark the end of a step and log it."""
+        """Mark the end of a step, which the engine's step time model has observed, and log it."""
         self._step_began = None
         cause = None if self._slow_steps is None else self._slow_steps.end(step)
         self._log.add(time.time() - step.seconds, step, cause)
         if cause is not None:
             self._counters[cause].inc()
-        if self.drift is not None:
-            self.drift.observe(step)
 
     def events_sent(self) -> None:
         """Do due maintenance after a step's results were sent to the clients."""

@@ -47,7 +47,6 @@ from app.metrics.instruments import Metrics
 from app.metrics.power_monitor import PowerMonitor
 from app.metrics.slow_steps import (
     SlowStepDetector,
-    UsualStepTimes,
     first_touch_seconds,
 )
 from app.metrics.speed_drift import (
@@ -55,6 +54,7 @@ from app.metrics.speed_drift import (
     SpeedDrift,
 )
 from app.metrics.step_monitor import StepMonitor
+from app.metrics.step_time_model import StepTimeModel
 from app.models.encoders.config import EncoderConfig
 from app.server.prepare import (
     Prepared,
@@ -233,15 +233,16 @@ class ServerRuntime:
 
         log.info("torch imported in %.1f s", time.monotonic() - began)
         prepared = self._prepared = calibrate(self._prepared, report_stage)
-        self._watch_drift(prepared)
+        step_time_model = StepTimeModel(prepared.step_time_table)
+        self._watch_drift(prepared, step_time_model)
         self.service.serve(make_served_model(prepared, tokenizer))
         began = time.monotonic()
         eos_token_ids = () if tokenizer is None else tokenizer.eos_token_ids
         with self._suggest_cpu_on_failure():
             engine = build(
-                BuildRequest(prepared.checkpoint, prepared.plan, report_stage, prepared.step_time_table, eos_token_ids)
+                BuildRequest(prepared.checkpoint, prepared.plan, report_stage, step_time_model, eos_token_ids)
             )
-        self._step_monitor.watch_slow_steps(self._slow_step_detector(prepared))
+        self._step_monitor.watch_slow_steps(self._slow_step_detector(step_time_model))
         log.info("weights loaded and warmed up in %.1f s", time.monotonic() - began)
         log.info("ready in %.1f s", time.monotonic() - self._began)
         return engine
@@ -283,20 +284,17 @@ class ServerRuntime:
             hourly_price=prepared.settings.hourly_price,
         )
 
-    def _watch_drift(self, prepared: Prepared) -> None:
+    def _watch_drift(self, prepared: Prepared, model: StepTimeModel) -> None:
         """Compare step times with the measurements from the first step on, and remove stale measurements."""
         calibration_file, calibration, plan = prepared.calibration_file, prepared.calibration, prepared.plan
-        steps = prepared.step_time_table
-        if steps is not None and calibration is not None:
-            expected = ExpectedSpeed(steps, plan.capacity_tokens_per_second.value, plan.roofline_ratio.value)
-            self._step_monitor.watch_drift(SpeedDrift(expected, lambda: calibration_file.forget(calibration)))
+        if model.table is not None and calibration is not None:
+            expected = ExpectedSpeed(plan.capacity_tokens_per_second.value, plan.roofline_ratio.value)
+            self._step_monitor.watch_drift(SpeedDrift(model, expected, lambda: calibration_file.forget(calibration)))
 
-    def _slow_step_detector(self, prepared: Prepared) -> SlowStepDetector:
-        """Return a slow step detector that uses the plan's step time table."""
+    def _slow_step_detector(self, model: StepTimeModel) -> SlowStepDetector:
         garbage = self._step_monitor.gc_control
-        usual_times = UsualStepTimes(prepared.step_time_table)
         return SlowStepDetector(
-            usual_times, lambda: garbage.seconds, lambda: throttled_seconds(self._cpu_stat), first_touch_seconds()
+            model, lambda: garbage.seconds, lambda: throttled_seconds(self._cpu_stat), first_touch_seconds()
         )
 
     def _info(self) -> dict[str, Any]:

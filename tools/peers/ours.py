@@ -20,6 +20,7 @@ from app.messages import (
     SequenceFinished,
     TokensReady,
 )
+from app.metrics.step_time_model import StepTimeModel
 from app.server.prepare import (
     calibrate,
     prepare,
@@ -52,7 +53,9 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
     from app.kernels.linear.linear import Linear
     from app.kernels.native.library import native_library
 
-    built = build_decoder_engine(BuildRequest(prepared.checkpoint, prepared.plan, step_times=prepared.step_time_table))
+    built = build_decoder_engine(
+        BuildRequest(prepared.checkpoint, prepared.plan, step_time_model=StepTimeModel(prepared.step_time_table))
+    )
     weights = product_costs(
         built.model,
         prepared.checkpoint.model_config.vocab_size,

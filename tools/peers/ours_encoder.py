@@ -18,6 +18,7 @@ from app.messages import (
     Encode,
     Text,
 )
+from app.metrics.step_time_model import StepTimeModel
 from app.server.prepare import (
     calibrate,
     prepare,
@@ -43,7 +44,9 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
     from app.kernels.linear.linear import Linear
     from app.kernels.native.library import native_library
 
-    built = build_encoder_engine(BuildRequest(prepared.checkpoint, prepared.plan, step_times=prepared.step_time_table))
+    built = build_encoder_engine(
+        BuildRequest(prepared.checkpoint, prepared.plan, step_time_model=StepTimeModel(prepared.step_time_table))
+    )
     names = count()
 
     def generate(prompts: Rows, tokens: int) -> Iterator[Rows]:

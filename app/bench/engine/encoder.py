@@ -67,6 +67,7 @@ from app.messages import (
     Text,
 )
 from app.metrics.stats import StepStats
+from app.metrics.step_time_model import StepTimeModel
 from app.models.encoders.config import (
     EncoderConfig,
     encoder_products_of,
@@ -159,7 +160,7 @@ def measure_encoder_engine(
     loads = encoder_loads(options, plan.max_model_len.value, on_device)
     with progress(options.rounds * len(loads) + 1, "loading") as advance:
         started = time.perf_counter()
-        built = _build_planned_encoder(BuildRequest(checkpoint, plan, step_times=steps), on_device)
+        built = _build_planned_encoder(BuildRequest(checkpoint, plan, step_time_model=StepTimeModel(steps)), on_device)
         load_seconds = time.perf_counter() - started
         advance("ceilings")
         machine = ceiling_sampler(plan, built.backend, _KINDS.values())

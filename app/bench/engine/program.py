@@ -52,6 +52,7 @@ from app.messages import (
     Infer,
     Signature,
 )
+from app.metrics.step_time_model import StepTimeModel
 from app.weights.program import (
     ProgramCheckpoint,
     operations_per_row,
@@ -91,7 +92,7 @@ def measure_program_engine(
     loads = [ProgramLoad(rows) for rows in options.rows or ROWS]
     with progress(options.rounds * len(loads) + 1, "loading") as advance:
         started = time.perf_counter()
-        engine = build_program_engine(BuildRequest(checkpoint, plan, step_times=steps)).engine
+        engine = build_program_engine(BuildRequest(checkpoint, plan, step_time_model=StepTimeModel(steps))).engine
         load_seconds = time.perf_counter() - started
         advance("ceilings")
         own = torch.int8 if plan.precision.value in INTEGER_PRECISIONS else _KINDS[plan.precision.value]

@@ -52,7 +52,6 @@ from app.metrics.gauges import throttled_seconds
 from app.metrics.instruments import Metrics
 from app.metrics.slow_steps import (
     SlowStepDetector,
-    UsualStepTimes,
     first_touch_seconds,
 )
 from app.metrics.speed_drift import (
@@ -64,6 +63,7 @@ from app.metrics.stats import (
     StepStats,
 )
 from app.metrics.step_monitor import StepMonitor
+from app.metrics.step_time_model import StepTimeModel
 from app.settings import Settings
 from app.weights.checkpoint import Checkpoint
 from app.weights.forms import RECIPES
@@ -182,17 +182,18 @@ SLOW_STEP = StepStats(0.310, decode_tokens=8, num_sequences=8, num_decode_sequen
 
 
 class StepInstruments:
-    """The step monitor and metrics, connected to each other as `startup` does it."""
+    """The step time model, the step monitor and the metrics, connected to each other as `startup` does it."""
 
     def __init__(self) -> None:
         self.metrics = Metrics()
         self.watch = StepMonitor(self.metrics)
-        self.watch.watch_drift(SpeedDrift(ExpectedSpeed(STEP_TIMES, {}, {})))
+        self._model = StepTimeModel(STEP_TIMES)
+        self.watch.watch_drift(SpeedDrift(self._model, ExpectedSpeed({}, {})))
         garbage = self.watch.gc_control
         cpu_stat = find_cpu_stat(HostFiles(Path("/")))
         self.watch.watch_slow_steps(
             SlowStepDetector(
-                UsualStepTimes(STEP_TIMES),
+                self._model,
                 lambda: garbage.seconds,
                 lambda: throttled_seconds(cpu_stat),
                 first_touch_seconds(),
@@ -204,6 +205,7 @@ class StepInstruments:
     def monitor_step(self, step: StepStats) -> None:
         """Pass one step to the step monitor."""
         self.watch.begin()
+        self._model.observe(step)
         self.watch.end(step)
         self.watch.events_sent()
 
@@ -215,6 +217,7 @@ class StepInstruments:
     def monitor_and_count(self, step: StepStats) -> None:
         """Pass one step to the step monitor and to the metrics."""
         self.watch.begin()
+        self._model.observe(step)
         self.watch.end(step)
         self.metrics.on_step(step, self._snapshot)
         self.watch.events_sent()

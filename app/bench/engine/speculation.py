@@ -57,6 +57,7 @@ from app.messages import (
     SamplingParams,
     TokensReady,
 )
+from app.metrics.step_time_model import StepTimeModel
 from app.weights.checkpoint import Checkpoint
 
 # Speedup over no speculation, by acceptance probability.
@@ -203,7 +204,7 @@ def measure_speculation(
         MeasurementFailed: The plan has no speculation, or a request failed.
     """
     with progress(rounds + 2, "loading") as advance:
-        built = build_decoder_engine(BuildRequest(checkpoint, plan, step_times=steps))
+        built = build_decoder_engine(BuildRequest(checkpoint, plan, step_time_model=StepTimeModel(steps)))
         speculation = built.engine.scheduler.speculation
         if speculation is None:
             raise MeasurementFailed(f"this plan does not use speculation: {plan.speculation.reason}")

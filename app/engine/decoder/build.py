@@ -49,16 +49,12 @@ from app.engine.scheduler.sequence import (
 )
 from app.engine.scheduler.speculation import (
     MAX_DRAFT_TOKENS,
-    DecodeCosts,
     NgramDrafter,
     Speculation,
 )
 from app.errors import PlanImpossible
 from app.hardware.plan.plan import ServingPlan
-from app.hardware.step_times import (
-    StepTimeTable,
-    ThrottleCorrection,
-)
+from app.hardware.step_times import ThrottleCorrection
 from app.kernels.attention.attention import (
     max_decode_queries,
     supports_heads,
@@ -69,6 +65,7 @@ from app.messages import (
     Generate,
     SamplingParams,
 )
+from app.metrics.step_time_model import StepTimeModel
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.families import Decoder
 from app.weights.checkpoint import Checkpoint
@@ -102,7 +99,7 @@ def build_decoder_engine(
     warm_up_decoder(runner)
     capacity = min(plan.kv_cache_bytes.value // kv_cache.bytes_per_token, kv_cache.shape.num_slots * kv_cache.stride)
     pool = KvSlots(kv_cache.shape.num_slots, capacity, kv_cache.tokens_per_page)
-    engine = _decoder_engine(request, runner, pool, _speculation(config, plan, request.step_times))
+    engine = _decoder_engine(request, runner, pool, _speculation(config, plan, request.step_time_model))
     return BuiltEngine(engine, runner, model, backend)
 
 
@@ -133,7 +130,7 @@ def _decoder_engine(
 ) -> DecoderEngine:
     """Return the engine of a runner that is warm."""
     plan, limits = request.plan, engine_limits(request.plan)
-    prefill_budget = PrefillBudget(limits.max_batch_tokens, plan.itl_target_seconds.value, request.step_times)
+    prefill_budget = PrefillBudget(limits.max_batch_tokens, plan.itl_target_seconds.value, request.step_time_model)
     scheduler = Scheduler(pool, prefill_budget, limits, request.eos_token_ids, speculation=speculation)
     return DecoderEngine(scheduler, runner, throttle_correction=ThrottleCorrection(plan.throttling_quota.value))
 
@@ -153,7 +150,7 @@ def deterministic_query_limit(config: ModelConfig, plan: ServingPlan) -> int | N
     return max_decode_queries(config.num_heads, config.num_kv_heads)
 
 
-def _speculation(config: ModelConfig, plan: ServingPlan, step_times: StepTimeTable | None) -> Speculation | None:
+def _speculation(config: ModelConfig, plan: ServingPlan, step_time_model: StepTimeModel) -> Speculation | None:
     """Return the speculation settings, or None if speculation is off.
 
     The number of draft tokens is limited so that a sequence's queries still use the kernel for few queries. A step
@@ -163,9 +160,7 @@ def _speculation(config: ModelConfig, plan: ServingPlan, step_times: StepTimeTab
         return None
     native = supports_heads(config.num_heads, config.num_kv_heads, config.head_dim)
     max_draft_tokens = max_decode_queries(config.num_heads, config.num_kv_heads) - 1 if native else MAX_DRAFT_TOKENS
-    return Speculation(
-        lambda sequence: NgramDrafter(), DecodeCosts(step_times), min(max_draft_tokens, MAX_DRAFT_TOKENS)
-    )
+    return Speculation(lambda sequence: NgramDrafter(), step_time_model, min(max_draft_tokens, MAX_DRAFT_TOKENS))
 
 
 def kv_shape(config: ModelConfig, plan: ServingPlan) -> KvShape:

@@ -30,20 +30,17 @@ from collections.abc import (
 from dataclasses import (
     dataclass,
     field,
-    replace,
 )
 from statistics import median
 
-from app.hardware.step_times import (
-    StepTimes,
-    StepTimeTable,
-)
+from app.hardware.step_times import StepTimes
 from app.messages import (
     Array,
     Encode,
     Text,
 )
 from app.metrics.stats import StepStats
+from app.metrics.step_time_model import StepTimeModel
 
 FLOAT_BYTES = 4
 TextLength = tuple[int, int]  # (tokens of a text, its negative index), so that the first of equal texts sorts last
@@ -210,8 +207,6 @@ class TextQueue:
         return tuple(spans)
 
 
-_RECENT_RATIOS = 9  # their median is used, so four outliers change nothing
-_FACTOR_LIMITS = 0.25, 4.0  # limits of the correction that observed steps apply to the table
 _RECENT_RETURNS = 8
 _RECENT_ENDS = 4
 _MIN_SAVING_RATIO = 4  # waiting pays as long as a return takes no more than a quarter of what it saves
@@ -225,13 +220,9 @@ class BatchingDelay:
     `StepTimes`.
     """
 
-    def __init__(
-        self, target_tokens: int, step_times: StepTimeTable | None = None, *, oldest_first: bool = False
-    ) -> None:
-        self.target_tokens = target_tokens
-        known = step_times if step_times is not None and step_times.encode_points else None
-        self.step_times = None if known is None else StepTimes(known, target_tokens, oldest_first=oldest_first)
-        self._ratios: deque[float] = deque(maxlen=_RECENT_RATIOS)
+    def __init__(self, target_tokens: int, model: StepTimeModel | None = None, *, oldest_first: bool = False) -> None:
+        self.target_tokens, self._oldest_first = target_tokens, oldest_first
+        self.model = model or StepTimeModel()
         self._returns: deque[tuple[float, int]] = deque(
             maxlen=_RECENT_RETURNS
         )  # (seconds from an answer to the next request, tokens of that request)
@@ -240,16 +231,14 @@ class BatchingDelay:
         self._answered_at = 0.0  # time at which the last step answered requests
         self._expected_returns = 0  # requests that this step answered, minus those that arrived since
 
+    @property
+    def step_times(self) -> StepTimes | None:
+        """Current step times; None if they were not measured."""
+        return self.model.step_times(self.target_tokens, oldest_first=self._oldest_first)
+
     def observe(self, step: StepStats) -> None:
-        """Update the correction factor from a finished step."""
-        if self.step_times is None:
-            return
-        expected = step.expected_seconds(self.step_times.steps)
-        if expected > 0.0:
-            self._ratios.append(step.corrected_seconds / expected)
-            self.step_times = replace(
-                self.step_times, encode_factor=min(max(median(self._ratios), _FACTOR_LIMITS[0]), _FACTOR_LIMITS[1])
-            )
+        """Record the work and the time of a step."""
+        self.model.observe(step)
 
     def observe_answers(self, at: float, requests: int) -> None:
         """Record that a step has answered `requests` requests."""
@@ -272,22 +261,13 @@ class BatchingDelay:
         lost. The wait ends when as many requests have arrived as were answered. A request to an engine that was
         idle for longer does not wait.
         """
-        if (
-            self.step_times is None
-            or tokens >= self.target_tokens
-            or self._expected_returns <= 0
-            or len(self._returns) < _RECENT_RETURNS
-        ):
+        if tokens >= self.target_tokens or self._expected_returns <= 0 or len(self._returns) < _RECENT_RETURNS:
             return 0.0
         until = self._answered_at + _RETURN_TIMES_TO_WAIT * median(seconds for seconds, _ in self._returns)
-        if until <= now:
+        if until <= now or (step_times := self.step_times) is None:
             return 0.0
         together = min(tokens + int(median(each for _, each in self._returns)), self.target_tokens)
-        saved = (
-            self.step_times.encode(tokens)
-            + self.step_times.encode(together - tokens)
-            - self.step_times.encode(together)
-        )
+        saved = step_times.encode(tokens) + step_times.encode(together - tokens) - step_times.encode(together)
         return until - now if _MIN_SAVING_RATIO * (until - self._answered_at) <= _RETURN_TIMES_TO_WAIT * saved else 0.0
 
 

@@ -53,10 +53,10 @@ WARM_UP_TOKENS = 16
 
 def build_encoder_engine(request: BuildRequest[Checkpoint]) -> BuiltEngine[EncoderEngine, EncoderRunner, Encoder]:
     """Load the weights on a CPU and warm up. Raises a `StartupError` if the plan cannot be served."""
-    plan, step_times = request.plan, request.step_times
+    plan, table = request.plan, request.step_time_model.table
     model, backend = load_on_device(request, select_host_backend)
     assert isinstance(model, Encoder), "an encoder's checkpoint"
-    planner = LanePlanner((step_times.pair_tokens if step_times else None) or DEFAULT_PAIR_TOKENS)
+    planner = LanePlanner((table.pair_tokens if table else None) or DEFAULT_PAIR_TOKENS)
     runner = EncoderRunner(model, max_step_tokens(plan), request.eager_reason, plan.batch_target_tokens.value, planner)
     request.report("warming up")
     warm_up_encoder(runner, plan.max_model_len.value)
@@ -93,7 +93,7 @@ def _encoder_engine(
     """Return the engine of a runner that is warm."""
     plan = request.plan
     limits = EncoderLimits(plan.max_model_len.value, plan.max_running_seqs.value, model.config.outputs)
-    delay = BatchingDelay(plan.batch_target_tokens.value, request.step_times)
+    delay = BatchingDelay(plan.batch_target_tokens.value, request.step_time_model)
     return EncoderEngine(runner, limits, delay, throttle_correction=correction)
 
 

@@ -216,8 +216,6 @@ class Scheduler:
         """Record the statistics of a step that was computed."""
         self._token_budget.grow()
         self._prefill.observe(step)
-        if self.speculation is not None:
-            self.speculation.observe(step)
 
     def snapshot(self) -> EngineSnapshot:
         """Return a snapshot of the scheduler. It counts requests, not choices."""

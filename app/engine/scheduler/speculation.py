@@ -8,19 +8,10 @@ Draft tokens from n-gram lookup: find an earlier occurrence of the last tokens a
 
 No second model is needed. `Speculation` decides whether a draft token is worth a row of the step, and the model
 verifies it.
-
-Cost of decode steps by number of rows: the calibrated table, corrected by the steps seen since.
-
-Only proportions matter. Without measurements, a default table without units is used until steps have been seen.
 """
 
 from __future__ import annotations
 
-from bisect import (
-    bisect_right,
-    insort,
-)
-from collections import deque
 from collections.abc import Callable
 from dataclasses import (
     dataclass,
@@ -30,8 +21,6 @@ from typing import Protocol
 
 from app.engine.scheduler.batch import ScheduledSpan
 from app.engine.scheduler.sequence import Sequence
-from app.hardware.step_times import StepTimeTable
-from app.metrics.stats import StepStats
 
 NGRAM_SIZES = (3, 2)  # lengths of the n-grams to match; the longest match is used
 # Number of tokens whose n-grams are indexed per step, which takes 0.3 ms. A long prompt is indexed from its end
@@ -105,14 +94,10 @@ _PRIOR_WEIGHT = 2.0  # number of observations that the rate of all sequences cou
 
 
 class DecodeCostModel(Protocol):
-    """The cost of decode steps, in any unit. It observes every step."""
+    """The cost of decode steps, in any unit."""
 
     def decode(self, rows: int, context_tokens: int = 0) -> float:
         """Return the cost of a decode step with this many rows and this total context."""
-        ...
-
-    def observe(self, step: StepStats) -> None:
-        """Record a step."""
         ...
 
 
@@ -198,10 +183,6 @@ class Speculation:
             state.next_pause = MIN_PAUSE_STEPS
         elif state.is_probe:
             state.next_pause = min(2 * state.next_pause, MAX_PAUSE_STEPS)
-
-    def observe(self, step: StepStats) -> None:
-        """Record the time of a step, with or without draft tokens."""
-        self._costs.observe(step)
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the state of a finished sequence."""
@@ -290,77 +271,3 @@ def _with_pause_rule(count: int, state: DraftState, may_probe: bool) -> int:
     if state.has_paused:
         state.pause = state.next_pause
     return max(count, int(state.is_probe))
-
-
-# Weights are read once for all rows of a step, so a few more rows are nearly free.
-DEFAULT_STEP_TIMES = StepTimeTable(((1, 1.0), (2, 1.02), (4, 1.06), (8, 1.5), (64, 10.0)), ((1, 1.0),))
-_RECENT_STEPS = 8  # recent steps that are kept for each number of rows
-_MIN_STEPS = 5  # steps needed before they count; the first few are slow because they allocate memory and are recorded
-_TYPICAL_INDEX = 1  # index of the typical step: the second fastest, because slower ones are slowed down by other causes
-# A number of rows that no step had for this many steps is forgotten. Otherwise a few slow steps could keep it from
-# ever being tried again.
-FORGOTTEN_AFTER = 500
-
-
-@dataclass(slots=True)
-class ObservedSteps:
-    """Recent steps of one number of rows.
-
-    `factors` are the ratios of their seconds to the table's, and `typical` is the representative one. `last_step`
-    is the index of the latest step.
-    """
-
-    factors: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
-    typical: float = 0.0
-    last_step: int = 0
-
-
-class DecodeCosts:
-    """Step costs of one engine, by number of rows.
-
-    An unseen number of rows is interpolated from its neighbors.
-    """
-
-    def __init__(self, table: StepTimeTable | None = None) -> None:
-        self._table = table or DEFAULT_STEP_TIMES
-        self._observed: dict[int, ObservedSteps] = {}
-        self._known: list[int] = []  # numbers of rows that were seen often enough, ascending
-        self._num_steps = 0
-
-    def decode(self, rows: int, context_tokens: int = 0) -> float:
-        """Return the cost of a decode step with this many rows and this total context."""
-        return self._table.decode(rows, context_tokens) * self._factor(rows)
-
-    def observe(self, step: StepStats) -> None:
-        """Record a step. Steps with prefill are ignored, because they do not measure the rows alone."""
-        rows = step.num_decode_sequences + step.draft_tokens
-        if step.prefill_tokens or not rows:
-            return
-        self._num_steps += 1
-        if self._num_steps % FORGOTTEN_AFTER == 0:
-            self._forget()
-        observed = self._observed.setdefault(rows, ObservedSteps())
-        observed.last_step = self._num_steps
-        observed.factors.append(step.corrected_seconds / self._table.decode(rows, step.context_tokens))
-        if len(observed.factors) < _MIN_STEPS:
-            return
-        if not observed.typical:
-            insort(self._known, rows)
-        observed.typical = sorted(observed.factors)[_TYPICAL_INDEX]
-
-    def _factor(self, rows: int) -> float:
-        """Return the ratio to the table's seconds.
-
-        An unseen number of rows is interpolated between its neighbors; beyond them the nearest one counts.
-        """
-        if not self._known:
-            return 1.0
-        at = bisect_right(self._known, rows)
-        low, high = self._known[max(at - 1, 0)], self._known[min(at, len(self._known) - 1)]
-        first, second = self._observed[low].typical, self._observed[high].typical
-        return first if rows <= low or low == high else first + (second - first) * (rows - low) / (high - low)
-
-    def _forget(self) -> None:
-        recent = self._num_steps - FORGOTTEN_AFTER
-        self._observed = {rows: seen for rows, seen in self._observed.items() if seen.last_step > recent}
-        self._known = [rows for rows in self._known if rows in self._observed]

@@ -35,6 +35,7 @@ from app.messages import (
     Signature,
     TensorSpec,
 )
+from app.metrics.step_time_model import StepTimeModel
 
 SIGNATURE = Signature(
     (TensorSpec("ids", "INT64", (-1, -1)),), (TensorSpec("sum", "FP32", (-1,)), TensorSpec("twice", "INT64", (-1, -1)))
@@ -218,7 +219,7 @@ def test_what_steps_take_is_told_and_corrected() -> None:
 
     steps = StepTimeTable((), (), encode_points=((1, 1.0), (8, 2.0)))
     served = RunnableProgram(Slow(), SIGNATURE, (0, 1))  # type: ignore[arg-type]
-    engine = ProgramEngine(served, BatchingDelay(8, steps, oldest_first=True), lambda: now[0])
+    engine = ProgramEngine(served, BatchingDelay(8, StepTimeModel(steps), oldest_first=True), lambda: now[0])
     before = engine.snapshot().step_times
     assert before is not None and (before.max_tokens, before.oldest_first, before.encode(1)) == (8, True, 1.0)
     engine.add(order("a", [[1]]))

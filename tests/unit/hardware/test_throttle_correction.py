@@ -19,6 +19,7 @@ from app.metrics.speed_drift import (
     SpeedDrift,
 )
 from app.metrics.stats import StepStats
+from app.metrics.step_time_model import StepTimeModel
 from encoder_simulation import EncoderSimulation, encode
 from engine_simulation import Simulation
 
@@ -85,11 +86,10 @@ def test_without_a_quota_nothing_is_stretched() -> None:
 def test_what_was_told_under_a_quota_still_holds_after_many_steps() -> None:
     """By the wall's clock alone most steps take a quarter of what was promised, and the capacity would be told four times too high."""
     machine, table = Throttled(), StepTimeTable(((1, STEP / QUOTA),), ((1, STEP / QUOTA),))
-    drift = SpeedDrift(ExpectedSpeed(table, {"decode": {1: QUOTA / STEP}}, {}))
-    pace = PrefillBudget(64, steps=table)
+    pace = PrefillBudget(64, model=StepTimeModel(table))
+    drift = SpeedDrift(pace.model, ExpectedSpeed({"decode": {1: QUOTA / STEP}}, {}))
     steps = list(machine.steps(200, ThrottleCorrection(QUOTA, lambda: machine.cpu)))
     for step in steps:
-        drift.observe(step)
         pace.observe(step)
     drift.update()
     assert drift.capacity()["decode"][1] == pytest.approx(200 / machine.wall, rel=0.05)

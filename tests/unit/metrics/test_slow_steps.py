@@ -16,10 +16,10 @@ from app.metrics.slow_steps import (
     ProcessCounters,
     SlowStep,
     SlowStepDetector,
-    UsualStepTimes,
     first_touch_seconds,
 )
 from app.metrics.stats import StepStats
+from app.metrics.step_time_model import StepTimeModel
 
 TABLE = StepTimeTable.from_trial(TrialTimes("int4", 2, {1: 0.016, 8: 0.030}, {128: 0.2}, context_token_seconds=1e-6))
 DECODE = StepStats(0.030, decode_tokens=8, num_decode_sequences=8)
@@ -28,13 +28,18 @@ MIXED = replace(DECODE, prefill_tokens=64, num_prefill_sequences=1, seconds=0.10
 PAGES = 2000
 
 
-def stalls(**parts: object) -> SlowStepDetector:
-    return SlowStepDetector(UsualStepTimes(TABLE), **parts)  # type: ignore[arg-type]
+def stalls(table: StepTimeTable | None = TABLE, **parts: object) -> SlowStepDetector:
+    return SlowStepDetector(StepTimeModel(table), **parts)  # type: ignore[arg-type]
+
+
+def ended(found: SlowStepDetector, step: StepStats) -> str | None:
+    found._model.observe(step)  # as the engine does, before the worker reports the end
+    return found.end(step)
 
 
 def after(found: SlowStepDetector, step: StepStats) -> str | None:
     found.begin()
-    return found.end(step)
+    return ended(found, step)
 
 
 # ---- what such steps take ----------------------------------------------------------------------------------------------
@@ -55,14 +60,14 @@ def test_a_machine_that_has_become_slower_does_not_stall_at_every_step() -> None
 
 
 def test_one_slow_step_does_not_change_what_is_usual() -> None:
-    usual = UsualStepTimes(TABLE)
-    usual.observe(usual.kind_of(DECODE), 10.0)
-    told = usual.seconds(usual.kind_of(DECODE))
+    usual = StepTimeModel(TABLE)
+    usual.observe(replace(DECODE, seconds=10.0))
+    told = usual.predict(DECODE)
     assert told is not None and 0.030 <= told < 0.034
 
 
 def test_without_a_table_steps_of_the_same_size_tell_what_is_usual() -> None:
-    found = SlowStepDetector(UsualStepTimes())
+    found = stalls(None)
     first = [after(found, replace(DECODE, seconds=seconds)) for seconds in (0.1, *(15 * [0.030]))]
     assert set(first) == {None}, "nothing is known yet"
     assert after(found, DECODE) is None
@@ -76,10 +81,10 @@ def test_without_a_table_steps_of_the_same_size_tell_what_is_usual() -> None:
 
 
 def test_a_step_of_which_nothing_is_known_teaches_nothing() -> None:
-    usual = UsualStepTimes(TABLE)
-    nothing = usual.kind_of(StepStats(1.0))
-    usual.observe(nothing, 1.0)
-    assert usual.seconds(nothing) is None
+    usual = StepTimeModel(TABLE)
+    nothing = StepStats(1.0)
+    usual.observe(nothing)
+    assert usual.predict(nothing) is usual.usual_seconds is None
 
 
 def test_what_mixed_steps_take_says_nothing_of_prompts_alone() -> None:
@@ -128,7 +133,7 @@ def test_new_memory_is_seen_as_page_faults() -> None:
     found = stalls(fault_seconds=1e-5)
     found.begin()
     touch(PAGES)
-    assert found.end(replace(SLOW, seconds=0.030 + PAGES * 1e-5)) == "page_fault"
+    assert ended(found, replace(SLOW, seconds=0.030 + PAGES * 1e-5)) == "page_fault"
     assert after(found, SLOW) != "page_fault", "those of an earlier step are not this one's"
 
 
@@ -149,11 +154,11 @@ def test_garbage_of_that_step_counts_and_earlier_garbage_does_not() -> None:
     found = stalls(garbage_seconds=lambda: collected[0])
     found.begin()
     collected[0] += 0.015
-    assert found.end(SLOW) == "garbage_collection"
+    assert ended(found, SLOW) == "garbage_collection"
     assert after(found, SLOW) != "garbage_collection"
     found.begin()
     collected[0] += 0.005
-    assert found.end(SLOW) != "garbage_collection", "the lesser part of it"
+    assert ended(found, SLOW) != "garbage_collection", "the lesser part of it"
 
 
 @pytest.mark.parametrize("line, unit", [("throttled_usec", 1e6), ("throttled_time", 1e9)])
@@ -167,7 +172,7 @@ def test_a_quota_that_is_used_up_is_read_from_the_control_group(line: str, unit:
     found = stalls(throttled_seconds=lambda: throttled_seconds(stat))
     found.begin()
     write(7.015)
-    assert found.end(SLOW) == "throttled"
+    assert ended(found, SLOW) == "throttled"
     assert after(found, SLOW) != "throttled"
     write(8.0)
     found.update_throttled()  # it happened while nothing was computed, or spread over many steps

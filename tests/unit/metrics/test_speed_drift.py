@@ -11,8 +11,6 @@ from app.hardware.decision import TrialTimes
 from app.hardware.step_times import StepTimeTable
 from app.metrics.instruments import Metrics
 from app.metrics.speed_drift import (
-    MIN_STEPS,
-    WINDOW_STEPS,
     ExpectedSpeed,
     SpeedDrift,
 )
@@ -21,11 +19,10 @@ from app.metrics.stats import (
     StepStats,
 )
 from app.metrics.step_monitor import StepMonitor
+from app.metrics.step_time_model import MIN_WINDOW_STEPS, WINDOW_STEPS, StepTimeModel
 
 STEPS = StepTimeTable.from_trial(TrialTimes("int4", 2, {1: 0.016, 8: 0.030}, {128: 0.2}, context_token_seconds=1e-6))
-PROMISE = ExpectedSpeed(
-    STEPS, {"decode": {1: 62.5, 8: 266.0}, "prefill": {128: 640.0}}, {"decode": 0.9, "prefill": 0.6}
-)
+PROMISE = ExpectedSpeed({"decode": {1: 62.5, 8: 266.0}, "prefill": {128: 640.0}}, {"decode": 0.9, "prefill": 0.6})
 
 
 class Serving:
@@ -33,7 +30,8 @@ class Serving:
 
     def __init__(self) -> None:
         self.stale = 0
-        self.drift = SpeedDrift(PROMISE, self._on_stale)
+        self.model = StepTimeModel(STEPS)
+        self.drift = SpeedDrift(self.model, PROMISE, self._on_stale)
 
     def _on_stale(self) -> None:
         self.stale += 1
@@ -44,13 +42,13 @@ class Serving:
             model * (1 + overhead), decode_tokens=8, num_decode_sequences=8, context_tokens=800, model_seconds=model
         )
         for _ in range(number):
-            self.drift.observe(stats)
+            self.model.observe(stats)
         self.drift.update()
 
 
 def test_what_was_promised_stands_until_enough_was_seen() -> None:
     serving = Serving()
-    serving.decode(3.0, number=MIN_STEPS // 2)
+    serving.decode(3.0, number=MIN_WINDOW_STEPS // 2)
     assert serving.drift.capacity() == PROMISE.capacity
     assert serving.drift.roofline() == PROMISE.roofline
 
@@ -62,7 +60,7 @@ def test_capacity_follows_the_machine_by_phase() -> None:
     assert serving.drift.capacity()["prefill"] == PROMISE.capacity["prefill"], "of which nothing was seen"
     assert serving.drift.roofline()["decode"] == pytest.approx(0.9 / 1.25)
     for _ in range(WINDOW_STEPS):
-        serving.drift.observe(StepStats(2 * STEPS.prefill(128), prefill_tokens=128))
+        serving.model.observe(StepStats(2 * STEPS.prefill(128), prefill_tokens=128))
     serving.drift.update()
     assert serving.drift.capacity()["prefill"][128] == pytest.approx(320.0)
 
@@ -101,7 +99,7 @@ def test_what_is_spent_beside_the_model_is_capacity_and_no_drift() -> None:
 
 def test_a_scrape_tells_capacity_before_the_first_request_and_what_guesses_came_to() -> None:
     metrics = Metrics()
-    StepMonitor(metrics).watch_drift(SpeedDrift(PROMISE))
+    StepMonitor(metrics).watch_drift(SpeedDrift(StepTimeModel(STEPS), PROMISE))
     text = metrics.render()[0].decode()
     assert 'armature_capacity_tokens_per_second{phase="decode",rows="8"} 266.0' in text
     assert 'armature_roofline_ratio{phase="prefill"} 0.6' in text
@@ -119,17 +117,18 @@ def test_steps_of_texts_are_held_against_their_own_table() -> None:
         TrialTimes("bf16", 2, {}, {}, pair_seconds=1e-7, encode_seconds={128: 0.1, 512: 0.3})
     )
     stale: list[str] = []
-    promise = ExpectedSpeed(steps, {"encode": {512: 1700.0}}, {"encode": 0.8, "encode_few": 0.4})
-    drift = SpeedDrift(promise, lambda: stale.append("told"))
+    model = StepTimeModel(steps)
+    promise = ExpectedSpeed({"encode": {512: 1700.0}}, {"encode": 0.8, "encode_few": 0.4})
+    drift = SpeedDrift(model, promise, lambda: stale.append("told"))
     long = StepStats(0.3 + 512 * 384 * 1e-7, encode_tokens=512, num_encode_sequences=1, encode_pairs=512 * 512)
     for _ in range(WINDOW_STEPS):
-        drift.observe(replace(long, model_seconds=long.seconds))
+        model.observe(replace(long, model_seconds=long.seconds))
     drift.update()
     assert drift.capacity()["encode"][512] == pytest.approx(1700.0) and not stale, (
         "a long text attends to more: that is no drift"
     )
     for _ in range(WINDOW_STEPS):
-        drift.observe(replace(long, seconds=2 * long.seconds, model_seconds=2 * long.seconds))
+        model.observe(replace(long, seconds=2 * long.seconds, model_seconds=2 * long.seconds))
     drift.update()
     assert drift.capacity()["encode"][512] == pytest.approx(850.0) and stale == ["told"]
     assert drift.roofline() == pytest.approx({"encode": 0.4, "encode_few": 0.2})

@@ -32,6 +32,7 @@ from app.messages import (
     TokensReady,
 )
 from app.metrics.stats import EngineSnapshot
+from app.metrics.step_time_model import StepTimeModel
 from app.service.admission import Admission
 from app.service.wait_estimate import (
     TypicalRequest,
@@ -50,7 +51,7 @@ class Machine:
 
     def __init__(self, table: StepTimeTable = INT4, noise: float = 0.0, seed: int = 1) -> None:
         self.now, self.noise, self.random = 0.0, noise, Random(seed)
-        pace = PrefillBudget(BATCH, steps=table)
+        pace = PrefillBudget(BATCH, model=StepTimeModel(table))
         limits = EngineLimits(2000, MAX_RUNNING, BATCH)
         self.scheduler = Scheduler(KvSlots(2 * MAX_RUNNING, 10**6, 16), pace, limits, clock=lambda: self.now)
         self.engine = DecoderEngine(self.scheduler, AtOnce(self), clock=lambda: self.now)

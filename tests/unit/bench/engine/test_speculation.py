@@ -31,6 +31,7 @@ from app.hardware.plan.plan import (
 )
 from app.hardware.probe.probe import probe
 from app.hardware.step_times import StepTimeTable
+from app.metrics.step_time_model import StepTimeModel
 from app.settings import load_settings
 from app.weights.checkpoint import (
     Checkpoint,
@@ -76,7 +77,7 @@ def test_each_probability_is_held_against_none(
 
 
 def test_what_is_said_with_guesses_is_what_was_said(prepared: tuple[Checkpoint, ServingPlan]) -> None:
-    engine = build_decoder_engine(BuildRequest(*prepared, step_times=FREE)).engine
+    engine = build_decoder_engine(BuildRequest(*prepared, step_time_model=StepTimeModel(FREE))).engine
     guessing = engine.scheduler.speculation
     assert guessing is not None
     teller, prompt = AnswerDriver(engine, 50), [5, 9, 13] * 10

@@ -7,6 +7,7 @@ import pytest
 from app.engine.encoder.batching import BatchingDelay
 from app.hardware.step_times import StepTimeTable
 from app.metrics.stats import StepStats
+from app.metrics.step_time_model import StepTimeModel
 from encoder_simulation import EncoderSimulation, encode
 
 FIXED, EACH = 0.001, 0.0001  # seconds of any step, and of a token
@@ -15,7 +16,7 @@ TABLE = StepTimeTable((), (), encode_points=tuple((tokens, FIXED + EACH * tokens
 
 def after(back: float, tokens: int = 20, steps: StepTimeTable | None = TABLE, ended: float = 0.0) -> BatchingDelay:
     """So long after each answer the next request came, of so many tokens; the last answer is of `ended`."""
-    pace = BatchingDelay(256, steps)
+    pace = BatchingDelay(256, StepTimeModel(steps))
     for number in range(-8, 0):
         pace.observe_answers(float(number), 1)
         pace.observe_arrival(number + back, tokens)
@@ -44,7 +45,7 @@ def test_once_all_are_back_nobody_is_waited_for() -> None:
 
 
 def test_who_comes_while_a_step_runs_came_back_from_the_one_before() -> None:
-    pace = BatchingDelay(256, TABLE)
+    pace = BatchingDelay(256, StepTimeModel(TABLE))
     for number in range(9):  # two clients in turn: one's request comes early in the other's step
         pace.observe_answers(0.01 * number, 1)
         if number:
@@ -55,7 +56,7 @@ def test_who_comes_while_a_step_runs_came_back_from_the_one_before() -> None:
 def test_nobody_waits_with_a_full_step_or_without_knowledge() -> None:
     assert after(FIXED / 10).batching_delay_seconds(256, 0.0) == 0.0
     assert after(FIXED / 10, steps=None).batching_delay_seconds(20, 0.0) == 0.0
-    few = BatchingDelay(256, TABLE)
+    few = BatchingDelay(256, StepTimeModel(TABLE))
     assert few.batching_delay_seconds(20, 0.0) == 0.0
     few.observe_answers(0.0, 2)
     few.observe_arrival(FIXED / 10, 20)
@@ -68,7 +69,7 @@ def test_nothing_is_waited_for_that_would_not_make_a_step_cheaper() -> None:
 
 
 def test_steps_correct_the_table() -> None:
-    pace = BatchingDelay(1024, TABLE)
+    pace = BatchingDelay(1024, StepTimeModel(TABLE))
     for _ in range(5):
         pace.observe(StepStats(2 * (FIXED + EACH * 64), encode_tokens=64, num_encode_sequences=1, encode_pairs=64 * 64))
     assert pace.step_times is not None and pace.step_times.encode_factor == pytest.approx(2.0)

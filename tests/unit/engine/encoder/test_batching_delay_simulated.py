@@ -15,6 +15,7 @@ from app.engine.encoder.engine import (
     EncoderLimits,
 )
 from app.hardware.step_times import StepTimeTable
+from app.metrics.step_time_model import StepTimeModel
 from encoder_simulation import FakeRunner, encode
 
 EACH, TOKENS, REQUESTS = 2e-5, 40, 600  # seconds of a token, tokens of a request
@@ -38,7 +39,7 @@ class Played:
     def __init__(self, fixed: float, waits: bool, moments: Sequence[float] = (), clients: int = 0) -> None:
         table = StepTimeTable((), (), encode_points=tuple((tokens, fixed + EACH * tokens) for tokens in (16, 512)))
         self.runner, self.clients, self.source = TimedRunner(fixed), clients, random.Random(5)
-        pace = BatchingDelay(512, table if waits else None)
+        pace = BatchingDelay(512, StepTimeModel(table if waits else None))
         self.engine = EncoderEngine(self.runner, EncoderLimits(512, 256, ("embedding",)), pace, lambda: self.runner.now)
         self.coming = sorted(moments) or [1e-5 * number for number in range(clients)]
         self.came: list[float] = []

@@ -8,7 +8,6 @@ from random import Random
 import pytest
 
 from app.engine.scheduler.budget import (
-    FIRST_PREFILL_TOKENS,
     PROBE_EVERY_STEPS,
     PROBE_EVERY_STEPS_WITH_TABLE,
     PrefillBudget,
@@ -22,6 +21,7 @@ from app.hardware.step_times import (
     StepTimeTable,
 )
 from app.metrics.stats import StepStats
+from app.metrics.step_time_model import FIRST_PREFILL_TOKENS, StepTimeModel
 
 DECODE_SECONDS = 0.020
 TOKEN_SECONDS = 0.0005
@@ -164,7 +164,9 @@ def arrival(pace: PrefillBudget, truth: Callable[[int, int], float]) -> list[flo
 @pytest.mark.parametrize("trial", TABLES.values(), ids=TABLES)
 def test_a_table_keeps_every_step_within_the_target_from_the_first(trial: TrialTimes) -> None:
     steps = StepTimeTable.from_trial(trial)
-    seconds = arrival(PrefillBudget(512, steps=steps), lambda tokens, done: steps.mixed(ROWS, tokens, CONTEXT, done))
+    seconds = arrival(
+        PrefillBudget(512, model=StepTimeModel(steps)), lambda tokens, done: steps.mixed(ROWS, tokens, CONTEXT, done)
+    )
     target = max(MIXED_TO_DECODE_RATIO * steps.decode(ROWS, CONTEXT), MIN_TARGET_SECONDS)
     least = [steps.mixed(ROWS, MIN_PREFILL_TOKENS, CONTEXT, done) for done in range(PROMPT)]
     assert max(seconds) <= max(target, max(least)) * 1.0001
@@ -180,7 +182,7 @@ def test_a_table_that_is_wrong_about_prompts_is_corrected_within_a_few_steps(wro
         beside = steps.mixed(ROWS, tokens, CONTEXT, done) * (wrong if tokens else 1.0)
         return beside * noise.uniform(0.95, 1.05)
 
-    pace = PrefillBudget(512, steps=steps)
+    pace = PrefillBudget(512, model=StepTimeModel(steps))
     arrival(pace, truth)
     seconds = arrival(pace, truth)
     target = MIXED_TO_DECODE_RATIO * steps.decode(ROWS, CONTEXT)
@@ -195,7 +197,7 @@ def test_parts_of_prompts_have_few_sizes() -> None:
 
 
 def test_a_chunk_deep_in_a_prompt_is_smaller() -> None:
-    pace = PrefillBudget(512, steps=StepTimeTable.from_trial(TABLES["dear context"]))
+    pace = PrefillBudget(512, model=StepTimeModel(StepTimeTable.from_trial(TABLES["dear context"])))
     assert pace.max_prefill_tokens(ROWS, CONTEXT, 1500) < 0.5 * pace.max_prefill_tokens(ROWS, CONTEXT, 0)
 
 
@@ -214,7 +216,7 @@ def test_few_streams_do_not_hold_up_a_crowd() -> None:
 
 def test_a_slower_machine_makes_the_target_longer_too_and_a_table_is_seldom_probed() -> None:
     steps = StepTimeTable.from_trial(TABLES["multiplies from the first row on"])
-    pace = PrefillBudget(512, steps=steps)
+    pace = PrefillBudget(512, model=StepTimeModel(steps))
     budgets = []
     for _ in range(8 * PROBE_EVERY_STEPS_WITH_TABLE):
         budgets.append(pace.max_prefill_tokens(ROWS, CONTEXT, 0))
@@ -227,7 +229,7 @@ def test_a_slower_machine_makes_the_target_longer_too_and_a_table_is_seldom_prob
 
 def test_guesses_are_noted_while_there_are_any() -> None:
     steps = StepTimeTable.from_trial(TABLES["small"])
-    pace = PrefillBudget(512, steps=steps)
+    pace = PrefillBudget(512, model=StepTimeModel(steps))
     for _ in range(60):
         pace.observe(
             StepStats(steps.decode(8), decode_tokens=6, num_decode_sequences=4, draft_tokens=4, accepted_tokens=2)
@@ -243,7 +245,7 @@ def test_guesses_are_noted_while_there_are_any() -> None:
 
 
 def test_what_no_machine_does_changes_a_table_only_so_far() -> None:
-    pace = PrefillBudget(512, steps=StepTimeTable.from_trial(TABLES["small"]))
+    pace = PrefillBudget(512, model=StepTimeModel(StepTimeTable.from_trial(TABLES["small"])))
     for _ in range(20):
         pace.observe(StepStats(60.0, decode_tokens=1, num_decode_sequences=1))
     assert tempo_of(pace).decode_factor == 4.0

@@ -11,16 +11,14 @@ from app.engine.scheduler.batch import ScheduledSpan
 from app.engine.scheduler.queues import EngineLimits
 from app.engine.scheduler.sequence import Sequence
 from app.engine.scheduler.speculation import (
-    DEFAULT_STEP_TIMES,
-    FORGOTTEN_AFTER,
     MAX_PAUSE_STEPS,
     MAX_SPECULATIVE_ROWS,
-    DecodeCosts,
     Speculation,
 )
 from app.hardware.step_times import StepTimeTable
 from app.messages import SamplingParams
 from app.metrics.stats import StepStats
+from app.metrics.step_time_model import DEFAULT_STEP_TIMES, FORGOTTEN_AFTER, StepTimeModel
 from engine_simulation import FreeRows, Oracle, Simulation, drawn, fingerprints
 
 COSTLY = StepTimeTable(((1, 1.0), (64, 64.0)), ((1, 1.0),))  # each row takes as long as the first
@@ -58,20 +56,20 @@ def told(speculation: Speculation, spans: list[ScheduledSpan], steps: int, chanc
 
 def test_the_likelier_a_guess_is_right_the_more_are_made() -> None:
     few, some, many = (
-        told(Speculation(Always, DecodeCosts()), [decoding()], 60, chance)[20:] for chance in (0.3, 0.6, 0.95)
+        told(Speculation(Always, StepTimeModel()), [decoding()], 60, chance)[20:] for chance in (0.3, 0.6, 0.95)
     )
     assert 1.5 < sum(few) / len(few) < sum(some) / len(some) < sum(many) / len(many) <= 7
 
 
 def test_where_guesses_are_wrong_it_stops_and_tries_again_ever_more_seldom() -> None:
-    extra = told(Speculation(Always, DecodeCosts()), [decoding()], 1000, 0.0)
+    extra = told(Speculation(Always, StepTimeModel()), [decoding()], 1000, 0.0)
     assert sum(extra[:20]) > 0
     assert 1000 / MAX_PAUSE_STEPS - 5 < sum(extra[20:]) < 1000 / MAX_PAUSE_STEPS + 10
     assert set(extra[20:]) == {0, 1}
 
 
 def test_after_a_bad_time_it_comes_back() -> None:
-    speculation, spans = Speculation(Always, DecodeCosts()), [decoding()]
+    speculation, spans = Speculation(Always, StepTimeModel()), [decoding()]
     told(speculation, spans, 300, 0.0)
     assert sum(told(speculation, spans, 200, 0.9)[100:]) > 300
 
@@ -84,13 +82,13 @@ class Unasked:
 
 
 def test_no_guess_where_rows_cost_what_they_may_bring() -> None:
-    assert sum(told(Speculation(lambda sequence: Unasked(), DecodeCosts(COSTLY)), [decoding()], 200, 1.0)) == 0
-    assert sum(told(Speculation(Always, DecodeCosts(COSTLY)), [decoding()], 200, 1.0)) == 0
+    assert sum(told(Speculation(lambda sequence: Unasked(), StepTimeModel(COSTLY)), [decoding()], 200, 1.0)) == 0
+    assert sum(told(Speculation(Always, StepTimeModel(COSTLY)), [decoding()], 200, 1.0)) == 0
 
 
 def test_of_several_sequences_the_one_that_is_guessed_well_gets_the_rows() -> None:
     costs = StepTimeTable(((1, 1.0), (4, 1.02), (6, 1.2), (64, 30.0)), ((1, 1.0),))
-    speculation, spans = Speculation(Always, DecodeCosts(costs), 3), [decoding(number) for number in range(2)]
+    speculation, spans = Speculation(Always, StepTimeModel(costs), 3), [decoding(number) for number in range(2)]
     for _ in range(30):
         for span in speculation.add_draft_tokens(spans, 1000, lambda sequence, number: True):
             if span.draft_ids:
@@ -143,7 +141,7 @@ def steps(rows: int, seconds: float, count: int) -> list[StepStats]:
 
 def test_what_steps_take_is_learned_from_them() -> None:
     """A table that was wrong, a few slow steps at first and one later: what is typical counts."""
-    costs = DecodeCosts(DEFAULT_STEP_TIMES)
+    costs = StepTimeModel(DEFAULT_STEP_TIMES)
     for step in [*steps(1, 0.010, 9), *steps(4, 0.050, 3), *steps(4, 0.020, 6), *steps(4, 0.3, 1)]:
         costs.observe(step)
     assert costs.decode(1) == pytest.approx(0.010)
@@ -154,27 +152,29 @@ def test_what_steps_take_is_learned_from_them() -> None:
 
 
 def test_a_step_that_happened_to_be_quick_makes_no_wrong_guess_worth_it() -> None:
-    speculation, spans = Speculation(Always, DecodeCosts()), [decoding()]
+    model, spans = StepTimeModel(), [decoding()]
+    speculation = Speculation(Always, model)
     told(speculation, spans, 100, 0.0)
     for step in [*steps(1, 0.020, 9), *steps(2, 0.010, 9)]:
-        speculation.observe(step)
+        model.observe(step)
     assert sum(told(speculation, spans, 200, 0.0)) < 12
 
 
 def test_a_bad_moment_is_forgotten() -> None:
     """Or rows that were slow once would never be tried again."""
-    costs = DecodeCosts(DEFAULT_STEP_TIMES)
+    costs = StepTimeModel(DEFAULT_STEP_TIMES)
     for step in [*steps(1, 0.010, 9), *steps(4, 0.500, 9), *steps(1, 0.010, 2 * FORGOTTEN_AFTER)]:
         costs.observe(step)
     assert costs.decode(4) == pytest.approx(0.010 * DEFAULT_STEP_TIMES.decode(4))
 
 
 def test_guessing_stops_where_steps_show_that_it_does_not_pay() -> None:
-    speculation, spans = Speculation(Always, DecodeCosts()), [decoding()]
+    model, spans = StepTimeModel(), [decoding()]
+    speculation = Speculation(Always, model)
     assert sum(told(speculation, spans, 20, 0.5)) > 20
     for rows in range(1, 9):
         for step in steps(rows, 0.001 * rows, 9):
-            speculation.observe(step)
+            model.observe(step)
     assert sum(told(speculation, spans, 100, 0.5)) == 0
 
 
