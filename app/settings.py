@@ -38,6 +38,12 @@ PREFIX = "ARMATURE_"
 NATIVE_VARIABLES = ("ARMATURE_ISA", "ARMATURE_NATIVE_LIBRARY")
 DEMO_DIRECTORY = Path(__file__).resolve().parent / "demo" / "llama"
 SECRETS = frozenset({"api_keys"})  # never printed, not even in a refusal
+# The settings that change what calibration measures; memory and request limits do not.
+MEASURED_SETTINGS = (
+    "device", "precision", "threads", "compile", "max_batch_tokens", "max_running_seqs", "max_model_len", "kv_precision",
+    "int8_copy", "numa_node", "deterministic",
+)  # fmt: skip
+GENERATION_SETTINGS = ("kv_cache_bytes", "kv_precision", "itl_target_ms")  # refused for models that do not generate
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 

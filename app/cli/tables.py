@@ -14,7 +14,10 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from dataclasses import dataclass
+from dataclasses import (
+    dataclass,
+    fields,
+)
 from typing import Any
 
 from rich.console import (
@@ -48,9 +51,6 @@ from app.server.prepare import (
 )
 from app.settings import Settings
 from app.weights.open import open_model
-
-_BYTE_DECISIONS = ("kv_cache_bytes", "weight_bytes")
-_UNKNOWN_AS_ZERO = ("weight_bytes", "max_model_len")  # 0 means unknown without a model
 
 
 def render_probe(facts: Facts, plan: ServingPlan | None) -> RenderableType:
@@ -201,11 +201,15 @@ def _torch(build: TorchBuild | None) -> str:
     )
 
 
+_DECLARED = {item.name: item.metadata for item in fields(ServingPlan)}
+
+
 def format_decision(name: str, value: Any) -> str:
     """Format a decision's value for people."""
-    if value is None or (value == 0 and name in _UNKNOWN_AS_ZERO):
+    declared = _DECLARED[name]
+    if value is None or (value == 0 and declared["zero_is_unknown"]):
         return "–"
-    if name in _BYTE_DECISIONS:
+    if declared["unit"] == "bytes":
         return format_bytes(value)
     if name == "cpu_ids":
         return format_cpu_ranges(list(value)) or "–"
@@ -242,18 +246,6 @@ def format_cpu_ranges(cpus: list[int]) -> str:
     return ",".join("-".join(str(end) for end in part) for part in parts)
 
 
-# Decisions that matter for this model, in the order in which they are made; `--json` has all of them.
-_SHOWN_DECISIONS = (
-    "device", "cuda_device",
-    "precision", "int8_copy", "kv_precision", "kernels", "threads", "wait_policy", "max_batch_tokens", "batch_target_tokens",
-    "itl_target_seconds", "compile", "speculation", "weight_bytes", "kv_cache_bytes", "max_model_len", "max_running_seqs",
-)  # fmt: skip
-_GENERATION_DECISIONS = (
-    "kv_precision",
-    "itl_target_seconds",
-    "speculation",
-    "kv_cache_bytes",
-)  # not shown for a model that does not generate
 _MAX_COLUMNS = 6  # per phase in the table of speeds: the number that fits into 120 columns with the names
 _MAX_TRIALS = 6
 
@@ -422,12 +414,8 @@ def _decision_table(explained: PlanExplanation) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(ratio=1)
-    decisions = dict(plan.decisions())
-    for name in _SHOWN_DECISIONS:
-        decision = decisions[name]
-        shown = name not in _GENERATION_DECISIONS if not needs.generates else name != "batch_target_tokens"
-        shown = shown and not (needs.kind == "program" and name == "max_model_len")
-        shown = shown and (name != "device" or bool(explained.facts.cuda) or explained.facts.mps)
+    for name, decision in plan.shown_for(needs.kind):
+        shown = name != "device" or bool(explained.facts.cuda) or explained.facts.mps
         shown = shown and (name != "cuda_device" or decision.value is not None)
         if shown and (name != "int8_copy" or plan.precision.value == "int4"):
             table.add_row(

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import (
     dataclass,
     field,
+    fields,
 )
 from typing import (
+    Any,
     Generic,
     Literal,
     TypeVar,
@@ -24,6 +26,25 @@ class Decision(Generic[T]):
 
     value: T
     reason: str
+
+
+ALL_KINDS = ("decoder", "encoder", "program")  # kinds of models
+
+
+def decided(show_for: tuple[str, ...] = (), unit: Literal["", "bytes"] = "", zero_is_unknown: bool = False) -> Any:
+    """Declare a decision of the plan: a field of type `Decision` in one of the plan's parts.
+
+    Args:
+        show_for: Kinds of models whose explanation (`armature probe --model`) shows the decision.
+        unit: Unit of the value.
+        zero_is_unknown: The value 0 means that it is not known without a model.
+    """
+    return field(metadata={"show_for": show_for, "unit": unit, "zero_is_unknown": zero_is_unknown})
+
+
+def decisions_of(part: object, kind: type[Any]) -> dict[str, Any]:
+    """Return the fields of `kind`, a part of the plan, that `part` holds: arguments of the plan's constructor."""
+    return {item.name: getattr(part, item.name) for item in fields(kind)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +81,7 @@ class Measurements:
     """Results of calibration on this machine for one checkpoint's shapes; empty if it did not run.
 
     `products_per_second` is the best rate of matrix products for each precision, with the largest number of
-    threads that may be used; a multiply and an add count as two operations. `decide_most_few_rows` is the largest number
+    threads that may be used; a multiply and an add count as two operations. `most_few_rows` is the largest number
     of rows for which 4-bit weights are faster than 8-bit weights (None: not measured). `fallback` is set if the
     measurements were rejected and the plan uses facts alone: a clause that follows "since".
     """

@@ -55,7 +55,10 @@ from app.hardware.plan.trials import TrialTimings
 from app.hardware.probe import software
 from app.hardware.probe.probe import probe
 from app.hardware.step_times import StepTimeTable
-from app.settings import Settings
+from app.settings import (
+    MEASURED_SETTINGS,
+    Settings,
+)
 from app.version import VERSION
 from app.weights.cache_file import (
     FileUnusable,
@@ -79,10 +82,6 @@ log = logging.getLogger(__name__)
 FORMAT = 3  # version of what is measured and how: raise it when older measurements would mislead
 FOLDER = "calibration"
 MAX_BYTES = 2**20  # limit for one file: a longer one was not written by this program
-# The settings that change the measurements. Memory and request limits do not.
-_MEASURED_SETTINGS = (
-    "device precision threads compile max_batch_tokens max_running_seqs max_model_len kv_precision int8_copy numa_node deterministic"
-).split()
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +185,7 @@ def calibration_key(facts: Facts, settings: Settings, plan: ServingPlan, shapes:
         "cores": repr(sorted(core for core in cores if core[2])),
         "huge pages": str(facts.huge_pages.transparent),
         "shapes": repr(shapes),
-        "asked": repr({name: getattr(settings, name) for name in _MEASURED_SETTINGS}),
+        "asked": repr({name: getattr(settings, name) for name in MEASURED_SETTINGS}),
         "device": f"{plan.device.value} {gpu.name if gpu else ''}".strip(),  # equal for GPUs of the same model
         "threads": f"{plan.threads.value} {plan.wait_policy.value}",
         "version": VERSION,

@@ -13,7 +13,9 @@ from dataclasses import (
 
 from app.errors import PlanImpossible
 from app.hardware.decision import (
+    ALL_KINDS,
     Decision,
+    decided,
     format_bytes,
     format_count,
 )
@@ -68,17 +70,21 @@ _MIN_RATE_SHARE = 0.95  # share of the best measured rate that a shorter step mu
 _WAITING_PER_RUNNING = 4  # waiting requests for each running sequence
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MemoryCapacity:
-    """Decisions about memory and step sizes."""
+    """Decisions about memory and step sizes.
 
-    weight_bytes: Decision[int]
-    kv_cache_bytes: Decision[int]
-    max_model_len: Decision[int]
-    max_running_seqs: Decision[int]
-    max_batch_tokens: Decision[int]
-    batch_target_tokens: Decision[int]
-    max_waiting_requests: Decision[int]
+    `batch_target_tokens` is the number of tokens up to which texts are batched together; only a single longer text
+    makes a larger step.
+    """
+
+    weight_bytes: Decision[int] = decided(ALL_KINDS, unit="bytes", zero_is_unknown=True)
+    kv_cache_bytes: Decision[int] = decided(("decoder",), unit="bytes")
+    max_model_len: Decision[int] = decided(("decoder", "encoder"), zero_is_unknown=True)
+    max_running_seqs: Decision[int] = decided(ALL_KINDS)
+    max_batch_tokens: Decision[int] = decided(ALL_KINDS)
+    batch_target_tokens: Decision[int] = decided(("encoder", "program"))
+    max_waiting_requests: Decision[int] = decided()
 
 
 def decide_capacity(

@@ -17,8 +17,10 @@ from app.errors import (
     PlanImpossible,
 )
 from app.hardware.decision import (
+    ALL_KINDS,
     Decision,
     RecipeKey,
+    decided,
     format_bytes,
     format_count,
 )
@@ -41,13 +43,31 @@ DEVICE_KERNELS: Mapping[str, str] = {"cuda": "triton", "mps": "metal"}
 _NO_PROGRAMS = "exported programs are served on processors"
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceChoice:
-    """Decision about the device. `gpu` is the GPU that `cuda_device` names; None for every other kind of device."""
+@dataclass(frozen=True)
+class DevicePlan:
+    """Decisions about the device.
 
-    device: Decision[str]
-    cuda_device: Decision[int | None]
+    `cuda_device` is nvidia-smi's index. `visible_devices` is the value of CUDA_VISIBLE_DEVICES: the process sees only
+    its GPU, which is index 0 for torch. CUDA lists the fastest GPU first, nvidia-smi sorts by bus. A UUID means the
+    same to both, so nothing is allocated on another GPU.
+    """
+
+    device: Decision[str] = decided(ALL_KINDS)
+    cuda_device: Decision[int | None] = decided(ALL_KINDS)
+    visible_devices: Decision[str | None] = decided()
+
+
+@dataclass(frozen=True)
+class DeviceChoice(DevicePlan):
+    """Decisions about the device. `gpu` is the GPU that `cuda_device` names; None for every other kind of device."""
+
     gpu: CudaDevice | None = None
+
+    @classmethod
+    def without_gpu(cls, device: Decision[str]) -> DeviceChoice:
+        """Return the choice of a device that is not an NVIDIA GPU."""
+        reason = "No NVIDIA GPU is used."
+        return cls(device, Decision(None, reason), Decision(None, reason))
 
 
 def choose_device(
@@ -77,7 +97,7 @@ def choose_device(
         raise PlanImpossible(
             f"cuda_device is {settings.cuda_device}, but device is {device.value}: {device.reason} Leave cuda_device at auto."
         )
-    return DeviceChoice(device, Decision(None, "No NVIDIA GPU is used."))
+    return DeviceChoice.without_gpu(device)
 
 
 def fallback_to_cpu(choice: DeviceChoice, settings: Settings, refusal: str) -> DeviceChoice | None:
@@ -85,21 +105,7 @@ def fallback_to_cpu(choice: DeviceChoice, settings: Settings, refusal: str) -> D
     if choice.device.value == "cpu" or settings.device != "auto" or settings.cuda_device != "auto":
         return None
     name = choice.gpu.name if choice.gpu else "The Apple GPU"
-    return DeviceChoice(
-        Decision("cpu", f"{name} is present, but cannot serve these settings. {refusal}"),
-        Decision(None, "No NVIDIA GPU is used."),
-    )
-
-
-def decide_visible_devices(choice: DeviceChoice) -> Decision[str | None]:
-    """Decide the value of CUDA_VISIBLE_DEVICES, so that the process sees only its GPU, which is index 0 for torch.
-
-    CUDA lists the fastest GPU first, nvidia-smi sorts by bus. A UUID means the same to both, so nothing is
-    allocated on another GPU.
-    """
-    if choice.gpu is None:
-        return Decision(None, "No NVIDIA GPU is used.")
-    return Decision(cuda_name(choice.gpu), "The process sees only the GPU that it serves on.")
+    return DeviceChoice.without_gpu(Decision("cpu", f"{name} is present, but cannot serve these settings. {refusal}"))
 
 
 def cuda_name(gpu: CudaDevice) -> str:
@@ -230,7 +236,8 @@ def _with_gpu(facts: Facts, settings: Settings, device: Decision[str]) -> Device
     if not suited:
         raise PlanImpossible(f"cuda_device is {asked} ({here[0].name}), but {_unsuitable_gpu_reason(here[0])}.")
     best = max(suited, key=lambda gpu: (_free_bytes(gpu), -gpu.index))
-    return DeviceChoice(device, Decision(best.index, _gpu_reason(best, facts, asked == "auto")), best)
+    visible: Decision[str | None] = Decision(cuda_name(best), "The process sees only the GPU that it serves on.")
+    return DeviceChoice(device, Decision(best.index, _gpu_reason(best, facts, asked == "auto")), visible, best)
 
 
 def _free_bytes(gpu: CudaDevice) -> int:

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 
 from app.errors import PlanImpossible
 from app.hardware.decision import (
+    ALL_KINDS,
     Decision,
     Dtype,
+    Measurements,
+    decided,
 )
 from app.hardware.facts import Facts
 from app.hardware.plan import (
@@ -22,7 +25,7 @@ from app.hardware.plan import (
     precision as int8_copy,
 )
 from app.hardware.plan.capacity import decide_step_tokens
-from app.hardware.plan.devices import DEVICE_KERNELS
+from app.hardware.plan.devices import decide_kernel_folder
 from app.hardware.plan.memory_budget import (
     MIN_BATCH_TOKENS,
     USEFUL_SEQS,
@@ -38,30 +41,39 @@ from app.hardware.plan.precision import (
     Int8CopyGain,
     PrecisionCandidates,
     bf16_products,
-    is_batch_invariant,
     unquantized_precision,
 )
 from app.hardware.plan.trials import TrialTimings
-from app.hardware.probe.software import TORCH_KERNELS
 from app.settings import Settings
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WeightsAndKv:
-    """Decisions about precisions and dtypes."""
+    """Decisions about precisions and dtypes, about what is kept of the weights, and about kernels.
 
-    precision: Decision[str]
-    dtype: Decision[Dtype]
-    kv_precision: Decision[str]
-    int8_copy: Decision[bool]
+    `most_few_rows` is the number of rows up to which 4-bit weights are used if there is an int8 copy; None: the
+    recipe's value. `pack_folder` is None if packed weights are not kept. `kernel_folder` is None if nothing is
+    compiled while serving, or no folder is known.
+    """
+
+    precision: Decision[str] = decided(ALL_KINDS)
+    dtype: Decision[Dtype] = decided()
+    int8_copy: Decision[bool] = decided(ALL_KINDS)
+    most_few_rows: Decision[int | None] = decided()
+    pack_folder: Decision[str | None] = decided()
+    kernel_folder: Decision[str | None] = decided()
+    kv_precision: Decision[str] = decided(("decoder",))
+    kernels: Decision[str] = decided(ALL_KINDS)
 
 
-def decide_weights_and_kv(candidates: PrecisionCandidates, trials: TrialTimings, threads: int) -> WeightsAndKv:
+def decide_weights_and_kv(
+    candidates: PrecisionCandidates, kernels: Decision[str], measurements: Measurements | None, threads: int
+) -> WeightsAndKv:
     """Decide the precision of the weights, the dtype of activations, the KV precision and the int8 copy.
 
     Precisions are compared with the step times at `threads` threads.
     """
-    settings = candidates.settings
+    settings, trials = candidates.settings, TrialTimings.from_measurements(measurements)
     auto = settings.precision == "auto"
     generates = candidates.needs is None or candidates.needs.generates
     choose = precision.choose_precision if generates else precision.choose_vector_precision
@@ -75,10 +87,20 @@ def decide_weights_and_kv(candidates: PrecisionCandidates, trials: TrialTimings,
     if not generates:
         kv_precision = Decision(kv_precision.value, "This model keeps no keys and values.")
     if device is not None:
-        return WeightsAndKv(chosen, dtype, kv_precision, int8_copy.refuse_on_device(settings, kind))
-    final_demand = MemoryDemand(candidates.needs, chosen.value, kv_precision.value, node)
-    copy = int8_copy.decide_int8_copy(settings, chosen.value, _copy_gain(candidates, final_demand, trials, threads))
-    return WeightsAndKv(chosen, dtype, kv_precision, copy)
+        copy = int8_copy.refuse_on_device(settings, kind)
+    else:
+        final_demand = MemoryDemand(candidates.needs, chosen.value, kv_precision.value, node)
+        copy = int8_copy.decide_int8_copy(settings, chosen.value, _copy_gain(candidates, final_demand, trials, threads))
+    return WeightsAndKv(
+        precision=chosen,
+        dtype=dtype,
+        int8_copy=copy,
+        most_few_rows=int8_copy.decide_most_few_rows(measurements, copy.value),
+        pack_folder=decide_pack_folder(settings, chosen.value, kind),
+        kernel_folder=decide_kernel_folder(settings, kind),
+        kv_precision=kv_precision,
+        kernels=kernels,
+    )
 
 
 def _insufficient_budget(candidates: PrecisionCandidates, demand: MemoryDemand) -> MemoryBudget | None:
@@ -211,50 +233,6 @@ def decide_kv_precision(
         "int8",
         f"In BF16 the memory would hold less than {USEFUL_SEQS} sequences of {USEFUL_TOKENS:,} tokens ({insufficient_budget.explanation}); "
         "in int8 it holds nearly twice as many, without a measurable cost in perplexity on the demo model.",
-    )
-
-
-def decide_deterministic(
-    settings: Settings, chosen: str, copy: bool, level: str, generates: bool = True
-) -> Decision[bool]:
-    """Decide if results are bit for bit independent of the other rows of the batch.
-
-    `level` is the level of the native kernels, or the name of the kernels used instead.
-
-    Raises:
-        PlanImpossible: deterministic is on, but this configuration cannot provide it.
-    """
-    if settings.deterministic == "off":
-        what = ", and so occasionally a token" if generates else ""
-        return Decision(False, f"Not asked for: what else is in the batch may change the last bits{what}.")
-    if level in DEVICE_KERNELS.values():
-        raise PlanImpossible(
-            "deterministic is on, but on a GPU the order of sums depends on what else is in the batch: leave it off, or "
-            "serve on the processor (device=cpu)."
-        )
-    if level == TORCH_KERNELS:
-        raise PlanImpossible(
-            "deterministic is on, but the native kernels cannot run here, and the order of sums in torch's products depends on "
-            "what else is in the batch: leave it off."
-        )
-    if not is_batch_invariant(chosen, level):
-        raise PlanImpossible(
-            f"deterministic is on, but precision is {chosen}: set it to int8 or int4 (or, on a processor with AVX512-BF16, bf16), whose "
-            "products sum in one order for any number of rows."
-        )
-    if copy:
-        raise PlanImpossible(
-            "deterministic and int8_copy are both on, but the weights used for a row then depend on the batch: turn one of them off."
-        )
-    if not generates:
-        return Decision(
-            True,
-            f"Asked for: products in {chosen} sum in one order for any number of rows, and attention covers each text alone.",
-        )
-    return Decision(
-        True,
-        f"Asked for: products in {chosen} sum in one order for any number of rows, and prompts use the attention of decodes; "
-        "attention of prompts is slower, and all logits are written for each sampled token.",
     )
 
 

@@ -33,7 +33,10 @@ from app.hardware.plan.trials import (
     format_rate,
 )
 from app.hardware.step_times import TABLE_TEXT_TOKENS
-from app.settings import Settings
+from app.settings import (
+    GENERATION_SETTINGS,
+    Settings,
+)
 
 _TARGET_TOKENS = 512  # products reach their best rate on a CPU at this size
 _TARGET_ROWS = 32  # rows of an exported program, if their cost was not measured
@@ -55,11 +58,6 @@ _NARROW_HIDDEN_SIZE = 384  # up to this hidden size, a GPU's products need twice
 _WAITING_SECONDS = 10.0  # if the speed is known, the short texts of this many seconds may wait
 _WAITING_REQUESTS = 256
 _MAX_WAITING_REQUESTS = 4096  # requests at any speed, because each is an open connection
-_GENERATION_SETTINGS = (
-    "kv_cache_bytes",
-    "kv_precision",
-    "itl_target_ms",
-)  # settings that apply only to models that generate
 
 
 def decide_encoder_capacity(
@@ -104,7 +102,7 @@ def refuse_generation_settings(settings: Settings) -> None:
     Raises:
         PlanImpossible: such a setting is not `auto`.
     """
-    asked = next((name for name in _GENERATION_SETTINGS if getattr(settings, name) != "auto"), None)
+    asked = next((name for name in GENERATION_SETTINGS if getattr(settings, name) != "auto"), None)
     if asked is not None:
         raise PlanImpossible(
             f"{asked} is {getattr(settings, asked)}, but this model generates no text: leave it at auto."

@@ -13,6 +13,7 @@ from app.hardware.decision import (
     Decision,
     Measurements,
     TrialTimes,
+    decided,
     format_bytes,
     format_count,
 )
@@ -29,18 +30,18 @@ _NOT_GENERATING = "This model does not generate: see capacity and roofline for i
 INT8_COPY_ROWS = 128  # steps of more rows use the 8-bit copy, if there is one
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SpeedEstimate:
     """Expected speed.
 
     Capacity is by phase (`prefill`, `decode`, `encode`) and rows of a step. Ratios to the limit are by phase, with
-    `decode_full` for the most rows and `encode_few` for the fewest tokens.
+    `decode_full` for the most rows and `encode_few` for the fewest tokens. Both are empty if not measured.
     """
 
-    decode_tokens_per_second: Decision[float | None]
-    prefill_tokens_per_second: Decision[float | None]
-    capacity_tokens_per_second: Decision[Mapping[str, Mapping[int, float]]]
-    roofline_ratio: Decision[Mapping[str, float]]
+    decode_tokens_per_second: Decision[float | None] = decided()
+    prefill_tokens_per_second: Decision[float | None] = decided()
+    capacity_tokens_per_second: Decision[Mapping[str, Mapping[int, float]]] = decided()
+    roofline_ratio: Decision[Mapping[str, float]] = decided()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ import os
 from collections.abc import (
     Collection,
     Iterable,
-    Mapping,
 )
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +21,9 @@ from app.errors import (
 )
 from app.hardware.decision import (
     Decision,
-    Dtype,
     Measurements,
     RecipeKey,
+    decisions_of,
 )
 from app.hardware.facts import (
     CudaDevice,
@@ -42,13 +41,13 @@ from app.hardware.plan import (
     step_options,
 )
 from app.hardware.plan import (
-    precision as int8_copy,
-)
-from app.hardware.plan import (
     threads as parallel,
 )
 from app.hardware.plan.capacity import MemoryCapacity
-from app.hardware.plan.devices import DeviceChoice
+from app.hardware.plan.devices import (
+    DeviceChoice,
+    DevicePlan,
+)
 from app.hardware.plan.dtypes import (
     WeightsAndKv,
     check_torch_can_run,
@@ -69,60 +68,22 @@ from app.hardware.probe import software
 from app.settings import Settings
 
 
-@dataclass(frozen=True, slots=True)
-class ServingPlan:
+@dataclass(frozen=True)
+class ServingPlan(SpeedEstimate, StepOptions, MemoryCapacity, ThreadPlan, WeightsAndKv, DevicePlan):
     """Every choice for one process on one machine.
 
-    `cpu_ids` is the mask of the compute threads, set before their pool starts; empty: not pinned. `cuda_device` is
-    nvidia-smi's index. `visible_devices` names that GPU to the process, which then sees no other, so it is index 0
-    for torch. `decide_pack_folder` is None if packed weights are not kept. `decide_kernel_folder` is None if nothing is compiled
-    while serving, or no folder is known. `batch_target_tokens` is the number of tokens up to which texts are
-    batched together; only a single longer text makes a larger step. `itl_target_seconds` is None if the target is
-    relative to the decode steps measured while serving. `compile` is true if steps are recorded and replayed,
-    natively or by the device. `decide_most_few_rows` is the number of rows up to which 4-bit weights are used if there is
-    an int8 copy; None: the recipe's value. `capacity_tokens_per_second` maps a phase (`prefill`, `decode`,
-    `encode`) and the rows of a step to a rate; it and `roofline_ratio` are empty if not measured.
+    The fields are those of the parts, which name and explain them. Dataclasses list the last base first, so `/info`
+    shows the device first and the expected speed last.
     """
-
-    device: Decision[str]
-    cuda_device: Decision[int | None]
-    visible_devices: Decision[str | None]
-    precision: Decision[str]
-    dtype: Decision[Dtype]
-    int8_copy: Decision[bool]
-    most_few_rows: Decision[int | None]
-    pack_folder: Decision[str | None]
-    kernel_folder: Decision[str | None]
-    kv_precision: Decision[str]
-    kernels: Decision[str]
-    threads: Decision[int]
-    cpu_ids: Decision[tuple[int, ...]]
-    numa_node: Decision[int | None]
-    wait_policy: Decision[str]
-    throttling_quota: Decision[float | None]
-    interop_threads: Decision[int]
-    tokenizer_threads: Decision[int]
-    http_threads: Decision[int]
-    weight_bytes: Decision[int]
-    kv_cache_bytes: Decision[int]
-    max_model_len: Decision[int]
-    max_running_seqs: Decision[int]
-    max_batch_tokens: Decision[int]
-    batch_target_tokens: Decision[int]
-    max_waiting_requests: Decision[int]
-    itl_target_seconds: Decision[float | None]
-    compile: Decision[bool]
-    calibrate: Decision[bool]
-    speculation: Decision[bool]
-    deterministic: Decision[bool]
-    decode_tokens_per_second: Decision[float | None]
-    prefill_tokens_per_second: Decision[float | None]
-    capacity_tokens_per_second: Decision[Mapping[str, Mapping[int, float]]]
-    roofline_ratio: Decision[Mapping[str, float]]
 
     def decisions(self) -> Iterable[tuple[str, Decision[Any]]]:
         """Return the name and the decision of each choice."""
         return [(item.name, getattr(self, item.name)) for item in dataclasses.fields(self)]
+
+    def shown_for(self, kind: str) -> Iterable[tuple[str, Decision[Any]]]:
+        """Return the decisions that matter to people for a model of this kind."""
+        shown = {item.name for item in dataclasses.fields(self) if kind in item.metadata["show_for"]}
+        return [(name, decision) for name, decision in self.decisions() if name in shown]
 
     def to_json(self) -> dict[str, Any]:
         """Return the value and the reason of each choice."""
@@ -216,7 +177,8 @@ def _plan_on(choice: DeviceChoice, inputs: _PlanInputs) -> ServingPlan:
     built = available_precisions(inputs.recipes, kind, facts.architecture, settings)
     weights_and_kv = dtypes.decide_weights_and_kv(
         PrecisionCandidates(facts, settings, needs, node, built, kernels.value, device),
-        trials,
+        kernels,
+        measurements,
         all_threads.threads.value,
     )
     precision, has_copy = weights_and_kv.precision.value, weights_and_kv.int8_copy.value
@@ -229,26 +191,16 @@ def _plan_on(choice: DeviceChoice, inputs: _PlanInputs) -> ServingPlan:
     limits = expected_speed.SpeedLimits(
         memory.batch_target_tokens.value, memory.max_running_seqs.value, memory.weight_bytes.value
     )
+    served = step_options.StepOptionInputs(needs, kind, kernels.value, precision, has_copy, timing)
+    options = step_options.decide_step_options(settings, measurements, served)
+    speed = expected_speed.estimate_speed(measurements, expected_speed.SpeedInputs(needs, precision, limits, timing))
     return ServingPlan(
-        device=choice.device,
-        cuda_device=choice.cuda_device,
-        visible_devices=devices.decide_visible_devices(choice),
-        kernels=kernels,
-        **_decision_fields(weights_and_kv),
-        most_few_rows=int8_copy.decide_most_few_rows(measurements, has_copy),
-        pack_folder=dtypes.decide_pack_folder(settings, precision, kind),
-        kernel_folder=devices.decide_kernel_folder(settings, kind),
-        **_decision_fields(threads),
-        **_decision_fields(memory),
-        **_decision_fields(
-            step_options.decide_step_options(
-                settings, measurements, step_options.StepOptionInputs(needs, kind, kernels.value, timing)
-            )
-        ),
-        deterministic=dtypes.decide_deterministic(settings, precision, has_copy, kernels.value, generates),
-        **_decision_fields(
-            expected_speed.estimate_speed(measurements, expected_speed.SpeedInputs(needs, precision, limits, timing))
-        ),
+        **decisions_of(choice, DevicePlan),
+        **decisions_of(weights_and_kv, WeightsAndKv),
+        **decisions_of(threads, ThreadPlan),
+        **decisions_of(memory, MemoryCapacity),
+        **decisions_of(options, StepOptions),
+        **decisions_of(speed, SpeedEstimate),
     )
 
 
@@ -258,7 +210,3 @@ def _decide_threads(
     if kind != "cpu":
         return parallel.decide_host_threads(facts, settings)
     return parallel.decide_threads(facts, settings, trials, precision)
-
-
-def _decision_fields(part: WeightsAndKv | ThreadPlan | MemoryCapacity | StepOptions | SpeedEstimate) -> dict[str, Any]:
-    return {item.name: getattr(part, item.name) for item in dataclasses.fields(part)}

@@ -6,10 +6,14 @@ from dataclasses import dataclass
 
 from app.errors import PlanImpossible
 from app.hardware.decision import (
+    ALL_KINDS,
     Decision,
     Measurements,
+    decided,
 )
 from app.hardware.facts import Needs
+from app.hardware.plan.devices import DEVICE_KERNELS
+from app.hardware.plan.precision import is_batch_invariant
 from app.hardware.plan.trials import (
     SEVERAL_SEQS,
     TYPICAL_CONTEXT,
@@ -23,23 +27,30 @@ from app.hardware.step_times import (
 from app.settings import Settings
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepOptions:
-    """Decisions about steps."""
+    """Decisions about steps.
 
-    itl_target_seconds: Decision[float | None]
-    compile: Decision[bool]
-    calibrate: Decision[bool]
-    speculation: Decision[bool]
+    `itl_target_seconds` is None if the target is relative to the decode steps measured while serving. `compile` is
+    true if steps are recorded and replayed, natively or by the device.
+    """
+
+    itl_target_seconds: Decision[float | None] = decided(("decoder",))
+    compile: Decision[bool] = decided(ALL_KINDS)
+    calibrate: Decision[bool] = decided()
+    speculation: Decision[bool] = decided(("decoder",))
+    deterministic: Decision[bool] = decided()
 
 
 @dataclass(frozen=True, slots=True)
 class StepOptionInputs:
-    """The model to serve, the kind of device, and the level of the native kernels."""
+    """The model to serve, the kind of device, the level of the native kernels, and the form of the weights."""
 
     needs: Needs | None
     device: str
     level: str
+    precision: str
+    int8_copy: bool = False
     timing: TrialTiming | None = None
 
 
@@ -50,6 +61,9 @@ def decide_step_options(settings: Settings, measurements: Measurements | None, s
         compile=_decide_recording(settings, served),
         calibrate=_calibrate(settings, measurements, served),
         speculation=_speculation(settings, served),
+        deterministic=decide_deterministic(
+            settings, served.precision, served.int8_copy, served.level, served.needs is None or served.needs.generates
+        ),
     )
 
 
@@ -143,4 +157,48 @@ def _speculation(settings: Settings, served: StepOptionInputs) -> Decision[bool]
     return Decision(
         True,
         "Tokens after a repeated phrase are drafted and verified in one step (n-gram speculation); it pauses while it gains nothing.",
+    )
+
+
+def decide_deterministic(
+    settings: Settings, chosen: str, copy: bool, level: str, generates: bool = True
+) -> Decision[bool]:
+    """Decide if results are bit for bit independent of the other rows of the batch.
+
+    `level` is the level of the native kernels, or the name of the kernels used instead.
+
+    Raises:
+        PlanImpossible: deterministic is on, but this configuration cannot provide it.
+    """
+    if settings.deterministic == "off":
+        what = ", and so occasionally a token" if generates else ""
+        return Decision(False, f"Not asked for: what else is in the batch may change the last bits{what}.")
+    if level in DEVICE_KERNELS.values():
+        raise PlanImpossible(
+            "deterministic is on, but on a GPU the order of sums depends on what else is in the batch: leave it off, or "
+            "serve on the processor (device=cpu)."
+        )
+    if level == TORCH_KERNELS:
+        raise PlanImpossible(
+            "deterministic is on, but the native kernels cannot run here, and the order of sums in torch's products depends on "
+            "what else is in the batch: leave it off."
+        )
+    if not is_batch_invariant(chosen, level):
+        raise PlanImpossible(
+            f"deterministic is on, but precision is {chosen}: set it to int8 or int4 (or, on a processor with AVX512-BF16, bf16), whose "
+            "products sum in one order for any number of rows."
+        )
+    if copy:
+        raise PlanImpossible(
+            "deterministic and int8_copy are both on, but the weights used for a row then depend on the batch: turn one of them off."
+        )
+    if not generates:
+        return Decision(
+            True,
+            f"Asked for: products in {chosen} sum in one order for any number of rows, and attention covers each text alone.",
+        )
+    return Decision(
+        True,
+        f"Asked for: products in {chosen} sum in one order for any number of rows, and prompts use the attention of decodes; "
+        "attention of prompts is slower, and all logits are written for each sampled token.",
     )

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 from app.errors import PlanImpossible
 from app.hardware.decision import (
+    ALL_KINDS,
     Decision,
+    decided,
     format_count,
 )
 from app.hardware.facts import (
@@ -56,18 +58,21 @@ _WAIT_POLICY_REASONS: Mapping[str, tuple[str, str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ThreadPlan:
-    """Decisions about threads."""
+    """Decisions about threads.
 
-    threads: Decision[int]
-    cpu_ids: Decision[tuple[int, ...]]
-    numa_node: Decision[int | None]
-    wait_policy: Decision[str]
-    throttling_quota: Decision[float | None]
-    interop_threads: Decision[int]
-    tokenizer_threads: Decision[int]
-    http_threads: Decision[int]
+    `cpu_ids` is the mask of the compute threads, set before their pool starts; empty: not pinned.
+    """
+
+    threads: Decision[int] = decided(ALL_KINDS)
+    cpu_ids: Decision[tuple[int, ...]] = decided()
+    numa_node: Decision[int | None] = decided()
+    wait_policy: Decision[str] = decided(ALL_KINDS)
+    throttling_quota: Decision[float | None] = decided()
+    interop_threads: Decision[int] = decided()
+    tokenizer_threads: Decision[int] = decided()
+    http_threads: Decision[int] = decided()
 
 
 @dataclass(frozen=True, slots=True)
