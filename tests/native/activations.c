@@ -1,4 +1,5 @@
-/* Activations: made, quantised by plain loops and by the library, and found again in its tiles (csrc/ops.h says where). */
+/* Activations: generated, quantised by plain loops and by the library, and read back from its tiles (layout in
+ * csrc/ops.h). */
 #include "activations.h"
 
 static float value_of(int kind, float power, int64_t i) {
@@ -13,7 +14,7 @@ activations new_activations(int64_t rows, int64_t size, int64_t group, int kind)
     a.x = room(((rows - 1) * a.stride + size) * 2);
     for (int64_t row = 0; row < rows; row++)
         for (int64_t g = 0; g < a.groups; g++) {
-            const float power = (float)(1 << below(2)); /* products of two such and sums of these stay below 2^24 */
+            const float power = (float)(1 << below(2)); /* products of two such values, and their sums, stay below 2^24 */
             const int zero = kind == ANY && below(20) == 0;
             for (int64_t i = g * group; i < (g + 1) * group && i < size; i++)
                 a.x[row * a.stride + i] = bf16_of_float(zero ? 0 : value_of(kind, kind == EXTREME ? 1 : power, i - g * group));

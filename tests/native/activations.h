@@ -19,17 +19,17 @@ typedef struct {
     int32_t negated;
 } plain_group;
 
-/* How the values lie: any; integers to 127 times a power of two, each group with a 127; all of them 127 or -127. */
+/* The values: any; integers to 127 times a power of two, each group with a 127; all of them 127 or -127. */
 enum { ANY, POWERS, EXTREME };
 
 activations new_activations(int64_t rows, int64_t size, int64_t group, int kind);
-/* Row `row` of `a` and nothing else. */
+/* Row `row` of `a` alone. */
 activations one_row(const activations *a, int64_t row);
 void free_activations(activations *a);
-/* By the library, into new tiles. */
+/* Quantise with the library into new tiles. */
 void quantise_activations(activations *a);
 plain_group plainly_quantised(const activations *a, int64_t row, int64_t g);
-/* The same out of the library's tiles. */
+/* Read the same values from the library's tiles. */
 plain_group from_tiles(const activations *a, int64_t row, int64_t g);
 
 #endif

@@ -1,4 +1,5 @@
-/* Checks of attention over a ragged batch: one or two segments a sequence, windows, soft caps, both kinds of cache; and of what fills the cache. */
+/* Tests of attention over a ragged batch: one or two segments per sequence, windows, soft caps, both kinds of cache;
+ * and of writing the cache. */
 #include "cache.h"
 
 int64_t armature_attention_scratch(const attention_arguments *arguments);
@@ -9,10 +10,10 @@ typedef struct {
     cache c;
     attention_step *step;
     attention_arguments arguments;
-    int64_t rows; /* of queries */
+    int64_t rows; /* number of queries */
 } attended;
 
-/* A sequence of `tokens` queries after `start`; its rows of the cache from *row on, a gap between segments. */
+/* A sequence of `tokens` queries after `start`. Its cache rows begin at *row, with a gap between segments. */
 static sequence new_sequence(int64_t first, int64_t tokens, int64_t start, int64_t *row) {
     sequence s = {.first = first, .num_tokens = tokens, .start = start, .num_segments = 1};
     const int64_t all = start + tokens, prefix = start > 0 && below(2) ? between(1, start) : 0;
@@ -56,7 +57,8 @@ static int64_t row_of(const sequence *s, int64_t position) {
     return part->first + position - part->position;
 }
 
-/* Scores of one query head against positions [0, position], as weights that sum to 1; what it does not see has none. */
+/* Scores of one query head against positions [0, position] as weights that sum to 1; positions it does not see have
+ * none. */
 static void weigh(const attended *t, const sequence *s, int64_t query, int64_t head, double *weights) {
     const attention_arguments *a = &t->arguments;
     const int64_t position = s->start + query, first = a->window > 0 && position - a->window + 1 > 0 ? position - a->window + 1 : 0;
@@ -108,7 +110,7 @@ int64_t attends(void) {
     return 18;
 }
 
-/* What a head becomes: normalised where there are weights, then turned. */
+/* Reference for a head: normalised if there are weights, then RoPE. */
 static void turned(const turn_arguments *a, const uint16_t *x, int64_t row, int64_t head, double *out) {
     const float *weight = head < a->heads ? a->query_norm : head < a->heads + a->kv_heads ? a->key_norm : NULL;
     const int64_t dim = head < a->heads + a->kv_heads ? a->dim : 0, half = dim / 2;

@@ -1,4 +1,4 @@
-/* Checks of products in bf16, and of rows of their packed weights. */
+/* Tests of bf16 products, and of rows of their packed weights. */
 #include "proof.h"
 
 void armature_pack_bf16(const uint16_t *weights, uint16_t *panels, int64_t outputs, int64_t inputs, int64_t first_output);

@@ -1,4 +1,4 @@
-/* Keys and values: where they lie in a row of the cache, and what they mean. */
+/* Keys and values: their position in a row of the cache, and their values. */
 #include "cache.h"
 
 static uint8_t *head_at(const cache *c, int values, int64_t row, int64_t head) {

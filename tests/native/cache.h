@@ -1,4 +1,4 @@
-/* A layer's keys and values in the driver, as the library lays them: bf16, or int8 with a scale for each head. */
+/* A layer's keys and values in the library's layout: bf16, or int8 with a scale for each head. */
 #ifndef ARMATURE_CACHE_H
 #define ARMATURE_CACHE_H
 
@@ -10,11 +10,11 @@ typedef struct {
     kv_rows kv;
 } cache;
 
-/* Filled with what looks like keys and values where `filled`, else with anything. */
+/* Filled with plausible keys and values if `filled`, else with any bytes. */
 cache new_cache(int64_t rows, int64_t kv_heads, int64_t head_dim, int int8, int filled);
-/* What element i of a head's key (or value) means. */
+/* The value of element i of a head's key (or value). */
 float cached(const cache *c, int values, int64_t row, int64_t head, int64_t i);
-/* The scale of a head's key or value: int8 alone. */
+/* The scale of a head's key or value: int8 only. */
 float cached_scale(const cache *c, int values, int64_t row, int64_t head);
 
 #endif

@@ -1,10 +1,11 @@
-/* Proves the native library without Python: every operation, at every level that this processor has, against plain loops.
+/* Tests the native library without Python: every operation, at every level that this processor has, against plain
+ * loops.
  *
  *   driver             every level, on one thread and on two
- *   driver avx2 ...    these levels; one that the processor has not is a failure
- *   driver --level     the level that would serve, nothing else
+ *   driver avx2 ...    these levels; one that the processor does not have is a failure
+ *   driver --level     print the level in use, and nothing else
  *
- * Buffers have exactly the size that the library is told, so that a sanitizer sees each byte too many. */
+ * Buffers have exactly the size that the library gets, so that a sanitizer detects each byte too many. */
 #include "proof.h"
 
 static const char *const LEVELS[] = {"avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon", "portable"};
@@ -12,7 +13,7 @@ static const char *const LEVELS[] = {"avx512bf16", "avx512", "avxvnni", "avx2", 
 static const struct {
     const char *says;
     check *runs;
-    int64_t needs; /* an operation of the level, -1 for none */
+    int64_t needs; /* an operation that the level must have, -1 for none */
 } CHECKS[] = {
     {"quantised rows, bit for bit", quantised_rows, OP_QUANTISE},
     {"products in powers of two, bit for bit", exact_products, OP_LINEAR_INT},
@@ -38,7 +39,7 @@ static const struct {
     {"nothing to do, too many threads, no such kernel", odd_calls, -1},
 };
 
-/* Returns how many checks there were. */
+/* Return the number of checks. */
 static int prove(const char *level) {
     int done = 0;
     for (size_t i = 0; i < sizeof CHECKS / sizeof *CHECKS; i++) {

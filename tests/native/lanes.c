@@ -1,11 +1,12 @@
-/* Checks of lanes: texts that are computed apart, by one thread each or by all, have the bits that they have in one batch. */
+/* Tests of lanes: texts that are computed separately, by one thread each or by all, have the same bits as in one
+ * batch. */
 #include "proof.h"
 
 #define MOST_THREADS 3
 #define SIZE 96
 #define TABLE 50
 
-/* A small model over a batch of its own: rows of a table, positions added, attention of whole texts, rows that are wanted. */
+/* A small model with its own batch: rows of a table, positions added, attention of whole texts, requested rows. */
 typedef struct {
     text_words words;
     float *hidden, *mixed, *result;
@@ -50,7 +51,7 @@ static text_steps steps_of(const net *n, int some) {
     return (text_steps){n->words, some ? n->result : n->mixed, n->operations, some ? 4 : 3, n->places, some ? 3 : 2};
 }
 
-/* Texts of 1 to 30 tokens, of which one to three are wanted. Returns how many are wanted. */
+/* Texts of 1 to 30 tokens, of which one to three are requested. Return the number requested. */
 static int64_t fill(text_words *batch, int64_t texts, int64_t *wanted) {
     int64_t rows = 0, *starts = batch->texts->starts;
     batch->texts->count = texts, starts[0] = 0, wanted[0] = 0;

@@ -1,10 +1,10 @@
-/* Checks of the best outputs of a product, against the whole product sorted. */
+/* Tests of the top outputs of a product, against the whole product sorted. */
 #include "weights.h"
 
 typedef struct {
     activations a;
     weights w;
-    float *bias, *logits; /* the whole product by the library, bias added */
+    float *bias, *logits; /* the whole product by the library, with bias */
     int64_t k;
     double softcap;
 } picked;
@@ -21,7 +21,7 @@ static picked new_picked(int64_t i) {
     p.k = i % 3 ? between(1, outputs < 64 ? outputs : 64) : 1;
     p.bias = i % 2 ? room(outputs * 4) : NULL;
     for (int64_t o = 0; p.bias && o < outputs; o++) p.bias[o] = number();
-    if (i % 6 == 2) memset(p.a.x, 0, (size_t)inputs * 2); /* its outputs are all the same, but for the bias */
+    if (i % 6 == 2) memset(p.a.x, 0, (size_t)inputs * 2); /* its outputs are all equal, except for the bias */
     if (i % 4 == 1) p.a.x[below(p.a.rows) * p.a.stride + below(inputs)] = bf16_of_float(NAN);
     quantise_activations(&p.a);
     p.logits = room(p.a.rows * outputs * 4);
@@ -39,7 +39,7 @@ static double logsumexp_of(const picked *p, int64_t row) {
     return largest + log(sum);
 }
 
-/* Each value belongs to its id, and none that was left out comes before it; where nothing is capped, bit for bit and in order of ids. */
+/* Each value belongs to its id, and no omitted value is larger; without a cap, bit for bit and ordered by id. */
 static void check_row(const picked *p, int64_t row, const float *values, const int64_t *ids) {
     float *left = memcpy(room(p->w.outputs * 4), p->logits + row * p->w.outputs, (size_t)p->w.outputs * 4);
     int64_t best = 0;

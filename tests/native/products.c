@@ -1,4 +1,4 @@
-/* Checks of quantised rows and of their products with int4 and int8 panels. */
+/* Tests of quantised rows and of their products with int4 and int8 panels. */
 #include "weights.h"
 
 static const int64_t INPUTS[] = {576, 896, 1024, 32, 8, 100, 129, 513}, GROUPS[] = {32, 64, 128};
@@ -26,7 +26,7 @@ int64_t quantised_rows(void) {
     return 40;
 }
 
-/* What a product should be, and the sum of all magnitudes in it. */
+/* The exact product, and the sum of all magnitudes in it. */
 typedef struct {
     double value, size;
 } number_of_size;
@@ -94,7 +94,7 @@ int64_t exact_products(void) {
     return 48;
 }
 
-/* Into a buffer with gaps between its rows, which stay as they were. */
+/* Into a buffer with gaps between its rows, which must not change. */
 static void check_output(const product *p, const float *bias, int64_t output) {
     const int64_t rows = p->a.rows, outputs = p->w.outputs, stride = outputs + below(3), bytes = output == OUTPUT_BF16 ? 2 : 4, count = (rows - 1) * stride + outputs;
     uint8_t *y = room(count * bytes), *before = room(count * bytes);
@@ -195,7 +195,7 @@ int64_t odd_calls(void) {
     if (armature_run(both, 2, threads) != -2 || p.a.scales[0] != 77) failed("a list whose second operation has no kernel was run");
     if (armature_run(both, 1, threads) != 0 || p.a.scales[0] == 77) failed("its first alone was not");
     float *few = multiplied(&p.a, &p.w);
-    threads = 9; /* more than the cores of most machines that test, and more than the panels */
+    threads = 9; /* more than the cores of most test machines, and more than the panels */
     float *many = multiplied(&p.a, &p.w);
     if (memcmp(few, many, (size_t)(p.a.rows * p.w.outputs) * 4) != 0) failed("more threads, other bits");
     free(few), free(many), free_product(&p);

@@ -1,4 +1,4 @@
-/* Random numbers that are the same in every run, buffers, and how a failure is told. */
+/* Random numbers that are the same in every run, buffers, and the output of failures. */
 #include "proof.h"
 
 #include <stdarg.h>

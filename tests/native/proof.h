@@ -1,4 +1,5 @@
-/* What the parts of the driver share: random numbers, buffers of exactly the size that is said, a failure's one line, and the library's words. */
+/* Shared by the parts of the driver: random numbers, buffers of exact size, one line per failure, and the library's
+ * functions. */
 #ifndef ARMATURE_PROOF_H
 #define ARMATURE_PROOF_H
 
@@ -17,7 +18,7 @@ int64_t armature_tiles(int64_t what);
 int64_t armature_run(const operation *operations, int64_t count, int64_t threads);
 void armature_run_lanes(const lanes_arguments *a);
 
-extern int64_t threads; /* that operations run on */
+extern int64_t threads; /* threads on which operations run */
 extern int64_t failures;
 
 /* 0 to below. */
@@ -26,19 +27,19 @@ int64_t between(int64_t first, int64_t last);
 /* -1 to 1, with 16 bits. */
 float number(void);
 
-/* Not initialised, aligned as the library's own allocations are, and a byte beyond it is nobody's. */
+/* Not initialised, aligned as the library's own allocations; the byte after it must not be touched. */
 void *room(int64_t bytes);
 uint16_t bf16_of_float(float x); /* to nearest, ties to even */
 float float_of_bf16(uint16_t x);
 
 void run(int64_t code, const void *arguments);
-/* One line for a check that failed. */
+/* Print one line for a failed check. */
 void failed(const char *format, ...) __attribute__((format(printf, 1, 2)));
-/* The same bits, or NaN both. */
+/* The same bits, or both NaN. */
 int same(float a, float b);
 int close_to(double value, double expected, double tolerance);
 
-/* The checks: each runs many shapes at the level that serves, and returns how many. */
+/* The tests: each checks many shapes at the level in use and returns how many. */
 typedef int64_t check(void);
 check quantised_rows, exact_products, near_products, bad_activations, rows_alone, widened_rows, norms, layer_norms, activated_rows, whole_texts, texts_in_lanes, gates, gathers, stored_rows, turning_angles, picks, bf16_products, bf16_rows_alone, bf16_rows, attends, turns, odd_calls;
 

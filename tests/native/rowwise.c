@@ -1,7 +1,8 @@
-/* Checks of what stands between products: norm, gate and gather, whose rows go out as bf16 or in tiles; and of where a step begins. */
+/* Tests of the operations between products: norm, gate and gather, whose rows are written as bf16 or into tiles; and
+ * of the start of a step. */
 #include "activations.h"
 
-/* A sink for `size` inputs and what it is of; the tiles as in `activations`. */
+/* A sink for `size` inputs with its buffers; the tiles as in `activations`. */
 static sink new_sink(activations *a, int64_t tiles) {
     const int64_t align = armature_tiles(2), count = (a->rows + armature_tiles(0) - 1) / armature_tiles(0), most = (a->rows + align - 1) / align * align;
     a->height = ((a->rows + count - 1) / count + align - 1) / align * align;
@@ -11,7 +12,7 @@ static sink new_sink(activations *a, int64_t tiles) {
     return (sink){a->x, a->tiles, a->scales, a->sums, a->group, a->height};
 }
 
-/* A scale below 1e-14 is that of values that are as good as none: there an approximated GELU has no digit right. */
+/* A scale below 1e-14 belongs to values that are almost zero: there an approximated GELU has no correct digit. */
 static void check_group(const activations *a, int64_t row, int64_t g, const double *expected) {
     const plain_group found = from_tiles(a, row, g);
     double largest = 0;
@@ -114,7 +115,7 @@ int64_t layer_norms(void) {
 }
 
 static double gated(int64_t activation, double x) {
-    if (activation == GELU_ERF) return x / 2 * erfc(x * -0.7071067811865476); /* 1 + erf would lose all where erf is near -1 */
+    if (activation == GELU_ERF) return x / 2 * erfc(x * -0.7071067811865476); /* 1 + erf would lose all precision where erf is near -1 */
     if (activation == RELU) return x < 0 ? 0 : x;
     if (activation == TANH) return tanh(x);
     return x / (1 + exp(activation == SILU ? -x : -1.5957691216057308 * (x + 0.044715 * x * x * x)));
@@ -174,7 +175,7 @@ int64_t gathers(void) {
     return 6;
 }
 
-/* Halves that are told apart by their bits: 1.5, -2^-14 (the least that is normal), 2^-24 (the least of all), 65504, -0. */
+/* Halves with distinct bits: 1.5, -2^-14 (the smallest normal), 2^-24 (the smallest), 65504, -0. */
 static const struct {
     uint16_t bits;
     float number;
@@ -197,7 +198,7 @@ int64_t stored_rows(void) {
         for (int64_t k = 0; factors && k < inputs; k++) factors[k] = number();
         for (int64_t n = 0; n < count; n++) ids[n] = n == 1 ? outputs : n == 2 ? -1 : n ? below(outputs) : outputs - 1;
         const rows_arguments arguments = {table, ids, factors, out, count, outputs, inputs, 0, 0, form, 0, i % 4 == 3, 4.0};
-        for (int64_t at = 0; at < count * inputs; at++) out[at] = -0.0f; /* adds nothing, not even to -0 */
+        for (int64_t at = 0; at < count * inputs; at++) out[at] = -0.0f; /* changes nothing, not even -0 */
         run(OP_ROWS, &arguments);
         for (int64_t at = 0; at < count * inputs; at++) {
             const int64_t id = ids[at / inputs], k = at % inputs;

@@ -1,4 +1,5 @@
-/* Checks of attention over whole texts: lengths, heads, windows, caps and distances, of bf16 and of fp32, against plain loops. */
+/* Tests of attention over whole texts: lengths, heads, windows, caps and relative positions, of bf16 and of fp32,
+ * against plain loops. */
 #include "proof.h"
 
 static const int64_t TEXT_HEADS[] = {64, 32, 80, 256, 18, 128};
@@ -37,7 +38,7 @@ int64_t whole_texts(void) {
         const int64_t kv_heads = between(1, 2), heads = kv_heads * between(1, 3), size = TEXT_HEADS[i % 6], count = between(1, 3), wide = i / 6, bytes = wide ? 4 : 2;
         text_list *list = room(8 * (count + 2));
         list->count = count, list->starts[0] = 0;
-        for (int64_t n = 0; n < count; n++) list->starts[n + 1] = list->starts[n] + (n ? between(1, 40) : i % 6 < 2 ? between(260, 330) : between(60, 140)); /* beyond one block */
+        for (int64_t n = 0; n < count; n++) list->starts[n + 1] = list->starts[n] + (n ? between(1, 40) : i % 6 < 2 ? between(260, 330) : between(60, 140)); /* longer than one block */
         const int64_t tokens = list->starts[count], columns = (heads + 2 * kv_heads) * size, stride = columns + below(3), values = (tokens - 1) * stride + columns;
         const int64_t most = between(1, 50), reach = i % 3 == 1 ? below(70) : (int64_t)1 << 40;
         char *x = room(values * bytes), *out = room(tokens * heads * size * bytes);

@@ -1,4 +1,4 @@
-/* Weights: made, and packed by the library. */
+/* Weights: generated, and packed by the library. */
 #include "weights.h"
 
 /* As csrc/pack_int.c declares it. */
@@ -16,7 +16,7 @@ static uint8_t random_code(int64_t bits, int kind) {
     return (uint8_t)(int8_t)(kind == EXTREME ? (below(2) ? 127 : -128) : between(-127, 127));
 }
 
-/* In two pieces, as a checkpoint's shards come. */
+/* In two parts, as from the shards of a checkpoint. */
 static void pack(const weights *w) {
     const int64_t ends[] = {0, below(w->outputs + 1), w->outputs};
     for (int i = 0; i < 2; i++) {

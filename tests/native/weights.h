@@ -1,4 +1,4 @@
-/* Quantised weights in the driver: codes, scales and minimums, and the panels that the library packs of them. */
+/* Quantised weights: codes, scales and minimums, and the panels that the library packs from them. */
 #ifndef ARMATURE_WEIGHTS_H
 #define ARMATURE_WEIGHTS_H
 
@@ -13,7 +13,7 @@ typedef struct {
 
 weights new_weights(int64_t outputs, int64_t inputs, int64_t group, int64_t bits, int64_t minimums, int kind);
 void free_weights(weights *w);
-/* The code as it counts: without its zero point where the form has one. */
+/* The effective code: without its zero point if the form has one. */
 int32_t code_of(const weights *w, int64_t output, int64_t k);
 float scale_of(const weights *w, int64_t output, int64_t g);
 float minimum_of(const weights *w, int64_t output, int64_t g);

@@ -1,4 +1,4 @@
-/* Activations: of a product's sums on their way out, of rows that a product has written, and of the gates that multiply others. */
+/* Activations: applied to the sums of a product, to rows that a product has written, and to gates. */
 #ifndef ARMATURE_ACTIVATE_H
 #define ARMATURE_ACTIVATE_H
 
@@ -8,11 +8,13 @@ INLINE vf relu(vf x) { return vf_select(x < 0.0f, vf_all(0), x); } /* NaN stays 
 
 INLINE vf silu(vf x) { return x / (1.0f + vf_exp(-x)); }
 
-/* Hendrycks and Gimpel, arXiv 1606.08415, the tanh form: x / 2 (1 + tanh u) is x / (1 + e^-2u), which loses nothing where tanh u is near -1. */
+/* Hendrycks and Gimpel, arXiv 1606.08415, the tanh form: x / 2 (1 + tanh u) is x / (1 + e^-2u), which loses no
+ * precision where tanh u is near -1. */
 INLINE vf gelu_tanh(vf x) { return x / (1.0f + vf_exp(-1.5957691216057308f * (x + 0.044715f * (x * x * x)))); }
 
-/* x times the share of a normal distribution that lies below x. Its logarithm is nearly a parabola: a polynomial of degree 7 (fitted for the
- * largest error, on |x| <= 7.25) has it to 1.3e-5, and beyond falls as it should. Without the division that erfc's usual forms need. */
+/* x times the share of a normal distribution below x. The logarithm of that share is nearly a parabola: a polynomial
+ * of degree 7 (fitted for the smallest maximum error on |x| <= 7.25) has an error of 1.3e-5 and falls as it should
+ * beyond. It avoids the division of the usual forms of erfc. */
 INLINE vf gelu_erf(vf x) {
     const vf size = (vf)((vi)x & 0x7fffffff);
     vf y = size * -1.5047166925796773e-06f + 5.42067973583471e-05f;
@@ -22,11 +24,11 @@ INLINE vf gelu_erf(vf x) {
     y = y * size + -0.45916762948036194f;
     y = y * size + -1.1509519815444946f;
     y = y * size + -1.0000193119049072f;
-    const vf below = vf_exp2(y); /* what lies beyond |x| */
+    const vf below = vf_exp2(y); /* the share below -|x| */
     return x * (vf)(((vi)below & ((vi)x >> 31)) | ((vi)(1.0f - below) & ~((vi)x >> 31)));
 }
 
-/* Where x is small, 1 - 2 / (e^2x + 1) loses all to cancellation: there it is its series. */
+/* For small x, 1 - 2 / (e^2x + 1) loses all precision to cancellation: use the series there. */
 INLINE vf tanh_of(vf x) {
     const vf square = x * x;
     vf y = square * (-17.0f / 315) + 2.0f / 15;
@@ -73,7 +75,7 @@ static void activate(const void *arguments) {
     }
 }
 
-/* `count` values of act(gate) * up. */
+/* Write `count` values of act(gate) * up. */
 INLINE void gate_values(int activation, const uint16_t *gate, const uint16_t *up, int64_t count, float *values) {
     for (int64_t i = 0; i < count; i += LANES)
         vf_store(values + i, activated(activation, bf16_load_part(gate + i, count - i)) * bf16_load_part(up + i, count - i));

@@ -1,5 +1,5 @@
-/* Rotary angles: cos and sin of positions times frequencies. The angle is rounded to fp32, as it is where models are trained; from there on all
- * is fp64, so that a position far out loses nothing, and the result is fp32's nearest but for one in a thousand. */
+/* RoPE angles: cos and sin of positions times frequencies. The angle is rounded to fp32, as in training. The rest is
+ * fp64, so that far positions lose nothing; all but one result in a thousand are the nearest fp32 value. */
 #ifndef ARMATURE_ANGLES_H
 #define ARMATURE_ANGLES_H
 
@@ -14,9 +14,10 @@ typedef int64_t vl __attribute__((vector_size(HALF * 8)));
 
 INLINE vd vd_select(vl mask, vd yes, vd no) { return (vd)(((vl)yes & mask) | ((vl)no & ~mask)); }
 
-/* |x| < 2^30. What is left of x beyond quarter turns is at most pi / 4, where polynomials do (Cephes' for fp32: relative error 4e-9). */
+/* |x| < 2^30. The remainder beyond quarter turns is at most pi / 4, where the polynomials are exact enough (Cephes'
+ * for fp32: relative error 4e-9). */
 INLINE void sin_cos(vd x, vd *sine, vd *cosine) {
-    const vd magic = (vd){0} + 6755399441055744.0; /* 1.5 * 2^52: the sum's lowest bits are the nearest integer */
+    const vd magic = (vd){0} + 6755399441055744.0; /* 1.5 * 2^52: the lowest bits of the sum are the nearest integer */
     const vd turned = x * 0.63661977236758134308 + magic, rest = x - (turned - magic) * 1.57079632679489661923, z = rest * rest;
     const vd s = ((z * -1.9515295891e-4 + 8.3321608736e-3) * z - 1.6666654611e-1) * z * rest + rest;
     const vd c = ((z * 2.443315711809948e-5 - 1.388731625493765e-3) * z + 4.166664568298827e-2) * z * z - 0.5 * z + 1.0;

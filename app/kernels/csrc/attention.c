@@ -1,7 +1,7 @@
-/* How much scratch a step's attention needs. */
+/* The scratch size that a step's attention needs. */
 #include "attention.h"
 
-/* Bytes, for any window: a step asks once, and its layers may have different ones. */
+/* Bytes of scratch for any window: the caller asks once per step, and layers may have different windows. */
 EXPORT int64_t armature_attention_scratch(const attention_arguments *arguments) {
     attention_arguments widest = *arguments;
     int64_t bytes = 0;

@@ -1,14 +1,15 @@
-/* Decode: a few queries of a sequence against one part of its context, read as it lies. All query heads that share a head of keys go together,
- * and so do all heads of a block of tokens, whose keys and values lie together: each byte is read once. Running maximum and sum (online softmax:
- * Milakov and Gimelshein, arXiv 1805.02867), scores and sums in fp32. Blocks begin at multiples of DECODE_BLOCK positions, so that a row's
- * result does not depend on who else is asked for, nor on how its context is divided into segments. */
+/* Decode: a few queries of a sequence against one part of its context, read in place. All query heads that share a KV
+ * head are computed together, and so are all heads of a block of tokens, whose keys and values are adjacent: each
+ * byte is read once. Softmax uses a running maximum and sum (online softmax: Milakov and Gimelshein, arXiv
+ * 1805.02867) with scores and sums in fp32. Blocks begin at multiples of DECODE_BLOCK positions, so that a row's
+ * result does not depend on the rest of the batch or on how its context is divided into segments. */
 #ifndef ARMATURE_ATTENTION_DECODE_H
 #define ARMATURE_ATTENTION_DECODE_H
 
 #include "decode_lanes.h"
 
 #define TASK_ROWS 64 /* query heads (of all queries) of one task */
-#define DISTANCE 2   /* heads of a block between asking for bytes and reading them */
+#define DISTANCE 2   /* heads of a block between the prefetch of bytes and their use */
 
 #ifdef __AVX512BF16__
 #define KEYS_AS FROM_PAIRS
@@ -16,21 +17,22 @@
 #define KEYS_AS FROM_BF16
 #endif
 
-/* A task: heads of keys [first_head, first_head + kv_heads) of positions [from, to). Its rows are (head of keys, query, query head). */
+/* A task: KV heads [first_head, first_head + kv_heads) of positions [from, to). Its rows are (KV head, query, query
+ * head). */
 typedef struct {
     const attention_arguments *a;
     const sequence *s;
     int64_t first_head, kv_heads, from, to, split;
-    float *partials; /* of the sequence, NULL: the task has its context alone */
-    int64_t rows;    /* of one head of keys */
+    float *partials; /* of the sequence; NULL if the task has the whole context */
+    int64_t rows;    /* per KV head */
     int64_t at[2 * DECODE_BLOCK];
     float maximum[TASK_ROWS];
-    float totals[TASK_ROWS][LANES] __attribute__((aligned(64))); /* lane by lane */
+    float totals[TASK_ROWS][LANES] __attribute__((aligned(64))); /* one sum per lane */
     float sums[TASK_ROWS][MAX_HEAD_DIM] __attribute__((aligned(64)));
     float queries[TASK_ROWS][MAX_HEAD_DIM] __attribute__((aligned(64)));
 } decoding;
 
-/* A query head as its dots want it, padded with zeros (decode_lanes.h). */
+/* Lay out a query head for its dot products, padded with zeros (decode_lanes.h). */
 INLINE void load_query(int kind, const uint16_t *source, int64_t size, float *target) {
     uint16_t padded[MAX_HEAD_DIM] = {0};
     memcpy(padded, source, (size_t)size * 2);
@@ -59,7 +61,7 @@ static void begin_decoding(decoding *d, int kind) {
     }
 }
 
-/* Where the tokens of the block at `position` lie; what is outside the task stands for its nearest token. */
+/* Set the addresses of the tokens of the block at `position`. Tokens outside the task use the nearest token inside. */
 INLINE void locate(const decoding *d, int64_t position, int64_t *at) {
     for (int64_t t = 0; t < DECODE_BLOCK; t++) {
         const int64_t p = position + t < d->from ? d->from : position + t < d->to ? position + t : d->to - 1;
@@ -74,7 +76,7 @@ INLINE float raise_maximum(float *maximum, float candidate) {
     return vf_exp(vf_all(before - candidate))[0];
 }
 
-/* A block's scores from the dots of one row; what is outside tokens [from, to) is -inf. */
+/* Compute a block's scores from the dot products of one row. Tokens outside [from, to) get -inf. */
 INLINE void finish_block(const attention_arguments *a, int from, int to, const float *key_scales, float *scores) {
     const float cap = (float)a->softcap;
     vi lanes;
@@ -88,7 +90,7 @@ INLINE void finish_block(const attention_arguments *a, int from, int to, const f
     }
 }
 
-/* The maximum need not be the very largest score, only near it: sums grow by no more than e^SLACK, and are rescaled seldom. */
+/* The maximum may be slightly too small: sums grow by no more than e^SLACK and are rarely rescaled. */
 #define SLACK 20.0f
 
 static void raise(decoding *d, int64_t row, int from, int to, const float *scores) {
@@ -99,7 +101,8 @@ static void raise(decoding *d, int64_t row, int from, int to, const float *score
     for (int64_t i = 0; i < padded32(d->a->head_dim); i += LANES) vf_store(d->sums[row] + i, vf_load(d->sums[row] + i) * rescale);
 }
 
-/* Dots of one row, tokens [from, to) of the block, become weights e^(score - maximum); their neighbours' are zero. */
+/* Turn the dot products of one row for tokens [from, to) of the block into weights e^(score - maximum). The others
+ * become zero. */
 INLINE void weigh(decoding *d, int64_t row, int from, int to, const float *key_scales, const float *value_scales, float *scores) {
     const vf limit = vf_all(d->maximum[row] + SLACK);
     vi above = vi_all(0);
@@ -130,7 +133,7 @@ INLINE void score_all(int kind, const decoding *d, int64_t row0, const block_row
     }
 }
 
-/* The rows [row, row + count), all of one query. */
+/* Process rows [row, row + count), all of one query. */
 INLINE void add_all(int kind, decoding *d, int64_t row, int64_t count, int first, const block_rows *values, const float (*weights)[DECODE_BLOCK], int from,
                     int to) {
     const int64_t size = d->a->head_dim;
@@ -147,7 +150,8 @@ INLINE void add_all(int kind, decoding *d, int64_t row, int64_t count, int first
     }
 }
 
-/* Head `h` of the task takes the block at `position`, whose tokens are at d->at; the next block's follow there. */
+/* Process head `h` of the task for the block at `position`, whose tokens are at d->at; those of the next block follow
+ * there. */
 INLINE void take_block(decoding *d, int kind, int64_t h, int64_t position) {
     const attention_arguments *a = d->a;
     const int64_t distance = DISTANCE < d->kv_heads ? DISTANCE : d->kv_heads, wraps = h + distance >= d->kv_heads;
@@ -158,7 +162,7 @@ INLINE void take_block(decoding *d, int kind, int64_t h, int64_t position) {
     float scores[MAX_GROUP][DECODE_BLOCK] __attribute__((aligned(64))), key_scales[DECODE_BLOCK], value_scales[DECODE_BLOCK];
     if (kind == FROM_INT8)
         for (int t = 0; t < DECODE_BLOCK; t++) {
-            if (h == 0) __builtin_prefetch(a->kv.key_scales + d->at[DECODE_BLOCK + t]); /* the next block's, of all heads */
+            if (h == 0) __builtin_prefetch(a->kv.key_scales + d->at[DECODE_BLOCK + t]); /* the next block's, for all heads */
             memcpy(key_scales + t, a->kv.key_scales + d->at[t] + head * 4, 4);
             memcpy(value_scales + t, a->kv.value_scales + d->at[t] + head * 4, 4);
         }
@@ -174,7 +178,7 @@ INLINE void take_block(decoding *d, int kind, int64_t h, int64_t position) {
     }
 }
 
-/* Sums of values, put in order, over their total. */
+/* Reorder the sums of values and divide them by their total. */
 INLINE void store_output(const attention_arguments *a, const float *sums, float total, uint16_t *out) {
     float ordered[MAX_HEAD_DIM] __attribute__((aligned(64)));
     const int64_t size = padded32(a->head_dim);
@@ -185,7 +189,7 @@ INLINE void store_output(const attention_arguments *a, const float *sums, float 
 }
 
 INLINE uint16_t *output_of(const attention_arguments *a, const sequence *s, int64_t row) {
-    const int64_t group = group_size(a), rows = s->num_tokens * group; /* row: (head of keys, query, query head) */
+    const int64_t group = group_size(a), rows = s->num_tokens * group; /* row: (KV head, query, query head) */
     return a->out + (s->first + row % rows / group) * a->out_stride + (row / rows * group + row % group) * a->head_dim;
 }
 
@@ -217,7 +221,7 @@ INLINE void decode_as(decoding *d, int kind) {
     finish_decoding(d);
 }
 
-/* Part `split` of a sequence's context for some heads of keys. */
+/* Compute part `split` of a sequence's context for some KV heads. */
 static void decode(const attention_arguments *a, const sequence *s, int64_t split, int64_t first_head, int64_t kv_heads, float *partials) {
     decoding d;
     const int64_t begins = (first_split(a, s) + split) * DECODE_SPLIT, ends = begins + DECODE_SPLIT, lowest = first_seen(a, s->start), context = s->start + s->num_tokens;
@@ -227,7 +231,7 @@ static void decode(const attention_arguments *a, const sequence *s, int64_t spli
     else decode_as(&d, KEYS_AS);
 }
 
-/* Joins the parts of one row, in the order of their positions. */
+/* Merge the parts of one row in the order of their positions. */
 static void join(const attention_arguments *a, const sequence *s, int64_t row, const float *partials) {
     const int64_t splits = num_splits(a, s), floats = partial_floats(a);
     const float *first = partials + row * splits * floats;

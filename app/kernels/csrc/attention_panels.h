@@ -1,12 +1,12 @@
-/* Prefill: many queries against panels of bf16 keys and values (tile_bf16.h), packed once for all queries and heads that share them; codes of int8
- * become bf16 on the way. */
+/* Prefill: many queries against panels of bf16 keys and values (tile_bf16.h), which are packed once for all queries
+ * and heads that share them. int8 codes are converted to bf16 while packing. */
 #ifndef ARMATURE_ATTENTION_PANELS_H
 #define ARMATURE_ATTENTION_PANELS_H
 
 #include "decode_lanes.h"
 #include "tile_bf16.h"
 
-#define ROWS 48                   /* pairs of query and head that share a block while it lies in the cache */
+#define ROWS 48                   /* pairs of query and head that use a block while it is in the cache */
 #define PANELS (PANEL_BLOCK / 32) /* panels of keys in a block */
 
 static int64_t queries_together(const attention_arguments *a) { return ROWS / group_size(a) > 0 ? ROWS / group_size(a) : 1; }
@@ -15,7 +15,7 @@ static int64_t prompt_tasks(const attention_arguments *a, const sequence *s) {
     return is_decode(a, s) ? 0 : (s->num_tokens + queries_together(a) - 1) / queries_together(a) * a->kv_heads;
 }
 
-/* A head of one row in bf16: as it lies, or what its codes mean, in `room`. */
+/* Return one head of one row in bf16: in place, or dequantized in `room`. */
 INLINE const uint8_t *as_bf16(const uint8_t *head, const uint8_t *scale, int64_t size, uint16_t *room) {
     if (!scale) return head;
     float own;
@@ -29,8 +29,8 @@ INLINE const uint8_t *as_bf16(const uint8_t *head, const uint8_t *scale, int64_t
     return (const uint8_t *)room;
 }
 
-/* Keys: [32-token panel][head_dim / 2][32 tokens] pairs along head_dim; values after them: [32 outputs][token pairs][32] pairs along tokens.
- * Packs the 32 tokens from 32 * panel on; what is beyond the context is zero. */
+/* Keys: [32-token panel][head_dim / 2][32 tokens] pairs along head_dim. Values after them: [32 outputs][token
+ * pairs][32] pairs along tokens. Packs the 32 tokens from 32 * panel on; tokens beyond the context are zero. */
 static void pack_context(const attention_arguments *a, const sequence *s, int64_t kv_head, int64_t panel, uint8_t *panels) {
     const int64_t pairs = a->head_dim / 2, context = s->start + s->num_tokens, token_pairs = panel_blocks(s) * PANEL_BLOCK / 2;
     uint32_t *keys = (uint32_t *)panels + panel * pairs * 32;
@@ -55,7 +55,7 @@ static void pack_context(const attention_arguments *a, const sequence *s, int64_
     }
 }
 
-/* The contexts of all sequences with many queries, from the first block that anyone sees. */
+/* Pack the contexts of all sequences with many queries, from the first block that any query sees. */
 static void pack_panels(const attention_arguments *a) {
     uint8_t *panels = a->step->scratch;
     for (int64_t i = 0; i < a->step->num_sequences; i++) {
@@ -73,7 +73,7 @@ static void pack_panels(const attention_arguments *a) {
 
 /* e^x, relative error below 2^-22: x = n ln 2 + r, a degree-6 Taylor polynomial on |r| <= ln 2 / 2 (Cephes' range reduction). -inf gives 0, NaN NaN. */
 INLINE __m512 exp16(__m512 x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-104.0f), x); /* the second operand is what comes out where one is NaN */
+    x = _mm512_max_ps(_mm512_set1_ps(-104.0f), x); /* the second operand is returned if one is NaN */
     __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
     r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
@@ -87,7 +87,7 @@ INLINE __m512 exp16(__m512 x) {
     return _mm512_scalef_ps(y, n);
 }
 
-/* scores * scale, bounded by tanh where the model asks for it */
+/* scores * scale, bounded by tanh if the model has a soft cap */
 INLINE __m512 finish_scores(__m512 dots, const attention_arguments *a) {
     const __m512 scores = _mm512_mul_ps(dots, _mm512_set1_ps((float)a->scale)), cap = _mm512_set1_ps((float)a->softcap);
     return a->softcap <= 0 ? scores : _mm512_mul_ps(cap, vf_tanh(_mm512_div_ps(scores, cap)));
@@ -113,9 +113,10 @@ static void load_tile(query_tile *tile, const attention_arguments *a, const sequ
     }
 }
 
-/* One row's scores of a block to weights, interleaved as the next product's tile; returns what earlier sums are multiplied by. */
+/* Turn one row's scores of a block into weights, interleaved for the next product. Return the factor for earlier
+ * sums. */
 static float weigh_row(query_tile *tile, int r, const attention_arguments *a, float (*scores)[BF16_ROWS][32], int64_t block, int panels, uint32_t *weights) {
-    const int64_t from = first_seen(a, tile->position[r]) - block, to = tile->position[r] + 1 - block; /* seen lanes of the block */
+    const int64_t from = first_seen(a, tile->position[r]) - block, to = tile->position[r] + 1 - block; /* visible lanes of the block */
     __m512 part[2 * PANELS], largest = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
     for (int i = 0; i < 2 * panels; i++) {
         int64_t lane = i * 16;

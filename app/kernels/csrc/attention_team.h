@@ -1,4 +1,5 @@
-/* Causal attention of a ragged batch as a team function: the tasks of all sequences are one list, claimed one by one. */
+/* Causal attention of a ragged batch as a team function: the tasks of all sequences form one list, claimed one by
+ * one. */
 #ifndef ARMATURE_ATTENTION_TEAM_H
 #define ARMATURE_ATTENTION_TEAM_H
 
@@ -14,12 +15,13 @@ static int64_t prompt_tasks(const attention_arguments *a, const sequence *s) { r
 static void attend_prompt(const attention_arguments *a, const sequence *s, int64_t task, const uint8_t *panels) {}
 #endif
 
-/* A place in the list: sequence i, whose tasks begin at `first` and whose scratch at `offset`. */
+/* A position in the list: sequence i, whose tasks begin at `first` and whose scratch begins at `offset`. */
 typedef struct {
     int64_t i, first, offset;
 } cursor;
 
-/* Heads of keys in one decode task: as many as leave two tasks a thread, since their keys and values lie together. No result depends on it. */
+/* KV heads of one decode task: as many as leave two tasks per thread, since their keys and values are adjacent. No
+ * result depends on it. */
 static int64_t heads_together(const attention_arguments *a) {
     int64_t parts = 0, rows = 1, most = a->kv_heads;
     for (int64_t i = 0; i < a->step->num_sequences; i++) {
@@ -56,7 +58,8 @@ INLINE cursor end_of_list(const attention_arguments *a, int64_t together) {
     return at;
 }
 
-/* Threads claim the list from its end, where long prompts are: each finds its next task from where it is. */
+/* Threads claim tasks from the end of the list, where long prompts are. Each thread continues its search from its
+ * last task. */
 INLINE void move_back(cursor *at, const attention_arguments *a, int64_t task, int64_t together) {
     while (task < at->first) {
         const sequence *s = &a->step->sequences[--at->i];
@@ -65,7 +68,7 @@ INLINE void move_back(cursor *at, const attention_arguments *a, int64_t task, in
     }
 }
 
-/* The parts of long contexts become one, the rows of each sequence divided among the threads. */
+/* Merge the parts of long contexts, with the rows of each sequence divided among the threads. */
 static void join_all(const attention_arguments *a) {
     uint8_t *scratch = a->step->scratch;
     for (int64_t i = 0; i < a->step->num_sequences; i++) {

@@ -1,4 +1,5 @@
-/* What decode attention does to vectors: dots of a few queries with a few tokens, and weighted sums of values, for any width of vector. */
+/* Vector operations of decode attention: dot products of a few queries with a few tokens, and weighted sums of
+ * values, for any vector width. */
 #ifndef ARMATURE_DECODE_LANES_H
 #define ARMATURE_DECODE_LANES_H
 
@@ -11,7 +12,7 @@
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
 #endif
 
-#define DECODE_BLOCK 32 /* tokens whose scores are held at a time */
+#define DECODE_BLOCK 32 /* tokens whose scores are computed at a time */
 
 /* Queries that share a loaded key or value: as many as leave registers for four tokens or four vectors of each. */
 #if LANES == 16 || defined(__aarch64__)
@@ -20,9 +21,9 @@
 #define SHARING 2
 #endif
 
-/* Elements of a head are taken STEP at a time, as two vectors: of bf16 those at even and those at odd places (a shift and a mask widen them), of
- * int8 the first and the second half. Queries are laid out likewise, and sums of values are put in order at the very end. Or (VDPBF16PS) keys
- * stay pairs of bf16, one vector. */
+/* A head is processed in steps of STEP elements, as two vectors: for bf16 the even and the odd elements (widened by a
+ * shift and a mask), for int8 the first and the second half. Queries have the same layout, and sums of values are
+ * reordered at the end. With VDPBF16PS, keys stay pairs of bf16 in one vector. */
 enum { FROM_BF16, FROM_INT8, FROM_PAIRS };
 
 #define STEP (2 * LANES)
@@ -45,10 +46,10 @@ INLINE int vectors_of(int kind) { return kind == FROM_PAIRS ? 1 : 2; }
 
 INLINE vf add_neighbours(vf a, vf b) { return SHUFFLE(a, b, EVEN) + SHUFFLE(a, b, ODD); }
 
-/* In each four lanes the sums of the four vectors' same four lanes. */
+/* Each group of four lanes has the sums of those lanes of the four vectors. */
 INLINE vf sum_fours(const vf *x) { return add_neighbours(add_neighbours(x[0], x[1]), add_neighbours(x[2], x[3])); }
 
-/* From LANES / 4 of those the sums of all LANES vectors, in order. */
+/* From LANES / 4 of those, the sums of all LANES vectors in order. */
 INLINE vf sum_lanes(const vf *x) {
 #if LANES == 16
 #define EVEN_FOURS 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27
@@ -64,7 +65,7 @@ INLINE vf sum_lanes(const vf *x) {
 
 /* ---- softmax ---- */
 
-/* e^x for x below SLACK, as vf_exp: below -87 it is 0, NaN stays NaN. */
+/* e^x for x below SLACK, as vf_exp: 0 below -87; NaN stays NaN. */
 INLINE vf exp_below(vf x) {
     const vf magic = vf_all(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
     const vf shifted = unfused(x * 1.44269504088896341f) + magic, n = shifted - magic;
@@ -74,7 +75,7 @@ INLINE vf exp_below(vf x) {
 
 /* ---- loads ---- */
 
-/* STEP elements as two vectors, or as one of pairs. */
+/* Load STEP elements as two vectors, or as one vector of pairs. */
 INLINE void widen(int kind, const uint8_t *p, vf *x) {
     if (kind == FROM_INT8) {
         bytes_load(p, x);
@@ -89,7 +90,7 @@ INLINE void widen(int kind, const uint8_t *p, vf *x) {
     x[0] = (vf)(both << 16), x[1] = (vf)(both & 0xffff0000u);
 }
 
-/* The same of a head's last `left` elements, a multiple of eight; zeros stand behind them. */
+/* Load the last `left` elements of a head, a multiple of eight, followed by zeros. */
 INLINE void widen_tail(int kind, const uint8_t *p, int64_t left, vf *x) {
     uint8_t part[2 * STEP < 16 ? 16 : 2 * STEP] = {0};
     for (int64_t i = 0; i < left * bytes_of(kind); i += 8) memcpy(part + i, p + i, 8);
@@ -103,23 +104,24 @@ INLINE vf add_product(int kind, vf sum, vf key, vf query) {
     return sum + key * query;
 }
 
-/* Each byte is read once, so it need not stay: 8% quicker than asking for it to the second cache (two Zen 5 cores, 8 x 4,000 tokens). Not quicker
- * over int8: dots of words with queries in sixteen bits (VPDPWSSD). Slower there, over bf16:
- * asking for a whole block in the order of memory, further ahead, weights and values in pairs by VDPBF16PS; huge pages change nothing. */
+/* Each byte is read once, so it is prefetched without keeping it in the cache: 8% faster than a prefetch to L2 (two
+ * Zen 5 cores, 8 x 4,000 tokens). Not faster for int8: dot products with 16-bit queries (VPDPWSSD). Slower there for
+ * bf16: prefetching a whole block in memory order, a longer distance, and weights and values in pairs by VDPBF16PS.
+ * Huge pages change nothing. */
 INLINE void ask_for(const uint8_t *p, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 0);
 }
 
 /* ---- products ---- */
 
-/* One head's keys or values of a block: token t is at base + at[t]; `ahead + ahead_at[t]` is what will be read a little later. */
+/* One head's keys or values of a block: token t is at base + at[t]. `ahead + ahead_at[t]` is prefetched. */
 typedef struct {
     const uint8_t *base, *ahead;
     const int64_t *at, *ahead_at;
-    int64_t head_dim, bytes; /* of a head in a row */
+    int64_t head_dim, bytes; /* elements of a head; bytes of a head in a row */
 } block_rows;
 
-/* sums[r][i] += products of one step of query r, from `query` floats on, and of key i. */
+/* sums[r][i] += products of one step of query r, from float `query` on, with key i. */
 INLINE void add_products(int kind, int rows, vf (*sums)[4], vf (*keys)[2], const float (*queries)[MAX_HEAD_DIM], int64_t query) {
     for (int v = 0; v < vectors_of(kind); v++)
 #pragma GCC unroll 4
@@ -130,7 +132,8 @@ INLINE void add_products(int kind, int rows, vf (*sums)[4], vf (*keys)[2], const
         }
 }
 
-/* scores[r][t] = query r times key t for `rows` (1 to SHARING) queries, tokens [from, to) and their neighbours in the same vector. */
+/* scores[r][t] = query r times key t for `rows` (1 to SHARING) queries, tokens [from, to) and the other tokens of the
+ * same vector. */
 INLINE void score(int kind, int rows, int first, const block_rows *keys, const float (*queries)[MAX_HEAD_DIM], int from, int to,
                   float (*scores)[DECODE_BLOCK]) {
     for (int t0 = from / LANES * LANES; t0 < to; t0 += LANES) {
@@ -164,7 +167,8 @@ INLINE void score(int kind, int rows, int first, const block_rows *keys, const f
     }
 }
 
-/* sums[r][d ...] += weights[r][t] * value t for tokens [from, to): `steps` (1 or 2) steps of elements from d on, or the head's tail. */
+/* sums[r][d ...] += weights[r][t] * value t for tokens [from, to): `steps` (1 or 2) steps of elements from d on, or
+ * the head's tail. */
 INLINE void add_values(int kind, int rows, int steps, int tail, int first, const block_rows *values, int64_t d, const float (*weights)[DECODE_BLOCK],
                        int from, int to, float (*sums)[MAX_HEAD_DIM]) {
     vf acc[SHARING][4], x[4];

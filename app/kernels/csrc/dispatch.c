@@ -1,4 +1,4 @@
-/* Which levels this library has, which of them the processor runs, and the one that serves. */
+/* The levels in this library, the ones that the processor supports, and the one in use. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -29,7 +29,7 @@ MAYBE static int has_avx512bf16(void) { return has_avx512() && __builtin_cpu_sup
 
 MAYBE static int has_avx2(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
-/* CPUID leaf 7, subleaf 1, EAX bit 4: compilers before GCC 13 have no word for it. */
+/* CPUID leaf 7, subleaf 1, EAX bit 4: compilers before GCC 13 have no name for it. */
 MAYBE static int has_avxvnni(void) {
     unsigned eax = 7, ebx, ecx = 1, edx;
     if (!has_avx2()) return 0;
@@ -56,7 +56,7 @@ MAYBE static int has_dotprod(void) { return asks("hw.optional.arm.FEAT_DotProd")
 MAYBE static int has_i8mm(void) { return has_dotprod() && asks("hw.optional.arm.FEAT_I8MM") && asks("hw.optional.arm.FEAT_BF16"); }
 #endif
 
-/* The best first; the build says which of them it could compile. */
+/* The best first. The build defines which of them it could compile. */
 static const candidate CANDIDATES[] = {
 #ifdef ARMATURE_LEVEL_avx512bf16
     {&level_avx512bf16, has_avx512bf16},
@@ -98,29 +98,31 @@ const level *armature_now(void) {
     return serving;
 }
 
-/* Read from the file, before anything is loaded, by app/hardware/probe/software.py. */
+/* app/hardware/probe/software.py reads this from the file before anything is loaded. */
 EXPORT const char armature_levels[] = "armature levels: " ARMATURE_LEVELS ";";
 
-/* The name of the level that serves, NULL where there is none. */
+/* Return the name of the level in use, or NULL if there is none. */
 EXPORT const char *armature_level(void) { return armature_now() ? armature_now()->name : NULL; }
 
-/* Makes another level serve, NULL for the best: 0, or -1 where this library or this processor has no such level. Not while anything runs. */
+/* Use another level, NULL for the best. Return 0, or -1 if this library or this processor does not have it. Not while
+ * operations run. */
 EXPORT int armature_select(const char *name) {
     const level *found = find(name);
     if (found) serving = found;
     return found ? 0 : -1;
 }
 
-/* Whether the level that serves has a kernel for this operation. */
+/* Return whether the level in use has a kernel for this operation. */
 EXPORT int armature_has(int64_t code) { return armature_now() && code >= 0 && code < OP_COUNT && armature_now()->kernels[code] != NULL; }
 
-/* Shape of tiles at the level that serves: 0 the most rows, 1 BLOCK, 2 TILE_ALIGN (see ops.h). */
+/* Return the tile shape of the level in use: 0 the most rows, 1 BLOCK, 2 TILE_ALIGN (see ops.h). */
 EXPORT int64_t armature_tiles(int64_t what) {
     const level *l = armature_now();
     return !l ? 0 : what == 0 ? l->tile_rows : what == 1 ? l->block : l->align;
 }
 
-/* Bytes of an operation's arguments as this library reads them, of lanes' for OP_COUNT: whoever writes them otherwise is of another version. */
+/* Return the bytes of an operation's arguments as this library reads them, or of lanes for OP_COUNT. A caller with
+ * other sizes belongs to another version. */
 EXPORT int64_t armature_size(int64_t code) {
     if (code == OP_COUNT) return sizeof(lanes_arguments) + sizeof(text_steps) + sizeof(row_place);
     static const int64_t sizes[OP_COUNT] = {
@@ -134,7 +136,8 @@ EXPORT int64_t armature_size(int64_t code) {
     return code >= 0 && code < OP_COUNT ? sizes[code] : 0;
 }
 
-/* Runs the operations one after the other on `threads` threads. Returns 0, or -1 - i where operation i has no kernel: then nothing has run. */
+/* Run the operations one after the other on `threads` threads. Return 0, or -1 - i if operation i has no kernel; then
+ * nothing has run. */
 EXPORT int64_t armature_run(const operation *operations, int64_t count, int64_t threads) {
     const level *l = armature_now();
     for (int64_t i = 0; i < count; i++)

@@ -1,4 +1,4 @@
-/* How a product is divided among threads, whatever it multiplies. */
+/* The division of a product among threads, for any kind of product. */
 #ifndef ARMATURE_DIVISION_H
 #define ARMATURE_DIVISION_H
 
@@ -7,13 +7,14 @@
 
 #define FEW_TILES 4
 
-/* `panels` panels and `tiles` tiles a task. */
+/* `panels` panels and `tiles` tiles per task. */
 typedef struct {
     int64_t num_panels, num_tiles, panels, tiles, panel_tasks, tile_tasks;
 } division;
 
-/* Few rows: memory is the cost, so a task is one panel and the loop hands out a megabyte at a time. Many: tiles meet several panels, `fit` of which
- * lie in the cache meanwhile, and where outputs are too few for all threads, rows are divided too. */
+/* Few rows: memory is the cost, so a task is one panel and threads claim about a megabyte at a time. Many rows: tiles
+ * are multiplied with several panels, of which `fit` stay in the cache. If there are too few outputs for all threads,
+ * rows are divided too. */
 static inline division divide(int64_t num_panels, int64_t num_tiles, int64_t fit) {
     division d = {.num_panels = num_panels, .num_tiles = num_tiles};
     const int64_t wanted = 4 * omp_get_num_threads();

@@ -1,10 +1,10 @@
-/* Exponentials and hyperbolic tangents of vectors. simd.h includes this; nobody else needs to. */
+/* Exponentials and hyperbolic tangents of vectors. Only simd.h includes this file. */
 #ifndef ARMATURE_FUNCTIONS_H
 #define ARMATURE_FUNCTIONS_H
 
 #include "simd.h"
 
-/* The processor's own instruction: libm's sqrtf sets errno as well. */
+/* The processor's own instruction: libm's sqrtf also sets errno. */
 INLINE float float_sqrt(float x) {
 #if defined(__x86_64__)
     __asm__("sqrtss %0, %0" : "+x"(x));
@@ -16,7 +16,8 @@ INLINE float float_sqrt(float x) {
     return x;
 }
 
-/* e^(x - n ln 2) for x near n ln 2, relative error about 2^-22: a polynomial in what is left (Cephes' range reduction). */
+/* e^(x - n ln 2) for x near n ln 2, relative error about 2^-22: a polynomial of the remainder (Cephes' range
+ * reduction). */
 INLINE vf exp_rest(vf x, vf n) {
     vf r = x - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
@@ -28,9 +29,9 @@ INLINE vf exp_rest(vf x, vf n) {
     return y * r + 1.0f;
 }
 
-/* e^x. Below -87 it is 0, above 88 infinity; NaN stays NaN. */
+/* e^x. 0 below -87, infinity above 88; NaN stays NaN. */
 INLINE vf vf_exp(vf x) {
-    vf inside = vf_select(x > -87.0f, x, vf_all(-87.0f)); /* NaN goes to -87 and is put back below */
+    vf inside = vf_select(x > -87.0f, x, vf_all(-87.0f)); /* NaN becomes -87 and is restored below */
     inside = vf_min(inside, vf_all(88.0f));
     vi whole = vf_round(inside * 1.44269504088896341f);
     vf n = __builtin_convertvector(whole, vf);
@@ -65,7 +66,7 @@ INLINE vf vf_exp2(vf x) {
     return exp2_rest(r) * (vf)((whole + 127) << 23);
 }
 
-/* 2^x for x <= 0, relative error about 1e-7: below -126 it is 0, NaN stays NaN. */
+/* 2^x for x <= 0, relative error about 1e-7: 0 below -126; NaN stays NaN. */
 INLINE vf exp2_below(vf x) {
     const vf magic = vf_all(12582912.0f), shifted = x + magic, r = x - (shifted - magic);
     const vf result = exp2_rest(r) * (vf)(((vu)shifted << 23) + (127u << 23)); /* the bits of magic are shifted out */

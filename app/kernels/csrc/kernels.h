@@ -1,5 +1,5 @@
-/* The kernels that every level has, and the table that names them: the last thing that a level's file includes. LEVEL is its symbol, NAME what
- * people call it. */
+/* The kernels that every level has, and the table of them. A level's file includes this last. LEVEL is its symbol and
+ * NAME its public name. */
 #ifndef ARMATURE_KERNELS_H
 #define ARMATURE_KERNELS_H
 
@@ -13,7 +13,7 @@
 #include "texts.h"
 #include "turn.h"
 
-#if ATTENTION_PANELS /* products of bf16 */
+#if ATTENTION_PANELS /* bf16 products */
 #include "linear_bf16.h"
 #endif
 

@@ -1,13 +1,13 @@
-/* Texts of one batch in lanes: whole texts that one thread takes through all operations, over memory of its own and at its own pace. Threads
- * that divide every operation wait for each other after each; in lanes they meet once, at the end, and whoever lost its core for a while
- * holds up nobody else: lanes that it has not claimed are taken by the others. */
+/* Lanes of a batch of texts: whole texts that one thread takes through all operations, in separate memory. Threads
+ * that divide every operation wait for each other after each one. With lanes they wait once, at the end. A thread
+ * that loses its core delays only its own lane: the others claim the remaining lanes. */
 #include <string.h>
 
 #include <omp.h>
 
 #include "level.h"
 
-/* Sets the numbers of rows that recorded operations keep; sizes[which] each. */
+/* Set the numbers of rows that recorded operations keep; sizes[which] each. */
 EXPORT void armature_resize(const row_place *places, int64_t count, const int64_t *sizes) {
     const level *l = armature_now();
     for (int64_t i = 0; i < count; i++) {
@@ -16,9 +16,9 @@ EXPORT void armature_resize(const row_place *places, int64_t count, const int64_
     }
 }
 
-/* What lane `i` has of the batch. */
+/* The part of the batch that lane `i` has. */
 typedef struct {
-    int64_t text, texts, token, tokens, row, rows; /* from where, and how many */
+    int64_t text, texts, token, tokens, row, rows; /* first index and count of each */
 } part;
 
 static part part_of(const lanes_arguments *a, int64_t i) {
@@ -28,7 +28,7 @@ static part part_of(const lanes_arguments *a, int64_t i) {
     return p;
 }
 
-/* The part's texts, as if there were no others, to where the steps read. */
+/* Write the part's texts, as if there were no others, to where the steps read them. */
 static void describe(const text_words *batch, const part *p, const text_steps *steps) {
     const text_words *own = &steps->words;
     const size_t bytes = (size_t)p->tokens * sizeof(int64_t);
@@ -42,7 +42,7 @@ static void describe(const text_words *batch, const part *p, const text_steps *s
     armature_resize(steps->places, steps->num_places, sizes);
 }
 
-/* By the team that calls it. */
+/* Called by the whole team. */
 static void walk(const level *l, const text_steps *steps) {
     for (int64_t i = 0; i < steps->count; i++) l->kernels[steps->operations[i].code](steps->operations[i].arguments);
 }
@@ -51,7 +51,7 @@ static void collect(const lanes_arguments *a, const part *p, const text_steps *s
     memcpy(a->hidden + p->row * a->size, steps->hidden, (size_t)(p->rows * a->size) * sizeof *a->hidden);
 }
 
-/* Lane `i`, by `threads` threads together. */
+/* Run lane `i` by `threads` threads together. */
 static void run_lane(const level *l, const lanes_arguments *a, int64_t i, const text_steps *steps, int threads) {
     const part p = part_of(a, i);
     describe(&a->batch, &p, steps);
@@ -60,8 +60,9 @@ static void run_lane(const level *l, const lanes_arguments *a, int64_t i, const 
     collect(a, &p, steps);
 }
 
-/* First the lanes that all threads compute together, with the first of the steps; then each thread claims one lane after the other, with steps
- * of its own. Whether a lane was a team's or one thread's changes no result but where a kernel says so. */
+/* First all threads compute the shared lanes together, with the first of the steps. Then each thread claims one lane
+ * after the other, with its own steps. The result does not depend on which threads compute a lane, except where a
+ * kernel says so. */
 EXPORT void armature_run_lanes(const lanes_arguments *a) {
     const level *l = armature_now();
     for (int64_t i = 0; i < a->together; i++) run_lane(l, a, i, a->steps, (int)a->threads);

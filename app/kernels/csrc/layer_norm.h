@@ -1,11 +1,12 @@
-/* LayerNorm of rows of the residual stream: to what the next product reads and, where asked, in place as well. fp32 inside, two sweeps over a
- * row that lies in the first cache: the mean, then the deviations from it, as a sum of squares alone would cancel. */
+/* LayerNorm of rows of the residual stream: written to the input of the next product and, if requested, in place as
+ * well. fp32, two passes over a row in L1: the mean, then the squared deviations from it, since a plain sum of
+ * squares would cancel. */
 #ifndef ARMATURE_LAYER_NORM_H
 #define ARMATURE_LAYER_NORM_H
 
 #include "sink.h"
 
-/* Of x - shift: its sum or, `squared`, the sum of its squares. Four sums run side by side, as each has to wait for itself. */
+/* Sum of x - shift or, if `squared`, of its squares. Four independent sums hide the latency of additions. */
 INLINE float sum_of(const float *x, int64_t size, float shift, int squared) {
     vf sums[4] = {vf_all(0), vf_all(0), vf_all(0), vf_all(0)};
     int64_t i = 0;

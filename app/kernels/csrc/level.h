@@ -1,4 +1,4 @@
-/* What a level is: an instruction set with a name, and its kernels. One translation unit each, in levels/. */
+/* A level: an instruction set with a name, and its kernels. Each is one translation unit in levels/. */
 #ifndef ARMATURE_LEVEL_H
 #define ARMATURE_LEVEL_H
 
@@ -10,27 +10,27 @@ typedef void (*kernel)(const void *arguments);
 
 typedef struct {
     const char *name;
-    int64_t tile_rows; /* the most rows of a tile */
-    int64_t block;     /* inputs that lie together: 4 or 8 */
-    int64_t align;     /* tiles are rounded up to this many rows */
+    int64_t tile_rows; /* the maximum rows of a tile */
+    int64_t block;     /* adjacent inputs: 4 or 8 */
+    int64_t align;     /* tiles are rounded up to a multiple of this number of rows */
     kernel kernels[OP_COUNT];
 } level;
 
 extern const level level_avx512bf16, level_avx512, level_avxvnni, level_avx2, level_i8mm, level_dotprod, level_neon, level_portable;
 
-/* Of every level (rows.c). */
+/* The same for every level (rows.c). */
 void armature_rows(const void *arguments);
 
-/* Inputs [from, from + count) of row `id`, out of panels (pack_int.c: all of one group; pack_bf16.c). */
+/* Inputs [from, from + count) of row `id` from panels (pack_int.c: all of one group; pack_bf16.c). */
 void armature_row_int(const rows_arguments *a, int64_t id, int64_t from, int64_t count, float *out);
 void armature_row_bf16(const rows_arguments *a, int64_t id, int64_t from, int64_t count, float *out);
 
-/* The level that serves. */
+/* The level in use. */
 const level *armature_now(void);
 
 EXPORT int armature_has(int64_t code);
 
-/* Rows of each tile but the last: tiles are as equal as they can be. */
+/* Rows of each tile except the last: tiles are as equal as possible. */
 static inline int64_t tile_height(const level *l, int64_t rows) {
     int64_t tiles = (rows + l->tile_rows - 1) / l->tile_rows, height = tiles ? (rows + tiles - 1) / tiles : 1;
     return (height + l->align - 1) / l->align * l->align;

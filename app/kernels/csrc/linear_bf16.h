@@ -1,4 +1,5 @@
-/* y = x W^T (+ bias) in bf16 with fp32 sums, out of panels: the same packed weights serve one row and five hundred. */
+/* y = x W^T (+ bias) in bf16 with fp32 sums, from panels: the same packed weights are used for one row and for five
+ * hundred. */
 #ifndef ARMATURE_LINEAR_BF16_H
 #define ARMATURE_LINEAR_BF16_H
 
@@ -6,17 +7,17 @@
 #include "division.h"
 #include "tile_bf16.h"
 
-#define MANY_BF16 (FEW_TILES * BF16_ROWS) /* rows beyond which tiles meet several panels; not yet measured */
-#define FIT_BF16 (1 << 19) /* bytes of panels that a tile meets: half of a second cache of a megabyte; not yet measured against others */
-#define AHEAD_BF16 2048 /* bytes asked for before their use: measured against 1024 and 4096 at 1 to 32 rows */
+#define MANY_BF16 (FEW_TILES * BF16_ROWS) /* rows beyond which tiles are multiplied with several panels; not measured yet */
+#define FIT_BF16 (1 << 19) /* bytes of panels per tile: half of a 1 MB L2; alternatives are not measured yet */
+#define AHEAD_BF16 2048 /* prefetch distance in bytes: measured against 1024 and 4096 at 1 to 32 rows */
 
-/* First row of a tile: they are as equal as they can be, the larger ones first. */
+/* First row of a tile: tiles are as equal as possible, the larger ones first. */
 INLINE int64_t first_row(const linear_bf16_arguments *a, int64_t tile) {
     const int64_t tiles = (a->rows + BF16_ROWS - 1) / BF16_ROWS, larger = a->rows % tiles;
     return tile * (a->rows / tiles) + (tile < larger ? tile : larger);
 }
 
-/* Interleaves rows pair by pair, tile by tile, so that a tile is read from first to last byte. */
+/* Interleave rows pair by pair, tile by tile, so that a tile is read from the first to the last byte. */
 static void interleave(const linear_bf16_arguments *a) {
     const int64_t pairs = (a->inputs + 1) / 2, whole = a->inputs / 8 * 4;
 #pragma omp for schedule(static)
@@ -28,14 +29,14 @@ static void interleave(const linear_bf16_arguments *a) {
             int64_t p = 0;
             if (r % 4 == 0 && r + 4 <= count)
                 for (int64_t q = 0; q < whole; q += 4) turn_four(source + r * a->x_stride + 2 * q, a->x_stride * 2, 4, target + q * count + r, count);
-            if (r / 4 * 4 + 4 <= count) p = whole; /* it went with its four */
+            if (r / 4 * 4 + 4 <= count) p = whole; /* done with its group of four */
             for (; p < a->inputs / 2; p++) memcpy(target + p * count + r, source + r * a->x_stride + 2 * p, 4);
             if (a->inputs & 1) target[(pairs - 1) * count + r] = source[r * a->x_stride + a->inputs - 1];
         }
     }
 }
 
-/* Sums of `count` rows from `row` on, outputs from `first` on, to where the arguments want them. */
+/* Store the sums of `count` rows from `row` on, outputs from `first` on, as the arguments require. */
 INLINE void store_bf16(int activation, const linear_bf16_arguments *a, const float *sums, int64_t row, int count, int64_t first) {
     const int64_t outputs = a->outputs - first;
     const __mmask32 mask = outputs >= 32 ? 0xffffffffu : (1u << outputs) - 1;
@@ -62,14 +63,15 @@ static void store_all(const linear_bf16_arguments *a, const float *sums, int64_t
     FOR_ACTIVATION(a->activation, STORE_BF16)
 }
 
-/* Panels that a thread takes at a time: about a megabyte, so that reading runs on, but at least eight turns for each thread. */
+/* Panels that a thread claims at a time: about a megabyte, so that reading is continuous, but at least eight claims
+ * per thread. */
 INLINE int panels_together(int64_t num_panels, int64_t pairs) {
     int64_t chunk = (1 << 20) / (pairs * PANEL_OUTPUTS * 4), most = num_panels / (8 * omp_get_num_threads());
     if (chunk > most) chunk = most;
     return chunk < 1 ? 1 : (int)chunk;
 }
 
-/* Few rows: one panel after the other, each against all tiles. */
+/* Few rows: one panel after the other, each with all tiles. */
 static void few_rows(const linear_bf16_arguments *a, const uint32_t *tiles, int64_t num_panels, int64_t pairs) {
     const int chunk = panels_together(num_panels, pairs);
     float sums[BF16_ROWS * PANEL_OUTPUTS] __attribute__((aligned(64)));
@@ -79,8 +81,8 @@ static void few_rows(const linear_bf16_arguments *a, const uint32_t *tiles, int6
         const uint8_t *weights = a->panels + panel * bytes;
         for (int64_t row = 0, pass = 0, count; row < a->rows; row += count, pass++) {
             count = tile_rows(row, a->rows);
-            /* One pass asks for its own panel a little ahead. Of several passes each of the first two asks for half of the next panel, so that
-             * memory is busy while they compute; the others find it there. */
+            /* A single pass prefetches its own panel. With several passes each of the first two prefetches half of
+             * the next panel, so that memory is busy while they compute; the others find it in the cache. */
             const uint8_t *ahead = count == a->rows ? weights + AHEAD_BF16 : pass < 2 ? weights + bytes + pass * bytes / 2 : NULL;
             const ptrdiff_t stride = count == a->rows ? 128 : 64;
             if (a->fixed && count == 1) tile_product_1(tiles + row * pairs, weights, pairs, ahead, stride, sums);
@@ -90,7 +92,7 @@ static void few_rows(const linear_bf16_arguments *a, const uint32_t *tiles, int6
     }
 }
 
-/* Many: a tile, which the first cache holds, meets several panels, which the second one holds. */
+/* Many rows: a tile, which stays in L1, is multiplied with several panels, which stay in L2. */
 static void many_rows(const linear_bf16_arguments *a, int64_t num_panels, int64_t pairs) {
     const ptrdiff_t bytes = pairs * PANEL_OUTPUTS * 4;
     const division d = divide(num_panels, (a->rows + BF16_ROWS - 1) / BF16_ROWS, FIT_BF16 / bytes);
@@ -112,7 +114,7 @@ static void many_rows(const linear_bf16_arguments *a, int64_t num_panels, int64_
 static void linear_bf16(const void *arguments) {
     const linear_bf16_arguments *a = arguments;
     const int64_t pairs = (a->inputs + 1) / 2, num_panels = (a->outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS;
-    const int lone = a->rows == 1 && a->inputs % 2 == 0; /* one row is its own tile */
+    const int lone = a->rows == 1 && a->inputs % 2 == 0; /* a single row is its own tile */
     if (a->rows < 1) return;
     if (!lone) interleave(a);
     if (a->rows > MANY_BF16) many_rows(a, num_panels, pairs);

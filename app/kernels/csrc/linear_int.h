@@ -1,5 +1,5 @@
-/* y = x W^T (+ bias) from quantised rows and packed int4 or int8 panels. Who multiplies a tile with a panel is the level's business
- * (tile_*.h); here is the order in which tiles and panels meet, and what becomes of the sums. */
+/* y = x W^T (+ bias) from quantised rows and packed int4 or int8 panels. The level multiplies a tile with a panel
+ * (tile_*.h). This file has the order of tiles and panels, and the epilogue. */
 #ifndef ARMATURE_LINEAR_INT_H
 #define ARMATURE_LINEAR_INT_H
 
@@ -9,17 +9,19 @@
 #include "division.h"
 #include "level.h"
 
-/* Bytes of a panel's group, header included. */
+/* Bytes of a panel's group, including the header. */
 INLINE ptrdiff_t group_bytes(const linear_int_arguments *a) {
     return 64 + (a->minimums ? 64 : 0) + a->group * PANEL_OUTPUTS / (a->bits == 4 ? 2 : 1);
 }
 
 INLINE ptrdiff_t panel_bytes_int(const linear_int_arguments *a) { return a->padded / a->group * group_bytes(a); }
 
-/* Rows [row, row + count) of the panel's outputs: sums [count, 32], overwritten. `ahead`: for each byte of the panel, what to ask for. */
+/* Rows [row, row + count) of the panel's outputs: sums [count, 32], overwritten. `ahead`: the address to prefetch for
+ * each byte of the panel. */
 static void multiply_tile(const linear_int_arguments *a, const uint8_t *panel, int64_t row, int count, const uint8_t *ahead, float *sums);
 
-/* For `multiply_tile`: a case for so many rows, a constant, and whatever else the level's `multiply` takes before bits and minimums. */
+/* For `multiply_tile`: a case for each number of rows as a constant, and the other arguments of the level's
+ * `multiply` before bits and minimums. */
 #define FIRST_OF(COUNT, ...) COUNT
 #define CASE(...)                                                                               \
     case FIRST_OF(__VA_ARGS__, ):                                                               \
@@ -43,20 +45,22 @@ INLINE void store_row(int activation, const linear_int_arguments *a, const float
     }
 }
 
-/* Panels that a thread claims at a time: about a megabyte, so that reading runs on, but at least eight turns for each thread. */
+/* Panels that a thread claims at a time: about a megabyte, so that reading is continuous, but at least eight claims
+ * per thread. */
 INLINE int claim(const linear_int_arguments *a, const division *d) {
     int64_t chunk = (1 << 20) / (panel_bytes_int(a) * d->panels), most = d->panel_tasks / (8 * omp_get_num_threads());
     chunk = chunk < most ? chunk : most;
     return chunk < 1 || d->tile_tasks > 1 ? 1 : (int)chunk;
 }
 
-#define FIT_INT (1 << 19) /* bytes of panels that a tile meets: half of a second cache of a megabyte; 3 to 7% over a quarter (Cascade Lake) */
+#define FIT_INT (1 << 19) /* bytes of panels per tile: half of a 1 MB L2; 3 to 7% faster than a quarter (Cascade Lake) */
 
-/* Bytes asked for before their use: measured against 1, 2, 4, 16 and 32 KB; the faster the memory, the more it matters (at 80 GB/s four rows
- * take 126 us instead of 165). */
+/* Prefetch distance in bytes: measured against 1, 2, 4, 16 and 32 KB. The faster the memory, the more it matters (at
+ * 80 GB/s four rows take 126 us instead of 165). */
 #define AHEAD 8192
 
-/* One pass asks for its own panel a little ahead. Of several passes the first asks for the next panel, so that memory is busy meanwhile. */
+/* A single pass prefetches its own panel. With several passes the first prefetches the next panel, so that memory is
+ * busy meanwhile. */
 INLINE void run_task(const linear_int_arguments *a, const division *d, int64_t task, float *sums) {
     const ptrdiff_t bytes = panel_bytes_int(a);
     const int64_t panel0 = task / d->tile_tasks * d->panels, tile0 = task % d->tile_tasks * d->tiles;
@@ -77,7 +81,7 @@ INLINE void run_task(const linear_int_arguments *a, const division *d, int64_t t
 
 static void linear_int(const void *arguments) {
     const linear_int_arguments *a = arguments;
-    if (a->rows < 1) return; /* a step whose rows nobody asks for */
+    if (a->rows < 1) return; /* a step that requests no rows */
     const int64_t num_panels = (a->outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS, num_tiles = (a->rows + a->height - 1) / a->height;
     const division d = divide(num_panels, num_tiles, FIT_INT / panel_bytes_int(a));
     const int chunk = claim(a, &d);

@@ -1,25 +1,27 @@
-/* The words between Python and the library: what can be asked for, and the arguments of each. Every field is eight bytes, so that a caller
- * needs nothing but addresses and 64-bit numbers; `app/kernels/native/operations.py` mirrors this file.
+/* The interface between Python and the library: the operations and the arguments of each. Every field has eight
+ * bytes, so that a caller needs only addresses and 64-bit numbers; `app/kernels/native/operations.py` mirrors this
+ * file.
  *
- * An operation is a *team function*: `armature_run` opens one parallel region in which every thread walks the same list, each kernel divides
- * its own work among them, and none returns before all have done their part.
+ * An operation is a *team function*: `armature_run` opens one parallel region in which every thread walks the same
+ * list. Each kernel divides its work among the threads, and none returns before all have done their part.
  *
  * Quantised activations
- *   A row of `size` inputs is padded with zeros to a multiple of `group`, itself one of 32; each group of a row has a scale: value = scale * code, code int8 in
- *   [-127, 127]. A group with NaN or infinity in it has the scale NaN. Rows lie in *tiles* of `height` rows (the last may have fewer), so that
- *   a product reads a tile from first to last byte. Of a tile with `count` rows (rounded up to TILE_ALIGN), which begins at row `first`:
+ *   A row of `size` inputs is padded with zeros to a multiple of `group`, itself a multiple of 32. Each group of a row has a scale:
+ *   value = scale * code, code int8 in [-127, 127]. A group with NaN or infinity in it has the scale NaN. Rows are stored in
+ *   *tiles* of `height` rows (the last may have fewer), so that a product reads a tile from the first to the last byte. A tile with
+ *   `count` rows (rounded up to TILE_ALIGN) that begins at row `first` has
  *     codes at first * padded + (k / BLOCK) * count * BLOCK + row * BLOCK + k % BLOCK;
  *     scales (fp32) and sums (int32, the NEGATED sum of a group's codes) at first * groups + g * count + row.
- *   `height`, BLOCK and TILE_ALIGN belong to the level: BLOCK is 4 for dot products and 8 for matrix products.
+ *   The level defines `height`, BLOCK and TILE_ALIGN: BLOCK is 4 for dot products and 8 for matrix products.
  *
  * Packed weights
- *   A *panel* holds 32 outputs, the last one padded with zeros. For each group of inputs: 32 scales (bf16), 32 minimums (bf16, if the form has
- *   them), then the codes. int4: value = scale * (code - 8), or scale * code + minimum; int8: value = scale * code.
- *   Dot products (BLOCK 4): for each 8 inputs two lines of 64 bytes, outputs 0 to 15 and 16 to 31. int4: byte 4 * output + i holds input i in
- *   its low half and input 4 + i in its high half. int8: four lines, inputs 0 to 3 of both halves of the outputs, then inputs 4 to 7.
- *   Matrix products (BLOCK 8): the same bytes, but int4: byte 8 * o + i holds input i of output o (0 to 7) in its low half and of output o + 8
- *   in its high half; int8: for each half of the outputs 128 bytes, byte 8 * output + i.
- */
+ *   A *panel* holds 32 outputs, the last one padded with zeros. For each group of inputs: 32 scales (bf16), 32 minimums (bf16, if
+ *   the form has them), then the codes. int4: value = scale * (code - 8), or scale * code + minimum; int8: value = scale * code.
+ *   Dot products (BLOCK 4): for each 8 inputs two lines of 64 bytes, outputs 0 to 15 and 16 to 31. int4: byte 4 * output + i holds
+ *   input i in its low half and input 4 + i in its high half. int8: four lines, inputs 0 to 3 of both halves of the outputs, then
+ *   inputs 4 to 7.
+ *   Matrix products (BLOCK 8): the same bytes, but int4: byte 8 * o + i holds input i of output o (0 to 7) in its low half and of
+ *   output o + 8 in its high half; int8: for each half of the outputs 128 bytes, byte 8 * output + i. */
 #ifndef ARMATURE_OPS_H
 #define ARMATURE_OPS_H
 
@@ -36,21 +38,21 @@ enum {
     OP_QUANTISE,   /* bf16 rows to quantised rows */
     OP_NORM,       /* RMSNorm, then bf16 or quantised, or added to the residual stream */
     OP_GATE,       /* act(gate) * up, then bf16 or quantised */
-    OP_TURN,       /* norms of query and key heads, rotary positions, keys and values to the cache */
+    OP_TURN,       /* norms of query and key heads, RoPE, keys and values to the cache */
     OP_LINEAR_INT, /* quantised rows times int4 or int8 panels */
-    OP_PICK,       /* the same, but only each row's best outputs come out */
+    OP_PICK,       /* the same, but only each row's top outputs are written */
     OP_ATTENTION,  /* queries over cached keys and values */
     OP_ROWS,       /* rows of weights, widened: an embedding */
     OP_GATHER,     /* some rows of an fp32 matrix */
     OP_LINEAR_BF16,
-    OP_ANGLES,     /* rotary angles of positions */
+    OP_ANGLES,     /* RoPE angles of positions */
     OP_LAYER_NORM, /* LayerNorm, then bf16 or quantised, and in place */
     OP_ACTIVATE,   /* act(x), then bf16 or quantised */
     OP_TEXTS,      /* attention of whole texts, without a cache */
     OP_COUNT
 };
 
-/* Where rows of activations go: quantised where `tiles` is given, else bf16 [rows, size]. */
+/* Destination of rows of activations: quantised if `tiles` is given, else bf16 [rows, size]. */
 typedef struct {
     uint16_t *rows;
     int8_t *tiles;
@@ -66,8 +68,9 @@ typedef struct {
     sink out;
 } quantise_arguments;
 
-/* out = hidden / rms(hidden) * weight, hidden [rows, size] fp32 (row stride in elements), weight [size] fp32. Where `branch` [rows, size] bf16 is
- * given, its norm is added into hidden instead, and `out` is not used: hidden += branch / rms(branch) * weight. */
+/* out = hidden / rms(hidden) * weight, hidden [rows, size] fp32 (row stride in elements), weight [size] fp32. If
+ * `branch` [rows, size] bf16 is given, its norm is added to hidden instead, and `out` is not used: hidden += branch /
+ * rms(branch) * weight. */
 typedef struct {
     float *hidden;
     const uint16_t *branch;
@@ -77,8 +80,8 @@ typedef struct {
     sink out;
 } norm_arguments;
 
-/* out = (hidden - mean) / sqrt(variance + eps) * weight (+ bias), hidden [rows, size] fp32 (row stride in elements), weight and, where given, bias
- * [size] fp32. `in_place`: the same, fp32, into hidden as well. */
+/* out = (hidden - mean) / sqrt(variance + eps) * weight (+ bias), hidden [rows, size] fp32 (row stride in elements),
+ * weight and, if given, bias [size] fp32. `in_place`: the same result in fp32 also replaces hidden. */
 typedef struct {
     float *hidden;
     const float *weight, *bias;
@@ -105,7 +108,8 @@ typedef struct {
 
 enum { OUTPUT_BF16, OUTPUT_FP32, OUTPUT_ADD_FP32 };
 
-/* y [rows, outputs] (row stride in elements; ADD: += into fp32) = act(quantised rows times panels, plus bias [outputs] fp32 where given). */
+/* y [rows, outputs] (row stride in elements; ADD: += into fp32) = act(quantised rows times panels, plus bias
+ * [outputs] fp32 if given). */
 typedef struct {
     const uint8_t *panels;
     const float *bias;
@@ -116,9 +120,10 @@ typedef struct {
     int64_t y_stride, rows, padded, outputs, group, height, bits, minimums, output, activation;
 } linear_int_arguments;
 
-/* Each row's `k` best outputs of a product whose logits nobody else needs, best first and the lower id first among equals: values [rows, k] fp32,
- * ids [rows, k]. A row with a NaN has NaN as its best value. With `softcap` > 0 a logit is softcap * tanh(logit / softcap). `logsumexp` [rows]
- * where given. `product.y` and what belongs to it are not used. scratch: PICK_TASKS * rows * (8 * k + 16) bytes. */
+/* Each row's `k` best outputs of a product whose logits are not needed otherwise, best first, and the lower id first
+ * among equals: values [rows, k] fp32, ids [rows, k]. A row with a NaN has NaN as its best value. With `softcap` > 0
+ * a logit is softcap * tanh(logit / softcap). `logsumexp` [rows] if given. `product.y` and its stride are not used.
+ * scratch: PICK_TASKS * rows * (8 * k + 16) bytes. */
 #define PICK_TASKS 64
 typedef struct {
     linear_int_arguments product;
@@ -130,11 +135,11 @@ typedef struct {
     double softcap;
 } pick_arguments;
 
-/* How the weight of OP_ROWS lies: packed (4 and 8 with groups), or rows as a checkpoint stores them. */
+/* Layout of the weight of OP_ROWS: packed (4 and 8 with groups), or rows as a checkpoint stores them. */
 enum { FORM_INT4 = 4, FORM_INT8 = 8, FORM_BF16_PANELS = 16, FORM_STORED_BF16, FORM_STORED_FP16, FORM_STORED_FP32 };
 
-/* Rows ids[i] of a weight [outputs, inputs], out [count, inputs] fp32, times `factor` and, where given, `factors` [inputs]; `add`: += into out. Of an
- * id that is no row's nothing is read, and NaN comes out. */
+/* Rows ids[i] of a weight [outputs, inputs], out [count, inputs] fp32, times `factor` and, if given, `factors`
+ * [inputs]; `add`: += into out. An id without a row reads nothing and gives NaN. */
 typedef struct {
     const uint8_t *weight;
     const int64_t *ids;
@@ -152,8 +157,8 @@ typedef struct {
     int64_t stride, count, size;
 } gather_arguments;
 
-/* cos and signed sin [count, 2 * half] fp32 of angle = positions[i] * frequencies[k], rounded to fp32 before: cos is (c, c), sin is (-s, s), each
- * times `scale`; frequencies [half] fp32. */
+/* cos and signed sin [count, 2 * half] fp32 of angle = positions[i] * frequencies[k], which is first rounded to fp32:
+ * cos is (c, c), sin is (-s, s), each times `scale`; frequencies [half] fp32. */
 typedef struct {
     const int64_t *positions;
     const float *frequencies;
@@ -162,8 +167,9 @@ typedef struct {
     double scale;
 } angles_arguments;
 
-/* y [rows, outputs] (row stride in elements; ADD: += into fp32) = act(x [rows, inputs] bf16 (likewise) times panels of bf16 (linear_bf16.h), plus
- * bias [outputs] fp32 where given). `tiles`: room for rows * ceil(inputs / 2) words. `fixed`: one row is summed in the order of many. */
+/* y [rows, outputs] (row stride in elements; ADD: += into fp32) = act(x [rows, inputs] bf16 (row stride in elements)
+ * times panels of bf16 (linear_bf16.h), plus bias [outputs] fp32 if given). `tiles`: a buffer of rows * ceil(inputs /
+ * 2) 32-bit elements. `fixed`: one row is summed in the same order as many. */
 typedef struct {
     const uint16_t *x;
     const uint8_t *panels;
@@ -174,11 +180,10 @@ typedef struct {
 } linear_bf16_arguments;
 
 /* Keys and values
- *   A layer's cache is rows of `token_bytes`, one a token: the keys of all heads, then their values, bf16. Or int8 codes for both, then a scale
- *   (fp32) for each head's key, then for each head's value: key = scale * code, code in [-127, 127], and a key that is not finite has the scale
- *   NaN. `keys`, `values`, `key_scales` and `value_scales` are the addresses of row 0's; both scales are NULL for bf16. A row of int8 is padded
- *   to a multiple of 64 bytes.
- */
+ *   A layer's cache is rows of `token_bytes`, one per token: the keys of all heads, then their values, bf16. Or int8 codes for
+ *   both, then a scale (fp32) for each head's key, then for each head's value: key = scale * code, code in [-127, 127], and a key
+ *   that is not finite has the scale NaN. `keys`, `values`, `key_scales` and `value_scales` are the addresses in row 0; both
+ *   scales are NULL for bf16. A row of int8 is padded to a multiple of 64 bytes. */
 typedef struct {
     uint8_t *keys, *values, *key_scales, *value_scales;
     int64_t token_bytes;
@@ -195,16 +200,17 @@ typedef struct {
     segment segments[2];
 } sequence;
 
-/* What a step attends to, the same for all layers. It is read when the operation runs: a list of operations that is run again finds here who is
- * in the batch now. `scratch` has at least as many bytes as `armature_attention_scratch` says. */
+/* A step's batch for attention, the same for all layers. It is read when the operation runs, so a recorded list of
+ * operations uses the current batch. `scratch` has at least `armature_attention_scratch` bytes. */
 typedef struct {
     int64_t num_sequences;
     uint8_t *scratch;
     sequence sequences[];
 } attention_step;
 
-/* Causal attention: query, out [tokens, heads, head_dim] bf16, strides between tokens in elements. window <= 0 and softcap <= 0 mean none. Rows
- * of sequences that the level has no kernel for (many queries without bf16 products) are left alone. */
+/* Causal attention: query, out [tokens, heads, head_dim] bf16, strides between tokens in elements. window <= 0 and
+ * softcap <= 0 mean none. Rows of sequences for which the level has no kernel (many queries without bf16 products)
+ * are not written. */
 typedef struct {
     const uint16_t *query;
     uint16_t *out;
@@ -214,15 +220,16 @@ typedef struct {
     double scale, softcap;
 } attention_arguments;
 
-/* Texts end to end: text i is rows [starts[i], starts[i + 1]). Read when the operation runs. */
+/* Texts one after the other: text i is rows [starts[i], starts[i + 1]). Read when the operation runs. */
 typedef struct {
     int64_t count, starts[];
 } text_list;
 
-/* Attention within each text: query, key and value are columns of rows that a product wrote (stride between rows in elements), bf16 or, `wide`,
- * fp32; out [rows, heads, head_dim] of the same (likewise out_stride). head_dim is even and at most 256. A token at p sees positions p - before to
- * p + after of its text. Scores are scaled, capped where softcap > 0, and where bias [heads, 2 * most + 1] fp32 is given added to: column most + key -
- * query, the outermost beyond. */
+/* Attention within each text: query, key and value are columns of rows that a product wrote (stride between rows in
+ * elements), bf16 or, if `wide`, fp32; out [rows, heads, head_dim] of the same dtype with stride out_stride. head_dim
+ * is even and at most 256. A token at p sees positions p - before to p + after of its text. Scores are scaled and
+ * capped if softcap > 0. If bias [heads, 2 * most + 1] fp32 is given, it is added to them: column most + key - query,
+ * or the outermost column beyond. */
 typedef struct {
     const void *query, *key, *value;
     void *out;
@@ -232,9 +239,10 @@ typedef struct {
     double scale, softcap;
 } texts_arguments;
 
-/* heads [rows, heads + 2 * kv_heads, head_dim] bf16 (stride between rows in elements): queries, keys, values. Queries and keys are normalised
- * (weights [head_dim] fp32, where given) and the first `dim` elements of each turned: (a, b) to (a cos - b sin, b cos + a sin), cos and sin [rows,
- * dim] fp32, the sign of sin in the angle (dim 0: none). Queries stay in place; keys and values go to rows written[i] of the cache. */
+/* heads [rows, heads + 2 * kv_heads, head_dim] bf16 (stride between rows in elements): queries, keys, values. Queries
+ * and keys are normalised (weights [head_dim] fp32, if given), and RoPE is applied to the first `dim` elements of
+ * each: (a, b) to (a cos - b sin, b cos + a sin), cos and sin [rows, dim] fp32, the sign of sin in the angle (dim 0:
+ * none). Queries stay in place; keys and values go to rows written[i] of the cache. */
 typedef struct {
     uint16_t *x;
     const float *query_norm, *key_norm, *cos, *sin;
@@ -244,20 +252,23 @@ typedef struct {
     double eps;
 } turn_arguments;
 
-/* ---- Lanes: texts of one batch that go through recorded operations apart from the others (lanes.c) ---- */
+/* ---- Lanes: texts of one batch that go through recorded operations separately (lanes.c) ---- */
 
-/* A number that recorded operations keep: so many rows, or the height of tiles of so many. `which`: 0 the tokens, 1 those that are wanted. */
+/* A number that recorded operations keep: a number of rows, or the height of tiles for that number. `which`: 0 all
+ * tokens, 1 the requested tokens. */
 typedef struct {
     int64_t *word, which, is_height;
 } row_place;
 
-/* Texts end to end, and `wanted`, rising: the tokens whose hidden states are asked for, NULL for all. `types` NULL: nobody reads them. */
+/* Texts one after the other, and `wanted`, ascending: the tokens whose hidden states are requested, NULL for all.
+ * `types` NULL: not read. */
 typedef struct {
     int64_t *token_ids, *positions, *types, *wanted;
     text_list *texts;
 } text_words;
 
-/* Recorded operations over memory of their own, where they read their texts, and where they leave hidden states fp32 [wanted, size]. */
+/* Recorded operations with separate memory, the addresses from which they read their texts, and of their hidden
+ * states fp32 [wanted, size]. */
 typedef struct {
     text_words words;
     const float *hidden;
@@ -267,8 +278,9 @@ typedef struct {
     int64_t num_places;
 } text_steps;
 
-/* A batch, and hidden [wanted, size]. Lane i has texts [texts[i], texts[i + 1]), and of what is wanted rows [wanted[i], wanted[i + 1]). The first
- * `together` of `count` lanes are computed by all `threads` with steps[0]; the others by one thread each, thread t with steps[1 + t]. */
+/* A batch, and hidden [wanted, size]. Lane i has texts [texts[i], texts[i + 1]) and rows [wanted[i], wanted[i + 1])
+ * of the requested tokens. All `threads` compute the first `together` of `count` lanes with steps[0]; one thread
+ * computes each of the others, thread t with steps[1 + t]. */
 typedef struct {
     text_words batch;
     float *hidden;

@@ -1,12 +1,13 @@
-/* Rows of bf16 weights to panels (tile_bf16.h) and back, in plain C: any level may pack, an embedding reads rows out of the output layer. */
+/* bf16 weights to panels (tile_bf16.h) and back, in plain C: any level may pack, and an embedding reads rows from the
+ * packed output layer. */
 #include <string.h>
 
 #include <omp.h>
 
 #include "level.h"
 
-/* Rows [N, K] as stored -> panels [ceil(N / 32)][ceil(K / 2)][32][2]; what is beyond N or K is zero. `panels` from `first_output` on, a multiple
- * of 32 or the continuation of a fused matrix: output n of this part becomes output first_output + n. */
+/* Rows [N, K] as stored -> panels [ceil(N / 32)][ceil(K / 2)][32][2]; elements beyond N or K are zero. `first_output`
+ * is a multiple of 32 or the continuation of a fused matrix: output n of this part becomes output first_output + n. */
 EXPORT void armature_pack_bf16(const uint16_t *weights, uint16_t *panels, int64_t outputs, int64_t inputs, int64_t first_output) {
     const int64_t pairs = (inputs + 1) / 2, block = 16;
 #pragma omp parallel for schedule(dynamic, 1)
@@ -29,7 +30,7 @@ EXPORT void armature_pack_bf16(const uint16_t *weights, uint16_t *panels, int64_
     }
 }
 
-/* A row as it was packed, widened: part of `armature_rows`. */
+/* Widen one packed row: part of `armature_rows`. */
 void armature_row_bf16(const rows_arguments *a, int64_t id, int64_t from, int64_t count, float *out) {
     const int64_t pairs = (a->inputs + 1) / 2;
     const uint16_t *source = (const uint16_t *)a->weight + (id / PANEL_OUTPUTS) * pairs * PANEL_OUTPUTS * 2 + id % PANEL_OUTPUTS * 2;

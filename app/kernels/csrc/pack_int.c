@@ -1,21 +1,21 @@
-/* Codes and scales to panels and back: the layout that ops.h describes, in plain C, since it happens once. */
+/* Codes and scales to panels and back: the layout in ops.h, in plain C, since packing happens once. */
 #include <string.h>
 
 #include <omp.h>
 
 #include "level.h"
 
-/* What a packed weight looks like; codes one byte each, [outputs, padded]: int4 as 0 to 15, int8 as they are. */
+/* The form of a packed weight. Codes are one byte each, [outputs, padded]: int4 as 0 to 15, int8 as signed bytes. */
 typedef struct {
     const uint8_t *codes;
-    const uint16_t *scales, *minimums; /* bf16 [outputs, groups]; minimums NULL where the form has none */
+    const uint16_t *scales, *minimums; /* bf16 [outputs, groups]; minimums NULL if the form has none */
     uint8_t *panels;
     int64_t outputs, first, padded, group, bits;
 } pack_arguments;
 
 static int64_t bytes_of_group(int64_t group, int64_t bits, int minimums) { return 64 + (minimums ? 64 : 0) + group * PANEL_OUTPUTS * bits / 8; }
 
-/* Where the code of (output, k) lies in its group, and by how many bits it is shifted. */
+/* Position of the code of (output, k) in its group, and the bits by which it is shifted. */
 static int64_t place(int64_t output, int64_t k, int64_t bits, int64_t block, int *shift) {
     const int64_t half = output / 16, o = output % 16, eight = k / 8, i = k % 8;
     *shift = 0;
@@ -28,11 +28,11 @@ static int64_t place(int64_t output, int64_t k, int64_t bits, int64_t block, int
     return eight * 128 + half * 64 + o % 8 * 8 + i;
 }
 
-/* Outputs [first, first + outputs) of a weight, each brought once, into panels that held zeros. */
+/* Pack outputs [first, first + outputs) of a weight, each once, into panels of zeros. */
 EXPORT void armature_pack_int(const pack_arguments *a) {
     const int64_t groups = a->padded / a->group, bytes = bytes_of_group(a->group, a->bits, a->minimums != NULL), block = armature_now()->block;
     const int64_t header = a->minimums ? 128 : 64, last = a->first + a->outputs;
-#pragma omp parallel for schedule(dynamic, 1) /* a panel is one thread's: outputs share its bytes */
+#pragma omp parallel for schedule(dynamic, 1) /* a panel is packed by one thread, since outputs share its bytes */
     for (int64_t panel = a->first / PANEL_OUTPUTS; panel < (last + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS; panel++)
         for (int64_t n = panel * PANEL_OUTPUTS; n < (panel + 1) * PANEL_OUTPUTS; n++) {
             const int64_t row = n - a->first, o = n % PANEL_OUTPUTS;
@@ -58,7 +58,7 @@ static float widened(const uint8_t *p) {
     return cast.number;
 }
 
-/* One output of one group, as numbers. */
+/* Dequantize one output of one group. */
 void armature_row_int(const rows_arguments *a, int64_t id, int64_t from, int64_t count, float *out) {
     const int64_t groups = a->padded / a->group, bytes = bytes_of_group(a->group, a->form, a->minimums != 0), output = id % PANEL_OUTPUTS;
     const uint8_t *group = a->weight + (id / PANEL_OUTPUTS * groups + from / a->group) * bytes;

@@ -1,11 +1,12 @@
-/* The best outputs of each row straight from the output product: a tile's logits are looked at while they are in the first cache, and never
- * written out. Outputs are divided into the same tasks whoever runs them, and merged in order, so a result depends on nothing but its row. */
+/* The top outputs of each row directly from the output product: a tile's logits are compared while they are in L1 and
+ * never written. Outputs are divided into the same tasks for any number of threads and merged in order, so that a
+ * result depends only on its row. */
 #ifndef ARMATURE_PICK_H
 #define ARMATURE_PICK_H
 
 #include "linear_int.h"
 
-/* What a task knows of a row: its k best so far, the worst of them, and the running sum of e^(x - largest). */
+/* A task's state of a row: its k best so far, the worst of them, and the running sum of e^(x - largest). */
 typedef struct {
     float largest, sum, worst;
     int32_t broken; /* a NaN was seen */
@@ -20,7 +21,7 @@ INLINE void insert(const pick_arguments *a, seen *s, float value, int64_t id) {
     int32_t *ids = (int32_t *)(s + 1);
     float *values = (float *)(ids + a->k);
     int64_t i = a->k - 1;
-    if (!(value > values[i])) return; /* among equals the earlier, which is the lower, stays */
+    if (!(value > values[i])) return; /* among equal values the lower id, which comes earlier, stays */
     for (; i > 0 && value > values[i - 1]; i--) values[i] = values[i - 1], ids[i] = ids[i - 1];
     values[i] = value, ids[i] = (int32_t)id;
     s->worst = values[a->k - 1];
@@ -41,7 +42,7 @@ INLINE void add_exponentials(seen *s, const float *x, int64_t outputs) {
     s->largest = largest;
 }
 
-/* Logits of one row and panel, as far as there are outputs. */
+/* Logits of one row and panel, up to the number of outputs. */
 INLINE void look(const pick_arguments *a, seen *s, float *x, int64_t first, int64_t outputs) {
     const linear_int_arguments *p = &a->product;
     vi better = vi_all(0), nan = vi_all(0);

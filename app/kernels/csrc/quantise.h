@@ -1,4 +1,4 @@
-/* bf16 rows to quantised rows, for a product whose input no other kernel has finished. */
+/* bf16 rows to quantised rows, for a product whose input does not come from another kernel. */
 #ifndef ARMATURE_QUANTISE_H
 #define ARMATURE_QUANTISE_H
 

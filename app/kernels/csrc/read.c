@@ -1,4 +1,5 @@
-/* Reads memory and does nothing else, as fast as products do that ask for it ahead: what they are held against (app/bench/engine/ceilings.py). */
+/* Reads memory as fast as products with prefetching do: the read ceiling that they are compared with
+ * (app/kernels/ceilings.py). */
 #include <string.h>
 
 #include "level.h"
@@ -7,7 +8,7 @@ typedef uint64_t words __attribute__((vector_size(64)));
 
 #define AHEAD 8192
 
-/* The exclusive or of `bytes` bytes, as far as they are whole lines of 64. */
+/* Return the exclusive or of `bytes` bytes, up to the last whole line of 64. */
 EXPORT uint64_t armature_read(const uint8_t *p, int64_t bytes) {
     words all[4] = {{0}};
     for (int64_t i = 0; i + 256 <= bytes; i += 256)

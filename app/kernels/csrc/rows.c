@@ -1,22 +1,23 @@
-/* Rows of weights, widened: an embedding, out of whatever form its table is held in. Plain C, as it touches few bytes; the same for every
- * level. Threads share the parts of a row too: most steps want one. */
+/* Rows of weights, widened: an embedding from any form of its table. Plain C, since it touches few bytes, and the
+ * same for every level. Threads also share the parts of a row, because most steps read a single row. */
 #include <math.h>
 #include <string.h>
 
 #include "level.h"
 
-#define PART 256 /* inputs that one thread widens at a time, where no group says how many */
+#define PART 256 /* inputs that a thread widens at a time, for forms without groups */
 
 static inline float from_bits(uint32_t bits) {
     union { uint32_t bits; float number; } cast = {bits};
     return cast.number;
 }
 
-/* IEEE half: the exponent moves by 112, which a product does also where it is denormal; infinity and NaN keep theirs. */
+/* IEEE half: the exponent moves by 112. A multiplication does that for denormals too; infinity and NaN keep their
+ * exponent. */
 static inline float from_half(uint16_t half) {
     const uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = (uint32_t)(half & 0x7fff) << 13;
     const union { float number; uint32_t bits; } moved = {from_bits(rest) * 0x1p112f};
-    const uint32_t special = rest >= 0x0f800000 ? 0xffffffff : 0; /* no branches, so that compilers take several at a time */
+    const uint32_t special = rest >= 0x0f800000 ? 0xffffffff : 0; /* no branches, so that compilers vectorize it */
     return from_bits(sign | (((rest | 0x7f800000) & special) | (moved.bits & ~special)));
 }
 

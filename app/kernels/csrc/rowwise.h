@@ -1,5 +1,5 @@
-/* What stands between the products of a layer, a row at a time: normalise, gather. fp32 inside; what comes out is what the product that
- * comes next reads. A row's result never depends on how many others there are. */
+/* Operations between the products of a layer, one row at a time: normalise, gather. They compute in fp32 and write
+ * the form that the next product reads. A row's result does not depend on the number of rows. */
 #ifndef ARMATURE_ROWWISE_H
 #define ARMATURE_ROWWISE_H
 
@@ -7,7 +7,7 @@
 
 /* ---- normalise ---- */
 
-/* A row: bf16 where `narrow` is given, else fp32. */
+/* A row: bf16 if `narrow` is given, else fp32. */
 typedef struct {
     const float *wide;
     const uint16_t *narrow;
@@ -20,7 +20,7 @@ INLINE vf add_square(norm_row x, int64_t i, int64_t left, vf squares) {
     return squares + value * value;
 }
 
-/* 1 / rms(x). Four sums run side by side, as each has to wait for itself. */
+/* 1 / rms(x). Four independent sums hide the latency of additions. */
 INLINE float inverse_rms(norm_row x, int64_t size, double eps) {
     vf squares[4] = {vf_all(0), vf_all(0), vf_all(0), vf_all(0)};
     int64_t i = 0;

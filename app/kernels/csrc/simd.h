@@ -1,5 +1,6 @@
-/* Vectors of LANES floats in the compiler's own vector types, so that one source serves every instruction set: each level says how wide its
- * registers are and includes this. Only what the compiler has no operator for stands here; products of integers are in tile_*.h. */
+/* Vectors of LANES floats in the compiler's vector types, so that one source serves every instruction set: each level
+ * defines its register width and includes this. Only operations without a compiler operator are here; integer
+ * products are in tile_*.h. */
 #ifndef ARMATURE_SIMD_H
 #define ARMATURE_SIMD_H
 
@@ -13,7 +14,7 @@
 #endif
 
 #if defined(__aarch64__) && LANES == 4
-#define NEON_LANES /* where GCC takes bytes to words, or back, through general registers one by one, NEON's own steps stand instead */
+#define NEON_LANES /* GCC widens and narrows bytes through general registers one by one; use NEON's instructions instead */
 #include <arm_neon.h>
 #endif
 
@@ -25,7 +26,7 @@ typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
 typedef uint16_t vh __attribute__((vector_size(LANES * 2)));
 typedef int8_t vb __attribute__((vector_size(LANES)));
 
-INLINE vf vf_all(float x) { return x - (vf){0}; } /* x + 0 would be an addition, as -0 becomes 0 */
+INLINE vf vf_all(float x) { return x - (vf){0}; } /* x + 0 would be an addition, since -0 becomes 0 */
 INLINE vi vi_all(int32_t x) { return (vi){0} + x; }
 
 INLINE vf vf_load(const float *p) {
@@ -44,14 +45,14 @@ INLINE vf vf_load_part(const float *p, ptrdiff_t count) {
     return x;
 }
 
-/* A copy of a size that the compiler knows is one store, of any other size a call. */
+/* A copy of constant size is one store; of any other size a call. */
 INLINE void vf_store_part(float *p, vf x, ptrdiff_t count) {
     if (count >= LANES) vf_store(p, x);
     else memcpy(p, &x, (size_t)count * 4);
 }
 
 INLINE vf vf_select(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
-/* Whether any bit of any lane is set. */
+/* True if any bit of any lane is set. */
 INLINE int any_lane(vi x) {
 #if LANES == 16 && defined(__AVX512F__)
     return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0;
@@ -65,7 +66,7 @@ INLINE int any_lane(vi x) {
 #endif
 }
 
-/* x86 has an instruction for each of these three, in which the compiler does not recognise them. */
+/* x86 has an instruction for each of these three, which the compiler does not recognise. */
 INLINE vi vi_max(vi a, vi b) {
 #if LANES == 16 && defined(__AVX512F__)
     return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
@@ -88,7 +89,7 @@ INLINE vf vf_max(vf a, vf b) {
 #endif
 }
 
-/* Likewise. */
+/* b if either is NaN */
 INLINE vf vf_min(vf a, vf b) {
 #if LANES == 16 && defined(__AVX512F__)
     return (vf)_mm512_min_ps((__m512)a, (__m512)b);
@@ -111,7 +112,7 @@ typedef float float_quarter __attribute__((vector_size(16)));
 
 INLINE float_quarter vf_quarter(vf x, int i) { return (float_quarter)vi_quarter((vi)x, i); }
 
-/* Halves are added to halves until one is left. */
+/* Add halves until one lane is left. */
 INLINE float vf_sum(vf x) {
 #if LANES == 16
     const float_quarter four = (vf_quarter(x, 0) + vf_quarter(x, 2)) + (vf_quarter(x, 1) + vf_quarter(x, 3));
@@ -123,7 +124,7 @@ INLINE float vf_sum(vf x) {
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-/* Of numbers or infinities. */
+/* For numbers and infinities. */
 INLINE float vf_largest(vf x) {
     float_quarter best = vf_quarter(x, 0);
     for (int i = 1; i < LANES / 4; i++) {
@@ -163,7 +164,8 @@ INLINE int32_t vi_sum(vi x) {
 #define SHUFFLE4(a, b, ...) __builtin_shuffle(a, b, (quarter){__VA_ARGS__})
 #endif
 
-/* Four words of four rows, `bytes` apart, to columns: word u of row r to to[u * stride + r], for u < 4 and u < count. */
+/* Transpose four 32-bit elements of four rows that are `bytes` apart: element u of row r goes to to[u * stride + r],
+ * for u < 4 and u < count. */
 INLINE void turn_four(const void *from, ptrdiff_t bytes, int64_t count, uint32_t *to, ptrdiff_t stride) {
     quarter x[4];
     for (int r = 0; r < 4; r++) memcpy(&x[r], (const char *)from + r * bytes, sizeof x[r]);
@@ -174,7 +176,8 @@ INLINE void turn_four(const void *from, ptrdiff_t bytes, int64_t count, uint32_t
     for (int u = 0; u < 4 && u < count; u++) memcpy(to + u * stride, &columns[u], sizeof columns[u]);
 }
 
-/* Keeps a product apart from the sum that follows: the compiler may otherwise fuse the two, which rounds once instead of twice. */
+/* Separate a product from the sum that follows: the compiler may otherwise fuse both, which rounds once instead of
+ * twice. */
 INLINE vf unfused(vf x) {
 #if defined(__x86_64__) && LANES == 16
     __asm__("" : "+v"(x));
@@ -186,7 +189,7 @@ INLINE vf unfused(vf x) {
     return x;
 }
 
-/* To the nearest integer, ties to even; |x| < 2^22. */
+/* Round to the nearest integer, ties to even; |x| < 2^22. */
 INLINE vi vf_round(vf x) {
     const vf magic = vf_all(12582912.0f); /* 1.5 * 2^23 */
     return (vi)(unfused(x) + magic) - (vi)magic;
@@ -197,7 +200,7 @@ INLINE vi vf_round(vf x) {
 INLINE vf bf16_load(const uint16_t *p) {
     vh x;
     memcpy(&x, p, sizeof x);
-#if LANES == 16 && defined(__AVX512F__) /* the compiler widens halves and puts them together */
+#if LANES == 16 && defined(__AVX512F__) /* the compiler widens halves separately and joins them */
     return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)x), 16);
 #else
     return (vf)(__builtin_convertvector(x, vu) << 16);
@@ -211,7 +214,7 @@ INLINE vf bf16_load_part(const uint16_t *p, ptrdiff_t count) {
     return bf16_load(part);
 }
 
-/* Rounds to nearest, ties to even; NaN stays NaN. */
+/* Round to nearest, ties to even; NaN stays NaN. */
 INLINE vh bf16_of(vf x) {
     vu bits = (vu)x, odd = (bits >> 16) & 1, rounded = (bits + 0x7fff + odd) >> 16, nan = (vu)(x != x);
     return __builtin_convertvector((nan & ((bits >> 16) | 0x40)) | (~nan & rounded), vh);
@@ -230,12 +233,12 @@ INLINE void bf16_store_part(uint16_t *p, vf x, ptrdiff_t count) {
 
 /* ---- bytes ---- */
 
-/* 2 * LANES signed bytes as numbers. */
+/* 2 * LANES signed bytes as floats. */
 INLINE void bytes_load(const void *p, vf *x) {
 #ifdef NEON_LANES
     const int16x8_t wide = vmovl_s8(vld1_s8(p));
     x[0] = (vf)vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide))), x[1] = (vf)vcvtq_f32_s32(vmovl_high_s16(wide));
-#elif defined(__AVX512F__) && LANES == 16 /* GCC takes convertvector of bytes apart, element by element */
+#elif defined(__AVX512F__) && LANES == 16 /* GCC splits convertvector of bytes into single elements */
     for (int i = 0; i < 2; i++) x[i] = (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p + i)));
 #elif defined(__AVX2__) && LANES == 8
     for (int i = 0; i < 2; i++) x[i] = (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)((const char *)p + 8 * i))));

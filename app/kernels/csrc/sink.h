@@ -1,5 +1,6 @@
-/* Rows of activations on their way out of a kernel: as bf16, or quantised into tiles. A kernel hands over finished floats, a part of a row at
- * a time: whole groups, so that parts may be any thread's, and few enough to stay in the first cache where groups are small. */
+/* Rows of activations as output of a kernel: bf16, or quantised into tiles. A kernel passes finished floats, a part
+ * of a row at a time. A part is whole groups, so that any thread can write it, and small enough to stay in L1 if
+ * groups are small. */
 #ifndef ARMATURE_SINK_H
 #define ARMATURE_SINK_H
 
@@ -7,17 +8,18 @@
 #include "simd.h"
 
 #define MOST_GROUP 65536 /* the largest group that a kernel keeps on its stack, in floats */
-#define PART 1024        /* values that are finished together where groups are smaller */
-#define STRIP 16         /* codes that are made together; a group has a multiple of 32 */
+#define PART 1024        /* values that are finished together if groups are smaller */
+#define STRIP 16         /* codes that are computed together; a group has a multiple of 32 */
 
 typedef int8_t strip __attribute__((vector_size(STRIP)));
 
-/* `count` values of a row, from column `from`. */
+/* Write `count` values of a row, from column `from` on. */
 typedef struct {
     int64_t row, from, count;
 } part;
 
-/* a / b of numbers below 2^32: some processors take three times as long in 64 bits, and a part of a row needs several. */
+/* a / b of numbers below 2^32: 64-bit division takes three times as long on some processors, and a part of a row
+ * needs several. */
 INLINE int64_t quotient(int64_t a, int64_t b) { return (uint32_t)a / (uint32_t)b; }
 
 INLINE int64_t part_size(const sink *out) {
@@ -33,14 +35,15 @@ INLINE part nth_part(const sink *out, int64_t size, int64_t index) {
     return (part){row, from, left < part_size(out) ? left : part_size(out)};
 }
 
-/* The group's largest magnitude, as bits: NaN is above infinity and infinity above all numbers. */
+/* The group's largest magnitude as bits: NaN is above infinity, and infinity above all numbers. */
 INLINE int32_t largest_bits(const float *x, int64_t size) {
     vi best = vi_all(0);
     for (int64_t i = 0; i < size; i += LANES) best = vi_max(best, (vi)vf_load(x + i) & 0x7fffffff);
     return vi_largest(best);
 }
 
-/* Small integers to bytes. GCC moves them through general registers one by one: the processors' own steps take their place. */
+/* Small integers to bytes. GCC moves them through general registers one by one; use the processor's instructions
+ * instead. */
 INLINE strip strip_narrowed(const vi *wide) {
     strip codes;
 #ifdef NEON_LANES
@@ -48,7 +51,7 @@ INLINE strip strip_narrowed(const vi *wide) {
     codes = (strip)vuzp1q_s8((int8x16_t)low, (int8x16_t)high);
 #elif LANES == 16 && defined(__AVX512F__)
     codes = (strip)_mm512_cvtepi32_epi8((__m512i)wide[0]);
-#elif LANES == 8 && defined(__AVX2__) /* the quarters of both come out as 0, 2, 1, 3 */
+#elif LANES == 8 && defined(__AVX2__) /* the quarters of both come out in the order 0, 2, 1, 3 */
     const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)wide[0], (__m256i)wide[1]), 0xd8);
     codes = (strip)_mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
 #else
@@ -71,7 +74,7 @@ INLINE strip strip_of(const float *x, float inverse, vi *total) {
     return strip_narrowed(codes);
 }
 
-/* Each BLOCK codes together, blocks `step` bytes apart. */
+/* BLOCK codes at a time, in blocks `step` bytes apart. */
 INLINE void strip_store(int8_t *target, int64_t step, strip codes) {
     if (step == BLOCK) memcpy(target, &codes, STRIP);
     else
@@ -79,7 +82,7 @@ INLINE void strip_store(int8_t *target, int64_t step, strip codes) {
         for (int i = 0; i < STRIP; i += BLOCK) memcpy(target + i / BLOCK * step, (const char *)&codes + i, BLOCK);
 }
 
-/* One group of a row; x may be overwritten. */
+/* Quantise one group of a row; x may be overwritten. */
 INLINE void quantise_group(float *x, int64_t group, int8_t *target, int64_t step, float *scale, int32_t *sum) {
     union { int32_t bits; float number; } largest = {largest_bits(x, group)};
     const int finite = largest.bits < 0x7f800000, any = finite && largest.number > 1e-35f;
@@ -91,7 +94,7 @@ INLINE void quantise_group(float *x, int64_t group, int8_t *target, int64_t step
     *sum = -vi_sum(total);
 }
 
-/* Where the codes of a row's group go is said in ops.h. */
+/* ops.h has the position of the codes of a row's group. */
 INLINE void emit_groups(const sink *out, int64_t rows, int64_t size, part p, float *x) {
     const int64_t group = out->group, groups = quotient(size + group - 1, group), last = quotient(p.count + group - 1, group);
     const int64_t first = quotient(p.row, out->height) * out->height, left = rows - first, within = p.row - first;
@@ -101,12 +104,12 @@ INLINE void emit_groups(const sink *out, int64_t rows, int64_t size, part p, flo
     for (int64_t i = 0, g = quotient(p.from, group); i < last; i++, g++) {
         const int64_t at = first * groups + g * count + within;
         int8_t *target = out->tiles + first * groups * group + g * group * count + within * BLOCK;
-        if (count == 1) quantise_group(x + i * group, group, target, BLOCK, out->scales + at, out->sums + at); /* codes lie end to end */
+        if (count == 1) quantise_group(x + i * group, group, target, BLOCK, out->scales + at, out->sums + at); /* codes are adjacent */
         else quantise_group(x + i * group, group, target, count * BLOCK, out->scales + at, out->sums + at);
     }
 }
 
-/* Part p of `rows` rows of `size`, where anyone wants it. x has room for MOST_GROUP values and may be overwritten. */
+/* Finish part p of `rows` rows of `size`, if requested. x has capacity for MOST_GROUP values and may be overwritten. */
 INLINE void emit(const sink *out, int64_t rows, int64_t size, part p, float *x) {
     if (out->tiles) emit_groups(out, rows, size, p, x);
     else if (out->rows)

@@ -1,7 +1,8 @@
-/* Attention of whole texts, end to end in one batch, without a cache: keys and values are read where a product wrote them. A task is some
- * queries of one text and all query heads that share a head of keys; it packs a block of keys and values into panels of its own, which stay in
- * its cache while all its queries meet them. Running maximum and sum, as in attention_decode.h. Products are of pairs of bf16 where the level
- * has them, else of fp32, into which bf16 is widened; softmax is fp32. A token's result depends on its own text alone. */
+/* Attention of whole texts, stored one after the other in one batch, without a cache: keys and values are read where
+ * a product wrote them. A task is some queries of one text and all query heads that share a KV head. It packs a block
+ * of keys and values into private panels, which stay in its cache while all its queries use them. Running maximum and
+ * sum, as in attention_decode.h. Products are of pairs of bf16 if the level has them, else of fp32, to which bf16 is
+ * widened. Softmax is fp32. A token's result depends only on its text. */
 #ifndef ARMATURE_TEXTS_H
 #define ARMATURE_TEXTS_H
 
@@ -9,20 +10,20 @@
 
 #include "tile_units.h"
 
-#define TEXT_BLOCK 256    /* positions whose keys and values are in panels together, at most */
-#define TEXT_PANELS 16384 /* elements of keys, and of values, that are in panels together: they stay in the second cache */
-#define TEXT_SUMS 32768   /* floats of weighted values that a task holds: queries times padded head */
-#define TEXT_HEAD 256     /* elements of a head */
-#define TEXT_ROW (TEXT_BLOCK + 16) /* a row's scores; rows a power of two apart would meet in the same places of the first cache */
+#define TEXT_BLOCK 256    /* maximum positions whose keys and values are in panels together */
+#define TEXT_PANELS 16384 /* elements of keys, and of values, in panels together: they stay in L2 */
+#define TEXT_SUMS 32768   /* floats of weighted values per task: queries times padded head */
+#define TEXT_HEAD 256     /* maximum elements of a head */
+#define TEXT_ROW (TEXT_BLOCK + 16) /* scores of a row; rows at a distance of a power of two would share the same sets of L1 */
 
-/* A task: rows are (query, query head) of one text and one head of keys. */
+/* A task: rows are (query, query head) of one text and one KV head. */
 typedef struct {
     const texts_arguments *a;
     int64_t begin, end, kv_head, first_query, rows; /* the text's tokens are [begin, end) */
     uint32_t keys[TEXT_PANELS] __attribute__((aligned(64)));
     uint32_t values[TEXT_PANELS] __attribute__((aligned(64)));
-    uint32_t queries[TEXT_SUMS] __attribute__((aligned(64))); /* tile after tile, of each unit all rows */
-    float scores[UNIT_ROWS * TEXT_ROW] __attribute__((aligned(64))); /* a tile's, then its weights, each row's end to end */
+    uint32_t queries[TEXT_SUMS] __attribute__((aligned(64))); /* tile after tile, for each unit all rows */
+    float scores[UNIT_ROWS * TEXT_ROW] __attribute__((aligned(64))); /* a tile's scores, then its weights, row after row */
     float maximum[TEXT_SUMS / 2 / LANES], total[TEXT_SUMS / 2 / LANES];
     float sums[TEXT_SUMS] __attribute__((aligned(64)));
 } text_task;
@@ -30,7 +31,7 @@ typedef struct {
 INLINE int64_t text_group(const texts_arguments *a) { return a->heads / a->kv_heads; }
 INLINE int64_t padded_head(const texts_arguments *a) { return (a->head_dim + PANEL_UNITS - 1) / PANEL_UNITS * PANEL_UNITS; }
 
-/* Queries of a task at most: what sums have room for, and fewer where that would leave threads without work. */
+/* Maximum queries of a task: limited by the capacity of sums, and fewer if threads would have no work. */
 static int64_t text_queries(const texts_arguments *a) {
     const int64_t tokens = a->texts->starts[a->texts->count], fit = TEXT_SUMS / padded_head(a) / text_group(a);
     const int64_t shared = tokens * a->kv_heads / (4 * omp_get_num_threads()) + 1, least = fit < 48 ? fit : 48;
@@ -46,18 +47,18 @@ INLINE int64_t text_block(const texts_arguments *a) {
 
 INLINE int64_t units_of(int kind, int64_t elements) { return kind == UNIT_PAIRS ? elements / 2 : elements; }
 
-/* Where the head `column` of a token begins. */
+/* Address of the head `column` of a token. */
 INLINE const void *head_of(const texts_arguments *a, const void *rows, int64_t token, int64_t column) {
     return (const char *)rows + (token * a->stride + column * a->head_dim) * (a->wide ? 4 : 2);
 }
 
-/* LANES units of a head from unit u on, of which it has `left`: pairs of bf16 as they lie, else fp32. */
+/* LANES units of a head from unit u on, of which `left` remain: pairs of bf16 in place, else fp32. */
 INLINE vf load_units(int kind, const texts_arguments *a, const void *head, int64_t u, int64_t left) {
     if (a->wide || kind == UNIT_PAIRS) return vf_load_part((const float *)head + u, left);
     return bf16_load_part((const uint16_t *)head + u, left);
 }
 
-/* Four heads to columns: unit u of head i to to[u * stride + i]. Heads that are NULL are zeros. */
+/* Transpose four heads: unit u of head i goes to to[u * stride + i]. NULL heads are zeros. */
 INLINE void turn_heads(int kind, const texts_arguments *a, const void *const *heads, uint32_t *to, int64_t stride) {
     const int64_t units = units_of(kind, a->head_dim);
     for (int64_t u = 0; u < units; u += LANES) {
@@ -69,7 +70,8 @@ INLINE void turn_heads(int kind, const texts_arguments *a, const void *const *he
     }
 }
 
-/* Keys of positions [from, from + count) to panels [PANEL_UNITS positions][unit of head][position]; what is beyond count is zero. */
+/* Keys of positions [from, from + count) to panels [PANEL_UNITS positions][unit of head][position]; positions beyond
+ * count are zero. */
 INLINE void pack_keys(int kind, text_task *t, int64_t from, int64_t count) {
     const int64_t units = units_of(kind, t->a->head_dim);
     for (int64_t p = 0; p < (count + PANEL_UNITS - 1) / PANEL_UNITS * PANEL_UNITS; p += 4) {
@@ -79,7 +81,7 @@ INLINE void pack_keys(int kind, text_task *t, int64_t from, int64_t count) {
     }
 }
 
-/* Values likewise to panels [PANEL_UNITS elements][unit of positions][element]. */
+/* Values of the same positions to panels [PANEL_UNITS elements][unit of positions][element]. */
 INLINE void pack_values(int kind, text_task *t, int64_t from, int64_t count) {
     const int64_t size = t->a->head_dim, units = units_of(kind, text_block(t->a));
     for (int64_t p = 0; p < count; p += kind == UNIT_PAIRS ? 2 : 1) {
@@ -95,7 +97,7 @@ INLINE void pack_values(int kind, text_task *t, int64_t from, int64_t count) {
     }
 }
 
-/* What distance adds to the scores of a query at `position` with keys from `from` on, LANES of them. */
+/* The relative position bias of a query at `position` and LANES keys from `from` on. */
 INLINE vf distance_bias(const texts_arguments *a, int64_t head, int64_t position, int64_t from) {
     const float *middle = a->bias + head * (2 * a->most + 1) + a->most;
     const int64_t first = from - position, last = first + LANES - 1;
@@ -105,13 +107,13 @@ INLINE vf distance_bias(const texts_arguments *a, int64_t head, int64_t position
     return vf_load(part);
 }
 
-/* Rows of the tile that begins at `row`: all are as equal as they can be. */
+/* Rows of the tile that begins at `row`: all are as equal as possible. */
 INLINE int64_t rows_of_tile(const text_task *t, int64_t row) {
     const int64_t left = t->rows - row, tiles = (left + UNIT_ROWS - 1) / UNIT_ROWS;
     return (left + tiles - 1) / tiles;
 }
 
-/* Queries to tiles, four rows at a time. */
+/* Pack queries into tiles, four rows at a time. */
 INLINE void pack_queries(int kind, text_task *t) {
     const texts_arguments *a = t->a;
     const int64_t group = text_group(a), units = units_of(kind, a->head_dim);
@@ -138,10 +140,10 @@ INLINE void pack_queries(int kind, text_task *t) {
 
 #define LOG2_E 1.44269504088896341f
 
-/* Dots of a row, a query at `position` and its `head`, with `count` positions from `from` on to logarithms of weights, to the base of 2; -infinity
- * where it does not look. Returns the largest. */
+/* Turn the dot products of a row (a query at `position` and its `head`) with `count` positions from `from` on into
+ * logarithms of weights, base 2; -infinity for positions that it does not see. Return the largest. */
 INLINE float finish_scores_of(const texts_arguments *a, int64_t head, int64_t position, int64_t from, int64_t count, float *scores) {
-    const int64_t low = position - a->before - from, high = position + a->after + 1 - from; /* seen: [low, high) of the block */
+    const int64_t low = position - a->before - from, high = position + a->after + 1 - from; /* visible: [low, high) of the block */
     const int plain = a->softcap <= 0 && !a->bias;
     const float factor = plain ? (float)a->scale * LOG2_E : (float)a->scale;
     vf most = vf_all(-INFINITY);
@@ -164,7 +166,7 @@ INLINE float finish_scores_of(const texts_arguments *a, int64_t head, int64_t po
     return vf_largest(most);
 }
 
-/* Logarithms of `count` weights to weights, units for the product with values; returns their sum. */
+/* Turn logarithms of `count` weights into weights, in units for the product with values. Return their sum. */
 INLINE float weigh_scores(int kind, float *scores, int64_t count, float maximum) {
     vf sum = vf_all(0);
     for (int64_t p = 0; p < count; p += LANES) {
@@ -175,7 +177,8 @@ INLINE float weigh_scores(int kind, float *scores, int64_t count, float maximum)
     return vf_sum(sum);
 }
 
-/* A tile's dots with `count` positions from `from` on to weights; sums so far are put on the new maximum's scale. */
+/* Turn a tile's dot products with `count` positions from `from` on into weights, and rescale earlier sums to the new
+ * maximum. */
 INLINE void weigh_tile(int kind, text_task *t, int64_t row, int rows, int64_t from, int64_t count) {
     const texts_arguments *a = t->a;
     const int64_t group = text_group(a), size = padded_head(a);
@@ -197,7 +200,7 @@ INLINE void weigh_tile(int kind, text_task *t, int64_t row, int rows, int64_t fr
     }
 }
 
-/* Rows [row, row + count) of the task against the block at `from`. */
+/* Process rows [row, row + count) of the task with the block at `from`. */
 INLINE void attend_tile(int kind, text_task *t, int64_t row, int count, int64_t from, int64_t positions) {
     const texts_arguments *a = t->a;
     const int64_t units = units_of(kind, a->head_dim), block = units_of(kind, text_block(a)), used = units_of(kind, positions + (kind == UNIT_PAIRS));
@@ -249,7 +252,7 @@ INLINE int64_t tasks_of_text(const texts_arguments *a, int64_t i, int64_t querie
 static void texts(const void *arguments) {
     const texts_arguments *a = arguments;
     const int64_t queries = text_queries(a);
-    int64_t tasks = 0, i = 0, first = 0; /* text i's tasks begin at `first` */
+    int64_t tasks = 0, i = 0, first = 0; /* the tasks of text i begin at `first` */
     text_task t;
     t.a = a;
     for (int64_t n = 0; n < a->texts->count; n++) tasks += tasks_of_text(a, n, queries);

@@ -1,7 +1,9 @@
-/* What the tiles of all Arm levels share: a panel's groups one after the other, and the outputs of a group some *quads* (of four) at a time, so
- * that all sums of a group stay in the 32 registers. How a group is multiplied is the level's business (tile_i8mm.h, tile_dotprod.h, tile_neon.h).
+/* Shared by the tiles of all Arm levels: a panel's groups one after the other, and the outputs of a group some
+ * *quads* (of four) at a time, so that all sums of a group stay in the 32 registers. The level multiplies a group
+ * (tile_i8mm.h, tile_dotprod.h, tile_neon.h).
  *
- * The order of fp32 operations of a row does not depend on how many rows the tile has: a row is the same bits in any company. */
+ * The order of a row's fp32 operations does not depend on the number of rows in the tile, so a row has the same bits
+ * in any batch. */
 #ifndef ARMATURE_TILE_ARM_H
 #define ARMATURE_TILE_ARM_H
 
@@ -11,7 +13,7 @@
 
 #define QUADS (PANEL_OUTPUTS / 4)
 
-/* One group of a panel and of a tile. `ahead`: what to ask for meanwhile, for each byte of `codes`, or NULL. */
+/* One group of a panel and of a tile. `ahead`: the address to prefetch for each byte of `codes`, or NULL. */
 typedef struct {
     const uint8_t *header, *codes, *ahead;
     const int8_t *x;
@@ -20,7 +22,8 @@ typedef struct {
     int64_t inputs;
 } group_of;
 
-/* Outputs of quads [first, first + quads), times both scales, added to `sums`. `rows`, `quads`, `bits` and `minimums` are constants at every call. */
+/* Add the outputs of quads [first, first + quads), times both scales, to `sums`. `rows`, `quads`, `bits` and
+ * `minimums` are constants at every call. */
 INLINE void multiply_group(int rows, int quads, int bits, int minimums, const group_of *g, int first, float *sums);
 
 /* Four bf16 numbers. */
@@ -29,7 +32,7 @@ INLINE float32x4_t widen4(const uint8_t *p) { return vreinterpretq_f32_u32(vshll
 INLINE int8x16_t low_codes(uint8x16_t line) { return vreinterpretq_s8_u8(vandq_u8(line, vdupq_n_u8(15))); }
 INLINE int8x16_t high_codes(uint8x16_t line) { return vreinterpretq_s8_u8(vshrq_n_u8(line, 4)); }
 
-/* Whole cache lines of `bytes` bytes. */
+/* Prefetch the whole cache lines of `bytes` bytes. */
 INLINE void ask(const uint8_t *p, int bytes) {
     for (int line = 0; line < bytes; line += 64) __builtin_prefetch(p + line);
 }

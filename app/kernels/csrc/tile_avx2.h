@@ -1,5 +1,6 @@
-/* A tile times a panel by AVX2: 8 outputs x 4 inputs a register, weight codes unsigned, activation codes signed. With AVX-VNNI, VPDPBUSD sums four
- * products in int32; without it VPMADDUBSW sums two in int16, where eight such sums of int4 codes fit (8 * 2 * 15 * 127 < 2^15).
+/* A tile times a panel with AVX2: 8 outputs x 4 inputs per register, unsigned weight codes, signed activation codes.
+ * With AVX-VNNI, VPDPBUSD sums four products in int32. Without it VPMADDUBSW sums two in int16, where eight such sums
+ * of int4 codes fit (8 * 2 * 15 * 127 < 2^15).
  *
  * The order of the float operations is that of tile_avx512.h, so that the three levels give the same bits. */
 #ifndef ARMATURE_TILE_AVX2_H
@@ -21,7 +22,7 @@ INLINE __m256i broadcast4(const int8_t *p) {
     return _mm256_set1_epi32(four);
 }
 
-/* Of 8 inputs the first (part 0) or last (part 1) four, of the outputs 8 * vector to 8 * vector + 7. */
+/* The first (part 0) or last (part 1) four of 8 inputs, for outputs 8 * vector to 8 * vector + 7. */
 INLINE __m256i codes_of(int bits, const uint8_t *at, int part, int vector) {
     if (bits == 8) return _mm256_loadu_si256((const __m256i *)(at + part * 128 + vector * 32));
     const __m256i line = _mm256_loadu_si256((const __m256i *)(at + vector * 32));
@@ -36,7 +37,7 @@ INLINE void ask(const uint8_t *at, ptrdiff_t step) {
 
 #define OFFSET8 7 /* int8 weights have 128 added */
 
-/* Adds the products of 4 inputs. */
+/* Add the products of 4 inputs. */
 INLINE void sum_four(int rows, int width, int bits, int part, const uint8_t *at, const int8_t *x, __m256i (*acc)[MOST_WIDTH]) {
     __m256i weights[MOST_WIDTH];
 #pragma GCC unroll 4
@@ -52,7 +53,8 @@ INLINE void sum_four(int rows, int width, int bits, int part, const uint8_t *at,
     }
 }
 
-/* Adds the products of 32 inputs and `width` registers of outputs to `acc`. `jump`: from a byte to what to ask for meanwhile, 0 for nothing. */
+/* Add the products of 32 inputs and `width` registers of outputs to `acc`. `jump`: distance from a byte to the one to
+ * prefetch, 0 for none. */
 INLINE void sum_32(int rows, int width, int bits, const uint8_t *at, const int8_t *x, ptrdiff_t jump, __m256i (*acc)[MOST_WIDTH]) {
     const ptrdiff_t step = bits == 4 ? 128 : 256;
 #pragma GCC unroll 4
@@ -65,15 +67,16 @@ INLINE void sum_32(int rows, int width, int bits, const uint8_t *at, const int8_
 
 #else
 
-#define OFFSET8 -1 /* int8 weights are multiplied as they are */
+#define OFFSET8 -1 /* int8 weights are multiplied without an offset */
 
-/* Stays in its register: the compiler would otherwise add products to one another first and have more of them than registers. */
+/* Keep the value in its register: the compiler would otherwise first add products to each other and need more
+ * registers than there are. */
 INLINE __m256i kept(__m256i x) {
     __asm__("" : "+x"(x));
     return x;
 }
 
-/* int4: the sums of 4 inputs by twos, in int16. */
+/* int4: the sums of pairs of 4 inputs, in int16. */
 INLINE void pair_four(int rows, int width, int part, const uint8_t *at, const int8_t *x, __m256i (*pairs)[MOST_WIDTH]) {
     __m256i weights[MOST_WIDTH];
 #pragma GCC unroll 4
@@ -100,7 +103,8 @@ INLINE void sum_32_int4(int rows, int width, const uint8_t *at, const int8_t *x,
         for (int v = 0; v < width; v++) acc[r][v] = _mm256_add_epi32(acc[r][v], _mm256_madd_epi16(pairs[r][v], _mm256_set1_epi16(1)));
 }
 
-/* int8: the weight's sign goes to the activation, since two products of unsigned codes up to 255 would not fit; 2 * 128 * 127 does. */
+/* int8: the weight's sign moves to the activation, since two products with unsigned codes up to 255 would overflow; 2
+ * * 128 * 127 fits. */
 INLINE void sum_four_int8(int rows, int width, int part, const uint8_t *at, const int8_t *x, __m256i (*acc)[MOST_WIDTH]) {
     __m256i weights[MOST_WIDTH], sizes[MOST_WIDTH];
 #pragma GCC unroll 4
@@ -116,7 +120,8 @@ INLINE void sum_four_int8(int rows, int width, int part, const uint8_t *at, cons
     }
 }
 
-/* Adds the products of 32 inputs and `width` registers of outputs to `acc`. `jump`: from a byte to what to ask for meanwhile, 0 for nothing. */
+/* Add the products of 32 inputs and `width` registers of outputs to `acc`. `jump`: distance from a byte to the one to
+ * prefetch, 0 for none. */
 INLINE void sum_32(int rows, int width, int bits, const uint8_t *at, const int8_t *x, ptrdiff_t jump, __m256i (*acc)[MOST_WIDTH]) {
     if (bits == 4) {
         sum_32_int4(rows, width, at, x, jump, acc);
@@ -131,7 +136,8 @@ INLINE void sum_32(int rows, int width, int bits, const uint8_t *at, const int8_
 
 #endif
 
-/* Takes one group's exact sums of 8 * width outputs, times both scales, into `sums`; the header begins at the first of these outputs. */
+/* Add one group's exact sums of 8 * width outputs, times both scales, to `sums`. The header begins at the first of
+ * these outputs. */
 INLINE void take_group(int rows, int width, const uint8_t *header, const float *scales, const int32_t *negated, int minimums, __m256i (*acc)[MOST_WIDTH], float *sums) {
     __m256 scale[MOST_WIDTH];
 #pragma GCC unroll 4
@@ -149,12 +155,12 @@ INLINE void take_group(int rows, int width, const uint8_t *header, const float *
     }
 }
 
-/* `rows` and `width` are compile-time constants at every call, so that sums stay in registers: few rows take a whole panel at once, more rows its
- * halves one after the other, while the group lies in the first cache. */
+/* `rows` and `width` are compile-time constants at every call, so that sums stay in registers: few rows use a whole
+ * panel at once, more rows its halves one after the other, while the group is in L1. */
 INLINE void multiply(int rows, int width, int bits, int minimums, const linear_int_arguments *a, const uint8_t *panel, int64_t row, const uint8_t *ahead, float *sums) {
     const int64_t groups = a->padded / a->group;
     const ptrdiff_t header = minimums ? 128 : 64, bytes = header + a->group * (bits == 4 ? 16 : 32), jump = ahead ? ahead - panel : 0;
-    const int shift = minimums ? -1 : bits == 4 ? 3 : OFFSET8; /* of the sum of activations, which makes good the weights' zero point */
+    const int shift = minimums ? -1 : bits == 4 ? 3 : OFFSET8; /* factor of the sum of activations that corrects the weights' zero point */
     const int8_t *x = a->tiles + row * a->padded;
     const float *scales = a->scales + row * groups;
     const int32_t *negated = a->sums + row * groups;

@@ -1,6 +1,8 @@
-/* A tile times a panel by AVX512-VNNI: VPDPBUSD multiplies 16 x 4 unsigned weight codes with 4 signed activation codes and sums in int32, exactly.
+/* A tile times a panel with AVX512-VNNI: VPDPBUSD multiplies 16 x 4 unsigned weight codes with 4 signed activation
+ * codes and sums exactly in int32.
  *
- * Weights are unsigned: int4 codes as they are (their zero point 8 is made good by the group's sum of activations), int8 with 128 added. */
+ * Weights are unsigned: int4 codes without change (the group's sum of activations corrects their zero point 8), int8
+ * with 128 added. */
 #ifndef ARMATURE_TILE_AVX512_H
 #define ARMATURE_TILE_AVX512_H
 
@@ -46,7 +48,7 @@ INLINE void eight_int8(int rows, const uint8_t *codes, const int8_t *x, __m512i 
     }
 }
 
-/* Takes one group's exact sums, times both scales, into `sums` [rows, 32]; `first`: nothing is there yet. */
+/* Add one group's exact sums, times both scales, to `sums` [rows, 32]; `first`: overwrite them. */
 INLINE void take_group(int rows, int first, const uint8_t *header, const float *scales, const int32_t *negated, int minimums, __m512i (*acc)[2], float *sums) {
     const __m512 scale[2] = {scales16(header), scales16(header + 32)};
 #pragma GCC unroll 16
@@ -63,7 +65,8 @@ INLINE void take_group(int rows, int first, const uint8_t *header, const float *
     }
 }
 
-/* `rows` is a compile-time constant at every call, so that all exact sums stay in registers; what groups add up to is in the first cache. */
+/* `rows` is a compile-time constant at every call, so that all exact sums stay in registers. The sums over groups are
+ * in L1. */
 INLINE void multiply(int rows, int bits, int minimums, const linear_int_arguments *a, const uint8_t *panel, int64_t row, const uint8_t *ahead, float *sums) {
     const int64_t groups = a->padded / a->group;
     const ptrdiff_t step = bits == 4 ? 128 : 256, header = minimums ? 128 : 64, jump = ahead - panel;

@@ -1,8 +1,9 @@
-/* The one product everything in bf16 is made of: a tile of 1 to 12 rows times one panel of 32 outputs, bf16 in, fp32 out (AVX512-BF16).
+/* The bf16 product: a tile of 1 to 12 rows times one panel of 32 outputs, bf16 in, fp32 out (AVX512-BF16).
  *
- * A *panel* holds PANEL_OUTPUTS outputs of a matrix: for each pair of inputs (k, k + 1) the pairs of all its outputs lie together, so that one
- * 64-byte line feeds one VDPBF16PS (two products a lane, summed in fp32) and a panel streams from first to last byte.
- * A *tile* holds up to BF16_ROWS rows of activations, interleaved pair by pair in the same order. */
+ * A *panel* holds PANEL_OUTPUTS outputs of a matrix: for each pair of inputs (k, k + 1) the pairs of all its outputs
+ * are adjacent, so that one 64-byte line feeds one VDPBF16PS (two products per lane, summed in fp32) and a panel is
+ * read from the first to the last byte. A *tile* holds up to BF16_ROWS rows of activations, interleaved pair by pair
+ * in the same order. */
 #ifndef ARMATURE_TILE_BF16_H
 #define ARMATURE_TILE_BF16_H
 
@@ -13,7 +14,7 @@
 
 #define BF16_ROWS 12 /* 12 rows x 2 accumulators leave 8 of 32 registers for weights and activations */
 
-/* How many rows the tile has that starts at `row` of `rows`: all tiles of a call are as equal as they can be. */
+/* Rows of the tile that starts at `row` of `rows`: all tiles of a call are as equal as possible. */
 static inline int tile_rows(int64_t row, int64_t rows) {
     int64_t left = rows - row, tiles = (left + BF16_ROWS - 1) / BF16_ROWS;
     return (int)((left + tiles - 1) / tiles);
@@ -23,8 +24,8 @@ INLINE __mmask16 first_lanes(ptrdiff_t count) { return count >= 16 ? 0xffff : (_
 
 INLINE void narrow(uint16_t *p, __m512 x, __mmask16 mask) { _mm256_mask_storeu_epi16(p, mask, (__m256i)_mm512_cvtneps_pbh(x)); }
 
-/* sums[row * 32 + output] = sum over k of tile * panel. `pairs` counts input pairs; MR is a compile-time constant at every call.
- * For each pair `stride` bytes from `ahead` on, where given, are asked for: what will be read next. */
+/* sums[row * 32 + output] = sum over k of tile * panel. `pairs` counts input pairs; MR is a compile-time constant at
+ * every call. If `ahead` is given, `stride` bytes from it are prefetched for each pair. */
 #define DEFINE_TILE(MR)                                                                                                                  \
     INLINE void tile_product_##MR(const uint32_t *tile, const uint8_t *panel, ptrdiff_t pairs, const uint8_t *ahead, ptrdiff_t stride,   \
                                   float *sums) {                                                                                         \
@@ -61,8 +62,8 @@ DEFINE_TILE(10)
 DEFINE_TILE(11)
 DEFINE_TILE(12)
 
-/* One row is bound by memory: four pairs in flight hide the latency of the accumulators, and lines are asked for ahead of their use. Its sums
- * are not quite those of `tile_product_1`, which adds in the order of all the others. */
+/* One row is bound by memory: four pairs in flight hide the latency of the accumulators, and lines are prefetched.
+ * Its sums differ slightly from those of `tile_product_1`, which adds in the order of all the others. */
 INLINE void tile_product_alone(const uint32_t *tile, const uint8_t *panel, ptrdiff_t pairs, const uint8_t *ahead, ptrdiff_t stride, float *sums) {
     __m512 low[4], high[4];
     for (int i = 0; i < 4; i++) low[i] = high[i] = _mm512_setzero_ps();

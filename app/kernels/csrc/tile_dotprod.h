@@ -1,16 +1,18 @@
-/* A tile times a panel by SDOT: 4 outputs x 4 inputs of weight codes times 4 inputs of one row, summed in int32, exactly.
+/* A tile times a panel with SDOT: 4 outputs x 4 inputs of weight codes times 4 inputs of one row, summed exactly in
+ * int32.
  *
- * One register holds the inputs of four rows, and the instruction picks the row by lane. Codes 0 to 15 fit signed bytes: their zero point 8 is made
- * good by the group's sum of activations; int8 needs nothing.
+ * One register holds the inputs of four rows, and the instruction selects the row by lane. Codes 0 to 15 fit signed
+ * bytes: the group's sum of activations corrects their zero point 8. int8 needs no correction.
  *
- * The loop at 12 rows, per 8 inputs and 8 outputs, as GCC 12 compiles it: 48 SDOT, 8 loads, 4 to unpack (6 with constants), nothing spilled. */
+ * The loop at 12 rows, per 8 inputs and 8 outputs, as GCC 12 compiles it: 48 SDOT, 8 loads, 4 to unpack (6 with
+ * constants), no spills. */
 #ifndef ARMATURE_TILE_DOTPROD_H
 #define ARMATURE_TILE_DOTPROD_H
 
 #include "tile_rows4.h"
 
-/* vdotq_laneq_s32, in assembly since GCC, given the intrinsic, copies sums about between registers (10 moves for 48 products); `volatile` keeps the
- * order that needs few of them. */
+/* vdotq_laneq_s32 in assembly: with the intrinsic, GCC copies sums between registers (10 moves for 48 products).
+ * `volatile` keeps the order that needs few of them. */
 #define SDOT(LANE) __asm__ volatile("sdot %0.4s, %1.16b, %2.4b[" #LANE "]" : "+w"(sum) : "w"(weights), "w"(x))
 
 INLINE int32x4_t dot_lane(int32x4_t sum, int8x16_t weights, int8x16_t x, int lane) {
@@ -23,7 +25,7 @@ INLINE int32x4_t dot_lane(int32x4_t sum, int8x16_t weights, int8x16_t x, int lan
     return sum;
 }
 
-/* 4 inputs of one quad for every row; row r of half h is word h * rows + r of x. */
+/* 4 inputs of one quad for every row; row r of half h is 32-bit element h * rows + r of x. */
 INLINE void dot(int rows, int8x16_t weights, const int8x16_t *x, int half, int quad, int32x4_t (*acc)[QUADS]) {
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++) acc[r][quad] = dot_lane(acc[r][quad], weights, x[(half * rows + r) / 4], (half * rows + r) % 4);

@@ -1,12 +1,15 @@
-/* A tile times a panel by SMMLA: 2 rows x 8 inputs times 2 outputs x 8 inputs, summed in int32, exactly: four sums of eight products.
+/* A tile times a panel with SMMLA: 2 rows x 8 inputs times 2 outputs x 8 inputs, summed exactly in int32: four sums
+ * of eight products.
  *
- * Sums stay as the instruction leaves them, (row 0, output 0), (row 0, output 1), (row 1, output 0), (row 1, output 1), through all groups of a
- * panel, scales likewise; only what leaves is brought into rows. Tiles have an even number of rows: the last one may be nobody's and hold
- * anything, since lanes never meet and nobody stores it. Codes 0 to 15 fit signed bytes: their zero point 8 is made good by the group's sum of
- * activations; int8 needs nothing.
+ * Sums stay in the instruction's layout, (row 0, output 0), (row 0, output 1), (row 1, output 0), (row 1, output 1),
+ * through all groups of a panel, and scales have the same layout; only the final sums are reordered into rows. Tiles
+ * have an even number of rows. The last row may be padding with any values, since rows do not mix and padding is not
+ * stored. Codes 0 to 15 fit signed bytes: the group's sum of activations corrects their zero point 8. int8 needs no
+ * correction.
  *
- * The loop at 12 rows, per 8 inputs and 8 outputs, as GCC 12 compiles it: 24 SMMLA, 8 loads, 4 to unpack, 2 prefetches in a fourth of the passes,
- * nothing spilled; int8 10 loads. SVE would do the same work: 128 bits wide on all but Neoverse V1, which has half as many pipes for its 256. */
+ * The loop at 12 rows, per 8 inputs and 8 outputs, as GCC 12 compiles it: 24 SMMLA, 8 loads, 4 to unpack, 2
+ * prefetches in a fourth of the iterations, no spills; int8 10 loads. SVE would do the same work: it is 128 bits wide
+ * on all but Neoverse V1, which has half as many pipes for its 256 bits. */
 #ifndef ARMATURE_TILE_I8MM_H
 #define ARMATURE_TILE_I8MM_H
 
@@ -32,23 +35,25 @@ INLINE int32x4_t spread_pair_int(const int32_t *p) {
     return vcombine_s32(vdup_lane_s32(two, 0), vdup_lane_s32(two, 1));
 }
 
-/* Which pair of outputs the i-th unpacked register from quad `first` on holds: 16 bytes of int4 hold one in low halves, and the one 8 outputs on. */
+/* The pair of outputs in the i-th unpacked register from quad `first` on: 16 bytes of int4 hold one pair in the low
+ * halves, and the one 8 outputs later. */
 INLINE int pair_of(int bits, int first, int i) {
     const int piece = first + i / 2;
     return bits == 8 ? first * 2 + i : piece / 4 * 8 + piece % 4 + i % 2 * 4;
 }
 
-/* 8 inputs of one quad, which lies in the i-th place: two pairs of outputs. */
+/* 8 inputs of one quad, the i-th: two pairs of outputs. */
 INLINE void unpack(int bits, const uint8_t *codes, int i, int8x16_t *weights) {
     const uint8x16_t line = vld1q_u8(codes + i * (bits == 4 ? 16 : 32));
     weights[0] = bits == 4 ? low_codes(line) : vreinterpretq_s8_u8(line);
     weights[1] = bits == 4 ? high_codes(line) : vreinterpretq_s8_u8(vld1q_u8(codes + i * 32 + 16));
 }
 
-/* vmmlaq_s32, in assembly since GCC, given the intrinsic, copies sums about between registers; `volatile` keeps the order that needs few of them. */
+/* vmmlaq_s32 in assembly: with the intrinsic, GCC copies sums between registers. `volatile` keeps the order that
+ * needs few of them. */
 INLINE void matrix(int32x4_t *sum, int8x16_t x, int8x16_t weights) { __asm__ volatile("smmla %0.4s, %1.16b, %2.16b" : "+w"(*sum) : "w"(x), "w"(weights)); }
 
-/* 8 inputs. Whichever there are fewer of, rows or outputs, stays in registers meanwhile. */
+/* 8 inputs. Rows or outputs, whichever are fewer, stay in registers. */
 INLINE void eight(int rows, int quads, int bits, const uint8_t *codes, const int8_t *x, int32x4_t (*acc)[PAIRS]) {
     int8x16_t weights[PAIRS], two[TILE_ROWS / 2];
     if (rows / 2 > quads) {
@@ -73,7 +78,7 @@ INLINE void eight(int rows, int quads, int bits, const uint8_t *codes, const int
     }
 }
 
-/* One group's exact sums, times both scales, into `sums`: [row pair][output pair][4]. */
+/* Add one group's exact sums, times both scales, to `sums`: [row pair][output pair][4]. */
 INLINE void take_group(int rows, int quads, int bits, int minimums, const group_of *g, int first, int32x4_t (*acc)[PAIRS], float *sums) {
 #pragma GCC unroll 16
     for (int r = 0; r < rows / 2; r++) {

@@ -1,25 +1,28 @@
-/* A tile times a panel on any 64-bit Arm: SMLAL multiplies eight bytes with eight bytes and sums in int16, widened before that can overflow.
+/* A tile times a panel on any 64-bit Arm: SMLAL multiplies eight bytes with eight bytes and sums in int16, which is
+ * widened before it can overflow.
  *
- * int4: a code is at most 15, so sixteen products (64 inputs in blocks of four) stay below 2^15: 16 * 15 * 127 = 30480. int8: two do: 2 * 128 * 127
- * = 32512. A register of int16 holds four partial sums of one output and four of the next.
+ * int4: a code is at most 15, so sixteen products (64 inputs in blocks of four) stay below 2^15: 16 * 15 * 127 =
+ * 30480. int8: two do: 2 * 128 * 127 = 32512. A register of int16 holds four partial sums of one output and four of
+ * the next.
  *
- * The loop at 6 rows, per 8 inputs and 8 outputs, as GCC 12 compiles it: int4 48 SMLAL, 14 loads, 15 others; int8 24 SMULL, 24 SMLAL, 24 SADALP. */
+ * The loop at 6 rows, per 8 inputs and 8 outputs, as GCC 12 compiles it: int4 48 SMLAL, 14 loads, 15 others; int8 24
+ * SMULL, 24 SMLAL, 24 SADALP. */
 #ifndef ARMATURE_TILE_NEON_H
 #define ARMATURE_TILE_NEON_H
 
 #include "tile_rows4.h"
 
-#define NARROW 64 /* int4 inputs that int16 holds */
+#define NARROW 64 /* int4 inputs whose products fit an int16 */
 
-/* The 4 inputs of one row, four times over. */
+/* The 4 inputs of one row, four times. */
 INLINE int8x16_t inputs4(const int8_t *x) {
     int32_t four;
     memcpy(&four, x, 4);
     return vreinterpretq_s8_s32(vdupq_n_s32(four));
 }
 
-/* vmlal_s8 and its like: products of the lower ("8b") or upper ("16b") eight bytes. In assembly since GCC, given the intrinsics, copies sums about
- * between registers; `volatile` keeps the order that needs few of them. */
+/* vmlal_s8 and similar: products of the lower ("8b") or upper ("16b") eight bytes. In assembly: with the intrinsics,
+ * GCC copies sums between registers. `volatile` keeps the order that needs few of them. */
 #define LONG(NAME, HOW, SUM, A, B, BYTES) __asm__ volatile(NAME " %0.8h, %1." BYTES ", %2." BYTES : HOW(SUM) : "w"(A), "w"(B))
 
 /* 8 inputs of a quad: 4 in each register. */
@@ -46,7 +49,7 @@ INLINE void whole8(int32x4_t *part, const int8x16_t *weights, int8x16_t x0, int8
     __asm__ volatile("sadalp %0.4s, %1.8h" : "+w"(part[1]) : "w"(products[1]));
 }
 
-/* 8 inputs. Whichever there are fewer of, rows or outputs, stays in registers meanwhile. */
+/* 8 inputs. Rows or outputs, whichever are fewer, stay in registers. */
 #define EACH_ROW_AND_QUAD(STEP, BITS)                                                                                                    \
     int8x16_t weights[QUADS][2];                                                                                                         \
     if (rows > quads) {                                                                                                                  \

@@ -1,5 +1,5 @@
-/* A tile times a panel in plain C: two products fit an int16 (2 * 128 * 127), and sixteen where the weight has four bits (16 * 15 * 127), so the
- * compiler's own vectors of int16 serve whatever processor it compiles for. */
+/* A tile times a panel in plain C: two products fit an int16 (2 * 128 * 127), and sixteen for 4-bit weights (16 * 15
+ * * 127), so the compiler's vectors of int16 work on any processor. */
 #ifndef ARMATURE_TILE_PORTABLE_H
 #define ARMATURE_TILE_PORTABLE_H
 
@@ -10,7 +10,7 @@
 typedef int16_t vs __attribute__((vector_size(LANES * 4)));
 typedef uint16_t vus __attribute__((vector_size(LANES * 4)));
 
-/* Each int32 lane holds four bytes, so each int16 lane an even and an odd one; here with their signs. */
+/* Each int32 lane holds four bytes, so each int16 lane an even and an odd one; here sign-extended. */
 INLINE vs even(vs x) { return (x << 8) >> 8; }
 INLINE vs odd(vs x) { return x >> 8; }
 
@@ -23,7 +23,7 @@ INLINE vs broadcast4(const int8_t *p) {
 /* The sum of both halves of each int32 lane. */
 INLINE vi pair_sums(vs x) { return (((vi)x << 16) >> 16) + ((vi)x >> 16); }
 
-/* Of 8 inputs the first (part 0) or last (part 1) four, of the outputs LANES * vector onwards. */
+/* The first (part 0) or last (part 1) four of 8 inputs, for outputs from LANES * vector on. */
 INLINE void codes_of(int bits, const uint8_t *at, int part, int vector, vs *evens, vs *odds) {
     vs line;
     memcpy(&line, at + (bits == 8 ? part * 128 : 0) + vector * LANES * 4, sizeof line);
@@ -31,7 +31,7 @@ INLINE void codes_of(int bits, const uint8_t *at, int part, int vector, vs *even
     else *evens = (vs)((vus)line >> (part * 4)) & 15, *odds = (vs)((vus)line >> (8 + part * 4)) & 15;
 }
 
-/* Up to 32 inputs of int4 weights, or 4 of int8: what fits an int16. */
+/* Up to 32 inputs of int4 weights, or 4 of int8, fit an int16. */
 INLINE void sum_some(int rows, int bits, int64_t begin, int64_t end, const uint8_t *codes, const int8_t *x, vi (*acc)[WIDTH]) {
     vs pairs[TILE_ROWS][WIDTH] = {0};
     for (int64_t k = begin; k < end; k += 4) {
@@ -46,7 +46,8 @@ INLINE void sum_some(int rows, int bits, int64_t begin, int64_t end, const uint8
         for (int v = 0; v < WIDTH; v++) acc[r][v] += pair_sums(pairs[r][v]);
 }
 
-/* Takes one group's exact sums of WIDTH * LANES outputs, times both scales, into `sums`; the header begins at the first of these outputs. */
+/* Add one group's exact sums of WIDTH * LANES outputs, times both scales, to `sums`. The header begins at the first
+ * of these outputs. */
 INLINE void take_group(int rows, const uint8_t *header, const float *scales, const int32_t *negated, int minimums, vi (*acc)[WIDTH], float *sums) {
     for (int v = 0; v < WIDTH; v++) {
         const vf scale = bf16_load((const uint16_t *)header + v * LANES);

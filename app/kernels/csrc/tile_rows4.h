@@ -1,15 +1,15 @@
-/* What the Arm levels share whose integer sums come as four outputs of one row: dot products and plain NEON. */
+/* Shared by the Arm levels whose integer sums are four outputs of one row: dot products and plain NEON. */
 #ifndef ARMATURE_TILE_ROWS4_H
 #define ARMATURE_TILE_ROWS4_H
 
 #include "tile_arm.h"
 
-/* What a sum begins with: int4 codes have the zero point 8, where no minimums stand for it. */
+/* The initial value of a sum: int4 codes have the zero point 8 unless the form has minimums. */
 INLINE int32x4_t begin(int bits, int minimums, int32_t negated) {
     return bits == 4 && !minimums ? vshlq_n_s32(vdupq_n_s32(negated), 3) : vdupq_n_s32(0);
 }
 
-/* One group's exact sums of a row and a quad of outputs, times both scales, into `sums`. */
+/* Add one group's exact sums of a row and a quad of outputs, times both scales, to `sums`. */
 INLINE void take_quad(const group_of *g, int row, int quad, int minimums, int32x4_t exact, float *sums) {
     float *at = sums + row * PANEL_OUTPUTS + quad * 4;
     float32x4_t y = vfmaq_f32(vld1q_f32(at), vcvtq_f32_s32(exact), vmulq_n_f32(widen4(g->header + quad * 8), g->scales[row]));

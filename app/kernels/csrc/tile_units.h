@@ -1,12 +1,12 @@
-/* Products of attention over whole texts, for any width of vector: a few rows of units, four bytes each, times a panel of PANEL_UNITS columns.
- * A unit is one fp32 or, where the level multiplies them, a pair of bf16. */
+/* Products of attention over whole texts, for any vector width: a few rows of units of four bytes times a panel of
+ * PANEL_UNITS columns. A unit is one fp32 or, if the level multiplies them, a pair of bf16. */
 #ifndef ARMATURE_TILE_UNITS_H
 #define ARMATURE_TILE_UNITS_H
 
 #include "decode_lanes.h"
 
 #define PANEL_UNITS (2 * LANES)
-#define UNIT_ROWS (LANES == 8 ? 6 : 12) /* times two accumulators: of 16 registers four, of 32 eight are left */
+#define UNIT_ROWS (LANES == 8 ? 6 : 12) /* times two accumulators: leaves four of 16 registers, or eight of 32 */
 
 enum { UNIT_FP32, UNIT_PAIRS };
 
@@ -19,8 +19,8 @@ INLINE vf multiply_add(int kind, vf sum, vf weights, uint32_t x) {
     return sum + weights * number;
 }
 
-/* out [rows, PANEL_UNITS] (row stride in floats) = tile [rows, units] times panel [units, PANEL_UNITS]; `add`: +=. Of a tile all rows' units lie
- * together, or (`stride` > 0) each row's, `stride` apart. */
+/* out [rows, PANEL_UNITS] (row stride in floats) = tile [rows, units] times panel [units, PANEL_UNITS]; `add`: +=.
+ * The units of all rows of a tile are interleaved, or (`stride` > 0) each row's are contiguous, `stride` apart. */
 INLINE void multiply_rows(int rows, int kind, int add, const uint32_t *tile, int64_t stride, const uint32_t *panel, int64_t units, float *out,
                           int64_t out_stride) {
     vf sums[UNIT_ROWS][2];
@@ -52,7 +52,7 @@ INLINE void multiply_units(int kind, int rows, int add, const uint32_t *tile, in
     }
 }
 
-/* LANES elements of two rows of bf16 to pairs, of which the rows have `left`; a row that is NULL is zeros. */
+/* LANES elements of two rows of bf16 to pairs. The rows have `left` elements left; a NULL row is zeros. */
 INLINE void join_pairs(const uint16_t *even, const uint16_t *odd, int64_t left, uint32_t *to) {
     const vu first = (vu)bf16_load_part(even, left) >> 16, second = odd ? (vu)bf16_load_part(odd, left) : (vu){0};
     const vu pairs = first | second;

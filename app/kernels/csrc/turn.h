@@ -1,5 +1,5 @@
-/* From the product of queries, keys and values to attention: norms of query and key heads, rotary positions, and this step's keys and values to
- * the cache. fp32 from the product to the one rounding at the end. */
+/* The step between the product of queries, keys and values and attention: norms of query and key heads, RoPE, and the
+ * new keys and values to the cache. fp32 from the product to a single rounding at the end. */
 #ifndef ARMATURE_TURN_H
 #define ARMATURE_TURN_H
 
@@ -10,12 +10,12 @@
 
 INLINE void normalise(float *x, ptrdiff_t size, const float *weight, float eps) {
     vf squares = vf_all(0);
-    for (ptrdiff_t i = 0; i < size; i += LANES) squares += vf_load(x + i) * vf_load(x + i); /* what is beyond the head is zero */
+    for (ptrdiff_t i = 0; i < size; i += LANES) squares += vf_load(x + i) * vf_load(x + i); /* elements beyond the head are zero */
     const float scale = 1.0f / float_sqrt(vf_sum(squares) / (float)size + eps);
     for (ptrdiff_t i = 0; i < size; i += LANES) vf_store(x + i, vf_load(x + i) * scale * vf_load_part(weight + i, size - i));
 }
 
-/* x [dim] to out: halves (a, b) to (a cos - b sin, b cos + a sin). */
+/* RoPE of x [dim] to out: halves (a, b) to (a cos - b sin, b cos + a sin). */
 INLINE void turn_head(const float *x, ptrdiff_t dim, const float *cosine, const float *sine, float *out) {
     const ptrdiff_t half = dim / 2;
     for (ptrdiff_t i = 0; i < half; i += LANES) {
@@ -29,7 +29,8 @@ INLINE void store_bf16_head(uint16_t *target, const float *x, ptrdiff_t size) {
     for (ptrdiff_t i = 0; i < size; i += LANES) bf16_store_part(target + i, vf_load(x + i), size - i);
 }
 
-/* As sink.h quantises a group: a head with NaN or infinity in it has the scale NaN, one that is nearly zero the scale 0. */
+/* As sink.h quantises a group: a head with NaN or infinity in it has the scale NaN, one that is nearly zero the scale
+ * 0. */
 INLINE void store_int8_head(uint8_t *target, uint8_t *scale, const float *x, ptrdiff_t size) {
     vi largest = vi_all(0);
     for (ptrdiff_t i = 0; i < size; i += LANES) largest = vi_max(largest, (vi)vf_load(x + i) & 0x7fffffff);

@@ -1,4 +1,4 @@
-/* AVX2 with AVX-VNNI: Intel Alder Lake, Meteor Lake and their like, which have no AVX-512. */
+/* AVX2 with AVX-VNNI: Intel Alder Lake, Meteor Lake and similar processors without AVX-512. */
 #define LEVEL level_avxvnni
 #define NAME "avxvnni"
 #define LANES 8

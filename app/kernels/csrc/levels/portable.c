@@ -1,4 +1,4 @@
-/* Plain C, for whatever has no better level. */
+/* Plain C, for processors without a better level. */
 #define LEVEL level_portable
 #define NAME "portable"
 #define LANES 4
