@@ -107,7 +107,7 @@ def _settings(arguments: Namespace) -> Settings:
 
 
 def _serve(arguments: Namespace) -> int:
-    from app.server.app import serve
+    from app.server.process import serve
 
     return serve(_settings(arguments))
 

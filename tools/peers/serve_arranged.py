@@ -23,10 +23,10 @@ LOOK_SECONDS = 0.5  # compute threads start with the first product
 def main() -> int:
     arguments = _arguments()
     _wait(arguments.policy, arguments.spins)
-    import app.server.app
+    import app.server.process
 
     if arguments.switch_ms is not None:
-        app.server.app.SWITCH_SECONDS = arguments.switch_ms / 1e3
+        app.server.process.SWITCH_SECONDS = arguments.switch_ms / 1e3
     if arguments.nice_compute or arguments.nice_others or arguments.batch or arguments.pin_loop is not None:
         threading.Thread(target=_arrange, args=(arguments, os.sched_getaffinity(0)), daemon=True).start()
     from app.cli.main import main as armature
