@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.hardware.energy import (
+from app.metrics.power_monitor import (
     EnergyAccount,
     EnergyReport,
     WorkCounters,

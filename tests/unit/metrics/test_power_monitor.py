@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from app.hardware.energy import EnergyReport
 from app.hardware.facts import (
     CudaDevice,
     PowerCounter,
@@ -19,7 +18,7 @@ from app.hardware.facts import (
 from app.hardware.power_meters import ModelledMeter
 from app.messages import Timings
 from app.metrics.instruments import Metrics
-from app.metrics.power_monitor import PowerMonitor
+from app.metrics.power_monitor import EnergyReport, PowerMonitor
 from app.metrics.stats import (
     EngineSnapshot,
     StepStats,
