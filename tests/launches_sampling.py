@@ -14,7 +14,7 @@ def _drawn(dtype: torch.dtype, vocab: int) -> None:
         narrow, wide, whole = (
             torch.ones(5, dtype=kind)[first : first + 4] for kind in (torch.float32, torch.float64, torch.int32)
         )
-        sample_rows(logits, narrow, (whole, wide, narrow), wide)
+        sample_rows(logits, {"temperature": narrow, "top_k": whole, "top_p": wide, "min_p": narrow}, wide)
 
 
 def launch_draws() -> None:

@@ -18,7 +18,7 @@ from app.engine.decoder.device_inputs import (
     StepViews,
 )
 from app.engine.decoder.paged_kv_cache import PagedKvCache
-from app.engine.sampling.device_sampler import (
+from app.engine.sampling.rows import (
     SamplingTensors,
     sample_greedy,
     sample_random,
@@ -109,6 +109,6 @@ class DeviceForward:
         if mode is SamplingMode.GREEDY:
             ids = sample_greedy(logits)
         else:
-            sampling = SamplingTensors(views.temperature, views.top_k, views.top_p, views.min_p, views.uniforms)
+            sampling = SamplingTensors(views.columns, views.uniforms)
             ids = sample_random(logits, sampling, filtered=mode is SamplingMode.FILTERED)
         self.buffer[: len(ids)].copy_(ids)

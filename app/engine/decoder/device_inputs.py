@@ -31,7 +31,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from app.engine.sampling.rows import (
-    MIN_TEMPERATURE,
+    COLUMNS,
+    filters_of,
     stream_start,
     uniform_numbers,
 )
@@ -62,9 +63,10 @@ def sampling_mode(rows: Items[LogitRow], samples_randomly: bool) -> SamplingMode
         return SamplingMode.LOGITS
     if not samples_randomly and not all(one.greedy for one in params):
         return SamplingMode.LOGITS
-    if any(one.top_k > 0 or one.top_p < 1.0 or one.min_p > 0.0 for one in params if not one.greedy):
-        return SamplingMode.FILTERED
-    return SamplingMode.GREEDY if all(one.greedy for one in params) else SamplingMode.RANDOM
+    drawn = [one for one in params if not one.greedy]
+    if not drawn:
+        return SamplingMode.GREEDY
+    return SamplingMode.FILTERED if filters_of(drawn) else SamplingMode.RANDOM
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +103,8 @@ class StepViews(Generic[View]):
 
     - [tokens] int64: `validate_token_ids`, `sources` (index of each token's id in the device buffer), `positions`,
       `view_kv_rows` (rows of the KV cache to write).
-    - [samples]: `logit_rows` int64 (tokens whose logits are sampled), `uniforms` and `top_p` fp64, `top_k` int32,
-      `temperature` and `min_p` fp32.
+    - [samples]: `logit_rows` int64 (tokens whose logits are sampled), `uniforms` fp64, and the `columns` of the
+      sampling parameters by name, each with its dtype.
     - int32: `slots` and `lengths` [sequences], `starts` [sequences + 1].
     """
 
@@ -115,10 +117,13 @@ class StepViews(Generic[View]):
     slots: View
     lengths: View
     starts: View
-    top_k: View
-    temperature: View
-    top_p: View
-    min_p: View
+    columns: Mapping[str, View]
+
+    @classmethod
+    def of(cls, views: Mapping[str, View]) -> StepViews[View]:
+        """Return the views with these names."""
+        columns = {column.name: views[column.name] for column in COLUMNS}
+        return cls(**{name: view for name, view in views.items() if name not in columns}, columns=columns)
 
 
 def _fields(sizes: StepSizes) -> Mapping[str, tuple[int, torch.dtype]]:
@@ -134,13 +139,10 @@ def _fields(sizes: StepSizes) -> Mapping[str, tuple[int, torch.dtype]]:
         "kv_rows": (tokens, torch.int64),
         "logit_rows": (samples, torch.int64),
         "uniforms": (samples, torch.float64),
-        "top_p": (samples, torch.float64),
         "slots": (sequences, torch.int32),
         "lengths": (sequences, torch.int32),
         "starts": (sequences + 1, torch.int32),
-        "top_k": (samples, torch.int32),
-        "temperature": (samples, torch.float32),
-        "min_p": (samples, torch.float32),
+        **{column.name: (samples, column.dtype) for column in COLUMNS},
     }
 
 
@@ -154,19 +156,22 @@ def block_views(block: Tensor, sizes: StepSizes, samples_randomly: bool = True) 
 
     A device that does not sample randomly may not support float64 either. For it, float64 inputs stay int64 views.
     """
+    return StepViews.of(_named_views(block, sizes, samples_randomly))
+
+
+def block_arrays(block: Tensor, sizes: StepSizes) -> StepViews[ColumnArray]:
+    """Return numpy views of the first part of a block on the host."""
+    return StepViews.of({name: view.numpy() for name, view in _named_views(block, sizes).items()})
+
+
+def _named_views(block: Tensor, sizes: StepSizes, samples_randomly: bool = True) -> dict[str, Tensor]:
     views, first = {}, 0
     for name, (count, dtype) in _fields(sizes).items():
         end = first + _int64_count(count, dtype)
         plain = dtype is torch.float64 and not samples_randomly
         views[name] = block[first:end] if plain else block[first:end].view(dtype)[:count]
         first = end
-    return StepViews(**views)
-
-
-def block_arrays(block: Tensor, sizes: StepSizes) -> StepViews[ColumnArray]:
-    """Return numpy views of the first part of a block on the host."""
-    views = block_views(block, sizes)
-    return StepViews(**{name: getattr(views, name).numpy() for name in _fields(sizes)})
+    return views
 
 
 def _int64_count(count: int, dtype: torch.dtype) -> int:
@@ -198,18 +203,12 @@ class DeviceLayout:
     padding_slot: int
 
 
-_MAX_INT32 = 2**31 - 1
-
-
 @dataclass(frozen=True, slots=True)
 class SamplingColumns:
-    """Sampling parameters and random stream of each sequence, as numpy arrays with the dtypes of `StepViews`."""
+    """Random stream and sampling parameters of each sequence, as numpy arrays with the dtypes of `StepViews`."""
 
     streams: ColumnArray
-    top_k: ColumnArray
-    temperature: ColumnArray
-    top_p: ColumnArray
-    min_p: ColumnArray
+    values: Mapping[str, ColumnArray]
 
     @classmethod
     def of(cls, sequences: Items[Sequence]) -> SamplingColumns:
@@ -217,21 +216,14 @@ class SamplingColumns:
         params = [sequence.params for sequence in sequences]
         return cls(
             numpy.array([stream_start(sequence.seed) for sequence in sequences], numpy.uint64),
-            numpy.array([min(one.top_k, _MAX_INT32) for one in params], numpy.int32),
-            numpy.array(
-                [0.0 if one.greedy else max(one.temperature, MIN_TEMPERATURE) for one in params], numpy.float32
-            ),
-            numpy.array([one.top_p for one in params], numpy.float64),
-            numpy.array([one.min_p for one in params], numpy.float32),
+            {column.name: numpy.array(column.values(params), column.array_dtype) for column in COLUMNS},
         )
 
     def fill(self, views: StepViews[ColumnArray], positions: ColumnArray) -> None:
-        """Write the sampling parameters for the tokens at these positions. Padding rows are greedy."""
+        """Write the sampling parameters for the tokens at these positions. Padding rows get neutral values."""
         write_column(views.uniforms, uniform_numbers(self.streams, positions), 0.0)
-        write_column(views.top_k, self.top_k, 0)
-        write_column(views.temperature, self.temperature, 0.0)
-        write_column(views.top_p, self.top_p, 1.0)
-        write_column(views.min_p, self.min_p, 0.0)
+        for column in COLUMNS:
+            write_column(views.columns[column.name], self.values[column.name], column.neutral)
 
 
 def fill_step(

@@ -49,7 +49,7 @@ from app.engine.decoder.device_inputs import (
     table_update_views,
 )
 from app.engine.decoder.paged_kv_cache import PagedKvCache
-from app.engine.sampling.device_sampler import scratch_rows
+from app.engine.sampling.rows import scratch_rows
 from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.batch import (
     Batch,

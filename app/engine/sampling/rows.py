@@ -1,16 +1,27 @@
-"""Sampling computations on many rows of logits at once, each with individual parameters.
+"""Sampling of many rows of logits at once: the table of sampling parameters, penalties, filters and random numbers.
 
-The sampler decides which row needs which computation. Every filter is a threshold: a token stays if it is at least
-as likely as the last one that must stay, so tied tokens stay together.
+`COLUMNS` declares each parameter that the samplers read for every row: the sampler of the CPU, the input block of
+a device, the device's sampler and its Triton kernel. A new parameter is one row of that table, its effect in
+`_filter` here, and its effect in the Triton kernel.
 
-Counter-based random numbers that depend only on a seed and a position.
+Every filter is a threshold: a token stays if it is at least as likely as the last one that must stay, so tied
+tokens stay together. The CPU finds thresholds by sorting. A device finds them by bisection over the bits of a
+float: this takes as many rounds as a float has bits, is exact, and needs no host values and no synchronization, so
+it can be captured.
 
-There is no state, so neither the batch nor a preemption changes a sampled token.
+Random numbers are counter-based and depend only on a seed and a position. There is no state, so neither the batch
+nor a preemption changes a sampled token.
 """
 
 from __future__ import annotations
 
 from collections import Counter, abc
+from collections.abc import (
+    Callable,
+    Collection,
+    Mapping,
+)
+from dataclasses import dataclass
 from typing import (
     Any,
     TypeVar,
@@ -23,19 +34,88 @@ from torch import Tensor
 
 from app.engine.scheduler.sequence import Sequence
 from app.errors import StepFailed
+from app.kernels.triton.support import triton_usable
 from app.messages import SamplingParams
 
+NOT_FINITE = -1  # returned instead of a token id if the row has a NaN or +inf, or only -inf
+MIN_TEMPERATURE = (
+    1e-6  # smaller temperatures and repetition penalties are raised to it; an overflow would look like a broken model
+)
+_MAX_INT32 = 2**31 - 1
 _BELOW_ONE = 1.0 - 2.0**-53
 # tokens per block; probabilities are summed by block before one token is selected, which keeps the running sum
 # short
 _SUM_BLOCK = 256
-MIN_TEMPERATURE = (
-    1e-6  # smaller temperatures and repetition penalties are raised to it; an overflow would look like a broken model
-)
 _NUCLEUS_WIDTHS = (
     256,
     4096,
 )  # most nuclei are found among this number of most likely tokens; sorting a whole vocabulary costs 30 times as much
+# sum of the bits of a negative float, read as int32, and its index in the ascending order of all floats
+_NEGATIVE_RANK_SUM = -(2**31) - 1
+_RANK_OF_MINUS_INF = _NEGATIVE_RANK_SUM + 2**23  # the index of -inf; 0 has index 0
+_BISECTION_ROUNDS, _BISECTION_ROUNDS_TO_ONE = (
+    32,
+    30,
+)  # there are fewer than 2^32 floats, and fewer than 2^30 between 0 and 1
+
+
+# ---- the table of sampling parameters ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerColumn:
+    """A sampling parameter that the samplers read for every row.
+
+    - `neutral`: the value that has no effect; padding rows hold it. For the temperature it selects the most likely
+      token.
+    - `values`: reads the parameter of each row.
+    - `is_filter`: the parameter removes tokens, so steps of rows with neutral values skip it.
+    """
+
+    name: str
+    dtype: torch.dtype
+    neutral: float
+    values: Callable[[abc.Sequence[SamplingParams]], list[float]]
+    is_filter: bool = True
+
+    @property
+    def array_dtype(self) -> str:
+        """The dtype by its name in numpy."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def is_neutral(self, params: abc.Sequence[SamplingParams]) -> bool:
+        """Return True if the parameter has no effect on any of these rows."""
+        return self.values(params).count(self.neutral) == len(params)
+
+
+COLUMNS: tuple[SamplerColumn, ...] = (
+    SamplerColumn(
+        "temperature",
+        torch.float32,
+        0.0,
+        lambda params: [0.0 if one.greedy else max(one.temperature, MIN_TEMPERATURE) for one in params],
+        is_filter=False,
+    ),
+    SamplerColumn("top_k", torch.int32, 0, lambda params: [min(one.top_k, _MAX_INT32) for one in params]),
+    SamplerColumn("top_p", torch.float64, 1.0, lambda params: [one.top_p for one in params]),
+    SamplerColumn("min_p", torch.float32, 0.0, lambda params: [one.min_p for one in params]),
+)
+FILTERS = tuple(column for column in COLUMNS if column.is_filter)
+
+TensorColumns = Mapping[str, Tensor]  # for each of `COLUMNS` by name, a tensor [rows] of its dtype
+
+
+def filters_of(params: abc.Sequence[SamplingParams]) -> tuple[str, ...]:
+    """Return the names of the filters that at least one of these rows uses."""
+    return tuple(column.name for column in FILTERS if not column.is_neutral(params))
+
+
+def tensor_columns(params: abc.Sequence[SamplingParams], device: torch.device | None = None) -> TensorColumns:
+    """Return the columns of these rows as tensors."""
+    return {column.name: torch.tensor(column.values(params), dtype=column.dtype, device=device) for column in COLUMNS}
+
+
+# ---- penalties and filters -----------------------------------------------------------------------------------------
 
 
 def select_rows(values: Tensor, rows: list[int] | Tensor) -> Tensor:
@@ -87,28 +167,130 @@ def _apply_penalties_to_row(scores: Tensor, sequence: Sequence) -> None:
         scores[completion_ids] -= occurrences * params.frequency_penalty + params.presence_penalty
 
 
+Threshold = Callable[[Tensor, Tensor], Tensor]  # (scores or probabilities [rows, vocab], column [rows]) -> [rows, 1]
+
+
+@dataclass(frozen=True, slots=True)
+class ThresholdSearch:
+    """A method to find the smallest value that top_k and top_p keep in each row."""
+
+    top_k: Threshold
+    top_p: Threshold
+
+
 def filtered_probabilities(scores: Tensor, params: abc.Sequence[SamplingParams]) -> Tensor:
     """Return filtered probabilities from scores [rows, vocab] float32, which are overwritten.
 
     Temperature, top_k, top_p and min_p are applied in this order. Filtered tokens have probability 0. The
     remaining probabilities need not sum to 1.
     """
-    scores.div_(_column_tensor([max(one.temperature, MIN_TEMPERATURE) for one in params], scores))
-    vocab_size = scores.shape[1]
-    if any(0 < one.top_k < vocab_size for one in params):
-        scores.masked_fill_(scores < _top_k_threshold(scores, [one.top_k for one in params]), -torch.inf)
+    return _filter(scores, tensor_columns(params, scores.device), filters_of(params), _BY_SORTING)
+
+
+def _filter(scores: Tensor, columns: TensorColumns, filters: Collection[str], search: ThresholdSearch) -> Tensor:
+    """Apply the temperature and these filters to scores [rows, vocab] float32, which are overwritten."""
+    scores.div_(columns["temperature"].clamp(min=MIN_TEMPERATURE).unsqueeze(1))
+    if "top_k" in filters:
+        scores.masked_fill_(scores < search.top_k(scores, columns["top_k"]), -torch.inf)
     # computed in place; writing new memory costs more than the arithmetic
     probs = torch.softmax(scores, -1, out=scores)
-    if any(one.top_p < 1.0 or one.min_p > 0.0 for one in params):
-        threshold = _column_tensor([one.min_p for one in params], probs) * probs.amax(-1, keepdim=True)
-        threshold = torch.maximum(threshold, _top_p_threshold(probs, [one.top_p for one in params]))
+    if "top_p" in filters or "min_p" in filters:
+        threshold = columns["min_p"].unsqueeze(1) * probs.amax(-1, keepdim=True)
+        threshold = torch.maximum(threshold, search.top_p(probs, columns["top_p"]))
         probs.masked_fill_(probs < threshold, 0.0)
     return probs
 
 
-def _column_tensor(values: list[float], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the values as a column [rows, 1] on the device of `like`."""
-    return torch.tensor(values, dtype=dtype or like.dtype, device=like.device).unsqueeze(1)
+def _top_k_by_sorting(scores: Tensor, top_k: Tensor) -> Tensor:
+    """Return the k-th largest score of each row, [rows, 1]; -inf if k is off."""
+    threshold = scores.new_full((len(scores), 1), -torch.inf)
+    rows = ((top_k > 0) & (top_k < scores.shape[1])).nonzero().squeeze(1)
+    if len(rows):
+        last = top_k[rows].long().unsqueeze(1) - 1
+        best = select_rows(scores, rows).topk(int(last.max()) + 1).values
+        threshold[rows] = best.gather(1, last)
+    return threshold
+
+
+def _top_p_by_sorting(probs: Tensor, top_p: Tensor) -> Tensor:
+    """Return the smallest probability in each row's nucleus, [rows, 1]; 0 if top_p is off.
+
+    The nucleus is the smallest set of most likely tokens whose probabilities sum to at least top_p.
+    """
+    threshold = probs.new_zeros((len(probs), 1))
+    pending = (top_p < 1.0).nonzero().squeeze(1)
+    limits = top_p.unsqueeze(1)
+    vocab_size = probs.shape[1]
+    for width in (*(width for width in _NUCLEUS_WIDTHS if width < vocab_size), vocab_size):
+        if len(pending) == 0:
+            break
+        best = select_rows(probs, pending).topk(width).values
+        running = best.double().cumsum(-1)
+        inside = (running - best < limits[pending]).sum(-1, keepdim=True).clamp_(min=1)
+        threshold[pending] = best.gather(1, inside - 1)
+        pending = pending[running[:, -1] < limits[pending].squeeze(1)]  # these rows need tokens beyond `width`
+    return threshold
+
+
+def _top_k_by_bisection(scores: Tensor, top_k: Tensor) -> Tensor:
+    """Return the k-th largest score of each row, [rows, 1].
+
+    It is the largest float that at least k scores reach, or -inf if k is off.
+    """
+
+    def too_few(bound: Tensor) -> Tensor:
+        return (scores >= bound).sum(-1, keepdim=True) < k
+
+    k = top_k.long().unsqueeze(1)
+    largest = scores.amax(-1, keepdim=True)
+    lowest = torch.full_like(k, _RANK_OF_MINUS_INF)
+    threshold = _float_of_rank(_first_rank(too_few, lowest, _float_rank(largest) + 1, _BISECTION_ROUNDS) - 1)
+    return threshold.masked_fill((k <= 0) | (k >= scores.shape[1]), -torch.inf)
+
+
+def _top_p_by_bisection(probs: Tensor, top_p: Tensor) -> Tensor:
+    """Return the smallest float above which the probabilities sum to less than top_p, [rows, 1]; 0 if top_p is off.
+
+    With this threshold, the last token that is needed to reach top_p stays.
+    """
+
+    def enough(bound: Tensor) -> Tensor:
+        return torch.where(probs > bound, probs, 0.0).sum(-1, keepdim=True, dtype=torch.float64) < limits
+
+    limits = top_p.double().unsqueeze(1)
+    largest = _float_rank(probs.amax(-1, keepdim=True))  # the most likely token stays for every top_p
+    return _float_of_rank(
+        _first_rank(enough, torch.zeros_like(largest), largest, _BISECTION_ROUNDS_TO_ONE)
+    ).masked_fill(limits >= 1.0, 0.0)
+
+
+_BY_SORTING = ThresholdSearch(_top_k_by_sorting, _top_p_by_sorting)
+_BY_BISECTION = ThresholdSearch(_top_k_by_bisection, _top_p_by_bisection)
+
+
+def _first_rank(predicate: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, rounds: int) -> Tensor:
+    """Return the first index in [low, high] from which on `predicate` is true.
+
+    It is assumed to be true at `high`.
+    """
+    for _ in range(rounds):
+        middle = (low + high) >> 1
+        found = predicate(_float_of_rank(middle))
+        low, high = torch.where(found, low, torch.minimum(middle + 1, high)), torch.where(found, middle, high)
+    return high
+
+
+def _float_rank(values: Tensor) -> Tensor:
+    """Return the index of each fp32 value in the ascending order of all floats, int64.
+
+    `_float_of_rank` is the inverse. The two zeros have different bits but compare equal.
+    """
+    bits = values.view(torch.int32).long()
+    return torch.where(bits < 0, _NEGATIVE_RANK_SUM - bits, bits)
+
+
+def _float_of_rank(rank: Tensor) -> Tensor:
+    return torch.where(rank < 0, _NEGATIVE_RANK_SUM - rank, rank).to(torch.int32).view(torch.float32)
 
 
 def multinomial(probs: Tensor, uniforms: abc.Sequence[float]) -> Tensor:
@@ -150,35 +332,59 @@ def _locate_in_cumsum(mass: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
     return index.squeeze(1), ((target - before) / here).clamp_(0.0, _BELOW_ONE)
 
 
-def _top_k_threshold(scores: Tensor, top_k: abc.Sequence[int]) -> Tensor:
-    """Return the k-th largest score of each row, [rows, 1]; -inf if k is off."""
-    rows = [row for row, k in enumerate(top_k) if 0 < k < scores.shape[1]]
-    counts = [top_k[row] for row in rows]
-    best = select_rows(scores, rows).topk(max(counts)).values
-    threshold = scores.new_full((len(scores), 1), -torch.inf)
-    threshold[rows] = best.gather(1, _column_tensor([k - 1 for k in counts], scores, torch.int64))
-    return threshold
+# ---- sampling on the device that holds the logits ------------------------------------------------------------------
 
 
-def _top_p_threshold(probs: Tensor, top_p: abc.Sequence[float]) -> Tensor:
-    """Return the smallest probability in each row's nucleus, [rows, 1]; 0 if top_p is off.
+@dataclass(frozen=True, slots=True)
+class SamplingTensors:
+    """Sampling parameters of each row of a device step, and a uniform number fp64 [rows] in [0, 1) for each.
 
-    The nucleus is the smallest set of most likely tokens whose probabilities sum to at least top_p.
+    A row with temperature 0 takes the most likely token.
     """
-    threshold = probs.new_zeros((len(probs), 1))
-    pending = torch.tensor([row for row, p in enumerate(top_p) if p < 1.0], dtype=torch.int64, device=probs.device)
-    limits = _column_tensor(list(top_p), probs, torch.float64)
-    vocab_size = probs.shape[1]
-    for width in (*(width for width in _NUCLEUS_WIDTHS if width < vocab_size), vocab_size):
-        if len(pending) == 0:
-            break
-        best = select_rows(probs, pending).topk(width).values
-        running = best.double().cumsum(-1)
-        inside = (running - best < limits[pending]).sum(-1, keepdim=True).clamp_(min=1)
-        threshold[pending] = best.gather(1, inside - 1)
-        pending = pending[running[:, -1] < limits[pending].squeeze(1)]  # these rows need tokens beyond `width`
-    return threshold
 
+    columns: TensorColumns
+    uniforms: Tensor
+
+
+def sample_greedy(logits: Tensor) -> Tensor:
+    """Return the most likely token id of each row of logits [rows, vocab], int64 [rows].
+
+    Among equal logits the lowest id is taken. The id is `NOT_FINITE` if the row has no finite maximum.
+    """
+    best, ids = logits.max(-1)
+    return torch.where(best.isfinite(), ids, NOT_FINITE)
+
+
+def sample_random(logits: Tensor, sampling: SamplingTensors, filtered: bool = True) -> Tensor:
+    """Sample one token id for each row of logits [rows, vocab] with the row's uniform number; int64 [rows].
+
+    A row gets `NOT_FINITE` if its logits are not finite. `filtered` False means that no row uses a filter.
+    """
+    if triton_usable(logits):
+        from app.kernels.triton.sampling import sample_rows
+
+        return sample_rows(logits, sampling.columns, sampling.uniforms)
+    return sample_random_torch(logits, sampling, filtered)
+
+
+def scratch_rows(logits_like: Tensor) -> int:
+    """Return the number of fp32 rows that `sample_random` allocates for each row of logits.
+
+    It is 0 if sampling is one kernel on this device, else 4.
+    """
+    return 0 if triton_usable(logits_like) else 4
+
+
+def sample_random_torch(logits: Tensor, sampling: SamplingTensors, filtered: bool = True) -> Tensor:
+    """Compute `sample_random` with torch operations."""
+    likeliest = sample_greedy(logits)
+    filters = [column.name for column in FILTERS] if filtered else []
+    probs = _filter(logits.to(torch.float32, copy=True), sampling.columns, filters, _BY_BISECTION)
+    drawn = multinomial_on_device(probs, sampling.uniforms)
+    return torch.where((sampling.columns["temperature"] > 0) & (likeliest != NOT_FINITE), drawn, likeliest)
+
+
+# ---- random numbers ------------------------------------------------------------------------------------------------
 
 # SplitMix64 from Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; it passes
 # BigCrush.

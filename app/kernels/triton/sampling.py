@@ -1,11 +1,13 @@
 """Token sampling on a GPU: temperature, top_k, top_p, min_p and the draw in one kernel, with one program per row.
 
-The reference implementation is in the engine's device sampler. A filter's threshold is found by a search over all
+The reference implementation is `sample_random_torch` of the engine. A filter's threshold is found by a search over all
 floats in ascending order. Each pass over the row tests eight candidates, so eleven passes are enough for any
 float. Rows without a filter skip its search.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 import triton
@@ -13,18 +15,17 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK, _WARPS = 2048, 16  # elements of a row per block, and warps: eight sums per element stay in registers
-_UNALIGNED = ("temperatures", "top_ks", "top_ps", "min_ps", "uniforms")  # views of a step's buffer have any alignment
+_COLUMNS = ("temperature", "top_k", "top_p", "min_p")  # sampling parameters, in the order of the kernel's arguments
+_UNALIGNED = (*(f"{name}s" for name in _COLUMNS), "uniforms")  # views of a step's buffer have any alignment
 
 
-def sample_rows(
-    logits: Tensor, temperature: Tensor, filters: tuple[Tensor, Tensor, Tensor], uniforms: Tensor, block: int = _BLOCK
-) -> Tensor:
+def sample_rows(logits: Tensor, columns: Mapping[str, Tensor], uniforms: Tensor, block: int = _BLOCK) -> Tensor:
     """Sample one token id per row of logits [rows, vocab]; -1 if a row is not finite.
 
     Args:
         logits: [rows, vocab] of any float dtype.
-        temperature: fp32 [rows]; 0 selects the most likely token.
-        filters: top_k int32, top_p fp64 and min_p fp32, each [rows].
+        columns: The sampling parameters of each row by name, [rows] each: `temperature` fp32 (0 selects the most
+            likely token), `top_k` int32, `top_p` fp64 and `min_p` fp32. The engine's table gives their dtypes.
         uniforms: Random numbers in [0, 1), fp64 [rows].
         block: Elements of a row that are processed at a time.
 
@@ -34,7 +35,8 @@ def sample_rows(
     rows, vocab = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    given = (logits, temperature, *(one.contiguous() for one in filters), uniforms, out, logits.stride(0), vocab)
+    parameters = (columns[name].contiguous() for name in _COLUMNS)
+    given = (logits, *parameters, uniforms, out, logits.stride(0), vocab)
     if rows:
         _sample[(rows,)](*given, min(block, triton.next_power_of_2(vocab)), num_warps=_WARPS)
     return out

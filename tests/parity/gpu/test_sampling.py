@@ -11,14 +11,15 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import torch
 from torch import Tensor
 
-from app.engine.sampling.device_sampler import (
+from app.engine.sampling.rows import (
+    COLUMNS,
     NOT_FINITE,
     SamplingTensors,
     sample_greedy,
     sample_random_torch,
+    uniform_number,
 )
-from app.engine.sampling.rows import uniform_number
-from app.kernels.triton.sampling import sample_rows
+from app.kernels.triton.sampling import _COLUMNS, sample_rows
 from compiled_kernels import compile_all
 
 BLOCK = 128  # of a row at a time, so that rows have several
@@ -36,17 +37,21 @@ def drawing_of(rows: list[tuple[float, int, float, float]], device: torch.device
     uniforms = [uniform_number(seed, row) for row in range(len(rows))]
     made = [torch.tensor(values, device=device) for values in (temperature, min_p)]
     wide = [torch.tensor(values, dtype=torch.float64, device=device) for values in (top_p, uniforms)]
-    return SamplingTensors(made[0], torch.tensor(top_k, dtype=torch.int32, device=device), wide[0], made[1], wide[1])
+    narrow = torch.tensor(top_k, dtype=torch.int32, device=device)
+    return SamplingTensors({"temperature": made[0], "top_k": narrow, "top_p": wide[0], "min_p": made[1]}, wide[1])
 
 
 def drawn(logits: Tensor, drawing: SamplingTensors) -> Tensor:
-    filters = (drawing.top_k, drawing.top_p, drawing.min_p)
-    return sample_rows(logits, drawing.temperature, filters, drawing.uniforms, BLOCK)
+    return sample_rows(logits, drawing.columns, drawing.uniforms, BLOCK)
 
 
 def logits_of(rows: int, vocab: int, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     logits = torch.randn((rows, vocab), generator=torch.Generator().manual_seed(seed)) * 3
     return logits.to(dtype).to(device)
+
+
+def test_the_kernel_takes_every_column_of_the_table() -> None:
+    assert tuple(column.name for column in COLUMNS) == _COLUMNS
 
 
 @pytest.mark.parametrize(
@@ -105,5 +110,5 @@ def test_rows_of_temperature_nought_are_greedy(gpu: torch.device) -> None:
 @pytest.mark.full
 def test_it_compiles_and_keeps_within_registers() -> None:
     found = compile_all("launches_sampling", 90)
-    assert [one.kernel for one in found] == ["_draw"] * 2
+    assert [one.kernel for one in found] == ["_sample"] * 2
     assert all(one.stack == 0 for one in found)

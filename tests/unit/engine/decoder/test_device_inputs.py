@@ -62,13 +62,17 @@ def views(sizes: StepSizes) -> StepViews[ColumnArray]:
     return block_arrays(torch.full((block_size(sizes),), -1, dtype=torch.int64), sizes)
 
 
+def all_views(views: StepViews[torch.Tensor]) -> list[torch.Tensor]:
+    single = [getattr(views, field.name) for field in fields(StepViews) if field.name != "columns"]
+    return [*single, *views.columns.values()]
+
+
 @given(st.builds(StepSizes, st.integers(0, 9), st.integers(0, 9), st.integers(1, 9)))
 def test_views_fill_the_block_and_do_not_overlap(sizes: StepSizes) -> None:
     block = torch.zeros(block_size(sizes), dtype=torch.int64)
-    for number, field in enumerate(fields(StepViews), 1):
-        getattr(block_views(block, sizes), field.name).fill_(number)
-    for number, field in enumerate(fields(StepViews), 1):
-        view = getattr(block_views(block, sizes), field.name)
+    for number, view in enumerate(all_views(block_views(block, sizes)), 1):
+        view.fill_(number)
+    for number, view in enumerate(all_views(block_views(block, sizes)), 1):
         assert (view == number).all()
     assert len(block_views(block, sizes).starts) == sizes.sequences + 1
 
@@ -103,8 +107,8 @@ def test_rows_that_fill_a_bucket_have_no_context_and_write_where_nobody_reads() 
     assert told.starts.tolist() == [0, 1, 2, 3, 4], "each row is a sequence of one query"
     assert told.kv_rows[0] == 70 and all(row < PAGE_TOKENS for row in told.kv_rows[1:].tolist())
     assert told.token_ids.tolist() == [107, 0, 0, 0] and told.positions.tolist() == [7, 0, 0, 0]
-    assert told.temperature.tolist() == [pytest.approx(0.7), 0.0, 0.0, 0.0], "the others are greedy"
-    assert told.top_p.tolist() == [0.9, 1.0, 1.0, 1.0]
+    assert told.columns["temperature"].tolist() == [pytest.approx(0.7), 0.0, 0.0, 0.0], "the others are greedy"
+    assert told.columns["top_p"].tolist() == [0.9, 1.0, 1.0, 1.0]
 
 
 def test_draws_are_told_to_the_last_bit() -> None:
@@ -113,8 +117,8 @@ def test_draws_are_told_to_the_last_bit() -> None:
     told = views(StepSizes.of(spans, 1))
     fill_sampling(told, spans, logit_rows_of(spans), SamplingMode.RANDOM)
     assert told.uniforms.tolist() == [uniform_number(11, 8)]
-    assert told.top_k.tolist() == [2**31 - 1], "as many as there are"
-    assert told.top_p.tolist() == [0.9] and told.min_p.tolist() == [pytest.approx(0.05)]
+    assert told.columns["top_k"].tolist() == [2**31 - 1], "as many as there are"
+    assert told.columns["top_p"].tolist() == [0.9] and told.columns["min_p"].tolist() == [pytest.approx(0.05)]
 
 
 def test_a_token_that_is_being_picked_is_not_told_as_if_it_were_known() -> None:
@@ -159,12 +163,10 @@ def test_a_course_tells_step_after_step_what_its_spans_would(
         "lengths",
         "starts",
         "uniforms",
-        "top_k",
-        "temperature",
-        "top_p",
-        "min_p",
     ):
         assert getattr(told, name).tolist() == getattr(known, name).tolist(), name
+    for name in ("top_k", "temperature", "top_p", "min_p"):
+        assert told.columns[name].tolist() == known.columns[name].tolist(), name
 
 
 def test_a_temperature_that_fp32_has_no_number_for_is_not_greedy() -> None:
@@ -172,7 +174,7 @@ def test_a_temperature_that_fp32_has_no_number_for_is_not_greedy() -> None:
     spans = (span_of(sequence, 7, 8, slot=3),)
     told = views(StepSizes.of(spans, 1))
     fill_sampling(told, spans, logit_rows_of(spans), SamplingMode.RANDOM)
-    assert told.temperature.item() > 0
+    assert told.columns["temperature"].item() > 0
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7])
@@ -222,4 +224,4 @@ def test_a_device_without_float64_reads_its_other_words_as_they_are_meant() -> N
     )
     for name in ("token_ids", "sources", "positions", "kv_rows", "slots", "lengths", "starts"):
         assert getattr(there, name).tolist() == getattr(here, name).tolist()
-    assert there.uniforms.dtype == there.top_p.dtype == torch.int64
+    assert there.uniforms.dtype == there.columns["top_p"].dtype == torch.int64

@@ -11,17 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.engine.sampling.device_sampler import (
+from app.engine.sampling.rows import (
     NOT_FINITE,
     SamplingTensors,
     _float_of_rank,
     _float_rank,
-    sample_greedy,
-    sample_random,
-)
-from app.engine.sampling.rows import (
     filtered_probabilities,
     multinomial_on_device,
+    sample_greedy,
+    sample_random,
     uniform_number,
 )
 from app.engine.sampling.sampler import Sampler
@@ -34,10 +32,12 @@ from sequences import rows_of
 
 def drawing_of(params: list[SamplingParams], uniforms: list[float]) -> SamplingTensors:
     return SamplingTensors(
-        torch.tensor([one.temperature for one in params]),
-        torch.tensor([min(one.top_k, 2**31 - 1) for one in params], dtype=torch.int32),
-        torch.tensor([one.top_p for one in params], dtype=torch.float64),
-        torch.tensor([one.min_p for one in params]),
+        {
+            "temperature": torch.tensor([one.temperature for one in params]),
+            "top_k": torch.tensor([min(one.top_k, 2**31 - 1) for one in params], dtype=torch.int32),
+            "top_p": torch.tensor([one.top_p for one in params], dtype=torch.float64),
+            "min_p": torch.tensor([one.min_p for one in params]),
+        },
         torch.tensor(uniforms, dtype=torch.float64),
     )
 
