@@ -232,8 +232,8 @@ class Timings:
 class TokensReady:
     """New completion tokens of one choice.
 
-    `logprobs` is as long as `validate_token_ids` if requested, else empty. `timings` comes with a choice's first tokens;
-    its queue and prefill seconds and cached tokens are final then.
+    `logprobs` is as long as `token_ids` if requested, else empty. `timings` comes with a choice's first
+    tokens; its queue and prefill seconds and cached tokens are final then.
     """
 
     request_id: str
@@ -247,8 +247,8 @@ class TokensReady:
 class SequenceFinished:
     """The end of one choice. After the last choice of a request the worker has forgotten the request.
 
-    `validate_token_ids` are final tokens not sent yet: a beam's whole completion, else empty. `stop_token_id` ended the
-    sequence and is not text.
+    `token_ids` are final tokens not sent yet: a beam's whole completion, else empty. `stop_token_id` ended
+    the sequence and is not text.
     """
 
     request_id: str

@@ -1,7 +1,8 @@
-"""Compiles Triton's kernels for NVIDIA GPUs without one: down to the machine code, by the compiler and the assembler that Triton brings.
+"""Compiles the Triton kernels to machine code of NVIDIA GPUs with Triton's own tools, on a machine without a GPU.
 
-`compile_all("launches_elementwise", 90)` runs every function of tests/launches_elementwise.py whose name begins with `launch_` in an interpreter of
-its own, in which a launch compiles and starts nothing: tensors are the processor's, and only their types, strides and alignment count.
+`compile_all("launches_elementwise", 90)` runs every function of tests/launches_elementwise.py whose name begins with
+`launch_` in a separate interpreter, in which a launch compiles and starts nothing. Tensors are in host memory, and
+only their types, strides and alignment count.
 """
 
 from __future__ import annotations

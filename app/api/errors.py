@@ -46,7 +46,8 @@ STATUS_CODES: Mapping[type[ArmatureError], int] = {
     RequestTimeout: 504,
     ArmatureError: 500,
 }
-# No better estimate is known while loading. The kubelet's default readiness period is 10 s; clients may retry a bit sooner.
+# No better estimate is known while loading. The kubelet's default readiness period is 10 s; clients may retry a bit
+# sooner.
 LOADING_RETRY_SECONDS = 5
 # Another pod can serve the request at once.
 STOPPING_RETRY_SECONDS = 1

@@ -54,7 +54,7 @@ from app.service.requests import (
 
 
 class GenerateBody(SamplingFields):
-    """Body of `POST /generate`, with `prompt` or `validate_token_ids`.
+    """Body of `POST /generate`, with `prompt` or `token_ids`.
 
     Without `max_tokens`, generation may continue to the end of the context. `add_special_tokens` applies to
     `prompt`: it makes the tokenizer add its own special tokens, such as the beginning of sequence.

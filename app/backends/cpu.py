@@ -40,8 +40,9 @@ from app.kernels.attention.attention import (
 from app.kernels.attention.context import AttentionSpec
 from app.kernels.attention.layout import KvRows
 
-# query, key, value [1, heads or kv_heads, tokens, head_dim] with any strides; nothing is copied. Returns the result and, in
-# float32, the log-sum-exp of each row's scores. torch 2.10 and 2.13 (both tested) have this schema and allow kv_heads < heads.
+# query, key, value [1, heads or kv_heads, tokens, head_dim] with any strides; nothing is copied. Returns the result
+# and, in float32, the log-sum-exp of each row's scores. torch 2.10 and 2.13 (both tested) have this schema and allow
+# kv_heads < heads.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 _MASKED_QUERIES = 256  # queries per mask; a mask has this number times the context (or the window) elements
@@ -126,7 +127,7 @@ def torch_attention(query: Tensor, rows: Rows[AttentionRow], spec: AttentionSpec
 def _prompt_attention(query: Tensor, row: AttentionSequence, kv: KvRows, spec: AttentionSpec) -> Tensor:
     """Compute the attention of one sequence's queries [tokens, heads, head_dim] with PyTorch.
 
-    An int8 KV cache is dequantized only for the part that is visible, or one part of `_PART` tokens at a time.
+    An int8 KV cache is dequantized only for the part that is visible, or one part of `_PART_TOKENS` tokens at a time.
     """
     end = row.start + row.num_tokens
     if spec.window is not None or spec.softcap is not None:

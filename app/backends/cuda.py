@@ -39,7 +39,8 @@ _MIN_CAPABILITY = (
     8,
     0,
 )  # compute capability of Ampere, the first with bfloat16 products, flash attention and four-bit products
-# Libraries, graphs and Triton kernels allocate memory outside of torch's allocator. They report out of memory as plain errors.
+# Libraries, graphs and Triton kernels allocate memory outside of torch's allocator. They report out of memory as plain
+# errors.
 _OUT_OF_MEMORY_TEXTS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "Triton Error [CUDA]: out of memory")
 
 

@@ -133,7 +133,7 @@ def attention_function(spec: AttentionSpec) -> AttendBlock:
 
 
 def sdpa_attention(query: Tensor, key: Tensor, value: Tensor, part: QueryBlock, spec: AttentionSpec) -> Tensor:
-    """Compute the attention of `paged_torch.attended` with PyTorch's scaled dot product.
+    """Compute the attention of `attend_block` with PyTorch's scaled dot product.
 
     The query heads of one kv head become further queries of that head.
     """
@@ -145,8 +145,9 @@ def sdpa_attention(query: Tensor, key: Tensor, value: Tensor, part: QueryBlock, 
         .permute(0, 2, 3, 1, 4)
         .reshape(n, kv_heads, group * queries, head_dim)
     )
-    # Cells beyond a context hold arbitrary values, so they are zeroed. A query that sees no key is given the first key, because
-    # a softmax over no key is NaN. Without a context that key is zero; otherwise the row is padding, and its result is ignored.
+    # Cells beyond a context hold arbitrary values, so they are zeroed. A query that sees no key is given the first
+    # key, because a softmax over no key is NaN. Without a context that key is zero; otherwise the row is padding, and
+    # its result is ignored.
     keys, values = (x.masked_fill(~part.context[..., None, None], 0.0).transpose(1, 2) for x in (key, value))
     sees = part.visible.any(-1, keepdim=True)
     first = torch.arange(part.visible.shape[-1], device=query.device) == 0

@@ -197,7 +197,7 @@ IN_PROCESS_BENCHES: Mapping[str, Callable[[Prepared, Namespace], BenchOutcome]] 
 
 
 def _http_job(settings: Settings, arguments: Namespace) -> ServerBenchJob:
-    """Return the job of a bench over HTTP. `bench/over_http` has these benches by name."""
+    """Return the job of a bench over HTTP. `bench/http/load.py` has these benches by name."""
     url = getattr(arguments, "url", None)
     flags = _flags(arguments)
     subject, tokens = url or settings.checkpoint_directory.name, getattr(arguments, "tokens", 0)

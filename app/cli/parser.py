@@ -39,7 +39,7 @@ class BenchCommand:
     flags: Mapping[str, Any]
 
 
-# A new bench needs one entry here and one in `benches` (measured in this process) or in `bench/over_http`.
+# A new bench needs one entry here and one in `cli/bench.py` (measured in this process) or in `bench/http/load.py`.
 BENCHES: Mapping[str, BenchCommand] = {
     "kernels": BenchCommand(
         "matrix products and decode attention alone, by weight format and number of rows, compared with this machine's limits",

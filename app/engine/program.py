@@ -118,8 +118,8 @@ InputShapes = tuple[tuple[int, ...], ...]
 class RunnableProgram:
     """A program with its signature.
 
-    `gives` are the indices of the graph's outputs that the signature names. `fewest` is the smallest number of
-    rows that the program accepts.
+    `output_indices` are the indices of the graph's outputs that the signature names. `min_rows` is the smallest number
+    of rows that the program accepts.
     """
 
     program: Program
@@ -381,7 +381,7 @@ def served_program(checkpoint: ProgramCheckpoint, program: Program) -> RunnableP
 
 
 def max_step_rows(checkpoint: ProgramCheckpoint, planned: int) -> int:
-    """Return the largest number of rows in a step: `wanted`, limited by what the program was exported for."""
+    """Return the largest number of rows in a step: `planned`, limited by what the program was exported for."""
     return min(planned, checkpoint.max_rows or planned)
 
 

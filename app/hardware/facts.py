@@ -243,7 +243,7 @@ class Facts:
 class Needs:
     """Requirements of a checkpoint, from its config and tensor headers alone.
 
-    The steps of a program have rows instead of tokens. `decide_weight_bytes` is the size on disk. `bytes_by_precision`
+    The steps of a program have rows instead of tokens. `weight_bytes` is the size on disk. `bytes_by_precision`
     are the bytes in memory by precision (`fp32`, `bf16`, …); `device_bytes_by_precision` are those on a device
     with its own memory, where they differ. `int8_copy_bytes` are additional bytes if 4-bit layers also have an
     8-bit copy. `kv_elements_per_token` is 2 · layers · kv_heads · head_dim, or 0 for an encoder. `rows_vary` is

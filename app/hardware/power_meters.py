@@ -33,7 +33,8 @@ ReadWatts = Callable[[], float | None]
 
 MICRO = 1e-6
 SAMPLE_SECONDS = 1.0  # power sensors average over about this period
-# Highest plausible power of one counter. An apparent wrap that exceeds it was a reset to 0, for example when a machine wakes up.
+# Highest plausible power of one counter. An apparent wrap that exceeds it was a reset to 0, for example when a machine
+# wakes up.
 MAX_COUNTER_WATTS = 5_000.0
 MAX_PLIST_BYTES = 2**20  # largest property list of powermetrics that is kept; real ones have tens of kilobytes
 POWERMETRICS = ["powermetrics", "--samplers", "cpu_power", "-f", "plist", "-i", str(int(SAMPLE_SECONDS * 1000))]

@@ -24,8 +24,8 @@ from dataclasses import (
 
 from app.hardware.decision import TrialTimes
 
-# Share of the cost of a context token for a decoding sequence: the queries of a chunk read keys and values once for all of them. Used if
-# the trial did not measure it. The correction factors of `StepTimes` correct it while serving.
+# Share of the cost of a context token for a decoding sequence: the queries of a chunk read keys and values once for
+# all of them. Used if the trial did not measure it. The correction factors of `StepTimes` correct it while serving.
 _CHUNK_CONTEXT_SHARE = 0.5
 
 TABLE_TEXT_TOKENS = 128  # tokens of each text in an encoder's table, or fewer if the step has fewer
@@ -148,11 +148,12 @@ def _interpolate(points: _Points, number: int) -> float:
     return low_seconds + (high_seconds - low_seconds) * (number - low) / (high - low)
 
 
-# A step is replayed from a recording of its size, so prompt chunks have only these sizes. The smallest is processed even if the target is
-# missed already, so that a long prompt makes progress.
+# A step is replayed from a recording of its size, so prompt chunks have only these sizes. The smallest is processed
+# even if the target is missed already, so that a long prompt makes progress.
 PREFILL_CHUNK_SIZES = tuple(size for power in range(3, 14) for size in (2**power, 3 * 2 ** (power - 1)))
 MIN_PREFILL_TOKENS = PREFILL_CHUNK_SIZES[0]
-# Goal: the p99 latency of running streams is at most 3 × their p50 while a long prompt arrives, if the p99 of steps is 1.5 × their p50.
+# Goal: the p99 latency of running streams is at most 3 × their p50 while a long prompt arrives, if the p99 of steps is
+# 1.5 × their p50.
 MIXED_TO_DECODE_RATIO = 2.0
 MIN_TARGET_SECONDS = (
     0.010  # a hundred tokens a second, which is faster than people read; a lower target would only slow prompts

@@ -2,8 +2,8 @@
 
 The host's memory is read by `memchr` and `memcmp` of the C library (vectorised everywhere, no compiler needed) and by
 a function of the native library. The fastest counts. ctypes releases the GIL, so threads read in parallel;
-tools/measure/read_bandwidth.py compares the result with a compiled loop. On a device with separate memory, several operations
-are queued before the host waits, so that launch overhead does not count.
+tools/measure/read_bandwidth.py compares the result with a compiled loop. On a device with separate memory, several
+operations are queued before the host waits, so that launch overhead does not count.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _integer_products(rows: int, outputs: int, inputs: int) -> Iterable[tuple[Mu
 
 
 COPY_BYTES = 2**30  # much larger than any cache
-FREE_MEMORY_FRACTION = 8  # at most this fraction (1 / FREE_SHARE) of the device's free memory is copied
+FREE_MEMORY_FRACTION = 8  # at most this fraction (1 / FREE_MEMORY_FRACTION) of the device's free memory is copied
 DEVICE_REPEATS = 3  # the best counts: a peak is the rate that can be reached
 QUEUE_DEPTH = 8  # copies, or products, that are queued before one wait
 MIN_PRODUCT_SIZE, MAX_PRODUCT_SIZE = 1024, 8192  # rows, outputs and inputs of a product

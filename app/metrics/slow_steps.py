@@ -1,7 +1,7 @@
 """Detection of slow steps and of their causes.
 
-The worker thread calls this before and after each step; expensive sources are read only after a slow step. The
-usual time of a step comes from the step time model. A cause is reported only if there is evidence for it, else `unknown`.
+The worker thread calls this before and after each step; expensive sources are read only after a slow step. The usual
+time of a step comes from the step time model. A cause is reported only if there is evidence for it, else `unknown`.
 """
 
 from __future__ import annotations

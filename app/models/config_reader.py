@@ -1,4 +1,4 @@
-"""Reads single values of a config.json and describes errors in them. `config` interprets the values."""
+"""Reads single values of a config.json and describes errors in them, for decoders and encoders."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Call:
 class PackedProduct:
     """A product of rows with a packed weight and an optional bias: [..., in] to [..., out].
 
-    The result has the form's dtype if `narrow`, otherwise that of x.
+    The result has the form's dtype if `bf16`, otherwise that of x.
     """
 
     def __init__(self, form: LinearForm, dtype: torch.dtype, bf16: bool) -> None:
@@ -80,7 +80,7 @@ class Program:
 
     `states` are the graph's tensors by name, `products` the packed weights of its linear layers.
 
-    With `narrow`, the operations that torch's autocast allows run in BF16.
+    With `bf16`, the operations that torch's autocast allows run in BF16.
     """
 
     def __init__(

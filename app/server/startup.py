@@ -263,7 +263,7 @@ class ServerRuntime:
         if not self._stopping.is_set():
             self._on_fatal(error)
 
-    # ---- metrics and information ----------------------------------------------------------------------------------------
+    # ---- metrics and information ------------------------------------------------------------------------------------
 
     def _deployment(self) -> DeploymentInfo:
         prepared = self._prepared

@@ -17,11 +17,12 @@ from app.service.wait_estimate import (
     first_token_seconds,
 )
 
-# Prompt and completion length assumed before the first request has finished: vLLM's default output length in benchmarks.
+# Prompt and completion length assumed before the first request has finished: vLLM's default output length in
+# benchmarks.
 _DEFAULT_LENGTH_TOKENS = 128.0
 _GAIN = 0.1  # weight of a new request in the running means, which cover about the last ten requests
-# When many requests arrive between two steps, this many of them share one prediction: hundreds of simulations would block
-# the event loop.
+# When many requests arrive between two steps, this many of them share one prediction: hundreds of simulations would
+# block the event loop.
 _BURST = 16
 _MIN_RETRY_SECONDS, _MAX_RETRY_SECONDS = 1.0, 600.0
 

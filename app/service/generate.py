@@ -61,7 +61,7 @@ _WORST_FIRST: tuple[FinishReason, ...] = ("timeout", "aborted", "length", "stop"
 class ChoiceState:
     """State of one choice while it grows.
 
-    `validate_token_ids` and `logprobs` hold tokens that were received but are not part of a `TextDelta` yet, because
+    `token_ids` and `logprobs` hold tokens that were received but are not part of a `TextDelta` yet, because
     their text is incomplete.
     """
 

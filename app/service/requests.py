@@ -29,7 +29,7 @@ from app.metrics.instruments import Api
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A generation request with exactly one of `prompt`, `validate_token_ids` and `messages`.
+    """A generation request with exactly one of `prompt`, `token_ids` and `messages`.
 
     `messages` are rendered with the checkpoint's chat template. `request_id` is what the client sees
     (`x-request-id`); it need not be unique, because the service appends a number. `add_special_tokens` applies
@@ -89,8 +89,8 @@ class Accepted:
 class TextDelta:
     """More text of one choice, with the tokens it came from.
 
-    Joining the deltas of a choice gives its text, and joining `validate_token_ids` its tokens. `text` is empty only if
-    tokens without text end a choice. `logprobs` is as long as `validate_token_ids` if requested, else empty. `timings`
+    Joining the deltas of a choice gives its text, and joining `token_ids` its tokens. `text` is empty only if
+    tokens without text end a choice. `logprobs` is as long as `token_ids` if requested, else empty. `timings`
     comes with a choice's first tokens, so that a streaming response can report queue and prefill time before the
     rest is known.
     """

@@ -85,7 +85,7 @@ class Service:
         self.drain()
         self._pipeline.close()
 
-    # ---- callbacks of the worker, called on its thread ---------------------------------------------------------------
+    # ---- callbacks of the worker, called on its thread --------------------------------------------------------------
 
     def on_events(self, events: Sequence[Event]) -> None:
         """Deliver one step's events to the open requests."""

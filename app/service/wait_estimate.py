@@ -26,7 +26,7 @@ from app.metrics.stats import EngineSnapshot
 
 
 def encode_wait_seconds(snapshot: EngineSnapshot, newcomers: Sequence[tuple[float, int]], now: float) -> float:
-    """Return the seconds from `moment` until all texts of the last of `newcomers` are encoded.
+    """Return the seconds from `now` until all texts of the last of `newcomers` are encoded.
 
     Newcomers are requests that the snapshot does not include yet, as (time sent, tokens). The current step began
     with the snapshot, or with the first newcomer if the worker was idle, and takes in no other request.
@@ -71,8 +71,8 @@ def _take_tokens(queue: list[int], index: int, budget: int) -> int:
 def _seconds_until_done(step_times: StepTimes, queue: Sequence[int]) -> float:
     """Return the seconds until the last request of the queue has all its texts.
 
-    Before it come the requests of no larger class (`own` counts their tokens and its own). Meanwhile the other
-    half of each step goes to older requests of larger classes, as long as they have tokens left.
+    Before it come the requests of no larger class (`own_class_tokens` counts their tokens and its own). Meanwhile the
+    other half of each step goes to older requests of larger classes, as long as they have tokens left.
     """
     budget, total = step_times.max_tokens, sum(queue)
     last = _size_class(queue[-1], step_times)
@@ -214,7 +214,7 @@ def _expected_remaining_tokens(made: int, most: int, completion_tokens: float) -
 def first_token_seconds(
     snapshot: EngineSnapshot, newcomers: list[tuple[float, int]], now: float, typical: TypicalRequest
 ) -> float | None:
-    """Return the seconds from `moment` until the last of `newcomers` has its first token, or its vectors.
+    """Return the seconds from `now` until the last of `newcomers` has its first token, or its vectors.
 
     Returns None if step times are unknown. Newcomers are requests that the snapshot does not include yet, as
     (time sent, tokens). The current step began with the snapshot, or with the first newcomer if the worker was

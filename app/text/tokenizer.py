@@ -171,7 +171,7 @@ class Tokenizer:
 
 
 def truncated_lengths(lengths: Sequence[int], max_tokens: int) -> list[int]:
-    """Return the truncated lengths of one or two texts that together may have `room` tokens.
+    """Return the truncated lengths of one or two texts that together may have `max_tokens` tokens.
 
     The longer text is shortened until both are equally long, then both are.
     """

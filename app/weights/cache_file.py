@@ -121,7 +121,7 @@ def log_not_kept(file: Path, what: str, error: OSError) -> None:
 
 
 def differences(own_key: Mapping[str, str], other_keys: Iterable[Mapping[str, str]]) -> str:
-    """Return the names of the key fields in which other files differ from `ours`, joined; empty if there are none."""
+    """Return the names of the key fields in which other files differ from `own_key`, joined; empty if none."""
     return ", ".join(sorted({name for key in other_keys for name, value in own_key.items() if key.get(name) != value}))
 
 

@@ -174,7 +174,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     return Checkpoint(directory, config, read_optional(directory / "generation_config.json"), model_config, tensors)
 
 
-# ---- which files ------------------------------------------------------------------------------------------------------
+# ---- which files ----------------------------------------------------------------------------------------------------
 
 
 def _find_tensors(directory: Path) -> dict[str, TensorEntry]:
@@ -207,7 +207,8 @@ def _read_shards(directory: Path) -> dict[str, TensorEntry]:
     missing = [file for file in files if not (directory / file).is_file()]
     if missing:
         raise CheckpointInvalid(
-            f"{directory} lacks {len(missing)} of {len(files)} shards: {_names(missing)}. Copy or download them too.{incomplete_copy_note(directory)}"
+            f"{directory} lacks {len(missing)} of {len(files)} shards: {_names(missing)}. Copy "
+            f"or download them too.{incomplete_copy_note(directory)}"
         )
     headers = {file: read_header(directory / file) for file in files}
     absent = [f"{name} (in {file})" for name, file in places.items() if name not in headers[file]]
@@ -226,7 +227,7 @@ def _check_tokenizer(directory: Path) -> None:
     raise CheckpointInvalid(f"{directory} has no tokenizer.json{hint}.{incomplete_copy_note(directory)}")
 
 
-# ---- which tensors ----------------------------------------------------------------------------------------------------
+# ---- which tensors --------------------------------------------------------------------------------------------------
 
 
 def _decoder_tensors(config: ModelConfig, found: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:

@@ -125,7 +125,10 @@ def _names(names: list[str]) -> str:
 def unreadable_message(path: Path, error: OSError) -> str:
     """Return a sentence on why a file cannot be read, with who may read it or what is missing."""
     if isinstance(error, PermissionError):
-        return f"{path} cannot be read by user {os.geteuid()}: {_denied_access_note(path)}. In a pod, fsGroup gives a volume's files to its group."
+        return (
+            f"{path} cannot be read by user {os.geteuid()}: {_denied_access_note(path)}. In "
+            "a pod, fsGroup gives a volume's files to its group."
+        )
     if isinstance(error, FileNotFoundError) and path.is_symlink():
         return f"{path} is a link to {path.readlink()}, which is not there. Copy files, not links to them (cp -rL)."
     return f"{path} cannot be read: {error.strerror or error}. Is its volume in order?"
@@ -169,7 +172,8 @@ def read_json(file: Path) -> Any:
     """
     if not file.is_file():
         raise CheckpointInvalid(
-            f"{file.parent} has no {file.name}; a checkpoint is the whole directory as transformers saves it.{incomplete_copy_note(file.parent)}"
+            f"{file.parent} has no {file.name}; a checkpoint is the whole directory as "
+            f"transformers saves it.{incomplete_copy_note(file.parent)}"
         )
     try:
         return json.loads(file.read_text(encoding="utf-8"))

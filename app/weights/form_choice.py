@@ -45,8 +45,8 @@ CacheableForm = IntPanelLinear | HybridLinear
 class FormChoice:
     """A recipe with decisions of the plan.
 
-    `dtype` is that of activations. `int8_copy`: an int8 copy is held in addition to int4 weights. `max_decode_queries` is the
-    measured number of rows up to which int4 multiplies if both are held; None: the recipe's. Kept files do not
+    `dtype` is that of activations. `int8_copy`: an int8 copy is held in addition to int4 weights. `most_few`
+    is the measured number of rows up to which int4 multiplies if both are held; None: the recipe's. Kept files do not
     depend on it. `device` holds the model; None: the processor.
     """
 

@@ -42,10 +42,10 @@ from app.weights.safetensors import TensorEntry
 class Recipe:
     """Forms in order of preference: the first that suits the weight and the machine holds it.
 
-    `linear` is for the linear layers, `output` for the output layer and an embedding tied to it (None: as
-    `linear`). The forms "plain" and "device" suit any weight. `equalise`: channels are equalized before
-    quantization (kernels/linear/quantization.py). `int8_copy_from`: if an int8 copy is held in addition to int4 weights, the
-    copy multiplies from this number of rows on.
+    `linear` is for the linear layers, `output` for the output layer and an embedding tied to it (None: as `linear`).
+    The forms "plain" and "device" suit any weight. `equalise`: channels are equalized before quantization
+    (kernels/linear/quantization.py). `int8_copy_from`: if an int8 copy is held in addition to int4 weights, the copy
+    multiplies from this number of rows on.
     """
 
     linear: tuple[str, ...]
@@ -77,8 +77,8 @@ def _device(kind: str, architecture: str, *exact: str) -> dict[RecipeKey, Recipe
     return {**{(kind, architecture, name): DEVICE_EXACT for name in exact}, (kind, architecture, "int4"): DEVICE_INT4}
 
 
-# Device kind, CPU architecture, precision. kernels/linear/linear.py lists the gains of packing on x86; torch has the same
-# operators on Arm.
+# Device kind, CPU architecture, precision. kernels/linear/linear.py lists the gains of packing on x86; torch has the
+# same operators on Arm.
 RECIPES: Mapping[RecipeKey, Recipe] = {
     ("cpu", "x86_64", "fp32"): EXACT,
     ("cpu", "x86_64", "bf16"): EXACT,

@@ -74,7 +74,7 @@ class Blob:
     checksum: int
 
 
-# ---- writing ----------------------------------------------------------------------------------------------------------
+# ---- writing --------------------------------------------------------------------------------------------------------
 
 
 def write_pack(target: Path, key: Mapping[str, str], blobs: Mapping[str, Tensor], progress: Progress) -> int:
@@ -138,7 +138,7 @@ def _aligned(at: int) -> int:
     return -(-at // ALIGNMENT) * ALIGNMENT
 
 
-# ---- reading ----------------------------------------------------------------------------------------------------------
+# ---- reading --------------------------------------------------------------------------------------------------------
 
 
 class PackReader:
@@ -276,9 +276,9 @@ _QUANTIZATION_MODULES = (
 class PackFolder:
     """The folder of pack files.
 
-    `keeping` is called with (bytes done, bytes in total) while one is written. `mapped`: weights stay in the mapped
-    file, shared with other processes, instead of being read into private memory. With huge pages (Linux, ext4), a
-    product of one row takes equally long with both, and a start is several times faster.
+    `write_progress` is called with (bytes done, bytes in total) while one is written. `mapped`: weights stay in the
+    mapped file, shared with other processes, instead of being read into private memory. With huge pages (Linux, ext4),
+    a product of one row takes equally long with both, and a start is several times faster.
     """
 
     folder: Path
@@ -303,7 +303,7 @@ class PackFile:
     """One pack file: `file` is its path, existing or not; `size` its bytes, None if not kept; `found`: it existed."""
 
     def __init__(self, packs: PackFolder, key: Mapping[str, str], blob_bytes: Mapping[str, int]) -> None:
-        """Compute the path from `key`. `wanted`: the names and bytes of the blobs that the file must contain."""
+        """Compute the path from `key`. `blob_bytes`: the names and bytes of the blobs that the file must contain."""
         self._packs, self.key, self._wanted = packs, key, blob_bytes
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
         self.file = packs.folder / FOLDER / f"{digest[:32]}.pack"

@@ -289,7 +289,8 @@ def _output_indices(graph: Graph, specs: Any) -> list[int]:
             found.append(index)
         else:
             raise CheckpointInvalid(
-                f"The program has an output that is not supported ({kind}): it must return tensors only and not change its own. {_EVAL_HINT}"
+                f"The program has an output that is not supported ({kind}): it must return "
+                f"tensors only and not change its own. {_EVAL_HINT}"
             )
     return found
 

@@ -129,7 +129,8 @@ class Archive:
     def _stored(self, folder: str, name: str, entry: Any) -> StoredTensor:
         if not isinstance(entry, dict) or entry.get("use_pickle") or not isinstance(entry.get("tensor_meta"), dict):
             raise CheckpointInvalid(
-                f"{self.path.name}: {name} is stored as a pickle, which can run code when read. Only plain tensors are served. {_SAVE_AGAIN}"
+                f"{self.path.name}: {name} is stored as a pickle, which can run code when "
+                f"read. Only plain tensors are served. {_SAVE_AGAIN}"
                 ", without custom objects or tensor subclasses."
             )
         try:

@@ -37,8 +37,8 @@ _HARMLESS = re.compile(
 class RenamedTensors:
     """Tensors by this package's names.
 
-    `spare` are the stored names of unused tensors. `theirs` maps each of this package's names to the name in the
-    file, or to the one it would have.
+    `unused` are the stored names of unused tensors. `stored_names` maps each of this package's names to the name in
+    the file, or to the one it would have.
     """
 
     tensors: dict[str, TensorEntry]

@@ -175,7 +175,7 @@ class TensorReader:
     def whole(self, entries: Sequence[TensorEntry], dtype: torch.dtype, keep: bool) -> tuple[Tensor, bool]:
         """Return the stacked entries in `dtype`, and True if they are a view of the mapped file.
 
-        That is so if they are stored end to end in this dtype. With `keeps`, the shared buffer is not used, since
+        That is so if they are stored end to end in this dtype. With `keep`, the shared buffer is not used, since
         the caller will hold the tensor.
         """
         shape = (sum(entry.shape[0] for entry in entries), entries[0].shape[1])

@@ -39,7 +39,7 @@ class DecoderDriver:
     """Submits prompts to an engine and steps it on this thread.
 
     Prompts never repeat, so the prefix cache never matches. Decode measurements start with new sequences every
-    `sitting_steps` steps.
+    `segment_steps` steps.
     """
 
     def __init__(self, engine: DecoderEngine, prompts: TokenPrompts, max_model_len: int) -> None:

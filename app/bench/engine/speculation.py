@@ -98,7 +98,7 @@ class PlantedDrafter:
         self._truth, self._probability, self._rng = truth, probability, rng
 
     def propose(self, token_ids: list[int], most: int) -> tuple[int, ...]:
-        """Return up to `most` draft tokens for the positions after `validate_token_ids`."""
+        """Return up to `most` draft tokens for the positions after `token_ids`."""
         ahead = self._truth[len(token_ids) : len(token_ids) + most]
         return tuple(token if self._rng.random() < self._probability else token ^ 1 for token in ahead)
 
@@ -287,5 +287,8 @@ def _figures(taken: SamplesByProbability) -> Iterator[Figure]:
 
 def _notes(forced_runner: ForcedTextRunner) -> tuple[str, ...]:
     planted = "Planted: the drafter knows the text; each draft token is correct with the given probability. Real text differs."
-    forced = f"{forced_runner.num_forced} of {forced_runner.num_checked} steps sampled another token than the first run and were forced to its token."
+    forced = (
+        f"{forced_runner.num_forced} of {forced_runner.num_checked} steps sampled another "
+        "token than the first run and were forced to its token."
+    )
     return planted, forced

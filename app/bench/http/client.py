@@ -40,7 +40,7 @@ from app.bench.http.workload import (
 class StreamTiming:
     """Timing of one streamed answer.
 
-    `started` is when the request was sent. `pieces` has the arrival time of each chunk and its number of tokens.
+    `started` is when the request was sent. `chunks` has the arrival time of each chunk and its number of tokens.
     Times are `time.perf_counter` seconds. Tokens that arrive at the same moment form one chunk: a step with accepted
     draft tokens produces several tokens.
     """
@@ -71,7 +71,7 @@ OnChunk = Callable[[int], bool]  # receives the number of events with tokens; Fa
 async def stream_request(
     wire: HttpClient, dialect: GenerateDialect, ask: StreamRequest, on_chunk: OnChunk | None = None
 ) -> StreamTiming:
-    """Send one request and return its stream, read to the end or until `on_piece` returns False.
+    """Send one request and return its stream, read to the end or until `on_chunk` returns False.
 
     Raises:
         RequestBroken: No complete answer arrived, or it has no tokens.
@@ -164,7 +164,7 @@ class ArmatureClient:
     async def generate(
         self, token_ids: Sequence[int], max_tokens: int, on_chunk: OnChunk | None = None
     ) -> StreamTiming:
-        """Request one greedy answer of exactly `max_tokens` tokens, read until `on_piece` returns False.
+        """Request one greedy answer of exactly `max_tokens` tokens, read until `on_chunk` returns False.
 
         Raises:
             MeasurementFailed: The stream was read to its end but has another number of tokens.

@@ -150,7 +150,7 @@ async def text_prompts_for(
 
 
 async def _probe_tokens(wire: HttpClient, dialect: EmbedDialect, model: str | None, num_words: int) -> int | None:
-    """Send one text of `block_size` words, check the answer, and return the token count that the server reports.
+    """Send one text of `num_words` words, check the answer, and return the token count that the server reports.
 
     Raises:
         MeasurementFailed: The answer is not exactly one vector.

@@ -118,7 +118,7 @@ class TrafficSender(Protocol[A]):
 class LoadBench(Protocol[A]):
     """A kind of request, and the evaluation of its answers.
 
-    `piece` names the unit that the progress display counts, such as `text`.
+    `unit` names the unit that the progress display counts, such as `text`.
     """
 
     @property
@@ -315,7 +315,7 @@ class ServerBenchJob:
     """One run of a bench over HTTP.
 
     `flags` are passed to `armature serve` for a new server; `url` is a server that already runs. `tokens` is the
-    length of the long prompt or of the prefix. Memory is compared with `decide_weight_bytes` and `kv_bytes_per_token`.
+    length of the long prompt or of the prefix. Memory is compared with `weight_bytes` and `kv_bytes_per_token`.
     """
 
     bench: str
@@ -352,8 +352,8 @@ async def _measured_figures(job: ServerBenchJob, advance: AdvanceProgress) -> Se
         return await SERVER_BENCHES[job.bench](server, job, advance)
 
 
-# Default flags of a new server. Reported capacity excludes speculation, because its gain depends on the text.
-# With speculation, several tokens arrive at once with long gaps in between. These would hide the gaps that prompts cause.
+# Default flags of a new server. Reported capacity excludes speculation, because its gain depends on the text. With
+# speculation, several tokens arrive at once with long gaps in between. These would hide the gaps that prompts cause.
 _DEFAULT_FLAGS: Mapping[str, tuple[str, ...]] = dict.fromkeys(("wait", "itl"), ("--speculation=off",))
 
 SERVER_BENCHES: Mapping[str, Callable[[BenchServer, ServerBenchJob, AdvanceProgress], Awaitable[Sequence[Figure]]]] = {

@@ -54,7 +54,7 @@ class TextPrompts:
         return self.words(max(1, round((num_tokens - self._tokens_around) / self._tokens_per_word)))
 
     def words(self, num_words: int) -> str:
-        """Return `block_size` random words, separated by spaces."""
+        """Return `num_words` random words, separated by spaces."""
         return " ".join(self._random.choices(self._words, k=num_words))
 
 

@@ -184,7 +184,10 @@ def _single_sentence(result: CompareResult, size: str) -> str:
     p99 = shared_p99([result], size)
     rate = rate_within_p99(result, size, p99) or 0.0
     unit = _unit(result, size)
-    return f"{result.name} reaches {format_three_digits(rate)} {unit}/s with {size}, at a p99 of {_time(p99)}{_cost_phrase(result, rate, unit)}."
+    return (
+        f"{result.name} reaches {format_three_digits(rate)} {unit}/s with {size}, at a p99 "
+        f"of {_time(p99)}{_cost_phrase(result, rate, unit)}."
+    )
 
 
 def _comparison_sentence(results: Sequence[CompareResult], size: str) -> str:

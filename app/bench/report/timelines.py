@@ -198,8 +198,8 @@ _MARKS = {"decode": "o", "prefill": "^", "encode": "s"}
 class RooflineLimits:
     """The limits of a machine, and the demand of the model.
 
-    `read_bytes_per_second` is the memory bandwidth, `operations_per_second` the speed of matrix products.
-    `bytes_per_step` is what a step reads, `operations_per_token` the work per token.
+    `reads` is the memory bandwidth in bytes per second, `products` the speed in operations per second of matrix
+    products. `bytes_per_step` is what a step reads, `operations_per_token` the work per token.
     """
 
     reads: float

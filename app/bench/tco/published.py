@@ -130,7 +130,8 @@ def _its_opening(prices: PriceTable) -> str | None:
     if not x86 or not arm:
         return None
     return (
-        f"Wrong: its opening says that {OPENING_INSTANCES[1]} serves 20% more than {OPENING_INSTANCES[0]} at 40% less cost. At {arm:g} and {x86:g} dollars "
+        f"Wrong: its opening says that {OPENING_INSTANCES[1]} serves 20% more than {OPENING_INSTANCES[0]} "
+        f"at 40% less cost. At {arm:g} and {x86:g} dollars "
         f"an hour the same work costs {1 - arm / x86 / 1.2:.1%} less, and each machine {1 - arm / x86:.1%} less."
     )
 

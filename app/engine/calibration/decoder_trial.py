@@ -1,7 +1,7 @@
 """Times steps of a decoder that is not loaded: a few layers of its shapes with synthetic weights, run as in serving.
 
-Nothing is read from the checkpoint (see `synthetic_inputs.py`). The time of a step of all layers is extrapolated from steps
-with different numbers of layers (kernels/timing.py).
+Nothing is read from the checkpoint (see `synthetic_weights.py`). The time of a step of all layers is extrapolated from
+steps with different numbers of layers (kernels/timing.py).
 """
 
 from __future__ import annotations

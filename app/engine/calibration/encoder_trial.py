@@ -77,9 +77,9 @@ TextRunnerFactory = Callable[[Encoder, int], RunTexts]
 
 
 def cpu_text_runner(plan: ServingPlan, recorded_tokens: int) -> TextRunnerFactory:
-    """Run batches as `build_encoder` does, recorded up to `usual` tokens.
+    """Run batches as `build_encoder_engine` does, recorded up to `recorded_tokens` tokens.
 
-    `device_stage.device_text_runner` does this for other devices.
+    `device_text_runner` does this for other devices.
     """
     off = "" if plan.compile.value else plan.compile.reason
     return lambda model, room: EncoderRunner(model, room, off, recorded_tokens).run
@@ -96,7 +96,7 @@ class EncoderTrial:
         device: torch.device | None = None,
         make_runner: TextRunnerFactory | None = None,
     ) -> None:
-        """Build the layers. `device` holds the model and `make` runs its batches; None for both selects the CPU."""
+        """Build the layers. `device` holds the model, `make_runner` runs its batches; None for both: the CPU."""
         self.config, self.plan = config, plan
         self._device = device or torch.device("cpu")
         self._make_runner = make_runner or cpu_text_runner(plan, max(self.step_sizes()))

@@ -172,7 +172,7 @@ class DeviceTrialStage:
 
 
 def device_text_runner(backend: DeviceBackend, plan: ServingPlan) -> TextRunnerFactory:
-    """Return the factory of trial runners for encoder texts on this device, created as `build_device_encoder_engine` does."""
+    """Return the factory of runners for trial texts on this device, as in `build_device_encoder_engine`."""
 
     def make(model: Encoder, max_tokens: int) -> RunTexts:
         runner = DeviceEncoderRunner(model, backend, max_tokens, "" if plan.compile.value else plan.compile.reason)

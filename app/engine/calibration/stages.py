@@ -2,7 +2,7 @@
 
 Runs the steps of a decoder trial on a CPU: KV slots and a runner for batches.
 
-`device_stage` does the same for other devices.
+`DeviceTrialStage` does the same for other devices.
 """
 
 from __future__ import annotations

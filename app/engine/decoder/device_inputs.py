@@ -101,8 +101,8 @@ class StepViews(Generic[View]):
 
     The views are arrays on the host, which are written, or tensors on the device, which are read.
 
-    - [tokens] int64: `validate_token_ids`, `sources` (index of each token's id in the device buffer), `positions`,
-      `view_kv_rows` (rows of the KV cache to write).
+    - [tokens] int64: `token_ids`, `sources` (index of each token's id in the device buffer), `positions`,
+      `kv_rows` (rows of the KV cache to write).
     - [samples]: `logit_rows` int64 (tokens whose logits are sampled), `uniforms` fp64, and the `columns` of the
       sampling parameters by name, each with its dtype.
     - int32: `slots` and `lengths` [sequences], `starts` [sequences + 1].
@@ -295,7 +295,7 @@ KvRowsOfSpans = Callable[[Items[ScheduledSpan]], list[int]]
 class DecodeInputs:
     """The inputs of a step that decodes one token of each sequence.
 
-    `positions` are computed, and their keys and values are written to the rows `view_kv_rows` of the KV cache. `rows`
+    `positions` are computed, and their keys and values are written to the rows `kv_rows` of the KV cache. `rows`
     gives, for each sequence, the row of the previous step that samples its token.
     """
 

@@ -10,9 +10,9 @@ Decides how long an encoder's step waits for more texts, from the measured step 
 Without measurements there is no wait.
 
 While a step runs, other requests arrive and share the next step, so waiting for new clients does not make anything
-faster (tests/unit/engine/encoder/test_batching_delay_simulated.py simulates this). Clients that were just answered are different.
-Each sends its next request a moment later, just too late for the step that then begins, so two such clients would
-always alternate in separate steps.
+faster (tests/unit/engine/encoder/test_batching_delay_simulated.py simulates this). Clients that were just answered are
+different. Each sends its next request a moment later, just too late for the step that then begins, so two such clients
+would always alternate in separate steps.
 
 Limits the texts of a step: as planned, or fewer for a while after a step that ran out of memory.
 

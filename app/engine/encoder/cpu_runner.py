@@ -73,14 +73,14 @@ class _LayerRecording:
         self._pool = ResultPool()
         self._recordings: dict[bool, tuple[RecordedOperations, RecordedRowCounts]] = {}
 
-    def steps(self, some: bool) -> LaneOperations:
+    def steps(self, selected_only: bool) -> LaneOperations:
         """Return the recorded steps, recording them if needed. Raises `NotRecordable`."""
-        recorded, resizing = self._recordings.get(some) or self._record(some)
+        recorded, resizing = self._recordings.get(selected_only) or self._record(selected_only)
         result: Tensor = recorded.result
         assert result.is_contiguous() and result.dtype == torch.float32, "rows of the hidden size"
         places = resizing.addresses
         return LaneOperations(
-            self._batch.addresses(some),
+            self._batch.addresses(selected_only),
             result.data_ptr(),
             recorded.address,
             len(recorded),
@@ -94,20 +94,20 @@ class _LayerRecording:
         recorded, _ = next(iter(self._recordings.values()))
         return int(recorded.result.shape[1])
 
-    def _record(self, some: bool) -> tuple[RecordedOperations, RecordedRowCounts]:
+    def _record(self, selected_only: bool) -> tuple[RecordedOperations, RecordedRowCounts]:
         """Record with the largest number of tokens.
 
         A linear form may use another implementation for large products.
         """
-        sizes: tuple[int, ...] = (self.max_tokens + 1, self.max_tokens) if some else (self.max_tokens,)
+        sizes: tuple[int, ...] = (self.max_tokens + 1, self.max_tokens) if selected_only else (self.max_tokens,)
         recorded = record_dry_run(
             self._pool,
             lambda: self._hidden(
-                self._batch.context(sizes[0]), self._batch.selected_rows(self.max_tokens if some else None)
+                self._batch.context(sizes[0]), self._batch.selected_rows(self.max_tokens if selected_only else None)
             ),
         )
-        self._recordings[some] = recorded, RecordedRowCounts(recorded.operations, sizes)
-        return self._recordings[some]
+        self._recordings[selected_only] = recorded, RecordedRowCounts(recorded.operations, sizes)
+        return self._recordings[selected_only]
 
 
 class EncoderReplay:
@@ -123,8 +123,8 @@ class EncoderReplay:
     ) -> None:
         """Start without recordings.
 
-        `most` is the largest number of tokens in a recorded step: in longer steps the interpreter time is
-        negligible, and results need much memory. `off` is the reason to record nothing.
+        `max_tokens` is the largest number of tokens in a recorded step: in longer steps the interpreter time is
+        negligible, and results need much memory. `off_reason` is the reason to record nothing.
         """
         self.reason = off_reason  # reason why every step is eager; empty if steps are replayed
         self.num_runs = 0  # number of steps that were replayed
@@ -156,45 +156,49 @@ class EncoderReplay:
         The texts are in the order of the lane plan.
         """
         batch = self._batch
-        some = batch.num_selected is not None
-        steps = self._recorded(some) if batch.num_tokens <= self._max_tokens else None
+        selected_only = batch.num_selected is not None
+        steps = self._recorded(selected_only) if batch.num_tokens <= self._max_tokens else None
         if steps is None or batch.num_tokens > self._max_tokens:
             return self._hidden(batch.context(batch.num_tokens), batch.selected_rows(batch.num_selected))
         self.num_runs += 1
-        self._run(plan, steps, some)
+        self._run(plan, steps, selected_only)
         return self._result[: batch.num_selected if batch.num_selected is not None else batch.num_tokens]
 
-    def _run(self, plan: LanePlan, steps: ctypes.Array[LaneOperations], some: bool) -> None:
+    def _run(self, plan: LanePlan, steps: ctypes.Array[LaneOperations], selected_only: bool) -> None:
         library, starts, rows = native_library().library, self._batch.text_starts, self._batch.rows
         assert library is not None, "only operations of the native library are recorded"
         together = 1 if plan.together else 0
         texts = [0, *([plan.together] if together else []), *plan.ends]
         self.num_lanes += len(plan.ends)
         self._texts.fill(texts)
-        self._selected.fill([bisect_left(rows, starts[text]) for text in texts] if some else [0])
-        library.armature_run_lanes(
-            ctypes.byref(
-                LanesArguments(
-                    self._batch.addresses(some), self._result.data_ptr(), self._texts.address, self._selected.address, ctypes.addressof(steps),
-                    len(texts) - 1, together, torch.get_num_threads(), self._result.shape[1],
-                )
-            )
-        )  # fmt: skip
+        self._selected.fill([bisect_left(rows, starts[text]) for text in texts] if selected_only else [0])
+        arguments = LanesArguments(
+            self._batch.addresses(selected_only),
+            self._result.data_ptr(),
+            self._texts.address,
+            self._selected.address,
+            ctypes.addressof(steps),
+            len(texts) - 1,
+            together,
+            torch.get_num_threads(),
+            self._result.shape[1],
+        )
+        library.armature_run_lanes(ctypes.byref(arguments))
 
-    def _recorded(self, some: bool) -> ctypes.Array[LaneOperations] | None:
+    def _recorded(self, selected_only: bool) -> ctypes.Array[LaneOperations] | None:
         """Return the steps of the shared recording and of each thread, or None if the model cannot be recorded."""
         threads = torch.get_num_threads()
-        while not self.reason and (threads, some) not in self._steps:
+        while not self.reason and (threads, selected_only) not in self._steps:
             try:
-                self._steps[threads, some] = self._record(some, threads)
+                self._steps[threads, selected_only] = self._record(selected_only, threads)
             except NotRecordable as reason:
                 if self._max_tokens <= MIN_RECORDED_TOKENS:
                     self.reason = f"{reason} cannot be recorded"
                 self._max_tokens = max(self._max_tokens // 2, MIN_RECORDED_TOKENS)
                 self._layer_recordings, self._steps = {}, {}
-        return None if self.reason else self._steps[threads, some]
+        return None if self.reason else self._steps[threads, selected_only]
 
-    def _record(self, some: bool, threads: int) -> ctypes.Array[LaneOperations]:
+    def _record(self, selected_only: bool, threads: int) -> ctypes.Array[LaneOperations]:
         if threads not in self._layer_recordings:
             lane = min(max_lane_tokens(self._max_tokens, threads), self._max_tokens)
             # one thread needs no shared recording
@@ -203,7 +207,7 @@ class EncoderReplay:
                 _LayerRecording(self._hidden, room, self._batch.num_types) for room in sizes
             ]
         copies = self._layer_recordings[threads]
-        steps = (LaneOperations * len(copies))(*(each.steps(some) for each in copies))
+        steps = (LaneOperations * len(copies))(*(each.steps(selected_only) for each in copies))
         if not len(self._result):
             self._result = torch.empty((self._max_tokens, copies[0].hidden_size), dtype=torch.float32)
         return steps
@@ -255,10 +259,10 @@ class EncoderRunner:
 
         Args:
             model: The encoder.
-            room: The most tokens of a batch.
-            off: The reason why no batch is replayed; empty if batches are.
-            usual: Batches of up to this many tokens are replayed natively (None: all).
-            lanes: The lane planner.
+            max_tokens: The most tokens of a batch.
+            off_reason: The reason why no batch is replayed; empty if batches are.
+            replayed_tokens: Batches of up to this many tokens are replayed natively (None: all).
+            planner: The lane planner.
         """
         self.model = model
         self._batch = TextBatch(max_tokens, model.config.num_types)
@@ -322,7 +326,7 @@ def output_bytes(outputs: Mapping[str, Tensor], spans: Sequence[TextSpan], norma
 def embedding_bytes(vectors: Tensor, spans: Sequence[TextSpan], normalizes: bool) -> list[bytes]:
     """Cut pooled vectors [texts, size] to the requested dimensions and normalise them.
 
-    A request decides whether its vectors get unit length; `usual` is the default.
+    A request decides whether its vectors get unit length; `normalizes` is the default.
     """
     asked = [(span.request.message.dimensions, span.request.message.normalize) for span in spans]
     found: dict[int, bytes] = {}

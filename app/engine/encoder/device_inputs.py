@@ -92,7 +92,7 @@ class DeviceTextBatch:
     """
 
     def __init__(self, backend: DeviceBackend, max_tokens: int, config: EncoderConfig) -> None:
-        """Allocate the buffers. `room` is the most tokens of a batch, and so also the most texts."""
+        """Allocate the buffers. `max_tokens` is the most tokens of a batch, and so also the most texts."""
         self.max_tokens = max_tokens
         self._backend = backend
         self._has_types, self._skips = config.num_types > 1, config.pooling.skips_prompt

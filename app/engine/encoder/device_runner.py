@@ -1,6 +1,6 @@
 """Runs a batch of texts on a GPU: one copy to the device, layers and heads, one copy back, results as bytes.
 
-The queue decides which texts are in the batch. `encode_device_batch` defines the memory layout.
+The queue decides which texts are in the batch. `engine/encoder/device_inputs.py` defines the memory layout.
 
 Records small batches of texts on a device, once for each shape, and replays each as one call.
 
@@ -57,8 +57,8 @@ class DeviceEncoderReplay:
     ) -> None:
         """Start without recordings.
 
-        `compute` returns the usual output [texts, size] FP32 of the batch that is in `texts`. `off` is the reason
-        to record nothing.
+        `compute` returns the usual output [texts, size] FP32 of the batch that is in `texts`. `off_reason` is the
+        reason to record nothing.
         """
         self.reason = off_reason  # reason why nothing more is recorded; empty if all was
         self.num_runs = 0  # number of steps that were replayed
@@ -137,10 +137,10 @@ class DeviceEncoderRunner:
     overlaps = True
 
     def __init__(self, model: EncoderModel, backend: DeviceBackend, max_tokens: int, off_reason: str = "") -> None:
-        """Create the buffers for batches of at most `room` tokens.
+        """Create the buffers for batches of at most `max_tokens` tokens.
 
-        `off` is the reason why no batch is recorded. If it is empty, small batches are recorded once `record` is
-        called.
+        `off_reason` is the reason why no batch is recorded. If it is empty, small batches are recorded once `record`
+        is called.
         """
         self.model, self.backend = model, backend
         self.model_seconds = 0.0  # seconds of the last batch, until its results were on the host

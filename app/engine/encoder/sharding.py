@@ -110,7 +110,7 @@ class _Lane:
 
 
 def _balanced_lanes(costs: Sequence[float], lengths: Sequence[int], first: int, num_lanes: int) -> list[_Lane]:
-    """Distribute the texts from `first` on over `number` lanes, each text to the cheapest lane so far.
+    """Distribute the texts from `first` on over `num_lanes` lanes, each text to the cheapest lane so far.
 
     The costliest lane comes first.
     """
@@ -144,7 +144,7 @@ class TextBatch:
     """Texts packed end to end; also the `Attend` of the layers that read them."""
 
     def __init__(self, max_tokens: int, num_types: int) -> None:
-        """Allocate buffers for `room` tokens.
+        """Allocate buffers for `max_tokens` tokens.
 
         If the model has one token type, the types of the tokenizer are ignored.
         """
@@ -203,7 +203,7 @@ class TextBatch:
         return None if rows is None else self._selected.tensor[:rows]
 
     def addresses(self, selected_only: bool) -> TextBuffers:
-        """Return the addresses of the buffers; `some` is True if only the selected tokens are computed."""
+        """Return the addresses of the buffers; `selected_only` is True if only the selected tokens are computed."""
         types = None if self._type_ids is None else self._type_ids.address
         selected = self._selected.address if selected_only else None
         return TextBuffers(self._token_ids.address, self._positions.address, types, selected, self._texts.address)

@@ -159,7 +159,7 @@ def logit_rows_of(spans: Iterable[ScheduledSpan]) -> list[LogitRow]:
 class SampledTokens:
     """The result of sampling one row of logits.
 
-    `validate_token_ids` has one id, or for a beam parent the ids of its best candidates, best first.
+    `token_ids` has one id, or for a beam parent the ids of its best candidates, best first.
     """
 
     token_ids: tuple[int, ...]

@@ -69,7 +69,7 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A finished completion. Its stop token counts in the score but is not part of `validate_token_ids`."""
+    """A finished completion. Its stop token counts in the score but is not part of `token_ids`."""
 
     score: float
     token_ids: tuple[int, ...]

@@ -41,7 +41,7 @@ _EMPTY_RANGE: PositionRange = (0, 0)
 class KvSlot:
     """One long region of KV memory.
 
-    Positions `[0, num_tokens)` of `validate_token_ids` are computed; those below `prefix_tokens` are stored in
+    Positions `[0, num_tokens)` of `token_ids` are computed; those below `prefix_tokens` are stored in
     `prefix_slot`. Invariant: a slot whose prefix is shared does not share a prefix itself, so a context has at
     most two segments.
     """

@@ -27,8 +27,8 @@ _GOLDEN = 0x9E3779B97F4A7C15
 class Sequence:
     """One choice of a request, or one beam.
 
-    `validate_token_ids` is the prompt followed by the completion. The first `num_computed` tokens have keys and values.
-    Those of position p are stored at offset p: in `prefix_slot` for p < `prefix_tokens`, else in `slot` (None
+    `token_ids` is the prompt followed by the completion. The first `num_computed` tokens have keys and
+    values. Those of position p are stored at offset p: in `prefix_slot` for p < `prefix_tokens`, else in `slot` (None
     while waiting).
     """
 
@@ -42,7 +42,7 @@ class Sequence:
     stop_ids: frozenset[int] = field(default_factory=frozenset)
     arrived_at: float = 0.0
     arrival_order: int = 0  # unique arrival index; the oldest sequence goes first and is preempted last
-    max_length: int = 0  # maximum length of `validate_token_ids`; set by max_tokens, the context length or the KV cache
+    max_length: int = 0  # maximum length of `token_ids`; set by max_tokens, the context length or the KV cache
     num_computed: int = 0
     slot: int | None = None
     prefix_slot: int | None = None

@@ -32,7 +32,7 @@ class Drafter(Protocol):
     """Proposes draft tokens for one sequence. The tokens of the sequence only grow."""
 
     def propose(self, token_ids: list[int], max_tokens: int) -> tuple[int, ...]:
-        """Return at most `max_tokens` draft tokens that may follow `validate_token_ids`, in order.
+        """Return at most `max_tokens` draft tokens that may follow `token_ids`, in order.
 
         Empty if there are none.
         """

@@ -47,20 +47,21 @@ class DefaultStepSizes:
     batch_reason: str
 
 
-# Beyond 64 rows the rate of products grows little (BF16 on two Zen 5 cores: 19.7 thousand rows a second at 64, 23 at 128, 25 at 512),
-# while each sequence waits for all the others.
+# Beyond 64 rows the rate of products grows little (BF16 on two Zen 5 cores: 19.7 thousand rows a second at 64, 23 at
+# 128, 25 at 512), while each sequence waits for all the others.
 _ON_PROCESSOR = DefaultStepSizes(
     64, "With more rows, products gain little speed, and each sequence waits for the others.",
     512, "Products reach their best rate at this size; a longer step would only make the other sequences wait.",
 )  # fmt: skip
-# A GPU reads every weight once in each step, for any number of sequences. It needs hundreds of rows before its products are the
-# limit, and the host's work for a step is the same for any number of rows. Not measured on a GPU yet; calibration will replace this.
+# A GPU reads every weight once in each step, for any number of sequences. It needs hundreds of rows before its
+# products are the limit, and the host's work for a step is the same for any number of rows. Not measured on a GPU yet;
+# calibration will replace this.
 _ON_GPU = DefaultStepSizes(
     256, "A step reads every weight once for all of them; with more, products are the limit.",
     8192, "Large parts of prompts: the device's products reach their best rate, and the host's work for a step is paid once.",
 )  # fmt: skip
-# A Mac's GPU has about a tenth of that speed, so the values are between the two. A step of many seconds would also delay the release of
-# requests whose clients have left.
+# A Mac's GPU has about a tenth of that speed, so the values are between the two. A step of many seconds would also
+# delay the release of requests whose clients have left.
 _ON_MAC = DefaultStepSizes(
     64, "A step reads every weight once for all of them; each sequence waits for the others.",
     1024, "Products reach their best rate at this size; a longer step would only make the other sequences wait.",
@@ -180,7 +181,8 @@ def _measured_step_tokens(timing: TrialTiming | None, running: int, usual: int) 
         )
     return Decision(
         found,
-        f"Measured {format_rate(rates[found])} tokens/s of a prompt in steps of {found} tokens, within 5% of the best ({format_rate(rates[best])} in "
+        f"Measured {format_rate(rates[found])} tokens/s of a prompt in steps of {found} tokens, "
+        f"within 5% of the best ({format_rate(rates[best])} in "
         f"steps of {best}); a longer step would only make the other sequences wait.",
     )
 

@@ -1,7 +1,7 @@
 """Choice of the device to serve on: the fastest kind that is present, supported and suitable, and one of several GPUs.
 
-The reason says why other devices were not chosen. One process serves on one device; `device_memory` works out its
-memory.
+The reason says why other devices were not chosen. One process serves on one device; `hardware/plan/memory_budget.py`
+works out its memory.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def decide_kernel_folder(settings: Settings, kind: str) -> Decision[str | None]:
     )
 
 
-# ---- kind of device --------------------------------------------------------------------------------------------------------
+# ---- kind of device -------------------------------------------------------------------------------------------------
 
 
 def _forced_device(facts: Facts, kind: str, needs: Needs | None, built: Collection[str]) -> Decision[str] | None:
@@ -204,7 +204,10 @@ def _unsuitable_gpu_reason(gpu: CudaDevice) -> str:
             "NVIDIA_DRIVER_CAPABILITIES must include utility)"
         )
     if gpu.capability < MIN_CAPABILITY:
-        return f"its compute capability is {_format_capability(gpu.capability)}, and {_format_capability(MIN_CAPABILITY)} (Ampere) is the minimum"
+        return (
+            f"its compute capability is {_format_capability(gpu.capability)}, and "
+            f"{_format_capability(MIN_CAPABILITY)} (Ampere) is the minimum"
+        )
     return ""
 
 
@@ -223,7 +226,7 @@ def _old_driver_reason(facts: Facts) -> str:
     return f"its driver ({driver}) is older than the {wanted} that torch for CUDA {facts.torch.cuda} needs"
 
 
-# ---- one of several GPUs ----------------------------------------------------------------------------------------------------
+# ---- one of several GPUs --------------------------------------------------------------------------------------------
 
 
 def _with_gpu(facts: Facts, settings: Settings, device: Decision[str]) -> DeviceChoice:
@@ -251,6 +254,7 @@ def _gpu_reason(best: CudaDevice, facts: Facts, is_auto: bool) -> str:
     if len(facts.cuda) == 1:
         return f"The only one: {best.name}{free}."
     return (
-        f"Of {format_count(len(facts.cuda), 'GPU')}, the one with the most free memory{free}. A process serves on one GPU: start another process "
+        f"Of {format_count(len(facts.cuda), 'GPU')}, the one with the most free memory{free}. "
+        "A process serves on one GPU: start another process "
         "with its own cuda_device for each of the others."
     )

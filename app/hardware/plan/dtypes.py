@@ -135,11 +135,12 @@ def _copy_gain(
 
 _ARCHITECTURES = ("x86_64", "arm64")
 
-# torch imports NumPy, whose wheels (2.4.6) use AVX without a check and refuse processors below x86-64-v2. Under emulation, the import
-# stops on Westmere and works on Sandy Bridge. torch alone would run on older processors.
+# torch imports NumPy, whose wheels (2.4.6) use AVX without a check and refuse processors below x86-64-v2. Under
+# emulation, the import stops on Westmere and works on Sandy Bridge. torch alone would run on older processors.
 _X86_REQUIRED = frozenset({"sse4_2", "popcnt", "avx"})
 
-# torch 2.10's aarch64 wheel uses Armv8.1's atomic instructions without a check, so it dies with SIGILL on Armv8.0 cores.
+# torch 2.10's aarch64 wheel uses Armv8.1's atomic instructions without a check, so it dies with SIGILL on Armv8.0
+# cores.
 _ARM_REQUIRED = frozenset({"lse"})
 
 
@@ -203,8 +204,8 @@ def decide_kv_precision(
 ) -> Decision[str]:
     """Decide the precision of the KV cache.
 
-    `short` is the memory left for a KV cache in the activations' dtype if that is less than the useful minimum,
-    else None.
+    `insufficient_budget` is the memory left for a KV cache in the activations' dtype if that is less than the useful
+    minimum, else None.
 
     Raises:
         PlanImpossible: the requested precision is not available here.

@@ -40,18 +40,19 @@ from app.settings import (
 
 _TARGET_TOKENS = 512  # products reach their best rate on a CPU at this size
 _TARGET_ROWS = 32  # rows of an exported program, if their cost was not measured
-# Share of the best measured rate that a smaller step must reach, for short and for long steps. A new request waits for the running step,
-# so shorter steps are preferred. (FP32 on two Cascade Lake cores: steps of 1,024 tokens of all-MiniLM-L6-v2 take 0.31 s and have a rate
-# 6% above that of 128 tokens in 0.04 s.)
+# Share of the best measured rate that a smaller step must reach, for short and for long steps. A new request waits for
+# the running step, so shorter steps are preferred. (FP32 on two Cascade Lake cores: steps of 1,024 tokens of
+# all-MiniLM-L6-v2 take 0.31 s and have a rate 6% above that of 128 tokens in 0.04 s.)
 _MIN_RATE_SHARE, _MIN_RATE_SHARE_IF_LONG = 0.9, 0.8
 _LONG_SECONDS = 0.05  # a step that takes longer is long
-# A step is divided between threads at the ends of texts. With few texts for each thread, one thread waits for another. Calibration does
-# not show that, since its texts have one length. (int8 all-MiniLM-L6-v2 on two Cascade Lake cores, 32 clients: 6,000, 8,100 and 9,200
-# tokens/s in steps of 128, 256 and 512, while calibration measured 10,100, 11,000 and 11,600. The longest steps had the lowest p99.)
+# A step is divided between threads at the ends of texts. With few texts for each thread, one thread waits for another.
+# Calibration does not show that, since its texts have one length. (int8 all-MiniLM-L6-v2 on two Cascade Lake cores, 32
+# clients: 6,000, 8,100 and 9,200 tokens/s in steps of 128, 256 and 512, while calibration measured 10,100, 11,000 and
+# 11,600. The longest steps had the lowest p99.)
 _TOKENS_PER_THREAD, _MAX_SHARED_STEP_SECONDS = 256, 0.1  # tokens for each thread, if the step then takes at most 0.1 s
 _MAX_TEXTS = 256  # texts of a step
-# A GPU's products need thousands of rows, and the host's work for a step does not grow with them. A Mac's GPU has about a tenth of that
-# speed. Not measured yet.
+# A GPU's products need thousands of rows, and the host's work for a step does not grow with them. A Mac's GPU has
+# about a tenth of that speed. Not measured yet.
 _DEFAULT_SIZES = {"cpu": (_TARGET_TOKENS, _MAX_TEXTS), "cuda": (16_384, 1024), "mps": (4096, 256)}
 _DEVICE_WAITING_REQUESTS = 4096
 _NARROW_HIDDEN_SIZE = 384  # up to this hidden size, a GPU's products need twice the tokens

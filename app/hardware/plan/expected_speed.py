@@ -91,7 +91,8 @@ def _capacity(served: SpeedInputs) -> Decision[Mapping[str, Mapping[int, float]]
     last, step = max(decode), max(prefill)
     return Decision(
         {"decode": decode, "prefill": prefill},
-        f"From measured steps: {format_rate(decode[min(decode)])} tokens/s at {format_count(min(decode), 'sequence')} and {format_rate(decode[last])} at "
+        f"From measured steps: {format_rate(decode[min(decode)])} tokens/s at "
+        f"{format_count(min(decode), 'sequence')} and {format_rate(decode[last])} at "
         f"{last}, each {context} tokens long, and {format_rate(prefill[step])} of a prompt in steps of {step}.",
     )
 
@@ -102,7 +103,10 @@ def _encoder_capacity(timing: TrialTiming, most: int, of_rows: bool) -> Decision
     few, many = min(encode), max(encode)
     unit = "rows/s" if of_rows else "tokens/s of texts"
     texts = f": {format_rate(encode[many] / TABLE_TEXT_TOKENS)} texts of {TABLE_TEXT_TOKENS} tokens a second"
-    rates = f"{format_rate(encode[few])} {unit} in steps of {few}, {format_rate(encode[many])} in steps of {many}{'' if of_rows else texts}."
+    rates = (
+        f"{format_rate(encode[few])} {unit} in steps of {few}, {format_rate(encode[many])} "
+        f"in steps of {many}{'' if of_rows else texts}."
+    )
     return Decision({"encode": encode}, f"From measured steps: {rates}")
 
 

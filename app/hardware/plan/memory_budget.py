@@ -19,8 +19,8 @@ from app.settings import Settings
 
 GIB, MIB = 2**30, 2**20
 
-# Resident memory without a model, measured on x86-64 Linux: Python, FastAPI and torch 240 MiB, oneDNN's first product 40, a large
-# tokenizer 100.
+# Resident memory without a model, measured on x86-64 Linux: Python, FastAPI and torch 240 MiB, oneDNN's first product
+# 40, a large tokenizer 100.
 _PROCESS_BYTES = 400 * 2**20
 
 _SLACK_DIVISOR = 16  # 1/16 is left for page tables, the allocator and the kernel
@@ -29,7 +29,8 @@ _ACTIVATION_WIDTHS = 16  # FP32 values of a token at the widest point of a layer
 
 _ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
-# Bytes of each logit, as computed and during sampling. A GPU samples without the host and holds four FP32 values besides the logit.
+# Bytes of each logit, as computed and during sampling. A GPU samples without the host and holds four FP32 values
+# besides the logit.
 _LOGIT_BYTES, _DEVICE_LOGIT_BYTES = 8, 20
 
 _KV_ALIGNMENT_BYTES = (
@@ -42,7 +43,8 @@ MIN_CONTEXT_TOKENS = 16  # shortest context worth serving
 
 MIN_BATCH_TOKENS = 64  # smallest useful step; used to judge what fits
 
-# A precision is useful if its KV cache holds this number of sequences and of tokens of each, or less if the model supports less.
+# A precision is useful if its KV cache holds this number of sequences and of tokens of each, or less if the model
+# supports less.
 USEFUL_SEQS, USEFUL_TOKENS = 8, 1024
 
 
@@ -119,7 +121,7 @@ def kv_bytes_per_token(needs: Needs, kv_precision: str) -> int:
 class MemoryBudget:
     """Bytes available for the KV cache (negative if the rest does not fit), with the numbers they come from.
 
-    `story` and `source` are parts of sentences for the operator.
+    `explanation` and `source` are parts of sentences for the operator.
     """
 
     size: int
@@ -179,8 +181,10 @@ def does_not_fit_message(settings: Settings, demand: MemoryDemand, left: MemoryB
     else:
         request_bytes, label = tokens * activation_bytes_per_token(needs), f"one text of {tokens:,} tokens"
     return (
-        f"The model does not fit: {format_bytes(demand.weight_bytes)} of weights in {demand.weights_name}, {format_bytes(request_bytes)} for {label} and "
-        f"{format_bytes(left.headroom)} for {_overhead_phrase(demand)} make {format_bytes(demand.weight_bytes + request_bytes + left.headroom)}, but only "
+        f"The model does not fit: {format_bytes(demand.weight_bytes)} of weights in {demand.weights_name}, "
+        f"{format_bytes(request_bytes)} for {label} and "
+        f"{format_bytes(left.headroom)} for {_overhead_phrase(demand)} make "
+        f"{format_bytes(demand.weight_bytes + request_bytes + left.headroom)}, but only "
         f"{format_bytes(left.available)} are available ({left.source}). Give it more memory or serve a smaller model or precision."
     )
 
@@ -237,9 +241,9 @@ def useful_kv_cache_bytes(settings: Settings, demand: MemoryDemand) -> int:
     return max(tokens, 0 if settings.max_model_len == "auto" else length) * demand.kv_bytes_per_token
 
 
-# Estimates that were not verified on a device yet (docs/hardware.md). The context is the driver's, with the kernels of torch, cuBLAS and
-# this package, and cuBLAS' workspaces (32 MiB a stream on Hopper). The graphs are what captured steps keep in addition to the shared
-# activations.
+# Estimates that were not verified on a device yet (docs/hardware.md). The context is the driver's, with the kernels of
+# torch, cuBLAS and this package, and cuBLAS' workspaces (32 MiB a stream on Hopper). The graphs are what captured
+# steps keep in addition to the shared activations.
 CONTEXT_BYTES = 768 * MIB
 
 GRAPHS_BYTES = 512 * MIB
@@ -255,7 +259,8 @@ PROCESS_BYTES = 400 * MIB  # like on a processor, used if the device shares the 
 # 1/32 of the memory, at most 2 GiB, is left for the allocator's fragmentation.
 SLACK_DIVISOR, MAX_SLACK_BYTES = 32, 2 * GIB
 
-# Apple, recommendedMaxWorkingSetSize as reported for Macs of 8 to 192 GB: two thirds up to 36 GiB of memory, three quarters above.
+# Apple, recommendedMaxWorkingSetSize as reported for Macs of 8 to 192 GB: two thirds up to 36 GiB of memory, three
+# quarters above.
 _SMALL_MAC_BYTES = 36 * GIB
 
 
@@ -263,8 +268,8 @@ _SMALL_MAC_BYTES = 36 * GIB
 class DeviceMemory:
     """Memory of the device that serves.
 
-    `available_bytes` is free before this process allocates anything. `taken_bytes` is the fixed overhead, without
-    weights, keys, values and activations; `taken_by` names it. `source` and `host_words` are parts of sentences
+    `available_bytes` is free before this process allocates anything. `overhead_bytes` is the fixed overhead, without
+    weights, keys, values and activations; `overhead_name` names it. `source` and `host_note` are parts of sentences
     for the operator.
     """
 
@@ -304,7 +309,8 @@ def find_device_memory(facts: Facts, settings: Settings, kind: str, gpu: CudaDev
         )
     if facts.usable_bytes < HOST_BYTES:
         raise PlanImpossible(
-            f"With a GPU, the process takes about {format_bytes(HOST_BYTES)} of the host's memory, but only {format_bytes(facts.usable_bytes)} are "
+            f"With a GPU, the process takes about {format_bytes(HOST_BYTES)} of the host's "
+            f"memory, but only {format_bytes(facts.usable_bytes)} are "
             f"available of {format_bytes(facts.memory_limit_bytes)}: give it more memory."
         )
     free = gpu.memory_bytes if gpu.free_bytes is None else gpu.free_bytes

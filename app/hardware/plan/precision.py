@@ -46,10 +46,12 @@ from app.hardware.plan.trials import (
 from app.hardware.probe.software import TORCH_KERNELS
 from app.settings import Settings
 
-# Instruction sets with BF16 products that accumulate in FP32. AVX-512 without BF16 would have to convert, which is slower than FP32.
+# Instruction sets with BF16 products that accumulate in FP32. AVX-512 without BF16 would have to convert, which is
+# slower than FP32.
 _BF16_PRODUCTS = {"x86_64": ("amx_bf16", "avx512_bf16"), "arm64": ("bf16",)}
 
-# Precisions whose products can sum in one order for any number of rows, and the kernel levels that do so; empty: all levels.
+# Precisions whose products can sum in one order for any number of rows, and the kernel levels that do so; empty: all
+# levels.
 _BATCH_INVARIANT_LEVELS = {"bf16": ("avx512bf16",), "int8": (), "int4": ()}
 
 QUANTIZED_PRECISIONS = ("int8", "int4")  # quantized precisions, from the most exact to the smallest
@@ -230,7 +232,7 @@ def _quality_costs(needs: Needs | None) -> Mapping[str, str]:
     return QUALITY_COSTS if needs is None or needs.generates else VECTOR_COSTS
 
 
-# ---- memory ------------------------------------------------------------------------------------------------------------
+# ---- memory ---------------------------------------------------------------------------------------------------------
 
 
 def _fitting_precisions(candidates: PrecisionCandidates, names: Sequence[str]) -> list[str]:
@@ -264,12 +266,13 @@ def _does_not_fit_reason(candidates: PrecisionCandidates, reference: str, chosen
         kv_phrase if candidates.needs is None or candidates.needs.generates else "with the process itself "
     )
     return (
-        f"Weights in {reference} take {takes}; {overhead_phrase}that is more than the {format_bytes(left.available)} available ({left.source}). "
+        f"Weights in {reference} take {takes}; {overhead_phrase}that is more than the "
+        f"{format_bytes(left.available)} available ({left.source}). "
         f"In {chosen} they take {instead}; the expected cost is {_quality_costs(candidates.needs)[chosen]}."
     )
 
 
-# ---- speed -------------------------------------------------------------------------------------------------------------
+# ---- speed ----------------------------------------------------------------------------------------------------------
 
 
 def _choose_faster(start: Decision[str], timed: dict[str, TrialTiming]) -> Decision[str]:
@@ -309,12 +312,16 @@ def _consider_int4(chosen: Decision[str], now: TrialTiming, int4: TrialTiming) -
         )
     return Decision(
         "int4",
-        f"Measured {slow}, and {_decode_rates(int4)} in int4 ({int4_rate / present_rate:.1f} times as fast); the expected cost is {QUALITY_COSTS['int4']}.",
+        f"Measured {slow}, and {_decode_rates(int4)} in int4 ({int4_rate / present_rate:.1f} times "
+        f"as fast); the expected cost is {QUALITY_COSTS['int4']}.",
     )
 
 
 def _decode_rates(timing: TrialTiming) -> str:
-    return f"{format_rate(timing.decode_rate(FEW_SEQS))} tokens/s at one sequence and {format_rate(timing.decode_rate(SEVERAL_SEQS))} at {SEVERAL_SEQS}"
+    return (
+        f"{format_rate(timing.decode_rate(FEW_SEQS))} tokens/s at one sequence and "
+        f"{format_rate(timing.decode_rate(SEVERAL_SEQS))} at {SEVERAL_SEQS}"
+    )
 
 
 MIN_COPY_GAIN = 1.1  # least ratio of prompt rates that justifies one more byte for each weight
@@ -376,7 +383,10 @@ def _measured_decision(candidate: Int8CopyGain, more: str) -> Decision[bool]:
         return Decision(False, f"{intro} An 8-bit copy would take {more} and make prompts faster.")
     tokens = candidate.with_copy.compared_tokens(candidate.without_copy, candidate.tokens)
     rate_without, rate_with = candidate.without_copy.prefill_rate(tokens), candidate.with_copy.prefill_rate(tokens)
-    gain = f"prompts measured {format_rate(rate_with)} tokens/s with 8 bits, {format_rate(rate_without)} with 4 bits ({rate_with / rate_without:.2f} times as fast)"
+    gain = (
+        f"prompts measured {format_rate(rate_with)} tokens/s with 8 bits, {format_rate(rate_without)} "
+        f"with 4 bits ({rate_with / rate_without:.2f} times as fast)"
+    )
     if rate_with < MIN_COPY_GAIN * rate_without:
         return Decision(False, f"{intro} A copy would gain too little: {gain}.")
     if not candidate.has_room:

@@ -34,19 +34,21 @@ CONTENDED_GAIN = (
     1.3  # one more thread with its own core never costs a native kernel this factor, so other programs must be busy
 )
 
-# Spins of libgomp's threads before they sleep: about a tenth of a millisecond. Measured on two Zen 5 cores (llama-1b int4, decode ×8):
-# on an idle machine 300000 (libgomp's default, 3 ms) and 10000 took 19.3 ms a step, and sleeping at once took 21.7. With another process
-# that ran 3 ms of every 23, they took 101, 22.8 and 24.0: threads that sleep leave a core to the partner that lost its own.
+# Spins of libgomp's threads before they sleep: about a tenth of a millisecond. Measured on two Zen 5 cores (llama-1b
+# int4, decode ×8): on an idle machine 300000 (libgomp's default, 3 ms) and 10000 took 19.3 ms a step, and sleeping at
+# once took 21.7. With another process that ran 3 ms of every 23, they took 101, 22.8 and 24.0: threads that sleep
+# leave a core to the partner that lost its own.
 _SPIN_COUNT = 10_000
 
-# Environment variables for each value of `ThreadPlan.wait_policy`, which the thread pools read when torch is imported. With ACTIVE
-# alone libgomp would spin for minutes, and an idle server would use its cores fully. KMP is LLVM's OpenMP, which torch contains on
-# macOS; its unit is whole milliseconds.
+# Environment variables for each value of `ThreadPlan.wait_policy`, which the thread pools read when torch is imported.
+# With ACTIVE alone libgomp would spin for minutes, and an idle server would use its cores fully. KMP is LLVM's OpenMP,
+# which torch contains on macOS; its unit is whole milliseconds.
 WAIT_POLICY_VARIABLES: Mapping[str, Mapping[str, str]] = {
     "active": {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": str(_SPIN_COUNT), "KMP_BLOCKTIME": "1"},
     "passive": {"OMP_WAIT_POLICY": "passive"},
 }
-# Policy and reason for three cases: one core for each thread, more threads than cores, more threads than the quota allows.
+# Policy and reason for three cases: one core for each thread, more threads than cores, more threads than the quota
+# allows.
 _WAIT_POLICY_REASONS: Mapping[str, tuple[str, str]] = {
     "alone": (
         "active",
@@ -199,7 +201,8 @@ def _on_forced_node(settings: Settings, cores: tuple[Core, ...], nodes: list[int
     logical = sum(len(core.cpu_ids) for core in found)
     if settings.threads != "auto" and settings.threads > logical:
         raise PlanImpossible(
-            f"threads is {settings.threads}, but memory node {settings.numa_node} has {format_count(logical, 'logical CPU')} for this process."
+            f"threads is {settings.threads}, but memory node {settings.numa_node} has "
+            f"{format_count(logical, 'logical CPU')} for this process."
         )
     return found
 
@@ -263,7 +266,8 @@ def _fewer_if_faster(planned: Decision[int], trials: TrialTimings, precision: st
     busy = " A gain of this size is a sign of other work on these cores." if gain > CONTENDED_GAIN else ""
     return Decision(
         best.trial.threads,
-        f"Measured with {threads} {best.describe_rates(tokens)}, with {planned.value} {now.describe_rates(tokens)}: fewer are {gain:.2f} times as fast."
+        f"Measured with {threads} {best.describe_rates(tokens)}, with {planned.value} "
+        f"{now.describe_rates(tokens)}: fewer are {gain:.2f} times as fast."
         f"{busy} {planned.reason}",
     )
 
@@ -328,7 +332,8 @@ def _throttling_quota(facts: Facts, threads: int) -> Decision[float | None]:
         return Decision(None, "No thread is throttled by a quota: step times are not corrected.")
     return Decision(
         quota,
-        f"{format_count(threads, 'thread')} on a quota of {quota:g} cores are throttled in each period, so step times are CPU time divided by "
+        f"{format_count(threads, 'thread')} on a quota of {quota:g} cores are throttled in "
+        "each period, so step times are CPU time divided by "
         "the quota.",
     )
 

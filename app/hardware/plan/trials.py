@@ -64,9 +64,13 @@ class TrialTiming:
         """Return the rates as part of a sentence."""
         if self.trial.encode_seconds:
             few = min(FEW_TOKENS, tokens, *self.trial.encode_seconds)
-            return f"{format_rate(self.encode_rate(few))} a second in steps of {few} and {format_rate(self.encode_rate(tokens))} of {tokens}"
+            return (
+                f"{format_rate(self.encode_rate(few))} a second in steps of {few} and "
+                f"{format_rate(self.encode_rate(tokens))} of {tokens}"
+            )
         return (
-            f"{format_rate(self.decode_rate(FEW_SEQS))} tokens/s at one sequence, {format_rate(self.decode_rate(SEVERAL_SEQS))} at {SEVERAL_SEQS} "
+            f"{format_rate(self.decode_rate(FEW_SEQS))} tokens/s at one sequence, "
+            f"{format_rate(self.decode_rate(SEVERAL_SEQS))} at {SEVERAL_SEQS} "
             f"and {format_rate(self.prefill_rate(tokens))} of a prompt"
         )
 

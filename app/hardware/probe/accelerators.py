@@ -22,18 +22,19 @@ from app.hardware.probe.host_files import (
 
 CommandRunner = Callable[[list[str]], str | None]
 
-# nvidia-smi knows compute_cap since driver 510. An older one rejects the whole query; then the files in /proc name the devices.
+# nvidia-smi knows compute_cap since driver 510. An older one rejects the whole query; then the files in /proc name the
+# devices.
 _FIELDS = ("index", "name", "compute_cap", "memory.total", "memory.free", "uuid", "driver_version", "mig.mode.current")
 GPU_QUERY = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
 GPU_LIST = ["nvidia-smi", "-L"]  # also lists the MIG instances of partitioned GPUs
 _GPU_FILES = "/proc/driver/nvidia/gpus"
 
-# A line `  MIG 1g.10gb     Device  0: (UUID: MIG-…)` follows `GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-…)`. The name of a profile
-# contains its memory in gigabytes.
+# A line `  MIG 1g.10gb     Device  0: (UUID: MIG-…)` follows `GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-…)`. The name of
+# a profile contains its memory in gigabytes.
 _MIG_LISTING = re.compile(r"^GPU (\d+):|^\s+MIG (\S*?(\d+)gb\S*)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)", re.MULTILINE)
-# Lower bound of the share of the gigabytes in a profile's name that an instance has: 1g.24gb of a GB200 has 20.0 GiB, 1g.18gb of an
-# H200 has 16.0
-# (`nvidia-smi mig -lgip` in github.com/NVIDIA/gpu-operator pull 1303 and github.com/NVIDIA/mig-parted issue 120).
+# Lower bound of the share of the gigabytes in a profile's name that an instance has: 1g.24gb of a GB200 has 20.0 GiB,
+# 1g.18gb of an H200 has 16.0 (`nvidia-smi mig -lgip` in github.com/NVIDIA/gpu-operator pull 1303 and
+# github.com/NVIDIA/mig-parted issue 120).
 _PROFILE_MEMORY_SHARE = 0.89
 
 

@@ -107,7 +107,8 @@ def _directories(
     inside = PurePosixPath(group)
     if inside.is_relative_to(mount.top):
         inside = PurePosixPath("/") / inside.relative_to(mount.top)
-    # A container may see only its part of the hierarchy while the path names more of it. Then the mount point is the group.
+    # A container may see only its part of the hierarchy while the path names more of it. Then the mount point is the
+    # group.
     if ".." in inside.parts or not files.is_directory(mount.point + str(inside)):
         inside = PurePosixPath("/")
     for directory in (inside, *inside.parents):

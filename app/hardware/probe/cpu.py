@@ -22,7 +22,8 @@ INSTRUCTION_SETS = frozenset(
 
 _VENDORS = {"GenuineIntel": "Intel", "AuthenticAMD": "AMD", "HygonGenuine": "Hygon"}
 
-# (family, model), with the names in Linux arch/x86/include/asm/intel-family.h: first servers, then clients, then small cores.
+# (family, model), with the names in Linux arch/x86/include/asm/intel-family.h: first servers, then clients, then small
+# cores.
 _INTEL: Mapping[tuple[int, int], str] = {
     (6, 0x2D): "Sandy Bridge",
     (6, 0x3E): "Ivy Bridge",
@@ -65,7 +66,8 @@ _INTEL: Mapping[tuple[int, int], str] = {
     (6, 0x86): "Tremont",
 }
 
-# (family, first model, last model, name), from Linux arch/x86/kernel/cpu/amd.c, which sets X86_FEATURE_ZEN1 to ZEN5 by them.
+# (family, first model, last model, name), from Linux arch/x86/kernel/cpu/amd.c, which sets X86_FEATURE_ZEN1 to ZEN5 by
+# them.
 _AMD: tuple[tuple[int, int, int, str], ...] = (
     (0x17, 0x00, 0x2F, "Zen"),
     (0x17, 0x50, 0x5F, "Zen"),
@@ -195,7 +197,8 @@ _HWCAPS = {
     26: {1: "sve2", 9: "svei8mm", 12: "svebf16", 13: "i8mm", 14: "bf16", 23: "sme", 37: "sme2"},
 }
 
-# (vendor, core) to product. The vendor is sys_vendor or the chassis tag in DMI, which cloud-init's ds-identify reads too.
+# (vendor, core) to product. The vendor is sys_vendor or the chassis tag in DMI, which cloud-init's ds-identify reads
+# too.
 _CLOUD_PRODUCTS: Mapping[tuple[str, str], str] = {
     ("Amazon EC2", "Cortex-A72"): "Graviton",  # aws-graviton-getting-started: A1
     ("Amazon EC2", "Neoverse N1"): "Graviton2",

@@ -38,7 +38,8 @@ _FAMILIES = {
     0xF76C5B1A: "Apple M5",  # SOTRA, M5 Pro and Max
 }
 
-# Names below hw.optional (developer.apple.com, "Determining instruction set characteristics"). The second name is macOS 11's.
+# Names below hw.optional (developer.apple.com, "Determining instruction set characteristics"). The second name is
+# macOS 11's.
 _FEATURES = {
     "neon": ("AdvSIMD", "neon"),
     "fp16": ("arm.FEAT_FP16", "neon_fp16"),

@@ -29,7 +29,8 @@ _DEFAULT_PATH = (
 )
 _LEVELS = re.compile(rb"armature levels: ([a-z0-9 ]*);")  # csrc/dispatch.c
 
-# Instruction sets that a level needs, in the names of `Facts.isa`. A level that is missing here runs on any processor of its architecture.
+# Instruction sets that a level needs, in the names of `Facts.isa`. A level that is missing here runs on any processor
+# of its architecture.
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "fma"})
 _REQUIRED_ISA = {
     "avx512bf16": _AVX512 | {"avx512_bf16"},

@@ -27,8 +27,8 @@ _CPUS = "/sys/devices/system/cpu"
 _NODES = "/sys/devices/system/node"
 _CACHE_KINDS: dict[str, CacheKind] = {"Data": "data", "Instruction": "instruction", "Unified": "unified"}
 
-# A core below this share of the largest cpu_capacity (Linux Documentation/scheduler/sched-capacity.rst) is an efficiency core. Cores of
-# one kind can differ by a few percent, if the firmware lists their best clocks.
+# A core below this share of the largest cpu_capacity (Linux Documentation/scheduler/sched-capacity.rst) is an
+# efficiency core. Cores of one kind can differ by a few percent, if the firmware lists their best clocks.
 _EFFICIENCY_SHARE = 0.8
 
 

@@ -166,7 +166,7 @@ def max_decode_queries(heads: int, kv_heads: int) -> int:
 def split_into_decodes(
     rows: Sequence[AttentionSequence], max_queries: int, part_rows: int
 ) -> list[tuple[slice, list[AttentionSequence]]]:
-    """Split the batch into sequences of at most `few` queries, in parts of about `together` rows.
+    """Split the batch into sequences of at most `max_queries` queries, in parts of about `part_rows` rows.
 
     The parts bound the scratch memory. A batch with one query per sequence is one part.
 

@@ -22,7 +22,7 @@ class AttentionSpec:
     With a `window`, the token at position p sees positions p - window + 1 to p: itself and the window - 1 before it.
     If attention is `bidirectional`, a token sees its whole text, or with a window positions p - window // 2
     to p + window // 2.
-    `distance_bias` [heads, 2 * most + 1] FP32 is added to the scores: column `most` + key position - query
+    `distance_bias` [heads, 2 * n + 1] FP32 is added to the scores: column n + key position - query
     position. The outermost columns serve larger distances.
     """
 
@@ -48,10 +48,10 @@ class Attend(Protocol):
 class StepContext:
     """The inputs of one decoder step.
 
-    `validate_token_ids`, `positions` [tokens] int64. `logit_rows` [rows] int64: the tokens whose logits are needed (None: all).
-    `best`: only this many top logits are needed; a model whose output layer can only write all logits returns all.
-    `shape`: tokens and rows of logits. It is set if the next step with the same numbers differs only in values:
-    the tensors, and the buffers that `attend` reads, stay at the same addresses.
+    `token_ids`, `positions` [tokens] int64. `logit_rows` [rows] int64: the tokens whose logits are needed (None: all).
+    `top_logits`: only this many top logits are needed; a model whose output layer can only write all logits returns
+    all. `shape`: tokens and rows of logits. It is set if the next step with the same numbers differs only in
+    values: the tensors, and the buffers that `attend` reads, stay at the same addresses.
     """
 
     token_ids: Tensor

@@ -18,7 +18,7 @@ _ROW_ALIGNMENT = 64  # an int8 row is padded to a multiple of this many bytes
 
 @dataclass(frozen=True, slots=True)
 class KvRows:
-    """Keys and values [rows, kv_heads, head_dim] of one layer, as views of rows of `activation_bytes_per_token`.
+    """Keys and values [rows, kv_heads, head_dim] of one layer, as views of rows of `token_bytes` bytes.
 
     int8 codes have scales fp32 [rows, kv_heads] in the same row.
     """

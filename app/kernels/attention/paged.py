@@ -36,11 +36,11 @@ PAGE_TOKENS = 64
 class PagedStep:
     """The sequences of one step, decodes first; the same for every layer. Tensors are int32 on the device.
 
-    `tables` is [slots, most_pages]. `slots` [sequences] selects each sequence's table. `lengths` [sequences] is
+    `tables` is [slots, max_pages]. `slots` [sequences] selects each sequence's table. `lengths` [sequences] is
     the number of context tokens including this step's (0: the row only pads a bucket). `starts` is [sequences +
     1]: the queries of sequence i are rows [starts[i], starts[i + 1]) of the batch.
 
-    The first `num_decodes` sequences have one query each. `most_queries` and `most_context` are upper bounds over
+    The first `num_decodes` sequences have one query each. `max_queries` and `max_context` are upper bounds over
     all sequences, known to the host. `fresh` is True if every sequence that is not a decode begins at position 0,
     so it sees only keys and values of this step.
     """

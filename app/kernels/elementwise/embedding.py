@@ -1,7 +1,7 @@
 """Embedding rows, widened to fp32, from a packed linear form or from a table as the checkpoint stores it.
 
-`embedding_rows_torch` is the reference implementation, which serves without the native library and Triton. An id out of
-range is never read; its row is NaN.
+`embedding_rows_torch` is the reference implementation, which serves without the native library and Triton. An id out
+of range is never read; its row is NaN.
 """
 
 from __future__ import annotations

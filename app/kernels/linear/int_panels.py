@@ -1,7 +1,7 @@
 """Native linear forms in four and eight bits: panels of codes with scales, multiplied by int8 activations.
 
-Layout and arithmetic are described in `csrc/ops.h`. The `rounding` module computes the codes. One packed form
-serves any number of rows, and a row's result does not depend on the number of other rows. The reference
+Layout and arithmetic are described in `csrc/ops.h`. `kernels/linear/quantization.py` computes the codes. One packed
+form serves any number of rows, and a row's result does not depend on the number of other rows. The reference
 implementation multiplies by the dequantised weight.
 """
 

@@ -91,7 +91,7 @@ class ActivatingForm(Protocol):
     """A form whose product can apply an activation to its output."""
 
     def multiply_activated(self, x: Activations, activation: str) -> Tensor:
-        """Return act(x times the weight), x [tokens, in] to [tokens, out]; `activation` is a key of `ACTIVATION_CODES`."""
+        """Return act(x times the weight), [tokens, in] to [tokens, out]; `ACTIVATION_CODES` lists activations."""
         ...
 
 

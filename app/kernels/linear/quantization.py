@@ -228,8 +228,8 @@ _BLOCK = 128  # inputs whose errors are propagated together, in one product
 class GptqFactors:
     """The order in which inputs are rounded, and the factor that propagates rounding errors.
 
-    `rounding_order` int64 [in] lists inputs in rounding order. `inverse_root` fp32 [in, in], in that order, is the upper triangular
-    factor of the inverse Hessian.
+    `rounding_order` int64 [in] lists inputs in rounding order. `inverse_root` fp32 [in, in], in that order, is the
+    upper triangular factor of the inverse Hessian.
     """
 
     rounding_order: Tensor

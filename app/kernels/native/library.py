@@ -41,8 +41,8 @@ _SIGNATURES: dict[str, tuple[type, tuple[type, ...]]] = {
 class NativeKernels:
     """The loaded library, or the reason why there is none.
 
-    `level` is the selected instruction set level. `operations.has_kernel` reports which operations it supports. A tile of
-    quantised rows has at most `tile_rows` rows, in groups of `align` rows, and `block` inputs are contiguous
+    `level` is the selected instruction set level. `operations.has_kernel` reports which operations it supports. A tile
+    of quantised rows has at most `tile_rows` rows, in groups of `align` rows, and `block` inputs are contiguous
     (csrc/ops.h).
     """
 

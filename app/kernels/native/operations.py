@@ -195,7 +195,7 @@ class RopeAnglesArguments(ctypes.Structure):
 
 
 class KvAddresses(ctypes.Structure):
-    """The structure `view_kv_rows` of csrc/ops.h."""
+    """The structure `kv_rows` of csrc/ops.h."""
 
     _fields_ = (*((name, _ADDRESS) for name in ("keys", "values", "key_scales", "value_scales")), ("token_bytes", _INT))
 

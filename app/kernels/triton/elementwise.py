@@ -243,7 +243,7 @@ _TILES = 8  # tiles per program, which reads the code order once
 
 
 def dequantise(packed: torch.Tensor, order: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-    """Dequantise packed codes into out [outputs, inputs]; equals the reference implementation in `device_int4`.
+    """Dequantise packed codes into out [outputs, inputs]; equals the reference implementation `dequantise_torch`.
 
     Args:
         packed: int32, as torch packs it.

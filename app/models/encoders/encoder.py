@@ -229,7 +229,7 @@ class DistanceBias(nn.Module):
         super().__init__()
         self.source, self.has_bias = source, False
         self.weight = nn.Parameter(torch.empty(buckets, heads), requires_grad=False)
-        self.by_distance = torch.empty(0)  # fp32 [heads, 2 * MOST + 1], as an `AttentionSpec` has it
+        self.by_distance = torch.empty(0)  # fp32 [heads, 2 * MAX_DISTANCE + 1], as an `AttentionSpec` has it
 
     def set_weight(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Set the weight [buckets, heads] and expand it by distance."""
@@ -246,10 +246,10 @@ class DistanceBias(nn.Module):
 
 
 def distance_bucket_table(buckets: int) -> Tensor:
-    """Return the bucket of each distance (key position minus query position) from -MOST to MOST.
+    """Return the bucket of each distance (key position minus query position) from -MAX_DISTANCE to MAX_DISTANCE.
 
     Half of the buckets are for keys after the query. In each half, half of the buckets are for one distance each;
-    the others grow with the logarithm, up to MOST.
+    the others grow with the logarithm, up to MAX_DISTANCE.
     """
     half = buckets // 2
     exact = half // 2

@@ -46,7 +46,7 @@ class EncoderFamily:
     - `layouts`: the sets of tensor names that checkpoints use.
     - `padding_offset`: learned positions begin after the padding id.
     - `theta`: base of the rotary positions; None if there are none.
-    - `head`: the kind of classification head, see `encoder_heads`.
+    - `head`: the kind of classification head, see `models/encoders/head_config.py`.
     """
 
     stem: str

@@ -188,7 +188,7 @@ class VectorHead(nn.Module):
         return vectors
 
     def from_rows(self, hidden: Tensor) -> Tensor:
-        """Map the hidden states of the tokens in `rows` [texts, size] to [texts, embedding size]."""
+        """Map the hidden states of the tokens in `hidden` [texts, size] to [texts, embedding size]."""
         vectors: Tensor = self.dense(hidden)
         return vectors
 

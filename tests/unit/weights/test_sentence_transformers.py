@@ -10,12 +10,12 @@ from typing import Any, cast
 
 import pytest
 
+import app.weights.open as weights_open
 from app.errors import CheckpointInvalid
 from app.models.encoders.config import (
     DenseConfig,
     PoolingConfig,
 )
-from app.weights import open
 from app.weights.checkpoint import open_checkpoint
 from app.weights.open import (
     open_model,
@@ -185,7 +185,7 @@ def test_what_is_opened_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     origin = type("Spec", (), {"origin": str(tmp_path / "__init__.py")})
     monkeypatch.setattr("app.weights.open.find_spec", lambda name: origin)
     assert require_checkpoint(open_model(Path("minilm"))).name == "minilm"
-    monkeypatch.setitem(cast(dict[str, Path], open.EMBEDDED_MODELS), "bert", package)
+    monkeypatch.setitem(cast(dict[str, Path], weights_open.EMBEDDED_MODELS), "bert", package)
     assert require_checkpoint(open_model(Path("bert"))).name == "bert"
     shutil.move(package, tmp_path / "minilm")
     assert require_checkpoint(open_model(Path("minilm"))).directory == Path("minilm")

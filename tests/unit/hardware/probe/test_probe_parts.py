@@ -233,7 +233,8 @@ def test_torch_is_read_without_importing_it(tmp_path: Path) -> None:
 
 def test_this_machine_is_probed_and_planned_without_torch(root: Path) -> None:
     program = (
-        "import sys; from app.hardware.plan.plan import make_plan; from app.hardware.probe.probe import probe; from app.settings import Settings\n"
+        "import sys; from app.hardware.plan.plan import make_plan; "
+        "from app.hardware.probe.probe import probe; from app.settings import Settings\n"
         "facts = probe(); import app.cli.tables\n"
         "recipes = [('cpu', facts.architecture, name) for name in ('fp32', 'bf16')]\n"
         "plan = make_plan(facts, None, Settings(), None, recipes)\n"
