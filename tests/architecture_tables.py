@@ -58,7 +58,7 @@ RETIRED_WORDS = frozenset(
     "looks stranger strangers".split()
 )
 # Words that are retired in names of classes only.
-RETIRED_CLASS_WORDS = frozenset("ordered kept post line".split())
+RETIRED_CLASS_WORDS = frozenset("ordered kept post".split())
 # Names with a retired word that are the field's terms.
 STANDARD_NAMES = ("in_flight", "InFlight")
 RETIRED_NAMES = frozenset("made_up".split())

@@ -85,7 +85,7 @@ class CpuBackend:
 
         `query` is [tokens, heads, head_dim]; the result has the shape and dtype of `query`.
         """
-        if not native_attention.supports(query, kv):
+        if not native_attention.supports_attention(query, kv):
             return torch_attention(query, [attention_row(row, kv) for row in step.rows], spec)
         result = native_attention.attend(query, kv, step, spec.scale, spec.window, spec.softcap)
         for row in step.rows:

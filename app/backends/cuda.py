@@ -123,7 +123,7 @@ class CudaBackend:
         )
         if by_flash:
             key, value = gather_fresh_kv(kv, step, len(query))
-            result = text_attention.attend_packed(
+            result = text_attention.torch_flash_attention(
                 query, key, value, (step.starts[step.num_decodes :], step.max_queries), spec
             )
         else:
@@ -140,7 +140,7 @@ class CudaBackend:
         Flash attention supports neither FP32 nor soft caps nor relative position biases.
         """
         if text_attention.torch_flash_supports(heads.product.dtype, heads.head_dim, spec):
-            return text_attention.attend_packed(
+            return text_attention.torch_flash_attention(
                 *apply_rope_to_qkv(heads), (texts.starts, texts.most_tokens), spec
             ).flatten(1)
         if not triton_usable(heads.product):

@@ -22,7 +22,7 @@ from app.bench.compare.measure import (
     POINT_SECONDS,
     CompareJob,
     MachineLabels,
-    measure_machine,
+    run_compare,
 )
 from app.bench.console import (
     BenchOutcome,
@@ -90,7 +90,7 @@ def run_bench(settings: Settings, arguments: Namespace) -> BenchOutcome:
     if arguments.bench == "http":
         return measure_load(_load_job(settings, arguments))
     if arguments.bench == "compare":
-        return measure_machine(_compare_job(settings, arguments))
+        return run_compare(_compare_job(settings, arguments))
     inside = IN_PROCESS_BENCHES.get(arguments.bench)
     return (
         inside(_prepare_in_process(settings), arguments) if inside else measure_server(_http_job(settings, arguments))

@@ -22,7 +22,7 @@ from app.bench.compare import (
 from app.bench.compare.measure import (
     CompareJob,
     MachineLabels,
-    measure_machine,
+    run_compare,
 )
 from app.bench.compare.result import (
     CompareResult,
@@ -56,7 +56,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def measured(path: Path, *flags: str) -> CompareResult:
-    outcome = measure_machine(CompareJob(ServerTarget(None, flags), MachineLabels(), VERSION, path, seconds=0.1))
+    outcome = run_compare(CompareJob(ServerTarget(None, flags), MachineLabels(), VERSION, path, seconds=0.1))
     assert outcome.details["file"] == str(path)
     return read_result(path)
 

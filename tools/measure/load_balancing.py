@@ -23,8 +23,8 @@ from app.bench.http.tally import (
     GenerateTraffic,
     GenerateWorkload,
     first_served_model,
-    first_token_seconds,
     prompts_for,
+    time_to_first_token,
 )
 from app.bench.http.wire import (
     HttpClient,
@@ -79,7 +79,7 @@ class Row:
 
         `answers` has the count of each server. The speed is all tokens divided by the time of arrivals.
         """
-        first = [first_token_seconds(each) for each in run.answered]
+        first = [time_to_first_token(each) for each in run.answered]
         whole = [each.stream.chunks[-1][0] - each.intended for each in run.answered]
         refused = run.failures["status 429"]
         return cls(

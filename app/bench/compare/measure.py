@@ -177,7 +177,7 @@ class CompareState:
     complete: bool = False
 
 
-def measure_machine(job: CompareJob) -> BenchOutcome:
+def run_compare(job: CompareJob) -> BenchOutcome:
     """Measure the machine, write the result file and return a summary.
 
     Raises:

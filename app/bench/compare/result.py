@@ -1,6 +1,6 @@
 """The result file of one machine: all raw measurements of one model on it, with caveats.
 
-This module defines, reads and writes the format. `measure_machine` produces it; the report and the cost tables read
+This module defines, reads and writes the format. `run_compare` produces it; the report and the cost tables read
 it. Units are seconds and bytes. Moments are seconds since `began_at`, so that points, steps and energy readings share
 one time axis.
 """

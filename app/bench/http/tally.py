@@ -199,7 +199,7 @@ class LatencyObjective:
     def met(self, answered: GenerateTiming) -> bool:
         """Return True if the request met all limits."""
         per_token = seconds_per_token(answered.stream) or 0.0
-        soon = self.ttft_seconds is None or first_token_seconds(answered) <= self.ttft_seconds
+        soon = self.ttft_seconds is None or time_to_first_token(answered) <= self.ttft_seconds
         return soon and (self.itl_seconds is None or per_token <= self.itl_seconds)
 
 
@@ -232,7 +232,7 @@ def stream_window(run: GenerateRun, closed: bool) -> tuple[float, float]:
     return steady or (run.started, max(answered.stream.chunks[-1][0] for answered in run.answered))
 
 
-def first_token_seconds(answered: GenerateTiming) -> float:
+def time_to_first_token(answered: GenerateTiming) -> float:
     """Return the seconds from the intended start of a request to its first token."""
     return answered.stream.chunks[0][0] - answered.intended
 
@@ -310,7 +310,7 @@ def stream_figures(
 def _latencies(label: str, answered: Sequence[GenerateTiming]) -> Iterator[Figure]:
     streams = [each.stream for each in answered]
     samples = {
-        "TTFT": [first_token_seconds(each) for each in answered],
+        "TTFT": [time_to_first_token(each) for each in answered],
         "ITL": [gap for stream in streams for gap in stream.gaps()],
         "TPOT": [seconds for seconds in map(seconds_per_token, streams) if seconds is not None],
         "E2E": [each.stream.chunks[-1][0] - each.intended for each in answered],
@@ -348,7 +348,7 @@ def stream_record(answered: GenerateTiming, started: float) -> dict[str, Any]:
     return {
         "client": answered.client,
         "intended": round(answered.intended - started, 6),
-        "first_token": round(first_token_seconds(answered), 6),
+        "first_token": round(time_to_first_token(answered), 6),
         "last_token": round(stream.chunks[-1][0] - answered.intended, 6),
         "prompt_tokens": usage,
         "tokens": stream.num_tokens,

@@ -125,7 +125,7 @@ class AttentionStep:
             self._buffer.set(1, self._scratch.data_ptr())
 
 
-def supports(query: Tensor, kv: KvRows) -> bool:
+def supports_attention(query: Tensor, kv: KvRows) -> bool:
     """Return True if the native kernels support this query with these keys and values, at least for decode.
 
     The query is [tokens, heads, head_dim].

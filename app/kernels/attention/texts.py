@@ -77,7 +77,7 @@ def attend_texts(heads: QkvHeads, texts: TextStarts, spec: AttentionSpec) -> Ten
 
     The product may be overwritten.
     """
-    if not supports(heads):
+    if not supports_texts(heads):
         return attend_texts_torch(heads, texts.starts, spec)
     _apply_rope_in_place(heads, texts)
     product, size = heads.product, heads.head_dim
@@ -99,7 +99,7 @@ def attend_texts(heads: QkvHeads, texts: TextStarts, spec: AttentionSpec) -> Ten
     return out
 
 
-def supports(heads: QkvHeads) -> bool:
+def supports_texts(heads: QkvHeads) -> bool:
     """Return True if the native kernel supports this product: bf16 or fp32, with supported head sizes."""
     product = heads.product
     plain = product.dtype in (torch.bfloat16, torch.float32) and product.stride(1) == 1 and product.device.type == "cpu"
@@ -195,7 +195,9 @@ def torch_flash_supports(dtype: torch.dtype, head_dim: int, spec: AttentionSpec)
     return plain and dtype in _HALF_DTYPES and head_dim <= _MAX_TORCH_FLASH_HEAD_DIM and head_dim % _HEAD_MULTIPLE == 0
 
 
-def attend_packed(query: Tensor, key: Tensor, value: Tensor, ends: tuple[Tensor, int], spec: AttentionSpec) -> Tensor:
+def torch_flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, ends: tuple[Tensor, int], spec: AttentionSpec
+) -> Tensor:
     """Compute attention within each sequence and return [tokens, heads, head_dim].
 
     `ends` contains the sequence starts, int32 [sequences + 1], of which the first need not be 0, and the most

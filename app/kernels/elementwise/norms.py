@@ -50,7 +50,7 @@ def _rms_norm_elsewhere(hidden: Tensor, weight: Tensor, eps: float, dtype: torch
     if triton_usable(hidden):
         from app.kernels.triton import elementwise
 
-        if elementwise.supports(hidden):
+        if elementwise.supports_row_norm(hidden):
             return elementwise.rms_norm(hidden, weight, eps, dtype)
     return rms_norm_torch(hidden, weight, eps, dtype)
 
@@ -78,7 +78,7 @@ def _add_rms_norm_elsewhere(hidden: Tensor, branch: Tensor, weight: Tensor, eps:
     if triton_usable(hidden):
         from app.kernels.triton import elementwise
 
-        if elementwise.supports(hidden) and elementwise.supports(branch):
+        if elementwise.supports_row_norm(hidden) and elementwise.supports_row_norm(branch):
             elementwise.add_rms_norm(hidden, branch, weight, eps)
             return
     add_rms_norm_torch(hidden, branch, weight, eps)
@@ -200,7 +200,7 @@ def _on_gpu(hidden: Tensor) -> bool:
         return False
     from app.kernels.triton import elementwise
 
-    return elementwise.supports(hidden)
+    return elementwise.supports_row_norm(hidden)
 
 
 def _supports(hidden: Tensor) -> bool:

@@ -50,7 +50,7 @@ def apply_activation(x, activation: tl.constexpr):
 MAX_ROW_SIZE = 32768  # most elements of a row: 64 for each of 512 threads
 
 
-def supports(x: Tensor) -> bool:
+def supports_row_norm(x: Tensor) -> bool:
     """Return True if x is a matrix with contiguous rows that are not too long for these kernels."""
     return x.dim() == 2 and x.stride(1) == 1 and x.shape[1] <= MAX_ROW_SIZE
 

@@ -212,7 +212,7 @@ def test_codes_become_numbers_a_part_at_a_time(
     plain = KvRows.read
     monkeypatch.setattr(cpu, "_PART_TOKENS", 50)
     monkeypatch.setattr(cpu.native_attention, "supports_sequence", lambda *_: False)
-    monkeypatch.setattr(cpu.native_attention, "supports", lambda *_: True)
+    monkeypatch.setattr(cpu.native_attention, "supports_attention", lambda *_: True)
     monkeypatch.setattr(cpu.native_attention, "attend", lambda query, *_: torch.full_like(query, torch.nan))
     monkeypatch.setattr(KvRows, "read", lambda rows, first, count: read.append(count) or plain(rows, first, count))
     torch.testing.assert_close(attend(batch, spec).float(), expected, rtol=1.6e-2, atol=1.6e-2)

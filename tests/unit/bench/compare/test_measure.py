@@ -17,8 +17,8 @@ from app.bench.compare.measure import (
     MachineLabels,
     build_result,
     is_local_server,
-    measure_machine,
     result_path,
+    run_compare,
 )
 from app.bench.compare.result import (
     CompareResult,
@@ -43,7 +43,7 @@ def job(machine: ScriptedMachine, folder: Path, **changed: Any) -> CompareJob:
 
 def measured(machine: ScriptedMachine, folder: Path, **changed: Any) -> tuple[BenchOutcome, CompareResult]:
     with running(machine):
-        outcome = measure_machine(job(machine, folder, **changed))
+        outcome = run_compare(job(machine, folder, **changed))
     return outcome, read_result(Path(outcome.details["file"]))
 
 
@@ -225,7 +225,7 @@ def test_a_name_is_made_of_what_was_measured(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
 def test_no_time_is_refused(tmp_path: Path, seconds: float) -> None:
     with pytest.raises(MeasurementFailed, match="above 0"):
-        measure_machine(job(ScriptedMachine(), tmp_path, seconds=seconds))
+        run_compare(job(ScriptedMachine(), tmp_path, seconds=seconds))
 
 
 def test_only_results_are_replaced(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_windows_in_torchs_words(
 
     monkeypatch.setattr(texts, "_flash", noted)
     query = torch.zeros(3, 2, 8)
-    texts.attend_packed(query, query, query, (torch.tensor([0, 3], dtype=torch.int32), 3), spec)
+    texts.torch_flash_attention(query, query, query, (torch.tensor([0, 3], dtype=torch.int32), 3), spec)
     assert asked == [(0.0, causal, False, {"scale": 0.1, "window_size_left": left, "window_size_right": right})]
 
 
@@ -64,7 +64,7 @@ def test_texts_of_one_token_are_not_made_a_batch_of(monkeypatch: pytest.MonkeyPa
     most: list[int] = []
     monkeypatch.setattr(texts, "_flash", lambda *words, **named: (most.extend(words[5:7]), words[0])[1:])
     query = torch.zeros(2, 2, 8)
-    texts.attend_packed(query, query, query, (torch.tensor([0, 1, 1, 2], dtype=torch.int32), 1), PLAIN)
+    texts.torch_flash_attention(query, query, query, (torch.tensor([0, 1, 1, 2], dtype=torch.int32), 1), PLAIN)
     assert most == [2, 2]
 
 
