@@ -21,9 +21,10 @@ LEVELS = {"max": "i8mm", "neoverse-n1": "dotprod"}
 PROBE = Path(__file__).with_name("kleidi_probe.py")
 MOST_ERROR = 0.02  # share of the largest product: activations have eight bits, and half a step is one part in 254
 
-TWO_WAYS = """torch's operator has two ways. Where the processor and the scales suit, weights are packed into bytes for KleidiAI's
-kernels, and the operator calls those for whatever has the packed size; else weights are kept as FP32 numbers and multiplied by a plain
-loop. So the kind of what was packed says which of the two runs."""
+TWO_WAYS = """torch's operator has two implementations. If the processor and the scales allow it, weights are packed
+into bytes for KleidiAI's kernels, and the operator calls those for any weight of the packed size. Otherwise weights
+are kept as FP32 numbers and multiplied by a plain loop. The dtype of the packed weight therefore shows which one
+runs."""
 
 
 def run(findings: Findings, image: Image, here: Image, limits: tuple[str, ...]) -> None:

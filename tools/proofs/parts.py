@@ -65,7 +65,7 @@ PARTS: Mapping[str, Part] = {
     ),
     "kernels": Part(
         "int4 on 64-bit Arm",
-        "Our library's levels, and with our library masked torch's operator on KleidiAI's packed weights.",
+        "The levels of our library, and with our library hidden torch's operator on KleidiAI's packed weights.",
         60,
         _kernels,
     ),
@@ -74,19 +74,19 @@ PARTS: Mapping[str, Part] = {
     ),
     "quota": Part(
         "CPU quotas",
-        f"Prompts of {PROMPT_TOKENS} tokens, answers of {MAX_TOKENS}, closed loop. *Throttled* is the time for which threads "
-        "that wanted to run were stopped, summed over processors, as a share of the run.",
+        f"Prompts of {PROMPT_TOKENS} tokens, completions of {MAX_TOKENS}, closed loop. *Throttled* is the time for which "
+        "runnable threads were stopped, summed over processors, as a share of the run.",
         60,
         _quota,
     ),
     "refusals": Part(
         "Refusals",
-        "Each in a container with a file at `/dev/termination-log`, as Kubernetes makes one.",
+        "Each in a container with a file at `/dev/termination-log`, as in Kubernetes.",
         20,
         lambda f, s: refusals.run(f, s.native, s.arguments.model),
     ),
     "dashboards": Part(
-        "Dashboards", "Every panel's query, asked of a Prometheus that scrapes loaded containers.", 15,
+        "Dashboards", "Every panel's query, sent to a Prometheus that scrapes loaded containers.", 15,
         lambda f, s: dashboards.run(f, s.native),
     ),
 }  # fmt: skip

@@ -12,9 +12,10 @@ from tools.proofs.findings import Check, Findings, Table
 
 HEAD = """# Proofs
 
-Written by `make prove`; do not edit. What is promised of the image was tried on real containers; a check that failed is named as failed.
-Each section has its own date: a part can be tried again alone (`make prove ARGS="--only quota"`). *Emulated* figures prove instructions and
-numbers, never speed.
+This page is for people who need evidence of what the image does. `make prove` writes it; do not edit it. Each
+promise was checked on real containers; a failed check is named as failed. Each section has its own date, because a
+part can be run alone (`make prove ARGS="--only quota"`). *Emulated* figures prove instructions and numbers, never
+speed.
 """
 
 
