@@ -1,7 +1,4 @@
-"""Endpoints for probes, scrapers and operators: liveness, readiness, information, metrics and the step log.
-
-The root path for browsers.
-"""
+"""Endpoints for browsers, probes, scrapers and operators: liveness, readiness, information, metrics, the step log."""
 
 from __future__ import annotations
 

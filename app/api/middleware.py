@@ -1,25 +1,14 @@
-"""Entry point of every request, in front of the application.
+"""Everything between uvicorn and the endpoints: the request gate, limits on head and body, disconnects, exact routes.
 
-It assigns the request id, checks the API key, limits the body's size, detects disconnects and has the last
-exception handler. It is plain ASGI, since a middleware that runs requests in its own tasks hides disconnects.
-Parsing bodies is the dialects' task.
+`RequestGate` is the entry point of every request. It assigns the request id, checks the API key, limits the body's
+size (also decompressed), detects disconnects and has the last exception handler. It is plain ASGI, since a middleware
+that runs requests in its own tasks hides disconnects. Nothing else cancels a handler whose client has left, unless it
+is streaming, and then only at its next event.
 
-uvicorn's HTTP protocol with a size limit and a time limit on the request head.
-
-The size limit includes trailers. The parser collects headers of any length, and uvicorn waits for them without a
-timeout. With many connections that is unbounded memory and an unbounded number of sockets.
-
-Cancellation of a request when its client disconnects.
-
-Without it, nothing cancels a handler that is not streaming, and a streaming one notices only at its next event.
-
-Decompression of request bodies, limited to the size that a body may have.
-
-Lookup of endpoints by exact path, before the application's router.
-
-A router matches patterns one after the other, and FastAPI resolves dependencies that these endpoints do not
-have: together half of the event loop's time for a short text. Paths with parameters, the documentation and
-unknown paths still go to the application.
+`BoundedHeadProtocol` is uvicorn's HTTP protocol with a size limit and a time limit on the request head, including
+trailers: the parser collects headers of any length, and uvicorn waits for them without a timeout. `ExactRoutes` finds
+endpoints by exact path. A router matches patterns one after the other, and FastAPI resolves dependencies that these
+endpoints do not have: together half of the event loop's time for a short text.
 """
 
 from __future__ import annotations

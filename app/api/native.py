@@ -1,7 +1,4 @@
-"""Request bodies of the native routes.
-
-Native dialect: generation from text or token ids to text and token ids, and the tokenizer.
-"""
+"""Native dialect: generation from text or token ids to text and token ids, and the tokenizer."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
-"""Server-sent events: waiting for the first token, the event stream, and errors after its start.
+"""Server-sent events: the first token, the event stream, errors after its start, and collected or merged streams.
 
-The format of an event is left to the dialects.
-
-Collection of a stream's events into a complete response, so that both forms come from the same events.
-
-Several prompts as one stream: each prompt is a request to the service, and their events are merged.
+The format of an event is left to the dialects. A complete response is collected from the same events as a stream. With
+several prompts, each is a request to the service, and their events are merged.
 """
 
 from __future__ import annotations

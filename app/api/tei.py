@@ -1,7 +1,4 @@
-"""Request bodies of the text-embeddings-inference dialect.
-
-text-embeddings-inference dialect: predict, rerank, similarity and embed_all.
-"""
+"""text-embeddings-inference dialect: predict, rerank, similarity and embed_all, with their request bodies."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
-"""Converts the arrays of messages to torch tensors and back, and makes synthetic inputs to try a program.
+"""Runs an exported program as an engine, and builds that engine: weights, row independence check, and warm-up.
 
-Runs an exported program as an engine.
-
-Rows of several requests share a batch, the oldest first. A bad request fails alone.
-
-Builds the engine of an exported program: weights, a check that rows are independent, and warm-up.
+Rows of several requests share a batch, the oldest first. A bad request fails alone. Arrays of messages are converted
+to torch tensors and back.
 """
 
 from __future__ import annotations
@@ -60,56 +57,12 @@ from app.models.program import Program
 from app.weights.load_program import load_program
 from app.weights.program import ProgramCheckpoint
 
-DTYPES: Mapping[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "UINT8": torch.uint8,
-    "INT8": torch.int8,
-    "INT16": torch.int16,
-    "INT32": torch.int32,
-    "INT64": torch.int64,
-    "FP16": torch.float16,
-    "BF16": torch.bfloat16,
-    "FP32": torch.float32,
-    "FP64": torch.float64,
-}
-
-FREE_DIMENSION_SIZE = 16  # size of a dimension that a client may choose, in synthetic inputs
-
-
-def to_tensor(array: Array) -> Tensor:
-    """Return a tensor with a copy of the array's bytes, whose number matches the shape."""
-    dtype = DTYPES[array.datatype]
-    if not array.data:
-        return torch.empty(array.shape, dtype=dtype)
-    return torch.frombuffer(bytearray(array.data), dtype=dtype).view(array.shape)
-
-
-def to_array(tensor: Tensor, datatype: str = "FP32") -> Array:
-    """Return the tensor's values as `datatype`, in row-major order."""
-    plain = tensor.to(DTYPES[datatype]).contiguous()
-    return Array(
-        datatype, tuple(plain.shape), plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-    )
-
-
-def synthetic_inputs(signature: Signature, rows: int) -> dict[str, Tensor]:
-    """Return synthetic inputs with `rows` different rows: small numbers, and indices that are valid in any table."""
-    generator = torch.Generator().manual_seed(0)
-    return {spec.name: _synthetic_input(spec, rows, generator) for spec in signature.inputs}
-
-
-def _synthetic_input(spec: TensorSpec, rows: int, generator: torch.Generator) -> Tensor:
-    shape = (rows, *(FREE_DIMENSION_SIZE if size < 0 else size for size in spec.shape[1:]))
-    dtype = DTYPES[spec.datatype]
-    if dtype.is_floating_point:
-        return torch.randn(shape, generator=generator).to(dtype)
-    return torch.randint(0, 2, shape, generator=generator).to(dtype)
-
-
 log = logging.getLogger(__name__)
 
 INPUT_ERRORS = (RuntimeError, IndexError, ValueError)  # raised by torch's operators for inputs that they cannot compute
+
 Tensors = Mapping[str, Tensor]
+
 # shapes of a request's inputs without the batch dimension; requests with equal shapes share a step
 InputShapes = tuple[tuple[int, ...], ...]
 
@@ -412,3 +365,49 @@ def _close_enough(one: Tensor, other: Tensor) -> bool:
     one, other = one.float(), other.float()
     largest = float(other.nan_to_num(0.0).abs().max()) if other.numel() else 0.0
     return torch.allclose(one, other, rtol=0.0, atol=_RELATIVE_TOLERANCE * max(largest, 1e-6), equal_nan=True)
+
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "UINT8": torch.uint8,
+    "INT8": torch.int8,
+    "INT16": torch.int16,
+    "INT32": torch.int32,
+    "INT64": torch.int64,
+    "FP16": torch.float16,
+    "BF16": torch.bfloat16,
+    "FP32": torch.float32,
+    "FP64": torch.float64,
+}
+
+FREE_DIMENSION_SIZE = 16  # size of a dimension that a client may choose, in synthetic inputs
+
+
+def to_tensor(array: Array) -> Tensor:
+    """Return a tensor with a copy of the array's bytes, whose number matches the shape."""
+    dtype = DTYPES[array.datatype]
+    if not array.data:
+        return torch.empty(array.shape, dtype=dtype)
+    return torch.frombuffer(bytearray(array.data), dtype=dtype).view(array.shape)
+
+
+def to_array(tensor: Tensor, datatype: str = "FP32") -> Array:
+    """Return the tensor's values as `datatype`, in row-major order."""
+    plain = tensor.to(DTYPES[datatype]).contiguous()
+    return Array(
+        datatype, tuple(plain.shape), plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    )
+
+
+def synthetic_inputs(signature: Signature, rows: int) -> dict[str, Tensor]:
+    """Return synthetic inputs with `rows` different rows: small numbers, and indices that are valid in any table."""
+    generator = torch.Generator().manual_seed(0)
+    return {spec.name: _synthetic_input(spec, rows, generator) for spec in signature.inputs}
+
+
+def _synthetic_input(spec: TensorSpec, rows: int, generator: torch.Generator) -> Tensor:
+    shape = (rows, *(FREE_DIMENSION_SIZE if size < 0 else size for size in spec.shape[1:]))
+    dtype = DTYPES[spec.datatype]
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randint(0, 2, shape, generator=generator).to(dtype)

@@ -1,13 +1,10 @@
 """Decisions made before weights are read: host facts, the checkpoint, measurements and the plan.
 
-Measurements come from an earlier start or from this one. Without them the plan is provisional: it sets the
-environment that torch reads when it is imported, and decides what to measure.
-
-Calibration files: measurements of this machine with one checkpoint's shapes, kept for the next start.
-
-A file is used only while nothing that affects the measurements has changed (see `calibration_key`). Reading one
-does not need torch. Several processes may share the folder. If a file cannot be read, the machine is measured
-again; if one cannot be written, that is logged.
+Measurements come from this start, or from the calibration file of an earlier one. Without them the plan is
+provisional: it sets the environment that torch reads when it is imported, and decides what to measure. A calibration
+file holds measurements of this machine with one checkpoint's shapes. It is used only while nothing that affects the
+measurements has changed (see `calibration_key`), and several processes may share the folder. If a file cannot be read,
+the machine is measured again; if one cannot be written, that is logged.
 """
 
 from __future__ import annotations

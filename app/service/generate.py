@@ -1,9 +1,8 @@
-"""Generation with a decoder: the course of one request from its prompt to its last text delta.
+"""Generation with a decoder: one request from its prompt to its last text delta.
 
-One request's completion while it grows: turns worker events into stream events.
-
-Each choice finishes exactly once. This is plain bookkeeping on the event loop; the caller passes the current
-time. Waiting, timers and sending to the worker are the service's task.
+`CompletionBuilder` turns worker events into stream events. Each choice finishes exactly once. This is plain
+bookkeeping on the event loop, and the caller passes the current time. `generate` waits, sets timers and sends to the
+worker.
 """
 
 from __future__ import annotations

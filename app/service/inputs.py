@@ -1,10 +1,7 @@
-"""Conversion of a client's prompt to token ids that fit the model: chat template, tokenizer, and validation.
+"""Conversion of a client's prompt or texts to token ids that fit the model.
 
-It runs in the service's thread pool and depends on the loaded model only.
-
-Conversion of a client's texts to token ids that fit an encoder: tokenizer, truncation, and validation.
-
-It depends on the loaded model only. It runs in the service's thread pool unless the texts are short.
+For a decoder: chat template, tokenizer, and validation. For an encoder: tokenizer, truncation, and validation. Both
+depend on the loaded model only. They run in the service's thread pool, except for short texts.
 """
 
 from __future__ import annotations

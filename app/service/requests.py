@@ -1,11 +1,7 @@
-"""Types between the service and the API dialects for generation: the request, and the events of its stream.
+"""Types between the service and the API dialects: requests, events of a generation stream, and returned arrays.
 
-All are plain frozen values. Each dialect translates its bodies to `GenerationRequest`, and stream events to its
-own response format.
-
-Types between the service and the API dialects for encoders and exported programs.
-
-They are the requests and the arrays returned, all plain frozen values.
+All are plain frozen values. Each dialect translates its bodies to `GenerationRequest`, `EncodingRequest` or
+`InferenceRequest`, and the results to its own response format.
 """
 
 from __future__ import annotations

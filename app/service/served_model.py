@@ -1,6 +1,6 @@
-"""Conversion of an encoder's vectors and logits to scores, in FP32.
+"""Description of a loaded checkpoint for the service, by kind (decoder, encoder or exported program), and its scores.
 
-Description of a loaded checkpoint for the service, by kind: decoder, encoder or exported program.
+An encoder's vectors and logits are converted to scores in FP32.
 """
 
 from __future__ import annotations
@@ -21,54 +21,10 @@ from app.models.encoders.config import EncoderConfig
 from app.text.chat import ChatTemplate
 from app.text.tokenizer import Tokenizer
 
-FloatArray = NDArray[numpy.float32]
-ScoreFunction = Literal["softmax", "sigmoid", "identity"]
-
-
-def to_numpy(array: Array) -> FloatArray:
-    """Return an FP32 array as a numpy array of its shape, without a copy."""
-    return numpy.frombuffer(array.data, dtype="<f4").reshape(array.shape)
-
-
-def logits_to_scores(logits: Array, meaning: ScoreFunction) -> Array:
-    """Return scores for logits [texts, labels], in the same shape.
-
-    With `softmax` each row sums to 1. With `sigmoid` each label's score is in [0, 1]. With `identity` the logits
-    are returned.
-    """
-    return Array("FP32", logits.shape, apply_score_function(to_numpy(logits), meaning).astype("<f4").tobytes())
-
-
-def apply_score_function(logits: FloatArray, meaning: ScoreFunction) -> FloatArray:
-    """Return scores for logits [texts, labels] given as a numpy array; see `scores`."""
-    if meaning == "identity":
-        return logits
-    if meaning == "sigmoid":
-        sigmoid: FloatArray = 1 / (1 + numpy.exp(-logits.clip(-80, 80)))
-        return sigmoid
-    exponentials: FloatArray = numpy.exp(logits - logits.max(axis=-1, keepdims=True))
-    probabilities: FloatArray = exponentials / exponentials.sum(axis=-1, keepdims=True)
-    return probabilities
-
-
-def cosine_similarities(queries: FloatArray, documents: FloatArray) -> FloatArray:
-    """Return the cosine similarities [queries, documents] of vectors [.., size], which need not have unit length.
-
-    A zero vector has similarity 0 to every other.
-    """
-    similarities: FloatArray = normalize(queries) @ normalize(documents).T
-    return similarities
-
-
-def normalize(vectors: FloatArray) -> FloatArray:
-    """Return the vectors [.., size] scaled to length 1."""
-    lengths = numpy.sqrt((vectors * vectors).sum(axis=-1, keepdims=True))
-    normalized: FloatArray = vectors / lengths.clip(1e-12)
-    return normalized
-
-
 ModelKind = Literal["decoder", "encoder", "program"]
+
 MIN_HELD_BYTES = 2**28  # about a hundred images, or what a small machine leaves to its allocator
+
 HELD_BYTES_DIVISOR = 32  # 1/32 of memory: half of what the plan leaves in addition to weights and activations
 
 
@@ -169,3 +125,49 @@ _WRONG: Mapping[ModelKind, str] = {
     ),
     "program": "is an exported program with tensors of its own names: use /v2/models/{name}/infer, the Open Inference Protocol.",
 }
+
+FloatArray = NDArray[numpy.float32]
+
+ScoreFunction = Literal["softmax", "sigmoid", "identity"]
+
+
+def to_numpy(array: Array) -> FloatArray:
+    """Return an FP32 array as a numpy array of its shape, without a copy."""
+    return numpy.frombuffer(array.data, dtype="<f4").reshape(array.shape)
+
+
+def logits_to_scores(logits: Array, meaning: ScoreFunction) -> Array:
+    """Return scores for logits [texts, labels], in the same shape.
+
+    With `softmax` each row sums to 1. With `sigmoid` each label's score is in [0, 1]. With `identity` the logits
+    are returned.
+    """
+    return Array("FP32", logits.shape, apply_score_function(to_numpy(logits), meaning).astype("<f4").tobytes())
+
+
+def apply_score_function(logits: FloatArray, meaning: ScoreFunction) -> FloatArray:
+    """Return scores for logits [texts, labels] given as a numpy array; see `scores`."""
+    if meaning == "identity":
+        return logits
+    if meaning == "sigmoid":
+        sigmoid: FloatArray = 1 / (1 + numpy.exp(-logits.clip(-80, 80)))
+        return sigmoid
+    exponentials: FloatArray = numpy.exp(logits - logits.max(axis=-1, keepdims=True))
+    probabilities: FloatArray = exponentials / exponentials.sum(axis=-1, keepdims=True)
+    return probabilities
+
+
+def cosine_similarities(queries: FloatArray, documents: FloatArray) -> FloatArray:
+    """Return the cosine similarities [queries, documents] of vectors [.., size], which need not have unit length.
+
+    A zero vector has similarity 0 to every other.
+    """
+    similarities: FloatArray = normalize(queries) @ normalize(documents).T
+    return similarities
+
+
+def normalize(vectors: FloatArray) -> FloatArray:
+    """Return the vectors [.., size] scaled to length 1."""
+    lengths = numpy.sqrt((vectors * vectors).sum(axis=-1, keepdims=True))
+    normalized: FloatArray = vectors / lengths.clip(1e-12)
+    return normalized

@@ -1,14 +1,12 @@
-"""Prediction of the time to first token: simulates the steps before it, with current step times.
+"""Prediction of the time to first token, or until texts are encoded, from token counts and current step times.
 
-The simulation follows the scheduler's rules on counts alone. The oldest prompts are read first, with as many
-tokens per step as the prefill budget allows next to the decoding rows, and a request without a free place waits
-until a row ends. Steps that are alike are counted at once.
+For decoders, the steps before the first token are simulated with the scheduler's rules. The oldest prompts are read
+first, with as many tokens per step as the prefill budget allows next to the decoding rows, and a request without a
+free place waits until a row ends. Equal steps are counted at once.
 
-Prediction of the time until texts are encoded: adds up the steps before them, from token counts alone.
-
-Step times are the current ones and the order is the engine's. A program's rows are served first come, first
-served. For texts, half of each step belongs to the oldest request, and the rest to requests of the smallest size
-class, first come, first served.
+For encoders, the steps are added up in the engine's order. A program's rows are served first come, first served. For
+texts, half of each step belongs to the oldest request, and the rest to requests of the smallest size class, first
+come, first served.
 """
 
 from __future__ import annotations

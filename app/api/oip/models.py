@@ -1,6 +1,6 @@
-"""Description of a served model for the Open Inference Protocol: its tensors, metadata, and validation of inputs.
+"""Served models in the Open Inference Protocol: tensors, metadata, validation of inputs, and encoders' conversions.
 
-Encoders in the Open Inference Protocol: input tensors to texts or token ids, and arrays to output tensors.
+For an encoder, input tensors become texts or token ids, and arrays become output tensors.
 """
 
 from __future__ import annotations

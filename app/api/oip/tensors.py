@@ -1,8 +1,7 @@
-"""Conversion of the Open Inference Protocol's tensors, as JSON or binary data, to `Array`s and back.
+"""Tensors of the Open Inference Protocol: JSON or binary data to `Array`s and back, and the wire format of `infer`.
 
-Datatype, shape, number of values and number of bytes of a client's tensor must agree; otherwise it is refused.
-
-Wire format of `infer`: JSON followed by binary tensors, or one bare tensor; and the same for responses.
+Datatype, shape, number of values and number of bytes of a client's tensor must agree; otherwise it is refused. A body
+is JSON followed by binary tensors, or one bare tensor; responses likewise.
 """
 
 from __future__ import annotations

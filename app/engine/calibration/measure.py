@@ -1,11 +1,8 @@
-"""Calibration: times this machine with a checkpoint's shapes, within a time budget, before any of its weights is read.
+"""Calibration: times this machine with a checkpoint's shapes, within a time budget, before weights are read.
 
-The results are `Measurements`, which the plan uses as facts. If samples vary too much for that, the results say so
-and the plan does without.
-
-Measures the peak rates of the machine: bytes read per second, and products per second by precision.
-
-Device resources for trial steps: paged KV memory and the runners that serving uses.
+The results are `Measurements`, which the plan uses as facts: peak rates of memory and products, and times of trial
+steps, with the KV memory and runners that serving uses. If samples vary too much for that, the results say so and the
+plan does without.
 """
 
 from __future__ import annotations

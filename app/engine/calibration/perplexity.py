@@ -1,12 +1,9 @@
-"""Perplexity: reads a text through a model window by window.
+"""Reads a text through a model window by window, for its perplexity or for the input correlations of each product.
 
-Returns the loss and the likeliest tokens. Nothing is scheduled.
-
-Computes the input correlations of each product over a text, which quantization uses (kernels/linear/quantization.py).
-
-They are the Hessians of GPTQ. A token is weighted by the uncertainty of the next one. If only one token can
-follow, quantization errors do not change that, and most text is like this. On the demo model this weighting
-reduces the loss of four bits by a fifth.
+`read_windows` and `WindowScorer` return the loss and the likeliest tokens; nothing is scheduled. The input
+correlations are the Hessians of GPTQ, which quantization uses (kernels/linear/quantization.py). A token is weighted by
+the uncertainty of the next one. If only one token can follow, quantization errors do not change that, and most text is
+like this. On the demo model this weighting reduces the loss of four bits by a fifth.
 """
 
 from __future__ import annotations

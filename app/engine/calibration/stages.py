@@ -1,8 +1,6 @@
-"""Defines the steps that a trial times, and the part of the model that it builds for that.
+"""Defines the steps that a trial times and the part of the model that it builds for that, and runs them on a CPU.
 
-Runs the steps of a decoder trial on a CPU: KV slots and a runner for batches.
-
-`DeviceTrialStage` does the same for other devices.
+`DeviceTrialStage` runs the steps on other devices.
 """
 
 from __future__ import annotations

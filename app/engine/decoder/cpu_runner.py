@@ -1,12 +1,10 @@
 """CPU runner of a decoder: it moves KV memory, builds the inputs of a step, runs the model and samples the tokens.
 
-The scheduler decides which sequences are in the batch. The backend computes attention.
-
-Recorded decode steps: a step whose shape was seen before is replayed natively, without the Python interpreter.
-
-A recording covers the model from token ids to each row's top logits, or to the input of the output layer if full
-logits are needed. Only values at fixed addresses change from step to step. If a model or machine uses operations
-that cannot be recorded, all steps stay eager and the reason is kept.
+The scheduler decides which sequences are in the batch, and the backend computes attention. A decode step whose shape
+was seen before is replayed natively, without the Python interpreter. A recording covers the model from token ids to
+each row's top logits, or to the input of the output layer if full logits are needed. Only values at fixed addresses
+change from step to step. If a model or machine uses operations that cannot be recorded, all steps stay eager and the
+reason is kept.
 """
 
 from __future__ import annotations

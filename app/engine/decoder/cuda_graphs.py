@@ -1,9 +1,7 @@
 """Captured decode steps of a device: common shapes are captured while loading, the others before their first use.
 
-A step that is not captured runs eagerly with the same result. If the device captures nothing or has no memory
-left, the reason is recorded and logged.
-
-Batch sizes for which decode steps are captured. A smaller step is padded to the next bucket.
+A smaller step is padded to the next bucket of batch sizes. A step that is not captured runs eagerly with the same
+result. If the device captures nothing or has no memory left, the reason is recorded and logged.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Inputs of a device step, packed into one int64 block that is sent to the device in one copy.
 
-This module computes the inputs on the host. The runner sends them and computes the step.
-
-Inputs of decode steps that a device runs one after another, derived from the inputs of the previous step.
-
-Each input is a column with one number per sequence. Most columns stay the same from step to step; the others
-increase by one. `fill_step` writes the inputs of all other steps.
+This module computes the inputs on the host; the runner sends them and computes the step. `DecodeInputs` derives the
+inputs of decode steps that run one after another from those of the previous step: most columns stay the same, the
+others increase by one. `fill_step` writes the inputs of all other steps.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Runner for a device with its own memory and queue: it launches steps and waits when their ids are needed.
 
 All work of all steps goes into one queue, so a step that overwrites device memory runs after the previous step has
-read it. On the host there are two buffers, because the device reads one while the other is written.
-
-Steps in flight on a device, and the host buffers that they use meanwhile.
+read it. On the host there are two buffers for the steps in flight, because the device reads one while the other is
+written.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """KV cache of a device with its own memory: pages are allocated when they are first written.
 
-The slots are the same as on the CPU. `PageTables` decides which page belongs to which slot. This module holds the
-tensors: the memory, the page tables that kernels read, and the copies within the memory.
-
-Page tables as counts: the page of each position of a slot, the free pages, and the rows that copies move.
-
-`KvSlots` decides how much a slot may hold. A page is allocated here when it is first written. `PagedKvCache` holds
-the tensors.
+The slots are the same as on the CPU, and `KvSlots` decides how much a slot may hold. `PageTables` decides which page
+belongs to which slot, as counts. `PagedKvCache` holds the tensors: the memory, the page tables that kernels read, and
+the copies within the memory.
 """
 
 from __future__ import annotations

@@ -1,22 +1,15 @@
-"""Selects the texts of a step, so that neither long nor short requests wait for each other. Counts only, no tensors.
+"""Selects the texts of a step and its time, so that neither long nor short requests wait for each other. Counts only.
 
-Nothing is padded, so texts of any length may share a step without extra cost; but all texts of a step end
-together. Therefore half of a step belongs to the oldest request. The rest goes to requests in arrival order,
-except that larger requests yield to smaller ones: requests that fit in one step wait only for each other and for
-half of what is larger. (With the smallest first among them too, p99 was 8 times p50 with 32 clients.)
+Nothing is padded, so texts of any length may share a step without extra cost; but all texts of a step end together.
+Therefore half of a step belongs to the oldest request. The rest goes to requests in arrival order, except that larger
+requests yield to smaller ones: requests that fit in one step wait only for each other and for half of what is larger.
+(With the smallest first among them too, p99 was 8 times p50 with 32 clients.)
 
-Decides how long an encoder's step waits for more texts, from the measured step times.
-
-Without measurements there is no wait.
-
-While a step runs, other requests arrive and share the next step, so waiting for new clients does not make anything
-faster (tests/unit/engine/encoder/test_batching_delay_simulated.py simulates this). Clients that were just answered are
+`BatchingDelay` decides how long a step waits for more texts, from the measured step times; without measurements there
+is no wait. Waiting for new clients does not make anything faster, since other requests arrive while a step runs
+(tests/unit/engine/encoder/test_batching_delay_simulated.py simulates this). Clients that were just answered are
 different. Each sends its next request a moment later, just too late for the step that then begins, so two such clients
 would always alternate in separate steps.
-
-Limits the texts of a step: as planned, or fewer for a while after a step that ran out of memory.
-
-Counts only, no tensors.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Builds the encoder engine: device, weights, warm-up and recorded batches, on the thread that will run its steps.
+"""Builds the encoder engine on a CPU or a GPU: backend, weights and warm-up, on the thread that will run its steps.
 
-The module for a GPU is imported only for a GPU.
+On a GPU, small batches are recorded too.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
 """Runs a batch of texts on a CPU: fills buffers, runs the layers, pools, and returns the rows of each text as bytes.
 
-The queue decides which texts are in the batch.
+The queue decides which texts are in the batch. The layers are recorded once and replayed natively, for any number of
+tokens up to the recorded number. This saves more than interpreter time: between two operations the worker needs the
+interpreter lock, which a busy event loop may hold for milliseconds. The recording covers everything from token ids to
+hidden states. Only values at fixed addresses and row counts change from step to step.
 
-Replays an encoder's layers natively: recorded once, for any number of tokens up to the recorded number.
-
-This saves more than interpreter time. Between two operations the worker needs the interpreter lock, which a busy
-event loop may hold for milliseconds. The recording covers everything from token ids to hidden states. Only values
-at fixed addresses and row counts change from step to step.
-
-All threads together have one recording, whose operations they divide. Each thread also has a smaller one, with
-which it computes lanes. A model that uses operations outside the native library stays eager.
+All threads together have one recording, whose operations they divide. Each thread also has a smaller one, with which
+it computes lanes. A model that uses operations outside the native library stays eager.
 """
 
 from __future__ import annotations

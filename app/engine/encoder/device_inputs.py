@@ -1,10 +1,6 @@
 """Lays out a batch of texts for a device: one int64 buffer, copied at once, and views of it.
 
-Padding is used only to fill a recorded shape.
-
-Defines which small batches of texts are recorded on a device, and which recorded shape a batch is padded to.
-
-Counts only, no tensors.
+Padding is used only to fill a recorded shape. `recorded_shapes` lists the small batches that are recorded on a device.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Runs a batch of texts on a GPU: one copy to the device, layers and heads, one copy back, results as bytes.
 
-The queue decides which texts are in the batch. `engine/encoder/device_inputs.py` defines the memory layout.
-
-Records small batches of texts on a device, once for each shape, and replays each as one call.
-
-Submitting such a batch layer by layer takes longer than the device needs to compute it.
+The queue decides which texts are in the batch, and `engine/encoder/device_inputs.py` defines the memory layout. Small
+batches are recorded once for each shape and replayed as one call, because submitting them layer by layer takes longer
+than the device needs to compute them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Divides a batch of texts into lanes: whole texts that one thread computes alone.
+"""Divides a batch of texts into lanes, whole texts that one thread computes alone, and holds it at fixed addresses.
 
-Threads then need not synchronize at every operation. Pure arithmetic, without torch. A text that is longer than
-its share is computed first, by all threads together. The rest is divided into lanes of about equal cost, several
-for each thread: a thread that loses its core for a while leaves the lanes that it has not started to the others.
-
-Holds a batch of texts at fixed addresses, so that replayed operations read the current batch.
+Threads then need not synchronize at every operation. A text that is longer than its share is computed first, by all
+threads together. The rest is divided into lanes of about equal cost, several for each thread: a thread that loses its
+core for a while leaves the lanes that it has not started to the others. Replayed operations read the batch at its
+fixed addresses.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Sampler: each sequence's next token, or a beam's best candidates, from one step's logits.
 
-Rows are grouped by their sampling method. The scheduler decides where a sequence ends and which beams continue.
-
-Sampling from each row's top logits alone, for greedy sequences and those that sample from a small top_k.
-
-The sampler handles requests that need full logits: penalties, beams, and random sampling without a limit.
+Rows are grouped by their sampling method. Greedy sequences, and those that sample from a small top_k, need only each
+row's top logits; penalties, beams and random sampling without a limit need all logits. The scheduler decides where a
+sequence ends and which beams continue.
 """
 
 from __future__ import annotations

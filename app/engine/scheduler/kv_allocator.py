@@ -1,14 +1,9 @@
-"""KV slots as counts: accounted positions, shared prefixes, and eviction of cached slots when capacity is needed.
+"""KV allocation as counts: slots, shared prefixes, and eviction of cached slots when capacity is needed.
 
-A slot is free, running (a sequence owns it) or cached (it holds the KV of a finished sequence; the least recently
-used slot is evicted first). `placements` finds reusable prefixes, and `KvAllocator` assigns slots to sequences. No
-tensors are used.
-
-Prefix cache lookup: find the longest cached prefix of a prompt, and the placements that can use it.
-
-The lookup only reads slots. `KvSlots` decides which placement fits and makes it.
-
-KV allocation: gives each sequence a slot and takes it back, and keeps the sequence and the slot pool consistent.
+A slot is free, running (a sequence owns it) or cached (it holds the KV of a finished sequence; the least recently used
+slot is evicted first). `placements` finds the longest cached prefix of a prompt and only reads slots; `KvSlots`
+decides which placement fits and makes it. `KvAllocator` gives each sequence a slot and takes it back. No tensors are
+used.
 """
 
 from __future__ import annotations

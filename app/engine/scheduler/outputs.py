@@ -1,8 +1,7 @@
-"""Events for clients about a sequence: new tokens, the end and its reason, and timings.
+"""Events for clients about a sequence (new tokens, the end and its reason, timings), and the scheduler's state.
 
-The service, not the engine, finds stop strings.
-
-Scheduler state as plain counts that other threads can read. It is the larger part of an `EngineSnapshot`.
+The service, not the engine, finds stop strings. The state is plain counts that other threads can read, the larger part
+of an `EngineSnapshot`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Request queues: the waiting and running sequences, each list oldest first, and all transitions between them.
+"""Request queues: waiting and running sequences, oldest first, the transitions between them, and request limits.
 
-It works on counts and never on tensors. The scheduler decides who is computed in a step and which events are sent.
-`KvAllocator` assigns slots.
-
-Limits of a request: reject one that can never be served, and compute the maximum length of one that can.
+It works on counts and never on tensors. The scheduler decides which sequences are computed in a step and which events
+are sent. `KvAllocator` assigns slots. `request_error` rejects a request that can never be served.
 """
 
 from __future__ import annotations

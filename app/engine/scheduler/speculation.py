@@ -1,13 +1,9 @@
-"""Speculative decoding: choose the number of draft tokens of each sequence that maximizes tokens per second.
+"""Speculative decoding: draft tokens from n-gram lookup, in the number that maximizes tokens per second.
 
-The choice uses the acceptance rate of earlier draft tokens, of this sequence and of all sequences, and the cost of
-a step by number of rows. If draft tokens do not pay off, drafting pauses. After the pause it tries a single draft
-token; the pause doubles after each failure, so a wrong choice costs almost nothing.
-
-Draft tokens from n-gram lookup: find an earlier occurrence of the last tokens and propose what followed it.
-
-No second model is needed. `Speculation` decides whether a draft token is worth a row of the step, and the model
-verifies it.
+No second model is needed: an earlier occurrence of the last tokens is found, and what followed it is proposed. The
+model verifies the draft tokens. Their number depends on the acceptance rate of earlier ones, of this sequence and of
+all sequences, and on the cost of a step by number of rows. If draft tokens do not pay off, drafting pauses. After the
+pause it tries a single draft token; the pause doubles after each failure, so a wrong choice costs almost nothing.
 """
 
 from __future__ import annotations
