@@ -10,10 +10,11 @@ from app.settings import setting_rows
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
 HEAD = """# Settings
 
-Each is a flag of `armature serve` and an environment variable; a flag wins. Everything but the model is `auto`, and `armature probe`
-says what `auto` becomes on your machine, and why. This page is written by `make docs`.
+This page is for people who configure the server. `make docs` writes it. Each setting is a flag of `armature serve`
+and an environment variable; the flag takes precedence. `armature probe` shows the value of each `auto` setting on your
+machine, with its reason.
 
-| flag | variable | takes | default | what |
+| flag | variable | values | default | meaning |
 |---|---|---|---|---|
 """
 

@@ -1,0 +1,108 @@
+"""The documentation follows its own rules and agrees with the tree: widths, links, paths, layers, folders and the glossary."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from architecture_tables import LAYERS, RETIRED_WORDS
+
+WIDTH = 120
+MAX_TERMS = 40
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "k8s" / "README.md"], key=lambda path: str(path)
+)
+# Written by a command: recorded output may be wider.
+GENERATED = {"docs/proofs.md", "docs/settings.md"}
+# Where a path in the documentation may start.
+BASES = ("", "app", "app/kernels", "app/backends", "app/engine/decoder", "docs", "k8s")
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def prose(path: Path) -> list[tuple[int, str]]:
+    """Return the numbered lines outside code blocks."""
+    lines, inside = [], False
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            inside = not inside
+        elif not inside:
+            lines.append((number, line))
+    return lines
+
+
+def anchors(path: Path) -> set[str]:
+    """Return the anchors of a page's headings, made as GitHub makes them."""
+    headings = (line.lstrip("#").strip() for _, line in prose(path) if line.startswith("#"))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", [page for page in PAGES if name(page) not in GENERATED], ids=name)
+def test_lines_are_short(path: Path) -> None:
+    """Rows of tables, pictures and links without a space cannot be wrapped."""
+    long = [
+        number
+        for number, line in prose(path)
+        if len(line) > WIDTH and not line.startswith(("|", "![")) and "](http" not in line
+    ]
+    assert not long, f"{name(path)}: lines {long} have more than {WIDTH} columns"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_links_lead_to_a_file_and_a_heading(path: Path) -> None:
+    for _, line in prose(path):
+        for target, anchor in re.findall(r"\]\(([^)#:\s]*)#([^)\s]+)\)", line):
+            page = path.parent / target if target else path
+            assert page.exists(), f"{name(path)}: {target} is missing"
+            assert anchor in anchors(page), f"{name(path)}: {target}#{anchor} is no heading"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_named_source_files_exist(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    for file in set(re.findall(r"(?<![\w/.$<*-])((?:[\w.-]+/)*[\w-]+\.(?:py|h|c|yaml|toml))(?![\w*])", text)):
+        if "/" in file and not file.startswith(("fleet/", "etc/")):
+            found = [base for base in BASES if (ROOT / base / file).exists() or (ROOT / base / "csrc" / file).exists()]
+            assert found, f"{name(path)} names {file}, which does not exist"
+
+
+def design() -> str:
+    return (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+
+
+def section(title: str) -> str:
+    return design().split(f"\n## {title}\n", 1)[1].split("\n## ", 1)[0]
+
+
+def test_the_layers_are_those_that_are_checked() -> None:
+    rows = re.findall(r"^\| (\d+) \| (.+) \|$", section("Layers"), re.MULTILINE)
+    written = {(folder, int(number)) for number, cell in rows for folder in re.findall(r"`(\w+)`", cell)}
+    assert written == set(LAYERS)
+
+
+def test_the_folders_are_those_of_the_package() -> None:
+    table = section("Folders")
+    written = set()
+    for cell in re.findall(r"^\| (`app/.+?) \| ", table, re.MULTILINE):
+        names = [each.strip("/") for each in re.findall(r"`([\w/]+)`", cell)]
+        parent = names[0].rpartition("/")[0]
+        written |= {each if each.startswith("app") else f"{parent}/{each}" for each in names}
+    folders = {name(file.parent) for file in (ROOT / "app").rglob("*.py")}
+    assert folders - written == set()
+    assert {each for each in written if not (ROOT / each).is_dir()} == set()
+
+
+def test_the_glossary_is_short_and_has_every_retired_word() -> None:
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", section("Glossary"), re.MULTILINE)[1:]
+    terms = [row for row in rows if not row[0].startswith("---")]
+    assert len(terms) <= MAX_TERMS
+    assert len({old for old, _, _ in terms}) == len(terms)
+    assert all(meaning for _, _, meaning in terms)
+    assert {"desk", "roster", "tenants", "tempo", "allowance", "rehearsal"} <= RETIRED_WORDS
+    old_words = {word for old, _, _ in terms for word in re.findall(r"\w+", old)}
+    assert {"desk", "roster", "tenants", "tempo", "allowance", "rehearsal"} <= old_words
