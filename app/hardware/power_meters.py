@@ -235,6 +235,8 @@ def _sum_of_watts(counters: tuple[PowerCounter, ...], files: HostFiles) -> float
     return None if None in readings else sum(microwatts for microwatts in readings if microwatts is not None) * MICRO
 
 
+# NVML is called through ctypes instead of nvidia-ml-py, which wraps the same library by ctypes: four functions are needed,
+# and as an optional package it would leave the energy of a GPU unknown wherever it is not installed.
 MILLI = 1e-3
 _SUCCESS = 0
 

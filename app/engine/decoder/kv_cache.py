@@ -25,6 +25,7 @@ from app.engine.scheduler.batch import (
     ScheduledSpan,
 )
 from app.errors import PlanImpossible
+from app.hardware.plan.memory_budget import KV_PRECISIONS
 from app.kernels.attention.attention import KvSegment
 from app.kernels.attention.layout import (
     token_bytes,
@@ -39,12 +40,7 @@ _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 # MADV_FREE.
 _RELEASE_ADVICE = mmap.MADV_DONTNEED if sys.platform == "linux" else getattr(mmap, "MADV_FREE", mmap.MADV_DONTNEED)
 
-KV_DTYPES: Mapping[str, torch.dtype] = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "int8": torch.int8,
-}
+KV_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, dtype) for name, (dtype, _) in KV_PRECISIONS.items()}
 
 
 @dataclass(frozen=True, slots=True)

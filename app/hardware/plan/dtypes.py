@@ -6,7 +6,6 @@ checks that torch can run here at all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from app.errors import PlanImpossible
@@ -27,6 +26,7 @@ from app.hardware.plan import (
 from app.hardware.plan.capacity import decide_step_tokens
 from app.hardware.plan.devices import decide_kernel_folder
 from app.hardware.plan.memory_budget import (
+    KV_PRECISIONS,
     MIN_BATCH_TOKENS,
     USEFUL_SEQS,
     USEFUL_TOKENS,
@@ -80,7 +80,7 @@ def decide_weights_and_kv(
     chosen = choose(candidates, trials, threads) if auto else precision.forced_precision(candidates)
     kind, node, device = candidates.kind, candidates.numa_node, candidates.device
     dtype = decide_dtype(candidates.facts, chosen.value, kind)
-    activation_demand = MemoryDemand(candidates.needs, chosen.value, KV_NAMES[dtype.value], node, device=device)
+    activation_demand = MemoryDemand(candidates.needs, chosen.value, _kv_precision_of(dtype.value), node, device=device)
     kv_precision = decide_kv_precision(
         settings, dtype.value, _insufficient_budget(candidates, activation_demand) if generates else None, kind
     )
@@ -196,9 +196,6 @@ def decide_dtype(facts: Facts, chosen: str, kind: str = "cpu") -> Decision[Dtype
     return Decision("bfloat16", "The dtype of the weights; sums are accumulated in FP32.")
 
 
-KV_NAMES: Mapping[Dtype, str] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-
-
 def decide_kv_precision(
     settings: Settings, chosen: Dtype, insufficient_budget: MemoryBudget | None, kind: str = "cpu"
 ) -> Decision[str]:
@@ -210,7 +207,7 @@ def decide_kv_precision(
     Raises:
         PlanImpossible: the requested precision is not available here.
     """
-    activation_precision = KV_NAMES[chosen]
+    activation_precision = _kv_precision_of(chosen)
     if activation_precision != "bf16":
         if settings.kv_precision != "auto":
             raise PlanImpossible(
@@ -235,6 +232,11 @@ def decide_kv_precision(
         f"In BF16 the memory would hold less than {USEFUL_SEQS} sequences of {USEFUL_TOKENS:,} tokens ({insufficient_budget.explanation}); "
         "in int8 it holds nearly twice as many, without a measurable cost in perplexity on the demo model.",
     )
+
+
+def _kv_precision_of(dtype: Dtype) -> str:
+    """Return the precision of keys and values that have the activations' dtype."""
+    return next(name for name, (kv_dtype, _) in KV_PRECISIONS.items() if kv_dtype == dtype)
 
 
 def decide_pack_folder(settings: Settings, chosen: str, kind: str = "cpu") -> Decision[str | None]:

@@ -6,6 +6,7 @@ process itself counts too.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from app.errors import PlanImpossible
@@ -27,7 +28,13 @@ _SLACK_DIVISOR = 16  # 1/16 is left for page tables, the allocator and the kerne
 
 _ACTIVATION_WIDTHS = 16  # FP32 values of a token at the widest point of a layer, in multiples of the hidden size
 
-_ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+# Each precision of keys and values: torch's name of its dtype, and bytes per element.
+KV_PRECISIONS: Mapping[str, tuple[str, int]] = {
+    "bf16": ("bfloat16", 2),
+    "fp16": ("float16", 2),
+    "fp32": ("float32", 4),
+    "int8": ("int8", 1),
+}
 
 # Bytes of each logit, as computed and during sampling. A GPU samples without the host and holds four FP32 values
 # besides the logit.
@@ -110,7 +117,7 @@ def kv_bytes_per_token(needs: Needs, kv_precision: str) -> int:
     In int8, each head of keys and of values also has an FP32 scale.
     """
     if kv_precision != "int8":
-        return needs.kv_elements_per_token * _ELEMENT_BYTES[kv_precision]
+        return needs.kv_elements_per_token * KV_PRECISIONS[kv_precision][1]
     if not needs.kv_elements_per_token:
         return 0
     row = needs.kv_elements_per_token // needs.num_layers + 8 * needs.num_kv_heads
